@@ -1,0 +1,115 @@
+"""What the trainer costs: titan's step against a bare PyTorch loop of the same model, in turn in one process.
+
+    python -m bench.overhead [--steps 20] [--no-start]
+
+Prints the ratio of median tokens/s in fp32 and in bf16, and the seconds from the start of the command to the end of
+the first step, and writes all samples under bench/results. The machine is taken as it is: quote ratios.
+"""
+
+import argparse
+import json
+import statistics
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Callable, Iterator
+from contextlib import nullcontext
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from tqdm import tqdm
+
+from bench import results
+from titan import build, ranks, trainer
+from titan.config import Job, load_job
+from titan.contracts import Batch, Part
+from titan.init import init_weights
+
+CONFIG = Path(__file__).parent / "overhead.toml"
+
+
+def main() -> None:
+    """Measure, print, write."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--steps", type=int, default=20, help="pairs of steps measured, after two of warm-up")
+    parser.add_argument("--no-start", action="store_true", help="leave the start-up time out")
+    args = parser.parse_args()
+    measured: dict[str, Any] = {}
+    with tempfile.TemporaryDirectory() as folder:
+        for precision in ("fp32", "bf16"):
+            measured[precision] = _compare(precision, args.steps, folder)
+        if not args.no_start:
+            measured["start_s"] = [_start(folder, number) for number in range(3)]
+    for precision in ("fp32", "bf16"):
+        seconds = measured[precision]
+        bare, ours = (statistics.median(seconds[who]) for who in ("bare_s", "titan_s"))
+        print(f"{precision}: bare {8 * 512 / bare:.0f} tokens/s, titan {8 * 512 / ours:.0f}, ratio {bare / ours:.3f}")
+    if not args.no_start:
+        print(f"start to end of the first step: {statistics.median(measured['start_s']):.1f} s (median of 3)")
+    print(results.write("overhead", measured))
+
+
+def _compare(precision: str, steps: int, folder: str) -> dict[str, list[float]]:
+    words = ["--run.dir", folder, "--plugins.bf16.enabled", str(precision == "bf16").lower()]
+    job = load_job(CONFIG, words, 1)
+    rank = ranks.join(job)
+    run = build.build(job, rank)
+    batches = iter(run.loader)
+    bare = _bare_loop(job, precision, rank.device)
+
+    def ours(batch: list[Batch]) -> None:
+        float(trainer.step(run, batch).grad_norm)
+
+    samples: dict[str, list[float]] = {"bare_s": [], "titan_s": []}
+    for number in tqdm(range(steps + 2), desc=precision, disable=None):
+        batch = next(batches)
+        for who, step in (("bare_s", bare), ("titan_s", ours)):
+            began = time.perf_counter()
+            step(batch)
+            if number >= 2:
+                samples[who].append(time.perf_counter() - began)
+    trainer.close(run)
+    ranks.leave()
+    return samples
+
+
+def _bare_loop(job: Job, precision: str, device: torch.device) -> Callable[[list[Batch]], None]:
+    """The loop a researcher would write for this model on one device."""
+    with torch.device(device):
+        model = job.model.build()
+    init_weights(Part(model), job.plan, job.run.seed)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=3e-4, betas=(0.9, 0.95), weight_decay=0.1, fused=True)
+    lower = torch.autocast(device.type, torch.bfloat16) if precision == "bf16" else nullcontext()
+
+    def step(batch: list[Batch]) -> None:
+        for micro in batch:
+            with lower:
+                logits = model(micro.tokens)
+                loss = F.cross_entropy(logits.flatten(0, 1), micro.labels.flatten())
+            loss.backward()
+        float(torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0))
+        optimizer.step()
+        optimizer.zero_grad()
+
+    return step
+
+
+def _start(folder: str, number: int) -> float:
+    """Seconds from starting the command to the end of its first step."""
+    name = f"start{number}"
+    began = time.time()
+    words = ["--config", str(CONFIG), "--run.dir", folder, "--run.name", name, "--train.steps", "1"]
+    subprocess.run([sys.executable, "-m", "titan.launch", *words], check=True, capture_output=True)
+    row = json.loads(next(_lines(Path(folder) / name / "metrics.jsonl")))
+    return float(row["time"]) - began
+
+
+def _lines(path: Path) -> Iterator[str]:
+    return iter(path.read_text().splitlines())
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,31 @@
+"""Where a bench writes what it measured: one JSON a run, raw samples kept, with commit, versions and machine."""
+
+import json
+import os
+import platform
+import subprocess
+import time
+from pathlib import Path
+from typing import Any
+
+import torch
+
+FOLDER = Path(__file__).parent / "results"
+
+
+def write(name: str, measured: dict[str, Any]) -> Path:
+    """Write `measured` to results/NAME-DATE.json and return its path."""
+    git = ["git", "-C", str(FOLDER.parent), "describe", "--always", "--dirty"]
+    commit = subprocess.run(git, capture_output=True, text=True, check=False).stdout.strip()
+    about = {
+        "commit": commit or "unknown",
+        "date": time.strftime("%Y-%m-%dT%H:%M:%S"),
+        "torch": torch.__version__,
+        "python": platform.python_version(),
+        "cores": os.cpu_count(),
+        "device": torch.cuda.get_device_name() if torch.cuda.is_available() else platform.processor() or "cpu",
+    }
+    FOLDER.mkdir(exist_ok=True)
+    path = FOLDER / f"{name}-{time.strftime('%Y%m%d-%H%M%S')}.json"
+    path.write_text(json.dumps({**about, **measured}, indent=1) + "\n")
+    return path

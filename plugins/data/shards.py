@@ -1,0 +1,37 @@
+"""Token shards that somebody has already made.
+
+`path` names shards, folders of them or globs: the files that `titan data prepare` writes and `titan data inspect`
+shows. Their tokens are taken as they are; an id beyond the model's vocabulary stops the run when it is read.
+
+Cost: nothing is copied; shards are memory-mapped.
+Limit: nobody can tell which tokenizer made them.
+"""
+
+from dataclasses import dataclass
+from pathlib import Path
+
+from titan.contracts import REQUIRED, Dataset, option, register
+from titan.data.files import as_list, find
+
+
+@dataclass(frozen=True, kw_only=True)
+class Config:
+    """Which shards."""
+
+    path: str | tuple[str, ...] = option(REQUIRED, "shards, folders of *.bin or globs")
+
+
+@register
+class Shards(Dataset):
+    """Token shards made before; memory-mapped, nothing is tokenised."""
+
+    name = "shards"
+    Config = Config
+
+    def files(self) -> list[Path]:
+        """The shards `path` means, those of a folder sorted."""
+        return find(as_list(self.config.path), ["*.bin"])
+
+    def shards(self) -> list[Path] | None:
+        """The same files: they are shards."""
+        return self.files()

@@ -1,0 +1,45 @@
+"""Plain text files.
+
+`path` names files, folders or globs. Each file is one document, or several where `separator` stands between them
+(TinyStories' `<|endoftext|>`, say). UTF-8; a byte-order mark is dropped; names that end in .gz or .zst are unpacked.
+
+Cost: a file is held in memory while it is tokenised, at some 40 bytes a token. Text larger than that belongs in several
+files or in JSON lines.
+"""
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+from titan.contracts import REQUIRED, Dataset, Document, option, register
+from titan.data.files import COMPRESSED, as_list, find, read_text
+
+
+@dataclass(frozen=True, kw_only=True)
+class Config:
+    """Which files."""
+
+    path: str | tuple[str, ...] = option(REQUIRED, "files, folders or globs")
+    glob: str | tuple[str, ...] = option(
+        ("*.txt", "*.md", "*.rst", "*.py"), "which files of a folder, at any depth; also with .gz or .zst behind"
+    )
+    separator: str = option("", "what stands between the documents of a file; empty: a file is one document")
+
+
+@register
+class Text(Dataset):
+    """Files, folders or globs of plain text; .gz and .zst too."""
+
+    name = "text"
+    Config = Config
+
+    def files(self) -> list[Path]:
+        """The files `path` means, those of a folder sorted."""
+        globs = as_list(self.config.glob)
+        return find(as_list(self.config.path), [name + end for name in globs for end in ("", *COMPRESSED)])
+
+    def documents(self, file: Path) -> Iterator[Document]:
+        """The file's text, whole or cut at the separator."""
+        text, separator = read_text(file), self.config.separator
+        for part in text.split(separator) if separator else (text,):
+            yield Document(part.strip() if separator else part, str(file))

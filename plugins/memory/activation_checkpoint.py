@@ -1,0 +1,69 @@
+"""Activation checkpointing: save less in forward, compute it again in backward.
+
+full       each block saves its input alone: one more forward of the layers, about a third more FLOPs.
+every      the same for every n-th block: memory and FLOPs in proportion.
+selective  the results of matrix products and attention are saved, the cheap rest is computed again: a few percent more
+           time for most of the saving (Korthikanti et al., arXiv 2205.05198; Chen et al., arXiv 1604.06174).
+
+Recomputing changes no number: the same kernels run on the same inputs.
+"""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import partial
+from typing import Any, Literal
+
+import torch
+from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
+
+from titan.contracts import Part, Technique, World, option, register
+
+_SAVED = {
+    torch.ops.aten.mm.default,
+    torch.ops.aten.bmm.default,
+    torch.ops.aten.addmm.default,
+    torch.ops.aten._scaled_mm.default,
+    torch.ops.aten._scaled_dot_product_flash_attention.default,
+    torch.ops.aten._scaled_dot_product_flash_attention_for_cpu.default,
+    torch.ops.aten._scaled_dot_product_efficient_attention.default,
+    torch.ops.aten._scaled_dot_product_cudnn_attention.default,
+    torch.ops._c10d_functional.reduce_scatter_tensor.default,
+    torch.ops._c10d_functional.all_gather_into_tensor.default,
+}
+"""What selective mode keeps: the operations that are costly to run again, and those that speak to other ranks."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Config:
+    """Options of `[plugins.activation_checkpoint]`."""
+
+    mode: Literal["full", "every", "selective"] = option("full", "what is computed again")
+    every: int = option(2, 'mode "every": which blocks, 2 is every second', unit="blocks", at_least=1)
+
+
+@register
+class ActivationCheckpoint(Technique):
+    """Recomputes activations in backward: whole blocks, every n-th, or all but the costly operations."""
+
+    name = "activation_checkpoint"
+    Config = Config
+    phase = "recompute"
+
+    def apply(self, part: Part, world: World) -> None:
+        """Wrap the blocks this part holds."""
+        place: Any = "recompute_ops" if self.config.mode == "selective" else "recompute_block"
+        stride = self.config.every if self.config.mode == "every" else 1
+        for name, _ in part.layers(world.plan):
+            if int(name.rpartition(".")[2]) % stride == 0:
+                part.wrap_forward(name, place, self._wrap)
+
+    def _wrap(self, forward: Callable[..., Any]) -> Callable[..., Any]:
+        # No dropout, no randomness in a block: there is no RNG state to keep.
+        settings: dict[str, Any] = {"use_reentrant": False, "preserve_rng_state": False}
+        if self.config.mode == "selective":
+            settings["context_fn"] = partial(create_selective_checkpoint_contexts, _policy)
+        return partial(checkpoint, forward, **settings)
+
+
+def _policy(context: Any, operation: Any, *args: Any, **kwargs: Any) -> CheckpointPolicy:
+    return CheckpointPolicy.MUST_SAVE if operation in _SAVED else CheckpointPolicy.PREFER_RECOMPUTE

@@ -1,0 +1,255 @@
+"""GPT: learned positions, LayerNorm, GELU, biases everywhere, the head tied to the embedding (GPT-2, arXiv 2005.14165).
+
+A layer is `h = x + attn(norm(x))`, `y = h + ffn(norm(h))`, with `ffn(x) = down(gelu(up x))` and GELU in its tanh
+approximation, as GPT-2 has it. Every layer attends to the whole sequence (GPT-3's sparse layers are not here); there is
+no dropout.
+
+Cost of a layer: 12 D^2 + 13 D parameters where F = 4 D and K = H; 2 FLOPs a token forward for each in a matmul, and
+4 S H N for attention. It keeps 4 D + 2 H N + 2 K N + 2 F numbers a token for backward.
+
+Limits: a sequence is at most `max_seq_len` long, and positions count from the start of the sequence, also in documents
+that are packed into one. Documents that must not see each other cost a mask of B S^2 bytes.
+"""
+
+# B batch, S sequence, D dim, H query heads, K key-value heads, N head_dim, F ffn_dim, V vocabulary.
+# Under tensor parallelism H, K and F are a rank's own share; nothing here reads them from the config.
+
+import math
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from typing import Any, ClassVar
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from titan.contracts import Model, ModelPlan, option, register
+from titan.plan import ONES, ZEROS, Init, TensorStyle, nearest, normal
+
+
+@dataclass(frozen=True, kw_only=True)
+class GptConfig:
+    """Sizes of a GPT; the defaults are the preset `nano`."""
+
+    n_layers: int = option(4, "layers", at_least=1)
+    dim: int = option(128, "width of the hidden state", at_least=1)
+    n_heads: int = option(4, "query heads", at_least=1)
+    n_kv_heads: int | None = option(None, "key-value heads, one per group of query heads; unset: n_heads", at_least=1)
+    ffn_dim: int | None = option(None, "width of the feed-forward; unset: 4 dim", at_least=1)
+    vocab_size: int = option(4097, "token ids", at_least=1)
+    max_seq_len: int = option(128, "longest sequence, and number of learned positions", unit="tokens", at_least=1)
+    tied: bool = option(True, "the output matrix is the embedding table")
+    norm_eps: float = option(1e-5, "added to the variance in LayerNorm", above=0)
+    init_std: float = option(0.02, "deviation of initial weights; of wo and down this / sqrt(2 n_layers)", above=0)
+
+    @property
+    def head_dim(self) -> int:
+        """Features of a head."""
+        return self.dim // self.n_heads
+
+    @property
+    def kv_heads(self) -> int:
+        """Key-value heads."""
+        return self.n_heads if self.n_kv_heads is None else self.n_kv_heads
+
+    @property
+    def ffn_width(self) -> int:
+        """Width of the feed-forward."""
+        return 4 * self.dim if self.ffn_dim is None else self.ffn_dim
+
+
+def _sizes(n_layers: int, dim: int, n_heads: int, vocab_size: int, max_seq_len: int = 2048) -> dict[str, Any]:
+    sizes = {"n_layers": n_layers, "dim": dim, "n_heads": n_heads}
+    return {**sizes, "vocab_size": vocab_size, "max_seq_len": max_seq_len}
+
+
+def document_mask(documents: Tensor) -> Tensor:
+    """Which position may see which: itself and earlier ones of its document. [B, S] -> [B, 1, S, S] bool."""
+    same = documents[:, None, :, None] == documents[:, None, None, :]
+    return same.tril()
+
+
+class Attention(nn.Module):
+    """Causal self-attention."""
+
+    def __init__(self, config: GptConfig) -> None:
+        super().__init__()
+        d, n = config.dim, config.head_dim
+        self.head_dim = n
+        self.wq = nn.Linear(d, config.n_heads * n)
+        self.wk = nn.Linear(d, config.kv_heads * n)
+        self.wv = nn.Linear(d, config.kv_heads * n)
+        self.wo = nn.Linear(config.n_heads * n, d)
+
+    def forward(self, x: Tensor, mask: Tensor | None) -> Tensor:
+        """x [B, S, D], mask [B, 1, S, S] or None for plain causal -> [B, S, D]."""
+        b, s, _ = x.shape
+        q, k, v = (w(x).view(b, s, -1, self.head_dim).transpose(1, 2) for w in (self.wq, self.wk, self.wv))  # B H S N
+        group = q.shape[1] // k.shape[1]
+        if mask is not None and group > 1:
+            # The fused CUDA kernel that takes a mask knows no groups; without it the S x S scores are written out.
+            k, v = (t.repeat_interleave(group, dim=1) for t in (k, v))
+        grouped = group > 1 and mask is None
+        out = F.scaled_dot_product_attention(q, k, v, attn_mask=mask, is_causal=mask is None, enable_gqa=grouped)
+        return self.wo(out.transpose(1, 2).flatten(2))  # type: ignore[no-any-return]
+
+
+class FeedForward(nn.Module):
+    """Two matrices with a GELU between them."""
+
+    def __init__(self, config: GptConfig) -> None:
+        super().__init__()
+        self.up = nn.Linear(config.dim, config.ffn_width)
+        self.down = nn.Linear(config.ffn_width, config.dim)
+
+    def forward(self, x: Tensor) -> Tensor:
+        """[B, S, D] -> [B, S, D]."""
+        return self.down(F.gelu(self.up(x), approximate="tanh"))  # type: ignore[no-any-return]
+
+
+class Block(nn.Module):
+    """One layer: attention and feed-forward, each behind a norm and added to what came in."""
+
+    def __init__(self, config: GptConfig) -> None:
+        super().__init__()
+        self.attn_norm = nn.LayerNorm(config.dim, eps=config.norm_eps)
+        self.attn = Attention(config)
+        self.ffn_norm = nn.LayerNorm(config.dim, eps=config.norm_eps)
+        self.ffn = FeedForward(config)
+
+    def forward(self, x: Tensor, mask: Tensor | None) -> Tensor:
+        """[B, S, D] -> [B, S, D]."""
+        h = x + self.attn(self.attn_norm(x), mask)
+        return h + self.ffn(self.ffn_norm(h))  # type: ignore[no-any-return]
+
+
+class Transformer(nn.Module):
+    """The whole model, or what a stage holds of it: absent modules are None, absent layers are not in `layers`.
+
+    Integer x is tokens and goes through the embedding; floating x is hidden states of an earlier stage, also where
+    an embedding is present because the head is tied to it.
+    """
+
+    def __init__(self, config: GptConfig) -> None:
+        super().__init__()
+        self.embed: nn.Embedding | None = nn.Embedding(config.vocab_size, config.dim)
+        self.positions: nn.Embedding | None = nn.Embedding(config.max_seq_len, config.dim)
+        self.layers = nn.ModuleDict({str(i): Block(config) for i in range(config.n_layers)})
+        self.norm: nn.LayerNorm | None = nn.LayerNorm(config.dim, eps=config.norm_eps)
+        self.output: nn.Linear | None = nn.Linear(config.dim, config.vocab_size, bias=False)
+        if config.tied:
+            self.output.weight = self.embed.weight
+
+    def forward(self, x: Tensor, documents: Tensor | None = None) -> Tensor:
+        """Tokens [B, S] or hidden states [B, S, D] -> logits [B, S, V], or hidden states without the head."""
+        mask = None if documents is None else document_mask(documents)
+        if not x.is_floating_point():
+            x = self._stem(x)
+        for layer in self.layers.values():
+            x = layer(x, mask)
+        if self.norm is not None:
+            x = self.norm(x)
+        return x if self.output is None else self.output(x)
+
+    def _stem(self, tokens: Tensor) -> Tensor:
+        assert self.embed is not None and self.positions is not None, "tokens reached a stage without the stem"
+        # [1, S, D], so that both terms split on the same dimension where sequences are split.
+        positions = self.positions(torch.arange(tokens.shape[1], device=tokens.device)[None])
+        return self.embed(tokens) + positions  # type: ignore[no-any-return]
+
+
+@register
+class Gpt(Model):
+    """GPT-2 and 3: learned positions, LayerNorm, GELU, biases, tied head."""
+
+    name = "gpt"
+    Config = GptConfig
+    config: GptConfig
+    # GPT-3's table 2.1, with 16 heads for 1.3b and width 5120 for 13b, where the printed 24 and 5140 do not divide; the
+    # Frontier sizes of arXiv 2312.12705, with the vocabulary as Megatron pads it.
+    presets: ClassVar[Mapping[str, Mapping[str, Any]]] = {
+        "125m": _sizes(12, 768, 12, 50257),
+        "350m": _sizes(24, 1024, 16, 50257),
+        "760m": _sizes(24, 1536, 16, 50257),
+        "1.3b": _sizes(24, 2048, 16, 50257),
+        "2.7b": _sizes(32, 2560, 32, 50257),
+        "6.7b": _sizes(32, 4096, 32, 50257),
+        "13b": _sizes(40, 5120, 40, 50257),
+        "175b": _sizes(96, 12288, 96, 50257),
+        "frontier-1.4b": _sizes(24, 2112, 24, 51200),
+        "frontier-22b": _sizes(48, 6144, 48, 51200),
+        "frontier-175b": _sizes(96, 12288, 96, 51200),
+        "frontier-1t": _sizes(128, 25600, 128, 51200),
+        "nano": _sizes(4, 128, 4, 4097, max_seq_len=128),
+        "tiny": _sizes(4, 64, 8, 257, max_seq_len=64),
+    }
+
+    def check(self) -> Iterable[str]:
+        """Heads must divide the width, and fall into equal groups."""
+        c = self.config
+        if c.dim % c.n_heads:
+            heads, dims = nearest(c.n_heads, lambda h: c.dim % h == 0), nearest(c.dim, lambda d: d % c.n_heads == 0)
+            yield f"dim {c.dim} does not divide over n_heads {c.n_heads}; nearest: n_heads {heads}, or dim {dims}"
+        if c.n_heads % c.kv_heads:
+            kv = nearest(c.kv_heads, lambda k: c.n_heads % k == 0)
+            yield f"n_heads {c.n_heads} do not fall into n_kv_heads {c.kv_heads} equal groups; nearest: {kv}"
+
+    def plan(self) -> ModelPlan:
+        """Sizes, names and costs of this GPT."""
+        c = self.config
+        table = c.vocab_size * c.dim
+        projected = (c.n_heads + 2 * c.kv_heads) * c.head_dim
+        matmuls = c.dim * (projected + c.n_heads * c.head_dim) + 2 * c.dim * c.ffn_width
+        return ModelPlan(
+            n_layers=c.n_layers, dim=c.dim, n_heads=c.n_heads, n_kv_heads=c.kv_heads, head_dim=c.head_dim,
+            vocab_size=c.vocab_size, max_seq_len=c.max_seq_len,
+            stem=("embed", "positions"), head=("norm", "output"),
+            tied=(("output.weight", "embed.weight"),) if c.tied else (),
+            tensor=_TENSOR, init=_init(c),
+            no_decay=("embed.weight", "positions.weight", "norm.*", "layers.*.*_norm.*", "layers.*.*.*.bias"),
+            layer_params=matmuls + projected + c.ffn_width + 6 * c.dim,
+            stem_params=table + c.max_seq_len * c.dim,
+            head_params=2 * c.dim + (0 if c.tied else table),
+            matmul_params_per_layer=matmuls,
+            head_matmul_params=table,
+        )  # fmt: skip
+
+    def build(self) -> nn.Module:
+        """The whole model."""
+        return Transformer(self.config)
+
+
+_TENSOR: Mapping[str, TensorStyle] = {
+    "embed": "embedding",
+    "positions": "positions",
+    "layers.*.attn_norm": "norm",
+    "layers.*.attn": "gather",
+    "layers.*.attn.wq": "column",
+    "layers.*.attn.wk": "column",
+    "layers.*.attn.wv": "column",
+    "layers.*.attn.wo": "row",
+    "layers.*.ffn_norm": "norm",
+    "layers.*.ffn": "gather",
+    "layers.*.ffn.up": "column",
+    "layers.*.ffn.down": "row",
+    "norm": "norm",
+    "output": "head",
+}
+
+
+def _init(c: GptConfig) -> dict[str, Init]:
+    # What adds to the residual stream is drawn smaller, so that its variance does not grow with depth.
+    added = normal(c.init_std / math.sqrt(2 * c.n_layers))
+    drawn = {
+        "layers.*.*_norm.weight": ONES,
+        "layers.*.*.bias": ZEROS,
+        "layers.*.*.*.bias": ZEROS,
+        "norm.weight": ONES,
+        "norm.bias": ZEROS,
+        "layers.*.attn.wo.weight": added,
+        "layers.*.ffn.down.weight": added,
+        "layers.*.*.*.weight": normal(c.init_std),
+        "embed.weight": normal(c.init_std),
+        "positions.weight": normal(c.init_std),
+    }
+    return drawn if c.tied else {**drawn, "output.weight": normal(c.init_std)}

@@ -1,0 +1,290 @@
+"""Llama: RMSNorm, rotary positions, grouped-query attention, SwiGLU, no biases (arXiv 2302.13971, 2407.21783).
+
+A layer is `h = x + attn(norm(x))`, `y = h + ffn(norm(h))`, with `ffn(x) = w2(silu(w1 x) * w3 x)`.
+
+Rotary positions (arXiv 2104.09864) follow the half-split convention of Hugging Face: feature i of a head turns with
+feature i + N/2 by the angle `position * rope_theta ** (-2 i / N)`. Weights in Meta's interleaved convention need their
+q and k rows permuted first. Tables are built and applied in float32. `rope_scaling_factor` above 1 stretches the slow
+frequencies as Llama 3.1 does.
+
+Cost of a layer: 2 D^2 + 2 D K N + 3 D F + 2 D parameters; 2 FLOPs a token forward for each in a matmul, and 4 S H N for
+attention. Backward needs 4 D + 2 H N + 2 K N + 4 F numbers a token where RMSNorm is one kernel (CUDA, compiled); the
+CPU's eager one keeps 2 D more in float32, 6 D more in bfloat16. The rotary table is N max_seq_len floats a forward.
+
+Limits: a sequence is at most `max_seq_len` long. Documents that must not see each other cost a mask of B S^2 bytes, and
+grouped K and V are then repeated for every query head. CUDA has no fused kernel for grouped heads in float32.
+"""
+
+# B batch, S sequence, D dim, H query heads, K key-value heads, N head_dim, F ffn_dim, V vocabulary.
+# Under tensor parallelism H, K and F are a rank's own share; nothing here reads them from the config.
+
+import math
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from typing import Any, ClassVar
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from titan.contracts import Model, ModelPlan, option, register
+from titan.plan import ONES, Init, TensorStyle, nearest, normal
+
+
+@dataclass(frozen=True, kw_only=True)
+class LlamaConfig:
+    """Sizes of a Llama; the defaults are the preset `nano`."""
+
+    n_layers: int = option(4, "layers", at_least=1)
+    dim: int = option(128, "width of the hidden state", at_least=1)
+    n_heads: int = option(4, "query heads", at_least=1)
+    n_kv_heads: int | None = option(None, "key-value heads, one per group of query heads; unset: n_heads", at_least=1)
+    ffn_dim: int = option(384, "width of the feed-forward", at_least=1)
+    vocab_size: int = option(4097, "token ids", at_least=1)
+    max_seq_len: int = option(128, "longest sequence", unit="tokens", at_least=1)
+    tied: bool = option(False, "the output matrix is the embedding table")
+    norm_eps: float = option(1e-5, "added to the mean square in RMSNorm", above=0)
+    rope_theta: float = option(10000.0, "base of the rotary frequencies", above=1)
+    rope_scaling_factor: float = option(1.0, "slow rotary frequencies are divided by this; 1 keeps them", at_least=1)
+    rope_scaling_low: float = option(1.0, "slow: fewer turns than this in rope_scaling_original_max", above=0)
+    rope_scaling_high: float = option(4.0, "fast, and kept: more turns than this; blended in between", above=0)
+    rope_scaling_original_max: int = option(8192, "longest sequence before scaling", unit="tokens", at_least=1)
+    init_std: float = option(0.02, "deviation of initial weights; of wo and w2 this / sqrt(2 n_layers)", above=0)
+
+    @property
+    def head_dim(self) -> int:
+        """Features of a head."""
+        return self.dim // self.n_heads
+
+    @property
+    def kv_heads(self) -> int:
+        """Key-value heads."""
+        return self.n_heads if self.n_kv_heads is None else self.n_kv_heads
+
+
+def _sizes(n_layers: int, dim: int, n_heads: int, ffn_dim: int, **more: Any) -> dict[str, Any]:
+    return {"n_layers": n_layers, "dim": dim, "n_heads": n_heads, "ffn_dim": ffn_dim, **more}
+
+
+_LLAMA1 = {"vocab_size": 32000, "max_seq_len": 2048, "norm_eps": 1e-6}
+# 8,192 is the length of most of Llama 3.1's pretraining; its scaled frequencies serve a max_seq_len of up to 131,072.
+_LLAMA3 = {
+    "n_kv_heads": 8, "vocab_size": 128256, "max_seq_len": 8192, "rope_theta": 500000.0, "rope_scaling_factor": 8.0
+}  # fmt: skip
+
+
+def rope_frequencies(config: LlamaConfig, device: torch.device | None = None) -> Tensor:
+    """Angle in radians that each pair of features turns by from one position to the next: [N/2], float32.
+
+    With a scaling factor f > 1, a frequency that makes t turns within the original length is divided by f where
+    t < low, kept where t > high, and in between blended linearly in t, so that both ends meet (arXiv 2407.21783).
+    """
+    n = config.head_dim
+    frequencies = config.rope_theta ** (-torch.arange(0, n, 2, dtype=torch.float32, device=device) / n)
+    if config.rope_scaling_factor == 1:
+        return frequencies
+    low, high = config.rope_scaling_low, config.rope_scaling_high
+    turns = config.rope_scaling_original_max * frequencies / (2 * math.pi)
+    kept = ((turns - low) / (high - low)).clamp(0, 1)
+    return frequencies * (kept + (1 - kept) / config.rope_scaling_factor)
+
+
+def rope_table(config: LlamaConfig, device: torch.device) -> Tensor:
+    """Cosine and sine of every position: [2, max_seq_len, N/2], float32."""
+    positions = torch.arange(config.max_seq_len, dtype=torch.float32, device=device)
+    angles = torch.outer(positions, rope_frequencies(config, device))
+    return torch.stack((angles.cos(), angles.sin()))
+
+
+def rotate(x: Tensor, rope: Tensor) -> Tensor:
+    """Turn the heads x [B, S, H, N] by their positions 0..S-1; the result has x's dtype."""
+    cos, sin = rope[:, : x.shape[1], None, :]
+    first, second = x.chunk(2, dim=-1)  # promoted to the float32 of the table
+    return torch.cat((first * cos - second * sin, second * cos + first * sin), dim=-1).to(x.dtype)
+
+
+def document_mask(documents: Tensor) -> Tensor:
+    """Which position may see which: itself and earlier ones of its document. [B, S] -> [B, 1, S, S] bool."""
+    same = documents[:, None, :, None] == documents[:, None, None, :]
+    return same.tril()
+
+
+class Attention(nn.Module):
+    """Causal grouped-query self-attention."""
+
+    def __init__(self, config: LlamaConfig) -> None:
+        super().__init__()
+        d, n = config.dim, config.head_dim
+        self.head_dim = n
+        self.wq = nn.Linear(d, config.n_heads * n, bias=False)
+        self.wk = nn.Linear(d, config.kv_heads * n, bias=False)
+        self.wv = nn.Linear(d, config.kv_heads * n, bias=False)
+        self.wo = nn.Linear(config.n_heads * n, d, bias=False)
+
+    def forward(self, x: Tensor, rope: Tensor, mask: Tensor | None) -> Tensor:
+        """x [B, S, D], rope [2, >=S, N/2], mask [B, 1, S, S] or None for plain causal -> [B, S, D]."""
+        # S is read from x here and nowhere earlier: the block's input may be a shard of the sequence, x is whole.
+        b, s, _ = x.shape
+        q, k, v = (w(x).view(b, s, -1, self.head_dim) for w in (self.wq, self.wk, self.wv))
+        q, k = rotate(q, rope), rotate(k, rope)
+        q, k, v = (t.transpose(1, 2) for t in (q, k, v))  # B S H N -> B H S N
+        group = q.shape[1] // k.shape[1]
+        if mask is not None and group > 1:
+            # The fused CUDA kernel that takes a mask knows no groups; without it the S x S scores are written out.
+            k, v = (t.repeat_interleave(group, dim=1) for t in (k, v))
+        grouped = group > 1 and mask is None
+        out = F.scaled_dot_product_attention(q, k, v, attn_mask=mask, is_causal=mask is None, enable_gqa=grouped)
+        return self.wo(out.transpose(1, 2).flatten(2))  # type: ignore[no-any-return]
+
+
+class FeedForward(nn.Module):
+    """SwiGLU (arXiv 2002.05202)."""
+
+    def __init__(self, config: LlamaConfig) -> None:
+        super().__init__()
+        self.w1 = nn.Linear(config.dim, config.ffn_dim, bias=False)
+        self.w2 = nn.Linear(config.ffn_dim, config.dim, bias=False)
+        self.w3 = nn.Linear(config.dim, config.ffn_dim, bias=False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        """[B, S, D] -> [B, S, D]."""
+        return self.w2(F.silu(self.w1(x)) * self.w3(x))  # type: ignore[no-any-return]
+
+
+class Block(nn.Module):
+    """One layer: attention and feed-forward, each behind a norm and added to what came in."""
+
+    def __init__(self, config: LlamaConfig) -> None:
+        super().__init__()
+        self.attn_norm = nn.RMSNorm(config.dim, eps=config.norm_eps)
+        self.attn = Attention(config)
+        self.ffn_norm = nn.RMSNorm(config.dim, eps=config.norm_eps)
+        self.ffn = FeedForward(config)
+
+    def forward(self, x: Tensor, rope: Tensor, mask: Tensor | None) -> Tensor:
+        """[B, S, D] -> [B, S, D]."""
+        h = x + self.attn(self.attn_norm(x), rope, mask)
+        return h + self.ffn(self.ffn_norm(h))  # type: ignore[no-any-return]
+
+
+class Transformer(nn.Module):
+    """The whole model, or what a stage holds of it: absent modules are None, absent layers are not in `layers`.
+
+    Integer x is tokens and goes through the embedding; floating x is hidden states of an earlier stage, also where
+    an embedding is present because the head is tied to it.
+    """
+
+    def __init__(self, config: LlamaConfig) -> None:
+        super().__init__()
+        self.config = config
+        self.embed: nn.Embedding | None = nn.Embedding(config.vocab_size, config.dim)
+        self.layers = nn.ModuleDict({str(i): Block(config) for i in range(config.n_layers)})
+        self.norm: nn.RMSNorm | None = nn.RMSNorm(config.dim, eps=config.norm_eps)
+        self.output: nn.Linear | None = nn.Linear(config.dim, config.vocab_size, bias=False)
+        if config.tied:
+            self.output.weight = self.embed.weight
+
+    def forward(self, x: Tensor, documents: Tensor | None = None) -> Tensor:
+        """Tokens [B, S] or hidden states [B, S, D] -> logits [B, S, V], or hidden states without the head."""
+        rope = rope_table(self.config, x.device)
+        mask = None if documents is None else document_mask(documents)
+        if not x.is_floating_point():
+            assert self.embed is not None, "tokens reached a stage without the embedding"
+            x = self.embed(x)
+        for layer in self.layers.values():
+            x = layer(x, rope, mask)
+        if self.norm is not None:
+            x = self.norm(x)
+        return x if self.output is None else self.output(x)
+
+
+@register
+class Llama(Model):
+    """Llama 1 and 3: RMSNorm, rotary positions, grouped-query attention, SwiGLU."""
+
+    name = "llama"
+    Config = LlamaConfig
+    config: LlamaConfig
+    presets: ClassVar[Mapping[str, Mapping[str, Any]]] = {
+        "7b": _sizes(32, 4096, 32, 11008, **_LLAMA1),
+        "13b": _sizes(40, 5120, 40, 13824, **_LLAMA1),
+        "33b": _sizes(60, 6656, 52, 17920, **_LLAMA1),
+        "65b": _sizes(80, 8192, 64, 22016, **(_LLAMA1 | {"norm_eps": 1e-5})),
+        "llama3-1b": _sizes(16, 2048, 32, 8192, **(_LLAMA3 | {"tied": True, "rope_scaling_factor": 32.0})),
+        "llama3-8b": _sizes(32, 4096, 32, 14336, **_LLAMA3),
+        "llama3-70b": _sizes(80, 8192, 64, 28672, **_LLAMA3),
+        "llama3-405b": _sizes(126, 16384, 128, 53248, **_LLAMA3),
+        "nano": _sizes(4, 128, 4, 384, vocab_size=4097, max_seq_len=128),
+        "tiny": _sizes(4, 64, 8, 128, n_kv_heads=4, vocab_size=257, max_seq_len=64),
+        "mini": _sizes(8, 256, 8, 768, vocab_size=2048, max_seq_len=512),
+    }
+
+    def check(self) -> Iterable[str]:
+        """Heads must divide the width into an even head_dim, and fall into whole groups."""
+        c = self.config
+        if c.dim % (2 * c.n_heads):
+            heads = nearest(c.n_heads, lambda h: c.dim % (2 * h) == 0)
+            dims = nearest(c.dim, lambda d: d % (2 * c.n_heads) == 0)
+            fits = f"n_heads {heads}, or dim {dims}" if heads else f"dim {dims}"
+            yield f"dim {c.dim} over n_heads {c.n_heads} is no even number of features a head; nearest: {fits}"
+        if c.n_heads % c.kv_heads:
+            kv = nearest(c.kv_heads, lambda k: c.n_heads % k == 0)
+            yield f"n_heads {c.n_heads} do not fall into n_kv_heads {c.kv_heads} equal groups; nearest: {kv}"
+        if c.rope_scaling_low >= c.rope_scaling_high:
+            yield f"rope_scaling_low {c.rope_scaling_low:g} must be below rope_scaling_high {c.rope_scaling_high:g}"
+
+    def plan(self) -> ModelPlan:
+        """Sizes, names and costs of this Llama."""
+        c = self.config
+        table = c.vocab_size * c.dim
+        matmuls = 2 * c.dim * (c.n_heads + c.kv_heads) * c.head_dim + 3 * c.dim * c.ffn_dim
+        return ModelPlan(
+            n_layers=c.n_layers, dim=c.dim, n_heads=c.n_heads, n_kv_heads=c.kv_heads, head_dim=c.head_dim,
+            vocab_size=c.vocab_size, max_seq_len=c.max_seq_len,
+            stem=("embed",), head=("norm", "output"),
+            tied=(("output.weight", "embed.weight"),) if c.tied else (),
+            tensor=_TENSOR, init=_init(c),
+            no_decay=("embed.weight", "layers.*.*_norm.weight", "norm.weight"),
+            layer_params=matmuls + 2 * c.dim,
+            stem_params=table,
+            head_params=c.dim + (0 if c.tied else table),
+            matmul_params_per_layer=matmuls,
+            head_matmul_params=table,
+        )  # fmt: skip
+
+    def build(self) -> nn.Module:
+        """The whole model."""
+        return Transformer(self.config)
+
+
+_TENSOR: Mapping[str, TensorStyle] = {
+    "embed": "embedding",
+    "layers.*.attn_norm": "norm",
+    "layers.*.attn": "gather",
+    "layers.*.attn.wq": "column",
+    "layers.*.attn.wk": "column",
+    "layers.*.attn.wv": "column",
+    "layers.*.attn.wo": "row",
+    "layers.*.ffn_norm": "norm",
+    "layers.*.ffn": "gather",
+    "layers.*.ffn.w1": "column",
+    "layers.*.ffn.w3": "column",
+    "layers.*.ffn.w2": "row",
+    "norm": "norm",
+    "output": "head",
+}
+
+
+def _init(c: LlamaConfig) -> dict[str, Init]:
+    # What adds to the residual stream is drawn smaller, so that its variance does not grow with depth (GPT-2).
+    added = normal(c.init_std / math.sqrt(2 * c.n_layers))
+    drawn = {
+        "layers.*.*_norm.weight": ONES,
+        "norm.weight": ONES,
+        "layers.*.attn.wo.weight": added,
+        "layers.*.ffn.w2.weight": added,
+        "layers.*.attn.*.weight": normal(c.init_std),
+        "layers.*.ffn.*.weight": normal(c.init_std),
+        "embed.weight": normal(c.init_std),
+    }
+    return drawn if c.tied else {**drawn, "output.weight": normal(c.init_std)}

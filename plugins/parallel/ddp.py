@@ -1,0 +1,64 @@
+"""Replicated data parallelism: every rank holds the whole state and gradients are all-reduced.
+
+Built on FSDP2's replicate, so buckets are the model's units, the all-reduce of one overlaps the backward of the next,
+and mixed precision means the same as when sharded. PyTorch DDP: arXiv 2006.15704.
+
+Cost per rank for P parameters over n ranks: the whole state; 2 (n-1)/n P sent once a step, however many micro batches.
+"""
+
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch.distributed._composable.replicate_with_fsdp import replicate
+from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy
+
+from titan.contracts import Axis, Part, Precision, Technique, World, option, register
+
+
+@dataclass(frozen=True, kw_only=True)
+class Config:
+    """Options of `[plugins.ddp]`: none; its degree is `mesh.dp_replicate`."""
+
+
+@register
+class DistributedDataParallel(Technique):
+    """Replicates the model over data-parallel ranks and all-reduces gradients (DDP)."""
+
+    name = "ddp"
+    Config = Config
+    phase = "shard"
+    axes = (Axis(name="dp_replicate", role="batch", depth=10, doc="copies of the state"),)
+    provides = ("mixed_precision",)
+    conflicts = {"fsdp": "both wrap the parameters; fsdp replicates over dp_replicate by itself"}
+
+    def __init__(self, config: Config) -> None:
+        super().__init__(config)
+        self._roots: list[FSDPModule] = []
+
+    def apply(self, part: Part, world: World) -> None:
+        """Wrap each unit of one module, then what is left with the part itself."""
+        settings: dict[str, Any] = {"mesh": world.mesh["dp_replicate"], "mp_policy": _policy(world.precision)}
+        for unit in part.units(world.plan):
+            if len(unit) == 1:
+                replicate(unit[0], **settings)
+        root = replicate(part.module, **settings)
+        for module in root.modules():
+            if isinstance(module, FSDPModule):
+                # The loss is divided by the global number of tokens already: gradients are summed, never averaged.
+                module.set_gradient_divide_factor(1.0)
+                module.set_force_sum_reduction_for_comms(True)
+        self._roots.append(root)
+
+    def before_microbatch(self, index: int, count: int) -> None:
+        """Gradients add up locally and are summed with the last micro batch."""
+        last = index == count - 1
+        for root in self._roots:
+            root.set_is_last_backward(last)
+            root.set_requires_gradient_sync(last)
+
+
+def _policy(precision: Precision) -> MixedPrecisionPolicy:
+    if precision.param is torch.float32:
+        return MixedPrecisionPolicy()
+    return MixedPrecisionPolicy(param_dtype=precision.param, reduce_dtype=precision.reduce, cast_forward_inputs=False)

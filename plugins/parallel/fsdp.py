@@ -1,0 +1,108 @@
+"""Fully sharded data parallelism (FSDP2) and hybrid sharding (HSDP).
+
+Parameters, gradients and optimizer state of each unit (a layer, the embedding, the head) are split over the ranks of
+`dp_shard`; a unit is gathered when it is used and its gradients are reduce-scattered. With `dp_replicate` above 1 the
+shards are replicated and gradients are all-reduced between the replicas. ZeRO: arXiv 1910.02054; FSDP: 2304.11277.
+
+Cost per rank for P parameters over n ranks: state P/n; `zero_stage` 3 gathers P twice a micro batch (once for forward,
+once for backward) and reduces P once, 2 gathers once and keeps P from forward to backward, 1 gathers and reduces once a
+step however many micro batches flow, and keeps P gathered and P of gradients in the reduce dtype for that time.
+Bytes sent per gather or reduction: (n-1)/n of P in the dtype moved.
+
+Carries mixed precision: the gather casts fp32 shards to the compute dtype, the reduction sums in the reduce dtype. It
+does so at degree 1 too, so that a lower precision means the same on one rank as on many.
+
+Limits: a pipeline schedule that splits the backward reduces once a step, so zero_stage 2 and 3 are refused with it.
+"""
+
+from dataclasses import dataclass
+from typing import Any, Literal
+
+import torch
+from torch import Tensor, nn
+from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
+
+from titan.contracts import Axis, Part, Precision, Technique, World, option, register
+
+
+@dataclass(frozen=True, kw_only=True)
+class Config:
+    """Options of `[plugins.fsdp]`."""
+
+    zero_stage: Literal[1, 2, 3] | None = option(
+        None,
+        "3 gathers parameters per use, 2 keeps them from forward to backward, 1 gathers and reduces once a step; unset: "
+        "1 with several micro batches, 2 with one, the fastest of each",
+    )
+
+
+class _Runner(nn.Module):
+    """Hides that a module is sharded from a pipeline engine, which would else reduce once a step by itself."""
+
+    def __init__(self, module: nn.Module) -> None:
+        super().__init__()
+        self.module = module
+
+    def forward(self, *args: Any, **kwargs: Any) -> Tensor:
+        result: Tensor = self.module(*args, **kwargs)
+        return result
+
+
+@register
+class FullyShardedDataParallel(Technique):
+    """Shards parameters, gradients and optimizer state over data-parallel ranks (FSDP2, HSDP, ZeRO 1-3)."""
+
+    name = "fsdp"
+    Config = Config
+    phase = "shard"
+    axes = (Axis(name="dp_shard", role="batch", depth=20, default=-1, doc="ranks that share one copy of the state"),)
+    covers = ("dp_replicate",)
+    provides = ("mixed_precision",)
+    default = True
+
+    def __init__(self, config: Config) -> None:
+        super().__init__(config)
+        self._roots: list[FSDPModule] = []
+        self._stage = 3
+
+    def apply(self, part: Part, world: World) -> None:
+        """Wrap each unit, then the rest with the part itself."""
+        pipelined = world.job.layout.role_degree("stage") > 1
+        self._stage = self.config.zero_stage or (1 if world.job.micro_batches > 1 or pipelined else 2)
+        replicated = world.job.layout.degree("dp_replicate") > 1
+        settings: dict[str, Any] = {
+            "mesh": world.mesh["dp_replicate", "dp_shard"] if replicated else world.mesh["dp_shard"],
+            "mp_policy": _policy(world.precision),
+        }
+        *units, last = part.units(world.plan)
+        for unit in units:
+            fully_shard(unit, reshard_after_forward=self._stage == 3, **settings)
+        # What the forward ends with, the backward begins with: gathering it again would only cost.
+        fully_shard(last, reshard_after_forward=False, **settings)
+        root = fully_shard(part.module, reshard_after_forward=False, **settings)
+        for module in root.modules():
+            if isinstance(module, FSDPModule):
+                # The loss is divided by the global number of tokens already: gradients are summed, never averaged.
+                module.set_gradient_divide_factor(1.0)
+                module.set_force_sum_reduction_for_comms(True)
+        self._roots.append(root)
+        if pipelined and self._stage > 1:
+            part.runner = _Runner(part.module)
+
+    def before_microbatch(self, index: int, count: int) -> None:
+        """Stage 1 gathers and reduces once a step; the others shard gradients each time, replicas sum them once."""
+        last = index == count - 1
+        for root in self._roots:
+            root.set_is_last_backward(last)
+            if self._stage == 1:
+                root.set_requires_gradient_sync(last)
+                root.set_reshard_after_backward(last)
+            else:
+                root.set_requires_all_reduce(last)
+
+
+def _policy(precision: Precision) -> MixedPrecisionPolicy:
+    if precision.param is torch.float32:
+        return MixedPrecisionPolicy()
+    # Inputs are not cast: activations follow the parameters, and what a model passes in fp32 it means to be fp32.
+    return MixedPrecisionPolicy(param_dtype=precision.param, reduce_dtype=precision.reduce, cast_forward_inputs=False)

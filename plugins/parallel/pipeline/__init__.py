@@ -1,0 +1,185 @@
+"""Pipeline parallelism: consecutive layers live on different ranks, and micro batches flow through them.
+
+The layers are cut into `mesh.pp` x `virtual_stages` stages. Stage s lives on rank s mod pp, or, for the V-shaped
+schedules, rank r holds stages r and 2 pp - 1 - r. The schedules are those of `torch.distributed.pipelining`; shapes are
+told to it once, so that nothing is negotiated and no micro batch is run twice.
+
+Where to cut: stages are runs of whole layers, the first with the stem, the last with the head. A stage costs the mean of
+its share of the forward FLOPs and its share of the parameters; of all cuts whose dearest stage is cheapest, the one with
+the smallest sum of squared costs is taken. `split_points` says otherwise.
+
+Idle time of a step as a ratio to its work, for p ranks, v stages a rank, m micro batches, and F, B, W the time a rank
+takes for forward, backward, and the part of backward that belongs to weights, of one micro batch through all its stages:
+
+    GPipe (arXiv 1811.06965), 1F1B (2104.04473)             (p - 1) / m
+    Interleaved1F1B (2104.04473), LoopedBFS (2211.05953)    (p - 1) / (v m)
+    InterleavedZeroBubble (ZB-H1 of 2401.10241)             (p - 1) (F + B - 2 W) / (v m (F + B))
+    ZBVZeroBubble (2401.10241, section 6)                   0 where F = W = B / 2
+    DualPipeV (DualPipe of 2412.19437, folded to a V)       @@DUALPIPE@@
+
+Cost per rank: parameters, gradients and optimizer state of its own stages only. Activations alive at once, in micro
+batches of one stage: GPipe and LoopedBFS all v m; 1F1B p - r on rank r; the others about 2 p to p (v + 1). Torch keeps
+a buffer to receive into for each micro batch, forward and backward: 2 v m times B S D / hidden_split numbers.
+Sent for each micro batch and each two neighbouring stages on different ranks: B S D / hidden_split numbers forward and
+as many backward.
+
+A tied tensor (an embedding that is also the head) lives on the first and on the last stage. Their gradients are added
+after backward, which sends its local size once each way a step, so both copies stay equal to the last bit. Under the V
+schedules one rank holds both copies.
+
+Limits: at `mesh.pp = 1` it does nothing. Schedules that split the backward pass (the zero-bubble ones and DualPipeV)
+cannot take compiled layers, nor data parallelism that reduces gradients at each micro batch.
+"""
+
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Literal
+
+import torch
+from torch import nn
+from torch.torch_version import TorchVersion
+
+from titan.contracts import Axis, Engine, ModelPlan, Part, Technique, World, option, register
+from titan.plan import nearest
+
+from .engine import Pipeline, TiedGradients
+from .stages import ONE_STAGE, SPLIT_BACKWARD, V_SHAPED, carve, check_ends, cut, placement, shared_names, takes
+
+if TYPE_CHECKING:
+    from titan.config import Job
+
+
+@dataclass(frozen=True, kw_only=True)
+class PipelineConfig:
+    """Options of `[plugins.pipeline]`; the degree is `mesh.pp`."""
+
+    schedule: Literal[
+        "GPipe", "1F1B", "Interleaved1F1B", "LoopedBFS", "InterleavedZeroBubble", "ZBVZeroBubble", "DualPipeV"
+    ] = option("1F1B", "the order in which stages run micro batches; PyTorch's names")
+    virtual_stages: int = option(
+        0, "stages a rank holds; 0: 1 for GPipe and 1F1B, 2 for the others", unit="stages", at_least=0
+    )
+    split_points: tuple[str, ...] = option(
+        (), 'first layer of each stage after the first, as in ["layers.3", "layers.7"]; empty balances by cost'
+    )
+
+    @property
+    def stages_per_rank(self) -> int:
+        """Stages on each rank."""
+        return self.virtual_stages or (1 if self.schedule in ONE_STAGE else 2)
+
+
+@register
+class PipelineParallel(Technique):
+    """Spreads layers over ranks; micro batches flow through them (GPipe, 1F1B, interleaved, zero bubble, DualPipeV)."""
+
+    name = "pipeline"
+    Config = PipelineConfig
+    config: PipelineConfig
+    phase = "split"
+    axes = (Axis(name="pp", role="stage", depth=0, doc="ranks that hold different layers"),)
+
+    def __init__(self, config: PipelineConfig) -> None:
+        super().__init__(config)
+        self._tied: TiedGradients | None = None
+
+    def check(self, job: "Job", plan: ModelPlan) -> Iterable[str]:
+        """Stages need layers, the schedule its number of micro batches, and some things cannot go together."""
+        ranks = job.layout.degree("pp")
+        if ranks == 1:
+            return
+        yield from self._check_stages(ranks, plan)
+        yield from self._check_micro_batches(ranks, job)
+        yield from self._check_company(job)
+
+    def _check_stages(self, ranks: int, plan: ModelPlan) -> Iterator[str]:
+        config, each = self.config, self.config.stages_per_rank
+        stages, layers = ranks * each, plan.layer_names()
+        allowed = 1 if config.schedule in ONE_STAGE else 2 if config.schedule in V_SHAPED else each
+        if each != allowed:
+            yield f"[plugins.pipeline] virtual_stages = {each}: {config.schedule} holds exactly {allowed} on each rank"
+        elif len(layers) < stages:
+            degrees = nearest(ranks, lambda degree: degree * each <= len(layers)) or f"none, with {each} stages a rank"
+            yield (
+                f"[model] n_layers = {len(layers)} cannot fill {stages} stages (mesh.pp = {ranks} with {each} a rank); "
+                f"nearest mesh.pp that fits: {degrees}"
+            )
+        elif config.split_points:
+            unknown = [point for point in config.split_points if point not in layers[1:]]
+            at = [layers.index(point) for point in config.split_points if not unknown]
+            if unknown:
+                yield f"[plugins.pipeline] split_points: {', '.join(unknown)} not among {layers[1]} to {layers[-1]}"
+            elif len(at) != stages - 1:
+                yield f"[plugins.pipeline] split_points: {len(at)} given, but {stages} stages have {stages - 1}"
+            elif at != sorted(set(at)):
+                yield f"[plugins.pipeline] split_points: {', '.join(config.split_points)} must be in the model's order"
+
+    def _check_micro_batches(self, ranks: int, job: "Job") -> Iterator[str]:
+        schedule, unit, size = self.config.schedule, job.micro_batch * job.batch_ranks, job.train.global_batch_size
+        if not job.micro_batches or takes(schedule, ranks, job.micro_batches):
+            return
+        need = {
+            "1F1B": f"at least {ranks}, one for each stage",
+            "DualPipeV": f"at least {2 * ranks}, one for each stage",
+        }.get(schedule, f"a number that is a multiple of its whole rounds of {ranks}")
+        sizes = nearest(size, lambda size: size % unit == 0 and takes(schedule, ranks, size // unit))
+        yield (
+            f"[train] global_batch_size = {size} makes {job.micro_batches} micro batches of {job.micro_batch} on each of "
+            f"{job.batch_ranks} data-parallel ranks, and {schedule} with mesh.pp = {ranks} takes {need}; "
+            f"nearest global_batch_size that fits: {sizes}"
+        )
+
+    def _check_company(self, job: "Job") -> Iterator[str]:
+        own = f"[plugins.pipeline] schedule = {self.config.schedule!r}"
+        on_cpu = job.run.device == "cpu" or (job.run.device == "auto" and not torch.cuda.is_available())
+        if self.config.schedule in V_SHAPED and on_cpu and TorchVersion(torch.__version__) < "2.13":
+            yield (
+                f"{own} sends to its own rank, which PyTorch {torch.__version__} cannot do on the CPU; "
+                "take 'Interleaved1F1B', or PyTorch 2.13"
+            )
+        if self.config.schedule not in SPLIT_BACKWARD:
+            return
+        for technique in job.techniques:
+            if technique.phase == "compile":
+                yield (
+                    f"{own} splits the backward pass, which [plugins.{technique.name}] cannot compile; "
+                    "take '1F1B' or 'Interleaved1F1B', or switch it off"
+                )
+            if technique.name == "fsdp" and technique.config.zero_stage in (2, 3):
+                yield (
+                    f"{own} splits the backward pass, so gradients are reduced once a step; "
+                    f"[plugins.fsdp] zero_stage = {technique.config.zero_stage} reduces per micro batch: use 1"
+                )
+
+    def split(self, model: nn.Module, world: World) -> list[Part]:
+        """The stages of this rank, each a copy of the model without what it does not hold.
+
+        Raises:
+            PluginError: the model has parameters outside its stem, layers and head, or ties in a way stages cannot.
+        """
+        ranks, plan = world.mesh.layout.degree("pp"), world.plan
+        if ranks == 1:
+            return [Part(model)]
+        check_ends(model, plan)
+        last = ranks * self.config.stages_per_rank - 1
+        layers = cut(plan, world.job.data.seq_len, last + 1, self.config.split_points)
+        parts = []
+        for stage, rank in enumerate(placement(self.config.schedule, ranks, last + 1)):
+            if rank == world.mesh.at("pp"):
+                module = carve(model, plan, layers[stage], first=stage == 0, last=stage == last)
+                parts.append(Part(module, stage, last + 1, shared_names(plan) if stage == last else frozenset()))
+        return parts
+
+    def engine(self, parts: Sequence[Part], world: World) -> Engine | None:
+        """The schedule over these parts."""
+        ranks = world.mesh.layout.degree("pp")
+        if ranks == 1:
+            return None
+        ranks_of = placement(self.config.schedule, ranks, parts[0].stages)
+        self._tied = TiedGradients(parts, world, ranks_of)
+        return Pipeline(parts, world, self.config.schedule, ranks_of)
+
+    def after_backward(self) -> None:
+        """Add the gradients of tied tensors of the first and the last stage."""
+        if self._tied is not None:
+            self._tied.add()

@@ -1,0 +1,133 @@
+"""Runs micro batches through the stages of this rank, with torch's schedules."""
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.pipelining import PipelineStage
+from torch.distributed.pipelining.schedules import PipelineScheduleSingle, get_schedule_class
+from torch.distributed.tensor import DTensor
+
+from titan.contracts import Batch, LossFn, Part, World
+from titan.errors import PluginError
+
+from .stages import shared_names
+
+
+class Pipeline:
+    """The engine: a schedule of torch's over this rank's stages (see `contracts.Engine`)."""
+
+    def __init__(self, parts: Sequence[Part], world: World, schedule: str, placement: Sequence[int]) -> None:
+        self.parts = {part.stage: part for part in parts}
+        self.world, self.schedule, self.placement = world, schedule, placement
+        self.group, self.last = world.mesh.group("pp"), len(placement) - 1
+        self._running: tuple[tuple[int, torch.Size], Any] | None = None
+        self._loss: LossFn | None = None
+        for stage, part in self.parts.items():
+            if stage != self.last:
+                part.runner.register_forward_hook(self._check_hidden)
+
+    def forward_backward(self, batches: Sequence[Batch], loss: LossFn) -> None:
+        """Add the gradients of all micro batches."""
+        self._loss = loss
+        key = len(batches), batches[0].tokens.shape
+        if self._running is None or self._running[0] != key:
+            self._running = key, self._build(*key)
+        tokens = [torch.cat([batch.tokens for batch in batches])] if 0 in self.parts else []
+        labels = torch.cat([batch.labels for batch in batches]) if self.last in self.parts else None
+        documents = [batch.documents for batch in batches if batch.documents is not None]
+        more = {"documents": torch.cat(documents)} if documents else {}
+        self._running[1].step(*tokens, target=labels, return_outputs=False, **more)
+
+    @torch.no_grad()
+    def forward(self, batch: Batch) -> Tensor | None:
+        """Logits of a micro batch on the rank of the last stage: one stage after the other."""
+        here = dist.get_rank(self.group)
+        x = batch.tokens
+        for stage, part in self.parts.items():
+            if stage and self.placement[stage - 1] != here:
+                x = self._hidden(batch.tokens.shape, self.world.device)
+                dist.recv(x, group=self.group, group_src=self.placement[stage - 1])
+            x = part.runner(x, batch.documents)
+            if stage < self.last and self.placement[stage + 1] != here:
+                dist.send(x.contiguous(), group=self.group, group_dst=self.placement[stage + 1])
+        return x if self.last in self.parts else None
+
+    def _build(self, micro_batches: int, shape: torch.Size) -> Any:
+        stages = [self._stage(part, shape) for part in self.parts.values()]
+        kind = get_schedule_class(self.schedule)
+        held = stages[0] if issubclass(kind, PipelineScheduleSingle) else stages
+        # The loss is divided by the step's tokens already.
+        return kind(held, n_microbatches=micro_batches, loss_fn=self._loss_of, scale_grads=False)
+
+    def _stage(self, part: Part, shape: torch.Size) -> PipelineStage:
+        """Shapes are given: torch would else find them by a run of its own, whose loss would be counted."""
+        meta = torch.device("meta")
+        hidden = self._hidden(shape, meta).requires_grad_()
+        logits = torch.empty(*shape, self.world.plan.vocab_size, dtype=self.world.precision.param, device=meta)
+        return PipelineStage(
+            part.runner, part.stage, part.stages, self.world.device,
+            input_args=torch.empty(shape, dtype=torch.int64, device=meta) if part.stage == 0 else hidden,
+            output_args=logits.requires_grad_() if part.stage == self.last else hidden,
+            group=self.group,
+        )  # fmt: skip
+
+    def _loss_of(self, logits: Tensor, labels: Tensor) -> Tensor:
+        assert self._loss is not None
+        return self._loss(logits, labels)
+
+    def _hidden(self, shape: torch.Size, device: torch.device) -> Tensor:
+        """A buffer for the hidden states between stages, of tokens of this shape [B, S]."""
+        split = next(iter(self.parts.values())).hidden_split
+        size = (shape[0], shape[1] // split, self.world.plan.dim)
+        return torch.empty(size, dtype=self.world.precision.param, device=device)
+
+    def _check_hidden(self, runner: nn.Module, args: tuple[Any, ...], output: Tensor) -> None:
+        """A buffer of another size or type at the other end would be a hang, or noise."""
+        x = args[0]
+        shape = x.shape if x.is_floating_point() else self._hidden(x.shape, torch.device("meta")).shape
+        if output.shape != shape or output.dtype != self.world.precision.param:
+            raise PluginError(
+                f"the model gave hidden states {list(output.shape)} {output.dtype} between stages, where its plan and "
+                f"the precision promise {list(shape)} {self.world.precision.param}"
+            )
+
+
+class TiedGradients:
+    """Adds the gradients of tensors that both ends of the pipeline hold, so that their copies step alike."""
+
+    def __init__(self, parts: Sequence[Part], world: World, placement: Sequence[int]) -> None:
+        self.group, self.first, self.last = world.mesh.group("pp"), placement[0], placement[-1]
+        self.ends = [part.module for part in parts if part.stage in (0, part.stages - 1)]
+        self.names = sorted(shared_names(world.plan))
+
+    @torch.no_grad()
+    def add(self) -> None:
+        """Add them up, in place; a gradient of one stage alone is left."""
+        for name in self.names if self.ends else ():
+            gradients = [_local(module.get_parameter(name).grad) for module in self.ends]
+            if self.first == self.last:
+                total = gradients[0] + gradients[1]
+                for gradient in gradients:
+                    gradient.copy_(total)
+            elif gradients[0].numel():
+                self._exchange(gradients[0])
+
+    def _exchange(self, gradient: Tensor) -> None:
+        # The last stage sends its gradient and is sent the sum: both then hold the same bits.
+        other = torch.empty_like(gradient, memory_format=torch.contiguous_format)
+        if dist.get_rank(self.group) == self.first:
+            dist.recv(other, group=self.group, group_src=self.last)
+            gradient.add_(other)
+            dist.send(gradient.contiguous(), group=self.group, group_dst=self.last)
+        else:
+            dist.send(gradient.contiguous(), group=self.group, group_dst=self.first)
+            dist.recv(other, group=self.group, group_src=self.first)
+            gradient.copy_(other)
+
+
+def _local(gradient: Tensor | None) -> Tensor:
+    assert gradient is not None, "a tied tensor has no gradient on one of its stages"
+    return gradient.to_local() if isinstance(gradient, DTensor) else gradient

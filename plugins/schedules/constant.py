@@ -1,0 +1,30 @@
+"""A constant learning rate after a linear warm-up.
+
+    factor(s) = s / warmup   for s <= warmup, then 1
+
+Cost: none. Limits: the last steps are as noisy as the others; where the final loss counts, let the rate fall.
+"""
+
+from dataclasses import dataclass
+
+from titan.contracts import LrSchedule, option, register
+
+
+@dataclass(frozen=True, kw_only=True)
+class Config:
+    """Options of `[lr_schedule]`."""
+
+    warmup_steps: int = option(0, "steps of linear rise; the last of them has the peak rate", unit="steps", at_least=0)
+
+
+@register
+class Constant(LrSchedule):
+    """Linear warm-up, then the peak rate to the end."""
+
+    name = "constant"
+    Config = Config
+
+    def factor(self, step: int, steps: int) -> float:
+        """Factor of the peak rate at `step`, from 1; the length of training does not enter."""
+        warmup: int = max(1, self.config.warmup_steps)
+        return min(1.0, step / warmup)

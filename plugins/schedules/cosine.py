@@ -1,0 +1,40 @@
+"""Linear warm-up, then half a cosine down (Loshchilov and Hutter, arXiv 1608.03983, without restarts).
+
+    factor(s) = s / warmup                                            for s <= warmup
+    factor(s) = min + (1 - min) * (1 + cos(pi * progress)) / 2        progress = (s - warmup) / decay, at most 1
+
+Cost: none. Limits: the curve depends on the length of training, so a longer run is another run from its first step,
+unless `decay_steps` fixes it.
+"""
+
+import math
+from dataclasses import dataclass
+
+from titan.contracts import LrSchedule, option, register
+
+
+@dataclass(frozen=True, kw_only=True)
+class Config:
+    """Options of `[lr_schedule]`."""
+
+    warmup_steps: int = option(0, "steps of linear rise; the last of them has the peak rate", unit="steps", at_least=0)
+    decay_steps: int = option(0, "steps from the peak to the lowest; 0: all that are left", unit="steps", at_least=0)
+    min_ratio: float = option(0.1, "lowest rate as a share of the peak", at_least=0, at_most=1)
+
+
+@register
+class Cosine(LrSchedule):
+    """Linear warm-up, then half a cosine down to `min_ratio` of the peak."""
+
+    name = "cosine"
+    Config = Config
+    default = True
+
+    def factor(self, step: int, steps: int) -> float:
+        """Factor of the peak rate at `step`, from 1, of `steps`."""
+        peak: int = max(1, self.config.warmup_steps)
+        if step <= peak:
+            return step / peak
+        progress = min(1.0, (step - peak) / (self.config.decay_steps or steps - peak))
+        height = (1 + math.cos(math.pi * progress)) / 2
+        return float(self.config.min_ratio + (1 - self.config.min_ratio) * height)

@@ -1,0 +1,39 @@
+"""Linear warm-up, then a straight line down.
+
+    factor(s) = s / warmup                            for s <= warmup
+    factor(s) = min + (1 - min) * (1 - progress)      progress = (s - warmup) / decay, at most 1
+
+Down to zero by default, which beats a tenth of the peak (Bergsma et al., arXiv 2502.15938).
+
+Cost: none. Limits: the curve depends on the length of training, so a longer run is another run from its first step,
+unless `decay_steps` fixes it.
+"""
+
+from dataclasses import dataclass
+
+from titan.contracts import LrSchedule, option, register
+
+
+@dataclass(frozen=True, kw_only=True)
+class Config:
+    """Options of `[lr_schedule]`."""
+
+    warmup_steps: int = option(0, "steps of linear rise; the last of them has the peak rate", unit="steps", at_least=0)
+    decay_steps: int = option(0, "steps from the peak to the lowest; 0: all that are left", unit="steps", at_least=0)
+    min_ratio: float = option(0.0, "lowest rate as a share of the peak", at_least=0, at_most=1)
+
+
+@register
+class Linear(LrSchedule):
+    """Linear warm-up, then a straight line down to `min_ratio` of the peak."""
+
+    name = "linear"
+    Config = Config
+
+    def factor(self, step: int, steps: int) -> float:
+        """Factor of the peak rate at `step`, from 1, of `steps`."""
+        peak: int = max(1, self.config.warmup_steps)
+        if step <= peak:
+            return step / peak
+        progress = min(1.0, (step - peak) / (self.config.decay_steps or steps - peak))
+        return float(self.config.min_ratio + (1 - self.config.min_ratio) * (1 - progress))

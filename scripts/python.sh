@@ -1,0 +1,85 @@
+#!/usr/bin/env bash
+# Prints the Python that runs titan with the extras named, and sets up .venv first where nobody has one.
+#   scripts/python.sh [extra ...]
+# In order: $TITAN_PYTHON; the python3 at hand (an active environment), when it has titan; .venv.
+# Set up again only when pyproject.toml or the place of the repository has changed, or an extra is new.
+set -euo pipefail
+
+root=$(cd -- "$(dirname -- "${BASH_SOURCE[0]}")/.." && pwd)
+venv=$root/.venv
+stamp=$venv/titan.stamp
+extras=("$@")
+
+fail() {
+    echo "error: $*" >&2
+    exit 2
+}
+
+# Whether a Python has titan, and pytest where the extra dev is asked for. Safe path: not the titan that lies in the
+# working directory.
+has_titan() {
+    local modules=(titan.plugins titan.configs)
+    [[ " ${extras[*]-} " != *" dev "* ]] || modules+=(pytest ruff mypy)
+    PYTHONSAFEPATH=1 "$1" - "${modules[@]}" 2>/dev/null <<'END'
+import sys
+from importlib.util import find_spec
+sys.exit(sys.version_info < (3, 11) or not all(map(find_spec, sys.argv[1:])))
+END
+}
+
+new_enough_python() {
+    local name found=""
+    for name in python3 python3.14 python3.13 python3.12 python3.11 python; do
+        if "$name" -c 'import sys; sys.exit(sys.version_info < (3, 11))' 2>/dev/null; then
+            command -v "$name"
+            return
+        fi
+        [ -n "$found" ] || found=$("$name" -c 'import sys; print(sys.version.split()[0], "at", sys.executable)' 2>/dev/null || true)
+    done
+    fail "titan needs Python 3.11 or newer; found ${found:-none}"
+}
+
+fingerprint() { (cat -- "$root/pyproject.toml" && echo "$root") | cksum | tr ' ' '-'; }
+
+# The stamp holds the fingerprint and the extras installed; it is written last, so a broken setup is done again.
+is_set_up() {
+    [ -x "$venv/bin/python" ] && [ -f "$stamp" ] || return 1
+    local installed extra
+    installed=" $(cat -- "$stamp") "
+    [[ $installed == " $(fingerprint) "* ]] || return 1
+    for extra in ${extras[@]+"${extras[@]}"}; do
+        [[ $installed == *" $extra "* ]] || return 1
+    done
+}
+
+set_up() {
+    local base pip all
+    base=$(new_enough_python)
+    echo "setting up .venv (once, about a minute)" >&2
+    [ ! -f "$stamp" ] || extras+=($(cut -d' ' -f2- -- "$stamp"))
+    rm -f -- "$stamp"
+    # Some systems ship Python without ensurepip; their own pip can install into another environment.
+    [ -x "$venv/bin/python" ] || "$base" -m venv -- "$venv" >/dev/null 2>&1 || "$base" -m venv --clear --without-pip -- "$venv"
+    pip=("$venv/bin/python" -m pip)
+    "${pip[@]}" --version >/dev/null 2>&1 || pip=("$base" -m pip --python "$venv/bin/python")
+    all=$(printf '%s\n' ${extras[@]+"${extras[@]}"} | sort -u | paste -sd, -)
+    "${pip[@]}" install -qq --disable-pip-version-check --editable "$root${all:+[$all]}" >&2 ||
+        fail "setting up .venv failed; what pip said is above. Run the command again to go on"
+    echo "$(fingerprint) ${all//,/ }" >"$stamp"
+}
+
+if [ -n "${TITAN_PYTHON:-}" ]; then
+    has_titan "$TITAN_PYTHON" ||
+        fail "TITAN_PYTHON=$TITAN_PYTHON has no titan${extras[*]:+ with ${extras[*]}}; run: $TITAN_PYTHON -m pip install -e '$root'"
+    echo "$TITAN_PYTHON"
+elif [ ! "${VIRTUAL_ENV:-}" -ef "$venv" ] && has_titan python3; then
+    command -v python3
+else
+    if ! is_set_up; then
+        # One at a time: a second first call waits here and then finds all done.
+        exec 9<"$root"
+        ! command -v flock >/dev/null || flock 9
+        is_set_up || set_up
+    fi
+    echo "$venv/bin/python"
+fi

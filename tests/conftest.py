@@ -1,0 +1,47 @@
+"""What holds for every test: one thread, a hard time limit that shows all stacks, and the markers."""
+
+import faulthandler
+import os
+from collections.abc import Iterator
+
+import pytest
+import torch
+
+LIMIT = 120.0
+LIMIT_SLOW = 900.0
+"""Seconds a test may take before every thread's stack is printed and the session ends; ranks end with it."""
+
+torch.set_num_threads(1)
+
+_terminal = pytest.StashKey[int]()
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    """Declare the markers, and keep the real stderr: the one a test sees is captured, and lost at a hard end."""
+    config.addinivalue_line("markers", "gpu: needs a CUDA device; skipped without one")
+    config.addinivalue_line("markers", f"slow: may take minutes, up to {LIMIT_SLOW:g} s; leave out with -m 'not slow'")
+    config.stash[_terminal] = os.dup(2)
+
+
+def pytest_unconfigure(config: pytest.Config) -> None:
+    """Give back what `pytest_configure` took."""
+    os.close(config.stash[_terminal])
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Skip tests marked `gpu` where there is none."""
+    if not torch.cuda.is_available():
+        for item in items:
+            if item.get_closest_marker("gpu"):
+                item.add_marker(pytest.mark.skip(reason="no CUDA device"))
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_runtest_protocol(item: pytest.Item) -> Iterator[None]:
+    """Limit the test with its fixtures. The timer is a C thread: it fires inside a hung native call too."""
+    limit = LIMIT_SLOW if item.get_closest_marker("slow") else LIMIT
+    faulthandler.dump_traceback_later(limit, exit=True, file=item.config.stash[_terminal])
+    try:
+        return (yield)
+    finally:
+        faulthandler.cancel_dump_traceback_later()

@@ -1,0 +1,44 @@
+"""The contract, proven from outside: a folder of guests that titan/ and plugins/ know nothing of trains, at parity, and resumes."""
+
+from pathlib import Path
+
+import pytest
+
+from tests.jobs import assert_same_curve, train_job
+
+ROOT = Path(__file__).parents[2]
+OUTSIDE = ROOT / "tests" / "configs" / "outside.toml"
+
+
+@pytest.fixture(scope="module")
+def alone(tmp_path_factory: pytest.TempPathFactory):
+    return train_job(tmp_path_factory.mktemp("alone"), 1, config=OUTSIDE)
+
+
+@pytest.mark.parametrize(
+    ("world_size", "degrees"),
+    [(2, {"crew": 2}), (4, {"crew": 4}), (4, {"crew": 2, "dp_shard": 2}), (4, {"crew": 2, "pp": 2})],
+    ids=str,
+)
+def test_parity(world_size: int, degrees: dict[str, int], alone, tmp_path: Path) -> None:
+    words = [word for axis, degree in degrees.items() for word in (f"--mesh.{axis}", str(degree))]
+    assert_same_curve(alone, train_job(tmp_path, world_size, *words, config=OUTSIDE))
+
+
+def test_resumes_on_another_layout(alone, tmp_path: Path) -> None:
+    saving = ("--checkpoint.enabled", "true")
+    train_job(tmp_path, 2, "--mesh.crew", "2", *saving, "--train.steps", "5", config=OUTSIDE)
+    assert_same_curve(alone, train_job(tmp_path, 4, "--mesh.crew", "4", *saving, config=OUTSIDE))
+
+
+def test_tracker_wrote(alone, tmp_path: Path) -> None:
+    outcome = train_job(tmp_path, 1, config=OUTSIDE)
+    lines = (tmp_path / "run" / "ledger.txt").read_text().splitlines()
+    assert lines == [f"{step} {row['loss']}" for step, row in sorted(outcome.rows.items())]
+
+
+@pytest.mark.parametrize("name", ["averager", "crew", "heavyball", "ledger"])
+def test_nobody_inside_knows(name: str) -> None:
+    for room in ("titan", "plugins"):
+        for file in (ROOT / room).rglob("*.py"):
+            assert name not in file.read_text().lower(), file

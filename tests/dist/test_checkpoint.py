@@ -1,0 +1,355 @@
+"""Checkpoints of many ranks: bit-equal on any layout, one outcome on all ranks, training undisturbed."""
+
+import os
+import resource
+import signal
+from collections.abc import Mapping
+from pathlib import Path
+from threading import Event
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard
+from torch.distributed.tensor import DTensor, Shard
+from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
+
+from tests.ranks import RankError, run_ranks
+from titan.checkpoint import Checkpointer, rng_state, storage
+from titan.contracts import Part
+from titan.errors import CheckpointError
+
+Layout = tuple[int, int, int]
+"""Degrees of replicated data, sharded data and tensor parallelism."""
+
+ONE, SHARDED, HYBRID, TENSOR, BOTH = (1, 1, 1), (1, 4, 1), (2, 2, 1), (2, 1, 2), (1, 2, 2)
+SCALED = {"exp_avg": 3.0, "exp_avg_sq": 5.0, "max_exp_avg_sq": 7.0}
+
+
+class _Toy(nn.Module):
+    """Sizes that no degree divides: a vocabulary of 251, and 6 rows, of which the fourth of 4 ranks gets none."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embed = nn.Embedding(251, 6)
+        self.up = nn.Linear(6, 10)
+        self.down = nn.Linear(10, 6)
+        self.norm = nn.LayerNorm(6)
+        self.out = nn.Linear(6, 251, bias=False)
+        self.scale = nn.Parameter(torch.tensor([1.5]))
+        self.register_buffer("seen", torch.arange(3.0))
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        return self.out(self.norm(self.down(self.up(self.embed(tokens)))) * self.scale)
+
+
+TENSOR_PLAN = {
+    "embed": RowwiseParallel(), "up": ColwiseParallel(), "down": RowwiseParallel(),
+    "out": ColwiseParallel(output_layouts=Shard(-1)),
+}  # fmt: skip
+
+
+def _model(layout: Layout) -> _Toy:
+    """The same weights on every layout."""
+    torch.manual_seed(1)
+    model = _Toy()
+    replicate, shard, tensor = layout
+    if tensor > 1:
+        mesh = init_device_mesh("cpu", (replicate * shard, tensor), mesh_dim_names=("shard", "tensor"))
+        parallelize_module(model, mesh["tensor"], TENSOR_PLAN)
+        if shard > 1:
+            fully_shard(model, mesh=mesh["shard"])
+    elif replicate * shard > 1:
+        degrees, names = ((replicate, shard), ("replicate", "shard")) if replicate > 1 else ((shard,), ("shard",))
+        fully_shard(model, mesh=init_device_mesh("cpu", degrees, mesh_dim_names=names))
+    return model
+
+
+def _adamw(model: nn.Module) -> torch.optim.Optimizer:
+    return torch.optim.AdamW(model.parameters(), lr=1e-2, amsgrad=True, foreach=False)
+
+
+def _known_state(model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
+    """Optimizer state that every rank of every layout can tell from its weights alone."""
+    for parameter in model.parameters():
+        slots = {slot: parameter.detach() * factor for slot, factor in SCALED.items()}
+        optimizer.state[parameter] = {**slots, "step": torch.tensor(7.0)}
+
+
+def _checkpointer(folder: Path, asynchronous: bool = False, keep: int = 0) -> Checkpointer:
+    rank, size = (dist.get_rank(), dist.get_world_size()) if dist.is_initialized() else (0, 1)
+    return Checkpointer(folder, keep=keep, asynchronous=asynchronous, rank=rank, world_size=size)
+
+
+def _local(tensor: Tensor) -> Tensor:
+    return (tensor.to_local() if isinstance(tensor, DTensor) else tensor).detach()
+
+
+def _save(folder: Path, layout: Layout, asynchronous: bool = False) -> None:
+    model = _model(layout)
+    optimizer = _adamw(model)
+    _known_state(model, optimizer)
+    checkpointer = _checkpointer(folder, asynchronous)
+    checkpointer.save(7, [Part(model)], optimizer, {"layout": list(layout)})
+    checkpointer.wait()
+
+
+def _load_and_compare(folder: Path, layout: Layout, saved: Layout) -> None:
+    model = _model(layout)
+    expected = {name: _local(tensor).clone() for name, tensor in model.state_dict().items()}
+    for tensor in (*model.parameters(), *model.buffers()):
+        tensor.detach().fill_(-1)
+    optimizer = _adamw(model)
+    rest = _checkpointer(folder).load(folder / "step-00000007", [Part(model)], optimizer)
+    assert rest == {"layout": list(saved)}
+    assert torch.equal(model.seen, expected["seen"])
+    for name, parameter in model.named_parameters():
+        assert torch.equal(_local(parameter), expected[name]), name
+        state = optimizer.state[parameter]
+        assert state.keys() == SCALED.keys() | {"step"}
+        assert type(state["step"]) is Tensor and state["step"].item() == 7
+        for slot, factor in SCALED.items():
+            assert isinstance(state[slot], DTensor) == isinstance(parameter, DTensor)
+            assert torch.equal(_local(state[slot]), expected[name] * factor), (name, slot)
+
+
+def _save_and_load_on_others(folder: Path, saved: Layout) -> None:
+    if saved != ONE:
+        _save(folder, saved, asynchronous=True)
+    for layout in (SHARDED, HYBRID, TENSOR, BOTH):
+        _load_and_compare(folder, layout, saved)
+
+
+@pytest.mark.parametrize("saved", [ONE, SHARDED, HYBRID, TENSOR, BOTH], ids=str)
+def test_saved_on_one_layout_loads_bit_equal_on_another(tmp_path: Path, saved: Layout) -> None:
+    if saved == ONE:
+        _save(tmp_path, saved)
+    run_ranks(_save_and_load_on_others, 4, tmp_path, saved)
+    _load_and_compare(tmp_path, ONE, saved)
+
+
+def _step(model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
+    model(torch.arange(8).unsqueeze(0)).square().sum().backward()
+    optimizer.step()
+    optimizer.zero_grad()
+
+
+def _train_while_saving(folder: Path) -> None:
+    model = _model(SHARDED)
+    optimizer = _adamw(model)
+    _step(model, optimizer)
+    before = {name: _local(parameter).clone() for name, parameter in model.named_parameters()}
+    moments = {name: _local(optimizer.state[p]["exp_avg"]).clone() for name, p in model.named_parameters()}
+    trained, write = Event(), storage.write
+
+    def late(*args: Any) -> None:
+        assert trained.wait(30)
+        write(*args)
+
+    storage.write = late
+    checkpointer = _checkpointer(folder, asynchronous=True)
+    checkpointer.save(1, [Part(model)], optimizer, {})
+    for _ in range(3):
+        _step(model, optimizer)
+    trained.set()
+    _step(model, optimizer)
+    checkpointer.wait()
+    assert not torch.equal(_local(model.up.weight), before["up.weight"])
+    checkpointer.load(folder / "step-00000001", [Part(model)], optimizer)
+    for name, parameter in model.named_parameters():
+        assert torch.equal(_local(parameter), before[name])
+        assert torch.equal(_local(optimizer.state[parameter]["exp_avg"]), moments[name])
+        assert optimizer.state[parameter]["step"].item() == 1
+    _step(model, optimizer)
+    assert optimizer.state[model.scale]["step"].item() == 2
+
+
+def test_training_goes_on_while_a_save_is_written(tmp_path: Path) -> None:
+    run_ranks(_train_while_saving, 4, tmp_path)
+
+
+class _Stage(nn.Module):
+    def __init__(self, whole: nn.Module, names: list[str]) -> None:
+        super().__init__()
+        for name in names:
+            self.add_module(name, getattr(whole, name))
+
+
+def _tied() -> nn.Module:
+    torch.manual_seed(1)
+    whole = nn.Module()
+    whole.embed, whole.first, whole.second = nn.Embedding(7, 5), nn.Linear(5, 3), nn.Linear(3, 5)
+    return whole
+
+
+def _save_stages(folder: Path, sharded: bool) -> None:
+    stage = dist.get_rank() // 2
+    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("stage", "shard"))
+    model = _Stage(_tied(), [["embed", "first"], ["second", "embed"]][stage])
+    if sharded:
+        fully_shard(model, mesh=mesh["shard"])
+    optimizer = _adamw(model)
+    _known_state(model, optimizer)
+    _checkpointer(folder).save(7, [Part(model, stage, 2)], optimizer, {})
+
+
+@pytest.mark.parametrize("sharded", [False, True])
+def test_stages_save_one_model_and_a_tied_tensor_once(tmp_path: Path, sharded: bool) -> None:
+    run_ranks(_save_stages, 4, tmp_path, sharded)
+    metadata = storage.read_metadata(tmp_path / "step-00000007")
+    assert len(storage.tensors_of(metadata)["model.embed.weight"].chunks) == (2 if sharded else 1)
+    expected, whole = _tied(), _tied()
+    for parameter in whole.parameters():
+        parameter.detach().zero_()
+    optimizer = _adamw(whole)
+    _checkpointer(tmp_path).load(tmp_path / "step-00000007", [Part(whole)], optimizer)
+    wanted = dict(expected.named_parameters())
+    for name, parameter in whole.named_parameters():
+        assert torch.equal(parameter, wanted[name])
+        assert torch.equal(optimizer.state[parameter]["exp_avg"], wanted[name] * SCALED["exp_avg"])
+
+
+def _load_stages_without_second(folder: Path) -> str:
+    model = _Stage(_tied(), [["embed"], ["first"]][dist.get_rank()])
+    with pytest.raises(CheckpointError) as refused:
+        _checkpointer(folder).load(folder / "step-00000007", [Part(model)], _adamw(model))
+    return str(refused.value)
+
+
+def test_names_no_rank_wants_are_refused_on_all_ranks(tmp_path: Path) -> None:
+    run_ranks(_save_stages, 4, tmp_path, True)
+    told = run_ranks(_load_stages_without_second, 2, tmp_path)
+    assert told[0] == told[1]
+    assert told[0].endswith("does not fit the model: the model lacks second.bias, second.weight")
+
+
+def _save_after_validation(folder: Path) -> None:
+    torch.manual_seed(1)
+    model = _Toy()
+    fully_shard(model, mesh=init_device_mesh("cpu", (2,)), reshard_after_forward=False)
+    optimizer = _adamw(model)
+    _step(model, optimizer)
+    with torch.no_grad():
+        model(torch.arange(8).unsqueeze(0))
+    assert not isinstance(model.up.weight, DTensor), "validation leaves gathered parameters behind"
+    _checkpointer(folder).save(1, [Part(model)], optimizer, {})
+    names = storage.tensors_of(storage.read_metadata(folder / "step-00000001"))
+    assert len(names["model.up.weight"].chunks) == 2
+    assert {"optimizer.up.weight.exp_avg", "optimizer.up.weight.step"} <= names.keys()
+
+
+def test_save_after_a_forward_without_backward(tmp_path: Path) -> None:
+    run_ranks(_save_after_validation, 2, tmp_path)
+
+
+def _draw_after(folder: Path, load: bool) -> list[float]:
+    checkpointer, optimizer = _checkpointer(folder), torch.optim.SGD([nn.Parameter(torch.zeros(1))])
+    torch.manual_seed(dist.get_rank())
+    if load:
+        return checkpointer.load(folder / "step-00000001", [], optimizer)["rng"]  # type: ignore[no-any-return]
+    checkpointer.save(1, [], optimizer, {"rng": rng_state(torch.device("cpu"))})
+    return dict(rng_state(torch.device("cpu")))  # type: ignore[return-value]
+
+
+def test_each_rank_gets_its_own_random_state_back(tmp_path: Path) -> None:
+    saved = run_ranks(_draw_after, 2, tmp_path, False)
+    assert not torch.equal(saved[0]["cpu"], saved[1]["cpu"])
+    loaded = run_ranks(_draw_after, 2, tmp_path, True)
+    assert [torch.equal(one["cpu"], other["cpu"]) for one, other in zip(saved, loaded, strict=True)] == [True, True]
+    assert run_ranks(_draw_after, 3, tmp_path, True) == [{}, {}, {}]
+
+
+def _find(folder: Path, resume: str) -> str:
+    if dist.get_rank() == 1:
+        folder = folder / "not-looked-at"
+    try:
+        return str(_checkpointer(folder).find(resume))
+    except CheckpointError as error:
+        return f"refused: {error}"
+
+
+def test_rank_0_decides_for_all(tmp_path: Path) -> None:
+    absent = run_ranks(_find, 2, tmp_path, "must")
+    assert absent == [f'refused: checkpoint.resume = "must": there is no complete checkpoint in {tmp_path}'] * 2
+    _save(tmp_path, ONE)
+    assert run_ranks(_find, 2, tmp_path, "auto") == [str(tmp_path / "step-00000007")] * 2
+
+
+def _fill_disk(folder: Path, asynchronous: bool, full_rank: int) -> Mapping[str, Any]:
+    # Its shard is larger than any buffer: the disk then fills inside torch.save, which hides the system's error.
+    model = nn.Linear(128, 256)
+    fully_shard(model, mesh=init_device_mesh("cpu", (2,)))
+    optimizer = _adamw(model)
+    checkpointer = _checkpointer(folder, asynchronous)
+    checkpointer.save(1, [Part(model)], optimizer, {})
+    checkpointer.wait()
+    _known_state(model, optimizer)
+    unlimited = resource.getrlimit(resource.RLIMIT_FSIZE)
+    if dist.get_rank() == full_rank:
+        signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
+        resource.setrlimit(resource.RLIMIT_FSIZE, (20_000, unlimited[1]))
+    with pytest.raises(CheckpointError) as refused:
+        checkpointer.save(2, [Part(model)], optimizer, {})
+        checkpointer.wait()
+    resource.setrlimit(resource.RLIMIT_FSIZE, unlimited)
+    dist.barrier()
+    left = sorted(path.name for path in folder.iterdir())
+    dist.barrier()
+    checkpointer.save(3, [Part(model)], optimizer, {})
+    checkpointer.wait()
+    return {"told": str(refused.value), "left": left, "then": sorted(path.name for path in folder.iterdir())}
+
+
+@pytest.mark.parametrize(("asynchronous", "full_rank"), [(False, 1), (True, 0)])
+def test_disk_full_on_one_rank_is_told_by_all(tmp_path: Path, asynchronous: bool, full_rank: int) -> None:
+    outcomes = run_ranks(_fill_disk, 2, tmp_path, asynchronous, full_rank)
+    last = tmp_path / "step-00000001"
+    told = f"disk full while saving step 2 to {tmp_path}; the last complete checkpoint is {last}"
+    assert [outcome["told"] for outcome in outcomes] == [told] * 2
+    assert [outcome["left"] for outcome in outcomes] == [["step-00000001"]] * 2
+    assert outcomes[0]["then"] == ["step-00000001", "step-00000003"]
+
+
+def _die_while_writing(folder: Path) -> None:
+    _save(folder, (1, 2, 1))
+    write_data = storage._Writer.write_data
+
+    def half(writer: Any, plan: Any, planner: Any) -> Any:
+        written = write_data(writer, plan, planner)
+        if dist.get_rank() == 1:
+            os.kill(os.getpid(), signal.SIGKILL)
+        return written
+
+    storage._Writer.write_data = half  # type: ignore[method-assign]
+    model = _model((1, 2, 1))
+    _checkpointer(folder, asynchronous=True).save(8, [Part(model)], _adamw(model), {})
+    signal.pause()
+
+
+def test_killed_while_writing_the_last_one_stands(tmp_path: Path) -> None:
+    with pytest.raises(RankError, match="rank 1 of 2 ended with exit code -9"):
+        run_ranks(_die_while_writing, 2, tmp_path)
+    assert (tmp_path / "step-00000008.tmp").is_dir()
+    assert run_ranks(_find, 2, tmp_path, "auto") == [str(tmp_path / "step-00000007")] * 2
+    assert not (tmp_path / "step-00000008.tmp").exists()
+    _load_and_compare(tmp_path, ONE, (1, 2, 1))
+
+
+def _lose_a_peer(folder: Path, asynchronous: bool) -> str:
+    checkpointer = _checkpointer(folder, asynchronous)
+    if dist.get_rank() == 1:
+        return "gone"
+    model = _model(ONE)
+    with pytest.raises(CheckpointError) as refused:
+        checkpointer.save(1, [Part(model)], _adamw(model), {})
+        checkpointer.wait()
+    return str(refused.value)
+
+
+@pytest.mark.parametrize("asynchronous", [False, True])
+def test_a_rank_that_is_gone_ends_the_save(tmp_path: Path, asynchronous: bool) -> None:
+    told, _ = run_ranks(_lose_a_peer, 2, tmp_path, asynchronous)
+    assert told.startswith(f"saving step 1 to {tmp_path} failed: ") and "\n" not in told

@@ -1,0 +1,177 @@
+"""The data path with processes of its own: what workers read and make is what one process reads and makes."""
+
+import os
+import signal
+import subprocess
+import sys
+import textwrap
+from pathlib import Path
+
+import pytest
+import torch
+from titan.plugins.data.text import Config as TextConfig
+from titan.plugins.data.text import Text
+from titan.plugins.tokenizers.byte import Byte
+from titan.plugins.tokenizers.byte import Config as ByteConfig
+
+from tests.unit.test_data_samples import count_up, samples, tokens_of
+from tests.unit.test_data_shards import write
+from titan import registry
+from titan.contracts import Dataset
+from titan.data import tokenize
+from titan.data.loader import Loader
+from titan.data.prepare import prepare
+from titan.data.samples import Samples
+from titan.errors import DataError
+
+BYTES = Byte(ByteConfig())
+
+
+def loader(source: Samples, workers: int, first: int = 0) -> Loader:
+    cpu = torch.device("cpu")
+    return Loader(source, global_batch=8, micro_batch=4, first=first, index=0, ranks=1, workers=workers, device=cpu)
+
+
+def test_workers_change_nothing_and_faults_keep_their_words(tmp_path: Path) -> None:
+    mixed = samples(
+        (count_up(tmp_path / "a.bin", 201), 2.0), (count_up(tmp_path / "b.bin", 121, 500), 1.0), shuffle=True,
+        vocab_size=1000,
+    )  # fmt: skip
+    alone, ahead = loader(mixed, 0, first=16), loader(mixed, 2, first=16)
+    for expected, found in zip(tokens_of(alone, 5), tokens_of(ahead, 5), strict=True):
+        assert torch.equal(expected, found)
+    assert ahead.state_dict() == {"samples": 56}
+    ahead.close()
+
+    bad = samples(([write(tmp_path / "bad.bin", [[1] * 100 + [77] * 20])], 1.0), vocab_size=77)
+    faulty = loader(bad, 1)
+    tokens_of(faulty, 3)
+    with pytest.raises(DataError, match=r"^shard .*bad\.bin: token 100 is 77, beyond the vocabulary of 77; was"):
+        next(faulty)
+    faulty.close()
+
+
+@pytest.fixture
+def text(tmp_path: Path) -> Path:
+    folder = tmp_path / "text"
+    folder.mkdir()
+    for number in range(8):
+        (folder / f"{number}.txt").write_text(f"{number} some words\n" * 40)
+    return folder
+
+
+@pytest.fixture
+def small_units(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Processes for texts of a few hundred bytes."""
+    monkeypatch.setattr(tokenize, "UNIT_BYTES", (1000, 1000))
+    monkeypatch.setattr(tokenize, "WORTH_A_PROCESS", 1)
+
+
+@pytest.mark.usefixtures("small_units")
+def test_processes_change_nothing(text: Path, tmp_path: Path) -> None:
+    dataset = Text(TextConfig(path=str(text)))
+    made = [
+        prepare(dataset, BYTES, cache=tmp_path / str(workers), workers=workers, progress=False) for workers in (1, 2)
+    ]
+    assert len(made[0]) == 8
+    assert [path.read_bytes() for path in made[0]] == [path.read_bytes() for path in made[1]]
+
+
+@pytest.mark.usefixtures("small_units")
+def test_faults_of_processes_keep_their_words(text: Path, tmp_path: Path) -> None:
+    (text / "5.txt").write_bytes(b"ab\xff")
+    with pytest.raises(DataError, match=r"^\S*5\.txt: not UTF-8 at byte 2$"):
+        prepare(Text(TextConfig(path=str(text))), BYTES, cache=tmp_path / "cache", workers=2, progress=False)
+    assert [path.name for path in (tmp_path / "cache").iterdir()] == ["hashes.json"]
+
+
+SHOUTED = '''
+"""A dataset from a user's folder."""
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+from titan.contracts import Dataset, Document, option, register
+
+
+@dataclass(frozen=True, kw_only=True)
+class Config:
+    path: str = option("", "folder")
+
+
+@register
+class Shouted(Dataset):
+    """Text in capitals."""
+
+    name = "shouted"
+    Config = Config
+
+    def files(self) -> list[Path]:
+        return sorted(Path(self.config.path).iterdir())
+
+    def documents(self, file: Path) -> Iterator[Document]:
+        if (file.parent.parent / "killed").exists():
+            import os
+            os.kill(os.getpid(), 9)
+        yield Document(file.read_text().upper(), str(file))
+'''
+
+
+@pytest.mark.usefixtures("small_units")
+def test_processes_know_plugins_of_a_users_folder(text: Path, tmp_path: Path) -> None:
+    (tmp_path / "mine").mkdir()
+    (tmp_path / "mine" / "shouted.py").write_text(SHOUTED)
+    registry.open_doors([tmp_path / "mine"])
+    plugin = registry.find("dataset", "shouted")
+    assert plugin is not None
+    dataset = plugin(plugin.Config(path=str(text)))
+    assert isinstance(dataset, Dataset)
+    paths = prepare(dataset, BYTES, cache=tmp_path / "cache", workers=2, progress=False)
+    assert len(paths) == 8 and b"S\0O\0M\0E" in paths[3].read_bytes()
+
+    (tmp_path / "killed").touch()
+    with pytest.raises(DataError, match="a process that tokenised was killed"):
+        prepare(dataset, BYTES, cache=tmp_path / "other", workers=2, progress=False)
+    assert [path.name for path in (tmp_path / "other").iterdir()] == ["hashes.json"]
+
+
+KILLED = """
+    import os, signal, sys
+    from pathlib import Path
+    from titan.data import prepare as preparing, shards, tokenize
+    from titan.plugins.data.text import Config, Text
+    from titan.plugins.tokenizers.byte import Byte, Config as Bytes
+
+    tokenize.UNIT_BYTES = (1000, 1000)
+    calls, wanted = 0, int(sys.argv[3])
+
+    def counted(function):
+        def called(*args, **options):
+            global calls
+            calls += 1
+            if calls == wanted:
+                os.kill(os.getpid(), signal.SIGKILL)
+            return function(*args, **options)
+        return called
+
+    os.fsync, os.replace = counted(os.fsync), counted(os.replace)
+    Path.rename, Path.mkdir = counted(Path.rename), counted(Path.mkdir)
+    text = Text(Config(path=sys.argv[1]))
+    preparing.prepare(text, Byte(Bytes()), cache=Path(sys.argv[2]), workers=1, progress=False)
+"""
+
+
+@pytest.mark.parametrize("call", [2, 6, 21, 30, 31])
+def test_killed_at_any_moment_is_complete_or_absent(text: Path, tmp_path: Path, call: int) -> None:
+    """Kills the preparer at its `call`-th step that reaches the disk, then prepares again."""
+    dataset, cache = Text(TextConfig(path=str(text))), tmp_path / "cache"
+    arguments = [sys.executable, "-c", textwrap.dedent(KILLED), str(text), str(cache), str(call)]
+    ended = subprocess.run(arguments, check=False, env={**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)})
+    assert ended.returncode == -signal.SIGKILL
+    expected = prepare(dataset, BYTES, cache=tmp_path / "undisturbed", workers=1, progress=False)
+    found = prepare(dataset, BYTES, cache=cache, workers=1, progress=False)
+    content = [b"".join(Samples([(p, 1.0)], seq_len=9, packing="stream", seed=0, shuffle=False, vocab_size=257)[g]
+               .tokens.numpy().tobytes() for g in range(50)) for p in (expected, found)]  # fmt: skip
+    assert content[0] == content[1]
+    assert not list(cache.glob(".partial*"))

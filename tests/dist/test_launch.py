@@ -1,0 +1,178 @@
+"""The launcher: ranks meet, signals reach them once, and how they end becomes the exit code of the run."""
+
+import multiprocessing
+import os
+import signal
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from tests.ranks import run_ranks as in_a_fresh_process
+from titan import launch
+from titan.launch import Ended, verdict
+from titan.place import LOCAL, Place
+
+
+def _ends(entry: launch.Entry, ranks: int, fork: bool = True) -> list[Ended]:
+    return launch.run_ranks(entry, ["--a.b", "1"], Place(1, 0, ranks, LOCAL, 0), fork)
+
+
+def _sum_of_ranks(argv: list[str]) -> int:
+    """Meets the others as a rank does; its exit code is the sum of all ranks' numbers."""
+    assert argv == ["--a.b", "1"]
+    dist.init_process_group("gloo")
+    number = torch.tensor(dist.get_rank())
+    dist.all_reduce(number)
+    dist.destroy_process_group()
+    return int(number)
+
+
+def _forked() -> list[Ended]:
+    return _ends(_sum_of_ranks, 4)
+
+
+def _spawned() -> list[Ended]:
+    return _ends(_sum_of_ranks, 2, fork=False)
+
+
+def test_forked_ranks_meet() -> None:
+    [ended] = in_a_fresh_process(_forked, 1, init=False)
+    assert sorted(ended, key=lambda end: end.rank) == [Ended(rank, 0 + 1 + 2 + 3) for rank in range(4)]
+
+
+def test_spawned_ranks_meet() -> None:
+    [ended] = in_a_fresh_process(_spawned, 1, init=False)
+    assert sorted(ended, key=lambda end: end.rank) == [Ended(rank, 0 + 1) for rank in range(2)]
+
+
+def _one_is_killed() -> list[Ended]:
+    def entry(argv: list[str]) -> int:
+        dist.init_process_group("gloo")
+        if dist.get_rank() == 2:
+            os.kill(os.getpid(), signal.SIGKILL)
+        try:
+            dist.barrier()
+        except RuntimeError:
+            return 1
+        return 0
+
+    return _ends(entry, 3)
+
+
+def test_the_killed_rank_is_the_cause() -> None:
+    [ended] = in_a_fresh_process(_one_is_killed, 1, init=False)
+    assert ended[0] == Ended(2, -signal.SIGKILL)
+    assert sorted(end.rank for end in ended) == [0, 1, 2]
+
+
+def _terminated() -> list[Ended]:
+    def entry(argv: list[str]) -> int:
+        signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGTERM})
+        dist.init_process_group("gloo")
+        dist.barrier()
+        if dist.get_rank() == 0:
+            os.kill(os.getppid(), signal.SIGTERM)
+        signal.sigwait({signal.SIGTERM})
+        dist.barrier()
+        return 1 if signal.SIGTERM in signal.sigpending() else 75
+
+    before = signal.getsignal(signal.SIGTERM)
+    ended = _ends(entry, 3)
+    assert signal.getsignal(signal.SIGTERM) is before
+    return ended
+
+
+def test_a_signal_reaches_every_rank_once() -> None:
+    [ended] = in_a_fresh_process(_terminated, 1, init=False)
+    assert sorted(ended, key=lambda end: end.rank) == [Ended(0, 75), Ended(1, 75), Ended(2, 75)]
+
+
+def _one_outlives() -> tuple[list[Ended], bool]:
+    reading, writing = os.pipe()
+
+    def entry(argv: list[str]) -> int:
+        if os.environ["RANK"] == "0":
+            return 1
+        signal.pause()
+        return 0
+
+    launch.GRACE_S = 0.1
+    ended = _ends(entry, 2)
+    os.close(writing)
+    return ended, os.read(reading, 1) == b""
+
+
+def test_a_rank_that_outlives_a_failed_one_is_killed() -> None:
+    [(ended, all_gone)] = in_a_fresh_process(_one_outlives, 1, init=False)
+    assert ended == [Ended(0, 1)]
+    assert all_gone
+
+
+def _orphans() -> bytes:
+    reading, writing = os.pipe()
+
+    def entry(argv: list[str]) -> int:
+        os.write(writing, b"r")
+        signal.pause()
+        return 0
+
+    launcher = multiprocessing.get_context("fork").Process(target=_ends, args=(entry, 2))
+    launcher.start()
+    heard = os.read(reading, 1) + os.read(reading, 1)
+    launcher.kill()
+    os.close(writing)
+    return heard + os.read(reading, 1)
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="needs the parent death signal")
+def test_no_rank_outlives_its_launcher() -> None:
+    assert in_a_fresh_process(_orphans, 1, init=False) == [b"rr"]
+
+
+@pytest.mark.parametrize(
+    ("ended", "code"),
+    [
+        ([Ended(0, 0), Ended(1, 0)], 0),
+        ([Ended(0, 75), Ended(1, 75)], 75),
+        ([Ended(0, 75), Ended(1, 1)], 1),
+        ([Ended(1, 2), Ended(0, 1)], 2),
+        ([Ended(1, -9), Ended(0, 1)], 1),
+        ([Ended(0, 7)], 1),
+    ],
+)
+def test_exit_codes(ended: list[Ended], code: int) -> None:
+    assert verdict(ended, Path("logs")) == code
+
+
+def test_says_which_rank_failed_and_where_its_log_is(capsys: pytest.CaptureFixture[str]) -> None:
+    verdict([Ended(3, -signal.SIGKILL), Ended(0, 1)], Path("runs/x/logs"))
+    assert capsys.readouterr().err == (
+        "error: rank 3 was killed by SIGKILL (out of memory?); its log: runs/x/logs/rank-3.log\n"
+    )
+    verdict([Ended(0, 1)], Path("logs"))
+    assert capsys.readouterr().err == ""
+
+
+def test_one_rank_trains_in_this_process(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(launch, "_train", lambda words: 40 + len(words))
+    monkeypatch.setattr(os, "environ", {"NPROC": "1"})
+    assert launch.main(["--config", "x"]) == 42
+
+
+def test_a_task_of_srun_becomes_its_rank(monkeypatch: pytest.MonkeyPatch) -> None:
+    env = {"SLURM_NTASKS": "2", "SLURM_PROCID": "1", "MASTER_ADDR": "h"}
+    monkeypatch.setattr(launch, "_train", lambda words: int(env["RANK"]))
+    monkeypatch.setattr(os, "environ", env)
+    assert launch.main([]) == 1
+    assert env["WORLD_SIZE"] == "2"
+
+
+def test_a_wrong_environment_is_said_without_a_trace(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setenv("NPROC", "none")
+    assert launch.main([]) == 2
+    assert capsys.readouterr().err == "error: environment: NPROC = 'none': must be an integer of at least 1\n"

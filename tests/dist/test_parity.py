@@ -1,0 +1,107 @@
+"""The same curve at any layout: loss and gradient norm of every step, and the weights after ten, against one rank.
+
+The weights after ten steps of AdamW hide a gradient that is wrong by a factor; the gradient norm of each step does not.
+"""
+
+from functools import cache
+from pathlib import Path
+
+import pytest
+import torch
+
+from tests.jobs import GPT, Outcome, assert_same_curve, train_job
+
+
+@pytest.fixture(scope="session")
+def one_rank(tmp_path_factory: pytest.TempPathFactory):
+    """`one_rank(words)`: the outcome of the job with these words on one rank, run once a session."""
+
+    @cache
+    def outcome(*words: str, **more: Path) -> Outcome:
+        return train_job(tmp_path_factory.mktemp("one"), 1, *words, **more)
+
+    return outcome
+
+
+def mesh(**degrees: int) -> list[str]:
+    return [word for axis, degree in degrees.items() for word in (f"--mesh.{axis}", str(degree))]
+
+
+LAYOUTS = {
+    "dp_shard 2": (2, mesh(dp_shard=2)),
+    "dp_shard 3": (3, [*mesh(dp_shard=3), "--train.global_batch_size", "6"]),
+    "ddp 4": (4, mesh(dp_replicate=4)),
+    "hsdp 2x2": (4, mesh(dp_replicate=2, dp_shard=2)),
+    "tp 2": (2, mesh(tp=2)),
+    "tp 2, whole sequences, whole logits": (
+        2,
+        [*mesh(tp=2), "--plugins.tensor.sequence_parallel", "false", "--plugins.tensor.loss_parallel", "false"],
+    ),
+    "dp_shard 2, tp 2": (4, mesh(dp_shard=2, tp=2)),
+    "hsdp 2x2, tp 2": (8, mesh(dp_replicate=2, dp_shard=2, tp=2)),
+    "pp 2": (2, mesh(pp=2)),
+    "pp 4": (4, mesh(pp=4)),
+    "dp_shard 2, tp 2, pp 2": (8, mesh(dp_shard=2, tp=2, pp=2)),
+    "ddp 2, pp 2": (4, mesh(dp_replicate=2, pp=2)),
+    "accumulation": (1, ["--train.micro_batch_size", "2"]),
+    "accumulation, dp_shard 2, zero 1": (2, [*mesh(dp_shard=2), "--train.micro_batch_size", "1"]),
+    "accumulation, dp_shard 2, zero 2": (
+        2,
+        [*mesh(dp_shard=2), "--train.micro_batch_size", "1", "--plugins.fsdp.zero_stage", "2"],
+    ),
+    "accumulation, hsdp 2x2, zero 3": (
+        4,
+        [*mesh(dp_replicate=2, dp_shard=2), "--train.micro_batch_size", "1", "--plugins.fsdp.zero_stage", "3"],
+    ),
+    "pp 2, dp_shard 2, zero 2": (4, [*mesh(pp=2, dp_shard=2), "--plugins.fsdp.zero_stage", "2"]),
+    "pp 2, dp_shard 2, zero 3": (4, [*mesh(pp=2, dp_shard=2), "--plugins.fsdp.zero_stage", "3"]),
+    "recompute full": (1, ["--plugins.activation_checkpoint.mode", "full"]),
+    "recompute selective, dp_shard 2": (2, [*mesh(dp_shard=2), "--plugins.activation_checkpoint.mode", "selective"]),
+    "recompute every 2, tp 2": (2, [*mesh(tp=2), "--plugins.activation_checkpoint.mode", "every"]),
+    "recompute full, dp_shard 2, pp 2": (4, [*mesh(dp_shard=2, pp=2), "--plugins.activation_checkpoint.mode", "full"]),
+}
+GLOBAL_BATCH = "--train.global_batch_size"
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_llama(layout: str, one_rank, tmp_path: Path) -> None:
+    world_size, words = LAYOUTS[layout]
+    # What the run is a function of stays the same on one rank; the layout and the micro batch do not.
+    same = tuple(w for at, word in enumerate(words) if word == GLOBAL_BATCH for w in words[at : at + 2])
+    assert_same_curve(one_rank(*same), train_job(tmp_path, world_size, *words))
+
+
+SCHEDULES = {
+    "GPipe": 4,
+    "1F1B": 4,
+    "LoopedBFS": 8,
+    "Interleaved1F1B": 8,
+    "InterleavedZeroBubble": 8,
+    "ZBVZeroBubble": 8,
+    "DualPipeV": 8,
+}
+
+
+@pytest.mark.parametrize("schedule", SCHEDULES)
+def test_schedules_over_four_stages(schedule: str, one_rank, tmp_path: Path) -> None:
+    if schedule in ("ZBVZeroBubble", "DualPipeV") and not torch.cuda.is_available() and torch.__version__ < "2.13":
+        pytest.skip("gloo of this PyTorch cannot send to itself")
+    words = ("--model.n_layers", "8")
+    assert_same_curve(
+        one_rank(*words), train_job(tmp_path, 4, *words, *mesh(pp=4), "--plugins.pipeline.schedule", schedule)
+    )
+
+
+@pytest.mark.parametrize(
+    ("world_size", "words"),
+    [(2, mesh(tp=2)), (2, mesh(pp=2)), (4, mesh(dp_shard=2, pp=2)), (4, mesh(dp_shard=2, tp=2))],
+    ids=lambda value: " ".join(value) if isinstance(value, list) else str(value),
+)
+def test_gpt_with_its_tied_head(world_size: int, words: list[str], one_rank, tmp_path: Path) -> None:
+    assert_same_curve(one_rank(config=GPT), train_job(tmp_path, world_size, *words, config=GPT))
+
+
+@pytest.mark.parametrize("packing", ["isolate", "pad"])
+def test_packings(packing: str, one_rank, tmp_path: Path) -> None:
+    words = ("--data.packing", packing)
+    assert_same_curve(one_rank(*words), train_job(tmp_path, 4, *words, *mesh(dp_shard=2, pp=2)))

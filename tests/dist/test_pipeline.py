@@ -1,0 +1,302 @@
+"""A pipeline gives one process's loss and gradients, whatever runs it (plugins/parallel/pipeline)."""
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.distributed.tensor import DTensor
+
+from tests.ranks import run_ranks
+from titan import phases
+from titan.contracts import Batch, Mesh, Model, Part, Precision, Technique, World
+from titan.engine import Direct, StepLoss
+from titan.gradients import global_norm
+from titan.mesh import Layout
+from titan.plan import normal
+from titan.plugins.losses.cross_entropy import CrossEntropy
+from titan.plugins.memory.activation_checkpoint import ActivationCheckpoint
+from titan.plugins.models.gpt import Gpt
+from titan.plugins.models.llama import Llama
+from titan.plugins.parallel.ddp import DistributedDataParallel
+from titan.plugins.parallel.fsdp import FullyShardedDataParallel
+from titan.plugins.parallel.pipeline import PipelineParallel
+from titan.plugins.parallel.pipeline.stages import takes
+from titan.plugins.parallel.tensor import TensorParallel
+from titan.plugins.precision.bf16 import BFloat16
+
+# torch before 2.13 cannot send to its own rank with gloo, which the V-shaped schedules do as they start.
+SELF_SEND = torch.torch_version.TorchVersion(torch.__version__) >= "2.13"
+V_SHAPED = ("ZBVZeroBubble", "DualPipeV") if SELF_SEND else ()
+SCHEDULES = ("GPipe", "1F1B", "Interleaved1F1B", "LoopedBFS", "InterleavedZeroBubble", *V_SHAPED)
+
+SIZES: dict[str, Any] = {"dim": 16, "n_heads": 4, "vocab_size": 61, "max_seq_len": 8, "ffn_dim": 24}
+MODELS: dict[str, type[Model]] = {"llama": Llama, "gpt": Gpt}
+TECHNIQUES: dict[str, type[Technique]] = {
+    "pp": PipelineParallel, "dp_replicate": DistributedDataParallel, "dp_shard": FullyShardedDataParallel, "tp": TensorParallel,
+}  # fmt: skip
+MICRO, LENGTH = 2, 8
+
+
+@dataclass(frozen=True, kw_only=True)
+class Case:
+    """What is run: degrees per axis, options per technique."""
+
+    axes: tuple[tuple[str, int], ...]
+    schedule: str = "1F1B"
+    layers: int = 5
+    micro_batches: int = 4
+    virtual_stages: int = 0
+    split_points: tuple[str, ...] = ()
+    model: str = "llama"
+    tied: bool = False
+    documents: bool = False
+    zero_stage: int | None = None
+    recompute: bool = False
+    bf16: bool = False
+
+    @property
+    def degrees(self) -> dict[str, int]:
+        return dict(self.axes)
+
+    def build(self) -> Model:
+        kind = MODELS[self.model]
+        return kind(kind.Config(**SIZES, n_layers=self.layers, tied=self.tied))
+
+    def batches(self, shard: int, shards: int) -> list[Batch]:
+        """This shard's micro batches; a different number of tokens counts in each."""
+        generator = torch.Generator().manual_seed(3)
+        tokens = torch.randint(0, 61, (shards * self.micro_batches, MICRO, LENGTH + 1), generator=generator)
+        labels = tokens[..., 1:].clone()
+        labels[::3, 0, -3:] = -100
+        documents = (torch.arange(LENGTH) >= 3).long().expand(MICRO, LENGTH) if self.documents else None
+        mine = slice(shard * self.micro_batches, (shard + 1) * self.micro_batches)
+        return [
+            Batch(row.contiguous(), label, documents)
+            for row, label in zip(tokens[mine, :, :-1], labels[mine], strict=True)
+        ]
+
+
+def _techniques(case: Case) -> list[Technique]:
+    options: dict[str, dict[str, Any]] = {
+        "pp": {"schedule": case.schedule, "virtual_stages": case.virtual_stages, "split_points": case.split_points},
+        "dp_shard": {"zero_stage": case.zero_stage},
+    }
+    techniques: list[Technique] = [TECHNIQUES[a](TECHNIQUES[a].Config(**options.get(a, {}))) for a in case.degrees]
+    if case.recompute:
+        techniques.append(ActivationCheckpoint(ActivationCheckpoint.Config(mode="full")))
+    if case.bf16:
+        techniques.append(BFloat16(BFloat16.Config()))
+    return techniques
+
+
+def _world(case: Case, techniques: Sequence[Technique], degrees: dict[str, int]) -> World:
+    axes = [axis for technique in techniques for axis in technique.axes if axis.name in degrees]
+    ordered = tuple(sorted(axes, key=lambda axis: axis.depth))
+    layout = Layout(ordered, {axis.name: degrees[axis.name] for axis in ordered})
+    mesh = Mesh(layout, torch.device("cpu"), dist.get_rank() if layout.world_size > 1 else 0, keep=tuple(degrees))
+    model = case.build()
+    # Zeros and ones would hide a wrong factor or a bias added twice.
+    with torch.device("meta"):
+        init = {name: normal(0.2) for name, _ in model.build().named_parameters()}
+    precision = Precision()
+    for technique in techniques:
+        precision = technique.precision(precision)
+    job: Any = SimpleNamespace(
+        model=model, layout=layout, micro_batches=case.micro_batches,
+        run=SimpleNamespace(seed=5), data=SimpleNamespace(seq_len=LENGTH),
+    )  # fmt: skip
+    return World(job, mesh, replace(model.plan(), init=init), precision, list(techniques))
+
+
+def _loss(tokens: int) -> StepLoss:
+    loss = StepLoss(CrossEntropy(CrossEntropy.Config()), torch.device("cpu"))
+    loss.begin(torch.tensor(tokens))
+    return loss
+
+
+_ALONE: dict[Any, tuple[Part, float]] = {}
+
+
+def _alone(case: Case) -> tuple[Part, float]:
+    """One process, all micro batches: the part with its gradients, and the loss. Cases that differ in layout share it."""
+    alike = replace(case, axes=(), schedule="", virtual_stages=0, split_points=(), zero_stage=None, recompute=False)
+    shards = case.degrees.get("dp_shard", 1) * case.degrees.get("dp_replicate", 1)
+    key = (alike, shards)
+    if key not in _ALONE:
+        _ALONE[key] = _run_alone(case, shards)
+    return _ALONE[key]
+
+
+def _run_alone(case: Case, shards: int) -> tuple[Part, float]:
+    world = _world(case, [], {})
+    (part,) = phases.assemble(world)
+    batches = [batch for shard in range(shards) for batch in case.batches(shard, shards)]
+    loss = _loss(sum(int((batch.labels >= 0).sum()) for batch in batches))
+    Direct(part, []).forward_backward(batches, loss)
+    return part, loss.reported.item()
+
+
+def _whole(tensor: Tensor) -> Tensor:
+    return tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
+
+
+@dataclass(frozen=True)
+class Found:
+    """What a rank found: losses, norms, and each gradient's difference as a share of the largest number expected."""
+
+    loss: float
+    expected_loss: float
+    norm: float
+    expected_norm: float
+    gradients: dict[str, float]
+    logits: float | None
+
+
+def _assemble(case: Case) -> tuple[list[Part], World, Any]:
+    techniques = _techniques(case)
+    world = _world(case, techniques, case.degrees)
+    parts = phases.assemble(world)
+    if "tp" in case.degrees:
+        for part in parts:
+            part.hidden_split = case.degrees["tp"]
+    (engine,) = (engine for t in techniques if (engine := t.engine(parts, world)) is not None)
+    return parts, world, engine
+
+
+def _compare(case: Case) -> Found:
+    alone, expected_loss = _alone(case)
+    expected = {name: parameter.grad for name, parameter in alone.parameters()}
+    expected_norm = torch.stack([g.norm() for g in expected.values() if g is not None]).norm().item()
+    parts, world, engine = _assemble(case)
+    layout, rank = world.mesh.layout, dist.get_rank()
+    shards = layout.role_degree("batch")
+    batches = case.batches(layout.role_index(rank, "batch"), shards)
+    count = torch.tensor([int((batch.labels >= 0).sum()) for batch in batches]).sum()
+    loss = _loss(int(world.mesh.sum(count, "batch")))
+    before = engine.forward(batches[0])
+    engine.forward_backward(batches, loss)
+    for technique in world.techniques:
+        technique.after_backward()
+    reported = world.mesh.sum(loss.reported, "stage", "batch").item()
+    differences = {}
+    for part in parts:
+        for name, parameter in part.parameters():
+            assert parameter.grad is not None, name
+            wanted = expected[name]
+            assert wanted is not None
+            # Some gradients are zero but for rounding, such as those of key biases.
+            scale = max(wanted.abs().max().item(), 1e-3 * expected_norm)
+            difference = (_whole(parameter.grad) - wanted).abs().max() / scale
+            differences[f"{part.stage}:{name}"] = difference.item()
+    norm = global_norm(parts, world.mesh).item()
+    after = engine.forward(batches[0])
+    logits = None
+    if before is not None and after is not None:
+        with torch.no_grad():
+            wanted = alone.module(batches[0].tokens, batches[0].documents)
+        logits = max((_whole(x) - wanted).abs().max().item() for x in (before, after))
+    return Found(reported, expected_loss, norm, expected_norm, differences, logits)
+
+
+def _compare_all(cases: Sequence[Case]) -> list[Found]:
+    return [_compare(case) for case in cases]
+
+
+def _check(*cases: Case, tolerance: float = 1e-5) -> None:
+    ranks = math.prod(cases[0].degrees.values())
+    found = run_ranks(_compare_all, ranks, cases)
+    for case, of_case in zip(cases, zip(*found, strict=True), strict=True):
+        for rank in of_case:
+            assert rank.loss == pytest.approx(rank.expected_loss, rel=tolerance), case
+            assert rank.norm == pytest.approx(rank.expected_norm, rel=tolerance), case
+            assert {name: share for name, share in rank.gradients.items() if not share < 10 * tolerance} == {}, case
+        logits = [rank.logits for rank in of_case if rank.logits is not None]
+        assert len(logits) == ranks // case.degrees["pp"]
+        assert max(logits) < 10 * tolerance, case
+        names = {name.partition(":")[2] for rank in of_case for name in rank.gradients}
+        with torch.device("meta"):
+            assert names == {name for name, _ in case.build().build().named_parameters()}, case
+
+
+@pytest.mark.parametrize("pp", [2, 4])
+def test_every_schedule_gives_the_loss_and_gradients_of_one_process(pp: int) -> None:
+    _check(*(Case(axes=(("pp", pp),), schedule=name, layers=2 * pp + 1, micro_batches=2 * pp) for name in SCHEDULES))
+
+
+@pytest.mark.parametrize("pp", [2, 4])
+def test_every_schedule_runs_the_fewest_micro_batches_it_takes(pp: int) -> None:
+    fewest = {"1F1B": pp, "DualPipeV": 2 * pp}
+    _check(
+        *(Case(axes=(("pp", pp),), schedule=name, layers=8, micro_batches=fewest.get(name, 1)) for name in SCHEDULES)
+    )
+
+
+@pytest.mark.parametrize("pp", [2, 4])
+def test_every_schedule_runs_a_number_of_micro_batches_that_ranks_do_not_divide(pp: int) -> None:
+    count = 2 * pp + 2 if pp > 2 else 5
+    names = [name for name in SCHEDULES if takes(name, pp, count)]
+    _check(*(Case(axes=(("pp", pp),), schedule=name, layers=8, micro_batches=count) for name in names))
+
+
+def test_stages_may_be_uneven_or_chosen_and_as_many_a_rank_as_wanted() -> None:
+    _check(
+        Case(axes=(("pp", 4),), layers=5),
+        Case(axes=(("pp", 4),), layers=6, split_points=("layers.1", "layers.2", "layers.5")),
+        Case(axes=(("pp", 4),), layers=8, schedule="Interleaved1F1B", virtual_stages=1),
+    )
+    _check(
+        Case(axes=(("pp", 2),), layers=6, schedule="Interleaved1F1B", virtual_stages=3),
+        Case(axes=(("pp", 2),), layers=8, schedule="LoopedBFS", virtual_stages=4),
+        Case(axes=(("pp", 2),), layers=7, schedule="InterleavedZeroBubble", virtual_stages=3),
+    )
+
+
+def test_every_stage_is_told_which_document_a_token_is_of() -> None:
+    names = ("1F1B", "Interleaved1F1B", "InterleavedZeroBubble", "ZBVZeroBubble")
+    _check(*(Case(axes=(("pp", 2),), schedule=name, documents=True) for name in names if name in SCHEDULES))
+
+
+@pytest.mark.parametrize("pp", [2, 4])
+def test_tied_weights_get_the_gradients_of_both_ends(pp: int) -> None:
+    _check(
+        *(
+            Case(axes=(("pp", pp),), schedule=name, layers=8, micro_batches=8, model="gpt", tied=True)
+            for name in SCHEDULES
+        )
+    )
+
+
+def test_sharded_stages_reduce_gradients_once_or_per_micro_batch() -> None:
+    axes = (("pp", 2), ("dp_shard", 2))
+    _check(
+        *(Case(axes=axes, schedule=name, tied=name != "GPipe") for name in SCHEDULES),
+        *(Case(axes=axes, schedule=name, zero_stage=3, tied=True) for name in ("1F1B", "Interleaved1F1B")),
+        Case(axes=axes, zero_stage=2),
+    )
+
+
+def test_replicated_stages_reduce_gradients_once() -> None:
+    axes = (("pp", 2), ("dp_replicate", 2))
+    names = ("1F1B", "LoopedBFS", "InterleavedZeroBubble", "ZBVZeroBubble")
+    _check(*(Case(axes=axes, schedule=name, tied=True) for name in names if name in SCHEDULES))
+
+
+def test_stages_may_be_split_by_tensor_parallelism() -> None:
+    names = ("1F1B", "Interleaved1F1B", "InterleavedZeroBubble", "DualPipeV")
+    _check(*(Case(axes=(("pp", 2), ("tp", 2)), schedule=name, tied=True) for name in names if name in SCHEDULES))
+
+
+def test_three_parallelisms_at_once() -> None:
+    names = ("1F1B", "Interleaved1F1B", "ZBVZeroBubble")
+    axes = (("pp", 2), ("dp_shard", 2), ("tp", 2))
+    _check(*(Case(axes=axes, schedule=name, model="gpt", tied=True) for name in names if name in SCHEDULES))
+
+
+def test_stages_may_recompute_their_layers() -> None:
+    _check(*(Case(axes=(("pp", 2),), schedule=name, recompute=True) for name in SCHEDULES))

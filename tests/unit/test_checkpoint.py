@@ -1,0 +1,330 @@
+"""Checkpoints of one process: what is saved comes back bit by bit, and whatever does not fit is refused."""
+
+import json
+import random
+from collections.abc import Callable, Iterator
+from logging import INFO
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+from titan.checkpoint import Checkpointer, Own, rng_state, set_rng_state
+from titan.checkpoint.state import rejoin, separate
+from titan.contracts import Part
+from titan.errors import CheckpointError, PluginError
+from titan.log import log
+
+CPU = torch.device("cpu")
+
+
+@pytest.fixture
+def told(caplog: pytest.LogCaptureFixture) -> Iterator[Callable[[], list[str]]]:
+    """Warnings and errors the run has said so far."""
+    log.addHandler(caplog.handler)
+    yield lambda: list(dict.fromkeys(r.message for r in caplog.records if r.name == log.name and r.levelno > INFO))
+    log.removeHandler(caplog.handler)
+
+
+class _Toy(nn.Module):
+    def __init__(self, hidden: int = 6) -> None:
+        super().__init__()
+        self.embed = nn.Embedding(11, hidden)
+        self.out = nn.Linear(hidden, 5)
+        self.register_buffer("seen", torch.zeros(3))
+        self.register_buffer("rope", torch.zeros(4), persistent=False)
+
+    def forward(self, tokens: torch.Tensor) -> torch.Tensor:
+        self.seen += 1
+        return self.out(self.embed(tokens))
+
+
+def _made(hidden: int = 6, **adamw: Any) -> tuple[list[Part], torch.optim.Optimizer]:
+    model = _Toy(hidden)
+    return [Part(model)], torch.optim.AdamW(model.parameters(), lr=1e-2, **adamw)
+
+
+def _train(parts: list[Part], optimizer: torch.optim.Optimizer, steps: int = 1) -> None:
+    for _ in range(steps):
+        parts[0].module(torch.arange(11)).square().sum().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+
+
+def _copied(parts: list[Part], optimizer: torch.optim.Optimizer) -> dict[str, torch.Tensor]:
+    state = {name: tensor.clone() for name, tensor in parts[0].module.state_dict().items()}
+    for name, parameter in parts[0].parameters():
+        state |= {f"{name}.{slot}": value.clone() for slot, value in optimizer.state[parameter].items()}
+    return state
+
+
+def _assert_same(one: dict[str, torch.Tensor], other: dict[str, torch.Tensor]) -> None:
+    assert one.keys() == other.keys()
+    for name, tensor in one.items():
+        assert tensor.dtype == other[name].dtype and torch.equal(tensor, other[name]), name
+
+
+def _checkpointer(folder: Path, keep: int = 0, asynchronous: bool = False) -> Checkpointer:
+    return Checkpointer(folder, keep=keep, asynchronous=asynchronous, rank=0, world_size=1)
+
+
+def _steps(folder: Path) -> list[int]:
+    return sorted(int(path.name.removeprefix("step-")) for path in folder.iterdir())
+
+
+@pytest.mark.parametrize("adamw", [{"fused": True}, {"foreach": True}, {"foreach": False, "amsgrad": True}])
+@pytest.mark.parametrize("asynchronous", [False, True])
+def test_all_state_comes_back_and_training_goes_on_the_same(
+    tmp_path: Path, adamw: dict[str, bool], asynchronous: bool
+) -> None:
+    parts, optimizer = _made(**adamw)
+    _train(parts, optimizer, 3)
+    checkpointer = _checkpointer(tmp_path, asynchronous=asynchronous)
+    checkpointer.save(3, parts, optimizer, {})
+    checkpointer.wait()
+    saved = _copied(parts, optimizer)
+    _train(parts, optimizer, 2)
+
+    others, other = _made(**adamw)
+    _checkpointer(tmp_path).load(tmp_path / "step-00000003", others, other)
+    _assert_same(_copied(others, other), saved)
+    _train(others, other, 2)
+    _assert_same(_copied(others, other), _copied(parts, optimizer))
+
+
+def test_sgd_without_state_and_numbers_as_state(tmp_path: Path) -> None:
+    model = _Toy()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    optimizer.state[model.out.bias] = {"count": 7, "scale": 0.5, "mode": "warm", "none": None}
+    _checkpointer(tmp_path).save(1, [Part(model)], optimizer, {})
+    other = _Toy()
+    loaded = torch.optim.SGD(other.parameters(), lr=0.1)
+    _checkpointer(tmp_path).load(tmp_path / "step-00000001", [Part(other)], loaded)
+    assert dict(loaded.state) == {other.out.bias: {"count": 7, "scale": 0.5, "mode": "warm", "none": None}}
+
+
+def test_rest_comes_back(tmp_path: Path) -> None:
+    rest = {
+        "step": 3, "data": {"samples": 96, "order": [1, 2, {"x": None}], "name": "é", "small": 1e-300},
+        "techniques": {"ema": {"shadow": {"out.weight": torch.randn(5, 6)}, "list": [torch.tensor(3)], "empty": {}}},
+    }  # fmt: skip
+    parts, optimizer = _made()
+    _checkpointer(tmp_path).save(3, parts, optimizer, rest)
+    loaded = _checkpointer(tmp_path).load(tmp_path / "step-00000003", parts, optimizer)
+    shadow = loaded["techniques"]["ema"]["shadow"].pop("out.weight")
+    count = loaded["techniques"]["ema"]["list"].pop()
+    assert torch.equal(shadow, rest["techniques"]["ema"]["shadow"].pop("out.weight"))
+    assert count.dtype == torch.int64 and count.item() == 3
+    rest["techniques"]["ema"]["list"].pop()
+    assert loaded == rest
+
+
+def test_only_tensors_go_through_dcp(tmp_path: Path) -> None:
+    from titan.checkpoint import storage
+
+    parts, optimizer = _made()
+    _train(parts, optimizer)
+    _checkpointer(tmp_path).save(1, parts, optimizer, {"a": 1, "b": {"c": torch.ones(1)}, "rng": rng_state(CPU)})
+    metadata = storage.read_metadata(tmp_path / "step-00000001")
+    assert metadata.planner_data is None
+    assert storage.tensors_of(metadata).keys() == metadata.state_dict_metadata.keys()
+    names = ["embed.weight", "out.bias", "out.weight"]
+    slots = [f"optimizer.{name}.{slot}" for name in names for slot in ("exp_avg", "exp_avg_sq", "step")]
+    model = [f"model.{name}" for name in [*names, "seen"]]
+    assert sorted(metadata.state_dict_metadata) == sorted([*model, *slots, "rest.b.c", "rest.rng.0.cpu"])
+
+
+def test_rng_goes_on_where_it_was(tmp_path: Path) -> None:
+    parts, optimizer = _made()
+    _checkpointer(tmp_path).save(1, parts, optimizer, {"rng": rng_state(CPU)})
+    drawn = torch.randn(5)
+    torch.randn(random.randrange(1, 9))
+    rest = _checkpointer(tmp_path).load(tmp_path / "step-00000001", parts, optimizer)
+    set_rng_state(rest["rng"], CPU)
+    assert torch.equal(torch.randn(5), drawn)
+
+
+def test_own_tensors_are_left_alone_on_another_world_size() -> None:
+    plain, tensors = separate({"rng": Own(cpu=torch.ones(2))}, rank=3)
+    assert json.loads(json.dumps(plain)) == plain
+    assert list(tensors) == ["rest.rng.3.cpu"]
+    assert rejoin(plain, 3, tensors.__getitem__) == {"rng": {"cpu": tensors["rest.rng.3.cpu"]}}
+    assert rejoin(plain, None, tensors.__getitem__) == {"rng": {}}
+
+
+@pytest.mark.parametrize(
+    ("value", "place"), [({"a": [{"b": {1}}]}, "rest.a.0.b is a set"), ({"a": {1: 2}}, "rest.a has the key 1")]
+)
+def test_state_that_cannot_be_saved_is_named(value: Any, place: str) -> None:
+    with pytest.raises(PluginError, match=place):
+        separate(value, 0)
+
+
+def test_two_tensors_at_one_place_are_refused() -> None:
+    with pytest.raises(PluginError, match=r"both at rest\.a\.b"):
+        separate({"a.b": torch.ones(1), "a": {"b": torch.ones(1)}}, 0)
+
+
+def test_background_save_holds_the_values_of_its_step(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    from threading import Event
+
+    from titan.checkpoint import storage
+
+    changed, write = Event(), storage.write
+
+    def late(*args: Any) -> None:
+        assert changed.wait(10)
+        write(*args)
+
+    monkeypatch.setattr(storage, "write", late)
+    parts, optimizer = _made()
+    _train(parts, optimizer, 2)
+    saved = _copied(parts, optimizer)
+    rest = {"list": [1], "tensor": torch.ones(2)}
+    checkpointer = _checkpointer(tmp_path, asynchronous=True)
+    checkpointer.save(2, parts, optimizer, rest)
+    assert [path.name for path in tmp_path.iterdir()] in ([], ["step-00000002.tmp"])
+    _train(parts, optimizer, 3)
+    rest["list"].append(2)
+    rest["tensor"].zero_()
+    changed.set()
+    checkpointer.wait()
+    others, other = _made()
+    loaded = checkpointer.load(tmp_path / "step-00000002", others, other)
+    _assert_same(_copied(others, other), saved)
+    assert loaded["list"] == [1] and loaded["tensor"].tolist() == [1, 1]
+
+
+def test_background_saves_queue_up_and_the_copy_is_reused(tmp_path: Path) -> None:
+    parts, optimizer = _made()
+    checkpointer = _checkpointer(tmp_path, keep=2, asynchronous=True)
+    states = {}
+    for step in range(1, 5):
+        _train(parts, optimizer)
+        states[step] = _copied(parts, optimizer)
+        checkpointer.save(step, parts, optimizer, {})
+    checkpointer.wait()
+    assert _steps(tmp_path) == [3, 4]
+    for step in (3, 4):
+        others, other = _made()
+        checkpointer.load(tmp_path / f"step-0000000{step}", others, other)
+        _assert_same(_copied(others, other), states[step])
+
+
+def test_find(tmp_path: Path, told: Callable[[], list[str]]) -> None:
+    folder = tmp_path / "checkpoints"
+    checkpointer = _checkpointer(folder)
+    assert checkpointer.find("auto") is None
+    assert checkpointer.find("never") is None
+    with pytest.raises(CheckpointError, match='"must": there is no complete checkpoint'):
+        checkpointer.find("must")
+    parts, optimizer = _made()
+    checkpointer.save(1, parts, optimizer, {})
+    checkpointer.save(2, parts, optimizer, {})
+    (folder / "step-00000003.tmp").mkdir()
+    assert checkpointer.find("auto") == checkpointer.find("must") == folder / "step-00000002"
+    assert not (folder / "step-00000003.tmp").exists()
+    assert told() == []
+    assert checkpointer.find("never") is None
+    assert checkpointer.find(str(folder / "step-00000001")) == folder / "step-00000001"
+    aside = f"leaves aside {folder / 'step-00000002'}, the newest of this run"
+    path = str(folder / "step-00000001")
+    assert told() == [f"checkpoint.resume = 'never' {aside}", f"checkpoint.resume = {path!r} {aside}"]
+    with pytest.raises(CheckpointError, match="no such folder"):
+        checkpointer.find(str(tmp_path / "elsewhere"))
+
+
+def test_a_run_started_again_keeps_what_it_saves_and_goes_on_from_there(tmp_path: Path) -> None:
+    parts, optimizer = _made()
+    for step in (900, 1000):
+        _checkpointer(tmp_path).save(step, parts, optimizer, {})
+    again = _checkpointer(tmp_path, keep=2)
+    assert again.find("never") is None
+    again.save(10, parts, optimizer, {})
+    assert _steps(tmp_path) == [10, 1000]
+    assert again.find("auto") == tmp_path / "step-00000010"
+
+
+@pytest.fixture
+def saved(tmp_path: Path) -> Iterator[Path]:
+    parts, optimizer = _made()
+    _train(parts, optimizer)
+    _checkpointer(tmp_path).save(1, parts, optimizer, {"a": torch.ones(2)})
+    yield tmp_path / "step-00000001"
+
+
+def test_absent_and_left_over_names_are_refused(saved: Path) -> None:
+    model = _Toy()
+    model.out2, model.out = model.out, None
+    with pytest.raises(CheckpointError) as refused:
+        _checkpointer(saved.parent).load(saved, [Part(model)], torch.optim.AdamW(model.parameters()))
+    assert "it lacks out2.bias, out2.weight; the model lacks out.bias, out.weight" in str(refused.value)
+
+
+def test_names_are_listed_up_to_ten(saved: Path) -> None:
+    model = _Toy()
+    model.more = nn.ParameterList(torch.zeros(1) for _ in range(13))
+    with pytest.raises(CheckpointError, match=r"it lacks more\.0, more\.1, more\.10, .* and 3 more$"):
+        _checkpointer(saved.parent).load(saved, [Part(model)], torch.optim.AdamW(model.parameters()))
+
+
+def test_another_shape_is_refused_and_nothing_is_touched(saved: Path) -> None:
+    parts, optimizer = _made(hidden=8)
+    before = _copied(parts, optimizer)
+    with pytest.raises(CheckpointError, match=r"embed\.weight \(\[11, 6\] there, \[11, 8\] here\), out\.weight"):
+        _checkpointer(saved.parent).load(saved, parts, optimizer)
+    _assert_same(_copied(parts, optimizer), before)
+
+
+def test_another_optimizer_is_refused(saved: Path) -> None:
+    model = _Toy()
+    with pytest.raises(CheckpointError, match="state of AdamW, this run's optimizer is SGD"):
+        _checkpointer(saved.parent).load(saved, [Part(model)], torch.optim.SGD(model.parameters()))
+
+
+@pytest.mark.parametrize("name", [".metadata", "state.json", "__0_0.distcp"])
+def test_damage_is_one_sentence(saved: Path, name: str) -> None:
+    (saved / name).write_bytes((saved / name).read_bytes()[: (saved / name).stat().st_size // 2])
+    parts, optimizer = _made()
+    with pytest.raises(CheckpointError) as refused:
+        _checkpointer(saved.parent).load(saved, parts, optimizer)
+    assert str(saved) in str(refused.value)
+    assert not optimizer.state
+
+
+def test_another_format_is_refused(saved: Path) -> None:
+    state = json.loads((saved / "state.json").read_text())
+    (saved / "state.json").write_text(json.dumps(state | {"format": 99}))
+    with pytest.raises(CheckpointError, match="has format 99"):
+        _checkpointer(saved.parent).load(saved, *_made())
+
+
+def test_file_that_is_not_there_is_no_commit(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    from titan.checkpoint import storage
+
+    write = storage.write
+
+    def lose(path: Path, *args: Any) -> None:
+        write(path, *args)
+        (path / "__0_0.distcp").unlink()
+
+    monkeypatch.setattr(storage, "write", lose)
+    with pytest.raises(CheckpointError, match=r"does not see __0_0\.distcp"):
+        _checkpointer(tmp_path).save(1, *_made(), {})
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_an_error_of_the_background_is_raised_once(tmp_path: Path, told: Callable[[], list[str]]) -> None:
+    blocked = tmp_path / "checkpoints"
+    blocked.write_text("a file where a folder should be")
+    checkpointer = _checkpointer(blocked, asynchronous=True)
+    parts, optimizer = _made()
+    checkpointer.save(1, parts, optimizer, {})
+    with pytest.raises(CheckpointError, match=r"saving step 1 to .*checkpoints failed: rank 0: .*there is no complete"):
+        checkpointer.save(2, parts, optimizer, {})
+    checkpointer.wait()
+    checkpointer.save(3, parts, optimizer, {})
+    checkpointer.close()
+    assert [text.split(" to ")[0] for text in told()] == ["saving step 3"]

@@ -1,0 +1,58 @@
+"""Every TOML in `configs/` is a job that could start, and says what its head says."""
+
+from pathlib import Path
+
+import pytest
+
+from titan.config import Job, load_job
+
+CONFIGS = sorted((Path(__file__).parents[2] / "configs").glob("*.toml"))
+MILLION = 2**20
+
+
+@pytest.mark.parametrize("path", CONFIGS, ids=lambda path: path.stem)
+def test_loads(path: Path) -> None:
+    assert load_job(path).run.name == path.stem
+
+
+def _job(name: str) -> Job:
+    return load_job(next(path for path in CONFIGS if path.stem == name))
+
+
+@pytest.mark.parametrize(
+    ("name", "ranks", "billions"),
+    [
+        ("llama7b", 64, 6.74),
+        ("llama13b", 128, 13.02),
+        ("llama33b", 512, 32.53),
+        ("llama65b", 2048, 65.29),
+        ("llama3_8b", 64, 8.03),
+        ("gpt22b", 16, 22.1),
+        ("gpt175b", 128, 174.6),
+        ("gpt1t", 1024, 1008),
+    ],
+)
+def test_ranks_and_parameters(name: str, ranks: int, billions: float) -> None:
+    job = _job(name)
+    assert job.layout.world_size == ranks
+    assert job.plan.params / 1e9 == pytest.approx(billions, rel=5e-3)
+
+
+@pytest.mark.parametrize("name", ["llama7b", "llama13b", "llama33b", "llama65b", "llama3_8b"])
+def test_llamas_take_four_million_tokens_a_step(name: str) -> None:
+    assert _job(name).tokens_per_step == 4 * MILLION
+
+
+@pytest.mark.parametrize(("name", "tp", "pp", "batch"), [("gpt175b", 4, 16, 640), ("gpt1t", 8, 64, 1600)])
+def test_frontier_layouts(name: str, tp: int, pp: int, batch: int) -> None:
+    job = _job(name)
+    assert (job.layout.degree("tp"), job.layout.degree("pp")) == (tp, pp)
+    assert (job.train.global_batch_size, job.micro_batch) == (batch, 1)
+
+
+def test_debug3d_is_the_quickstart_on_another_layout() -> None:
+    job = _job("debug3d")
+    assert job.layout.world_size == 8
+    quickstart, debug = load_job(None).table, job.table
+    for section in ("model", "tokenizer", "data", "optimizer", "lr_schedule", "loss"):
+        assert debug[section] == quickstart[section]

@@ -1,0 +1,138 @@
+"""Datasets: which files, which documents, and every fault with its place."""
+
+import gzip
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+from titan.plugins.data.jsonl import Config as JsonlConfig
+from titan.plugins.data.jsonl import Jsonl
+from titan.plugins.data.shards import Config as ShardsConfig
+from titan.plugins.data.shards import Shards
+from titan.plugins.data.stdlib import Config as StdlibConfig
+from titan.plugins.data.stdlib import Stdlib
+from titan.plugins.data.text import Config as TextConfig
+from titan.plugins.data.text import Text
+
+from titan.contracts import Dataset
+from titan.errors import DataError
+
+
+def text(*paths: object, **options: Any) -> Text:
+    return Text(TextConfig(path=tuple(map(str, paths)), **options))
+
+
+def jsonl(*paths: object, **options: Any) -> Jsonl:
+    return Jsonl(JsonlConfig(path=tuple(map(str, paths)), **options))
+
+
+def all_texts(dataset: Dataset) -> list[str]:
+    return [document.text for file in dataset.files() for document in dataset.documents(file)]
+
+
+def test_stdlib_is_source_without_tests_and_packages() -> None:
+    files = Stdlib(StdlibConfig()).files()
+    assert files == sorted(files) and len(files) > 300
+    names = {file.name for file in files}
+    assert {"argparse.py", "ast.py"} <= names
+    root = next(file for file in files if file.name == "argparse.py").parent
+    assert not any({"test", "tests", "site-packages"} & set(file.relative_to(root).parts) for file in files)
+    assert 6e6 < sum(file.stat().st_size for file in files) < 40e6
+
+
+def test_stdlib_passes_over_what_is_no_utf8(tmp_path: Path) -> None:
+    (tmp_path / "a.py").write_bytes(b"# \xff\n")
+    assert list(Stdlib(StdlibConfig()).documents(tmp_path / "a.py")) == []
+
+
+def test_text_of_files_folders_and_globs(tmp_path: Path) -> None:
+    for name in ("b/one.txt", "b/deep/two.md", "b/image.png", "c/3.rs", "a.log"):
+        (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
+        (tmp_path / name).write_text(name)
+    assert all_texts(text(tmp_path / "a.log", tmp_path / "b")) == ["a.log", "b/deep/two.md", "b/one.txt"]
+    assert all_texts(text(tmp_path / "**/*.rs", tmp_path / "b" / "*.txt")) == ["c/3.rs", "b/one.txt"]
+    assert all_texts(text(tmp_path, glob="*.rs")) == ["c/3.rs"]
+    assert all_texts(text(tmp_path / "a.log", tmp_path / "*.log")) == ["a.log"]
+    assert all_texts(Text(TextConfig(path=str(tmp_path / "a.log")))) == ["a.log"]
+
+
+def test_text_is_unpacked(tmp_path: Path) -> None:
+    (tmp_path / "a.txt.gz").write_bytes(gzip.compress("größer".encode()))
+    assert all_texts(text(tmp_path)) == ["größer"]
+    (tmp_path / "a.txt.gz").write_bytes(gzip.compress(b"largest" * 99)[:-9])
+    with pytest.raises(DataError, match=r"a\.txt\.gz is cut short"):
+        all_texts(text(tmp_path))
+    (tmp_path / "a.txt.gz").write_bytes(b"plain")
+    with pytest.raises(DataError, match=r"a\.txt\.gz cannot be read: Not a gzipped file"):
+        all_texts(text(tmp_path))
+
+
+def test_zst_is_unpacked(tmp_path: Path) -> None:
+    zstandard = pytest.importorskip("zstandard")
+    packed = zstandard.compress(b'{"text": "one"}\n') + zstandard.compress(b'{"text": "two"}\n')
+    (tmp_path / "a.jsonl.zst").write_bytes(packed)
+    assert all_texts(jsonl(tmp_path)) == ["one", "two"]
+    (tmp_path / "a.jsonl.zst").write_bytes(b"plain")
+    with pytest.raises(DataError, match=r"a\.jsonl\.zst cannot be unpacked"):
+        all_texts(jsonl(tmp_path))
+
+
+def test_zst_without_its_package_says_what_to_install(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "zstandard", None)
+    (tmp_path / "a.zst").write_bytes(b"x")
+    with pytest.raises(DataError, match=r'a\.zst: reading \.zst needs .*: pip install "titan\[zst\]"'):
+        all_texts(text(tmp_path / "a.zst"))
+
+
+def test_separator_cuts_a_file_into_documents(tmp_path: Path) -> None:
+    (tmp_path / "a.txt").write_text("one\n<|endoftext|>\n\n two <|endoftext|>\n")
+    assert all_texts(text(tmp_path, separator="<|endoftext|>")) == ["one", "two", ""]
+    assert len(all_texts(text(tmp_path))) == 1
+
+
+@pytest.mark.parametrize(
+    ("dataset", "words"),
+    [
+        (lambda folder: text(folder / "nowhere.txt"), r"nowhere\.txt: no such file or folder"),
+        (lambda folder: jsonl(folder / "*.nothing"), r"\*\.nothing: no such file"),
+        (lambda folder: jsonl(folder), r"folder .* holds no file that matches \*\.jsonl, \*\.jsonl\.gz"),
+        (lambda folder: Shards(ShardsConfig(path=str(folder))), r"holds no file that matches \*\.bin"),
+        (lambda folder: text(), r"a dataset needs a path"),
+        (lambda folder: text(folder / "empty.txt"), r"empty\.txt is empty"),
+        (lambda folder: jsonl(folder / "empty.txt"), r"empty\.txt is empty"),
+        (lambda folder: text(folder / "latin.txt"), r"latin\.txt: not UTF-8 at byte 3"),
+    ],
+)
+def test_faults_name_the_file(tmp_path: Path, dataset: Any, words: str) -> None:
+    (tmp_path / "empty.txt").write_bytes(b"")
+    (tmp_path / "latin.txt").write_bytes(b"Gr\xc3\xf6")
+    (tmp_path / "latin.txt").write_bytes(b"Gr.\xf6\xdfe")
+    with pytest.raises(DataError, match=words):
+        all_texts(dataset(tmp_path))
+
+
+def test_jsonl_reads_the_field_of_every_line(tmp_path: Path) -> None:
+    (tmp_path / "a.jsonl").write_text('{"text": "one", "id": 1}\n\n{"body": "x", "text": "t\\u00f6\\n"}')
+    dataset = jsonl(tmp_path)
+    assert all_texts(dataset) == ["one", "tö\n"]
+    assert [d.place for d in dataset.documents(tmp_path / "a.jsonl")] == [f"{tmp_path}/a.jsonl:{n}" for n in (1, 3)]
+    (tmp_path / "b.jsonl.gz").write_bytes(gzip.compress(b'{"body": "packed"}'))
+    assert all_texts(jsonl(tmp_path / "b.jsonl.gz", field="body")) == ["packed"]
+
+
+@pytest.mark.parametrize(
+    ("line", "words"),
+    [
+        (b'{"text": "cut', r"a\.jsonl:2: not JSON: Unterminated string"),
+        (b'{"body": "x", "id": 3}', r"a\.jsonl:2: no field 'text'; there is 'body', 'id'"),
+        (b'{"text": 12}', r"a\.jsonl:2: field 'text' is 12, not a string"),
+        (b'{"text": null}', r"a\.jsonl:2: field 'text' is null, not a string"),
+        (b'["text"]', r"a\.jsonl:2: a JSON object is expected, not list"),
+        (b'{"text": "\xff"}', r"a\.jsonl:2: not UTF-8 at byte 10 of the line"),
+    ],
+)
+def test_jsonl_faults_name_file_and_line(tmp_path: Path, line: bytes, words: str) -> None:
+    (tmp_path / "a.jsonl").write_bytes(b'{"text": "fine"}\n' + line + b'\n{"text": "later"}\n')
+    with pytest.raises(DataError, match=words):
+        all_texts(jsonl(tmp_path))

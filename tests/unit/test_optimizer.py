@@ -1,0 +1,71 @@
+"""AdamW: the update, what is decayed, what is said, what the state holds."""
+
+import pytest
+import torch
+from torch import nn
+
+from titan.contracts import NamedParameter
+from titan.plugins.optimizers.adamw import AdamW, Config
+
+
+def _parameters() -> list[NamedParameter]:
+    generator = torch.Generator().manual_seed(0)
+    weight, norm = torch.randn(40, 25, generator=generator), torch.randn(25, generator=generator)
+    return [
+        NamedParameter("w.weight", nn.Parameter(weight), True),
+        NamedParameter("n.weight", nn.Parameter(norm), False),
+    ]
+
+
+@pytest.mark.parametrize("decay_all", [False, True])
+def test_three_updates_follow_the_formula(decay_all: bool) -> None:
+    lr, (b1, b2), eps, decay = 0.02, (0.8, 0.95), 1e-6, 0.3
+    named = _parameters()
+    config = Config(lr=lr, betas=(b1, b2), eps=eps, weight_decay=decay, decay_all=decay_all)
+    optimizer = AdamW(config).build(named)
+    expected = [n.parameter.detach().double() for n in named]
+    m, v = ([torch.zeros_like(w) for w in expected] for _ in range(2))
+    for t in (1, 2, 3):
+        for i, n in enumerate(named):
+            g = torch.cos(n.parameter.detach() * t)
+            n.parameter.grad = g
+            m[i] = b1 * m[i] + (1 - b1) * g
+            v[i] = b2 * v[i] + (1 - b2) * g.double().square()
+            step = (m[i] / (1 - b1**t)) / ((v[i] / (1 - b2**t)).sqrt() + eps)
+            expected[i] = expected[i] - lr * (step + (decay if n.decays or decay_all else 0.0) * expected[i])
+        optimizer.step()
+    for n, w in zip(named, expected, strict=True):
+        torch.testing.assert_close(n.parameter.detach().double(), w, rtol=1e-5, atol=1e-6)
+
+
+def test_every_group_has_the_peak_rate_and_every_parameter_one_group() -> None:
+    named = _parameters()
+    groups = AdamW(Config(lr=0.5)).build(named).param_groups
+    assert [group["lr"] for group in groups] == [0.5, 0.5]
+    assert sorted(group["weight_decay"] for group in groups) == [0.0, 0.1]
+    assert {id(p) for group in groups for p in group["params"]} == {id(n.parameter) for n in named}
+    assert sum(len(group["params"]) for group in groups) == 2
+
+
+def test_kinds_that_are_absent_make_no_group() -> None:
+    assert len(AdamW(Config()).build(_parameters()[:1]).param_groups) == 1
+    assert len(AdamW(Config(decay_all=True)).build(_parameters()).param_groups) == 1
+
+
+def test_state_is_shaped_like_the_parameter_or_scalar() -> None:
+    named = _parameters()
+    optimizer = AdamW(Config()).build(named)
+    for n in named:
+        n.parameter.grad = torch.ones_like(n.parameter)
+    optimizer.step()
+    for n in named:
+        shapes = {key: value.shape for key, value in optimizer.state[n.parameter].items()}
+        assert shapes == {"step": (), "exp_avg": n.parameter.shape, "exp_avg_sq": n.parameter.shape}
+
+
+def test_the_line_says_what_is_decayed() -> None:
+    named = _parameters()
+    assert AdamW(Config()).describe(named) == (
+        "adamw: 0.001 M parameters decayed by 0.1 in 1 tensors; 2.5e-05 M in 1 (norms, biases, embeddings) not"
+    )
+    assert AdamW(Config(decay_all=True)).describe(named).endswith("decayed by 0.1 in 2 tensors")

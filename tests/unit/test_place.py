@@ -1,0 +1,101 @@
+"""Where a node stands: the variables a user sets, and Slurm's."""
+
+from collections.abc import Mapping
+from pathlib import Path
+
+import pytest
+
+from titan.errors import ConfigError
+from titan.place import Place, find_place, rank_environment
+
+
+def _slurm(folder: Path, **env: str) -> dict[str, str]:
+    """An environment with a `scontrol` that knows one node list."""
+    tool = folder / "scontrol"
+    tool.write_text('#!/bin/sh\n[ "$*" = "show hostnames n[7-8]" ] && printf "n7\\nn8\\n"\n')
+    tool.chmod(0o755)
+    return {"PATH": f"{folder}:/usr/bin:/bin", **env}
+
+
+def test_one_node_needs_no_meeting_point() -> None:
+    assert find_place({"NPROC": "4", "MASTER_PORT": "1234"}) == Place(1, 0, 4, "127.0.0.1", 0)
+
+
+def test_default_is_one_rank_without_gpus(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("titan.place.gpus", lambda: 0)
+    assert find_place({}).world_size == 1
+
+
+def test_default_is_one_rank_a_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("titan.place.gpus", lambda: 8)
+    assert find_place({"NPROC": ""}).ranks == 8
+
+
+def test_several_nodes_and_the_environment_of_a_rank() -> None:
+    env = {"NPROC": "4", "NNODES": "3", "NODE_RANK": "2", "MASTER_ADDR": "head", "MASTER_PORT": "1234"}
+    place = find_place(env)
+    assert place == Place(3, 2, 4, "head", 1234)
+    assert place.environment(1) == {
+        "RANK": "9", "LOCAL_RANK": "1", "WORLD_SIZE": "12", "LOCAL_WORLD_SIZE": "4",
+        "MASTER_ADDR": "head", "MASTER_PORT": "1234",
+    }  # fmt: skip
+
+
+def test_several_nodes_of_slurm_meet_at_the_first(tmp_path: Path) -> None:
+    env = _slurm(
+        tmp_path, NPROC="2", SLURM_NNODES="2", SLURM_NODEID="1", SLURM_JOB_NODELIST="n[7-8]", SLURM_JOB_ID="41"
+    )
+    assert find_place(env) == Place(2, 1, 2, "n7", 20041)
+    assert find_place({**env, "MASTER_ADDR": "n9", "MASTER_PORT": "7"}) == Place(2, 1, 2, "n9", 7)
+
+
+def test_own_variables_win_over_slurms(tmp_path: Path) -> None:
+    env = _slurm(tmp_path, NPROC="2", NNODES="1", SLURM_NNODES="2", SLURM_NODEID="1", SLURM_JOB_NODELIST="n[7-8]")
+    assert find_place(env).world_size == 2
+
+
+def test_srun_with_one_task_a_rank(tmp_path: Path) -> None:
+    env = _slurm(
+        tmp_path, SLURM_NNODES="2", SLURM_NTASKS="8", SLURM_PROCID="5", SLURM_LOCALID="1", SLURM_NODEID="1",
+        SLURM_JOB_NODELIST="n[7-8]", SLURM_JOB_ID="9000",
+    )  # fmt: skip
+    assert rank_environment(env) == {
+        "RANK": "5", "LOCAL_RANK": "1", "WORLD_SIZE": "8", "LOCAL_WORLD_SIZE": "4",
+        "MASTER_ADDR": "n7", "MASTER_PORT": "20000",
+    }  # fmt: skip
+
+
+def test_srun_with_one_task_a_node_is_no_rank() -> None:
+    assert rank_environment({"SLURM_NNODES": "2", "SLURM_NTASKS": "2", "SLURM_PROCID": "1"}) is None
+
+
+def test_nproc_starts_ranks_inside_an_allocation_of_many_tasks() -> None:
+    assert rank_environment({"NPROC": "8", "SLURM_NNODES": "1", "SLURM_NTASKS": "8", "SLURM_PROCID": "0"}) is None
+
+
+def test_a_rank_of_torchrun_lacks_nothing() -> None:
+    assert rank_environment({"RANK": "1", "WORLD_SIZE": "2", "SLURM_NTASKS": "9", "SLURM_PROCID": "0"}) == {}
+
+
+@pytest.mark.parametrize(
+    ("env", "message"),
+    [
+        ({"NPROC": "many"}, "NPROC = 'many': must be an integer of at least 1"),
+        ({"NPROC": "0"}, "NPROC = '0': must be an integer of at least 1"),
+        ({"NPROC": "2", "NNODES": "2"}, "NODE_RANK is not set, and there are 2 nodes"),
+        ({"NPROC": "2", "NNODES": "2", "NODE_RANK": "2"}, "NODE_RANK = 2: must be below NNODES = 2"),
+        ({"NPROC": "2", "NNODES": "2", "NODE_RANK": "0"}, "MASTER_ADDR is not set"),
+        ({"NPROC": "2", "NNODES": "2", "NODE_RANK": "0", "SLURM_JOB_NODELIST": "n[7-8]", "PATH": ""}, "no scontrol"),
+        ({"NPROC": "2", "NNODES": "2", "NODE_RANK": "0", "MASTER_ADDR": "a", "MASTER_PORT": "x"}, "MASTER_PORT = 'x'"),
+    ],
+)
+def test_faults_name_the_variable(env: Mapping[str, str], message: str) -> None:
+    with pytest.raises(ConfigError) as caught:
+        find_place(env)
+    assert message in str(caught.value)
+
+
+def test_a_node_list_that_scontrol_cannot_read(tmp_path: Path) -> None:
+    env = _slurm(tmp_path, NPROC="2", SLURM_NNODES="2", SLURM_NODEID="0", SLURM_JOB_NODELIST="bad[")
+    with pytest.raises(ConfigError, match=r"cannot read the node list 'bad\['"):
+        find_place(env)

@@ -1,0 +1,216 @@
+"""`run_train.sh`, `scripts/python.sh` and the Makefile, with Pythons that only write down how they were called."""
+
+import os
+import shutil
+import subprocess
+import sys
+import venv
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parents[2]
+TOOLS = ("bash", "cat", "chmod", "cksum", "cp", "cut", "dirname", "env", "flock", "make", "mkdir", "paste", "rm", "sed")
+TOOLS += ("sh", "sort", "tr")
+
+FAKE_PYTHON = """\
+#!/bin/sh
+# Answers like a Python {version}; writes every other call to the file $CALLS.
+case "$1" in
+    -c) case "$2" in *version.split*) echo {version} at "$0"; exit 0 ;; *) exit {too_old} ;; esac ;;
+    -) exit {lacks_titan} ;;
+esac
+case "$*" in
+    *"-m pip --version") exit 0 ;;
+    "-m venv"*) for last; do :; done; mkdir -p "$last/bin"; cp "$0" "$last/bin/python"; exit 0 ;;
+esac
+echo "$*" >>"$CALLS"
+exit "${{FAILS:-0}}"
+"""
+
+
+@dataclass
+class House:
+    """A copy of the repository's scripts, and a machine with few tools and the Pythons a test puts there."""
+
+    root: Path
+    bin: Path
+    calls_file: Path
+
+    def python(self, name: str = "python3", version: str = "3.11.7", lacks_titan: int = 1) -> Path:
+        """Put a Python on the PATH."""
+        too_old = int(version.startswith(("2.", "3.9", "3.10")))
+        path = self.bin / name
+        path.write_text(FAKE_PYTHON.format(version=version, too_old=too_old, lacks_titan=lacks_titan))
+        path.chmod(0o755)
+        return path
+
+    def environment(self, **more: str) -> dict[str, str]:
+        return {"PATH": str(self.bin), "CALLS": str(self.calls_file), **more}
+
+    def run(self, *command: str | Path, cwd: Path | None = None, **env: str) -> subprocess.CompletedProcess[str]:
+        environment = self.environment(**env)
+        return subprocess.run(command, cwd=cwd, env=environment, capture_output=True, text=True, check=False)
+
+    def calls(self) -> list[str]:
+        """What the Pythons were called with since the last look."""
+        text = self.calls_file.read_text() if self.calls_file.exists() else ""
+        self.calls_file.unlink(missing_ok=True)
+        return text.splitlines()
+
+    @property
+    def setup(self) -> Path:
+        return self.root / "scripts" / "python.sh"
+
+
+@pytest.fixture
+def house(tmp_path: Path) -> Iterator[House]:
+    root, machine = tmp_path / "a house", tmp_path / "bin"
+    machine.mkdir()
+    for tool in TOOLS:
+        if (found := shutil.which(tool)) is not None:
+            (machine / tool).symlink_to(found)
+    for name in ("run_train.sh", "Makefile", "pyproject.toml", "scripts/python.sh"):
+        (root / name).parent.mkdir(parents=True, exist_ok=True)
+        shutil.copy(ROOT / name, root / name)
+    yield House(root, machine, tmp_path / "calls")
+
+
+def _install(house: House, extras: str = "") -> str:
+    return f"-m pip install -qq --disable-pip-version-check --editable {house.root}{extras}"
+
+
+@pytest.mark.parametrize("name", ["run_train.sh", "scripts/python.sh", ".ci/run"])
+def test_scripts_parse_and_can_be_run(name: str) -> None:
+    subprocess.run(["bash", "-n", ROOT / name], check=True)
+    assert os.access(ROOT / name, os.X_OK)
+
+
+def test_sets_up_once_and_then_starts_at_once(house: House) -> None:
+    house.python()
+    first, second = house.run(house.setup), house.run(house.setup)
+    assert first.stdout == second.stdout == f"{house.root}/.venv/bin/python\n"
+    assert first.stderr == "setting up .venv (once, about a minute)\n"
+    assert second.stderr == ""
+    assert house.calls() == [_install(house)]
+
+
+def test_a_new_extra_is_added_to_those_installed(house: House) -> None:
+    house.python()
+    house.run(house.setup)
+    house.run(house.setup, "dev", "float8")
+    house.run(house.setup, "float8")
+    house.run(house.setup)
+    assert house.calls() == [_install(house), _install(house, "[dev,float8]")]
+
+
+def test_a_changed_pyproject_is_installed_again_with_its_extras(house: House) -> None:
+    house.python()
+    house.run(house.setup, "dev")
+    (house.root / "pyproject.toml").write_text("[project]\n")
+    house.run(house.setup)
+    assert house.calls() == [_install(house, "[dev]")] * 2
+
+
+def test_a_moved_repository_is_installed_again(house: House) -> None:
+    house.python()
+    house.run(house.setup)
+    house.root = house.root.rename(house.root.with_name("elsewhere"))
+    house.calls()
+    house.run(house.setup)
+    assert house.calls() == [_install(house)]
+
+
+def test_a_broken_setup_says_so_and_is_done_again(house: House) -> None:
+    house.python()
+    broken = house.run(house.setup, FAILS="1")
+    assert broken.returncode == 2
+    assert broken.stdout == ""
+    assert "error: setting up .venv failed" in broken.stderr
+    house.run(house.setup)
+    assert house.calls() == [_install(house)] * 2
+
+
+@pytest.mark.skipif(shutil.which("flock") is None, reason="no flock here: first calls at once are not kept apart")
+def test_two_first_calls_at_once_install_once(house: House) -> None:
+    house.python()
+    both = [subprocess.Popen([house.setup], env=house.environment(), stdout=subprocess.PIPE, text=True) for _ in "ab"]
+    assert {process.communicate()[0] for process in both} == {f"{house.root}/.venv/bin/python\n"}
+    assert house.calls() == [_install(house)]
+
+
+def test_an_active_environment_that_has_titan_is_used(house: House) -> None:
+    python = house.python(lacks_titan=0)
+    assert house.run(house.setup).stdout == f"{python}\n"
+    assert not (house.root / ".venv").exists()
+
+
+def test_titan_python_wins(house: House) -> None:
+    house.python(lacks_titan=0)
+    mine = house.python("mine", lacks_titan=0)
+    assert house.run(house.setup, TITAN_PYTHON=str(mine)).stdout == f"{mine}\n"
+
+
+def test_titan_python_without_titan_is_one_clear_line(house: House) -> None:
+    mine = house.python("mine")
+    done = house.run(house.setup, "dev", TITAN_PYTHON=str(mine))
+    assert done.returncode == 2
+    assert done.stderr.startswith(f"error: TITAN_PYTHON={mine} has no titan with dev; run: {mine} -m pip install")
+    assert done.stderr.count("\n") == 1
+
+
+def test_an_old_python_is_one_clear_line(house: House) -> None:
+    old = house.python(version="3.9.2")
+    done = house.run(house.setup)
+    assert done.returncode == 2
+    assert done.stderr == f"error: titan needs Python 3.11 or newer; found 3.9.2 at {old}\n"
+
+
+def test_a_newer_python_is_found_beside_an_old_one(house: House) -> None:
+    house.python(version="3.9.2")
+    house.python("python3.12", version="3.12.1")
+    assert house.run(house.setup).returncode == 0
+
+
+def test_a_real_python_is_asked_whether_it_has_titan(house: House, tmp_path: Path) -> None:
+    real = {"TITAN_PYTHON": sys.executable, "PYTHONPATH": os.environ.get("PYTHONPATH", "")}
+    assert house.run(house.setup, "dev", **real).stdout == f"{sys.executable}\n"
+    venv.create(tmp_path / "bare", symlinks=True)
+    bare = house.run(house.setup, cwd=ROOT, TITAN_PYTHON=str(tmp_path / "bare" / "bin" / "python"))
+    assert bare.returncode == 2, "the titan/ that lies in the working directory is no installed titan"
+
+
+def test_run_train_keeps_the_working_directory_and_the_arguments(house: House, tmp_path: Path) -> None:
+    mine = house.bin / "mine"
+    mine.write_text('#!/bin/sh\n[ "$1" = - ] || { echo "$PWD"; printf "<%s>" "$@"; exit 75; }\n')
+    mine.chmod(0o755)
+    done = house.run(house.root / "run_train.sh", "--run.name", "two words", cwd=tmp_path, TITAN_PYTHON=str(mine))
+    assert done.returncode == 75
+    assert done.stdout == f"{tmp_path}\n<-P><-m><titan.launch><--run.name><two words>"
+
+
+def test_run_train_as_a_batch_script_finds_the_repository(house: House, tmp_path: Path) -> None:
+    mine = house.python("mine", lacks_titan=0)
+    copy = shutil.copy(house.root / "run_train.sh", tmp_path / "slurm_script")
+    done = house.run(copy, cwd=tmp_path, TITAN_PYTHON=str(mine), SLURM_SUBMIT_DIR=str(house.root))
+    assert done.returncode == 0
+    assert house.calls() == ["-P -m titan.launch"]
+
+
+def test_make_passes_arguments_on(house: House) -> None:
+    house.python()
+    house.run("make", "test", "ARGS=-k mesh", cwd=house.root)
+    assert house.calls() == [_install(house, "[dev,float8]"), "-m pytest -k mesh"]
+
+
+def test_make_lists_its_targets(house: House) -> None:
+    listed = house.run("make", cwd=house.root).stdout
+    assert [line.split()[0] for line in listed.splitlines()] == ["help", "test", "check", "format", "bench"]
+
+
+def test_ci_runs_the_readmes_command() -> None:
+    commands = (ROOT / ".ci" / "run").read_text().splitlines()
+    assert "make test" in commands
+    assert "make test" in (ROOT / "README.md").read_text()

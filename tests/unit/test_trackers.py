@@ -1,0 +1,207 @@
+"""Trackers: what stands in the files and on the terminal, after a kill and after a resume too."""
+
+import io
+import json
+import logging
+import math
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from titan.contracts import RunInfo, Tracker
+from titan.plugins.trackers import console, jsonl, tensorboard
+
+ROW: dict[str, Any] = {
+    "step": 20, "loss": 5.12341, "grad_norm": 1.2344, "lr": 3e-3, "tokens": 81920, "tokens_per_s": 12345.6,
+    "tokens_per_s_per_device": 6172.8, "model_tflops_per_device": 0.5, "mfu": None, "step_time_s": 0.1,
+    "data_time_s": 0.001, "peak_memory_gib": None, "time": 1.7e9,
+}  # fmt: skip
+VALIDATION = {"step": 20, "validation_loss": 5.1, "validation_perplexity": 164.02}
+
+
+def _info(folder: Path, start_step: int = 0) -> RunInfo:
+    config = {"train": {"steps": 600}, "data": {"paths": ["a", "b"]}}
+    return RunInfo(folder, "tiny", config, start_step=start_step, steps=600, params=1000, every=10)
+
+
+def _run(tracker: Tracker, info: RunInfo, rows: list[dict[str, Any]]) -> None:
+    tracker.start(info)
+    for row in rows:
+        tracker.log(row)
+    tracker.close()
+
+
+# --- jsonl ------------------------------------------------------------------------------------------------------
+
+
+def _jsonl(folder: Path) -> list[dict[str, Any]]:
+    return [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
+
+
+def _steps(*steps: int) -> list[dict[str, Any]]:
+    return [{"step": step, "loss": 1.0} for step in steps]
+
+
+def _json_run(folder: Path, rows: list[dict[str, Any]], start_step: int = 0) -> None:
+    _run(jsonl.Jsonl(jsonl.Config()), _info(folder, start_step), rows)
+
+
+def test_rows_are_written_as_they_are(tmp_path: Path) -> None:
+    _json_run(tmp_path, [ROW, VALIDATION])
+    assert _jsonl(tmp_path) == [ROW, VALIDATION]
+
+
+def test_a_row_is_in_the_file_before_the_next_step(tmp_path: Path) -> None:
+    tracker = jsonl.Jsonl(jsonl.Config())
+    tracker.start(_info(tmp_path))
+    tracker.log(ROW)
+    assert _jsonl(tmp_path) == [ROW]
+    tracker.close()
+
+
+def test_what_json_does_not_know_is_null(tmp_path: Path) -> None:
+    _json_run(tmp_path, [{"step": 1, "loss": math.nan, "grad_norm": math.inf, "lr": -math.inf, "tokens": 3}])
+    assert _jsonl(tmp_path) == [{"step": 1, "loss": None, "grad_norm": None, "lr": None, "tokens": 3}]
+
+
+def test_resuming_drops_rows_beyond_the_checkpoint(tmp_path: Path) -> None:
+    _json_run(tmp_path, [*_steps(10, 20), VALIDATION, *_steps(30, 40)])
+    _json_run(tmp_path, _steps(30, 40, 50), start_step=20)
+    assert _jsonl(tmp_path) == [*_steps(10, 20), VALIDATION, *_steps(30, 40, 50)]
+
+
+@pytest.mark.parametrize("torn", [b'{"step": 30, "lo', b'{"step": 20, "loss": 1.0}', b'{"st\n', b"\n"])
+def test_resuming_drops_a_torn_line(tmp_path: Path, torn: bytes) -> None:
+    _json_run(tmp_path, _steps(10))
+    with (tmp_path / "metrics.jsonl").open("ab") as file:
+        file.write(torn)
+    _json_run(tmp_path, _steps(20), start_step=20)
+    assert _jsonl(tmp_path) == _steps(10, 20)
+
+
+def test_starting_anew_in_the_folder_starts_the_file_anew(tmp_path: Path) -> None:
+    _json_run(tmp_path, _steps(10, 20))
+    _json_run(tmp_path, _steps(10))
+    assert _jsonl(tmp_path) == _steps(10)
+
+
+def test_the_file_is_replaced_not_rewritten(tmp_path: Path) -> None:
+    _json_run(tmp_path, _steps(10, 20))
+    with (tmp_path / "metrics.jsonl").open() as held:
+        _json_run(tmp_path, [], start_step=10)
+        assert len(held.readlines()) == 2
+    assert [path.name for path in tmp_path.iterdir()] == ["metrics.jsonl"]
+
+
+def test_a_row_cut_short_by_a_full_disk_is_said(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    tracker = jsonl.Jsonl(jsonl.Config())
+    tracker.start(_info(tmp_path))
+    monkeypatch.setattr(jsonl.os, "write", lambda file, line: len(line) - 1)
+    with pytest.raises(OSError, match="disk full"):
+        tracker.log(ROW)
+    tracker.close()
+
+
+# --- tensorboard ------------------------------------------------------------------------------------------------
+
+
+def _events(folder: Path) -> Any:
+    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+
+    return EventAccumulator(str(folder / "tensorboard"), size_guidance={"scalars": 0, "tensors": 0}).Reload()
+
+
+def _tensorboard_run(folder: Path, rows: list[dict[str, Any]], start_step: int = 0) -> None:
+    _run(tensorboard.TensorBoard(tensorboard.Config()), _info(folder, start_step), rows)
+
+
+def test_tags_are_the_keys_in_groups_and_unknown_values_are_left_out(tmp_path: Path) -> None:
+    _tensorboard_run(tmp_path, [{**ROW, "peak_memory_gib": 2.0}, VALIDATION])
+    events = _events(tmp_path)
+    assert set(events.Tags()["scalars"]) == {
+        "train/loss", "train/grad_norm", "train/lr", "train/tokens", "speed/tokens_per_s",
+        "speed/tokens_per_s_per_device", "speed/model_tflops_per_device", "speed/step_time_s",
+        "speed/data_time_s", "memory/peak_memory_gib", "validation/validation_loss", "validation/validation_perplexity",
+    }  # fmt: skip
+    (event,) = events.Scalars("train/loss")
+    assert (event.step, event.wall_time, event.value) == (20, 1.7e9, pytest.approx(5.12341))
+
+
+def test_the_job_is_there_as_text(tmp_path: Path) -> None:
+    _tensorboard_run(tmp_path, [])
+    (event,) = _events(tmp_path).Tensors("config/text_summary")
+    (text,) = event.tensor_proto.string_val
+    assert text.decode() == "- **train**\n    - **steps** = `600`\n- **data**\n    - **paths** = `['a', 'b']`"
+
+
+def test_tensorboard_forgets_what_is_beyond_the_checkpoint(tmp_path: Path) -> None:
+    _tensorboard_run(tmp_path, [{"step": step, "loss": 1.0} for step in (10, 20, 30, 40)])
+    _tensorboard_run(tmp_path, [{"step": 30, "loss": 2.0}], start_step=20)
+    assert [(e.step, e.value) for e in _events(tmp_path).Scalars("train/loss")] == [(10, 1.0), (20, 1.0), (30, 2.0)]
+
+
+def test_a_row_is_in_the_event_file_at_once(tmp_path: Path) -> None:
+    tracker = tensorboard.TensorBoard(tensorboard.Config())
+    tracker.start(_info(tmp_path))
+    for step in range(1, 51):
+        tracker.log({**ROW, "step": step})
+    assert [event.step for event in _events(tmp_path).Scalars("speed/data_time_s")] == list(range(1, 51))
+    tracker.close()
+
+
+# --- console ----------------------------------------------------------------------------------------------------
+
+
+class _Terminal(io.StringIO):
+    def isatty(self) -> bool:
+        return True
+
+
+def test_lines_when_stderr_is_no_terminal(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    tracker = console.Console(console.Config())
+    tracker.start(_info(tmp_path))
+    for step in range(1, 21):
+        tracker.progress(step)
+    tracker.log(ROW)
+    tracker.log({**ROW, "step": 599, "mfu": 0.4123, "peak_memory_gib": 71.26, "grad_norm": None, "loss": math.nan})
+    tracker.log(VALIDATION)
+    tracker.close()
+    output = capsys.readouterr()
+    assert output.out == ""
+    assert output.err.splitlines() == [
+        "step 20/600  loss 5.1234  grad norm 1.234  lr 3.0e-03  12.3k tokens/s  mfu -  0.100 s/step  left 00:58",
+        "step 599/600  loss nan  grad norm -  lr 3.0e-03  12.3k tokens/s  mfu 41.2%  0.100 s/step  "
+        "71.3 GiB  left 00:00",
+        "step 20/600  validation loss 5.1000  perplexity 164",
+    ]
+
+
+def test_a_bar_on_a_terminal_that_lines_and_logging_do_not_cut(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    terminal = _Terminal()
+    monkeypatch.setattr("sys.stderr", terminal)
+    log = logging.getLogger("titan")
+    handler = logging.StreamHandler(terminal)
+    monkeypatch.setattr(log, "handlers", [handler])
+    tracker = console.Console(console.Config())
+    tracker.start(_info(tmp_path, start_step=19))
+    assert "19/600" in terminal.getvalue() and "tiny" in terminal.getvalue()
+    tracker.progress(20)
+    tracker.log(ROW)
+    log.warning("a word")
+    assert tracker._bar is not None and tracker._bar.n == 20
+    tracker.close()
+    for text in ("step 20/600", "a word"):
+        before, _, after = terminal.getvalue().partition(text)
+        assert before.endswith("\r"), "the line stands beside the bar"
+        assert "tiny: " in after, "the bar is not drawn again"
+    assert log.handlers == [handler]
+
+
+@pytest.mark.parametrize("tracker", [jsonl.Jsonl, tensorboard.TensorBoard, console.Console])
+def test_closing_twice_or_before_the_start_is_harmless(tracker: Any, tmp_path: Path) -> None:
+    unborn = tracker(None)
+    unborn.close()
+    unborn.start(_info(tmp_path))
+    unborn.close()
+    unborn.close()

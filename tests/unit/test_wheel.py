@@ -1,0 +1,68 @@
+"""The wheel: what is in it, and that a job loads from it, away from the repository."""
+
+import os
+import shutil
+import subprocess
+import sys
+import zipfile
+from email import message_from_bytes
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parents[2]
+SOURCES = ("titan", "plugins", "configs", "pyproject.toml", "setup.py", "README.md", "LICENSE")
+BUILD = "from setuptools import build_meta; build_meta.build_wheel('wheel')"
+
+
+@pytest.fixture(scope="module")
+def wheel(tmp_path_factory: pytest.TempPathFactory) -> zipfile.ZipFile:
+    folder = tmp_path_factory.mktemp("wheel")
+    for name in SOURCES:
+        if (ROOT / name).is_dir():
+            shutil.copytree(ROOT / name, folder / name, ignore=shutil.ignore_patterns("__pycache__"))
+        else:
+            shutil.copy(ROOT / name, folder / name)
+    subprocess.run([sys.executable, "-W", "ignore", "-c", BUILD], cwd=folder, check=True, capture_output=True)
+    [built] = (folder / "wheel").glob("titan-*.whl")
+    return zipfile.ZipFile(built)
+
+
+def test_holds_every_source_config_and_vocabulary(wheel: zipfile.ZipFile) -> None:
+    wanted = {
+        (Path(name) / file.relative_to(ROOT / folder)).as_posix()
+        for name, folder in (("titan", "titan"), ("titan/plugins", "plugins"), ("titan/configs", "configs"))
+        for file in (ROOT / folder).rglob("*")
+        if file.is_file() and "__pycache__" not in file.parts
+    }
+    assert {"titan/py.typed", "titan/configs/quickstart.toml", "titan/plugins/models/llama.py"} <= wanted
+    assert wanted <= set(wheel.namelist())
+
+
+def test_nothing_generic_lands_in_site_packages(wheel: zipfile.ZipFile) -> None:
+    tops = {name.partition("/")[0] for name in wheel.namelist()}
+    assert {top for top in tops if not top.endswith(".dist-info")} == {"titan"}
+
+
+def test_metadata(wheel: zipfile.ZipFile) -> None:
+    [name] = [name for name in wheel.namelist() if name.endswith(".dist-info/METADATA")]
+    metadata = message_from_bytes(wheel.read(name))
+    assert metadata["License-Expression"] == "BSD-3-Clause"
+    assert metadata["License-File"] == "LICENSE"
+    assert metadata["Requires-Python"] == ">=3.11"
+    extras = set(metadata.get_all("Provides-Extra") or ())
+    assert {"dev", "float8", "hf", "tune", "wandb", "plot"} <= extras
+
+
+def test_a_job_loads_from_it(wheel: zipfile.ZipFile, tmp_path: Path) -> None:
+    wheel.extractall(tmp_path / "site")
+    program = "import titan.plugins, titan.config as c; print(titan.__file__); print(c.load_job(None).run.name)"
+    done = subprocess.run(
+        [sys.executable, "-c", program],
+        cwd=tmp_path,
+        env={**os.environ, "PYTHONPATH": str(tmp_path / "site")},
+        check=True,
+        capture_output=True,
+        text=True,
+    )
+    assert done.stdout.splitlines() == [str(tmp_path / "site" / "titan" / "__init__.py"), "quickstart"]

@@ -1,0 +1,42 @@
+"""What the fork server of `tests.ranks` has done before it forks a rank: imports, and one training step.
+
+The step runs under a fake process group so that everything torch imports or builds at first use is there already. Its
+world has a size no test has: what DTensor remembers about this mesh is then never taken for a test's mesh.
+"""
+
+import faulthandler  # noqa: F401
+import tempfile  # noqa: F401
+
+import pytest  # noqa: F401
+import torch
+import torch._dynamo
+import torch.distributed as dist
+import torch.distributed.checkpoint
+import torch.distributed.checkpoint.state_dict
+import torch.distributed.pipelining
+from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard
+from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
+from torch.testing._internal.distributed.fake_pg import FakeStore
+
+WORLD_SIZE = 62
+
+
+def _step() -> None:
+    model = nn.Sequential(nn.Linear(4, 4), nn.ReLU(), nn.Linear(4, 4), nn.ReLU())
+    mesh = init_device_mesh("cpu", (WORLD_SIZE // 2, 2), mesh_dim_names=("outer", "inner"))
+    parallelize_module(model, mesh["inner"], {"0": ColwiseParallel(), "2": RowwiseParallel()})
+    fully_shard(model, mesh=mesh["outer"])
+    optimizer = torch.optim.AdamW(model.parameters())
+    model(torch.ones(2, 4))
+    # No backward: where PyTorch is built for an accelerator its threads would outlive it, and a fork of them is broken.
+    for parameter in model.parameters():
+        parameter.grad = torch.zeros_like(parameter)
+    optimizer.step()
+
+
+torch.set_num_threads(1)
+dist.init_process_group("fake", rank=0, world_size=WORLD_SIZE, store=FakeStore())
+_step()
+dist.destroy_process_group()

@@ -1,0 +1,73 @@
+"""The ranks that write and read a checkpoint together: a failure on one is known to all, so none waits for ever."""
+
+import errno
+from collections.abc import Callable
+from typing import Any, TypeVar, cast
+
+import torch.distributed as dist
+
+from titan.errors import CheckpointError
+
+T = TypeVar("T")
+
+_FULL = {errno.ENOSPC, errno.EDQUOT, errno.EFBIG}
+
+
+class RankFailure(CheckpointError):
+    """What went wrong on some rank, raised on all. `disk_full` tells the one reason a user can mend by making room."""
+
+    def __init__(self, message: str, disk_full: bool) -> None:
+        super().__init__(message)
+        self.disk_full = disk_full
+
+
+class Ranks:
+    """All ranks, over a gloo group of their own: a save in the background must not meet training's collectives.
+
+    Made by all ranks together; without a process group it is this process alone.
+    """
+
+    def __init__(self, rank: int, size: int) -> None:
+        self.rank, self.size = rank, size
+        self.group: dist.ProcessGroup | None = dist.new_group(backend="gloo") if dist.is_initialized() else None
+
+    def gather(self, value: T) -> list[T]:
+        """Everybody's value, by rank, on all ranks."""
+        if self.group is None:
+            return [value]
+        values: list[Any] = [None] * self.size
+        dist.all_gather_object(values, value, group=self.group)
+        return values
+
+    def each(self, act: Callable[[], T]) -> T:
+        """Act on every rank; returns what it returned on this one.
+
+        Raises:
+            RankFailure: it failed on some rank, raised on all ranks.
+        """
+        value: T | None = None
+        failure: Exception | None = None
+        try:
+            value = act()
+        except Exception as error:
+            failure = error
+        troubles = [trouble for trouble in self.gather(_told(failure, self.rank)) if trouble is not None]
+        if troubles:
+            full = [trouble for trouble in troubles if trouble[1]]
+            raise RankFailure(*(full or troubles)[0]) from failure
+        return cast(T, value)
+
+    def first(self, act: Callable[[], T]) -> T:
+        """Act on rank 0 alone; returns what it returned, on all ranks. Raises as `each`."""
+        value = self.each(lambda: act() if self.rank == 0 else None)
+        return cast(T, self.gather(value)[0])
+
+
+def _told(error: Exception | None, rank: int) -> tuple[str, bool] | None:
+    """(what to say, whether the disk is full) of an error, fit to be sent to other ranks."""
+    if error is None:
+        return None
+    if isinstance(error, CheckpointError):
+        return str(error), isinstance(error, RankFailure) and error.disk_full
+    text = str(error).strip() or type(error).__name__
+    return f"rank {rank}: {text.splitlines()[0]}", isinstance(error, OSError) and error.errno in _FULL

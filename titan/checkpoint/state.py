@@ -1,0 +1,181 @@
+"""What a checkpoint holds, by canonical name: tensors for DCP, everything else for JSON.
+
+Names of tensors: `model.NAME`, `optimizer.NAME.SLOT`, `rest.PATH`. NAME is a parameter's or persistent buffer's name in
+the whole model, so neither stages nor shards show in it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor
+
+from titan.errors import PluginError
+
+if TYPE_CHECKING:
+    from titan.contracts import Part
+
+MODEL, OPTIMIZER, REST = "model.", "optimizer.", "rest."
+_TENSOR, _OWN = "$tensor", "$own"
+
+
+class Own(dict[str, Tensor]):
+    """Tensors in the state that are each rank's own. As many ranks get them back, others an empty table."""
+
+
+@dataclass(frozen=True)
+class Snapshot:
+    """One rank's state at one step.
+
+    tensors: what is saved, for shape and placement.  local: this rank's own values of each (a DTensor's shard).
+    values: `NAME.SLOT` -> number, the part of the optimizer's state that is no tensor.
+    optimizer: its class.  rest: the other state as JSON, tensors replaced by where they stand.
+    """
+
+    tensors: Mapping[str, Tensor]
+    local: Mapping[str, Tensor]
+    values: Mapping[str, Any]
+    optimizer: str
+    rest: Any
+
+
+def model_tensors(parts: Iterable[Part]) -> dict[str, Tensor]:
+    """`model.NAME` -> parameter or persistent buffer, detached but not copied."""
+    tensors: dict[str, Tensor] = {}
+    for part in parts:
+        # Before any parameter is asked for: FSDP puts its sharded parameters back when a state dict is taken. After
+        # validation, where no backward follows the forward, the module still holds the gathered ones.
+        persistent = part.module.state_dict().keys()
+        tensors |= {MODEL + name: parameter.detach() for name, parameter in part.parameters()}
+        tensors |= {MODEL + name: buffer for name, buffer in part.module.named_buffers() if name in persistent}
+    return tensors
+
+
+def trained(parts: Iterable[Part], optimizer: torch.optim.Optimizer) -> dict[str, tuple[Tensor, dict[str, Any]]]:
+    """Canonical name -> (parameter, its param group) of what the optimizer updates."""
+    groups = {id(parameter): group for group in optimizer.param_groups for parameter in group["params"]}
+    named = [pair for part in parts for pair in part.parameters()]
+    return {name: (parameter, groups[id(parameter)]) for name, parameter in named if id(parameter) in groups}
+
+
+def optimizer_state(
+    parts: Iterable[Part], optimizer: torch.optim.Optimizer
+) -> tuple[dict[str, Tensor], dict[str, int | float | bool | str | None]]:
+    """(`optimizer.NAME.SLOT` -> tensor, `NAME.SLOT` -> number) of all parameters that have state."""
+    tensors, values = {}, {}
+    for name, (parameter, _) in trained(parts, optimizer).items():
+        for slot, value in optimizer.state.get(parameter, {}).items():
+            if isinstance(value, Tensor):
+                tensors[f"{OPTIMIZER}{name}.{slot}"] = value.detach()
+            elif value is None or isinstance(value, (bool, int, float, str)):
+                values[f"{name}.{slot}"] = value
+            else:
+                raise PluginError(
+                    f"{type(optimizer).__name__} keeps a {type(value).__name__} as {slot!r} of {name}: "
+                    "only tensors and numbers can be saved"
+                )
+    return tensors, values
+
+
+def separate(value: Any, rank: int, path: str = REST[:-1]) -> tuple[Any, dict[str, Tensor]]:
+    """A nested state as a JSON value of its own, and the tensors that stood in it by where they stood.
+
+    Raises:
+        PluginError: something in it is neither tensor nor JSON; names its place.
+    """
+    if isinstance(value, Tensor):
+        return {_TENSOR: path}, {path: value.detach()}
+    if value is None or isinstance(value, (bool, int, float, str)):
+        return value, {}
+    if isinstance(value, Own):
+        return {_OWN: path, "keys": list(value)}, {f"{path}.{rank}.{key}": tensor for key, tensor in value.items()}
+    if isinstance(value, Mapping):
+        wrong = [key for key in value if not isinstance(key, str) or key.startswith("$")]
+        if wrong:
+            raise PluginError(f"state at {path} has the key {wrong[0]!r}: keys must be strings, without a $")
+        below = {key: separate(item, rank, f"{path}.{key}") for key, item in value.items()}
+        return {key: plain for key, (plain, _) in below.items()}, _united(tensors for _, tensors in below.values())
+    if isinstance(value, (list, tuple)):
+        items = [separate(item, rank, f"{path}.{index}") for index, item in enumerate(value)]
+        return [plain for plain, _ in items], _united(tensors for _, tensors in items)
+    raise PluginError(
+        f"state at {path} is a {type(value).__name__}: a checkpoint takes tensors, numbers, strings, lists and tables"
+    )
+
+
+def _united(found: Iterable[dict[str, Tensor]]) -> dict[str, Tensor]:
+    united: dict[str, Tensor] = {}
+    for tensors in found:
+        twice = united.keys() & tensors.keys()
+        if twice:
+            raise PluginError(f"two tensors of the state are both at {min(twice)}: a key must not hold dots")
+        united |= tensors
+    return united
+
+
+def rejoin(value: Any, rank: int | None, tensor: Callable[[str], Tensor]) -> Any:
+    """The inverse of `separate`; tuples come back as lists.
+
+    rank: whose `Own` tensors to take; None leaves those tables empty.  tensor: the one of a name.
+    """
+    if isinstance(value, list):
+        return [rejoin(item, rank, tensor) for item in value]
+    if not isinstance(value, dict):
+        return value
+    if _TENSOR in value:
+        return tensor(value[_TENSOR])
+    if _OWN in value:
+        return {} if rank is None else {key: tensor(f"{value[_OWN]}.{rank}.{key}") for key in value["keys"]}
+    return {key: rejoin(item, rank, tensor) for key, item in value.items()}
+
+
+def rng_state(device: torch.device) -> Own:
+    """Device type -> state [bytes] uint8 of its default generator: the CPU's, and `device`'s if it is another."""
+    states = Own(cpu=torch.get_rng_state())
+    if device.type == "cuda":
+        states["cuda"] = torch.cuda.get_rng_state(device)
+    return states
+
+
+def set_rng_state(states: Mapping[str, Tensor], device: torch.device) -> None:
+    """Take back what `rng_state` gave, for the devices that are here."""
+    if "cpu" in states:
+        torch.set_rng_state(states["cpu"])
+    if "cuda" in states and device.type == "cuda":
+        torch.cuda.set_rng_state(states["cuda"], device)
+
+
+def collect(parts: Sequence[Part], optimizer: torch.optim.Optimizer, rest: Any, rank: int) -> Snapshot:
+    """This rank's state as it is now; nothing is copied, so it holds only until training goes on."""
+    tensors = model_tensors(parts)
+    slots, values = optimizer_state(parts, optimizer)
+    plain, others = separate(rest, rank)
+    tensors |= slots | others
+    # A DTensor is told by its shard: importing its class takes half a second that a run on one device need not spend.
+    local = {name: tensor.to_local() if hasattr(tensor, "to_local") else tensor for name, tensor in tensors.items()}
+    return Snapshot(tensors, local, values, type(optimizer).__name__, plain)
+
+
+@dataclass
+class Staging:
+    """Host memory that snapshots are copied into; kept from save to save, because page-locked memory is slow to get."""
+
+    buffers: dict[str, Tensor] = field(default_factory=dict)
+
+    def copy(self, snapshot: Snapshot) -> Snapshot:
+        """The snapshot with values of its own in host memory, which training no longer changes."""
+        self.buffers = {name: self._buffer(name, tensor) for name, tensor in snapshot.local.items()}
+        for name, tensor in snapshot.local.items():
+            self.buffers[name].copy_(tensor, non_blocking=True)
+        if any(tensor.is_cuda for tensor in snapshot.local.values()):
+            torch.cuda.current_stream().synchronize()
+        return replace(snapshot, local=self.buffers)
+
+    def _buffer(self, name: str, like: Tensor) -> Tensor:
+        kept = self.buffers.get(name)
+        if kept is not None and kept.shape == like.shape and kept.dtype == like.dtype:
+            return kept
+        return torch.empty(like.shape, dtype=like.dtype, pin_memory=like.is_cuda)

@@ -1,0 +1,33 @@
+"""`titan config`: what a TOML means, with every default filled in, or the schema of all TOMLs."""
+
+import argparse
+import json
+from pathlib import Path
+
+import tomli_w
+
+from titan.config import load_job
+from titan.config.schema import schema
+
+HELP = "print the resolved job of a TOML, or the JSON Schema that editors can use"
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """The config file (by position or as --config), overrides, and the output's form."""
+    parser.add_argument("file", nargs="?", type=Path, help="TOML of the job; default: configs/quickstart.toml")
+    parser.add_argument("--config", type=Path, metavar="FILE", help="the same, as other commands take it")
+    parser.add_argument("--world-size", type=int, metavar="N", help="ranks it is meant for; default: as many as it needs")
+    form = parser.add_mutually_exclusive_group()
+    form.add_argument("--json", action="store_true", help="one JSON object instead of TOML")
+    form.add_argument("--schema", action="store_true", help="the JSON Schema of a job, all known plugins included")
+    parser.set_defaults(takes_overrides=True)
+
+
+def run(args: argparse.Namespace) -> int:
+    """Print it."""
+    if args.schema:
+        print(json.dumps(schema(), indent=2))
+        return 0
+    table = dict(load_job(args.config or args.file, args.overrides, args.world_size).table)
+    print(json.dumps(table, indent=2) if args.json else tomli_w.dumps(table), end="\n" if args.json else "")
+    return 0

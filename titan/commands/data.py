@@ -1,0 +1,140 @@
+"""`titan data`: tokenise ahead of a run, train a tokenizer, look into a token shard."""
+
+import argparse
+import json
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+from titan import registry
+from titan.config import load_job
+from titan.contracts import Dataset
+from titan.data.bytepairs import train_ranks, write_ranks
+from titan.data.prepare import prepare
+from titan.data.shards import open_shard
+from titan.errors import ConfigError, DataError, Fault
+from titan.options import Where, did_you_mean, parse
+
+HELP = "tokenise a job's text ahead of its run, train a tokenizer, look into a token shard"
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """One parser for each of the three."""
+    kinds = parser.add_subparsers(dest="action", metavar="ACTION", required=True)
+
+    about = "tokenise a job's text into its cache"
+    ahead = kinds.add_parser("prepare", help=about, description=about)
+    ahead.add_argument("--config", type=Path, metavar="FILE", help="TOML of the job; default: configs/quickstart.toml")
+    ahead.add_argument("--json", action="store_true", help="one JSON object")
+    ahead.set_defaults(takes_overrides=True, does=_prepare)
+
+    about = "train byte pairs on text and write their rank file"
+    train = kinds.add_parser("train-tokenizer", help=about, description=about)
+    source = train.add_mutually_exclusive_group()
+    source.add_argument("--data", metavar="NAME", help="dataset to train on; default: the one that is always there")
+    source.add_argument("--config", type=Path, metavar="FILE", help="train on the datasets of a job instead")
+    train.add_argument("--path", action="append", metavar="P", help="the dataset's files; may be given again")
+    train.add_argument("--size", type=int, default=4096, metavar="N", help="ranks, 256 bytes included; default: 4096")
+    train.add_argument("--out", type=Path, required=True, metavar="FILE", help="rank file to write")
+    train.add_argument("--json", action="store_true", help="one JSON object")
+    train.set_defaults(takes_overrides=True, does=_train_tokenizer)
+
+    about = "show a token shard and verify its content"
+    inspect = kinds.add_parser("inspect", help=about, description=about)
+    inspect.add_argument("file", type=Path, help="a token shard")
+    inspect.add_argument("--json", action="store_true", help="one JSON object")
+    inspect.set_defaults(does=_inspect)
+
+
+def run(args: argparse.Namespace) -> int:
+    """Do it and report."""
+    report: dict[str, Any] = args.does(args)
+    if args.json:
+        print(json.dumps(report))
+    else:
+        width = max(map(len, report))
+        for key, value in report.items():
+            shown = f"{value:,}" if isinstance(value, int) else str(value)
+            print(f"{key:<{width}}  {shown}")
+    return 0
+
+
+def _prepare(args: argparse.Namespace) -> dict[str, Any]:
+    job = load_job(args.config, args.overrides)
+    paths = [
+        path
+        for source in job.sources
+        for path in prepare(
+            source.plugin,
+            job.tokenizer,
+            cache=Path(job.data.cache).expanduser(),
+            workers=job.data.prepare_workers,
+            progress=True,
+        )
+    ]
+    found = [open_shard(path) for path in paths]
+    return {
+        "tokens": sum(shard.tokens for shard in found),
+        "documents": sum(shard.documents for shard in found),
+        "files": [str(path) for path in paths],
+    }
+
+
+def _train_tokenizer(args: argparse.Namespace) -> dict[str, Any]:
+    if args.size < 257:
+        raise ConfigError([Fault("command line", f"--size {args.size}: must be at least 257, the bytes and a merge")])
+    if args.config is not None:
+        sources = [source.plugin for source in load_job(args.config, args.overrides).sources]
+    else:
+        sources = [_dataset(args.data, args.path, args.overrides)]
+    ranks = train_ranks(_texts(sources), args.size)
+    try:
+        args.out.parent.mkdir(parents=True, exist_ok=True)
+        write_ranks(args.out, ranks)
+    except OSError as error:
+        raise DataError(f"{args.out} cannot be written: {error.strerror}") from None
+    return {"ranks": len(ranks), "file": str(args.out)}
+
+
+def _texts(sources: list[Dataset]) -> Iterator[str]:
+    for source in sources:
+        for file in source.files():
+            for document in source.documents(file):
+                yield document.text
+        print(f"read {source.name}", file=sys.stderr)
+
+
+def _dataset(name: str | None, path: list[str] | None, overrides: list[str]) -> Dataset:
+    """The dataset of that name on these files (None: the default one)."""
+    if overrides:
+        raise ConfigError([Fault("command line", f"{overrides[0]}: only with --config")])
+    registry.open_doors()
+    known = registry.names(Dataset.kind)
+    plugin = registry.default_of(Dataset.kind) if name is None else registry.find(Dataset.kind, name)
+    if plugin is None:
+        raise ConfigError([Fault("command line", f"--data {name}: unknown dataset{did_you_mean(str(name), known)}")])
+    table = {} if path is None else {"path": path}
+    config, faults = parse(plugin.Config, table, Where("data", "command line"))
+    if faults:
+        raise ConfigError(faults)
+    dataset = plugin(config)
+    assert isinstance(dataset, Dataset)
+    if dataset.shards() is not None:
+        raise ConfigError([Fault("command line", f"--data {plugin.name}: holds tokens already, not text")])
+    return dataset
+
+
+def _inspect(args: argparse.Namespace) -> dict[str, Any]:
+    shard = open_shard(args.file)
+    shard.verify()
+    tokens, ends = shard.map()
+    return {
+        "file": str(shard.path),
+        "tokens": shard.tokens,
+        "documents": shard.documents,
+        "bytes_per_token": shard.width,
+        "largest_id": int(tokens.max(initial=0)),
+        "first_document": [int(number) for number in tokens[: int(ends[0]) if shard.documents else 0][:32]],
+        "sha256": shard.digest,
+    }

@@ -1,0 +1,106 @@
+"""`titan plugins`: who is there, or the options of one."""
+
+import argparse
+import inspect
+import json
+from typing import Any
+
+from titan import registry
+from titan.contracts import Model, Technique
+from titan.errors import ConfigError, Fault
+from titan.options import REQUIRED, did_you_mean, options_of
+from titan.registry import Plugin
+
+HELP = "list all plugins with a line each, or print the documentation and options of one"
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """A name, or none for all."""
+    parser.add_argument("name", nargs="?", help="plugin to describe; default: list all")
+    parser.add_argument("--path", action="append", default=[], metavar="DIR", help="a folder of plugins of your own")
+    parser.add_argument("--json", action="store_true", help="one JSON object")
+
+
+def run(args: argparse.Namespace) -> int:
+    """Print it."""
+    registry.open_doors(args.path)
+    chosen = [plugin for plugin in registry.every() if args.name in (None, plugin.name)]
+    if not chosen:
+        hint = did_you_mean(args.name, {plugin.name for plugin in registry.every()})
+        raise ConfigError([Fault("", f"no plugin is called {args.name!r}{hint}")])
+    if args.json:
+        print(json.dumps({"plugins": [_as_json(plugin) for plugin in chosen]}, indent=2))
+    elif args.name is None:
+        _list(chosen)
+    else:
+        print("\n\n".join(_described(plugin) for plugin in chosen))
+    return 0
+
+
+def _first_line(plugin: type[Plugin]) -> str:
+    return (inspect.getdoc(plugin) or "").splitlines()[0]
+
+
+def _list(plugins: list[type[Plugin]]) -> None:
+    width = max(len(plugin.name) for plugin in plugins)
+    for kind in dict.fromkeys(plugin.kind for plugin in plugins):
+        print(kind)
+        for plugin in (plugin for plugin in plugins if plugin.kind == kind):
+            print(f"  {plugin.name:<{width}}  {_where_it_acts(plugin):<28}{_first_line(plugin)}")
+        print()
+
+
+def _where_it_acts(plugin: type[Plugin]) -> str:
+    if not issubclass(plugin, Technique):
+        return "default" if plugin.default else ""
+    axes = " ".join(f"mesh.{axis.name}" for axis in plugin.axes)
+    return f"{plugin.phase}  {axes}".strip()
+
+
+def _described(plugin: type[Plugin]) -> str:
+    module = inspect.getmodule(plugin)
+    text = [f"{plugin.kind} {plugin.name}", "", inspect.getdoc(module) or "" if module else "", ""]
+    table = {"technique": f"plugins.{plugin.name}", "tracker": f"metrics.{plugin.name}"}.get(plugin.kind, plugin.section)
+    text.append(f"[{table}]")
+    if plugin.section == table:
+        text.append(f'name = "{plugin.name}"')
+    for declared in options_of(plugin.Config):
+        default = "required" if declared.default is REQUIRED else f"= {_toml(declared.default)}"
+        unit = f" [{declared.spec.unit}]" if declared.spec.unit else ""
+        text.append(f"{declared.key} {default}   # {_type_name(declared.hint)}{unit}: {declared.spec.doc}")
+    if issubclass(plugin, Model) and plugin.presets:
+        text.append(f"preset = one of {', '.join(plugin.presets)}")
+    if issubclass(plugin, Technique):
+        text += [f"mesh.{axis.name} = {axis.default}   # {axis.role}: {axis.doc}" for axis in plugin.axes]
+    return "\n".join(text)
+
+
+def _toml(value: Any) -> str:
+    return json.dumps(list(value) if isinstance(value, tuple) else value) if value is not None else "unset"
+
+
+def _type_name(hint: Any) -> str:
+    return (getattr(hint, "__name__", "") if isinstance(hint, type) else str(hint)).replace("typing.", "")
+
+
+def _as_json(plugin: type[Plugin]) -> dict[str, Any]:
+    about: dict[str, Any] = {
+        "kind": plugin.kind,
+        "name": plugin.name,
+        "summary": _first_line(plugin),
+        "file": inspect.getsourcefile(plugin),
+        "options": [
+            {
+                "key": o.key,
+                "type": _type_name(o.hint),
+                "default": None if o.default is REQUIRED else o.default,
+                "required": o.default is REQUIRED,
+                "unit": o.spec.unit,
+                "doc": o.spec.doc,
+            }
+            for o in options_of(plugin.Config)
+        ],
+    }
+    if issubclass(plugin, Technique):
+        about |= {"phase": plugin.phase, "axes": [{"name": a.name, "role": a.role} for a in plugin.axes]}
+    return about

@@ -1,0 +1,97 @@
+"""A job: everything a TOML decides, parsed, with plugins chosen. Frozen; nothing here needs a process group."""
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from functools import cached_property
+from pathlib import Path
+from typing import Any
+
+from titan.config.sections import (
+    CheckpointSection,
+    CommSection,
+    DataSection,
+    MetricsSection,
+    RunSection,
+    TrainSection,
+)
+from titan.contracts import Dataset, Loss, LrSchedule, Model, Optimizer, Technique, Tokenizer, Tracker
+from titan.mesh import Layout
+from titan.plan import ModelPlan
+
+
+@dataclass(frozen=True)
+class Source:
+    """A dataset and its share of the samples."""
+
+    plugin: Dataset
+    weight: float
+
+
+@dataclass(frozen=True, kw_only=True)
+class Job:
+    """A run as its TOML describes it.
+
+    techniques: those that are on, in TOML order.  table: the resolved TOML, defaults filled in; loading it again gives
+    the same job.
+    """
+
+    run: RunSection
+    train: TrainSection
+    data: DataSection
+    checkpoint: CheckpointSection
+    metrics: MetricsSection
+    comm: CommSection
+    layout: Layout
+    model: Model
+    tokenizer: Tokenizer
+    sources: tuple[Source, ...]
+    loss: Loss
+    optimizer: Optimizer
+    lr_schedule: LrSchedule
+    techniques: tuple[Technique, ...]
+    trackers: tuple[Tracker, ...]
+    table: Mapping[str, Any]
+
+    @property
+    def folder(self) -> Path:
+        """The run's folder."""
+        return Path(self.run.dir).expanduser() / self.run.name
+
+    @cached_property
+    def plan(self) -> ModelPlan:
+        """The model's plan as the techniques that are on change it."""
+        plan = self.model.plan()
+        for technique in self.techniques:
+            plan = technique.plan(plan)
+        return plan
+
+    @property
+    def batch_ranks(self) -> int:
+        """Ranks (or groups of them) that see different samples."""
+        return self.layout.role_degree("batch")
+
+    @property
+    def micro_batch(self) -> int:
+        """Samples per forward on one rank."""
+        if self.train.micro_batch_size:
+            return self.train.micro_batch_size
+        return choose_micro_batch(self.train.global_batch_size // self.batch_ranks, self.layout.role_degree("stage"))
+
+    @property
+    def micro_batches(self) -> int:
+        """Micro batches a step on one rank: gradient accumulation, or what flows through the pipeline."""
+        return self.train.global_batch_size // (self.micro_batch * self.batch_ranks)
+
+    @property
+    def tokens_per_step(self) -> int:
+        """Tokens of a global batch, padding included."""
+        return self.train.global_batch_size * self.data.seq_len
+
+
+def choose_micro_batch(share: int, stages: int) -> int:
+    """The largest micro batch for a rank's `share` of samples: all of it, or under pipelines the largest that leaves
+    two micro batches a stage (where the share is too small for that, one sample)."""
+    if stages == 1:
+        return share
+    fitting = [size for size in range(1, share + 1) if share % size == 0 and share // size >= 2 * stages]
+    return max(fitting, default=1)

@@ -1,0 +1,341 @@
+"""Build a Job from files and the command line, collecting every fault before saying any."""
+
+from collections.abc import Iterable, Mapping, Sequence
+from pathlib import Path
+from typing import Any, TypeVar
+
+import titan.configs
+from titan import registry
+from titan.config import tables
+from titan.config.job import Job, Source, choose_micro_batch
+from titan.config.sections import (
+    CheckpointSection,
+    CommSection,
+    DataSection,
+    MetricsSection,
+    RunSection,
+    TrainSection,
+)
+from titan.config.tables import Table
+from titan.config.techniques import agree, chosen_techniques
+from titan.contracts import (
+    Dataset,
+    Loss,
+    LrSchedule,
+    Model,
+    Optimizer,
+    Technique,
+    Tokenizer,
+    Tracker,
+)
+from titan.errors import ConfigError, Fault, PluginError
+from titan.mesh import Layout, lay_out
+from titan.options import Where, as_table, coerce, did_you_mean, options_of, parse
+from titan.registry import Plugin
+
+BUILT_IN = Path(next(iter(titan.configs.__path__)))
+SECTIONS: Mapping[str, type] = {
+    "run": RunSection,
+    "train": TrainSection,
+    "data": DataSection,
+    "checkpoint": CheckpointSection,
+    "metrics": MetricsSection,
+    "comm": CommSection,
+}
+ONE_OF: tuple[type[Plugin], ...] = (Model, Tokenizer, Loss, Optimizer, LrSchedule)
+OTHERS = ("mesh", "plugins")
+
+C = TypeVar("C")
+
+
+def split_arguments(words: Sequence[str]) -> tuple[Path | None, list[str]]:
+    """`--config F` out of a command line; the rest are overrides."""
+    rest, config, position = [], None, 0
+    while position < len(words):
+        word = words[position]
+        if word == "--config" and position + 1 < len(words):
+            config, position = Path(words[position + 1]), position + 1
+        elif word.startswith("--config="):
+            config = Path(word.partition("=")[2])
+        else:
+            rest.append(word)
+        position += 1
+    return config, rest
+
+
+def load_job(path: Path | None, overrides: Sequence[str] = (), world_size: int | None = None) -> Job:
+    """The job of a TOML file (None: the quickstart) under the overrides, for that many ranks (None: as many as it needs).
+
+    Raises:
+        ConfigError: with every fault found.
+        PluginError: a plugin cannot be loaded.
+    """
+    path = path if path is not None else BUILT_IN / "quickstart.toml"
+    table = tables.read(path, overrides, BUILT_IN)
+    registry.open_doors(_plugin_folders(table))
+    return _Loader(table, str(path)).load(world_size, path.stem)
+
+
+def _plugin_folders(table: Table) -> tuple[str, ...]:
+    value = table.at("plugins").get("path", ()) if isinstance(table.at("plugins"), dict) else ()
+    try:
+        folders: tuple[str, ...] = coerce(value, tuple[str, ...])
+    except ValueError as error:
+        raise ConfigError([Fault("", f"[plugins] path: {error}, of folders")]) from None
+    return folders
+
+
+class _Loader:
+    """One pass over a table; `faults` grows as sections are read."""
+
+    def __init__(self, table: Table, source: str) -> None:
+        self.table, self.source = table, source
+        self.faults: list[Fault] = []
+        self.resolved: dict[str, Any] = {}
+
+    def load(self, world_size: int | None, default_name: str) -> Job:
+        self._unknown_sections()
+        run = self._section("run", RunSection)
+        train = self._section("train", TrainSection)
+        checkpoint = self._section("checkpoint", CheckpointSection)
+        comm = self._section("comm", CommSection)
+        model, tokenizer, loss, optimizer, schedule = (self._one_of(contract) for contract in ONE_OF)
+        data, sources = self._data()
+        metrics, trackers = self._metrics()
+        layout, techniques = self._layout_and_techniques(world_size)
+        if train is not None:
+            self._batch(train, layout)
+        if self.faults:
+            raise ConfigError(self.faults)
+        if not run.name:
+            run = RunSection(**{**vars(run), "name": default_name})
+            self.resolved["run"]["name"] = default_name
+        job = Job(
+            run=run, train=train, data=data, checkpoint=checkpoint, metrics=metrics, comm=comm, layout=layout,
+            model=model, tokenizer=tokenizer, sources=sources, loss=loss, optimizer=optimizer, lr_schedule=schedule,
+            techniques=techniques, trackers=trackers, table=self.resolved,
+        )  # fmt: skip
+        self._check(job)
+        return job
+
+    def _where(self, *path: str) -> Where:
+        return Where(".".join(path), self.source, self.table.origins_in(*path))
+
+    def _unknown_sections(self) -> None:
+        known = {*SECTIONS, *OTHERS, *(contract.section for contract in ONE_OF)}
+        for key, value in self.table.values.items():
+            origin = self.table.origins.get((key,), self.source)
+            if key not in known:
+                self.faults.append(Fault(origin, f"[{key}]: unknown table{did_you_mean(key, known)}"))
+            elif not isinstance(value, dict):
+                self.faults.append(Fault(origin, f"{key} = {value!r}: must be a table, [{key}]"))
+                self.table.values[key] = {}
+
+    def _parse(self, config: type[C], values: Mapping[str, Any], *path: str) -> C | None:
+        parsed, faults = parse(config, values, self._where(*path))
+        self.faults += faults
+        return parsed
+
+    def _section(self, name: str, config: type[C]) -> Any:
+        parsed = self._parse(config, self.table.at(name), name)
+        if parsed is not None:
+            self.resolved[name] = as_table(parsed)
+        return parsed
+
+    def _named(self, contract: type[Plugin], values: Mapping[str, Any], *path: str) -> type[Plugin] | None:
+        """The plugin a table's `name` asks for, or its kind's default."""
+        name = values.get("name")
+        if name is None:
+            default = registry.default_of(contract.kind)
+            if default is None:
+                known = ", ".join(registry.names(contract.kind))
+                self.faults.append(self._where(*path).fault("name", f"missing; which {contract.kind}? ({known})"))
+            return default
+        plugin = registry.find(contract.kind, str(name)) if isinstance(name, str) else None
+        if plugin is None:
+            hint = did_you_mean(str(name), registry.names(contract.kind))
+            self.faults.append(self._where(*path).fault("name", f"= {str(name)!r}: unknown {contract.kind}{hint}"))
+        return plugin
+
+    def _one_of(self, contract: type[Plugin]) -> Any:
+        section = contract.section
+        values = dict(self.table.at(section))
+        plugin = self._named(contract, values, section)
+        if plugin is None:
+            return None
+        values.pop("name", None)
+        written = {"name": plugin.name}
+        if issubclass(plugin, Model):
+            values = self._preset(plugin, values)
+        config = self._parse(plugin.Config, values, section)
+        if config is None:
+            return None
+        self.resolved[section] = {**written, **as_table(config)}
+        return plugin(config)
+
+    def _preset(self, plugin: type[Model], values: dict[str, Any]) -> dict[str, Any]:
+        name = values.pop("preset", None)
+        if name is None:
+            return values
+        if str(name) not in plugin.presets:
+            hint = did_you_mean(str(name), plugin.presets)
+            self.faults.append(self._where("model").fault("preset", f"= {str(name)!r}: unknown preset{hint}"))
+            return values
+        return {**plugin.presets[str(name)], **values}
+
+    def _data(self) -> tuple[Any, tuple[Source, ...]]:
+        values = dict(self.table.at("data"))
+        mixture = values.pop("mixture", None)
+        own = {option.key for option in options_of(DataSection)}
+        host = {key: value for key, value in values.items() if key in own}
+        guest = {key: value for key, value in values.items() if key not in own}
+        data = self._parse(DataSection, host, "data")
+        if mixture is None:
+            source = self._source(guest, 1.0, "data")
+            self.resolved["data"] = {**(as_table(data) if data else {}), **(source[1] if source else {})}
+            return data, (source[0],) if source else ()
+        for key in guest:
+            self.faults.append(self._where("data").fault(key, "belongs in an entry of [[data.mixture]] where there is one"))
+        found = self._mixture(mixture)
+        self.resolved["data"] = {**(as_table(data) if data else {}), "mixture": [table for _, table in found]}
+        return data, tuple(source for source, _ in found)
+
+    def _mixture(self, mixture: Any) -> list[tuple[Source, dict[str, Any]]]:
+        if not isinstance(mixture, list) or not mixture or not all(isinstance(entry, dict) for entry in mixture):
+            self.faults.append(self._where("data").fault("mixture", "must be a list of tables, [[data.mixture]]"))
+            return []
+        found = []
+        for number, entry in enumerate(mixture):
+            entry, place = dict(entry), f"data.mixture.{number}"
+            weight = entry.pop("weight", 1.0)
+            if isinstance(weight, bool) or not isinstance(weight, (int, float)) or not weight > 0:
+                self.faults.append(self._where(place).fault("weight", f"= {weight!r}: must be a number above 0"))
+                weight = 1.0
+            source = self._source(entry, float(weight), place)
+            if source is not None:
+                found.append((source[0], {**source[1], "weight": float(weight)}))
+        return found
+
+    def _source(self, values: Mapping[str, Any], weight: float, place: str) -> tuple[Source, dict[str, Any]] | None:
+        plugin = self._named(Dataset, values, place)
+        if plugin is None:
+            return None
+        values = {key: value for key, value in values.items() if key != "name"}
+        config = self._parse(plugin.Config, values, place)
+        if config is None:
+            return None
+        instance = plugin(config)
+        assert isinstance(instance, Dataset)
+        return Source(instance, weight), {"name": plugin.name, **as_table(config)}
+
+    def _metrics(self) -> tuple[Any, tuple[Tracker, ...]]:
+        values = dict(self.table.at("metrics"))
+        trackers = {plugin.name: plugin for plugin in registry.of_kind(Tracker.kind)}
+        tables_ = {key: values.pop(key) for key in list(values) if key in trackers}
+        metrics = self._parse(MetricsSection, values, "metrics")
+        self.resolved["metrics"] = as_table(metrics) if metrics else {}
+        on: list[Tracker] = []
+        for name, plugin in trackers.items():
+            enabled, config = self._switch(plugin, tables_.get(name), "metrics", name)
+            if config is None:
+                continue
+            self.resolved["metrics"][name] = {"enabled": enabled, **as_table(config)}
+            if enabled:
+                instance = plugin(config)
+                assert isinstance(instance, Tracker)
+                on.append(instance)
+        return metrics, tuple(on)
+
+    def _switch(self, plugin: type[Plugin], values: Any, *path: str) -> tuple[bool, Any]:
+        """Whether a plugin with an `enabled` key is on, and its options."""
+        if values is not None and not isinstance(values, dict):
+            self.faults.append(self._where(*path[:-1]).fault(path[-1], f"must be a table, [{'.'.join(path)}]"))
+            return False, None
+        values = dict(values) if values is not None else {"enabled": plugin.default}
+        try:
+            enabled = coerce(values.pop("enabled", True), bool)
+        except ValueError as error:
+            self.faults.append(self._where(*path).fault("enabled", f": {error}"))
+            enabled = True
+        return enabled, self._parse(plugin.Config, values, *path)
+
+    def _layout_and_techniques(self, world_size: int | None) -> tuple[Layout, tuple[Technique, ...]]:
+        known = [plugin for plugin in registry.of_kind(Technique.kind) if issubclass(plugin, Technique)]
+        wanted: dict[str, int] = {}
+        for axis, degree in self.table.at("mesh").items():
+            try:
+                wanted[axis] = coerce(degree, int)
+            except ValueError as error:
+                self.faults.append(self._where("mesh").fault(axis, f"= {degree}: {error}"))
+        layout, misfits = lay_out([axis for plugin in known for axis in plugin.axes], wanted, world_size)
+        self.faults += [self._where("mesh").fault(axis, sentence) for axis, sentence in misfits]
+        self.resolved["mesh"] = dict(layout.degrees)
+        stated = self._stated_techniques(known)
+        on = chosen_techniques(known, {name: enabled for name, (enabled, _) in stated.items()}, layout)
+        techniques = []
+        self.resolved["plugins"] = {"path": list(_plugin_folders(self.table))}
+        for plugin in on:
+            config = stated[plugin.name][1] if plugin.name in stated else self._parse(plugin.Config, {}, "plugins", plugin.name)
+            if config is not None:
+                techniques.append(plugin(config))
+        for name, (enabled, config) in stated.items():
+            if config is not None:
+                self.resolved["plugins"][name] = {"enabled": enabled, **as_table(config)}
+        for technique in techniques:
+            self.resolved["plugins"].setdefault(technique.name, {"enabled": True, **as_table(technique.config)})
+        self.faults += [Fault(self.source, sentence) for sentence in agree(techniques)]
+        return layout, tuple(techniques)
+
+    def _stated_techniques(self, known: Iterable[type[Technique]]) -> dict[str, tuple[bool, Any]]:
+        """Techniques with a table of their own, in TOML order: (enabled, options)."""
+        by_name = {plugin.name: plugin for plugin in known}
+        stated = {}
+        for name, values in self.table.at("plugins").items():
+            if name == "path":
+                continue
+            if name not in by_name:
+                what = f"unknown technique{did_you_mean(name, by_name)}"
+                self.faults.append(self._where("plugins").fault(name, what))
+                continue
+            stated[name] = self._switch(by_name[name], values, "plugins", name)
+        return stated
+
+    def _batch(self, train: TrainSection, layout: Layout) -> None:
+        ranks, where = layout.role_degree("batch"), self._where("train")
+        if train.global_batch_size % ranks:
+            down = train.global_batch_size // ranks * ranks
+            near = f"{down} or {down + ranks}" if down else str(ranks)
+            what = f"= {train.global_batch_size} does not divide over {ranks} batch ranks ({layout}); nearest: {near}"
+            self.faults.append(where.fault("global_batch_size", what))
+            return
+        share = train.global_batch_size // ranks
+        micro = train.micro_batch_size or choose_micro_batch(share, layout.role_degree("stage"))
+        if share % micro:
+            fitting = [size for size in range(1, share + 1) if share % size == 0]
+            near = min(fitting, key=lambda size: abs(size - micro))
+            what = f"= {micro} does not divide a rank's {share} samples a step ({train.global_batch_size} / {ranks}); nearest: {near}"
+            self.faults.append(where.fault("micro_batch_size", what))
+
+    def _check(self, job: Job) -> None:
+        """What only the whole job can tell: the model's sizes, then what each technique cannot do with it."""
+        faults = [self._where("model").fault("", sentence) for sentence in job.model.check()]
+        resume = job.checkpoint.resume
+        if resume not in ("auto", "must", "never") and not Path(resume).expanduser().exists():
+            what = f"= {resume!r}: no such folder (or one of 'auto', 'must', 'never')"
+            faults.append(self._where("checkpoint").fault("resume", what))
+        if not faults:
+            plan = self._plan(job)
+            if job.data.seq_len > plan.max_seq_len:
+                what = f"= {job.data.seq_len} is longer than the model's max_seq_len {plan.max_seq_len}"
+                faults.append(self._where("data").fault("seq_len", what))
+            for technique in job.techniques:
+                place = self._where("plugins", technique.name)
+                faults += [place.fault("", sentence) for sentence in technique.check(job, plan)]
+        if faults:
+            raise ConfigError(faults)
+
+    def _plan(self, job: Job) -> Any:
+        try:
+            return job.plan
+        except PluginError as error:
+            raise ConfigError([Fault(self.source, str(error))]) from None

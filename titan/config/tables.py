@@ -1,0 +1,138 @@
+"""TOML text to one merged table that remembers where each key came from."""
+
+import tomllib
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from titan.errors import ConfigError, Fault
+from titan.options import CliText
+
+Path_ = tuple[str, ...]
+COMMAND_LINE = "command line"
+
+
+@dataclass
+class Table:
+    """Merged tables of a job: nested values, and for each key's path the file (or command line) that set it."""
+
+    values: dict[str, Any] = field(default_factory=dict)
+    origins: dict[Path_, str] = field(default_factory=dict)
+
+    def merge(self, other: Mapping[str, Any], origin: str, at: Path_ = ()) -> None:
+        """Lay `other` over this; tables merge, everything else is replaced."""
+        here = self.values
+        for key in at:
+            here = here.setdefault(key, {})
+        for key, value in other.items():
+            if isinstance(value, Mapping):
+                if not isinstance(here.setdefault(key, {}), dict):
+                    here[key] = {}
+                self.merge(value, origin, (*at, key))
+            else:
+                here[key] = value
+            self.origins[(*at, key)] = origin
+
+    def at(self, *path: str) -> Any:
+        """The value at a path; an empty table where there is none."""
+        here: Any = self.values
+        for key in path:
+            here = here.get(key, {}) if isinstance(here, dict) else {}
+        return here
+
+    def origins_in(self, *path: str) -> dict[str, str]:
+        """Who set each key of the table at a path."""
+        return {at[-1]: origin for at, origin in self.origins.items() if at[:-1] == path}
+
+
+def read(path: Path | None, overrides: Sequence[str], built_in: Path) -> Table:
+    """The file with its bases below it and the command line above it.
+
+    Relative paths are looked up from the working directory, then among the configs that came with titan.
+
+    Raises:
+        ConfigError: a file is missing, is no TOML, or bases go in a circle; a word of the command line is no override.
+    """
+    table = Table()
+    if path is not None:
+        for file, values in reversed(list(_chain(_locate(path, built_in), built_in))):
+            table.merge(values, str(file))
+    for key, value in _overrides(overrides):
+        nested: dict[str, Any] = {key[-1]: value}
+        for part in reversed(key[:-1]):
+            nested = {part: nested}
+        _clear_way(table, key)
+        table.merge(nested, COMMAND_LINE)
+    return table
+
+
+def _clear_way(table: Table, key: Path_) -> None:
+    here = table.values
+    for part in key[:-1]:
+        if not isinstance(here.get(part, {}), dict):
+            raise ConfigError([Fault(COMMAND_LINE, f"--{'.'.join(key)}: {part} is a value, not a table")])
+        here = here.get(part, {})
+
+
+def _locate(path: Path, built_in: Path) -> Path:
+    for candidate in (path, built_in / path, built_in.parent / path, built_in / f"{path}.toml"):
+        if candidate.is_file():
+            return candidate
+    there = ", ".join(sorted(file.stem for file in built_in.glob("*.toml")))
+    raise ConfigError([Fault(str(path), f"no such config file (built in: {there})")])
+
+
+def _chain(path: Path, built_in: Path) -> Iterator[tuple[Path, dict[str, Any]]]:
+    seen: list[Path] = []
+    while True:
+        if path.resolve() in seen:
+            raise ConfigError([Fault(str(path), "bases go in a circle: " + " -> ".join(p.name for p in seen))])
+        seen.append(path.resolve())
+        values = _parse(path)
+        base = values.pop("base", None)
+        yield path, _anchored(values, path)
+        if base is None:
+            return
+        if not isinstance(base, str):
+            raise ConfigError([Fault(str(path), f"base = {base!r}: must be the name of a TOML file")])
+        beside = path.parent / base
+        path = beside if beside.is_file() else _locate(Path(base), built_in)
+
+
+def _parse(path: Path) -> dict[str, Any]:
+    try:
+        return tomllib.loads(path.read_text(encoding="utf-8"))
+    except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
+        raise ConfigError([Fault(str(path), f"is not TOML: {error}")]) from None
+    except OSError as error:
+        raise ConfigError([Fault(str(path), f"cannot be read: {error.strerror}")]) from None
+
+
+def _anchored(values: dict[str, Any], path: Path) -> dict[str, Any]:
+    """Folders of plugins are meant relative to the file that names them."""
+    plugins = values.get("plugins")
+    folders = plugins.get("path") if isinstance(plugins, dict) else None
+    if isinstance(plugins, dict) and isinstance(folders, list):
+        plugins["path"] = [str(path.parent / f) if isinstance(f, str) else f for f in folders]
+    return values
+
+
+def _overrides(words: Sequence[str]) -> Iterator[tuple[Path_, CliText]]:
+    faults, position = [], 0
+    while position < len(words):
+        word = words[position]
+        name, equals, value = word.removeprefix("--").partition("=")
+        position += 1
+        if not word.startswith("--") or not all(name.split(".")) or "." not in name:
+            faults.append(Fault(COMMAND_LINE, f"{word}: expected --table.key value"))
+            continue
+        if not equals:
+            if position == len(words) or words[position].startswith("--"):
+                faults.append(Fault(COMMAND_LINE, f"{word}: needs a value"))
+                continue
+            value = words[position]
+            position += 1
+        yield tuple(name.split(".")), CliText(value)
+    if faults:
+        raise ConfigError(faults)

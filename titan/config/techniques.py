@@ -1,0 +1,68 @@
+"""Which techniques are on, and whether they get along."""
+
+from collections.abc import Iterable, Mapping, Sequence
+
+from titan.contracts import Technique
+from titan.mesh import Layout
+
+
+def chosen_techniques(
+    known: Sequence[type[Technique]], stated: Mapping[str, bool], layout: Layout
+) -> list[type[Technique]]:
+    """The techniques that are on: those the TOML states, those whose axis is above 1, those others require.
+
+    stated: technique name -> enabled, in TOML order. Stated ones come first, in that order, then the others by name.
+    """
+    by_name = {plugin.name: plugin for plugin in known}
+    on = [by_name[name] for name, enabled in stated.items() if enabled]
+    by_axis = [
+        plugin
+        for plugin in known
+        if plugin.name not in stated and any(layout.degree(axis.name) > 1 for axis in plugin.axes)
+    ]
+    on += _uncovered(by_axis, (*on, *by_axis), layout)
+    return on + _stand_ins(on, known, stated)
+
+
+def _uncovered(
+    by_axis: Sequence[type[Technique]], on: Sequence[type[Technique]], layout: Layout
+) -> list[type[Technique]]:
+    """Those whose axis nobody else handles."""
+    covered = {axis for plugin in on for axis in plugin.covers}
+    return [p for p in by_axis if any(layout.degree(a.name) > 1 and a.name not in covered for a in p.axes)]
+
+
+def _stand_ins(
+    on: Sequence[type[Technique]], known: Sequence[type[Technique]], stated: Mapping[str, bool]
+) -> list[type[Technique]]:
+    """Default providers of what is required and not provided."""
+    added: list[type[Technique]] = []
+    for capability in dict.fromkeys(capability for plugin in on for capability in plugin.requires):
+        if any(capability in (p.name, *p.provides) for p in (*on, *added)):
+            continue
+        willing = (p for p in known if p.default and capability in p.provides and stated.get(p.name, True))
+        added += list(willing)[:1]
+    return added
+
+
+def agree(techniques: Iterable[Technique]) -> list[str]:
+    """Sentences about techniques that cannot be on together, or miss one they require."""
+    on = {technique.name: technique for technique in techniques}
+    provided = {capability for technique in on.values() for capability in technique.provides} | set(on)
+    sentences = [
+        f"[plugins.{name}] and [plugins.{other}] cannot be on together: {why}"
+        for name, technique in on.items()
+        for other, why in technique.conflicts.items()
+        if other in on
+    ]
+    sentences += [
+        f"[plugins.{name}] requires {capability}, and no technique that is on provides it"
+        for name, technique in on.items()
+        for capability in technique.requires
+        if capability not in provided
+    ]
+    for what in ("split", "engine"):
+        owners = [name for name, t in on.items() if getattr(type(t), what) is not getattr(Technique, what)]
+        if len(owners) > 1:
+            sentences.append(f"only one technique can bring a {what}(), but these do: {', '.join(owners)}")
+    return sentences

@@ -1,0 +1,430 @@
+"""Every kind of plugin and what the host asks of it: the one file to read before writing a plugin.
+
+A plugin subclasses one of these, sets `name` and `Config`, and carries `@register`::
+
+    from titan.contracts import Optimizer, option, register
+
+Public methods are hooks and keep the names and parameters given here; helpers start with an underscore.
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, ClassVar, Literal, Protocol
+
+import torch
+from torch import Tensor, nn
+
+from titan.mesh import Axis, Mesh, Role
+from titan.options import REQUIRED, option
+from titan.plan import ModelPlan
+from titan.registry import Plugin, register
+
+if TYPE_CHECKING:
+    from titan.config import Job
+
+__all__ = [
+    "REQUIRED", "Axis", "Batch", "Dataset", "Document", "Engine", "Loss", "LrSchedule", "Mesh", "Model", "ModelPlan",
+    "NamedParameter", "Optimizer", "Part", "Phase", "Precision", "Role", "Row", "RunInfo", "Technique", "Tokenizer",
+    "Tracker", "World", "option", "register",
+]  # fmt: skip
+
+IGNORE = -100
+"""Label of a position that is not learnt from."""
+
+
+# --- models -----------------------------------------------------------------------------------------------------
+
+
+class Model(Plugin, ABC):
+    """An architecture: nn.Module arithmetic, and a plan that is data. Knows no mesh, no process group, no job."""
+
+    kind = "model"
+    section = "model"
+    presets: ClassVar[Mapping[str, Mapping[str, Any]]] = {}
+    """Published sizes: preset name -> values of Config."""
+
+    def check(self) -> Iterable[str]:
+        """Sentences about sizes that cannot work together, with the numbers that clash and the nearest that fit.
+
+        Asked before `plan` and `build`, which may count on sizes that fit.
+        """
+        return ()
+
+    @abstractmethod
+    def plan(self) -> ModelPlan:
+        """The model as data."""
+
+    @abstractmethod
+    def build(self) -> nn.Module:
+        """The whole model, uninitialised; called under `torch.device("meta")`.
+
+        Its forward takes `(x, documents=None)` and is what every stage runs: x is tokens [B, S] on the first stage and
+        hidden states [B, S, D] on the others, told apart by dtype, because a stage that is not the first may hold a
+        stem module whose weight its head is tied to. The result is logits [B, S, V] where the head is present, hidden
+        states where its modules were set to None. `documents` [B, S] numbers the document each token belongs to, when
+        attention must not cross documents.
+        """
+
+
+# --- text and tokens --------------------------------------------------------------------------------------------
+
+
+class Tokenizer(Plugin, ABC):
+    """Text to token ids and back, offline."""
+
+    kind = "tokenizer"
+    section = "tokenizer"
+
+    @property
+    @abstractmethod
+    def vocab_size(self) -> int:
+        """Number of ids, special ones included."""
+
+    @property
+    @abstractmethod
+    def end(self) -> int:
+        """Id that ends a document."""
+
+    @property
+    @abstractmethod
+    def fingerprint(self) -> str:
+        """Changes whenever any text would be encoded otherwise; part of the key of tokenised data."""
+
+    @abstractmethod
+    def encode(self, text: str) -> list[int]:
+        """Ids of a text, without the end id. Text that looks like a special token is ordinary text."""
+
+    @abstractmethod
+    def decode(self, ids: Sequence[int]) -> str:
+        """Text of ids; broken UTF-8 becomes the replacement character, the end id nothing."""
+
+
+@dataclass(frozen=True)
+class Document:
+    """One text of a dataset and where it was read (file, or file:line), for messages."""
+
+    text: str
+    place: str
+
+
+class Dataset(Plugin, ABC):
+    """A source of text, or of tokens that somebody has already made."""
+
+    kind = "dataset"
+    section = "data"
+
+    @abstractmethod
+    def files(self) -> list[Path]:
+        """The files read, in a fixed order. Their contents are the dataset's identity.
+
+        Raises:
+            DataError: there is none.
+        """
+
+    def documents(self, file: Path) -> Iterator[Document]:
+        """The documents of one of the files, in order. Runs in worker processes.
+
+        Raises:
+            DataError: something cannot be read; names the place.
+        """
+        raise NotImplementedError
+
+    def shards(self) -> list[Path] | None:
+        """The token shards, for a dataset that is tokenised already; None (the default) for text."""
+        return None
+
+
+@dataclass(frozen=True)
+class Batch:
+    """One micro batch on one rank, on its device.
+
+    tokens [B, S] int64.  labels [B, S] int64, the next token or IGNORE.  documents [B, S] int64 or None: the number of
+    each token's document within its sample, when attention must not cross documents.
+    """
+
+    tokens: Tensor
+    labels: Tensor
+    documents: Tensor | None = None
+
+
+# --- loss, optimizer, schedule ----------------------------------------------------------------------------------
+
+
+class Loss(Plugin, ABC):
+    """What is minimised, as a sum over tokens: the trainer divides once, by the step's global number of valid tokens."""
+
+    kind = "loss"
+    section = "loss"
+
+    @abstractmethod
+    def compute(self, logits: Tensor, labels: Tensor) -> tuple[Tensor, Tensor]:
+        """(objective, reported): sums over the valid tokens, fp32 scalars, plain tensors.
+
+        logits [B, S, V], maybe a DTensor split over V; labels [B, S]. `objective` is differentiated; `reported`, without
+        a graph, is the cross-entropy in nats that the logs show (the same where there is no extra term). Both are equal
+        on all ranks that split V.
+        """
+
+
+@dataclass(frozen=True)
+class NamedParameter:
+    """A trainable parameter with its canonical name, and whether usual practice decays it."""
+
+    name: str
+    parameter: nn.Parameter
+    decays: bool
+
+
+class Optimizer(Plugin, ABC):
+    """Turns gradients into an update."""
+
+    kind = "optimizer"
+    section = "optimizer"
+
+    @abstractmethod
+    def build(self, parameters: Sequence[NamedParameter]) -> torch.optim.Optimizer:
+        """An optimizer over these (plain or DTensor). Each group's `lr` is the peak rate; the schedule scales it.
+
+        Its state holds tensors shaped like the parameter or scalars, so that any layout can load it.
+        """
+
+    def describe(self, parameters: Sequence[NamedParameter]) -> str:
+        """One line for the start of the run: which parameters are decayed, and how many."""
+        return ""
+
+
+class LrSchedule(Plugin, ABC):
+    """The learning rate over the run, as a factor of the peak. A function of the step alone: nothing to save."""
+
+    kind = "lr_schedule"
+    section = "lr_schedule"
+
+    @abstractmethod
+    def factor(self, step: int, steps: int) -> float:
+        """Factor for the update that ends step `step` (1 is the first) of `steps`."""
+
+
+# --- what is measured -------------------------------------------------------------------------------------------
+
+Row = Mapping[str, float | int | None]
+"""One line of metrics; `step` is always there. None: not known here (MFU of a device without a known peak)."""
+
+
+@dataclass(frozen=True)
+class RunInfo:
+    """What a tracker may want to know at the start."""
+
+    folder: Path
+    name: str
+    config: Mapping[str, Any]
+    start_step: int
+    steps: int
+    params: int
+    every: int
+
+
+class Tracker(Plugin, ABC):
+    """Where metrics go. Lives on rank 0 alone. Configured in `[metrics.NAME]`; `enabled = false` switches one off."""
+
+    kind = "tracker"
+    section = "metrics"
+
+    def start(self, info: RunInfo) -> None:
+        """The run begins, or goes on from `info.start_step`."""
+
+    @abstractmethod
+    def log(self, row: Row) -> None:
+        """Take a row."""
+
+    def progress(self, step: int) -> None:
+        """A step is done; called each step, so it must cost nothing."""
+
+    def close(self) -> None:
+        """The run ends, well or not."""
+
+
+# --- techniques: everything that changes how a model is trained ---------------------------------------------------
+
+Phase = Literal["convert", "split", "partition", "recompute", "compile", "shard", "materialise"]
+"""When a technique touches the model; `titan/phases.py` says why in this order."""
+
+
+@dataclass(frozen=True)
+class Precision:
+    """Of what each thing is. Means the same under every wrapper and under none.
+
+    param: parameters and activations in forward and backward.  reduce: gradients while they are summed over micro
+    batches and ranks.  Master weights, optimizer state, loss and norms of gradients stay float32.
+    """
+
+    param: torch.dtype = torch.float32
+    reduce: torch.dtype = torch.float32
+
+
+Wrap = Callable[[Callable[..., Any]], Callable[..., Any]]
+WRAP_ORDER = ("recompute_ops", "compile", "recompute_block")
+"""Who sits inside whom around a block's forward, innermost first. Recomputing single operations is a choice the
+compiler makes, so it sits inside; recomputing a whole block calls the compiled block again, so it sits outside."""
+
+
+@dataclass
+class Part:
+    """What one pipeline stage holds of the model; the whole model where nothing splits it.
+
+    shared: canonical names of parameters that another stage holds too and counts (tied weights): left out of the norm.
+    hidden_split: ranks over which hidden states between layers are split along the sequence; set by what splits them.
+    runner: what an engine calls; the module, unless a technique puts something around it.
+    """
+
+    module: nn.Module
+    stage: int = 0
+    stages: int = 1
+    shared: frozenset[str] = frozenset()
+    hidden_split: int = 1
+    runner: nn.Module = field(init=False)
+
+    def __post_init__(self) -> None:
+        self.runner = self.module
+        self._wraps: dict[str, dict[str, Wrap]] = {}
+
+    def parameters(self) -> Iterator[tuple[str, nn.Parameter]]:
+        """(canonical name, parameter), each tensor once."""
+        return self.module.named_parameters()
+
+    def holds(self, name: str) -> bool:
+        """Whether the named module is on this part."""
+        return dict(self.module.named_modules()).get(name) is not None
+
+    def units(self, plan: ModelPlan) -> list[list[nn.Module]]:
+        """The plan's shard units as far as this part holds them, in forward order."""
+        here = dict(self.module.named_modules())
+        units = [[here[name] for name in unit if name in here] for unit in plan.shard_units()]
+        return [unit for unit in units if unit]
+
+    def layers(self, plan: ModelPlan) -> list[tuple[str, nn.Module]]:
+        """(name, module) of the layers on this part, in order."""
+        here = dict(self.module.named_modules())
+        return [(name, here[name]) for name in plan.layer_names() if name in here]
+
+    def wrap_forward(self, name: str, place: Literal["recompute_ops", "compile", "recompute_block"], wrap: Wrap) -> None:
+        """Put `wrap` around the forward of a module, at its place in WRAP_ORDER; names of parameters do not change."""
+        module = self.module.get_submodule(name)
+        wraps = self._wraps.setdefault(name, {})
+        assert place not in wraps, f"two techniques wrap {name} at {place}"
+        wraps[place] = wrap
+        forward: Callable[..., Any] = type(module).forward.__get__(module)
+        for at in WRAP_ORDER:
+            forward = wraps[at](forward) if at in wraps else forward
+        module.forward = forward
+
+    def retie(self, plan: ModelPlan) -> None:
+        """Make tied parameters one tensor again after something has replaced them."""
+        for alias, owner in plan.tied:
+            (to, to_name), (source, source_name) = alias.rpartition(".")[::2], owner.rpartition(".")[::2]
+            if self.holds(to) and self.holds(source):
+                tensor = getattr(self.module.get_submodule(source), source_name)
+                setattr(self.module.get_submodule(to), to_name, tensor)
+
+
+@dataclass
+class World:
+    """What a technique may know when it touches the model."""
+
+    job: Job
+    mesh: Mesh
+    plan: ModelPlan
+    precision: Precision
+    techniques: Sequence[Technique] = field(default_factory=list)
+
+    @property
+    def device(self) -> torch.device:
+        """The device of this rank."""
+        return self.mesh.device
+
+
+LossFn = Callable[[Tensor, Tensor], Tensor]
+"""(logits, labels) -> the objective's sum over valid tokens divided by the step's global number of them."""
+
+
+class Engine(Protocol):
+    """Runs forward and backward over the micro batches of a step."""
+
+    def forward_backward(self, batches: Sequence[Batch], loss: LossFn) -> None:
+        """Add the gradients of all micro batches; `loss` is called wherever logits come out."""
+
+    def forward(self, batch: Batch) -> Tensor | None:
+        """Logits [B, S, V] of a micro batch, without gradients; None on ranks that do not hold the last stage."""
+
+
+class Technique(Plugin):
+    """Changes how the model is trained. On when its `[plugins.NAME]` table stands, or an axis it owns is above 1.
+
+    phase: when `apply` (or `split`) is called.  axes: mesh axes it owns.
+    covers: axes of others that it handles while it is on; their owners are then not switched on by them.
+    provides, requires: capabilities. What a technique requires must be provided by one that is on; where none is, the
+        provider with `default = True` is switched on.
+    conflicts: name of another technique -> a sentence that says why the two cannot be on together.
+    parity: with it on, the fp32 curve is the one with it off, within the tolerance table; the contract suite tests it.
+    """
+
+    kind = "technique"
+    section = "plugins"
+    phase: ClassVar[Phase]
+    axes: ClassVar[Sequence[Axis]] = ()
+    covers: ClassVar[Sequence[str]] = ()
+    provides: ClassVar[Sequence[str]] = ()
+    requires: ClassVar[Sequence[str]] = ()
+    conflicts: ClassVar[Mapping[str, str]] = {}
+    parity: ClassVar[bool] = True
+
+    def check(self, job: Job, plan: ModelPlan) -> Iterable[str]:
+        """Sentences about what cannot work in this job, with the numbers that clash and the nearest that fit."""
+        return ()
+
+    def plan(self, plan: ModelPlan) -> ModelPlan:
+        """The model's plan as this technique changes it."""
+        return plan
+
+    def precision(self, precision: Precision) -> Precision:
+        """The run's precision as this technique changes it."""
+        return precision
+
+    def apply(self, part: Part, world: World) -> None:
+        """Touch one part of the model, in this technique's phase. On the meta device before `materialise`."""
+
+    def split(self, model: nn.Module, world: World) -> list[Part]:
+        """Phase `split` only: the parts of the whole model that this rank holds, in stage order."""
+        return [Part(model)]
+
+    def engine(self, parts: Sequence[Part], world: World) -> Engine | None:
+        """An engine of its own, or None for the host's Direct one. One technique at most brings one."""
+        return None
+
+    def before_step(self, step: int) -> None:
+        """A step begins: `step` counts from 1."""
+
+    def before_microbatch(self, index: int, count: int) -> None:
+        """The Direct engine is about to run micro batch `index` of `count`. An engine of one's own need not call it."""
+
+    def after_backward(self) -> None:
+        """All micro batches of the step have been added to the gradients; nothing has been clipped."""
+
+    def before_update(self, grad_norm: Tensor) -> None:
+        """Gradients are final; the optimizer is about to step. `grad_norm` is the global norm before clipping."""
+
+    def after_step(self, step: int) -> None:
+        """The update is done and gradients are cleared."""
+
+    def state_dict(self) -> dict[str, Any]:
+        """What must outlive the process: tensors, and values that JSON can hold."""
+        return {}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Take back what `state_dict` gave."""
+
+    def close(self) -> None:
+        """The run ends, well or not."""

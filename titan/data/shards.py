@@ -1,0 +1,183 @@
+"""Token shards: how tokenised text lies on disk.
+
+A shard is one file, little endian: a header of 64 bytes, the tokens (padded with zeros to a multiple of 8 bytes), then
+for each document the position after its last token as int64. Every document ends with the tokenizer's end id.
+
+    offset  bytes
+         0      8  magic "TITANTOK"
+         8      4  version, 1
+        12      4  bytes of a token: 2 (uint16) or 4 (uint32)
+        16      8  number of tokens
+        24      8  number of documents
+        32     32  SHA-256 of everything after the header
+
+Reading is memory-mapped; a file whose size is not the one its header promises is refused when it is opened.
+"""
+
+import hashlib
+import os
+import struct
+from array import array
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from titan.errors import DataError
+
+MAGIC = b"TITANTOK"
+VERSION = 1
+HEADER_BYTES = 64
+_HEADER = struct.Struct("<8sIIQQ32s")
+_DTYPES: dict[int, npt.DTypeLike] = {2: "<u2", 4: "<u4"}
+
+
+def token_bytes(vocab_size: int) -> int:
+    """Bytes of a stored token: 2 where every id of the vocabulary fits, else 4."""
+    return 2 if vocab_size <= 1 << 16 else 4
+
+
+@dataclass(frozen=True)
+class Shard:
+    """A shard as its header describes it. `digest` (hex) stands for its content."""
+
+    path: Path
+    width: int
+    tokens: int
+    documents: int
+    digest: str
+
+    @property
+    def bytes(self) -> int:
+        """Size of a whole file with this header."""
+        return HEADER_BYTES + _padded(self.tokens * self.width) + 8 * self.documents
+
+    def map(self) -> tuple[npt.NDArray[np.uint16 | np.uint32], npt.NDArray[np.int64]]:
+        """Memory-mapped tokens [tokens] and document ends [documents]; holds one open file."""
+        if self.tokens == 0:
+            return np.empty(0, np.uint16), np.empty(0, np.int64)
+        whole = np.memmap(self.path, dtype=np.uint8, mode="r")
+        ends = HEADER_BYTES + _padded(self.tokens * self.width)
+        tokens = whole[HEADER_BYTES : HEADER_BYTES + self.tokens * self.width].view(_DTYPES[self.width])
+        return tokens.view(np.ndarray), whole[ends:].view("<i8").view(np.ndarray)
+
+    def verify(self) -> None:
+        """Read the whole file and hold it against the header.
+
+        Raises:
+            DataError: the content is not what was written, or its documents do not lie end to end.
+        """
+        with self.path.open("rb") as file:
+            file.seek(HEADER_BYTES)
+            found = hashlib.file_digest(file, "sha256").hexdigest()
+        if found != self.digest:
+            raise DataError(f"shard {self.path} is damaged: its content has SHA-256 {found}, its header {self.digest}")
+        _, ends = self.map()
+        if np.any(np.diff(ends, prepend=0) <= 0) or (ends[-1] if self.documents else 0) != self.tokens:
+            raise DataError(f"shard {self.path}: its {self.documents} documents do not lie end to end")
+
+
+def _padded(size: int) -> int:
+    return -(-size // 8) * 8
+
+
+def open_shard(path: Path) -> Shard:
+    """Read and check a shard's header.
+
+    Raises:
+        DataError: no such file, not a shard, another version, or shorter or longer than its header says.
+    """
+    try:
+        with path.open("rb") as file:
+            head, size = file.read(HEADER_BYTES), os.fstat(file.fileno()).st_size
+    except OSError as error:
+        raise DataError(f"shard {path} cannot be read: {error.strerror}") from None
+    if size == 0:
+        raise DataError(f"shard {path} is empty")
+    if not head.startswith(MAGIC):
+        raise DataError(f"{path} is no token shard: it starts with {head[:8]!r}, a shard with {MAGIC!r}")
+    if len(head) < HEADER_BYTES:
+        raise DataError(f"shard {path} is cut short: {size} bytes, its header alone has {HEADER_BYTES}")
+    _, version, width, tokens, documents, digest = _HEADER.unpack(head)
+    if version != VERSION or width not in _DTYPES:
+        raise DataError(
+            f"shard {path} has version {version} with tokens of {width} bytes; this titan reads version {VERSION}"
+            " with 2 or 4"
+        )
+    shard = Shard(path, width, tokens, documents, digest.hex())
+    if size != shard.bytes:
+        fault = "is cut short" if size < shard.bytes else "is too long"
+        raise DataError(
+            f"shard {path} {fault}: {size:,} bytes, but {tokens:,} tokens in {documents:,} documents"
+            f" take {shard.bytes:,}"
+        )
+    return shard
+
+
+class ShardWriter:
+    """Writes one shard, document by document. The file appears at `path` complete, in `close`, or never.
+
+    As a context manager it closes on success and removes what it wrote on an exception.
+    """
+
+    def __init__(self, path: Path, vocab_size: int) -> None:
+        self.path = path
+        self.tokens = 0
+        self._vocab_size = vocab_size
+        self._width = token_bytes(vocab_size)
+        self._ends = array("q")
+        self._digest = hashlib.sha256()
+        self._partial = path.with_name(f"{path.name}.{os.getpid()}.partial")
+        self._file = self._partial.open("wb")
+        self._file.write(bytes(HEADER_BYTES))
+
+    def add(self, ids: Sequence[int]) -> None:
+        """Append a document; its last id is the tokenizer's end.
+
+        Raises:
+            DataError: an id is outside the vocabulary.
+        """
+        wide = np.asarray(ids, dtype=np.int64)
+        if wide.size == 0 or wide.min() < 0 or wide.max() >= self._vocab_size:
+            raise DataError(
+                f"document {len(self._ends)} of shard {self.path} has {wide.size} ids, from {wide.min(initial=0)} to"
+                f" {wide.max(initial=0)}; the vocabulary has {self._vocab_size}"
+            )
+        self._put(wide.astype(_DTYPES[self._width]).tobytes())
+        self.tokens += wide.size
+        self._ends.append(self.tokens)
+
+    def _put(self, data: bytes) -> None:
+        self._file.write(data)
+        self._digest.update(data)
+
+    def close(self) -> Shard:
+        """Complete the file, flush it to disk and give it its name."""
+        stored = self.tokens * self._width
+        self._put(bytes(_padded(stored) - stored))
+        self._put(np.asarray(self._ends, dtype="<i8").tobytes())
+        documents, digest = len(self._ends), self._digest
+        self._file.seek(0)
+        self._file.write(_HEADER.pack(MAGIC, VERSION, self._width, self.tokens, documents, digest.digest()))
+        self._file.flush()
+        os.fsync(self._file.fileno())
+        self._file.close()
+        os.replace(self._partial, self.path)
+        return Shard(self.path, self._width, self.tokens, documents, digest.hexdigest())
+
+    def discard(self) -> None:
+        """Forget what was written."""
+        self._file.close()
+        self._partial.unlink(missing_ok=True)
+
+    def __enter__(self) -> "ShardWriter":
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, *_: Any) -> None:
+        if kind is None:
+            self.close()
+        else:
+            self.discard()

@@ -1,0 +1,52 @@
+"""What a user can meet. Each error carries the exit code its command ends with."""
+
+from collections.abc import Iterable
+from dataclasses import dataclass
+
+EXIT_DONE = 0
+EXIT_FAILED = 1
+EXIT_WRONG_INPUT = 2
+EXIT_PREEMPTED = 75
+
+
+class TitanError(Exception):
+    """Base of every error that is the user's to act on; printed as one line, never as a stack trace."""
+
+    exit_code = EXIT_FAILED
+
+
+@dataclass(frozen=True)
+class Fault:
+    """One thing wrong in a job: where it stands (file or command line, table, key) and what to do about it."""
+
+    where: str
+    what: str
+
+    def __str__(self) -> str:
+        return f"{self.where}: {self.what}" if self.where else self.what
+
+
+class ConfigError(TitanError):
+    """A job that cannot be run as written. Holds every fault found, so that one look mends all of them."""
+
+    exit_code = EXIT_WRONG_INPUT
+
+    def __init__(self, faults: Iterable[Fault] | str) -> None:
+        self.faults = (Fault("", faults),) if isinstance(faults, str) else tuple(faults)
+        super().__init__("\n".join(str(fault) for fault in self.faults))
+
+
+class PluginError(TitanError):
+    """A plugin that breaks its contract, or two plugins that claim one name."""
+
+    exit_code = EXIT_WRONG_INPUT
+
+
+class CheckpointError(TitanError):
+    """A checkpoint that cannot be written, found or trusted."""
+
+
+class DataError(TitanError):
+    """Text or tokens that cannot be read; the message names file and place."""
+
+    exit_code = EXIT_WRONG_INPUT

@@ -1,0 +1,64 @@
+"""Layout-invariant initial weights: each parameter is drawn whole from a generator of its own, then sliced.
+
+The generator is seeded by (seed, canonical name), so no count of ranks, stages or shards enters.
+"""
+
+import hashlib
+
+import torch
+from torch import Tensor
+from torch.distributed.tensor import DTensor, Replicate, Shard
+from torch.distributed.tensor.placement_types import Placement
+
+from titan.contracts import Part
+from titan.plan import Init, ModelPlan
+
+
+def init_weights(part: Part, plan: ModelPlan, seed: int) -> None:
+    """Give every parameter of the part its initial value, in place."""
+    with torch.no_grad():
+        for name, parameter in part.parameters():
+            how = plan.init_of(name)
+            if isinstance(parameter, DTensor):
+                whole = draw(how, parameter.shape, seed, name, parameter.device, parameter.dtype)
+                local = parameter.to_local()
+                local.copy_(slice_of(whole, parameter))
+            else:
+                parameter.copy_(draw(how, parameter.shape, seed, name, parameter.device, parameter.dtype))
+
+
+def draw(how: Init, shape: torch.Size, seed: int, name: str, device: torch.device, dtype: torch.dtype) -> Tensor:
+    """The whole initial tensor of the parameter called `name`."""
+    if how.kind == "constant":
+        return torch.full(shape, how.value, device=device, dtype=dtype)
+    generator = torch.Generator(device=device).manual_seed(name_seed(seed, name))
+    tensor = torch.empty(shape, device=device, dtype=dtype)
+    bound = how.cut * how.std
+    return torch.nn.init.trunc_normal_(tensor, std=how.std, a=-bound, b=bound, generator=generator)
+
+
+def name_seed(seed: int, name: str) -> int:
+    """A 63-bit seed from the run's seed and a name; equal on every machine and Python."""
+    return int.from_bytes(hashlib.sha256(f"{seed}:{name}".encode()).digest()[:8], "little") >> 1
+
+
+def slice_of(whole: Tensor, like: DTensor) -> Tensor:
+    """The piece of `whole` that this rank's shard of `like` is, without communication.
+
+    A strided shard (FSDP over tensor parallel) cuts what the mesh dimensions to its right have left, so those go first.
+    """
+    mesh, piece = like.device_mesh, whole
+    dims = range(mesh.ndim)
+    for dim in (*(d for d in dims if not _is_strided(like.placements[d])), *(d for d in dims if _is_strided(like.placements[d]))):
+        placement = like.placements[dim]
+        if isinstance(placement, Replicate):
+            continue
+        assert hasattr(placement, "dim"), f"cannot slice for {placement}"
+        pieces = piece.chunk(mesh.size(dim), dim=placement.dim)
+        at = mesh.get_local_rank(dim)
+        piece = pieces[at] if at < len(pieces) else piece.narrow(placement.dim, 0, 0)
+    return piece
+
+
+def _is_strided(placement: Placement) -> bool:
+    return hasattr(placement, "split_factor") and not type(placement) is Shard

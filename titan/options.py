@@ -1,0 +1,254 @@
+"""Declared options: a TOML table becomes a frozen dataclass, and everything wrong with it is said at once.
+
+Every section of the host and every plugin states its options the same way::
+
+    @dataclass(frozen=True, kw_only=True)
+    class Config:
+        lr: float = option(3e-4, "peak learning rate", above=0)
+        mode: Literal["full", "every"] = option("full", "what is recomputed")
+
+The declaration is the only place: parsing, bounds, `--help`-like listings and the JSON Schema all come from it.
+"""
+
+import dataclasses
+import difflib
+import tomllib
+import types
+import typing
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, Literal, TypeVar, Union
+
+from titan.errors import Fault
+
+T = TypeVar("T")
+_KEY = "titan.option"
+
+REQUIRED: Any = dataclasses.MISSING
+"""Default of an option that the user must give."""
+
+
+class CliText(str):
+    """A value from the command line: its type is the option's to decide, so `--run.name 10` is a name."""
+
+
+@dataclass(frozen=True)
+class Spec:
+    """What an option says about itself. Bounds are inclusive for `at_*`, exclusive for `above`/`below`."""
+
+    doc: str
+    unit: str = ""
+    at_least: float | None = None
+    above: float | None = None
+    at_most: float | None = None
+    below: float | None = None
+
+
+def option(
+    default: T,
+    doc: str,
+    *,
+    unit: str = "",
+    at_least: float | None = None,
+    above: float | None = None,
+    at_most: float | None = None,
+    below: float | None = None,
+    key: str = "",
+) -> T:
+    """Declare one option of a frozen dataclass.
+
+    Bounds apply to the number, or to each number of a list. `key` is the name in the TOML where it cannot be
+    the field's (a Python keyword such as `async`).
+    """
+    spec = Spec(doc, unit, at_least, above, at_most, below)
+    metadata = {_KEY: spec, "key": key}
+    if default is REQUIRED:
+        return typing.cast(T, dataclasses.field(metadata=metadata))
+    return typing.cast(T, dataclasses.field(default=default, metadata=metadata))
+
+
+@dataclass(frozen=True)
+class Option:
+    """One option as read from its dataclass: TOML key, field, resolved type, default (or REQUIRED) and Spec."""
+
+    key: str
+    field: str
+    hint: Any
+    default: Any
+    spec: Spec
+
+
+def options_of(config: type) -> tuple[Option, ...]:
+    """The options a config dataclass declares, in order.
+
+    Raises:
+        TypeError: it is not a frozen keyword-only dataclass, or a field lacks its `option(...)`.
+    """
+    params = getattr(config, "__dataclass_params__", None)
+    if params is None or not params.frozen or not all(field.kw_only for field in dataclasses.fields(config)):
+        raise TypeError(f"{config.__qualname__} must be a @dataclass(frozen=True, kw_only=True)")
+    hints = typing.get_type_hints(config)
+    undeclared = set(config.__dict__.get("__annotations__", {})) - {f.name for f in dataclasses.fields(config)}
+    found = []
+    for field in dataclasses.fields(config):
+        if _KEY not in field.metadata:
+            raise TypeError(f"{config.__qualname__}.{field.name} needs option(default, doc)")
+        key = field.metadata["key"] or field.name
+        found.append(Option(key, field.name, hints[field.name], field.default, field.metadata[_KEY]))
+    if undeclared:
+        raise TypeError(f"{config.__qualname__}: {', '.join(sorted(undeclared))} is annotated but is no field")
+    return tuple(found)
+
+
+def did_you_mean(word: str, known: Iterable[str]) -> str:
+    """` (did you mean X?)`, or the names there are when none is near; empty when there are none at all."""
+    names = sorted(known)
+    near = difflib.get_close_matches(word, names, n=1, cutoff=0.6)
+    if near:
+        return f" (did you mean {near[0]!r}?)"
+    return f" (known: {', '.join(names)})" if names else ""
+
+
+def parse(config: type[T], table: Mapping[str, Any], where: "Where") -> tuple[T | None, list[Fault]]:
+    """Build `config` from a TOML table. Returns it, or None with every fault found."""
+    declared = {option.key: option for option in options_of(config)}
+    faults = [
+        where.fault(key, f"unknown key{did_you_mean(key, declared)}") for key in table if key not in declared
+    ]
+    values: dict[str, Any] = {}
+    for key, declaration in declared.items():
+        if key not in table:
+            if declaration.default is REQUIRED:
+                faults.append(where.fault(key, f"missing; it is {declaration.spec.doc}"))
+            continue
+        try:
+            value = coerce(table[key], declaration.hint)
+            check_bounds(value, declaration.spec)
+            values[declaration.field] = value
+        except ValueError as error:
+            faults.append(where.fault(key, f"= {shown(table[key])}: {error}"))
+    return (None, faults) if faults else (config(**values), [])
+
+
+@dataclass(frozen=True)
+class Where:
+    """The place of a table: its name in brackets, and which file (or the command line) set each key."""
+
+    table: str
+    source: str = ""
+    origins: Mapping[str, str] = dataclasses.field(default_factory=dict)
+
+    def fault(self, key: str, what: str) -> Fault:
+        """A Fault at `key` of this table."""
+        source = self.origins.get(key, self.source)
+        place = f"[{self.table}] {key}".strip() if self.table else key
+        return Fault(source, f"{place} {what}" if what.startswith("=") else f"{place}: {what}")
+
+
+def shown(value: Any) -> str:
+    """A value as the user wrote it, cut to a line."""
+    text = str(value) if isinstance(value, CliText) else repr(value)
+    return text if len(text) <= 60 else text[:57] + "..."
+
+
+def coerce(value: Any, hint: Any) -> Any:
+    """`value` as `hint`; TOML's types are strict (no 1 for true, no "3" for 3), the command line's follow the hint.
+
+    Raises:
+        ValueError: it does not fit; the message says what would.
+    """
+    origin, args = typing.get_origin(hint), typing.get_args(hint)
+    if origin in (Union, types.UnionType):
+        return _coerce_union(value, args)
+    if isinstance(value, CliText) and not _takes_text(hint):
+        value = from_text(value)
+    if origin is Literal:
+        if value not in args or isinstance(value, bool) != any(isinstance(a, bool) for a in args):
+            near = did_you_mean(value, [str(a) for a in args]) if isinstance(value, str) else ""
+            raise ValueError(f"must be one of {', '.join(repr(a) for a in args)}" + (near if "mean" in near else ""))
+        return value
+    if origin is tuple:
+        return _coerce_tuple(value, args)
+    if origin in (dict, Mapping) or origin is not None and issubclass(origin, Mapping):
+        if not isinstance(value, Mapping):
+            raise ValueError("must be a table")
+        return {str(key): coerce(item, args[1]) for key, item in value.items()}
+    return _coerce_plain(value, hint)
+
+
+def _takes_text(hint: Any) -> bool:
+    return hint is str or typing.get_origin(hint) is Literal and all(isinstance(a, str) for a in typing.get_args(hint))
+
+
+def _coerce_union(value: Any, args: tuple[Any, ...]) -> Any:
+    if type(None) in args and isinstance(value, CliText) and value == "none":
+        return None
+    problems = []
+    for arg in args:
+        if arg is type(None):
+            continue
+        try:
+            return coerce(value, arg)
+        except ValueError as error:
+            problems.append(str(error))
+    raise ValueError(", or ".join(problems))
+
+
+def _coerce_tuple(value: Any, args: tuple[Any, ...]) -> tuple[Any, ...]:
+    if isinstance(value, CliText):
+        value = [CliText(part) for part in value.split(",")] if value else []
+    if not isinstance(value, Sequence) or isinstance(value, str):
+        raise ValueError("must be a list")
+    if len(args) == 2 and args[1] is Ellipsis:
+        return tuple(coerce(item, args[0]) for item in value)
+    if len(value) != len(args):
+        raise ValueError(f"must be a list of {len(args)}")
+    return tuple(coerce(item, arg) for item, arg in zip(value, args, strict=True))
+
+
+_PLAIN = {bool: "true or false", int: "an integer", float: "a number", str: "a string"}
+
+
+def _coerce_plain(value: Any, hint: Any) -> Any:
+    if hint is Any:
+        return value
+    if hint is float and isinstance(value, int) and not isinstance(value, bool):
+        return float(value)
+    if type(value) is hint or hint is str and isinstance(value, CliText):
+        if hint is float and value != value:
+            raise ValueError("must be a number, not nan")
+        return str(value) if hint is str else value
+    raise ValueError(f"must be {_PLAIN.get(hint, getattr(hint, '__name__', str(hint)))}")
+
+
+def from_text(text: str) -> Any:
+    """A command-line word as TOML would read it; a word that is no TOML value is a string."""
+    try:
+        return tomllib.loads(f"v = {text}")["v"]
+    except tomllib.TOMLDecodeError:
+        return str(text)
+
+
+def check_bounds(value: Any, spec: Spec) -> None:
+    """Raise ValueError when a number, or one number of a list, leaves the option's bounds."""
+    for number in value if isinstance(value, tuple) else (value,):
+        if isinstance(number, bool) or not isinstance(number, (int, float)):
+            continue
+        if spec.at_least is not None and number < spec.at_least:
+            raise ValueError(f"must be at least {spec.at_least}")
+        if spec.above is not None and number <= spec.above:
+            raise ValueError(f"must be above {spec.above}")
+        if spec.at_most is not None and number > spec.at_most:
+            raise ValueError(f"must be at most {spec.at_most}")
+        if spec.below is not None and number >= spec.below:
+            raise ValueError(f"must be below {spec.below}")
+
+
+def as_table(config: Any) -> dict[str, Any]:
+    """A config dataclass as a TOML table: keys in declared order, None left out."""
+    table = {}
+    for declared in options_of(type(config)):
+        value = getattr(config, declared.field)
+        if value is not None:
+            table[declared.key] = list(value) if isinstance(value, tuple) else value
+    return table

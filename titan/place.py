@@ -1,0 +1,132 @@
+"""Where this node stands among the nodes of a run, read from the environment that a user or Slurm has set."""
+
+import os
+import shutil
+import subprocess
+import sys
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+from titan.errors import ConfigError, Fault
+
+Environment = Mapping[str, str]
+
+LOCAL = "127.0.0.1"
+PORT = 29500
+SLURM_PORTS = range(20000, 29000)
+"""A Slurm job meets at a port by its number, so that jobs that share a node do not clash."""
+
+
+@dataclass(frozen=True)
+class Place:
+    """This node among the nodes of a run, the ranks that each node starts, and where all ranks meet."""
+
+    nodes: int
+    node: int
+    ranks: int
+    host: str
+    port: int
+
+    @property
+    def world_size(self) -> int:
+        """Ranks on all nodes."""
+        return self.nodes * self.ranks
+
+    def environment(self, local_rank: int) -> dict[str, str]:
+        """What a rank of this node finds in its environment; the names are torchrun's."""
+        return {
+            "RANK": str(self.node * self.ranks + local_rank),
+            "LOCAL_RANK": str(local_rank),
+            "WORLD_SIZE": str(self.world_size),
+            "LOCAL_WORLD_SIZE": str(self.ranks),
+            "MASTER_ADDR": self.host,
+            "MASTER_PORT": str(self.port),
+        }
+
+
+def find_place(env: Environment) -> Place:
+    """Read where to run from NPROC, NNODES, NODE_RANK, MASTER_ADDR and MASTER_PORT, or from Slurm.
+
+    The port is 0 on a single node: nobody else needs to know it before the ranks start.
+
+    Raises:
+        ConfigError: a variable is no number, out of range, or missing.
+    """
+    nodes = _number(env, ("NNODES", "SLURM_STEP_NUM_NODES", "SLURM_NNODES"), 1, at_least=1)
+    ranks = _number(env, ("NPROC",), 0, at_least=1) or max(1, gpus())
+    if nodes == 1:
+        return Place(1, 0, ranks, LOCAL, 0)
+    node = _number(env, ("NODE_RANK", "SLURM_NODEID"), -1, at_least=0)
+    if node < 0:
+        raise ConfigError([Fault("environment", f"NODE_RANK is not set, and there are {nodes} nodes")])
+    if node >= nodes:
+        raise ConfigError([Fault("environment", f"NODE_RANK = {node}: must be below NNODES = {nodes}")])
+    return Place(nodes, node, ranks, *_meeting_point(env))
+
+
+def rank_environment(env: Environment) -> dict[str, str] | None:
+    """What this process lacks to be a rank, when torchrun or `srun` started one process per rank; None when not so.
+
+    NPROC asks this process to start ranks, also inside a Slurm allocation of many tasks.
+
+    Raises:
+        ConfigError: Slurm does not say where the ranks meet.
+    """
+    if "RANK" in env and "WORLD_SIZE" in env:
+        return {}
+    nodes = _number(env, ("NNODES", "SLURM_STEP_NUM_NODES", "SLURM_NNODES"), 1, at_least=1)
+    tasks = _number(env, ("SLURM_STEP_NUM_TASKS", "SLURM_NTASKS"), 1, at_least=1)
+    if env.get("NPROC") or "SLURM_PROCID" not in env or tasks <= nodes:
+        return None
+    host, port = _meeting_point(env)
+    return {
+        "RANK": env["SLURM_PROCID"],
+        "LOCAL_RANK": env.get("SLURM_LOCALID", "0"),
+        "WORLD_SIZE": str(tasks),
+        "LOCAL_WORLD_SIZE": str(-(-tasks // nodes)),
+        "MASTER_ADDR": host,
+        "MASTER_PORT": str(port),
+    }
+
+
+def _number(env: Environment, names: Sequence[str], default: int, *, at_least: int) -> int:
+    """The first of these variables that is set, or the default."""
+    for name in names:
+        if env.get(name):
+            if not env[name].isdecimal() or int(env[name]) < at_least:
+                what = f"{name} = {env[name]!r}: must be an integer of at least {at_least}"
+                raise ConfigError([Fault("environment", what)])
+            return int(env[name])
+    return default
+
+
+def _meeting_point(env: Environment) -> tuple[str, int]:
+    job = env.get("SLURM_JOB_ID", "")
+    default = SLURM_PORTS[int(job) % len(SLURM_PORTS)] if job.isdecimal() else PORT
+    port = _number(env, ("MASTER_PORT",), default, at_least=1)
+    return env.get("MASTER_ADDR") or _first_slurm_host(env), port
+
+
+def _first_slurm_host(env: Environment) -> str:
+    listed = env.get("SLURM_STEP_NODELIST") or env.get("SLURM_JOB_NODELIST")
+    if not listed:
+        raise ConfigError([Fault("environment", "MASTER_ADDR is not set; it names the first of several nodes")])
+    tool = shutil.which("scontrol", path=env.get("PATH", ""))
+    if tool is None:
+        raise ConfigError([Fault("environment", "MASTER_ADDR is not set, and there is no scontrol to ask for it")])
+    shown = subprocess.run([tool, "show", "hostnames", listed], capture_output=True, text=True, check=False)
+    if shown.returncode or not shown.stdout.split():
+        raise ConfigError([Fault("environment", f"scontrol cannot read the node list {listed!r}; set MASTER_ADDR")])
+    return shown.stdout.split()[0]
+
+
+def gpus() -> int:
+    """CUDA devices of this node; asks without initialising CUDA, so that the process may still fork."""
+    import torch  # only here: it takes a second, and a wrong variable should be said at once
+
+    return torch.cuda.device_count()
+
+
+def cores() -> int:
+    """CPU cores this process may use."""
+    return len(os.sched_getaffinity(0)) if sys.platform == "linux" else os.cpu_count() or 1

@@ -1,0 +1,68 @@
+"""This process among the others: which rank, on which device, in which process group."""
+
+import os
+from dataclasses import dataclass
+from datetime import timedelta
+
+import torch
+import torch.distributed as dist
+
+from titan.config import Job
+from titan.errors import ConfigError
+from titan.mesh import Mesh
+
+
+@dataclass(frozen=True)
+class Rank:
+    """A rank of the run and its device."""
+
+    number: int
+    world_size: int
+    local: int
+    device: torch.device
+
+
+def launched_world_size() -> int:
+    """Ranks this process was launched among, from the launcher's environment; 1 without one."""
+    return int(os.environ.get("WORLD_SIZE", "1"))
+
+
+def join(job: Job) -> Rank:
+    """Take this process's place: choose its device and enter the process group.
+
+    Raises:
+        ConfigError: the job asks for a device this machine does not have.
+    """
+    number, local = int(os.environ.get("RANK", "0")), int(os.environ.get("LOCAL_RANK", "0"))
+    rank = Rank(number, launched_world_size(), local, _device(job.run.device, local))
+    if rank.device.type != "cpu":
+        torch.accelerator.set_device_index(rank.device.index)
+    backend = "gloo" if rank.device.type == "cpu" else f"cpu:gloo,{rank.device.type}:nccl"
+    timeout = timedelta(seconds=job.comm.init_timeout_s)
+    if "MASTER_ADDR" in os.environ:
+        dist.init_process_group(backend, timeout=timeout)
+    else:
+        dist.init_process_group(backend, store=dist.HashStore(), rank=0, world_size=1, timeout=timeout)
+    return rank
+
+
+def _device(wanted: str, local: int) -> torch.device:
+    if wanted == "cpu" or wanted == "auto" and not torch.cuda.is_available():
+        return torch.device("cpu")
+    if not torch.cuda.is_available():
+        raise ConfigError(f'[run] device = "{wanted}": PyTorch sees no such device here; use "cpu" or "auto"')
+    if local >= torch.cuda.device_count():
+        raise ConfigError(f"rank {local} of this node has no device: {torch.cuda.device_count()} are here")
+    return torch.device("cuda", local)
+
+
+def shorten_timeouts(job: Job, mesh: Mesh) -> None:
+    """After the first step, a collective of training that waits long is a hang, not a compiler at work."""
+    for group in (dist.group.WORLD, *mesh.groups()):
+        dist.distributed_c10d._set_pg_timeout(timedelta(seconds=job.comm.timeout_s), group)
+
+
+def leave() -> None:
+    """Leave the process group."""
+    if dist.is_initialized():
+        dist.destroy_process_group()
