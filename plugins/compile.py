@@ -7,14 +7,16 @@ Limits: recomputing single operations inside a compiled block with sliced (DTens
 and is refused.
 """
 
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
-from typing import Literal
+from typing import TYPE_CHECKING, Any, Literal
 
 import torch
 
-from titan.config import Job
 from titan.contracts import ModelPlan, Part, Technique, World, option, register
+
+if TYPE_CHECKING:
+    from titan.config import Job
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -33,7 +35,7 @@ class Compile(Technique):
     Config = Config
     phase = "compile"
 
-    def check(self, job: Job, plan: ModelPlan) -> Iterable[str]:
+    def check(self, job: "Job", plan: ModelPlan) -> Iterable[str]:
         """Selective recompute inside a graph over sliced parameters."""
         selective = any(getattr(t.config, "mode", "") == "selective" for t in job.techniques if t.phase == "recompute")
         if selective and job.layout.role_degree("model") > 1:
@@ -44,5 +46,5 @@ class Compile(Technique):
         for name, _ in part.layers(world.plan):
             part.wrap_forward(name, "compile", self._compile)
 
-    def _compile(self, forward):  # type: ignore[no-untyped-def]
+    def _compile(self, forward: Callable[..., Any]) -> Callable[..., Any]:
         return torch.compile(forward, backend=self.config.backend, mode=self.config.mode, fullgraph=True)

@@ -62,7 +62,7 @@ def write_text(folder: Path) -> None:
     """A few kilobytes of text in documents of uneven length, the same on every machine."""
     folder.mkdir(parents=True)
     generator = torch.Generator().manual_seed(7)
-    words = "the a model trains on many ranks and its loss falls while the gradient norm stays small".split()
+    words = "the a model trains on many ranks and its loss falls while the gradient norm stays small".split()  # noqa: SIM905
     for number in range(12):
         count = int(torch.randint(20, 400, (1,), generator=generator))
         picks = torch.randint(len(words), (count,), generator=generator).tolist()

@@ -3,7 +3,7 @@
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import TypeVar
+from typing import Any, TypeVar
 
 import tomli_w
 import torch
@@ -137,7 +137,10 @@ def open_samples(job: Job, rank: Rank) -> Samples:
     cache = Path(job.data.cache).expanduser()
     talks = rank.number == 0
     sources = [
-        (prepare(source.plugin, job.tokenizer, cache=cache, workers=job.data.prepare_workers, progress=talks), source.weight)
+        (
+            prepare(source.plugin, job.tokenizer, cache=cache, workers=job.data.prepare_workers, progress=talks),
+            source.weight,
+        )
         for source in job.sources
     ]
     return Samples(
@@ -157,6 +160,7 @@ def _world(job: Job, rank: Rank) -> World:
 
 def named_parameters(parts: Sequence[Part], world: World) -> list[NamedParameter]:
     """Trainable parameters of this rank, with what the plan says of their decay."""
+
     def decays(name: str) -> bool:
         return not any(glob_matches(pattern, name) for pattern in world.plan.no_decay)
 
@@ -165,7 +169,7 @@ def named_parameters(parts: Sequence[Part], world: World) -> list[NamedParameter
 
 def _restore(
     job: Job, rank: Rank, parts: Sequence[Part], optimizer: torch.optim.Optimizer
-) -> tuple[Checkpointer | None, dict[str, dict[str, object]]]:
+) -> tuple[Checkpointer | None, dict[str, Any]]:
     """The checkpointer, and what a checkpoint held beside weights and optimizer state (nothing for a new run)."""
     if not job.checkpoint.enabled:
         log.log.info(f"weights: new, seed {job.run.seed}; checkpoints are off")

@@ -20,6 +20,7 @@ from torch import Tensor, nn
 
 from titan.mesh import Axis, Mesh, Role
 from titan.options import REQUIRED, option
+from titan.parts import Part, Precision, sum_gradients
 from titan.plan import ModelPlan
 from titan.registry import Plugin, register
 
@@ -29,7 +30,7 @@ if TYPE_CHECKING:
 __all__ = [
     "REQUIRED", "Axis", "Batch", "Dataset", "Document", "Engine", "Loss", "LrSchedule", "Mesh", "Model", "ModelPlan",
     "NamedParameter", "Optimizer", "Part", "Phase", "Precision", "Role", "Row", "RunInfo", "Technique", "Tokenizer",
-    "Tracker", "World", "option", "register",
+    "Tracker", "World", "option", "register", "sum_gradients",
 ]  # fmt: skip
 
 IGNORE = -100
@@ -155,7 +156,7 @@ class Batch:
 
 
 class Loss(Plugin, ABC):
-    """What is minimised, as a sum over tokens: the trainer divides once, by the step's global number of valid tokens."""
+    """What is minimised, as a sum over tokens; the trainer divides once, by the step's global number of valid ones."""
 
     kind = "loss"
     section = "loss"
@@ -164,9 +165,9 @@ class Loss(Plugin, ABC):
     def compute(self, logits: Tensor, labels: Tensor) -> tuple[Tensor, Tensor]:
         """(objective, reported): sums over the valid tokens, fp32 scalars, plain tensors.
 
-        logits [B, S, V], maybe a DTensor split over V; labels [B, S]. `objective` is differentiated; `reported`, without
-        a graph, is the cross-entropy in nats that the logs show (the same where there is no extra term). Both are equal
-        on all ranks that split V.
+        logits [B, S, V], maybe a DTensor split over V; labels [B, S]. `objective` is differentiated; `reported`,
+        without a graph, is the cross-entropy in nats that the logs show (the same where there is no extra term). Both
+        are equal on all ranks that split V.
         """
 
 
@@ -251,83 +252,6 @@ class Tracker(Plugin, ABC):
 
 Phase = Literal["convert", "split", "partition", "recompute", "compile", "shard", "materialise"]
 """When a technique touches the model; `titan/phases.py` says why in this order."""
-
-
-@dataclass(frozen=True)
-class Precision:
-    """Of what each thing is. Means the same under every wrapper and under none.
-
-    param: parameters and activations in forward and backward.  reduce: gradients while they are summed over micro
-    batches and ranks.  Master weights, optimizer state, loss and norms of gradients stay float32.
-    """
-
-    param: torch.dtype = torch.float32
-    reduce: torch.dtype = torch.float32
-
-
-Wrap = Callable[[Callable[..., Any]], Callable[..., Any]]
-WRAP_ORDER = ("recompute_ops", "compile", "recompute_block")
-"""Who sits inside whom around a block's forward, innermost first. Recomputing single operations is a choice the
-compiler makes, so it sits inside; recomputing a whole block calls the compiled block again, so it sits outside."""
-
-
-@dataclass
-class Part:
-    """What one pipeline stage holds of the model; the whole model where nothing splits it.
-
-    shared: canonical names of parameters that another stage holds too and counts (tied weights): left out of the norm.
-    hidden_split: ranks over which hidden states between layers are split along the sequence; set by what splits them.
-    runner: what an engine calls; the module, unless a technique puts something around it.
-    """
-
-    module: nn.Module
-    stage: int = 0
-    stages: int = 1
-    shared: frozenset[str] = frozenset()
-    hidden_split: int = 1
-    runner: nn.Module = field(init=False)
-
-    def __post_init__(self) -> None:
-        self.runner = self.module
-        self._wraps: dict[str, dict[str, Wrap]] = {}
-
-    def parameters(self) -> Iterator[tuple[str, nn.Parameter]]:
-        """(canonical name, parameter), each tensor once."""
-        return self.module.named_parameters()
-
-    def holds(self, name: str) -> bool:
-        """Whether the named module is on this part."""
-        return dict(self.module.named_modules()).get(name) is not None
-
-    def units(self, plan: ModelPlan) -> list[list[nn.Module]]:
-        """The plan's shard units as far as this part holds them, in forward order."""
-        here = dict(self.module.named_modules())
-        units = [[here[name] for name in unit if name in here] for unit in plan.shard_units()]
-        return [unit for unit in units if unit]
-
-    def layers(self, plan: ModelPlan) -> list[tuple[str, nn.Module]]:
-        """(name, module) of the layers on this part, in order."""
-        here = dict(self.module.named_modules())
-        return [(name, here[name]) for name in plan.layer_names() if name in here]
-
-    def wrap_forward(self, name: str, place: Literal["recompute_ops", "compile", "recompute_block"], wrap: Wrap) -> None:
-        """Put `wrap` around the forward of a module, at its place in WRAP_ORDER; names of parameters do not change."""
-        module = self.module.get_submodule(name)
-        wraps = self._wraps.setdefault(name, {})
-        assert place not in wraps, f"two techniques wrap {name} at {place}"
-        wraps[place] = wrap
-        forward: Callable[..., Any] = type(module).forward.__get__(module)
-        for at in WRAP_ORDER:
-            forward = wraps[at](forward) if at in wraps else forward
-        module.forward = forward
-
-    def retie(self, plan: ModelPlan) -> None:
-        """Make tied parameters one tensor again after something has replaced them."""
-        for alias, owner in plan.tied:
-            (to, to_name), (source, source_name) = alias.rpartition(".")[::2], owner.rpartition(".")[::2]
-            if self.holds(to) and self.holds(source):
-                tensor = getattr(self.module.get_submodule(source), source_name)
-                setattr(self.module.get_submodule(to), to_name, tensor)
 
 
 @dataclass

@@ -1,5 +1,6 @@
 """What a user can meet. Each error carries the exit code its command ends with."""
 
+import sys
 from collections.abc import Iterable
 from dataclasses import dataclass
 
@@ -50,3 +51,10 @@ class DataError(TitanError):
     """Text or tokens that cannot be read; the message names file and place."""
 
     exit_code = EXIT_WRONG_INPUT
+
+
+def report(error: TitanError, rank: int = 0) -> None:
+    """Say what is wrong on stderr, a line a fault."""
+    prefix = "error: " if rank == 0 else f"rank {rank}: error: "
+    for line in str(error).splitlines():
+        print(prefix + line, file=sys.stderr)

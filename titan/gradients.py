@@ -47,7 +47,9 @@ def _groups(parameter: nn.Parameter) -> tuple[dist.ProcessGroup, ...]:
     assert not any(placement.is_partial() for placement in gradient.placements), "gradient is a partial sum"
     mesh = gradient.device_mesh
     return tuple(
-        mesh.get_group(dim) for dim, p in enumerate(gradient.placements) if not isinstance(p, Replicate) and mesh.size(dim) > 1
+        mesh.get_group(dim)
+        for dim, p in enumerate(gradient.placements)
+        if not isinstance(p, Replicate) and mesh.size(dim) > 1
     )
 
 

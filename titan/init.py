@@ -48,8 +48,7 @@ def slice_of(whole: Tensor, like: DTensor) -> Tensor:
     A strided shard (FSDP over tensor parallel) cuts what the mesh dimensions to its right have left, so those go first.
     """
     mesh, piece = like.device_mesh, whole
-    dims = range(mesh.ndim)
-    for dim in (*(d for d in dims if not _is_strided(like.placements[d])), *(d for d in dims if _is_strided(like.placements[d]))):
+    for dim in sorted(range(mesh.ndim), key=lambda dim: _is_strided(like.placements[dim])):
         placement = like.placements[dim]
         if isinstance(placement, Replicate):
             continue
@@ -61,4 +60,4 @@ def slice_of(whole: Tensor, like: DTensor) -> Tensor:
 
 
 def _is_strided(placement: Placement) -> bool:
-    return hasattr(placement, "split_factor") and not type(placement) is Shard
+    return hasattr(placement, "split_factor") and type(placement) is not Shard

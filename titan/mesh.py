@@ -79,7 +79,9 @@ class Layout:
         return " x ".join(parts) or "one rank"
 
 
-def lay_out(axes: Sequence[Axis], wanted: Mapping[str, int], world_size: int | None) -> tuple[Layout, list[tuple[str, str]]]:
+def lay_out(
+    axes: Sequence[Axis], wanted: Mapping[str, int], world_size: int | None
+) -> tuple[Layout, list[tuple[str, str]]]:
     """Fit the wanted degrees to a number of ranks (None: as many as they need).
 
     Returns the layout and the faults found as (axis, sentence); with faults the layout is only good for further checks.

@@ -20,7 +20,7 @@ PEAK_TFLOPS = {
     "MI250X": 191.5,
     "MI300X": 1307.0,
 }
-"""Dense bf16 (V100: fp16) peak of one device as its vendor states it, by a piece of the device's name; MI250X per die."""
+"""Dense bf16 (V100: fp16) peak of a device as its vendor states it, by a piece of its name; MI250X: one die."""
 
 
 def peak_tflops(device: torch.device, stated: float) -> float | None:

@@ -12,10 +12,11 @@ The declaration is the only place: parsing, bounds, `--help`-like listings and t
 
 import dataclasses
 import difflib
+import inspect
 import tomllib
 import types
 import typing
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any, Literal, TypeVar, Union
 
@@ -64,7 +65,7 @@ def option(
     metadata = {_KEY: spec, "key": key}
     if default is REQUIRED:
         return typing.cast(T, dataclasses.field(metadata=metadata))
-    return typing.cast(T, dataclasses.field(default=default, metadata=metadata))
+    return dataclasses.field(default=default, metadata=metadata)
 
 
 @dataclass(frozen=True)
@@ -88,7 +89,7 @@ def options_of(config: type) -> tuple[Option, ...]:
     if params is None or not params.frozen or not all(field.kw_only for field in dataclasses.fields(config)):
         raise TypeError(f"{config.__qualname__} must be a @dataclass(frozen=True, kw_only=True)")
     hints = typing.get_type_hints(config)
-    undeclared = set(config.__dict__.get("__annotations__", {})) - {f.name for f in dataclasses.fields(config)}
+    undeclared = set(inspect.get_annotations(config)) - {f.name for f in dataclasses.fields(config)}
     found = []
     for field in dataclasses.fields(config):
         if _KEY not in field.metadata:
@@ -112,9 +113,7 @@ def did_you_mean(word: str, known: Iterable[str]) -> str:
 def parse(config: type[T], table: Mapping[str, Any], where: "Where") -> tuple[T | None, list[Fault]]:
     """Build `config` from a TOML table. Returns it, or None with every fault found."""
     declared = {option.key: option for option in options_of(config)}
-    faults = [
-        where.fault(key, f"unknown key{did_you_mean(key, declared)}") for key in table if key not in declared
-    ]
+    faults = [where.fault(key, f"unknown key{did_you_mean(key, declared)}") for key in table if key not in declared]
     values: dict[str, Any] = {}
     for key, declaration in declared.items():
         if key not in table:
@@ -166,18 +165,17 @@ def coerce(value: Any, hint: Any) -> Any:
         if value not in args or isinstance(value, bool) != any(isinstance(a, bool) for a in args):
             near = did_you_mean(value, [str(a) for a in args]) if isinstance(value, str) else ""
             raise ValueError(f"must be one of {', '.join(repr(a) for a in args)}" + (near if "mean" in near else ""))
-        return value
+        return args[args.index(value)]
     if origin is tuple:
         return _coerce_tuple(value, args)
-    if origin in (dict, Mapping) or origin is not None and issubclass(origin, Mapping):
-        if not isinstance(value, Mapping):
-            raise ValueError("must be a table")
-        return {str(key): coerce(item, args[1]) for key, item in value.items()}
     return _coerce_plain(value, hint)
 
 
 def _takes_text(hint: Any) -> bool:
-    return hint is str or typing.get_origin(hint) is Literal and all(isinstance(a, str) for a in typing.get_args(hint))
+    origin = typing.get_origin(hint)
+    return (
+        hint is str or origin is tuple or (origin is Literal and all(isinstance(a, str) for a in typing.get_args(hint)))
+    )
 
 
 def _coerce_union(value: Any, args: tuple[Any, ...]) -> Any:
@@ -196,8 +194,9 @@ def _coerce_union(value: Any, args: tuple[Any, ...]) -> Any:
 
 def _coerce_tuple(value: Any, args: tuple[Any, ...]) -> tuple[Any, ...]:
     if isinstance(value, CliText):
-        value = [CliText(part) for part in value.split(",")] if value else []
-    if not isinstance(value, Sequence) or isinstance(value, str):
+        words = value.removeprefix("[").removesuffix("]").split(",") if value else []
+        value = [CliText(word.strip().strip("'\"")) for word in words]
+    if not isinstance(value, (list, tuple)):
         raise ValueError("must be a list")
     if len(args) == 2 and args[1] is Ellipsis:
         return tuple(coerce(item, args[0]) for item in value)
@@ -210,11 +209,9 @@ _PLAIN = {bool: "true or false", int: "an integer", float: "a number", str: "a s
 
 
 def _coerce_plain(value: Any, hint: Any) -> Any:
-    if hint is Any:
-        return value
     if hint is float and isinstance(value, int) and not isinstance(value, bool):
         return float(value)
-    if type(value) is hint or hint is str and isinstance(value, CliText):
+    if type(value) is hint or (hint is str and isinstance(value, CliText)):
         if hint is float and value != value:
             raise ValueError("must be a number, not nan")
         return str(value) if hint is str else value

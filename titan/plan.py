@@ -116,7 +116,7 @@ class ModelPlan:
         return tuple(f"{self.layers}.{i}" for i in (range(self.n_layers) if numbers is None else numbers))
 
     def shard_units(self) -> tuple[tuple[str, ...], ...]:
-        """Modules gathered together by sharded data parallelism, in forward order: each stem module, each layer, the head.
+        """Modules gathered together by sharded data parallelism, in forward order: stem modules, layers, the head.
 
         Modules that share a tied tensor fall in one unit, the last.
         """

@@ -6,6 +6,7 @@ from datetime import timedelta
 
 import torch
 import torch.distributed as dist
+from torch._C._distributed_c10d import HashStore
 
 from titan.config import Job
 from titan.errors import ConfigError
@@ -42,12 +43,12 @@ def join(job: Job) -> Rank:
     if "MASTER_ADDR" in os.environ:
         dist.init_process_group(backend, timeout=timeout)
     else:
-        dist.init_process_group(backend, store=dist.HashStore(), rank=0, world_size=1, timeout=timeout)
+        dist.init_process_group(backend, store=HashStore(), rank=0, world_size=1, timeout=timeout)
     return rank
 
 
 def _device(wanted: str, local: int) -> torch.device:
-    if wanted == "cpu" or wanted == "auto" and not torch.cuda.is_available():
+    if wanted == "cpu" or (wanted == "auto" and not torch.cuda.is_available()):
         return torch.device("cpu")
     if not torch.cuda.is_available():
         raise ConfigError(f'[run] device = "{wanted}": PyTorch sees no such device here; use "cpu" or "auto"')

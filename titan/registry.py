@@ -147,7 +147,7 @@ def open_doors(folders: Iterable[str | Path] = ()) -> None:
         _open_folder(Path(folder).expanduser())
     if ENTRY_POINTS + ":" not in _opened:
         for entry in importlib.metadata.entry_points(group=ENTRY_POINTS):
-            _import(lambda entry=entry: entry.load(), f"entry point {entry.name} = {entry.value}")  # type: ignore[misc]
+            _import(lambda entry=entry: entry.load(), f"entry point {entry.name} = {entry.value}")
         _opened.add(ENTRY_POINTS + ":")
 
 
@@ -162,7 +162,7 @@ def _open_folder(folder: Path) -> None:
         assert spec is not None and spec.loader is not None
         loaded = importlib.util.module_from_spec(spec)
         sys.modules[module] = loaded
-        _import(lambda spec=spec, loaded=loaded: spec.loader.exec_module(loaded), str(file))  # type: ignore[misc]
+        _import(lambda spec=spec, loaded=loaded: spec.loader.exec_module(loaded), str(file))
         _opened.add(str(file.resolve()))
 
 

@@ -14,8 +14,8 @@ NEW_TOKENS = 48
 def continuation(run: Run, prompt: str) -> str:
     """The prompt's continuation by `NEW_TOKENS` sampled tokens; all ranks take part and get the same text.
 
-    Every forward has the shape of a training step, padded to the right: attention is causal, so padding changes nothing,
-    and a layout that splits the sequence needs its full length.
+    Every forward has the shape of a training step, padded to the right: attention is causal, so padding changes
+    nothing, and a layout that splits the sequence needs its full length.
     """
     ids = run.job.tokenizer.encode(prompt)[-(run.job.data.seq_len - NEW_TOKENS) :]
     begin = len(ids)

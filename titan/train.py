@@ -6,7 +6,7 @@ from collections.abc import Sequence
 
 from titan import build, log, ranks, sampling, trainer
 from titan.config import Job, load_job, split_arguments
-from titan.errors import EXIT_DONE, EXIT_FAILED, EXIT_WRONG_INPUT, ConfigError, TitanError
+from titan.errors import EXIT_DONE, EXIT_FAILED, TitanError, report
 
 USAGE = """usage: ./run_train.sh [--config FILE] [--table.key VALUE ...]
        titan train   [--config FILE] [--table.key VALUE ...]
@@ -18,7 +18,7 @@ Train a language model. Without --config: configs/quickstart.toml. Any key of th
   titan plugins                         models, techniques, datasets, optimizers, ... and their options
 
 environment: NPROC (ranks on this node; default: its GPUs, else 1), NNODES, NODE_RANK, MASTER_ADDR, MASTER_PORT, or
-SLURM's variables.   exit codes: 0 done, 1 failed, 2 wrong input, 75 preempted with a checkpoint saved
+SLURM's variables; OMP_NUM_THREADS (threads a rank).   exit codes: 0 done, 1 failed, 2 wrong input
 """
 
 
@@ -47,14 +47,6 @@ def main(argv: Sequence[str] | None = None) -> int:
         return EXIT_FAILED
     finally:
         ranks.leave()
-
-
-def report(error: TitanError, rank: int = 0) -> None:
-    """Say what is wrong, a line a fault, on stderr."""
-    lines = [str(fault) for fault in error.faults] if isinstance(error, ConfigError) else [str(error)]
-    prefix = "error: " if rank == 0 else f"rank {rank}: error: "
-    for line in lines:
-        print(prefix + line, file=sys.stderr)
 
 
 def _run(job: Job, me: ranks.Rank) -> int:

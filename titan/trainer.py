@@ -11,7 +11,6 @@ from titan.build import Run
 from titan.contracts import Batch
 from titan.engine import valid_tokens
 from titan.gradients import clip, global_norm
-from titan.log import log
 from titan.ranks import shorten_timeouts
 
 
@@ -113,9 +112,9 @@ def save(run: Run) -> None:
 
 def close(run: Run) -> None:
     """Let go of everything, in reverse order of making."""
+    run.loader.close()
     for technique in reversed(run.world.techniques):
         technique.close()
     if run.checkpointer is not None:
         run.checkpointer.close()
     run.trackers.close()
-    log.debug("closed")

@@ -7,13 +7,12 @@ Cost per rank for P parameters over n ranks: the whole state; 2 (n-1)/n P sent o
 """
 
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, ClassVar
 
-import torch
 from torch.distributed._composable.replicate_with_fsdp import replicate
-from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy
+from torch.distributed.fsdp import FSDPModule
 
-from titan.contracts import Axis, Part, Precision, Technique, World, option, register
+from titan.contracts import Axis, Part, Technique, World, register, sum_gradients
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -30,7 +29,7 @@ class DistributedDataParallel(Technique):
     phase = "shard"
     axes = (Axis(name="dp_replicate", role="batch", depth=10, doc="copies of the state"),)
     provides = ("mixed_precision",)
-    conflicts = {"fsdp": "both wrap the parameters; fsdp replicates over dp_replicate by itself"}
+    conflicts: ClassVar = {"fsdp": "both wrap the parameters; fsdp replicates over dp_replicate by itself"}
 
     def __init__(self, config: Config) -> None:
         super().__init__(config)
@@ -38,16 +37,12 @@ class DistributedDataParallel(Technique):
 
     def apply(self, part: Part, world: World) -> None:
         """Wrap each unit of one module, then what is left with the part itself."""
-        settings: dict[str, Any] = {"mesh": world.mesh["dp_replicate"], "mp_policy": _policy(world.precision)}
+        settings: dict[str, Any] = {"mesh": world.mesh["dp_replicate"], "mp_policy": world.precision.policy()}
         for unit in part.units(world.plan):
             if len(unit) == 1:
                 replicate(unit[0], **settings)
         root = replicate(part.module, **settings)
-        for module in root.modules():
-            if isinstance(module, FSDPModule):
-                # The loss is divided by the global number of tokens already: gradients are summed, never averaged.
-                module.set_gradient_divide_factor(1.0)
-                module.set_force_sum_reduction_for_comms(True)
+        sum_gradients(root)
         self._roots.append(root)
 
     def before_microbatch(self, index: int, count: int) -> None:
@@ -56,9 +51,3 @@ class DistributedDataParallel(Technique):
         for root in self._roots:
             root.set_is_last_backward(last)
             root.set_requires_gradient_sync(last)
-
-
-def _policy(precision: Precision) -> MixedPrecisionPolicy:
-    if precision.param is torch.float32:
-        return MixedPrecisionPolicy()
-    return MixedPrecisionPolicy(param_dtype=precision.param, reduce_dtype=precision.reduce, cast_forward_inputs=False)

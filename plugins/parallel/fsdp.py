@@ -15,14 +15,17 @@ does so at degree 1 too, so that a lower precision means the same on one rank as
 Limits: a pipeline schedule that splits the backward reduces once a step, so zero_stage 2 and 3 are refused with it.
 """
 
+import warnings
 from dataclasses import dataclass
 from typing import Any, Literal
 
-import torch
 from torch import Tensor, nn
-from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
+from torch.distributed.fsdp import FSDPModule, fully_shard
 
-from titan.contracts import Axis, Part, Precision, Technique, World, option, register
+from titan.contracts import Axis, Part, Technique, World, option, register, sum_gradients
+
+# Nothing here or in a model writes to an activation in place, which is what this warns of.
+warnings.filterwarnings("ignore", message=r"FSDP2-wrapped module .* returned a view tensor")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -31,8 +34,8 @@ class Config:
 
     zero_stage: Literal[1, 2, 3] | None = option(
         None,
-        "3 gathers parameters per use, 2 keeps them from forward to backward, 1 gathers and reduces once a step; unset: "
-        "1 with several micro batches, 2 with one, the fastest of each",
+        "3 gathers parameters per use, 2 keeps them from forward to backward, 1 gathers and reduces once a step; "
+        "unset: 1 with several micro batches, 2 with one, the fastest of each",
     )
 
 
@@ -72,7 +75,7 @@ class FullyShardedDataParallel(Technique):
         replicated = world.job.layout.degree("dp_replicate") > 1
         settings: dict[str, Any] = {
             "mesh": world.mesh["dp_replicate", "dp_shard"] if replicated else world.mesh["dp_shard"],
-            "mp_policy": _policy(world.precision),
+            "mp_policy": world.precision.policy(),
         }
         *units, last = part.units(world.plan)
         for unit in units:
@@ -80,11 +83,7 @@ class FullyShardedDataParallel(Technique):
         # What the forward ends with, the backward begins with: gathering it again would only cost.
         fully_shard(last, reshard_after_forward=False, **settings)
         root = fully_shard(part.module, reshard_after_forward=False, **settings)
-        for module in root.modules():
-            if isinstance(module, FSDPModule):
-                # The loss is divided by the global number of tokens already: gradients are summed, never averaged.
-                module.set_gradient_divide_factor(1.0)
-                module.set_force_sum_reduction_for_comms(True)
+        sum_gradients(root)
         self._roots.append(root)
         if pipelined and self._stage > 1:
             part.runner = _Runner(part.module)
@@ -99,10 +98,3 @@ class FullyShardedDataParallel(Technique):
                 root.set_reshard_after_backward(last)
             else:
                 root.set_requires_all_reduce(last)
-
-
-def _policy(precision: Precision) -> MixedPrecisionPolicy:
-    if precision.param is torch.float32:
-        return MixedPrecisionPolicy()
-    # Inputs are not cast: activations follow the parameters, and what a model passes in fp32 it means to be fp32.
-    return MixedPrecisionPolicy(param_dtype=precision.param, reduce_dtype=precision.reduce, cast_forward_inputs=False)

@@ -1,4 +1,4 @@
-"""The contract, proven from outside: a folder of guests that titan/ and plugins/ know nothing of trains, at parity, and resumes."""
+"""The contract, proven from outside: guests that titan/ and plugins/ know nothing of train, at parity, and resume."""
 
 from pathlib import Path
 

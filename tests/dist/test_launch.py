@@ -62,10 +62,9 @@ def _one_is_killed() -> list[Ended]:
     return _ends(entry, 3)
 
 
-def test_the_killed_rank_is_the_cause() -> None:
+def test_peers_of_a_killed_rank_end_too() -> None:
     [ended] = in_a_fresh_process(_one_is_killed, 1, init=False)
-    assert ended[0] == Ended(2, -signal.SIGKILL)
-    assert sorted(end.rank for end in ended) == [0, 1, 2]
+    assert sorted(ended, key=lambda end: end.rank) == [Ended(0, 1), Ended(1, 1), Ended(2, -signal.SIGKILL)]
 
 
 def _terminated() -> list[Ended]:
@@ -147,13 +146,18 @@ def test_exit_codes(ended: list[Ended], code: int) -> None:
     assert verdict(ended, Path("logs")) == code
 
 
-def test_says_which_rank_failed_and_where_its_log_is(capsys: pytest.CaptureFixture[str]) -> None:
-    verdict([Ended(3, -signal.SIGKILL), Ended(0, 1)], Path("runs/x/logs"))
-    assert capsys.readouterr().err == (
-        "error: rank 3 was killed by SIGKILL (out of memory?); its log: runs/x/logs/rank-3.log\n"
-    )
-    verdict([Ended(0, 1)], Path("logs"))
-    assert capsys.readouterr().err == ""
+@pytest.mark.parametrize(
+    ("ended", "said"),
+    [
+        ([Ended(1, 1), Ended(3, -9)], "error: rank 3 was killed by SIGKILL (out of memory?); its log: x/rank-3.log\n"),
+        ([Ended(0, -11)], "error: rank 0 was killed by SIGSEGV; its log: x/rank-0.log\n"),
+        ([Ended(2, 1), Ended(0, -6)], "error: rank 2 failed with exit code 1; its log: x/rank-2.log\n"),
+        ([Ended(0, 1), Ended(1, 1)], ""),
+    ],
+)
+def test_says_which_rank_is_the_cause(ended: list[Ended], said: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert verdict(ended, Path("x")) == 1
+    assert capsys.readouterr().err == said
 
 
 def test_one_rank_trains_in_this_process(monkeypatch: pytest.MonkeyPatch) -> None:

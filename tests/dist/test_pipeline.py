@@ -9,10 +9,10 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from torch import Tensor
+from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
-from tests.ranks import run_ranks
+from tests.ranks import RankError, run_ranks
 from titan import phases
 from titan.contracts import Batch, Mesh, Model, Part, Precision, Technique, World
 from titan.engine import Direct, StepLoss
@@ -38,8 +38,11 @@ SCHEDULES = ("GPipe", "1F1B", "Interleaved1F1B", "LoopedBFS", "InterleavedZeroBu
 SIZES: dict[str, Any] = {"dim": 16, "n_heads": 4, "vocab_size": 61, "max_seq_len": 8, "ffn_dim": 24}
 MODELS: dict[str, type[Model]] = {"llama": Llama, "gpt": Gpt}
 TECHNIQUES: dict[str, type[Technique]] = {
-    "pp": PipelineParallel, "dp_replicate": DistributedDataParallel, "dp_shard": FullyShardedDataParallel, "tp": TensorParallel,
-}  # fmt: skip
+    "pp": PipelineParallel,
+    "dp_replicate": DistributedDataParallel,
+    "dp_shard": FullyShardedDataParallel,
+    "tp": TensorParallel,
+}
 MICRO, LENGTH = 2, 8
 
 
@@ -124,7 +127,7 @@ _ALONE: dict[Any, tuple[Part, float]] = {}
 
 
 def _alone(case: Case) -> tuple[Part, float]:
-    """One process, all micro batches: the part with its gradients, and the loss. Cases that differ in layout share it."""
+    """One process, all micro batches: the part with its gradients, and the loss; kept for cases of another layout."""
     alike = replace(case, axes=(), schedule="", virtual_stages=0, split_points=(), zero_stage=None, recompute=False)
     shards = case.degrees.get("dp_shard", 1) * case.degrees.get("dp_replicate", 1)
     key = (alike, shards)
@@ -140,6 +143,11 @@ def _run_alone(case: Case, shards: int) -> tuple[Part, float]:
     loss = _loss(sum(int((batch.labels >= 0).sum()) for batch in batches))
     Direct(part, []).forward_backward(batches, loss)
     return part, loss.reported.item()
+
+
+def _gradient(parameter: nn.Parameter) -> Tensor:
+    assert parameter.grad is not None
+    return parameter.grad
 
 
 def _whole(tensor: Tensor) -> Tensor:
@@ -162,17 +170,14 @@ def _assemble(case: Case) -> tuple[list[Part], World, Any]:
     techniques = _techniques(case)
     world = _world(case, techniques, case.degrees)
     parts = phases.assemble(world)
-    if "tp" in case.degrees:
-        for part in parts:
-            part.hidden_split = case.degrees["tp"]
     (engine,) = (engine for t in techniques if (engine := t.engine(parts, world)) is not None)
     return parts, world, engine
 
 
 def _compare(case: Case) -> Found:
     alone, expected_loss = _alone(case)
-    expected = {name: parameter.grad for name, parameter in alone.parameters()}
-    expected_norm = torch.stack([g.norm() for g in expected.values() if g is not None]).norm().item()
+    expected = {name: _gradient(parameter) for name, parameter in alone.parameters()}
+    expected_norm = torch.stack([gradient.norm() for gradient in expected.values()]).norm().item()
     parts, world, engine = _assemble(case)
     layout, rank = world.mesh.layout, dist.get_rank()
     shards = layout.role_degree("batch")
@@ -187,12 +192,10 @@ def _compare(case: Case) -> Found:
     differences = {}
     for part in parts:
         for name, parameter in part.parameters():
-            assert parameter.grad is not None, name
             wanted = expected[name]
-            assert wanted is not None
             # Some gradients are zero but for rounding, such as those of key biases.
             scale = max(wanted.abs().max().item(), 1e-3 * expected_norm)
-            difference = (_whole(parameter.grad) - wanted).abs().max() / scale
+            difference = (_whole(_gradient(parameter)) - wanted).abs().max() / scale
             differences[f"{part.stage}:{name}"] = difference.item()
     norm = global_norm(parts, world.mesh).item()
     after = engine.forward(batches[0])
@@ -300,3 +303,86 @@ def test_three_parallelisms_at_once() -> None:
 
 def test_stages_may_recompute_their_layers() -> None:
     _check(*(Case(axes=(("pp", 2),), schedule=name, recompute=True) for name in SCHEDULES))
+
+
+def _same_sums(axis: str, schedules: Sequence[str]) -> dict[str, float]:
+    """Largest difference between the bf16 gradients of 4 data-parallel ranks and those of 2 with 2 stages."""
+    alone = Case(axes=((axis, 4),), micro_batches=2, bf16=True)
+    techniques = _techniques(alone)
+    world = _world(alone, techniques, alone.degrees)
+    (part,) = phases.assemble(world)
+    Direct(part, techniques).forward_backward(alone.batches(dist.get_rank(), 4), _loss(100))
+    expected = {name: _whole(_gradient(parameter)) for name, parameter in part.parameters()}
+    differences = {}
+    for schedule in schedules:
+        case = Case(axes=(("pp", 2), (axis, 2)), schedule=schedule, bf16=True)
+        parts, world, engine = _assemble(case)
+        engine.forward_backward(case.batches(world.mesh.layout.role_index(dist.get_rank(), "batch"), 2), _loss(100))
+        here = [
+            (_whole(_gradient(parameter)) - expected[name]).abs().max() / expected[name].abs().max()
+            for part in parts
+            for name, parameter in part.parameters()
+        ]
+        differences[schedule] = torch.stack(here).max().item()
+    return differences
+
+
+@pytest.mark.parametrize("axis", ["dp_shard", "dp_replicate"])
+def test_bf16_gradients_are_summed_in_fp32_by_every_schedule(axis: str) -> None:
+    for differences in run_ranks(_same_sums, 4, axis, SCHEDULES):
+        assert {name: share for name, share in differences.items() if not share < 1e-6} == {}
+
+
+def _train(case: Case) -> list[tuple[float, dict[str, Tensor]]]:
+    """Three updates with an evaluation between them: the loss before each, and this rank's copies of tied weights."""
+    parts, world, engine = _assemble(case)
+    optimizer = torch.optim.SGD([p for part in parts for _, p in part.parameters()], lr=3.0, momentum=0.9)
+    batches = case.batches(
+        world.mesh.layout.role_index(dist.get_rank(), "batch"), world.mesh.layout.role_degree("batch")
+    )
+    seen = []
+    for _ in range(3):
+        loss = _loss(100)
+        engine.forward_backward(batches, loss)
+        for technique in world.techniques:
+            technique.after_backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        logits = engine.forward(batches[0])
+        assert (logits is None) == (parts[-1].stage != parts[-1].stages - 1)
+        copies = {f"{part.stage}": part.module.get_parameter("embed.weight") for part in parts if part.holds("embed")}
+        whole = {stage: _whole(copy.detach()).clone() for stage, copy in copies.items()}
+        seen.append((world.mesh.sum(loss.reported, "stage", "batch").item(), whole))
+    return seen
+
+
+def _train_all(cases: Sequence[Case]) -> list[list[tuple[float, dict[str, Tensor]]]]:
+    return [_train(case) for case in cases]
+
+
+@pytest.mark.parametrize("axes", [(("pp", 2),), (("pp", 2), ("dp_shard", 2))], ids=["plain", "sharded"])
+def test_training_goes_the_same_way_under_every_schedule_and_tied_weights_stay_one(axes: Any) -> None:
+    cases = [Case(axes=axes, schedule=schedule, model="gpt", tied=True) for schedule in SCHEDULES]
+    curves = []
+    for ranks in zip(*run_ranks(_train_all, math.prod(cases[0].degrees.values()), cases), strict=True):
+        curves.append([loss for loss, _ in ranks[0]])
+        for step in range(3):
+            copies = [copy for rank in ranks for copy in rank[step][1].values()]
+            assert len({stage for rank in ranks for stage in rank[step][1]}) == 2
+            assert all(torch.equal(copy, copies[0]) for copy in copies)
+    assert curves[0][2] < curves[0][0] - 0.05
+    assert all(curve == pytest.approx(curves[0], rel=1e-5) for curve in curves)
+
+
+def _promise_other_hidden_states() -> None:
+    case = Case(axes=(("pp", 2),))
+    _, world, engine = _assemble(case)
+    world.precision = Precision(param=torch.bfloat16)
+    engine.forward(case.batches(0, 1)[0])
+
+
+def test_hidden_states_that_do_not_fit_the_buffer_are_refused_before_they_are_sent() -> None:
+    with pytest.raises(
+        RankError, match=r"hidden states \[2, 8, 16\] torch.float32 .* promise \[2, 8, 16\] torch.bfloat16"
+    ):
+        run_ranks(_promise_other_hidden_states, 2)

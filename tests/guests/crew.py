@@ -1,4 +1,4 @@
-"""A parallel technique from outside, with a mesh axis of its own: data parallelism by hand, summed after the backward."""
+"""A parallel technique from outside, with a mesh axis of its own: data parallelism by hand."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass

@@ -6,6 +6,9 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+
+from titan.contracts import Dataset
+from titan.errors import DataError
 from titan.plugins.data.jsonl import Config as JsonlConfig
 from titan.plugins.data.jsonl import Jsonl
 from titan.plugins.data.shards import Config as ShardsConfig
@@ -14,9 +17,6 @@ from titan.plugins.data.stdlib import Config as StdlibConfig
 from titan.plugins.data.stdlib import Stdlib
 from titan.plugins.data.text import Config as TextConfig
 from titan.plugins.data.text import Text
-
-from titan.contracts import Dataset
-from titan.errors import DataError
 
 
 def text(*paths: object, **options: Any) -> Text:

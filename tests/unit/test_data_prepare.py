@@ -8,12 +8,6 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import pytest
-from titan.plugins.data.shards import Config as ShardsConfig
-from titan.plugins.data.shards import Shards
-from titan.plugins.tokenizers.bpe import Bpe
-from titan.plugins.tokenizers.bpe import Config as BpeConfig
-from titan.plugins.tokenizers.byte import Byte
-from titan.plugins.tokenizers.byte import Config as ByteConfig
 
 from titan.contracts import Dataset, Document, option
 from titan.data import prepare as preparing
@@ -22,6 +16,12 @@ from titan.data.prepare import prepare
 from titan.data.shards import open_shard
 from titan.data.stream import Stream
 from titan.errors import DataError
+from titan.plugins.data.shards import Config as ShardsConfig
+from titan.plugins.data.shards import Shards
+from titan.plugins.tokenizers.bpe import Bpe
+from titan.plugins.tokenizers.bpe import Config as BpeConfig
+from titan.plugins.tokenizers.byte import Byte
+from titan.plugins.tokenizers.byte import Config as ByteConfig
 
 BYTES = Byte(ByteConfig())
 

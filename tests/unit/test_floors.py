@@ -19,6 +19,7 @@ FLOORS = (
     ("options", "place"),
     ("registry",),
     ("plan", "mesh"),
+    ("parts",),
     ("contracts",),
     ("config",),
     ("init", "data", "checkpoint", "metrics", "engine", "gradients", "ranks", "planner"),
@@ -35,8 +36,8 @@ FLOORS = (
 OPEN_TO_PLUGINS = ("contracts", "errors", "plan", "options", "mesh", "data")
 
 ORDINARY_WORDS = {
-    ("titan/contracts.py", "compile"): "a phase, and the moment when a wrapper is put around a forward",
-    ("titan/data/prepare.py", "shards"): "a key of the index of tokenised data",
+    ("titan/contracts.py", "compile"): "a phase",
+    ("titan/parts.py", "compile"): "the moment when a wrapper is put around a forward",
     ("titan/init.py", "constant"): "a way to fill a new weight",
     ("titan/plan.py", "constant"): "a way to fill a new weight",
 }

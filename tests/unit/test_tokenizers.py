@@ -4,10 +4,10 @@ import base64
 from pathlib import Path
 
 import pytest
-from titan.plugins.tokenizers import bpe, byte, tiktoken
 
 from titan.data.bytepairs import LONGEST_BLANK, PATTERN, BytePairs, read_ranks, train_ranks, write_ranks
 from titan.errors import DataError
+from titan.plugins.tokenizers import bpe, byte, tiktoken
 
 TEXTS = [
     "def f(x):\n    return x**2  # squared\n\n\n",

@@ -16,7 +16,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     """The config file (by position or as --config), overrides, and the output's form."""
     parser.add_argument("file", nargs="?", type=Path, help="TOML of the job; default: configs/quickstart.toml")
     parser.add_argument("--config", type=Path, metavar="FILE", help="the same, as other commands take it")
-    parser.add_argument("--world-size", type=int, metavar="N", help="ranks it is meant for; default: as many as it needs")
+    parser.add_argument("--world-size", type=int, metavar="N", help="ranks it is for; default: as many as it needs")
     form = parser.add_mutually_exclusive_group()
     form.add_argument("--json", action="store_true", help="one JSON object instead of TOML")
     form.add_argument("--schema", action="store_true", help="the JSON Schema of a job, all known plugins included")

@@ -60,9 +60,10 @@ def _where_it_acts(plugin: type[Plugin]) -> str:
 def _described(plugin: type[Plugin]) -> str:
     module = inspect.getmodule(plugin)
     text = [f"{plugin.kind} {plugin.name}", "", inspect.getdoc(module) or "" if module else "", ""]
-    table = {"technique": f"plugins.{plugin.name}", "tracker": f"metrics.{plugin.name}"}.get(plugin.kind, plugin.section)
+    nested = plugin.kind in ("technique", "tracker")
+    table = f"{plugin.section}.{plugin.name}" if nested else plugin.section
     text.append(f"[{table}]")
-    if plugin.section == table:
+    if not nested:
         text.append(f'name = "{plugin.name}"')
     for declared in options_of(plugin.Config):
         default = "required" if declared.default is REQUIRED else f"= {_toml(declared.default)}"

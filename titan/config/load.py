@@ -64,7 +64,9 @@ def split_arguments(words: Sequence[str]) -> tuple[Path | None, list[str]]:
 
 
 def load_job(path: Path | None, overrides: Sequence[str] = (), world_size: int | None = None) -> Job:
-    """The job of a TOML file (None: the quickstart) under the overrides, for that many ranks (None: as many as it needs).
+    """The job of a TOML file under the overrides, for that many ranks (None: as many as it needs).
+
+    Without a file: the quickstart.
 
     Raises:
         ConfigError: with every fault found.
@@ -195,7 +197,7 @@ class _Loader:
             self.resolved["data"] = {**(as_table(data) if data else {}), **(source[1] if source else {})}
             return data, (source[0],) if source else ()
         for key in guest:
-            self.faults.append(self._where("data").fault(key, "belongs in an entry of [[data.mixture]] where there is one"))
+            self.faults.append(self._where("data").fault(key, "belongs in an entry of [[data.mixture]]"))
         found = self._mixture(mixture)
         self.resolved["data"] = {**(as_table(data) if data else {}), "mixture": [table for _, table in found]}
         return data, tuple(source for source, _ in found)
@@ -275,7 +277,11 @@ class _Loader:
         techniques = []
         self.resolved["plugins"] = {"path": list(_plugin_folders(self.table))}
         for plugin in on:
-            config = stated[plugin.name][1] if plugin.name in stated else self._parse(plugin.Config, {}, "plugins", plugin.name)
+            config = (
+                stated[plugin.name][1]
+                if plugin.name in stated
+                else self._parse(plugin.Config, {}, "plugins", plugin.name)
+            )
             if config is not None:
                 techniques.append(plugin(config))
         for name, (enabled, config) in stated.items():
@@ -312,8 +318,9 @@ class _Loader:
         micro = train.micro_batch_size or choose_micro_batch(share, layout.role_degree("stage"))
         if share % micro:
             fitting = [size for size in range(1, share + 1) if share % size == 0]
-            near = min(fitting, key=lambda size: abs(size - micro))
-            what = f"= {micro} does not divide a rank's {share} samples a step ({train.global_batch_size} / {ranks}); nearest: {near}"
+            fits = min(fitting, key=lambda size: abs(size - micro))
+            samples = f"a rank's {share} samples a step ({train.global_batch_size} / {ranks})"
+            what = f"= {micro} does not divide {samples}; nearest: {fits}"
             self.faults.append(where.fault("micro_batch_size", what))
 
     def _check(self, job: Job) -> None:

@@ -100,6 +100,4 @@ def _type(hint: Any) -> JsonSchema:
         return kinds[0] if len(kinds) == 1 else {"anyOf": kinds}
     if origin is tuple:
         return {"type": "array", "items": _type(args[0])}
-    if origin is not None:
-        return {"type": "object", "additionalProperties": _type(args[1])}
     return {"type": {bool: "boolean", int: "integer", float: "number", str: "string"}[hint]}

@@ -26,8 +26,8 @@ class TrainSection:
     global_batch_size: int = option(REQUIRED, "samples a step over all ranks", unit="sequences", at_least=1)
     micro_batch_size: int = option(
         0,
-        "samples per forward on one rank; 0 takes a rank's whole share at once, or under pipelines the most that leaves "
-        "two micro batches a stage",
+        "samples per forward on one rank; 0 takes a rank's whole share at once, or under pipelines the most that "
+        "leaves two micro batches a stage",
         unit="sequences",
         at_least=0,
     )
@@ -68,7 +68,10 @@ class MetricsSection:
 
     every: int = option(10, "steps between logged rows", unit="steps", at_least=1)
     peak_tflops: float = option(
-        0.0, "dense peak of one device at the run's precision, for MFU; 0 looks the device up", unit="TFLOP/s", at_least=0
+        0.0,
+        "dense peak of one device at the run's precision, for MFU; 0 looks the device up",
+        unit="TFLOP/s",
+        at_least=0,
     )
 
 
@@ -76,5 +79,7 @@ class MetricsSection:
 class CommSection:
     """`[comm]`: process groups."""
 
-    init_timeout_s: float = option(1800.0, "longest wait of a collective before the first step is done", unit="s", above=0)
+    init_timeout_s: float = option(
+        1800.0, "longest wait of a collective before the first step is done", unit="s", above=0
+    )
     timeout_s: float = option(300.0, "longest wait of a collective after that", unit="s", above=0)

@@ -94,7 +94,7 @@ def _seal(partial: Path, dataset: Dataset, files: int) -> None:
     if not shards:
         raise DataError(f"dataset {dataset.name!r} holds no text: nothing in its {files} files gives a token")
     index = {
-        "shards": len(shards),
+        "shard_count": len(shards),
         "tokens": sum(shard.tokens for shard in shards),
         "documents": sum(shard.documents for shard in shards),
         "dataset": dataset.name,
@@ -146,7 +146,7 @@ def _complete(folder: Path) -> list[Path]:
     """The shards of a finished folder, all of them there."""
     paths = sorted(folder.glob("shard-*.bin"))
     try:
-        promised = json.loads((folder / INDEX).read_bytes())["shards"]
+        promised = json.loads((folder / INDEX).read_bytes())["shard_count"]
     except (OSError, ValueError, KeyError, TypeError):
         raise DataError(f"{folder} is damaged: {INDEX} cannot be read; delete the folder to tokenise again") from None
     if len(paths) != promised:
@@ -171,9 +171,7 @@ class _Progress:
 
     @classmethod
     @contextmanager
-    def shown(
-        cls, dataset: Dataset, files: Sequence[Path], sizes: Sequence[int], talks: bool
-    ) -> Iterator["_Progress"]:
+    def shown(cls, dataset: Dataset, files: Sequence[Path], sizes: Sequence[int], talks: bool) -> Iterator["_Progress"]:
         shown = cls(files, sizes, dataset.name, talks)
         try:
             yield shown

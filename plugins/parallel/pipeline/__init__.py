@@ -4,24 +4,26 @@ The layers are cut into `mesh.pp` x `virtual_stages` stages. Stage s lives on ra
 schedules, rank r holds stages r and 2 pp - 1 - r. The schedules are those of `torch.distributed.pipelining`; shapes are
 told to it once, so that nothing is negotiated and no micro batch is run twice.
 
-Where to cut: stages are runs of whole layers, the first with the stem, the last with the head. A stage costs the mean of
-its share of the forward FLOPs and its share of the parameters; of all cuts whose dearest stage is cheapest, the one with
-the smallest sum of squared costs is taken. `split_points` says otherwise.
+Where to cut: stages are runs of whole layers, the first with the stem, the last with the head. A stage costs the mean
+of its share of the forward FLOPs and its share of the parameters; of all cuts whose dearest stage is cheapest, the one
+with the smallest sum of squared costs is taken. `split_points` says otherwise.
 
-Idle time of a step as a ratio to its work, for p ranks, v stages a rank, m micro batches, and F, B, W the time a rank
-takes for forward, backward, and the part of backward that belongs to weights, of one micro batch through all its stages:
+Idle time of a step as a ratio to its work, for p ranks, v stages a rank, m micro batches; F, B, W is what a rank takes
+for forward, backward, and the weights' part of backward of one micro batch in all its stages. And how many micro
+batches of one stage rank r keeps activations of, at most:
 
-    GPipe (arXiv 1811.06965), 1F1B (2104.04473)             (p - 1) / m
-    Interleaved1F1B (2104.04473), LoopedBFS (2211.05953)    (p - 1) / (v m)
-    InterleavedZeroBubble (ZB-H1 of 2401.10241)             (p - 1) (F + B - 2 W) / (v m (F + B))
-    ZBVZeroBubble (2401.10241, section 6)                   0 where F = W = B / 2
-    DualPipeV (DualPipe of 2412.19437, folded to a V)       @@DUALPIPE@@
+                                                            idle                                   kept
+    GPipe (arXiv 1811.06965)                                (p - 1) / m                            m
+    1F1B (2104.04473)                                       (p - 1) / m                            p - r
+    LoopedBFS (2211.05953)                                  (p - 1) / (v m)                        v m
+    Interleaved1F1B (2104.04473)                            (p - 1) / (v m)                        p (v + 1) - 2 r - 1
+    InterleavedZeroBubble (ZB-H1 of 2401.10241)             (p - 1) (F + B - 2 W) / (v m (F + B))  v p
+    ZBVZeroBubble (2401.10241), where F = W = B / 2         (p - 1) F / (2 m (F + B))              2 p
+    DualPipeV (2412.19437, folded in a V), where so too     (p - 1) F / (2 m (F + B))              2 p + 1
 
-Cost per rank: parameters, gradients and optimizer state of its own stages only. Activations alive at once, in micro
-batches of one stage: GPipe and LoopedBFS all v m; 1F1B p - r on rank r; the others about 2 p to p (v + 1). Torch keeps
-a buffer to receive into for each micro batch, forward and backward: 2 v m times B S D / hidden_split numbers.
-Sent for each micro batch and each two neighbouring stages on different ranks: B S D / hidden_split numbers forward and
-as many backward.
+Cost per rank: parameters, gradients and optimizer state of its own stages only. Torch keeps a buffer to receive into
+for each micro batch of each stage, forward and backward: 2 v m times B S D / hidden_split numbers. Sent for each micro
+batch and each two neighbouring stages on different ranks: B S D / hidden_split numbers forward, and as many backward.
 
 A tied tensor (an embedding that is also the head) lives on the first and on the last stage. Their gradients are added
 after backward, which sends its local size once each way a step, so both copies stay equal to the last bit. Under the V
@@ -121,11 +123,11 @@ class PipelineParallel(Technique):
         need = {
             "1F1B": f"at least {ranks}, one for each stage",
             "DualPipeV": f"at least {2 * ranks}, one for each stage",
-        }.get(schedule, f"a number that is a multiple of its whole rounds of {ranks}")
+        }.get(schedule, f"a multiple of {job.micro_batches // ranks}, the whole rounds of {ranks} in it")
         sizes = nearest(size, lambda size: size % unit == 0 and takes(schedule, ranks, size // unit))
         yield (
-            f"[train] global_batch_size = {size} makes {job.micro_batches} micro batches of {job.micro_batch} on each of "
-            f"{job.batch_ranks} data-parallel ranks, and {schedule} with mesh.pp = {ranks} takes {need}; "
+            f"[train] global_batch_size = {size} makes {job.micro_batches} micro batches of {job.micro_batch} on each "
+            f"of {job.batch_ranks} data-parallel ranks, and {schedule} with mesh.pp = {ranks} takes {need}; "
             f"nearest global_batch_size that fits: {sizes}"
         )
 

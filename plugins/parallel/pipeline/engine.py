@@ -6,6 +6,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch.distributed.fsdp import FSDPModule
 from torch.distributed.pipelining import PipelineStage
 from torch.distributed.pipelining.schedules import PipelineScheduleSingle, get_schedule_class
 from torch.distributed.tensor import DTensor
@@ -67,7 +68,7 @@ class Pipeline:
         meta = torch.device("meta")
         hidden = self._hidden(shape, meta).requires_grad_()
         logits = torch.empty(*shape, self.world.plan.vocab_size, dtype=self.world.precision.param, device=meta)
-        return PipelineStage(
+        return _Stage(
             part.runner, part.stage, part.stages, self.world.device,
             input_args=torch.empty(shape, dtype=torch.int64, device=meta) if part.stage == 0 else hidden,
             output_args=logits.requires_grad_() if part.stage == self.last else hidden,
@@ -93,6 +94,20 @@ class Pipeline:
                 f"the model gave hidden states {list(output.shape)} {output.dtype} between stages, where its plan and "
                 f"the precision promise {list(shape)} {self.world.precision.param}"
             )
+
+
+class _Stage(PipelineStage):
+    """A stage that sums gradients in the dtype of reduction also where the backward pass is split."""
+
+    def backward_weight_one_chunk(self, bwd_chunk_id: int, last_backward: bool = False) -> None:
+        """Compute the weights' gradients of a micro batch, and add them to those of the others.
+
+        Torch leaves them in the dtype of the parameters and would add the next ones to them there. What FSDP does at
+        the end of a whole backward pass, and torch calls at the end of a step, moves them into the sum.
+        """
+        super().backward_weight_one_chunk(bwd_chunk_id, last_backward)
+        if isinstance(self.submod, FSDPModule):
+            self.submod._get_fsdp_state()._root_post_backward_final_callback()
 
 
 class TiedGradients:

@@ -1,0 +1,135 @@
+"""One suite over every plugin that is registered: what the contract promises holds for each, today's and tomorrow's."""
+
+import dataclasses
+import typing
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.jobs import Outcome, assert_same_curve, train_job
+from titan import registry
+from titan.contracts import Dataset, LrSchedule, Model, Technique, Tokenizer
+from titan.options import REQUIRED, Where, as_table, options_of, parse
+from titan.registry import Plugin
+
+registry.open_doors()
+EVERY = list(registry.every())
+TECHNIQUES = [plugin for plugin in EVERY if issubclass(plugin, Technique)]
+
+
+def label(plugin: type[Plugin]) -> str:
+    return f"{plugin.kind}-{plugin.name}"
+
+
+def required(plugin: type[Plugin]) -> dict[str, Any]:
+    """Values for the options a user must give."""
+    stand_in = {str: "x", int: 8, float: 1.0}
+    given = {}
+    for option in options_of(plugin.Config):
+        if option.default is REQUIRED:
+            kinds = [kind for kind in (option.hint, *typing.get_args(option.hint)) if kind in stand_in]
+            given[option.key] = stand_in[kinds[0]]
+    return given
+
+
+@pytest.mark.parametrize("plugin", EVERY, ids=label)
+def test_options_are_documented_and_survive_a_round_trip(plugin: type[Plugin]) -> None:
+    where = Where(plugin.section)
+    config, faults = parse(plugin.Config, required(plugin), where)
+    assert config is not None and not faults, faults
+    again, faults = parse(plugin.Config, as_table(config), where)
+    assert again == config and not faults, faults
+    for option in options_of(plugin.Config):
+        assert option.spec.doc and not option.spec.doc.endswith("."), option.key
+
+
+@pytest.mark.parametrize("plugin", EVERY, ids=label)
+def test_options_are_frozen(plugin: type[Plugin]) -> None:
+    config, _ = parse(plugin.Config, required(plugin), Where(plugin.section))
+    for field in dataclasses.fields(plugin.Config):
+        with pytest.raises(dataclasses.FrozenInstanceError):
+            setattr(config, field.name, None)
+
+
+@pytest.mark.parametrize("plugin", EVERY, ids=label)
+def test_bad_values_are_refused(plugin: type[Plugin]) -> None:
+    for option in options_of(plugin.Config):
+        for wrong in ({"a": object()}, *_beyond(option.spec, option.hint)):
+            config, faults = parse(plugin.Config, {**required(plugin), option.key: wrong}, Where(plugin.section))
+            assert config is None and option.key in str(faults[0]), (option.key, wrong)
+
+
+def _beyond(spec: Any, hint: Any) -> list[Any]:
+    bounds = [(spec.at_least, -1), (spec.above, 0), (spec.at_most, 1), (spec.below, 0)]
+    whole = hint is int or int in typing.get_args(hint)
+    single = [(int(bound) if whole else float(bound)) + off for bound, off in bounds if bound is not None]
+    return [[value] * 2 for value in single] if typing.get_origin(hint) is tuple else single
+
+
+@pytest.mark.parametrize("plugin", EVERY, ids=label)
+def test_unknown_options_are_refused(plugin: type[Plugin]) -> None:
+    config, faults = parse(plugin.Config, {**required(plugin), "no_such_option": 1}, Where(plugin.section))
+    assert config is None and "no_such_option" in str(faults[0])
+
+
+@pytest.mark.parametrize("plugin", [p for p in EVERY if issubclass(p, Model)], ids=label)
+def test_presets_are_configs(plugin: type[Model]) -> None:
+    for preset, values in plugin.presets.items():
+        config, faults = parse(plugin.Config, values, Where("model"))
+        assert config is not None, (preset, faults)
+        assert not list(plugin(config).check()), preset
+        assert plugin(config).plan().params > 0
+
+
+@pytest.mark.parametrize("plugin", [p for p in EVERY if issubclass(p, LrSchedule)], ids=label)
+def test_factors_stay_between_nothing_and_the_peak(plugin: type[LrSchedule]) -> None:
+    schedule = plugin(plugin.Config())
+    factors = [schedule.factor(step, 40) for step in range(1, 41)]
+    assert all(0 <= factor <= 1 for factor in factors) and factors[0] > 0 and max(factors) == 1
+
+
+@pytest.mark.parametrize("plugin", [p for p in EVERY if issubclass(p, Tokenizer) and not required(p)], ids=label)
+def test_tokenizers_give_back_the_text(plugin: type[Tokenizer]) -> None:
+    tokenizer = plugin(plugin.Config())
+    text = "def f(x):\n\treturn 'naïve 東京 🗼'  # <|end_of_text|>\n"
+    ids = tokenizer.encode(text)
+    assert tokenizer.decode([*ids, tokenizer.end]) == text
+    assert min(ids) >= 0 and max(ids) < tokenizer.vocab_size and tokenizer.end < tokenizer.vocab_size
+
+
+@pytest.mark.parametrize("plugin", [p for p in EVERY if issubclass(p, Dataset) and not required(p)], ids=label)
+def test_datasets_read_in_a_fixed_order(plugin: type[Dataset]) -> None:
+    dataset = plugin(plugin.Config())
+    files = dataset.files()
+    assert files and files == dataset.files()
+    document = next(dataset.documents(files[0]))
+    assert document.text and str(files[0]) in document.place
+
+
+# --- techniques: with one on, the curve is the one with it off ------------------------------------------------------
+
+# Some techniques need room to work in, or cost too much to be run in every mode here; their own tests do.
+WORDS: dict[str, tuple[str, ...]] = {"compile": ("--plugins.compile.backend", "aot_eager")}
+
+
+def switched_on(technique: type[Technique]) -> tuple[int, list[str]]:
+    """Ranks and words that switch a technique on: each axis it owns at 2, or its table."""
+    degrees = [word for axis in technique.axes for word in (f"--mesh.{axis.name}", "2")]
+    return 2 ** len(technique.axes), [*degrees, f"--plugins.{technique.name}.enabled", "true"]
+
+
+@pytest.fixture(scope="module")
+def off(tmp_path_factory: pytest.TempPathFactory) -> Outcome:
+    return train_job(tmp_path_factory.mktemp("off"), 1)
+
+
+@pytest.mark.parametrize("technique", [t for t in TECHNIQUES if t.parity], ids=label)
+def test_parity_with_it_off_and_its_checkpoint_loads_without_it(technique, off: Outcome, tmp_path: Path) -> None:
+    ranks, words = switched_on(technique)
+    words += WORDS.get(technique.name, ())
+    saving = ("--checkpoint.enabled", "true")
+    half = train_job(tmp_path, ranks, *words, *saving, "--train.steps", "5", timeout=110)
+    assert {step: row["tokens"] for step, row in half.rows.items()} == {s: 128 * s for s in range(1, 6)}
+    whole = train_job(tmp_path, 1, *saving)
+    assert_same_curve(off, whole)

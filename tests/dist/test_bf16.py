@@ -1,0 +1,49 @@
+"""bfloat16 has one meaning at every layout: the curve is that of bf16 on one rank, and not that of fp32."""
+
+import math
+from pathlib import Path
+
+import pytest
+
+from tests.jobs import Outcome, train_job
+
+BF16 = ("--plugins.bf16.enabled", "true")
+LOSS_RTOL, NORM_RTOL = 2e-3, 2e-2
+LAYOUTS = [
+    (2, {"dp_shard": 2}),
+    (2, {"dp_replicate": 2}),
+    (2, {"tp": 2}),
+    (2, {"pp": 2}),
+    (4, {"dp_replicate": 2, "dp_shard": 2}),
+    (8, {"dp_shard": 2, "tp": 2, "pp": 2}),
+]
+
+
+@pytest.fixture(scope="module")
+def one_rank(tmp_path_factory: pytest.TempPathFactory) -> Outcome:
+    return train_job(tmp_path_factory.mktemp("one"), 1, *BF16)
+
+
+@pytest.mark.parametrize(("world_size", "degrees"), LAYOUTS, ids=lambda value: str(value))
+def test_layouts(world_size: int, degrees: dict[str, int], one_rank: Outcome, tmp_path: Path) -> None:
+    words = [word for axis, degree in degrees.items() for word in (f"--mesh.{axis}", str(degree))]
+    other = train_job(tmp_path, world_size, *BF16, *words)
+    for step, row in one_rank.rows.items():
+        assert math.isclose(row["loss"], other.rows[step]["loss"], rel_tol=LOSS_RTOL), step
+        assert math.isclose(row["grad_norm"], other.rows[step]["grad_norm"], rel_tol=NORM_RTOL), step
+
+
+def test_it_is_on_at_degree_one(one_rank: Outcome, tmp_path: Path) -> None:
+    fp32 = train_job(tmp_path, 1)
+    assert any(fp32.rows[step]["loss"] != one_rank.rows[step]["loss"] for step in fp32.rows)
+    assert all(math.isclose(fp32.rows[s]["loss"], one_rank.rows[s]["loss"], rel_tol=1e-2) for s in fp32.rows)
+
+
+def test_accumulation_over_micro_batches_and_zero_stages(one_rank: Outcome, tmp_path: Path) -> None:
+    """Sums over micro batches stay fp32 at each stage: eight of one sample are one of eight up to bf16 rounding."""
+    for stage in ("1", "2", "3"):
+        words = ("--train.micro_batch_size", "1", "--plugins.fsdp.zero_stage", stage)
+        other = train_job(tmp_path, 2, *BF16, *words, name=f"zero{stage}")
+        for step, row in one_rank.rows.items():
+            assert math.isclose(row["loss"], other.rows[step]["loss"], rel_tol=LOSS_RTOL), (stage, step)
+            assert math.isclose(row["grad_norm"], other.rows[step]["grad_norm"], rel_tol=NORM_RTOL), (stage, step)

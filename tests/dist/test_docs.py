@@ -1,0 +1,68 @@
+"""Every command that the documentation shows is run, and README's plugin is a plugin.
+
+Training commands run as written, but for two steps and in folders of the test's.
+"""
+
+import os
+import re
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parents[2]
+PAGES = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted((ROOT / "docs").glob("*.md"))]
+
+NOT_RUN = {
+    "make test": "this is it",
+    "make check": "CI runs it beside this",
+    "make format": "changes files",
+    "make bench": "measures; CI machines are noisy",
+    "python -m bench": "the same",
+}
+
+
+def commands() -> list[str]:
+    """Lines of all ```sh blocks, without comments, each once."""
+    blocks = [block for page in PAGES for block in re.findall(r"```sh\n(.*?)```", page.read_text(), re.S)]
+    lines = [line.split("  #")[0].strip() for block in blocks for line in block.splitlines()]
+    shown = dict.fromkeys(re.sub(r"\s+# .*", "", line) for line in lines if line and not line.startswith("#"))
+    return [line for line in shown if not any(line.startswith(known) for known in NOT_RUN)]
+
+
+@pytest.fixture(scope="module")
+def place(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A folder as a reader's: README beside, the plugin of README saved where README says."""
+    place = tmp_path_factory.mktemp("reader")
+    shutil.copy(ROOT / "README.md", place)
+    (place / "my_plugins").mkdir()
+    (plugin,) = re.findall(r"```python\n(.*?)```", (ROOT / "README.md").read_text(), re.S)
+    (place / "my_plugins" / "lion.py").write_text(plugin)
+    (place / "configs").symlink_to(ROOT / "configs")
+    (place / "run_train.sh").symlink_to(ROOT / "run_train.sh")
+    return place
+
+
+@pytest.mark.parametrize("command", commands())
+def test_command(command: str, place: Path) -> None:
+    run = command.replace("./run_train.sh", str(ROOT / "run_train.sh"))
+    run = re.sub(r"(^|\s)titan ", rf"\1{sys.executable} -P -m titan.cli ", run)
+    if "run_train.sh" in run or "titan.cli train" in run:
+        run += " --train.steps 2 --run.dir runs --checkpoint.every 1000"
+    if "--data" in run or "run_train.sh" in run or "titan.cli train" in run or "data prepare" in run:
+        run += " --data.cache cache"
+    environment = {**os.environ, "TITAN_PYTHON": sys.executable, "OMP_NUM_THREADS": "1"}
+    done = subprocess.run(run, shell=True, cwd=place, env=environment, capture_output=True, text=True, timeout=100)
+    assert done.returncode == 0, f"{run}\n{done.stdout[-2000:]}\n{done.stderr[-4000:]}"
+
+
+def test_there_are_commands() -> None:
+    assert len(commands()) >= 8
+
+
+def test_pages_point_at_files_that_exist() -> None:
+    for page in PAGES:
+        for name in re.findall(r"`((?:titan|plugins|configs|docs|tests|bench|scripts)/[\w./]+\.\w+)`", page.read_text()):
+            assert (ROOT / name).exists(), f"{page.name} names {name}"

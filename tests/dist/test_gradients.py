@@ -1,0 +1,67 @@
+"""The global norm over mixed placements, and initial weights that no layout changes, against whole tensors."""
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard
+from torch.distributed.tensor import DTensor
+from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
+
+from tests.ranks import run_ranks
+from titan.contracts import Axis, Part
+from titan.gradients import clip, global_norm
+from titan.init import draw, init_weights
+from titan.mesh import Mesh, lay_out
+from titan.plan import ONES, ModelPlan, normal
+
+PLAN = ModelPlan(
+    n_layers=1, dim=5, n_heads=1, n_kv_heads=1, head_dim=5, vocab_size=7, max_seq_len=4, stem=(), head=(), tensor={},
+    init={"*.weight": normal(0.5), "*.bias": ONES}, layer_params=0, stem_params=0, head_params=0,
+    matmul_params_per_layer=0, head_matmul_params=0,
+)  # fmt: skip
+
+
+def _module() -> nn.Module:
+    # Sizes that divide by nothing: uneven and empty shards.
+    return nn.Sequential(nn.Linear(5, 7), nn.Linear(7, 3), nn.Linear(3, 1))
+
+
+def _mixed() -> tuple[float, float, dict[str, float]]:
+    rank = dist.get_rank()
+    both = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "tp"))
+    module = _module()
+    parallelize_module(module, both["tp"], {"0": ColwiseParallel(), "1": RowwiseParallel()})
+    fully_shard(module[0], mesh=both["dp"])
+    fully_shard(module[1], mesh=both["dp"])  # the last layer stays plain
+    part = Part(module)
+    init_weights(part, PLAN, seed=3)
+    worst = {}
+    for name, parameter in part.parameters():
+        whole = parameter.full_tensor() if isinstance(parameter, DTensor) else parameter
+        worst[name] = (whole - draw(PLAN.init_of(name), whole.shape, 3, name, whole.device, whole.dtype)).abs().max()
+        parameter.grad = parameter.detach().clone() * 2
+    axes = [Axis(name="dp", role="batch", depth=1, doc=""), Axis(name="tp", role="model", depth=2, doc="")]
+    mesh = Mesh(lay_out(axes, {"dp": 2, "tp": 2}, 4)[0], torch.device("cpu"), rank)
+    norm = global_norm([part], mesh)
+    clip([part], norm, 0.25)
+    return float(norm), float(global_norm([part], mesh)), {name: float(value) for name, value in worst.items()}
+
+
+def test_norm_clipping_and_initial_weights_of_sharded_sliced_and_plain_parameters() -> None:
+    module = _module()
+    init_weights(Part(module), PLAN, seed=3)
+    expected = 2 * torch.cat([p.detach().flatten() for p in module.parameters()]).norm().item()
+    for norm, clipped, worst in run_ranks(_mixed, 4):
+        assert abs(norm / expected - 1) < 1e-6
+        assert abs(clipped / 0.25 - 1) < 1e-5
+        assert worst == dict.fromkeys(worst, 0.0) and len(worst) == 6
+
+
+def test_drawn_by_name_and_seed_alone() -> None:
+    shape, where = torch.Size((64, 8)), (torch.device("cpu"), torch.float32)
+    first = draw(normal(0.02), shape, 0, "a.weight", *where)
+    assert torch.equal(first, draw(normal(0.02), shape, 0, "a.weight", *where))
+    assert not torch.equal(first, draw(normal(0.02), shape, 1, "a.weight", *where))
+    assert not torch.equal(first, draw(normal(0.02), shape, 0, "b.weight", *where))
+    assert first.abs().max() <= 0.06 and abs(first.std().item() / 0.02 - 1) < 0.1

@@ -1,0 +1,48 @@
+"""Layouts are arithmetic: coordinates, roles, and what does not fit."""
+
+import pytest
+
+from titan.mesh import Axis, lay_out
+
+AXES = [
+    Axis(name="tp", role="model", depth=40, doc=""),
+    Axis(name="dp_shard", role="batch", depth=20, default=-1, doc=""),
+    Axis(name="pp", role="stage", depth=0, doc=""),
+    Axis(name="dp_replicate", role="batch", depth=10, doc=""),
+]
+
+
+def test_order_is_outer_to_inner_and_the_rest_goes_to_one_axis() -> None:
+    layout, faults = lay_out(AXES, {"tp": 2, "pp": 3}, 24)
+    assert not faults and dict(layout.degrees) == {"pp": 3, "dp_replicate": 1, "dp_shard": 4, "tp": 2}
+    assert layout.world_size == 24 and str(layout) == "pp 3 x dp_shard 4 x tp 2"
+
+
+def test_coordinates_count_through_all_ranks() -> None:
+    layout, _ = lay_out(AXES, {"tp": 2, "pp": 2, "dp_replicate": 2, "dp_shard": 3}, 24)
+    seen = {tuple(layout.coordinate(rank).values()) for rank in range(24)}
+    assert len(seen) == 24
+    assert layout.coordinate(0) == dict.fromkeys(layout.degrees, 0)
+    assert layout.coordinate(1)["tp"] == 1 and layout.coordinate(23)["pp"] == 1
+
+
+def test_roles_number_the_ranks_that_differ_in_them() -> None:
+    layout, _ = lay_out(AXES, {"tp": 2, "pp": 2, "dp_replicate": 2, "dp_shard": 3}, 24)
+    assert layout.role_degree("batch") == 6 and layout.role_degree("model", "stage") == 4
+    by_index = [layout.role_index(rank, "batch") for rank in range(24)]
+    assert sorted(set(by_index)) == list(range(6)) and all(by_index.count(i) == 4 for i in range(6))
+
+
+@pytest.mark.parametrize(
+    ("wanted", "ranks", "words"),
+    [
+        ({"tpp": 2}, None, "no plugin owns this axis (did you mean 'tp'?)"),
+        ({"tp": 0}, None, "must be a positive degree"),
+        ({"tp": -1}, None, "only one axis can take what is left"),
+        ({"tp": 3, "dp_shard": 1}, 8, "tp 3 = 3 ranks, but 8 were launched; launch 3 ranks"),
+        ({"tp": 3}, 8, "but 8 were launched"),
+    ],
+)
+def test_faults(wanted: dict[str, int], ranks: int | None, words: str) -> None:
+    _, faults = lay_out(AXES, wanted, ranks)
+    assert len(faults) == 1 and words in faults[0][1]

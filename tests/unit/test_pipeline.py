@@ -1,0 +1,245 @@
+"""Where the pipeline cuts, what it refuses, and what each stage holds (plugins/parallel/pipeline)."""
+
+from dataclasses import replace
+from itertools import pairwise
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+from torch.distributed.pipelining import schedules as torch_schedules
+from torch.distributed.pipelining._utils import generate_stage_to_rank_mapping
+from torch.torch_version import TorchVersion
+
+from titan.contracts import ModelPlan, Part
+from titan.errors import PluginError
+from titan.mesh import Layout
+from titan.plugins.models.gpt import Gpt
+from titan.plugins.models.llama import Llama
+from titan.plugins.parallel.pipeline import PipelineConfig, PipelineParallel
+from titan.plugins.parallel.pipeline.stages import V_SHAPED, _balanced, carve, check_ends, cut, placement, takes
+
+SCHEDULES = ("GPipe", "1F1B", "Interleaved1F1B", "LoopedBFS", "InterleavedZeroBubble", "ZBVZeroBubble", "DualPipeV")
+
+
+def _preset(name: str, **sizes: Any) -> ModelPlan:
+    return Llama(Llama.Config(**{**Llama.presets[name], **sizes})).plan()
+
+
+def _layers(plan: ModelPlan, stages: int, points: tuple[str, ...] = ()) -> list[int]:
+    runs = cut(plan, 2048, stages, points)
+    assert [layer for run in runs for layer in run] == list(range(plan.n_layers))
+    return [len(run) for run in runs]
+
+
+# --- cutting ------------------------------------------------------------------------------------------------------
+
+
+def test_equal_layers_are_cut_evenly_where_the_ends_are_small() -> None:
+    assert _layers(_preset("65b"), 8) == [10] * 8
+    assert _layers(_preset("65b"), 3) == [27, 27, 26]
+
+
+def test_a_large_vocabulary_takes_layers_off_the_ends() -> None:
+    # The head of the 8b has the FLOPs of about two layers, and the table and the head the parameters of two each.
+    first, *middle, last = _layers(_preset("llama3-8b"), 4)
+    assert first < min(middle)
+    assert last < first
+
+
+def test_the_cut_is_the_best_of_all() -> None:
+    generator = torch.Generator().manual_seed(0)
+    for _ in range(20):
+        costs = torch.rand(7, generator=generator).tolist()
+
+        def worth(starts: tuple[int, ...], costs: list[float] = costs) -> tuple[float, float]:
+            sums = [sum(costs[a:b]) for a, b in pairwise(starts)]
+            return round(max(sums), 9), round(sum(x * x for x in sums), 9)
+
+        every = [(0, a, b, 7) for a in range(1, 6) for b in range(a + 1, 7)]
+        runs = _balanced(costs, 3)
+        assert worth((*(run.start for run in runs), 7)) == min(worth(starts) for starts in every)
+
+
+def test_split_points_say_where_stages_begin() -> None:
+    assert _layers(_preset("tiny", n_layers=6), 3, ("layers.1", "layers.5")) == [1, 4, 1]
+
+
+@pytest.mark.parametrize("schedule", SCHEDULES)
+@pytest.mark.parametrize("ranks", [2, 3, 4])
+def test_stages_live_where_torch_looks_for_them(schedule: str, ranks: int) -> None:
+    stages = 2 * ranks
+    style = "v" if schedule in V_SHAPED else "loop"
+    theirs = generate_stage_to_rank_mapping(ranks, stages, style)
+    assert dict(enumerate(placement(schedule, ranks, stages))) == theirs
+
+
+# --- what a stage holds -------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("tied", [False, True])
+def test_stages_hold_every_parameter_under_its_own_name(tied: bool) -> None:
+    model = Gpt(Gpt.Config(n_layers=5, dim=8, n_heads=2, vocab_size=11, max_seq_len=4, tied=tied))
+    plan = model.plan()
+    with torch.device("meta"):
+        whole = model.build()
+    runs = cut(plan, 4, 3, ())
+    stages = [carve(whole, plan, run, first=i == 0, last=i == 2) for i, run in enumerate(runs)]
+    names = [[name for name, _ in stage.named_parameters()] for stage in stages]
+    assert {name for held in names for name in held} == {name for name, _ in whole.named_parameters()}
+    twice = {name for held in names for name in held if sum(name in other for other in names) > 1}
+    assert twice == ({"embed.weight"} if tied else set())
+    assert all(
+        not stage.get_submodule("layers").keys() - {str(i) for i in run}
+        for stage, run in zip(stages, runs, strict=True)
+    )
+    assert "embed.weight" in names[0]
+    middle = Part(stages[1], 1, 3)
+    assert not middle.holds("embed") and not middle.holds("norm") and not middle.holds("output")
+    if tied:
+        last = stages[2]
+        assert last.get_parameter("output.weight") is last.get_parameter("embed.weight")
+        assert [len(unit) for unit in Part(last, 2, 3).units(plan)][-1] == 3
+    assert len(whole.get_submodule("layers").keys()) == 5, "the model itself must stay whole"
+
+
+def test_a_parameter_without_a_stage_is_refused() -> None:
+    model = Llama(Llama.Config(**Llama.presets["tiny"]))
+    with torch.device("meta"):
+        whole = model.build()
+    check_ends(whole, model.plan())
+    whole.register_parameter("lost", nn.Parameter(torch.zeros(1)))
+    with pytest.raises(PluginError, match="lost must be in its stem"):
+        check_ends(whole, model.plan())
+
+
+def test_a_tie_that_the_head_owns_is_refused() -> None:
+    model = Llama(Llama.Config(**{**Llama.presets["tiny"], "tied": True}))
+    with torch.device("meta"):
+        whole = model.build()
+    plan = replace(model.plan(), tied=(("embed.weight", "output.weight"),))
+    with pytest.raises(PluginError, match=r"embed\.weight must be"):
+        check_ends(whole, plan)
+
+
+# --- what is refused ----------------------------------------------------------------------------------------------
+
+
+def _torch_takes(schedule: str, ranks: int, micro_batches: int) -> bool:
+    kind: Any = torch_schedules.get_schedule_class(schedule)
+    single = issubclass(kind, torch_schedules.PipelineScheduleSingle)
+    stages = [
+        SimpleNamespace(num_stages=ranks * (1 if single else 2), group_size=ranks, group_rank=0, submod=None)
+        for _ in range(1 if single else 2)
+    ]
+    try:
+        kind(stages[0] if single else stages, micro_batches)
+    except ValueError:
+        return False
+    return True
+
+
+@pytest.mark.parametrize("schedule", SCHEDULES)
+def test_micro_batches_are_taken_as_torch_takes_them(schedule: str) -> None:
+    counts = [(ranks, count) for ranks in (2, 3, 4) for count in range(1, 14)]
+    ours = [(ranks, count) for ranks, count in counts if takes(schedule, ranks, count)]
+    assert ours == [(ranks, count) for ranks, count in counts if _torch_takes(schedule, ranks, count)]
+
+
+def _check(
+    plan: ModelPlan, pp: int, *, batch: int = 32, micro: int = 1, ranks: int = 1, techniques: Any = (), **options: Any
+) -> list[str]:
+    technique = PipelineParallel(PipelineConfig(**options))
+    job: Any = SimpleNamespace(
+        layout=Layout(tuple(technique.axes), {"pp": pp}),
+        micro_batch=micro,
+        batch_ranks=ranks,
+        micro_batches=batch // (micro * ranks),
+        train=SimpleNamespace(global_batch_size=batch),
+        run=SimpleNamespace(device="cpu"),
+        techniques=techniques,
+    )
+    return [text for text in technique.check(job, plan) if "sends to its own rank" not in text]
+
+
+SMALL = _preset("tiny", n_layers=4)
+
+
+@pytest.mark.parametrize("schedule", SCHEDULES)
+def test_what_fits_is_not_refused(schedule: str) -> None:
+    assert _check(SMALL, 2, schedule=schedule) == []
+    assert _check(SMALL, 1, schedule=schedule, virtual_stages=7) == []
+
+
+def test_more_stages_than_layers_are_refused_with_the_nearest_degree() -> None:
+    assert _check(SMALL, 4, schedule="LoopedBFS") == [
+        "[model] n_layers = 4 cannot fill 8 stages (mesh.pp = 4 with 2 a rank); nearest mesh.pp that fits: 2"
+    ]
+    (text,) = _check(SMALL, 2, schedule="LoopedBFS", virtual_stages=5)
+    assert text.endswith("nearest mesh.pp that fits: none, with 5 stages a rank")
+
+
+@pytest.mark.parametrize(
+    "schedule, given, held", [("1F1B", 2, 1), ("GPipe", 3, 1), ("ZBVZeroBubble", 1, 2), ("DualPipeV", 4, 2)]
+)
+def test_schedules_that_hold_a_fixed_number_of_stages_say_so(schedule: str, given: int, held: int) -> None:
+    assert _check(SMALL, 2, schedule=schedule, virtual_stages=given) == [
+        f"[plugins.pipeline] virtual_stages = {given}: {schedule} holds exactly {held} on each rank"
+    ]
+
+
+@pytest.mark.parametrize(
+    "points, fault",
+    [
+        (("layers.1", "layers.9", "norm"), "layers.9, norm not among layers.1 to layers.3"),
+        (("layers.0", "layers.1", "layers.2"), "layers.0 not among layers.1 to layers.3"),
+        (("layers.2",), "1 given, but 4 stages have 3"),
+        (("layers.2", "layers.1", "layers.3"), "layers.2, layers.1, layers.3 must be in the model's order"),
+        (("layers.1", "layers.1", "layers.3"), "layers.1, layers.1, layers.3 must be in the model's order"),
+    ],
+)
+def test_split_points_must_be_layers_in_order_one_for_each_stage(points: tuple[str, ...], fault: str) -> None:
+    assert _check(SMALL, 4, split_points=points) == [f"[plugins.pipeline] split_points: {fault}"]
+
+
+@pytest.mark.parametrize(
+    "schedule, batch, nearest",
+    [
+        ("1F1B", 8, "16"),
+        ("DualPipeV", 24, "32"),
+        ("Interleaved1F1B", 56, "48 or 60"),
+        ("InterleavedZeroBubble", 36, "32 or 40"),
+    ],
+)
+def test_a_number_of_micro_batches_that_a_schedule_cannot_run_is_refused(
+    schedule: str, batch: int, nearest: str
+) -> None:
+    plan = _preset("tiny", n_layers=8)
+    micro = 2
+    (text,) = _check(plan, 4, batch=batch, micro=micro, ranks=2, schedule=schedule)
+    assert text.startswith(f"[train] global_batch_size = {batch} makes {batch // 4} micro batches of 2 on each of 2 ")
+    assert text.endswith(f"nearest global_batch_size that fits: {nearest}")
+    for size in nearest.split(" or "):
+        assert _check(plan, 4, batch=int(size), micro=micro, ranks=2, schedule=schedule) == []
+
+
+def test_what_a_split_backward_cannot_bear_is_refused() -> None:
+    compiler: Any = SimpleNamespace(phase="compile", name="anything")
+    sharder: Any = SimpleNamespace(phase="shard", name="fsdp", config=SimpleNamespace(zero_stage=3))
+    assert _check(SMALL, 2, schedule="Interleaved1F1B", techniques=(compiler, sharder)) == []
+    texts = _check(SMALL, 2, schedule="InterleavedZeroBubble", techniques=(compiler, sharder))
+    assert ["[plugins.anything] cannot compile" in text for text in texts] == [True, False]
+    assert "zero_stage = 3 reduces per micro batch: use 1" in texts[1]
+
+
+@pytest.mark.parametrize("version, refused", [("2.11.0+cpu", True), ("2.12.1", True), ("2.13.0+cu130", False)])
+def test_v_shaped_schedules_on_the_cpu_need_a_torch_that_sends_to_itself(
+    version: str, refused: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(torch, "__version__", TorchVersion(version))
+    technique = PipelineParallel(PipelineConfig(schedule="DualPipeV"))
+    job: Any = SimpleNamespace(run=SimpleNamespace(device="cpu"), techniques=())
+    assert [version in text for text in technique._check_company(job)] == [True] * refused
+    job.run.device = "cuda"
+    assert list(technique._check_company(job)) == []
