@@ -10,7 +10,7 @@ from types import ModuleType
 import titan.commands
 from titan import __version__
 from titan.errors import EXIT_FAILED, ConfigError, Fault, TitanError, report
-from titan.launch import threads_that_sleep
+from titan.launch import let_threads_sleep
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -20,7 +20,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     overrides says `parser.set_defaults(takes_overrides=True)` and finds them in `args.overrides`.
     """
     words = sys.argv[1:] if argv is None else list(argv)
-    threads_that_sleep()
+    let_threads_sleep()
     parser = argparse.ArgumentParser(prog="titan", description="A PyTorch-native trainer for large language models.")
     parser.add_argument("--version", action="version", version=f"titan {__version__}")
     subparsers = parser.add_subparsers(dest="command", metavar="COMMAND", required=True)

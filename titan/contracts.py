@@ -256,13 +256,17 @@ Phase = Literal["convert", "split", "partition", "recompute", "compile", "shard"
 
 @dataclass
 class World:
-    """What a technique may know when it touches the model."""
+    """What a technique may know when it touches the model.
+
+    parts: what this rank holds, once phase `split` is over; empty before.
+    """
 
     job: Job
     mesh: Mesh
     plan: ModelPlan
     precision: Precision
     techniques: Sequence[Technique] = field(default_factory=list)
+    parts: Sequence[Part] = ()
 
     @property
     def device(self) -> torch.device:

@@ -40,6 +40,8 @@ def assemble(world: World) -> list[Part]:
             else:
                 for part in parts:
                     technique.apply(part, world)
+        if phase == "split":
+            world.parts = parts
         if phase == "shard":
             materialise(parts, world)
     return parts

@@ -6,7 +6,7 @@ every rank, whichever stage holds it. Patterns are globs in which `*` stands for
 
 import re
 from collections.abc import Callable, Iterable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from functools import lru_cache
 from typing import Literal
 
@@ -78,7 +78,6 @@ class ModelPlan:
     head_params: int
     matmul_params_per_layer: int
     head_matmul_params: int
-    notes: tuple[str, ...] = field(default=())
 
     @property
     def params(self) -> int:

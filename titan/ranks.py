@@ -38,6 +38,9 @@ def join(job: Job) -> Rank:
     rank = Rank(number, launched_world_size(), local, _device(job.run.device, local))
     if rank.device.type != "cpu":
         torch.accelerator.set_device_index(rank.device.index)
+    if job.run.deterministic:
+        os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")  # cuBLAS asks for it, before its first use
+        torch.use_deterministic_algorithms(True)
     backend = "gloo" if rank.device.type == "cpu" else f"cpu:gloo,{rank.device.type}:nccl"
     timeout = timedelta(seconds=job.comm.init_timeout_s)
     if "MASTER_ADDR" in os.environ:

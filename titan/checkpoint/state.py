@@ -154,9 +154,19 @@ def collect(parts: Sequence[Part], optimizer: torch.optim.Optimizer, rest: Any, 
     slots, values = optimizer_state(parts, optimizer)
     plain, others = separate(rest, rank)
     tensors |= slots | others
-    # A DTensor is told by its shard: importing its class takes half a second that a run on one device need not spend.
-    local = {name: tensor.to_local() if hasattr(tensor, "to_local") else tensor for name, tensor in tensors.items()}
+    local = {name: _local(tensor) for name, tensor in tensors.items()}
     return Snapshot(tensors, local, values, type(optimizer).__name__, plain)
+
+
+def _local(tensor: Tensor) -> Tensor:
+    """This rank's own values, as a plain tensor: another type would need its package wherever they are read."""
+    # A DTensor is told by its shard: importing its class takes half a second that a run on one device need not spend.
+    values: Tensor = tensor.to_local() if hasattr(tensor, "to_local") else tensor
+    if type(values) is Tensor:
+        return values
+    plain = torch.empty(values.shape, dtype=values.dtype, device=values.device)
+    plain.copy_(values)
+    return plain
 
 
 @dataclass

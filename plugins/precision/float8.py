@@ -1,0 +1,208 @@
+"""float8: the matrix products of the layers' linears on 8-bit floats, with a scale computed anew at each use (torchao).
+
+A linear y = x W^T has three products, y, dL/dx = g W and dL/dW = g^T x with g = dL/dy. Before each, its operands A are
+cast to q(A) = float8(s A) with s = F / max|A|, F the largest float8 number (448 in e4m3), and
+
+    A B  ~  (q(A) q(B)) / (s_A s_B),      summed in float32, given back in the run's precision.
+
+FP8 formats and training: arXiv 2209.05433. What shares one scale is the `recipe`:
+
+    tensorwise          a tensor; x and W in e4m3, g in e5m2 (more range, fewer digits). The fastest.
+    rowwise             a row of A, a column of B, so an outlier spoils its own row only; all in e4m3, scales rounded
+                        down to powers of 2, which lose nothing. Each operand is cast twice, once a direction.
+    rowwise_with_gw_hp  the same, with dL/dW in the run's precision and W in one scale for dL/dx. The most accurate.
+
+Weights, gradients, optimizer state, norms, attention, embedding and head stay what the run's precision makes of them,
+as do linears whose sizes are no multiples of 16, which tensor cores ask for. Which linears are converted follows from
+the model and `filter` alone, never from the layout. Meant to go with bf16.
+
+Cost: products at up to twice bf16's FLOP/s where the hardware has float8 (CUDA capability 8.9 and up), and a pass over
+each operand for its maximum and its cast, which only `compile` fuses; what torchao measured on H100s speaks against
+linears below about 2,000 x 1,000. Activations are saved in the run's precision: no memory is saved. `fsdp_all_gather`
+casts a shard before it is gathered, half of bf16's bytes, with one all-reduce a step for the scales of all weights.
+Elsewhere products are emulated: the same rounded operands, multiplied in float32, slower than without.
+
+Limits: not the same curve at any layout. A scale sees the tokens of one micro batch on one rank, but in
+`rowwise_with_gw_hp` those of its own row only: its curve alone does not depend on how the batch is cut. Slices of
+tensor parallelism share the scale of the whole. With `fsdp_all_gather` weights are rounded once, from fp32, else from
+the run's precision too. A schedule that splits the backward does all its products twice, once in each half. Rowwise
+products come out in bf16 in an fp32 run too.
+"""
+
+import logging
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass, replace
+from importlib import import_module
+from importlib.util import find_spec
+from typing import TYPE_CHECKING, Any, Literal
+
+import torch
+from torch import nn
+
+from titan.contracts import ModelPlan, Part, Technique, World, option, register
+from titan.options import did_you_mean
+from titan.plan import glob_matches, nearest
+
+if TYPE_CHECKING:
+    from titan.config import Job
+
+_log = logging.getLogger("titan.float8")
+_MULTIPLE = 16
+"""What the sizes of a float8 product must be multiples of on tensor cores."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Float8Config:
+    """Options of `[plugins.float8]`."""
+
+    recipe: Literal["tensorwise", "rowwise", "rowwise_with_gw_hp"] = option(
+        "tensorwise", "what shares one scale: a tensor, a row, or a row with gradients of weights in full precision"
+    )
+    filter: tuple[str, ...] = option((), "globs of the linears in layers that are not converted (layers.*.attn.wo)")
+    fsdp_all_gather: bool = option(False, "cast shards of weights before they are gathered (tensorwise, with fsdp)")
+    emulate: Literal["auto", "always"] = option(
+        "auto", "auto: multiply float8 numbers in float32 where the device cannot multiply them; always: everywhere"
+    )
+
+
+@register
+class Float8(Technique):
+    """Multiplies the matrices of the layers' linears in float8, scaled per tensor or per row (torchao)."""
+
+    name = "float8"
+    Config = Float8Config
+    config: Float8Config
+    phase = "convert"
+    parity = False
+
+    def __init__(self, config: Float8Config) -> None:
+        super().__init__(config)
+        self._world: World | None = None
+        self._scaled = False
+
+    def check(self, job: "Job", plan: ModelPlan) -> Iterable[str]:
+        """The package must be there, the options fit each other, and every slice of a product come out even."""
+        if find_spec("torchao") is None:
+            yield 'torchao is missing: pip install "titan[float8]"'
+        if self.config.fsdp_all_gather:
+            yield from self._check_gather(job)
+        with torch.device("meta"):
+            linears = _linears(job.model.build(), plan)
+        kinds = {f"{plan.layers}.*.{name.removeprefix(f'{plan.layers}.').partition('.')[2]}" for name in linears}
+        for glob in self.config.filter:
+            if not any(glob_matches(glob, name) for name in linears):
+                yield f"filter names {glob!r}, which is no linear of a layer{did_you_mean(glob, kinds)}"
+        converted = {name: linear for name, linear in linears.items() if self._converts(name, linear)}
+        if not converted:
+            yield f"no linear is left to convert: all are in filter, or of sizes that are no multiples of {_MULTIPLE}"
+        yield from _check_slices(job, plan, converted)
+        tokens = job.micro_batch * job.data.seq_len // job.layout.role_degree("sequence")
+        if self.config.recipe != "rowwise_with_gw_hp" and tokens % _MULTIPLE:
+            yield (
+                f"a micro batch of {job.micro_batch} x {job.data.seq_len} tokens is {tokens} a rank, no multiple of "
+                f'{_MULTIPLE} as gradients of weights need; change either, or set recipe = "rowwise_with_gw_hp"'
+            )
+
+    def _check_gather(self, job: "Job") -> Iterator[str]:
+        if self.config.recipe != "tensorwise":
+            yield f'fsdp_all_gather needs recipe = "tensorwise": with {self.config.recipe!r} a shard has many scales'
+        if "fsdp" not in {technique.name for technique in job.techniques}:
+            yield "fsdp_all_gather needs [plugins.fsdp], which gathers the weights"
+
+    def _converts(self, name: str, linear: nn.Linear) -> bool:
+        even = linear.in_features % _MULTIPLE == 0 and linear.out_features % _MULTIPLE == 0
+        return even and not any(glob_matches(glob, name) for glob in self.config.filter)
+
+    def apply(self, part: Part, world: World) -> None:
+        """Swap the linears of the whole model; names and parameters stay."""
+        torchao = _torchao()
+        config = torchao.Float8LinearConfig.from_recipe_name(self.config.recipe)
+        config = replace(config, enable_fsdp_float8_all_gather=self.config.fsdp_all_gather)
+        config = replace(config, emulate=self.config.emulate == "always" or not _multiplies(world, config))
+        linears = _linears(part.module, world.plan)
+        names = {name for name, linear in linears.items() if self._converts(name, linear)}
+        torchao.convert_to_float8_training(part.module, module_filter_fn=lambda _, name: name in names, config=config)
+        if config.round_scales_to_power_of_2 and any(technique.phase == "compile" for technique in world.techniques):
+            # A power of 2 is a step: what is recomputed in a backward must round as the forward did, or scales differ
+            # by a factor of 2 and turn into NaN (github.com/pytorch/pytorch/issues/150859).
+            import torch._inductor.config
+
+            torch._inductor.config.emulate_precision_casts = True
+        self._world = world
+
+    def before_step(self, step: int) -> None:
+        """Before the first step of a process: weights are new, or from a checkpoint."""
+        if not self._scaled:
+            self._scale()
+
+    def after_step(self, step: int) -> None:
+        """Weights have changed, and so have their scales."""
+        self._scale()
+
+    def _scale(self) -> None:
+        """One all-reduce for the scales of all gathered weights, instead of one for each."""
+        if self.config.fsdp_all_gather:
+            assert self._world is not None, "a step before the model was converted"
+            for part in self._world.parts:
+                _torchao().precompute_float8_dynamic_scale_for_fsdp(part.module)
+        self._scaled = True
+
+
+def _linears(model: nn.Module, plan: ModelPlan) -> dict[str, nn.Linear]:
+    """The linears inside layers by name, but for those whose weight is another's too."""
+    tied = {name for pair in plan.tied for name in pair}
+    layers = tuple(f"{name}." for name in plan.layer_names())
+    return {
+        name: module
+        for name, module in model.named_modules()
+        if isinstance(module, nn.Linear) and name.startswith(layers) and f"{name}.weight" not in tied
+    }
+
+
+def _check_slices(job: "Job", plan: ModelPlan, linears: dict[str, nn.Linear]) -> Iterator[str]:
+    """Hold the slices that the plan makes of each linear against the multiple; a glob is said once."""
+    axes = {axis: job.layout.degree(axis) for axis in job.layout.of_role("model")}
+    ranks = job.layout.role_degree("model")
+    said = set()
+    for name, linear in linears.items():
+        glob, style = next(((g, s) for g, s in plan.tensor.items() if glob_matches(g, name)), ("", None))
+        kind, features = ("input", linear.in_features) if style == "row" else ("output", linear.out_features)
+        if style not in ("column", "row") or glob in said or features % (_MULTIPLE * ranks) == 0:
+            continue
+        said.add(glob)
+        split = " x ".join(f"mesh.{axis} = {degree}" for axis, degree in axes.items() if degree > 1)
+        fits = _nearest_degree(ranks, features)
+        yield (
+            f"{glob}: {features} {kind} features over {split} are no multiple of {_MULTIPLE} on each rank; nearest "
+            f"that fits: {fits}, or name it in filter"
+        )
+
+
+def _nearest_degree(ranks: int, features: int) -> str:
+    return nearest(ranks, lambda degree: features % (_MULTIPLE * degree) == 0)
+
+
+def _torchao() -> Any:
+    """torchao's float8 training. Imported late: it takes a second, and speaks of kernels that training does not use."""
+    logging.disable(logging.WARNING)
+    try:
+        return import_module("torchao.float8")
+    finally:
+        logging.disable(logging.NOTSET)
+
+
+def _multiplies(world: World, config: Any) -> bool:
+    """Whether this device can do all products of a recipe; found out by doing them."""
+    config = replace(config, enable_fsdp_float8_all_gather=False)
+    settings: dict[str, Any] = {"device": world.device, "dtype": world.precision.param}
+    with torch.device("meta"):
+        linear = nn.Linear(32, 32, bias=False)
+    linear.weight = nn.Parameter(torch.ones(32, 32, **settings))
+    try:
+        linear = _torchao().convert_to_float8_training(linear, config=config)
+        linear(torch.ones(_MULTIPLE, 32, requires_grad=True, **settings)).sum().backward()
+    except (RuntimeError, ValueError) as error:
+        _log.info(f"float8: products are emulated in float32, this {world.device.type} has none with such scales")
+        _log.debug(f"float8: asked for one, it said: {error}")
+        return False
+    return True

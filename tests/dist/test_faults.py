@@ -1,0 +1,51 @@
+"""What goes wrong while a run is under way: it says so, loses nothing, and ends with the right code."""
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+
+from tests.jobs import LLAMA, train_job, write_text
+
+
+def launch(folder: Path, *words: str, limit_kib: int | None = None) -> subprocess.CompletedProcess[str]:
+    """The command itself in a process of its own, where files may grow to `limit_kib`: a disk that is full beyond it."""
+    if not (folder / "text").exists():
+        write_text(folder / "text")
+    places = ["--run.dir", str(folder), "--run.name", "run", "--data.cache", f"{folder}/cache"]
+    command = [sys.executable, "-P", "-m", "titan.launch", "--config", str(LLAMA), *places, "--data.path", f"{folder}/text"]
+    limit = f"ulimit -f {limit_kib}; " if limit_kib else ""
+    script = ["bash", "-c", limit + 'exec "$0" "$@"', *command, *words]
+    environment = {**os.environ, "OMP_NUM_THREADS": "1"}
+    return subprocess.run(script, env=environment, capture_output=True, text=True, timeout=100)
+
+
+@pytest.mark.parametrize("asynchronous", ["true", "false"])
+def test_disk_full_while_saving(asynchronous: str, tmp_path: Path) -> None:
+    saving = ("--checkpoint.enabled", "true", "--checkpoint.async", asynchronous)
+    first = launch(tmp_path, *saving, "--train.steps", "2")
+    assert first.returncode == 0, first.stderr
+    full = launch(tmp_path, *saving, "--train.steps", "4", limit_kib=64)
+    assert full.returncode == 1, full.stderr
+    assert "disk full while saving step 4" in full.stderr and "Traceback" not in full.stderr
+    assert [folder.name for folder in (tmp_path / "run" / "checkpoints").iterdir()] == ["step-00000002"]
+    again = launch(tmp_path, *saving, "--train.steps", "4")
+    assert again.returncode == 0 and "step-00000002, step 2" in again.stderr, again.stderr
+
+
+def test_a_shard_that_was_cut_short(tmp_path: Path) -> None:
+    assert launch(tmp_path, "--train.steps", "1").returncode == 0
+    (shard,) = (tmp_path / "cache").rglob("*.bin")
+    shard.write_bytes(shard.read_bytes()[:-64])
+    done = launch(tmp_path, "--train.steps", "1")
+    assert done.returncode == 2 and shard.name in done.stderr and "Traceback" not in done.stderr, done.stderr
+
+
+def test_deterministic_runs_are_bit_identical(tmp_path: Path) -> None:
+    words = ("--run.deterministic", "true", "--mesh.dp_shard", "2", "--mesh.tp", "2")
+    first, second = (train_job(tmp_path, 4, *words, name=name) for name in ("first", "second"))
+    assert all(torch.equal(first.weights[name], second.weights[name]) for name in first.weights)
+    assert [row["grad_norm"] for row in first.rows.values()] == [row["grad_norm"] for row in second.rows.values()]
