@@ -18,15 +18,19 @@ from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
-import torch
-import torch.nn.functional as F
-from tqdm import tqdm
+from titan.launch import let_threads_sleep
 
-from bench import results
-from titan import build, ranks, trainer
-from titan.config import Job, load_job
-from titan.contracts import Batch, Part
-from titan.init import init_weights
+let_threads_sleep()  # for both, and before torch is imported
+
+import torch  # noqa: E402
+import torch.nn.functional as F  # noqa: E402
+from tqdm import tqdm  # noqa: E402
+
+from bench import results  # noqa: E402
+from titan import build, ranks, trainer  # noqa: E402
+from titan.config import Job, load_job  # noqa: E402
+from titan.contracts import Batch, Part  # noqa: E402
+from titan.init import init_weights  # noqa: E402
 
 CONFIG = Path(__file__).parent / "overhead.toml"
 

@@ -1,0 +1,89 @@
+"""The quickstart's curve at many layouts, against one rank: the largest relative difference of loss and gradient norm.
+
+    python -m bench.layouts [--steps 10]
+
+Every layout is a run of its own through the launcher, on gloo ranks of this machine. The last rows train half of the
+steps on one layout and the other half on another.
+"""
+
+import argparse
+import json
+import os
+import subprocess
+import sys
+import tempfile
+from pathlib import Path
+
+from tqdm import tqdm
+
+from bench import results
+
+SCHEDULES = (
+    "GPipe", "1F1B", "LoopedBFS", "Interleaved1F1B", "InterleavedZeroBubble", "ZBVZeroBubble", "DualPipeV"
+)  # fmt: skip
+LAYOUTS: dict[str, tuple[int, dict[str, object]]] = {
+    "dp_shard 2, tp 2, pp 2": (8, {"mesh.dp_shard": 2, "mesh.tp": 2, "mesh.pp": 2}),
+    "tp 8": (8, {"mesh.tp": 8}),
+    **{f"pp 4, {name}": (4, {"mesh.pp": 4, "plugins.pipeline.schedule": name}) for name in SCHEDULES},
+    "dp_shard 3": (3, {"mesh.dp_shard": 3}),
+    "hsdp 2x2": (4, {"mesh.dp_replicate": 2, "mesh.dp_shard": 2}),
+    "ddp 4": (4, {"mesh.dp_replicate": 4}),
+    "activation checkpointing": (1, {"plugins.activation_checkpoint.mode": "full"}),
+    "compile": (1, {"plugins.compile.enabled": "true"}),
+    "compile, dp_shard 2, tp 2": (4, {"plugins.compile.enabled": "true", "mesh.dp_shard": 2, "mesh.tp": 2}),
+}
+RESUMED = {
+    "one rank, then dp_shard 2, tp 2, pp 2": ("one rank", "dp_shard 2, tp 2, pp 2"),
+    "dp_shard 2, tp 2, pp 2, then ddp 4": ("dp_shard 2, tp 2, pp 2", "ddp 4"),
+    "pp 4, 1F1B, then dp_shard 3": ("pp 4, 1F1B", "dp_shard 3"),
+    "tp 8, then one rank": ("tp 8", "one rank"),
+}
+Curve = dict[int, tuple[float, float]]
+
+
+def main() -> None:
+    """Run all, print a row each, write the results."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--steps", type=int, default=10, help="steps of each run; twice as many where one is resumed")
+    steps = parser.parse_args().steps
+    layouts = {"one rank": (1, {}), **LAYOUTS}
+    rows: dict[str, dict[str, float]] = {}
+    with tempfile.TemporaryDirectory() as folder:
+        reference = _train(folder, "reference", 1, {}, steps)
+        for name, (ranks, keys) in tqdm(LAYOUTS.items(), disable=None):
+            rows[name] = _compare(reference, _train(folder, name, ranks, keys, steps))
+        reference = _train(folder, "longer", 1, {}, 2 * steps)
+        for name, (before, after) in tqdm(RESUMED.items(), disable=None):
+            _train(folder, name, *layouts[before], steps)
+            rows[name] = _compare(reference, _train(folder, name, *layouts[after], 2 * steps))
+    for name, row in rows.items():
+        print(f"{name:<45} loss {row['loss']:.1e}   gradient norm {row['grad_norm']:.1e}")
+    print(results.write("layouts", {"steps": steps, "largest_relative_difference": rows}))
+
+
+def _train(folder: str, name: str, ranks: int, keys: dict[str, object], steps: int) -> Curve:
+    """Train the quickstart, or go on with it where this name has trained before."""
+    own = {
+        "run.dir": folder, "run.name": name, "run.sample": "", "train.steps": steps, "metrics.every": 1,
+        "metrics.tensorboard.enabled": "false", "plugins.bf16.enabled": "false", **keys,
+    }  # fmt: skip
+    words = [word for key, value in own.items() for word in (f"--{key}", str(value))]
+    command = [sys.executable, "-m", "titan.launch", *words]
+    done = subprocess.run(command, env={**os.environ, "NPROC": str(ranks)}, capture_output=True, text=True)
+    if done.returncode:
+        sys.exit(f"{name}: exit code {done.returncode}\n{done.stderr}")
+    rows = [json.loads(line) for line in (Path(folder) / name / "metrics.jsonl").read_text().splitlines()]
+    curve = {row["step"]: (row["loss"], row["grad_norm"]) for row in rows}
+    assert sorted(curve) == list(range(1, steps + 1)), f"{name}: rows of steps {sorted(curve)}"
+    return curve
+
+
+def _compare(reference: Curve, other: Curve) -> dict[str, float]:
+    def worst(at: int) -> float:
+        return max(abs(other[step][at] / reference[step][at] - 1) for step in reference)
+
+    return {"loss": worst(0), "grad_norm": worst(1)}
+
+
+if __name__ == "__main__":
+    main()
