@@ -64,9 +64,7 @@ def test_the_linears_of_layers_are_converted_and_nothing_is_renamed() -> None:
 @needs_torchao
 def test_what_the_filter_names_and_what_is_uneven_stays() -> None:
     kept = convert(filter=("layers.*.attn.wo", "layers.1.ffn.*"))
-    assert converted(kept).keys() == {
-        n for n in LINEARS if not n.endswith("wo") and not n.startswith("layers.1.ffn")
-    }
+    assert converted(kept).keys() == {n for n in LINEARS if not n.endswith("wo") and not n.startswith("layers.1.ffn")}
     assert converted(convert({"ffn_dim": 120})).keys() == {name for name in LINEARS if "attn" in name}
 
 
