@@ -7,7 +7,7 @@ from collections.abc import Iterator
 import pytest
 import torch
 
-LIMIT = 120.0
+LIMIT = 300.0
 LIMIT_SLOW = 900.0
 """Seconds a test may take before every thread's stack is printed and the session ends; ranks end with it."""
 

@@ -45,7 +45,7 @@ def _whole(tensor: Tensor) -> Tensor:
 
 
 def train_job(
-    folder: Path, world_size: int, *words: str, config: Path = LLAMA, name: str = "run", timeout: float = 100.0
+    folder: Path, world_size: int, *words: str, config: Path = LLAMA, name: str = "run", timeout: float = 240.0
 ) -> Outcome:
     """Train a job on that many ranks under `folder`/`name`."""
     text = folder / "text"

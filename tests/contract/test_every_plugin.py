@@ -129,7 +129,7 @@ def test_parity_with_it_off_and_its_checkpoint_loads_without_it(technique, off: 
     ranks, words = switched_on(technique)
     words += WORDS.get(technique.name, ())
     saving = ("--checkpoint.enabled", "true")
-    half = train_job(tmp_path, ranks, *words, *saving, "--train.steps", "5", timeout=110)
+    half = train_job(tmp_path, ranks, *words, *saving, "--train.steps", "5")
     assert {step: row["tokens"] for step, row in half.rows.items()} == {s: 128 * s for s in range(1, 6)}
     whole = train_job(tmp_path, 1, *saving)
     assert_same_curve(off, whole)

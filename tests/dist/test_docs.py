@@ -54,7 +54,7 @@ def test_command(command: str, place: Path) -> None:
     if "--data" in run or "run_train.sh" in run or "titan.cli train" in run or "data prepare" in run:
         run += " --data.cache cache"
     environment = {**os.environ, "TITAN_PYTHON": sys.executable, "OMP_NUM_THREADS": "1"}
-    done = subprocess.run(run, shell=True, cwd=place, env=environment, capture_output=True, text=True, timeout=100)
+    done = subprocess.run(run, shell=True, cwd=place, env=environment, capture_output=True, text=True, timeout=250)
     assert done.returncode == 0, f"{run}\n{done.stdout[-2000:]}\n{done.stderr[-4000:]}"
 
 

@@ -20,7 +20,7 @@ def launch(folder: Path, *words: str, limit_kib: int | None = None) -> subproces
     limit = f"ulimit -f {limit_kib}; " if limit_kib else ""
     script = ["bash", "-c", limit + 'exec "$0" "$@"', *command, *words]
     environment = {**os.environ, "OMP_NUM_THREADS": "1"}
-    return subprocess.run(script, env=environment, capture_output=True, text=True, timeout=100)
+    return subprocess.run(script, env=environment, capture_output=True, text=True, timeout=250)
 
 
 @pytest.mark.parametrize("asynchronous", ["true", "false"])
