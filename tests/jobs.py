@@ -6,6 +6,7 @@ comparator of the tolerance table (docs/correctness.md), which has tests of its 
 
 import json
 import math
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -17,12 +18,14 @@ from torch.distributed.tensor import DTensor
 from tests.ranks import run_ranks
 
 LLAMA, GPT = (Path(__file__).parent / "configs" / f"{name}.toml" for name in ("llama", "gpt"))
+SAVING = ("--checkpoint.enabled", "true", "--checkpoint.every", "4")
 LOSS_RTOL, NORM_RTOL, WEIGHT_RTOL, WEIGHT_ATOL = 1e-5, 1e-4, 1e-4, 1e-6
+BOUNDS = {"loss": LOSS_RTOL, "validation_loss": LOSS_RTOL, "grad_norm": NORM_RTOL, "tokens": 0.0, "lr": 1e-12}
 
 
 @dataclass
 class Outcome:
-    """What a run leaves: its rows by step, and its final weights by canonical name."""
+    """What a run leaves: its rows by step, validation's in them, and its final weights by canonical name."""
 
     rows: dict[int, dict[str, Any]]
     weights: dict[str, Tensor]
@@ -45,17 +48,37 @@ def _whole(tensor: Tensor) -> Tensor:
 
 
 def train_job(
-    folder: Path, world_size: int, *words: str, config: Path = LLAMA, name: str = "run", timeout: float = 240.0
+    folder: Path,
+    world_size: int,
+    *words: str,
+    config: Path = LLAMA,
+    name: str = "run",
+    timeout: float = 240.0,
+    run: Callable[..., dict[str, Tensor]] = run_job,
 ) -> Outcome:
-    """Train a job on that many ranks under `folder`/`name`."""
+    """Train a job on that many ranks, each of which calls `run`, under `folder`/`name`.
+
+    Raises:
+        RankError: see `run_ranks`.
+        AssertionError: ranks that hold the same weight have other values in it.
+    """
     text = folder / "text"
     if not text.exists():
         write_text(text)
     overrides = ["--run.name", name, "--data.path", str(text), *words]
+    held = run_ranks(run, world_size, str(folder), overrides, str(config), init=False, timeout=timeout)
+    return Outcome(read_rows(folder / name), _agreed(held))
+
+
+def _agreed(held: Iterable[dict[str, Tensor]]) -> dict[str, Tensor]:
+    """The weights of all ranks; those that several hold are the same to the last bit."""
     weights: dict[str, Tensor] = {}
-    for held in run_ranks(run_job, world_size, str(folder), overrides, str(config), init=False, timeout=timeout):
-        weights |= held
-    return Outcome(read_rows(folder / name), weights)
+    for own in held:
+        for name, tensor in own.items():
+            first = weights.setdefault(name, tensor)
+            same = torch.allclose(first, tensor, rtol=0, atol=0, equal_nan=True)
+            assert same, f"{name} differs between ranks by {(first - tensor).abs().max().item():.2e}"
+    return weights
 
 
 def write_text(folder: Path) -> None:
@@ -70,9 +93,23 @@ def write_text(folder: Path) -> None:
 
 
 def read_rows(run: Path) -> dict[int, dict[str, Any]]:
-    """The training rows of a run by step."""
-    rows = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
-    return {row["step"]: row for row in rows if "loss" in row}
+    """The rows of a run by step: of training, with what validation has added."""
+    rows: dict[int, dict[str, Any]] = {}
+    for line in (run / "metrics.jsonl").read_text().splitlines():
+        row = json.loads(line)
+        rows.setdefault(row["step"], {}).update(row)
+    return {step: row for step, row in rows.items() if "loss" in row}
+
+
+def saved_tensors(path: Path) -> dict[str, Tensor]:
+    """Every tensor of a checkpoint, whole."""
+    from titan.checkpoint import restore
+    from titan.checkpoint.ranks import Ranks
+
+    saved = restore.Saved.open(path, Ranks(0, 1))
+    tensors = {name: saved.empty(name) for name in saved.tensors}
+    saved.read(tensors, Ranks(0, 1))
+    return tensors
 
 
 def differences(reference: Outcome, other: Outcome) -> list[str]:
@@ -80,10 +117,11 @@ def differences(reference: Outcome, other: Outcome) -> list[str]:
     found = []
     if reference.rows.keys() != other.rows.keys():
         found.append(f"steps {sorted(reference.rows)} against {sorted(other.rows)}")
-    for step in reference.rows.keys() & other.rows.keys():
-        for key, rtol in (("loss", LOSS_RTOL), ("grad_norm", NORM_RTOL), ("tokens", 0.0), ("lr", 1e-12)):
-            ours, theirs = reference.rows[step][key], other.rows[step][key]
-            if not math.isclose(ours, theirs, rel_tol=rtol, abs_tol=0):
+    for step in sorted(reference.rows.keys() & other.rows.keys()):
+        rows = reference.rows[step], other.rows[step]
+        for key in BOUNDS.keys() & (rows[0].keys() | rows[1].keys()):
+            ours, theirs = (row.get(key, math.nan) for row in rows)
+            if not math.isclose(ours, theirs, rel_tol=BOUNDS[key], abs_tol=0):
                 found.append(f"step {step}: {key} {ours} against {theirs}")
     if reference.weights.keys() != other.weights.keys():
         found.append(f"parameters differ: {sorted(reference.weights.keys() ^ other.weights.keys())}")
@@ -94,6 +132,26 @@ def differences(reference: Outcome, other: Outcome) -> list[str]:
         elif not torch.allclose(theirs, ours, rtol=WEIGHT_RTOL, atol=WEIGHT_ATOL):
             found.append(f"{name}: differs by {(theirs - ours).abs().max().item():.2e}")
     return found
+
+
+def deviations(reference: Outcome, other: Outcome) -> dict[str, float]:
+    """How far apart they are: loss and grad_norm relatively, at the worst step; weights as a share of their bound."""
+    steps = reference.rows.keys() & other.rows.keys()
+    found = {
+        key: max(_relative(reference.rows[step][key], other.rows[step][key]) for step in steps)
+        for key in ("loss", "grad_norm")
+    }
+    moved = [
+        ((other.weights[name] - ours).abs() / (WEIGHT_ATOL + WEIGHT_RTOL * ours.abs())).max().item()
+        for name, ours in reference.weights.items()
+    ]
+    return {**found, "weights": max(moved)}
+
+
+def _relative(reference: float, other: float) -> float:
+    if other == reference:
+        return 0.0
+    return abs(other / reference - 1) if reference else math.inf
 
 
 def assert_same_curve(reference: Outcome, other: Outcome) -> None:

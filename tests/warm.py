@@ -1,4 +1,4 @@
-"""What the fork server of `tests.ranks` has done before it forks a rank: imports, and one training step.
+"""What the fork server of `tests.ranks` has done before it forks a rank: imports, plugins too, and one training step.
 
 The step runs under a fake process group so that everything torch imports or builds at first use is there already. Its
 world has a size no test has: what DTensor remembers about this mesh is then never taken for a test's mesh.
@@ -14,11 +14,14 @@ import torch.distributed as dist
 import torch.distributed.checkpoint
 import torch.distributed.checkpoint.state_dict
 import torch.distributed.pipelining
+import torchdata.stateful_dataloader  # noqa: F401
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 from torch.testing._internal.distributed.fake_pg import FakeStore
+
+from titan import registry, trainer  # noqa: F401
 
 WORLD_SIZE = 62
 
@@ -36,6 +39,7 @@ def _step() -> None:
     optimizer.step()
 
 
+registry.open_doors()
 torch.set_num_threads(1)
 dist.init_process_group("fake", rank=0, world_size=WORLD_SIZE, store=FakeStore())
 _step()

@@ -11,17 +11,21 @@ import torch.distributed as dist
 
 from titan import log, phases
 from titan.checkpoint import Checkpointer, rng_state, set_rng_state
+from titan.checkpoint.ranks import Ranks
+from titan.checkpoint.weights import find_weights, is_hf, load_weights, stored_rest
 from titan.config import Job
-from titan.contracts import Engine, NamedParameter, Part, Precision, RunInfo, World
+from titan.contracts import Dataset, Engine, NamedParameter, Part, Precision, RunInfo, World
 from titan.data.loader import Loader
 from titan.data.prepare import prepare
 from titan.data.samples import Samples
 from titan.engine import Direct, StepLoss
 from titan.errors import ConfigError, Fault, TitanError
+from titan.guard import Guard
 from titan.mesh import Mesh
 from titan.metrics import Meter, Trackers
 from titan.plan import glob_matches
 from titan.ranks import Rank
+from titan.resume import compare
 
 T = TypeVar("T")
 
@@ -41,15 +45,25 @@ class Run:
     trackers: Trackers
     meter: Meter
     checkpointer: Checkpointer | None
+    guard: Guard
+    held_out: Samples | None
     step: int = 0
     tokens: int = 0
+    dropped: int = 0
     saved: int = field(default=0)
+    held_out_loss: float | None = None
 
     def rest(self) -> dict[str, object]:
-        """What a checkpoint holds beside weights and optimizer state."""
+        """What a checkpoint holds beside weights and optimizer state.
+
+        Raises:
+            DivergedError: the run has gone wrong; there is nothing to be saved.
+        """
         return {
+            "config": self.job.table,
             "step": self.step,
             "tokens": self.tokens,
+            "dropped": self.guard.check(),
             "data": self.loader.state_dict(),
             "techniques": {technique.name: technique.state_dict() for technique in self.world.techniques},
             "rng": rng_state(self.rank.device),
@@ -63,15 +77,17 @@ def build(job: Job, rank: Rank) -> Run:
         TitanError: data, checkpoint or plugin that cannot be used; on all ranks alike.
     """
     _open_folder(job, rank)
-    samples = together(lambda: open_samples(job, rank), rank)
-    world = _world(job, rank)
+    samples, held_out = together(lambda: (open_samples(job, rank), open_held_out(job, rank)), rank)
+    world = world_of(job, rank)
     parts = phases.assemble(world)
     engine = next((e for t in world.techniques if (e := t.engine(parts, world)) is not None), None)
     optimizer = job.optimizer.build(named_parameters(parts, world))
-    checkpointer, rest = _restore(job, rank, parts, optimizer)
+    checkpointer, rest = _restore(job, rank, parts, optimizer, samples.fingerprint)
     step, first = int(rest.get("step", 0)), int(rest.get("data", {}).get("samples", 0))
     for technique in world.techniques:
         technique.load_state_dict(rest.get("techniques", {}).get(technique.name, {}))
+    dropped = int(rest.get("dropped", 0))
+    limit = job.train.non_finite_limit if job.train.non_finite == "skip" else 1
     loader = Loader(
         samples, global_batch=job.train.global_batch_size, micro_batch=job.micro_batch, first=first,
         index=job.layout.role_index(rank.number, "batch"), ranks=job.batch_ranks, workers=job.data.workers,
@@ -85,7 +101,8 @@ def build(job: Job, rank: Rank) -> Run:
         job=job, rank=rank, world=world, parts=parts, engine=engine or Direct(parts[0], world.techniques),
         optimizer=optimizer, loss=StepLoss(job.loss, rank.device), loader=loader, trackers=trackers,
         meter=Meter(world.plan, job.data.seq_len, rank.world_size, rank.device, job.metrics.peak_tflops),
-        checkpointer=checkpointer, step=step, tokens=int(rest.get("tokens", 0)), saved=step,
+        checkpointer=checkpointer, guard=Guard(limit, dropped, rank.device), dropped=dropped,
+        held_out=held_out, step=step, tokens=int(rest.get("tokens", 0)), saved=step,
     )  # fmt: skip
 
 
@@ -134,22 +151,33 @@ def open_samples(job: Job, rank: Rank) -> Samples:
     if job.tokenizer.vocab_size > job.plan.vocab_size:
         sizes = f"the tokenizer has {job.tokenizer.vocab_size} ids, the model rows for {job.plan.vocab_size}"
         raise ConfigError([Fault("", f"[model] vocab_size: {sizes}; set it to at least {job.tokenizer.vocab_size}")])
-    cache = Path(job.data.cache).expanduser()
-    talks = rank.number == 0
-    sources = [
-        (
-            prepare(source.plugin, job.tokenizer, cache=cache, workers=job.data.prepare_workers, progress=talks),
-            source.weight,
-        )
-        for source in job.sources
-    ]
     return Samples(
-        sources, seq_len=job.data.seq_len, packing=job.data.packing, seed=job.run.seed, shuffle=job.data.shuffle,
-        vocab_size=job.plan.vocab_size,
+        [(_prepared(source.plugin, job, rank), source.weight) for source in job.sources], seq_len=job.data.seq_len,
+        packing=job.data.packing, seed=job.run.seed, shuffle=job.data.shuffle, vocab_size=job.plan.vocab_size,
     )  # fmt: skip
 
 
-def _world(job: Job, rank: Rank) -> World:
+def open_held_out(job: Job, rank: Rank) -> Samples | None:
+    """The samples that a job validates on, in an order that no seed of a run changes; None where it does not validate.
+
+    Raises:
+        DataError: the text or the tokens cannot be used.
+    """
+    if job.held_out is None or not job.validation.every:
+        return None
+    return Samples(
+        [(_prepared(job.held_out, job, rank), 1.0)], seq_len=job.data.seq_len, packing=job.data.packing, seed=0,
+        shuffle=True, vocab_size=job.plan.vocab_size,
+    )  # fmt: skip
+
+
+def _prepared(dataset: Dataset, job: Job, rank: Rank) -> list[Path]:
+    cache, workers = Path(job.data.cache).expanduser(), job.data.prepare_workers
+    return prepare(dataset, job.tokenizer, cache=cache, workers=workers, progress=rank.number == 0)
+
+
+def world_of(job: Job, rank: Rank) -> World:
+    """What techniques may know on this rank, before there is a model."""
     precision = Precision()
     for technique in job.techniques:
         precision = technique.precision(precision)
@@ -168,24 +196,39 @@ def named_parameters(parts: Sequence[Part], world: World) -> list[NamedParameter
 
 
 def _restore(
-    job: Job, rank: Rank, parts: Sequence[Part], optimizer: torch.optim.Optimizer
+    job: Job, rank: Rank, parts: Sequence[Part], optimizer: torch.optim.Optimizer, fingerprint: str
 ) -> tuple[Checkpointer | None, dict[str, Any]]:
     """The checkpointer, and what a checkpoint held beside weights and optimizer state (nothing for a new run)."""
     if not job.checkpoint.enabled:
-        log.log.info(f"weights: new, seed {job.run.seed}; checkpoints are off")
+        log.log.info(f"weights: {_first_weights(job, rank, parts)}; checkpoints are off")
         return None, {}
     section = job.checkpoint
     checkpointer = Checkpointer(
         job.folder / "checkpoints", keep=section.keep, asynchronous=section.asynchronous, rank=rank.number,
-        world_size=rank.world_size,
+        world_size=rank.world_size, timeout_s=job.comm.checkpoint_timeout_s,
     )  # fmt: skip
     path = checkpointer.find(section.resume)
     if path is None:
-        log.log.info(f"weights: new, seed {job.run.seed}")
+        log.log.info(f"weights: {_first_weights(job, rank, parts)}")
         return checkpointer, {}
+    changes = compare(stored_rest(path), job.table, fingerprint, section.new_data)
     rest = checkpointer.load(path, parts, optimizer)
-    log.log.info(f"weights: from {path}, step {rest.get('step', 0)}")
-    return checkpointer, rest
+    unused = "; the run has begun, so checkpoint.init_from is not used" if section.init_from else ""
+    log.log.info(f"weights: from {path}, step {rest.get('step', 0)}{unused}")
+    for sentence in changes.said:
+        log.log.info(f"changed: {sentence}")
+    return checkpointer, {**rest, "data": {}} if changes.other_samples else rest
+
+
+def _first_weights(job: Job, rank: Rank, parts: Sequence[Part]) -> str:
+    """Give a new run the weights it is to start from; says where they are from. Drawn ones it has already."""
+    given = job.checkpoint.init_from
+    if not given:
+        return f"new, seed {job.run.seed}"
+    ranks = Ranks(rank.number, rank.world_size)
+    path = ranks.first(lambda: find_weights(given, "checkpoint.init_from"))
+    load_weights(path, job.model, parts, ranks)
+    return f"from {'HF folder' if is_hf(path) else 'checkpoint'} {path}"
 
 
 def _info(job: Job, world: World, step: int) -> RunInfo:

@@ -18,19 +18,20 @@ from typing import TYPE_CHECKING, Any, ClassVar, Literal, Protocol
 import torch
 from torch import Tensor, nn
 
+from titan.cache import Cache, KeyValues
 from titan.mesh import Axis, Mesh, Role
 from titan.options import REQUIRED, option
 from titan.parts import Part, Precision, sum_gradients
-from titan.plan import ModelPlan
+from titan.plan import HfTensor, ModelPlan
 from titan.registry import Plugin, register
 
 if TYPE_CHECKING:
     from titan.config import Job
 
 __all__ = [
-    "REQUIRED", "Axis", "Batch", "Dataset", "Document", "Engine", "Loss", "LrSchedule", "Mesh", "Model", "ModelPlan",
-    "NamedParameter", "Optimizer", "Part", "Phase", "Precision", "Role", "Row", "RunInfo", "Technique", "Tokenizer",
-    "Tracker", "World", "option", "register", "sum_gradients",
+    "REQUIRED", "Axis", "Batch", "Cache", "Dataset", "Document", "Engine", "HfTensor", "KeyValues", "Loss",
+    "LrSchedule", "Mesh", "Model", "ModelPlan", "NamedParameter", "Optimizer", "Part", "Phase", "Precision", "Role",
+    "Row", "RunInfo", "Technique", "Tokenizer", "Tracker", "World", "option", "register", "sum_gradients",
 ]  # fmt: skip
 
 IGNORE = -100
@@ -63,12 +64,36 @@ class Model(Plugin, ABC):
     def build(self) -> nn.Module:
         """The whole model, uninitialised; called under `torch.device("meta")`.
 
-        Its forward takes `(x, documents=None)` and is what every stage runs: x is tokens [B, S] on the first stage and
-        hidden states [B, S, D] on the others, told apart by dtype, because a stage that is not the first may hold a
-        stem module whose weight its head is tied to. The result is logits [B, S, V] where the head is present, hidden
-        states where its modules were set to None. `documents` [B, S] numbers the document each token belongs to, when
-        attention must not cross documents.
+        Its forward takes `(x, documents=None, cache=None)` and is what every stage runs: x is tokens [B, S] on the
+        first stage and hidden states [B, S, D] on the others, told apart by dtype, because a stage that is not the
+        first may hold a stem module whose weight its head is tied to. The result is logits [B, S, V] where the head is
+        present, hidden states where its modules were set to None. `documents` [B, S] numbers the document each token
+        belongs to, when attention must not cross documents.
+
+        With a `cache` the tokens follow those of earlier calls: they stand at `cache.positions` [B, S], and in each
+        layer `cache.layer(name).attend(q, k, v)` takes the place of causal attention; `documents` is then None. A
+        forward without this parameter generates text too, going through all of it for each token.
         """
+
+    hf_ignored: ClassVar[Sequence[str]] = ()
+    """Globs of tensors in Hugging Face checkpoints that hold no weights: buffers that old exports wrote."""
+
+    def hf_config(self) -> Mapping[str, Any] | None:
+        """The config.json with which transformers builds this very model; None where it has no such architecture."""
+        return None
+
+    def hf_tensors(self) -> Sequence[HfTensor]:
+        """Every tensor of the Hugging Face checkpoint of this model; but for copies, each parameter stands in one."""
+        return ()
+
+    @classmethod
+    def from_hf(cls, config: Mapping[str, Any]) -> Mapping[str, Any] | None:
+        """Values of Config for a config.json; None when it is of another architecture.
+
+        Raises:
+            ConfigError: it is of this architecture, but asks for what the model cannot do; names key and value.
+        """
+        return None
 
 
 # --- text and tokens --------------------------------------------------------------------------------------------
@@ -102,6 +127,15 @@ class Tokenizer(Plugin, ABC):
     @abstractmethod
     def decode(self, ids: Sequence[int]) -> str:
         """Text of ids; broken UTF-8 becomes the replacement character, the end id nothing."""
+
+    def hf_files(self) -> Mapping[str, Any] | None:
+        """File name -> JSON value of the files with which transformers builds this very tokenizer; None: it cannot."""
+        return None
+
+    @classmethod
+    def from_hf(cls, folder: Path) -> Mapping[str, Any] | None:
+        """Values of Config that read a Hugging Face folder's tokenizer; None when its files are not of this kind."""
+        return None
 
 
 @dataclass(frozen=True)

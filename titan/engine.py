@@ -1,6 +1,7 @@
 """Direct: forward and backward of each micro batch, one after the other, on the one part this rank holds."""
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 
 import torch
 from torch import Tensor
@@ -26,6 +27,24 @@ class Direct:
         """Logits of a micro batch."""
         logits: Tensor = self.part.runner(batch.tokens, batch.documents)
         return logits
+
+
+@contextmanager
+def evaluating(parts: Sequence[Part]) -> Iterator[None]:
+    """Forwards without gradients, after which nothing is as if they had been: gathered parameters are let go of.
+
+    No compiled graph is used: each would be compiled anew for forwards without gradients.
+    """
+    before = [part.module.training for part in parts]
+    for part in parts:
+        part.module.eval()
+    try:
+        with torch.no_grad(), torch.compiler.set_stance("force_eager"):
+            yield
+    finally:
+        for part, training in zip(parts, before, strict=True):
+            part.module.train(training)
+            part.release()
 
 
 class StepLoss:

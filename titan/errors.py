@@ -53,6 +53,10 @@ class DataError(TitanError):
     exit_code = EXIT_WRONG_INPUT
 
 
+class DivergedError(TitanError):
+    """The loss or a gradient is no finite number."""
+
+
 def report(error: TitanError, rank: int = 0) -> None:
     """Say what is wrong on stderr, a line a fault."""
     prefix = "error: " if rank == 0 else f"rank {rank}: error: "

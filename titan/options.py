@@ -181,6 +181,8 @@ def _takes_text(hint: Any) -> bool:
 def _coerce_union(value: Any, args: tuple[Any, ...]) -> Any:
     if type(None) in args and isinstance(value, CliText) and value == "none":
         return None
+    if isinstance(value, CliText) and value.startswith("["):
+        value = from_text(value)
     problems = []
     for arg in args:
         if arg is type(None):

@@ -97,6 +97,12 @@ class Part:
             forward = wraps[at](forward) if at in wraps else forward
         module.forward = forward
 
+    def release(self) -> None:
+        """Let go of what a forward without a backward has gathered and kept: a step, a state dict want shards."""
+        for module in self.module.modules():
+            if isinstance(module, FSDPModule):
+                module.reshard()
+
     def retie(self, plan: ModelPlan) -> None:
         """Make tied parameters one tensor again after something has replaced them."""
         for alias, owner in plan.tied:

@@ -70,14 +70,16 @@ def rank_environment(env: Environment) -> dict[str, str] | None:
     NPROC asks this process to start ranks, also inside a Slurm allocation of many tasks.
 
     Raises:
-        ConfigError: Slurm does not say where the ranks meet.
+        ConfigError: Slurm does not say where the ranks meet, or nobody is there to start them again.
     """
     if "RANK" in env and "WORLD_SIZE" in env:
+        _refuse_restarts(env, "RANK is set, so somebody else starts the ranks; torchrun has --max-restarts")
         return {}
     nodes = _number(env, ("NNODES", "SLURM_STEP_NUM_NODES", "SLURM_NNODES"), 1, at_least=1)
     tasks = _number(env, ("SLURM_STEP_NUM_TASKS", "SLURM_NTASKS"), 1, at_least=1)
     if env.get("NPROC") or "SLURM_PROCID" not in env or tasks <= nodes:
         return None
+    _refuse_restarts(env, "Slurm starts each rank; have it start one task a node")
     host, port = _meeting_point(env)
     return {
         "RANK": env["SLURM_PROCID"],
@@ -89,6 +91,15 @@ def rank_environment(env: Environment) -> dict[str, str] | None:
     }
 
 
+def max_restarts(env: Environment) -> int:
+    """MAX_RESTARTS: how often the ranks of a failed run are started again.
+
+    Raises:
+        ConfigError: it is no number.
+    """
+    return _number(env, ("MAX_RESTARTS",), 0, at_least=0)
+
+
 def _number(env: Environment, names: Sequence[str], default: int, *, at_least: int) -> int:
     """The first of these variables that is set, or the default."""
     for name in names:
@@ -98,6 +109,11 @@ def _number(env: Environment, names: Sequence[str], default: int, *, at_least: i
                 raise ConfigError([Fault("environment", what)])
             return int(env[name])
     return default
+
+
+def _refuse_restarts(env: Environment, why: str) -> None:
+    if restarts := max_restarts(env):
+        raise ConfigError([Fault("environment", f"MAX_RESTARTS = {restarts}: {why}")])
 
 
 def _meeting_point(env: Environment) -> tuple[str, int]:

@@ -44,6 +44,21 @@ ONES = Init("constant", value=1.0)
 ZEROS = Init("constant", value=0.0)
 
 
+@dataclass(frozen=True)
+class HfTensor:
+    """A tensor of a Hugging Face checkpoint, and the parameters of ours it is made of.
+
+    name: as it stands in the safetensors files; base-model exports leave out its first part.  ours: canonical names;
+    more than one are joined along dimension 0, in this order.  transposed: theirs is the transpose of ours (joined).
+    copy: some files hold the tensor once more under this name (a tied head); never written, and must be the same.
+    """
+
+    name: str
+    ours: tuple[str, ...]
+    transposed: bool = False
+    copy: bool = False
+
+
 @dataclass(frozen=True, kw_only=True)
 class ModelPlan:
     """A model as data: sizes, names, where it may be cut, split, recomputed and wrapped, and what it costs.
@@ -54,6 +69,7 @@ class ModelPlan:
     tensor: module glob -> TensorStyle.
     init: parameter glob -> Init; every parameter is matched by exactly the first glob that fits it.
     no_decay: globs of the parameters that usual practice exempts from weight decay.
+    ffn_dim: width of the feed-forward, where tensor parallelism splits one; 0 elsewhere.
     layer_params, stem_params, head_params: parameters of one layer, of the stem, of the head (a tied tensor counts
         in the stem).
     matmul_params_per_layer, head_matmul_params: those that multiply every token.
@@ -64,6 +80,7 @@ class ModelPlan:
     n_heads: int
     n_kv_heads: int
     head_dim: int
+    ffn_dim: int = 0
     vocab_size: int
     max_seq_len: int
     stem: tuple[str, ...]

@@ -6,8 +6,10 @@ from datetime import timedelta
 
 import torch
 import torch.distributed as dist
-from torch._C._distributed_c10d import HashStore
+from torch._C._distributed_c10d import HashStore, PrefixStore, Store
+from torch.distributed.rendezvous import rendezvous
 
+from titan import watchdog
 from titan.config import Job
 from titan.errors import ConfigError
 from titan.mesh import Mesh
@@ -41,12 +43,15 @@ def join(job: Job) -> Rank:
     if job.run.deterministic:
         os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")  # cuBLAS asks for it, before its first use
         torch.use_deterministic_algorithms(True)
+    watchdog.record_collectives(rank.number, job.folder / "logs", nccl=rank.device.type == "cuda")
     backend = "gloo" if rank.device.type == "cpu" else f"cpu:gloo,{rank.device.type}:nccl"
     timeout = timedelta(seconds=job.comm.init_timeout_s)
+    store: Store = HashStore()
     if "MASTER_ADDR" in os.environ:
-        dist.init_process_group(backend, timeout=timeout)
-    else:
-        dist.init_process_group(backend, store=HashStore(), rank=0, world_size=1, timeout=timeout)
+        # torchrun starts ranks again with the store of the dead ones, in which Gloo would find their addresses.
+        attempt = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")
+        store = PrefixStore(f"attempt {attempt}", next(rendezvous("env://", timeout=timeout))[0])
+    dist.init_process_group(backend, store=store, rank=number, world_size=rank.world_size, timeout=timeout)
     return rank
 
 

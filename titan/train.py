@@ -1,12 +1,16 @@
 """The main job on one rank: `python -m titan.train --config F [--table.key value ...]`, alone or under torchrun."""
 
+import json
+import shlex
 import sys
 import traceback
 from collections.abc import Sequence
 
-from titan import build, log, ranks, sampling, trainer
+from titan import build, generation, log, preemption, ranks, trainer, validation, watchdog
+from titan.checkpoint.folder import step_folder
 from titan.config import Job, load_job, split_arguments
-from titan.errors import EXIT_DONE, EXIT_FAILED, TitanError, report
+from titan.errors import EXIT_DONE, EXIT_FAILED, EXIT_PREEMPTED, TitanError, report
+from titan.options import as_table, options_of
 
 USAGE = """usage: ./run_train.sh [--config FILE] [--table.key VALUE ...]
        titan train   [--config FILE] [--table.key VALUE ...]
@@ -18,7 +22,10 @@ Train a language model. Without --config: configs/quickstart.toml. Any key of th
   titan plugins                         models, techniques, datasets, optimizers, ... and their options
 
 environment: NPROC (ranks on this node; default: its GPUs, else 1), NNODES, NODE_RANK, MASTER_ADDR, MASTER_PORT, or
-SLURM's variables; OMP_NUM_THREADS (threads a rank).   exit codes: 0 done, 1 failed, 2 wrong input
+SLURM's variables; MAX_RESTARTS (how often a failed run starts its ranks again; 0); OMP_NUM_THREADS (threads a rank)
+
+exit codes: 0 done, 1 failed, 2 wrong input, 75 preempted: SIGTERM, SIGUSR1 or --run.max_minutes made it save and stop,
+and the same command goes on from there; in a Slurm job it is queued again
 """
 
 
@@ -28,36 +35,55 @@ def main(argv: Sequence[str] | None = None) -> int:
     if "-h" in words or "--help" in words:
         print(USAGE, end="")
         return EXIT_DONE
+    watchdog.answer_to_quit()
     rank = 0
-    try:
-        path, overrides = split_arguments(words)
-        job = load_job(path, overrides, ranks.launched_world_size())
-        me = ranks.join(job)
-        rank = me.number
-        log.set_up(rank)
-        return _run(job, me)
-    except TitanError as error:
-        report(error, rank)
-        return error.exit_code
-    except KeyboardInterrupt:
-        log.log.warning("interrupted")
-        return EXIT_FAILED
-    except Exception:
-        traceback.print_exc()
-        return EXIT_FAILED
-    finally:
-        ranks.leave()
+    with preemption.listening():
+        try:
+            path, overrides = split_arguments(words)
+            job = load_job(path, overrides, ranks.launched_world_size())
+            me = ranks.join(job)
+            rank = me.number
+            log.set_up(rank)
+            return _run(job, me)
+        except TitanError as error:
+            report(error, rank)
+            return error.exit_code
+        except KeyboardInterrupt:
+            log.log.warning("interrupted")
+            return EXIT_FAILED
+        except Exception:
+            traceback.print_exc()
+            watchdog.keep_recording()
+            return EXIT_FAILED
+        finally:
+            ranks.leave()
 
 
 def _run(job: Job, me: ranks.Rank) -> int:
     run = build.build(job, me)
     _greet(run)
-    trainer.train(run)
-    if job.run.sample:
-        text = sampling.continuation(run, job.run.sample)
+    asked = trainer.train(run)
+    if run.step < job.train.steps:
+        return _make_room(run, asked)
+    if job.run.sample and not asked:
+        text = generation.sample(run.world, run.engine, job.run.sample, job.run.seed)
         log.log.info(f"\nsample after step {run.step}:\n{job.run.sample}{text}\n")
     _part(run)
     return EXIT_DONE
+
+
+def _make_room(run: build.Run, asked: str) -> int:
+    """Say where the run stands; the exit code tells a scheduler whether the same command gets on."""
+    stopped = f"preempted by {asked} at step {run.step}"
+    if run.checkpointer is None:
+        log.log.error(f"{stopped}; nothing is kept of it, as [checkpoint] enabled = false")
+        return EXIT_FAILED
+    saved = f"{stopped}: checkpoint saved to {step_folder(run.checkpointer.folder, run.step)}"
+    if not run.job.checkpoint.goes_on:
+        log.log.error(f"{saved}; the same command would not go on from there, but with --checkpoint.resume auto")
+        return EXIT_FAILED
+    log.log.info(f"{saved}; the same command goes on from there")
+    return EXIT_PREEMPTED
 
 
 def _greet(run: build.Run) -> None:
@@ -71,14 +97,36 @@ def _greet(run: build.Run) -> None:
     described = job.optimizer.describe(build.named_parameters(run.parts, run.world))
     if described:
         log.log.info(f"optimizer: {described}")
+    if recorder := watchdog.recorder():
+        log.log.info(f"flight recorder: {recorder}")
 
 
 def _part(run: build.Run) -> None:
     folder, job = run.job.folder, run.job
     log.log.info(f"run folder   {folder}")
+    if run.held_out_loss is not None:
+        perplexity = validation.perplexity(run.held_out_loss)
+        on = f"{validation.samples_used(run)} samples of {job.held_out.name if job.held_out else ''}"
+        log.log.info(f"held out     loss {run.held_out_loss:.4f}, perplexity {perplexity:.4g} on {on}")
+    log.log.info(f"curves       tensorboard --logdir {folder.parent}")
     if run.checkpointer is not None:
         log.log.info(f"go on        the same command with --train.steps {2 * job.train.steps}")
-    log.log.info(f"curves       tensorboard --logdir {folder.parent}")
+        prompt = (job.run.sample.splitlines() or ["The"])[0]
+        log.log.info(
+            f"generate     {shlex.join(['titan', 'generate', '--checkpoint', str(folder), '--prompt', prompt])}"
+        )
+        log.log.info(f"evaluate     {evaluation_command(job)}")
+
+
+def evaluation_command(job: Job) -> str:
+    """The command that measures a run's model on what it was validated on, or else on what it learnt from."""
+    dataset = job.held_out or job.sources[0].plugin
+    words = ["titan", "eval", "--checkpoint", str(job.folder), "--data", dataset.name]
+    defaults = {option.key: option.default for option in options_of(type(dataset.config))}
+    for key, value in as_table(dataset.config).items():
+        if value != (list(default) if isinstance(default := defaults[key], tuple) else default):
+            words += [f"--data.{key}", value if isinstance(value, str) else json.dumps(value)]
+    return shlex.join(words)
 
 
 if __name__ == "__main__":

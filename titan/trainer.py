@@ -11,24 +11,34 @@ from titan.build import Run
 from titan.contracts import Batch
 from titan.engine import valid_tokens
 from titan.gradients import clip, global_norm
+from titan.log import log
+from titan.preemption import Preemption
 from titan.ranks import shorten_timeouts
+from titan.validation import validate
 
 
 @dataclass(frozen=True)
 class Stats:
-    """What a step leaves behind, on the device: its gradient norm before clipping, and the rate it used."""
+    """What a step leaves behind, on the device: its loss, its gradient norm before clipping, and the rate it used."""
 
+    loss: Tensor
     grad_norm: Tensor
     lr: float
 
 
-def train(run: Run) -> None:
-    """Train until the job's last step; measure and save on the way."""
-    first = run.step
+def train(run: Run) -> str:
+    """Train until the job's last step, or until the run is asked to stop; measure and save on the way.
+
+    Returns what asked it to stop ("SIGTERM", ...; empty: nothing did), the same on all ranks. All steps may be done
+    all the same.
+    """
+    first, asked = run.step, ""
     gc.disable()  # each rank collecting at its own time makes stragglers; all do it together below
     try:
+        preemption = Preemption(run.rank.world_size, run.job.run.max_minutes, run.job.comm.init_timeout_s)
         batches = iter(run.loader)
-        while run.step < run.job.train.steps:
+        while run.step < run.job.train.steps and not asked:
+            preemption.ask()
             waited = time.perf_counter()
             micro_batches = next(batches)
             waited = time.perf_counter() - waited
@@ -36,9 +46,12 @@ def train(run: Run) -> None:
             if run.step == first + 1:
                 shorten_timeouts(run.job, run.world.mesh)
             after_step(run, stats, waited)
+            asked = preemption.due()
         save(run)
         if run.checkpointer is not None:
             run.checkpointer.wait()
+        preemption.ask()
+        return asked or preemption.due()
     finally:
         gc.enable()
         close(run)
@@ -55,7 +68,7 @@ def step(run: Run, batches: list[Batch]) -> Stats:
     run.engine.forward_backward(batches, run.loss)
     for technique in techniques:
         technique.after_backward()
-    norm = global_norm(run.parts, mesh)
+    loss, norm = run.guard.look(run.step + 1, run.loss.reported, global_norm(run.parts, mesh), mesh)
     if run.job.train.grad_clip:
         clip(run.parts, norm, run.job.train.grad_clip)
     for technique in techniques:
@@ -65,7 +78,7 @@ def step(run: Run, batches: list[Batch]) -> Stats:
     run.tokens += consumed
     for technique in techniques:
         technique.after_step(run.step)
-    return Stats(norm, lr)
+    return Stats(loss, norm, lr)
 
 
 def _update(run: Run) -> float:
@@ -76,19 +89,21 @@ def _update(run: Run) -> float:
         group.setdefault("peak_lr", group["lr"])
         group["lr"] = group["peak_lr"] * factor
         rates.append(float(group["lr"]))
-    run.optimizer.step()
+    run.guard.update(run.optimizer)
     run.optimizer.zero_grad()
     return max(rates)
 
 
 def after_step(run: Run, stats: Stats, waited: float) -> None:
-    """What hangs on a step, in this order: count, log, collect garbage, save."""
+    """What hangs on a step, in this order: count, log, validate, collect garbage, save."""
     run.meter.add(run.job.tokens_per_step, waited)
     run.trackers.progress(run.step)
     every, steps = run.job.metrics.every, run.job.train.steps
     if run.step % every == 0 or run.step in (1, steps):
         _log(run, stats)
     began = time.perf_counter()
+    if run.held_out is not None and (run.step % run.job.validation.every == 0 or run.step == steps):
+        validate(run)
     if run.step % run.job.train.gc_every == 0:
         gc.collect()
     if run.step % run.job.checkpoint.every == 0:
@@ -97,10 +112,15 @@ def after_step(run: Run, stats: Stats, waited: float) -> None:
 
 
 def _log(run: Run, stats: Stats) -> None:
-    mesh = run.world.mesh
-    loss = mesh.sum(run.loss.reported.clone(), "batch", "sequence", "stage")
-    loss_value, norm_value = torch.stack([loss, stats.grad_norm]).tolist()
-    run.trackers.log(run.meter.row(run.step, loss_value, norm_value, stats.lr, run.tokens))
+    loss, norm = torch.stack([stats.loss, stats.grad_norm]).tolist()
+    dropped, failure = run.guard.read()
+    row = run.meter.row(run.step, loss, norm, stats.lr, run.tokens)
+    run.trackers.log({**row, "dropped_updates": dropped})
+    if failure is not None:
+        raise failure
+    if dropped > run.dropped:
+        log.warning(f"step {run.step}: NaN or inf, {dropped - run.dropped} updates dropped, {dropped} in all")
+        run.dropped = dropped
 
 
 def save(run: Run) -> None:

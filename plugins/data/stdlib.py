@@ -4,24 +4,35 @@ Every .py file of the running interpreter's standard library is a document, in t
 3.5 million tokens with the built-in byte pairs, on every machine, with nothing to download. Its tests are left out
 (they are three fifths of the text and much of them is tables), as are installed packages and files that are not UTF-8.
 
+`part` divides the files: about one in 25, chosen by a hash of its path, is held out for validation. A file of another
+interpreter falls in the same part.
+
 Limit: the text is the interpreter's, so two minor versions of Python give two datasets.
 """
 
+import hashlib
 import os
 import sysconfig
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Literal
 
-from titan.contracts import Dataset, Document, register
+from titan.contracts import Dataset, Document, option, register
 from titan.errors import DataError
 
 LEFT_OUT = frozenset({"test", "tests", "idle_test", "site-packages", "dist-packages", "__pycache__"})
+HELD_OUT = 25
+"""One file in so many is held out."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Config:
-    """Nothing to choose."""
+    """Which files."""
+
+    part: Literal["all", "train", "held_out"] = option(
+        "all", "held_out: one file in 25, by a hash of its path; train: the others"
+    )
 
 
 @register
@@ -41,7 +52,8 @@ class Stdlib(Dataset):
             files += [Path(folder, name) for name in names if name.endswith(".py")]
         if not files:
             raise DataError(f"this Python keeps no source of its standard library in {root}")
-        return sorted(files, key=lambda file: file.relative_to(root).as_posix())
+        by_name = {file.relative_to(root).as_posix(): file for file in files}
+        return [by_name[name] for name in sorted(by_name) if self.config.part in ("all", _part(name))]
 
     def documents(self, file: Path) -> Iterator[Document]:
         """The file as one document; none where it is not UTF-8."""
@@ -51,3 +63,8 @@ class Stdlib(Dataset):
             return
         except OSError as error:
             raise DataError(f"{file} cannot be read: {error.strerror}") from None
+
+
+def _part(name: str) -> str:
+    digest = hashlib.sha256(name.encode()).digest()
+    return "train" if int.from_bytes(digest[:8], "little") % HELD_OUT else "held_out"

@@ -15,7 +15,7 @@ that are packed into one. Documents that must not see each other cost a mask of 
 # Under tensor parallelism H, K and F are a rank's own share; nothing here reads them from the config.
 
 import math
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
@@ -23,7 +23,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from titan.contracts import Model, ModelPlan, option, register
+from titan.contracts import Cache, HfTensor, KeyValues, Model, ModelPlan, option, register
+from titan.errors import ConfigError, Fault
 from titan.plan import ONES, ZEROS, Init, TensorStyle, nearest, normal
 
 
@@ -81,10 +82,12 @@ class Attention(nn.Module):
         self.wv = nn.Linear(d, config.kv_heads * n)
         self.wo = nn.Linear(config.n_heads * n, d)
 
-    def forward(self, x: Tensor, mask: Tensor | None) -> Tensor:
+    def forward(self, x: Tensor, mask: Tensor | None, cache: KeyValues | None = None) -> Tensor:
         """x [B, S, D], mask [B, 1, S, S] or None for plain causal -> [B, S, D]."""
         b, s, _ = x.shape
         q, k, v = (w(x).view(b, s, -1, self.head_dim).transpose(1, 2) for w in (self.wq, self.wk, self.wv))  # B H S N
+        if cache is not None:
+            return self.wo(cache.attend(q, k, v).transpose(1, 2).flatten(2))  # type: ignore[no-any-return]
         group = q.shape[1] // k.shape[1]
         if mask is not None and group > 1:
             # The fused CUDA kernel that takes a mask knows no groups; without it the S x S scores are written out.
@@ -117,9 +120,9 @@ class Block(nn.Module):
         self.ffn_norm = nn.LayerNorm(config.dim, eps=config.norm_eps)
         self.ffn = FeedForward(config)
 
-    def forward(self, x: Tensor, mask: Tensor | None) -> Tensor:
+    def forward(self, x: Tensor, mask: Tensor | None, cache: KeyValues | None = None) -> Tensor:
         """[B, S, D] -> [B, S, D]."""
-        h = x + self.attn(self.attn_norm(x), mask)
+        h = x + self.attn(self.attn_norm(x), mask, cache)
         return h + self.ffn(self.ffn_norm(h))  # type: ignore[no-any-return]
 
 
@@ -140,22 +143,22 @@ class Transformer(nn.Module):
         if config.tied:
             self.output.weight = self.embed.weight
 
-    def forward(self, x: Tensor, documents: Tensor | None = None) -> Tensor:
+    def forward(self, x: Tensor, documents: Tensor | None = None, cache: Cache | None = None) -> Tensor:
         """Tokens [B, S] or hidden states [B, S, D] -> logits [B, S, V], or hidden states without the head."""
         mask = None if documents is None else document_mask(documents)
         if not x.is_floating_point():
-            x = self._stem(x)
-        for layer in self.layers.values():
-            x = layer(x, mask)
+            x = self._stem(x, cache)
+        for name, layer in self.layers.items():
+            x = layer(x, mask, None if cache is None else cache.layer(name))
         if self.norm is not None:
             x = self.norm(x)
         return x if self.output is None else self.output(x)
 
-    def _stem(self, tokens: Tensor) -> Tensor:
+    def _stem(self, tokens: Tensor, cache: Cache | None) -> Tensor:
         assert self.embed is not None and self.positions is not None, "tokens reached a stage without the stem"
-        # [1, S, D], so that both terms split on the same dimension where sequences are split.
-        positions = self.positions(torch.arange(tokens.shape[1], device=tokens.device)[None])
-        return self.embed(tokens) + positions  # type: ignore[no-any-return]
+        # [1 or B, S], so that both terms split on the same dimension where sequences are split.
+        at = torch.arange(tokens.shape[1], device=tokens.device)[None] if cache is None else cache.positions
+        return self.embed(tokens) + self.positions(at)  # type: ignore[no-any-return]
 
 
 @register
@@ -202,7 +205,7 @@ class Gpt(Model):
         matmuls = c.dim * (projected + c.n_heads * c.head_dim) + 2 * c.dim * c.ffn_width
         return ModelPlan(
             n_layers=c.n_layers, dim=c.dim, n_heads=c.n_heads, n_kv_heads=c.kv_heads, head_dim=c.head_dim,
-            vocab_size=c.vocab_size, max_seq_len=c.max_seq_len,
+            ffn_dim=c.ffn_width, vocab_size=c.vocab_size, max_seq_len=c.max_seq_len,
             stem=("embed", "positions"), head=("norm", "output"),
             tied=(("output.weight", "embed.weight"),) if c.tied else (),
             tensor=_TENSOR, init=_init(c),
@@ -217,6 +220,75 @@ class Gpt(Model):
     def build(self) -> nn.Module:
         """The whole model."""
         return Transformer(self.config)
+
+    hf_ignored = ("transformer.h.*.attn.bias", "transformer.h.*.attn.masked_bias")
+
+    def hf_config(self) -> Mapping[str, Any] | None:
+        """A GPT2LMHeadModel, which knows no grouped heads."""
+        c = self.config
+        if c.kv_heads != c.n_heads:
+            return None
+        return {
+            "architectures": ["GPT2LMHeadModel"], "model_type": "gpt2",
+            "n_layer": c.n_layers, "n_embd": c.dim, "n_head": c.n_heads, "n_inner": c.ffn_width,
+            "vocab_size": c.vocab_size, "n_positions": c.max_seq_len, "tie_word_embeddings": c.tied,
+            "layer_norm_epsilon": c.norm_eps, "initializer_range": c.init_std,
+            "resid_pdrop": 0.0, "embd_pdrop": 0.0, "attn_pdrop": 0.0,
+        } | _HF_FIXED  # fmt: skip
+
+    def hf_tensors(self) -> Sequence[HfTensor]:
+        """The names of a GPT2LMHeadModel. Its matrices are [in, out], with q, k and v side by side."""
+        stem = [HfTensor("transformer.wte.weight", ("embed.weight",))]
+        stem += [HfTensor("transformer.wpe.weight", ("positions.weight",))]
+        layers = [
+            HfTensor(
+                f"transformer.h.{i}.{theirs}.{kind}",
+                tuple(f"layers.{i}.{name}.{kind}" for name in ours),
+                transposed=kind == "weight" and not ours[0].endswith("norm"),
+            )
+            for i in range(self.config.n_layers)
+            for theirs, ours in _HF_LAYER.items()
+            for kind in ("weight", "bias")
+        ]
+        norm = [HfTensor(f"transformer.ln_f.{kind}", (f"norm.{kind}",)) for kind in ("weight", "bias")]
+        head = ("embed.weight",) if self.config.tied else ("output.weight",)
+        return [*stem, *layers, *norm, HfTensor("lm_head.weight", head, copy=self.config.tied)]
+
+    @classmethod
+    def from_hf(cls, config: Mapping[str, Any]) -> Mapping[str, Any] | None:
+        """Sizes of a GPT2LMHeadModel, whose defaults stand for what config.json leaves out; dropout is left out."""
+        if config.get("model_type") != "gpt2":
+            return None
+        faults = [
+            Fault("config.json", f"{key} = {config.get(key)!r}: must be an integer of at least 1")
+            for key in _HF_SIZES
+            if not isinstance(config.get(key), int) or config[key] < 1
+        ]
+        for key, value in {**_HF_FIXED, "quantization_config": None}.items():
+            if config.get(key, value) not in (value, None):
+                faults.append(Fault("config.json", f"{key} = {config[key]!r}: this model has {value!r} only"))
+        if faults:
+            raise ConfigError(faults)
+        return {
+            **{ours: config[theirs] for theirs, ours in _HF_SIZES.items()},
+            "ffn_dim": config.get("n_inner") or 4 * config["n_embd"],
+            "tied": config.get("tie_word_embeddings", True),
+            "norm_eps": config.get("layer_norm_epsilon", 1e-5),
+        }
+
+
+_HF_SIZES = {
+    "n_layer": "n_layers", "n_embd": "dim", "n_head": "n_heads", "vocab_size": "vocab_size",
+    "n_positions": "max_seq_len",
+}  # fmt: skip
+_HF_FIXED: Mapping[str, Any] = {
+    "activation_function": "gelu_new", "scale_attn_weights": True, "scale_attn_by_inverse_layer_idx": False,
+    "add_cross_attention": False,
+}  # fmt: skip
+_HF_LAYER = {
+    "ln_1": ("attn_norm",), "attn.c_attn": ("attn.wq", "attn.wk", "attn.wv"), "attn.c_proj": ("attn.wo",),
+    "ln_2": ("ffn_norm",), "mlp.c_fc": ("ffn.up",), "mlp.c_proj": ("ffn.down",),
+}  # fmt: skip
 
 
 _TENSOR: Mapping[str, TensorStyle] = {

@@ -19,7 +19,7 @@ grouped K and V are then repeated for every query head. CUDA has no fused kernel
 # Under tensor parallelism H, K and F are a rank's own share; nothing here reads them from the config.
 
 import math
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
@@ -27,7 +27,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from titan.contracts import Model, ModelPlan, option, register
+from titan.contracts import Cache, HfTensor, KeyValues, Model, ModelPlan, option, register
+from titan.errors import ConfigError, Fault
 from titan.plan import ONES, Init, TensorStyle, nearest, normal
 
 
@@ -89,16 +90,15 @@ def rope_frequencies(config: LlamaConfig, device: torch.device | None = None) ->
     return frequencies * (kept + (1 - kept) / config.rope_scaling_factor)
 
 
-def rope_table(config: LlamaConfig, device: torch.device) -> Tensor:
-    """Cosine and sine of every position: [2, max_seq_len, N/2], float32."""
-    positions = torch.arange(config.max_seq_len, dtype=torch.float32, device=device)
-    angles = torch.outer(positions, rope_frequencies(config, device))
+def rope_table(config: LlamaConfig, positions: Tensor) -> Tensor:
+    """Cosine and sine of positions [S] or [B, S]: [2, S, N/2] or [2, B, S, N/2], float32."""
+    angles = positions[..., None].float() * rope_frequencies(config, positions.device)
     return torch.stack((angles.cos(), angles.sin()))
 
 
 def rotate(x: Tensor, rope: Tensor) -> Tensor:
-    """Turn the heads x [B, S, H, N] by their positions 0..S-1; the result has x's dtype."""
-    cos, sin = rope[:, : x.shape[1], None, :]
+    """Turn the heads x [B, S, H, N] by the first S positions of a `rope_table`; the result has x's dtype."""
+    cos, sin = rope[..., : x.shape[1], None, :]
     first, second = x.chunk(2, dim=-1)  # promoted to the float32 of the table
     return torch.cat((first * cos - second * sin, second * cos + first * sin), dim=-1).to(x.dtype)
 
@@ -121,13 +121,15 @@ class Attention(nn.Module):
         self.wv = nn.Linear(d, config.kv_heads * n, bias=False)
         self.wo = nn.Linear(config.n_heads * n, d, bias=False)
 
-    def forward(self, x: Tensor, rope: Tensor, mask: Tensor | None) -> Tensor:
-        """x [B, S, D], rope [2, >=S, N/2], mask [B, 1, S, S] or None for plain causal -> [B, S, D]."""
+    def forward(self, x: Tensor, rope: Tensor, mask: Tensor | None, cache: KeyValues | None = None) -> Tensor:
+        """x [B, S, D], rope [2, >=S, N/2] or by row, mask [B, 1, S, S] or None for plain causal -> [B, S, D]."""
         # S is read from x here and nowhere earlier: the block's input may be a shard of the sequence, x is whole.
         b, s, _ = x.shape
         q, k, v = (w(x).view(b, s, -1, self.head_dim) for w in (self.wq, self.wk, self.wv))
         q, k = rotate(q, rope), rotate(k, rope)
         q, k, v = (t.transpose(1, 2) for t in (q, k, v))  # B S H N -> B H S N
+        if cache is not None:
+            return self.wo(cache.attend(q, k, v).transpose(1, 2).flatten(2))  # type: ignore[no-any-return]
         group = q.shape[1] // k.shape[1]
         if mask is not None and group > 1:
             # The fused CUDA kernel that takes a mask knows no groups; without it the S x S scores are written out.
@@ -161,9 +163,9 @@ class Block(nn.Module):
         self.ffn_norm = nn.RMSNorm(config.dim, eps=config.norm_eps)
         self.ffn = FeedForward(config)
 
-    def forward(self, x: Tensor, rope: Tensor, mask: Tensor | None) -> Tensor:
+    def forward(self, x: Tensor, rope: Tensor, mask: Tensor | None, cache: KeyValues | None = None) -> Tensor:
         """[B, S, D] -> [B, S, D]."""
-        h = x + self.attn(self.attn_norm(x), rope, mask)
+        h = x + self.attn(self.attn_norm(x), rope, mask, cache)
         return h + self.ffn(self.ffn_norm(h))  # type: ignore[no-any-return]
 
 
@@ -184,15 +186,16 @@ class Transformer(nn.Module):
         if config.tied:
             self.output.weight = self.embed.weight
 
-    def forward(self, x: Tensor, documents: Tensor | None = None) -> Tensor:
+    def forward(self, x: Tensor, documents: Tensor | None = None, cache: Cache | None = None) -> Tensor:
         """Tokens [B, S] or hidden states [B, S, D] -> logits [B, S, V], or hidden states without the head."""
-        rope = rope_table(self.config, x.device)
+        positions = torch.arange(self.config.max_seq_len, device=x.device) if cache is None else cache.positions
+        rope = rope_table(self.config, positions)
         mask = None if documents is None else document_mask(documents)
         if not x.is_floating_point():
             assert self.embed is not None, "tokens reached a stage without the embedding"
             x = self.embed(x)
-        for layer in self.layers.values():
-            x = layer(x, rope, mask)
+        for name, layer in self.layers.items():
+            x = layer(x, rope, mask, None if cache is None else cache.layer(name))
         if self.norm is not None:
             x = self.norm(x)
         return x if self.output is None else self.output(x)
@@ -240,7 +243,7 @@ class Llama(Model):
         matmuls = 2 * c.dim * (c.n_heads + c.kv_heads) * c.head_dim + 3 * c.dim * c.ffn_dim
         return ModelPlan(
             n_layers=c.n_layers, dim=c.dim, n_heads=c.n_heads, n_kv_heads=c.kv_heads, head_dim=c.head_dim,
-            vocab_size=c.vocab_size, max_seq_len=c.max_seq_len,
+            ffn_dim=c.ffn_dim, vocab_size=c.vocab_size, max_seq_len=c.max_seq_len,
             stem=("embed",), head=("norm", "output"),
             tied=(("output.weight", "embed.weight"),) if c.tied else (),
             tensor=_TENSOR, init=_init(c),
@@ -255,6 +258,105 @@ class Llama(Model):
     def build(self) -> nn.Module:
         """The whole model."""
         return Transformer(self.config)
+
+    hf_ignored = ("model.layers.*.self_attn.rotary_emb.inv_freq",)
+
+    def hf_config(self) -> Mapping[str, Any]:
+        """A LlamaForCausalLM. The rotary keys are those that transformers 4 and 5 both read."""
+        c = self.config
+        scaling = {
+            "rope_type": "llama3",
+            "factor": c.rope_scaling_factor,
+            "low_freq_factor": c.rope_scaling_low,
+            "high_freq_factor": c.rope_scaling_high,
+            "original_max_position_embeddings": c.rope_scaling_original_max,
+        }
+        return {
+            "architectures": ["LlamaForCausalLM"], "model_type": "llama",
+            "num_hidden_layers": c.n_layers, "hidden_size": c.dim, "num_attention_heads": c.n_heads,
+            "num_key_value_heads": c.kv_heads, "head_dim": c.head_dim, "intermediate_size": c.ffn_dim,
+            "vocab_size": c.vocab_size, "max_position_embeddings": c.max_seq_len, "tie_word_embeddings": c.tied,
+            "rms_norm_eps": c.norm_eps, "initializer_range": c.init_std, "rope_theta": c.rope_theta,
+            "rope_scaling": None if c.rope_scaling_factor == 1 else scaling,
+        } | _HF_FIXED  # fmt: skip
+
+    def hf_tensors(self) -> Sequence[HfTensor]:
+        """The names of a LlamaForCausalLM; its rotary features fall into halves as ours do, so nothing is permuted."""
+        layers = [
+            HfTensor(f"model.layers.{i}.{theirs}.weight", (f"layers.{i}.{ours}.weight",))
+            for i in range(self.config.n_layers)
+            for theirs, ours in _HF_LAYER.items()
+        ]
+        embed = HfTensor("model.embed_tokens.weight", ("embed.weight",))
+        head = ("embed.weight",) if self.config.tied else ("output.weight",)
+        return [
+            embed, *layers, HfTensor("model.norm.weight", ("norm.weight",)),
+            HfTensor("lm_head.weight", head, copy=self.config.tied),
+        ]  # fmt: skip
+
+    @classmethod
+    def from_hf(cls, config: Mapping[str, Any]) -> Mapping[str, Any] | None:
+        """Sizes of a LlamaForCausalLM of transformers 4 or 5, whose defaults stand for what config.json leaves out."""
+        if config.get("model_type") != "llama":
+            return None
+        faults = [
+            Fault("config.json", f"{key} = {config.get(key)!r}: must be an integer of at least 1")
+            for key in _HF_SIZES
+            if not isinstance(config.get(key), int) or config[key] < 1
+        ]
+        fixed = {**_HF_FIXED, "quantization_config": None}
+        if not faults:
+            fixed["head_dim"] = config["hidden_size"] // config["num_attention_heads"]
+        for key, value in fixed.items():
+            if config.get(key, value) not in (value, None):
+                faults.append(Fault("config.json", f"{key} = {config[key]!r}: this model has {value!r} only"))
+        rope = _rope_from_hf(config, faults)
+        if faults:
+            raise ConfigError(faults)
+        return {
+            **{ours: config[theirs] for theirs, ours in _HF_SIZES.items()},
+            "n_kv_heads": config.get("num_key_value_heads") or config["num_attention_heads"],
+            "tied": config.get("tie_word_embeddings", False),
+            "norm_eps": config.get("rms_norm_eps", 1e-6),
+            **rope,
+        }
+
+
+_HF_SIZES = {
+    "num_hidden_layers": "n_layers", "hidden_size": "dim", "num_attention_heads": "n_heads",
+    "intermediate_size": "ffn_dim", "vocab_size": "vocab_size", "max_position_embeddings": "max_seq_len",
+}  # fmt: skip
+_HF_FIXED: Mapping[str, Any] = {"hidden_act": "silu", "attention_bias": False, "mlp_bias": False}
+_HF_LAYER = {
+    "input_layernorm": "attn_norm", "self_attn.q_proj": "attn.wq", "self_attn.k_proj": "attn.wk",
+    "self_attn.v_proj": "attn.wv", "self_attn.o_proj": "attn.wo", "post_attention_layernorm": "ffn_norm",
+    "mlp.gate_proj": "ffn.w1", "mlp.up_proj": "ffn.w3", "mlp.down_proj": "ffn.w2",
+}  # fmt: skip
+
+
+def _rope_from_hf(config: Mapping[str, Any], faults: list[Fault]) -> dict[str, Any]:
+    """Rotary options of a config.json: `rope_theta` and `rope_scaling`, or transformers 5's `rope_parameters`."""
+    key = "rope_scaling" if config.get("rope_scaling") else "rope_parameters"
+    rope = config.get(key) or {}
+    if not isinstance(rope, Mapping):
+        faults.append(Fault("config.json", f"{key} = {rope!r}: must be an object"))
+        return {}
+    values = {"rope_theta": rope.get("rope_theta") or config.get("rope_theta") or 10000.0}
+    kind = rope.get("rope_type", rope.get("type", "default"))
+    if kind not in ("default", "llama3"):
+        faults.append(Fault("config.json", f"{key} rope_type = {kind!r}: this model has 'default' and 'llama3' only"))
+    if rope.get("partial_rotary_factor", 1) != 1:
+        told = f"partial_rotary_factor = {rope['partial_rotary_factor']!r}: this model has 1 only"
+        faults.append(Fault("config.json", f"{key} {told}"))
+    if kind != "llama3":
+        return values
+    original = rope.get("original_max_position_embeddings", config.get("max_position_embeddings"))
+    absent = [name for name in ("factor", "low_freq_factor", "high_freq_factor") if name not in rope]
+    faults += [Fault("config.json", f"{key} {name}: missing") for name in absent]
+    return values if absent else {
+        **values, "rope_scaling_factor": rope["factor"], "rope_scaling_low": rope["low_freq_factor"],
+        "rope_scaling_high": rope["high_freq_factor"], "rope_scaling_original_max": original,
+    }  # fmt: skip
 
 
 _TENSOR: Mapping[str, TensorStyle] = {

@@ -25,7 +25,7 @@ Cost for tp ranks, a micro batch of B x S tokens of width D in e bytes per numbe
 All of it waits on the critical path: keep tp within a node.
 
 Limits: tp divides n_heads and n_kv_heads, and seq_len with sequence_parallel. Vocabulary and feed-forward width may be
-uneven: the last ranks get less.
+uneven: the last ranks get less, but none may get nothing.
 """
 
 from collections.abc import Iterable
@@ -81,8 +81,9 @@ class TensorParallel(Technique):
         for count, key in {count: key for key, count in heads.items()}.items():
             if count % tp:
                 yield f"[model] {key} = {count} cannot be split over mesh.tp = {tp}; nearest tp that fits: {degrees}"
-        if (tp - 1) * -(-plan.vocab_size // tp) >= plan.vocab_size:
-            yield f"[model] vocab_size = {plan.vocab_size} leaves some of mesh.tp = {tp} ranks without a word"
+        for key, count, thing in (("vocab_size", plan.vocab_size, "word"), ("ffn_dim", plan.ffn_dim, "hidden unit")):
+            if count and (tp - 1) * -(-count // tp) >= count:
+                yield f"[model] {key} = {count} leaves some of mesh.tp = {tp} ranks without a {thing}"
         seq_len, ranks = job.data.seq_len, tp * others
         if self.config.sequence_parallel and seq_len % ranks:
             lengths = nearest(seq_len, lambda length: length % ranks == 0)

@@ -9,10 +9,11 @@ Cost: about 3 bytes of Python source a token with the built-in ranks; one core e
 Limit: ranks trained with another pattern belong to the tokenizer `tiktoken`.
 """
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
+from typing import Any
 
 from titan.contracts import Tokenizer, option, register
 from titan.data.bytepairs import PATTERN, BytePairs, read_ranks
@@ -63,3 +64,7 @@ class Bpe(Tokenizer):
     def decode(self, ids: Sequence[int]) -> str:
         """Text of ids."""
         return self._pairs.decode(ids)
+
+    def hf_files(self) -> Mapping[str, Any] | None:
+        """Ranks as merges."""
+        return self._pairs.hf_files()

@@ -5,12 +5,15 @@ Cost: about three times the tokens of the built-in byte pairs on code. For tests
 bytes.
 """
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 from titan.contracts import Tokenizer, register
+from titan.data.exchange import hf_tokenizer
 
 END = 256
+END_NAME = "<|end|>"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -47,3 +50,8 @@ class Byte(Tokenizer):
     def decode(self, ids: Sequence[int]) -> str:
         """Bytes back to text; ids above 255 are nothing."""
         return bytes(number for number in ids if number < END).decode("utf-8", errors="replace")
+
+    def hf_files(self) -> Mapping[str, Any] | None:
+        """Byte pairs without a pair."""
+        ranks = {bytes([number]): number for number in range(END)}
+        return hf_tokenizer(ranks, pattern="", specials={END_NAME: END}, end=END_NAME)

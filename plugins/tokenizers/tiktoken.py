@@ -18,7 +18,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
-from typing import Literal
+from typing import Any, Literal
 
 from titan.contracts import REQUIRED, Tokenizer, option, register
 from titan.data.bytepairs import BytePairs, read_ranks
@@ -116,3 +116,7 @@ class Tiktoken(Tokenizer):
     def decode(self, ids: Sequence[int]) -> str:
         """Text of ids."""
         return self._pairs.decode(ids)
+
+    def hf_files(self) -> Mapping[str, Any] | None:
+        """Ranks as merges."""
+        return self._pairs.hf_files()

@@ -1,7 +1,7 @@
 """Metrics as TensorBoard event files, in `tensorboard/` of the run's folder.
 
 Tags are the rows' keys under a group: `train/loss`, `speed/tokens_per_s`, `memory/peak_memory_gib`,
-`validation/validation_loss`. When a run goes on from step s, TensorBoard is told to forget what lies beyond s. The
+`validation/loss`. When a run goes on from step s, TensorBoard is told to forget what lies beyond s. The
 resolved job is there as text.
 
 Cost: about half a millisecond a row, which is flushed, so that a killed process leaves it; 0.3 s at the start.
@@ -24,10 +24,8 @@ GROUPS = {
     "step_time_s": "speed",
     "data_time_s": "speed",
     "peak_memory_gib": "memory",
-    "validation_loss": "validation",
-    "validation_perplexity": "validation",
 }
-"""Group of a key; all others are of the training itself."""
+"""Group of a key; `validation_loss` is `validation/loss`, all others are of the training itself."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -57,8 +55,7 @@ class TensorBoard(Tracker):
         assert self._writer is not None, "log() before start()"
         for key, value in row.items():
             if value is not None and key not in ("step", "time"):
-                tag = f"{GROUPS.get(key, 'train')}/{key}"
-                self._writer.add_scalar(tag, value, row["step"], walltime=row.get("time"))
+                self._writer.add_scalar(_tag(key), value, row["step"], walltime=row.get("time"))
         self._writer.flush()
 
     def close(self) -> None:
@@ -66,6 +63,11 @@ class TensorBoard(Tracker):
         if self._writer is not None:
             self._writer.close()
             self._writer = None
+
+
+def _tag(key: str) -> str:
+    own = key.removeprefix("validation_")
+    return f"validation/{own}" if own != key else f"{GROUPS.get(key, 'train')}/{key}"
 
 
 def _as_markdown(config: Any, depth: int = 0) -> str:

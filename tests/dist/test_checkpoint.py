@@ -145,9 +145,9 @@ def _train_while_saving(folder: Path) -> None:
     moments = {name: _local(optimizer.state[p]["exp_avg"]).clone() for name, p in model.named_parameters()}
     trained, write = Event(), storage.write
 
-    def late(*args: Any) -> None:
+    def late(*args: Any) -> list[str]:
         assert trained.wait(30)
-        write(*args)
+        return write(*args)
 
     storage.write = late
     checkpointer = _checkpointer(folder, asynchronous=True)
@@ -276,6 +276,32 @@ def test_rank_0_decides_for_all(tmp_path: Path) -> None:
     assert absent == [f'refused: checkpoint.resume = "must": there is no complete checkpoint in {tmp_path}'] * 2
     _save(tmp_path, ONE)
     assert run_ranks(_find, 2, tmp_path, "auto") == [str(tmp_path / "step-00000007")] * 2
+
+
+def _find_and_count(folder: Path) -> tuple[str, list[str], int]:
+    from titan.checkpoint import manifest
+
+    hashed: list[str] = []
+    read = manifest.piece_of
+    manifest.piece_of = lambda file, *more: hashed.append(file.name) or read(file, *more)  # type: ignore[func-returns-value]
+    found = _find(folder, "auto")
+    files = list(hashed)
+    _save(folder, SHARDED)
+    return found, files, len(hashed) - len(files)
+
+
+def test_ranks_hash_what_they_wrote_and_share_what_they_verify(tmp_path: Path) -> None:
+    run_ranks(_save, 4, tmp_path, SHARDED)
+    (tmp_path / "step-00000007").rename(tmp_path / "step-00000006")
+    run_ranks(_save, 4, tmp_path, SHARDED)
+    data = tmp_path / "step-00000007" / "__2_0.distcp"
+    data.write_bytes(data.read_bytes().replace(b"PK", b"KP", 1))
+    outcomes = run_ranks(_find_and_count, 4, tmp_path)
+    files = [".metadata", "__0_0.distcp", "__1_0.distcp", "__2_0.distcp", "__3_0.distcp", "state.json"]
+    assert [found for found, *_ in outcomes] == [str(tmp_path / "step-00000006")] * 4
+    assert sorted(name for _, names, _ in outcomes for name in names) == sorted(files * 2)
+    assert [len(names) for _, names, _ in outcomes] == [4, 4, 2, 2]
+    assert [written for *_, written in outcomes] == [3, 1, 1, 1]
 
 
 def _fill_disk(folder: Path, asynchronous: bool, full_rank: int) -> Mapping[str, Any]:

@@ -1,13 +1,15 @@
 """Stop, go on, on the same layout or another: the curve is the one of a run that never stopped."""
 
+import json
 from pathlib import Path
 
 import pytest
 import torch
 
-from tests.jobs import Outcome, assert_same_curve, train_job
+from tests.jobs import SAVING, Outcome, assert_same_curve, saved_tensors, train_job
+from tests.ranks import RankError
 
-SAVING = ("--checkpoint.enabled", "true", "--checkpoint.every", "4")
+SAME = ("loss", "grad_norm", "lr", "tokens")
 HALF = ("--train.steps", "5")
 
 
@@ -39,16 +41,70 @@ def test_on_another_layout(before: list[str], after: list[str], uninterrupted: O
     assert_same_curve(uninterrupted, train_job(tmp_path, ranks(after), *after, *SAVING))
 
 
-@pytest.mark.parametrize("words", [[], mesh(dp_shard=2), mesh(dp_shard=2, pp=2)], ids=" ".join)
-def test_on_the_same_layout_bit_for_bit(words: list[str], tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    ("words", "more"),
+    [
+        ([], []),
+        ([], ["--data.workers", "1"]),
+        (mesh(dp_shard=2), ["--checkpoint.async", "false"]),
+        (mesh(dp_shard=2, pp=2), ["--data.workers", "1"]),
+        (mesh(tp=2), []),
+    ],
+    ids=" ".join,
+)
+def test_on_the_same_layout_bit_for_bit(words: list[str], more: list[str], tmp_path: Path) -> None:
     ranks = torch.Size(int(word) for word in words[1::2]).numel()
-    whole = train_job(tmp_path, ranks, *words, *SAVING, name="whole")
-    train_job(tmp_path, ranks, *words, *SAVING, *HALF, name="halves")
-    resumed = train_job(tmp_path, ranks, *words, *SAVING, name="halves")
-    for name, weight in whole.weights.items():
-        assert torch.equal(weight, resumed.weights[name]), name
+    whole = train_job(tmp_path, ranks, *words, *more, *SAVING, name="whole")
+    for steps in ("3", "7"):
+        train_job(tmp_path, ranks, *words, *more, *SAVING, "--train.steps", steps, name="pieces")
+    resumed = train_job(tmp_path, ranks, *words, *more, *SAVING, name="pieces")
     for step in whole.rows:
-        assert whole.rows[step]["loss"] == resumed.rows[step]["loss"]
+        assert [whole.rows[step][key] for key in SAME] == [resumed.rows[step][key] for key in SAME]
+    ours, theirs = (saved_tensors(tmp_path / name / "checkpoints" / "step-00000010") for name in ("whole", "pieces"))
+    assert ours.keys() == theirs.keys() and any(name.startswith("optimizer.") for name in ours)
+    assert [name for name in ours if not torch.equal(ours[name], theirs[name])] == []
+
+
+def test_twice_across_layouts_in_the_middle_of_an_epoch(tmp_path: Path) -> None:
+    # 13,678 tokens are 854 samples of 16; 10 steps of 200 are two epochs and more, stopped within each of them.
+    words = ("--train.global_batch_size", "200", *SAVING)
+    whole = train_job(tmp_path, 1, *words, name="whole")
+    train_job(tmp_path, 4, *words, *mesh(dp_shard=2, tp=2), "--train.steps", "3", name="pieces")
+    train_job(tmp_path, 2, *words, *mesh(pp=2), "--data.workers", "1", "--train.steps", "7", name="pieces")
+    assert_same_curve(whole, train_job(tmp_path, 5, *words, *mesh(dp_shard=5), name="pieces"))
+
+
+def test_a_larger_batch_takes_the_samples_that_follow(tmp_path: Path) -> None:
+    """Three steps of 8 samples and then of 16 see what one sees that counts samples and not steps."""
+    small, large = ("--train.global_batch_size", "8"), ("--train.global_batch_size", "16")
+    train_job(tmp_path, 1, *SAVING, *small, "--train.steps", "4")
+    resumed = train_job(tmp_path, 2, *SAVING, *large, *mesh(dp_shard=2), "--train.steps", "6")
+    assert resumed.rows[4]["tokens"] == 4 * 8 * 16
+    assert resumed.rows[6]["tokens"] == 4 * 8 * 16 + 2 * 16 * 16
+    assert _cursor(tmp_path / "run") == 4 * 8 + 2 * 16
+
+
+def test_a_changed_model_is_refused_before_anything_is_read(tmp_path: Path) -> None:
+    train_job(tmp_path, 1, *SAVING, *HALF)
+    with pytest.raises(RankError, match=r"model\.ffn_dim = 64, the checkpoint has 48"):
+        train_job(tmp_path, 2, *SAVING, *mesh(dp_shard=2), "--model.ffn_dim", "64")
+
+
+def test_changed_data_is_refused_or_begins_anew(tmp_path: Path) -> None:
+    train_job(tmp_path, 1, *SAVING, *HALF)
+    changed = ("--data.seq_len", "32", *SAVING, *mesh(dp_shard=2))
+    with pytest.raises(RankError, match=r"data\.seq_len = 32, the checkpoint has 16"):
+        train_job(tmp_path, 2, *changed)
+    train_job(tmp_path, 2, *changed, "--checkpoint.new_data", "true", "--train.steps", "7")
+    assert _cursor(tmp_path / "run") == 2 * 8
+    train_job(tmp_path, 2, *changed, "--checkpoint.new_data", "true", "--train.steps", "9")
+    assert _cursor(tmp_path / "run") == 4 * 8
+
+
+def _cursor(run: Path) -> int:
+    newest = max((run / "checkpoints").glob("step-*"))
+    cursor: int = json.loads((newest / "state.json").read_text())["rest"]["data"]["samples"]
+    return cursor
 
 
 def test_a_finished_run_does_nothing(tmp_path: Path) -> None:

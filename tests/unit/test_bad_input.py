@@ -97,6 +97,7 @@ CASES: dict[str, tuple[str, str, list[str]]] = {
     "missing seq_len": ("seq_len = 16", "", ["[data] seq_len: missing"]),
     # layouts that cannot work
     "more ranks than launched": ("[mesh]", "[mesh]\ntp = 2", ["tp 2 = 2 ranks, but 1 were launched; launch 2 ranks"]),
+    "axis without its technique": ("[mesh]", "[plugins.tensor]\nenabled = false\n[mesh]\ntp = 2", ["2 ranks, but 1 were", "[mesh] tp = 2, but [plugins.tensor], which it needs, is"]),
     "batch does not divide": ("global_batch_size = 8", "global_batch_size = 9\nmicro_batch_size = 2", ["[train] micro_batch_size = 2 does not divide a rank's 9 samples"]),
     "heads over width": ("n_heads = 4", "n_heads = 3", ["dim 32 over n_heads 3", "n_heads 3 do not fall into n_kv_heads 2"]),
     "kv heads": ("n_kv_heads = 2", "n_kv_heads = 3", ["n_heads 4 do not fall into n_kv_heads 3"]),

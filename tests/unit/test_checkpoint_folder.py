@@ -6,13 +6,17 @@ from pathlib import Path
 import pytest
 
 from titan.checkpoint import folder as folders
+from titan.checkpoint import manifest
+from titan.checkpoint.manifest import MANIFEST, METADATA, STATE
 from titan.errors import CheckpointError
 
 
 def _make(path: Path, serial: int = 0) -> Path:
     path.mkdir(parents=True)
-    (path / folders.METADATA).write_bytes(b"m")
-    (path / folders.STATE).write_text(json.dumps({"serial": serial}))
+    (path / METADATA).write_bytes(b"m")
+    state = {"format": folders.FORMAT, "step": 1, "serial": serial, "world_size": 1, "saved": "", "torch": ""}
+    (path / STATE).write_text(json.dumps(state | {"optimizer": None, "values": {}, "rest": {}}))
+    manifest.write(path, {name: manifest.piece_of(path / name) for name in (METADATA, STATE)})
     return path
 
 
@@ -25,8 +29,10 @@ def test_unfinished_and_foreign_folders_are_not_complete(tmp_path: Path) -> None
     _make(tmp_path / "step-00000020.tmp")
     _make(tmp_path / "best")
     _make(tmp_path / "step-30")
-    for lacking in (folders.METADATA, folders.STATE):
-        (_make(tmp_path / f"step-0000004{len(lacking) % 10}") / lacking).unlink()
+    broken = [tmp_path / f"step-0000004{number}" for number in range(3)]
+    for path, name in zip(broken, (METADATA, STATE, MANIFEST), strict=True):
+        (_make(path) / name).unlink()
+    assert list(folders.survey(tmp_path)[1]) == broken
     assert folders.complete(tmp_path) == [good]
     assert folders.complete(tmp_path / "absent") == []
 
@@ -38,13 +44,19 @@ def test_order_is_that_of_commits_not_of_steps(tmp_path: Path) -> None:
     assert folders.next_serial(tmp_path) == 3
 
 
-def test_damaged_state_is_left_aside_and_told(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    told: list[str] = []
-    monkeypatch.setattr(folders.log, "warning", told.append)
+def test_damage_that_is_cheap_to_see_is_told_apart(tmp_path: Path) -> None:
     good = _make(tmp_path / "step-00000010", serial=1)
-    (_make(tmp_path / "step-00000020", serial=2) / folders.STATE).write_text('{"serial": ')
-    assert folders.complete(tmp_path) == [good]
-    assert len(told) == 1 and str(tmp_path / "step-00000020" / folders.STATE) in told[0]
+    paths = [_make(tmp_path / f"step-0000002{number}", serial=2) for number in range(3)]
+    (paths[0] / STATE).write_text('{"serial": ')
+    (paths[1] / METADATA).write_bytes(b"mm")
+    (paths[2] / "__0_0.distcp").touch()
+    found, damaged = folders.survey(tmp_path)
+    assert found == [good]
+    size = len((good / STATE).read_bytes())
+    assert [damaged[path].partition("damaged: ")[2] for path in paths] == [
+        f"state.json has 11 bytes, its manifest says {size}", ".metadata has 2 bytes, its manifest says 1",
+        "__0_0.distcp is not in its manifest",
+    ]  # fmt: skip
 
 
 @pytest.mark.parametrize(("keep", "left"), [(0, [10, 20, 30]), (1, [30]), (2, [20, 30]), (9, [10, 20, 30])])
@@ -54,6 +66,14 @@ def test_retention_keeps_the_newest_complete(tmp_path: Path, keep: int, left: li
     (tmp_path / "step-00000040").mkdir()
     folders.retain(tmp_path, keep)
     assert _names(tmp_path) == [f"step-000000{step}" for step in [*left, 40]]
+
+
+def test_retention_neither_counts_nor_removes_the_damaged(tmp_path: Path) -> None:
+    paths = [_make(folders.step_folder(tmp_path, step), step) for step in (10, 20, 30, 40)]
+    folders.retain(tmp_path, 2, {paths[1], paths[2]})
+    assert _names(tmp_path) == [path.name for path in paths]
+    folders.retain(tmp_path, 1, {paths[1]})
+    assert _names(tmp_path) == [paths[1].name, paths[3].name]
 
 
 def test_kill_in_the_middle_of_a_removal_leaves_nothing_that_looks_complete(
@@ -85,10 +105,11 @@ def test_commit_replaces_a_former_checkpoint_of_the_step(tmp_path: Path) -> None
     _make(tmp_path / "step-00000010", serial=1)
     new = folders.begin(tmp_path, 10)
     _make(new / "inner")
-    folders.write_state(new, {"serial": 2})
-    (new / folders.METADATA).touch()
+    for file in _make(tmp_path / "made", serial=2).iterdir():
+        file.rename(new / file.name)
+    (tmp_path / "made").rmdir()
     assert folders.commit(new) == tmp_path / "step-00000010"
-    assert folders.read_state(tmp_path / "step-00000010") == {"serial": 2}
+    assert folders.read_state(tmp_path / "step-00000010")["serial"] == 2
     assert _names(tmp_path) == ["step-00000010"]
 
 
@@ -97,7 +118,7 @@ def test_killed_between_the_renames_of_a_replacement_the_former_comes_back(tmp_p
     _make(tmp_path / "step-00000010.tmp", serial=2)
     folders.tidy(tmp_path)
     assert _names(tmp_path) == ["step-00000010"]
-    assert folders.read_state(tmp_path / "step-00000010") == {"serial": 1}
+    assert folders.read_state(tmp_path / "step-00000010")["serial"] == 1
 
 
 def test_choose_takes_a_checkpoint_a_run_or_a_checkpoints_folder(tmp_path: Path) -> None:
@@ -113,7 +134,7 @@ def test_choose_takes_a_checkpoint_a_run_or_a_checkpoints_folder(tmp_path: Path)
 def test_choose_refuses_what_is_absent_or_incomplete(tmp_path: Path) -> None:
     with pytest.raises(CheckpointError, match="no such folder"):
         folders.choose(str(tmp_path / "absent"))
-    (_make(tmp_path / "step-00000010") / folders.STATE).unlink()
+    (_make(tmp_path / "step-00000010") / STATE).unlink()
     with pytest.raises(CheckpointError, match=r"lacks state\.json, and"):
         folders.choose(str(tmp_path / "step-00000010"))
     with pytest.raises(CheckpointError, match="never finished"):

@@ -164,7 +164,7 @@ def test_going_on_equals_never_having_stopped(many: Samples, stop: int) -> None:
     whole = tokens_of(loader(many), 6)
     first = loader(many)
     tokens_of(first, stop)
-    assert first.state_dict() == {"samples": 12 * stop}
+    assert first.state_dict() == {"samples": 12 * stop, "fingerprint": many.fingerprint}
     second = [loader(many, first=first.state_dict()["samples"], index=i, ranks=2) for i in range(2)]
     rest = [tokens_of(half, 6 - stop) for half in second]
     for step in range(6 - stop):

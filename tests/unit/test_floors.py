@@ -16,17 +16,18 @@ ROOT = Path(__file__).parents[2]
 
 FLOORS = (
     ("errors", "log", "configs"),
-    ("options", "place"),
-    ("registry",),
+    ("options", "place", "preemption", "slurm", "watchdog"),
+    ("registry", "nodes"),
     ("plan", "mesh"),
-    ("parts",),
+    ("cache", "parts"),
     ("contracts",),
-    ("config",),
-    ("init", "data", "checkpoint", "metrics", "engine", "gradients", "ranks", "planner"),
-    ("phases",),
+    ("config", "init"),
+    ("data", "checkpoint", "metrics", "engine", "gradients", "guard", "ranks", "planner"),
+    ("phases", "resume"),
     ("build",),
-    ("sampling", "trainer"),
-    ("train",),
+    ("generation", "trained", "validation"),
+    ("evaluation", "trainer"),
+    ("children", "train"),
     ("launch",),
     ("commands",),
     ("cli",),
@@ -36,6 +37,8 @@ FLOORS = (
 OPEN_TO_PLUGINS = ("contracts", "errors", "plan", "options", "mesh", "data")
 
 ORDINARY_WORDS = {
+    ("titan/commands/generate.py", "text"): "a key of the command's JSON",
+    ("titan/commands/convert.py", "hf"): "a format",
     ("titan/contracts.py", "compile"): "a phase",
     ("titan/parts.py", "compile"): "the moment when a wrapper is put around a forward",
     ("titan/init.py", "constant"): "a way to fill a new weight",

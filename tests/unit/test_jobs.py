@@ -1,11 +1,15 @@
 """The comparator itself: it passes what is equal and notices each planted fault."""
 
 import copy
+import json
+import math
+from pathlib import Path
 
 import pytest
 import torch
 
-from tests.jobs import Outcome, assert_same_curve, differences
+from tests import jobs
+from tests.jobs import Outcome, assert_same_curve, deviations, differences, read_rows, train_job
 
 
 @pytest.fixture
@@ -51,6 +55,54 @@ def test_weights_that_are_permuted(outcome: Outcome) -> None:
     other = copy.deepcopy(outcome)
     other.weights["embed.weight"] = other.weights["embed.weight"].roll(1, 0)
     assert differences(outcome, other)
+
+
+def test_validation_is_compared_where_there_is_one(outcome: Outcome) -> None:
+    other = copy.deepcopy(outcome)
+    outcome.rows[4]["validation_loss"] = 5.0
+    assert (
+        len(differences(outcome, other)) == 1
+        and "step 4: validation_loss 5.0 against nan" in differences(outcome, other)[0]
+    )
+    other.rows[4]["validation_loss"] = 5.0 * (1 + 5e-6)
+    assert not differences(outcome, other)
+    other.rows[4]["validation_loss"] = 5.0 * (1 + 2e-5)
+    assert differences(outcome, other)[0].startswith("step 4: validation_loss")
+
+
+def test_how_far_apart(outcome: Outcome) -> None:
+    other = copy.deepcopy(outcome)
+    other.rows[3]["loss"] *= 1 + 3e-6
+    other.rows[5]["grad_norm"] *= 1 - 2e-5
+    other.weights["norm.weight"][2] += 0.5 * 1.01e-4
+    assert not differences(outcome, other)
+    expected = {"loss": 3e-6, "grad_norm": 2e-5, "weights": 0.5}
+    assert deviations(outcome, other) == pytest.approx(expected, rel=1e-2)
+    assert set(deviations(outcome, copy.deepcopy(outcome)).values()) == {0.0}
+    outcome.rows[3]["loss"] = 0.0
+    assert deviations(outcome, other)["loss"] == math.inf
+
+
+def test_rows_of_a_step_are_one(tmp_path: Path) -> None:
+    rows = [
+        {"step": 1, "loss": 5.0},
+        {"step": 1, "validation_loss": 6.0},
+        {"step": 2, "loss": 4.0},
+        {"step": 0, "other": 1},
+    ]
+    (tmp_path / "metrics.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    assert read_rows(tmp_path) == {1: {"step": 1, "loss": 5.0, "validation_loss": 6.0}, 2: {"step": 2, "loss": 4.0}}
+
+
+def test_ranks_that_hold_other_values_of_a_weight(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    held = [{"a": torch.ones(2)}, {"a": torch.ones(2), "b": torch.zeros(1)}]
+    monkeypatch.setattr(jobs, "run_ranks", lambda *_, **__: held)
+    (tmp_path / "run").mkdir()
+    (tmp_path / "run" / "metrics.jsonl").touch()
+    assert train_job(tmp_path, 2).weights.keys() == {"a", "b"}
+    held[1]["a"] = held[1]["a"] + 1e-7
+    with pytest.raises(AssertionError, match=r"a differs between ranks by 1\.19e-07"):
+        train_job(tmp_path, 2)
 
 
 def test_nothing_is_not_something(outcome: Outcome) -> None:

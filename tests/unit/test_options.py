@@ -47,6 +47,8 @@ def test_defaults_and_keys() -> None:
         ("2", Literal[1, 2, 3] | None, 2),
         ("none", Literal[1, 2, 3] | None, None),
         ("a,b", tuple[str, ...], ("a", "b")),
+        ('["a", "b,c"]', str | tuple[str, ...], ("a", "b,c")),
+        ("[ab]*", str | tuple[str, ...], "[ab]*"),
         ("0.8,0.9", tuple[float, float], (0.8, 0.9)),
         ("", tuple[str, ...], ()),
     ],

@@ -227,10 +227,15 @@ def test_a_number_of_micro_batches_that_a_schedule_cannot_run_is_refused(
 def test_what_a_split_backward_cannot_bear_is_refused() -> None:
     compiler: Any = SimpleNamespace(phase="compile", name="anything")
     sharder: Any = SimpleNamespace(phase="shard", name="fsdp", config=SimpleNamespace(zero_stage=3))
-    assert _check(SMALL, 2, schedule="Interleaved1F1B", techniques=(compiler, sharder)) == []
-    texts = _check(SMALL, 2, schedule="InterleavedZeroBubble", techniques=(compiler, sharder))
-    assert ["[plugins.anything] cannot compile" in text for text in texts] == [True, False]
+    recompute: Any = SimpleNamespace(phase="recompute", name="other", config=SimpleNamespace(mode="selective"))
+    three = compiler, sharder, recompute
+    assert _check(SMALL, 2, schedule="Interleaved1F1B", techniques=three) == []
+    texts = _check(SMALL, 2, schedule="InterleavedZeroBubble", techniques=three)
+    assert ["[plugins.anything] cannot compile" in text for text in texts] == [True, False, False]
     assert "zero_stage = 3 reduces per micro batch: use 1" in texts[1]
+    assert "what selective recompute has kept" in texts[2] and "use mode full" in texts[2]
+    recompute.config.mode = "full"
+    assert len(_check(SMALL, 2, schedule="InterleavedZeroBubble", techniques=three)) == 2
 
 
 @pytest.mark.parametrize("version, refused", [("2.11.0+cpu", True), ("2.12.1", True), ("2.13.0+cu130", False)])

@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 
 from titan.errors import ConfigError
-from titan.place import Place, find_place, rank_environment
+from titan.place import Place, find_place, max_restarts, rank_environment
 
 
 def _slurm(folder: Path, **env: str) -> dict[str, str]:
@@ -75,6 +75,24 @@ def test_nproc_starts_ranks_inside_an_allocation_of_many_tasks() -> None:
 
 def test_a_rank_of_torchrun_lacks_nothing() -> None:
     assert rank_environment({"RANK": "1", "WORLD_SIZE": "2", "SLURM_NTASKS": "9", "SLURM_PROCID": "0"}) == {}
+
+
+def test_restarts_are_none_unless_asked_for() -> None:
+    assert (max_restarts({}), max_restarts({"MAX_RESTARTS": "3"}), max_restarts({"MAX_RESTARTS": "0"})) == (0, 3, 0)
+    with pytest.raises(ConfigError, match="MAX_RESTARTS = '-1': must be an integer of at least 0"):
+        max_restarts({"MAX_RESTARTS": "-1"})
+
+
+@pytest.mark.parametrize(
+    ("env", "message"),
+    [
+        ({"RANK": "1", "WORLD_SIZE": "2"}, "torchrun has --max-restarts"),
+        ({"SLURM_NTASKS": "2", "SLURM_PROCID": "0", "MASTER_ADDR": "h"}, "have it start one task a node"),
+    ],
+)
+def test_restarts_where_somebody_else_starts_the_ranks(env: Mapping[str, str], message: str) -> None:
+    with pytest.raises(ConfigError, match=f"MAX_RESTARTS = 2: .*{message}"):
+        rank_environment({**env, "MAX_RESTARTS": "2"})
 
 
 @pytest.mark.parametrize(

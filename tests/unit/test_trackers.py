@@ -122,7 +122,7 @@ def test_tags_are_the_keys_in_groups_and_unknown_values_are_left_out(tmp_path: P
     assert set(events.Tags()["scalars"]) == {
         "train/loss", "train/grad_norm", "train/lr", "train/tokens", "speed/tokens_per_s",
         "speed/tokens_per_s_per_device", "speed/model_tflops_per_device", "speed/step_time_s",
-        "speed/data_time_s", "memory/peak_memory_gib", "validation/validation_loss", "validation/validation_perplexity",
+        "speed/data_time_s", "memory/peak_memory_gib", "validation/loss", "validation/perplexity",
     }  # fmt: skip
     (event,) = events.Scalars("train/loss")
     assert (event.step, event.wall_time, event.value) == (20, 1.7e9, pytest.approx(5.12341))

@@ -9,19 +9,25 @@ from __future__ import annotations
 
 import time
 from collections.abc import Mapping, Sequence
+from contextlib import AbstractContextManager
 from pathlib import Path
 from threading import Thread
 from typing import TYPE_CHECKING, Any
 
 import torch
 
+from titan import watchdog
 from titan.checkpoint import folder as folders
+from titan.checkpoint import manifest
+from titan.checkpoint.manifest import METADATA, STATE, Piece
+from titan.checkpoint.plain import write_table
 from titan.checkpoint.ranks import RankFailure, Ranks
 from titan.checkpoint.state import Snapshot, Staging, collect
 from titan.errors import CheckpointError
 from titan.log import log
 
 if TYPE_CHECKING:
+    from titan.checkpoint.restore import Saved
     from titan.contracts import Part
 
 
@@ -30,51 +36,89 @@ class Checkpointer:
 
     folder: where they stand, on a file system that all ranks share.  keep: complete ones kept, 0 for all.
     asynchronous: write in the background, from a copy in host memory as large as a rank's share of the state.
+    timeout_s: a load or save that takes longer ends the process, with its stacks shown.
     """
 
-    def __init__(self, folder: Path, *, keep: int, asynchronous: bool, rank: int, world_size: int) -> None:
-        self.folder, self.keep, self.asynchronous = folder, keep, asynchronous
-        self._ranks = Ranks(rank, world_size)
+    def __init__(
+        self, folder: Path, *, keep: int, asynchronous: bool, rank: int, world_size: int, timeout_s: float = 1800.0
+    ) -> None:
+        self.folder, self.keep, self.asynchronous, self.timeout_s = folder, keep, asynchronous, timeout_s
+        self._ranks = Ranks(rank, world_size, patience=2 * timeout_s)  # the limit, which shows stacks, comes first
         self._staging = Staging()
         self._writer: Thread | None = None
         self._failure: Exception | None = None
+        self._saved: Saved | None = None
+        self._damaged: set[Path] = set()
 
     def find(self, resume: str) -> Path | None:
-        """The checkpoint to go on from; None for a start from new weights. Rank 0 looks, all agree.
+        """The checkpoint to go on from, verified; None for a start from new weights. Rank 0 looks, all agree.
 
         resume: "auto", the newest complete one if there is any; "must", the same but it has to be there; "never"; or a
-            path: a checkpoint, or a run or checkpoints folder whose newest is meant.
+            path: a checkpoint, or a run or checkpoints folder whose newest is meant. "auto" and "must" go back to an
+            older one where the newest is damaged, and say so.
 
         Raises:
-            CheckpointError: what has to be there is absent or incomplete.
+            CheckpointError: what has to be there is absent or damaged.
         """
-        return self._ranks.first(lambda: self._find(resume))
+        with self._limit(f"looking for a checkpoint in {self.folder}"):
+            candidates, reasons = self._ranks.first(lambda: self._candidates(resume))
+            for path in candidates:
+                try:
+                    self._saved = self._open(path)
+                except CheckpointError as error:
+                    if resume not in ("auto", "must"):
+                        raise
+                    reasons[path] = str(error)
+                else:
+                    self._tell_damage(reasons, path)
+                    return path
+            if reasons:
+                told = "; ".join(reasons.values())
+                anew = 'checkpoint.resume = "never" starts anew'
+                raise CheckpointError(f"no sound checkpoint is left in {self.folder}: {told}; {anew}")
+            return None
 
-    def _find(self, resume: str) -> Path | None:
+    def _candidates(self, resume: str) -> tuple[list[Path], dict[Path, str]]:
+        """What to try, first the best, and what is out of the question and why."""
         folders.tidy(self.folder)
-        own = folders.complete(self.folder)
-        newest = own[-1] if own else None
-        if resume == "must" and newest is None:
-            raise CheckpointError(f'checkpoint.resume = "must": there is no complete checkpoint in {self.folder}')
+        own, damaged = folders.survey(self.folder)
         if resume in ("auto", "must"):
-            return newest
+            if resume == "must" and not own and not damaged:
+                raise CheckpointError(f'checkpoint.resume = "must": there is no complete checkpoint in {self.folder}')
+            return own[::-1], damaged
         chosen = None if resume == "never" else folders.choose(resume)
-        if newest is not None and (chosen is None or chosen.resolve() != newest.resolve()):
-            log.warning(f"checkpoint.resume = {resume!r} leaves aside {newest}, the newest of this run")
-        return chosen
+        if own and (chosen is None or chosen.resolve() != own[-1].resolve()):
+            log.warning(f"checkpoint.resume = {resume!r} leaves aside {own[-1]}, the newest of this run")
+        return [] if chosen is None else [chosen], {}
+
+    def _open(self, path: Path) -> Saved:
+        from titan.checkpoint import restore
+
+        return restore.Saved.open(path, self._ranks)
+
+    def _tell_damage(self, reasons: Mapping[Path, str], instead: Path) -> None:
+        self._damaged = set(reasons)
+        for path, reason in reasons.items():
+            log.warning(
+                f"{reason}. Going on from {instead} instead; the damaged one stays and counts for nothing until a save "
+                f"of its step replaces it or `titan checkpoint rm {path}` removes it"
+            )
 
     def load(self, path: Path, parts: Sequence[Part], optimizer: torch.optim.Optimizer) -> dict[str, Any]:
         """Read weights and optimizer state in place, for any layout; returns the rest as it was given to `save`.
 
-        Tensors of the rest come back on the CPU, whole.
+        What `find` has not just verified is verified first. Tensors of the rest come back on the CPU, whole.
 
         Raises:
-            CheckpointError: it cannot be read, or does not fit the model or the optimizer; nothing runs on from there.
+            CheckpointError: it is damaged, cannot be read, or does not fit the model or the optimizer; no run goes on.
         """
         from titan.checkpoint import restore
 
         self.wait()
-        rest: dict[str, Any] = restore.load(path, parts, optimizer, self._ranks)
+        with self._limit(f"loading the checkpoint {path}"):
+            found, self._saved = self._saved, None
+            saved = found if found is not None and found.path == path else self._open(path)
+            rest: dict[str, Any] = restore.load(saved, parts, optimizer, self._ranks)
         return rest
 
     def save(self, step: int, parts: Sequence[Part], optimizer: torch.optim.Optimizer, rest: Mapping[str, Any]) -> None:
@@ -89,7 +133,7 @@ class Checkpointer:
         began = time.perf_counter()
         snapshot = collect(parts, optimizer, rest, self._ranks.rank)
         if not self.asynchronous:
-            self._write(step, snapshot, began)
+            self._write_in_time(step, snapshot, began)
             return
         snapshot = self._staging.copy(snapshot)
         # A daemon, so that a run that dies of something else does not wait for it: an unfinished save is no loss.
@@ -118,19 +162,33 @@ class Checkpointer:
 
     def _write_aside(self, step: int, snapshot: Snapshot, began: float) -> None:
         try:
-            self._write(step, snapshot, began)
+            self._write_in_time(step, snapshot, began)
         except Exception as failure:
             self._failure = failure
 
-    def _write(self, step: int, snapshot: Snapshot, began: float) -> None:
+    def _limit(self, what: str) -> AbstractContextManager[None]:
+        return watchdog.limit(self.timeout_s, "[comm] checkpoint_timeout_s", what)
+
+    def _write_in_time(self, step: int, snapshot: Snapshot, began: float) -> None:
+        with self._limit(f"saving step {step} to {self.folder}"):
+            self.write(step, snapshot, began)
+
+    def write(self, step: int, snapshot: Snapshot, began: float) -> None:
+        """Write a snapshot and commit it; `began` is when (by `perf_counter`) the save did.
+
+        Raises:
+            CheckpointError: it failed, on some rank.
+        """
         from titan.checkpoint import storage
 
         ranks = self._ranks
         try:
             path = ranks.first(lambda: folders.begin(self.folder, step))
-            ranks.each(lambda: storage.write(path, snapshot.tensors, snapshot.local, ranks.group))
+            names = ranks.each(lambda: storage.write(path, snapshot.tensors, snapshot.local, ranks.group))
+            mine = ranks.each(lambda: {name: manifest.piece_of(path / name) for name in names})
+            pieces = {name: piece for some in ranks.gather(mine) for name, piece in some.items()}
             values = {name: value for one in ranks.gather(dict(snapshot.values)) for name, value in one.items()}
-            ranks.first(lambda: self._commit(path, step, snapshot, values, began))
+            ranks.first(lambda: self._commit(path, step, snapshot, values, pieces, began))
         except RankFailure as failure:
             told, full = str(failure), failure.disk_full
             raise CheckpointError(ranks.first(lambda: self._give_up(step, told, full))) from failure
@@ -138,22 +196,25 @@ class Checkpointer:
             said = str(error).partition("\n")[0]
             raise CheckpointError(f"saving step {step} to {self.folder} failed: {said}") from error
 
-    def _commit(self, path: Path, step: int, snapshot: Snapshot, values: Mapping[str, Any], began: float) -> None:
-        from titan.checkpoint import storage
-
-        absent = storage.absent_files(path)
-        if absent:
-            raise CheckpointError(f"rank 0 does not see {absent[0]} in {path}: all ranks must share its file system")
-        folders.write_state(path, {
+    def _commit(
+        self, path: Path, step: int, snapshot: Snapshot, values: Mapping[str, Any], pieces: dict[str, Piece],
+        began: float,
+    ) -> None:  # fmt: skip
+        unseen = [fault for name, fault in manifest.wrong_sizes(path, pieces).items() if name in pieces]
+        if unseen:
+            raise CheckpointError(f"rank 0 does not see what others wrote, {unseen[0]}: all must share its file system")
+        write_table(path / STATE, {
             "format": folders.FORMAT, "step": step, "serial": folders.next_serial(self.folder),
-            "world_size": self._ranks.size, "torch": torch.__version__, "optimizer": snapshot.optimizer,
-            "values": values, "rest": snapshot.rest,
+            "world_size": self._ranks.size, "saved": time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime()),
+            "torch": torch.__version__, "optimizer": snapshot.optimizer, "values": values, "rest": snapshot.rest,
         })  # fmt: skip
+        manifest.write(path, pieces | {name: manifest.piece_of(path / name) for name in (METADATA, STATE)})
         size = sum(file.stat().st_size for file in path.iterdir()) / 1e6
         final = folders.commit(path)
         log.info(f"checkpoint: step {step} saved to {final} in {time.perf_counter() - began:.1f} s, {size:,.1f} MB")
+        self._damaged.discard(final)
         try:
-            folders.retain(self.folder, self.keep)
+            folders.retain(self.folder, self.keep, self._damaged)
         except OSError as error:
             log.warning(f"an old checkpoint could not be removed: {error}")
 

@@ -2,28 +2,30 @@
 
 A checkpoint is complete or absent. It is written under a name that ends in `.tmp` and renamed when all of it is on
 disk; it is removed by renaming it first. A kill at any moment therefore leaves complete folders and `.tmp` ones, which
-`tidy` sweeps. Used by one rank at a time; needs no torch.
+`tidy` sweeps. A folder with the name of a checkpoint that lacks a file is therefore damaged.
+
+Used by one rank at a time; needs no torch.
 """
 
-import json
 import os
 import re
 import shutil
+from collections.abc import Callable, Collection
 from pathlib import Path
+from types import NoneType
 from typing import Any
 
+from titan.checkpoint import manifest
+from titan.checkpoint.manifest import MANIFEST, METADATA, STATE, Piece
+from titan.checkpoint.plain import read_table
 from titan.errors import CheckpointError
 from titan.log import log
 
-METADATA = ".metadata"
-"""DCP's file: which tensors there are, and where in which file."""
-STATE = "state.json"
-"""Everything that is no tensor."""
 FORMAT = 1
 """Number of the layout of a checkpoint's folder; a reader refuses one it does not know."""
 
-_STEP = re.compile(r"step-(\d{8})")
-_UNFINISHED = re.compile(r"(step-\d{8})(\.replaced|\.removed)?\.tmp")
+_STEP = re.compile(r"step-\d{8}", re.ASCII)
+_UNFINISHED = re.compile(r"(step-\d{8})(\.replaced|\.removed)?\.tmp", re.ASCII)
 
 
 def step_folder(folder: Path, step: int) -> Path:
@@ -38,7 +40,7 @@ def unfinished(final: Path) -> Path:
 
 def lacking(path: Path) -> list[str]:
     """Files without which a folder is no checkpoint and which are not in it."""
-    return [name for name in (METADATA, STATE) if not (path / name).is_file()]
+    return [name for name in (METADATA, STATE, MANIFEST) if not (path / name).is_file()]
 
 
 def is_complete(path: Path) -> bool:
@@ -46,51 +48,111 @@ def is_complete(path: Path) -> bool:
     return path.suffix != ".tmp" and not lacking(path)
 
 
+def step_of(path: Path) -> int | None:
+    """The step in the name of a checkpoint, complete or not; None where the name says none."""
+    match = re.match(r"step-(\d{8})(?!\d)", path.name, re.ASCII)
+    return None if match is None else int(match[1])
+
+
+def is_step(path: Path) -> bool:
+    """Whether a path has the name of a checkpoint in a folder of them."""
+    return _STEP.fullmatch(path.name) is not None
+
+
+def is_unfinished(path: Path) -> bool:
+    """Whether a path has the name of what a save or a removal is at, or has left."""
+    return _UNFINISHED.fullmatch(path.name) is not None
+
+
 def read_state(path: Path) -> dict[str, Any]:
-    """The state.json of a checkpoint.
+    """The state.json of a checkpoint; each of its fields is of the type that `save` gave it.
 
     Raises:
-        CheckpointError: it cannot be read, or is no JSON object.
+        CheckpointError: it cannot be read, or is not what `save` wrote.
     """
-    try:
-        state = json.loads((path / STATE).read_text(encoding="utf-8"))
-    except (OSError, ValueError) as error:
-        raise CheckpointError(f"{path / STATE} cannot be read: {error}") from error
-    if not isinstance(state, dict):
-        raise CheckpointError(f"{path / STATE} is not a JSON object")
+    state = read_table(path / STATE)
+    found = state.get("format")
+    if type(found) is not int or found != FORMAT:
+        raise CheckpointError(f"{path} has format {str(found)[:20]}; this version reads {FORMAT}")
+    wrong = [name for name, types in _FIELDS.items() if type(state.get(name)) not in types]
+    if not wrong:
+        rest, values = state["rest"], state["values"]
+        wrong += [name for name in ("config", "data", "techniques") if type(rest.get(name, {})) is not dict]
+        wrong += [name for name, value in values.items() if type(value) not in (NoneType, bool, int, float, str)]
+    if not wrong:
+        counts = {name: state[name] for name, types in _FIELDS.items() if types == (int,)}
+        counts |= {name: rest.get(name, 0) for name in ("step", "tokens")}
+        counts["samples"] = rest.get("data", {}).get("samples", 0)
+        wrong += [name for name, count in counts.items() if type(count) is not int or not 0 <= count < _MOST]
+    if wrong:
+        raise CheckpointError(f"{path / STATE} has no {wrong[0][:200]}, or one that no save writes")
     return state
 
 
-def complete(folder: Path) -> list[Path]:
-    """The complete checkpoints of a folder, in the order they were committed.
+_FIELDS = {
+    "step": (int,), "serial": (int,), "world_size": (int,), "saved": (str,), "torch": (str,),
+    "optimizer": (str, NoneType), "values": (dict,), "rest": (dict,),
+}  # fmt: skip
+_MOST = 1 << 62
+"""More than any count of steps, tokens or samples."""
 
-    The order is that of the serial number each one carries, not of the steps: a run that started again under the same
-    name stands at a lower step than what it left behind.
+
+def _check_names(path: Path) -> None:
+    lacks = lacking(path)
+    if lacks:
+        raise CheckpointError(f"{path} is damaged: it lacks {' and '.join(lacks)}")
+
+
+def check_sizes(path: Path) -> dict[str, Piece]:
+    """What the manifest of a checkpoint lists, all of it there in the size it was written in.
+
+    Raises:
+        CheckpointError: not so; names each fault.
     """
-    if not folder.is_dir():
-        return []
-    found = []
-    for path in folder.iterdir():
-        if _STEP.fullmatch(path.name) and is_complete(path):
-            try:
-                found.append((_serial(path), path.name, path))
-            except CheckpointError as error:
-                log.warning(f"left aside: {error}")
-    return [path for *_, path in sorted(found)]
+    _check_names(path)
+    pieces = manifest.read(path)
+    faults = manifest.wrong_sizes(path, pieces)
+    if faults:
+        raise CheckpointError(f"{path} is damaged: {'; '.join(faults.values())}")
+    return pieces
 
 
-def _serial(path: Path) -> int:
-    serial = read_state(path).get("serial", 0)
-    return serial if isinstance(serial, int) else 0
+def survey(folder: Path) -> tuple[list[Path], dict[Path, str]]:
+    """The complete checkpoints of a folder, in the order they were committed, and the damaged ones with what is wrong.
+
+    Damaged is what can be seen without reading data. The order is that of the serial number each one carries, not of
+    the steps: a run that started again under the same name stands at a lower step than what it left behind.
+    """
+    return _sorted_out(folder, check_sizes)
+
+
+def complete(folder: Path) -> list[Path]:
+    """As `survey`'s, but sizes are not looked at: with many ranks there are many files."""
+    return _sorted_out(folder, _check_names)[0]
+
+
+def _sorted_out(folder: Path, check: Callable[[Path], object]) -> tuple[list[Path], dict[Path, str]]:
+    found, damaged = [], {}
+    for path in sorted(folder.iterdir()) if folder.is_dir() else []:
+        if not is_step(path):
+            continue
+        try:
+            check(path)
+            found.append((read_state(path)["serial"], path))
+        except CheckpointError as error:
+            damaged[path] = str(error)
+    return [path for _, path in sorted(found)], damaged
 
 
 def next_serial(folder: Path) -> int:
     """Number of the next checkpoint to be committed, from 1."""
-    return max(map(_serial, complete(folder)), default=0) + 1
+    return max((read_state(path)["serial"] for path in complete(folder)), default=0) + 1
 
 
-def choose(given: str) -> Path:
+def choose(given: str, option: str = "checkpoint.resume") -> Path:
     """The checkpoint a user's path means: a checkpoint itself, or the newest of a run or of its checkpoints folder.
+
+    option: where the user gave it, for messages.
 
     Raises:
         CheckpointError: there is no complete one; says what is missing.
@@ -99,15 +161,18 @@ def choose(given: str) -> Path:
     if is_complete(path):
         return path
     if not path.is_dir():
-        raise CheckpointError(f"checkpoint.resume = {given!r}: there is no such folder")
-    inside = path / "checkpoints" if (path / "checkpoints").is_dir() else path
-    found = complete(inside)
+        raise CheckpointError(f"{option} = {given!r}: there is no such folder")
+    found, damaged = survey(path / "checkpoints" if (path / "checkpoints").is_dir() else path)
+    for reason in damaged.values():
+        log.warning(f"left aside: {reason}")
     if found:
         return found[-1]
+    if damaged:
+        raise CheckpointError(f"{option} = {given!r}: no sound checkpoint there: {'; '.join(damaged.values())}")
     if path.suffix == ".tmp":
-        raise CheckpointError(f"checkpoint.resume = {given!r}: this checkpoint was never finished")
+        raise CheckpointError(f"{option} = {given!r}: this checkpoint was never finished")
     raise CheckpointError(
-        f"checkpoint.resume = {given!r}: no complete checkpoint there (it lacks {' and '.join(lacking(path))}, "
+        f"{option} = {given!r}: no complete checkpoint there (it lacks {' and '.join(lacking(path))}, "
         "and holds no step-NNNNNNNN folder that has them)"
     )
 
@@ -134,14 +199,6 @@ def tidy(folder: Path) -> None:
             shutil.rmtree(path)
 
 
-def write_state(path: Path, state: dict[str, Any]) -> None:
-    """Write state.json and see it onto the disk."""
-    with (path / STATE).open("w", encoding="utf-8") as file:
-        json.dump(state, file, indent=1)
-        file.flush()
-        os.fsync(file.fileno())
-
-
 def commit(path: Path) -> Path:
     """Give a finished `.tmp` folder its name, on the disk as well; returns it. A former one of that name goes."""
     final = path.with_suffix("")
@@ -165,9 +222,13 @@ def sync_folder(path: Path) -> None:
         os.close(descriptor)
 
 
-def retain(folder: Path, keep: int) -> None:
-    """Remove all complete checkpoints but the newest `keep`; 0 keeps all. The newest always stays."""
-    for path in complete(folder)[:-keep] if keep > 0 else []:
+def retain(folder: Path, keep: int, damaged: Collection[Path] = ()) -> None:
+    """Remove all complete checkpoints but the newest `keep`; 0 keeps all. The newest always stays.
+
+    damaged: neither counted nor removed.
+    """
+    sound = [path for path in complete(folder) if path not in damaged]
+    for path in sound[:-keep] if keep > 0 else []:
         remove(path)
 
 

@@ -2,6 +2,7 @@
 
 import errno
 from collections.abc import Callable
+from datetime import timedelta
 from typing import Any, TypeVar, cast
 
 import torch.distributed as dist
@@ -25,11 +26,13 @@ class Ranks:
     """All ranks, over a gloo group of their own: a save in the background must not meet training's collectives.
 
     Made by all ranks together; without a process group it is this process alone.
+    patience: seconds a rank waits for another.
     """
 
-    def __init__(self, rank: int, size: int) -> None:
+    def __init__(self, rank: int, size: int, patience: float = 1800.0) -> None:
         self.rank, self.size = rank, size
-        self.group: dist.ProcessGroup | None = dist.new_group(backend="gloo") if dist.is_initialized() else None
+        wait = timedelta(seconds=patience)
+        self.group = dist.new_group(backend="gloo", timeout=wait) if dist.is_initialized() else None
 
     def gather(self, value: T) -> list[T]:
         """Everybody's value, by rank, on all ranks."""

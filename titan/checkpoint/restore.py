@@ -7,15 +7,16 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
-from torch.distributed.checkpoint.metadata import TensorStorageMetadata
+from torch.distributed.checkpoint.metadata import Metadata, TensorStorageMetadata
 
 from titan.checkpoint import folder as folders
-from titan.checkpoint import storage
+from titan.checkpoint import manifest, metadata, storage
 from titan.checkpoint.ranks import Ranks
 from titan.checkpoint.state import MODEL, OPTIMIZER, model_tensors, rejoin, trained
 from titan.errors import CheckpointError
@@ -29,23 +30,43 @@ _SHOWN = 10
 
 @dataclass(frozen=True)
 class Saved:
-    """What a checkpoint says about itself: its state.json, and shape and type of each tensor."""
+    """A checkpoint whose files are those that were written, and what it says: its state.json and its metadata."""
 
     path: Path
     state: Mapping[str, Any]
-    tensors: Mapping[str, TensorStorageMetadata]
+    metadata: Metadata
 
     @classmethod
-    def open(cls, path: Path) -> Saved:
-        """Read it.
+    def open(cls, path: Path, ranks: Ranks) -> Saved:
+        """Verify every file against the manifest, each rank a share of them, and read what the checkpoint says.
 
         Raises:
-            CheckpointError: it cannot be read, or is of a format this version does not know.
+            CheckpointError: it is damaged, cannot be read, or is of a format this version does not know; on all ranks.
         """
-        state = folders.read_state(path)
-        if state.get("format") != folders.FORMAT:
-            raise CheckpointError(f"{path} has format {state.get('format')!r}; this version reads {folders.FORMAT}")
-        return cls(path, state, storage.tensors_of(storage.read_metadata(path)))
+        pieces = ranks.first(lambda: folders.check_sizes(path))
+        mine = manifest.share(pieces, ranks.rank, ranks.size)
+        faults = ranks.gather(ranks.each(lambda: manifest.wrong_hashes(path, pieces, mine)))
+        found = [fault for some in faults for fault in some]
+        if found:
+            raise CheckpointError(f"{path} is damaged: {'; '.join(found)}")
+        others = manifest.strangers(path, pieces) if ranks.rank == 0 else []
+        if others:
+            log.warning(f"{path} also holds {listed(others)}, no part of the checkpoint: not read")
+        state = ranks.each(lambda: folders.read_state(path))
+        return cls(path, state, ranks.each(lambda: metadata.read(path, pieces)))
+
+    @cached_property
+    def tensors(self) -> dict[str, TensorStorageMetadata]:
+        """Shape and type of each tensor."""
+        return storage.tensors_of(self.metadata)
+
+    def read(self, into: Mapping[str, Tensor], ranks: Ranks) -> None:
+        """Fill tensors in place, all ranks together; each reads its shards.
+
+        Raises:
+            CheckpointError: one cannot be read, on some rank.
+        """
+        ranks.each(lambda: storage.read(self.path, into, ranks.group, self.metadata))
 
     def empty(self, name: str, device: torch.device | str = "cpu") -> Tensor:
         """A plain tensor to read one of its tensors into.
@@ -55,36 +76,56 @@ class Saved:
         """
         entry = self.tensors.get(name)
         if entry is None:
-            raise CheckpointError(f"{self.path} is damaged: {folders.STATE} speaks of {name}, which is not in it")
+            raise CheckpointError(f"{self.path} is damaged: {manifest.STATE} speaks of {name}, which is not in it")
         return torch.empty(entry.size, dtype=entry.properties.dtype, device=device)
 
 
-def load(path: Path, parts: Sequence[Part], optimizer: torch.optim.Optimizer, ranks: Ranks) -> Any:
+def load(saved: Saved, parts: Sequence[Part], optimizer: torch.optim.Optimizer, ranks: Ranks) -> Any:
     """Fill the parts' tensors and the optimizer's state from a checkpoint; returns the rest of the state.
 
     Raises:
         CheckpointError: it cannot be read or does not fit.
     """
-    saved = ranks.each(lambda: Saved.open(path))
     weights = model_tensors(parts)
-    _check_weights(saved, weights, ranks)
+    check_weights(saved, weights, ranks)
     ranks.each(lambda: _check_optimizer(saved, optimizer))
     updated = trained(parts, optimizer)
     slots = _empty_slots(saved, updated)
     others: dict[str, Tensor] = {}
     own = ranks.rank if saved.state.get("world_size") == ranks.size else None
-    rest = ranks.each(lambda: rejoin(saved.state["rest"], own, lambda name: others.setdefault(name, saved.empty(name))))
+    rest = ranks.each(
+        lambda: rejoin(
+            saved.state["rest"], own, lambda name: others.setdefault(name, saved.empty(name)),
+            saved.path / manifest.STATE,
+        )
+    )  # fmt: skip
     into = weights | others
     into |= {f"{OPTIMIZER}{name}.{slot}": value for name, one in slots.items() for slot, value in one.items()}
-    ranks.each(lambda: storage.read(path, into, ranks.group))
+    saved.read(into, ranks)
     _give(optimizer, updated, slots, saved.state["values"])
     if not any(name.startswith(OPTIMIZER) for name in saved.tensors):
-        log.info(f"optimizer: {path} holds no state of it, it starts anew")
+        log.info(f"optimizer: {saved.path} holds no state of it, it starts anew")
     return rest
 
 
-def _check_weights(saved: Saved, weights: Mapping[str, Tensor], ranks: Ranks) -> None:
-    """Hold the model against the checkpoint, both ways, over all ranks."""
+def load_weights(path: Path, parts: Sequence[Part], ranks: Ranks) -> None:
+    """Fill the parts' tensors alone from a checkpoint.
+
+    Raises:
+        CheckpointError: it cannot be read or does not fit.
+    """
+    saved = Saved.open(path, ranks)
+    weights = model_tensors(parts)
+    check_weights(saved, weights, ranks)
+    saved.read(weights, ranks)
+
+
+def check_weights(saved: Saved, weights: Mapping[str, Tensor], ranks: Ranks) -> None:
+    """Hold the model against the checkpoint, both ways, over all ranks; of `weights` only the shapes count.
+
+    Raises:
+        CheckpointError: a tensor is absent, left over or of another shape.
+    """
     there = {name: entry.size for name, entry in saved.tensors.items() if name.startswith(MODEL)}
     absent = [name for name in weights if name not in there]
     unlike = [
@@ -99,12 +140,13 @@ def _check_weights(saved: Saved, weights: Mapping[str, Tensor], ranks: Ranks) ->
         "the model lacks": {name.removeprefix(MODEL) for name in there.keys() - wanted},
         "shapes differ in": {text for _, texts, _ in found for text in texts},
     }
-    told = [f"{what} {_listed(names)}" for what, names in faults.items() if names]
+    told = [f"{what} {listed(names)}" for what, names in faults.items() if names]
     if told:
         raise CheckpointError(f"checkpoint {saved.path} does not fit the model: {'; '.join(told)}")
 
 
-def _listed(names: Iterable[str]) -> str:
+def listed(names: Iterable[str]) -> str:
+    """Names in order, the first ten of them and how many more."""
     ordered = sorted(names)
     more = len(ordered) - _SHOWN
     return ", ".join(ordered[:_SHOWN]) + (f" and {more} more" if more > 0 else "")

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
-from titan.errors import PluginError
+from titan.errors import CheckpointError, PluginError
 
 if TYPE_CHECKING:
     from titan.contracts import Part
@@ -32,13 +32,13 @@ class Snapshot:
 
     tensors: what is saved, for shape and placement.  local: this rank's own values of each (a DTensor's shard).
     values: `NAME.SLOT` -> number, the part of the optimizer's state that is no tensor.
-    optimizer: its class.  rest: the other state as JSON, tensors replaced by where they stand.
+    optimizer: its class, None without its state.  rest: the other state as JSON, tensors replaced by where they stand.
     """
 
     tensors: Mapping[str, Tensor]
     local: Mapping[str, Tensor]
     values: Mapping[str, Any]
-    optimizer: str
+    optimizer: str | None
     rest: Any
 
 
@@ -116,20 +116,28 @@ def _united(found: Iterable[dict[str, Tensor]]) -> dict[str, Tensor]:
     return united
 
 
-def rejoin(value: Any, rank: int | None, tensor: Callable[[str], Tensor]) -> Any:
+def rejoin(value: Any, rank: int | None, tensor: Callable[[str], Tensor], where: object, path: str = REST[:-1]) -> Any:
     """The inverse of `separate`; tuples come back as lists.
 
     rank: whose `Own` tensors to take; None leaves those tables empty.  tensor: the one of a name.
+    where: the file, for messages.
+
+    Raises:
+        CheckpointError: a tensor is said to stand elsewhere than where it belongs, where it could pass for another.
     """
     if isinstance(value, list):
-        return [rejoin(item, rank, tensor) for item in value]
+        return [rejoin(item, rank, tensor, where, f"{path}.{index}") for index, item in enumerate(value)]
     if not isinstance(value, dict):
         return value
-    if _TENSOR in value:
-        return tensor(value[_TENSOR])
-    if _OWN in value:
-        return {} if rank is None else {key: tensor(f"{value[_OWN]}.{rank}.{key}") for key in value["keys"]}
-    return {key: rejoin(item, rank, tensor) for key, item in value.items()}
+    if value == {_TENSOR: path}:
+        return tensor(path)
+    keys = value.get("keys")
+    if value == {_OWN: path, "keys": keys} and isinstance(keys, list) and all(isinstance(key, str) for key in keys):
+        return {} if rank is None else {key: tensor(f"{path}.{rank}.{key}") for key in keys}
+    strange = [key for key in value if key.startswith("$")]
+    if strange:
+        raise CheckpointError(f"{where} has the key {strange[0][:200]!r} at {path}, and not as a save writes it")
+    return {key: rejoin(item, rank, tensor, where, f"{path}.{key}") for key, item in value.items()}
 
 
 def rng_state(device: torch.device) -> Own:
@@ -141,11 +149,18 @@ def rng_state(device: torch.device) -> Own:
 
 
 def set_rng_state(states: Mapping[str, Tensor], device: torch.device) -> None:
-    """Take back what `rng_state` gave, for the devices that are here."""
-    if "cpu" in states:
-        torch.set_rng_state(states["cpu"])
-    if "cuda" in states and device.type == "cuda":
-        torch.cuda.set_rng_state(states["cuda"], device)
+    """Take back what `rng_state` gave, for the devices that are here.
+
+    Raises:
+        CheckpointError: it is the state of no generator of this PyTorch.
+    """
+    try:
+        if "cpu" in states:
+            torch.set_rng_state(states["cpu"])
+        if "cuda" in states and device.type == "cuda":
+            torch.cuda.set_rng_state(states["cuda"], device)
+    except (RuntimeError, TypeError) as error:
+        raise CheckpointError(f"the random state of a checkpoint cannot be taken back: {error}") from error
 
 
 def collect(parts: Sequence[Part], optimizer: torch.optim.Optimizer, rest: Any, rank: int) -> Snapshot:

@@ -1,7 +1,7 @@
 """TOML to Job: strict, with every fault said at once."""
 
 from titan.config.job import Job, Source
-from titan.config.load import load_job, split_arguments
+from titan.config.load import load_job, load_table
 from titan.config.sections import (
     CheckpointSection,
     CommSection,
@@ -9,7 +9,9 @@ from titan.config.sections import (
     MetricsSection,
     RunSection,
     TrainSection,
+    ValidationSection,
 )
+from titan.config.tables import split_arguments
 
 __all__ = [
     "CheckpointSection",
@@ -20,6 +22,8 @@ __all__ = [
     "RunSection",
     "Source",
     "TrainSection",
+    "ValidationSection",
     "load_job",
+    "load_table",
     "split_arguments",
 ]

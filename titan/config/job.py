@@ -13,6 +13,7 @@ from titan.config.sections import (
     MetricsSection,
     RunSection,
     TrainSection,
+    ValidationSection,
 )
 from titan.contracts import Dataset, Loss, LrSchedule, Model, Optimizer, Technique, Tokenizer, Tracker
 from titan.mesh import Layout
@@ -31,20 +32,22 @@ class Source:
 class Job:
     """A run as its TOML describes it.
 
-    techniques: those that are on, in TOML order.  table: the resolved TOML, defaults filled in; loading it again gives
-    the same job.
+    held_out: what is validated on.  techniques: those that are on, in TOML order.  table: the resolved TOML, defaults
+    filled in; loading it again gives the same job.
     """
 
     run: RunSection
     train: TrainSection
     data: DataSection
     checkpoint: CheckpointSection
+    validation: ValidationSection
     metrics: MetricsSection
     comm: CommSection
     layout: Layout
     model: Model
     tokenizer: Tokenizer
     sources: tuple[Source, ...]
+    held_out: Dataset | None
     loss: Loss
     optimizer: Optimizer
     lr_schedule: LrSchedule

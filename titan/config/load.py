@@ -15,9 +15,10 @@ from titan.config.sections import (
     MetricsSection,
     RunSection,
     TrainSection,
+    ValidationSection,
 )
 from titan.config.tables import Table
-from titan.config.techniques import agree, chosen_techniques
+from titan.config.techniques import agree, chosen_techniques, unattended
 from titan.contracts import (
     Dataset,
     Loss,
@@ -39,6 +40,7 @@ SECTIONS: Mapping[str, type] = {
     "train": TrainSection,
     "data": DataSection,
     "checkpoint": CheckpointSection,
+    "validation": ValidationSection,
     "metrics": MetricsSection,
     "comm": CommSection,
 }
@@ -46,21 +48,6 @@ ONE_OF: tuple[type[Plugin], ...] = (Model, Tokenizer, Loss, Optimizer, LrSchedul
 OTHERS = ("mesh", "plugins")
 
 C = TypeVar("C")
-
-
-def split_arguments(words: Sequence[str]) -> tuple[Path | None, list[str]]:
-    """`--config F` out of a command line; the rest are overrides."""
-    rest, config, position = [], None, 0
-    while position < len(words):
-        word = words[position]
-        if word == "--config" and position + 1 < len(words):
-            config, position = Path(words[position + 1]), position + 1
-        elif word.startswith("--config="):
-            config = Path(word.partition("=")[2])
-        else:
-            rest.append(word)
-        position += 1
-    return config, rest
 
 
 def load_job(path: Path | None, overrides: Sequence[str] = (), world_size: int | None = None) -> Job:
@@ -76,6 +63,15 @@ def load_job(path: Path | None, overrides: Sequence[str] = (), world_size: int |
     table = tables.read(path, overrides, BUILT_IN)
     registry.open_doors(_plugin_folders(table))
     return _Loader(table, str(path)).load(world_size, path.stem)
+
+
+def load_table(values: Mapping[str, Any], origin: str, overrides: Sequence[str], world_size: int | None = None) -> Job:
+    """The job of a table that comes from no TOML file; `origin` says in messages where from. Else as `load_job`."""
+    table = Table()
+    table.merge(values, origin)
+    tables.override(table, overrides)
+    registry.open_doors(_plugin_folders(table))
+    return _Loader(table, origin).load(world_size, "unnamed")
 
 
 def _plugin_folders(table: Table) -> tuple[str, ...]:
@@ -103,6 +99,7 @@ class _Loader:
         comm = self._section("comm", CommSection)
         model, tokenizer, loss, optimizer, schedule = (self._one_of(contract) for contract in ONE_OF)
         data, sources = self._data()
+        validation, held_out = self._validation()
         metrics, trackers = self._metrics()
         layout, techniques = self._layout_and_techniques(world_size)
         if train is not None:
@@ -113,9 +110,9 @@ class _Loader:
             run = RunSection(**{**vars(run), "name": default_name})
             self.resolved["run"]["name"] = default_name
         job = Job(
-            run=run, train=train, data=data, checkpoint=checkpoint, metrics=metrics, comm=comm, layout=layout,
-            model=model, tokenizer=tokenizer, sources=sources, loss=loss, optimizer=optimizer, lr_schedule=schedule,
-            techniques=techniques, trackers=trackers, table=self.resolved,
+            run=run, train=train, data=data, checkpoint=checkpoint, validation=validation, metrics=metrics, comm=comm,
+            layout=layout, model=model, tokenizer=tokenizer, sources=sources, held_out=held_out, loss=loss,
+            optimizer=optimizer, lr_schedule=schedule, techniques=techniques, trackers=trackers, table=self.resolved,
         )  # fmt: skip
         self._check(job)
         return job
@@ -169,11 +166,16 @@ class _Loader:
         written = {"name": plugin.name}
         if issubclass(plugin, Model):
             values = self._preset(plugin, values)
-        config = self._parse(plugin.Config, values, section)
+        config = self._parse(plugin.Config, self._still_meant(plugin, values, section), section)
         if config is None:
             return None
         self.resolved[section] = {**written, **as_table(config)}
         return plugin(config)
+
+    def _still_meant(self, plugin: type[Plugin], values: Mapping[str, Any], section: str) -> dict[str, Any]:
+        """Without keys unknown to the plugin that a lower file gave to another, whose name has been replaced since."""
+        known = {option.key for option in options_of(plugin.Config)}
+        return {key: v for key, v in values.items() if key in known or (section, key) not in self.table.outdated}
 
     def _preset(self, plugin: type[Model], values: dict[str, Any]) -> dict[str, Any]:
         name = values.pop("preset", None)
@@ -186,11 +188,8 @@ class _Loader:
         return {**plugin.presets[str(name)], **values}
 
     def _data(self) -> tuple[Any, tuple[Source, ...]]:
-        values = dict(self.table.at("data"))
-        mixture = values.pop("mixture", None)
-        own = {option.key for option in options_of(DataSection)}
-        host = {key: value for key, value in values.items() if key in own}
-        guest = {key: value for key, value in values.items() if key not in own}
+        host, guest = self._divided("data", DataSection)
+        mixture = guest.pop("mixture", None)
         data = self._parse(DataSection, host, "data")
         if mixture is None:
             source = self._source(guest, 1.0, "data")
@@ -201,6 +200,32 @@ class _Loader:
         found = self._mixture(mixture)
         self.resolved["data"] = {**(as_table(data) if data else {}), "mixture": [table for _, table in found]}
         return data, tuple(source for source, _ in found)
+
+    def _divided(self, section: str, config: type) -> tuple[dict[str, Any], dict[str, Any]]:
+        """A table that the host shares with a plugin: the host's keys, and the others."""
+        own, values = {option.key for option in options_of(config)}, self.table.at(section)
+        host = {key: value for key, value in values.items() if key in own}
+        return host, {key: value for key, value in values.items() if key not in own}
+
+    def _validation(self) -> tuple[Any, Dataset | None]:
+        host, guest = self._divided("validation", ValidationSection)
+        validation = self._parse(ValidationSection, host, "validation")
+        self.resolved["validation"] = as_table(validation) if validation else {}
+        if "name" not in guest:
+            self._unnamed(guest, validation is not None and validation.every > 0)
+            return validation, None
+        source = self._source(guest, 1.0, "validation")
+        self.resolved["validation"] |= source[1] if source else {}
+        return validation, source[0].plugin if source else None
+
+    def _unnamed(self, guest: Mapping[str, Any], needed: bool) -> None:
+        """Say what is wrong with a `[validation]` that names no dataset."""
+        where, datasets = self._where("validation"), registry.of_kind(Dataset.kind)
+        if guest or needed:
+            known = ", ".join(plugin.name for plugin in datasets)
+            self.faults.append(where.fault("name", f"missing; which dataset? ({known})"))
+        keys = {o.key for config in (ValidationSection, *(p.Config for p in datasets)) for o in options_of(config)}
+        self.faults += [where.fault(key, f"unknown key{did_you_mean(key, keys)}") for key in guest if key not in keys]
 
     def _mixture(self, mixture: Any) -> list[tuple[Source, dict[str, Any]]]:
         if not isinstance(mixture, list) or not mixture or not all(isinstance(entry, dict) for entry in mixture):
@@ -223,7 +248,7 @@ class _Loader:
         if plugin is None:
             return None
         values = {key: value for key, value in values.items() if key != "name"}
-        config = self._parse(plugin.Config, values, place)
+        config = self._parse(plugin.Config, self._still_meant(plugin, values, place), place)
         if config is None:
             return None
         instance = plugin(config)
@@ -274,6 +299,7 @@ class _Loader:
         self.resolved["mesh"] = dict(layout.degrees)
         stated = self._stated_techniques(known)
         on = chosen_techniques(known, {name: enabled for name, (enabled, _) in stated.items()}, layout)
+        self.faults += [self._where("mesh").fault(axis, sentence) for axis, sentence in unattended(known, on, layout)]
         techniques = []
         self.resolved["plugins"] = {"path": list(_plugin_folders(self.table))}
         for plugin in on:
@@ -330,6 +356,9 @@ class _Loader:
         if resume not in ("auto", "must", "never") and not Path(resume).expanduser().exists():
             what = f"= {resume!r}: no such folder (or one of 'auto', 'must', 'never')"
             faults.append(self._where("checkpoint").fault("resume", what))
+        init_from = job.checkpoint.init_from
+        if init_from and not Path(init_from).expanduser().exists():
+            faults.append(self._where("checkpoint").fault("init_from", f"= {init_from!r}: no such folder"))
         if not faults:
             plan = self._plan(job)
             if job.data.seq_len > plan.max_seq_len:

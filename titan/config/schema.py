@@ -21,6 +21,7 @@ def schema() -> JsonSchema:
     properties |= {name: _table(options_of(section)) for name, section in SECTIONS.items()}
     properties |= {contract.section: _one_of(contract) for contract in ONE_OF}
     properties["data"] = _data()
+    properties["validation"]["properties"] |= _one_of(Dataset)["properties"]
     techniques = [plugin for plugin in registry.of_kind(Technique.kind) if issubclass(plugin, Technique)]
     axes = {axis.name: axis for plugin in techniques for axis in plugin.axes}
     properties["mesh"] = {

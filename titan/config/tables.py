@@ -15,10 +15,14 @@ COMMAND_LINE = "command line"
 
 @dataclass
 class Table:
-    """Merged tables of a job: nested values, and for each key's path the file (or command line) that set it."""
+    """Merged tables of a job: nested values, and for each key's path the file (or command line) that set it.
+
+    outdated: keys that stood in a table when a file above it gave the table another `name`.
+    """
 
     values: dict[str, Any] = field(default_factory=dict)
     origins: dict[Path_, str] = field(default_factory=dict)
+    outdated: set[Path_] = field(default_factory=set)
 
     def merge(self, other: Mapping[str, Any], origin: str, at: Path_ = ()) -> None:
         """Lay `other` over this; tables merge, everything else is replaced."""
@@ -31,7 +35,10 @@ class Table:
                     here[key] = {}
                 self.merge(value, origin, (*at, key))
             else:
+                if key == "name" and here.get(key, value) != value:
+                    self.outdated |= {(*at, k) for k, o in self.origins_in(*at).items() if o != origin}
                 here[key] = value
+            self.outdated.discard((*at, key))
             self.origins[(*at, key)] = origin
 
     def at(self, *path: str) -> Any:
@@ -46,6 +53,21 @@ class Table:
         return {at[-1]: origin for at, origin in self.origins.items() if at[:-1] == path}
 
 
+def split_arguments(words: Sequence[str]) -> tuple[Path | None, list[str]]:
+    """`--config F` out of a command line; the rest are overrides."""
+    rest, config, position = [], None, 0
+    while position < len(words):
+        word = words[position]
+        if word == "--config" and position + 1 < len(words):
+            config, position = Path(words[position + 1]), position + 1
+        elif word.startswith("--config="):
+            config = Path(word.partition("=")[2])
+        else:
+            rest.append(word)
+        position += 1
+    return config, rest
+
+
 def read(path: Path | None, overrides: Sequence[str], built_in: Path) -> Table:
     """The file with its bases below it and the command line above it.
 
@@ -58,13 +80,22 @@ def read(path: Path | None, overrides: Sequence[str], built_in: Path) -> Table:
     if path is not None:
         for file, values in reversed(list(_chain(_locate(path, built_in), built_in))):
             table.merge(values, str(file))
-    for key, value in _overrides(overrides):
+    override(table, overrides)
+    return table
+
+
+def override(table: Table, words: Sequence[str]) -> None:
+    """Lay `--table.key value` words of a command line over a table.
+
+    Raises:
+        ConfigError: a word is no override, or goes through what is no table.
+    """
+    for key, value in _overrides(words):
         nested: dict[str, Any] = {key[-1]: value}
         for part in reversed(key[:-1]):
             nested = {part: nested}
         _clear_way(table, key)
         table.merge(nested, COMMAND_LINE)
-    return table
 
 
 def _clear_way(table: Table, key: Path_) -> None:

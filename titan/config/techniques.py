@@ -45,6 +45,19 @@ def _stand_ins(
     return added
 
 
+def unattended(
+    known: Iterable[type[Technique]], on: Iterable[type[Technique]], layout: Layout
+) -> list[tuple[str, str]]:
+    """(axis, sentence) of each axis above 1 that no technique which is on owns or covers."""
+    attended = {name for plugin in on for name in (*plugin.covers, *(axis.name for axis in plugin.axes))}
+    return [
+        (axis.name, f"= {layout.degree(axis.name)}, but [plugins.{plugin.name}], which it needs, is switched off")
+        for plugin in known
+        for axis in plugin.axes
+        if layout.degree(axis.name) > 1 and axis.name not in attended
+    ]
+
+
 def agree(techniques: Iterable[Technique]) -> list[str]:
     """Sentences about techniques that cannot be on together, or miss one they require."""
     on = {technique.name: technique for technique in techniques}

@@ -11,8 +11,9 @@ import hashlib
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from functools import cached_property
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
+from titan.data.exchange import hf_tokenizer
 from titan.errors import DataError
 
 if TYPE_CHECKING:
@@ -104,7 +105,7 @@ class BytePairs:
     def __init__(self, ranks: Mapping[bytes, int], *, pattern: str, specials: Mapping[str, int], end: str) -> None:
         assert min(specials.values()) >= len(ranks)
         self._ranks, self._pattern, self._specials = ranks, pattern, specials
-        self.end = specials[end]
+        self.end, self._end_name = specials[end], end
         self.vocab_size = max(specials.values()) + 1
 
     @cached_property
@@ -136,6 +137,10 @@ class BytePairs:
     def decode(self, ids: Sequence[int]) -> str:
         """Text of ids: nothing for the end id, other specials by name, a replacement character for what is no id."""
         return b"".join(self._bytes.get(number, _UNKNOWN) for number in ids).decode("utf-8", errors="replace")
+
+    def hf_files(self) -> Mapping[str, Any] | None:
+        """As `Tokenizer.hf_files`; only more than LONGEST_BLANK / 2 blanks in a row, cut here, get other ids there."""
+        return hf_tokenizer(self._ranks, pattern=self._pattern, specials=self._specials, end=self._end_name)
 
 
 def _split_blanks(text: str) -> Iterator[str]:

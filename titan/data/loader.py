@@ -1,4 +1,4 @@
-"""Batches of one rank, read ahead. All that is ever saved is one integer: the next global sample."""
+"""Batches of one rank, read ahead. All that is ever saved is one integer, the next global sample, and whose it is."""
 
 import warnings
 from collections.abc import Iterator, Sequence
@@ -55,9 +55,9 @@ class Loader:
         self._next += self._numbers.global_batch
         return step
 
-    def state_dict(self) -> dict[str, int]:
-        """The number of the first global sample that no step has been given yet."""
-        return {"samples": self._next}
+    def state_dict(self) -> dict[str, int | str]:
+        """The number of the first global sample that no step has been given yet, and whose samples they are."""
+        return {"samples": self._next, "fingerprint": self._samples.fingerprint}
 
     def close(self) -> None:
         """End the workers."""

@@ -19,7 +19,7 @@ from pathlib import Path
 from typing import Any
 
 from titan.contracts import Dataset, Tokenizer
-from titan.data.processes import context
+from titan.data.processes import context, hear_signals
 from titan.data.shards import ShardWriter
 from titan.errors import DataError
 from titan.registry import Plugin
@@ -107,6 +107,7 @@ class _Recipe:
 
 def _begin(homes: tuple[tuple[str, str], ...]) -> None:
     """First thing in a worker: a plugin from a user's folder is importable only once its file was loaded by name."""
+    hear_signals()  # a pool whose process was killed ends the others by SIGTERM
     threading.Thread(target=_end_with_parent, daemon=True).start()
     for name, file in homes:
         if importlib.util.find_spec(name) is None:

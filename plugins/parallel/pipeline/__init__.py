@@ -30,7 +30,7 @@ after backward, which sends its local size once each way a step, so both copies 
 schedules one rank holds both copies.
 
 Limits: at `mesh.pp = 1` it does nothing. Schedules that split the backward pass (the zero-bubble ones and DualPipeV)
-cannot take compiled layers, nor data parallelism that reduces gradients at each micro batch.
+cannot take compiled layers, selective recompute, or data parallelism that reduces gradients at each micro batch.
 """
 
 from collections.abc import Iterable, Iterator, Sequence
@@ -146,6 +146,11 @@ class PipelineParallel(Technique):
                 yield (
                     f"{own} splits the backward pass, which [plugins.{technique.name}] cannot compile; "
                     "take '1F1B' or 'Interleaved1F1B', or switch it off"
+                )
+            if technique.phase == "recompute" and getattr(technique.config, "mode", "") == "selective":
+                yield (
+                    f"{own} splits the backward pass, and what selective recompute has kept can be used by one pass "
+                    "alone: use mode full, or take '1F1B' or 'Interleaved1F1B'"
                 )
             if technique.name == "fsdp" and technique.config.zero_stage in (2, 3):
                 yield (

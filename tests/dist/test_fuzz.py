@@ -1,0 +1,157 @@
+"""A sample of the fuzzer's jobs, and faults planted in real runs: none of them gets past the comparator.
+
+The rest of the jobs: `python -m tests.fuzz`.
+"""
+
+from collections.abc import Callable
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from tests.fuzz.draw import draw
+from tests.fuzz.judge import Judge
+from tests.jobs import Outcome, differences, run_job, train_job
+
+SEED = 2026
+JOBS = 40
+
+
+@pytest.fixture(scope="module")
+def judge(tmp_path_factory: pytest.TempPathFactory) -> Judge:
+    return Judge(tmp_path_factory.mktemp("fuzz"))
+
+
+@pytest.mark.parametrize("index", range(JOBS))
+def test_drawn(index: int, judge: Judge) -> None:
+    job = draw(SEED, index)
+    verdict = judge.judge(job)
+    assert verdict.kind != "failed", f"{judge.command(job)}\n{verdict.reason}"
+
+
+# --- planted faults -----------------------------------------------------------------------------------------------
+
+
+def gradient_times_tp() -> None:
+    from titan.plugins.parallel.tensor import TensorParallel
+
+    reduce = TensorParallel.after_backward
+
+    def twice(self: Any) -> None:
+        reduce(self)
+        for _, parameter in self._parts[0].parameters():
+            parameter.grad *= 2
+
+    TensorParallel.after_backward = twice
+
+
+def lost_micro_batch() -> None:
+    from titan.engine import Direct
+
+    whole = Direct.forward_backward
+    Direct.forward_backward = lambda self, batches, loss: whole(self, batches[:-1], loss)
+
+
+def biased_weight() -> None:
+    from titan import phases
+
+    init = phases.init_weights
+
+    def biased(part: Any, *more: Any) -> None:
+        init(part, *more)
+        with torch.no_grad():
+            dict(part.parameters())["layers.1.ffn.w2.weight"] += 0.01
+
+    phases.init_weights = biased
+
+
+def biased_logit() -> None:
+    from titan.engine import StepLoss
+
+    whole = StepLoss.__call__
+
+    def biased(self: Any, logits: Tensor, labels: Tensor) -> Tensor:
+        return whole(self, logits + 1.0 * (torch.arange(logits.shape[-1]) == 7), labels)
+
+    StepLoss.__call__ = biased
+
+
+def shifted_label() -> None:
+    from titan.engine import StepLoss
+
+    whole = StepLoss.__call__
+    StepLoss.__call__ = lambda self, logits, labels: whole(self, logits, labels.roll(1, 1))
+
+
+def mean_of_means() -> None:
+    from titan.engine import StepLoss
+    from titan.mesh import Mesh
+
+    add = Mesh.sum
+    begin = StepLoss.begin
+    Mesh.sum = lambda self, tensor, *roles: tensor if tensor.dtype is torch.int64 else add(self, tensor, *roles)
+    StepLoss.begin = lambda self, tokens: begin(self, 2 * tokens)
+
+
+def one_rank_apart() -> None:
+    from titan.plugins.parallel.ddp import DistributedDataParallel
+
+    def nudge(self: Any) -> None:
+        for parameter in self._roots[0].parameters():
+            parameter.grad += 0.01 * dist.get_rank()
+
+    DistributedDataParallel.after_backward = nudge
+
+
+def _run(plant: Callable[[], None], *arguments: Any) -> dict[str, Tensor]:
+    plant()
+    return run_job(*arguments)
+
+
+TP, DDP, FSDP = ("--mesh.tp", "2"), ("--mesh.dp_replicate", "2"), ("--mesh.dp_shard", "2")
+ALL = {"loss", "grad_norm", "weights"}
+PLANTED: dict[Callable[[], None], tuple[int, tuple[str, ...], set[str]]] = {
+    # ranks, layout, and what must tell of it in the first step or at the end
+    gradient_times_tp: (2, TP, {"grad_norm"}),  # AdamW hides it from all else
+    lost_micro_batch: (1, ("--train.micro_batch_size", "2"), ALL),
+    biased_weight: (2, TP, ALL),
+    biased_logit: (2, FSDP, ALL),
+    shifted_label: (2, FSDP, ALL),
+    mean_of_means: (2, DDP, ALL),
+}
+WORDS = ("--train.steps", "3", "--data.packing", "pad")
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """With documents so short and uneven that no two ranks have as many tokens."""
+    folder = tmp_path_factory.mktemp("planted")
+    (folder / "text").mkdir()
+    for number in range(40):
+        (folder / "text" / f"{number:02}.txt").write_text("the gradient norm"[: 1 + 7 * number % 17])
+    return folder
+
+
+@pytest.fixture(scope="module")
+def reference(folder: Path) -> Outcome:
+    return train_job(folder, 1, *WORDS, name="reference")
+
+
+@pytest.mark.parametrize("plant", PLANTED, ids=lambda plant: plant.__name__)
+def test_planted(plant: Callable[[], None], reference: Outcome, folder: Path) -> None:
+    ranks, layout, expected = PLANTED[plant]
+    words = (*layout, *WORDS)
+    assert not differences(reference, train_job(folder, ranks, *words, name=f"{plant.__name__}-not"))
+    found = differences(reference, train_job(folder, ranks, *words, name=plant.__name__, run=partial(_run, plant)))
+    telling = {line.split()[2] for line in found if line.startswith("step 1:")}
+    telling |= {"weights"} if any("differs by" in line for line in found) else set()
+    assert telling == expected, found
+
+
+def test_replicas_that_drift_apart(folder: Path) -> None:
+    with pytest.raises(AssertionError, match="differs between ranks by"):
+        train_job(folder, 2, *DDP, *WORDS, name="apart", run=partial(_run, one_rank_apart))

@@ -1,0 +1,182 @@
+"""`titan generate` and the sample at the end of training: the same text at any layout (titan/generation.py)."""
+
+import contextlib
+import io
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.jobs import LLAMA, train_job
+from tests.ranks import run_ranks
+from titan.generation import Sampling
+
+PROMPTS = ["the model", "a", "its loss falls", ""]
+SAMPLINGS = [Sampling(max_new_tokens=12, temperature=0.0), Sampling(max_new_tokens=12, temperature=1.0, top_k=50)]
+WIDE = ("--model.init_std", "0.2")
+"""Makes a model that has seen no text to speak of prefer some tokens, other ones after each."""
+
+
+@pytest.fixture(scope="module")
+def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> str:
+    """A run of two steps."""
+    folder = tmp_path_factory.mktemp("trained")
+    train_job(folder, 1, "--train.steps", "2", "--checkpoint.enabled", "true", *WIDE)
+    return str(folder / "run")
+
+
+# --- layouts ------------------------------------------------------------------------------------------------------
+
+
+def _texts(checkpoint: str, words: list[str]) -> list[list[int]]:
+    """On one rank: greedy and drawn continuations of all prompts."""
+    from titan import generation, ranks
+    from titan.trained import open_job, open_trained
+
+    path, job = open_job(checkpoint, words, ranks.launched_world_size())
+    trained = open_trained(path, job, ranks.join(job))
+    prompts = [generation.encode(job, prompt) for prompt in PROMPTS]
+    texts = [generation.generate(trained.world, trained.engine, prompts, sampling) for sampling in SAMPLINGS]
+    return [text.tokens for some in texts for text in some]
+
+
+@pytest.fixture(scope="module")
+def one_process(checkpoint: str) -> list[list[int]]:
+    """What one process generates."""
+    [texts] = run_ranks(_texts, 1, checkpoint, [], init=False)
+    assert len({tuple(tokens) for tokens in texts}) == 8 and len({token for tokens in texts for token in tokens}) > 30
+    return texts
+
+
+LAYOUTS = {
+    "tp 2": (2, ["--mesh.tp", "2"]),
+    "tp 2, whole sequences": (2, ["--mesh.tp", "2", "--plugins.tensor.sequence_parallel", "false"]),
+    "tp 2, whole logits": (2, ["--mesh.tp", "2", "--plugins.tensor.loss_parallel", "false"]),
+    "dp_shard 2": (2, []),
+    "dp_shard 2, gathered per use": (2, ["--plugins.fsdp.zero_stage", "3"]),
+    "pp 2": (2, ["--mesh.pp", "2"]),
+    "pp 2 x tp 2": (4, ["--mesh.pp", "2", "--mesh.tp", "2"]),
+}
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_the_text_is_that_of_one_process(layout: str, checkpoint: str, one_process: list[list[int]]) -> None:
+    ranks, words = LAYOUTS[layout]
+    assert run_ranks(_texts, ranks, checkpoint, words, init=False) == [one_process] * ranks
+
+
+def test_ranks_that_would_draw_differently_take_the_first_ones_token(
+    checkpoint: str, one_process: list[list[int]]
+) -> None:
+    for texts in run_ranks(_texts_of_a_rank_apart, 2, checkpoint, init=False):
+        assert texts == one_process
+
+
+def _texts_of_a_rank_apart(checkpoint: str) -> list[list[int]]:
+    from titan import generation
+
+    if os.environ["RANK"] == "1":
+        draw = generation._draw
+        generation._draw = lambda *args: [(token + 1) % 256 for token in draw(*args)]  # type: ignore[union-attr]
+    return _texts(checkpoint, [])
+
+
+# --- the end of training ------------------------------------------------------------------------------------------
+
+
+def _sample(folder: str, words: list[str]) -> str:
+    """On one rank: train a step, then sample."""
+    from titan import build, generation, ranks, trainer
+    from titan.config import load_job
+
+    job = load_job(LLAMA, ["--run.dir", folder, "--data.cache", f"{folder}/cache", *words], ranks.launched_world_size())
+    run = build.build(job, ranks.join(job))
+    trainer.train(run)
+    return generation.sample(run.world, run.engine, "the model trains", job.run.seed)
+
+
+def test_the_sample_of_training_is_the_same_at_any_layout(checkpoint: str) -> None:
+    folder = str(Path(checkpoint).parent)
+    words = ["--train.steps", "1", "--data.path", f"{folder}/text", *WIDE]
+    [expected] = run_ranks(_sample, 1, folder, words, init=False)
+    assert len(set(expected)) > 3
+    for layout in (["--mesh.pp", "2"], ["--mesh.tp", "2", "--plugins.activation_checkpoint.mode", "full"]):
+        assert run_ranks(_sample, 2, folder, [*words, *layout], init=False) == [expected] * 2, layout
+
+
+# --- the command --------------------------------------------------------------------------------------------------
+
+
+def _command(words: list[str]) -> tuple[int, str, str]:
+    from titan import cli
+
+    out, err = io.StringIO(), io.StringIO()
+    with contextlib.redirect_stdout(out), contextlib.redirect_stderr(err):
+        code = cli.main(["generate", *words])
+    return code, out.getvalue(), err.getvalue()
+
+
+def command(*words: str) -> tuple[int, str, str]:
+    """(exit code, stdout, stderr) of `titan generate` on one process."""
+    [result] = run_ranks(_command, 1, list(words), init=False)
+    return result  # type: ignore[no-any-return]
+
+
+def test_json_has_the_first_text_and_all_results(checkpoint: str, tmp_path: Path) -> None:
+    (tmp_path / "prompts").write_text("the model\n\nits loss\n")
+    code, out, err = command(
+        "--checkpoint", checkpoint, "--prompt-file", str(tmp_path / "prompts"), "--samples", "2", "--json",
+        "--max-new-tokens", "25", "--temperature", "1", "--seed", "5",
+    )  # fmt: skip
+    assert code == 0, err
+    said: dict[str, Any] = json.loads(out)
+    assert {"text", "tokens", "prompt", "prompt_tokens", "stopped", "results"} == said.keys()
+    assert [result["prompt"] for result in said["results"]] == ["the model"] * 2 + ["its loss"] * 2
+    assert said["results"][0] == {key: value for key, value in said.items() if key != "results"}
+    assert len({result["text"] for result in said["results"]}) == 4
+    for result in said["results"]:
+        assert bytes(token for token in result["tokens"]).decode(errors="replace") == result["text"]
+        room = 32 - result["prompt_tokens"]
+        assert (len(result["tokens"]), result["stopped"]) in {(room, "max_seq_len"), (25, "max_new_tokens")}
+    assert f"{sum(len(result['tokens']) for result in said['results'])} tokens in " in err
+    assert "stopped at the model's max_seq_len, 32 tokens" in err
+
+
+def test_what_is_streamed_is_the_text(checkpoint: str) -> None:
+    words = ("--checkpoint", checkpoint, "--prompt", "größer", "--max-new-tokens", "20", "--temperature", "1.5")
+    _, out, _ = command(*words, "--json")
+    text = json.loads(out)["text"]
+    assert "\N{REPLACEMENT CHARACTER}" in text, "no broken character to hold back; take another seed"
+    assert command(*words)[:2] == (0, f"größer{text}\n")
+
+
+@pytest.mark.parametrize(
+    ("words", "code", "said"),
+    [
+        (["--checkpoint", "nowhere", "--prompt", "a"], 1, "--checkpoint = 'nowhere': there is no such folder"),
+        (["--prompt", "x" * 32], 2, "has 32 tokens; the model's max_seq_len is 32"),
+        (["--prompt", "x", "--top-p", "1.5", "--samples", "0"], 2, "--top-p 1.5: must be above 0 and at most 1"),
+        (["--prompt", "x", "--top-p", "1.5", "--samples", "0"], 2, "--samples 0: must be at least 1"),
+        (["--prompt-file", "nowhere"], 2, "--prompt-file nowhere: cannot be read"),
+        (["--prompt-file", os.devnull], 2, "holds no prompt"),
+        (["--prompt", "x", "--mesh.tp", "2"], 2, "tp 2 = 2 ranks, but 1 were launched"),
+    ],
+)
+def test_wrong_input_is_one_sentence(words: list[str], code: int, said: str, checkpoint: str) -> None:
+    got = command(*(() if "--checkpoint" in words else ("--checkpoint", checkpoint)), *words)
+    assert (got[0], got[1]) == (code, "") and said in got[2]
+
+
+def test_nproc_starts_ranks_and_stdin_is_a_prompt(checkpoint: str, one_process: list[list[int]]) -> None:
+    words = ["--checkpoint", checkpoint, "--prompt", "-", "--max-new-tokens", "12", "--temperature", "0", "--json"]
+    done = subprocess.run(
+        [sys.executable, "-P", "-m", "titan.cli", "generate", *words, "--mesh.tp", "2", "--run.device", "cpu"],
+        input=PROMPTS[0], capture_output=True, text=True, timeout=200,
+        env={**os.environ, "NPROC": "2", "OMP_NUM_THREADS": "1"},
+    )  # fmt: skip
+    assert done.returncode == 0, done.stderr
+    assert json.loads(done.stdout)["tokens"] == one_process[0]

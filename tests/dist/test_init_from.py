@@ -1,0 +1,73 @@
+"""A run that starts from given weights has one curve, whatever the layout and the format they come in."""
+
+from pathlib import Path
+
+import pytest
+
+from tests.jobs import GPT, SAVING, Outcome, assert_same_curve, read_rows, train_job
+from titan import cli
+
+STEPS = ("--train.steps", "3")
+
+
+def start(folder: Path, config: Path) -> Path:
+    """Hugging Face folder of a model that was trained for two steps, and is no other run's first."""
+    run = train_job(folder, 1, *SAVING, "--train.steps", "2", "--run.seed", "5", config=config, name="before")
+    assert len(run.rows) == 2
+    words = ("--from", str(folder / "before"), "--to", str(folder / "hf"), "--format", "hf", "--shard-size", "2e-5")
+    assert cli.main(["convert", *words]) == 0
+    assert len(list((folder / "hf").glob("*.safetensors"))) > 2
+    return folder / "hf"
+
+
+@pytest.fixture(scope="module")
+def llama(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Outcome]:
+    from tests.jobs import LLAMA
+
+    folder = tmp_path_factory.mktemp("llama")
+    given = start(folder, LLAMA)
+    return given, train_job(folder, 1, *STEPS, "--checkpoint.init_from", str(given))
+
+
+@pytest.fixture(scope="module")
+def gpt(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Outcome]:
+    folder = tmp_path_factory.mktemp("gpt")
+    given = start(folder, GPT)
+    return given, train_job(folder, 1, *STEPS, "--checkpoint.init_from", str(given), config=GPT)
+
+
+def test_the_first_loss_is_that_of_the_weights(llama: tuple[Path, Outcome], tmp_path: Path) -> None:
+    given, curve = llama
+    drawn = train_job(tmp_path, 1, "--train.steps", "1")
+    assert abs(curve.rows[1]["loss"] - drawn.rows[1]["loss"]) > 0.01
+    saved = given.parent / "before"
+    assert_same_curve(curve, train_job(tmp_path, 1, *STEPS, "--checkpoint.init_from", str(saved), name="dcp"))
+
+
+@pytest.mark.parametrize(
+    "mesh", [{"dp_shard": 2}, {"tp": 2}, {"pp": 2}, {"dp_shard": 2, "tp": 2, "pp": 2}], ids=lambda mesh: " ".join(mesh)
+)
+def test_llama_on_layouts(mesh: dict[str, int], llama: tuple[Path, Outcome], tmp_path: Path) -> None:
+    given, curve = llama
+    assert_same_curve(curve, train_on(mesh, given, tmp_path))
+
+
+def test_gpt_s_joined_and_transposed_tensors(gpt: tuple[Path, Outcome], tmp_path: Path) -> None:
+    given, curve = gpt
+    assert_same_curve(curve, train_on({"dp_shard": 2, "tp": 2}, given, tmp_path, config=GPT))
+
+
+def train_on(mesh: dict[str, int], given: Path, folder: Path, **more: Path) -> Outcome:
+    words = [word for axis, degree in mesh.items() for word in (f"--mesh.{axis}", str(degree))]
+    return train_job(folder, 2 ** len(mesh), *words, *STEPS, "--checkpoint.init_from", str(given), **more)
+
+
+def test_a_run_that_has_begun_goes_on_with_its_own(llama: tuple[Path, Outcome], tmp_path: Path) -> None:
+    given, _ = llama
+    words = (*SAVING, "--checkpoint.init_from", str(given))
+    train_job(tmp_path, 1, *words, "--train.steps", "2")
+    train_job(tmp_path, 1, *words, *STEPS)
+    assert list(read_rows(tmp_path / "run")) == [1, 2, 3]
+    told = (tmp_path / "run" / "logs" / "rank-0.log").read_text()
+    assert f"weights: from HF folder {given}\n" in told
+    assert "step 2; the run has begun, so checkpoint.init_from is not used\n" in told

@@ -1,0 +1,153 @@
+"""Validation: the value is right, the same at any layout, and training does not notice it."""
+
+import json
+from pathlib import Path
+
+import pytest
+import torch
+from torch import nn
+
+from tests.jobs import LLAMA, SAVING, Outcome, saved_tensors, train_job, write_text
+from tests.ranks import RankError, run_ranks
+from titan import build, ranks, trainer
+from titan.build import open_held_out
+from titan.config import load_job
+from titan.data.order import in_epochs, mix
+from titan.validation import validate
+
+SAMPLES = 13
+"""Not a multiple of anything: the last batches of all layouts but the smallest are filled up."""
+
+STEPS = ("--train.steps", "5")
+NUMBERS = ("loss", "grad_norm", "lr", "tokens")
+
+
+def validation(folder: Path, every: int = 1) -> list[str]:
+    held_out = folder / "held_out"
+    if not held_out.exists():
+        write_text(held_out)
+        for number in range(6):
+            (held_out / f"{number:02}.txt").unlink()
+    words = {"every": every, "samples": SAMPLES, "name": "text", "path": held_out}
+    return [word for key, value in words.items() for word in (f"--validation.{key}", str(value))]
+
+
+def validated(run: Path) -> dict[int, float]:
+    rows = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
+    return {row["step"]: row["validation_loss"] for row in rows if "validation_loss" in row}
+
+
+@pytest.fixture(scope="module")
+def one_rank(tmp_path_factory: pytest.TempPathFactory) -> dict[int, float]:
+    folder = tmp_path_factory.mktemp("one")
+    train_job(folder, 1, *validation(folder), *STEPS)
+    return validated(folder / "run")
+
+
+def mesh(**degrees: int) -> list[str]:
+    return [word for axis, degree in degrees.items() for word in (f"--mesh.{axis}", str(degree))]
+
+
+def zero(stage: int) -> list[str]:
+    return ["--plugins.fsdp.zero_stage", str(stage)]
+
+
+@pytest.mark.parametrize(
+    ("ranks", "words"),
+    [
+        (1, ["--plugins.compile.backend", "aot_eager", "--train.micro_batch_size", "4"]),
+        (2, [*mesh(dp_shard=2), *zero(1), "--train.micro_batch_size", "2"]),
+        (2, mesh(dp_shard=2)),
+        (3, [*mesh(dp_shard=3), *zero(3), "--train.global_batch_size", "6"]),
+        (2, mesh(dp_replicate=2)),
+        (2, [*mesh(tp=2), "--plugins.activation_checkpoint.mode", "full"]),
+        (4, [*mesh(dp_shard=2, pp=2), "--plugins.pipeline.schedule", "ZBVZeroBubble"]),
+        (8, mesh(dp_shard=2, tp=2, pp=2)),
+    ],
+    ids=lambda words: "" if isinstance(words, int) else " ".join(words).replace("--", ""),
+)
+def test_training_does_not_notice(ranks: int, words: list[str], tmp_path: Path, one_rank: dict[int, float]) -> None:
+    without = train_job(tmp_path, ranks, *words, *STEPS, *SAVING, name="without")
+    with_it = train_job(tmp_path, ranks, *words, *STEPS, *SAVING, *validation(tmp_path), name="with")
+    for step in range(1, 6):
+        assert [without.rows[step][key] for key in NUMBERS] == [with_it.rows[step][key] for key in NUMBERS]
+    for folder in ("step-00000004", "step-00000005"):
+        ours, theirs = (saved_tensors(tmp_path / name / "checkpoints" / folder) for name in ("without", "with"))
+        assert ours.keys() == theirs.keys() and ours
+        assert [name for name in ours if not torch.equal(ours[name], theirs[name])] == []
+    found = validated(tmp_path / "with")
+    assert sorted(found) == [1, 2, 3, 4, 5]
+    if "--train.global_batch_size" not in words:
+        assert found == pytest.approx(one_rank, rel=1e-5)
+
+
+def direct(outcome: Outcome, folder: Path) -> float:
+    """The loss on the first samples of the fixed order, from the weights alone."""
+    job = load_job(LLAMA, ["--data.path", str(folder)])
+    model = job.model.build()
+    model.load_state_dict(outcome.weights)
+    ids = [id for file in sorted(folder.iterdir()) for id in (*file.read_bytes(), 256)]
+    windows = [ids[start : start + 17] for start in range(0, len(ids) - 16, 16)]
+    picked = [windows[in_epochs(i, len(windows), key=mix(0, 0), shuffle=True)] for i in range(SAMPLES)]
+    assert len(windows) > 2 * SAMPLES
+    rows = torch.tensor(picked)
+    logits = model(rows[:, :-1])
+    return nn.functional.cross_entropy(logits.flatten(0, 1), rows[:, 1:].flatten()).item()
+
+
+def test_the_value_is_the_mean_over_exactly_those_samples(tmp_path: Path) -> None:
+    outcome = train_job(tmp_path, 1, *validation(tmp_path, every=4), *STEPS, "--run.seed", "3")
+    found = validated(tmp_path / "run")
+    assert sorted(found) == [4, 5], "every four steps, and at the end"
+    assert found[5] == pytest.approx(direct(outcome, tmp_path / "held_out"), rel=1e-6)
+
+
+@pytest.mark.parametrize("packing", ["isolate", "pad"])
+def test_samples_of_uneven_numbers_of_tokens(packing: str, tmp_path: Path) -> None:
+    more, found = [*validation(tmp_path), "--data.packing", packing, "--train.steps", "2"], []
+    for number, words in enumerate(([], mesh(dp_shard=2), mesh(pp=2))):
+        outcome = train_job(tmp_path, 2 if words else 1, *words, *more, name=f"run{number}")
+        found.append(validated(tmp_path / f"run{number}"))
+    assert found[1] == pytest.approx(found[0], rel=1e-5)
+    assert found[2] == pytest.approx(found[0], rel=1e-5)
+    job = load_job(LLAMA, ["--data.path", "x", "--data.cache", f"{tmp_path}/cache", *more])
+    samples, model = open_held_out(job, ranks.Rank(0, 1, 0, torch.device("cpu"))), job.model.build()
+    assert samples is not None
+    model.load_state_dict(outcome.weights)
+    nats = tokens = 0.0
+    for sample in (samples[number] for number in range(SAMPLES)):
+        documents = None if sample.documents is None else sample.documents[None]
+        nats += nn.functional.cross_entropy(
+            model(sample.tokens[None], documents)[0], sample.labels, reduction="sum"
+        ).item()
+        tokens += (sample.labels >= 0).sum().item()
+    assert tokens < SAMPLES * 16
+    assert found[0][2] == pytest.approx(nats / tokens, rel=1e-5)
+
+
+def test_going_on_validates_the_same_samples(tmp_path: Path) -> None:
+    train_job(tmp_path, 1, *validation(tmp_path), *SAVING, *STEPS, name="whole")
+    for steps in ("2", "5"):
+        train_job(tmp_path, 1, *validation(tmp_path), *SAVING, "--train.steps", steps, name="pieces")
+    assert validated(tmp_path / "pieces") == validated(tmp_path / "whole")
+
+
+def kinds_of_parameters(overrides: list[str]) -> tuple[set[str], bool]:
+    """On one rank: the types of the model's parameters after a validation, and whether it is in training mode."""
+    run = build.build(job := load_job(LLAMA, overrides, 2), ranks.join(job))
+    validate(run)
+    trainer.close(run)
+    return {type(p).__name__ for part in run.parts for _, p in part.parameters()}, run.parts[0].module.training
+
+
+@pytest.mark.parametrize("words", [[*mesh(dp_shard=2), *zero(1)], mesh(dp_replicate=2)], ids=["fsdp", "ddp"])
+def test_nothing_that_was_gathered_is_kept(words: list[str], tmp_path: Path) -> None:
+    text = validation(tmp_path)
+    places = ["--run.dir", str(tmp_path), "--data.cache", str(tmp_path), "--data.path", text[-1]]
+    found = run_ranks(kinds_of_parameters, 2, [*places, *text, *words], init=False)
+    assert found == [({"DTensor"}, True)] * 2
+
+
+def test_data_that_is_not_there_is_said(tmp_path: Path) -> None:
+    with pytest.raises(RankError, match="nowhere: no such file or folder"):
+        train_job(tmp_path, 2, *validation(tmp_path), "--validation.path", str(tmp_path / "nowhere"))

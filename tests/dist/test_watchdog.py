@@ -1,0 +1,174 @@
+"""What hangs ends: with a sentence, the stacks of every rank, and the last collectives they entered."""
+
+import os
+import signal
+import subprocess
+import sys
+import threading
+from pathlib import Path
+
+import pytest
+import torch.distributed as dist
+
+from tests.jobs import LLAMA, run_job, write_text
+from tests.ranks import RankError, run_ranks
+from titan import children, launch, watchdog
+from titan.checkpoint import storage
+from titan.errors import EXIT_FAILED
+from titan.place import LOCAL, Place
+
+GUESTS = Path(__file__).parents[1] / "guests"
+
+
+def _words(folder: Path, *words: str) -> list[str]:
+    if not (folder / "text").exists():
+        write_text(folder / "text")
+    return ["--run.name", "run", "--data.path", str(folder / "text"), "--mesh.dp_shard", "2", *words]
+
+
+def _hung_disk(*_: object) -> None:
+    threading.Event().wait()
+
+
+def _with_a_hung_disk(operation: str, folder: Path, words: list[str]) -> None:
+    """On one rank of a job: rank 1 never comes back from `operation`, rank 0 waits for it."""
+    watchdog.LINGER_S = 2.0
+    if os.environ["RANK"] == "1":
+        setattr(storage, operation, _hung_disk)
+    run_job(str(folder), words, str(LLAMA))
+
+
+def _log(folder: Path, rank: int) -> str:
+    return (folder / "run" / "logs" / f"rank-{rank}.log").read_text()
+
+
+@pytest.mark.parametrize(
+    ("operation", "asynchronous", "said"),
+    [
+        ("write", "true", "saving step 2 to"),
+        ("write", "false", "saving step 2 to"),
+        ("read", "true", "loading the checkpoint"),
+    ],
+    ids=["save in the background", "save", "load"],
+)
+def test_a_hung_checkpoint_shows_every_rank(
+    operation: str, asynchronous: str, said: str, tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    words = _words(
+        tmp_path, "--checkpoint.enabled", "true", "--checkpoint.every", "2", "--checkpoint.async", asynchronous,
+        "--train.steps", "2",
+    )  # fmt: skip
+    if operation == "read":
+        run_ranks(run_job, 2, str(tmp_path), words, str(LLAMA), init=False)
+    words += ["--comm.checkpoint_timeout_s", "2", "--train.steps", "9"]
+    with pytest.raises(RankError, match="ended with exit code 1"):
+        run_ranks(_with_a_hung_disk, 2, operation, tmp_path, words, init=False)
+    printed = capfd.readouterr().out
+    for rank in range(2):
+        log = tmp_path / "run" / "logs" / f"rank-{rank}.log"
+        for text in (printed, log.read_text()):
+            assert f"the stacks of rank {rank} follow, and stand in {log}" in text, text
+        assert said in log.read_text() and "took longer than 2 s ([comm] checkpoint_timeout_s)" in log.read_text()
+    assert "in _hung_disk" in _log(tmp_path, 1) and "in _hung_disk" not in _log(tmp_path, 0)
+    assert f"in {operation}" in _log(tmp_path, 0), "rank 0 waits for the other in the middle of it"
+
+
+def _late(folder: Path) -> None:
+    watchdog.LINGER_S = 3.0
+    rank = dist.get_rank()
+    with watchdog.limit(1 + rank, "[a] b", f"waiting on rank {rank}"):
+        _hung_disk()
+
+
+def test_a_rank_whose_limit_ends_later_shows_its_stacks_too(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(RankError, match="rank 0 of 2 ended with exit code 1"):
+        run_ranks(_late, 2, tmp_path)
+    printed = capfd.readouterr().out
+    assert "waiting on rank 0 took longer than 1 s ([a] b)" in printed
+    assert "waiting on rank 1 took longer than 2 s ([a] b)" in printed and printed.count("in _hung_disk") == 2
+
+
+def test_what_ends_in_time_goes_on(capfd: pytest.CaptureFixture[str]) -> None:
+    before = threading.active_count()
+    with watchdog.limit(600, "[a] b", "nothing"):
+        assert threading.active_count() == before + 1
+    for timer in [thread for thread in threading.enumerate() if thread.name == "watchdog"]:
+        timer.join(10)
+    assert threading.active_count() == before
+    assert capfd.readouterr().err == ""
+
+
+def _launched(argv: list[str]) -> int:
+    from titan.train import main
+
+    children.GRACE_S = 0.5
+    return launch.start(main, argv, Place(1, 0, 2, LOCAL, 0))
+
+
+def test_a_rank_that_hangs_in_training(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    argv = _words(
+        tmp_path, "--config", str(LLAMA), "--run.dir", str(tmp_path), "--data.cache", f"{tmp_path}/cache",
+        "--plugins.path", str(GUESTS), "--plugins.stuck.enabled", "true", "--comm.timeout_s", "2",
+    )  # fmt: skip
+    assert run_ranks(_launched, 1, argv, init=False) == [EXIT_FAILED]
+    printed = capfd.readouterr().out
+    assert "Timed out waiting 2000ms" in printed
+    hung = printed.partition("rank 1 goes on though another failed; it hangs, and is killed now. Its stacks:")[2]
+    assert "in _wait_for_nobody" in hung and "in before_step" in hung, printed
+    recording = tmp_path / "run" / "logs" / "flight-gloo-rank-0"
+    assert f"the last collectives of rank 0 are in {recording}" in printed
+    assert "torchfrtrace --allow-incomplete-ranks --prefix flight-gloo-rank- " in printed
+
+
+def _one_stays_away(logs: Path) -> None:
+    rank = int(os.environ["RANK"])
+    watchdog.record_collectives(rank, logs, nccl=False)
+    dist.init_process_group("gloo")
+    dist.barrier()
+    group = dist.new_group([0, 1])
+    if rank == 0:
+        dist.barrier(group, async_op=True)
+    watchdog.keep_recording()
+    dist.barrier()
+
+
+def test_the_flight_recording_names_who_stayed_away(tmp_path: Path) -> None:
+    run_ranks(_one_stays_away, 2, tmp_path, init=False)
+    reader = [sys.executable, "-m", "torch.distributed.flight_recorder.fr_trace", "--allow-incomplete-ranks"]
+    done = subprocess.run(
+        [*reader, "--prefix", "flight-gloo-rank-", str(tmp_path)],
+        capture_output=True,
+        text=True,
+        check=True,
+        timeout=100,
+    )
+    told = done.stdout + done.stderr
+    assert "collective: gloo:barrier" in told and "missing ranks: {1}" in told and "_one_stays_away" in told, told
+
+
+def _nccl_environment(logs: Path) -> tuple[dict[str, str], str]:
+    os.environ["TORCH_FR_BUFFER_SIZE"] = "7"
+    watchdog.record_collectives(3, logs, nccl=True)
+    told = {name: value for name, value in os.environ.items() if name.startswith(("TORCH_FR", "TORCH_NCCL"))}
+    return told, watchdog.recorder()
+
+
+def test_nccl_is_told_where_to_write(tmp_path: Path) -> None:
+    [(told, recorder)] = run_ranks(_nccl_environment, 1, tmp_path, init=False)
+    assert told == {
+        "TORCH_FR_BUFFER_SIZE": "7",
+        "TORCH_NCCL_DUMP_ON_TIMEOUT": "1",
+        "TORCH_FR_DUMP_TEMP_FILE": f"{tmp_path}/flight-nccl-rank-",
+    }
+    assert f"to {tmp_path}/flight-nccl-rank-N when" in recorder and "torchfrtrace" in recorder
+
+
+def _asked() -> int:
+    watchdog.answer_to_quit()
+    os.kill(os.getpid(), signal.SIGQUIT)
+    return 5
+
+
+def test_a_rank_shows_its_stacks_when_asked_and_goes_on(capfd: pytest.CaptureFixture[str]) -> None:
+    assert run_ranks(_asked, 1, init=False) == [5]
+    assert "in _asked" in capfd.readouterr().out

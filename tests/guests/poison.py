@@ -1,0 +1,47 @@
+"""Spoils gradients or the loss at chosen steps, on one rank: what a broken device or a bad sample does."""
+
+from dataclasses import dataclass
+from typing import Literal
+
+import torch
+import torch.distributed as dist
+
+from titan.contracts import Part, Technique, World, option, register
+
+
+@dataclass(frozen=True, kw_only=True)
+class Config:
+    steps: tuple[int, ...] = option((), "steps that are spoilt")
+    what: Literal["gradient", "loss"] = option("gradient", "what becomes NaN, or inf")
+    rank: int = option(0, "the rank it happens on")
+
+
+@register
+class Poison(Technique):
+    """Makes a NaN in one gradient, or an infinite loss with good gradients, on one rank."""
+
+    name = "poison"
+    Config = Config
+    phase = "recompute"
+    parity = False
+
+    def apply(self, part: Part, world: World) -> None:
+        self._part, self._loss, self._step = part, world.job.loss, 0
+        compute = self._loss.compute
+
+        def spoilt(logits, labels):
+            objective, reported = compute(logits, labels)
+            return objective, reported + torch.inf if self._now("loss") else reported
+
+        self._loss.compute = spoilt
+
+    def _now(self, what: str) -> bool:
+        return self.config.what == what and self._step in self.config.steps and dist.get_rank() == self.config.rank
+
+    def before_step(self, step: int) -> None:
+        self._step = step
+
+    def after_backward(self) -> None:
+        if self._now("gradient"):
+            gradient = next(p.grad for _, p in self._part.parameters() if p.grad is not None)
+            (gradient.to_local() if hasattr(gradient, "to_local") else gradient).view(-1)[:1] = torch.nan

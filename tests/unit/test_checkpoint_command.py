@@ -1,0 +1,150 @@
+"""`titan checkpoint`, as a user calls it."""
+
+import io
+import json
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from bench import mutations
+from titan import cli
+
+Said = tuple[int, str, str]
+
+
+@pytest.fixture
+def run(tmp_path: Path) -> Path:
+    """Three checkpoints, and what a killed save left."""
+    parts, optimizer = mutations.build()
+    mesh = {"dp_shard": 2, "tp": 1, "pp": 4, "schedule": "1f1b"}
+    for step in (10, 20, 30):
+        mutations.checkpointer(tmp_path / "checkpoints").save(step, parts, optimizer, {"config": {"mesh": mesh}})
+    (tmp_path / "checkpoints" / "step-00000040.tmp").mkdir()
+    (tmp_path / "checkpoints" / "notes").mkdir()
+    return tmp_path
+
+
+@pytest.fixture
+def say(capsys: pytest.CaptureFixture[str]) -> Callable[..., Said]:
+    def call(*words: object) -> Said:
+        code = cli.main(["checkpoint", *map(str, words)])
+        captured = capsys.readouterr()
+        return code, captured.out, captured.err
+
+    return call
+
+
+def _path(run: Path, step: int) -> Path:
+    return run / "checkpoints" / f"step-{step:08}"
+
+
+def _flip(file: Path) -> None:
+    content = bytearray(file.read_bytes())
+    content[len(content) // 2] ^= 1
+    file.write_bytes(content)
+
+
+def _left(run: Path) -> list[str]:
+    return sorted(path.name for path in (run / "checkpoints").iterdir())
+
+
+def test_list(run: Path, say: Callable[..., Said]) -> None:
+    with (_path(run, 20) / "state.json").open("a") as file:
+        file.write(" ")
+    code, out, err = say("list", run, "--json")
+    shown = json.loads(out)["checkpoints"]
+    assert code == 0 and err == ""
+    assert [(one["step"], one["state"]) for one in shown] == [
+        (10, "complete"), (30, "complete"), (20, "damaged"), (40, "unfinished"),
+    ]  # fmt: skip
+    assert shown[0] | {"saved": ""} == {
+        "path": str(_path(run, 10)), "step": 10, "saved": "", "world_size": 1, "layout": "dp_shard 2 pp 4",
+        "bytes": sum(file.stat().st_size for file in _path(run, 10).iterdir()), "state": "complete", "fault": "",
+    }  # fmt: skip
+    code, out, err = say("list", run / "checkpoints")
+    assert code == 0 and [line.split()[0] for line in out.splitlines()] == ["step", "10", "30", "20", "40"]
+    size = (_path(run, 20) / "state.json").stat().st_size
+    assert err == f"{_path(run, 20)} is damaged: state.json has {size} bytes, its manifest says {size - 1}\n"
+    assert len(say("list", _path(run, 30))[1].splitlines()) == 2
+
+
+def test_verify(run: Path, say: Callable[..., Said]) -> None:
+    code, out, _ = say("verify", run)
+    assert code == 0 and out.count("as it was written") == 3
+    _flip(_path(run, 20) / "__0_0.distcp")
+    (_path(run, 20) / "__3_0.distcp").touch()
+    (_path(run, 20) / ".metadata").unlink()
+    (_path(run, 30) / ".metadata").write_bytes(b"")
+    assert say("verify", _path(run, 10))[0] == 0
+    code, out, _ = say("verify", run, "--json")
+    faults = {Path(one["path"]).name: one["faults"] for one in json.loads(out)["checkpoints"]}
+    assert code == 1
+    assert faults["step-00000010"] == [] and faults["step-00000020"] == ["it lacks .metadata"]
+    (_path(run, 20) / ".metadata").write_bytes((_path(run, 10) / ".metadata").read_bytes())
+    code, out, _ = say("verify", _path(run, 20))
+    assert code == 1
+    assert "  __3_0.distcp is not in its manifest\n  __0_0.distcp has SHA-256 " in out
+    said = say("verify", _path(run, 30))[1]
+    assert "  .metadata has 0 bytes, its manifest says " in said
+
+
+def test_verify_reads_what_the_files_say(run: Path, say: Callable[..., Said]) -> None:
+    (_path(run, 30) / ".metadata").write_bytes(b"\x80\x04N.")
+    mutations.reseal(_path(run, 30))
+    code, out, _ = say("verify", _path(run, 30))
+    assert code == 1 and ".metadata is not what a checkpoint has" in out
+
+
+def test_rm_removes_one(run: Path, say: Callable[..., Said]) -> None:
+    code, out, _ = say("rm", _path(run, 20), "--yes", "--json")
+    assert code == 0 and json.loads(out)["removed"] == [str(_path(run, 20))]
+    assert _left(run) == ["notes", "step-00000010", "step-00000030", "step-00000040.tmp"]
+    assert say("rm", _path(run, 40).with_suffix(".tmp"), "--yes")[0] == 0
+    assert _left(run) == ["notes", "step-00000010", "step-00000030"]
+
+
+def test_rm_keeps_the_newest(run: Path, say: Callable[..., Said]) -> None:
+    (_path(run, 30) / "state.json").write_text("")
+    code, out, _ = say("rm", run, "--keep", "1", "--yes")
+    assert code == 0 and out.startswith("2 removed, ")
+    assert _left(run) == ["notes", "step-00000020", "step-00000040.tmp"]
+
+
+@pytest.mark.parametrize(("answer", "left"), [("y\n", 3), ("n\n", 4), ("", 4)])
+def test_rm_asks(
+    run: Path, say: Callable[..., Said], monkeypatch: pytest.MonkeyPatch, answer: str, left: int
+) -> None:  # fmt: skip
+    monkeypatch.setattr("sys.stdin", io.StringIO(answer))
+    code, _, err = say("rm", run, "--keep", "2")
+    assert "remove 1 checkpoint? [y/N]" in err and str(_path(run, 10)) in err
+    assert code == (left == 4) and len(_left(run)) == left + 1
+
+
+def test_rm_leaves_alone_what_it_should(run: Path, say: Callable[..., Said]) -> None:
+    before = _left(run)
+    refused = {
+        ("rm", run, "--yes"): "is not a checkpoint; --keep N",
+        ("rm", run / "checkpoints" / "notes", "--yes"): "is not a checkpoint; --keep N",
+        ("rm", run / "absent", "--yes"): "is not a checkpoint",
+        ("rm", run / "absent", "--keep", "1"): "there is no such folder",
+        ("rm", run, "--keep", "0"): "must be at least 1",
+        ("rm", _path(run, 10), "--keep", "1"): "is one checkpoint",
+        ("list", run / "checkpoints" / "notes"): "is not a checkpoint and holds none",
+    }
+    (_path(run, 10) / "README.md").touch()
+    refused["rm", run, "--keep", "1", "--yes"] = "holds README.md, which is no part of a checkpoint"
+    for words, told in refused.items():
+        code, _, err = say(*words)
+        assert code == 1 and told in err, words
+    assert _left(run) == before
+
+
+def test_rm_of_the_only_complete_one_needs_yes(run: Path, say: Callable[..., Said]) -> None:
+    for step in (10, 20):
+        (_path(run, step) / "manifest.json").unlink()
+    code, _, err = say("rm", _path(run, 30))
+    assert code == 1 and "is the only complete checkpoint there; --yes removes it" in err
+    assert say("rm", _path(run, 30), "--yes")[0] == 0
+    assert say("rm", _path(run, 20), "--yes")[0] == 0
+    assert _left(run) == ["notes", "step-00000010", "step-00000040.tmp"]

@@ -1,0 +1,131 @@
+"""Checkpoints that were damaged: refused by name, or gone back from to the newest sound one, loudly."""
+
+import re
+from collections.abc import Callable, Iterator
+from logging import INFO
+from pathlib import Path
+
+import pytest
+import torch
+
+from bench.mutations import build, checkpointer
+from titan.errors import CheckpointError
+from titan.log import log
+
+
+@pytest.fixture
+def told(caplog: pytest.LogCaptureFixture) -> Iterator[Callable[[], list[str]]]:
+    """Warnings and errors the run has said so far."""
+    log.addHandler(caplog.handler)
+    yield lambda: list(dict.fromkeys(r.message for r in caplog.records if r.name == log.name and r.levelno > INFO))
+    log.removeHandler(caplog.handler)
+
+
+@pytest.fixture
+def saved(tmp_path: Path) -> Path:
+    checkpointer(tmp_path).save(1, *build(), {"a": torch.ones(2)})
+    return tmp_path / "step-00000001"
+
+
+def _steps(folder: Path) -> list[int]:
+    return sorted(int(path.name.removeprefix("step-")) for path in folder.iterdir())
+
+
+def _flip(file: Path) -> None:
+    content = bytearray(file.read_bytes())
+    content[len(content) // 2] ^= 1
+    file.write_bytes(content)
+
+
+def _halve(file: Path) -> None:
+    file.write_bytes(file.read_bytes()[: file.stat().st_size // 2])
+
+
+@pytest.mark.parametrize(("damage", "said"), [
+    (_halve, r"{name} has [\d,]+ bytes, its manifest says [\d,]+"), (Path.unlink, "(lacks|missing)"),
+    (_flip, r"{name} has SHA-256 [0-9a-f]{{12}}, its manifest says [0-9a-f]{{12}}$"),
+])  # fmt: skip
+@pytest.mark.parametrize("name", [".metadata", "state.json", "__0_0.distcp"])
+def test_damage_is_one_sentence(saved: Path, name: str, damage: Callable[[Path], None], said: str) -> None:
+    damage(saved / name)
+    parts, optimizer = build()
+    optimizer.state.clear()
+    before = {name: tensor.clone() for name, tensor in parts[0].module.state_dict().items()}
+    with pytest.raises(CheckpointError, match=said.format(name=re.escape(name))) as refused:
+        checkpointer(saved.parent).load(saved, parts, optimizer)
+    assert str(saved) in str(refused.value) and name in str(refused.value)
+    assert not optimizer.state
+    assert all(torch.equal(tensor, before[name]) for name, tensor in parts[0].module.state_dict().items())
+
+
+def test_data_that_the_manifest_does_not_list_is_refused(saved: Path) -> None:
+    (saved / "__1_0.distcp").touch()
+    with pytest.raises(CheckpointError, match=r"__1_0\.distcp is not in its manifest"):
+        checkpointer(saved.parent).load(saved, *build())
+
+
+def test_other_files_are_told_and_not_read(saved: Path, told: Callable[[], list[str]]) -> None:
+    (saved / "README.md").write_text("mine")
+    checkpointer(saved.parent).load(saved, *build())
+    assert told() == [f"{saved} also holds README.md, no part of the checkpoint: not read"]
+
+
+@pytest.mark.parametrize("resume", ["auto", "must"])
+@pytest.mark.parametrize("damage", [_flip, _halve])
+def test_resume_goes_back_to_the_newest_sound_one_and_says_so(
+    tmp_path: Path, told: Callable[[], list[str]], resume: str, damage: Callable[[Path], None]
+) -> None:
+    first, second, third = (tmp_path / f"step-0000000{step}" for step in (1, 2, 3))
+    parts, optimizer = build()
+    for step in (1, 2, 3):
+        checkpointer(tmp_path).save(step, parts, optimizer, {"at": step})
+    damage(third / "__0_0.distcp")
+    (second / "manifest.json").unlink()
+    resumed = checkpointer(tmp_path, keep=1)
+    assert resumed.find(resume) == first
+    assert resumed.load(first, parts, optimizer) == {"at": 1}
+    assert sorted(text.partition(" is damaged: ")[0] for text in told()) == [str(second), str(third)]
+    for text in told():
+        assert f"Going on from {first} instead" in text and "`titan checkpoint rm" in text
+        assert "__0_0.distcp has" in text or "it lacks manifest.json" in text
+    resumed.save(4, parts, optimizer, {})
+    assert _steps(tmp_path) == [2, 3, 4]
+    resumed.save(3, parts, optimizer, {})
+    resumed.save(5, parts, optimizer, {})
+    assert _steps(tmp_path) == [2, 5]
+
+
+def test_when_all_are_damaged_nothing_starts(tmp_path: Path) -> None:
+    paths = [tmp_path / f"step-0000000{step}" for step in (1, 2)]
+    for step in (1, 2):
+        checkpointer(tmp_path).save(step, *build(), {})
+        _flip(paths[step - 1] / ".metadata")
+    for resume in ("auto", "must"):
+        with pytest.raises(CheckpointError, match="no sound checkpoint is left") as refused:
+            checkpointer(tmp_path).find(resume)
+        assert all(f"{path} is damaged: .metadata has SHA-256" in str(refused.value) for path in paths)
+    assert checkpointer(tmp_path).find("never") is None
+
+
+def test_a_damaged_one_that_is_named_is_refused(tmp_path: Path) -> None:
+    for step in (1, 2):
+        checkpointer(tmp_path).save(step, *build(), {})
+    _flip(tmp_path / "step-00000002" / "__0_0.distcp")
+    for named in (tmp_path, tmp_path / "step-00000002"):
+        with pytest.raises(CheckpointError, match="step-00000002 is damaged: __0_0"):
+            checkpointer(tmp_path).find(str(named))
+
+
+def test_what_was_found_is_verified_once(saved: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    from titan.checkpoint import manifest
+
+    read, hashed = manifest.piece_of, []
+    monkeypatch.setattr(manifest, "piece_of", lambda file, *more: hashed.append(file.name) or read(file, *more))
+    again = checkpointer(saved.parent)
+    for _ in range(2):
+        assert again.find("auto") == saved
+        again.load(saved, *build())
+        assert sorted(hashed) == [".metadata", "__0_0.distcp", "state.json"]
+        hashed.clear()
+    again.load(saved, *build())
+    assert len(hashed) == 3

@@ -1,0 +1,265 @@
+"""Text that is generated: what the cache remembers, what is drawn, what is shown (titan/cache.py, generation.py)."""
+
+import dataclasses
+from collections.abc import Sequence
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from titan import generation
+from titan.cache import Cache
+from titan.contracts import Model, Part, World
+from titan.engine import Direct
+from titan.errors import ConfigError, DivergedError
+from titan.generation import Sampling, Text, Words
+from titan.mesh import Layout
+from titan.plugins.models.gpt import Gpt, GptConfig
+from titan.plugins.models.llama import Llama, LlamaConfig
+from titan.plugins.tokenizers.byte import END, Byte
+from titan.plugins.tokenizers.byte import Config as ByteConfig
+
+SIZES: dict[str, Any] = {"n_layers": 2, "dim": 32, "n_heads": 4, "ffn_dim": 48, "vocab_size": 257, "max_seq_len": 24}
+MODELS: dict[str, Model] = {
+    "llama": Llama(LlamaConfig(**SIZES)),
+    "llama, grouped": Llama(LlamaConfig(**SIZES, n_kv_heads=2)),
+    "gpt, grouped": Gpt(GptConfig(**SIZES, n_kv_heads=2)),
+}
+PROMPTS = [list(b"the cat"), list(b"a"), list(b"sat on the"), list(b"on")]
+GREEDY = Sampling(max_new_tokens=8, temperature=0.0)
+DRAWN = Sampling(max_new_tokens=8, temperature=1.0, seed=3)
+
+
+def net(model: Model, dtype: torch.dtype = torch.float32) -> nn.Module:
+    torch.manual_seed(0)
+    module = model.build().eval()
+    with torch.no_grad():
+        for parameter in module.parameters():
+            parameter.normal_(0, 0.25)
+    return module.to(dtype)
+
+
+def world(model: Model, module: nn.Module) -> World:
+    mesh = SimpleNamespace(layout=Layout((), {}), device=torch.device("cpu"), rank=0)
+    job = SimpleNamespace(tokenizer=Byte(ByteConfig()), data=SimpleNamespace(seq_len=16), plan=model.plan())
+    made: Any = {"job": job, "mesh": mesh, "plan": model.plan(), "precision": None, "parts": [Part(module)]}
+    return World(**made)
+
+
+def run(
+    model: Model, prompts: Sequence[Sequence[int]], sampling: Sampling, module: nn.Module | None = None, **more: Any
+) -> list[Text]:
+    here = world(model, module or net(model))
+    return generation.generate(here, Direct(here.parts[0], ()), prompts, sampling, **more)
+
+
+class Forgetful(nn.Module):
+    """A model that takes no cache."""
+
+    def __init__(self, module: nn.Module) -> None:
+        super().__init__()
+        self.module, self.tokens = module, 0
+
+    def forward(self, x: Tensor, documents: Tensor | None = None) -> Tensor:
+        self.tokens += x.shape[1]
+        return self.module(x, documents)  # type: ignore[no-any-return]
+
+
+# --- the cache ----------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(("dtype", "tolerance"), [(torch.float32, 1e-5), (torch.bfloat16, 5e-2)], ids=str)
+@pytest.mark.parametrize("model", MODELS.values(), ids=MODELS)
+def test_logits_with_a_cache_are_those_of_the_whole_text(model: Model, dtype: torch.dtype, tolerance: float) -> None:
+    """Rows of 3, 9 and 6 tokens, padded to 9, then four more each: one, two together, and the last."""
+    module, lengths = net(model, dtype), [3, 9, 6]
+    with torch.no_grad():
+        tokens = torch.randint(0, 256, (3, 13), generator=torch.Generator().manual_seed(1))
+        scale = module(tokens).abs().max()
+        expected = module(tokens) / scale
+        cache, begun = Cache(16), tokens[:, :9].clone()
+        for row, length in enumerate(lengths):
+            begun[row, length:] = 77
+        cache.place([0, 0, 0], 9, tokens.device)
+        got = module(begun, None, cache) / scale
+        for row, length in enumerate(lengths):
+            torch.testing.assert_close(got[row, :length], expected[row, :length], rtol=0, atol=tolerance)
+        for step, width in ((0, 1), (1, 2), (3, 1)):
+            starts = [length + step for length in lengths]
+            window = torch.stack([tokens[row, start : start + width] for row, start in enumerate(starts)])
+            cache.place(starts, width, tokens.device)
+            got = module(window, None, cache) / scale
+            wanted = torch.stack([expected[row, start : start + width] for row, start in enumerate(starts)])
+            torch.testing.assert_close(got, wanted, rtol=0, atol=tolerance)
+
+
+def test_a_cache_has_room_for_its_length() -> None:
+    with pytest.raises(AssertionError, match="17 tokens, the cache has room for 16"):
+        Cache(16).place([3, 15], 2, torch.device("cpu"))
+
+
+@pytest.mark.parametrize("sampling", [GREEDY, DRAWN], ids=["greedy", "drawn"])
+@pytest.mark.parametrize("model", MODELS.values(), ids=MODELS)
+def test_text_with_a_cache_is_that_without(model: Model, sampling: Sampling) -> None:
+    forgetful = Forgetful(net(model))
+    whole = [text.ids for text in run(model, PROMPTS, sampling, forgetful)]
+    assert forgetful.tokens == sum(range(10, 18)), "all of the longest text, for each token"
+    assert [text.ids for text in run(model, PROMPTS, sampling)] == whole
+    assert len({tuple(ids[-8:]) for ids in whole}) == 4, "all prompts go on alike: this test would see little"
+
+
+def test_each_token_costs_itself_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+    widths = []
+    place = Cache.place
+    monkeypatch.setattr(Cache, "place", lambda self, *args: widths.append(args[1]) or place(self, *args))
+    run(MODELS["llama"], PROMPTS, GREEDY)
+    assert widths == [10, 1, 1, 1, 1, 1, 1, 1]
+
+
+@pytest.mark.parametrize("split", [4, 8])
+def test_hidden_states_that_are_split_get_an_even_length(split: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """8 is longer than some of the prompts and texts."""
+    model, widths = MODELS["llama, grouped"], []
+    place = Cache.place
+    monkeypatch.setattr(Cache, "place", lambda self, *args: widths.append(args[1]) or place(self, *args))
+    here = world(model, net(model))
+    here.parts[0].hidden_split = split
+    texts = generation.generate(here, Direct(here.parts[0], ()), PROMPTS, GREEDY)
+    assert [text.ids for text in texts] == [text.ids for text in run(model, PROMPTS, GREEDY)]
+    assert {width % split for width in widths[:8]} == {0}
+    assert widths[1:8] == [split] * 7
+
+
+# --- when to stop -------------------------------------------------------------------------------------------------
+
+
+def test_a_text_stops_at_the_end_id_and_others_go_on(monkeypatch: pytest.MonkeyPatch) -> None:
+    free = run(MODELS["llama"], PROMPTS, GREEDY)
+    halt = free[0].tokens[3]
+    monkeypatch.setattr(Byte, "end", halt)
+    texts = run(MODELS["llama"], PROMPTS, GREEDY)
+    for text, whole in zip(texts, free, strict=True):
+        cut = whole.tokens.index(halt) if halt in whole.tokens else 8
+        assert text.tokens == whole.tokens[:cut]
+        assert text.stopped == ("end" if cut < 8 else "max_new_tokens")
+    assert texts[0].stopped == "end" and len({text.stopped for text in texts}) == 2
+
+
+def test_a_text_stops_where_the_model_ends() -> None:
+    texts = run(MODELS["gpt, grouped"], PROMPTS, dataclasses.replace(GREEDY, max_new_tokens=20))
+    assert [len(text.ids) for text in texts] == [24, 21, 24, 22]
+    assert [text.stopped for text in texts] == ["max_seq_len", "max_new_tokens", "max_seq_len", "max_new_tokens"]
+
+
+def test_a_prompt_that_is_too_long_is_refused() -> None:
+    job: Any = world(MODELS["llama"], nn.Identity()).job
+    assert generation.encode(job, "x" * 23) == (120,) * 23
+    with pytest.raises(ConfigError, match=r"has 24 tokens; .* max_seq_len is 24"):
+        generation.encode(job, "x" * 24)
+    with pytest.raises(ConfigError, match=r"24 tokens; .* room for 24"):
+        run(MODELS["llama"], [[1] * 24], GREEDY)
+
+
+def test_a_tokenizer_that_is_not_the_models_is_refused() -> None:
+    small: Any = world(Llama(LlamaConfig(**{**SIZES, "vocab_size": 100})), nn.Identity()).job
+    with pytest.raises(ConfigError, match="token id 120, but the model has rows for 100"):
+        generation.encode(small, "ax")
+
+
+def test_an_empty_prompt_begins_a_document() -> None:
+    assert generation.encode(world(MODELS["llama"], nn.Identity()).job, "") == (END,)
+
+
+def test_logits_that_are_no_numbers_are_said(monkeypatch: pytest.MonkeyPatch) -> None:
+    module = net(MODELS["llama"])
+    with torch.no_grad():
+        module.get_parameter("norm.weight")[0] = torch.nan
+    for sampling in (GREEDY, DRAWN):
+        with pytest.raises(DivergedError, match="NaN"):
+            run(MODELS["llama"], PROMPTS, sampling, module)
+
+
+# --- drawing ------------------------------------------------------------------------------------------------------
+
+LOGITS = torch.tensor([[0.1, 0.4, 0.2, 0.3], [0.25, 0.25, 0.25, 0.25]]).log()
+
+
+@pytest.mark.parametrize(
+    ("options", "expected"),
+    [
+        ({}, [0.1, 0.4, 0.2, 0.3]),
+        ({"temperature": 0.5}, [1 / 30, 16 / 30, 4 / 30, 9 / 30]),
+        ({"temperature": 1e-30}, [0, 1, 0, 0]),
+        ({"top_k": 1}, [0, 1, 0, 0]),
+        ({"top_k": 3}, [0, 4 / 9, 2 / 9, 3 / 9]),
+        ({"top_k": 9}, [0.1, 0.4, 0.2, 0.3]),
+        ({"top_p": 0.05}, [0, 1, 0, 0]),
+        ({"top_p": 0.69}, [0, 4 / 7, 0, 3 / 7]),
+        ({"top_p": 0.71}, [0, 4 / 9, 2 / 9, 3 / 9]),
+        # Two of the three hold 25 / 29 = 0.862; of all four they would hold 0.833, and a third would be kept.
+        ({"temperature": 0.5, "top_k": 3, "top_p": 0.86}, [0, 16 / 25, 0, 9 / 25]),
+    ],
+)  # fmt: skip
+def test_probabilities(options: dict[str, float], expected: list[float]) -> None:
+    found = Sampling(**{"temperature": 1.0, **options}).probabilities(LOGITS + 50)  # type: ignore[arg-type]
+    torch.testing.assert_close(found[0], torch.tensor(expected, dtype=torch.float32), rtol=1e-5, atol=1e-6)
+
+
+def test_of_equally_probable_tokens_no_more_are_kept_than_asked_for() -> None:
+    for sampling in (Sampling(top_k=2), Sampling(top_p=0.5)):
+        assert sorted(sampling.probabilities(LOGITS)[1].tolist()) == pytest.approx([0, 0, 0.5, 0.5])
+
+
+def test_draws_follow_the_probabilities() -> None:
+    text, expected = Text((1,), 0, 5), torch.tensor([0.1, 0.4, 0.2, 0.3])
+    counts = torch.bincount(torch.tensor([text.draw(expected) for _ in range(4000)]), minlength=4)
+    torch.testing.assert_close(counts / 4000, expected, rtol=0, atol=0.03)  # four standard deviations
+
+
+def test_a_seed_says_which_text() -> None:
+    """Whatever else is in the batch, and however many turns it takes."""
+    three = dataclasses.replace(DRAWN, samples=3)
+    texts = [text.tokens for text in run(MODELS["llama"], PROMPTS, three)]
+    assert texts == [text.tokens for text in run(MODELS["llama"], PROMPTS, three)]
+    assert len({tuple(tokens) for tokens in texts}) == 12
+    alone = run(MODELS["llama"], [PROMPTS[2]], three)
+    assert [text.tokens for text in alone] == texts[6:9]
+    assert run(MODELS["llama"], [PROMPTS[2]], dataclasses.replace(DRAWN, seed=4))[0].tokens not in texts
+    many = run(MODELS["llama"], [PROMPTS[0]] * generation.ROWS + [PROMPTS[2]], DRAWN)
+    assert many[-1].tokens == texts[6]
+
+
+def test_training_mode_is_as_before() -> None:
+    module = net(MODELS["llama"]).train()
+    run(MODELS["llama"], PROMPTS[:1], GREEDY, module)
+    assert module.training and all(inner.training for inner in module.modules())
+
+
+# --- words --------------------------------------------------------------------------------------------------------
+
+
+def test_tokens_are_told_as_they_come() -> None:
+    told: list[tuple[int, int]] = []
+    texts = run(MODELS["llama"], PROMPTS, GREEDY, watch=lambda number, token: told.append((number, token)))
+    assert [number for number, _ in told[:4]] == [0, 1, 2, 3]
+    for number, text in enumerate(texts):
+        assert [token for at, token in told if at == number] == text.tokens
+
+
+@pytest.mark.parametrize("text", ["größer", "naïve — 漢字 🙂!", "\N{REPLACEMENT CHARACTER} is a character"])
+def test_words_come_whole(text: str) -> None:
+    tokenizer, prompt = Byte(ByteConfig()), list("é, ".encode())
+    words = Words(tokenizer, prompt)
+    pieces = [words.add(token) for token in text.encode()]
+    assert "".join([*pieces, words.rest()]) == text
+    allowed = 1 if text.startswith(generation.BROKEN) else 0
+    assert sum(piece.count(generation.BROKEN) for piece in pieces) == allowed
+    assert words.rest() == ""
+
+
+def test_broken_characters_are_shown_once_they_are_certain() -> None:
+    words = Words(Byte(ByteConfig()), [])
+    assert [words.add(token) for token in (0xC3, 0x28, 0xE6, 0xBC)] == ["", "\N{REPLACEMENT CHARACTER}(", "", ""]
+    assert words.rest() == "\N{REPLACEMENT CHARACTER}"

@@ -1,0 +1,442 @@
+"""Weights in and out of Hugging Face folders: the same logits as transformers, nothing lost, nothing made up."""
+
+import json
+import shutil
+import weakref
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors import safe_open
+from safetensors.torch import load_file, save_file
+from torch import Tensor
+
+from titan import cli, registry
+from titan.checkpoint import conversion, huggingface, tensor_files
+from titan.checkpoint.ranks import Ranks
+from titan.checkpoint.weights import load_weights
+from titan.contracts import Model, Tokenizer
+from titan.errors import CheckpointError, ConfigError
+from titan.parts import Part
+from titan.trained import open_job
+
+SCALED = {
+    "rope_type": "llama3", "factor": 4.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0,
+    "original_max_position_embeddings": 16,
+}  # fmt: skip
+LLAMA = {
+    "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2, "num_attention_heads": 4, "vocab_size": 257,
+    "max_position_embeddings": 64, "rms_norm_eps": 1e-5, "initializer_range": 0.2,
+}  # fmt: skip
+GPT2 = {"n_embd": 32, "n_layer": 2, "n_head": 4, "vocab_size": 257, "n_positions": 64, "initializer_range": 0.2}
+CASES: dict[str, tuple[str, dict[str, Any]]] = {
+    "llama": ("llama", {}),
+    "llama-gqa-scaled": ("llama", {"num_key_value_heads": 2, "rope_theta": 500000.0, "rope_scaling": SCALED}),
+    "llama-tied": ("llama", {"tie_word_embeddings": True, "rope_scaling": SCALED}),
+    "gpt2": ("gpt2", {}),
+    "gpt2-untied": ("gpt2", {"tie_word_embeddings": False, "n_inner": 48}),
+}
+
+
+@pytest.fixture(scope="module")
+def transformers() -> Iterator[Any]:
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("HF_HUB_OFFLINE", "1")
+        patch.setenv("TRANSFORMERS_VERBOSITY", "error")
+        yield pytest.importorskip("transformers")
+
+
+@pytest.fixture(scope="module")
+def theirs(transformers: Any, tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], tuple[Path, Any]]:
+    """A folder that transformers wrote of a random model of a case, in shards, and the model."""
+    made: dict[str, tuple[Path, Any]] = {}
+
+    def make(case: str) -> tuple[Path, Any]:
+        if case not in made:
+            kind, options = CASES[case]
+            folder = tmp_path_factory.mktemp(case)
+            config, model = {
+                "llama": (transformers.LlamaConfig, transformers.LlamaForCausalLM),
+                "gpt2": (transformers.GPT2Config, transformers.GPT2LMHeadModel),
+            }[kind]
+            torch.manual_seed(3)
+            model = model(config(**(LLAMA if kind == "llama" else GPT2), **options)).eval()
+            with torch.no_grad():
+                for parameter in model.parameters():  # norms and biases too, which are born as ones and zeros
+                    parameter.add_(0.1 * torch.randn(parameter.shape))
+            model.save_pretrained(folder, max_shard_size="40KB")
+            made[case] = folder, model
+        return made[case]
+
+    return make
+
+
+def model_of(folder: Path) -> Model:
+    return open_job(folder, ["--tokenizer.name", "byte"], 1)[1].model
+
+
+def loaded(folder: Path, model: Model | None = None) -> torch.nn.Module:
+    model = model or model_of(folder)
+    module = model.build()
+    for parameter in module.parameters():
+        torch.nn.init.constant_(parameter, float("nan"))
+    load_weights(folder, model, [Part(module)], Ranks(0, 1))
+    return module.eval()
+
+
+def convert(source: Path, to: Path, form: str, *words: str) -> None:
+    words = ("--from", str(source), "--to", str(to), "--format", form, "--tokenizer.name", "byte", *words)
+    assert cli.main(["convert", *words]) == 0
+
+
+@torch.no_grad()
+def assert_same_logits(ours: torch.nn.Module, other: Any) -> None:
+    tokens = torch.randint(257, (2, 64), generator=torch.Generator().manual_seed(5))
+    mine, wanted = ours(tokens), other(tokens).logits
+    assert wanted.std() > 0.1
+    assert (mine - wanted).abs().max() < 1e-5
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_same_logits_both_ways(case: str, theirs: Any, transformers: Any, tmp_path: Path) -> None:
+    folder, model = theirs(case)
+    ours = loaded(folder)
+    assert_same_logits(ours, model)
+    convert(folder, tmp_path / "dcp", "dcp")
+    convert(tmp_path / "dcp", tmp_path / "hf", "hf", "--shard-size", "4e-5")
+    again, told = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "hf", output_loading_info=True)
+    assert not any(told.values()), told
+    assert type(again) is type(model)
+    assert again.config.eos_token_id == 256 and again.config.bos_token_id is None
+    assert_same_logits(ours, again.eval())
+    assert {name: stored.shape for name, stored in tensor_files.find_tensors(folder).items()} == {
+        name: stored.shape for name, stored in tensor_files.find_tensors(tmp_path / "hf").items()
+    }
+
+
+# --- without transformers -----------------------------------------------------------------------------------------
+
+
+class Drawn:
+    """Random weights of a model, in memory."""
+
+    def __init__(self, model: Model, dtype: torch.dtype) -> None:
+        self.shapes, generator = huggingface.shapes_of(model), torch.Generator().manual_seed(1)
+        self.tensors = {name: torch.randn(shape, generator=generator).to(dtype) for name, shape in self.shapes.items()}
+
+    def dtype(self, name: str) -> torch.dtype:
+        return self.tensors[name].dtype
+
+    def read(self, name: str) -> Tensor:
+        return self.tensors[name]
+
+
+def plugin(name: str, **options: Any) -> Model:
+    registry.open_doors()
+    found = registry.find(Model.kind, name)
+    assert found is not None and issubclass(found, Model)
+    return found(found.Config(**SMALL, **options))
+
+
+SMALL = {"n_layers": 2, "dim": 16, "n_heads": 4, "ffn_dim": 24, "vocab_size": 257, "max_seq_len": 64}
+
+
+def write(to: Path, model: Model, dtype: torch.dtype = torch.float32, shard_bytes: int = 10**9) -> Drawn:
+    registry.open_doors()
+    byte = registry.find(Tokenizer.kind, "byte")
+    assert byte is not None
+    drawn, tokenizer = Drawn(model, dtype), byte(byte.Config())
+    assert isinstance(tokenizer, Tokenizer)
+    conversion.write_hf(to, drawn, model, tokenizer, None, shard_bytes, lambda: None)
+    return drawn
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> Path:
+    write(tmp_path / "llama", plugin("llama"))
+    return tmp_path / "llama"
+
+
+def tensors(folder: Path) -> dict[str, Tensor]:
+    return {name: tensor for file in sorted(folder.glob("*.safetensors")) for name, tensor in load_file(file).items()}
+
+
+@pytest.mark.parametrize(
+    ("name", "options", "dtype"),
+    [
+        ("llama", {"n_kv_heads": 2, "rope_scaling_factor": 2.0}, torch.float32),
+        ("llama", {"tied": True}, torch.bfloat16),
+        ("gpt", {}, torch.bfloat16),
+        ("gpt", {"tied": False}, torch.float32),
+    ],
+)
+def test_nothing_is_lost_on_the_way(name: str, options: dict[str, Any], dtype: torch.dtype, tmp_path: Path) -> None:
+    model = plugin(name, **options)
+    drawn = write(tmp_path / "hf", model, dtype, shard_bytes=4000)
+    assert len(list((tmp_path / "hf").glob("model-*.safetensors"))) > 2
+    assert model_of(tmp_path / "hf").hf_config() == model.hf_config()
+    convert(tmp_path / "hf", tmp_path / "dcp", "dcp")
+    convert(tmp_path / "dcp", tmp_path / "again", "hf")
+    before, after = tensors(tmp_path / "hf"), tensors(tmp_path / "again")
+    assert before.keys() == after.keys()
+    for key, tensor in before.items():
+        assert tensor.dtype is after[key].dtype is dtype
+        assert torch.equal(tensor, after[key]), key
+    convert(tmp_path / "again", tmp_path / "second", "dcp")
+    saved = conversion.open_weights(tmp_path / "second" / "step-00000000", model)
+    for key, tensor in drawn.tensors.items():
+        assert torch.equal(saved.read(key), tensor), key
+        assert torch.equal(dict(loaded(tmp_path / "again").named_parameters())[key], tensor.float()), key
+
+
+def test_what_is_written(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    write(tmp_path / "hf", plugin("llama"))
+    convert(tmp_path / "hf", tmp_path / "small", "hf", "--dtype", "bfloat16", "--shard-size", "1e-5", "--json")
+    told = json.loads(capsys.readouterr().out)
+    files = list((tmp_path / "small").iterdir())
+    assert told == {
+        "from": str(tmp_path / "hf"), "to": str(tmp_path / "small"), "format": "hf", "tensors": 21,
+        "files": len(files), "bytes": sum(file.stat().st_size for file in files),
+    }  # fmt: skip
+    index = json.loads((tmp_path / "small" / tensor_files.INDEX).read_text())
+    assert index["metadata"]["total_size"] == 2 * sum(t.numel() for t in tensors(tmp_path / "hf").values())
+    for name, file in index["weight_map"].items():
+        with safe_open(tmp_path / "small" / file, framework="pt") as opened:
+            assert opened.metadata() == {"format": "pt"}
+            assert opened.get_slice(name).get_dtype() == "BF16"
+            alone = len(opened.keys()) == 1
+        assert alone or (tmp_path / "small" / file).stat().st_size < 10_000 + 2_000
+    config = json.loads((tmp_path / "small" / "config.json").read_text())
+    assert config["torch_dtype"] == "bfloat16" and config["eos_token_id"] == 256
+
+
+def test_one_tensor_at_a_time(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    write(tmp_path / "hf", plugin("llama"))
+    made: list[weakref.ref[Any]] = []
+    most, read = [0], huggingface.HfWeights.read
+
+    def tracked(weights: huggingface.HfWeights, name: str) -> Tensor:
+        array = read(weights, name).numpy().copy()
+        made.append(weakref.ref(array))  # which lives as long as any tensor that shares its memory
+        most[0] = max(most[0], sum(one() is not None for one in made))
+        return torch.from_numpy(array)
+
+    monkeypatch.setattr(huggingface.HfWeights, "read", tracked)
+    for form in ("dcp", "hf"):
+        most[0] = 0
+        convert(tmp_path / "hf", tmp_path / f"new-{form}", form)
+        assert 1 <= most[0] <= 2
+
+
+def test_the_hub_s_first_gpt2_is_read(tmp_path: Path) -> None:
+    """Its names lack the model's, its buffers are there, its head is not."""
+    model = plugin("gpt")
+    drawn = write(tmp_path / "gpt", model)
+    held = tensors(tmp_path / "gpt")
+    bare = {name.removeprefix("transformer."): tensor for name, tensor in held.items()}
+    for layer in range(2):
+        bare[f"h.{layer}.attn.bias"] = torch.ones(1, 1, 64, 64)
+        bare[f"h.{layer}.attn.masked_bias"] = torch.tensor(-1e4)
+    save_file(bare, tmp_path / "gpt" / tensor_files.SINGLE)
+    for name, parameter in loaded(tmp_path / "gpt", model).named_parameters():
+        assert torch.equal(parameter, drawn.tensors[name]), name
+
+
+def test_a_tied_head_may_stand_there_again(tmp_path: Path) -> None:
+    model = plugin("llama", tied=True)
+    write(tmp_path / "hf", model)
+    held = tensors(tmp_path / "hf")
+    held["lm_head.weight"] = held["model.embed_tokens.weight"].clone()
+    save_file(held, tmp_path / "hf" / tensor_files.SINGLE)
+    assert torch.equal(loaded(tmp_path / "hf", model).output.weight, held["lm_head.weight"])
+    held["lm_head.weight"][100, 3] += 1
+    save_file(held, tmp_path / "hf" / tensor_files.SINGLE)
+    with pytest.raises(CheckpointError, match=r"lm_head.weight and \S+ differ, but the model ties them"):
+        loaded(tmp_path / "hf", model)
+
+
+def lacks_some(held: dict[str, Tensor]) -> None:
+    for name in [name for name in held if "mlp" in name or "self_attn" in name]:
+        del held[name]
+
+
+def rename(held: dict[str, Tensor]) -> None:
+    held["model.layers.0.self_attn.q_proj.bias"] = torch.zeros(16)
+    held["model.norm.weight"] = held["model.norm.weight"][:7].clone()
+
+
+def quantise(held: dict[str, Tensor]) -> None:
+    held["lm_head.weight"] = held["lm_head.weight"].to(torch.int8)
+
+
+@pytest.mark.parametrize(
+    ("spoil", "told"),
+    [
+        (lacks_some, r"it lacks model.layers.0.mlp.down_proj.weight, (\S+, ){8}\S+ and 4 more"),
+        (rename, r"the model lacks model.layers.0.self_attn.q_proj.bias; shapes differ in model.norm.weight "
+                 r"\(\[7\] there, \[16\] here\)"),
+        (quantise, r"no plain floating-point numbers are in lm_head.weight \(I8\)"),
+    ],
+)  # fmt: skip
+def test_what_does_not_fit_is_told(spoil: Callable[[dict[str, Tensor]], None], told: str, folder: Path) -> None:
+    held = tensors(folder)
+    spoil(held)
+    save_file(held, folder / tensor_files.SINGLE)
+    with pytest.raises(CheckpointError, match=f"does not fit the model: {told}"):
+        loaded(folder)
+
+
+@pytest.mark.parametrize(
+    ("name", "change", "told"),
+    [
+        ("llama", {"attention_bias": True}, "attention_bias = True: this model has False only"),
+        ("llama", {"hidden_act": "gelu"}, "hidden_act = 'gelu': this model has 'silu' only"),
+        ("llama", {"head_dim": 8}, "head_dim = 8: this model has 4 only"),
+        ("llama", {"hidden_size": None}, "hidden_size = None: must be an integer of at least 1"),
+        ("llama", {"quantization_config": {"bits": 4}}, "quantization_config = {'bits': 4}: this model has None only"),
+        ("llama", {"rope_scaling": {"type": "linear", "factor": 2}}, "rope_scaling rope_type = 'linear': this model"),
+        ("llama", {"rope_parameters": {"rope_type": "llama3"}}, "rope_parameters factor: missing"),
+        ("llama", {"rope_scaling": [1]}, "rope_scaling = [1]: must be an object"),
+        ("gpt", {"activation_function": "relu"}, "activation_function = 'relu': this model has 'gelu_new' only"),
+        ("gpt", {"scale_attn_by_inverse_layer_idx": True}, "scale_attn_by_inverse_layer_idx = True: this model has"),
+        ("gpt", {"n_head": 0}, "n_head = 0: must be an integer of at least 1"),
+    ],
+)
+def test_what_the_model_cannot_do_is_refused(name: str, change: dict[str, Any], told: str) -> None:
+    model = plugin(name)
+    config = {**(model.hf_config() or {}), **change}
+    with pytest.raises(ConfigError) as refused:
+        model.from_hf(config)
+    assert str(refused.value).startswith(f"config.json: {told}")
+
+
+def test_defaults_of_transformers() -> None:
+    sizes = {**LLAMA, "model_type": "llama"}
+    del sizes["rms_norm_eps"]
+    assert plugin("llama").from_hf(sizes) == {
+        "n_layers": 2, "dim": 32, "n_heads": 4, "n_kv_heads": 4, "ffn_dim": 48, "vocab_size": 257, "max_seq_len": 64,
+        "tied": False, "norm_eps": 1e-6, "rope_theta": 10000.0,
+    }  # fmt: skip
+    new = {**sizes, "rope_theta": 1.0, "rope_parameters": {**SCALED, "rope_theta": 5e5}}
+    old = {**sizes, "rope_theta": 5e5, "rope_scaling": {**SCALED, "type": "ignored"}}
+    assert plugin("llama").from_hf(new) == plugin("llama").from_hf(old)
+    assert plugin("gpt").from_hf(sizes) is None and plugin("llama").from_hf({"model_type": "gpt2"}) is None
+
+
+def test_another_model_is_told_key_by_key(folder: Path) -> None:
+    with pytest.raises(ConfigError) as refused:
+        loaded(folder, plugin("llama", tied=True, rope_theta=500.0))
+    says = f"{folder / 'config.json'} says"
+    assert str(refused.value).splitlines() == [
+        f"[model] tied = True: {says} False", f"[model] rope_theta = 500.0: {says} 10000.0"
+    ]  # fmt: skip
+    with pytest.raises(ConfigError, match=r"\[model\] name = 'gpt': .*config.json has model_type 'llama'"):
+        loaded(folder, plugin("gpt"))
+    loaded(folder, plugin("llama", n_kv_heads=4, init_std=0.5))
+
+
+def test_a_shorter_context_is_no_other_model(folder: Path) -> None:
+    registry.open_doors()
+    model = plugin("llama")
+    loaded(folder, type(model)(type(model).Config(**{**SMALL, "max_seq_len": 8})))
+
+
+@pytest.mark.parametrize("name", ["../other.safetensors", "/etc/passwd", "link.safetensors", "absent.safetensors"])
+def test_an_index_leads_nowhere_else(name: str, folder: Path) -> None:
+    shutil.move(folder / tensor_files.SINGLE, folder.parent / "other.safetensors")
+    (folder / "link.safetensors").symlink_to(folder.parent / "other.safetensors")
+    index = {"weight_map": dict.fromkeys(tensors(folder), name)}
+    (folder / tensor_files.INDEX).write_text(json.dumps(index))
+    told = "lacks absent.safetensors" if name.startswith("absent") else "which is outside its folder"
+    with pytest.raises(CheckpointError, match=told):
+        loaded(folder)
+
+
+def test_the_hub_s_cache_is_read(folder: Path) -> None:
+    snapshot, blobs = folder.parent / "models--a" / "snapshots" / "0123", folder.parent / "models--a" / "blobs"
+    blobs.mkdir(parents=True)
+    shutil.move(folder, snapshot)
+    names = dict.fromkeys(tensors(snapshot), "model-1.safetensors")
+    shutil.move(snapshot / tensor_files.SINGLE, blobs / "abc")
+    (snapshot / "model-1.safetensors").symlink_to("../../blobs/abc")
+    (snapshot / tensor_files.INDEX).write_text(json.dumps({"weight_map": names}))
+    loaded(snapshot)
+
+
+def test_index_and_files_must_agree(folder: Path) -> None:
+    (folder / tensor_files.SINGLE).rename(folder / "a.safetensors")
+    names = dict.fromkeys(tensors(folder), "a.safetensors")
+    (folder / tensor_files.INDEX).write_text(json.dumps({"weight_map": {**names, "x": "a.safetensors"}}))
+    with pytest.raises(CheckpointError, match=r"says that x is in a.safetensors, where it is not"):
+        loaded(folder)
+    del names["model.norm.weight"]
+    (folder / tensor_files.INDEX).write_text(json.dumps({"weight_map": names}))
+    with pytest.raises(CheckpointError, match=r"does not name model.norm.weight of a.safetensors"):
+        loaded(folder)
+    (folder / tensor_files.INDEX).write_text("[]")
+    with pytest.raises(CheckpointError, match="has no weight_map"):
+        loaded(folder)
+
+
+@pytest.mark.parametrize("cut", [4, 100, 10_000, -1])
+def test_a_damaged_file_is_told(cut: int, folder: Path) -> None:
+    file = folder / tensor_files.SINGLE
+    file.write_bytes(file.read_bytes()[:cut])
+    with pytest.raises(CheckpointError, match=r"model.safetensors cannot be read: "):
+        loaded(folder)
+
+
+def test_pickles_are_not_read(folder: Path) -> None:
+    (folder / tensor_files.SINGLE).rename(folder / "pytorch_model.bin")
+    with pytest.raises(CheckpointError, match=r"pytorch_model.bin is pickled, which can hide a program, and is not"):
+        loaded(folder)
+
+
+def test_a_full_folder_is_left_alone(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    words = ["convert", "--from", str(folder), "--to", str(folder.parent), "--format", "hf", "--tokenizer.name", "byte"]
+    assert cli.main(words) == 1
+    assert f"{folder.parent} is not empty; name a new folder" in capsys.readouterr().err
+    assert [path.name for path in folder.parent.iterdir()] == ["llama"]
+    (folder.parent / "new.tmp").mkdir()
+    words[words.index("--to") + 1] = str(folder.parent / "new")
+    assert cli.main(words) == 1
+    assert f"{folder.parent / 'new.tmp'} is there already: remove it, if a conversion left" in capsys.readouterr().err
+
+
+def test_a_failure_leaves_nothing(folder: Path, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setattr(tensor_files.Stored, "read", lambda *_: (_ for _ in ()).throw(CheckpointError("gone")))
+    for form in ("hf", "dcp"):
+        words = ["--from", str(folder), "--to", str(tmp_path / "new"), "--format", form, "--tokenizer.name", "byte"]
+        assert cli.main(["convert", *words]) == 1
+    assert [path.name for path in tmp_path.iterdir()] == ["llama"]
+
+
+def test_grouped_heads_are_not_gpt2(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match=r"\[model\] gpt: transformers has no model like this one"):
+        write(tmp_path / "new", plugin("gpt", n_kv_heads=2))
+    assert not list(tmp_path.iterdir())
+
+
+def test_the_tokenizer_is_not_guessed(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    pytest.importorskip("tokenizers")
+    words = ["convert", "--from", str(folder), "--to", str(folder.parent / "new"), "--format", "hf"]
+    assert cli.main(words) == 0
+    assert json.loads((folder.parent / "new" / "tokenizer.json").read_text())
+    (folder / "tokenizer.json").unlink()
+    assert cli.main(words) == 1
+    assert f"{folder} holds no tokenizer that a plugin reads; say which with --tok" in capsys.readouterr().err
+    assert cli.main([*words, "--tokenizer.name", "bpe"]) == 2
+    assert "[tokenizer] name = 'bpe': the tokenizer has 4097 ids, the model rows for 257" in capsys.readouterr().err
+
+
+def test_a_run_cannot_start_from_nothing(capsys: pytest.CaptureFixture[str]) -> None:
+    assert cli.main(["config", "--checkpoint.init_from=/no/such"]) == 2
+    assert "[checkpoint] init_from = '/no/such': no such folder" in capsys.readouterr().err
+
+
+def test_where_there_is_nothing(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    words = ["--from", str(tmp_path / "no"), "--to", str(tmp_path / "new"), "--format", "hf"]
+    assert cli.main(["convert", *words]) == 1
+    assert f"--from = '{tmp_path / 'no'}': there is no such folder" in capsys.readouterr().err

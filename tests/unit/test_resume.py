@@ -1,0 +1,95 @@
+"""A changed TOML on resume: free, said with both values, or refused with both values; never ignored."""
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from titan.config import load_job
+from titan.errors import ConfigError
+from titan.resume import Changes, changed, compare
+
+QUICK = Path(__file__).parents[2] / "configs" / "quickstart.toml"
+
+
+def table(*words: str) -> dict[str, Any]:
+    return dict(load_job(QUICK, words, 1).table)
+
+
+def saved(fingerprint: str = "f", **more: Any) -> dict[str, Any]:
+    return {"config": table(), "data": {"samples": 24, "fingerprint": fingerprint}, **more}
+
+
+def test_the_same_job_has_nothing_to_say() -> None:
+    assert compare(saved(), table(), "f", False) == Changes()
+
+
+@pytest.mark.parametrize(
+    "words",
+    [
+        ("--mesh.dp_shard", "1"),
+        ("--run.name", "other"),
+        ("--data.workers", "2"),
+        ("--train.micro_batch_size", "4"),
+        ("--checkpoint.every", "3"),
+        ("--metrics.every", "1"),
+        ("--plugins.activation_checkpoint.mode", "full"),
+        ("--run.seed", "3"),  # the samples are the same: fingerprint below
+    ],
+)
+def test_what_changes_no_curve_is_free(words: tuple[str, ...]) -> None:
+    assert compare(saved(), table(*words), "f", False) == Changes()
+
+
+@pytest.mark.parametrize(
+    ("words", "said"),
+    [
+        (("--optimizer.lr", "1e-3"), "optimizer.lr = 0.001, the checkpoint has 0.004: holds from the next step on"),
+        (("--train.steps", "480"), "train.steps = 480, the checkpoint has 240: the run ends there; a schedule that"),
+        (("--train.global_batch_size", "48"), "train.global_batch_size = 48, the checkpoint has 24: the next step"),
+        (("--train.grad_clip", "0"), "train.grad_clip = 0.0, the checkpoint has 1.0"),
+        (("--loss.z_loss", "1e-4"), "loss.z_loss = 0.0001, the checkpoint has 0.0"),
+        (("--lr_schedule.warmup_steps", "5"), "lr_schedule.warmup_steps = 5, the checkpoint has 20"),
+        (("--plugins.bf16.enabled", "true"), "plugins.bf16 = on, the checkpoint has unset"),
+    ],
+)
+def test_what_takes_effect_is_said(words: tuple[str, ...], said: str) -> None:
+    changes = compare(saved(), table(*words), "f", False)
+    assert len(changes.said) == 1 and changes.said[0].startswith(said)
+    assert not changes.other_samples
+
+
+def test_another_model_is_refused() -> None:
+    with pytest.raises(ConfigError) as error:
+        compare(saved(), table("--model.dim", "64", "--model.norm_eps", "1e-6"), "f", False)
+    assert [str(fault) for fault in error.value.faults] == [
+        "model.dim = 64, the checkpoint has 128: these weights are of another model",
+        "model.norm_eps = 1e-06, the checkpoint has 1e-05: these weights are of another model",
+    ]
+
+
+def test_other_samples_are_refused_or_begun_anew() -> None:
+    now = table("--data.seq_len", "64", "--optimizer.lr", "1e-3")
+    with pytest.raises(ConfigError, match=r"data.seq_len = 64, the checkpoint has 128\); checkpoint.new_data = true"):
+        compare(saved(), now, "g", False)
+    with pytest.raises(ConfigError, match="the text itself is another"):
+        compare(saved(), table(), "g", False)
+    changes = compare(saved(), now, "g", True)
+    assert changes.other_samples
+    assert [sentence.split(",")[0] for sentence in changes.said] == [
+        "optimizer.lr = 0.001", "the samples are not those of the checkpoint: they begin at the first"
+    ]  # fmt: skip
+
+
+def test_new_data_is_new_once() -> None:
+    assert compare(saved(), table("--checkpoint.new_data", "true"), "f", True) == Changes()
+
+
+def test_a_mixture_is_compared_whole() -> None:
+    one, other = [{"name": "text", "weight": 1.0}], [{"name": "text", "weight": 2.0}]
+    (change,) = changed({"data": {"mixture": one}}, {"data": {"mixture": other}})
+    assert str(change) == f"data.mixture = {other!r}, the checkpoint has {one!r}"
+
+
+def test_tuples_come_back_as_lists() -> None:
+    assert list(changed({"a": [1, 2]}, {"a": (1, 2)})) == []

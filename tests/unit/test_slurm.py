@@ -1,0 +1,52 @@
+"""Slurm: the template parses and says what it should, and a job is put back into its queue by one sentence each way."""
+
+import re
+import subprocess
+from pathlib import Path
+
+import pytest
+
+from titan import slurm
+
+TEMPLATE = Path(__file__).parents[2] / "docs" / "slurm.sh"
+
+
+def test_the_template_parses() -> None:
+    subprocess.run(["bash", "-n", TEMPLATE], check=True)
+
+
+def test_the_template_says_when_and_how_to_come_back() -> None:
+    lines = TEMPLATE.read_text().splitlines()
+    options = [line.removeprefix("#SBATCH ") for line in lines if line.startswith("#SBATCH")]
+    assert {"--requeue", "--open-mode=append", "--signal=USR1@300", "--ntasks-per-node=1"} <= set(options)
+    assert all(re.fullmatch(r"--[a-z-]+(=\S+)?", option) for option in options)
+    first_command = next(n for n, line in enumerate(lines) if line and not line.startswith("#"))
+    assert not any(line.startswith("#SBATCH") for line in lines[first_command:]), "sbatch stops at the first command"
+
+
+def scontrol(folder: Path, code: int) -> dict[str, str]:
+    """An environment with a `scontrol` that writes its arguments down."""
+    tool = folder / "scontrol"
+    tool.write_text(f'#!/bin/sh\necho "$@" >>{folder}/asked\necho no such job >&2\nexit {code}\n')
+    tool.chmod(0o755)
+    return {"PATH": f"{folder}:/usr/bin:/bin", "SLURM_JOB_ID": "41"}
+
+
+@pytest.mark.parametrize("code", [0, 1])
+def test_a_job_is_queued_again(code: int, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    slurm.requeue(scontrol(tmp_path, code))
+    assert (tmp_path / "asked").read_text() == "requeue 41\n"
+    said = ["scontrol requeue 41: Slurm runs this job again, and it goes on from its checkpoint"]
+    refused = "warning: Slurm does not queue job 41 again (no such job); submit it again to go on"
+    assert capsys.readouterr().err.splitlines() == said + [refused] * code
+
+
+def test_without_scontrol_it_says_what_to_do(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    slurm.requeue({"PATH": str(tmp_path), "SLURM_JOB_ID": "41"})
+    said = "warning: there is no scontrol here, so job 41 is not queued again; submit it again to go on\n"
+    assert capsys.readouterr().err == said
+
+
+def test_elsewhere_it_does_nothing(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    slurm.requeue({"PATH": scontrol(tmp_path, 0)["PATH"]})
+    assert not (tmp_path / "asked").exists() and capsys.readouterr().err == ""

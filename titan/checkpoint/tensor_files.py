@@ -1,0 +1,185 @@
+"""A folder of safetensors files, as Hugging Face lays it out: one file, or shards and an index of them.
+
+The format (https://github.com/huggingface/safetensors): 8 bytes with the length of a JSON header, little endian; the
+header, which gives each tensor's type, shape and place; the data. Reading takes the library; writing is done here, a
+tensor at a time, because the library's writer wants all tensors of a file in memory at once.
+"""
+
+import json
+import os
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors import SafetensorError, safe_open
+from torch import Tensor
+
+from titan.errors import CheckpointError
+
+SINGLE, INDEX = "model.safetensors", "model.safetensors.index.json"
+PICKLED = "pytorch_model*.bin"
+TYPES = {"F64": torch.float64, "F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
+"""The types of weights that are read; others are packed or quantised."""
+
+
+@dataclass(frozen=True)
+class Stored:
+    """A tensor in a file. `type` is the format's word for it, a key of TYPES where it can be read."""
+
+    name: str
+    file: Path
+    shape: tuple[int, ...]
+    type: str
+
+    def read(self, bounds: Sequence[slice]) -> Tensor:
+        """A part of it, a slice with start and stop for each dimension; nothing else of the file is read.
+
+        Raises:
+            CheckpointError: the file cannot be read.
+        """
+        with _opened(self.file) as file:
+            value: Tensor = file.get_slice(self.name)[tuple(bounds)]
+        return value
+
+
+@contextmanager
+def _opened(path: Path) -> Iterator[Any]:
+    try:
+        with safe_open(path, framework="pt") as file:
+            yield file
+    except (SafetensorError, OSError) as error:
+        raise CheckpointError(f"{path} cannot be read: {error}") from error
+
+
+def find_tensors(folder: Path) -> dict[str, Stored]:
+    """Every tensor of a folder by name.
+
+    Raises:
+        CheckpointError: there are none, a file is absent, damaged or outside the folder, or the index is wrong.
+    """
+    if (folder / SINGLE).is_file():
+        return {tensor.name: tensor for tensor in _tensors_in(folder / SINGLE)}
+    if not (folder / INDEX).is_file():
+        pickled = sorted(path.name for path in folder.glob(PICKLED))
+        why = f"; {pickled[0]} is pickled, which can hide a program, and is not read" if pickled else ""
+        raise CheckpointError(f"{folder} holds neither {SINGLE} nor {INDEX}{why}")
+    index = _read_index(folder / INDEX)
+    files = {name: _inside(folder, name) for name in sorted(set(index.values()))}
+    found = {tensor.name: tensor for file in files.values() for tensor in _tensors_in(file)}
+    for name, file in index.items():
+        if name not in found or found[name].file != files[file]:
+            raise CheckpointError(f"{folder / INDEX} says that {name} is in {file}, where it is not")
+    unnamed = sorted(found.keys() - index.keys())
+    if unnamed:
+        raise CheckpointError(f"{folder / INDEX} does not name {unnamed[0]} of {found[unnamed[0]].file.name}")
+    return found
+
+
+def _read_index(path: Path) -> dict[str, str]:
+    try:
+        index = json.loads(path.read_text(encoding="utf-8"))
+    except (OSError, ValueError) as error:
+        raise CheckpointError(f"{path} cannot be read: {error}") from error
+    names = index.get("weight_map") if isinstance(index, dict) else None
+    if not isinstance(names, dict) or not all(isinstance(file, str) for file in names.values()):
+        raise CheckpointError(f"{path} has no weight_map of names to files")
+    return names
+
+
+def _inside(folder: Path, name: str) -> Path:
+    """The path of a shard. A stranger's index must not lead elsewhere; the hub's cache keeps its files in `blobs`."""
+    home, path = folder.resolve(), (folder / name).resolve()
+    allowed = [home, home.parents[1] / "blobs"] if home.parent.name == "snapshots" else [home]
+    if ".." in Path(name).parts or Path(name).is_absolute() or not any(map(path.is_relative_to, allowed)):
+        raise CheckpointError(f"{folder / INDEX} names {name!r}, which is outside its folder")
+    if not path.is_file():
+        raise CheckpointError(f"{folder} lacks {name}, which {INDEX} names")
+    return folder / name
+
+
+def _tensors_in(path: Path) -> list[Stored]:
+    with _opened(path) as file:
+        slices = {name: file.get_slice(name) for name in file.keys()}  # noqa: SIM118 (no mapping)
+        return [Stored(name, path, tuple(one.get_shape()), one.get_dtype()) for name, one in slices.items()]
+
+
+# --- writing ------------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Planned:
+    """A tensor to be written."""
+
+    shape: tuple[int, ...]
+    dtype: torch.dtype
+
+    @property
+    def bytes(self) -> int:
+        """Its size in a file."""
+        return torch.Size(self.shape).numel() * self.dtype.itemsize
+
+
+def write_tensors(
+    folder: Path, tensors: Mapping[str, Planned], value: Callable[[str], Tensor], shard_bytes: int
+) -> None:
+    """Write tensors into files of at most `shard_bytes` (or one tensor), with their index where there are several.
+
+    value: gives a tensor when its turn has come; none is kept.
+
+    Raises:
+        OSError: what the file system said.
+    """
+    shards = _shards(tensors, shard_bytes)
+    count = len(shards)
+    names = [SINGLE] if count == 1 else [f"model-{i:05d}-of-{count:05d}.safetensors" for i in range(1, count + 1)]
+    for file, shard in zip(names, shards, strict=True):
+        _write_file(folder / file, {name: tensors[name] for name in shard}, value)
+    if count > 1:
+        index = {
+            "metadata": {"total_size": sum(tensor.bytes for tensor in tensors.values())},
+            "weight_map": {name: file for file, shard in zip(names, shards, strict=True) for name in shard},
+        }
+        write_json(folder / INDEX, index)
+
+
+def _shards(tensors: Mapping[str, Planned], shard_bytes: int) -> list[list[str]]:
+    shards: list[list[str]] = [[]]
+    filled = 0
+    for name, tensor in tensors.items():
+        if shards[-1] and filled + tensor.bytes > shard_bytes:
+            shards.append([])
+            filled = 0
+        shards[-1].append(name)
+        filled += tensor.bytes
+    return shards
+
+
+def _write_file(path: Path, tensors: Mapping[str, Planned], value: Callable[[str], Tensor]) -> None:
+    words = {dtype: word for word, dtype in TYPES.items()}
+    header: dict[str, Any] = {"__metadata__": {"format": "pt"}}
+    end = 0
+    for name, tensor in tensors.items():
+        start, end = end, end + tensor.bytes
+        header[name] = {"dtype": words[tensor.dtype], "shape": tensor.shape, "data_offsets": [start, end]}
+    text = json.dumps(header, separators=(",", ":")).encode()
+    text += b" " * (-len(text) % 8)  # the data starts at a multiple of 8
+    with path.open("wb") as file:
+        file.write(len(text).to_bytes(8, "little") + text)
+        for name, tensor in tensors.items():
+            given = value(name).contiguous()
+            assert tuple(given.shape) == tensor.shape and given.dtype is tensor.dtype
+            file.write(given.view(-1).view(torch.uint8).numpy().data)
+        file.flush()
+        os.fsync(file.fileno())
+
+
+def write_json(path: Path, value: Any) -> None:
+    """Write a JSON file and see it onto the disk."""
+    with path.open("w", encoding="utf-8") as file:
+        json.dump(value, file, indent=2)
+        file.write("\n")
+        file.flush()
+        os.fsync(file.fileno())

@@ -1,0 +1,91 @@
+"""Weights alone, from a checkpoint of titan's or a Hugging Face folder: to start a run from, or to use a model."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from titan.checkpoint import folder as folders
+from titan.checkpoint.manifest import STATE
+from titan.checkpoint.ranks import Ranks
+from titan.errors import CheckpointError
+
+if TYPE_CHECKING:
+    from titan.contracts import Model, Part
+
+HF_CONFIG = "config.json"
+
+
+def find_weights(given: str | Path, option: str = "--checkpoint") -> Path:
+    """The folder that a user's path means: a Hugging Face folder, a checkpoint, or the newest of a run.
+
+    option: where the user gave it, for messages.
+
+    Raises:
+        CheckpointError: there are no weights.
+    """
+    path = Path(given).expanduser()
+    return path if is_hf(path) else folders.choose(str(given), option)
+
+
+def is_hf(path: Path) -> bool:
+    """Whether a folder holds a model as Hugging Face writes it."""
+    return (path / HF_CONFIG).is_file() and not (path / STATE).is_file()
+
+
+def read_hf_config(path: Path) -> dict[str, Any]:
+    """The config.json of a Hugging Face folder.
+
+    Raises:
+        CheckpointError: it cannot be read, or is no JSON object.
+    """
+    try:
+        config = json.loads((path / HF_CONFIG).read_text(encoding="utf-8"))
+    except (OSError, ValueError) as error:
+        raise CheckpointError(f"{path / HF_CONFIG} cannot be read: {error}") from error
+    if not isinstance(config, dict):
+        raise CheckpointError(f"{path / HF_CONFIG} is not a JSON object")
+    return config
+
+
+def stored_rest(path: Path) -> dict[str, Any]:
+    """What a checkpoint of titan's holds beside tensors, as `Run.rest` gave it.
+
+    Raises:
+        CheckpointError: it cannot be read.
+    """
+    rest = folders.read_state(path).get("rest")
+    if not isinstance(rest, dict):
+        raise CheckpointError(f"{path / STATE} lacks the table rest")
+    return rest
+
+
+def stored_config(path: Path) -> dict[str, Any]:
+    """The resolved job that a checkpoint of titan's was saved by.
+
+    Raises:
+        CheckpointError: it cannot be read, or does not say.
+    """
+    config = stored_rest(path).get("config")
+    if not isinstance(config, dict):
+        raise CheckpointError(f"{path / STATE} does not say which job the checkpoint is of")
+    return config
+
+
+def load_weights(path: Path, model: Model, parts: Sequence[Part], ranks: Ranks) -> None:
+    """Fill the parts' tensors, in place, at any layout; all ranks together.
+
+    Raises:
+        CheckpointError: a tensor is absent, left over, or of another shape; something cannot be read.
+        ConfigError: a config.json is of another model.
+    """
+    if is_hf(path):
+        from titan.checkpoint import huggingface
+
+        huggingface.load(path, model, parts, ranks)
+    else:
+        from titan.checkpoint import restore
+
+        restore.load_weights(path, parts, ranks)

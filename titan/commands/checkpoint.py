@@ -1,0 +1,222 @@
+"""`titan checkpoint`: what checkpoints there are, whether they are as they were written, remove some."""
+
+import argparse
+import json
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from shutil import rmtree
+from typing import Any
+
+from titan.checkpoint import folder as folders
+from titan.checkpoint import manifest
+from titan.errors import EXIT_DONE, EXIT_FAILED, CheckpointError
+
+HELP = "list checkpoints, verify that they are as they were written, or remove some"
+
+WHERE = "a run, its folder of checkpoints, or one checkpoint"
+COMPLETE, DAMAGED, UNFINISHED = "complete", "damaged", "unfinished"
+
+_LIST = f"""List checkpoints, oldest first: step, when it was saved (UTC), size, ranks, layout, and one of
+  {COMPLETE}    all files are there, in the size they were written in
+  {DAMAGED}     a file is missing or of another size; `titan checkpoint verify` also finds flipped bits
+  {UNFINISHED}  being written, or left by a run that was killed; the next save or resume sweeps it"""
+_VERIFY = """Read every file and hold it against the manifest of its checkpoint, then read what the checkpoint says
+about itself. Names each fault; exits with 1 if there is one. The manifest tells damage, not malice: whoever changes
+a file on purpose can change the manifest too. No code of a checkpoint's author runs when it is verified or loaded."""
+_RM = """Remove one checkpoint, or with --keep all of a folder but the newest complete ones (damaged ones go too,
+unfinished ones stay). Asks first. The only complete checkpoint of a folder goes only with --yes. What is no checkpoint,
+or holds files that are no part of one, is never touched."""
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """One parser for each of the three."""
+    kinds = parser.add_subparsers(dest="action", metavar="ACTION", required=True)
+    for name, about, does in (("list", _LIST, _list), ("verify", _VERIFY, _verify), ("rm", _RM, _rm)):
+        first = about.partition(":")[0].partition(".")[0]
+        kind = kinds.add_parser(
+            name, help=first[0].lower() + first[1:].replace("\n", " "), description=about,
+            formatter_class=argparse.RawDescriptionHelpFormatter,
+        )  # fmt: skip
+        kind.add_argument("where", type=Path, metavar="DIR", help=WHERE)
+        kind.add_argument("--json", action="store_true", help="one JSON object")
+        kind.set_defaults(does=does)
+    kind.add_argument("--keep", type=int, metavar="N", help="remove all but the N newest complete ones of a folder")
+    kind.add_argument("--yes", action="store_true", help="do not ask")
+
+
+def run(args: argparse.Namespace) -> int:
+    """Do it and report."""
+    try:
+        code: int = args.does(args)
+    except OSError as error:
+        if error.filename is None:  # not a file's: a reader of our output that has left
+            raise
+        raise CheckpointError(f"{error.filename}: {error.strerror}") from error
+    return code
+
+
+def _list(args: argparse.Namespace) -> int:
+    found = [_about(path) for path in _checkpoints(args.where)]
+    if args.json:
+        print(json.dumps({"checkpoints": found}))
+        return EXIT_DONE
+    rows = [["step", "saved", "size", "ranks", "layout", "state", "path"]]
+    for one in found:
+        shown = (one["step"], one["saved"], _megabytes(one["bytes"]), one["world_size"], one["layout"], one["state"])
+        rows.append(["-" if value is None else str(value) for value in (*shown, one["path"])])
+    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
+    for row in rows:
+        print("  ".join(text.ljust(width) for text, width in zip(row, widths, strict=True)).rstrip())
+    for one in found:
+        if one["fault"]:
+            print(one["fault"], file=sys.stderr)
+    return EXIT_DONE
+
+
+def _verify(args: argparse.Namespace) -> int:
+    found = [path for path in _checkpoints(args.where) if path.suffix != ".tmp"]
+    total = sum(_bytes(path) for path in found)
+    if not found:
+        raise CheckpointError(f"{args.where} holds no finished checkpoint")
+    from tqdm import tqdm  # type: ignore[import-untyped, unused-ignore]
+
+    with tqdm(total=total, unit="B", unit_scale=True, leave=False, disable=not sys.stderr.isatty()) as bar:
+        faults = {path: _faults(path, bar.update) for path in found}
+    if args.json:
+        told = [{"path": str(path), "faults": some} for path, some in faults.items()]
+        print(json.dumps({"checkpoints": told, "bytes": total}))
+    else:
+        for path, some in faults.items():
+            print(f"{path}: {DAMAGED if some else 'as it was written'}, {_megabytes(_bytes(path))}")
+            for fault in some:
+                print(f"  {fault}")
+    return EXIT_FAILED if any(faults.values()) else EXIT_DONE
+
+
+def _rm(args: argparse.Namespace) -> int:
+    doomed, spared = _doomed(args.where, args.keep)
+    if any(_sound(path) for path in doomed) and not any(_sound(path) for path in spared) and not args.yes:
+        raise CheckpointError(f"{doomed[-1]} is the only complete checkpoint there; --yes removes it all the same")
+    for path in doomed:
+        foreign = [file.name for file in path.iterdir() if not _is_part(file)]
+        if path.is_symlink() or foreign:
+            what = f"holds {min(foreign)}, which is no part of a checkpoint" if foreign else "is a link"
+            raise CheckpointError(f"{path} {what}: it is left alone, and so is everything else")
+    if doomed and not args.yes:
+        print(*(f"{path}, {_megabytes(_bytes(path))}" for path in doomed), sep="\n", file=sys.stderr)
+        print(f"remove {len(doomed)} checkpoint{'s'[: len(doomed) != 1]}? [y/N] ", end="", file=sys.stderr, flush=True)
+        if sys.stdin.readline().strip().lower() not in ("y", "yes"):
+            print("nothing removed", file=sys.stderr)
+            return EXIT_FAILED
+    freed = sum(_bytes(path) for path in doomed)
+    for path in doomed:
+        rmtree(path) if path.suffix == ".tmp" else folders.remove(path)
+    if args.json:
+        print(json.dumps({"removed": [str(path) for path in doomed], "bytes": freed}))
+    else:
+        print(f"{len(doomed)} removed, {_megabytes(freed)} freed")
+    return EXIT_DONE
+
+
+def _doomed(where: Path, keep: int | None) -> tuple[list[Path], list[Path]]:
+    """Which checkpoints to remove, and which others stand beside them."""
+    if keep is None:
+        if not _is_checkpoint(where):
+            raise CheckpointError(f"{where} is not a checkpoint; --keep N removes all but the newest N of a folder")
+        return [where], [path for path in folders.complete(where.parent) if path.resolve() != where.resolve()]
+    if keep < 1:
+        raise CheckpointError(f"--keep {keep}: must be at least 1")
+    if _is_checkpoint(where):
+        raise CheckpointError(f"{where} is one checkpoint; --keep is for a folder of them")
+    inside = _inside(where)
+    complete, damaged = folders.survey(inside)
+    return [*damaged, *complete[:-keep]], complete[-keep:]
+
+
+def _checkpoints(where: Path) -> list[Path]:
+    """All checkpoints a path means: complete ones as they were committed, then the damaged and the unfinished."""
+    if _is_checkpoint(where):
+        return [where]
+    inside = _inside(where)
+    complete, damaged = folders.survey(inside)
+    unfinished = sorted(path for path in inside.iterdir() if folders.is_unfinished(path))
+    found = [*complete, *damaged, *unfinished]
+    if not found:
+        raise CheckpointError(f"{where} is not a checkpoint and holds none")
+    return found
+
+
+def _inside(where: Path) -> Path:
+    if not where.is_dir():
+        raise CheckpointError(f"{where}: there is no such folder")
+    return where / "checkpoints" if (where / "checkpoints").is_dir() else where
+
+
+def _is_checkpoint(path: Path) -> bool:
+    return path.is_dir() and (folders.is_complete(path) or folders.is_unfinished(path) or folders.is_step(path))
+
+
+def _is_part(file: Path) -> bool:
+    return file.is_file() and (file.name in (manifest.MANIFEST, ".metadata.tmp") or manifest.is_piece(file.name))
+
+
+def _sound(path: Path) -> bool:
+    return path.suffix != ".tmp" and not _fault(path)
+
+
+def _fault(path: Path) -> str:
+    """What is cheap to see; empty for none."""
+    try:
+        folders.check_sizes(path)
+        folders.read_state(path)
+    except CheckpointError as error:
+        return str(error)
+    return ""
+
+
+def _faults(path: Path, read: Callable[[int], object]) -> list[str]:
+    """Everything that keeps a checkpoint from being what was written."""
+    # Imported here: `titan --help` has no use for torch.distributed.checkpoint.
+    from titan.checkpoint import metadata
+
+    lacks = folders.lacking(path)
+    if lacks:
+        return [f"it lacks {' and '.join(lacks)}"]
+    try:
+        pieces = manifest.read(path)
+        wrong = manifest.wrong_sizes(path, pieces)
+        faults = list(wrong.values()) + manifest.wrong_hashes(path, pieces, pieces.keys() - wrong.keys(), read)
+        if not faults:
+            folders.read_state(path)
+            metadata.read(path, pieces)
+    except CheckpointError as error:
+        return [str(error)]
+    return faults
+
+
+def _about(path: Path) -> dict[str, Any]:
+    fault = "" if path.suffix == ".tmp" else _fault(path)
+    state = COMPLETE if _sound(path) else DAMAGED if fault else UNFINISHED
+    said = folders.read_state(path) if state == COMPLETE else {}
+    mesh = said.get("rest", {}).get("config", {}).get("mesh")
+    return {
+        "path": str(path), "step": said.get("step", folders.step_of(path)), "saved": said.get("saved"),
+        "bytes": _bytes(path), "world_size": said.get("world_size"), "layout": _layout(mesh), "state": state,
+        "fault": fault,
+    }  # fmt: skip
+
+
+def _layout(mesh: Any) -> str | None:
+    """The degrees of a job's mesh that are not 1, as in `dp_shard 4 tp 2`."""
+    if not isinstance(mesh, dict):
+        return None
+    return " ".join(f"{axis} {degree}" for axis, degree in mesh.items() if type(degree) is int and degree != 1) or "one"
+
+
+def _bytes(path: Path) -> int:
+    return sum(file.lstat().st_size for file in path.iterdir())
+
+
+def _megabytes(size: int) -> str:
+    return f"{size / 1e6:,.1f} MB"

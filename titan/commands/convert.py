@@ -1,0 +1,79 @@
+"""`titan convert`: weights from a checkpoint to a Hugging Face folder, or back."""
+
+import argparse
+import json
+import sys
+from pathlib import Path
+from typing import Any
+
+from titan.checkpoint.weights import find_weights
+from titan.config import Job, load_job
+from titan.errors import ConfigError, Fault
+from titan.trained import open_job
+
+HELP = "turn the weights of a checkpoint into a Hugging Face folder, or back"
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """From where, to where, into what."""
+    parser.description = f"""{HELP}.
+
+What is read may be a Hugging Face folder (config.json and safetensors), a checkpoint, or a run, whose newest is taken.
+Optimizer state is left behind. Go on from the result with --checkpoint.init_from, or load it with transformers.
+One tensor at a time is in memory."""
+    parser.add_argument("--from", type=Path, required=True, metavar="DIR", dest="source", help="weights to convert")
+    parser.add_argument("--to", type=Path, required=True, metavar="DIR", help="folder to make; must not hold anything")
+    parser.add_argument("--format", choices=("hf", "dcp"), required=True, help="hf: Hugging Face; dcp: titan's own")
+    parser.add_argument(
+        "--config", type=Path, metavar="FILE", help="TOML with [model] and [tokenizer], where --from does not say them"
+    )
+    parser.add_argument("--dtype", choices=("float32", "bfloat16"), help="type to write; default: the one stored")
+    parser.add_argument(
+        "--shard-size", type=float, default=5.0, metavar="GB", help="largest file of format hf; default: 5"
+    )
+    parser.add_argument("--json", action="store_true", help="one JSON object")
+    parser.set_defaults(takes_overrides=True)
+
+
+def run(args: argparse.Namespace) -> int:
+    """Convert and report."""
+    if not args.shard_size > 0:
+        raise ConfigError([Fault("command line", f"--shard-size {args.shard_size:g}: must be above 0")])
+    report = _convert(args)
+    if args.json:
+        print(json.dumps(report))
+    else:
+        size = report["bytes"] / 1e9
+        print(f"{report['tensors']} tensors, {size:,.2f} GB in {report['files']} files: {report['to']}")
+    return 0
+
+
+def _convert(args: argparse.Namespace) -> dict[str, Any]:
+    # Imported here: `titan --help` has no use for torch.distributed.checkpoint.
+    import torch
+    from tqdm import tqdm  # type: ignore[import-untyped, unused-ignore]
+
+    from titan.checkpoint import conversion
+
+    path, job = _open(args)
+    weights = conversion.open_weights(path, job.model)
+    dtype = {None: None, "float32": torch.float32, "bfloat16": torch.bfloat16}[args.dtype]
+    talks = sys.stderr.isatty()
+    with tqdm(total=len(weights.shapes), unit=" tensors", leave=False, disable=not talks) as bar:
+        if args.format == "hf":
+            shard_bytes = int(args.shard_size * 1e9)
+            conversion.write_hf(args.to, weights, job.model, job.tokenizer, dtype, shard_bytes, bar.update)
+        else:
+            conversion.write_checkpoint(args.to, weights, job.table, dtype, bar.update)
+    files = [file for file in args.to.rglob("*") if file.is_file()]
+    return {
+        "from": str(path), "to": str(args.to), "format": args.format, "tensors": len(weights.shapes),
+        "files": len(files), "bytes": sum(file.stat().st_size for file in files),
+    }  # fmt: skip
+
+
+def _open(args: argparse.Namespace) -> tuple[Path, Job]:
+    """Where the weights lie, and a job with their model and tokenizer."""
+    if args.config is None:
+        return open_job(args.source, args.overrides, 1, "--from")
+    return find_weights(args.source, "--from"), load_job(args.config, args.overrides)

@@ -1,0 +1,148 @@
+"""`titan eval`: how well a trained model predicts text."""
+
+import argparse
+import functools
+import json
+import math
+import sys
+import traceback
+from typing import TYPE_CHECKING, Any
+
+from titan import launch
+from titan.errors import EXIT_DONE, EXIT_FAILED, ConfigError, Fault, TitanError, report
+
+if TYPE_CHECKING:
+    from titan.config import Job
+
+HELP = "measure how well a trained model predicts text"
+MOST_BY_DEFAULT = 2048
+"""Tokens of a window, where a Hugging Face model could take more."""
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Which model, which data, and how they are read."""
+    parser.description = f"""{HELP}: perplexity per token and per word, bits per byte, last words.
+
+  titan eval --checkpoint runs/quickstart --data stdlib --data.part held_out
+  titan eval --checkpoint runs/mine --data text --path book.txt --path more/ --json
+  titan eval --checkpoint gpt2/ --data jsonl --path lambada.jsonl --last-word
+  NPROC=4 titan eval --checkpoint runs/big --data text --path book.txt --mesh.tp 4 --plugins.bf16.enabled true
+
+Options of the dataset are given as --data.KEY VALUE (titan plugins says which there are). Results are the same at any
+layout and batch size, up to rounding. As in the Language Model Evaluation Harness:
+
+  loss             nats per predicted token; perplexity is e to it
+  word_perplexity  e to the nats per word; words are what whitespace leaves
+  bits_per_byte    bits per byte of the text in UTF-8 (not known of token shards, as words are not)
+
+Each document stands alone. Every token of it is predicted, the first one from the end id (--first-token skip: the
+others, as transformers does); an end id after the text is not. A longer document than --seq-len is read in windows of
+that many tokens whose ends lie --stride apart; each predicts what those before it have not.
+
+--last-word asks for the last word of each document alone, as LAMBADA does: accuracy is the share of documents where
+each of its tokens is the most probable one; word_perplexity is LAMBADA's perplexity."""
+    parser.add_argument(
+        "--checkpoint", required=True, metavar="DIR", help="a run, a checkpoint or a Hugging Face folder"
+    )
+    parser.add_argument("--data", required=True, metavar="NAME", help="dataset: text, jsonl, shards, ...")
+    parser.add_argument("--path", action="append", metavar="P", help="the dataset's files; may be given again")
+    parser.add_argument("--last-word", action="store_true", help="measure the last word of each document")
+    parser.add_argument(
+        "--seq-len", type=int, metavar="N",
+        help="most tokens that the model sees; default: what it was trained with, of a Hugging Face folder what it can "
+        f"take, at most {MOST_BY_DEFAULT}",
+    )  # fmt: skip
+    parser.add_argument("--stride", type=int, metavar="N", help="tokens from window to window; default: --seq-len")
+    parser.add_argument(
+        "--first-token", choices=("predict", "skip"), default="predict", help="of each document; default: predict"
+    )
+    parser.add_argument("--batch-size", type=int, default=8, metavar="N", help="windows a forward; default: 8")
+    parser.add_argument("--limit", type=int, metavar="N", help="only the first N documents")
+    parser.add_argument("--json", action="store_true", help="one JSON object")
+    parser.set_defaults(takes_overrides=True)
+
+
+def run(args: argparse.Namespace) -> int:
+    """Measure on one process, or on the ranks that NPROC asks for."""
+    for option in ("seq_len", "stride", "batch_size", "limit"):
+        value = getattr(args, option)
+        if value is not None and value < 1:
+            raise ConfigError([Fault("command line", f"--{option.replace('_', '-')} {value}: must be at least 1")])
+    place = launch.place_asked_for()
+    if place is None:
+        return _as_rank(args, [])
+    _, job = _open(args, place.world_size)  # what is wrong is said once, before there are ranks
+    job.sources[0].plugin.files()
+    return launch.start(functools.partial(_as_rank, args), [], place)
+
+
+def _open(args: argparse.Namespace, world_size: int) -> "tuple[Any, Job]":
+    """Where the weights lie, and the job: the model's, with the data of the command line."""
+    from titan.checkpoint.weights import is_hf
+    from titan.trained import open_job
+
+    words = ["--data.name", args.data]
+    if args.path:
+        words += ["--data.path", args.path[0] if len(args.path) == 1 else json.dumps(args.path)]
+    if args.seq_len:
+        words += ["--data.seq_len", str(args.seq_len)]
+    words += args.overrides
+    path, job = open_job(args.checkpoint, words, world_size)
+    if is_hf(path) and not any(word.startswith("--data.seq_len") for word in words):
+        words += ["--data.seq_len", str(min(job.plan.max_seq_len, MOST_BY_DEFAULT))]
+        path, job = open_job(args.checkpoint, words, world_size)
+    return path, job
+
+
+def _as_rank(args: argparse.Namespace, _: list[str]) -> int:
+    from titan import log, ranks, watchdog
+
+    watchdog.answer_to_quit()
+    number = 0
+    try:
+        path, job = _open(args, ranks.launched_world_size())
+        me = ranks.join(job)
+        number = me.number
+        log.set_up(number)
+        found = _measure(args, path, job, me)
+        if number == 0:
+            _show(found, args.json)
+        return EXIT_DONE
+    except TitanError as error:
+        report(error, number)
+        return error.exit_code
+    except KeyboardInterrupt:
+        return EXIT_FAILED
+    except Exception:
+        traceback.print_exc()
+        return EXIT_FAILED
+    finally:
+        ranks.leave()
+
+
+def _measure(args: argparse.Namespace, path: Any, job: "Job", me: Any) -> dict[str, Any]:
+    # Imported here: `titan --help` has no use for torch.distributed.checkpoint.
+    from tqdm import tqdm  # type: ignore[import-untyped, unused-ignore]
+
+    from titan.evaluation import Reading, evaluate, last_words
+    from titan.trained import open_trained
+
+    reading = Reading(
+        stride=args.stride or 0, first_token=args.first_token, batch_size=args.batch_size, limit=args.limit or 0
+    )
+    trained = open_trained(path, job, me)
+    shown = me.number == 0 and sys.stderr.isatty()
+    with tqdm(unit=" tokens", unit_scale=True, desc="predicted", leave=False, disable=not shown) as bar:
+        found = (last_words if args.last_word else evaluate)(trained, reading, bar.update)
+    return {**found, "seq_len": job.data.seq_len, "checkpoint": str(path), "data": args.data}
+
+
+def _show(found: dict[str, Any], as_json: bool) -> None:
+    if as_json:
+        finite = {k: None if isinstance(v, float) and not math.isfinite(v) else v for k, v in found.items()}
+        print(json.dumps(finite, allow_nan=False))
+        return
+    width = max(map(len, found))
+    for key, value in found.items():
+        shown = f"{value:.6g}" if isinstance(value, float) else f"{value:,}" if isinstance(value, int) else value
+        print(f"{key:<{width}}  {'-' if shown is None else shown}")

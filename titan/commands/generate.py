@@ -1,0 +1,210 @@
+"""`titan generate`: continue prompts with a trained model."""
+
+import argparse
+import functools
+import json
+import os
+import signal
+import sys
+import time
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from titan import generation, launch, log, preemption, ranks
+from titan.config import Job
+from titan.errors import EXIT_DONE, EXIT_FAILED, ConfigError, DataError, Fault, TitanError, report
+from titan.generation import Sampling, Text, Words
+from titan.trained import Trained, open_job, open_trained
+
+HELP = "continue prompts with a trained model"
+DESCRIPTION = f"""{HELP}: a checkpoint, a run (its newest one), or a Hugging Face folder.
+
+The prompt and what follows are printed as they come; with --json, or with several prompts or samples, when all is done.
+Layout, precision and device are yours to say, as --table.key value: nothing of how the model was trained matters.
+"""
+EXAMPLES = """examples:
+  titan generate --checkpoint runs/quickstart --prompt "def read(self, path):" --max-new-tokens 64
+  titan generate --checkpoint Llama-3.2-1B --prompt "The capital of France is" --temperature 0 --json
+  titan generate --checkpoint runs/mine --prompt-file prompts.txt --samples 4 --top-p 0.9 --run.device cpu
+  git log -1 | titan generate --checkpoint runs/mine --prompt - --plugins.bf16.enabled true
+  NPROC=2 titan generate --checkpoint runs/mine --prompt "import " --mesh.tp 2
+
+environment: NPROC (ranks to start on this node; default: this process alone). Under torchrun or srun, the ranks they
+started. Layers split over ranks (--mesh.pp) work, but go through all of the text for each token.
+"""
+STDIN = "-"
+
+
+@dataclass(frozen=True)
+class Request:
+    """What every rank is to do. prompts: words and ids of each."""
+
+    checkpoint: str
+    overrides: Sequence[str]
+    prompts: Sequence[tuple[str, tuple[int, ...]]]
+    sampling: Sampling
+    json: bool
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """The model, what it goes on from, how tokens are drawn."""
+    default = Sampling()
+    parser.description, parser.epilog = DESCRIPTION, EXAMPLES
+    parser.add_argument("--checkpoint", required=True, metavar="DIR", help="the model; its tokenizer is taken too")
+    prompts = parser.add_mutually_exclusive_group(required=True)
+    prompts.add_argument("--prompt", action="append", metavar="TEXT", help="may be given again; -: all of stdin")
+    prompts.add_argument("--prompt-file", metavar="FILE", help="a prompt a line, empty lines left out; -: from stdin")
+    parser.add_argument(
+        "--max-new-tokens", type=int, default=default.max_new_tokens, metavar="N",
+        help="a text stops here, where its document ends, or at max_seq_len; default: %(default)s",
+    )  # fmt: skip
+    parser.add_argument(
+        "--temperature", type=float, default=default.temperature, metavar="T",
+        help="0: always the most probable token; 1: as the model has learnt; default: %(default)s",
+    )  # fmt: skip
+    parser.add_argument(
+        "--top-k", type=int, default=default.top_k, metavar="K",
+        help="draw from the K most probable tokens; 0, the default: from all",
+    )  # fmt: skip
+    parser.add_argument(
+        "--top-p", type=float, default=default.top_p, metavar="P",
+        help="draw from the fewest tokens that hold this probability together; default: 1, all",
+    )  # fmt: skip
+    parser.add_argument("--samples", type=int, default=1, metavar="N", help="texts for each prompt; default: 1")
+    parser.add_argument(
+        "--seed", type=int, default=default.seed, metavar="S",
+        help="the same seed draws the same text, at any layout up to rounding; default: %(default)s",
+    )  # fmt: skip
+    parser.add_argument(
+        "--json", action="store_true",
+        help="one JSON object: text and tokens (ids) that were generated first, and results, the same of every text",
+    )  # fmt: skip
+    parser.set_defaults(takes_overrides=True)
+
+
+def run(args: argparse.Namespace) -> int:
+    """Generate on this process, or on the ranks that the environment asks for."""
+    sampling = _sampling(args)
+    place = launch.place_asked_for()
+    world_size = ranks.launched_world_size() if place is None else place.world_size
+    if STDIN in (args.prompt_file, *(args.prompt or ())) and place is None and world_size > 1:
+        raise ConfigError([Fault("command line", f"{STDIN}: {world_size} ranks cannot all read stdin; use a file")])
+    # Here too, and not on the ranks alone, so that what is wrong is said once.
+    _, job = open_job(args.checkpoint, args.overrides, world_size, "--checkpoint")
+    prompts = [(prompt, generation.encode(job, prompt)) for prompt in _prompts(args)]
+    request = Request(args.checkpoint, args.overrides, prompts, sampling, args.json)
+    if place is None:
+        return _as_rank(request, [])
+    return launch.start(functools.partial(_as_rank, request), [], place)
+
+
+def _sampling(args: argparse.Namespace) -> Sampling:
+    allowed = {
+        "max_new_tokens": (args.max_new_tokens >= 1, "at least 1"),
+        "temperature": (0 <= args.temperature < float("inf"), "at least 0"),
+        "top_k": (args.top_k >= 0, "at least 0"),
+        "top_p": (0 < args.top_p <= 1, "above 0 and at most 1"),
+        "samples": (args.samples >= 1, "at least 1"),
+    }
+    faults = [
+        Fault("command line", f"--{name.replace('_', '-')} {getattr(args, name)}: must be {what}")
+        for name, (good, what) in allowed.items()
+        if not good
+    ]
+    if faults:
+        raise ConfigError(faults)
+    return Sampling(seed=args.seed, **{name: getattr(args, name) for name in allowed})
+
+
+def _prompts(args: argparse.Namespace) -> Iterator[str]:
+    """The prompts, in order.
+
+    Raises:
+        DataError: the file cannot be read, or holds none.
+    """
+    if args.prompt is not None:
+        yield from (_read(STDIN) if prompt == STDIN else prompt for prompt in args.prompt)
+        return
+    lines = [line for line in _read(args.prompt_file).split("\n") if line.strip()]
+    if not lines:
+        raise DataError(f"--prompt-file {args.prompt_file}: holds no prompt")
+    yield from lines
+
+
+def _read(source: str) -> str:
+    try:
+        data = sys.stdin.buffer.read() if source == STDIN else Path(source).expanduser().read_bytes()
+        return data.decode()
+    except OSError as error:
+        raise DataError(f"--prompt-file {source}: cannot be read: {error.strerror}") from None
+    except UnicodeDecodeError as error:
+        raise DataError(f"{'stdin' if source == STDIN else source}: is no UTF-8: {error}") from None
+
+
+def _as_rank(request: Request, _: list[str]) -> int:
+    for number in preemption.SIGNALS:  # there is nothing to save
+        signal.signal(number, signal.SIG_DFL)
+    rank = int(os.environ.get("RANK", "0"))
+    log.set_up(rank)
+    try:
+        path, job = open_job(request.checkpoint, request.overrides, ranks.launched_world_size(), "--checkpoint")
+        trained = open_trained(path, job, ranks.join(job))
+        _generate(trained, request)
+        return EXIT_DONE
+    except TitanError as error:
+        report(error, rank)
+        return error.exit_code
+    except KeyboardInterrupt:
+        return EXIT_FAILED
+    finally:
+        ranks.leave()
+
+
+def _generate(trained: Trained, request: Request) -> None:
+    began = time.perf_counter()
+    talks, tokenizer = trained.rank.number == 0, trained.job.tokenizer
+    watch: Callable[[int, int], None] | None = None
+    if talks and not request.json and len(request.prompts) * request.sampling.samples == 1:
+        [(prompt, ids)] = request.prompts
+        words = Words(tokenizer, ids)
+        print(prompt, end="", flush=True)
+
+        def watch(_: int, token: int) -> None:
+            print(words.add(token), end="", flush=True)
+
+    prompts = [ids for _, ids in request.prompts]
+    texts = generation.generate(trained.world, trained.engine, prompts, request.sampling, watch)
+    if not talks:
+        return
+    if watch is not None:
+        print(words.rest())
+    else:
+        _show(texts, trained.job, request)
+    _close(texts, trained.job, time.perf_counter() - began)
+
+
+def _show(texts: Sequence[Text], job: Job, request: Request) -> None:
+    said = [prompt for prompt, _ in request.prompts for _ in range(request.sampling.samples)]
+    results = [_result(prompt, text, job) for prompt, text in zip(said, texts, strict=True)]
+    if request.json:
+        print(json.dumps({**results[0], "results": results}))
+        return
+    for number, result in enumerate(results):
+        prompt, sample = divmod(number, request.sampling.samples)
+        print(f"--- prompt {prompt + 1}, sample {sample + 1}\n{result['prompt']}{result['text']}")
+
+
+def _result(prompt: str, text: Text, job: Job) -> dict[str, Any]:
+    return {
+        "text": generation.words(job.tokenizer, text), "tokens": text.tokens, "prompt": prompt,
+        "prompt_tokens": len(text.prompt), "stopped": text.stopped,
+    }  # fmt: skip
+
+
+def _close(texts: Sequence[Text], job: Job, seconds: float) -> None:
+    count = sum(len(text.tokens) for text in texts)
+    print(f"{count} tokens in {seconds:.1f} s, {count / seconds:.1f} a second", file=sys.stderr)
+    if any(text.stopped == "max_seq_len" for text in texts):
+        print(f"stopped at the model's max_seq_len, {job.plan.max_seq_len} tokens with the prompt", file=sys.stderr)

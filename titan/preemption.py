@@ -1,0 +1,84 @@
+"""Preemption: when a scheduler or a time limit asks any rank to make room, all ranks stop after the same step.
+
+SIGTERM and SIGUSR1 are only noted when they come; what is under way, a step or a save, goes on. Each step carries the
+largest of all ranks' notes along: an all-reduce of one integer over gloo, from host memory, begun before the step and
+read after it, so that no device is waited for and all ranks read the same. A signal that comes during step n is
+therefore acted upon after step n + 1 at the latest; one that comes before the first step, after the first. A run that
+is asked to stop always does a step first, and so always gets on.
+
+Cost: 8 bytes a step, hidden behind it.
+"""
+
+import contextlib
+import os
+import signal
+import threading
+import time
+from collections.abc import Iterator
+from datetime import timedelta
+from types import FrameType
+
+import torch
+import torch.distributed as dist
+
+SIGNALS = (signal.SIGTERM, signal.SIGUSR1)
+STARTED = "TITAN_STARTED"
+"""Environment variable by which ranks know when the command was started, in seconds of the monotonic clock."""
+
+_NOTHING, _TIME_LIMIT = 0, 1000  # between them, the numbers of signals
+
+_noted: set[int] = set()
+_imported = time.monotonic()
+
+
+@contextlib.contextmanager
+def listening() -> Iterator[None]:
+    """Note `SIGNALS` instead of dying of them; outside of the main thread, where none can be caught, do nothing."""
+    if threading.current_thread() is not threading.main_thread():
+        yield
+        return
+    before = {number: signal.signal(number, _note) for number in SIGNALS}
+    try:
+        yield
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)
+        _noted.clear()
+
+
+def _note(number: int, _: FrameType | None) -> None:
+    _noted.add(number)
+
+
+class Preemption:
+    """What asks the run to stop, agreed on by all ranks. Made by all together; then `ask` and `due` around each step.
+
+    max_minutes: since the command was started, on whichever rank's clock comes first; 0 for no limit.
+    timeout_s: longest wait for another rank.
+    """
+
+    def __init__(self, world_size: int, max_minutes: float, timeout_s: float) -> None:
+        self._ends = float(os.environ.get(STARTED, _imported)) + 60 * max_minutes if max_minutes else float("inf")
+        self._group = dist.new_group(backend="gloo", timeout=timedelta(seconds=timeout_s)) if world_size > 1 else None
+        self._largest = torch.zeros((), dtype=torch.int64)
+        self._asked: dist.Work | None = None
+
+    def ask(self) -> None:
+        """Before a step: begin to ask all ranks."""
+        self._largest.fill_(self._mine())
+        if self._group is not None:
+            self._asked = dist.all_reduce(self._largest, dist.ReduceOp.MAX, self._group, async_op=True)
+
+    def due(self) -> str:
+        """After the step: the name of what asks the run to stop, the same on all ranks; empty to go on."""
+        if self._asked is not None:
+            self._asked.wait()
+        agreed = int(self._largest)
+        if agreed == _TIME_LIMIT:
+            return "run.max_minutes"
+        return signal.Signals(agreed).name if agreed else ""
+
+    def _mine(self) -> int:
+        if _noted:
+            return max(_noted)
+        return _TIME_LIMIT if time.monotonic() > self._ends else _NOTHING
