@@ -5,20 +5,13 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-import torch
-from torch.torch_version import TorchVersion
-
 from titan.config.job import choose_micro_batch
 from titan.plugins.parallel.pipeline.stages import ONE_STAGE, SPLIT_BACKWARD, V_SHAPED, takes
 
 Keys = dict[str, Any]
 
 AXES = ("dp_replicate", "dp_shard", "tp", "pp")
-# torch before 2.13 cannot send to its own rank with gloo, which the V-shaped schedules do.
-SELF_SEND = TorchVersion(torch.__version__) >= "2.13"
-SCHEDULES = (
-    "GPipe", "1F1B", "Interleaved1F1B", "LoopedBFS", "InterleavedZeroBubble", *(V_SHAPED if SELF_SEND else ())
-)  # fmt: skip
+SCHEDULES = ("GPipe", "1F1B", "Interleaved1F1B", "LoopedBFS", "InterleavedZeroBubble", "ZBVZeroBubble", "DualPipeV")
 RANKS = {1: 8, 2: 28, 3: 8, 4: 32, 5: 3, 6: 9, 7: 2, 8: 10}
 """World sizes by how often they are drawn, in percent."""
 HEADS = ((1, 1), (2, 1), (3, 3), (4, 2), (4, 4), (5, 5), (6, 2), (6, 3), (6, 6), (7, 7), (8, 4), (8, 8), (10, 5))
@@ -59,7 +52,7 @@ def _text(value: Any) -> str:
 
 
 def draw(seed: int, index: int) -> Drawn:
-    """The job of this number: the same on every machine with the same schedules."""
+    """The job of this number: the same on every machine."""
     rng = random.Random(f"{seed}/{index}")
     ranks = rng.choices(list(RANKS), list(RANKS.values()))[0]
     degrees = _degrees(rng, ranks)

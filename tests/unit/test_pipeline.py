@@ -245,6 +245,20 @@ def test_v_shaped_schedules_on_the_cpu_need_a_torch_that_sends_to_itself(
     monkeypatch.setattr(torch, "__version__", TorchVersion(version))
     technique = PipelineParallel(PipelineConfig(schedule="DualPipeV"))
     job: Any = SimpleNamespace(run=SimpleNamespace(device="cpu"), techniques=())
-    assert [version in text for text in technique._check_company(job)] == [True] * refused
+    assert [version in text for text in technique._check_company(job, SMALL)] == [True] * refused
     job.run.device = "cuda"
-    assert list(technique._check_company(job)) == []
+    assert list(technique._check_company(job, SMALL)) == []
+
+
+@pytest.mark.parametrize("version, refused", [("2.11.0+cpu", True), ("2.13.0", False)])
+def test_a_tied_head_that_is_sharded_needs_a_torch_that_gathers_it_for_each_backward(
+    version: str, refused: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(torch, "__version__", TorchVersion(version))
+    sharder: Any = SimpleNamespace(phase="shard", name="fsdp", config=SimpleNamespace(zero_stage=2))
+    tied = replace(SMALL, tied=(("output.weight", "embed.weight"),))
+    assert [version in text for text in _check(tied, 2, schedule="GPipe", techniques=(sharder,))] == [True] * refused
+    assert _check(SMALL, 2, schedule="GPipe", techniques=(sharder,)) == []
+    assert _check(tied, 2, schedule="1F1B", techniques=(sharder,)) == []
+    sharder.config.zero_stage = 1
+    assert _check(tied, 2, schedule="GPipe", techniques=(sharder,)) == []

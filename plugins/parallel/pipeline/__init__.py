@@ -92,7 +92,7 @@ class PipelineParallel(Technique):
             return
         yield from self._check_stages(ranks, plan)
         yield from self._check_micro_batches(ranks, job)
-        yield from self._check_company(job)
+        yield from self._check_company(job, plan)
 
     def _check_stages(self, ranks: int, plan: ModelPlan) -> Iterator[str]:
         config, each = self.config, self.config.stages_per_rank
@@ -131,17 +131,25 @@ class PipelineParallel(Technique):
             f"nearest global_batch_size that fits: {sizes}"
         )
 
-    def _check_company(self, job: "Job") -> Iterator[str]:
+    def _check_company(self, job: "Job", plan: ModelPlan) -> Iterator[str]:
+        old = TorchVersion(torch.__version__) < "2.13"
         own = f"[plugins.pipeline] schedule = {self.config.schedule!r}"
         on_cpu = job.run.device == "cpu" or (job.run.device == "auto" and not torch.cuda.is_available())
-        if self.config.schedule in V_SHAPED and on_cpu and TorchVersion(torch.__version__) < "2.13":
+        if self.config.schedule in V_SHAPED and on_cpu and old:
             yield (
                 f"{own} sends to its own rank, which PyTorch {torch.__version__} cannot do on the CPU; "
                 "take 'Interleaved1F1B', or PyTorch 2.13"
             )
-        if self.config.schedule not in SPLIT_BACKWARD:
-            return
         for technique in job.techniques:
+            shards = technique.name == "fsdp" and technique.config.zero_stage in (2, 3)
+            if shards and old and plan.tied and self.config.schedule not in (*SPLIT_BACKWARD, "1F1B"):
+                yield (
+                    f"{own} runs micro batches forward before it runs one backward, for which PyTorch "
+                    f"{torch.__version__} does not gather a tied head again; take '1F1B', [plugins.fsdp] "
+                    "zero_stage = 1, or PyTorch 2.13"
+                )
+            if self.config.schedule not in SPLIT_BACKWARD:
+                continue
             if technique.phase == "compile":
                 yield (
                     f"{own} splits the backward pass, which [plugins.{technique.name}] cannot compile; "
@@ -152,7 +160,7 @@ class PipelineParallel(Technique):
                     f"{own} splits the backward pass, and what selective recompute has kept can be used by one pass "
                     "alone: use mode full, or take '1F1B' or 'Interleaved1F1B'"
                 )
-            if technique.name == "fsdp" and technique.config.zero_stage in (2, 3):
+            if shards:
                 yield (
                     f"{own} splits the backward pass, so gradients are reduced once a step; "
                     f"[plugins.fsdp] zero_stage = {technique.config.zero_stage} reduces per micro batch: use 1"

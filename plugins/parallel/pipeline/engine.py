@@ -27,8 +27,7 @@ class Pipeline:
         self._running: tuple[tuple[int, torch.Size], Any] | None = None
         self._loss: LossFn | None = None
         for stage, part in self.parts.items():
-            if stage != self.last:
-                part.runner.register_forward_hook(self._check_hidden)
+            part.runner.register_forward_hook(_dense if stage == self.last else self._check_hidden)
 
     def forward_backward(self, batches: Sequence[Batch], loss: LossFn) -> None:
         """Add the gradients of all micro batches."""
@@ -94,6 +93,11 @@ class Pipeline:
                 f"the model gave hidden states {list(output.shape)} {output.dtype} between stages, where its plan and "
                 f"the precision promise {list(shape)} {self.world.precision.param}"
             )
+
+
+def _dense(runner: nn.Module, args: tuple[Any, ...], logits: Tensor) -> Tensor:
+    """Logits gathered from uneven slices have gaps, and PyTorch 2.11 refuses strides other than those it was told."""
+    return logits.contiguous()
 
 
 class _Stage(PipelineStage):
