@@ -5,8 +5,9 @@ from typing import Any
 
 import pytest
 
+from titan.checkpoint.weights import stored_rest
 from titan.config import load_job
-from titan.errors import ConfigError
+from titan.errors import CheckpointError, ConfigError
 from titan.resume import Changes, changed, compare
 
 QUICK = Path(__file__).parents[2] / "configs" / "quickstart.toml"
@@ -93,3 +94,28 @@ def test_a_mixture_is_compared_whole() -> None:
 
 def test_tuples_come_back_as_lists() -> None:
     assert list(changed({"a": [1, 2]}, {"a": (1, 2)})) == []
+
+
+@pytest.mark.parametrize(
+    ("rest", "said"),
+    [
+        ({"config": "x"}, "config in rest that is no dict"),
+        ({"step": True}, "step in rest that is no int"),
+        ({"tokens": "9" * 99}, "tokens in rest that is no int"),
+        ({"data": []}, "data in rest that is no dict"),
+        ({"data": {"samples": -1}}, "position in the data"),
+        ({"techniques": 3}, "techniques in rest that is no dict"),
+        ([], "lacks the table rest"),
+    ],
+)
+def test_a_state_of_other_kinds_is_refused(
+    rest: Any, said: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("titan.checkpoint.folder.read_state", lambda path: {"rest": rest})
+    with pytest.raises(CheckpointError, match=said):
+        stored_rest(tmp_path)
+
+
+def test_a_state_without_them_is_taken(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("titan.checkpoint.folder.read_state", lambda path: {"rest": {"step": 0}})
+    assert stored_rest(tmp_path) == {"step": 0}

@@ -18,6 +18,10 @@ if TYPE_CHECKING:
 HF_CONFIG = "config.json"
 
 
+_KINDS = {"config": dict, "step": int, "tokens": int, "dropped": int, "data": dict, "techniques": dict}
+"""What a run counts on in the rest of a checkpoint, where it is there."""
+
+
 def find_weights(given: str | Path, option: str = "--checkpoint") -> Path:
     """The folder that a user's path means: a Hugging Face folder, a checkpoint, or the newest of a run.
 
@@ -59,6 +63,12 @@ def stored_rest(path: Path) -> dict[str, Any]:
     rest = folders.read_state(path).get("rest")
     if not isinstance(rest, dict):
         raise CheckpointError(f"{path / STATE} lacks the table rest")
+    for key, kind in _KINDS.items():
+        if type(rest.get(key, kind())) is not kind:
+            raise CheckpointError(f"{path / STATE} has a {key} in rest that is no {kind.__name__}")
+    cursor = rest.get("data", {}).get("samples", 0)
+    if type(cursor) is not int or cursor < 0:
+        raise CheckpointError(f"{path / STATE} gives a position in the data that is no number")
     return rest
 
 
