@@ -9,10 +9,6 @@ from pathlib import Path
 
 import pytest
 import torch
-from titan.plugins.data.text import Config as TextConfig
-from titan.plugins.data.text import Text
-from titan.plugins.tokenizers.byte import Byte
-from titan.plugins.tokenizers.byte import Config as ByteConfig
 
 from tests.unit.test_data_samples import count_up, samples, tokens_of
 from tests.unit.test_data_shards import write
@@ -23,6 +19,10 @@ from titan.data.loader import Loader
 from titan.data.prepare import prepare
 from titan.data.samples import Samples
 from titan.errors import DataError
+from titan.plugins.data.text import Config as TextConfig
+from titan.plugins.data.text import Text
+from titan.plugins.tokenizers.byte import Byte
+from titan.plugins.tokenizers.byte import Config as ByteConfig
 
 BYTES = Byte(ByteConfig())
 

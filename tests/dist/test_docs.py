@@ -71,5 +71,6 @@ def test_there_are_commands() -> None:
 
 def test_pages_point_at_files_that_exist() -> None:
     for page in PAGES:
-        for name in re.findall(r"`((?:titan|plugins|configs|docs|tests|bench|scripts)/[\w./]+\.\w+)`", page.read_text()):
+        named = re.findall(r"`((?:titan|plugins|configs|docs|tests|bench|scripts)/[\w./]+\.\w+)`", page.read_text())
+        for name in named:
             assert (ROOT / name).exists(), f"{page.name} names {name}"

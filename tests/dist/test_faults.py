@@ -12,11 +12,12 @@ from tests.jobs import LLAMA, train_job, write_text
 
 
 def launch(folder: Path, *words: str, limit_kib: int | None = None) -> subprocess.CompletedProcess[str]:
-    """The command itself in a process of its own, where files may grow to `limit_kib`: a disk that is full beyond it."""
+    """The command itself in a process of its own, where files grow to `limit_kib`: a disk that is full beyond it."""
     if not (folder / "text").exists():
         write_text(folder / "text")
     places = ["--run.dir", str(folder), "--run.name", "run", "--data.cache", f"{folder}/cache"]
-    command = [sys.executable, "-P", "-m", "titan.launch", "--config", str(LLAMA), *places, "--data.path", f"{folder}/text"]
+    places += ["--data.path", f"{folder}/text"]
+    command = [sys.executable, "-P", "-m", "titan.launch", "--config", str(LLAMA), *places]
     limit = f"ulimit -f {limit_kib}; " if limit_kib else ""
     script = ["bash", "-c", limit + 'exec "$0" "$@"', *command, *words]
     environment = {**os.environ, "OMP_NUM_THREADS": "1"}

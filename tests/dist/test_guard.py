@@ -25,7 +25,8 @@ SKIP = ("--train.non_finite", "skip")
 
 @pytest.mark.parametrize("what", ["gradient", "loss"])
 @pytest.mark.parametrize(
-    ("layout", "ranks"), [(mesh(dp_shard=2), 2), (mesh(dp_replicate=2), 2), (mesh(pp=2), 2), (mesh(dp_shard=2, tp=2), 4)]
+    ("layout", "ranks"),
+    [(mesh(dp_shard=2), 2), (mesh(dp_replicate=2), 2), (mesh(pp=2), 2), (mesh(dp_shard=2, tp=2), 4)],
 )
 def test_skip_at_any_layout(layout: list[str], ranks: int, what: str, tmp_path: Path) -> None:
     one = train_job(tmp_path, 1, *poison(2, 5, what=what), *SKIP, name="one")
@@ -50,7 +51,7 @@ def test_a_dropped_update_changes_nothing(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("what", ["gradient", "loss"])
 def test_stop_names_the_step_and_saves_nothing_of_it(what: str, tmp_path: Path) -> None:
-    with pytest.raises(RankError, match="step 6 gave loss .* no update was made of it"):
+    with pytest.raises(RankError, match=r"step 6 gave loss .* no update was made of it"):
         train_job(tmp_path, 2, *mesh(dp_shard=2), *poison(6, what=what, rank=1), *SAVING, "--checkpoint.every", "2")
     saved = sorted(path.name for path in (tmp_path / "run" / "checkpoints").iterdir())
     assert saved == ["step-00000002", "step-00000004"]
