@@ -1,28 +1,18 @@
-"""The launcher: ranks meet, signals reach them once, they start again, and how they end becomes the run's exit code."""
+"""The launcher: ranks meet, signals reach them once, and how they end becomes the run's exit code."""
 
-import json
 import multiprocessing
 import os
 import signal
-import socket
 import sys
-import threading
-from multiprocessing.connection import Connection
 from pathlib import Path
-from unittest.mock import patch
 
 import pytest
 import torch
 import torch.distributed as dist
 
-from tests.bell import end, job
-from tests.bell import launch as start
-from tests.jobs import LLAMA, read_rows, train_job
 from tests.ranks import run_ranks as in_a_fresh_process
-from titan import children, launch, nodes, ranks
+from titan import children, launch
 from titan.children import Children, Ended, Entry
-from titan.config import load_job
-from titan.errors import ConfigError
 from titan.launch import verdict
 from titan.place import LOCAL, Place
 from titan.preemption import Preemption
@@ -227,189 +217,3 @@ def test_a_wrong_environment_is_said_without_a_trace(
     monkeypatch.setenv("NPROC", "none")
     assert launch.main([]) == 2
     assert capsys.readouterr().err == "error: environment: NPROC = 'none': must be an integer of at least 1\n"
-
-
-# --- starting again -----------------------------------------------------------------------------------------------
-
-
-def _dies_twice(argv: list[str]) -> int:
-    """Rank 1 is killed in the first two lives of the ranks, which meet in each."""
-    dist.init_process_group("gloo")
-    dist.barrier()
-    lives = Path(os.environ["LIVES"], os.environ["RANK"])
-    lives.write_text(lives.read_text() + "x" if lives.exists() else "x")
-    if os.environ["RANK"] == "1" and len(lives.read_text()) < 3:
-        os.kill(os.getpid(), signal.SIGKILL)
-    try:
-        dist.barrier()
-    except RuntimeError:
-        return 1
-    return 0
-
-
-def _led(entry: Entry, folder: Path, ranks: int, restarts: int) -> tuple[int, str]:
-    os.environ["LIVES"] = str(folder)
-    code = launch._lead(_children(entry, ranks), restarts, Path("logs"))
-    return code, "".join(path.read_text() + " " for path in sorted(folder.iterdir()))
-
-
-@pytest.mark.parametrize(
-    ("restarts", "code", "lives", "lines"), [(0, 1, "x x ", 1), (1, 1, "xx xx ", 3), (2, 0, "xxx xxx ", 4)]
-)
-def test_a_failed_run_starts_all_ranks_again(
-    restarts: int, code: int, lives: str, lines: int, tmp_path: Path, capfd: pytest.CaptureFixture[str]
-) -> None:
-    assert in_a_fresh_process(_led, 1, _dies_twice, tmp_path, 2, restarts, init=False) == [(code, lives)]
-    said = capfd.readouterr().out.splitlines()
-    died = "error: rank 1 was killed by SIGKILL (out of memory?); its log: logs/rank-1.log"
-    again = [f"restart {n} of {restarts}: all ranks go on from the newest checkpoint" for n in (1, 2)]
-    assert [line for line in said if line in (died, *again)] == [died, again[0], died, again[1]][:lines]
-
-
-def _lives_once(argv: list[str]) -> int:
-    lives = Path(os.environ["LIVES"], os.environ["RANK"])
-    lives.write_text(lives.read_text() + "x" if lives.exists() else "x")
-    how = os.environ["HOW"]
-    if how.isdecimal():
-        return int(how)
-    os.kill(os.getppid(), signal.Signals[how])
-    try:
-        while True:
-            signal.pause()
-    except KeyboardInterrupt:
-        return 1
-
-
-@pytest.mark.parametrize(("how", "code"), [("0", 0), ("75", 75), ("2", 2), ("SIGINT", 1)])
-def test_what_is_not_started_again(how: str, code: int, tmp_path: Path) -> None:
-    assert in_a_fresh_process(_led_how, 1, how, tmp_path, init=False) == [(code, "x ")]
-
-
-def _led_how(how: str, folder: Path) -> tuple[int, str]:
-    os.environ["HOW"] = how
-    return _led(_lives_once, folder, 1, 3)
-
-
-def test_one_rank_that_may_start_again_is_a_child(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(launch, "_launch", lambda words, place, restarts: 40 + 10 * place.world_size + restarts)
-    monkeypatch.setattr(os, "environ", {"NPROC": "1", "MAX_RESTARTS": "3"})
-    assert launch.main([]) == 53
-
-
-def test_restarts_need_a_run_that_goes_on(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
-    monkeypatch.setattr(os, "environ", {**os.environ, "NPROC": "1", "MAX_RESTARTS": "3"})
-    assert launch.main(["--config", str(LLAMA), "--data.path", "x", "--checkpoint.enabled", "false"]) == 2
-    said = 'MAX_RESTARTS = 3: needs [checkpoint] enabled = true and resume = "auto", to go on from\n'
-    assert capsys.readouterr().err == f"error: environment: {said}"
-
-
-def _store_of_a_third_life(folder: str) -> bool:
-    job = load_job(LLAMA, ["--run.dir", folder, "--data.path", folder], 1)
-    os.environ["TORCHELASTIC_RESTART_COUNT"] = "2"
-    with patch.object(dist, "init_process_group") as begin:
-        ranks.join(job)
-    begin.call_args.kwargs["store"].set("key", "")
-    raw = dist.TCPStore(os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"]), is_master=False)
-    return bool(raw.check(["attempt 2/key"]))
-
-
-def test_ranks_that_torchrun_starts_again_do_not_meet_the_dead(tmp_path: Path) -> None:
-    """Its store is the same for all lives; ours is a new one each time."""
-    assert in_a_fresh_process(_store_of_a_third_life, 1, str(tmp_path), init=False) == [True]
-
-
-# --- several nodes --------------------------------------------------------------------------------------------------
-
-
-def _free_port() -> int:
-    with nodes.listen(0) as listening:
-        return int(listening.getsockname()[1])
-
-
-def test_two_nodes_start_again_together(tmp_path: Path) -> None:
-    """The last rank, on the other node, is killed once; the run goes on from step 4 and ends on the same curve."""
-    layout = ("--mesh.dp_shard", "2", "--mesh.pp", "2")
-    saving = ("--checkpoint.every", "4", "--checkpoint.async", "false")
-    argv = job(tmp_path, *layout, *saving, step=6, rank=3, signal="SIGKILL", once=tmp_path / "rung")
-    places = {"NNODES": 2, "MASTER_ADDR": LOCAL, "MASTER_PORT": _free_port(), "NPROC": 2, "MAX_RESTARTS": 2}
-    launchers = [start(argv, **places, NODE_RANK=node) for node in (1, 0)]
-    (second_code, second), (first_code, first) = (end(launcher) for launcher in launchers)
-    assert (first_code, second_code) == (0, 0), first + second
-    assert f"error: rank 3 was killed by SIGKILL (out of memory?); its log: {tmp_path}/run/logs/rank-3.log" in first
-    assert "restart 1 of 2" in first and "restart 2" not in first
-    assert "step-00000004, step 4" in first
-    whole = train_job(tmp_path, 4, *layout, name="whole").rows
-    rows = read_rows(tmp_path / "run")
-    assert {step: row["loss"] for step, row in rows.items()} == {step: row["loss"] for step, row in whole.items()}
-
-
-def _met(place: Place) -> tuple[threading.Thread, list[object]]:
-    """Node 0 in a thread: what it heard from each of the others after they had met, or its error."""
-    heard: list[object] = []
-
-    def gather() -> None:
-        try:
-            with nodes.meet(place) as others:
-                heard.extend(others.hear(node) for node in sorted(others.links))
-        except (ConfigError, nodes.NodeLostError) as error:
-            heard.append(str(error))
-
-    thread = threading.Thread(target=gather)
-    thread.start()
-    return thread, heard
-
-
-def _say(port: int, message: bytes) -> Connection:
-    while True:
-        try:
-            link = Connection(socket.create_connection((LOCAL, port)).detach())
-            break
-        except ConnectionRefusedError:
-            continue  # node 0 is on its way
-    link.send_bytes(message)
-    return link
-
-
-def test_strangers_are_turned_away() -> None:
-    port = _free_port()
-    thread, heard = _met(Place(2, 0, 1, LOCAL, port))
-    strangers = [_say(port, message) for message in (b"GET / HTTP/1.1", b"[1]", b'{"node": 1}')]
-    with nodes.meet(Place(2, 1, 1, LOCAL, port)) as others:
-        others.tell({"ended": []})
-        thread.join()
-    assert heard == [{"ended": []}]
-    for stranger in strangers:
-        stranger.close()
-
-
-def test_a_node_that_is_gone() -> None:
-    port = _free_port()
-    thread, heard = _met(Place(2, 0, 1, LOCAL, port))
-    with nodes.meet(Place(2, 1, 1, LOCAL, port)):
-        pass
-    thread.join()
-    assert heard == ["the launcher of node 1 is gone"]
-
-
-@pytest.mark.parametrize(
-    ("hello", "said"),
-    [
-        ({"node": 1, "nodes": 3, "ranks": 4}, "NNODES = 3 on node 1, but 2 on node 0"),
-        ({"node": 1, "nodes": 2, "ranks": 8}, "NPROC = 8 on node 1, but 4 on node 0"),
-        ({"node": 0, "nodes": 2, "ranks": 4}, "NODE_RANK = 0 on two nodes"),
-    ],
-)
-def test_nodes_that_do_not_fit_together(hello: dict[str, int], said: str) -> None:
-    port = _free_port()
-    thread, heard = _met(Place(2, 0, 4, LOCAL, port))
-    link = _say(port, json.dumps(hello).encode())
-    thread.join()
-    assert heard == [f"environment: {said}"]
-    link.close()
-
-
-def test_a_port_that_is_taken() -> None:
-    with nodes.listen(0) as taken:
-        port = taken.getsockname()[1]
-        with pytest.raises(ConfigError, match=f"MASTER_PORT = {port}: Address already in use"):
-            nodes.meet(Place(2, 0, 1, LOCAL, port)).__enter__()
