@@ -8,12 +8,12 @@ and is refused.
 """
 
 from collections.abc import Callable, Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any, Literal
 
 import torch
 
-from titan.contracts import ModelPlan, Part, Technique, World, option, register
+from titan.contracts import Costs, ModelPlan, Part, Technique, World, option, register
 
 if TYPE_CHECKING:
     from titan.config import Job
@@ -40,6 +40,10 @@ class Compile(Technique):
         selective = any(getattr(t.config, "mode", "") == "selective" for t in job.techniques if t.phase == "recompute")
         if selective and job.layout.role_degree("model") > 1:
             yield "cannot compile around selective recompute with sliced layers (PyTorch 2.13 fails); use mode full"
+
+    def cost(self, costs: Costs, job: "Job") -> Costs:
+        """Elementwise operations of a block are merged."""
+        return replace(costs, fused=True)
 
     def apply(self, part: Part, world: World) -> None:
         """Compile the blocks this part holds."""

@@ -30,8 +30,8 @@ from titan.resume import compare
 T = TypeVar("T")
 
 
-@dataclass
-class Run:
+@dataclass(kw_only=True)
+class Core:
     """Everything a step needs, wired. `step` and `tokens` count what is done, over all ranks and earlier processes."""
 
     job: Job
@@ -41,14 +41,20 @@ class Run:
     engine: Engine
     optimizer: torch.optim.Optimizer
     loss: StepLoss
+    guard: Guard
+    step: int = 0
+    tokens: int = 0
+
+
+@dataclass(kw_only=True)
+class Run(Core):
+    """A step's needs, and what hangs on a run of them."""
+
     loader: Loader
     trackers: Trackers
     meter: Meter
     checkpointer: Checkpointer | None
-    guard: Guard
     held_out: Samples | None
-    step: int = 0
-    tokens: int = 0
     dropped: int = 0
     saved: int = field(default=0)
     held_out_loss: float | None = None
@@ -78,16 +84,15 @@ def build(job: Job, rank: Rank) -> Run:
     """
     _open_folder(job, rank)
     samples, held_out = together(lambda: (open_samples(job, rank), open_held_out(job, rank)), rank)
-    world = world_of(job, rank)
-    parts = phases.assemble(world)
-    engine = next((e for t in world.techniques if (e := t.engine(parts, world)) is not None), None)
-    optimizer = job.optimizer.build(named_parameters(parts, world))
-    checkpointer, rest = _restore(job, rank, parts, optimizer, samples.fingerprint)
+    core = wire(job, rank)
+    world = core.world
+    checkpointer, rest = _restore(job, rank, core.parts, core.optimizer, samples.fingerprint)
     step, first = int(rest.get("step", 0)), int(rest.get("data", {}).get("samples", 0))
     for technique in world.techniques:
         technique.load_state_dict(rest.get("techniques", {}).get(technique.name, {}))
     dropped = int(rest.get("dropped", 0))
-    limit = job.train.non_finite_limit if job.train.non_finite == "skip" else 1
+    core.guard = Guard(_limit(job), dropped, rank.device)
+    core.step, core.tokens = step, int(rest.get("tokens", 0))
     loader = Loader(
         samples, global_batch=job.train.global_batch_size, micro_batch=job.micro_batch, first=first,
         index=job.layout.role_index(rank.number, "batch"), ranks=job.batch_ranks, workers=job.data.workers,
@@ -98,12 +103,27 @@ def build(job: Job, rank: Rank) -> Run:
     if "rng" in rest:
         set_rng_state(rest["rng"], rank.device)
     return Run(
-        job=job, rank=rank, world=world, parts=parts, engine=engine or Direct(parts[0], world.techniques),
-        optimizer=optimizer, loss=StepLoss(job.loss, rank.device), loader=loader, trackers=trackers,
+        **vars(core), loader=loader, trackers=trackers,
         meter=Meter(world.plan, job.data.seq_len, rank.world_size, rank.device, job.metrics.peak_tflops),
-        checkpointer=checkpointer, guard=Guard(limit, dropped, rank.device), dropped=dropped,
-        held_out=held_out, step=step, tokens=int(rest.get("tokens", 0)), saved=step,
+        checkpointer=checkpointer, dropped=dropped, held_out=held_out, saved=step,
     )  # fmt: skip
+
+
+def wire(job: Job, rank: Rank, materialise: Callable[[Sequence[Part], World], None] = phases.materialise) -> Core:
+    """What the steps of a new run need, from the job alone: no data, no checkpoint, no file."""
+    world = world_of(job, rank)
+    parts = phases.assemble(world, materialise)
+    engine = next((e for t in world.techniques if (e := t.engine(parts, world)) is not None), None)
+    optimizer = job.optimizer.build(named_parameters(parts, world))
+    return Core(
+        job=job, rank=rank, world=world, parts=parts, engine=engine or Direct(parts[0], world.techniques),
+        optimizer=optimizer, loss=StepLoss(job.loss, rank.device), guard=Guard(_limit(job), 0, rank.device),
+    )  # fmt: skip
+
+
+def _limit(job: Job) -> int:
+    """Dropped updates in a row that end the run."""
+    return job.train.non_finite_limit if job.train.non_finite == "skip" else 1
 
 
 def _open_folder(job: Job, rank: Rank) -> None:

@@ -201,10 +201,19 @@ def _be_rank(entry: Entry, argv: list[str], environment: Environment, parent: in
     # hears it once.
     os.setsid()
     os.environ.update(environment)
+    _take_threads()
     signal.signal(signal.SIGINT, signal.default_int_handler)
     with preemption.listening():
         signal.pthread_sigmask(signal.SIG_UNBLOCK, PASSED_ON)
         sys.exit(entry(argv))
+
+
+def _take_threads() -> None:
+    """OpenMP reads OMP_NUM_THREADS when it is loaded, which in a forked rank has been before it was set."""
+    if "torch" in sys.modules:
+        import torch
+
+        torch.set_num_threads(int(os.environ.get("OMP_NUM_THREADS", "1").partition(",")[0]))
 
 
 def _die_with(parent: int) -> None:

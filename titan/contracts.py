@@ -18,7 +18,10 @@ from typing import TYPE_CHECKING, Any, ClassVar, Literal, Protocol
 import torch
 from torch import Tensor, nn
 
+from titan.batch import IGNORE, Batch, Document
 from titan.cache import Cache, KeyValues
+from titan.cost import Costs
+from titan.device import kind_of
 from titan.mesh import Axis, Mesh, Role
 from titan.options import REQUIRED, option
 from titan.parts import Part, Precision, sum_gradients
@@ -29,13 +32,11 @@ if TYPE_CHECKING:
     from titan.config import Job
 
 __all__ = [
-    "REQUIRED", "Axis", "Batch", "Cache", "Dataset", "Document", "Engine", "HfTensor", "KeyValues", "Loss",
-    "LrSchedule", "Mesh", "Model", "ModelPlan", "NamedParameter", "Optimizer", "Part", "Phase", "Precision", "Role",
-    "Row", "RunInfo", "Technique", "Tokenizer", "Tracker", "World", "option", "register", "sum_gradients",
+    "IGNORE", "REQUIRED", "Axis", "Batch", "Cache", "Costs", "Dataset", "Document", "Engine", "HfTensor", "KeyValues",
+    "Loss", "LrSchedule", "Mesh", "Model", "ModelPlan", "NamedParameter", "Optimizer", "Part", "Phase", "Precision",
+    "Role", "Row", "RunInfo", "Technique", "Tokenizer", "Tracker", "World", "kind_of", "option", "register",
+    "sum_gradients",
 ]  # fmt: skip
-
-IGNORE = -100
-"""Label of a position that is not learnt from."""
 
 
 # --- models -----------------------------------------------------------------------------------------------------
@@ -138,14 +139,6 @@ class Tokenizer(Plugin, ABC):
         return None
 
 
-@dataclass(frozen=True)
-class Document:
-    """One text of a dataset and where it was read (file, or file:line), for messages."""
-
-    text: str
-    place: str
-
-
 class Dataset(Plugin, ABC):
     """A source of text, or of tokens that somebody has already made."""
 
@@ -173,19 +166,6 @@ class Dataset(Plugin, ABC):
         return None
 
 
-@dataclass(frozen=True)
-class Batch:
-    """One micro batch on one rank, on its device.
-
-    tokens [B, S] int64.  labels [B, S] int64, the next token or IGNORE.  documents [B, S] int64 or None: the number of
-    each token's document within its sample, when attention must not cross documents.
-    """
-
-    tokens: Tensor
-    labels: Tensor
-    documents: Tensor | None = None
-
-
 # --- loss, optimizer, schedule ----------------------------------------------------------------------------------
 
 
@@ -203,6 +183,10 @@ class Loss(Plugin, ABC):
         without a graph, is the cross-entropy in nats that the logs show (the same where there is no extra term). Both
         are equal on all ranks that split V.
         """
+
+    def cost(self, costs: Costs, job: Job) -> Costs:
+        """The job's costs with this loss at the end of the head."""
+        return costs
 
 
 @dataclass(frozen=True)
@@ -226,6 +210,10 @@ class Optimizer(Plugin, ABC):
 
         Its state holds tensors shaped like the parameter or scalars, so that any layout can load it.
         """
+
+    def cost(self, costs: Costs, job: Job) -> Costs:
+        """The job's costs with this optimizer's state and the bytes of its update."""
+        return costs
 
     def describe(self, parameters: Sequence[NamedParameter]) -> str:
         """One line for the start of the run: which parameters are decayed, and how many."""
@@ -331,6 +319,7 @@ class Technique(Plugin):
         provider with `default = True` is switched on.
     conflicts: name of another technique -> a sentence that says why the two cannot be on together.
     parity: with it on, the fp32 curve is the one with it off, within the tolerance table; the contract suite tests it.
+    optional, choices: a search for the best layout may switch it on and off; and the options that it goes through.
     """
 
     kind = "technique"
@@ -342,6 +331,8 @@ class Technique(Plugin):
     requires: ClassVar[Sequence[str]] = ()
     conflicts: ClassVar[Mapping[str, str]] = {}
     parity: ClassVar[bool] = True
+    optional: ClassVar[bool] = False
+    choices: ClassVar[Sequence[Mapping[str, Any]]] = ()
 
     def check(self, job: Job, plan: ModelPlan) -> Iterable[str]:
         """Sentences about what cannot work in this job, with the numbers that clash and the nearest that fit."""
@@ -354,6 +345,10 @@ class Technique(Plugin):
     def precision(self, precision: Precision) -> Precision:
         """The run's precision as this technique changes it."""
         return precision
+
+    def cost(self, costs: Costs, job: Job) -> Costs:
+        """What a step costs as this technique changes it, for the planner; asked in TOML order."""
+        return costs
 
     def apply(self, part: Part, world: World) -> None:
         """Touch one part of the model, in this technique's phase. On the meta device before `materialise`."""

@@ -11,7 +11,7 @@ materialise  storage and initial values, when every tensor has the shape and own
 Within a phase the order is the TOML's.
 """
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import get_args
 
 import torch
@@ -22,8 +22,16 @@ from titan.init import init_weights
 ORDER: tuple[Phase, ...] = get_args(Phase)
 
 
-def assemble(world: World) -> list[Part]:
-    """Build the model, let the techniques at it in order, give it storage and initial values.
+def materialise(parts: Sequence[Part], world: World) -> None:
+    """Storage on the device of this rank, and layout-invariant initial values."""
+    for part in parts:
+        part.module.to_empty(device=world.device)
+        part.retie(world.plan)
+        init_weights(part, world.plan, world.job.run.seed)
+
+
+def assemble(world: World, materialise: Callable[[Sequence[Part], World], None] = materialise) -> list[Part]:
+    """Build the model, let the techniques at it in order, give it storage and initial values by `materialise`.
 
     Returns the parts this rank holds.
     """
@@ -45,11 +53,3 @@ def assemble(world: World) -> list[Part]:
         if phase == "shard":
             materialise(parts, world)
     return parts
-
-
-def materialise(parts: Sequence[Part], world: World) -> None:
-    """Storage on the device of this rank, and layout-invariant initial values."""
-    for part in parts:
-        part.module.to_empty(device=world.device)
-        part.retie(world.plan)
-        init_weights(part, world.plan, world.job.run.seed)

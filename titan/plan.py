@@ -7,9 +7,10 @@ every rank, whichever stage holds it. Patterns are globs in which `*` stands for
 import re
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
-from functools import lru_cache
+from functools import cached_property, lru_cache
 from typing import Literal
 
+from titan.cost import Lookup, Matmul, Operation
 from titan.errors import PluginError
 
 TensorStyle = Literal["column", "row", "embedding", "positions", "head", "norm", "gather"]
@@ -73,6 +74,8 @@ class ModelPlan:
     layer_params, stem_params, head_params: parameters of one layer, of the stem, of the head (a tied tensor counts
         in the stem).
     matmul_params_per_layer, head_matmul_params: those that multiply every token.
+    stem_ops, layer_ops, head_ops: what the stem, a layer and the head do, for the planner; modules are named from the
+        whole model in the stem and the head, from the layer in a layer. Empty: the model cannot be planned with.
     """
 
     n_layers: int
@@ -95,6 +98,9 @@ class ModelPlan:
     head_params: int
     matmul_params_per_layer: int
     head_matmul_params: int
+    stem_ops: tuple[Operation, ...] = ()
+    layer_ops: tuple[Operation, ...] = ()
+    head_ops: tuple[Operation, ...] = ()
 
     @property
     def params(self) -> int:
@@ -130,6 +136,17 @@ class ModelPlan:
     def layer_names(self, numbers: Iterable[int] | None = None) -> tuple[str, ...]:
         """Names of the layer modules, all or those of these numbers."""
         return tuple(f"{self.layers}.{i}" for i in (range(self.n_layers) if numbers is None else numbers))
+
+    @cached_property
+    def styles(self) -> dict[str, TensorStyle | None]:
+        """How each module that an operation names is split; None where nothing says."""
+        first, found = f"{self.layers}.0.", {}
+        for op in (*self.stem_ops, *self.layer_ops, *self.head_ops):
+            if isinstance(op, Matmul | Lookup):
+                names = (op.module, first + op.module)
+                fitting = (style for glob, style in self.tensor.items() if any(glob_matches(glob, n) for n in names))
+                found[op.module] = next(fitting, None)
+        return found
 
     def shard_units(self) -> tuple[tuple[str, ...], ...]:
         """Modules gathered together by sharded data parallelism, in forward order: stem modules, layers, the head.

@@ -36,23 +36,38 @@ def join(job: Job) -> Rank:
     Raises:
         ConfigError: the job asks for a device this machine does not have.
     """
-    number, local = int(os.environ.get("RANK", "0")), int(os.environ.get("LOCAL_RANK", "0"))
-    rank = Rank(number, launched_world_size(), local, _device(job.run.device, local))
-    if rank.device.type != "cpu":
-        torch.accelerator.set_device_index(rank.device.index)
+    rank = here(job.run.device)
     if job.run.deterministic:
         os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")  # cuBLAS asks for it, before its first use
         torch.use_deterministic_algorithms(True)
     watchdog.record_collectives(rank.number, job.folder / "logs", nccl=rank.device.type == "cuda")
+    enter(rank, job.comm.init_timeout_s)
+    return rank
+
+
+def here(wanted: str) -> Rank:
+    """Which rank this process is. Its device, "cpu", "cuda" or what "auto" finds, is the current one from now on.
+
+    Raises:
+        ConfigError: this machine does not have that device.
+    """
+    number, local = int(os.environ.get("RANK", "0")), int(os.environ.get("LOCAL_RANK", "0"))
+    rank = Rank(number, launched_world_size(), local, _device(wanted, local))
+    if rank.device.type != "cpu":
+        torch.accelerator.set_device_index(rank.device.index)
+    return rank
+
+
+def enter(rank: Rank, timeout_s: float) -> None:
+    """Meet the other ranks in the process group, whose collectives wait that long."""
     backend = "gloo" if rank.device.type == "cpu" else f"cpu:gloo,{rank.device.type}:nccl"
-    timeout = timedelta(seconds=job.comm.init_timeout_s)
+    timeout = timedelta(seconds=timeout_s)
     store: Store = HashStore()
     if "MASTER_ADDR" in os.environ:
         # torchrun starts ranks again with the store of the dead ones, in which Gloo would find their addresses.
         attempt = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")
         store = PrefixStore(f"attempt {attempt}", next(rendezvous("env://", timeout=timeout))[0])
-    dist.init_process_group(backend, store=store, rank=number, world_size=rank.world_size, timeout=timeout)
-    return rank
+    dist.init_process_group(backend, store=store, rank=rank.number, world_size=rank.world_size, timeout=timeout)
 
 
 def _device(wanted: str, local: int) -> torch.device:

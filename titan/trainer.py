@@ -7,7 +7,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from titan.build import Run
+from titan.build import Core, Run
 from titan.contracts import Batch
 from titan.engine import valid_tokens
 from titan.gradients import clip, global_norm
@@ -57,7 +57,7 @@ def train(run: Run) -> str:
         close(run)
 
 
-def step(run: Run, batches: list[Batch]) -> Stats:
+def step(run: Core, batches: list[Batch]) -> Stats:
     """Forward and backward of the micro batches, clip, update."""
     consumed = sum(batch.tokens.numel() for batch in batches) * run.job.batch_ranks
     assert consumed == run.job.tokens_per_step, f"a step consumed {consumed} tokens, not {run.job.tokens_per_step}"
@@ -81,7 +81,7 @@ def step(run: Run, batches: list[Batch]) -> Stats:
     return Stats(loss, norm, lr)
 
 
-def _update(run: Run) -> float:
+def _update(run: Core) -> float:
     """Step the optimizer at this step's rate; returns the largest rate of its groups."""
     factor = run.job.lr_schedule.factor(run.step + 1, run.job.train.steps)
     rates = []

@@ -21,8 +21,8 @@ backward cannot be differentiated again. Logits are split on one mesh axis at mo
 """
 
 from collections.abc import Callable
-from dataclasses import dataclass
-from typing import Any
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.distributed as dist
@@ -30,8 +30,12 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 from torch.distributed.tensor import DTensor
 
-from titan.contracts import IGNORE, Loss, option, register
+from titan.contracts import IGNORE, Costs, Loss, kind_of, option, register
+from titan.cost import Elementwise, Kept
 from titan.errors import PluginError
+
+if TYPE_CHECKING:
+    from titan.config import Job
 
 CHUNK = {"cpu": 1 << 19, "cuda": 1 << 26}
 """Logits worked on at once: near a CPU's cache; on a GPU enough for a kernel to outlast its launch."""
@@ -51,6 +55,16 @@ class CrossEntropy(Loss):
     name = "cross_entropy"
     Config = Config
     default = True
+
+    def cost(self, costs: Costs, job: "Job") -> Costs:
+        """The logits are kept, read twice forward, and read and written backward; labels and three sums a token."""
+        words = job.plan.vocab_size
+        kept = Kept(numbers=words, region="logits"), Kept(numbers=8 + 8, region="whole", bytes=1)
+        # Backward has a chunk's exponentials, its logits in float32 if they are not, and the chunk before.
+        logits, chunk, copies = costs.share("logits") * words, CHUNK["cuda"], 1 + (costs.bytes < 4)
+        scratch = chunk + copies * min(logits - chunk, chunk) if logits > chunk else copies * logits
+        loss = Elementwise(region="logits", forward=2 * words, backward=2 * words, scratch=scratch, keeps=kept)
+        return replace(costs, head=(*costs.head, loss))
 
     def compute(self, logits: Tensor, labels: Tensor) -> tuple[Tensor, Tensor]:
         """(objective, reported): fp32 sums over the tokens whose label is not IGNORE; 0 where there is none.
@@ -127,7 +141,7 @@ _summed_cross_entropy: Callable[[Tensor, Tensor, _Slice, float], tuple[Tensor, T
 
 def _rows(logits: Tensor) -> int:
     """Tokens in a chunk."""
-    return max(1, CHUNK.get(logits.device.type, CHUNK["cuda"]) // max(1, logits.shape[-1]))
+    return max(1, CHUNK.get(kind_of(logits.device), CHUNK["cuda"]) // max(1, logits.shape[-1]))
 
 
 def _local_index(labels: Tensor, start: int, width: int) -> tuple[Tensor, Tensor]:

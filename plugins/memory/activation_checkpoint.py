@@ -5,18 +5,26 @@ every      the same for every n-th block: memory and FLOPs in proportion.
 selective  the results of matrix products and attention are saved, the cheap rest is computed again: a few percent more
            time for most of the saving (Korthikanti et al., arXiv 2205.05198; Chen et al., arXiv 1604.06174).
 
+With tensor parallelism selective mode keeps the partial sums of row-wise products beside what their reduction yields,
+[B, S, D] twice a layer, though backward reads neither: PyTorch runs again what is not kept, and that would be the
+product, where keeping it costs memory alone.
+
 Recomputing changes no number: the same kernels run on the same inputs.
 """
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
-from typing import Any, Literal
+from typing import TYPE_CHECKING, Any, ClassVar, Literal
 
 import torch
 from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
 
-from titan.contracts import Part, Technique, World, option, register
+from titan.contracts import Costs, Part, Technique, World, option, register
+from titan.cost import Recompute
+
+if TYPE_CHECKING:
+    from titan.config import Job
 
 _SAVED = {
     torch.ops.aten.mm.default,
@@ -48,6 +56,16 @@ class ActivationCheckpoint(Technique):
     name = "activation_checkpoint"
     Config = Config
     phase = "recompute"
+    optional = True
+    choices: ClassVar = (
+        {"mode": "full"}, {"mode": "selective"}, {"mode": "every", "every": 2}, {"mode": "every", "every": 4}
+    )  # fmt: skip
+
+    def cost(self, costs: Costs, job: "Job") -> Costs:
+        """Layers keep their input, or the products of selective mode, and are computed again."""
+        every = self.config.every if self.config.mode == "every" else 1
+        keeps: Any = "products" if self.config.mode == "selective" else "input"
+        return replace(costs, recompute=Recompute(every=every, keeps=keeps))
 
     def apply(self, part: Part, world: World) -> None:
         """Wrap the blocks this part holds."""

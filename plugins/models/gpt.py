@@ -24,6 +24,8 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from titan.contracts import Cache, HfTensor, KeyValues, Model, ModelPlan, option, register
+from titan.cost import Attention as AttentionCost
+from titan.cost import Elementwise, Kept, Lookup, Operation, linear, norm, residual
 from titan.errors import ConfigError, Fault
 from titan.plan import ONES, ZEROS, Init, TensorStyle, nearest, normal
 
@@ -215,6 +217,15 @@ class Gpt(Model):
             head_params=2 * c.dim + (0 if c.tied else table),
             matmul_params_per_layer=matmuls,
             head_matmul_params=table,
+            stem_ops=(
+                Lookup(module="embed", rows=c.vocab_size, width=c.dim),
+                Lookup(module="positions", rows=c.max_seq_len, width=c.dim),
+            ),
+            layer_ops=_operations(c),
+            head_ops=(
+                norm("norm", c.dim, 2, 2),
+                linear("output", c.dim, c.vocab_size, keeps=c.dim),
+            ),
         )  # fmt: skip
 
     def build(self) -> nn.Module:
@@ -289,6 +300,25 @@ _HF_LAYER = {
     "ln_1": ("attn_norm",), "attn.c_attn": ("attn.wq", "attn.wk", "attn.wv"), "attn.c_proj": ("attn.wo",),
     "ln_2": ("ffn_norm",), "mlp.c_fc": ("ffn.up",), "mlp.c_proj": ("ffn.down",),
 }  # fmt: skip
+
+
+def _operations(c: GptConfig) -> tuple[Operation, ...]:
+    """A layer, in order. What two operations keep is stated at the first of them."""
+    d, f, q, kv = c.dim, c.ffn_width, c.n_heads * c.head_dim, c.kv_heads * c.head_dim
+    attended = Kept(numbers=2 * q + 2 * kv, region="inner"), Kept(numbers=c.n_heads, region="inner", bytes=4)
+    return (
+        norm("attn_norm", d, 2, 2),
+        linear("attn.wq", d, q, keeps=d, bias=True),
+        linear("attn.wk", d, kv, bias=True), linear("attn.wv", d, kv, bias=True),
+        AttentionCost(heads=c.n_heads, kv_heads=c.kv_heads, head_dim=c.head_dim, keeps=attended),
+        linear("attn.wo", q, d, bias=True),
+        residual(d),
+        norm("ffn_norm", d, 2, 2),
+        linear("ffn.up", d, f, keeps=d, bias=True),
+        Elementwise(region="inner", forward=2 * f, backward=3 * f, keeps=(Kept(numbers=f, region="inner"),)),
+        linear("ffn.down", f, d, keeps=f, region="inner", bias=True),
+        residual(d),
+    )  # fmt: skip
 
 
 _TENSOR: Mapping[str, TensorStyle] = {

@@ -11,13 +11,17 @@ Limits: building it imports torch's compiler, about one second.
 """
 
 from collections.abc import Sequence
-from dataclasses import dataclass
-from typing import Any
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch.distributed.tensor import DTensor
 
-from titan.contracts import NamedParameter, Optimizer, option, register
+from titan.contracts import Costs, NamedParameter, Optimizer, option, register
+from titan.cost import Held
+
+if TYPE_CHECKING:
+    from titan.config import Job
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -56,6 +60,11 @@ class AdamW(Optimizer):
             ],
             lr=self.config.lr, betas=self.config.betas, eps=self.config.eps, fused=True,
         )  # fmt: skip
+
+    def cost(self, costs: Costs, job: "Job") -> Costs:
+        """Two float32 means a parameter; weight, gradient and both means read, all but the gradient written."""
+        state = Held(component="optimizer", bytes=8, axes=costs.updated_over)
+        return replace(costs, held=(*costs.held, state), update_bytes=costs.update_bytes + 28)
 
     def describe(self, parameters: Sequence[NamedParameter]) -> str:
         """For example `adamw: 4.2 M parameters decayed by 0.1 in 28 tensors; 0.5 M in 10 (...) not`."""

@@ -6,13 +6,17 @@ and mixed precision means the same as when sharded. PyTorch DDP: arXiv 2006.1570
 Cost per rank for P parameters over n ranks: the whole state; 2 (n-1)/n P sent once a step, however many micro batches.
 """
 
-from dataclasses import dataclass
-from typing import Any, ClassVar
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING, Any, ClassVar
 
 from torch.distributed._composable.replicate_with_fsdp import replicate
 from torch.distributed.fsdp import FSDPModule
 
-from titan.contracts import Axis, Part, Technique, World, register, sum_gradients
+from titan.contracts import Axis, Costs, Part, Technique, World, register, sum_gradients
+from titan.cost import Traffic, Units
+
+if TYPE_CHECKING:
+    from titan.config import Job
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -34,6 +38,14 @@ class DistributedDataParallel(Technique):
     def __init__(self, config: Config) -> None:
         super().__init__(config)
         self._roots: list[FSDPModule] = []
+
+    def cost(self, costs: Costs, job: "Job") -> Costs:
+        """One all-reduce of all gradients a step, beside the last backward."""
+        summed = Traffic(
+            axes=("dp_replicate",), collective="all_reduce", where="unit", when="backward", numbers=1,
+            bytes=costs.reduce_bytes, per_parameter=True, overlaps=True, every="step",
+        )  # fmt: skip
+        return replace(costs, traffic=(*costs.traffic, summed), units=Units(gathered="micro_batch", summed="step"))
 
     def apply(self, part: Part, world: World) -> None:
         """Wrap each unit of one module, then what is left with the part itself."""

@@ -16,13 +16,17 @@ Limits: a pipeline schedule that splits the backward reduces once a step, so zer
 """
 
 import warnings
-from dataclasses import dataclass
-from typing import Any, Literal
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING, Any, ClassVar, Literal
 
 from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule, fully_shard
 
-from titan.contracts import Axis, Part, Technique, World, option, register, sum_gradients
+from titan.contracts import Axis, Costs, Part, Technique, World, option, register, sum_gradients
+from titan.cost import Component, Held, Traffic, Units
+
+if TYPE_CHECKING:
+    from titan.config import Job
 
 # Nothing here or in a model writes to an activation in place, which is what this warns of.
 warnings.filterwarnings("ignore", message=r"FSDP2-wrapped module .* returned a view tensor")
@@ -62,16 +66,53 @@ class FullyShardedDataParallel(Technique):
     covers = ("dp_replicate",)
     provides = ("mixed_precision",)
     default = True
+    choices: ClassVar = tuple({"zero_stage": stage} for stage in (1, 2, 3))
 
     def __init__(self, config: Config) -> None:
         super().__init__(config)
         self._roots: list[FSDPModule] = []
         self._stage = 3
 
+    def _stage_of(self, job: "Job") -> int:
+        several = job.micro_batches > 1 or job.layout.role_degree("stage") > 1
+        return self.config.zero_stage or (1 if several else 2)
+
+    def cost(self, costs: Costs, job: "Job") -> Costs:
+        """State over dp_shard; gathers and reductions as often as the stage says, beside computation."""
+        stage, shard = self._stage_of(job), ("dp_shard",)
+        state: tuple[Component, ...] = ("parameters", "gradients")
+        gathered: tuple[Literal["step", "micro_batch", "use"], ...] = ("step", "micro_batch", "use")
+        return replace(
+            costs,
+            held=tuple(Held(component=component, bytes=4, axes=shard) for component in state),
+            units=Units(gathered=gathered[stage - 1], summed="step" if stage == 1 else "micro_batch"),
+            traffic=(*costs.traffic, *self._traffic(costs, stage)),
+            updated_over=shard,
+        )
+
+    def _traffic(self, costs: Costs, stage: int) -> list[Traffic]:
+        every: Any = "step" if stage == 1 else "use"
+        settings: dict[str, Any] = {"where": "unit", "per_parameter": True, "overlaps": True}
+        shard: dict[str, Any] = {**settings, "axes": ("dp_shard",), "every": every}
+        found = [Traffic(collective="all_gather", when="forward", numbers=1, **shard)]
+        if stage == 3:
+            found.append(Traffic(collective="all_gather", when="backward", numbers=1, kept=True, **shard))
+        if stage > 1 and costs.micro_batches > 1:
+            # Prefetched at the end of a backward that is not the step's last, for nobody.
+            again: dict[str, Any] = {**shard, "where": "head", "every": "step"}
+            found.append(Traffic(collective="all_gather", when="backward", numbers=1, **again))
+        summed: dict[str, Any] = {"when": "backward", "bytes": costs.reduce_bytes}
+        found.append(Traffic(collective="reduce_scatter", numbers=1, **summed, **shard))
+        replicas = Traffic(
+            axes=("dp_replicate",), collective="all_reduce", numbers=1, over=("dp_shard",), every="step",
+            **summed, **settings,
+        )  # fmt: skip
+        return [*found, replicas]
+
     def apply(self, part: Part, world: World) -> None:
         """Wrap each unit, then the rest with the part itself."""
         pipelined = world.job.layout.role_degree("stage") > 1
-        self._stage = self.config.zero_stage or (1 if world.job.micro_batches > 1 or pipelined else 2)
+        self._stage = self._stage_of(world.job)
         replicated = world.job.layout.degree("dp_replicate") > 1
         settings: dict[str, Any] = {
             "mesh": world.mesh["dp_replicate", "dp_shard"] if replicated else world.mesh["dp_shard"],
@@ -92,7 +133,10 @@ class FullyShardedDataParallel(Technique):
         """Stage 1 gathers and reduces once a step; the others shard gradients each time, replicas sum them once."""
         last = index == count - 1
         for root in self._roots:
-            root.set_is_last_backward(last)
+            # FSDP remembers the order of forwards until a "last" backward, and prefetches by it: from a micro batch
+            # that is done, the step ends with one more gather of the head, for nobody. Forgetting waits for reductions:
+            # stage 1 has none under way, the others would lose more than that gather.
+            root.set_is_last_backward(last or self._stage == 1)
             if self._stage == 1:
                 root.set_requires_gradient_sync(last)
                 root.set_reshard_after_backward(last)

@@ -28,8 +28,8 @@ Limits: tp divides n_heads and n_kv_heads, and seq_len with sequence_parallel. V
 uneven: the last ranks get less, but none may get nothing.
 """
 
-from collections.abc import Iterable
-from dataclasses import dataclass
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any, cast
 
 import torch
@@ -41,7 +41,8 @@ from torch.distributed.tensor import DTensor, Partial, Replicate, Shard, distrib
 from torch.distributed.tensor.parallel import ColwiseParallel, ParallelStyle, RowwiseParallel, parallelize_module
 from torch.distributed.tensor.placement_types import Placement
 
-from titan.contracts import Axis, ModelPlan, Part, Technique, World, option, register
+from titan.contracts import Axis, Costs, ModelPlan, Part, Technique, World, option, register
+from titan.cost import Collective, Traffic, When, Where
 from titan.errors import PluginError
 from titan.plan import TensorStyle, glob_matches, nearest
 
@@ -92,6 +93,41 @@ class TensorParallel(Technique):
                 f"[data] seq_len = {seq_len} cannot be split over {split}; nearest seq_len that fits: {lengths}, "
                 "or set sequence_parallel = false"
             )
+
+    def cost(self, costs: Costs, job: "Job") -> Costs:
+        """Slices inside of every pair, of what lies between them with sequence_parallel, and what joins them."""
+        tp = job.layout.degree("tp")
+        if tp == 1:
+            return costs
+        split = {"inner", *(["hidden"] if self.config.sequence_parallel else [])}
+        split |= {"logits"} if self.config.loss_parallel else set()
+        splits = {region: ranks * (tp if region in split else 1) for region, ranks in costs.splits.items()}
+        return replace(costs, splits=splits, traffic=(*costs.traffic, *self._traffic(costs, job.plan)))
+
+    def _traffic(self, costs: Costs, plan: ModelPlan) -> Iterator[Traffic]:
+        """Pairs are entered and left; each way back sends what the way in received."""
+        styles = [style for glob, style in plan.tensor.items() if glob.startswith(f"{plan.layers}.")]
+        enter, leave = styles.count("gather"), styles.count("row")
+        yield from self._joins("layer", "forward", costs.dim, enter, leave)
+        # What follows the last product that is kept is not computed again.
+        yield from self._joins("layer", "recompute", costs.dim, enter, leave - 1)
+        yield from self._joins("layer", "backward", costs.dim, leave, enter)
+        yield from self._joins("stem", "forward", costs.dim, 0, 1)
+        yield from self._joins("stem", "backward", costs.dim, 1, 0)
+        yield from self._joins("head", "forward", costs.dim, 1, 0)
+        yield from self._joins("head", "backward", costs.dim, 0, 1)
+        if not self.config.loss_parallel:
+            yield Traffic(axes=("tp",), collective="all_gather", where="head", when="forward", numbers=plan.vocab_size)
+
+    def _joins(self, where: Where, when: When, numbers: int, gathers: int, sums: int) -> Iterator[Traffic]:
+        """What is made whole is gathered from slices, or was whole already; what is summed is sliced then, or not."""
+        sliced = self.config.sequence_parallel
+        joins: dict[Collective, int] = (
+            {"all_gather": gathers, "reduce_scatter": sums} if sliced else {"all_reduce": sums}
+        )
+        for kind, count in joins.items():
+            if count:
+                yield Traffic(axes=("tp",), collective=kind, where=where, when=when, numbers=numbers, count=count)
 
     def apply(self, part: Part, world: World) -> None:
         """Replace the parameters of one part by their slices, and hook in what joins them.

@@ -39,7 +39,8 @@ from typing import TYPE_CHECKING, Any, Literal
 import torch
 from torch import nn
 
-from titan.contracts import ModelPlan, Part, Technique, World, option, register
+from titan.contracts import Costs, ModelPlan, Part, Technique, World, option, register
+from titan.cost import Elementwise, Matmul
 from titan.options import did_you_mean
 from titan.plan import glob_matches, nearest
 
@@ -112,6 +113,15 @@ class Float8(Technique):
     def _converts(self, name: str, linear: nn.Linear) -> bool:
         even = linear.in_features % _MULTIPLE == 0 and linear.out_features % _MULTIPLE == 0
         return even and not any(glob_matches(glob, name) for glob in self.config.filter)
+
+    def cost(self, costs: Costs, job: "Job") -> Costs:
+        """The layers' products in float8; each operand passed over for its maximum and its cast.
+
+        Linears that `filter` leaves out are counted as converted.
+        """
+        widths = [op.inputs + op.outputs for op in costs.layer if isinstance(op, Matmul)]
+        casts = Elementwise(region="inner", forward=1.5 * sum(widths), backward=1.5 * sum(widths))
+        return replace(costs, dtype="float8", layer=(*costs.layer, casts))
 
     def apply(self, part: Part, world: World) -> None:
         """Swap the linears of the whole model; names and parameters stay."""

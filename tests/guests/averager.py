@@ -7,6 +7,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from titan.contracts import Model, ModelPlan, option, register
+from titan.cost import Lookup, linear, norm
 from titan.plan import ONES, normal
 
 
@@ -64,6 +65,13 @@ class Averager(Model):
             init={"*.weight": normal(0.1), "layers.*.norm.weight": ONES, "layers.*.*.weight": normal(0.1)},
             layer_params=layer + c.dim, stem_params=c.vocab_size * c.dim, head_params=c.vocab_size * c.dim,
             matmul_params_per_layer=layer, head_matmul_params=c.vocab_size * c.dim,
+            stem_ops=(Lookup(module="embed", rows=c.vocab_size, width=c.dim),),
+            layer_ops=(
+                norm("norm", c.dim),
+                linear("up", c.dim, 2 * c.dim, keeps=c.dim),
+                linear("down", 2 * c.dim, c.dim, keeps=4 * c.dim, region="inner"),
+            ),
+            head_ops=(linear("output", c.dim, c.vocab_size, keeps=c.dim),),
         )  # fmt: skip
 
     def build(self) -> nn.Module:

@@ -1,13 +1,15 @@
 """A parallel technique from outside, with a mesh axis of its own: data parallelism by hand."""
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch.distributed as dist
 from torch.distributed.tensor import DTensor
 
-from titan.contracts import Axis, Part, Technique, World, register
+from titan.config import Job
+from titan.contracts import Axis, Costs, Part, Technique, World, register
+from titan.cost import Traffic
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -29,6 +31,12 @@ class Crew(Technique):
         self._parts: list[Part] = []
         self._world: World | None = None
         self.sums = 0
+
+    def cost(self, costs: Costs, job: Job) -> Costs:
+        summed = Traffic(
+            axes=("crew",), collective="all_reduce", where="step", when="update", numbers=1, bytes=4, per_parameter=True
+        )
+        return replace(costs, traffic=(*costs.traffic, summed))
 
     def apply(self, part: Part, world: World) -> None:
         self._parts.append(part)

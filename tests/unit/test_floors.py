@@ -15,31 +15,38 @@ import pytest
 ROOT = Path(__file__).parents[2]
 
 FLOORS = (
-    ("errors", "log", "configs"),
-    ("options", "place", "preemption", "slurm", "watchdog"),
+    ("errors", "log", "configs", "cost"),
+    ("device", "options", "place", "preemption", "slurm", "watchdog"),
     ("registry", "nodes"),
-    ("plan", "mesh"),
+    ("plan", "mesh", "batch"),
     ("cache", "parts"),
     ("contracts",),
     ("config", "init"),
     ("data", "checkpoint", "metrics", "engine", "gradients", "guard", "ranks", "planner"),
-    ("phases", "resume"),
+    ("phases", "resume", "doctor"),
     ("build",),
     ("generation", "trained", "validation"),
     ("evaluation", "trainer"),
-    ("children", "train"),
-    ("launch",),
+    ("children", "dryrun", "train"),
+    ("launch", "tuning"),
     ("commands",),
     ("cli",),
 )
 """Rooms of `titan/`, lowest first. A room imports from lower floors and from itself, not from others on its own."""
 
-OPEN_TO_PLUGINS = ("contracts", "errors", "plan", "options", "mesh", "data")
+OPEN_TO_PLUGINS = ("contracts", "cost", "errors", "plan", "options", "mesh", "data")
 
 ORDINARY_WORDS = {
     ("titan/commands/generate.py", "text"): "a key of the command's JSON",
     ("titan/commands/convert.py", "hf"): "a format",
     ("titan/contracts.py", "compile"): "a phase",
+    ("titan/doctor/device.py", "float8"): "a dtype",
+    ("titan/dryrun/run.py", "compile"): "a phase",
+    ("titan/planner/cluster.py", "float8"): "a dtype",
+    ("titan/planner/__init__.py", "pipeline"): "a study",
+    ("titan/planner/__init__.py", "tensor"): "a study",
+    ("titan/planner/studies.py", "pipeline"): "a study",
+    ("titan/planner/studies.py", "tensor"): "a study",
     ("titan/parts.py", "compile"): "the moment when a wrapper is put around a forward",
     ("titan/init.py", "constant"): "a way to fill a new weight",
     ("titan/plan.py", "constant"): "a way to fill a new weight",

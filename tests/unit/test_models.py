@@ -10,6 +10,7 @@ from titan import options, registry
 from titan.contracts import Model
 from titan.plan import glob_matches, nearest
 from titan.plugins.models import gpt, llama
+from titan.plugins.models.llama.rope import rope_frequencies, rope_table, rotate
 
 torch.set_num_threads(1)
 
@@ -228,7 +229,7 @@ def test_attention_takes_a_share_of_the_heads(model: type[Model]) -> None:
     whole = sized(model, "tiny", n_kv_heads=4, n_layers=1)
     attn = drawn(whole).get_submodule("layers.0.attn")
     x = torch.randn(2, 24, 64)
-    rest = (llama.rope_table(whole.config, torch.arange(24)), None) if model is llama.Llama else (None,)
+    rest = (rope_table(whole.config, torch.arange(24)), None) if model is llama.Llama else (None,)
     total = torch.zeros(2, 24, 64) if attn.wo.bias is None else attn.wo.bias.expand(2, 24, 64)
     for share in range(2):
         part = drawn(whole).get_submodule("layers.0.attn")
@@ -254,7 +255,7 @@ def test_grouped_heads_equal_repeated_heads(model: type[Model], masked: bool) ->
             p.copy_(source)
     x = torch.randn(2, 24, 64)
     mask = llama.document_mask((torch.arange(24) // 10).expand(2, 24)) if masked else None
-    rest = (llama.rope_table(grouped.config, torch.arange(24)), mask) if model is llama.Llama else (mask,)
+    rest = (rope_table(grouped.config, torch.arange(24)), mask) if model is llama.Llama else (mask,)
     torch.testing.assert_close(small(x, *rest), large(x, *rest), rtol=1e-5, atol=1e-5)
 
 
@@ -308,7 +309,7 @@ def test_llama_block_is_the_published_arithmetic() -> None:
     t = norm(h, "ffn_norm")
     gate = t @ w["ffn.w1"].T
     expected = h + (gate * gate.sigmoid() * (t @ w["ffn.w3"].T)) @ w["ffn.w2"].T
-    rope = llama.rope_table(whole.config, torch.arange(24))
+    rope = rope_table(whole.config, torch.arange(24))
     torch.testing.assert_close(block(x, rope, None), expected, rtol=1e-4, atol=1e-4)
 
 
@@ -329,17 +330,17 @@ def naive_rope(x: Tensor, theta: float = 10000.0) -> Tensor:
 def test_rope_turns_pairs_like_complex_numbers() -> None:
     config = llama.LlamaConfig(rope_theta=500.0)
     x = torch.randn(2, 100, 3, 32)
-    table = llama.rope_table(config, torch.arange(128))
+    table = rope_table(config, torch.arange(128))
     assert table.shape == (2, 128, 16) and table.dtype == torch.float32
-    torch.testing.assert_close(llama.rotate(x, table), naive_rope(x, 500.0), rtol=1e-5, atol=2e-5)
+    torch.testing.assert_close(rotate(x, table), naive_rope(x, 500.0), rtol=1e-5, atol=2e-5)
 
 
 def test_rope_turns_bfloat16_in_float32() -> None:
     x = torch.randn(1, 128, 2, 32).bfloat16()
-    table = llama.rope_table(llama.LlamaConfig(), torch.arange(128))
-    turned = llama.rotate(x, table)
+    table = rope_table(llama.LlamaConfig(), torch.arange(128))
+    turned = rotate(x, table)
     assert turned.dtype == torch.bfloat16
-    assert torch.equal(turned, llama.rotate(x.float(), table).bfloat16())
+    assert torch.equal(turned, rotate(x.float(), table).bfloat16())
 
 
 @pytest.mark.parametrize("factor", [8.0, 32.0])
@@ -362,7 +363,7 @@ def test_rope_scaling_is_llama_3_1s(factor: float) -> None:
             smooth = (original / wavelength - low) / (high - low)
             expected.append((1 - smooth) * frequency / factor + smooth * frequency)
     assert kinds == {"kept", "slow", "blended"}
-    torch.testing.assert_close(llama.rope_frequencies(config), torch.tensor(expected), rtol=1e-5, atol=0)
+    torch.testing.assert_close(rope_frequencies(config), torch.tensor(expected), rtol=1e-5, atol=0)
 
 
 # --- low precision ------------------------------------------------------------------------------------------------

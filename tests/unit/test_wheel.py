@@ -35,7 +35,7 @@ def test_holds_every_source_config_and_vocabulary(wheel: zipfile.ZipFile) -> Non
         for file in (ROOT / folder).rglob("*")
         if file.is_file() and "__pycache__" not in file.parts
     }
-    assert {"titan/py.typed", "titan/configs/quickstart.toml", "titan/plugins/models/llama.py"} <= wanted
+    assert {"titan/py.typed", "titan/configs/quickstart.toml", "titan/plugins/models/gpt.py"} <= wanted
     assert wanted <= set(wheel.namelist())
 
 

@@ -1,7 +1,7 @@
 """A job: everything a TOML decides, parsed, with plugins chosen. Frozen; nothing here needs a process group."""
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 from pathlib import Path
 from typing import Any
@@ -67,6 +67,14 @@ class Job:
         for technique in self.techniques:
             plan = technique.plan(plan)
         return plan
+
+    def laid_out(self, layout: Layout, micro_batch: int, techniques: tuple[Technique, ...]) -> "Job":
+        """The same training, laid out otherwise; its `table` stays this job's."""
+        train = replace(self.train, micro_batch_size=micro_batch)
+        job = replace(self, layout=layout, train=train, techniques=techniques)
+        if all(type(t).plan is Technique.plan for t in (*self.techniques, *techniques)):
+            vars(job)["plan"] = self.plan  # the model's own, and it takes a while to make
+        return job
 
     @property
     def batch_ranks(self) -> int:

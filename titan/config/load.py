@@ -61,7 +61,7 @@ def load_job(path: Path | None, overrides: Sequence[str] = (), world_size: int |
     """
     path = path if path is not None else BUILT_IN / "quickstart.toml"
     table = tables.read(path, overrides, BUILT_IN)
-    registry.open_doors(_plugin_folders(table))
+    registry.open_doors(plugin_folders(table))
     return _Loader(table, str(path)).load(world_size, path.stem)
 
 
@@ -70,11 +70,12 @@ def load_table(values: Mapping[str, Any], origin: str, overrides: Sequence[str],
     table = Table()
     table.merge(values, origin)
     tables.override(table, overrides)
-    registry.open_doors(_plugin_folders(table))
+    registry.open_doors(plugin_folders(table))
     return _Loader(table, origin).load(world_size, "unnamed")
 
 
-def _plugin_folders(table: Table) -> tuple[str, ...]:
+def plugin_folders(table: Table) -> tuple[str, ...]:
+    """The folders that `[plugins] path` names."""
     value = table.at("plugins").get("path", ()) if isinstance(table.at("plugins"), dict) else ()
     try:
         folders: tuple[str, ...] = coerce(value, tuple[str, ...])
@@ -301,7 +302,7 @@ class _Loader:
         on = chosen_techniques(known, {name: enabled for name, (enabled, _) in stated.items()}, layout)
         self.faults += [self._where("mesh").fault(axis, sentence) for axis, sentence in unattended(known, on, layout)]
         techniques = []
-        self.resolved["plugins"] = {"path": list(_plugin_folders(self.table))}
+        self.resolved["plugins"] = {"path": list(plugin_folders(self.table))}
         for plugin in on:
             config = (
                 stated[plugin.name][1]

@@ -33,22 +33,26 @@ Limits: at `mesh.pp = 1` it does nothing. Schedules that split the backward pass
 cannot take compiled layers, selective recompute, or data parallelism that reduces gradients at each micro batch.
 """
 
-from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import dataclass
-from typing import TYPE_CHECKING, Literal
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import dataclass, replace
+from functools import cache, partial
+from typing import TYPE_CHECKING, ClassVar, Literal
 
 import torch
 from torch import nn
 from torch.torch_version import TorchVersion
 
-from titan.contracts import Axis, Engine, ModelPlan, Part, Technique, World, option, register
+from titan.contracts import Axis, Costs, Engine, ModelPlan, Part, Technique, World, option, register
+from titan.cost import Order, Stage
 from titan.plan import nearest
 
-from .engine import Pipeline, TiedGradients
-from .stages import ONE_STAGE, SPLIT_BACKWARD, V_SHAPED, carve, check_ends, cut, placement, shared_names, takes
+from .orders import order
+from .stages import LOOPED, ONE_STAGE, SPLIT_BACKWARD, V_SHAPED, carve, check_ends, cut, placement, shared_names, takes
 
 if TYPE_CHECKING:
     from titan.config import Job
+
+    from .engine import TiedGradients
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -80,6 +84,11 @@ class PipelineParallel(Technique):
     config: PipelineConfig
     phase = "split"
     axes = (Axis(name="pp", role="stage", depth=0, doc="ranks that hold different layers"),)
+    choices: ClassVar = (
+        *({"schedule": schedule, "virtual_stages": 1} for schedule in ONE_STAGE),
+        *({"schedule": schedule, "virtual_stages": v} for schedule in LOOPED for v in (2, 3, 4, 5, 6, 8)),
+        *({"schedule": schedule, "virtual_stages": 2} for schedule in V_SHAPED),
+    )
 
     def __init__(self, config: PipelineConfig) -> None:
         super().__init__(config)
@@ -166,6 +175,22 @@ class PipelineParallel(Technique):
                     f"[plugins.fsdp] zero_stage = {technique.config.zero_stage} reduces per micro batch: use 1"
                 )
 
+    def cost(self, costs: Costs, job: "Job") -> Costs:
+        """Stages on their ranks, in the schedule's order, with torch's buffers to receive into."""
+        ranks = job.layout.degree("pp")
+        if ranks == 1:
+            return costs
+        stages = ranks * self.config.stages_per_rank
+        layers = cut(job.plan, job.data.seq_len, stages, self.config.split_points)
+        homes = placement(self.config.schedule, ranks, stages)
+        return replace(
+            costs,
+            stages=tuple(Stage(homes[s], layers[s], s == 0, s == stages - 1) for s in range(stages)),
+            order=_order(self.config.schedule, ranks, stages),
+            pipeline_axis="pp",
+            receive_buffers=job.micro_batches,
+        )
+
     def split(self, model: nn.Module, world: World) -> list[Part]:
         """The stages of this rank, each a copy of the model without what it does not hold.
 
@@ -190,6 +215,8 @@ class PipelineParallel(Technique):
         ranks = world.mesh.layout.degree("pp")
         if ranks == 1:
             return None
+        from .engine import Pipeline, TiedGradients  # here: torch's schedules bring its compiler, a second to import
+
         ranks_of = placement(self.config.schedule, ranks, parts[0].stages)
         self._tied = TiedGradients(parts, world, ranks_of)
         return Pipeline(parts, world, self.config.schedule, ranks_of)
@@ -198,3 +225,9 @@ class PipelineParallel(Technique):
         """Add the gradients of tied tensors of the first and the last stage."""
         if self._tied is not None:
             self._tied.add()
+
+
+@cache
+def _order(schedule: str, ranks: int, stages: int) -> Callable[[int], Order]:
+    """The schedule's order as a function of the micro batches; the same object each time, so that it is known again."""
+    return partial(order, schedule, ranks, stages)

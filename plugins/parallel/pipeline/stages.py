@@ -3,6 +3,7 @@
 import copy
 import operator
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from functools import cache
 from itertools import pairwise
 
 from torch import nn
@@ -11,6 +12,7 @@ from titan.contracts import ModelPlan
 from titan.errors import PluginError
 
 ONE_STAGE = ("GPipe", "1F1B")
+LOOPED = ("Interleaved1F1B", "LoopedBFS", "InterleavedZeroBubble")
 V_SHAPED = ("ZBVZeroBubble", "DualPipeV")
 SPLIT_BACKWARD = ("InterleavedZeroBubble", *V_SHAPED)
 
@@ -33,7 +35,7 @@ def placement(schedule: str, ranks: int, stages: int) -> list[int]:
     return [stage % ranks for stage in range(stages)]
 
 
-def cut(plan: ModelPlan, seq_len: int, stages: int, points: Sequence[str]) -> list[range]:
+def cut(plan: ModelPlan, seq_len: int, stages: int, points: Sequence[str]) -> Sequence[range]:
     """Layers of each stage, by number."""
     if points:
         names = plan.layer_names()
@@ -44,10 +46,11 @@ def cut(plan: ModelPlan, seq_len: int, stages: int, points: Sequence[str]) -> li
     costs = [layer / 2] * plan.n_layers
     costs[0] += plan.stem_params / params / 2
     costs[-1] += (plan.head_flops_per_token() / flops + plan.head_params / params) / 2
-    return _balanced(costs, stages)
+    return _balanced(tuple(costs), stages)
 
 
-def _balanced(costs: Sequence[float], stages: int) -> list[range]:
+@cache
+def _balanced(costs: tuple[float, ...], stages: int) -> Sequence[range]:
     """Cut into `stages` runs whose dearest is as cheap as can be; among those, with the least sum of squares."""
     until = [sum(costs[:end]) for end in range(len(costs) + 1)]
     runs = {(start, end): until[end] - until[start] for end in range(len(until)) for start in range(end)}

@@ -28,8 +28,12 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from titan.contracts import Cache, HfTensor, KeyValues, Model, ModelPlan, option, register
+from titan.cost import Attention as AttentionCost
+from titan.cost import Elementwise, Kept, Lookup, Operation, linear, norm, residual
 from titan.errors import ConfigError, Fault
 from titan.plan import ONES, Init, TensorStyle, nearest, normal
+
+from .rope import rope_table, rotate
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -72,35 +76,6 @@ _LLAMA1 = {"vocab_size": 32000, "max_seq_len": 2048, "norm_eps": 1e-6}
 _LLAMA3 = {
     "n_kv_heads": 8, "vocab_size": 128256, "max_seq_len": 8192, "rope_theta": 500000.0, "rope_scaling_factor": 8.0
 }  # fmt: skip
-
-
-def rope_frequencies(config: LlamaConfig, device: torch.device | None = None) -> Tensor:
-    """Angle in radians that each pair of features turns by from one position to the next: [N/2], float32.
-
-    With a scaling factor f > 1, a frequency that makes t turns within the original length is divided by f where
-    t < low, kept where t > high, and in between blended linearly in t, so that both ends meet (arXiv 2407.21783).
-    """
-    n = config.head_dim
-    frequencies = config.rope_theta ** (-torch.arange(0, n, 2, dtype=torch.float32, device=device) / n)
-    if config.rope_scaling_factor == 1:
-        return frequencies
-    low, high = config.rope_scaling_low, config.rope_scaling_high
-    turns = config.rope_scaling_original_max * frequencies / (2 * math.pi)
-    kept = ((turns - low) / (high - low)).clamp(0, 1)
-    return frequencies * (kept + (1 - kept) / config.rope_scaling_factor)
-
-
-def rope_table(config: LlamaConfig, positions: Tensor) -> Tensor:
-    """Cosine and sine of positions [S] or [B, S]: [2, S, N/2] or [2, B, S, N/2], float32."""
-    angles = positions[..., None].float() * rope_frequencies(config, positions.device)
-    return torch.stack((angles.cos(), angles.sin()))
-
-
-def rotate(x: Tensor, rope: Tensor) -> Tensor:
-    """Turn the heads x [B, S, H, N] by the first S positions of a `rope_table`; the result has x's dtype."""
-    cos, sin = rope[..., : x.shape[1], None, :]
-    first, second = x.chunk(2, dim=-1)  # promoted to the float32 of the table
-    return torch.cat((first * cos - second * sin, second * cos + first * sin), dim=-1).to(x.dtype)
 
 
 def document_mask(documents: Tensor) -> Tensor:
@@ -253,6 +228,9 @@ class Llama(Model):
             head_params=c.dim + (0 if c.tied else table),
             matmul_params_per_layer=matmuls,
             head_matmul_params=table,
+            stem_ops=(Lookup(module="embed", rows=c.vocab_size, width=c.dim),),
+            layer_ops=_operations(c),
+            head_ops=(norm("norm", c.dim), linear("output", c.dim, c.vocab_size, keeps=c.dim)),
         )  # fmt: skip
 
     def build(self) -> nn.Module:
@@ -357,6 +335,25 @@ def _rope_from_hf(config: Mapping[str, Any], faults: list[Fault]) -> dict[str, A
         **values, "rope_scaling_factor": rope["factor"], "rope_scaling_low": rope["low_freq_factor"],
         "rope_scaling_high": rope["high_freq_factor"], "rope_scaling_original_max": original,
     }  # fmt: skip
+
+
+def _operations(c: LlamaConfig) -> tuple[Operation, ...]:
+    """A layer, in order. What two operations keep is stated at the first of them."""
+    d, f, q, kv = c.dim, c.ffn_dim, c.n_heads * c.head_dim, c.kv_heads * c.head_dim
+    attended = Kept(numbers=2 * q + 2 * kv, region="inner"), Kept(numbers=c.n_heads, region="inner", bytes=4)
+    return (
+        norm("attn_norm", d),
+        linear("attn.wq", d, q, keeps=d), linear("attn.wk", d, kv), linear("attn.wv", d, kv),
+        Elementwise(region="inner", forward=8 * (q + kv), backward=8 * (q + kv)),
+        AttentionCost(heads=c.n_heads, kv_heads=c.kv_heads, head_dim=c.head_dim, keeps=attended),
+        linear("attn.wo", q, d),
+        residual(d),
+        norm("ffn_norm", d),
+        linear("ffn.w1", d, f, keeps=d), linear("ffn.w3", d, f),
+        Elementwise(region="inner", forward=5 * f, backward=8 * f, keeps=(Kept(numbers=3 * f, region="inner"),)),
+        linear("ffn.w2", f, d, keeps=f, region="inner"),
+        residual(d),
+    )  # fmt: skip
 
 
 _TENSOR: Mapping[str, TensorStyle] = {
