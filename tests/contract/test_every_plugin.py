@@ -8,9 +8,12 @@ from typing import Any
 import pytest
 
 from tests.jobs import Outcome, assert_same_curve, train_job
+from tests.planned import CLUSTER, job_of
 from titan import registry
 from titan.contracts import Dataset, LrSchedule, Model, Technique, Tokenizer
 from titan.options import REQUIRED, Where, as_table, options_of, parse
+from titan.planner.layout import costs_of
+from titan.planner.predict import Planner
 from titan.registry import Plugin
 
 registry.open_doors()
@@ -106,6 +109,26 @@ def test_datasets_read_in_a_fixed_order(plugin: type[Dataset]) -> None:
     assert files and files == dataset.files()
     document = next(dataset.documents(files[0]))
     assert document.text and str(files[0]) in document.place
+
+
+# --- the planner: whatever is on, a step has a cost ------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("technique", TECHNIQUES, ids=label)
+def test_a_job_with_it_on_can_be_planned(technique: type[Technique]) -> None:
+    words = [*switched_on(technique)[1], "--train.micro_batch_size", "1"]
+    job = job_of(*words)
+    assert technique.name in [t.name for t in job.techniques]
+    prediction = Planner(CLUSTER).predict(costs_of(job), job.layout)
+    assert sum(prediction.time_s.values()) == pytest.approx(prediction.step_time_s)
+    assert all(part >= 0 for memory in prediction.memory for part in vars(memory).values())
+
+
+@pytest.mark.parametrize("technique", [t for t in TECHNIQUES if t.choices], ids=label)
+def test_what_a_search_may_choose_are_its_options(technique: type[Technique]) -> None:
+    for choice in technique.choices:
+        config, faults = parse(technique.Config, {**required(technique), **choice}, Where("plugins"))
+        assert config is not None, (choice, faults)
 
 
 # --- techniques: with one on, the curve is the one with it off ------------------------------------------------------

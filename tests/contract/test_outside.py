@@ -1,5 +1,8 @@
 """The contract, proven from outside: guests that titan/ and plugins/ know nothing of train, at parity, and resume."""
 
+import json
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -29,6 +32,15 @@ def test_resumes_on_another_layout(alone, tmp_path: Path) -> None:
     saving = ("--checkpoint.enabled", "true")
     train_job(tmp_path, 2, "--mesh.crew", "2", *saving, "--train.steps", "5", config=OUTSIDE)
     assert_same_curve(alone, train_job(tmp_path, 4, "--mesh.crew", "4", *saving, config=OUTSIDE))
+
+
+def test_its_cost_is_planned_with() -> None:
+    words = ["plan", "--config", str(OUTSIDE), "--mesh.crew", "2", "--data.path", "x", "--json"]
+    ran = subprocess.run([sys.executable, "-m", "titan.cli", *words], capture_output=True, text=True, check=True)
+    found = json.loads(ran.stdout)
+    parameters = found["stages"][0]["memory_gib"]["parameters"] * 2**30 / 4
+    # An all-reduce between two ranks sends all gradients once, at the NVLink rate of the default cluster at most.
+    assert found["time_s"]["dp"] > 4 * parameters / 300e9
 
 
 def test_tracker_wrote(alone, tmp_path: Path) -> None:

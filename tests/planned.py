@@ -1,0 +1,31 @@
+"""Jobs and a cluster for tests of the planner: small, and with round numbers."""
+
+from pathlib import Path
+
+from titan.config import Job, load_job
+from titan.planner.cluster import Cluster, from_table
+
+TOML = Path(__file__).parent / "configs" / "planned.toml"
+
+CLUSTER: Cluster = from_table(
+    {
+        "name": "round numbers",
+        "device": {
+            "name": "round", "memory_gib": 80, "bandwidth_gb_s": 1000,
+            "peak_tflops": {"float32": 100, "bfloat16": 200, "float8": 400},
+            "power_w": 400, "idle_w": 100, "price": 3.6,
+        },
+        "kernels": {"matmul": {"float32": {"efficiency": 0.5}, "bfloat16": {"efficiency": 0.5}}},
+        "links": [
+            {"name": "inner", "ranks": 4, "gb_s": 100},
+            {"name": "outer", "gb_s": 10},
+        ],
+    },
+    "tests",
+)  # fmt: skip
+"""Four devices a node, which compute at 50 TFLOP/s in float32."""
+
+
+def job_of(*words: str) -> Job:
+    """A tiny llama with nothing on, under overrides."""
+    return load_job(TOML, words)

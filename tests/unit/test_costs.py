@@ -1,0 +1,137 @@
+"""What models and techniques say a step costs: parameters and FLOPs of the plan, slices, bytes of state and traffic."""
+
+from dataclasses import replace
+
+import pytest
+
+from tests.planned import CLUSTER, job_of
+from titan import registry
+from titan.config import Job
+from titan.contracts import Model
+from titan.planner.layout import costs_of
+from titan.planner.memory import StageMemory, memory_of, shapes, sliced
+from titan.planner.predict import flops_per_token
+from titan.planner.traffic import moved
+
+registry.open_doors()
+MODELS = [(plugin, preset) for plugin in registry.of_kind("model") for preset in plugin.presets]
+
+
+@pytest.mark.parametrize(("plugin", "preset"), MODELS, ids=lambda value: getattr(value, "name", value))
+def test_operations_have_the_parameters_and_flops_of_the_plan(plugin: type[Model], preset: str) -> None:
+    plan = plugin(plugin.Config(**plugin.presets[preset])).plan()
+    job = job_of("--model.name", plugin.name, "--model.preset", preset, "--data.seq_len", str(plan.max_seq_len))
+    costs = costs_of(job)
+    params = {
+        part: sum(sliced(shapes(op, costs), 1) for op in ops)
+        for part, ops in (("stem", costs.stem), ("layer", costs.layer), ("head", costs.head))
+    }
+    table = plan.vocab_size * plan.dim
+    assert params["stem"] == plan.stem_params
+    assert params["layer"] == plan.layer_params
+    assert params["head"] - (table if plan.tied else 0) == plan.head_params
+    assert flops_per_token(costs)[0] == pytest.approx(plan.flops_per_token(job.data.seq_len), rel=1e-12)
+
+
+def test_tensor_parallelism_slices_pairs_and_replicates_norms() -> None:
+    whole, sliced_ = costs_of(job_of()), costs_of(job_of("--mesh.tp", "4"))
+    norms = 2 * whole.dim
+
+    def layer(costs):
+        return sum(sliced(shapes(op, costs), 1) for op in costs.layer)
+
+    assert layer(sliced_) == (layer(whole) - norms) / 4 + norms
+    assert sliced_.share("hidden") == whole.share("hidden") / 4
+    assert sliced_.share("whole") == whole.share("whole")
+    assert sliced_.share("logits") == whole.share("logits") / 4
+    kept_whole = costs_of(job_of("--mesh.tp", "4", "--plugins.tensor.sequence_parallel", "false"))
+    assert kept_whole.share("hidden") == whole.share("hidden")
+    not_split = costs_of(job_of("--mesh.tp", "4", "--plugins.tensor.loss_parallel", "false"))
+    assert not_split.share("logits") == whole.share("logits")
+    assert not_split.product(not_split.head[1])[1] == whole.product(whole.head[1])[1] / 4
+
+
+@pytest.mark.parametrize(
+    ("words", "parameters", "gradients", "optimizer"),
+    [
+        ((), 4, 4, 8),
+        (("--mesh.dp_shard", "4"), 1, 1, 2),
+        (("--mesh.dp_replicate", "4"), 4, 4, 8),
+        (("--mesh.dp_replicate", "2", "--mesh.dp_shard", "2"), 2, 2, 4),
+    ],
+)
+def test_state_in_bytes_a_parameter(words: tuple[str, ...], parameters: int, gradients: int, optimizer: int) -> None:
+    job = job_of(*words)
+    costs = costs_of(job)
+    held = StageMemory(costs.stages[0], costs, job.layout, fused_norms=True).held
+    each = [held[component] / job.plan.params for component in ("parameters", "gradients", "optimizer")]
+    # Of 257 words, a quarter of the ranks hold one more than the others.
+    assert each == pytest.approx((parameters, gradients, optimizer), rel=0.01)
+
+
+def bytes_moved(job: Job, place: int = 0) -> dict[tuple[str, str], float]:
+    return {(kind, axes[0]): size for (kind, axes), size in moved(place, costs_of(job), job.layout).items()}
+
+
+def test_zero_stages_gather_and_reduce_as_often_as_they_say() -> None:
+    words = ("--mesh.dp_shard", "4", "--train.global_batch_size", "24", "--train.micro_batch_size", "2")
+    plan = job_of().plan
+    whole, head = 4 * plan.params, 4 * plan.head_params
+    # What forward ends with is still there when backward begins; and once a step it is prefetched for nobody.
+    for stage, gathered, reduced in ((1, whole, 1), (2, 3 * whole + head, 3), (3, 6 * whole - 2 * head, 3)):
+        sent = bytes_moved(job_of(*words, "--plugins.fsdp.zero_stage", str(stage)))
+        assert sent["all_gather", "dp_shard"] == gathered
+        assert sent["reduce_scatter", "dp_shard"] == reduced * whole
+
+
+def test_hybrid_sharding_reduces_between_replicas_what_a_shard_holds() -> None:
+    job = job_of("--mesh.dp_shard", "2", "--mesh.dp_replicate", "2")
+    assert bytes_moved(job)["all_reduce", "dp_replicate"] == 4 * job.plan.params / 2
+
+
+def test_tensor_parallelism_sends_what_its_docstring_says() -> None:
+    """All-gathers and reduce-scatters of B S D numbers: two of each a layer and way, one each for the ends together."""
+    job = job_of("--mesh.tp", "4")
+    sizes = job.micro_batch * job.data.seq_len * job.plan.dim * 4 * job.micro_batches
+    layers = job.plan.n_layers
+    sent = bytes_moved(job)
+    # Forward 2 gathers a layer and the head's; backward 2 a layer and the stem's. Reductions likewise.
+    assert sent["all_gather", "tp"] == sizes * (4 * layers + 2)
+    assert sent["reduce_scatter", "tp"] == sizes * (4 * layers + 2)
+    recomputed = bytes_moved(job_of("--mesh.tp", "4", "--plugins.activation_checkpoint.mode", "full"))
+    assert recomputed["all_gather", "tp"] == sizes * (6 * layers + 2)
+    assert recomputed["reduce_scatter", "tp"] == sizes * (5 * layers + 2)
+    selective = bytes_moved(job_of("--mesh.tp", "4", "--plugins.activation_checkpoint.mode", "selective"))
+    assert selective == sent
+
+
+def test_stages_hold_their_own_layers_and_copies_of_a_tied_table() -> None:
+    words = ("--mesh.pp", "2", "--train.micro_batch_size", "1")
+    job = job_of("--model.name", "gpt", "--model.preset", "tiny", *words)
+    costs = costs_of(job)
+    assert [stage.layers for stage in costs.stages] == [range(0, 2), range(2, 4)]
+    first, last = memory_of(costs, job.layout, CLUSTER)
+    plan = job.plan
+    table, positions, norm = plan.vocab_size * plan.dim, plan.max_seq_len * plan.dim, 2 * plan.dim
+    assert first.parameters == 4 * (2 * plan.layer_params + table + positions)
+    assert last.parameters == 4 * (2 * plan.layer_params + table + norm)
+
+
+@pytest.mark.parametrize(("schedule", "grows"), [("1F1B", False), ("GPipe", True)])
+def test_what_a_schedule_keeps_under_way(schedule: str, grows: bool) -> None:
+    words = ("--mesh.pp", "2", "--train.micro_batch_size", "1", "--plugins.pipeline.schedule", schedule)
+    kept = []
+    for size in (64, 128):
+        job = job_of(*words, "--train.global_batch_size", str(size))
+        costs = replace(costs_of(job), receive_buffers=0)
+        kept.append(memory_of(costs, job.layout, CLUSTER)[0].activations)
+    assert kept[1] / kept[0] == pytest.approx(2 if grows else 1, rel=0.02)
+
+
+def test_a_model_without_operations_is_refused() -> None:
+    from titan.errors import ConfigError
+
+    job = job_of()
+    vars(job)["plan"] = replace(job.plan, layer_ops=())
+    with pytest.raises(ConfigError, match="states no operations"):
+        costs_of(job)

@@ -1,0 +1,149 @@
+"""Predictions against what can be worked out by hand, and the command that prints them."""
+
+import json
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from tests.planned import CLUSTER, TOML, job_of
+from titan.cli import main
+from titan.cost import Recompute
+from titan.planner.layout import costs_of, group_of
+from titan.planner.predict import Planner, Prediction
+
+PIPELINE = ("--mesh.pp", "2", "--train.micro_batch_size", "1")
+
+
+def predicted(*words: str) -> Prediction:
+    job = job_of(*words)
+    return Planner(CLUSTER).predict(costs_of(job), job.layout)
+
+
+LAYOUTS = [
+    (),
+    ("--mesh.dp_shard", "4"),
+    ("--mesh.tp", "4"),
+    ("--mesh.dp_replicate", "2", "--mesh.dp_shard", "2", "--train.micro_batch_size", "1"),
+    PIPELINE,
+    (*PIPELINE, "--plugins.pipeline.schedule", "ZBVZeroBubble", "--mesh.tp", "2"),
+    (*PIPELINE, "--plugins.activation_checkpoint.mode", "full", "--mesh.dp_shard", "2"),
+    ("--plugins.bf16.enabled", "true", "--plugins.activation_checkpoint.mode", "selective", "--mesh.tp", "2"),
+]
+
+
+@pytest.mark.parametrize("words", LAYOUTS, ids=" ".join)
+def test_the_parts_of_a_step_add_up(words: tuple[str, ...]) -> None:
+    p = predicted(*words)
+    assert sum(p.time_s.values()) == pytest.approx(p.step_time_s, rel=1e-9)
+    assert min(p.time_s.values()) >= -1e-12
+    job = job_of(*words)
+    assert p.tokens == job.tokens_per_step
+    model = job.plan.flops_per_token(job.data.seq_len) * p.tokens / p.step_time_s / p.world_size / 1e12
+    assert p.model_tflops_per_device == pytest.approx(model, rel=1e-9)
+    assert p.hardware_tflops_per_device >= p.model_tflops_per_device
+
+
+def test_the_bubble_of_equal_stages_is_the_textbooks() -> None:
+    """(p - 1) / m of the work (arXiv 1811.06965), here with nothing to send."""
+    job = job_of("--mesh.pp", "4", "--train.micro_batch_size", "1", "--train.global_batch_size", "16")
+    costs = costs_of(job)
+    bare = replace(costs, stem=(), head=(), traffic=(), dim=0, update_bytes=0.0)
+    p = Planner(CLUSTER).draft(bare, job.layout).finish(memory=())
+    assert p.time_s["bubble"] / (p.step_time_s - p.time_s["bubble"]) == pytest.approx(3 / 16, rel=1e-3)
+
+
+def test_full_recompute_is_another_forward_but_for_the_last_product() -> None:
+    job = job_of()
+    costs = costs_of(job)
+    planner = Planner(CLUSTER)
+    plain = planner.predict(costs, job.layout)
+    stops = planner.predict(replace(costs, recompute=Recompute()), job.layout)
+    whole = planner.predict(replace(costs, recompute=Recompute(whole=True)), job.layout)
+    half = planner.predict(replace(costs, recompute=Recompute(every=2, whole=True)), job.layout)
+    layers = whole.time_s["recompute"]
+    assert plain.time_s["recompute"] == 0
+    assert half.time_s["recompute"] == pytest.approx(layers / 2, rel=1e-9)
+    assert 0.6 * layers < stops.time_s["recompute"] < layers
+    layer_flops = job.plan.layer_flops_per_token(64) * job.plan.n_layers
+    ratio = 1 + layer_flops / job.plan.flops_per_token(64)
+    assert whole.hardware_tflops_per_device / whole.model_tflops_per_device == pytest.approx(ratio, rel=1e-9)
+
+
+def test_a_product_that_fills_the_device_runs_at_its_efficiency() -> None:
+    device = Planner(CLUSTER).device
+    # 2 m k n FLOPs at half of 100 TFLOP/s, large enough to be bound by them.
+    assert device.product(4096, 4096, 4096, "float32", 4) == pytest.approx(2 * 4096**3 / 50e12, rel=1e-3)
+
+
+def test_groups_stand_where_the_mesh_puts_them() -> None:
+    layout = job_of("--mesh.pp", "2", "--mesh.dp_shard", "2", "--mesh.tp", "2", "--train.micro_batch_size", "1").layout
+    assert (group_of(["tp"], layout).size, group_of(["tp"], layout).stride) == (2, 1)
+    assert (group_of(["dp_shard"], layout).size, group_of(["dp_shard"], layout).stride) == (2, 2)
+    assert (group_of(["pp"], layout).size, group_of(["pp"], layout).stride) == (2, 4)
+
+
+def test_collectives_take_their_bytes_over_the_slowest_link() -> None:
+    network = Planner(CLUSTER).network
+    inner = job_of("--mesh.tp", "4").layout
+    outer = job_of("--mesh.dp_shard", "8").layout
+    gigabyte = 1e9
+    assert network.collective("all_gather", group_of(["tp"], inner), gigabyte) == pytest.approx(3 / 4 / 100)
+    assert network.collective("all_reduce", group_of(["tp"], inner), gigabyte) == pytest.approx(2 * 3 / 4 / 100)
+    # Two nodes of four ranks: all four drive their links of 10 GB/s.
+    assert network.collective("all_gather", group_of(["dp_shard"], outer), gigabyte) == pytest.approx(7 / 8 / 40)
+
+
+def test_energy_and_price() -> None:
+    p = predicted()
+    assert p.energy_j == pytest.approx(400 * p.step_time_s)
+    assert p.price == pytest.approx(3.6 * p.step_time_s / 3600)
+    waiting = predicted(*PIPELINE)
+    assert waiting.energy_j < 2 * 400 * waiting.step_time_s
+
+
+def test_the_command_prints_what_scripts_rely_on(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["plan", "--config", str(TOML), "--mesh.pp", "2", "--train.micro_batch_size", "1", "--json"]) == 0
+    report = json.loads(capsys.readouterr().out)
+    assert set(report) >= {
+        "world_size", "step_time_s", "tokens_per_s", "tokens_per_s_per_device", "model_tflops_per_device",
+        "hardware_tflops_per_device", "mfu", "hfu", "bubble_fraction", "fits", "time_s", "stages",
+    }  # fmt: skip
+    keys = {"forward", "backward", "recompute", "tp", "cp", "ep", "dp", "pp", "bubble", "optimizer"}
+    assert set(report["time_s"]) == keys
+    assert sum(report["time_s"].values()) == pytest.approx(report["step_time_s"])
+    assert len(report["stages"]) == 2
+    memory = report["stages"][0]["memory_gib"]
+    parts = {"parameters", "gradients", "optimizer", "activations", "buffers", "margin"}
+    assert set(memory) == parts | {"total"}
+    assert sum(memory[part] for part in parts) == pytest.approx(memory["total"])
+    assert report["stages"][0]["layers"] == [[0, 1]]
+
+
+def test_a_budget_of_tokens(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["plan", "--config", str(TOML), "--tokens", "5.12e6", "--json"]) == 0
+    report = json.loads(capsys.readouterr().out)
+    steps = 5.12e6 / (8 * 64)
+    assert report["budget"]["device_hours"] == pytest.approx(steps * report["step_time_s"] / 3600)
+    assert report["budget"]["energy_mwh"] == pytest.approx(steps * report["energy_j"] / 3.6e9)
+    assert main(["plan", "--config", str(TOML), "--tokens", "-1"]) == 2
+    assert "--tokens -1: must be above 0" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("words", "said"),
+    [
+        (["--cluster", "a100-80"], "a100-80: no such file or cluster (did you mean 'a100-80gb'?)"),
+        (["--cluster", "v100-32gb", "--plugins.bf16.enabled", "true"], "has no bfloat16 (it has float32, float16)"),
+        (["--exact", "--rank", "1"], "--rank 1: the layout has ranks 0 to 0"),
+        (["--search", "--top", "0"], "must be at least 1"),
+    ],
+)
+def test_wrong_input(words: list[str], said: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["plan", "--config", str(TOML), *words]) == 2
+    assert said in capsys.readouterr().err
+
+
+def test_the_table_says_that_a_job_does_not_fit(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["plan", "--config", "llama65b.toml", "--mesh.dp_shard", "1", "--mesh.tp", "1", "--mesh.pp", "1"]) == 0
+    assert "does NOT fit" in capsys.readouterr().out

@@ -1,0 +1,116 @@
+"""The search finds what going through every layout finds, keeps what is fixed, and says why there is none."""
+
+import itertools
+import json
+from pathlib import Path
+
+import pytest
+
+from tests.planned import CLUSTER, TOML, job_of
+from titan.cli import main
+from titan.config import load_job
+from titan.errors import ConfigError
+from titan.planner.layout import costs_of
+from titan.planner.predict import Planner, Prediction
+from titan.planner.search import Objective, search
+from titan.planner.space import Choice, load_base
+
+VALUES = {
+    "time": lambda p: p.step_time_s,
+    "price": lambda p: p.price,
+    "energy": lambda p: p.energy_j,
+}
+
+
+def everything(ranks: int, *words: str) -> list[tuple[Choice, Prediction]]:
+    """Each layout that plugins allow and that fits, predicted through the front door: overrides of the TOML."""
+    base, planner, found = load_base(TOML, words), Planner(CLUSTER), []
+    space = base.space(ranks, 4)
+    for layout in space.layouts():
+        for micro_batch in space.micro_batches(layout):
+            for plain, staged in space.options(layout):
+                for more in staged:
+                    choice = Choice(layout, micro_batch, (*plain, *more))
+                    try:
+                        job = load_job(TOML, [*words, *choice.words()], ranks)
+                    except ConfigError:
+                        continue
+                    prediction = planner.predict(costs_of(job), job.layout)
+                    if prediction.fits:
+                        found.append((choice, prediction))
+    return found
+
+
+@pytest.mark.parametrize("objective", ["time", "price", "energy"])
+def test_the_best_are_the_best_of_all(objective: Objective) -> None:
+    words = ("--train.global_batch_size=8", "--plugins.fsdp.zero_stage=1")
+    base = load_base(TOML, words)
+    result = search(base.job, Planner(CLUSTER), [base.space(4, 4)], keep=7, objective=objective)
+    values = sorted(VALUES[objective](prediction) for _, prediction in everything(4, *words))
+    assert len(values) > 100
+    assert [VALUES[objective](found.prediction) for found in result.best] == pytest.approx(values[:7], rel=1e-9)
+    if objective == "time":
+        assert result.by_bound or result.slower, "nothing was ruled out early, so the bounds were not tested"
+
+
+def test_layouts_share_out_all_ranks() -> None:
+    ours = ["pp", "dp_replicate", "dp_shard", "tp"]
+    guests = [axis.name for axis in job_of().layout.axes if axis.name not in ours]  # other tests' may have come in
+    layouts = list(load_base(TOML, [f"--mesh.{axis}=1" for axis in guests]).space(8, 4).layouts())
+    assert all(layout.world_size == 8 for layout in layouts)
+    assert [name for name in layouts[0].degrees if name in ours] == ours
+    degrees = [tuple(layout.degrees[axis] for axis in ours) for layout in layouts]
+    assert len(set(degrees)) == len(degrees)
+    # pp up to its 4 layers, tp up to the 4 ranks of a node, the rest between both kinds of data parallelism.
+    expected = [
+        d for d in itertools.product((1, 2, 4), (1, 2, 4, 8), (1, 2, 4, 8), (1, 2, 4)) if d[0] * d[1] * d[2] * d[3] == 8
+    ]
+    assert sorted(degrees) == sorted(expected)
+
+
+def test_what_the_command_line_says_stays() -> None:
+    words = ["--mesh.tp=2", "--train.micro_batch_size=1", "--plugins.activation_checkpoint.mode=selective"]
+    base = load_base(TOML, words)
+    best = search(base.job, Planner(CLUSTER), [base.space(8, 4)], keep=50).best
+    assert len(best) == 50
+    for found in best:
+        values = found.choice.values()
+        assert (values["mesh.tp"], values["train.micro_batch_size"]) == (2, 1)
+        assert values.get("plugins.activation_checkpoint.mode", "selective") == "selective"
+
+
+def test_a_layout_written_is_a_job_that_loads_and_is_what_was_found(
+    tmp_path: Path, capsys: pytest.CaptureFixture
+) -> None:
+    best = tmp_path / "best.toml"
+    words = ["plan", "--config", str(TOML), "--search", "--world-size", "8", "--write", str(best), "--json"]
+    assert main([*words, "--cluster", "a100-80gb"]) == 0
+    found = json.loads(capsys.readouterr().out)
+    assert main(["plan", "--config", str(best), "--json", "--cluster", "a100-80gb"]) == 0
+    again = json.loads(capsys.readouterr().out)
+    assert again["step_time_s"] == pytest.approx(found["layouts"][0]["step_time_s"], rel=1e-9)
+    assert again["world_size"] == 8
+    times = [layout["step_time_s"] for layout in found["layouts"]]
+    assert times == sorted(times)
+
+
+def test_nothing_fits(tmp_path: Path, capsys: pytest.CaptureFixture) -> None:
+    small = tmp_path / "small.toml"
+    small.write_text(
+        '[device]\nname = "small"\nmemory_gib = 0.0001\nbandwidth_gb_s = 1\n'
+        '[device.peak_tflops]\nfloat32 = 1\n[[links]]\nname = "wire"\ngb_s = 1\n'
+    )
+    words = ["plan", "--config", str(TOML), "--search", "--world-size", "2", "--cluster", str(small)]
+    assert main(words) == 2
+    assert "none fits into 0.0001 GiB; the smallest takes" in capsys.readouterr().err
+
+
+def test_a_batch_that_no_layout_divides(capsys: pytest.CaptureFixture) -> None:
+    words = ["plan", "--config", str(TOML), "--search", "--world-size", "7"]
+    assert main([*words, "--train.global_batch_size", "5"]) == 2
+    assert "no layout can work" in capsys.readouterr().err
+
+
+def test_an_axis_that_nobody_owns() -> None:
+    with pytest.raises(ConfigError, match=r"--mesh\.tq 2: no plugin owns it"):
+        load_base(TOML, ["--mesh.tq=2"])

@@ -1,0 +1,240 @@
+"""Studies: a job with one thing varied (titan/planner/studies.py, study.py)."""
+
+import json
+from collections.abc import Sequence
+from pathlib import Path
+
+import pytest
+
+from titan import registry
+from titan.cli import main
+from titan.config import load_job
+from titan.contracts import Technique
+from titan.errors import ConfigError
+from titan.planner import STUDIES, cluster
+from titan.planner.layout import costs_of
+from titan.planner.predict import Planner, Prediction
+from titan.planner.studies import KINDS, run
+from titan.planner.study import MEASURES, Point, Study
+
+FRONTIER = cluster.load("mi250x-frontier")
+GPT175B, LLAMA65B = Path("configs/gpt175b.toml"), Path("configs/llama65b.toml")
+
+
+def _study(name: str, *words: str, config: Path | None = GPT175B, ranks: int | None = None) -> Study:
+    return run(name, config, words, FRONTIER, ranks)
+
+
+def _directly(*words: str, config: Path = GPT175B) -> Prediction:
+    job = load_job(config, words)
+    return Planner(FRONTIER).predict(costs_of(job), job.layout)
+
+
+def _xs(points: Sequence[Point]) -> list[float]:
+    return [point.x for point in points]
+
+
+def _at(study: Study, x: float, series: str = "") -> Point:
+    (point,) = (p for p in study.points if p.x == x and p.series == series)
+    return point
+
+
+def _same(point: Point, prediction: Prediction) -> bool:
+    assert point.values["step_time_s"] == pytest.approx(prediction.step_time_s, rel=1e-9)
+    assert point.values["tokens_per_s"] == pytest.approx(prediction.tokens_per_s, rel=1e-9)
+    assert point.values["bubble_fraction"] == pytest.approx(prediction.bubble_fraction, rel=1e-9)
+    assert point.values["memory_gib"] == pytest.approx(max(m.total for m in prediction.memory) / 2**30, rel=1e-12)
+    return point.fits == prediction.fits and not point.refused
+
+
+# --- scaling ------------------------------------------------------------------------------------------------------
+
+
+def test_weak_scaling_keeps_the_share_of_each_rank() -> None:
+    study = _study("weak-scaling")
+    assert _xs(study.points) == [64, 128, 256, 512, 1024]  # two copies as given, up to eight times that
+    for point in study.points:
+        copies = int(point.x) // 64
+        words = (f"--mesh.dp_shard={copies}", f"--train.global_batch_size={320 * copies}")
+        assert _same(point, _directly(*words))
+    first = study.points[0].values
+    for point in study.points:
+        share = point.values["tokens_per_s"] / point.x / (first["tokens_per_s"] / 64)
+        assert point.values["efficiency"] == pytest.approx(share, rel=1e-12)
+    assert first["efficiency"] == 1.0
+
+
+def test_strong_scaling_keeps_the_batch() -> None:
+    study = _study("strong-scaling", "--mesh.tp=8")
+    for point in study.points:
+        assert _same(point, _directly("--mesh.tp=8", f"--mesh.dp_shard={int(point.x) // 128}"))
+    efficiency = [point.values["efficiency"] for point in study.points]
+    assert efficiency[0] == 1.0 and efficiency == sorted(efficiency, reverse=True)
+    assert efficiency[-1] < 0.9
+
+
+def test_efficiency_is_against_the_smallest_that_fits() -> None:
+    points = _study("strong-scaling", "--mesh.tp=2").points
+    first = next(point for point in points if point.fits)
+    assert first.values["efficiency"] == 1.0 and not points[0].fits and points[0].values["efficiency"] > 1.0
+    none_fits = _study("strong-scaling", "--mesh.pp=1", "--mesh.tp=1", ranks=4).points
+    assert not any(point.fits for point in none_fits) and none_fits[0].values["efficiency"] == 1.0
+
+
+def test_scaling_goes_to_the_ranks_that_are_said() -> None:
+    assert _xs(_study("weak-scaling", ranks=384).points) == [64, 128, 256, 384]
+    with pytest.raises(ConfigError, match=r"--world-size 100: must be a multiple of .* 64 ranks; nearest: 128"):
+        _study("weak-scaling", ranks=100)
+
+
+def test_what_a_batch_does_not_divide_over_is_refused() -> None:
+    points = _study("strong-scaling", config=None, ranks=16).points
+    assert [bool(p.refused) for p in points] == [False, False, False, False, True]
+    assert points[-1].refused.startswith("[train] global_batch_size = 24 does not divide over 16 batch ranks")
+    assert points[-1].values == {} and not points[-1].fits
+
+
+# --- one degree for another ---------------------------------------------------------------------------------------
+
+
+def test_tensor_trades_copies_for_slices() -> None:
+    study = _study("tensor")
+    assert study.x_label == "mesh.tp" and _xs(study.points) == [1, 2, 4, 8]
+    for point in study.points:
+        assert _same(point, _directly(f"--mesh.tp={point.x}", f"--mesh.dp_shard={8 // int(point.x)}"))
+    assert not study.points[0].fits and study.points[-1].fits
+
+
+def test_pipeline_says_why_a_degree_cannot_work() -> None:
+    study = _study("pipeline", config=LLAMA65B)
+    assert _xs(study.points) == [1, 2, 4, 8, 16, 32, 64]
+    assert _same(_at(study, 8), _directly("--mesh.pp=8", "--mesh.dp_shard=32", config=LLAMA65B))
+    assert "n_layers = 80 cannot fill 128 stages" in _at(study, 64).refused
+
+
+def test_the_axis_with_most_ranks_shares_the_batch() -> None:
+    points = _study("tensor", "--mesh.dp_shard=1", "--mesh.dp_replicate=4").points
+    assert _xs(points) == [1, 2, 4, 8, 16]
+    assert _same(points[0], _directly("--mesh.tp=1", "--mesh.dp_shard=1", "--mesh.dp_replicate=16"))
+
+
+def test_ranks_are_made_up_by_those_that_share_the_batch() -> None:
+    study = _study("tensor", ranks=256)
+    assert _xs(study.points) == [1, 2, 4, 8, 16] and "dp_shard 4" in study.job
+    assert _same(_at(study, 8), _directly("--mesh.tp=8", "--mesh.dp_shard=2"))
+
+
+# --- other things -------------------------------------------------------------------------------------------------
+
+
+def test_bubble_goes_through_schedules_and_micro_batches() -> None:
+    study = _study("bubble", "--mesh.pp=4", "--mesh.tp=8")
+    assert len(study.series) == 7 and "1F1B" in study.series  # the job's own stands for its schedule, once
+    assert _xs([p for p in study.points if p.series == "1F1B"]) == [4, 8, 16, 32, 64, 128, 320]
+    for x in (4, 320):
+        assert _same(
+            _at(study, x, "1F1B"), _directly("--mesh.pp=4", "--mesh.tp=8", f"--train.global_batch_size={2 * x}")
+        )
+    words = ("--plugins.pipeline.schedule=Interleaved1F1B", "--plugins.pipeline.virtual_stages=2")
+    direct = _directly("--mesh.pp=4", "--mesh.tp=8", "--train.global_batch_size=64", *words)
+    assert _same(_at(study, 32, "Interleaved1F1B 2"), direct)
+    assert "takes at least 8" in _at(study, 4, "DualPipeV 2").refused
+
+
+def test_the_bubble_of_even_stages_is_that_of_the_formula() -> None:
+    """(p - 1)/(m + p - 1) of 1F1B, p stages and m micro batches (arXiv 2104.04473, section 2.2.1)."""
+    even = ("--mesh.pp=8", "--mesh.tp=8", "--plugins.pipeline.schedule=1F1B", "--model.vocab_size=1024")
+    for point in _study("bubble", *even).points:
+        assert point.values["bubble_fraction"] == pytest.approx(7 / (point.x + 7), rel=0.08)
+
+
+def test_a_schedule_on_the_command_line_is_the_only_one() -> None:
+    study = _study("bubble", "--mesh.pp=4", "--plugins.pipeline.schedule=GPipe")
+    assert study.series == ("GPipe",)
+
+
+def test_a_bubble_needs_a_pipeline() -> None:
+    with pytest.raises(ConfigError, match=r"the job has no pipeline; give it one: --mesh\.pp 4"):
+        _study("bubble", config=None)
+
+
+def test_recompute_goes_through_all_that_is_optional() -> None:
+    study = _study("recompute")
+    assert [point.label for point in study.points] == ["off", "full", "selective", "every 2", "every 4"]
+    assert _same(study.points[0], _directly("--plugins.activation_checkpoint.enabled=false"))
+    every = ("--plugins.activation_checkpoint.mode=every", "--plugins.activation_checkpoint.every=4")
+    assert _same(study.points[4], _directly(*every))
+    optional = [p for p in registry.of_kind(Technique.kind) if issubclass(p, Technique) and p.optional]
+    assert len(study.points) == sum(1 + len(plugin.choices) for plugin in optional)
+    activations = [point.values["activations_gib"] for point in study.points]
+    assert min(activations) == activations[1] < activations[3] < activations[4]
+
+
+def test_micro_batches_divide_what_a_rank_has() -> None:
+    study = _study("micro-batch")
+    assert _xs(study.points) == [1, 2, 4, 5, 8, 10, 16]  # of 320 samples
+    assert _same(_at(study, 5), _directly("--train.micro_batch_size=5"))
+
+
+# --- reports and faults -------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("name", STUDIES)
+def test_every_study_of_a_small_job(name: str) -> None:
+    study = _study(name, config=Path("configs/debug3d.toml"))
+    report = json.loads(json.dumps(study.as_json()))
+    assert report["study"] == name and len(report["points"]) == len(study.points) >= 2
+    for point in report["points"]:
+        measured = set(point) & set(MEASURES)
+        assert measured == (set() if point["refused"] else set(MEASURES) - ({"efficiency"} - set(study.shown)))
+    assert set(study.shown) <= set(MEASURES) and all(p.label in study.text() for p in study.points)
+
+
+def test_a_table_shows_what_does_not_fit_and_why_others_cannot_work() -> None:
+    points = (
+        Point(1, "1", "", {"tokens_per_s": 100.0, "memory_gib": 90.0}, False),
+        Point(2, "2", "", {"tokens_per_s": 50.0, "memory_gib": 45.0}, True),
+        Point(3, "3", "", {}, False, "three is odd"),
+    )
+    study = Study("s", "Title", "job", "ranks", ("tokens_per_s",), False, 80.0, points)
+    assert study.text().splitlines() == [
+        "Title", "job", "",
+        "ranks  tokens/s  fullest rank, GiB  tokens/s",
+        "1*          100              90.00  " + 24 * "█",
+        "2            50              45.00  " + 12 * "█",
+        "3             -                  -",
+        "", "*  does not fit into 80 GiB", "-  3: three is odd",
+    ]  # fmt: skip
+
+
+def test_series_stand_beside_each_other_and_share_a_reason() -> None:
+    points = (
+        Point(1, "1", "a", {"bubble_fraction": 0.5}, True), Point(2, "2", "a", {"bubble_fraction": 0.25}, False),
+        Point(1, "1", "b", {}, False, "no"), Point(2, "2", "b", {}, False, "no"),
+    )  # fmt: skip
+    assert Study("s", "t", "j", "micro batches", ("bubble_fraction",), False, 80.0, points).text().splitlines()[3:] == [
+        "bubble:",
+        "micro batches      a   b",
+        "1              50.0%   -",
+        "2              25.0%*  -",
+        "", "*  does not fit into 80 GiB", "-  b 1, 2: no",
+    ]  # fmt: skip
+
+
+def test_the_command_names_all_studies() -> None:
+    assert tuple(KINDS) == STUDIES  # which stand apart, for --help to be quick
+
+
+def test_faults() -> None:
+    with pytest.raises(ConfigError, match=r"--study: tensr: no such study.*tensor"):
+        _study("tensr")
+    with pytest.raises(ConfigError, match=r"nothing to vary with one rank; give it more ranks \(--world-size N\)"):
+        _study("tensor", config=None)
+    with pytest.raises(ConfigError, match="unknown"):
+        _study("tensor", "--mesh.nonsense=2", "--train.nonsense=2")
+
+
+def test_the_command(capsys: pytest.CaptureFixture[str]) -> None:
+    words = ["--config", "configs/debug3d.toml", "--study", "tensor", "--cluster", "h100", "--json"]
+    assert main(["plan", *words]) == 0
+    assert [point["x"] for point in json.loads(capsys.readouterr().out)["points"]] == [1, 2, 4]

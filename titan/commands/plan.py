@@ -1,0 +1,189 @@
+"""`titan plan`: what a run needs and how fast it will be, before it runs."""
+
+import argparse
+import json
+import sys
+from pathlib import Path
+from typing import Any
+
+from titan.config import Job, load_job
+from titan.errors import EXIT_DONE, ConfigError, Fault
+from titan.planner import STUDIES
+
+HELP = "say what a job needs and how fast it will be on a cluster, and find its best layout"
+CLUSTER = "a100-80gb"
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """What to plan, for which cluster, and what to show."""
+    parser.description = f"""{HELP}.
+
+  titan plan --config configs/llama65b.toml                       memory of each stage, step time and what it is made of
+  titan plan --config configs/llama65b.toml --cluster h100 --mesh.tp 4 --mesh.dp_shard 128
+  titan plan --config configs/llama65b.toml --search --world-size 2048 --write best.toml
+  titan plan --config configs/llama65b.toml --exact --rank 2047   the real build and step of one rank, without memory
+  titan plan --model-only --model.name gpt --model.preset 175b    the model by the formulas of the literature
+  titan plan --config configs/gpt175b.toml --study tensor --plot throughput.png
+
+Nothing is trained and no data is read; a laptop plans for thousands of GPUs. --cluster takes a name (configs/clusters:
+titan plan --clusters lists them) or a file; `titan doctor --save FILE` writes one for the machine at hand.
+
+--search goes through every layout of --world-size ranks: degrees of all axes, micro batches, and what plugins offer to
+be chosen (schedules, recompute, ZeRO stages). What is given on the command line stays fixed. docs/planning.md explains
+how it is computed, docs/validation.md how well that agrees with published runs."""
+    parser.add_argument("--config", type=Path, metavar="FILE", help="TOML of the job; default: configs/quickstart.toml")
+    parser.add_argument(
+        "--cluster", default=CLUSTER, metavar="C", help=f"cluster, a name or a file; default: {CLUSTER}"
+    )
+    parser.add_argument("--clusters", action="store_true", help="list the clusters that came with titan")
+    parser.add_argument("--world-size", type=int, metavar="N", help="ranks; default: as many as the job's layout needs")
+    kind = parser.add_mutually_exclusive_group()
+    kind.add_argument("--search", action="store_true", help="find the best layouts of --world-size ranks")
+    kind.add_argument("--exact", action="store_true", help="dry run: build and step one rank with shapes only")
+    kind.add_argument("--model-only", action="store_true", help="the model alone, by the formulas of the literature")
+    kind.add_argument("--study", metavar="NAME", help="vary one thing: " + ", ".join(STUDIES))
+    search = parser.add_argument_group("with --search")
+    search.add_argument(
+        "--objective", choices=("time", "price", "energy"), default="time", help="what is best; default: time"
+    )
+    search.add_argument("--top", type=int, default=10, metavar="K", help="layouts shown; default: 10")
+    search.add_argument("--explain", action="store_true", help="say what the best wins by and the next ones lose")
+    search.add_argument("--write", type=Path, metavar="FILE", help="write the best layout as a TOML above --config")
+    exact = parser.add_argument_group("with --exact")
+    exact.add_argument("--rank", type=int, default=0, metavar="R", help="which rank; default: 0")
+    alone = parser.add_argument_group("with --model-only")
+    alone.add_argument("--devices", type=int, metavar="N", help="devices; default: as many as the layout has")
+    alone.add_argument("--peak-tflops", type=float, metavar="F", help="peak of a device, for times")
+    alone.add_argument("--utilisation", type=float, default=0.45, metavar="U", help="share of the peak; default: 0.45")
+    parser.add_argument("--tokens", type=float, metavar="T", help="tokens to train on, for time, price and energy")
+    parser.add_argument("--plot", type=Path, metavar="FILE", help="draw it: memory, schedule and time, or the study")
+    parser.add_argument("--json", action="store_true", help="one JSON object")
+    parser.set_defaults(takes_overrides=True)
+
+
+def run(args: argparse.Namespace) -> int:
+    """Do what was asked for, and report."""
+    does = (
+        (args.clusters, _clusters),
+        (args.model_only, _model_only),
+        (args.exact, _exact),
+        (args.search, _search),
+        (args.study, _study),
+    )
+    chosen = next((do for asked, do in does if asked), _plan)
+    report, text = chosen(args)
+    print(json.dumps(report) if args.json else text)
+    return EXIT_DONE
+
+
+def _plan(args: argparse.Namespace) -> tuple[dict[str, Any], str]:
+    from titan.planner import cluster, words
+    from titan.planner.layout import costs_of
+    from titan.planner.predict import Planner
+
+    job, where = load_job(args.config, args.overrides, args.world_size), cluster.load(args.cluster)
+    prediction = Planner(where).predict(costs_of(job), job.layout, keep=args.plot is not None)
+    budget = _budget(prediction, args.tokens)
+    if args.plot is not None:
+        from titan.planner import pictures
+
+        pictures.draw_prediction(prediction, where, args.plot)
+    report = prediction.as_json() | {"cluster": where.name} | ({"budget": budget} if budget else {})
+    return report, words.prediction_text(prediction, where, str(job.layout), budget)
+
+
+def _budget(prediction: Any, tokens: float | None) -> dict[str, float] | None:
+    """What it takes to train on so many tokens; prices are in the cluster's currency."""
+    if tokens is None:
+        return None
+    if not tokens > 0:
+        raise ConfigError([Fault("command line", f"--tokens {tokens:g}: must be above 0")])
+    steps = tokens / prediction.tokens
+    hours = steps * prediction.step_time_s / 3600
+    return {
+        "tokens": tokens,
+        "days": hours / 24,
+        "device_hours": hours * prediction.world_size,
+        "energy_mwh": steps * prediction.energy_j / 3.6e9,
+        "price": steps * prediction.price,
+    }
+
+
+def _search(args: argparse.Namespace) -> tuple[dict[str, Any], str]:
+    from tqdm import tqdm
+
+    from titan.planner import cluster, words
+    from titan.planner.predict import Planner
+    from titan.planner.search import search
+    from titan.planner.space import load_base
+
+    where, base = cluster.load(args.cluster), load_base(args.config, args.overrides)
+    ranks = args.world_size or load_job(args.config, args.overrides).layout.world_size
+    if ranks < 1 or args.top < 1:
+        raise ConfigError([Fault("command line", f"--world-size {ranks}, --top {args.top}: must be at least 1")])
+    with tqdm(desc="layouts", disable=None, leave=False, file=sys.stderr) as bar:
+
+        def progress(done: int, of: int) -> None:
+            bar.total = of
+            bar.update(done - bar.n)
+
+        space = base.space(ranks, where.ranks_per_node)
+        result = search(base.job, Planner(where), [space], keep=args.top, objective=args.objective, progress=progress)
+    text = words.search_text(result, where, ranks)
+    if not result.best:
+        raise ConfigError([Fault("", words.nothing_fits(result, where))])
+    best = result.best[0]
+    if args.explain:
+        text += "\n\n" + words.explained(result.best)
+    if args.write is not None:
+        text += "\n\n" + _write(args, best.choice.values())
+    layouts = [found.prediction.as_json() | {"layout": found.choice.values()} for found in result.best]
+    return best.prediction.as_json() | {"layouts": layouts, "cluster": where.name}, text
+
+
+def _write(args: argparse.Namespace, values: dict[str, Any]) -> str:
+    """The job with these keys laid over it, as a TOML that can be trained."""
+    from titan.planner.written import write_toml
+
+    write_toml(args.write, args.config, args.overrides, values)
+    return f"written to {args.write}; train with ./run_train.sh --config {args.write}"
+
+
+def _study(args: argparse.Namespace) -> tuple[dict[str, Any], str]:
+    from titan.planner import cluster, pictures, studies
+
+    study = studies.run(args.study, args.config, args.overrides, cluster.load(args.cluster), args.world_size)
+    if args.plot is not None:
+        pictures.draw_study(study, args.plot)
+    return study.as_json(), study.text()
+
+
+def _exact(args: argparse.Namespace) -> tuple[dict[str, Any], str]:
+    from titan.dryrun import dry_run, report
+
+    job = load_job(args.config, args.overrides, args.world_size)
+    if not 0 <= args.rank < job.layout.world_size:
+        what = f"--rank {args.rank}: the layout has ranks 0 to {job.layout.world_size - 1}"
+        raise ConfigError([Fault("command line", what)])
+    run = dry_run(job, args.rank)
+    return run.as_json(), report(run)
+
+
+def _model_only(args: argparse.Namespace) -> tuple[dict[str, Any], str]:
+    from titan.planner import by_hand
+    from titan.planner.layout import costs_of
+
+    job: Job = load_job(args.config, args.overrides) if args.config else by_hand.alone(args.overrides)
+    report = by_hand.report(
+        job, tokens=args.tokens, devices=args.devices, peak_tflops=args.peak_tflops, utilisation=args.utilisation,
+        held=costs_of(job).held,
+    )  # fmt: skip
+    return report, by_hand.text(report)
+
+
+def _clusters(args: argparse.Namespace) -> tuple[dict[str, Any], str]:
+    from titan.planner import cluster, words
+
+    found = {name: cluster.load(name) for name in cluster.names()}
+    rows = [[name, c.device.name, f"{c.device.memory_gib:g} GiB", c.name] for name, c in found.items()]
+    return {"clusters": {name: vars(c.device) for name, c in found.items()}}, "\n".join(words.columns(rows, left=4))

@@ -1,0 +1,261 @@
+"""How long a step takes and what it holds: `Costs`, a layout and a cluster to a `Prediction`.
+
+Each stage's forward and backward are timed operation by operation, with the collectives that nothing hides; then the
+schedule is simulated micro batch by micro batch; what data parallelism sends, beside the computation that can hide it,
+and the optimizer come on top. The step ends when the last rank has ended; the split of its time is that rank's.
+"""
+
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, fields
+from typing import Any
+
+from titan.cost import Attention, Costs, Matmul, Operation
+from titan.mesh import Layout
+from titan.planner.cluster import Cluster
+from titan.planner.cluster import Device as Device_
+from titan.planner.kernels import Device
+from titan.planner.layout import group_of
+from titan.planner.memory import GIB, Memory, kind, memory_of, recomputed
+from titan.planner.network import Network
+from titan.planner.rounds import Steps
+from titan.planner.schedule import Timeline, simulate
+from titan.planner.work import COMMUNICATION, Parts, StageWork
+
+
+@dataclass(frozen=True)
+class Prediction:
+    """A step of a job on a cluster.
+
+    time_s: exposed seconds by what they are spent on, on the rank that ends last; they add up to step_time_s.
+    hidden_s: seconds of communication that run beside computation on that rank.
+    stages: memory and layers of the ranks of each place of the pipeline.  fits: all of them into the device's memory.
+    energy_j, price: of a step on all ranks; 0 where the cluster does not state power or price. Ranks that wait for work
+    are at rest, others at full power.
+    tflops count multiplications of the model (attention's full square); hardware's include what is computed again.
+    """
+
+    world_size: int
+    step_time_s: float
+    tokens: int
+    model_tflops_per_device: float
+    hardware_tflops_per_device: float
+    mfu: float
+    hfu: float
+    time_s: dict[str, float]
+    hidden_s: dict[str, float]
+    memory: tuple[Memory, ...]
+    layers: tuple[tuple[range, ...], ...]
+    fits: bool
+    energy_j: float
+    price: float
+    timeline: Timeline
+
+    @property
+    def tokens_per_s(self) -> float:
+        """Of all ranks."""
+        return self.tokens / self.step_time_s
+
+    @property
+    def bubble_fraction(self) -> float:
+        """Share of the step in which the rank waits for work of others."""
+        return self.time_s["bubble"] / self.step_time_s
+
+    def as_json(self) -> dict[str, Any]:
+        """The fields that scripts rely on."""
+        return {
+            "world_size": self.world_size,
+            "step_time_s": self.step_time_s,
+            "tokens_per_s": self.tokens_per_s,
+            "tokens_per_s_per_device": self.tokens_per_s / self.world_size,
+            "model_tflops_per_device": self.model_tflops_per_device,
+            "hardware_tflops_per_device": self.hardware_tflops_per_device,
+            "mfu": self.mfu,
+            "hfu": self.hfu,
+            "bubble_fraction": self.bubble_fraction,
+            "fits": self.fits,
+            "energy_j": self.energy_j,
+            "price": self.price,
+            "time_s": self.time_s,
+            "hidden_s": self.hidden_s,
+            "stages": [
+                {"memory_gib": memory.gib(), "layers": [list(layers) for layers in held]}
+                for memory, held in zip(self.memory, self.layers, strict=True)
+            ],
+        }
+
+
+OF_PARTS = tuple(f.name for f in fields(Costs) if f.name not in ("stages", "order", "pipeline_axis", "receive_buffers"))
+"""What the parts of a job depend on."""
+
+
+class Planner:
+    """Predicts jobs on one cluster; remembers what layouts have in common."""
+
+    def __init__(self, cluster: Cluster) -> None:
+        self.cluster, self.device, self.network = cluster, Device(cluster), Network(cluster)
+        self._steps: dict[Any, Steps] = {}
+        self._last: tuple[Any, Parts] | None = None
+
+    def predict(self, costs: Costs, layout: Layout, *, keep: bool = False) -> Prediction:
+        """The step of these costs on this layout; `keep`: with all actions of its timeline.
+
+        Raises:
+            ConfigError: the cluster does not know the dtype.
+        """
+        return self.draft(costs, layout).finish(memory_of(costs, layout, self.cluster), keep=keep)
+
+    def parts(self, costs: Costs, layout: Layout) -> Parts:
+        """The job's parts; the same object as at the last call if only the pipeline differs."""
+        key = (layout.degrees, *(getattr(costs, name) for name in OF_PARTS))
+        if self._last is None or self._last[0] != key:
+            self._last = key, Parts(costs, layout, self.device, self.network)
+        return self._last[1]
+
+    def draft(self, costs: Costs, layout: Layout) -> "Draft":
+        """The work of a step, before its schedule is simulated."""
+        return Draft(self, costs, layout)
+
+    def steps(self, costs: Costs) -> Steps:
+        """The steps of a pipeline of this order; the same for all jobs that have it."""
+        if costs.order not in self._steps:
+            self._steps[costs.order] = Steps(costs.order, 1 + max(stage.rank for stage in costs.stages))
+        return self._steps[costs.order]
+
+
+class Draft:
+    """A step whose stages are timed, by place in the pipeline."""
+
+    def __init__(self, planner: Planner, costs: Costs, layout: Layout) -> None:
+        self.planner, self.costs, self.layout = planner, costs, layout
+        parts = planner.parts(costs, layout)
+        alike: dict[tuple[int, ...], StageWork] = {}
+        for stage in costs.stages:
+            if kind(stage, costs) not in alike:
+                alike[kind(stage, costs)] = StageWork(stage, parts)
+        self.work = [alike[kind(stage, costs)] for stage in costs.stages]
+        self.by_place: list[list[StageWork]] = [[] for _ in range(1 + max(stage.rank for stage in costs.stages))]
+        for stage, work in zip(costs.stages, self.work, strict=True):
+            self.by_place[stage.rank].append(work)
+        self.once = [sum(sum(w.once.values()) for w in mine) for mine in self.by_place]
+
+    @property
+    def least_s(self) -> float:
+        """Seconds that the step takes under any schedule.
+
+        A rank begins when a micro batch has come through the stages before its first one. It then has all of its work
+        to do; and when it has done all but the weights' part, a micro batch goes back through those stages.
+        """
+        least, begins, returns = 0.0, 0.0, 0.0
+        seen: set[int] = set()
+        for stage, work in zip(self.costs.stages, self.work, strict=True):
+            if stage.rank not in seen:
+                seen.add(stage.rank)
+                mine, rounds = self.by_place[stage.rank], self.costs.micro_batches
+                passing = rounds * sum(w.forward + w.inputs for w in mine)
+                weights = rounds * sum(w.weights for w in mine)
+                least = max(least, begins + passing + max(weights, returns) + self.once[stage.rank])
+            begins, returns = begins + work.forward, returns + work.inputs
+        return least
+
+    def finish(self, memory: Sequence[Memory], *, keep: bool = False) -> Prediction:
+        """Simulate the schedule."""
+        costs, layout, cluster, by_place = self.costs, self.layout, self.planner.cluster, self.by_place
+        timeline = self._simulate(keep)
+        ends = [end + once for end, once in zip(timeline.ends, self.once, strict=True)]
+        last = max(range(len(ends)), key=ends.__getitem__)
+        step, world = self._shared(ends[last], timeline), layout.world_size
+        tokens = costs.tokens * costs.micro_batches * layout.role_degree("batch")
+        model, hardware = (flops * tokens / step / world / 1e12 for flops in flops_per_token(costs))
+        peak = cluster.peak(costs.wide_dtype) / 1e12
+        return Prediction(
+            world_size=world, step_time_s=step, tokens=tokens, model_tflops_per_device=model,
+            hardware_tflops_per_device=hardware, mfu=model / peak, hfu=hardware / peak,
+            time_s=_adding_up(_spent(by_place[last], costs.micro_batches, timeline, last), step),
+            hidden_s=_summed(w.hidden for w in by_place[last]),
+            memory=tuple(memory),
+            layers=tuple(tuple(s.layers for s in costs.stages if s.rank == place) for place in range(len(by_place))),
+            energy_j=_energy(cluster.device, timeline, step, world),
+            price=cluster.device.price * world * step / 3600,
+            fits=all(m.total <= cluster.device.memory_gib * GIB for m in memory), timeline=timeline,
+        )  # fmt: skip
+
+    def _shared(self, end: float, timeline: Timeline) -> float:
+        """The step's seconds where ranks share processors: one that waits leaves its share to the others.
+
+        Then all of the work takes as long as if none ever waited, but no less than the schedule with each at full speed.
+        """
+        processors, ranks = self.planner.cluster.device.processors, self.layout.world_size
+        node = min(ranks, self.planner.cluster.ranks_per_node or ranks)
+        if not processors or node <= processors:
+            return end
+        work = zip(timeline.busy, timeline.exposed, self.once, strict=True)
+        return max(end * processors / node, sum(map(sum, work)) / len(timeline.busy))
+
+    def _simulate(self, keep: bool) -> Timeline:
+        costs, work = self.costs, self.work
+        times = {
+            "F": [w.forward for w in work],
+            "B": [w.inputs + w.weights for w in work],
+            "I": [w.inputs for w in work],
+            "W": [w.weights for w in work],
+        }
+        send = 0.0
+        if costs.pipeline_axis:
+            hidden, network = costs.dim * costs.share("hidden") * costs.bytes, self.planner.network
+            slices = group_of(costs.sent_over, self.layout)
+            send = network.send(group_of([costs.pipeline_axis], self.layout), hidden / slices.size)
+            send += network.collective("all_gather", slices, hidden)
+        if keep:
+            return simulate(costs.order(costs.micro_batches), times, send, blocking=costs.blocking, keep=True)
+        return self.planner.steps(costs).simulate(costs.micro_batches, times, send, blocking=costs.blocking)
+
+
+def _energy(device: Device_, timeline: Timeline, step: float, world: int) -> float:
+    """Joules of a step on all ranks."""
+    idle = sum(timeline.idle) / len(timeline.idle)
+    return world * (device.idle_w * idle + device.power_w * (step - idle))
+
+
+def _summed(tables: Iterable[Mapping[str, float]]) -> dict[str, float]:
+    total: dict[str, float] = {}
+    for table in tables:
+        for key, value in table.items():
+            total[key] = total.get(key, 0.0) + value
+    return total
+
+
+def _spent(work: Sequence["StageWork"], micro_batches: int, timeline: Timeline, rank: int) -> dict[str, float]:
+    """The step's seconds on a rank by what they are spent on."""
+    spent = dict.fromkeys(("forward", "backward", "recompute", *COMMUNICATION, "bubble", "optimizer"), 0.0)
+    for stage in work:
+        for key, seconds in stage.each.items():
+            spent[key] += micro_batches * seconds
+        for key, seconds in stage.once.items():
+            spent[key] += seconds
+    spent["pp"] += timeline.exposed[rank]
+    spent["bubble"] += timeline.ends[rank] - timeline.busy[rank] - timeline.exposed[rank]
+    return spent
+
+
+def _adding_up(spent: dict[str, float], step: float) -> dict[str, float]:
+    """Seconds that a rank would spend, as parts of a step that took another time; the bubble gives way first."""
+    work = sum(spent.values()) - spent["bubble"]
+    spent["bubble"] = max(0.0, step - work)
+    return {key: seconds * min(1.0, step / work) if key != "bubble" else seconds for key, seconds in spent.items()}
+
+
+def flops_per_token(costs: Costs) -> tuple[float, float]:
+    """FLOPs of a token's forward and backward: as the model needs them, and as hardware does them."""
+    layers = sum(len(stage.layers) for stage in costs.stages)
+    layer, head = (sum(_forward_flops(op, costs) for op in ops) for ops in (costs.layer, costs.head))
+    model = 3 * (layers * layer + head)
+    again = sum(recomputed(stage.layers, costs) for stage in costs.stages)
+    if costs.recompute is None or costs.recompute.keeps == "products":
+        again = 0
+    return model, model + again * layer
+
+
+def _forward_flops(op: Operation, costs: Costs) -> float:
+    if isinstance(op, Matmul):
+        return 2.0 * op.inputs * op.outputs
+    return 4.0 * costs.seq_len * op.heads * op.head_dim if isinstance(op, Attention) else 0.0
