@@ -1,0 +1,186 @@
+"""The dry run's numbers are those of the shapes, counted by hand, and it leaves nothing behind."""
+
+import json
+from pathlib import Path
+
+import pytest
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+
+from titan.config import Job, load_job
+from titan.dryrun import COMPONENTS, DryRun, dry_run, report
+from titan.errors import ConfigError
+
+LAYERS, DIM, FFN, VOCAB, SEQ, BATCH = 4, 128, 384, 4097, 128, 8
+SMALL = ("--model.n_layers", "4", "--train.global_batch_size", "8", "--train.micro_batch_size", "2")
+LAYER = 4 * DIM * DIM + 3 * DIM * FFN
+PARAMETERS = LAYERS * (LAYER + 2 * DIM) + 2 * VOCAB * DIM + DIM
+ONE = ("--mesh.dp_shard", "1")
+TWO = ("--mesh.dp_shard", "2")
+
+
+def _job(*words: str) -> Job:
+    return load_job(None, [*SMALL, *words])
+
+
+def _sent(run: DryRun, kind: str, axes: str) -> tuple[int, int]:
+    """(calls, bytes) of a kind over an axis."""
+    found = [c for c in run.collectives if (c.kind, c.axes) == (kind, axes)]
+    return sum(c.count for c in found), sum(c.count * c.bytes for c in found)
+
+
+def test_one_rank() -> None:
+    run = dry_run(_job(*ONE), 0)
+    assert run.parameters == PARAMETERS
+    assert run.steady["parameters"] == 4 * PARAMETERS
+    tensors = LAYERS * 9 + 3
+    assert run.steady["optimizer"] == 8 * PARAMETERS + 4 * tensors  # two moments, and a counter for each tensor
+    assert run.most["gradients"] == run.at_peak["gradients"] == 4 * PARAMETERS
+    assert run.steady["gradients"] == run.steady["saved"] == run.at_peak["gathered"] == 0
+    assert run.collectives == ()
+
+
+def test_components_are_all_of_it() -> None:
+    run = dry_run(_job(*TWO), 0)
+    assert set(run.at_peak) == set(COMPONENTS)
+    assert run.peak_bytes == sum(run.at_peak.values()) == max(point.bytes for point in run.timeline)
+    assert 0 < len(run.timeline) <= 400
+    assert 0.5 * run.peak_bytes < sum(consumer.bytes for consumer in run.consumers) <= run.peak_bytes
+
+
+def test_matrix_products_and_attention() -> None:
+    run = dry_run(_job(*ONE), 0)
+    tokens = BATCH * SEQ
+    forward = tokens * (2 * (LAYERS * LAYER + VOCAB * DIM) + LAYERS * 4 * SEQ * DIM)
+    scores = tokens * LAYERS * 2 * SEQ * DIM  # made again in the backward of attention
+    total = run.total_flops
+    assert (total.forward, total.backward, total.recompute) == (forward, 2 * forward, scores)
+    assert run.flops["layers.2.ffn.w1"].forward == tokens * 2 * DIM * FFN
+    assert run.flops["layers.2.ffn.w1"].backward == tokens * 4 * DIM * FFN
+
+
+def test_full_recompute_does_the_layers_again_and_saves_their_inputs() -> None:
+    plain, run = (dry_run(_job(*ONE, *more), 0) for more in ((), ("--plugins.activation_checkpoint.mode", "full")))
+    # The last product of a block is not needed again: nothing saves its result.
+    again = run.total_flops.recompute - plain.total_flops.recompute
+    down = sum(f.forward for name, f in run.flops.items() if name.endswith("w2"))
+    layers = sum(f.forward for name, f in run.flops.items() if name.startswith("layers."))
+    assert again == layers - down
+    assert run.most["saved"] < 0.5 * plain.most["saved"]
+
+
+def test_shards_and_what_is_gathered() -> None:
+    run = dry_run(_job(*TWO), 0)
+    assert run.steady["parameters"] == 4 * run.parameters
+    assert run.parameters == pytest.approx(PARAMETERS / 2, rel=1e-3)
+    assert run.at_peak["gathered"] == pytest.approx(4 * PARAMETERS, rel=1e-3)
+    assert run.at_peak["gradients"] == 4 * PARAMETERS
+    units = LAYERS + 2  # each layer, the stem, the head
+    calls, sent = _sent(run, "reduce_scatter", "dp_shard")
+    assert calls == units
+    assert sent == pytest.approx(4 * PARAMETERS, rel=1e-3)
+    layer = 4 * (LAYER + 2 * DIM)
+    assert [c.count for c in run.collectives if (c.kind, c.bytes) == ("all_gather", layer)] == [LAYERS]
+
+
+def test_zero_1_gathers_the_head_once_however_many_micro_batches() -> None:
+    job = _job(*TWO, "--train.micro_batch_size", "1", "--plugins.fsdp.zero_stage", "1")
+    assert job.micro_batches == 4
+    assert _sent(dry_run(job, 0), "all_gather", "dp_shard")[0] == LAYERS + 2
+
+
+def test_zero_3_gathers_for_every_use_and_keeps_a_unit_or_two() -> None:
+    run = dry_run(_job(*TWO, "--plugins.fsdp.zero_stage", "3"), 0)
+    micro_batches = 2
+    layer = 4 * (LAYER + 2 * DIM)
+    gathers = [c.count for c in run.collectives if (c.kind, c.bytes) == ("all_gather", layer)]
+    assert gathers == [micro_batches * 2 * LAYERS]
+    assert _sent(run, "reduce_scatter", "dp_shard")[0] == micro_batches * (LAYERS + 2)
+    assert run.at_peak["gathered"] < 4 * PARAMETERS / 2
+    assert run.steady["gathered"] == 0
+
+
+def test_bf16_halves_what_is_computed_with_and_sums_in_fp32() -> None:
+    full, half = (dry_run(_job(*TWO, *more), 0) for more in ((), ("--plugins.bf16.enabled", "true")))
+    assert half.steady == full.steady
+    assert 2 * half.at_peak["gathered"] == full.at_peak["gathered"]
+    assert half.at_peak["gradients"] == full.at_peak["gradients"] == 4 * PARAMETERS
+    assert 0.45 < half.most["saved"] / full.most["saved"] < 0.55
+    assert 2 * _sent(half, "all_gather", "dp_shard")[1] == _sent(full, "all_gather", "dp_shard")[1]
+    assert _sent(half, "reduce_scatter", "dp_shard") == _sent(full, "reduce_scatter", "dp_shard")
+
+
+def test_tensor_parallel_sends_eight_times_a_layer() -> None:
+    run = dry_run(_job(*ONE, "--mesh.tp", "2"), 1)
+    micro_batches, hidden = 4, 2 * SEQ * DIM * 4
+    calls, sent = _sent(run, "all_gather", "tp")
+    assert calls == micro_batches * (4 * LAYERS + 2)  # forward 2, backward 2 a layer; the head, and the stem's backward
+    assert sent == calls * hidden
+    assert run.total_flops.forward == pytest.approx(dry_run(_job(*ONE), 0).total_flops.forward / 2, rel=1e-3)
+    assert run.steady["parameters"] == pytest.approx(4 * PARAMETERS / 2, rel=1e-2)
+
+
+@pytest.mark.parametrize("rank", [0, 1])
+def test_pipeline(rank: int) -> None:
+    run = dry_run(_job(*ONE, "--mesh.pp", "2", "--train.micro_batch_size", "1"), rank)
+    hidden, micro_batches = SEQ * DIM * 4, 8
+    assert run.stages == (rank,)
+    sent = [c for c in run.collectives if c.axes == "pp" and c.bytes == hidden]
+    assert sorted((c.kind, c.count, c.group_size) for c in sent) == [
+        ("recv", micro_batches, 2),
+        ("send", micro_batches, 2),
+    ]
+    assert run.at_peak["communication"] >= micro_batches * hidden  # torch keeps a buffer for each
+    assert run.peak.micro_batch >= 0
+
+
+def test_a_schedule_that_splits_the_backward() -> None:
+    words = (*ONE, "--mesh.pp", "2", "--train.micro_batch_size", "1", "--plugins.pipeline.schedule", "ZBVZeroBubble")
+    run = dry_run(_job(*words, "--plugins.bf16.enabled", "true"), 0)
+    assert run.stages == (0, 3)
+    assert run.most["gradients"] >= 4 * run.parameters
+
+
+def test_norms_as_on_a_gpu_save_less_and_send_the_same() -> None:
+    job = _job(*ONE, "--mesh.tp", "2")
+    fused, plain = dry_run(job, 0), dry_run(job, 0, fused=False)
+    rows = 2 * SEQ // 2  # of a micro batch, over the ranks of tp
+    assert plain.most["saved"] >= fused.most["saved"] + 2 * LAYERS * rows * DIM * 4
+    assert fused.collectives == plain.collectives
+    assert fused.total_flops == plain.total_flops
+
+
+def test_nothing_is_left_behind() -> None:
+    before = torch.UntypedStorage.resize_, F.rms_norm
+    runs = [dry_run(_job("--mesh.dp_shard", str(ranks)), ranks - 1) for ranks in (4, 2, 4)]
+    assert not dist.is_initialized()
+    assert (torch.UntypedStorage.resize_, F.rms_norm) == before
+    assert runs[0] == runs[2] != runs[1]
+    assert torch.ones(2).sum().item() == 2
+
+
+def test_ranks_in_one_process_do_not_share_shapes() -> None:
+    """An uneven vocabulary gives ranks of equal meshes other shapes."""
+    first, last = (dry_run(_job(*ONE, "--mesh.tp", "2"), rank) for rank in (0, 1))
+    assert first.parameters - last.parameters == 2 * DIM
+
+
+def test_a_rank_that_is_not() -> None:
+    with pytest.raises(ConfigError, match="rank 2: the job has ranks 0 to 1"):
+        dry_run(_job(*TWO), 2)
+
+
+def test_in_words_and_in_json() -> None:
+    run = dry_run(_job(*TWO), 0)
+    table = json.loads(json.dumps(run.as_json()))
+    assert table["peak_bytes"] == run.peak_bytes
+    assert table["collectives"][0]["axes"] == "dp_shard"
+    text = report(run)
+    assert "rank 0 of 2" in text and "reduce_scatter over dp_shard (2 ranks): 6 calls" in text
+
+
+def test_no_file_is_touched(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    dry_run(_job(*ONE), 0)
+    assert list(tmp_path.iterdir()) == []

@@ -1,0 +1,125 @@
+"""Every storage that lives during a step: how large, since when, until when, what for.
+
+What a storage is for is often seen later than its birth (a gradient is one when it has reached its parameter), so
+changes are written down with a record of the storage, and added up when the step is over.
+"""
+
+import weakref
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.utils._python_dispatch import is_traceable_wrapper_subclass
+
+from titan.dryrun.place import Place
+
+SAVED, TRANSIENT = "saved", "transient"
+
+
+class Storage:
+    """A storage of this rank. component: empty while nothing but its life tells what it is for."""
+
+    __slots__ = ("born", "component", "dtype", "kept", "op", "shape", "turn")
+
+    def __init__(self, born: Place, op: str, tensor: Tensor, component: str, turn: int) -> None:
+        self.born, self.op, self.shape, self.dtype = born, op, tensor.shape, tensor.dtype
+        self.component, self.turn, self.kept = component, turn, False
+
+    def what(self) -> str:
+        """Its component; an activation is saved if it was made forward and seen by a backward operation."""
+        if self.component:
+            return self.component
+        return SAVED if self.kept and self.born.phase in ("forward", "recompute") else TRANSIENT
+
+
+class Ledger:
+    """Live storages and the changes of their sizes.
+
+    changes: (storage, bytes more or less, where the step was), in order.
+    """
+
+    def __init__(self) -> None:
+        self.changes: list[tuple[Storage, int, Place]] = []
+        self._live: dict[int, tuple[weakref.ref[Any], Storage]] = {}
+        self._bytes: dict[int, int] = {}
+        self._turn, self._backward = 0, False
+        self.place = Place("start", -1, "")
+
+    def at(self, place: Place) -> None:
+        """An operation runs there. Each change from forward or recompute to backward is a turn."""
+        self.place = place
+        backward = place.phase == "backward"
+        if backward and not self._backward:
+            self._turn += 1
+        self._backward = backward
+
+    def add(self, tensor: Tensor, op: str, component: str = "") -> None:
+        """See a tensor: its storage may be new."""
+        storage = tensor.untyped_storage()
+        key = storage._cdata
+        if key in self._live:
+            return
+        record = Storage(self.place, op, tensor, component, self._turn)
+        self._live[key] = weakref.ref(storage, lambda _: self._remove(key)), record
+        self._bytes[key] = 0
+        self._change(key, record, storage.nbytes())
+
+    def find(self, tensor: Tensor) -> Storage | None:
+        """The record of a tensor's storage."""
+        held = self._live.get(tensor.untyped_storage()._cdata)
+        return None if held is None else held[1]
+
+    def tag(self, tensor: Tensor, component: str, over: Sequence[str] = ("",)) -> None:
+        """Say what a storage is for, where what is known of it is one of `over`."""
+        record = self.find(tensor)
+        if record is not None and record.component in over:
+            record.component = component
+
+    def _change(self, key: int, record: Storage, size: int) -> None:
+        delta = size - self._bytes[key]
+        if delta:
+            self._bytes[key] = size
+            self.changes.append((record, delta, self.place))
+
+    def _remove(self, key: int) -> None:
+        _, record = self._live.pop(key)
+        self._change(key, record, 0)
+        self._bytes.pop(key)
+        record.kept = self._turn > record.turn
+
+    def close(self) -> None:
+        """The step is over: forget what lives, so that nothing is added up after it."""
+        for _, record in self._live.values():
+            record.kept = self._turn > record.turn
+        self._live, self._bytes = {}, {}
+
+    @contextmanager
+    def resizes(self) -> Iterator[None]:
+        """Hear of storages that are emptied and filled again, as FSDP does with gathered parameters."""
+        original = torch.UntypedStorage.resize_
+
+        def resize(storage: torch.UntypedStorage, size: int) -> Any:
+            result = original(storage, size)
+            held = self._live.get(storage._cdata)
+            if held is not None:
+                self._change(storage._cdata, held[1], size)
+            return result
+
+        torch.UntypedStorage.resize_ = resize  # type: ignore[method-assign, assignment]
+        try:
+            yield
+        finally:
+            torch.UntypedStorage.resize_ = original  # type: ignore[method-assign]
+
+
+def locals_of(tensor: Tensor) -> Iterator[Tensor]:
+    """The plain tensors of this rank that a tensor is made of: itself, or those a wrapper holds."""
+    if not is_traceable_wrapper_subclass(tensor):
+        yield tensor
+        return
+    for name in tensor.__tensor_flatten__()[0]:
+        held = getattr(tensor, name)
+        if isinstance(held, Tensor):
+            yield from locals_of(held)

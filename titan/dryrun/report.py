@@ -1,0 +1,78 @@
+"""A dry run in words."""
+
+from collections import defaultdict
+
+from titan.dryrun.result import COMPONENTS, DryRun
+
+_BARS = 24
+"""Lines of the timeline that are printed."""
+
+
+def report(run: DryRun) -> str:
+    """Several lines: memory by component, where the peak is and what makes it, the course, collectives, FLOPs."""
+    stages = ", ".join(str(stage) for stage in run.stages)
+    head = (
+        f"rank {run.rank} of {run.world_size}, stage {stages}: {run.parameters:,} parameters here; "
+        f"most memory {_size(run.peak_bytes)}, in {_peak(run)}"
+    )
+    blocks = [[head], _memory(run), _consumers(run), _timeline(run), _collectives(run), _flops(run), list(run.notes)]
+    return "\n\n".join("\n".join(lines) for lines in blocks if lines)
+
+
+def _size(count: float) -> str:
+    for unit in ("B", "KiB", "MiB"):
+        if abs(count) < 1024:
+            return f"{count:.4g} {unit}"
+        count /= 1024
+    return f"{count:,.4g} GiB"
+
+
+def _peak(run: DryRun) -> str:
+    batch = f" of micro batch {run.peak.micro_batch}" if run.peak.micro_batch >= 0 else ""
+    return f"{run.peak.phase}{batch}" + (f", {run.peak.module}" if run.peak.module else "")
+
+
+def _memory(run: DryRun) -> list[str]:
+    lines = [f"{'':14}{'at the peak':>14}{'most of it':>14}{'between steps':>15}"]
+    for name in COMPONENTS:
+        sizes = run.at_peak[name], run.most[name], run.steady[name]
+        lines.append(f"{name:14}{_size(sizes[0]):>14}{_size(sizes[1]):>14}{_size(sizes[2]):>15}")
+    return [*lines, f"{'total':14}{_size(run.peak_bytes):>14}{'':14}{_size(run.steady_bytes):>15}"]
+
+
+def _consumers(run: DryRun) -> list[str]:
+    lines = ["largest at the peak:"]
+    for c in run.consumers[:12]:
+        shape = " x ".join(str(n) for n in c.shape)
+        lines.append(f"  {_size(c.bytes):>10}  {c.count:>4} x [{shape}] {c.dtype}, {c.component}: {c.op} {c.module}")
+    return lines
+
+
+def _timeline(run: DryRun) -> list[str]:
+    step = -(-len(run.timeline) // _BARS)
+    points = [max(run.timeline[i : i + step], key=lambda p: p.bytes) for i in range(0, len(run.timeline), step)]
+    return [
+        "course of the step:",
+        *(f"  {'#' * round(40 * p.bytes / run.peak_bytes):40} {_size(p.bytes):>10}  {p.label}" for p in points),
+    ]
+
+
+def _collectives(run: DryRun) -> list[str]:
+    sums: dict[tuple[str, str, int], list[int]] = defaultdict(lambda: [0, 0])
+    for c in run.collectives:
+        pair = sums[c.kind, c.axes, c.group_size]
+        pair[0] += c.count
+        pair[1] += c.count * c.bytes
+    return [
+        *(["sent in a step (whole tensors):"] if sums else []),
+        *(
+            f"  {kind} over {axes} ({size} ranks): {count} calls, {_size(moved)}"
+            for (kind, axes, size), (count, moved) in sums.items()
+        ),
+    ]
+
+
+def _flops(run: DryRun) -> list[str]:
+    total = run.total_flops
+    words = f"forward {total.forward:.4g}, backward {total.backward:.4g}, recompute {total.recompute:.4g}"
+    return [f"FLOPs in a step: {total.total:.4g} ({words})"]

@@ -1,0 +1,123 @@
+"""Sees every operation of a step below autograd and DTensor: what it makes, computes and sends."""
+
+from collections import Counter, defaultdict
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch._ops import OpOverload
+
+from titan.contracts import Part
+from titan.dryrun import work
+from titan.dryrun.memory import Ledger, locals_of
+from titan.dryrun.numberless import Numberless
+from titan.dryrun.place import Places
+
+PARAMETERS, GRADIENTS, OPTIMIZER = "parameters", "gradients", "optimizer"
+GATHERED, COMMUNICATION, OTHER = "gathered", "communication", "other"
+
+_CAST = torch.ops.aten._to_copy
+
+
+class Watch:
+    """Watches the steps of these parts.
+
+    flops: by module, a counter of phases.  sent: (kind, group's name, bytes) -> how often.
+    """
+
+    def __init__(self, parts: Sequence[Part], on_micro_batch: Callable[[], object]) -> None:
+        self.parts = parts
+        self.memory = Ledger()
+        self.places = Places(parts, self._see_gathered, on_micro_batch)
+        self.flops: dict[str, Counter[str]] = defaultdict(Counter)
+        self.sent: Counter[tuple[str, str, int]] = Counter()
+        self._swept = False
+        self._idle: set[object] = set()  # operations that add nothing but their results
+        self._computing: dict[int, nn.Parameter] = {}
+
+    def _look(self, function: OpOverload, args: Any, kwargs: Any, out: Any) -> None:
+        packet = function._overloadpacket
+        place = self.places.now()
+        self.memory.at(place)
+        if self.places.in_node:
+            self._swept = False
+        made = (out,) if isinstance(out, Tensor) else out if isinstance(out, (tuple, list)) else ()
+        for tensor in made:
+            if isinstance(tensor, Tensor):
+                self.memory.add(tensor, packet.__name__)
+        if packet in self._idle:
+            return
+        if packet is _CAST:
+            self._see_cast(args[0], out)
+        elif not (work.is_collective(function) or work.computes(packet)):
+            self._idle.add(packet)
+        if work.is_collective(function):
+            self.sent[work.kind_of(function), work.group_of(args), work.payload(args, out)] += 1
+            for tensor in work.tensors_of(args) if work.in_place(function) else ():
+                self.memory.tag(tensor, COMMUNICATION)
+            return
+        flops, again = work.flops_of(function, args, kwargs, out)
+        if flops:
+            self.flops[place.module][place.phase] += flops - again
+            self.flops[place.module]["recompute"] += again
+
+    # --- what a storage is for ------------------------------------------------------------------------------------
+
+    def hold(self, tensors: Sequence[Tensor], component: str) -> None:
+        """These are there before the step."""
+        for tensor in tensors:
+            for local in locals_of(tensor):
+                self.memory.add(local, "held", component)
+
+    def _see_gathered(self, module: nn.Module) -> None:
+        """Parameters that a module computes with, where they are not those that are kept."""
+        for parameter in module._parameters.values():
+            if parameter is None:
+                continue
+            for local in locals_of(parameter):
+                self.memory.tag(local, GATHERED, ("", COMMUNICATION))
+            if id(parameter) not in self._computing and parameter.requires_grad and parameter.is_leaf:
+                self._computing[id(parameter)] = parameter
+                parameter.register_post_accumulate_grad_hook(self._see_gradient)  # type: ignore[no-untyped-call]
+
+    def _see_gradient(self, parameter: Tensor) -> None:
+        for local in locals_of(parameter.grad) if parameter.grad is not None else ():
+            self.memory.tag(local, GRADIENTS, ("", COMMUNICATION))
+
+    def _see_cast(self, before: Tensor, after: Tensor) -> None:
+        """A gradient cast to the dtype it is added up in is one still.
+
+        Where a backward is split, gradients are given to their parameters without autograd: they are looked for when
+        the first thing is cast after it.
+        """
+        if self.memory.place.phase != "backward":
+            return
+        if not self.places.in_node and not self._swept:
+            self.sweep()
+            self._swept = True
+        record = self.memory.find(before)
+        if record is not None and record.component == GRADIENTS:
+            self.memory.tag(after, GRADIENTS)
+
+    def sweep(self) -> None:
+        """Find the gradients that parameters have now, and the shards that FSDP has padded at its first use."""
+        held = [parameter for part in self.parts for _, parameter in part.parameters()]
+        for parameter in held:
+            for local in locals_of(parameter):
+                self.memory.tag(local, PARAMETERS)
+        for parameter in (*held, *self._computing.values()):
+            self._see_gradient(parameter)
+
+    # --- on and off -----------------------------------------------------------------------------------------------
+
+    @contextmanager
+    def watching(self, mode: Numberless) -> Iterator[None]:
+        """Watch what runs inside, where this mode is on."""
+        mode.look = self._look
+        try:
+            with self.memory.resizes(), self.places.hooked():
+                yield
+        finally:
+            mode.look = None
