@@ -1,0 +1,126 @@
+"""Predicted step time against measured on this machine: `titan doctor`, then `titan plan` and `titan train` of layouts.
+
+    python -m bench.doctor [--steps 8] [--first 10] [--seconds 25]
+
+Ranks share the machine's cores, so each number of ranks is examined on its own. Of each run the first steps are left
+out, and the median step counts. Prints a row a layout, the errors, and how many pairs of layouts are ranked right;
+writes all samples under bench/results. Nothing else may run on the machine.
+"""
+
+import argparse
+import itertools
+import json
+import os
+import statistics
+import subprocess
+import sys
+import tempfile
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from tqdm import tqdm
+
+from bench import results
+
+WARM_UP = 3
+MODEL = {
+    "model.n_layers": 8, "model.dim": 256, "model.n_heads": 8, "model.n_kv_heads": 8, "model.ffn_dim": 768,
+    "model.max_seq_len": 256, "data.seq_len": 256, "train.global_batch_size": 16, "train.micro_batch_size": 2,
+    "plugins.bf16.enabled": "false",
+}  # fmt: skip
+LAYOUTS: dict[str, tuple[int, dict[str, object]]] = {
+    "one rank": (1, {}),
+    "dp_replicate 2": (2, {"mesh.dp_replicate": 2}),
+    "dp_shard 2": (2, {"mesh.dp_shard": 2}),
+    "tp 2": (2, {"mesh.tp": 2}),
+    "pp 2": (2, {"mesh.pp": 2}),
+    "dp_shard 4": (4, {"mesh.dp_shard": 4}),
+    "dp_shard 2, tp 2": (4, {"mesh.dp_shard": 2, "mesh.tp": 2}),
+    "dp_shard 2, pp 2": (4, {"mesh.dp_shard": 2, "mesh.pp": 2}),
+    "dp_replicate 2, dp_shard 4": (8, {"mesh.dp_replicate": 2, "mesh.dp_shard": 4}),
+    "dp_shard 2, tp 2, pp 2": (8, {"mesh.dp_shard": 2, "mesh.tp": 2, "mesh.pp": 2}),
+}
+
+
+def main() -> None:
+    """Examine, predict, train; print a table and write the results."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--steps", type=int, default=8, help=f"measured of each run, after {WARM_UP} of warm-up")
+    parser.add_argument("--first", type=int, default=len(LAYOUTS), help="only the first so many layouts")
+    parser.add_argument("--seconds", type=float, default=25.0, help="of each titan doctor")
+    args = parser.parse_args()
+    layouts = dict(itertools.islice(LAYOUTS.items(), args.first))
+    with tempfile.TemporaryDirectory() as folder:
+        clusters = {ranks: _examine(folder, ranks, args.seconds) for ranks in sorted({n for n, _ in layouts.values()})}
+        rows: dict[str, dict[str, Any]] = {}
+        for name, (ranks, keys) in tqdm(layouts.items(), disable=None):
+            samples = _train(folder, name, ranks, keys, args.steps)
+            predicted = _plan(clusters[ranks], ranks, keys)
+            rows[name] = {"ranks": ranks, "predicted": predicted, "samples_s": samples, **_compare(predicted, samples)}
+        texts = {ranks: path.read_text() for ranks, path in clusters.items()}
+    errors, right = [abs(row["error"]) for row in rows.values()], _ranked_right(list(rows.values()))
+    _show(rows)
+    print(f"\nabsolute error: mean {statistics.mean(errors):.1%}, largest {max(errors):.1%}")
+    print(f"pairs of layouts ranked right: {sum(right)} of {len(right)}")
+    measured = {"layouts": rows, "pairs": len(right), "pairs_ranked_right": sum(right), "clusters": texts}
+    print(results.write("doctor", measured))
+
+
+def _show(rows: Mapping[str, Mapping[str, Any]]) -> None:
+    print(f"{'':<30}{'ranks':>6}{'measured s':>12}{'spread':>8}{'predicted s':>13}{'error':>8}")
+    for name, row in rows.items():
+        spread = (max(row["samples_s"]) - min(row["samples_s"])) / row["measured_s"]
+        print(f"{name:<30}{row['ranks']:>6}{row['measured_s']:>12.3f}{spread:>8.0%}", end="")
+        print(f"{row['predicted_s']:>13.3f}{row['error']:>+8.1%}")
+
+
+def _compare(predicted: Mapping[str, Any], samples: list[float]) -> dict[str, float]:
+    measured = statistics.median(samples)
+    seconds = float(predicted["step_time_s"])
+    return {"predicted_s": seconds, "measured_s": measured, "error": seconds / measured - 1}
+
+
+def _ranked_right(rows: list[dict[str, Any]]) -> list[bool]:
+    """Of each pair of layouts, whether the one predicted to be faster is."""
+    pairs = itertools.combinations(rows, 2)
+    return [(a["predicted_s"] < b["predicted_s"]) == (a["measured_s"] < b["measured_s"]) for a, b in pairs]
+
+
+def _examine(folder: str, ranks: int, seconds: float) -> Path:
+    path = Path(folder) / f"ranks-{ranks}.toml"
+    _titan(ranks, "doctor", "--seconds", str(seconds), "--save", str(path), "--json")
+    return path
+
+
+def _plan(cluster: Path, ranks: int, keys: Mapping[str, object]) -> dict[str, Any]:
+    where = ["--config", "quickstart", "--cluster", str(cluster), "--world-size", str(ranks)]
+    found: dict[str, Any] = json.loads(_titan(1, "plan", *where, "--json", *_overrides({**MODEL, **keys})))
+    return {key: found[key] for key in ("step_time_s", "time_s")}
+
+
+def _train(folder: str, name: str, ranks: int, keys: Mapping[str, object], steps: int) -> list[float]:
+    """Seconds of each step after the warm-up."""
+    own = {
+        "run.dir": folder, "run.name": name, "run.sample": "", "train.steps": WARM_UP + steps, "metrics.every": 1,
+        "metrics.tensorboard.enabled": "false", "metrics.console.enabled": "false", "checkpoint.enabled": "false",
+    }  # fmt: skip
+    _titan(ranks, "train", "--config", "quickstart", *_overrides({**own, **MODEL, **keys}))
+    rows = [json.loads(line) for line in (Path(folder) / name / "metrics.jsonl").read_text().splitlines()]
+    return [row["step_time_s"] for row in rows if "step_time_s" in row][WARM_UP:]
+
+
+def _overrides(keys: Mapping[str, object]) -> list[str]:
+    return [word for key, value in keys.items() for word in (f"--{key}", str(value))]
+
+
+def _titan(ranks: int, *words: str) -> str:
+    command = [sys.executable, "-m", "titan.cli", *words]
+    done = subprocess.run(command, env={**os.environ, "NPROC": str(ranks)}, capture_output=True, text=True)
+    if done.returncode:
+        sys.exit(f"{' '.join(words)}: exit code {done.returncode}\n{done.stderr}")
+    return done.stdout
+
+
+if __name__ == "__main__":
+    main()

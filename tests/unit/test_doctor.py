@@ -1,0 +1,242 @@
+"""`titan doctor` without ranks: what it calls odd, the lines it draws, the pairs it makes, the file it writes."""
+
+import itertools
+import random
+from pathlib import Path
+from typing import get_args
+
+import pytest
+import tomli_w
+import torch
+
+from titan import cli
+from titan.cost import Collective
+from titan.doctor import cluster_file, device
+from titan.doctor.links import MOST_ROUNDS, Layout
+from titan.doctor.report import Reading, Row, line, outliers, rows
+from titan.planner import cluster
+from titan.planner.network import Group, Network
+
+RANKS = [f"rank {number}" for number in range(8)]
+LAYOUT = Layout(8, 8, RANKS)
+PAIRS = {LAYOUT.pair(a, b): (RANKS[a], RANKS[b]) for a, b in itertools.combinations(range(8), 2)}
+
+
+def found_in(seconds: dict[str, float], spreads: dict[str, float] | None = None, unit: str = "GB/s") -> list[str]:
+    """What is odd where subjects take these times, in each of three sizes, with a little noise."""
+    noise = random.Random(0)
+    same = [
+        Row(
+            kind="work", name=f"size {size}", work=1.0, unit=unit, about={},
+            seconds={who: size * value * noise.uniform(0.98, 1.02) for who, value in seconds.items()},
+            spreads={who: (spreads or {}).get(who, 0.05) for who in seconds},
+        )
+        for size in (1, 10, 100)
+    ]  # fmt: skip
+    return [f"{finding.subject}: {finding.fault}" for finding in outliers(same, PAIRS)]
+
+
+# --- outliers -----------------------------------------------------------------------------------------------------
+
+
+def test_equal_ranks_are_not_odd() -> None:
+    assert found_in(dict.fromkeys(RANKS, 1.0)) == []
+
+
+@pytest.mark.parametrize(("factor", "unit", "odd"), [
+    (1.3, "GB/s", True), (1.1, "GB/s", False), (0.5, "GB/s", False), (1.3, "us", False), (1.8, "us", True),
+])  # fmt: skip
+def test_a_slow_rank_is_odd(factor: float, unit: str, odd: bool) -> None:
+    assert found_in({**dict.fromkeys(RANKS, 1.0), "rank 5": factor}, unit=unit) == ["rank 5: slow"] * odd
+
+
+def test_slow_at_one_size_is_chance() -> None:
+    made = [
+        Row(kind="work", name=str(size), work=1.0, unit="GB/s", about={}, spreads=dict.fromkeys(RANKS, 0.0),
+            seconds={**dict.fromkeys(RANKS, 1.0), "rank 5": 2.0 if size == 1 else 1.0})
+        for size in range(3)
+    ]  # fmt: skip
+    assert outliers(made, PAIRS) == []
+
+
+def test_a_slow_half_is_found_by_the_faster() -> None:
+    times = {rank: 1.0 if number < 4 else 1.6 for number, rank in enumerate(RANKS)}
+    assert found_in(times) == [f"{rank}: slow" for rank in RANKS[4:]]
+    assert found_in({"rank 0": 1.0, "rank 1": 3.0}) == ["rank 1: slow"]
+
+
+def test_how_slow_is_the_median_over_sizes() -> None:
+    made = [
+        Row(kind="work", name=str(times), work=1.0, unit="GB/s", about={}, spreads={"rank 0": 0.0, "rank 1": 0.0},
+            seconds={"rank 0": 1.0, "rank 1": times})
+        for times in (2.0, 9.0)
+    ]  # fmt: skip
+    [finding] = outliers(made, PAIRS)
+    assert (finding.subject, finding.by) == ("rank 1", pytest.approx(4.5))
+    assert str(finding) == "rank 1: slow at work, takes 450% longer than its peers"
+
+
+def test_ranks_that_all_differ_are_not_odd() -> None:
+    assert found_in({rank: 1 + 0.1 * number for number, rank in enumerate(RANKS)}) == []
+
+
+def test_slower_by_less_than_its_repeats_differ_is_chance() -> None:
+    assert found_in({**dict.fromkeys(RANKS, 1.0), "rank 5": 1.3}, dict.fromkeys(RANKS, 0.4)) == []
+
+
+def test_an_unsteady_pair_is_odd() -> None:
+    pairs = dict.fromkeys(PAIRS, 1.0)
+    assert found_in(pairs, {"rank 2 - rank 6": 0.8}) == ["rank 2 - rank 6: unsteady"]
+    assert found_in(pairs, dict.fromkeys(PAIRS, 0.8)) == []
+
+
+def test_a_slow_pair_is_named_by_itself() -> None:
+    assert found_in({**dict.fromkeys(PAIRS, 1.0), "rank 2 - rank 6": 4.0}) == ["rank 2 - rank 6: slow"]
+
+
+def test_a_rank_is_named_in_place_of_all_its_pairs() -> None:
+    times = {pair: 2.0 if "rank 3" in ends else 1.0 for pair, ends in PAIRS.items()}
+    assert found_in(times) == ["rank 3, all 7 pairs: slow"]
+    assert found_in({**times, "rank 0 - rank 1": 2.0}) == ["rank 3, all 7 pairs: slow", "rank 0 - rank 1: slow"]
+
+
+def test_one_group_has_no_peers() -> None:
+    assert found_in({"rank 0 to rank 7": 1.0}, {"rank 0 to rank 7": 9.0}) == []
+
+
+def test_a_group_takes_as_long_as_its_slowest_rank() -> None:
+    made = rows(
+        Reading(kind="k", name="n", subject="a group", seconds=seconds, spread=seconds, work=6.0, unit="us")
+        for seconds in (1.0, 3.0, 2.0)
+    )
+    assert [(row.seconds, row.spreads) for row in made] == [({"a group": 3.0}, {"a group": 3.0})]
+
+
+# --- lines --------------------------------------------------------------------------------------------------------
+
+
+def test_a_line_has_its_latency_and_bandwidth() -> None:
+    points = [(3.0, size, 3 * 20e-6 + size / 10e9) for size in (1e3, 1e5, 1e7, 1e9)]
+    assert line(points) == pytest.approx((20e-6, 1e-10), rel=1e-6)
+
+
+def test_a_line_never_falls() -> None:
+    assert line([(1.0, 1e6, 2e-3), (1.0, 2e6, 1e-3)])[1] == 0.0
+    latency, per_byte = line([(1.0, 1e3, 1e-7), (1.0, 1e6, 1.2e-4), (1.0, 1e7, 1.2e-3)])
+    assert latency == 0.0 and per_byte == pytest.approx(1.16e-10, rel=0.05)
+
+
+# --- pairs and groups ---------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(("nodes", "per_node"), [(1, 2), (1, 5), (1, 8), (2, 4), (3, 1), (4, 2)])
+def test_every_pair_of_a_node_and_of_nodes_meets_once(nodes: int, per_node: int) -> None:
+    layout = Layout(nodes * per_node, per_node, RANKS)
+    met: list[tuple[int, int]] = []
+    for _, pairs in layout.rounds():
+        members = [rank for pair in pairs for rank in pair]
+        assert len(members) == len(set(members)), "a rank is in two pairs of a round"
+        met += pairs
+    every = itertools.combinations(range(layout.world_size), 2)
+    near = [(a, b) for a, b in every if a // per_node == b // per_node or a % per_node == b % per_node]
+    assert sorted(met) == sorted(near)
+
+
+def test_many_nodes_do_not_all_meet() -> None:
+    kinds = [kind for kind, _ in Layout(100, 2, ["?"] * 100).rounds()]
+    assert kinds == ["in a node", *["across nodes"] * MOST_ROUNDS]
+
+
+def test_groups() -> None:
+    assert LAYOUT.groups() == {"all ranks": [list(range(8))]}
+    assert Layout(4, 2, RANKS).groups() == {
+        "all ranks": [[0, 1, 2, 3]], "a node": [[0, 1], [2, 3]], "across nodes": [[0, 2], [1, 3]]
+    }  # fmt: skip
+    assert Layout(2, 1, RANKS).groups() == {"all ranks": [[0, 1]]}
+    assert Layout(1, 1, RANKS).groups() == {}
+
+
+# --- the file -----------------------------------------------------------------------------------------------------
+
+
+def measured(layout: Layout, truth: cluster.Cluster) -> list[Row]:
+    """What a device of 100 GFLOP/s and the links of `truth` would be measured to take."""
+
+    def row(kind: str, work: float, seconds: float, unit: str, **about: object) -> Row:
+        return Row(kind=kind, name=kind, work=work, unit=unit, about=about, seconds={"r": seconds}, spreads={"r": 0.0})
+
+    network, stride, made = Network(truth), {"all ranks": 1, "a node": 1, "across nodes": layout.per_node}, []
+    for rows_, features, tflops in ((64, 64, 0.05), (512, 512, 0.1)):
+        flops = 6.0 * rows_ * features**2
+        about = {"dtype": "float32", "rows": rows_, "features": features}
+        made.append(row("products in float32", flops, flops / tflops / 1e12, "TFLOP/s", **about))
+    made += [row("attention", 1e9, 0.02, "TFLOP/s", dtype="float32"), row("attention", 3.5e9, 0.12, "TFLOP/s")]
+    made += [row("memory", 8e9, 1.0, "GB/s"), row("memory", 12e9, 1.2, "GB/s")]
+    made += [row("norm", 2e9, 0.5, "GB/s"), row("activation", 3e9, 0.5, "GB/s")]
+    made.append(row("a small operation", 1, 3e-6, "us"))
+    for group, sets in layout.groups().items():
+        for kind in get_args(Collective):
+            for size in (1 << 10, 1 << 20, 1 << 26):
+                took = network.collective(kind, Group(len(sets[0]), stride[group]), size)
+                about = {"collective": kind, "group": group, "ranks": len(sets[0]), "bytes": size}
+                made.append(row(kind, size, took, "GB/s", **about))
+    for group, apart in (("in a node", 1), ("across nodes", layout.per_node)):
+        for size in (1 << 10, 1 << 26):
+            took = network.send(Group(2, apart), size)
+            made.append(row("send", size, took, "GB/s", collective="send", group=group, ranks=2, bytes=size))
+    return made
+
+
+def with_links(*links: cluster.Link) -> cluster.Cluster:
+    table = {"device": {"name": "d", "memory_gib": 1, "bandwidth_gb_s": 1, "peak_tflops": {"float32": 1}}}
+    made = cluster.from_table(table, "there")
+    return cluster.Cluster(**{**made.__dict__, "links": links})
+
+
+def test_the_file_says_what_was_measured(tmp_path: Path) -> None:
+    links = (
+        cluster.Link(name="within a node", ranks=4, gb_s=8.0, latency_us=5.0, efficiency=0.5),
+        cluster.Link(name="between nodes", gb_s=2.0, latency_us=30.0, pair_efficiency=0.75),
+    )
+    layout, truth = Layout(8, 4, RANKS), with_links(*links)
+    table = cluster_file.table(measured(layout, truth), layout, torch.device("cpu"), "a CPU", "measured, some day")
+    (tmp_path / "c.toml").write_text(tomli_w.dumps(table))
+    read = cluster.load(str(tmp_path / "c.toml"))
+    assert (read.name, read.source) == ("a CPU, ranks: 8", "measured, some day")
+    assert read.peak_tflops == {"float32": 0.1}
+    assert read.products["float32"].curve() == [(524300.0, 5e10), (268400000.0, 1e11)]
+    kernels = read.kernels
+    assert (kernels.attention_forward, kernels.attention_backward) == pytest.approx((0.5, 0.25))
+    assert (read.device.bandwidth_gb_s, kernels.bandwidth, kernels.launch_us) == pytest.approx((10.0, 0.5, 3.0))
+    assert len(read.links) == 2
+    for back, link in zip(read.links, links, strict=True):
+        assert (back.name, back.ranks) == (link.name, link.ranks)
+        assert back.latency_us == pytest.approx(link.latency_us, rel=1e-3)
+        assert back.gb_s * back.efficiency == pytest.approx(link.gb_s * link.efficiency, rel=1e-3)
+        assert back.gb_s * back.pair_efficiency == pytest.approx(link.gb_s * link.pair_efficiency, rel=1e-3)
+
+
+def test_one_rank_has_no_links() -> None:
+    layout = Layout(1, 1, RANKS)
+    rows_ = measured(layout, with_links(cluster.Link(name="none", gb_s=1.0)))
+    assert cluster_file.table(rows_, layout, torch.device("cpu"), "a CPU", "")["links"] == []
+
+
+# --- the command line ---------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(("words", "said"), [
+    (["--seconds", "0"], "--seconds 0: must be above 0"),
+    (["--disk", "nowhere"], "--disk nowhere: no such folder"),
+    (["--save", "nowhere/c.toml"], "--save nowhere/c.toml: no such folder as nowhere"),
+])  # fmt: skip
+def test_what_is_asked_wrongly(words: list[str], said: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert cli.main(["doctor", *words]) == 2
+    assert capsys.readouterr().err == f"error: command line: {said}\n"
+
+
+def test_a_disk_that_cannot_be_written_to(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(device, "measure", device.on_disk)
+    monkeypatch.setattr(Path, "is_dir", lambda _: True)
+    assert cli.main(["doctor", "--disk", "nowhere"]) == 1
+    assert capsys.readouterr().err == "error: nowhere/.titan-doctor-0: No such file or directory\n"

@@ -1,0 +1,110 @@
+"""`titan doctor`: what the ranks at hand reach, and which of them do not."""
+
+import argparse
+import functools
+import json
+import os
+import statistics
+import sys
+import traceback
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from titan import launch
+from titan.errors import EXIT_DONE, EXIT_FAILED, ConfigError, Fault, TitanError, report
+from titan.place import Place
+
+if TYPE_CHECKING:
+    from titan.doctor.examination import Examination
+
+HELP = "measure the ranks at hand, name the odd ones, and write a cluster file for titan plan"
+TIMEOUT_S = 300.0
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """How long, and where results go."""
+    from titan.doctor.report import RULE
+
+    parser.description = f"""{HELP}.
+
+  titan doctor
+  NPROC=8 titan doctor --save here.toml && titan plan --config llama7b --cluster here.toml --world-size 8
+  srun --ntasks-per-node 8 titan doctor --seconds 120 --json > doctor.json
+
+On all ranks at the same time, started as titan eval starts them: matrix products by size and dtype, attention, memory,
+small operations, copies from the host, a disk; then all-reduce, all-gather, reduce-scatter and all-to-all of all ranks,
+of each node and across nodes, and messages there and back between pairs. Medians of repeats, warm-up left out.
+
+{RULE}
+
+--save writes the median rank: points of matrix products, shares that attention and elementwise operations reach, and a
+link per level whose latency and bandwidth are those of a line through all sizes. On CPUs ranks share the cores: the
+file holds for as many ranks as were measured.
+
+The exit code is 0 when all was measured, whatever was found; 1 when something could not be, 2 when asked wrongly."""
+    parser.add_argument("--seconds", type=float, default=25.0, metavar="S", help="about how long; default: 25")
+    parser.add_argument("--disk", type=Path, metavar="DIR", help="write there too; default: runs/, if there is one")
+    parser.add_argument("--save", type=Path, metavar="FILE", help="write a cluster file")
+    parser.add_argument("--json", action="store_true", help="one JSON object, with each rank's times")
+
+
+def run(args: argparse.Namespace) -> int:
+    """Measure this process, or the ranks that NPROC asks for."""
+    if not args.seconds > 0:
+        raise ConfigError([Fault("command line", f"--seconds {args.seconds:g}: must be above 0")])
+    if args.disk is None:
+        args.disk = Path("runs") if Path("runs").is_dir() else None
+    elif not args.disk.is_dir():
+        raise ConfigError([Fault("command line", f"--disk {args.disk}: no such folder")])
+    if args.save is not None and not args.save.absolute().parent.is_dir():
+        raise ConfigError([Fault("command line", f"--save {args.save}: no such folder as {args.save.parent}")])
+    place: Place | None = launch.place_asked_for()
+    if place is None:
+        return _as_rank(args, [])
+    return launch.start(functools.partial(_as_rank, args), [], place)
+
+
+def _as_rank(args: argparse.Namespace, _: list[str]) -> int:
+    from titan import ranks, watchdog
+    from titan.doctor.examination import examine
+
+    watchdog.answer_to_quit()
+    number = int(os.environ.get("RANK", "0"))
+    try:
+        me = ranks.here("auto")
+        ranks.enter(me, TIMEOUT_S)
+        found = examine(me, args.seconds, args.disk)
+        if found is not None:
+            _hand_out(found, args)
+        return EXIT_DONE
+    except TitanError as error:
+        report(error, number)
+        return error.exit_code
+    except OSError as error:
+        report(TitanError(f"{error.filename or 'a file'}: {error.strerror or error}"), number)
+        return EXIT_FAILED
+    except KeyboardInterrupt:
+        return EXIT_FAILED
+    except Exception:
+        traceback.print_exc()
+        return EXIT_FAILED
+    finally:
+        ranks.leave()
+
+
+def _hand_out(found: "Examination", args: argparse.Namespace) -> None:
+    import tomli_w
+
+    if args.save is not None:
+        args.save.write_text(tomli_w.dumps(found.cluster), encoding="utf-8")
+        print(f"wrote {args.save}", file=sys.stderr)
+    if args.json:
+        print(json.dumps(found.json(), allow_nan=False))
+        return
+    print(f"{found.device}; ranks: {len(found.ranks)}, {found.per_node} a node; torch {found.torch}\n")
+    print(f"{'':<56}{'median':>10}{'slowest':>10}{'fastest':>10}{'spread':>8}")
+    for row in found.rows:
+        times = row.seconds.values()
+        numbers = "".join(f"{row.shown(seconds):10.4g}" for seconds in (row.middle, max(times), min(times)))
+        print(f"{row.name:<48}{row.unit:>8}{numbers}{statistics.median(row.spreads.values()):8.0%}")
+    print("\n" + ("\n".join(map(str, found.findings)) or "No outliers."))

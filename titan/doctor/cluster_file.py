@@ -1,0 +1,119 @@
+"""A cluster file (`titan.planner.cluster`) from what was measured: the median rank, and lines through message sizes."""
+
+import math
+import os
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any
+
+import torch
+
+from titan.doctor.links import Layout
+from titan.doctor.report import Row, line
+from titan.metrics import peak_tflops
+from titan.place import cores
+from titan.planner.network import PASSES
+
+PRODUCTS = "products in "
+NORMS_AND_ACTIVATIONS = ("norm", "activation")
+
+
+def table(rows: Sequence[Row], layout: Layout, device: torch.device, name: str, source: str) -> dict[str, Any]:
+    """The file as nested tables.
+
+    A peak that no vendor states is the best rate measured; efficiencies are shares of the peak, whichever it is.
+    """
+    points = {dtype: _points(rows, dtype) for dtype in _dtypes(rows)}
+    peaks = {dtype: _peak(device, dtype, max(rate for _, rate in curve)) for dtype, curve in points.items()}
+    kinds = {row.kind: row for row in rows}
+    large = max(row.shown(row.middle) for row in rows if row.kind == "memory")
+    forward, both = (row for row in rows if row.kind == "attention")
+    peak = peaks[forward.about["dtype"]] * 1e12
+    backward = (both.work - forward.work) / max(both.middle - forward.middle, 1e-9)
+    layer = [row for row in rows if row.kind in NORMS_AND_ACTIVATIONS]
+    kept = sum(row.work for row in layer) / sum(row.middle for row in layer) / 1e9 / large
+    return {
+        "name": f"{name}, ranks: {layout.world_size}", "source": source,
+        "device": {
+            "name": name, "bandwidth_gb_s": _digits(large), **_about(device, layout),
+            "peak_tflops": {dtype: _digits(peak) for dtype, peak in peaks.items()},
+        },
+        "kernels": {
+            "attention_forward": _digits(forward.work / forward.middle / peak),
+            "attention_backward": _digits(backward / peak), "bandwidth": _digits(kept),
+            "launch_us": _digits(kinds["a small operation"].middle * 1e6), "fused_norms": device.type != "cpu",
+            "matmul": {
+                dtype: {
+                    "efficiency": _digits(max(rate for _, rate in curve) / peaks[dtype]),
+                    "points": [f"{flops:.4g} {rate:.4g}" for flops, rate in curve],
+                }
+                for dtype, curve in points.items()
+            },
+        },
+        "links": list(_links(rows, layout)),
+    }  # fmt: skip
+
+
+def _dtypes(rows: Iterable[Row]) -> list[str]:
+    return list(dict.fromkeys(row.about["dtype"] for row in rows if row.kind.startswith(PRODUCTS)))
+
+
+def _points(rows: Iterable[Row], dtype: str) -> list[tuple[float, float]]:
+    """(FLOPs of one product, TFLOP/s)."""
+    return [
+        (2.0 * row.about["rows"] * row.about["features"] ** 2, row.shown(row.middle))
+        for row in rows
+        if row.kind == PRODUCTS + dtype
+    ]
+
+
+def _peak(device: torch.device, dtype: str, measured: float) -> float:
+    stated = peak_tflops(device, 0.0) if dtype in ("bfloat16", "float16") else None
+    return max(stated or 0.0, measured)
+
+
+def _about(device: torch.device, layout: Layout) -> Mapping[str, Any]:
+    if device.type == "cuda":
+        found = torch.cuda.get_device_properties(device)
+        return {"memory_gib": _digits(found.total_memory / 2**30), "units": found.multi_processor_count}
+    memory = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") / 2**30
+    return {"memory_gib": _digits(memory / layout.per_node), "processors": cores()}
+
+
+def _links(rows: Sequence[Row], layout: Layout) -> Iterable[dict[str, Any]]:
+    """A node's, where several ranks are on one, and the one between nodes, where there are several."""
+    if layout.per_node > 1:
+        several = layout.nodes > 1
+        inner = "a node" if several else "all ranks"
+        yield {"name": "within a node", "ranks": layout.per_node if several else 0, **_link(rows, inner, "in a node")}
+    if layout.nodes > 1:
+        outer = "across nodes" if layout.per_node > 1 else "all ranks"
+        yield {"name": "between nodes", "ranks": 0, **_link(rows, outer, "across nodes")}
+
+
+def _link(rows: Sequence[Row], group: str, pairs: str) -> dict[str, Any]:
+    collectives, messages = [], []
+    for row in (row for row in rows if row.about.get("group") in (group, pairs)):
+        kind, ranks, size = row.about["collective"], row.about["ranks"], row.about["bytes"]
+        if kind == "send":
+            messages.append((1.0, size, row.middle))
+        else:
+            passes = PASSES[kind]
+            collectives.append((passes * math.log2(ranks), passes * (ranks - 1) / ranks * size, row.middle))
+    latency, collective = _line(collectives)
+    _, message = _line(messages)
+    best = max(collective, message)
+    return {
+        "gb_s": _digits(best), "latency_us": _digits(latency * 1e6), "efficiency": _digits(collective / best),
+        "pair_efficiency": _digits(message / best),
+    }  # fmt: skip
+
+
+def _line(points: Sequence[tuple[float, float, float]]) -> tuple[float, float]:
+    """Seconds of a message, and GB/s: at least what was seen, where latency is all that there is to see."""
+    latency, per_byte = line(points)
+    return latency, (1 / per_byte if per_byte else max(bytes_ / seconds for _, bytes_, seconds in points)) / 1e9
+
+
+def _digits(value: float) -> float:
+    """Four of them; more would not be true."""
+    return float(f"{value:.4g}")

@@ -1,0 +1,98 @@
+"""All measurements of a run of ranks, and what rank 0 makes of them."""
+
+import os
+import platform
+import socket
+import time
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from titan.doctor import cluster_file, device, links
+from titan.doctor.clock import Clock
+from titan.doctor.report import Finding, Row, outliers, rows
+from titan.errors import ConfigError, Fault
+from titan.ranks import Rank
+
+
+@dataclass(frozen=True, kw_only=True)
+class Examination:
+    """What was measured, of whom and when. `ranks` are their names."""
+
+    date: str
+    torch: str
+    device: str
+    ranks: Sequence[str]
+    per_node: int
+    rows: Sequence[Row]
+    findings: Sequence[Finding]
+    cluster: Mapping[str, Any]
+
+    def json(self) -> dict[str, Any]:
+        """As one JSON object. Of each row: seconds of a call (the median of repeats) and their spread by subject."""
+        return {
+            "date": self.date, "torch": self.torch, "device": self.device, "ranks": list(self.ranks),
+            "world_size": len(self.ranks), "ranks_per_node": self.per_node,
+            "measured": [{**asdict(row), "median": row.shown(row.middle)} for row in self.rows],
+            "outliers": [{**asdict(finding), "says": str(finding)} for finding in self.findings],
+            "cluster": dict(self.cluster),
+        }  # fmt: skip
+
+
+def examine(me: Rank, seconds: float, disk: Path | None) -> Examination | None:
+    """Measure for about that long, on all ranks; the examination on rank 0, None on the others.
+
+    disk: a folder where each rank writes for a while.
+
+    Raises:
+        ConfigError: nodes do not have the same number of ranks.
+        OSError: the disk cannot be written to.
+    """
+    layout = _layout(me)
+    slots = device.slots(me.device) + links.slots(layout, me.device) + (disk is not None)
+    clock = Clock(me, seconds / slots)
+    taken = device.measure(clock, layout.names[me.number], disk)
+    if me.world_size > 1:
+        taken += links.measure(clock, layout)
+    readings = _of_all(taken)
+    if me.number:
+        return None
+    measured = rows(reading for of_rank in readings for reading in of_rank)
+    n = layout.world_size
+    pairs = {layout.pair(a, b): (layout.names[a], layout.names[b]) for a in range(n) for b in range(a + 1, n)}
+    name = _device_name(me.device)
+    return Examination(
+        date=time.strftime("%Y-%m-%d"), torch=torch.__version__, device=name, ranks=layout.names,
+        per_node=layout.per_node, rows=measured, findings=outliers(measured, pairs),
+        cluster=cluster_file.table(measured, layout, me.device, name, _source(layout)),
+    )  # fmt: skip
+
+
+def _layout(me: Rank) -> links.Layout:
+    per_node = int(os.environ.get("LOCAL_WORLD_SIZE", me.world_size))
+    if me.world_size % per_node:
+        what = f"{me.world_size} ranks do not make nodes of {per_node}; every node needs as many"
+        raise ConfigError([Fault("environment", what)])
+    names = _of_all(f"rank {me.number} ({socket.gethostname()} {me.device})")
+    return links.Layout(me.world_size, per_node, names)
+
+
+def _of_all(mine: Any) -> list[Any]:
+    found: list[Any] = [None] * dist.get_world_size()
+    dist.all_gather_object(found, mine)
+    return found
+
+
+def _device_name(device: torch.device) -> str:
+    if device.type == "cuda":
+        return torch.cuda.get_device_name(device)
+    return platform.processor() or platform.machine()
+
+
+def _source(layout: links.Layout) -> str:
+    where = f"{socket.gethostname()}, ranks: {layout.world_size}, nodes: {layout.nodes}"
+    return f"titan doctor, {time.strftime('%Y-%m-%d')}, {where}, torch {torch.__version__}"
