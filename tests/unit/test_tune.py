@@ -1,0 +1,394 @@
+"""`titan tune` without runs: what is proposed, kept, told to the sampler, shown and written. 2 s.
+
+A made-up machine stands in for trials: a function from layout to outcome.
+"""
+
+import argparse
+import json
+import re
+import signal
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+from unittest.mock import patch
+
+import pytest
+
+pytest.importorskip("optuna")
+
+from tests.jobs import LLAMA
+from titan import cli
+from titan.commands import tune as command
+from titan.config import load_job
+from titan.errors import ConfigError
+from titan.planner.space import Base, Choice, load_base
+from titan.tuning import proposal, trial
+from titan.tuning.proposal import Proposer, imputed, parameters_of
+from titan.tuning.results import Failed, Measured, Results, Trial
+from titan.tuning.search import searched, table, tune
+from titan.tuning.trial import Runner, failure
+
+OBJECTIVE = "tokens"
+
+
+def base(*words: str) -> Base:
+    return load_base(LLAMA, ["--data.path", "nowhere", *words])
+
+
+def measured(tokens_per_s: float) -> Measured:
+    return Measured(
+        step_time_s=128 / tokens_per_s, tokens_per_s=tokens_per_s, model_tflops_per_device=tokens_per_s / 1e6,
+        peak_memory_gib=1.0,
+    )  # fmt: skip
+
+
+class Machine:
+    """Large micro batches are fast, tensor slices slow; state that is not sharded does not fit."""
+
+    def __init__(self) -> None:
+        self.ran: list[Choice] = []
+
+    def __call__(self, choice: Choice) -> Measured | Failed:
+        self.ran.append(choice)
+        if choice.layout.degree("dp_shard") == 1:
+            return Failed("memory", "out of memory")
+        return measured(100.0 * choice.micro_batch / choice.layout.degree("tp"))
+
+
+def go_on(path: Path, trials: int, *words: str, run: Callable[[Choice], Any] | None = None, ranks: int = 4) -> Results:
+    job = base(*words)
+    results = Results(path, searched(job, ranks))
+    space = job.space(ranks, ranks)
+    tune(results, Proposer(space, [], OBJECTIVE), run or Machine(), OBJECTIVE, trials, lambda _: None, lambda _: None)
+    return results
+
+
+# --- what is tried ------------------------------------------------------------------------------------------------
+
+
+def test_no_layout_is_run_twice_and_all_of_them_work(tmp_path: Path) -> None:
+    machine = Machine()
+    go_on(tmp_path / "r.jsonl", 30, run=machine)
+    assert len({str(sorted(choice.values().items())) for choice in machine.ran}) == len(machine.ran) == 30
+    for choice in machine.ran:
+        load_job(LLAMA, ["--data.path", "nowhere", *choice.words()], 4)
+
+
+def test_a_small_space_is_tried_to_its_end(tmp_path: Path) -> None:
+    told: list[str] = []
+    job = base("--mesh.pp", "1", "--mesh.dp_shard", "1", "--plugins.activation_checkpoint.enabled", "false")
+    results, space = Results(tmp_path / "r.jsonl", {}), job.space(2, 2)
+    proposer = Proposer(space, [], OBJECTIVE)
+    tune(results, proposer, Machine(), OBJECTIVE, 50, lambda _: None, told.append)
+    by_degrees = [(t.layout["mesh.dp_replicate"], t.layout["mesh.tp"]) for t in results.trials]
+    # A global batch of 8: micro batches of 1, 2, 4, 8 on one batch rank, of 1, 2, 4 on each of two.
+    assert sorted(by_degrees) == [(1, 2)] * 4 + [(2, 1)] * 3
+    assert told[-1] == "all 7 layouts of the space have been tried"
+
+
+def test_what_is_fixed_stays(tmp_path: Path) -> None:
+    words = ("--mesh.tp", "2", "--train.micro_batch_size", "2")
+    for each in go_on(tmp_path / "r.jsonl", 8, *words).trials:
+        assert each.layout["mesh.tp"] == each.layout["train.micro_batch_size"] == 2
+
+
+def test_the_planners_best_come_first(tmp_path: Path) -> None:
+    job = base()
+    space, machine, results = job.space(4, 4), Machine(), Results(tmp_path / "r.jsonl", {})
+    [layout] = [layout for layout in space.layouts() if layout.degree("dp_shard") == 4]
+    first = [Choice(layout, 1, (*chosen, *staged[0])) for chosen, staged in space.options(layout)][:6]
+    proposer = Proposer(space, first, OBJECTIVE)
+    tune(results, proposer, machine, OBJECTIVE, 8, lambda _: None, lambda _: None)
+    assert len(first) == 6 and machine.ran[:6] == first and machine.ran[6] not in first
+
+
+def test_the_search_learns(tmp_path: Path) -> None:
+    """It finds better layouts, and fails less often, than drawing at random."""
+    found = {}
+    for at_random in (5, 1000):
+        with patch.object(proposal, "AT_RANDOM", at_random):
+            outcomes = [t.outcome for t in go_on(tmp_path / f"{at_random}.jsonl", 40).trials]
+        speeds = [outcome.tokens_per_s for outcome in outcomes if isinstance(outcome, Measured)]
+        found[at_random] = sum(speeds) / 40, 40 - len(speeds)
+    assert found[5][0] > 1.4 * found[1000][0] and found[5][1] < 0.7 * found[1000][1], found
+
+
+# --- failures -----------------------------------------------------------------------------------------------------
+
+
+def trials(*outcomes: Measured | Failed) -> list[Trial]:
+    return [Trial(str(number), {}, outcome) for number, outcome in enumerate(outcomes)]
+
+
+def test_failures_count_as_the_worst() -> None:
+    failed = Failed("memory", "")
+    assert imputed(trials(failed, measured(30), failed, measured(10), failed), "tokens") == [10, 30, 10, 10, 10]
+    assert imputed(trials(failed, failed), "tokens") == [0, 0]
+
+
+@pytest.mark.parametrize(
+    ("code", "said", "kind", "why"),
+    [
+        (2, "error: job.toml: [train] steps: missing\nerror: x", "refused", "error: job.toml: [train] steps: missing"),
+        (1, "a\ntorch.OutOfMemoryError: CUDA out of memory. Tried\nerror: rank 1 failed", "memory", "torch.OutOfMem"),
+        (1, "error: rank 3 was killed by SIGKILL (out of memory?)", "memory", "error: rank 3 was killed"),
+        (1, "RuntimeError: [enforce fail] DefaultCPUAllocator: not enough memory: you tried", "memory", "RuntimeError"),
+        (-9, "", "memory", "killed (exit code -9)"),
+        (137, "step 1/7", "memory", "killed (exit code 137)"),
+        (1, "Traceback\nRuntimeError: Connection refused\nerror: rank 0 failed", "launch", "RuntimeError: Connection"),
+        (1, "", "launch", "exit code 1, without a word"),
+        (0, "all well", "launch", "all well"),
+    ],
+)
+def test_failures_have_types(code: int, said: str, kind: str, why: str) -> None:
+    found = failure(code, said)
+    assert found.kind == kind and found.why.startswith(why)
+
+
+FAKE_LAUNCHER = """
+import json, os, signal, sys, time
+words = dict(w[2:].split("=", 1) for w in sys.argv[1:] if "=" in w)
+folder = os.path.join(words["run.dir"], words["run.name"])
+os.makedirs(folder)
+rows = open(os.path.join(folder, "metrics.jsonl"), "w", buffering=1)
+for step in range(1, int(words["train.steps"]) + 1):
+    rows.write(json.dumps({
+        "step": step, "loss": None if MODE == "nan" and step == 3 else 1.0, "grad_norm": 1.0, "time": 0.0,
+        "step_time_s": 10.0 if step <= 2 else step / 100, "tokens_per_s": 100.0 / step, "peak_memory_gib": 0.5,
+        "model_tflops_per_device": 1.0 / step,
+    }) + "\\n")
+    if MODE == "nan" and step == 3:
+        sys.exit(1)
+    if MODE == "hang" and step == 2:
+        rows.write('{"step"')
+        signal.signal(signal.SIGTERM, signal.SIG_IGN)
+        print("deaf", flush=True)
+        signal.pause()
+"""
+
+
+def runner(folder: Path, mode: str, timeout_s: float = 30.0) -> Runner:
+    launcher = [sys.executable, "-c", f"MODE = {mode!r}\n{FAKE_LAUNCHER}"]
+    return Runner(
+        config=LLAMA, overrides=(), ranks=1, folder=folder / "trial", warmup=2, steps=3, timeout_s=timeout_s,
+        launcher=launcher,
+    )  # fmt: skip
+
+
+def any_choice() -> Choice:
+    space = base().space(1, 1)
+    [layout] = space.layouts()
+    return Choice(layout, 1)
+
+
+def test_medians_without_the_warm_up(tmp_path: Path) -> None:
+    found = runner(tmp_path, "well")(any_choice())
+    assert found == Measured(
+        step_time_s=0.04, tokens_per_s=25.0, model_tflops_per_device=0.25, peak_memory_gib=0.5, watts=None
+    )
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_nan_is_a_failure_of_its_own(tmp_path: Path) -> None:
+    assert runner(tmp_path, "nan")(any_choice()) == Failed("non-finite", "NaN or inf at step 3")
+
+
+def test_a_trial_that_hangs_is_killed(tmp_path: Path) -> None:
+    with patch.object(trial, "GRACE_S", 0.2):
+        found = runner(tmp_path, "hang", timeout_s=3.0)(any_choice())
+    assert found == Failed("timeout", "not done after 3 s, with 2 steps")
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_power_is_that_of_the_measured_steps(tmp_path: Path) -> None:
+    readings = [(1.0, 50.0), (2.0, 300.0), (3.0, 400.0), (9.0, 70.0)]
+    assert trial._mean_power(readings, 1.5, 4.0) == 350.0
+    assert trial._mean_power(readings, 2.1, 2.2) == 300.0
+    assert trial._mean_power([], 0.0, 1.0) is None
+    assert Measured(
+        step_time_s=1, tokens_per_s=700, model_tflops_per_device=1, peak_memory_gib=1, watts=350.0
+    ).value("tokens-per-joule") == 2.0  # fmt: skip
+
+
+# --- the file -----------------------------------------------------------------------------------------------------
+
+
+def test_a_search_goes_on_as_if_it_had_never_been_killed(tmp_path: Path) -> None:
+    """Cut off at any line, whole or torn, it makes the same file again."""
+    path = tmp_path / "whole.jsonl"
+    go_on(path, 9)
+    whole = path.read_bytes()
+    ends = [0, *(match.end() for match in re.finditer(rb"\n", whole))]
+    assert len(ends) == 11
+    for number, end in enumerate(ends):
+        for kept in (whole[:end], whole[: end + 17], whole[: max(0, end - 1)])[: 3 if number in (1, 7, 10) else 1]:
+            cut, machine = tmp_path / "cut.jsonl", Machine()
+            cut.write_bytes(kept)
+            go_on(cut, 9, run=machine)
+            assert cut.read_bytes() == whole
+            assert len(machine.ran) == 9 - max(0, kept.count(b"\n") - 1)
+
+
+def test_an_interrupted_trial_leaves_the_file_valid(tmp_path: Path) -> None:
+    path, machine = tmp_path / "r.jsonl", Machine()
+
+    def interrupted(choice: Choice) -> Measured | Failed:
+        if len(machine.ran) == 3:
+            raise KeyboardInterrupt
+        return machine(choice)
+
+    with pytest.raises(KeyboardInterrupt):
+        go_on(path, 9, run=interrupted)
+    assert len(go_on(path, 3).trials) == 3
+
+
+def test_results_of_another_search_are_refused(tmp_path: Path) -> None:
+    path = tmp_path / "r.jsonl"
+    go_on(path, 1)
+    go_on(path, 1, "--train.steps", "99", "--checkpoint.every", "7", "--run.name", "other")
+    for words, said in (
+        (["--train.global_batch_size", "16"], "job.train.global_batch_size was 8, is 16"),
+        (["--mesh.tp", "2"], 'fixed was [], is ["mesh.tp"]; degrees.tp was null, is 2'),
+    ):
+        with pytest.raises(ConfigError, match=re.escape(said) + ".*Give another --results"):
+            go_on(path, 1, *words)
+    with pytest.raises(ConfigError, match="ranks was 4, is 2"):
+        go_on(path, 1, ranks=2)
+
+
+@pytest.mark.parametrize("line", ["{", "[]", '{"name": "x"}', '{"name": "x", "layout": {}, "failed": {"odd": 1}}'])
+def test_a_damaged_line_is_named(line: str, tmp_path: Path) -> None:
+    path = tmp_path / "r.jsonl"
+    go_on(path, 1)
+    path.write_text(path.read_text() + line + "\n")
+    with pytest.raises(ConfigError, match="line 3 is none of a search's results"):
+        go_on(path, 2)
+
+
+def test_a_trial_outside_the_space_is_refused(tmp_path: Path) -> None:
+    path = tmp_path / "r.jsonl"
+    go_on(path, 1)
+    path.write_text(path.read_text().replace('"train.micro_batch_size": ', '"train.micro_batch_size": 9'))
+    with pytest.raises(ConfigError, match=r"train\.micro_batch_size 9\d, which is not in this space"):
+        go_on(path, 2)
+
+
+# --- the command --------------------------------------------------------------------------------------------------
+
+
+def test_parameters() -> None:
+    layout = {"mesh.a": 2, "plugins.b.enabled": True, "plugins.b.c": 1, "plugins.b.d": "x", "plugins.e.enabled": False}
+    assert parameters_of(layout) == {"mesh.a": 2, "plugins.b": "c=1 d=x", "plugins.e": "off"}
+
+
+def test_table() -> None:
+    given = [
+        Trial("slow", {}, measured(64), 1.5),
+        Trial("large", {}, Failed("memory", "why"), 1.0),
+        Trial("fast", {}, measured(128)),
+    ]
+    assert [line.split() for line in table(given, "tokens").splitlines()[1:]] == [
+        ["1", "128", "1", "-", "128", "1.00", "fast"],
+        ["2", "64", "2", "1.5", "64", "1.00", "slow"],
+        ["-", "memory", "-", "1", "-", "-", "large"],
+    ]
+
+
+@pytest.fixture
+def machine(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Machine:
+    """What `titan tune` runs in a test's folder."""
+    fake = Machine()
+    monkeypatch.setattr(trial, "Runner", lambda **_: fake)
+    monkeypatch.chdir(tmp_path)
+    for name in ("RANK", "WORLD_SIZE", "NPROC", "NNODES"):
+        monkeypatch.delenv(name, raising=False)
+    return fake
+
+
+WORDS = ["tune", "--config", str(LLAMA), "--data.path", "nowhere"]
+
+
+def test_the_command(machine: Machine, capsys: pytest.CaptureFixture[str]) -> None:
+    words = [*WORDS, "--world-size", "4", "--objective", "tokens", "--trials", "9", "--json"]
+    assert cli.main([*words, "--write", "best.toml"]) == 0
+    out, err = capsys.readouterr()
+    report = json.loads(out)
+    values = [each["value"] for each in report["trials"] if "value" in each]
+    assert len(report["trials"]) == len(machine.ran) == 9 and values == sorted(values, reverse=True)
+    assert re.findall(r"^trial (\d+)/9  .*; (?:best so far|none)", err, re.M) == [str(n) for n in range(1, 10)]
+    best = max((c for c in machine.ran if c.layout.degree("dp_shard") > 1), key=lambda c: Machine()(c).value("tokens"))
+    written = load_job(Path("best.toml"), (), 4)
+    assert (str(written.layout), written.micro_batch) == (str(best.layout), best.micro_batch)
+    assert report["best"].items() >= {f"mesh.{a}": d for a, d in best.layout.degrees.items()}.items()
+    assert cli.main(words) == 0 and len(machine.ran) == 9
+
+
+def test_the_command_begins_with_what_the_planner_finds(machine: Machine, capsys: pytest.CaptureFixture[str]) -> None:
+    words = ["--cluster", "h100", "--world-size", "4", "--trials", "4", "--objective", "tokens"]
+    assert cli.main([*WORDS, *words, "--json", "--plugins.bf16.enabled", "true"]) == 0
+    predicted = [each["predicted_step_time_s"] for each in json.loads(capsys.readouterr().out)["trials"]]
+    assert all(predicted)
+    first = Path("runs/llama/tune.jsonl").read_text().splitlines()[1:3]
+    assert [json.loads(line)["predicted_step_time_s"] for line in first] == sorted(predicted)[:2]
+
+
+def test_ctrl_c_shows_what_there_is(machine: Machine, capsys: pytest.CaptureFixture[str]) -> None:
+    def interrupted(choice: Choice) -> Measured | Failed:
+        if len(machine.ran) == 4:
+            signal.raise_signal(signal.SIGTERM)
+        return machine(choice)
+
+    with patch.object(trial, "Runner", lambda **_: interrupted):
+        assert cli.main([*WORDS, "--world-size", "4", "--trials", "9"]) == 1
+    out, err = capsys.readouterr()
+    assert len(out.splitlines()) == 5 and "stopped; the same command goes on" in err
+
+
+def test_when_nothing_works(machine: Machine, capsys: pytest.CaptureFixture[str]) -> None:
+    def fails(choice: Choice) -> Failed:
+        return Failed("launch", "no network")
+
+    with patch.object(trial, "Runner", lambda **_: fails):
+        assert cli.main([*WORDS, "--trials", "2", "--write", "best.toml"]) == 1
+    assert "error: no trial has worked (2 launch)" in capsys.readouterr().err and not Path("best.toml").exists()
+
+
+@pytest.mark.parametrize(
+    ("words", "said"),
+    [
+        (["--trials", "0"], "--trials 0: must be at least 1"),
+        (["--timeout", "0"], "--timeout 0: must be above 0"),
+        (["--launch", "srun titan train"], "--launch needs --world-size"),
+        (["--launch", "x", "--world-size", "2", "--objective", "tokens-per-joule"], "reads this node alone"),
+        (["--objective", "tokens-per-joule", "--run.device", "cpu"], "the power of this machine cannot be read"),
+        (["--cluster", "h1000"], "no such file or cluster"),
+        (["--mesh.tpp", "2"], "--mesh.tpp 2: no plugin owns"),
+    ],
+)
+def test_wrong_input(words: list[str], said: str, machine: Machine, capsys: pytest.CaptureFixture[str]) -> None:
+    with patch("torch.cuda.device_count", lambda: 0):
+        assert cli.main([*WORDS, *words]) == 2
+    assert said in capsys.readouterr().err and machine.ran == []
+
+
+@pytest.mark.parametrize(
+    ("environment", "said"),
+    [
+        ({"RANK": "0", "WORLD_SIZE": "2"}, "not under torchrun or srun"),
+        ({"NNODES": "2", "NODE_RANK": "0", "MASTER_ADDR": "x"}, "there are 2 nodes; give --world-size and --launch"),
+    ],
+)
+def test_ranks_that_it_cannot_start(
+    environment: dict[str, str], said: str, machine: Machine, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for name, value in environment.items():
+        monkeypatch.setenv(name, value)
+    with pytest.raises(ConfigError, match=said):
+        command._ranks(argparse.Namespace(launch=None, world_size=None))
+
+
+def test_without_optuna(machine: Machine, capsys: pytest.CaptureFixture[str]) -> None:
+    with patch.dict(sys.modules, {"optuna": None}):
+        assert cli.main([*WORDS, "--trials", "1"]) == 2
+    assert capsys.readouterr().err.splitlines()[-1].endswith('pip install "titan[tune]"')

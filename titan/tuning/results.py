@@ -1,0 +1,147 @@
+"""Trials of a search and the file that holds them: a line of JSON each, appended, valid whenever the process is killed.
+
+The first line says what is searched: the job without its layout, the ranks, what is fixed, how it is measured. A file
+of another search is refused.
+"""
+
+import json
+import os
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any, Literal
+
+from titan.errors import ConfigError, Fault
+
+Objective = Literal["tflops", "tokens", "tokens-per-joule"]
+UNITS: Mapping[Objective, str] = {"tflops": "TFLOP/s", "tokens": "tokens/s", "tokens-per-joule": "tokens/J"}
+"""What a search maximises: model TFLOP/s of a device, tokens/s of all, tokens per joule of all devices."""
+
+Kind = Literal["memory", "timeout", "non-finite", "launch", "refused"]
+"""How a trial fails: out of memory; not done in time; NaN or inf; in any other way; refused as input (exit code 2)."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Measured:
+    """Medians over the measured steps. peak_memory_gib: of rank 0.  watts: mean of all devices, where it was read."""
+
+    step_time_s: float
+    tokens_per_s: float
+    model_tflops_per_device: float
+    peak_memory_gib: float
+    watts: float | None = None
+
+    def value(self, objective: Objective) -> float:
+        """The objective; larger is better."""
+        if objective == "tflops":
+            return self.model_tflops_per_device
+        if objective == "tokens":
+            return self.tokens_per_s
+        assert self.watts is not None, "the power was not measured"
+        return self.tokens_per_s / self.watts
+
+
+@dataclass(frozen=True)
+class Failed:
+    """A trial without a result, and why in a line."""
+
+    kind: Kind
+    why: str
+
+
+@dataclass(frozen=True)
+class Trial:
+    """A layout and what became of it. layout: dotted keys of a TOML.  predicted_s: of a step, by the planner."""
+
+    name: str
+    layout: Mapping[str, Any]
+    outcome: Measured | Failed
+    predicted_s: float | None = None
+
+    def as_json(self) -> dict[str, Any]:
+        """As it stands in the file."""
+        found = "failed" if isinstance(self.outcome, Failed) else "measured"
+        known = {"name": self.name, "layout": dict(self.layout), found: asdict(self.outcome)}
+        return known | {"predicted_step_time_s": self.predicted_s}
+
+    @classmethod
+    def from_json(cls, row: Mapping[str, Any]) -> "Trial":
+        """The trial of a line.
+
+        Raises:
+            KeyError, TypeError: it is none.
+        """
+        outcome = Failed(**row["failed"]) if "failed" in row else Measured(**row["measured"])
+        return cls(row["name"], row["layout"], outcome, row["predicted_step_time_s"])
+
+
+def ranked(trials: Sequence[Trial], objective: Objective) -> list[tuple[float, Trial]]:
+    """(value, trial) of those that were measured, best first."""
+    values = [(t.outcome.value(objective), t) for t in trials if isinstance(t.outcome, Measured)]
+    return sorted(values, key=lambda pair: -pair[0])
+
+
+class Results:
+    """The file of a search, opened to go on.
+
+    search: what is searched; as JSON can hold it.
+
+    Raises:
+        ConfigError: the file belongs to another search, is damaged, or cannot be read or written.
+    """
+
+    def __init__(self, path: Path, search: Mapping[str, Any]) -> None:
+        self.path = path
+        self.trials: list[Trial] = []
+        try:
+            path.parent.mkdir(parents=True, exist_ok=True)
+            whole, _, torn = (path.read_bytes() if path.exists() else b"").rpartition(b"\n")
+            if torn:  # the process was killed while it wrote
+                os.truncate(path, len(whole) + 1 if whole else 0)
+            if whole:
+                self._read(whole.split(b"\n"), search)
+            else:
+                self._append({"search": search})
+        except OSError as error:
+            raise ConfigError([Fault(str(path), f"cannot be used for results: {error.strerror}")]) from None
+
+    def append(self, trial: Trial) -> None:
+        """Keep a trial, here and in the file.
+
+        Raises:
+            OSError: the disk did not take it.
+        """
+        self._append(trial.as_json())
+        self.trials.append(trial)
+
+    def _append(self, row: Mapping[str, Any]) -> None:
+        with self.path.open("ab", buffering=0) as file:
+            file.write(json.dumps(row, allow_nan=False).encode() + b"\n")
+            os.fsync(file.fileno())
+
+    def _read(self, lines: Sequence[bytes], search: Mapping[str, Any]) -> None:
+        for number, line in enumerate(lines, 1):
+            try:
+                row = json.loads(line)
+                if number == 1:
+                    self._same(row["search"], json.loads(json.dumps(search)))
+                else:
+                    self.trials.append(Trial.from_json(row))
+            except (ValueError, KeyError, TypeError):
+                what = f"line {number} is none of a search's results; delete it, or give another --results"
+                raise ConfigError([Fault(str(self.path), what)]) from None
+
+    def _same(self, then: Mapping[str, Any], now: Mapping[str, Any]) -> None:
+        changed = list(_differences(then, now))
+        if changed:
+            more = f", and {len(changed) - 3} more" if len(changed) > 3 else ""
+            what = f"holds results of another search: {'; '.join(changed[:3])}{more}. Give another --results"
+            raise ConfigError([Fault(str(self.path), what)])
+
+
+def _differences(then: Any, now: Any, key: str = "") -> Iterator[str]:
+    if isinstance(then, Mapping) and isinstance(now, Mapping):
+        for name in [*then, *(name for name in now if name not in then)]:
+            yield from _differences(then.get(name), now.get(name), f"{key}.{name}" if key else name)
+    elif then != now:
+        yield f"{key} was {json.dumps(then)}, is {json.dumps(now)}"

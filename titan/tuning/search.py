@@ -1,0 +1,102 @@
+"""The search: propose, run, keep, until there are as many trials as were asked for."""
+
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+from titan.planner.layout import costs_of
+from titan.planner.predict import Planner
+from titan.planner.space import Base, Choice, Space
+from titan.planner.words import columns
+from titan.tuning.proposal import Proposer
+from titan.tuning.results import UNITS, Failed, Measured, Objective, Results, Trial, ranked
+
+Run = Callable[[Choice], Measured | Failed]
+FREE = {"run": ("name", "dir", "sample", "max_minutes"), "train": ("steps", "non_finite", "non_finite_limit")}
+"""Keys of a job that no trial depends on; of sections that are left out, none counts."""
+
+
+def searched(base: Base, ranks: int, **how: Any) -> dict[str, Any]:
+    """What a results file is about; `how`: how a trial is measured."""
+    job = {
+        section: {key: value for key, value in table.items() if key not in FREE.get(section, ())}
+        for section, table in base.job.table.items()
+        if section not in ("mesh", "checkpoint", "validation", "metrics")
+    }
+    layout = ("mesh.", "plugins.", "train.micro_batch_size")
+    fixed = sorted(key for key in base.fixed if key.startswith(layout))
+    return {**how, "ranks": ranks, "fixed": fixed, "degrees": dict(base.degrees), "job": job}
+
+
+def tune(
+    results: Results, proposer: Proposer, run: Run, objective: Objective, trials: int,
+    predict: Callable[[Choice], float | None], tell: Callable[[str], None],
+) -> None:  # fmt: skip
+    """Add trials until the results hold so many, or there is no layout left. tell: takes a line for each."""
+    while (number := len(results.trials) + 1) <= trials:
+        choice = proposer.propose(results.trials)
+        if choice is None:
+            tell(f"all {len(results.trials)} layouts of the space have been tried")
+            return
+        outcome = run(choice)
+        results.append(Trial(str(choice), choice.values(), outcome, predict(choice)))
+        tell(f"trial {number}/{trials}  {choice}: {_said(outcome, objective)}; {_best(results.trials, objective)}")
+
+
+def predictor(space: Space, planner: Planner | None) -> Callable[[Choice], float | None]:
+    """Seconds of a step at a layout, where there is a planner."""
+
+    def predict(choice: Choice) -> float | None:
+        job = space.job_of(choice)
+        if planner is None or job is None:
+            return None
+        return planner.predict(costs_of(job), choice.layout).step_time_s
+
+    return predict
+
+
+def _said(outcome: Measured | Failed, objective: Objective) -> str:
+    if isinstance(outcome, Failed):
+        return f"{outcome.kind} ({outcome.why})"
+    return f"{outcome.value(objective):.4g} {UNITS[objective]}, {outcome.step_time_s:.4g} s a step"
+
+
+def _best(trials: Sequence[Trial], objective: Objective) -> str:
+    found = ranked(trials, objective)
+    return f"best so far {found[0][0]:.4g}" if found else "none has worked so far"
+
+
+def report(trials: Sequence[Trial], objective: Objective) -> dict[str, Any]:
+    """All trials, best first, those that failed last."""
+    best = ranked(trials, objective)
+    rows = [trial.as_json() | {"value": value} for value, trial in best]
+    rows += [trial.as_json() for trial in trials if isinstance(trial.outcome, Failed)]
+    return {"objective": objective, "best": dict(best[0][1].layout) if best else None, "trials": rows}
+
+
+def table(trials: Sequence[Trial], objective: Objective) -> str:
+    """The same in words."""
+    rows = [["", UNITS[objective], "s a step", "predicted", "tokens/s", "GiB"]]
+    names = ["layout"]
+    for number, (value, trial) in enumerate(ranked(trials, objective), 1):
+        found = trial.outcome
+        assert isinstance(found, Measured)
+        names.append(trial.name)
+        rows.append([
+            f"{number}", f"{value:.4g}", f"{found.step_time_s:.4g}", _or_dash(trial.predicted_s),
+            f"{found.tokens_per_s:,.0f}", f"{found.peak_memory_gib:.2f}",
+        ])  # fmt: skip
+    for trial in trials:
+        if isinstance(trial.outcome, Failed):
+            names.append(trial.name)
+            rows.append(["-", trial.outcome.kind, "-", _or_dash(trial.predicted_s), "-", "-"])
+    return "\n".join(f"{line}  {name}" for line, name in zip(columns(rows, left=0), names, strict=True))
+
+
+def _or_dash(seconds: float | None) -> str:
+    return "-" if seconds is None else f"{seconds:.4g}"
+
+
+def failures(trials: Sequence[Trial]) -> Mapping[str, int]:
+    """How many trials failed in which way."""
+    kinds = [trial.outcome.kind for trial in trials if isinstance(trial.outcome, Failed)]
+    return {kind: kinds.count(kind) for kind in dict.fromkeys(kinds)}
