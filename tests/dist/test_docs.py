@@ -58,7 +58,8 @@ def test_command(command: str, place: Path) -> None:
     run = re.sub(r"^python ", f"{sys.executable} ", run)
     if SHORT not in run and ("run_train.sh" in run or "titan.cli train" in run):
         run += " --train.steps 2 --run.dir runs --checkpoint.every 1000"
-    if "--data" in run or "run_train.sh" in run or "titan.cli train" in run or "data prepare" in run:
+    reads = ("--data", "run_train.sh", "titan.cli train", "titan.cli tune", "data prepare")
+    if any(word in run for word in reads):
         run += " --data.cache cache"
     environment = {**os.environ, "TITAN_PYTHON": sys.executable, "OMP_NUM_THREADS": "1"}
     done = subprocess.run(run, shell=True, cwd=place, env=environment, capture_output=True, text=True, timeout=250)
