@@ -247,6 +247,7 @@ class Costs:
     stages, order: the pipeline over the ranks of `pipeline_axis`.  blocking: a rank waits while it sends or receives.
     receive_buffers: for how many micro batches a stage keeps buffers to receive into, from each neighbour.
     sent_over: axes whose ranks send a slice each to the next stage, and gather it there.
+    loss_chunks: into how many parts of its tokens a micro batch is cut for the head and the loss.
     """
 
     seq_len: int
@@ -276,6 +277,7 @@ class Costs:
     blocking: bool = False
     receive_buffers: int = 0
     sent_over: tuple[str, ...] = ()
+    loss_chunks: int = 1
 
     @property
     def tokens(self) -> int:

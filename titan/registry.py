@@ -139,9 +139,9 @@ def open_doors(folders: Iterable[str | Path] = ()) -> None:
         PluginError: a folder is missing, a file cannot be imported, a plugin breaks its contract.
     """
     if BUILT_IN not in _opened:
-        package = importlib.import_module(BUILT_IN)
-        for module in pkgutil.walk_packages(package.__path__, BUILT_IN + "."):
-            importlib.import_module(module.name)
+        for shelf in _inside(BUILT_IN):
+            for name in _inside(shelf):
+                importlib.import_module(name)
         _opened.add(BUILT_IN)
     for folder in folders:
         _open_folder(Path(folder).expanduser())
@@ -149,6 +149,12 @@ def open_doors(folders: Iterable[str | Path] = ()) -> None:
         for entry in importlib.metadata.entry_points(group=ENTRY_POINTS):
             _import(lambda entry=entry: entry.load(), f"entry point {entry.name} = {entry.value}")
         _opened.add(ENTRY_POINTS + ":")
+
+
+def _inside(name: str) -> list[str]:
+    """The modules of a package, but not of packages in it: what a plugin of several files needs it imports itself."""
+    path = getattr(importlib.import_module(name), "__path__", ())
+    return [module.name for module in pkgutil.iter_modules(path, name + ".")]
 
 
 def _open_folder(folder: Path) -> None:

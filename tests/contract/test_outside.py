@@ -34,13 +34,24 @@ def test_resumes_on_another_layout(alone, tmp_path: Path) -> None:
     assert_same_curve(alone, train_job(tmp_path, 4, "--mesh.crew", "4", *saving, config=OUTSIDE))
 
 
+def titan(*words: object) -> str:
+    command = [sys.executable, "-m", "titan.cli", *map(str, words)]
+    return subprocess.run(command, capture_output=True, text=True, check=True).stdout
+
+
 def test_its_cost_is_planned_with() -> None:
-    words = ["plan", "--config", str(OUTSIDE), "--mesh.crew", "2", "--data.path", "x", "--json"]
-    ran = subprocess.run([sys.executable, "-m", "titan.cli", *words], capture_output=True, text=True, check=True)
-    found = json.loads(ran.stdout)
+    found = json.loads(titan("plan", "--config", OUTSIDE, "--mesh.crew", 2, "--data.path", "x", "--json"))
     parameters = found["stages"][0]["memory_gib"]["parameters"] * 2**30 / 4
     # An all-reduce between two ranks sends all gradients once, at the NVLink rate of the default cluster at most.
     assert found["time_s"]["dp"] > 4 * parameters / 300e9
+
+
+def test_a_written_job_finds_its_plugins(tmp_path: Path) -> None:
+    best = tmp_path / "elsewhere" / "best.toml"
+    fixed = ("--mesh.crew", 2, "--data.path", "x")
+    titan("plan", "--config", OUTSIDE, "--search", "--world-size", 2, *fixed, "--write", best)
+    job = json.loads(titan("config", best, "--json"))
+    assert job["mesh"]["crew"] == 2 and job["model"]["name"] == "averager"
 
 
 def test_tracker_wrote(alone, tmp_path: Path) -> None:

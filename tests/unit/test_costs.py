@@ -9,8 +9,8 @@ from titan import registry
 from titan.config import Job
 from titan.contracts import Model
 from titan.planner.layout import costs_of
-from titan.planner.memory import StageMemory, memory_of, shapes, sliced
-from titan.planner.predict import flops_per_token
+from titan.planner.memory import StageMemory, shapes, sliced
+from titan.planner.predict import Planner, flops_per_token
 from titan.planner.traffic import moved
 
 registry.open_doors()
@@ -110,7 +110,7 @@ def test_stages_hold_their_own_layers_and_copies_of_a_tied_table() -> None:
     job = job_of("--model.name", "gpt", "--model.preset", "tiny", *words)
     costs = costs_of(job)
     assert [stage.layers for stage in costs.stages] == [range(0, 2), range(2, 4)]
-    first, last = memory_of(costs, job.layout, CLUSTER)
+    first, last = Planner(CLUSTER).draft(costs, job.layout).memory()
     plan = job.plan
     table, positions, norm = plan.vocab_size * plan.dim, plan.max_seq_len * plan.dim, 2 * plan.dim
     assert first.parameters == 4 * (2 * plan.layer_params + table + positions)
@@ -124,7 +124,7 @@ def test_what_a_schedule_keeps_under_way(schedule: str, grows: bool) -> None:
     for size in (64, 128):
         job = job_of(*words, "--train.global_batch_size", str(size))
         costs = replace(costs_of(job), receive_buffers=0)
-        kept.append(memory_of(costs, job.layout, CLUSTER)[0].activations)
+        kept.append(Planner(CLUSTER).draft(costs, job.layout).memory()[0].activations)
     assert kept[1] / kept[0] == pytest.approx(2 if grows else 1, rel=0.02)
 
 

@@ -58,7 +58,7 @@ def test_the_cut_is_the_best_of_all() -> None:
             return round(max(sums), 9), round(sum(x * x for x in sums), 9)
 
         every = [(0, a, b, 7) for a in range(1, 6) for b in range(a + 1, 7)]
-        runs = _balanced(costs, 3)
+        runs = _balanced(tuple(costs), 3)
         assert worth((*(run.start for run in runs), 7)) == min(worth(starts) for starts in every)
 
 

@@ -9,8 +9,8 @@ from tests.planned import CLUSTER, job_of
 from titan.config import Job
 from titan.dryrun import DryRun, dry_run
 from titan.planner.layout import costs_of
-from titan.planner.memory import Memory, memory_of
-from titan.planner.predict import flops_per_token
+from titan.planner.memory import Memory
+from titan.planner.predict import Planner, flops_per_token
 from titan.planner.traffic import moved
 
 # What the plugin says to this warning, pytest takes back before each test.
@@ -61,7 +61,7 @@ JOBS = {
 def both(request: pytest.FixtureRequest) -> list[tuple[Job, Memory, DryRun]]:
     """The first and the last rank of a job, planned and dry-run."""
     job = job_of(*request.param)
-    planned = memory_of(costs_of(job), job.layout, CLUSTER)
+    planned = Planner(CLUSTER).draft(costs_of(job), job.layout).memory()
     ranks = sorted({0, job.layout.world_size - 1}) if len(planned) > 1 else [0]
     return [(job, planned[job.layout.role_index(rank, "stage")], dry_run(job, rank)) for rank in ranks]
 

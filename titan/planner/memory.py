@@ -82,6 +82,13 @@ def sliced(tensors: Iterable[Shape], ranks: int) -> float:
     return sum(math.ceil(rows / ranks) * columns for rows, columns in tensors)
 
 
+def sizes(tensors: Sequence[list[Shape]], ranks: int) -> list[float]:
+    """`sliced` of each unit; layers are one list many times."""
+    known = {id(unit): unit for unit in tensors}
+    found = {key: sliced(unit, ranks) for key, unit in known.items()}
+    return [found[id(unit)] for unit in tensors]
+
+
 def units(stage: Stage, costs: Costs) -> list[list[Shape]]:
     """Parameters of each shard unit of a stage: stem modules, layers, the end, with a table that the head shares."""
     stem = [shapes(op, costs) for op in costs.stem] if stage.stem else []
@@ -118,13 +125,13 @@ class StageMemory:
     def __init__(self, stage: Stage, costs: Costs, layout: Layout, fused_norms: bool) -> None:
         self.stage, self.costs, self.fused_norms = stage, costs, fused_norms
         tensors = units(stage, costs)
-        self.sizes = [sliced(unit, 1) for unit in tensors]
+        self.sizes = sizes(tensors, 1)
         self.held: dict[Component, float] = dict.fromkeys(("parameters", "gradients", "optimizer", "buffers"), 0.0)
         slices: dict[int, tuple[float, float]] = {}
         for held in costs.held:
             ranks = ranks_of(held.axes, layout)
             if ranks not in slices:
-                each = [sliced(unit, ranks) for unit in tensors]
+                each = sizes(tensors, ranks)
                 slices[ranks] = sum(each), max(each, default=0.0)
             everything, largest = slices[ranks]
             size = min(held.units * largest, everything) if held.units else everything
@@ -155,7 +162,8 @@ class StageMemory:
         costs, buffers = self.costs, _Buffers(self)
         computed = self.layer.again if again else 0.0
         if self.stage.head:
-            words = sum(costs.product(op)[1] for op in costs.head if isinstance(op, Matmul)) * costs.share("whole")
+            tokens = costs.share("whole") / costs.loss_chunks
+            words = sum(costs.product(op)[1] for op in costs.head if isinstance(op, Matmul)) * tokens
             scratch = 4 * sum(op.scratch for op in costs.head if isinstance(op, Elementwise))
             yield Moment(0.0, words * costs.bytes + scratch, *buffers.at_loss())
         gone = self.head
@@ -264,14 +272,8 @@ def recomputed(layers: Sequence[int], costs: Costs) -> int:
     return sum(1 for layer in layers if layer % every == 0) if every else 0
 
 
-def memory_of(costs: Costs, layout: Layout, cluster: Cluster) -> list[Memory]:
-    """Bytes on the ranks of each place of the pipeline, first to last."""
-    fused_norms = cluster.kernels.fused_norms or costs.fused
-    alike: dict[tuple[int, ...], StageMemory] = {}
-    for stage in costs.stages:
-        if kind(stage, costs) not in alike:
-            alike[kind(stage, costs)] = StageMemory(stage, costs, layout, fused_norms)
-    stages = [alike[kind(stage, costs)] for stage in costs.stages]
+def memory_of(costs: Costs, stages: Sequence[StageMemory], cluster: Cluster) -> list[Memory]:
+    """Bytes on the ranks of each place of the pipeline, first to last, with the memory of each of its stages."""
     homes = [stage.rank for stage in costs.stages]
     places = 1 + max(homes)
     order = representative(costs.order, costs.micro_batches, len(stages), places)

@@ -9,13 +9,13 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, fields
 from typing import Any
 
-from titan.cost import Attention, Costs, Matmul, Operation
+from titan.cost import Attention, Costs, Matmul, Operation, Stage
 from titan.mesh import Layout
 from titan.planner.cluster import Cluster
 from titan.planner.cluster import Device as Device_
 from titan.planner.kernels import Device
 from titan.planner.layout import group_of
-from titan.planner.memory import GIB, Memory, kind, memory_of, recomputed
+from titan.planner.memory import GIB, Memory, StageMemory, kind, memory_of, recomputed
 from titan.planner.network import Network
 from titan.planner.rounds import Steps
 from titan.planner.schedule import Timeline, simulate
@@ -84,8 +84,33 @@ class Prediction:
         }
 
 
-OF_PARTS = tuple(f.name for f in fields(Costs) if f.name not in ("stages", "order", "pipeline_axis", "receive_buffers"))
-"""What the parts of a job depend on."""
+NOT_OF_STAGES = tuple(
+    f.name for f in fields(Costs) if f.name not in ("stages", "order", "pipeline_axis", "receive_buffers")
+)
+"""What stays the same however a job is cut."""
+
+
+class Alike:
+    """Stages of jobs that differ in their pipelines alone, each kind of stage looked at once."""
+
+    def __init__(self, parts: Parts, cluster: Cluster) -> None:
+        self.parts, self._fused_norms = parts, cluster.kernels.fused_norms or parts.costs.fused
+        self._work: dict[tuple[int, ...], StageWork] = {}
+        self._memory: dict[tuple[int, ...], StageMemory] = {}
+
+    def work(self, stage: Stage) -> StageWork:
+        """The seconds of a stage."""
+        key = kind(stage, self.parts.costs)
+        if key not in self._work:
+            self._work[key] = StageWork(stage, self.parts)
+        return self._work[key]
+
+    def memory(self, stage: Stage) -> StageMemory:
+        """The bytes of a stage."""
+        key = kind(stage, self.parts.costs)
+        if key not in self._memory:
+            self._memory[key] = StageMemory(stage, self.parts.costs, self.parts.layout, self._fused_norms)
+        return self._memory[key]
 
 
 class Planner:
@@ -94,7 +119,7 @@ class Planner:
     def __init__(self, cluster: Cluster) -> None:
         self.cluster, self.device, self.network = cluster, Device(cluster), Network(cluster)
         self._steps: dict[Any, Steps] = {}
-        self._last: tuple[Any, Parts] | None = None
+        self._last: tuple[Any, Alike] | None = None
 
     def predict(self, costs: Costs, layout: Layout, *, keep: bool = False) -> Prediction:
         """The step of these costs on this layout; `keep`: with all actions of its timeline.
@@ -102,13 +127,14 @@ class Planner:
         Raises:
             ConfigError: the cluster does not know the dtype.
         """
-        return self.draft(costs, layout).finish(memory_of(costs, layout, self.cluster), keep=keep)
+        draft = self.draft(costs, layout)
+        return draft.finish(draft.memory(), keep=keep)
 
-    def parts(self, costs: Costs, layout: Layout) -> Parts:
-        """The job's parts; the same object as at the last call if only the pipeline differs."""
-        key = (layout.degrees, *(getattr(costs, name) for name in OF_PARTS))
+    def alike(self, costs: Costs, layout: Layout) -> "Alike":
+        """What jobs share that differ in their pipelines alone; the last one's is at hand."""
+        key = (layout.degrees, *(getattr(costs, name) for name in NOT_OF_STAGES))
         if self._last is None or self._last[0] != key:
-            self._last = key, Parts(costs, layout, self.device, self.network)
+            self._last = key, Alike(Parts(costs, layout, self.device, self.network), self.cluster)
         return self._last[1]
 
     def draft(self, costs: Costs, layout: Layout) -> "Draft":
@@ -127,16 +153,17 @@ class Draft:
 
     def __init__(self, planner: Planner, costs: Costs, layout: Layout) -> None:
         self.planner, self.costs, self.layout = planner, costs, layout
-        parts = planner.parts(costs, layout)
-        alike: dict[tuple[int, ...], StageWork] = {}
-        for stage in costs.stages:
-            if kind(stage, costs) not in alike:
-                alike[kind(stage, costs)] = StageWork(stage, parts)
-        self.work = [alike[kind(stage, costs)] for stage in costs.stages]
+        self._alike = planner.alike(costs, layout)
+        self.work = [self._alike.work(stage) for stage in costs.stages]
         self.by_place: list[list[StageWork]] = [[] for _ in range(1 + max(stage.rank for stage in costs.stages))]
         for stage, work in zip(costs.stages, self.work, strict=True):
             self.by_place[stage.rank].append(work)
         self.once = [sum(sum(w.once.values()) for w in mine) for mine in self.by_place]
+
+    def memory(self) -> list[Memory]:
+        """Bytes on the ranks of each place of the pipeline."""
+        stages = [self._alike.memory(stage) for stage in self.costs.stages]
+        return memory_of(self.costs, stages, self.planner.cluster)
 
     @property
     def least_s(self) -> float:
@@ -182,7 +209,7 @@ class Draft:
     def _shared(self, end: float, timeline: Timeline) -> float:
         """The step's seconds where ranks share processors: one that waits leaves its share to the others.
 
-        Then all of the work takes as long as if none ever waited, but no less than the schedule with each at full speed.
+        Then all of the work takes as long as if none ever waited, and no less than the schedule at full speed.
         """
         processors, ranks = self.planner.cluster.device.processors, self.layout.world_size
         node = min(ranks, self.planner.cluster.ranks_per_node or ranks)

@@ -13,10 +13,10 @@ from operator import itemgetter
 from typing import Literal
 
 from titan.config import Job
-from titan.cost import REGIONS, Costs
+from titan.cost import REGIONS, Costs, Stage
 from titan.mesh import Layout
 from titan.planner.layout import costs_of, cut, uncut
-from titan.planner.memory import GIB, StageMemory, memory_of, recomputed
+from titan.planner.memory import GIB, StageMemory, recomputed
 from titan.planner.predict import Planner, Prediction
 from titan.planner.space import Choice, Chosen, Space
 from titan.planner.work import Parts
@@ -131,7 +131,7 @@ class _Search:
             result.refused += len(staged)
             return
         whole = uncut(job)
-        if self._hopeless(self._value(self._evenly(self.planner.parts(whole, choice.layout)), choice.layout)):
+        if self._hopeless(self._value(self._evenly(self.planner.alike(whole, choice.layout).parts), choice.layout)):
             result.slower += len(staged)
             return
         if (least := self._state(whole, choice.layout)) > self.room:
@@ -146,16 +146,21 @@ class _Search:
         return sum(held.values()) / layout.role_degree("stage")
 
     def _evenly(self, parts: Parts) -> float:
-        """Seconds of a step if every stage had the same share of the work, and no rank ever waited."""
-        costs, layout = parts.costs, parts.layout
+        """Seconds of a step if every stage had the same share of the work, and no rank waited but for the first one."""
+        costs, stages = parts.costs, parts.layout.role_degree("stage")
         layers = [layer for stage in costs.stages for layer in stage.layers]
-        again = recomputed(layers, costs)
-        counts = {"stem": 1, "layer": len(layers), "head": 1}
-        micro = sum(parts.stem) + sum(parts.head) + len(layers) * sum(parts.layer) + again * parts.again
-        for (where, when), families in parts.exposed.items():
-            micro += (again if when == "recompute" else counts[where]) * sum(families.values())
-        stages = layout.role_degree("stage")
+        micro = seconds_of(Stage(0, range(len(layers))), parts)
         return micro * costs.micro_batches / stages + (stages - 1) * parts.layer.forward
+
+    def _at_least(self, costs: Costs, layout: Layout) -> float:
+        """Seconds of a step by its micro batches alone: of each rank, from when the first has come through to it."""
+        parts = self.planner.alike(costs, layout).parts
+        works, begins, begun = [0.0] * (1 + max(stage.rank for stage in costs.stages)), {}, 0.0
+        for stage in costs.stages:
+            begins.setdefault(stage.rank, begun)
+            begun += len(stage.layers) * parts.layer.forward
+            works[stage.rank] += seconds_of(stage, parts)
+        return max(begins[rank] + costs.micro_batches * work for rank, work in enumerate(works))
 
     def _look_at(self, space: Space, choice: Choice, whole: Costs) -> None:
         result, job = self.result, space.job_of(choice)
@@ -163,11 +168,14 @@ class _Search:
             result.refused += 1
             return
         costs = cut(whole, job)
+        if self._hopeless(self._value(self._at_least(costs, choice.layout), choice.layout)):
+            result.slower += 1
+            return
         draft = self.planner.draft(costs, choice.layout)
         if self._hopeless(self._value(draft.least_s, choice.layout)):
             result.slower += 1
             return
-        memory = memory_of(costs, choice.layout, self.planner.cluster)
+        memory = draft.memory()
         most = max(m.total for m in memory)
         if most > self.room:
             self._lacks(most, choice, 1)
@@ -189,3 +197,13 @@ class _Search:
         self.values.insert(at, value)
         self.result.best.insert(at, found)
         del self.values[self.keep :], self.result.best[self.keep :]
+
+
+def seconds_of(stage: Stage, parts: Parts) -> float:
+    """What a micro batch takes in a stage at least: computation, and communication that waits for nothing hidden."""
+    again = recomputed(stage.layers, parts.costs)
+    counts = {"stem": int(stage.stem), "layer": len(stage.layers), "head": int(stage.head)}
+    seconds = [stage.stem * sum(parts.stem), len(stage.layers) * sum(parts.layer), stage.head * sum(parts.head)]
+    for (where, when), families in parts.exposed.items():
+        seconds.append((again if when == "recompute" else counts[where]) * sum(families.values()))
+    return sum(seconds) + again * parts.again

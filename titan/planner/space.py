@@ -78,6 +78,7 @@ class Space:
         self._known = [p for p in registry.of_kind(Technique.kind) if issubclass(p, Technique)]
         self._stated = {t.name: t for t in job.techniques}
         self._instances: dict[tuple[str, Options], Technique] = {}
+        self._chosen: dict[Any, list[type[Technique]] | None] = {}
 
     def layouts(self) -> Iterator[Layout]:
         """Every way to share the ranks out over the axes."""
@@ -158,12 +159,20 @@ class Space:
     def job_of(self, choice: Choice) -> Job | None:
         """The job with this choice; None where techniques are missing, or do not get along."""
         options = dict(choice.options)
-        switches = self._switches | {name: values is not None for name, values in options.items()}
-        on = chosen_techniques(self._known, switches, choice.layout)
-        if unattended(self._known, on, choice.layout):
+        on = self._on(choice.layout, tuple((name, values is not None) for name, values in choice.options))
+        if on is None:
             return None
         techniques = tuple(self._instance(plugin, options.get(plugin.name) or ()) for plugin in on)
-        return None if agree(techniques) else self.job.laid_out(choice.layout, choice.micro_batch, techniques)
+        return self.job.laid_out(choice.layout, choice.micro_batch, techniques)
+
+    def _on(self, layout: Layout, switched: tuple[tuple[str, bool], ...]) -> list[type[Technique]] | None:
+        """The techniques that are on; None where they do not get along, or an axis has nobody to care for it."""
+        key = (tuple(degree > 1 for degree in layout.degrees.values()), switched)
+        if key not in self._chosen:
+            on = chosen_techniques(self._known, self._switches | dict(switched), layout)
+            astray = unattended(self._known, on, layout) or agree([self._instance(plugin, ()) for plugin in on])
+            self._chosen[key] = None if astray else on
+        return self._chosen[key]
 
     @staticmethod
     def allows(job: Job) -> bool:

@@ -43,4 +43,3 @@ def _of(traffic: Traffic, stage: Stage, params: float, costs: Costs, layout: Lay
 def _joined_again(costs: Costs) -> bool:
     """Whether collectives run again when a layer is computed again: not where their results are kept."""
     return costs.recompute is not None and costs.recompute.keeps == "input"
-

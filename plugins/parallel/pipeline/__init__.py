@@ -105,21 +105,22 @@ class PipelineParallel(Technique):
 
     def _check_stages(self, ranks: int, plan: ModelPlan) -> Iterator[str]:
         config, each = self.config, self.config.stages_per_rank
-        stages, layers = ranks * each, plan.layer_names()
+        stages, layers = ranks * each, plan.n_layers
         allowed = 1 if config.schedule in ONE_STAGE else 2 if config.schedule in V_SHAPED else each
         if each != allowed:
             yield f"[plugins.pipeline] virtual_stages = {each}: {config.schedule} holds exactly {allowed} on each rank"
-        elif len(layers) < stages:
-            degrees = nearest(ranks, lambda degree: degree * each <= len(layers)) or f"none, with {each} stages a rank"
+        elif layers < stages:
+            degrees = _nearest_degree(ranks, each, layers) or f"none, with {each} stages a rank"
             yield (
-                f"[model] n_layers = {len(layers)} cannot fill {stages} stages (mesh.pp = {ranks} with {each} a rank); "
+                f"[model] n_layers = {layers} cannot fill {stages} stages (mesh.pp = {ranks} with {each} a rank); "
                 f"nearest mesh.pp that fits: {degrees}"
             )
         elif config.split_points:
-            unknown = [point for point in config.split_points if point not in layers[1:]]
-            at = [layers.index(point) for point in config.split_points if not unknown]
+            names = plan.layer_names()
+            unknown = [point for point in config.split_points if point not in names[1:]]
+            at = [names.index(point) for point in config.split_points if not unknown]
             if unknown:
-                yield f"[plugins.pipeline] split_points: {', '.join(unknown)} not among {layers[1]} to {layers[-1]}"
+                yield f"[plugins.pipeline] split_points: {', '.join(unknown)} not among {names[1]} to {names[-1]}"
             elif len(at) != stages - 1:
                 yield f"[plugins.pipeline] split_points: {len(at)} given, but {stages} stages have {stages - 1}"
             elif at != sorted(set(at)):
@@ -133,7 +134,7 @@ class PipelineParallel(Technique):
             "1F1B": f"at least {ranks}, one for each stage",
             "DualPipeV": f"at least {2 * ranks}, one for each stage",
         }.get(schedule, f"a multiple of {job.micro_batches // ranks}, the whole rounds of {ranks} in it")
-        sizes = nearest(size, lambda size: size % unit == 0 and takes(schedule, ranks, size // unit))
+        sizes = _nearest_batch(schedule, ranks, unit, size)
         yield (
             f"[train] global_batch_size = {size} makes {job.micro_batches} micro batches of {job.micro_batch} on each "
             f"of {job.batch_ranks} data-parallel ranks, and {schedule} with mesh.pp = {ranks} takes {need}; "
@@ -141,7 +142,7 @@ class PipelineParallel(Technique):
         )
 
     def _check_company(self, job: "Job", plan: ModelPlan) -> Iterator[str]:
-        old = TorchVersion(torch.__version__) < "2.13"
+        old = _before_2_13(torch.__version__)
         own = f"[plugins.pipeline] schedule = {self.config.schedule!r}"
         on_cpu = job.run.device == "cpu" or (job.run.device == "auto" and not torch.cuda.is_available())
         if self.config.schedule in V_SHAPED and on_cpu and old:
@@ -182,10 +183,9 @@ class PipelineParallel(Technique):
             return costs
         stages = ranks * self.config.stages_per_rank
         layers = cut(job.plan, job.data.seq_len, stages, self.config.split_points)
-        homes = placement(self.config.schedule, ranks, stages)
         return replace(
             costs,
-            stages=tuple(Stage(homes[s], layers[s], s == 0, s == stages - 1) for s in range(stages)),
+            stages=_placed(self.config.schedule, ranks, tuple(layers)),
             order=_order(self.config.schedule, ranks, stages),
             pipeline_axis="pp",
             receive_buffers=job.micro_batches,
@@ -231,3 +231,30 @@ class PipelineParallel(Technique):
 def _order(schedule: str, ranks: int, stages: int) -> Callable[[int], Order]:
     """The schedule's order as a function of the micro batches; the same object each time, so that it is known again."""
     return partial(order, schedule, ranks, stages)
+
+
+# A search asks these of thousands of layouts.
+
+
+@cache
+def _placed(schedule: str, ranks: int, layers: tuple[range, ...]) -> tuple[Stage, ...]:
+    """Stages of these layers where the schedule has them."""
+    homes, last = placement(schedule, ranks, len(layers)), len(layers) - 1
+    return tuple(Stage(homes[s], held, s == 0, s == last) for s, held in enumerate(layers))
+
+
+@cache
+def _nearest_degree(ranks: int, each: int, layers: int) -> str:
+    """Degrees near `ranks` at which every stage has a layer."""
+    return nearest(ranks, lambda degree: degree * each <= layers)
+
+
+@cache
+def _nearest_batch(schedule: str, ranks: int, unit: int, size: int) -> str:
+    """Global batches of whole `unit`s near a size, of which the schedule takes the micro batches."""
+    return nearest(size, lambda near: near % unit == 0 and takes(schedule, ranks, near // unit))
+
+
+@cache
+def _before_2_13(version: str) -> bool:
+    return TorchVersion(version) < "2.13"
