@@ -9,7 +9,7 @@ from titan import registry
 from titan.config import Job
 from titan.contracts import Model
 from titan.planner.layout import costs_of
-from titan.planner.memory import StageMemory, shapes, sliced
+from titan.planner.memory import shapes, sliced
 from titan.planner.predict import Planner, flops_per_token
 from titan.planner.traffic import moved
 
@@ -63,7 +63,7 @@ def test_tensor_parallelism_slices_pairs_and_replicates_norms() -> None:
 def test_state_in_bytes_a_parameter(words: tuple[str, ...], parameters: int, gradients: int, optimizer: int) -> None:
     job = job_of(*words)
     costs = costs_of(job)
-    held = StageMemory(costs.stages[0], costs, job.layout, fused_norms=True).held
+    held = Planner(CLUSTER).alike(costs, job.layout).memory(costs.stages[0]).held
     each = [held[component] / job.plan.params for component in ("parameters", "gradients", "optimizer")]
     # Of 257 words, a quarter of the ranks hold one more than the others.
     assert each == pytest.approx((parameters, gradients, optimizer), rel=0.01)

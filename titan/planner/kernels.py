@@ -1,8 +1,10 @@
 """Seconds of operations on a device.
 
-A matrix product of [m, k] by [k, n] takes 2 m k n / (peak * reached). What is reached of the peak falls below the largest
-where the last wave of tiles does not fill the device (m / tile x n / tile tiles over its units) and where the reduction k
-is short. It takes no less than its bytes need (the roofline of Williams et al., CACM 52(4), 2009).
+A matrix product of [m, k] by [k, n] takes 2 m k n / (peak * reached). What is reached of the peak falls below the
+largest where the last wave of tiles does not fill the device (m / tile x n / tile tiles over its units), where the
+reduction k is short, and where a size is divided by few powers of two: loads are narrower, and below 16 bytes a row the
+fast units are not used at all. It takes no less than its bytes need (the roofline of Williams et al., CACM 52(4),
+2009).
 
 Attention is counted in the FLOPs that are needed, half of the square where a kernel skips what positions may not see;
 its backward is 2.5 times its forward (FlashAttention-2, arXiv 2307.08691).
@@ -18,8 +20,8 @@ from titan.planner.cluster import Cluster, Products
 
 BACKWARD_OF_ATTENTION = 2.5
 PASSES_OVER_SCORES = (4.5, 5.5)
-"""Numbers a score that pass through memory beside the products where scores are written, forward and backward: the softmax
-reads and writes (backward reads two), and so does dropout, with a mask of a byte."""
+"""Numbers a score that pass through memory beside the products where scores are written, forward and backward: the
+softmax reads and writes (backward reads two), and so does dropout, with a mask of a byte."""
 
 
 class Seconds(NamedTuple):
@@ -60,7 +62,7 @@ class Device:
         if points := self._points.get(dtype):
             return _interpolated(points, 2.0 * m * k * n)
         rates = self.cluster.products.get(dtype, Products())
-        share = rates.efficiency / (1 + rates.quantised * self._wasted(m, n, rates.tile)) * k / (k + rates.depth)
+        share: float = rates.efficiency / (1 + rates.quantised * self._wasted(m, n, rates.tile)) * k / (k + rates.depth)
         even = min(_even(m), _even(k), _even(n))
         share *= rates.unaligned ** max(0.0, math.log2(rates.aligned / even))
         if even * width % 16:

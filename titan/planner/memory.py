@@ -82,23 +82,29 @@ def sliced(tensors: Iterable[Shape], ranks: int) -> float:
     return sum(math.ceil(rows / ranks) * columns for rows, columns in tensors)
 
 
-def sizes(tensors: Sequence[list[Shape]], ranks: int) -> list[float]:
-    """`sliced` of each unit; layers are one list many times."""
-    known = {id(unit): unit for unit in tensors}
-    found = {key: sliced(unit, ranks) for key, unit in known.items()}
-    return [found[id(unit)] for unit in tensors]
+class Tensors:
+    """The parameters of a job on a rank, by shard units: stem modules, layers, the end with a table that it shares."""
 
+    def __init__(self, costs: Costs) -> None:
+        self._stem = [shapes(op, costs) for op in costs.stem]
+        self._layer = [shape for op in costs.layer for shape in shapes(op, costs)]
+        self._end = [shape for op in costs.head for shape in shapes(op, costs)]
+        self._table: list[Shape] = []
+        if costs.tied:
+            self._table, self._stem = self._stem[0], self._stem[1:]
+            self._end = [shape for shape in self._end if shape[1] == 1.0]
+        self._sizes: dict[tuple[int, ...], list[float]] = {}
 
-def units(stage: Stage, costs: Costs) -> list[list[Shape]]:
-    """Parameters of each shard unit of a stage: stem modules, layers, the end, with a table that the head shares."""
-    stem = [shapes(op, costs) for op in costs.stem] if stage.stem else []
-    end = [shape for op in costs.head for shape in shapes(op, costs)] if stage.head else []
-    if costs.tied:
-        table = shapes(costs.stem[0], costs)
-        stem = stem[1:]
-        end = [shape for shape in end if shape[1] == 1.0] + (table if stage.stem or stage.head else [])
-    layer = [shape for op in costs.layer for shape in shapes(op, costs)]
-    return [unit for unit in [*stem, *[layer] * len(stage.layers), end] if unit]
+    def sizes(self, stage: Stage, ranks: int) -> list[float]:
+        """`sliced` of each unit of a stage, in forward order."""
+        key = (len(stage.layers), stage.stem, stage.head, ranks)
+        if key not in self._sizes:
+            end = [*(self._end if stage.head else ()), *(self._table if stage.stem or stage.head else ())]
+            units = [*(self._stem if stage.stem else ()), end]
+            *stem, last = (sliced(unit, ranks) for unit in units)
+            layers = [sliced(self._layer, ranks)] * len(stage.layers)
+            self._sizes[key] = [size for size in (*stem, *layers, last) if size]
+        return self._sizes[key]
 
 
 def ranks_of(axes: Iterable[str], layout: Layout) -> int:
@@ -122,25 +128,23 @@ class StageMemory:
     moments.  kept: of a micro batch under way.  moments: of a backward.
     """
 
-    def __init__(self, stage: Stage, costs: Costs, layout: Layout, fused_norms: bool) -> None:
-        self.stage, self.costs, self.fused_norms = stage, costs, fused_norms
-        tensors = units(stage, costs)
-        self.sizes = sizes(tensors, 1)
+    def __init__(self, stage: Stage, costs: Costs, layout: Layout, tensors: Tensors, layer: "LayerMemory") -> None:
+        self.stage, self.costs, self.layer = stage, costs, layer
+        self.sizes = tensors.sizes(stage, 1)
         self.held: dict[Component, float] = dict.fromkeys(("parameters", "gradients", "optimizer", "buffers"), 0.0)
         slices: dict[int, tuple[float, float]] = {}
         for held in costs.held:
             ranks = ranks_of(held.axes, layout)
             if ranks not in slices:
-                each = sizes(tensors, ranks)
+                each = tensors.sizes(stage, ranks)
                 slices[ranks] = sum(each), max(each, default=0.0)
             everything, largest = slices[ranks]
             size = min(held.units * largest, everything) if held.units else everything
             self.held[held.component] += held.bytes * size
-        self.layer = LayerMemory(costs, fused_norms)
-        self.head = kept_by(costs.head, costs, fused_norms) * stage.head
+        self.head = layer.head * stage.head
         again = recomputed(stage.layers, costs)
         self.kept = (len(stage.layers) - again) * self.layer.full + again * self.layer.least + self.head
-        self.kept += kept_by(costs.stem, costs, fused_norms) * stage.stem
+        self.kept += layer.stem * stage.stem
         # The first layer's input lies in the buffer that it was received into, the last one's result is sent from.
         self.kept += self.layer.hidden * ((not stage.head) - (not stage.stem))
         self.gathered = self.summed = 0.0
@@ -174,7 +178,7 @@ class StageMemory:
 
 
 class LayerMemory:
-    """Bytes of a micro batch in one layer.
+    """Bytes of a micro batch in one layer, and what stem and head keep.
 
     full: kept where nothing is computed again.  least: kept where it is.  again: what computing again adds to that.
     midst: results of operations in the midst of its backward, when what the last product kept is `used`, and gradients
@@ -183,7 +187,9 @@ class LayerMemory:
 
     def __init__(self, costs: Costs, fused_norms: bool) -> None:
         self.costs = costs
-        self.full = kept_by(costs.layer, costs, fused_norms)
+        self.stem, self.full, self.head = (
+            kept_by(ops, costs, fused_norms) for ops in (costs.stem, costs.layer, costs.head)
+        )
         self.hidden = self.least = costs.dim * costs.share("hidden") * costs.bytes
         linears = [op for op in costs.layer if isinstance(op, Matmul)]
         self.again = self.full - self.hidden

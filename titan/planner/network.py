@@ -1,9 +1,9 @@
 """Seconds of collectives between ranks.
 
-A group of n ranks that share V bytes sends (n - 1) / n V a rank for an all-gather or a reduce-scatter, twice that for an
-all-reduce, and as much for an all-to-all of V bytes (rings: Patarasu and Yuan, J. Parallel Distrib. Comput. 69, 2009).
-Where a group crosses a level of the network, all its ranks below that level cross it together, so g ranks of a node drive
-g links. Each doubling of the group costs a message's latency.
+A group of n ranks that share V bytes sends (n - 1) / n V a rank for an all-gather or a reduce-scatter, twice that for
+an all-reduce, and as much for an all-to-all of V bytes (rings: Patarasu and Yuan, J. Parallel Distrib. Comput. 69,
+2009). Where a group crosses a level of the network, all its ranks below that level cross it together, so g ranks of a
+node drive g links. Each doubling of the group costs a message's latency.
 """
 
 import math

@@ -15,7 +15,7 @@ from titan.planner.cluster import Cluster
 from titan.planner.cluster import Device as Device_
 from titan.planner.kernels import Device
 from titan.planner.layout import group_of
-from titan.planner.memory import GIB, Memory, StageMemory, kind, memory_of, recomputed
+from titan.planner.memory import GIB, LayerMemory, Memory, StageMemory, kind, memory_of, recomputed
 from titan.planner.network import Network
 from titan.planner.rounds import Steps
 from titan.planner.schedule import Timeline, simulate
@@ -94,7 +94,8 @@ class Alike:
     """Stages of jobs that differ in their pipelines alone, each kind of stage looked at once."""
 
     def __init__(self, parts: Parts, cluster: Cluster) -> None:
-        self.parts, self._fused_norms = parts, cluster.kernels.fused_norms or parts.costs.fused
+        self.parts = parts
+        self._layer = LayerMemory(parts.costs, cluster.kernels.fused_norms or parts.costs.fused)
         self._work: dict[tuple[int, ...], StageWork] = {}
         self._memory: dict[tuple[int, ...], StageMemory] = {}
 
@@ -109,7 +110,8 @@ class Alike:
         """The bytes of a stage."""
         key = kind(stage, self.parts.costs)
         if key not in self._memory:
-            self._memory[key] = StageMemory(stage, self.parts.costs, self.parts.layout, self._fused_norms)
+            costs, layout = self.parts.costs, self.parts.layout
+            self._memory[key] = StageMemory(stage, costs, layout, self.parts.tensors, self._layer)
         return self._memory[key]
 
 

@@ -16,7 +16,7 @@ from titan.config import Job
 from titan.cost import REGIONS, Costs, Stage
 from titan.mesh import Layout
 from titan.planner.layout import costs_of, cut, uncut
-from titan.planner.memory import GIB, StageMemory, recomputed
+from titan.planner.memory import GIB, recomputed
 from titan.planner.predict import Planner, Prediction
 from titan.planner.space import Choice, Chosen, Space
 from titan.planner.work import Parts
@@ -142,7 +142,7 @@ class _Search:
 
     def _state(self, costs: Costs, layout: Layout) -> float:
         """Bytes of state that the ranks of the best of all cuts into stages hold at least."""
-        held = StageMemory(costs.stages[0], costs, layout, fused_norms=True).held
+        held = self.planner.alike(costs, layout).memory(costs.stages[0]).held
         return sum(held.values()) / layout.role_degree("stage")
 
     def _evenly(self, parts: Parts) -> float:
@@ -155,7 +155,9 @@ class _Search:
     def _at_least(self, costs: Costs, layout: Layout) -> float:
         """Seconds of a step by its micro batches alone: of each rank, from when the first has come through to it."""
         parts = self.planner.alike(costs, layout).parts
-        works, begins, begun = [0.0] * (1 + max(stage.rank for stage in costs.stages)), {}, 0.0
+        works = [0.0] * (1 + max(stage.rank for stage in costs.stages))
+        begins: dict[int, float] = {}
+        begun = 0.0
         for stage in costs.stages:
             begins.setdefault(stage.rank, begun)
             begun += len(stage.layers) * parts.layer.forward

@@ -2,7 +2,7 @@
 
 from titan.cost import Costs, Stage, Traffic
 from titan.mesh import Layout
-from titan.planner.memory import ranks_of, recomputed, sliced, units
+from titan.planner.memory import Tensors, ranks_of, recomputed
 
 Moved = dict[tuple[str, tuple[str, ...]], float]
 """(collective, axes) -> bytes a step."""
@@ -15,9 +15,10 @@ def moved(place: int, costs: Costs, layout: Layout) -> Moved:
     rank move nothing.
     """
     found: Moved = {}
+    tensors = Tensors(costs)
     for stage in costs.stages:
         if stage.rank == place:
-            sizes = [sliced(unit, 1) for unit in units(stage, costs)]
+            sizes = tensors.sizes(stage, 1)
             for traffic in costs.traffic:
                 if ranks_of(traffic.axes, layout) > 1:
                     key = (traffic.collective, traffic.axes)

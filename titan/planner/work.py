@@ -1,4 +1,4 @@
-"""What a stage of a pipeline takes, for each micro batch and once a step: computation, and communication that nothing hides.
+"""What a stage of a pipeline takes, for each micro batch and once a step: computation, and what communication shows.
 
 Collectives of shard units run beside computation: while a unit computes, the next one is gathered and the gradients of
 the one before are reduced. What exceeds the computation beside it is exposed, and so are the first gather and the last
@@ -13,7 +13,7 @@ from titan.cost import Costs, Elementwise, Matmul, Operation, Stage, Traffic
 from titan.mesh import Layout, Role
 from titan.planner.kernels import Device, Seconds
 from titan.planner.layout import group_of
-from titan.planner.memory import Shape, ranks_of, recomputed, sliced, units
+from titan.planner.memory import Tensors, ranks_of, recomputed
 from titan.planner.network import Network
 
 FAMILY: dict[Role, str] = {"model": "tp", "sequence": "cp", "expert": "ep", "batch": "dp", "stage": "pp"}
@@ -24,7 +24,7 @@ COMMUNICATION = tuple(FAMILY.values())
 class Unit(NamedTuple):
     """Neighbouring shard units of one kind: how many, parameters of each on this rank, seconds of each."""
 
-    count: int
+    times: int
     params: float
     forward: float
     backward: float
@@ -39,9 +39,15 @@ class Parts:
         self.layer = self._seconds(costs.layer, costs.dtype)
         self.head = self._seconds(costs.head, costs.wide_dtype)
         self.again = self._again()
+        self.tensors = Tensors(costs)
+        self._timed: dict[tuple[int, float], float] = {}
         self._roles = {axis.name: axis.role for axis in layout.axes}
         self.exposed = self._exposed()
-        self.unit_traffic = [traffic for traffic in costs.traffic if traffic.where == "unit"]
+        units = [traffic for traffic in costs.traffic if traffic.where == "unit"]
+        self.unit_traffic = [
+            (every, when, [t for t in units if (t.every, t.when) == (every, when)])
+            for every, when in dict.fromkeys((t.every, t.when) for t in units)
+        ]
         self.step_traffic = [traffic for traffic in costs.traffic if traffic.where == "step"]
 
     def _seconds(self, operations: Iterable[Operation], dtype: str) -> Seconds:
@@ -68,6 +74,12 @@ class Parts:
 
     def seconds(self, traffic: Traffic, params: float = 0.0) -> float:
         """Seconds of a collective; of one that moves parameters, of so many."""
+        key = (id(traffic), params)
+        if key not in self._timed:
+            self._timed[key] = self._collective(traffic, params)
+        return self._timed[key]
+
+    def _collective(self, traffic: Traffic, params: float) -> float:
         numbers = params if traffic.per_parameter else self.costs.share("whole")
         size = traffic.numbers * numbers * (traffic.bytes or self.costs.bytes) / ranks_of(traffic.over, self.layout)
         group = group_of(traffic.axes, self.layout)
@@ -138,41 +150,32 @@ class StageWork:
 
     def _shard_units(self) -> list[Unit]:
         parts, stage = self.parts, self.stage
-        tensors: list[list[Shape]] = units(stage, parts.costs)
-        layers = len(stage.layers)
-        stems = len(tensors) - layers - 1 if stage.head or (parts.costs.tied and stage.stem) else len(tensors) - layers
-        sizes = [
-            sliced(unit, 1) for unit in (*tensors[:stems], *tensors[stems : stems + 1], *tensors[stems + layers :])
-        ]
-        found = [
-            Unit(1, size, parts.stem.forward / max(stems, 1), parts.stem.backward / max(stems, 1))
-            for size in sizes[:stems]
-        ]
-        again = parts.again * recomputed(stage.layers, parts.costs) / layers if layers else 0.0
+        sizes, layers = parts.tensors.sizes(stage, 1), len(stage.layers)
+        stems = len(sizes) - layers - (1 if stage.head or (parts.costs.tied and stage.stem) else 0)
+        each = 1 / max(stems, 1)
+        found = [Unit(1, size, parts.stem.forward * each, parts.stem.backward * each) for size in sizes[:stems]]
         if layers:
+            again = parts.again * recomputed(stage.layers, parts.costs) / layers
             found.append(Unit(layers, sizes[stems], parts.layer.forward, parts.layer.backward + again))
-        for size in sizes[stems + bool(layers) :]:
+        for size in sizes[stems + layers :]:
             found.append(Unit(1, size, parts.head.forward * stage.head, parts.head.backward * stage.head))
         return found
 
     def _overlapped(self) -> None:
         """Traffic of shard units, for each micro batch or in one of them."""
-        for every in ("use", "step"):
-            for when in ("forward", "backward"):
-                traffic = [t for t in self.parts.unit_traffic if t.every == every and t.when == when]
-                if traffic:
-                    self._beside(traffic, every == "use", when == "forward")
+        for every, when, traffic in self.parts.unit_traffic:
+            self._beside(traffic, every == "use", when == "forward")
 
     def _beside(self, traffic: list[Traffic], each: bool, forward: bool) -> None:
         parts, slowdown = self.parts, self.parts.device.kernels.overlap_slowdown
         family, exposed, hidden, alone = parts.family(traffic[0]), 0.0, 0.0, 0.0
         for number, unit in enumerate(self._units):
-            end = unit.count == 1 and number == len(self._units) - 1
+            end = unit.times == 1 and number == len(self._units) - 1
             seconds = sum(parts.seconds(t, unit.params) for t in traffic if not (t.kept and end))
             beside = unit.forward if forward else unit.backward
             covered = min(seconds, beside) if all(t.overlaps for t in traffic) else 0.0
-            exposed += unit.count * (seconds - covered + slowdown * covered)
-            hidden += unit.count * covered
+            exposed += unit.times * (seconds - covered + slowdown * covered)
+            hidden += unit.times * covered
             if number == 0:
                 # Forward's first gather has nothing beside it, nor has the reduction that backward ends with.
                 alone = covered
@@ -189,7 +192,7 @@ class StageWork:
 
     def _once_a_step(self, costs: Costs) -> None:
         parts = self.parts
-        params = sum(unit.count * unit.params for unit in self._units)
+        params = sum(unit.times * unit.params for unit in self._units)
         for traffic in parts.step_traffic:
             self.once[parts.family(traffic)] += parts.seconds(traffic, params)
         updated = params / ranks_of(costs.updated_over, parts.layout)

@@ -1,0 +1,107 @@
+"""The planner against published measurements.
+
+    python -m bench.planner [--rows FILE] [--json] [--fit]
+
+Runs every row of a file of published runs through the planner and prints how far it is off: step times by group and by
+source, ranks inside sweeps, memory, runs that went out of memory, schedules. Without --rows it takes those beside the
+project where they are, else its own copy, bench/published/rows.jsonl, and writes docs/validation.md.
+
+--fit fits the free constants anew (a minute or two), leaves each source out in turn (some minutes more), prints both
+and keeps them in bench/published/fit.json; what stands in the cluster files is what counts.
+"""
+
+import argparse
+import json
+import sys
+from pathlib import Path
+from typing import Any
+
+from bench.published import page, rows
+from bench.published.fit import World, cases_of, fit, fitted
+from bench.published.left_out import left_out
+from bench.published.report import by_group, by_memory, by_source, out_of_memory, ranked, results, sweeps
+from bench.published_schedules import schedule_rows
+
+PAGE = Path(__file__).parents[1] / "docs" / "validation.md"
+FITTED = Path(__file__).parent / "published" / "fit.json"
+
+
+def main(arguments: list[str] | None = None) -> int:
+    """The command."""
+    plainly = argparse.RawDescriptionHelpFormatter
+    parser = argparse.ArgumentParser(prog="python -m bench.planner", description=__doc__, formatter_class=plainly)
+    parser.add_argument("--rows", type=Path, help="JSON lines, one measurement each")
+    parser.add_argument("--json", action="store_true", help="print JSON")
+    parser.add_argument("--fit", action="store_true", help="fit the constants anew, and leave each source out")
+    chosen = parser.parse_args(arguments)
+    path = chosen.rows or rows.default()
+    try:
+        found = rows.load(path)
+    except (OSError, ValueError) as error:
+        print(f"{path}: {error}", file=sys.stderr)
+        return 2
+    cases, skipped = cases_of(found)
+    if chosen.fit:
+        _refit(cases)
+    measured = measure(found, cases, skipped)
+    if chosen.json:
+        print(json.dumps(measured, indent=1))
+        return 0
+    text = page.written(measured, json.loads(FITTED.read_text(encoding="utf-8")) if FITTED.is_file() else {})
+    print(text)
+    if chosen.rows is None:
+        PAGE.write_text(text, encoding="utf-8")
+    return 0
+
+
+def _refit(cases: list[Any]) -> None:
+    chosen = fitted(cases)
+    values = fit(chosen, rounds=8)
+    without = left_out(cases, values)
+    constants = [
+        {
+            "devices": c.devices,
+            "where": c.where,
+            "value": value,
+            "low": c.low,
+            "high": c.high,
+            "rows": c.seen_by(chosen),
+        }
+        for c, value in values.items()
+    ]
+    FITTED.write_text(json.dumps({"constants": constants, "left_out": without}, indent=1) + "\n", encoding="utf-8")
+
+
+def measure(found: list[dict[str, Any]], cases: list[Any], skipped: dict[str, str]) -> dict[str, Any]:
+    """Everything that is printed, as plain data."""
+    predicted = results(cases, World())
+    schedules = schedule_rows(row for row in found if _profiled(row))
+    return {
+        "rows": len(found),
+        "groups": by_group(predicted),
+        "sources": [{"of": list(key), **value} for key, value in by_source(predicted).items()],
+        "sweeps": {name: ranked(each) for name, each in sweeps(predicted).items()},
+        "memory": [{"of": list(key), **value} for key, value in by_memory(predicted).items()],
+        "out_of_memory": out_of_memory(predicted),
+        "schedules": schedules,
+        "skipped": skipped,
+        "results": [result.as_json() for result in predicted],
+    }
+
+
+def _profiled(row: dict[str, Any]) -> bool:
+    """Whether a row states the times of its actions, and all that a comparison of its schedule asks for."""
+    extra = row.get("extra")
+    if not isinstance(extra, dict) or not isinstance(row.get("schedule"), str):
+        return False
+    whole = [
+        row.get(key, 1 if key == "vpp" else None)
+        for key in ("pp", "vpp", "grad_accum", "layers", "hidden", "heads", "seq_len")
+    ]
+    times = [row.get("step_time_s"), *(extra.get(key) for key in ("T_F_ms", "T_B_ms", "T_W_ms", "T_comm_ms"))]
+    few = all(isinstance(number, int) and 0 < number < 100_000 for number in whole)
+    return few and all(isinstance(number, int | float) and number > 0 for number in times)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,145 @@
+"""Frameworks, and clusters made of a device and the fabric of a row, each as data of this folder."""
+
+import re
+import tomllib
+from collections.abc import Mapping
+from dataclasses import dataclass, fields, replace
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+from titan.planner import cluster as clusters
+from titan.planner.cluster import Cluster, Link
+
+from .rows import Row, Skip
+
+FOLDER = Path(__file__).parent
+
+
+@dataclass(frozen=True, kw_only=True)
+class Framework:
+    """What a framework does, as far as it costs time or memory; see frameworks.toml for the keys."""
+
+    name: str
+    match: str
+    source: str
+    blocking_p2p: bool = False
+    scatter_p2p: bool = False
+    overlap_gradients: bool = True
+    gather_prefetch: bool = False
+    fused_qkv: bool = False
+    bias: bool = True
+    dropout: bool = False
+    flash: bool = True
+    vocab_multiple: int = 1
+    tied: bool = False
+    compiled: bool = False
+    update_bytes: float = 40.0
+    accumulate: str = ""
+    wide_gradients: str = ""
+    early_stop: bool = False
+    summed_whole: bool = False
+    broadcasts: bool = False
+    unaccounted: float = 0.0
+    offloaded: bool = False
+    loss_chunks: int = 1
+    recompute: str = "none"
+    fused_loss: bool = False
+    regathers: bool = False
+    narrow_inputs: bool = False
+    cudnn: bool = False
+    tp_overlap: bool = False
+    loss: tuple[float, float] = (6.0, 4.0)
+
+
+@cache
+def frameworks() -> tuple[Framework, ...]:
+    """Those of frameworks.toml, in order."""
+    table = tomllib.loads((FOLDER / "frameworks.toml").read_text(encoding="utf-8"))["framework"]
+    known = {field.name for field in fields(Framework)}
+    for entry in table:
+        if unknown := set(entry) - known:
+            raise ValueError(f"frameworks.toml: {entry.get('name')}: unknown keys {sorted(unknown)}")
+    return tuple(
+        Framework(**{**entry, **({"loss": tuple(entry["loss"])} if "loss" in entry else {})}) for entry in table
+    )
+
+
+def framework_of(row: Mapping[str, Any]) -> Framework:
+    """The first that matches what the row calls its framework."""
+    said = str(row.get("framework") or "")
+    found = next(entry for entry in frameworks() if re.search(entry.match, said))
+    return replace(
+        found,
+        compiled=found.compiled or "compile" in said,
+        offloaded="offload" in said,
+        tp_overlap=found.tp_overlap or "AsyncTP" in said,
+    )
+
+
+@cache
+def _fabrics() -> dict[str, Any]:
+    return tomllib.loads((FOLDER / "fabrics.toml").read_text(encoding="utf-8"))
+
+
+def device_of(row: Mapping[str, Any], framework: Framework) -> str:
+    """The cluster file of the device a row names, with the framework's attention kernels where they are faster there.
+
+    Raises:
+        Skip: no file describes it.
+    """
+    said = str(row.get("gpu") or "")
+    if not said:
+        raise Skip("states no GPU")
+    memory = row.get("gpu_mem_gb")
+    for entry in _fabrics()["device"]:
+        if re.search(entry["match"], said) and (
+            not entry.get("memory_gb") or not memory or memory == entry["memory_gb"]
+        ):
+            return str(entry["cudnn"] if framework.cudnn and "cudnn" in entry else entry["cluster"])
+    raise Skip(f"no cluster file describes a {said}")
+
+
+def fabric_of(row: Mapping[str, Any], job: Row, device: str) -> tuple[str, float]:
+    """The kind of network between nodes, and GB/s a device of it."""
+    said = str(row.get("interconnect") or "")
+    kinds = _fabrics()["fabric"]
+    date = re.search(r"date (\d\d-\d\d)", str(row.get("notes") or ""))
+    fits = (e for e in kinds if re.search(e["match"], said) and ("until" not in e or (date and date[1] < e["until"])))
+    kind = next(fits)
+    gb_s = _fabrics()["usual_gb_s"].get(device.split("-")[0], 25.0)
+    if found := re.search(r"(\d+)\s*x\s*(\d+)\s*Gb", said):
+        gb_s = int(found[1]) * int(found[2]) / 8 / job.per_node
+    elif found := re.search(r"(\d+) Omni-Path", said):
+        gb_s = int(found[1]) * 100 / 8 / job.per_node
+    elif found := re.search(r"(\d+)\s*Gbps node", said):
+        gb_s = int(found[1]) / 8 / job.per_node
+    elif found := re.search(r"(\d+)\s*Gb/s", said):
+        gb_s = int(found[1]) / 8
+    return str(kind["name"]), gb_s
+
+
+def cluster_of(device: Cluster, fabric: Link, gb_s: float, per_node: int) -> Cluster:
+    """A device's cluster with nodes of so many, and a fabric of so many GB/s a device between them."""
+    return replace(device, links=(replace(device.links[0], ranks=per_node), replace(fabric, gb_s=gb_s)))
+
+
+def all_devices() -> dict[str, Cluster]:
+    """Every cluster file that a row can name."""
+    files = {entry[key] for entry in _fabrics()["device"] for key in ("cluster", "cudnn") if key in entry}
+    return {name: _load(name) for name in sorted(files)}
+
+
+@cache
+def _load(name: str) -> Cluster:
+    own = FOLDER / "clusters" / f"{name}.toml"
+    return clusters.load(str(own) if own.is_file() else name)
+
+
+def all_fabrics() -> dict[str, Link]:
+    """Networks between nodes by name."""
+    keys = ("latency_us", "efficiency", "pair_efficiency")
+    return {
+        entry["name"]: Link(name=entry["name"], gb_s=1.0, **{key: entry[key] for key in keys if key in entry})
+        for entry in _fabrics()["fabric"]
+    }

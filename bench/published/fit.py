@@ -1,0 +1,302 @@
+"""The free constants of the clusters, fitted to rows.
+
+A constant is one number of one or several cluster files or of a fabric. All are shares, microseconds or sizes that
+could be measured; which rows see a constant follows from their device and fabric, never from their source.
+"""
+
+import math
+import re
+from collections import Counter
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Any, ClassVar
+
+from titan.cost import Costs
+from titan.mesh import Layout
+from titan.planner.cluster import Cluster
+from titan.planner.predict import Planner, Prediction
+from titan.planner.rounds import Steps
+
+from .describe import all_devices, all_fabrics, cluster_of, device_of, fabric_of, framework_of
+from .reader import costs_of, layout_of
+from .rows import Row, Skip, measured, read
+
+A100, V100, HBM2E = ("a100-40gb", "a100-80gb"), ("v100-32gb", "v100-16gb"), ("h100-96gb-500w",)
+H100 = ("h100", "h100-cudnn", "h200")
+
+
+@dataclass(frozen=True)
+class Constant:
+    """A free number: where it stands, and between what it may be.
+
+    usual: to which it is drawn, weakly, where the rows hardly say; None: it is not.
+    where: "products.DTYPE.KEY" (or "products.KEY" for all dtypes), "kernels.KEY", "link.KEY" or "fabric.NAME.KEY".
+    """
+
+    devices: tuple[str, ...]
+    where: str
+    low: float
+    high: float
+    usual: float | None = None
+
+    @property
+    def name(self) -> str:
+        """How it is printed."""
+        return f"{', '.join(self.devices) or 'fabric'}: {self.where}"
+
+    def seen_by(self, cases: "Iterable[Case]") -> int:
+        """How many of these rows it has a part in."""
+        return sum(_sees(case, self) for case in cases)
+
+
+USUAL = {"products.odd": 0.25}
+"""Products without tensor cores against those with, by the data sheet of the A100 (78 and 312 TFLOP/s in fp16)."""
+
+DRAWN = 0.05
+"""Weight of one range between bounds away from the usual value, as log(predicted / measured) of one row."""
+
+
+def _constants_of(devices: tuple[str, ...], keys: Mapping[str, tuple[float, float]]) -> list[Constant]:
+    return [Constant(devices, key, low, high, USUAL.get(key)) for key, (low, high) in keys.items()]
+
+
+SHARES = {"efficiency": (0.1, 1.0), "pair_efficiency": (0.1, 1.0)}
+LATENCY = {"latency_us": (1.0, 500.0)}
+OMNI_PATH, MENDED = "Omni-Path 4 x 100 Gb/s, before its nodes were mended", "Omni-Path 4 x 100 Gb/s"
+HDR, INFINIBAND = "InfiniBand HDR", "InfiniBand"
+FAST_ROCE, ROCE = "RoCE 8 x 200 Gb/s", "RoCE 4 x 100 Gb/s"
+HOPPER = {
+    "products.bfloat16.efficiency": (0.3, 0.95), "kernels.attention_forward": (0.08, 0.8),
+    "kernels.attention_backward": (0.08, 0.8), "kernels.bandwidth": (0.6, 0.95),
+}  # fmt: skip
+
+CONSTANTS = (
+    *_constants_of(A100, {
+        "products.efficiency": (0.5, 0.95), "products.quantised": (0.0, 1.0), "products.depth": (0, 300),
+        "products.unaligned": (0.6, 1.0), "products.odd": (0.02, 1.0), "kernels.attention_forward": (0.15, 0.8),
+        "kernels.attention_backward": (0.15, 0.8), "kernels.bandwidth": (0.6, 0.95), "kernels.launch_us": (0, 15),
+        "kernels.overlap_slowdown": (0.0, 1.0), "link.efficiency": (0.4, 0.9),
+    }),
+    *_constants_of(V100, {"products.efficiency": (0.5, 0.95), "kernels.bandwidth": (0.6, 0.95)}),
+    *_constants_of(H100, {**HOPPER, "products.float8.efficiency": (0.2, 0.95), "link.efficiency": (0.4, 0.9)}),
+    *_constants_of(
+        ("h100-cudnn",), {"kernels.attention_forward": (0.1, 0.9), "kernels.attention_backward": (0.1, 0.9)}
+    ),
+    *_constants_of(HBM2E, {"products.bfloat16.efficiency": (0.2, 0.95), "products.float8.efficiency": (0.1, 0.95)}),
+    *(Constant((), f"fabric.{name}.{key}", *between) for name in (OMNI_PATH, MENDED, HDR, INFINIBAND)
+      for key, between in SHARES.items()),
+    *(Constant((), f"fabric.{name}.{key}", *between) for name in (FAST_ROCE, ROCE)
+      for key, between in {"efficiency": (0.1, 1.0), **LATENCY}.items()),
+)  # fmt: skip
+
+
+@dataclass(frozen=True)
+class Case:
+    """A row that can be predicted: what it says, what it costs, what was measured."""
+
+    row: Mapping[str, Any]
+    job: Row
+    costs: Costs
+    layout: Layout
+    device: str
+    fabric: str
+    gb_s: float
+    seconds: float | None
+
+    @property
+    def id(self) -> str:
+        """The row's."""
+        return str(self.row["id"])
+
+    @property
+    def grade(self) -> str:
+        """How complete the row is for times: A, B, C or X; A where it does not say."""
+        return str(self.row.get("complete_time", "A" if self.seconds else "X"))[:1]
+
+    @property
+    def source(self) -> str:
+        """Where it is from, short."""
+        return re.split(r"[\s,;(]", str(self.row.get("source") or "unnamed"))[0]
+
+
+def case_of(row: Mapping[str, Any]) -> Case:
+    """What can be predicted of a row.
+
+    Raises:
+        Skip: nothing.
+    """
+    job = read(row)
+    framework = framework_of(row)
+    device = device_of(row, framework)
+    costs = costs_of(job, framework)
+    lacking = {costs.dtype, costs.wide_dtype} - set(all_devices()[device].peak_tflops)
+    if lacking:
+        raise Skip(f"{device} has no {', '.join(sorted(lacking))}")
+    return Case(row, job, costs, layout_of(job), device, *fabric_of(row, job, device), measured(row, job))
+
+
+def cases_of(rows: Iterable[Mapping[str, Any]]) -> tuple[list[Case], dict[str, str]]:
+    """Rows that can be predicted, and of the others why not."""
+    cases, skipped = [], {}
+    for row in rows:
+        try:
+            cases.append(case_of(row))
+        except Skip as reason:
+            skipped[str(row["id"])] = str(reason)
+        except (TypeError, ValueError, KeyError, ArithmeticError) as error:
+            skipped[str(row["id"])] = f"is not as rows are: {type(error).__name__}: {error}"
+    return cases, skipped
+
+
+class World:
+    """Devices and fabrics with a set of constants."""
+
+    steps: ClassVar[dict[Any, Steps]] = {}
+
+    def __init__(self, values: Mapping[Constant, float] | None = None) -> None:
+        self.devices, self.fabrics = all_devices(), all_fabrics()
+        for constant, value in (values or {}).items():
+            self._set(constant, value)
+        self._planners: dict[Any, Planner] = {}
+
+    def _set(self, constant: Constant, value: float) -> None:
+        kind, *path = constant.where.split(".")
+        if kind == "fabric":
+            self.fabrics[path[0]] = replace(self.fabrics[path[0]], **{path[1]: value})
+        for name in constant.devices:
+            self.devices[name] = _with(self.devices[name], kind, path, value)
+
+    def planner(self, case: Case) -> Planner:
+        """A planner of the row's cluster."""
+        key = (case.device, case.fabric, case.gb_s, case.job.per_node)
+        if key not in self._planners:
+            planner = Planner(
+                cluster_of(self.devices[case.device], self.fabrics[case.fabric], case.gb_s, case.job.per_node)
+            )
+            planner._steps = World.steps
+            self._planners[key] = planner
+        return self._planners[key]
+
+    def predict(self, case: Case) -> Prediction:
+        """The row's step."""
+        return self.planner(case).predict(case.costs, case.layout)
+
+    def seconds(self, case: Case) -> float:
+        """The row's step, without its memory."""
+        return self.planner(case).draft(case.costs, case.layout).finish(()).step_time_s
+
+
+def _with(cluster: Cluster, kind: str, path: Sequence[str], value: float) -> Cluster:
+    if kind == "kernels":
+        return replace(cluster, kernels=replace(cluster.kernels, **{path[0]: value}))
+    if kind == "link":
+        return replace(cluster, links=(replace(cluster.links[0], **{path[0]: value}), *cluster.links[1:]))
+    changed = dict(cluster.products)
+    for dtype in changed:
+        if len(path) == 1 or path[0] == dtype:
+            changed[dtype] = replace(changed[dtype], **{path[-1]: value})
+    return replace(cluster, products=changed)
+
+
+def get(constant: Constant, world: World) -> float:
+    """The constant's value in a world."""
+    kind, *path = constant.where.split(".")
+    if kind == "fabric":
+        return float(getattr(world.fabrics[path[0]], path[1]))
+    cluster = world.devices[constant.devices[0]]
+    if kind == "kernels":
+        return float(getattr(cluster.kernels, path[0]))
+    if kind == "link":
+        return float(getattr(cluster.links[0], path[0]))
+    dtype = path[0] if len(path) > 1 else ("bfloat16" if "bfloat16" in cluster.products else "float16")
+    return float(getattr(cluster.products[dtype], path[-1]))
+
+
+def fit(
+    cases: Sequence[Case],
+    constants: Sequence[Constant] = CONSTANTS,
+    start: Mapping[Constant, float] | None = None,
+    rounds: int = 12,
+) -> dict[Constant, float]:
+    """The constants with which steps are predicted best: least squares of log(predicted / measured), softened.
+
+    Args:
+        start: where to begin; the cluster files' values if not given.
+        rounds: steps at most.
+    """
+    try:
+        from scipy.optimize import least_squares  # type: ignore[import-untyped]
+    except ImportError:
+        raise SystemExit("the fit needs scipy: pip install scipy") from None
+    timed = [case for case in cases if case.seconds]
+    seen = [c for c in constants if any(_sees(case, c) for case in timed)]
+    errors = _Errors(timed, seen)
+    found = least_squares(
+        errors.at, errors.inside(World(start)), jac=errors.slopes,
+        bounds=([c.low for c in seen], [c.high for c in seen]),
+        loss="soft_l1", f_scale=0.02, x_scale=[c.high - c.low for c in seen], max_nfev=rounds,
+    )  # fmt: skip
+    return dict(zip(seen, map(float, found.x), strict=True))
+
+
+def fitted(cases: Iterable[Case]) -> list[Case]:
+    """The rows that constants are fitted to: those that lack nothing; of Hopper, which has few, also B."""
+    return [
+        case
+        for case in cases
+        if case.seconds and (case.grade == "A" or (case.grade == "B" and case.device.startswith("h")))
+    ]
+
+
+class _Errors:
+    """Weighted log(predicted / measured) of cases as a function of constants, and its slopes."""
+
+    def __init__(self, cases: Sequence[Case], constants: Sequence[Constant]) -> None:
+        self.cases, self.constants, self.weights = cases, constants, _weights(cases)
+        self.seeing = [[i for i, case in enumerate(cases) if _sees(case, c)] for c in constants]
+
+    def inside(self, world: World) -> list[float]:
+        """The constants' values in a world, a little inside of their bounds."""
+        margins = [(c, 1e-3 * (c.high - c.low)) for c in self.constants]
+        return [min(max(get(c, world), c.low + margin), c.high - margin) for c, margin in margins]
+
+    def at(self, values: Sequence[float]) -> list[float]:
+        drawn = [
+            DRAWN * (value - c.usual) / (c.high - c.low)
+            for c, value in zip(self.constants, values, strict=True)
+            if c.usual is not None
+        ]
+        return [*self._of(values, range(len(self.cases))), *drawn]
+
+    def _of(self, values: Sequence[float], numbers: Iterable[int]) -> list[float]:
+        world = World(dict(zip(self.constants, map(float, values), strict=True)))
+        return [
+            self.weights[i] * math.log(world.seconds(self.cases[i]) / self.cases[i].seconds)  # type: ignore[operator]
+            for i in numbers
+        ]
+
+    def slopes(self, values: Sequence[float]) -> list[list[float]]:
+        base = self.at(values)
+        table = [[0.0] * len(self.constants) for _ in self.cases]
+        for column, (constant, numbers) in enumerate(zip(self.constants, self.seeing, strict=True)):
+            step = 0.01 * (constant.high - constant.low)
+            if values[column] + step > constant.high:
+                step = -step
+            moved = [value + step * (i == column) for i, value in enumerate(values)]
+            for row, error in zip(numbers, self._of(moved, numbers), strict=True):
+                table[row][column] = (error - base[row]) / step
+        for column, constant in enumerate(self.constants):
+            if constant.usual is not None:
+                table.append([DRAWN / (constant.high - constant.low) * (i == column) for i in range(len(values))])
+        return table
+
+
+def _weights(cases: Sequence[Case]) -> list[float]:
+    """Of each row: a source with four times the rows counts twice."""
+    sizes = Counter(str(case.row.get("source")) for case in cases)
+    mean = len(cases) / len(sizes) if sizes else 1.0
+    return [(mean / sizes[str(case.row.get("source"))]) ** 0.25 for case in cases]
+
+
+def _sees(case: Case, constant: Constant) -> bool:
+    return case.device in constant.devices if constant.devices else constant.where.startswith(f"fabric.{case.fabric}.")

@@ -1,0 +1,49 @@
+"""Each source left out of the fit in turn: how well the others predict it, before and after one scale is fitted."""
+
+import statistics
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from .fit import A100, CONSTANTS, INFINIBAND, Case, Constant, World, fit, fitted
+from .report import figures
+
+ROUNDS = 5
+
+
+def left_out(cases: Sequence[Case], values: Mapping[Constant, float]) -> dict[str, dict[str, Any]]:
+    """Of each source with at least five rows of grade A: errors with constants that no row of it was fitted to.
+
+    A constant that only its rows see takes the value of the A100's, or of InfiniBand, from that fit.
+    """
+    chosen = fitted(cases)
+    sources = {c.source: [k for k in chosen if k.source == c.source and k.grade == "A"] for c in chosen}
+    return {
+        source: _without([c for c in chosen if c.source != source], rows, values)
+        for source, rows in sources.items()
+        if len(rows) >= 5
+    }
+
+
+def _without(others: Sequence[Case], rows: Sequence[Case], values: Mapping[Constant, float]) -> dict[str, Any]:
+    found = fit(others, start=values, rounds=ROUNDS)
+    borrowed = {c: value for c in CONSTANTS if c not in found and (value := _like(c, found)) is not None}
+    world = World({**found, **borrowed})
+    ratios = [world.seconds(case) / case.seconds for case in rows if case.seconds]
+    scale = statistics.median(ratios)
+    return {
+        **figures([ratio - 1 for ratio in ratios]),
+        "scale": scale,
+        "scaled": figures([ratio / scale - 1 for ratio in ratios]),
+        "borrowed": [c.name for c in borrowed],
+    }
+
+
+def _like(constant: Constant, found: Mapping[Constant, float]) -> float | None:
+    """The value of the constant that is nearest to one which no row sees."""
+    if constant.devices:
+        key = constant.where.replace("products.bfloat16.", "products.").replace("products.float8.", "products.")
+        return next((v for c, v in found.items() if c.devices == A100 and c.where == key), None)
+    fabric, key = constant.where.split(".")[1:]
+    alike = [v for c, v in found.items() if c.where.startswith("fabric.") and c.where.endswith("." + key)]
+    usual = next((v for c, v in found.items() if c.where == f"fabric.{INFINIBAND}.{key}"), None)
+    return usual if usual is not None and fabric != INFINIBAND else (alike[-1] if alike else None)

@@ -1,0 +1,297 @@
+"""From a row of published measurements to what the planner takes: costs and a layout."""
+
+import math
+from collections.abc import Callable
+from functools import cache, partial
+from typing import Any
+
+from titan.cost import (
+    Attention,
+    Costs,
+    Elementwise,
+    Held,
+    Kept,
+    Lookup,
+    Matmul,
+    Operation,
+    Order,
+    Recompute,
+    Region,
+    Stage,
+    Traffic,
+)  # fmt: skip
+from titan.mesh import Axis, Layout
+from titan.plugins.parallel.pipeline.orders import order
+
+from .describe import Framework
+from .rows import Row, Skip
+
+AXES = (
+    Axis(name="pp", role="stage", depth=0, doc="stages"),
+    Axis(name="dp_replicate", role="batch", depth=10, doc="replicas of state"),
+    Axis(name="dp_shard", role="batch", depth=20, doc="shards of state"),
+    Axis(name="cp", role="sequence", depth=30, doc="parts of a sequence"),
+    Axis(name="tp", role="model", depth=40, doc="parts of a layer"),
+)
+STYLES = {"embed": "embedding", "qkv": "column", "q": "column", "k": "column", "v": "column", "proj": "row",
+          "up": "column", "gate": "column", "down": "row", "head": "head"}  # fmt: skip
+SPLIT_GRADIENTS = {"fp16": 2, "bf16": 2}
+
+
+def layout_of(job: Row) -> Layout:
+    """Ranks as a row has them; data parallelism is cut where a group of fewer ranks shares the optimizer's state."""
+    shard = job.zero_group if job.zero else 1
+    degrees = {"pp": job.pp, "dp_replicate": job.dp // shard, "dp_shard": shard, "cp": job.cp, "tp": job.tp}
+    return Layout(AXES, degrees)
+
+
+def dtypes(precision: str) -> tuple[str, str]:
+    """Of the layers' products, and of all others.
+
+    Raises:
+        Skip: the planner knows no such dtype.
+    """
+    if "fp4" in precision:
+        raise Skip(f"{precision}: no cluster file states its peak")
+    wide = "float16" if precision.startswith("fp16") else "bfloat16"
+    if "fp8" in precision or "float8" in precision:
+        return "float8", wide
+    return wide, wide
+
+
+def costs_of(job: Row, framework: Framework) -> Costs:
+    """What a step costs."""
+    if job.schedule and "1f1b" not in job.schedule:
+        raise Skip(f"schedule {job.schedule}: see the schedules' own comparison")
+    dtype, wide = dtypes(job.precision)
+    inside = job.tp * job.cp
+    between = inside if job.sequence_parallel else job.cp
+    splits: dict[Region, int] = {"hidden": between, "whole": job.cp, "inner": inside, "logits": inside}
+    several = job.micro_batches > 1 and job.zero < 3
+    gradient = gradient_bytes(job, framework)
+    accumulated = (2 + 2 * gradient) * several * (framework.accumulate == "add")
+    stages, ordered = stages_of(job)
+    return Costs(
+        seq_len=job.seq_len, dim=job.hidden, micro_batch=job.micro_batch, micro_batches=job.micro_batches,
+        stem=(Lookup(module="embed", rows=padded(job, framework), width=job.hidden),),
+        layer=_layer(job, framework, dtype, accumulated), head=_head(job, framework, accumulated),
+        styles=STYLES, tied=framework.tied if job.tied is None else job.tied, splits=splits,
+        bytes=2, reduce_bytes=gradient, dtype=dtype, wide_dtype=wide, fused=framework.compiled,
+        held=_held(job, framework, gradient), update_bytes=framework.update_bytes,
+        updated_over=("dp_shard",) if job.zero else (),
+        traffic=(*_tensor_traffic(job, framework), *_data_traffic(job, framework, gradient)),
+        recompute=_recompute(job, framework), stages=stages, order=ordered,
+        pipeline_axis="pp" if job.pp > 1 else "", loss_chunks=framework.loss_chunks, blocking=framework.blocking_p2p,
+        sent_over=("tp",) if framework.scatter_p2p and not job.sequence_parallel else (),
+    )  # fmt: skip
+
+
+def gradient_bytes(job: Row, framework: Framework) -> int:
+    """Of a gradient that is summed over micro batches and ranks."""
+    wide = framework.wide_gradients == "all" or (framework.wide_gradients and job.precision.startswith("bf16"))
+    return 4 if wide or "fp32 grad" in job.precision else 2
+
+
+def _recompute(job: Row, framework: Framework) -> Recompute | None:
+    said = framework.recompute if "recompute" in job.guessed else job.recompute
+    if said in ("none", "core"):
+        return None
+    # Saving every second product comes to computing every second layer again.
+    return Recompute(every=1 if said == "full" else 2, whole=not framework.early_stop)
+
+
+def padded(job: Row, framework: Framework) -> int:
+    """Words of the vocabulary as the table has them."""
+    multiple = framework.vocab_multiple * job.tp
+    return math.ceil(job.vocab / multiple) * multiple
+
+
+def _norm(job: Row, vectors: int) -> Elementwise:
+    h = job.hidden
+    kept = Kept(numbers=h, region="hidden"), Kept(numbers=2, region="hidden", bytes=4)
+    return Elementwise(
+        module="norm", region="hidden", forward=2 * h, backward=3 * h, params=vectors, width=h, keeps=kept
+    )
+
+
+def _added(job: Row, framework: Framework) -> Elementwise:
+    """The sum of what came into a pair and what it made of it, after dropout; bias and mask on the way."""
+    h, masked = job.hidden, 0.5 * framework.dropout
+    kept = (Kept(numbers=h, region="hidden", bytes=1),) if framework.dropout else ()
+    return Elementwise(
+        region="hidden", forward=(3 + masked) * h, backward=(1 + (1 + masked) * framework.dropout) * h, keeps=kept
+    )
+
+
+def _layer(job: Row, framework: Framework, dtype: str, accumulated: float) -> tuple[Operation, ...]:
+    h, f, d = job.hidden, job.ffn, job.head_dim
+    q, kv, bias = h, round(job.kv_heads * d), framework.bias
+    flash = framework.flash if job.flash is None else job.flash
+    vectors = 2 if framework.bias else 1
+    # Inputs of products in float8 are kept as such where the products cast them.
+    narrow = 1 if dtype == "float8" and framework.narrow_inputs else 0
+    taken = (Kept(numbers=h, region="hidden" if framework.regathers else "whole", bytes=narrow),)
+    attended = (Kept(numbers=2 * q + 2 * kv, region="inner"), Kept(numbers=job.heads, region="inner", bytes=4))
+    if not flash:
+        scores = job.heads * job.seq_len
+        kinds = 2.5 if framework.dropout else 1
+        attended = (Kept(numbers=2 * q + 2 * kv, region="inner"), Kept(numbers=kinds * scores, region="inner"))
+    entering: list[Operation] = (
+        [Matmul(module="qkv", inputs=h, outputs=q + 2 * kv, bias=bias, keeps=taken)]
+        if framework.fused_qkv
+        else [Matmul(module="q", inputs=h, outputs=q, bias=bias, keeps=taken), *(
+            Matmul(module=name, inputs=h, outputs=kv, bias=bias) for name in "kv")]
+    )  # fmt: skip
+    rotary = [Elementwise(region="inner", forward=2 * (q + kv), backward=2 * (q + kv))] if job.gated else []
+    attention = Attention(heads=job.heads, kv_heads=job.kv_heads, head_dim=d, scores_written=not flash, keeps=attended)  # type: ignore[arg-type]
+    up = [Matmul(module="up", inputs=h, outputs=f, bias=bias, keeps=taken)]
+    act = Elementwise(region="inner", forward=2 * f, backward=3 * f, keeps=(Kept(numbers=f, region="inner"),))
+    if job.gated:
+        fused_up = framework.fused_qkv
+        up = (
+            [Matmul(module="up", inputs=h, outputs=2 * f, bias=bias, keeps=taken)]
+            if fused_up
+            else [*up, Matmul(module="gate", inputs=h, outputs=f, bias=bias)]
+        )
+        act = Elementwise(region="inner", forward=3 * f, backward=5 * f, keeps=(Kept(numbers=2 * f, region="inner"),))
+    ops: list[Operation] = [
+        _norm(job, vectors), *entering, *rotary, attention,
+        Matmul(module="proj", inputs=q, outputs=h, bias=bias), _added(job, framework),
+        _norm(job, vectors), *up, act,
+        Matmul(module="down", inputs=f, outputs=h, bias=bias, keeps=(Kept(numbers=f, region="inner", bytes=narrow),)),
+        _added(job, framework),
+    ]  # fmt: skip
+    if dtype == "float8":
+        widths = [op.inputs + op.outputs for op in ops if isinstance(op, Matmul)]
+        # A scale for each row takes its maximum and casts twice, for the operand as it is and as it lies in backward.
+        passes = (4.5 if "rowwise" in job.precision else 1.5) * sum(widths)
+        ops.append(Elementwise(region="inner", forward=passes, backward=passes))
+    if accumulated:
+        ops.append(_accumulation(job, job.layer_params, accumulated))
+    return tuple(ops)
+
+
+def _accumulation(job: Row, params: float, bytes_: float) -> Elementwise:
+    """Gradients of a micro batch are added to the sum: bytes a parameter, put down for a token."""
+    return Elementwise(
+        region="inner", forward=0.0, backward=params * bytes_ / 2 / (job.micro_batch * job.seq_len / job.cp)
+    )
+
+
+def _head(job: Row, framework: Framework, accumulated: float) -> tuple[Operation, ...]:
+    words = padded(job, framework)
+    forward, backward = framework.loss
+    kept: tuple[Kept, ...] = (
+        Kept(numbers=words, region="logits"), Kept(numbers=2 * words, region="logits", bytes=4)
+    )  # fmt: skip
+    if framework.fused_loss or framework.loss_chunks > 1:
+        kept = (Kept(numbers=words * framework.fused_loss, region="logits"),)
+    ops: list[Operation] = [
+        _norm(job, 2 if framework.bias else 1),
+        Matmul(module="head", inputs=job.hidden, outputs=words, keeps=(Kept(numbers=job.hidden, region="whole"),)),
+        Elementwise(region="logits", forward=forward * words, backward=backward * words, keeps=kept),
+    ]
+    if accumulated:
+        ops.append(_accumulation(job, job.hidden * words, accumulated))
+    return tuple(ops)
+
+
+def _tensor_traffic(job: Row, framework: Framework) -> list[Traffic]:
+    """What joins the ranks of a layer: two sums forward, as many backward, and again where it is computed again."""
+    found: list[Traffic] = []
+    if job.cp > 1:
+        kv = 2 * job.hidden * job.kv_heads // job.heads
+        for when, passes in (("forward", 1), ("backward", 2)):
+            found.append(Traffic(axes=("cp",), collective="all_gather", where="layer", when=when,  # type: ignore[arg-type]
+                                 numbers=kv * job.cp * passes / job.tp, overlaps=True))  # fmt: skip
+    if job.tp == 1:
+        return found
+    kinds = {"all_gather": 1, "reduce_scatter": 1} if job.sequence_parallel else {"all_reduce": 1}
+    for kind in kinds:
+        settings: dict[str, Any] = {"axes": ("tp",), "collective": kind, "numbers": job.hidden}
+        again = {"all_gather": 2, "reduce_scatter": 2, "all_reduce": 2}[kind]
+        found += [Traffic(where="layer", when=when, count=count, overlaps=framework.tp_overlap, **settings)
+                  for when, count in (("forward", 2), ("recompute", again), ("backward", 2))]  # fmt: skip
+    one: dict[str, Any] = {"axes": ("tp",), "collective": "all_reduce", "numbers": job.hidden}
+    return [*found, Traffic(where="stem", when="forward", **one), Traffic(where="head", when="backward", **one)]
+
+
+def _data_traffic(job: Row, framework: Framework, gradient: int) -> list[Traffic]:
+    """What data parallelism sends: sums of gradients, and parameters where the update or the weights are shared."""
+    if job.dp == 1:
+        return []
+    each: dict[str, Any] = {"per_parameter": True}
+    shard: dict[str, Any] = {**each, "axes": ("dp_shard",)}
+    hidden: dict[str, Any] = {"where": "unit", "when": "backward", "every": "step", "overlaps": True}
+    after: dict[str, Any] = {"where": "step", "when": "update", "every": "step"}
+    beside = hidden if framework.overlap_gradients else after
+    if not job.zero:
+        both = ("dp_replicate", "dp_shard")
+        return [Traffic(axes=both, collective="all_reduce", bytes=gradient, numbers=1, **each, **beside)]
+    replicas = Traffic(
+        axes=("dp_replicate",), collective="all_reduce", over=("dp_shard",), bytes=gradient, numbers=1, **each, **beside
+    )
+    summed = "all_reduce" if framework.summed_whole else "reduce_scatter"
+    if job.zero < 3:
+        when = (
+            {"where": "unit", "when": "forward", "every": "step", "overlaps": True}
+            if framework.gather_prefetch
+            else after
+        )
+        return [
+            Traffic(collective=summed, bytes=gradient, numbers=1, **shard, **beside),  # type: ignore[arg-type]
+            replicas,
+            Traffic(collective="all_gather", bytes=2, **_messages(job, framework), **shard, **when),  # type: ignore[arg-type]
+        ]  # fmt: skip
+    use: dict[str, Any] = {**shard, "where": "unit", "every": "use", "overlaps": True}
+    return [
+        Traffic(collective="all_gather", when="forward", numbers=1, **use),
+        Traffic(collective="all_gather", when="backward", numbers=1, **use),
+        Traffic(collective="reduce_scatter", when="backward", bytes=gradient, numbers=1, **use),
+        replicas,
+    ]
+
+
+def _messages(job: Row, framework: Framework) -> dict[str, float]:
+    """How many messages the updated parameters take: one, or one from each rank that has a share of them."""
+    count = job.zero_group if framework.broadcasts else 1
+    return {"count": count, "numbers": 1 / count}
+
+
+def _held(job: Row, framework: Framework, gradient: int) -> tuple[Held, ...]:
+    shard = ("dp_shard",)
+    if job.zero == 3:
+        kept = 2 if framework.offloaded else 4
+        return (
+            Held(component="parameters", bytes=kept, axes=shard), Held(component="gradients", bytes=kept, axes=shard),
+            Held(component="optimizer", bytes=0 if framework.offloaded else 8, axes=shard),
+            Held(component="buffers", bytes=2, units=3),
+            Held(component="buffers", bytes=2 + gradient, units=1),
+        )  # fmt: skip
+    # Narrow gradients are widened for the update, each rank its share.
+    widened = 4 if framework.accumulate == "add" and gradient == 2 else 0
+    return (
+        Held(component="parameters", bytes=2),
+        Held(
+            component="gradients",
+            bytes=gradient + (2 + framework.unaccounted) * (gradient == 4 and framework.accumulate == "add"),
+        ),
+        Held(component="optimizer", bytes=12 + widened, axes=shard if job.zero else ()),
+    )
+
+
+@cache
+def _order(schedule: str, ranks: int, stages: int) -> Callable[[int], Order]:
+    return partial(order, schedule, ranks, stages)
+
+
+def stages_of(job: Row) -> tuple[tuple[Stage, ...], Callable[[int], Order]]:
+    """The cut, with embedding and head as a layer each where the framework counts them, and the order of work."""
+    stages = job.pp * job.chunks
+    extra = 2 if job.ends_count else 0
+    ends = [round((job.layers + extra) * (s + 1) / stages) - extra // 2 for s in range(stages)]
+    ends[-1] = job.layers
+    starts = [0, *ends[:-1]]
+    cut = [range(max(a, 0), max(b, 0)) for a, b in zip(starts, ends, strict=True)]
+    found = tuple(Stage(s % job.pp, layers, s == 0, s == stages - 1) for s, layers in enumerate(cut))
+    return found, _order("1F1B" if job.chunks == 1 else "Interleaved1F1B", job.pp, stages)

@@ -1,0 +1,215 @@
+"""Predicted against measured: errors by group and by source, ranks inside sweeps, memory, rows that did not fit."""
+
+import re
+import tomllib
+from collections import defaultdict
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from functools import cache
+from typing import Any
+
+from titan.planner.memory import GIB
+
+from .describe import FOLDER
+from .fit import Case, World
+
+# fmt: off
+UNEXPLAINED = frozenset([
+    "h037", "h052", "h060", "h074", "h075", "h085", "h096", "h120", "h150", "h155", "h171", "i080", "i120", "i121",
+    "i140", "i149", "i150", "i151", "i179",
+])
+# fmt: on
+"""Rows whose times no model explained, said so before this one was fitted. They stay in every mean."""
+
+
+@dataclass(frozen=True)
+class Result:
+    """A row beside its prediction. error: predicted / measured - 1."""
+
+    case: Case
+    seconds: float
+    error: float | None
+    gib: float
+    memory_kind: str
+    memory_error: float | None
+    memory_off_gib: float | None
+    fits: bool
+
+    def as_json(self) -> dict[str, Any]:
+        """For a file."""
+        case = self.case
+        return {
+            "id": case.id, "source": case.source, "device": case.device, "fabric": case.fabric, "grade": case.grade,
+            "measured_s": case.seconds, "predicted_s": self.seconds, "error": self.error,
+            "measured_gb": case.row.get("mem_gb"), "predicted_gib": self.gib, "memory_kind": self.memory_kind,
+            "memory_error": self.memory_error, "outcome": case.row.get("outcome"), "fits": self.fits,
+            "guessed": case.job.guessed,
+        }  # fmt: skip
+
+
+LEAST = {"reserved_gib": 2.0, "fragmented": 0.0}
+"""Of a process that is about to run out of memory: context and communicators; the allocator gives back what it can."""
+
+
+@cache
+def _kinds() -> list[dict[str, Any]]:
+    return tomllib.loads((FOLDER / "memory.toml").read_text(encoding="utf-8"))["kind"]  # type: ignore[no-any-return]
+
+
+def memory(case: Case, world: World) -> tuple[float, str, bool]:
+    """Predicted GiB of the fullest rank in the terms of the row's figure, which terms, and whether the process fits."""
+    said = str(case.row.get("mem_kind") or "")
+    kind = next(kind for kind in _kinds() if re.search(kind["match"], said))
+    planner = world.planner(case)
+    ranks = planner.draft(case.costs, case.layout).memory()
+
+    def most(kind: Mapping[str, Any]) -> float:
+        reserved, lost = kind["reserved_gib"] * GIB, kind["fragmented"]
+        return max(m.total - m.margin + reserved + lost * (m.activations + m.buffers) for m in ranks) / GIB
+
+    return most(kind), str(kind["name"]), most(LEAST) <= planner.cluster.device.memory_gib
+
+
+def results(cases: Iterable[Case], world: World) -> list[Result]:
+    """Every case predicted."""
+    return [_result(case, world) for case in cases]
+
+
+def _result(case: Case, world: World) -> Result:
+    seconds = world.seconds(case)
+    gib, kind, fits = memory(case, world)
+    stated = stated_gb(case) if case.row.get("outcome", "ok") != "OOM" else None
+    return Result(
+        case, seconds, seconds / case.seconds - 1 if case.seconds else None, gib, kind,
+        gib / stated - 1 if stated else None, gib - stated if stated else None, fits,
+    )  # fmt: skip
+
+
+def stated_gb(case: Case) -> float | None:
+    """Memory as the row states it."""
+    value = case.row.get("mem_gb")
+    return float(value) if isinstance(value, int | float) and value > 0 else None
+
+
+# --- figures ------------------------------------------------------------------------------------------------------
+
+
+def figures(errors: Sequence[float]) -> dict[str, float]:
+    """Of absolute errors: n, mean, median, p90, max."""
+    found = sorted(map(abs, errors))
+    if not found:
+        return {"n": 0}
+    at: Callable[[float], float] = lambda share: found[min(len(found) - 1, int(share * len(found)))]  # noqa: E731
+    return {"n": len(found), "mean": sum(found) / len(found), "median": at(0.5), "p90": at(0.9), "max": found[-1]}
+
+
+def spearman(a: Sequence[float], b: Sequence[float]) -> float:
+    """Rank correlation; ties share their mean rank."""
+    x, y = _ranks(a), _ranks(b)
+    mean = (len(a) + 1) / 2
+    spread = (sum((i - mean) ** 2 for i in x) * sum((j - mean) ** 2 for j in y)) ** 0.5
+    return sum((i - mean) * (j - mean) for i, j in zip(x, y, strict=True)) / spread if spread else 1.0
+
+
+def _ranks(values: Sequence[float]) -> list[float]:
+    return [sum(v < value for v in values) + (1 + sum(v == value for v in values)) / 2 for value in values]
+
+
+GROUPS: Mapping[str, tuple[Callable[[Case], bool], float]] = {
+    "A100, tp or pp above 1": (lambda c: c.device.startswith("a100") and c.job.tp * c.job.pp > 1, 0.04),
+    "A100, data parallel alone (FSDP, ZeRO)": (
+        lambda c: c.device.startswith("a100") and c.job.tp * c.job.pp == 1,
+        0.035,
+    ),
+    "H100, bf16": (lambda c: c.device.startswith("h100") and c.costs.dtype == "bfloat16", 0.08),
+    "fp8": (lambda c: c.costs.dtype == "float8", 0.12),
+    "V100": (lambda c: c.device.startswith("v100"), 0.0),
+    "all": (lambda c: True, 0.0),
+}
+"""Groups of rows and the mean error aimed at (0: none)."""
+
+
+def by_group(found: Sequence[Result]) -> dict[str, dict[str, Any]]:
+    """Errors of rows that lack nothing, all and without those nobody explained."""
+    table = {}
+    for name, (belongs, target) in GROUPS.items():
+        rows = [r for r in found if r.error is not None and r.case.grade == "A" and belongs(r.case)]
+        explained = [r for r in rows if r.case.id not in UNEXPLAINED]
+        table[name] = {
+            "target": target, **figures([r.error for r in rows if r.error is not None]),
+            "explained": figures([r.error for r in explained if r.error is not None]),
+        }  # fmt: skip
+    return table
+
+
+def by_source(found: Sequence[Result]) -> dict[tuple[str, ...], dict[str, float]]:
+    """Errors by source, device, dtype and completeness."""
+    table: dict[tuple[str, ...], list[float]] = defaultdict(list)
+    for r in found:
+        if r.error is not None:
+            table[r.case.source, r.case.device, r.case.costs.dtype, r.case.grade].append(r.error)
+    return {key: figures(errors) for key, errors in table.items()}
+
+
+UNEXPLAINED_MEMORY = frozenset(["h034", "h074", "h075", "j003"])
+"""The same of memory."""
+
+LAYOUT_KEYS = ("tp", "pp", "cp", "chunks", "micro_batch", "recompute", "zero", "zero_group", "sequence_parallel")
+
+
+def sweeps(found: Sequence[Result]) -> dict[str, list[Result]]:
+    """Rows of one table that differ in layout alone: same source, model, devices and fabric; at least three layouts."""
+    groups: dict[tuple[Any, ...], list[Result]] = defaultdict(list)
+    for r in found:
+        job = r.case.job
+        if r.error is not None and r.case.grade in "AB":
+            model = (job.layers, job.hidden, job.ffn, job.heads, job.seq_len)
+            groups[r.case.source, *model, r.case.device, job.ranks, r.case.fabric, r.case.costs.dtype].append(r)
+    named = {}
+    for key, rows in groups.items():
+        layouts = {tuple(getattr(r.case.job, name) for name in LAYOUT_KEYS) for r in rows}
+        if len(layouts) >= 3:
+            named[f"{key[0]} {key[1]}x{key[2]}, {key[4]} heads, {key[7]} {key[6]}, {key[8]}"] = rows
+    return named
+
+
+def rate(r: Result, seconds: float) -> float:
+    """Tokens a second and rank."""
+    job = r.case.job
+    return job.global_batch * job.seq_len / seconds / job.ranks
+
+
+def ranked(rows: Sequence[Result]) -> dict[str, float]:
+    """Of a sweep: rank correlation, and how far the layout predicted best lies below the best measured."""
+    measured = [rate(r, r.case.seconds or 1.0) for r in rows]
+    predicted = [rate(r, r.seconds) for r in rows]
+    chosen = measured[max(range(len(rows)), key=predicted.__getitem__)]
+    return {"n": len(rows), "correlation": spearman(measured, predicted), "lost": 1 - chosen / max(measured)}
+
+
+def by_memory(found: Sequence[Result]) -> dict[tuple[str, str, str], dict[str, float]]:
+    """Errors of memory by framework's source, kind of figure and completeness; `gb`: the mean in GB."""
+    table: dict[tuple[str, str, str], list[Result]] = defaultdict(list)
+    for r in found:
+        if r.memory_error is not None:
+            table[r.case.source, r.memory_kind, str(r.case.row.get("complete_mem", "A"))[:1]].append(r)
+    return {
+        key: figures([r.memory_error or 0.0 for r in rows])
+        | {"gb": _mean_gb(rows), "gb_explained": _mean_gb([r for r in rows if r.case.id not in UNEXPLAINED_MEMORY])}
+        for key, rows in table.items()
+    }
+
+
+def _mean_gb(rows: Sequence[Result]) -> float:
+    return sum(abs(r.memory_off_gib or 0.0) for r in rows) / len(rows) if rows else 0.0
+
+
+def out_of_memory(found: Sequence[Result]) -> dict[str, Any]:
+    """Rows that ran out of memory and rows that did not, each called right or wrong."""
+    ran_out = [r for r in found if r.case.row.get("outcome") == "OOM"]
+    ran = [r for r in found if r.case.row.get("outcome") == "ok"]
+    return {
+        "out": len(ran_out), "called": sum(not r.fits for r in ran_out),
+        "missed": [r.case.id for r in ran_out if r.fits],
+        "ran": len(ran), "false": [r.case.id for r in ran if not r.fits],
+    }  # fmt: skip

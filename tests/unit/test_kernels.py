@@ -1,0 +1,140 @@
+"""Seconds of operations, by hand."""
+
+from dataclasses import replace
+
+import pytest
+
+from titan.cost import Attention, Costs, Elementwise, Lookup, Matmul, Stage
+from titan.planner import cluster as clusters
+from titan.planner.cluster import Cluster, Kernels, Products
+from titan.planner.kernels import PASSES_OVER_SCORES, Device
+
+PLAIN = Products(efficiency=0.5, tile=(128, 256), quantised=0.0)
+KERNELS = Kernels(attention_forward=0.4, attention_backward=0.2, bandwidth=0.5)
+
+
+def device(products: Products = PLAIN, kernels: Kernels = KERNELS) -> Device:
+    """100 TFLOP/s, 1000 GB/s, 10 units."""
+    base = clusters.load("a100-80gb")
+    hardware = replace(base.device, bandwidth_gb_s=1000.0, units=10)
+    return Device(
+        replace(
+            base, device=hardware, kernels=kernels, products={"bfloat16": products}, peak_tflops={"bfloat16": 100.0}
+        )
+    )
+
+
+def costs(**changed: object) -> Costs:
+    """One sequence of 1,024 tokens on one rank."""
+    plain: dict[str, object] = {
+        "seq_len": 1024, "dim": 512, "micro_batch": 1, "micro_batches": 1, "stem": (), "layer": (), "head": (),
+        "styles": {}, "bytes": 2, "dtype": "bfloat16", "wide_dtype": "bfloat16", "stages": (Stage(0, range(1)),),
+    }  # fmt: skip
+    return Costs(**{**plain, **changed})  # type: ignore[arg-type]
+
+
+def test_a_large_product_takes_its_flops_at_the_share_of_the_peak() -> None:
+    assert device().product(4096, 4096, 4096, "bfloat16", 2) == pytest.approx(2 * 4096**3 / 50e12)
+
+
+def test_a_thin_product_takes_its_bytes() -> None:
+    moved = 2 * (8 * 4096 + 4096 * 4096 + 8 * 4096)
+    assert device().product(8, 4096, 4096, "bfloat16", 2) == pytest.approx(moved / 500e9)
+
+
+def test_every_operation_takes_a_launch() -> None:
+    launched = device(kernels=replace(KERNELS, launch_us=7.0))
+    assert launched.product(512, 512, 512, "bfloat16", 2) - device().product(
+        512, 512, 512, "bfloat16", 2
+    ) == pytest.approx(7e-6)
+    assert launched.moving(0, 2) == pytest.approx(7e-6)
+
+
+def test_a_last_wave_that_is_partly_filled_costs_as_much_as_a_full_one() -> None:
+    """10 units: 10 tiles are one wave, 11 are two, of which nine tenths of the second are lost."""
+    waved = device(replace(PLAIN, quantised=1.0))
+    one, two = (waved.product(128 * tiles, 8192, 256, "bfloat16", 2) for tiles in (10, 20))
+    more = waved.product(128 * 11, 8192, 256, "bfloat16", 2)
+    assert two == pytest.approx(2 * one)
+    # Half tiles waste less: 22 of them take three waves of half the work.
+    assert more == pytest.approx(1.5 * one)
+
+
+def test_half_of_the_efficiency_is_lost_at_the_depth_that_says_so() -> None:
+    deep = device(replace(PLAIN, depth=1024))
+    assert deep.product(4096, 1024, 4096, "bfloat16", 2) == pytest.approx(2 * 2 * 4096 * 1024 * 4096 / 50e12)
+
+
+@pytest.mark.parametrize(("size", "share"), [(4096, 1.0), (4096 + 64, 1.0), (4096 + 32, 0.9), (4096 + 8, 0.9**3)])
+def test_each_halving_of_the_alignment_costs(size: int, share: float) -> None:
+    aligned = device(replace(PLAIN, aligned=64, unaligned=0.9, odd=0.1))
+    assert aligned.product(4096, 4096, size, "bfloat16", 2) == pytest.approx(2 * 4096 * 4096 * size / 50e12 / share)
+
+
+def test_a_row_that_is_no_multiple_of_16_bytes_is_slow() -> None:
+    odd = device(replace(PLAIN, odd=0.1))
+    assert odd.product(4096, 4096, 4100, "bfloat16", 2) == pytest.approx(2 * 4096 * 4096 * 4100 / 5e12)
+
+
+def test_measured_points_go_before_the_shares() -> None:
+    measured = device(Products(points=("1e9 10", "1e11 40")))
+    assert measured.product(4096, 4096, 4096, "bfloat16", 2) == pytest.approx(2 * 4096**3 / 40e12)
+    # Half way between in the logarithm of the FLOPs.
+    assert measured.product(500, 10000, 1000, "bfloat16", 2) == pytest.approx(1e10 / 25e12)
+
+
+def test_backward_of_a_linear_is_two_products() -> None:
+    seconds = device().operation(Matmul(module="w", inputs=4096, outputs=8192), costs(seq_len=8192), "bfloat16")
+    assert seconds.forward == seconds.inputs == seconds.weights == pytest.approx(2 * 8192 * 4096 * 8192 / 50e12)
+
+
+def test_attention_skips_what_is_not_seen() -> None:
+    op, job = Attention(heads=8, kv_heads=8, head_dim=64), costs()
+    square = 4 * 1024 * 1024 * 8 * 64
+    seen = device().operation(op, job, "bfloat16")
+    assert seen.forward == pytest.approx(square / 2 / 40e12)
+    assert seen.backward == pytest.approx(2.5 * square / 2 / 20e12)
+    whole = device(kernels=replace(KERNELS, causal=False)).operation(op, job, "bfloat16")
+    assert whole.forward == pytest.approx(2 * seen.forward)
+
+
+def test_written_scores_pass_through_memory() -> None:
+    """Products as large as the scores are bound by their bytes here, and softmax and dropout pass over them besides."""
+    op = Attention(heads=8, kv_heads=8, head_dim=64, scores_written=True)
+    seconds = device().operation(op, costs(), "bfloat16")
+    passes = [2 * passes * 8 * 1024 * 1024 / 500e9 for passes in PASSES_OVER_SCORES]
+    pair = seconds.forward - passes[0]
+    assert pair > 2 * 2 * 8 * 1024 * 1024 / 500e9
+    assert seconds.backward == pytest.approx(2 * pair + passes[1])
+
+
+def test_elementwise_operations_take_their_bytes_and_less_where_they_are_merged() -> None:
+    op = Elementwise(region="hidden", forward=1000, backward=2000)
+    seconds = device().operation(op, costs(), "bfloat16")
+    assert seconds.forward == pytest.approx(1024 * 1000 * 2 / 500e9)
+    assert seconds.backward == pytest.approx(2 * seconds.forward)
+    merged = device(kernels=replace(KERNELS, merged=0.25)).operation(op, costs(fused=True), "bfloat16")
+    assert merged.forward == pytest.approx(seconds.forward / 4)
+
+
+def test_ranks_that_split_a_region_do_their_part() -> None:
+    op, split = (
+        Elementwise(region="inner", forward=1000, backward=0),
+        {"hidden": 1, "whole": 1, "inner": 4, "logits": 1},
+    )
+    whole, part = (device().operation(op, costs(**more), "bfloat16") for more in ({}, {"splits": split}))
+    assert whole.forward == pytest.approx(4 * part.forward)
+
+
+def test_a_lookup_moves_a_row_a_token() -> None:
+    seconds = device().operation(Lookup(module="embed", rows=50000, width=512), costs(), "bfloat16")
+    assert seconds.forward == pytest.approx(2 * 1024 * 512 * 2 / 500e9)
+
+
+@pytest.mark.parametrize("name", clusters.names())
+def test_every_cluster_that_comes_along_times_a_product(name: str) -> None:
+    cluster: Cluster = clusters.load(name)
+    for dtype in cluster.products:
+        seconds = Device(cluster).product(8192, 8192, 8192, dtype, 2)
+        assert 0.2 < 2 * 8192**3 / seconds / cluster.peak(dtype) < 1.0
+    assert cluster.source
