@@ -216,8 +216,7 @@ Order = Sequence[Sequence[Action]]
 """For each rank of a pipeline, what it does, in order."""
 
 
-@dataclass(frozen=True)
-class Stage:
+class Stage(NamedTuple):
     """Consecutive layers on one rank of the pipeline; `stem` and `head`: whether it has these too."""
 
     rank: int

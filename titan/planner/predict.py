@@ -91,11 +91,23 @@ NOT_OF_STAGES = tuple(
 
 
 class Alike:
-    """Stages of jobs that differ in their pipelines alone, each kind of stage looked at once."""
+    """Stages of jobs that differ in their pipelines alone, each kind of stage looked at once.
+
+    stem_s, layer_s, head_s, again_s: what a micro batch takes in them at least, and a layer to be computed again:
+    computation, and communication between operations that nothing hides.
+    """
 
     def __init__(self, parts: Parts, cluster: Cluster) -> None:
         self.parts = parts
         self._layer = LayerMemory(parts.costs, cluster.kernels.fused_norms or parts.costs.fused)
+        exposed = {key: sum(families.values()) for key, families in parts.exposed.items()}
+        seen = {
+            where: sum(seconds for (at, when), seconds in exposed.items() if at == where and when != "recompute")
+            for where in ("stem", "layer", "head")
+        }
+        self.stem_s, self.head_s = sum(parts.stem) + seen["stem"], sum(parts.head) + seen["head"]
+        self.layer_s = sum(parts.layer) + seen["layer"]
+        self.again_s = parts.again + exposed.get(("layer", "recompute"), 0.0)
         self._work: dict[tuple[int, ...], StageWork] = {}
         self._memory: dict[tuple[int, ...], StageMemory] = {}
 

@@ -13,11 +13,11 @@ from operator import itemgetter
 from typing import Literal
 
 from titan.config import Job
-from titan.cost import REGIONS, Costs, Stage
+from titan.cost import REGIONS, Costs
 from titan.mesh import Layout
 from titan.planner.layout import costs_of, cut, uncut
 from titan.planner.memory import GIB, recomputed
-from titan.planner.predict import Planner, Prediction
+from titan.planner.predict import Alike, Planner, Prediction
 from titan.planner.space import Choice, Chosen, Space
 from titan.planner.work import Parts
 
@@ -131,7 +131,7 @@ class _Search:
             result.refused += len(staged)
             return
         whole = uncut(job)
-        if self._hopeless(self._value(self._evenly(self.planner.alike(whole, choice.layout).parts), choice.layout)):
+        if self._hopeless(self._value(self._evenly(self.planner.alike(whole, choice.layout)), choice.layout)):
             result.slower += len(staged)
             return
         if (least := self._state(whole, choice.layout)) > self.room:
@@ -145,23 +145,25 @@ class _Search:
         held = self.planner.alike(costs, layout).memory(costs.stages[0]).held
         return sum(held.values()) / layout.role_degree("stage")
 
-    def _evenly(self, parts: Parts) -> float:
+    def _evenly(self, alike: Alike) -> float:
         """Seconds of a step if every stage had the same share of the work, and no rank waited but for the first one."""
-        costs, stages = parts.costs, parts.layout.role_degree("stage")
-        layers = [layer for stage in costs.stages for layer in stage.layers]
-        micro = seconds_of(Stage(0, range(len(layers))), parts)
-        return micro * costs.micro_batches / stages + (stages - 1) * parts.layer.forward
+        costs, stages = alike.parts.costs, alike.parts.layout.role_degree("stage")
+        layers = sum(len(stage.layers) for stage in costs.stages)
+        again = sum(recomputed(stage.layers, costs) for stage in costs.stages)
+        micro = alike.stem_s + layers * alike.layer_s + again * alike.again_s + alike.head_s
+        return micro * costs.micro_batches / stages + (stages - 1) * alike.parts.layer.forward
 
-    def _at_least(self, costs: Costs, layout: Layout) -> float:
+    def _at_least(self, costs: Costs, alike: Alike) -> float:
         """Seconds of a step by its micro batches alone: of each rank, from when the first has come through to it."""
-        parts = self.planner.alike(costs, layout).parts
         works = [0.0] * (1 + max(stage.rank for stage in costs.stages))
         begins: dict[int, float] = {}
-        begun = 0.0
-        for stage in costs.stages:
-            begins.setdefault(stage.rank, begun)
-            begun += len(stage.layers) * parts.layer.forward
-            works[stage.rank] += seconds_of(stage, parts)
+        begun, forward, layer_s = 0.0, alike.parts.layer.forward, alike.layer_s
+        for rank, layers, stem, head in costs.stages:
+            begins.setdefault(rank, begun)
+            begun += len(layers) * forward
+            works[rank] += len(layers) * layer_s + stem * alike.stem_s + head * alike.head_s
+            if costs.recompute is not None:
+                works[rank] += recomputed(layers, costs) * alike.again_s
         return max(begins[rank] + costs.micro_batches * work for rank, work in enumerate(works))
 
     def _look_at(self, space: Space, choice: Choice, whole: Costs) -> None:
@@ -170,7 +172,7 @@ class _Search:
             result.refused += 1
             return
         costs = cut(whole, job)
-        if self._hopeless(self._value(self._at_least(costs, choice.layout), choice.layout)):
+        if self._hopeless(self._value(self._at_least(costs, self.planner.alike(costs, choice.layout)), choice.layout)):
             result.slower += 1
             return
         draft = self.planner.draft(costs, choice.layout)
@@ -199,13 +201,3 @@ class _Search:
         self.values.insert(at, value)
         self.result.best.insert(at, found)
         del self.values[self.keep :], self.result.best[self.keep :]
-
-
-def seconds_of(stage: Stage, parts: Parts) -> float:
-    """What a micro batch takes in a stage at least: computation, and communication that waits for nothing hidden."""
-    again = recomputed(stage.layers, parts.costs)
-    counts = {"stem": int(stage.stem), "layer": len(stage.layers), "head": int(stage.head)}
-    seconds = [stage.stem * sum(parts.stem), len(stage.layers) * sum(parts.layer), stage.head * sum(parts.head)]
-    for (where, when), families in parts.exposed.items():
-        seconds.append((again if when == "recompute" else counts[where]) * sum(families.values()))
-    return sum(seconds) + again * parts.again
