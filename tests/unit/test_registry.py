@@ -1,5 +1,7 @@
 """Plugins are held against their contract when their file is read."""
 
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -95,3 +97,11 @@ def test_two_owners_of_a_name_are_both_named(tmp_path: Path) -> None:
 def test_an_absent_folder_is_named(tmp_path: Path) -> None:
     with pytest.raises(PluginError, match="nowhere is not a folder"):
         registry.open_doors([tmp_path / "nowhere"])
+
+
+def test_commands_that_train_nothing_start_without_the_compiler() -> None:
+    """It takes a second to import; plugins that need it, or what needs it, import that where they use it."""
+    code = "import sys; from titan import registry; registry.open_doors(); print(*sys.modules)"
+    loaded = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout.split()
+    assert "titan.plugins.parallel.pipeline" in loaded
+    assert not {"torch._dynamo", "torch._inductor", "torch.distributed.pipelining"} & set(loaded)

@@ -21,7 +21,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
   titan plan --config configs/llama65b.toml                       memory of each stage, step time and what it is made of
   titan plan --config configs/llama65b.toml --cluster h100 --mesh.tp 4 --mesh.dp_shard 128
   titan plan --config configs/llama65b.toml --search --world-size 2048 --write best.toml
-  titan plan --config configs/llama65b.toml --exact --rank 2047   the real build and step of one rank, without memory
+  titan plan --config configs/llama65b.toml --exact --rank 2047   the real build and step of one rank, shapes alone
   titan plan --model-only --model.name gpt --model.preset 175b    the model by the formulas of the literature
   titan plan --config configs/gpt175b.toml --study tensor --plot throughput.png
 

@@ -1,0 +1,79 @@
+"""How long planning takes: an answer with the start, a further layout, a search of 2,048 GPUs, a dry run of one.
+
+    python -m bench.planning [--repeats 5]
+
+Commands run as processes of their own, one after the other, and count from start to end; the first of each is left out.
+Prints medians, and writes all samples under bench/results. `import torch` is measured beside them: on a machine that is
+slow or busy, compare with that.
+"""
+
+import argparse
+import itertools
+import os
+import random
+import statistics
+import sys
+import time
+from collections.abc import Sequence
+from pathlib import Path
+
+from bench import results
+from titan.planner import cluster
+from titan.planner.layout import costs_of
+from titan.planner.predict import Planner
+from titan.planner.space import Choice, load_base
+
+TITAN = [sys.executable, "-m", "titan.cli", "plan", "--config", "llama65b.toml"]
+COMMANDS = {
+    "import torch": [sys.executable, "-c", "import torch"],
+    "titan plan": TITAN,
+    "titan plan --search, 2,048 GPUs": [*TITAN, "--search", "--world-size", "2048"],
+    "titan plan --exact, rank 0 of 2,048": [*TITAN, "--exact"],
+}
+LAYOUTS = 400
+
+
+def main() -> None:
+    """Measure all of them and print a table."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--repeats", type=int, default=5)
+    repeats = parser.parse_args().repeats
+    samples = {name: [_run(command) for _ in range(repeats + 1)][1:] for name, command in COMMANDS.items()}
+    further = _further_layouts()
+    for name, runs in samples.items():
+        wall, cpu, gib = (statistics.median(run[i] for run in runs) for i in range(3))
+        print(f"{name:<40}{wall:8.2f} s  {cpu:8.2f} s of CPU  {gib:6.2f} GiB")
+    print(f"{'a further layout':<40}{statistics.median(further) * 1e3:8.2f} ms")
+    print(results.write("planning", {"samples": samples, "further_layout_s": further}))
+
+
+def _run(command: Sequence[str]) -> tuple[float, float, float]:
+    """Seconds, CPU seconds and GiB of a process."""
+    started = time.perf_counter()
+    with Path(os.devnull).open("w") as nowhere:
+        out = [(os.POSIX_SPAWN_DUP2, nowhere.fileno(), number) for number in (1, 2)]
+        process = os.posix_spawn(command[0], command, os.environ, file_actions=out)
+        _, status, usage = os.wait4(process, 0)
+    assert status == 0, command
+    return time.perf_counter() - started, usage.ru_utime + usage.ru_stime, usage.ru_maxrss / 2**20
+
+
+def _further_layouts() -> list[float]:
+    """Seconds of each of some layouts of 2,048 GPUs, drawn at random, memory and schedule included."""
+    base, where = load_base(Path("llama65b.toml"), []), cluster.load("a100-80gb")
+    planner, space, draw = Planner(where), base.space(2048, where.ranks_per_node), random.Random(0)
+    groups = [(layout, b) for layout in space.layouts() for b in space.micro_batches(layout)]
+    taken = []
+    while len(taken) < LAYOUTS:
+        layout, micro_batch = draw.choice(groups)
+        plain, staged = draw.choice(list(itertools.islice(space.options(layout), 99)))
+        started = time.perf_counter()
+        job = space.job_of(Choice(layout, micro_batch, (*plain, *draw.choice(staged))))
+        if job is not None and space.allows(job):
+            planner.predict(costs_of(job), layout)
+            taken.append(time.perf_counter() - started)
+    return taken
+
+
+if __name__ == "__main__":
+    main()
