@@ -1,13 +1,14 @@
 """The planner against published measurements.
 
-    python -m bench.planner [--rows FILE] [--json] [--fit]
+    python -m bench.planner [--rows FILE] [--json] [--fit] [--write]
 
 Runs every row of a file of published runs through the planner and prints how far it is off: step times by group and by
 source, ranks inside sweeps, memory, runs that went out of memory, schedules. Without --rows it takes those beside the
 project where they are, else its own copy, bench/published/rows.jsonl, and writes docs/validation.md.
 
 --fit fits the free constants anew (a minute or two), leaves each source out in turn (some minutes more), prints both
-and keeps them in bench/published/fit.json; what stands in the cluster files is what counts.
+and keeps them in bench/published/fit.json. --write puts the constants kept there into the cluster files and fabrics,
+which are what counts; with --fit, those just fitted.
 """
 
 import argparse
@@ -18,6 +19,7 @@ from typing import Any
 
 from bench.published import page, rows
 from bench.published.fit import World, cases_of, fit, fitted
+from bench.published.keep import kept, write
 from bench.published.left_out import left_out
 from bench.published.report import by_group, by_memory, by_source, out_of_memory, ranked, results, sweeps
 from bench.published_schedules import schedule_rows
@@ -33,6 +35,7 @@ def main(arguments: list[str] | None = None) -> int:
     parser.add_argument("--rows", type=Path, help="JSON lines, one measurement each")
     parser.add_argument("--json", action="store_true", help="print JSON")
     parser.add_argument("--fit", action="store_true", help="fit the constants anew, and leave each source out")
+    parser.add_argument("--write", action="store_true", help="put the fitted constants into the files of the clusters")
     chosen = parser.parse_args(arguments)
     path = chosen.rows or rows.default()
     try:
@@ -43,6 +46,8 @@ def main(arguments: list[str] | None = None) -> int:
     cases, skipped = cases_of(found)
     if chosen.fit:
         _refit(cases)
+    if chosen.write:
+        write(kept(json.loads(FITTED.read_text(encoding="utf-8"))["constants"]))
     measured = measure(found, cases, skipped)
     if chosen.json:
         print(json.dumps(measured, indent=1))

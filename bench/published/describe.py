@@ -124,6 +124,12 @@ def cluster_of(device: Cluster, fabric: Link, gb_s: float, per_node: int) -> Clu
     return replace(device, links=(replace(device.links[0], ranks=per_node), replace(fabric, gb_s=gb_s)))
 
 
+def file_of(name: str) -> Path:
+    """Where a device's cluster is described."""
+    own = FOLDER / "clusters" / f"{name}.toml"
+    return own if own.is_file() else FOLDER.parents[1] / "configs" / "clusters" / f"{name}.toml"
+
+
 def all_devices() -> dict[str, Cluster]:
     """Every cluster file that a row can name."""
     files = {entry[key] for entry in _fabrics()["device"] for key in ("cluster", "cudnn") if key in entry}
@@ -132,8 +138,13 @@ def all_devices() -> dict[str, Cluster]:
 
 @cache
 def _load(name: str) -> Cluster:
-    own = FOLDER / "clusters" / f"{name}.toml"
-    return clusters.load(str(own) if own.is_file() else name)
+    return clusters.load(str(file_of(name)))
+
+
+def reread() -> None:
+    """Forget what the files said."""
+    _load.cache_clear()
+    _fabrics.cache_clear()
 
 
 def all_fabrics() -> dict[str, Link]:

@@ -23,6 +23,7 @@ from .rows import Row, Skip, measured, read
 
 A100, V100, HBM2E = ("a100-40gb", "a100-80gb"), ("v100-32gb", "v100-16gb"), ("h100-96gb-500w",)
 H100 = ("h100", "h100-cudnn", "h200")
+LIKE_H100 = (*HBM2E, "b200")
 
 
 @dataclass(frozen=True)
@@ -30,6 +31,7 @@ class Constant:
     """A free number: where it stands, and between what it may be.
 
     usual: to which it is drawn, weakly, where the rows hardly say; None: it is not.
+    lent: devices whose files repeat it, of which no row has a part in it.
     where: "products.DTYPE.KEY" (or "products.KEY" for all dtypes), "kernels.KEY", "link.KEY" or "fabric.NAME.KEY".
     """
 
@@ -38,6 +40,7 @@ class Constant:
     low: float
     high: float
     usual: float | None = None
+    lent: tuple[str, ...] = ()
 
     @property
     def name(self) -> str:
@@ -56,8 +59,10 @@ DRAWN = 0.05
 """Weight of one range between bounds away from the usual value, as log(predicted / measured) of one row."""
 
 
-def _constants_of(devices: tuple[str, ...], keys: Mapping[str, tuple[float, float]]) -> list[Constant]:
-    return [Constant(devices, key, low, high, USUAL.get(key)) for key, (low, high) in keys.items()]
+def _constants_of(
+    devices: tuple[str, ...], keys: Mapping[str, tuple[float, float]], lent: tuple[str, ...] = ()
+) -> list[Constant]:
+    return [Constant(devices, key, low, high, USUAL.get(key), lent) for key, (low, high) in keys.items()]
 
 
 SHARES = {"efficiency": (0.1, 1.0), "pair_efficiency": (0.1, 1.0)}
@@ -72,18 +77,26 @@ HOPPER = {
 
 CONSTANTS = (
     *_constants_of(A100, {
-        "products.efficiency": (0.5, 0.95), "products.quantised": (0.0, 1.0), "products.depth": (0, 300),
-        "products.unaligned": (0.6, 1.0), "products.odd": (0.02, 1.0), "kernels.attention_forward": (0.15, 0.8),
-        "kernels.attention_backward": (0.15, 0.8), "kernels.bandwidth": (0.6, 0.95), "kernels.launch_us": (0, 15),
-        "kernels.overlap_slowdown": (0.0, 1.0), "link.efficiency": (0.4, 0.9),
+        "products.efficiency": (0.5, 0.95), "kernels.bandwidth": (0.6, 0.95),
     }),
+    *_constants_of(A100, {
+        "products.quantised": (0.0, 1.0), "products.depth": (0, 300), "products.unaligned": (0.6, 1.0),
+        "products.odd": (0.02, 1.0), "kernels.launch_us": (0, 15), "kernels.overlap_slowdown": (0.0, 1.0),
+    }, lent=(*V100, *H100, *LIKE_H100, "mi250x-frontier")),
+    *_constants_of(A100, {
+        "kernels.attention_forward": (0.15, 0.8), "kernels.attention_backward": (0.15, 0.8),
+        "link.efficiency": (0.4, 0.9),
+    }, lent=V100),
     *_constants_of(V100, {"products.efficiency": (0.5, 0.95), "kernels.bandwidth": (0.6, 0.95)}),
-    *_constants_of(H100, {**HOPPER, "products.float8.efficiency": (0.2, 0.95), "link.efficiency": (0.4, 0.9)}),
+    *_constants_of(
+        H100, {**HOPPER, "products.float8.efficiency": (0.2, 0.95), "link.efficiency": (0.4, 0.9)}, lent=LIKE_H100
+    ),
     *_constants_of(
         ("h100-cudnn",), {"kernels.attention_forward": (0.1, 0.9), "kernels.attention_backward": (0.1, 0.9)}
     ),
     *_constants_of(HBM2E, {"products.bfloat16.efficiency": (0.2, 0.95), "products.float8.efficiency": (0.1, 0.95)}),
-    *(Constant((), f"fabric.{name}.{key}", *between) for name in (OMNI_PATH, MENDED, HDR, INFINIBAND)
+    *(Constant((), f"fabric.{name}.{key}", *between, lent=lent)
+      for name, lent in ((OMNI_PATH, ()), (MENDED, ()), (HDR, A100), (INFINIBAND, (*H100, *LIKE_H100)))
       for key, between in SHARES.items()),
     *(Constant((), f"fabric.{name}.{key}", *between) for name in (FAST_ROCE, ROCE)
       for key, between in {"efficiency": (0.1, 1.0), **LATENCY}.items()),

@@ -154,6 +154,9 @@ def by_source(found: Sequence[Result]) -> dict[tuple[str, ...], dict[str, float]
 UNEXPLAINED_MEMORY = frozenset(["h034", "h074", "h075", "j003"])
 """The same of memory."""
 
+NOISE = 0.03
+"""By which rows that are said to be identical differ."""
+
 LAYOUT_KEYS = ("tp", "pp", "cp", "chunks", "micro_batch", "recompute", "zero", "zero_group", "sequence_parallel")
 
 
@@ -180,11 +183,18 @@ def rate(r: Result, seconds: float) -> float:
 
 
 def ranked(rows: Sequence[Result]) -> dict[str, float]:
-    """Of a sweep: rank correlation, and how far the layout predicted best lies below the best measured."""
+    """Of a sweep: rank correlation, and how far the layout predicted best lies below the best measured.
+
+    apart: pairs that were measured apart by more than identical rows differ; right: of these, ranked as measured.
+    """
     measured = [rate(r, r.case.seconds or 1.0) for r in rows]
     predicted = [rate(r, r.seconds) for r in rows]
     chosen = measured[max(range(len(rows)), key=predicted.__getitem__)]
-    return {"n": len(rows), "correlation": spearman(measured, predicted), "lost": 1 - chosen / max(measured)}
+    apart = [(i, j) for i in range(len(rows)) for j in range(len(rows)) if measured[i] > (1 + NOISE) * measured[j]]
+    return {
+        "n": len(rows), "correlation": spearman(measured, predicted), "lost": 1 - chosen / max(measured),
+        "apart": len(apart), "right": sum(predicted[i] > predicted[j] for i, j in apart),
+    }  # fmt: skip
 
 
 def by_memory(found: Sequence[Result]) -> dict[tuple[str, str, str], dict[str, float]]:

@@ -1,6 +1,9 @@
 """Published rows: how they are read, and that the planner stays as near to them as it was."""
 
 import json
+import re
+import shutil
+from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -8,7 +11,7 @@ from typing import Any
 import pytest
 
 from bench import planner
-from bench.published import rows
+from bench.published import describe, keep, rows
 from bench.published.describe import all_devices, all_fabrics, device_of, fabric_of, framework_of
 from bench.published.fit import CONSTANTS, World, case_of, cases_of, get
 from bench.published.reader import costs_of, layout_of, padded
@@ -160,6 +163,9 @@ def test_a_sweep_is_rows_that_differ_in_layout_and_its_choice_is_judged() -> Non
     of = ranked(named)
     best = min(named, key=lambda r: r.seconds)
     assert of["lost"] == pytest.approx(1 - 10.0 / (best.case.seconds or 0))
+    assert of["apart"] == 3
+    by_rank = sorted(named, key=lambda r: r.case.seconds or 0)
+    assert of["right"] == sum(a.seconds < b.seconds for i, a in enumerate(by_rank) for b in by_rank[i + 1 :])
 
 
 def test_runs_out_of_memory_are_called() -> None:
@@ -174,6 +180,48 @@ def test_a_constant_is_what_it_was_set_to(constant: Any) -> None:
     world = World({constant: middle})
     assert get(constant, world) == middle != get(constant, World())
     assert constant.low <= get(constant, World()) <= constant.high
+
+
+@pytest.fixture
+def copied(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
+    """A copy of the files that describe devices and fabrics, which is what is read and written meanwhile."""
+    own, whole = tmp_path / "bench" / "published", describe.FOLDER.parents[1] / "configs"
+    shutil.copytree(describe.FOLDER, own, ignore=shutil.ignore_patterns("*.py", "*.jsonl", "__pycache__"))
+    shutil.copytree(whole, tmp_path / "configs", ignore=shutil.ignore_patterns("__pycache__"))
+    with monkeypatch.context() as patch:
+        patch.setattr(describe, "FOLDER", own)
+        describe.reread()
+        yield tmp_path
+    describe.reread()
+
+
+def test_fitted_constants_are_put_where_they_are_read_and_nothing_else_changes(copied: Path) -> None:
+    files = sorted(copied.rglob("*.toml"))
+    before = [file.read_text() for file in files]
+    values = {c: round(c.low + (c.high - c.low) * (i + 1) / (len(CONSTANTS) + 2), 3) for i, c in enumerate(CONSTANTS)}
+    keep.write(values)
+    world = World()
+    assert [get(c, world) for c in CONSTANTS] == pytest.approx(list(values.values()), rel=1e-3)
+    launch = next(c for c in CONSTANTS if c.where == "kernels.launch_us")
+    assert {world.devices[name].kernels.launch_us for name in launch.lent} == {
+        world.devices["a100-80gb"].kernels.launch_us
+    }
+    between = next(c for c in CONSTANTS if c.where == "fabric.InfiniBand.efficiency")
+    assert world.devices["b200"].links[1].efficiency == pytest.approx(values[between], rel=1e-3)
+    numbers = re.compile(r"(?m)= [\d.]+$")
+    after = [file.read_text() for file in files]
+    assert [numbers.sub("", text) for text in after] == [numbers.sub("", text) for text in before] and after != before
+
+
+def test_the_files_hold_what_the_kept_fit_says(copied: Path) -> None:
+    before = [file.read_text() for file in sorted(copied.rglob("*.toml"))]
+    keep.write(keep.kept(json.loads(planner.FITTED.read_text())["constants"]))
+    assert [file.read_text() for file in sorted(copied.rglob("*.toml"))] == before
+
+
+def test_a_file_without_a_place_for_a_constant_is_named() -> None:
+    with pytest.raises(ValueError, match=r"a\.toml: \[kernels\] 0 has no odd"):
+        keep.replaced("[kernels]\nbandwidth = 0.5\n", "[kernels]\n", 0, "odd", "0.1", "a.toml")
 
 
 def test_no_constant_is_keyed_on_a_source() -> None:

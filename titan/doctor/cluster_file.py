@@ -40,6 +40,7 @@ def table(rows: Sequence[Row], layout: Layout, device: torch.device, name: str, 
         "kernels": {
             "attention_forward": _digits(forward.work / forward.middle / peak),
             "attention_backward": _digits(backward / peak), "bandwidth": _digits(kept),
+            "update_bandwidth": 1.0,
             "launch_us": _digits(kinds["a small operation"].middle * 1e6), "fused_norms": device.type != "cpu",
             "matmul": {
                 dtype: {

@@ -52,15 +52,17 @@ class Device:
         key = (m, k, n, dtype, width)
         seconds = self._products.get(key)
         if seconds is None:
-            flops, moved = 2.0 * m * k * n, width * (m * k + k * n + m * n)
-            seconds = max(flops / self._reached(m, k, n, dtype, width), moved / self._bytes_per_s) + self._launch
-            self._products[key] = seconds
+            seconds = self._products[key] = self._product(m, k, n, dtype, width)
         return seconds
+
+    def _product(self, m: float, k: float, n: float, dtype: str, width: int) -> float:
+        flops, moved = 2.0 * m * k * n, width * (m * k + k * n + m * n)
+        if points := self._points.get(dtype):
+            return flops / _interpolated(points, flops)  # as measured: with all that a product takes
+        return max(flops / self._reached(m, k, n, dtype, width), moved / self._bytes_per_s) + self._launch
 
     def _reached(self, m: float, k: float, n: float, dtype: str, width: int) -> float:
         """FLOP/s of a product."""
-        if points := self._points.get(dtype):
-            return _interpolated(points, 2.0 * m * k * n)
         rates = self.cluster.products.get(dtype, Products())
         share: float = rates.efficiency / (1 + rates.quantised * self._wasted(m, n, rates.tile)) * k / (k + rates.depth)
         even = min(_even(m), _even(k), _even(n))
@@ -127,7 +129,8 @@ class Device:
 
     def update(self, bytes_: float) -> float:
         """Seconds of an optimizer that reads and writes that many bytes."""
-        return bytes_ / self._bytes_per_s
+        share = self.kernels.update_bandwidth or self.kernels.bandwidth
+        return bytes_ / (self.cluster.device.bandwidth_gb_s * 1e9 * share)
 
 
 def _even(size: float) -> int:
