@@ -94,6 +94,16 @@ def test_collectives_take_their_bytes_over_the_slowest_link() -> None:
     assert network.collective("all_gather", group_of(["dp_shard"], outer), gigabyte) == pytest.approx(7 / 8 / 40)
 
 
+def test_joining_slices_takes_its_time_at_each_collective() -> None:
+    job = job_of("--mesh.tp", "2")
+    slow = replace(CLUSTER, kernels=replace(CLUSTER.kernels, join_us=100.0))
+    plain, joined = (Planner(cluster).predict(costs_of(job), job.layout) for cluster in (CLUSTER, slow))
+    # Two gathers and two reductions a layer each way; one of each for stem and head together, each way.
+    collectives = job.micro_batches * (8 * job.plan.n_layers + 4)
+    assert joined.time_s["tp"] - plain.time_s["tp"] == pytest.approx(collectives * 100e-6)
+    assert joined.step_time_s - plain.step_time_s == pytest.approx(collectives * 100e-6)
+
+
 def test_energy_and_price() -> None:
     p = predicted()
     assert p.energy_j == pytest.approx(400 * p.step_time_s)

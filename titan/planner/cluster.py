@@ -76,6 +76,9 @@ class Kernels:
     causal: bool = option(True, "attention skips what a position may not see")
     bandwidth: float = option(0.8, "share of the memory bandwidth that elementwise operations reach", above=0)
     update_bandwidth: float = option(0.0, "the same for the optimizer; 0: as other operations", at_least=0)
+    join_us: float = option(
+        0.0, "time that each collective between slices of layers takes beyond its own", unit="us", at_least=0
+    )
     launch_us: float = option(0.0, "time that each operation takes at least", unit="us", at_least=0)
     merged: float = option(0.6, "share of its memory traffic that compiling leaves an elementwise operation", above=0)
     fused_norms: bool = option(True, "a norm is one kernel, and keeps its input alone")

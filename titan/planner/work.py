@@ -99,6 +99,8 @@ class Parts:
     def _seen(self, traffic: Traffic) -> float:
         """Seconds of a collective that the layer's computation does not hide, and those by which it slows that down."""
         seconds = self.seconds(traffic)
+        if self._roles[traffic.axes[0]] == "model":
+            seconds += traffic.count * self.device.kernels.join_us * 1e-6
         if not traffic.overlaps or traffic.where != "layer":
             return seconds
         beside = {"forward": self.layer.forward, "recompute": self.again, "backward": self.layer.backward}
