@@ -10,6 +10,7 @@ from tests.planned import CLUSTER, TOML, job_of
 from titan.cli import main
 from titan.config import load_job
 from titan.errors import ConfigError
+from titan.planner import search as search_module
 from titan.planner.layout import costs_of
 from titan.planner.predict import Planner, Prediction
 from titan.planner.search import Objective, search
@@ -51,6 +52,17 @@ def test_the_best_are_the_best_of_all(objective: Objective) -> None:
     assert [VALUES[objective](found.prediction) for found in result.best] == pytest.approx(values[:7], rel=1e-9)
     if objective == "time":
         assert result.by_bound or result.slower, "nothing was ruled out early, so the bounds were not tested"
+
+
+def test_workers_find_what_one_process_finds(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(search_module, "FEW", 2)
+    base = load_base(TOML, ["--train.global_batch_size=16"])
+    alone, shared = (
+        search(base.job, Planner(CLUSTER), [base.space(8, 4)], keep=20, workers=workers) for workers in (1, 3)
+    )
+    assert [str(f.choice) for f in shared.best] == [str(f.choice) for f in alone.best]
+    assert [f.prediction for f in shared.best] == [f.prediction for f in alone.best]
+    assert shared.layouts == alone.layouts
 
 
 def test_layouts_share_out_all_ranks() -> None:

@@ -8,10 +8,13 @@ from typing import Any
 
 from titan.config import Job, load_job
 from titan.errors import EXIT_DONE, ConfigError, Fault
+from titan.place import cores
 from titan.planner import STUDIES
 
 HELP = "say what a job needs and how fast it will be on a cluster, and find its best layout"
 CLUSTER = "a100-80gb"
+MOST_WORKERS = 4
+"""Processes of a search: more of them find the same, each with weaker bounds."""
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -128,7 +131,15 @@ def _search(args: argparse.Namespace) -> tuple[dict[str, Any], str]:
             bar.update(done - bar.n)
 
         space = base.space(ranks, where.ranks_per_node)
-        result = search(base.job, Planner(where), [space], keep=args.top, objective=args.objective, progress=progress)
+        result = search(
+            base.job,
+            Planner(where),
+            [space],
+            keep=args.top,
+            objective=args.objective,
+            progress=progress,
+            workers=min(MOST_WORKERS, cores()),
+        )
     text = words.search_text(result, where, ranks)
     if not result.best:
         raise ConfigError([Fault("", words.nothing_fits(result, where))])

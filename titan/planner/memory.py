@@ -274,8 +274,10 @@ def kind(stage: Stage, costs: Costs) -> tuple[int, ...]:
 
 def recomputed(layers: Sequence[int], costs: Costs) -> int:
     """How many of these layers are computed again."""
-    every = costs.recompute.every if costs.recompute else 0
-    return sum(1 for layer in layers if layer % every == 0) if every else 0
+    if costs.recompute is None:
+        return 0
+    every = costs.recompute.every
+    return len(layers) if every == 1 else sum(1 for layer in layers if layer % every == 0)
 
 
 def memory_of(costs: Costs, stages: Sequence[StageMemory], cluster: Cluster) -> list[Memory]:

@@ -151,9 +151,9 @@ class Planner:
             self._last = key, Alike(Parts(costs, layout, self.device, self.network), self.cluster)
         return self._last[1]
 
-    def draft(self, costs: Costs, layout: Layout) -> "Draft":
-        """The work of a step, before its schedule is simulated."""
-        return Draft(self, costs, layout)
+    def draft(self, costs: Costs, layout: Layout, alike: "Alike | None" = None) -> "Draft":
+        """The work of a step, before its schedule is simulated; `alike`: what its like share, where it is at hand."""
+        return Draft(self, costs, layout, alike or self.alike(costs, layout))
 
     def steps(self, costs: Costs) -> Steps:
         """The steps of a pipeline of this order; the same for all jobs that have it."""
@@ -165,9 +165,8 @@ class Planner:
 class Draft:
     """A step whose stages are timed, by place in the pipeline."""
 
-    def __init__(self, planner: Planner, costs: Costs, layout: Layout) -> None:
-        self.planner, self.costs, self.layout = planner, costs, layout
-        self._alike = planner.alike(costs, layout)
+    def __init__(self, planner: Planner, costs: Costs, layout: Layout, alike: "Alike") -> None:
+        self.planner, self.costs, self.layout, self._alike = planner, costs, layout, alike
         self.work = [self._alike.work(stage) for stage in costs.stages]
         self.by_place: list[list[StageWork]] = [[] for _ in range(1 + max(stage.rank for stage in costs.stages))]
         for stage, work in zip(costs.stages, self.work, strict=True):

@@ -7,6 +7,8 @@ simulated. So all layouts are looked at, most of them by their bound alone.
 """
 
 import bisect
+import multiprocessing
+import sys
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from operator import itemgetter
@@ -22,6 +24,11 @@ from titan.planner.space import Choice, Chosen, Space
 from titan.planner.work import Parts
 
 Objective = Literal["time", "price", "energy"]
+Group = tuple[float, Space, Layout, int]
+"""Bound, space, layout, micro batch."""
+
+FEW = 200
+"""Groups that one process goes through before another one has started."""
 
 
 @dataclass(frozen=True)
@@ -30,6 +37,11 @@ class Found:
 
     choice: Choice
     prediction: Prediction
+
+    def value(self, objective: Objective) -> float:
+        """What a step costs by an objective: seconds, price, joules."""
+        p = self.prediction
+        return {"time": p.step_time_s, "price": p.price, "energy": p.energy_j}[objective]
 
 
 @dataclass
@@ -59,12 +71,42 @@ def search(
     keep: int = 10,
     objective: Objective = "time",
     progress: Callable[[int, int], None] = lambda done, of: None,
+    workers: int = 1,
 ) -> Result:
     """The `keep` best layouts of a job that fit, by the seconds, the price or the energy of a token.
 
-    progress: told how many groups are done, of how many.
+    progress: told how many groups are done, of how many (the first worker's).  workers: processes that share them.
     """
-    return _Search(job, planner, keep, objective).run(spaces, progress)
+    run = _Search(job, planner, keep, objective)
+    groups = sorted(run.groups(spaces), key=itemgetter(0))
+    if workers == 1 or len(groups) < FEW or sys.platform != "linux":
+        return run.through(groups, progress)
+    # Forked, they have the job and the plugins, and send back plain data. Each in turn takes the next best group.
+    context = multiprocessing.get_context("fork")
+    others = []
+    for number in range(1, workers):
+        receiver, sender = context.Pipe(duplex=False)
+        part = groups[number::workers]
+        process = context.Process(target=lambda to, part: to.send(run.through(part)), args=(sender, part))
+        process.start()
+        sender.close()
+        others.append((process, receiver))
+    results = [run.through(groups[::workers], progress)]
+    for process, receiver in others:
+        results.append(receiver.recv())
+        process.join()
+    return _merged(results, keep, objective)
+
+
+def _merged(results: Sequence[Result], keep: int, objective: Objective) -> Result:
+    """What several searches have found together."""
+    best = sorted((found for result in results for found in result.best), key=lambda f: f.value(objective))[:keep]
+    counts = {
+        name: sum(getattr(result, name) for result in results)
+        for name in ("layouts", "by_bound", "refused", "slower", "too_large", "simulated")
+    }
+    tightest = [result.tightest for result in results if result.tightest is not None]
+    return Result(best=best, tightest=min(tightest, key=itemgetter(0), default=None), **counts)
 
 
 class _Search:
@@ -82,8 +124,8 @@ class _Search:
         }[objective]
         self.room = planner.cluster.device.memory_gib * GIB
 
-    def run(self, spaces: Sequence[Space], progress: Callable[[int, int], None]) -> Result:
-        groups = sorted(self._groups(spaces), key=itemgetter(0))
+    def through(self, groups: Sequence[Group], progress: Callable[[int, int], None] = lambda done, of: None) -> Result:
+        """Look at groups in the order of their bounds."""
         self.result.layouts = len(groups)
         for number, (bound, space, layout, micro_batch) in enumerate(groups):
             progress(number, len(groups))
@@ -98,7 +140,7 @@ class _Search:
     def _hopeless(self, bound: float) -> bool:
         return len(self.values) == self.keep and bound >= self.values[-1]
 
-    def _groups(self, spaces: Sequence[Space]) -> Iterator[tuple[float, Space, Layout, int]]:
+    def groups(self, spaces: Sequence[Space]) -> Iterator[Group]:
         """(bound, space, layout, micro batch) of each combination that divides the batch."""
         alone = replace(costs_of(self.job), recompute=None, traffic=(), fused=True)
         for space in spaces:
@@ -131,19 +173,20 @@ class _Search:
             result.refused += len(staged)
             return
         whole = uncut(job)
-        if self._hopeless(self._value(self._evenly(self.planner.alike(whole, choice.layout)), choice.layout)):
+        alike = self.planner.alike(whole, choice.layout)
+        if self._hopeless(self._value(self._evenly(alike), choice.layout)):
             result.slower += len(staged)
             return
-        if (least := self._state(whole, choice.layout)) > self.room:
+        if (least := self._state(alike)) > self.room:
             self._lacks(least, choice, len(staged))
             return
         for more in staged:
-            self._look_at(space, replace(choice, options=(*choice.options, *more)), whole)
+            self._look_at(space, replace(choice, options=(*choice.options, *more)), whole, alike)
 
-    def _state(self, costs: Costs, layout: Layout) -> float:
+    def _state(self, alike: Alike) -> float:
         """Bytes of state that the ranks of the best of all cuts into stages hold at least."""
-        held = self.planner.alike(costs, layout).memory(costs.stages[0]).held
-        return sum(held.values()) / layout.role_degree("stage")
+        held = alike.memory(alike.parts.costs.stages[0]).held
+        return sum(held.values()) / alike.parts.layout.role_degree("stage")
 
     def _evenly(self, alike: Alike) -> float:
         """Seconds of a step if every stage had the same share of the work, and no rank waited but for the first one."""
@@ -166,16 +209,16 @@ class _Search:
                 works[rank] += recomputed(layers, costs) * alike.again_s
         return max(begins[rank] + costs.micro_batches * work for rank, work in enumerate(works))
 
-    def _look_at(self, space: Space, choice: Choice, whole: Costs) -> None:
+    def _look_at(self, space: Space, choice: Choice, whole: Costs, alike: Alike) -> None:
         result, job = self.result, space.job_of(choice)
         if job is None or not space.allows(job):
             result.refused += 1
             return
         costs = cut(whole, job)
-        if self._hopeless(self._value(self._at_least(costs, self.planner.alike(costs, choice.layout)), choice.layout)):
+        if self._hopeless(self._value(self._at_least(costs, alike), choice.layout)):
             result.slower += 1
             return
-        draft = self.planner.draft(costs, choice.layout)
+        draft = self.planner.draft(costs, choice.layout, alike)
         if self._hopeless(self._value(draft.least_s, choice.layout)):
             result.slower += 1
             return
@@ -193,10 +236,7 @@ class _Search:
             self.result.tightest = (most, choice)
 
     def _keep(self, found: Found) -> None:
-        prediction = found.prediction
-        value = {"time": prediction.step_time_s, "price": prediction.price, "energy": prediction.energy_j}[
-            self.objective
-        ]
+        value = found.value(self.objective)
         at = bisect.bisect_right(self.values, value)
         self.values.insert(at, value)
         self.result.best.insert(at, found)
