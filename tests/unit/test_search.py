@@ -2,6 +2,7 @@
 
 import itertools
 import json
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -9,11 +10,12 @@ import pytest
 from tests.planned import CLUSTER, TOML, job_of
 from titan.cli import main
 from titan.config import load_job
+from titan.cost import Stage
 from titan.errors import ConfigError
 from titan.planner import search as search_module
 from titan.planner.layout import costs_of
 from titan.planner.predict import Planner, Prediction
-from titan.planner.search import Objective, search
+from titan.planner.search import Objective, _Search, search
 from titan.planner.space import Choice, load_base
 
 VALUES = {
@@ -52,6 +54,31 @@ def test_the_best_are_the_best_of_all(objective: Objective) -> None:
     assert [VALUES[objective](found.prediction) for found in result.best] == pytest.approx(values[:7], rel=1e-9)
     if objective == "time":
         assert result.by_bound or result.slower, "nothing was ruled out early, so the bounds were not tested"
+
+
+def bounds(*words: str) -> tuple[float, float, float, float]:
+    """The bounds of a job, from the loosest, and what its step takes, where nothing but computing takes time."""
+    links = tuple(replace(link, gb_s=1e9) for link in CLUSTER.links)
+    planner = Planner(replace(CLUSTER, links=links))
+    job = job_of(*words, "--model.preset", "mini", "--train.micro_batch_size", "1", "--train.global_batch_size", "32")
+    run, costs = _Search(job_of("--model.preset", "mini"), planner, 1, "time"), costs_of(job)
+    alone = replace(costs, recompute=None, traffic=(), stages=(Stage(0, range(job.plan.n_layers)),))
+    run.job = job
+    draft = planner.draft(costs, job.layout)
+    found = run._bound(alone, job.layout, 1), run._at_least(costs, planner.alike(costs, job.layout)), draft.least_s
+    return (*found, draft.finish(draft.memory()).step_time_s)
+
+
+def test_bounds_are_below_the_step_and_near_it() -> None:
+    group, work, draft, step = bounds()
+    assert 0.9 * step < group <= work <= draft <= step * (1 + 1e-9)
+    zero_bubble = ("--mesh.pp", "4", "--plugins.pipeline.schedule", "ZBVZeroBubble")
+    group, work, draft, step = bounds(*zero_bubble)
+    assert group <= step and work <= draft <= step * (1 + 1e-9)
+    assert draft > 0.93 * step
+    for schedule in ("1F1B", "GPipe", "Interleaved1F1B", "LoopedBFS", "InterleavedZeroBubble", "DualPipeV"):
+        *under, step = bounds("--mesh.pp", "4", "--plugins.pipeline.schedule", schedule)
+        assert max(under) <= step * (1 + 1e-9), schedule
 
 
 def test_workers_find_what_one_process_finds(monkeypatch: pytest.MonkeyPatch) -> None:
