@@ -34,7 +34,7 @@ class Storage:
         return SAVED if self.kept and self.born.phase in ("forward", "recompute") else TRANSIENT
 
 
-class Ledger:
+class Account:
     """Live storages and the changes of their sizes.
 
     changes: (storage, bytes more or less, where the step was), in order.

@@ -11,7 +11,7 @@ from torch._ops import OpOverload
 
 from titan.contracts import Part
 from titan.dryrun import work
-from titan.dryrun.memory import Ledger, locals_of
+from titan.dryrun.memory import Account, locals_of
 from titan.dryrun.numberless import Numberless
 from titan.dryrun.place import Places
 
@@ -29,7 +29,7 @@ class Watch:
 
     def __init__(self, parts: Sequence[Part], on_micro_batch: Callable[[], object]) -> None:
         self.parts = parts
-        self.memory = Ledger()
+        self.memory = Account()
         self.places = Places(parts, self._see_gathered, on_micro_batch)
         self.flops: dict[str, Counter[str]] = defaultdict(Counter)
         self.sent: Counter[tuple[str, str, int]] = Counter()
