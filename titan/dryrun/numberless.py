@@ -7,7 +7,7 @@ from importlib import import_module
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor, library, nn
 from torch._ops import OpOverload
 from torch.distributed.fsdp._fully_shard._fsdp_param_group import FSDPParamGroup
 from torch.distributed.tensor._sharding_prop import ShardingPropagator
@@ -160,12 +160,12 @@ def accepted() -> Iterator[None]:
     originals = [getattr(owner, name) for owner, name, _ in patches]
     for (owner, name, instead), original in zip(patches, originals, strict=True):
         setattr(owner, name, instead(original))
-    library = torch.library.Library("aten", "IMPL")  # type: ignore[no-untyped-call]
-    library.impl("scaled_dot_product_attention", _attention, "AutogradMeta")  # type: ignore[no-untyped-call]
+    kernels = library.Library("aten", "IMPL")  # type: ignore[no-untyped-call]
+    kernels.impl("scaled_dot_product_attention", _attention, "AutogradMeta")  # type: ignore[no-untyped-call]
     try:
         yield
     finally:
-        library._destroy()  # type: ignore[no-untyped-call]
+        kernels._destroy()  # type: ignore[no-untyped-call]
         for (owner, name, _), original in zip(patches, originals, strict=True):
             setattr(owner, name, original)
 
