@@ -28,6 +28,7 @@ class Framework:
     overlap_gradients: bool = True
     gather_prefetch: bool = False
     fused_qkv: bool = False
+    split_gate: bool = False
     bias: bool = True
     dropout: bool = False
     flash: bool = True
@@ -50,6 +51,8 @@ class Framework:
     cudnn: bool = False
     tp_overlap: bool = False
     loss: tuple[float, float] = (6.0, 4.0)
+    norm: tuple[float, float] = (2.0, 3.0)
+    norms_again: bool = False
 
 
 @cache
@@ -61,7 +64,8 @@ def frameworks() -> tuple[Framework, ...]:
         if unknown := set(entry) - known:
             raise ValueError(f"frameworks.toml: {entry.get('name')}: unknown keys {sorted(unknown)}")
     return tuple(
-        Framework(**{**entry, **({"loss": tuple(entry["loss"])} if "loss" in entry else {})}) for entry in table
+        Framework(**{key: tuple(value) if isinstance(value, list) else value for key, value in entry.items()})
+        for entry in table
     )
 
 

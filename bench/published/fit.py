@@ -52,7 +52,7 @@ class Constant:
         return sum(_sees(case, self) for case in cases)
 
 
-USUAL = {"products.odd": 0.25}
+USUAL = {"products.odd": 0.25, "products.few_kept": 0.25}
 """Products without tensor cores against those with, by the data sheet of the A100 (78 and 312 TFLOP/s in fp16)."""
 
 DRAWN = 0.05
@@ -77,7 +77,7 @@ HOPPER = {
 
 CONSTANTS = (
     *_constants_of(A100, {
-        "products.efficiency": (0.5, 0.95), "kernels.bandwidth": (0.6, 0.95),
+        "products.efficiency": (0.5, 0.95), "kernels.bandwidth": (0.6, 0.95), "products.few_kept": (0.02, 1.0),
     }),
     *_constants_of(A100, {
         "products.quantised": (0.0, 1.0), "products.depth": (0, 300), "products.unaligned": (0.6, 1.0),

@@ -5,7 +5,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from .fit import A100, CONSTANTS, INFINIBAND, Case, Constant, World, fit, fitted
-from .report import figures
+from .report import UNEXPLAINED, figures
 
 ROUNDS = 5
 
@@ -29,9 +29,11 @@ def _without(others: Sequence[Case], rows: Sequence[Case], values: Mapping[Const
     borrowed = {c: value for c in CONSTANTS if c not in found and (value := _like(c, found)) is not None}
     world = World({**found, **borrowed})
     ratios = [world.seconds(case) / case.seconds for case in rows if case.seconds]
+    explained = [ratio for ratio, case in zip(ratios, rows, strict=True) if case.id not in UNEXPLAINED]
     scale = statistics.median(ratios)
     return {
         **figures([ratio - 1 for ratio in ratios]),
+        "explained": figures([ratio - 1 for ratio in explained]),
         "scale": scale,
         "scaled": figures([ratio / scale - 1 for ratio in ratios]),
         "borrowed": [c.name for c in borrowed],

@@ -106,12 +106,15 @@ def padded(job: Row, framework: Framework) -> int:
     return math.ceil(job.vocab / multiple) * multiple
 
 
-def _norm(job: Row, vectors: int) -> Elementwise:
-    h = job.hidden
+def _norm(job: Row, framework: Framework) -> Elementwise:
+    h, (forward, backward) = job.hidden, framework.norm
+    if framework.norms_again and job.recompute == "none":
+        backward += forward
     kept = Kept(numbers=h, region="hidden"), Kept(numbers=2, region="hidden", bytes=4)
     return Elementwise(
-        module="norm", region="hidden", forward=2 * h, backward=3 * h, params=vectors, width=h, keeps=kept
-    )
+        module="norm", region="hidden", forward=forward * h, backward=backward * h, params=2 if framework.bias else 1,
+        width=h, keeps=kept,
+    )  # fmt: skip
 
 
 def _added(job: Row, framework: Framework) -> Elementwise:
@@ -127,7 +130,6 @@ def _layer(job: Row, framework: Framework, dtype: str, accumulated: float) -> tu
     h, f, d = job.hidden, job.ffn, job.head_dim
     q, kv, bias = h, round(job.kv_heads * d), framework.bias
     flash = framework.flash if job.flash is None else job.flash
-    vectors = 2 if framework.bias else 1
     # Inputs of products in float8 are kept as such where the products cast them.
     narrow = 1 if dtype == "float8" and framework.narrow_inputs else 0
     taken = (Kept(numbers=h, region="hidden" if framework.regathers else "whole", bytes=narrow),)
@@ -147,7 +149,7 @@ def _layer(job: Row, framework: Framework, dtype: str, accumulated: float) -> tu
     up = [Matmul(module="up", inputs=h, outputs=f, bias=bias, keeps=taken)]
     act = Elementwise(region="inner", forward=2 * f, backward=3 * f, keeps=(Kept(numbers=f, region="inner"),))
     if job.gated:
-        fused_up = framework.fused_qkv
+        fused_up = framework.fused_qkv and not framework.split_gate
         up = (
             [Matmul(module="up", inputs=h, outputs=2 * f, bias=bias, keeps=taken)]
             if fused_up
@@ -155,9 +157,9 @@ def _layer(job: Row, framework: Framework, dtype: str, accumulated: float) -> tu
         )
         act = Elementwise(region="inner", forward=3 * f, backward=5 * f, keeps=(Kept(numbers=2 * f, region="inner"),))
     ops: list[Operation] = [
-        _norm(job, vectors), *entering, *rotary, attention,
+        _norm(job, framework), *entering, *rotary, attention,
         Matmul(module="proj", inputs=q, outputs=h, bias=bias), _added(job, framework),
-        _norm(job, vectors), *up, act,
+        _norm(job, framework), *up, act,
         Matmul(module="down", inputs=f, outputs=h, bias=bias, keeps=(Kept(numbers=f, region="inner", bytes=narrow),)),
         _added(job, framework),
     ]  # fmt: skip
@@ -187,7 +189,7 @@ def _head(job: Row, framework: Framework, accumulated: float) -> tuple[Operation
     if framework.fused_loss or framework.loss_chunks > 1:
         kept = (Kept(numbers=words * framework.fused_loss, region="logits"),)
     ops: list[Operation] = [
-        _norm(job, 2 if framework.bias else 1),
+        _norm(job, framework),
         Matmul(module="head", inputs=job.hidden, outputs=words, keeps=(Kept(numbers=job.hidden, region="whole"),)),
         Elementwise(region="logits", forward=forward * words, backward=backward * words, keeps=kept),
     ]
@@ -210,8 +212,10 @@ def _tensor_traffic(job: Row, framework: Framework) -> list[Traffic]:
     for kind in kinds:
         settings: dict[str, Any] = {"axes": ("tp",), "collective": kind, "numbers": job.hidden}
         again = {"all_gather": 2, "reduce_scatter": 2, "all_reduce": 2}[kind]
+        # Where gate and up are products of their own, so are the sums of what backward makes of their input.
+        back = 3 if job.gated and framework.split_gate else 2
         found += [Traffic(where="layer", when=when, count=count, overlaps=framework.tp_overlap, **settings)
-                  for when, count in (("forward", 2), ("recompute", again), ("backward", 2))]  # fmt: skip
+                  for when, count in (("forward", 2), ("recompute", again), ("backward", back))]  # fmt: skip
     one: dict[str, Any] = {"axes": ("tp",), "collective": "all_reduce", "numbers": job.hidden}
     return [*found, Traffic(where="stem", when="forward", **one), Traffic(where="head", when="backward", **one)]
 

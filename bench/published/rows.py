@@ -129,10 +129,10 @@ def read(row: Mapping[str, Any]) -> Row:
         return value or otherwise
 
     gated = bool(row.get("gated_mlp", False))
-    heads = known("heads", _usual_heads(hidden))
+    tp, pp, cp = (_number(row, key) or 1 for key in ("tp", "pp", "cp"))
+    heads = known("heads", _usual_heads(hidden, tp))
     kv_heads = _number(row, "kv_heads") or heads
     ffn = _number(row, "ffn") or (round(8 / 3 * hidden / 256) * 256 if gated else 4 * hidden)
-    tp, pp, cp = (_number(row, key) or 1 for key in ("tp", "pp", "cp"))
     ranks = _number(row, "n_gpus") or tp * pp * cp * (_number(row, "dp") or _number(row, "fsdp") or 1)
     if ranks % (tp * pp * cp):
         raise Skip(f"{ranks} ranks are no multiple of tp {tp} x pp {pp} x cp {cp}")
@@ -163,10 +163,11 @@ def read(row: Mapping[str, Any]) -> Row:
     )  # fmt: skip
 
 
-def _usual_heads(hidden: int) -> int:
-    """Heads about 128 wide that divide the width evenly."""
+def _usual_heads(hidden: int, tp: int) -> int:
+    """Heads about 128 wide that divide the width evenly, and that the ranks of a layer can share."""
     even = [heads for heads in range(1, hidden + 1) if hidden % heads == 0]
-    return min(even, key=lambda heads: abs(hidden / heads - 128))
+    shared = [heads for heads in even if heads % tp == 0]
+    return min(shared or even, key=lambda heads: abs(hidden / heads - 128))
 
 
 def _batches(row: Mapping[str, Any], dp: int) -> tuple[int, int]:

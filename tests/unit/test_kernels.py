@@ -76,6 +76,14 @@ def test_a_row_that_is_no_multiple_of_16_bytes_is_slow() -> None:
     assert odd.product(4096, 4096, 4100, "bfloat16", 2) == pytest.approx(2 * 4096 * 4096 * 4100 / 5e12)
 
 
+@pytest.mark.parametrize(("matrices", "wide", "share"), [(16, 192, 0.2), (17, 192, 1), (16, 128, 1), (16, 512, 1)])
+def test_a_batch_of_few_products_is_slow_in_the_gap_that_says_so(matrices: int, wide: int, share: float) -> None:
+    few = device(replace(PLAIN, few=16, few_between=(161, 256), few_kept=0.2))
+    seconds = few.batched(matrices, 2048, wide, 2048, "bfloat16", 2)
+    assert seconds == pytest.approx(2 * matrices * 2048**2 * wide / 50e12 / share)
+    assert few.batched(matrices, 2048, 2048, wide, "bfloat16", 2) == pytest.approx(seconds)
+
+
 def test_measured_points_go_before_the_shares() -> None:
     measured = device(Products(points=("1e9 10", "1e11 40")))
     assert measured.product(4096, 4096, 4096, "bfloat16", 2) == pytest.approx(2 * 4096**3 / 40e12)

@@ -58,6 +58,12 @@ def test_a_row_that_cannot_be_predicted_says_why(changed: dict[str, Any], why: s
         case_of(row(**changed))
 
 
+def test_heads_that_are_not_stated_can_be_shared_by_the_ranks_of_a_layer() -> None:
+    unsaid = {"hidden": 13824, "heads": None, "kv_heads": None, "n_gpus": 32, "gbs": None}
+    assert read(row(**unsaid, tp=1)).heads == 108
+    assert read(row(**unsaid, tp=8)).heads == 96
+
+
 def test_rows_of_another_kind_are_listed_not_raised() -> None:
     cases, skipped = cases_of([row(), row(id="bad", extra="text", layers="many"), row(id="odd", precision=[])])
     assert [case.id for case in cases] == ["g", "odd"]
@@ -236,7 +242,7 @@ def test_the_planner_is_as_near_to_published_runs_as_it_was() -> None:
     cases, _ = cases_of(load(rows.OWN))
     groups = by_group(results(cases, World()))
     worst = {
-        "A100, tp or pp above 1": 0.05,
+        "A100, tp or pp above 1": 0.035,
         "A100, data parallel alone (FSDP, ZeRO)": 0.035,
         "H100, bf16": 0.06,
         "fp8": 0.12,

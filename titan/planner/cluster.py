@@ -53,6 +53,9 @@ class Products:
     aligned: int = option(1, "sizes that are a multiple of this are fast", at_least=1)
     unaligned: float = option(1.0, "share of its speed that a product keeps for each halving below that", above=0)
     odd: float = option(1.0, "share that it keeps, moreover, where a size is no multiple of 16 bytes", above=0)
+    few: int = option(0, "a batch of at most so many products can be slow: of widths between", at_least=0)
+    few_between: tuple[int, int] = option((1, 1_000_000), "these two; as libraries have gaps in what they choose well")
+    few_kept: float = option(1.0, "share of their speed that those keep", above=0)
     points: tuple[str, ...] = option((), '"FLOPs TFLOP/s" as measured, by FLOPs; take the place of all of the above')
 
     def curve(self) -> list[tuple[float, float]]:

@@ -125,7 +125,10 @@ class Device:
 
     def batched(self, matrices: float, m: float, k: float, n: float, dtype: str, width: int) -> float:
         """Seconds of that many products at once; all of their tiles share the waves."""
-        return self.product(matrices * m, k, n, dtype, width)
+        seconds, rates = self.product(matrices * m, k, n, dtype, width), self.cluster.products.get(dtype, Products())
+        narrowest, widest = rates.few_between
+        slow = matrices <= rates.few and narrowest <= min(k, n) <= widest
+        return seconds / rates.few_kept if slow else seconds
 
     def update(self, bytes_: float) -> float:
         """Seconds of an optimizer that reads and writes that many bytes."""
