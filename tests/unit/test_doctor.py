@@ -1,6 +1,7 @@
 """`titan doctor` without ranks: what it calls odd, the lines it draws, the pairs it makes, the file it writes."""
 
 import itertools
+import math
 import random
 from pathlib import Path
 from typing import get_args
@@ -12,6 +13,7 @@ import torch
 from titan import cli
 from titan.cost import Collective
 from titan.doctor import cluster_file, device
+from titan.doctor.joins import GATHERED, SPLIT
 from titan.doctor.links import MOST_ROUNDS, Layout
 from titan.doctor.report import Reading, Row, line, outliers, rows
 from titan.planner import cluster
@@ -184,6 +186,9 @@ def measured(layout: Layout, truth: cluster.Cluster) -> list[Row]:
         for size in (1 << 10, 1 << 26):
             took = network.send(Group(2, apart), size)
             made.append(row("send", size, took, "GB/s", collective="send", group=group, ranks=2, bytes=size))
+    for kind, beyond in ((SPLIT, 2e-3), (GATHERED, 1e-3)) if layout.per_node > 1 else ():
+        latency = truth.links[0].latency_us * 1e-6 * math.log2(layout.per_node)
+        made.append(row(kind, 1, latency + beyond, "us", ranks=layout.per_node))
     return made
 
 
@@ -208,6 +213,7 @@ def test_the_file_says_what_was_measured(tmp_path: Path) -> None:
     kernels = read.kernels
     assert (kernels.attention_forward, kernels.attention_backward) == pytest.approx((0.5, 0.25))
     assert (read.device.bandwidth_gb_s, kernels.bandwidth, kernels.launch_us) == pytest.approx((10.0, 0.5, 3.0))
+    assert (kernels.join_us, kernels.gather_us) == pytest.approx((2000.0, 1000.0), rel=1e-3)
     assert len(read.links) == 2
     for back, link in zip(read.links, links, strict=True):
         assert (back.name, back.ranks) == (link.name, link.ranks)

@@ -104,6 +104,21 @@ def test_joining_slices_takes_its_time_at_each_collective() -> None:
     assert joined.step_time_s - plain.step_time_s == pytest.approx(collectives * 100e-6)
 
 
+def test_gathering_shards_takes_its_time_at_each_collective() -> None:
+    shown = replace(CLUSTER, kernels=replace(CLUSTER.kernels, overlap_slowdown=1.0))
+    slow = replace(shown, kernels=replace(shown.kernels, gather_us=100.0))
+    for words, each, kept in (
+        (["--mesh.dp_shard", "2", "--plugins.fsdp.zero_stage", "3"], 3, 1),
+        (["--mesh.dp_shard", "2", "--plugins.fsdp.zero_stage", "1"], 2, 0),
+        (["--mesh.dp_replicate", "2"], 0, 0),
+    ):
+        job = job_of(*words)
+        plain, gathered = (Planner(cluster).predict(costs_of(job), job.layout) for cluster in (shown, slow))
+        # Units are stem, layers and head; the last one stays gathered for its backward.
+        collectives = job.micro_batches * (each * (job.plan.n_layers + 2) - kept)
+        assert gathered.time_s["dp"] - plain.time_s["dp"] == pytest.approx(collectives * 100e-6)
+
+
 def test_energy_and_price() -> None:
     p = predicted()
     assert p.energy_j == pytest.approx(400 * p.step_time_s)

@@ -7,7 +7,8 @@ from typing import Any
 
 import torch
 
-from titan.doctor.links import JOINS, Layout
+from titan.doctor.joins import GATHERED, SPLIT
+from titan.doctor.links import Layout
 from titan.doctor.report import Row, line
 from titan.metrics import peak_tflops
 from titan.place import cores
@@ -40,7 +41,8 @@ def table(rows: Sequence[Row], layout: Layout, device: torch.device, name: str, 
         "kernels": {
             "attention_forward": _digits(forward.work / forward.middle / peak),
             "attention_backward": _digits(backward / peak), "bandwidth": _digits(kept),
-            "update_bandwidth": 1.0, "join_us": _digits(_join(rows) * 1e6),
+            "update_bandwidth": 1.0, "join_us": _digits(_join(rows, SPLIT) * 1e6),
+            "gather_us": _digits(_join(rows, GATHERED) * 1e6),
             # What a CPU sends, its cores send.
             "overlap_slowdown": 0.0 if device.type == "cuda" else 1.0,
             "launch_us": _digits(kinds["a small operation"].middle * 1e6), "fused_norms": device.type != "cpu",
@@ -56,9 +58,9 @@ def table(rows: Sequence[Row], layout: Layout, device: torch.device, name: str, 
     }  # fmt: skip
 
 
-def _join(rows: Sequence[Row]) -> float:
-    """Seconds that joining split layers takes beyond the latency of its collective."""
-    for row in (row for row in rows if row.kind == JOINS):
+def _join(rows: Sequence[Row], kind: str) -> float:
+    """Seconds that joining layers in pieces takes beyond the latency of its collective."""
+    for row in (row for row in rows if row.kind == kind):
         group = "a node" if any(r.about.get("group") == "a node" for r in rows) else "all ranks"
         latency = float(_link(rows, group, "in a node")["latency_us"]) * 1e-6
         return max(0.0, row.middle - latency * math.log2(row.about["ranks"]))

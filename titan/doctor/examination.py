@@ -12,7 +12,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from titan.doctor import cluster_file, device, links
+from titan.doctor import cluster_file, device, joins, links
 from titan.doctor.clock import Clock
 from titan.doctor.report import Finding, Row, outliers, rows
 from titan.errors import ConfigError, Fault
@@ -53,11 +53,12 @@ def examine(me: Rank, seconds: float, disk: Path | None) -> Examination | None:
         OSError: the disk cannot be written to.
     """
     layout = _layout(me)
-    slots = device.slots(me.device) + links.slots(layout, me.device) + (disk is not None)
+    slots = device.slots(me.device) + (disk is not None)
+    slots += links.slots(layout, me.device) + joins.slots(layout, me.device)
     clock = Clock(me, seconds / slots)
     taken = device.measure(clock, layout.names[me.number], disk)
     if me.world_size > 1:
-        taken += links.measure(clock, layout)
+        taken += [*links.measure(clock, layout), *joins.measure(clock, layout)]
     readings = _of_all(taken)
     if me.number:
         return None

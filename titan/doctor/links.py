@@ -6,10 +6,6 @@ from typing import get_args
 
 import torch
 import torch.distributed as dist
-from torch import nn
-from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.tensor import Shard
-from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 
 from titan.cost import Collective
 from titan.doctor.clock import Clock, Work
@@ -29,10 +25,6 @@ SMALL = 1 << 14
 # Newer names of the same; the old ones warn where both are.
 all_gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
 reduce_scatter = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
-
-JOINS = "joins of split linears"
-JOINS_OF_A_PAIR = 4
-SLICE = 16
 
 MOST_ROUNDS = 15
 """Rounds of pairs, each rank once in a round: all pairs of 16 ranks, or of 16 nodes."""
@@ -88,7 +80,7 @@ def _tournament(n: int) -> list[list[tuple[int, int]]]:
 def slots(layout: Layout, device: torch.device) -> int:
     """How many readings `measure` takes."""
     collectives = len(get_args(Collective)) * len(BYTES[device.type]) * len(layout.groups())
-    return collectives + len(PAIR_BYTES[device.type]) * len(list(layout.rounds())) + 1
+    return collectives + len(PAIR_BYTES[device.type]) * len(list(layout.rounds()))
 
 
 def measure(clock: Clock, layout: Layout) -> list[Reading]:
@@ -104,28 +96,7 @@ def measure(clock: Clock, layout: Layout) -> list[Reading]:
     for kind, pairs in layout.rounds():
         for size in PAIR_BYTES[clock.me.device.type]:
             taken += _pair(clock, layout, pairs, size, kind)
-    return [*taken, *_joined(clock, layout)]
-
-
-def _joined(clock: Clock, layout: Layout) -> Iterator[Reading]:
-    """Two small linears split over a node's ranks, both ways: nothing to compute or send, so all that is left of them.
-
-    They are joined by two collectives each way, over slices of the sequence as tensor parallelism's are.
-    """
-    if layout.per_node == 1:
-        return
-    device, ranks = clock.me.device, layout.per_node
-    mesh = init_device_mesh(device.type, (layout.nodes, ranks), mesh_dim_names=("nodes", "node"))["node"]
-    pair = nn.Sequential(nn.Linear(SLICE, SLICE * ranks, bias=False), nn.Linear(SLICE * ranks, SLICE, bias=False))
-    styles = {"0": ColwiseParallel(input_layouts=Shard(1)), "1": RowwiseParallel(output_layouts=Shard(1))}
-    parallelize_module(pair.to(device), mesh, styles)
-    x = torch.ones(1, 1, SLICE, device=device, requires_grad=True)
-    took = clock.together(lambda: pair(x).sum().backward())
-    first = layout.names[clock.me.number // ranks * ranks]
-    yield Reading(
-        kind=JOINS, name="a collective that joins split linears", subject=f"the node of {first}",
-        seconds=took.seconds / JOINS_OF_A_PAIR, spread=took.spread, work=1, unit="us", about={"ranks": ranks},
-    )  # fmt: skip
+    return taken
 
 
 def _collective(

@@ -82,6 +82,9 @@ class Kernels:
     join_us: float = option(
         0.0, "time that each collective between slices of layers takes beyond its own", unit="us", at_least=0
     )
+    gather_us: float = option(
+        0.0, "the same of each that gathers a shard unit or reduces its gradient", unit="us", at_least=0
+    )
     launch_us: float = option(0.0, "time that each operation takes at least", unit="us", at_least=0)
     merged: float = option(0.6, "share of its memory traffic that compiling leaves an elementwise operation", above=0)
     fused_norms: bool = option(True, "a norm is one kernel, and keeps its input alone")

@@ -14,7 +14,7 @@ from titan.mesh import Layout, Role
 from titan.planner.kernels import Device, Seconds
 from titan.planner.layout import group_of
 from titan.planner.memory import Tensors, ranks_of, recomputed
-from titan.planner.network import Network
+from titan.planner.network import Group, Network
 
 FAMILY: dict[Role, str] = {"model": "tp", "sequence": "cp", "expert": "ep", "batch": "dp", "stage": "pp"}
 """Under which name the communication of axes of a role is reported."""
@@ -83,7 +83,16 @@ class Parts:
         numbers = params if traffic.per_parameter else self.costs.share("whole")
         size = traffic.numbers * numbers * (traffic.bytes or self.costs.bytes) / ranks_of(traffic.over, self.layout)
         group = group_of(traffic.axes, self.layout)
-        return traffic.count * self.network.collective(traffic.collective, group, size)
+        return traffic.count * (self.network.collective(traffic.collective, group, size) + self._beyond(traffic, group))
+
+    def _beyond(self, traffic: Traffic, group: Group) -> float:
+        """Seconds that a collective takes beside what is sent."""
+        if group.size == 1:
+            return 0.0
+        if self._roles[traffic.axes[0]] == "model":
+            return self.device.kernels.join_us * 1e-6
+        gathers = traffic.where == "unit" and traffic.collective != "all_reduce"
+        return self.device.kernels.gather_us * 1e-6 if gathers else 0.0
 
     def _exposed(self) -> dict[tuple[str, str], dict[str, float]]:
         """(where, when) -> family -> seconds, of what runs between operations of a micro batch."""
@@ -99,8 +108,6 @@ class Parts:
     def _seen(self, traffic: Traffic) -> float:
         """Seconds of a collective that the layer's computation does not hide, and those by which it slows that down."""
         seconds = self.seconds(traffic)
-        if self._roles[traffic.axes[0]] == "model":
-            seconds += traffic.count * self.device.kernels.join_us * 1e-6
         if not traffic.overlaps or traffic.where != "layer":
             return seconds
         beside = {"forward": self.layer.forward, "recompute": self.again, "backward": self.layer.backward}
