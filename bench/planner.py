@@ -21,7 +21,7 @@ from bench.published import page, rows
 from bench.published.fit import World, cases_of, fit, fitted
 from bench.published.keep import kept, write
 from bench.published.left_out import left_out
-from bench.published.report import by_group, by_memory, by_source, out_of_memory, ranked, results, sweeps
+from bench.published.report import by_group, by_memory, by_source, of_others, out_of_memory, ranked, results, sweeps
 from bench.published_schedules import schedule_rows
 
 PAGE = Path(__file__).parents[1] / "docs" / "validation.md"
@@ -87,6 +87,7 @@ def measure(found: list[dict[str, Any]], cases: list[Any], skipped: dict[str, st
         "sources": [{"of": list(key), **value} for key, value in by_source(predicted).items()],
         "sweeps": {name: ranked(each) for name, each in sweeps(predicted).items()},
         "memory": [{"of": list(key), **value} for key, value in by_memory(predicted).items()],
+        "memory_of_others": of_others(predicted),
         "out_of_memory": out_of_memory(predicted),
         "schedules": schedules,
         "skipped": skipped,

@@ -42,10 +42,15 @@ class Framework:
     summed_whole: bool = False
     broadcasts: bool = False
     unaccounted: float = 0.0
+    readied: tuple[float, float] = (4.0, 4.0)
+    drops_narrow: bool = False
+    cut: str = "even"
+    saves_narrow: bool = True
     offloaded: bool = False
     loss_chunks: int = 1
     recompute: str = "none"
     fused_loss: bool = False
+    gate_kept: bool = False
     regathers: bool = False
     narrow_inputs: bool = False
     cudnn: bool = False
@@ -53,6 +58,7 @@ class Framework:
     loss: tuple[float, float] = (6.0, 4.0)
     norm: tuple[float, float] = (2.0, 3.0)
     norms_again: bool = False
+    loss_kept: tuple[float, float] = (2.0, 2.0)
 
 
 @cache

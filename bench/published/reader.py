@@ -1,30 +1,25 @@
 """From a row of published measurements to what the planner takes: costs and a layout."""
 
 import math
-from collections.abc import Callable
-from functools import cache, partial
 from typing import Any
 
 from titan.cost import (
     Attention,
     Costs,
     Elementwise,
-    Held,
     Kept,
     Lookup,
     Matmul,
     Operation,
-    Order,
     Recompute,
     Region,
-    Stage,
     Traffic,
 )  # fmt: skip
 from titan.mesh import Axis, Layout
-from titan.plugins.parallel.pipeline.orders import order
 
 from .describe import Framework
 from .rows import Row, Skip
+from .state import held, recompute_of, stages_of
 
 AXES = (
     Axis(name="pp", role="stage", depth=0, doc="stages"),
@@ -77,7 +72,7 @@ def costs_of(job: Row, framework: Framework) -> Costs:
         layer=_layer(job, framework, dtype, accumulated), head=_head(job, framework, accumulated),
         styles=STYLES, tied=framework.tied if job.tied is None else job.tied, splits=splits,
         bytes=2, reduce_bytes=gradient, dtype=dtype, wide_dtype=wide, fused=framework.compiled,
-        held=_held(job, framework, gradient), update_bytes=framework.update_bytes,
+        held=held(job, framework, gradient), update_bytes=framework.update_bytes,
         updated_over=("dp_shard",) if job.zero else (),
         traffic=(*_tensor_traffic(job, framework), *_data_traffic(job, framework, gradient)),
         recompute=_recompute(job, framework), stages=stages, order=ordered,
@@ -93,7 +88,7 @@ def gradient_bytes(job: Row, framework: Framework) -> int:
 
 
 def _recompute(job: Row, framework: Framework) -> Recompute | None:
-    said = framework.recompute if "recompute" in job.guessed else job.recompute
+    said = recompute_of(job, framework)
     if said in ("none", "core"):
         return None
     # Saving every second product comes to computing every second layer again.
@@ -155,7 +150,8 @@ def _layer(job: Row, framework: Framework, dtype: str, accumulated: float) -> tu
             if fused_up
             else [*up, Matmul(module="gate", inputs=h, outputs=f, bias=bias)]
         )
-        act = Elementwise(region="inner", forward=3 * f, backward=5 * f, keeps=(Kept(numbers=2 * f, region="inner"),))
+        kept = Kept(numbers=(3 if framework.gate_kept else 2) * f, region="inner")
+        act = Elementwise(region="inner", forward=3 * f, backward=5 * f, keeps=(kept,))
     ops: list[Operation] = [
         _norm(job, framework), *entering, *rotary, attention,
         Matmul(module="proj", inputs=q, outputs=h, bias=bias), _added(job, framework),
@@ -184,7 +180,8 @@ def _head(job: Row, framework: Framework, accumulated: float) -> tuple[Operation
     words = padded(job, framework)
     forward, backward = framework.loss
     kept: tuple[Kept, ...] = (
-        Kept(numbers=words, region="logits"), Kept(numbers=2 * words, region="logits", bytes=4)
+        Kept(numbers=words, region="logits"),
+        Kept(numbers=framework.loss_kept[job.tp > 1] * words, region="logits", bytes=4),
     )  # fmt: skip
     if framework.fused_loss or framework.loss_chunks > 1:
         kept = (Kept(numbers=words * framework.fused_loss, region="logits"),)
@@ -260,42 +257,3 @@ def _messages(job: Row, framework: Framework) -> dict[str, float]:
     """How many messages the updated parameters take: one, or one from each rank that has a share of them."""
     count = job.zero_group if framework.broadcasts else 1
     return {"count": count, "numbers": 1 / count}
-
-
-def _held(job: Row, framework: Framework, gradient: int) -> tuple[Held, ...]:
-    shard = ("dp_shard",)
-    if job.zero == 3:
-        kept = 2 if framework.offloaded else 4
-        return (
-            Held(component="parameters", bytes=kept, axes=shard), Held(component="gradients", bytes=kept, axes=shard),
-            Held(component="optimizer", bytes=0 if framework.offloaded else 8, axes=shard),
-            Held(component="buffers", bytes=2, units=3),
-            Held(component="buffers", bytes=2 + gradient, units=1),
-        )  # fmt: skip
-    # Narrow gradients are widened for the update, each rank its share.
-    widened = 4 if framework.accumulate == "add" and gradient == 2 else 0
-    return (
-        Held(component="parameters", bytes=2),
-        Held(
-            component="gradients",
-            bytes=gradient + (2 + framework.unaccounted) * (gradient == 4 and framework.accumulate == "add"),
-        ),
-        Held(component="optimizer", bytes=12 + widened, axes=shard if job.zero else ()),
-    )
-
-
-@cache
-def _order(schedule: str, ranks: int, stages: int) -> Callable[[int], Order]:
-    return partial(order, schedule, ranks, stages)
-
-
-def stages_of(job: Row) -> tuple[tuple[Stage, ...], Callable[[int], Order]]:
-    """The cut, with embedding and head as a layer each where the framework counts them, and the order of work."""
-    stages = job.pp * job.chunks
-    extra = 2 if job.ends_count else 0
-    ends = [round((job.layers + extra) * (s + 1) / stages) - extra // 2 for s in range(stages)]
-    ends[-1] = job.layers
-    starts = [0, *ends[:-1]]
-    cut = [range(max(a, 0), max(b, 0)) for a, b in zip(starts, ends, strict=True)]
-    found = tuple(Stage(s % job.pp, layers, s == 0, s == stages - 1) for s, layers in enumerate(cut))
-    return found, _order("1F1B" if job.chunks == 1 else "Interleaved1F1B", job.pp, stages)

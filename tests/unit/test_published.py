@@ -15,8 +15,9 @@ from bench.published import describe, keep, rows
 from bench.published.describe import all_devices, all_fabrics, device_of, fabric_of, framework_of
 from bench.published.fit import CONSTANTS, World, case_of, cases_of, get
 from bench.published.reader import costs_of, layout_of, padded
-from bench.published.report import by_group, out_of_memory, ranked, results, spearman, sweeps
+from bench.published.report import by_group, memory, of_others, out_of_memory, ranked, results, spearman, sweeps
 from bench.published.rows import Skip, load, measured, read
+from bench.published.state import as_held, stages_of
 from titan.planner import cluster as clusters
 from titan.planner.predict import Planner
 
@@ -133,6 +134,74 @@ def test_a_row_becomes_costs() -> None:
 def test_ends_count_as_layers_where_only_that_divides() -> None:
     costs = costs_of(read(row(layers=70, pp=12, tp=4, n_gpus=48, gbs=64)), framework_of(row()))
     assert [len(stage.layers) for stage in costs.stages] == [5, *[6] * 10, 5]
+
+
+@pytest.mark.parametrize(
+    ("cut", "layers"),
+    [("even", [7, 7, 6, 7]), ("first", [7, 7, 7, 6]), ("last", [6, 7, 7, 7]), ("products", [8, 7, 7, 5])],
+)
+def test_layers_are_cut_as_the_framework_cuts_them(cut: str, layers: list[int]) -> None:
+    stages, _ = stages_of(read(row(layers=27)), cut)
+    assert [len(stage.layers) for stage in stages] == layers
+    assert [layer for stage in stages for layer in stage.layers] == list(range(27))
+
+
+def test_uneven_stages_are_asked_for_bytes_alone() -> None:
+    described = row(layers=27, framework="Megatron-DeepSpeed")
+    job, framework = read(described), framework_of(described)
+    costs = costs_of(job, framework)
+    asked = as_held(job, framework, costs)
+    assert [len(stage.layers) for stage in costs.stages] == [7, 7, 6, 7]
+    assert [len(stage.layers) for stage in asked.stages] == [7, 7, 7, 6]
+    assert replace(asked, stages=costs.stages, order=costs.order) == costs
+
+
+def test_products_in_float8_are_computed_again_where_only_wider_ones_are_saved() -> None:
+    for precision, every in (("bf16", 2), ("bf16+float8 linear", 1)):
+        described = row(
+            precision=precision, framework="torchtitan FSDP2", recompute="selective op", pp=1, tp=1, gpu="H100"
+        )
+        job, framework = read(described), framework_of(described)
+        costs = costs_of(job, framework)
+        asked = as_held(job, framework, costs)
+        assert costs.recompute is not None and costs.recompute.every == 2
+        assert asked.recompute is not None and asked.recompute.every == every
+
+
+def bytes_held(**changed: Any) -> dict[str, float]:
+    """Bytes a parameter that a row's rank holds, by component."""
+    described = row(**changed)
+    return {part.component: part.bytes for part in costs_of(read(described), framework_of(described)).held}
+
+
+def test_state_is_what_the_framework_holds() -> None:
+    deepspeed: dict[str, Any] = {"framework": "Megatron-DeepSpeed"}
+    assert bytes_held(**deepspeed, zero_stage=1)["optimizer"] == 16
+    assert bytes_held(**deepspeed, zero_stage=0)["optimizer"] == 20
+    assert bytes_held(**deepspeed, precision="bf16")["gradients"] == 6
+    assert bytes_held(**deepspeed, precision="bf16 (fp32 grad accumulation)")["gradients"] == 7.5
+    assert bytes_held(framework="nanotron", precision="bf16")["gradients"] == 6
+    assert bytes_held(framework="nanotron", precision="bf16", n_gpus=16, gbs=64)["gradients"] == 4
+    assert bytes_held(framework="InternEvo", precision="bf16", zero_stage=1)["optimizer"] == 26
+
+
+def test_figures_count_what_they_say() -> None:
+    def figure(**changed: Any) -> tuple[float, str, bool]:
+        (case,), _ = cases_of([row(recompute=None, **changed)])
+        return memory(case, World())
+
+    nanotron: dict[str, Any] = {"framework": "nanotron", "precision": "bf16", "mem_kind": "GB"}
+    first, everything = figure(**nanotron), figure(**nanotron | {"framework": "nothing known"})
+    assert first[1] == "rank 0, reserved by PyTorch" and everything[1] == "as printed"
+    full = figure(framework="Megatron-DeepSpeed", mem_kind="nvidia-smi", tp=1, pp=1)
+    assert full == (World().devices["a100-80gb"].device.memory_gib, "whole process", False)
+
+
+def test_errors_of_other_frameworks_are_those_of_all_but_whole_processes() -> None:
+    rows_ = [row(mem_gb=40, mem_kind=kind) for kind in ("nvidia-smi", "max reserved", "as printed")]
+    found = results(cases_of(rows_)[0], World())
+    errors = [abs(r.memory_error or 0.0) for r in found[1:]]
+    assert of_others(found)["n"] == 2 and of_others(found)["mean"] == pytest.approx(sum(errors) / 2)
 
 
 def test_optimizer_state_is_shared_by_the_group_that_a_row_names() -> None:

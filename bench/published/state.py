@@ -1,0 +1,84 @@
+"""What a rank holds in the frameworks of published rows: state, and how layers are cut and computed again.
+
+Times are predicted with layers cut evenly, and with a selective recompute that takes as long as computing every second
+layer again. Bytes are asked of what the framework itself does (`as_held`).
+"""
+
+import math
+from collections.abc import Callable
+from dataclasses import replace
+from functools import cache, partial
+
+from titan.cost import Costs, Held, Order, Recompute, Stage
+from titan.plugins.parallel.pipeline.orders import order
+
+from .describe import Framework
+from .rows import Row
+
+
+def held(job: Row, framework: Framework, gradient: int) -> tuple[Held, ...]:
+    """State by component; `gradient`: bytes of one that is summed."""
+    shard = ("dp_shard",)
+    adds = framework.accumulate == "add"
+    updated = 12 + framework.readied[job.zero > 0] * (adds and gradient == 2)
+    if job.zero == 3:
+        kept, moments = (2.0, updated) if adds else (2.0, 0.0) if framework.offloaded else (4.0, 8.0)
+        return (
+            Held(component="parameters", bytes=kept, axes=shard), Held(component="gradients", bytes=kept, axes=shard),
+            Held(component="optimizer", bytes=moments, axes=shard),
+            Held(component="buffers", bytes=2, units=3),
+            Held(component="buffers", bytes=2 + gradient, units=1),
+        )  # fmt: skip
+    beside = 0.0
+    if adds and gradient == 4:
+        beside = 2.0 * (job.dp > 1 or not framework.drops_narrow)
+        beside += framework.unaccounted * ("fp32 grad" in job.precision)
+    return (
+        Held(component="parameters", bytes=2),
+        Held(component="gradients", bytes=gradient + beside),
+        Held(component="optimizer", bytes=updated, axes=shard if job.zero else ()),
+    )
+
+
+def recompute_of(job: Row, framework: Framework) -> str:
+    """What a row says is computed again or, where it is silent, what its framework does."""
+    return framework.recompute if "recompute" in job.guessed else job.recompute
+
+
+def as_held(job: Row, framework: Framework, costs: Costs) -> Costs:
+    """A job's costs where bytes are asked of them."""
+    stages, ordered = stages_of(job, framework.cut)
+    recompute = costs.recompute
+    if recompute_of(job, framework) == "products" and costs.dtype == "float8" and not framework.saves_narrow:
+        recompute = Recompute(every=1)
+    return replace(costs, stages=stages, order=ordered, recompute=recompute)
+
+
+@cache
+def _order(schedule: str, ranks: int, stages: int) -> Callable[[int], Order]:
+    return partial(order, schedule, ranks, stages)
+
+
+def stages_of(job: Row, cut: str = "even") -> tuple[tuple[Stage, ...], Callable[[int], Order]]:
+    """The cut, with embedding and head as a layer each where the framework counts them, and the order of work."""
+    stages = job.pp * job.chunks
+    extra = 2 if job.ends_count else 0
+    ends = [min(max(end - extra // 2, 0), job.layers) for end in _ends(job, job.layers + extra, stages, cut)]
+    ends[-1] = job.layers
+    starts = [0, *ends[:-1]]
+    layers = [range(a, b) for a, b in zip(starts, ends, strict=True)]
+    found = tuple(Stage(s % job.pp, these, s == 0, s == stages - 1) for s, these in enumerate(layers))
+    return found, _order("1F1B" if job.chunks == 1 else "Interleaved1F1B", job.pp, stages)
+
+
+def _ends(job: Row, items: int, stages: int, cut: str) -> list[int]:
+    """Where stages end, counted in layers from the first."""
+    numbers = range(1, stages + 1)
+    if cut == "first":
+        return [min(math.ceil(items / stages) * s, items) for s in numbers]
+    if cut == "last":
+        return [items // stages * s + max(0, s - stages + items % stages) for s in numbers]
+    if cut == "products":
+        whole = items + job.vocab * job.hidden / job.layer_params
+        return [min(math.floor(whole * s / stages) + 1, items) for s in numbers]
+    return [round(items * s / stages) for s in numbers]
