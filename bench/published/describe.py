@@ -44,6 +44,7 @@ class Framework:
     unaccounted: float = 0.0
     readied: tuple[float, float] = (4.0, 4.0)
     drops_narrow: bool = False
+    casts: bool = False
     cut: str = "even"
     saves_narrow: bool = True
     offloaded: bool = False

@@ -38,10 +38,9 @@ WHY = """## What misses, and why
 - Some constants lie at a bound: the time an operation takes at least stands for all that small operations lose, and
   transfers between stages are as fast as the port in every fabric that is not broken.
 - Memory is mostly printed in whole GB by methods that are not stated. What a process holds beside tensors is one
-  constant and one share of the activations. Readings at micro batches of one sequence lie 2 to 4 GB below that, at two
-  and four with tensor parallelism 4 or less 3 above and 3 below, at eight 3 below: the allocator's waste does not grow
-  as the activations do. Runs that sum in float32 hold 1.5 bytes a parameter that nothing accounts for.
-- An out-of-memory run that no figure tells from one that ran cannot be called.
+  constant, and what its allocator leaves unused one share of what a step allocates. Readings of micro batches of one
+  sequence in ten stages and more lie 2 to 3 GB below that, of eight sequences 2 to 4 below, of two sequences in two and
+  four stages 3 to 5 above. Runs that sum in float32 hold 0.3 bytes a parameter that nothing accounts for.
 - nanotron's rows at micro batches of 8 read as if the inputs of products were kept gathered, its others as if not.
 - Attention's results, which selective recompute saves, are left out where products are in float8 (4 GB on H200).
 - V100 at tensor parallelism 2 takes 1.05 ms a sum of 8 MB longer, recomputed or not: as if the pair had no NVLink

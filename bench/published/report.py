@@ -13,7 +13,7 @@ from titan.planner.memory import GIB, Memory
 from .describe import FOLDER, framework_of
 from .fit import Case, World
 from .rows import Row
-from .state import as_held
+from .state import as_held, as_reserved
 
 # fmt: off
 UNEXPLAINED = frozenset([
@@ -66,21 +66,27 @@ def _communicators(job: Row) -> int:
     return axes + (axes > 1) + (job.tp > 1 and job.pp > 1)
 
 
+def _of_a_step(memory: Memory) -> float:
+    """Bytes that are allocated and freed as a step goes on."""
+    return memory.activations + memory.buffers + memory.gradients
+
+
 def memory(case: Case, world: World) -> tuple[float, str, bool]:
     """Predicted GiB in the terms of the row's figure, which terms, and whether the process fits."""
     kind, least = _kind(case), _figures_of_memory()["least"]
-    planner = world.planner(case)
-    costs = as_held(case.job, framework_of(case.row), case.costs)
-    ranks = planner.draft(costs, case.layout).memory()
+    planner, framework = world.planner(case), framework_of(case.row)
+    held = as_held(case.job, framework, case.costs)
+    needs, shows = (
+        planner.draft(costs, case.layout).memory() for costs in (held, as_reserved(case.job, framework, held))
+    )
 
     def most(ranks: Sequence[Memory], reserved_gib: float, lost: float) -> float:
-        return max(m.total - m.margin + lost * (m.activations + m.buffers) for m in ranks) / GIB + reserved_gib
+        return max(m.total - m.margin + lost * _of_a_step(m) for m in ranks) / GIB + reserved_gib
 
     has = planner.cluster.device.memory_gib
-    counted = ranks[:1] if kind.get("first") else ranks
-    gib = most(counted, kind["reserved_gib"], kind["fragmented"])
-    fits = most(ranks, least["context_gib"] + least["communicator_gib"] * _communicators(case.job), 0.0) <= has
-    return min(gib, has), str(kind["name"]), fits
+    gib = most(shows[:1] if kind.get("first") else shows, kind["reserved_gib"], kind["fragmented"])
+    least_gib = most(needs, least["context_gib"] + least["communicator_gib"] * _communicators(case.job), 0.0)
+    return min(gib, has), str(kind["name"]), least_gib <= has
 
 
 def results(cases: Iterable[Case], world: World) -> list[Result]:

@@ -17,7 +17,8 @@ from bench.published.fit import CONSTANTS, World, case_of, cases_of, get
 from bench.published.reader import costs_of, layout_of, padded
 from bench.published.report import by_group, memory, of_others, out_of_memory, ranked, results, spearman, sweeps
 from bench.published.rows import Skip, load, measured, read
-from bench.published.state import as_held, stages_of
+from bench.published.state import as_held, as_reserved, stages_of
+from titan.cost import Attention
 from titan.planner import cluster as clusters
 from titan.planner.predict import Planner
 
@@ -156,6 +157,14 @@ def test_uneven_stages_are_asked_for_bytes_alone() -> None:
     assert replace(asked, stages=costs.stages, order=costs.order) == costs
 
 
+def test_scores_of_a_layer_that_is_computed_again_are_not_reserved_for_them_alone() -> None:
+    for recompute, kept in (("full", 1), (None, 2)):
+        described = row(framework="Megatron-DeepSpeed", recompute=recompute)
+        job, framework = read(described), framework_of(described)
+        reserved = as_reserved(job, framework, as_held(job, framework, costs_of(job, framework)))
+        assert [len(op.keeps) for op in reserved.layer if isinstance(op, Attention)] == [kept]
+
+
 def test_products_in_float8_are_computed_again_where_only_wider_ones_are_saved() -> None:
     for precision, every in (("bf16", 2), ("bf16+float8 linear", 1)):
         described = row(
@@ -179,7 +188,7 @@ def test_state_is_what_the_framework_holds() -> None:
     assert bytes_held(**deepspeed, zero_stage=1)["optimizer"] == 16
     assert bytes_held(**deepspeed, zero_stage=0)["optimizer"] == 20
     assert bytes_held(**deepspeed, precision="bf16")["gradients"] == 6
-    assert bytes_held(**deepspeed, precision="bf16 (fp32 grad accumulation)")["gradients"] == 7.5
+    assert bytes_held(**deepspeed, precision="bf16 (fp32 grad accumulation)")["gradients"] == 6.3
     assert bytes_held(framework="nanotron", precision="bf16")["gradients"] == 6
     assert bytes_held(framework="nanotron", precision="bf16", n_gpus=16, gbs=64)["gradients"] == 4
     assert bytes_held(framework="InternEvo", precision="bf16", zero_stage=1)["optimizer"] == 26
