@@ -50,8 +50,7 @@ WHY = """## What misses, and why
 """
 
 MEMORY = """The fullest rank in the terms of the row's figure (`bench/published/memory.toml`), or rank 0 where that is
-what was printed. Layers are cut as the framework cuts them (`bench/published/state.py`); times are predicted with an
-even cut.
+what was printed.
 """
 
 

@@ -65,7 +65,7 @@ def costs_of(job: Row, framework: Framework) -> Costs:
     several = job.micro_batches > 1 and job.zero < 3
     gradient = gradient_bytes(job, framework)
     accumulated = (2 + 2 * gradient) * several * (framework.accumulate == "add")
-    stages, ordered = stages_of(job)
+    stages, ordered = stages_of(job, framework.cut)
     return Costs(
         seq_len=job.seq_len, dim=job.hidden, micro_batch=job.micro_batch, micro_batches=job.micro_batches,
         stem=(Lookup(module="embed", rows=padded(job, framework), width=job.hidden),),

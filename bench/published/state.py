@@ -1,7 +1,7 @@
 """What a rank holds in the frameworks of published rows: state, and how layers are cut and computed again.
 
-Times are predicted with layers cut evenly, and with a selective recompute that takes as long as computing every second
-layer again. Bytes are asked of what the framework itself does (`as_held`).
+Times are predicted with a selective recompute that takes as long as computing every second layer again. Bytes are asked
+of what the framework itself computes again (`as_held`).
 """
 
 import math
@@ -50,12 +50,10 @@ def recompute_of(job: Row, framework: Framework) -> str:
 
 def as_held(job: Row, framework: Framework, costs: Costs) -> Costs:
     """A job's costs where bytes are asked of them."""
-    stages, ordered = stages_of(job, framework.cut)
-    recompute = costs.recompute
     said = recompute_of(job, framework)
     if said == "products" and costs.dtype == "float8" and not framework.saves_narrow:
-        recompute = Recompute(every=1)
-    return replace(costs, stages=stages, order=ordered, recompute=recompute)
+        return replace(costs, recompute=Recompute(every=1))
+    return costs
 
 
 def as_reserved(job: Row, framework: Framework, held: Costs) -> Costs:
@@ -78,7 +76,7 @@ def _order(schedule: str, ranks: int, stages: int) -> Callable[[int], Order]:
     return partial(order, schedule, ranks, stages)
 
 
-def stages_of(job: Row, cut: str = "even") -> tuple[tuple[Stage, ...], Callable[[int], Order]]:
+def stages_of(job: Row, cut: str) -> tuple[tuple[Stage, ...], Callable[[int], Order]]:
     """The cut, with embedding and head as a layer each where the framework counts them, and the order of work."""
     stages = job.pp * job.chunks
     extra = 2 if job.ends_count else 0

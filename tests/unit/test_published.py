@@ -147,14 +147,10 @@ def test_layers_are_cut_as_the_framework_cuts_them(cut: str, layers: list[int]) 
     assert [layer for stage in stages for layer in stage.layers] == list(range(27))
 
 
-def test_uneven_stages_are_asked_for_bytes_alone() -> None:
+def test_a_job_has_the_stages_of_its_framework() -> None:
     described = row(layers=27, framework="Megatron-DeepSpeed")
-    job, framework = read(described), framework_of(described)
-    costs = costs_of(job, framework)
-    asked = as_held(job, framework, costs)
-    assert [len(stage.layers) for stage in costs.stages] == [7, 7, 6, 7]
-    assert [len(stage.layers) for stage in asked.stages] == [7, 7, 7, 6]
-    assert replace(asked, stages=costs.stages, order=costs.order) == costs
+    costs = costs_of(read(described), framework_of(described))
+    assert [len(stage.layers) for stage in costs.stages] == [7, 7, 7, 6]
 
 
 def test_scores_of_a_layer_that_is_computed_again_are_not_reserved_for_them_alone() -> None:
