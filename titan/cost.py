@@ -119,8 +119,13 @@ def norm(module: str, dim: int, vectors: int = 1, statistics: int = 1) -> Elemen
 
 
 def residual(dim: int) -> Elementwise:
-    """The sum of what came into a pair and what the pair made of it."""
-    return Elementwise(region="hidden", forward=3 * dim, backward=dim)
+    """The sum of what came into a pair and what the pair made of it; backward sums the gradients of its two uses."""
+    return Elementwise(region="hidden", forward=3 * dim, backward=3 * dim)
+
+
+def shared(dim: int, uses: int) -> Elementwise:
+    """States that several products take: nothing forward, but backward sums what each of them makes of the gradient."""
+    return Elementwise(region="whole", forward=0, backward=3 * dim * (uses - 1))
 
 
 # --- state, traffic, recompute ------------------------------------------------------------------------------------

@@ -25,7 +25,7 @@ from torch import Tensor, nn
 
 from titan.contracts import Cache, HfTensor, KeyValues, Model, ModelPlan, option, register
 from titan.cost import Attention as AttentionCost
-from titan.cost import Elementwise, Kept, Lookup, Operation, linear, norm, residual
+from titan.cost import Elementwise, Kept, Lookup, Operation, linear, norm, residual, shared
 from titan.errors import ConfigError, Fault
 from titan.plan import ONES, ZEROS, Init, TensorStyle, nearest, normal
 
@@ -307,7 +307,7 @@ def _operations(c: GptConfig) -> tuple[Operation, ...]:
     d, f, q, kv = c.dim, c.ffn_width, c.n_heads * c.head_dim, c.kv_heads * c.head_dim
     attended = Kept(numbers=2 * q + 2 * kv, region="inner"), Kept(numbers=c.n_heads, region="inner", bytes=4)
     return (
-        norm("attn_norm", d, 2, 2),
+        norm("attn_norm", d, 2, 2), shared(d, 3),
         linear("attn.wq", d, q, keeps=d, bias=True),
         linear("attn.wk", d, kv, bias=True), linear("attn.wv", d, kv, bias=True),
         AttentionCost(heads=c.n_heads, kv_heads=c.kv_heads, head_dim=c.head_dim, keeps=attended),

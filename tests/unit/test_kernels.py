@@ -47,7 +47,8 @@ def test_every_operation_takes_a_launch() -> None:
     assert launched.product(512, 512, 512, "bfloat16", 2) - device().product(
         512, 512, 512, "bfloat16", 2
     ) == pytest.approx(7e-6)
-    assert launched.moving(0, 2) == pytest.approx(7e-6)
+    assert launched.moving(1e-9, 2) == pytest.approx(7e-6)
+    assert launched.moving(0, 2) == 0
 
 
 def test_a_last_wave_that_is_partly_filled_costs_as_much_as_a_full_one() -> None:

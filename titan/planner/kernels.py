@@ -81,8 +81,8 @@ class Device:
         return found
 
     def moving(self, numbers: float, width: float) -> float:
-        """Seconds of an operation that reads and writes that many numbers of `width` bytes."""
-        return numbers * width / self._bytes_per_s + self._launch
+        """Seconds of an operation that reads and writes that many numbers of `width` bytes; of none, nothing."""
+        return numbers * width / self._bytes_per_s + self._launch if numbers else 0.0
 
     def operation(self, op: Operation, costs: Costs, dtype: str) -> Seconds:
         """Seconds of one operation for one micro batch on one rank; its matmuls run in `dtype`."""

@@ -29,7 +29,7 @@ from torch import Tensor, nn
 
 from titan.contracts import Cache, HfTensor, KeyValues, Model, ModelPlan, option, register
 from titan.cost import Attention as AttentionCost
-from titan.cost import Elementwise, Kept, Lookup, Operation, linear, norm, residual
+from titan.cost import Elementwise, Kept, Lookup, Operation, linear, norm, residual, shared
 from titan.errors import ConfigError, Fault
 from titan.plan import ONES, Init, TensorStyle, nearest, normal
 
@@ -342,13 +342,13 @@ def _operations(c: LlamaConfig) -> tuple[Operation, ...]:
     d, f, q, kv = c.dim, c.ffn_dim, c.n_heads * c.head_dim, c.kv_heads * c.head_dim
     attended = Kept(numbers=2 * q + 2 * kv, region="inner"), Kept(numbers=c.n_heads, region="inner", bytes=4)
     return (
-        norm("attn_norm", d),
+        norm("attn_norm", d), shared(d, 3),
         linear("attn.wq", d, q, keeps=d), linear("attn.wk", d, kv), linear("attn.wv", d, kv),
         Elementwise(region="inner", forward=8 * (q + kv), backward=8 * (q + kv)),
         AttentionCost(heads=c.n_heads, kv_heads=c.kv_heads, head_dim=c.head_dim, keeps=attended),
         linear("attn.wo", q, d),
         residual(d),
-        norm("ffn_norm", d),
+        norm("ffn_norm", d), shared(d, 2),
         linear("ffn.w1", d, f, keeps=d), linear("ffn.w3", d, f),
         Elementwise(region="inner", forward=5 * f, backward=8 * f, keeps=(Kept(numbers=3 * f, region="inner"),)),
         linear("ffn.w2", f, d, keeps=f, region="inner"),
