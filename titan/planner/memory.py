@@ -288,14 +288,23 @@ def memory_of(costs: Costs, stages: Sequence[StageMemory], cluster: Cluster) -> 
     return [_of_place(place, stages, homes, order[place], costs, cluster) for place in range(places)]
 
 
-@lru_cache(maxsize=256)
 def representative(order: Callable[[int], Order], micro_batches: int, stages: int, places: int) -> Order:
     """An order that keeps as much as that of so many micro batches: of fewer, where more keep nothing more."""
     few = 2 * (stages + places)
-    if micro_batches <= few + places:
-        return order(micro_batches)
+    settled = _settled(order, few, places) if micro_batches > few + places else None
+    return settled or _made(order, micro_batches)
+
+
+@lru_cache(maxsize=256)
+def _made(order: Callable[[int], Order], micro_batches: int) -> Order:
+    return order(micro_batches)
+
+
+@lru_cache(maxsize=256)
+def _settled(order: Callable[[int], Order], few: int, places: int) -> Order | None:
+    """The order of a few micro batches, if those of more keep nothing more."""
     short = order(few)
-    return short if _under_way(short) == _under_way(order(few + places)) else order(micro_batches)
+    return short if _under_way(short) == _under_way(order(few + places)) else None
 
 
 def _under_way(order: Order) -> list[int]:
