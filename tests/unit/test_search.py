@@ -2,6 +2,7 @@
 
 import itertools
 import json
+from collections import defaultdict
 from dataclasses import replace
 from pathlib import Path
 
@@ -9,12 +10,13 @@ import pytest
 
 from tests.planned import CLUSTER, TOML, job_of
 from titan.cli import main
-from titan.config import load_job
-from titan.cost import Stage
+from titan.config import Job, load_job
+from titan.cost import Costs, Stage
 from titan.errors import ConfigError
 from titan.planner import search as search_module
-from titan.planner.layout import costs_of
-from titan.planner.predict import Planner, Prediction
+from titan.planner.cluster import Cluster
+from titan.planner.layout import costs_of, uncut
+from titan.planner.predict import Planner, Prediction, places_of
 from titan.planner.search import Objective, _Search, search
 from titan.planner.space import Choice, load_base
 
@@ -25,9 +27,9 @@ VALUES = {
 }
 
 
-def everything(ranks: int, *words: str) -> list[tuple[Choice, Prediction]]:
+def everything(ranks: int, *words: str, cluster: Cluster = CLUSTER) -> list[tuple[Choice, Prediction]]:
     """Each layout that plugins allow and that fits, predicted through the front door: overrides of the TOML."""
-    base, planner, found = load_base(TOML, words), Planner(CLUSTER), []
+    base, planner, found = load_base(TOML, words), Planner(cluster), []
     space = base.space(ranks, 4)
     for layout in space.layouts():
         for micro_batch in space.micro_batches(layout):
@@ -56,29 +58,63 @@ def test_the_best_are_the_best_of_all(objective: Objective) -> None:
         assert result.by_bound or result.slower, "nothing was ruled out early, so the bounds were not tested"
 
 
-def bounds(*words: str) -> tuple[float, float, float, float]:
-    """The bounds of a job, from the loosest, and what its step takes, where nothing but computing takes time."""
+def bounds(run: _Search, alone: Costs, job: Job) -> tuple[float, float, float, float]:
+    """The bounds of a job, from the loosest: of its group, however it is cut, as it is cut, with its stages timed."""
+    costs, planner = costs_of(job), run.planner
+    alike, draft = planner.alike(uncut(job), job.layout), planner.draft(costs, job.layout)
+    least, busy = run._least(alike)
+    return (
+        run._bound(alone, job.layout, job.micro_batch),
+        run._value(least, busy, job.layout),
+        run._value(alike.least_in(places_of(costs.stages, costs.recompute)), busy, job.layout),
+        run._value(draft.least_s, draft.busy_s, job.layout),
+    )
+
+
+def bounds_and_step(*words: str) -> tuple[float, float, float, float, float]:
+    """The bounds of a job and what its step takes, where nothing but computing takes time."""
     links = tuple(replace(link, gb_s=1e9) for link in CLUSTER.links)
     planner = Planner(replace(CLUSTER, links=links))
     job = job_of(*words, "--model.preset", "mini", "--train.micro_batch_size", "1", "--train.global_batch_size", "32")
-    run, costs = _Search(job_of("--model.preset", "mini"), planner, 1, "time"), costs_of(job)
-    alone = replace(costs, recompute=None, traffic=(), stages=(Stage(0, range(job.plan.n_layers)),))
-    run.job = job
-    draft = planner.draft(costs, job.layout)
-    found = run._bound(alone, job.layout, 1), run._at_least(costs, planner.alike(costs, job.layout)), draft.least_s
-    return (*found, draft.finish(draft.memory()).step_time_s)
+    run, costs = _Search(job, planner, 1, "time"), costs_of(job)
+    alone = replace(costs, recompute=None, traffic=(), update_bytes=0.0, stages=(Stage(0, range(job.plan.n_layers)),))
+    return *bounds(run, alone, job), planner.predict(costs, job.layout).step_time_s
 
 
 def test_bounds_are_below_the_step_and_near_it() -> None:
-    group, work, draft, step = bounds()
-    assert 0.9 * step < group <= work <= draft <= step * (1 + 1e-9)
+    group, shared, work, draft, step = bounds_and_step()
+    assert 0.9 * step < group <= shared <= work * (1 + 1e-9)
+    assert work <= draft <= step * (1 + 1e-9)
     zero_bubble = ("--mesh.pp", "4", "--plugins.pipeline.schedule", "ZBVZeroBubble")
-    group, work, draft, step = bounds(*zero_bubble)
-    assert group <= step and work <= draft <= step * (1 + 1e-9)
+    group, shared, work, draft, step = bounds_and_step(*zero_bubble)
+    assert max(group, shared) <= step and work <= draft <= step * (1 + 1e-9)
     assert draft > 0.93 * step
     for schedule in ("1F1B", "GPipe", "Interleaved1F1B", "LoopedBFS", "InterleavedZeroBubble", "DualPipeV"):
-        *under, step = bounds("--mesh.pp", "4", "--plugins.pipeline.schedule", schedule)
+        *under, step = bounds_and_step("--mesh.pp", "4", "--plugins.pipeline.schedule", schedule)
         assert max(under) <= step * (1 + 1e-9), schedule
+
+
+def test_no_layout_is_better_than_its_bounds() -> None:
+    words = ("--train.global_batch_size=8", "--plugins.bf16.enabled=true")
+    base, cuts = load_base(TOML, words).job, defaultdict(set)
+    runs = [_Search(base, Planner(CLUSTER), 1, objective) for objective in ("time", "price", "energy")]
+    alone = replace(costs_of(base), recompute=None, traffic=(), fused=True, update_bytes=0.0)
+    for choice, prediction in everything(4, *words):
+        job = load_job(TOML, [*words, *choice.words()], 4)
+        for run in runs:
+            assert max(bounds(run, alone, job)) <= VALUES[run.objective](prediction) * (1 + 1e-9), choice
+        of_pipeline = dict(choice.options).get("pipeline")
+        cuts[str(choice.layout), choice.micro_batch, of_pipeline].add(costs_of(job).stages)
+    assert len(cuts) > 20
+    assert all(len(found) == 1 for found in cuts.values()), "a cut that depends on options of other techniques"
+
+
+def test_the_best_are_the_best_where_ranks_share_processors() -> None:
+    words, shared = ("--mesh.tp=1",), replace(CLUSTER, device=replace(CLUSTER.device, processors=2))
+    base = load_base(TOML, words)
+    best = search(base.job, Planner(shared), [base.space(4, 4)], keep=7).best
+    values = sorted(prediction.step_time_s for _, prediction in everything(4, *words, cluster=shared))
+    assert [found.prediction.step_time_s for found in best] == pytest.approx(values[:7], rel=1e-9)
 
 
 def test_workers_find_what_one_process_finds(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -23,6 +23,7 @@ from titan.cost import (
     Matmul,
     Operation,
     Order,
+    Recompute,
     Region,
     Stage,
 )
@@ -88,6 +89,7 @@ class Tensors:
     def __init__(self, costs: Costs) -> None:
         self._stem = [shapes(op, costs) for op in costs.stem]
         self._layer = [shape for op in costs.layer for shape in shapes(op, costs)]
+        self.layer = sliced(self._layer, 1)
         self._end = [shape for op in costs.head for shape in shapes(op, costs)]
         self._table: list[Shape] = []
         if costs.tied:
@@ -142,7 +144,7 @@ class StageMemory:
             size = min(held.units * largest, everything) if held.units else everything
             self.held[held.component] += held.bytes * size
         self.head = layer.head * stage.head
-        again = recomputed(stage.layers, costs)
+        again = recomputed(stage.layers, costs.recompute)
         self.kept = (len(stage.layers) - again) * self.layer.full + again * self.layer.least + self.head
         self.kept += layer.stem * stage.stem
         # The first layer's input lies in the buffer that it was received into, the last one's result is sent from.
@@ -269,14 +271,14 @@ def kept_by(operations: Iterable[Operation], costs: Costs, fused_norms: bool) ->
 
 def kind(stage: Stage, costs: Costs) -> tuple[int, ...]:
     """What the stages of a job that are alike have in common."""
-    return len(stage.layers), recomputed(stage.layers, costs), stage.stem, stage.head
+    return len(stage.layers), recomputed(stage.layers, costs.recompute), stage.stem, stage.head
 
 
-def recomputed(layers: Sequence[int], costs: Costs) -> int:
+def recomputed(layers: Sequence[int], recompute: Recompute | None) -> int:
     """How many of these layers are computed again."""
-    if costs.recompute is None:
+    if recompute is None:
         return 0
-    every = costs.recompute.every
+    every = recompute.every
     return len(layers) if every == 1 else sum(1 for layer in layers if layer % every == 0)
 
 

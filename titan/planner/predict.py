@@ -5,11 +5,13 @@ schedule is simulated micro batch by micro batch; what data parallelism sends, b
 and the optimizer come on top. The step ends when the last rank has ended; the split of its time is that rank's.
 """
 
+import math
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, fields
-from typing import Any
+from functools import cached_property
+from typing import Any, NamedTuple
 
-from titan.cost import Attention, Costs, Matmul, Operation, Stage
+from titan.cost import Attention, Costs, Matmul, Operation, Recompute, Stage
 from titan.mesh import Layout
 from titan.planner.cluster import Cluster
 from titan.planner.cluster import Device as Device_
@@ -90,26 +92,74 @@ NOT_OF_STAGES = tuple(
 """What stays the same however a job is cut."""
 
 
+class Place(NamedTuple):
+    """How much the ranks at a place of a pipeline hold.
+
+    before: layers that a micro batch comes through before it comes to theirs.  again: of the layers, those that are
+    computed again.  stem, head: how many.
+    """
+
+    before: int
+    layers: int = 0
+    again: int = 0
+    stem: int = 0
+    head: int = 0
+
+
+def places_of(stages: Sequence[Stage], recompute: Recompute | None) -> list[Place]:
+    """The places of a pipeline; of those that hold the same, the last."""
+    before, held = 0, dict[int, Place]()
+    for rank, layers, stem, head in stages:
+        p = held.get(rank, Place(before))
+        again = p.again + recomputed(layers, recompute)
+        held[rank] = Place(p.before, p.layers + len(layers), again, p.stem + stem, p.head + head)
+        before += len(layers)
+    return list({place[1:]: place for place in sorted(held.values())}.values())
+
+
 class Alike:
     """Stages of jobs that differ in their pipelines alone, each kind of stage looked at once.
 
     stem_s, layer_s, head_s, again_s: what a micro batch takes in them at least, and a layer to be computed again:
-    computation, and communication between operations that nothing hides.
+    computation, and communication that nothing hides.  once_s: what a layer takes at least once a step.
     """
 
     def __init__(self, parts: Parts, cluster: Cluster) -> None:
-        self.parts = parts
-        self._layer = LayerMemory(parts.costs, cluster.kernels.fused_norms or parts.costs.fused)
-        exposed = {key: sum(families.values()) for key, families in parts.exposed.items()}
-        seen = {
-            where: sum(seconds for (at, when), seconds in exposed.items() if at == where and when != "recompute")
-            for where in ("stem", "layer", "head")
-        }
-        self.stem_s, self.head_s = sum(parts.stem) + seen["stem"], sum(parts.head) + seen["head"]
-        self.layer_s = sum(parts.layer) + seen["layer"]
-        self.again_s = parts.again + exposed.get(("layer", "recompute"), 0.0)
+        self.parts, self._fused_norms = parts, cluster.kernels.fused_norms or parts.costs.fused
+        seen = {key: sum(families.values()) for key, families in parts.exposed.items()}
+        stem, layer, head = (
+            sum(seen.get((where, when), 0.0) for when in ("forward", "backward")) for where in ("stem", "layer", "head")
+        )
+        unit, once = parts.layer_unit_s()
+        self.stem_s, self.head_s = sum(parts.stem) + stem, sum(parts.head) + head
+        self.layer_s = sum(parts.layer) + layer + unit
+        self.again_s = parts.again + seen.get(("layer", "recompute"), 0.0)
+        self.once_s = once + parts.update_s(parts.tensors.layer)
         self._work: dict[tuple[int, ...], StageWork] = {}
         self._memory: dict[tuple[int, ...], StageMemory] = {}
+
+    def least(self, rounds: float, ranks: int) -> tuple[float, float]:
+        """Seconds of a step of so many micro batches however ranks share the layers; at least, and on average at work.
+
+        The slowest takes no less than the mean, and the n-th waits for a micro batch to come through a layer on each of
+        n - 1 others. Nor does the one with the most layers, its share rounded up or more, take less than these take.
+        """
+        stages, recompute = self.parts.costs.stages, self.parts.costs.recompute
+        layers = sum(len(stage.layers) for stage in stages)
+        again = sum(recomputed(stage.layers, recompute) for stage in stages)
+        busy = rounds * (self.stem_s + self.head_s + layers * self.layer_s + again * self.again_s) / ranks
+        mean = busy + layers * self.once_s / ranks + (ranks - 1) / 2 * self.parts.layer.forward
+        each = self.layer_s + (self.again_s if again == layers else 0.0)
+        return max(mean, math.ceil(layers / ranks) * (rounds * each + self.once_s)), busy
+
+    def least_in(self, places: Iterable[Place]) -> float:
+        """Seconds of a step at least where the layers are shared out so: a rank's work, once a micro batch is there."""
+        rounds, forward = self.parts.costs.micro_batches, self.parts.layer.forward
+        stem, layer, again, head = (rounds * s for s in (self.stem_s, self.layer_s, self.again_s, self.head_s))
+        layer += self.once_s
+        return max(
+            p.before * forward + p.layers * layer + p.again * again + p.stem * stem + p.head * head for p in places
+        )
 
     def work(self, stage: Stage) -> StageWork:
         """The seconds of a stage."""
@@ -117,6 +167,10 @@ class Alike:
         if key not in self._work:
             self._work[key] = StageWork(stage, self.parts)
         return self._work[key]
+
+    @cached_property
+    def _layer(self) -> LayerMemory:
+        return LayerMemory(self.parts.costs, self._fused_norms)
 
     def memory(self, stage: Stage) -> StageMemory:
         """The bytes of a stage."""
@@ -148,12 +202,18 @@ class Planner:
         """What jobs share that differ in their pipelines alone; the last one's is at hand."""
         key = (layout.degrees, *(getattr(costs, name) for name in NOT_OF_STAGES))
         if self._last is None or self._last[0] != key:
-            self._last = key, Alike(Parts(costs, layout, self.device, self.network), self.cluster)
+            like = self._last[1].parts if self._last else None
+            self._last = key, Alike(Parts(costs, layout, self.device, self.network, like), self.cluster)
         return self._last[1]
 
     def draft(self, costs: Costs, layout: Layout, alike: "Alike | None" = None) -> "Draft":
         """The work of a step, before its schedule is simulated; `alike`: what its like share, where it is at hand."""
         return Draft(self, costs, layout, alike or self.alike(costs, layout))
+
+    def speed(self, layout: Layout) -> float:
+        """A rank's share of its full speed when all of them are at work, for they may share processors."""
+        processors, ranks = self.cluster.device.processors, layout.world_size
+        return min(1.0, processors / min(ranks, self.cluster.ranks_per_node or ranks)) if processors else 1.0
 
     def steps(self, costs: Costs) -> Steps:
         """The steps of a pipeline of this order; the same for all jobs that have it."""
@@ -197,6 +257,11 @@ class Draft:
             begins, returns = begins + work.forward, returns + work.inputs
         return least
 
+    @property
+    def busy_s(self) -> float:
+        """Seconds that ranks are at work on micro batches, on average."""
+        return self.costs.micro_batches * sum(w.forward + w.inputs + w.weights for w in self.work) / len(self.by_place)
+
     def finish(self, memory: Sequence[Memory], *, keep: bool = False) -> Prediction:
         """Simulate the schedule."""
         costs, layout, cluster, by_place = self.costs, self.layout, self.planner.cluster, self.by_place
@@ -224,12 +289,10 @@ class Draft:
 
         Then all of the work takes as long as if none ever waited, and no less than the schedule at full speed.
         """
-        processors, ranks = self.planner.cluster.device.processors, self.layout.world_size
-        node = min(ranks, self.planner.cluster.ranks_per_node or ranks)
-        if not processors or node <= processors:
+        if (speed := self.planner.speed(self.layout)) == 1:
             return end
         work = zip(timeline.busy, timeline.exposed, self.once, strict=True)
-        return max(end * processors / node, sum(map(sum, work)) / len(timeline.busy))
+        return max(end * speed, sum(map(sum, work)) / len(timeline.busy))
 
     def _simulate(self, keep: bool) -> Timeline:
         costs, work = self.costs, self.work
@@ -289,7 +352,7 @@ def flops_per_token(costs: Costs) -> tuple[float, float]:
     layers = sum(len(stage.layers) for stage in costs.stages)
     layer, head = (sum(_forward_flops(op, costs) for op in ops) for ops in (costs.layer, costs.head))
     model = 3 * (layers * layer + head)
-    again = sum(recomputed(stage.layers, costs) for stage in costs.stages)
+    again = sum(recomputed(stage.layers, costs.recompute) for stage in costs.stages)
     if costs.recompute is None or costs.recompute.keeps == "products":
         again = 0
     return model, model + again * layer

@@ -1,31 +1,42 @@
 """The best layouts of a job on a cluster, out of all there are.
 
-Branch and bound: layouts are grouped by degrees and micro batch; the computation of a group's micro batches, shared
-out evenly over its stages, is a time that no layout of the group can beat. Groups are gone through from the lowest
-bound on, until it exceeds the worst of the layouts that are kept. What does not fit into memory is dropped before it is
-simulated. So all layouts are looked at, most of them by their bound alone.
+Branch and bound, the lowest bound first. A group of layouts has degrees and micro batch in common; none of them beats
+its computation, shared out evenly. A group falls into the choices for techniques that do not cut the model; none beats
+that with its communication, however the layers are shared out. These fall into layouts, each with its cut; none beats
+what its ranks have to do if nothing makes them wait. What is left is timed stage by stage, dropped if it does not fit
+into memory, and simulated, till the lowest bound exceeds the worst of the layouts that are kept. So all layouts are
+looked at, most of them by a bound that they share.
+
+Where a technique cuts the model must follow from its own options, the degrees and the micro batch.
 """
 
 import bisect
+import gc
+import heapq
+import itertools
 import multiprocessing
 import sys
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
+from functools import cache, partial
 from operator import itemgetter
-from typing import Literal
+from typing import Any, Literal, NamedTuple
 
 from titan.config import Job
-from titan.cost import REGIONS, Costs
+from titan.cost import REGIONS, Costs, Recompute, Stage
 from titan.mesh import Layout
 from titan.planner.layout import costs_of, cut, uncut
-from titan.planner.memory import GIB, recomputed
-from titan.planner.predict import Alike, Planner, Prediction
+from titan.planner.memory import GIB
+from titan.planner.predict import Alike, Place, Planner, Prediction, places_of
 from titan.planner.space import Choice, Chosen, Space
-from titan.planner.work import Parts
 
 Objective = Literal["time", "price", "energy"]
 Group = tuple[float, Space, Layout, int]
 """Bound, space, layout, micro batch."""
+Places = Callable[[Recompute | None], list[Place]]
+"""What the ranks of a pipeline hold when so much is computed again."""
+Cuts = dict[Chosen, Places]
+"""The places of a group's pipelines, by the choices for techniques that cut the model."""
 
 FEW = 200
 """Groups that one process goes through before another one has started."""
@@ -49,7 +60,7 @@ class Result:
     """The best layouts, best first, and what became of the others.
 
     layouts: combinations of degrees and micro batch.  by_bound: of them, ruled out by their bound.  Of layouts with
-    their options, refused: by a plugin's check; slower: than the best even if no rank waits; too_large: for the memory.
+    their options, refused: by a plugin's check; slower: than the best by their bounds; too_large: for the memory.
     tightest: (bytes, layout) of the one that lacks least memory.
     """
 
@@ -77,11 +88,22 @@ def search(
 
     progress: told how many groups are done, of how many (the first worker's).  workers: processes that share them.
     """
-    run = _Search(job, planner, keep, objective)
-    groups = sorted(run.groups(spaces), key=itemgetter(0))
-    if workers == 1 or len(groups) < FEW or sys.platform != "linux":
-        return run.through(groups, progress)
-    # Forked, they have the job and the plugins, and send back plain data. Each in turn takes the next best group.
+    gc.freeze()  # what has been imported is not gone through at each collection, nor copied where workers are forked
+    try:
+        run = _Search(job, planner, keep, objective)
+        groups = sorted(run.groups(spaces), key=itemgetter(0))
+        if workers == 1 or len(groups) < FEW or sys.platform != "linux":
+            return run.through(groups, progress)
+        return _merged(_shared_out(run, groups, progress, workers), keep, objective)
+    finally:
+        gc.unfreeze()
+
+
+def _shared_out(
+    run: "_Search", groups: Sequence[Group], progress: Callable[[int, int], None], workers: int
+) -> list[Result]:
+    """What each worker finds. Each in turn takes the next best group."""
+    # Forked, they have the job and the plugins, and send back plain data.
     context = multiprocessing.get_context("fork")
     others = []
     for number in range(1, workers):
@@ -95,7 +117,7 @@ def search(
     for process, receiver in others:
         results.append(receiver.recv())
         process.join()
-    return _merged(results, keep, objective)
+    return results
 
 
 def _merged(results: Sequence[Result], keep: int, objective: Objective) -> Result:
@@ -109,6 +131,24 @@ def _merged(results: Sequence[Result], keep: int, objective: Objective) -> Resul
     return Result(best=best, tightest=min(tightest, key=itemgetter(0), default=None), **counts)
 
 
+@cache
+def _places(stages: tuple[Stage, ...]) -> Places:
+    """What the ranks of a pipeline hold; many jobs have the same."""
+    return cache(partial(places_of, stages))
+
+
+class _Node(NamedTuple):
+    """Layouts that are still to be looked at.
+
+    number: of those with the same bound, which comes first.  layouts: how many; 0 where that is not known yet.
+    """
+
+    bound: float
+    number: int
+    layouts: int
+    look: Callable[[], None]
+
+
 class _Search:
     """A search on its way; `values` are the objectives of the best, in order."""
 
@@ -116,110 +156,107 @@ class _Search:
         self.job, self.planner, self.keep, self.objective = job, planner, keep, objective
         self.result = Result()
         self.values: list[float] = []
-        self._micro: dict[tuple[int, int, int], tuple[float, float]] = {}
-        self.least = {
-            "time": 1.0,
-            "price": planner.cluster.device.price / 3600,
-            "energy": planner.cluster.device.idle_w,
-        }[objective]
         self.room = planner.cluster.device.memory_gib * GIB
+        self._waiting: list[_Node] = []
+        self._numbers = itertools.count()
+        self._alone: dict[tuple[int, int, int], Alike] = {}
 
     def through(self, groups: Sequence[Group], progress: Callable[[int, int], None] = lambda done, of: None) -> Result:
-        """Look at groups in the order of their bounds."""
-        self.result.layouts = len(groups)
-        for number, (bound, space, layout, micro_batch) in enumerate(groups):
-            progress(number, len(groups))
-            if self._hopeless(bound):
-                self.result.by_bound = len(groups) - number
-                break
-            for options, staged in space.options(layout):
-                self._look_through(space, Choice(layout, micro_batch, options), staged)
+        """Look at what has the lowest bound, until nothing that is left can be among the best."""
+        result = self.result
+        result.layouts = result.by_bound = len(groups)
+        for bound, *group in groups:
+            self._wait(bound, 0, self._look_at_group, *group)
+        while self._waiting and not self._hopeless(self._waiting[0].bound):
+            heapq.heappop(self._waiting).look()
+            progress(len(groups) - result.by_bound, len(groups))
+        result.slower += sum(node.layouts for node in self._waiting)
         progress(len(groups), len(groups))
-        return self.result
+        return result
+
+    def _wait(self, bound: float, layouts: int, look: Callable[..., None], *arguments: Any) -> None:
+        heapq.heappush(self._waiting, _Node(bound, next(self._numbers), layouts, partial(look, *arguments)))
 
     def _hopeless(self, bound: float) -> bool:
         return len(self.values) == self.keep and bound >= self.values[-1]
 
     def groups(self, spaces: Sequence[Space]) -> Iterator[Group]:
         """(bound, space, layout, micro batch) of each combination that divides the batch."""
-        alone = replace(costs_of(self.job), recompute=None, traffic=(), fused=True)
+        alone = replace(costs_of(self.job), recompute=None, traffic=(), fused=True, update_bytes=0.0)
         for space in spaces:
             for layout in space.layouts():
                 for micro_batch in space.micro_batches(layout):
                     yield self._bound(alone, layout, micro_batch), space, layout, micro_batch
 
     def _bound(self, alone: Costs, layout: Layout, micro_batch: int) -> float:
-        """What a layout takes at least: its computation, shared out evenly, none of it twice."""
+        """What a group costs at least: its computation, shared out evenly, none of it twice."""
         slices, sequence, batch = (layout.role_degree(role) for role in ("model", "sequence", "batch"))
-        whole = {region: sequence * (1 if region == "whole" else slices) for region in REGIONS}
-        costs = replace(alone, splits=whole, micro_batch=micro_batch)
         key = (slices, sequence, micro_batch)
-        if key not in self._micro:
-            parts = Parts(costs, layout, self.planner.device, self.planner.network)
-            layers = sum(len(stage.layers) for stage in alone.stages)
-            self._micro[key] = sum(parts.stem) + sum(parts.head) + layers * sum(parts.layer), parts.layer.forward
-        rounds, stages = self.job.train.global_batch_size / micro_batch / batch, layout.role_degree("stage")
-        micro, first = self._micro[key]
-        # The last rank waits for a micro batch to come through a layer on each of the others.
-        return self._value(micro * rounds / stages + (stages - 1) * first, layout)
+        if key not in self._alone:
+            whole = {region: sequence * (1 if region == "whole" else slices) for region in REGIONS}
+            self._alone[key] = self.planner.alike(replace(alone, splits=whole, micro_batch=micro_batch), layout)
+        rounds = self.job.train.global_batch_size / micro_batch / batch
+        return self._value(*self._alone[key].least(rounds, layout.role_degree("stage")), layout)
 
-    def _value(self, seconds: float, layout: Layout) -> float:
-        return seconds if self.objective == "time" else seconds * layout.world_size * self.least
+    def _value(self, least: float, busy: float, layout: Layout) -> float:
+        """What a step costs at least that takes so long, and in which ranks are at work so long on average."""
+        device, world = self.planner.cluster.device, layout.world_size
+        least = max(least * self.planner.speed(layout), busy)
+        if self.objective == "energy":
+            return world * (device.idle_w * (least - busy) + device.power_w * busy)
+        return least if self.objective == "time" else device.price * world * least / 3600
 
-    def _look_through(self, space: Space, choice: Choice, staged: Sequence[Chosen]) -> None:
-        """A layout's choices for techniques that do not cut the model, with all of those for the ones that do."""
-        result, job = self.result, space.job_of(choice)
-        if job is None:
-            result.refused += len(staged)
-            return
-        whole = uncut(job)
-        alike = self.planner.alike(whole, choice.layout)
-        if self._hopeless(self._value(self._evenly(alike), choice.layout)):
-            result.slower += len(staged)
-            return
+    def _look_at_group(self, space: Space, layout: Layout, micro_batch: int) -> None:
+        """Degrees and micro batch: with all choices for techniques that do not cut the model."""
+        self.result.by_bound -= 1
+        cuts: Cuts = {}
+        for options, staged in space.options(layout):
+            choice = Choice(layout, micro_batch, options)
+            if (alike := self._alike(space, choice)) is None:
+                self.result.refused += len(staged)
+                continue
+            bound = self._value(*self._least(alike), layout)
+            self._wait(bound, len(staged), self._look_at_plain, space, choice, staged, cuts)
+
+    def _alike(self, space: Space, choice: Choice) -> Alike | None:
+        job = space.job_of(choice)
+        return None if job is None else self.planner.alike(uncut(job), choice.layout)
+
+    @staticmethod
+    def _least(alike: Alike) -> tuple[float, float]:
+        return alike.least(alike.parts.costs.micro_batches, alike.parts.layout.role_degree("stage"))
+
+    def _look_at_plain(self, space: Space, choice: Choice, staged: Sequence[Chosen], cuts: Cuts) -> None:
+        """These choices: with all of those for techniques that do cut it."""
+        alike = self._alike(space, choice)  # made again: few get here, and together they would fill the memory
+        assert alike is not None
         if (least := self._state(alike)) > self.room:
             self._lacks(least, choice, len(staged))
             return
+        costs, (_, busy) = alike.parts.costs, self._least(alike)
         for more in staged:
-            self._look_at(space, replace(choice, options=(*choice.options, *more)), whole, alike)
+            one = replace(choice, options=(*choice.options, *more))
+            if more not in cuts:
+                job = space.job_of(one)
+                if job is None or not space.allows(job):
+                    self.result.refused += 1
+                    continue
+                cuts[more] = _places(cut(costs, job).stages)
+            least = alike.least_in(cuts[more](costs.recompute))
+            self._wait(self._value(least, busy, one.layout), 1, self._look_at_one, space, one, alike)
 
     def _state(self, alike: Alike) -> float:
         """Bytes of state that the ranks of the best of all cuts into stages hold at least."""
         held = alike.memory(alike.parts.costs.stages[0]).held
         return sum(held.values()) / alike.parts.layout.role_degree("stage")
 
-    def _evenly(self, alike: Alike) -> float:
-        """Seconds of a step if every stage had the same share of the work, and no rank waited but for the first one."""
-        costs, stages = alike.parts.costs, alike.parts.layout.role_degree("stage")
-        layers = sum(len(stage.layers) for stage in costs.stages)
-        again = sum(recomputed(stage.layers, costs) for stage in costs.stages)
-        micro = alike.stem_s + layers * alike.layer_s + again * alike.again_s + alike.head_s
-        return micro * costs.micro_batches / stages + (stages - 1) * alike.parts.layer.forward
-
-    def _at_least(self, costs: Costs, alike: Alike) -> float:
-        """Seconds of a step by its micro batches alone: of each rank, from when the first has come through to it."""
-        works = [0.0] * (1 + max(stage.rank for stage in costs.stages))
-        begins: dict[int, float] = {}
-        begun, forward, layer_s = 0.0, alike.parts.layer.forward, alike.layer_s
-        for rank, layers, stem, head in costs.stages:
-            begins.setdefault(rank, begun)
-            begun += len(layers) * forward
-            works[rank] += len(layers) * layer_s + stem * alike.stem_s + head * alike.head_s
-            if costs.recompute is not None:
-                works[rank] += recomputed(layers, costs) * alike.again_s
-        return max(begins[rank] + costs.micro_batches * work for rank, work in enumerate(works))
-
-    def _look_at(self, space: Space, choice: Choice, whole: Costs, alike: Alike) -> None:
+    def _look_at_one(self, space: Space, choice: Choice, alike: Alike) -> None:
         result, job = self.result, space.job_of(choice)
         if job is None or not space.allows(job):
             result.refused += 1
             return
-        costs = cut(whole, job)
-        if self._hopeless(self._value(self._at_least(costs, alike), choice.layout)):
-            result.slower += 1
-            return
-        draft = self.planner.draft(costs, choice.layout, alike)
-        if self._hopeless(self._value(draft.least_s, choice.layout)):
+        draft = self.planner.draft(cut(alike.parts.costs, job), choice.layout, alike)
+        if self._hopeless(self._value(draft.least_s, draft.busy_s, choice.layout)):
             result.slower += 1
             return
         memory = draft.memory()

@@ -29,7 +29,7 @@ def moved(place: int, costs: Costs, layout: Layout) -> Moved:
 
 
 def _of(traffic: Traffic, stage: Stage, params: float, costs: Costs, layout: Layout) -> float:
-    again = recomputed(stage.layers, costs) if _joined_again(costs) else 0
+    again = recomputed(stage.layers, costs.recompute) if _joined_again(costs) else 0
     times = {
         "stem": int(stage.stem),
         "layer": again if traffic.when == "recompute" else len(stage.layers),

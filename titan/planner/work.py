@@ -30,16 +30,36 @@ class Unit(NamedTuple):
     backward: float
 
 
-class Parts:
-    """Seconds of a job's stem, layer and head for one micro batch, before it is known which stage has which."""
+OF_OPERATIONS = (
+    "stem", "layer", "head", "styles", "tied", "splits", "seq_len", "micro_batch", "bytes", "dtype", "wide_dtype",
+    "fused",
+)  # fmt: skip
+"""What of `Costs` decides how long operations take, and which tensors they have."""
 
-    def __init__(self, costs: Costs, layout: Layout, device: Device, network: Network) -> None:
+
+class Parts:
+    """Seconds of a job's stem, layer and head for one micro batch, before it is known which stage has which.
+
+    like: of a job on the same device, perhaps with the same operations; then they are not timed again.
+    """
+
+    stem: Seconds
+    layer: Seconds
+    head: Seconds
+    tensors: Tensors
+
+    def __init__(
+        self, costs: Costs, layout: Layout, device: Device, network: Network, like: "Parts | None" = None
+    ) -> None:
         self.costs, self.layout, self.device, self.network = costs, layout, device, network
-        self.stem = self._seconds(costs.stem, costs.wide_dtype)
-        self.layer = self._seconds(costs.layer, costs.dtype)
-        self.head = self._seconds(costs.head, costs.wide_dtype)
+        if like is not None and all(getattr(like.costs, name) == getattr(costs, name) for name in OF_OPERATIONS):
+            self.stem, self.layer, self.head, self.tensors = like.stem, like.layer, like.head, like.tensors
+        else:
+            self.stem = self._seconds(costs.stem, costs.wide_dtype)
+            self.layer = self._seconds(costs.layer, costs.dtype)
+            self.head = self._seconds(costs.head, costs.wide_dtype)
+            self.tensors = Tensors(costs)
         self.again = self._again()
-        self.tensors = Tensors(costs)
         self._timed: dict[tuple[int, float], float] = {}
         self._roles = {axis.name: axis.role for axis in layout.axes}
         self.exposed = self._exposed()
@@ -94,6 +114,25 @@ class Parts:
         gathers = traffic.where == "unit" and traffic.collective != "all_reduce"
         return self.device.kernels.gather_us * 1e-6 if gathers else 0.0
 
+    def update_s(self, params: float) -> float:
+        """Seconds that the optimizer takes for so many of a rank's parameters."""
+        return self.device.update(params / ranks_of(self.costs.updated_over, self.layout) * self.costs.update_bytes)
+
+    def layer_unit_s(self) -> tuple[float, float]:
+        """Seconds by which gathering and reducing a layer shows at least: for each micro batch, and once a step."""
+        seen = {"use": 0.0, "step": 0.0}
+        for every, when, traffic in self.unit_traffic:
+            # What is kept of the last unit may be kept of any.
+            seconds = sum(self.seconds(t, self.tensors.layer) for t in traffic if not t.kept)
+            beside = self.layer.forward if when == "forward" else self.layer.backward + self.again
+            seen[every] += self.unit_s(traffic, seconds, beside)[0]
+        return seen["use"], seen["step"]
+
+    def unit_s(self, traffic: Iterable[Traffic], seconds: float, beside: float) -> tuple[float, float]:
+        """Of the seconds of a unit's traffic, those that show, and those that computation beside it covers."""
+        covered = min(seconds, beside) if all(t.overlaps for t in traffic) else 0.0
+        return seconds - covered + self.device.kernels.overlap_slowdown * covered, covered
+
     def _exposed(self) -> dict[tuple[str, str], dict[str, float]]:
         """(where, when) -> family -> seconds, of what runs between operations of a micro batch."""
         found: dict[tuple[str, str], dict[str, float]] = defaultdict(lambda: defaultdict(float))
@@ -125,7 +164,7 @@ class StageWork:
 
     def __init__(self, stage: Stage, parts: Parts) -> None:
         self.stage, self.parts = stage, parts
-        costs, layers, again = parts.costs, len(stage.layers), recomputed(stage.layers, parts.costs)
+        costs, layers, again = parts.costs, len(stage.layers), recomputed(stage.layers, parts.costs.recompute)
         compute = [
             layers * layer + stage.stem * stem + stage.head * head
             for layer, stem, head in zip(parts.layer, parts.stem, parts.head, strict=True)
@@ -146,7 +185,7 @@ class StageWork:
         """Exposed seconds between operations of a micro batch, also put down by family."""
         again = when == "recompute"
         counts = {
-            "layer": recomputed(self.stage.layers, self.parts.costs) if again else len(self.stage.layers),
+            "layer": recomputed(self.stage.layers, self.parts.costs.recompute) if again else len(self.stage.layers),
             "stem": int(self.stage.stem),
             "head": int(self.stage.head),
         }
@@ -164,7 +203,7 @@ class StageWork:
         each = 1 / max(stems, 1)
         found = [Unit(1, size, parts.stem.forward * each, parts.stem.backward * each) for size in sizes[:stems]]
         if layers:
-            again = parts.again * recomputed(stage.layers, parts.costs) / layers
+            again = parts.again * recomputed(stage.layers, parts.costs.recompute) / layers
             found.append(Unit(layers, sizes[stems], parts.layer.forward, parts.layer.backward + again))
         for size in sizes[stems + layers :]:
             found.append(Unit(1, size, parts.head.forward * stage.head, parts.head.backward * stage.head))
@@ -176,14 +215,13 @@ class StageWork:
             self._beside(traffic, every == "use", when == "forward")
 
     def _beside(self, traffic: list[Traffic], each: bool, forward: bool) -> None:
-        parts, slowdown = self.parts, self.parts.device.kernels.overlap_slowdown
-        family, exposed, hidden, alone = parts.family(traffic[0]), 0.0, 0.0, 0.0
+        parts, exposed, hidden, alone = self.parts, 0.0, 0.0, 0.0
+        family = parts.family(traffic[0])
         for number, unit in enumerate(self._units):
             end = unit.times == 1 and number == len(self._units) - 1
             seconds = sum(parts.seconds(t, unit.params) for t in traffic if not (t.kept and end))
-            beside = unit.forward if forward else unit.backward
-            covered = min(seconds, beside) if all(t.overlaps for t in traffic) else 0.0
-            exposed += unit.times * (seconds - covered + slowdown * covered)
+            seen, covered = parts.unit_s(traffic, seconds, unit.forward if forward else unit.backward)
+            exposed += unit.times * seen
             hidden += unit.times * covered
             if number == 0:
                 # Forward's first gather has nothing beside it, nor has the reduction that backward ends with.
@@ -204,5 +242,4 @@ class StageWork:
         params = sum(unit.times * unit.params for unit in self._units)
         for traffic in parts.step_traffic:
             self.once[parts.family(traffic)] += parts.seconds(traffic, params)
-        updated = params / ranks_of(costs.updated_over, parts.layout)
-        self.once["optimizer"] += parts.device.update(updated * costs.update_bytes)
+        self.once["optimizer"] += parts.update_s(params)
