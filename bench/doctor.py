@@ -1,10 +1,11 @@
 """Predicted step time against measured on this machine: `titan doctor`, then `titan plan` and `titan train` of layouts.
 
-    python -m bench.doctor [--steps 8] [--first 10] [--seconds 25]
+    python -m bench.doctor [--rounds 2] [--steps 6] [--first 10] [--seconds 15]
 
-Ranks share the machine's cores, so each number of ranks is examined on its own. Of each run the first steps are left
-out, and the median step counts. Prints a row a layout, the errors, and how many pairs of layouts are ranked right;
-writes all samples under bench/results. Nothing else may run on the machine.
+Ranks share the machine's cores, and its speed drifts, so each layout's number of ranks is examined right before the
+layout is trained, in each round. Of each run the first steps are left out; the median of all steps counts, and of the
+rounds' predictions. Prints a row a layout, the errors, and how many pairs of layouts are ranked right; writes all
+samples under bench/results. Nothing else may run on the machine.
 """
 
 import argparse
@@ -46,39 +47,44 @@ LAYOUTS: dict[str, tuple[int, dict[str, object]]] = {
 def main() -> None:
     """Examine, predict, train; print a table and write the results."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--steps", type=int, default=8, help=f"measured of each run, after {WARM_UP} of warm-up")
+    parser.add_argument("--rounds", type=int, default=2)
+    parser.add_argument("--steps", type=int, default=6, help=f"measured of each run, after {WARM_UP} of warm-up")
     parser.add_argument("--first", type=int, default=len(LAYOUTS), help="only the first so many layouts")
-    parser.add_argument("--seconds", type=float, default=25.0, help="of each titan doctor")
+    parser.add_argument("--seconds", type=float, default=15.0, help="of each titan doctor")
     args = parser.parse_args()
     layouts = dict(itertools.islice(LAYOUTS.items(), args.first))
-    with tempfile.TemporaryDirectory() as folder:
-        clusters = {ranks: _examine(folder, ranks, args.seconds) for ranks in sorted({n for n, _ in layouts.values()})}
-        rows: dict[str, dict[str, Any]] = {}
-        for name, (ranks, keys) in tqdm(layouts.items(), disable=None):
-            samples = _train(folder, name, ranks, keys, args.steps)
-            predicted = _plan(clusters[ranks], ranks, keys)
-            rows[name] = {"ranks": ranks, "predicted": predicted, "samples_s": samples, **_compare(predicted, samples)}
-        texts = {ranks: path.read_text() for ranks, path in clusters.items()}
+    turns: dict[str, list[dict[str, Any]]] = {name: [] for name in layouts}
+    for name in tqdm([*layouts] * args.rounds, disable=None):
+        with tempfile.TemporaryDirectory() as folder:
+            turns[name].append(_turn(folder, *layouts[name], args.seconds, args.steps))
+    rows = {name: {"ranks": layouts[name][0], "turns": taken, **_compare(taken)} for name, taken in turns.items()}
     errors, right = [abs(row["error"]) for row in rows.values()], _ranked_right(list(rows.values()))
     _show(rows)
     print(f"\nabsolute error: mean {statistics.mean(errors):.1%}, largest {max(errors):.1%}")
     print(f"pairs of layouts ranked right: {sum(right)} of {len(right)}")
-    measured = {"layouts": rows, "pairs": len(right), "pairs_ranked_right": sum(right), "clusters": texts}
-    print(results.write("doctor", measured))
+    print(results.write("doctor", {"layouts": rows, "pairs": len(right), "pairs_ranked_right": sum(right)}))
+
+
+def _turn(folder: str, ranks: int, keys: Mapping[str, object], seconds: float, steps: int) -> dict[str, Any]:
+    """A layout predicted from an examination, and trained right after it."""
+    cluster = _examine(folder, ranks, seconds)
+    samples = _train(folder, ranks, keys, steps)
+    return {"predicted": _plan(cluster, ranks, keys), "samples_s": samples, "cluster": cluster.read_text()}
 
 
 def _show(rows: Mapping[str, Mapping[str, Any]]) -> None:
     print(f"{'':<30}{'ranks':>6}{'measured s':>12}{'spread':>8}{'predicted s':>13}{'error':>8}")
     for name, row in rows.items():
-        spread = (max(row["samples_s"]) - min(row["samples_s"])) / row["measured_s"]
-        print(f"{name:<30}{row['ranks']:>6}{row['measured_s']:>12.3f}{spread:>8.0%}", end="")
+        print(f"{name:<30}{row['ranks']:>6}{row['measured_s']:>12.3f}{row['spread']:>8.0%}", end="")
         print(f"{row['predicted_s']:>13.3f}{row['error']:>+8.1%}")
 
 
-def _compare(predicted: Mapping[str, Any], samples: list[float]) -> dict[str, float]:
+def _compare(turns: list[dict[str, Any]]) -> dict[str, float]:
+    samples = [second for turn in turns for second in turn["samples_s"]]
     measured = statistics.median(samples)
-    seconds = float(predicted["step_time_s"])
-    return {"predicted_s": seconds, "measured_s": measured, "error": seconds / measured - 1}
+    predicted = statistics.median(float(turn["predicted"]["step_time_s"]) for turn in turns)
+    spread = (max(samples) - min(samples)) / measured
+    return {"predicted_s": predicted, "measured_s": measured, "spread": spread, "error": predicted / measured - 1}
 
 
 def _ranked_right(rows: list[dict[str, Any]]) -> list[bool]:
@@ -88,7 +94,7 @@ def _ranked_right(rows: list[dict[str, Any]]) -> list[bool]:
 
 
 def _examine(folder: str, ranks: int, seconds: float) -> Path:
-    path = Path(folder) / f"ranks-{ranks}.toml"
+    path = Path(folder) / "cluster.toml"
     _titan(ranks, "doctor", "--seconds", str(seconds), "--save", str(path), "--json")
     return path
 
@@ -99,14 +105,14 @@ def _plan(cluster: Path, ranks: int, keys: Mapping[str, object]) -> dict[str, An
     return {key: found[key] for key in ("step_time_s", "time_s")}
 
 
-def _train(folder: str, name: str, ranks: int, keys: Mapping[str, object], steps: int) -> list[float]:
+def _train(folder: str, ranks: int, keys: Mapping[str, object], steps: int) -> list[float]:
     """Seconds of each step after the warm-up."""
     own = {
-        "run.dir": folder, "run.name": name, "run.sample": "", "train.steps": WARM_UP + steps, "metrics.every": 1,
+        "run.dir": folder, "run.name": "run", "run.sample": "", "train.steps": WARM_UP + steps, "metrics.every": 1,
         "metrics.tensorboard.enabled": "false", "metrics.console.enabled": "false", "checkpoint.enabled": "false",
     }  # fmt: skip
     _titan(ranks, "train", "--config", "quickstart", *_overrides({**own, **MODEL, **keys}))
-    rows = [json.loads(line) for line in (Path(folder) / name / "metrics.jsonl").read_text().splitlines()]
+    rows = [json.loads(line) for line in (Path(folder) / "run" / "metrics.jsonl").read_text().splitlines()]
     return [row["step_time_s"] for row in rows if "step_time_s" in row][WARM_UP:]
 
 
