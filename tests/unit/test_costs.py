@@ -3,11 +3,14 @@
 from dataclasses import replace
 
 import pytest
+import torch
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from tests.planned import CLUSTER, job_of
 from titan import registry
 from titan.config import Job
 from titan.contracts import Model
+from titan.cost import Elementwise, residual
 from titan.planner.layout import costs_of
 from titan.planner.memory import shapes, sliced
 from titan.planner.predict import Planner, flops_per_token
@@ -31,6 +34,38 @@ def test_operations_have_the_parameters_and_flops_of_the_plan(plugin: type[Model
     assert params["layer"] == plan.layer_params
     assert params["head"] - (table if plan.tied else 0) == plan.head_params
     assert flops_per_token(costs)[0] == pytest.approx(plan.flops_per_token(job.data.seq_len), rel=1e-12)
+
+
+class Sums(TorchDispatchMode):
+    """Counts sums of tensors of one shape."""
+
+    def __init__(self, shape: tuple[int, ...]) -> None:
+        super().__init__()
+        self.shape, self.found = shape, 0
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        out = func(*args, **(kwargs or {}))
+        self.found += func.overloadpacket in (torch.ops.aten.add, torch.ops.aten.add_) and out.shape == self.shape
+        return out
+
+
+@pytest.mark.parametrize("model", list(registry.of_kind("model")), ids=lambda plugin: plugin.name)
+def test_backward_sums_the_gradients_of_states_that_are_used_several_times(model: type[Model]) -> None:
+    size = {"dim": 32, "n_heads": 2, "vocab_size": 16, "max_seq_len": 8}
+    found = []
+    for layers in (1, 2):
+        module = model(model.Config(n_layers=layers, **size)).build().to_empty(device="cpu")
+        for layer in module.layers.values():
+            layer.attn_norm, layer.ffn_norm = torch.nn.Identity(), torch.nn.Identity()  # which sum of their own
+        loss = module(torch.zeros(2, 8, dtype=torch.long)).sum()
+        with Sums((2, 8, 32)) as sums:
+            loss.backward()
+        found.append(sums.found)
+    operations = model(model.Config(n_layers=1, **size)).plan().layer_ops
+    residuals = [op for op in operations if op == residual(32)]
+    stated = sum(op.backward for op in operations if isinstance(op, Elementwise) and not op.forward)
+    stated += sum(op.backward for op in residuals)
+    assert len(residuals) == 2 and stated == 3 * 32 * (found[1] - found[0])
 
 
 def test_tensor_parallelism_slices_pairs_and_replicates_norms() -> None:

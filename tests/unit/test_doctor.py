@@ -4,6 +4,7 @@ import itertools
 import math
 import random
 from pathlib import Path
+from types import SimpleNamespace
 from typing import get_args
 
 import pytest
@@ -12,7 +13,8 @@ import torch
 
 from titan import cli
 from titan.cost import Collective
-from titan.doctor import cluster_file, device
+from titan.doctor import cluster_file, device, joins
+from titan.doctor.clock import Time
 from titan.doctor.joins import GATHERED, SPLIT
 from titan.doctor.links import MOST_ROUNDS, Layout
 from titan.doctor.report import Reading, Row, line, outliers, rows
@@ -156,6 +158,24 @@ def test_groups() -> None:
     }  # fmt: skip
     assert Layout(2, 1, RANKS).groups() == {"all ranks": [[0, 1]]}
     assert Layout(1, 1, RANKS).groups() == {}
+
+
+# --- layers in pieces ---------------------------------------------------------------------------------------------
+
+
+def test_what_whole_layers_take_is_no_part_of_a_join(monkeypatch: pytest.MonkeyPatch) -> None:
+    taken = iter((9.0, 1.0, 25.0, 1.0))
+    clock = SimpleNamespace(
+        me=SimpleNamespace(device=torch.device("cpu"), number=1), together=lambda work: Time(next(taken), 0.1)
+    )
+    mesh = SimpleNamespace(size=lambda: 2)
+    monkeypatch.setattr(joins, "init_device_mesh", lambda *shape, **names: {"node": mesh})
+    for name in ("_split", "_sharded"):
+        monkeypatch.setattr(joins, name, lambda mesh: None)
+    found = {reading.kind: reading for reading in joins.measure(clock, Layout(2, 2, RANKS))}  # type: ignore[arg-type]
+    assert {kind: reading.seconds for kind, reading in found.items()} == {SPLIT: 2.0, GATHERED: 2.0}
+    assert all(reading.about == {"ranks": 2} for reading in found.values())
+    assert not list(joins.measure(clock, Layout(2, 1, RANKS)))  # type: ignore[arg-type]
 
 
 # --- the file -----------------------------------------------------------------------------------------------------

@@ -111,6 +111,7 @@ def test_gathering_shards_takes_its_time_at_each_collective() -> None:
         (["--mesh.dp_shard", "2", "--plugins.fsdp.zero_stage", "3"], 3, 1),
         (["--mesh.dp_shard", "2", "--plugins.fsdp.zero_stage", "1"], 2, 0),
         (["--mesh.dp_replicate", "2"], 0, 0),
+        (["--plugins.bf16.enabled", "true"], 0, 0),  # sharded over one rank
     ):
         job = job_of(*words)
         plain, gathered = (Planner(cluster).predict(costs_of(job), job.layout) for cluster in (shown, slow))

@@ -11,14 +11,24 @@ from typing import Any
 import pytest
 
 from bench import planner
-from bench.published import describe, keep, rows
+from bench.published import describe, keep, left_out, rows
 from bench.published.describe import all_devices, all_fabrics, device_of, fabric_of, framework_of
 from bench.published.fit import CONSTANTS, World, case_of, cases_of, get
 from bench.published.reader import costs_of, layout_of, padded
-from bench.published.report import by_group, memory, of_others, out_of_memory, ranked, results, spearman, sweeps
+from bench.published.report import (
+    UNEXPLAINED,
+    by_group,
+    memory,
+    of_others,
+    out_of_memory,
+    ranked,
+    results,
+    spearman,
+    sweeps,
+)
 from bench.published.rows import Skip, load, measured, read
 from bench.published.state import as_held, as_reserved, stages_of
-from titan.cost import Attention
+from titan.cost import Attention, Elementwise
 from titan.planner import cluster as clusters
 from titan.planner.predict import Planner
 
@@ -171,6 +181,35 @@ def test_products_in_float8_are_computed_again_where_only_wider_ones_are_saved()
         asked = as_held(job, framework, costs)
         assert costs.recompute is not None and costs.recompute.every == 2
         assert asked.recompute is not None and asked.recompute.every == every
+
+
+INTERNEVO = {"framework": "InternEvo", "gated_mlp": True, "precision": "bf16", "pp": 1, "tp": 2}
+
+
+@pytest.mark.parametrize(("recompute", "backward"), [(None, 14), ("full", 8)])
+def test_norms_of_a_float32_copy_are_computed_again_where_layers_are_not(recompute: str | None, backward: int) -> None:
+    described = row(**INTERNEVO, recompute=recompute)
+    costs = costs_of(read(described), framework_of(described))
+    norms = [op for op in costs.layer if isinstance(op, Elementwise) and op.module == "norm"]
+    assert [(op.forward, op.backward) for op in norms] == [(6 * 4096, backward * 4096)] * 2
+
+
+@pytest.mark.parametrize(("gated", "sums"), [(True, 3), (False, 2)])
+def test_gate_and_up_of_their_own_sum_their_gradients_each(gated: bool, sums: int) -> None:
+    described = row(**{**INTERNEVO, "gated_mlp": gated})
+    traffic = costs_of(read(described), framework_of(described)).traffic
+    inside = {t.when: t.count for t in traffic if t.axes == ("tp",) and t.where == "layer"}
+    assert (inside["forward"], inside["backward"]) == (2, sums)
+
+
+def test_a_source_left_out_is_told_with_and_without_its_unexplained_rows(monkeypatch: pytest.MonkeyPatch) -> None:
+    ids = ("plain", next(iter(UNEXPLAINED)))
+    cases = [case_of(row(id=name, step_time_s=seconds)) for name, seconds in zip(ids, (10.0, 20.0), strict=True)]
+    monkeypatch.setattr(left_out, "fit", lambda others, **how: {})
+    told = left_out._without([], cases, {})
+    seconds = World().seconds(cases[0])
+    assert told["n"] == 2 and told["explained"]["n"] == 1
+    assert told["explained"]["mean"] == pytest.approx(abs(seconds / 10 - 1))
 
 
 def bytes_held(**changed: Any) -> dict[str, float]:
