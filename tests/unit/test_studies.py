@@ -98,7 +98,7 @@ def test_what_a_batch_does_not_divide_over_is_refused() -> None:
 
 
 def test_tensor_trades_copies_for_slices() -> None:
-    study = _study("tensor")
+    study = _study("tp")
     assert study.x_label == "mesh.tp" and _xs(study.points) == [1, 2, 4, 8]
     for point in study.points:
         assert _same(point, _directly(f"--mesh.tp={point.x}", f"--mesh.dp_shard={8 // int(point.x)}"))
@@ -106,20 +106,20 @@ def test_tensor_trades_copies_for_slices() -> None:
 
 
 def test_pipeline_says_why_a_degree_cannot_work() -> None:
-    study = _study("pipeline", config=LLAMA65B)
+    study = _study("pp", config=LLAMA65B)
     assert _xs(study.points) == [1, 2, 4, 8, 16, 32, 64]
     assert _same(_at(study, 8), _directly("--mesh.pp=8", "--mesh.dp_shard=32", config=LLAMA65B))
     assert "n_layers = 80 cannot fill 128 stages" in _at(study, 64).refused
 
 
 def test_the_axis_with_most_ranks_shares_the_batch() -> None:
-    points = _study("tensor", "--mesh.dp_shard=1", "--mesh.dp_replicate=4").points
+    points = _study("tp", "--mesh.dp_shard=1", "--mesh.dp_replicate=4").points
     assert _xs(points) == [1, 2, 4, 8, 16]
     assert _same(points[0], _directly("--mesh.tp=1", "--mesh.dp_shard=1", "--mesh.dp_replicate=16"))
 
 
 def test_ranks_are_made_up_by_those_that_share_the_batch() -> None:
-    study = _study("tensor", ranks=256)
+    study = _study("tp", ranks=256)
     assert _xs(study.points) == [1, 2, 4, 8, 16] and "dp_shard 4" in study.job
     assert _same(_at(study, 8), _directly("--mesh.tp=8", "--mesh.dp_shard=2"))
 
@@ -226,15 +226,15 @@ def test_the_command_names_all_studies() -> None:
 
 
 def test_faults() -> None:
-    with pytest.raises(ConfigError, match=r"--study: tensr: no such study.*tensor"):
-        _study("tensr")
+    with pytest.raises(ConfigError, match=r"--study: recompte: no such study.*recompute"):
+        _study("recompte")
     with pytest.raises(ConfigError, match=r"nothing to vary with one rank; give it more ranks \(--world-size N\)"):
-        _study("tensor", config=None)
+        _study("tp", config=None)
     with pytest.raises(ConfigError, match="unknown"):
-        _study("tensor", "--mesh.nonsense=2", "--train.nonsense=2")
+        _study("tp", "--mesh.nonsense=2", "--train.nonsense=2")
 
 
 def test_the_command(capsys: pytest.CaptureFixture[str]) -> None:
-    words = ["--config", "configs/debug3d.toml", "--study", "tensor", "--cluster", "h100", "--json"]
+    words = ["--config", "configs/debug3d.toml", "--study", "tp", "--cluster", "h100", "--json"]
     assert main(["plan", *words]) == 0
     assert [point["x"] for point in json.loads(capsys.readouterr().out)["points"]] == [1, 2, 4]

@@ -26,7 +26,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
   titan plan --config configs/llama65b.toml --search --world-size 2048 --write best.toml
   titan plan --config configs/llama65b.toml --exact --rank 2047   the real build and step of one rank, shapes alone
   titan plan --model-only --model.name gpt --model.preset 175b    the model by the formulas of the literature
-  titan plan --config configs/gpt175b.toml --study tensor --plot throughput.png
+  titan plan --config configs/gpt175b.toml --study tp --plot throughput.png
 
 Nothing is trained and no data is read; a laptop plans for thousands of GPUs. --cluster takes a name (configs/clusters:
 titan plan --clusters lists them) or a file; `titan doctor --save FILE` writes one for the machine at hand.

@@ -203,8 +203,8 @@ KINDS: Mapping[str, Kind] = {
     "weak-scaling": Kind("Weak scaling: the batch grows with the ranks", _weak, SCALING, scales=True),
     "strong-scaling": Kind("Strong scaling: more ranks share one batch", _strong, SCALING, scales=True),
     "bubble": Kind("Bubble against micro batches", _bubble, ("bubble_fraction",)),
-    "tensor": Kind("Throughput against ranks that split layers", _tensor, THROUGHPUT),
-    "pipeline": Kind("Throughput against pipeline stages", _pipeline, THROUGHPUT),
+    "tp": Kind("Throughput against ranks that split layers", _tensor, THROUGHPUT),
+    "pp": Kind("Throughput against pipeline stages", _pipeline, THROUGHPUT),
     "recompute": Kind("Memory against recompute", _recompute, THROUGHPUT[::-1], bars=True),
     "micro-batch": Kind("Throughput against the micro batch", _micro_batch, THROUGHPUT),
 }
