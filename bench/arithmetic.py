@@ -1,4 +1,4 @@
-"""Tables of papers and talks, recomputed with the formulas of `titan/planner/arithmetic.py`. Takes no time.
+"""Tables of papers and talks, recomputed with the formulas of `titan/planner/step/arithmetic.py`. Takes no time.
 
     python -m bench.arithmetic
 
@@ -7,7 +7,7 @@ A `!` stands behind a printed number that its own formula or its own neighbours 
 
 from typing import NamedTuple
 
-from titan.planner import arithmetic
+from titan.planner.step import arithmetic
 
 A100 = 312.0
 """Dense fp16 and bf16 peak of an A100, TFLOP/s."""

@@ -24,8 +24,9 @@ from typing import Any
 import torch
 from torch import nn
 
-from titan.checkpoint import Checkpointer, manifest, rng_state, set_rng_state
-from titan.checkpoint.manifest import MANIFEST
+from titan.checkpoint import Checkpointer, rng_state, set_rng_state
+from titan.checkpoint.disk import manifest
+from titan.checkpoint.disk.manifest import MANIFEST
 from titan.contracts import Part
 from titan.errors import CheckpointError
 

@@ -18,7 +18,7 @@ from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
-from titan.launch import let_threads_sleep
+from titan.ranks.launcher import let_threads_sleep
 
 let_threads_sleep()  # for both, and before torch is imported
 
@@ -27,10 +27,11 @@ import torch.nn.functional as F  # noqa: E402
 from tqdm import tqdm  # noqa: E402
 
 from bench import results  # noqa: E402
-from titan import build, ranks, trainer  # noqa: E402
 from titan.config import Job, load_job  # noqa: E402
 from titan.contracts import Batch, Part  # noqa: E402
-from titan.init import init_weights  # noqa: E402
+from titan.ranks import process  # noqa: E402
+from titan.training import build, trainer  # noqa: E402
+from titan.training.init import init_weights  # noqa: E402
 
 CONFIG = Path(__file__).parent / "overhead.toml"
 
@@ -59,7 +60,7 @@ def main() -> None:
 def _compare(precision: str, steps: int, folder: str) -> dict[str, list[float]]:
     words = ["--run.dir", folder, "--plugins.bf16.enabled", str(precision == "bf16").lower()]
     job = load_job(CONFIG, words, 1)
-    rank = ranks.join(job)
+    rank = process.join(job)
     run = build.build(job, rank)
     batches = iter(run.loader)
     bare = _bare_loop(job, precision, rank.device)
@@ -76,7 +77,7 @@ def _compare(precision: str, steps: int, folder: str) -> dict[str, list[float]]:
             if number >= 2:
                 samples[who].append(time.perf_counter() - began)
     trainer.close(run)
-    ranks.leave()
+    process.leave()
     return samples
 
 

@@ -18,10 +18,10 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from bench import results
-from titan.planner import cluster
-from titan.planner.layout import costs_of
-from titan.planner.predict import Planner
-from titan.planner.space import Choice, load_base
+from titan.planner.machine import cluster
+from titan.planner.search.space import Choice, load_base
+from titan.planner.step.layout import costs_of
+from titan.planner.step.predict import Planner
 
 TITAN = [sys.executable, "-m", "titan.cli", "plan", "--config", "llama65b.toml"]
 COMMANDS = {

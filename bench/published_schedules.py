@@ -24,8 +24,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from titan.cost import Action, Order
-from titan.planner.schedule import Times, simulate
+from titan.contracts.base.cost import Action, Order
+from titan.planner.step.schedule import Times, simulate
 from titan.plugins.parallel.pipeline.orders import order
 
 PLUGINS = {"1F1B": "1F1B", "1F1B-I": "Interleaved1F1B"}

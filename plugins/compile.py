@@ -7,16 +7,13 @@ Limits: recomputing single operations inside a compiled block with sliced (DTens
 and is refused.
 """
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, Any, Literal
+from typing import Any, Literal
 
 import torch
 
-from titan.contracts import Costs, ModelPlan, Part, Technique, World, option, register
-
-if TYPE_CHECKING:
-    from titan.config import Job
+from titan.contracts import Costs, Fact, Job, ModelPlan, Part, Technique, World, option, register
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -35,13 +32,17 @@ class Compile(Technique):
     Config = Config
     phase = "compile"
 
-    def check(self, job: "Job", plan: ModelPlan) -> Iterable[str]:
+    def check(self, job: Job, plan: ModelPlan) -> Iterable[str]:
         """Selective recompute inside a graph over sliced parameters."""
-        selective = any(getattr(t.config, "mode", "") == "selective" for t in job.techniques if t.phase == "recompute")
-        if selective and job.layout.role_degree("model") > 1:
-            yield "cannot compile around selective recompute with sliced layers (PyTorch 2.13 fails); use mode full"
+        if job.layout.role_degree("model") > 1:
+            for how in job.stating("recomputes_operations"):
+                yield f"cannot compile sliced layers whose operations are computed again (PyTorch 2.13): {how}"
 
-    def cost(self, costs: Costs, job: "Job") -> Costs:
+    def facts(self) -> Mapping[Fact, str]:
+        """A compiled block has one backward."""
+        return {"one_backward": "[plugins.compile] compiles it as one; switch compile off"}
+
+    def cost(self, costs: Costs, job: Job) -> Costs:
         """Elementwise operations of a block are merged."""
         return replace(costs, fused=True)
 

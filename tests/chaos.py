@@ -32,9 +32,10 @@ import torch
 from tests.jobs import LLAMA, Outcome, differences, read_rows, run_job, saved_tensors, write_text
 from tests.kills import NEVER, Kill, Witness, witnessed
 from tests.ranks import ROOT, RankError, run_ranks
-from titan import children, launch
-from titan.checkpoint import folder as folders
-from titan.place import LOCAL, Place
+from titan.checkpoint.disk import folder as folders
+from titan.ranks import children
+from titan.ranks.place import LOCAL, Place
+from titan.ranks.process import launcher
 
 STEPS = 12
 KILLS_A_RUN = 5
@@ -344,4 +345,4 @@ def _under_a_launcher(argv: list[str], environment: dict[str, str], ranks: int) 
 
     os.environ.update(environment)
     children.GRACE_S = 2.0
-    return launch.start(main, argv, Place(1, 0, ranks, LOCAL, 0))
+    return launcher.start(main, argv, Place(1, 0, ranks, LOCAL, 0))

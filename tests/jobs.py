@@ -33,12 +33,13 @@ class Outcome:
 
 def run_job(folder: str, words: list[str], config: str) -> dict[str, Tensor]:
     """On one rank: train the job, return this rank's weights, whole."""
-    from titan import build, ranks, trainer
     from titan.config import load_job
+    from titan.ranks import process
+    from titan.training import build, trainer
 
     overrides = ["--run.dir", folder, "--data.cache", f"{folder}/cache", *words]
-    job = load_job(Path(config), overrides, ranks.launched_world_size())
-    run = build.build(job, ranks.join(job))
+    job = load_job(Path(config), overrides, process.launched_world_size())
+    run = build.build(job, process.join(job))
     trainer.train(run)
     return {name: _whole(p.detach()) for part in run.parts for name, p in part.parameters()}
 

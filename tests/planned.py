@@ -3,7 +3,7 @@
 from pathlib import Path
 
 from titan.config import Job, load_job
-from titan.planner.cluster import Cluster, from_table
+from titan.planner.machine.cluster import Cluster, from_table
 
 TOML = Path(__file__).parent / "configs" / "planned.toml"
 

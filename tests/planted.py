@@ -17,7 +17,7 @@ import torch
 from torch.distributed.checkpoint.filesystem import _StorageInfo
 from torch.distributed.checkpoint.metadata import BytesStorageMetadata, Metadata, MetadataIndex
 
-from titan.checkpoint import manifest
+from titan.checkpoint.disk import manifest
 
 NAME = "model.out.weight"
 DATA = "__0_0.distcp"

@@ -21,7 +21,8 @@ from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
-from titan import registry, trainer  # noqa: F401
+from titan.contracts.base import registry
+from titan.training import trainer  # noqa: F401
 
 WORLD_SIZE = 62
 

@@ -1,4 +1,4 @@
-"""`titan COMMAND ...`: one module of `titan.commands` a command."""
+"""`titan COMMAND ...`: one module of `titan.commands` a command; `titan.launch` is `titan train`."""
 
 import argparse
 import importlib
@@ -8,9 +8,9 @@ from collections.abc import Sequence
 from types import ModuleType
 
 import titan.commands
-from titan import __version__
+from titan import __version__, launch
 from titan.errors import EXIT_FAILED, ConfigError, Fault, TitanError, report
-from titan.launch import let_threads_sleep
+from titan.ranks.launcher import let_threads_sleep
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -47,7 +47,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 def _commands() -> dict[str, ModuleType]:
     found = sorted(module.name for module in pkgutil.iter_modules(titan.commands.__path__))
-    return {name: importlib.import_module(f"titan.commands.{name}") for name in found}
+    return {**{name: importlib.import_module(f"titan.commands.{name}") for name in found}, "train": launch}
 
 
 if __name__ == "__main__":

@@ -6,11 +6,14 @@ import sys
 import traceback
 from collections.abc import Sequence
 
-from titan import build, generation, log, preemption, ranks, trainer, validation, watchdog
-from titan.checkpoint.folder import step_folder
+from titan import log
+from titan.checkpoint.disk.folder import step_folder
 from titan.config import Job, load_job, split_arguments
+from titan.contracts.base.options import as_table, options_of
 from titan.errors import EXIT_DONE, EXIT_FAILED, EXIT_PREEMPTED, TitanError, report
-from titan.options import as_table, options_of
+from titan.inference import generation
+from titan.ranks import preemption, process, watchdog
+from titan.training import build, trainer, validation
 
 USAGE = """usage: ./run_train.sh [--config FILE] [--table.key VALUE ...]
        titan train   [--config FILE] [--table.key VALUE ...]
@@ -40,8 +43,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     with preemption.listening():
         try:
             path, overrides = split_arguments(words)
-            job = load_job(path, overrides, ranks.launched_world_size())
-            me = ranks.join(job)
+            job = load_job(path, overrides, process.launched_world_size())
+            me = process.join(job)
             rank = me.number
             log.set_up(rank)
             return _run(job, me)
@@ -56,10 +59,10 @@ def main(argv: Sequence[str] | None = None) -> int:
             watchdog.keep_recording()
             return EXIT_FAILED
         finally:
-            ranks.leave()
+            process.leave()
 
 
-def _run(job: Job, me: ranks.Rank) -> int:
+def _run(job: Job, me: process.Rank) -> int:
     run = build.build(job, me)
     _greet(run)
     asked = trainer.train(run)

@@ -8,8 +8,8 @@ from functools import cache
 from pathlib import Path
 from typing import Any
 
-from titan.planner import cluster as clusters
-from titan.planner.cluster import Cluster, Link
+from titan.planner.machine import cluster as clusters
+from titan.planner.machine.cluster import Cluster, Link
 
 from .rows import Row, Skip
 

@@ -11,11 +11,11 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, ClassVar
 
-from titan.cost import Costs
-from titan.mesh import Layout
-from titan.planner.cluster import Cluster
-from titan.planner.predict import Planner, Prediction
-from titan.planner.rounds import Steps
+from titan.contracts.base.cost import Costs
+from titan.contracts.base.mesh import Layout
+from titan.planner.machine.cluster import Cluster
+from titan.planner.step.predict import Planner, Prediction
+from titan.planner.step.rounds import Steps
 
 from .describe import all_devices, all_fabrics, cluster_of, device_of, fabric_of, framework_of
 from .reader import costs_of, layout_of

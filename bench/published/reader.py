@@ -3,7 +3,7 @@
 import math
 from typing import Any
 
-from titan.cost import (
+from titan.contracts.base.cost import (
     Attention,
     Costs,
     Elementwise,
@@ -15,7 +15,7 @@ from titan.cost import (
     Region,
     Traffic,
 )  # fmt: skip
-from titan.mesh import Axis, Layout
+from titan.contracts.base.mesh import Axis, Layout
 
 from .describe import Framework
 from .rows import Row, Skip

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from functools import cache
 from typing import Any
 
-from titan.planner.memory import GIB, Memory
+from titan.planner.step.memory import GIB, Memory
 
 from .describe import FOLDER, framework_of
 from .fit import Case, World

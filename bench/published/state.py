@@ -9,7 +9,7 @@ from collections.abc import Callable
 from dataclasses import replace
 from functools import cache, partial
 
-from titan.cost import Attention, Costs, Held, Order, Recompute, Stage
+from titan.contracts.base.cost import Attention, Costs, Held, Order, Recompute, Stage
 from titan.plugins.parallel.pipeline.orders import order
 
 from .describe import Framework

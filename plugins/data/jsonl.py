@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from titan.contracts import REQUIRED, Dataset, Document, option, register
-from titan.data.files import COMPRESSED, as_list, find, opened
+from titan.data.tokens.files import COMPRESSED, as_list, find, opened
 from titan.errors import DataError
 
 

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from titan.contracts import REQUIRED, Dataset, option, register
-from titan.data.files import as_list, find
+from titan.data.tokens.files import as_list, find
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -22,7 +22,7 @@ backward cannot be differentiated again. Logits are split on one mesh axis at mo
 
 from collections.abc import Callable
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -30,12 +30,9 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 from torch.distributed.tensor import DTensor
 
-from titan.contracts import IGNORE, Costs, Loss, kind_of, option, register
-from titan.cost import Elementwise, Kept
+from titan.contracts import IGNORE, Costs, Job, Loss, kind_of, option, register
+from titan.contracts.base.cost import Elementwise, Kept
 from titan.errors import PluginError
-
-if TYPE_CHECKING:
-    from titan.config import Job
 
 CHUNK = {"cpu": 1 << 19, "cuda": 1 << 26}
 """Logits worked on at once: near a CPU's cache; on a GPU enough for a kernel to outlast its launch."""
@@ -56,7 +53,7 @@ class CrossEntropy(Loss):
     Config = Config
     default = True
 
-    def cost(self, costs: Costs, job: "Job") -> Costs:
+    def cost(self, costs: Costs, job: Job) -> Costs:
         """The logits are kept, read twice forward, and read and written backward; labels and three sums a token."""
         words = job.plan.vocab_size
         kept = Kept(numbers=words, region="logits"), Kept(numbers=8 + 8, region="whole", bytes=1)

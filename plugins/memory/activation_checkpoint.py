@@ -12,19 +12,16 @@ product, where keeping it costs memory alone.
 Recomputing changes no number: the same kernels run on the same inputs.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from functools import partial
-from typing import TYPE_CHECKING, Any, ClassVar, Literal
+from typing import Any, ClassVar, Literal
 
 import torch
 from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
 
-from titan.contracts import Costs, Part, Technique, World, option, register
-from titan.cost import Recompute
-
-if TYPE_CHECKING:
-    from titan.config import Job
+from titan.contracts import Costs, Fact, Job, Part, Technique, World, option, register
+from titan.contracts.base.cost import Recompute
 
 _SAVED = {
     torch.ops.aten.mm.default,
@@ -61,7 +58,17 @@ class ActivationCheckpoint(Technique):
         {"mode": "full"}, {"mode": "selective"}, {"mode": "every", "every": 2}, {"mode": "every", "every": 4}
     )  # fmt: skip
 
-    def cost(self, costs: Costs, job: "Job") -> Costs:
+    def facts(self) -> Mapping[Fact, str]:
+        """Selective mode works on operations, and what it keeps serves one backward."""
+        if self.config.mode != "selective":
+            return {}
+        why = '[plugins.activation_checkpoint] mode = "selective"'
+        return {
+            "recomputes_operations": f'{why} does; use mode = "full"',
+            "one_backward": f'what {why} has kept can be used by one pass alone; use mode = "full"',
+        }
+
+    def cost(self, costs: Costs, job: Job) -> Costs:
         """Layers keep their input, or the products of selective mode, and are computed again."""
         every = self.config.every if self.config.mode == "every" else 1
         keeps: Any = "products" if self.config.mode == "selective" else "input"

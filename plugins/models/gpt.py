@@ -24,10 +24,10 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from titan.contracts import Cache, HfTensor, KeyValues, Model, ModelPlan, option, register
-from titan.cost import Attention as AttentionCost
-from titan.cost import Elementwise, Kept, Lookup, Operation, linear, norm, residual, shared
+from titan.contracts.base.cost import Attention as AttentionCost
+from titan.contracts.base.cost import Elementwise, Kept, Lookup, Operation, linear, norm, residual, shared
+from titan.contracts.base.plan import ONES, ZEROS, Init, TensorStyle, nearest, normal
 from titan.errors import ConfigError, Fault
-from titan.plan import ONES, ZEROS, Init, TensorStyle, nearest, normal
 
 
 @dataclass(frozen=True, kw_only=True)

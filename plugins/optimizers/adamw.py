@@ -12,16 +12,13 @@ Limits: building it imports torch's compiler, about one second.
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch.distributed.tensor import DTensor
 
-from titan.contracts import Costs, NamedParameter, Optimizer, option, register
-from titan.cost import Held
-
-if TYPE_CHECKING:
-    from titan.config import Job
+from titan.contracts import Costs, Job, NamedParameter, Optimizer, option, register
+from titan.contracts.base.cost import Held
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -61,7 +58,7 @@ class AdamW(Optimizer):
             lr=self.config.lr, betas=self.config.betas, eps=self.config.eps, fused=True,
         )  # fmt: skip
 
-    def cost(self, costs: Costs, job: "Job") -> Costs:
+    def cost(self, costs: Costs, job: Job) -> Costs:
         """Two float32 means a parameter; weight, gradient and both means read, all but the gradient written."""
         state = Held(component="optimizer", bytes=8, axes=costs.updated_over)
         return replace(costs, held=(*costs.held, state), update_bytes=costs.update_bytes + 28)

@@ -7,16 +7,13 @@ Cost per rank for P parameters over n ranks: the whole state; 2 (n-1)/n P sent o
 """
 
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, Any, ClassVar
+from typing import Any, ClassVar
 
 from torch.distributed._composable.replicate_with_fsdp import replicate
 from torch.distributed.fsdp import FSDPModule
 
-from titan.contracts import Axis, Costs, Part, Technique, World, register, sum_gradients
-from titan.cost import Traffic, Units
-
-if TYPE_CHECKING:
-    from titan.config import Job
+from titan.contracts import Axis, Costs, Job, Part, Technique, World, register, sum_gradients
+from titan.contracts.base.cost import Traffic, Units
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -33,13 +30,15 @@ class DistributedDataParallel(Technique):
     phase = "shard"
     axes = (Axis(name="dp_replicate", role="batch", depth=10, doc="copies of the state"),)
     provides = ("mixed_precision",)
-    conflicts: ClassVar = {"fsdp": "both wrap the parameters; fsdp replicates over dp_replicate by itself"}
+    conflicts: ClassVar = {
+        "gathered_parameters": "both wrap the parameters, and the other replicates over dp_replicate too"
+    }
 
     def __init__(self, config: Config) -> None:
         super().__init__(config)
         self._roots: list[FSDPModule] = []
 
-    def cost(self, costs: Costs, job: "Job") -> Costs:
+    def cost(self, costs: Costs, job: Job) -> Costs:
         """One all-reduce of all gradients a step, beside the last backward."""
         summed = Traffic(
             axes=("dp_replicate",), collective="all_reduce", where="unit", when="backward", numbers=1,

@@ -16,17 +16,15 @@ Limits: a pipeline schedule that splits the backward reduces once a step, so zer
 """
 
 import warnings
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, Any, ClassVar, Literal
+from typing import Any, ClassVar, Literal
 
 from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule, fully_shard
 
-from titan.contracts import Axis, Costs, Part, Technique, World, option, register, sum_gradients
-from titan.cost import Component, Held, Traffic, Units
-
-if TYPE_CHECKING:
-    from titan.config import Job
+from titan.contracts import Axis, Costs, Fact, Job, Part, Technique, World, option, register, sum_gradients
+from titan.contracts.base.cost import Component, Held, Traffic, Units
 
 # Nothing here or in a model writes to an activation in place, which is what this warns of.
 warnings.filterwarnings("ignore", message=r"FSDP2-wrapped module .* returned a view tensor")
@@ -64,7 +62,7 @@ class FullyShardedDataParallel(Technique):
     phase = "shard"
     axes = (Axis(name="dp_shard", role="batch", depth=20, default=-1, doc="ranks that share one copy of the state"),)
     covers = ("dp_replicate",)
-    provides = ("mixed_precision",)
+    provides = ("mixed_precision", "gathered_parameters")
     default = True
     choices: ClassVar = tuple({"zero_stage": stage} for stage in (1, 2, 3))
 
@@ -73,11 +71,17 @@ class FullyShardedDataParallel(Technique):
         self._roots: list[FSDPModule] = []
         self._stage = 3
 
-    def _stage_of(self, job: "Job") -> int:
+    def facts(self) -> Mapping[Fact, str]:
+        """Stages 2 and 3 shard gradients as soon as they are there."""
+        stage = self.config.zero_stage
+        sharded = f"[plugins.fsdp] zero_stage = {stage} reduces per micro batch: use 1"
+        return {"reduces_per_micro_batch": sharded} if stage in (2, 3) else {}
+
+    def _stage_of(self, job: Job) -> int:
         several = job.micro_batches > 1 or job.layout.role_degree("stage") > 1
         return self.config.zero_stage or (1 if several else 2)
 
-    def cost(self, costs: Costs, job: "Job") -> Costs:
+    def cost(self, costs: Costs, job: Job) -> Costs:
         """State over dp_shard; gathers and reductions as often as the stage says, beside computation."""
         stage, shard = self._stage_of(job), ("dp_shard",)
         state: tuple[Component, ...] = ("parameters", "gradients")

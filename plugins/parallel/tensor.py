@@ -30,7 +30,7 @@ uneven: the last ranks get less, but none may get nothing.
 
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, Any, cast
+from typing import Any, cast
 
 import torch
 import torch.distributed as dist
@@ -41,13 +41,10 @@ from torch.distributed.tensor import DTensor, Partial, Replicate, Shard, distrib
 from torch.distributed.tensor.parallel import ColwiseParallel, ParallelStyle, RowwiseParallel, parallelize_module
 from torch.distributed.tensor.placement_types import Placement
 
-from titan.contracts import Axis, Costs, ModelPlan, Part, Technique, World, option, register
-from titan.cost import Collective, Traffic, When, Where
+from titan.contracts import Axis, Costs, Job, ModelPlan, Part, Technique, World, option, register
+from titan.contracts.base.cost import Collective, Traffic, When, Where
+from titan.contracts.base.plan import TensorStyle, glob_matches, nearest
 from titan.errors import PluginError
-from titan.plan import TensorStyle, glob_matches, nearest
-
-if TYPE_CHECKING:
-    from titan.config import Job
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -72,7 +69,7 @@ class TensorParallel(Technique):
         super().__init__(config)
         self._parts: list[Part] = []
 
-    def check(self, job: "Job", plan: ModelPlan) -> Iterable[str]:
+    def check(self, job: Job, plan: ModelPlan) -> Iterable[str]:
         """Heads, and the positions of a sequence where they are split, must come out even."""
         tp, others = job.layout.degree("tp"), job.layout.role_degree("sequence")
         if tp == 1:
@@ -94,7 +91,7 @@ class TensorParallel(Technique):
                 "or set sequence_parallel = false"
             )
 
-    def cost(self, costs: Costs, job: "Job") -> Costs:
+    def cost(self, costs: Costs, job: Job) -> Costs:
         """Slices inside of every pair, of what lies between them with sequence_parallel, and what joins them."""
         tp = job.layout.degree("tp")
         if tp == 1:

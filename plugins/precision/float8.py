@@ -34,18 +34,15 @@ from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, replace
 from importlib import import_module
 from importlib.util import find_spec
-from typing import TYPE_CHECKING, Any, Literal
+from typing import Any, Literal
 
 import torch
 from torch import nn
 
-from titan.contracts import Costs, ModelPlan, Part, Technique, World, option, register
-from titan.cost import Elementwise, Matmul
-from titan.options import did_you_mean
-from titan.plan import glob_matches, nearest
-
-if TYPE_CHECKING:
-    from titan.config import Job
+from titan.contracts import Costs, Job, ModelPlan, Part, Technique, World, option, register
+from titan.contracts.base.cost import Elementwise, Matmul
+from titan.contracts.base.options import did_you_mean
+from titan.contracts.base.plan import glob_matches, nearest
 
 _log = logging.getLogger("titan.float8")
 _MULTIPLE = 16
@@ -81,7 +78,7 @@ class Float8(Technique):
         self._world: World | None = None
         self._scaled = False
 
-    def check(self, job: "Job", plan: ModelPlan) -> Iterable[str]:
+    def check(self, job: Job, plan: ModelPlan) -> Iterable[str]:
         """The package must be there, the options fit each other, and every slice of a product come out even."""
         if find_spec("torchao") is None:
             yield 'torchao is missing: pip install "titan[float8]"'
@@ -104,17 +101,17 @@ class Float8(Technique):
                 f'{_MULTIPLE} as gradients of weights need; change either, or set recipe = "rowwise_with_gw_hp"'
             )
 
-    def _check_gather(self, job: "Job") -> Iterator[str]:
+    def _check_gather(self, job: Job) -> Iterator[str]:
         if self.config.recipe != "tensorwise":
             yield f'fsdp_all_gather needs recipe = "tensorwise": with {self.config.recipe!r} a shard has many scales'
-        if "fsdp" not in {technique.name for technique in job.techniques}:
-            yield "fsdp_all_gather needs [plugins.fsdp], which gathers the weights"
+        if not job.provides("gathered_parameters"):
+            yield "fsdp_all_gather needs weights that are gathered; add [plugins.fsdp]"
 
     def _converts(self, name: str, linear: nn.Linear) -> bool:
         even = linear.in_features % _MULTIPLE == 0 and linear.out_features % _MULTIPLE == 0
         return even and not any(glob_matches(glob, name) for glob in self.config.filter)
 
-    def cost(self, costs: Costs, job: "Job") -> Costs:
+    def cost(self, costs: Costs, job: Job) -> Costs:
         """The layers' products in float8; each operand passed over for its maximum and its cast.
 
         Linears that `filter` leaves out are counted as converted.
@@ -169,7 +166,7 @@ def _linears(model: nn.Module, plan: ModelPlan) -> dict[str, nn.Linear]:
     }
 
 
-def _check_slices(job: "Job", plan: ModelPlan, linears: dict[str, nn.Linear]) -> Iterator[str]:
+def _check_slices(job: Job, plan: ModelPlan, linears: dict[str, nn.Linear]) -> Iterator[str]:
     """Hold the slices that the plan makes of each linear against the multiple; a glob is said once."""
     axes = {axis: job.layout.degree(axis) for axis in job.layout.of_role("model")}
     ranks = job.layout.role_degree("model")

@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import Any
 
 from titan.contracts import Tokenizer, option, register
-from titan.data.bytepairs import PATTERN, BytePairs, read_ranks
+from titan.data.tokens.bytepairs import PATTERN, BytePairs, read_ranks
 
 BUILT_IN = Path(__file__).with_name("bpe4096.tiktoken")
 END = "<|end|>"

@@ -21,7 +21,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 from titan.contracts import REQUIRED, Tokenizer, option, register
-from titan.data.bytepairs import BytePairs, read_ranks
+from titan.data.tokens.bytepairs import BytePairs, read_ranks
 
 
 @dataclass(frozen=True)

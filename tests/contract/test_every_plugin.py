@@ -9,12 +9,11 @@ import pytest
 
 from tests.jobs import Outcome, assert_same_curve, train_job
 from tests.planned import CLUSTER, job_of
-from titan import registry
-from titan.contracts import Dataset, LrSchedule, Model, Technique, Tokenizer
-from titan.options import REQUIRED, Where, as_table, options_of, parse
-from titan.planner.layout import costs_of
-from titan.planner.predict import Planner
-from titan.registry import Plugin
+from titan.contracts import Dataset, LrSchedule, Model, Technique, Tokenizer, registry
+from titan.contracts.base.options import REQUIRED, Where, as_table, options_of, parse
+from titan.contracts.base.registry import Plugin
+from titan.planner.step.layout import costs_of
+from titan.planner.step.predict import Planner
 
 registry.open_doors()
 # Other tests' guests may have come in already.

@@ -9,7 +9,7 @@ import pytest
 from tests.chaos import LAUNCHER, RANKS, Entry, Hunt, Report, Start
 from tests.jobs import run_job
 from tests.kills import NEVER, Kill
-from titan.checkpoint import folder as folders
+from titan.checkpoint.disk import folder as folders
 
 pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="needs /proc and the parent death signal")
 

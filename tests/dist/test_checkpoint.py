@@ -279,7 +279,7 @@ def test_rank_0_decides_for_all(tmp_path: Path) -> None:
 
 
 def _find_and_count(folder: Path) -> tuple[str, list[str], int]:
-    from titan.checkpoint import manifest
+    from titan.checkpoint.disk import manifest
 
     hashed: list[str] = []
     read = manifest.piece_of

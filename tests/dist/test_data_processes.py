@@ -12,12 +12,11 @@ import torch
 
 from tests.unit.test_data_samples import count_up, samples, tokens_of
 from tests.unit.test_data_shards import write
-from titan import registry
-from titan.contracts import Dataset
-from titan.data import tokenize
-from titan.data.loader import Loader
-from titan.data.prepare import prepare
-from titan.data.samples import Samples
+from titan.contracts import Dataset, registry
+from titan.data.samples.loader import Loader
+from titan.data.samples.samples import Samples
+from titan.data.tokens import tokenize
+from titan.data.tokens.prepare import prepare
 from titan.errors import DataError
 from titan.plugins.data.text import Config as TextConfig
 from titan.plugins.data.text import Text
@@ -139,7 +138,7 @@ def test_processes_know_plugins_of_a_users_folder(text: Path, tmp_path: Path) ->
 KILLED = """
     import os, signal, sys
     from pathlib import Path
-    from titan.data import prepare as preparing, shards, tokenize
+    from titan.data.tokens import prepare as preparing, shards, tokenize
     from titan.plugins.data.text import Config, Text
     from titan.plugins.tokenizers.byte import Byte, Config as Bytes
 

@@ -15,7 +15,7 @@ import torch.distributed as dist
 from tests.ranks import run_ranks
 from titan import cli
 from titan.doctor import clock, device, links
-from titan.planner import cluster
+from titan.planner.machine import cluster
 
 SLOW = 40
 

@@ -16,7 +16,7 @@ from tests.jobs import LLAMA, SAVING, train_job
 from tests.ranks import run_ranks
 from titan import cli
 from titan.config import load_job
-from titan.data.shards import ShardWriter
+from titan.data.tokens.shards import ShardWriter
 
 TEXTS = ["one two three four five six seven", "x", "Zwölf Boxkämpfer jagen Viktor.\n quer\tüber", "one two" * 9, " \n"]
 END, LENGTH = 256, 16

@@ -128,10 +128,11 @@ def test_layouts_of_gathered_weights(ranks: int, words: list[str], one_rank, tmp
 
 def scales_after_training(words: list[str]) -> list[tuple[str, float, float]]:
     """Of each weight on this rank: name, the scale its shard will be cast with, 448 over the maximum of the whole."""
-    from titan import build, ranks, trainer
     from titan.config import load_job
+    from titan.ranks import process
+    from titan.training import build, trainer
 
-    run = build.build(job := load_job(LLAMA, words, ranks.launched_world_size()), ranks.join(job))
+    run = build.build(job := load_job(LLAMA, words, process.launched_world_size()), process.join(job))
     trainer.train(run)
     found = []
     for part in run.parts:

@@ -50,14 +50,14 @@ def gradient_times_tp() -> None:
 
 
 def lost_micro_batch() -> None:
-    from titan.engine import Direct
+    from titan.training.engine import Direct
 
     whole = Direct.forward_backward
     Direct.forward_backward = lambda self, batches, loss: whole(self, batches[:-1], loss)
 
 
 def biased_weight() -> None:
-    from titan import phases
+    from titan.training import phases
 
     init = phases.init_weights
 
@@ -70,7 +70,7 @@ def biased_weight() -> None:
 
 
 def biased_logit() -> None:
-    from titan.engine import StepLoss
+    from titan.training.engine import StepLoss
 
     whole = StepLoss.__call__
 
@@ -81,15 +81,15 @@ def biased_logit() -> None:
 
 
 def shifted_label() -> None:
-    from titan.engine import StepLoss
+    from titan.training.engine import StepLoss
 
     whole = StepLoss.__call__
     StepLoss.__call__ = lambda self, logits, labels: whole(self, logits, labels.roll(1, 1))
 
 
 def mean_of_means() -> None:
-    from titan.engine import StepLoss
-    from titan.mesh import Mesh
+    from titan.contracts.base.mesh import Mesh
+    from titan.training.engine import StepLoss
 
     add = Mesh.sum
     begin = StepLoss.begin

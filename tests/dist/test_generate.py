@@ -1,4 +1,4 @@
-"""`titan generate` and the sample at the end of training: the same text at any layout (titan/generation.py)."""
+"""`titan generate` and the sample at the end of training: the same text at any layout."""
 
 import contextlib
 import io
@@ -13,7 +13,7 @@ import pytest
 
 from tests.jobs import LLAMA, train_job
 from tests.ranks import run_ranks
-from titan.generation import Sampling
+from titan.inference.generation import Sampling
 
 PROMPTS = ["the model", "a", "its loss falls", ""]
 SAMPLINGS = [Sampling(max_new_tokens=12, temperature=0.0), Sampling(max_new_tokens=12, temperature=1.0, top_k=50)]
@@ -34,11 +34,12 @@ def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> str:
 
 def _texts(checkpoint: str, words: list[str]) -> list[list[int]]:
     """On one rank: greedy and drawn continuations of all prompts."""
-    from titan import generation, ranks
-    from titan.trained import open_job, open_trained
+    from titan.inference import generation
+    from titan.inference.trained import open_job, open_trained
+    from titan.ranks import process
 
-    path, job = open_job(checkpoint, words, ranks.launched_world_size())
-    trained = open_trained(path, job, ranks.join(job))
+    path, job = open_job(checkpoint, words, process.launched_world_size())
+    trained = open_trained(path, job, process.join(job))
     prompts = [generation.encode(job, prompt) for prompt in PROMPTS]
     texts = [generation.generate(trained.world, trained.engine, prompts, sampling) for sampling in SAMPLINGS]
     return [text.tokens for some in texts for text in some]
@@ -77,7 +78,7 @@ def test_ranks_that_would_draw_differently_take_the_first_ones_token(
 
 
 def _texts_of_a_rank_apart(checkpoint: str) -> list[list[int]]:
-    from titan import generation
+    from titan.inference import generation
 
     if os.environ["RANK"] == "1":
         draw = generation._draw
@@ -90,11 +91,15 @@ def _texts_of_a_rank_apart(checkpoint: str) -> list[list[int]]:
 
 def _sample(folder: str, words: list[str]) -> str:
     """On one rank: train a step, then sample."""
-    from titan import build, generation, ranks, trainer
     from titan.config import load_job
+    from titan.inference import generation
+    from titan.ranks import process
+    from titan.training import build, trainer
 
-    job = load_job(LLAMA, ["--run.dir", folder, "--data.cache", f"{folder}/cache", *words], ranks.launched_world_size())
-    run = build.build(job, ranks.join(job))
+    job = load_job(
+        LLAMA, ["--run.dir", folder, "--data.cache", f"{folder}/cache", *words], process.launched_world_size()
+    )
+    run = build.build(job, process.join(job))
     trainer.train(run)
     return generation.sample(run.world, run.engine, "the model trains", job.run.seed)
 

@@ -10,10 +10,10 @@ from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, 
 
 from tests.ranks import run_ranks
 from titan.contracts import Axis, Part
-from titan.gradients import clip, global_norm
-from titan.init import draw, init_weights
-from titan.mesh import Mesh, lay_out
-from titan.plan import ONES, ModelPlan, normal
+from titan.contracts.base.mesh import Mesh, lay_out
+from titan.contracts.base.plan import ONES, ModelPlan, normal
+from titan.training.gradients import clip, global_norm
+from titan.training.init import draw, init_weights
 
 PLAN = ModelPlan(
     n_layers=1, dim=5, n_heads=1, n_kv_heads=1, head_dim=5, vocab_size=7, max_seq_len=4, stem=(), head=(), tensor={},

@@ -11,11 +11,12 @@ import torch
 import torch.distributed as dist
 
 from tests.ranks import run_ranks as in_a_fresh_process
-from titan import children, launch
-from titan.children import Children, Ended, Entry
-from titan.launch import verdict
-from titan.place import LOCAL, Place
-from titan.preemption import Preemption
+from titan import launch
+from titan.ranks import children
+from titan.ranks.children import Children, Ended, Entry
+from titan.ranks.launcher import verdict
+from titan.ranks.place import LOCAL, Place
+from titan.ranks.preemption import Preemption
 
 
 def _children(entry: Entry, ranks: int, fork: bool = True) -> Children:

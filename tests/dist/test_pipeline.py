@@ -13,12 +13,9 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
 from tests.ranks import RankError, run_ranks
-from titan import phases
 from titan.contracts import Batch, Mesh, Model, Part, Precision, Technique, World
-from titan.engine import Direct, StepLoss
-from titan.gradients import global_norm
-from titan.mesh import Layout
-from titan.plan import normal
+from titan.contracts.base.mesh import Layout
+from titan.contracts.base.plan import normal
 from titan.plugins.losses.cross_entropy import CrossEntropy
 from titan.plugins.memory.activation_checkpoint import ActivationCheckpoint
 from titan.plugins.models.gpt import Gpt
@@ -29,6 +26,9 @@ from titan.plugins.parallel.pipeline import PipelineParallel
 from titan.plugins.parallel.pipeline.stages import takes
 from titan.plugins.parallel.tensor import TensorParallel
 from titan.plugins.precision.bf16 import BFloat16
+from titan.training import phases
+from titan.training.engine import Direct, StepLoss
+from titan.training.gradients import global_norm
 
 # torch before 2.13 cannot send to its own rank with gloo, which the V-shaped schedules do as they start.
 SELF_SEND = torch.torch_version.TorchVersion(torch.__version__) >= "2.13"

@@ -10,9 +10,10 @@ import pytest
 from tests.bell import end, job, launch
 from tests.jobs import Outcome, read_rows, train_job
 from tests.ranks import run_ranks
-from titan import preemption, train
-from titan.checkpoint.folder import complete
-from titan.preemption import Preemption, listening
+from titan import train
+from titan.checkpoint.disk.folder import complete
+from titan.ranks import preemption
+from titan.ranks.preemption import Preemption, listening
 
 PIPELINE = ("--mesh.dp_shard", "2", "--mesh.pp", "2")
 

@@ -16,11 +16,12 @@ from tests.bell import end, job
 from tests.bell import launch as start
 from tests.jobs import LLAMA, read_rows, train_job
 from tests.ranks import run_ranks as in_a_fresh_process
-from titan import launch, nodes, ranks
-from titan.children import Children, Entry
+from titan import launch
 from titan.config import load_job
 from titan.errors import ConfigError
-from titan.place import LOCAL, Place
+from titan.ranks import launcher, nodes, process
+from titan.ranks.children import Children, Entry
+from titan.ranks.place import LOCAL, Place
 
 
 def _children(entry: Entry, ranks: int) -> Children:
@@ -47,7 +48,7 @@ def _dies_twice(argv: list[str]) -> int:
 
 def _led(entry: Entry, folder: Path, ranks: int, restarts: int) -> tuple[int, str]:
     os.environ["LIVES"] = str(folder)
-    code = launch._lead(_children(entry, ranks), restarts, Path("logs"))
+    code = launcher._lead(_children(entry, ranks), restarts, Path("logs"))
     return code, "".join(path.read_text() + " " for path in sorted(folder.iterdir()))
 
 
@@ -105,7 +106,7 @@ def _store_of_a_third_life(folder: str) -> bool:
     job = load_job(LLAMA, ["--run.dir", folder, "--data.path", folder], 1)
     os.environ["TORCHELASTIC_RESTART_COUNT"] = "2"
     with patch.object(dist, "init_process_group") as begin:
-        ranks.join(job)
+        process.join(job)
     begin.call_args.kwargs["store"].set("key", "")
     raw = dist.TCPStore(os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"]), is_master=False)
     return bool(raw.check(["attempt 2/key"]))

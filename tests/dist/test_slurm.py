@@ -7,7 +7,7 @@ from pathlib import Path
 
 from tests.bell import job
 from tests.jobs import read_rows, train_job
-from titan import nodes
+from titan.ranks import nodes
 
 ROOT = Path(__file__).parents[2]
 

@@ -13,7 +13,7 @@ from torch.distributed.tensor.debug import CommDebugMode
 
 from tests.ranks import RankError, run_ranks
 from titan.contracts import Mesh, Model, Part, Precision, World
-from titan.mesh import Layout
+from titan.contracts.base.mesh import Layout
 from titan.plugins.losses.cross_entropy import Config as LossConfig
 from titan.plugins.losses.cross_entropy import CrossEntropy
 from titan.plugins.models.gpt import Gpt, GptConfig

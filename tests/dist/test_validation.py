@@ -9,11 +9,12 @@ from torch import nn
 
 from tests.jobs import LLAMA, SAVING, Outcome, saved_tensors, train_job, write_text
 from tests.ranks import RankError, run_ranks
-from titan import build, ranks, trainer
-from titan.build import open_held_out
 from titan.config import load_job
-from titan.data.order import in_epochs, mix
-from titan.validation import validate
+from titan.data.samples.order import in_epochs, mix
+from titan.ranks import process
+from titan.training import build, trainer
+from titan.training.build import open_held_out
+from titan.training.validation import validate
 
 SAMPLES = 13
 """Not a multiple of anything: the last batches of all layouts but the smallest are filled up."""
@@ -111,7 +112,7 @@ def test_samples_of_uneven_numbers_of_tokens(packing: str, tmp_path: Path) -> No
     assert found[1] == pytest.approx(found[0], rel=1e-5)
     assert found[2] == pytest.approx(found[0], rel=1e-5)
     job = load_job(LLAMA, ["--data.path", "x", "--data.cache", f"{tmp_path}/cache", *more])
-    samples, model = open_held_out(job, ranks.Rank(0, 1, 0, torch.device("cpu"))), job.model.build()
+    samples, model = open_held_out(job, process.Rank(0, 1, 0, torch.device("cpu"))), job.model.build()
     assert samples is not None
     model.load_state_dict(outcome.weights)
     nats = tokens = 0.0
@@ -134,7 +135,7 @@ def test_going_on_validates_the_same_samples(tmp_path: Path) -> None:
 
 def kinds_of_parameters(overrides: list[str]) -> tuple[set[str], bool]:
     """On one rank: the types of the model's parameters after a validation, and whether it is in training mode."""
-    run = build.build(job := load_job(LLAMA, overrides, 2), ranks.join(job))
+    run = build.build(job := load_job(LLAMA, overrides, 2), process.join(job))
     validate(run)
     trainer.close(run)
     return {type(p).__name__ for part in run.parts for _, p in part.parameters()}, run.parts[0].module.training

@@ -12,10 +12,11 @@ import torch.distributed as dist
 
 from tests.jobs import LLAMA, run_job, write_text
 from tests.ranks import RankError, run_ranks
-from titan import children, launch, watchdog
 from titan.checkpoint import storage
 from titan.errors import EXIT_FAILED
-from titan.place import LOCAL, Place
+from titan.ranks import children, watchdog
+from titan.ranks.place import LOCAL, Place
+from titan.ranks.process import launcher
 
 GUESTS = Path(__file__).parents[1] / "guests"
 
@@ -102,7 +103,7 @@ def _launched(argv: list[str]) -> int:
     from titan.train import main
 
     children.GRACE_S = 0.5
-    return launch.start(main, argv, Place(1, 0, 2, LOCAL, 0))
+    return launcher.start(main, argv, Place(1, 0, 2, LOCAL, 0))
 
 
 def test_a_rank_that_hangs_in_training(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:

@@ -18,7 +18,7 @@ from tests.fuzz.draw import Drawn, words
 from tests.fuzz.guests.digits import END
 from tests.jobs import Outcome, deviations, differences, train_job
 from titan.config import load_job
-from titan.data.shards import ShardWriter
+from titan.data.tokens.shards import ShardWriter
 from titan.errors import ConfigError
 
 JOB = Path(__file__).with_name("job.toml")

@@ -7,8 +7,8 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from titan.contracts import Model, ModelPlan, option, register
-from titan.cost import Lookup, linear, norm
-from titan.plan import ONES, normal
+from titan.contracts.base.cost import Lookup, linear, norm
+from titan.contracts.base.plan import ONES, normal
 
 
 @dataclass(frozen=True, kw_only=True)

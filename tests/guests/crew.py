@@ -9,7 +9,7 @@ from torch.distributed.tensor import DTensor
 
 from titan.config import Job
 from titan.contracts import Axis, Costs, Part, Technique, World, register
-from titan.cost import Traffic
+from titan.contracts.base.cost import Traffic
 
 
 @dataclass(frozen=True, kw_only=True)

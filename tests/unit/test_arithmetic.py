@@ -6,12 +6,12 @@ import math
 import pytest
 
 from bench import arithmetic as published
-from titan import registry
 from titan.config import Job, load_job
-from titan.contracts import Model
-from titan.cost import Held
+from titan.contracts import Model, registry
+from titan.contracts.base.cost import Held
 from titan.errors import ConfigError
-from titan.planner import arithmetic, by_hand
+from titan.planner.report import by_hand
+from titan.planner.step import arithmetic
 from titan.plugins.models import gpt, llama
 
 GPT3 = ["--model.name", "gpt", "--model.preset", "175b"]

@@ -13,7 +13,7 @@ from torch import nn
 
 from bench.mutations import reseal
 from titan.checkpoint import Checkpointer, Own, rng_state, set_rng_state
-from titan.checkpoint.metadata import DTYPES
+from titan.checkpoint.disk.metadata import DTYPES
 from titan.checkpoint.state import rejoin, separate
 from titan.contracts import Part
 from titan.errors import CheckpointError, PluginError

@@ -5,9 +5,9 @@ from pathlib import Path
 
 import pytest
 
-from titan.checkpoint import folder as folders
-from titan.checkpoint import manifest
-from titan.checkpoint.manifest import MANIFEST, METADATA, STATE
+from titan.checkpoint.disk import folder as folders
+from titan.checkpoint.disk import manifest
+from titan.checkpoint.disk.manifest import MANIFEST, METADATA, STATE
 from titan.errors import CheckpointError
 
 

@@ -7,14 +7,13 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from tests.planned import CLUSTER, job_of
-from titan import registry
 from titan.config import Job
-from titan.contracts import Model
-from titan.cost import Elementwise, residual
-from titan.planner.layout import costs_of
-from titan.planner.memory import shapes, sliced
-from titan.planner.predict import Planner, flops_per_token
-from titan.planner.traffic import moved
+from titan.contracts import Model, registry
+from titan.contracts.base.cost import Elementwise, residual
+from titan.planner.step.layout import costs_of
+from titan.planner.step.memory import shapes, sliced
+from titan.planner.step.predict import Planner, flops_per_token
+from titan.planner.step.traffic import moved
 
 registry.open_doors()
 MODELS = [(plugin, preset) for plugin in registry.of_kind("model") for preset in plugin.presets]

@@ -7,7 +7,7 @@ import pytest
 
 from tests.unit.test_data_shards import DOCUMENTS, write
 from titan import cli
-from titan.data.bytepairs import read_ranks
+from titan.data.tokens.bytepairs import read_ranks
 
 
 def test_inspect_shows_a_shard(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

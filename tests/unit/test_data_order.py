@@ -6,7 +6,7 @@ from itertools import pairwise
 
 import pytest
 
-from titan.data.order import BLOCK, Mixture, in_epochs, permute, shares
+from titan.data.samples.order import BLOCK, Mixture, in_epochs, permute, shares
 from titan.errors import DataError
 
 

@@ -10,11 +10,11 @@ from pathlib import Path
 import pytest
 
 from titan.contracts import Dataset, Document, option
-from titan.data import prepare as preparing
-from titan.data import tokenize
-from titan.data.prepare import prepare
-from titan.data.shards import open_shard
-from titan.data.stream import Stream
+from titan.data.samples.stream import Stream
+from titan.data.tokens import prepare as preparing
+from titan.data.tokens import tokenize
+from titan.data.tokens.prepare import prepare
+from titan.data.tokens.shards import open_shard
 from titan.errors import DataError
 from titan.plugins.data.shards import Config as ShardsConfig
 from titan.plugins.data.shards import Shards

@@ -10,8 +10,8 @@ import torch
 
 from tests.unit.test_data_shards import DOCUMENTS, write
 from titan.contracts import IGNORE
-from titan.data.loader import Loader
-from titan.data.samples import Packing, Sample, Samples
+from titan.data.samples.loader import Loader
+from titan.data.samples.samples import Packing, Sample, Samples
 from titan.errors import DataError
 
 CPU = torch.device("cpu")

@@ -5,8 +5,8 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from titan.data.shards import HEADER_BYTES, Shard, ShardWriter, open_shard, token_bytes
-from titan.data.stream import Stream
+from titan.data.samples.stream import Stream
+from titan.data.tokens.shards import HEADER_BYTES, Shard, ShardWriter, open_shard, token_bytes
 from titan.errors import DataError
 
 DOCUMENTS = [[1, 2, 3, 0], [4, 0], [5, 6, 7, 8, 9, 0]]
@@ -120,7 +120,7 @@ def test_stream_names_an_id_beyond_the_vocabulary(tmp_path: Path) -> None:
 
 
 def test_stream_keeps_few_files_open(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("titan.data.stream.MOST_OPEN", 2)
+    monkeypatch.setattr("titan.data.samples.stream.MOST_OPEN", 2)
     mapped: list[str] = []
     original = Shard.map
     monkeypatch.setattr(Shard, "map", lambda shard: (mapped.append(shard.path.stem), original(shard))[1])

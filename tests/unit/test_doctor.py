@@ -12,14 +12,14 @@ import tomli_w
 import torch
 
 from titan import cli
-from titan.cost import Collective
+from titan.contracts.base.cost import Collective
 from titan.doctor import cluster_file, device, joins
 from titan.doctor.clock import Time
 from titan.doctor.joins import GATHERED, SPLIT
 from titan.doctor.links import MOST_ROUNDS, Layout
 from titan.doctor.report import Reading, Row, line, outliers, rows
-from titan.planner import cluster
-from titan.planner.network import Group, Network
+from titan.planner.machine import cluster
+from titan.planner.machine.network import Group, Network
 
 RANKS = [f"rank {number}" for number in range(8)]
 LAYOUT = Layout(8, 8, RANKS)

@@ -207,7 +207,7 @@ def _imported(node: ast.AST) -> list[str]:
 @needs_torchao
 def test_a_float8_gather_needs_one_scale_and_something_to_gather() -> None:
     asked = ("--plugins.float8.fsdp_all_gather", "true")
-    needs = "fsdp_all_gather needs [plugins.fsdp], which gathers the weights"
+    needs = "fsdp_all_gather needs weights that are gathered; add [plugins.fsdp]"
     assert sentences(*asked) == [needs]
     assert sentences(*asked, "--mesh.dp_replicate", "2", ranks=2) == [needs]
     assert sentences(*asked, "--plugins.float8.recipe", "rowwise", "--mesh.dp_shard", "2", ranks=2) == [

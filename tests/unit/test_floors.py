@@ -1,99 +1,50 @@
 """The house keeps its shape: imports run downward, plugins stay guests, files and functions stay small.
 
-Each rule reads the source alone (nothing is imported) and returns sentences; each has a test that a planted violation
-is found.
+The order of the rooms stands in docs/design.md; `python -m bench.house` lists and draws them. Each rule reads the
+source alone (nothing is imported) and returns sentences; each has a test that a planted violation is found.
 """
 
 import ast
-import functools
 import re
+import statistics
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
 
+from bench.house import TABLE, arrows_of, circles, files_of, imports, package_of, parsed, room_of, rooms_of
+
 ROOT = Path(__file__).parents[2]
 
-FLOORS = (
-    ("errors", "log", "configs", "cost"),
-    ("device", "options", "place", "preemption", "slurm", "watchdog"),
-    ("registry", "nodes"),
-    ("plan", "mesh", "batch"),
-    ("cache", "parts"),
-    ("contracts",),
-    ("config", "init"),
-    ("data", "checkpoint", "metrics", "engine", "gradients", "guard", "ranks", "planner"),
-    ("phases", "resume", "doctor"),
-    ("build",),
-    ("generation", "trained", "validation"),
-    ("evaluation", "trainer"),
-    ("children", "dryrun", "train"),
-    ("launch", "tuning"),
-    ("commands",),
-    ("cli",),
-)
-"""Rooms of `titan/`, lowest first. A room imports from lower floors and from itself, not from others on its own."""
-
-OPEN_TO_PLUGINS = ("contracts", "cost", "errors", "plan", "options", "mesh", "data")
+OPEN_TO_PLUGINS = ("titan.contracts", "titan.errors", "titan.data.tokens")
+"""What plugins may import of titan."""
 
 ORDINARY_WORDS = {
     ("titan/commands/generate.py", "text"): "a key of the command's JSON",
     ("titan/commands/convert.py", "hf"): "a format",
-    ("titan/contracts.py", "compile"): "a phase",
+    ("titan/contracts/technique.py", "compile"): "a phase",
     ("titan/doctor/device.py", "float8"): "a dtype",
     ("titan/dryrun/run.py", "compile"): "a phase",
-    ("titan/planner/cluster.py", "float8"): "a dtype",
-    ("titan/parts.py", "compile"): "the moment when a wrapper is put around a forward",
-    ("titan/init.py", "constant"): "a way to fill a new weight",
-    ("titan/plan.py", "constant"): "a way to fill a new weight",
+    ("titan/planner/machine/cluster.py", "float8"): "a dtype",
+    ("titan/contracts/base/parts.py", "compile"): "the moment when a wrapper is put around a forward",
+    ("titan/training/init.py", "constant"): "a way to fill a new weight",
+    ("titan/contracts/base/plan.py", "constant"): "a way to fill a new weight",
+    ("plugins/data/jsonl.py", "jsonl"): "the ending of a file's name",
+    ("plugins/data/jsonl.py", "text"): "a key of a line",
+    ("plugins/precision/float8.py", "compile"): "a phase",
+    ("plugins/schedules/wsd.py", "linear"): "the shape of a decay",
 }
-"""Words of `titan/` that are also a plugin's name, reviewed: (file, word) -> the ordinary meaning it has there."""
+"""Words that are a plugin's name too, or another plugin's, reviewed: (file, word) -> the ordinary meaning there."""
 
 BANNED = re.compile(r"(?i)(utils?|commons?|helpers?|misc)(\.py)?")
 MOST_LINES = 400
 MOST_LINES_OF_A_FUNCTION = 60
+MOST_LINES_OF_THE_LOOP = 40
+MEDIAN_LINES = 200
+MOST_FILES = 10
 
 
 # --- reading ------------------------------------------------------------------------------------------------------
-
-
-def _files(root: Path, folder: str) -> Iterator[tuple[Path, ast.Module]]:
-    for file in sorted((root / folder).rglob("*.py")):
-        yield file.relative_to(root), _parsed(file.read_text())
-
-
-@functools.cache
-def _parsed(source: str) -> ast.Module:
-    return ast.parse(source)
-
-
-def _package(file: Path) -> list[str]:
-    """The dotted name, in parts, of the package a file lies in; `plugins/` is `titan.plugins`."""
-    parts = [*file.parent.parts]
-    return parts if parts[0] == "titan" else ["titan", *parts]
-
-
-def _imports(file: Path, tree: ast.Module) -> Iterator[tuple[int, list[str]]]:
-    """(line, dotted name in parts) of everything imported, in functions too; not what only a type checker sees."""
-    unseen = {
-        inner
-        for node in ast.walk(tree)
-        if isinstance(node, ast.If) and "TYPE_CHECKING" in ast.unparse(node.test)
-        for statement in node.body
-        for inner in ast.walk(statement)
-    }
-    for node in ast.walk(tree):
-        if node in unseen:
-            continue
-        if isinstance(node, ast.Import):
-            for alias in node.names:
-                yield node.lineno, alias.name.split(".")
-        elif isinstance(node, ast.ImportFrom):
-            package = _package(file)
-            above = package[: len(package) - node.level + 1] if node.level else []
-            module = [*above, *(node.module.split(".") if node.module else ())]
-            for alias in node.names:
-                yield node.lineno, [*module, alias.name]
 
 
 def _strings(tree: ast.Module) -> Iterator[tuple[int, str]]:
@@ -107,7 +58,7 @@ def _strings(tree: ast.Module) -> Iterator[tuple[int, str]]:
 def _plugin_names(root: Path) -> dict[str, Path]:
     """Name -> file of every registered plugin."""
     names = {}
-    for file, tree in _files(root, "plugins"):
+    for file, tree in files_of(root, "plugins"):
         for node in ast.walk(tree):
             if not isinstance(node, ast.ClassDef) or "register" not in [ast.unparse(d) for d in node.decorator_list]:
                 continue
@@ -121,37 +72,61 @@ def _plugin_names(root: Path) -> dict[str, Path]:
 
 
 def imports_run_downward(root: Path) -> Iterator[str]:
-    """Within `titan/`, from a floor to lower ones only; `titan/__init__.py` imports nothing of it."""
-    floor_of = {room: floor for floor, rooms in enumerate(FLOORS) for room in rooms}
-    for file, tree in _files(root, "titan"):
-        room = file.with_suffix("").parts[1]
-        if room != "__init__" and room not in floor_of:
-            yield f"{file}: stands on no floor; give it one in FLOORS"
-            continue
-        floor = floor_of.get(room, -1)
-        for line, name in _imports(file, tree):
-            if name[0] != "titan" or len(name) == 1 or name[1] == room or name[1].startswith("__"):
-                continue
-            if name[1] == "plugins" or floor_of.get(name[1], len(FLOORS)) >= floor:
-                yield f"{file}:{line}: imports {'.'.join(name)}, which does not lie below {room}"
+    """Within `titan/`, from a room to those listed above it; `titan/__init__.py` imports nothing of it."""
+    rooms = rooms_of(root)
+    for file, others in arrows_of(root).items():
+        room = room_of(file, rooms)
+        if room is None and not _only_says_what_it_is(root / file):
+            yield f"{file}: stands in no room; give it one in {TABLE}"
+        for other, line in others.items():
+            theirs = room_of(other, rooms)
+            if room and theirs and theirs != room and rooms.index(theirs) > rooms.index(room):
+                yield f"{file}:{line}: imports {other}, but {theirs} stands below {room} in {TABLE}"
+    for file, tree in files_of(root, "titan"):
+        for line, name in imports(file, tree):
+            if name[:2] == ["titan", "plugins"]:
+                yield f"{file}:{line}: imports {'.'.join(name)}, a plugin's"
+
+
+def _only_says_what_it_is(file: Path) -> bool:
+    """Whether a file is the door of a package and holds nothing but assignments and its docstring."""
+    body = parsed(file.read_text()).body
+    return file.name == "__init__.py" and all(isinstance(node, ast.Expr | ast.Assign) for node in body)
+
+
+def rooms_are_there(root: Path) -> Iterator[str]:
+    """Every room of the table exists."""
+    for room in rooms_of(root):
+        if not (root / room).exists():
+            yield f"{TABLE}: {room} does not exist"
+
+
+def no_two_files_import_each_other(root: Path) -> Iterator[str]:
+    """Neither directly nor through others, types included."""
+    for group in circles(arrows_of(root)):
+        yield f"import each other: {', '.join(group)}"
 
 
 def plugins_are_guests(root: Path) -> Iterator[str]:
     """A plugin imports the contracts, and nothing of another plugin."""
-    for file, tree in _files(root, "plugins"):
-        home = [*_package(file), *([] if file.name == "__init__.py" else [file.stem])]
-        for line, name in _imports(file, tree):
+    for file, tree in files_of(root, "plugins"):
+        home = [*package_of(file), *([] if file.name == "__init__.py" else [file.stem])]
+        for line, name in imports(file, tree):
             own = len(home) > 3 and name[:4] == home[:4]
             if name[0] == "plugins" or (name[:2] == ["titan", "plugins"] and not own):
                 yield f"{file}:{line}: imports {'.'.join(name)}, another plugin's"
-            elif name[0] == "titan" and name[1:2] not in [[room] for room in (*OPEN_TO_PLUGINS, "plugins")]:
+            elif name[0] == "titan" and name[1:2] != ["plugins"] and not _is_open(".".join(name)):
                 yield f"{file}:{line}: imports {'.'.join(name)}; open to plugins: {', '.join(OPEN_TO_PLUGINS)}"
+
+
+def _is_open(name: str) -> bool:
+    return any(f"{name}.".startswith(f"{room}.") for room in OPEN_TO_PLUGINS)
 
 
 def the_host_spells_no_plugin(root: Path) -> Iterator[str]:
     """No string of `titan/` is a plugin's name or a module of `plugins/`."""
     names = _plugin_names(root)
-    for file, tree in _files(root, "titan"):
+    for file, tree in files_of(root, "titan"):
         for line, text in _strings(tree):
             if re.fullmatch(r"(titan\.)?plugins(\.\w+)+", text):
                 yield f"{file}:{line}: spells {text!r}, a module of plugins/"
@@ -161,7 +136,12 @@ def the_host_spells_no_plugin(root: Path) -> Iterator[str]:
 
 def ordinary_words_are_needed(root: Path) -> Iterator[str]:
     """A word on the reviewed list is a plugin's name, and the file does spell it."""
-    spelt = {(file.as_posix(), text) for file, tree in _files(root, "titan") for _, text in _strings(tree)}
+    spelt = {
+        (file.as_posix(), text)
+        for folder in ("titan", "plugins")
+        for file, tree in files_of(root, folder)
+        for _, text in _strings(tree)
+    }
     names = _plugin_names(root)
     for file, word in ORDINARY_WORDS:
         if word not in names or (file, word) not in spelt:
@@ -171,7 +151,7 @@ def ordinary_words_are_needed(root: Path) -> Iterator[str]:
 def files_and_functions_are_small(root: Path) -> Iterator[str]:
     """In `titan/` and `plugins/`; the lines of a function include its docstring."""
     for folder in ("titan", "plugins"):
-        for file, tree in _files(root, folder):
+        for file, tree in files_of(root, folder):
             lines = len((root / file).read_text().splitlines())
             if lines > MOST_LINES:
                 yield f"{file}: {lines} lines; at most {MOST_LINES}"
@@ -181,6 +161,27 @@ def files_and_functions_are_small(root: Path) -> Iterator[str]:
                     if length > MOST_LINES_OF_A_FUNCTION:
                         place = f"{file}:{node.lineno}: {node.name}()"
                         yield f"{place} has {length} lines; at most {MOST_LINES_OF_A_FUNCTION}"
+
+
+def folders_hold_few_files(root: Path) -> Iterator[str]:
+    """In `titan/`, not counting `__init__.py`; half of the files are short."""
+    lengths = [len((root / file).read_text().splitlines()) for file, _ in files_of(root, "titan")]
+    if statistics.median(lengths) > MEDIAN_LINES:
+        yield f"half of the files of titan/ are longer than {MEDIAN_LINES} lines"
+    for folder in {file.parent for file, _ in files_of(root, "titan")}:
+        files = [file for file in (root / folder).glob("*.py") if file.name != "__init__.py"]
+        if len(files) > MOST_FILES:
+            yield f"{folder}: {len(files)} files; at most {MOST_FILES}"
+
+
+def the_loop_is_short(root: Path) -> Iterator[str]:
+    """The training loop, and the step."""
+    for file, tree in files_of(root, "titan/training"):
+        for node in ast.walk(tree):
+            if file.stem == "trainer" and isinstance(node, ast.FunctionDef) and node.name in ("train", "step"):
+                length = (node.end_lineno or node.lineno) - node.lineno + 1
+                if length > MOST_LINES_OF_THE_LOOP:
+                    yield f"{file}:{node.lineno}: {node.name}() has {length} lines; at most {MOST_LINES_OF_THE_LOOP}"
 
 
 def names_say_what_is_inside(root: Path) -> Iterator[str]:
@@ -199,12 +200,31 @@ def folders_are_packages(root: Path) -> Iterator[str]:
                 yield f"{file.parent.relative_to(root)}: has no __init__.py"
 
 
+def plugins_spell_no_other(root: Path) -> Iterator[str]:
+    """No string of a plugin is the name of another."""
+    names = _plugin_names(root)
+    for file, tree in files_of(root, "plugins"):
+        for line, text in _strings(tree):
+            if text in names and not _is_of(file, names[text]) and (file.as_posix(), text) not in ORDINARY_WORDS:
+                yield f"{file}:{line}: spells {text!r}, the name of the plugin in {names[text]}"
+
+
+def _is_of(file: Path, owner: Path) -> bool:
+    """Whether a file is a plugin's own, or lies in the folder that the plugin fills."""
+    return file == owner or (owner.name == "__init__.py" and owner.parent in file.parents)
+
+
 RULES: list[Callable[[Path], Iterator[str]]] = [
     imports_run_downward,
+    rooms_are_there,
+    no_two_files_import_each_other,
     plugins_are_guests,
+    plugins_spell_no_other,
     the_host_spells_no_plugin,
     ordinary_words_are_needed,
     files_and_functions_are_small,
+    folders_hold_few_files,
+    the_loop_is_short,
     names_say_what_is_inside,
     folders_are_packages,
 ]
@@ -224,25 +244,33 @@ def test_the_house_has_plugins() -> None:
 
 
 PLUGIN = "@register\nclass C:\n    name = 'llama'\n"
+ROOMS = "".join(f"| `titan/{room}` | x |\n" for room in ("low.py", "inner/base/", "inner/", "high/", "cli.py"))
+"""The table of a small house, in which each planted file stands."""
 PLANTED = [
-    (imports_run_downward, "titan/mesh.py", "import titan.config", "titan/mesh.py:1: imports titan.config, which"),
-    (imports_run_downward, "titan/mesh.py", "from titan import config", "imports titan.config"),
-    (imports_run_downward, "titan/mesh.py", "from titan.plan import X", "imports titan.plan.X"),
-    (imports_run_downward, "titan/mesh.py", "def f():\n    import titan.trainer", "titan/mesh.py:2"),
-    (imports_run_downward, "titan/data/a.py", "from ..build import Run", "imports titan.build.Run"),
-    (imports_run_downward, "titan/cli.py", "import titan.plugins.models", "imports titan.plugins.models"),
-    (imports_run_downward, "titan/__init__.py", "from titan.log import log", "which does not lie below __init__"),
-    (imports_run_downward, "titan/attic.py", "", "titan/attic.py: stands on no floor"),
+    (imports_run_downward, "titan/low.py", "import titan.high", "titan/low.py:1: imports titan/high/__init__.py, but"),
+    (imports_run_downward, "titan/low.py", "from titan import high", "imports titan/high/__init__.py"),
+    (imports_run_downward, "titan/low.py", "from titan.high import X", "imports titan/high/__init__.py"),
+    (imports_run_downward, "titan/low.py", "def f():\n    import titan.high", "titan/low.py:2"),
+    (imports_run_downward, "titan/low.py", "if TYPE_CHECKING:\n    from titan.high import X", "titan/low.py:2"),
+    (imports_run_downward, "titan/inner/base/a.py", "from ..b import X", "imports titan/inner/b.py, but titan/inner/"),
+    (imports_run_downward, "titan/inner/a.py", "from ..high import X", "imports titan/high/__init__.py"),
+    (imports_run_downward, "titan/cli.py", "import titan.plugins.models", "imports titan.plugins.models, a plugin's"),
+    (imports_run_downward, "titan/attic.py", "", "titan/attic.py: stands in no room"),
+    (imports_run_downward, "titan/attic/__init__.py", "from titan.low import X", "stands in no room"),
+    (rooms_are_there, TABLE, ROOMS + "| `titan/gone/` | x |\n", "titan/gone/ does not exist"),
+    (no_two_files_import_each_other, "titan/inner/b.py", "from titan.inner.c import C", "titan/inner/b.py, titan/"),
     (plugins_are_guests, "plugins/a/b.py", "from titan.build import Run", "imports titan.build.Run; open to plugins"),
     (plugins_are_guests, "plugins/a/b.py", "import titan", "imports titan; open to plugins"),
     (plugins_are_guests, "plugins/a/b.py", "from titan.plugins.a.c import C", "imports titan.plugins.a.c.C, another"),
     (plugins_are_guests, "plugins/a/b.py", "from .c import C", "imports titan.plugins.a.c.C, another"),
     (plugins_are_guests, "plugins/a/b.py", "import plugins.a.c", "imports plugins.a.c, another"),
     (plugins_are_guests, "plugins/a/b/d.py", "from ..c import C", "imports titan.plugins.a.c.C, another"),
+    (plugins_spell_no_other, "plugins/a/b.py", "if x == 'llama': y()", "plugins/a/b.py:1: spells 'llama'"),
     (the_host_spells_no_plugin, "titan/a.py", "if x == 'llama': y()", "titan/a.py:1: spells 'llama'"),
     (the_host_spells_no_plugin, "titan/a.py", "i('titan.plugins.a.b')", "spells 'titan.plugins.a.b'"),
     (files_and_functions_are_small, "titan/a.py", "x = 1\n" * 401, "titan/a.py: 401 lines"),
     (files_and_functions_are_small, "plugins/a/b.py", "def f():\n" + "    x = 1\n" * 60, "f() has 61 lines"),
+    (the_loop_is_short, "titan/training/trainer.py", "def train():\n" + "    x = 1\n" * 40, "train() has 41 lines"),
     (names_say_what_is_inside, "titan/data/utils.py", "", "titan/data/utils.py: name it"),
     (names_say_what_is_inside, "plugins/common/a.py", "", "plugins/common: name it"),
     (folders_are_packages, "plugins/new/a.py", "", "plugins/new: has no __init__.py"),
@@ -253,11 +281,20 @@ PLANTED = [
 def test_a_planted_violation_is_found(
     rule: Callable[[Path], Iterator[str]], file: str, source: str, fault: str, tmp_path: Path
 ) -> None:
-    _write(tmp_path, "plugins/models/llama.py", PLUGIN)
-    _write(tmp_path, "plugins/models/__init__.py", "")
+    if rule is not folders_are_packages:  # which would find the small house's own folder
+        _house(tmp_path)
     _write(tmp_path, file, source)
     [found] = rule(tmp_path)
     assert fault in found
+
+
+def test_a_folder_of_many_files_is_found(tmp_path: Path) -> None:
+    _house(tmp_path)
+    for number in range(11):
+        _write(tmp_path, f"titan/high/f{number}.py", "x = 1\n" * 201)
+    assert sorted(folders_hold_few_files(tmp_path)) == [
+        "half of the files of titan/ are longer than 200 lines", "titan/high: 11 files; at most 10"
+    ]  # fmt: skip
 
 
 def test_a_word_that_is_spelt_no_more_leaves_the_list(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -272,19 +309,32 @@ def test_a_word_that_is_spelt_no_more_leaves_the_list(tmp_path: Path, monkeypatc
 @pytest.mark.parametrize(
     ("rule", "file", "source"),
     [
-        (imports_run_downward, "titan/config/a.py", "from titan.config.b import B\nfrom titan.mesh import Mesh"),
-        (imports_run_downward, "titan/contracts.py", "if TYPE_CHECKING:\n    from titan.config import Job"),
+        (imports_run_downward, "titan/inner/a.py", "from titan.inner.b import B\nfrom titan.low import X"),
+        (imports_run_downward, "titan/high/a.py", "from titan.inner import b"),
         (imports_run_downward, "titan/cli.py", "from titan import __version__"),
+        (imports_run_downward, "titan/attic/__init__.py", '"""Says what it is."""\nNAMES = ("a",)'),
+        (no_two_files_import_each_other, "titan/inner/a.py", "from titan.inner.c import C"),
         (plugins_are_guests, "plugins/a/b.py", "import torch\nfrom titan.contracts import Model"),
         (plugins_are_guests, "plugins/a/b/__init__.py", "from .c import C\nfrom titan.plugins.a.b.d import D"),
         (plugins_are_guests, "plugins/a/b/e.py", "from .c import C"),
+        (plugins_spell_no_other, "plugins/models/llama.py", "x = 'llama'\n" + PLUGIN),
         (the_host_spells_no_plugin, "titan/a.py", "'llama'\nx = 'a llama'"),
     ],
 )
 def test_what_is_allowed_passes(rule: Callable[[Path], Iterator[str]], file: str, source: str, tmp_path: Path) -> None:
-    _write(tmp_path, "plugins/models/llama.py", PLUGIN)
+    _house(tmp_path)
     _write(tmp_path, file, source)
     assert list(rule(tmp_path)) == []
+
+
+def _house(root: Path) -> None:
+    """A small house without a fault, with one plugin."""
+    for file in ("low", "inner/__init__", "inner/base/__init__", "inner/b", "high/__init__", "cli"):
+        _write(root, f"titan/{file}.py", "")
+    _write(root, "titan/inner/c.py", "from titan.inner.b import B")
+    _write(root, TABLE, ROOMS)
+    _write(root, "plugins/models/llama.py", PLUGIN)
+    _write(root, "plugins/models/__init__.py", "")
 
 
 def _write(root: Path, file: str, source: str) -> None:

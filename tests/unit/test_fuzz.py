@@ -18,7 +18,7 @@ from tests.jobs import Outcome
 from tests.ranks import RankError
 from titan.config import Job, load_job, split_arguments
 from titan.contracts import IGNORE
-from titan.data.samples import Samples
+from titan.data.samples.samples import Samples
 
 DRAWS = 600
 EXPECTED = {

@@ -1,4 +1,4 @@
-"""Text that is generated: what the cache remembers, what is drawn, what is shown (titan/cache.py, generation.py)."""
+"""Text that is generated: what the cache remembers, what is drawn, what is shown (titan/inference/generation.py)."""
 
 import dataclasses
 from collections.abc import Sequence
@@ -9,17 +9,17 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from titan import generation
-from titan.cache import Cache
 from titan.contracts import Model, Part, World
-from titan.engine import Direct
+from titan.contracts.base.cache import Cache
+from titan.contracts.base.mesh import Layout
 from titan.errors import ConfigError, DivergedError
-from titan.generation import Sampling, Text, Words
-from titan.mesh import Layout
+from titan.inference import generation
+from titan.inference.generation import Sampling, Text, Words
 from titan.plugins.models.gpt import Gpt, GptConfig
 from titan.plugins.models.llama import Llama, LlamaConfig
 from titan.plugins.tokenizers.byte import END, Byte
 from titan.plugins.tokenizers.byte import Config as ByteConfig
+from titan.training.engine import Direct
 
 SIZES: dict[str, Any] = {"n_layers": 2, "dim": 32, "n_heads": 4, "ffn_dim": 48, "vocab_size": 257, "max_seq_len": 24}
 MODELS: dict[str, Model] = {

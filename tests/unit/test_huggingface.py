@@ -13,14 +13,15 @@ from safetensors import safe_open
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
-from titan import cli, registry
-from titan.checkpoint import conversion, huggingface, tensor_files
+from titan import cli
+from titan.checkpoint import conversion, huggingface
+from titan.checkpoint.disk import tensor_files
 from titan.checkpoint.ranks import Ranks
 from titan.checkpoint.weights import load_weights
-from titan.contracts import Model, Tokenizer
+from titan.contracts import Model, Tokenizer, registry
+from titan.contracts.base.parts import Part
 from titan.errors import CheckpointError, ConfigError
-from titan.parts import Part
-from titan.trained import open_job
+from titan.inference.trained import open_job
 
 SCALED = {
     "rope_type": "llama3", "factor": 4.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0,

@@ -4,10 +4,10 @@ from dataclasses import replace
 
 import pytest
 
-from titan.cost import Attention, Costs, Elementwise, Lookup, Matmul, Stage
-from titan.planner import cluster as clusters
-from titan.planner.cluster import Cluster, Kernels, Products
-from titan.planner.kernels import PASSES_OVER_SCORES, Device
+from titan.contracts.base.cost import Attention, Costs, Elementwise, Lookup, Matmul, Stage
+from titan.planner.machine import cluster as clusters
+from titan.planner.machine.cluster import Cluster, Kernels, Products
+from titan.planner.machine.kernels import PASSES_OVER_SCORES, Device
 
 PLAIN = Products(efficiency=0.5, tile=(128, 256), quantised=0.0)
 KERNELS = Kernels(attention_forward=0.4, attention_backward=0.2, bandwidth=0.5)

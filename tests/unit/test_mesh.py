@@ -2,7 +2,7 @@
 
 import pytest
 
-from titan.mesh import Axis, lay_out
+from titan.contracts.base.mesh import Axis, lay_out
 
 AXES = [
     Axis(name="tp", role="model", depth=40, doc=""),

@@ -7,9 +7,8 @@ import torch
 from torch import Tensor, nn
 
 from tests.unit.test_rope import naive_rope
-from titan import options, registry
-from titan.contracts import Model
-from titan.plan import glob_matches, nearest
+from titan.contracts import Model, options, registry
+from titan.contracts.base.plan import glob_matches, nearest
 from titan.plugins.models import gpt, llama
 from titan.plugins.models.llama.rope import rope_table
 

@@ -4,9 +4,9 @@ from dataclasses import replace
 
 import pytest
 
-from titan.planner import cluster as clusters
-from titan.planner.cluster import Link
-from titan.planner.network import Group, Network
+from titan.planner.machine import cluster as clusters
+from titan.planner.machine.cluster import Link
+from titan.planner.machine.network import Group, Network
 
 NODE = Link(name="node", ranks=8, gb_s=100.0, latency_us=0.0, efficiency=0.5, pair_efficiency=0.8)
 FABRIC = Link(name="fabric", gb_s=10.0, latency_us=0.0, efficiency=0.5, pair_efficiency=0.9)

@@ -5,7 +5,17 @@ from typing import Literal
 
 import pytest
 
-from titan.options import REQUIRED, CliText, Where, as_table, coerce, did_you_mean, option, options_of, parse
+from titan.contracts.base.options import (
+    REQUIRED,
+    CliText,
+    Where,
+    as_table,
+    coerce,
+    did_you_mean,
+    option,
+    options_of,
+    parse,
+)
 
 
 @dataclass(frozen=True, kw_only=True)

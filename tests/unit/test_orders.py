@@ -6,8 +6,8 @@ from typing import Any
 import pytest
 from torch.distributed.pipelining import schedules as torch_schedules
 
-from titan.cost import Order
-from titan.planner.schedule import most_kept
+from titan.contracts.base.cost import Order
+from titan.planner.step.schedule import most_kept
 from titan.plugins.parallel.pipeline.orders import order
 from titan.plugins.parallel.pipeline.stages import V_SHAPED, placement, takes
 

@@ -1,4 +1,4 @@
-"""Pictures of predictions and studies (titan/planner/pictures.py)."""
+"""Pictures of predictions and studies (titan/planner/report/pictures.py)."""
 
 import sys
 from collections.abc import Sequence
@@ -9,9 +9,8 @@ import pytest
 
 from titan.config import load_job
 from titan.errors import ConfigError
-from titan.planner import cluster
-from titan.planner.layout import costs_of
-from titan.planner.pictures import (
+from titan.planner.machine import cluster
+from titan.planner.report.pictures import (
     ACTIONS,
     COMPONENTS,
     LEGIBLE,
@@ -20,8 +19,9 @@ from titan.planner.pictures import (
     prediction_figure,
     study_figure,
 )
-from titan.planner.predict import Planner, Prediction
-from titan.planner.study import Point, Study
+from titan.planner.report.study import Point, Study
+from titan.planner.step.layout import costs_of
+from titan.planner.step.predict import Planner, Prediction
 
 FRONTIER = cluster.load("mi250x-frontier")
 STARTS = {".png": b"\x89PNG", ".svg": b"<?xml", ".pdf": b"%PDF"}

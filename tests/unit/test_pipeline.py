@@ -12,11 +12,14 @@ from torch.distributed.pipelining import schedules as torch_schedules
 from torch.distributed.pipelining._utils import generate_stage_to_rank_mapping
 from torch.torch_version import TorchVersion
 
-from titan.contracts import ModelPlan, Part
+from titan.contracts import ModelPlan, Part, Technique
+from titan.contracts.base.mesh import Layout
 from titan.errors import PluginError
-from titan.mesh import Layout
+from titan.plugins.compile import Compile
+from titan.plugins.memory.activation_checkpoint import ActivationCheckpoint
 from titan.plugins.models.gpt import Gpt
 from titan.plugins.models.llama import Llama
+from titan.plugins.parallel.fsdp import FullyShardedDataParallel
 from titan.plugins.parallel.pipeline import PipelineConfig, PipelineParallel
 from titan.plugins.parallel.pipeline.stages import V_SHAPED, _balanced, carve, check_ends, cut, placement, takes
 
@@ -158,7 +161,7 @@ def _check(
         micro_batches=batch // (micro * ranks),
         train=SimpleNamespace(global_batch_size=batch),
         run=SimpleNamespace(device="cpu"),
-        techniques=techniques,
+        stating=lambda fact: [facts[fact] for t in techniques if fact in (facts := t.facts())],
     )
     return [text for text in technique.check(job, plan) if "sends to its own rank" not in text]
 
@@ -225,17 +228,22 @@ def test_a_number_of_micro_batches_that_a_schedule_cannot_run_is_refused(
 
 
 def test_what_a_split_backward_cannot_bear_is_refused() -> None:
-    compiler: Any = SimpleNamespace(phase="compile", name="anything")
-    sharder: Any = SimpleNamespace(phase="shard", name="fsdp", config=SimpleNamespace(zero_stage=3))
-    recompute: Any = SimpleNamespace(phase="recompute", name="other", config=SimpleNamespace(mode="selective"))
-    three = compiler, sharder, recompute
+    three = (
+        _technique(Compile),
+        _technique(FullyShardedDataParallel, zero_stage=3),
+        _technique(ActivationCheckpoint, mode="selective"),
+    )
     assert _check(SMALL, 2, schedule="Interleaved1F1B", techniques=three) == []
     texts = _check(SMALL, 2, schedule="InterleavedZeroBubble", techniques=three)
-    assert ["[plugins.anything] cannot compile" in text for text in texts] == [True, False, False]
-    assert "zero_stage = 3 reduces per micro batch: use 1" in texts[1]
-    assert "what selective recompute has kept" in texts[2] and "use mode full" in texts[2]
-    recompute.config.mode = "full"
-    assert len(_check(SMALL, 2, schedule="InterleavedZeroBubble", techniques=three)) == 2
+    assert ["[plugins.compile] compiles it as one" in text for text in texts] == [True, False, False]
+    assert "[plugins.activation_checkpoint]" in texts[1] and 'use mode = "full"' in texts[1]
+    assert "zero_stage = 3 reduces per micro batch: use 1" in texts[2]
+    bearable = _technique(FullyShardedDataParallel, zero_stage=1), _technique(ActivationCheckpoint, mode="full")
+    assert _check(SMALL, 2, schedule="InterleavedZeroBubble", techniques=bearable) == []
+
+
+def _technique(kind: type[Technique], **options: Any) -> Technique:
+    return kind(kind.Config(**options))
 
 
 @pytest.mark.parametrize("version, refused", [("2.11.0+cpu", True), ("2.12.1", True), ("2.13.0+cu130", False)])
@@ -244,7 +252,7 @@ def test_v_shaped_schedules_on_the_cpu_need_a_torch_that_sends_to_itself(
 ) -> None:
     monkeypatch.setattr(torch, "__version__", TorchVersion(version))
     technique = PipelineParallel(PipelineConfig(schedule="DualPipeV"))
-    job: Any = SimpleNamespace(run=SimpleNamespace(device="cpu"), techniques=())
+    job: Any = SimpleNamespace(run=SimpleNamespace(device="cpu"), stating=lambda fact: [])
     assert [version in text for text in technique._check_company(job, SMALL)] == [True] * refused
     job.run.device = "cuda"
     assert list(technique._check_company(job, SMALL)) == []
@@ -255,10 +263,9 @@ def test_a_tied_head_that_is_sharded_needs_a_torch_that_gathers_it_for_each_back
     version: str, refused: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(torch, "__version__", TorchVersion(version))
-    sharder: Any = SimpleNamespace(phase="shard", name="fsdp", config=SimpleNamespace(zero_stage=2))
+    sharder = _technique(FullyShardedDataParallel, zero_stage=2)
     tied = replace(SMALL, tied=(("output.weight", "embed.weight"),))
     assert [version in text for text in _check(tied, 2, schedule="GPipe", techniques=(sharder,))] == [True] * refused
     assert _check(SMALL, 2, schedule="GPipe", techniques=(sharder,)) == []
     assert _check(tied, 2, schedule="1F1B", techniques=(sharder,)) == []
-    sharder.config.zero_stage = 1
-    assert _check(tied, 2, schedule="GPipe", techniques=(sharder,)) == []
+    assert _check(tied, 2, schedule="GPipe", techniques=(_technique(FullyShardedDataParallel, zero_stage=1),)) == []

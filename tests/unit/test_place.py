@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 
 from titan.errors import ConfigError
-from titan.place import Place, find_place, max_restarts, rank_environment
+from titan.ranks.place import Place, find_place, max_restarts, rank_environment
 
 
 def _slurm(folder: Path, **env: str) -> dict[str, str]:
@@ -22,12 +22,12 @@ def test_one_node_needs_no_meeting_point() -> None:
 
 
 def test_default_is_one_rank_without_gpus(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("titan.place.gpus", lambda: 0)
+    monkeypatch.setattr("titan.ranks.place.gpus", lambda: 0)
     assert find_place({}).world_size == 1
 
 
 def test_default_is_one_rank_a_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("titan.place.gpus", lambda: 8)
+    monkeypatch.setattr("titan.ranks.place.gpus", lambda: 8)
     assert find_place({"NPROC": ""}).ranks == 8
 
 

@@ -8,10 +8,10 @@ import pytest
 from tests.planned import CLUSTER, job_of
 from titan.config import Job
 from titan.dryrun import DryRun, dry_run
-from titan.planner.layout import costs_of
-from titan.planner.memory import Memory
-from titan.planner.predict import Planner, flops_per_token
-from titan.planner.traffic import moved
+from titan.planner.step.layout import costs_of
+from titan.planner.step.memory import Memory
+from titan.planner.step.predict import Planner, flops_per_token
+from titan.planner.step.traffic import moved
 
 # What the plugin says to this warning, pytest takes back before each test.
 pytestmark = pytest.mark.filterwarnings("ignore:FSDP2-wrapped module")

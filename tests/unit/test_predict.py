@@ -8,9 +8,9 @@ import pytest
 
 from tests.planned import CLUSTER, TOML, job_of
 from titan.cli import main
-from titan.cost import Recompute
-from titan.planner.layout import costs_of, group_of
-from titan.planner.predict import Planner, Prediction
+from titan.contracts.base.cost import Recompute
+from titan.planner.step.layout import costs_of, group_of
+from titan.planner.step.predict import Planner, Prediction
 
 PIPELINE = ("--mesh.pp", "2", "--train.micro_batch_size", "1")
 

@@ -28,9 +28,9 @@ from bench.published.report import (
 )
 from bench.published.rows import Skip, load, measured, read
 from bench.published.state import as_held, as_reserved, stages_of
-from titan.cost import Attention, Elementwise
-from titan.planner import cluster as clusters
-from titan.planner.predict import Planner
+from titan.contracts.base.cost import Attention, Elementwise
+from titan.planner.machine import cluster as clusters
+from titan.planner.step.predict import Planner
 
 GPT: dict[str, Any] = {
     "id": "g", "layers": 48, "hidden": 4096, "heads": 32, "seq_len": 2048, "vocab": 50257, "gpu": "A100-SXM-80GB",

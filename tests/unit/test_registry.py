@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from titan import registry
+from titan.contracts.base import registry
 from titan.errors import PluginError
 
 HEAD = '''"""Doc."""
@@ -101,7 +101,7 @@ def test_an_absent_folder_is_named(tmp_path: Path) -> None:
 
 def test_commands_that_train_nothing_start_without_the_compiler() -> None:
     """It takes a second to import; plugins that need it, or what needs it, import that where they use it."""
-    code = "import sys; from titan import registry; registry.open_doors(); print(*sys.modules)"
+    code = "import sys; from titan.contracts.base import registry; registry.open_doors(); print(*sys.modules)"
     loaded = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout.split()
     assert "titan.plugins.parallel.pipeline" in loaded
     assert not {"torch._dynamo", "torch._inductor", "torch.distributed.pipelining"} & set(loaded)

@@ -5,10 +5,10 @@ from typing import Any
 
 import pytest
 
+from titan.checkpoint.resume import Changes, changed, compare
 from titan.checkpoint.weights import stored_rest
 from titan.config import load_job
 from titan.errors import CheckpointError, ConfigError
-from titan.resume import Changes, changed, compare
 
 QUICK = Path(__file__).parents[2] / "configs" / "quickstart.toml"
 
@@ -111,11 +111,11 @@ def test_tuples_come_back_as_lists() -> None:
 def test_a_state_of_other_kinds_is_refused(
     rest: Any, said: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("titan.checkpoint.folder.read_state", lambda path: {"rest": rest})
+    monkeypatch.setattr("titan.checkpoint.disk.folder.read_state", lambda path: {"rest": rest})
     with pytest.raises(CheckpointError, match=said):
         stored_rest(tmp_path)
 
 
 def test_a_state_without_them_is_taken(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("titan.checkpoint.folder.read_state", lambda path: {"rest": {"step": 0}})
+    monkeypatch.setattr("titan.checkpoint.disk.folder.read_state", lambda path: {"rest": {"step": 0}})
     assert stored_rest(tmp_path) == {"step": 0}

@@ -1,4 +1,4 @@
-"""Steps of a pipeline in simulated time (titan/planner/schedule.py, rounds.py)."""
+"""Steps of a pipeline in simulated time (titan/planner/step/schedule.py, rounds.py)."""
 
 import random
 from collections.abc import Callable
@@ -6,11 +6,11 @@ from collections.abc import Callable
 import pytest
 
 from bench.published_schedules import schedule_rows, step_s, zero_bubble
-from titan.cost import Action, Order
+from titan.contracts.base.cost import Action, Order
 from titan.errors import PluginError
-from titan.planner import rounds as rounds_of
-from titan.planner.rounds import Rounds, Steps
-from titan.planner.schedule import Timeline, Times, most_kept, simulate
+from titan.planner.step import rounds as rounds_of
+from titan.planner.step.rounds import Rounds, Steps
+from titan.planner.step.schedule import Timeline, Times, most_kept, simulate
 from titan.plugins.parallel.pipeline.orders import order
 
 REPEATING = {"1F1B": 1, "Interleaved1F1B": 2, "InterleavedZeroBubble": 2, "ZBVZeroBubble": 2, "DualPipeV": 2}

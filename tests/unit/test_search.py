@@ -11,14 +11,14 @@ import pytest
 from tests.planned import CLUSTER, TOML, job_of
 from titan.cli import main
 from titan.config import Job, load_job
-from titan.cost import Costs, Stage
+from titan.contracts.base.cost import Costs, Stage
 from titan.errors import ConfigError
-from titan.planner import search as search_module
-from titan.planner.cluster import Cluster
-from titan.planner.layout import costs_of, uncut
-from titan.planner.predict import Planner, Prediction, places_of
-from titan.planner.search import Objective, _Search, search
-from titan.planner.space import Choice, load_base
+from titan.planner.machine.cluster import Cluster
+from titan.planner.search import best_first
+from titan.planner.search.best_first import Objective, _Search, search
+from titan.planner.search.space import Choice, load_base
+from titan.planner.step.layout import costs_of, uncut
+from titan.planner.step.predict import Planner, Prediction, places_of
 
 VALUES = {
     "time": lambda p: p.step_time_s,
@@ -118,7 +118,7 @@ def test_the_best_are_the_best_where_ranks_share_processors() -> None:
 
 
 def test_workers_find_what_one_process_finds(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(search_module, "FEW", 2)
+    monkeypatch.setattr(best_first, "FEW", 2)
     base = load_base(TOML, ["--train.global_batch_size=16"])
     alone, shared = (
         search(base.job, Planner(CLUSTER), [base.space(8, 4)], keep=20, workers=workers) for workers in (1, 3)

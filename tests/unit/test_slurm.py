@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from titan import slurm
+from titan.ranks import slurm
 
 TEMPLATE = Path(__file__).parents[2] / "docs" / "slurm.sh"
 

@@ -31,7 +31,7 @@ from tests.planted import (
     place,
     set_at,
 )  # fmt: skip
-from titan.checkpoint import unpickle
+from titan.checkpoint.disk import unpickle
 from titan.errors import CheckpointError
 
 

@@ -1,4 +1,4 @@
-"""Studies: a job with one thing varied (titan/planner/studies.py, study.py)."""
+"""Studies: a job with one thing varied (titan/planner/report/studies.py, study.py)."""
 
 import json
 from collections.abc import Sequence
@@ -6,16 +6,16 @@ from pathlib import Path
 
 import pytest
 
-from titan import registry
 from titan.cli import main
 from titan.config import load_job
-from titan.contracts import Technique
+from titan.contracts import Technique, registry
 from titan.errors import ConfigError
-from titan.planner import STUDIES, cluster
-from titan.planner.layout import costs_of
-from titan.planner.predict import Planner, Prediction
-from titan.planner.studies import KINDS, run
-from titan.planner.study import MEASURES, Point, Study
+from titan.planner import STUDIES
+from titan.planner.machine import cluster
+from titan.planner.report.studies import KINDS, run
+from titan.planner.report.study import MEASURES, Point, Study
+from titan.planner.step.layout import costs_of
+from titan.planner.step.predict import Planner, Prediction
 
 FRONTIER = cluster.load("mi250x-frontier")
 GPT175B, LLAMA65B = Path("configs/gpt175b.toml"), Path("configs/llama65b.toml")

@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 
-from titan.data.bytepairs import LONGEST_BLANK, PATTERN, BytePairs, read_ranks, train_ranks, write_ranks
+from titan.data.tokens.bytepairs import LONGEST_BLANK, PATTERN, BytePairs, read_ranks, train_ranks, write_ranks
 from titan.errors import DataError
 from titan.plugins.tokenizers import bpe, byte, tiktoken
 

@@ -22,7 +22,7 @@ from titan import cli
 from titan.commands import tune as command
 from titan.config import load_job
 from titan.errors import ConfigError
-from titan.planner.space import Base, Choice, load_base
+from titan.planner.search.space import Base, Choice, load_base
 from titan.tuning import proposal, trial
 from titan.tuning.proposal import Proposer, imputed, parameters_of
 from titan.tuning.results import Failed, Measured, Results, Trial

@@ -10,7 +10,7 @@ from tests.jobs import LLAMA
 from titan.config import Job, load_job
 from titan.config.schema import schema
 from titan.errors import ConfigError
-from titan.evaluation import Window, windows
+from titan.inference.evaluation import Window, windows
 from titan.train import evaluation_command
 
 DATA = "--data.path", "x"

@@ -16,15 +16,15 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from titan import watchdog
-from titan.checkpoint import folder as folders
-from titan.checkpoint import manifest
-from titan.checkpoint.manifest import METADATA, STATE, Piece
-from titan.checkpoint.plain import write_table
+from titan.checkpoint.disk import folder as folders
+from titan.checkpoint.disk import manifest
+from titan.checkpoint.disk.manifest import METADATA, STATE, Piece
+from titan.checkpoint.disk.plain import write_table
 from titan.checkpoint.ranks import RankFailure, Ranks
 from titan.checkpoint.state import Snapshot, Staging, collect
 from titan.errors import CheckpointError
 from titan.log import log
+from titan.ranks import watchdog
 
 if TYPE_CHECKING:
     from titan.checkpoint.restore import Saved

@@ -15,14 +15,15 @@ from typing import TYPE_CHECKING, Any, Protocol
 import torch
 from torch import Tensor
 
-from titan.checkpoint import folder as folders
 from titan.checkpoint.checkpointer import Checkpointer
+from titan.checkpoint.disk import folder as folders
+from titan.checkpoint.disk.folder import HF_CONFIG, is_hf, read_hf_config
+from titan.checkpoint.disk.metadata import MODEL
+from titan.checkpoint.disk.tensor_files import Planned, write_json, write_tensors
 from titan.checkpoint.huggingface import HfWeights, check_config, made_of, shape_in_hf, shapes_of
 from titan.checkpoint.ranks import Ranks
 from titan.checkpoint.restore import Saved, check_weights
-from titan.checkpoint.state import MODEL, Snapshot
-from titan.checkpoint.tensor_files import Planned, write_json, write_tensors
-from titan.checkpoint.weights import HF_CONFIG, is_hf, read_hf_config
+from titan.checkpoint.state import Snapshot
 from titan.errors import CheckpointError, ConfigError
 
 if TYPE_CHECKING:

@@ -14,15 +14,16 @@ import torch
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 
+from titan.checkpoint.disk.folder import HF_CONFIG, read_hf_config
+from titan.checkpoint.disk.metadata import MODEL
+from titan.checkpoint.disk.tensor_files import TYPES, Stored, find_tensors
 from titan.checkpoint.ranks import Ranks
 from titan.checkpoint.restore import listed
-from titan.checkpoint.state import MODEL, model_tensors
-from titan.checkpoint.tensor_files import TYPES, Stored, find_tensors
-from titan.checkpoint.weights import HF_CONFIG, read_hf_config
+from titan.checkpoint.state import model_tensors
+from titan.contracts.base.parts import Part
+from titan.contracts.base.plan import glob_matches
+from titan.contracts.base.sharding import slice_of
 from titan.errors import CheckpointError, ConfigError, Fault, PluginError
-from titan.init import slice_of
-from titan.parts import Part
-from titan.plan import glob_matches
 
 if TYPE_CHECKING:
     from titan.contracts import HfTensor, Model

@@ -15,10 +15,12 @@ import torch
 from torch import Tensor
 from torch.distributed.checkpoint.metadata import Metadata, TensorStorageMetadata
 
-from titan.checkpoint import folder as folders
-from titan.checkpoint import manifest, metadata, storage
+from titan.checkpoint import storage
+from titan.checkpoint.disk import folder as folders
+from titan.checkpoint.disk import manifest, metadata
+from titan.checkpoint.disk.metadata import MODEL, OPTIMIZER
 from titan.checkpoint.ranks import Ranks
-from titan.checkpoint.state import MODEL, OPTIMIZER, model_tensors, rejoin, trained
+from titan.checkpoint.state import model_tensors, rejoin, trained
 from titan.errors import CheckpointError
 from titan.log import log
 

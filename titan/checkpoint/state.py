@@ -13,12 +13,12 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
+from titan.checkpoint.disk.metadata import MODEL, OPTIMIZER, REST
 from titan.errors import CheckpointError, PluginError
 
 if TYPE_CHECKING:
     from titan.contracts import Part
 
-MODEL, OPTIMIZER, REST = "model.", "optimizer.", "rest."
 _TENSOR, _OWN = "$tensor", "$own"
 
 

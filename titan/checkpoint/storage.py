@@ -18,10 +18,10 @@ from torch.distributed.checkpoint.state_dict_saver import save
 from torch.distributed.checkpoint.storage import WriteResult
 from torch.futures import Future
 
-from titan.checkpoint import manifest
-from titan.checkpoint import metadata as stored
-from titan.checkpoint.payload import Window, read_tensor
-from titan.checkpoint.plain import size_of
+from titan.checkpoint.disk import manifest
+from titan.checkpoint.disk import metadata as stored
+from titan.checkpoint.disk.payload import Window, read_tensor
+from titan.checkpoint.disk.plain import size_of
 from titan.errors import CheckpointError
 
 

@@ -2,21 +2,19 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from titan.checkpoint import folder as folders
-from titan.checkpoint.manifest import STATE
+from titan.checkpoint import huggingface, restore
+from titan.checkpoint.disk import folder as folders
+from titan.checkpoint.disk.folder import is_hf
+from titan.checkpoint.disk.manifest import STATE
 from titan.checkpoint.ranks import Ranks
 from titan.errors import CheckpointError
 
 if TYPE_CHECKING:
     from titan.contracts import Model, Part
-
-HF_CONFIG = "config.json"
-
 
 _KINDS = {"config": dict, "step": int, "tokens": int, "dropped": int, "data": dict, "techniques": dict}
 """What a run counts on in the rest of a checkpoint, where it is there."""
@@ -32,26 +30,6 @@ def find_weights(given: str | Path, option: str = "--checkpoint") -> Path:
     """
     path = Path(given).expanduser()
     return path if is_hf(path) else folders.choose(str(given), option)
-
-
-def is_hf(path: Path) -> bool:
-    """Whether a folder holds a model as Hugging Face writes it."""
-    return (path / HF_CONFIG).is_file() and not (path / STATE).is_file()
-
-
-def read_hf_config(path: Path) -> dict[str, Any]:
-    """The config.json of a Hugging Face folder.
-
-    Raises:
-        CheckpointError: it cannot be read, or is no JSON object.
-    """
-    try:
-        config = json.loads((path / HF_CONFIG).read_text(encoding="utf-8"))
-    except (OSError, ValueError) as error:
-        raise CheckpointError(f"{path / HF_CONFIG} cannot be read: {error}") from error
-    if not isinstance(config, dict):
-        raise CheckpointError(f"{path / HF_CONFIG} is not a JSON object")
-    return config
 
 
 def stored_rest(path: Path) -> dict[str, Any]:
@@ -92,10 +70,6 @@ def load_weights(path: Path, model: Model, parts: Sequence[Part], ranks: Ranks) 
         ConfigError: a config.json is of another model.
     """
     if is_hf(path):
-        from titan.checkpoint import huggingface
-
         huggingface.load(path, model, parts, ranks)
     else:
-        from titan.checkpoint import restore
-
         restore.load_weights(path, parts, ranks)

@@ -8,8 +8,8 @@ from pathlib import Path
 from shutil import rmtree
 from typing import Any
 
-from titan.checkpoint import folder as folders
-from titan.checkpoint import manifest
+from titan.checkpoint.disk import folder as folders
+from titan.checkpoint.disk import manifest
 from titan.errors import EXIT_DONE, EXIT_FAILED, CheckpointError
 
 HELP = "list checkpoints, verify that they are as they were written, or remove some"
@@ -178,7 +178,7 @@ def _fault(path: Path) -> str:
 def _faults(path: Path, read: Callable[[int], object]) -> list[str]:
     """Everything that keeps a checkpoint from being what was written."""
     # Imported here: `titan --help` has no use for torch.distributed.checkpoint.
-    from titan.checkpoint import metadata
+    from titan.checkpoint.disk import metadata
 
     lacks = folders.lacking(path)
     if lacks:

@@ -9,7 +9,7 @@ from typing import Any
 from titan.checkpoint.weights import find_weights
 from titan.config import Job, load_job
 from titan.errors import ConfigError, Fault
-from titan.trained import open_job
+from titan.inference.trained import open_job
 
 HELP = "turn the weights of a checkpoint into a Hugging Face folder, or back"
 

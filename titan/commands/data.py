@@ -7,14 +7,13 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-from titan import registry
 from titan.config import load_job
-from titan.contracts import Dataset
-from titan.data.bytepairs import train_ranks, write_ranks
-from titan.data.prepare import prepare
-from titan.data.shards import open_shard
+from titan.contracts import Dataset, registry
+from titan.contracts.base.options import Where, did_you_mean, parse
+from titan.data.tokens.bytepairs import train_ranks, write_ranks
+from titan.data.tokens.prepare import prepare
+from titan.data.tokens.shards import open_shard
 from titan.errors import ConfigError, DataError, Fault
-from titan.options import Where, did_you_mean, parse
 
 HELP = "tokenise a job's text ahead of its run, train a tokenizer, look into a token shard"
 

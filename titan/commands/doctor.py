@@ -10,9 +10,9 @@ import traceback
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from titan import launch
 from titan.errors import EXIT_DONE, EXIT_FAILED, ConfigError, Fault, TitanError, report
-from titan.place import Place
+from titan.ranks import launcher
+from titan.ranks.place import Place
 
 if TYPE_CHECKING:
     from titan.doctor.examination import Examination
@@ -58,21 +58,21 @@ def run(args: argparse.Namespace) -> int:
         raise ConfigError([Fault("command line", f"--disk {args.disk}: no such folder")])
     if args.save is not None and not args.save.absolute().parent.is_dir():
         raise ConfigError([Fault("command line", f"--save {args.save}: no such folder as {args.save.parent}")])
-    place: Place | None = launch.place_asked_for()
+    place: Place | None = launcher.place_asked_for()
     if place is None:
         return _as_rank(args, [])
-    return launch.start(functools.partial(_as_rank, args), [], place)
+    return launcher.start(functools.partial(_as_rank, args), [], place)
 
 
 def _as_rank(args: argparse.Namespace, _: list[str]) -> int:
-    from titan import ranks, watchdog
     from titan.doctor.examination import examine
+    from titan.ranks import process, watchdog
 
     watchdog.answer_to_quit()
     number = int(os.environ.get("RANK", "0"))
     try:
-        me = ranks.here("auto")
-        ranks.enter(me, TIMEOUT_S)
+        me = process.here("auto")
+        process.enter(me, TIMEOUT_S)
         found = examine(me, args.seconds, args.disk)
         if found is not None:
             _hand_out(found, args)
@@ -89,7 +89,7 @@ def _as_rank(args: argparse.Namespace, _: list[str]) -> int:
         traceback.print_exc()
         return EXIT_FAILED
     finally:
-        ranks.leave()
+        process.leave()
 
 
 def _hand_out(found: "Examination", args: argparse.Namespace) -> None:

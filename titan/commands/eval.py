@@ -8,8 +8,8 @@ import sys
 import traceback
 from typing import TYPE_CHECKING, Any
 
-from titan import launch
 from titan.errors import EXIT_DONE, EXIT_FAILED, ConfigError, Fault, TitanError, report
+from titan.ranks import launcher
 
 if TYPE_CHECKING:
     from titan.config import Job
@@ -68,18 +68,18 @@ def run(args: argparse.Namespace) -> int:
         value = getattr(args, option)
         if value is not None and value < 1:
             raise ConfigError([Fault("command line", f"--{option.replace('_', '-')} {value}: must be at least 1")])
-    place = launch.place_asked_for()
+    place = launcher.place_asked_for()
     if place is None:
         return _as_rank(args, [])
     _, job = _open(args, place.world_size)  # what is wrong is said once, before there are ranks
     job.sources[0].plugin.files()
-    return launch.start(functools.partial(_as_rank, args), [], place)
+    return launcher.start(functools.partial(_as_rank, args), [], place)
 
 
 def _open(args: argparse.Namespace, world_size: int) -> "tuple[Any, Job]":
     """Where the weights lie, and the job: the model's, with the data of the command line."""
-    from titan.checkpoint.weights import is_hf
-    from titan.trained import open_job
+    from titan.checkpoint.disk.folder import is_hf
+    from titan.inference.trained import open_job
 
     words = ["--data.name", args.data]
     if args.path:
@@ -95,13 +95,14 @@ def _open(args: argparse.Namespace, world_size: int) -> "tuple[Any, Job]":
 
 
 def _as_rank(args: argparse.Namespace, _: list[str]) -> int:
-    from titan import log, ranks, watchdog
+    from titan import log
+    from titan.ranks import process, watchdog
 
     watchdog.answer_to_quit()
     number = 0
     try:
-        path, job = _open(args, ranks.launched_world_size())
-        me = ranks.join(job)
+        path, job = _open(args, process.launched_world_size())
+        me = process.join(job)
         number = me.number
         log.set_up(number)
         found = _measure(args, path, job, me)
@@ -117,15 +118,15 @@ def _as_rank(args: argparse.Namespace, _: list[str]) -> int:
         traceback.print_exc()
         return EXIT_FAILED
     finally:
-        ranks.leave()
+        process.leave()
 
 
 def _measure(args: argparse.Namespace, path: Any, job: "Job", me: Any) -> dict[str, Any]:
     # Imported here: `titan --help` has no use for torch.distributed.checkpoint.
     from tqdm import tqdm  # type: ignore[import-untyped, unused-ignore]
 
-    from titan.evaluation import Reading, evaluate, last_words
-    from titan.trained import open_trained
+    from titan.inference.evaluation import Reading, evaluate, last_words
+    from titan.inference.trained import open_trained
 
     reading = Reading(
         stride=args.stride or 0, first_token=args.first_token, batch_size=args.batch_size, limit=args.limit or 0

@@ -12,11 +12,13 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from titan import generation, launch, log, preemption, ranks
+from titan import log
 from titan.config import Job
 from titan.errors import EXIT_DONE, EXIT_FAILED, ConfigError, DataError, Fault, TitanError, report
-from titan.generation import Sampling, Text, Words
-from titan.trained import Trained, open_job, open_trained
+from titan.inference import generation
+from titan.inference.generation import Sampling, Text, Words
+from titan.inference.trained import Trained, open_job, open_trained
+from titan.ranks import launcher, preemption, process
 
 HELP = "continue prompts with a trained model"
 DESCRIPTION = f"""{HELP}: a checkpoint, a run (its newest one), or a Hugging Face folder.
@@ -87,8 +89,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def run(args: argparse.Namespace) -> int:
     """Generate on this process, or on the ranks that the environment asks for."""
     sampling = _sampling(args)
-    place = launch.place_asked_for()
-    world_size = ranks.launched_world_size() if place is None else place.world_size
+    place = launcher.place_asked_for()
+    world_size = process.launched_world_size() if place is None else place.world_size
     if STDIN in (args.prompt_file, *(args.prompt or ())) and place is None and world_size > 1:
         raise ConfigError([Fault("command line", f"{STDIN}: {world_size} ranks cannot all read stdin; use a file")])
     # Here too, and not on the ranks alone, so that what is wrong is said once.
@@ -97,7 +99,7 @@ def run(args: argparse.Namespace) -> int:
     request = Request(args.checkpoint, args.overrides, prompts, sampling, args.json)
     if place is None:
         return _as_rank(request, [])
-    return launch.start(functools.partial(_as_rank, request), [], place)
+    return launcher.start(functools.partial(_as_rank, request), [], place)
 
 
 def _sampling(args: argparse.Namespace) -> Sampling:
@@ -149,8 +151,8 @@ def _as_rank(request: Request, _: list[str]) -> int:
     rank = int(os.environ.get("RANK", "0"))
     log.set_up(rank)
     try:
-        path, job = open_job(request.checkpoint, request.overrides, ranks.launched_world_size(), "--checkpoint")
-        trained = open_trained(path, job, ranks.join(job))
+        path, job = open_job(request.checkpoint, request.overrides, process.launched_world_size(), "--checkpoint")
+        trained = open_trained(path, job, process.join(job))
         _generate(trained, request)
         return EXIT_DONE
     except TitanError as error:
@@ -159,7 +161,7 @@ def _as_rank(request: Request, _: list[str]) -> int:
     except KeyboardInterrupt:
         return EXIT_FAILED
     finally:
-        ranks.leave()
+        process.leave()
 
 
 def _generate(trained: Trained, request: Request) -> None:

@@ -8,8 +8,8 @@ from typing import Any
 
 from titan.config import Job, load_job
 from titan.errors import EXIT_DONE, ConfigError, Fault
-from titan.place import cores
 from titan.planner import STUDIES
+from titan.ranks.place import cores
 
 HELP = "say what a job needs and how fast it will be on a cluster, and find its best layout"
 CLUSTER = "a100-80gb"
@@ -80,15 +80,16 @@ def run(args: argparse.Namespace) -> int:
 
 
 def _plan(args: argparse.Namespace) -> tuple[dict[str, Any], str]:
-    from titan.planner import cluster, words
-    from titan.planner.layout import costs_of
-    from titan.planner.predict import Planner
+    from titan.planner.machine import cluster
+    from titan.planner.report import words
+    from titan.planner.step.layout import costs_of
+    from titan.planner.step.predict import Planner
 
     job, where = load_job(args.config, args.overrides, args.world_size), cluster.load(args.cluster)
     prediction = Planner(where).predict(costs_of(job), job.layout, keep=args.plot is not None)
     budget = _budget(prediction, args.tokens)
     if args.plot is not None:
-        from titan.planner import pictures
+        from titan.planner.report import pictures
 
         pictures.draw_prediction(prediction, where, args.plot)
     report = prediction.as_json() | {"cluster": where.name} | ({"budget": budget} if budget else {})
@@ -115,10 +116,11 @@ def _budget(prediction: Any, tokens: float | None) -> dict[str, float] | None:
 def _search(args: argparse.Namespace) -> tuple[dict[str, Any], str]:
     from tqdm import tqdm
 
-    from titan.planner import cluster, words
-    from titan.planner.predict import Planner
-    from titan.planner.search import search
-    from titan.planner.space import load_base
+    from titan.planner.machine import cluster
+    from titan.planner.report import words
+    from titan.planner.search.best_first import search
+    from titan.planner.search.space import load_base
+    from titan.planner.step.predict import Planner
 
     where, base = cluster.load(args.cluster), load_base(args.config, args.overrides)
     ranks = args.world_size or load_job(args.config, args.overrides).layout.world_size
@@ -154,14 +156,15 @@ def _search(args: argparse.Namespace) -> tuple[dict[str, Any], str]:
 
 def _write(args: argparse.Namespace, values: dict[str, Any]) -> str:
     """The job with these keys laid over it, as a TOML that can be trained."""
-    from titan.planner.written import write_toml
+    from titan.planner.report.written import write_toml
 
     write_toml(args.write, args.config, args.overrides, values)
     return f"written to {args.write}; train with ./run_train.sh --config {args.write}"
 
 
 def _study(args: argparse.Namespace) -> tuple[dict[str, Any], str]:
-    from titan.planner import cluster, pictures, studies
+    from titan.planner.machine import cluster
+    from titan.planner.report import pictures, studies
 
     study = studies.run(args.study, args.config, args.overrides, cluster.load(args.cluster), args.world_size)
     if args.plot is not None:
@@ -181,8 +184,8 @@ def _exact(args: argparse.Namespace) -> tuple[dict[str, Any], str]:
 
 
 def _model_only(args: argparse.Namespace) -> tuple[dict[str, Any], str]:
-    from titan.planner import by_hand
-    from titan.planner.layout import costs_of
+    from titan.planner.report import by_hand
+    from titan.planner.step.layout import costs_of
 
     job: Job = load_job(args.config, args.overrides) if args.config else by_hand.alone(args.overrides)
     report = by_hand.report(
@@ -193,7 +196,8 @@ def _model_only(args: argparse.Namespace) -> tuple[dict[str, Any], str]:
 
 
 def _clusters(args: argparse.Namespace) -> tuple[dict[str, Any], str]:
-    from titan.planner import cluster, words
+    from titan.planner.machine import cluster
+    from titan.planner.report import words
 
     found = {name: cluster.load(name) for name in cluster.names()}
     rows = [[name, c.device.name, f"{c.device.memory_gib:g} GiB", c.name] for name, c in found.items()]

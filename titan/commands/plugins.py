@@ -5,11 +5,10 @@ import inspect
 import json
 from typing import Any
 
-from titan import registry
-from titan.contracts import Model, Technique
+from titan.contracts import Model, Technique, registry
+from titan.contracts.base.options import REQUIRED, did_you_mean, options_of
+from titan.contracts.base.registry import Plugin
 from titan.errors import ConfigError, Fault
-from titan.options import REQUIRED, did_you_mean, options_of
-from titan.registry import Plugin
 
 HELP = "list all plugins with a line each, or print the documentation and options of one"
 

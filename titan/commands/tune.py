@@ -10,11 +10,11 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from titan.errors import EXIT_DONE, EXIT_FAILED, ConfigError, Fault, TitanError
-from titan.place import find_place, rank_environment
+from titan.ranks.place import find_place, rank_environment
 
 if TYPE_CHECKING:
-    from titan.planner.predict import Planner
-    from titan.planner.space import Base, Choice, Space
+    from titan.planner.search.space import Base, Choice, Space
+    from titan.planner.step.predict import Planner
     from titan.tuning.results import Results
 
 HELP = "find the layout of a job that is fastest on the machine at hand, by short runs"
@@ -66,7 +66,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(args: argparse.Namespace) -> int:
     """Search, and show what was found so far even if it is stopped."""
-    from titan.planner.space import load_base
+    from titan.planner.search.space import load_base
     from titan.tuning.results import Results
     from titan.tuning.search import searched
 
@@ -120,8 +120,8 @@ def _ranks(args: argparse.Namespace) -> int:
 def _planner(args: argparse.Namespace) -> "Planner | None":
     if args.cluster is None:
         return None
-    from titan.planner import cluster
-    from titan.planner.predict import Planner
+    from titan.planner.machine import cluster
+    from titan.planner.step.predict import Planner
 
     return Planner(cluster.load(args.cluster))
 
@@ -156,8 +156,8 @@ def _search(
 
 def _candidates(args: argparse.Namespace, base: "Base", space: "Space", planner: "Planner | None") -> "list[Choice]":
     """The planner's best layouts, for the first half of the trials."""
-    from titan.planner import words
-    from titan.planner.search import search
+    from titan.planner.report import words
+    from titan.planner.search.best_first import search
 
     if planner is None:
         _tell("without --cluster the search begins at random; titan doctor --save measures one")
@@ -178,7 +178,7 @@ def _show(args: argparse.Namespace, results: "Results") -> bool:
     Raises:
         TitanError: all of them failed.
     """
-    from titan.planner.written import write_toml
+    from titan.planner.report.written import write_toml
     from titan.tuning.search import failures, report, table
 
     found: dict[str, Any] = report(results.trials, args.objective)

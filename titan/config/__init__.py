@@ -2,7 +2,8 @@
 
 from titan.config.job import Job, Source
 from titan.config.load import load_job, load_table
-from titan.config.sections import (
+from titan.config.tables import split_arguments
+from titan.contracts.base.sections import (
     CheckpointSection,
     CommSection,
     DataSection,
@@ -11,7 +12,6 @@ from titan.config.sections import (
     TrainSection,
     ValidationSection,
 )
-from titan.config.tables import split_arguments
 
 __all__ = [
     "CheckpointSection",

@@ -6,7 +6,10 @@ from functools import cached_property
 from pathlib import Path
 from typing import Any
 
-from titan.config.sections import (
+from titan.contracts import Dataset, Fact, Loss, LrSchedule, Model, Optimizer, Technique, Tokenizer, Tracker
+from titan.contracts.base.mesh import Layout
+from titan.contracts.base.plan import ModelPlan
+from titan.contracts.base.sections import (
     CheckpointSection,
     CommSection,
     DataSection,
@@ -15,9 +18,6 @@ from titan.config.sections import (
     TrainSection,
     ValidationSection,
 )
-from titan.contracts import Dataset, Loss, LrSchedule, Model, Optimizer, Technique, Tokenizer, Tracker
-from titan.mesh import Layout
-from titan.plan import ModelPlan
 
 
 @dataclass(frozen=True)
@@ -30,7 +30,7 @@ class Source:
 
 @dataclass(frozen=True, kw_only=True)
 class Job:
-    """A run as its TOML describes it.
+    """A run as its TOML describes it. Hooks see it as a `titan.contracts.Job`.
 
     held_out: what is validated on.  techniques: those that are on, in TOML order.  table: the resolved TOML, defaults
     filled in; loading it again gives the same job.
@@ -67,6 +67,14 @@ class Job:
         for technique in self.techniques:
             plan = technique.plan(plan)
         return plan
+
+    def provides(self, capability: str) -> bool:
+        """Whether a technique that is on provides this capability."""
+        return any(capability in technique.provides for technique in self.techniques)
+
+    def stating(self, fact: Fact) -> list[str]:
+        """What the techniques that are on and state this fact say of it: a sentence each, with the way out."""
+        return [facts[fact] for technique in self.techniques if fact in (facts := technique.facts())]
 
     def laid_out(self, layout: Layout, micro_batch: int, techniques: tuple[Technique, ...]) -> "Job":
         """The same training, laid out otherwise; its `table` stays this job's."""

@@ -5,18 +5,8 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 import titan.configs
-from titan import registry
 from titan.config import tables
 from titan.config.job import Job, Source, choose_micro_batch
-from titan.config.sections import (
-    CheckpointSection,
-    CommSection,
-    DataSection,
-    MetricsSection,
-    RunSection,
-    TrainSection,
-    ValidationSection,
-)
 from titan.config.tables import Table
 from titan.config.techniques import agree, chosen_techniques, unattended
 from titan.contracts import (
@@ -28,11 +18,21 @@ from titan.contracts import (
     Technique,
     Tokenizer,
     Tracker,
+    registry,
+)
+from titan.contracts.base.mesh import Layout, lay_out
+from titan.contracts.base.options import Where, as_table, coerce, did_you_mean, options_of, parse
+from titan.contracts.base.registry import Plugin
+from titan.contracts.base.sections import (
+    CheckpointSection,
+    CommSection,
+    DataSection,
+    MetricsSection,
+    RunSection,
+    TrainSection,
+    ValidationSection,
 )
 from titan.errors import ConfigError, Fault, PluginError
-from titan.mesh import Layout, lay_out
-from titan.options import Where, as_table, coerce, did_you_mean, options_of, parse
-from titan.registry import Plugin
 
 BUILT_IN = Path(next(iter(titan.configs.__path__)))
 SECTIONS: Mapping[str, type] = {

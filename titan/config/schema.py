@@ -5,11 +5,10 @@ import typing
 from collections.abc import Iterable
 from typing import Any, Literal, Union
 
-from titan import registry
 from titan.config.load import ONE_OF, SECTIONS
-from titan.contracts import Dataset, Model, Technique, Tracker
-from titan.options import REQUIRED, Option, options_of
-from titan.registry import Plugin
+from titan.contracts import Dataset, Model, Technique, Tracker, registry
+from titan.contracts.base.options import REQUIRED, Option, options_of
+from titan.contracts.base.registry import Plugin
 
 JsonSchema = dict[str, Any]
 

@@ -6,8 +6,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from titan.contracts.base.options import CliText
 from titan.errors import ConfigError, Fault
-from titan.options import CliText
 
 Path_ = tuple[str, ...]
 COMMAND_LINE = "command line"

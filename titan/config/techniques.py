@@ -3,7 +3,7 @@
 from collections.abc import Iterable, Mapping, Sequence
 
 from titan.contracts import Technique
-from titan.mesh import Layout
+from titan.contracts.base.mesh import Layout
 
 
 def chosen_techniques(
@@ -65,8 +65,9 @@ def agree(techniques: Iterable[Technique]) -> list[str]:
     sentences = [
         f"[plugins.{name}] and [plugins.{other}] cannot be on together: {why}"
         for name, technique in on.items()
-        for other, why in technique.conflicts.items()
-        if other in on
+        for against, why in technique.conflicts.items()
+        for other, that in on.items()
+        if other != name and against in (other, *that.provides)
     ]
     sentences += [
         f"[plugins.{name}] requires {capability}, and no technique that is on provides it"

@@ -13,7 +13,7 @@ from typing import NamedTuple
 import torch
 import torch.distributed as dist
 
-from titan.ranks import Rank
+from titan.ranks.process import Rank
 
 REPEATS = 5
 WARM_UP = 2

@@ -1,4 +1,4 @@
-"""A cluster file (`titan.planner.cluster`) from what was measured: the median rank, and lines through message sizes."""
+"""A cluster file from what was measured: the median rank, and lines through message sizes."""
 
 import math
 import os
@@ -10,9 +10,9 @@ import torch
 from titan.doctor.joins import GATHERED, SPLIT
 from titan.doctor.links import Layout
 from titan.doctor.report import Row, line
-from titan.metrics import peak_tflops
-from titan.place import cores
-from titan.planner.network import PASSES
+from titan.planner.machine.network import PASSES
+from titan.ranks.place import cores
+from titan.training.metrics import peak_tflops
 
 PRODUCTS = "products in "
 NORMS_AND_ACTIVATIONS = ("norm", "activation")

@@ -16,7 +16,7 @@ from titan.doctor import cluster_file, device, joins, links
 from titan.doctor.clock import Clock
 from titan.doctor.report import Finding, Row, outliers, rows
 from titan.errors import ConfigError, Fault
-from titan.ranks import Rank
+from titan.ranks.process import Rank
 
 
 @dataclass(frozen=True, kw_only=True)

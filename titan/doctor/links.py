@@ -7,10 +7,10 @@ from typing import get_args
 import torch
 import torch.distributed as dist
 
-from titan.cost import Collective
+from titan.contracts.base.cost import Collective
 from titan.doctor.clock import Clock, Work
 from titan.doctor.report import Reading
-from titan.ranks import Rank
+from titan.ranks.process import Rank
 
 BYTES = {
     "cpu": (1 << 10, 1 << 14, 1 << 18, 1 << 20, 1 << 22),

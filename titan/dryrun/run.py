@@ -16,7 +16,6 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 
-from titan.build import Core, wire
 from titan.config import Job
 from titan.contracts import Batch, Engine, LossFn
 from titan.dryrun.kernels import as_on_a_gpu
@@ -25,9 +24,10 @@ from titan.dryrun.numberless import Numberless, accepted
 from titan.dryrun.result import CollectiveCount, DryRun, Flops, Peak, add_up
 from titan.dryrun.watch import OPTIMIZER, OTHER, PARAMETERS, Watch
 from titan.errors import ConfigError, Fault
-from titan.guard import Guard
-from titan.ranks import Rank
-from titan.trainer import step
+from titan.ranks.process import Rank
+from titan.training.build import Core, wire
+from titan.training.guard import Guard
+from titan.training.trainer import step
 
 _EAGER = "compiled blocks were run eagerly: a compiler fuses operations, so it saves and moves less"
 _UNFUSED = "RMSNorm was done as PyTorch's CPU does it, in seven operations, and chunks are as large as on a CPU"

@@ -14,7 +14,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 from titan.errors import ConfigError, Fault
-from titan.planner.space import Choice, Space
+from titan.planner.search.space import Choice, Space
 from titan.tuning.results import Measured, Objective, Trial
 
 OFF = "off"

@@ -3,10 +3,10 @@
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
-from titan.planner.layout import costs_of
-from titan.planner.predict import Planner
-from titan.planner.space import Base, Choice, Space
-from titan.planner.words import columns
+from titan.planner.report.words import columns
+from titan.planner.search.space import Base, Choice, Space
+from titan.planner.step.layout import costs_of
+from titan.planner.step.predict import Planner
 from titan.tuning.proposal import Proposer
 from titan.tuning.results import UNITS, Failed, Measured, Objective, Results, Trial, ranked
 

@@ -17,10 +17,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from titan import registry
-from titan.contracts import Tracker
+from titan.contracts import Tracker, registry
 from titan.errors import EXIT_DONE, EXIT_WRONG_INPUT, ConfigError, Fault
-from titan.planner.space import Choice
+from titan.planner.search.space import Choice
 from titan.tuning.results import Failed, Measured
 
 GRACE_S = 10.0

@@ -28,10 +28,10 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from titan.contracts import Cache, HfTensor, KeyValues, Model, ModelPlan, option, register
-from titan.cost import Attention as AttentionCost
-from titan.cost import Elementwise, Kept, Lookup, Operation, linear, norm, residual, shared
+from titan.contracts.base.cost import Attention as AttentionCost
+from titan.contracts.base.cost import Elementwise, Kept, Lookup, Operation, linear, norm, residual, shared
+from titan.contracts.base.plan import ONES, Init, TensorStyle, nearest, normal
 from titan.errors import ConfigError, Fault
-from titan.plan import ONES, Init, TensorStyle, nearest, normal
 
 from .rope import rope_table, rotate
 

@@ -42,16 +42,14 @@ import torch
 from torch import nn
 from torch.torch_version import TorchVersion
 
-from titan.contracts import Axis, Costs, Engine, ModelPlan, Part, Technique, World, option, register
-from titan.cost import Order, Stage
-from titan.plan import nearest
+from titan.contracts import Axis, Costs, Engine, Job, ModelPlan, Part, Technique, World, option, register
+from titan.contracts.base.cost import Order, Stage
+from titan.contracts.base.plan import nearest
 
 from .orders import order
 from .stages import LOOPED, ONE_STAGE, SPLIT_BACKWARD, V_SHAPED, carve, check_ends, cut, placement, shared_names, takes
 
 if TYPE_CHECKING:
-    from titan.config import Job
-
     from .engine import TiedGradients
 
 
@@ -94,7 +92,7 @@ class PipelineParallel(Technique):
         super().__init__(config)
         self._tied: TiedGradients | None = None
 
-    def check(self, job: "Job", plan: ModelPlan) -> Iterable[str]:
+    def check(self, job: Job, plan: ModelPlan) -> Iterable[str]:
         """Stages need layers, the schedule its number of micro batches, and some things cannot go together."""
         ranks = job.layout.degree("pp")
         if ranks == 1:
@@ -126,7 +124,7 @@ class PipelineParallel(Technique):
             elif at != sorted(set(at)):
                 yield f"[plugins.pipeline] split_points: {', '.join(config.split_points)} must be in the model's order"
 
-    def _check_micro_batches(self, ranks: int, job: "Job") -> Iterator[str]:
+    def _check_micro_batches(self, ranks: int, job: Job) -> Iterator[str]:
         schedule, unit, size = self.config.schedule, job.micro_batch * job.batch_ranks, job.train.global_batch_size
         if not job.micro_batches or takes(schedule, ranks, job.micro_batches):
             return
@@ -141,7 +139,7 @@ class PipelineParallel(Technique):
             f"nearest global_batch_size that fits: {sizes}"
         )
 
-    def _check_company(self, job: "Job", plan: ModelPlan) -> Iterator[str]:
+    def _check_company(self, job: Job, plan: ModelPlan) -> Iterator[str]:
         old = _before_2_13(torch.__version__)
         own = f"[plugins.pipeline] schedule = {self.config.schedule!r}"
         on_cpu = job.run.device == "cpu" or (job.run.device == "auto" and not torch.cuda.is_available())
@@ -150,33 +148,19 @@ class PipelineParallel(Technique):
                 f"{own} sends to its own rank, which PyTorch {torch.__version__} cannot do on the CPU; "
                 "take 'Interleaved1F1B', or PyTorch 2.13"
             )
-        for technique in job.techniques:
-            shards = technique.name == "fsdp" and technique.config.zero_stage in (2, 3)
-            if shards and old and plan.tied and self.config.schedule not in (*SPLIT_BACKWARD, "1F1B"):
+        if self.config.schedule in SPLIT_BACKWARD:
+            for why in job.stating("one_backward"):
+                yield f"{own} splits the backward pass, and {why}, or take '1F1B' or 'Interleaved1F1B'"
+            for why in job.stating("reduces_per_micro_batch"):
+                yield f"{own} splits the backward pass, so gradients are reduced once a step; {why}"
+        elif old and plan.tied and self.config.schedule != "1F1B":
+            for why in job.stating("reduces_per_micro_batch"):
                 yield (
                     f"{own} runs micro batches forward before it runs one backward, for which PyTorch "
-                    f"{torch.__version__} does not gather a tied head again; take '1F1B', [plugins.fsdp] "
-                    "zero_stage = 1, or PyTorch 2.13"
-                )
-            if self.config.schedule not in SPLIT_BACKWARD:
-                continue
-            if technique.phase == "compile":
-                yield (
-                    f"{own} splits the backward pass, which [plugins.{technique.name}] cannot compile; "
-                    "take '1F1B' or 'Interleaved1F1B', or switch it off"
-                )
-            if technique.phase == "recompute" and getattr(technique.config, "mode", "") == "selective":
-                yield (
-                    f"{own} splits the backward pass, and what selective recompute has kept can be used by one pass "
-                    "alone: use mode full, or take '1F1B' or 'Interleaved1F1B'"
-                )
-            if shards:
-                yield (
-                    f"{own} splits the backward pass, so gradients are reduced once a step; "
-                    f"[plugins.fsdp] zero_stage = {technique.config.zero_stage} reduces per micro batch: use 1"
+                    f"{torch.__version__} does not gather a tied head again; take '1F1B' or PyTorch 2.13, or: {why}"
                 )
 
-    def cost(self, costs: Costs, job: "Job") -> Costs:
+    def cost(self, costs: Costs, job: Job) -> Costs:
         """Stages on their ranks, in the schedule's order, with torch's buffers to receive into."""
         ranks = job.layout.degree("pp")
         if ranks == 1:

@@ -9,7 +9,7 @@ from collections.abc import Iterator
 from itertools import chain
 from typing import Literal
 
-from titan.cost import Action, Order
+from titan.contracts.base.cost import Action, Order
 
 Kind = Literal["F", "B", "I", "W"]
 

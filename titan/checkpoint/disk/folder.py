@@ -1,0 +1,263 @@
+"""The checkpoints of a run on disk: their names, which are complete, how one is committed, which are removed.
+
+A checkpoint is complete or absent. It is written under a name that ends in `.tmp` and renamed when all of it is on
+disk; it is removed by renaming it first. A kill at any moment therefore leaves complete folders and `.tmp` ones, which
+`tidy` sweeps. A folder with the name of a checkpoint that lacks a file is therefore damaged.
+
+Used by one rank at a time; needs no torch.
+"""
+
+import json
+import os
+import re
+import shutil
+from collections.abc import Callable, Collection
+from pathlib import Path
+from types import NoneType
+from typing import Any
+
+from titan.checkpoint.disk import manifest
+from titan.checkpoint.disk.manifest import MANIFEST, METADATA, STATE, Piece
+from titan.checkpoint.disk.plain import read_table
+from titan.errors import CheckpointError
+from titan.log import log
+
+HF_CONFIG = "config.json"
+"""The file that makes a folder one of Hugging Face's."""
+
+FORMAT = 1
+"""Number of the layout of a checkpoint's folder; a reader refuses one it does not know."""
+
+_STEP = re.compile(r"step-\d{8}", re.ASCII)
+_UNFINISHED = re.compile(r"(step-\d{8})(\.replaced|\.removed)?\.tmp", re.ASCII)
+
+
+def step_folder(folder: Path, step: int) -> Path:
+    """Where the checkpoint of a step stands once it is complete."""
+    return folder / f"step-{step:08d}"
+
+
+def unfinished(final: Path) -> Path:
+    """Where a checkpoint stands while it is written."""
+    return final.with_name(f"{final.name}.tmp")
+
+
+def lacking(path: Path) -> list[str]:
+    """Files without which a folder is no checkpoint and which are not in it."""
+    return [name for name in (METADATA, STATE, MANIFEST) if not (path / name).is_file()]
+
+
+def is_complete(path: Path) -> bool:
+    """Whether a folder is a checkpoint that was written to its end."""
+    return path.suffix != ".tmp" and not lacking(path)
+
+
+def step_of(path: Path) -> int | None:
+    """The step in the name of a checkpoint, complete or not; None where the name says none."""
+    match = re.match(r"step-(\d{8})(?!\d)", path.name, re.ASCII)
+    return None if match is None else int(match[1])
+
+
+def is_step(path: Path) -> bool:
+    """Whether a path has the name of a checkpoint in a folder of them."""
+    return _STEP.fullmatch(path.name) is not None
+
+
+def is_unfinished(path: Path) -> bool:
+    """Whether a path has the name of what a save or a removal is at, or has left."""
+    return _UNFINISHED.fullmatch(path.name) is not None
+
+
+def read_state(path: Path) -> dict[str, Any]:
+    """The state.json of a checkpoint; each of its fields is of the type that `save` gave it.
+
+    Raises:
+        CheckpointError: it cannot be read, or is not what `save` wrote.
+    """
+    state = read_table(path / STATE)
+    found = state.get("format")
+    if type(found) is not int or found != FORMAT:
+        raise CheckpointError(f"{path} has format {str(found)[:20]}; this version reads {FORMAT}")
+    wrong = [name for name, types in _FIELDS.items() if type(state.get(name)) not in types]
+    if not wrong:
+        rest, values = state["rest"], state["values"]
+        wrong += [name for name in ("config", "data", "techniques") if type(rest.get(name, {})) is not dict]
+        wrong += [name for name, value in values.items() if type(value) not in (NoneType, bool, int, float, str)]
+    if not wrong:
+        counts = {name: state[name] for name, types in _FIELDS.items() if types == (int,)}
+        counts |= {name: rest.get(name, 0) for name in ("step", "tokens")}
+        counts["samples"] = rest.get("data", {}).get("samples", 0)
+        wrong += [name for name, count in counts.items() if type(count) is not int or not 0 <= count < _MOST]
+    if wrong:
+        raise CheckpointError(f"{path / STATE} has no {wrong[0][:200]}, or one that no save writes")
+    return state
+
+
+_FIELDS = {
+    "step": (int,), "serial": (int,), "world_size": (int,), "saved": (str,), "torch": (str,),
+    "optimizer": (str, NoneType), "values": (dict,), "rest": (dict,),
+}  # fmt: skip
+_MOST = 1 << 62
+"""More than any count of steps, tokens or samples."""
+
+
+def _check_names(path: Path) -> None:
+    lacks = lacking(path)
+    if lacks:
+        raise CheckpointError(f"{path} is damaged: it lacks {' and '.join(lacks)}")
+
+
+def check_sizes(path: Path) -> dict[str, Piece]:
+    """What the manifest of a checkpoint lists, all of it there in the size it was written in.
+
+    Raises:
+        CheckpointError: not so; names each fault.
+    """
+    _check_names(path)
+    pieces = manifest.read(path)
+    faults = manifest.wrong_sizes(path, pieces)
+    if faults:
+        raise CheckpointError(f"{path} is damaged: {'; '.join(faults.values())}")
+    return pieces
+
+
+def survey(folder: Path) -> tuple[list[Path], dict[Path, str]]:
+    """The complete checkpoints of a folder, in the order they were committed, and the damaged ones with what is wrong.
+
+    Damaged is what can be seen without reading data. The order is that of the serial number each one carries, not of
+    the steps: a run that started again under the same name stands at a lower step than what it left behind.
+    """
+    return _sorted_out(folder, check_sizes)
+
+
+def complete(folder: Path) -> list[Path]:
+    """As `survey`'s, but sizes are not looked at: with many ranks there are many files."""
+    return _sorted_out(folder, _check_names)[0]
+
+
+def _sorted_out(folder: Path, check: Callable[[Path], object]) -> tuple[list[Path], dict[Path, str]]:
+    found, damaged = [], {}
+    for path in sorted(folder.iterdir()) if folder.is_dir() else []:
+        if not is_step(path):
+            continue
+        try:
+            check(path)
+            found.append((read_state(path)["serial"], path))
+        except CheckpointError as error:
+            damaged[path] = str(error)
+    return [path for _, path in sorted(found)], damaged
+
+
+def next_serial(folder: Path) -> int:
+    """Number of the next checkpoint to be committed, from 1."""
+    return max((read_state(path)["serial"] for path in complete(folder)), default=0) + 1
+
+
+def choose(given: str, option: str = "checkpoint.resume") -> Path:
+    """The checkpoint a user's path means: a checkpoint itself, or the newest of a run or of its checkpoints folder.
+
+    option: where the user gave it, for messages.
+
+    Raises:
+        CheckpointError: there is no complete one; says what is missing.
+    """
+    path = Path(given).expanduser()
+    if is_complete(path):
+        return path
+    if not path.is_dir():
+        raise CheckpointError(f"{option} = {given!r}: there is no such folder")
+    found, damaged = survey(path / "checkpoints" if (path / "checkpoints").is_dir() else path)
+    for reason in damaged.values():
+        log.warning(f"left aside: {reason}")
+    if found:
+        return found[-1]
+    if damaged:
+        raise CheckpointError(f"{option} = {given!r}: no sound checkpoint there: {'; '.join(damaged.values())}")
+    if path.suffix == ".tmp":
+        raise CheckpointError(f"{option} = {given!r}: this checkpoint was never finished")
+    raise CheckpointError(
+        f"{option} = {given!r}: no complete checkpoint there (it lacks {' and '.join(lacking(path))}, "
+        "and holds no step-NNNNNNNN folder that has them)"
+    )
+
+
+def begin(folder: Path, step: int) -> Path:
+    """Sweep what killed runs left and make the empty folder the next checkpoint is written in."""
+    path = unfinished(step_folder(folder, step))
+    folder.mkdir(parents=True, exist_ok=True)
+    tidy(folder)
+    path.mkdir()
+    return path
+
+
+def tidy(folder: Path) -> None:
+    """Remove what a killed save or removal left; put a checkpoint back that was about to be replaced."""
+    for path in sorted(folder.iterdir()) if folder.is_dir() else []:
+        match = _UNFINISHED.fullmatch(path.name)
+        if match is None:
+            continue
+        final = path.with_name(match[1])
+        if match[2] == ".replaced" and not final.exists():
+            path.rename(final)
+        else:
+            shutil.rmtree(path)
+
+
+def commit(path: Path) -> Path:
+    """Give a finished `.tmp` folder its name, on the disk as well; returns it. A former one of that name goes."""
+    final = path.with_suffix("")
+    replaced = final.with_name(f"{final.name}.replaced.tmp")
+    sync_folder(path)
+    if final.exists():
+        final.rename(replaced)
+    path.rename(final)
+    sync_folder(final.parent)
+    if replaced.exists():
+        shutil.rmtree(replaced)
+    return final
+
+
+def sync_folder(path: Path) -> None:
+    """See a folder's entries onto the disk."""
+    descriptor = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
+
+
+def retain(folder: Path, keep: int, damaged: Collection[Path] = ()) -> None:
+    """Remove all complete checkpoints but the newest `keep`; 0 keeps all. The newest always stays.
+
+    damaged: neither counted nor removed.
+    """
+    sound = [path for path in complete(folder) if path not in damaged]
+    for path in sound[:-keep] if keep > 0 else []:
+        remove(path)
+
+
+def remove(path: Path) -> None:
+    """Remove a checkpoint; it is gone at once, whenever the process dies."""
+    doomed = path.with_name(f"{path.name}.removed.tmp")
+    path.rename(doomed)
+    shutil.rmtree(doomed)
+
+
+def is_hf(path: Path) -> bool:
+    """Whether a folder holds a model as Hugging Face writes it."""
+    return (path / HF_CONFIG).is_file() and not (path / STATE).is_file()
+
+
+def read_hf_config(path: Path) -> dict[str, Any]:
+    """The config.json of a Hugging Face folder.
+
+    Raises:
+        CheckpointError: it cannot be read, or is no JSON object.
+    """
+    try:
+        config = json.loads((path / HF_CONFIG).read_text(encoding="utf-8"))
+    except (OSError, ValueError) as error:
+        raise CheckpointError(f"{path / HF_CONFIG} cannot be read: {error}") from error
+    if not isinstance(config, dict):
+        raise CheckpointError(f"{path / HF_CONFIG} is not a JSON object")
+    return config

@@ -1,0 +1,126 @@
+"""manifest.json: name, size and SHA-256 of every other file of a checkpoint, so that damage is found before it is used.
+
+It is against damage, not against malice: whoever can change a file can write a manifest that matches. What a checkpoint
+from a stranger may not do is settled where each file is read.
+"""
+
+import hashlib
+import re
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import asdict, dataclass
+from pathlib import Path
+
+from titan.checkpoint.disk.plain import read_table, size_of, write_table
+from titan.errors import CheckpointError
+
+MANIFEST = "manifest.json"
+METADATA = ".metadata"
+"""DCP's file: which tensors there are, and where in which file."""
+STATE = "state.json"
+"""Everything that is no tensor."""
+
+_DATA = re.compile(r"__\d{1,9}_\d{1,9}\.distcp", re.ASCII)
+_HASH = re.compile(r"[0-9a-f]{64}", re.ASCII)
+_BLOCK = 4 << 20
+_SHOWN = 12
+
+
+@dataclass(frozen=True)
+class Piece:
+    """A file as it was written. size: bytes."""
+
+    size: int
+    sha256: str
+
+
+def is_piece(name: str) -> bool:
+    """Whether a file's name is one that a manifest lists."""
+    return name in (METADATA, STATE) or _DATA.fullmatch(name) is not None
+
+
+def piece_of(file: Path, read: Callable[[int], object] = lambda count: None) -> Piece:
+    """A file as it is; `read` hears how many bytes have been read since it was last told.
+
+    Raises:
+        CheckpointError: it cannot be read.
+    """
+    size, digest = size_of(file), hashlib.sha256()
+    try:
+        with file.open("rb", buffering=0) as stream:
+            while block := stream.read(_BLOCK):
+                digest.update(block)
+                read(len(block))
+    except OSError as error:
+        raise CheckpointError(f"{file} cannot be read: {error.strerror}") from error
+    return Piece(size, digest.hexdigest())
+
+
+def write(path: Path, pieces: Mapping[str, Piece]) -> None:
+    """Write a checkpoint's manifest, its last file."""
+    write_table(path / MANIFEST, {"files": {name: asdict(pieces[name]) for name in sorted(pieces)}})
+
+
+def read(path: Path) -> dict[str, Piece]:
+    """The files a checkpoint is made of, by name.
+
+    Raises:
+        CheckpointError: the manifest cannot be read, or lists what no checkpoint has.
+    """
+    table = read_table(path / MANIFEST)
+    files = table.get("files")
+    if not isinstance(files, dict) or len(table) != 1:
+        raise CheckpointError(f"{path / MANIFEST} is not one table of files")
+    pieces = {}
+    for name, said in files.items():
+        if not is_piece(name):
+            raise CheckpointError(f"{path / MANIFEST} lists {name[:200]!r}, which is not a checkpoint's file")
+        if not isinstance(said, dict) or said.keys() != {"size", "sha256"}:
+            raise CheckpointError(f"{path / MANIFEST} does not give size and sha256 of {name}, and those alone")
+        size, sha256 = said["size"], said["sha256"]
+        if type(size) is not int or size < 0 or not isinstance(sha256, str) or not _HASH.fullmatch(sha256):
+            raise CheckpointError(f"{path / MANIFEST} gives a size or sha256 of {name} that is none")
+        pieces[name] = Piece(size, sha256)
+    if not {METADATA, STATE} <= pieces.keys():
+        raise CheckpointError(f"{path / MANIFEST} lacks {METADATA} or {STATE}")
+    return pieces
+
+
+def wrong_sizes(path: Path, pieces: Mapping[str, Piece]) -> dict[str, str]:
+    """File -> what is seen without reading: missing, of another size, or data that the manifest does not list."""
+    faults = {}
+    for name, piece in pieces.items():
+        try:
+            size = size_of(path / name)
+        except CheckpointError as error:
+            faults[name] = str(error)
+            continue
+        if size != piece.size:
+            faults[name] = f"{name} has {size:,} bytes, its manifest says {piece.size:,}"
+    extra = [name for name in strangers(path, pieces) if is_piece(name)]
+    return faults | {name: f"{name} is not in its manifest" for name in extra}
+
+
+def strangers(path: Path, pieces: Mapping[str, Piece]) -> list[str]:
+    """What is in the folder and not of the checkpoint."""
+    return sorted(file.name for file in path.iterdir() if file.name not in pieces and file.name != MANIFEST)
+
+
+def wrong_hashes(
+    path: Path, pieces: Mapping[str, Piece], names: Iterable[str], read: Callable[[int], object] = lambda count: None
+) -> list[str]:
+    """Which of these files are not what was written; `read` as in `piece_of`.
+
+    Raises:
+        CheckpointError: one cannot be read.
+    """
+    faults = []
+    for name in names:
+        found, written = piece_of(path / name, read).sha256, pieces[name].sha256
+        if found != written:
+            faults.append(f"{name} has SHA-256 {found[:_SHOWN]}, its manifest says {written[:_SHOWN]}")
+    return faults
+
+
+def share(pieces: Mapping[str, Piece], rank: int, size: int) -> list[str]:
+    """The files that one of `size` ranks verifies: about as many bytes as any other."""
+    return sorted(pieces, key=lambda name: (-pieces[name].size, name))[rank::size]

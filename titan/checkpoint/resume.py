@@ -1,0 +1,112 @@
+"""Going on under a TOML that has changed: what may change freely, what takes effect from here on, what is refused.
+
+Nothing is ignored: a change either belongs to how a run is carried out, and then the curve is the same; or it is said
+at the start, with both values and what it means; or it is refused with both values.
+"""
+
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from titan.contracts import Technique, registry
+from titan.errors import ConfigError, Fault
+
+Table = Mapping[str, Any]
+
+FREE = (
+    "run.", "mesh.", "metrics.", "comm.", "checkpoint.", "validation.", "data.cache", "data.workers",
+    "data.prepare_workers", "train.micro_batch_size", "train.gc_every",
+)  # fmt: skip
+"""Keys that say how and where a run is carried out, not what it computes."""
+
+DATA = ("data.", "tokenizer.", "run.seed")
+"""Keys that may change which samples there are and in which order; the fingerprint of the samples tells."""
+
+FIXED = ("model.",)
+"""Keys that say what the weights are of."""
+
+MEANING = {
+    "train.steps": "the run ends there; a schedule that counts to the end is another from here on",
+    "train.global_batch_size": "the next step takes that many of the samples that follow",
+}
+FROM_HERE_ON = "holds from the next step on"
+
+
+@dataclass(frozen=True)
+class Change:
+    """A key with the value the checkpoint was saved under and the one it has now; None where it is absent."""
+
+    key: str
+    before: Any
+    now: Any
+
+    def __str__(self) -> str:
+        return f"{self.key} = {_shown(self.now)}, the checkpoint has {_shown(self.before)}"
+
+
+@dataclass(frozen=True)
+class Changes:
+    """What has changed since a checkpoint: sentences for the start of the run, and whether the samples are others."""
+
+    said: tuple[str, ...] = ()
+    other_samples: bool = False
+
+
+def compare(saved: Mapping[str, Any], now: Table, fingerprint: str, new_data: bool) -> Changes:
+    """Hold a job against the one a checkpoint was saved by.
+
+    saved: what `Run.rest` gave.  now: the resolved job.  fingerprint: of its samples.  new_data: other ones are meant.
+
+    Raises:
+        ConfigError: a change that cannot be gone on with; all of them, with both values.
+    """
+    if "config" not in saved:
+        return Changes()
+    changes = list(changed(saved["config"], now))
+    other_data = saved.get("data", {}).get("fingerprint", fingerprint) != fingerprint
+    refused = [Fault("", f"{change}: these weights are of another model") for change in changes if _in(change, FIXED)]
+    if other_data and not new_data:
+        why = ", ".join(str(change) for change in changes if _in(change, DATA)) or "the text itself is another"
+        what = "the samples are not those of the checkpoint"
+        refused.append(Fault("", f"{what} ({why}); checkpoint.new_data = true begins them anew under its weights"))
+    if refused:
+        raise ConfigError(refused)
+    said = [f"{change}: {MEANING.get(change.key, FROM_HERE_ON)}" for change in changes if _takes_effect(change)]
+    if other_data:
+        said.append("the samples are not those of the checkpoint: they begin at the first")
+    return Changes(tuple(said), other_data)
+
+
+def changed(before: Table, now: Table, at: str = "") -> Iterator[Change]:
+    """Every key of two nested tables that is not the same in both."""
+    for key in dict.fromkeys((*before, *now)):
+        mine, theirs, path = now.get(key), before.get(key), f"{at}{key}"
+        if isinstance(mine, Mapping) and isinstance(theirs, Mapping):
+            yield from changed(theirs, mine, f"{path}.")
+        elif _plain(mine) != _plain(theirs):
+            yield Change(path, theirs, mine)
+
+
+def _plain(value: Any) -> Any:
+    """A value as JSON gives it back."""
+    if isinstance(value, Mapping):
+        return {key: _plain(item) for key, item in value.items()}
+    return [_plain(item) for item in value] if isinstance(value, (list, tuple)) else value
+
+
+def _in(change: Change, keys: tuple[str, ...]) -> bool:
+    return any(change.key == key or (key.endswith(".") and change.key.startswith(key)) for key in keys)
+
+
+def _takes_effect(change: Change) -> bool:
+    section, name, *_ = change.key.split(".")
+    if section == Technique.section:
+        technique = registry.find(Technique.kind, name)
+        return name != "path" and not getattr(technique, "parity", False)
+    return not _in(change, (*FREE, *DATA))
+
+
+def _shown(value: Any) -> str:
+    if isinstance(value, Mapping):
+        return "on" if value.get("enabled", True) else "off"
+    return "unset" if value is None else repr(value)

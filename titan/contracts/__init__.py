@@ -1,0 +1,38 @@
+"""Every kind of plugin and what the host asks of it: the one import of a plugin's author.
+
+A plugin subclasses one of these, sets `name` and `Config`, and carries `@register`::
+
+    from titan.contracts import Optimizer, option, register
+
+Public methods are hooks and keep the names and parameters given in the kind's file; helpers start with an underscore.
+"""
+
+import sys
+
+from titan.contracts.base import batch, cache, cost, mesh, options, parts, plan, registry
+from titan.contracts.base.batch import IGNORE, Batch, Document
+from titan.contracts.base.cache import Cache, KeyValues
+from titan.contracts.base.cost import Costs
+from titan.contracts.base.mesh import Axis, Mesh, Role
+from titan.contracts.base.options import REQUIRED, option
+from titan.contracts.base.parts import Part, Precision, sum_gradients
+from titan.contracts.base.plan import HfTensor, ModelPlan
+from titan.contracts.base.registry import register
+from titan.contracts.job import Fact, Job
+from titan.contracts.model import Model
+from titan.contracts.objective import Loss, LrSchedule, NamedParameter, Optimizer
+from titan.contracts.technique import Engine, LossFn, Phase, Technique, World
+from titan.contracts.text import Dataset, Tokenizer
+from titan.contracts.tracker import Row, RunInfo, Tracker
+from titan.device import kind_of
+
+__all__ = [
+    "IGNORE", "REQUIRED", "Axis", "Batch", "Cache", "Costs", "Dataset", "Document", "Engine", "Fact", "HfTensor", "Job",
+    "KeyValues", "Loss", "LossFn", "LrSchedule", "Mesh", "Model", "ModelPlan", "NamedParameter", "Optimizer", "Part",
+    "Phase", "Precision", "Role", "Row", "RunInfo", "Technique", "Tokenizer", "Tracker", "World", "kind_of", "option",
+    "register", "sum_gradients",
+]  # fmt: skip
+
+# Plugins written for titan 0.1 import these modules by names without `contracts`.
+for _module in (options, registry, batch, cache, cost, mesh, parts, plan):
+    sys.modules.setdefault(f"titan.{_module.__name__.rpartition('.')[2]}", _module)

@@ -1,0 +1,1 @@
+"""The data that host and plugins speak in."""

@@ -1,0 +1,159 @@
+"""The mesh: an open set of axes, each with a role, laid over the ranks.
+
+Nothing but this file and the plugins that own an axis knows axes by name; the loss, the data and the grad norm ask
+for roles. `Layout` is arithmetic and needs no process group (the planner uses it); `Mesh` adds the groups.
+"""
+
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Literal
+
+import torch
+import torch.distributed as dist
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+
+from titan.contracts.base.options import did_you_mean
+
+Role = Literal["stage", "batch", "sequence", "model", "expert"]
+"""What ranks along an axis hold differently: stage, other layers; batch, other samples; sequence, other tokens of one
+sample; model, other slices of one layer; expert, other experts (the samples differ too)."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Axis:
+    """A mesh axis a plugin owns.
+
+    depth: place from outer (slow links) to inner (fast links); the built-in ones are pp 0, dp_replicate 10,
+        dp_shard 20, cp 30, tp 40.
+    default: degree when the TOML is silent; -1 means what is left of the ranks (one axis at most).
+    """
+
+    name: str
+    role: Role
+    depth: float
+    doc: str
+    default: int = 1
+
+
+@dataclass(frozen=True)
+class Layout:
+    """Degrees of all axes, outer to inner, for a world of that many ranks. Pure arithmetic."""
+
+    axes: tuple[Axis, ...]
+    degrees: Mapping[str, int]
+
+    @property
+    def world_size(self) -> int:
+        """Ranks the layout needs."""
+        return math.prod(self.degrees.values())
+
+    def degree(self, axis: str) -> int:
+        """Degree of an axis; 1 where nobody owns such an axis."""
+        return self.degrees.get(axis, 1)
+
+    def of_role(self, *roles: Role) -> tuple[str, ...]:
+        """Names of the axes with one of these roles, outer to inner."""
+        return tuple(axis.name for axis in self.axes if axis.role in roles)
+
+    def role_degree(self, *roles: Role) -> int:
+        """Ranks along all axes of these roles."""
+        return math.prod(self.degrees[name] for name in self.of_role(*roles))
+
+    def coordinate(self, rank: int) -> dict[str, int]:
+        """Where a rank stands on each axis."""
+        at = {}
+        for axis in reversed(self.axes):
+            rank, at[axis.name] = divmod(rank, self.degrees[axis.name])
+        return at
+
+    def role_index(self, rank: int, *roles: Role) -> int:
+        """A rank's number among those that differ in these roles, from 0."""
+        at, index = self.coordinate(rank), 0
+        for name in self.of_role(*roles):
+            index = index * self.degrees[name] + at[name]
+        return index
+
+    def __str__(self) -> str:
+        parts = [f"{name} {degree}" for name, degree in self.degrees.items() if degree > 1]
+        return " x ".join(parts) or "one rank"
+
+
+def lay_out(
+    axes: Sequence[Axis], wanted: Mapping[str, int], world_size: int | None
+) -> tuple[Layout, list[tuple[str, str]]]:
+    """Fit the wanted degrees to a number of ranks (None: as many as they need).
+
+    Returns the layout and the faults found as (axis, sentence); with faults the layout is only good for further checks.
+    """
+    ordered = tuple(sorted(axes, key=lambda axis: axis.depth))
+    known = {axis.name for axis in ordered}
+    faults = [(name, f"no plugin owns this axis{did_you_mean(name, known)}") for name in wanted if name not in known]
+    degrees = {axis.name: wanted.get(axis.name, axis.default) for axis in ordered}
+    for name, degree in degrees.items():
+        if degree < 1 and degree != -1:
+            faults.append((name, f"= {degree}: must be a positive degree, or -1 for what is left of the ranks"))
+            degrees[name] = 1
+    left = [name for name, degree in degrees.items() if degree == -1]
+    fixed = math.prod(degree for degree in degrees.values() if degree > 0)
+    for name in left[1:]:
+        faults.append((name, f"= -1: only one axis can take what is left, and {left[0]} does"))
+    for name in left:
+        degrees[name] = 1
+    if left and world_size is not None and world_size % fixed == 0:
+        degrees[left[0]] = world_size // fixed
+    layout = Layout(ordered, degrees)
+    if world_size is not None and layout.world_size != world_size:
+        faults.append(("", _misfit(layout, world_size)))
+    return layout, faults
+
+
+def _misfit(layout: Layout, world_size: int) -> str:
+    product = " x ".join(f"{name} {degree}" for name, degree in layout.degrees.items() if degree > 1) or "1"
+    needed = layout.world_size
+    nearest = max(needed, round(world_size / needed) * needed)
+    advice = f"launch {needed} ranks" + (f" (or {nearest} with dp_shard = -1)" if nearest != needed else "")
+    return f"{product} = {needed} ranks, but {world_size} were launched; {advice}"
+
+
+class Mesh:
+    """A layout with its process groups, on one rank.
+
+    Axes of degree 1 exist only where their owner is switched on (`keep`): every axis costs.
+    """
+
+    def __init__(self, layout: Layout, device: torch.device, rank: int, keep: Sequence[str] = ()) -> None:
+        self.layout, self.device, self.rank = layout, device, rank
+        names = tuple(name for name, degree in layout.degrees.items() if degree > 1 or name in keep)
+        self._mesh: DeviceMesh | None = None
+        if names:
+            shape = tuple(layout.degrees[name] for name in names)
+            self._mesh = init_device_mesh(device.type, shape, mesh_dim_names=names)
+
+    def __contains__(self, axis: str) -> bool:
+        return self._mesh is not None and axis in (self._mesh.mesh_dim_names or ())
+
+    def __getitem__(self, axes: str | tuple[str, ...]) -> DeviceMesh:
+        """The sub-mesh of these axes, for DTensor and FSDP."""
+        assert self._mesh is not None, f"this run has no mesh, so no axis {axes}"
+        return self._mesh[axes]
+
+    def at(self, axis: str) -> int:
+        """This rank's coordinate on an axis; 0 where there is no such axis."""
+        return self.layout.coordinate(self.rank).get(axis, 0)
+
+    def group(self, axis: str) -> dist.ProcessGroup:
+        """The process group along an axis of degree > 1."""
+        assert self._mesh is not None
+        return self._mesh.get_group(axis)
+
+    def groups(self) -> list[dist.ProcessGroup]:
+        """The process groups this rank is in, one an axis."""
+        return [] if self._mesh is None else list(self._mesh.get_all_groups())
+
+    def sum(self, tensor: torch.Tensor, *roles: Role) -> torch.Tensor:
+        """Sum a tensor in place over the ranks that differ in these roles; returns it."""
+        for axis in self.layout.of_role(*roles):
+            if self.layout.degrees[axis] > 1:
+                dist.all_reduce(tensor, group=self.group(axis))
+        return tensor

@@ -1,0 +1,136 @@
+"""Everything that changes how a model is trained: phases, hooks, and what hooks may know."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any, ClassVar, Literal, Protocol
+
+import torch
+from torch import Tensor, nn
+
+from titan.contracts.base.batch import Batch
+from titan.contracts.base.cost import Costs
+from titan.contracts.base.mesh import Axis, Mesh
+from titan.contracts.base.parts import Part, Precision
+from titan.contracts.base.plan import ModelPlan
+from titan.contracts.base.registry import Plugin
+from titan.contracts.job import Fact, Job
+
+Phase = Literal["convert", "split", "partition", "recompute", "compile", "shard", "materialise"]
+"""When a technique touches the model; `titan/training/phases.py` says why in this order."""
+
+
+@dataclass
+class World:
+    """What a technique may know when it touches the model.
+
+    parts: what this rank holds, once phase `split` is over; empty before.
+    """
+
+    job: Job
+    mesh: Mesh
+    plan: ModelPlan
+    precision: Precision
+    techniques: Sequence[Technique] = field(default_factory=list)
+    parts: Sequence[Part] = ()
+
+    @property
+    def device(self) -> torch.device:
+        """The device of this rank."""
+        return self.mesh.device
+
+
+LossFn = Callable[[Tensor, Tensor], Tensor]
+"""(logits, labels) -> the objective's sum over valid tokens divided by the step's global number of them."""
+
+
+class Engine(Protocol):
+    """Runs forward and backward over the micro batches of a step."""
+
+    def forward_backward(self, batches: Sequence[Batch], loss: LossFn) -> None:
+        """Add the gradients of all micro batches; `loss` is called wherever logits come out."""
+
+    def forward(self, batch: Batch) -> Tensor | None:
+        """Logits [B, S, V] of a micro batch, without gradients; None on ranks that do not hold the last stage."""
+
+
+class Technique(Plugin):
+    """Changes how the model is trained. On when its `[plugins.NAME]` table stands, or an axis it owns is above 1.
+
+    phase: when `apply` (or `split`) is called.  axes: mesh axes it owns.
+    covers: axes of others that it handles while it is on; their owners are then not switched on by them.
+    provides, requires: capabilities, words of the techniques' own. What a technique requires must be provided by one
+        that is on; where none is, the provider with `default = True` is switched on.
+    conflicts: name or capability of another technique -> a sentence that says why the two cannot be on together.
+    parity: with it on, the fp32 curve is the one with it off, within the tolerance table; the contract suite tests it.
+    optional, choices: a search for the best layout may switch it on and off; and the options that it goes through.
+    """
+
+    kind = "technique"
+    section = "plugins"
+    phase: ClassVar[Phase]
+    axes: ClassVar[Sequence[Axis]] = ()
+    covers: ClassVar[Sequence[str]] = ()
+    provides: ClassVar[Sequence[str]] = ()
+    requires: ClassVar[Sequence[str]] = ()
+    conflicts: ClassVar[Mapping[str, str]] = {}
+    parity: ClassVar[bool] = True
+    optional: ClassVar[bool] = False
+    choices: ClassVar[Sequence[Mapping[str, Any]]] = ()
+
+    def check(self, job: Job, plan: ModelPlan) -> Iterable[str]:
+        """Sentences about what cannot work in this job, with the numbers that clash and the nearest that fit."""
+        return ()
+
+    def facts(self) -> Mapping[Fact, str]:
+        """What others must take into account with these options: fact -> a sentence with the way out of it."""
+        return {}
+
+    def plan(self, plan: ModelPlan) -> ModelPlan:
+        """The model's plan as this technique changes it."""
+        return plan
+
+    def precision(self, precision: Precision) -> Precision:
+        """The run's precision as this technique changes it."""
+        return precision
+
+    def cost(self, costs: Costs, job: Job) -> Costs:
+        """What a step costs as this technique changes it, for the planner; asked in TOML order."""
+        return costs
+
+    def apply(self, part: Part, world: World) -> None:
+        """Touch one part of the model, in this technique's phase. On the meta device before `materialise`."""
+
+    def split(self, model: nn.Module, world: World) -> list[Part]:
+        """Phase `split` only: the parts of the whole model that this rank holds, in stage order."""
+        return [Part(model)]
+
+    def engine(self, parts: Sequence[Part], world: World) -> Engine | None:
+        """An engine of its own, or None for the host's Direct one. One technique at most brings one."""
+        return None
+
+    def before_step(self, step: int) -> None:
+        """A step begins: `step` counts from 1."""
+
+    def before_microbatch(self, index: int, count: int) -> None:
+        """The Direct engine is about to run micro batch `index` of `count`. An engine of one's own need not call it."""
+
+    def after_backward(self) -> None:
+        """All micro batches of the step have been added to the gradients; nothing has been clipped."""
+
+    def before_update(self, grad_norm: Tensor) -> None:
+        """Gradients are final; the optimizer is about to step. `grad_norm` is the global norm before clipping."""
+
+    def after_step(self, step: int) -> None:
+        """The update is done and gradients are cleared."""
+
+    def state_dict(self) -> dict[str, Any]:
+        """What must outlive the process: tensors, and values that JSON can hold."""
+        return {}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Take back what `state_dict` gave."""
+
+    def close(self) -> None:
+        """The run ends, well or not."""

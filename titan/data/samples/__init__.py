@@ -1,0 +1,1 @@
+"""Token shards to batches: one global order of samples, packing, mixing, loading."""

@@ -1,0 +1,139 @@
+"""Batches of one rank, read ahead. All that is ever saved is one integer, the next global sample, and whose it is."""
+
+import warnings
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from titan.contracts import Batch
+from titan.data.samples.samples import Sample, Samples
+from titan.data.tokens.processes import context
+from titan.errors import DataError
+
+_Columns = tuple[Tensor, Tensor, Tensor | None]
+
+
+class Loader:
+    """Iterates over training steps: each gives this rank's micro batches, on its device.
+
+    A step consumes the next `global_batch` samples of the global order; rank `index` of `ranks` takes the `index`-th
+    contiguous slice of them, in micro batches of `micro_batch`. `first` is the global sample the first step starts at.
+    `workers` processes read ahead; with 0 the training process reads.
+
+    Raises (while iterating):
+        DataError: as `Samples`, also when a worker met it.
+    """
+
+    def __init__(
+        self,
+        samples: Samples,
+        *,
+        global_batch: int,
+        micro_batch: int,
+        first: int,
+        index: int,
+        ranks: int,
+        workers: int,
+        device: torch.device,
+    ) -> None:
+        assert global_batch % (micro_batch * ranks) == 0 and 0 <= index < ranks
+        self._samples, self._workers, self._device = samples, workers, device
+        self._numbers = _Numbers(first, global_batch, micro_batch, index, ranks)
+        self._next = first
+        self._batches: Iterator[_Columns | DataError] | None = None
+
+    def __iter__(self) -> "Loader":
+        return self
+
+    def __next__(self) -> list[Batch]:
+        if self._batches is None:
+            self._batches = self._read_ahead()
+        step = [self._on_device(next(self._batches)) for _ in range(self._numbers.per_step)]
+        self._next += self._numbers.global_batch
+        return step
+
+    def state_dict(self) -> dict[str, int | str]:
+        """The number of the first global sample that no step has been given yet, and whose samples they are."""
+        return {"samples": self._next, "fingerprint": self._samples.fingerprint}
+
+    def close(self) -> None:
+        """End the workers."""
+        self._batches = None
+
+    def _read_ahead(self) -> Iterator[Any]:
+        from torchdata.stateful_dataloader import StatefulDataLoader
+
+        with warnings.catch_warnings():
+            warnings.filterwarnings("ignore", message=".*set_vital")  # torchdata 0.11 calls what torch 2.13 deprecates
+            return iter(
+                StatefulDataLoader(
+                    _Reader(self._samples),
+                    batch_sampler=self._numbers,
+                    num_workers=self._workers,
+                    collate_fn=_as_read,
+                    pin_memory=self._device.type == "cuda",
+                    multiprocessing_context=context() if self._workers else None,
+                    generator=torch.Generator(),  # the run's random state is not the loader's to advance
+                    snapshot_every_n_steps=1 << 62,
+                )
+            )
+
+    def _on_device(self, read: _Columns | DataError) -> Batch:
+        if isinstance(read, DataError):
+            raise read
+        moved = [None if column is None else column.to(self._device, non_blocking=True) for column in read]
+        tokens, labels, documents = moved
+        assert tokens is not None and labels is not None
+        return Batch(tokens, labels, documents)
+
+
+@dataclass(frozen=True)
+class _Numbers:
+    """Global sample numbers of one rank's micro batches, without end."""
+
+    first: int
+    global_batch: int
+    micro_batch: int
+    index: int
+    ranks: int
+
+    @property
+    def per_step(self) -> int:
+        return self.global_batch // (self.micro_batch * self.ranks)
+
+    def __iter__(self) -> Iterator[list[int]]:
+        start = self.first + self.index * (self.global_batch // self.ranks)
+        while True:
+            for micro in range(self.per_step):
+                low = start + micro * self.micro_batch
+                yield list(range(low, low + self.micro_batch))
+            start += self.global_batch
+
+
+class _Reader(torch.utils.data.Dataset[Sample]):
+    """Samples as stacked micro batches. A fault is a value here: exceptions lose type and words on a worker's way."""
+
+    def __init__(self, samples: Samples) -> None:
+        self._samples = samples
+
+    def __getitem__(self, g: int) -> Sample:
+        return self._samples[g]
+
+    def __getitems__(self, numbers: Sequence[int]) -> _Columns | DataError:
+        try:
+            read = [self._samples[g] for g in numbers]
+        except DataError as error:
+            return error
+        documents = [sample.documents for sample in read if sample.documents is not None]
+        return (
+            torch.stack([sample.tokens for sample in read]),
+            torch.stack([sample.labels for sample in read]),
+            torch.stack(documents) if documents else None,
+        )
+
+
+def _as_read(read: _Columns | DataError) -> _Columns | DataError:
+    return read

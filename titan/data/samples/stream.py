@@ -1,0 +1,107 @@
+"""The shards of one source, end to end, as one long stream of tokens."""
+
+from collections import OrderedDict
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from titan.data.tokens.shards import open_shard
+from titan.errors import DataError
+
+Ints = npt.NDArray[np.int64]
+MOST_OPEN = 128
+"""Shards mapped at once; each holds an open file, and a source may have more shards than a process may open files."""
+
+
+class Stream:
+    """Tokens [0, tokens) and documents [0, documents) of a list of shards. Documents never cross shards.
+
+    Raises:
+        DataError: a shard cannot be used (see `open_shard`), or there is none.
+    """
+
+    def __init__(self, paths: Sequence[Path], vocab_size: int) -> None:
+        if not paths:
+            raise DataError("a source of samples has no token shards")
+        self.shards = [open_shard(Path(path)) for path in paths]
+        self._vocab_size = vocab_size
+        self._tokens = np.cumsum([0] + [shard.tokens for shard in self.shards], dtype=np.int64)
+        self._documents = np.cumsum([0] + [shard.documents for shard in self.shards], dtype=np.int64)
+        self._open: OrderedDict[int, Any] = OrderedDict()
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {**self.__dict__, "_open": OrderedDict()}  # maps are the process's own
+
+    @property
+    def tokens(self) -> int:
+        """Tokens in all."""
+        return int(self._tokens[-1])
+
+    @property
+    def documents(self) -> int:
+        """Documents in all."""
+        return int(self._documents[-1])
+
+    def _map(self, shard: int) -> tuple[npt.NDArray[Any], Ints]:
+        if shard not in self._open:
+            if len(self._open) == MOST_OPEN:
+                self._open.popitem(last=False)
+            self._open[shard] = self.shards[shard].map()
+        self._open.move_to_end(shard)
+        mapped: tuple[npt.NDArray[Any], Ints] = self._open[shard]
+        return mapped
+
+    def read(self, start: int, stop: int) -> Ints:
+        """Tokens [stop - start] from a position of the stream.
+
+        Raises:
+            DataError: an id is beyond the vocabulary.
+        """
+        ids = np.empty(stop - start, dtype=np.int64)
+        for shard, first, last in self._cover(start, stop):
+            base = int(self._tokens[shard])
+            ids[base + first - start : base + last - start] = self._map(shard)[0][first:last]
+        if ids.size and ids.max() >= self._vocab_size:
+            self._refuse(start, ids)
+        return ids
+
+    def _cover(self, start: int, stop: int) -> list[tuple[int, int, int]]:
+        """(shard, first, last) of the pieces that make up [start, stop)."""
+        assert 0 <= start <= stop <= self.tokens
+        pieces, shard = [], int(np.searchsorted(self._tokens, start, side="right")) - 1
+        while start < stop:
+            base, end = int(self._tokens[shard]), int(self._tokens[shard + 1])
+            if start < end:
+                pieces.append((shard, start - base, min(stop, end) - base))
+            start, shard = max(start, end), shard + 1
+        return pieces
+
+    def _refuse(self, start: int, ids: Ints) -> None:
+        bad = int(np.argmax(ids >= self._vocab_size))
+        shard = int(np.searchsorted(self._tokens, start + bad, side="right")) - 1
+        raise DataError(
+            f"shard {self.shards[shard].path}: token {start + bad - int(self._tokens[shard])} is {ids[bad]}, beyond the"
+            f" vocabulary of {self._vocab_size}; was it made with another tokenizer?"
+        )
+
+    def ends(self, start: int, stop: int) -> Ints:
+        """Where documents end within (start, stop]: positions after their last tokens, ascending."""
+        found = []
+        for shard, first, last in self._cover(start, stop):
+            ends = self._map(shard)[1]
+            low, high = np.searchsorted(ends, [first, last], side="right")
+            found.append(ends[low:high] + self._tokens[shard])
+        return np.concatenate(found)
+
+    def document(self, number: int) -> tuple[int, int]:
+        """(start, end) of a document in the stream."""
+        shard = int(np.searchsorted(self._documents, number, side="right")) - 1
+        ends, base, within = self._map(shard)[1], int(self._tokens[shard]), number - int(self._documents[shard])
+        return base + (int(ends[within - 1]) if within else 0), base + int(ends[within])
+
+    def lengths(self) -> Ints:
+        """Tokens of each document [documents], the end id counted."""
+        return np.concatenate([np.diff(self._map(number)[1], prepend=0) for number in range(len(self.shards))])

@@ -1,0 +1,154 @@
+"""Byte-pair ranks: files of them, and text encoded with them. For tokenizer plugins.
+
+A rank file has a line for each token: its bytes in base64, a space, its rank (which is its id). Byte-pair encoding
+(Sennrich et al. 2016, over bytes as in GPT-2) cuts text by a pattern and merges, within each piece, the neighbours of
+lowest rank first.
+"""
+
+import base64
+import binascii
+import hashlib
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from functools import cached_property
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from titan.data.tokens.exchange import hf_tokenizer
+from titan.errors import DataError
+
+if TYPE_CHECKING:
+    import tiktoken
+
+PATTERN = (
+    r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}{1,3}| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+"
+    r"|\s+(?!\S)|\s+"
+)
+"""How text is cut before bytes are merged: words with one leading mark, up to three digits, punctuation, space."""
+
+LONGEST_BLANK = 16_384
+"""Blank characters encoded at once: the pattern's engine gives up somewhere below a million of them."""
+
+_UNKNOWN = "\N{REPLACEMENT CHARACTER}".encode()
+
+
+def read_ranks(path: Path) -> dict[bytes, int]:
+    """Token -> rank, as a rank file has them.
+
+    Raises:
+        DataError: no such file, a line that is no token and rank (file and line named), a rank given twice or left out,
+            one of the 256 bytes without a rank.
+    """
+    try:
+        lines = path.read_bytes().splitlines()
+    except OSError as error:
+        raise DataError(f"rank file {path} cannot be read: {error.strerror}") from None
+    ranks: dict[bytes, int] = {}
+    seen: dict[int, int] = {}
+    for number, line in enumerate(lines, 1):
+        if not line.strip():
+            continue
+        token, rank = _read_line(line, f"{path}:{number}")
+        if rank in seen or token in ranks:
+            again = f"rank {rank}" if rank in seen else f"token {token!r}"
+            raise DataError(f"{path}:{number}: {again} stands there a second time")
+        ranks[token] = rank
+        seen[rank] = number
+    if not ranks:
+        raise DataError(f"rank file {path} is empty")
+    if max(seen) != len(seen) - 1:
+        absent = next(rank for rank in range(len(seen)) if rank not in seen)
+        raise DataError(f"rank file {path} is cut short: {len(seen)} ranks up to {max(seen)}, without {absent}")
+    without = [byte for byte in range(256) if bytes([byte]) not in ranks]
+    if without:
+        raise DataError(f"rank file {path} has no rank for {len(without)} of 256 bytes, the first of them {without[0]}")
+    return ranks
+
+
+def _read_line(line: bytes, place: str) -> tuple[bytes, int]:
+    try:
+        token, rank = line.split()
+        return base64.b64decode(token, validate=True), int(rank)
+    except (ValueError, binascii.Error):
+        raise DataError(f"{place}: {line[:40]!r} is not a token in base64, a space and its rank") from None
+
+
+def write_ranks(path: Path, ranks: Mapping[bytes, int]) -> None:
+    """Write a rank file, lowest rank first."""
+    by_rank = sorted(ranks.items(), key=lambda item: item[1])
+    path.write_bytes(b"".join(base64.b64encode(token) + b" %d\n" % rank for token, rank in by_rank))
+
+
+def train_ranks(texts: Iterable[str], size: int) -> dict[bytes, int]:
+    """The `size` ranks that byte-pair training finds in some texts: 256 bytes, then merges, most frequent pair first.
+
+    Raises:
+        DataError: the `rustbpe` package is missing, or the texts have too few different pairs.
+    """
+    try:
+        import rustbpe  # type: ignore[import-untyped, import-not-found, unused-ignore]
+    except ImportError:
+        raise DataError('training a tokenizer needs the rustbpe package: pip install "titan[tokenizer]"') from None
+    trainer = rustbpe.Tokenizer()
+    trainer.train_from_iterator(iter(texts), size, pattern=PATTERN)
+    ranks = {bytes(token): int(rank) for token, rank in trainer.get_mergeable_ranks()}
+    if len(ranks) < size:
+        raise DataError(f"the text gives {len(ranks)} ranks, not {size}: too little of it, or too much the same")
+    return ranks
+
+
+class BytePairs:
+    """Ranks, a pattern and special tokens. Text never becomes a special token, whatever it says.
+
+    specials: name -> id, above all ranks, gaps allowed.  end: name of the special that ends a document.
+    """
+
+    def __init__(self, ranks: Mapping[bytes, int], *, pattern: str, specials: Mapping[str, int], end: str) -> None:
+        assert min(specials.values()) >= len(ranks)
+        self._ranks, self._pattern, self._specials = ranks, pattern, specials
+        self.end, self._end_name = specials[end], end
+        self.vocab_size = max(specials.values()) + 1
+
+    @cached_property
+    def fingerprint(self) -> str:
+        """Of all that decides which ids a text gets."""
+        by_rank = sorted(self._ranks.items(), key=lambda item: item[1])
+        parts = (by_rank, self._pattern, sorted(self._specials.items()), self.end)
+        return hashlib.sha256(repr(parts).encode()).hexdigest()
+
+    @cached_property
+    def _encoding(self) -> "tiktoken.Encoding":
+        import tiktoken
+
+        return tiktoken.Encoding(
+            "titan", pat_str=self._pattern, mergeable_ranks=dict(self._ranks), special_tokens=dict(self._specials)
+        )
+
+    @cached_property
+    def _bytes(self) -> dict[int, bytes]:
+        names = {number: name.encode() for name, number in self._specials.items()}
+        return {rank: token for token, rank in self._ranks.items()} | names | {self.end: b""}
+
+    def encode(self, text: str) -> list[int]:
+        """Ids of a text; lone surrogates are encoded as the replacement character."""
+        if len(text) < LONGEST_BLANK:
+            return self._encoding.encode_ordinary(text)
+        return [number for piece in _split_blanks(text) for number in self._encoding.encode_ordinary(piece)]
+
+    def decode(self, ids: Sequence[int]) -> str:
+        """Text of ids: nothing for the end id, other specials by name, a replacement character for what is no id."""
+        return b"".join(self._bytes.get(number, _UNKNOWN) for number in ids).decode("utf-8", errors="replace")
+
+    def hf_files(self) -> Mapping[str, Any] | None:
+        """As `Tokenizer.hf_files`; only more than LONGEST_BLANK / 2 blanks in a row, cut here, get other ids there."""
+        return hf_tokenizer(self._ranks, pattern=self._pattern, specials=self._specials, end=self._end_name)
+
+
+def _split_blanks(text: str) -> Iterator[str]:
+    """Cut a long text so that no piece has more than LONGEST_BLANK blanks in a row; nearly always the text as it is."""
+    half, start = LONGEST_BLANK // 2, 0
+    for at in range(0, len(text), half):
+        if text[at : at + half].isspace():
+            yield from (piece for piece in (text[start:at], text[at : at + half]) if piece)
+            start = at + half
+    if start < len(text):
+        yield text[start:]

@@ -1,0 +1,190 @@
+"""A dataset's token shards: found in the cache, or made once and kept there.
+
+The cache is a folder per identity - content of the files, the dataset's options, the tokenizer - that is either
+complete or absent: it is made under another name and renamed. Two that prepare the same at once both succeed; one's
+work is kept.
+"""
+
+import hashlib
+import inspect
+import json
+import os
+import re
+import shutil
+import socket
+import sys
+import time
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+
+from titan.contracts import Dataset, Tokenizer
+from titan.contracts.base.options import as_table
+from titan.data.tokens.hashes import content_hashes
+from titan.data.tokens.shards import VERSION, open_shard
+from titan.data.tokens.tokenize import tokenise, units
+from titan.errors import DataError
+from titan.log import log
+
+INDEX = "index.json"
+
+
+def prepare(dataset: Dataset, tokenizer: Tokenizer, *, cache: Path, workers: int, progress: bool) -> list[Path]:
+    """The token shards of a dataset, in order.
+
+    A dataset of shards gives its own. Text is tokenised once, by `workers` processes (0: one a core), into `cache`;
+    what they make does not depend on how many they are. `progress` tells a person how far it is.
+
+    Raises:
+        DataError: a file cannot be read, no text is in any, a shard is damaged, or the cache cannot be written.
+    """
+    made = dataset.shards()
+    if made is not None:
+        return [open_shard(path).path for path in made]
+    workers = workers or _cores()
+    files = dataset.files()
+    try:
+        cache.mkdir(parents=True, exist_ok=True)
+        folder = cache / _identity(dataset, tokenizer, content_hashes(files, cache / "hashes.json", workers))
+        if not folder.exists():
+            _make(dataset, tokenizer, files, folder, workers, progress)
+    except OSError as error:
+        raise DataError(f"cannot tokenise into the cache {cache}: {error}") from None
+    return _complete(folder)
+
+
+def _cores() -> int:
+    """Those this process may use, where the system tells."""
+    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+
+
+def _identity(dataset: Dataset, tokenizer: Tokenizer, contents: Sequence[str]) -> str:
+    """Name of the folder: equal when the tokens are. Where the files lie does not matter; the plugin's source does."""
+    options = {key: value for key, value in as_table(dataset.config).items() if key != "path"}
+    source = inspect.getsourcefile(type(dataset))
+    code = hashlib.sha256(Path(source).read_bytes()).hexdigest() if source else ""
+    parts = [VERSION, dataset.name, options, code, tokenizer.fingerprint, list(contents)]
+    return hashlib.sha256(json.dumps(parts, sort_keys=True).encode()).hexdigest()[:32]
+
+
+def _make(
+    dataset: Dataset, tokenizer: Tokenizer, files: Sequence[Path], folder: Path, workers: int, progress: bool
+) -> None:
+    _sweep(folder.parent)
+    sizes = [file.stat().st_size for file in files]
+    partial = folder.parent / f"{_prefix()}{os.getpid()}-{time.monotonic_ns()}"
+    partial.mkdir()
+    try:
+        with _Progress.shown(dataset, files, sizes, progress) as shown:
+            work = units(files, sizes)
+            tokenise(dataset, tokenizer, work, partial, workers=workers, size=sum(sizes), done=shown.finished)
+        _seal(partial, dataset, len(files))
+        _publish(partial, folder)
+    finally:
+        shutil.rmtree(partial, ignore_errors=True)
+
+
+def _seal(partial: Path, dataset: Dataset, files: int) -> None:
+    """Give the shards their names in the stream and write the index that says how many there are."""
+    shards = []
+    for number, path in enumerate(sorted(partial.glob("*.bin"))):
+        named = partial / f"shard-{number:05d}.bin"
+        path.rename(named)
+        shards.append(open_shard(named))
+    if not shards:
+        raise DataError(f"dataset {dataset.name!r} holds no text: nothing in its {files} files gives a token")
+    index = {
+        "shard_count": len(shards),
+        "tokens": sum(shard.tokens for shard in shards),
+        "documents": sum(shard.documents for shard in shards),
+        "dataset": dataset.name,
+        "files": files,
+    }
+    (partial / INDEX).write_text(json.dumps(index), encoding="utf-8")
+    _flush(partial / INDEX)
+    _flush(partial)
+    log.info(f"tokenised {index['documents']:,} documents: {index['tokens']:,} tokens")
+
+
+def _publish(partial: Path, folder: Path) -> None:
+    try:
+        partial.rename(folder)
+    except OSError:
+        if not folder.is_dir():
+            raise
+        return  # somebody else made the same meanwhile
+    _flush(folder.parent)
+
+
+def _flush(path: Path) -> None:
+    descriptor = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
+
+
+def _prefix() -> str:
+    return f".partial-{socket.gethostname()}-"
+
+
+def _sweep(cache: Path) -> None:
+    """Remove what killed processes of this machine left half done."""
+    for left in cache.glob(f"{_prefix()}*"):
+        owner = re.fullmatch(r"(\d+)-\d+", left.name.removeprefix(_prefix()))
+        if owner is None:
+            continue  # of another machine whose name only begins like ours
+        try:
+            os.kill(int(owner[1]), 0)
+        except ProcessLookupError:
+            shutil.rmtree(left, ignore_errors=True)
+        except PermissionError:
+            continue  # alive, somebody else's
+
+
+def _complete(folder: Path) -> list[Path]:
+    """The shards of a finished folder, all of them there."""
+    paths = sorted(folder.glob("shard-*.bin"))
+    try:
+        promised = json.loads((folder / INDEX).read_bytes())["shard_count"]
+    except (OSError, ValueError, KeyError, TypeError):
+        raise DataError(f"{folder} is damaged: {INDEX} cannot be read; delete the folder to tokenise again") from None
+    if len(paths) != promised:
+        raise DataError(f"{folder} is damaged: {len(paths)} of {promised} shards; delete the folder to tokenise again")
+    return [open_shard(path).path for path in paths]
+
+
+class _Progress:
+    """How many bytes of text are done: a bar on a terminal, elsewhere a line now and then."""
+
+    EVERY_S = 10.0
+
+    def __init__(self, files: Sequence[Path], sizes: Sequence[int], name: str, talks: bool) -> None:
+        self._sizes = dict(zip(files, sizes, strict=True))
+        self._total, self._done, self._said = sum(sizes), 0, time.monotonic()
+        self._name, self._talks = name, talks
+        self._bar = None
+        if talks and sys.stderr.isatty():
+            from tqdm import tqdm  # type: ignore[import-untyped, unused-ignore]
+
+            self._bar = tqdm(total=self._total, unit="B", unit_scale=True, desc=f"tokenising {name}", leave=False)
+
+    @classmethod
+    @contextmanager
+    def shown(cls, dataset: Dataset, files: Sequence[Path], sizes: Sequence[int], talks: bool) -> Iterator["_Progress"]:
+        shown = cls(files, sizes, dataset.name, talks)
+        try:
+            yield shown
+        finally:
+            if shown._bar is not None:
+                shown._bar.close()
+
+    def finished(self, file: Path) -> None:
+        """One more file is done."""
+        size = self._sizes[file]
+        self._done += size
+        if self._bar is not None:
+            self._bar.update(size)
+        elif self._talks and time.monotonic() - self._said > self.EVERY_S:
+            self._said = time.monotonic()
+            log.info(f"tokenising {self._name}: {self._done / 1e6:,.0f} of {self._total / 1e6:,.0f} MB")

@@ -1,0 +1,31 @@
+"""How the data path starts processes."""
+
+import multiprocessing
+import signal
+from multiprocessing import forkserver, resource_tracker
+from multiprocessing.context import BaseContext
+
+from titan.ranks.preemption import SIGNALS
+
+
+def context() -> BaseContext:
+    """A fork of a process that has threads of its own (collectives, CUDA) may hang, so children are forked from a small
+    server that has none, where the system can; it imports what they need once.
+
+    They do not hear the signals by which a run is preempted, and which Slurm sends to every process: the run goes on
+    until it has saved, and needs them.
+    """
+    if "forkserver" not in multiprocessing.get_all_start_methods():
+        return multiprocessing.get_context("spawn")
+    server = multiprocessing.get_context("forkserver")
+    server.set_forkserver_preload(["titan.data.samples.samples", "titan.data.tokens.tokenize"])
+    for start in (resource_tracker.ensure_running, forkserver.ensure_running):  # the first one's start unblocks some
+        signal.pthread_sigmask(signal.SIG_BLOCK, SIGNALS)
+        start()
+        signal.pthread_sigmask(signal.SIG_UNBLOCK, SIGNALS)
+    return server
+
+
+def hear_signals() -> None:
+    """In a child that others end by a signal: hear it."""
+    signal.pthread_sigmask(signal.SIG_UNBLOCK, SIGNALS)

@@ -1,0 +1,164 @@
+"""Text to token shards, on as many processes as there is work for.
+
+The files of a dataset are dealt, in order, into units by their size alone; a unit becomes its own shards, whoever makes
+it. So the shards do not depend on the number of processes.
+"""
+
+import importlib.util
+import multiprocessing
+import os
+import sys
+import threading
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from concurrent.futures import ProcessPoolExecutor, ThreadPoolExecutor, as_completed
+from concurrent.futures.process import BrokenProcessPool
+from contextlib import nullcontext
+from dataclasses import dataclass
+from itertools import islice
+from pathlib import Path
+from typing import Any
+
+from titan.contracts import Dataset, Tokenizer
+from titan.contracts.base.registry import Plugin
+from titan.data.tokens.processes import context, hear_signals
+from titan.data.tokens.shards import ShardWriter
+from titan.errors import DataError
+
+UNIT_BYTES = (16 << 20, 256 << 20)
+"""Least and most text of a unit; between them, a 256th of the whole."""
+
+SHARD_TOKENS = 64 << 20
+WORTH_A_PROCESS = 8 << 20
+"""Bytes of text that take longer to tokenise than a process takes to start."""
+
+_AT_ONCE = 512
+
+Unit = tuple[int, tuple[Path, ...]]
+
+
+def units(files: Sequence[Path], sizes: Sequence[int]) -> list[Unit]:
+    """(number, files) of each unit: neighbours whose sizes add up to about a unit."""
+    least, most = UNIT_BYTES
+    enough = min(max(sum(sizes) // 256, least), most)
+    made: list[list[Path]] = [[]]
+    held = 0
+    for file, size in zip(files, sizes, strict=True):
+        if made[-1] and held + size > enough:
+            made.append([])
+            held = 0
+        made[-1].append(file)
+        held += size
+    return [(number, tuple(unit)) for number, unit in enumerate(made)]
+
+
+def tokenise(
+    dataset: Dataset,
+    tokenizer: Tokenizer,
+    work: Sequence[Unit],
+    folder: Path,
+    *,
+    workers: int,
+    size: int,
+    done: Callable[[Path], None],
+) -> None:
+    """Write the shards of all units to `folder`, named by unit and place. `done` is told of each finished file.
+
+    Small work stays in this process, where spare workers are threads: most tokenizers let go of the interpreter.
+
+    Raises:
+        DataError: text cannot be read, or a process was killed.
+    """
+    processes = min(workers, len(work), size // WORTH_A_PROCESS)
+    if processes <= 1:
+        for unit in work:
+            _make(dataset, tokenizer, unit, folder, workers, done)
+        return
+    recipe = _Recipe.of(dataset, tokenizer)
+    with ProcessPoolExecutor(processes, context(), initializer=_begin, initargs=(recipe.homes,)) as pool:
+        try:
+            threads = max(1, workers // processes)
+            for finished in as_completed([pool.submit(_serve, recipe, unit, folder, threads) for unit in work]):
+                for file in finished.result():
+                    done(file)
+        except BrokenProcessPool:
+            raise DataError("a process that tokenised was killed, perhaps for its memory; use fewer workers") from None
+        finally:
+            pool.shutdown(cancel_futures=True)
+
+
+@dataclass(frozen=True)
+class _Recipe:
+    """Two plugins as a process that never saw them can make them: class and options, and the files to import first."""
+
+    plugins: tuple[tuple[type[Plugin], Any], ...]
+    homes: tuple[tuple[str, str], ...]
+
+    @staticmethod
+    def of(*plugins: Plugin) -> "_Recipe":
+        modules = [sys.modules[type(plugin).__module__] for plugin in plugins]
+        homes = tuple((module.__name__, str(module.__file__)) for module in modules if module.__name__ != "__main__")
+        return _Recipe(tuple((type(plugin), plugin.config) for plugin in plugins), homes)
+
+    def make(self) -> tuple[Dataset, Tokenizer]:
+        dataset, tokenizer = (plugin(config) for plugin, config in self.plugins)
+        assert isinstance(dataset, Dataset) and isinstance(tokenizer, Tokenizer)
+        return dataset, tokenizer
+
+
+def _begin(homes: tuple[tuple[str, str], ...]) -> None:
+    """First thing in a worker: a plugin from a user's folder is importable only once its file was loaded by name."""
+    hear_signals()  # a pool whose process was killed ends the others by SIGTERM
+    threading.Thread(target=_end_with_parent, daemon=True).start()
+    for name, file in homes:
+        if importlib.util.find_spec(name) is None:
+            spec = importlib.util.spec_from_file_location(name, file)
+            assert spec is not None and spec.loader is not None
+            sys.modules[name] = importlib.util.module_from_spec(spec)
+            spec.loader.exec_module(sys.modules[name])
+
+
+def _end_with_parent() -> None:
+    """A killed parent must not leave processes that go on writing."""
+    parent = multiprocessing.parent_process()
+    assert parent is not None
+    parent.join()
+    os._exit(1)
+
+
+def _serve(recipe: _Recipe, unit: Unit, folder: Path, threads: int) -> list[Path]:
+    dataset, tokenizer = recipe.make()
+    finished: list[Path] = []
+    _make(dataset, tokenizer, unit, folder, threads, finished.append)
+    return finished
+
+
+def _make(
+    dataset: Dataset, tokenizer: Tokenizer, unit: Unit, folder: Path, threads: int, done: Callable[[Path], None]
+) -> None:
+    number, files = unit
+    encoded = _encoded(dataset, tokenizer, files, threads, done)
+    shards, ids = 0, next(encoded, None)
+    while ids is not None:
+        with ShardWriter(folder / f"unit-{number:06d}-{shards:06d}.bin", tokenizer.vocab_size) as writer:
+            while ids is not None and (writer.tokens == 0 or writer.tokens + len(ids) < SHARD_TOKENS):
+                writer.add([*ids, tokenizer.end])
+                ids = next(encoded, None)
+        shards += 1
+
+
+def _encoded(
+    dataset: Dataset, tokenizer: Tokenizer, files: Iterable[Path], threads: int, done: Callable[[Path], None]
+) -> Iterator[list[int]]:
+    """Ids of all documents in order, those without any left out."""
+    texts = _texts(dataset, files, done)
+    with ThreadPoolExecutor(threads) if threads > 1 else nullcontext() as pool:
+        while batch := list(islice(texts, _AT_ONCE if pool else 1)):
+            encoded = pool.map(tokenizer.encode, batch) if pool else map(tokenizer.encode, batch)
+            yield from (ids for ids in encoded if ids)
+
+
+def _texts(dataset: Dataset, files: Iterable[Path], done: Callable[[Path], None]) -> Iterator[str]:
+    for file in files:
+        for document in dataset.documents(file):
+            yield document.text
+        done(file)

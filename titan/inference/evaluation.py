@@ -1,0 +1,232 @@
+"""How well a trained model predicts text: perplexity per token and per word, bits per byte, last words.
+
+The definitions are those of the Language Model Evaluation Harness (lm-eval), whose numbers they can be held against:
+
+    loss             -(sum of log p of all predicted tokens) / tokens, in nats; perplexity is e to it
+    word_perplexity  e to -(the same sum) / words, where words are the pieces that whitespace leaves of the texts
+    bits_per_byte    -(the same sum) / (bytes of the texts in UTF-8 * ln 2)
+
+Each document stands alone. All its tokens are predicted, the first one from the end id (`first_token` "predict"), or
+all but the first ("skip", as transformers shift labels); an end id after the text is not. A document longer than
+`seq_len` is read in windows of that many tokens whose ends lie `stride` apart; each predicts what those before it have
+not, from all that it holds. The last one is moved back so that it is full. With the stride that is seq_len, the
+default, a window's first prediction sees one token (lm-eval's rolling windows); with a smaller one each sees at least
+seq_len - stride + 1 tokens, and costs as much more.
+
+The last word is that of LAMBADA (arXiv 1606.06031): what follows the last whitespace of a text. It counts as known if
+each of its tokens is the most probable one, given the true ones before it.
+"""
+
+import math
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import dataclass
+from itertools import islice
+from typing import Literal, NamedTuple
+
+import torch
+from torch import Tensor
+from torch.distributed.tensor import DTensor
+
+from titan.config import Job
+from titan.contracts import IGNORE, Batch
+from titan.data.samples.stream import Stream
+from titan.errors import ConfigError, DataError
+from titan.inference.trained import Trained
+from titan.training.validation import Score, nats_and_tokens, perplexity, totals
+
+ROUND = 16
+"""Batches are as long as their longest window, rounded up to this many tokens."""
+
+Numbers = dict[str, float | int | None]
+Watch = Callable[[int], None]
+"""Told of so many tokens that are done."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Reading:
+    """How documents are read. stride: 0 stands for seq_len.  batch_size: windows a forward on one rank.  limit: so many
+    documents; 0: all.
+    """
+
+    stride: int = 0
+    first_token: Literal["predict", "skip"] = "predict"
+    batch_size: int = 8
+    limit: int = 0
+
+
+class Window(NamedTuple):
+    """Ids of at most seq_len + 1 tokens, and how many of the last of them are predicted."""
+
+    ids: list[int]
+    predicted: int
+
+
+@dataclass
+class Counted:
+    """What has been read: documents, words and bytes."""
+
+    documents: int = 0
+    words: int = 0
+    bytes: int = 0
+
+    def add(self, text: str) -> None:
+        """One more text."""
+        self.words += len(text.split())
+        self.bytes += len(text.encode("utf-8", errors="replace"))
+
+
+def evaluate(trained: Trained, reading: Reading, watch: Watch) -> Numbers:
+    """Loss, perplexities and bits per byte on the data of the job; all ranks together.
+
+    word_perplexity, bits_per_byte, words and bytes are None where the data are tokens already.
+
+    Raises:
+        ConfigError: the stride is longer than a window.
+        DataError: the data cannot be read, or hold nothing to predict.
+    """
+    job, counted = trained.job, Counted()
+    length = job.data.seq_len
+    if reading.stride > length:
+        raise ConfigError(f"--stride {reading.stride}: must be at most the length of a window, {length}")
+    before = [job.tokenizer.end] if reading.first_token == "predict" else []
+    documents = islice(_documents(job, counted), reading.limit or None)
+    found = (w for ids in documents for w in windows([*before, *ids], length, reading.stride or length))
+    batches = _dealt(found, trained, reading.batch_size, watch)
+    nats, tokens = totals(trained.engine, trained.world, batches, nats_and_tokens(job.loss), 2)
+    if not tokens:
+        raise DataError(f"dataset {job.sources[0].plugin.name!r} holds no token to predict")
+    is_text = job.sources[0].plugin.shards() is None
+    return {
+        "loss": nats / tokens,
+        "perplexity": perplexity(nats / tokens),
+        "word_perplexity": perplexity(nats / counted.words) if counted.words else None,
+        "bits_per_byte": nats / (counted.bytes * math.log(2)) if counted.bytes else None,
+        "tokens": int(tokens),
+        "words": counted.words if is_text else None,
+        "bytes": counted.bytes if is_text else None,
+        "documents": counted.documents,
+    }
+
+
+def last_words(trained: Trained, reading: Reading, watch: Watch) -> Numbers:
+    """Accuracy on the last word of each document of the job's data, and how probable it was; all ranks together.
+
+    Raises:
+        ConfigError: the data are tokens already.
+        DataError: the data cannot be read, or a text has no last word.
+    """
+    job, counted = trained.job, Counted()
+    dataset = job.sources[0].plugin
+    if dataset.shards() is not None:
+        raise ConfigError(f"--last-word needs text, and dataset {dataset.name!r} holds tokens")
+    found = islice(_last_words(job, counted), reading.limit or None)
+    batches = _dealt(found, trained, reading.batch_size, watch)
+    nats, tokens, known = totals(trained.engine, trained.world, batches, _known_words(job), 3)
+    if not counted.documents:
+        raise DataError(f"dataset {dataset.name!r} holds no text")
+    return {
+        "accuracy": known / counted.documents,
+        "loss": nats / tokens,
+        "perplexity": perplexity(nats / tokens),
+        "word_perplexity": perplexity(nats / counted.documents),
+        "tokens": int(tokens),
+        "documents": counted.documents,
+    }
+
+
+def windows(ids: list[int], length: int, stride: int) -> Iterator[Window]:
+    """Windows that predict all but the first id of a document, each id once."""
+    last, done = len(ids) - 1, 0
+    while done < last:
+        end = min(last, done + (stride if done else length))
+        yield Window(ids[max(0, end - length) : end + 1], end - done)
+        done = end
+
+
+def _documents(job: Job, counted: Counted) -> Iterator[list[int]]:
+    """Ids of each document that has any, without the end id."""
+    shards = job.sources[0].plugin.shards()
+    if shards is None:
+        for _, text in _texts(job):
+            ids = job.tokenizer.encode(text)
+            counted.add(text)
+            if ids:
+                counted.documents += 1
+                yield _checked(ids, job)
+        return
+    stream = Stream(shards, job.plan.vocab_size)
+    for number in range(stream.documents):
+        ids = stream.read(*stream.document(number)).tolist()
+        counted.documents += 1
+        yield ids[:-1] if ids[-1] == job.tokenizer.end else ids
+
+
+def _last_words(job: Job, counted: Counted) -> Iterator[Window]:
+    """The end of each text, as much as there is room for, with its last word to be predicted.
+
+    As lm-eval does it, the word's tokens are those that the whole text has beyond the tokens of what comes before it.
+    """
+    for place, text in _texts(job):
+        whole = text.rstrip()
+        *before, word = whole.rsplit(maxsplit=1) or [""]
+        if not before:
+            raise DataError(f"{place}: a last word needs another before it, and the text is {text[:40]!r}")
+        ids = _checked(job.tokenizer.encode(whole), job)
+        asked = len(ids) - len(job.tokenizer.encode(whole.removesuffix(word).rstrip()))
+        if not 0 < asked <= job.data.seq_len:
+            raise DataError(f"{place}: the last word, {word[:40]!r}, has {asked} tokens; 1 to {job.data.seq_len} fit")
+        counted.documents += 1
+        yield Window(ids[-job.data.seq_len - 1 :], asked)
+
+
+def _texts(job: Job) -> Iterator[tuple[str, str]]:
+    """(place, text) of each document."""
+    dataset = job.sources[0].plugin
+    for file in dataset.files():
+        for document in dataset.documents(file):
+            yield document.place, document.text
+
+
+def _checked(ids: list[int], job: Job) -> list[int]:
+    if max(ids) >= job.plan.vocab_size:
+        rows = f"the model has rows for {job.plan.vocab_size} ids"
+        raise DataError(f"the text has token id {max(ids)}, but {rows}: the tokenizer is not the model's")
+    return ids
+
+
+def _dealt(found: Iterable[Window], trained: Trained, size: int, watch: Watch) -> Iterator[Batch]:
+    """This rank's batches of the windows, which are dealt out in turn; as many batches, of one shape, on each rank."""
+    layout, left = trained.job.layout, iter(found)
+    ranks, index = trained.job.batch_ranks, layout.role_index(trained.rank.number, "batch")
+    even = math.lcm(ROUND, layout.role_degree("sequence", "model"))
+    while group := list(islice(left, size * ranks)):
+        longest = max(len(window.ids) - 1 for window in group)
+        width = min(trained.job.data.seq_len, -(-longest // even) * even)
+        mine, rows = group[index::ranks], -(-len(group) // ranks)
+        yield _batch(mine, (rows, width), trained)
+        watch(sum(window.predicted for window in group))
+
+
+def _batch(mine: list[Window], shape: tuple[int, int], trained: Trained) -> Batch:
+    """Windows padded to the right, where attention does not look, and with rows that nothing is asked of."""
+    tokens = torch.full(shape, trained.job.tokenizer.end)
+    labels = torch.full(shape, IGNORE)
+    for row, (ids, predicted) in enumerate(mine):
+        last = len(ids) - 1
+        tokens[row, :last] = torch.tensor(ids[:-1])
+        labels[row, last - predicted : last] = torch.tensor(ids[-predicted:])
+    return Batch(tokens.to(trained.rank.device), labels.to(trained.rank.device))
+
+
+def _known_words(job: Job) -> Score:
+    """Nats, tokens, and the number of rows whose labels are all most probable."""
+    summed = nats_and_tokens(job.loss)
+
+    def score(logits: Tensor, labels: Tensor) -> Tensor:
+        asked = labels != IGNORE
+        whole = logits.full_tensor() if isinstance(logits, DTensor) else logits
+        missed = asked & (whole.argmax(-1) != labels)
+        known = (asked.any(-1) & ~missed.any(-1)).sum()
+        return torch.cat([summed(logits, labels), known.double()[None]])
+
+    return score

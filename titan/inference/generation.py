@@ -1,0 +1,277 @@
+"""Continue prompts with a model, token by token, on every layout it can be trained on.
+
+A token is drawn from softmax(logits / temperature), cut to the `top_k` most probable and then to the fewest that hold
+`top_p` of what is left (nucleus sampling, arXiv 1904.09751). One rank draws, on the CPU, and tells the others, so that
+ranks never part. Every text has a generator of its own, seeded by the user's seed, its prompt and its number among the
+prompt's samples: what else is in the batch changes nothing.
+
+Cost: with a cache, the prompt once and then one token a forward. Where the model takes no cache, or the layout splits
+layers or sequences over ranks, every token costs a forward of all of the text.
+"""
+
+import hashlib
+import inspect
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from typing import Literal
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.distributed.tensor import DTensor, Shard
+
+from titan.config import Job
+from titan.contracts import Batch, Engine, Tokenizer, World
+from titan.contracts.base.cache import Cache
+from titan.errors import ConfigError, DivergedError
+from titan.training.engine import Direct, evaluating
+
+ROWS = 16
+"""Texts that are continued side by side at most; more take turns."""
+
+BROKEN = "\N{REPLACEMENT CHARACTER}"
+
+Stop = Literal["end", "max_new_tokens", "max_seq_len"]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Sampling:
+    """How to draw. temperature 0: always the most probable token.  top_k 0, top_p 1: no cut.
+
+    samples: texts for each prompt.
+    """
+
+    max_new_tokens: int = 128
+    temperature: float = 0.8
+    top_k: int = 0
+    top_p: float = 1.0
+    seed: int = 0
+    samples: int = 1
+
+    def probabilities(self, logits: Tensor) -> Tensor:
+        """What tokens are drawn with: logits [..., V] -> float32 [..., V], each row with a sum of 1.
+
+        Only for a temperature above 0.
+        """
+        logits = logits.float()
+        # The largest becomes 0 first: no temperature, however small, makes an infinity of it.
+        scores = (logits - logits.amax(-1, keepdim=True)) / self.temperature
+        if 0 < self.top_k < scores.shape[-1]:
+            best = scores.topk(self.top_k)
+            scores = torch.full_like(scores, -torch.inf).scatter(-1, best.indices, best.values)
+        probabilities = scores.softmax(-1)
+        if self.top_p < 1:
+            ranked, order = probabilities.sort(descending=True, stable=True)
+            ranked[ranked.cumsum(-1) - ranked >= self.top_p] = 0.0
+            probabilities = torch.zeros_like(ranked).scatter(-1, order, ranked)
+        return probabilities / probabilities.sum(-1, keepdim=True)
+
+
+@dataclass
+class Text:
+    """A text that is continued: ids of its prompt, then of what was drawn, without the end id.
+
+    stopped: by the end id, or by which limit; None while it goes on.
+    """
+
+    prompt: tuple[int, ...]
+    sample: int
+    seed: int
+    ids: list[int] = field(init=False)
+    stopped: Stop | None = None
+
+    def __post_init__(self) -> None:
+        self.ids = list(self.prompt)
+        digest = hashlib.sha256(repr((self.seed, self.sample, self.prompt)).encode()).digest()
+        self._generator = torch.Generator().manual_seed(int.from_bytes(digest[:8]) >> 1)
+
+    @property
+    def tokens(self) -> list[int]:
+        """What was drawn."""
+        return self.ids[len(self.prompt) :]
+
+    def draw(self, probabilities: Tensor) -> int:
+        """A token, by its probabilities [V] on the CPU."""
+        return int(torch.multinomial(probabilities, 1, generator=self._generator))
+
+
+class Words:
+    """The words of tokens that come one at a time: no character is given out before it is whole."""
+
+    def __init__(self, tokenizer: Tokenizer, prompt: Sequence[int]) -> None:
+        self._tokenizer, self._ids = tokenizer, list(prompt)
+        self._given = len(tokenizer.decode(prompt))
+
+    def add(self, token: int) -> str:
+        """What this token makes certain; maybe nothing yet."""
+        self._ids.append(token)
+        return "" if self._tokenizer.decode(self._ids).endswith(BROKEN) else self.rest()
+
+    def rest(self) -> str:
+        """What has not been given out, broken characters too."""
+        text = self._tokenizer.decode(self._ids)
+        given, self._given = self._given, len(text)
+        return text[given:]
+
+
+def words(tokenizer: Tokenizer, text: Text) -> str:
+    """The words that a prompt was continued by."""
+    return tokenizer.decode(text.ids)[len(tokenizer.decode(text.prompt)) :]
+
+
+def encode(job: Job, prompt: str) -> tuple[int, ...]:
+    """Ids of a prompt; an empty one begins a document, as the end of another does in training.
+
+    Raises:
+        ConfigError: it leaves no room for a token, or the tokenizer is not the model's.
+    """
+    ids = tuple(job.tokenizer.encode(prompt)) or (job.tokenizer.end,)
+    if len(ids) >= job.plan.max_seq_len:
+        longest = f"the model's max_seq_len is {job.plan.max_seq_len}, with what is generated"
+        raise ConfigError(f"the prompt {prompt[:24]!r}... has {len(ids)} tokens; {longest}")
+    if max(ids) >= job.plan.vocab_size:
+        what = f"token id {max(ids)}, but the model has rows for {job.plan.vocab_size}: it is another tokenizer's"
+        raise ConfigError(f"the prompt {prompt[:24]!r}... has {what}")
+    return ids
+
+
+Watch = Callable[[int, int], None]
+"""Told of each token as it is drawn: (number of the text, token)."""
+
+
+def generate(
+    world: World, engine: Engine, prompts: Sequence[Sequence[int]], sampling: Sampling, watch: Watch | None = None
+) -> list[Text]:
+    """Continue each prompt `sampling.samples` times; all ranks together, and all get the same texts, prompt by prompt.
+
+    Raises:
+        ConfigError: a prompt leaves no room for a token.
+        DivergedError: the model's logits are no finite numbers.
+    """
+    texts = [Text(tuple(ids), n, sampling.seed) for ids in prompts for n in range(sampling.samples)]
+    with evaluating(world.parts):
+        for begin in range(0, len(texts), ROWS):
+            _continue(_Model(world, engine), texts[begin : begin + ROWS], sampling, begin, watch)
+    return texts
+
+
+def sample(world: World, engine: Engine, prompt: str, seed: int) -> str:
+    """The words that follow the end of a prompt, for a look at a model that has been trained just now."""
+    job, drawn = world.job, Sampling(max_new_tokens=48, seed=seed)
+    ids = job.tokenizer.encode(prompt) or [job.tokenizer.end]
+    [text] = generate(world, engine, [ids[-max(1, job.data.seq_len - drawn.max_new_tokens) :]], drawn)
+    return words(job.tokenizer, text)
+
+
+def _continue(model: "_Model", texts: Sequence[Text], sampling: Sampling, first: int, watch: Watch | None) -> None:
+    longest = max(len(text.prompt) for text in texts)
+    if longest >= model.longest:
+        raise ConfigError(f"a prompt has {longest} tokens; at this layout there is room for {model.longest}")
+    model.begin(len(texts), longest + sampling.max_new_tokens)
+    while any(text.stopped is None for text in texts):
+        logits = model.next([text.ids for text in texts])
+        tokens = _agree(model.world, _draw(logits, texts, sampling), len(texts))
+        for number, (text, token) in enumerate(zip(texts, tokens, strict=True)):
+            if text.stopped is None:
+                _take(text, token, model, sampling)
+                if watch is not None and text.stopped != "end":
+                    watch(first + number, token)
+
+
+def _take(text: Text, token: int, model: "_Model", sampling: Sampling) -> None:
+    if token == model.end:
+        text.stopped = "end"
+        return
+    text.ids.append(token)
+    if len(text.tokens) == sampling.max_new_tokens:
+        text.stopped = "max_new_tokens"
+    elif len(text.ids) == model.longest:
+        text.stopped = "max_seq_len"
+
+
+def _draw(logits: Tensor | None, texts: Sequence[Text], sampling: Sampling) -> list[int] | None:
+    """The next token of each text from logits [B, V]; -1 where they are no finite numbers, None on ranks without."""
+    if logits is None:
+        return None
+    finite = logits.amax(-1).isfinite().tolist()
+    if sampling.temperature == 0:
+        tokens = logits.argmax(-1).tolist()
+    else:
+        rows = sampling.probabilities(logits).cpu()
+        tokens = [
+            text.draw(row) if good and text.stopped is None else 0
+            for text, row, good in zip(texts, rows, finite, strict=True)
+        ]
+    return [token if good else -1 for token, good in zip(tokens, finite, strict=True)]
+
+
+def _agree(world: World, tokens: list[int] | None, count: int) -> list[int]:
+    """What the first rank that has drawn has drawn, on all ranks."""
+    if world.mesh.layout.world_size > 1:
+        speaker = torch.tensor(world.mesh.layout.world_size if tokens is None else world.mesh.rank)
+        dist.all_reduce(speaker, dist.ReduceOp.MIN)
+        said = torch.tensor(tokens or [0] * count)
+        dist.broadcast(said, src=int(speaker))
+        tokens = said.tolist()
+    assert tokens is not None, "no rank has logits"
+    if -1 in tokens:
+        raise DivergedError("the model's logits are NaN or infinite")
+    return tokens
+
+
+class _Model:
+    """The logits of the token that comes next, for rows of ids that grow."""
+
+    def __init__(self, world: World, engine: Engine) -> None:
+        self.world, self.engine, self.end = world, engine, world.job.tokenizer.end
+        in_slices = world.mesh.layout.role_degree("sequence") > 1
+        # Where ranks hold slices of a sequence, it must come out even.
+        self.multiple = world.job.data.seq_len if in_slices else world.parts[0].hidden_split
+        self.longest = self.multiple if in_slices else world.plan.max_seq_len // self.multiple * self.multiple
+        takes = "cache" in inspect.signature(world.parts[0].module.forward).parameters
+        self._caching = takes and not in_slices and isinstance(engine, Direct)
+        self._cache: Cache | None = None
+
+    def begin(self, rows: int, length: int) -> None:
+        """Forget all rows; the coming ones hold at most `length` ids."""
+        self._cache = Cache(min(self._rounded(length), self.longest)) if self._caching else None
+
+    def _rounded(self, length: int) -> int:
+        return -(-length // self.multiple) * self.multiple
+
+    def next(self, rows: Sequence[Sequence[int]]) -> Tensor | None:
+        """Logits [B, V] that follow the rows' last ids, whole and of the tokenizer's ids alone; None on ranks without.
+
+        The cache knows all but the last id of each row, once it has seen the rows. Where hidden states are split along
+        the sequence, a few ids that it knows come along, to make the length even.
+        """
+        known = self._cache is not None and self._cache.end > 0
+        width = self.multiple if known else self._rounded(max(map(len, rows)))
+        starts = [max(0, len(row) - width) for row in rows]
+        padded = [[*row[start:], *[0] * (width - len(row) + start)] for row, start in zip(rows, starts, strict=True)]
+        tokens = torch.tensor(padded, device=self.world.device)
+        if self._cache is not None:
+            self._cache.place(starts, width, tokens.device)
+        logits = self._logits(tokens)
+        if logits is None:
+            return None
+        last = [len(row) - 1 - start for row, start in zip(rows, starts, strict=True)]
+        return _whole(logits, last)[:, : self.world.job.tokenizer.vocab_size]
+
+    def _logits(self, tokens: Tensor) -> Tensor | None:
+        if self._cache is None:
+            return self.engine.forward(Batch(tokens, tokens))
+        logits: Tensor = self.world.parts[0].runner(tokens, None, self._cache)
+        return logits
+
+
+def _whole(logits: Tensor, positions: Sequence[int]) -> Tensor:
+    """[B, S, V], maybe split over V -> [B, V] at these positions of the rows, on every rank."""
+    at = list(range(len(positions))), list(positions)
+    if not isinstance(logits, DTensor):
+        return logits[at]
+    size = torch.Size((len(positions), logits.shape[-1]))
+    placements = [Shard(1) if placement.is_shard() else placement for placement in logits.placements]
+    local = logits.to_local()[at].contiguous()
+    mesh = logits.device_mesh
+    return DTensor.from_local(local, mesh, placements, run_check=False, shape=size, stride=(size[1], 1)).full_tensor()

@@ -1,0 +1,1 @@
+"""What a cluster can do: devices, kernels, network."""

@@ -1,0 +1,151 @@
+"""Seconds of operations on a device.
+
+A matrix product of [m, k] by [k, n] takes 2 m k n / (peak * reached). What is reached of the peak falls below the
+largest where the last wave of tiles does not fill the device (m / tile x n / tile tiles over its units), where the
+reduction k is short, and where a size is divided by few powers of two: loads are narrower, and below 16 bytes a row the
+fast units are not used at all. It takes no less than its bytes need (the roofline of Williams et al., CACM 52(4),
+2009).
+
+Attention is counted in the FLOPs that are needed, half of the square where a kernel skips what positions may not see;
+its backward is 2.5 times its forward (FlashAttention-2, arXiv 2307.08691).
+"""
+
+import bisect
+import math
+from collections.abc import Sequence
+from typing import NamedTuple
+
+from titan.contracts.base.cost import Attention, Costs, Lookup, Matmul, Operation
+from titan.planner.machine.cluster import Cluster, Products
+
+BACKWARD_OF_ATTENTION = 2.5
+PASSES_OVER_SCORES = (4.5, 5.5)
+"""Numbers a score that pass through memory beside the products where scores are written, forward and backward: the
+softmax reads and writes (backward reads two), and so does dropout, with a mask of a byte."""
+
+
+class Seconds(NamedTuple):
+    """Of one operation or many: forward, the input's part of backward, the weights' part of backward."""
+
+    forward: float = 0.0
+    inputs: float = 0.0
+    weights: float = 0.0
+
+    @property
+    def backward(self) -> float:
+        """Both parts of backward."""
+        return self.inputs + self.weights
+
+
+class Device:
+    """The kernels of a cluster's device. Remembers the products it has timed."""
+
+    def __init__(self, cluster: Cluster) -> None:
+        self.cluster, self.kernels = cluster, cluster.kernels
+        self._launch = cluster.kernels.launch_us * 1e-6
+        self._bytes_per_s = cluster.device.bandwidth_gb_s * 1e9 * cluster.kernels.bandwidth
+        self._products: dict[tuple[float, float, float, str, int], float] = {}
+        self._points = {dtype: rates.curve() for dtype, rates in cluster.products.items() if rates.points}
+
+    def product(self, m: float, k: float, n: float, dtype: str, width: int) -> float:
+        """Seconds of [m, k] x [k, n] with numbers of `width` bytes."""
+        key = (m, k, n, dtype, width)
+        seconds = self._products.get(key)
+        if seconds is None:
+            seconds = self._products[key] = self._product(m, k, n, dtype, width)
+        return seconds
+
+    def _product(self, m: float, k: float, n: float, dtype: str, width: int) -> float:
+        flops, moved = 2.0 * m * k * n, width * (m * k + k * n + m * n)
+        if points := self._points.get(dtype):
+            return flops / _interpolated(points, flops)  # as measured: with all that a product takes
+        return max(flops / self._reached(m, k, n, dtype, width), moved / self._bytes_per_s) + self._launch
+
+    def _reached(self, m: float, k: float, n: float, dtype: str, width: int) -> float:
+        """FLOP/s of a product."""
+        rates = self.cluster.products.get(dtype, Products())
+        share: float = rates.efficiency / (1 + rates.quantised * self._wasted(m, n, rates.tile)) * k / (k + rates.depth)
+        even = min(_even(m), _even(k), _even(n))
+        share *= rates.unaligned ** max(0.0, math.log2(rates.aligned / even))
+        if even * width % 16:
+            share *= rates.odd
+        return self.cluster.peak(dtype) * share
+
+    def _wasted(self, m: float, n: float, tile: tuple[int, int]) -> float:
+        """Work on tiles that nobody asked for, as a share of the work; of the tile on its side or halved, the best."""
+        units, (rows, columns) = self.cluster.device.units, tile
+        found = math.inf
+        for r, c in ((rows, columns), (columns, rows), (rows, columns // 2)):
+            waves = math.ceil(math.ceil(m / r) * math.ceil(n / c) / units)
+            found = min(found, waves * units * r * c / (m * n) - 1)
+        return found
+
+    def moving(self, numbers: float, width: float) -> float:
+        """Seconds of an operation that reads and writes that many numbers of `width` bytes; of none, nothing."""
+        return numbers * width / self._bytes_per_s + self._launch if numbers else 0.0
+
+    def operation(self, op: Operation, costs: Costs, dtype: str) -> Seconds:
+        """Seconds of one operation for one micro batch on one rank; its matmuls run in `dtype`."""
+        if isinstance(op, Matmul):
+            return self._linear(op, costs, dtype)
+        if isinstance(op, Attention):
+            return self._written(op, costs) if op.scores_written else self._attention(op, costs)
+        if isinstance(op, Lookup):
+            numbers = costs.share("hidden") * op.width
+            return Seconds(self.moving(2 * numbers, costs.bytes), 0.0, self.moving(3 * numbers, costs.bytes))
+        tokens = costs.share(op.region) * (self.kernels.merged if costs.fused else 1.0)
+        return Seconds(self.moving(tokens * op.forward, costs.bytes), self.moving(tokens * op.backward, costs.bytes))
+
+    def _linear(self, op: Matmul, costs: Costs, dtype: str) -> Seconds:
+        rows, width = costs.share("whole"), costs.bytes
+        inputs, outputs = costs.product(op)
+        return Seconds(
+            self.product(rows, inputs, outputs, dtype, width),
+            self.product(rows, outputs, inputs, dtype, width),
+            self.product(inputs, rows, outputs, dtype, width),
+        )
+
+    def _attention(self, op: Attention, costs: Costs) -> Seconds:
+        square = 4.0 * costs.share("inner") * costs.seq_len * op.heads * op.head_dim
+        needed = square * (0.5 if self.kernels.causal else 1.0) / self.cluster.peak(costs.wide_dtype)
+        return Seconds(
+            needed / self.kernels.attention_forward + self._launch,
+            BACKWARD_OF_ATTENTION * needed / self.kernels.attention_backward + self._launch,
+        )
+
+    def _written(self, op: Attention, costs: Costs) -> Seconds:
+        """Two batched products forward, four backward, and passes over the S x S scores each way."""
+        seq_len, dtype, width = costs.seq_len, costs.wide_dtype, costs.bytes
+        matrices = costs.share("inner") * op.heads / seq_len
+        pair = self.batched(matrices, seq_len, op.head_dim, seq_len, dtype, width)
+        pair += self.batched(matrices, seq_len, seq_len, op.head_dim, dtype, width)
+        scores = costs.share("inner") * op.heads * seq_len
+        forward, backward = (self.moving(passes * scores, width) for passes in PASSES_OVER_SCORES)
+        return Seconds(pair + forward, 2 * pair + backward)
+
+    def batched(self, matrices: float, m: float, k: float, n: float, dtype: str, width: int) -> float:
+        """Seconds of that many products at once; all of their tiles share the waves."""
+        seconds, rates = self.product(matrices * m, k, n, dtype, width), self.cluster.products.get(dtype, Products())
+        narrowest, widest = rates.few_between
+        slow = matrices <= rates.few and narrowest <= min(k, n) <= widest
+        return seconds / rates.few_kept if slow else seconds
+
+    def update(self, bytes_: float) -> float:
+        """Seconds of an optimizer that reads and writes that many bytes."""
+        share = self.kernels.update_bandwidth or self.kernels.bandwidth
+        return bytes_ / (self.cluster.device.bandwidth_gb_s * 1e9 * share)
+
+
+def _even(size: float) -> int:
+    """The largest power of two that divides a size."""
+    whole = int(size)
+    return (whole & -whole) or 1
+
+
+def _interpolated(points: Sequence[tuple[float, float]], flops: float) -> float:
+    """FLOP/s at that many FLOPs; linear in their logarithm between points, the ends' own outside."""
+    at = bisect.bisect_left(points, (flops, 0.0))
+    if at in (0, len(points)):
+        return points[min(at, len(points) - 1)][1]
+    (low, slow), (high, fast) = points[at - 1], points[at]
+    return slow + (fast - slow) * math.log(flops / low) / math.log(high / low)

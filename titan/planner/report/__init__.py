@@ -1,0 +1,1 @@
+"""Predictions shown: words, pictures, studies, closed forms."""

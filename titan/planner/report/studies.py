@@ -1,0 +1,287 @@
+"""Studies: a job with one thing varied, each point a prediction.
+
+The usual figures of papers on scaling (arXiv 2104.04473; Frontier's, arXiv 2312.12705) for any job and cluster. A study
+starts from the job's own layout and overrides one or two of its keys; which axis is meant is found by its role. What
+cannot work stays in the study, with the reason, and so does what does not fit.
+"""
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from titan.config import Job, load_job
+from titan.config.tables import Table, override
+from titan.contracts import Technique, registry
+from titan.contracts.base.mesh import Layout, Role
+from titan.contracts.base.options import did_you_mean
+from titan.errors import ConfigError, Fault
+from titan.planner.machine.cluster import Cluster
+from titan.planner.report.study import MEASURES, Point, Study
+from titan.planner.search.space import LARGEST_MICRO_BATCH
+from titan.planner.step.layout import costs_of
+from titan.planner.step.memory import GIB
+from titan.planner.step.predict import Planner, Prediction
+
+WIDEST = 32
+"""Largest degree of the ranks that split a layer; wider groups leave nodes and only get slower."""
+TIMES_LARGER = 8
+"""How much larger than the job scaling goes, where nothing says how many ranks there are."""
+DOUBLINGS = 5
+"""How often the bubble's study doubles the micro batches, beginning with one for each stage."""
+
+
+# --- what is varied -----------------------------------------------------------------------------------------------
+
+
+class Variant(NamedTuple):
+    """A point before it is predicted: the keys that it overrides."""
+
+    x: float
+    label: str
+    keys: Mapping[str, Any]
+    series: str = ""
+
+
+class Base(NamedTuple):
+    """The job as it is given.
+
+    fixed: dotted keys of the command line.  ranks: the most that scaling goes to; 0: not said.
+    """
+
+    job: Job
+    fixed: frozenset[str]
+    ranks: int
+
+    def axis(self, role: Role) -> str:
+        """The axis of a role; of several the one with the most ranks, or that takes what is left of them."""
+        layout = self.job.layout
+        axes = [axis for axis in layout.axes if axis.role == role]
+        if not axes:
+            raise ConfigError([Fault("--study", f"no plugin owns an axis of role {role}")])
+        return max(axes, key=lambda axis: (layout.degrees[axis.name], axis.default == -1)).name
+
+
+Varied = tuple[str, list[Variant]]
+"""Label of x, and the points."""
+
+
+def _weak(base: Base) -> Varied:
+    """The batch grows with the ranks that share it, so that the share of each stays."""
+    size, axis = base.job.train.global_batch_size, base.axis("batch")
+    share = size // base.job.layout.degrees[axis]
+    return "ranks", [
+        variant._replace(keys={**variant.keys, "train.global_batch_size": share * degree})
+        for degree, variant in _scaled(base, axis)
+    ]
+
+
+def _strong(base: Base) -> Varied:
+    """The batch stays, and more ranks share it."""
+    return "ranks", [variant for _, variant in _scaled(base, base.axis("batch"))]
+
+
+def _scaled(base: Base, axis: str) -> Iterator[tuple[int, Variant]]:
+    """Degrees of the axis that shares the batch, from 1 up in powers of two, with the job's own and the largest."""
+    layout = base.job.layout
+    own = layout.degrees[axis]
+    largest = _left(layout, axis, base.ranks) if base.ranks else own * TIMES_LARGER
+    for degree in sorted({own, largest, *(2**i for i in range(largest.bit_length()))}):
+        world = layout.world_size // own * degree
+        if degree <= largest:
+            yield degree, Variant(world, f"{world:,}", {f"mesh.{axis}": degree})
+
+
+def _tensor(base: Base) -> Varied:
+    return _exchanged(base, "model", WIDEST)
+
+
+def _pipeline(base: Base) -> Varied:
+    return _exchanged(base, "stage", base.job.plan.n_layers)
+
+
+def _exchanged(base: Base, role: Role, most: int) -> Varied:
+    """Degrees of an axis, with the axis that shares the batch taking what is left of the same ranks."""
+    axis, batch, degrees = base.axis(role), base.axis("batch"), base.job.layout.degrees
+    room = degrees[axis] * degrees[batch]
+    return f"mesh.{axis}", [
+        Variant(degree, str(degree), {f"mesh.{axis}": degree, f"mesh.{batch}": room // degree})
+        for degree in _divisors(room, most)
+    ]
+
+
+def _divisors(number: int, most: int) -> list[int]:
+    return [size for size in range(1, min(number, most) + 1) if number % size == 0]
+
+
+def _micro_batch(base: Base) -> Varied:
+    share = base.job.train.global_batch_size // base.job.batch_ranks
+    sizes = _divisors(share, LARGEST_MICRO_BATCH)
+    return "micro batch", [Variant(size, str(size), {"train.micro_batch_size": size}) for size in sizes]
+
+
+def _recompute(base: Base) -> Varied:
+    """Each technique that may be left out: off, and what can be chosen for it."""
+    variants: list[Variant] = []
+    optional = [plugin for plugin in _techniques() if plugin.optional]
+    for plugin in optional:
+        prefix = f"{plugin.name} " if len(optional) > 1 else ""
+        for choice in (None, *plugin.choices):
+            said = "off" if choice is None else _said(choice)
+            keys = {"enabled": choice is not None, **(choice or {})}
+            variants.append(Variant(len(variants), prefix + said, _keys(plugin.name, keys)))
+    return "recompute", variants
+
+
+def _bubble(base: Base) -> Varied:
+    """More and more micro batches, in each of the orders that the pipeline can run them."""
+    job, stages = base.job, base.job.layout.role_degree("stage")
+    if stages == 1:
+        axis = base.axis("stage")
+        raise ConfigError([Fault("--study", f"bubble: the job has no pipeline; give it one: --mesh.{axis} 4")])
+    counts = sorted({job.micro_batches, *(stages * 2**i for i in range(DOUBLINGS + 1))})
+    variants = []
+    for series, keys in _orders(base):
+        for count in counts:
+            batch = count * job.micro_batch * job.batch_ranks
+            sizes = {"train.micro_batch_size": job.micro_batch, "train.global_batch_size": batch}
+            variants.append(Variant(count, str(count), keys | sizes, series))
+    return "micro batches", variants
+
+
+def _orders(base: Base) -> Iterator[tuple[str, dict[str, Any]]]:
+    """What can be chosen for the technique that cuts the model: one choice for each value of its first option.
+
+    The job's own stands for its value; where the command line fixes that option, it is the only one.
+    """
+    technique = next(t for t in base.job.techniques if any(axis.role == "stage" for axis in t.axes))
+    if not technique.choices:
+        yield "", {}
+        return
+    name, (first, *_) = technique.name, technique.choices[0]
+    table = base.job.table["plugins"][name]
+    own = {key: table[key] for key in technique.choices[0]}
+    found: dict[Any, Mapping[str, Any]] = {}
+    if f"plugins.{name}.{first}" not in base.fixed:
+        for choice in technique.choices:
+            found.setdefault(choice[first], choice)
+    found[own[first]] = own
+    for choice in found.values():
+        yield _said(choice), {k: v for k, v in _keys(name, choice).items() if k not in base.fixed}
+
+
+def _techniques() -> list[type[Technique]]:
+    return [plugin for plugin in registry.of_kind(Technique.kind) if issubclass(plugin, Technique)]
+
+
+def _keys(name: str, options: Mapping[str, Any]) -> dict[str, Any]:
+    return {f"plugins.{name}.{key}": value for key, value in options.items()}
+
+
+def _said(choice: Mapping[str, Any]) -> str:
+    """Values of a choice in words; 0 stands for what the plugin would choose itself."""
+    return " ".join(str(value) for value in choice.values() if value != 0)
+
+
+# --- studies ------------------------------------------------------------------------------------------------------
+
+
+class Kind(NamedTuple):
+    """A study that can be made; see `Study`.  scales: a number of ranks is the most it goes to, not the job's own."""
+
+    title: str
+    varied: Callable[[Base], Varied]
+    shown: tuple[str, ...]
+    bars: bool = False
+    scales: bool = False
+
+
+SCALING = ("efficiency", "tokens_per_s")
+THROUGHPUT = ("model_tflops_per_device", "memory_gib")
+KINDS: Mapping[str, Kind] = {
+    "weak-scaling": Kind("Weak scaling: the batch grows with the ranks", _weak, SCALING, scales=True),
+    "strong-scaling": Kind("Strong scaling: more ranks share one batch", _strong, SCALING, scales=True),
+    "bubble": Kind("Bubble against micro batches", _bubble, ("bubble_fraction",)),
+    "tp": Kind("Throughput against ranks that split layers", _tensor, THROUGHPUT),
+    "pp": Kind("Throughput against pipeline stages", _pipeline, THROUGHPUT),
+    "recompute": Kind("Memory against recompute", _recompute, THROUGHPUT[::-1], bars=True),
+    "micro-batch": Kind("Throughput against the micro batch", _micro_batch, THROUGHPUT),
+}
+
+
+def run(name: str, config: Path | None, overrides: Sequence[str], cluster: Cluster, world_size: int | None) -> Study:
+    """Make a study of a job on a cluster.
+
+    world_size: ranks of the job, by way of the axis that shares the batch; for scaling, the largest number of them.
+
+    Raises:
+        ConfigError: there is no such study, the job is refused as it is given, or nothing in it can be varied so.
+    """
+    if name not in KINDS:
+        raise ConfigError([Fault("--study", f"{name}: no such study{did_you_mean(name, KINDS)}")])
+    kind, planner = KINDS[name], Planner(cluster)
+    base, words = _base(kind, config, overrides, world_size)
+    x_label, variants = kind.varied(base)
+    if len(variants) < 2:
+        what = f"{name}: nothing to vary with {base.job.layout}; give it more ranks (--world-size N) or a larger batch"
+        raise ConfigError([Fault("--study", what)])
+    points = tuple(_point(variant, config, words, planner) for variant in variants)
+    if "efficiency" in kind.shown:
+        points = _with_efficiency(points)
+    job = f"{config.stem if config else 'quickstart'}, {base.job.layout}, {cluster.name}"
+    return Study(name, kind.title, job, x_label, kind.shown, kind.bars, cluster.device.memory_gib, points)
+
+
+def _base(kind: Kind, config: Path | None, overrides: Sequence[str], world_size: int | None) -> tuple[Base, list[str]]:
+    """The job as given, and the words that say so."""
+    given = Table()
+    override(given, overrides)
+    fixed = frozenset(".".join(key) for key in given.origins)
+    base, words = Base(load_job(config, overrides), fixed, world_size or 0), list(overrides)
+    if world_size is None or kind.scales:
+        return base, words
+    axis = base.axis("batch")
+    words.append(f"--mesh.{axis}={_left(base.job.layout, axis, world_size)}")
+    return base._replace(job=load_job(config, words)), words
+
+
+def _left(layout: Layout, axis: str, world_size: int) -> int:
+    """Degree of an axis that makes up so many ranks."""
+    others = layout.world_size // layout.degrees[axis]
+    if world_size < 1 or world_size % others:
+        near = max(others, round(world_size / others) * others)
+        what = f"--world-size {world_size}: must be a multiple of the layout's other {others} ranks; nearest: {near}"
+        raise ConfigError([Fault("command line", what)])
+    return world_size // others
+
+
+def _point(variant: Variant, config: Path | None, words: Sequence[str], planner: Planner) -> Point:
+    keys = {key: str(value).lower() if isinstance(value, bool) else value for key, value in variant.keys.items()}
+    try:
+        job = load_job(config, [*words, *(f"--{key}={value}" for key, value in keys.items())])
+    except ConfigError as error:
+        why = "; ".join(dict.fromkeys(fault.what for fault in error.faults))
+        return Point(variant.x, variant.label, variant.series, {}, False, why)
+    prediction = planner.predict(costs_of(job), job.layout)
+    return Point(variant.x, variant.label, variant.series, _values(prediction), prediction.fits)
+
+
+def _values(prediction: Prediction) -> dict[str, float]:
+    fullest = max(prediction.memory, key=lambda memory: memory.total)
+    own = {"activations_gib": fullest.activations / GIB, "memory_gib": fullest.total / GIB}
+    return {name: own[name] if name in own else getattr(prediction, name) for name in MEASURES if name != "efficiency"}
+
+
+def _with_efficiency(points: tuple[Point, ...]) -> tuple[Point, ...]:
+    """Speed of a rank as a share of that of the smallest job that fits (if none does, that can work)."""
+    working = [point for point in points if point.values]
+    first = next((point for point in working if point.fits), working[0] if working else None)
+    return tuple(
+        replace(p, values={**p.values, "efficiency": _speed(p) / _speed(first)}) if first and p.values else p
+        for p in points
+    )
+
+
+def _speed(point: Point) -> float:
+    """Tokens a second of one rank."""
+    return point.values["tokens_per_s"] / point.x

@@ -1,0 +1,1 @@
+"""All layouts of a job, and the best of them."""

@@ -1,0 +1,280 @@
+"""The best layouts of a job on a cluster, out of all there are.
+
+Branch and bound, the lowest bound first. A group of layouts has degrees and micro batch in common; none of them beats
+its computation, shared out evenly. A group falls into the choices for techniques that do not cut the model; none beats
+that with its communication, however the layers are shared out. These fall into layouts, each with its cut; none beats
+what its ranks have to do if nothing makes them wait. What is left is timed stage by stage, dropped if it does not fit
+into memory, and simulated, till the lowest bound exceeds the worst of the layouts that are kept. So all layouts are
+looked at, most of them by a bound that they share.
+
+Where a technique cuts the model must follow from its own options, the degrees and the micro batch.
+"""
+
+import bisect
+import gc
+import heapq
+import itertools
+import multiprocessing
+import sys
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, field, replace
+from functools import cache, partial
+from operator import itemgetter
+from typing import Any, Literal, NamedTuple
+
+from titan.config import Job
+from titan.contracts.base.cost import REGIONS, Costs, Recompute, Stage
+from titan.contracts.base.mesh import Layout
+from titan.planner.search.space import Choice, Chosen, Space
+from titan.planner.step.layout import costs_of, cut, uncut
+from titan.planner.step.memory import GIB
+from titan.planner.step.predict import Alike, Place, Planner, Prediction, places_of
+
+Objective = Literal["time", "price", "energy"]
+Group = tuple[float, Space, Layout, int]
+"""Bound, space, layout, micro batch."""
+Places = Callable[[Recompute | None], list[Place]]
+"""What the ranks of a pipeline hold when so much is computed again."""
+Cuts = dict[Chosen, Places]
+"""The places of a group's pipelines, by the choices for techniques that cut the model."""
+
+FEW = 200
+"""Groups that one process goes through before another one has started."""
+
+
+@dataclass(frozen=True)
+class Found:
+    """A layout and what is predicted of it."""
+
+    choice: Choice
+    prediction: Prediction
+
+    def value(self, objective: Objective) -> float:
+        """What a step costs by an objective: seconds, price, joules."""
+        p = self.prediction
+        return {"time": p.step_time_s, "price": p.price, "energy": p.energy_j}[objective]
+
+
+@dataclass
+class Result:
+    """The best layouts, best first, and what became of the others.
+
+    layouts: combinations of degrees and micro batch.  by_bound: of them, ruled out by their bound.  Of layouts with
+    their options, refused: by a plugin's check; slower: than the best by their bounds; too_large: for the memory.
+    tightest: (bytes, layout) of the one that lacks least memory.
+    """
+
+    best: list[Found] = field(default_factory=list)
+    layouts: int = 0
+    by_bound: int = 0
+    refused: int = 0
+    slower: int = 0
+    too_large: int = 0
+    simulated: int = 0
+    tightest: tuple[float, Choice] | None = None
+
+
+def search(
+    job: Job,
+    planner: Planner,
+    spaces: Sequence[Space],
+    *,
+    keep: int = 10,
+    objective: Objective = "time",
+    progress: Callable[[int, int], None] = lambda done, of: None,
+    workers: int = 1,
+) -> Result:
+    """The `keep` best layouts of a job that fit, by the seconds, the price or the energy of a token.
+
+    progress: told how many groups are done, of how many (the first worker's).  workers: processes that share them.
+    """
+    gc.freeze()  # what has been imported is not gone through at each collection, nor copied where workers are forked
+    try:
+        run = _Search(job, planner, keep, objective)
+        groups = sorted(run.groups(spaces), key=itemgetter(0))
+        if workers == 1 or len(groups) < FEW or sys.platform != "linux":
+            return run.through(groups, progress)
+        return _merged(_shared_out(run, groups, progress, workers), keep, objective)
+    finally:
+        gc.unfreeze()
+
+
+def _shared_out(
+    run: "_Search", groups: Sequence[Group], progress: Callable[[int, int], None], workers: int
+) -> list[Result]:
+    """What each worker finds. Each in turn takes the next best group."""
+    # Forked, they have the job and the plugins, and send back plain data.
+    context = multiprocessing.get_context("fork")
+    others = []
+    for number in range(1, workers):
+        receiver, sender = context.Pipe(duplex=False)
+        part = groups[number::workers]
+        process = context.Process(target=lambda to, part: to.send(run.through(part)), args=(sender, part))
+        process.start()
+        sender.close()
+        others.append((process, receiver))
+    results = [run.through(groups[::workers], progress)]
+    for process, receiver in others:
+        results.append(receiver.recv())
+        process.join()
+    return results
+
+
+def _merged(results: Sequence[Result], keep: int, objective: Objective) -> Result:
+    """What several searches have found together."""
+    best = sorted((found for result in results for found in result.best), key=lambda f: f.value(objective))[:keep]
+    counts = {
+        name: sum(getattr(result, name) for result in results)
+        for name in ("layouts", "by_bound", "refused", "slower", "too_large", "simulated")
+    }
+    tightest = [result.tightest for result in results if result.tightest is not None]
+    return Result(best=best, tightest=min(tightest, key=itemgetter(0), default=None), **counts)
+
+
+@cache
+def _places(stages: tuple[Stage, ...]) -> Places:
+    """What the ranks of a pipeline hold; many jobs have the same."""
+    return cache(partial(places_of, stages))
+
+
+class _Node(NamedTuple):
+    """Layouts that are still to be looked at.
+
+    number: of those with the same bound, which comes first.  layouts: how many; 0 where that is not known yet.
+    """
+
+    bound: float
+    number: int
+    layouts: int
+    look: Callable[[], None]
+
+
+class _Search:
+    """A search on its way; `values` are the objectives of the best, in order."""
+
+    def __init__(self, job: Job, planner: Planner, keep: int, objective: Objective) -> None:
+        self.job, self.planner, self.keep, self.objective = job, planner, keep, objective
+        self.result = Result()
+        self.values: list[float] = []
+        self.room = planner.cluster.device.memory_gib * GIB
+        self._waiting: list[_Node] = []
+        self._numbers = itertools.count()
+        self._alone: dict[tuple[int, int, int], Alike] = {}
+
+    def through(self, groups: Sequence[Group], progress: Callable[[int, int], None] = lambda done, of: None) -> Result:
+        """Look at what has the lowest bound, until nothing that is left can be among the best."""
+        result = self.result
+        result.layouts = result.by_bound = len(groups)
+        for bound, *group in groups:
+            self._wait(bound, 0, self._look_at_group, *group)
+        while self._waiting and not self._hopeless(self._waiting[0].bound):
+            heapq.heappop(self._waiting).look()
+            progress(len(groups) - result.by_bound, len(groups))
+        result.slower += sum(node.layouts for node in self._waiting)
+        progress(len(groups), len(groups))
+        return result
+
+    def _wait(self, bound: float, layouts: int, look: Callable[..., None], *arguments: Any) -> None:
+        heapq.heappush(self._waiting, _Node(bound, next(self._numbers), layouts, partial(look, *arguments)))
+
+    def _hopeless(self, bound: float) -> bool:
+        return len(self.values) == self.keep and bound >= self.values[-1]
+
+    def groups(self, spaces: Sequence[Space]) -> Iterator[Group]:
+        """(bound, space, layout, micro batch) of each combination that divides the batch."""
+        alone = replace(costs_of(self.job), recompute=None, traffic=(), fused=True, update_bytes=0.0)
+        for space in spaces:
+            for layout in space.layouts():
+                for micro_batch in space.micro_batches(layout):
+                    yield self._bound(alone, layout, micro_batch), space, layout, micro_batch
+
+    def _bound(self, alone: Costs, layout: Layout, micro_batch: int) -> float:
+        """What a group costs at least: its computation, shared out evenly, none of it twice."""
+        slices, sequence, batch = (layout.role_degree(role) for role in ("model", "sequence", "batch"))
+        key = (slices, sequence, micro_batch)
+        if key not in self._alone:
+            whole = {region: sequence * (1 if region == "whole" else slices) for region in REGIONS}
+            self._alone[key] = self.planner.alike(replace(alone, splits=whole, micro_batch=micro_batch), layout)
+        rounds = self.job.train.global_batch_size / micro_batch / batch
+        return self._value(*self._alone[key].least(rounds, layout.role_degree("stage")), layout)
+
+    def _value(self, least: float, busy: float, layout: Layout) -> float:
+        """What a step costs at least that takes so long, and in which ranks are at work so long on average."""
+        device, world = self.planner.cluster.device, layout.world_size
+        least = max(least * self.planner.speed(layout), busy)
+        if self.objective == "energy":
+            return world * (device.idle_w * (least - busy) + device.power_w * busy)
+        return least if self.objective == "time" else device.price * world * least / 3600
+
+    def _look_at_group(self, space: Space, layout: Layout, micro_batch: int) -> None:
+        """Degrees and micro batch: with all choices for techniques that do not cut the model."""
+        self.result.by_bound -= 1
+        cuts: Cuts = {}
+        for options, staged in space.options(layout):
+            choice = Choice(layout, micro_batch, options)
+            if (alike := self._alike(space, choice)) is None:
+                self.result.refused += len(staged)
+                continue
+            bound = self._value(*self._least(alike), layout)
+            self._wait(bound, len(staged), self._look_at_plain, space, choice, staged, cuts)
+
+    def _alike(self, space: Space, choice: Choice) -> Alike | None:
+        job = space.job_of(choice)
+        return None if job is None else self.planner.alike(uncut(job), choice.layout)
+
+    @staticmethod
+    def _least(alike: Alike) -> tuple[float, float]:
+        return alike.least(alike.parts.costs.micro_batches, alike.parts.layout.role_degree("stage"))
+
+    def _look_at_plain(self, space: Space, choice: Choice, staged: Sequence[Chosen], cuts: Cuts) -> None:
+        """These choices: with all of those for techniques that do cut it."""
+        alike = self._alike(space, choice)  # made again: few get here, and together they would fill the memory
+        assert alike is not None
+        if (least := self._state(alike)) > self.room:
+            self._lacks(least, choice, len(staged))
+            return
+        costs, (_, busy) = alike.parts.costs, self._least(alike)
+        for more in staged:
+            one = replace(choice, options=(*choice.options, *more))
+            if more not in cuts:
+                job = space.job_of(one)
+                if job is None or not space.allows(job):
+                    self.result.refused += 1
+                    continue
+                cuts[more] = _places(cut(costs, job).stages)
+            least = alike.least_in(cuts[more](costs.recompute))
+            self._wait(self._value(least, busy, one.layout), 1, self._look_at_one, space, one, alike)
+
+    def _state(self, alike: Alike) -> float:
+        """Bytes of state that the ranks of the best of all cuts into stages hold at least."""
+        held = alike.memory(alike.parts.costs.stages[0]).held
+        return sum(held.values()) / alike.parts.layout.role_degree("stage")
+
+    def _look_at_one(self, space: Space, choice: Choice, alike: Alike) -> None:
+        result, job = self.result, space.job_of(choice)
+        if job is None or not space.allows(job):
+            result.refused += 1
+            return
+        draft = self.planner.draft(cut(alike.parts.costs, job), choice.layout, alike)
+        if self._hopeless(self._value(draft.least_s, draft.busy_s, choice.layout)):
+            result.slower += 1
+            return
+        memory = draft.memory()
+        most = max(m.total for m in memory)
+        if most > self.room:
+            self._lacks(most, choice, 1)
+            return
+        result.simulated += 1
+        self._keep(Found(choice, draft.finish(memory)))
+
+    def _lacks(self, most: float, choice: Choice, count: int) -> None:
+        self.result.too_large += count
+        if self.result.tightest is None or most < self.result.tightest[0]:
+            self.result.tightest = (most, choice)
+
+    def _keep(self, found: Found) -> None:
+        value = found.value(self.objective)
+        at = bisect.bisect_right(self.values, value)
+        self.values.insert(at, value)
+        self.result.best.insert(at, found)
+        del self.values[self.keep :], self.result.best[self.keep :]

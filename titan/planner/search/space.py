@@ -1,0 +1,232 @@
+"""The layouts that a job could have on a number of ranks: degrees of axes, micro batches, options of techniques.
+
+What can be chosen is the plugins' to say: an axis exists because one owns it, and each states the options that a search
+goes through and whether it may be switched off. What the user has fixed stays.
+"""
+
+import itertools
+from collections.abc import Collection, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from functools import cached_property
+from pathlib import Path
+from typing import Any
+
+from titan.config import Job, load_job
+from titan.config.load import plugin_folders
+from titan.config.tables import Table, override
+from titan.config.techniques import agree, chosen_techniques, unattended
+from titan.contracts import Technique, registry
+from titan.contracts.base.mesh import Axis, Layout
+from titan.contracts.base.options import coerce, did_you_mean, options_of
+from titan.errors import ConfigError, Fault
+
+Options = tuple[tuple[str, Any], ...]
+Chosen = tuple[tuple[str, Options | None], ...]
+LARGEST_MICRO_BATCH = 16
+"""Sequences; larger ones fill no device better, and are seldom possible."""
+
+
+@dataclass(frozen=True)
+class Choice:
+    """One layout. options: of each technique that was chosen for, (option, value) pairs; None: it is off."""
+
+    layout: Layout
+    micro_batch: int
+    options: Chosen = ()
+
+    def values(self) -> dict[str, Any]:
+        """The keys of a TOML that say so, dotted."""
+        found: dict[str, Any] = {f"mesh.{axis}": degree for axis, degree in self.layout.degrees.items()}
+        found["train.micro_batch_size"] = self.micro_batch
+        for name, options in self.options:
+            found[f"plugins.{name}.enabled"] = options is not None
+            found |= {f"plugins.{name}.{key}": value for key, value in options or ()}
+        return found
+
+    def words(self) -> list[str]:
+        """The same as words of a command line."""
+        return [f"--{key}={str(value).lower()}" if value is True or value is False else f"--{key}={value}"
+                for key, value in self.values().items()]  # fmt: skip
+
+    def __str__(self) -> str:
+        chosen = [
+            f"{name} {' '.join(str(value) for _, value in options)}".strip()
+            for name, options in self.options
+            if options is not None
+        ]
+        return ", ".join([str(self.layout), f"micro batch {self.micro_batch}", *chosen])
+
+
+class Space:
+    """All layouts of a job on `ranks` ranks.
+
+    job: loaded for one rank.  fixed: dotted keys that stay as the job has them (the mesh's: as `degrees` has them).
+    widest: the largest degree of an axis that splits layers; such a group should not leave a node.
+    """
+
+    def __init__(
+        self,
+        job: Job,
+        ranks: int,
+        fixed: Collection[str] = (),
+        degrees: Mapping[str, int] | None = None,
+        widest: int = 0,
+    ) -> None:
+        self.job, self.ranks, self.fixed, self.widest = job, ranks, frozenset(fixed), widest
+        self.degrees = degrees or {}
+        self._known = [p for p in registry.of_kind(Technique.kind) if issubclass(p, Technique)]
+        self._stated = {t.name: t for t in job.techniques}
+        self._instances: dict[tuple[str, Options], Technique] = {}
+        self._chosen: dict[Any, list[type[Technique]] | None] = {}
+
+    def layouts(self) -> Iterator[Layout]:
+        """Every way to share the ranks out over the axes."""
+        axes = self.job.layout.axes
+        for degrees in self._shared_out(axes, self.ranks):
+            yield Layout(axes, dict(zip((axis.name for axis in axes), degrees, strict=True)))
+
+    def _shared_out(self, axes: Sequence[Axis], ranks: int) -> Iterator[tuple[int, ...]]:
+        if not axes:
+            if ranks == 1:
+                yield ()
+            return
+        for degree in self._degrees(axes[0], ranks):
+            for rest in self._shared_out(axes[1:], ranks // degree):
+                yield (degree, *rest)
+
+    def _degrees(self, axis: Axis, ranks: int) -> list[int]:
+        if f"mesh.{axis.name}" in self.fixed and self.degrees.get(axis.name, 1) != -1:
+            degree = self.degrees.get(axis.name, 1)
+            return [degree] if ranks % degree == 0 else []
+        most = min(ranks, self.widest or ranks) if axis.role == "model" else ranks
+        if axis.role == "stage":
+            most = min(most, self.job.plan.n_layers)
+        return [degree for degree in range(1, most + 1) if ranks % degree == 0]
+
+    def micro_batches(self, layout: Layout) -> list[int]:
+        """Sizes of a micro batch that divide a rank's share of the global batch; none where that does not divide."""
+        size, ranks = self.job.train.global_batch_size, layout.role_degree("batch")
+        if size % ranks:
+            return []
+        if "train.micro_batch_size" in self.fixed and self.job.train.micro_batch_size:
+            fits = size // ranks % self.job.train.micro_batch_size == 0
+            return [self.job.train.micro_batch_size] if fits else []
+        return [b for b in range(1, min(size // ranks, LARGEST_MICRO_BATCH) + 1) if size // ranks % b == 0]
+
+    def options(self, layout: Layout) -> Iterator[tuple[Chosen, Sequence[Chosen]]]:
+        """All that can be chosen at a layout for the techniques that are on, or may be.
+
+        Each combination for techniques that do not cut the model into stages comes with all those for the ones that do.
+        """
+        on = chosen_techniques(self._known, self._switches, layout)
+        plain: list[list[tuple[str, Options | None]]] = []
+        staged: list[list[tuple[str, Options | None]]] = []
+        for plugin in [*on, *(p for p in self._known if p.optional and p not in on)]:
+            chosen = self._choices(plugin, layout)
+            if chosen:
+                (staged if any(axis.role == "stage" for axis in plugin.axes) else plain).append(chosen)
+        stages = list(itertools.product(*staged))
+        for combination in itertools.product(*plain):
+            yield combination, stages
+
+    def _choices(self, plugin: type[Technique], layout: Layout) -> list[tuple[str, Options | None]]:
+        """What can be chosen for a technique; nothing where it has nothing to do."""
+        idle = plugin.axes and all(layout.degree(axis.name) == 1 for axis in plugin.axes)
+        switched = f"plugins.{plugin.name}.enabled" in self.fixed
+        off = switched and not self._switches[plugin.name]
+        combinations: list[Options | None] = [] if idle or off else [*self._combinations(plugin)]
+        if plugin.optional and not switched:
+            combinations.insert(0, None)
+        return [(plugin.name, combination) for combination in combinations]
+
+    @cached_property
+    def _switches(self) -> dict[str, bool]:
+        """Techniques that the job itself switches on and off."""
+        tables = self.job.table["plugins"].items()
+        return dict.fromkeys(self._stated, True) | {
+            name: False for name, table in tables if name != "path" and not table["enabled"]
+        }
+
+    def _combinations(self, plugin: type[Technique]) -> list[Options]:
+        """(option, value) pairs that a technique's search goes through, without what is fixed."""
+        free = [
+            tuple((key, value) for key, value in choice.items() if f"plugins.{plugin.name}.{key}" not in self.fixed)
+            for choice in plugin.choices
+        ]
+        return [options for options in dict.fromkeys(free) if options]
+
+    def job_of(self, choice: Choice) -> Job | None:
+        """The job with this choice; None where techniques are missing, or do not get along."""
+        options = dict(choice.options)
+        on = self._on(choice.layout, tuple((name, values is not None) for name, values in choice.options))
+        if on is None:
+            return None
+        techniques = tuple(self._instance(plugin, options.get(plugin.name) or ()) for plugin in on)
+        return self.job.laid_out(choice.layout, choice.micro_batch, techniques)
+
+    def _on(self, layout: Layout, switched: tuple[tuple[str, bool], ...]) -> list[type[Technique]] | None:
+        """The techniques that are on; None where they do not get along, or an axis has nobody to care for it."""
+        key = (tuple(degree > 1 for degree in layout.degrees.values()), switched)
+        if key not in self._chosen:
+            on = chosen_techniques(self._known, self._switches | dict(switched), layout)
+            astray = unattended(self._known, on, layout) or agree([self._instance(plugin, ()) for plugin in on])
+            self._chosen[key] = None if astray else on
+        return self._chosen[key]
+
+    @staticmethod
+    def allows(job: Job) -> bool:
+        """Whether no technique refuses the job."""
+        plan = job.plan
+        return not any(True for technique in job.techniques for _ in technique.check(job, plan))
+
+    def _instance(self, plugin: type[Technique], options: Options) -> Technique:
+        key = (plugin.name, options)
+        if key not in self._instances:
+            config = self._stated[plugin.name].config if plugin.name in self._stated else plugin.Config()
+            fields = {o.key: o.field for o in options_of(plugin.Config)}
+            config = replace(config, **{fields[name]: value for name, value in options})
+            self._instances[key] = plugin(config)
+        return self._instances[key]
+
+
+@dataclass(frozen=True)
+class Base:
+    """A job for one rank, to be laid out; and what the command line has fixed of its layout: keys, degrees of axes."""
+
+    job: Job
+    fixed: frozenset[str]
+    degrees: Mapping[str, int]
+
+    def space(self, ranks: int, widest: int) -> Space:
+        """Its layouts on so many ranks."""
+        return Space(self.job, ranks, self.fixed, self.degrees, widest)
+
+
+def load_base(path: Path | None, overrides: Sequence[str]) -> Base:
+    """The job of a TOML without its layout; what `overrides` say of the layout is fixed.
+
+    Raises:
+        ConfigError: with every fault found.
+    """
+    given = Table()
+    override(given, overrides)
+    keys = [key for key in given.origins if not isinstance(given.at(*key), dict)]
+    words = [f"--{'.'.join(key)}={given.at(*key)}" for key in keys if key[0] != "mesh"]
+    registry.open_doors(plugin_folders(given))
+    axes = [axis for p in registry.of_kind(Technique.kind) if issubclass(p, Technique) for axis in p.axes]
+    # The plugins that the file itself brings may own more axes; a job for one rank has them all at 1 by default.
+    alone = [f"--mesh.{axis.name}=1" for axis in axes]
+    sizes = [word for word in words if word.startswith("--train.micro_batch_size=")] or ["--train.micro_batch_size=1"]
+    job = load_job(path, [*words, *alone, *sizes], 1)
+    degrees = {axis: _degree(axis, value, job.layout) for axis, value in given.at("mesh").items()}
+    return Base(job, frozenset(".".join(key) for key in keys), degrees)
+
+
+def _degree(axis: str, value: Any, layout: Layout) -> int:
+    where = f"--mesh.{axis} {value}"
+    if axis not in layout.degrees:
+        raise ConfigError([Fault("command line", f"{where}: no plugin owns it{did_you_mean(axis, layout.degrees)}")])
+    try:
+        return int(coerce(value, int))
+    except ValueError as error:
+        raise ConfigError([Fault("command line", f"{where}: {error}")]) from None

@@ -1,0 +1,1 @@
+"""What a step takes: work, schedule, memory, and the prediction from them."""

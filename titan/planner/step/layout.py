@@ -1,0 +1,67 @@
+"""What a job costs, and where its ranks stand: from a Job to `Costs` and groups."""
+
+from collections.abc import Sequence
+
+from titan.config import Job
+from titan.contracts import Precision, Technique
+from titan.contracts.base.cost import Costs, Stage
+from titan.contracts.base.mesh import Layout
+from titan.errors import ConfigError, Fault
+from titan.planner.machine.network import Group
+
+
+def costs_of(job: Job) -> Costs:
+    """The costs of a job: its model's, as its techniques, its loss and its optimizer change them.
+
+    Raises:
+        ConfigError: the model's plan does not state its operations.
+    """
+    return cut(uncut(job), job)
+
+
+def uncut(job: Job) -> Costs:
+    """The costs of a job as if its model were not cut into stages."""
+    costs = _of_model(job)
+    for technique in job.techniques:
+        if not _cuts(technique):
+            costs = technique.cost(costs, job)
+    return job.optimizer.cost(job.loss.cost(costs, job), job)
+
+
+def cut(costs: Costs, job: Job) -> Costs:
+    """These costs with the model cut into the stages of the job."""
+    for technique in job.techniques:
+        if _cuts(technique):
+            costs = technique.cost(costs, job)
+    return costs
+
+
+def _cuts(technique: Technique) -> bool:
+    return any(axis.role == "stage" for axis in technique.axes)
+
+
+def _of_model(job: Job) -> Costs:
+    plan, precision = job.plan, Precision()
+    if not plan.layer_ops:
+        raise ConfigError([Fault("", f"model {job.model.name}: its plan states no operations (ModelPlan.layer_ops)")])
+    for technique in job.techniques:
+        precision = technique.precision(precision)
+    dtype = str(precision.param).removeprefix("torch.")
+    return Costs(
+        seq_len=job.data.seq_len, dim=plan.dim, micro_batch=job.micro_batch, micro_batches=job.micro_batches,
+        stem=plan.stem_ops, layer=plan.layer_ops, head=plan.head_ops, tied=bool(plan.tied), styles=plan.styles,
+        bytes=precision.param.itemsize, reduce_bytes=precision.reduce.itemsize, dtype=dtype, wide_dtype=dtype,
+        stages=(Stage(0, range(plan.n_layers)),),
+    )  # fmt: skip
+
+
+def group_of(axes: Sequence[str], layout: Layout) -> Group:
+    """The group of a rank along neighbouring axes."""
+    size = stride = 1
+    inside = True
+    for axis in reversed(layout.axes):
+        if axis.name in axes:
+            size, inside = size * layout.degrees[axis.name], False
+        elif inside:
+            stride *= layout.degrees[axis.name]
+    return Group(size, stride)

@@ -1,0 +1,364 @@
+"""How long a step takes and what it holds: `Costs`, a layout and a cluster to a `Prediction`.
+
+Each stage's forward and backward are timed operation by operation, with the collectives that nothing hides; then the
+schedule is simulated micro batch by micro batch; what data parallelism sends, beside the computation that can hide it,
+and the optimizer come on top. The step ends when the last rank has ended; the split of its time is that rank's.
+"""
+
+import math
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, fields
+from functools import cached_property
+from typing import Any, NamedTuple
+
+from titan.contracts.base.cost import Attention, Costs, Matmul, Operation, Recompute, Stage
+from titan.contracts.base.mesh import Layout
+from titan.planner.machine.cluster import Cluster
+from titan.planner.machine.cluster import Device as Device_
+from titan.planner.machine.kernels import Device
+from titan.planner.machine.network import Network
+from titan.planner.step.layout import group_of
+from titan.planner.step.memory import GIB, LayerMemory, Memory, StageMemory, kind, memory_of, recomputed
+from titan.planner.step.rounds import Steps
+from titan.planner.step.schedule import Timeline, simulate
+from titan.planner.step.work import COMMUNICATION, Parts, StageWork
+
+
+@dataclass(frozen=True)
+class Prediction:
+    """A step of a job on a cluster.
+
+    time_s: exposed seconds by what they are spent on, on the rank that ends last; they add up to step_time_s.
+    hidden_s: seconds of communication that run beside computation on that rank.
+    stages: memory and layers of the ranks of each place of the pipeline.  fits: all of them into the device's memory.
+    energy_j, price: of a step on all ranks; 0 where the cluster does not state power or price. Ranks that wait for work
+    are at rest, others at full power.
+    tflops count multiplications of the model (attention's full square); hardware's include what is computed again.
+    """
+
+    world_size: int
+    step_time_s: float
+    tokens: int
+    model_tflops_per_device: float
+    hardware_tflops_per_device: float
+    mfu: float
+    hfu: float
+    time_s: dict[str, float]
+    hidden_s: dict[str, float]
+    memory: tuple[Memory, ...]
+    layers: tuple[tuple[range, ...], ...]
+    fits: bool
+    energy_j: float
+    price: float
+    timeline: Timeline
+
+    @property
+    def tokens_per_s(self) -> float:
+        """Of all ranks."""
+        return self.tokens / self.step_time_s
+
+    @property
+    def bubble_fraction(self) -> float:
+        """Share of the step in which the rank waits for work of others."""
+        return self.time_s["bubble"] / self.step_time_s
+
+    def as_json(self) -> dict[str, Any]:
+        """The fields that scripts rely on."""
+        return {
+            "world_size": self.world_size,
+            "step_time_s": self.step_time_s,
+            "tokens_per_s": self.tokens_per_s,
+            "tokens_per_s_per_device": self.tokens_per_s / self.world_size,
+            "model_tflops_per_device": self.model_tflops_per_device,
+            "hardware_tflops_per_device": self.hardware_tflops_per_device,
+            "mfu": self.mfu,
+            "hfu": self.hfu,
+            "bubble_fraction": self.bubble_fraction,
+            "fits": self.fits,
+            "energy_j": self.energy_j,
+            "price": self.price,
+            "time_s": self.time_s,
+            "hidden_s": self.hidden_s,
+            "stages": [
+                {"memory_gib": memory.gib(), "layers": [list(layers) for layers in held]}
+                for memory, held in zip(self.memory, self.layers, strict=True)
+            ],
+        }
+
+
+NOT_OF_STAGES = tuple(
+    f.name for f in fields(Costs) if f.name not in ("stages", "order", "pipeline_axis", "receive_buffers")
+)
+"""What stays the same however a job is cut."""
+
+
+class Place(NamedTuple):
+    """How much the ranks at a place of a pipeline hold.
+
+    before: layers that a micro batch comes through before it comes to theirs.  again: of the layers, those that are
+    computed again.  stem, head: how many.
+    """
+
+    before: int
+    layers: int = 0
+    again: int = 0
+    stem: int = 0
+    head: int = 0
+
+
+def places_of(stages: Sequence[Stage], recompute: Recompute | None) -> list[Place]:
+    """The places of a pipeline; of those that hold the same, the last."""
+    before, held = 0, dict[int, Place]()
+    for rank, layers, stem, head in stages:
+        p = held.get(rank, Place(before))
+        again = p.again + recomputed(layers, recompute)
+        held[rank] = Place(p.before, p.layers + len(layers), again, p.stem + stem, p.head + head)
+        before += len(layers)
+    return list({place[1:]: place for place in sorted(held.values())}.values())
+
+
+class Alike:
+    """Stages of jobs that differ in their pipelines alone, each kind of stage looked at once.
+
+    stem_s, layer_s, head_s, again_s: what a micro batch takes in them at least, and a layer to be computed again:
+    computation, and communication that nothing hides.  once_s: what a layer takes at least once a step.
+    """
+
+    def __init__(self, parts: Parts, cluster: Cluster) -> None:
+        self.parts, self._fused_norms = parts, cluster.kernels.fused_norms or parts.costs.fused
+        seen = {key: sum(families.values()) for key, families in parts.exposed.items()}
+        stem, layer, head = (
+            sum(seen.get((where, when), 0.0) for when in ("forward", "backward")) for where in ("stem", "layer", "head")
+        )
+        unit, once = parts.layer_unit_s()
+        self.stem_s, self.head_s = sum(parts.stem) + stem, sum(parts.head) + head
+        self.layer_s = sum(parts.layer) + layer + unit
+        self.again_s = parts.again + seen.get(("layer", "recompute"), 0.0)
+        self.once_s = once + parts.update_s(parts.tensors.layer)
+        self._work: dict[tuple[int, ...], StageWork] = {}
+        self._memory: dict[tuple[int, ...], StageMemory] = {}
+
+    def least(self, rounds: float, ranks: int) -> tuple[float, float]:
+        """Seconds of a step of so many micro batches however ranks share the layers; at least, and on average at work.
+
+        The slowest takes no less than the mean, and the n-th waits for a micro batch to come through a layer on each of
+        n - 1 others. Nor does the one with the most layers, its share rounded up or more, take less than these take.
+        """
+        stages, recompute = self.parts.costs.stages, self.parts.costs.recompute
+        layers = sum(len(stage.layers) for stage in stages)
+        again = sum(recomputed(stage.layers, recompute) for stage in stages)
+        busy = rounds * (self.stem_s + self.head_s + layers * self.layer_s + again * self.again_s) / ranks
+        mean = busy + layers * self.once_s / ranks + (ranks - 1) / 2 * self.parts.layer.forward
+        each = self.layer_s + (self.again_s if again == layers else 0.0)
+        return max(mean, math.ceil(layers / ranks) * (rounds * each + self.once_s)), busy
+
+    def least_in(self, places: Iterable[Place]) -> float:
+        """Seconds of a step at least where the layers are shared out so: a rank's work, once a micro batch is there."""
+        rounds, forward = self.parts.costs.micro_batches, self.parts.layer.forward
+        stem, layer, again, head = (rounds * s for s in (self.stem_s, self.layer_s, self.again_s, self.head_s))
+        layer += self.once_s
+        return max(
+            p.before * forward + p.layers * layer + p.again * again + p.stem * stem + p.head * head for p in places
+        )
+
+    def work(self, stage: Stage) -> StageWork:
+        """The seconds of a stage."""
+        key = kind(stage, self.parts.costs)
+        if key not in self._work:
+            self._work[key] = StageWork(stage, self.parts)
+        return self._work[key]
+
+    @cached_property
+    def _layer(self) -> LayerMemory:
+        return LayerMemory(self.parts.costs, self._fused_norms)
+
+    def memory(self, stage: Stage) -> StageMemory:
+        """The bytes of a stage."""
+        key = kind(stage, self.parts.costs)
+        if key not in self._memory:
+            costs, layout = self.parts.costs, self.parts.layout
+            self._memory[key] = StageMemory(stage, costs, layout, self.parts.tensors, self._layer)
+        return self._memory[key]
+
+
+class Planner:
+    """Predicts jobs on one cluster; remembers what layouts have in common."""
+
+    def __init__(self, cluster: Cluster) -> None:
+        self.cluster, self.device, self.network = cluster, Device(cluster), Network(cluster)
+        self._steps: dict[Any, Steps] = {}
+        self._last: tuple[Any, Alike] | None = None
+
+    def predict(self, costs: Costs, layout: Layout, *, keep: bool = False) -> Prediction:
+        """The step of these costs on this layout; `keep`: with all actions of its timeline.
+
+        Raises:
+            ConfigError: the cluster does not know the dtype.
+        """
+        draft = self.draft(costs, layout)
+        return draft.finish(draft.memory(), keep=keep)
+
+    def alike(self, costs: Costs, layout: Layout) -> "Alike":
+        """What jobs share that differ in their pipelines alone; the last one's is at hand."""
+        key = (layout.degrees, *(getattr(costs, name) for name in NOT_OF_STAGES))
+        if self._last is None or self._last[0] != key:
+            like = self._last[1].parts if self._last else None
+            self._last = key, Alike(Parts(costs, layout, self.device, self.network, like), self.cluster)
+        return self._last[1]
+
+    def draft(self, costs: Costs, layout: Layout, alike: "Alike | None" = None) -> "Draft":
+        """The work of a step, before its schedule is simulated; `alike`: what its like share, where it is at hand."""
+        return Draft(self, costs, layout, alike or self.alike(costs, layout))
+
+    def speed(self, layout: Layout) -> float:
+        """A rank's share of its full speed when all of them are at work, for they may share processors."""
+        processors, ranks = self.cluster.device.processors, layout.world_size
+        return min(1.0, processors / min(ranks, self.cluster.ranks_per_node or ranks)) if processors else 1.0
+
+    def steps(self, costs: Costs) -> Steps:
+        """The steps of a pipeline of this order; the same for all jobs that have it."""
+        if costs.order not in self._steps:
+            self._steps[costs.order] = Steps(costs.order, 1 + max(stage.rank for stage in costs.stages))
+        return self._steps[costs.order]
+
+
+class Draft:
+    """A step whose stages are timed, by place in the pipeline."""
+
+    def __init__(self, planner: Planner, costs: Costs, layout: Layout, alike: "Alike") -> None:
+        self.planner, self.costs, self.layout, self._alike = planner, costs, layout, alike
+        self.work = [self._alike.work(stage) for stage in costs.stages]
+        self.by_place: list[list[StageWork]] = [[] for _ in range(1 + max(stage.rank for stage in costs.stages))]
+        for stage, work in zip(costs.stages, self.work, strict=True):
+            self.by_place[stage.rank].append(work)
+        self.once = [sum(sum(w.once.values()) for w in mine) for mine in self.by_place]
+
+    def memory(self) -> list[Memory]:
+        """Bytes on the ranks of each place of the pipeline."""
+        stages = [self._alike.memory(stage) for stage in self.costs.stages]
+        return memory_of(self.costs, stages, self.planner.cluster)
+
+    @property
+    def least_s(self) -> float:
+        """Seconds that the step takes under any schedule.
+
+        A rank begins when a micro batch has come through the stages before its first one. It then has all of its work
+        to do; and when it has done all but the weights' part, a micro batch goes back through those stages.
+        """
+        least, begins, returns = 0.0, 0.0, 0.0
+        seen: set[int] = set()
+        for stage, work in zip(self.costs.stages, self.work, strict=True):
+            if stage.rank not in seen:
+                seen.add(stage.rank)
+                mine, rounds = self.by_place[stage.rank], self.costs.micro_batches
+                passing = rounds * sum(w.forward + w.inputs for w in mine)
+                weights = rounds * sum(w.weights for w in mine)
+                least = max(least, begins + passing + max(weights, returns) + self.once[stage.rank])
+            begins, returns = begins + work.forward, returns + work.inputs
+        return least
+
+    @property
+    def busy_s(self) -> float:
+        """Seconds that ranks are at work on micro batches, on average."""
+        return self.costs.micro_batches * sum(w.forward + w.inputs + w.weights for w in self.work) / len(self.by_place)
+
+    def finish(self, memory: Sequence[Memory], *, keep: bool = False) -> Prediction:
+        """Simulate the schedule."""
+        costs, layout, cluster, by_place = self.costs, self.layout, self.planner.cluster, self.by_place
+        timeline = self._simulate(keep)
+        ends = [end + once for end, once in zip(timeline.ends, self.once, strict=True)]
+        last = max(range(len(ends)), key=ends.__getitem__)
+        step, world = self._shared(ends[last], timeline), layout.world_size
+        tokens = costs.tokens * costs.micro_batches * layout.role_degree("batch")
+        model, hardware = (flops * tokens / step / world / 1e12 for flops in flops_per_token(costs))
+        peak = cluster.peak(costs.wide_dtype) / 1e12
+        return Prediction(
+            world_size=world, step_time_s=step, tokens=tokens, model_tflops_per_device=model,
+            hardware_tflops_per_device=hardware, mfu=model / peak, hfu=hardware / peak,
+            time_s=_adding_up(_spent(by_place[last], costs.micro_batches, timeline, last), step),
+            hidden_s=_summed(w.hidden for w in by_place[last]),
+            memory=tuple(memory),
+            layers=tuple(tuple(s.layers for s in costs.stages if s.rank == place) for place in range(len(by_place))),
+            energy_j=_energy(cluster.device, timeline, step, world),
+            price=cluster.device.price * world * step / 3600,
+            fits=all(m.total <= cluster.device.memory_gib * GIB for m in memory), timeline=timeline,
+        )  # fmt: skip
+
+    def _shared(self, end: float, timeline: Timeline) -> float:
+        """The step's seconds where ranks share processors: one that waits leaves its share to the others.
+
+        Then all of the work takes as long as if none ever waited, and no less than the schedule at full speed.
+        """
+        if (speed := self.planner.speed(self.layout)) == 1:
+            return end
+        work = zip(timeline.busy, timeline.exposed, self.once, strict=True)
+        return max(end * speed, sum(map(sum, work)) / len(timeline.busy))
+
+    def _simulate(self, keep: bool) -> Timeline:
+        costs, work = self.costs, self.work
+        times = {
+            "F": [w.forward for w in work],
+            "B": [w.inputs + w.weights for w in work],
+            "I": [w.inputs for w in work],
+            "W": [w.weights for w in work],
+        }
+        send = 0.0
+        if costs.pipeline_axis:
+            hidden, network = costs.dim * costs.share("hidden") * costs.bytes, self.planner.network
+            slices = group_of(costs.sent_over, self.layout)
+            send = network.send(group_of([costs.pipeline_axis], self.layout), hidden / slices.size)
+            send += network.collective("all_gather", slices, hidden)
+        if keep:
+            return simulate(costs.order(costs.micro_batches), times, send, blocking=costs.blocking, keep=True)
+        return self.planner.steps(costs).simulate(costs.micro_batches, times, send, blocking=costs.blocking)
+
+
+def _energy(device: Device_, timeline: Timeline, step: float, world: int) -> float:
+    """Joules of a step on all ranks."""
+    idle = sum(timeline.idle) / len(timeline.idle)
+    return world * (device.idle_w * idle + device.power_w * (step - idle))
+
+
+def _summed(tables: Iterable[Mapping[str, float]]) -> dict[str, float]:
+    total: dict[str, float] = {}
+    for table in tables:
+        for key, value in table.items():
+            total[key] = total.get(key, 0.0) + value
+    return total
+
+
+def _spent(work: Sequence["StageWork"], micro_batches: int, timeline: Timeline, rank: int) -> dict[str, float]:
+    """The step's seconds on a rank by what they are spent on."""
+    spent = dict.fromkeys(("forward", "backward", "recompute", *COMMUNICATION, "bubble", "optimizer"), 0.0)
+    for stage in work:
+        for key, seconds in stage.each.items():
+            spent[key] += micro_batches * seconds
+        for key, seconds in stage.once.items():
+            spent[key] += seconds
+    spent["pp"] += timeline.exposed[rank]
+    spent["bubble"] += timeline.ends[rank] - timeline.busy[rank] - timeline.exposed[rank]
+    return spent
+
+
+def _adding_up(spent: dict[str, float], step: float) -> dict[str, float]:
+    """Seconds that a rank would spend, as parts of a step that took another time; the bubble gives way first."""
+    work = sum(spent.values()) - spent["bubble"]
+    spent["bubble"] = max(0.0, step - work)
+    return {key: seconds * min(1.0, step / work) if key != "bubble" else seconds for key, seconds in spent.items()}
+
+
+def flops_per_token(costs: Costs) -> tuple[float, float]:
+    """FLOPs of a token's forward and backward: as the model needs them, and as hardware does them."""
+    layers = sum(len(stage.layers) for stage in costs.stages)
+    layer, head = (sum(_forward_flops(op, costs) for op in ops) for ops in (costs.layer, costs.head))
+    model = 3 * (layers * layer + head)
+    again = sum(recomputed(stage.layers, costs.recompute) for stage in costs.stages)
+    if costs.recompute is None or costs.recompute.keeps == "products":
+        again = 0
+    return model, model + again * layer
+
+
+def _forward_flops(op: Operation, costs: Costs) -> float:
+    if isinstance(op, Matmul):
+        return 2.0 * op.inputs * op.outputs
+    return 4.0 * costs.seq_len * op.heads * op.head_dim if isinstance(op, Attention) else 0.0

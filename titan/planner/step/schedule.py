@@ -1,0 +1,209 @@
+"""A step of a pipeline, simulated micro batch by micro batch.
+
+Each rank runs its actions strictly in order. A forward waits for that of the stage before, a backward for that of the
+stage after, and for the transfer between them if that is on another rank.
+
+A transfer takes `send_s`. Where ranks send beside their work, it only delays what waits for it. Where they block, it
+holds the sender, and the receiver too once both it and the tensor are there: two transfers an operation.
+"""
+
+from collections import deque
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from itertools import islice
+from operator import itemgetter
+
+from titan.contracts.base.cost import Action, Order
+from titan.errors import PluginError
+
+Times = Mapping[str, Sequence[float]]
+"""Seconds of each kind of action, by stage; kinds that do not occur may be left out."""
+
+Record = tuple[Action, float, float]
+Row = tuple[list[float], list[float], float, float, float, float]
+
+
+@dataclass(frozen=True)
+class Timeline:
+    """When the actions of a step run. On each rank, busy + idle + exposed is the makespan. All in seconds.
+
+    busy: at work.  exposed: waiting for a transfer that has begun, or held by one.  idle: waiting for work, the bubble.
+    ends: when the rank is done.  actions: of each rank (action, start, end), where they were kept.
+    """
+
+    makespan: float
+    busy: tuple[float, ...]
+    idle: tuple[float, ...]
+    exposed: tuple[float, ...]
+    ends: tuple[float, ...]
+    actions: tuple[tuple[Record, ...], ...] = ()
+
+
+def simulate(
+    order: Order, times: Times, send_s: float | Sequence[float] = 0.0, *, blocking: bool = False, keep: bool = False
+) -> Timeline:
+    """Run the actions of a step.
+
+    Args:
+        order: of each rank.
+        times: seconds of each kind, by stage.
+        send_s: seconds to send one tensor one way, everywhere or between stages s and s + 1 at s; free within a rank.
+        blocking: whether sender and receiver are held meanwhile.
+        keep: whether the timeline lists the actions.
+
+    Raises:
+        PluginError: the order cannot proceed.
+    """
+    run = Run(order, times, send_s, blocking=blocking, keep=keep)
+    run.until([len(actions) for actions in order])
+    return run.timeline()
+
+
+class Run:
+    """A simulation on its way: how far each rank is, and when it was.
+
+    at: number of actions done.  clocks: when the rank is free.  ends: kind -> stage -> micro batch -> when it was done,
+    below 0 before; the input's part of backward counts as B.
+    """
+
+    def __init__(
+        self, order: Order, times: Times, send_s: float | Sequence[float], *, blocking: bool, keep: bool = False
+    ) -> None:
+        self.order, ranks = order, len(order)
+        self._homes = {stage: rank for rank, actions in enumerate(order) for stage in set(map(itemgetter(1), actions))}
+        self.micro_batches = 1 + max(max(map(itemgetter(2), actions), default=-1) for actions in order)
+        self.stages = 1 + max(self._homes)
+        self.ends = {kind: [[-1.0] * self.micro_batches for _ in range(self.stages)] for kind in ("F", "B", "W")}
+        sends = [send_s] * self.stages if isinstance(send_s, float | int) else send_s
+        self._rows = {kind: list(self._rows_of(kind, seconds, sends, blocking)) for kind, seconds in times.items()}
+        self._near = [
+            sorted(
+                {self._homes.get(s + d, rank) for s, r in self._homes.items() if r == rank for d in (-1, 1)} - {rank}
+            )
+            for rank in range(ranks)
+        ]
+        self.at, self.clocks = [0] * ranks, [0.0] * ranks
+        self.busy, self.exposed = [0.0] * ranks, [0.0] * ranks
+        self._records: list[list[Record]] | None = [[] for _ in order] if keep else None
+
+    def _rows_of(self, kind: str, seconds: Sequence[float], sends: Sequence[float], blocking: bool) -> Iterator[Row]:
+        """Of each stage: ends of what comes before, own ends, seconds, delay, and how long transfers hold the rank."""
+        ends, last = self.ends[kind if kind != "I" else "B"], self.stages - 1
+        forward, backward, always = self.ends["F"], self.ends["B"], [0.0] * self.micro_batches
+        hops = [0.0 if self._homes.get(s) == self._homes.get(s + 1) else sends[s] for s in range(last)]
+        into, out = [0.0, *hops], [*hops, 0.0]
+        for stage, own in enumerate(ends):
+            if kind == "W":
+                yield backward[stage], own, seconds[stage], 0.0, 0.0, 0.0
+                continue
+            if kind == "F":
+                before, lag, hold = forward[stage - 1] if stage else always, into[stage], out[stage]
+            else:
+                before, lag, hold = forward[last] if stage == last else backward[stage + 1], out[stage], into[stage]
+            yield before, own, seconds[stage], lag, lag * blocking, hold * blocking
+
+    def until(self, targets: Sequence[int]) -> None:
+        """Go on till each rank has done so many of its actions.
+
+        Raises:
+            PluginError: a rank waits for what will not come before.
+        """
+        waiting = deque(range(len(self.order)))
+        queued = [True] * len(self.order)
+        while waiting:
+            rank = waiting.popleft()
+            queued[rank] = False
+            if self._advance(rank, targets[rank]):
+                for other in self._near[rank]:
+                    if not queued[other]:
+                        queued[other] = True
+                        waiting.append(other)
+        for rank, target in enumerate(targets):
+            if self.at[rank] < target:
+                kind, stage, micro_batch = self.order[rank][self.at[rank]]
+                raise PluginError(
+                    f"the pipeline's order cannot proceed: rank {rank} would run {kind} of micro batch {micro_batch} "
+                    f"in stage {stage}, and what that needs comes later, or never"
+                )
+
+    def _advance(self, rank: int, target: int) -> int:
+        """Run actions of one rank till it must wait; returns how many."""
+        rows, clock, exposed, busy, done = self._rows, self.clocks[rank], 0.0, 0.0, 0
+        records = self._records[rank] if self._records is not None else None
+        start = self.at[rank]
+        for action in islice(self.order[rank], start, target):
+            kind, stage, micro_batch = action
+            before, own, seconds, lag, receive, hold = rows[kind][stage]
+            ready = before[micro_batch]
+            if ready < 0.0:
+                break
+            begin = clock + receive
+            if ready + lag > begin:
+                begin = ready + lag
+                exposed += begin - (ready if ready > clock else clock)
+            else:
+                exposed += receive
+            own[micro_batch] = end = begin + seconds
+            busy += seconds
+            exposed += hold
+            clock = end + hold
+            done += 1
+            if records is not None:
+                records.append((action, begin, end))
+        self.at[rank], self.clocks[rank] = start + done, clock
+        self.busy[rank] += busy
+        self.exposed[rank] += exposed
+        return done
+
+    def timeline(self) -> Timeline:
+        """What came out."""
+        makespan = max(self.clocks)
+        idle = [makespan - busy - exposed for busy, exposed in zip(self.busy, self.exposed, strict=True)]
+        records = tuple(map(tuple, self._records)) if self._records else ()
+        return Timeline(makespan, tuple(self.busy), tuple(idle), tuple(self.exposed), tuple(self.clocks), records)
+
+
+@dataclass(frozen=True)
+class Alive:
+    """Micro batches that a rank keeps activations of at its worst moment, by stage.
+
+    whole: after forward.  pending: after the input's part of backward, before the weights'.
+    """
+
+    whole: Mapping[int, int]
+    pending: Mapping[int, int]
+
+
+def most_kept(order: Order, weight: Sequence[float] | None = None, pending: float = 1.0) -> list[Alive]:
+    """What each rank keeps when that is most.
+
+    Args:
+        order: of each rank.
+        weight: bytes that a micro batch keeps in each stage; all the same if not given.
+        pending: the share of them that lasts until the weights' part of backward.
+    """
+    return [_most_kept(actions, weight, pending) for actions in order]
+
+
+def _most_kept(actions: Sequence[Action], weight: Sequence[float] | None, pending: float) -> Alive:
+    stages = sorted(set(map(itemgetter(1), actions)))
+    heavy = {stage: weight[stage] if weight else 1.0 for stage in stages}
+    changes = {
+        "F": heavy,
+        "B": {stage: -one for stage, one in heavy.items()},
+        "I": {stage: (pending - 1) * one for stage, one in heavy.items()},
+        "W": {stage: -pending * one for stage, one in heavy.items()},
+    }
+    now = most = 0.0
+    worst = 0
+    for number, (kind, stage, _) in enumerate(actions, 1):
+        now += changes[kind][stage]
+        if now > most * (1 + 1e-12):
+            most, worst = now, number
+    counts = {kind: dict.fromkeys(stages, 0) for kind in changes}
+    for kind, stage, _ in actions[:worst]:
+        counts[kind][stage] += 1
+    return Alive(
+        {stage: counts["F"][stage] - counts["B"][stage] - counts["I"][stage] for stage in stages},
+        {stage: counts["I"][stage] - counts["W"][stage] for stage in stages},
+    )

@@ -1,0 +1,250 @@
+"""The ranks of this node as child processes: started, told of signals, watched, and started again.
+
+Without GPUs they are forked from one process that has imported everything: eight of them on two cores meet after 2.4 s
+instead of 11.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+import multiprocessing
+import os
+import signal
+import socket
+import sys
+import time
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass, field
+from multiprocessing import connection, resource_tracker
+from multiprocessing.process import BaseProcess
+from types import FrameType
+from typing import Any
+
+from titan.errors import EXIT_DONE, EXIT_FAILED, EXIT_PREEMPTED
+from titan.ranks import preemption
+from titan.ranks.nodes import NodeLostError, Nodes, listen
+from titan.ranks.place import LOCAL, Environment, Place
+
+GRACE_S = 10.0
+"""After a rank failed the others cannot finish; this long they may say so before they are killed."""
+
+STACKS_S = 0.5
+"""A rank that is to be killed has this long to write its stacks (`titan.ranks.watchdog.answer_to_quit`)."""
+
+PASSED_ON = (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1)
+
+Entry = Callable[[list[str]], int]
+
+
+@dataclass(frozen=True)
+class Ended:
+    """How a rank ended: its exit code, or minus the number of the signal that killed it."""
+
+    rank: int
+    code: int
+
+    @property
+    def failed(self) -> bool:
+        """Neither done nor preempted."""
+        return self.code not in (EXIT_DONE, EXIT_PREEMPTED)
+
+    def __str__(self) -> str:
+        if self.code >= 0:
+            return f"rank {self.rank} failed with exit code {self.code}"
+        hint = " (out of memory?)" if -self.code == signal.SIGKILL else ""
+        return f"rank {self.rank} was killed by {signal.Signals(-self.code).name}{hint}"
+
+
+@dataclass
+class Children:
+    """The ranks of this node, each the life of `sys.exit(entry(argv))`.
+
+    heard: the signals that this process was sent, on node 0 also those of other nodes; somebody wants the run to end.
+    """
+
+    entry: Entry
+    argv: list[str]
+    place: Place
+    fork: bool
+    nodes: Nodes = field(default_factory=lambda: Nodes({}))
+    heard: set[int] = field(default_factory=set)
+    _processes: dict[int, BaseProcess] = field(default_factory=dict)
+    _elsewhere: dict[int, list[Ended]] = field(default_factory=dict)
+
+    @contextlib.contextmanager
+    def hearing(self) -> Iterator[None]:
+        """Pass SIGTERM, SIGINT and SIGUSR1 on to the ranks instead of dying of them."""
+        before = {number: signal.signal(number, self._pass_on) for number in PASSED_ON}
+        try:
+            yield
+        finally:
+            for number, handler in before.items():
+                signal.signal(number, handler)
+
+    def _pass_on(self, number: int, _: FrameType | None = None) -> None:
+        self.heard.add(number)
+        for process in self._processes.values():
+            # It may end between the question and the kill.
+            with contextlib.suppress(ProcessLookupError):
+                if process.is_alive() and process.pid is not None:
+                    os.kill(process.pid, number)
+
+    def lead(self) -> list[Ended]:
+        """On node 0: all ranks of the run live once; how they ended, this node's first and in the order they did.
+
+        Those that outlive a failed one are killed after `GRACE_S` and are not listed.
+        """
+        self._elsewhere.clear()
+        with _listening(self.place) as listening:
+            port = listening.getsockname()[1]
+            self.nodes.tell({"meet": port})
+            ended = self._live(port, listening)
+        for node in range(1, self.place.nodes):
+            if node not in self._elsewhere:
+                self._hear(node)
+        return sum((self._elsewhere[node] for node in sorted(self._elsewhere)), ended)
+
+    @property
+    def lost(self) -> list[int]:
+        """On node 0: nodes whose launcher is gone."""
+        return sorted(set(range(1, self.place.nodes)) - set(self.nodes.links))
+
+    def follow(self) -> int:
+        """On another node: do as node 0 says; the exit code of the run, which it says in the end.
+
+        Raises:
+            NodeLostError: node 0 is gone.
+        """
+        said = self.nodes.hear(0)
+        with self.hearing():
+            while "end" not in said:
+                if "meet" in said:  # or else an old "stop", which has crossed our last report
+                    ended = self._live(said["meet"])
+                    self.nodes.tell({"ended": [(end.rank, end.code) for end in ended], "heard": sorted(self.heard)})
+                said = self.nodes.hear(0)
+        return int(said["end"])
+
+    def _live(self, port: int, listening: socket.socket | None = None) -> list[Ended]:
+        with contextlib.ExitStack() as stack:
+            stack.callback(self._kill)
+            self._start(port)
+            if listening is not None:
+                stack.enter_context(_store_served(listening))
+            return self._wait()
+
+    def _start(self, port: int) -> None:
+        context = multiprocessing.get_context("fork") if self.fork else multiprocessing.get_context("spawn")
+        if not self.fork:
+            resource_tracker.ensure_running()  # multiprocessing needs it then, and its start would unblock signals
+        # A signal that comes now is heard when all ranks are there, and by each when it can take note of it.
+        signal.pthread_sigmask(signal.SIG_BLOCK, PASSED_ON)
+        for local_rank in range(self.place.ranks):
+            environment = self.place.environment(local_rank)
+            # What torchrun's agent tells its ranks: the store is served already, rank 0 is a client like all.
+            environment |= {"MASTER_PORT": str(port), "TORCHELASTIC_USE_AGENT_STORE": "True"}
+            process = context.Process(target=_be_rank, args=(self.entry, self.argv, environment, os.getpid()))
+            process.start()
+            self._processes[int(environment["RANK"])] = process
+        signal.pthread_sigmask(signal.SIG_UNBLOCK, PASSED_ON)
+        for number in tuple(self.heard):
+            self._pass_on(number)
+
+    def _kill(self) -> None:
+        for process in self._processes.values():
+            process.kill()
+            process.join()
+        self._processes.clear()
+
+    def _wait(self) -> list[Ended]:
+        running: dict[Any, int] = {process.sentinel: rank for rank, process in self._processes.items()}
+        links: dict[Any, int] = {link: node for node, link in self.nodes.links.items()}
+        ended: list[Ended] = []
+        deadline = None
+        while running:
+            patience = None if deadline is None else max(0.0, deadline - time.monotonic())
+            ready = connection.wait([*running, *links], patience)
+            if not ready:
+                _ask_for_stacks({rank: self._processes[rank] for rank in running.values()})
+                break
+            lost = False
+            for handle in ready:
+                if handle in links:
+                    lost |= self._hear(links.pop(handle))
+                    continue
+                rank = running.pop(handle)
+                self._processes[rank].join()
+                ended.append(Ended(rank, self._processes[rank].exitcode or 0))
+            if deadline is None and (lost or any(end.failed for end in ended)):
+                deadline = time.monotonic() + GRACE_S
+                if self.place.node == 0:
+                    self.nodes.tell({"stop": True})
+        return ended
+
+    def _hear(self, node: int) -> bool:
+        """Hear what a node has to say in an attempt, one thing at most; whether the attempt is lost by that."""
+        try:
+            said = self.nodes.hear(node)
+        except NodeLostError:
+            return True
+        if "ended" not in said:
+            return True
+        self._elsewhere[node] = [Ended(rank, code) for rank, code in said["ended"]]
+        self.heard |= set(said["heard"])
+        return any(end.failed for end in self._elsewhere[node])
+
+
+def _be_rank(entry: Entry, argv: list[str], environment: Environment, parent: int) -> None:
+    """The life of a rank's process."""
+    _die_with(parent)
+    # Ctrl-C reaches every process of a terminal's session, and the parent passes it on: out of the session, a rank
+    # hears it once.
+    os.setsid()
+    os.environ.update(environment)
+    _take_threads()
+    signal.signal(signal.SIGINT, signal.default_int_handler)
+    with preemption.listening():
+        signal.pthread_sigmask(signal.SIG_UNBLOCK, PASSED_ON)
+        sys.exit(entry(argv))
+
+
+def _take_threads() -> None:
+    """OpenMP reads OMP_NUM_THREADS when it is loaded, which in a forked rank has been before it was set."""
+    if "torch" in sys.modules:
+        import torch
+
+        torch.set_num_threads(int(os.environ.get("OMP_NUM_THREADS", "1").partition(",")[0]))
+
+
+def _die_with(parent: int) -> None:
+    """No orphans: a rank whose launcher was killed would go on writing to a run that somebody may have resumed."""
+    if sys.platform == "linux":
+        pr_set_pdeathsig = 1
+        ctypes.CDLL(None).prctl(pr_set_pdeathsig, signal.SIGKILL)
+    if os.getppid() != parent:
+        sys.exit(EXIT_FAILED)
+
+
+def _listening(place: Place) -> socket.socket:
+    """Where the store will be served. It listens before any rank starts, so the port is never free for others, and
+    ranks that are early wait in its queue."""
+    return listen(0) if place.nodes > 1 else socket.create_server((LOCAL, 0), backlog=128)
+
+
+@contextlib.contextmanager
+def _store_served(listening: socket.socket) -> Iterator[None]:
+    """Serve the store where ranks meet. Its threads come after the forks: a process with threads should not fork."""
+    from torch.distributed import TCPStore  # type: ignore[attr-defined]
+
+    port = listening.getsockname()[1]
+    store = TCPStore(LOCAL, port, is_master=True, wait_for_workers=False, master_listen_fd=listening.detach())
+    yield
+    del store
+
+
+def _ask_for_stacks(hung: Mapping[int, BaseProcess]) -> None:
+    for rank, process in hung.items():
+        print(f"rank {rank} goes on though another failed; it hangs, and is killed now. Its stacks:", file=sys.stderr)
+        if process.pid is not None:
+            os.kill(process.pid, signal.SIGQUIT)
+        process.join(STACKS_S)

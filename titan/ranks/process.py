@@ -1,0 +1,92 @@
+"""This process among the others: which rank, on which device, in which process group."""
+
+import os
+from dataclasses import dataclass
+from datetime import timedelta
+
+import torch
+import torch.distributed as dist
+from torch._C._distributed_c10d import HashStore, PrefixStore, Store
+from torch.distributed.rendezvous import rendezvous
+
+from titan.config import Job
+from titan.contracts.base.mesh import Mesh
+from titan.errors import ConfigError
+from titan.ranks import watchdog
+
+
+@dataclass(frozen=True)
+class Rank:
+    """A rank of the run and its device."""
+
+    number: int
+    world_size: int
+    local: int
+    device: torch.device
+
+
+def launched_world_size() -> int:
+    """Ranks this process was launched among, from the launcher's environment; 1 without one."""
+    return int(os.environ.get("WORLD_SIZE", "1"))
+
+
+def join(job: Job) -> Rank:
+    """Take this process's place: choose its device and enter the process group.
+
+    Raises:
+        ConfigError: the job asks for a device this machine does not have.
+    """
+    rank = here(job.run.device)
+    if job.run.deterministic:
+        os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")  # cuBLAS asks for it, before its first use
+        torch.use_deterministic_algorithms(True)
+    watchdog.record_collectives(rank.number, job.folder / "logs", nccl=rank.device.type == "cuda")
+    enter(rank, job.comm.init_timeout_s)
+    return rank
+
+
+def here(wanted: str) -> Rank:
+    """Which rank this process is. Its device, "cpu", "cuda" or what "auto" finds, is the current one from now on.
+
+    Raises:
+        ConfigError: this machine does not have that device.
+    """
+    number, local = int(os.environ.get("RANK", "0")), int(os.environ.get("LOCAL_RANK", "0"))
+    rank = Rank(number, launched_world_size(), local, _device(wanted, local))
+    if rank.device.type != "cpu":
+        torch.accelerator.set_device_index(rank.device.index)
+    return rank
+
+
+def enter(rank: Rank, timeout_s: float) -> None:
+    """Meet the other ranks in the process group, whose collectives wait that long."""
+    backend = "gloo" if rank.device.type == "cpu" else f"cpu:gloo,{rank.device.type}:nccl"
+    timeout = timedelta(seconds=timeout_s)
+    store: Store = HashStore()
+    if "MASTER_ADDR" in os.environ:
+        # torchrun starts ranks again with the store of the dead ones, in which Gloo would find their addresses.
+        attempt = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")
+        store = PrefixStore(f"attempt {attempt}", next(rendezvous("env://", timeout=timeout))[0])
+    dist.init_process_group(backend, store=store, rank=rank.number, world_size=rank.world_size, timeout=timeout)
+
+
+def _device(wanted: str, local: int) -> torch.device:
+    if wanted == "cpu" or (wanted == "auto" and not torch.cuda.is_available()):
+        return torch.device("cpu")
+    if not torch.cuda.is_available():
+        raise ConfigError(f'[run] device = "{wanted}": PyTorch sees no such device here; use "cpu" or "auto"')
+    if local >= torch.cuda.device_count():
+        raise ConfigError(f"rank {local} of this node has no device: {torch.cuda.device_count()} are here")
+    return torch.device("cuda", local)
+
+
+def shorten_timeouts(job: Job, mesh: Mesh) -> None:
+    """After the first step, a collective of training that waits long is a hang, not a compiler at work."""
+    for group in (dist.group.WORLD, *mesh.groups()):
+        dist.distributed_c10d._set_pg_timeout(timedelta(seconds=job.comm.timeout_s), group)
+
+
+def leave() -> None:
+    """Leave the process group."""
+    if dist.is_initialized():
+        dist.destroy_process_group()

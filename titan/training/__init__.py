@@ -1,0 +1,1 @@
+"""A job wired to a run, and the run trained."""

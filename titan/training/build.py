@@ -1,0 +1,260 @@
+"""Job to Run: all wiring, one line a part."""
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, TypeVar
+
+import tomli_w
+import torch
+import torch.distributed as dist
+
+from titan import log
+from titan.checkpoint import Checkpointer, rng_state, set_rng_state
+from titan.checkpoint.disk.folder import is_hf
+from titan.checkpoint.ranks import Ranks
+from titan.checkpoint.resume import compare
+from titan.checkpoint.weights import find_weights, load_weights, stored_rest
+from titan.config import Job
+from titan.contracts import Dataset, Engine, NamedParameter, Part, Precision, RunInfo, World
+from titan.contracts.base.mesh import Mesh
+from titan.contracts.base.plan import glob_matches
+from titan.data.samples.loader import Loader
+from titan.data.samples.samples import Samples
+from titan.data.tokens.prepare import prepare
+from titan.errors import ConfigError, Fault, TitanError
+from titan.ranks.process import Rank
+from titan.training import phases
+from titan.training.engine import Direct, StepLoss
+from titan.training.guard import Guard
+from titan.training.metrics import Meter, Trackers
+
+T = TypeVar("T")
+
+
+@dataclass(kw_only=True)
+class Core:
+    """Everything a step needs, wired. `step` and `tokens` count what is done, over all ranks and earlier processes."""
+
+    job: Job
+    rank: Rank
+    world: World
+    parts: Sequence[Part]
+    engine: Engine
+    optimizer: torch.optim.Optimizer
+    loss: StepLoss
+    guard: Guard
+    step: int = 0
+    tokens: int = 0
+
+
+@dataclass(kw_only=True)
+class Run(Core):
+    """A step's needs, and what hangs on a run of them."""
+
+    loader: Loader
+    trackers: Trackers
+    meter: Meter
+    checkpointer: Checkpointer | None
+    held_out: Samples | None
+    dropped: int = 0
+    saved: int = field(default=0)
+    held_out_loss: float | None = None
+
+    def rest(self) -> dict[str, object]:
+        """What a checkpoint holds beside weights and optimizer state.
+
+        Raises:
+            DivergedError: the run has gone wrong; there is nothing to be saved.
+        """
+        return {
+            "config": self.job.table,
+            "step": self.step,
+            "tokens": self.tokens,
+            "dropped": self.guard.check(),
+            "data": self.loader.state_dict(),
+            "techniques": {technique.name: technique.state_dict() for technique in self.world.techniques},
+            "rng": rng_state(self.rank.device),
+        }
+
+
+def build(job: Job, rank: Rank) -> Run:
+    """Wire the run of a job on this rank; goes on from a checkpoint where the job says so.
+
+    Raises:
+        TitanError: data, checkpoint or plugin that cannot be used; on all ranks alike.
+    """
+    _open_folder(job, rank)
+    samples, held_out = together(lambda: (open_samples(job, rank), open_held_out(job, rank)), rank)
+    core = wire(job, rank)
+    world = core.world
+    checkpointer, rest = _restore(job, rank, core.parts, core.optimizer, samples.fingerprint)
+    step, first = int(rest.get("step", 0)), int(rest.get("data", {}).get("samples", 0))
+    for technique in world.techniques:
+        technique.load_state_dict(rest.get("techniques", {}).get(technique.name, {}))
+    dropped = int(rest.get("dropped", 0))
+    core.guard = Guard(_limit(job), dropped, rank.device)
+    core.step, core.tokens = step, int(rest.get("tokens", 0))
+    loader = Loader(
+        samples, global_batch=job.train.global_batch_size, micro_batch=job.micro_batch, first=first,
+        index=job.layout.role_index(rank.number, "batch"), ranks=job.batch_ranks, workers=job.data.workers,
+        device=rank.device,
+    )  # fmt: skip
+    trackers = Trackers(job.trackers if rank.number == 0 else ())
+    trackers.start(_info(job, world, step))
+    if "rng" in rest:
+        set_rng_state(rest["rng"], rank.device)
+    return Run(
+        **vars(core), loader=loader, trackers=trackers,
+        meter=Meter(world.plan, job.data.seq_len, rank.world_size, rank.device, job.metrics.peak_tflops),
+        checkpointer=checkpointer, dropped=dropped, held_out=held_out, saved=step,
+    )  # fmt: skip
+
+
+def wire(job: Job, rank: Rank, materialise: Callable[[Sequence[Part], World], None] = phases.materialise) -> Core:
+    """What the steps of a new run need, from the job alone: no data, no checkpoint, no file."""
+    world = world_of(job, rank)
+    parts = phases.assemble(world, materialise)
+    engine = next((e for t in world.techniques if (e := t.engine(parts, world)) is not None), None)
+    optimizer = job.optimizer.build(named_parameters(parts, world))
+    return Core(
+        job=job, rank=rank, world=world, parts=parts, engine=engine or Direct(parts[0], world.techniques),
+        optimizer=optimizer, loss=StepLoss(job.loss, rank.device), guard=Guard(_limit(job), 0, rank.device),
+    )  # fmt: skip
+
+
+def _limit(job: Job) -> int:
+    """Dropped updates in a row that end the run."""
+    return job.train.non_finite_limit if job.train.non_finite == "skip" else 1
+
+
+def _open_folder(job: Job, rank: Rank) -> None:
+    try:
+        log.set_up(rank.number, job.folder / "logs")
+        if rank.number == 0:
+            (job.folder / "config.toml").write_text(tomli_w.dumps(dict(job.table)), encoding="utf-8")
+    except OSError as error:
+        raise ConfigError([Fault("", f"[run] dir: cannot write to {job.folder}: {error.strerror}")]) from None
+
+
+def together(work: Callable[[], T], rank: Rank) -> T:
+    """Run `work` on rank 0, then on the first rank of each node, then on all, so that what one writes the next finds.
+
+    Raises:
+        TitanError: the one that the work raised on any rank, on all of them, so that nobody waits for ever.
+    """
+    result: list[T] = []
+    for turn in range(3):
+        mine = (rank.number == 0, rank.local == 0, True)[turn] and not result
+        error: TitanError | None = None
+        if mine:
+            try:
+                result.append(work())
+            except TitanError as problem:
+                error = problem
+        errors: list[TitanError | None] = [None] * rank.world_size
+        if rank.world_size > 1:
+            dist.all_gather_object(errors, error)
+        else:
+            errors = [error]
+        for problem_ in errors:
+            if problem_ is not None:
+                raise problem_
+    return result[0]
+
+
+def open_samples(job: Job, rank: Rank) -> Samples:
+    """The samples of a job's sources, tokenised first where they are text.
+
+    Raises:
+        DataError: the text or the tokens cannot be used.
+        ConfigError: the tokenizer has ids that the model has no row for.
+    """
+    if job.tokenizer.vocab_size > job.plan.vocab_size:
+        sizes = f"the tokenizer has {job.tokenizer.vocab_size} ids, the model rows for {job.plan.vocab_size}"
+        raise ConfigError([Fault("", f"[model] vocab_size: {sizes}; set it to at least {job.tokenizer.vocab_size}")])
+    return Samples(
+        [(_prepared(source.plugin, job, rank), source.weight) for source in job.sources], seq_len=job.data.seq_len,
+        packing=job.data.packing, seed=job.run.seed, shuffle=job.data.shuffle, vocab_size=job.plan.vocab_size,
+    )  # fmt: skip
+
+
+def open_held_out(job: Job, rank: Rank) -> Samples | None:
+    """The samples that a job validates on, in an order that no seed of a run changes; None where it does not validate.
+
+    Raises:
+        DataError: the text or the tokens cannot be used.
+    """
+    if job.held_out is None or not job.validation.every:
+        return None
+    return Samples(
+        [(_prepared(job.held_out, job, rank), 1.0)], seq_len=job.data.seq_len, packing=job.data.packing, seed=0,
+        shuffle=True, vocab_size=job.plan.vocab_size,
+    )  # fmt: skip
+
+
+def _prepared(dataset: Dataset, job: Job, rank: Rank) -> list[Path]:
+    cache, workers = Path(job.data.cache).expanduser(), job.data.prepare_workers
+    return prepare(dataset, job.tokenizer, cache=cache, workers=workers, progress=rank.number == 0)
+
+
+def world_of(job: Job, rank: Rank) -> World:
+    """What techniques may know on this rank, before there is a model."""
+    precision = Precision()
+    for technique in job.techniques:
+        precision = technique.precision(precision)
+    owned = [axis.name for technique in job.techniques for axis in technique.axes]
+    mesh = Mesh(job.layout, rank.device, rank.number, keep=owned)
+    return World(job=job, mesh=mesh, plan=job.plan, precision=precision, techniques=job.techniques)
+
+
+def named_parameters(parts: Sequence[Part], world: World) -> list[NamedParameter]:
+    """Trainable parameters of this rank, with what the plan says of their decay."""
+
+    def decays(name: str) -> bool:
+        return not any(glob_matches(pattern, name) for pattern in world.plan.no_decay)
+
+    return [NamedParameter(name, p, decays(name)) for part in parts for name, p in part.parameters()]
+
+
+def _restore(
+    job: Job, rank: Rank, parts: Sequence[Part], optimizer: torch.optim.Optimizer, fingerprint: str
+) -> tuple[Checkpointer | None, dict[str, Any]]:
+    """The checkpointer, and what a checkpoint held beside weights and optimizer state (nothing for a new run)."""
+    if not job.checkpoint.enabled:
+        log.log.info(f"weights: {_first_weights(job, rank, parts)}; checkpoints are off")
+        return None, {}
+    section = job.checkpoint
+    checkpointer = Checkpointer(
+        job.folder / "checkpoints", keep=section.keep, asynchronous=section.asynchronous, rank=rank.number,
+        world_size=rank.world_size, timeout_s=job.comm.checkpoint_timeout_s,
+    )  # fmt: skip
+    path = checkpointer.find(section.resume)
+    if path is None:
+        log.log.info(f"weights: {_first_weights(job, rank, parts)}")
+        return checkpointer, {}
+    changes = compare(stored_rest(path), job.table, fingerprint, section.new_data)
+    rest = checkpointer.load(path, parts, optimizer)
+    unused = "; the run has begun, so checkpoint.init_from is not used" if section.init_from else ""
+    log.log.info(f"weights: from {path}, step {rest.get('step', 0)}{unused}")
+    for sentence in changes.said:
+        log.log.info(f"changed: {sentence}")
+    return checkpointer, {**rest, "data": {}} if changes.other_samples else rest
+
+
+def _first_weights(job: Job, rank: Rank, parts: Sequence[Part]) -> str:
+    """Give a new run the weights it is to start from; says where they are from. Drawn ones it has already."""
+    given = job.checkpoint.init_from
+    if not given:
+        return f"new, seed {job.run.seed}"
+    ranks = Ranks(rank.number, rank.world_size)
+    path = ranks.first(lambda: find_weights(given, "checkpoint.init_from"))
+    load_weights(path, job.model, parts, ranks)
+    return f"from {'HF folder' if is_hf(path) else 'checkpoint'} {path}"
+
+
+def _info(job: Job, world: World, step: int) -> RunInfo:
+    return RunInfo(
+        folder=job.folder, name=job.run.name, config=job.table, start_step=step, steps=job.train.steps,
+        params=world.plan.params, every=job.metrics.every,
+    )  # fmt: skip

@@ -1,0 +1,42 @@
+"""Layout-invariant initial weights: each parameter is drawn whole from a generator of its own, then sliced.
+
+The generator is seeded by (seed, canonical name), so no count of ranks, stages or shards enters.
+"""
+
+import hashlib
+
+import torch
+from torch import Tensor
+from torch.distributed.tensor import DTensor
+
+from titan.contracts import Part
+from titan.contracts.base.plan import Init, ModelPlan
+from titan.contracts.base.sharding import slice_of
+
+
+def init_weights(part: Part, plan: ModelPlan, seed: int) -> None:
+    """Give every parameter of the part its initial value, in place."""
+    with torch.no_grad():
+        for name, parameter in part.parameters():
+            how = plan.init_of(name)
+            if isinstance(parameter, DTensor):
+                whole = draw(how, parameter.shape, seed, name, parameter.device, parameter.dtype)
+                local = parameter.to_local()
+                local.copy_(slice_of(whole, parameter))
+            else:
+                parameter.copy_(draw(how, parameter.shape, seed, name, parameter.device, parameter.dtype))
+
+
+def draw(how: Init, shape: torch.Size, seed: int, name: str, device: torch.device, dtype: torch.dtype) -> Tensor:
+    """The whole initial tensor of the parameter called `name`."""
+    if how.kind == "constant":
+        return torch.full(shape, how.value, device=device, dtype=dtype)
+    generator = torch.Generator(device=device).manual_seed(name_seed(seed, name))
+    tensor = torch.empty(shape, device=device, dtype=dtype)
+    bound = how.cut * how.std
+    return torch.nn.init.trunc_normal_(tensor, std=how.std, a=-bound, b=bound, generator=generator)
+
+
+def name_seed(seed: int, name: str) -> int:
+    """A 63-bit seed from the run's seed and a name; equal on every machine and Python."""
+    return int.from_bytes(hashlib.sha256(f"{seed}:{name}".encode()).digest()[:8], "little") >> 1

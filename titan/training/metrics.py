@@ -1,0 +1,116 @@
+"""What is measured, and who is told. Values leave the device only when a row is due."""
+
+import time
+from collections.abc import Sequence
+
+import torch
+
+from titan.contracts import Row, RunInfo, Tracker
+from titan.contracts.base.plan import ModelPlan
+
+PEAK_TFLOPS = {
+    "V100": 125.0,
+    "A100": 312.0,
+    "H100 PCIe": 756.0,
+    "H100 NVL": 835.0,
+    "H100": 989.0,
+    "H200": 989.0,
+    "B200": 2250.0,
+    "L40S": 362.0,
+    "MI250X": 191.5,
+    "MI300X": 1307.0,
+}
+"""Dense bf16 (V100: fp16) peak of a device as its vendor states it, by a piece of its name; MI250X: one die."""
+
+
+def peak_tflops(device: torch.device, stated: float) -> float | None:
+    """Dense peak of a device in TFLOP/s: what the job states, else what the name tells, else None."""
+    if stated:
+        return stated
+    if device.type != "cuda":
+        return None
+    name = torch.cuda.get_device_name(device)
+    return next((peak for piece, peak in PEAK_TFLOPS.items() if piece in name), None)
+
+
+class Meter:
+    """Turns steps into rows.
+
+    The speed of a row is that of the steps since the row before; the loss and the norm are those of its own step.
+    """
+
+    def __init__(self, plan: ModelPlan, seq_len: int, devices: int, device: torch.device, stated_peak: float) -> None:
+        self._flops_per_token = plan.flops_per_token(seq_len)
+        self._devices, self._device = devices, device
+        self._peak = peak_tflops(device, stated_peak)
+        self._begin()
+
+    def _begin(self) -> None:
+        self._since, self._steps, self._tokens, self._data_s = time.perf_counter(), 0, 0, 0.0
+
+    def add(self, tokens: int, data_s: float) -> None:
+        """Count a step that consumed `tokens` (over all ranks) and waited `data_s` for its data on this rank."""
+        self._steps, self._tokens, self._data_s = self._steps + 1, self._tokens + tokens, self._data_s + data_s
+
+    def skip(self, seconds: float) -> None:
+        """Leave time out that belongs to no step: a checkpoint, a validation."""
+        self._since += seconds
+
+    def row(self, step: int, loss: float, grad_norm: float, lr: float, tokens: int) -> Row:
+        """The row of a step, with `tokens` consumed since the very start; begins the next."""
+        seconds = time.perf_counter() - self._since
+        per_s = self._tokens / seconds
+        tflops = per_s * self._flops_per_token / self._devices / 1e12
+        row: Row = {
+            "step": step,
+            "loss": loss,
+            "grad_norm": grad_norm,
+            "lr": lr,
+            "tokens": tokens,
+            "tokens_per_s": per_s,
+            "tokens_per_s_per_device": per_s / self._devices,
+            "model_tflops_per_device": tflops,
+            "mfu": tflops / self._peak if self._peak else None,
+            "step_time_s": seconds / max(self._steps, 1),
+            "data_time_s": self._data_s / max(self._steps, 1),
+            "peak_memory_gib": peak_memory_gib(self._device),
+            "time": time.time(),
+        }
+        self._begin()
+        return row
+
+
+def peak_memory_gib(device: torch.device) -> float:
+    """Most memory this process has held: on a GPU what its allocator reserved, on a CPU its resident set."""
+    if device.type == "cuda":
+        return torch.cuda.max_memory_reserved(device) / 2**30
+    import resource  # Unix only, as gloo and the launcher are
+
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 2**20
+
+
+class Trackers:
+    """All trackers of a run as one; empty on ranks that do not talk."""
+
+    def __init__(self, trackers: Sequence[Tracker]) -> None:
+        self._trackers = trackers
+
+    def start(self, info: RunInfo) -> None:
+        """The run begins."""
+        for tracker in self._trackers:
+            tracker.start(info)
+
+    def log(self, row: Row) -> None:
+        """Hand a row to each."""
+        for tracker in self._trackers:
+            tracker.log(row)
+
+    def progress(self, step: int) -> None:
+        """A step is done."""
+        for tracker in self._trackers:
+            tracker.progress(step)
+
+    def close(self) -> None:
+        """The run ends."""
+        for tracker in self._trackers:
+            tracker.close()

@@ -1,0 +1,55 @@
+"""The one place that states the order in which techniques touch the model, and why.
+
+convert      first, while modules are plain and on the meta device: what swaps a Linear for another must see all.
+split        then, so that everything below works on what this rank's stages hold and never looks at the rest.
+partition    tensor, sequence and expert slices: they replace parameters, so before anything wraps or captures them.
+recompute    chooses what a block saves; the compiler must see the choice, and sharding must see the recomputed calls.
+compile      block by block, after the arithmetic is final and before hooks that a graph cannot hold.
+shard        last of the wrappers: data-parallel hooks sit outside of blocks, gather what partition left, reduce once.
+materialise  storage and initial values, when every tensor has the shape and owner it will keep.
+
+Within a phase the order is the TOML's.
+"""
+
+from collections.abc import Callable, Sequence
+from typing import get_args
+
+import torch
+
+from titan.contracts import Part, Phase, World
+from titan.training.init import init_weights
+
+ORDER: tuple[Phase, ...] = get_args(Phase)
+
+
+def materialise(parts: Sequence[Part], world: World) -> None:
+    """Storage on the device of this rank, and layout-invariant initial values."""
+    for part in parts:
+        part.module.to_empty(device=world.device)
+        part.retie(world.plan)
+        init_weights(part, world.plan, world.job.run.seed)
+
+
+def assemble(world: World, materialise: Callable[[Sequence[Part], World], None] = materialise) -> list[Part]:
+    """Build the model, let the techniques at it in order, give it storage and initial values by `materialise`.
+
+    Returns the parts this rank holds.
+    """
+    with torch.device("meta"):
+        model = world.job.model.build()
+    world.plan.check_names((name for name, _ in model.named_modules()), (name for name, _ in model.named_parameters()))
+    parts = [Part(model)]
+    for phase in ORDER:
+        for technique in world.techniques:
+            if technique.phase != phase:
+                continue
+            if phase == "split":
+                parts = technique.split(model, world)
+            else:
+                for part in parts:
+                    technique.apply(part, world)
+        if phase == "split":
+            world.parts = parts
+        if phase == "shard":
+            materialise(parts, world)
+    return parts

@@ -1,0 +1,140 @@
+"""The loop and the step."""
+
+import gc
+import time
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from titan.contracts import Batch
+from titan.log import log
+from titan.ranks.preemption import Preemption
+from titan.ranks.process import shorten_timeouts
+from titan.training.build import Core, Run
+from titan.training.engine import valid_tokens
+from titan.training.gradients import clip, global_norm
+from titan.training.validation import validate
+
+
+@dataclass(frozen=True)
+class Stats:
+    """What a step leaves behind, on the device: its loss, its gradient norm before clipping, and the rate it used."""
+
+    loss: Tensor
+    grad_norm: Tensor
+    lr: float
+
+
+def train(run: Run) -> str:
+    """Train until the job's last step, or until the run is asked to stop; measure and save on the way.
+
+    Returns what asked it to stop ("SIGTERM", ...; empty: nothing did), the same on all ranks. All steps may be done
+    all the same.
+    """
+    first, asked = run.step, ""
+    gc.disable()  # each rank collecting at its own time makes stragglers; all do it together below
+    try:
+        preemption = Preemption(run.rank.world_size, run.job.run.max_minutes, run.job.comm.init_timeout_s)
+        batches = iter(run.loader)
+        while run.step < run.job.train.steps and not asked:
+            preemption.ask()
+            waited = time.perf_counter()
+            micro_batches = next(batches)
+            waited = time.perf_counter() - waited
+            stats = step(run, micro_batches)
+            if run.step == first + 1:
+                shorten_timeouts(run.job, run.world.mesh)
+            after_step(run, stats, waited)
+            asked = preemption.due()
+        save(run)
+        if run.checkpointer is not None:
+            run.checkpointer.wait()
+        preemption.ask()
+        return asked or preemption.due()
+    finally:
+        gc.enable()
+        close(run)
+
+
+def step(run: Core, batches: list[Batch]) -> Stats:
+    """Forward and backward of the micro batches, clip, update."""
+    consumed = sum(batch.tokens.numel() for batch in batches) * run.job.batch_ranks
+    assert consumed == run.job.tokens_per_step, f"a step consumed {consumed} tokens, not {run.job.tokens_per_step}"
+    techniques, mesh = run.world.techniques, run.world.mesh
+    for technique in techniques:
+        technique.before_step(run.step + 1)
+    run.loss.begin(mesh.sum(valid_tokens(batches), "batch", "sequence"))
+    run.engine.forward_backward(batches, run.loss)
+    for technique in techniques:
+        technique.after_backward()
+    loss, norm = run.guard.look(run.step + 1, run.loss.reported, global_norm(run.parts, mesh), mesh)
+    if run.job.train.grad_clip:
+        clip(run.parts, norm, run.job.train.grad_clip)
+    for technique in techniques:
+        technique.before_update(norm)
+    lr = _update(run)
+    run.step += 1
+    run.tokens += consumed
+    for technique in techniques:
+        technique.after_step(run.step)
+    return Stats(loss, norm, lr)
+
+
+def _update(run: Core) -> float:
+    """Step the optimizer at this step's rate; returns the largest rate of its groups."""
+    factor = run.job.lr_schedule.factor(run.step + 1, run.job.train.steps)
+    rates = []
+    for group in run.optimizer.param_groups:
+        group.setdefault("peak_lr", group["lr"])
+        group["lr"] = group["peak_lr"] * factor
+        rates.append(float(group["lr"]))
+    run.guard.update(run.optimizer)
+    run.optimizer.zero_grad()
+    return max(rates)
+
+
+def after_step(run: Run, stats: Stats, waited: float) -> None:
+    """What hangs on a step, in this order: count, log, validate, collect garbage, save."""
+    run.meter.add(run.job.tokens_per_step, waited)
+    run.trackers.progress(run.step)
+    every, steps = run.job.metrics.every, run.job.train.steps
+    if run.step % every == 0 or run.step in (1, steps):
+        _log(run, stats)
+    began = time.perf_counter()
+    if run.held_out is not None and (run.step % run.job.validation.every == 0 or run.step == steps):
+        validate(run)
+    if run.step % run.job.train.gc_every == 0:
+        gc.collect()
+    if run.step % run.job.checkpoint.every == 0:
+        save(run)
+    run.meter.skip(time.perf_counter() - began)
+
+
+def _log(run: Run, stats: Stats) -> None:
+    loss, norm = torch.stack([stats.loss, stats.grad_norm]).tolist()
+    dropped, failure = run.guard.read()
+    row = run.meter.row(run.step, loss, norm, stats.lr, run.tokens)
+    run.trackers.log({**row, "dropped_updates": dropped})
+    if failure is not None:
+        raise failure
+    if dropped > run.dropped:
+        log.warning(f"step {run.step}: NaN or inf, {dropped - run.dropped} updates dropped, {dropped} in all")
+        run.dropped = dropped
+
+
+def save(run: Run) -> None:
+    """Save the state after this step, once."""
+    if run.checkpointer is not None and run.saved != run.step:
+        run.checkpointer.save(run.step, run.parts, run.optimizer, run.rest())
+        run.saved = run.step
+
+
+def close(run: Run) -> None:
+    """Let go of everything, in reverse order of making."""
+    run.loader.close()
+    for technique in reversed(run.world.techniques):
+        technique.close()
+    if run.checkpointer is not None:
+        run.checkpointer.close()
+    run.trackers.close()

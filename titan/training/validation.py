@@ -1,0 +1,91 @@
+"""Loss on held-out samples: the same samples each time, and the same value at any layout."""
+
+import math
+import time
+from collections.abc import Callable, Iterable, Iterator, Sequence
+
+import torch
+from torch import Tensor
+
+from titan.contracts import IGNORE, Batch, Engine, Loss, World
+from titan.data.samples.samples import Sample, Samples
+from titan.training.build import Run
+from titan.training.engine import evaluating
+
+Score = Callable[[Tensor, Tensor], Tensor]
+"""(logits [B, S, V], labels [B, S]) -> values to be summed over all batches, float64 [K]."""
+
+
+def totals(engine: Engine, world: World, batches: Iterable[Batch], score: Score, values: int) -> list[float]:
+    """Sums of the `values` numbers that `score` gives, over the batches of all ranks.
+
+    All ranks take part, with as many batches each, and get the same numbers. Training does not notice.
+    """
+    sums = torch.zeros(values, dtype=torch.float64, device=world.device)
+    with evaluating(world.parts):
+        for batch in batches:
+            logits = engine.forward(batch)
+            if logits is not None:
+                sums += score(logits, batch.labels)
+    found: list[float] = world.mesh.sum(sums, "batch", "sequence", "stage").tolist()
+    return found
+
+
+def nats_and_tokens(loss: Loss) -> Score:
+    """The cross-entropy that a loss reports, and the number of tokens that it is of."""
+
+    def score(logits: Tensor, labels: Tensor) -> Tensor:
+        return torch.stack([loss.compute(logits, labels)[1].double(), (labels != IGNORE).sum().double()])
+
+    return score
+
+
+def validate(run: Run) -> None:
+    """Tell the trackers the loss on the held-out samples, and keep it in `run.held_out_loss`: nats per token."""
+    assert run.held_out is not None
+    batches = _batches(run, run.held_out)
+    nats, tokens = totals(run.engine, run.world, batches, nats_and_tokens(run.job.loss), 2)
+    run.held_out_loss = nats / max(tokens, 1.0)
+    row = {
+        "step": run.step,
+        "validation_loss": run.held_out_loss,
+        "validation_perplexity": perplexity(run.held_out_loss),
+    }
+    run.trackers.log({**row, "time": time.time()})
+
+
+def perplexity(nats: float) -> float:
+    """e to this power; infinite where that is beyond a float."""
+    try:
+        return math.exp(nats)
+    except OverflowError:
+        return math.inf
+
+
+def samples_used(run: Run) -> int:
+    """How many held-out samples a validation takes: what the job asks for, or all there are."""
+    there = len(run.held_out) if run.held_out is not None else 0
+    return min(run.job.validation.samples or there, there)
+
+
+def _batches(run: Run, samples: Samples) -> Iterator[Batch]:
+    """This rank's micro batches of the samples, shaped as in training; as many on each rank."""
+    job, count, size = run.job, samples_used(run), run.job.micro_batch
+    first = job.layout.role_index(run.rank.number, "batch") * size
+    for start in range(first, first + count, size * job.batch_ranks):
+        yield _stacked([_sample(samples, number, count) for number in range(start, start + size)], run.rank.device)
+
+
+def _sample(samples: Samples, number: int, count: int) -> Sample:
+    """A sample; beyond the last, one without labels, so that all ranks run as many forwards."""
+    sample = samples[min(number, count - 1)]
+    return sample if number < count else sample._replace(labels=torch.full_like(sample.labels, IGNORE))
+
+
+def _stacked(rows: Sequence[Sample], device: torch.device) -> Batch:
+    documents = [row.documents for row in rows if row.documents is not None]
+    return Batch(
+        torch.stack([row.tokens for row in rows]).to(device),
+        torch.stack([row.labels for row in rows]).to(device),
+        torch.stack(documents).to(device) if documents else None,
+    )
