@@ -12,7 +12,19 @@ from pathlib import Path
 
 import pytest
 
-from bench.house import TABLE, arrows_of, circles, files_of, imports, package_of, parsed, room_of, rooms_of
+from bench.house import (
+    TABLE,
+    arrows_of,
+    circles,
+    files_of,
+    house_of,
+    imports,
+    package_of,
+    parsed,
+    picture,
+    room_of,
+    rooms_of,
+)
 
 ROOT = Path(__file__).parents[2]
 
@@ -237,6 +249,12 @@ RULES: list[Callable[[Path], Iterator[str]]] = [
 def test_the_house(rule: Callable[[Path], Iterator[str]]) -> None:
     faults = list(rule(ROOT))
     assert not faults, "\n" + "\n".join(faults)
+
+
+def test_the_picture_in_the_docs_is_of_this_house() -> None:
+    drawn = picture(house_of(ROOT, rooms_of(ROOT)))
+    again = "python -m bench.house --plot docs/house.svg"
+    assert (ROOT / "docs/house.svg").read_text() == drawn, f"draw it again: {again}"
 
 
 def test_the_house_has_plugins() -> None:

@@ -1,5 +1,6 @@
 """Plugins are held against their contract when their file is read."""
 
+import importlib
 import subprocess
 import sys
 from pathlib import Path
@@ -105,3 +106,17 @@ def test_commands_that_train_nothing_start_without_the_compiler() -> None:
     loaded = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout.split()
     assert "titan.plugins.parallel.pipeline" in loaded
     assert not {"torch._dynamo", "torch._inductor", "torch.distributed.pipelining"} & set(loaded)
+
+
+@pytest.mark.parametrize(
+    ("old", "new"),
+    [
+        *(
+            (f"titan.{name}", f"titan.contracts.base.{name}")
+            for name in ("cost", "mesh", "options", "plan", "registry")
+        ),
+        *((f"titan.data.{name}", f"titan.data.tokens.{name}") for name in ("bytepairs", "exchange", "files", "shards")),
+    ],
+)
+def test_a_plugin_written_for_0_1_finds_what_it_imports(old: str, new: str) -> None:
+    assert importlib.import_module(old) is importlib.import_module(new)

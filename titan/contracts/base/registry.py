@@ -1,6 +1,6 @@
 """Who is there: kinds of plugins, their names, and the three doors they come through.
 
-A contract (`titan/contracts.py`) is a subclass of `Plugin` that sets `kind`; a plugin is a subclass of a contract
+A contract (`titan/contracts/`) is a subclass of `Plugin` that sets `kind`; a plugin is a subclass of a contract
 that sets `name` and `Config` and carries `@register`. What a plugin may define is exactly what its contract names:
 public methods that the contract does not know, or with other parameters, are refused here, when the file is read.
 """
