@@ -188,7 +188,7 @@ def needed(arrows: Mapping[tuple[str, str], int]) -> list[tuple[str, str]]:
                 return True
         return False
 
-    return [(h, low) for h, low in arrows if not any(reaches(m, low, {h}) for m in below[h] - {low})]
+    return [(h, low) for h, low in arrows if not any(reaches(other, low, {h}) for other in below[h] - {low})]
 
 
 # --- what is shown ------------------------------------------------------------------------------------------------
@@ -197,7 +197,7 @@ WIDTH, HEIGHT, GAP, FLOOR, MARGIN = 168, 30, 22, 78, 20
 
 
 def picture(house: House) -> str:
-    """The house as SVG: a row a floor, the ground at the bottom; arrows that others imply are left out."""
+    """The house as SVG: a row a floor. Left out: arrows that others imply, and those to the ground, which all have."""
     top = max(house.floors.values())
     rows = [[room for room in house.rooms if house.floors[room] == floor] for floor in range(top + 1)]
     wide = max(len(row) for row in rows) * (WIDTH + GAP) - GAP + 2 * MARGIN
@@ -209,13 +209,12 @@ def picture(house: House) -> str:
     high = 2 * MARGIN + top * FLOOR + HEIGHT
     out = [
         f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {wide:.0f} {high:.0f}" font-family="sans-serif">',
-        "<title>Rooms of titan/ and the imports between them; those that a chain of others implies are left out"
-        "</title>",
+        "<title>Rooms of titan/ and the imports between them</title>",
         '<defs><marker id="tip" viewBox="0 0 8 8" refX="7" refY="4" markerWidth="7" markerHeight="7" orient="auto">'
         '<path d="M0 0 8 4 0 8z" fill="#789"/></marker></defs>',
         f'<rect width="{wide:.0f}" height="{high:.0f}" fill="#fff"/>',
     ]
-    for upper, lower in needed(house.arrows):
+    for upper, lower in needed({pair: n for pair, n in house.arrows.items() if house.floors[pair[1]]}):
         (x, y), (u, v) = at[upper], at[lower]
         x, y, u = x + WIDTH / 2, y + HEIGHT, u + WIDTH / 2
         bend = max(24.0, (v - y) / 2)

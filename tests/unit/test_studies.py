@@ -10,8 +10,8 @@ from titan.cli import main
 from titan.config import load_job
 from titan.contracts import Technique, registry
 from titan.errors import ConfigError
-from titan.planner import STUDIES
 from titan.planner.machine import cluster
+from titan.planner.report import STUDIES
 from titan.planner.report.studies import KINDS, run
 from titan.planner.report.study import MEASURES, Point, Study
 from titan.planner.step.layout import costs_of

@@ -8,7 +8,7 @@ from typing import Any
 
 from titan.config import Job, load_job
 from titan.errors import EXIT_DONE, ConfigError, Fault
-from titan.planner import STUDIES
+from titan.planner.report import STUDIES
 from titan.ranks.place import cores
 
 HELP = "say what a job needs and how fast it will be on a cluster, and find its best layout"
