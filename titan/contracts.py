@@ -65,6 +65,8 @@ class Model(Plugin, ABC):
     def build(self) -> nn.Module:
         """The whole model, uninitialised; called under `torch.device("meta")`.
 
+        Whatever values parameters and buffers are built with are lost: the plan's `init` and `buffers` say theirs.
+
         Its forward takes `(x, documents=None, cache=None)` and is what every stage runs: x is tokens [B, S] on the
         first stage and hidden states [B, S, D] on the others, told apart by dtype, because a stage that is not the
         first may hold a stem module whose weight its head is tied to. The result is logits [B, S, V] where the head is
