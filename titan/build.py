@@ -18,9 +18,10 @@ from titan.contracts import Dataset, Engine, NamedParameter, Part, Precision, Ru
 from titan.data.loader import Loader
 from titan.data.prepare import prepare
 from titan.data.samples import Samples
-from titan.engine import Direct, StepLoss
+from titan.engine import Direct, StepLoss, Strict
 from titan.errors import ConfigError, Fault, TitanError
 from titan.guard import Guard
+from titan.init import name_seed
 from titan.mesh import Mesh
 from titan.metrics import Meter, Trackers
 from titan.plan import glob_matches
@@ -82,6 +83,8 @@ def build(job: Job, rank: Rank) -> Run:
     Raises:
         TitanError: data, checkpoint or plugin that cannot be used; on all ranks alike.
     """
+    # Nothing of the host's draws from the default generators; what a plugin draws while it is built is seeded too.
+    torch.manual_seed(name_seed(job.run.seed, "default generators"))
     _open_folder(job, rank)
     samples, held_out = together(lambda: (open_samples(job, rank), open_held_out(job, rank)), rank)
     core = wire(job, rank)
@@ -92,6 +95,7 @@ def build(job: Job, rank: Rank) -> Run:
         technique.load_state_dict(rest.get("techniques", {}).get(technique.name, {}))
     dropped = int(rest.get("dropped", 0))
     core.guard = Guard(_limit(job), dropped, rank.device)
+    core.engine = Strict(core.engine, core.parts, rank.device)
     core.step, core.tokens = step, int(rest.get("tokens", 0))
     loader = Loader(
         samples, global_batch=job.train.global_batch_size, micro_batch=job.micro_batch, first=first,

@@ -73,6 +73,9 @@ class Model(Plugin, ABC):
         present, hidden states where its modules were set to None. `documents` [B, S] numbers the document each token
         belongs to, when attention must not cross documents.
 
+        A forward draws no random numbers and writes to no persistent buffer: either would make the curve depend on the
+        layout. A training step that finds one doing so raises a PluginError.
+
         With a `cache` the tokens follow those of earlier calls: they stand at `cache.positions` [B, S], and in each
         layer `cache.layer(name).attend(q, k, v)` takes the place of causal attention; `documents` is then None. A
         forward without this parameter generates text too, going through all of it for each token.

@@ -1,4 +1,4 @@
-"""What every tensor-parallel rank holds whole stays the same on all of them: parameters, gradients, buffers.
+"""What every tensor-parallel rank holds whole is the same on all of them: parameters, gradients, buffers, generators.
 
 The model has every kind: norms of hidden states and of heads, biases of both linears of a pair, learned positions, a
 buffer that is saved and one that is computed. `train_job` compares replicas bit by bit.
@@ -134,3 +134,39 @@ def test_saved_where_persistent_and_computed_where_not(one_rank: Outcome, tmp_pa
     tokens = torch.arange(32)[None]
     [logits] = run_ranks(_logits, 1, str(tmp_path / "run"), tokens, init=False)
     assert torch.equal(logits, plain(tokens))
+
+
+# --- what a step leaves alone -------------------------------------------------------------------------------------
+
+RECOMPUTE = ("--plugins.activation_checkpoint.mode", "full")
+
+
+@pytest.mark.parametrize("words", [[], [*mesh(pp=2), *RECOMPUTE]], ids=["one rank", "pp 2, recompute"])
+def test_a_forward_that_draws_random_numbers_is_refused(words: list[str], tmp_path: Path) -> None:
+    with pytest.raises(RankError, match=r"drew random numbers from the default generator of cpu, .* dropout"):
+        train_job(tmp_path, 2 if words else 1, *words, "--model.fault", "dropout", config=FRILLS)
+
+
+def test_a_forward_that_writes_to_a_saved_buffer_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(RankError, match=r"wrote to the persistent buffer layers\.0\.added, .* persistent=False"):
+        train_job(tmp_path, 1, "--model.fault", "writes", config=FRILLS)
+
+
+def _drawn(folder: str, words: list[str], config: str) -> dict[str, Tensor]:
+    """On one rank: what the default generator gives once a run is built, and once it has ended."""
+    from titan import build, ranks, trainer
+
+    job = load_job(Path(config), ["--run.dir", folder, "--data.cache", f"{folder}/cache", *words])
+    run = build.build(job, ranks.join(job))
+    state = torch.get_rng_state()
+    trainer.train(run)
+    assert torch.equal(state, torch.get_rng_state())
+    return {"drawn": torch.rand(4)}
+
+
+def test_default_generators_are_seeded_and_training_draws_nothing_from_them(tmp_path: Path) -> None:
+    def drawn(seed: int) -> Tensor:
+        words = ("--run.seed", str(seed), "--train.steps", "2")
+        return train_job(tmp_path, 1, *words, config=FRILLS, name=f"seed {seed}", run=_drawn).weights["drawn"]
+
+    assert torch.equal(drawn(0), drawn(0)) and not torch.equal(drawn(0), drawn(1))

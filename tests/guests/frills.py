@@ -78,12 +78,13 @@ class _Block(nn.Module):
         self.register_buffer("added", torch.tensor(ADDED.value))
 
     def forward(self, x_BSD: Tensor) -> Tensor:
-        x_BSD = x_BSD + self.added * self.attn(self.attn_norm(x_BSD))
+        added = self.added.clone()
+        x_BSD = x_BSD + added * self.attn(self.attn_norm(x_BSD))
         if self.fault == "dropout":
             x_BSD = F.dropout(x_BSD, 0.1, self.training)
         if self.fault == "writes":
             self.added *= 0.9
-        return x_BSD + self.added * self.ffn(self.ffn_norm(x_BSD))
+        return x_BSD + added * self.ffn(self.ffn_norm(x_BSD))
 
 
 class _Frills(nn.Module):
