@@ -83,7 +83,7 @@ class ActivationCheckpoint(Technique):
                 part.wrap_forward(name, place, self._wrap)
 
     def _wrap(self, forward: Callable[..., Any]) -> Callable[..., Any]:
-        # No dropout, no randomness in a block: there is no RNG state to keep.
+        # A forward draws no random numbers (Model.build; the run refuses one that does): no state to keep for them.
         settings: dict[str, Any] = {"use_reentrant": False, "preserve_rng_state": False}
         if self.config.mode == "selective":
             settings["context_fn"] = partial(create_selective_checkpoint_contexts, _policy)

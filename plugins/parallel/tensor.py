@@ -21,7 +21,7 @@ Cost for tp ranks, a micro batch of B x S tokens of width D in e bytes per numbe
         an all-gather and a reduce-scatter in place of each, the same bytes. The embedding (forward) and the head
         (backward) add one all-reduce or such a pair together. Logits: B S V e (tp - 1) / tp when they are made whole,
         3 numbers a token otherwise.
-    once a step with sequence_parallel: one all-reduce of the gradients of norms and learned positions.
+    once a step: one all-reduce of the gradients of q/k norms, and with sequence_parallel of norms, learned positions.
 All of it waits on the critical path: keep tp within a node.
 
 Limits: tp divides n_heads and n_kv_heads, and seq_len with sequence_parallel. Vocabulary and feed-forward width may be
@@ -130,7 +130,8 @@ class TensorParallel(Technique):
         """Replace the parameters of one part by their slices, and hook in what joins them.
 
         Raises:
-            PluginError: the model's plan leaves out a parameter, whose gradient would then be a rank's own.
+            PluginError: the model's plan leaves out a parameter, or calls a norm of heads one of hidden states: its
+                gradient would then be a rank's own.
         """
         if world.mesh.layout.degree("tp") == 1:
             return
@@ -138,6 +139,7 @@ class TensorParallel(Technique):
         for name, module in list(part.module.named_modules()):
             kind = next((kind for glob, kind in world.plan.tensor.items() if glob_matches(glob, name)), None)
             if kind is not None:
+                _check_norm(kind, name, module, world.plan)
                 # No communication: ranks hold equal whole tensors, or none yet on the meta device.
                 parallelize_module(module, mesh, self._style(kind), src_data_rank=None)
         part.retie(world.plan)
@@ -163,13 +165,17 @@ class TensorParallel(Technique):
                 return ColwiseParallel(input_layouts=hidden, output_layouts=logits, use_local_output=not split)
             case "norm":
                 return _Replicated(hidden, hidden)
+            case "qk_norm":
+                # Rows of this rank's heads among those of all heads. Which dimension they lie along is all the same to
+                # what works on the last one.
+                return _Replicated(Shard(0), Shard(0))
             case "positions":
                 return _Replicated(Replicate(), hidden)
             case "gather":
                 return _Gather(hidden)
 
     def after_backward(self) -> None:
-        """Sum over ranks the gradients of replicated parameters that saw a slice of the sequence, in one all-reduce.
+        """Sum, in one all-reduce, the gradients of replicated parameters that saw a rank's own tokens or heads.
 
         Where data parallelism has wrapped the part, its reduction has done so.
         """
@@ -187,6 +193,18 @@ class TensorParallel(Technique):
         dist.all_reduce(flat, group=mesh.get_group())
         for parameter, whole in zip(partial, torch.split(flat, [g.numel() for g in gradients]), strict=True):
             parameter.grad = DTensor.from_local(whole.view(parameter.shape), mesh, [Replicate()], run_check=False)
+
+
+def _check_norm(kind: TensorStyle, name: str, module: nn.Module, plan: ModelPlan) -> None:
+    """Refuse a "norm" that cannot be one of hidden states, which a pair of linears would feed with a slice of heads."""
+    above = [name[:end] for end, letter in enumerate(name) if letter == "."]
+    inside = any(style == "gather" and glob_matches(glob, n) for glob, style in plan.tensor.items() for n in above)
+    widths = {parameter.shape[-1] for parameter in module.parameters(recurse=False) if parameter.ndim}
+    if kind == "norm" and inside and widths - {plan.dim}:
+        raise PluginError(
+            f'the model\'s plan has {name} as a "norm" of hidden states, {plan.dim} wide, but its parameters are '
+            f'{", ".join(map(str, sorted(widths)))} wide; a norm of heads is a "qk_norm" in ModelPlan.tensor'
+        )
 
 
 class _Row(RowwiseParallel):
@@ -234,7 +252,7 @@ class _Vocabulary(ParallelStyle):
 class _Replicated(ParallelStyle):
     """Whole parameters on every rank. The input comes in one layout, is worked on in another, which the output has too.
 
-    Parameters are DTensors, so the gradient of one that saw a slice of the sequence knows that it is a partial sum.
+    Parameters are DTensors, so the gradient of one that saw a slice of the input knows that it is a partial sum.
     """
 
     given: Placement

@@ -60,7 +60,7 @@ def test_tracker_wrote(alone, tmp_path: Path) -> None:
     assert lines == [f"{step} {row['loss']}" for step, row in sorted(outcome.rows.items())]
 
 
-@pytest.mark.parametrize("name", ["averager", "crew", "heavyball", "ledger"])
+@pytest.mark.parametrize("name", ["averager", "crew", "frills", "heavyball", "ledger"])
 def test_nobody_inside_knows(name: str) -> None:
     for room in ("titan", "plugins"):
         for file in (ROOT / room).rglob("*.py"):

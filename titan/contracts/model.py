@@ -35,11 +35,16 @@ class Model(Plugin, ABC):
     def build(self) -> nn.Module:
         """The whole model, uninitialised; called under `torch.device("meta")`.
 
+        Whatever values parameters and buffers are built with are lost: the plan's `init` and `buffers` say theirs.
+
         Its forward takes `(x, documents=None, cache=None)` and is what every stage runs: x is tokens [B, S] on the
         first stage and hidden states [B, S, D] on the others, told apart by dtype, because a stage that is not the
         first may hold a stem module whose weight its head is tied to. The result is logits [B, S, V] where the head is
         present, hidden states where its modules were set to None. `documents` [B, S] numbers the document each token
         belongs to, when attention must not cross documents.
+
+        A forward draws no random numbers and writes to no persistent buffer: either would make the curve depend on the
+        layout. A training step that finds one doing so raises a PluginError.
 
         With a `cache` the tokens follow those of earlier calls: they stand at `cache.positions` [B, S], and in each
         layer `cache.layer(name).attend(q, k, v)` takes the place of causal attention; `documents` is then None. A

@@ -25,8 +25,9 @@ from titan.data.tokens.prepare import prepare
 from titan.errors import ConfigError, Fault, TitanError
 from titan.ranks.process import Rank
 from titan.training import phases
-from titan.training.engine import Direct, StepLoss
+from titan.training.engine import Direct, StepLoss, Strict
 from titan.training.guard import Guard
+from titan.training.init import name_seed
 from titan.training.metrics import Meter, Trackers
 
 T = TypeVar("T")
@@ -84,6 +85,8 @@ def build(job: Job, rank: Rank) -> Run:
     Raises:
         TitanError: data, checkpoint or plugin that cannot be used; on all ranks alike.
     """
+    # Nothing of the host's draws from the default generators; what a plugin draws while it is built is seeded too.
+    torch.manual_seed(name_seed(job.run.seed, "default generators"))
     _open_folder(job, rank)
     samples, held_out = together(lambda: (open_samples(job, rank), open_held_out(job, rank)), rank)
     core = wire(job, rank)
@@ -94,6 +97,7 @@ def build(job: Job, rank: Rank) -> Run:
         technique.load_state_dict(rest.get("techniques", {}).get(technique.name, {}))
     dropped = int(rest.get("dropped", 0))
     core.guard = Guard(_limit(job), dropped, rank.device)
+    core.engine = Strict(core.engine, core.parts, rank.device)
     core.step, core.tokens = step, int(rest.get("tokens", 0))
     loader = Loader(
         samples, global_batch=job.train.global_batch_size, micro_batch=job.micro_batch, first=first,

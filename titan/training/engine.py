@@ -1,4 +1,7 @@
-"""Direct: forward and backward of each micro batch, one after the other, on the one part this rank holds."""
+"""Direct: forward and backward of each micro batch, one after the other, on the one part this rank holds.
+
+Strict: any engine, held to leaving generators and saved buffers as they are.
+"""
 
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
@@ -6,7 +9,8 @@ from contextlib import contextmanager
 import torch
 from torch import Tensor
 
-from titan.contracts import IGNORE, Batch, Loss, LossFn, Part, Technique
+from titan.contracts import IGNORE, Batch, Engine, Loss, LossFn, Part, Technique
+from titan.errors import PluginError
 
 
 class Direct:
@@ -27,6 +31,61 @@ class Direct:
         """Logits of a micro batch."""
         logits: Tensor = self.part.runner(batch.tokens, batch.documents)
         return logits
+
+
+class Strict:
+    """An engine whose forward and backward passes must draw no random number and write to no persistent buffer.
+
+    Random numbers of PyTorch's default generators depend on the layout, and recomputation draws others than the forward
+    did. A persistent buffer that a forward writes is each rank's own, while a checkpoint keeps one. Both are checked in
+    every step, on the host alone, which takes microseconds.
+    """
+
+    def __init__(self, engine: Engine, parts: Sequence[Part], device: torch.device) -> None:
+        self._engine, self._device = engine, device
+        self._buffers = [
+            (f"{path}.{name}" if path else name, module, name)
+            for part in parts
+            for path, module in part.module.named_modules()
+            for name in module._buffers
+            if name not in module._non_persistent_buffers_set
+        ]
+
+    def forward_backward(self, batches: Sequence[Batch], loss: LossFn) -> None:
+        """The engine's own.
+
+        Raises:
+            PluginError: it drew a random number, or wrote to a persistent buffer; names the generator or the buffer.
+        """
+        generators, buffers = self._generators(), self._written()
+        self._engine.forward_backward(batches, loss)
+        drawn = [name for name, state in self._generators().items() if not torch.equal(state, generators[name])]
+        if drawn:
+            raise PluginError(
+                f"forward or backward drew random numbers from the default generator of {' and '.join(drawn)}, which "
+                "differ between layouts and when they are recomputed; switch off dropout and other noise"
+            )
+        for (name, *_), before, now in zip(self._buffers, buffers, self._written(), strict=True):
+            if before != now:
+                raise PluginError(
+                    f"forward or backward wrote to the persistent buffer {name}, of which a checkpoint keeps one value "
+                    "for all ranks; register it with persistent=False, or write to it in a technique's after_step"
+                )
+
+    def forward(self, batch: Batch) -> Tensor | None:
+        """The engine's own."""
+        return self._engine.forward(batch)
+
+    def _generators(self) -> dict[str, Tensor]:
+        states = {"cpu": torch.get_rng_state()}
+        if self._device.type == "cuda":
+            states["cuda"] = torch.cuda.get_rng_state(self._device)  # seed and offset, which the host has
+        return states
+
+    def _written(self) -> list[tuple[int, int]]:
+        """Of each persistent buffer, which tensor it is and how often that was written to."""
+        tensors = [module._buffers[name] for _, module, name in self._buffers]
+        return [(id(tensor), 0 if tensor is None else tensor._version) for tensor in tensors]
 
 
 @contextmanager

@@ -1,4 +1,4 @@
-"""Layout-invariant initial weights: each parameter is drawn whole from a generator of its own, then sliced.
+"""Layout-invariant initial values: each parameter is drawn whole from a generator of its own, then sliced.
 
 The generator is seeded by (seed, canonical name), so no count of ranks, stages or shards enters.
 """
@@ -12,10 +12,15 @@ from torch.distributed.tensor import DTensor
 from titan.contracts import Part
 from titan.contracts.base.plan import Init, ModelPlan
 from titan.contracts.base.sharding import slice_of
+from titan.errors import PluginError
 
 
 def init_weights(part: Part, plan: ModelPlan, seed: int) -> None:
-    """Give every parameter of the part its initial value, in place."""
+    """Give every parameter and buffer of the part its initial value, in place.
+
+    Raises:
+        PluginError: the plan has no value for one, or computes it in another shape.
+    """
     with torch.no_grad():
         for name, parameter in part.parameters():
             how = plan.init_of(name)
@@ -25,10 +30,23 @@ def init_weights(part: Part, plan: ModelPlan, seed: int) -> None:
                 local.copy_(slice_of(whole, parameter))
             else:
                 parameter.copy_(draw(how, parameter.shape, seed, name, parameter.device, parameter.dtype))
+        # One that several modules share has become a tensor of each.
+        for name, buffer in part.module.named_buffers(remove_duplicate=False):
+            buffer.copy_(draw(plan.init_of_buffer(name), buffer.shape, seed, name, buffer.device, buffer.dtype))
 
 
 def draw(how: Init, shape: torch.Size, seed: int, name: str, device: torch.device, dtype: torch.dtype) -> Tensor:
-    """The whole initial tensor of the parameter called `name`."""
+    """The whole initial tensor of the parameter or buffer called `name`.
+
+    Raises:
+        PluginError: it is computed, and of another shape.
+    """
+    if how.compute is not None:
+        value = how.compute(device)
+        if value.shape != shape:
+            told = f"{name} with shape {list(value.shape)}, the model has shape {list(shape)}"
+            raise PluginError(f"the model's plan computes {told}")
+        return value.to(dtype)
     if how.kind == "constant":
         return torch.full(shape, how.value, device=device, dtype=dtype)
     generator = torch.Generator(device=device).manual_seed(name_seed(seed, name))

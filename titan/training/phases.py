@@ -15,8 +15,9 @@ from collections.abc import Callable, Sequence
 from typing import get_args
 
 import torch
+from torch import nn
 
-from titan.contracts import Part, Phase, World
+from titan.contracts import ModelPlan, Part, Phase, World
 from titan.training.init import init_weights
 
 ORDER: tuple[Phase, ...] = get_args(Phase)
@@ -37,7 +38,6 @@ def assemble(world: World, materialise: Callable[[Sequence[Part], World], None] 
     """
     with torch.device("meta"):
         model = world.job.model.build()
-    world.plan.check_names((name for name, _ in model.named_modules()), (name for name, _ in model.named_parameters()))
     parts = [Part(model)]
     for phase in ORDER:
         for technique in world.techniques:
@@ -48,8 +48,19 @@ def assemble(world: World, materialise: Callable[[Sequence[Part], World], None] 
             else:
                 for part in parts:
                     technique.apply(part, world)
+        if phase == "convert":
+            _check_names(model, world.plan)
         if phase == "split":
             world.parts = parts
         if phase == "shard":
             materialise(parts, world)
     return parts
+
+
+def _check_names(model: nn.Module, plan: ModelPlan) -> None:
+    """Hold the plan, as techniques have changed it, against the model with what they have put into it."""
+    plan.check_names(
+        (name for name, _ in model.named_modules()),
+        (name for name, _ in model.named_parameters()),
+        (name for name, _ in model.named_buffers(remove_duplicate=False)),
+    )

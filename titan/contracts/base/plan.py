@@ -6,14 +6,17 @@ every rank, whichever stage holds it. Patterns are globs in which `*` stands for
 
 import re
 from collections.abc import Callable, Iterable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import cached_property, lru_cache
-from typing import Literal
+from typing import TYPE_CHECKING, Literal
 
 from titan.contracts.base.cost import Lookup, Matmul, Operation
 from titan.errors import PluginError
 
-TensorStyle = Literal["column", "row", "embedding", "positions", "head", "norm", "gather"]
+if TYPE_CHECKING:
+    import torch  # a plan is read where torch is not wanted, so it is not imported
+
+TensorStyle = Literal["column", "row", "embedding", "positions", "head", "norm", "qk_norm", "gather"]
 """How tensor parallelism treats a module.
 
 column: linear, output features split.  row: linear, input features split, outputs summed.
@@ -21,24 +24,36 @@ embedding: table split by vocabulary.
 positions: replicated table of learned positions; its output [1, S, D], made from the whole range of positions, is
     split on S when sequences are split (as the embedding's is, which it is added to) and whole otherwise.
 head: linear, output (vocabulary) split, fed by the whole hidden state.
-norm: replicated weights, works on the sequence shard when sequences are split.
+norm: replicated weights, works on the hidden state [B, S, D], on the sequence shard when sequences are split.
+qk_norm: replicated weights, works on the last dimension of this rank's heads [..., N], between column and row: their
+    gradient is a part of the sum over ranks, whether sequences are split or not.
 gather: a module whose first argument must be whole in the sequence (attention, feed-forward).
 """
 
 
 @dataclass(frozen=True)
 class Init:
-    """How a parameter is drawn: a normal of this std, cut at `cut` standard deviations, or a constant."""
+    """The initial value of a parameter or a buffer.
 
-    kind: Literal["normal", "constant"]
+    normal: drawn with this std, cut at `cut` standard deviations.  constant: `value` everywhere.
+    computed: what `compute(device)` returns, of the whole tensor's shape; equal on all ranks.
+    """
+
+    kind: Literal["normal", "constant", "computed"]
     std: float = 0.0
     cut: float = 3.0
     value: float = 0.0
+    compute: "Callable[[torch.device], torch.Tensor] | None" = None
 
 
 def normal(std: float) -> Init:
     """Normal of mean 0 and this std, redrawn beyond three of them (a truncated normal)."""
     return Init("normal", std=std)
+
+
+def computed(compute: "Callable[[torch.device], torch.Tensor]") -> Init:
+    """What a function of the device returns: the whole tensor, the same on every rank (a table of rotary angles)."""
+    return Init("computed", compute=compute)
 
 
 ONES = Init("constant", value=1.0)
@@ -69,6 +84,8 @@ class ModelPlan:
     tied: (alias, owner) names of parameters that are one tensor; the owner's name is the canonical one.
     tensor: module glob -> TensorStyle.
     init: parameter glob -> Init; every parameter is matched by exactly the first glob that fits it.
+    buffers: buffer glob -> Init, persistent or not, matched as `init` is; what `build` computed on the meta device is
+        lost. No forward writes to a persistent one: ranks see other tokens, and a checkpoint keeps one value for all.
     no_decay: globs of the parameters that usual practice exempts from weight decay.
     ffn_dim: width of the feed-forward, where tensor parallelism splits one; 0 elsewhere.
     layer_params, stem_params, head_params: parameters of one layer, of the stem, of the head (a tied tensor counts
@@ -92,6 +109,7 @@ class ModelPlan:
     tied: tuple[tuple[str, str], ...] = ()
     tensor: Mapping[str, TensorStyle]
     init: Mapping[str, Init]
+    buffers: Mapping[str, Init] = field(default_factory=dict)
     no_decay: tuple[str, ...] = ()
     layer_params: int
     stem_params: int
@@ -133,6 +151,20 @@ class ModelPlan:
                 return how
         raise PluginError(f"the model's plan has no init for parameter {name}")
 
+    def init_of_buffer(self, name: str) -> Init:
+        """The Init of a buffer.
+
+        Raises:
+            PluginError: no glob of `buffers` fits the name.
+        """
+        for pattern, how in self.buffers.items():
+            if glob_matches(pattern, name):
+                return how
+        raise PluginError(
+            f"the model's plan has no initial value for buffer {name}; give it one in ModelPlan.buffers: "
+            "titan.contracts.base.plan.computed(function of the device), or a constant such as ZEROS"
+        )
+
     def layer_names(self, numbers: Iterable[int] | None = None) -> tuple[str, ...]:
         """Names of the layer modules, all or those of these numbers."""
         return tuple(f"{self.layers}.{i}" for i in (range(self.n_layers) if numbers is None else numbers))
@@ -158,20 +190,23 @@ class ModelPlan:
         last = tuple(name for name in self.stem if name in owners) + self.head
         return stem + tuple((name,) for name in self.layer_names()) + (last,)
 
-    def check_names(self, modules: Iterable[str], parameters: Iterable[str]) -> None:
+    def check_names(self, modules: Iterable[str], parameters: Iterable[str], buffers: Iterable[str] = ()) -> None:
         """Hold every name and glob of the plan against the whole model.
 
         Raises:
-            PluginError: a glob matches nothing, a stem or head module is absent, a parameter has no init.
+            PluginError: a glob matches nothing, a stem or head module is absent, a parameter or buffer has no init.
         """
-        modules, parameters = list(modules), list(parameters)
+        modules, parameters, buffers = list(modules), list(parameters), list(buffers)
         absent = [name for name in (*self.stem, self.layers, *self.head) if name not in modules]
         absent += [g for g in self.tensor if not any(glob_matches(g, m) for m in modules)]
         absent += [g for g in (*self.init, *self.no_decay) if not any(glob_matches(g, p) for p in parameters)]
+        absent += [g for g in self.buffers if not any(glob_matches(g, b) for b in buffers)]
         if absent:
             raise PluginError(f"the model's plan names what the model does not have: {', '.join(absent)}")
         for name in parameters:
             self.init_of(name)
+        for name in buffers:
+            self.init_of_buffer(name)
 
 
 @lru_cache(maxsize=4096)

@@ -12,7 +12,7 @@ class RunSection:
 
     name: str = option("", "folder of the run under `dir`; the config file's name when empty")
     dir: str = option("runs", "folder that holds the runs")
-    seed: int = option(0, "seed of weights, data order and dropout", at_least=0)
+    seed: int = option(0, "seed of weights, data order and PyTorch's default generators", at_least=0)
     deterministic: bool = option(False, "two runs of one layout are bit-identical; slower on GPUs")
     device: Literal["auto", "cpu", "cuda"] = option("auto", "where to train; auto takes the GPU when there is one")
     max_minutes: float = option(

@@ -1,0 +1,173 @@
+"""What every tensor-parallel rank holds whole is the same on all of them: parameters, gradients, buffers, generators.
+
+The model has every kind: norms of hidden states and of heads, biases of both linears of a pair, learned positions, a
+buffer that is saved and one that is computed. `train_job` compares replicas bit by bit.
+"""
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from unittest.mock import patch
+
+import pytest
+import torch
+from torch import Tensor
+
+from tests.jobs import SAVING, Outcome, assert_same_curve, saved_tensors, train_job
+from tests.ranks import RankError, run_ranks
+from titan.config import load_job
+
+FRILLS = Path(__file__).parents[1] / "configs" / "frills.toml"
+GUESTS = str(Path(__file__).parents[1] / "guests")
+WHOLE = ("--plugins.tensor.sequence_parallel", "false")
+
+
+def mesh(**degrees: int) -> list[str]:
+    return [word for axis, degree in degrees.items() for word in (f"--mesh.{axis}", str(degree))]
+
+
+@pytest.fixture(scope="module")
+def one_rank(tmp_path_factory: pytest.TempPathFactory) -> Outcome:
+    return train_job(tmp_path_factory.mktemp("one"), 1, config=FRILLS)
+
+
+LAYOUTS = {
+    "tp 2": (2, mesh(tp=2)),
+    "tp 2, whole sequences": (2, [*mesh(tp=2), *WHOLE]),
+    "tp 4, whole sequences, accumulation, recompute": (
+        4,
+        [*mesh(tp=4), *WHOLE, "--train.micro_batch_size", "2", "--plugins.activation_checkpoint.mode", "full"],
+    ),
+    "dp_shard 2, tp 2, whole sequences, accumulation": (
+        4,
+        [*mesh(dp_shard=2, tp=2), *WHOLE, "--train.micro_batch_size", "2"],
+    ),
+    "hsdp 2x2, tp 2, whole sequences": (8, [*mesh(dp_replicate=2, dp_shard=2, tp=2), *WHOLE]),
+    "ddp 2, tp 2, pp 2": (8, mesh(dp_replicate=2, tp=2, pp=2)),
+    "tp 2, pp 2, whole sequences, split backward": (
+        4,
+        [*mesh(tp=2, pp=2), *WHOLE, "--plugins.pipeline.schedule", "ZBVZeroBubble"],
+    ),
+}
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_the_curve_is_one_ranks_and_replicas_are_equal(layout: str, one_rank: Outcome, tmp_path: Path) -> None:
+    world_size, words = LAYOUTS[layout]
+    if "ZBVZeroBubble" in words and not torch.cuda.is_available() and torch.__version__ < "2.13":
+        pytest.skip("gloo of this PyTorch cannot send to itself")
+    assert_same_curve(one_rank, train_job(tmp_path, world_size, *words, config=FRILLS))
+
+
+def test_a_norm_of_heads_that_is_called_one_of_hidden_states_is_refused(tmp_path: Path) -> None:
+    expected = (
+        r'layers\.0\.attn\.q_norm as a "norm" of hidden states, 32 wide, but its parameters are 8 wide; .*"qk_norm"'
+    )
+    with pytest.raises(RankError, match=expected):
+        train_job(tmp_path, 2, *mesh(tp=2), "--model.fault", "norm", config=FRILLS)
+
+
+# --- buffers ------------------------------------------------------------------------------------------------------
+
+
+@contextmanager
+def _memory_is_not_zero() -> Iterator[None]:
+    """New storage holds sevens, so that nothing is right by chance."""
+    empty = torch.empty_like
+    with patch.object(torch, "empty_like", lambda *args, **more: empty(*args, **more).fill_(7)):
+        yield
+
+
+def _buffers(folder: str, words: list[str], config: str) -> list[str]:
+    """On one rank: names of its buffers, each of which is what plain construction on the CPU gives."""
+    from titan.config import load_job
+    from titan.ranks.process import join, launched_world_size
+    from titan.training.build import wire
+
+    job = load_job(Path(config), ["--run.dir", folder, *words], launched_world_size())
+    with _memory_is_not_zero():
+        parts = wire(job, join(job)).parts
+    meant = dict(job.model.build().named_buffers())
+    held = {name: buffer for part in parts for name, buffer in part.module.named_buffers()}
+    for name, buffer in held.items():
+        assert buffer.dtype == meant[name].dtype and torch.equal(buffer, meant[name]), name
+    return list(held)
+
+
+@pytest.mark.parametrize("degrees", [{}, {"dp_shard": 2, "tp": 2}, {"pp": 2}], ids=str)
+def test_buffers_are_those_of_plain_construction(degrees: dict[str, int], tmp_path: Path) -> None:
+    ranks = torch.Size(degrees.values()).numel()
+    words = [*mesh(**degrees), "--data.path", "nowhere"]
+    held = run_ranks(_buffers, ranks, str(tmp_path), words, str(FRILLS), init=False)
+    every = {f"layers.{i}.{name}" for i in range(4) for name in ("added", "attn.rope")}
+    assert {name for own in held for name in own} == every
+
+
+def test_a_buffer_without_a_value_is_refused(tmp_path: Path) -> None:
+    expected = r"no initial value for buffer layers\.0\.attn\.rope; give it one in ModelPlan\.buffers"
+    with pytest.raises(RankError, match=expected):
+        train_job(tmp_path, 1, "--model.fault", "no value", config=FRILLS)
+
+
+def _logits(checkpoint: str, tokens: Tensor) -> Tensor:
+    from titan.contracts import Batch
+    from titan.inference.trained import open_job, open_trained
+    from titan.ranks import process
+
+    path, job = open_job(checkpoint, ["--plugins.path", GUESTS], 1)
+    with _memory_is_not_zero():
+        trained = open_trained(path, job, process.join(job))
+    logits = trained.engine.forward(Batch(tokens, tokens, None))
+    assert logits is not None
+    return logits
+
+
+def test_saved_where_persistent_and_computed_where_not(one_rank: Outcome, tmp_path: Path) -> None:
+    train_job(tmp_path, 4, *mesh(pp=2, tp=2), *SAVING, "--train.steps", "5", config=FRILLS)
+    assert_same_curve(one_rank, train_job(tmp_path, 2, *mesh(dp_shard=2), *SAVING, config=FRILLS))
+
+    saved = saved_tensors(tmp_path / "run" / "checkpoints" / "step-00000010")
+    state = {name.removeprefix("model."): value for name, value in saved.items() if name.startswith("model.")}
+    assert "layers.0.added" in state and "layers.0.attn.rope" not in state
+    plain = load_job(FRILLS, ["--data.path", "nowhere"]).model.build()
+    plain.load_state_dict(state)
+    tokens = torch.arange(32)[None]
+    [logits] = run_ranks(_logits, 1, str(tmp_path / "run"), tokens, init=False)
+    assert torch.equal(logits, plain(tokens))
+
+
+# --- what a step leaves alone -------------------------------------------------------------------------------------
+
+RECOMPUTE = ("--plugins.activation_checkpoint.mode", "full")
+
+
+@pytest.mark.parametrize("words", [[], [*mesh(pp=2), *RECOMPUTE]], ids=["one rank", "pp 2, recompute"])
+def test_a_forward_that_draws_random_numbers_is_refused(words: list[str], tmp_path: Path) -> None:
+    with pytest.raises(RankError, match=r"drew random numbers from the default generator of cpu, .* dropout"):
+        train_job(tmp_path, 2 if words else 1, *words, "--model.fault", "dropout", config=FRILLS)
+
+
+def test_a_forward_that_writes_to_a_saved_buffer_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(RankError, match=r"wrote to the persistent buffer layers\.0\.added, .* persistent=False"):
+        train_job(tmp_path, 1, "--model.fault", "writes", config=FRILLS)
+
+
+def _drawn(folder: str, words: list[str], config: str) -> dict[str, Tensor]:
+    """On one rank: what the default generator gives once a run is built, and once it has ended."""
+    from titan.ranks import process
+    from titan.training import build, trainer
+
+    job = load_job(Path(config), ["--run.dir", folder, "--data.cache", f"{folder}/cache", *words])
+    run = build.build(job, process.join(job))
+    state = torch.get_rng_state()
+    trainer.train(run)
+    assert torch.equal(state, torch.get_rng_state())
+    return {"drawn": torch.rand(4)}
+
+
+def test_default_generators_are_seeded_and_training_draws_nothing_from_them(tmp_path: Path) -> None:
+    def drawn(seed: int) -> Tensor:
+        words = ("--run.seed", str(seed), "--train.steps", "2")
+        return train_job(tmp_path, 1, *words, config=FRILLS, name=f"seed {seed}", run=_drawn).weights["drawn"]
+
+    assert torch.equal(drawn(0), drawn(0)) and not torch.equal(drawn(0), drawn(1))
