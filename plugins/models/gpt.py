@@ -23,7 +23,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from titan.contracts import Cache, HfTensor, KeyValues, Model, ModelPlan, option, register
+from titan.contracts import Cache, HfTensor, KeyValues, Model, ModelPlan, attend, document_mask, option, register
 from titan.contracts.base.cost import Attention as AttentionCost
 from titan.contracts.base.cost import Elementwise, Kept, Lookup, Operation, linear, norm, residual, shared
 from titan.contracts.base.plan import ONES, ZEROS, Init, TensorStyle, nearest, normal
@@ -66,12 +66,6 @@ def _sizes(n_layers: int, dim: int, n_heads: int, vocab_size: int, max_seq_len: 
     return {**sizes, "vocab_size": vocab_size, "max_seq_len": max_seq_len}
 
 
-def document_mask(documents: Tensor) -> Tensor:
-    """Which position may see which: itself and earlier ones of its document. [B, S] -> [B, 1, S, S] bool."""
-    same = documents[:, None, :, None] == documents[:, None, None, :]
-    return same.tril()
-
-
 class Attention(nn.Module):
     """Causal self-attention."""
 
@@ -88,14 +82,7 @@ class Attention(nn.Module):
         """x [B, S, D], mask [B, 1, S, S] or None for plain causal -> [B, S, D]."""
         b, s, _ = x.shape
         q, k, v = (w(x).view(b, s, -1, self.head_dim).transpose(1, 2) for w in (self.wq, self.wk, self.wv))  # B H S N
-        if cache is not None:
-            return self.wo(cache.attend(q, k, v).transpose(1, 2).flatten(2))  # type: ignore[no-any-return]
-        group = q.shape[1] // k.shape[1]
-        if mask is not None and group > 1:
-            # The fused CUDA kernel that takes a mask knows no groups; without it the S x S scores are written out.
-            k, v = (t.repeat_interleave(group, dim=1) for t in (k, v))
-        grouped = group > 1 and mask is None
-        out = F.scaled_dot_product_attention(q, k, v, attn_mask=mask, is_causal=mask is None, enable_gqa=grouped)
+        out = attend(q, k, v, mask) if cache is None else cache.attend(q, k, v)
         return self.wo(out.transpose(1, 2).flatten(2))  # type: ignore[no-any-return]
 
 

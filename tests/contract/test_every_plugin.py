@@ -9,7 +9,8 @@ import pytest
 
 from tests.jobs import Outcome, assert_same_curve, train_job
 from tests.planned import CLUSTER, job_of
-from titan.contracts import Dataset, LrSchedule, Model, Technique, Tokenizer, registry
+from titan.contracts import Dataset, LrSchedule, Model, Technique, Tokenizer
+from titan.contracts.base import registry
 from titan.contracts.base.options import REQUIRED, Where, as_table, options_of, parse
 from titan.contracts.base.registry import Plugin
 from titan.planner.step.layout import costs_of

@@ -12,7 +12,8 @@ import torch
 
 from tests.unit.test_data_samples import count_up, samples, tokens_of
 from tests.unit.test_data_shards import write
-from titan.contracts import Dataset, registry
+from titan.contracts import Dataset
+from titan.contracts.base import registry
 from titan.data.samples.loader import Loader
 from titan.data.samples.samples import Samples
 from titan.data.tokens import tokenize

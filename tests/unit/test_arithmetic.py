@@ -7,7 +7,8 @@ import pytest
 
 from bench import arithmetic as published
 from titan.config import Job, load_job
-from titan.contracts import Model, registry
+from titan.contracts import Model
+from titan.contracts.base import registry
 from titan.contracts.base.cost import Held
 from titan.errors import ConfigError
 from titan.planner.report import by_hand

@@ -8,7 +8,8 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from tests.planned import CLUSTER, job_of
 from titan.config import Job
-from titan.contracts import Model, registry
+from titan.contracts import Model
+from titan.contracts.base import registry
 from titan.contracts.base.cost import Elementwise, residual
 from titan.planner.step.layout import costs_of
 from titan.planner.step.memory import shapes, sliced

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from titan.contracts import Model, Part, World
-from titan.contracts.base.cache import Cache
+from titan.contracts.base.attention import Cache
 from titan.contracts.base.mesh import Layout
 from titan.errors import ConfigError, DivergedError
 from titan.inference import generation

@@ -18,7 +18,8 @@ from titan.checkpoint import conversion, huggingface
 from titan.checkpoint.disk import tensor_files
 from titan.checkpoint.ranks import Ranks
 from titan.checkpoint.weights import load_weights
-from titan.contracts import Model, Tokenizer, registry
+from titan.contracts import Model, Tokenizer
+from titan.contracts.base import registry
 from titan.contracts.base.parts import Part
 from titan.errors import CheckpointError, ConfigError
 from titan.inference.trained import open_job

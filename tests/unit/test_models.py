@@ -7,7 +7,8 @@ import torch
 from torch import Tensor, nn
 
 from tests.unit.test_rope import naive_rope
-from titan.contracts import Model, options, registry
+from titan.contracts import Model, document_mask
+from titan.contracts.base import options, registry
 from titan.contracts.base.plan import glob_matches, nearest
 from titan.plugins.models import gpt, llama
 from titan.plugins.models.llama.rope import rope_table
@@ -254,7 +255,7 @@ def test_grouped_heads_equal_repeated_heads(model: type[Model], masked: bool) ->
                 source = source.unflatten(0, (2, 8)).repeat_interleave(4, dim=0).flatten(0, 1)
             p.copy_(source)
     x = torch.randn(2, 24, 64)
-    mask = llama.document_mask((torch.arange(24) // 10).expand(2, 24)) if masked else None
+    mask = document_mask((torch.arange(24) // 10).expand(2, 24)) if masked else None
     rest = (rope_table(grouped.config, torch.arange(24)), mask) if model is llama.Llama else (mask,)
     torch.testing.assert_close(small(x, *rest), large(x, *rest), rtol=1e-5, atol=1e-5)
 

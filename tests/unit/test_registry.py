@@ -111,10 +111,7 @@ def test_commands_that_train_nothing_start_without_the_compiler() -> None:
 @pytest.mark.parametrize(
     ("old", "new"),
     [
-        *(
-            (f"titan.{name}", f"titan.contracts.base.{name}")
-            for name in ("cost", "mesh", "options", "plan", "registry")
-        ),
+        *((f"titan.{name}", f"titan.contracts.base.{name}") for name in ("cost", "mesh", "options", "plan")),
         *((f"titan.data.{name}", f"titan.data.tokens.{name}") for name in ("bytepairs", "exchange", "files", "shards")),
     ],
 )

@@ -8,7 +8,8 @@ import pytest
 
 from titan.cli import main
 from titan.config import load_job
-from titan.contracts import Technique, registry
+from titan.contracts import Technique
+from titan.contracts.base import registry
 from titan.errors import ConfigError
 from titan.planner.machine import cluster
 from titan.planner.report import STUDIES

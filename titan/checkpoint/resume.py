@@ -8,7 +8,8 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from titan.contracts import Technique, registry
+from titan.contracts import Technique
+from titan.contracts.base import registry
 from titan.errors import ConfigError, Fault
 
 Table = Mapping[str, Any]

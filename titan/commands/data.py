@@ -8,7 +8,8 @@ from pathlib import Path
 from typing import Any
 
 from titan.config import load_job
-from titan.contracts import Dataset, registry
+from titan.contracts import Dataset
+from titan.contracts.base import registry
 from titan.contracts.base.options import Where, did_you_mean, parse
 from titan.data.tokens.bytepairs import train_ranks, write_ranks
 from titan.data.tokens.prepare import prepare

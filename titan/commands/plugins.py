@@ -5,7 +5,8 @@ import inspect
 import json
 from typing import Any
 
-from titan.contracts import Model, Technique, registry
+from titan.contracts import Model, Technique
+from titan.contracts.base import registry
 from titan.contracts.base.options import REQUIRED, did_you_mean, options_of
 from titan.contracts.base.registry import Plugin
 from titan.errors import ConfigError, Fault

@@ -18,8 +18,8 @@ from titan.contracts import (
     Technique,
     Tokenizer,
     Tracker,
-    registry,
 )
+from titan.contracts.base import registry
 from titan.contracts.base.mesh import Layout, lay_out
 from titan.contracts.base.options import Where, as_table, coerce, did_you_mean, options_of, parse
 from titan.contracts.base.registry import Plugin

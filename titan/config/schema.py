@@ -6,7 +6,8 @@ from collections.abc import Iterable
 from typing import Any, Literal, Union
 
 from titan.config.load import ONE_OF, SECTIONS
-from titan.contracts import Dataset, Model, Technique, Tracker, registry
+from titan.contracts import Dataset, Model, Technique, Tracker
+from titan.contracts.base import registry
 from titan.contracts.base.options import REQUIRED, Option, options_of
 from titan.contracts.base.registry import Plugin
 

@@ -9,9 +9,9 @@ Public methods are hooks and keep the names and parameters given in the kind's f
 
 import sys
 
-from titan.contracts.base import batch, cache, cost, mesh, options, parts, plan, registry
+from titan.contracts.base import cost, mesh, options, plan
+from titan.contracts.base.attention import Cache, KeyValues, attend, document_mask
 from titan.contracts.base.batch import IGNORE, Batch, Document
-from titan.contracts.base.cache import Cache, KeyValues
 from titan.contracts.base.cost import Costs
 from titan.contracts.base.mesh import Axis, Mesh, Role
 from titan.contracts.base.options import REQUIRED, option
@@ -29,10 +29,10 @@ from titan.device import kind_of
 __all__ = [
     "IGNORE", "REQUIRED", "Axis", "Batch", "Cache", "Costs", "Dataset", "Document", "Engine", "Fact", "HfTensor", "Job",
     "KeyValues", "Loss", "LossFn", "LrSchedule", "Mesh", "Model", "ModelPlan", "NamedParameter", "Optimizer", "Part",
-    "Phase", "Precision", "Role", "Row", "RunInfo", "Technique", "Tokenizer", "Tracker", "World", "kind_of", "option",
-    "register", "sum_gradients",
+    "Phase", "Precision", "Role", "Row", "RunInfo", "Technique", "Tokenizer", "Tracker", "World", "attend",
+    "document_mask", "kind_of", "option", "register", "sum_gradients",
 ]  # fmt: skip
 
 # Plugins written for titan 0.1 import these modules by names without `contracts`.
-for _module in (options, registry, batch, cache, cost, mesh, parts, plan):
+for _module in (cost, mesh, options, plan):
     sys.modules.setdefault(f"titan.{_module.__name__.rpartition('.')[2]}", _module)

@@ -22,7 +22,7 @@ from torch.distributed.tensor import DTensor, Shard
 
 from titan.config import Job
 from titan.contracts import Batch, Engine, Tokenizer, World
-from titan.contracts.base.cache import Cache
+from titan.contracts.base.attention import Cache
 from titan.errors import ConfigError, DivergedError
 from titan.training.engine import Direct, evaluating
 

@@ -13,7 +13,8 @@ from titan.checkpoint.disk.folder import HF_CONFIG, is_hf, read_hf_config
 from titan.checkpoint.ranks import Ranks
 from titan.checkpoint.weights import find_weights, load_weights, stored_config
 from titan.config import Job, load_table
-from titan.contracts import Engine, Model, Part, Tokenizer, World, registry
+from titan.contracts import Engine, Model, Part, Tokenizer, World
+from titan.contracts.base import registry
 from titan.errors import CheckpointError
 from titan.ranks.process import Rank
 from titan.training import phases

@@ -17,7 +17,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from titan.contracts import Tracker, registry
+from titan.contracts import Tracker
+from titan.contracts.base import registry
 from titan.errors import EXIT_DONE, EXIT_WRONG_INPUT, ConfigError, Fault
 from titan.planner.search.space import Choice
 from titan.tuning.results import Failed, Measured

@@ -27,7 +27,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from titan.contracts import Cache, HfTensor, KeyValues, Model, ModelPlan, option, register
+from titan.contracts import Cache, HfTensor, KeyValues, Model, ModelPlan, attend, document_mask, option, register
 from titan.contracts.base.cost import Attention as AttentionCost
 from titan.contracts.base.cost import Elementwise, Kept, Lookup, Operation, linear, norm, residual, shared
 from titan.contracts.base.plan import ONES, Init, TensorStyle, nearest, normal
@@ -78,12 +78,6 @@ _LLAMA3 = {
 }  # fmt: skip
 
 
-def document_mask(documents: Tensor) -> Tensor:
-    """Which position may see which: itself and earlier ones of its document. [B, S] -> [B, 1, S, S] bool."""
-    same = documents[:, None, :, None] == documents[:, None, None, :]
-    return same.tril()
-
-
 class Attention(nn.Module):
     """Causal grouped-query self-attention."""
 
@@ -103,14 +97,7 @@ class Attention(nn.Module):
         q, k, v = (w(x).view(b, s, -1, self.head_dim) for w in (self.wq, self.wk, self.wv))
         q, k = rotate(q, rope), rotate(k, rope)
         q, k, v = (t.transpose(1, 2) for t in (q, k, v))  # B S H N -> B H S N
-        if cache is not None:
-            return self.wo(cache.attend(q, k, v).transpose(1, 2).flatten(2))  # type: ignore[no-any-return]
-        group = q.shape[1] // k.shape[1]
-        if mask is not None and group > 1:
-            # The fused CUDA kernel that takes a mask knows no groups; without it the S x S scores are written out.
-            k, v = (t.repeat_interleave(group, dim=1) for t in (k, v))
-        grouped = group > 1 and mask is None
-        out = F.scaled_dot_product_attention(q, k, v, attn_mask=mask, is_causal=mask is None, enable_gqa=grouped)
+        out = attend(q, k, v, mask) if cache is None else cache.attend(q, k, v)
         return self.wo(out.transpose(1, 2).flatten(2))  # type: ignore[no-any-return]
 
 

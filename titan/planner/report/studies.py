@@ -12,7 +12,8 @@ from typing import Any, NamedTuple
 
 from titan.config import Job, load_job
 from titan.config.tables import Table, override
-from titan.contracts import Technique, registry
+from titan.contracts import Technique
+from titan.contracts.base import registry
 from titan.contracts.base.mesh import Layout, Role
 from titan.contracts.base.options import did_you_mean
 from titan.errors import ConfigError, Fault

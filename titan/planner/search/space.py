@@ -15,7 +15,8 @@ from titan.config import Job, load_job
 from titan.config.load import plugin_folders
 from titan.config.tables import Table, override
 from titan.config.techniques import agree, chosen_techniques, unattended
-from titan.contracts import Technique, registry
+from titan.contracts import Technique
+from titan.contracts.base import registry
 from titan.contracts.base.mesh import Axis, Layout
 from titan.contracts.base.options import coerce, did_you_mean, options_of
 from titan.errors import ConfigError, Fault
