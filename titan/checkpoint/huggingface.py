@@ -16,7 +16,7 @@ from torch.distributed.tensor import DTensor
 
 from titan.checkpoint.ranks import Ranks
 from titan.checkpoint.restore import listed
-from titan.checkpoint.state import MODEL, model_tensors
+from titan.checkpoint.state import MODEL, firsts, model_tensors
 from titan.checkpoint.tensor_files import TYPES, Stored, find_tensors
 from titan.checkpoint.weights import HF_CONFIG, read_hf_config
 from titan.errors import CheckpointError, ConfigError, Fault, PluginError
@@ -53,7 +53,7 @@ def check_config(config: Mapping[str, Any], model: Model, path: Path) -> None:
 def shapes_of(model: Model) -> dict[str, torch.Size]:
     """Canonical name -> whole shape of every parameter and persistent buffer of a model."""
     with torch.device("meta"):
-        tensors = model_tensors([Part(model.build())])
+        tensors = firsts(model_tensors([Part(model.build())]))
     return {name.removeprefix(MODEL): tensor.shape for name, tensor in tensors.items()}
 
 
@@ -177,12 +177,12 @@ def load(path: Path, model: Model, parts: Sequence[Part], ranks: Ranks) -> None:
     ranks.each(lambda: _fill(weights, model_tensors(parts)))
 
 
-def _fill(weights: HfWeights, tensors: Mapping[str, Tensor]) -> None:
-    names = {name: name.removeprefix(MODEL) for name in tensors}
+def _fill(weights: HfWeights, holders: Mapping[str, Sequence[Tensor]]) -> None:
+    names = {name: name.removeprefix(MODEL) for name in holders}
     absent = [name for name in names.values() if name not in weights.shapes]
     if absent:
         raise CheckpointError(f"{weights.path} cannot hold {listed(absent)}")
-    for key, tensor in tensors.items():
+    for key, tensor in [(key, tensor) for key, tensors in holders.items() for tensor in tensors]:
         local = tensor.to_local() if isinstance(tensor, DTensor) else tensor
         if local.numel():
             local.copy_(weights.read(names[key], _bounds(tensor)))

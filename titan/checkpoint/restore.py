@@ -18,7 +18,7 @@ from torch.distributed.checkpoint.metadata import Metadata, TensorStorageMetadat
 from titan.checkpoint import folder as folders
 from titan.checkpoint import manifest, metadata, storage
 from titan.checkpoint.ranks import Ranks
-from titan.checkpoint.state import MODEL, OPTIMIZER, model_tensors, rejoin, trained
+from titan.checkpoint.state import MODEL, OPTIMIZER, firsts, model_tensors, rejoin, trained
 from titan.errors import CheckpointError
 from titan.log import log
 
@@ -86,11 +86,11 @@ def load(saved: Saved, parts: Sequence[Part], optimizer: torch.optim.Optimizer, 
     Raises:
         CheckpointError: it cannot be read or does not fit.
     """
-    weights = model_tensors(parts)
+    holders, updated = model_tensors(parts), trained(parts, optimizer)
+    weights = firsts(holders)
     check_weights(saved, weights, ranks)
     ranks.each(lambda: _check_optimizer(saved, optimizer))
-    updated = trained(parts, optimizer)
-    slots = _empty_slots(saved, updated)
+    slots = _empty_slots(saved, firsts(updated))
     others: dict[str, Tensor] = {}
     own = ranks.rank if saved.state.get("world_size") == ranks.size else None
     rest = ranks.each(
@@ -102,6 +102,7 @@ def load(saved: Saved, parts: Sequence[Part], optimizer: torch.optim.Optimizer, 
     into = weights | others
     into |= {f"{OPTIMIZER}{name}.{slot}": value for name, one in slots.items() for slot, value in one.items()}
     saved.read(into, ranks)
+    _copy_to_others(holders)
     _give(optimizer, updated, slots, saved.state["values"])
     if not any(name.startswith(OPTIMIZER) for name in saved.tensors):
         log.info(f"optimizer: {saved.path} holds no state of it, it starts anew")
@@ -115,9 +116,18 @@ def load_weights(path: Path, parts: Sequence[Part], ranks: Ranks) -> None:
         CheckpointError: it cannot be read or does not fit.
     """
     saved = Saved.open(path, ranks)
-    weights = model_tensors(parts)
+    holders = model_tensors(parts)
+    weights = firsts(holders)
     check_weights(saved, weights, ranks)
     saved.read(weights, ranks)
+    _copy_to_others(holders)
+
+
+def _copy_to_others(holders: Mapping[str, Sequence[Tensor]]) -> None:
+    """Give what was read into the first holder of each name to the others of this rank."""
+    for first, *others in holders.values():
+        for other in others:
+            other.copy_(first)
 
 
 def check_weights(saved: Saved, weights: Mapping[str, Tensor], ranks: Ranks) -> None:
@@ -180,13 +190,18 @@ def _empty_slots(saved: Saved, updated: Mapping[str, tuple[Tensor, dict[str, Any
 
 def _give(
     optimizer: torch.optim.Optimizer,
-    updated: Mapping[str, tuple[Tensor, dict[str, Any]]],
+    updated: Mapping[str, Sequence[tuple[Tensor, dict[str, Any]]]],
     slots: dict[str, dict[str, Any]],
     values: Mapping[str, Any],
 ) -> None:
+    """Hand state to the optimizer, to each holder of a parameter its own."""
     for name, value in values.items():
         parameter, _, slot = name.rpartition(".")
         if parameter in updated:
             slots.setdefault(parameter, {})[slot] = value
     for parameter, one in slots.items():
-        optimizer.state[updated[parameter][0]] = one
+        (first, _), *others = updated[parameter]
+        optimizer.state[first] = one
+        for other, _ in others:
+            copies = {slot: value.clone() if isinstance(value, Tensor) else value for slot, value in one.items()}
+            optimizer.state[other] = copies

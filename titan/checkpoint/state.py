@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import torch
 from torch import Tensor
@@ -17,6 +17,8 @@ from titan.errors import CheckpointError, PluginError
 
 if TYPE_CHECKING:
     from titan.contracts import Part
+
+T = TypeVar("T")
 
 MODEL, OPTIMIZER, REST = "model.", "optimizer.", "rest."
 _TENSOR, _OWN = "$tensor", "$own"
@@ -42,23 +44,37 @@ class Snapshot:
     rest: Any
 
 
-def model_tensors(parts: Iterable[Part]) -> dict[str, Tensor]:
-    """`model.NAME` -> parameter or persistent buffer, detached but not copied."""
-    tensors: dict[str, Tensor] = {}
+def model_tensors(parts: Iterable[Part]) -> dict[str, list[Tensor]]:
+    """`model.NAME` -> parameter or persistent buffer, detached but not copied, of each part that holds one.
+
+    Two parts of a rank hold what ties the first stage to the last: one tensor in the whole model, in two copies.
+    """
+    holders: dict[str, list[Tensor]] = {}
     for part in parts:
         # Before any parameter is asked for: FSDP puts its sharded parameters back when a state dict is taken. After
         # validation, where no backward follows the forward, the module still holds the gathered ones.
         persistent = part.module.state_dict().keys()
-        tensors |= {MODEL + name: parameter.detach() for name, parameter in part.parameters()}
-        tensors |= {MODEL + name: buffer for name, buffer in part.module.named_buffers() if name in persistent}
-    return tensors
+        tensors = {name: parameter.detach() for name, parameter in part.parameters()}
+        tensors |= {name: buffer for name, buffer in part.module.named_buffers() if name in persistent}
+        for name, tensor in tensors.items():
+            holders.setdefault(MODEL + name, []).append(tensor)
+    return holders
 
 
-def trained(parts: Iterable[Part], optimizer: torch.optim.Optimizer) -> dict[str, tuple[Tensor, dict[str, Any]]]:
-    """Canonical name -> (parameter, its param group) of what the optimizer updates."""
+def firsts(holders: Mapping[str, Sequence[T]]) -> dict[str, T]:
+    """One of the holders of each name: the one that is saved, and read into."""
+    return {name: held[0] for name, held in holders.items()}
+
+
+def trained(parts: Iterable[Part], optimizer: torch.optim.Optimizer) -> dict[str, list[tuple[Tensor, dict[str, Any]]]]:
+    """Canonical name -> (parameter, its param group) of what the optimizer updates, of each part that holds it."""
     groups = {id(parameter): group for group in optimizer.param_groups for parameter in group["params"]}
-    named = [pair for part in parts for pair in part.parameters()]
-    return {name: (parameter, groups[id(parameter)]) for name, parameter in named if id(parameter) in groups}
+    holders: dict[str, list[tuple[Tensor, dict[str, Any]]]] = {}
+    for part in parts:
+        for name, parameter in part.parameters():
+            if id(parameter) in groups:
+                holders.setdefault(name, []).append((parameter, groups[id(parameter)]))
+    return holders
 
 
 def optimizer_state(
@@ -66,7 +82,7 @@ def optimizer_state(
 ) -> tuple[dict[str, Tensor], dict[str, int | float | bool | str | None]]:
     """(`optimizer.NAME.SLOT` -> tensor, `NAME.SLOT` -> number) of all parameters that have state."""
     tensors, values = {}, {}
-    for name, (parameter, _) in trained(parts, optimizer).items():
+    for name, (parameter, _) in firsts(trained(parts, optimizer)).items():
         for slot, value in optimizer.state.get(parameter, {}).items():
             if isinstance(value, Tensor):
                 tensors[f"{OPTIMIZER}{name}.{slot}"] = value.detach()
@@ -165,7 +181,7 @@ def set_rng_state(states: Mapping[str, Tensor], device: torch.device) -> None:
 
 def collect(parts: Sequence[Part], optimizer: torch.optim.Optimizer, rest: Any, rank: int) -> Snapshot:
     """This rank's state as it is now; nothing is copied, so it holds only until training goes on."""
-    tensors = model_tensors(parts)
+    tensors = firsts(model_tensors(parts))
     slots, values = optimizer_state(parts, optimizer)
     plain, others = separate(rest, rank)
     tensors |= slots | others
