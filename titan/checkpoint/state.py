@@ -21,7 +21,9 @@ if TYPE_CHECKING:
 T = TypeVar("T")
 
 MODEL, OPTIMIZER, REST = "model.", "optimizer.", "rest."
-_TENSOR, _OWN = "$tensor", "$own"
+TECHNIQUES = "techniques"
+"""The table of the rest that holds techniques' state."""
+TENSOR, _OWN = "$tensor", "$own"
 
 
 class Own(dict[str, Tensor]):
@@ -103,7 +105,7 @@ def separate(value: Any, rank: int, path: str = REST[:-1]) -> tuple[Any, dict[st
         PluginError: something in it is neither tensor nor JSON; names its place.
     """
     if isinstance(value, Tensor):
-        return {_TENSOR: path}, {path: value.detach()}
+        return {TENSOR: path}, {path: value.detach()}
     if value is None or isinstance(value, (bool, int, float, str)):
         return value, {}
     if isinstance(value, Own):
@@ -145,7 +147,7 @@ def rejoin(value: Any, rank: int | None, tensor: Callable[[str], Tensor], where:
         return [rejoin(item, rank, tensor, where, f"{path}.{index}") for index, item in enumerate(value)]
     if not isinstance(value, dict):
         return value
-    if value == {_TENSOR: path}:
+    if value == {TENSOR: path}:
         return tensor(path)
     keys = value.get("keys")
     if value == {_OWN: path, "keys": keys} and isinstance(keys, list) and all(isinstance(key, str) for key in keys):
