@@ -23,7 +23,7 @@ from titan.checkpoint import manifest, techniques
 from titan.checkpoint.manifest import METADATA, STATE, Piece
 from titan.checkpoint.plain import write_table
 from titan.checkpoint.ranks import RankFailure, Ranks
-from titan.checkpoint.state import TECHNIQUES, Snapshot, Staging, collect
+from titan.checkpoint.state import TECHNIQUES, Snapshot, Staging, collect, optimizer_state
 from titan.errors import CheckpointError
 from titan.log import log
 
@@ -128,6 +128,14 @@ class Checkpointer:
             rest: dict[str, Any] = restore.load(saved, parts, optimizer, self._ranks, states)
         return rest
 
+    def check(self, parts: Sequence[Part], optimizer: torch.optim.Optimizer) -> None:
+        """Look at the optimizer's state as soon as there is some, not first at a save hours later.
+
+        Raises:
+            PluginError: it cannot be saved.
+        """
+        optimizer_state(parts, optimizer)
+
     def save(self, step: int, parts: Sequence[Part], optimizer: torch.optim.Optimizer, rest: Mapping[str, Any]) -> None:
         """Save the state after a step. In the background mode it returns when the state is copied.
 
@@ -136,6 +144,7 @@ class Checkpointer:
 
         Raises:
             CheckpointError: this save failed, or the one before it that went on in the background.
+            PluginError: there is state that cannot be saved.
         """
         self.wait()
         began = time.perf_counter()

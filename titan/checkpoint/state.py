@@ -82,11 +82,16 @@ def trained(parts: Iterable[Part], optimizer: torch.optim.Optimizer) -> dict[str
 def optimizer_state(
     parts: Iterable[Part], optimizer: torch.optim.Optimizer
 ) -> tuple[dict[str, Tensor], dict[str, int | float | bool | str | None]]:
-    """(`optimizer.NAME.SLOT` -> tensor, `NAME.SLOT` -> number) of all parameters that have state."""
+    """(`optimizer.NAME.SLOT` -> tensor, `NAME.SLOT` -> number) of all parameters that have state.
+
+    Raises:
+        PluginError: something in it is neither tensor nor number, or a plain tensor where each rank has a shard.
+    """
     tensors, values = {}, {}
     for name, (parameter, _) in firsts(trained(parts, optimizer)).items():
         for slot, value in optimizer.state.get(parameter, {}).items():
             if isinstance(value, Tensor):
+                _check_kind(optimizer, name, parameter, slot, value)
                 tensors[f"{OPTIMIZER}{name}.{slot}"] = value.detach()
             elif value is None or isinstance(value, (bool, int, float, str)):
                 values[f"{name}.{slot}"] = value
@@ -96,6 +101,19 @@ def optimizer_state(
                     "only tensors and numbers can be saved"
                 )
     return tensors, values
+
+
+def _check_kind(optimizer: torch.optim.Optimizer, name: str, parameter: Tensor, slot: str, value: Tensor) -> None:
+    """A plain tensor is taken for one that all ranks hold alike, and what has the parameter's shape is loaded as it."""
+    if not hasattr(parameter, "to_local") or hasattr(value, "to_local") or not value.ndim:
+        return
+    shard = parameter.to_local().shape
+    if value.shape in (shard, parameter.shape):
+        raise PluginError(
+            f"{type(optimizer).__name__} keeps {slot!r} of {name} as a plain tensor {list(value.shape)}, but the "
+            f"parameter {list(parameter.shape)} is a DTensor, of which this rank holds {list(shard)}: a "
+            "checkpoint keeps one rank's plain state; make it with torch.zeros_like(parameter)"
+        )
 
 
 def separate(value: Any, rank: int, path: str = REST[:-1]) -> tuple[Any, dict[str, Tensor]]:
