@@ -9,7 +9,7 @@ import math
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
@@ -17,10 +17,16 @@ from torch.distributed.tensor import DTensor
 
 from tests.ranks import run_ranks
 
+if TYPE_CHECKING:
+    from titan.training.build import Run
+
 LLAMA, GPT = (Path(__file__).parent / "configs" / f"{name}.toml" for name in ("llama", "gpt"))
 SAVING = ("--checkpoint.enabled", "true", "--checkpoint.every", "4")
 LOSS_RTOL, NORM_RTOL, WEIGHT_RTOL, WEIGHT_ATOL = 1e-5, 1e-4, 1e-4, 1e-6
 BOUNDS = {"loss": LOSS_RTOL, "validation_loss": LOSS_RTOL, "grad_norm": NORM_RTOL, "tokens": 0.0, "lr": 1e-12}
+
+SELF_SEND = torch.torch_version.TorchVersion(torch.__version__) >= "2.13"
+"""Whether a rank can send to itself with gloo, which the V-shaped schedules do as they start."""
 
 
 @dataclass
@@ -33,6 +39,21 @@ class Outcome:
 
 def run_job(folder: str, words: list[str], config: str) -> dict[str, Tensor]:
     """On one rank: train the job, return this rank's weights, whole."""
+    run = _trained(folder, words, config)
+    return {name: _whole(p.detach()) for part in run.parts for name, p in part.parameters()}
+
+
+def run_with_state(folder: str, words: list[str], config: str) -> dict[str, Tensor]:
+    """The same with the optimizer's state, as NAME.SLOT; copies that two stages of a rank hold are the same bits."""
+    run = _trained(folder, words, config)
+    return _agreed(
+        {name: _whole(p.detach())} | {f"{name}.{slot}": _whole(value) for slot, value in run.optimizer.state[p].items()}
+        for part in run.parts
+        for name, p in part.parameters()
+    )
+
+
+def _trained(folder: str, words: list[str], config: str) -> "Run":
     from titan.config import load_job
     from titan.ranks import process
     from titan.training import build, trainer
@@ -41,7 +62,7 @@ def run_job(folder: str, words: list[str], config: str) -> dict[str, Tensor]:
     job = load_job(Path(config), overrides, process.launched_world_size())
     run = build.build(job, process.join(job))
     trainer.train(run)
-    return {name: _whole(p.detach()) for part in run.parts for name, p in part.parameters()}
+    return run
 
 
 def _whole(tensor: Tensor) -> Tensor:
@@ -72,13 +93,13 @@ def train_job(
 
 
 def _agreed(held: Iterable[dict[str, Tensor]]) -> dict[str, Tensor]:
-    """The weights of all ranks; those that several hold are the same to the last bit."""
+    """The tensors of all holders; those that several hold are the same to the last bit."""
     weights: dict[str, Tensor] = {}
     for own in held:
         for name, tensor in own.items():
             first = weights.setdefault(name, tensor)
             same = torch.allclose(first, tensor, rtol=0, atol=0, equal_nan=True)
-            assert same, f"{name} differs between ranks by {(first - tensor).abs().max().item():.2e}"
+            assert same, f"{name} differs between its holders by {(first - tensor).abs().max().item():.2e}"
     return weights
 
 

@@ -1,10 +1,11 @@
 """A run that starts from given weights has one curve, whatever the layout and the format they come in."""
 
 from pathlib import Path
+from typing import Any
 
 import pytest
 
-from tests.jobs import GPT, SAVING, Outcome, assert_same_curve, read_rows, train_job
+from tests.jobs import GPT, SAVING, SELF_SEND, Outcome, assert_same_curve, read_rows, run_with_state, train_job
 from titan import cli
 
 STEPS = ("--train.steps", "3")
@@ -57,9 +58,21 @@ def test_gpt_s_joined_and_transposed_tensors(gpt: tuple[Path, Outcome], tmp_path
     assert_same_curve(curve, train_on({"dp_shard": 2, "tp": 2}, given, tmp_path, config=GPT))
 
 
-def train_on(mesh: dict[str, int], given: Path, folder: Path, **more: Path) -> Outcome:
-    words = [word for axis, degree in mesh.items() for word in (f"--mesh.{axis}", str(degree))]
-    return train_job(folder, 2 ** len(mesh), *words, *STEPS, "--checkpoint.init_from", str(given), **more)
+@pytest.mark.skipif(not SELF_SEND, reason="this PyTorch runs no V-shaped schedule on the CPU")
+@pytest.mark.parametrize("kind", ["hf", "before"])
+def test_both_copies_of_a_tied_head_on_one_rank(kind: str, gpt: tuple[Path, Outcome], tmp_path: Path) -> None:
+    """A V-shaped schedule puts the first and the last stage on one rank."""
+    given, curve = gpt
+    words = ("--plugins.pipeline.schedule", "ZBVZeroBubble")
+    found = train_on({"pp": 2}, given.parent / kind, tmp_path, *words, config=GPT, run=run_with_state)
+    weights = {name: found.weights[name] for name in curve.weights}
+    assert_same_curve(curve, Outcome(found.rows, weights))
+
+
+def train_on(mesh: dict[str, int], given: Path, folder: Path, *words: str, **more: Any) -> Outcome:
+    degrees = [word for axis, degree in mesh.items() for word in (f"--mesh.{axis}", str(degree))]
+    init_from = ("--checkpoint.init_from", str(given))
+    return train_job(folder, 2 ** len(mesh), *degrees, *words, *STEPS, *init_from, **more)
 
 
 def test_a_run_that_has_begun_goes_on_with_its_own(llama: tuple[Path, Outcome], tmp_path: Path) -> None:

@@ -12,6 +12,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
+from tests.jobs import SELF_SEND
 from tests.ranks import RankError, run_ranks
 from titan.contracts import Batch, Mesh, Model, Part, Precision, Technique, World
 from titan.contracts.base.mesh import Layout
@@ -30,8 +31,6 @@ from titan.training import phases
 from titan.training.engine import Direct, StepLoss
 from titan.training.gradients import global_norm
 
-# torch before 2.13 cannot send to its own rank with gloo, which the V-shaped schedules do as they start.
-SELF_SEND = torch.torch_version.TorchVersion(torch.__version__) >= "2.13"
 V_SHAPED = ("ZBVZeroBubble", "DualPipeV") if SELF_SEND else ()
 SCHEDULES = ("GPipe", "1F1B", "Interleaved1F1B", "LoopedBFS", "InterleavedZeroBubble", *V_SHAPED)
 

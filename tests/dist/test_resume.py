@@ -6,11 +6,12 @@ from pathlib import Path
 import pytest
 import torch
 
-from tests.jobs import SAVING, Outcome, assert_same_curve, saved_tensors, train_job
+from tests.jobs import GPT, SAVING, SELF_SEND, Outcome, assert_same_curve, run_with_state, saved_tensors, train_job
 from tests.ranks import RankError
 
 SAME = ("loss", "grad_norm", "lr", "tokens")
 HALF = ("--train.steps", "5")
+V_SHAPED = pytest.mark.skipif(not SELF_SEND, reason="this PyTorch runs no V-shaped schedule on the CPU")
 
 
 @pytest.fixture(scope="module")
@@ -118,3 +119,54 @@ def test_never_begins_anew(tmp_path: Path) -> None:
     first = train_job(tmp_path, 1, *SAVING, *HALF)
     again = train_job(tmp_path, 1, *SAVING, *HALF, "--checkpoint.resume", "never")
     assert_same_curve(first, again)
+
+
+# --- a tied head: two stages hold one tensor, and under V-shaped schedules one rank holds both ------------------------
+
+TIED = ("--model.tied", "true", "--train.steps", "6", "--checkpoint.enabled", "true", "--checkpoint.every", "3")
+
+
+@pytest.fixture(scope="module")
+def tied(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Outcome]:
+    """Step 3 and the whole curve of a tied model on one rank."""
+    folder = tmp_path_factory.mktemp("tied")
+    whole = train_job(folder, 1, *TIED, config=GPT, run=run_with_state)
+    return folder / "run" / "checkpoints" / "step-00000003", whole
+
+
+@pytest.mark.parametrize(
+    ("schedule", "wider", "other"),
+    [
+        ("1F1B", {}, mesh(dp_shard=2)),
+        ("GPipe", {}, mesh(tp=2)),
+        ("Interleaved1F1B", {}, mesh()),
+        ("LoopedBFS", {}, mesh(dp_replicate=2)),
+        ("InterleavedZeroBubble", {}, mesh(pp=2)),
+        pytest.param("ZBVZeroBubble", {"dp_shard": 2}, mesh(pp=2), marks=V_SHAPED),
+        pytest.param("DualPipeV", {"tp": 2}, mesh(dp_shard=2, tp=2), marks=V_SHAPED),
+    ],
+)
+def test_a_tied_head_under_every_schedule(
+    schedule: str, wider: dict[str, int], other: list[str], tied: tuple[Path, Outcome], tmp_path: Path
+) -> None:
+    """Resumed on the same layout it is the same bits, in both copies; to and from another one, the same curve."""
+    alone, curve = tied
+
+    def train(name: str, words: list[str], at: Path | None = None) -> Outcome:
+        ranks = torch.Size(int(words[i + 1]) for i, word in enumerate(words) if word.startswith("--mesh.")).numel()
+        resume = ("--checkpoint.resume", str(at)) if at else ()
+        return train_job(tmp_path, ranks, *words, *TIED, *resume, config=GPT, name=name, run=run_with_state)
+
+    words = [*mesh(pp=2), "--plugins.pipeline.schedule", schedule]
+    whole = train("whole", words)
+    assert_same_curve(curve, whole)
+    half = tmp_path / "whole" / "checkpoints" / "step-00000003"
+    resumed = train("same", words, half)
+    assert resumed.rows.keys() == {4, 5, 6}
+    for step, row in resumed.rows.items():
+        assert [row[key] for key in SAME] == [whole.rows[step][key] for key in SAME]
+    assert "embed.weight.exp_avg" in whole.weights and whole.weights.keys() == resumed.weights.keys()
+    assert [name for name, value in whole.weights.items() if not torch.equal(value, resumed.weights[name])] == []
+    rest = Outcome({step: curve.rows[step] for step in (4, 5, 6)}, curve.weights)
+    assert_same_curve(rest, train("on", other, half))
+    assert_same_curve(rest, train("from", [*words, *mesh(**wider)], alone))

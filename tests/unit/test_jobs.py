@@ -101,7 +101,7 @@ def test_ranks_that_hold_other_values_of_a_weight(tmp_path: Path, monkeypatch: p
     (tmp_path / "run" / "metrics.jsonl").touch()
     assert train_job(tmp_path, 2).weights.keys() == {"a", "b"}
     held[1]["a"] = held[1]["a"] + 1e-7
-    with pytest.raises(AssertionError, match=r"a differs between ranks by 1\.19e-07"):
+    with pytest.raises(AssertionError, match=r"a differs between its holders by 1\.19e-07"):
         train_job(tmp_path, 2)
 
 

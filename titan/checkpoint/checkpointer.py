@@ -10,18 +10,20 @@ from __future__ import annotations
 import time
 from collections.abc import Mapping, Sequence
 from contextlib import AbstractContextManager
+from dataclasses import replace
 from pathlib import Path
 from threading import Thread
 from typing import TYPE_CHECKING, Any
 
 import torch
 
+from titan.checkpoint import techniques
 from titan.checkpoint.disk import folder as folders
 from titan.checkpoint.disk import manifest
 from titan.checkpoint.disk.manifest import METADATA, STATE, Piece
 from titan.checkpoint.disk.plain import write_table
 from titan.checkpoint.ranks import RankFailure, Ranks
-from titan.checkpoint.state import Snapshot, Staging, collect
+from titan.checkpoint.state import TECHNIQUES, Snapshot, Staging, collect, optimizer_state
 from titan.errors import CheckpointError
 from titan.log import log
 from titan.ranks import watchdog
@@ -104,10 +106,16 @@ class Checkpointer:
                 f"of its step replaces it or `titan checkpoint rm {path}` removes it"
             )
 
-    def load(self, path: Path, parts: Sequence[Part], optimizer: torch.optim.Optimizer) -> dict[str, Any]:
+    def load(
+        self, path: Path, parts: Sequence[Part], optimizer: torch.optim.Optimizer,
+        states: Mapping[str, Any] | None = None,
+    ) -> dict[str, Any]:  # fmt: skip
         """Read weights and optimizer state in place, for any layout; returns the rest as it was given to `save`.
 
-        What `find` has not just verified is verified first. Tensors of the rest come back on the CPU, whole.
+        What `find` has not just verified is verified first.
+        states: what techniques hold now, by name. Of the table `techniques` theirs alone comes back, a tensor to the
+            ranks that name it here, as a DTensor where it is one here, and to all where none names it; None: all of it.
+            Other tensors of the rest come back on the CPU, whole.
 
         Raises:
             CheckpointError: it is damaged, cannot be read, or does not fit the model or the optimizer; no run goes on.
@@ -118,16 +126,26 @@ class Checkpointer:
         with self._limit(f"loading the checkpoint {path}"):
             found, self._saved = self._saved, None
             saved = found if found is not None and found.path == path else self._open(path)
-            rest: dict[str, Any] = restore.load(saved, parts, optimizer, self._ranks)
+            rest: dict[str, Any] = restore.load(saved, parts, optimizer, self._ranks, states)
         return rest
+
+    def check(self, parts: Sequence[Part], optimizer: torch.optim.Optimizer) -> None:
+        """Look at the optimizer's state as soon as there is some, not first at a save hours later.
+
+        Raises:
+            PluginError: it cannot be saved.
+        """
+        optimizer_state(parts, optimizer)
 
     def save(self, step: int, parts: Sequence[Part], optimizer: torch.optim.Optimizer, rest: Mapping[str, Any]) -> None:
         """Save the state after a step. In the background mode it returns when the state is copied.
 
-        rest: tables, lists, strings, numbers and tensors, the same on every rank but for `Own` tables.
+        rest: tables, lists, strings, numbers and tensors, the same on every rank but for `Own` tables and the table
+            `techniques`, of which each rank gives what it has (`titan.checkpoint.techniques`).
 
         Raises:
             CheckpointError: this save failed, or the one before it that went on in the background.
+            PluginError: there is state that cannot be saved.
         """
         self.wait()
         began = time.perf_counter()
@@ -183,12 +201,16 @@ class Checkpointer:
 
         ranks = self._ranks
         try:
+            everyone = ranks.gather_first(ranks.each(lambda: techniques.given(snapshot)))
+            tables = ranks.each(lambda: techniques.united(everyone))
             path = ranks.first(lambda: folders.begin(self.folder, step))
             names = ranks.each(lambda: storage.write(path, snapshot.tensors, snapshot.local, ranks.group))
             mine = ranks.each(lambda: {name: manifest.piece_of(path / name) for name in names})
             pieces = {name: piece for some in ranks.gather(mine) for name, piece in some.items()}
             values = {name: value for one in ranks.gather(dict(snapshot.values)) for name, value in one.items()}
-            ranks.first(lambda: self._commit(path, step, snapshot, values, pieces, began))
+            rest = {**snapshot.rest, TECHNIQUES: tables} if tables else snapshot.rest
+            united = replace(snapshot, values=values, rest=rest)
+            ranks.first(lambda: self._commit(path, step, united, pieces, began))
         except RankFailure as failure:
             told, full = str(failure), failure.disk_full
             raise CheckpointError(ranks.first(lambda: self._give_up(step, told, full))) from failure
@@ -196,17 +218,15 @@ class Checkpointer:
             said = str(error).partition("\n")[0]
             raise CheckpointError(f"saving step {step} to {self.folder} failed: {said}") from error
 
-    def _commit(
-        self, path: Path, step: int, snapshot: Snapshot, values: Mapping[str, Any], pieces: dict[str, Piece],
-        began: float,
-    ) -> None:  # fmt: skip
+    def _commit(self, path: Path, step: int, snapshot: Snapshot, pieces: dict[str, Piece], began: float) -> None:
         unseen = [fault for name, fault in manifest.wrong_sizes(path, pieces).items() if name in pieces]
         if unseen:
             raise CheckpointError(f"rank 0 does not see what others wrote, {unseen[0]}: all must share its file system")
         write_table(path / STATE, {
             "format": folders.FORMAT, "step": step, "serial": folders.next_serial(self.folder),
             "world_size": self._ranks.size, "saved": time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime()),
-            "torch": torch.__version__, "optimizer": snapshot.optimizer, "values": values, "rest": snapshot.rest,
+            "torch": torch.__version__, "optimizer": snapshot.optimizer, "values": snapshot.values,
+            "rest": snapshot.rest,
         })  # fmt: skip
         manifest.write(path, pieces | {name: manifest.piece_of(path / name) for name in (METADATA, STATE)})
         size = sum(file.stat().st_size for file in path.iterdir()) / 1e6

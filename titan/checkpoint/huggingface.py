@@ -19,7 +19,7 @@ from titan.checkpoint.disk.metadata import MODEL
 from titan.checkpoint.disk.tensor_files import TYPES, Stored, find_tensors
 from titan.checkpoint.ranks import Ranks
 from titan.checkpoint.restore import listed
-from titan.checkpoint.state import model_tensors
+from titan.checkpoint.state import firsts, model_tensors
 from titan.contracts.base.parts import Part
 from titan.contracts.base.plan import glob_matches
 from titan.contracts.base.sharding import slice_of
@@ -54,7 +54,7 @@ def check_config(config: Mapping[str, Any], model: Model, path: Path) -> None:
 def shapes_of(model: Model) -> dict[str, torch.Size]:
     """Canonical name -> whole shape of every parameter and persistent buffer of a model."""
     with torch.device("meta"):
-        tensors = model_tensors([Part(model.build())])
+        tensors = firsts(model_tensors([Part(model.build())]))
     return {name.removeprefix(MODEL): tensor.shape for name, tensor in tensors.items()}
 
 
@@ -178,12 +178,12 @@ def load(path: Path, model: Model, parts: Sequence[Part], ranks: Ranks) -> None:
     ranks.each(lambda: _fill(weights, model_tensors(parts)))
 
 
-def _fill(weights: HfWeights, tensors: Mapping[str, Tensor]) -> None:
-    names = {name: name.removeprefix(MODEL) for name in tensors}
+def _fill(weights: HfWeights, holders: Mapping[str, Sequence[Tensor]]) -> None:
+    names = {name: name.removeprefix(MODEL) for name in holders}
     absent = [name for name in names.values() if name not in weights.shapes]
     if absent:
         raise CheckpointError(f"{weights.path} cannot hold {listed(absent)}")
-    for key, tensor in tensors.items():
+    for key, tensor in [(key, tensor) for key, tensors in holders.items() for tensor in tensors]:
         local = tensor.to_local() if isinstance(tensor, DTensor) else tensor
         if local.numel():
             local.copy_(weights.read(names[key], _bounds(tensor)))

@@ -42,6 +42,14 @@ class Ranks:
         dist.all_gather_object(values, value, group=self.group)
         return values
 
+    def gather_first(self, value: T) -> list[T]:
+        """Everybody's value, by rank, on rank 0; nothing on others."""
+        if self.group is None:
+            return [value]
+        values: list[Any] | None = [None] * self.size if self.rank == 0 else None
+        dist.gather_object(value, values, dst=0, group=self.group)
+        return values or []
+
     def each(self, act: Callable[[], T]) -> T:
         """Act on every rank; returns what it returned on this one.
 

@@ -14,13 +14,15 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 from torch.distributed.checkpoint.metadata import Metadata, TensorStorageMetadata
+from torch.distributed.tensor import DTensor
 
 from titan.checkpoint import storage
 from titan.checkpoint.disk import folder as folders
 from titan.checkpoint.disk import manifest, metadata
 from titan.checkpoint.disk.metadata import MODEL, OPTIMIZER
 from titan.checkpoint.ranks import Ranks
-from titan.checkpoint.state import model_tensors, rejoin, trained
+from titan.checkpoint.state import TECHNIQUES, firsts, model_tensors, rejoin, trained
+from titan.checkpoint.techniques import tensors_in, without
 from titan.errors import CheckpointError
 from titan.log import log
 
@@ -82,32 +84,59 @@ class Saved:
         return torch.empty(entry.size, dtype=entry.properties.dtype, device=device)
 
 
-def load(saved: Saved, parts: Sequence[Part], optimizer: torch.optim.Optimizer, ranks: Ranks) -> Any:
+def load(
+    saved: Saved, parts: Sequence[Part], optimizer: torch.optim.Optimizer, ranks: Ranks,
+    states: Mapping[str, Any] | None = None,
+) -> Any:  # fmt: skip
     """Fill the parts' tensors and the optimizer's state from a checkpoint; returns the rest of the state.
+
+    states: what techniques hold now (see `Checkpointer.load`).
 
     Raises:
         CheckpointError: it cannot be read or does not fit.
     """
-    weights = model_tensors(parts)
+    holders, updated = model_tensors(parts), trained(parts, optimizer)
+    weights = firsts(holders)
     check_weights(saved, weights, ranks)
     ranks.each(lambda: _check_optimizer(saved, optimizer))
-    updated = trained(parts, optimizer)
-    slots = _empty_slots(saved, updated)
-    others: dict[str, Tensor] = {}
-    own = ranks.rank if saved.state.get("world_size") == ranks.size else None
-    rest = ranks.each(
-        lambda: rejoin(
-            saved.state["rest"], own, lambda name: others.setdefault(name, saved.empty(name)),
-            saved.path / manifest.STATE,
-        )
-    )  # fmt: skip
+    slots = _empty_slots(saved, firsts(updated))
+    rest, others = _rest(saved, states, ranks)
     into = weights | others
     into |= {f"{OPTIMIZER}{name}.{slot}": value for name, one in slots.items() for slot, value in one.items()}
     saved.read(into, ranks)
+    _copy_to_others(holders)
     _give(optimizer, updated, slots, saved.state["values"])
     if not any(name.startswith(OPTIMIZER) for name in saved.tensors):
         log.info(f"optimizer: {saved.path} holds no state of it, it starts anew")
     return rest
+
+
+def _rest(saved: Saved, states: Mapping[str, Any] | None, ranks: Ranks) -> tuple[Any, dict[str, Tensor]]:
+    """The rest of the state for this rank, and by name the tensors in it, which are still to be read into."""
+    mine = ranks.each(lambda: tensors_in(states or {}, ranks.rank))
+    elsewhere = {name for names in ranks.gather(list(mine)) for name in names} - mine.keys()
+    plain = saved.state["rest"]
+    if states is not None and TECHNIQUES in plain:
+        theirs = {name: state for name, state in plain[TECHNIQUES].items() if name in states}
+        plain = {**plain, TECHNIQUES: without(theirs, elsewhere)}
+    own = ranks.rank if saved.state.get("world_size") == ranks.size else None
+    tensors: dict[str, Tensor] = {}
+
+    def tensor(name: str) -> Tensor:
+        return tensors.setdefault(name, _room(saved, name, mine.get(name)))
+
+    return ranks.each(lambda: rejoin(plain, own, tensor, saved.path / manifest.STATE)), tensors
+
+
+def _room(saved: Saved, name: str, like: Tensor | None) -> Tensor:
+    """A tensor to read one of the rest into: sharded as a technique's is now, or else whole and on the CPU."""
+    if not isinstance(like, DTensor):
+        return saved.empty(name)
+    stored = saved.empty(name, "meta")
+    if stored.shape != like.shape:
+        shapes = f"{list(stored.shape)} there, {list(like.shape)} here"
+        raise CheckpointError(f"checkpoint {saved.path} does not fit: {name} ({shapes})")
+    return torch.empty_like(like.detach(), dtype=stored.dtype)
 
 
 def load_weights(path: Path, parts: Sequence[Part], ranks: Ranks) -> None:
@@ -117,9 +146,18 @@ def load_weights(path: Path, parts: Sequence[Part], ranks: Ranks) -> None:
         CheckpointError: it cannot be read or does not fit.
     """
     saved = Saved.open(path, ranks)
-    weights = model_tensors(parts)
+    holders = model_tensors(parts)
+    weights = firsts(holders)
     check_weights(saved, weights, ranks)
     saved.read(weights, ranks)
+    _copy_to_others(holders)
+
+
+def _copy_to_others(holders: Mapping[str, Sequence[Tensor]]) -> None:
+    """Give what was read into the first holder of each name to the others of this rank."""
+    for first, *others in holders.values():
+        for other in others:
+            other.copy_(first)
 
 
 def check_weights(saved: Saved, weights: Mapping[str, Tensor], ranks: Ranks) -> None:
@@ -182,13 +220,18 @@ def _empty_slots(saved: Saved, updated: Mapping[str, tuple[Tensor, dict[str, Any
 
 def _give(
     optimizer: torch.optim.Optimizer,
-    updated: Mapping[str, tuple[Tensor, dict[str, Any]]],
+    updated: Mapping[str, Sequence[tuple[Tensor, dict[str, Any]]]],
     slots: dict[str, dict[str, Any]],
     values: Mapping[str, Any],
 ) -> None:
+    """Hand state to the optimizer, to each holder of a parameter its own."""
     for name, value in values.items():
         parameter, _, slot = name.rpartition(".")
         if parameter in updated:
             slots.setdefault(parameter, {})[slot] = value
     for parameter, one in slots.items():
-        optimizer.state[updated[parameter][0]] = one
+        (first, _), *others = updated[parameter]
+        optimizer.state[first] = one
+        for other, _ in others:
+            copies = {slot: value.clone() if isinstance(value, Tensor) else value for slot, value in one.items()}
+            optimizer.state[other] = copies

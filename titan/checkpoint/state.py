@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import torch
 from torch import Tensor
@@ -19,7 +19,11 @@ from titan.errors import CheckpointError, PluginError
 if TYPE_CHECKING:
     from titan.contracts import Part
 
-_TENSOR, _OWN = "$tensor", "$own"
+T = TypeVar("T")
+
+TECHNIQUES = "techniques"
+"""The table of the rest that holds techniques' state."""
+TENSOR, _OWN = "$tensor", "$own"
 
 
 class Own(dict[str, Tensor]):
@@ -42,33 +46,52 @@ class Snapshot:
     rest: Any
 
 
-def model_tensors(parts: Iterable[Part]) -> dict[str, Tensor]:
-    """`model.NAME` -> parameter or persistent buffer, detached but not copied."""
-    tensors: dict[str, Tensor] = {}
+def model_tensors(parts: Iterable[Part]) -> dict[str, list[Tensor]]:
+    """`model.NAME` -> parameter or persistent buffer, detached but not copied, of each part that holds one.
+
+    Two parts of a rank hold what ties the first stage to the last: one tensor in the whole model, in two copies.
+    """
+    holders: dict[str, list[Tensor]] = {}
     for part in parts:
         # Before any parameter is asked for: FSDP puts its sharded parameters back when a state dict is taken. After
         # validation, where no backward follows the forward, the module still holds the gathered ones.
         persistent = part.module.state_dict().keys()
-        tensors |= {MODEL + name: parameter.detach() for name, parameter in part.parameters()}
-        tensors |= {MODEL + name: buffer for name, buffer in part.module.named_buffers() if name in persistent}
-    return tensors
+        tensors = {name: parameter.detach() for name, parameter in part.parameters()}
+        tensors |= {name: buffer for name, buffer in part.module.named_buffers() if name in persistent}
+        for name, tensor in tensors.items():
+            holders.setdefault(MODEL + name, []).append(tensor)
+    return holders
 
 
-def trained(parts: Iterable[Part], optimizer: torch.optim.Optimizer) -> dict[str, tuple[Tensor, dict[str, Any]]]:
-    """Canonical name -> (parameter, its param group) of what the optimizer updates."""
+def firsts(holders: Mapping[str, Sequence[T]]) -> dict[str, T]:
+    """One of the holders of each name: the one that is saved, and read into."""
+    return {name: held[0] for name, held in holders.items()}
+
+
+def trained(parts: Iterable[Part], optimizer: torch.optim.Optimizer) -> dict[str, list[tuple[Tensor, dict[str, Any]]]]:
+    """Canonical name -> (parameter, its param group) of what the optimizer updates, of each part that holds it."""
     groups = {id(parameter): group for group in optimizer.param_groups for parameter in group["params"]}
-    named = [pair for part in parts for pair in part.parameters()]
-    return {name: (parameter, groups[id(parameter)]) for name, parameter in named if id(parameter) in groups}
+    holders: dict[str, list[tuple[Tensor, dict[str, Any]]]] = {}
+    for part in parts:
+        for name, parameter in part.parameters():
+            if id(parameter) in groups:
+                holders.setdefault(name, []).append((parameter, groups[id(parameter)]))
+    return holders
 
 
 def optimizer_state(
     parts: Iterable[Part], optimizer: torch.optim.Optimizer
 ) -> tuple[dict[str, Tensor], dict[str, int | float | bool | str | None]]:
-    """(`optimizer.NAME.SLOT` -> tensor, `NAME.SLOT` -> number) of all parameters that have state."""
+    """(`optimizer.NAME.SLOT` -> tensor, `NAME.SLOT` -> number) of all parameters that have state.
+
+    Raises:
+        PluginError: something in it is neither tensor nor number, or a plain tensor where each rank has a shard.
+    """
     tensors, values = {}, {}
-    for name, (parameter, _) in trained(parts, optimizer).items():
+    for name, (parameter, _) in firsts(trained(parts, optimizer)).items():
         for slot, value in optimizer.state.get(parameter, {}).items():
             if isinstance(value, Tensor):
+                _check_kind(optimizer, name, parameter, slot, value)
                 tensors[f"{OPTIMIZER}{name}.{slot}"] = value.detach()
             elif value is None or isinstance(value, (bool, int, float, str)):
                 values[f"{name}.{slot}"] = value
@@ -80,6 +103,19 @@ def optimizer_state(
     return tensors, values
 
 
+def _check_kind(optimizer: torch.optim.Optimizer, name: str, parameter: Tensor, slot: str, value: Tensor) -> None:
+    """A plain tensor is taken for one that all ranks hold alike, and what has the parameter's shape is loaded as it."""
+    if not hasattr(parameter, "to_local") or hasattr(value, "to_local") or not value.ndim:
+        return
+    shard = parameter.to_local().shape
+    if value.shape in (shard, parameter.shape):
+        raise PluginError(
+            f"{type(optimizer).__name__} keeps {slot!r} of {name} as a plain tensor {list(value.shape)}, but the "
+            f"parameter {list(parameter.shape)} is a DTensor, of which this rank holds {list(shard)}: a "
+            "checkpoint keeps one rank's plain state; make it with torch.zeros_like(parameter)"
+        )
+
+
 def separate(value: Any, rank: int, path: str = REST[:-1]) -> tuple[Any, dict[str, Tensor]]:
     """A nested state as a JSON value of its own, and the tensors that stood in it by where they stood.
 
@@ -87,7 +123,7 @@ def separate(value: Any, rank: int, path: str = REST[:-1]) -> tuple[Any, dict[st
         PluginError: something in it is neither tensor nor JSON; names its place.
     """
     if isinstance(value, Tensor):
-        return {_TENSOR: path}, {path: value.detach()}
+        return {TENSOR: path}, {path: value.detach()}
     if value is None or isinstance(value, (bool, int, float, str)):
         return value, {}
     if isinstance(value, Own):
@@ -129,7 +165,7 @@ def rejoin(value: Any, rank: int | None, tensor: Callable[[str], Tensor], where:
         return [rejoin(item, rank, tensor, where, f"{path}.{index}") for index, item in enumerate(value)]
     if not isinstance(value, dict):
         return value
-    if value == {_TENSOR: path}:
+    if value == {TENSOR: path}:
         return tensor(path)
     keys = value.get("keys")
     if value == {_OWN: path, "keys": keys} and isinstance(keys, list) and all(isinstance(key, str) for key in keys):
@@ -165,7 +201,7 @@ def set_rng_state(states: Mapping[str, Tensor], device: torch.device) -> None:
 
 def collect(parts: Sequence[Part], optimizer: torch.optim.Optimizer, rest: Any, rank: int) -> Snapshot:
     """This rank's state as it is now; nothing is copied, so it holds only until training goes on."""
-    tensors = model_tensors(parts)
+    tensors = firsts(model_tensors(parts))
     slots, values = optimizer_state(parts, optimizer)
     plain, others = separate(rest, rank)
     tensors |= slots | others

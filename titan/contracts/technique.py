@@ -126,11 +126,24 @@ class Technique(Plugin):
         """The update is done and gradients are cleared."""
 
     def state_dict(self) -> dict[str, Any]:
-        """What must outlive the process: tensors, and values that JSON can hold."""
+        """What must outlive the process: tables and lists of tensors, and of values that JSON can hold.
+
+        Asked on every rank when a checkpoint is saved, and once before `load_state_dict`; no collectives. Each rank
+        gives what it has: tables are united key by key over all ranks, a tensor is saved under its keys from whichever
+        rank has it, a DTensor with all its shards. What several ranks give under one key is saved once and must be the
+        same on all of them; else the save is refused, naming technique, key and ranks. So name what belongs to a
+        layer or a parameter after it: canonical names are the same at every layout.
+        """
         return {}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Take back what `state_dict` gave."""
+        """Take back what `state_dict` gave, on every rank and at any layout; a new run gives an empty table.
+
+        Values come from all ranks. A tensor comes to the ranks whose own `state_dict` names it at this moment: in the
+        shards of the DTensor named there, else plain, whole and on the CPU. A tensor that no rank names comes to every
+        rank; so a technique with large state makes its tensors before the first step. Keys that were not saved are
+        absent.
+        """
 
     def close(self) -> None:
         """The run ends, well or not."""

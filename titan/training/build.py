@@ -91,7 +91,7 @@ def build(job: Job, rank: Rank) -> Run:
     samples, held_out = together(lambda: (open_samples(job, rank), open_held_out(job, rank)), rank)
     core = wire(job, rank)
     world = core.world
-    checkpointer, rest = _restore(job, rank, core.parts, core.optimizer, samples.fingerprint)
+    checkpointer, rest = _restore(core, samples.fingerprint)
     step, first = int(rest.get("step", 0)), int(rest.get("data", {}).get("samples", 0))
     for technique in world.techniques:
         technique.load_state_dict(rest.get("techniques", {}).get(technique.name, {}))
@@ -221,10 +221,9 @@ def named_parameters(parts: Sequence[Part], world: World) -> list[NamedParameter
     return [NamedParameter(name, p, decays(name)) for part in parts for name, p in part.parameters()]
 
 
-def _restore(
-    job: Job, rank: Rank, parts: Sequence[Part], optimizer: torch.optim.Optimizer, fingerprint: str
-) -> tuple[Checkpointer | None, dict[str, Any]]:
+def _restore(core: Core, fingerprint: str) -> tuple[Checkpointer | None, dict[str, Any]]:
     """The checkpointer, and what a checkpoint held beside weights and optimizer state (nothing for a new run)."""
+    job, rank, parts = core.job, core.rank, core.parts
     if not job.checkpoint.enabled:
         log.log.info(f"weights: {_first_weights(job, rank, parts)}; checkpoints are off")
         return None, {}
@@ -238,7 +237,8 @@ def _restore(
         log.log.info(f"weights: {_first_weights(job, rank, parts)}")
         return checkpointer, {}
     changes = compare(stored_rest(path), job.table, fingerprint, section.new_data)
-    rest = checkpointer.load(path, parts, optimizer)
+    states = {technique.name: technique.state_dict() for technique in core.world.techniques}
+    rest = checkpointer.load(path, parts, core.optimizer, states)
     unused = "; the run has begun, so checkpoint.init_from is not used" if section.init_from else ""
     log.log.info(f"weights: from {path}, step {rest.get('step', 0)}{unused}")
     for sentence in changes.said:

@@ -45,6 +45,8 @@ def train(run: Run) -> str:
             stats = step(run, micro_batches)
             if run.step == first + 1:
                 shorten_timeouts(run.job, run.world.mesh)
+                if run.checkpointer is not None:
+                    run.checkpointer.check(run.parts, run.optimizer)
             after_step(run, stats, waited)
             asked = preemption.due()
         save(run)

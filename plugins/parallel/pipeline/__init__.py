@@ -27,7 +27,7 @@ batch and each two neighbouring stages on different ranks: B S D / hidden_split 
 
 A tied tensor (an embedding that is also the head) lives on the first and on the last stage. Their gradients are added
 after backward, which sends its local size once each way a step, so both copies stay equal to the last bit. Under the V
-schedules one rank holds both copies.
+schedules one rank holds both copies; a checkpoint has one of them, which both are loaded from.
 
 Limits: at `mesh.pp = 1` it does nothing. Schedules that split the backward pass (the zero-bubble ones and DualPipeV)
 cannot take compiled layers, selective recompute, or data parallelism that reduces gradients at each micro batch.

@@ -1,0 +1,165 @@
+"""Techniques' state comes from every rank that has some, and goes to every rank that needs it, at any layout."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import Shard, distribute_tensor
+
+from tests.jobs import SAVING, Outcome, assert_same_curve, saved_tensors, train_job
+from tests.ranks import RankError, run_ranks
+from titan.checkpoint import Checkpointer
+from titan.errors import CheckpointError
+
+ECHO = ("--plugins.path", str(Path(__file__).parents[1] / "guests"), "--plugins.echo.enabled", "true")
+HALF = ("--train.steps", "4")
+
+
+def train(folder: Path, degrees: dict[str, int], *words: str, name: str = "run") -> Outcome:
+    mesh = [word for axis, degree in degrees.items() for word in (f"--mesh.{axis}", str(degree))]
+    ranks = torch.Size(degrees.values()).numel()
+    return train_job(folder, ranks, *mesh, *ECHO, "--train.steps", "8", *SAVING, *words, name=name)
+
+
+@pytest.fixture(scope="module")
+def alone(tmp_path_factory: pytest.TempPathFactory) -> Outcome:
+    return train(tmp_path_factory.mktemp("alone"), {})
+
+
+@pytest.mark.parametrize(
+    ("before", "after"),
+    [
+        ({"pp": 2}, {}),
+        ({}, {"pp": 2}),
+        ({"dp_shard": 2, "pp": 2}, {"tp": 2}),
+        ({"tp": 2}, {"dp_shard": 2, "pp": 2}),
+    ],
+    ids=str,
+)
+def test_on_another_layout(before: dict[str, int], after: dict[str, int], alone: Outcome, tmp_path: Path) -> None:
+    train(tmp_path, before, *HALF)
+    assert_same_curve(alone, train(tmp_path, after))
+
+
+def test_on_the_same_layout_bit_for_bit(alone: Outcome, tmp_path: Path) -> None:
+    whole = train(tmp_path, {"dp_shard": 2, "pp": 2}, name="whole")
+    assert_same_curve(alone, whole)
+    train(tmp_path, {"dp_shard": 2, "pp": 2}, *HALF, name="pieces")
+    train(tmp_path, {"dp_shard": 2, "pp": 2}, name="pieces")
+    last = (tmp_path / name / "checkpoints" / "step-00000008" for name in ("whole", "pieces"))
+    ours, theirs = (saved_tensors(path) for path in last)
+    kept = {name for name in ours if name.startswith("rest.techniques.echo.kept.")}
+    assert kept == {f"rest.techniques.echo.kept.{name}" for name in whole.weights}
+    assert ours.keys() == theirs.keys()
+    assert [name for name in ours if not torch.equal(ours[name], theirs[name])] == []
+
+
+def test_tensors_that_no_rank_names_yet_go_to_all(alone: Outcome, tmp_path: Path) -> None:
+    late = ("--plugins.echo.late", "true")
+    train(tmp_path, {"pp": 2}, *late, *HALF)
+    train(tmp_path, {"pp": 4}, *late, "--train.steps", "6")
+    assert_same_curve(alone, train(tmp_path, {}, *late))
+
+
+def test_values_of_all_ranks_are_in_the_file(tmp_path: Path) -> None:
+    names = train(tmp_path, {"pp": 2}, *HALF).weights
+    saved = json.loads((tmp_path / "run" / "checkpoints" / "step-00000004" / "state.json").read_text())
+    assert saved["rest"]["techniques"]["echo"]["heard"] == dict.fromkeys(names, 4)
+
+
+def _save(folder: Path, states: list[Any], sharded: bool = False) -> str:
+    """Each rank gives its state; returns what the save was refused for. `sharded`: ranks 2 r and 2 r + 1 share one."""
+    rank, size = dist.get_rank(), dist.get_world_size()
+    mine = states[rank]
+    if sharded:
+        mesh = init_device_mesh("cpu", (size // 2, 2), mesh_dim_names=("stage", "shard"))["shard"]
+        mine = {key: distribute_tensor(value, mesh, [Shard(0)]) for key, value in mine.items()}
+    checkpointer = Checkpointer(folder, keep=0, asynchronous=True, rank=rank, world_size=size)
+    optimizer = torch.optim.SGD([nn.Parameter(torch.zeros(1))])
+    checkpointer.save(1, [], optimizer, {"techniques": {"echo": mine}})
+    try:
+        checkpointer.wait()
+    except CheckpointError as refused:
+        return str(refused)
+    return ""
+
+
+ONES, TWOS = torch.ones(3), torch.full((3,), 2.0)
+
+
+@pytest.mark.parametrize(
+    ("states", "told"),
+    [
+        ([{"a": {"b": ONES}}, {"a": {"b": TWOS}}], "the tensor 'a.b' has other values on rank 1 than on rank 0"),
+        ([{"a": ONES}, {"a": ONES.double()}], "the tensor 'a' has other values on rank 1 than on rank 0"),
+        ([{"a": ONES}, {"a": ONES[None]}], "the tensor 'a' is [3] on rank 0 and [1, 3] on rank 1"),
+        ([{}, {"a": {"b": 1}}, {"a": {"b": True}}], "'a.b' is 1 on rank 1 and true on rank 2"),
+        (
+            [{"a": [1, {"b": 2}]}, {"a": [1, {"b": 3}]}],
+            """'a' is [1, {"b": 2}] on rank 0 and [1, {"b": 3}] on rank 1""",
+        ),
+        ([{"a": {"b": 1}}, {"a": ONES}], """'a' is {"b": 1} on rank 0 and {"$tensor": "rest.techniques.echo.a"} on"""),
+    ],
+    ids=["values", "types", "shapes", "numbers", "lists", "kinds"],
+)
+def test_what_ranks_give_otherwise_under_one_name_is_refused(states: list[Any], told: str, tmp_path: Path) -> None:
+    refused = run_ranks(_save, len(states), tmp_path, states)
+    assert len({*refused}) == 1
+    assert f"saving step 1 to {tmp_path} failed: technique echo: {told}" in refused[0]
+    assert "it is saved once, so it must be the same on all ranks that give it" in refused[0]
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_stages_that_shard_something_else_under_one_name_are_refused(tmp_path: Path) -> None:
+    refused = run_ranks(_save, 4, tmp_path, [{"a": ONES}, {"a": ONES}, {"a": TWOS}, {"a": TWOS}], True)
+    assert "technique echo: the tensor 'a' has other values on rank 2 than on rank 0" in refused[0]
+
+
+def _load(folder: Path, states: list[dict[str, Any]] | None, sharded: bool = False) -> Any:
+    rank, size = (dist.get_rank(), dist.get_world_size()) if dist.is_initialized() else (0, 1)
+    own = None if states is None else states[rank]
+    if sharded:
+        mesh = init_device_mesh("cpu", (size,))
+        own = {"echo": {key: distribute_tensor(value, mesh, [Shard(0)]) for key, value in states[rank]["echo"].items()}}
+    checkpointer = Checkpointer(folder, keep=0, asynchronous=False, rank=rank, world_size=size)
+    rest = checkpointer.load(folder / "step-00000001", [], torch.optim.SGD([nn.Parameter(torch.zeros(1))]), own)
+    found = rest["techniques"]
+    return {key: value.to_local() for key, value in found["echo"].items()} if sharded else found
+
+
+def test_ranks_are_given_what_they_name_and_all_are_given_what_nobody_names(tmp_path: Path) -> None:
+    states = [{"n": 1, "a": ONES, "x": {"deep": [ONES]}}, {"n": 1, "b": TWOS}, {"m": None, "c": ONES}]
+    assert run_ranks(_save, 3, tmp_path, states) == ["", "", ""]
+    whole = {"n": 1, "m": None, "a": ONES, "b": TWOS, "c": ONES, "x": {"deep": [ONES]}}
+    _assert_same(_load(tmp_path, None), {"echo": whole})
+    _assert_same(_load(tmp_path, [{"echo": {}, "another": {}}]), {"echo": whole})
+    assert _load(tmp_path, [{"another": {}}]) == {}
+    first, second = run_ranks(_load, 2, tmp_path, [{"echo": {"a": TWOS, "x": {"deep": [TWOS]}}}, {"echo": {"b": ONES}}])
+    _assert_same(first, {"echo": {"n": 1, "m": None, "a": ONES, "c": ONES, "x": {"deep": [ONES]}}})
+    _assert_same(second, {"echo": {"n": 1, "m": None, "b": TWOS, "c": ONES}})
+
+
+def _assert_same(found: Any, wanted: Any) -> None:
+    if isinstance(wanted, dict):
+        assert found.keys() == wanted.keys()
+        for key, value in wanted.items():
+            _assert_same(found[key], value)
+    elif isinstance(wanted, list):
+        for one, other in zip(found, wanted, strict=True):
+            _assert_same(one, other)
+    else:
+        assert torch.equal(found, wanted) if isinstance(wanted, torch.Tensor) else found == wanted
+
+
+def test_a_plain_tensor_comes_back_in_the_shards_of_a_rank_s_own(tmp_path: Path) -> None:
+    values = torch.arange(5.0)
+    assert run_ranks(_save, 2, tmp_path, [{"a": values}] * 2) == ["", ""]
+    shards = run_ranks(_load, 2, tmp_path, [{"echo": {"a": torch.zeros(5)}}] * 2, True)
+    assert [shard["a"].tolist() for shard in shards] == [[0, 1, 2], [3, 4]]
+    with pytest.raises(RankError, match=r"does not fit: rest\.techniques\.echo\.a \(\[5\] there, \[6\] here\)"):
+        run_ranks(_load, 2, tmp_path, [{"echo": {"a": torch.zeros(6)}}] * 2, True)

@@ -1,0 +1,159 @@
+"""Techniques' state: what ranks give is united when it is saved, and each rank gets back what it asks for.
+
+Ranks of other stages hold other things, so each gives what it has: tables are united key by key, tensors are saved
+under their names from whichever rank has them, shards of a DTensor together. What several ranks give under one name is
+saved once, so it must be the same on all of them; where it is not, the save is refused. On a load, values go to every
+rank. A tensor goes to the ranks that name it in their own state at that moment, and to all where none does.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections.abc import Collection, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from titan.checkpoint.disk.metadata import MODEL, OPTIMIZER, REST
+from titan.checkpoint.state import TECHNIQUES, TENSOR, Snapshot, separate
+from titan.errors import CheckpointError
+
+PREFIX = f"{REST}{TECHNIQUES}"
+
+_RULE = (
+    "it is saved once, so it must be the same on all ranks that give it: name it after what it belongs to, "
+    "or make it a DTensor"
+)
+
+
+@dataclass(frozen=True)
+class Print:
+    """What tells whether two ranks hold the same of a tensor: its shape, where their piece begins, a hash of it."""
+
+    shape: tuple[int, ...]
+    offsets: tuple[int, ...]
+    digest: str
+
+
+@dataclass(frozen=True)
+class Given:
+    """What one rank gives: tables by technique, and the print of each tensor that others may give too."""
+
+    tables: Mapping[str, Any]
+    prints: Mapping[str, Print]
+
+
+def given(snapshot: Snapshot) -> Given:
+    """What this rank gives, with the values of its snapshot."""
+    prints = {name: _print(snapshot.tensors[name], snapshot.local[name]) for name in _told_apart(snapshot)}
+    return Given(snapshot.rest.get(TECHNIQUES, {}), prints)
+
+
+def _told_apart(snapshot: Snapshot) -> Iterator[str]:
+    """Tensors that ranks could hold differently under one name, which DCP would not notice."""
+    for name, tensor in snapshot.tensors.items():
+        if name.startswith(f"{PREFIX}.") and snapshot.local[name].numel():
+            yield name
+        elif name.startswith(OPTIMIZER) and tensor.ndim and not _is_sharded(tensor):
+            parameter = name.removeprefix(OPTIMIZER).rpartition(".")[0]
+            if _is_sharded(snapshot.tensors[MODEL + parameter]):
+                yield name
+
+
+def _is_sharded(tensor: Tensor) -> bool:
+    return hasattr(tensor, "to_local")
+
+
+def _print(tensor: Tensor, values: Tensor) -> Print:
+    offsets = tensor.__create_chunk_list__()[0].offsets if _is_sharded(tensor) else (0,) * tensor.ndim  # type: ignore[attr-defined]
+    digest = hashlib.sha256(f"{values.dtype} {list(values.shape)}".encode())
+    digest.update(values.detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy().data)
+    return Print(tuple(tensor.shape), tuple(offsets), digest.hexdigest())
+
+
+def united(everyone: Sequence[Given]) -> dict[str, Any]:
+    """The tables of all ranks in one.
+
+    Raises:
+        CheckpointError: two ranks give something else under one name; says which, of what, and under which.
+    """
+    tables: dict[str, Any] = {}
+    givers: dict[tuple[str, ...], int] = {}
+    for rank, one in enumerate(everyone):
+        _unite(tables, one.tables, rank, givers)
+    _check_prints([one.prints for one in everyone])
+    return tables
+
+
+def _unite(
+    into: dict[str, Any], table: Mapping[str, Any], rank: int, givers: dict[tuple[str, ...], int],
+    path: tuple[str, ...] = (),
+) -> None:  # fmt: skip
+    for key, value in table.items():
+        at = (*path, key)
+        first = givers.setdefault(at, rank)
+        if _is_table(value) and _is_table(into.get(key, {})):
+            _unite(into.setdefault(key, {}), value, rank, givers, at)
+        elif _text(into.setdefault(key, value)) != _text(value):
+            technique, name = path[0] if path else key, ".".join(at[1:])
+            what = f"{_text(into[key])[:100]} on rank {first} and {_text(value)[:100]} on rank {rank}"
+            raise CheckpointError(f"technique {technique}: {name!r} is {what}; {_RULE}")
+
+
+def _is_table(value: Any) -> bool:
+    """Whether it is a table of a technique's own, not one that stands for a tensor."""
+    return isinstance(value, dict) and not any(key.startswith("$") for key in value)
+
+
+def _text(value: Any) -> str:
+    return json.dumps(value, sort_keys=True)
+
+
+def _check_prints(everyone: Sequence[Mapping[str, Print]]) -> None:
+    shapes: dict[str, tuple[int, tuple[int, ...]]] = {}
+    pieces: dict[tuple[str, tuple[int, ...]], tuple[int, str]] = {}
+    for rank, prints in enumerate(everyone):
+        for name, one in prints.items():
+            first, shape = shapes.setdefault(name, (rank, one.shape))
+            if shape != one.shape:
+                what = f"is {list(shape)} on rank {first} and {list(one.shape)} on rank {rank}"
+                raise CheckpointError(f"{_spoken(name)} {what}; {_RULE}")
+            first, digest = pieces.setdefault((name, one.offsets), (rank, one.digest))
+            if digest != one.digest:
+                what = f"has other values on rank {rank} than on rank {first}"
+                raise CheckpointError(f"{_spoken(name)} {what}; {_RULE}")
+
+
+def _spoken(name: str) -> str:
+    if name.startswith(OPTIMIZER):
+        return f"optimizer: the state {name.removeprefix(OPTIMIZER)!r}"
+    technique, _, key = name.removeprefix(f"{PREFIX}.").partition(".")
+    return f"technique {technique}: the tensor {key!r}"
+
+
+def tensors_in(techniques: Mapping[str, Any], rank: int) -> dict[str, Tensor]:
+    """Name in a checkpoint -> tensor of what techniques hold now; they ask for these."""
+    return separate(techniques, rank, PREFIX)[1]
+
+
+def without(table: Mapping[str, Any], names: Collection[str]) -> dict[str, Any]:
+    """A table of a state.json without the tensors of these names, nor lists and tables that held nothing else."""
+    kept = {}
+    for key, value in table.items():
+        if _is_table(value):
+            below = without(value, names)
+            if below or not value:
+                kept[key] = below
+        elif not _holds(value, names):
+            kept[key] = value
+    return kept
+
+
+def _holds(value: Any, names: Collection[str]) -> bool:
+    if isinstance(value, dict):
+        name = value.get(TENSOR)
+        return (isinstance(name, str) and name in names) or any(_holds(item, names) for item in value.values())
+    return isinstance(value, list) and any(_holds(item, names) for item in value)
