@@ -20,6 +20,7 @@ from torch import Tensor, nn
 
 from titan.batch import IGNORE, Batch, Document
 from titan.cache import Cache, KeyValues
+from titan.conformance import technique_clashes
 from titan.cost import Costs
 from titan.device import kind_of
 from titan.mesh import Axis, Mesh, Role
@@ -333,6 +334,7 @@ class Technique(Plugin):
     parity: ClassVar[bool] = True
     optional: ClassVar[bool] = False
     choices: ClassVar[Sequence[Mapping[str, Any]]] = ()
+    _clashes = staticmethod(technique_clashes)
 
     def check(self, job: Job, plan: ModelPlan) -> Iterable[str]:
         """Sentences about what cannot work in this job, with the numbers that clash and the nearest that fit."""

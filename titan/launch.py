@@ -17,7 +17,16 @@ from pathlib import Path
 
 from titan import nodes, preemption, slurm
 from titan.children import Children, Ended, Entry
-from titan.errors import EXIT_FAILED, EXIT_PREEMPTED, EXIT_WRONG_INPUT, ConfigError, Fault, TitanError, report
+from titan.errors import (
+    EXIT_FAILED,
+    EXIT_PREEMPTED,
+    EXIT_WRONG_INPUT,
+    ConfigError,
+    Fault,
+    TitanError,
+    report,
+    take_traceback_flag,
+)
 from titan.place import Place, cores, find_place, gpus, max_restarts, rank_environment
 
 IMPORTED_BEFORE_FORKS = ("titan.train", "torch._dynamo")
@@ -35,7 +44,7 @@ def let_threads_sleep() -> None:
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Train on this node's ranks; the run's exit code. Arguments are those of `titan train`."""
-    words = sys.argv[1:] if argv is None else list(argv)
+    words = take_traceback_flag(sys.argv[1:] if argv is None else argv)
     let_threads_sleep()
     try:
         if {"-h", "--help"} & set(words):

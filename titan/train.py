@@ -9,11 +9,12 @@ from collections.abc import Sequence
 from titan import build, generation, log, preemption, ranks, trainer, validation, watchdog
 from titan.checkpoint.folder import step_folder
 from titan.config import Job, load_job, split_arguments
-from titan.errors import EXIT_DONE, EXIT_FAILED, EXIT_PREEMPTED, TitanError, report
+from titan.errors import EXIT_DONE, EXIT_FAILED, EXIT_PREEMPTED, TitanError, report, take_traceback_flag
 from titan.options import as_table, options_of
 
 USAGE = """usage: ./run_train.sh [--config FILE] [--table.key VALUE ...]
        titan train   [--config FILE] [--table.key VALUE ...]
+       --traceback shows stack traces of errors
 
 Train a language model. Without --config: configs/quickstart.toml. Any key of the TOML can be given on the command line
 (--train.steps 100, --mesh.tp 2, --plugins.bf16.enabled false); it wins over the file.
@@ -31,7 +32,7 @@ and the same command goes on from there; in a Slurm job it is queued again
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Run the job; returns the exit code."""
-    words = sys.argv[1:] if argv is None else list(argv)
+    words = take_traceback_flag(sys.argv[1:] if argv is None else argv)
     if "-h" in words or "--help" in words:
         print(USAGE, end="")
         return EXIT_DONE

@@ -80,7 +80,8 @@ def model_table(config: Mapping[str, Any], path: Path) -> dict[str, Any]:
         values = plugin.from_hf(config)
         if values is not None:
             return {"name": plugin.name, **values}
-    raise CheckpointError(f"{path / HF_CONFIG}: no model plugin knows model_type {config.get('model_type')!r}")
+    unknown = f"no model plugin knows model_type {config.get('model_type')!r}{registry.left_out()}"
+    raise CheckpointError(f"{path / HF_CONFIG}: {unknown}")
 
 
 def _tokenizer_table(path: Path) -> dict[str, Any] | None:

@@ -14,7 +14,7 @@ from titan.data.bytepairs import train_ranks, write_ranks
 from titan.data.prepare import prepare
 from titan.data.shards import open_shard
 from titan.errors import ConfigError, DataError, Fault
-from titan.options import Where, did_you_mean, parse
+from titan.options import Where, parse
 
 HELP = "tokenise a job's text ahead of its run, train a tokenizer, look into a token shard"
 
@@ -110,10 +110,9 @@ def _dataset(name: str | None, path: list[str] | None, overrides: list[str]) -> 
     if overrides:
         raise ConfigError([Fault("command line", f"{overrides[0]}: only with --config")])
     registry.open_doors()
-    known = registry.names(Dataset.kind)
     plugin = registry.default_of(Dataset.kind) if name is None else registry.find(Dataset.kind, name)
     if plugin is None:
-        raise ConfigError([Fault("command line", f"--data {name}: unknown dataset{did_you_mean(str(name), known)}")])
+        raise ConfigError([Fault("command line", f"--data {name}: {registry.trouble(Dataset.kind, str(name))}")])
     table = {} if path is None else {"path": path}
     config, faults = parse(plugin.Config, table, Where("data", "command line"))
     if faults:

@@ -151,11 +151,10 @@ class _Loader:
                 known = ", ".join(registry.names(contract.kind))
                 self.faults.append(self._where(*path).fault("name", f"missing; which {contract.kind}? ({known})"))
             return default
-        plugin = registry.find(contract.kind, str(name)) if isinstance(name, str) else None
-        if plugin is None:
-            hint = did_you_mean(str(name), registry.names(contract.kind))
-            self.faults.append(self._where(*path).fault("name", f"= {str(name)!r}: unknown {contract.kind}{hint}"))
-        return plugin
+        if sentence := registry.trouble(contract.kind, str(name)):
+            self.faults.append(self._where(*path).fault("name", f"= {str(name)!r}: {sentence}"))
+            return None
+        return registry.find(contract.kind, str(name))
 
     def _one_of(self, contract: type[Plugin]) -> Any:
         section = contract.section
@@ -260,6 +259,10 @@ class _Loader:
         values = dict(self.table.at("metrics"))
         trackers = {plugin.name: plugin for plugin in registry.of_kind(Tracker.kind)}
         tables_ = {key: values.pop(key) for key in list(values) if key in trackers}
+        own = {option.key for option in options_of(MetricsSection)}
+        for key in [key for key, value in values.items() if isinstance(value, dict) and key not in own]:
+            self.faults.append(self._where("metrics").fault(key, registry.trouble(Tracker.kind, key)))
+            del values[key]
         metrics = self._parse(MetricsSection, values, "metrics")
         self.resolved["metrics"] = as_table(metrics) if metrics else {}
         on: list[Tracker] = []
@@ -296,7 +299,9 @@ class _Loader:
             except ValueError as error:
                 self.faults.append(self._where("mesh").fault(axis, f"= {degree}: {error}"))
         layout, misfits = lay_out([axis for plugin in known for axis in plugin.axes], wanted, world_size)
-        self.faults += [self._where("mesh").fault(axis, sentence) for axis, sentence in misfits]
+        for axis, sentence in misfits:
+            unowned = registry.left_out() if axis and axis not in layout.degrees else ""
+            self.faults.append(self._where("mesh").fault(axis, sentence + unowned))
         self.resolved["mesh"] = dict(layout.degrees)
         stated = self._stated_techniques(known)
         on = chosen_techniques(known, {name: enabled for name, (enabled, _) in stated.items()}, layout)
@@ -326,9 +331,8 @@ class _Loader:
         for name, values in self.table.at("plugins").items():
             if name == "path":
                 continue
-            if name not in by_name:
-                what = f"unknown technique{did_you_mean(name, by_name)}"
-                self.faults.append(self._where("plugins").fault(name, what))
+            if sentence := registry.trouble(Technique.kind, name):
+                self.faults.append(self._where("plugins").fault(name, sentence))
                 continue
             stated[name] = self._switch(by_name[name], values, "plugins", name)
         return stated
