@@ -14,7 +14,7 @@ from titan.checkpoint import Checkpointer, rng_state, set_rng_state
 from titan.checkpoint.ranks import Ranks
 from titan.checkpoint.weights import find_weights, is_hf, load_weights, stored_rest
 from titan.config import Job
-from titan.contracts import Dataset, Engine, NamedParameter, Part, Precision, RunInfo, World
+from titan.contracts import Dataset, Engine, NamedParameter, Part, RunInfo, World
 from titan.data.loader import Loader
 from titan.data.prepare import prepare
 from titan.data.samples import Samples
@@ -198,12 +198,9 @@ def _prepared(dataset: Dataset, job: Job, rank: Rank) -> list[Path]:
 
 def world_of(job: Job, rank: Rank) -> World:
     """What techniques may know on this rank, before there is a model."""
-    precision = Precision()
-    for technique in job.techniques:
-        precision = technique.precision(precision)
     owned = [axis.name for technique in job.techniques for axis in technique.axes]
     mesh = Mesh(job.layout, rank.device, rank.number, keep=owned)
-    return World(job=job, mesh=mesh, plan=job.plan, precision=precision, techniques=job.techniques)
+    return World(job=job, mesh=mesh, plan=job.plan, precision=job.precision, techniques=job.techniques)
 
 
 def named_parameters(parts: Sequence[Part], world: World) -> list[NamedParameter]:

@@ -188,7 +188,7 @@ def answer(plugin: Any, hook: str, found: Any, wanted: type[T]) -> T:
         PluginError: it is not; names the plugin and the hook.
     """
     if not isinstance(found, wanted):
-        said = "None" if found is None else f"{shown(found)}, a {type(found).__name__}"
+        said = "None" if found is None else f"{shown(found)}, of type {type(found).__name__}"
         raise PluginError(f"{label(type(plugin))}: {hook}() returned {said}; it must return a {wanted.__name__}")
     return found
 
@@ -201,10 +201,10 @@ def sentences(plugin: Any, hook: str, found: Any) -> Iterator[str]:
     """
     wanted = 'an iterable of sentences, as in ["dim 30 does not divide by 4"]'
     if isinstance(found, str) or not isinstance(found, Iterable):
-        said = "None" if found is None else f"{shown(found)}, a {type(found).__name__}"
+        said = "None" if found is None else f"{shown(found)}, of type {type(found).__name__}"
         raise PluginError(f"{label(type(plugin))}: {hook}() returned {said}; it must return {wanted}")
     for sentence in found:
         if not isinstance(sentence, str):
-            what = f"{shown(sentence)}, a {type(sentence).__name__}"
+            what = f"{shown(sentence)}, of type {type(sentence).__name__}"
             raise PluginError(f"{label(type(plugin))}: {hook}() returned {what}; all its sentences must be strings")
         yield sentence

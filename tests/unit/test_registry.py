@@ -11,7 +11,8 @@ import pytest
 from tests.jobs import LLAMA
 from titan import registry
 from titan.config import load_job
-from titan.errors import ConfigError, PluginError
+from titan.errors import ConfigError, PluginError, TitanError
+from titan.planner.layout import costs_of
 
 HEAD = '''"""Doc."""
 from dataclasses import dataclass
@@ -190,6 +191,50 @@ def test_a_file_imported_under_two_names_is_one_plugin(tmp_path: Path, monkeypat
     load(tmp_path, SCHEDULE, "twice_there")
     importlib.import_module("twice_there")
     assert registry.find("lr_schedule", "twice_there").__module__ == "twice_there"
+
+
+# --- what hooks return ----------------------------------------------------------------------------------------------
+
+
+def with_hook(hook: str, body: str) -> str:
+    """The technique with a hook of this body."""
+    return TECHNIQUE.replace(
+        "    def before_step(self, step: int) -> None:\n        pass\n", f"    def {hook}:\n        {body}\n"
+    )
+
+
+@pytest.mark.parametrize(
+    ("hook", "body", "message"),
+    [
+        ("check(self, job, plan)", "pass", r"check\(\) returned None; it must return an iterable of sentences"),
+        ("check(self, job, plan)", "return 'no'", r"check\(\) returned 'no', of type str; it must return an iterable"),
+        ("check(self, job, plan)", "yield 3", r"check\(\) returned 3, of type int; all its sentences must be strings"),
+        ("plan(self, plan)", "pass", r"plan\(\) returned None; it must return a ModelPlan"),
+        ("precision(self, precision)", "return 'bf16'", r"precision\(\) returned 'bf16', of type str; it must return a Precision"),
+        ("cost(self, costs, job)", "pass", r"cost\(\) returned None; it must return a Costs"),
+    ],
+)  # fmt: skip
+def test_what_a_hook_returns_is_checked(hook: str, body: str, message: str, tmp_path: Path) -> None:
+    load(tmp_path, with_hook(hook, body), "answers")
+    with pytest.raises(TitanError, match=r"technique 'answers' in .*answers\.py: " + message):
+        job = load_job(LLAMA, ["--data.path", "x", "--plugins.answers.enabled", "true"])
+        assert hook.startswith("cost"), "only the planner asks for costs"
+        costs_of(job)
+
+
+@pytest.mark.parametrize("hook", ["check", "plan"])
+def test_a_model_is_named_whose_hook_returns_nothing(hook: str, tmp_path: Path) -> None:
+    guest = (LLAMA.parents[1] / "guests" / "averager.py").read_text().replace('name = "averager"', 'name = "vague"')
+    hooks = f"    def {hook}(self):\n        pass\n\n    def build"
+    load(
+        tmp_path,
+        guest.replace("    def plan", "    def _plan" if hook == "plan" else "    def plan").replace(
+            "    def build", hooks
+        ),
+        "vague",
+    )
+    with pytest.raises(TitanError, match=rf"model 'vague' in .*vague\.py: {hook}\(\) returned None; it must return a"):
+        load_job(LLAMA, ["--data.path", "x", "--model.name", "vague"])
 
 
 # --- entry points of installed packages -------------------------------------------------------------------------

@@ -111,7 +111,7 @@ def _dataset(name: str | None, path: list[str] | None, overrides: list[str]) -> 
         raise ConfigError([Fault("command line", f"{overrides[0]}: only with --config")])
     registry.open_doors()
     plugin = registry.default_of(Dataset.kind) if name is None else registry.find(Dataset.kind, name)
-    if plugin is None:
+    if plugin is None or registry.trouble(Dataset.kind, plugin.name):
         raise ConfigError([Fault("command line", f"--data {name}: {registry.trouble(Dataset.kind, str(name))}")])
     table = {} if path is None else {"path": path}
     config, faults = parse(plugin.Config, table, Where("data", "command line"))

@@ -15,7 +15,8 @@ from titan.config.sections import (
     TrainSection,
     ValidationSection,
 )
-from titan.contracts import Dataset, Loss, LrSchedule, Model, Optimizer, Technique, Tokenizer, Tracker
+from titan.conformance import answer
+from titan.contracts import Dataset, Loss, LrSchedule, Model, Optimizer, Precision, Technique, Tokenizer, Tracker
 from titan.mesh import Layout
 from titan.plan import ModelPlan
 
@@ -63,10 +64,18 @@ class Job:
     @cached_property
     def plan(self) -> ModelPlan:
         """The model's plan as the techniques that are on change it."""
-        plan = self.model.plan()
+        plan = answer(self.model, "plan", self.model.plan(), ModelPlan)
         for technique in self.techniques:
-            plan = technique.plan(plan)
+            plan = answer(technique, "plan", technique.plan(plan), ModelPlan)
         return plan
+
+    @cached_property
+    def precision(self) -> Precision:
+        """The run's precision as the techniques that are on change it."""
+        precision = Precision()
+        for technique in self.techniques:
+            precision = answer(technique, "precision", technique.precision(precision), Precision)
+        return precision
 
     def laid_out(self, layout: Layout, micro_batch: int, techniques: tuple[Technique, ...]) -> "Job":
         """The same training, laid out otherwise; its `table` stays this job's."""

@@ -19,6 +19,7 @@ from titan.config.sections import (
 )
 from titan.config.tables import Table
 from titan.config.techniques import agree, chosen_techniques, unattended
+from titan.conformance import sentences
 from titan.contracts import (
     Dataset,
     Loss,
@@ -356,7 +357,8 @@ class _Loader:
 
     def _check(self, job: Job) -> None:
         """What only the whole job can tell: the model's sizes, then what each technique cannot do with it."""
-        faults = [self._where("model").fault("", sentence) for sentence in job.model.check()]
+        sizes = sentences(job.model, "check", job.model.check())
+        faults = [self._where("model").fault("", sentence) for sentence in sizes]
         resume = job.checkpoint.resume
         if resume not in ("auto", "must", "never") and not Path(resume).expanduser().exists():
             what = f"= {resume!r}: no such folder (or one of 'auto', 'must', 'never')"
@@ -371,12 +373,14 @@ class _Loader:
                 faults.append(self._where("data").fault("seq_len", what))
             for technique in job.techniques:
                 place = self._where("plugins", technique.name)
-                faults += [place.fault("", sentence) for sentence in technique.check(job, plan)]
+                found = sentences(technique, "check", technique.check(job, plan))
+                faults += [place.fault("", sentence) for sentence in found]
         if faults:
             raise ConfigError(faults)
 
     def _plan(self, job: Job) -> Any:
         try:
-            return job.plan
+            plan, _ = job.plan, job.precision  # both are asked now, so that hooks that return nothing are refused here
+            return plan
         except PluginError as error:
             raise ConfigError([Fault(self.source, str(error))]) from None
