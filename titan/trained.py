@@ -14,6 +14,8 @@ from titan.build import world_of
 from titan.checkpoint.ranks import Ranks
 from titan.checkpoint.weights import HF_CONFIG, find_weights, is_hf, load_weights, read_hf_config, stored_config
 from titan.config import Job, load_table
+from titan.config.load import plugin_folders
+from titan.config.tables import Table, override
 from titan.contracts import Engine, Model, Part, Tokenizer, World
 from titan.engine import Direct
 from titan.errors import CheckpointError
@@ -44,7 +46,11 @@ def open_job(
     Raises:
         CheckpointError: there are no weights, or nobody knows their architecture.
         ConfigError: the overrides do not fit.
+        PluginError: a plugin that `--plugins.path` names cannot be loaded.
     """
+    words = Table()
+    override(words, overrides)
+    registry.open_doors(plugin_folders(words))  # first of all: one may be of the folder's architecture
     path = find_weights(given, option)
     own = _hf_table(path) if is_hf(path) else _stored_table(path)
     if "tokenizer" not in own and not any(word.startswith("--tokenizer.") for word in overrides):
@@ -62,7 +68,6 @@ def _stored_table(path: Path) -> dict[str, Any]:
 
 
 def _hf_table(path: Path) -> dict[str, Any]:
-    registry.open_doors()
     model = model_table(read_hf_config(path), path)
     tokenizer = _tokenizer_table(path)
     seq_len = min(128, int(model.get("max_seq_len", 128)))
