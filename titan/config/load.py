@@ -32,7 +32,7 @@ from titan.contracts import (
 )
 from titan.errors import ConfigError, Fault, PluginError
 from titan.mesh import Layout, lay_out
-from titan.options import Where, as_table, coerce, did_you_mean, options_of, parse
+from titan.options import Where, absolute, coerce, did_you_mean, options_of, parse, resolved_table
 from titan.registry import Plugin
 
 BUILT_IN = Path(next(iter(titan.configs.__path__)))
@@ -76,13 +76,13 @@ def load_table(values: Mapping[str, Any], origin: str, overrides: Sequence[str],
 
 
 def plugin_folders(table: Table) -> tuple[str, ...]:
-    """The folders that `[plugins] path` names."""
+    """The folders and files that `[plugins] path` names, absolute."""
     value = table.at("plugins").get("path", ()) if isinstance(table.at("plugins"), dict) else ()
     try:
         folders: tuple[str, ...] = coerce(value, tuple[str, ...])
     except ValueError as error:
-        raise ConfigError([Fault("", f"[plugins] path: {error}, of folders")]) from None
-    return folders
+        raise ConfigError([Fault("", f"[plugins] path: {error}, of folders or .py files")]) from None
+    return tuple(absolute(folder) for folder in folders)
 
 
 class _Loader:
@@ -140,7 +140,7 @@ class _Loader:
     def _section(self, name: str, config: type[C]) -> Any:
         parsed = self._parse(config, self.table.at(name), name)
         if parsed is not None:
-            self.resolved[name] = as_table(parsed)
+            self.resolved[name] = resolved_table(parsed)
         return parsed
 
     def _named(self, contract: type[Plugin], values: Mapping[str, Any], *path: str) -> type[Plugin] | None:
@@ -170,7 +170,7 @@ class _Loader:
         config = self._parse(plugin.Config, self._still_meant(plugin, values, section), section)
         if config is None:
             return None
-        self.resolved[section] = {**written, **as_table(config)}
+        self.resolved[section] = {**written, **resolved_table(config)}
         return plugin(config)
 
     def _still_meant(self, plugin: type[Plugin], values: Mapping[str, Any], section: str) -> dict[str, Any]:
@@ -194,12 +194,12 @@ class _Loader:
         data = self._parse(DataSection, host, "data")
         if mixture is None:
             source = self._source(guest, 1.0, "data")
-            self.resolved["data"] = {**(as_table(data) if data else {}), **(source[1] if source else {})}
+            self.resolved["data"] = {**(resolved_table(data) if data else {}), **(source[1] if source else {})}
             return data, (source[0],) if source else ()
         for key in guest:
             self.faults.append(self._where("data").fault(key, "belongs in an entry of [[data.mixture]]"))
         found = self._mixture(mixture)
-        self.resolved["data"] = {**(as_table(data) if data else {}), "mixture": [table for _, table in found]}
+        self.resolved["data"] = {**(resolved_table(data) if data else {}), "mixture": [table for _, table in found]}
         return data, tuple(source for source, _ in found)
 
     def _divided(self, section: str, config: type) -> tuple[dict[str, Any], dict[str, Any]]:
@@ -211,7 +211,7 @@ class _Loader:
     def _validation(self) -> tuple[Any, Dataset | None]:
         host, guest = self._divided("validation", ValidationSection)
         validation = self._parse(ValidationSection, host, "validation")
-        self.resolved["validation"] = as_table(validation) if validation else {}
+        self.resolved["validation"] = resolved_table(validation) if validation else {}
         if "name" not in guest:
             self._unnamed(guest, validation is not None and validation.every > 0)
             return validation, None
@@ -254,7 +254,7 @@ class _Loader:
             return None
         instance = plugin(config)
         assert isinstance(instance, Dataset)
-        return Source(instance, weight), {"name": plugin.name, **as_table(config)}
+        return Source(instance, weight), {"name": plugin.name, **resolved_table(config)}
 
     def _metrics(self) -> tuple[Any, tuple[Tracker, ...]]:
         values = dict(self.table.at("metrics"))
@@ -265,13 +265,13 @@ class _Loader:
             self.faults.append(self._where("metrics").fault(key, registry.trouble(Tracker.kind, key)))
             del values[key]
         metrics = self._parse(MetricsSection, values, "metrics")
-        self.resolved["metrics"] = as_table(metrics) if metrics else {}
+        self.resolved["metrics"] = resolved_table(metrics) if metrics else {}
         on: list[Tracker] = []
         for name, plugin in trackers.items():
             enabled, config = self._switch(plugin, tables_.get(name), "metrics", name)
             if config is None:
                 continue
-            self.resolved["metrics"][name] = {"enabled": enabled, **as_table(config)}
+            self.resolved["metrics"][name] = {"enabled": enabled, **resolved_table(config)}
             if enabled:
                 instance = plugin(config)
                 assert isinstance(instance, Tracker)
@@ -319,9 +319,9 @@ class _Loader:
                 techniques.append(plugin(config))
         for name, (enabled, config) in stated.items():
             if config is not None:
-                self.resolved["plugins"][name] = {"enabled": enabled, **as_table(config)}
+                self.resolved["plugins"][name] = {"enabled": enabled, **resolved_table(config)}
         for technique in techniques:
-            self.resolved["plugins"].setdefault(technique.name, {"enabled": True, **as_table(technique.config)})
+            self.resolved["plugins"].setdefault(technique.name, {"enabled": True, **resolved_table(technique.config)})
         self.faults += [Fault(self.source, sentence) for sentence in agree(techniques)]
         return layout, tuple(techniques)
 
