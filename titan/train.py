@@ -3,7 +3,6 @@
 import json
 import shlex
 import sys
-import traceback
 from collections.abc import Sequence
 
 from titan import build, generation, log, preemption, ranks, trainer, validation, watchdog
@@ -47,13 +46,14 @@ def main(argv: Sequence[str] | None = None) -> int:
             log.set_up(rank)
             return _run(job, me)
         except TitanError as error:
+            ranks.tell(error, rank)
             report(error, rank)
             return error.exit_code
         except KeyboardInterrupt:
             log.log.warning("interrupted")
             return EXIT_FAILED
-        except Exception:
-            traceback.print_exc()
+        except Exception as error:
+            ranks.tell(error, rank)
             watchdog.keep_recording()
             return EXIT_FAILED
         finally:

@@ -13,7 +13,7 @@ from titan.engine import valid_tokens
 from titan.gradients import clip, global_norm
 from titan.log import log
 from titan.preemption import Preemption
-from titan.ranks import shorten_timeouts
+from titan.ranks import shorten_timeouts, tell
 from titan.validation import validate
 
 
@@ -52,6 +52,9 @@ def train(run: Run) -> str:
             run.checkpointer.wait()
         preemption.ask()
         return asked or preemption.due()
+    except Exception as error:
+        tell(error, run.rank.number)
+        raise
     finally:
         gc.enable()
         close(run)

@@ -5,7 +5,6 @@ import functools
 import json
 import math
 import sys
-import traceback
 from typing import TYPE_CHECKING, Any
 
 from titan import launch
@@ -113,8 +112,8 @@ def _as_rank(args: argparse.Namespace, _: list[str]) -> int:
         return error.exit_code
     except KeyboardInterrupt:
         return EXIT_FAILED
-    except Exception:
-        traceback.print_exc()
+    except Exception as error:
+        ranks.tell(error, number)
         return EXIT_FAILED
     finally:
         ranks.leave()
