@@ -7,7 +7,7 @@ Limits: recomputing single operations inside a compiled block with sliced (DTens
 and is refused.
 """
 
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, replace
 from typing import Any, Literal
 
@@ -38,7 +38,7 @@ class Compile(Technique):
             for how in job.stating("recomputes_operations"):
                 yield f"cannot compile sliced layers whose operations are computed again (PyTorch 2.13): {how}"
 
-    def facts(self) -> Mapping[Fact, str]:
+    def facts(self) -> dict[Fact, str]:
         """A compiled block has one backward."""
         return {"one_backward": "[plugins.compile] compiles it as one; switch compile off"}
 

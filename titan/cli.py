@@ -9,7 +9,15 @@ from types import ModuleType
 
 import titan.commands
 from titan import __version__, launch
-from titan.errors import EXIT_FAILED, ConfigError, Fault, TitanError, report
+from titan.errors import (
+    EXIT_FAILED,
+    TRACEBACK_FLAG,
+    ConfigError,
+    Fault,
+    TitanError,
+    report,
+    take_traceback_flag,
+)
 from titan.ranks.launcher import let_threads_sleep
 
 
@@ -19,10 +27,11 @@ def main(argv: Sequence[str] | None = None) -> int:
     A command module has `HELP`, `add_arguments(parser)` and `run(args) -> int`. One that takes `--table.key value`
     overrides says `parser.set_defaults(takes_overrides=True)` and finds them in `args.overrides`.
     """
-    words = sys.argv[1:] if argv is None else list(argv)
+    words = take_traceback_flag(sys.argv[1:] if argv is None else argv)
     let_threads_sleep()
     parser = argparse.ArgumentParser(prog="titan", description="A PyTorch-native trainer for large language models.")
     parser.add_argument("--version", action="version", version=f"titan {__version__}")
+    parser.add_argument(TRACEBACK_FLAG, action="store_true", help="show stack traces of errors")
     subparsers = parser.add_subparsers(dest="command", metavar="COMMAND", required=True)
     commands = _commands()
     for name, module in commands.items():

@@ -1,13 +1,18 @@
 """What a user can meet. Each error carries the exit code its command ends with."""
 
+import os
 import sys
-from collections.abc import Iterable
+import traceback
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
 EXIT_DONE = 0
 EXIT_FAILED = 1
 EXIT_WRONG_INPUT = 2
 EXIT_PREEMPTED = 75
+
+TRACEBACK_FLAG = "--traceback"
+_TRACEBACK = "TITAN_TRACEBACK"
 
 
 class TitanError(Exception):
@@ -57,8 +62,28 @@ class DivergedError(TitanError):
     """The loss or a gradient is no finite number."""
 
 
+def take_traceback_flag(words: Sequence[str]) -> list[str]:
+    """A command line without `--traceback`; with it, `report` shows stack traces here and in processes started here."""
+    if TRACEBACK_FLAG in words:
+        os.environ[_TRACEBACK] = "1"
+    return [word for word in words if word != TRACEBACK_FLAG]
+
+
 def report(error: TitanError, rank: int = 0) -> None:
-    """Say what is wrong on stderr, a line a fault."""
+    """Say what is wrong on stderr, a line a fault; under `--traceback` after its stack trace."""
+    _trace(error)
     prefix = "error: " if rank == 0 else f"rank {rank}: error: "
     for line in str(error).splitlines():
         print(prefix + line, file=sys.stderr)
+
+
+def warn(text: str, error: Exception) -> None:
+    """Say on stderr, on one rank, what went wrong and does not end the command."""
+    if os.environ.get("RANK", "0") == "0":
+        _trace(error)
+        print(f"warning: {text}", file=sys.stderr)
+
+
+def _trace(error: Exception) -> None:
+    if os.environ.get(_TRACEBACK):
+        traceback.print_exception(error)

@@ -13,7 +13,14 @@ import sys
 import time
 from collections.abc import Sequence
 
-from titan.errors import EXIT_FAILED, ConfigError, Fault, TitanError, report
+from titan.errors import (
+    EXIT_FAILED,
+    ConfigError,
+    Fault,
+    TitanError,
+    report,
+    take_traceback_flag,
+)
 from titan.ranks import preemption
 from titan.ranks.launcher import again_by_slurm, let_threads_sleep, start
 from titan.ranks.place import Place, find_place, max_restarts, rank_environment
@@ -37,7 +44,7 @@ def run(args: argparse.Namespace) -> int:
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Train on this node's ranks; the run's exit code. Arguments are those of `titan train`."""
-    words = sys.argv[1:] if argv is None else list(argv)
+    words = take_traceback_flag(sys.argv[1:] if argv is None else argv)
     let_threads_sleep()
     try:
         if {"-h", "--help"} & set(words):

@@ -16,14 +16,18 @@ class _Plain(logging.Formatter):
 
 
 def set_up(rank: int, folder: Path | None = None) -> None:
-    """Send this rank's words to stderr (rank 0) and, once a run has a folder, to `folder`/rank-N.log."""
-    log.setLevel(logging.INFO)
+    """Send this rank's words to stderr (rank 0) and, once a run has a folder, to `folder`/rank-N.log.
+
+    What is logged at level DEBUG goes to the file alone.
+    """
+    log.setLevel(logging.DEBUG)
     log.propagate = False
     for handler in list(log.handlers):
         log.removeHandler(handler)
         handler.close()
     if rank == 0:
         console = logging.StreamHandler(sys.stderr)
+        console.setLevel(logging.INFO)
         console.setFormatter(_Plain("%(message)s"))
         log.addHandler(console)
     if folder is not None:
@@ -33,3 +37,8 @@ def set_up(rank: int, folder: Path | None = None) -> None:
         log.addHandler(to_file)
     if not log.handlers:
         log.addHandler(logging.NullHandler())
+
+
+def file() -> str | None:
+    """This rank's log; None before the run has a folder."""
+    return next((one.baseFilename for one in log.handlers if isinstance(one, logging.FileHandler)), None)

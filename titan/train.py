@@ -3,20 +3,20 @@
 import json
 import shlex
 import sys
-import traceback
 from collections.abc import Sequence
 
 from titan import log
 from titan.checkpoint.disk.folder import step_folder
 from titan.config import Job, load_job, split_arguments
 from titan.contracts.base.options import as_table, options_of
-from titan.errors import EXIT_DONE, EXIT_FAILED, EXIT_PREEMPTED, TitanError, report
+from titan.errors import EXIT_DONE, EXIT_FAILED, EXIT_PREEMPTED, TitanError, report, take_traceback_flag
 from titan.inference import generation
 from titan.ranks import preemption, process, watchdog
 from titan.training import build, trainer, validation
 
 USAGE = """usage: ./run_train.sh [--config FILE] [--table.key VALUE ...]
        titan train   [--config FILE] [--table.key VALUE ...]
+       --traceback shows stack traces of errors
 
 Train a language model. Without --config: configs/quickstart.toml. Any key of the TOML can be given on the command line
 (--train.steps 100, --mesh.tp 2, --plugins.bf16.enabled false); it wins over the file.
@@ -34,7 +34,7 @@ and the same command goes on from there; in a Slurm job it is queued again
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Run the job; returns the exit code."""
-    words = sys.argv[1:] if argv is None else list(argv)
+    words = take_traceback_flag(sys.argv[1:] if argv is None else argv)
     if "-h" in words or "--help" in words:
         print(USAGE, end="")
         return EXIT_DONE
@@ -49,13 +49,14 @@ def main(argv: Sequence[str] | None = None) -> int:
             log.set_up(rank)
             return _run(job, me)
         except TitanError as error:
+            process.tell(error, rank)
             report(error, rank)
             return error.exit_code
         except KeyboardInterrupt:
             log.log.warning("interrupted")
             return EXIT_FAILED
-        except Exception:
-            traceback.print_exc()
+        except Exception as error:
+            process.tell(error, rank)
             watchdog.keep_recording()
             return EXIT_FAILED
         finally:

@@ -20,7 +20,9 @@ from titan.errors import DataError
 class Config:
     """Which files, and which field."""
 
-    path: str | tuple[str, ...] = option(REQUIRED, "files, folders or globs; of a folder, *.jsonl at any depth")
+    path: str | tuple[str, ...] = option(
+        REQUIRED, "files, folders or globs; of a folder, *.jsonl at any depth", path=True
+    )
     field: str = option("text", "the field that holds a document's text")
 
 

@@ -18,7 +18,7 @@ from titan.data.tokens.files import as_list, find
 class Config:
     """Which shards."""
 
-    path: str | tuple[str, ...] = option(REQUIRED, "shards, folders of *.bin or globs")
+    path: str | tuple[str, ...] = option(REQUIRED, "shards, folders of *.bin or globs", path=True)
 
 
 @register

@@ -19,7 +19,7 @@ from titan.data.tokens.files import COMPRESSED, as_list, find, read_text
 class Config:
     """Which files."""
 
-    path: str | tuple[str, ...] = option(REQUIRED, "files, folders or globs")
+    path: str | tuple[str, ...] = option(REQUIRED, "files, folders or globs", path=True)
     glob: str | tuple[str, ...] = option(
         ("*.txt", "*.md", "*.rst", "*.py"), "which files of a folder, at any depth; also with .gz or .zst behind"
     )

@@ -12,7 +12,7 @@ product, where keeping it costs memory alone.
 Recomputing changes no number: the same kernels run on the same inputs.
 """
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any, ClassVar, Literal
@@ -58,7 +58,7 @@ class ActivationCheckpoint(Technique):
         {"mode": "full"}, {"mode": "selective"}, {"mode": "every", "every": 2}, {"mode": "every", "every": 4}
     )  # fmt: skip
 
-    def facts(self) -> Mapping[Fact, str]:
+    def facts(self) -> dict[Fact, str]:
         """Selective mode works on operations, and what it keeps serves one backward."""
         if self.config.mode != "selective":
             return {}

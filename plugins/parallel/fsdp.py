@@ -16,7 +16,6 @@ Limits: a pipeline schedule that splits the backward reduces once a step, so zer
 """
 
 import warnings
-from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from typing import Any, ClassVar, Literal
 
@@ -71,7 +70,7 @@ class FullyShardedDataParallel(Technique):
         self._roots: list[FSDPModule] = []
         self._stage = 3
 
-    def facts(self) -> Mapping[Fact, str]:
+    def facts(self) -> dict[Fact, str]:
         """Stages 2 and 3 shard gradients as soon as they are there."""
         stage = self.config.zero_stage
         sharded = f"[plugins.fsdp] zero_stage = {stage} reduces per micro batch: use 1"

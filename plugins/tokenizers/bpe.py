@@ -26,7 +26,9 @@ END = "<|end|>"
 class Config:
     """Which ranks."""
 
-    path: str = option("", "rank file, a line for each token: its bytes in base64, a space, its rank; empty: built in")
+    path: str = option(
+        "", "rank file, a line for each token: its bytes in base64, a space, its rank; empty: built in", path=True
+    )
 
 
 @register

@@ -35,7 +35,7 @@ MODEL = ("generation_config.json", "config.json")
 class Config:
     """Which files, and which token ends a document."""
 
-    path: str = option(REQUIRED, "a model's folder with tokenizer.json, or that file itself")
+    path: str = option(REQUIRED, "a model's folder with tokenizer.json, or that file itself", path=True)
     end: str = option("", "the token that ends a document; empty: the one that the files beside it call eos")
 
 

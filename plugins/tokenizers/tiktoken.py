@@ -75,7 +75,7 @@ FAMILIES = {
 class Config:
     """Which file, and whose."""
 
-    path: str = option(REQUIRED, "rank file")
+    path: str = option(REQUIRED, "rank file", path=True)
     pattern: Literal["llama3", "gpt2", "cl100k", "o200k"] = option(
         "llama3", "whose file it is: decides how text is cut and which special tokens there are"
     )

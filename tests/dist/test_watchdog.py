@@ -121,6 +121,23 @@ def test_a_rank_that_hangs_in_training(tmp_path: Path, capfd: pytest.CaptureFixt
     assert "torchfrtrace --allow-incomplete-ranks --prefix flight-gloo-rank- " in printed
 
 
+def test_the_rank_that_failed_first_is_shown_and_its_peers_say_whom_they_miss(
+    tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    argv = _words(
+        tmp_path, "--config", str(LLAMA), "--run.dir", str(tmp_path), "--data.cache", f"{tmp_path}/cache",
+        "--plugins.path", str(GUESTS / "thrower.py"), "--plugins.thrower.enabled", "true",
+    )  # fmt: skip
+    assert run_ranks(_launched, 1, argv, init=False) == [EXIT_FAILED]
+    printed, logs = capfd.readouterr().out, tmp_path / "run" / "logs"
+    first = printed.partition("rank 1 failed:\nTraceback (most recent call last):")[2].partition("rank 0")[0]
+    assert "thrower.py" in first and first.rstrip().endswith("ValueError: thrown in a hook"), printed
+    assert f"rank 0 cannot go on without rank 1; what it says itself is in {logs / 'rank-0.log'}" in printed
+    assert printed.count("Traceback") == 1 and "Connection closed" not in printed, printed
+    assert "error: rank 1 failed with exit code 1" in printed
+    assert "ValueError: thrown in a hook" in _log(tmp_path, 1) and "Connection closed by peer" in _log(tmp_path, 0)
+
+
 def _one_stays_away(logs: Path) -> None:
     rank = int(os.environ["RANK"])
     watchdog.record_collectives(rank, logs, nccl=False)

@@ -1,11 +1,16 @@
 """Every TOML in `configs/` is a job that could start, and says what its head says."""
 
+import shutil
+import tomllib
 from pathlib import Path
 
 import pytest
+import tomli_w
 
 from titan.config import Job, load_job
+from titan.contracts.base import registry
 
+GUESTS = Path(__file__).parents[1] / "guests"
 CONFIGS = sorted((Path(__file__).parents[2] / "configs").glob("*.toml"))
 MILLION = 2**20
 
@@ -56,3 +61,67 @@ def test_debug3d_is_the_quickstart_on_another_layout() -> None:
     quickstart, debug = load_job(None).table, job.table
     for section in ("model", "tokenizer", "data", "optimizer", "lr_schedule", "loss"):
         assert debug[section] == quickstart[section]
+
+
+def test_a_resolved_job_is_the_same_wherever_it_is_read(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    place, elsewhere = tmp_path / "place", tmp_path / "elsewhere"
+    for folder in ("mine", "jobs", "earlier", "weights", "text"):
+        (place / folder).mkdir(parents=True)
+    elsewhere.mkdir()
+    shutil.copy(GUESTS / "averager.py", place / "mine")
+    (place / "text" / "a.txt").write_text("text")
+    (tmp_path / "x.py").touch()
+    (place / "jobs" / "job.toml").write_text(RELATIVE)
+    registry.open_doors()
+    for name in ("_plugins", "_opened"):
+        monkeypatch.setattr(registry, name, getattr(registry, name).copy())
+    monkeypatch.chdir(place)
+    monkeypatch.setenv("HOME", str(tmp_path))
+    job = load_job(Path("jobs/job.toml"))
+    written = elsewhere / "config.toml"
+    written.write_text(tomli_w.dumps(dict(job.table)))
+    table = tomllib.loads(written.read_text())
+    assert table["plugins"]["path"] == [f"{place}/mine", "~/x.py"]
+    assert table["tokenizer"]["path"] == f"{place}/ranks.tiktoken"
+    assert [source["path"] for source in table["data"]["mixture"]] == [[f"{place}/text", f"{place}/b*.txt"], "/c.txt"]
+    assert table["validation"]["path"] == f"{place}/text"
+    assert (
+        table["checkpoint"]["init_from"] == f"{place}/weights" and table["checkpoint"]["resume"] == f"{place}/earlier"
+    )
+    assert table["run"]["dir"] == f"{place}/runs" and table["data"]["cache"] == "~/.cache/titan"
+    assert load_job(Path("jobs/job.toml"), ["--checkpoint.resume", "auto"]).table["checkpoint"]["resume"] == "auto"
+    monkeypatch.chdir(elsewhere)
+    again = load_job(Path("config.toml"))
+    assert again.table == job.table and again.folder == place / "runs" / "job"
+    assert again.held_out.files() == [place / "text" / "a.txt"]
+
+
+RELATIVE = """
+[run]
+name = "job"
+[plugins]
+path = ["../mine", "~/x.py"]
+[model]
+name = "averager"
+[tokenizer]
+name = "tiktoken"
+path = "ranks.tiktoken"
+pattern = "cl100k"
+[data]
+seq_len = 16
+[[data.mixture]]
+name = "text"
+path = ["text", "b*.txt"]
+[[data.mixture]]
+name = "text"
+path = "/c.txt"
+[validation]
+name = "text"
+path = "text"
+[train]
+steps = 1
+global_batch_size = 1
+[checkpoint]
+init_from = "weights"
+resume = "earlier"
+"""

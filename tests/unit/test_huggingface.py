@@ -364,6 +364,46 @@ def test_the_tokenizer_is_not_guessed(folder: Path, capsys: pytest.CaptureFixtur
     assert "[tokenizer] name = 'bpe': the tokenizer has 4097 ids, the model rows for 257" in capsys.readouterr().err
 
 
+MINE = '''"""A llama by another name."""
+
+from titan.contracts import register
+from titan.plugins.models.llama import Llama
+
+
+@register
+class Mine(Llama):
+    """It knows the model_type mine."""
+
+    name = "mine"
+
+    def hf_config(self):
+        return {**super().hf_config(), "model_type": "mine"}
+
+    @classmethod
+    def from_hf(cls, config):
+        return super().from_hf({**config, "model_type": "llama"}) if config.get("model_type") == "mine" else None
+'''
+
+
+def test_a_plugin_from_outside_reads_its_folders(
+    folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(registry, "_plugins", dict(registry._plugins))
+    about = json.loads((folder / "config.json").read_text())
+    (folder / "config.json").write_text(json.dumps({**about, "model_type": "mine"}))
+    words = ["--from", str(folder), "--to", str(tmp_path / "dcp"), "--format", "dcp", "--tokenizer.name", "byte"]
+    assert cli.main(["convert", *words]) == 1
+    assert "no model plugin knows model_type 'mine'" in capsys.readouterr().err
+    (tmp_path / "mine.py").write_text(MINE)
+    path = ["--plugins.path", str(tmp_path / "mine.py")]
+    assert cli.main(["convert", *words, *path]) == 0
+    held = load_file(folder / "model.safetensors")["model.embed_tokens.weight"]
+    for source in (folder, tmp_path / "dcp"):
+        where, job = open_job(source, [*path, "--tokenizer.name", "byte"], 1)
+        assert job.model.name == "mine"
+        assert torch.equal(loaded(where, job.model).embed.weight, held)
+
+
 def test_a_run_cannot_start_from_nothing(capsys: pytest.CaptureFixture[str]) -> None:
     assert cli.main(["config", "--checkpoint.init_from=/no/such"]) == 2
     assert "[checkpoint] init_from = '/no/such': no such folder" in capsys.readouterr().err

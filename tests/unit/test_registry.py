@@ -1,19 +1,23 @@
 """Plugins are held against their contract when their file is read."""
 
 import importlib
+import re
 import subprocess
 import sys
 from pathlib import Path
 
 import pytest
 
+from tests.jobs import LLAMA
+from titan.config import load_job
 from titan.contracts.base import registry
-from titan.errors import PluginError
+from titan.errors import ConfigError, PluginError, TitanError
+from titan.planner.step.layout import costs_of
 
 HEAD = '''"""Doc."""
 from dataclasses import dataclass
 import torch
-from titan.contracts import LrSchedule, Technique, option, register
+from titan.contracts import Axis, LrSchedule, Technique, Tokenizer, option, register
 
 @dataclass(frozen=True, kw_only=True)
 class Config:
@@ -48,6 +52,30 @@ class Mine(Technique):
         pass
 '''
 )
+TOKENIZER = (
+    HEAD
+    + '''
+@register
+class Mine(Tokenizer):
+    """Mine."""
+    name = "NAME"
+    Config = Config
+
+    def vocab_size(self):
+        return 1
+'''
+)
+
+
+def with_line(line: str) -> str:
+    """The technique with a line more in its class."""
+    return TECHNIQUE.replace('phase = "shard"', f'phase = "shard"\n    {line}')
+
+
+def with_axis(*changed: str) -> str:
+    """The technique with an axis, some of whose fields are others."""
+    fields = {"name": "'a'", "role": "'batch'", "depth": "1", "doc": "''"} | dict(c.split("=", 1) for c in changed)
+    return with_line(f"axes = (Axis({', '.join(f'{key}={value}' for key, value in fields.items())}),)")
 
 
 def load(tmp_path: Path, text: str, name: str) -> None:
@@ -60,6 +88,8 @@ def forget(monkeypatch: pytest.MonkeyPatch) -> None:
     registry.open_doors()
     monkeypatch.setattr(registry, "_plugins", dict(registry._plugins))
     monkeypatch.setattr(registry, "_opened", set(registry._opened))
+    for name in ("_brought_by", "_left_out", "_contested"):
+        monkeypatch.setattr(registry, name, {})
 
 
 def test_a_folder_is_a_door(tmp_path: Path) -> None:
@@ -78,8 +108,40 @@ def test_a_folder_is_a_door(tmp_path: Path) -> None:
         (SCHEDULE.replace(', kw_only=True', ''), "Config: Config must be a @dataclass"),
         (SCHEDULE.replace("frozen=True, ", ""), "Config: Config must be a @dataclass"),
         (SCHEDULE.replace('option(1, "number")', "1"), "x needs option"),
-        ("import no_such_module\n" + SCHEDULE, "cannot be imported: ModuleNotFoundError"),
+        ("import no_such_module\n" + SCHEDULE, r"misfit\.py:1 cannot be imported: ModuleNotFoundError: No module named 'no_such_module'"),
         (SCHEDULE.replace("class Flat(LrSchedule)", "class Flat"), "derives from no contract"),
+        (TECHNIQUE.replace('"shard"', '"shards"'), r"phase = 'shards': must be one of 'convert', .* \(did you mean 'shard'\?\)"),
+        (TECHNIQUE.replace('phase = "shard"', ""), "lacks `phase`, one of 'convert', 'split'"),
+        (TECHNIQUE.replace('"shard"', '"split"'), r"phase = 'split': split\(\) is called in phase 'split' alone"),
+        (TECHNIQUE.replace("before_step(self, step: int)", "split(self, model, world)"), r"phase = 'shard': split\(\) is called in"),
+        (with_line('conflict = {"fsdp": "both shard"}'), r"conflict is no attribute of a technique \(did you mean 'conflicts'\?\)"),
+        (with_line('axis = [1]'), r"axis is no attribute of a technique \(did you mean 'axes'\?\)"),
+        (with_line('kind = "techniques"'), "kind = 'techniques': the contract sets it"),
+        (with_line('conflicts = ["fsdp"]'), r"conflicts = \['fsdp'\]: must be a dictionary of str to str"),
+        (with_line('conflicts = {"fsdp": 1}'), r"conflicts = \{'fsdp': 1\}: must be a string"),
+        (with_line('covers = "dp_shard"'), "covers = 'dp_shard': must be a tuple or list of str"),
+        (with_line('parity = "no"'), "parity = 'no': must be true or false"),
+        (with_line('choices = ({1: 2},)'), r"choices = \(\{1: 2\},\): must be a string"),
+        (with_line('axes = Axis(name="a", role="batch", depth=1, doc="")'), r"axes = Axis\(.*: must be a tuple or list of Axis"),
+        (with_line('axes = ("a",)'), r"axes = \('a',\): must be of type Axis"),
+        (with_line('check = ["a"]'), r"check = \['a'\]: must be a method, check\(self, job, plan\)"),
+        (with_line('axes = (Axis(name="tp", role="batch", depth=1, doc=""),)'), r"mesh axis 'tp' is owned by technique 'tensor' in .*tensor\.py"),
+        (with_line('axes = (Axis(name="a", role="batch", depth=1, doc=""),) * 2'), "mesh axis 'a' is owned by technique 'misfit'"),
+        (with_line('conflicts = {"fsdpp": "why"}'), r"conflicts: no plugin has the technique or capability 'fsdpp' \(did you mean 'fsdp'\?\)"),
+        (with_line('requires = ("mixed_precison",)'), r"requires: no plugin has the technique or capability 'mixed_precison' \(did you mean 'mixed_precision'\?\)"),
+        (with_line('covers = ("dp_shared",)'), r"covers: no plugin has the axis 'dp_shared' \(did you mean 'dp_shard'\?\)"),
+        (TOKENIZER, r"vocab_size\(\) is a method; it must be a property or a value"),
+        (SCHEDULE + SCHEDULE.partition("@register")[2].join(["\n@register", ""]).replace("class Flat", "class Steep"), r"two plugins are called lr_schedule 'misfit': Flat in .*misfit\.py and Steep in"),
+        (with_axis("role='bach'"), r"misfit\.py:18 cannot be imported: ValueError: mesh axis 'a': role = 'bach': must be one of .* \(did you mean 'batch'\?\)"),
+        (with_axis("depth='1'"), "mesh axis 'a': depth = '1': must be a number"),
+        (with_axis("depth=float('inf')"), "mesh axis 'a': depth = inf: must be finite"),
+        (with_axis("default=0"), "mesh axis 'a': default = 0: must be at least 1, or -1 for what is left"),
+        (with_axis("default=True"), "mesh axis 'a': default = True: must be an integer"),
+        (with_axis("name='a-b'"), "mesh axis 'a-b': name: must be a word"),
+        (with_axis("name=1"), "mesh axis 1: name = 1: must be a string"),
+        (SCHEDULE.replace("x: int", "x int"), r"misfit\.py:9 cannot be imported: SyntaxError: invalid syntax"),
+        (SCHEDULE + "\ndef f():\n    return torch.zeros(2) @ torch.zeros(3)\nf()\n", r"plugin /.*misfit\.py:22 cannot be imported: RuntimeError: .*--traceback shows all of it"),
+        (SCHEDULE + "\nraise SystemExit(3)\n", r"misfit\.py:21 cannot be imported: SystemExit: 3"),
     ],
 )  # fmt: skip
 def test_misfits_are_refused_with_file_and_reason(tmp_path: Path, text: str, message: str) -> None:
@@ -96,7 +158,7 @@ def test_two_owners_of_a_name_are_both_named(tmp_path: Path) -> None:
 
 
 def test_an_absent_folder_is_named(tmp_path: Path) -> None:
-    with pytest.raises(PluginError, match="nowhere is not a folder"):
+    with pytest.raises(PluginError, match=r"nowhere: must be a folder or a \.py file"):
         registry.open_doors([tmp_path / "nowhere"])
 
 
@@ -117,3 +179,138 @@ def test_commands_that_train_nothing_start_without_the_compiler() -> None:
 )
 def test_a_plugin_written_for_0_1_finds_what_it_imports(old: str, new: str) -> None:
     assert importlib.import_module(old) is importlib.import_module(new)
+
+
+def test_a_file_is_a_door(tmp_path: Path) -> None:
+    load_one = tmp_path / "_one.py"
+    load_one.write_text(SCHEDULE.replace("NAME", "one"))
+    (tmp_path / "other.py").write_text("raise ValueError")
+    registry.open_doors([load_one])
+    assert registry.find("lr_schedule", "one") is not None
+
+
+def test_a_failed_import_leaves_no_plugin_behind(tmp_path: Path) -> None:
+    with pytest.raises(PluginError):
+        load(tmp_path, SCHEDULE + "raise ValueError", "half")
+    assert registry.find("lr_schedule", "half") is None
+    load(tmp_path, SCHEDULE, "half")
+    assert registry.find("lr_schedule", "half") is not None
+
+
+def test_a_file_imported_under_two_names_is_one_plugin(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.syspath_prepend(tmp_path)
+    load(tmp_path, SCHEDULE, "twice_there")
+    importlib.import_module("twice_there")
+    assert registry.find("lr_schedule", "twice_there").__module__ == "twice_there"
+
+
+# --- what hooks return ----------------------------------------------------------------------------------------------
+
+
+def with_hook(hook: str, body: str) -> str:
+    """The technique with a hook of this body."""
+    return TECHNIQUE.replace(
+        "    def before_step(self, step: int) -> None:\n        pass\n", f"    def {hook}:\n        {body}\n"
+    )
+
+
+@pytest.mark.parametrize(
+    ("hook", "body", "message"),
+    [
+        ("check(self, job, plan)", "pass", r"check\(\) returned None; it must return an iterable of sentences"),
+        ("check(self, job, plan)", "return 'no'", r"check\(\) returned 'no', of type str; it must return an iterable"),
+        ("check(self, job, plan)", "yield 3", r"check\(\) returned 3, of type int; all its sentences must be strings"),
+        ("plan(self, plan)", "pass", r"plan\(\) returned None; it must return a ModelPlan"),
+        ("precision(self, precision)", "return 'bf16'", r"precision\(\) returned 'bf16', of type str; it must return a Precision"),
+        ("cost(self, costs, job)", "pass", r"cost\(\) returned None; it must return a Costs"),
+    ],
+)  # fmt: skip
+def test_what_a_hook_returns_is_checked(hook: str, body: str, message: str, tmp_path: Path) -> None:
+    load(tmp_path, with_hook(hook, body), "answers")
+    with pytest.raises(TitanError, match=r"technique 'answers' in .*answers\.py: " + message):
+        job = load_job(LLAMA, ["--data.path", "x", "--plugins.answers.enabled", "true"])
+        assert hook.startswith("cost"), "only the planner asks for costs"
+        costs_of(job)
+
+
+@pytest.mark.parametrize("hook", ["check", "plan"])
+def test_a_model_is_named_whose_hook_returns_nothing(hook: str, tmp_path: Path) -> None:
+    guest = (LLAMA.parents[1] / "guests" / "averager.py").read_text().replace('name = "averager"', 'name = "vague"')
+    hooks = f"    def {hook}(self):\n        pass\n\n    def build"
+    load(
+        tmp_path,
+        guest.replace("    def plan", "    def _plan" if hook == "plan" else "    def plan").replace(
+            "    def build", hooks
+        ),
+        "vague",
+    )
+    with pytest.raises(TitanError, match=rf"model 'vague' in .*vague\.py: {hook}\(\) returned None; it must return a"):
+        load_job(LLAMA, ["--data.path", "x", "--model.name", "vague"])
+
+
+# --- entry points of installed packages -------------------------------------------------------------------------
+
+
+def install(tmp_path: Path, package: str, text: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A package with one entry point, as pip leaves it; the doors are opened afterwards."""
+    about = tmp_path / f"{package}-1.0.dist-info"
+    about.mkdir()
+    (about / "METADATA").write_text(f"Metadata-Version: 2.1\nName: {package}\nVersion: 1.0\n")
+    (about / "entry_points.txt").write_text(f"[titan.plugins]\nmine = {package}\n")
+    (tmp_path / f"{package}.py").write_text(text.replace("NAME", package))
+    monkeypatch.syspath_prepend(tmp_path)
+    monkeypatch.setattr(registry, "_opened", registry._opened - {"titan.plugins:"})
+
+
+BROKEN = {
+    "raises": (
+        SCHEDULE + "raise ValueError('too old')",
+        r"broken_raises\.py:20 cannot be imported: ValueError: too old",
+    ),
+    "misfit": (TECHNIQUE.replace('"shard"', '"shards"'), "phase = 'shards': must be one of"),
+    "clash": (with_line('conflicts = {"nobody": "why"}'), "no plugin has the technique or capability 'nobody'"),
+    "axis": (with_line('axes = (Axis(name="tp", role="batch", depth=1, doc=""),)'), "mesh axis 'tp' is owned by"),
+}
+
+
+@pytest.mark.parametrize("case", BROKEN)
+def test_a_broken_entry_point_is_a_warning_until_it_is_asked_for(
+    case: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    (text, why), package = BROKEN[case], f"broken_{case}"
+    install(tmp_path, package, text, monkeypatch)
+    job = load_job(LLAMA, ["--data.path", "x"])
+    said = capfd.readouterr().err
+    assert said.startswith(f"warning: package {package} (entry point mine = {package}) is left out: "), said
+    assert re.search(why, said)
+    asked = ["--data.path", "x", "--lr_schedule.name", package, f"--plugins.{package}.x", "1", "--metrics.ledgr.x", "1"]
+    with pytest.raises(ConfigError) as error:
+        load_job(LLAMA, asked)
+    assert capfd.readouterr().err == "", "the warning is given once"
+    assert job.lr_schedule.name == "cosine" and len(error.value.faults) == 3
+    for fault in error.value.faults:
+        assert "unknown" in str(fault) and f"package {package} (entry point" in str(fault), fault
+        assert re.search(why, str(fault)), fault
+
+
+def test_a_name_that_an_entry_point_claims_too_is_an_error_where_it_is_asked_for(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    install(tmp_path, "claims", SCHEDULE.replace("NAME", "linear"), monkeypatch)
+    assert load_job(LLAMA, ["--data.path", "x"]).lr_schedule.name == "cosine"
+    both = r"two plugins are called lr_schedule 'linear': Linear in .*linear\.py and Flat in .*claims\.py"
+    assert re.search(both, capfd.readouterr().err)
+    with pytest.raises(ConfigError, match=both):
+        load_job(LLAMA, ["--data.path", "x", "--lr_schedule.name", "linear"])
+
+
+def test_traceback_shows_all_of_an_error(tmp_path: Path) -> None:
+    (tmp_path / "bad.py").write_text("def inner():\n    raise ValueError('deep')\n\n\ninner()\n")
+    command = [sys.executable, "-m", "titan.cli", "plugins", "--path", str(tmp_path / "bad.py")]
+    plain, full = (
+        subprocess.run([*command, *more], capture_output=True, text=True, timeout=100) for more in ([], ["--traceback"])
+    )
+    error = f"error: plugin {tmp_path}/bad.py:2 cannot be imported: ValueError: deep"
+    assert plain.returncode == full.returncode == 2
+    assert plain.stderr.startswith(error) and "Traceback" not in plain.stderr
+    assert error in full.stderr and 'bad.py", line 5, in <module>' in full.stderr

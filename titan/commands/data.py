@@ -10,7 +10,7 @@ from typing import Any
 from titan.config import load_job
 from titan.contracts import Dataset
 from titan.contracts.base import registry
-from titan.contracts.base.options import Where, did_you_mean, parse
+from titan.contracts.base.options import Where, parse
 from titan.data.tokens.bytepairs import train_ranks, write_ranks
 from titan.data.tokens.prepare import prepare
 from titan.data.tokens.shards import open_shard
@@ -110,10 +110,9 @@ def _dataset(name: str | None, path: list[str] | None, overrides: list[str]) -> 
     if overrides:
         raise ConfigError([Fault("command line", f"{overrides[0]}: only with --config")])
     registry.open_doors()
-    known = registry.names(Dataset.kind)
     plugin = registry.default_of(Dataset.kind) if name is None else registry.find(Dataset.kind, name)
-    if plugin is None:
-        raise ConfigError([Fault("command line", f"--data {name}: unknown dataset{did_you_mean(str(name), known)}")])
+    if plugin is None or registry.trouble(Dataset.kind, plugin.name):
+        raise ConfigError([Fault("command line", f"--data {name}: {registry.trouble(Dataset.kind, str(name))}")])
     table = {} if path is None else {"path": path}
     config, faults = parse(plugin.Config, table, Where("data", "command line"))
     if faults:

@@ -6,7 +6,6 @@ import json
 import os
 import statistics
 import sys
-import traceback
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -85,8 +84,8 @@ def _as_rank(args: argparse.Namespace, _: list[str]) -> int:
         return EXIT_FAILED
     except KeyboardInterrupt:
         return EXIT_FAILED
-    except Exception:
-        traceback.print_exc()
+    except Exception as error:
+        process.tell(error, number)
         return EXIT_FAILED
     finally:
         process.leave()

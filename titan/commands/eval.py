@@ -5,7 +5,6 @@ import functools
 import json
 import math
 import sys
-import traceback
 from typing import TYPE_CHECKING, Any
 
 from titan.errors import EXIT_DONE, EXIT_FAILED, ConfigError, Fault, TitanError, report
@@ -114,8 +113,8 @@ def _as_rank(args: argparse.Namespace, _: list[str]) -> int:
         return error.exit_code
     except KeyboardInterrupt:
         return EXIT_FAILED
-    except Exception:
-        traceback.print_exc()
+    except Exception as error:
+        process.tell(error, number)
         return EXIT_FAILED
     finally:
         process.leave()

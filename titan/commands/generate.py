@@ -160,6 +160,9 @@ def _as_rank(request: Request, _: list[str]) -> int:
         return error.exit_code
     except KeyboardInterrupt:
         return EXIT_FAILED
+    except Exception as error:
+        process.tell(error, rank)
+        return EXIT_FAILED
     finally:
         process.leave()
 

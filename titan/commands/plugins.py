@@ -17,7 +17,9 @@ HELP = "list all plugins with a line each, or print the documentation and option
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """A name, or none for all."""
     parser.add_argument("name", nargs="?", help="plugin to describe; default: list all")
-    parser.add_argument("--path", action="append", default=[], metavar="DIR", help="a folder of plugins of your own")
+    parser.add_argument(
+        "--path", action="append", default=[], metavar="P", help="your own plugins: a folder or a .py file"
+    )
     parser.add_argument("--json", action="store_true", help="one JSON object")
 
 
@@ -27,7 +29,7 @@ def run(args: argparse.Namespace) -> int:
     chosen = [plugin for plugin in registry.every() if args.name in (None, plugin.name)]
     if not chosen:
         hint = did_you_mean(args.name, {plugin.name for plugin in registry.every()})
-        raise ConfigError([Fault("", f"no plugin is called {args.name!r}{hint}")])
+        raise ConfigError([Fault("", f"no plugin is called {args.name!r}{hint}{registry.left_out()}")])
     if args.json:
         print(json.dumps({"plugins": [_as_json(plugin) for plugin in chosen]}, indent=2))
     elif args.name is None:

@@ -3,7 +3,7 @@
 from titan.config.job import Job, Source
 from titan.config.load import load_job, load_table
 from titan.config.tables import split_arguments
-from titan.contracts.base.sections import (
+from titan.contracts.sections import (
     CheckpointSection,
     CommSection,
     DataSection,

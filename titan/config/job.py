@@ -4,12 +4,14 @@ from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from functools import cached_property
 from pathlib import Path
-from typing import Any
+from typing import Any, get_args
 
-from titan.contracts import Dataset, Fact, Loss, LrSchedule, Model, Optimizer, Technique, Tokenizer, Tracker
+from titan.contracts import Dataset, Fact, Loss, LrSchedule, Model, Optimizer, Precision, Technique, Tokenizer, Tracker
+from titan.contracts.base.conformance import answer, label
 from titan.contracts.base.mesh import Layout
+from titan.contracts.base.options import did_you_mean
 from titan.contracts.base.plan import ModelPlan
-from titan.contracts.base.sections import (
+from titan.contracts.sections import (
     CheckpointSection,
     CommSection,
     DataSection,
@@ -18,6 +20,7 @@ from titan.contracts.base.sections import (
     TrainSection,
     ValidationSection,
 )
+from titan.errors import PluginError
 
 
 @dataclass(frozen=True)
@@ -63,9 +66,9 @@ class Job:
     @cached_property
     def plan(self) -> ModelPlan:
         """The model's plan as the techniques that are on change it."""
-        plan = self.model.plan()
+        plan = answer(self.model, "plan", self.model.plan(), ModelPlan)
         for technique in self.techniques:
-            plan = technique.plan(plan)
+            plan = answer(technique, "plan", technique.plan(plan), ModelPlan)
         return plan
 
     def provides(self, capability: str) -> bool:
@@ -74,7 +77,23 @@ class Job:
 
     def stating(self, fact: Fact) -> list[str]:
         """What the techniques that are on and state this fact say of it: a sentence each, with the way out."""
-        return [facts[fact] for technique in self.techniques if fact in (facts := technique.facts())]
+        return [facts[fact] for technique in self.techniques if fact in (facts := self._facts_of(technique))]
+
+    def _facts_of(self, technique: Technique) -> dict[Fact, str]:
+        facts: dict[Fact, str] = answer(technique, "facts", technique.facts(), dict)
+        known = get_args(Fact)
+        for fact in facts:
+            if fact not in known:
+                raise PluginError(f"{label(type(technique))}: facts() states {fact!r}{did_you_mean(fact, known)}")
+        return facts
+
+    @cached_property
+    def precision(self) -> Precision:
+        """The run's precision as the techniques that are on change it."""
+        precision = Precision()
+        for technique in self.techniques:
+            precision = answer(technique, "precision", technique.precision(precision), Precision)
+        return precision
 
     def laid_out(self, layout: Layout, micro_batch: int, techniques: tuple[Technique, ...]) -> "Job":
         """The same training, laid out otherwise; its `table` stays this job's."""

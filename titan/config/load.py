@@ -20,10 +20,19 @@ from titan.contracts import (
     Tracker,
 )
 from titan.contracts.base import registry
+from titan.contracts.base.conformance import sentences
 from titan.contracts.base.mesh import Layout, lay_out
-from titan.contracts.base.options import Where, as_table, coerce, did_you_mean, options_of, parse
+from titan.contracts.base.options import (
+    Where,
+    absolute,
+    coerce,
+    did_you_mean,
+    options_of,
+    parse,
+    resolved_table,
+)
 from titan.contracts.base.registry import Plugin
-from titan.contracts.base.sections import (
+from titan.contracts.sections import (
     CheckpointSection,
     CommSection,
     DataSection,
@@ -75,13 +84,13 @@ def load_table(values: Mapping[str, Any], origin: str, overrides: Sequence[str],
 
 
 def plugin_folders(table: Table) -> tuple[str, ...]:
-    """The folders that `[plugins] path` names."""
+    """The folders and files that `[plugins] path` names, absolute."""
     value = table.at("plugins").get("path", ()) if isinstance(table.at("plugins"), dict) else ()
     try:
         folders: tuple[str, ...] = coerce(value, tuple[str, ...])
     except ValueError as error:
-        raise ConfigError([Fault("", f"[plugins] path: {error}, of folders")]) from None
-    return folders
+        raise ConfigError([Fault("", f"[plugins] path: {error}, of folders or .py files")]) from None
+    return tuple(absolute(folder) for folder in folders)
 
 
 class _Loader:
@@ -139,7 +148,7 @@ class _Loader:
     def _section(self, name: str, config: type[C]) -> Any:
         parsed = self._parse(config, self.table.at(name), name)
         if parsed is not None:
-            self.resolved[name] = as_table(parsed)
+            self.resolved[name] = resolved_table(parsed)
         return parsed
 
     def _named(self, contract: type[Plugin], values: Mapping[str, Any], *path: str) -> type[Plugin] | None:
@@ -151,11 +160,10 @@ class _Loader:
                 known = ", ".join(registry.names(contract.kind))
                 self.faults.append(self._where(*path).fault("name", f"missing; which {contract.kind}? ({known})"))
             return default
-        plugin = registry.find(contract.kind, str(name)) if isinstance(name, str) else None
-        if plugin is None:
-            hint = did_you_mean(str(name), registry.names(contract.kind))
-            self.faults.append(self._where(*path).fault("name", f"= {str(name)!r}: unknown {contract.kind}{hint}"))
-        return plugin
+        if sentence := registry.trouble(contract.kind, str(name)):
+            self.faults.append(self._where(*path).fault("name", f"= {str(name)!r}: {sentence}"))
+            return None
+        return registry.find(contract.kind, str(name))
 
     def _one_of(self, contract: type[Plugin]) -> Any:
         section = contract.section
@@ -170,7 +178,7 @@ class _Loader:
         config = self._parse(plugin.Config, self._still_meant(plugin, values, section), section)
         if config is None:
             return None
-        self.resolved[section] = {**written, **as_table(config)}
+        self.resolved[section] = {**written, **resolved_table(config)}
         return plugin(config)
 
     def _still_meant(self, plugin: type[Plugin], values: Mapping[str, Any], section: str) -> dict[str, Any]:
@@ -194,12 +202,12 @@ class _Loader:
         data = self._parse(DataSection, host, "data")
         if mixture is None:
             source = self._source(guest, 1.0, "data")
-            self.resolved["data"] = {**(as_table(data) if data else {}), **(source[1] if source else {})}
+            self.resolved["data"] = {**(resolved_table(data) if data else {}), **(source[1] if source else {})}
             return data, (source[0],) if source else ()
         for key in guest:
             self.faults.append(self._where("data").fault(key, "belongs in an entry of [[data.mixture]]"))
         found = self._mixture(mixture)
-        self.resolved["data"] = {**(as_table(data) if data else {}), "mixture": [table for _, table in found]}
+        self.resolved["data"] = {**(resolved_table(data) if data else {}), "mixture": [table for _, table in found]}
         return data, tuple(source for source, _ in found)
 
     def _divided(self, section: str, config: type) -> tuple[dict[str, Any], dict[str, Any]]:
@@ -211,7 +219,7 @@ class _Loader:
     def _validation(self) -> tuple[Any, Dataset | None]:
         host, guest = self._divided("validation", ValidationSection)
         validation = self._parse(ValidationSection, host, "validation")
-        self.resolved["validation"] = as_table(validation) if validation else {}
+        self.resolved["validation"] = resolved_table(validation) if validation else {}
         if "name" not in guest:
             self._unnamed(guest, validation is not None and validation.every > 0)
             return validation, None
@@ -254,20 +262,24 @@ class _Loader:
             return None
         instance = plugin(config)
         assert isinstance(instance, Dataset)
-        return Source(instance, weight), {"name": plugin.name, **as_table(config)}
+        return Source(instance, weight), {"name": plugin.name, **resolved_table(config)}
 
     def _metrics(self) -> tuple[Any, tuple[Tracker, ...]]:
         values = dict(self.table.at("metrics"))
         trackers = {plugin.name: plugin for plugin in registry.of_kind(Tracker.kind)}
         tables_ = {key: values.pop(key) for key in list(values) if key in trackers}
+        own = {option.key for option in options_of(MetricsSection)}
+        for key in [key for key, value in values.items() if isinstance(value, dict) and key not in own]:
+            self.faults.append(self._where("metrics").fault(key, registry.trouble(Tracker.kind, key)))
+            del values[key]
         metrics = self._parse(MetricsSection, values, "metrics")
-        self.resolved["metrics"] = as_table(metrics) if metrics else {}
+        self.resolved["metrics"] = resolved_table(metrics) if metrics else {}
         on: list[Tracker] = []
         for name, plugin in trackers.items():
             enabled, config = self._switch(plugin, tables_.get(name), "metrics", name)
             if config is None:
                 continue
-            self.resolved["metrics"][name] = {"enabled": enabled, **as_table(config)}
+            self.resolved["metrics"][name] = {"enabled": enabled, **resolved_table(config)}
             if enabled:
                 instance = plugin(config)
                 assert isinstance(instance, Tracker)
@@ -296,7 +308,9 @@ class _Loader:
             except ValueError as error:
                 self.faults.append(self._where("mesh").fault(axis, f"= {degree}: {error}"))
         layout, misfits = lay_out([axis for plugin in known for axis in plugin.axes], wanted, world_size)
-        self.faults += [self._where("mesh").fault(axis, sentence) for axis, sentence in misfits]
+        for axis, sentence in misfits:
+            unowned = registry.left_out() if axis and axis not in layout.degrees else ""
+            self.faults.append(self._where("mesh").fault(axis, sentence + unowned))
         self.resolved["mesh"] = dict(layout.degrees)
         stated = self._stated_techniques(known)
         on = chosen_techniques(known, {name: enabled for name, (enabled, _) in stated.items()}, layout)
@@ -313,9 +327,9 @@ class _Loader:
                 techniques.append(plugin(config))
         for name, (enabled, config) in stated.items():
             if config is not None:
-                self.resolved["plugins"][name] = {"enabled": enabled, **as_table(config)}
+                self.resolved["plugins"][name] = {"enabled": enabled, **resolved_table(config)}
         for technique in techniques:
-            self.resolved["plugins"].setdefault(technique.name, {"enabled": True, **as_table(technique.config)})
+            self.resolved["plugins"].setdefault(technique.name, {"enabled": True, **resolved_table(technique.config)})
         self.faults += [Fault(self.source, sentence) for sentence in agree(techniques)]
         return layout, tuple(techniques)
 
@@ -326,9 +340,8 @@ class _Loader:
         for name, values in self.table.at("plugins").items():
             if name == "path":
                 continue
-            if name not in by_name:
-                what = f"unknown technique{did_you_mean(name, by_name)}"
-                self.faults.append(self._where("plugins").fault(name, what))
+            if sentence := registry.trouble(Technique.kind, name):
+                self.faults.append(self._where("plugins").fault(name, sentence))
                 continue
             stated[name] = self._switch(by_name[name], values, "plugins", name)
         return stated
@@ -352,7 +365,8 @@ class _Loader:
 
     def _check(self, job: Job) -> None:
         """What only the whole job can tell: the model's sizes, then what each technique cannot do with it."""
-        faults = [self._where("model").fault("", sentence) for sentence in job.model.check()]
+        sizes = sentences(job.model, "check", job.model.check())
+        faults = [self._where("model").fault("", sentence) for sentence in sizes]
         resume = job.checkpoint.resume
         if resume not in ("auto", "must", "never") and not Path(resume).expanduser().exists():
             what = f"= {resume!r}: no such folder (or one of 'auto', 'must', 'never')"
@@ -367,12 +381,14 @@ class _Loader:
                 faults.append(self._where("data").fault("seq_len", what))
             for technique in job.techniques:
                 place = self._where("plugins", technique.name)
-                faults += [place.fault("", sentence) for sentence in technique.check(job, plan)]
+                found = sentences(technique, "check", technique.check(job, plan))
+                faults += [place.fault("", sentence) for sentence in found]
         if faults:
             raise ConfigError(faults)
 
     def _plan(self, job: Job) -> Any:
         try:
-            return job.plan
+            plan, _ = job.plan, job.precision  # both are asked now, so that hooks that return nothing are refused here
+            return plan
         except PluginError as error:
             raise ConfigError([Fault(self.source, str(error))]) from None

@@ -6,7 +6,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from titan.contracts.base.options import CliText
+from titan.contracts.base.options import CliText, absolute
 from titan.errors import ConfigError, Fault
 
 Path_ = tuple[str, ...]
@@ -141,11 +141,11 @@ def _parse(path: Path) -> dict[str, Any]:
 
 
 def _anchored(values: dict[str, Any], path: Path) -> dict[str, Any]:
-    """Folders of plugins are meant relative to the file that names them."""
+    """Paths of plugins are meant relative to the file that names them."""
     plugins = values.get("plugins")
     folders = plugins.get("path") if isinstance(plugins, dict) else None
     if isinstance(plugins, dict) and isinstance(folders, list):
-        plugins["path"] = [str(path.parent / f) if isinstance(f, str) else f for f in folders]
+        plugins["path"] = [absolute(f, path.parent) if isinstance(f, str) else f for f in folders]
     return values
 
 

@@ -5,7 +5,8 @@ from typing import Any, Literal, Protocol
 
 from titan.contracts.base.mesh import Layout
 from titan.contracts.base.plan import ModelPlan
-from titan.contracts.base.sections import (
+from titan.contracts.model import Model
+from titan.contracts.sections import (
     CheckpointSection,
     CommSection,
     DataSection,
@@ -14,7 +15,6 @@ from titan.contracts.base.sections import (
     TrainSection,
     ValidationSection,
 )
-from titan.contracts.model import Model
 from titan.contracts.text import Tokenizer
 
 Fact = Literal["reduces_per_micro_batch", "one_backward", "recomputes_operations"]

@@ -10,6 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from titan.contracts.base.batch import Batch
+from titan.contracts.base.conformance import technique_clashes
 from titan.contracts.base.cost import Costs
 from titan.contracts.base.mesh import Axis, Mesh
 from titan.contracts.base.parts import Part, Precision
@@ -78,12 +79,13 @@ class Technique(Plugin):
     parity: ClassVar[bool] = True
     optional: ClassVar[bool] = False
     choices: ClassVar[Sequence[Mapping[str, Any]]] = ()
+    _clashes = staticmethod(technique_clashes)
 
     def check(self, job: Job, plan: ModelPlan) -> Iterable[str]:
         """Sentences about what cannot work in this job, with the numbers that clash and the nearest that fit."""
         return ()
 
-    def facts(self) -> Mapping[Fact, str]:
+    def facts(self) -> dict[Fact, str]:
         """What others must take into account with these options: fact -> a sentence with the way out of it."""
         return {}
 

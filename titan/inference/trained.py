@@ -13,6 +13,8 @@ from titan.checkpoint.disk.folder import HF_CONFIG, is_hf, read_hf_config
 from titan.checkpoint.ranks import Ranks
 from titan.checkpoint.weights import find_weights, load_weights, stored_config
 from titan.config import Job, load_table
+from titan.config.load import plugin_folders
+from titan.config.tables import Table, override
 from titan.contracts import Engine, Model, Part, Tokenizer, World
 from titan.contracts.base import registry
 from titan.errors import CheckpointError
@@ -46,7 +48,11 @@ def open_job(
     Raises:
         CheckpointError: there are no weights, or nobody knows their architecture.
         ConfigError: the overrides do not fit.
+        PluginError: a plugin that `--plugins.path` names cannot be loaded.
     """
+    words = Table()
+    override(words, overrides)
+    registry.open_doors(plugin_folders(words))  # first of all: one may be of the folder's architecture
     path = find_weights(given, option)
     own = _hf_table(path) if is_hf(path) else _stored_table(path)
     if "tokenizer" not in own and not any(word.startswith("--tokenizer.") for word in overrides):
@@ -64,7 +70,6 @@ def _stored_table(path: Path) -> dict[str, Any]:
 
 
 def _hf_table(path: Path) -> dict[str, Any]:
-    registry.open_doors()
     model = model_table(read_hf_config(path), path)
     tokenizer = _tokenizer_table(path)
     seq_len = min(128, int(model.get("max_seq_len", 128)))
@@ -82,7 +87,8 @@ def model_table(config: Mapping[str, Any], path: Path) -> dict[str, Any]:
         values = plugin.from_hf(config)
         if values is not None:
             return {"name": plugin.name, **values}
-    raise CheckpointError(f"{path / HF_CONFIG}: no model plugin knows model_type {config.get('model_type')!r}")
+    unknown = f"no model plugin knows model_type {config.get('model_type')!r}{registry.left_out()}"
+    raise CheckpointError(f"{path / HF_CONFIG}: {unknown}")
 
 
 def _tokenizer_table(path: Path) -> dict[str, Any] | None:

@@ -1,18 +1,26 @@
 """This process among the others: which rank, on which device, in which process group."""
 
+import contextlib
 import os
+import sys
+import traceback
 from dataclasses import dataclass
 from datetime import timedelta
+from threading import Thread
 
 import torch
 import torch.distributed as dist
 from torch._C._distributed_c10d import HashStore, PrefixStore, Store
 from torch.distributed.rendezvous import rendezvous
 
+from titan import log
 from titan.config import Job
 from titan.contracts.base.mesh import Mesh
-from titan.errors import ConfigError
+from titan.errors import ConfigError, TitanError
 from titan.ranks import watchdog
+
+ANSWER_S = 5.0
+"""Longest wait for the store when a rank has failed."""
 
 
 @dataclass(frozen=True)
@@ -84,6 +92,51 @@ def shorten_timeouts(job: Job, mesh: Mesh) -> None:
     """After the first step, a collective of training that waits long is a hang, not a compiler at work."""
     for group in (dist.group.WORLD, *mesh.groups()):
         dist.distributed_c10d._set_pg_timeout(timedelta(seconds=job.comm.timeout_s), group)
+
+
+def tell(error: Exception, rank: int) -> None:
+    """Show the stack trace of what ends this rank, once, on the terminal and in its log.
+
+    To be called before anything is closed: other ranks fail as soon as a connection to this one is. What they say of
+    that goes to their logs; on the terminal they name the rank that failed first. A TitanError is for the caller to
+    report; that this rank failed is known to the others all the same.
+    """
+    if error is _Told.error:
+        return
+    _Told.error = error
+    first = _first_to_fail(rank)
+    if isinstance(error, TitanError):
+        return
+    trace = "".join(traceback.format_exception(error))
+    log.log.debug(trace)
+    if first != rank and (kept := log.file()) is not None:
+        trace = f"rank {rank} cannot go on without rank {first}; what it says itself is in {kept}\n"
+    elif dist.is_initialized() and dist.get_world_size() > 1:
+        trace = f"rank {rank} failed:\n{trace}"
+    sys.stderr.write(trace)
+    sys.stderr.flush()
+
+
+class _Told:
+    """What this rank has told."""
+
+    error: Exception | None = None
+
+
+def _first_to_fail(rank: int) -> int:
+    """The rank that failed first, which is this one where no other has said so, or nobody can be asked."""
+    if not dist.is_initialized() or dist.get_world_size() == 1:
+        return rank
+    store, answers = dist.distributed_c10d._get_default_store(), [str(rank).encode()]
+
+    def ask() -> None:
+        with contextlib.suppress(RuntimeError):  # whoever served the store is gone
+            answers.append(store.compare_set("first to fail", "", str(rank)))
+
+    asking = Thread(target=ask, daemon=True)  # a network that is down answers nothing
+    asking.start()
+    asking.join(ANSWER_S)
+    return int(answers[-1])
 
 
 def leave() -> None:

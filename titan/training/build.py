@@ -16,7 +16,7 @@ from titan.checkpoint.ranks import Ranks
 from titan.checkpoint.resume import compare
 from titan.checkpoint.weights import find_weights, load_weights, stored_rest
 from titan.config import Job
-from titan.contracts import Dataset, Engine, NamedParameter, Part, Precision, RunInfo, World
+from titan.contracts import Dataset, Engine, NamedParameter, Part, RunInfo, World
 from titan.contracts.base.mesh import Mesh
 from titan.contracts.base.plan import glob_matches
 from titan.data.samples.loader import Loader
@@ -204,12 +204,9 @@ def _prepared(dataset: Dataset, job: Job, rank: Rank) -> list[Path]:
 
 def world_of(job: Job, rank: Rank) -> World:
     """What techniques may know on this rank, before there is a model."""
-    precision = Precision()
-    for technique in job.techniques:
-        precision = technique.precision(precision)
     owned = [axis.name for technique in job.techniques for axis in technique.axes]
     mesh = Mesh(job.layout, rank.device, rank.number, keep=owned)
-    return World(job=job, mesh=mesh, plan=job.plan, precision=precision, techniques=job.techniques)
+    return World(job=job, mesh=mesh, plan=job.plan, precision=job.precision, techniques=job.techniques)
 
 
 def named_parameters(parts: Sequence[Part], world: World) -> list[NamedParameter]:

@@ -10,7 +10,7 @@ from torch import Tensor
 from titan.contracts import Batch
 from titan.log import log
 from titan.ranks.preemption import Preemption
-from titan.ranks.process import shorten_timeouts
+from titan.ranks.process import shorten_timeouts, tell
 from titan.training.build import Core, Run
 from titan.training.engine import valid_tokens
 from titan.training.gradients import clip, global_norm
@@ -54,6 +54,9 @@ def train(run: Run) -> str:
             run.checkpointer.wait()
         preemption.ask()
         return asked or preemption.due()
+    except Exception as error:
+        tell(error, run.rank.number)
+        raise
     finally:
         gc.enable()
         close(run)

@@ -7,13 +7,13 @@ for roles. `Layout` is arithmetic and needs no process group (the planner uses i
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Literal
+from typing import Literal, get_type_hints
 
 import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
-from titan.contracts.base.options import did_you_mean
+from titan.contracts.base.options import coerce, did_you_mean, shown
 
 Role = Literal["stage", "batch", "sequence", "model", "expert"]
 """What ranks along an axis hold differently: stage, other layers; batch, other samples; sequence, other tokens of one
@@ -27,6 +27,9 @@ class Axis:
     depth: place from outer (slow links) to inner (fast links); the built-in ones are pp 0, dp_replicate 10,
         dp_shard 20, cp 30, tp 40.
     default: degree when the TOML is silent; -1 means what is left of the ranks (one axis at most).
+
+    Raises:
+        ValueError: a field is of another type, or no value that the field can have.
     """
 
     name: str
@@ -34,6 +37,21 @@ class Axis:
     depth: float
     doc: str
     default: int = 1
+
+    def __post_init__(self) -> None:
+        for field, hint in get_type_hints(Axis).items():
+            value = getattr(self, field)
+            try:
+                coerce(value, hint)
+            except ValueError as error:
+                raise ValueError(f"mesh axis {self.name!r}: {field} = {shown(value)}: {error}") from None
+        if not self.name.isidentifier():
+            raise ValueError(f"mesh axis {self.name!r}: name: must be a word that can be a TOML key")
+        if not math.isfinite(self.depth):
+            raise ValueError(f"mesh axis {self.name!r}: depth = {self.depth}: must be finite")
+        if self.default < 1 and self.default != -1:
+            what = "must be at least 1, or -1 for what is left of the ranks"
+            raise ValueError(f"mesh axis {self.name!r}: default = {self.default}: {what}")
 
 
 @dataclass(frozen=True)

@@ -13,11 +13,13 @@ The declaration is the only place: parsing, bounds, `--help`-like listings and t
 import dataclasses
 import difflib
 import inspect
+import os
 import tomllib
 import types
 import typing
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any, Literal, TypeVar, Union
 
 from titan.errors import Fault
@@ -35,7 +37,10 @@ class CliText(str):
 
 @dataclass(frozen=True)
 class Spec:
-    """What an option says about itself. Bounds are inclusive for `at_*`, exclusive for `above`/`below`."""
+    """What an option says about itself. Bounds are inclusive for `at_*`, exclusive for `above`/`below`.
+
+    path: the value is a file, folder or glob, or several, unless it is one of `words`.
+    """
 
     doc: str
     unit: str = ""
@@ -43,6 +48,8 @@ class Spec:
     above: float | None = None
     at_most: float | None = None
     below: float | None = None
+    path: bool = False
+    words: tuple[str, ...] = ()
 
 
 def option(
@@ -54,14 +61,17 @@ def option(
     above: float | None = None,
     at_most: float | None = None,
     below: float | None = None,
+    path: bool = False,
+    words: tuple[str, ...] = (),
     key: str = "",
 ) -> T:
     """Declare one option of a frozen dataclass.
 
-    Bounds apply to the number, or to each number of a list. `key` is the name in the TOML where it cannot be
+    Bounds apply to the number, or to each number of a list. `path` says that the value is a path, or a list of paths,
+    but for the `words`: a resolved job holds it as an absolute one. `key` is the name in the TOML where it cannot be
     the field's (a Python keyword such as `async`).
     """
-    spec = Spec(doc, unit, at_least, above, at_most, below)
+    spec = Spec(doc, unit, at_least, above, at_most, below, path, words)
     metadata = {_KEY: spec, "key": key}
     if default is REQUIRED:
         return typing.cast(T, dataclasses.field(metadata=metadata))
@@ -251,3 +261,20 @@ def as_table(config: Any) -> dict[str, Any]:
         if value is not None:
             table[declared.key] = list(value) if isinstance(value, tuple) else value
     return table
+
+
+def resolved_table(config: Any) -> dict[str, Any]:
+    """`as_table` with absolute paths, so that it means the same wherever it is read; `~` stays."""
+    table = as_table(config)
+    for declared in options_of(type(config)):
+        if declared.spec.path and declared.key in table:
+            value, words = table[declared.key], declared.spec.words
+            one = isinstance(value, str)
+            paths = [path if path in words else absolute(path) for path in ([value] if one else value)]
+            table[declared.key] = paths[0] if one else paths
+    return table
+
+
+def absolute(path: str, folder: Path = Path()) -> str:
+    """A path, or a glob, from the root on, if it is meant relative to `folder`; an empty one and `~` stay."""
+    return path if not path or path.startswith("~") else os.path.abspath(folder / path)

@@ -5,18 +5,20 @@ that sets `name` and `Config` and carries `@register`. What a plugin may define 
 public methods that the contract does not know, or with other parameters, are refused here, when the file is read.
 """
 
+import functools
 import importlib
 import importlib.metadata
 import importlib.util
-import inspect
 import pkgutil
 import sys
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from importlib.metadata import EntryPoint
 from pathlib import Path
 from typing import Any, ClassVar, TypeVar
 
-from titan.contracts.base.options import did_you_mean, options_of
-from titan.errors import PluginError
+from titan.contracts.base.conformance import check_class, file_of
+from titan.contracts.base.options import did_you_mean
+from titan.errors import PluginError, warn
 
 ENTRY_POINTS = "titan.plugins"
 BUILT_IN = "titan.plugins"
@@ -39,29 +41,54 @@ class Plugin:
     def __init__(self, config: Any) -> None:
         self.config = config
 
+    @staticmethod
+    def _clashes(plugin: Any, others: Sequence[Any], all_known: bool) -> Iterable[str]:
+        """A contract's own rules: what is wrong with a plugin among all of its kind, in the order of registration."""
+        return ()
+
 
 P = TypeVar("P", bound=type[Plugin])
 
-_plugins: dict[tuple[str, str], type[Plugin]] = {}
+Key = tuple[str, str]
+"""Kind and name of a plugin."""
+
+_plugins: dict[Key, type[Plugin]] = {}
 _opened: set[str] = set()
+_brought_by: dict[Key, str] = {}
+"""Plugin -> the entry point that brought it."""
+_left_out: dict[str, str] = {}
+"""Entry point that failed -> why."""
+_contested: dict[Key, str] = {}
+"""Name that an entry point has claimed too -> who else has it."""
+
+
+class NameTakenError(PluginError):
+    """Two plugins claim one name; `key` is the kind and the name."""
+
+    def __init__(self, message: str, key: Key) -> None:
+        super().__init__(message)
+        self.key = key
 
 
 def register(plugin: P) -> P:
     """Class decorator: check the plugin against its contract and make it known by its name.
 
     Raises:
-        PluginError: no name, an undocumented or mutable Config, a method the contract does not know or with other
-            parameters, a contract method left out, or a name that somebody else has.
+        PluginError: it does not fulfil its contract (`conformance.check_class`), or its name is taken.
     """
-    contract = contract_of(plugin)
-    _check_identity(plugin, contract)
-    _check_methods(plugin, contract)
+    check_class(plugin, contract_of(plugin))
     key = (plugin.kind, plugin.name)
     owner = _plugins.get(key)
-    if owner is not None and _file(owner) != _file(plugin):
-        raise PluginError(f"two plugins are called {plugin.kind} {plugin.name!r}: {_file(owner)} and {_file(plugin)}")
+    # One file imported under two module names registers the same plugin again.
+    if owner is not None and (file_of(owner) != file_of(plugin) or owner.__module__ == plugin.__module__):
+        both = f"{_place(owner)} and {_place(plugin)}"
+        raise NameTakenError(f"two plugins are called {plugin.kind} {plugin.name!r}: {both}", key)
     _plugins[key] = plugin
     return plugin
+
+
+def _place(plugin: type[Plugin]) -> str:
+    return f"{plugin.__qualname__} in {file_of(plugin)}"
 
 
 def contract_of(plugin: type[Plugin]) -> type[Plugin]:
@@ -70,40 +97,7 @@ def contract_of(plugin: type[Plugin]) -> type[Plugin]:
         if base.__dict__.get("kind"):
             assert issubclass(base, Plugin)
             return base
-    raise PluginError(f"{plugin.__qualname__} in {_file(plugin)} derives from no contract of titan.contracts")
-
-
-def _file(plugin: type) -> str:
-    return inspect.getsourcefile(plugin) or plugin.__module__
-
-
-def _check_identity(plugin: type[Plugin], contract: type[Plugin]) -> None:
-    place = f"{plugin.__qualname__} in {_file(plugin)}"
-    if not plugin.__dict__.get("name", "").isidentifier():
-        raise PluginError(f"{place}: `name` must be a word a TOML key can be, not {plugin.name!r}")
-    if not (plugin.__doc__ or "").strip():
-        raise PluginError(f"{place}: needs a docstring; its first line is what `titan plugins` prints")
-    try:
-        options_of(plugin.Config)
-    except (TypeError, AttributeError) as error:
-        raise PluginError(f"{place}: Config: {error}") from None
-
-
-def _check_methods(plugin: type[Plugin], contract: type[Plugin]) -> None:
-    known = {name: member for name, member in inspect.getmembers(contract) if not name.startswith("_")}
-    for name, member in inspect.getmembers(plugin):
-        place = f"{contract.kind} {plugin.name!r} in {_file(plugin)}"
-        if name.startswith("_") or not callable(member) or inspect.isclass(member):
-            continue
-        if name not in known:
-            hint = did_you_mean(name, known)
-            raise PluginError(f"{place}: {name}() is no hook of a {contract.kind}{hint}; helpers start with _")
-        theirs, ours = (list(inspect.signature(m).parameters) for m in (member, known[name]))
-        if theirs != ours:
-            raise PluginError(f"{place}: {name}({', '.join(theirs)}) should be {name}({', '.join(ours)})")
-    missing = sorted(getattr(plugin, "__abstractmethods__", ()))
-    if missing:
-        raise PluginError(f"{contract.kind} {plugin.name!r} in {_file(plugin)} lacks {', '.join(missing)}()")
+    raise PluginError(f"{plugin.__qualname__} in {file_of(plugin)} derives from no contract of titan.contracts")
 
 
 def find(kind: str, name: str) -> type[Plugin] | None:
@@ -132,23 +126,44 @@ def default_of(kind: str) -> type[Plugin] | None:
     return next((plugin for plugin in of_kind(kind) if plugin.default), None)
 
 
-def open_doors(folders: Iterable[str | Path] = ()) -> None:
-    """Import every plugin: the built-in ones, those in `folders`, those of installed packages. Idempotent.
+def trouble(kind: str, name: str) -> str:
+    """Why a plugin that a user asks for by name cannot be had; empty where it can."""
+    if (kind, name) in _contested:
+        return _contested[kind, name]
+    if (kind, name) in _plugins:
+        return ""
+    return f"unknown {kind}{did_you_mean(name, names(kind))}{left_out()}"
+
+
+def left_out() -> str:
+    """What to add where a name is unknown: the entry points that failed, any of which may have brought it."""
+    return "".join(f"; {entry} was left out: {why}" for entry, why in _left_out.items())
+
+
+# --- the doors --------------------------------------------------------------------------------------------------
+
+
+def open_doors(paths: Iterable[str | Path] = ()) -> None:
+    """Import every plugin: the built-in ones, those in `paths`, those of installed packages. Idempotent.
+
+    paths: folders, or single .py files. An entry point that fails is left out with a warning.
 
     Raises:
-        PluginError: a folder is missing, a file cannot be imported, a plugin breaks its contract.
+        PluginError: a path is missing, a file cannot be imported, a plugin breaks its contract or clashes with another.
     """
     if BUILT_IN not in _opened:
         for shelf in _inside(BUILT_IN):
             for name in _inside(shelf):
-                importlib.import_module(name)
+                _import(functools.partial(importlib.import_module, name), f"plugin {name}", name)
         _opened.add(BUILT_IN)
-    for folder in folders:
-        _open_folder(Path(folder).expanduser())
-    if ENTRY_POINTS + ":" not in _opened:
-        for entry in importlib.metadata.entry_points(group=ENTRY_POINTS):
-            _import(lambda entry=entry: entry.load(), f"entry point {entry.name} = {entry.value}")
-        _opened.add(ENTRY_POINTS + ":")
+    for path in paths:
+        for file in _files(Path(path).expanduser()):
+            _open_file(file)
+    entries = () if ENTRY_POINTS + ":" in _opened else importlib.metadata.entry_points(group=ENTRY_POINTS)
+    for entry in entries:
+        _open_entry(entry)
+    _opened.add(ENTRY_POINTS + ":")
+    _refuse_clashes()
 
 
 def _inside(name: str) -> list[str]:
@@ -157,25 +172,96 @@ def _inside(name: str) -> list[str]:
     return [module.name for module in pkgutil.iter_modules(path, name + ".")]
 
 
-def _open_folder(folder: Path) -> None:
-    if not folder.is_dir():
-        raise PluginError(f"plugin folder {folder} is not a folder")
-    for file in sorted(folder.rglob("*.py")):
-        if str(file.resolve()) in _opened or file.name.startswith("_"):
-            continue
-        module = "titan_plugin_" + "_".join(file.resolve().with_suffix("").parts[1:])
-        spec = importlib.util.spec_from_file_location(module, file)
-        assert spec is not None and spec.loader is not None
-        loaded = importlib.util.module_from_spec(spec)
-        sys.modules[module] = loaded
-        _import(lambda spec=spec, loaded=loaded: spec.loader.exec_module(loaded), str(file))
-        _opened.add(str(file.resolve()))
+def _files(path: Path) -> list[Path]:
+    """The plugin files that a path means; in a folder, names that start with _ are no plugins."""
+    if path.is_dir():
+        return [file for file in sorted(path.rglob("*.py")) if not file.name.startswith("_")]
+    if path.suffix != ".py" or not path.is_file():
+        raise PluginError(f"plugin path {path}: must be a folder or a .py file, and there is no such one")
+    return [path]
 
 
-def _import(load: Any, place: str) -> None:
+def _open_file(file: Path) -> None:
+    file = file.resolve()
+    if str(file) in _opened:
+        return
+    # A dot in it would make it a module of a package that nobody has, for a process that has to import it again.
+    module = "titan_plugin_" + "_".join(file.with_suffix("").parts[1:]).replace(".", "_")
+    spec = importlib.util.spec_from_file_location(module, file)
+    assert spec is not None and spec.loader is not None
+    loaded = importlib.util.module_from_spec(spec)
+    sys.modules[module] = loaded
+    _import(functools.partial(spec.loader.exec_module, loaded), f"plugin {file}", module)
+    _opened.add(str(file))
+
+
+def _open_entry(entry: EntryPoint) -> None:
+    package = f"package {entry.dist.name}" if entry.dist is not None else "a package"
+    name = f"{package} (entry point {entry.name} = {entry.value})"
+    before = set(_plugins)
+    try:
+        _import(entry.load, "it", entry.module.partition(".")[0])
+    except PluginError as error:
+        if isinstance(error, NameTakenError):
+            _contested[error.key] = str(error)
+        _leave_out(name, error)
+    _brought_by.update(dict.fromkeys(set(_plugins) - before, name))
+
+
+def _leave_out(entry: str, error: PluginError) -> None:
+    """Go on without what an entry point has brought."""
+    for key in [key for key, name in _brought_by.items() if name == entry]:
+        del _plugins[key], _brought_by[key]
+    _left_out[entry] = str(error)
+    warn(f"{entry} is left out: {error}", error)
+
+
+def _import(load: Callable[[], Any], what: str, module: str) -> None:
+    """Import plugins; where that fails, none of them stays.
+
+    module: the start of the names of the modules whose lines a user can mend.
+
+    Raises:
+        PluginError: it failed; says the file and the line, and holds the error as its cause.
+    """
+    before = dict(_plugins)
     try:
         load()
-    except PluginError:
-        raise
-    except Exception as error:
-        raise PluginError(f"plugin {place} cannot be imported: {type(error).__name__}: {error}") from error
+    except (Exception, SystemExit) as error:
+        _plugins.clear()
+        _plugins.update(before)
+        if isinstance(error, PluginError):
+            raise
+        said = error.msg if isinstance(error, SyntaxError) else (str(error).splitlines() or [""])[0]
+        told = f"{_line(error, module) or what} cannot be imported: {type(error).__name__}: {said}"
+        raise PluginError(f"{told} (--traceback shows all of it)") from error
+
+
+def _line(error: BaseException, module: str) -> str:
+    """`plugin FILE:LINE`, the last in a module of that name that an error came through; empty where there is none."""
+    if isinstance(error, SyntaxError) and error.filename:
+        return f"plugin {error.filename}:{error.lineno}"
+    found, trace = "", error.__traceback__
+    while trace is not None:
+        if str(trace.tb_frame.f_globals.get("__name__", "")).startswith(module):
+            found = f"plugin {trace.tb_frame.f_code.co_filename}:{trace.tb_lineno}"
+        trace = trace.tb_next
+    return found
+
+
+def _refuse_clashes() -> None:
+    """Hold all plugins of a kind against each other, in the order of registration.
+
+    Raises:
+        PluginError: some clash; those that entry points brought are left out instead.
+    """
+    faults = []
+    for key, plugin in list(_plugins.items()):
+        others = [other for other in _plugins.values() if other.kind == plugin.kind]
+        for sentence in contract_of(plugin)._clashes(plugin, others, not _left_out):
+            if key in _brought_by:
+                _leave_out(_brought_by[key], PluginError(sentence))
+                break
+            faults.append(sentence)
+    if faults:
+        raise PluginError("\n".join(faults))

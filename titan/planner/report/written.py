@@ -19,9 +19,6 @@ def write_toml(path: Path, config: Path | None, overrides: Sequence[str], values
     words = [f"--{key}={str(value).lower() if isinstance(value, bool) else value}" for key, value in values.items()]
     table = dict(load_job(config, [*overrides, *words]).table)
     table["run"] = {key: value for key, value in table["run"].items() if key != "name"}
-    plugins = dict(table["plugins"])
-    # Folders of plugins are meant relative to the file that names them, which is another one now.
-    table["plugins"] = plugins | {"path": [str(Path(folder).resolve()) for folder in plugins["path"]]}
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
         path.write_text(tomli_w.dumps(table), encoding="utf-8")

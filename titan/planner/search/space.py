@@ -17,6 +17,7 @@ from titan.config.tables import Table, override
 from titan.config.techniques import agree, chosen_techniques, unattended
 from titan.contracts import Technique
 from titan.contracts.base import registry
+from titan.contracts.base.conformance import sentences
 from titan.contracts.base.mesh import Axis, Layout
 from titan.contracts.base.options import coerce, did_you_mean, options_of
 from titan.errors import ConfigError, Fault
@@ -178,7 +179,7 @@ class Space:
     def allows(job: Job) -> bool:
         """Whether no technique refuses the job."""
         plan = job.plan
-        return not any(True for technique in job.techniques for _ in technique.check(job, plan))
+        return not any(True for t in job.techniques for _ in sentences(t, "check", t.check(job, plan)))
 
     def _instance(self, plugin: type[Technique], options: Options) -> Technique:
         key = (plugin.name, options)

@@ -3,7 +3,8 @@
 from collections.abc import Sequence
 
 from titan.config import Job
-from titan.contracts import Precision, Technique
+from titan.contracts import Loss, Optimizer, Technique
+from titan.contracts.base.conformance import answer
 from titan.contracts.base.cost import Costs, Stage
 from titan.contracts.base.mesh import Layout
 from titan.errors import ConfigError, Fault
@@ -24,16 +25,20 @@ def uncut(job: Job) -> Costs:
     costs = _of_model(job)
     for technique in job.techniques:
         if not _cuts(technique):
-            costs = technique.cost(costs, job)
-    return job.optimizer.cost(job.loss.cost(costs, job), job)
+            costs = _with(technique, costs, job)
+    return _with(job.optimizer, _with(job.loss, costs, job), job)
 
 
 def cut(costs: Costs, job: Job) -> Costs:
     """These costs with the model cut into the stages of the job."""
     for technique in job.techniques:
         if _cuts(technique):
-            costs = technique.cost(costs, job)
+            costs = _with(technique, costs, job)
     return costs
+
+
+def _with(plugin: Technique | Loss | Optimizer, costs: Costs, job: Job) -> Costs:
+    return answer(plugin, "cost", plugin.cost(costs, job), Costs)
 
 
 def _cuts(technique: Technique) -> bool:
@@ -41,11 +46,9 @@ def _cuts(technique: Technique) -> bool:
 
 
 def _of_model(job: Job) -> Costs:
-    plan, precision = job.plan, Precision()
+    plan, precision = job.plan, job.precision
     if not plan.layer_ops:
         raise ConfigError([Fault("", f"model {job.model.name}: its plan states no operations (ModelPlan.layer_ops)")])
-    for technique in job.techniques:
-        precision = technique.precision(precision)
     dtype = str(precision.param).removeprefix("torch.")
     return Costs(
         seq_len=job.data.seq_len, dim=plan.dim, micro_batch=job.micro_batch, micro_batches=job.micro_batches,

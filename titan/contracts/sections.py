@@ -11,7 +11,7 @@ class RunSection:
     """`[run]`: what the run is called, where it writes, and what makes it repeatable."""
 
     name: str = option("", "folder of the run under `dir`; the config file's name when empty")
-    dir: str = option("runs", "folder that holds the runs")
+    dir: str = option("runs", "folder that holds the runs", path=True)
     seed: int = option(0, "seed of weights, data order and PyTorch's default generators", at_least=0)
     deterministic: bool = option(False, "two runs of one layout are bit-identical; slower on GPUs")
     device: Literal["auto", "cpu", "cuda"] = option("auto", "where to train; auto takes the GPU when there is one")
@@ -53,7 +53,7 @@ class DataSection:
         "pad: one document a sample",
     )
     shuffle: bool = option(True, "a new seeded order of the samples each epoch")
-    cache: str = option("~/.cache/titan", "folder of tokenised text, shared by all runs")
+    cache: str = option("~/.cache/titan", "folder of tokenised text, shared by all runs", path=True)
     workers: int = option(0, "loader processes per rank; 0 reads in the training process", at_least=0)
     prepare_workers: int = option(0, "processes that tokenise; 0 is one a core", at_least=0)
 
@@ -65,11 +65,18 @@ class CheckpointSection:
     enabled: bool = option(True, "save and resume at all")
     every: int = option(1000, "save every so many steps, and at the end", unit="steps", at_least=1)
     keep: int = option(2, "complete checkpoints kept; 0 keeps all", at_least=0)
-    init_from: str = option("", "a new run's weights: a checkpoint, a run, or a Hugging Face folder; empty: drawn anew")
+    init_from: str = option(
+        "", "a new run's weights: a checkpoint, a run, or a Hugging Face folder; empty: drawn anew", path=True
+    )
     new_data: bool = option(
         False, "go on with other data than the checkpoint's, from its first sample on; else a change of data is refused"
     )
-    resume: str = option("auto", '"auto": the newest if any; "must": the newest or stop; "never"; or a folder')
+    resume: str = option(
+        "auto",
+        '"auto": the newest if any; "must": the newest or stop; "never"; or a folder',
+        path=True,
+        words=("auto", "must", "never"),
+    )
     asynchronous: bool = option(True, "write in the background from a copy in memory", key="async")
 
     @property
