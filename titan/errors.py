@@ -21,6 +21,10 @@ class TitanError(Exception):
     exit_code = EXIT_FAILED
 
 
+class RankFailedError(TitanError):
+    """A rank ended by an error that nobody expected, or is not heard of any more; its own words tell more."""
+
+
 @dataclass(frozen=True)
 class Fault:
     """One thing wrong in a job: where it stands (file or command line, table, key) and what to do about it."""

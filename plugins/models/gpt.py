@@ -34,13 +34,15 @@ from titan.errors import ConfigError, Fault
 class GptConfig:
     """Sizes of a GPT; the defaults are the preset `nano`."""
 
-    n_layers: int = option(4, "layers", at_least=1)
-    dim: int = option(128, "width of the hidden state", at_least=1)
-    n_heads: int = option(4, "query heads", at_least=1)
+    n_layers: int = option(4, "layers", at_least=1, at_most=1024)
+    dim: int = option(128, "width of the hidden state", at_least=1, at_most=2**20)
+    n_heads: int = option(4, "query heads", at_least=1, at_most=2**20)
     n_kv_heads: int | None = option(None, "key-value heads, one per group of query heads; unset: n_heads", at_least=1)
-    ffn_dim: int | None = option(None, "width of the feed-forward; unset: 4 dim", at_least=1)
-    vocab_size: int = option(4097, "token ids", at_least=1)
-    max_seq_len: int = option(128, "longest sequence, and number of learned positions", unit="tokens", at_least=1)
+    ffn_dim: int | None = option(None, "width of the feed-forward; unset: 4 dim", at_least=1, at_most=2**24)
+    vocab_size: int = option(4097, "token ids", at_least=1, at_most=2**27)
+    max_seq_len: int = option(
+        128, "longest sequence, and number of learned positions", unit="tokens", at_least=1, at_most=2**30
+    )
     tied: bool = option(True, "the output matrix is the embedding table")
     norm_eps: float = option(1e-5, "added to the variance in LayerNorm", above=0)
     init_std: float = option(0.02, "deviation of initial weights; of wo and down this / sqrt(2 n_layers)", above=0)
@@ -180,10 +182,11 @@ class Gpt(Model):
         """Heads must divide the width, and fall into equal groups."""
         c = self.config
         if c.dim % c.n_heads:
-            heads, dims = nearest(c.n_heads, lambda h: c.dim % h == 0), nearest(c.dim, lambda d: d % c.n_heads == 0)
+            heads = nearest(c.n_heads, lambda h: c.dim % h == 0, most=c.dim)
+            dims = nearest(c.dim, step=c.n_heads)
             yield f"dim {c.dim} does not divide over n_heads {c.n_heads}; nearest: n_heads {heads}, or dim {dims}"
         if c.n_heads % c.kv_heads:
-            kv = nearest(c.kv_heads, lambda k: c.n_heads % k == 0)
+            kv = nearest(c.kv_heads, lambda k: c.n_heads % k == 0, most=c.n_heads)
             yield f"n_heads {c.n_heads} do not fall into n_kv_heads {c.kv_heads} equal groups; nearest: {kv}"
 
     def plan(self) -> ModelPlan:

@@ -28,6 +28,7 @@ Limits: tp divides n_heads and n_kv_heads, and seq_len with sequence_parallel. V
 uneven: the last ranks get less, but none may get nothing.
 """
 
+import math
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, replace
 from typing import Any, cast
@@ -75,7 +76,8 @@ class TensorParallel(Technique):
         if tp == 1:
             return
         heads = {"n_kv_heads": plan.n_kv_heads, "n_heads": plan.n_heads}
-        degrees = nearest(tp, lambda degree: all(count % degree == 0 for count in heads.values()))
+        divides = math.gcd(*heads.values())
+        degrees = nearest(tp, lambda degree: divides % degree == 0, most=divides)
         for count, key in {count: key for key, count in heads.items()}.items():
             if count % tp:
                 yield f"[model] {key} = {count} cannot be split over mesh.tp = {tp}; nearest tp that fits: {degrees}"
@@ -84,7 +86,7 @@ class TensorParallel(Technique):
                 yield f"[model] {key} = {count} leaves some of mesh.tp = {tp} ranks without a {thing}"
         seq_len, ranks = job.data.seq_len, tp * others
         if self.config.sequence_parallel and seq_len % ranks:
-            lengths = nearest(seq_len, lambda length: length % ranks == 0)
+            lengths = nearest(seq_len, step=ranks)
             split = f"mesh.tp = {tp}" + (f" times {others} other ranks of a sequence" if others > 1 else "")
             yield (
                 f"[data] seq_len = {seq_len} cannot be split over {split}; nearest seq_len that fits: {lengths}, "

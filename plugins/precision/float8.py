@@ -186,7 +186,7 @@ def _check_slices(job: Job, plan: ModelPlan, linears: dict[str, nn.Linear]) -> I
 
 
 def _nearest_degree(ranks: int, features: int) -> str:
-    return nearest(ranks, lambda degree: features % (_MULTIPLE * degree) == 0)
+    return nearest(ranks, lambda degree: features % (_MULTIPLE * degree) == 0, most=features // _MULTIPLE)
 
 
 def _torchao() -> Any:

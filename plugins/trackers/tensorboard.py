@@ -23,6 +23,9 @@ GROUPS = {
     "mfu": "speed",
     "step_time_s": "speed",
     "data_time_s": "speed",
+    "save_time_s": "speed",
+    "validation_time_s": "speed",
+    "gc_time_s": "speed",
     "peak_memory_gib": "memory",
 }
 """Group of a key; `validation_loss` is `validation/loss`, all others are of the training itself."""
@@ -67,7 +70,7 @@ class TensorBoard(Tracker):
 
 def _tag(key: str) -> str:
     own = key.removeprefix("validation_")
-    return f"validation/{own}" if own != key else f"{GROUPS.get(key, 'train')}/{key}"
+    return f"validation/{own}" if own != key and key not in GROUPS else f"{GROUPS.get(key, 'train')}/{key}"
 
 
 def _as_markdown(config: Any, depth: int = 0) -> str:

@@ -81,7 +81,7 @@ CASES: dict[str, tuple[str, str, list[str]]] = {
     "number for a list": ("lr = 3e-3", "lr = 3e-3\nbetas = 0.9", ["[optimizer] betas = 0.9: must be a list"]),
     "list too short": ("lr = 3e-3", "lr = 3e-3\nbetas = [0.9]", ["[optimizer] betas = [0.9]: must be a list of 2"]),
     "value for a technique": ("[plugins]", "[plugins]\nfsdp = 1", ["[plugins] fsdp: must be a table, [plugins.fsdp]"]),
-    "degree that is no number": ("[mesh]", '[mesh]\ntp = "two"', ["[mesh] tp = two: must be an integer"]),
+    "degree that is no number": ("[mesh]", '[mesh]\ntp = "two"', ["[mesh] tp = 'two': must be an integer"]),
     "enabled that is no flag": ("[plugins]", '[plugins.bf16]\nenabled = "no"', ["[plugins.bf16] enabled: : must be true or false"]),
     # values
     "negative rate": ("lr = 3e-3", "lr = -1.0", ["[optimizer] lr = -1.0: must be"]),

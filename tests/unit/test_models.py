@@ -357,3 +357,6 @@ def test_nearest_gives_both_sides_where_there_are_two() -> None:
     assert nearest(3, lambda n: n % 5 == 0) == "5"
     assert nearest(7, lambda n: n == 1) == "1"
     assert nearest(7, lambda n: False) == ""
+    assert nearest(10**18, most=8) == "8"
+    assert nearest(7, step=3) == "6 or 9"
+    assert nearest(10**18 + 1, lambda n: n == 1) == ""

@@ -15,7 +15,8 @@ from titan.plugins.trackers import console, jsonl, tensorboard
 ROW: dict[str, Any] = {
     "step": 20, "loss": 5.12341, "grad_norm": 1.2344, "lr": 3e-3, "tokens": 81920, "tokens_per_s": 12345.6,
     "tokens_per_s_per_device": 6172.8, "model_tflops_per_device": 0.5, "mfu": None, "step_time_s": 0.1,
-    "data_time_s": 0.001, "peak_memory_gib": None, "time": 1.7e9,
+    "data_time_s": 0.001, "save_time_s": 0.5, "validation_time_s": 0.0, "gc_time_s": 0.01, "peak_memory_gib": None,
+    "time": 1.7e9,
 }  # fmt: skip
 VALIDATION = {"step": 20, "validation_loss": 5.1, "validation_perplexity": 164.02}
 
@@ -122,7 +123,8 @@ def test_tags_are_the_keys_in_groups_and_unknown_values_are_left_out(tmp_path: P
     assert set(events.Tags()["scalars"]) == {
         "train/loss", "train/grad_norm", "train/lr", "train/tokens", "speed/tokens_per_s",
         "speed/tokens_per_s_per_device", "speed/model_tflops_per_device", "speed/step_time_s",
-        "speed/data_time_s", "memory/peak_memory_gib", "validation/loss", "validation/perplexity",
+        "speed/data_time_s", "speed/save_time_s", "speed/validation_time_s", "speed/gc_time_s",
+        "memory/peak_memory_gib", "validation/loss", "validation/perplexity",
     }  # fmt: skip
     (event,) = events.Scalars("train/loss")
     assert (event.step, event.wall_time, event.value) == (20, 1.7e9, pytest.approx(5.12341))

@@ -1,5 +1,6 @@
 """A job: everything a TOML decides, parsed, with plugins chosen. Frozen; nothing here needs a process group."""
 
+import math
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from functools import cached_property
@@ -131,5 +132,10 @@ def choose_micro_batch(share: int, stages: int) -> int:
     two micro batches a stage (where the share is too small for that, one sample)."""
     if stages == 1:
         return share
-    fitting = [size for size in range(1, share + 1) if share % size == 0 and share // size >= 2 * stages]
-    return max(fitting, default=1)
+    return max((size for size in divisors(share) if share // size >= 2 * stages), default=1)
+
+
+def divisors(number: int) -> list[int]:
+    """The divisors of a positive number, in order; takes as many trials as its root."""
+    small = [size for size in range(1, math.isqrt(number) + 1) if number % size == 0]
+    return small + [number // size for size in reversed(small) if size * size != number]

@@ -6,7 +6,7 @@ from typing import Any, TypeVar
 
 import titan.configs
 from titan.config import tables
-from titan.config.job import Job, Source, choose_micro_batch
+from titan.config.job import Job, Source, choose_micro_batch, divisors
 from titan.config.tables import Table
 from titan.config.techniques import agree, chosen_techniques, unattended
 from titan.contracts import (
@@ -23,13 +23,16 @@ from titan.contracts.base import registry
 from titan.contracts.base.conformance import sentences
 from titan.contracts.base.mesh import Layout, lay_out
 from titan.contracts.base.options import (
+    Spec,
     Where,
     absolute,
+    check_bounds,
     coerce,
     did_you_mean,
     options_of,
     parse,
     resolved_table,
+    shown,
 )
 from titan.contracts.base.registry import Plugin
 from titan.contracts.sections import (
@@ -55,6 +58,7 @@ SECTIONS: Mapping[str, type] = {
 }
 ONE_OF: tuple[type[Plugin], ...] = (Model, Tokenizer, Loss, Optimizer, LrSchedule)
 OTHERS = ("mesh", "plugins")
+WEIGHT = Spec("share of the samples that an entry of a mixture gives", above=0, at_most=1e9)
 
 C = TypeVar("C")
 
@@ -244,12 +248,15 @@ class _Loader:
         for number, entry in enumerate(mixture):
             entry, place = dict(entry), f"data.mixture.{number}"
             weight = entry.pop("weight", 1.0)
-            if isinstance(weight, bool) or not isinstance(weight, (int, float)) or not weight > 0:
-                self.faults.append(self._where(place).fault("weight", f"= {weight!r}: must be a number above 0"))
+            try:
+                weight = coerce(weight, float)
+                check_bounds(weight, WEIGHT)
+            except ValueError as error:
+                self.faults.append(self._where(place).fault("weight", f"= {shown(weight)}: {error}"))
                 weight = 1.0
-            source = self._source(entry, float(weight), place)
+            source = self._source(entry, weight, place)
             if source is not None:
-                found.append((source[0], {**source[1], "weight": float(weight)}))
+                found.append((source[0], {**source[1], "weight": weight}))
         return found
 
     def _source(self, values: Mapping[str, Any], weight: float, place: str) -> tuple[Source, dict[str, Any]] | None:
@@ -306,7 +313,7 @@ class _Loader:
             try:
                 wanted[axis] = coerce(degree, int)
             except ValueError as error:
-                self.faults.append(self._where("mesh").fault(axis, f"= {degree}: {error}"))
+                self.faults.append(self._where("mesh").fault(axis, f"= {shown(degree)}: {error}"))
         layout, misfits = lay_out([axis for plugin in known for axis in plugin.axes], wanted, world_size)
         for axis, sentence in misfits:
             unowned = registry.left_out() if axis and axis not in layout.degrees else ""
@@ -357,8 +364,7 @@ class _Loader:
         share = train.global_batch_size // ranks
         micro = train.micro_batch_size or choose_micro_batch(share, layout.role_degree("stage"))
         if share % micro:
-            fitting = [size for size in range(1, share + 1) if share % size == 0]
-            fits = min(fitting, key=lambda size: abs(size - micro))
+            fits = min(divisors(share), key=lambda size: abs(size - micro))
             samples = f"a rank's {share} samples a step ({train.global_batch_size} / {ranks})"
             what = f"= {micro} does not divide {samples}; nearest: {fits}"
             self.faults.append(where.fault("micro_batch_size", what))

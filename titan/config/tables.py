@@ -134,7 +134,7 @@ def _chain(path: Path, built_in: Path) -> Iterator[tuple[Path, dict[str, Any]]]:
 def _parse(path: Path) -> dict[str, Any]:
     try:
         return tomllib.loads(path.read_text(encoding="utf-8"))
-    except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
+    except (ValueError, RecursionError) as error:  # no TOML, no UTF-8, thousands of digits, or of brackets
         raise ConfigError([Fault(str(path), f"is not TOML: {error}")]) from None
     except OSError as error:
         raise ConfigError([Fault(str(path), f"cannot be read: {error.strerror}")]) from None

@@ -26,7 +26,9 @@ class TrainSection:
     """`[train]`: how long and in what batches. The global batch is the one source of truth."""
 
     steps: int = option(REQUIRED, "optimizer updates in all", at_least=1)
-    global_batch_size: int = option(REQUIRED, "samples a step over all ranks", unit="sequences", at_least=1)
+    global_batch_size: int = option(
+        REQUIRED, "samples a step over all ranks", unit="sequences", at_least=1, at_most=10**9
+    )
     micro_batch_size: int = option(
         0,
         "samples per forward on one rank; 0 takes a rank's whole share at once, or under pipelines the most that "
@@ -54,8 +56,8 @@ class DataSection:
     )
     shuffle: bool = option(True, "a new seeded order of the samples each epoch")
     cache: str = option("~/.cache/titan", "folder of tokenised text, shared by all runs", path=True)
-    workers: int = option(0, "loader processes per rank; 0 reads in the training process", at_least=0)
-    prepare_workers: int = option(0, "processes that tokenise; 0 is one a core", at_least=0)
+    workers: int = option(0, "loader processes per rank; 0 reads in the training process", at_least=0, at_most=1024)
+    prepare_workers: int = option(0, "processes that tokenise; 0 is one a core", at_least=0, at_most=1024)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -103,11 +105,11 @@ class CommSection:
     """`[comm]`: process groups."""
 
     init_timeout_s: float = option(
-        1800.0, "longest wait of a collective before the first step is done", unit="s", above=0
+        1800.0, "longest wait of a collective before the first step is done", unit="s", above=0, at_most=1e6
     )
-    timeout_s: float = option(300.0, "longest wait of a collective after that", unit="s", above=0)
+    timeout_s: float = option(300.0, "longest wait of a collective after that", unit="s", above=0, at_most=1e6)
     checkpoint_timeout_s: float = option(
-        1800.0, "longest load or save; then all stacks are shown and the run ends", unit="s", above=0
+        1800.0, "longest load or save; then all stacks are shown and the run ends", unit="s", above=0, at_most=1e6
     )
 
 

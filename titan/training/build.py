@@ -3,11 +3,10 @@
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any
 
 import tomli_w
 import torch
-import torch.distributed as dist
 
 from titan import log
 from titan.checkpoint import Checkpointer, rng_state, set_rng_state
@@ -22,15 +21,14 @@ from titan.contracts.base.plan import glob_matches
 from titan.data.samples.loader import Loader
 from titan.data.samples.samples import Samples
 from titan.data.tokens.prepare import prepare
-from titan.errors import ConfigError, Fault, TitanError
+from titan.errors import ConfigError, Fault
 from titan.ranks.process import Rank
+from titan.ranks.turns import together
 from titan.training import phases
 from titan.training.engine import Direct, StepLoss, Strict
 from titan.training.guard import Guard
 from titan.training.init import name_seed
 from titan.training.metrics import Meter, Trackers
-
-T = TypeVar("T")
 
 
 @dataclass(kw_only=True)
@@ -139,32 +137,6 @@ def _open_folder(job: Job, rank: Rank) -> None:
             (job.folder / "config.toml").write_text(tomli_w.dumps(dict(job.table)), encoding="utf-8")
     except OSError as error:
         raise ConfigError([Fault("", f"[run] dir: cannot write to {job.folder}: {error.strerror}")]) from None
-
-
-def together(work: Callable[[], T], rank: Rank) -> T:
-    """Run `work` on rank 0, then on the first rank of each node, then on all, so that what one writes the next finds.
-
-    Raises:
-        TitanError: the one that the work raised on any rank, on all of them, so that nobody waits for ever.
-    """
-    result: list[T] = []
-    for turn in range(3):
-        mine = (rank.number == 0, rank.local == 0, True)[turn] and not result
-        error: TitanError | None = None
-        if mine:
-            try:
-                result.append(work())
-            except TitanError as problem:
-                error = problem
-        errors: list[TitanError | None] = [None] * rank.world_size
-        if rank.world_size > 1:
-            dist.all_gather_object(errors, error)
-        else:
-            errors = [error]
-        for problem_ in errors:
-            if problem_ is not None:
-                raise problem_
-    return result[0]
 
 
 def open_samples(job: Job, rank: Rank) -> Samples:

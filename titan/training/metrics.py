@@ -1,7 +1,9 @@
 """What is measured, and who is told. Values leave the device only when a row is due."""
 
 import time
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from typing import Literal, get_args
 
 import torch
 
@@ -33,32 +35,54 @@ def peak_tflops(device: torch.device, stated: float) -> float | None:
     return next((peak for piece, peak in PEAK_TFLOPS.items() if piece in name), None)
 
 
+Beside = Literal["save", "validation", "gc"]
+"""What takes time beside the steps: the blocking part of a save, a validation, a collection of garbage."""
+
+
 class Meter:
     """Turns steps into rows.
 
-    The speed of a row is that of the steps since the row before; the loss and the norm are those of its own step.
+    The speed of a row is over all of the wall clock since the row before, saves, validations and garbage collection
+    included; how many of the seconds these took stands beside it. The loss and the norm are those of its own step.
     """
 
     def __init__(self, plan: ModelPlan, seq_len: int, devices: int, device: torch.device, stated_peak: float) -> None:
         self._flops_per_token = plan.flops_per_token(seq_len)
         self._devices, self._device = devices, device
         self._peak = peak_tflops(device, stated_peak)
-        self._begin()
+        self._begin(time.perf_counter())
 
-    def _begin(self) -> None:
-        self._since, self._steps, self._tokens, self._data_s = time.perf_counter(), 0, 0, 0.0
+    def _begin(self, now: float) -> None:
+        self._since, self._steps, self._tokens, self._data_s = now, 0, 0, 0.0
+        self._beside: dict[Beside, float] = dict.fromkeys(get_args(Beside), 0.0)
 
     def add(self, tokens: int, data_s: float) -> None:
         """Count a step that consumed `tokens` (over all ranks) and waited `data_s` for its data on this rank."""
         self._steps, self._tokens, self._data_s = self._steps + 1, self._tokens + tokens, self._data_s + data_s
 
-    def skip(self, seconds: float) -> None:
-        """Leave time out that belongs to no step: a checkpoint, a validation."""
-        self._since += seconds
+    @contextmanager
+    def beside(self, what: Beside) -> Iterator[None]:
+        """Book what the body takes as spent on that, in the row that comes next.
+
+        Steps whose work is still queued on the device are waited for first, or a save or a validation, which need their
+        results, would be charged for them. Collecting garbage needs no results and waits for nothing.
+        """
+        if what != "gc" and self._device.type != "cpu":
+            torch.accelerator.synchronize(self._device)
+        began = time.perf_counter()
+        try:
+            yield
+        finally:
+            self._beside[what] += time.perf_counter() - began
 
     def row(self, step: int, loss: float, grad_norm: float, lr: float, tokens: int) -> Row:
-        """The row of a step, with `tokens` consumed since the very start; begins the next."""
-        seconds = time.perf_counter() - self._since
+        """The row of a step, with `tokens` consumed since the very start; begins the next.
+
+        tokens_per_s and what follows from it, step_time_s: over all of the seconds since the row before.  data_time_s:
+        waited for data, per step.  save_time_s, validation_time_s, gc_time_s: spent on these, in all since then.
+        """
+        now = time.perf_counter()
+        seconds = now - self._since
         per_s = self._tokens / seconds
         tflops = per_s * self._flops_per_token / self._devices / 1e12
         row: Row = {
@@ -73,10 +97,11 @@ class Meter:
             "mfu": tflops / self._peak if self._peak else None,
             "step_time_s": seconds / max(self._steps, 1),
             "data_time_s": self._data_s / max(self._steps, 1),
+            **{f"{what}_time_s": spent for what, spent in self._beside.items()},
             "peak_memory_gib": peak_memory_gib(self._device),
             "time": time.time(),
         }
-        self._begin()
+        self._begin(now)
         return row
 
 

@@ -106,14 +106,14 @@ def after_step(run: Run, stats: Stats, waited: float) -> None:
     every, steps = run.job.metrics.every, run.job.train.steps
     if run.step % every == 0 or run.step in (1, steps):
         _log(run, stats)
-    began = time.perf_counter()
     if run.held_out is not None and (run.step % run.job.validation.every == 0 or run.step == steps):
-        validate(run)
+        with run.meter.beside("validation"):
+            validate(run)
     if run.step % run.job.train.gc_every == 0:
-        gc.collect()
+        with run.meter.beside("gc"):
+            gc.collect()
     if run.step % run.job.checkpoint.every == 0:
         save(run)
-    run.meter.skip(time.perf_counter() - began)
 
 
 def _log(run: Run, stats: Stats) -> None:
@@ -131,7 +131,8 @@ def _log(run: Run, stats: Stats) -> None:
 def save(run: Run) -> None:
     """Save the state after this step, once."""
     if run.checkpointer is not None and run.saved != run.step:
-        run.checkpointer.save(run.step, run.parts, run.optimizer, run.rest())
+        with run.meter.beside("save"):
+            run.checkpointer.save(run.step, run.parts, run.optimizer, run.rest())
         run.saved = run.step
 
 

@@ -40,20 +40,22 @@ from .rope import rope_table, rotate
 class LlamaConfig:
     """Sizes of a Llama; the defaults are the preset `nano`."""
 
-    n_layers: int = option(4, "layers", at_least=1)
-    dim: int = option(128, "width of the hidden state", at_least=1)
-    n_heads: int = option(4, "query heads", at_least=1)
+    n_layers: int = option(4, "layers", at_least=1, at_most=1024)
+    dim: int = option(128, "width of the hidden state", at_least=1, at_most=2**20)
+    n_heads: int = option(4, "query heads", at_least=1, at_most=2**20)
     n_kv_heads: int | None = option(None, "key-value heads, one per group of query heads; unset: n_heads", at_least=1)
-    ffn_dim: int = option(384, "width of the feed-forward", at_least=1)
-    vocab_size: int = option(4097, "token ids", at_least=1)
-    max_seq_len: int = option(128, "longest sequence", unit="tokens", at_least=1)
+    ffn_dim: int = option(384, "width of the feed-forward", at_least=1, at_most=2**24)
+    vocab_size: int = option(4097, "token ids", at_least=1, at_most=2**27)
+    max_seq_len: int = option(128, "longest sequence", unit="tokens", at_least=1, at_most=2**30)
     tied: bool = option(False, "the output matrix is the embedding table")
     norm_eps: float = option(1e-5, "added to the mean square in RMSNorm", above=0)
     rope_theta: float = option(10000.0, "base of the rotary frequencies", above=1)
     rope_scaling_factor: float = option(1.0, "slow rotary frequencies are divided by this; 1 keeps them", at_least=1)
     rope_scaling_low: float = option(1.0, "slow: fewer turns than this in rope_scaling_original_max", above=0)
     rope_scaling_high: float = option(4.0, "fast, and kept: more turns than this; blended in between", above=0)
-    rope_scaling_original_max: int = option(8192, "longest sequence before scaling", unit="tokens", at_least=1)
+    rope_scaling_original_max: int = option(
+        8192, "longest sequence before scaling", unit="tokens", at_least=1, at_most=2**30
+    )
     init_std: float = option(0.02, "deviation of initial weights; of wo and w2 this / sqrt(2 n_layers)", above=0)
 
     @property
@@ -188,12 +190,12 @@ class Llama(Model):
         """Heads must divide the width into an even head_dim, and fall into whole groups."""
         c = self.config
         if c.dim % (2 * c.n_heads):
-            heads = nearest(c.n_heads, lambda h: c.dim % (2 * h) == 0)
-            dims = nearest(c.dim, lambda d: d % (2 * c.n_heads) == 0)
+            heads = nearest(c.n_heads, lambda h: c.dim % (2 * h) == 0, most=c.dim // 2)
+            dims = nearest(c.dim, step=2 * c.n_heads)
             fits = f"n_heads {heads}, or dim {dims}" if heads else f"dim {dims}"
             yield f"dim {c.dim} over n_heads {c.n_heads} is no even number of features a head; nearest: {fits}"
         if c.n_heads % c.kv_heads:
-            kv = nearest(c.kv_heads, lambda k: c.n_heads % k == 0)
+            kv = nearest(c.kv_heads, lambda k: c.n_heads % k == 0, most=c.n_heads)
             yield f"n_heads {c.n_heads} do not fall into n_kv_heads {c.kv_heads} equal groups; nearest: {kv}"
         if c.rope_scaling_low >= c.rope_scaling_high:
             yield f"rope_scaling_low {c.rope_scaling_low:g} must be below rope_scaling_high {c.rope_scaling_high:g}"

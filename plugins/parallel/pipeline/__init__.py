@@ -230,13 +230,13 @@ def _placed(schedule: str, ranks: int, layers: tuple[range, ...]) -> tuple[Stage
 @cache
 def _nearest_degree(ranks: int, each: int, layers: int) -> str:
     """Degrees near `ranks` at which every stage has a layer."""
-    return nearest(ranks, lambda degree: degree * each <= layers)
+    return nearest(ranks, most=layers // each)
 
 
 @cache
 def _nearest_batch(schedule: str, ranks: int, unit: int, size: int) -> str:
     """Global batches of whole `unit`s near a size, of which the schedule takes the micro batches."""
-    return nearest(size, lambda near: near % unit == 0 and takes(schedule, ranks, near // unit))
+    return nearest(size, lambda near: takes(schedule, ranks, near // unit), step=unit)
 
 
 @cache

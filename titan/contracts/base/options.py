@@ -220,7 +220,13 @@ def _coerce_tuple(value: Any, args: tuple[Any, ...]) -> tuple[Any, ...]:
 _PLAIN = {bool: "true or false", int: "an integer", float: "a number", str: "a string"}
 
 
+LARGEST = 2**63 - 1
+"""TOML's integers have 64 bits. Python's have no end, and arithmetic on them neither."""
+
+
 def _coerce_plain(value: Any, hint: Any) -> Any:
+    if isinstance(value, int) and abs(value) > LARGEST:
+        raise ValueError(f"must be an integer of 64 bits, at most {LARGEST}")
     if hint is float and isinstance(value, int) and not isinstance(value, bool):
         return float(value)
     if type(value) is hint or (hint is str and isinstance(value, CliText)):
@@ -234,7 +240,7 @@ def from_text(text: str) -> Any:
     """A command-line word as TOML would read it; a word that is no TOML value is a string."""
     try:
         return tomllib.loads(f"v = {text}")["v"]
-    except tomllib.TOMLDecodeError:
+    except (ValueError, RecursionError):  # ValueError: no TOML, or an integer of thousands of digits
         return str(text)
 
 

@@ -8,6 +8,7 @@ import re
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
 from functools import cached_property, lru_cache
+from itertools import islice
 from typing import TYPE_CHECKING, Literal
 
 from titan.contracts.base.cost import Lookup, Matmul, Operation
@@ -209,6 +210,10 @@ class ModelPlan:
             self.init_of_buffer(name)
 
 
+REACH = 10_000
+"""Numbers that `nearest` asks about on either side: some milliseconds, however far off the number is."""
+
+
 @lru_cache(maxsize=4096)
 def _compiled(pattern: str) -> re.Pattern[str]:
     return re.compile(r"[^.]+".join(re.escape(piece) for piece in pattern.split("*")))
@@ -219,8 +224,15 @@ def glob_matches(pattern: str, name: str) -> bool:
     return _compiled(pattern).fullmatch(name) is not None
 
 
-def nearest(number: int, fits: Callable[[int], bool]) -> str:
-    """`5 or 10`: the integers next to `number`, below (from 1 on) and above, that fit; empty when none is near."""
-    below = next((n for n in range(number - 1, 0, -1) if fits(n)), None)
-    above = next((n for n in range(number + 1, 64 * number + 64) if fits(n)), None)
-    return " or ".join(str(n) for n in (below, above) if n is not None)
+def nearest(
+    number: int, fits: Callable[[int], bool] = lambda _: True, *, step: int = 1, most: int | None = None
+) -> str:
+    """`5 or 10`: the integers next to `number`, below (from 1 on) and above, that fit; empty when none is near.
+
+    Only multiples of `step` are asked about, none above `most`, and at most `REACH` of them on either side.
+    """
+    below = range((number - 1 if most is None else min(number - 1, most)) // step * step, 0, -step)
+    first = number // step * step + step
+    above = range(first, first + REACH * step if most is None else most + 1, step)
+    found = (next((n for n in islice(side, REACH) if fits(n)), None) for side in (below, above))
+    return " or ".join(str(n) for n in found if n is not None)

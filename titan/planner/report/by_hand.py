@@ -103,7 +103,7 @@ def _ranks(job: Job, devices: int | None) -> tuple[int, int]:
     if devices is None:
         return shards, job.layout.world_size // shards
     if devices % shards:
-        near = nearest(devices, lambda number: number % shards == 0)
+        near = nearest(devices, step=shards)
         raise ConfigError(
             [Fault("command line", f"--devices {devices}: {shards} ranks split the model; nearest: {near}")]
         )

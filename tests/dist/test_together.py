@@ -1,0 +1,148 @@
+"""Work that ranks do in turns: the others wait for as long as it takes, and a failure on one ends all of them."""
+
+import threading
+import time
+from datetime import timedelta
+from itertools import pairwise
+from pathlib import Path
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from tests.jobs import LLAMA, write_text
+from tests.ranks import run_ranks
+from titan import train
+from titan.errors import ConfigError, RankFailedError
+from titan.ranks import turns
+from titan.ranks.process import Rank
+
+TIMEOUT_S = 0.5
+"""Of a collective."""
+
+
+def me() -> Rank:
+    return Rank(dist.get_rank(), dist.get_world_size(), dist.get_rank() % 2, torch.device("cpu"))
+
+
+def slowly() -> list[int]:
+    """Rank 0 works for three times the timeout of a collective, then the others find what it has made."""
+    dist.distributed_c10d._set_pg_timeout(timedelta(seconds=TIMEOUT_S), dist.group.WORLD)
+    turns.BEAT_S = TIMEOUT_S / 5
+    made = dist.distributed_c10d._get_default_store()
+
+    def work() -> int:
+        if dist.get_rank() == 0:
+            threading.Event().wait(3 * TIMEOUT_S)
+        return made.add("turns", 1)
+
+    return [turns.together(work, me()), made.add("turns", 0)]
+
+
+def test_others_wait_for_longer_than_a_collective_may_take() -> None:
+    found = run_ranks(slowly, 4)
+    assert found[0][0] == 1 and found[2][0] == 2 and {found[1][0], found[3][0]} == {3, 4}
+    assert all(turns >= 2 for _, turns in found)
+
+
+def raising(rank: int, expected: bool) -> tuple[str, str]:
+    def work() -> None:
+        if dist.get_rank() == rank:
+            raise ConfigError("no such text") if expected else KeyError("planted")
+
+    try:
+        turns.together(work, me())
+    except Exception as error:
+        return type(error).__name__, str(error)
+    return "", ""
+
+
+@pytest.mark.parametrize("rank", [0, 3])
+def test_an_error_of_one_is_the_error_of_all(rank: int, capfd: pytest.CaptureFixture[str]) -> None:
+    assert run_ranks(raising, 4, rank, True, timeout=20) == [("ConfigError", "no such text")] * 4
+    assert "Traceback" not in capfd.readouterr().out
+    assert (
+        run_ranks(raising, 4, rank, False, timeout=20)
+        == [("RankFailedError", f"rank {rank} failed: KeyError: 'planted'")] * 4
+    )
+
+
+def leaving() -> str:
+    """Rank 0 is gone before its turn."""
+    turns.BEAT_S, turns.LOST_S = 0.05, 0.2
+    if dist.get_rank() == 0:
+        return ""
+    with pytest.raises(RankFailedError) as told:
+        turns.together(lambda: None, me())
+    return str(told.value)
+
+
+def test_one_that_is_gone_is_missed() -> None:
+    assert run_ranks(leaving, 2)[1] == "no rank at work has been heard of for 0.2 s, and not all are done"
+
+
+class Looked(dist.HashStore):
+    """A store that notes when it is looked at, by a clock of its own; all is done after 1,000 s."""
+
+    now, looks = 0.0, ()
+
+    def check(self, keys: list[str]) -> bool:
+        self.looks = (*self.looks, self.now)
+        return self.now > 1000
+
+    def add(self, key: str, number: int) -> int:
+        return int(self.now)
+
+
+def test_two_thousand_ranks_leave_the_store_its_time(monkeypatch: pytest.MonkeyPatch) -> None:
+    store, ranks_ = Looked(), 2048
+    monkeypatch.setattr(dist.distributed_c10d, "_get_default_store", lambda: store)
+    monkeypatch.setattr(turns, "PrefixStore", lambda prefix, inner: inner)
+    monkeypatch.setattr(time, "monotonic", lambda: store.now)
+    monkeypatch.setattr(time, "sleep", lambda seconds: setattr(store, "now", store.now + seconds))
+    turns._Turn(Rank(1, ranks_, 1, torch.device("cpu")))._wait()
+    pauses = [later - sooner for sooner, later in pairwise(store.looks)]
+    assert ranks_ / min(pauses) <= 5000
+    assert ranks_ / pauses[-1] < 210 and len(pauses) < 160
+    assert store.now < 1011
+
+
+BROKEN = '''
+"""A dataset that breaks on rank 0."""
+
+import os
+from dataclasses import dataclass
+
+from titan.contracts import Dataset, register
+
+
+@dataclass(frozen=True, kw_only=True)
+class Config:
+    """No options."""
+
+
+@register
+class Broken(Dataset):
+    """Breaks."""
+
+    name = "broken"
+    Config = Config
+
+    def files(self):
+        """Break on the rank that is asked for."""
+        return {}["planted"]
+'''
+
+
+def test_a_run_ends_on_all_ranks_with_the_error_first(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    (tmp_path / "plugins").mkdir()
+    (tmp_path / "plugins" / "broken.py").write_text(BROKEN)
+    write_text(tmp_path / "text")
+    job = tmp_path / "job.toml"
+    job.write_text(f'base = "{LLAMA}"\n[plugins]\npath = ["plugins"]\n[mesh]\ndp_shard = 2\n[data]\nname = "broken"\n')
+    words = ["--config", str(job), "--run.dir", str(tmp_path), "--data.cache", str(tmp_path / "cache")]
+    assert run_ranks(train.main, 2, words, init=False, timeout=60) == [1, 1]
+    first, second = capfd.readouterr().out.split("--- rank 1\n")
+    assert first.count("Traceback") == 1 and "Traceback" not in second, first + second
+    assert first.index("KeyError: 'planted'\n") < first.index("error: rank 0 failed: KeyError: 'planted'")
+    assert "rank 1: error: rank 0 failed: KeyError: 'planted'" in second

@@ -1,0 +1,130 @@
+"""Whose turn it is: work that one rank does before the others, however long it takes."""
+
+import itertools
+import pickle
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
+from datetime import timedelta
+from threading import Event, Thread
+from typing import TypeVar
+
+import torch.distributed as dist
+from torch._C._distributed_c10d import PrefixStore
+
+from titan.errors import RankFailedError, TitanError
+from titan.ranks.process import Rank, tell
+
+T = TypeVar("T")
+
+BEAT_S = 10.0
+"""Between two signs of life of a rank at work, and at most between two looks of one that waits for it."""
+
+LOOKS_PER_S = 5000
+"""Most looks of all waiting ranks together; a store answers some ten thousand. They become rarer the longer the wait
+is: after 100 s those of 2,048 ranks are 205 per second."""
+
+LOST_S = 300.0
+"""No sign of life for so long: nobody is at work any more. Where a launcher watches the ranks, it ends them sooner."""
+
+FAREWELL_S = 5.0
+"""How long rank 0, whose process may serve the store, waits for others to read there what has failed."""
+
+_turns = itertools.count()
+
+
+def together(work: Callable[[], T], rank: Rank) -> T:
+    """Run `work` on rank 0, then on the first rank of each node, then on all, so that what one writes the next finds.
+
+    Those whose turn it is not wait as long as one at work lives: no timeout of a collective runs meanwhile.
+
+    Raises:
+        TitanError: the first one that the work raised on any rank, on all of them, so that nobody waits for ever.
+        RankFailedError: the work raised something else, which that rank has told in full; on all of them.
+    """
+    if rank.world_size == 1:
+        return work()
+    result: list[T] = []
+    for place in range(3):
+        turn, error = _Turn(rank), None
+        if (rank.number == 0, rank.local == 0, True)[place] and not result:
+            with turn.at_work():
+                error = _attempt(work, result, rank)
+        error = turn.over(error)
+        if error is not None:
+            raise error
+    return result[0]
+
+
+def _attempt(work: Callable[[], T], result: list[T], rank: Rank) -> TitanError | None:
+    """Do the work; what it raised. What nobody expected is told here, before any other rank speaks of it."""
+    try:
+        result.append(work())
+    except TitanError as error:
+        return error
+    except Exception as error:
+        tell(error, rank.number)
+        return RankFailedError(f"rank {rank.number} failed: {type(error).__name__}: {error}")
+    return None
+
+
+class _Turn:
+    """Work that some ranks do and all wait for, told over the store. All ranks make their turns in the same order."""
+
+    def __init__(self, rank: Rank) -> None:
+        self._rank = rank
+        self._store = PrefixStore(f"turn {next(_turns)}", dist.distributed_c10d._get_default_store())
+
+    @contextmanager
+    def at_work(self) -> Iterator[None]:
+        """Give signs of life meanwhile."""
+        done = Event()
+
+        def beat() -> None:
+            while not done.wait(BEAT_S):
+                self._store.add("beats", 1)
+
+        thread = Thread(target=beat, name="signs of life", daemon=True)
+        thread.start()
+        try:
+            yield
+        finally:
+            done.set()
+            thread.join()
+
+    def over(self, error: TitanError | None) -> TitanError | None:
+        """This rank is done, or has failed: wait for the others; the error of the first that failed, on all ranks.
+
+        Raises:
+            RankFailedError: nobody is at work, and not all are done.
+        """
+        if error is not None:
+            if self._store.add("failed", 1) == 1:
+                self._store.set("over", pickle.dumps(error).hex())
+        elif self._store.add("done", 1) == self._rank.world_size:
+            self._store.set("over", pickle.dumps(None).hex())
+        self._wait()
+        found: TitanError | None = pickle.loads(bytes.fromhex(self._store.get("over").decode()))
+        if found is not None:
+            self._part()
+        return found
+
+    def _wait(self) -> None:
+        # Looks, as Store.wait with a time limit warns on stderr each time it is up, and lets no signal through.
+        beats, began = 0, time.monotonic()
+        heard = now = began
+        while not self._store.check(["over"]):
+            time.sleep(min(BEAT_S, max(self._rank.world_size / LOOKS_PER_S, (now - began) / 10)))
+            now = time.monotonic()
+            if now - heard > BEAT_S and (told := self._store.add("beats", 0)) != beats:
+                beats, heard = told, now
+            elif now - heard > LOST_S:
+                raise RankFailedError(f"no rank at work has been heard of for {LOST_S:g} s, and not all are done")
+
+    def _part(self) -> None:
+        """Leave, but not before all have read what has failed: the store may end with rank 0."""
+        if self._store.add("read", 1) == self._rank.world_size:
+            self._store.set("all have read", "")
+        elif self._rank.number == 0:
+            with suppress(dist.DistStoreError):
+                self._store.wait(["all have read"], timedelta(seconds=FAREWELL_S))
