@@ -1,5 +1,8 @@
 """The global norm over mixed placements, and initial weights that no layout changes, against whole tensors."""
 
+from dataclasses import replace
+
+import pytest
 import torch
 import torch.distributed as dist
 from torch import nn
@@ -11,7 +14,8 @@ from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, 
 from tests.ranks import run_ranks
 from titan.contracts import Axis, Part
 from titan.contracts.base.mesh import Mesh, lay_out
-from titan.contracts.base.plan import ONES, ModelPlan, normal
+from titan.contracts.base.plan import ONES, ZEROS, ModelPlan, computed, normal
+from titan.errors import PluginError
 from titan.training.gradients import clip, global_norm
 from titan.training.init import draw, init_weights
 
@@ -65,3 +69,19 @@ def test_drawn_by_name_and_seed_alone() -> None:
     assert not torch.equal(first, draw(normal(0.02), shape, 1, "a.weight", *where))
     assert not torch.equal(first, draw(normal(0.02), shape, 0, "b.weight", *where))
     assert first.abs().max() <= 0.06 and abs(first.std().item() / 0.02 - 1) < 0.1
+
+
+def test_a_computed_value_is_cast_and_must_have_the_shape() -> None:
+    how, where = computed(lambda device: torch.arange(4.0, device=device)), torch.device("cpu")
+    value = draw(how, torch.Size((4,)), 0, "rope", where, torch.int64)
+    assert value.dtype == torch.int64 and value.tolist() == [0, 1, 2, 3]
+    with pytest.raises(PluginError, match=r"computes rope with shape \[4\], the model has shape \[2, 2\]"):
+        draw(how, torch.Size((2, 2)), 0, "rope", where, torch.float32)
+
+
+def test_a_buffer_that_the_model_does_not_have_is_refused() -> None:
+    plan = replace(PLAN, layers="0", buffers={"*.seen": ZEROS, "*.rope": ZEROS})
+    names = ["0.weight", "0.bias"]
+    plan.check_names(["0"], names, ["0.seen", "0.rope"])
+    with pytest.raises(PluginError, match=r"names what the model does not have: \*\.rope"):
+        plan.check_names(["0"], names, ["0.seen"])

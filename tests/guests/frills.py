@@ -57,7 +57,7 @@ class _Attention(nn.Module):
     def _turned(self, x_BSHN: Tensor) -> Tensor:
         cos, sin = self.rope[:, : x_BSHN.shape[1], None]
         first, second = x_BSHN.chunk(2, dim=-1)
-        return torch.cat((first * cos - second * sin, second * cos + first * sin), dim=-1)
+        return torch.cat((first * cos - second * sin, second * cos + first * sin), dim=-1).to(x_BSHN.dtype)
 
 
 class _FeedForward(nn.Module):
