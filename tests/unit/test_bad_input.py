@@ -106,7 +106,7 @@ CASES: dict[str, tuple[str, str, list[str]]] = {
     "precision without a wrapper": ("[plugins]", "[plugins.bf16]\n[plugins.fsdp]\nenabled = false", ["[plugins.bf16] requires mixed_precision"]),
     # files
     "missing text": ("TEXT", "no/such/folder", ["no/such/folder"]),
-    "missing plugin folder": ("[plugins]", '[plugins]\npath = ["no/such/plugins"]', ["no/such/plugins: must be a folder or a .py file"]),
+    "missing plugin folder": ("[plugins]", '[plugins]\npath = ["no/such/plugins"]', ["no/such/plugins: no such folder or .py file"]),
     "missing base": ("[model]", 'base = "nowhere.toml"\n[model]', ["nowhere.toml: no such config file"]),
     "no TOML": ("[mesh]", "[mesh", ["is not TOML"]),
     "missing checkpoint": ("[mesh]", '[checkpoint]\nresume = "no/such/run"\n[mesh]', ["no/such/run"]),

@@ -158,7 +158,7 @@ def test_two_owners_of_a_name_are_both_named(tmp_path: Path) -> None:
 
 
 def test_an_absent_folder_is_named(tmp_path: Path) -> None:
-    with pytest.raises(PluginError, match=r"nowhere: must be a folder or a \.py file"):
+    with pytest.raises(PluginError, match=r"nowhere: no such folder or \.py file"):
         registry.open_doors([tmp_path / "nowhere"])
 
 

@@ -177,7 +177,7 @@ def _files(path: Path) -> list[Path]:
     if path.is_dir():
         return [file for file in sorted(path.rglob("*.py")) if not file.name.startswith("_")]
     if path.suffix != ".py" or not path.is_file():
-        raise PluginError(f"plugin path {path}: must be a folder or a .py file, and there is no such one")
+        raise PluginError(f"plugin path {path}: no such folder or .py file")
     return [path]
 
 
