@@ -7,8 +7,7 @@ from typing import Any
 import torch.distributed as dist
 from torch.distributed.tensor import DTensor
 
-from titan.config import Job
-from titan.contracts import Axis, Costs, Part, Technique, World, register
+from titan.contracts import Axis, Costs, Job, Part, Technique, World, register
 from titan.contracts.base.cost import Traffic
 
 
