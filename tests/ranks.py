@@ -33,6 +33,8 @@ from unittest.mock import patch
 import torch
 import torch.distributed as dist
 
+from titan.ranks.process import complete_in_order
+
 HOST = "127.0.0.1"
 ROOT = Path(__file__).parent.parent
 WARM = "tests.warm"
@@ -217,6 +219,7 @@ def _rank_main(task: _Task, outbox: Connection) -> None:
         torch.set_num_threads(1)
         function, args, kwargs = pickle.loads(task.call)
         if task.init:
+            complete_in_order()  # as titan does
             dist.init_process_group("gloo", timeout=timedelta(seconds=task.timeout))
             dist.barrier()  # one that returns at once must not hang up on peers that are still connecting
         result = io.BytesIO()
@@ -247,5 +250,5 @@ def _write_to(output: Path) -> None:
     for stream in (sys.stdout, sys.stderr):
         if isinstance(stream, io.TextIOWrapper):
             stream.reconfigure(line_buffering=True)
-    resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
+    resource.setrlimit(resource.RLIMIT_CORE, (0, resource.getrlimit(resource.RLIMIT_CORE)[1]))
     faulthandler.enable()

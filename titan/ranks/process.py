@@ -7,10 +7,11 @@ import traceback
 from dataclasses import dataclass
 from datetime import timedelta
 from threading import Thread
+from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch._C._distributed_c10d import HashStore, PrefixStore, Store
+from torch._C._distributed_c10d import HashStore, PrefixStore, ProcessGroupGloo, Store
 from torch.distributed.rendezvous import rendezvous
 
 from titan import log
@@ -68,6 +69,7 @@ def here(wanted: str) -> Rank:
 
 def enter(rank: Rank, timeout_s: float) -> None:
     """Meet the other ranks in the process group, whose collectives wait that long."""
+    complete_in_order()
     backend = "gloo" if rank.device.type == "cpu" else f"cpu:gloo,{rank.device.type}:nccl"
     timeout = timedelta(seconds=timeout_s)
     store: Store = HashStore()
@@ -76,6 +78,35 @@ def enter(rank: Rank, timeout_s: float) -> None:
         attempt = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")
         store = PrefixStore(f"attempt {attempt}", next(rendezvous("env://", timeout=timeout))[0])
     dist.init_process_group(backend, store=store, rank=rank.number, world_size=rank.world_size, timeout=timeout)
+
+
+_make_gloo: Any = ProcessGroupGloo.__init__
+
+
+def complete_in_order() -> None:
+    """Give every Gloo group made from now on one worker thread, which completes its collectives in order of issue.
+
+    PyTorch gives a group two. Both write the name of the collective that they completed last into one string, without
+    a lock and with the flight recorder off too (2.11 to 2.14). The gathers of tensor parallelism have a name that does
+    not fit into the string itself: when a reduction completes at the same time, one thread frees the memory that the
+    other writes to, and the rank dies at some later allocation ("malloc(): unaligned tcache chunk detected").
+    """
+    gloo: Any = ProcessGroupGloo
+    gloo.__init__ = _make_with_one_worker
+
+
+def _make_with_one_worker(group: Any, store: Store, rank: int, size: int, *chosen: Any, **more: Any) -> None:
+    if chosen or more.keys() != {"timeout"}:
+        _make_gloo(group, store, rank, size, *chosen, **more)
+        return
+    # What PyTorch does with a timeout alone, but for the number of threads.
+    interfaces = list(filter(None, os.environ.get("GLOO_SOCKET_IFNAME", "").split(",")))
+    devices = [ProcessGroupGloo.create_device(interface=name) for name in interfaces]
+    gloo: Any = ProcessGroupGloo
+    options = gloo._Options()
+    options._devices = devices or [ProcessGroupGloo.create_default_device()]
+    options._threads, options._timeout = 1, more["timeout"]
+    _make_gloo(group, store, rank, size, options)
 
 
 def _device(wanted: str, local: int) -> torch.device:

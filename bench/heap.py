@@ -1,0 +1,201 @@
+"""Runs many fresh jobs of gloo ranks under load and counts those that die of a corrupt heap, for each setting.
+
+    python -m bench.heap [--kind train] [--jobs 80] [--steps 25] [--recorder on off] [--workers 2 1]
+                         [--allocator glibc] [--together] [--load 3] [--table.key value ...]
+
+A job of kind "train" is a tiny llama on tp 2 x pp 2 with sequence parallelism; further words are keys of its TOML. One
+of kind "gathers" is a rank alone, whose step is 100 all-gathers in flight at once. Jobs of all settings are run in
+turns. The output and, where gdb and core files are to be had, the native stack of a rank that died are in the results.
+Exit code 1 if a job died that had one Gloo worker for each group, as titan gives it.
+"""
+
+import argparse
+import io
+import itertools
+import os
+import platform
+import resource
+import shutil
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager, redirect_stdout
+from dataclasses import asdict, dataclass, field
+from functools import partial
+from pathlib import Path
+from typing import Any
+from unittest.mock import patch
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from tqdm import tqdm
+
+from bench import results
+from tests.jobs import run_job, train_job
+from tests.ranks import ROOT, RankError, run_ranks
+from titan.ranks import process
+
+ALLOCATORS = {"glibc": {}, "checked": {"LD_PRELOAD": "libc_malloc_debug.so.0", "MALLOC_CHECK_": "3"}}
+TIMEOUT_S = 600.0
+SHOWN, WIDTH = 40, 160
+"""Lines of a rank's stacks that the results keep, and characters of each."""
+
+
+@dataclass(frozen=True)
+class Setting:
+    """What differs between jobs: PyTorch's flight recorder, and worker threads of each Gloo group (2 is PyTorch's)."""
+
+    recorder: str
+    workers: int
+
+    def take(self, folder: str) -> None:
+        """Hold in this rank, whose core file is to lie in `folder`."""
+        os.environ["TORCH_FR_BUFFER_SIZE"] = "2000" if self.recorder == "on" else "0"
+        if self.workers == 2:
+            patch.object(process, "complete_in_order").start()
+        os.chdir(folder)
+        most = resource.getrlimit(resource.RLIMIT_CORE)[1]
+        resource.setrlimit(resource.RLIMIT_CORE, (most, most))
+
+
+@dataclass
+class Row:
+    """What became of the jobs of a setting."""
+
+    setting: Setting
+    jobs: int = 0
+    steps: int = 0
+    seconds: float = 0.0
+    deaths: list[dict[str, str]] = field(default_factory=list)
+
+    def described(self) -> dict[str, Any]:
+        """As the results keep it."""
+        return {**asdict(self.setting), **{key: value for key, value in vars(self).items() if key != "setting"}}
+
+
+def main() -> int:
+    """Run the jobs, print a row for each setting, write the results."""
+    words, keys = _parser().parse_known_args()
+    rows = [Row(Setting(*chosen)) for chosen in itertools.product(words.recorder, words.workers)]
+    with tempfile.TemporaryDirectory() as folder:
+        _prepare(words, Path(folder))
+        with _load(words.load), tqdm(total=words.jobs * len(rows), unit="job", disable=None) as bar:
+            for _, row in itertools.product(range(words.jobs), rows):
+                _run(row, words.kind, words.steps, keys)
+                bar.update()
+    print("recorder  workers  jobs  steps done  died  seconds")
+    for row in rows:
+        print(f"{row.setting.recorder:<8}  {row.setting.workers:<7}  {row.jobs:<4}  {row.steps:<10}  "
+              f"{len(row.deaths):<4}  {row.seconds:.0f}")  # fmt: skip
+    asked = {key: value for key, value in vars(words).items() if key not in ("recorder", "workers")}
+    libc = " ".join(platform.libc_ver())
+    print(results.write("heap", {**asked, "keys": keys, "libc": libc, "rows": [row.described() for row in rows]}))
+    return 1 if any(row.deaths for row in rows if row.setting.workers == 1) else 0
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--kind", choices=("train", "gathers"), default="train", help="what a job does")
+    parser.add_argument("--jobs", type=int, default=80, help="jobs of each setting")
+    parser.add_argument("--steps", type=int, default=25, help="steps of each job")
+    parser.add_argument("--recorder", nargs="+", choices=("on", "off"), default=["on", "off"], help="flight recorder")
+    parser.add_argument("--workers", nargs="+", type=int, choices=(1, 2), default=[2, 1], help="threads of each group")
+    parser.add_argument("--allocator", choices=ALLOCATORS, default="glibc", help='"checked": MALLOC_CHECK_=3')
+    parser.add_argument("--together", action="store_true", help="workers that complete within 3 ms go on at once (g++)")
+    parser.add_argument("--load", type=int, default=3, help="busy processes beside the jobs")
+    return parser
+
+
+def _prepare(words: argparse.Namespace, folder: Path) -> None:
+    """Set what the process that ranks are forked from is started with."""
+    environment = dict(ALLOCATORS[words.allocator])
+    if words.together:
+        library, source = folder / "together.so", Path(__file__).with_name("together.cpp")
+        subprocess.run(["g++", "-O2", "-shared", "-fPIC", str(source), "-o", str(library), "-ldl"], check=True)
+        environment["LD_PRELOAD"] = f"{library} {environment.get('LD_PRELOAD', '')}".strip()
+    os.environ.update(environment)
+
+
+@contextmanager
+def _load(count: int) -> Iterator[None]:
+    spin = ["nice", "-n", "19", sys.executable, "-c", "while True: pass"]
+    busy = [subprocess.Popen(spin) for _ in range(count)]
+    try:
+        yield
+    finally:
+        for process in busy:
+            process.kill()
+            process.wait()
+
+
+def _run(row: Row, kind: str, steps: int, keys: list[str]) -> None:
+    began, printed = time.monotonic(), io.StringIO()
+    with tempfile.TemporaryDirectory() as folder:
+        try:
+            with redirect_stdout(printed):
+                if kind == "train":
+                    mesh = "--mesh.tp", "2", "--mesh.pp", "2", "--train.steps", str(steps)
+                    train_job(Path(folder), 4, *mesh, *keys, timeout=TIMEOUT_S, run=partial(_train, row.setting))
+                else:
+                    run_ranks(_gather, 1, row.setting, folder, steps, timeout=TIMEOUT_S, init=False)
+            row.steps += steps
+        except RankError as error:
+            row.deaths.append(_told(f"{error}\n{printed.getvalue()}", Path(folder)))
+    row.jobs += 1
+    row.seconds += time.monotonic() - began
+
+
+def _told(said: str, folder: Path) -> dict[str, str]:
+    """Why a job died, the stacks of the rank that did, and its native one."""
+    lines = said.splitlines()
+    found = [number for number, line in enumerate(lines) if line.startswith("Fatal Python error")]
+    if not found or "did not end within" in lines[0]:
+        return {"cause": lines[0], "stacks": _portable(lines[:SHOWN]), "native": ""}
+    last_words, signal = lines[found[0] - 1 : found[0] + 1]
+    cause = last_words if "()" in last_words else signal
+    stacks = itertools.takewhile(lambda line: not line.startswith("--- rank"), lines[found[0] :])
+    return {"cause": cause, "stacks": _portable(list(stacks)[:SHOWN]), "native": _native_stacks(folder)}
+
+
+def _native_stacks(folder: Path) -> str:
+    cores = sorted(folder.glob("core*"))
+    if not cores or not shutil.which("gdb"):
+        return ""
+    command = ["gdb", "-batch", "-ex", "bt", sys.executable]
+    said = [subprocess.run([*command, core], capture_output=True, text=True).stdout.splitlines() for core in cores]
+    # gdb shows the innermost frame once more when it opens a core file.
+    return "\n\n".join(_portable([line for line in lines if line.startswith("#")][1:]) for lines in said)
+
+
+def _portable(lines: list[str]) -> str:
+    """Without the folders of this machine, and without the ends of long lines."""
+    text = "\n".join(lines)
+    for folder in (Path(torch.__file__).parents[1], ROOT, Path(sys.base_prefix)):
+        text = text.replace(f"{folder}{os.sep}", "")
+    return "\n".join(line[:WIDTH] for line in text.splitlines())
+
+
+# --- in a rank ----------------------------------------------------------------------------------------------------
+
+
+def _train(setting: Setting, folder: str, words: list[str], config: str) -> dict[str, Tensor]:
+    setting.take(folder)
+    return run_job(folder, words, config)
+
+
+def _gather(setting: Setting, folder: str, steps: int) -> None:
+    setting.take(folder)
+    process.enter(process.here("cpu"), TIMEOUT_S)
+    assert dist.group.WORLD is not None
+    collectives, group = torch.ops._c10d_functional, dist.group.WORLD.group_name
+    for _ in range(steps):
+        begun = [collectives.all_gather_into_tensor(torch.ones(4), 1, group) for _ in range(100)]
+        for tensor in begun:
+            collectives.wait_tensor(tensor)
+
+
+if __name__ == "__main__":
+    sys.exit(main())
