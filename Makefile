@@ -2,7 +2,7 @@
 #   make test ARGS="-k mesh"
 SHELL := bash
 ARGS ?=
-in_env = python=$$(scripts/python.sh dev float8 hf plot tune) && "$$python" -m
+in_env = python=$$(scripts/python.sh dev float8 hf plot tune wandb) && "$$python" -m
 
 .DEFAULT_GOAL := help
 .PHONY: help test check format bench

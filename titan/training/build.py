@@ -103,7 +103,7 @@ def build(job: Job, rank: Rank) -> Run:
         device=rank.device,
     )  # fmt: skip
     trackers = Trackers(job.trackers if rank.number == 0 else ())
-    trackers.start(_info(job, world, step))
+    together(lambda: trackers.start(_info(job, world, step)), rank)
     if "rng" in rest:
         set_rng_state(rest["rng"], rank.device)
     return Run(

@@ -1,0 +1,122 @@
+"""Metrics as a run of Weights & Biases (wandb.ai, or a server of your own), where `[metrics.wandb]` stands.
+
+    [metrics.wandb]
+    project = "llama"
+    mode = "offline"      # nothing leaves the machine; `wandb sync runs/NAME/wandb/offline-run-*` sends it later
+
+Keys are those of `metrics.jsonl`, over the key `step`. The config is the resolved job; the summary holds the last value
+of every key, and `params`, the number of parameters. The run's id is kept in `wandb/id` of the run's folder: a run that
+goes on is the same run there, one that starts anew in the folder is another.
+
+Cost: a process of its own, started in about a second; some hundred microseconds a row. At the end of an online run it
+waits up to `finish_timeout_s` for what has not been sent yet.
+Limits: needs the wandb package, `pip install "titan[wandb]"`, and online a login (`wandb login`). Nothing is read from
+the server, no system metrics, console output or source code are sent. Where a run goes on from an earlier checkpoint,
+the steps in between stand there twice. If wandb fails while the run is under way, the run goes on without it.
+"""
+
+import logging
+import sys
+import uuid
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Literal
+
+from titan.contracts import Row, RunInfo, Tracker, option, register
+from titan.errors import ConfigError, Fault
+
+_log = logging.getLogger("titan")
+
+
+@dataclass(frozen=True, kw_only=True)
+class Config:
+    """Options of `[metrics.wandb]`."""
+
+    project: str = option("titan", "project that the run belongs to")
+    entity: str = option("", "user or team that owns the project; empty: the one that is logged in")
+    group: str = option("", "runs of one group are shown together; empty: none")
+    tags: tuple[str, ...] = option((), "labels of the run")
+    mode: Literal["online", "offline"] = option("online", "send rows as they come, or keep them for `wandb sync`")
+    finish_timeout_s: float = option(
+        60.0,
+        "longest wait at the end of the run for rows to be sent; they stay on disk",
+        unit="s",
+        above=0,
+        at_most=1e6,
+    )
+
+
+@register
+class Wandb(Tracker):
+    """A run of Weights & Biases; on where [metrics.wandb] stands."""
+
+    name = "wandb"
+    Config = Config
+    config: Config
+
+    _run: Any = None
+
+    def start(self, info: RunInfo) -> None:
+        """Begin the run, or go on with it.
+
+        Raises:
+            ConfigError: the package is missing, or wandb cannot begin the run; says what to do.
+        """
+        wandb = _package()
+        own = self.config
+        settings = wandb.Settings(
+            x_disable_stats=True, console="off", disable_git=True, save_code=False, silent=True,
+            finish_timeout=own.finish_timeout_s,
+        )  # fmt: skip
+        try:
+            self._run = wandb.init(
+                project=own.project, entity=own.entity or None, group=own.group or None, tags=own.tags,
+                mode=own.mode, name=info.name, id=_run_id(info), resume="allow", dir=str(info.folder),
+                config=dict(info.config), allow_val_change=True, settings=settings,
+            )  # fmt: skip
+        except (wandb.Error, OSError) as error:
+            what = f"[metrics.wandb] mode = {own.mode!r}: {' '.join(str(error).split())}"
+            raise ConfigError([Fault("", f'{what}; run `wandb login`, or set mode = "offline"')]) from None
+        self._run.define_metric("step", hidden=True)
+        self._run.define_metric("*", step_metric="step")
+        self._run.summary["params"] = info.params
+        _log.info(f"wandb: {self._run.url if own.mode == 'online' else Path(self._run.dir).parent}")
+
+    def log(self, row: Row) -> None:
+        """Hand over the row's known values."""
+        if self._run is None:
+            return
+        try:
+            self._run.log({key: value for key, value in row.items() if value is not None})
+        except Exception as error:  # whatever it is, it is not the training's
+            _log.warning(f"wandb: {type(error).__name__}: {error}; it gets no more rows")
+            self._run = None
+
+    def close(self) -> None:
+        """End the run, as failed where an exception is on its way; what cannot be sent in time stays on disk."""
+        if self._run is None:
+            return
+        failed = sys.exc_info()[0] is not None
+        try:
+            self._run.finish(exit_code=int(failed))
+        except Exception as error:
+            _log.warning(f"wandb: {type(error).__name__}: {error}; the run may stand there as unfinished")
+        self._run = None
+
+
+def _package() -> Any:
+    try:
+        import wandb
+    except ImportError:
+        raise ConfigError([Fault("", '[metrics.wandb] needs the wandb package: pip install "titan[wandb]"')]) from None
+    return wandb
+
+
+def _run_id(info: RunInfo) -> str:
+    """The id that this folder's run has; a new one where the run starts anew."""
+    path = info.folder / "wandb" / "id"
+    if info.start_step and path.exists():
+        return path.read_text(encoding="utf-8").strip()
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_text(uuid.uuid4().hex[:8], encoding="utf-8")
+    return path.read_text(encoding="utf-8")
