@@ -8,7 +8,7 @@ from collections.abc import Sequence
 
 from titan import build, generation, log, preemption, ranks, trainer, validation, watchdog
 from titan.checkpoint.folder import step_folder
-from titan.config import Job, load_job, split_arguments
+from titan.config import Job, load_job, said_twice, split_arguments
 from titan.errors import EXIT_DONE, EXIT_FAILED, EXIT_PREEMPTED, TitanError, report
 from titan.options import as_table, options_of
 
@@ -44,6 +44,8 @@ def main(argv: Sequence[str] | None = None) -> int:
             me = ranks.join(job)
             rank = me.number
             log.set_up(rank)
+            for sentence in said_twice(path, overrides):
+                log.log.info(sentence)
             return _run(job, me)
         except TitanError as error:
             report(error, rank)
