@@ -3,6 +3,7 @@
 import argparse
 import importlib
 import pkgutil
+import re
 import sys
 from collections.abc import Sequence
 from types import ModuleType
@@ -20,6 +21,9 @@ from titan.errors import (
 )
 from titan.ranks.launcher import let_threads_sleep
 
+OVERRIDE = re.compile(r"--[^\s.=]+(\.[^\s.=]+)+(=|$)")
+"""`--table.key`, alone or with `=value`."""
+
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Run a command; returns its exit code.
@@ -35,15 +39,19 @@ def main(argv: Sequence[str] | None = None) -> int:
     subparsers = parser.add_subparsers(dest="command", metavar="COMMAND", required=True)
     commands = _commands()
     for name, module in commands.items():
-        own = subparsers.add_parser(
+        subparser = subparsers.add_parser(
             name, help=module.HELP, description=module.HELP, formatter_class=argparse.RawDescriptionHelpFormatter
         )
-        module.add_arguments(own)
-    args, rest = parser.parse_known_args(words)
-    args.overrides = rest
+        module.add_arguments(subparser)
+    own, overrides = _without_overrides(words)
+    args, rest = parser.parse_known_args(own)
+    args.overrides = overrides
     try:
-        if rest and not getattr(args, "takes_overrides", False):
-            raise ConfigError([Fault("command line", f"{rest[0]}: titan {args.command} takes no such argument")])
+        if rest and hasattr(args, "takes_overrides"):
+            raise ConfigError([Fault("command line", f"{rest[0]}: expected --table.key value")])
+        if (rest or overrides) and not hasattr(args, "takes_overrides"):
+            what = f"{(rest or overrides)[0]}: titan {args.command} takes no such argument"
+            raise ConfigError([Fault("command line", what)])
         code: int = commands[args.command].run(args)
         return code
     except TitanError as error:
@@ -52,6 +60,18 @@ def main(argv: Sequence[str] | None = None) -> int:
     except BrokenPipeError:
         sys.stderr.close()  # the reader of our output has left, as `| head` does
         return EXIT_FAILED
+
+
+def _without_overrides(words: Sequence[str]) -> tuple[list[str], list[str]]:
+    """The words of a command without `--table.key value`, and these: argparse would take a value for a position."""
+    own: list[str] = []
+    overrides: list[str] = []
+    awaited = False
+    for word in words:
+        key = OVERRIDE.match(word)
+        (overrides if key or (awaited and not word.startswith("--")) else own).append(word)
+        awaited = key is not None and "=" not in word
+    return own, overrides
 
 
 def _commands() -> dict[str, ModuleType]:

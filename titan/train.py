@@ -7,7 +7,7 @@ from collections.abc import Sequence
 
 from titan import log
 from titan.checkpoint.disk.folder import step_folder
-from titan.config import Job, load_job, split_arguments
+from titan.config import Job, load_job, said_twice, split_arguments
 from titan.contracts.base.options import as_table, options_of
 from titan.errors import EXIT_DONE, EXIT_FAILED, EXIT_PREEMPTED, TitanError, report, take_traceback_flag
 from titan.inference import generation
@@ -47,6 +47,8 @@ def main(argv: Sequence[str] | None = None) -> int:
             me = process.join(job)
             rank = me.number
             log.set_up(rank)
+            for sentence in said_twice(path, overrides):
+                log.log.info(sentence)
             return _run(job, me)
         except TitanError as error:
             process.tell(error, rank)

@@ -2,11 +2,12 @@
 
 import argparse
 import json
+import sys
 from pathlib import Path
 
 import tomli_w
 
-from titan.config import load_job
+from titan.config import load_job, said_twice
 from titan.config.schema import schema
 
 HELP = "print the resolved job of a TOML, or the JSON Schema that editors can use"
@@ -28,6 +29,9 @@ def run(args: argparse.Namespace) -> int:
     if args.schema:
         print(json.dumps(schema(), indent=2))
         return 0
-    table = dict(load_job(args.config or args.file, args.overrides, args.world_size).table)
+    path = args.config or args.file
+    table = dict(load_job(path, args.overrides, args.world_size).table)
+    for sentence in said_twice(path, args.overrides):
+        print(sentence, file=sys.stderr)
     print(json.dumps(table, indent=2) if args.json else tomli_w.dumps(table), end="\n" if args.json else "")
     return 0

@@ -6,7 +6,7 @@ import sys
 from pathlib import Path
 from typing import Any
 
-from titan.config import Job, load_job
+from titan.config import Job, load_job, said_twice
 from titan.errors import EXIT_DONE, ConfigError, Fault
 from titan.planner.report import STUDIES
 from titan.ranks.place import cores
@@ -75,6 +75,9 @@ def run(args: argparse.Namespace) -> int:
     )
     chosen = next((do for asked, do in does if asked), _plan)
     report, text = chosen(args)
+    if args.config is not None or not (args.model_only or args.clusters):
+        for sentence in said_twice(args.config, args.overrides):
+            print(sentence, file=sys.stderr)
     print(json.dumps(report) if args.json else text)
     return EXIT_DONE
 

@@ -1,7 +1,7 @@
 """TOML to Job: strict, with every fault said at once."""
 
 from titan.config.job import Job, Source
-from titan.config.load import load_job, load_table
+from titan.config.load import load_job, load_table, said_twice
 from titan.config.tables import split_arguments
 from titan.contracts.sections import (
     CheckpointSection,
@@ -25,5 +25,6 @@ __all__ = [
     "ValidationSection",
     "load_job",
     "load_table",
+    "said_twice",
     "split_arguments",
 ]

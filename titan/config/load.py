@@ -47,6 +47,7 @@ from titan.contracts.sections import (
 from titan.errors import ConfigError, Fault, PluginError
 
 BUILT_IN = Path(next(iter(titan.configs.__path__)))
+QUICKSTART = BUILT_IN / "quickstart.toml"
 SECTIONS: Mapping[str, type] = {
     "run": RunSection,
     "train": TrainSection,
@@ -72,10 +73,19 @@ def load_job(path: Path | None, overrides: Sequence[str] = (), world_size: int |
         ConfigError: with every fault found.
         PluginError: a plugin cannot be loaded.
     """
-    path = path if path is not None else BUILT_IN / "quickstart.toml"
+    path = path or QUICKSTART
     table = tables.read(path, overrides, BUILT_IN)
     registry.open_doors(plugin_folders(table))
     return _Loader(table, str(path)).load(world_size, path.stem)
+
+
+def said_twice(path: Path | None, overrides: Sequence[str] = ()) -> list[str]:
+    """Sentences about keys that a file gives and something above it outranks without naming them: which counts.
+
+    Raises:
+        ConfigError: a file cannot be read, or a word is no override.
+    """
+    return tables.said_twice(path or QUICKSTART, overrides, BUILT_IN)
 
 
 def load_table(values: Mapping[str, Any], origin: str, overrides: Sequence[str], world_size: int | None = None) -> Job:

@@ -11,6 +11,7 @@ from titan.errors import ConfigError, Fault
 
 Path_ = tuple[str, ...]
 COMMAND_LINE = "command line"
+PRESET = ("model", "preset")
 
 
 @dataclass
@@ -18,11 +19,14 @@ class Table:
     """Merged tables of a job: nested values, and for each key's path the file (or command line) that set it.
 
     outdated: keys that stood in a table when a file above it gave the table another `name`.
+    outranked: keys of the model that stood in files below one (or the command line) with a preset, with their values:
+    a preset states all sizes, and what stands higher counts.
     """
 
     values: dict[str, Any] = field(default_factory=dict)
     origins: dict[Path_, str] = field(default_factory=dict)
     outdated: set[Path_] = field(default_factory=set)
+    outranked: dict[str, Any] = field(default_factory=dict)
 
     def merge(self, other: Mapping[str, Any], origin: str, at: Path_ = ()) -> None:
         """Lay `other` over this; tables merge, everything else is replaced."""
@@ -37,9 +41,17 @@ class Table:
             else:
                 if key == "name" and here.get(key, value) != value:
                     self.outdated |= {(*at, k) for k, o in self.origins_in(*at).items() if o != origin}
+                if (*at, key) == PRESET:
+                    self._outrank(here, origin)
                 here[key] = value
             self.outdated.discard((*at, key))
             self.origins[(*at, key)] = origin
+
+    def _outrank(self, model: dict[str, Any], origin: str) -> None:
+        """Drop what lower files say of the model, but for its name."""
+        for key, whose in self.origins_in(*PRESET[:-1]).items():
+            if whose != origin and key in model and key not in ("name", PRESET[-1]):
+                self.outranked[key] = model.pop(key)
 
     def at(self, *path: str) -> Any:
         """The value at a path; an empty table where there is none."""
@@ -82,6 +94,20 @@ def read(path: Path | None, overrides: Sequence[str], built_in: Path) -> Table:
             table.merge(values, str(file))
     override(table, overrides)
     return table
+
+
+def said_twice(path: Path | None, overrides: Sequence[str], built_in: Path) -> list[str]:
+    """A sentence where a preset has outranked what files below it say of the model: which counts.
+
+    Raises:
+        ConfigError: as `read` does.
+    """
+    table = read(path, overrides, built_in)
+    lost = [f"{key} = {value!r}" for key, value in table.outranked.items()]
+    if not lost:
+        return []
+    preset, whose = table.at(*PRESET), table.origins[PRESET]
+    return [f"[model] preset = {str(preset)!r} ({whose}) counts, not what stands below it: {', '.join(lost)}"]
 
 
 def override(table: Table, words: Sequence[str]) -> None:

@@ -1,0 +1,80 @@
+"""What the command line says: which of its words are overrides, and that they win, a preset included."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.jobs import LLAMA
+from titan import cli
+from titan.config import load_job, said_twice
+
+SMALL = "n_layers = 4, dim = 32, n_heads = 4, n_kv_heads = 2, ffn_dim = 48, vocab_size = 257, max_seq_len = 32"
+
+
+def resolved(capsys: pytest.CaptureFixture[str], *words: str) -> tuple[dict[str, Any], str]:
+    code = cli.main(["config", "--json", *words])
+    out, err = capsys.readouterr()
+    assert code == 0, err
+    return json.loads(out), err
+
+
+@pytest.mark.parametrize(
+    "words",
+    [
+        ["--train.steps", "5", "--mesh.dp_shard", "-1"],
+        ["--mesh.dp_shard", "-1", "--train.steps=5"],
+        ["configs/debug.toml", "--train.steps", "5"],
+        ["--train.steps", "5", "configs/debug.toml"],
+    ],
+)
+def test_the_value_of_an_override_is_no_file(words: list[str], capsys: pytest.CaptureFixture[str]) -> None:
+    table, _ = resolved(capsys, *words)
+    assert table["train"]["steps"] == 5
+    assert table["run"]["name"] == ("debug" if "configs/debug.toml" in words else "quickstart")
+
+
+@pytest.mark.parametrize(
+    ("words", "said"),
+    [
+        (["config", "--trainsteps", "5"], "--trainsteps: expected --table.key value"),
+        (["config", "--train.steps"], "--train.steps: needs a value"),
+        (["plugins", "--train.steps", "5"], "--train.steps: titan plugins takes no such argument"),
+        (["config", "--train.steps", "--json"], "--train.steps: needs a value"),
+    ],
+)
+def test_what_is_no_override_is_said(words: list[str], said: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert cli.main(words) == 2
+    assert capsys.readouterr().err == f"error: command line: {said}\n"
+
+
+def test_a_preset_of_the_command_line_wins_over_sizes_of_a_file(capsys: pytest.CaptureFixture[str]) -> None:
+    words = ["--config", str(LLAMA), "--data.path", "tests", "--model.preset", "7b"]
+    table, err = resolved(capsys, *words)
+    assert (table["model"]["n_layers"], table["model"]["dim"], "n_kv_heads" in table["model"]) == (32, 4096, False)
+    assert err == f"[model] preset = '7b' (command line) counts, not what stands below it: {SMALL}\n"
+    assert cli.main(["plan", "--json", "--tokens", "1e9", *words]) == 0
+    out, again = capsys.readouterr()
+    assert [stage["layers"] for stage in json.loads(out)["stages"]] == [[list(range(32))]]
+    assert again == err
+
+
+@pytest.mark.parametrize("first", [True, False])
+def test_keys_beside_a_preset_win_over_it(first: bool, capsys: pytest.CaptureFixture[str]) -> None:
+    preset, key = ["--model.preset", "7b"], ["--model.n_layers", "2"]
+    words = [*key, *preset] if first else [*preset, *key]
+    table, _ = resolved(capsys, "--config", str(LLAMA), "--data.path", "tests", *words)
+    assert (table["model"]["n_layers"], table["model"]["dim"]) == (2, 4096)
+
+
+def test_a_preset_of_a_file_wins_over_its_base_and_not_over_its_own_keys(tmp_path: Path) -> None:
+    job = tmp_path / "job.toml"
+    job.write_text(f'base = "{LLAMA}"\n[data]\npath = "x"\n[model]\nn_layers = 6\npreset = "7b"\n')
+    config = load_job(job).model.config
+    assert (config.n_layers, config.dim, config.n_kv_heads) == (6, 4096, None)
+    assert said_twice(job) == [
+        f"[model] preset = '7b' ({job}) counts, not what stands below it: {SMALL.removeprefix('n_layers = 4, ')}"
+    ]
+    assert load_job(job, ["--model.dim", "8192"]).model.config.dim == 8192
+    assert said_twice(LLAMA) == said_twice(None, ["--train.steps", "3"]) == []
