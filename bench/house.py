@@ -34,9 +34,16 @@ def rooms_of(root: Path) -> list[str]:
 
 
 def entries_of(root: Path) -> list[str]:
-    """The files and packages of titan/, each taken for a room."""
+    """The files and packages of titan/, each taken for a room, lowest first as far as circles allow."""
     entries = [path for path in sorted((root / "titan").iterdir()) if path.suffix == ".py" or any(path.glob("*.py"))]
-    return [path.relative_to(root).as_posix() + ("/" if path.is_dir() else "") for path in entries]
+    left = [path.relative_to(root).as_posix() + ("/" if path.is_dir() else "") for path in entries]
+    above = {(room_of(f, left), room_of(o, left)) for f, others in arrows_of(root).items() for o in others}
+    ordered: list[str] = []
+    while left:
+        lowest = min(left, key=lambda room: sum((room, other) in above for other in left if other != room))
+        ordered.append(lowest)
+        left.remove(lowest)
+    return ordered
 
 
 def room_of(file: str, rooms: Sequence[str]) -> str | None:

@@ -33,9 +33,8 @@ from tests.jobs import LLAMA, Outcome, differences, read_rows, run_job, saved_te
 from tests.kills import NEVER, Kill, Witness, witnessed
 from tests.ranks import ROOT, RankError, run_ranks
 from titan.checkpoint.disk import folder as folders
-from titan.ranks import children
+from titan.ranks import children, launcher
 from titan.ranks.place import LOCAL, Place
-from titan.ranks.process import launcher
 
 STEPS = 12
 KILLS_A_RUN = 5

@@ -14,7 +14,8 @@ from tests.jobs import LLAMA, write_text
 from tests.ranks import run_ranks
 from titan import train
 from titan.errors import ConfigError, RankFailedError
-from titan.ranks.process import Rank, turns
+from titan.ranks import turns
+from titan.ranks.process import Rank
 
 TIMEOUT_S = 0.5
 """Of a collective."""

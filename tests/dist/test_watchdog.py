@@ -14,9 +14,8 @@ from tests.jobs import LLAMA, run_job, write_text
 from tests.ranks import RankError, run_ranks
 from titan.checkpoint import storage
 from titan.errors import EXIT_FAILED
-from titan.ranks import children, watchdog
+from titan.ranks import children, launcher, watchdog
 from titan.ranks.place import LOCAL, Place
-from titan.ranks.process import launcher
 
 GUESTS = Path(__file__).parents[1] / "guests"
 
