@@ -11,6 +11,7 @@ import pytest
 from tests.planned import CLUSTER, TOML, job_of
 from titan.cli import main
 from titan.config import Job, load_job
+from titan.contracts.base import registry
 from titan.contracts.base.cost import Costs, Stage
 from titan.errors import ConfigError
 from titan.planner.machine.cluster import Cluster
@@ -189,3 +190,66 @@ def test_a_batch_that_no_layout_divides(capsys: pytest.CaptureFixture) -> None:
 def test_an_axis_that_nobody_owns() -> None:
     with pytest.raises(ConfigError, match=r"--mesh\.tq 2: no plugin owns it"):
         load_base(TOML, ["--mesh.tq=2"])
+
+
+DRIFTING = '''
+"""Workers that drift apart, and a trick: both are fast, and both change the curve."""
+
+from dataclasses import dataclass
+
+from titan.contracts import Axis, Technique, register
+
+
+@dataclass(frozen=True, kw_only=True)
+class Config:
+    """No options."""
+
+
+@register
+class Drifting(Technique):
+    """Sends nothing."""
+
+    name = "drifting"
+    Config = Config
+    phase = "shard"
+    parity = False
+    axes = (Axis(name="drift", role="batch", depth=4, doc="ranks that see other samples"),)
+'''
+
+
+@pytest.fixture
+def drifting(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> list[str]:
+    """Words that open a plugin of a technique that changes the curve; other tests do not see it."""
+    (tmp_path / "drifting.py").write_text(DRIFTING)
+    monkeypatch.setattr(registry, "_plugins", dict(registry._plugins))
+    monkeypatch.setattr(registry, "_opened", set(registry._opened))
+    return ["--plugins.path", str(tmp_path)]
+
+
+def test_what_changes_the_curve_is_left_out_unless_asked_for(drifting: list[str], capsys) -> None:
+    command = [
+        "plan",
+        "--config",
+        str(TOML),
+        "--search",
+        "--world-size",
+        "4",
+        "--top",
+        "3",
+        "--data.path",
+        "x",
+        *drifting,
+    ]
+    command += ["--data.name", "text", "--train.global_batch_size", "8"]
+    assert main([*command, "--json"]) == 0
+    found = json.loads(capsys.readouterr().out)
+    assert found["left_out"] == ["drifting"]
+    assert {layout["layout"]["mesh.drift"] for layout in found["layouts"]} == {1}
+    assert main(command) == 0
+    last = capsys.readouterr().out.splitlines()[-1]
+    asking = "--plugins.drifting.enabled true"
+    assert last == f"left out, as they change the curve: drifting; to search with them: {asking}"
+    for words, degrees in ((asking.split(), (2, 4)), (["--mesh.drift", "4"], (4,))):
+        assert main([*command, "--json", *words]) == 0
+        asked = json.loads(capsys.readouterr().out)
+        assert asked["left_out"] == [] and asked["layouts"][0]["layout"]["mesh.drift"] in degrees

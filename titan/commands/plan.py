@@ -32,8 +32,9 @@ Nothing is trained and no data is read; a laptop plans for thousands of GPUs. --
 titan plan --clusters lists them) or a file; `titan doctor --save FILE` writes one for the machine at hand.
 
 --search goes through every layout of --world-size ranks: degrees of all axes, micro batches, and what plugins offer to
-be chosen (schedules, recompute, ZeRO stages). What is given on the command line stays fixed. docs/planning.md explains
-how it is computed, docs/validation.md how well that agrees with published runs."""
+be chosen (schedules, recompute, ZeRO stages). What is given on the command line stays fixed. Techniques that change the
+curve are left out; --plugins.NAME.enabled true asks for one. docs/planning.md explains how it is computed,
+docs/validation.md how well that agrees with published runs."""
     parser.add_argument("--config", type=Path, metavar="FILE", help="TOML of the job; default: configs/quickstart.toml")
     parser.add_argument(
         "--cluster", default=CLUSTER, metavar="C", help=f"cluster, a name or a file; default: {CLUSTER}"
@@ -148,13 +149,19 @@ def _search(args: argparse.Namespace) -> tuple[dict[str, Any], str]:
     text = words.search_text(result, where, ranks)
     if not result.best:
         raise ConfigError([Fault("", words.nothing_fits(result, where))])
+    if space.left_out:
+        text += f"\n\n{words.left_out_text(space.left_out)}"
     best = result.best[0]
     if args.explain:
         text += "\n\n" + words.explained(result.best)
     if args.write is not None:
         text += "\n\n" + _write(args, best.choice.values())
     layouts = [found.prediction.as_json() | {"layout": found.choice.values()} for found in result.best]
-    return best.prediction.as_json() | {"layouts": layouts, "cluster": where.name}, text
+    return best.prediction.as_json() | {
+        "layouts": layouts,
+        "left_out": list(space.left_out),
+        "cluster": where.name,
+    }, text
 
 
 def _write(args: argparse.Namespace, values: dict[str, Any]) -> str:

@@ -109,6 +109,12 @@ def search_text(result: Result, cluster: Cluster, ranks: int) -> str:
     return "\n".join([counts, "", *lines])
 
 
+def left_out_text(names: Sequence[str]) -> str:
+    """Which techniques a search has left out, and how to have them in it."""
+    asked = ", ".join(f"--plugins.{name}.enabled true" for name in names)
+    return f"left out, as they change the curve: {', '.join(names)}; to search with them: {asked}"
+
+
 def nothing_fits(result: Result, cluster: Cluster) -> str:
     """Why a search found nothing."""
     if result.tightest is None:

@@ -1,7 +1,8 @@
 """The layouts that a job could have on a number of ranks: degrees of axes, micro batches, options of techniques.
 
 What can be chosen is the plugins' to say: an axis exists because one owns it, and each states the options that a search
-goes through and whether it may be switched off. What the user has fixed stays.
+goes through and whether it may be switched off. What the user has fixed stays. With a technique that changes the curve
+(`parity = False`) a layout trains something else: it is left out unless the job or the command line asks for it.
 """
 
 import itertools
@@ -80,6 +81,17 @@ class Space:
         self._stated = {t.name: t for t in job.techniques}
         self._instances: dict[tuple[str, Options], Technique] = {}
         self._chosen: dict[Any, list[type[Technique]] | None] = {}
+        self.left_out = tuple(p.name for p in self._known if self._is_choice(p) and not (p.parity or self._asked(p)))
+
+    @staticmethod
+    def _is_choice(plugin: type[Technique]) -> bool:
+        return bool(plugin.optional or plugin.axes)
+
+    def _asked(self, plugin: type[Technique]) -> bool:
+        """Whether the job has it on, or the command line speaks of it or of its axes."""
+        axes = {f"mesh.{axis.name}" for axis in plugin.axes}
+        said = any(key in axes or key.startswith(f"plugins.{plugin.name}.") for key in self.fixed)
+        return said or plugin.name in self._stated
 
     def layouts(self) -> Iterator[Layout]:
         """Every way to share the ranks out over the axes."""
@@ -100,6 +112,9 @@ class Space:
         if f"mesh.{axis.name}" in self.fixed and self.degrees.get(axis.name, 1) != -1:
             degree = self.degrees.get(axis.name, 1)
             return [degree] if ranks % degree == 0 else []
+        owners = [plugin.name for plugin in self._known if axis in plugin.axes]
+        if all(owner in self.left_out for owner in owners):
+            return [1]
         most = min(ranks, self.widest or ranks) if axis.role == "model" else ranks
         if axis.role == "stage":
             most = min(most, self.job.plan.n_layers)
@@ -123,7 +138,8 @@ class Space:
         on = chosen_techniques(self._known, self._switches, layout)
         plain: list[list[tuple[str, Options | None]]] = []
         staged: list[list[tuple[str, Options | None]]] = []
-        for plugin in [*on, *(p for p in self._known if p.optional and p not in on)]:
+        free = (p for p in self._known if p.optional and p not in on and p.name not in self.left_out)
+        for plugin in [*on, *free]:
             chosen = self._choices(plugin, layout)
             if chosen:
                 (staged if any(axis.role == "stage" for axis in plugin.axes) else plain).append(chosen)
