@@ -150,9 +150,19 @@ def _collect(ranks: Sequence[_Rank], timeout: float) -> list[_Answer]:
         missing = [rank for rank in ranks if rank.number not in answers]
         handles = {handle: rank for rank in missing for handle in (rank.inbox, rank.process.sentinel)}
         ready = {handles[handle].number for handle in wait(list(handles), max(0.0, deadline - time.monotonic()))}
-        if not ready:
+        if not ready and not _failures(answers):
             raise RankError(_stacks(missing, timeout))
-        answers |= _read_answers([ranks[number] for number in sorted(ready)], len(ranks))
+        for rank in (ranks[number] for number in sorted(ready)):
+            answer = rank.answer()
+            if answer is None:
+                raise RankError(_death(rank, len(ranks)))
+            answers[rank.number] = answer
+        if failures := _failures(answers):
+            # News of a death come later than the complaint of a peer whose connection it closed.
+            deadline = min(deadline, time.monotonic() + DYING)
+            if not ready or not all(_left_alone(answer) for answer in failures.values()):
+                break
+    _raise_first(_failures(answers), len(ranks))
     for rank in ranks:
         rank.process.join(max(0.0, deadline - time.monotonic()))
     lingering = [rank for rank in ranks if rank.process.is_alive()]
@@ -161,17 +171,19 @@ def _collect(ranks: Sequence[_Rank], timeout: float) -> list[_Answer]:
     return [answers[rank.number] for rank in ranks]
 
 
-def _read_answers(ready: Sequence[_Rank], world_size: int) -> dict[int, _Answer]:
-    answers = {rank.number: rank.answer() for rank in ready}
-    failures = {number: answer for number, answer in answers.items() if answer is not None and answer.traceback}
+def _failures(answers: Mapping[int, _Answer]) -> dict[int, _Answer]:
+    return {number: answer for number, answer in answers.items() if answer.traceback}
+
+
+def _left_alone(answer: _Answer) -> bool:
+    return any(words in answer.traceback for words in ("by peer", "Socket closed"))
+
+
+def _raise_first(failures: Mapping[int, _Answer], world_size: int) -> None:
     if failures:
         # Peers fail with a rank that leaves them alone in a collective: the earliest is the cause.
         number, first = min(failures.items(), key=lambda item: item[1].raised_at)
         raise RankError(f"rank {number} of {world_size} raised\n{first.traceback}")
-    for rank in ready:
-        if answers[rank.number] is None:
-            raise RankError(_death(rank, world_size))
-    return {number: answer for number, answer in answers.items() if answer is not None}
 
 
 def _end(ranks: Sequence[_Rank]) -> None:
