@@ -1,9 +1,13 @@
 """The main job on one rank: `python -m titan.train --config F [--table.key value ...]`, alone or under torchrun."""
 
+import glob
 import json
 import shlex
+import shutil
 import sys
 from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
 
 from titan import log
 from titan.checkpoint.disk.folder import step_folder
@@ -114,25 +118,55 @@ def _part(run: build.Run) -> None:
         perplexity = validation.perplexity(run.held_out_loss)
         on = f"{validation.samples_used(run)} samples of {job.held_out.name if job.held_out else ''}"
         log.log.info(f"held out     loss {run.held_out_loss:.4f}, perplexity {perplexity:.4g} on {on}")
-    log.log.info(f"curves       tensorboard --logdir {folder.parent}")
+    curves = [*program("tensorboard", "tensorboard.main"), "--logdir", str(folder.parent.resolve())]
+    log.log.info(f"curves       {shlex.join(curves)}")
     if run.checkpointer is not None:
         log.log.info(f"go on        the same command with --train.steps {2 * job.train.steps}")
-        prompt = (job.run.sample.splitlines() or ["The"])[0]
-        log.log.info(
-            f"generate     {shlex.join(['titan', 'generate', '--checkpoint', str(folder), '--prompt', prompt])}"
-        )
+        log.log.info(f"generate     {generation_command(job)}")
         log.log.info(f"evaluate     {evaluation_command(job)}")
+
+
+def generation_command(job: Job) -> str:
+    """The command that continues a prompt with a run's model, to be pasted wherever it is read."""
+    prompt = (job.run.sample.splitlines() or ["The"])[0]
+    return shlex.join(
+        [*_titan("generate", job), *([f"--prompt={prompt}"] if prompt[:1] == "-" else ["--prompt", prompt])]
+    )
 
 
 def evaluation_command(job: Job) -> str:
     """The command that measures a run's model on what it was validated on, or else on what it learnt from."""
     dataset = job.held_out or job.sources[0].plugin
-    words = ["titan", "eval", "--checkpoint", str(job.folder), "--data", dataset.name]
+    words = [*_titan("eval", job), "--data", dataset.name]
     defaults = {option.key: option.default for option in options_of(type(dataset.config))}
     for key, value in as_table(dataset.config).items():
         if value != (list(default) if isinstance(default := defaults[key], tuple) else default):
+            value = _placed(value) if key == "path" else value
             words += [f"--data.{key}", value if isinstance(value, str) else json.dumps(value)]
     return shlex.join(words)
+
+
+def program(name: str, module: str) -> list[str]:
+    """The words that call a program of this Python in a shell: its name where PATH leads to it, else the way there."""
+    own, found = Path(sys.executable).parent / name, shutil.which(name)
+    if not own.exists():
+        return [sys.executable, "-m", module]
+    return [name] if found and own.samefile(found) else [str(own)]
+
+
+def _titan(command: str, job: Job) -> list[str]:
+    """The first words of a command on a run: its model, and the plugins of one's own that the model may need."""
+    words = [*program("titan", "titan.cli"), command, "--checkpoint", str(job.folder.resolve())]
+    folders = [str(Path(folder).expanduser().resolve()) for folder in job.table["plugins"]["path"]]
+    return [*words, *(("--plugins.path", json.dumps(folders)) if folders else ())]
+
+
+def _placed(value: Any) -> Any:
+    """A path, or each of a list, from the root where it leads somewhere from here."""
+    if not isinstance(value, str):
+        return [_placed(each) for each in value] if isinstance(value, list) else value
+    path = Path(value).expanduser()
+    return str(path.absolute()) if path.exists() or glob.glob(str(path), recursive=True) else value
 
 
 if __name__ == "__main__":

@@ -1,16 +1,20 @@
 """The contract, proven from outside: guests that titan/ and plugins/ know nothing of train, at parity, and resume."""
 
 import json
+import os
+import shutil
 import subprocess
 import sys
+from functools import partial
 from pathlib import Path
 
 import pytest
 
-from tests.jobs import assert_same_curve, train_job
+from tests.jobs import assert_same_curve, train_job, write_text
 
 ROOT = Path(__file__).parents[2]
 OUTSIDE = ROOT / "tests" / "configs" / "outside.toml"
+BASE = OUTSIDE.with_name("base.toml")
 
 
 @pytest.fixture(scope="module")
@@ -52,6 +56,33 @@ def test_a_written_job_finds_its_plugins(tmp_path: Path) -> None:
     titan("plan", "--config", OUTSIDE, "--search", "--world-size", 2, *fixed, "--write", best)
     job = json.loads(titan("config", best, "--json"))
     assert job["mesh"]["crew"] == 2 and job["model"]["name"] == "averager"
+
+
+def test_what_a_run_prints_at_its_end_can_be_pasted_elsewhere(tmp_path: Path) -> None:
+    folder, here = tmp_path / "a b", tmp_path / "here"
+    (folder / "plugins").mkdir(parents=True)
+    here.mkdir()
+    for guest in ("averager", "heavyball", "ledger"):
+        shutil.copy(ROOT / "tests" / "guests" / f"{guest}.py", folder / "plugins")
+    write_text(folder / "text")
+    (folder / "job.toml").write_text(
+        OUTSIDE.read_text().replace("../guests", "plugins").replace("base.toml", str(BASE))
+    )
+    words = ["--run.dir", "runs", "--run.sample", "it's -- here", "--data.path", "text/*.txt", "--data.cache", "cache"]
+    words += ["--checkpoint.enabled", "true", "--train.steps", "1"]
+    command = [sys.executable, "-P", "-m", "titan.launch", "--config", "job.toml", *words]
+    environment = {"PATH": "/usr/bin:/bin", "HOME": str(tmp_path), "OMP_NUM_THREADS": "1"}
+    run = partial(subprocess.run, capture_output=True, text=True, env=environment, timeout=120)
+    done = run(command, cwd=folder)
+    assert done.returncode == 0, done.stderr
+    lines = dict(
+        line.split(maxsplit=1) for line in done.stderr.splitlines() if line.startswith(("generate", "evaluate"))
+    )
+    for line, said in ((lines["generate"], "it's -- here"), (lines["evaluate"], "perplexity")):
+        pasted = run(["bash", "-c", line], cwd=here)
+        assert pasted.returncode == 0 and said in pasted.stdout, (line, pasted.stderr)
+    (curves,) = (line.split()[1] for line in done.stderr.splitlines() if line.startswith("curves"))
+    assert os.access(curves, os.X_OK) or shutil.which(curves, path=environment["PATH"])
 
 
 def test_tracker_wrote(alone, tmp_path: Path) -> None:

@@ -202,7 +202,7 @@ def test_run_train_as_a_batch_script_finds_the_repository(house: House, tmp_path
 def test_make_passes_arguments_on(house: House) -> None:
     house.python()
     house.run("make", "test", "ARGS=-k mesh", cwd=house.root)
-    assert house.calls() == [_install(house, "[dev,float8,hf,plot,tune]"), "-m pytest -k mesh"]
+    assert house.calls() == [_install(house, "[dev,float8,hf,plot,tune,wandb]"), "-m pytest -k mesh"]
 
 
 def test_make_lists_its_targets(house: House) -> None:
