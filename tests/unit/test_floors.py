@@ -45,6 +45,7 @@ ORDINARY_WORDS = {
     ("plugins/data/jsonl.py", "text"): "a key of a line",
     ("plugins/precision/float8.py", "compile"): "a phase",
     ("plugins/schedules/wsd.py", "linear"): "the shape of a decay",
+    ("titan/train.py", "tensorboard"): "the program of that name",
 }
 """Words that are a plugin's name too, or another plugin's, reviewed: (file, word) -> the ordinary meaning there."""
 

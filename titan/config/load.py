@@ -6,6 +6,7 @@ from typing import Any, TypeVar
 
 import titan.configs
 from titan.config import tables
+from titan.config.check import check
 from titan.config.job import Job, Source, choose_micro_batch, divisors
 from titan.config.tables import Table
 from titan.config.techniques import agree, chosen_techniques, unattended
@@ -20,7 +21,6 @@ from titan.contracts import (
     Tracker,
 )
 from titan.contracts.base import registry
-from titan.contracts.base.conformance import sentences
 from titan.contracts.base.mesh import Layout, lay_out
 from titan.contracts.base.options import (
     Spec,
@@ -44,7 +44,7 @@ from titan.contracts.sections import (
     TrainSection,
     ValidationSection,
 )
-from titan.errors import ConfigError, Fault, PluginError
+from titan.errors import ConfigError, Fault
 
 BUILT_IN = Path(next(iter(titan.configs.__path__)))
 QUICKSTART = BUILT_IN / "quickstart.toml"
@@ -138,7 +138,7 @@ class _Loader:
             layout=layout, model=model, tokenizer=tokenizer, sources=sources, held_out=held_out, loss=loss,
             optimizer=optimizer, lr_schedule=schedule, techniques=techniques, trackers=trackers, table=self.resolved,
         )  # fmt: skip
-        self._check(job)
+        check(job, self._where)
         return job
 
     def _where(self, *path: str) -> Where:
@@ -378,33 +378,3 @@ class _Loader:
             samples = f"a rank's {share} samples a step ({train.global_batch_size} / {ranks})"
             what = f"= {micro} does not divide {samples}; nearest: {fits}"
             self.faults.append(where.fault("micro_batch_size", what))
-
-    def _check(self, job: Job) -> None:
-        """What only the whole job can tell: the model's sizes, then what each technique cannot do with it."""
-        sizes = sentences(job.model, "check", job.model.check())
-        faults = [self._where("model").fault("", sentence) for sentence in sizes]
-        resume = job.checkpoint.resume
-        if resume not in ("auto", "must", "never") and not Path(resume).expanduser().exists():
-            what = f"= {resume!r}: no such folder (or one of 'auto', 'must', 'never')"
-            faults.append(self._where("checkpoint").fault("resume", what))
-        init_from = job.checkpoint.init_from
-        if init_from and not Path(init_from).expanduser().exists():
-            faults.append(self._where("checkpoint").fault("init_from", f"= {init_from!r}: no such folder"))
-        if not faults:
-            plan = self._plan(job)
-            if job.data.seq_len > plan.max_seq_len:
-                what = f"= {job.data.seq_len} is longer than the model's max_seq_len {plan.max_seq_len}"
-                faults.append(self._where("data").fault("seq_len", what))
-            for technique in job.techniques:
-                place = self._where("plugins", technique.name)
-                found = sentences(technique, "check", technique.check(job, plan))
-                faults += [place.fault("", sentence) for sentence in found]
-        if faults:
-            raise ConfigError(faults)
-
-    def _plan(self, job: Job) -> Any:
-        try:
-            plan, _ = job.plan, job.precision  # both are asked now, so that hooks that return nothing are refused here
-            return plan
-        except PluginError as error:
-            raise ConfigError([Fault(self.source, str(error))]) from None

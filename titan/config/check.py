@@ -1,0 +1,48 @@
+"""What only the whole job can tell: the model's sizes, paths, and what each technique cannot do with it."""
+
+from collections.abc import Callable
+from pathlib import Path
+
+from titan.config.job import Job
+from titan.contracts.base.conformance import sentences
+from titan.contracts.base.options import Where
+from titan.contracts.base.plan import ModelPlan
+from titan.errors import ConfigError, Fault, PluginError
+
+
+def check(job: Job, where: Callable[..., Where]) -> None:
+    """Ask the model and the techniques. where: the place of a table, by the parts of its name.
+
+    Raises:
+        ConfigError: with every fault found.
+    """
+    sizes = sentences(job.model, "check", job.model.check())
+    faults = [where("model").fault("", sentence) for sentence in sizes] + _absent_folders(job, where("checkpoint"))
+    if not faults:
+        plan = _plan(job, where())
+        if job.data.seq_len > plan.max_seq_len:
+            what = f"= {job.data.seq_len} is longer than the model's max_seq_len {plan.max_seq_len}"
+            faults.append(where("data").fault("seq_len", what))
+        for technique in job.techniques:
+            found = sentences(technique, "check", technique.check(job, plan))
+            faults += [where("plugins", technique.name).fault("", sentence) for sentence in found]
+    if faults:
+        raise ConfigError(faults)
+
+
+def _absent_folders(job: Job, where: Where) -> list[Fault]:
+    faults = []
+    resume, init_from = job.checkpoint.resume, job.checkpoint.init_from
+    if resume not in ("auto", "must", "never") and not Path(resume).expanduser().exists():
+        faults.append(where.fault("resume", f"= {resume!r}: no such folder (or one of 'auto', 'must', 'never')"))
+    if init_from and not Path(init_from).expanduser().exists():
+        faults.append(where.fault("init_from", f"= {init_from!r}: no such folder"))
+    return faults
+
+
+def _plan(job: Job, where: Where) -> ModelPlan:
+    try:
+        plan, _ = job.plan, job.precision  # both are asked now, so that hooks that return nothing are refused here
+    except PluginError as error:
+        raise ConfigError([Fault(where.source, str(error))]) from None
+    return plan
