@@ -13,7 +13,7 @@ from typing import Any, Literal
 
 import torch
 
-from titan.contracts import Costs, Fact, Job, ModelPlan, Part, Technique, World, option, register
+from titan.contracts import Costs, Job, ModelPlan, Part, Technique, World, option, register
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -37,10 +37,6 @@ class Compile(Technique):
         if job.layout.role_degree("model") > 1:
             for how in job.stating("recomputes_operations"):
                 yield f"cannot compile sliced layers whose operations are computed again (PyTorch 2.13): {how}"
-
-    def facts(self) -> dict[Fact, str]:
-        """A compiled block has one backward."""
-        return {"one_backward": "[plugins.compile] compiles it as one; switch compile off"}
 
     def cost(self, costs: Costs, job: Job) -> Costs:
         """Elementwise operations of a block are merged."""

@@ -36,7 +36,7 @@ def slowly() -> list[int]:
             threading.Event().wait(3 * TIMEOUT_S)
         return made.add("turns", 1)
 
-    return [turns.together(work, me()), made.add("turns", 0)]
+    return [turns.together(work, me(), 60.0), made.add("turns", 0)]
 
 
 def test_others_wait_for_longer_than_a_collective_may_take() -> None:
@@ -51,7 +51,7 @@ def raising(rank: int, expected: bool) -> tuple[str, str]:
             raise ConfigError("no such text") if expected else KeyError("planted")
 
     try:
-        turns.together(work, me())
+        turns.together(work, me(), 60.0)
     except Exception as error:
         return type(error).__name__, str(error)
     return "", ""
@@ -73,7 +73,7 @@ def leaving() -> str:
     if dist.get_rank() == 0:
         return ""
     with pytest.raises(RankFailedError) as told:
-        turns.together(lambda: None, me())
+        turns.together(lambda: None, me(), 60.0)
     return str(told.value)
 
 

@@ -153,7 +153,8 @@ def without(table: Mapping[str, Any], names: Collection[str]) -> dict[str, Any]:
 
 
 def _holds(value: Any, names: Collection[str]) -> bool:
-    if isinstance(value, dict):
-        name = value.get(TENSOR)
-        return (isinstance(name, str) and name in names) or any(_holds(item, names) for item in value.values())
-    return isinstance(value, list) and any(_holds(item, names) for item in value)
+    """Whether a value is a tensor of one of these names, or a list or table of such tensors alone."""
+    if isinstance(value, dict) and isinstance(value.get(TENSOR), str):
+        return value[TENSOR] in names
+    items = list(value.values()) if isinstance(value, dict) else value if isinstance(value, list) else []
+    return bool(items) and all(_holds(item, names) for item in items)

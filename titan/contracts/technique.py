@@ -87,6 +87,8 @@ class Technique(Plugin):
 
     def facts(self) -> dict[Fact, str]:
         """What others must take into account with these options: fact -> a sentence with the way out of it."""
+        if self.phase == "compile":
+            return {"one_backward": f"[plugins.{self.name}] compiles it as one; switch {self.name} off"}
         return {}
 
     def plan(self, plan: ModelPlan) -> ModelPlan:
@@ -116,7 +118,10 @@ class Technique(Plugin):
         """A step begins: `step` counts from 1."""
 
     def before_microbatch(self, index: int, count: int) -> None:
-        """The Direct engine is about to run micro batch `index` of `count`. An engine of one's own need not call it."""
+        """The Direct engine is about to run micro batch `index` of `count`. An engine of one's own need not call it.
+
+        Draws no random numbers and writes to no persistent buffer, as a forward does not.
+        """
 
     def after_backward(self) -> None:
         """All micro batches of the step have been added to the gradients; nothing has been clipped."""

@@ -229,7 +229,7 @@ class _Model:
         self.multiple = world.job.data.seq_len if in_slices else world.parts[0].hidden_split
         self.longest = self.multiple if in_slices else world.plan.max_seq_len // self.multiple * self.multiple
         takes = "cache" in inspect.signature(world.parts[0].module.forward).parameters
-        self._caching = takes and not in_slices and isinstance(engine, Direct)
+        self._caching = takes and not in_slices and isinstance(getattr(engine, "inner", engine), Direct)
         self._cache: Cache | None = None
 
     def begin(self, rows: int, length: int) -> None:

@@ -4,7 +4,7 @@ import itertools
 import pickle
 import time
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager, nullcontext, suppress
 from datetime import timedelta
 from threading import Event, Thread
 from typing import TypeVar
@@ -13,6 +13,7 @@ import torch.distributed as dist
 from torch._C._distributed_c10d import PrefixStore
 
 from titan.errors import RankFailedError, TitanError
+from titan.ranks import watchdog
 from titan.ranks.process import Rank, tell
 
 T = TypeVar("T")
@@ -27,16 +28,18 @@ is: after 100 s those of 2,048 ranks are 205 per second."""
 LOST_S = 300.0
 """No sign of life for so long: nobody is at work any more. Where a launcher watches the ranks, it ends them sooner."""
 
-FAREWELL_S = 5.0
+FAREWELL_S = BEAT_S + 5.0
 """How long rank 0, whose process may serve the store, waits for others to read there what has failed."""
 
+_OPENING = ("comm.init_timeout_s", "opening what other ranks have prepared")
 _turns = itertools.count()
 
 
-def together(work: Callable[[], T], rank: Rank) -> T:
+def together(work: Callable[[], T], rank: Rank, limit_s: float) -> T:
     """Run `work` on rank 0, then on the first rank of each node, then on all, so that what one writes the next finds.
 
-    Those whose turn it is not wait as long as one at work lives: no timeout of a collective runs meanwhile.
+    Those whose turn it is not wait as long as one at work lives: no timeout of a collective runs meanwhile. The last
+    turn, in which all find what is there, may take `limit_s`; a rank that takes longer ends, with its stacks shown.
 
     Raises:
         TitanError: the first one that the work raised on any rank, on all of them, so that nobody waits for ever.
@@ -48,7 +51,8 @@ def together(work: Callable[[], T], rank: Rank) -> T:
     for place in range(3):
         turn, error = _Turn(rank), None
         if (rank.number == 0, rank.local == 0, True)[place] and not result:
-            with turn.at_work():
+            last = place == 2
+            with turn.at_work(), watchdog.limit(limit_s, *_OPENING) if last else nullcontext():
                 error = _attempt(work, result, rank)
         error = turn.over(error)
         if error is not None:
@@ -66,6 +70,17 @@ def _attempt(work: Callable[[], T], result: list[T], rank: Rank) -> TitanError |
         tell(error, rank.number)
         return RankFailedError(f"rank {rank.number} failed: {type(error).__name__}: {error}")
     return None
+
+
+def _carried(error: TitanError) -> bytes:
+    """An error as other ranks can read it. A plugin's own may not survive that; its words and exit code do."""
+    try:
+        told = pickle.dumps(error)
+        pickle.loads(told)
+    except Exception:
+        nearest = next(kind for kind in type(error).__mro__ if kind.__module__ == TitanError.__module__)
+        told = pickle.dumps(nearest(str(error)))
+    return told
 
 
 class _Turn:
@@ -99,8 +114,9 @@ class _Turn:
             RankFailedError: nobody is at work, and not all are done.
         """
         if error is not None:
+            told = _carried(error)
             if self._store.add("failed", 1) == 1:
-                self._store.set("over", pickle.dumps(error).hex())
+                self._store.set("over", told.hex())
         elif self._store.add("done", 1) == self._rank.world_size:
             self._store.set("over", pickle.dumps(None).hex())
         self._wait()

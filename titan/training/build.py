@@ -15,13 +15,14 @@ from titan.checkpoint.ranks import Ranks
 from titan.checkpoint.resume import compare
 from titan.checkpoint.weights import find_weights, load_weights, stored_rest
 from titan.config import Job
-from titan.contracts import Dataset, Engine, NamedParameter, Part, RunInfo, World
+from titan.contracts import Dataset, Engine, NamedParameter, Part, RunInfo, Technique, World
+from titan.contracts.base.conformance import label
 from titan.contracts.base.mesh import Mesh
 from titan.contracts.base.plan import glob_matches
 from titan.data.samples.loader import Loader
 from titan.data.samples.samples import Samples
 from titan.data.tokens.prepare import prepare
-from titan.errors import ConfigError, Fault
+from titan.errors import ConfigError, Fault, PluginError
 from titan.ranks.process import Rank
 from titan.ranks.turns import together
 from titan.training import phases
@@ -86,7 +87,8 @@ def build(job: Job, rank: Rank) -> Run:
     # Nothing of the host's draws from the default generators; what a plugin draws while it is built is seeded too.
     torch.manual_seed(name_seed(job.run.seed, "default generators"))
     _open_folder(job, rank)
-    samples, held_out = together(lambda: (open_samples(job, rank), open_held_out(job, rank)), rank)
+    limit_s = job.comm.init_timeout_s
+    samples, held_out = together(lambda: (open_samples(job, rank), open_held_out(job, rank)), rank, limit_s)
     core = wire(job, rank)
     world = core.world
     checkpointer, rest = _restore(core, samples.fingerprint)
@@ -103,7 +105,7 @@ def build(job: Job, rank: Rank) -> Run:
         device=rank.device,
     )  # fmt: skip
     trackers = Trackers(job.trackers if rank.number == 0 else ())
-    together(lambda: trackers.start(_info(job, world, step)), rank)
+    together(lambda: trackers.start(_info(job, world, step)), rank, limit_s)
     if "rng" in rest:
         set_rng_state(rest["rng"], rank.device)
     return Run(
@@ -206,13 +208,22 @@ def _restore(core: Core, fingerprint: str) -> tuple[Checkpointer | None, dict[st
         log.log.info(f"weights: {_first_weights(job, rank, parts)}")
         return checkpointer, {}
     changes = compare(stored_rest(path), job.table, fingerprint, section.new_data)
-    states = {technique.name: technique.state_dict() for technique in core.world.techniques}
+    states = {technique.name: _state_now(technique) for technique in core.world.techniques}
     rest = checkpointer.load(path, parts, core.optimizer, states)
     unused = "; the run has begun, so checkpoint.init_from is not used" if section.init_from else ""
     log.log.info(f"weights: from {path}, step {rest.get('step', 0)}{unused}")
     for sentence in changes.said:
         log.log.info(f"changed: {sentence}")
     return checkpointer, {**rest, "data": {}} if changes.other_samples else rest
+
+
+def _state_now(technique: Technique) -> dict[str, Any]:
+    """What a technique holds before it is given anything: it names the tensors that this rank is to get back."""
+    try:
+        return technique.state_dict()
+    except Exception as error:
+        what = "is asked once before load_state_dict(), on a new technique; return an empty table for what is not there"
+        raise PluginError(f"{label(type(technique))}: state_dict() raised {error!r}: it {what}") from error
 
 
 def _first_weights(job: Job, rank: Rank, parts: Sequence[Part]) -> str:

@@ -42,7 +42,7 @@ class Strict:
     """
 
     def __init__(self, engine: Engine, parts: Sequence[Part], device: torch.device) -> None:
-        self._engine, self._device = engine, device
+        self.inner, self._device = engine, device
         self._buffers = [
             (f"{path}.{name}" if path else name, module, name)
             for part in parts
@@ -58,12 +58,13 @@ class Strict:
             PluginError: it drew a random number, or wrote to a persistent buffer; names the generator or the buffer.
         """
         generators, buffers = self._generators(), self._written()
-        self._engine.forward_backward(batches, loss)
+        self.inner.forward_backward(batches, loss)
         drawn = [name for name, state in self._generators().items() if not torch.equal(state, generators[name])]
         if drawn:
             raise PluginError(
                 f"forward or backward drew random numbers from the default generator of {' and '.join(drawn)}, which "
-                "differ between layouts and when they are recomputed; switch off dropout and other noise"
+                "differ between layouts and when they are recomputed; switch off dropout and other noise, of the model "
+                "and of techniques' before_microbatch()"
             )
         for (name, *_), before, now in zip(self._buffers, buffers, self._written(), strict=True):
             if before != now:
@@ -74,7 +75,7 @@ class Strict:
 
     def forward(self, batch: Batch) -> Tensor | None:
         """The engine's own."""
-        return self._engine.forward(batch)
+        return self.inner.forward(batch)
 
     def _generators(self) -> dict[str, Tensor]:
         states = {"cpu": torch.get_rng_state()}

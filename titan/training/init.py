@@ -23,16 +23,18 @@ def init_weights(part: Part, plan: ModelPlan, seed: int) -> None:
     """
     with torch.no_grad():
         for name, parameter in part.parameters():
-            how = plan.init_of(name)
-            if isinstance(parameter, DTensor):
-                whole = draw(how, parameter.shape, seed, name, parameter.device, parameter.dtype)
-                local = parameter.to_local()
-                local.copy_(slice_of(whole, parameter))
-            else:
-                parameter.copy_(draw(how, parameter.shape, seed, name, parameter.device, parameter.dtype))
+            _fill(parameter, plan.init_of(name), seed, name)
         # One that several modules share has become a tensor of each.
         for name, buffer in part.module.named_buffers(remove_duplicate=False):
-            buffer.copy_(draw(plan.init_of_buffer(name), buffer.shape, seed, name, buffer.device, buffer.dtype))
+            _fill(buffer, plan.init_of_buffer(name), seed, name)
+
+
+def _fill(tensor: Tensor, how: Init, seed: int, name: str) -> None:
+    whole = draw(how, tensor.shape, seed, name, tensor.device, tensor.dtype)
+    if isinstance(tensor, DTensor):
+        tensor.to_local().copy_(slice_of(whole, tensor))
+    else:
+        tensor.copy_(whole)
 
 
 def draw(how: Init, shape: torch.Size, seed: int, name: str, device: torch.device, dtype: torch.dtype) -> Tensor:

@@ -12,12 +12,13 @@ Within a phase the order is the TOML's.
 """
 
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from typing import get_args
 
 import torch
 from torch import nn
 
-from titan.contracts import ModelPlan, Part, Phase, World
+from titan.contracts import Part, Phase, World
 from titan.training.init import init_weights
 
 ORDER: tuple[Phase, ...] = get_args(Phase)
@@ -49,7 +50,7 @@ def assemble(world: World, materialise: Callable[[Sequence[Part], World], None] 
                 for part in parts:
                     technique.apply(part, world)
         if phase == "convert":
-            _check_names(model, world.plan)
+            _check_names(model, world)
         if phase == "split":
             world.parts = parts
         if phase == "shard":
@@ -57,9 +58,14 @@ def assemble(world: World, materialise: Callable[[Sequence[Part], World], None] 
     return parts
 
 
-def _check_names(model: nn.Module, plan: ModelPlan) -> None:
-    """Hold the plan, as techniques have changed it, against the model with what they have put into it."""
-    plan.check_names(
+def _check_names(model: nn.Module, world: World) -> None:
+    """Hold the plan, as techniques have changed it, against the model with what they have put into it.
+
+    They may give values to buffers that they register in a later phase.
+    """
+    own = world.job.model.plan().buffers if world.plan.buffers else {}
+    later = {glob for glob in world.plan.buffers if glob not in own}
+    replace(world.plan, buffers={g: how for g, how in world.plan.buffers.items() if g not in later}).check_names(
         (name for name, _ in model.named_modules()),
         (name for name, _ in model.named_parameters()),
         (name for name, _ in model.named_buffers(remove_duplicate=False)),
