@@ -118,8 +118,9 @@ def _part(run: build.Run) -> None:
         perplexity = validation.perplexity(run.held_out_loss)
         on = f"{validation.samples_used(run)} samples of {job.held_out.name if job.held_out else ''}"
         log.log.info(f"held out     loss {run.held_out_loss:.4f}, perplexity {perplexity:.4g} on {on}")
-    curves = [*program("tensorboard", "tensorboard.main"), "--logdir", str(folder.parent.resolve())]
-    log.log.info(f"curves       {shlex.join(curves)}")
+    if (folder / "tensorboard").is_dir():
+        curves = [*program("tensorboard", "tensorboard.main"), "--logdir", str(folder.parent.resolve())]
+        log.log.info(f"curves       {shlex.join(curves)}")
     if run.checkpointer is not None:
         log.log.info(f"go on        the same command with --train.steps {2 * job.train.steps}")
         log.log.info(f"generate     {generation_command(job)}")

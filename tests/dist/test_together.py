@@ -67,6 +67,29 @@ def test_an_error_of_one_is_the_error_of_all(rank: int, capfd: pytest.CaptureFix
     )
 
 
+class _TwoWords(ConfigError):
+    """Cannot be read again where it is sent: its arguments are not those that it keeps."""
+
+    def __init__(self, first: str, second: str) -> None:
+        super().__init__(f"{first} {second}")
+
+
+def carrying() -> tuple[str, str]:
+    def work() -> None:
+        if dist.get_rank() == 1:
+            raise _TwoWords("no such", "text")
+
+    try:
+        turns.together(work, me(), 60.0)
+    except Exception as error:
+        return type(error).__name__, str(error)
+    return "", ""
+
+
+def test_an_error_that_cannot_be_sent_keeps_its_words() -> None:
+    assert run_ranks(carrying, 2, timeout=20) == [("ConfigError", "no such text")] * 2
+
+
 def leaving() -> str:
     """Rank 0 is gone before its turn."""
     turns.BEAT_S, turns.LOST_S = 0.05, 0.2

@@ -60,10 +60,21 @@ class _Attention(nn.Module):
         return torch.cat((first * cos - second * sin, second * cos + first * sin), dim=-1).to(x_BSHN.dtype)
 
 
+class _Scaled(nn.Linear):
+    """A linear with a buffer of its own, which becomes a DTensor where the linear is sliced."""
+
+    def __init__(self, inputs: int, outputs: int) -> None:
+        super().__init__(inputs, outputs)
+        self.register_buffer("scale", torch.tensor(ADDED.value))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return super().forward(x) * self.scale.clone()
+
+
 class _FeedForward(nn.Module):
     def __init__(self, config: Config) -> None:
         super().__init__()
-        self.up, self.down = nn.Linear(config.dim, config.ffn_dim), nn.Linear(config.ffn_dim, config.dim)
+        self.up, self.down = _Scaled(config.dim, config.ffn_dim), nn.Linear(config.ffn_dim, config.dim)
 
     def forward(self, x_BSD: Tensor) -> Tensor:
         return self.down(F.gelu(self.up(x_BSD)))
@@ -120,7 +131,7 @@ class Frills(Model):
         if c.fault == "norm":
             tensor |= {"layers.*.attn.q_norm": "norm", "layers.*.attn.k_norm": "norm"}
         rope = computed(lambda device: angles(c.max_seq_len, device))
-        buffers = {"layers.*.added": ADDED, "layers.*.attn.rope": rope}
+        buffers = {"layers.*.added": ADDED, "layers.*.ffn.up.scale": ADDED, "layers.*.attn.rope": rope}
         if c.fault == "no value":
             del buffers["layers.*.attn.rope"]
         return ModelPlan(

@@ -124,6 +124,10 @@ def test_a_folder_is_a_door(tmp_path: Path) -> None:
         (with_line('choices = ({1: 2},)'), r"choices = \(\{1: 2\},\): must be a string"),
         (with_line('axes = Axis(name="a", role="batch", depth=1, doc="")'), r"axes = Axis\(.*: must be a tuple or list of Axis"),
         (with_line('axes = ("a",)'), r"axes = \('a',\): must be of type Axis"),
+        (TECHNIQUE.replace("def before_step", "async def before_step"), r"before_step\(\) is async; it must be an ordinary method"),
+        (TECHNIQUE.replace("        pass", "        yield"), r"before_step\(\) has a yield, so calling it does nothing"),
+        (TECHNIQUE.replace("    def before_step(self, ", "    @staticmethod\n    def before_step(self, "), r"before_step\(\) is a staticmethod; it must be a method that takes self"),
+        ("from titan.contracts import register\n@register\ndef misfit(): pass", "@register is for classes"),
         (with_line('check = ["a"]'), r"check = \['a'\]: must be a method, check\(self, job, plan\)"),
         (with_line('axes = (Axis(name="tp", role="batch", depth=1, doc=""),)'), r"mesh axis 'tp' is owned by technique 'tensor' in .*tensor\.py"),
         (with_line('axes = (Axis(name="a", role="batch", depth=1, doc=""),) * 2'), "mesh axis 'a' is owned by technique 'misfit'"),
@@ -223,6 +227,11 @@ def with_hook(hook: str, body: str) -> str:
         ("plan(self, plan)", "pass", r"plan\(\) returned None; it must return a ModelPlan"),
         ("precision(self, precision)", "return 'bf16'", r"precision\(\) returned 'bf16', of type str; it must return a Precision"),
         ("cost(self, costs, job)", "pass", r"cost\(\) returned None; it must return a Costs"),
+        ("facts(self)", "pass", r"facts\(\) returned None; it must return a dict"),
+        ("facts(self)", "return {'one_backwards': ''}", r"facts\(\) states 'one_backwards' \(did you mean 'one_backward'\?\)"),
+        ("check(self, job, plan)", "yield ''; raise ValueError('oh')", r"check\(\) raised ValueError: oh, at .*answers\.py:\d+ \(--traceback"),
+        ("plan(self, plan)", "return plan.nosuch", r"plan\(\) raised AttributeError: .*nosuch.*answers\.py:\d+"),
+        ("__init__(self, config)", "pass", r"__init__\(\) does not call super\(\).__init__\(config\)"),
     ],
 )  # fmt: skip
 def test_what_a_hook_returns_is_checked(hook: str, body: str, message: str, tmp_path: Path) -> None:

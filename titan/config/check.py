@@ -16,15 +16,16 @@ def check(job: Job, where: Callable[..., Where]) -> None:
     Raises:
         ConfigError: with every fault found.
     """
-    sizes = sentences(job.model, "check", job.model.check())
+    sizes = sentences(job.model, "check")
     faults = [where("model").fault("", sentence) for sentence in sizes] + _absent_folders(job, where("checkpoint"))
     if not faults:
         plan = _plan(job, where())
         if job.data.seq_len > plan.max_seq_len:
             what = f"= {job.data.seq_len} is longer than the model's max_seq_len {plan.max_seq_len}"
             faults.append(where("data").fault("seq_len", what))
+        job.stating("one_backward")  # asked now, so that facts() that states nonsense is refused here
         for technique in job.techniques:
-            found = sentences(technique, "check", technique.check(job, plan))
+            found = sentences(technique, "check", job, plan)
             faults += [where("plugins", technique.name).fault("", sentence) for sentence in found]
     if faults:
         raise ConfigError(faults)

@@ -67,9 +67,9 @@ class Job:
     @cached_property
     def plan(self) -> ModelPlan:
         """The model's plan as the techniques that are on change it."""
-        plan = answer(self.model, "plan", self.model.plan(), ModelPlan)
+        plan = answer(self.model, "plan", ModelPlan)
         for technique in self.techniques:
-            plan = answer(technique, "plan", technique.plan(plan), ModelPlan)
+            plan = answer(technique, "plan", ModelPlan, plan)
         return plan
 
     def provides(self, capability: str) -> bool:
@@ -81,7 +81,7 @@ class Job:
         return [facts[fact] for technique in self.techniques if fact in (facts := self._facts_of(technique))]
 
     def _facts_of(self, technique: Technique) -> dict[Fact, str]:
-        facts: dict[Fact, str] = answer(technique, "facts", technique.facts(), dict)
+        facts: dict[Fact, str] = answer(technique, "facts", dict)
         known = get_args(Fact)
         for fact in facts:
             if fact not in known:
@@ -93,7 +93,7 @@ class Job:
         """The run's precision as the techniques that are on change it."""
         precision = Precision()
         for technique in self.techniques:
-            precision = answer(technique, "precision", technique.precision(precision), Precision)
+            precision = answer(technique, "precision", Precision, precision)
         return precision
 
     def laid_out(self, layout: Layout, micro_batch: int, techniques: tuple[Technique, ...]) -> "Job":

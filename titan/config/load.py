@@ -21,6 +21,7 @@ from titan.contracts import (
     Tracker,
 )
 from titan.contracts.base import registry
+from titan.contracts.base.conformance import made
 from titan.contracts.base.mesh import Layout, lay_out
 from titan.contracts.base.options import (
     Spec,
@@ -193,7 +194,7 @@ class _Loader:
         if config is None:
             return None
         self.resolved[section] = {**written, **resolved_table(config)}
-        return plugin(config)
+        return made(plugin, config)
 
     def _still_meant(self, plugin: type[Plugin], values: Mapping[str, Any], section: str) -> dict[str, Any]:
         """Without keys unknown to the plugin that a lower file gave to another, whose name has been replaced since."""
@@ -277,7 +278,7 @@ class _Loader:
         config = self._parse(plugin.Config, self._still_meant(plugin, values, place), place)
         if config is None:
             return None
-        instance = plugin(config)
+        instance = made(plugin, config)
         assert isinstance(instance, Dataset)
         return Source(instance, weight), {"name": plugin.name, **resolved_table(config)}
 
@@ -298,7 +299,7 @@ class _Loader:
                 continue
             self.resolved["metrics"][name] = {"enabled": enabled, **resolved_table(config)}
             if enabled:
-                instance = plugin(config)
+                instance = made(plugin, config)
                 assert isinstance(instance, Tracker)
                 on.append(instance)
         return metrics, tuple(on)
@@ -341,7 +342,7 @@ class _Loader:
                 else self._parse(plugin.Config, {}, "plugins", plugin.name)
             )
             if config is not None:
-                techniques.append(plugin(config))
+                techniques.append(made(plugin, config))
         for name, (enabled, config) in stated.items():
             if config is not None:
                 self.resolved["plugins"][name] = {"enabled": enabled, **resolved_table(config)}

@@ -5,13 +5,15 @@ contract that gains an attribute needs no line here.
 """
 
 import inspect
+import traceback
 import typing
 from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from functools import cached_property
-from typing import Any, ClassVar, Literal, TypeVar
+from typing import Any, ClassVar, Literal, TypeVar, cast
 
 from titan.contracts.base.options import coerce, did_you_mean, options_of, shown
-from titan.errors import PluginError
+from titan.errors import PluginError, TitanError
 
 T = TypeVar("T")
 
@@ -51,7 +53,7 @@ def check_class(plugin: type[Any], contract: type[Any]) -> None:
         if name in hints:
             _check_value(plugin, name, found, hints[name])
         elif name != "Config":
-            _check_hook(plugin, name, found, getattr(contract, name))
+            _check_hook(plugin, contract, name, found)
     for name, hint in hints.items():
         if not hasattr(plugin, name):
             raise PluginError(f"{label(plugin)}: lacks `{name}`, {_wanted(hint)}")
@@ -90,13 +92,21 @@ def _is_method(found: Any) -> bool:
     return callable(found) and not inspect.isclass(found)
 
 
-def _check_hook(plugin: type[Any], name: str, found: Any, ours: Any) -> None:
+def _check_hook(plugin: type[Any], contract: type[Any], name: str, found: Any) -> None:
+    ours = getattr(contract, name)
     if not _is_method(ours):
         if isinstance(ours, (property, cached_property)) and _is_method(found):
             raise PluginError(f"{label(plugin)}: {name}() is a method; it must be a property or a value")
         return
     if not _is_method(found):
         raise PluginError(f"{label(plugin)}: {name} = {shown(found)}: must be a method, {name}({_parameters(ours)})")
+    if inspect.iscoroutinefunction(found) or inspect.isasyncgenfunction(found):
+        raise PluginError(f"{label(plugin)}: {name}() is async; it must be an ordinary method")
+    if inspect.isgeneratorfunction(found) and "Itera" not in str(inspect.signature(ours).return_annotation):
+        raise PluginError(f"{label(plugin)}: {name}() has a yield, so calling it does nothing; it must return")
+    kinds = [type(inspect.getattr_static(owner, name)) for owner in (plugin, contract)]
+    if kinds[0] in (staticmethod, classmethod) and kinds[0] is not kinds[1]:
+        raise PluginError(f"{label(plugin)}: {name}() is a {kinds[0].__name__}; it must be a method that takes self")
     if _parameters(found) != _parameters(ours):
         raise PluginError(f"{label(plugin)}: {name}({_parameters(found)}) should be {name}({_parameters(ours)})")
 
@@ -182,30 +192,61 @@ def technique_clashes(plugin: type[Any], others: Sequence[type[Any]], all_known:
 # --- what hooks return ------------------------------------------------------------------------------------------
 
 
-def answer(plugin: Any, hook: str, found: Any, wanted: type[T]) -> T:
-    """What a plugin's hook returned, if it is of the type that the contract states.
+def made(plugin: type[T], config: Any) -> T:
+    """A plugin with these options.
 
     Raises:
-        PluginError: it is not; names the plugin and the hook.
+        PluginError: its `__init__` failed, or left out the contract's; names the plugin.
     """
+    with _asked(plugin, "__init__"):
+        instance: Any = plugin(config)  # type: ignore[call-arg]
+    if not hasattr(instance, "config"):
+        raise PluginError(f"{label(plugin)}: __init__() does not call super().__init__(config)")
+    return cast(T, instance)
+
+
+def answer(plugin: Any, hook: str, wanted: type[T], *args: Any) -> T:
+    """What a plugin's hook returns, if it is of the type that the contract states.
+
+    Raises:
+        PluginError: it is not, or the hook failed; names the plugin and the hook.
+    """
+    with _asked(type(plugin), hook):
+        found = getattr(plugin, hook)(*args)
     if not isinstance(found, wanted):
         said = "None" if found is None else f"{shown(found)}, of type {type(found).__name__}"
         raise PluginError(f"{label(type(plugin))}: {hook}() returned {said}; it must return a {wanted.__name__}")
     return found
 
 
-def sentences(plugin: Any, hook: str, found: Any) -> Iterator[str]:
-    """The sentences that a plugin's hook returned.
+def sentences(plugin: Any, hook: str, *args: Any) -> list[str]:
+    """The sentences that a plugin's hook returns.
 
     Raises:
-        PluginError: it returned no iterable of strings; names the plugin and the hook.
+        PluginError: it returns no iterable of strings, or failed; names the plugin and the hook.
     """
-    wanted = 'an iterable of sentences, as in ["dim 30 does not divide by 4"]'
-    if isinstance(found, str) or not isinstance(found, Iterable):
-        said = "None" if found is None else f"{shown(found)}, of type {type(found).__name__}"
-        raise PluginError(f"{label(type(plugin))}: {hook}() returned {said}; it must return {wanted}")
-    for sentence in found:
+    with _asked(type(plugin), hook):
+        found = getattr(plugin, hook)(*args)
+        said = found if isinstance(found, str) or not isinstance(found, Iterable) else list(found)
+    if not isinstance(said, list):
+        what = "None" if said is None else f"{shown(said)}, of type {type(said).__name__}"
+        wanted = 'an iterable of sentences, as in ["dim 30 does not divide by 4"]'
+        raise PluginError(f"{label(type(plugin))}: {hook}() returned {what}; it must return {wanted}")
+    for sentence in said:
         if not isinstance(sentence, str):
             what = f"{shown(sentence)}, of type {type(sentence).__name__}"
             raise PluginError(f"{label(type(plugin))}: {hook}() returned {what}; all its sentences must be strings")
-        yield sentence
+    return said
+
+
+@contextmanager
+def _asked(plugin: type, hook: str) -> Iterator[None]:
+    """Name the plugin, its hook and the line where the hook fails."""
+    try:
+        yield
+    except TitanError:
+        raise
+    except Exception as error:
+        last = traceback.extract_tb(error.__traceback__)[-1]
+        what = f"{type(error).__name__}: {error}, at {last.filename}:{last.lineno}"
+        raise PluginError(f"{label(plugin)}: {hook}() raised {what} (--traceback shows all of it)") from error

@@ -76,6 +76,8 @@ def register(plugin: P) -> P:
     Raises:
         PluginError: it does not fulfil its contract (`conformance.check_class`), or its name is taken.
     """
+    if not isinstance(plugin, type):
+        raise PluginError(f"{file_of(plugin)}: @register is for classes, and {plugin!r} is none")
     check_class(plugin, contract_of(plugin))
     key = (plugin.kind, plugin.name)
     owner = _plugins.get(key)

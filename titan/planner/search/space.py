@@ -18,7 +18,7 @@ from titan.config.tables import Table, override
 from titan.config.techniques import agree, chosen_techniques, unattended
 from titan.contracts import Technique
 from titan.contracts.base import registry
-from titan.contracts.base.conformance import sentences
+from titan.contracts.base.conformance import made, sentences
 from titan.contracts.base.mesh import Axis, Layout
 from titan.contracts.base.options import coerce, did_you_mean, options_of
 from titan.errors import ConfigError, Fault
@@ -195,7 +195,7 @@ class Space:
     def allows(job: Job) -> bool:
         """Whether no technique refuses the job."""
         plan = job.plan
-        return not any(True for t in job.techniques for _ in sentences(t, "check", t.check(job, plan)))
+        return not any(True for t in job.techniques for _ in sentences(t, "check", job, plan))
 
     def _instance(self, plugin: type[Technique], options: Options) -> Technique:
         key = (plugin.name, options)
@@ -203,7 +203,7 @@ class Space:
             config = self._stated[plugin.name].config if plugin.name in self._stated else plugin.Config()
             fields = {o.key: o.field for o in options_of(plugin.Config)}
             config = replace(config, **{fields[name]: value for name, value in options})
-            self._instances[key] = plugin(config)
+            self._instances[key] = made(plugin, config)
         return self._instances[key]
 
 

@@ -38,7 +38,7 @@ def cut(costs: Costs, job: Job) -> Costs:
 
 
 def _with(plugin: Technique | Loss | Optimizer, costs: Costs, job: Job) -> Costs:
-    return answer(plugin, "cost", plugin.cost(costs, job), Costs)
+    return answer(plugin, "cost", Costs, costs, job)
 
 
 def _cuts(technique: Technique) -> bool:
