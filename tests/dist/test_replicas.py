@@ -91,7 +91,7 @@ def _buffers(folder: str, words: list[str], config: str) -> list[str]:
     meant = dict(job.model.build().named_buffers())
     held = {name: buffer for part in parts for name, buffer in part.module.named_buffers()}
     for name, buffer in held.items():
-        here = buffer.to_local() if isinstance(buffer, DTensor) else buffer  # whole on each rank, in a sliced module too
+        here = buffer.to_local() if isinstance(buffer, DTensor) else buffer  # whole, in a sliced module too
         assert here.dtype == meant[name].dtype and torch.equal(here, meant[name]), name
     return list(held)
 

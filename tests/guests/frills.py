@@ -65,10 +65,10 @@ class _Scaled(nn.Linear):
 
     def __init__(self, inputs: int, outputs: int) -> None:
         super().__init__(inputs, outputs)
-        self.register_buffer("scale", torch.tensor(ADDED.value))
+        self.register_buffer("scale", torch.full((inputs,), ADDED.value))
 
     def forward(self, x: Tensor) -> Tensor:
-        return super().forward(x) * self.scale.clone()
+        return super().forward(x * self.scale.clone())
 
 
 class _FeedForward(nn.Module):
