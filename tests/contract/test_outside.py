@@ -69,7 +69,7 @@ def test_what_a_run_prints_at_its_end_can_be_pasted_elsewhere(tmp_path: Path) ->
         OUTSIDE.read_text().replace("../guests", "plugins").replace("base.toml", str(BASE))
     )
     words = ["--run.dir", "runs", "--run.sample", "it's -- here", "--data.path", "text/*.txt", "--data.cache", "cache"]
-    words += ["--checkpoint.enabled", "true", "--train.steps", "1"]
+    words += ["--checkpoint.enabled", "true", "--train.steps", "1", "--metrics.tensorboard.enabled", "true"]
     command = [sys.executable, "-P", "-m", "titan.launch", "--config", "job.toml", *words]
     environment = {"PATH": "/usr/bin:/bin", "HOME": str(tmp_path), "OMP_NUM_THREADS": "1"}
     run = partial(subprocess.run, capture_output=True, text=True, env=environment, timeout=120)
