@@ -5,8 +5,9 @@
 
 A job of kind "train" is a tiny llama on tp 2 x pp 2 with sequence parallelism; further words are keys of its TOML. One
 of kind "gathers" is a rank alone, whose step is 100 all-gathers in flight at once. Jobs of all settings are run in
-turns. The output and, where gdb and core files are to be had, the native stack of a rank that died are in the results.
-Exit code 1 if a job died that had one Gloo worker for each group, as titan gives it.
+turns; Ctrl-C ends them early and keeps what was counted. The results hold the stacks of a rank that died, also its
+native one where gdb and core files are to be had. Exit code 1 if a job died that had one worker for each group, as titan
+sets it.
 """
 
 import argparse
@@ -21,7 +22,7 @@ import sys
 import tempfile
 import time
 from collections.abc import Iterator
-from contextlib import contextmanager, redirect_stdout
+from contextlib import contextmanager, redirect_stdout, suppress
 from dataclasses import asdict, dataclass, field
 from functools import partial
 from pathlib import Path
@@ -82,7 +83,8 @@ def main() -> int:
     rows = [Row(Setting(*chosen)) for chosen in itertools.product(words.recorder, words.workers)]
     with tempfile.TemporaryDirectory() as folder:
         _prepare(words, Path(folder))
-        with _load(words.load), tqdm(total=words.jobs * len(rows), unit="job", disable=None) as bar:
+        bar = tqdm(total=words.jobs * len(rows), unit="job", disable=None)
+        with suppress(KeyboardInterrupt), _load(words.load), bar:
             for _, row in itertools.product(range(words.jobs), rows):
                 _run(row, words.kind, words.steps, keys)
                 bar.update()

@@ -34,9 +34,11 @@ void meet() {
   }
   const auto end = Clock::now() + std::chrono::milliseconds(3);
   while (meetings == before) {
-    int one = 1;
-    if (Clock::now() > end && waiting.compare_exchange_strong(one, 0))
+    if (Clock::now() > end) {
+      int alone = 1;
+      waiting.compare_exchange_strong(alone, 0);
       return;
+    }
   }
 }
 
