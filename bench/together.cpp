@@ -7,7 +7,6 @@
 #include <dlfcn.h>
 #include <pthread.h>
 #include <string>
-#include <thread>
 
 namespace c10d {
 enum class OpType : unsigned char;
@@ -35,10 +34,11 @@ void meet() {
   }
   const auto end = Clock::now() + std::chrono::milliseconds(3);
   while (meetings == before) {
-    std::this_thread::yield();
-    int one = 1;
-    if (Clock::now() > end && waiting.compare_exchange_strong(one, 0))
+    if (Clock::now() > end) {
+      int alone = 1;
+      waiting.compare_exchange_strong(alone, 0);
       return;
+    }
   }
 }
 
