@@ -6,8 +6,8 @@
 A job of kind "train" is a tiny llama on tp 2 x pp 2 with sequence parallelism; further words are keys of its TOML. One
 of kind "gathers" is a rank alone, whose step is 100 all-gathers in flight at once. Jobs of all settings are run in
 turns; Ctrl-C ends them early and keeps what was counted. The results hold the stacks of a rank that died, also its
-native one where gdb and core files are to be had. Exit code 1 if a job died that had one worker for each group, as titan
-sets it.
+native one where gdb and core files are to be had. Exit code 1 if a job died that had one worker in each group, as
+titan's have.
 """
 
 import argparse
