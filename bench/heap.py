@@ -1,13 +1,12 @@
 """Runs many fresh jobs of gloo ranks under load and counts those that die of a corrupt heap, for each setting.
 
     python -m bench.heap [--kind train] [--jobs 80] [--steps 25] [--recorder on off] [--workers 2 1]
-                         [--allocator glibc] [--together] [--load 3] [--table.key value ...]
+                         [--allocator glibc] [--load 3] [--table.key value ...]
 
 A job of kind "train" is a tiny llama on tp 2 x pp 2 with sequence parallelism; further words are keys of its TOML. One
 of kind "gathers" is a rank alone, whose step is 100 all-gathers in flight at once. Jobs of all settings are run in
 turns; Ctrl-C ends them early and keeps what was counted. The results hold the stacks of a rank that died, also its
-native one where gdb and core files are to be had. Exit code 1 if a job died that had one worker in each group, as
-titan's have.
+native one where gdb and core files are to be had (`ulimit -c unlimited`). Exit code 1 if a job died with one worker.
 """
 
 import argparse
@@ -81,13 +80,12 @@ def main() -> int:
     """Run the jobs, print a row for each setting, write the results."""
     words, keys = _parser().parse_known_args()
     rows = [Row(Setting(*chosen)) for chosen in itertools.product(words.recorder, words.workers)]
-    with tempfile.TemporaryDirectory() as folder:
-        _prepare(words, Path(folder))
-        bar = tqdm(total=words.jobs * len(rows), unit="job", disable=None)
-        with suppress(KeyboardInterrupt), _load(words.load), bar:
-            for _, row in itertools.product(range(words.jobs), rows):
-                _run(row, words.kind, words.steps, keys)
-                bar.update()
+    os.environ.update(ALLOCATORS[words.allocator])  # for the process that ranks are forked from
+    bar = tqdm(total=words.jobs * len(rows), unit="job", disable=None)
+    with suppress(KeyboardInterrupt), _load(words.load), bar:
+        for _, row in itertools.product(range(words.jobs), rows):
+            _run(row, words.kind, words.steps, keys)
+            bar.update()
     print("recorder  workers  jobs  steps done  died  seconds")
     for row in rows:
         print(f"{row.setting.recorder:<8}  {row.setting.workers:<7}  {row.jobs:<4}  {row.steps:<10}  "
@@ -106,19 +104,8 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--recorder", nargs="+", choices=("on", "off"), default=["on", "off"], help="flight recorder")
     parser.add_argument("--workers", nargs="+", type=int, choices=(1, 2), default=[2, 1], help="threads of each group")
     parser.add_argument("--allocator", choices=ALLOCATORS, default="glibc", help='"checked": MALLOC_CHECK_=3')
-    parser.add_argument("--together", action="store_true", help="workers that complete within 3 ms go on at once (g++)")
     parser.add_argument("--load", type=int, default=3, help="busy processes beside the jobs")
     return parser
-
-
-def _prepare(words: argparse.Namespace, folder: Path) -> None:
-    """Set what the process that ranks are forked from is started with."""
-    environment = dict(ALLOCATORS[words.allocator])
-    if words.together:
-        library, source = folder / "together.so", Path(__file__).with_name("together.cpp")
-        subprocess.run(["g++", "-O2", "-shared", "-fPIC", str(source), "-o", str(library), "-ldl"], check=True)
-        environment["LD_PRELOAD"] = f"{library} {environment.get('LD_PRELOAD', '')}".strip()
-    os.environ.update(environment)
 
 
 @contextmanager
