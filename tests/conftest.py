@@ -1,4 +1,4 @@
-"""What holds for every test: one thread, a hard time limit that shows all stacks, and the markers."""
+"""What holds for every test: one thread, a hard time limit that shows all stacks, the markers, built-in plugins only."""
 
 import faulthandler
 import os
@@ -6,6 +6,8 @@ from collections.abc import Iterator
 
 import pytest
 import torch
+
+from titan.contracts.base import registry
 
 LIMIT = 300.0
 LIMIT_SLOW = 900.0
@@ -45,3 +47,15 @@ def pytest_runtest_protocol(item: pytest.Item) -> Iterator[None]:
         return (yield)
     finally:
         faulthandler.cancel_dump_traceback_later()
+
+
+@pytest.fixture(autouse=True)
+def _plugins_of_a_test_end_with_it() -> Iterator[None]:
+    """What a test loads from outside, the next one does not find: an axis more is another space of layouts."""
+    registry.open_doors()
+    plugins, opened = dict(registry._plugins), set(registry._opened)
+    yield
+    registry._plugins.clear()
+    registry._plugins.update(plugins)
+    registry._opened.clear()
+    registry._opened.update(opened)
