@@ -1,4 +1,4 @@
-"""What holds for every test: one thread, a hard time limit that shows all stacks, the markers, built-in plugins only."""
+"""What holds for every test: one thread, a limit that shows all stacks, the markers, and built-in plugins alone."""
 
 import faulthandler
 import os
