@@ -1,6 +1,8 @@
 """The global norm over mixed placements, and initial weights that no layout changes, against whole tensors."""
 
 from dataclasses import replace
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 import torch
@@ -12,10 +14,12 @@ from torch.distributed.tensor import DTensor
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 
 from tests.ranks import run_ranks
-from titan.contracts import Axis, Part
+from titan.contracts import Axis, Part, Technique
 from titan.contracts.base.mesh import Mesh, lay_out
 from titan.contracts.base.plan import ONES, ZEROS, ModelPlan, computed, normal
 from titan.errors import PluginError
+from titan.plugins.models.llama import Llama
+from titan.training import build, phases
 from titan.training.gradients import clip, global_norm
 from titan.training.init import draw, init_weights
 
@@ -85,3 +89,29 @@ def test_a_buffer_that_the_model_does_not_have_is_refused() -> None:
     plan.check_names(["0"], names, ["0.seen", "0.rope"])
     with pytest.raises(PluginError, match=r"names what the model does not have: \*\.rope"):
         plan.check_names(["0"], names, ["0.seen"])
+
+
+def test_a_technique_may_give_values_to_buffers_that_it_registers_later() -> None:
+    model = Llama(Llama.Config(**Llama.presets["tiny"]))
+    late = replace(model.plan(), buffers={"layers.*.late": ONES})
+    with torch.device("meta"):
+        module = model.build()
+    world: Any = SimpleNamespace(plan=late, job=SimpleNamespace(model=model))
+    phases._check_names(module, world)
+    world.job.model = SimpleNamespace(plan=lambda: late)
+    with pytest.raises(PluginError, match=r"names what the model does not have: layers\.\*\.late"):
+        phases._check_names(module, world)
+
+
+class Forgetful(Technique):
+    """Has state only after its first step."""
+
+    name = "forgetful"
+
+    def state_dict(self) -> dict[str, Any]:
+        return dict(self.sums)  # type: ignore[attr-defined]
+
+
+def test_a_state_that_cannot_be_asked_for_before_it_is_loaded_names_its_technique() -> None:
+    with pytest.raises(PluginError, match=r"technique 'forgetful' in .*: state_dict\(\) raised .*before load"):
+        build._state_now(Forgetful(None))

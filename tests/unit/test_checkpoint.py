@@ -15,6 +15,7 @@ from bench.mutations import reseal
 from titan.checkpoint import Checkpointer, Own, rng_state, set_rng_state
 from titan.checkpoint.disk.metadata import DTYPES
 from titan.checkpoint.state import rejoin, separate
+from titan.checkpoint.techniques import without
 from titan.contracts import Part
 from titan.errors import CheckpointError, PluginError
 from titan.log import log
@@ -341,3 +342,9 @@ def test_an_error_of_the_background_is_raised_once(tmp_path: Path, told: Callabl
     checkpointer.save(3, parts, optimizer, {})
     checkpointer.close()
     assert [text.split(" to ")[0] for text in told()] == ["saving step 3"]
+
+
+def test_a_list_keeps_what_is_beside_a_tensor_of_other_ranks() -> None:
+    elsewhere = {"$tensor": "rest.techniques.t.elsewhere"}
+    table = {"t": {"both": [elsewhere, 3.0], "alone": [elsewhere], "value": 1}}
+    assert without(table, {"rest.techniques.t.elsewhere"}) == {"t": {"both": [elsewhere, 3.0], "value": 1}}

@@ -19,7 +19,7 @@ from titan.plugins.models.gpt import Gpt, GptConfig
 from titan.plugins.models.llama import Llama, LlamaConfig
 from titan.plugins.tokenizers.byte import END, Byte
 from titan.plugins.tokenizers.byte import Config as ByteConfig
-from titan.training.engine import Direct
+from titan.training.engine import Direct, Strict
 
 SIZES: dict[str, Any] = {"n_layers": 2, "dim": 32, "n_heads": 4, "ffn_dim": 48, "vocab_size": 257, "max_seq_len": 24}
 MODELS: dict[str, Model] = {
@@ -116,6 +116,13 @@ def test_each_token_costs_itself_alone(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(Cache, "place", lambda self, *args: widths.append(args[1]) or place(self, *args))
     run(MODELS["llama"], PROMPTS, GREEDY)
     assert widths == [10, 1, 1, 1, 1, 1, 1, 1]
+
+
+def test_a_run_that_is_held_to_its_contract_generates_with_a_cache_too() -> None:
+    here = world(MODELS["llama"], net(MODELS["llama"]))
+    direct = Direct(here.parts[0], ())
+    held = Strict(direct, here.parts, torch.device("cpu"))
+    assert generation._Model(here, held)._caching and generation._Model(here, direct)._caching
 
 
 @pytest.mark.parametrize("split", [4, 8])
