@@ -50,11 +50,17 @@ class Meter:
         self._flops_per_token = plan.flops_per_token(seq_len)
         self._devices, self._device = devices, device
         self._peak = peak_tflops(device, stated_peak)
-        self._begin(time.perf_counter())
+        began = time.perf_counter()
+        self._epoch = time.time() - began
+        self._begin(began)
 
     def _begin(self, now: float) -> None:
         self._since, self._steps, self._tokens, self._data_s = now, 0, 0, 0.0
         self._beside: dict[Beside, float] = dict.fromkeys(get_args(Beside), 0.0)
+
+    def unix_time(self, now: float | None = None) -> float:
+        """Unix seconds of a moment of `perf_counter`, by default of this one: a clock that jumps does not show."""
+        return self._epoch + (time.perf_counter() if now is None else now)
 
     def add(self, tokens: int, data_s: float) -> None:
         """Count a step that consumed `tokens` (over all ranks) and waited `data_s` for its data on this rank."""
@@ -99,7 +105,7 @@ class Meter:
             "data_time_s": self._data_s / max(self._steps, 1),
             **{f"{what}_time_s": spent for what, spent in self._beside.items()},
             "peak_memory_gib": peak_memory_gib(self._device),
-            "time": time.time(),
+            "time": self.unix_time(now),
         }
         self._begin(now)
         return row

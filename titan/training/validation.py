@@ -1,7 +1,6 @@
 """Loss on held-out samples: the same samples each time, and the same value at any layout."""
 
 import math
-import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
 
 import torch
@@ -51,7 +50,7 @@ def validate(run: Run) -> None:
         "validation_loss": run.held_out_loss,
         "validation_perplexity": perplexity(run.held_out_loss),
     }
-    run.trackers.log({**row, "time": time.time()})
+    run.trackers.log({**row, "time": run.meter.unix_time()})
 
 
 def perplexity(nats: float) -> float:
