@@ -1,9 +1,10 @@
-"""Kills small runs at chosen moments until so many kills have struck, and says whether anything was lost.
+"""Injects faults into small runs until so many have struck, and says whether anything was lost or wrong.
 
     python -m bench.chaos [--kills 200] [--seed 0]
 
-Needs Linux. What is killed, when and on which layout is drawn from the seed; what has to hold stands in tests/chaos.py.
-Exit code 1 if something did not.
+Needs Linux. Half of the faults are kills; the others are errors of the file system (EIO, ENOSPC, ESTALE), files that
+cannot be removed, second starts of the same command, a corpus that grows and a clock that jumps. What happens, when and
+on which layout is drawn from the seed; what has to hold stands in tests/chaos.py. Exit code 1 if something did not.
 """
 
 import argparse
@@ -20,28 +21,30 @@ from tests.chaos import Hunt
 
 
 def main() -> int:
-    """Hunt, print what was struck and what did not hold, write the results."""
+    """Hunt, print what struck and what did not hold, write the results."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--kills", type=int, default=200, help="kills in all")
-    parser.add_argument("--seed", type=int, default=0, help="draws moments, victims and layouts")
+    parser.add_argument("--kills", type=int, default=200, help="faults in all, half of them kills")
+    parser.add_argument("--seed", type=int, default=0, help="draws faults, moments and layouts")
     words = parser.parse_args()
     began = time.monotonic()
-    with tempfile.TemporaryDirectory() as folder, tqdm(total=words.kills, unit="kill", disable=None) as bar:
+    with tempfile.TemporaryDirectory() as folder, tqdm(total=words.kills, unit="fault", disable=None) as bar:
         hunting = Hunt(Path(folder))
-        hunting.told = lambda: bar.update(len(hunting.report.kills) - bar.n)
+        hunting.told = lambda: bar.update(len(hunting.report.struck) - bar.n)
         report = hunting.hunt(words.kills, words.seed)
-    counts = {key: dict(Counter(kill[key] for kill in report.kills)) for key in ("point", "victim", "way", "layout")}
+    keys = ("kind", "point", "victim", "way", "layout", "code")
+    counts = {key: dict(Counter(str(one[key]) for one in report.struck)) for key in keys}
     for key, found in counts.items():
         print(f"{key:<8}", ", ".join(f"{name} {count}" for name, count in sorted(found.items())))
-    print(f"{len(report.kills)} kills of {report.runs} runs, {report.starts} starts: {len(report.faults)} faults")
-    for fault in report.faults:
-        print("fault:", fault)
+    about = f"{len(report.struck)} faults in {report.runs} runs, {report.starts} starts"
+    print(f"{about}: {len(report.violations)} violations")
+    for violation in report.violations:
+        print("violation:", violation)
     measured = {
         "seed": words.seed, "seconds": round(time.monotonic() - began), "runs": report.runs, "starts": report.starts,
-        "struck": len(report.kills), "faults": report.faults, "counts": counts, "kills": report.kills,
+        "violations": report.violations, "counts": counts, "struck": report.struck,
     }  # fmt: skip
     print(results.write("chaos", measured))
-    return 1 if report.faults else 0
+    return 1 if report.violations else 0
 
 
 if __name__ == "__main__":

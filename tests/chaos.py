@@ -1,11 +1,16 @@
-"""Kills runs again and again, lets them go on, and holds what they leave against runs that nobody touched.
+"""Injects faults into runs again and again, lets them go on, and holds what they leave against undisturbed runs.
 
-`Hunt` does it: a small run is started, dies of a kill -9 at a chosen moment, is started again with the same command (on
-another layout, in half of the runs), and so on until it is through. What has to hold:
+`Hunt` does it: a small run is started, meets a fault at a chosen moment, is started again with the same command (on
+another layout, in half of the runs), and so on until it is through. A fault is a kill -9, an error of the file system,
+something that cannot be removed, a second start of the same command, a corpus that grows while it is read, or a clock
+that jumps (`tests.injection.Fault`). What has to hold:
 
 - a checkpoint that was complete, or was said to be saved, is never lost; every start goes on from the newest;
-- metrics.jsonl is valid after every kill, and holds the curve of an uninterrupted run in the end: the very same numbers
+- metrics.jsonl is valid after every fault, and holds the curve of an undisturbed run in the end: the very same numbers
   on one layout, those within the tolerance table on changing ones; so do the weights, the optimizer's state included;
+  rows may lack where the file system refused them, and then a warning says so;
+- an error of the file system ends a run with exit code 1, if at all; a second start is refused; a corpus that grows is
+  refused; neither a clock nor what cannot be removed ends a run;
 - nothing half written is left when the run is through.
 
 A run is started in one of three ways: its ranks alone, which die together; ranks under a launcher, which outlives them
@@ -29,16 +34,16 @@ from typing import Any
 
 import torch
 
+from tests.injection import ERRORS, KINDS, NEVER, Fault, Witness, drawn, rank_of, witnessed
 from tests.jobs import LLAMA, Outcome, differences, read_rows, run_job, saved_tensors, write_text
-from tests.kills import NEVER, Kill, Witness, witnessed
 from tests.ranks import ROOT, RankError, run_ranks
 from titan.checkpoint.disk import folder as folders
 from titan.ranks import children, launcher
 from titan.ranks.place import LOCAL, Place
 
 STEPS = 12
-KILLS_A_RUN = 5
-MOST_FAULTS = 20
+FAULTS_A_RUN = 5
+MOST_VIOLATIONS = 20
 PATIENCE_S = 200.0
 
 LAYOUTS: Mapping[str, tuple[int, tuple[str, ...]]] = {
@@ -56,6 +61,10 @@ OFTEN = (4, 4, 2, 3, 3, 1, 1)
 MOMENTS = {"step": 28, "mkdir": 6, "write": 14, "fsync": 14, "cut": 14, "rename": 9, "remove": 24, "read": 9}
 """Latest event of each kind that a kill waits for."""
 
+IN_USE = "is in use"
+CHANGED, CHANGED_CODE = "changed while", 2
+"""What is said of a second start, and of a corpus that grows."""
+
 RANKS, LAUNCHER, COMMAND = "ranks", "launcher", "command"
 """Ways to start a run."""
 
@@ -66,7 +75,7 @@ class Start:
 
     layout: str
     way: str
-    kill: Kill
+    fault: Fault
     words: tuple[str, ...] = ()
 
     @property
@@ -75,12 +84,21 @@ class Start:
         return any(pair == ("--checkpoint.keep", "0") for pair in pairwise(self.words))
 
 
+@dataclass(frozen=True)
+class End:
+    """How a start ended. struck: what the fault met, a line each.  code: of the run; -1 where its ranks had none."""
+
+    struck: tuple[str, ...]
+    code: int
+    said: str
+
+
 @dataclass
 class Report:
-    """What a hunt saw. kills: one table each. faults: what did not hold, a sentence each."""
+    """What a hunt saw. struck: faults that were met, a table each.  violations: what did not hold, a sentence each."""
 
-    kills: list[dict[str, Any]] = field(default_factory=list)
-    faults: list[str] = field(default_factory=list)
+    struck: list[dict[str, Any]] = field(default_factory=list)
+    violations: list[str] = field(default_factory=list)
     runs: int = 0
     starts: int = 0
 
@@ -89,7 +107,7 @@ Entry = Callable[[str, list[str], str], Any]
 
 
 class Hunt:
-    """Runs under one folder, and the uninterrupted ones they are held against.
+    """Runs under one folder, and the undisturbed ones they are held against.
 
     entry: what a rank runs when its run is started by its ranks alone.  told: called after every start.
     """
@@ -100,15 +118,15 @@ class Hunt:
         self._references: dict[str, Outcome] = {}
         write_text(folder / "text")
 
-    def hunt(self, kills: int, seed: int) -> Report:
-        """Run after run, until so many kills have struck. What is tried depends on the seed alone."""
+    def hunt(self, faults: int, seed: int) -> Report:
+        """Run after run, until so many faults have struck. What is tried depends on the seed alone."""
         self.report = Report()
-        while len(self.report.kills) < kills and len(self.report.faults) < MOST_FAULTS:
-            self.run(random.Random(f"{seed} {self.report.runs}"), kills - len(self.report.kills))
+        while len(self.report.struck) < faults and len(self.report.violations) < MOST_VIOLATIONS:
+            self.run(random.Random(f"{seed} {self.report.runs}"), faults - len(self.report.struck))
         return self.report
 
-    def run(self, rng: random.Random, kills: int) -> None:
-        """One run, killed up to `KILLS_A_RUN` times."""
+    def run(self, rng: random.Random, faults: int) -> None:
+        """One run, with up to `FAULTS_A_RUN` faults."""
         layouts = _layouts(rng)
         saving = [
             *_flag("checkpoint.every", rng.choice((1, 1, 2))),
@@ -118,12 +136,12 @@ class Hunt:
         if rng.random() < 0.15:
             rewritten = STEPS // 2
             saving += _flag("checkpoint.keep", 0)
-        starts = [_start(rng, next(layouts), saving) for _ in range(min(kills, KILLS_A_RUN))]
+        starts = [_start(rng, next(layouts), saving) for _ in range(min(faults, FAULTS_A_RUN))]
         if rewritten:
             # A run that begins again under its old name replaces the checkpoints it finds.
-            before = replace(starts[0], way=RANKS, kill=NEVER, words=(*saving, *_flag("train.steps", rewritten)))
+            before = replace(starts[0], way=RANKS, fault=NEVER, words=(*saving, *_flag("train.steps", rewritten)))
             anew = (*saving, *_flag("checkpoint.resume", "never"))
-            starts[0] = replace(starts[0], kill=Kill("rename", rng.randint(1, 12), 0), words=anew)
+            starts[0] = replace(starts[0], fault=Fault("rename", rng.randint(1, 12), 0), words=anew)
             starts.insert(0, before)
         self.chase([*starts, Start(next(layouts), RANKS, NEVER, tuple(saving))], rewritten)
 
@@ -138,51 +156,59 @@ class Hunt:
         there: list[Path] = []
         ever: set[Path] = set()
         layouts = set()
-        for number, start in enumerate(starts):
+        gaps = False
+        for number, start in enumerate(_with_caches(starts, f"{self.folder}/cache-{name}")):
             layouts.add(start.layout)
             lines = _lines(run)
-            struck, failure = self._once(name, start)
+            end = self._once(name, start)
             self.report.starts += 1
             self.told()
-            if failure and not struck:
-                self.report.faults.append(f"{name}, start {number}: failed without a kill: {failure[-3000:]}")
+            if end.code and not end.struck:
+                self.report.violations.append(f"{name}, start {number}: failed without a fault: {end.said[-3000:]}")
                 break
-            told = f"{name}, start {number} ({start.layout}, {start.way})"
+            told = f"{name}, start {number} ({start.layout}, {start.way}, {start.fault.kind})"
+            self.check_end_of_start(told, start.fault, end)
             self._check_start(told, start, _lines(run)[len(lines) :], there)
             there = self._check_folder(told, run)
             ever |= set(there)
             lost = [path for path in sorted(ever) if start.keeps_all and not _is_there(path)]
-            self.report.faults += [f"{told}: {path} was there once and is lost" for path in lost]
-            if struck:
+            self.report.violations += [f"{told}: {path} was there once and is lost" for path in lost]
+            gaps |= start.fault.kind in ERRORS and any("metrics.jsonl" in line for line in end.struck)
+            if end.struck:
                 newest = there[-1].name if there else ""
-                about = {"run": name, "start": number, "layout": start.layout, "way": start.way}
-                self.report.kills.append({**about, **asdict(start.kill), "struck": struck, "newest": newest})
-            elif start.kill != NEVER or start is starts[-1]:
-                self._check_end(name, run, layouts, rewritten)
+                about = {"run": name, "start": number, "layout": start.layout, "way": start.way, "code": end.code}
+                met = {"struck": end.struck[0][:300], "events": len(end.struck), "newest": newest}
+                self.report.struck.append({**about, **asdict(start.fault), **met})
+            elif start.fault != NEVER or number == len(starts) - 1:
+                self._check_end(name, run, layouts, rewritten, gaps)
                 break
         shutil.rmtree(run, ignore_errors=True)
         return self.report
 
     # --- one start ------------------------------------------------------------------------------------------------
 
-    def _once(self, name: str, start: Start) -> tuple[str, str]:
-        """(what was struck, what was said of a failure); each empty if there was none."""
+    def _once(self, name: str, start: Start) -> End:
         ranks, axes = LAYOUTS[start.layout]
-        note, pipe = self.folder / "note", self.folder / "pipe"
+        note, pipe, corpus = self.folder / "note", self.folder / "pipe", self.folder / "text"
         for path in (note, pipe):
             path.unlink(missing_ok=True)
-        plan = {"folder": str(self.folder / name), "note": str(note), "pipe": str(pipe), **asdict(start.kill)}
         words = [
-            "--run.name", name, "--data.path", str(self.folder / "text"), "--train.steps", str(STEPS),
+            "--run.name", name, "--data.path", str(corpus), "--train.steps", str(STEPS),
             "--checkpoint.enabled", "true", "--plugins.path", json.dumps([str(ROOT / "tests" / "guests")]),
             "--plugins.saboteur.enabled", "true", *(word for axis in axes for word in _flag(f"mesh.{axis}", 2)),
             *start.words,
         ]  # fmt: skip
-        with witnessed(pipe, note, start.kill) as witness:
-            failure = self._started(start.way, ranks, words, {"CHAOS": json.dumps(plan)}, witness)
-        return note.read_text() if note.exists() else "", failure
+        places = {"folder": self.folder / name, "corpus": corpus, "note": note, "pipe": pipe}
+        again = [sys.executable, "-m", "titan.launch", *_command(self.folder, words)]
+        plan = {**{key: str(path) for key, path in places.items()}, "again": again, **asdict(start.fault)}
+        with witnessed(pipe, note, start.fault) as witness, _kept(corpus):
+            code, said = self._started(start.way, ranks, words, {"CHAOS": json.dumps(plan)}, witness)
+        return End(tuple(note.read_text().splitlines()) if note.exists() else (), code, said)
 
-    def _started(self, way: str, ranks: int, words: list[str], environment: dict[str, str], witness: Witness) -> str:
+    def _started(
+        self, way: str, ranks: int, words: list[str], environment: dict[str, str], witness: Witness
+    ) -> tuple[int, str]:
+        """Exit code of the run, and what it said."""
         if way == COMMAND:
             return self._typed(ranks, words, environment, witness)
         said = io.StringIO()
@@ -191,22 +217,38 @@ class Hunt:
                 if way == RANKS:
                     call = (self.entry, environment, str(self.folder), words, str(LLAMA))
                     run_ranks(_as_ranks, ranks, *call, init=False, timeout=PATIENCE_S)
-                    return ""
+                    return 0, ""
                 call = (_command(self.folder, words), environment, ranks)
                 [code] = run_ranks(_under_a_launcher, 1, *call, init=False, timeout=PATIENCE_S)
-            return f"exit code {code}\n{said.getvalue()}" if code else ""
+            return code, said.getvalue()
         except RankError as error:
-            return f"{error}\n{said.getvalue()}"
+            return -1, f"{error}\n{said.getvalue()}"
 
-    def _typed(self, ranks: int, words: list[str], environment: dict[str, str], witness: Witness) -> str:
+    def _typed(self, ranks: int, words: list[str], environment: dict[str, str], witness: Witness) -> tuple[int, str]:
         command = [sys.executable, "-m", "titan.launch", *_command(self.folder, words)]
         surroundings = {**os.environ, **environment, "NPROC": str(ranks), "OMP_NUM_THREADS": "1"}
         process = subprocess.Popen(command, env=surroundings, cwd=ROOT, stderr=subprocess.PIPE, text=True)
         witness.launcher = process.pid
         _, said = process.communicate(timeout=PATIENCE_S)
-        return "" if process.returncode == 0 else f"exit code {process.returncode}\n{said}"
+        return process.returncode, said
 
     # --- what has to hold -----------------------------------------------------------------------------------------
+
+    def check_end_of_start(self, told: str, fault: Fault, end: End) -> None:
+        """The run ended as it should after that fault."""
+        if "did not end within" in end.said:
+            self.report.violations.append(f"{told}: hung: {end.said[-3000:]}")
+        if not end.struck or fault.kind == "kill":
+            return
+        if fault.kind == "growth":
+            right = end.code == CHANGED_CODE and re.search(CHANGED, end.said) is not None
+        elif fault.kind == "second":
+            right = end.code == 0 and re.search(rf"exit code 1: .*{IN_USE}", end.struck[0]) is not None
+        else:
+            right = end.code in ((0, 1) if fault.kind in ERRORS else (0,))
+        if not right or "Traceback" in end.said:
+            met = "; ".join(end.struck[:3])
+            self.report.violations.append(f"{told}: {met}: exit code {end.code}: {end.said[-3000:]}")
 
     def _check_start(self, told: str, start: Start, lines: list[str], there: list[Path]) -> None:
         """Every start that came so far went on from the newest checkpoint."""
@@ -215,47 +257,49 @@ class Hunt:
         begun = [match[1] for line in lines if (match := re.search(r"weights: (new|from \S+),", line))]
         right = f"from {there[-1]}" if there else "new"
         if begun and begun != [right]:
-            self.report.faults.append(f"{told}: its weights are {begun[0]}, should be {right}")
+            self.report.violations.append(f"{told}: its weights are {begun[0]}, should be {right}")
 
     def _check_folder(self, told: str, run: Path) -> list[Path]:
         """The complete checkpoints; what was last said to be saved is among them, and the metrics are whole."""
         found = folders.complete(run / "checkpoints")
         saved = [int(match[1]) for line in _lines(run) if (match := re.search(r"checkpoint: step (\d+) saved", line))]
         if saved and folders.step_folder(run / "checkpoints", saved[-1]) not in found:
-            self.report.faults.append(f"{told}: step {saved[-1]} was said to be saved; there are {found}")
+            self.report.violations.append(f"{told}: step {saved[-1]} was said to be saved; there are {found}")
         metrics = run / "metrics.jsonl"
         for line in metrics.read_bytes().splitlines(keepends=True) if metrics.exists() else []:
             try:
                 assert line.endswith(b"\n")
                 json.loads(line)
             except (ValueError, AssertionError):
-                self.report.faults.append(f"{told}: metrics.jsonl holds {line!r}")
+                self.report.violations.append(f"{told}: metrics.jsonl holds {line!r}")
         return found
 
-    def _check_end(self, name: str, run: Path, layouts: set[str], rewritten: int) -> None:
-        """The run that was killed left what an uninterrupted one leaves."""
+    def _check_end(self, name: str, run: Path, layouts: set[str], rewritten: int, gaps: bool) -> None:
+        """The run left what an undisturbed one leaves; with gaps, it may lack rows."""
         left = sorted(str(path.relative_to(run)) for path in run.rglob("*.tmp"))
         if left:
-            self.report.faults.append(f"{name}: {', '.join(left)} left at the end")
+            self.report.violations.append(f"{name}: {', '.join(left)} left at the end")
         if folders.complete(run / "checkpoints")[-1:] != [folders.step_folder(run / "checkpoints", STEPS)]:
-            self.report.faults.append(f"{name}: the checkpoint of step {STEPS} is not there at the end")
+            self.report.violations.append(f"{name}: the checkpoint of step {STEPS} is not there at the end")
             return
         steps = [json.loads(line)["step"] for line in (run / "metrics.jsonl").read_text().splitlines()]
         if steps != sorted(set(steps)):
-            self.report.faults.append(f"{name}: metrics.jsonl has the steps {steps}")
+            self.report.violations.append(f"{name}: metrics.jsonl has the steps {steps}")
         same = len(layouts) == 1
         reference = self.reference(min(layouts) if same else "one rank")
-        rows = {step: row for step, row in reference.rows.items() if step > rewritten or step in read_rows(run)}
-        reference, outcome = Outcome(rows, reference.weights), _outcome(run)
+        outcome = _outcome(run)
+        needed = {step for step in reference.rows if step > rewritten and not gaps} | outcome.rows.keys()
+        rows = {step: row for step, row in reference.rows.items() if step in needed}
+        reference = Outcome(rows, reference.weights)
         found = _unequal(reference, outcome) if same else differences(_weights_only(reference), _weights_only(outcome))
-        self.report.faults += [f"{name} ({', '.join(sorted(layouts))}): {line}" for line in found]
+        self.report.violations += [f"{name} ({', '.join(sorted(layouts))}): {line}" for line in found[:5]]
 
     def reference(self, layout: str) -> Outcome:
-        """What a run leaves that nobody kills."""
+        """What an undisturbed run leaves."""
         if layout not in self._references:
             name = f"whole, {layout}"
-            struck, failure = self._once(name, Start(layout, RANKS, NEVER))
-            assert not struck and not failure, failure
+            end = self._once(name, Start(layout, RANKS, NEVER))
+            assert not end.struck and not end.code, end.said
             self._references[layout] = _outcome(self.folder / name)
         return self._references[layout]
 
@@ -271,19 +315,43 @@ def _layouts(rng: random.Random) -> Iterator[str]:
 
 
 def _start(rng: random.Random, layout: str, words: list[str]) -> Start:
-    way = rng.choices((RANKS, LAUNCHER, COMMAND), (7, 2, 1))[0]
     ranks = LAYOUTS[layout][0]
+    kind = rng.choices(list(KINDS), list(KINDS.values()))[0]
+    if kind != "kill":
+        return Start(layout, rng.choices((LAUNCHER, COMMAND), (4, 1))[0], drawn(rng, kind, ranks), tuple(words))
+    way = rng.choices((RANKS, LAUNCHER, COMMAND), (7, 2, 1))[0]
     if rng.random() < 0.25:
         victims = ("rank", "all") if way != COMMAND else ("rank", "launcher", "all")
-        kill = Kill("outside", rng.randint(1, 150 * ranks), rng.randrange(ranks), rng.choice(victims), slow=0.003)
+        fault = Fault("outside", rng.randint(1, 150 * ranks), rng.randrange(ranks), rng.choice(victims), slow=0.003)
     else:
         point = rng.choice(list(MOMENTS))
-        # Rank 0 alone makes, renames and removes folders.
-        rank = 0 if point in ("mkdir", "rename", "remove") else rng.randrange(ranks)
         launched = way == LAUNCHER or (way == COMMAND and ranks > 1)
         victim = rng.choice(("rank", "launcher")) if launched else "rank"
-        kill = Kill(point, rng.randint(1, MOMENTS[point]), rank, victim, rng.choice((0.0, 0.003)))
-    return Start(layout, way, kill, tuple(words))
+        rank = rank_of(rng, point, ranks)
+        fault = Fault(point, rng.randint(1, MOMENTS[point]), rank, victim, rng.choice((0.0, 0.003)))
+    return Start(layout, way, fault, tuple(words))
+
+
+def _with_caches(starts: list[Start], cache: str) -> list[Start]:
+    """A corpus is read while it is tokenised: one that is to grow goes into a new cache, which later starts use."""
+    made: list[Start] = []
+    found: tuple[str, ...] = ()
+    for number, start in enumerate(starts):
+        if start.fault.kind == "growth":
+            found = ("--data.cache", f"{cache}-{number}")
+        made.append(replace(start, words=(*start.words, *found)))
+    return made
+
+
+@contextlib.contextmanager
+def _kept(folder: Path) -> Iterator[None]:
+    """What is done to the files of a folder is undone, times included."""
+    before = {path: (path.read_bytes(), path.stat()) for path in folder.iterdir()}
+    yield
+    for path, (data, status) in before.items():
+        if path.stat().st_size != status.st_size:
+            path.write_bytes(data)
+            os.utime(path, ns=(status.st_atime_ns, status.st_mtime_ns))
 
 
 def _flag(key: str, value: object) -> list[str]:

@@ -1,4 +1,4 @@
-"""Killed at any moment, a run goes on from its newest checkpoint and draws the curve of one that nobody touched."""
+"""Whatever happens to a run at any moment, the next start goes on from its newest checkpoint, on the same curve."""
 
 import re
 import sys
@@ -6,9 +6,9 @@ from pathlib import Path
 
 import pytest
 
-from tests.chaos import LAUNCHER, RANKS, Entry, Hunt, Report, Start
+from tests.chaos import LAUNCHER, RANKS, STEPS, End, Entry, Hunt, Report, Start
+from tests.injection import NEVER, Fault
 from tests.jobs import run_job
-from tests.kills import NEVER, Kill
 from titan.checkpoint.disk import folder as folders
 
 pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="needs /proc and the parent death signal")
@@ -22,23 +22,23 @@ def hunting(tmp_path_factory: pytest.TempPathFactory) -> Hunt:
 
 
 @pytest.mark.parametrize("seed", range(4))
-def test_ten_kills(seed: int, hunting: Hunt) -> None:
+def test_ten_faults(seed: int, hunting: Hunt) -> None:
     report = hunting.hunt(10, seed)
-    assert not report.faults, "\n".join(report.faults)
-    assert len(report.kills) == 10
+    assert not report.violations, "\n".join(report.violations)
+    assert len(report.struck) == 10
 
 
 MOMENTS = {
-    "between the rename of the old and of the new": Kill("rename", 1, 0, place=r"/step-00000002\.tmp$"),
-    "when the old was put back": Kill("step", 1, 0, place="before step 2"),
-    "half of the old is removed": Kill("remove", 2, 0, place=r"/step-00000002\.replaced\.tmp"),
-    "half of a tensor file is written": Kill("cut", 1, 0, place=r"/step-00000003\.tmp/.*\.distcp$"),
-    "before the metrics are cut back": Kill("rename", 1, 0, place=r"/metrics\.jsonl\.tmp$"),
-    "half of state.json is written": Kill("cut", 1, 0, place=r"/step-00000003\.tmp/state\.json$"),
-    "half of what that kill left is removed": Kill("remove", 2, 0, place=r"/step-00000003\.tmp"),
-    "between the rename and its sync": Kill("fsync", 1, 0, place="/checkpoints$"),
-    "the launcher, before a commit": Kill("rename", 1, 0, "launcher", place=r"/step-00000005\.tmp$"),
-    "while the checkpoint is loaded": Kill("read", 1, 0, place=r"\.distcp$"),
+    "between the rename of the old and of the new": Fault("rename", 1, 0, place=r"/step-00000002\.tmp$"),
+    "when the old was put back": Fault("step", 1, 0, place="before step 2"),
+    "half of the old is removed": Fault("remove", 2, 0, place=r"/step-00000002\.replaced\.tmp"),
+    "half of a tensor file is written": Fault("cut", 1, 0, place=r"/step-00000003\.tmp/.*\.distcp$"),
+    "before the metrics are cut back": Fault("rename", 1, 0, place=r"/metrics\.jsonl\.tmp$"),
+    "half of state.json is written": Fault("cut", 1, 0, place=r"/step-00000003\.tmp/state\.json$"),
+    "half of what that kill left is removed": Fault("remove", 2, 0, place=r"/step-00000003\.tmp"),
+    "between the rename and its sync": Fault("fsync", 1, 0, place="/checkpoints$"),
+    "the launcher, before a commit": Fault("rename", 1, 0, "launcher", place=r"/step-00000005\.tmp$"),
+    "while the checkpoint is loaded": Fault("read", 1, 0, place=r"\.distcp$"),
 }
 """In a run that begins anew over six checkpoints of its own, one after the other."""
 
@@ -50,8 +50,58 @@ def test_the_worst_moments(hunting: Hunt) -> None:
     anew = Start("one rank", RANKS, kills[0], (*SAVING, "--checkpoint.resume", "never"))
     hunting.report = Report()
     report = hunting.chase([before, anew, *starts[1:], Start("one rank", RANKS, NEVER, SAVING)], rewritten=6)
-    assert not report.faults, "\n".join(report.faults)
-    assert len(report.kills) == len(MOMENTS)
+    assert not report.violations, "\n".join(report.violations)
+    assert len(report.struck) == len(MOMENTS)
+
+
+LIVES = {
+    "a corpus that grows": Fault("corpus", 20, 0, kind="growth"),
+    "half of a tensor file, then EIO": Fault("put", 1, 0, place=r"/step-00000003\.tmp/.*\.distcp$", kind="EIO"),
+    "a stale handle at the commit": Fault("rename", 1, 0, place=r"/step-00000004\.tmp$", kind="ESTALE"),
+    "no room for metrics": Fault("put", 2, 0, place=r"/metrics\.jsonl$", kind="ENOSPC", span=2),
+    "a leftover that stays": Fault("remove", 1, 0, place=r"/step-00000012\.removed\.tmp", kind="busy"),
+}
+"""In one run, one after the other."""
+
+
+def test_a_bad_day(hunting: Hunt) -> None:
+    """Errors of the file system, and what cannot be removed."""
+    keeping = ("--checkpoint.every", "1", "--checkpoint.async", "false")
+    starts = [Start("one rank", LAUNCHER, fault, keeping) for fault in LIVES.values()]
+    hunting.report = Report()
+    report = hunting.chase([*starts, Start("one rank", LAUNCHER, NEVER, keeping)])
+    assert not report.violations, "\n".join(report.violations)
+    assert [one["kind"] for one in report.struck] == [fault.kind for fault in LIVES.values()]
+
+
+def test_a_clock_and_a_second_start(hunting: Hunt) -> None:
+    """Two ranks, whose wall clocks jump by ten years, while somebody types the command again."""
+    clock = Fault("step", 9, 0, kind="clock", jump=3e8)
+    second = Fault("rename", 1, 0, place=r"/step-00000003\.tmp$", kind="second")
+    hunting.report = Report()
+    starts = [Start("dp_shard 2", LAUNCHER, fault, (*SAVING, "--train.steps", str(steps)))
+              for fault, steps in ((second, 6), (clock, STEPS), (NEVER, STEPS))]  # fmt: skip
+    report = hunting.chase(starts)
+    assert not report.violations, "\n".join(report.violations)
+    assert [one["kind"] for one in report.struck] == ["second", "clock"]
+
+
+@pytest.mark.parametrize(
+    ("kind", "struck", "code", "said"),
+    [
+        ("EIO", "put x", 2, "error: x: Input/output error"),
+        ("EIO", "put x", 1, "Traceback (most recent call last)"),
+        ("busy", "remove x", 1, "error: x cannot be removed"),
+        ("second", "step x: exit code 0: done", 0, ""),
+        ("growth", "corpus x", 0, ""),
+        ("clock", "step x", 1, ""),
+        ("kill", "step x", -1, "rank 1 did not end within 200 s"),
+    ],
+)
+def test_a_wrong_end_is_noticed(kind: str, struck: str, code: int, said: str, tmp_path: Path) -> None:
+    hunt = Hunt(tmp_path)
+    hunt.check_end_of_start("here", Fault("x", 1, 0, kind=kind), End((struck,), code, said))
+    assert len(hunt.report.violations) == 1
 
 
 def _name(folder: str, words: list[str]) -> Path:
@@ -89,7 +139,7 @@ def _leaves_something(folder: str, words: list[str], config: str) -> None:
     ],
 )
 def test_a_planted_fault_is_noticed(planted: Entry, fault: str, tmp_path: Path) -> None:
-    starts = [Start("one rank", RANKS, kill, SAVING) for kill in (Kill("step", 1, 0, place="before step 6"), NEVER)]
+    starts = [Start("one rank", RANKS, kill, SAVING) for kill in (Fault("step", 1, 0, place="before step 6"), NEVER)]
     report = Hunt(tmp_path, planted).chase(starts)
-    assert len(report.kills) == 1
-    assert any(re.search(fault, found) for found in report.faults), report.faults
+    assert len(report.struck) == 1
+    assert any(re.search(fault, found) for found in report.violations), report.violations
