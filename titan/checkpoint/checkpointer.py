@@ -212,11 +212,9 @@ class Checkpointer:
             united = replace(snapshot, values=values, rest=rest)
             ranks.first(lambda: self._commit(path, step, united, pieces, began))
         except RankFailure as failure:
-            told, full = str(failure), failure.disk_full
-            raise CheckpointError(ranks.first(lambda: self._give_up(step, told, full))) from failure
+            raise CheckpointError(self._give_up_together(step, str(failure), failure.disk_full)) from failure
         except RuntimeError as error:  # torch's word for a rank that died or is late
-            said = str(error).partition("\n")[0]
-            raise CheckpointError(f"saving step {step} to {self.folder} failed: {said}") from error
+            raise CheckpointError(f"saving step {step} to {self.folder} failed: {_first_line(error)}") from error
 
     def _commit(self, path: Path, step: int, snapshot: Snapshot, pieces: dict[str, Piece], began: float) -> None:
         unseen = [fault for name, fault in manifest.wrong_sizes(path, pieces).items() if name in pieces]
@@ -238,6 +236,16 @@ class Checkpointer:
         except OSError as error:
             log.warning(f"an old checkpoint could not be removed: {error}")
 
+    def _give_up_together(self, step: int, told: str, full: bool) -> str:
+        """Remove what was written, on rank 0; returns what all ranks tell, also where that fails."""
+        try:
+            return self._ranks.first(lambda: self._give_up(step, told, full))
+        except RankFailure as failure:
+            then = f"sweeping failed: {failure}"
+        except RuntimeError as error:
+            then = f"another rank was lost: {_first_line(error)}"
+        return f"saving step {step} to {self.folder} failed: {told}; then {then}"
+
     def _give_up(self, step: int, told: str, full: bool) -> str:
         """Remove what was written; returns what to tell."""
         folders.tidy(self.folder)
@@ -246,3 +254,7 @@ class Checkpointer:
         if full:
             return f"disk full while saving step {step} to {self.folder}; {last}"
         return f"saving step {step} to {self.folder} failed: {told}; {last}"
+
+
+def _first_line(error: Exception) -> str:
+    return str(error).partition("\n")[0]
