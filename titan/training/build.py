@@ -50,7 +50,7 @@ class Core:
 
 @dataclass(kw_only=True)
 class Run(Core):
-    """A step's needs, and what hangs on a run of them."""
+    """A step's needs, and what hangs on a run of them. whole: the state is that of a finished step."""
 
     loader: Loader
     trackers: Trackers
@@ -59,6 +59,7 @@ class Run(Core):
     held_out: Samples | None
     dropped: int = 0
     saved: int = field(default=0)
+    whole: bool = True
     held_out_loss: float | None = None
 
     def rest(self) -> dict[str, object]:

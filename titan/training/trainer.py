@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 
 from titan.contracts import Batch
+from titan.errors import CheckpointError, DivergedError
 from titan.log import log
 from titan.ranks.preemption import Preemption
 from titan.ranks.process import shorten_timeouts, tell
@@ -42,7 +43,9 @@ def train(run: Run) -> str:
             waited = time.perf_counter()
             micro_batches = next(batches)
             waited = time.perf_counter() - waited
+            run.whole = False
             stats = step(run, micro_batches)
+            run.whole = True
             if run.step == first + 1:
                 shorten_timeouts(run.job, run.world.mesh)
                 if run.checkpointer is not None:
@@ -56,6 +59,7 @@ def train(run: Run) -> str:
         return asked or preemption.due()
     except Exception as error:
         tell(error, run.rank.number)
+        _rescue(run, error)
         raise
     finally:
         gc.enable()
@@ -134,6 +138,22 @@ def save(run: Run) -> None:
         with run.meter.beside("save"):
             run.checkpointer.save(run.step, run.parts, run.optimizer, run.rest())
         run.saved = run.step
+
+
+def _rescue(run: Run, error: Exception) -> None:
+    """Before an error ends the run, save what the last finished step has left, where that is safe.
+
+    It is where this rank is all there is: a save is the work of all, and others may be in the next step's collectives
+    by now. An error in the middle of a step leaves a state that is neither step's; one of a save would come again.
+    """
+    foreseen = isinstance(error, (DivergedError, CheckpointError))
+    if run.rank.world_size > 1 or not run.whole or foreseen or run.checkpointer is None:
+        return
+    try:
+        save(run)
+        run.checkpointer.wait()
+    except Exception as another:
+        log.error(f"step {run.step} cannot be saved before the end: {another}")
 
 
 def close(run: Run) -> None:
