@@ -31,11 +31,11 @@ def test_ten_kills(seed: int, hunting: Hunt) -> None:
 MOMENTS = {
     "between the rename of the old and of the new": Kill("rename", 1, 0, place=r"/step-00000002\.tmp$"),
     "when the old was put back": Kill("step", 1, 0, place="before step 2"),
-    "half of the old is removed": Kill("remove", 2, 0, place=r"/step-00000002\.replaced\.tmp"),
+    "half of the old is removed": Kill("remove", 2, 0, place=r"/step-00000002\.removed-\w+\.tmp"),
     "half of a tensor file is written": Kill("cut", 1, 0, place=r"/step-00000003\.tmp/.*\.distcp$"),
     "before the metrics are cut back": Kill("rename", 1, 0, place=r"/metrics\.jsonl\.tmp$"),
     "half of state.json is written": Kill("cut", 1, 0, place=r"/step-00000003\.tmp/state\.json$"),
-    "half of what that kill left is removed": Kill("remove", 2, 0, place=r"/step-00000003\.tmp"),
+    "half of what that kill left is removed": Kill("remove", 2, 0, place=r"/step-00000003\.removed-\w+\.tmp"),
     "between the rename and its sync": Kill("fsync", 1, 0, place="/checkpoints$"),
     "the launcher, before a commit": Kill("rename", 1, 0, "launcher", place=r"/step-00000005\.tmp$"),
     "while the checkpoint is loaded": Kill("read", 1, 0, place=r"\.distcp$"),

@@ -20,7 +20,7 @@ from titan.checkpoint.ranks import Ranks
 from titan.checkpoint.state import rejoin, separate
 from titan.checkpoint.techniques import without
 from titan.contracts import Part
-from titan.errors import CheckpointError, PluginError
+from titan.errors import CheckpointError, FolderError, PluginError
 from titan.log import log
 
 CPU = torch.device("cpu")
@@ -367,6 +367,26 @@ def test_a_save_that_cannot_be_swept_either_says_both(tmp_path: Path, monkeypatc
     stale = r"rank 0: \[Errno 116\] Stale file handle"
     with pytest.raises(CheckpointError, match=f"^saving step 1 to .* failed: {stale}; then sweeping failed: {stale}$"):
         _checkpointer(tmp_path).save(1, *_made(), {})
+
+
+@pytest.mark.parametrize("lost_at", [1, 2])
+def test_a_folder_that_is_another_runs_now_is_left_as_it_is(tmp_path: Path, lost_at: int) -> None:
+    parts, optimizer = _made()
+    _checkpointer(tmp_path).save(1, parts, optimizer, {})
+    (tmp_path / "step-00000009.tmp").mkdir()  # what the other run is writing, once this one has lost the folder
+    asked = []
+
+    def held() -> None:
+        asked.append(1)
+        if len(asked) >= lost_at:
+            (tmp_path / "step-00000009.tmp").mkdir(exist_ok=True)
+            raise FolderError("taken over by another run")
+
+    checkpointer = Checkpointer(tmp_path, keep=1, asynchronous=False, rank=0, world_size=1, held=held)
+    with pytest.raises(CheckpointError, match=r"^saving step 2 to .* failed: rank 0: taken over by another run$"):
+        checkpointer.save(2, parts, optimizer, {})
+    left = sorted(path.name for path in tmp_path.iterdir())
+    assert [name for name in left if name != "step-00000002.tmp"] == ["step-00000001", "step-00000009.tmp"]
 
 
 def test_an_error_of_the_background_is_raised_once(tmp_path: Path, told: Callable[[], list[str]]) -> None:

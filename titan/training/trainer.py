@@ -2,13 +2,14 @@
 
 import gc
 import time
+from contextlib import ExitStack
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
 from titan.contracts import Batch
-from titan.errors import CheckpointError, DivergedError
+from titan.errors import CheckpointError, DivergedError, FolderError
 from titan.log import log
 from titan.ranks.preemption import Preemption
 from titan.ranks.process import shorten_timeouts, tell
@@ -104,7 +105,12 @@ def _update(run: Core) -> float:
 
 
 def after_step(run: Run, stats: Stats, waited: float) -> None:
-    """What hangs on a step, in this order: count, log, validate, collect garbage, save."""
+    """What hangs on a step, in this order: count, log, validate, collect garbage, save.
+
+    Raises:
+        FolderError: the folder is no longer this run's; on rank 0.
+    """
+    run.lock.check_known()
     run.meter.add(run.job.tokens_per_step, waited)
     run.trackers.progress(run.step)
     every, steps = run.job.metrics.every, run.job.train.steps
@@ -146,7 +152,7 @@ def _rescue(run: Run, error: Exception) -> None:
     It is where this rank is all there is: a save is the work of all, and others may be in the next step's collectives
     by now. An error in the middle of a step leaves a state that is neither step's; one of a save would come again.
     """
-    foreseen = isinstance(error, (DivergedError, CheckpointError))
+    foreseen = isinstance(error, (DivergedError, CheckpointError, FolderError))
     if run.rank.world_size > 1 or not run.whole or foreseen or run.checkpointer is None:
         return
     try:
@@ -157,10 +163,12 @@ def _rescue(run: Run, error: Exception) -> None:
 
 
 def close(run: Run) -> None:
-    """Let go of everything, in reverse order of making."""
-    run.loader.close()
-    for technique in reversed(run.world.techniques):
-        technique.close()
-    if run.checkpointer is not None:
-        run.checkpointer.close()
-    run.trackers.close()
+    """Let go of everything, in reverse order of making, and of the run's folder last."""
+    with ExitStack() as closing:
+        closing.callback(run.lock.release)
+        closing.callback(run.trackers.close)
+        if run.checkpointer is not None:
+            closing.callback(run.checkpointer.close)
+        for technique in run.world.techniques:
+            closing.callback(technique.close)
+        closing.callback(run.loader.close)
