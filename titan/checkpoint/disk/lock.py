@@ -207,7 +207,13 @@ class FolderLock:
     def _claim(self, content: bytes) -> bool:
         """Make the lock, all of it at once, if there is none; whether it is this one now."""
         own = self._aside()
-        own.write_bytes(content)
+        try:
+            own.write_bytes(content)
+            return self._link(own, content)
+        finally:
+            own.unlink(missing_ok=True)
+
+    def _link(self, own: Path, content: bytes) -> bool:
         try:
             os.link(own, self.path)
         except (FileExistsError, FileNotFoundError):
@@ -216,8 +222,6 @@ class FolderLock:
             if error.errno not in _NO_LINKS:
                 raise
             return self._create(content)
-        finally:
-            own.unlink(missing_ok=True)
         return True
 
     def _create(self, content: bytes) -> bool:
