@@ -94,7 +94,7 @@ def build(job: Job, rank: Rank) -> Run:
 
     Raises:
         TitanError: data, checkpoint or plugin that cannot be used, or a folder that another run holds; on all ranks
-            alike. What stood in the folder before is as it was, but for what killed runs left and the logs.
+            alike. Checkpoints and config.toml of the run are then as they were.
     """
     # Nothing of the host's draws from the default generators; what a plugin draws while it is built is seeded too.
     torch.manual_seed(name_seed(job.run.seed, "default generators"))

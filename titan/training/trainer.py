@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from titan.contracts import Batch
-from titan.errors import CheckpointError, DivergedError, FolderError
+from titan.errors import CheckpointError, DivergedError, FolderError, PluginError
 from titan.log import log
 from titan.ranks.preemption import Preemption
 from titan.ranks.process import shorten_timeouts, tell
@@ -150,9 +150,10 @@ def _rescue(run: Run, error: Exception) -> None:
     """Before an error ends the run, save what the last finished step has left, where that is safe.
 
     It is where this rank is all there is: a save is the work of all, and others may be in the next step's collectives
-    by now. An error in the middle of a step leaves a state that is neither step's; one of a save would come again.
+    by now. An error in the middle of a step leaves a state that is neither step's; one of a save, or of a plugin whose
+    state cannot be saved, would come again.
     """
-    foreseen = isinstance(error, (DivergedError, CheckpointError, FolderError))
+    foreseen = isinstance(error, (DivergedError, CheckpointError, FolderError, PluginError))
     if run.rank.world_size > 1 or not run.whole or foreseen or run.checkpointer is None:
         return
     try:
