@@ -1,6 +1,8 @@
 """A run's folder: one run in it at a time, and a start that is refused leaves it as it was."""
 
+import errno
 import json
+import os
 from pathlib import Path
 
 import pytest
@@ -10,6 +12,8 @@ from tests.jobs import LLAMA, SAVING, run_job, train_job, write_text
 from tests.ranks import RankError, run_ranks
 from titan import train
 from titan.checkpoint.disk.lock import FolderLock
+from titan.errors import TitanError
+from titan.training import build
 
 
 def _content(folder: Path) -> dict[str, bytes]:
@@ -65,7 +69,7 @@ def taken_over(folder: str, words: list[str], config: str) -> dict[str, Tensor]:
 
 def test_a_run_that_has_lost_its_folder_ends_and_writes_nothing_more(tmp_path: Path) -> None:
     with pytest.raises(RankError, match=r"FolderError: .* is held by another run now, .* pid 1, "):
-        train_job(tmp_path, 2, "--mesh.dp_shard", "2", *SAVING, run=taken_over)
+        train_job(tmp_path, 2, "--mesh.dp_shard", "2", *SAVING, "--checkpoint.async", "false", run=taken_over)
     rows = (tmp_path / "run" / "metrics.jsonl").read_text().splitlines()
     assert [json.loads(row)["step"] for row in rows] == [1, 2, 3, 4, 5]
     assert sorted(path.name for path in (tmp_path / "run" / "checkpoints").iterdir()) == ["step-00000004"]
@@ -98,3 +102,15 @@ def killed_before_the_first_step(folder: str, words: list[str], config: str) -> 
 def test_the_config_is_there_before_the_first_step(tmp_path: Path) -> None:
     with pytest.raises(RankError, match="looked"):
         train_job(tmp_path, 1, run=killed_before_the_first_step)
+
+
+@pytest.mark.parametrize(
+    ("number", "code"), [(errno.ENOTDIR, 2), (errno.EACCES, 2), (errno.ENOSPC, 1), (errno.ESTALE, 1)]
+)
+def test_a_folder_that_cannot_be_written_is_wrong_input_only_where_it_stays_so(number: int, code: int) -> None:
+    with (
+        pytest.raises(TitanError, match=r"^\[run\] dir: cannot write to runs/x: ") as said,
+        build._writing(Path("runs/x")),
+    ):
+        raise OSError(number, os.strerror(number))
+    assert said.value.exit_code == code
