@@ -56,6 +56,10 @@ class CheckpointError(TitanError):
     """A checkpoint that cannot be written, found or trusted."""
 
 
+class FolderError(TitanError):
+    """A run's folder that another run holds."""
+
+
 class DataError(TitanError):
     """Text or tokens that cannot be read; the message names file and place."""
 

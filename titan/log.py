@@ -1,6 +1,11 @@
-"""Logging that knows ranks: rank 0 alone talks to the terminal, every rank writes its own file."""
+"""Logging that knows ranks: rank 0 alone talks to the terminal, every rank writes its own file.
 
+A terminal that is gone (`| head`, a connection that was cut) or a disk that is full costs words, never the run.
+"""
+
+import errno
 import logging
+import os
 import sys
 from pathlib import Path
 
@@ -15,6 +20,44 @@ class _Plain(logging.Formatter):
         return text if record.levelno <= logging.INFO else f"{record.levelname.lower()}: {text}"
 
 
+class _Terminal(logging.StreamHandler):  # type: ignore[type-arg]
+    """stderr, for as long as somebody reads it."""
+
+    def handleError(self, record: logging.LogRecord) -> None:
+        error = sys.exc_info()[1]
+        if not isinstance(error, OSError):
+            super().handleError(record)
+        elif error.errno in (errno.EPIPE, errno.EIO):
+            # Others write there too, and what is left in Python's own buffer would be the exit code of the process.
+            nowhere = os.open(os.devnull, os.O_WRONLY)
+            os.dup2(nowhere, self.stream.fileno())
+            os.close(nowhere)
+
+
+class _File(logging.FileHandler):
+    """A rank's file. What it cannot take for now stays in its buffer, and is tried again with the next line."""
+
+    _told = False
+
+    def handleError(self, record: logging.LogRecord) -> None:
+        error = sys.exc_info()[1]
+        if isinstance(error, OSError):
+            self._tell(error)
+        else:
+            super().handleError(record)
+
+    def close(self) -> None:
+        try:
+            super().close()
+        except OSError as error:
+            self._tell(error)
+
+    def _tell(self, error: OSError) -> None:
+        if not self._told:
+            self._told = True
+            log.warning(f"{self.baseFilename} cannot be written: {error.strerror}; lines may be lost")
+
+
 def set_up(rank: int, folder: Path | None = None) -> None:
     """Send this rank's words to stderr (rank 0) and, once a run has a folder, to `folder`/rank-N.log.
 
@@ -26,13 +69,13 @@ def set_up(rank: int, folder: Path | None = None) -> None:
         log.removeHandler(handler)
         handler.close()
     if rank == 0:
-        console = logging.StreamHandler(sys.stderr)
+        console = _Terminal(sys.stderr)
         console.setLevel(logging.INFO)
         console.setFormatter(_Plain("%(message)s"))
         log.addHandler(console)
     if folder is not None:
         folder.mkdir(parents=True, exist_ok=True)
-        to_file = logging.FileHandler(folder / f"rank-{rank}.log")
+        to_file = _File(folder / f"rank-{rank}.log")
         to_file.setFormatter(logging.Formatter("%(asctime)s %(levelname)s %(message)s"))
         log.addHandler(to_file)
     if not log.handlers:

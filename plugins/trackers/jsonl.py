@@ -1,6 +1,7 @@
 """Metrics as one JSON object a line in `metrics.jsonl` of the run's folder.
 
-A row is one write to a file opened for appending, so the file is valid whenever the process is killed. When a run goes
+A row is one write to a file opened for appending, so the file is valid whenever the process is killed. Where a disk
+that is full takes only part of a row, that part is cut off again, at the latest before the next row. When a run goes
 on from step s, rows beyond s, which will be measured again, and a torn last line are dropped first, so that each row
 stands there once; a run that starts anew in the same folder drops them all.
 NaN and infinity, which JSON does not know, are written as null.
@@ -32,6 +33,10 @@ class Jsonl(Tracker):
     default = True
 
     _file: int | None = None
+    _whole = 0
+    """Bytes of the file that are whole rows."""
+    _torn = False
+    """Whether there may be part of a row behind them."""
 
     def start(self, info: RunInfo) -> None:
         """Drop what lies beyond the start, and open the file for appending."""
@@ -40,23 +45,37 @@ class Jsonl(Tracker):
         if path.exists():
             _drop_beyond(path, info.start_step)
         self._file = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o644)
+        self._whole, self._torn = os.fstat(self._file).st_size, False
 
     def log(self, row: Row) -> None:
         """Append a row.
 
         Raises:
-            OSError: the disk took only part of it.
+            OSError: it is not in the file, or the disk took only part of it, which is cut off.
         """
         assert self._file is not None, "log() before start()"
+        self._cut_back(self._file)
         line = json.dumps({key: _known(value) for key, value in row.items()}, allow_nan=False).encode() + b"\n"
+        self._torn = True
         if os.write(self._file, line) != len(line):
+            self._cut_back(self._file)
             raise OSError("metrics.jsonl: only part of a row could be written; is the disk full?")
+        self._whole, self._torn = self._whole + len(line), False
+
+    def _cut_back(self, file: int) -> None:
+        """Leave whole rows alone."""
+        if self._torn:
+            os.ftruncate(file, self._whole)
+            self._torn = False
 
     def close(self) -> None:
-        """Close the file."""
+        """Close the file, after whole rows."""
         if self._file is not None:
-            os.close(self._file)
-            self._file = None
+            file, self._file = self._file, None
+            try:
+                self._cut_back(file)
+            finally:
+                os.close(file)
 
 
 def _known(value: float | int | None) -> float | int | None:

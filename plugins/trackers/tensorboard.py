@@ -5,7 +5,8 @@ Tags are the rows' keys under a group: `train/loss`, `speed/tokens_per_s`, `memo
 resolved job is there as text.
 
 Cost: about half a millisecond a row, which is flushed, so that a killed process leaves it; 0.3 s at the start.
-Limits: needs no tensorflow, but imports it where it is installed, which is slow.
+Limits: needs no tensorflow, but imports it where it is installed, which is slow. Where a disk is full, rows are lost;
+TensorBoard's own writing thread may end by it, and the curves then stand still until the next start.
 """
 
 from dataclasses import dataclass

@@ -1,5 +1,6 @@
 """Checkpoints of one process: what is saved comes back bit by bit, and whatever does not fit is refused."""
 
+import errno
 import json
 import random
 from collections.abc import Callable, Iterator
@@ -13,11 +14,13 @@ from torch import nn
 
 from bench.mutations import reseal
 from titan.checkpoint import Checkpointer, Own, rng_state, set_rng_state
+from titan.checkpoint.disk import folder as folders
 from titan.checkpoint.disk.metadata import DTYPES
+from titan.checkpoint.ranks import Ranks
 from titan.checkpoint.state import rejoin, separate
 from titan.checkpoint.techniques import without
 from titan.contracts import Part
-from titan.errors import CheckpointError, PluginError
+from titan.errors import CheckpointError, FolderError, PluginError
 from titan.log import log
 
 CPU = torch.device("cpu")
@@ -328,6 +331,62 @@ def test_file_that_is_not_there_is_no_commit(tmp_path: Path, monkeypatch: pytest
     with pytest.raises(CheckpointError, match=r"__0_0\.distcp is missing"):
         _checkpointer(tmp_path).save(1, *_made(), {})
     assert list(tmp_path.iterdir()) == []
+
+
+def test_a_peer_that_dies_while_a_save_is_given_up_is_said(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    from titan.checkpoint import storage
+
+    def full(*_: Any) -> list[str]:
+        raise OSError(errno.EIO, "Input/output error")
+
+    def leave(_: Path) -> None:
+        monkeypatch.setattr(Ranks, "gather", lose)  # it dies after this, before the outcome is agreed on
+
+    def lose(*_: Any) -> Any:
+        raise RuntimeError("Connection closed by peer [127.0.0.1]:5\nmore")
+
+    monkeypatch.setattr(storage, "write", full)
+    monkeypatch.setattr(folders, "complete", leave)
+    with pytest.raises(CheckpointError) as error:
+        _checkpointer(tmp_path).save(1, *_made(), {})
+    assert str(error.value) == (
+        f"saving step 1 to {tmp_path} failed: rank 0: [Errno 5] Input/output error; then another rank was lost: "
+        "Connection closed by peer [127.0.0.1]:5"
+    )
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_a_save_that_cannot_be_swept_either_says_both(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    from titan.checkpoint import storage
+
+    def fail(*_: Any) -> Any:
+        raise OSError(errno.ESTALE, "Stale file handle")
+
+    monkeypatch.setattr(storage, "write", fail)
+    monkeypatch.setattr(folders, "complete", fail)
+    stale = r"rank 0: \[Errno 116\] Stale file handle"
+    with pytest.raises(CheckpointError, match=f"^saving step 1 to .* failed: {stale}; then sweeping failed: {stale}$"):
+        _checkpointer(tmp_path).save(1, *_made(), {})
+
+
+@pytest.mark.parametrize("lost_at", [1, 2])
+def test_a_folder_that_is_another_runs_now_is_left_as_it_is(tmp_path: Path, lost_at: int) -> None:
+    parts, optimizer = _made()
+    _checkpointer(tmp_path).save(1, parts, optimizer, {})
+    (tmp_path / "step-00000009.tmp").mkdir()  # what the other run is writing, once this one has lost the folder
+    asked = []
+
+    def held() -> None:
+        asked.append(1)
+        if len(asked) >= lost_at:
+            (tmp_path / "step-00000009.tmp").mkdir(exist_ok=True)
+            raise FolderError("taken over by another run")
+
+    checkpointer = Checkpointer(tmp_path, keep=1, asynchronous=False, rank=0, world_size=1, held=held)
+    with pytest.raises(CheckpointError, match=r"^saving step 2 to .* failed: rank 0: taken over by another run$"):
+        checkpointer.save(2, parts, optimizer, {})
+    left = sorted(path.name for path in tmp_path.iterdir())
+    assert [name for name in left if name != "step-00000002.tmp"] == ["step-00000001", "step-00000009.tmp"]
 
 
 def test_an_error_of_the_background_is_raised_once(tmp_path: Path, told: Callable[[], list[str]]) -> None:

@@ -1,5 +1,6 @@
 """`titan checkpoint`, as a user calls it."""
 
+import errno
 import io
 import json
 from collections.abc import Callable
@@ -9,6 +10,7 @@ import pytest
 
 from bench import mutations
 from titan import cli
+from titan.checkpoint.disk import folder as folders
 
 Said = tuple[int, str, str]
 
@@ -102,6 +104,20 @@ def test_rm_removes_one(run: Path, say: Callable[..., Said]) -> None:
     assert _left(run) == ["notes", "step-00000010", "step-00000030", "step-00000040.tmp"]
     assert say("rm", _path(run, 40).with_suffix(".tmp"), "--yes")[0] == 0
     assert _left(run) == ["notes", "step-00000010", "step-00000030"]
+
+
+def test_rm_counts_as_freed_what_is_gone(
+    run: Path, say: Callable[..., Said], monkeypatch: pytest.MonkeyPatch
+) -> None:  # fmt: skip
+    def refuse(path: Path, ignore_errors: bool = False) -> None:
+        if not ignore_errors:
+            raise OSError(errno.EBUSY, "Device or resource busy", str(path))
+
+    monkeypatch.setattr(folders.shutil, "rmtree", refuse)
+    monkeypatch.setattr(folders.log, "warning", (said := []).append)
+    assert say("rm", _path(run, 20), "--yes")[:2] == (0, "1 removed, 0.0 MB freed\n")
+    assert len(said) == 1 and "cannot be removed: Device or resource busy" in said[0]
+    assert json.loads(say("list", run, "--json")[1])["checkpoints"][1]["step"] == 30
 
 
 def test_rm_keeps_the_newest(run: Path, say: Callable[..., Said]) -> None:

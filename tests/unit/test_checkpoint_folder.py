@@ -1,7 +1,10 @@
 """The folder's part of checkpoints: what counts as complete, what is chosen, kept, swept and replaced."""
 
+import errno
 import json
+from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -13,6 +16,10 @@ from titan.errors import CheckpointError
 
 def _make(path: Path, serial: int = 0) -> Path:
     path.mkdir(parents=True)
+    return _make_at(path, serial)
+
+
+def _make_at(path: Path, serial: int) -> Path:
     (path / METADATA).write_bytes(b"m")
     state = {"format": folders.FORMAT, "step": 1, "serial": serial, "world_size": 1, "saved": "", "torch": ""}
     (path / STATE).write_text(json.dumps(state | {"optimizer": None, "values": {}, "rest": {}}))
@@ -139,3 +146,105 @@ def test_choose_refuses_what_is_absent_or_incomplete(tmp_path: Path) -> None:
         folders.choose(str(tmp_path / "step-00000010"))
     with pytest.raises(CheckpointError, match="never finished"):
         folders.choose(str(_make(tmp_path / "step-00000020.tmp")))
+
+
+# --- leftovers that cannot be removed -------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def told(monkeypatch: pytest.MonkeyPatch) -> list[str]:
+    """Warnings so far."""
+    words: list[str] = []
+    monkeypatch.setattr(folders.log, "warning", words.append)
+    return words
+
+
+@pytest.fixture
+def held_open(monkeypatch: pytest.MonkeyPatch) -> Callable[[], None]:
+    """No folder can be removed, as on NFS while somebody has a file of it open; returns what lets go of them."""
+
+    def refuse(path: Path, ignore_errors: bool = False) -> None:
+        (path / ".nfs0000").touch()
+        if not ignore_errors:
+            raise OSError(errno.ENOTEMPTY, "Directory not empty", str(path))
+
+    monkeypatch.setattr(folders.shutil, "rmtree", refuse)
+    return monkeypatch.undo
+
+
+@pytest.mark.usefixtures("held_open")
+def test_a_leftover_that_cannot_be_removed_is_a_warning_once(tmp_path: Path, told: list[str]) -> None:
+    newest = [_make(folders.step_folder(tmp_path, step), serial) for serial, step in enumerate((10, 20, 30), 1)][-1]
+    _make(tmp_path / "step-00000005.removed.tmp")
+    _make(tmp_path / "step-00000006.tmp")
+    for step in (40, 50):
+        folders.retain(tmp_path, 1)
+        assert folders.begin(tmp_path, step).is_dir()
+    assert folders.complete(tmp_path) == [newest] and folders.survey(tmp_path)[1] == {}
+    left = [path for path in tmp_path.iterdir() if folders.is_unfinished(path)]
+    assert len(told) == 5 and len(left) == 6, "two leftovers, two retired, the .tmp of step 40 begun twice"
+    assert all("cannot be removed: Directory not empty; each save" in words for words in told)
+
+
+def test_a_later_sweep_removes_what_could_not_be_removed(tmp_path: Path, held_open: Callable[[], None]) -> None:
+    _make(tmp_path / "step-00000006.tmp")
+    folders.tidy(tmp_path)
+    assert len(_names(tmp_path)) == 1
+    held_open()
+    folders.tidy(tmp_path)
+    assert _names(tmp_path) == []
+
+
+@pytest.mark.usefixtures("held_open")
+def test_a_save_is_written_beside_the_leftover_of_its_own_step(tmp_path: Path) -> None:
+    _make(tmp_path / "step-00000010.tmp")
+    assert list(folders.begin(tmp_path, 10).iterdir()) == []
+
+
+@pytest.mark.usefixtures("held_open")
+def test_what_was_replaced_and_cannot_be_removed_never_comes_back(tmp_path: Path) -> None:
+    for serial in (1, 2, 3):
+        _make_at(folders.begin(tmp_path, 10), serial)
+        folders.commit(tmp_path / "step-00000010.tmp")
+    assert folders.read_state(tmp_path / "step-00000010")["serial"] == 3
+    folders.remove(tmp_path / "step-00000010")
+    folders.tidy(tmp_path)
+    assert folders.survey(tmp_path) == ([], {})
+
+
+def test_a_leftover_that_cannot_be_moved_either_refuses_the_save_of_its_step(
+    tmp_path: Path, held_open: Callable[[], None], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def refuse(path: Path, _: Path) -> None:
+        raise OSError(errno.EBUSY, "Device or resource busy", str(path))
+
+    path = _make(tmp_path / "step-00000010.tmp")
+    monkeypatch.setattr(Path, "rename", refuse)
+    assert folders.begin(tmp_path, 20).is_dir()
+    with pytest.raises(CheckpointError) as error:
+        folders.begin(tmp_path, 10)
+    assert str(error.value) == (
+        f"{path} is left over from an earlier save and can be neither removed nor renamed; end what has a file of it "
+        "open, or remove it"
+    )
+
+
+def test_a_checkpoint_that_is_removed_meanwhile_counts_for_nothing(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for serial in (1, 2, 3):
+        _make(folders.step_folder(tmp_path, serial), serial)
+    read = folders.read_state
+    reads = iter(range(100))
+
+    def removing(path: Path) -> dict[str, Any]:
+        if next(reads) == at:
+            folders.remove(path)
+        return read(path)
+
+    monkeypatch.setattr(folders, "read_state", removing)
+    at = 5  # the last of a second look at all three, where there is one
+    folders.next_serial(tmp_path)
+    at, reads = 2, iter(range(100))
+    assert folders.next_serial(tmp_path) == 3
+    assert folders.survey(tmp_path)[1] == {}

@@ -1,14 +1,17 @@
 """What a row says of time: all of it, and what stood beside the steps. By a clock of the test's own."""
 
+import errno
 import time
+from pathlib import Path
 
 import pytest
 import torch
 
 from tests.jobs import LLAMA
 from titan.config import load_job
+from titan.contracts import Row, RunInfo, Tracker
 from titan.training import metrics
-from titan.training.metrics import Meter
+from titan.training.metrics import Meter, Trackers
 
 TOKENS = 128
 
@@ -85,3 +88,55 @@ def test_what_fails_is_booked_too(clock: Clock) -> None:
         clock.now += 2.0
         raise OSError
     assert row(measured)["save_time_s"] == 2.0
+
+
+class Failing(Tracker):
+    """Raises whenever it is asked, but at the start."""
+
+    name = "failing"
+    asked = 0
+
+    def log(self, row: Row) -> None:
+        self._fail()
+
+    def progress(self, step: int) -> None:
+        self._fail()
+
+    def close(self) -> None:
+        self._fail()
+
+    def _fail(self) -> None:
+        self.asked += 1
+        raise OSError(errno.ENOSPC, "No space left on device\nand more")
+
+
+class Other(Tracker):
+    """Keeps its rows."""
+
+    name = "other"
+    closed = False
+
+    def __init__(self) -> None:
+        self.rows: list[Row] = []
+
+    def log(self, row: Row) -> None:
+        self.rows.append(row)
+
+    def close(self) -> None:
+        self.closed = True
+
+
+def test_a_tracker_that_fails_is_told_once_and_asked_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    said: list[str] = []
+    monkeypatch.setattr(metrics.log, "warning", said.append)
+    failing, other = Failing(None), Other()
+    trackers = Trackers([failing, other])
+    trackers.start(RunInfo(tmp_path, "tiny", {}, start_step=0, steps=2, params=1, every=1))
+    for step in (1, 2):
+        trackers.progress(step)
+        trackers.log({"step": step})
+    trackers.close()
+    assert failing.asked == 5 and other.rows == [{"step": 1}, {"step": 2}] and other.closed
+    assert said == [
+        "[metrics.failing] OSError: [Errno 28] No space left on device; the run goes on, and the curve there has a gap"
+    ]

@@ -11,6 +11,7 @@ from titan.config import load_job
 from titan.errors import CheckpointError, ConfigError
 
 QUICK = Path(__file__).parents[2] / "configs" / "quickstart.toml"
+GUESTS = Path(__file__).parents[1] / "guests"
 
 
 def table(*words: str) -> dict[str, Any]:
@@ -90,6 +91,61 @@ def test_a_mixture_is_compared_whole() -> None:
     one, other = [{"name": "text", "weight": 1.0}], [{"name": "text", "weight": 2.0}]
     (change,) = changed({"data": {"mixture": one}}, {"data": {"mixture": other}})
     assert str(change) == f"data.mixture = {other!r}, the checkpoint has {one!r}"
+
+
+def lacking(*path: str) -> dict[str, Any]:
+    """What a version without this section or key has saved of the same job."""
+    found = saved()
+    *above, last = path
+    where = found["config"]
+    for key in above:
+        where = where[key]
+    del where[last]
+    return found
+
+
+@pytest.mark.parametrize(
+    "path",
+    [("validation",), ("comm",), ("metrics",), ("loss",), ("train", "non_finite"), ("data", "packing"),
+     ("optimizer", "betas"), ("model", "norm_eps"), ("checkpoint", "async"), ("mesh",)],
+)  # fmt: skip
+def test_what_the_version_that_saved_did_not_know_is_no_change_while_it_is_the_default(path: tuple[str, ...]) -> None:
+    assert compare(lacking(*path), table(), "f", False) == Changes()
+
+
+def test_what_the_version_that_saved_did_not_know_is_said_where_it_is_not_the_default() -> None:
+    now = table("--loss.z_loss", "1e-4", "--validation.every", "5")
+    old = lacking("loss")
+    del old["config"]["validation"]
+    changes = compare(old, now, "f", False)
+    assert changes.said == ("loss.z_loss = 0.0001, the checkpoint has 0.0: holds from the next step on",)
+    with pytest.raises(ConfigError, match=r"^model\.norm_eps = 1e-06, the checkpoint has 1e-05: these weights are of"):
+        compare(lacking("model", "norm_eps"), table("--model.norm_eps", "1e-6"), "f", False)
+
+
+def test_a_technique_that_lacked_an_option_had_its_default() -> None:
+    words = ("--plugins.poison.steps", "3", "--plugins.path", str(GUESTS))
+    old = saved(config=table(*words))
+    del old["config"]["plugins"]["poison"]["rank"]
+    assert compare(old, table(*words), "f", False) == Changes()
+    (said,) = compare(old, table(*words, "--plugins.poison.rank", "2"), "f", False).said
+    assert said.startswith("plugins.poison.rank = 2, the checkpoint has 0")
+
+
+def test_sections_that_are_known_no_longer_are_said() -> None:
+    old = saved()
+    old["config"] |= {"annealing": {"rate": 3, "deep": {"er": 1}}, "odd": 3}
+    assert compare(old, table(), "f", False).said == (
+        "annealing.rate = unset, the checkpoint has 3: holds from the next step on",
+        "annealing.deep = unset, the checkpoint has on: holds from the next step on",
+        "odd = unset, the checkpoint has 3: holds from the next step on",
+    )
+
+
+@pytest.mark.parametrize("config", [{}, {"model": {"name": "gone"}, "data": {"mixture": 3}, "plugins": {"gone": {}}}])
+def test_a_config_of_another_world_is_compared_all_the_same(config: dict[str, Any]) -> None:
+    with pytest.raises(ConfigError, match="these weights are of another model"):
+        compare({"config": config}, table(), "f", False)
 
 
 def test_tuples_come_back_as_lists() -> None:

@@ -1,9 +1,11 @@
 """Trackers: what stands in the files and on the terminal, after a kill and after a resume too."""
 
+import errno
 import io
 import json
 import logging
 import math
+import os
 from pathlib import Path
 from typing import Any
 
@@ -95,13 +97,28 @@ def test_the_file_is_replaced_not_rewritten(tmp_path: Path) -> None:
     assert [path.name for path in tmp_path.iterdir()] == ["metrics.jsonl"]
 
 
-def test_a_row_cut_short_by_a_full_disk_is_said(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_row_cut_short_by_a_full_disk_is_said_and_cut_back(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     tracker = jsonl.Jsonl(jsonl.Config())
     tracker.start(_info(tmp_path))
-    monkeypatch.setattr(jsonl.os, "write", lambda file, line: len(line) - 1)
+    tracker.log({"step": 10})
+    write, cut = os.write, os.ftruncate
+    monkeypatch.setattr(jsonl.os, "write", lambda file, line: write(file, line[:9]))
     with pytest.raises(OSError, match="disk full"):
-        tracker.log(ROW)
+        tracker.log({"step": 20})
+    assert _jsonl(tmp_path) == [{"step": 10}]
+
+    def stale(*_: Any) -> None:
+        raise OSError(errno.ESTALE, "Stale file handle")
+
+    monkeypatch.setattr(jsonl.os, "ftruncate", stale)
+    for _ in range(2):
+        with pytest.raises(OSError, match="Stale"):
+            tracker.log({"step": 30})
+    monkeypatch.setattr(jsonl.os, "ftruncate", cut)
+    monkeypatch.setattr(jsonl.os, "write", write)
+    tracker.log({"step": 40})
     tracker.close()
+    assert _jsonl(tmp_path) == [{"step": 10}, {"step": 40}]
 
 
 # --- tensorboard ------------------------------------------------------------------------------------------------

@@ -8,7 +8,7 @@ training and of the checkpoint never meet; a failure on one rank ends the save o
 from __future__ import annotations
 
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import replace
 from pathlib import Path
@@ -24,7 +24,7 @@ from titan.checkpoint.disk.manifest import METADATA, STATE, Piece
 from titan.checkpoint.disk.plain import write_table
 from titan.checkpoint.ranks import RankFailure, Ranks
 from titan.checkpoint.state import TECHNIQUES, Snapshot, Staging, collect, optimizer_state
-from titan.errors import CheckpointError
+from titan.errors import CheckpointError, FolderError
 from titan.log import log
 from titan.ranks import watchdog
 
@@ -39,12 +39,15 @@ class Checkpointer:
     folder: where they stand, on a file system that all ranks share.  keep: complete ones kept, 0 for all.
     asynchronous: write in the background, from a copy in host memory as large as a rank's share of the state.
     timeout_s: a load or save that takes longer ends the process, with its stacks shown.
+    held: called on rank 0 before a save changes the folder; raises FolderError where it is no longer this run's.
     """
 
     def __init__(
-        self, folder: Path, *, keep: int, asynchronous: bool, rank: int, world_size: int, timeout_s: float = 1800.0
-    ) -> None:
+        self, folder: Path, *, keep: int, asynchronous: bool, rank: int, world_size: int, timeout_s: float = 1800.0,
+        held: Callable[[], None] = lambda: None,
+    ) -> None:  # fmt: skip
         self.folder, self.keep, self.asynchronous, self.timeout_s = folder, keep, asynchronous, timeout_s
+        self._held = held
         self._ranks = Ranks(rank, world_size, patience=2 * timeout_s)  # the limit, which shows stacks, comes first
         self._staging = Staging()
         self._writer: Thread | None = None
@@ -203,7 +206,7 @@ class Checkpointer:
         try:
             everyone = ranks.gather_first(ranks.each(lambda: techniques.given(snapshot)))
             tables = ranks.each(lambda: techniques.united(everyone))
-            path = ranks.first(lambda: folders.begin(self.folder, step))
+            path = ranks.first(lambda: self._begin(step))
             names = ranks.each(lambda: storage.write(path, snapshot.tensors, snapshot.local, ranks.group))
             mine = ranks.each(lambda: {name: manifest.piece_of(path / name) for name in names})
             pieces = {name: piece for some in ranks.gather(mine) for name, piece in some.items()}
@@ -212,11 +215,13 @@ class Checkpointer:
             united = replace(snapshot, values=values, rest=rest)
             ranks.first(lambda: self._commit(path, step, united, pieces, began))
         except RankFailure as failure:
-            told, full = str(failure), failure.disk_full
-            raise CheckpointError(ranks.first(lambda: self._give_up(step, told, full))) from failure
+            raise CheckpointError(self._give_up_together(step, str(failure), failure.disk_full)) from failure
         except RuntimeError as error:  # torch's word for a rank that died or is late
-            said = str(error).partition("\n")[0]
-            raise CheckpointError(f"saving step {step} to {self.folder} failed: {said}") from error
+            raise CheckpointError(f"saving step {step} to {self.folder} failed: {_first_line(error)}") from error
+
+    def _begin(self, step: int) -> Path:
+        self._held()
+        return folders.begin(self.folder, step)
 
     def _commit(self, path: Path, step: int, snapshot: Snapshot, pieces: dict[str, Piece], began: float) -> None:
         unseen = [fault for name, fault in manifest.wrong_sizes(path, pieces).items() if name in pieces]
@@ -230,6 +235,7 @@ class Checkpointer:
         })  # fmt: skip
         manifest.write(path, pieces | {name: manifest.piece_of(path / name) for name in (METADATA, STATE)})
         size = sum(file.stat().st_size for file in path.iterdir()) / 1e6
+        self._held()
         final = folders.commit(path)
         log.info(f"checkpoint: step {step} saved to {final} in {time.perf_counter() - began:.1f} s, {size:,.1f} MB")
         self._damaged.discard(final)
@@ -238,11 +244,29 @@ class Checkpointer:
         except OSError as error:
             log.warning(f"an old checkpoint could not be removed: {error}")
 
+    def _give_up_together(self, step: int, told: str, full: bool) -> str:
+        """Remove what was written, on rank 0; returns what all ranks tell, also where that fails."""
+        try:
+            return self._ranks.first(lambda: self._give_up(step, told, full))
+        except RankFailure as failure:
+            then = f"sweeping failed: {failure}"
+        except RuntimeError as error:
+            then = f"another rank was lost: {_first_line(error)}"
+        return f"saving step {step} to {self.folder} failed: {told}; then {then}"
+
     def _give_up(self, step: int, told: str, full: bool) -> str:
-        """Remove what was written; returns what to tell."""
+        """Remove what was written, in a folder that is still this run's; returns what to tell."""
+        try:
+            self._held()
+        except FolderError:
+            return f"saving step {step} to {self.folder} failed: {told}"
         folders.tidy(self.folder)
         found = folders.complete(self.folder)
         last = f"the last complete checkpoint is {found[-1]}" if found else "there is no complete checkpoint yet"
         if full:
             return f"disk full while saving step {step} to {self.folder}; {last}"
         return f"saving step {step} to {self.folder} failed: {told}; {last}"
+
+
+def _first_line(error: Exception) -> str:
+    return str(error).partition("\n")[0]

@@ -2,12 +2,15 @@
 
 Nothing is ignored: a change either belongs to how a run is carried out, and then the curve is the same; or it is said
 at the start, with both values and what it means; or it is refused with both values.
+
+A key or section that the version which saved did not know had the value that is its default today.
 """
 
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
+from titan.config.defaults import filled
 from titan.contracts import Technique
 from titan.contracts.base import registry
 from titan.errors import ConfigError, Fault
@@ -63,7 +66,7 @@ def compare(saved: Mapping[str, Any], now: Table, fingerprint: str, new_data: bo
     """
     if "config" not in saved:
         return Changes()
-    changes = list(changed(saved["config"], now))
+    changes = list(changed(filled(saved["config"]), now))
     other_data = saved.get("data", {}).get("fingerprint", fingerprint) != fingerprint
     refused = [Fault("", f"{change}: these weights are of another model") for change in changes if _in(change, FIXED)]
     if other_data and not new_data:
@@ -79,9 +82,11 @@ def compare(saved: Mapping[str, Any], now: Table, fingerprint: str, new_data: bo
 
 
 def changed(before: Table, now: Table, at: str = "") -> Iterator[Change]:
-    """Every key of two nested tables that is not the same in both."""
+    """Every key of two nested tables that is not the same in both. A section that one of them lacks is empty there."""
     for key in dict.fromkeys((*before, *now)):
         mine, theirs, path = now.get(key), before.get(key), f"{at}{key}"
+        if not at and isinstance(mine or theirs, Mapping):
+            mine, theirs = mine or {}, theirs or {}
         if isinstance(mine, Mapping) and isinstance(theirs, Mapping):
             yield from changed(theirs, mine, f"{path}.")
         elif _plain(mine) != _plain(theirs):
@@ -100,8 +105,9 @@ def _in(change: Change, keys: tuple[str, ...]) -> bool:
 
 
 def _takes_effect(change: Change) -> bool:
-    section, name, *_ = change.key.split(".")
+    section, _, rest = change.key.partition(".")
     if section == Technique.section:
+        name = rest.partition(".")[0]
         technique = registry.find(Technique.kind, name)
         return name != "path" and not getattr(technique, "parity", False)
     return not _in(change, (*FREE, *DATA))

@@ -5,7 +5,6 @@ import json
 import sys
 from collections.abc import Callable
 from pathlib import Path
-from shutil import rmtree
 from typing import Any
 
 from titan.checkpoint.disk import folder as folders
@@ -109,9 +108,11 @@ def _rm(args: argparse.Namespace) -> int:
         if sys.stdin.readline().strip().lower() not in ("y", "yes"):
             print("nothing removed", file=sys.stderr)
             return EXIT_FAILED
-    freed = sum(_bytes(path) for path in doomed)
+    freed = 0
     for path in doomed:
-        rmtree(path) if path.suffix == ".tmp" else folders.remove(path)
+        size = _bytes(path)
+        gone = folders.sweep(path) if path.suffix == ".tmp" else folders.remove(path)
+        freed += size if gone else 0
     if args.json:
         print(json.dumps({"removed": [str(path) for path in doomed], "bytes": freed}))
     else:

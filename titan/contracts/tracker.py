@@ -28,7 +28,11 @@ class RunInfo:
 
 
 class Tracker(Plugin, ABC):
-    """Where metrics go. Lives on rank 0 alone. Configured in `[metrics.NAME]`; `enabled = false` switches one off."""
+    """Where metrics go. Lives on rank 0 alone. Configured in `[metrics.NAME]`; `enabled = false` switches one off.
+
+    What `start` raises refuses the run. What the others raise is told once, and the run goes on: they are called again
+    with the next row or step, so what is left behind by a failure is theirs to mend.
+    """
 
     kind = "tracker"
     section = "metrics"

@@ -1,6 +1,9 @@
 """Job to Run: all wiring, one line a part."""
 
-from collections.abc import Callable, Sequence
+import errno
+import os
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -11,6 +14,7 @@ import torch
 from titan import log
 from titan.checkpoint import Checkpointer, rng_state, set_rng_state
 from titan.checkpoint.disk.folder import is_hf
+from titan.checkpoint.disk.lock import FolderLock
 from titan.checkpoint.ranks import Ranks
 from titan.checkpoint.resume import compare
 from titan.checkpoint.weights import find_weights, load_weights, stored_rest
@@ -22,7 +26,7 @@ from titan.contracts.base.plan import glob_matches
 from titan.data.samples.loader import Loader
 from titan.data.samples.samples import Samples
 from titan.data.tokens.prepare import prepare
-from titan.errors import ConfigError, Fault, PluginError
+from titan.errors import ConfigError, Fault, PluginError, TitanError
 from titan.ranks.process import Rank
 from titan.ranks.turns import together
 from titan.training import phases
@@ -30,6 +34,9 @@ from titan.training.engine import Direct, StepLoss, Strict
 from titan.training.guard import Guard
 from titan.training.init import name_seed
 from titan.training.metrics import Meter, Trackers
+
+_WRONG = {errno.EACCES, errno.EPERM, errno.EROFS, errno.ENOTDIR, errno.EEXIST, errno.ENAMETOOLONG}
+"""What a folder answers that will never be written to; other answers may be others tomorrow."""
 
 
 @dataclass(kw_only=True)
@@ -50,15 +57,17 @@ class Core:
 
 @dataclass(kw_only=True)
 class Run(Core):
-    """A step's needs, and what hangs on a run of them."""
+    """A step's needs, and what hangs on a run of them. whole: the state is that of a finished step."""
 
     loader: Loader
     trackers: Trackers
     meter: Meter
     checkpointer: Checkpointer | None
+    lock: FolderLock
     held_out: Samples | None
     dropped: int = 0
     saved: int = field(default=0)
+    whole: bool = True
     held_out_loss: float | None = None
 
     def rest(self) -> dict[str, object]:
@@ -81,17 +90,29 @@ class Run(Core):
 def build(job: Job, rank: Rank) -> Run:
     """Wire the run of a job on this rank; goes on from a checkpoint where the job says so.
 
+    The run's folder is held from before anything is written there until `trainer.close`.
+
     Raises:
-        TitanError: data, checkpoint or plugin that cannot be used; on all ranks alike.
+        TitanError: data, checkpoint or plugin that cannot be used, or a folder that another run holds; on all ranks
+            alike. Checkpoints and config.toml of the run are then as they were.
     """
     # Nothing of the host's draws from the default generators; what a plugin draws while it is built is seeded too.
     torch.manual_seed(name_seed(job.run.seed, "default generators"))
-    _open_folder(job, rank)
+    lock = FolderLock(job.folder)
+    try:
+        together(lambda: _open_folder(job, rank, lock), rank, job.comm.init_timeout_s)
+        return _built(job, rank, lock)
+    except BaseException:
+        lock.release()
+        raise
+
+
+def _built(job: Job, rank: Rank, lock: FolderLock) -> Run:
     limit_s = job.comm.init_timeout_s
     samples, held_out = together(lambda: (open_samples(job, rank), open_held_out(job, rank)), rank, limit_s)
     core = wire(job, rank)
     world = core.world
-    checkpointer, rest = _restore(core, samples.fingerprint)
+    checkpointer, rest = _restore(core, samples.fingerprint, lock)
     step, first = int(rest.get("step", 0)), int(rest.get("data", {}).get("samples", 0))
     for technique in world.techniques:
         technique.load_state_dict(rest.get("techniques", {}).get(technique.name, {}))
@@ -105,13 +126,13 @@ def build(job: Job, rank: Rank) -> Run:
         device=rank.device,
     )  # fmt: skip
     trackers = Trackers(job.trackers if rank.number == 0 else ())
-    together(lambda: trackers.start(_info(job, world, step)), rank, limit_s)
+    together(lambda: _begin(job, rank, trackers, _info(job, world, step)), rank, limit_s)
     if "rng" in rest:
         set_rng_state(rest["rng"], rank.device)
     return Run(
         **vars(core), loader=loader, trackers=trackers,
         meter=Meter(world.plan, job.data.seq_len, rank.world_size, rank.device, job.metrics.peak_tflops),
-        checkpointer=checkpointer, dropped=dropped, held_out=held_out, saved=step,
+        checkpointer=checkpointer, dropped=dropped, held_out=held_out, saved=step, lock=lock,
     )  # fmt: skip
 
 
@@ -132,13 +153,36 @@ def _limit(job: Job) -> int:
     return job.train.non_finite_limit if job.train.non_finite == "skip" else 1
 
 
-def _open_folder(job: Job, rank: Rank) -> None:
-    try:
-        log.set_up(rank.number, job.folder / "logs")
+def _open_folder(job: Job, rank: Rank, lock: FolderLock) -> None:
+    """Take the run's folder on rank 0, whose turn is first, and write there only then: to each rank's log."""
+    with _writing(job.folder):
         if rank.number == 0:
-            (job.folder / "config.toml").write_text(tomli_w.dumps(dict(job.table)), encoding="utf-8")
+            lock.take()
+        log.set_up(rank.number, job.folder / "logs")
+
+
+def _begin(job: Job, rank: Rank, trackers: Trackers, info: RunInfo) -> None:
+    """The last that can be refused, and then the resolved job: it stands there for a run that has begun."""
+    trackers.start(info)
+    if rank.number == 0:
+        path = job.folder / "config.toml"
+        fresh = path.with_name(f"{path.name}.tmp")
+        with _writing(job.folder):
+            with fresh.open("wb") as file:
+                tomli_w.dump(dict(job.table), file)
+                file.flush()
+                os.fsync(file.fileno())
+            fresh.replace(path)
+
+
+@contextmanager
+def _writing(folder: Path) -> Iterator[None]:
+    """Say of a run's folder what keeps it from being written: a wrong path, or what may be another in a while."""
+    try:
+        yield
     except OSError as error:
-        raise ConfigError([Fault("", f"[run] dir: cannot write to {job.folder}: {error.strerror}")]) from None
+        what = f"[run] dir: cannot write to {folder}: {error.strerror}"
+        raise (ConfigError(what) if error.errno in _WRONG else TitanError(what)) from None
 
 
 def open_samples(job: Job, rank: Rank) -> Samples:
@@ -192,7 +236,7 @@ def named_parameters(parts: Sequence[Part], world: World) -> list[NamedParameter
     return [NamedParameter(name, p, decays(name)) for part in parts for name, p in part.parameters()]
 
 
-def _restore(core: Core, fingerprint: str) -> tuple[Checkpointer | None, dict[str, Any]]:
+def _restore(core: Core, fingerprint: str, lock: FolderLock) -> tuple[Checkpointer | None, dict[str, Any]]:
     """The checkpointer, and what a checkpoint held beside weights and optimizer state (nothing for a new run)."""
     job, rank, parts = core.job, core.rank, core.parts
     if not job.checkpoint.enabled:
@@ -201,7 +245,7 @@ def _restore(core: Core, fingerprint: str) -> tuple[Checkpointer | None, dict[st
     section = job.checkpoint
     checkpointer = Checkpointer(
         job.folder / "checkpoints", keep=section.keep, asynchronous=section.asynchronous, rank=rank.number,
-        world_size=rank.world_size, timeout_s=job.comm.checkpoint_timeout_s,
+        world_size=rank.world_size, timeout_s=job.comm.checkpoint_timeout_s, held=lock.check,
     )  # fmt: skip
     path = checkpointer.find(section.resume)
     if path is None:

@@ -1,7 +1,7 @@
 """What is measured, and who is told. Values leave the device only when a row is due."""
 
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Literal, get_args
 
@@ -9,6 +9,7 @@ import torch
 
 from titan.contracts import Row, RunInfo, Tracker
 from titan.contracts.base.plan import ModelPlan
+from titan.log import log
 
 PEAK_TFLOPS = {
     "V100": 125.0,
@@ -121,27 +122,47 @@ def peak_memory_gib(device: torch.device) -> float:
 
 
 class Trackers:
-    """All trackers of a run as one; empty on ranks that do not talk."""
+    """All trackers of a run as one; empty on ranks that do not talk.
+
+    A tracker that fails while the run is under way is told once, and asked again with the next row: no curve is worth
+    a run. One that fails at the start refuses it.
+    """
 
     def __init__(self, trackers: Sequence[Tracker]) -> None:
         self._trackers = trackers
+        self._failed: set[str] = set()
 
     def start(self, info: RunInfo) -> None:
-        """The run begins."""
+        """The run begins.
+
+        Raises:
+            Exception: what a tracker cannot begin with.
+        """
         for tracker in self._trackers:
             tracker.start(info)
 
     def log(self, row: Row) -> None:
         """Hand a row to each."""
-        for tracker in self._trackers:
-            tracker.log(row)
+        self._each(lambda tracker: tracker.log(row))
 
     def progress(self, step: int) -> None:
         """A step is done."""
-        for tracker in self._trackers:
-            tracker.progress(step)
+        self._each(lambda tracker: tracker.progress(step))
 
     def close(self) -> None:
         """The run ends."""
+        self._each(lambda tracker: tracker.close())
+
+    def _each(self, act: Callable[[Tracker], None]) -> None:
         for tracker in self._trackers:
-            tracker.close()
+            try:
+                act(tracker)
+            except Exception as error:  # whatever it is, it is not the training's
+                self._tell(tracker.name, error)
+
+    def _tell(self, name: str, error: Exception) -> None:
+        if name in self._failed:
+            return
+        self._failed.add(name)
+        said = f"{type(error).__name__}: {error}".partition("\n")[0]
+        log.warning(f"[metrics.{name}] {said}; the run goes on, and the curve there has a gap")

@@ -2,12 +2,14 @@
 
 import gc
 import time
+from contextlib import ExitStack
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
 from titan.contracts import Batch
+from titan.errors import CheckpointError, DivergedError, FolderError, PluginError
 from titan.log import log
 from titan.ranks.preemption import Preemption
 from titan.ranks.process import shorten_timeouts, tell
@@ -42,7 +44,9 @@ def train(run: Run) -> str:
             waited = time.perf_counter()
             micro_batches = next(batches)
             waited = time.perf_counter() - waited
+            run.whole = False
             stats = step(run, micro_batches)
+            run.whole = True
             if run.step == first + 1:
                 shorten_timeouts(run.job, run.world.mesh)
                 if run.checkpointer is not None:
@@ -56,6 +60,7 @@ def train(run: Run) -> str:
         return asked or preemption.due()
     except Exception as error:
         tell(error, run.rank.number)
+        _rescue(run, error)
         raise
     finally:
         gc.enable()
@@ -100,7 +105,12 @@ def _update(run: Core) -> float:
 
 
 def after_step(run: Run, stats: Stats, waited: float) -> None:
-    """What hangs on a step, in this order: count, log, validate, collect garbage, save."""
+    """What hangs on a step, in this order: count, log, validate, collect garbage, save.
+
+    Raises:
+        FolderError: the folder is no longer this run's; on rank 0.
+    """
+    run.lock.check_known()
     run.meter.add(run.job.tokens_per_step, waited)
     run.trackers.progress(run.step)
     every, steps = run.job.metrics.every, run.job.train.steps
@@ -136,11 +146,30 @@ def save(run: Run) -> None:
         run.saved = run.step
 
 
+def _rescue(run: Run, error: Exception) -> None:
+    """Before an error ends the run, save what the last finished step has left, where that is safe.
+
+    It is where this rank is all there is: a save is the work of all, and others may be in the next step's collectives
+    by now. An error in the middle of a step leaves a state that is neither step's; one of a save, or of a plugin whose
+    state cannot be saved, would come again.
+    """
+    foreseen = isinstance(error, (DivergedError, CheckpointError, FolderError, PluginError))
+    if run.rank.world_size > 1 or not run.whole or foreseen or run.checkpointer is None:
+        return
+    try:
+        save(run)
+        run.checkpointer.wait()
+    except Exception as another:
+        log.error(f"step {run.step} cannot be saved before the end: {another}")
+
+
 def close(run: Run) -> None:
-    """Let go of everything, in reverse order of making."""
-    run.loader.close()
-    for technique in reversed(run.world.techniques):
-        technique.close()
-    if run.checkpointer is not None:
-        run.checkpointer.close()
-    run.trackers.close()
+    """Let go of everything, in reverse order of making, and of the run's folder last."""
+    with ExitStack() as closing:
+        closing.callback(run.lock.release)
+        closing.callback(run.trackers.close)
+        if run.checkpointer is not None:
+            closing.callback(run.checkpointer.close)
+        for technique in run.world.techniques:
+            closing.callback(technique.close)
+        closing.callback(run.loader.close)

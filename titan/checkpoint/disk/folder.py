@@ -4,12 +4,16 @@ A checkpoint is complete or absent. It is written under a name that ends in `.tm
 disk; it is removed by renaming it first. A kill at any moment therefore leaves complete folders and `.tmp` ones, which
 `tidy` sweeps. A folder with the name of a checkpoint that lacks a file is therefore damaged.
 
+What cannot be removed (NFS keeps a file that somebody has open as `.nfsXXXX`) is renamed out of the way and told once:
+it is no reason to end a run.
+
 Used by one rank at a time; needs no torch.
 """
 
 import json
 import os
 import re
+import secrets
 import shutil
 from collections.abc import Callable, Collection
 from pathlib import Path
@@ -29,7 +33,11 @@ FORMAT = 1
 """Number of the layout of a checkpoint's folder; a reader refuses one it does not know."""
 
 _STEP = re.compile(r"step-\d{8}", re.ASCII)
-_UNFINISHED = re.compile(r"(step-\d{8})(\.replaced|\.removed)?\.tmp", re.ASCII)
+_UNFINISHED = re.compile(r"(step-\d{8})(\.replaced|\.removed(?:-[0-9a-f]{8})?)?\.tmp", re.ASCII)
+_DOOMED = re.compile(r".+\.removed(-[0-9a-f]{8})?\.tmp", re.ASCII)
+
+_told: set[Path] = set()
+"""What this process has said cannot be removed."""
 
 
 def step_folder(folder: Path, step: int) -> Path:
@@ -136,6 +144,12 @@ def complete(folder: Path) -> list[Path]:
 
 
 def _sorted_out(folder: Path, check: Callable[[Path], object]) -> tuple[list[Path], dict[Path, str]]:
+    found, damaged = _serials(folder, check)
+    return [path for _, path in found], damaged
+
+
+def _serials(folder: Path, check: Callable[[Path], object]) -> tuple[list[tuple[int, Path]], dict[Path, str]]:
+    """(serial, checkpoint) of each complete one in order, and the damaged; what is removed meanwhile is neither."""
     found, damaged = [], {}
     for path in sorted(folder.iterdir()) if folder.is_dir() else []:
         if not is_step(path):
@@ -143,14 +157,15 @@ def _sorted_out(folder: Path, check: Callable[[Path], object]) -> tuple[list[Pat
         try:
             check(path)
             found.append((read_state(path)["serial"], path))
-        except CheckpointError as error:
-            damaged[path] = str(error)
-    return [path for _, path in sorted(found)], damaged
+        except (CheckpointError, FileNotFoundError) as error:
+            if path.exists():
+                damaged[path] = str(error)
+    return sorted(found), damaged
 
 
 def next_serial(folder: Path) -> int:
     """Number of the next checkpoint to be committed, from 1."""
-    return max((read_state(path)["serial"] for path in complete(folder)), default=0) + 1
+    return max((serial for serial, _ in _serials(folder, _check_names)[0]), default=0) + 1
 
 
 def choose(given: str, option: str = "checkpoint.resume") -> Path:
@@ -182,16 +197,24 @@ def choose(given: str, option: str = "checkpoint.resume") -> Path:
 
 
 def begin(folder: Path, step: int) -> Path:
-    """Sweep what killed runs left and make the empty folder the next checkpoint is written in."""
+    """Sweep what killed runs left and make the empty folder the next checkpoint is written in.
+
+    Raises:
+        CheckpointError: one of that name is left over and stays.
+    """
     path = unfinished(step_folder(folder, step))
     folder.mkdir(parents=True, exist_ok=True)
     tidy(folder)
-    path.mkdir()
+    try:
+        path.mkdir()
+    except FileExistsError:
+        what = "is left over from an earlier save and can be neither removed nor renamed"
+        raise CheckpointError(f"{path} {what}; end what has a file of it open, or remove it") from None
     return path
 
 
 def tidy(folder: Path) -> None:
-    """Remove what a killed save or removal left; put a checkpoint back that was about to be replaced."""
+    """Sweep what a killed save or removal left; put a checkpoint back that was about to be replaced."""
     for path in sorted(folder.iterdir()) if folder.is_dir() else []:
         match = _UNFINISHED.fullmatch(path.name)
         if match is None:
@@ -200,7 +223,40 @@ def tidy(folder: Path) -> None:
         if match[2] == ".replaced" and not final.exists():
             path.rename(final)
         else:
-            shutil.rmtree(path)
+            sweep(path)
+
+
+def sweep(path: Path) -> bool:
+    """Remove what a save or a removal has left; returns whether it is gone. What stays is told, once.
+
+    It is renamed first: a rename often works where a removal does not, and its name is then free for the next save.
+    Half removed under the name of what was replaced, it could come back as a checkpoint.
+    """
+    doomed = path
+    try:
+        if not _DOOMED.fullmatch(path.name):
+            doomed = _renamed(path)
+        shutil.rmtree(doomed)
+    except OSError as error:
+        if _DOOMED.fullmatch(doomed.name):
+            shutil.rmtree(doomed, ignore_errors=True)  # whatever else is in it takes room too
+        if doomed.exists():
+            _tell_left(doomed, error)
+            return False
+    return True
+
+
+def _renamed(path: Path) -> Path:
+    """Give a folder a name that counts for nothing and that nothing else has; returns it."""
+    match = _UNFINISHED.fullmatch(path.name)
+    name = path.name if match is None else match[1]
+    return path.rename(path.with_name(f"{name}.removed-{secrets.token_hex(4)}.tmp"))
+
+
+def _tell_left(path: Path, error: OSError) -> None:
+    if path not in _told:
+        _told.add(path)
+        log.warning(f"{path} cannot be removed: {error.strerror}; each save and start of the run tries again")
 
 
 def commit(path: Path) -> Path:
@@ -213,7 +269,7 @@ def commit(path: Path) -> Path:
     path.rename(final)
     sync_folder(final.parent)
     if replaced.exists():
-        shutil.rmtree(replaced)
+        sweep(replaced)
     return final
 
 
@@ -229,18 +285,26 @@ def sync_folder(path: Path) -> None:
 def retain(folder: Path, keep: int, damaged: Collection[Path] = ()) -> None:
     """Remove all complete checkpoints but the newest `keep`; 0 keeps all. The newest always stays.
 
-    damaged: neither counted nor removed.
+    damaged: neither counted nor removed. One that cannot be removed stays a checkpoint, and is told once.
     """
     sound = [path for path in complete(folder) if path not in damaged]
     for path in sound[:-keep] if keep > 0 else []:
-        remove(path)
+        try:
+            remove(path)
+        except OSError as error:
+            _tell_left(path, error)
 
 
-def remove(path: Path) -> None:
-    """Remove a checkpoint; it is gone at once, whenever the process dies."""
-    doomed = path.with_name(f"{path.name}.removed.tmp")
-    path.rename(doomed)
-    shutil.rmtree(doomed)
+def remove(path: Path) -> bool:
+    """Remove a checkpoint; it is one no longer from then on, whenever the process dies.
+
+    Returns:
+        Whether its files are gone too; else that is told.
+
+    Raises:
+        OSError: it cannot be renamed, and stays a checkpoint.
+    """
+    return sweep(_renamed(path))
 
 
 def is_hf(path: Path) -> bool:

@@ -271,8 +271,19 @@ def as_table(config: Any) -> dict[str, Any]:
 
 def resolved_table(config: Any) -> dict[str, Any]:
     """`as_table` with absolute paths, so that it means the same wherever it is read; `~` stays."""
-    table = as_table(config)
-    for declared in options_of(type(config)):
+    return _placed(as_table(config), type(config))
+
+
+def default_table(config: type) -> dict[str, Any]:
+    """What `resolved_table` gives of a config dataclass for the options that have a default."""
+    defaults = {option.key: option.default for option in options_of(config) if option.default is not REQUIRED}
+    table = {key: list(value) if isinstance(value, tuple) else value for key, value in defaults.items()}
+    return _placed({key: value for key, value in table.items() if value is not None}, config)
+
+
+def _placed(table: dict[str, Any], config: type) -> dict[str, Any]:
+    """A table with its paths absolute."""
+    for declared in options_of(config):
         if declared.spec.path and declared.key in table:
             value, words = table[declared.key], declared.spec.words
             one = isinstance(value, str)

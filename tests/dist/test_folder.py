@@ -1,0 +1,116 @@
+"""A run's folder: one run in it at a time, and a start that is refused leaves it as it was."""
+
+import errno
+import json
+import os
+from pathlib import Path
+
+import pytest
+from torch import Tensor
+
+from tests.jobs import LLAMA, SAVING, run_job, train_job, write_text
+from tests.ranks import RankError, run_ranks
+from titan import train
+from titan.checkpoint.disk.lock import FolderLock
+from titan.errors import TitanError
+from titan.training import build
+
+
+def _content(folder: Path) -> dict[str, bytes]:
+    files = {path for path in folder.rglob("*") if path.is_file() and path.suffix != ".log"}
+    return {str(path.relative_to(folder)): path.read_bytes() for path in files}
+
+
+def _words(folder: Path, *words: str) -> list[str]:
+    if not (folder / "text").exists():
+        write_text(folder / "text")
+    paths = ["--run.dir", str(folder), "--data.cache", str(folder / "cache"), "--data.path", str(folder / "text")]
+    return ["--config", str(LLAMA), "--run.name", "run", *paths, *SAVING, *words]
+
+
+@pytest.mark.parametrize(("ranks", "mesh"), [(1, ()), (2, ("--mesh.dp_shard", "2"))])
+def test_a_second_start_leaves_the_first_alone(
+    ranks: int, mesh: tuple[str, ...], tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    run, first = tmp_path / "run", FolderLock(tmp_path / "run")
+    first.take()
+    for name in ("checkpoints/step-00000005.tmp/__0_0.distcp", "metrics.jsonl", "config.toml"):
+        (run / name).parent.mkdir(parents=True, exist_ok=True)
+        (run / name).write_text('{"step": 5, "loss": 1.0}\n')
+    before = _content(run)
+    assert run_ranks(train.main, ranks, _words(tmp_path, *mesh), init=False) == [1] * ranks
+    assert _content(run) == before and not (run / "logs").exists()
+    said = capfd.readouterr().out
+    assert said.count("Traceback") == 0 and said.count("is in use by another run: host ") == ranks
+    first.release()
+    assert run_ranks(train.main, ranks, _words(tmp_path, *mesh, "--train.steps", "1"), init=False) == [0] * ranks
+    assert not (run / "lock.json").exists() and not list(run.rglob("*.tmp"))
+
+
+def taken_over(folder: str, words: list[str], config: str) -> dict[str, Tensor]:
+    """After step 5 another run holds the folder, and this one's heart has beaten since."""
+    from titan.training import trainer
+
+    step = trainer.step
+
+    def late(run: trainer.Run, batches: list[object]) -> object:
+        stats = step(run, batches)
+        if run.step == 6 and run.rank.number == 0:
+            holder = json.loads(run.lock.path.read_text())
+            run.lock.path.unlink()
+            run.lock.path.write_text(json.dumps({**holder, "token": "another", "pid": 1}))
+            with pytest.raises(Exception, match="is held by another run now"):
+                run.lock.check()
+        return stats
+
+    trainer.step = late
+    return run_job(folder, words, config)
+
+
+def test_a_run_that_has_lost_its_folder_ends_and_writes_nothing_more(tmp_path: Path) -> None:
+    with pytest.raises(RankError, match=r"FolderError: .* is held by another run now, .* pid 1, "):
+        train_job(tmp_path, 2, "--mesh.dp_shard", "2", *SAVING, "--checkpoint.async", "false", run=taken_over)
+    rows = (tmp_path / "run" / "metrics.jsonl").read_text().splitlines()
+    assert [json.loads(row)["step"] for row in rows] == [1, 2, 3, 4, 5]
+    assert sorted(path.name for path in (tmp_path / "run" / "checkpoints").iterdir()) == ["step-00000004"]
+    assert json.loads((tmp_path / "run" / "lock.json").read_text())["token"] == "another"
+
+
+@pytest.mark.parametrize("wrong", [("--model.dim", "64"), ("--data.seq_len", "8"), ("--checkpoint.resume", "x")])
+def test_a_start_that_is_refused_leaves_the_config_of_the_run(wrong: tuple[str, str], tmp_path: Path) -> None:
+    if wrong[1] == "x":  # a run of its own whose checkpoint is damaged
+        (tmp_path / "x" / "step-00000001").mkdir(parents=True)
+        wrong = (wrong[0], str(tmp_path / "x"))
+    assert run_ranks(train.main, 1, _words(tmp_path, "--train.steps", "4"), init=False) == [0]
+    before = _content(tmp_path / "run")
+    assert before["config.toml"]
+    assert run_ranks(train.main, 1, _words(tmp_path, *wrong), init=False) in ([1], [2])
+    assert _content(tmp_path / "run") == before
+
+
+def killed_before_the_first_step(folder: str, words: list[str], config: str) -> dict[str, Tensor]:
+    from titan.training import trainer
+
+    def look(*_: object) -> None:
+        assert 'steps = 10' in (Path(folder) / "run" / "config.toml").read_text()  # fmt: skip
+        raise KeyError("looked")
+
+    trainer.step = look
+    return run_job(folder, words, config)
+
+
+def test_the_config_is_there_before_the_first_step(tmp_path: Path) -> None:
+    with pytest.raises(RankError, match="looked"):
+        train_job(tmp_path, 1, run=killed_before_the_first_step)
+
+
+@pytest.mark.parametrize(
+    ("number", "code"), [(errno.ENOTDIR, 2), (errno.EACCES, 2), (errno.ENOSPC, 1), (errno.ESTALE, 1)]
+)
+def test_a_folder_that_cannot_be_written_is_wrong_input_only_where_it_stays_so(number: int, code: int) -> None:
+    with (
+        pytest.raises(TitanError, match=r"^\[run\] dir: cannot write to runs/x: ") as said,
+        build._writing(Path("runs/x")),
+    ):
+        raise OSError(number, os.strerror(number))
+    assert said.value.exit_code == code

@@ -1,0 +1,338 @@
+"""The lock of a run's folder: one holder at a time, judged right on this machine and on another one."""
+
+import errno
+import json
+import os
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from threading import Event, Thread
+from typing import Any
+
+import pytest
+
+from titan.checkpoint.disk import lock as locks
+from titan.checkpoint.disk.lock import FolderLock
+from titan.errors import EXIT_FAILED, FolderError
+
+linux = pytest.mark.skipif(sys.platform != "linux", reason="needs /proc")
+
+
+@pytest.fixture(autouse=True)
+def slept(monkeypatch: pytest.MonkeyPatch) -> list[Callable[[], Any]]:
+    """What happens at each look of a watch, which takes no time here; then nothing does. Hearts are still."""
+    happening: list[Callable[[], Any]] = []
+
+    def sleep(seconds: float) -> None:
+        assert seconds == locks.LOOK_S
+        if happening:
+            happening.pop(0)()
+
+    monkeypatch.setattr(locks.time, "sleep", sleep)
+    monkeypatch.setattr(locks, "BEAT_S", 1e6)
+    return happening
+
+
+@pytest.fixture
+def told(monkeypatch: pytest.MonkeyPatch) -> list[str]:
+    """What was said."""
+    words: list[str] = []
+    for level in ("info", "warning"):
+        monkeypatch.setattr(locks.log, level, words.append)
+    return words
+
+
+def elsewhere(folder: Path) -> FolderLock:
+    """As a process of another machine makes it, whose host has the name of this one."""
+    lock = FolderLock(folder)
+    lock._me["machine"] = "another boot pid:[1]"
+    return lock
+
+
+def held(folder: Path) -> dict[str, Any]:
+    return json.loads((folder / "lock.json").read_text())
+
+
+def left_by(folder: Path, **holder: Any) -> None:
+    """A lock whose holder has not let go of it."""
+    lock = FolderLock(folder)
+    lock._me |= holder
+    assert lock._claim(lock._content())
+
+
+def names(folder: Path) -> list[str]:
+    return sorted(path.name for path in folder.iterdir())
+
+
+# --- this machine ---------------------------------------------------------------------------------------------------
+
+
+def test_a_second_start_is_refused_while_the_first_lives(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("SLURM_JOB_ID", "44")
+    monkeypatch.setenv("SLURM_ARRAY_JOB_ID", "41")
+    monkeypatch.setenv("SLURM_ARRAY_TASK_ID", "3")
+    first, second = FolderLock(tmp_path / "run"), FolderLock(tmp_path / "run")
+    first.take()
+    there = (tmp_path / "run" / "lock.json").read_bytes()
+    with pytest.raises(FolderError) as refused:
+        second.take()
+    holder = held(tmp_path / "run")
+    assert str(refused.value) == (
+        f"{tmp_path / 'run'} is in use by another run: host {holder['host']}, pid {os.getpid()}, Slurm job 41_3, "
+        f"started {holder['since']}; end that run or wait for its end, or give this one another --run.name"
+    )
+    assert refused.value.exit_code == EXIT_FAILED
+    second.check()
+    second.release()
+    assert (tmp_path / "run" / "lock.json").read_bytes() == there and names(tmp_path / "run") == ["lock.json"]
+    first.release()
+    assert names(tmp_path / "run") == []
+    second.take()
+    second.check()
+    second.release()
+    second.release()
+
+
+@linux
+def test_a_dead_process_is_taken_over_at_once(
+    tmp_path: Path, told: list[str], slept: list[Callable[[], Any]]
+) -> None:  # fmt: skip
+    slept.append(lambda: pytest.fail("nobody is waited for"))
+    gone = subprocess.Popen([sys.executable, "-c", ""])
+    started = locks._process(gone.pid)
+    os.waitid(os.P_PID, gone.pid, os.WEXITED | os.WNOWAIT)
+    for pid, process in ((gone.pid, started), (os.getpid(), "1")):  # a zombie; a number that was given again
+        left_by(tmp_path, pid=pid, process=process)
+        lock = FolderLock(tmp_path)
+        lock.take()
+        assert held(tmp_path)["token"] == lock._me["token"]
+        lock.release()
+    gone.wait()
+    left_by(tmp_path, pid=gone.pid, process=started)
+    FolderLock(tmp_path).take()
+    assert len(told) == 3 and told[0].startswith(f"{tmp_path / 'lock.json'} was left by host ")
+    assert told[0].endswith(", which is dead: taken over") and f"pid {gone.pid}" in told[0]
+
+
+@linux
+def test_a_process_that_cannot_be_seen_is_watched(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    left_by(tmp_path)
+    monkeypatch.setattr(locks, "_process", lambda pid: "")
+    assert locks._is_alive(held(tmp_path)) is None
+
+
+# --- another machine ------------------------------------------------------------------------------------------------
+
+
+def test_one_elsewhere_that_counts_is_alive(
+    tmp_path: Path, told: list[str], slept: list[Callable[[], Any]]
+) -> None:  # fmt: skip
+    there = elsewhere(tmp_path)
+    there.take()
+    slept += [lambda: None] * 30 + [there.check]
+    with pytest.raises(FolderError, match="is in use by another run: host"):
+        FolderLock(tmp_path).take()
+    assert len(told) == 1 and "watching for 45 s whether that run is alive" in told[0]
+    there.check()
+
+
+@pytest.mark.parametrize("content", [None, b"", b"\x00" * 300, b'{"pid": 1', b"[]", b'{"token": 3, "pid": "x"}'])
+def test_one_elsewhere_or_unknown_that_does_not_count_is_dead(
+    tmp_path: Path, content: bytes | None, told: list[str], slept: list[Callable[[], Any]]
+) -> None:
+    elsewhere(tmp_path).take()
+    if content is not None:
+        (tmp_path / "lock.json").write_bytes(content)
+    slept += [lambda: None] * 45
+    lock = FolderLock(tmp_path)
+    lock.take()
+    assert slept == [] and "watching for 45 s" in told[0] and "which is dead: taken over" in told[1]
+    lock.check()
+
+
+def test_a_lock_that_is_let_go_of_while_it_is_watched_is_taken(
+    tmp_path: Path, slept: list[Callable[[], Any]]
+) -> None:  # fmt: skip
+    there = elsewhere(tmp_path)
+    there.take()
+    slept.append(there.release)
+    lock = FolderLock(tmp_path)
+    lock.take()
+    lock.check()
+
+
+def test_a_file_system_that_hangs_is_no_sign_of_death(tmp_path: Path, slept: list[Callable[[], Any]]) -> None:
+    there, clock = elsewhere(tmp_path), [0.0]
+    there.take()
+    slept += [lambda: clock.append(1e6), there.check]  # no clock is asked how long it was
+    with pytest.raises(FolderError):
+        FolderLock(tmp_path).take()
+
+
+# --- two takers, a holder that comes back ---------------------------------------------------------------------------
+
+
+def test_of_two_takers_one_takes_over(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    left_by(tmp_path, machine="gone")
+    first, second = FolderLock(tmp_path), FolderLock(tmp_path)
+    judged = second._is_dead
+
+    def slow(found: bytes) -> bool:
+        dead = judged(found)
+        if dead:
+            first.take()
+        return dead
+
+    monkeypatch.setattr(second, "_is_dead", slow)
+    with pytest.raises(FolderError):
+        second.take()
+    first.check()
+    assert names(tmp_path) == ["lock.json"] and held(tmp_path)["token"] == first._me["token"]
+
+
+def test_of_many_takers_one_takes_over(tmp_path: Path) -> None:
+    for _ in range(20):
+        left_by(tmp_path, machine="gone")
+        won: list[FolderLock] = []
+
+        def take(won: list[FolderLock] = won) -> None:
+            lock = FolderLock(tmp_path)
+            try:
+                lock.take()
+            except FolderError:
+                return
+            won.append(lock)
+
+        takers = [Thread(target=take) for _ in range(6)]
+        for taker in takers:
+            taker.start()
+        for taker in takers:
+            taker.join()
+        sure = []
+        for lock in won:
+            try:
+                lock.check()
+                sure.append(lock)
+            except FolderError:
+                lock.release()
+        assert len(sure) == 1, "who was overtaken learns it before it writes"
+        sure[0].release()
+        assert names(tmp_path) == []
+
+
+def test_a_holder_that_was_taken_over_stops_and_leaves_its_successor_alone(tmp_path: Path) -> None:
+    suspended = elsewhere(tmp_path)
+    suspended.take()
+    successor = FolderLock(tmp_path)
+    successor.take()
+    suspended.check_known()
+    for _ in range(2):
+        with pytest.raises(FolderError, match="is held by another run now, which took this one for dead: host"):
+            suspended.check()
+    with pytest.raises(FolderError):
+        suspended.check_known()
+    suspended.release()
+    successor.check()
+
+
+def test_one_that_wakes_up_before_it_is_set_aside_stays(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:  # fmt: skip
+    there, lock = elsewhere(tmp_path), FolderLock(tmp_path)
+    there.take()
+    judged = lock._is_dead
+
+    def slow(found: bytes) -> bool:
+        dead = judged(found)
+        there.check()
+        return dead
+
+    monkeypatch.setattr(lock, "_is_dead", slow)
+    monkeypatch.setattr(locks, "WATCH_S", 3.0)
+    aside = lock._set_aside
+    monkeypatch.setattr(lock, "_set_aside", lambda meant: (aside(meant), monkeypatch.setattr(lock, "_is_dead", alive)))
+
+    def alive(found: bytes) -> bool:
+        raise FolderError("alive")
+
+    with pytest.raises(FolderError, match="alive"):
+        lock.take()
+    there.check()
+
+
+def test_a_lock_that_somebody_has_removed_is_put_back(tmp_path: Path) -> None:
+    lock = FolderLock(tmp_path)
+    lock.take()
+    (tmp_path / "lock.json").unlink()
+    lock.check()
+    assert held(tmp_path)["token"] == lock._me["token"]
+    (tmp_path / "lock.json").write_bytes(b"")
+    lock.check()
+    assert held(tmp_path)["token"] == lock._me["token"]
+
+
+# --- file systems ---------------------------------------------------------------------------------------------------
+
+
+def test_without_hard_links_it_is_made_in_place(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def refuse(*_: Any) -> None:
+        raise OSError(errno.EPERM, "Operation not permitted")
+
+    monkeypatch.setattr(os, "link", refuse)
+    lock = FolderLock(tmp_path)
+    lock.take()
+    with pytest.raises(FolderError):
+        FolderLock(tmp_path).take()
+    assert names(tmp_path) == ["lock.json"]
+
+
+def test_an_answer_of_nfs_that_was_lost_is_no_refusal(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    link = os.link
+
+    def twice(source: Path, target: Path) -> None:
+        link(source, target)
+        link(source, target)
+
+    monkeypatch.setattr(os, "link", twice)
+    FolderLock(tmp_path).take()
+    assert names(tmp_path) == ["lock.json"]
+
+
+def test_a_count_that_fails_is_told_once_and_tried_again(
+    tmp_path: Path, told: list[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    lock = FolderLock(tmp_path)
+    lock.take()
+    opened, failures = os.open, 3
+
+    def stale(path: Any, *flags: Any) -> int:
+        nonlocal failures
+        failures -= 1
+        if failures >= 0:
+            raise OSError(errno.ESTALE, "Stale file handle")
+        return opened(path, *flags)
+
+    class Beats(Event):
+        left = 4
+
+        def wait(self, _: float | None = None) -> bool:
+            self.left -= 1
+            return self.left < 0
+
+    monkeypatch.setattr(os, "open", stale)
+    lock._done, before = Beats(), held(tmp_path)["count"]
+    lock._beat()
+    assert told == [f"{tmp_path / 'lock.json'} cannot be renewed: Stale file handle; tried again every 1e+06 s"]
+    assert held(tmp_path)["count"] > before
+
+
+def test_a_heart_beats(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(locks, "BEAT_S", 0.001)
+    lock, beaten = FolderLock(tmp_path), Event()
+    renew = lock._renew
+    monkeypatch.setattr(lock, "_renew", lambda: (renew(), beaten.set()))
+    lock.take()
+    assert beaten.wait(30)
+    lock.release()
+    assert names(tmp_path) == []

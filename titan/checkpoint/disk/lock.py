@@ -1,0 +1,311 @@
+"""The lock of a run's folder: one run writes there at a time, on whichever machine it is.
+
+`lock.json` says who holds the folder, and counts: the holder raises the count every `BEAT_S` seconds. It is made under
+another name and linked to its own, which is atomic on NFS and Lustre too; flock is not relied on, and no clock of one
+machine is compared with that of another. A start that finds a lock judges its holder:
+
+- One on this machine is alive if that process is: the same boot, pid namespace, pid and time of start.
+- Any other one is watched for `WATCH_S`: it is alive if the lock changes meanwhile.
+
+A live one refuses the start. A dead one is renamed aside, held against what was judged (of two starts one does that
+first), and removed. The count is written in place, into the file that was opened under the name and read: a holder that
+was suspended for longer than it takes to be given up writes to what was renamed aside, never over its successor's lock.
+
+Used on rank 0 alone; needs no torch.
+"""
+
+import errno
+import json
+import operator
+import os
+import platform
+import secrets
+import sys
+import time
+import uuid
+from collections.abc import Callable, Mapping
+from functools import partial
+from pathlib import Path
+from threading import Event, Thread
+from threading import Lock as Mutex
+from typing import Any
+
+from titan.errors import FolderError
+from titan.log import log
+
+LOCK = "lock.json"
+
+BEAT_S = 10.0
+"""Between two counts of a holder."""
+
+WATCH_S = 45.0
+"""How long a lock of another machine is watched: four counts are missed by then."""
+
+LOOK_S = 1.0
+"""Between two looks at a lock that is watched. Looks are counted, so that a file system that hangs stops the watch."""
+
+_LARGEST = 4096
+_NO_LINKS = {errno.EPERM, errno.ENOSYS, errno.EOPNOTSUPP, errno.ENOTSUP, errno.EMLINK}
+"""What a file system without hard links answers."""
+
+_DEAD = "dead"
+
+
+class FolderLock:
+    """The lock of one run's folder, taken once at most. What is never taken is never lost, as on ranks other than 0."""
+
+    def __init__(self, folder: Path) -> None:
+        self.folder, self.path = folder, folder / LOCK
+        self._me = {**_this_process(), "token": secrets.token_hex(16)}
+        self._count = 0
+        self._lost = ""
+        self._renewing, self._done = Mutex(), Event()
+        self._heart: Thread | None = None
+
+    def take(self) -> None:
+        """Make the folder if need be, and hold it from now on.
+
+        Raises:
+            FolderError: another run holds it; says which.
+            OSError: the folder cannot be made or written to.
+        """
+        self.folder.mkdir(parents=True, exist_ok=True)
+        left: bytes | None = None
+        while not self._claim(self._content()):
+            found = self._look()
+            if found is None:
+                continue
+            if self._is_mine(found):  # NFS says that it exists when an answer was lost and it asked twice
+                break
+            if self._is_dead(found):
+                left = found
+                self._set_aside(partial(operator.eq, found))
+        if left is not None:
+            log.info(f"{self.path} was left by {_words(_holder(left))}, which is dead: taken over")
+        for aside in self.folder.glob(f"{LOCK}.*"):
+            aside.unlink(missing_ok=True)
+        self._heart = Thread(target=self._beat, name="lock", daemon=True)
+        self._heart.start()
+
+    def check(self) -> None:
+        """Look whether the folder is still held; to be called before what cannot be undone.
+
+        Raises:
+            FolderError: it is held by another run, which has taken this one for dead.
+            OSError: it cannot be told.
+        """
+        if self._heart is not None:
+            self._renew()
+
+    def check_known(self) -> None:
+        """As `check`, but by what the last count has found: it costs nothing.
+
+        Raises:
+            FolderError: as `check`.
+        """
+        if self._lost:
+            raise FolderError(self._lost)
+
+    def release(self) -> None:
+        """Let go of the folder; harmless where it is not held."""
+        heart, self._heart = self._heart, None
+        if heart is None:
+            return
+        self._done.set()
+        heart.join()
+        try:
+            self._set_aside(self._is_mine)
+        except OSError as error:
+            log.warning(f"{self.path} cannot be removed: {error.strerror}; the next start takes it over")
+
+    # --- holding --------------------------------------------------------------------------------------------------
+
+    def _beat(self) -> None:
+        told = False
+        while not self._done.wait(BEAT_S):
+            try:
+                self._renew()
+            except FolderError:
+                return  # which `check_known` tells
+            except OSError as error:
+                if not told:
+                    log.warning(f"{self.path} cannot be renewed: {error.strerror}; tried again every {BEAT_S:g} s")
+                told = True
+
+    def _renew(self) -> None:
+        """Raise the count, if the lock is ours; put it back if somebody has removed it."""
+        with self._renewing:
+            self.check_known()
+            self._count += 1
+            try:
+                opened = os.open(self.path, os.O_RDWR)
+            except FileNotFoundError:
+                if self._claim(self._content()):
+                    return
+                opened = os.open(self.path, os.O_RDWR)
+            try:
+                holder = _holder(os.read(opened, _LARGEST))
+                if holder.get("token", self._me["token"]) != self._me["token"]:
+                    self._lost = (
+                        f"{self.folder} is held by another run now, which took this one for dead: {_words(holder)}; "
+                        "this run ends here and writes nothing more there"
+                    )
+                    raise FolderError(self._lost)
+                content = self._content()
+                os.pwrite(opened, content, 0)
+                os.ftruncate(opened, len(content))
+            finally:
+                os.close(opened)
+
+    def _is_mine(self, content: bytes) -> bool:
+        return bool(_holder(content).get("token") == self._me["token"])
+
+    def _content(self) -> bytes:
+        """As long each time, so that it is replaced in place by one write."""
+        return json.dumps({**self._me, "count": f"{self._count:012}"}).encode() + b"\n"
+
+    # --- taking ---------------------------------------------------------------------------------------------------
+
+    def _is_dead(self, found: bytes) -> bool:
+        """Whether the holder of a lock is.
+
+        Raises:
+            FolderError: it is alive.
+        """
+        holder = _holder(found)
+        alive = _is_alive(holder)
+        if alive is None:
+            now = self._watch(found, holder)
+            if now is None or _holder(now).get("token") != holder.get("token"):
+                return False  # let go of, or taken over by another, who is judged anew
+            alive = now != found
+        if alive:
+            raise FolderError(
+                f"{self.folder} is in use by another run: {_words(holder)}; end that run or wait for its end, or give "
+                "this one another --run.name"
+            )
+        return True
+
+    def _watch(self, found: bytes, holder: Mapping[str, Any]) -> bytes | None:
+        """The lock when it changes, or as it stands after `WATCH_S`."""
+        log.info(f"{self.path} is of {_words(holder)}; watching for {WATCH_S:g} s whether that run is alive")
+        now: bytes | None = found
+        for _ in range(round(WATCH_S / LOOK_S)):
+            if now != found:
+                break
+            time.sleep(LOOK_S)
+            now = self._look()
+        return now
+
+    def _look(self) -> bytes | None:
+        try:
+            with self.path.open("rb") as file:
+                return file.read(_LARGEST)
+        except FileNotFoundError:
+            return None
+
+    def _claim(self, content: bytes) -> bool:
+        """Make the lock, all of it at once, if there is none; whether it is this one now."""
+        own = self._aside()
+        try:
+            own.write_bytes(content)
+            return self._link(own, content)
+        finally:
+            own.unlink(missing_ok=True)
+
+    def _link(self, own: Path, content: bytes) -> bool:
+        try:
+            os.link(own, self.path)
+        except (FileExistsError, FileNotFoundError):
+            return False  # somebody holds it, and may have swept
+        except OSError as error:
+            if error.errno not in _NO_LINKS:
+                raise
+            return self._create(content)
+        return True
+
+    def _create(self, content: bytes) -> bool:
+        try:
+            with self.path.open("xb") as file:
+                file.write(content)
+        except FileExistsError:
+            return False
+        return True
+
+    def _set_aside(self, meant: Callable[[bytes], bool]) -> None:
+        """Remove the lock, if its content is what is meant; another one is put back."""
+        aside = self._aside()
+        try:
+            self.path.rename(aside)
+            content = aside.read_bytes()
+        except FileNotFoundError:  # somebody else was first
+            return
+        if not meant(content):
+            self._claim(content)
+        aside.unlink(missing_ok=True)
+
+    def _aside(self) -> Path:
+        return self.path.with_name(f"{LOCK}.{secrets.token_hex(4)}")
+
+
+def _holder(content: bytes) -> dict[str, Any]:
+    """What a lock says; nothing where it is torn or empty."""
+    try:
+        said = json.loads(content)
+    except ValueError:
+        return {}
+    return said if isinstance(said, dict) else {}
+
+
+def _words(holder: Mapping[str, Any]) -> str:
+    if not holder:
+        return "a process that it does not name"
+    job = f", Slurm job {holder['job']}" if holder.get("job") else ""
+    return f"host {holder.get('host')}, pid {holder.get('pid')}{job}, started {holder.get('since')}"
+
+
+def _this_process() -> dict[str, Any]:
+    job, array = os.environ.get("SLURM_JOB_ID", ""), os.environ.get("SLURM_ARRAY_JOB_ID", "")
+    return {
+        "host": platform.node(), "machine": _machine(), "pid": os.getpid(), "process": _process(os.getpid()),
+        "job": f"{array}_{os.environ.get('SLURM_ARRAY_TASK_ID', '')}" if array else job,
+        "since": time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime()),
+    }  # fmt: skip
+
+
+def _machine() -> str:
+    """Which machine, and which of its pid namespaces: a name is shared by containers. Empty where it cannot be told."""
+    if sys.platform != "linux":
+        return f"{platform.node()} {uuid.getnode():x}"
+    try:
+        boot = Path("/proc/sys/kernel/random/boot_id").read_text(encoding="ascii").strip()
+        return f"{boot} {os.readlink('/proc/self/ns/pid')}"
+    except OSError:
+        return ""
+
+
+def _process(pid: int) -> str:
+    """When a process of this machine started, in ticks since its boot; empty where that is not to be seen."""
+    try:
+        stat = Path(f"/proc/{pid}/stat").read_text(encoding="utf-8", errors="replace")
+    except OSError:
+        return ""
+    state, *numbers = stat.rpartition(")")[2].split()
+    return _DEAD if state in "ZX" else numbers[18]
+
+
+def _is_alive(holder: Mapping[str, Any]) -> bool | None:
+    """Whether a holder is, if it is a process of this machine; None where that cannot be seen."""
+    pid = holder.get("pid")
+    if not holder.get("machine") or holder["machine"] != _machine() or type(pid) is not int or pid < 1:
+        return None
+    try:
+        os.kill(pid, 0)
+    except ProcessLookupError:
+        return False
+    except PermissionError:
+        pass  # another user's
+    started = _process(pid)
+    if not started and holder.get("process"):
+        return None  # /proc shows only one's own
+    return started == holder.get("process")
