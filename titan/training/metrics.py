@@ -1,5 +1,6 @@
 """What is measured, and who is told. Values leave the device only when a row is due."""
 
+import sys
 import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
@@ -111,7 +112,8 @@ def peak_memory_gib(device: torch.device) -> float:
         return torch.cuda.max_memory_reserved(device) / 2**30
     import resource  # Unix only, as gloo and the launcher are
 
-    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 2**20
+    unit = 1 if sys.platform == "darwin" else 2**10  # macOS counts bytes, Linux and the BSDs KiB
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * unit / 2**30
 
 
 class Trackers:
