@@ -1,5 +1,6 @@
 """Tokenising once: what comes out, when it is made again, and that a kill leaves nothing half done."""
 
+import base64
 import errno
 import json
 import os
@@ -282,6 +283,17 @@ def test_what_an_earlier_version_remembers_is_not_trusted(text: Path, cache: Pat
     first = made(lines(text), cache)
     (cache / "hashes.json").unlink()
     assert made(lines(text), cache) == first and text_of(first) == whole
+
+
+def test_a_tokenizer_that_changes_before_a_process_reads_it_is_refused(text: Path, tmp_path: Path) -> None:
+    ranks = tmp_path / "ranks"
+    ranks.write_bytes(b"".join(base64.b64encode(bytes([byte])) + b" %d\n" % byte for byte in range(256)))
+    recipe = tokenize._Recipe.of(lines(text), Bpe(BpeConfig(path=str(ranks))))
+    assert recipe.make()[1].vocab_size == 257
+    with ranks.open("ab") as file:
+        file.write(base64.b64encode(b"ab") + b" 256\n")
+    with pytest.raises(DataError, match=r"tokenizer 'bpe': its file changed while text was tokenised; no tokens were"):
+        recipe.make()
 
 
 def test_containers_with_one_host_name_and_one_pid_do_not_meet(
