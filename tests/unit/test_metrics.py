@@ -90,6 +90,8 @@ def test_the_resident_set_is_counted_in_the_systems_unit(
     usage = SimpleNamespace(ru_maxrss=3 * 2**30 // unit)
     monkeypatch.setattr(resource, "getrusage", lambda who: usage)
     assert metrics.peak_memory_gib(torch.device("cpu")) == 3.0
+    found = row(meter("cpu"))
+    assert (found["peak_memory_gib"], found["peak_memory_rank"]) == (3.0, 0), "one rank asks nobody"
 
 
 def test_what_fails_is_booked_too(clock: Clock) -> None:
