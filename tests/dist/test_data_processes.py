@@ -10,9 +10,12 @@ from pathlib import Path
 import pytest
 import torch
 
+from tests.jobs import LLAMA, write_text
+from tests.ranks import run_ranks
 from tests.unit.test_data_prepare import nothing_kept
 from tests.unit.test_data_samples import count_up, samples, tokens_of
 from tests.unit.test_data_shards import write
+from titan.config import load_job
 from titan.contracts import Dataset
 from titan.contracts.base import registry
 from titan.data.samples.loader import Loader
@@ -24,6 +27,8 @@ from titan.plugins.data.text import Config as TextConfig
 from titan.plugins.data.text import Text
 from titan.plugins.tokenizers.byte import Byte
 from titan.plugins.tokenizers.byte import Config as ByteConfig
+from titan.ranks import process
+from titan.training import build
 
 BYTES = Byte(ByteConfig())
 
@@ -191,3 +196,25 @@ def test_killed_at_any_moment_is_complete_or_absent(text: Path, tmp_path: Path, 
         os.utime(path, (0, 0))
     unfinished.sweep(cache)
     assert not list(cache.glob(".partial*"))
+
+
+def _built(folder: str) -> str:
+    """On one rank, whose node sees a folder of text of its own: why it does not train."""
+    place = Path(folder)
+    words = ["--run.dir", folder, "--data.cache", str(place / "cache"), "--data.path", str(place / os.environ["RANK"])]
+    job = load_job(LLAMA, words, 2)
+    with pytest.raises(DataError) as raised:
+        build.build(job, process.join(job))
+    return str(raised.value)
+
+
+def test_ranks_that_find_other_samples_do_not_train(tmp_path: Path) -> None:
+    """As where a file comes after rank 0 has listed them."""
+    for rank in (0, 1):
+        write_text(tmp_path / str(rank))
+    (tmp_path / "1" / "late.txt").write_text("a file that came while rank 0 was tokenising the others")
+    said = (
+        "rank 1 found other samples than rank 0: files of a dataset changed or came meanwhile, or its node sees other"
+    )
+    found = run_ranks(_built, 2, str(tmp_path), init=False)
+    assert found[0] == found[1] and found[0].startswith(said)

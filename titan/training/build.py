@@ -22,9 +22,9 @@ from titan.contracts.base.plan import glob_matches
 from titan.data.samples.loader import Loader
 from titan.data.samples.samples import Samples
 from titan.data.tokens.prepare import prepare
-from titan.errors import ConfigError, Fault, PluginError
+from titan.errors import ConfigError, DataError, Fault, PluginError
 from titan.ranks.process import Rank
-from titan.ranks.turns import together
+from titan.ranks.turns import as_first, together
 from titan.training import phases
 from titan.training.engine import Direct, StepLoss, Strict
 from titan.training.guard import Guard
@@ -88,7 +88,7 @@ def build(job: Job, rank: Rank) -> Run:
     torch.manual_seed(name_seed(job.run.seed, "default generators"))
     _open_folder(job, rank)
     limit_s = job.comm.init_timeout_s
-    samples, held_out = together(lambda: (open_samples(job, rank), open_held_out(job, rank)), rank, limit_s)
+    samples, held_out = together(lambda: _open_data(job, rank), rank, limit_s)
     core = wire(job, rank)
     world = core.world
     checkpointer, rest = _restore(core, samples.fingerprint)
@@ -139,6 +139,23 @@ def _open_folder(job: Job, rank: Rank) -> None:
             (job.folder / "config.toml").write_text(tomli_w.dumps(dict(job.table)), encoding="utf-8")
     except OSError as error:
         raise ConfigError([Fault("", f"[run] dir: cannot write to {job.folder}: {error.strerror}")]) from None
+
+
+def _open_data(job: Job, rank: Rank) -> tuple[Samples, Samples | None]:
+    """The samples to train on and to validate on, the same on all ranks; for `together`.
+
+    Raises:
+        DataError: they cannot be used, or are not those of rank 0.
+        ConfigError: the tokenizer has ids that the model has no row for.
+    """
+    samples, held_out = open_samples(job, rank), open_held_out(job, rank)
+    mine = samples.fingerprint + (held_out.fingerprint if held_out else "")
+    if as_first(mine, rank) != mine:
+        raise DataError(
+            f"rank {rank.number} found other samples than rank 0: files of a dataset changed or came meanwhile, or its"
+            " node sees other files. Run again once nothing writes to the dataset's files"
+        )
+    return samples, held_out
 
 
 def open_samples(job: Job, rank: Rank) -> Samples:
