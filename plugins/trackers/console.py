@@ -1,6 +1,8 @@
 """A line on stderr for each row, and on a terminal a progress bar with the time left.
 
-    step 20/600  loss 5.1234  grad norm 1.234  lr 3.0e-03  12.3k tokens/s  mfu -  0.100 s/step  left 00:58
+    step 20/600  loss 5.1234  grad norm 1.234  lr 3.0e-03  12.3k tokens/s  mfu -  0.100 s/step  71.3 GiB  left 00:58
+
+The memory is that of the fullest rank; it is named, as in `71.3 GiB (rank 9)`, where it is not rank 0.
 
 Cost: some microseconds a row; the bar redraws ten times a second at most.
 Limits: while the bar stands, lines that others print to the terminal must go through logging, or they cut it.
@@ -75,7 +77,8 @@ def _training(row: Row, steps: int) -> str:
         f"{_shown(time, '.3f')} s/step",
     ]
     if memory is not None:
-        parts.append(f"{memory:.1f} GiB")
+        rank = row.get("peak_memory_rank")
+        parts.append(f"{memory:.1f} GiB" + (f" (rank {rank})" if rank else ""))
     if time is not None:
         parts.append(f"left {tqdm.format_interval((steps - (row['step'] or 0)) * time)}")
     return "  ".join(parts)

@@ -28,6 +28,7 @@ GROUPS = {
     "validation_time_s": "speed",
     "gc_time_s": "speed",
     "peak_memory_gib": "memory",
+    "peak_memory_rank": "memory",
 }
 """Group of a key; `validation_loss` is `validation/loss`, all others are of the training itself."""
 

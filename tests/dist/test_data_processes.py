@@ -10,19 +10,25 @@ from pathlib import Path
 import pytest
 import torch
 
+from tests.jobs import LLAMA, write_text
+from tests.ranks import run_ranks
+from tests.unit.test_data_prepare import nothing_kept
 from tests.unit.test_data_samples import count_up, samples, tokens_of
 from tests.unit.test_data_shards import write
+from titan.config import load_job
 from titan.contracts import Dataset
 from titan.contracts.base import registry
 from titan.data.samples.loader import Loader
 from titan.data.samples.samples import Samples
-from titan.data.tokens import tokenize
+from titan.data.tokens import tokenize, unfinished
 from titan.data.tokens.prepare import prepare
 from titan.errors import DataError
 from titan.plugins.data.text import Config as TextConfig
 from titan.plugins.data.text import Text
 from titan.plugins.tokenizers.byte import Byte
 from titan.plugins.tokenizers.byte import Config as ByteConfig
+from titan.ranks import process
+from titan.training import build
 
 BYTES = Byte(ByteConfig())
 
@@ -82,12 +88,13 @@ def test_faults_of_processes_keep_their_words(text: Path, tmp_path: Path) -> Non
     (text / "5.txt").write_bytes(b"ab\xff")
     with pytest.raises(DataError, match=r"^\S*5\.txt: not UTF-8 at byte 2$"):
         prepare(Text(TextConfig(path=str(text))), BYTES, cache=tmp_path / "cache", workers=2, progress=False)
-    assert [path.name for path in (tmp_path / "cache").iterdir()] == ["hashes.json"]
+    assert nothing_kept(tmp_path / "cache")
 
 
 SHOUTED = '''
 """A dataset from a user's folder."""
 
+import os
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -111,38 +118,47 @@ class Shouted(Dataset):
         return sorted(Path(self.config.path).iterdir())
 
     def documents(self, file: Path) -> Iterator[Document]:
+        (file.parent.parent / "pids" / str(os.getpid())).touch()
         if (file.parent.parent / "killed").exists():
-            import os
             os.kill(os.getpid(), 9)
         yield Document(file.read_text().upper(), str(file))
 '''
 
 
 @pytest.mark.usefixtures("small_units")
-def test_processes_know_plugins_of_a_users_folder(text: Path, tmp_path: Path) -> None:
-    (tmp_path / "mine").mkdir()
-    (tmp_path / "mine" / "shouted.py").write_text(SHOUTED)
-    registry.open_doors([tmp_path / "mine"])
+@pytest.mark.parametrize("home", ["mine", "jane.doe/v1.2", "zwölf Köpfe/ü"])
+def test_processes_know_plugins_of_a_users_folder(home: str, text: Path, tmp_path: Path) -> None:
+    (tmp_path / home).mkdir(parents=True)
+    (tmp_path / "pids").mkdir()
+    (tmp_path / home / "shouted.py").write_text(SHOUTED)
+    beside = tmp_path / f"{home}_shouted.py"
+    beside.write_text(SHOUTED.replace('"shouted"', '"another"'))
+    registry.open_doors([tmp_path / home / "shouted.py", beside])
     plugin = registry.find("dataset", "shouted")
     assert plugin is not None
     dataset = plugin(plugin.Config(path=str(text)))
     assert isinstance(dataset, Dataset)
     paths = prepare(dataset, BYTES, cache=tmp_path / "cache", workers=2, progress=False)
     assert len(paths) == 8 and b"S\0O\0M\0E" in paths[3].read_bytes()
+    pids = {int(path.name) for path in (tmp_path / "pids").iterdir()}
+    assert pids and os.getpid() not in pids, "processes of their own have read the text"
+    if home != "mine":
+        return
 
     (tmp_path / "killed").touch()
     with pytest.raises(DataError, match="a process that tokenised was killed"):
         prepare(dataset, BYTES, cache=tmp_path / "other", workers=2, progress=False)
-    assert [path.name for path in (tmp_path / "other").iterdir()] == ["hashes.json"]
+    assert nothing_kept(tmp_path / "other")
 
 
 KILLED = """
     import os, signal, sys
     from pathlib import Path
-    from titan.data.tokens import prepare as preparing, shards, tokenize
+    from titan.data.tokens import hashes, prepare as preparing, shards, tokenize
     from titan.plugins.data.text import Config, Text
     from titan.plugins.tokenizers.byte import Byte, Config as Bytes
 
+    hashes.clock_ns = lambda folder: 2**62  # however young the text is, it is remembered
     tokenize.UNIT_BYTES = (1000, 1000)
     calls, wanted = 0, int(sys.argv[3])
 
@@ -174,4 +190,31 @@ def test_killed_at_any_moment_is_complete_or_absent(text: Path, tmp_path: Path, 
     content = [b"".join(Samples([(p, 1.0)], seq_len=9, packing="stream", seed=0, shuffle=False, vocab_size=257)[g]
                .tokens.numpy().tobytes() for g in range(50)) for p in (expected, found)]  # fmt: skip
     assert content[0] == content[1]
+    left = list(cache.glob(".partial*"))
+    assert len(left) == (call < 31), "what was killed may be of another machine, and is left for a day"
+    for path in [below for top in left for below in (*top.rglob("*"), top)]:
+        os.utime(path, (0, 0))
+    unfinished.sweep(cache)
     assert not list(cache.glob(".partial*"))
+
+
+def _built(folder: str) -> str:
+    """On one rank, whose node sees a folder of text of its own: why it does not train."""
+    place = Path(folder)
+    words = ["--run.dir", folder, "--data.cache", str(place / "cache"), "--data.path", str(place / os.environ["RANK"])]
+    job = load_job(LLAMA, words, 2)
+    with pytest.raises(DataError) as raised:
+        build.build(job, process.join(job))
+    return str(raised.value)
+
+
+def test_ranks_that_find_other_samples_do_not_train(tmp_path: Path) -> None:
+    """As where a file comes after rank 0 has listed them."""
+    for rank in (0, 1):
+        write_text(tmp_path / str(rank))
+    (tmp_path / "1" / "late.txt").write_text("a file that came while rank 0 was tokenising the others")
+    said = (
+        "rank 1 found other samples than rank 0: files of a dataset changed or came meanwhile, or its node sees other"
+    )
+    found = run_ranks(_built, 2, str(tmp_path), init=False)
+    assert found[0] == found[1] and found[0].startswith(said)

@@ -4,6 +4,7 @@ import contextlib
 import io
 import json
 import math
+import re
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -91,7 +92,7 @@ def expected(model: nn.Module, length: int, stride: int, skip: bool = False) -> 
     encoded = [[*([] if skip else [END]), *text.encode()] for text in TEXTS]
     nats = sum(nats_of(model, ids, length, stride) for ids in encoded)
     tokens = sum(len(ids) - 1 for ids in encoded)
-    words, size = sum(len(text.split()) for text in TEXTS), sum(len(text.encode()) for text in TEXTS)
+    words, size = sum(len(re.split(r"\s+", text)) for text in TEXTS), sum(len(text.encode()) for text in TEXTS)
     return {
         "loss": nats / tokens, "perplexity": math.exp(nats / tokens), "word_perplexity": math.exp(nats / words),
         "bits_per_byte": nats / size / math.log(2), "tokens": tokens, "words": words, "bytes": size,

@@ -89,6 +89,8 @@ def test_training_does_not_notice(ranks: int, words: list[str], tmp_path: Path, 
         assert ours.keys() == theirs.keys() and ours
         assert [name for name in ours if not torch.equal(ours[name], theirs[name])] == []
     assert_booked(tmp_path / "with")
+    fullest = {row["peak_memory_rank"] for row in with_it.rows.values()}
+    assert fullest <= set(range(ranks)) and all(row["peak_memory_gib"] > 0 for row in with_it.rows.values())
     found = validated(tmp_path / "with")
     assert sorted(found) == [1, 2, 3, 4, 5]
     if "--train.global_batch_size" not in words:

@@ -90,6 +90,27 @@ def test_zst_is_unpacked(tmp_path: Path) -> None:
         all_texts(jsonl(tmp_path))
 
 
+def test_a_zst_that_is_cut_within_a_frame_is_refused(tmp_path: Path) -> None:
+    zstandard = pytest.importorskip("zstandard")
+    content = "".join(f"{number * 7919 % 10007} " for number in range(20000)).encode()
+    frames = [zstandard.compress(content), zstandard.compress(b""), zstandard.compress(content[:5000])]
+    skippable = b"\x50\x2a\x4d\x18" + len(b"notes").to_bytes(4, "little") + b"notes"
+    whole = skippable + b"".join(frames)
+    path = tmp_path / "a.txt.zst"
+    path.write_bytes(whole)
+    assert all_texts(text(path)) == [(content + content[:5000]).decode()]
+    path.write_bytes(whole[: -len(frames[2])])
+    assert all_texts(text(path)) == [content.decode()], "a cut between frames cannot be seen"
+    first, last = len(skippable) + len(frames[0]), len(whole)
+    for cut in (3, len(skippable) - 2, len(skippable) + 2, first // 2, first - 3, last - len(frames[2]) + 1, last - 1):
+        path.write_bytes(whole[:cut])
+        with pytest.raises(DataError, match=r"a\.txt\.zst is cut short"):
+            all_texts(text(path))
+    (tmp_path / "b.jsonl.zst").write_bytes(zstandard.compress(b'{"text": "one"}\n' * 9)[:-1])
+    with pytest.raises(DataError, match=r"b\.jsonl\.zst is cut short"):
+        all_texts(jsonl(tmp_path))
+
+
 def test_zst_without_its_package_says_what_to_install(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "zstandard", None)
     (tmp_path / "a.zst").write_bytes(b"x")

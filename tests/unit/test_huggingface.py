@@ -338,6 +338,42 @@ def test_a_full_folder_is_left_alone(folder: Path, capsys: pytest.CaptureFixture
     assert f"{folder.parent / 'new.tmp'} is there already: remove it, if a conversion left" in capsys.readouterr().err
 
 
+@pytest.mark.parametrize(
+    ("to", "said"),
+    [
+        (".", "--to .: {here} is the folder you are in; name a new folder, such as ./new"),
+        ("../empty", "--to ../empty: {here} is the folder you are in; name a new folder"),
+        ("..", "--to ..: {above} is not empty; name a new folder"),
+        ("/", "--to /: / is not empty; name a new folder"),
+        ("../file", "--to ../file: {above}/file is no folder; name a new one"),
+        ("../file/below", "{above}/file/below.tmp cannot be made: Not a directory"),
+        ("../circle", "--to ../circle: {above}/circle is no folder"),
+    ],
+)
+def test_a_folder_that_cannot_be_made_is_refused_in_a_line(
+    folder: Path, to: str, said: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    above = folder.parent
+    (above / "empty").mkdir()
+    (above / "file").write_text("mine")
+    (above / "circle").symlink_to("circle")
+    monkeypatch.chdir(above / "empty")
+    words = ["convert", "--from", str(folder), "--to", to, "--format", "hf", "--tokenizer.name", "byte"]
+    assert cli.main(words) == 1
+    assert said.format(here=above / "empty", above=above) in capsys.readouterr().err
+    assert not list((above / "empty").iterdir()) and (above / "file").read_text() == "mine"
+    assert sorted(path.name for path in above.iterdir()) == ["circle", "empty", "file", "llama"]
+
+
+def test_a_link_to_an_empty_folder_is_that_folder(folder: Path) -> None:
+    above = folder.parent
+    (above / "disk" / "empty").mkdir(parents=True)
+    (above / "link").symlink_to("disk/empty")
+    words = ["--from", str(folder), "--to", str(above / "link"), "--format", "hf", "--tokenizer.name", "byte"]
+    assert cli.main(["convert", *words]) == 0
+    assert (above / "link").is_symlink() and (above / "disk" / "empty" / "config.json").exists()
+
+
 def test_a_failure_leaves_nothing(folder: Path, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.setattr(tensor_files.Stored, "read", lambda *_: (_ for _ in ()).throw(CheckpointError("gone")))
     for form in ("hf", "dcp"):

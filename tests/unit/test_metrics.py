@@ -1,8 +1,11 @@
 """What a row says of time: all of it, and what stood beside the steps. By a clock of the test's own."""
 
 import errno
+import resource
+import sys
 import time
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -80,6 +83,18 @@ def test_work_queued_on_the_device_is_the_steps(clock: Clock) -> None:
     assert found["validation_time_s"] == pytest.approx(5.0)
     assert found["gc_time_s"] == pytest.approx(0.05)
     assert found["tokens_per_s"] == pytest.approx(10 * TOKENS / (0.1 + 2.0 + 0.05 + 5.0))
+
+
+@pytest.mark.parametrize(("system", "unit"), [("linux", 2**10), ("darwin", 1)])
+def test_the_resident_set_is_counted_in_the_systems_unit(
+    system: str, unit: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(sys, "platform", system)
+    usage = SimpleNamespace(ru_maxrss=3 * 2**30 // unit)
+    monkeypatch.setattr(resource, "getrusage", lambda who: usage)
+    assert metrics.peak_memory_gib(torch.device("cpu")) == 3.0
+    found = row(meter("cpu"))
+    assert (found["peak_memory_gib"], found["peak_memory_rank"]) == (3.0, 0), "one rank asks nobody"
 
 
 def test_what_fails_is_booked_too(clock: Clock) -> None:

@@ -135,13 +135,13 @@ def _tensorboard_run(folder: Path, rows: list[dict[str, Any]], start_step: int =
 
 
 def test_tags_are_the_keys_in_groups_and_unknown_values_are_left_out(tmp_path: Path) -> None:
-    _tensorboard_run(tmp_path, [{**ROW, "peak_memory_gib": 2.0}, VALIDATION])
+    _tensorboard_run(tmp_path, [{**ROW, "peak_memory_gib": 2.0, "peak_memory_rank": 3}, VALIDATION])
     events = _events(tmp_path)
     assert set(events.Tags()["scalars"]) == {
         "train/loss", "train/grad_norm", "train/lr", "train/tokens", "speed/tokens_per_s",
         "speed/tokens_per_s_per_device", "speed/model_tflops_per_device", "speed/step_time_s",
         "speed/data_time_s", "speed/save_time_s", "speed/validation_time_s", "speed/gc_time_s",
-        "memory/peak_memory_gib", "validation/loss", "validation/perplexity",
+        "memory/peak_memory_gib", "memory/peak_memory_rank", "validation/loss", "validation/perplexity",
     }  # fmt: skip
     (event,) = events.Scalars("train/loss")
     assert (event.step, event.wall_time, event.value) == (20, 1.7e9, pytest.approx(5.12341))
@@ -183,7 +183,9 @@ def test_lines_when_stderr_is_no_terminal(tmp_path: Path, capsys: pytest.Capture
     for step in range(1, 21):
         tracker.progress(step)
     tracker.log(ROW)
-    tracker.log({**ROW, "step": 599, "mfu": 0.4123, "peak_memory_gib": 71.26, "grad_norm": None, "loss": math.nan})
+    full = {"peak_memory_gib": 71.26, "peak_memory_rank": 0}
+    tracker.log({**ROW, **full, "step": 599, "mfu": 0.4123, "grad_norm": None, "loss": math.nan})
+    tracker.log({**ROW, **full, "peak_memory_rank": 1031})
     tracker.log(VALIDATION)
     tracker.close()
     output = capsys.readouterr()
@@ -192,6 +194,8 @@ def test_lines_when_stderr_is_no_terminal(tmp_path: Path, capsys: pytest.Capture
         "step 20/600  loss 5.1234  grad norm 1.234  lr 3.0e-03  12.3k tokens/s  mfu -  0.100 s/step  left 00:58",
         "step 599/600  loss nan  grad norm -  lr 3.0e-03  12.3k tokens/s  mfu 41.2%  0.100 s/step  "
         "71.3 GiB  left 00:00",
+        "step 20/600  loss 5.1234  grad norm 1.234  lr 3.0e-03  12.3k tokens/s  mfu -  0.100 s/step  "
+        "71.3 GiB (rank 1031)  left 00:58",
         "step 20/600  validation loss 5.1000  perplexity 164",
     ]
 

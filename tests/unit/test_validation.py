@@ -11,7 +11,7 @@ from tests.jobs import LLAMA
 from titan.config import Job, load_job
 from titan.config.schema import schema
 from titan.errors import ConfigError
-from titan.inference.evaluation import Window, windows
+from titan.inference.evaluation import Counted, Window, windows
 from titan.train import evaluation_command
 
 DATA = "--data.path", "x"
@@ -140,3 +140,14 @@ def test_a_run_ends_with_the_command_that_measures_it(
 def test_windows(ids: str, length: int, stride: int, expected: list[tuple[str, int]]) -> None:
     found = windows([ord(letter) for letter in ids], length, stride)
     assert list(found) == [Window([ord(letter) for letter in text], predicted) for text, predicted in expected]
+
+
+@pytest.mark.parametrize(
+    ("text", "words"),
+    [("one two", 2), (" one\t\ttwo\n", 4), ("one two\n", 3), ("\n", 2), ("", 1), ("one\u00a0two\x1cthree", 3)],
+)
+def test_words_are_counted_as_lm_eval_counts_them(text: str, words: int) -> None:
+    """lm-eval 0.4.13, api/task.py, lines 444 and 1808: len(re.split(r"\\s+", doc)); bytes: lines 439 and 1803."""
+    counted = Counted()
+    counted.add(text)
+    assert (counted.words, counted.bytes) == (words, len(text.encode()))

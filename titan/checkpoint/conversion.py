@@ -5,6 +5,7 @@ Either format can be read and either written. The new folder is made aside and r
 
 from __future__ import annotations
 
+import os
 import time
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
@@ -165,9 +166,8 @@ class _Lazy(Mapping[str, Tensor]):
 @contextmanager
 def _made_aside(to: Path) -> Iterator[Path]:
     """An empty folder that gets the name `to` when all went well, and is removed when not."""
+    to = _new_folder(to)
     aside = folders.unfinished(to)
-    if to.exists() and (not to.is_dir() or any(to.iterdir())):
-        raise CheckpointError(f"{to} is not empty; name a new folder")
     try:
         aside.mkdir(parents=True)
     except FileExistsError:
@@ -182,3 +182,22 @@ def _made_aside(to: Path) -> Iterator[Path]:
     finally:
         if aside.exists():
             rmtree(aside)
+
+
+def _new_folder(to: Path) -> Path:
+    """The folder that `--to` means, as an absolute path without links, `.` and `..`; absent, or empty.
+
+    Raises:
+        CheckpointError: it is no folder, holds something, or is the one this process works in, which would be replaced.
+    """
+    path = Path(os.path.realpath(to))
+    try:
+        if os.path.lexists(path) and not path.is_dir():
+            raise CheckpointError(f"--to {to}: {path} is no folder; name a new one")
+        if path.is_dir() and any(path.iterdir()):
+            raise CheckpointError(f"--to {to}: {path} is not empty; name a new folder")
+        if path == Path.cwd():
+            raise CheckpointError(f"--to {to}: {path} is the folder you are in; name a new folder, such as {to}/new")
+    except OSError as error:
+        raise CheckpointError(f"--to {to}: {path} cannot be read: {error.strerror}") from error
+    return path

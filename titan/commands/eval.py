@@ -31,7 +31,7 @@ Options of the dataset are given as --data.KEY VALUE (titan plugins says which t
 layout and batch size, up to rounding. As in the Language Model Evaluation Harness:
 
   loss             nats per predicted token; perplexity is e to it
-  word_perplexity  e to the nats per word; words are what whitespace leaves
+  word_perplexity  e to the nats per word; words are counted as lm-eval does, by re.split(r"\\s+", text)
   bits_per_byte    bits per byte of the text in UTF-8 (not known of token shards, as words are not)
 
 Each document stands alone. Every token of it is predicted, the first one from the end id (--first-token skip: the

@@ -60,6 +60,8 @@ class Dataset(Plugin, ABC):
     def files(self) -> list[Path]:
         """The files read, in a fixed order. Their contents are the dataset's identity.
 
+        Name every file that `documents` reads: these alone are watched for changes while they are tokenised.
+
         Raises:
             DataError: there is none.
         """

@@ -3,7 +3,8 @@
 The definitions are those of the Language Model Evaluation Harness (lm-eval), whose numbers they can be held against:
 
     loss             -(sum of log p of all predicted tokens) / tokens, in nats; perplexity is e to it
-    word_perplexity  e to -(the same sum) / words, where words are the pieces that whitespace leaves of the texts
+    word_perplexity  e to -(the same sum) / words, where words are the pieces of `re.split(r"\\s+", text)`; whitespace
+                     at either end of a text leaves an empty piece there, which counts
     bits_per_byte    -(the same sum) / (bytes of the texts in UTF-8 * ln 2)
 
 Each document stands alone. All its tokens are predicted, the first one from the end id (`first_token` "predict"), or
@@ -18,6 +19,7 @@ each of its tokens is the most probable one, given the true ones before it.
 """
 
 import math
+import re
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from itertools import islice
@@ -36,6 +38,8 @@ from titan.training.validation import Score, nats_and_tokens, perplexity, totals
 
 ROUND = 16
 """Batches are as long as their longest window, rounded up to this many tokens."""
+
+_WHITESPACE = re.compile(r"\s+")
 
 Numbers = dict[str, float | int | None]
 Watch = Callable[[int], None]
@@ -71,7 +75,7 @@ class Counted:
 
     def add(self, text: str) -> None:
         """One more text."""
-        self.words += len(text.split())
+        self.words += len(_WHITESPACE.split(text))
         self.bytes += len(text.encode("utf-8", errors="replace"))
 
 

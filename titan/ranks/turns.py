@@ -33,6 +33,7 @@ FAREWELL_S = BEAT_S + 5.0
 
 _OPENING = ("comm.init_timeout_s", "opening what other ranks have prepared")
 _turns = itertools.count()
+_told = itertools.count()
 
 
 def together(work: Callable[[], T], rank: Rank, limit_s: float) -> T:
@@ -58,6 +59,17 @@ def together(work: Callable[[], T], rank: Rank, limit_s: float) -> T:
         if error is not None:
             raise error
     return result[0]
+
+
+def as_first(value: str, rank: Rank) -> str:
+    """The value of the rank that comes here first: within the work of `together`, of rank 0.
+
+    Over the store, so nobody waits for anybody. All ranks must make their calls in the same order.
+    """
+    if rank.world_size == 1:
+        return value
+    store = dist.distributed_c10d._get_default_store()
+    return bytes(store.compare_set(f"told first {next(_told)}", "", value)).decode()
 
 
 def _attempt(work: Callable[[], T], result: list[T], rank: Rank) -> TitanError | None:

@@ -26,9 +26,9 @@ from titan.contracts.base.plan import glob_matches
 from titan.data.samples.loader import Loader
 from titan.data.samples.samples import Samples
 from titan.data.tokens.prepare import prepare
-from titan.errors import ConfigError, Fault, PluginError, TitanError
+from titan.errors import ConfigError, DataError, Fault, PluginError, TitanError
 from titan.ranks.process import Rank
-from titan.ranks.turns import together
+from titan.ranks.turns import as_first, together
 from titan.training import phases
 from titan.training.engine import Direct, StepLoss, Strict
 from titan.training.guard import Guard
@@ -109,7 +109,7 @@ def build(job: Job, rank: Rank) -> Run:
 
 def _built(job: Job, rank: Rank, lock: FolderLock) -> Run:
     limit_s = job.comm.init_timeout_s
-    samples, held_out = together(lambda: (open_samples(job, rank), open_held_out(job, rank)), rank, limit_s)
+    samples, held_out = together(lambda: _open_data(job, rank), rank, limit_s)
     core = wire(job, rank)
     world = core.world
     checkpointer, rest = _restore(core, samples.fingerprint, lock)
@@ -183,6 +183,23 @@ def _writing(folder: Path) -> Iterator[None]:
     except OSError as error:
         what = f"[run] dir: cannot write to {folder}: {error.strerror}"
         raise (ConfigError(what) if error.errno in _WRONG else TitanError(what)) from None
+
+
+def _open_data(job: Job, rank: Rank) -> tuple[Samples, Samples | None]:
+    """The samples to train on and to validate on, the same on all ranks; for `together`.
+
+    Raises:
+        DataError: they cannot be used, or are not those of rank 0.
+        ConfigError: the tokenizer has ids that the model has no row for.
+    """
+    samples, held_out = open_samples(job, rank), open_held_out(job, rank)
+    mine = samples.fingerprint + (held_out.fingerprint if held_out else "")
+    if as_first(mine, rank) != mine:
+        raise DataError(
+            f"rank {rank.number} found other samples than rank 0: files of a dataset changed or came meanwhile, or its"
+            " node sees other files. Run again once nothing writes to the dataset's files"
+        )
+    return samples, held_out
 
 
 def open_samples(job: Job, rank: Rank) -> Samples:

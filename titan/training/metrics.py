@@ -1,11 +1,13 @@
 """What is measured, and who is told. Values leave the device only when a row is due."""
 
+import sys
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Literal, get_args
 
 import torch
+import torch.distributed as dist
 
 from titan.contracts import Row, RunInfo, Tracker
 from titan.contracts.base.plan import ModelPlan
@@ -24,6 +26,9 @@ PEAK_TFLOPS = {
     "MI300X": 1307.0,
 }
 """Dense bf16 (V100: fp16) peak of a device as its vendor states it, by a piece of its name; MI250X: one die."""
+
+RANKS = 1 << 20
+"""More than a run has: what is left of 63 bits beside a rank's number counts KiB."""
 
 
 def peak_tflops(device: torch.device, stated: float) -> float | None:
@@ -83,15 +88,17 @@ class Meter:
             self._beside[what] += time.perf_counter() - began
 
     def row(self, step: int, loss: float, grad_norm: float, lr: float, tokens: int) -> Row:
-        """The row of a step, with `tokens` consumed since the very start; begins the next.
+        """The row of a step, with `tokens` consumed since the very start; begins the next. All ranks together.
 
         tokens_per_s and what follows from it, step_time_s: over all of the seconds since the row before.  data_time_s:
         waited for data, per step.  save_time_s, validation_time_s, gc_time_s: spent on these, in all since then.
+        peak_memory_gib, peak_memory_rank: of the rank that has held most (`fullest`).
         """
         now = time.perf_counter()
         seconds = now - self._since
         per_s = self._tokens / seconds
         tflops = per_s * self._flops_per_token / self._devices / 1e12
+        memory_gib, fullest_rank = fullest(peak_memory_gib(self._device), self._devices)
         row: Row = {
             "step": step,
             "loss": loss,
@@ -105,7 +112,8 @@ class Meter:
             "step_time_s": seconds / max(self._steps, 1),
             "data_time_s": self._data_s / max(self._steps, 1),
             **{f"{what}_time_s": spent for what, spent in self._beside.items()},
-            "peak_memory_gib": peak_memory_gib(self._device),
+            "peak_memory_gib": memory_gib,
+            "peak_memory_rank": fullest_rank,
             "time": self.unix_time(now),
         }
         self._begin(now)
@@ -118,7 +126,23 @@ def peak_memory_gib(device: torch.device) -> float:
         return torch.cuda.max_memory_reserved(device) / 2**30
     import resource  # Unix only, as gloo and the launcher are
 
-    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 2**20
+    unit = 1 if sys.platform == "darwin" else 2**10  # macOS counts bytes, Linux and the BSDs KiB
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * unit / 2**30
+
+
+def fullest(held_gib: float, world_size: int) -> tuple[float, int]:
+    """The most that a rank holds, in GiB, and the lowest rank that holds as much; the same on all ranks.
+
+    held_gib: what this rank holds. One all-reduce of 8 bytes from host memory, which all ranks take part in: no device
+    is waited for, and no rank longer than a step makes it wait anyway. Exact to a KiB, up to 8 PiB and `RANKS` ranks.
+    """
+    if world_size == 1:
+        return held_gib, 0
+    # KiB above, ranks below, counted down so that the largest number is of the lowest rank among equals.
+    packed = torch.tensor(round(held_gib * 2**20) * RANKS + RANKS - 1 - dist.get_rank())
+    dist.all_reduce(packed, dist.ReduceOp.MAX)
+    held_kib, place = divmod(int(packed), RANKS)
+    return held_kib / 2**20, RANKS - 1 - place
 
 
 class Trackers:

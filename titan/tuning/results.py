@@ -23,7 +23,7 @@ Kind = Literal["memory", "timeout", "non-finite", "launch", "refused"]
 
 @dataclass(frozen=True, kw_only=True)
 class Measured:
-    """Medians over the measured steps. peak_memory_gib: of rank 0.  watts: mean of all devices, where it was read."""
+    """Medians over the measured steps. peak_memory_gib: of the fullest rank.  watts: mean of all devices, if known."""
 
     step_time_s: float
     tokens_per_s: float

@@ -6,9 +6,11 @@ public methods that the contract does not know, or with other parameters, are re
 """
 
 import functools
+import hashlib
 import importlib
 import importlib.metadata
 import importlib.util
+import os
 import pkgutil
 import sys
 from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -187,14 +189,21 @@ def _open_file(file: Path) -> None:
     file = file.resolve()
     if str(file) in _opened:
         return
-    # A dot in it would make it a module of a package that nobody has, for a process that has to import it again.
-    module = "titan_plugin_" + "_".join(file.with_suffix("").parts[1:]).replace(".", "_")
+    module = _module_name(file)
     spec = importlib.util.spec_from_file_location(module, file)
     assert spec is not None and spec.loader is not None
     loaded = importlib.util.module_from_spec(spec)
     sys.modules[module] = loaded
     _import(functools.partial(spec.loader.exec_module, loaded), f"plugin {file}", module)
     _opened.add(str(file))
+
+
+def _module_name(file: Path) -> str:
+    """The name of a plugin file's module: no other file's, and the same in a process that has to import it again."""
+    # Without dots, as in /home/jane.doe, which would make it a module of a package that nobody has. The digest tells
+    # a/b.py from a_b.py; a process that finds another module under a plugin's name cannot unpickle the plugin.
+    readable = "_".join(file.with_suffix("").parts[1:]).replace(".", "_")
+    return f"titan_plugin_{readable}_{hashlib.sha256(os.fsencode(file)).hexdigest()[:8]}"
 
 
 def _open_entry(entry: EntryPoint) -> None:

@@ -5,6 +5,7 @@ falls below n (Black and Rogaway, "Ciphers with arbitrary finite domains", 2002)
 global sample comes from.
 """
 
+import math
 from collections.abc import Sequence
 from functools import lru_cache
 
@@ -92,9 +93,15 @@ def shares(weights: Sequence[float]) -> tuple[int, ...]:
     """Draws of each source in a block, by largest remainder; they add up to the block.
 
     Raises:
-        DataError: a share is too small to get a single draw.
+        DataError: a weight is not above 0 and finite, they add up to more than a float holds, or a share is too small
+            to get a single draw.
     """
+    for k, weight in enumerate(weights):
+        if not 0 < weight < math.inf:
+            raise DataError(f"source {k} has weight {weight:g}; a weight must be above 0 and finite")
     total = sum(weights)
+    if math.isinf(BLOCK * total):
+        raise DataError(f"the weights of the sources, {max(weights):g} at most, are too large; divide all by the same")
     exact = [BLOCK * weight / total for weight in weights]
     counts = [int(share) for share in exact]
     by_remainder = sorted(range(len(weights)), key=lambda k: (counts[k] - exact[k], k))

@@ -4,7 +4,7 @@ import glob
 import gzip
 import io
 import zlib
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import IO, Any
@@ -12,6 +12,9 @@ from typing import IO, Any
 from titan.errors import DataError
 
 COMPRESSED = (".gz", ".zst")
+
+_PIECE_BYTES = 16 << 10
+"""Compressed bytes that are unpacked at a time: of text some 50 KiB, of the most repetitive data 512 MiB."""
 
 
 def as_list(path: str | tuple[str, ...]) -> tuple[str, ...]:
@@ -51,8 +54,11 @@ def find(paths: Sequence[str], patterns: Sequence[str]) -> list[Path]:
 def opened(path: Path) -> Iterator[IO[bytes]]:
     """The bytes of a file, unpacked where its name ends in .gz or .zst.
 
+    A compressed file may hold several members (.gz) or frames (.zst), one after another. One that was cut between two
+    of them cannot be told from a shorter file.
+
     Raises:
-        DataError: it cannot be opened, is empty, or is broken on the way; names the file.
+        DataError: it cannot be opened, is empty, is cut short or is broken on the way; names the file.
     """
     try:
         if path.stat().st_size == 0:
@@ -73,12 +79,57 @@ def _unpacked(raw: IO[bytes], path: Path) -> Iterator[IO[bytes]]:
     elif path.suffix == ".zst":
         zstandard = _zstandard(path)
         try:
-            with zstandard.ZstdDecompressor().stream_reader(raw, read_across_frames=True) as file:
-                yield io.BufferedReader(file)
+            yield io.BufferedReader(_ZstdFrames(raw, zstandard.ZstdDecompressor().decompressobj))
         except zstandard.ZstdError as error:
             raise DataError(f"{path} cannot be unpacked: {error}") from None
     else:
         yield raw
+
+
+class _ZstdFrames(io.RawIOBase):
+    """The content of all zstd frames of a file.
+
+    The stream reader of zstandard ends a frame that is cut short as it ends a whole one, without an error. Its
+    decompression objects, one a frame, tell whether theirs is complete.
+
+    Raises (as it is read):
+        EOFError: the file ends within a frame.
+        zstandard.ZstdError: what stands there is no frame, or a damaged one.
+    """
+
+    def __init__(self, packed: IO[bytes], begin: Callable[[], Any]) -> None:
+        """packed: the file.  begin: makes the object that decompresses the next frame."""
+        self._packed, self._begin = packed, begin
+        self._frame: Any = None
+        self._content = memoryview(b"")
+
+    def readable(self) -> bool:
+        """Yes."""
+        return True
+
+    def readinto(self, buffer: Any) -> int:
+        """Fill the buffer as far as there is content at hand; 0 at the end of the file."""
+        while not self._content:
+            if not self._unpack():
+                return 0
+        size = min(len(buffer), len(self._content))
+        buffer[:size], self._content = self._content[:size], self._content[size:]
+        return size
+
+    def _unpack(self) -> bool:
+        """Decompress the next piece, which may have no content; False at the end of the file."""
+        packed = b""
+        if self._frame is not None and self._frame.eof:
+            packed, self._frame = self._frame.unused_data, None
+        packed = packed or self._packed.read(_PIECE_BYTES)
+        if not packed:
+            if self._frame is not None:
+                raise EOFError
+            return False
+        if self._frame is None:
+            self._frame = self._begin()
+        self._content = memoryview(self._frame.decompress(packed))
+        return True
 
 
 def _zstandard(path: Path) -> Any:

@@ -1,47 +1,155 @@
-"""SHA-256 of files, remembered beside the tokenised text so that a second run does not read a corpus to know it."""
+"""SHA-256 of files, remembered beside the tokenised text so that a second run does not read a corpus to know it.
+
+A file is hashed first and read later; of a large corpus, either takes hours. It is known to be the same by its size,
+its mtime and its ctime, which cannot be set back. Inode numbers say no more, and some network file systems give out new
+ones. `unchanged` compares the three again when all text has been read.
+
+Times have a granularity: what is written twice within it looks the same. As git does it, a file that was changed less
+than `RACY_S` before it was hashed is not remembered, and `unchanged` hashes it again. Its age is taken by the clock of
+the file system that the cache is on; that of the corpus is trusted to agree with it within these seconds.
+"""
 
 import hashlib
 import json
 import os
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
+from dataclasses import dataclass
+from datetime import UTC, datetime
+from io import BufferedReader
 from pathlib import Path
 
+from titan.data.tokens.unfinished import clock_ns, unfinished
 from titan.errors import DataError
 
+RACY_S = 2
+"""The coarsest granularity of times among file systems (FAT), in seconds."""
 
-def content_hashes(files: Sequence[Path], memory: Path, threads: int) -> list[str]:
-    """SHA-256 (hex) of each file. `memory` is a JSON file of what was hashed before, by path, size and time of change;
-    one that cannot be understood is written anew.
+
+@dataclass(frozen=True)
+class Mark:
+    """By what a file is known to be the same: its size in bytes, mtime and ctime in nanoseconds."""
+
+    size: int
+    mtime_ns: int
+    ctime_ns: int
+
+    @staticmethod
+    def of(status: os.stat_result) -> "Mark":
+        """The mark in what `stat` has found."""
+        return Mark(status.st_size, status.st_mtime_ns, status.st_ctime_ns)
+
+    def key(self, file: Path) -> str:
+        """What a file with this mark is remembered by."""
+        return f"{file.absolute()}|{self.size}|{self.mtime_ns}|{self.ctime_ns}"
+
+    def change(self, now: "Mark") -> str:
+        """How a later mark differs from this one; empty where it does not."""
+        if now.size != self.size:
+            return f"{self.size:,} bytes before, {now.size:,} now"
+        if now.mtime_ns != self.mtime_ns:
+            return f"modified {_shown(self.mtime_ns)} before, {_shown(now.mtime_ns)} now"
+        if now.ctime_ns != self.ctime_ns:
+            return f"same size and mtime, but its ctime is {_shown(now.ctime_ns)}, {_shown(self.ctime_ns)} before"
+        return ""
+
+
+def _shown(time_ns: int) -> str:
+    return datetime.fromtimestamp(time_ns / 1e9, UTC).isoformat(timespec="milliseconds")
+
+
+@dataclass(frozen=True)
+class Content:
+    """A file's SHA-256 (hex), and by what it is known to have this content still. racy: only another hash can tell."""
+
+    file: Path
+    mark: Mark
+    digest: str
+    racy: bool = False
+
+
+def content_hashes(files: Sequence[Path], memory: Path, threads: int) -> list[Content]:
+    """The content of each file. `memory` is a JSON file of what was hashed before, by path and mark; one that cannot be
+    understood is written anew.
 
     Raises:
-        DataError: a file cannot be read.
+        DataError: a file cannot be read, or changes while it is.
+        OSError: `memory` cannot be written.
     """
     known = _recall(memory)
-    marks = [_mark(file) for file in files]
-    unknown = [number for number, mark in enumerate(marks) if mark not in known]
+    contents: dict[Path, Content] = {}
+    for file in files:
+        mark = _mark(file)
+        if digest := known.get(mark.key(file)):
+            contents[file] = Content(file, mark, digest)
+    unknown = [file for file in files if file not in contents]
     if unknown:
+        # Asked for before any of them is read: what is written later is younger than that.
+        now_ns = clock_ns(memory.parent)
         with ThreadPoolExecutor(threads) as pool:
-            found = pool.map(_hash, [files[number] for number in unknown])
-            known.update({marks[number]: digest for number, digest in zip(unknown, found, strict=True)})
-        _remember(memory, known)
-    return [known[mark] for mark in marks]
+            found = list(pool.map(lambda file: _hash(file, now_ns), unknown))
+        contents.update((content.file, content) for content in found)
+        settled = {content.mark.key(content.file): content.digest for content in found if not content.racy}
+        if settled:
+            _remember(memory, settled)
+    return [contents[file] for file in files]
 
 
-def _mark(file: Path) -> str:
+def unchanged(contents: Sequence[Content], threads: int) -> None:
+    """See that files that have been read since have the content they had then.
+
+    Raises:
+        DataError: one has not, or cannot be read any more; names the file and what has changed.
+    """
+    with ThreadPoolExecutor(threads) as pool:
+        changes = zip(contents, pool.map(_change, contents), strict=True)
+        changed = [(content.file, change) for content, change in changes if change]
+    if changed:
+        raise _changed(*changed[0], others=len(changed) - 1)
+
+
+def _change(content: Content) -> str:
+    with _opened(content.file) as file:
+        change = content.mark.change(Mark.of(os.fstat(file.fileno())))
+        if not change and content.racy and hashlib.file_digest(file, "sha256").hexdigest() != content.digest:
+            change = "same size and times, but another SHA-256"
+        return change
+
+
+def _changed(file: Path, change: str, others: int = 0) -> DataError:
+    more = f", and {others} more files of the dataset changed" if others else ""
+    return DataError(
+        f"{file} changed while the dataset was tokenised: {change}{more}; no tokens were kept."
+        " Run again once nothing writes to the dataset's files"
+    )
+
+
+def _mark(file: Path) -> Mark:
     try:
-        status = file.stat()
+        return Mark.of(file.stat())
     except OSError as error:
         raise DataError(f"{file} cannot be read: {error.strerror}") from None
-    return f"{file.absolute()}|{status.st_size}|{status.st_mtime_ns}"
 
 
-def _hash(file: Path) -> str:
+def _hash(file: Path, now_ns: int) -> Content:
+    with _opened(file) as opened:
+        before = Mark.of(os.fstat(opened.fileno()))
+        digest = hashlib.file_digest(opened, "sha256").hexdigest()
+        if change := before.change(Mark.of(os.fstat(opened.fileno()))):
+            raise _changed(file, change)
+    racy = max(before.mtime_ns, before.ctime_ns) > now_ns - RACY_S * 10**9
+    return Content(file, before, digest, racy)
+
+
+@contextmanager
+def _opened(path: Path) -> Iterator[BufferedReader]:
+    """A file open for reading; on NFS, whose attributes may be those of a minute ago, that asks the server for them."""
     try:
-        with file.open("rb") as opened:
-            return hashlib.file_digest(opened, "sha256").hexdigest()
+        with path.open("rb") as file:
+            yield file
     except OSError as error:
-        raise DataError(f"{file} cannot be read: {error.strerror}") from None
+        raise DataError(f"{path} cannot be read: {error.strerror}") from None
 
 
 def _recall(memory: Path) -> dict[str, str]:
@@ -54,7 +162,11 @@ def _recall(memory: Path) -> dict[str, str]:
     return known
 
 
-def _remember(memory: Path, known: dict[str, str]) -> None:
-    partial = memory.with_name(f"{memory.name}.{os.getpid()}.partial")
-    partial.write_text(json.dumps(known), encoding="utf-8")
-    os.replace(partial, memory)
+def _remember(memory: Path, found: dict[str, str]) -> None:
+    """Add what was found to the memory as it is by now: hashing takes long, and others have done so meanwhile."""
+    partial = unfinished(memory.parent)
+    try:
+        partial.write_text(json.dumps(_recall(memory) | found), encoding="utf-8")
+        os.replace(partial, memory)
+    finally:
+        partial.unlink(missing_ok=True)

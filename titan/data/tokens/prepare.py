@@ -2,16 +2,18 @@
 
 The cache is a folder per identity - content of the files, the dataset's options, the tokenizer - that is either
 complete or absent: it is made under another name and renamed. Two that prepare the same at once both succeed; one's
-work is kept.
+work is kept. What a killed process has left is removed when nobody has written to it for a day (`unfinished.py`).
+
+The files are those that were there at the beginning; one that comes later is of the next run's dataset, which is
+another identity. One of these files that changes before its text has been read is refused, and nothing is kept: the
+folder would hold other text than its name says, for every run that shares the cache.
 """
 
 import hashlib
 import inspect
 import json
 import os
-import re
 import shutil
-import socket
 import sys
 import time
 from collections.abc import Iterator, Sequence
@@ -20,9 +22,10 @@ from pathlib import Path
 
 from titan.contracts import Dataset, Tokenizer
 from titan.contracts.base.options import as_table
-from titan.data.tokens.hashes import content_hashes
+from titan.data.tokens.hashes import Content, content_hashes, unchanged
 from titan.data.tokens.shards import VERSION, open_shard
 from titan.data.tokens.tokenize import tokenise, units
+from titan.data.tokens.unfinished import sweep, unfinished
 from titan.errors import DataError
 from titan.log import log
 
@@ -36,7 +39,8 @@ def prepare(dataset: Dataset, tokenizer: Tokenizer, *, cache: Path, workers: int
     what they make does not depend on how many they are. `progress` tells a person how far it is.
 
     Raises:
-        DataError: a file cannot be read, no text is in any, a shard is damaged, or the cache cannot be written.
+        DataError: a file cannot be read or changes meanwhile, no text is in any, a shard is damaged, or the cache
+            cannot be written.
     """
     made = dataset.shards()
     if made is not None:
@@ -45,9 +49,10 @@ def prepare(dataset: Dataset, tokenizer: Tokenizer, *, cache: Path, workers: int
     files = dataset.files()
     try:
         cache.mkdir(parents=True, exist_ok=True)
-        folder = cache / _identity(dataset, tokenizer, content_hashes(files, cache / "hashes.json", workers))
+        contents = content_hashes(files, cache / "hashes.json", workers)
+        folder = cache / _identity(dataset, tokenizer, [content.digest for content in contents])
         if not folder.exists():
-            _make(dataset, tokenizer, files, folder, workers, progress)
+            _make(dataset, tokenizer, contents, folder, workers, progress)
     except OSError as error:
         raise DataError(f"cannot tokenise into the cache {cache}: {error}") from None
     return _complete(folder)
@@ -68,16 +73,17 @@ def _identity(dataset: Dataset, tokenizer: Tokenizer, contents: Sequence[str]) -
 
 
 def _make(
-    dataset: Dataset, tokenizer: Tokenizer, files: Sequence[Path], folder: Path, workers: int, progress: bool
+    dataset: Dataset, tokenizer: Tokenizer, contents: Sequence[Content], folder: Path, workers: int, progress: bool
 ) -> None:
-    _sweep(folder.parent)
-    sizes = [file.stat().st_size for file in files]
-    partial = folder.parent / f"{_prefix()}{os.getpid()}-{time.monotonic_ns()}"
+    sweep(folder.parent)
+    files, sizes = [content.file for content in contents], [content.mark.size for content in contents]
+    partial = unfinished(folder.parent)
     partial.mkdir()
     try:
         with _Progress.shown(dataset, files, sizes, progress) as shown:
             work = units(files, sizes)
             tokenise(dataset, tokenizer, work, partial, workers=workers, size=sum(sizes), done=shown.finished)
+        unchanged(contents, workers)
         _seal(partial, dataset, len(files))
         _publish(partial, folder)
     finally:
@@ -87,7 +93,7 @@ def _make(
 def _seal(partial: Path, dataset: Dataset, files: int) -> None:
     """Give the shards their names in the stream and write the index that says how many there are."""
     shards = []
-    for number, path in enumerate(sorted(partial.glob("*.bin"))):
+    for number, path in enumerate(sorted(path for path in partial.iterdir() if path.suffix == ".bin")):
         named = partial / f"shard-{number:05d}.bin"
         path.rename(named)
         shards.append(open_shard(named))
@@ -122,24 +128,6 @@ def _flush(path: Path) -> None:
         os.fsync(descriptor)
     finally:
         os.close(descriptor)
-
-
-def _prefix() -> str:
-    return f".partial-{socket.gethostname()}-"
-
-
-def _sweep(cache: Path) -> None:
-    """Remove what killed processes of this machine left half done."""
-    for left in cache.glob(f"{_prefix()}*"):
-        owner = re.fullmatch(r"(\d+)-\d+", left.name.removeprefix(_prefix()))
-        if owner is None:
-            continue  # of another machine whose name only begins like ours
-        try:
-            os.kill(int(owner[1]), 0)
-        except ProcessLookupError:
-            shutil.rmtree(left, ignore_errors=True)
-        except PermissionError:
-            continue  # alive, somebody else's
 
 
 def _complete(folder: Path) -> list[Path]:

@@ -16,6 +16,7 @@ Reading is memory-mapped; a file whose size is not the one its header promises i
 
 import hashlib
 import os
+import secrets
 import struct
 from array import array
 from collections.abc import Sequence
@@ -130,7 +131,7 @@ class ShardWriter:
         self._width = token_bytes(vocab_size)
         self._ends = array("q")
         self._digest = hashlib.sha256()
-        self._partial = path.with_name(f"{path.name}.{os.getpid()}.partial")
+        self._partial = path.with_name(f"{path.name}.{secrets.token_hex(8)}.partial")
         self._file = self._partial.open("wb")
         self._file.write(bytes(HEADER_BYTES))
 

@@ -88,20 +88,35 @@ def tokenise(
 
 @dataclass(frozen=True)
 class _Recipe:
-    """Two plugins as a process that never saw them can make them: class and options, and the files to import first."""
+    """Two plugins as a process that never saw them can make them: class and options, and the files to import first.
+
+    fingerprint: of the tokenizer, which reads its file once more in each process.
+    """
 
     plugins: tuple[tuple[type[Plugin], Any], ...]
     homes: tuple[tuple[str, str], ...]
+    fingerprint: str
 
     @staticmethod
-    def of(*plugins: Plugin) -> "_Recipe":
+    def of(dataset: Dataset, tokenizer: Tokenizer) -> "_Recipe":
+        plugins = (dataset, tokenizer)
         modules = [sys.modules[type(plugin).__module__] for plugin in plugins]
         homes = tuple((module.__name__, str(module.__file__)) for module in modules if module.__name__ != "__main__")
-        return _Recipe(tuple((type(plugin), plugin.config) for plugin in plugins), homes)
+        return _Recipe(tuple((type(plugin), plugin.config) for plugin in plugins), homes, tokenizer.fingerprint)
 
     def make(self) -> tuple[Dataset, Tokenizer]:
+        """The two plugins.
+
+        Raises:
+            DataError: the tokenizer is not the one that the tokens are named by.
+        """
         dataset, tokenizer = (plugin(config) for plugin, config in self.plugins)
         assert isinstance(dataset, Dataset) and isinstance(tokenizer, Tokenizer)
+        if tokenizer.fingerprint != self.fingerprint:
+            raise DataError(
+                f"tokenizer {tokenizer.name!r}: its file changed while text was tokenised; no tokens were kept."
+                " Run again once nothing writes to it"
+            )
         return dataset, tokenizer
 
 

@@ -1,0 +1,80 @@
+"""What is being made in the shared cache: its names, and the sweeping of what killed processes have left there.
+
+Processes of several nodes and containers make things in one cache. Neither a host's name nor a process id tells them
+apart: containers share the former and start the latter at 1. So a name ends in 64 random bits, and what is left behind
+is known by its age alone: nothing in it has been written for `STALE_S`. A process that is still at work writes to its
+folder again and again.
+
+Ages are differences of times that the cache's own file system has given out, where clients do not set them: the clock
+of another host, or this one's, is not compared with them.
+"""
+
+import secrets
+import shutil
+import socket
+from collections.abc import Iterator
+from pathlib import Path
+
+from titan.log import log
+
+STALE_S = 24 * 3600
+"""Seconds without a write after which a folder is a leftover. A process that sleeps longer and goes on, as a suspended
+job does, fails: its folder was renamed before it was removed, so nothing incomplete is ever published."""
+
+_PREFIX = ".partial-"
+_PATTERNS = (f"{_PREFIX}*", "hashes.json.*.partial")
+"""The second is of titan 0.1."""
+
+
+def unfinished(folder: Path) -> Path:
+    """A path in `folder` that nobody else makes anything at. The host's name in it is for people to read."""
+    # tempfile's functions would make files and folders that only their owner can read: the cache is shared.
+    return folder / f"{_PREFIX}{socket.gethostname()}-{secrets.token_hex(8)}"
+
+
+def clock_ns(folder: Path) -> int:
+    """Now, in nanoseconds, by the clock that gives files in `folder` their times of change.
+
+    Raises:
+        OSError: no file can be written there.
+    """
+    probe = unfinished(folder)
+    try:
+        probe.write_bytes(b"\0")
+        return probe.stat().st_mtime_ns
+    finally:
+        probe.unlink(missing_ok=True)
+
+
+def sweep(cache: Path) -> None:
+    """Remove what nobody has written to for `STALE_S`. What cannot be removed is named in a warning and stays.
+
+    Raises:
+        OSError: the cache cannot be written to.
+    """
+    now = clock_ns(cache)
+    for left in [path for pattern in _PATTERNS for path in sorted(cache.glob(pattern))]:
+        try:
+            if now - max(_times(left)) > STALE_S * 10**9:
+                _remove(left)
+        except FileNotFoundError:
+            continue  # published, or removed by another process
+        except OSError as error:
+            log.warning(f"{left} is a leftover that cannot be removed: {error.strerror}")
+
+
+def _times(path: Path) -> Iterator[int]:
+    """When a path, and all below it, was last changed, in nanoseconds."""
+    yield path.stat().st_mtime_ns
+    for below in path.rglob("*"):
+        yield below.stat().st_mtime_ns
+
+
+def _remove(left: Path) -> None:
+    # A process that wakes up finds its folder whole or absent, and never half removed.
+    doomed = unfinished(left.parent)
+    left.rename(doomed)
+    if doomed.is_dir():
+        shutil.rmtree(doomed)
+    else:
+        doomed.unlink()
