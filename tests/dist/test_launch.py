@@ -12,7 +12,7 @@ import torch.distributed as dist
 
 from tests.ranks import run_ranks as in_a_fresh_process
 from titan import launch
-from titan.ranks import children
+from titan.ranks import children, preemption
 from titan.ranks.children import Children, Ended, Entry
 from titan.ranks.launcher import verdict
 from titan.ranks.place import LOCAL, Place
@@ -97,6 +97,27 @@ def _terminated() -> list[Ended]:
 def test_a_signal_reaches_every_rank_once() -> None:
     [ended] = in_a_fresh_process(_terminated, 1, init=False)
     assert sorted(ended, key=lambda end: end.rank) == [Ended(0, 75), Ended(1, 75), Ended(2, 75)]
+
+
+def _one_is_terminated() -> set[int]:
+    def entry(argv: list[str]) -> int:
+        dist.init_process_group("gloo")
+        question = Preemption(2, max_minutes=0, timeout_s=60)
+        if dist.get_rank() == 1:
+            os.kill(os.getpid(), signal.SIGUSR1)
+            os.kill(os.getpid(), signal.SIGTERM)
+        question.ask()
+        return 75 if question.due() == "SIGTERM" and preemption.heard() >= {signal.SIGTERM} else 1
+
+    crew = _children(entry, 2)
+    assert [ended.code for ended in crew.lead()] == [75, 75]
+    return crew.heard
+
+
+def test_a_signal_to_one_rank_is_heard_of() -> None:
+    """By its peers, which stop with it, and by the launcher, which may have the scheduler run the job again."""
+    [heard] = in_a_fresh_process(_one_is_terminated, 1, init=False)
+    assert heard == {signal.SIGUSR1, signal.SIGTERM}
 
 
 def _is_asked_to_stop(argv: list[str]) -> int:
@@ -205,7 +226,7 @@ def test_one_rank_trains_in_this_process(monkeypatch: pytest.MonkeyPatch) -> Non
 
 
 def test_a_task_of_srun_becomes_its_rank(monkeypatch: pytest.MonkeyPatch) -> None:
-    env = {"SLURM_NTASKS": "2", "SLURM_PROCID": "1", "MASTER_ADDR": "h"}
+    env = {"SLURM_STEP_NUM_TASKS": "2", "SLURM_PROCID": "1", "MASTER_ADDR": "h"}
     monkeypatch.setattr(launch, "_train", lambda words: int(env["RANK"]))
     monkeypatch.setattr(os, "environ", env)
     assert launch.main([]) == 1

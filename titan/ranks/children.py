@@ -60,7 +60,8 @@ class Ended:
 class Children:
     """The ranks of this node, each the life of `sys.exit(entry(argv))`.
 
-    heard: the signals that this process was sent, on node 0 also those of other nodes; somebody wants the run to end.
+    heard: the signals that this process or one of its ranks was sent, on node 0 also those of other nodes; somebody
+    wants the run to end. Of a signal to a rank alone this process learns when that rank has ended by itself.
     """
 
     entry: Entry
@@ -71,6 +72,7 @@ class Children:
     heard: set[int] = field(default_factory=set)
     _processes: dict[int, BaseProcess] = field(default_factory=dict)
     _elsewhere: dict[int, list[Ended]] = field(default_factory=dict)
+    _told: connection.Connection | None = None
 
     @contextlib.contextmanager
     def hearing(self) -> Iterator[None]:
@@ -131,21 +133,25 @@ class Children:
             self._start(port)
             if listening is not None:
                 stack.enter_context(_store_served(listening))
-            return self._wait()
+            ended = self._wait()
+            self._hear_ranks()
+            return ended
 
     def _start(self, port: int) -> None:
         context = multiprocessing.get_context("fork") if self.fork else multiprocessing.get_context("spawn")
         if not self.fork:
             resource_tracker.ensure_running()  # multiprocessing needs it then, and its start would unblock signals
+        self._told, tell = context.Pipe(duplex=False)
         # A signal that comes now is heard when all ranks are there, and by each when it can take note of it.
         signal.pthread_sigmask(signal.SIG_BLOCK, PASSED_ON)
         for local_rank in range(self.place.ranks):
             environment = self.place.environment(local_rank)
             # What torchrun's agent tells its ranks: the store is served already, rank 0 is a client like all.
             environment |= {"MASTER_PORT": str(port), "TORCHELASTIC_USE_AGENT_STORE": "True"}
-            process = context.Process(target=_be_rank, args=(self.entry, self.argv, environment, os.getpid()))
+            process = context.Process(target=_be_rank, args=(self.entry, self.argv, environment, os.getpid(), tell))
             process.start()
             self._processes[int(environment["RANK"])] = process
+        tell.close()
         signal.pthread_sigmask(signal.SIG_UNBLOCK, PASSED_ON)
         for number in tuple(self.heard):
             self._pass_on(number)
@@ -181,6 +187,13 @@ class Children:
                     self.nodes.tell({"stop": True})
         return ended
 
+    def _hear_ranks(self) -> None:
+        """Which signals the ranks that have ended were sent."""
+        assert self._told is not None
+        with self._told, contextlib.suppress(EOFError):
+            while self._told.poll():
+                self.heard |= set(self._told.recv_bytes())
+
     def _hear(self, node: int) -> bool:
         """Hear what a node has to say in an attempt, one thing at most; whether the attempt is lost by that."""
         try:
@@ -194,8 +207,8 @@ class Children:
         return any(end.failed for end in self._elsewhere[node])
 
 
-def _be_rank(entry: Entry, argv: list[str], environment: Environment, parent: int) -> None:
-    """The life of a rank's process."""
+def _be_rank(entry: Entry, argv: list[str], environment: Environment, parent: int, tell: connection.Connection) -> None:
+    """The life of a rank's process. All ranks of a node tell the launcher over one pipe, a byte for each signal."""
     _die_with(parent)
     # Ctrl-C reaches every process of a terminal's session, and the parent passes it on: out of the session, a rank
     # hears it once.
@@ -205,7 +218,9 @@ def _be_rank(entry: Entry, argv: list[str], environment: Environment, parent: in
     signal.signal(signal.SIGINT, signal.default_int_handler)
     with preemption.listening():
         signal.pthread_sigmask(signal.SIG_UNBLOCK, PASSED_ON)
-        sys.exit(entry(argv))
+        code = entry(argv)
+        tell.send_bytes(bytes(preemption.heard()))
+        sys.exit(code)
 
 
 def _take_threads() -> None:
