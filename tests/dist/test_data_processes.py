@@ -18,7 +18,7 @@ from titan.data.samples.loader import Loader
 from titan.data.samples.samples import Samples
 from titan.data.tokens import tokenize
 from titan.data.tokens.prepare import prepare
-from titan.errors import DataError
+from titan.errors import DataError, ResourceError
 from titan.plugins.data.text import Config as TextConfig
 from titan.plugins.data.text import Text
 from titan.plugins.tokenizers.byte import Byte
@@ -131,7 +131,7 @@ def test_processes_know_plugins_of_a_users_folder(text: Path, tmp_path: Path) ->
     assert len(paths) == 8 and b"S\0O\0M\0E" in paths[3].read_bytes()
 
     (tmp_path / "killed").touch()
-    with pytest.raises(DataError, match="a process that tokenised was killed"):
+    with pytest.raises(ResourceError, match=r"was killed, perhaps .*; set data\.prepare_workers to less than 2$"):
         prepare(dataset, BYTES, cache=tmp_path / "other", workers=2, progress=False)
     assert [path.name for path in (tmp_path / "other").iterdir()] == ["hashes.json"]
 

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
-from titan.errors import DataError
+from titan.errors import DataError, by_errno
 
 
 def content_hashes(files: Sequence[Path], memory: Path, threads: int) -> list[str]:
@@ -32,7 +32,7 @@ def _mark(file: Path) -> str:
     try:
         status = file.stat()
     except OSError as error:
-        raise DataError(f"{file} cannot be read: {error.strerror}") from None
+        raise by_errno(error, DataError(f"{file} cannot be read: {error.strerror}")) from None
     return f"{file.absolute()}|{status.st_size}|{status.st_mtime_ns}"
 
 
@@ -41,7 +41,7 @@ def _hash(file: Path) -> str:
         with file.open("rb") as opened:
             return hashlib.file_digest(opened, "sha256").hexdigest()
     except OSError as error:
-        raise DataError(f"{file} cannot be read: {error.strerror}") from None
+        raise by_errno(error, DataError(f"{file} cannot be read: {error.strerror}")) from None
 
 
 def _recall(memory: Path) -> dict[str, str]:
