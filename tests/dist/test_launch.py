@@ -2,7 +2,9 @@
 
 import multiprocessing
 import os
+import re
 import signal
+import subprocess
 import sys
 from pathlib import Path
 
@@ -157,6 +159,41 @@ def test_a_rank_that_outlives_a_failed_one_is_killed() -> None:
     [(ended, all_gone)] = in_a_fresh_process(_one_outlives, 1, init=False)
     assert ended == [Ended(0, 1)]
     assert all_gone
+
+
+IMMORTAL = """
+import os, signal, sys
+from multiprocessing.process import BaseProcess
+from titan.ranks import children, launcher
+from titan.ranks.children import Children
+from titan.ranks.place import LOCAL, Place
+
+def entry(argv):
+    if os.environ["RANK"] == "0":
+        return 2
+    signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGQUIT})
+    while True:
+        signal.pause()
+
+BaseProcess.kill = lambda process: None
+children.GRACE_S = children.KILLED_S = 0.1
+print(os.getpid())
+sys.exit(launcher._lead(Children(entry, [], Place(1, 0, 2, LOCAL, 0), fork=True), restarts=3, logs=None))
+"""
+
+
+def test_a_rank_that_survives_sigkill_keeps_nobody() -> None:
+    """As in an uninterruptible wait for a file; here SIGKILL is not sent, and the rank ends with its launcher."""
+    done = subprocess.run([sys.executable, "-c", IMMORTAL], capture_output=True, text=True, timeout=120, check=False)
+    said = r"error: rank 1, process \d+, is still there 0\.1 s after SIGKILL: S \(sleeping\)\. It may still write"
+    assert done.returncode == 1 and re.search(said, done.stderr), done.stderr
+    assert "restart" not in done.stderr
+
+
+def test_a_rank_that_survives_elsewhere_is_known_to_node_0(monkeypatch: pytest.MonkeyPatch) -> None:
+    crew = Children(_sum_of_ranks, [], Place(2, 0, 1, LOCAL, 1), fork=True)
+    monkeypatch.setattr(crew.nodes, "hear", lambda node: {"ended": [(1, 1)], "heard": [], "stuck": [1]})
+    assert crew._hear(1) and crew.stuck == {1}
 
 
 def _orphans() -> bytes:

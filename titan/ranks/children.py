@@ -6,6 +6,7 @@ instead of 11.
 
 from __future__ import annotations
 
+import atexit
 import contextlib
 import ctypes
 import multiprocessing
@@ -18,6 +19,7 @@ from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 from multiprocessing import connection, resource_tracker
 from multiprocessing.process import BaseProcess
+from pathlib import Path
 from types import FrameType
 from typing import Any
 
@@ -31,6 +33,12 @@ GRACE_S = 10.0
 
 STACKS_S = 0.5
 """A rank that is to be killed has this long to write its stacks (`titan.ranks.watchdog.answer_to_quit`)."""
+
+KILLED_S = 30.0
+"""Longest wait for processes to be gone that were killed or have closed their files. No signal ends one that waits in
+the kernel, for a file system that does not answer or for a device."""
+
+LOOK_S = 0.01
 
 PASSED_ON = (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1)
 
@@ -62,6 +70,9 @@ class Children:
 
     heard: the signals that this process or one of its ranks was sent, on node 0 also those of other nodes; somebody
     wants the run to end. Of a signal to a rank alone this process learns when that rank has ended by itself.
+
+    stuck: the ranks that SIGKILL did not end, on node 0 also those of other nodes; they may still write to the run's
+    folder. Once there are any, this process ends with `EXIT_FAILED`, whatever it is told to end with.
     """
 
     entry: Entry
@@ -70,6 +81,7 @@ class Children:
     fork: bool
     nodes: Nodes = field(default_factory=lambda: Nodes({}))
     heard: set[int] = field(default_factory=set)
+    stuck: set[int] = field(default_factory=set)
     _processes: dict[int, BaseProcess] = field(default_factory=dict)
     _elsewhere: dict[int, list[Ended]] = field(default_factory=dict)
     _told: connection.Connection | None = None
@@ -123,7 +135,8 @@ class Children:
             while "end" not in said:
                 if "meet" in said:  # or else an old "stop", which has crossed our last report
                     ended = self._live(said["meet"])
-                    self.nodes.tell({"ended": [(end.rank, end.code) for end in ended], "heard": sorted(self.heard)})
+                    codes = [(end.rank, end.code) for end in ended]
+                    self.nodes.tell({"ended": codes, "heard": sorted(self.heard), "stuck": sorted(self.stuck)})
                 said = self.nodes.hear(0)
         return int(said["end"])
 
@@ -159,7 +172,13 @@ class Children:
     def _kill(self) -> None:
         for process in self._processes.values():
             process.kill()
-            process.join()
+        for rank in _still_there(self._processes, KILLED_S):
+            pid = self._processes[rank].pid
+            there = f"rank {rank}, process {pid}, is still there {KILLED_S:g} s after SIGKILL: {_state(pid)}"
+            print(f"error: {there}. It may still write to the run's folder; end it before a new start", file=sys.stderr)
+            if not self.stuck:
+                atexit.register(_leave)
+            self.stuck.add(rank)
         self._processes.clear()
 
     def _wait(self) -> list[Ended]:
@@ -178,14 +197,18 @@ class Children:
                 if handle in links:
                     lost |= self._hear(links.pop(handle))
                     continue
-                rank = running.pop(handle)
-                self._processes[rank].join()
-                ended.append(Ended(rank, self._processes[rank].exitcode or 0))
+                ended.append(self._end(running.pop(handle)))
             if deadline is None and (lost or any(end.failed for end in ended)):
                 deadline = time.monotonic() + GRACE_S
                 if self.place.node == 0:
                     self.nodes.tell({"stop": True})
         return ended
+
+    def _end(self, rank: int) -> Ended:
+        """How a rank ended that has closed its files, as a process does shortly before it is gone."""
+        process = self._processes[rank]
+        stuck = _still_there({rank: process}, KILLED_S)
+        return Ended(rank, EXIT_FAILED if stuck else process.exitcode or 0)
 
     def _hear_ranks(self) -> None:
         """Which signals the ranks that have ended were sent."""
@@ -204,6 +227,7 @@ class Children:
             return True
         self._elsewhere[node] = [Ended(rank, code) for rank, code in said["ended"]]
         self.heard |= set(said["heard"])
+        self.stuck |= set(said["stuck"])
         return any(end.failed for end in self._elsewhere[node])
 
 
@@ -262,4 +286,33 @@ def _ask_for_stacks(hung: Mapping[int, BaseProcess]) -> None:
         print(f"rank {rank} goes on though another failed; it hangs, and is killed now. Its stacks:", file=sys.stderr)
         if process.pid is not None:
             os.kill(process.pid, signal.SIGQUIT)
-        process.join(STACKS_S)
+        _still_there({rank: process}, STACKS_S)
+
+
+def _still_there(processes: Mapping[int, BaseProcess], patience_s: float) -> list[int]:
+    """The ranks whose processes are not gone within that time. Looks, as `join` may wait for ever, whatever its limit:
+    it takes a process that has closed its files for one that is gone."""
+    deadline = time.monotonic() + patience_s
+    while left := [rank for rank, process in processes.items() if process.is_alive()]:
+        if time.monotonic() > deadline:
+            break
+        time.sleep(LOOK_S)
+    return left
+
+
+def _state(pid: int | None) -> str:
+    """What the system says a process does: "D (disk sleep)" is the wait that no signal ends."""
+    try:
+        status = Path(f"/proc/{pid}/status").read_text()
+    except OSError:
+        return "in a state that this system does not tell"
+    return next(line for line in status.splitlines() if line.startswith("State:")).removeprefix("State:").strip()
+
+
+def _leave() -> None:
+    """End this process at once. Its usual end would wait for the ranks it has started, for ever."""
+    try:
+        sys.stdout.flush()
+        sys.stderr.flush()
+    finally:
+        os._exit(EXIT_FAILED)

@@ -60,7 +60,9 @@ def _lead(children: Children, restarts: int, logs: Path | None) -> int:
                 print(f"restart {attempt} of {restarts}: all ranks go on from the newest checkpoint", file=sys.stderr)
             ended = children.lead()
             code = verdict(ended, children.heard, children.lost, logs)
-            if code != EXIT_FAILED or children.heard or children.lost:
+            if children.stuck:
+                code = EXIT_FAILED
+            if code != EXIT_FAILED or children.heard or children.lost or children.stuck:
                 break
         again_by_slurm(code, children.heard, first=True)
         children.nodes.tell({"end": code})
