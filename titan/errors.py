@@ -1,5 +1,6 @@
 """What a user can meet. Each error carries the exit code its command ends with."""
 
+import errno
 import os
 import sys
 import traceback
@@ -66,8 +67,32 @@ class DataError(TitanError):
     exit_code = EXIT_WRONG_INPUT
 
 
+class ResourceError(TitanError):
+    """The machine failed, or its file system, and not the input: the same command may succeed when it runs again."""
+
+
 class DivergedError(TitanError):
     """The loss or a gradient is no finite number."""
+
+
+_WRONG_PATH = frozenset(
+    {
+        errno.ENOENT, errno.ENOTDIR, errno.EISDIR, errno.EACCES, errno.EPERM, errno.EROFS, errno.EEXIST, errno.ELOOP,
+        errno.ENAMETOOLONG, errno.EINVAL, errno.ENXIO, errno.ENODEV,
+    }
+)  # fmt: skip
+"""What the system says of a path that a user has to mend. Everything else it says, as EIO, ESTALE, ENOSPC or ETIMEDOUT,
+tells of a disk, a network or a memory."""
+
+
+def by_errno(error: Exception, wrong_input: TitanError) -> TitanError:
+    """What to raise where `error` ended a system call: `wrong_input`, or a `ResourceError` with its words.
+
+    Exit code 2 keeps a run from being started again, so it is only for what the user has to mend. An `error` that is
+    not of a system call, such as that of a file in another format, is wrong input.
+    """
+    machine = isinstance(error, OSError) and error.errno is not None and error.errno not in _WRONG_PATH
+    return ResourceError(str(wrong_input)) if machine else wrong_input
 
 
 def take_traceback_flag(words: Sequence[str]) -> list[str]:

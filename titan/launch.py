@@ -52,11 +52,11 @@ def main(argv: Sequence[str] | None = None) -> int:
         mine = rank_environment(os.environ)
         if mine is not None:
             os.environ.update(mine)
-            return again_by_slurm(_train(words), first=os.environ["RANK"] == "0")
+            return _train_here(words, first=os.environ["RANK"] == "0")
         place, restarts = find_place(os.environ), max_restarts(os.environ)
         if place.world_size > 1 or restarts:
             return _launch(words, place, restarts)
-        return again_by_slurm(_train(words), first=True)
+        return _train_here(words, first=True)
     except TitanError as error:
         report(error)
         return error.exit_code
@@ -68,6 +68,12 @@ def _train(words: list[str]) -> int:
     from titan.train import main as train
 
     return train(words)
+
+
+def _train_here(words: list[str], first: bool) -> int:
+    """Be a rank, in this process; the first one of a run asks Slurm to run it again."""
+    with preemption.listening():
+        return again_by_slurm(_train(words), preemption.heard(), first)
 
 
 def _launch(words: list[str], place: Place, restarts: int) -> int:

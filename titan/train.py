@@ -32,7 +32,7 @@ environment: NPROC (ranks on this node; default: its GPUs, else 1), NNODES, NODE
 SLURM's variables; MAX_RESTARTS (how often a failed run starts its ranks again; 0); OMP_NUM_THREADS (threads a rank)
 
 exit codes: 0 done, 1 failed, 2 wrong input, 75 preempted: SIGTERM, SIGUSR1 or --run.max_minutes made it save and stop,
-and the same command goes on from there; in a Slurm job it is queued again
+and the same command goes on from there. A Slurm job is queued again, but not after SIGTERM, which scancel sends.
 """
 
 

@@ -19,7 +19,7 @@ from pathlib import Path
 from typing import Literal
 
 from titan.contracts import Dataset, Document, option, register
-from titan.errors import DataError
+from titan.errors import DataError, by_errno
 
 LEFT_OUT = frozenset({"test", "tests", "idle_test", "site-packages", "dist-packages", "__pycache__"})
 HELD_OUT = 25
@@ -62,7 +62,7 @@ class Stdlib(Dataset):
         except UnicodeDecodeError:
             return
         except OSError as error:
-            raise DataError(f"{file} cannot be read: {error.strerror}") from None
+            raise by_errno(error, DataError(f"{file} cannot be read: {error.strerror}")) from None
 
 
 def _part(name: str) -> str:

@@ -20,7 +20,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from titan.contracts import REQUIRED, Tokenizer, option, register
-from titan.errors import DataError
+from titan.errors import DataError, by_errno
 
 if TYPE_CHECKING:
     import tokenizers
@@ -159,7 +159,7 @@ def _read(file: Path) -> bytes:
     try:
         return file.read_bytes()
     except OSError as error:
-        raise DataError(f"{file} cannot be read: {error.strerror}") from None
+        raise by_errno(error, DataError(f"{file} cannot be read: {error.strerror}")) from None
 
 
 def _json(file: Path) -> dict[str, Any]:

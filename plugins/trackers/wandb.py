@@ -23,7 +23,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 from titan.contracts import Row, RunInfo, Tracker, option, register
-from titan.errors import ConfigError, Fault
+from titan.errors import ConfigError, Fault, by_errno
 
 _log = logging.getLogger("titan")
 
@@ -76,7 +76,8 @@ class Wandb(Tracker):
             )  # fmt: skip
         except (wandb.Error, OSError) as error:
             what = f"[metrics.wandb] mode = {own.mode!r}: {' '.join(str(error).split())}"
-            raise ConfigError([Fault("", f'{what}; run `wandb login`, or set mode = "offline"')]) from None
+            fault = Fault("", f'{what}; run `wandb login`, or set mode = "offline"')
+            raise by_errno(error, ConfigError([fault])) from None
         self._run.define_metric("step", hidden=True)
         self._run.define_metric("*", step_metric="step")
         self._run.summary["params"] = info.params

@@ -22,7 +22,7 @@ from titan.data.samples.loader import Loader
 from titan.data.samples.samples import Samples
 from titan.data.tokens import tokenize, unfinished
 from titan.data.tokens.prepare import prepare
-from titan.errors import DataError
+from titan.errors import DataError, ResourceError
 from titan.plugins.data.text import Config as TextConfig
 from titan.plugins.data.text import Text
 from titan.plugins.tokenizers.byte import Byte
@@ -146,7 +146,7 @@ def test_processes_know_plugins_of_a_users_folder(home: str, text: Path, tmp_pat
         return
 
     (tmp_path / "killed").touch()
-    with pytest.raises(DataError, match="a process that tokenised was killed"):
+    with pytest.raises(ResourceError, match=r"was killed, perhaps .*; set data\.prepare_workers to less than 2$"):
         prepare(dataset, BYTES, cache=tmp_path / "other", workers=2, progress=False)
     assert nothing_kept(tmp_path / "other")
 

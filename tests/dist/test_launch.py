@@ -2,7 +2,9 @@
 
 import multiprocessing
 import os
+import re
 import signal
+import subprocess
 import sys
 from pathlib import Path
 
@@ -12,7 +14,7 @@ import torch.distributed as dist
 
 from tests.ranks import run_ranks as in_a_fresh_process
 from titan import launch
-from titan.ranks import children
+from titan.ranks import children, preemption
 from titan.ranks.children import Children, Ended, Entry
 from titan.ranks.launcher import verdict
 from titan.ranks.place import LOCAL, Place
@@ -99,6 +101,27 @@ def test_a_signal_reaches_every_rank_once() -> None:
     assert sorted(ended, key=lambda end: end.rank) == [Ended(0, 75), Ended(1, 75), Ended(2, 75)]
 
 
+def _one_is_terminated() -> set[int]:
+    def entry(argv: list[str]) -> int:
+        dist.init_process_group("gloo")
+        question = Preemption(2, max_minutes=0, timeout_s=60)
+        if dist.get_rank() == 1:
+            os.kill(os.getpid(), signal.SIGUSR1)
+            os.kill(os.getpid(), signal.SIGTERM)
+        question.ask()
+        return 75 if question.due() == "SIGTERM" and preemption.heard() >= {signal.SIGTERM} else 1
+
+    crew = _children(entry, 2)
+    assert [ended.code for ended in crew.lead()] == [75, 75]
+    return crew.heard
+
+
+def test_a_signal_to_one_rank_is_heard_of() -> None:
+    """By its peers, which stop with it, and by the launcher, which may have the scheduler run the job again."""
+    [heard] = in_a_fresh_process(_one_is_terminated, 1, init=False)
+    assert heard == {signal.SIGUSR1, signal.SIGTERM}
+
+
 def _is_asked_to_stop(argv: list[str]) -> int:
     question = Preemption(1, max_minutes=0, timeout_s=1)
     question.ask()
@@ -136,6 +159,41 @@ def test_a_rank_that_outlives_a_failed_one_is_killed() -> None:
     [(ended, all_gone)] = in_a_fresh_process(_one_outlives, 1, init=False)
     assert ended == [Ended(0, 1)]
     assert all_gone
+
+
+IMMORTAL = """
+import os, signal, sys
+from multiprocessing.process import BaseProcess
+from titan.ranks import children, launcher
+from titan.ranks.children import Children
+from titan.ranks.place import LOCAL, Place
+
+def entry(argv):
+    if os.environ["RANK"] == "0":
+        return 2
+    signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGQUIT})
+    while True:
+        signal.pause()
+
+BaseProcess.kill = lambda process: None
+children.GRACE_S = children.KILLED_S = 0.1
+print(os.getpid())
+sys.exit(launcher._lead(Children(entry, [], Place(1, 0, 2, LOCAL, 0), fork=True), restarts=3, logs=None))
+"""
+
+
+def test_a_rank_that_survives_sigkill_keeps_nobody() -> None:
+    """As in an uninterruptible wait for a file; here SIGKILL is not sent, and the rank ends with its launcher."""
+    done = subprocess.run([sys.executable, "-c", IMMORTAL], capture_output=True, text=True, timeout=120, check=False)
+    said = r"error: rank 1, process \d+, is still there 0\.1 s after SIGKILL: S \(sleeping\)\. It may still write"
+    assert done.returncode == 1 and re.search(said, done.stderr), done.stderr
+    assert "restart" not in done.stderr
+
+
+def test_a_rank_that_survives_elsewhere_is_known_to_node_0(monkeypatch: pytest.MonkeyPatch) -> None:
+    crew = Children(_sum_of_ranks, [], Place(2, 0, 1, LOCAL, 1), fork=True)
+    monkeypatch.setattr(crew.nodes, "hear", lambda node: {"ended": [(1, 1)], "heard": [], "stuck": [1]})
+    assert crew._hear(1) and crew.stuck == {1}
 
 
 def _orphans() -> bytes:
@@ -205,7 +263,7 @@ def test_one_rank_trains_in_this_process(monkeypatch: pytest.MonkeyPatch) -> Non
 
 
 def test_a_task_of_srun_becomes_its_rank(monkeypatch: pytest.MonkeyPatch) -> None:
-    env = {"SLURM_NTASKS": "2", "SLURM_PROCID": "1", "MASTER_ADDR": "h"}
+    env = {"SLURM_STEP_NUM_TASKS": "2", "SLURM_PROCID": "1", "MASTER_ADDR": "h"}
     monkeypatch.setattr(launch, "_train", lambda words: int(env["RANK"]))
     monkeypatch.setattr(os, "environ", env)
     assert launch.main([]) == 1

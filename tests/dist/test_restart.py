@@ -102,6 +102,41 @@ def test_restarts_need_a_run_that_goes_on(monkeypatch: pytest.MonkeyPatch, capsy
     assert capsys.readouterr().err == f"error: environment: {said}"
 
 
+STALE = '''
+"""Text on a file system that fails once."""
+
+import errno
+from pathlib import Path
+
+from titan.contracts import register
+from titan.plugins.data.text import Text
+
+
+@register
+class Stale(Text):
+    """Text that cannot be read at first."""
+
+    name = "stale"
+
+    def documents(self, file):
+        once = Path(__file__).with_name("once")
+        if not once.exists():
+            once.touch()
+            raise OSError(errno.ESTALE, "Stale file handle", str(file))
+        yield from super().documents(file)
+'''
+
+
+def test_a_file_system_that_fails_at_the_start_is_tried_again(tmp_path: Path) -> None:
+    """Rank 0 tokenises, and the other one ends with it; the words that rank 0 says are those of any wrong file."""
+    argv = job(tmp_path, "--mesh.dp_shard", "2", "--train.steps", "1", "--data.name", "stale", to="nobody", rank=2)
+    (tmp_path / "guests" / "stale.py").write_text(STALE)
+    code, said = end(start(argv, NPROC=2, MAX_RESTARTS=1))
+    assert code == 0, said
+    assert f"error: cannot tokenise into the cache {tmp_path}/cache: [Errno 116] Stale file handle" in said
+    assert "restart 1 of 1" in said and sorted(read_rows(tmp_path / "run")) == [1]
+
+
 def _store_of_a_third_life(folder: str) -> bool:
     job = load_job(LLAMA, ["--run.dir", folder, "--data.path", folder], 1)
     os.environ["TORCHELASTIC_RESTART_COUNT"] = "2"

@@ -1,88 +1,144 @@
-"""The template of docs/slurm.sh, dry: two nodes on this machine, with an `srun` and an `scontrol` made for the test."""
+"""Under Slurm, a fake one (tests/slurm.py): the template of docs/slurm.sh on two nodes, arrays, signals and steps."""
 
-import os
-import subprocess
 import sys
+from collections.abc import Iterator
 from pathlib import Path
 
-from tests.bell import job
+import pytest
+
+from tests.bell import job as arguments
 from tests.jobs import read_rows, train_job
+from tests.slurm import ROOT, Job, Slurm
 from titan.ranks import nodes
 
-ROOT = Path(__file__).parents[2]
-
-SRUN = """\
-#!{python}
-# Runs its command once a node, as Slurm does: one environment each; at {ready} steps SIGUSR1 to every process of the
-# step, twice; and when a task ends badly, the others are killed.
-import os, pathlib, signal, subprocess, sys, time
-
-assert sys.argv[1] == "--kill-on-bad-exit=1", sys.argv
-tasks = []
-for node in ("0", "1"):
-    own = dict(SLURM_NODEID=node, SLURM_PROCID=node, SLURM_NNODES="2", SLURM_NTASKS="2", SLURM_JOB_NODELIST="n[1-2]")
-    tasks.append(subprocess.Popen(sys.argv[2:], env={{**os.environ, **own, "FAKE_STEP": "{folder}"}}))
-
-def send(number):
-    for folder in pathlib.Path("/proc").glob("[0-9]*"):
-        try:
-            if b"FAKE_STEP={folder}\\0" in (folder / "environ").read_bytes():
-                os.kill(int(folder.name), number)
-        except OSError:
-            pass
-
-rows = pathlib.Path("{folder}/run/metrics.jsonl")
-told = rows.exists()
-while any(task.poll() is None for task in tasks):
-    if not told and rows.exists() and len(rows.read_text().splitlines()) == {ready}:
-        send(signal.SIGUSR1)
-        send(signal.SIGUSR1)
-        told = True
-    if any(task.poll() for task in tasks):
-        send(signal.SIGKILL)
-    time.sleep(0.02)
-sys.exit(max(task.returncode for task in tasks))
-"""
-
-SCONTROL = """\
-#!/bin/sh
-case "$1" in
-    show) echo 127.0.0.1 ;;
-    requeue) echo "$2" >>{folder}/requeued ;;
-esac
-"""
+TEMPLATE = str(ROOT / "docs" / "slurm.sh")
 
 
-def sbatch(folder: Path, argv: list[str], port: int) -> subprocess.CompletedProcess[str]:
-    """What the batch node does with the template."""
-    fakes = folder / "bin"
-    fakes.mkdir(exist_ok=True)
-    for name, text in (("srun", SRUN), ("scontrol", SCONTROL)):
-        (fakes / name).write_text(text.format(python=sys.executable, folder=folder, ready=3))
-        (fakes / name).chmod(0o755)
-    environment = {
-        **os.environ, "PATH": f"{fakes}:{os.environ['PATH']}", "TITAN_PYTHON": sys.executable, "SLURM_JOB_ID": "41",
-        "MASTER_PORT": str(port), "NPROC": "1", "OMP_NUM_THREADS": "1",
-    }  # fmt: skip
-    command = ["bash", ROOT / "docs" / "slurm.sh", *argv]
-    return subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=250)
+@pytest.fixture
+def slurm(tmp_path: Path) -> Iterator[Slurm]:
+    with Slurm(tmp_path) as running:
+        yield running
 
 
-def test_a_job_comes_back_until_it_is_done(tmp_path: Path) -> None:
-    """The run waits before step 4 for the signal that the first three rows call."""
-    argv = job(tmp_path, "--mesh.dp_shard", "2", to="nobody")
+def submit(slurm: Slurm, argv: list[str]) -> Job:
+    """A run by the template, whose nodes have one rank each and meet at a port that is free."""
     with nodes.listen(0) as listening:
         port = listening.getsockname()[1]
-    first = sbatch(tmp_path, argv, port)
-    assert first.returncode == 75, first.stderr
-    # The rank that waits has begun step 4; the other one may hear of it before it does.
-    step = 4 if "at step 4" in first.stderr else 5
-    assert f"preempted by SIGUSR1 at step {step}" in first.stderr
-    assert first.stderr.splitlines()[-1].startswith("scontrol requeue 41")
-    assert (tmp_path / "requeued").read_text() == "41\n"
-    second = sbatch(tmp_path, argv, port)
-    assert second.returncode == 0, second.stderr
-    assert f"step-0000000{step}, step {step}" in second.stderr
-    assert (tmp_path / "requeued").read_text() == "41\n"
+    variables = {"TITAN_PYTHON": sys.executable, "MASTER_PORT": str(port), "NPROC": "1", "OMP_NUM_THREADS": "1"}
+    [job] = slurm.submit(TEMPLATE, *argv, "--mesh.dp_shard", "2", "--metrics.console.enabled", "true", **variables)
+    return job
+
+
+def preempted(job: Job, name: str, since: int) -> int:
+    """The step at which a run was preempted that waits before step `since` for the signal; nothing else is said."""
+    lines = [line for line in job.lines if "preempted by" in line]
+    # The rank that waits has begun that step; the other one may hear of it before it does.
+    step = since if f"at step {since}" in "".join(lines) else since + 1
+    assert len(lines) == 1 and f"preempted by {name} at step {step}: " in lines[0], job.lines
+    return step
+
+
+def test_a_job_comes_back_until_it_is_cancelled_or_done(tmp_path: Path, slurm: Slurm) -> None:
+    """The run waits before step 4 for whoever cancels it, and before step 7 for the end of its time."""
+    first = submit(slurm, arguments(tmp_path, to="nobody"))
+    first.await_line("step 3/10")
+    slurm("scancel", first.name)
+    assert (first.await_end(), first.restarts) == ("CANCELLED", 0), first.lines
+    step = preempted(first, "SIGTERM", 4)
+    assert first.lines[-1] == "job 41 is not queued again, as it was sent SIGTERM; submit it again to go on\n"
+
+    second = submit(slurm, arguments(tmp_path, to="nobody", step=7))
+    second.await_line("step 6/10")
+    slurm.warn(second)
+    assert second.await_end() == "COMPLETED", second.lines
+    assert second.restarts == 1
+    said = "".join(second.lines)
+    later = preempted(second, "SIGUSR1", 7)
+    assert f"step-0000000{step}, step {step}" in said and f"step-0000000{later}, step {later}" in said
+    assert "scontrol requeue 42: Slurm runs this job again, and it goes on from its checkpoint\n" in second.lines
+
     rows, whole = read_rows(tmp_path / "run"), train_job(tmp_path, 2, "--mesh.dp_shard", "2", name="whole").rows
     assert {step: row["loss"] for step, row in rows.items()} == {step: row["loss"] for step, row in whole.items()}
+
+
+# --- what the launcher makes of Slurm's variables and of exit codes: no ranks -----------------------------------------
+
+TRAINS = """\
+import os, signal, sys
+from titan import launch
+from titan.ranks import preemption
+
+life = os.environ["SLURM_RESTART_COUNT"]
+
+def train(words):
+    with preemption.listening():
+        return {train}
+
+launch._train = train
+sys.exit(launch.main([]))
+"""
+
+ASKS = """\
+import os
+from titan.errors import ConfigError
+from titan.ranks.place import find_place, rank_environment
+
+try:
+    mine = rank_environment(os.environ)
+    place = None if mine else find_place(os.environ)
+    print("rank", mine["RANK"], "of", mine["WORLD_SIZE"]) if mine else print("node", place.node, "of", place.nodes)
+except ConfigError as error:
+    print(error)
+"""
+
+
+def script(folder: Path, python: str, shell: str = "titan") -> str:
+    """A batch script; `titan` stands for a program in Python."""
+    (folder / "program.py").write_text(python)
+    command = f"{sys.executable} {folder / 'program.py'}"
+    path = folder / "script.sh"
+    path.write_text(f"#!/bin/bash\n#SBATCH --requeue\n{shell.replace('titan', command)}\n")
+    return str(path)
+
+
+def test_a_task_of_an_array_is_queued_again_alone(tmp_path: Path, slurm: Slurm) -> None:
+    """The last task, which has the number of the array."""
+    train = '75 if os.environ["SLURM_ARRAY_TASK_ID"] + life == "20" else 0'
+    jobs = slurm.submit("--array=0-2", script(tmp_path, TRAINS.format(train=train)), NPROC="1")
+    assert [job.await_end() for job in jobs] == ["COMPLETED"] * 3, [job.lines for job in jobs]
+    assert [(job.number, job.restarts) for job in jobs] == [(42, 0), (43, 0), (41, 1)]
+
+
+@pytest.mark.parametrize(("sent", "restarts"), [([], 1), (["USR1"], 1), (["USR1", "TERM"], 0), (["TERM", "USR1"], 0)])
+def test_a_signal_that_cancels_wins(sent: list[str], restarts: int, tmp_path: Path, slurm: Slurm) -> None:
+    """To a process that is the only rank; without a signal, a time limit of the run's own made room."""
+    train = f'0 if life == "1" else 75 + 0 * len([os.kill(os.getpid(), signal.Signals["SIG" + n]) for n in {sent}])'
+    [job] = slurm.submit(script(tmp_path, TRAINS.format(train=train), "exec titan"), NPROC="1")
+    assert job.await_end() == ("COMPLETED" if restarts else "FAILED"), job.lines
+    assert (job.code, job.restarts) == (0 if restarts else 75, restarts)
+
+
+FOUR = ["--nodes=2", "--ntasks-per-node=2"]
+ALONE = "environment: {}, but srun did not start this process; start it with srun, as docs/slurm.sh does, or set {}"
+MANY_NODES = ALONE.format("SLURM_NNODES = 2", "NNODES=1 to use this node alone")
+MANY_TASKS = ALONE.format("SLURM_NTASKS = 8", "NPROC to the ranks that this process is to start")
+
+
+@pytest.mark.parametrize(
+    ("options", "shell", "said"),
+    [
+        (FOUR, "srun titan", [f"rank {rank} of 4" for rank in range(4)]),
+        (FOUR, "NPROC=1 srun --ntasks-per-node=1 titan", ["node 0 of 2", "node 1 of 2"]),
+        (FOUR, "NPROC=1 srun --ntasks=1 titan", ["node 0 of 1"]),
+        (["--nodes=2"], "NPROC=1 titan", [MANY_NODES]),
+        (["--ntasks-per-node=8"], "titan", [MANY_TASKS]),
+        (["--ntasks-per-node=8"], "NPROC=8 titan", ["node 0 of 1"]),
+        (["--nodes=2"], "NPROC=8 NNODES=1 titan", ["node 0 of 1"]),
+        (["--nodes=1"], "NPROC=1 titan", ["node 0 of 1"]),
+        (["--nodes=1", "--ntasks=1"], "titan", ["node 0 of 1"]),
+    ],
+)  # fmt: skip
+def test_only_srun_starts_ranks(options: list[str], shell: str, said: list[str], tmp_path: Path, slurm: Slurm) -> None:
+    [job] = slurm.submit(*options, script(tmp_path, ASKS, shell))
+    assert job.await_end() == "COMPLETED"
+    assert sorted(job.lines) == [line + "\n" for line in said]

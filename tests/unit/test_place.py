@@ -1,4 +1,4 @@
-"""Where a node stands: the variables a user sets, and Slurm's."""
+"""Where a node stands: the variables a user sets, and Slurm's (those that srun sets: tests/dist/test_slurm.py)."""
 
 from collections.abc import Mapping
 from pathlib import Path
@@ -15,6 +15,14 @@ def _slurm(folder: Path, **env: str) -> dict[str, str]:
     tool.write_text('#!/bin/sh\n[ "$*" = "show hostnames n[7-8]" ] && printf "n7\\nn8\\n"\n')
     tool.chmod(0o755)
     return {"PATH": f"{folder}:/usr/bin:/bin", **env}
+
+
+def _step(nodes: int, tasks: int, listed: str = "n[7-8]") -> dict[str, str]:
+    """What srun says of a step to each of its tasks."""
+    return {
+        "SLURM_JOB_NODELIST": listed, "SLURM_STEP_NODELIST": listed, "SLURM_NNODES": str(nodes),
+        "SLURM_NTASKS": str(tasks), "SLURM_STEP_NUM_NODES": str(nodes), "SLURM_STEP_NUM_TASKS": str(tasks),
+    }  # fmt: skip
 
 
 def test_one_node_needs_no_meeting_point() -> None:
@@ -42,22 +50,21 @@ def test_several_nodes_and_the_environment_of_a_rank() -> None:
 
 
 def test_several_nodes_of_slurm_meet_at_the_first(tmp_path: Path) -> None:
-    env = _slurm(
-        tmp_path, NPROC="2", SLURM_NNODES="2", SLURM_NODEID="1", SLURM_JOB_NODELIST="n[7-8]", SLURM_JOB_ID="41"
-    )
+    env = _slurm(tmp_path, NPROC="2", SLURM_NODEID="1", SLURM_JOB_ID="41", **_step(nodes=2, tasks=2))
     assert find_place(env) == Place(2, 1, 2, "n7", 20041)
     assert find_place({**env, "MASTER_ADDR": "n9", "MASTER_PORT": "7"}) == Place(2, 1, 2, "n9", 7)
 
 
 def test_own_variables_win_over_slurms(tmp_path: Path) -> None:
-    env = _slurm(tmp_path, NPROC="2", NNODES="1", SLURM_NNODES="2", SLURM_NODEID="1", SLURM_JOB_NODELIST="n[7-8]")
+    env = _slurm(tmp_path, NPROC="2", NNODES="1", SLURM_NODEID="1", **_step(nodes=2, tasks=2))
     assert find_place(env).world_size == 2
+    assert find_place({**env, "NNODES": "3", "NODE_RANK": "2"}) == Place(3, 2, 2, "n7", 29500)
 
 
 def test_srun_with_one_task_a_rank(tmp_path: Path) -> None:
     env = _slurm(
-        tmp_path, SLURM_NNODES="2", SLURM_NTASKS="8", SLURM_PROCID="5", SLURM_LOCALID="1", SLURM_NODEID="1",
-        SLURM_JOB_NODELIST="n[7-8]", SLURM_JOB_ID="9000",
+        tmp_path, SLURM_PROCID="5", SLURM_LOCALID="1", SLURM_NODEID="1", SLURM_JOB_ID="9000",
+        **_step(nodes=2, tasks=8),
     )  # fmt: skip
     assert rank_environment(env) == {
         "RANK": "5", "LOCAL_RANK": "1", "WORLD_SIZE": "8", "LOCAL_WORLD_SIZE": "4",
@@ -66,15 +73,48 @@ def test_srun_with_one_task_a_rank(tmp_path: Path) -> None:
 
 
 def test_srun_with_one_task_a_node_is_no_rank() -> None:
-    assert rank_environment({"SLURM_NNODES": "2", "SLURM_NTASKS": "2", "SLURM_PROCID": "1"}) is None
+    assert rank_environment({"SLURM_PROCID": "1", **_step(nodes=2, tasks=2)}) is None
+
+
+def test_a_step_of_one_task_is_alone_in_a_job_of_many() -> None:
+    """`srun --ntasks=1 --preserve-env`, and salloc's shell on a compute node: the job's own variables stay."""
+    env = {"SLURM_NNODES": "2", "SLURM_NTASKS": "16", "SLURM_PROCID": "0", "SLURM_NODEID": "0", "NPROC": "4"}
+    step = {"SLURM_STEP_NUM_NODES": "1", "SLURM_STEP_NUM_TASKS": "1"}
+    assert rank_environment({**env, **step}) is None
+    assert find_place({**env, **step}) == Place(1, 0, 4, "127.0.0.1", 0)
+
+
+@pytest.mark.parametrize(
+    ("env", "held"),
+    [
+        ({"SLURM_NNODES": "2", "SLURM_PROCID": "0", "SLURM_NODEID": "0", "NPROC": "8"}, "SLURM_NNODES = 2"),
+        ({"SLURM_NNODES": "1", "SLURM_NTASKS": "8", "SLURM_PROCID": "0", "MASTER_ADDR": "n1"}, "SLURM_NTASKS = 8"),
+        ({"SLURM_NNODES": "2", "SLURM_NTASKS": "2"}, "SLURM_NNODES = 2"),
+    ],
+    ids=["nodes", "tasks", "salloc"],
+)
+def test_a_process_that_srun_did_not_start_is_no_rank(env: Mapping[str, str], held: str) -> None:
+    assert rank_environment(env) is None
+    with pytest.raises(ConfigError, match=f"{held}, but srun did not start this process; start it with srun"):
+        find_place(env)
+
+
+def test_what_needs_no_srun(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A batch script of one task, an interactive shell of salloc on one node, and what a user says."""
+    monkeypatch.setattr("titan.ranks.place.gpus", lambda: 8)
+    alone = Place(1, 0, 8, "127.0.0.1", 0)
+    assert find_place({"SLURM_NNODES": "1", "SLURM_NTASKS": "1", "SLURM_PROCID": "0"}) == alone
+    assert find_place({"SLURM_NNODES": "1", "SLURM_NTASKS": "8"}) == alone
+    assert find_place({"SLURM_NNODES": "1", "SLURM_NTASKS": "8", "SLURM_PROCID": "0", "NPROC": "8"}) == alone
+    assert find_place({"SLURM_NNODES": "2", "SLURM_PROCID": "0", "NNODES": "1"}) == alone
 
 
 def test_nproc_starts_ranks_inside_an_allocation_of_many_tasks() -> None:
-    assert rank_environment({"NPROC": "8", "SLURM_NNODES": "1", "SLURM_NTASKS": "8", "SLURM_PROCID": "0"}) is None
+    assert rank_environment({"NPROC": "8", "SLURM_PROCID": "0", **_step(nodes=1, tasks=8)}) is None
 
 
 def test_a_rank_of_torchrun_lacks_nothing() -> None:
-    assert rank_environment({"RANK": "1", "WORLD_SIZE": "2", "SLURM_NTASKS": "9", "SLURM_PROCID": "0"}) == {}
+    assert rank_environment({"RANK": "1", "WORLD_SIZE": "2", "SLURM_PROCID": "0", **_step(nodes=1, tasks=9)}) == {}
 
 
 def test_restarts_are_none_unless_asked_for() -> None:
@@ -87,7 +127,7 @@ def test_restarts_are_none_unless_asked_for() -> None:
     ("env", "message"),
     [
         ({"RANK": "1", "WORLD_SIZE": "2"}, "torchrun has --max-restarts"),
-        ({"SLURM_NTASKS": "2", "SLURM_PROCID": "0", "MASTER_ADDR": "h"}, "have it start one task a node"),
+        ({"SLURM_STEP_NUM_TASKS": "2", "SLURM_PROCID": "0", "MASTER_ADDR": "h"}, "have it start one task a node"),
     ],
 )
 def test_restarts_where_somebody_else_starts_the_ranks(env: Mapping[str, str], message: str) -> None:
@@ -114,6 +154,6 @@ def test_faults_name_the_variable(env: Mapping[str, str], message: str) -> None:
 
 
 def test_a_node_list_that_scontrol_cannot_read(tmp_path: Path) -> None:
-    env = _slurm(tmp_path, NPROC="2", SLURM_NNODES="2", SLURM_NODEID="0", SLURM_JOB_NODELIST="bad[")
+    env = _slurm(tmp_path, NPROC="2", SLURM_NODEID="0", **_step(nodes=2, tasks=2, listed="bad["))
     with pytest.raises(ConfigError, match=r"cannot read the node list 'bad\['"):
         find_place(env)

@@ -1,6 +1,7 @@
 """Slurm: the template parses and says what it should, and a job is put back into its queue by one sentence each way."""
 
 import re
+import signal
 import subprocess
 from pathlib import Path
 
@@ -34,7 +35,7 @@ def scontrol(folder: Path, code: int) -> dict[str, str]:
 
 @pytest.mark.parametrize("code", [0, 1])
 def test_a_job_is_queued_again(code: int, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    slurm.requeue(scontrol(tmp_path, code))
+    slurm.requeue(scontrol(tmp_path, code), {signal.SIGUSR1})
     assert (tmp_path / "asked").read_text() == "requeue 41\n"
     said = ["scontrol requeue 41: Slurm runs this job again, and it goes on from its checkpoint"]
     refused = "warning: Slurm does not queue job 41 again (no such job); submit it again to go on"
@@ -42,11 +43,34 @@ def test_a_job_is_queued_again(code: int, tmp_path: Path, capsys: pytest.Capture
 
 
 def test_without_scontrol_it_says_what_to_do(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    slurm.requeue({"PATH": str(tmp_path), "SLURM_JOB_ID": "41"})
+    slurm.requeue({"PATH": str(tmp_path), "SLURM_JOB_ID": "41"}, ())
     said = "warning: there is no scontrol here, so job 41 is not queued again; submit it again to go on\n"
     assert capsys.readouterr().err == said
 
 
+@pytest.mark.parametrize("heard", [{signal.SIGTERM}, {signal.SIGUSR1, signal.SIGTERM}])
+def test_a_job_that_is_cancelled_is_not(
+    heard: set[signal.Signals], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    slurm.requeue(scontrol(tmp_path, 0), heard)
+    assert not (tmp_path / "asked").exists()
+    said = "job 41 is not queued again, as it was sent SIGTERM; submit it again to go on\n"
+    assert capsys.readouterr().err == said
+
+
+@pytest.mark.parametrize(
+    ("array", "name"),
+    [
+        ({"SLURM_ARRAY_JOB_ID": "41", "SLURM_ARRAY_TASK_ID": "3"}, "41_3"),
+        ({"SLURM_ARRAY_JOB_ID": "38", "SLURM_ARRAY_TASK_ID": "3"}, "41"),
+    ],
+    ids=["the last task", "another task, or a job that a task has submitted"],
+)
+def test_a_task_of_an_array_has_a_name_of_its_own(array: dict[str, str], name: str, tmp_path: Path) -> None:
+    slurm.requeue({**scontrol(tmp_path, 0), **array}, ())
+    assert (tmp_path / "asked").read_text() == f"requeue {name}\n"
+
+
 def test_elsewhere_it_does_nothing(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    slurm.requeue({"PATH": scontrol(tmp_path, 0)["PATH"]})
+    slurm.requeue({"PATH": scontrol(tmp_path, 0)["PATH"]}, {signal.SIGTERM})
     assert not (tmp_path / "asked").exists() and capsys.readouterr().err == ""

@@ -14,7 +14,7 @@ from titan.contracts.base.options import Where, parse
 from titan.data.tokens.bytepairs import train_ranks, write_ranks
 from titan.data.tokens.prepare import prepare
 from titan.data.tokens.shards import open_shard
-from titan.errors import ConfigError, DataError, Fault
+from titan.errors import ConfigError, DataError, Fault, by_errno
 
 HELP = "tokenise a job's text ahead of its run, train a tokenizer, look into a token shard"
 
@@ -93,7 +93,7 @@ def _train_tokenizer(args: argparse.Namespace) -> dict[str, Any]:
         args.out.parent.mkdir(parents=True, exist_ok=True)
         write_ranks(args.out, ranks)
     except OSError as error:
-        raise DataError(f"{args.out} cannot be written: {error.strerror}") from None
+        raise by_errno(error, DataError(f"{args.out} cannot be written: {error.strerror}")) from None
     return {"ranks": len(ranks), "file": str(args.out)}
 
 

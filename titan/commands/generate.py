@@ -14,7 +14,7 @@ from typing import Any
 
 from titan import log
 from titan.config import Job
-from titan.errors import EXIT_DONE, EXIT_FAILED, ConfigError, DataError, Fault, TitanError, report
+from titan.errors import EXIT_DONE, EXIT_FAILED, ConfigError, DataError, Fault, TitanError, by_errno, report
 from titan.inference import generation
 from titan.inference.generation import Sampling, Text, Words
 from titan.inference.trained import Trained, open_job, open_trained
@@ -140,7 +140,7 @@ def _read(source: str) -> str:
         data = sys.stdin.buffer.read() if source == STDIN else Path(source).expanduser().read_bytes()
         return data.decode()
     except OSError as error:
-        raise DataError(f"--prompt-file {source}: cannot be read: {error.strerror}") from None
+        raise by_errno(error, DataError(f"--prompt-file {source}: cannot be read: {error.strerror}")) from None
     except UnicodeDecodeError as error:
         raise DataError(f"{'stdin' if source == STDIN else source}: is no UTF-8: {error}") from None
 

@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from titan.contracts.base.options import CliText, absolute
-from titan.errors import ConfigError, Fault
+from titan.errors import ConfigError, Fault, by_errno
 
 Path_ = tuple[str, ...]
 COMMAND_LINE = "command line"
@@ -163,7 +163,7 @@ def _parse(path: Path) -> dict[str, Any]:
     except (ValueError, RecursionError) as error:  # no TOML, no UTF-8, thousands of digits, or of brackets
         raise ConfigError([Fault(str(path), f"is not TOML: {error}")]) from None
     except OSError as error:
-        raise ConfigError([Fault(str(path), f"cannot be read: {error.strerror}")]) from None
+        raise by_errno(error, ConfigError([Fault(str(path), f"cannot be read: {error.strerror}")])) from None
 
 
 def _anchored(values: dict[str, Any], path: Path) -> dict[str, Any]:

@@ -6,6 +6,7 @@ instead of 11.
 
 from __future__ import annotations
 
+import atexit
 import contextlib
 import ctypes
 import multiprocessing
@@ -18,6 +19,7 @@ from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 from multiprocessing import connection, resource_tracker
 from multiprocessing.process import BaseProcess
+from pathlib import Path
 from types import FrameType
 from typing import Any
 
@@ -31,6 +33,12 @@ GRACE_S = 10.0
 
 STACKS_S = 0.5
 """A rank that is to be killed has this long to write its stacks (`titan.ranks.watchdog.answer_to_quit`)."""
+
+KILLED_S = 30.0
+"""Longest wait for processes to be gone that were killed or have closed their files. No signal ends one that waits in
+the kernel, for a file system that does not answer or for a device."""
+
+LOOK_S = 0.01
 
 PASSED_ON = (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1)
 
@@ -60,7 +68,11 @@ class Ended:
 class Children:
     """The ranks of this node, each the life of `sys.exit(entry(argv))`.
 
-    heard: the signals that this process was sent, on node 0 also those of other nodes; somebody wants the run to end.
+    heard: the signals that this process or one of its ranks was sent, on node 0 also those of other nodes; somebody
+    wants the run to end. Of a signal to a rank alone this process learns when that rank has ended by itself.
+
+    stuck: the ranks that SIGKILL did not end, on node 0 also those of other nodes; they may still write to the run's
+    folder. Once there are any, this process ends with `EXIT_FAILED`, whatever it is told to end with.
     """
 
     entry: Entry
@@ -69,8 +81,10 @@ class Children:
     fork: bool
     nodes: Nodes = field(default_factory=lambda: Nodes({}))
     heard: set[int] = field(default_factory=set)
+    stuck: set[int] = field(default_factory=set)
     _processes: dict[int, BaseProcess] = field(default_factory=dict)
     _elsewhere: dict[int, list[Ended]] = field(default_factory=dict)
+    _told: connection.Connection | None = None
 
     @contextlib.contextmanager
     def hearing(self) -> Iterator[None]:
@@ -121,7 +135,8 @@ class Children:
             while "end" not in said:
                 if "meet" in said:  # or else an old "stop", which has crossed our last report
                     ended = self._live(said["meet"])
-                    self.nodes.tell({"ended": [(end.rank, end.code) for end in ended], "heard": sorted(self.heard)})
+                    codes = [(end.rank, end.code) for end in ended]
+                    self.nodes.tell({"ended": codes, "heard": sorted(self.heard), "stuck": sorted(self.stuck)})
                 said = self.nodes.hear(0)
         return int(said["end"])
 
@@ -131,21 +146,25 @@ class Children:
             self._start(port)
             if listening is not None:
                 stack.enter_context(_store_served(listening))
-            return self._wait()
+            ended = self._wait()
+            self._hear_ranks()
+            return ended
 
     def _start(self, port: int) -> None:
         context = multiprocessing.get_context("fork") if self.fork else multiprocessing.get_context("spawn")
         if not self.fork:
             resource_tracker.ensure_running()  # multiprocessing needs it then, and its start would unblock signals
+        self._told, tell = context.Pipe(duplex=False)
         # A signal that comes now is heard when all ranks are there, and by each when it can take note of it.
         signal.pthread_sigmask(signal.SIG_BLOCK, PASSED_ON)
         for local_rank in range(self.place.ranks):
             environment = self.place.environment(local_rank)
             # What torchrun's agent tells its ranks: the store is served already, rank 0 is a client like all.
             environment |= {"MASTER_PORT": str(port), "TORCHELASTIC_USE_AGENT_STORE": "True"}
-            process = context.Process(target=_be_rank, args=(self.entry, self.argv, environment, os.getpid()))
+            process = context.Process(target=_be_rank, args=(self.entry, self.argv, environment, os.getpid(), tell))
             process.start()
             self._processes[int(environment["RANK"])] = process
+        tell.close()
         signal.pthread_sigmask(signal.SIG_UNBLOCK, PASSED_ON)
         for number in tuple(self.heard):
             self._pass_on(number)
@@ -153,7 +172,13 @@ class Children:
     def _kill(self) -> None:
         for process in self._processes.values():
             process.kill()
-            process.join()
+        for rank in _still_there(self._processes, KILLED_S):
+            pid = self._processes[rank].pid
+            there = f"rank {rank}, process {pid}, is still there {KILLED_S:g} s after SIGKILL: {_state(pid)}"
+            print(f"error: {there}. It may still write to the run's folder; end it before a new start", file=sys.stderr)
+            if not self.stuck:
+                atexit.register(_leave)
+            self.stuck.add(rank)
         self._processes.clear()
 
     def _wait(self) -> list[Ended]:
@@ -172,14 +197,25 @@ class Children:
                 if handle in links:
                     lost |= self._hear(links.pop(handle))
                     continue
-                rank = running.pop(handle)
-                self._processes[rank].join()
-                ended.append(Ended(rank, self._processes[rank].exitcode or 0))
+                ended.append(self._end(running.pop(handle)))
             if deadline is None and (lost or any(end.failed for end in ended)):
                 deadline = time.monotonic() + GRACE_S
                 if self.place.node == 0:
                     self.nodes.tell({"stop": True})
         return ended
+
+    def _end(self, rank: int) -> Ended:
+        """How a rank ended that has closed its files, as a process does shortly before it is gone."""
+        process = self._processes[rank]
+        stuck = _still_there({rank: process}, KILLED_S)
+        return Ended(rank, EXIT_FAILED if stuck else process.exitcode or 0)
+
+    def _hear_ranks(self) -> None:
+        """Which signals the ranks that have ended were sent."""
+        assert self._told is not None
+        with self._told, contextlib.suppress(EOFError):
+            while self._told.poll():
+                self.heard |= set(self._told.recv_bytes())
 
     def _hear(self, node: int) -> bool:
         """Hear what a node has to say in an attempt, one thing at most; whether the attempt is lost by that."""
@@ -191,11 +227,12 @@ class Children:
             return True
         self._elsewhere[node] = [Ended(rank, code) for rank, code in said["ended"]]
         self.heard |= set(said["heard"])
+        self.stuck |= set(said["stuck"])
         return any(end.failed for end in self._elsewhere[node])
 
 
-def _be_rank(entry: Entry, argv: list[str], environment: Environment, parent: int) -> None:
-    """The life of a rank's process."""
+def _be_rank(entry: Entry, argv: list[str], environment: Environment, parent: int, tell: connection.Connection) -> None:
+    """The life of a rank's process. All ranks of a node tell the launcher over one pipe, a byte for each signal."""
     _die_with(parent)
     # Ctrl-C reaches every process of a terminal's session, and the parent passes it on: out of the session, a rank
     # hears it once.
@@ -205,7 +242,9 @@ def _be_rank(entry: Entry, argv: list[str], environment: Environment, parent: in
     signal.signal(signal.SIGINT, signal.default_int_handler)
     with preemption.listening():
         signal.pthread_sigmask(signal.SIG_UNBLOCK, PASSED_ON)
-        sys.exit(entry(argv))
+        code = entry(argv)
+        tell.send_bytes(bytes(preemption.heard()))
+        sys.exit(code)
 
 
 def _take_threads() -> None:
@@ -247,4 +286,33 @@ def _ask_for_stacks(hung: Mapping[int, BaseProcess]) -> None:
         print(f"rank {rank} goes on though another failed; it hangs, and is killed now. Its stacks:", file=sys.stderr)
         if process.pid is not None:
             os.kill(process.pid, signal.SIGQUIT)
-        process.join(STACKS_S)
+        _still_there({rank: process}, STACKS_S)
+
+
+def _still_there(processes: Mapping[int, BaseProcess], patience_s: float) -> list[int]:
+    """The ranks whose processes are not gone within that time. Looks, as `join` may wait for ever, whatever its limit:
+    it takes a process that has closed its files for one that is gone."""
+    deadline = time.monotonic() + patience_s
+    while left := [rank for rank, process in processes.items() if process.is_alive()]:
+        if time.monotonic() > deadline:
+            break
+        time.sleep(LOOK_S)
+    return left
+
+
+def _state(pid: int | None) -> str:
+    """What the system says a process does: "D (disk sleep)" is the wait that no signal ends."""
+    try:
+        status = Path(f"/proc/{pid}/status").read_text()
+    except OSError:
+        return "in a state that this system does not tell"
+    return next(line for line in status.splitlines() if line.startswith("State:")).removeprefix("State:").strip()
+
+
+def _leave() -> None:
+    """End this process at once. Its usual end would wait for the ranks it has started, for ever."""
+    try:
+        sys.stdout.flush()
+        sys.stderr.flush()
+    finally:
+        os._exit(EXIT_FAILED)

@@ -4,7 +4,7 @@ import importlib
 import os
 import signal
 import sys
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from pathlib import Path
 
 from titan.errors import EXIT_FAILED, EXIT_PREEMPTED, EXIT_WRONG_INPUT
@@ -60,9 +60,11 @@ def _lead(children: Children, restarts: int, logs: Path | None) -> int:
                 print(f"restart {attempt} of {restarts}: all ranks go on from the newest checkpoint", file=sys.stderr)
             ended = children.lead()
             code = verdict(ended, children.heard, children.lost, logs)
-            if code != EXIT_FAILED or children.heard or children.lost:
+            if children.stuck:
+                code = EXIT_FAILED
+            if code != EXIT_FAILED or children.heard or children.lost or children.stuck:
                 break
-        again_by_slurm(code, first=True)
+        again_by_slurm(code, children.heard, first=True)
         children.nodes.tell({"end": code})
     return code
 
@@ -86,8 +88,11 @@ def verdict(ended: Sequence[Ended], heard: set[int], lost: Sequence[int], logs: 
     return EXIT_WRONG_INPUT if cause.code == EXIT_WRONG_INPUT else EXIT_FAILED
 
 
-def again_by_slurm(code: int, first: bool) -> int:
-    """Have Slurm run the job again if it was preempted; one process of a run asks, when all else is done."""
+def again_by_slurm(code: int, heard: Collection[int], first: bool) -> int:
+    """Have Slurm run the job again if it was preempted; one process of a run asks, when all else is done.
+
+    heard: numbers of the signals that the run was sent.
+    """
     if code == EXIT_PREEMPTED and first:
-        slurm.requeue(os.environ)
+        slurm.requeue(os.environ, heard)
     return code

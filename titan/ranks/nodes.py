@@ -5,7 +5,7 @@ They are connected in a star, over TCP, at the host and port that are given to a
     {"node", "nodes", "ranks"}   to node 0, first of all
     {"meet": port}               from node 0: start your ranks; they meet at this port of its host
     {"stop": true}               from node 0: a rank elsewhere has failed, yours cannot finish
-    {"ended", "heard"}           to node 0: how each of your ranks ended, which signals you were sent
+    {"ended", "heard", "stuck"}  to node 0: how your ranks ended, which signals you were sent, who survived SIGKILL
     {"end": code}                from node 0: the exit code of the run
 
 Node 0 starts an attempt only when all have told it how the last one ended, and each attempt has a store and a port of

@@ -13,6 +13,9 @@ Environment = Mapping[str, str]
 
 LOCAL = "127.0.0.1"
 PORT = 29500
+STEP_TASKS = "SLURM_STEP_NUM_TASKS"
+"""Only srun sets it. A batch script has SLURM_NNODES, SLURM_NTASKS and SLURM_PROCID too, and is alone."""
+
 SLURM_PORTS = range(20000, 29000)
 """A Slurm job meets at a port by its number, so that jobs that share a node do not clash."""
 
@@ -45,14 +48,16 @@ class Place:
 
 
 def find_place(env: Environment) -> Place:
-    """Read where to run from NPROC, NNODES, NODE_RANK, MASTER_ADDR and MASTER_PORT, or from Slurm.
+    """Read where to run from NPROC, NNODES, NODE_RANK, MASTER_ADDR and MASTER_PORT, or from a step of Slurm's.
 
     The port is 0 on a single node: nobody else needs to know it before the ranks start.
 
     Raises:
-        ConfigError: a variable is no number, out of range, or missing.
+        ConfigError: a variable is no number, out of range, or missing; or Slurm holds nodes or tasks for this job on
+            which nobody has started anything.
     """
-    nodes = _number(env, ("NNODES", "SLURM_STEP_NUM_NODES", "SLURM_NNODES"), 1, at_least=1)
+    _refuse_to_be_alone(env)
+    nodes = _number(env, ("NNODES", "SLURM_STEP_NUM_NODES"), 1, at_least=1)
     ranks = _number(env, ("NPROC",), 0, at_least=1) or max(1, gpus())
     if nodes == 1:
         return Place(1, 0, ranks, LOCAL, 0)
@@ -67,7 +72,7 @@ def find_place(env: Environment) -> Place:
 def rank_environment(env: Environment) -> dict[str, str] | None:
     """What this process lacks to be a rank, when torchrun or `srun` started one process per rank; None when not so.
 
-    NPROC asks this process to start ranks, also inside a Slurm allocation of many tasks.
+    NPROC asks this process to start ranks, also as one of many tasks of `srun`.
 
     Raises:
         ConfigError: Slurm does not say where the ranks meet, or nobody is there to start them again.
@@ -75,9 +80,9 @@ def rank_environment(env: Environment) -> dict[str, str] | None:
     if "RANK" in env and "WORLD_SIZE" in env:
         _refuse_restarts(env, "RANK is set, so somebody else starts the ranks; torchrun has --max-restarts")
         return {}
-    nodes = _number(env, ("NNODES", "SLURM_STEP_NUM_NODES", "SLURM_NNODES"), 1, at_least=1)
-    tasks = _number(env, ("SLURM_STEP_NUM_TASKS", "SLURM_NTASKS"), 1, at_least=1)
-    if env.get("NPROC") or "SLURM_PROCID" not in env or tasks <= nodes:
+    nodes = _number(env, ("NNODES", "SLURM_STEP_NUM_NODES"), 1, at_least=1)
+    tasks = _number(env, (STEP_TASKS,), 1, at_least=1)
+    if env.get("NPROC") or tasks <= nodes:
         return None
     _refuse_restarts(env, "Slurm starts each rank; have it start one task a node")
     host, port = _meeting_point(env)
@@ -109,6 +114,21 @@ def _number(env: Environment, names: Sequence[str], default: int, *, at_least: i
                 raise ConfigError([Fault("environment", what)])
             return int(env[name])
     return default
+
+
+def _refuse_to_be_alone(env: Environment) -> None:
+    """A batch script is one process on the first node of its job, whatever SLURM_NNODES and SLURM_NTASKS promise."""
+    if env.get(STEP_TASKS) or env.get("NNODES"):
+        return
+    nodes, tasks = (_number(env, (name,), 1, at_least=1) for name in ("SLURM_NNODES", "SLURM_NTASKS"))
+    if nodes > 1:
+        held, choice = f"SLURM_NNODES = {nodes}", "set NNODES=1 to use this node alone"
+    elif tasks > 1 and "SLURM_PROCID" in env and not env.get("NPROC"):  # SLURM_PROCID: no interactive shell of salloc
+        held, choice = f"SLURM_NTASKS = {tasks}", "set NPROC to the ranks that this process is to start"
+    else:
+        return
+    what = f"{held}, but srun did not start this process; start it with srun, as docs/slurm.sh does, or {choice}"
+    raise ConfigError([Fault("environment", what)])
 
 
 def _refuse_restarts(env: Environment, why: str) -> None:

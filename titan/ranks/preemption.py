@@ -1,7 +1,7 @@
 """Preemption: when a scheduler or a time limit asks any rank to make room, all ranks stop after the same step.
 
 SIGTERM and SIGUSR1 are only noted when they come; what is under way, a step or a save, goes on. Each step carries the
-largest of all ranks' notes along: an all-reduce of one integer over gloo, from host memory, begun before the step and
+gravest of all ranks' notes along: an all-reduce of one integer over gloo, from host memory, begun before the step and
 read after it, so that no device is waited for and all ranks read the same. A signal that comes during step n is
 therefore acted upon after step n + 1 at the latest; one that comes before the first step, after the first. A run that
 is asked to stop always does a step first, and so always gets on.
@@ -25,7 +25,8 @@ SIGNALS = (signal.SIGTERM, signal.SIGUSR1)
 STARTED = "TITAN_STARTED"
 """Environment variable by which ranks know when the command was started, in seconds of the monotonic clock."""
 
-_NOTHING, _TIME_LIMIT = 0, 1000  # between them, the numbers of signals
+_REASONS = ("", "run.max_minutes", "SIGUSR1", "SIGTERM")
+"""What asks a run to stop, the gravest last: it is the one that counts. After SIGTERM nobody wants the run to go on."""
 
 _noted: set[int] = set()
 _imported = time.monotonic()
@@ -43,11 +44,17 @@ def listening() -> Iterator[None]:
     finally:
         for number, handler in before.items():
             signal.signal(number, handler)
-        _noted.clear()
+        if _note not in before.values():  # else somebody further up listens, too
+            _noted.clear()
 
 
 def _note(number: int, _: FrameType | None) -> None:
     _noted.add(number)
+
+
+def heard() -> frozenset[int]:
+    """The signals that this rank, or by the agreement of all ranks another one, was sent while this one listens."""
+    return frozenset(_noted)
 
 
 class Preemption:
@@ -60,25 +67,25 @@ class Preemption:
     def __init__(self, world_size: int, max_minutes: float, timeout_s: float) -> None:
         self._ends = float(os.environ.get(STARTED, _imported)) + 60 * max_minutes if max_minutes else float("inf")
         self._group = dist.new_group(backend="gloo", timeout=timedelta(seconds=timeout_s)) if world_size > 1 else None
-        self._largest = torch.zeros((), dtype=torch.int64)
+        self._gravest = torch.zeros((), dtype=torch.int64)
         self._asked: dist.Work | None = None
 
     def ask(self) -> None:
         """Before a step: begin to ask all ranks."""
-        self._largest.fill_(self._mine())
+        self._gravest.fill_(self._mine())
         if self._group is not None:
-            self._asked = dist.all_reduce(self._largest, dist.ReduceOp.MAX, self._group, async_op=True)
+            self._asked = dist.all_reduce(self._gravest, dist.ReduceOp.MAX, self._group, async_op=True)
 
     def due(self) -> str:
         """After the step: the name of what asks the run to stop, the same on all ranks; empty to go on."""
         if self._asked is not None:
             self._asked.wait()
-        agreed = int(self._largest)
-        if agreed == _TIME_LIMIT:
-            return "run.max_minutes"
-        return signal.Signals(agreed).name if agreed else ""
+        reason = _REASONS[int(self._gravest)]
+        if reason in signal.Signals.__members__:
+            _noted.add(signal.Signals[reason])
+        return reason
 
     def _mine(self) -> int:
         if _noted:
-            return max(_noted)
-        return _TIME_LIMIT if time.monotonic() > self._ends else _NOTHING
+            return max(_REASONS.index(signal.Signals(number).name) for number in _noted)
+        return _REASONS.index("run.max_minutes" if time.monotonic() > self._ends else "")

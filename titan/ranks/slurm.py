@@ -1,18 +1,26 @@
 """Slurm: have it run this job again."""
 
 import shutil
+import signal
 import subprocess
 import sys
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 
 
-def requeue(env: Mapping[str, str]) -> None:
-    """Put the Slurm job of this environment, if there is one, back into its queue.
+def requeue(env: Mapping[str, str], heard: Collection[int]) -> None:
+    """Put the Slurm job of this environment, if there is one, back into its queue, unless somebody ends the job.
 
     Slurm ends what is left of the job at once, so this comes last. Where it cannot be done, say what the user can do.
+
+    heard: numbers of the signals that the run was sent. SIGUSR1 asks for room, as a time limit does without a signal.
+    Any other ends the job: `scancel` sends SIGTERM, and Slurm would run a job again that it is about to cancel. A Slurm
+    that preempts by requeueing (PreemptMode=REQUEUE) sends SIGTERM too, and queues the job again itself.
     """
-    job = env.get("SLURM_JOB_ID")
-    if not job:
+    if not env.get("SLURM_JOB_ID"):
+        return
+    job = _name(env)
+    if ends := sorted(signal.Signals(number).name for number in heard if number != signal.SIGUSR1):
+        _tell(f"job {job} is not queued again, as it was sent {ends[-1]}; submit it again to go on")
         return
     tool = shutil.which("scontrol", path=env.get("PATH", ""))
     if tool is None:
@@ -22,6 +30,16 @@ def requeue(env: Mapping[str, str]) -> None:
     done = subprocess.run([tool, "requeue", job], capture_output=True, text=True, check=False)
     if done.returncode:
         _tell(f"warning: Slurm does not queue job {job} again ({done.stderr.strip()}); submit it again to go on")
+
+
+def _name(env: Mapping[str, str]) -> str:
+    """What scontrol calls this job alone.
+
+    One task of an array has the array's own number, by which scontrol means all of its tasks. The others have numbers
+    of their own. A job that a task has submitted inherits the task's SLURM_ARRAY_*, which mean nothing there.
+    """
+    job = env["SLURM_JOB_ID"]
+    return f"{job}_{env['SLURM_ARRAY_TASK_ID']}" if env.get("SLURM_ARRAY_JOB_ID") == job else job
 
 
 def _tell(sentence: str) -> None:

@@ -1,6 +1,5 @@
 """Job to Run: all wiring, one line a part."""
 
-import errno
 import os
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
@@ -26,7 +25,7 @@ from titan.contracts.base.plan import glob_matches
 from titan.data.samples.loader import Loader
 from titan.data.samples.samples import Samples
 from titan.data.tokens.prepare import prepare
-from titan.errors import ConfigError, DataError, Fault, PluginError, TitanError
+from titan.errors import ConfigError, DataError, Fault, PluginError, by_errno
 from titan.ranks.process import Rank
 from titan.ranks.turns import as_first, together
 from titan.training import phases
@@ -34,9 +33,6 @@ from titan.training.engine import Direct, StepLoss, Strict
 from titan.training.guard import Guard
 from titan.training.init import name_seed
 from titan.training.metrics import Meter, Trackers
-
-_WRONG = {errno.EACCES, errno.EPERM, errno.EROFS, errno.ENOTDIR, errno.EEXIST, errno.ENAMETOOLONG}
-"""What a folder answers that will never be written to; other answers may be others tomorrow."""
 
 
 @dataclass(kw_only=True)
@@ -177,12 +173,11 @@ def _begin(job: Job, rank: Rank, trackers: Trackers, info: RunInfo) -> None:
 
 @contextmanager
 def _writing(folder: Path) -> Iterator[None]:
-    """Say of a run's folder what keeps it from being written: a wrong path, or what may be another in a while."""
+    """Say of a run's folder what keeps it from being written."""
     try:
         yield
     except OSError as error:
-        what = f"[run] dir: cannot write to {folder}: {error.strerror}"
-        raise (ConfigError(what) if error.errno in _WRONG else TitanError(what)) from None
+        raise by_errno(error, ConfigError(f"[run] dir: cannot write to {folder}: {error.strerror}")) from None
 
 
 def _open_data(job: Job, rank: Rank) -> tuple[Samples, Samples | None]:

@@ -11,7 +11,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any, Literal
 
-from titan.errors import ConfigError, Fault
+from titan.errors import ConfigError, Fault, by_errno
 
 Objective = Literal["tflops", "tokens", "tokens-per-joule"]
 UNITS: Mapping[Objective, str] = {"tflops": "TFLOP/s", "tokens": "tokens/s", "tokens-per-joule": "tokens/J"}
@@ -103,7 +103,8 @@ class Results:
             else:
                 self._append({"search": search})
         except OSError as error:
-            raise ConfigError([Fault(str(path), f"cannot be used for results: {error.strerror}")]) from None
+            fault = Fault(str(path), f"cannot be used for results: {error.strerror}")
+            raise by_errno(error, ConfigError([fault])) from None
 
     def append(self, trial: Trial) -> None:
         """Keep a trial, here and in the file.

@@ -11,7 +11,7 @@ from torch import Tensor
 from titan.contracts import Batch
 from titan.data.samples.samples import Sample, Samples
 from titan.data.tokens.processes import context
-from titan.errors import DataError
+from titan.errors import TitanError
 
 _Columns = tuple[Tensor, Tensor, Tensor | None]
 
@@ -43,7 +43,7 @@ class Loader:
         self._samples, self._workers, self._device = samples, workers, device
         self._numbers = _Numbers(first, global_batch, micro_batch, index, ranks)
         self._next = first
-        self._batches: Iterator[_Columns | DataError] | None = None
+        self._batches: Iterator[_Columns | TitanError] | None = None
 
     def __iter__(self) -> "Loader":
         return self
@@ -81,8 +81,8 @@ class Loader:
                 )
             )
 
-    def _on_device(self, read: _Columns | DataError) -> Batch:
-        if isinstance(read, DataError):
+    def _on_device(self, read: _Columns | TitanError) -> Batch:
+        if isinstance(read, TitanError):
             raise read
         moved = [None if column is None else column.to(self._device, non_blocking=True) for column in read]
         tokens, labels, documents = moved
@@ -122,10 +122,10 @@ class _Reader(torch.utils.data.Dataset[Sample]):
     def __getitem__(self, g: int) -> Sample:
         return self._samples[g]
 
-    def __getitems__(self, numbers: Sequence[int]) -> _Columns | DataError:
+    def __getitems__(self, numbers: Sequence[int]) -> _Columns | TitanError:
         try:
             read = [self._samples[g] for g in numbers]
-        except DataError as error:
+        except TitanError as error:
             return error
         documents = [sample.documents for sample in read if sample.documents is not None]
         return (
@@ -135,5 +135,5 @@ class _Reader(torch.utils.data.Dataset[Sample]):
         )
 
 
-def _as_read(read: _Columns | DataError) -> _Columns | DataError:
+def _as_read(read: _Columns | TitanError) -> _Columns | TitanError:
     return read

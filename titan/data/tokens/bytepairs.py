@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from titan.data.tokens.exchange import hf_tokenizer
-from titan.errors import DataError
+from titan.errors import DataError, by_errno
 
 if TYPE_CHECKING:
     import tiktoken
@@ -41,7 +41,7 @@ def read_ranks(path: Path) -> dict[bytes, int]:
     try:
         lines = path.read_bytes().splitlines()
     except OSError as error:
-        raise DataError(f"rank file {path} cannot be read: {error.strerror}") from None
+        raise by_errno(error, DataError(f"rank file {path} cannot be read: {error.strerror}")) from None
     ranks: dict[bytes, int] = {}
     seen: dict[int, int] = {}
     for number, line in enumerate(lines, 1):

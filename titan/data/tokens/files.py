@@ -9,7 +9,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import IO, Any
 
-from titan.errors import DataError
+from titan.errors import DataError, by_errno
 
 COMPRESSED = (".gz", ".zst")
 
@@ -68,7 +68,8 @@ def opened(path: Path) -> Iterator[IO[bytes]]:
     except EOFError:
         raise DataError(f"{path} is cut short") from None
     except (OSError, zlib.error) as error:
-        raise DataError(f"{path} cannot be read: {getattr(error, 'strerror', None) or error}") from None
+        said = getattr(error, "strerror", None) or error
+        raise by_errno(error, DataError(f"{path} cannot be read: {said}")) from None
 
 
 @contextmanager

@@ -2,7 +2,8 @@
 
 A file is hashed first and read later; of a large corpus, either takes hours. It is known to be the same by its size,
 its mtime and its ctime, which cannot be set back. Inode numbers say no more, and some network file systems give out new
-ones. `unchanged` compares the three again when all text has been read.
+ones. `unchanged` compares the three again when all text has been read. Where ctime alone differs, which a link or a
+mode changes too, it hashes the file again.
 
 Times have a granularity: what is written twice within it looks the same. As git does it, a file that was changed less
 than `RACY_S` before it was hashed is not remembered, and `unchanged` hashes it again. Its age is taken by the clock of
@@ -21,7 +22,7 @@ from io import BufferedReader
 from pathlib import Path
 
 from titan.data.tokens.unfinished import clock_ns, unfinished
-from titan.errors import DataError
+from titan.errors import DataError, by_errno
 
 RACY_S = 2
 """The coarsest granularity of times among file systems (FAT), in seconds."""
@@ -45,13 +46,11 @@ class Mark:
         return f"{file.absolute()}|{self.size}|{self.mtime_ns}|{self.ctime_ns}"
 
     def change(self, now: "Mark") -> str:
-        """How a later mark differs from this one; empty where it does not."""
+        """How size or mtime of a later mark differ; empty where they do not."""
         if now.size != self.size:
             return f"{self.size:,} bytes before, {now.size:,} now"
         if now.mtime_ns != self.mtime_ns:
             return f"modified {_shown(self.mtime_ns)} before, {_shown(now.mtime_ns)} now"
-        if now.ctime_ns != self.ctime_ns:
-            return f"same size and mtime, but its ctime is {_shown(now.ctime_ns)}, {_shown(self.ctime_ns)} before"
         return ""
 
 
@@ -111,9 +110,10 @@ def unchanged(contents: Sequence[Content], threads: int) -> None:
 
 def _change(content: Content) -> str:
     with _opened(content.file) as file:
-        change = content.mark.change(Mark.of(os.fstat(file.fileno())))
-        if not change and content.racy and hashlib.file_digest(file, "sha256").hexdigest() != content.digest:
-            change = "same size and times, but another SHA-256"
+        now = Mark.of(os.fstat(file.fileno()))
+        change, doubtful = content.mark.change(now), content.racy or now != content.mark
+        if not change and doubtful and hashlib.file_digest(file, "sha256").hexdigest() != content.digest:
+            change = "same size and mtime, but another SHA-256"
         return change
 
 
@@ -129,16 +129,17 @@ def _mark(file: Path) -> Mark:
     try:
         return Mark.of(file.stat())
     except OSError as error:
-        raise DataError(f"{file} cannot be read: {error.strerror}") from None
+        raise by_errno(error, DataError(f"{file} cannot be read: {error.strerror}")) from None
 
 
 def _hash(file: Path, now_ns: int) -> Content:
     with _opened(file) as opened:
         before = Mark.of(os.fstat(opened.fileno()))
         digest = hashlib.file_digest(opened, "sha256").hexdigest()
-        if change := before.change(Mark.of(os.fstat(opened.fileno()))):
+        after = Mark.of(os.fstat(opened.fileno()))
+        if change := before.change(after):
             raise _changed(file, change)
-    racy = max(before.mtime_ns, before.ctime_ns) > now_ns - RACY_S * 10**9
+    racy = after != before or max(before.mtime_ns, before.ctime_ns) > now_ns - RACY_S * 10**9
     return Content(file, before, digest, racy)
 
 
@@ -149,7 +150,7 @@ def _opened(path: Path) -> Iterator[BufferedReader]:
         with path.open("rb") as file:
             yield file
     except OSError as error:
-        raise DataError(f"{path} cannot be read: {error.strerror}") from None
+        raise by_errno(error, DataError(f"{path} cannot be read: {error.strerror}")) from None
 
 
 def _recall(memory: Path) -> dict[str, str]:

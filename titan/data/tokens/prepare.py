@@ -26,7 +26,7 @@ from titan.data.tokens.hashes import Content, content_hashes, unchanged
 from titan.data.tokens.shards import VERSION, open_shard
 from titan.data.tokens.tokenize import tokenise, units
 from titan.data.tokens.unfinished import sweep, unfinished
-from titan.errors import DataError
+from titan.errors import DataError, by_errno
 from titan.log import log
 
 INDEX = "index.json"
@@ -54,7 +54,7 @@ def prepare(dataset: Dataset, tokenizer: Tokenizer, *, cache: Path, workers: int
         if not folder.exists():
             _make(dataset, tokenizer, contents, folder, workers, progress)
     except OSError as error:
-        raise DataError(f"cannot tokenise into the cache {cache}: {error}") from None
+        raise by_errno(error, DataError(f"cannot tokenise into the cache {cache}: {error}")) from None
     return _complete(folder)
 
 
@@ -135,8 +135,10 @@ def _complete(folder: Path) -> list[Path]:
     paths = sorted(folder.glob("shard-*.bin"))
     try:
         promised = json.loads((folder / INDEX).read_bytes())["shard_count"]
-    except (OSError, ValueError, KeyError, TypeError):
+    except (FileNotFoundError, ValueError, KeyError, TypeError):
         raise DataError(f"{folder} is damaged: {INDEX} cannot be read; delete the folder to tokenise again") from None
+    except OSError as error:
+        raise by_errno(error, DataError(f"{folder / INDEX} cannot be read: {error.strerror}")) from None
     if len(paths) != promised:
         raise DataError(f"{folder} is damaged: {len(paths)} of {promised} shards; delete the folder to tokenise again")
     return [open_shard(path).path for path in paths]

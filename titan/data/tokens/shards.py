@@ -27,7 +27,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from titan.errors import DataError
+from titan.errors import DataError, by_errno
 
 MAGIC = b"TITANTOK"
 VERSION = 1
@@ -95,7 +95,7 @@ def open_shard(path: Path) -> Shard:
         with path.open("rb") as file:
             head, size = file.read(HEADER_BYTES), os.fstat(file.fileno()).st_size
     except OSError as error:
-        raise DataError(f"shard {path} cannot be read: {error.strerror}") from None
+        raise by_errno(error, DataError(f"shard {path} cannot be read: {error.strerror}")) from None
     if size == 0:
         raise DataError(f"shard {path} is empty")
     if not head.startswith(MAGIC):

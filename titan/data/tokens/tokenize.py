@@ -22,7 +22,7 @@ from titan.contracts import Dataset, Tokenizer
 from titan.contracts.base.registry import Plugin
 from titan.data.tokens.processes import context, hear_signals
 from titan.data.tokens.shards import ShardWriter
-from titan.errors import DataError
+from titan.errors import DataError, ResourceError
 
 UNIT_BYTES = (16 << 20, 256 << 20)
 """Least and most text of a unit; between them, a 256th of the whole."""
@@ -66,7 +66,8 @@ def tokenise(
     Small work stays in this process, where spare workers are threads: most tokenizers let go of the interpreter.
 
     Raises:
-        DataError: text cannot be read, or a process was killed.
+        DataError: text cannot be read.
+        ResourceError: a process was killed.
     """
     processes = min(workers, len(work), size // WORTH_A_PROCESS)
     if processes <= 1:
@@ -81,7 +82,8 @@ def tokenise(
                 for file in finished.result():
                     done(file)
         except BrokenProcessPool:
-            raise DataError("a process that tokenised was killed, perhaps for its memory; use fewer workers") from None
+            what = "a process that tokenised was killed, perhaps for its memory"
+            raise ResourceError(f"{what}; set data.prepare_workers to less than {processes}") from None
         finally:
             pool.shutdown(cancel_futures=True)
 

@@ -17,7 +17,7 @@ from typing import Any, TypeVar
 
 import titan.configs
 from titan.contracts.base.options import REQUIRED, Where, did_you_mean, option, parse
-from titan.errors import ConfigError, Fault
+from titan.errors import ConfigError, Fault, by_errno
 
 FOLDER = Path(next(iter(titan.configs.__path__))) / "clusters"
 DTYPES = ("float32", "float16", "bfloat16", "float8")
@@ -150,7 +150,7 @@ def load(name: str) -> Cluster:
     try:
         table = tomllib.loads(path.read_text(encoding="utf-8"))
     except (OSError, UnicodeDecodeError, tomllib.TOMLDecodeError) as error:
-        raise ConfigError([Fault(str(path), f"cannot be read as TOML: {error}")]) from None
+        raise by_errno(error, ConfigError([Fault(str(path), f"cannot be read as TOML: {error}")])) from None
     return from_table(table, str(path))
 
 

@@ -8,7 +8,7 @@ from pathlib import Path
 from textwrap import shorten
 from typing import TYPE_CHECKING, Any
 
-from titan.errors import ConfigError, Fault
+from titan.errors import ConfigError, Fault, by_errno
 from titan.planner.machine.cluster import Cluster
 from titan.planner.report.study import MEASURES, Study
 from titan.planner.report.words import NAMES, seconds
@@ -60,7 +60,7 @@ def _write(draw: Callable[[], "Figure"], path: Path) -> None:
         path.parent.mkdir(parents=True, exist_ok=True)
         figure.savefig(path, dpi=120)
     except OSError as error:
-        raise ConfigError([Fault("--plot", f"{path}: cannot be written: {error.strerror}")]) from None
+        raise by_errno(error, ConfigError([Fault("--plot", f"{path}: cannot be written: {error.strerror}")])) from None
 
 
 def _figure(width: float, height: float) -> "Figure":

@@ -1,0 +1,82 @@
+"""What an error of the operating system is: the user's input, or a machine that may do better next time."""
+
+import errno
+import gzip
+import os
+import pickle
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+from unittest.mock import patch
+
+import pytest
+
+from titan.config import load_job
+from titan.data.tokens.bytepairs import read_ranks
+from titan.data.tokens.files import opened, read_text
+from titan.data.tokens.hashes import content_hashes
+from titan.data.tokens.prepare import INDEX, _complete
+from titan.data.tokens.shards import open_shard
+from titan.errors import ConfigError, DataError, ResourceError, TitanError, by_errno
+from titan.planner.machine import cluster
+
+WRONG = DataError("a.txt cannot be read")
+
+
+@pytest.mark.parametrize(
+    "name",
+    ["EIO", "ESTALE", "ENOSPC", "EDQUOT", "ETIMEDOUT", "EAGAIN", "ENOMEM", "EMFILE", "ENOTCONN", "EREMOTEIO", "EBUSY"],
+)
+def test_a_machine_that_fails_is_no_wrong_input(name: str) -> None:
+    number = getattr(errno, name)
+    error = by_errno(OSError(number, os.strerror(number)), WRONG)
+    assert (type(error), str(error), error.exit_code) == (ResourceError, "a.txt cannot be read", 1)
+    assert isinstance(pickle.loads(pickle.dumps(error)), ResourceError)
+
+
+@pytest.mark.parametrize("name", ["ENOENT", "EACCES", "EISDIR", "ENOTDIR", "EPERM", "EROFS", "ELOOP", "ENAMETOOLONG"])
+def test_a_path_that_is_wrong_is_wrong_input(name: str) -> None:
+    number = getattr(errno, name)
+    assert by_errno(OSError(number, os.strerror(number)), WRONG) is WRONG
+
+
+def test_what_is_no_error_of_a_system_call_is_wrong_input() -> None:
+    assert by_errno(gzip.BadGzipFile("Not a gzipped file"), WRONG) is WRONG
+    assert by_errno(ValueError("x"), WRONG) is WRONG
+
+
+def _damaged_cache(path: Path) -> Any:
+    return _complete(path.parent)
+
+
+@pytest.mark.parametrize(
+    ("read", "name", "wrong"),
+    [
+        (read_text, "a.txt", DataError), (open_shard, "a.bin", DataError), (read_ranks, "a.tiktoken", DataError),
+        (lambda path: content_hashes([path], path.with_name("memory"), 1), "a.txt", DataError),
+        (_damaged_cache, INDEX, DataError), (lambda path: load_job(path, [], 1), "a.toml", ConfigError),
+        (lambda path: cluster.load(str(path)), "a.toml", ConfigError),
+    ],
+    ids=["text", "shard", "ranks", "hashes", "cache", "config", "cluster"],
+)  # fmt: skip
+def test_reading(read: Callable[[Path], Any], name: str, wrong: type[TitanError], tmp_path: Path) -> None:
+    """On a file system that fails, and that forbids."""
+    path = tmp_path / name
+    path.write_text("content")
+
+    def fail(number: int) -> Callable[..., Any]:
+        def open_(self: Path, *_: Any, **__: Any) -> Any:
+            raise OSError(number, os.strerror(number), str(self))
+
+        return open_
+
+    for number, expected in ((errno.EIO, ResourceError), (errno.EACCES, wrong)):
+        with patch.object(Path, "open", fail(number)), pytest.raises(expected, match=r"a\.|index\.json"):
+            read(path)
+
+
+def test_reading_on(tmp_path: Path) -> None:
+    """What a read in the middle of a file raises is judged like what opening the file raises."""
+    (tmp_path / "a.txt").write_text("content")
+    with pytest.raises(ResourceError, match=r"a\.txt cannot be read: Input/output error"), opened(tmp_path / "a.txt"):
+        raise OSError(errno.EIO, os.strerror(errno.EIO))
