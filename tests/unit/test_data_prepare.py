@@ -275,7 +275,7 @@ def test_files_are_remembered_only_once_their_times_can_tell(
     if young:
         shutil.rmtree(cache)
         while_read(monkeypatch, lambda: other_content(text / "2.txt"))
-        with pytest.raises(DataError, match=r"2\.txt changed .*: same size and times, but another SHA-256;"):
+        with pytest.raises(DataError, match=r"2\.txt changed .*: same size and mtime, but another SHA-256;"):
             made(lines(text), cache)
 
 

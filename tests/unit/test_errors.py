@@ -63,9 +63,12 @@ def test_reading(read: Callable[[Path], Any], name: str, wrong: type[TitanError]
     """On a file system that fails, and that forbids."""
     path = tmp_path / name
     path.write_text("content")
+    whole = Path.open
 
     def fail(number: int) -> Callable[..., Any]:
-        def open_(self: Path, *_: Any, **__: Any) -> Any:
+        def open_(self: Path, *args: Any, **named: Any) -> Any:
+            if self != path:
+                return whole(self, *args, **named)
             raise OSError(number, os.strerror(number), str(self))
 
         return open_
