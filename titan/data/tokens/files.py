@@ -16,6 +16,9 @@ COMPRESSED = (".gz", ".zst")
 _PIECE_BYTES = 16 << 10
 """Compressed bytes that are unpacked at a time: of text some 50 KiB, of the most repetitive data 512 MiB."""
 
+_BUFFER_BYTES = 64 << 10
+"""Content that is fetched at a time: each time costs a call in Python."""
+
 
 def as_list(path: str | tuple[str, ...]) -> tuple[str, ...]:
     """An option that takes one path or several, as several."""
@@ -80,7 +83,8 @@ def _unpacked(raw: IO[bytes], path: Path) -> Iterator[IO[bytes]]:
     elif path.suffix == ".zst":
         zstandard = _zstandard(path)
         try:
-            yield io.BufferedReader(_ZstdFrames(raw, zstandard.ZstdDecompressor().decompressobj))
+            frames = _ZstdFrames(raw, zstandard.ZstdDecompressor().decompressobj)
+            yield io.BufferedReader(frames, _BUFFER_BYTES)
         except zstandard.ZstdError as error:
             raise DataError(f"{path} cannot be unpacked: {error}") from None
     else:
