@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Literal
 
 from titan.contracts import Technique, option, register
+from titan.ranks import preemption
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -15,7 +16,7 @@ class Config:
     rank: int = option(0, "the rank it rings on")
     signal: str = option("SIGTERM", "what is sent")
     to: Literal["rank", "group", "launcher", "nobody"] = option(
-        "rank", "who gets it: the rank, its whole group, the launcher; nobody: somebody else has to send it"
+        "rank", "who gets it: the rank, its whole group, the launcher; nobody: somebody else sends it, or has sent it"
     )
     times: int = option(1, "how often, one after the other")
     once: str = option("", "file that is made when it rings, and keeps it from ringing again; empty: no such")
@@ -48,7 +49,8 @@ class Bell(Technique):
         whom = {"rank": os.getpid(), "group": -os.getpgrp(), "launcher": os.getppid()}
         if self.config.to != "nobody":
             os.kill(whom[self.config.to], signal.Signals[self.config.signal])
-        os.read(heard, 1)
+        if self.config.to != "nobody" or not preemption.heard():
+            os.read(heard, 1)
         signal.set_wakeup_fd(before)
         os.close(heard)
         os.close(wake)
