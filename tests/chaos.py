@@ -182,7 +182,8 @@ class Hunt:
             elif start.fault != NEVER or number == len(starts) - 1:
                 self._check_end(name, run, layouts, rewritten, gaps)
                 break
-        shutil.rmtree(run, ignore_errors=True)
+        for path in (run, *self.folder.glob(f"cache-{name}-*")):
+            shutil.rmtree(path, ignore_errors=True)
         return self.report
 
     # --- one start ------------------------------------------------------------------------------------------------
@@ -292,7 +293,9 @@ class Hunt:
         rows = {step: row for step, row in reference.rows.items() if step in needed}
         reference = Outcome(rows, reference.weights)
         found = _unequal(reference, outcome) if same else differences(_weights_only(reference), _weights_only(outcome))
-        self.report.violations += [f"{name} ({', '.join(sorted(layouts))}): {line}" for line in found[:5]]
+        self.report.violations += [
+            f"{name} ({', '.join(sorted(layouts))}): {line}" for line in [*found[:3], *found[3:][-2:]]
+        ]
 
     def reference(self, layout: str) -> Outcome:
         """What an undisturbed run leaves."""

@@ -61,7 +61,7 @@ def drawn(rng: random.Random, kind: str, ranks: int) -> Fault:
     if kind == "busy":
         return Fault("remove", rng.randint(1, 20), 0, place="/checkpoints/", kind=kind)
     if kind == "growth":
-        return Fault("corpus", rng.randint(1, 24), 0, kind=kind)
+        return Fault("corpus", rng.randint(13, 36), 0, kind=kind)  # 12 files, each hashed, read and looked at again
     point = rng.choice(("step", "fsync", "rename"))
     place = "" if point == "step" else "/checkpoints"
     return Fault(point, rng.randint(1, 20), 0, place=place, kind=kind, jump=rng.choice(JUMPS))

@@ -96,7 +96,7 @@ class _Saboteur:
         """`open`, whose reads and writes are events where the file is in the run's folder."""
         if isinstance(file, int) or "opener" in named or not str(file).startswith(self.plan.folder):
             return _open(file, mode, buffering, *more, **named)
-        raw = _Raw(file, mode.replace("b", "").replace("t", ""))
+        raw = _Raw(os.fspath(file), mode.replace("b", "").replace("t", ""))
         if "b" in mode and not buffering:
             return raw
         buffered = io.BufferedRandom if "+" in mode else io.BufferedReader if "r" in mode else io.BufferedWriter
