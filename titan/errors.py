@@ -6,11 +6,15 @@ import sys
 import traceback
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
+from typing import TextIO
 
 EXIT_DONE = 0
 EXIT_FAILED = 1
 EXIT_WRONG_INPUT = 2
 EXIT_PREEMPTED = 75
+
+GONE = (errno.EPIPE, errno.EIO)
+"""What writing to a terminal or pipe says when nobody is left at its other end."""
 
 TRACEBACK_FLAG = "--traceback"
 _TRACEBACK = "TITAN_TRACEBACK"
@@ -102,19 +106,37 @@ def take_traceback_flag(words: Sequence[str]) -> list[str]:
     return [word for word in words if word != TRACEBACK_FLAG]
 
 
+def say(line: str) -> None:
+    """A line on stderr. Where nobody reads it any more, the line is lost, and not what the process has to do next."""
+    try:
+        print(line, file=sys.stderr, flush=True)
+    except OSError as error:
+        if error.errno not in GONE:
+            raise
+        let_go(sys.stderr)
+
+
+def let_go(stream: TextIO) -> None:
+    """Have what is written to a terminal or pipe that is gone, now and later, go nowhere."""
+    # Others write there too, and what is left in Python's own buffer would be the exit code of the process.
+    nowhere = os.open(os.devnull, os.O_WRONLY)
+    os.dup2(nowhere, stream.fileno())
+    os.close(nowhere)
+
+
 def report(error: TitanError, rank: int = 0) -> None:
     """Say what is wrong on stderr, a line a fault; under `--traceback` after its stack trace."""
     _trace(error)
     prefix = "error: " if rank == 0 else f"rank {rank}: error: "
     for line in str(error).splitlines():
-        print(prefix + line, file=sys.stderr)
+        say(prefix + line)
 
 
 def warn(text: str, error: Exception) -> None:
     """Say on stderr, on one rank, what went wrong and does not end the command."""
     if os.environ.get("RANK", "0") == "0":
         _trace(error)
-        print(f"warning: {text}", file=sys.stderr)
+        say(f"warning: {text}")
 
 
 def _trace(error: Exception) -> None:

@@ -3,11 +3,11 @@
 A terminal that is gone (`| head`, a connection that was cut) or a disk that is full costs words, never the run.
 """
 
-import errno
 import logging
-import os
 import sys
 from pathlib import Path
+
+from titan.errors import GONE, let_go
 
 log = logging.getLogger("titan")
 
@@ -27,11 +27,8 @@ class _Terminal(logging.StreamHandler):  # type: ignore[type-arg]
         error = sys.exc_info()[1]
         if not isinstance(error, OSError):
             super().handleError(record)
-        elif error.errno in (errno.EPIPE, errno.EIO):
-            # Others write there too, and what is left in Python's own buffer would be the exit code of the process.
-            nowhere = os.open(os.devnull, os.O_WRONLY)
-            os.dup2(nowhere, self.stream.fileno())
-            os.close(nowhere)
+        elif error.errno in GONE:
+            let_go(self.stream)
 
 
 class _File(logging.FileHandler):

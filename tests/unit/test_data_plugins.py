@@ -1,6 +1,8 @@
 """Datasets: which files, which documents, and every fault with its place."""
 
+import errno
 import gzip
+import os
 import sys
 from pathlib import Path
 from typing import Any
@@ -8,7 +10,8 @@ from typing import Any
 import pytest
 
 from titan.contracts import Dataset
-from titan.errors import DataError
+from titan.data.tokens.files import find
+from titan.errors import DataError, ResourceError
 from titan.plugins.data.jsonl import Config as JsonlConfig
 from titan.plugins.data.jsonl import Jsonl
 from titan.plugins.data.shards import Config as ShardsConfig
@@ -56,6 +59,26 @@ def test_stdlib_is_divided_by_the_names_of_its_files() -> None:
 def test_stdlib_passes_over_what_is_no_utf8(tmp_path: Path) -> None:
     (tmp_path / "a.py").write_bytes(b"# \xff\n")
     assert list(Stdlib(StdlibConfig()).documents(tmp_path / "a.py")) == []
+
+
+@pytest.mark.parametrize(("number", "raised"), [(errno.EACCES, DataError), (errno.ESTALE, ResourceError)])
+def test_a_folder_that_cannot_be_read_is_not_left_out(
+    number: int, raised: type[Exception], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for name in ("a", "b"):
+        (tmp_path / name).mkdir()
+        (tmp_path / name / "text.txt").write_text("text")
+    assert len(find([str(tmp_path)], ["*.txt"])) == 2
+    whole = os.scandir
+
+    def scandir(path: str) -> Any:
+        if Path(path).name == "b":
+            raise OSError(number, os.strerror(number), str(path))
+        return whole(path)
+
+    monkeypatch.setattr(os, "scandir", scandir)
+    with pytest.raises(raised, match=rf"folder {tmp_path}/b cannot be read: {os.strerror(number)}"):
+        find([str(tmp_path)], ["*.txt"])
 
 
 def test_text_of_files_folders_and_globs(tmp_path: Path) -> None:

@@ -1,8 +1,10 @@
 """Slurm: the template parses and says what it should, and a job is put back into its queue by one sentence each way."""
 
+import os
 import re
 import signal
 import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -40,6 +42,16 @@ def test_a_job_is_queued_again(code: int, tmp_path: Path, capsys: pytest.Capture
     said = ["scontrol requeue 41: Slurm runs this job again, and it goes on from its checkpoint"]
     refused = "warning: Slurm does not queue job 41 again (no such job); submit it again to go on"
     assert capsys.readouterr().err.splitlines() == said + [refused] * code
+
+
+def test_a_job_is_queued_again_though_nobody_listens(tmp_path: Path) -> None:
+    """A terminal that is gone takes the words, and not what has to be done."""
+    reading, writing = os.pipe()
+    os.close(reading)
+    asking = "import os, signal; from titan.ranks import slurm; slurm.requeue(os.environ, {signal.SIGUSR1})"
+    done = subprocess.run([sys.executable, "-c", asking], env={**os.environ, **scontrol(tmp_path, 0)}, stderr=writing)
+    os.close(writing)
+    assert done.returncode == 0 and (tmp_path / "asked").read_text() == "requeue 41\n"
 
 
 def test_without_scontrol_it_says_what_to_do(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -23,7 +23,7 @@ from pathlib import Path
 from types import FrameType
 from typing import Any
 
-from titan.errors import EXIT_DONE, EXIT_FAILED, EXIT_PREEMPTED
+from titan.errors import EXIT_DONE, EXIT_FAILED, EXIT_PREEMPTED, say
 from titan.ranks import preemption
 from titan.ranks.nodes import NodeLostError, Nodes, listen
 from titan.ranks.place import LOCAL, Environment, Place
@@ -175,7 +175,7 @@ class Children:
         for rank in _still_there(self._processes, KILLED_S):
             pid = self._processes[rank].pid
             there = f"rank {rank}, process {pid}, is still there {KILLED_S:g} s after SIGKILL: {_state(pid)}"
-            print(f"error: {there}. It may still write to the run's folder; end it before a new start", file=sys.stderr)
+            say(f"error: {there}. It may still write to the run's folder; end it before a new start")
             if not self.stuck:
                 atexit.register(_leave)
             self.stuck.add(rank)
@@ -283,7 +283,7 @@ def _store_served(listening: socket.socket) -> Iterator[None]:
 
 def _ask_for_stacks(hung: Mapping[int, BaseProcess]) -> None:
     for rank, process in hung.items():
-        print(f"rank {rank} goes on though another failed; it hangs, and is killed now. Its stacks:", file=sys.stderr)
+        say(f"rank {rank} goes on though another failed; it hangs, and is killed now. Its stacks:")
         if process.pid is not None:
             os.kill(process.pid, signal.SIGQUIT)
         _still_there({rank: process}, STACKS_S)

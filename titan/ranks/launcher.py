@@ -7,7 +7,7 @@ import sys
 from collections.abc import Collection, Sequence
 from pathlib import Path
 
-from titan.errors import EXIT_FAILED, EXIT_PREEMPTED, EXIT_WRONG_INPUT
+from titan.errors import EXIT_FAILED, EXIT_PREEMPTED, EXIT_WRONG_INPUT, say
 from titan.ranks import nodes, slurm
 from titan.ranks.children import Children, Ended, Entry
 from titan.ranks.place import Place, cores, find_place, gpus, rank_environment
@@ -57,7 +57,7 @@ def _lead(children: Children, restarts: int, logs: Path | None) -> int:
     with children.hearing():
         for attempt in range(1 + restarts):
             if attempt:
-                print(f"restart {attempt} of {restarts}: all ranks go on from the newest checkpoint", file=sys.stderr)
+                say(f"restart {attempt} of {restarts}: all ranks go on from the newest checkpoint")
             ended = children.lead()
             code = verdict(ended, children.heard, children.lost, logs)
             if children.stuck:
@@ -76,7 +76,7 @@ def verdict(ended: Sequence[Ended], heard: set[int], lost: Sequence[int], logs: 
     may be seen to fail before its own end is; else the first that failed. Peers may abort for want of a connection.
     """
     for node in lost:
-        print(f"error: the launcher of node {node} is gone", file=sys.stderr)
+        say(f"error: the launcher of node {node} is gone")
     failed = [end for end in ended if end.failed]
     if not failed:
         return EXIT_FAILED if lost else max((end.code for end in ended), default=EXIT_FAILED)
@@ -84,7 +84,7 @@ def verdict(ended: Sequence[Ended], heard: set[int], lost: Sequence[int], logs: 
     cause = (killed or failed)[0]
     if (cause.rank or cause.code < 0) and signal.SIGINT not in heard:
         where = "" if logs is None else f"; its log: {logs / f'rank-{cause.rank}.log'}"
-        print(f"error: {cause}{where}", file=sys.stderr)
+        say(f"error: {cause}{where}")
     return EXIT_WRONG_INPUT if cause.code == EXIT_WRONG_INPUT else EXIT_FAILED
 
 

@@ -23,7 +23,7 @@ from collections.abc import Iterator, Mapping
 from multiprocessing.connection import Connection, wait
 from typing import Any
 
-from titan.errors import ConfigError, Fault, TitanError
+from titan.errors import ConfigError, Fault, TitanError, say
 from titan.ranks.place import Place
 
 JOIN_S = 1800.0
@@ -106,7 +106,7 @@ def listen(port: int) -> socket.socket:
 
 def _gather(place: Place) -> dict[int, Connection]:
     links: dict[int, Connection] = {}
-    print(f"meeting {place.nodes - 1} more nodes at {place.host}:{place.port}", file=sys.stderr)
+    say(f"meeting {place.nodes - 1} more nodes at {place.host}:{place.port}")
     try:
         server = listen(place.port)
     except OSError as error:
@@ -154,7 +154,7 @@ def _join(place: Place) -> dict[int, Connection]:
             if time.monotonic() > deadline:
                 raise NodeLostError(f"node 0 was not at {place.host}:{place.port} within {JOIN_S:g} s") from None
             if not told:
-                print(f"waiting for node 0 at {place.host}:{place.port} ({error})", file=sys.stderr)
+                say(f"waiting for node 0 at {place.host}:{place.port} ({error})")
             told = True
             time.sleep(RETRY_S)
     link.send_bytes(json.dumps({"node": place.node, "nodes": place.nodes, "ranks": place.ranks}).encode())

@@ -2,7 +2,6 @@
 
 import contextlib
 import os
-import sys
 import traceback
 from dataclasses import dataclass
 from datetime import timedelta
@@ -17,7 +16,7 @@ from torch.distributed.rendezvous import rendezvous
 from titan import log
 from titan.config import Job
 from titan.contracts.base.mesh import Mesh
-from titan.errors import ConfigError, TitanError
+from titan.errors import ConfigError, TitanError, say
 from titan.ranks import watchdog
 
 ANSWER_S = 5.0
@@ -144,8 +143,7 @@ def tell(error: Exception, rank: int) -> None:
         trace = f"rank {rank} cannot go on without rank {first}; what it says itself is in {kept}\n"
     elif dist.is_initialized() and dist.get_world_size() > 1:
         trace = f"rank {rank} failed:\n{trace}"
-    sys.stderr.write(trace)
-    sys.stderr.flush()
+    say(trace.rstrip("\n"))
 
 
 class _Told:

@@ -3,8 +3,9 @@
 import shutil
 import signal
 import subprocess
-import sys
 from collections.abc import Collection, Mapping
+
+from titan.errors import say
 
 
 def requeue(env: Mapping[str, str], heard: Collection[int]) -> None:
@@ -20,16 +21,16 @@ def requeue(env: Mapping[str, str], heard: Collection[int]) -> None:
         return
     job = _name(env)
     if ends := sorted(signal.Signals(number).name for number in heard if number != signal.SIGUSR1):
-        _tell(f"job {job} is not queued again, as it was sent {ends[-1]}; submit it again to go on")
+        say(f"job {job} is not queued again, as it was sent {ends[-1]}; submit it again to go on")
         return
     tool = shutil.which("scontrol", path=env.get("PATH", ""))
     if tool is None:
-        _tell(f"warning: there is no scontrol here, so job {job} is not queued again; submit it again to go on")
+        say(f"warning: there is no scontrol here, so job {job} is not queued again; submit it again to go on")
         return
-    _tell(f"scontrol requeue {job}: Slurm runs this job again, and it goes on from its checkpoint")
+    say(f"scontrol requeue {job}: Slurm runs this job again, and it goes on from its checkpoint")
     done = subprocess.run([tool, "requeue", job], capture_output=True, text=True, check=False)
     if done.returncode:
-        _tell(f"warning: Slurm does not queue job {job} again ({done.stderr.strip()}); submit it again to go on")
+        say(f"warning: Slurm does not queue job {job} again ({done.stderr.strip()}); submit it again to go on")
 
 
 def _name(env: Mapping[str, str]) -> str:
@@ -40,7 +41,3 @@ def _name(env: Mapping[str, str]) -> str:
     """
     job = env["SLURM_JOB_ID"]
     return f"{job}_{env['SLURM_ARRAY_TASK_ID']}" if env.get("SLURM_ARRAY_JOB_ID") == job else job
-
-
-def _tell(sentence: str) -> None:
-    print(sentence, file=sys.stderr, flush=True)

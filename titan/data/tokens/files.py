@@ -3,9 +3,11 @@
 import glob
 import gzip
 import io
+import os
 import zlib
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from fnmatch import fnmatchcase
 from pathlib import Path
 from typing import IO, Any
 
@@ -32,7 +34,7 @@ def find(paths: Sequence[str], patterns: Sequence[str]) -> list[Path]:
     folders; sorted).
 
     Raises:
-        DataError: a path means no file.
+        DataError: a path means no file, or a folder cannot be read.
     """
     if not paths:
         raise DataError("a dataset needs a path")
@@ -42,7 +44,7 @@ def find(paths: Sequence[str], patterns: Sequence[str]) -> list[Path]:
         if path.is_file():
             files = [path]
         elif path.is_dir():
-            files = sorted(file for pattern in patterns for file in path.rglob(pattern) if file.is_file())
+            files = sorted(file for file in _below(path, patterns) if file.is_file())
             if not files:
                 raise DataError(f"folder {path} holds no file that matches {', '.join(patterns)}")
         else:
@@ -51,6 +53,16 @@ def find(paths: Sequence[str], patterns: Sequence[str]) -> list[Path]:
                 raise DataError(f"{path}: no such file or folder")
         found.update(dict.fromkeys(files))
     return list(found)
+
+
+def _below(folder: Path, patterns: Sequence[str]) -> Iterator[Path]:
+    """Paths below a folder whose names match a pattern. `rglob` would leave out a folder that it may not read."""
+
+    def refuse(error: OSError) -> None:
+        raise by_errno(error, DataError(f"folder {error.filename} cannot be read: {error.strerror}")) from None
+
+    for parent, _, names in os.walk(folder, onerror=refuse):
+        yield from (Path(parent, name) for name in names if any(fnmatchcase(name, pattern) for pattern in patterns))
 
 
 @contextmanager
