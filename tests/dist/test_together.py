@@ -1,5 +1,7 @@
 """Work that ranks do in turns: the others wait for as long as it takes, and a failure on one ends all of them."""
 
+import os
+import socket
 import threading
 import time
 from datetime import timedelta
@@ -11,7 +13,7 @@ import torch
 import torch.distributed as dist
 
 from tests.jobs import LLAMA, write_text
-from tests.ranks import run_ranks
+from tests.ranks import RankError, run_ranks
 from titan import train
 from titan.errors import ConfigError, RankFailedError
 from titan.ranks import turns
@@ -102,6 +104,35 @@ def leaving() -> str:
 
 def test_one_that_is_gone_is_missed() -> None:
     assert run_ranks(leaving, 2)[1] == "no rank at work has been heard of for 0.2 s, and not all are done"
+
+
+def sticking() -> None:
+    """Rank 1, whose turn is the last, waits for nobody."""
+    turns.together(lambda: threading.Event().wait() if dist.get_rank() == 1 else None, me(), 0.3)
+
+
+def test_one_that_is_stuck_in_the_last_turn_ends_with_its_stacks() -> None:
+    with pytest.raises(RankError, match=r"rank 1 of 2 ended with exit code 1") as told:
+        run_ranks(sticking, 2, timeout=30)
+    said = str(told.value)
+    assert "opening what other ranks have prepared took longer than 0.3 s (comm.init_timeout_s)" in said
+    assert "in sticking" in said or "threading.py" in said
+
+
+def hearing_late(port: int) -> str:
+    """Rank 0 serves the store, and the others look at it a second after it has heard of the error itself."""
+    os.environ.pop("TORCHELASTIC_USE_AGENT_STORE")
+    os.environ["MASTER_PORT"] = str(port)
+    dist.init_process_group("gloo", timeout=timedelta(seconds=30))
+    sleep, late = time.sleep, float(dist.get_rank() != 0)
+    turns.time.sleep = lambda seconds: sleep(seconds + late)  # type: ignore[attr-defined]
+    return raising(0, True)[1]
+
+
+def test_rank_0_stays_until_all_have_heard() -> None:
+    with socket.create_server(("127.0.0.1", 0)) as free:
+        port = free.getsockname()[1]
+    assert run_ranks(hearing_late, 4, port, init=False, timeout=60) == ["no such text"] * 4
 
 
 class Looked(dist.HashStore):
