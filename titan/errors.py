@@ -61,6 +61,10 @@ class CheckpointError(TitanError):
     """A checkpoint that cannot be written, found or trusted."""
 
 
+class UnreadableError(CheckpointError):
+    """A checkpoint that the file system does not give for now. It may be sound, so no older one takes its place."""
+
+
 class FolderError(TitanError):
     """A run's folder that another run holds."""
 
@@ -95,8 +99,12 @@ def by_errno(error: Exception, wrong_input: TitanError) -> TitanError:
     Exit code 2 keeps a run from being started again, so it is only for what the user has to mend. An `error` that is
     not of a system call, such as that of a file in another format, is wrong input.
     """
-    machine = isinstance(error, OSError) and error.errno is not None and error.errno not in _WRONG_PATH
-    return ResourceError(str(wrong_input)) if machine else wrong_input
+    return ResourceError(str(wrong_input)) if of_machine(error) else wrong_input
+
+
+def of_machine(error: Exception) -> bool:
+    """Whether an error of a system call tells of the machine, and not of a wrong path."""
+    return isinstance(error, OSError) and error.errno is not None and error.errno not in _WRONG_PATH
 
 
 def take_traceback_flag(words: Sequence[str]) -> list[str]:

@@ -84,10 +84,11 @@ def _known(value: float | int | None) -> float | int | None:
 
 def _drop_beyond(path: Path, last: int) -> None:
     """Rewrite the file, atomically, with the whole rows up to step `last`."""
+    fresh = path.with_name(path.name + ".tmp")
+    fresh.unlink(missing_ok=True)  # of a start that was killed here
     lines = path.read_bytes().splitlines(keepends=True)
     kept = [line for line in lines if _step_of(line) <= last]
     if kept != lines:
-        fresh = path.with_name(path.name + ".tmp")
         fresh.write_bytes(b"".join(kept))
         fresh.replace(path)
 

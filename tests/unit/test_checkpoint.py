@@ -2,6 +2,7 @@
 
 import errno
 import json
+import os
 import random
 from collections.abc import Callable, Iterator
 from logging import INFO
@@ -259,6 +260,36 @@ def test_find(tmp_path: Path, told: Callable[[], list[str]]) -> None:
     assert told() == [f"checkpoint.resume = 'never' {aside}", f"checkpoint.resume = {path!r} {aside}"]
     with pytest.raises(CheckpointError, match="no such folder"):
         checkpointer.find(str(tmp_path / "elsewhere"))
+
+
+@pytest.mark.parametrize("name", ["manifest.json", "state.json", ".metadata", "__0_0.distcp"])
+@pytest.mark.parametrize("call", ["open", "lstat"])
+def test_the_newest_is_not_given_up_for_a_read_that_fails(
+    name: str, call: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A file that a machine does not give for now may be sound; one of another content is damaged."""
+    checkpointer, (parts, optimizer) = _checkpointer(tmp_path), _made()
+    for step in (1, 2):
+        checkpointer.save(step, parts, optimizer, {})
+    doomed, whole, left = tmp_path / "step-00000002" / name, getattr(Path, call), [1]
+
+    def fail(self: Path, *args: Any, **named: Any) -> Any:
+        if self == doomed and left:
+            left.pop()
+            raise OSError(errno.EIO, os.strerror(errno.EIO), str(self))
+        return whole(self, *args, **named)
+
+    with monkeypatch.context() as patched:
+        patched.setattr(Path, call, fail)
+        with pytest.raises(CheckpointError, match=rf"{name} cannot be read: Input/output error; it may be sound"):
+            checkpointer.find("auto")
+        left.append(1)
+        if name == "state.json" and call == "open":
+            with pytest.raises(CheckpointError, match=r"saving step 3 .* cannot be read"):
+                checkpointer.save(3, parts, optimizer, {})
+    assert checkpointer.find("auto") == tmp_path / "step-00000002"
+    doomed.write_bytes(doomed.read_bytes()[::-1])
+    assert checkpointer.find("auto") == tmp_path / "step-00000001"
 
 
 def test_a_run_started_again_keeps_what_it_saves_and_goes_on_from_there(tmp_path: Path) -> None:

@@ -1,6 +1,7 @@
 """What a row says of time: all of it, and what stood beside the steps. By a clock of the test's own."""
 
 import errno
+import os
 import resource
 import sys
 import time
@@ -13,6 +14,7 @@ import torch
 from tests.jobs import LLAMA
 from titan.config import load_job
 from titan.contracts import Row, RunInfo, Tracker
+from titan.errors import ConfigError, ResourceError
 from titan.training import metrics
 from titan.training.metrics import Meter, Trackers
 
@@ -139,6 +141,16 @@ class Other(Tracker):
 
     def close(self) -> None:
         self.closed = True
+
+
+@pytest.mark.parametrize(("number", "raised"), [(errno.ESTALE, ResourceError), (errno.EISDIR, ConfigError)])
+def test_a_tracker_that_cannot_begin_refuses_the_run(number: int, raised: type[Exception]) -> None:
+    class Stale(Failing):
+        def start(self, info: RunInfo) -> None:
+            raise OSError(number, os.strerror(number), "metrics.jsonl")
+
+    with pytest.raises(raised, match=r"\[metrics\.failing\] cannot begin: .*metrics\.jsonl.*; enabled = false"):
+        Trackers([Stale(None)]).start(RunInfo(Path(), "run", {}, 0, 1, 1, 1))
 
 
 def test_a_tracker_that_fails_is_told_once_and_asked_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -83,6 +83,14 @@ def test_resuming_drops_a_torn_line(tmp_path: Path, torn: bytes) -> None:
     assert _jsonl(tmp_path) == _steps(10, 20)
 
 
+def test_what_a_killed_start_left_is_swept(tmp_path: Path) -> None:
+    left = tmp_path / "metrics.jsonl.tmp"
+    left.write_text("half")
+    (tmp_path / "metrics.jsonl").write_text('{"step": 1}\n')
+    _json_run(tmp_path, [], start_step=1)
+    assert not left.exists() and (tmp_path / "metrics.jsonl").read_text() == '{"step": 1}\n'
+
+
 def test_starting_anew_in_the_folder_starts_the_file_anew(tmp_path: Path) -> None:
     _json_run(tmp_path, _steps(10, 20))
     _json_run(tmp_path, _steps(10))

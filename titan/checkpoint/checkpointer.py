@@ -24,7 +24,7 @@ from titan.checkpoint.disk.manifest import METADATA, STATE, Piece
 from titan.checkpoint.disk.plain import write_table
 from titan.checkpoint.ranks import RankFailure, Ranks
 from titan.checkpoint.state import TECHNIQUES, Snapshot, Staging, collect, optimizer_state
-from titan.errors import CheckpointError, FolderError
+from titan.errors import CheckpointError, FolderError, UnreadableError
 from titan.log import log
 from titan.ranks import watchdog
 
@@ -63,7 +63,8 @@ class Checkpointer:
             older one where the newest is damaged, and say so.
 
         Raises:
-            CheckpointError: what has to be there is absent or damaged.
+            CheckpointError: what has to be there is absent or damaged, or the file system does not give it: an older
+                one would then undo what may be sound.
         """
         with self._limit(f"looking for a checkpoint in {self.folder}"):
             candidates, reasons = self._ranks.first(lambda: self._candidates(resume))
@@ -71,7 +72,7 @@ class Checkpointer:
                 try:
                     self._saved = self._open(path)
                 except CheckpointError as error:
-                    if resume not in ("auto", "must"):
+                    if resume not in ("auto", "must") or (isinstance(error, RankFailure) and error.unreadable):
                         raise
                     reasons[path] = str(error)
                 else:
@@ -241,7 +242,7 @@ class Checkpointer:
         self._damaged.discard(final)
         try:
             folders.retain(self.folder, self.keep, self._damaged)
-        except OSError as error:
+        except (OSError, UnreadableError) as error:
             log.warning(f"an old checkpoint could not be removed: {error}")
 
     def _give_up_together(self, step: int, told: str, full: bool) -> str:

@@ -7,7 +7,7 @@ from typing import Any, TypeVar, cast
 
 import torch.distributed as dist
 
-from titan.errors import CheckpointError
+from titan.errors import CheckpointError, UnreadableError
 
 T = TypeVar("T")
 
@@ -15,11 +15,14 @@ _FULL = {errno.ENOSPC, errno.EDQUOT, errno.EFBIG}
 
 
 class RankFailure(CheckpointError):
-    """What went wrong on some rank, raised on all. `disk_full` tells the one reason a user can mend by making room."""
+    """What went wrong on some rank, raised on all.
 
-    def __init__(self, message: str, disk_full: bool) -> None:
+    disk_full: a user can mend it by making room.  unreadable: it was an `UnreadableError`.
+    """
+
+    def __init__(self, message: str, disk_full: bool, unreadable: bool) -> None:
         super().__init__(message)
-        self.disk_full = disk_full
+        self.disk_full, self.unreadable = disk_full, unreadable
 
 
 class Ranks:
@@ -74,11 +77,13 @@ class Ranks:
         return cast(T, self.gather(value)[0])
 
 
-def _told(error: Exception | None, rank: int) -> tuple[str, bool] | None:
-    """(what to say, whether the disk is full) of an error, fit to be sent to other ranks."""
+def _told(error: Exception | None, rank: int) -> tuple[str, bool, bool] | None:
+    """What the `RankFailure` of an error is made of, fit to be sent to other ranks."""
     if error is None:
         return None
+    if isinstance(error, RankFailure):
+        return str(error), error.disk_full, error.unreadable
     if isinstance(error, CheckpointError):
-        return str(error), isinstance(error, RankFailure) and error.disk_full
+        return str(error), False, isinstance(error, UnreadableError)
     text = str(error).strip() or type(error).__name__
-    return f"rank {rank}: {text.splitlines()[0]}", isinstance(error, OSError) and error.errno in _FULL
+    return f"rank {rank}: {text.splitlines()[0]}", isinstance(error, OSError) and error.errno in _FULL, False

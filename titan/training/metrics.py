@@ -11,6 +11,7 @@ import torch.distributed as dist
 
 from titan.contracts import Row, RunInfo, Tracker
 from titan.contracts.base.plan import ModelPlan
+from titan.errors import ConfigError, by_errno
 from titan.log import log
 
 PEAK_TFLOPS = {
@@ -160,10 +161,15 @@ class Trackers:
         """The run begins.
 
         Raises:
-            Exception: what a tracker cannot begin with.
+            ConfigError: a tracker cannot write where it should; ResourceError where the machine fails.
+            Exception: whatever else a tracker cannot begin with.
         """
         for tracker in self._trackers:
-            tracker.start(info)
+            try:
+                tracker.start(info)
+            except OSError as error:
+                said = f"[metrics.{tracker.name}] cannot begin: {error}; enabled = false there switches it off"
+                raise by_errno(error, ConfigError(said)) from error
 
     def log(self, row: Row) -> None:
         """Hand a row to each."""

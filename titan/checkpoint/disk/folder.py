@@ -23,7 +23,7 @@ from typing import Any
 from titan.checkpoint.disk import manifest
 from titan.checkpoint.disk.manifest import MANIFEST, METADATA, STATE, Piece
 from titan.checkpoint.disk.plain import read_table
-from titan.errors import CheckpointError
+from titan.errors import CheckpointError, UnreadableError
 from titan.log import log
 
 HF_CONFIG = "config.json"
@@ -157,6 +157,8 @@ def _serials(folder: Path, check: Callable[[Path], object]) -> tuple[list[tuple[
         try:
             check(path)
             found.append((read_state(path)["serial"], path))
+        except UnreadableError:
+            raise  # a save that did not know the newest would be taken for an older one
         except (CheckpointError, FileNotFoundError) as error:
             if path.exists():
                 damaged[path] = str(error)

@@ -10,8 +10,8 @@ from collections.abc import Callable, Iterable, Mapping
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
-from titan.checkpoint.disk.plain import read_table, size_of, write_table
-from titan.errors import CheckpointError
+from titan.checkpoint.disk.plain import cannot_be_read, read_table, size_of, write_table
+from titan.errors import CheckpointError, UnreadableError
 
 MANIFEST = "manifest.json"
 METADATA = ".metadata"
@@ -42,7 +42,7 @@ def piece_of(file: Path, read: Callable[[int], object] = lambda count: None) -> 
     """A file as it is; `read` hears how many bytes have been read since it was last told.
 
     Raises:
-        CheckpointError: it cannot be read.
+        CheckpointError: it cannot be read (UnreadableError: for now).
     """
     size, digest = size_of(file), hashlib.sha256()
     try:
@@ -51,7 +51,7 @@ def piece_of(file: Path, read: Callable[[int], object] = lambda count: None) -> 
                 digest.update(block)
                 read(len(block))
     except OSError as error:
-        raise CheckpointError(f"{file} cannot be read: {error.strerror}") from error
+        raise cannot_be_read(file, error) from error
     return Piece(size, digest.hexdigest())
 
 
@@ -86,11 +86,17 @@ def read(path: Path) -> dict[str, Piece]:
 
 
 def wrong_sizes(path: Path, pieces: Mapping[str, Piece]) -> dict[str, str]:
-    """File -> what is seen without reading: missing, of another size, or data that the manifest does not list."""
+    """File -> what is seen without reading: missing, of another size, or data that the manifest does not list.
+
+    Raises:
+        UnreadableError: that cannot be told for now.
+    """
     faults = {}
     for name, piece in pieces.items():
         try:
             size = size_of(path / name)
+        except UnreadableError:
+            raise
         except CheckpointError as error:
             faults[name] = str(error)
             continue

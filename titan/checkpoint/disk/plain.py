@@ -7,7 +7,7 @@ from pathlib import Path
 from stat import S_ISREG
 from typing import Any
 
-from titan.errors import CheckpointError
+from titan.errors import CheckpointError, UnreadableError, of_machine
 
 DEEPEST = 64
 """Tables and lists inside one another that are read."""
@@ -20,14 +20,14 @@ def size_of(path: Path) -> int:
     """Bytes of a file, which must be a file and no link: a link can lead anywhere, a pipe never ends.
 
     Raises:
-        CheckpointError: it is absent, or something else.
+        CheckpointError: it is absent, or something else; UnreadableError where the machine fails.
     """
     try:
         found = path.lstat()
     except FileNotFoundError:
         raise CheckpointError(f"{path} is missing") from None
     except OSError as error:
-        raise CheckpointError(f"{path} cannot be read: {error.strerror}") from error
+        raise cannot_be_read(path, error) from error
     if not S_ISREG(found.st_mode):
         raise CheckpointError(f"{path} is a link, a folder or a pipe: a checkpoint is made of files")
     return found.st_size
@@ -37,7 +37,7 @@ def read_bytes(path: Path, most: int) -> bytes:
     """A file's content.
 
     Raises:
-        CheckpointError: it cannot be read, or is larger than `most` bytes.
+        CheckpointError: it cannot be read (UnreadableError: for now), or is larger than `most` bytes.
     """
     size = size_of(path)
     if size > most:
@@ -45,7 +45,13 @@ def read_bytes(path: Path, most: int) -> bytes:
     try:
         return path.read_bytes()
     except OSError as error:
-        raise CheckpointError(f"{path} cannot be read: {error.strerror}") from error
+        raise cannot_be_read(path, error) from error
+
+
+def cannot_be_read(path: Path, error: OSError) -> CheckpointError:
+    """What to raise where a file of a checkpoint cannot be read."""
+    said = f"{path} cannot be read: {error.strerror}"
+    return UnreadableError(f"{said}; it may be sound, try again") if of_machine(error) else CheckpointError(said)
 
 
 def read_table(path: Path) -> dict[str, Any]:
