@@ -66,7 +66,9 @@ class UnreadableError(CheckpointError):
 
 
 class FolderError(TitanError):
-    """A run's folder that another run holds."""
+    """A run's folder that another run holds. To start again, as a run that failed does, would not mend it."""
+
+    exit_code = EXIT_WRONG_INPUT
 
 
 class DataError(TitanError):

@@ -262,6 +262,20 @@ def test_find(tmp_path: Path, told: Callable[[], list[str]]) -> None:
         checkpointer.find(str(tmp_path / "elsewhere"))
 
 
+def test_a_run_that_another_has_overtaken_does_not_save(tmp_path: Path) -> None:
+    """One that was suspended, with its whole machine, while another run has come, saved and gone."""
+    suspended, successor, (parts, optimizer) = _checkpointer(tmp_path), _checkpointer(tmp_path, keep=1), _made()
+    suspended.find("auto")
+    suspended.save(1, parts, optimizer, {})
+    successor.find("auto")
+    successor.save(2000, parts, optimizer, {})
+    with pytest.raises(CheckpointError, match=r"another run has saved to .* meanwhile"):
+        suspended.save(2, parts, optimizer, {})
+    assert _steps(tmp_path) == [2000]
+    folders.remove(tmp_path / "step-00002000")
+    successor.save(2001, parts, optimizer, {})
+
+
 @pytest.mark.parametrize("name", ["manifest.json", "state.json", ".metadata", "__0_0.distcp"])
 @pytest.mark.parametrize("call", ["open", "lstat"])
 def test_the_newest_is_not_given_up_for_a_read_that_fails(

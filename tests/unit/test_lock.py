@@ -5,6 +5,7 @@ import json
 import os
 import subprocess
 import sys
+import time
 from collections.abc import Callable
 from pathlib import Path
 from threading import Event, Thread
@@ -14,7 +15,7 @@ import pytest
 
 from titan.checkpoint.disk import lock as locks
 from titan.checkpoint.disk.lock import FolderLock
-from titan.errors import EXIT_FAILED, FolderError
+from titan.errors import EXIT_WRONG_INPUT, FolderError
 
 linux = pytest.mark.skipif(sys.platform != "linux", reason="needs /proc")
 
@@ -82,7 +83,7 @@ def test_a_second_start_is_refused_while_the_first_lives(tmp_path: Path, monkeyp
         f"{tmp_path / 'run'} is in use by another run: host {holder['host']}, pid {os.getpid()}, Slurm job 41_3, "
         f"started {holder['since']}; end that run or wait for its end, or give this one another --run.name"
     )
-    assert refused.value.exit_code == EXIT_FAILED
+    assert refused.value.exit_code == EXIT_WRONG_INPUT
     second.check()
     second.release()
     assert (tmp_path / "run" / "lock.json").read_bytes() == there and names(tmp_path / "run") == ["lock.json"]
@@ -236,29 +237,86 @@ def test_a_holder_that_was_taken_over_stops_and_leaves_its_successor_alone(tmp_p
     successor.check()
 
 
+@pytest.mark.parametrize("moment", ["judged", "looked at again"])
 def test_one_that_wakes_up_before_it_is_set_aside_stays(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:  # fmt: skip
+    moment: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     there, lock = elsewhere(tmp_path), FolderLock(tmp_path)
     there.take()
-    judged = lock._is_dead
+    judged, rename, aside = lock._is_dead, Path.rename, lock._set_aside
 
     def slow(found: bytes) -> bool:
         dead = judged(found)
-        there.check()
+        if moment == "judged":
+            there.check()
         return dead
 
-    monkeypatch.setattr(lock, "_is_dead", slow)
-    monkeypatch.setattr(locks, "WATCH_S", 3.0)
-    aside = lock._set_aside
-    monkeypatch.setattr(lock, "_set_aside", lambda meant: (aside(meant), monkeypatch.setattr(lock, "_is_dead", alive)))
+    def late(self: Path, target: Path) -> Path:
+        if moment != "judged" and self == lock.path:
+            there.check()
+        return rename(self, target)
 
     def alive(found: bytes) -> bool:
         raise FolderError("alive")
 
+    monkeypatch.setattr(lock, "_is_dead", slow)
+    monkeypatch.setattr(Path, "rename", late)
+    monkeypatch.setattr(locks, "WATCH_S", 3.0)
+    monkeypatch.setattr(lock, "_set_aside", lambda meant: (aside(meant), monkeypatch.setattr(lock, "_is_dead", alive)))
     with pytest.raises(FolderError, match="alive"):
         lock.take()
     there.check()
+    assert names(tmp_path) == ["lock.json"]
+
+
+def test_one_that_was_suspended_does_not_come_back_after_its_successor(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The successor has let go of the folder; what it has saved is newer than all that this run knows."""
+    suspended, now = elsewhere(tmp_path), [time.monotonic()]
+    monkeypatch.setattr(locks.time, "monotonic", lambda: now[0])
+    suspended.take()
+    now.append(now.pop() + 30)
+    (tmp_path / "lock.json").unlink()
+    suspended.check()  # nobody gives a holder up so soon
+    successor = FolderLock(tmp_path)
+    successor.take()
+    successor.release()
+    now.append(now.pop() + 46)
+    for _ in range(2):
+        with pytest.raises(FolderError, match="may have been another run's: its lock is gone, last renewed 46 s ago"):
+            suspended.check()
+    suspended.release()
+    assert names(tmp_path) == []
+
+
+def test_a_run_that_has_lost_its_folder_leaves_the_lock_alone(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    lost, successor = elsewhere(tmp_path), FolderLock(tmp_path)
+    lost.take()
+    successor.take()
+    with pytest.raises(FolderError):
+        lost.check()
+    monkeypatch.setattr(Path, "rename", lambda *_: pytest.fail("moved the lock of another"))
+    lost.release()
+    elsewhere(tmp_path)._set_aside(lambda content: False)
+
+
+def test_what_others_have_put_beside_the_lock_refuses_nobody(tmp_path: Path, told: list[str]) -> None:
+    """A copy of somebody's, and leftovers: of a killed start, of one that lives, and one that cannot be removed."""
+    left_by(tmp_path, pid=2**22 + 1)
+    dead = (tmp_path / "lock.json").read_bytes()
+    (tmp_path / "lock.json.bak").write_text("mine")
+    (tmp_path / "lock.json.00000000").write_bytes(dead)
+    (tmp_path / "lock.json.00000001").write_bytes(FolderLock(tmp_path)._content())
+    (tmp_path / "lock.json.00000002").mkdir()
+    lock = FolderLock(tmp_path)
+    lock.take()
+    lock.check()
+    assert names(tmp_path) == ["lock.json", "lock.json.00000001", "lock.json.00000002", "lock.json.bak"]
+    assert [line for line in told if "cannot be removed" in line] == [
+        f"{tmp_path / 'lock.json.00000002'} is a leftover that cannot be removed: Is a directory"
+    ]
+    lock.release()
 
 
 def test_a_lock_that_somebody_has_removed_is_put_back(tmp_path: Path) -> None:

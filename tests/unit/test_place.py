@@ -10,9 +10,9 @@ from titan.ranks.place import Place, find_place, max_restarts, rank_environment
 
 
 def _slurm(folder: Path, **env: str) -> dict[str, str]:
-    """An environment with a `scontrol` that knows one node list."""
+    """An environment with a `scontrol` that knows a node list and single nodes."""
     tool = folder / "scontrol"
-    tool.write_text('#!/bin/sh\n[ "$*" = "show hostnames n[7-8]" ] && printf "n7\\nn8\\n"\n')
+    tool.write_text('#!/bin/sh\ncase "$3" in "n[7-8]") printf "n7\\nn8\\n" ;; n?) echo "$3" ;; *) exit 1 ;; esac\n')
     tool.chmod(0o755)
     return {"PATH": f"{folder}:/usr/bin:/bin", **env}
 
@@ -53,6 +53,17 @@ def test_several_nodes_of_slurm_meet_at_the_first(tmp_path: Path) -> None:
     env = _slurm(tmp_path, NPROC="2", SLURM_NODEID="1", SLURM_JOB_ID="41", **_step(nodes=2, tasks=2))
     assert find_place(env) == Place(2, 1, 2, "n7", 20041)
     assert find_place({**env, "MASTER_ADDR": "n9", "MASTER_PORT": "7"}) == Place(2, 1, 2, "n9", 7)
+
+
+def test_a_step_of_another_job_is_not_this_ones(tmp_path: Path) -> None:
+    """sbatch hands on the variables of the step that it was called in."""
+    batch = {"SLURM_NNODES": "2", "SLURM_NTASKS": "8", "SLURM_PROCID": "0", "SLURM_JOB_NODELIST": "n[7-8]"}
+    inherited = {"SLURM_STEP_NUM_TASKS": "8", "SLURM_STEP_NUM_NODES": "1", "SLURM_STEP_NODELIST": "n9"}
+    env = _slurm(tmp_path, **batch, **inherited)
+    assert rank_environment(env) is None
+    with pytest.raises(ConfigError, match="SLURM_NNODES = 2, but srun did not start this process"):
+        find_place(env)
+    assert rank_environment({**env, "SLURM_STEP_NODELIST": "n8", "SLURM_JOB_ID": "1"}) is not None
 
 
 def test_own_variables_win_over_slurms(tmp_path: Path) -> None:

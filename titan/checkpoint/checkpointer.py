@@ -54,6 +54,7 @@ class Checkpointer:
         self._failure: Exception | None = None
         self._saved: Saved | None = None
         self._damaged: set[Path] = set()
+        self._next: int | None = None
 
     def find(self, resume: str) -> Path | None:
         """The checkpoint to go on from, verified; None for a start from new weights. Rank 0 looks, all agree.
@@ -86,8 +87,10 @@ class Checkpointer:
 
     def _candidates(self, resume: str) -> tuple[list[Path], dict[Path, str]]:
         """What to try, first the best, and what is out of the question and why."""
+        self._held()
         folders.tidy(self.folder)
         own, damaged = folders.survey(self.folder)
+        self._next = folders.next_serial(self.folder)
         if resume in ("auto", "must"):
             if resume == "must" and not own and not damaged:
                 raise CheckpointError(f'checkpoint.resume = "must": there is no complete checkpoint in {self.folder}')
@@ -228,8 +231,9 @@ class Checkpointer:
         unseen = [fault for name, fault in manifest.wrong_sizes(path, pieces).items() if name in pieces]
         if unseen:
             raise CheckpointError(f"rank 0 does not see what others wrote, {unseen[0]}: all must share its file system")
+        self._held()
         write_table(path / STATE, {
-            "format": folders.FORMAT, "step": step, "serial": folders.next_serial(self.folder),
+            "format": folders.FORMAT, "step": step, "serial": self._serial(),
             "world_size": self._ranks.size, "saved": time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime()),
             "torch": torch.__version__, "optimizer": snapshot.optimizer, "values": snapshot.values,
             "rest": snapshot.rest,
@@ -238,12 +242,25 @@ class Checkpointer:
         size = sum(file.stat().st_size for file in path.iterdir()) / 1e6
         self._held()
         final = folders.commit(path)
+        self._next = None if self._next is None else self._next + 1
         log.info(f"checkpoint: step {step} saved to {final} in {time.perf_counter() - began:.1f} s, {size:,.1f} MB")
         self._damaged.discard(final)
         try:
             folders.retain(self.folder, self.keep, self._damaged)
         except (OSError, UnreadableError) as error:
             log.warning(f"an old checkpoint could not be removed: {error}")
+
+    def _serial(self) -> int:
+        """The number of the next checkpoint.
+
+        Raises:
+            FolderError: one is there that this run does not know: a successor has come and gone while it was suspended.
+        """
+        found = folders.next_serial(self.folder)
+        if self._next is not None and found > self._next:
+            raise FolderError(f"another run has saved to {self.folder} meanwhile; this run ends here")
+        self._next = found
+        return found
 
     def _give_up_together(self, step: int, told: str, full: bool) -> str:
         """Remove what was written, on rank 0; returns what all ranks tell, also where that fails."""

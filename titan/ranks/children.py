@@ -34,7 +34,7 @@ GRACE_S = 10.0
 STACKS_S = 0.5
 """A rank that is to be killed has this long to write its stacks (`titan.ranks.watchdog.answer_to_quit`)."""
 
-KILLED_S = 30.0
+KILLED_S = 120.0
 """Longest wait for processes to be gone that were killed or have closed their files. No signal ends one that waits in
 the kernel, for a file system that does not answer or for a device."""
 

@@ -14,7 +14,7 @@ Environment = Mapping[str, str]
 LOCAL = "127.0.0.1"
 PORT = 29500
 STEP_TASKS = "SLURM_STEP_NUM_TASKS"
-"""Only srun sets it. A batch script has SLURM_NNODES, SLURM_NTASKS and SLURM_PROCID too, and is alone."""
+"""srun sets it. A batch script has SLURM_NNODES, SLURM_NTASKS and SLURM_PROCID too, and is alone."""
 
 SLURM_PORTS = range(20000, 29000)
 """A Slurm job meets at a port by its number, so that jobs that share a node do not clash."""
@@ -56,6 +56,7 @@ def find_place(env: Environment) -> Place:
         ConfigError: a variable is no number, out of range, or missing; or Slurm holds nodes or tasks for this job on
             which nobody has started anything.
     """
+    env = _own(env)
     _refuse_to_be_alone(env)
     nodes = _number(env, ("NNODES", "SLURM_STEP_NUM_NODES"), 1, at_least=1)
     ranks = _number(env, ("NPROC",), 0, at_least=1) or max(1, gpus())
@@ -80,6 +81,7 @@ def rank_environment(env: Environment) -> dict[str, str] | None:
     if "RANK" in env and "WORLD_SIZE" in env:
         _refuse_restarts(env, "RANK is set, so somebody else starts the ranks; torchrun has --max-restarts")
         return {}
+    env = _own(env)
     nodes = _number(env, ("NNODES", "SLURM_STEP_NUM_NODES"), 1, at_least=1)
     tasks = _number(env, (STEP_TASKS,), 1, at_least=1)
     if env.get("NPROC") or tasks <= nodes:
@@ -116,6 +118,14 @@ def _number(env: Environment, names: Sequence[str], default: int, *, at_least: i
     return default
 
 
+def _own(env: Environment) -> Environment:
+    """The environment without what sbatch exports of a step that it was called in, where that ran on other nodes."""
+    step, job = env.get("SLURM_STEP_NODELIST", ""), env.get("SLURM_JOB_NODELIST", "")
+    if not step or not job or step == job or set(_hosts(env, step)) <= set(_hosts(env, job)):
+        return env
+    return {name: value for name, value in env.items() if not name.startswith("SLURM_STEP_")}
+
+
 def _refuse_to_be_alone(env: Environment) -> None:
     """A batch script is one process on the first node of its job, whatever SLURM_NNODES and SLURM_NTASKS promise."""
     if env.get(STEP_TASKS) or env.get("NNODES"):
@@ -147,13 +157,21 @@ def _first_slurm_host(env: Environment) -> str:
     listed = env.get("SLURM_STEP_NODELIST") or env.get("SLURM_JOB_NODELIST")
     if not listed:
         raise ConfigError([Fault("environment", "MASTER_ADDR is not set; it names the first of several nodes")])
+    if shutil.which("scontrol", path=env.get("PATH", "")) is None:
+        raise ConfigError([Fault("environment", "MASTER_ADDR is not set, and there is no scontrol to ask for it")])
+    hosts = _hosts(env, listed)
+    if not hosts:
+        raise ConfigError([Fault("environment", f"scontrol cannot read the node list {listed!r}; set MASTER_ADDR")])
+    return hosts[0]
+
+
+def _hosts(env: Environment, listed: str) -> list[str]:
+    """The hosts of a node list, in order; none where scontrol does not know them."""
     tool = shutil.which("scontrol", path=env.get("PATH", ""))
     if tool is None:
-        raise ConfigError([Fault("environment", "MASTER_ADDR is not set, and there is no scontrol to ask for it")])
+        return []
     shown = subprocess.run([tool, "show", "hostnames", listed], capture_output=True, text=True, check=False)
-    if shown.returncode or not shown.stdout.split():
-        raise ConfigError([Fault("environment", f"scontrol cannot read the node list {listed!r}; set MASTER_ADDR")])
-    return shown.stdout.split()[0]
+    return shown.stdout.split() if shown.returncode == 0 else []
 
 
 def gpus() -> int:

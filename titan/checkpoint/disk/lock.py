@@ -10,6 +10,7 @@ machine is compared with that of another. A start that finds a lock judges its h
 A live one refuses the start. A dead one is renamed aside, held against what was judged (of two starts one does that
 first), and removed. The count is written in place, into the file that was opened under the name and read: a holder that
 was suspended for longer than it takes to be given up writes to what was renamed aside, never over its successor's lock.
+One that finds no lock at all puts it back only if it has counted lately: a successor may have come and gone meanwhile.
 
 Used on rank 0 alone; needs no torch.
 """
@@ -19,6 +20,7 @@ import json
 import operator
 import os
 import platform
+import re
 import secrets
 import sys
 import time
@@ -41,10 +43,14 @@ BEAT_S = 10.0
 WATCH_S = 45.0
 """How long a lock of another machine is watched: four counts are missed by then."""
 
+ALONE_S = WATCH_S - BEAT_S
+"""Nobody has given a holder up whose last count is not older than that."""
+
 LOOK_S = 1.0
 """Between two looks at a lock that is watched. Looks are counted, so that a file system that hangs stops the watch."""
 
 _LARGEST = 4096
+_ASIDE = re.compile(re.escape(LOCK) + r"\.[0-9a-f]{8}", re.ASCII)
 _NO_LINKS = {errno.EPERM, errno.ENOSYS, errno.EOPNOTSUPP, errno.ENOTSUP, errno.EMLINK}
 """What a file system without hard links answers."""
 
@@ -57,7 +63,7 @@ class FolderLock:
     def __init__(self, folder: Path) -> None:
         self.folder, self.path = folder, folder / LOCK
         self._me = {**_this_process(), "token": secrets.token_hex(16)}
-        self._count = 0
+        self._count, self._counted = 0, 0.0
         self._lost = ""
         self._renewing, self._done = Mutex(), Event()
         self._heart: Thread | None = None
@@ -80,12 +86,12 @@ class FolderLock:
             if self._is_dead(found):
                 left = found
                 self._set_aside(partial(operator.eq, found))
-        if left is not None:
-            log.info(f"{self.path} was left by {_words(_holder(left))}, which is dead: taken over")
-        for aside in self.folder.glob(f"{LOCK}.*"):
-            aside.unlink(missing_ok=True)
+        self._counted = time.monotonic()
         self._heart = Thread(target=self._beat, name="lock", daemon=True)
         self._heart.start()
+        if left is not None:
+            log.info(f"{self.path} was left by {_words(_holder(left))}, which is dead: taken over")
+            self._sweep()
 
     def check(self) -> None:
         """Look whether the folder is still held; to be called before what cannot be undone.
@@ -113,6 +119,8 @@ class FolderLock:
             return
         self._done.set()
         heart.join()
+        if self._lost:
+            return
         try:
             self._set_aside(self._is_mine)
         except OSError as error:
@@ -140,22 +148,27 @@ class FolderLock:
             try:
                 opened = os.open(self.path, os.O_RDWR)
             except FileNotFoundError:
+                silent_s = time.monotonic() - self._counted
+                if silent_s > ALONE_S:
+                    self._lose(f"may have been another run's: its lock is gone, last renewed {silent_s:.0f} s ago")
                 if self._claim(self._content()):
+                    self._counted = time.monotonic()
                     return
                 opened = os.open(self.path, os.O_RDWR)
             try:
                 holder = _holder(os.read(opened, _LARGEST))
                 if holder.get("token", self._me["token"]) != self._me["token"]:
-                    self._lost = (
-                        f"{self.folder} is held by another run now, which took this one for dead: {_words(holder)}; "
-                        "this run ends here and writes nothing more there"
-                    )
-                    raise FolderError(self._lost)
+                    self._lose(f"is held by another run now, which took this one for dead: {_words(holder)}")
                 content = self._content()
                 os.pwrite(opened, content, 0)
                 os.ftruncate(opened, len(content))
             finally:
                 os.close(opened)
+            self._counted = time.monotonic()
+
+    def _lose(self, why: str) -> None:
+        self._lost = f"{self.folder} {why}; this run ends here and writes nothing more there"
+        raise FolderError(self._lost)
 
     def _is_mine(self, content: bytes) -> bool:
         return bool(_holder(content).get("token") == self._me["token"])
@@ -233,7 +246,10 @@ class FolderLock:
         return True
 
     def _set_aside(self, meant: Callable[[bytes], bool]) -> None:
-        """Remove the lock, if its content is what is meant; another one is put back."""
+        """Remove the lock, if its content is what is meant; another one that comes just then is put back."""
+        found = self._look()
+        if found is None or not meant(found):
+            return
         aside = self._aside()
         try:
             self.path.rename(aside)
@@ -243,6 +259,19 @@ class FolderLock:
         if not meant(content):
             self._claim(content)
         aside.unlink(missing_ok=True)
+
+    def _sweep(self) -> None:
+        """Remove what killed starts of this machine have left; others' names may be in use."""
+        for path in self.folder.iterdir():
+            if not _ASIDE.fullmatch(path.name):
+                continue
+            try:
+                if _is_alive(_holder(path.read_bytes())) is False:
+                    path.unlink()
+            except FileNotFoundError:
+                continue
+            except OSError as error:
+                log.warning(f"{path} is a leftover that cannot be removed: {error.strerror}")
 
     def _aside(self) -> Path:
         return self.path.with_name(f"{LOCK}.{secrets.token_hex(4)}")

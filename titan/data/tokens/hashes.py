@@ -6,10 +6,12 @@ ones. `unchanged` compares the three again when all text has been read. Where ct
 mode changes too, it hashes the file again.
 
 Times have a granularity: what is written twice within it looks the same. As git does it, a file that was changed less
-than `RACY_S` before it was hashed is not remembered, and `unchanged` hashes it again. Its age is taken by the clock of
-the file system that the cache is on; that of the corpus is trusted to agree with it within these seconds.
+than `RACY_S` before it was hashed is not remembered, and `unchanged` hashes it again. Its age is that of its ctime, as
+users may set mtime to any time, by the clock of the file system that the cache is on; that of the corpus is trusted to
+agree with it within these seconds.
 """
 
+import errno
 import hashlib
 import json
 import os
@@ -26,6 +28,9 @@ from titan.errors import DataError, by_errno
 
 RACY_S = 2
 """The coarsest granularity of times among file systems (FAT), in seconds."""
+
+
+_TRIES = 5
 
 
 @dataclass(frozen=True)
@@ -85,7 +90,7 @@ def content_hashes(files: Sequence[Path], memory: Path, threads: int) -> list[Co
     unknown = [file for file in files if file not in contents]
     if unknown:
         # Asked for before any of them is read: what is written later is younger than that.
-        now_ns = clock_ns(memory.parent)
+        now_ns = _now_ns(memory.parent)
         with ThreadPoolExecutor(threads) as pool:
             found = list(pool.map(lambda file: _hash(file, now_ns), unknown))
         contents.update((content.file, content) for content in found)
@@ -93,6 +98,16 @@ def content_hashes(files: Sequence[Path], memory: Path, threads: int) -> list[Co
         if settled:
             _remember(memory, settled)
     return [contents[file] for file in files]
+
+
+def _now_ns(cache: Path) -> int:
+    """The time in a cache; before all others in one that cannot be written, which remembers nothing."""
+    try:
+        return clock_ns(cache)
+    except OSError as error:
+        if error.errno not in (errno.EACCES, errno.EPERM, errno.EROFS):
+            raise
+        return 0
 
 
 def unchanged(contents: Sequence[Content], threads: int) -> None:
@@ -139,7 +154,7 @@ def _hash(file: Path, now_ns: int) -> Content:
         after = Mark.of(os.fstat(opened.fileno()))
         if change := before.change(after):
             raise _changed(file, change)
-    racy = after != before or max(before.mtime_ns, before.ctime_ns) > now_ns - RACY_S * 10**9
+    racy = after != before or before.ctime_ns > now_ns - RACY_S * 10**9
     return Content(file, before, digest, racy)
 
 
@@ -167,7 +182,10 @@ def _remember(memory: Path, found: dict[str, str]) -> None:
     """Add what was found to the memory as it is by now: hashing takes long, and others have done so meanwhile."""
     partial = unfinished(memory.parent)
     try:
-        partial.write_text(json.dumps(_recall(memory) | found), encoding="utf-8")
-        os.replace(partial, memory)
+        for _ in range(_TRIES):
+            partial.write_text(json.dumps(_recall(memory) | found), encoding="utf-8")
+            os.replace(partial, memory)
+            if found.items() <= _recall(memory).items():
+                break  # or another's was read before ours was there, and has taken its place
     finally:
         partial.unlink(missing_ok=True)
