@@ -75,6 +75,7 @@ def test_a_bad_day(hunting: Hunt) -> None:
     report = hunting.chase([*starts, Start("one rank", LAUNCHER, NEVER, keeping)])
     assert not report.violations, "\n".join(report.violations)
     assert [one["kind"] for one in report.struck] == [fault.kind for fault in LIVES.values()]
+    assert [one["code"] for one in report.struck] == [2, 1, 1, 0, 0]
 
 
 def test_a_clock_and_a_second_start(hunting: Hunt) -> None:
@@ -94,6 +95,8 @@ def test_a_clock_and_a_second_start(hunting: Hunt) -> None:
     [
         ("EIO", "put x", 2, "error: x: Input/output error"),
         ("EIO", "put x", 1, "Traceback (most recent call last)"),
+        ("ENOSPC", "put /run/metrics.jsonl", 1, "error: metrics.jsonl: No space left on device"),
+        ("ENOSPC", "put /run/metrics.jsonl", 0, "and not a word of it"),
         ("busy", "remove x", 1, "error: x cannot be removed"),
         ("second", "step x: exit code 0: done", 0, ""),
         ("growth", "corpus x", 0, ""),

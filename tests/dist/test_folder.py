@@ -38,7 +38,7 @@ def test_a_second_start_leaves_the_first_alone(
         (run / name).parent.mkdir(parents=True, exist_ok=True)
         (run / name).write_text('{"step": 5, "loss": 1.0}\n')
     before = _content(run)
-    assert run_ranks(train.main, ranks, _words(tmp_path, *mesh), init=False) == [1] * ranks
+    assert run_ranks(train.main, ranks, _words(tmp_path, *mesh), init=False) == [2] * ranks
     assert _content(run) == before and not (run / "logs").exists()
     said = capfd.readouterr().out
     assert said.count("Traceback") == 0 and said.count("is in use by another run: host ") == ranks

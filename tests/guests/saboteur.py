@@ -22,7 +22,7 @@ from typing import Any
 
 from titan.contracts import Technique, register
 
-CALLS = {"os.mkdir": "mkdir", "os.rename": "rename", "os.remove": "remove", "os.rmdir": "remove"}
+CALLS = {"os.mkdir": "mkdir", "os.rename": "rename", "os.remove": "remove", "os.rmdir": "remove", "os.link": "rename"}
 
 OF_A_RANK = ("CHAOS", "RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
 """What a second start must not inherit; TORCHELASTIC_... and TITAN_... too."""
@@ -74,7 +74,7 @@ class _Saboteur:
             elif args[0].startswith(f"{self.plan.corpus}/"):
                 self.happens("corpus", args[0])
         elif event in CALLS:
-            path, inside = os.fspath(args[0]), args[-1]
+            path, inside = os.fspath(args[0]), -1 if event == "os.link" else args[-1]
             path = path if inside == -1 else f"{_path_of(inside)}/{path}"
             if path.startswith(self.plan.folder):
                 self.happens(CALLS[event], path)
@@ -91,6 +91,12 @@ class _Saboteur:
         if path.startswith(self.plan.folder):
             self.happens("put", path)
         return _write(descriptor, data)
+
+    def pwrite(self, descriptor: int, data: bytes, at: int) -> int:
+        path = _path_of(descriptor)
+        if path.startswith(self.plan.folder):
+            self.happens("put", path)
+        return _pwrite(descriptor, data, at)
 
     def open(self, file: Any, mode: str = "r", buffering: int = -1, *more: Any, **named: Any) -> Any:
         """`open`, whose reads and writes are events where the file is in the run's folder."""
@@ -186,12 +192,12 @@ def _jump(seconds: float) -> None:
     time.time_ns = lambda: true_ns() + int(seconds) * 10**9
 
 
-_fsync, _write, _open = os.fsync, os.write, open
+_fsync, _write, _pwrite, _open = os.fsync, os.write, os.pwrite, open
 _saboteur: _Saboteur | None = None
 if "CHAOS" in os.environ:
     _saboteur = _Saboteur(Plan(**json.loads(os.environ["CHAOS"])))
     sys.addaudithook(_saboteur.audit)
-    os.fsync, os.write = _saboteur.fsync, _saboteur.write
+    os.fsync, os.write, os.pwrite = _saboteur.fsync, _saboteur.write, _saboteur.pwrite
     builtins.open = io.open = _saboteur.open
 
 

@@ -220,6 +220,43 @@ def test_another_mode_is_no_other_content(text: Path, cache: Path, monkeypatch: 
     assert made(lines(text), cache)
 
 
+def test_a_time_in_the_future_is_a_time(text: Path, cache: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """rsync and tar set the mtime of another machine's clock; who wrote when is told by ctime."""
+    for file in text.iterdir():
+        os.utime(file, ns=(0, 2**62))
+    monkeypatch.setattr(hashes, "RACY_S", -3600)
+    made(lines(text), cache)
+    assert len(json.loads((cache / "hashes.json").read_bytes())) == 6
+
+
+def test_a_cache_that_is_read_only_and_complete_is_enough(
+    text: Path, cache: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    shards = made(lines(text), cache)
+    (cache / "hashes.json").unlink(missing_ok=True)
+
+    def refuse(folder: Path) -> int:
+        raise OSError(errno.EROFS, os.strerror(errno.EROFS), str(folder))
+
+    monkeypatch.setattr(hashes, "clock_ns", refuse)
+    assert made(lines(text), cache) == shards
+    assert not (cache / "hashes.json").exists()
+
+
+def test_what_two_remember_at_once_stays(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Another node replaces the memory by what it had read before ours was there."""
+    memory, replace, others = tmp_path / "hashes.json", os.replace, ['{"theirs": "1"}']
+
+    def late(partial: Path, target: Path) -> None:
+        replace(partial, target)
+        if others:
+            target.write_text(others.pop())
+
+    monkeypatch.setattr(os, "replace", late)
+    hashes._remember(memory, {"ours": "2"})
+    assert json.loads(memory.read_bytes()) == {"ours": "2", "theirs": "1"}
+
+
 def test_a_file_that_goes_while_it_is_read_is_named(text: Path, cache: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     while_read(monkeypatch, (text / "2.txt").unlink)
     with pytest.raises(DataError, match=r"2\.txt cannot be read: No such file"):

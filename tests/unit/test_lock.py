@@ -309,6 +309,7 @@ def test_what_others_have_put_beside_the_lock_refuses_nobody(tmp_path: Path, tol
     (tmp_path / "lock.json.00000000").write_bytes(dead)
     (tmp_path / "lock.json.00000001").write_bytes(FolderLock(tmp_path)._content())
     (tmp_path / "lock.json.00000002").mkdir()
+    (tmp_path / "lock.json.00000003").touch()
     lock = FolderLock(tmp_path)
     lock.take()
     lock.check()

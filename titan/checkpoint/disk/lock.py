@@ -91,7 +91,7 @@ class FolderLock:
         self._heart.start()
         if left is not None:
             log.info(f"{self.path} was left by {_words(_holder(left))}, which is dead: taken over")
-            self._sweep()
+        self._sweep()
 
     def check(self) -> None:
         """Look whether the folder is still held; to be called before what cannot be undone.
@@ -261,12 +261,14 @@ class FolderLock:
         aside.unlink(missing_ok=True)
 
     def _sweep(self) -> None:
-        """Remove what killed starts of this machine have left; others' names may be in use."""
+        """Remove what killed starts have left: locks of this machine's dead, and torn ones. Whole ones of others may be
+        about to be put back."""
         for path in self.folder.iterdir():
             if not _ASIDE.fullmatch(path.name):
                 continue
             try:
-                if _is_alive(_holder(path.read_bytes())) is False:
+                holder = _holder(path.read_bytes())
+                if not holder or _is_alive(holder) is False:
                     path.unlink()
             except FileNotFoundError:
                 continue
