@@ -15,8 +15,11 @@ from titan.errors import (
     TRACEBACK_FLAG,
     ConfigError,
     Fault,
+    ResourceError,
     TitanError,
+    let_go,
     report,
+    stand_in_for_closed,
     take_traceback_flag,
 )
 from titan.ranks.launcher import let_threads_sleep
@@ -31,6 +34,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     A command module has `HELP`, `add_arguments(parser)` and `run(args) -> int`. One that takes `--table.key value`
     overrides says `parser.set_defaults(takes_overrides=True)` and finds them in `args.overrides`.
     """
+    stand_in_for_closed()
     words = take_traceback_flag(sys.argv[1:] if argv is None else argv)
     let_threads_sleep()
     parser = argparse.ArgumentParser(prog="titan", description="A PyTorch-native trainer for large language models.")
@@ -53,12 +57,17 @@ def main(argv: Sequence[str] | None = None) -> int:
             what = f"{(rest or overrides)[0]}: titan {args.command} takes no such argument"
             raise ConfigError([Fault("command line", what)])
         code: int = commands[args.command].run(args)
+        sys.stdout.flush()
         return code
     except TitanError as error:
         report(error)
         return error.exit_code
     except BrokenPipeError:
         sys.stderr.close()  # the reader of our output has left, as `| head` does
+        return EXIT_FAILED
+    except OSError as error:
+        let_go(sys.stdout)  # or what is left in its buffer would be tried again at the end
+        report(ResourceError(f"{error.filename or 'the output'}: {error.strerror}"))
         return EXIT_FAILED
 
 

@@ -126,6 +126,14 @@ def say(line: str) -> None:
         let_go(sys.stderr)
 
 
+def stand_in_for_closed() -> None:
+    """Give stdin, stdout and stderr that were closed somewhere to go. To be called first: a file opened later would get
+    their numbers, and with them what native code writes there."""
+    for name, mode in (("stdin", "r"), ("stdout", "w"), ("stderr", "w")):
+        if getattr(sys, name) is None:
+            setattr(sys, name, open(os.devnull, mode, encoding="utf-8"))  # noqa: SIM115
+
+
 def let_go(stream: TextIO) -> None:
     """Have what is written to a terminal or pipe that is gone, now and later, go nowhere."""
     # Others write there too, and what is left in Python's own buffer would be the exit code of the process.

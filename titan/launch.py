@@ -19,6 +19,7 @@ from titan.errors import (
     Fault,
     TitanError,
     report,
+    stand_in_for_closed,
     take_traceback_flag,
 )
 from titan.ranks import preemption
@@ -44,6 +45,7 @@ def run(args: argparse.Namespace) -> int:
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Train on this node's ranks; the run's exit code. Arguments are those of `titan train`."""
+    stand_in_for_closed()
     words = take_traceback_flag(sys.argv[1:] if argv is None else argv)
     let_threads_sleep()
     try:

@@ -13,7 +13,15 @@ from titan import log
 from titan.checkpoint.disk.folder import step_folder
 from titan.config import Job, load_job, said_twice, split_arguments
 from titan.contracts.base.options import as_table, options_of
-from titan.errors import EXIT_DONE, EXIT_FAILED, EXIT_PREEMPTED, TitanError, report, take_traceback_flag
+from titan.errors import (
+    EXIT_DONE,
+    EXIT_FAILED,
+    EXIT_PREEMPTED,
+    TitanError,
+    report,
+    stand_in_for_closed,
+    take_traceback_flag,
+)
 from titan.inference import generation
 from titan.ranks import preemption, process, watchdog
 from titan.training import build, trainer, validation
@@ -38,6 +46,7 @@ and the same command goes on from there. A Slurm job is queued again, but not af
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Run the job; returns the exit code."""
+    stand_in_for_closed()
     words = take_traceback_flag(sys.argv[1:] if argv is None else argv)
     if "-h" in words or "--help" in words:
         print(USAGE, end="")

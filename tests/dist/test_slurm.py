@@ -55,7 +55,7 @@ def test_a_job_comes_back_until_it_is_cancelled_or_done(tmp_path: Path, slurm: S
     said = "".join(second.lines)
     later = preempted(second, "SIGUSR1", 7)
     assert f"step-0000000{step}, step {step}" in said and f"step-0000000{later}, step {later}" in said
-    assert "scontrol requeue 42: Slurm runs this job again, and it goes on from its checkpoint\n" in second.lines
+    assert "scontrol requeue 42: asking Slurm to run this job again; it goes on from its checkpoint\n" in second.lines
 
     rows, whole = read_rows(tmp_path / "run"), train_job(tmp_path, 2, "--mesh.dp_shard", "2", name="whole").rows
     assert {step: row["loss"] for step, row in rows.items()} == {step: row["loss"] for step, row in whole.items()}
@@ -79,16 +79,17 @@ sys.exit(launch.main([]))
 """
 
 ASKS = """\
-import os
+import os, sys
 from titan.errors import ConfigError
 from titan.ranks.place import find_place, rank_environment
 
 try:
     mine = rank_environment(os.environ)
     place = None if mine else find_place(os.environ)
-    print("rank", mine["RANK"], "of", mine["WORLD_SIZE"]) if mine else print("node", place.node, "of", place.nodes)
+    said = f"rank {mine['RANK']} of {mine['WORLD_SIZE']}" if mine else f"node {place.node} of {place.nodes}"
 except ConfigError as error:
-    print(error)
+    said = str(error)
+sys.stdout.write(said + chr(10))  # in one write: tasks share a pipe
 """
 
 

@@ -3,6 +3,7 @@
 import errno
 import json
 import os
+import shutil
 import subprocess
 import sys
 import time
@@ -329,6 +330,25 @@ def test_a_lock_that_somebody_has_removed_is_put_back(tmp_path: Path) -> None:
     (tmp_path / "lock.json").write_bytes(b"")
     lock.check()
     assert held(tmp_path)["token"] == lock._me["token"]
+
+
+@pytest.mark.parametrize("make", [
+    lambda path: path.symlink_to("/nonexistent"), lambda path: path.symlink_to("/"), Path.mkdir, os.mkfifo,
+])  # fmt: skip
+def test_what_is_no_file_is_refused(make: Callable[[Path], object], tmp_path: Path) -> None:
+    make(tmp_path / "lock.json")
+    with pytest.raises(FolderError, match=r"lock\.json is no file, so it cannot be the lock of a run; remove it"):
+        FolderLock(tmp_path).take()
+    assert names(tmp_path) == ["lock.json"]
+
+
+def test_a_folder_that_was_removed_is_said(tmp_path: Path) -> None:
+    lock = FolderLock(tmp_path / "run")
+    lock.take()
+    shutil.rmtree(tmp_path / "run")
+    with pytest.raises(FolderError, match="run has been removed; this run ends here"):
+        lock.check()
+    lock.release()
 
 
 # --- file systems ---------------------------------------------------------------------------------------------------

@@ -42,6 +42,33 @@ def test_a_terminal_that_is_gone_ends_nothing() -> None:
     assert talking.wait() == 0
 
 
+@pytest.mark.parametrize("closed", ["2>&-", "0<&- 1>&- 2>&-"])
+def test_what_was_closed_from_the_start_ends_nothing(closed: str, tmp_path: Path) -> None:
+    """As some schedulers start programs; the next file opened must not be taken for stderr."""
+    told, program = tmp_path / "told", tmp_path / "program.py"
+    program.write_text(f"""
+import os, sys
+from titan import log
+from titan.errors import say, stand_in_for_closed
+stand_in_for_closed()
+log.set_up(0)
+with open({str(told)!r}, "w") as file:
+    log.log.info("line"), say("another"), os.write(2, b"native")
+    file.write(str(sys.stderr.isatty()))
+""")
+    assert subprocess.run(f"{sys.executable} {program} {closed}", shell=True).returncode == 0
+    assert told.read_text() == "False"
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="needs /dev/full")
+@pytest.mark.parametrize("words", [["config", "--config", "configs/debug.toml"], ["plugins", "--json"]])
+def test_output_that_cannot_be_written_is_an_error_of_one_line(words: list[str]) -> None:
+    command = [sys.executable, "-m", "titan.cli", *words]
+    with open("/dev/full", "w") as full:
+        done = subprocess.run(command, stdout=full, stderr=subprocess.PIPE, text=True, cwd=Path(__file__).parents[2])
+    assert (done.returncode, done.stderr) == (1, "error: the output: No space left on device\n")
+
+
 class _Full(io.StringIO):
     """A file on a full disk, redirected from a terminal."""
 

@@ -39,7 +39,7 @@ def scontrol(folder: Path, code: int) -> dict[str, str]:
 def test_a_job_is_queued_again(code: int, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     slurm.requeue(scontrol(tmp_path, code), {signal.SIGUSR1})
     assert (tmp_path / "asked").read_text() == "requeue 41\n"
-    said = ["scontrol requeue 41: Slurm runs this job again, and it goes on from its checkpoint"]
+    said = ["scontrol requeue 41: asking Slurm to run this job again; it goes on from its checkpoint"]
     refused = "warning: Slurm does not queue job 41 again (no such job); submit it again to go on"
     assert capsys.readouterr().err.splitlines() == said + [refused] * code
 
@@ -52,6 +52,16 @@ def test_a_job_is_queued_again_though_nobody_listens(tmp_path: Path) -> None:
     done = subprocess.run([sys.executable, "-c", asking], env={**os.environ, **scontrol(tmp_path, 0)}, stderr=writing)
     os.close(writing)
     assert done.returncode == 0 and (tmp_path / "asked").read_text() == "requeue 41\n"
+
+
+def test_a_controller_that_does_not_answer_is_not_waited_for(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    environment = scontrol(tmp_path, 0)
+    (tmp_path / "scontrol").write_text("#!/bin/sh\nexec sleep 1000\n")
+    monkeypatch.setattr(slurm, "ANSWER_S", 0.1)
+    slurm.requeue(environment, {signal.SIGUSR1})
+    assert "does not queue job 41 again (no answer within 0.1 s); submit" in capsys.readouterr().err
 
 
 def test_without_scontrol_it_says_what_to_do(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

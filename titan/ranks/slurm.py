@@ -7,6 +7,9 @@ from collections.abc import Collection, Mapping
 
 from titan.errors import say
 
+ANSWER_S = 120.0
+"""Longest wait for Slurm's controller, which may be busy."""
+
 
 def requeue(env: Mapping[str, str], heard: Collection[int]) -> None:
     """Put the Slurm job of this environment, if there is one, back into its queue, unless somebody ends the job.
@@ -27,10 +30,18 @@ def requeue(env: Mapping[str, str], heard: Collection[int]) -> None:
     if tool is None:
         say(f"warning: there is no scontrol here, so job {job} is not queued again; submit it again to go on")
         return
-    say(f"scontrol requeue {job}: Slurm runs this job again, and it goes on from its checkpoint")
-    done = subprocess.run([tool, "requeue", job], capture_output=True, text=True, check=False)
-    if done.returncode:
-        say(f"warning: Slurm does not queue job {job} again ({done.stderr.strip()}); submit it again to go on")
+    say(f"scontrol requeue {job}: asking Slurm to run this job again; it goes on from its checkpoint")
+    if refusal := _refused([tool, "requeue", job]):
+        say(f"warning: Slurm does not queue job {job} again ({refusal}); submit it again to go on")
+
+
+def _refused(asking: list[str]) -> str:
+    """Ask Slurm for something; why it does not do it, and nothing where it does."""
+    try:
+        done = subprocess.run(asking, capture_output=True, text=True, check=False, timeout=ANSWER_S)
+    except subprocess.TimeoutExpired:
+        return f"no answer within {ANSWER_S:g} s"
+    return (done.stderr.strip() or f"exit code {done.returncode}") if done.returncode else ""
 
 
 def _name(env: Mapping[str, str]) -> str:

@@ -177,7 +177,8 @@ def _writing(folder: Path) -> Iterator[None]:
     try:
         yield
     except OSError as error:
-        raise by_errno(error, ConfigError(f"[run] dir: cannot write to {folder}: {error.strerror}")) from None
+        said = f"[run] dir: cannot write to {error.filename or folder}: {error.strerror}"
+        raise by_errno(error, ConfigError(said)) from None
 
 
 def _open_data(job: Job, rank: Rank) -> tuple[Samples, Samples | None]:

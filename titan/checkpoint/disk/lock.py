@@ -22,6 +22,7 @@ import os
 import platform
 import re
 import secrets
+import stat
 import sys
 import time
 import uuid
@@ -78,6 +79,7 @@ class FolderLock:
         self.folder.mkdir(parents=True, exist_ok=True)
         left: bytes | None = None
         while not self._claim(self._content()):
+            self._refuse_what_is_no_file()
             found = self._look()
             if found is None:
                 continue
@@ -148,6 +150,8 @@ class FolderLock:
             try:
                 opened = os.open(self.path, os.O_RDWR)
             except FileNotFoundError:
+                if not self.folder.is_dir():
+                    self._lose("has been removed")
                 silent_s = time.monotonic() - self._counted
                 if silent_s > ALONE_S:
                     self._lose(f"may have been another run's: its lock is gone, last renewed {silent_s:.0f} s ago")
@@ -216,6 +220,15 @@ class FolderLock:
                 return file.read(_LARGEST)
         except FileNotFoundError:
             return None
+
+    def _refuse_what_is_no_file(self) -> None:
+        """A folder or a link that leads nowhere would be there for ever, and a pipe would never be read."""
+        try:
+            mode = self.path.lstat().st_mode
+        except FileNotFoundError:
+            return
+        if not stat.S_ISREG(mode):
+            raise FolderError(f"{self.path} is no file, so it cannot be the lock of a run; remove it")
 
     def _claim(self, content: bytes) -> bool:
         """Make the lock, all of it at once, if there is none; whether it is this one now."""

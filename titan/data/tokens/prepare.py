@@ -54,7 +54,9 @@ def prepare(dataset: Dataset, tokenizer: Tokenizer, *, cache: Path, workers: int
         if not folder.exists():
             _make(dataset, tokenizer, contents, folder, workers, progress)
     except OSError as error:
-        raise by_errno(error, DataError(f"cannot tokenise into the cache {cache}: {error}")) from None
+        at = f" ({error.filename})" if error.filename else ""
+        said = f"cannot tokenise into the cache {cache}: {error.strerror or error}{at}"
+        raise by_errno(error, DataError(f"{said}; data.cache sets another folder")) from None
     return _complete(folder)
 
 
