@@ -2,10 +2,12 @@
 
 import errno
 import os
+import shlex
 import sys
 import traceback
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from typing import TextIO
 
 EXIT_DONE = 0
@@ -15,6 +17,9 @@ EXIT_PREEMPTED = 75
 
 GONE = (errno.EPIPE, errno.EIO)
 """What writing to a terminal or pipe says when nobody is left at its other end."""
+
+DISTRIBUTION = "titan-train"
+"""Name of the package on the index; it is imported as `titan`."""
 
 TRACEBACK_FLAG = "--traceback"
 _TRACEBACK = "TITAN_TRACEBACK"
@@ -107,6 +112,14 @@ def by_errno(error: Exception, wrong_input: TitanError) -> TitanError:
 def of_machine(error: Exception) -> bool:
     """Whether an error of a system call tells of the machine, and not of a wrong path."""
     return isinstance(error, OSError) and error.errno is not None and error.errno not in _WRONG_PATH
+
+
+def install(extra: str) -> str:
+    """The command that installs an extra into this Python: of the clone that titan runs from, or of its package."""
+    root = Path(__file__).resolve().parents[1]
+    clone = (root / "pyproject.toml").is_file()
+    what = ["-e", f"{root}[{extra}]"] if clone else [f"{DISTRIBUTION}[{extra}]"]
+    return shlex.join([sys.executable, "-m", "pip", "install", *what])
 
 
 def take_traceback_flag(words: Sequence[str]) -> list[str]:

@@ -43,6 +43,7 @@ from titan.contracts import Costs, Job, ModelPlan, Part, Technique, World, optio
 from titan.contracts.base.cost import Elementwise, Matmul
 from titan.contracts.base.options import did_you_mean
 from titan.contracts.base.plan import glob_matches, nearest
+from titan.errors import install
 
 _log = logging.getLogger("titan.float8")
 _MULTIPLE = 16
@@ -81,7 +82,7 @@ class Float8(Technique):
     def check(self, job: Job, plan: ModelPlan) -> Iterable[str]:
         """The package must be there, the options fit each other, and every slice of a product come out even."""
         if find_spec("torchao") is None:
-            yield 'torchao is missing: pip install "titan[float8]"'
+            yield f"torchao is missing: {install('float8')}"
         if self.config.fsdp_all_gather:
             yield from self._check_gather(job)
         with torch.device("meta"):

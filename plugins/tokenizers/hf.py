@@ -1,7 +1,7 @@
 """Tokenizers of the Hugging Face hub, read from their tokenizer.json.
 
 Takes a model's folder as its maker published it - nothing is downloaded - and encodes with the `tokenizers` library, an
-extra: `pip install "titan[hf]"`. The token that ends a document is the first of these that is said: the option `end`,
+extra "hf". The token that ends a document is the first of these that is said: the option `end`,
 eos_token in tokenizer_config.json, eos_token_id in generation_config.json, eos_token_id in config.json.
 
 Cost: half a second to load 128,000 tokens; one core encodes two to three MB a second, a fifth of what `tiktoken` does.
@@ -20,7 +20,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from titan.contracts import REQUIRED, Tokenizer, option, register
-from titan.errors import DataError, by_errno
+from titan.errors import DataError, by_errno, install
 
 if TYPE_CHECKING:
     import tokenizers
@@ -108,7 +108,7 @@ def _open(file: Path) -> "tokenizers.Tokenizer":
     try:
         import tokenizers
     except ImportError:
-        raise DataError(f'reading {file} needs the tokenizers package: pip install "titan[hf]"') from None
+        raise DataError(f"reading {file} needs the tokenizers package: {install('hf')}") from None
     content = _read(file)
     try:
         library = tokenizers.Tokenizer.from_buffer(content)

@@ -10,7 +10,7 @@ goes on is the same run there, one that starts anew in the folder is another.
 
 Cost: a process of its own, started in about a second; some hundred microseconds a row. At the end of an online run it
 waits up to `finish_timeout_s` for what has not been sent yet.
-Limits: needs the wandb package, `pip install "titan[wandb]"`, and online a login (`wandb login`). Nothing is read from
+Limits: needs the wandb package (the extra "wandb"), and online a login (`wandb login`). Nothing is read from
 the server, no system metrics, console output or source code are sent. Where a run goes on from an earlier checkpoint,
 the steps in between stand there twice. If wandb fails while the run is under way, the run goes on without it.
 """
@@ -23,7 +23,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 from titan.contracts import Row, RunInfo, Tracker, option, register
-from titan.errors import ConfigError, Fault, by_errno
+from titan.errors import ConfigError, Fault, by_errno, install
 
 _log = logging.getLogger("titan")
 
@@ -109,7 +109,7 @@ def _package() -> Any:
     try:
         import wandb
     except ImportError:
-        raise ConfigError([Fault("", '[metrics.wandb] needs the wandb package: pip install "titan[wandb]"')]) from None
+        raise ConfigError(f"[metrics.wandb] needs the wandb package: {install('wandb')}") from None
     return wandb
 
 

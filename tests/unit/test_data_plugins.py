@@ -14,6 +14,8 @@ from titan.data.tokens.files import find
 from titan.errors import DataError, ResourceError
 from titan.plugins.data.jsonl import Config as JsonlConfig
 from titan.plugins.data.jsonl import Jsonl
+from titan.plugins.data.parquet import Config as ParquetConfig
+from titan.plugins.data.parquet import Parquet
 from titan.plugins.data.shards import Config as ShardsConfig
 from titan.plugins.data.shards import Shards
 from titan.plugins.data.stdlib import Config as StdlibConfig
@@ -103,6 +105,42 @@ def test_text_is_unpacked(tmp_path: Path) -> None:
         all_texts(text(tmp_path))
 
 
+def test_parquet(tmp_path: Path) -> None:
+    pyarrow = pytest.importorskip("pyarrow")
+    parquet = pytest.importorskip("pyarrow.parquet")
+
+    def dataset(name: str, **columns: object) -> Parquet:
+        parquet.write_table(pyarrow.table(columns), tmp_path / name)
+        return Parquet(ParquetConfig(path=str(tmp_path / name)))
+
+    many = [f"größer {number}" for number in range(3000)]
+    whole = dataset("a.parquet", text=many, other=list(range(3000)))
+    assert all_texts(whole) == many
+    assert [document.place for document in whole.documents(tmp_path / "a.parquet")][
+        -1
+    ] == f"{tmp_path}/a.parquet, row 3000"
+    large = pyarrow.array(["x"], pyarrow.large_string())
+    assert all_texts(dataset("large.parquet", text=large)) == ["x"]
+    wrong = {
+        r"no column 'text'; there is 'words'": dataset("b.parquet", words=["x"]),
+        "column 'text' is of int64, not of strings": dataset("c.parquet", text=[1]),
+        r"d\.parquet, row 2: 'text' is null, not a string": dataset("d.parquet", text=["x", None]),
+    }
+    for said, found in wrong.items():
+        with pytest.raises(DataError, match=said):
+            all_texts(found)
+    (tmp_path / "a.parquet").write_bytes((tmp_path / "a.parquet").read_bytes()[:-9])
+    with pytest.raises(DataError, match=r"a\.parquet cannot be read after row 0: "):
+        all_texts(whole)
+
+
+def test_parquet_without_its_package(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "pyarrow.parquet", None)
+    (tmp_path / "a.parquet").write_bytes(b"x")
+    with pytest.raises(DataError, match=r"needs the pyarrow package: .* -m pip install -e .*\[parquet\]"):
+        all_texts(Parquet(ParquetConfig(path=str(tmp_path))))
+
+
 def test_zst_is_unpacked(tmp_path: Path) -> None:
     zstandard = pytest.importorskip("zstandard")
     packed = zstandard.compress(b'{"text": "one"}\n') + zstandard.compress(b'{"text": "two"}\n')
@@ -137,7 +175,7 @@ def test_a_zst_that_is_cut_within_a_frame_is_refused(tmp_path: Path) -> None:
 def test_zst_without_its_package_says_what_to_install(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "zstandard", None)
     (tmp_path / "a.zst").write_bytes(b"x")
-    with pytest.raises(DataError, match=r'a\.zst: reading \.zst needs .*: pip install "titan\[zst\]"'):
+    with pytest.raises(DataError, match=r"a\.zst: reading \.zst needs .*: .* -m pip install -e .*\[zst\]"):
         all_texts(text(tmp_path / "a.zst"))
 
 

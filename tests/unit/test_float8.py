@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from tests.jobs import LLAMA
 from titan.config import load_job
 from titan.contracts import ModelPlan, Part, Precision, World
-from titan.errors import ConfigError
+from titan.errors import ConfigError, install
 from titan.plugins.models.llama import Llama, LlamaConfig
 from titan.plugins.precision import float8
 from titan.plugins.precision.float8 import Float8, Float8Config
@@ -192,7 +192,7 @@ def test_what_works_is_not_refused(ranks: int, words: list[str]) -> None:
 
 def test_without_torchao_the_file_loads_and_one_line_says_what_to_install(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "torchao", None)
-    assert sentences() == ['torchao is missing: pip install "titan[float8]"']
+    assert sentences() == [f"torchao is missing: {install('float8')}"]
     with open(float8.__file__, encoding="utf-8") as file:
         names = {name for node in ast.walk(ast.parse(file.read())) for name in _imported(node)}
     assert "titan" in names and "torchao" not in names

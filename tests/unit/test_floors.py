@@ -43,6 +43,7 @@ ORDINARY_WORDS = {
     ("titan/contracts/base/plan.py", "constant"): "a way to fill a new weight",
     ("plugins/data/jsonl.py", "jsonl"): "the ending of a file's name",
     ("plugins/data/jsonl.py", "text"): "a key of a line",
+    ("plugins/data/parquet.py", "text"): "a column",
     ("plugins/precision/float8.py", "compile"): "a phase",
     ("plugins/schedules/wsd.py", "linear"): "the shape of a decay",
     ("titan/train.py", "tensorboard"): "the program of that name",

@@ -21,7 +21,7 @@ from tests.jobs import LLAMA
 from titan import cli
 from titan.commands import tune as command
 from titan.config import load_job
-from titan.errors import ConfigError
+from titan.errors import ConfigError, install
 from titan.planner.search.space import Base, Choice, load_base
 from titan.tuning import proposal, trial
 from titan.tuning.proposal import Proposer, imputed, parameters_of
@@ -391,4 +391,4 @@ def test_ranks_that_it_cannot_start(
 def test_without_optuna(machine: Machine, capsys: pytest.CaptureFixture[str]) -> None:
     with patch.dict(sys.modules, {"optuna": None}):
         assert cli.main([*WORDS, "--trials", "1"]) == 2
-    assert capsys.readouterr().err.splitlines()[-1].endswith('pip install "titan[tune]"')
+    assert capsys.readouterr().err.splitlines()[-1].endswith(install("tune"))

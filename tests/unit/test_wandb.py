@@ -34,7 +34,9 @@ def test_it_is_off_unless_its_table_stands(tmp_path: Path) -> None:
 
 def test_without_the_package_a_line_says_what_to_install(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "wandb", None)
-    with pytest.raises(ConfigError, match=r'^\[metrics.wandb\] needs the wandb package: pip install "titan\[wandb\]"$'):
+    with pytest.raises(
+        ConfigError, match=r"^\[metrics.wandb\] needs the wandb package: .* -m pip install -e .*\[wandb\]'$"
+    ):
         Wandb(Config()).start(info(tmp_path))
 
 

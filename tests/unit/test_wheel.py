@@ -1,9 +1,12 @@
 """The wheel: what is in it, and that a job loads from it, away from the repository."""
 
 import os
+import re
+import shlex
 import shutil
 import subprocess
 import sys
+import tomllib
 import zipfile
 from email import message_from_bytes
 from pathlib import Path
@@ -24,7 +27,7 @@ def wheel(tmp_path_factory: pytest.TempPathFactory) -> zipfile.ZipFile:
         else:
             shutil.copy(ROOT / name, folder / name)
     subprocess.run([sys.executable, "-W", "ignore", "-c", BUILD], cwd=folder, check=True, capture_output=True)
-    [built] = (folder / "wheel").glob("titan-*.whl")
+    [built] = (folder / "wheel").glob("titan_train-*.whl")
     return zipfile.ZipFile(built)
 
 
@@ -56,7 +59,11 @@ def test_metadata(wheel: zipfile.ZipFile) -> None:
 
 def test_a_job_loads_from_it(wheel: zipfile.ZipFile, tmp_path: Path) -> None:
     wheel.extractall(tmp_path / "site")
-    program = "import titan.plugins, titan.config as c; print(titan.__file__); print(c.load_job(None).run.name)"
+    program = """
+import titan.plugins, titan.config as c
+from titan.errors import install
+print(titan.__file__, c.load_job(None).run.name, install("tune"), sep="\\n")
+"""
     done = subprocess.run(
         [sys.executable, "-c", program],
         cwd=tmp_path,
@@ -65,4 +72,28 @@ def test_a_job_loads_from_it(wheel: zipfile.ZipFile, tmp_path: Path) -> None:
         capture_output=True,
         text=True,
     )
-    assert done.stdout.splitlines() == [str(tmp_path / "site" / "titan" / "__init__.py"), "quickstart"]
+    place, job, command = done.stdout.splitlines()
+    assert (place, job) == (str(tmp_path / "site" / "titan" / "__init__.py"), "quickstart")
+    assert shlex.split(command) == [sys.executable, "-m", "pip", "install", "titan-train[tune]"]
+
+
+EXTRAS = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["optional-dependencies"]
+
+
+@pytest.mark.parametrize("extra", sorted(EXTRAS.keys() - {"dev"}))
+def test_each_extra_is_named_where_it_lacks_and_has_a_test(extra: str) -> None:
+    code = "".join(file.read_text() for folder in ("titan", "plugins") for file in (ROOT / folder).rglob("*.py"))
+    assert re.search(rf"""install\(["']{extra}["']\)""", code), f"no message names the extra {extra}"
+    tests = "".join(file.read_text() for file in (ROOT / "tests").rglob("*.py"))
+    packages = [re.split(r"[<>=]", requirement)[0] for requirement in EXTRAS[extra]]
+    assert all(
+        re.search(rf"""(importorskip\(["']|import |from |find_spec\(["']){name}\b""", tests) for name in packages
+    )
+
+
+def test_nothing_tells_to_install_the_package_of_somebody_else() -> None:
+    """`titan` on the package index is not this one."""
+    listed = subprocess.run(["git", "ls-files"], cwd=ROOT, check=True, capture_output=True, text=True).stdout.split()
+    pages = [ROOT / name for name in listed if name.endswith((".py", ".md", ".sh", ".toml"))]
+    told = [page for page in pages if re.search(r"pip install [^`\n]*\btitan(\[|`|\s|[\"']|$)", page.read_text())]
+    assert not [page for page in told if page != Path(__file__)]

@@ -28,7 +28,7 @@ Degrees of all axes, micro batches, and what plugins offer to be chosen (schedul
 titan plan --search; what is given on the command line stays fixed. Each trial is a real run of --warmup + --steps steps
 in processes of its own, without checkpoints and validation; medians over the latter count. The first half of the trials
 are the best layouts that the planner finds for --cluster (titan doctor --save measures one), the others what a Bayesian
-search (optuna: pip install "titan[tune]") makes of the results. Failed trials (memory, timeout, non-finite, launch,
+search (optuna; the extra "tune") makes of the results. Failed trials (memory, timeout, non-finite, launch,
 refused) count in it as the worst so far, so it keeps away from what is like them. No layout is run twice.
 
 Each trial is a line of --results once it is done. The same command goes on from there, also after a kill, and with more

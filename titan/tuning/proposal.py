@@ -13,7 +13,7 @@ import random
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
-from titan.errors import ConfigError, Fault
+from titan.errors import ConfigError, Fault, install
 from titan.planner.search.space import Choice, Space
 from titan.tuning.results import Measured, Objective, Trial
 
@@ -51,7 +51,7 @@ class Proposer:
         try:
             import optuna
         except ImportError:
-            raise ConfigError('titan tune needs the optuna package: pip install "titan[tune]"') from None
+            raise ConfigError(f"titan tune needs the optuna package: {install('tune')}") from None
         optuna.logging.set_verbosity(optuna.logging.WARNING)
         self._optuna, self._space, self._objective = optuna, space, objective
         self._best = [(parameters_of(choice.values()), choice) for choice in best]

@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from titan.data.tokens.exchange import hf_tokenizer
-from titan.errors import DataError, by_errno
+from titan.errors import DataError, by_errno, install
 
 if TYPE_CHECKING:
     import tiktoken
@@ -87,7 +87,8 @@ def train_ranks(texts: Iterable[str], size: int) -> dict[bytes, int]:
     try:
         import rustbpe  # type: ignore[import-untyped, import-not-found, unused-ignore]
     except ImportError:
-        raise DataError('training a tokenizer needs the rustbpe package: pip install "titan[tokenizer]"') from None
+        what = f"training a tokenizer needs the rustbpe package: {install('tokenizer')}"
+        raise DataError(what) from None
     trainer = rustbpe.Tokenizer()
     trainer.train_from_iterator(iter(texts), size, pattern=PATTERN)
     ranks = {bytes(token): int(rank) for token, rank in trainer.get_mergeable_ranks()}

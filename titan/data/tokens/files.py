@@ -11,7 +11,7 @@ from fnmatch import fnmatchcase
 from pathlib import Path
 from typing import IO, Any
 
-from titan.errors import DataError, by_errno
+from titan.errors import DataError, by_errno, install
 
 COMPRESSED = (".gz", ".zst")
 
@@ -153,7 +153,7 @@ def _zstandard(path: Path) -> Any:
     try:
         import zstandard
     except ImportError:
-        raise DataError(f'{path}: reading .zst needs the zstandard package: pip install "titan[zst]"') from None
+        raise DataError(f"{path}: reading .zst needs the zstandard package: {install('zst')}") from None
     return zstandard
 
 

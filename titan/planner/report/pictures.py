@@ -8,7 +8,7 @@ from pathlib import Path
 from textwrap import shorten
 from typing import TYPE_CHECKING, Any
 
-from titan.errors import ConfigError, Fault, by_errno
+from titan.errors import ConfigError, Fault, by_errno, install
 from titan.planner.machine.cluster import Cluster
 from titan.planner.report.study import MEASURES, Study
 from titan.planner.report.words import NAMES, seconds
@@ -68,7 +68,7 @@ def _figure(width: float, height: float) -> "Figure":
     try:
         from matplotlib.figure import Figure
     except ModuleNotFoundError:
-        what = 'drawing needs the matplotlib package: pip install "titan[plot]"'
+        what = f"drawing needs the matplotlib package: {install('plot')}"
         raise ConfigError([Fault("--plot", what)]) from None
     return Figure(figsize=(width, height), layout="constrained")
 
