@@ -2,9 +2,9 @@
 
     python -m bench.chaos [--kills 200] [--seed 0]
 
-Needs Linux. Half of the faults are kills; the others are errors of the file system (EIO, ENOSPC, ESTALE), files that
-cannot be removed, second starts of the same command, a corpus that grows and a clock that jumps. What happens, when and
-on which layout is drawn from the seed; what has to hold stands in tests/chaos.py. Exit code 1 if something did not.
+Needs Linux. Kills are drawn most often; the other faults are errors of the file system (EIO, ENOSPC, ESTALE), files
+that cannot be removed, second starts of the same command, a corpus that grows and a clock that jumps. What happens
+when and on which layout is drawn from the seed; what has to hold stands in tests/chaos.py, or the exit code is 1.
 """
 
 import argparse
@@ -23,7 +23,7 @@ from tests.chaos import Hunt
 def main() -> int:
     """Hunt, print what struck and what did not hold, write the results."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--kills", type=int, default=200, help="faults in all, half of them kills")
+    parser.add_argument("--kills", type=int, default=200, help="faults in all, kills among them")
     parser.add_argument("--seed", type=int, default=0, help="draws faults, moments and layouts")
     words = parser.parse_args()
     began = time.monotonic()
