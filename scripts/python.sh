@@ -62,6 +62,8 @@ set_up() {
     [ -x "$venv/bin/python" ] || "$base" -m venv -- "$venv" >/dev/null 2>&1 || "$base" -m venv --clear --without-pip -- "$venv"
     pip=("$venv/bin/python" -m pip)
     "${pip[@]}" --version >/dev/null 2>&1 || pip=("$base" -m pip --python "$venv/bin/python")
+    # Its name before it was titan-train: pip would leave it beside the new one, and its finder comes first.
+    "${pip[@]}" uninstall -qqy titan >/dev/null 2>&1 || true
     all=$(printf '%s\n' ${extras[@]+"${extras[@]}"} | sort -u | paste -sd, -)
     "${pip[@]}" install -qq --disable-pip-version-check --editable "$root${all:+[$all]}" >&2 ||
         fail "setting up .venv failed; what pip said is above. Run the command again to go on"
@@ -70,7 +72,8 @@ set_up() {
 
 if [ -n "${TITAN_PYTHON:-}" ]; then
     has_titan "$TITAN_PYTHON" ||
-        fail "TITAN_PYTHON=$TITAN_PYTHON has no titan${extras[*]:+ with ${extras[*]}}; run: $TITAN_PYTHON -m pip install -e '$root'"
+        fail "TITAN_PYTHON=$TITAN_PYTHON has no titan${extras[*]:+ with ${extras[*]}}; run:" \
+            "$TITAN_PYTHON -m pip install -e '$root${extras[*]:+[$(IFS=,; echo "${extras[*]}")]}'"
     echo "$TITAN_PYTHON"
 elif [ ! "${VIRTUAL_ENV:-}" -ef "$venv" ] && has_titan python3; then
     command -v python3

@@ -7,6 +7,7 @@ import sys
 import traceback
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
+from importlib.util import find_spec
 from pathlib import Path
 from typing import TextIO
 
@@ -117,9 +118,10 @@ def of_machine(error: Exception) -> bool:
 def install(extra: str) -> str:
     """The command that installs an extra into this Python: of the clone that titan runs from, or of its package."""
     root = Path(__file__).resolve().parents[1]
-    clone = (root / "pyproject.toml").is_file()
+    clone = (root / "scripts" / "python.sh").is_file()
     what = ["-e", f"{root}[{extra}]"] if clone else [f"{DISTRIBUTION}[{extra}]"]
-    return shlex.join([sys.executable, "-m", "pip", "install", *what])
+    pip = [sys.executable, "-m", "pip"] if find_spec("pip") else ["python3", "-m", "pip", "--python", sys.executable]
+    return shlex.join([*pip, "install", *what])
 
 
 def take_traceback_flag(words: Sequence[str]) -> list[str]:

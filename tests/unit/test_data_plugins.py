@@ -134,6 +134,36 @@ def test_parquet(tmp_path: Path) -> None:
         all_texts(whole)
 
 
+def test_parquet_of_many_row_groups_that_is_damaged(tmp_path: Path) -> None:
+    """The library passes over a page of another type; a checksum alone tells one of another content."""
+    pyarrow, parquet = pytest.importorskip("pyarrow"), pytest.importorskip("pyarrow.parquet")
+    many, file = [f"document {number}" for number in range(40)], tmp_path / "a.parquet"
+    found = Parquet(ParquetConfig(path=str(file), field="words"))
+    how = {"row_group_size": 40, "use_dictionary": False, "compression": "none"}
+    parquet.write_table(pyarrow.table({"words": many}), file, **{**how, "row_group_size": 7})
+    assert all_texts(found) == many
+    parquet.write_table(pyarrow.table({"words": many}), file, **how)
+    content = bytearray(file.read_bytes())
+    content[5] ^= 2
+    file.write_bytes(content)
+    with pytest.raises(DataError, match=r"a\.parquet is damaged: it gives 0 of its 40 rows"):
+        all_texts(found)
+    parquet.write_table(pyarrow.table({"words": many}), file, **how, write_page_checksum=True)
+    file.write_bytes(file.read_bytes().replace(b"document 17", b"Jocument 17"))
+    with pytest.raises(DataError, match=r"a\.parquet cannot be read after row \d+: .*CRC"):
+        all_texts(found)
+
+
+def test_parquet_whose_columns_cannot_be_told_apart(tmp_path: Path) -> None:
+    pyarrow, parquet = pytest.importorskip("pyarrow"), pytest.importorskip("pyarrow.parquet")
+    file = tmp_path / "a.parquet"
+    parquet.write_table(pyarrow.Table.from_arrays([["x"], ["y"]], names=["text", "text"]), file)
+    with pytest.raises(DataError, match="2 columns are called 'text'"):
+        all_texts(Parquet(ParquetConfig(path=str(file))))
+    parquet.write_table(pyarrow.table({"a": [{"b": 1}], "a.b": ["y"]}), file)
+    assert all_texts(Parquet(ParquetConfig(path=str(file), field="a.b"))) == ["y"]
+
+
 def test_parquet_without_its_package(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "pyarrow.parquet", None)
     (tmp_path / "a.parquet").write_bytes(b"x")

@@ -78,8 +78,12 @@ def house(tmp_path: Path) -> Iterator[House]:
     yield House(root, machine, tmp_path / "calls")
 
 
-def _install(house: House, extras: str = "") -> str:
-    return f"-m pip install -qq --disable-pip-version-check --editable {house.root}{extras}"
+def _install(house: House, extras: str = "") -> list[str]:
+    """Under its present name alone: pip would keep a former one beside it, whose code would be found first."""
+    return [
+        "-m pip uninstall -qqy titan",
+        f"-m pip install -qq --disable-pip-version-check --editable {house.root}{extras}",
+    ]
 
 
 @pytest.mark.parametrize("name", ["run_train.sh", "scripts/python.sh", ".ci/run"])
@@ -94,7 +98,7 @@ def test_sets_up_once_and_then_starts_at_once(house: House) -> None:
     assert first.stdout == second.stdout == f"{house.root}/.venv/bin/python\n"
     assert first.stderr == "setting up .venv (once, about a minute)\n"
     assert second.stderr == ""
-    assert house.calls() == [_install(house)]
+    assert house.calls() == [*_install(house)]
 
 
 def test_a_new_extra_is_added_to_those_installed(house: House) -> None:
@@ -103,7 +107,7 @@ def test_a_new_extra_is_added_to_those_installed(house: House) -> None:
     house.run(house.setup, "dev", "float8")
     house.run(house.setup, "float8")
     house.run(house.setup)
-    assert house.calls() == [_install(house), _install(house, "[dev,float8]")]
+    assert house.calls() == [*_install(house), *_install(house, "[dev,float8]")]
 
 
 def test_a_changed_pyproject_is_installed_again_with_its_extras(house: House) -> None:
@@ -111,7 +115,7 @@ def test_a_changed_pyproject_is_installed_again_with_its_extras(house: House) ->
     house.run(house.setup, "dev")
     (house.root / "pyproject.toml").write_text("[project]\n")
     house.run(house.setup)
-    assert house.calls() == [_install(house, "[dev]")] * 2
+    assert house.calls() == [*_install(house, "[dev]")] * 2
 
 
 def test_a_moved_repository_is_installed_again(house: House) -> None:
@@ -120,7 +124,7 @@ def test_a_moved_repository_is_installed_again(house: House) -> None:
     house.root = house.root.rename(house.root.with_name("elsewhere"))
     house.calls()
     house.run(house.setup)
-    assert house.calls() == [_install(house)]
+    assert house.calls() == [*_install(house)]
 
 
 def test_a_broken_setup_says_so_and_is_done_again(house: House) -> None:
@@ -130,7 +134,7 @@ def test_a_broken_setup_says_so_and_is_done_again(house: House) -> None:
     assert broken.stdout == ""
     assert "error: setting up .venv failed" in broken.stderr
     house.run(house.setup)
-    assert house.calls() == [_install(house)] * 2
+    assert house.calls() == [*_install(house)] * 2
 
 
 @pytest.mark.skipif(shutil.which("flock") is None, reason="no flock here: first calls at once are not kept apart")
@@ -138,7 +142,7 @@ def test_two_first_calls_at_once_install_once(house: House) -> None:
     house.python()
     both = [subprocess.Popen([house.setup], env=house.environment(), stdout=subprocess.PIPE, text=True) for _ in "ab"]
     assert {process.communicate()[0] for process in both} == {f"{house.root}/.venv/bin/python\n"}
-    assert house.calls() == [_install(house)]
+    assert house.calls() == [*_install(house)]
 
 
 def test_an_active_environment_that_has_titan_is_used(house: House) -> None:
@@ -157,7 +161,9 @@ def test_titan_python_without_titan_is_one_clear_line(house: House) -> None:
     mine = house.python("mine")
     done = house.run(house.setup, "dev", TITAN_PYTHON=str(mine))
     assert done.returncode == 2
-    assert done.stderr.startswith(f"error: TITAN_PYTHON={mine} has no titan with dev; run: {mine} -m pip install")
+    assert done.stderr.startswith(
+        f"error: TITAN_PYTHON={mine} has no titan with dev; run: {mine} -m pip install -e '{house.root}[dev]'"
+    )
     assert done.stderr.count("\n") == 1
 
 
@@ -202,7 +208,7 @@ def test_run_train_as_a_batch_script_finds_the_repository(house: House, tmp_path
 def test_make_passes_arguments_on(house: House) -> None:
     house.python()
     house.run("make", "test", "ARGS=-k mesh", cwd=house.root)
-    assert house.calls() == [_install(house, "[dev,float8,hf,plot,tune,wandb]"), "-m pytest -k mesh"]
+    assert house.calls() == [*_install(house, "[dev,float8,hf,plot,tune,wandb]"), "-m pytest -k mesh"]
 
 
 def test_make_lists_its_targets(house: House) -> None:

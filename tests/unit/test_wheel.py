@@ -95,5 +95,7 @@ def test_nothing_tells_to_install_the_package_of_somebody_else() -> None:
     """`titan` on the package index is not this one."""
     listed = subprocess.run(["git", "ls-files"], cwd=ROOT, check=True, capture_output=True, text=True).stdout.split()
     pages = [ROOT / name for name in listed if name.endswith((".py", ".md", ".sh", ".toml"))]
-    told = [page for page in pages if re.search(r"pip install [^`\n]*\btitan(\[|`|\s|[\"']|$)", page.read_text())]
+    told = [
+        page for page in pages if re.search(r"(pip install|uv add) [^`\n]*(?<![/\w-])titan(?![-\w/])", page.read_text())
+    ]
     assert not [page for page in told if page != Path(__file__)]
