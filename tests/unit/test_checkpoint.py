@@ -21,7 +21,7 @@ from titan.checkpoint.ranks import Ranks
 from titan.checkpoint.state import rejoin, separate
 from titan.checkpoint.techniques import without
 from titan.contracts import Part
-from titan.errors import CheckpointError, FolderError, PluginError
+from titan.errors import CheckpointError, FolderError, PluginError, UnreadableError
 from titan.log import log
 
 CPU = torch.device("cpu")
@@ -414,7 +414,7 @@ def test_a_save_that_cannot_be_swept_either_says_both(tmp_path: Path, monkeypatc
         _checkpointer(tmp_path).save(1, *_made(), {})
 
 
-@pytest.mark.parametrize("lost_at", [1, 2])
+@pytest.mark.parametrize("lost_at", [1, 2, 3])
 def test_a_folder_that_is_another_runs_now_is_left_as_it_is(tmp_path: Path, lost_at: int) -> None:
     parts, optimizer = _made()
     _checkpointer(tmp_path).save(1, parts, optimizer, {})
@@ -432,6 +432,22 @@ def test_a_folder_that_is_another_runs_now_is_left_as_it_is(tmp_path: Path, lost
         checkpointer.save(2, parts, optimizer, {})
     left = sorted(path.name for path in tmp_path.iterdir())
     assert [name for name in left if name != "step-00000002.tmp"] == ["step-00000001", "step-00000009.tmp"]
+    assert (tmp_path / "step-00000002.tmp" / "state.json").exists() == (lost_at == 3)
+    with pytest.raises(CheckpointError, match="taken over by another run"):
+        checkpointer.find("auto")
+    assert (tmp_path / "step-00000009.tmp").exists()
+
+
+def test_a_checkpoint_is_saved_though_an_old_one_cannot_be_read(
+    tmp_path: Path, told: Callable[[], list[str]], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def fail(*_: Any) -> None:
+        raise UnreadableError("step-00000001/state.json cannot be read")
+
+    monkeypatch.setattr(folders, "retain", fail)
+    _checkpointer(tmp_path).save(1, *_made(), {})
+    assert _steps(tmp_path) == [1]
+    assert told() == ["an old checkpoint could not be removed: step-00000001/state.json cannot be read"]
 
 
 def test_an_error_of_the_background_is_raised_once(tmp_path: Path, told: Callable[[], list[str]]) -> None:

@@ -220,6 +220,16 @@ def test_another_mode_is_no_other_content(text: Path, cache: Path, monkeypatch: 
     assert made(lines(text), cache)
 
 
+def test_an_old_file_whose_time_is_set_back_is_read_again(
+    text: Path, cache: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Its ctime alone tells; none of the files is young enough to be hashed again anyway."""
+    monkeypatch.setattr(hashes, "RACY_S", -3600)
+    while_read(monkeypatch, lambda: other_content(text / "2.txt"))
+    with pytest.raises(DataError, match=r"2\.txt changed .*: same size and mtime, but another SHA-256"):
+        made(lines(text), cache)
+
+
 def test_a_time_in_the_future_is_a_time(text: Path, cache: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """rsync and tar set the mtime of another machine's clock; who wrote when is told by ctime."""
     for file in text.iterdir():

@@ -121,8 +121,6 @@ class FolderLock:
             return
         self._done.set()
         heart.join()
-        if self._lost:
-            return
         try:
             self._set_aside(self._is_mine)
         except OSError as error:
