@@ -17,11 +17,13 @@ GONE = """
 import sys
 from titan import log
 log.set_up(0)
-for number in range(1000):
+log.log.info("line 0")
+sys.stdin.read()
+for number in range(1, 1000):
     log.log.info(f"line {number}")
-    print("and another", file=sys.stderr, flush=True) if number > 500 else None
+    print("and another", file=sys.stderr, flush=True)
 """
-"""Goes on talking when nobody listens, also past logging."""
+"""Once stdin ends, goes on writing to a terminal that is gone, first through logging and then past it."""
 
 
 @pytest.fixture(autouse=True)
@@ -35,11 +37,12 @@ def _handlers_of_a_test_end_with_it() -> Iterator[None]:
 
 def test_a_terminal_that_is_gone_ends_nothing() -> None:
     reading, writing = os.pipe()
-    talking = subprocess.Popen([sys.executable, "-c", GONE], stderr=writing)
+    talking = subprocess.Popen([sys.executable, "-c", GONE], stdin=subprocess.PIPE, stderr=writing)
     os.close(writing)
     assert os.read(reading, 6) == b"line 0"
     os.close(reading)
-    assert talking.wait() == 0
+    talking.communicate()
+    assert talking.returncode == 0
 
 
 @pytest.mark.parametrize("closed", ["2>&-", "0<&- 1>&- 2>&-"])
