@@ -6,8 +6,8 @@ from pathlib import Path
 from titan.config.job import Job
 from titan.contracts.base.conformance import sentences
 from titan.contracts.base.options import Where
-from titan.contracts.base.plan import ModelPlan
-from titan.errors import ConfigError, Fault, PluginError
+from titan.contracts.base.plan import ModelSpec
+from titan.errors import ConfigError, ConfigIssue, PluginError
 
 
 def check(job: Job, where: Callable[..., Where]) -> None:
@@ -31,7 +31,7 @@ def check(job: Job, where: Callable[..., Where]) -> None:
         raise ConfigError(faults)
 
 
-def _absent_folders(job: Job, where: Where) -> list[Fault]:
+def _absent_folders(job: Job, where: Where) -> list[ConfigIssue]:
     faults = []
     resume, init_from = job.checkpoint.resume, job.checkpoint.init_from
     if resume not in ("auto", "must", "never") and not Path(resume).expanduser().exists():
@@ -41,9 +41,9 @@ def _absent_folders(job: Job, where: Where) -> list[Fault]:
     return faults
 
 
-def _plan(job: Job, where: Where) -> ModelPlan:
+def _plan(job: Job, where: Where) -> ModelSpec:
     try:
         plan, _ = job.plan, job.precision  # both are asked now, so that hooks that return nothing are refused here
     except PluginError as error:
-        raise ConfigError([Fault(where.source, str(error))]) from None
+        raise ConfigError([ConfigIssue(where.source, str(error))]) from None
     return plan

@@ -25,8 +25,8 @@ from typing import Any
 
 from titan.errors import EXIT_DONE, EXIT_FAILED, EXIT_PREEMPTED, say
 from titan.ranks import preemption
-from titan.ranks.nodes import NodeLostError, Nodes, listen
-from titan.ranks.place import LOCAL, Environment, Place
+from titan.ranks.launch_env import LOCAL, Environment, LaunchEnv
+from titan.ranks.rendezvous import NodeLostError, Nodes, listen
 
 GRACE_S = 10.0
 """After a rank failed the others cannot finish; this long they may say so before they are killed."""
@@ -65,7 +65,7 @@ class Ended:
 
 
 @dataclass
-class Children:
+class RankProcesses:
     """The ranks of this node, each the life of `sys.exit(entry(argv))`.
 
     heard: the signals that this process or one of its ranks was sent, on node 0 also those of other nodes; somebody
@@ -77,7 +77,7 @@ class Children:
 
     entry: Entry
     argv: list[str]
-    place: Place
+    place: LaunchEnv
     fork: bool
     nodes: Nodes = field(default_factory=lambda: Nodes({}))
     heard: set[int] = field(default_factory=set)
@@ -264,7 +264,7 @@ def _die_with(parent: int) -> None:
         sys.exit(EXIT_FAILED)
 
 
-def _listening(place: Place) -> socket.socket:
+def _listening(place: LaunchEnv) -> socket.socket:
     """Where the store will be served. It listens before any rank starts, so the port is never free for others, and
     ranks that are early wait in its queue."""
     return listen(0) if place.nodes > 1 else socket.create_server((LOCAL, 0), backlog=128)
