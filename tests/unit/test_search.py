@@ -215,7 +215,7 @@ class Drifting(Technique):
     Config = Config
     phase = "shard"
     preserves_numerics = False
-    axes = (Axis(name="drift", role="batch", depth=4, doc="ranks that see other samples"),)
+    axes = (Axis(name="drift", role="batch", topology_order=4, doc="ranks that see other samples"),)
 '''
 
 
