@@ -48,11 +48,11 @@ class Axis:
             except ValueError as error:
                 raise ValueError(f"mesh axis {self.name!r}: {field} = {shown(value)}: {error}") from None
         if not self.name.isidentifier():
-            raise ValueError(f"mesh axis {self.name!r}: name: must be a word that can be a TOML key")
+            raise ValueError(f"mesh axis {self.name!r}: name: must be a Python identifier")
         if not math.isfinite(self.topology_order):
             raise ValueError(f"mesh axis {self.name!r}: topology_order = {self.topology_order}: must be finite")
         if self.default < 1 and self.default != -1:
-            what = "must be at least 1, or -1 for what is left of the ranks"
+            what = "must be at least 1, or -1 for all remaining ranks"
             raise ValueError(f"mesh axis {self.name!r}: default = {self.default}: {what}")
 
 
@@ -115,12 +115,14 @@ def lay_out(
     degrees = {axis.name: wanted.get(axis.name, axis.default) for axis in ordered}
     for name, degree in degrees.items():
         if degree < 1 and degree != -1:
-            faults.append((name, f"= {degree}: must be a positive degree, or -1 for what is left of the ranks"))
+            faults.append((name, f"= {degree}: must be a positive degree, or -1 for all remaining ranks"))
             degrees[name] = 1
     left = [name for name, degree in degrees.items() if degree == -1]
     fixed = math.prod(degree for degree in degrees.values() if degree > 0)
     for name in left[1:]:
-        faults.append((name, f"= -1: only one axis can take what is left, and {left[0]} does"))
+        faults.append(
+            (name, f"= -1: only one axis can take all remaining ranks, and {left[0]} already does; set a degree")
+        )
     for name in left:
         degrees[name] = 1
     if left and world_size is not None and world_size % fixed == 0:

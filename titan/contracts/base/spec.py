@@ -158,7 +158,9 @@ class ModelSpec:
         for pattern, how in self.init.items():
             if glob_matches(pattern, name):
                 return how
-        raise PluginError(f"the model's spec has no init for parameter {name}")
+        raise PluginError(
+            f"the model's spec has no initial value for parameter {name}; add a glob that matches it to ModelSpec.init"
+        )
 
     def init_of_buffer(self, name: str) -> Init:
         """The initial value of a buffer, by its canonical name.
@@ -212,7 +214,10 @@ class ModelSpec:
         absent += [g for g in (*self.init, *self.no_decay) if not any(glob_matches(g, p) for p in parameters)]
         absent += [g for g in self.buffers if not any(glob_matches(g, b) for b in buffers)]
         if absent:
-            raise PluginError(f"the model's spec names what the model does not have: {', '.join(absent)}")
+            raise PluginError(
+                f"the model's spec has names and globs that match nothing in the model: {', '.join(absent)}; "
+                "correct them in ModelSpec"
+            )
         for name in parameters:
             self.init_of(name)
         for name in buffers:
