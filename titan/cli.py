@@ -14,7 +14,7 @@ from titan.errors import (
     EXIT_FAILED,
     TRACEBACK_FLAG,
     ConfigError,
-    Fault,
+    ConfigIssue,
     ResourceError,
     TitanError,
     let_go,
@@ -52,10 +52,10 @@ def main(argv: Sequence[str] | None = None) -> int:
     args.overrides = overrides
     try:
         if rest and hasattr(args, "takes_overrides"):
-            raise ConfigError([Fault("command line", f"{rest[0]}: expected --table.key value")])
+            raise ConfigError([ConfigIssue("command line", f"{rest[0]}: expected --table.key value")])
         if (rest or overrides) and not hasattr(args, "takes_overrides"):
             what = f"{(rest or overrides)[0]}: titan {args.command} takes no such argument"
-            raise ConfigError([Fault("command line", what)])
+            raise ConfigError([ConfigIssue("command line", what)])
         code: int = commands[args.command].run(args)
         sys.stdout.flush()
         return code

@@ -164,7 +164,7 @@ def written(measured: Mapping[str, Any], fitted: Mapping[str, Any]) -> str:
     """The page as Markdown.
 
     Args:
-        measured: what `bench.planner.measure` returns.
+        measured: what `bench.plan_accuracy.measure` returns.
         fitted: the content of fit.json; empty if nothing was fitted.
     """
     parts = [

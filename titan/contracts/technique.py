@@ -13,9 +13,9 @@ from titan.contracts.base.batch import Batch
 from titan.contracts.base.conformance import technique_clashes
 from titan.contracts.base.cost import Costs
 from titan.contracts.base.mesh import Axis, Mesh
-from titan.contracts.base.parts import Part, Precision
-from titan.contracts.base.plan import ModelPlan
+from titan.contracts.base.parts import ModelPart, Precision
 from titan.contracts.base.registry import Plugin
+from titan.contracts.base.spec import ModelSpec
 from titan.contracts.job import Fact, Job
 
 Phase = Literal["convert", "split", "partition", "recompute", "compile", "shard", "materialise"]
@@ -23,7 +23,7 @@ Phase = Literal["convert", "split", "partition", "recompute", "compile", "shard"
 
 
 @dataclass
-class World:
+class BuildContext:
     """What a technique may know when it touches the model.
 
     parts: what this rank holds, once phase `split` is over; empty before.
@@ -31,10 +31,10 @@ class World:
 
     job: Job
     mesh: Mesh
-    plan: ModelPlan
+    spec: ModelSpec
     precision: Precision
     techniques: Sequence[Technique] = field(default_factory=list)
-    parts: Sequence[Part] = ()
+    parts: Sequence[ModelPart] = ()
 
     @property
     def device(self) -> torch.device:
@@ -64,8 +64,10 @@ class Technique(Plugin):
     provides, requires: capabilities, words of the techniques' own. What a technique requires must be provided by one
         that is on; where none is, the provider with `default = True` is switched on.
     conflicts: name or capability of another technique -> a sentence that says why the two cannot be on together.
-    parity: with it on, the fp32 curve is the one with it off, within the tolerance table; the contract suite tests it.
-    optional, choices: a search for the best layout may switch it on and off; and the options that it goes through.
+    preserves_numerics: with it on, the fp32 curve is the one with it off, within the tolerance table; the contract
+        suite tests it.
+    search_toggle, search_space: a search for the best layout may switch it on and off; and the options that it goes
+        through.
     """
 
     kind = "technique"
@@ -76,12 +78,12 @@ class Technique(Plugin):
     provides: ClassVar[Sequence[str]] = ()
     requires: ClassVar[Sequence[str]] = ()
     conflicts: ClassVar[Mapping[str, str]] = {}
-    parity: ClassVar[bool] = True
-    optional: ClassVar[bool] = False
-    choices: ClassVar[Sequence[Mapping[str, Any]]] = ()
+    preserves_numerics: ClassVar[bool] = True
+    search_toggle: ClassVar[bool] = False
+    search_space: ClassVar[Sequence[Mapping[str, Any]]] = ()
     _clashes = staticmethod(technique_clashes)
 
-    def check(self, job: Job, plan: ModelPlan) -> Iterable[str]:
+    def check(self, job: Job, spec: ModelSpec) -> Iterable[str]:
         """Sentences about what cannot work in this job, with the numbers that clash and the nearest that fit."""
         return ()
 
@@ -91,9 +93,9 @@ class Technique(Plugin):
             return {"one_backward": f"[plugins.{self.name}] compiles it as one; switch {self.name} off"}
         return {}
 
-    def plan(self, plan: ModelPlan) -> ModelPlan:
-        """The model's plan as this technique changes it."""
-        return plan
+    def spec(self, spec: ModelSpec) -> ModelSpec:
+        """The model's spec as this technique changes it."""
+        return spec
 
     def precision(self, precision: Precision) -> Precision:
         """The run's precision as this technique changes it."""
@@ -103,22 +105,22 @@ class Technique(Plugin):
         """What a step costs as this technique changes it, for the planner; asked in TOML order."""
         return costs
 
-    def apply(self, part: Part, world: World) -> None:
+    def apply(self, part: ModelPart, context: BuildContext) -> None:
         """Touch one part of the model, in this technique's phase. On the meta device before `materialise`."""
 
-    def split(self, model: nn.Module, world: World) -> list[Part]:
+    def split(self, model: nn.Module, context: BuildContext) -> list[ModelPart]:
         """Phase `split` only: the parts of the whole model that this rank holds, in stage order."""
-        return [Part(model)]
+        return [ModelPart(model)]
 
-    def engine(self, parts: Sequence[Part], world: World) -> Engine | None:
-        """An engine of its own, or None for the host's Direct one. One technique at most brings one."""
+    def engine(self, parts: Sequence[ModelPart], context: BuildContext) -> Engine | None:
+        """An engine of its own, or None for the host's SequentialEngine. One technique at most brings one."""
         return None
 
     def before_step(self, step: int) -> None:
         """A step begins: `step` counts from 1."""
 
     def before_microbatch(self, index: int, count: int) -> None:
-        """The Direct engine is about to run micro batch `index` of `count`. An engine of one's own need not call it.
+        """The SequentialEngine is about to run micro batch `index` of `count`. An engine of one's own need not call it.
 
         Draws no random numbers and writes to no persistent buffer, as a forward does not.
         """

@@ -20,13 +20,13 @@ from titan.config import Job
 from titan.contracts import Batch, Engine, LossFn
 from titan.dryrun.kernels import as_on_a_gpu
 from titan.dryrun.memory import locals_of
-from titan.dryrun.numberless import Numberless, accepted
+from titan.dryrun.meta_tensors import Numberless, accepted
 from titan.dryrun.result import CollectiveCount, DryRun, Flops, Peak, add_up
 from titan.dryrun.watch import OPTIMIZER, OTHER, PARAMETERS, Watch
-from titan.errors import ConfigError, Fault
+from titan.errors import ConfigError, ConfigIssue
 from titan.ranks.process import Rank
 from titan.training.build import Core, wire
-from titan.training.guard import Guard
+from titan.training.nonfinite import NonfiniteGuard
 from titan.training.trainer import step
 
 _EAGER = "compiled blocks were run eagerly: a compiler fuses operations, so it saves and moves less"
@@ -46,13 +46,13 @@ def dry_run(job: Job, rank: int, fused: bool = True) -> DryRun:
     """
     world_size = job.layout.world_size
     if not 0 <= rank < world_size:
-        raise ConfigError([Fault("", f"rank {rank}: the job has ranks 0 to {world_size - 1}")])
+        raise ConfigError([ConfigIssue("", f"rank {rank}: the job has ranks 0 to {world_size - 1}")])
     if dist.is_initialized():
-        raise ConfigError([Fault("", "a dry run needs a process of its own: this one is in a process group")])
+        raise ConfigError([ConfigIssue("", "a dry run needs a process of its own: this one is in a process group")])
     mode = Numberless()
-    with _alone_as(rank, world_size), accepted(), ExitStack() as numberless:
+    with _alone_as(rank, world_size), accepted(), ExitStack() as meta:
         # What is there by then is on the meta device, and in the shards that are trained: it needs no other storage.
-        core = wire(job, Rank(rank, world_size, 0, torch.device("cpu")), lambda *_: numberless.enter_context(mode))
+        core = wire(job, Rank(rank, world_size, 0, torch.device("cpu")), lambda *_: meta.enter_context(mode))
         core.guard = _Trusting(1, 0, core.rank.device)
         return _rehearse(core, mode, fused)
 
@@ -86,7 +86,7 @@ def _forget_shards() -> None:
     torch._C._clear_DTensor_sharding_propagator_cache()
 
 
-class _Trusting(Guard):
+class _Trusting(NonfiniteGuard):
     """Lets every update pass: there is no number to judge."""
 
     def update(self, optimizer: torch.optim.Optimizer) -> None:
@@ -127,7 +127,7 @@ def _rehearse(core: Core, mode: Numberless, fused: bool) -> DryRun:
         with as_on_a_gpu() if fused else nullcontext(), watch.watching(mode):
             step(core, batches)
         watch.memory.close()
-    for technique in reversed(core.world.techniques):
+    for technique in reversed(core.context.techniques):
         technique.close()
     return _result(core, watch, fused)
 
@@ -163,7 +163,7 @@ def _progress(micro_batches: int) -> Iterator[Callable[[], object]]:
 
 def _result(core: Core, watch: Watch, fused: bool) -> DryRun:
     memory = add_up(watch.memory.changes)
-    compiles = any(technique.phase == "compile" for technique in core.world.techniques)
+    compiles = any(technique.phase == "compile" for technique in core.context.techniques)
     held = {id(p): p for part in core.parts for _, p in part.parameters()}
     return DryRun(
         rank=core.rank.number, world_size=core.rank.world_size, stages=tuple(part.stage for part in core.parts),
@@ -182,7 +182,7 @@ def _collectives(core: Core, watch: Watch) -> tuple[CollectiveCount, ...]:
     """With the mesh axis of each group, where it is one's."""
     assert dist.group.WORLD is not None
     groups: dict[str, tuple[str, int]] = {dist.group.WORLD.group_name: ("world", core.rank.world_size)}
-    mesh = core.world.mesh
+    mesh = core.context.mesh
     for axis, degree in core.job.layout.degrees.items():
         if axis in mesh:
             groups[mesh.group(axis).group_name] = axis, degree

@@ -22,7 +22,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal, TypeVar, Union
 
-from titan.errors import Fault
+from titan.errors import ConfigIssue
 
 T = TypeVar("T")
 _KEY = "titan.option"
@@ -120,7 +120,7 @@ def did_you_mean(word: str, known: Iterable[str]) -> str:
     return f" (known: {', '.join(names)})" if names else ""
 
 
-def parse(config: type[T], table: Mapping[str, Any], where: "Where") -> tuple[T | None, list[Fault]]:
+def parse(config: type[T], table: Mapping[str, Any], where: "Where") -> tuple[T | None, list[ConfigIssue]]:
     """Build `config` from a TOML table. Returns it, or None with every fault found."""
     declared = {option.key: option for option in options_of(config)}
     faults = [where.fault(key, f"unknown key{did_you_mean(key, declared)}") for key in table if key not in declared]
@@ -147,11 +147,11 @@ class Where:
     source: str = ""
     origins: Mapping[str, str] = dataclasses.field(default_factory=dict)
 
-    def fault(self, key: str, what: str) -> Fault:
+    def fault(self, key: str, what: str) -> ConfigIssue:
         """A Fault at `key` of this table."""
         source = self.origins.get(key, self.source)
         place = f"[{self.table}] {key}".strip() if self.table else key
-        return Fault(source, f"{place} {what}" if what.startswith("=") else f"{place}: {what}")
+        return ConfigIssue(source, f"{place} {what}" if what.startswith("=") else f"{place}: {what}")
 
 
 def shown(value: Any) -> str:

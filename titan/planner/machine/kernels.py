@@ -15,7 +15,7 @@ import math
 from collections.abc import Sequence
 from typing import NamedTuple
 
-from titan.contracts.base.cost import Attention, Costs, Lookup, Matmul, Operation
+from titan.contracts.base.cost import Attention, Costs, EmbeddingOp, Matmul, Operation
 from titan.planner.machine.cluster import Cluster, Products
 
 BACKWARD_OF_ATTENTION = 2.5
@@ -90,14 +90,16 @@ class Device:
             return self._linear(op, costs, dtype)
         if isinstance(op, Attention):
             return self._written(op, costs) if op.scores_written else self._attention(op, costs)
-        if isinstance(op, Lookup):
+        if isinstance(op, EmbeddingOp):
             numbers = costs.share("hidden") * op.width
-            return Seconds(self.moving(2 * numbers, costs.bytes), 0.0, self.moving(3 * numbers, costs.bytes))
+            return Seconds(self.moving(2 * numbers, costs.itemsize), 0.0, self.moving(3 * numbers, costs.itemsize))
         tokens = costs.share(op.region) * (self.kernels.merged if costs.fused else 1.0)
-        return Seconds(self.moving(tokens * op.forward, costs.bytes), self.moving(tokens * op.backward, costs.bytes))
+        return Seconds(
+            self.moving(tokens * op.forward, costs.itemsize), self.moving(tokens * op.backward, costs.itemsize)
+        )
 
     def _linear(self, op: Matmul, costs: Costs, dtype: str) -> Seconds:
-        rows, width = costs.share("whole"), costs.bytes
+        rows, width = costs.share("seq_full"), costs.itemsize
         inputs, outputs = costs.product(op)
         return Seconds(
             self.product(rows, inputs, outputs, dtype, width),
@@ -106,7 +108,7 @@ class Device:
         )
 
     def _attention(self, op: Attention, costs: Costs) -> Seconds:
-        square = 4.0 * costs.share("inner") * costs.seq_len * op.heads * op.head_dim
+        square = 4.0 * costs.share("tp_sharded") * costs.seq_len * op.heads * op.head_dim
         needed = square * (0.5 if self.kernels.causal else 1.0) / self.cluster.peak(costs.wide_dtype)
         return Seconds(
             needed / self.kernels.attention_forward + self._launch,
@@ -115,11 +117,11 @@ class Device:
 
     def _written(self, op: Attention, costs: Costs) -> Seconds:
         """Two batched products forward, four backward, and passes over the S x S scores each way."""
-        seq_len, dtype, width = costs.seq_len, costs.wide_dtype, costs.bytes
-        matrices = costs.share("inner") * op.heads / seq_len
+        seq_len, dtype, width = costs.seq_len, costs.wide_dtype, costs.itemsize
+        matrices = costs.share("tp_sharded") * op.heads / seq_len
         pair = self.batched(matrices, seq_len, op.head_dim, seq_len, dtype, width)
         pair += self.batched(matrices, seq_len, seq_len, op.head_dim, dtype, width)
-        scores = costs.share("inner") * op.heads * seq_len
+        scores = costs.share("tp_sharded") * op.heads * seq_len
         forward, backward = (self.moving(passes * scores, width) for passes in PASSES_OVER_SCORES)
         return Seconds(pair + forward, 2 * pair + backward)
 

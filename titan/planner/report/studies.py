@@ -16,7 +16,7 @@ from titan.contracts import Technique
 from titan.contracts.base import registry
 from titan.contracts.base.mesh import Layout, Role
 from titan.contracts.base.options import did_you_mean
-from titan.errors import ConfigError, Fault
+from titan.errors import ConfigError, ConfigIssue
 from titan.planner.machine.cluster import Cluster
 from titan.planner.report.study import MEASURES, Point, Study
 from titan.planner.search.space import LARGEST_MICRO_BATCH
@@ -59,7 +59,7 @@ class Base(NamedTuple):
         layout = self.job.layout
         axes = [axis for axis in layout.axes if axis.role == role]
         if not axes:
-            raise ConfigError([Fault("--study", f"no plugin owns an axis of role {role}")])
+            raise ConfigError([ConfigIssue("--study", f"no plugin owns an axis of role {role}")])
         return max(axes, key=lambda axis: (layout.degrees[axis.name], axis.default == -1)).name
 
 
@@ -98,7 +98,7 @@ def _tensor(base: Base) -> Varied:
 
 
 def _pipeline(base: Base) -> Varied:
-    return _exchanged(base, "stage", base.job.plan.n_layers)
+    return _exchanged(base, "stage", base.job.spec.n_layers)
 
 
 def _exchanged(base: Base, role: Role, most: int) -> Varied:
@@ -124,10 +124,10 @@ def _micro_batch(base: Base) -> Varied:
 def _recompute(base: Base) -> Varied:
     """Each technique that may be left out: off, and what can be chosen for it."""
     variants: list[Variant] = []
-    optional = [plugin for plugin in _techniques() if plugin.optional]
-    for plugin in optional:
-        prefix = f"{plugin.name} " if len(optional) > 1 else ""
-        for choice in (None, *plugin.choices):
+    toggled = [plugin for plugin in _techniques() if plugin.search_toggle]
+    for plugin in toggled:
+        prefix = f"{plugin.name} " if len(toggled) > 1 else ""
+        for choice in (None, *plugin.search_space):
             said = "off" if choice is None else _said(choice)
             keys = {"enabled": choice is not None, **(choice or {})}
             variants.append(Variant(len(variants), prefix + said, _keys(plugin.name, keys)))
@@ -139,7 +139,7 @@ def _bubble(base: Base) -> Varied:
     job, stages = base.job, base.job.layout.role_degree("stage")
     if stages == 1:
         axis = base.axis("stage")
-        raise ConfigError([Fault("--study", f"bubble: the job has no pipeline; give it one: --mesh.{axis} 4")])
+        raise ConfigError([ConfigIssue("--study", f"bubble: the job has no pipeline; give it one: --mesh.{axis} 4")])
     counts = sorted({job.micro_batches, *(stages * 2**i for i in range(DOUBLINGS + 1))})
     variants = []
     for series, keys in _orders(base):
@@ -156,15 +156,15 @@ def _orders(base: Base) -> Iterator[tuple[str, dict[str, Any]]]:
     The job's own stands for its value; where the command line fixes that option, it is the only one.
     """
     technique = next(t for t in base.job.techniques if any(axis.role == "stage" for axis in t.axes))
-    if not technique.choices:
+    if not technique.search_space:
         yield "", {}
         return
-    name, (first, *_) = technique.name, technique.choices[0]
+    name, (first, *_) = technique.name, technique.search_space[0]
     table = base.job.table["plugins"][name]
-    own = {key: table[key] for key in technique.choices[0]}
+    own = {key: table[key] for key in technique.search_space[0]}
     found: dict[Any, Mapping[str, Any]] = {}
     if f"plugins.{name}.{first}" not in base.fixed:
-        for choice in technique.choices:
+        for choice in technique.search_space:
             found.setdefault(choice[first], choice)
     found[own[first]] = own
     for choice in found.values():
@@ -219,13 +219,13 @@ def run(name: str, config: Path | None, overrides: Sequence[str], cluster: Clust
         ConfigError: there is no such study, the job is refused as it is given, or nothing in it can be varied so.
     """
     if name not in KINDS:
-        raise ConfigError([Fault("--study", f"{name}: no such study{did_you_mean(name, KINDS)}")])
+        raise ConfigError([ConfigIssue("--study", f"{name}: no such study{did_you_mean(name, KINDS)}")])
     kind, planner = KINDS[name], Planner(cluster)
     base, words = _base(kind, config, overrides, world_size)
     x_label, variants = kind.varied(base)
     if len(variants) < 2:
         what = f"{name}: nothing to vary with {base.job.layout}; give it more ranks (--world-size N) or a larger batch"
-        raise ConfigError([Fault("--study", what)])
+        raise ConfigError([ConfigIssue("--study", what)])
     points = tuple(_point(variant, config, words, planner) for variant in variants)
     if "efficiency" in kind.shown:
         points = _with_efficiency(points)
@@ -252,7 +252,7 @@ def _left(layout: Layout, axis: str, world_size: int) -> int:
     if world_size < 1 or world_size % others:
         near = max(others, round(world_size / others) * others)
         what = f"--world-size {world_size}: must be a multiple of the layout's other {others} ranks; nearest: {near}"
-        raise ConfigError([Fault("command line", what)])
+        raise ConfigError([ConfigIssue("command line", what)])
     return world_size // others
 
 

@@ -23,13 +23,13 @@ class Config:
 
 
 @register
-class Bell(Technique):
+class SendSignal(Technique):
     """Rings."""
 
-    name = "bell"
+    name = "send_signal"
     Config = Config
     phase = "recompute"
-    parity = True
+    preserves_numerics = True
 
     def before_step(self, step: int) -> None:
         config = self.config
