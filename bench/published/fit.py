@@ -146,7 +146,7 @@ def case_of(row: Mapping[str, Any]) -> Case:
     costs = costs_of(job, framework)
     lacking = {costs.dtype, costs.wide_dtype} - set(all_devices()[device].peak_tflops)
     if lacking:
-        raise Skip(f"{device} has no {', '.join(sorted(lacking))}")
+        raise Skip(f"cluster file {device} has no peak for {', '.join(sorted(lacking))}")
     return Case(row, job, costs, layout_of(job), device, *fabric_of(row, job, device), measured(row, job))
 
 
@@ -159,7 +159,7 @@ def cases_of(rows: Iterable[Mapping[str, Any]]) -> tuple[list[Case], dict[str, s
         except Skip as reason:
             skipped[str(row["id"])] = str(reason)
         except (TypeError, ValueError, KeyError, ArithmeticError) as error:
-            skipped[str(row["id"])] = f"is not as rows are: {type(error).__name__}: {error}"
+            skipped[str(row["id"])] = f"malformed row: {type(error).__name__}: {error}"
     return cases, skipped
 
 
@@ -242,7 +242,7 @@ def fit(
     try:
         from scipy.optimize import least_squares  # type: ignore[import-untyped]
     except ImportError:
-        raise SystemExit("the fit needs scipy: pip install scipy") from None
+        raise SystemExit("--fit needs scipy: .venv/bin/python -m pip install scipy") from None
     timed = [case for case in cases if case.seconds]
     seen = [c for c in constants if any(_sees(case, c) for case in timed)]
     errors = _Errors(timed, seen)
