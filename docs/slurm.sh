@@ -1,47 +1,48 @@
 #!/usr/bin/env bash
-# Trains under Slurm and requeues the job until all steps are done:
+# Trains under Slurm and requeues itself until the job is done. From the repository:
 #
 #     sbatch docs/slurm.sh --config configs/llama7b.toml [--table.key value ...]
 #
-# Before the time limit, Slurm sends SIGUSR1 to the run. The run saves a checkpoint, ends with exit code 75 and requeues
-# this job (of a job array, only this task). The requeued job resumes from the checkpoint.
-# Adapt the lines below. Options on the sbatch command line override them: sbatch --nodes 8 docs/slurm.sh ...
+# Slurm sends the run SIGUSR1 before the time limit. The run saves a checkpoint, exits with code 75, and has Slurm
+# requeue this job (of a job array, only this task). The requeued job resumes from its checkpoint. Adapt what follows.
+# Options of sbatch override them: sbatch --nodes 8 docs/slurm.sh ...
 #
-#     scancel --signal=USR1 JOB    the same at any time: save a checkpoint and requeue
-#     scancel JOB                  save and end; the job is not requeued (Slurm allows KillWait, often 30 s)
+#     scancel --signal=USR1 JOB    save now and requeue
+#     scancel JOB                  save and end; the job is not requeued (the save must fit into KillWait, often 30 s)
 #
-# scancel sends SIGTERM. Slurm also sends SIGTERM when it preempts the job:
-# - With PreemptMode=REQUEUE, Slurm requeues the job itself.
-# - With PreemptMode=CANCEL and a GraceTime, the run saves and is not requeued: submit the job again. With
-#   PreemptParameters=send_user_signal, Slurm sends the signal of --signal instead, and the run requeues the job.
+# scancel sends SIGTERM, and so does Slurm when it preempts the job:
+#     PreemptMode=REQUEUE                   Slurm requeues the job itself
+#     PreemptMode=CANCEL with a GraceTime   the run saves and is not requeued: submit the job again. With
+#                                           PreemptParameters=send_user_signal, Slurm sends the signal of --signal
+#                                           instead, and the run requeues its job
 
-# Name of the job and its output file (%j: the job number, the same after each requeue).
+# Name in the queue, and the file for the output (%j: the job id, which a requeue keeps).
 #SBATCH --job-name=titan
 #SBATCH --output=slurm-%j.out
-# Each run of the job appends to this file. By default a requeued job overwrites it.
+# Append to that file after a requeue; by default Slurm would overwrite it.
 #SBATCH --open-mode=append
 
-# One task per node: the launcher. It starts one rank per GPU of its node, or NPROC ranks.
+# One task per node: the launcher, which starts one rank per GPU of its node (or NPROC ranks).
 #SBATCH --nodes=2
 #SBATCH --ntasks-per-node=1
 #SBATCH --gpus-per-node=8
 #SBATCH --cpus-per-task=64
 #SBATCH --exclusive
 
-# Time limit of one run. The job requeues as many runs as it needs.
+# Time limit of one run. A job may need several runs, one per requeue.
 #SBATCH --time=24:00:00
-# SIGUSR1 to the job step (the processes of srun below) 300 s before the time limit. Reserve enough time for two steps
-# and a save: at the time limit Slurm sends SIGTERM, and the job is not requeued.
-# With "B:USR1" the signal would go to this shell, which does not forward it. Only a script without srun, which ends in
-# "exec ./run_train.sh", needs "B:USR1" (and scancel --batch --signal=USR1).
+# SIGUSR1 to the job step (the processes of srun) 300 s before the time limit. Leave time for two steps and a save:
+# at the limit, SIGTERM comes, and the job is not requeued. "B:USR1" would send the signal to this shell, which does not
+# forward it. Only a script that ends in "exec ./run_train.sh", without srun, needs "B:USR1"
+# (and scancel --batch --signal=USR1).
 #SBATCH --signal=USR1@300
-# Slurm may requeue the job: when the run requests it, after a node failure, or after preemption (PreemptMode=REQUEUE).
+# Allow Slurm to requeue the job: on request of the run, after a node failure, or on preemption (PreemptMode=REQUEUE).
 #SBATCH --requeue
 
-# How many times the launcher restarts the ranks of a failed run before the job fails.
+# How often a run restarts its ranks after a failure before the job fails.
 export MAX_RESTARTS=${MAX_RESTARTS:-3}
 
-# srun starts one launcher per node. Without srun, only this script would run, on the first node, and refuse to train.
-# If the launcher of one node is lost, the other nodes cannot continue, so --kill-on-bad-exit ends them.
-# Call sbatch from the folder of run_train.sh. The launcher requeues the job when the run ends with exit code 75.
+# srun starts one launcher per node. Without srun, this script would run on the first node only and refuse to train.
+# --kill-on-bad-exit: if the launcher of one node is gone, end the launchers of the other nodes. sbatch must be called
+# from the repository, where run_train.sh is; run_train.sh requeues the job when it exits with 75.
 exec srun --kill-on-bad-exit=1 ./run_train.sh "$@"
