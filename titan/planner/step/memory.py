@@ -43,7 +43,7 @@ class Memory:
     """Bytes on one rank, by what they are for.
 
     activations: kept for backward, and the working set of the operation at the peak.  buffers: gathered parameters,
-    gradients on their way, hidden states being received.  margin: what the allocator cannot use, and what driver and
+    gradients on their way, hidden states being received.  overhead: what the allocator cannot use, and what driver and
     communicators take.
     """
 
@@ -52,12 +52,12 @@ class Memory:
     optimizer: float
     activations: float
     buffers: float
-    margin: float
+    overhead: float
 
     @property
     def total(self) -> float:
         """All of it."""
-        return self.parameters + self.gradients + self.optimizer + self.activations + self.buffers + self.margin
+        return self.parameters + self.gradients + self.optimizer + self.activations + self.buffers + self.overhead
 
     def gib(self) -> dict[str, float]:
         """In GiB, with the total."""
@@ -338,8 +338,8 @@ def _of_place(
     if activations + gradients + buffers < state["gradients"]:  # the update needs more than any micro batch
         activations, gradients, buffers = 0.0, state["gradients"], state["buffers"]
     device = cluster.device
-    margin = device.reserved_gib * GIB + device.fragmented * (activations + buffers)
-    return Memory(state["parameters"], gradients, state["optimizer"], activations, buffers, margin)
+    overhead = device.reserved_gib * GIB + device.fragmented * (activations + buffers)
+    return Memory(state["parameters"], gradients, state["optimizer"], activations, buffers, overhead)
 
 
 def peak(actions: Sequence[Action], stages: Sequence[StageMemory]) -> tuple[float, float, float]:
