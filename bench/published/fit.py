@@ -67,7 +67,7 @@ def _constants_of(
 
 SHARES = {"efficiency": (0.1, 1.0), "p2p_efficiency": (0.1, 1.0)}
 LATENCY = {"latency_us": (1.0, 500.0)}
-OMNI_PATH, MENDED = "Omni-Path 4 x 100 Gb/s, before its nodes were mended", "Omni-Path 4 x 100 Gb/s"
+OMNI_PATH, REPAIRED = "Omni-Path 4 x 100 Gb/s, before node repair", "Omni-Path 4 x 100 Gb/s"
 HDR, INFINIBAND = "InfiniBand HDR", "InfiniBand"
 FAST_ROCE, ROCE = "RoCE 8 x 200 Gb/s", "RoCE 4 x 100 Gb/s"
 HOPPER = {
@@ -98,7 +98,7 @@ CONSTANTS = (
     ),
     *_constants_of(HBM2E, {"products.bfloat16.efficiency": (0.2, 0.95), "products.float8.efficiency": (0.1, 0.95)}),
     *(Constant((), f"fabric.{name}.{key}", *between, lent=lent)
-      for name, lent in ((OMNI_PATH, ()), (MENDED, ()), (HDR, A100), (INFINIBAND, (*H100, *LIKE_H100)))
+      for name, lent in ((OMNI_PATH, ()), (REPAIRED, ()), (HDR, A100), (INFINIBAND, (*H100, *LIKE_H100)))
       for key, between in SHARES.items()),
     *(Constant((), f"fabric.{name}.{key}", *between) for name in (FAST_ROCE, ROCE)
       for key, between in {"efficiency": (0.1, 1.0), **LATENCY}.items()),
