@@ -28,7 +28,7 @@ COMMANDS = {
     "import torch": [sys.executable, "-c", "import torch"],
     "titan plan": TITAN,
     "titan plan --search, 2,048 GPUs": [*TITAN, "--search", "--world-size", "2048"],
-    "titan plan --exact, rank 0 of 2,048": [*TITAN, "--exact"],
+    "titan plan --dry-run, rank 0 of 2,048": [*TITAN, "--dry-run"],
 }
 LAYOUTS = 400
 

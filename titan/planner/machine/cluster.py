@@ -5,7 +5,7 @@
     [kernels.matmul.DTYPE]   efficiency of matrix products, or measured points
     [[links]]       from inner to outer: a level of the network and how many ranks it joins
 
-`configs/clusters` has the usual ones; `titan doctor --save FILE` writes one for the ranks at hand.
+`configs/clusters` has the usual ones; `titan doctor --output FILE` writes one for the ranks at hand.
 """
 
 import tomllib
