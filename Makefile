@@ -17,7 +17,7 @@ check:  ## ruff, mypy --strict on titan/, and the test of who may import whom
 	@$(in_env) ruff check .
 	@$(in_env) ruff format --check .
 	@$(in_env) mypy
-	@$(in_env) pytest -q tests/unit/test_floors.py
+	@$(in_env) pytest -q tests/unit/test_import_layers.py
 
 format:  ## mend what ruff can mend
 	@$(in_env) ruff check --fix .

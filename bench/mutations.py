@@ -27,7 +27,7 @@ from torch import nn
 from titan.checkpoint import Checkpointer, rng_state, set_rng_state
 from titan.checkpoint.disk import manifest
 from titan.checkpoint.disk.manifest import MANIFEST
-from titan.contracts import Part
+from titan.contracts import ModelPart
 from titan.errors import CheckpointError
 
 SECONDS = 20
@@ -39,7 +39,7 @@ REFUSED, LOADED, OTHER, STUCK = range(4)
 OUTCOMES = ("refused", "loaded", "other exception", "hung", "crashed")
 
 
-def build() -> tuple[list[Part], torch.optim.Optimizer]:
+def build() -> tuple[list[ModelPart], torch.optim.Optimizer]:
     """A model of 100 weights, its optimizer, and the state of two steps."""
     torch.manual_seed(0)
     model = nn.ModuleDict({"embed": nn.Embedding(7, 4), "out": nn.Linear(4, 3)})
@@ -48,7 +48,7 @@ def build() -> tuple[list[Part], torch.optim.Optimizer]:
     for _ in range(2):
         sum(parameter.square().sum() for parameter in model.parameters()).backward()  # type: ignore[union-attr]
         optimizer.step()
-    return [Part(model)], optimizer
+    return [ModelPart(model)], optimizer
 
 
 def save(folder: Path) -> Path:

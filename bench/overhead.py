@@ -28,7 +28,7 @@ from tqdm import tqdm  # noqa: E402
 
 from bench import results  # noqa: E402
 from titan.config import Job, load_job  # noqa: E402
-from titan.contracts import Batch, Part  # noqa: E402
+from titan.contracts import Batch, ModelPart  # noqa: E402
 from titan.ranks import process  # noqa: E402
 from titan.training import build, trainer  # noqa: E402
 from titan.training.init import init_weights  # noqa: E402
@@ -85,7 +85,7 @@ def _bare_loop(job: Job, precision: str, device: torch.device) -> Callable[[list
     """The loop a researcher would write for this model on one device."""
     with torch.device(device):
         model = job.model.build()
-    init_weights(Part(model), job.plan, job.run.seed)
+    init_weights(ModelPart(model), job.plan, job.run.seed)
     optimizer = torch.optim.AdamW(model.parameters(), lr=3e-4, betas=(0.9, 0.95), weight_decay=0.1, fused=True)
     lower = torch.autocast(device.type, torch.bfloat16) if precision == "bf16" else nullcontext()
 

@@ -13,7 +13,7 @@ from typing import Any, Literal
 
 import torch
 
-from titan.contracts import Costs, Job, ModelPlan, Part, Technique, World, option, register
+from titan.contracts import BuildContext, Costs, Job, ModelPart, ModelSpec, Technique, option, register
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -32,7 +32,7 @@ class Compile(Technique):
     Config = Config
     phase = "compile"
 
-    def check(self, job: Job, plan: ModelPlan) -> Iterable[str]:
+    def check(self, job: Job, plan: ModelSpec) -> Iterable[str]:
         """Selective recompute inside a graph over sliced parameters."""
         if job.layout.role_degree("model") > 1:
             for how in job.stating("recomputes_operations"):
@@ -42,7 +42,7 @@ class Compile(Technique):
         """Elementwise operations of a block are merged."""
         return replace(costs, fused=True)
 
-    def apply(self, part: Part, world: World) -> None:
+    def apply(self, part: ModelPart, world: BuildContext) -> None:
         """Compile the blocks this part holds."""
         for name, _ in part.layers(world.plan):
             part.wrap_forward(name, "compile", self._compile)

@@ -14,7 +14,7 @@ that jumps (`tests.injection.Fault`). What has to hold:
 - nothing half written is left when the run is through.
 
 A run is started in one of three ways: its ranks alone, which die together; ranks under a launcher, which outlives them
-or is killed itself; the command as a user types it. Moments are counted in events (tests/guests/saboteur.py).
+or is killed itself; the command as a user types it. Moments are counted in events (tests/plugins/fault_injector.py).
 """
 
 import contextlib
@@ -38,8 +38,8 @@ from tests.injection import ERRORS, KINDS, NEVER, Fault, Witness, drawn, rank_of
 from tests.jobs import LLAMA, Outcome, differences, read_rows, run_job, saved_tensors, write_text
 from tests.ranks import ROOT, RankError, run_ranks
 from titan.checkpoint.disk import folder as folders
-from titan.ranks import children, launcher
-from titan.ranks.place import LOCAL, Place
+from titan.ranks import launcher, rank_processes
+from titan.ranks.launch_env import LOCAL, LaunchEnv
 
 STEPS = 12
 FAULTS_A_RUN = 5
@@ -199,8 +199,8 @@ class Hunt:
             path.unlink(missing_ok=True)
         words = [
             "--run.name", name, "--data.path", str(corpus), "--train.steps", str(STEPS),
-            "--checkpoint.enabled", "true", "--plugins.path", json.dumps([str(ROOT / "tests" / "guests")]),
-            "--plugins.saboteur.enabled", "true", *(word for axis in axes for word in _flag(f"mesh.{axis}", 2)),
+            "--checkpoint.enabled", "true", "--plugins.path", json.dumps([str(ROOT / "tests" / "plugins")]),
+            "--plugins.fault_injector.enabled", "true", *(word for axis in axes for word in _flag(f"mesh.{axis}", 2)),
             *start.words,
         ]  # fmt: skip
         places = {"folder": self.folder / name, "corpus": corpus, "note": note, "pipe": pipe}
@@ -429,5 +429,5 @@ def _under_a_launcher(argv: list[str], environment: dict[str, str], ranks: int) 
     from titan.train import main
 
     os.environ.update(environment)
-    children.GRACE_S = 2.0
-    return launcher.start(main, argv, Place(1, 0, ranks, LOCAL, 0))
+    rank_processes.GRACE_S = 2.0
+    return launcher.start(main, argv, LaunchEnv(1, 0, ranks, LOCAL, 0))

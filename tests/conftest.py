@@ -52,7 +52,7 @@ def pytest_runtest_protocol(item: pytest.Item) -> Iterator[None]:
 @pytest.fixture(autouse=True)
 def _plugins_of_a_test_end_with_it() -> Iterator[None]:
     """What a test loads from outside, the next one does not find: an axis more is another space of layouts."""
-    registry.open_doors()
+    registry.load_plugins()
     plugins, opened = dict(registry._plugins), set(registry._opened)
     yield
     registry._plugins.clear()

@@ -14,7 +14,7 @@ from titan.errors import (
     EXIT_FAILED,
     TRACEBACK_FLAG,
     ConfigError,
-    Fault,
+    ConfigIssue,
     ResourceError,
     TitanError,
     let_go,
@@ -56,10 +56,10 @@ def main(argv: Sequence[str] | None = None) -> int:
         args, rest = parser.parse_known_args(own)
         args.overrides = overrides
         if rest and hasattr(args, "takes_overrides"):
-            raise ConfigError([Fault("command line", f"{rest[0]}: expected --table.key value")])
+            raise ConfigError([ConfigIssue("command line", f"{rest[0]}: expected --table.key value")])
         if (rest or overrides) and not hasattr(args, "takes_overrides"):
             what = f"{(rest or overrides)[0]}: titan {args.command} takes no such argument"
-            raise ConfigError([Fault("command line", what)])
+            raise ConfigError([ConfigIssue("command line", what)])
         code: int = commands[args.command].run(args)
         sys.stdout.flush()
         return code
@@ -101,7 +101,7 @@ def _present_flags(words: Sequence[str], former: Mapping[str, str]) -> list[str]
         if now != flag:
             if now in given:
                 what = f"{flag} is the former name of {now}, and both are given; delete {flag}"
-                raise ConfigError([Fault("command line", what)])
+                raise ConfigError([ConfigIssue("command line", what)])
             warn_once(f"{flag} is now {now}")
         found.append(f"{now}{equals}{value}")
     return found

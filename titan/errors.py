@@ -38,7 +38,7 @@ class RankFailedError(TitanError):
 
 
 @dataclass(frozen=True)
-class Fault:
+class ConfigIssue:
     """One thing wrong in a job: where it stands (file or command line, table, key) and what to do about it."""
 
     where: str
@@ -53,8 +53,8 @@ class ConfigError(TitanError):
 
     exit_code = EXIT_WRONG_INPUT
 
-    def __init__(self, faults: Iterable[Fault] | str) -> None:
-        self.faults = (Fault("", faults),) if isinstance(faults, str) else tuple(faults)
+    def __init__(self, faults: Iterable[ConfigIssue] | str) -> None:
+        self.faults = (ConfigIssue("", faults),) if isinstance(faults, str) else tuple(faults)
         super().__init__("\n".join(str(fault) for fault in self.faults))
 
 

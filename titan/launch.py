@@ -16,15 +16,15 @@ from collections.abc import Sequence
 from titan.errors import (
     EXIT_FAILED,
     ConfigError,
-    Fault,
+    ConfigIssue,
     TitanError,
     report,
     stand_in_for_closed,
     take_traceback_flag,
 )
 from titan.ranks import preemption
+from titan.ranks.launch_env import LaunchEnv, find_place, max_restarts, rank_environment
 from titan.ranks.launcher import again_by_slurm, let_threads_sleep, start
-from titan.ranks.place import Place, find_place, max_restarts, rank_environment
 
 HELP = "train a model; the same as ./run_train.sh (see titan train --help)"
 
@@ -78,14 +78,14 @@ def _train_here(words: list[str], first: bool) -> int:
         return again_by_slurm(_train(words), preemption.heard(), first)
 
 
-def _launch(words: list[str], place: Place, restarts: int) -> int:
+def _launch(words: list[str], place: LaunchEnv, restarts: int) -> int:
     os.environ[preemption.STARTED] = str(time.monotonic())
     from titan.config import load_job, split_arguments
 
     job = load_job(*split_arguments(words), place.world_size)
     if restarts and not job.checkpoint.goes_on:
         what = f'MAX_RESTARTS = {restarts}: needs [checkpoint] enabled = true and resume = "auto", to go on from'
-        raise ConfigError([Fault("environment", what)])
+        raise ConfigError([ConfigIssue("environment", what)])
     from titan.train import main as train
 
     return start(train, words, place, restarts, job.folder / "logs")

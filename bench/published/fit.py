@@ -15,7 +15,7 @@ from titan.contracts.base.cost import Costs
 from titan.contracts.base.mesh import Layout
 from titan.planner.machine.cluster import Cluster
 from titan.planner.step.predict import Planner, Prediction
-from titan.planner.step.rounds import Steps
+from titan.planner.step.steady_state import Steps
 
 from .describe import all_devices, all_fabrics, cluster_of, device_of, fabric_of, framework_of
 from .reader import costs_of, layout_of

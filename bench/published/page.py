@@ -9,9 +9,9 @@ from .report import NOISE, UNEXPLAINED, UNEXPLAINED_MEMORY
 
 INTRO = """# Validation
 
-How far the planner is off, on published measurements. Written by `python -m bench.planner`; every row's prediction is
-in `python -m bench.planner --json`. `--rows FILE` runs it on any file of such rows, `--fit` fits the constants anew,
-`--fit --write` puts them into the files as well.
+How far the planner is off, on published measurements. Written by `python -m bench.plan_accuracy`; every row's
+prediction is in `python -m bench.plan_accuracy --json`. `--rows FILE` runs it on any file of such rows, `--fit` fits
+the constants anew, `--fit --write` puts them into the files as well.
 
 A row is read as a job: the model's operations, the layout, a framework (`bench/published/frameworks.toml`), a device
 (`configs/clusters`, `bench/published/clusters`) and a fabric (`bench/published/fabrics.toml`). No constant is keyed on

@@ -5,15 +5,15 @@ from typing import Any
 
 from titan.contracts.base.cost import (
     Attention,
+    CollectiveCost,
     Costs,
     Elementwise,
-    Kept,
-    Lookup,
+    EmbeddingOp,
     Matmul,
     Operation,
     Recompute,
     Region,
-    Traffic,
+    SavedTensor,
 )  # fmt: skip
 from titan.contracts.base.mesh import Axis, Layout
 
@@ -68,7 +68,7 @@ def costs_of(job: Row, framework: Framework) -> Costs:
     stages, ordered = stages_of(job, framework.cut)
     return Costs(
         seq_len=job.seq_len, dim=job.hidden, micro_batch=job.micro_batch, micro_batches=job.micro_batches,
-        stem=(Lookup(module="embed", rows=padded(job, framework), width=job.hidden),),
+        stem=(EmbeddingOp(module="embed", rows=padded(job, framework), width=job.hidden),),
         layer=_layer(job, framework, dtype, accumulated), head=_head(job, framework, accumulated),
         styles=STYLES, tied=framework.tied if job.tied is None else job.tied, splits=splits,
         bytes=2, reduce_bytes=gradient, dtype=dtype, wide_dtype=wide, fused=framework.compiled,
@@ -105,7 +105,7 @@ def _norm(job: Row, framework: Framework) -> Elementwise:
     h, (forward, backward) = job.hidden, framework.norm
     if framework.norms_again and job.recompute == "none":
         backward += forward
-    kept = Kept(numbers=h, region="hidden"), Kept(numbers=2, region="hidden", bytes=4)
+    kept = SavedTensor(numbers=h, region="hidden"), SavedTensor(numbers=2, region="hidden", bytes=4)
     return Elementwise(
         module="norm", region="hidden", forward=forward * h, backward=backward * h, params=2 if framework.bias else 1,
         width=h, keeps=kept,
@@ -115,7 +115,7 @@ def _norm(job: Row, framework: Framework) -> Elementwise:
 def _added(job: Row, framework: Framework) -> Elementwise:
     """The sum of what came into a pair and what it made of it, after dropout; bias and mask on the way."""
     h, masked = job.hidden, 0.5 * framework.dropout
-    kept = (Kept(numbers=h, region="hidden", bytes=1),) if framework.dropout else ()
+    kept = (SavedTensor(numbers=h, region="hidden", bytes=1),) if framework.dropout else ()
     return Elementwise(
         region="hidden", forward=(3 + masked) * h, backward=(1 + (1 + masked) * framework.dropout) * h, keeps=kept
     )
@@ -127,12 +127,18 @@ def _layer(job: Row, framework: Framework, dtype: str, accumulated: float) -> tu
     flash = framework.flash if job.flash is None else job.flash
     # Inputs of products in float8 are kept as such where the products cast them.
     narrow = 1 if dtype == "float8" and framework.narrow_inputs else 0
-    taken = (Kept(numbers=h, region="hidden" if framework.regathers else "whole", bytes=narrow),)
-    attended = (Kept(numbers=2 * q + 2 * kv, region="inner"), Kept(numbers=job.heads, region="inner", bytes=4))
+    taken = (SavedTensor(numbers=h, region="hidden" if framework.regathers else "whole", bytes=narrow),)
+    attended = (
+        SavedTensor(numbers=2 * q + 2 * kv, region="inner"),
+        SavedTensor(numbers=job.heads, region="inner", bytes=4),
+    )
     if not flash:
         scores = job.heads * job.seq_len
         kinds = 2.5 if framework.dropout else 1
-        attended = (Kept(numbers=2 * q + 2 * kv, region="inner"), Kept(numbers=kinds * scores, region="inner"))
+        attended = (
+            SavedTensor(numbers=2 * q + 2 * kv, region="inner"),
+            SavedTensor(numbers=kinds * scores, region="inner"),
+        )
     entering: list[Operation] = (
         [Matmul(module="qkv", inputs=h, outputs=q + 2 * kv, bias=bias, keeps=taken)]
         if framework.fused_qkv
@@ -141,8 +147,9 @@ def _layer(job: Row, framework: Framework, dtype: str, accumulated: float) -> tu
     )  # fmt: skip
     rotary = [Elementwise(region="inner", forward=2 * (q + kv), backward=2 * (q + kv))] if job.gated else []
     attention = Attention(heads=job.heads, kv_heads=job.kv_heads, head_dim=d, scores_written=not flash, keeps=attended)  # type: ignore[arg-type]
+    entering_down = SavedTensor(numbers=f, region="inner", bytes=narrow)
     up = [Matmul(module="up", inputs=h, outputs=f, bias=bias, keeps=taken)]
-    act = Elementwise(region="inner", forward=2 * f, backward=3 * f, keeps=(Kept(numbers=f, region="inner"),))
+    act = Elementwise(region="inner", forward=2 * f, backward=3 * f, keeps=(SavedTensor(numbers=f, region="inner"),))
     if job.gated:
         fused_up = framework.fused_qkv and not framework.split_gate
         up = (
@@ -150,13 +157,13 @@ def _layer(job: Row, framework: Framework, dtype: str, accumulated: float) -> tu
             if fused_up
             else [*up, Matmul(module="gate", inputs=h, outputs=f, bias=bias)]
         )
-        kept = Kept(numbers=(3 if framework.gate_kept else 2) * f, region="inner")
+        kept = SavedTensor(numbers=(3 if framework.gate_kept else 2) * f, region="inner")
         act = Elementwise(region="inner", forward=3 * f, backward=5 * f, keeps=(kept,))
     ops: list[Operation] = [
         _norm(job, framework), *entering, *rotary, attention,
         Matmul(module="proj", inputs=q, outputs=h, bias=bias), _added(job, framework),
         _norm(job, framework), *up, act,
-        Matmul(module="down", inputs=f, outputs=h, bias=bias, keeps=(Kept(numbers=f, region="inner", bytes=narrow),)),
+        Matmul(module="down", inputs=f, outputs=h, bias=bias, keeps=(entering_down,)),
         _added(job, framework),
     ]  # fmt: skip
     if dtype == "float8":
@@ -179,15 +186,17 @@ def _accumulation(job: Row, params: float, bytes_: float) -> Elementwise:
 def _head(job: Row, framework: Framework, accumulated: float) -> tuple[Operation, ...]:
     words = padded(job, framework)
     forward, backward = framework.loss
-    kept: tuple[Kept, ...] = (
-        Kept(numbers=words, region="logits"),
-        Kept(numbers=framework.loss_kept[job.tp > 1] * words, region="logits", bytes=4),
+    kept: tuple[SavedTensor, ...] = (
+        SavedTensor(numbers=words, region="logits"),
+        SavedTensor(numbers=framework.loss_kept[job.tp > 1] * words, region="logits", bytes=4),
     )  # fmt: skip
     if framework.fused_loss or framework.loss_chunks > 1:
-        kept = (Kept(numbers=words * framework.fused_loss, region="logits"),)
+        kept = (SavedTensor(numbers=words * framework.fused_loss, region="logits"),)
     ops: list[Operation] = [
         _norm(job, framework),
-        Matmul(module="head", inputs=job.hidden, outputs=words, keeps=(Kept(numbers=job.hidden, region="whole"),)),
+        Matmul(
+            module="head", inputs=job.hidden, outputs=words, keeps=(SavedTensor(numbers=job.hidden, region="whole"),)
+        ),
         Elementwise(region="logits", forward=forward * words, backward=backward * words, keeps=kept),
     ]
     if accumulated:
@@ -195,13 +204,13 @@ def _head(job: Row, framework: Framework, accumulated: float) -> tuple[Operation
     return tuple(ops)
 
 
-def _tensor_traffic(job: Row, framework: Framework) -> list[Traffic]:
+def _tensor_traffic(job: Row, framework: Framework) -> list[CollectiveCost]:
     """What joins the ranks of a layer: two sums forward, as many backward, and again where it is computed again."""
-    found: list[Traffic] = []
+    found: list[CollectiveCost] = []
     if job.cp > 1:
         kv = 2 * job.hidden * job.kv_heads // job.heads
         for when, passes in (("forward", 1), ("backward", 2)):
-            found.append(Traffic(axes=("cp",), collective="all_gather", where="layer", when=when,  # type: ignore[arg-type]
+            found.append(CollectiveCost(axes=("cp",), collective="all_gather", where="layer", when=when,  # type: ignore[arg-type]
                                  numbers=kv * job.cp * passes / job.tp, overlaps=True))  # fmt: skip
     if job.tp == 1:
         return found
@@ -211,13 +220,17 @@ def _tensor_traffic(job: Row, framework: Framework) -> list[Traffic]:
         again = {"all_gather": 2, "reduce_scatter": 2, "all_reduce": 2}[kind]
         # Where gate and up are products of their own, so are the sums of what backward makes of their input.
         back = 3 if job.gated and framework.split_gate else 2
-        found += [Traffic(where="layer", when=when, count=count, overlaps=framework.tp_overlap, **settings)
+        found += [CollectiveCost(where="layer", when=when, count=count, overlaps=framework.tp_overlap, **settings)
                   for when, count in (("forward", 2), ("recompute", again), ("backward", back))]  # fmt: skip
     one: dict[str, Any] = {"axes": ("tp",), "collective": "all_reduce", "numbers": job.hidden}
-    return [*found, Traffic(where="stem", when="forward", **one), Traffic(where="head", when="backward", **one)]
+    return [
+        *found,
+        CollectiveCost(where="stem", when="forward", **one),
+        CollectiveCost(where="head", when="backward", **one),
+    ]
 
 
-def _data_traffic(job: Row, framework: Framework, gradient: int) -> list[Traffic]:
+def _data_traffic(job: Row, framework: Framework, gradient: int) -> list[CollectiveCost]:
     """What data parallelism sends: sums of gradients, and parameters where the update or the weights are shared."""
     if job.dp == 1:
         return []
@@ -228,8 +241,8 @@ def _data_traffic(job: Row, framework: Framework, gradient: int) -> list[Traffic
     beside = hidden if framework.overlap_gradients else after
     if not job.zero:
         both = ("dp_replicate", "dp_shard")
-        return [Traffic(axes=both, collective="all_reduce", bytes=gradient, numbers=1, **each, **beside)]
-    replicas = Traffic(
+        return [CollectiveCost(axes=both, collective="all_reduce", bytes=gradient, numbers=1, **each, **beside)]
+    replicas = CollectiveCost(
         axes=("dp_replicate",), collective="all_reduce", over=("dp_shard",), bytes=gradient, numbers=1, **each, **beside
     )
     summed = "all_reduce" if framework.summed_whole else "reduce_scatter"
@@ -240,15 +253,15 @@ def _data_traffic(job: Row, framework: Framework, gradient: int) -> list[Traffic
             else after
         )
         return [
-            Traffic(collective=summed, bytes=gradient, numbers=1, **shard, **beside),  # type: ignore[arg-type]
+            CollectiveCost(collective=summed, bytes=gradient, numbers=1, **shard, **beside),  # type: ignore[arg-type]
             replicas,
-            Traffic(collective="all_gather", bytes=2, **_messages(job, framework), **shard, **when),  # type: ignore[arg-type]
+            CollectiveCost(collective="all_gather", bytes=2, **_messages(job, framework), **shard, **when),  # type: ignore[arg-type]
         ]  # fmt: skip
     use: dict[str, Any] = {**shard, "where": "unit", "every": "use", "overlaps": True}
     return [
-        Traffic(collective="all_gather", when="forward", numbers=1, **use),
-        Traffic(collective="all_gather", when="backward", numbers=1, **use),
-        Traffic(collective="reduce_scatter", when="backward", bytes=gradient, numbers=1, **use),
+        CollectiveCost(collective="all_gather", when="forward", numbers=1, **use),
+        CollectiveCost(collective="all_gather", when="backward", numbers=1, **use),
+        CollectiveCost(collective="reduce_scatter", when="backward", bytes=gradient, numbers=1, **use),
         replicas,
     ]
 

@@ -9,14 +9,14 @@ from collections.abc import Callable
 from dataclasses import replace
 from functools import cache, partial
 
-from titan.contracts.base.cost import Attention, Costs, Held, Order, Recompute, Stage
+from titan.contracts.base.cost import Attention, Costs, Order, PersistentState, Recompute, Stage
 from titan.plugins.parallel.pipeline.orders import order
 
 from .describe import Framework
 from .rows import Row
 
 
-def held(job: Row, framework: Framework, gradient: int) -> tuple[Held, ...]:
+def held(job: Row, framework: Framework, gradient: int) -> tuple[PersistentState, ...]:
     """State by component; `gradient`: bytes of one that is summed."""
     shard = ("dp_shard",)
     adds = framework.accumulate == "add"
@@ -24,21 +24,22 @@ def held(job: Row, framework: Framework, gradient: int) -> tuple[Held, ...]:
     if job.zero == 3:
         kept, moments = (2.0, updated) if adds else (2.0, 0.0) if framework.offloaded else (4.0, 8.0)
         return (
-            Held(component="parameters", bytes=kept, axes=shard), Held(component="gradients", bytes=kept, axes=shard),
-            Held(component="optimizer", bytes=moments, axes=shard),
-            Held(component="buffers", bytes=2, units=3),
-            Held(component="buffers", bytes=2 + gradient, units=1),
+            PersistentState(component="parameters", bytes=kept, axes=shard),
+            PersistentState(component="gradients", bytes=kept, axes=shard),
+            PersistentState(component="optimizer", bytes=moments, axes=shard),
+            PersistentState(component="buffers", bytes=2, units=3),
+            PersistentState(component="buffers", bytes=2 + gradient, units=1),
         )  # fmt: skip
     beside = 0.0
     if adds and gradient == 4:
         beside = 2.0 * (job.dp > 1 or not framework.drops_narrow)
         beside += framework.unaccounted * ("fp32 grad" in job.precision)
     # Without a table the largest unit is a layer, of which one tensor is cast; but such ranks are not the fullest.
-    cast = (Held(component="buffers", bytes=4, units=1),) * (framework.casts and gradient == 4)
+    cast = (PersistentState(component="buffers", bytes=4, units=1),) * (framework.casts and gradient == 4)
     return (
-        Held(component="parameters", bytes=2),
-        Held(component="gradients", bytes=gradient + beside),
-        Held(component="optimizer", bytes=updated, axes=shard if job.zero else ()),
+        PersistentState(component="parameters", bytes=2),
+        PersistentState(component="gradients", bytes=gradient + beside),
+        PersistentState(component="optimizer", bytes=updated, axes=shard if job.zero else ()),
         *cast,
     )
 

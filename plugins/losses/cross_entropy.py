@@ -31,7 +31,7 @@ from torch.autograd.function import once_differentiable
 from torch.distributed.tensor import DTensor
 
 from titan.contracts import IGNORE, Costs, Job, Loss, kind_of, option, register
-from titan.contracts.base.cost import Elementwise, Kept
+from titan.contracts.base.cost import Elementwise, SavedTensor
 from titan.errors import PluginError
 
 CHUNK = {"cpu": 1 << 19, "cuda": 1 << 26}
@@ -56,7 +56,7 @@ class CrossEntropy(Loss):
     def cost(self, costs: Costs, job: Job) -> Costs:
         """The logits are kept, read twice forward, and read and written backward; labels and three sums a token."""
         words = job.plan.vocab_size
-        kept = Kept(numbers=words, region="logits"), Kept(numbers=8 + 8, region="whole", bytes=1)
+        kept = SavedTensor(numbers=words, region="logits"), SavedTensor(numbers=8 + 8, region="whole", bytes=1)
         # Backward has a chunk's exponentials, its logits in float32 if they are not, and the chunk before.
         logits, chunk, copies = costs.share("logits") * words, CHUNK["cuda"], 1 + (costs.bytes < 4)
         scratch = chunk + copies * min(logits - chunk, chunk) if logits > chunk else copies * logits

@@ -20,7 +20,7 @@ from typing import Any, ClassVar, Literal
 import torch
 from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
 
-from titan.contracts import Costs, Fact, Job, Part, Technique, World, option, register
+from titan.contracts import BuildContext, Costs, Fact, Job, ModelPart, Technique, option, register
 from titan.contracts.base.cost import Recompute
 
 _SAVED = {
@@ -78,7 +78,7 @@ class ActivationCheckpoint(Technique):
         keeps: Any = "products" if self.config.mode == "selective" else "input"
         return replace(costs, recompute=Recompute(every=every, keeps=keeps))
 
-    def apply(self, part: Part, world: World) -> None:
+    def apply(self, part: ModelPart, world: BuildContext) -> None:
         """Wrap the blocks this part holds."""
         place: Any = "recompute_ops" if self.config.mode == "selective" else "recompute_block"
         stride = self.config.every if self.config.mode == "every_n" else 1

@@ -23,11 +23,11 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from titan.contracts import Cache, HfTensor, KeyValues, Model, ModelPlan, attend, document_mask, option, register
+from titan.contracts import Cache, HfTensor, KeyValues, Model, ModelSpec, attend, document_mask, option, register
 from titan.contracts.base.cost import Attention as AttentionCost
-from titan.contracts.base.cost import Elementwise, Kept, Lookup, Operation, linear, norm, residual, shared
+from titan.contracts.base.cost import Elementwise, EmbeddingOp, Operation, SavedTensor, linear, norm, residual, shared
 from titan.contracts.base.plan import ONES, ZEROS, Init, TensorStyle, nearest, normal
-from titan.errors import ConfigError, Fault
+from titan.errors import ConfigError, ConfigIssue
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -189,13 +189,13 @@ class Gpt(Model):
             kv = nearest(c.kv_heads, lambda k: c.n_heads % k == 0, most=c.n_heads)
             yield f"n_heads {c.n_heads} do not fall into n_kv_heads {c.kv_heads} equal groups; nearest: {kv}"
 
-    def plan(self) -> ModelPlan:
+    def plan(self) -> ModelSpec:
         """Sizes, names and costs of this GPT."""
         c = self.config
         table = c.vocab_size * c.dim
         projected = (c.n_heads + 2 * c.kv_heads) * c.head_dim
         matmuls = c.dim * (projected + c.n_heads * c.head_dim) + 2 * c.dim * c.ffn_width
-        return ModelPlan(
+        return ModelSpec(
             n_layers=c.n_layers, dim=c.dim, n_heads=c.n_heads, n_kv_heads=c.kv_heads, head_dim=c.head_dim,
             ffn_dim=c.ffn_width, vocab_size=c.vocab_size, max_seq_len=c.max_seq_len,
             stem=("embed", "positions"), head=("norm", "output"),
@@ -208,8 +208,8 @@ class Gpt(Model):
             matmul_params_per_layer=matmuls,
             head_matmul_params=table,
             stem_ops=(
-                Lookup(module="embed", rows=c.vocab_size, width=c.dim),
-                Lookup(module="positions", rows=c.max_seq_len, width=c.dim),
+                EmbeddingOp(module="embed", rows=c.vocab_size, width=c.dim),
+                EmbeddingOp(module="positions", rows=c.max_seq_len, width=c.dim),
             ),
             layer_ops=_operations(c),
             head_ops=(
@@ -261,13 +261,13 @@ class Gpt(Model):
         if config.get("model_type") != "gpt2":
             return None
         faults = [
-            Fault("config.json", f"{key} = {config.get(key)!r}: must be an integer of at least 1")
+            ConfigIssue("config.json", f"{key} = {config.get(key)!r}: must be an integer of at least 1")
             for key in _HF_SIZES
             if not isinstance(config.get(key), int) or config[key] < 1
         ]
         for key, value in {**_HF_FIXED, "quantization_config": None}.items():
             if config.get(key, value) not in (value, None):
-                faults.append(Fault("config.json", f"{key} = {config[key]!r}: this model has {value!r} only"))
+                faults.append(ConfigIssue("config.json", f"{key} = {config[key]!r}: this model has {value!r} only"))
         if faults:
             raise ConfigError(faults)
         return {
@@ -295,7 +295,10 @@ _HF_LAYER = {
 def _operations(c: GptConfig) -> tuple[Operation, ...]:
     """A layer, in order. What two operations keep is stated at the first of them."""
     d, f, q, kv = c.dim, c.ffn_width, c.n_heads * c.head_dim, c.kv_heads * c.head_dim
-    attended = Kept(numbers=2 * q + 2 * kv, region="inner"), Kept(numbers=c.n_heads, region="inner", bytes=4)
+    attended = (
+        SavedTensor(numbers=2 * q + 2 * kv, region="inner"),
+        SavedTensor(numbers=c.n_heads, region="inner", bytes=4),
+    )
     return (
         norm("attn_norm", d, 2, 2), shared(d, 3),
         linear("attn.wq", d, q, keeps=d, bias=True),
@@ -305,7 +308,7 @@ def _operations(c: GptConfig) -> tuple[Operation, ...]:
         residual(d),
         norm("ffn_norm", d, 2, 2),
         linear("ffn.up", d, f, keeps=d, bias=True),
-        Elementwise(region="inner", forward=2 * f, backward=3 * f, keeps=(Kept(numbers=f, region="inner"),)),
+        Elementwise(region="inner", forward=2 * f, backward=3 * f, keeps=(SavedTensor(numbers=f, region="inner"),)),
         linear("ffn.down", f, d, keeps=f, region="inner", bias=True),
         residual(d),
     )  # fmt: skip

@@ -18,7 +18,7 @@ import torch
 from torch.distributed.tensor import DTensor
 
 from titan.contracts import Costs, Job, NamedParameter, Optimizer, option, register
-from titan.contracts.base.cost import Held
+from titan.contracts.base.cost import PersistentState
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -60,7 +60,7 @@ class AdamW(Optimizer):
 
     def cost(self, costs: Costs, job: Job) -> Costs:
         """Two float32 means a parameter; weight, gradient and both means read, all but the gradient written."""
-        state = Held(component="optimizer", bytes=8, axes=costs.updated_over)
+        state = PersistentState(component="optimizer", bytes=8, axes=costs.updated_over)
         return replace(costs, held=(*costs.held, state), update_bytes=costs.update_bytes + 28)
 
     def describe(self, parameters: Sequence[NamedParameter]) -> str:

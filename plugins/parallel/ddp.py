@@ -12,8 +12,8 @@ from typing import Any, ClassVar
 from torch.distributed._composable.replicate_with_fsdp import replicate
 from torch.distributed.fsdp import FSDPModule
 
-from titan.contracts import Axis, Costs, Job, Part, Technique, World, register, sum_gradients
-from titan.contracts.base.cost import Traffic, Units
+from titan.contracts import Axis, BuildContext, Costs, Job, ModelPart, Technique, register, sum_gradients
+from titan.contracts.base.cost import CollectiveCost, GatherPolicy
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -40,13 +40,15 @@ class DistributedDataParallel(Technique):
 
     def cost(self, costs: Costs, job: Job) -> Costs:
         """One all-reduce of all gradients a step, beside the last backward."""
-        summed = Traffic(
+        summed = CollectiveCost(
             axes=("dp_replicate",), collective="all_reduce", where="unit", when="backward", numbers=1,
             bytes=costs.reduce_bytes, per_parameter=True, overlaps=True, every="step",
         )  # fmt: skip
-        return replace(costs, traffic=(*costs.traffic, summed), units=Units(gathered="micro_batch", summed="step"))
+        return replace(
+            costs, traffic=(*costs.traffic, summed), units=GatherPolicy(gathered="micro_batch", summed="step")
+        )
 
-    def apply(self, part: Part, world: World) -> None:
+    def apply(self, part: ModelPart, world: BuildContext) -> None:
         """Wrap each unit of one module, then what is left with the part itself."""
         settings: dict[str, Any] = {"mesh": world.mesh["dp_replicate"], "mp_policy": world.precision.policy()}
         for unit in part.units(world.plan):

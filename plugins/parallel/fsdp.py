@@ -22,8 +22,8 @@ from typing import Any, ClassVar, Literal
 from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule, fully_shard
 
-from titan.contracts import Axis, Costs, Fact, Job, Part, Technique, World, option, register, sum_gradients
-from titan.contracts.base.cost import Component, Held, Traffic, Units
+from titan.contracts import Axis, BuildContext, Costs, Fact, Job, ModelPart, Technique, option, register, sum_gradients
+from titan.contracts.base.cost import CollectiveCost, Component, GatherPolicy, PersistentState
 
 # Nothing here or in a model writes to an activation in place, which is what this warns of.
 warnings.filterwarnings("ignore", message=r"FSDP2-wrapped module .* returned a view tensor")
@@ -87,32 +87,32 @@ class FullyShardedDataParallel(Technique):
         gathered: tuple[Literal["step", "micro_batch", "use"], ...] = ("step", "micro_batch", "use")
         return replace(
             costs,
-            held=tuple(Held(component=component, bytes=4, axes=shard) for component in state),
-            units=Units(gathered=gathered[stage - 1], summed="step" if stage == 1 else "micro_batch"),
+            held=tuple(PersistentState(component=component, bytes=4, axes=shard) for component in state),
+            units=GatherPolicy(gathered=gathered[stage - 1], summed="step" if stage == 1 else "micro_batch"),
             traffic=(*costs.traffic, *self._traffic(costs, stage)),
             updated_over=shard,
         )
 
-    def _traffic(self, costs: Costs, stage: int) -> list[Traffic]:
+    def _traffic(self, costs: Costs, stage: int) -> list[CollectiveCost]:
         every: Any = "step" if stage == 1 else "use"
         settings: dict[str, Any] = {"where": "unit", "per_parameter": True, "overlaps": True}
         shard: dict[str, Any] = {**settings, "axes": ("dp_shard",), "every": every}
-        found = [Traffic(collective="all_gather", when="forward", numbers=1, **shard)]
+        found = [CollectiveCost(collective="all_gather", when="forward", numbers=1, **shard)]
         if stage == 3:
-            found.append(Traffic(collective="all_gather", when="backward", numbers=1, kept=True, **shard))
+            found.append(CollectiveCost(collective="all_gather", when="backward", numbers=1, kept=True, **shard))
         if stage > 1 and costs.micro_batches > 1:
             # Prefetched at the end of a backward that is not the step's last, for nobody.
             again: dict[str, Any] = {**shard, "where": "head", "every": "step"}
-            found.append(Traffic(collective="all_gather", when="backward", numbers=1, **again))
+            found.append(CollectiveCost(collective="all_gather", when="backward", numbers=1, **again))
         summed: dict[str, Any] = {"when": "backward", "bytes": costs.reduce_bytes}
-        found.append(Traffic(collective="reduce_scatter", numbers=1, **summed, **shard))
-        replicas = Traffic(
+        found.append(CollectiveCost(collective="reduce_scatter", numbers=1, **summed, **shard))
+        replicas = CollectiveCost(
             axes=("dp_replicate",), collective="all_reduce", numbers=1, over=("dp_shard",), every="step",
             **summed, **settings,
         )  # fmt: skip
         return [*found, replicas]
 
-    def apply(self, part: Part, world: World) -> None:
+    def apply(self, part: ModelPart, world: BuildContext) -> None:
         """Wrap each unit, then the rest with the part itself."""
         pipelined = world.job.layout.role_degree("stage") > 1
         self._stage = self._stage_of(world.job)

@@ -10,7 +10,7 @@ With `sequence_parallel` (arXiv 2205.05198) what lies between those pairs - norm
 only S / tp positions: the sum becomes a reduce-scatter over S, and an all-gather precedes each pair. With
 `loss_parallel` logits stay split over the vocabulary, as DTensors, and the loss sums over ranks, gathering nothing.
 
-What is done to which module is the model's to say (`ModelPlan.tensor`); this file only turns its words into DTensor
+What is done to which module is the model's to say (`ModelSpec.tensor`); this file only turns its words into DTensor
 layouts. Parameters without a split are replicated DTensors, so that optimizers and clipping see one kind of tensor.
 
 Cost for tp ranks, a micro batch of B x S tokens of width D in e bytes per number:
@@ -42,8 +42,8 @@ from torch.distributed.tensor import DTensor, Partial, Replicate, Shard, distrib
 from torch.distributed.tensor.parallel import ColwiseParallel, ParallelStyle, RowwiseParallel, parallelize_module
 from torch.distributed.tensor.placement_types import Placement
 
-from titan.contracts import Axis, Costs, Job, ModelPlan, Part, Technique, World, option, register
-from titan.contracts.base.cost import Collective, Traffic, When, Where
+from titan.contracts import Axis, BuildContext, Costs, Job, ModelPart, ModelSpec, Technique, option, register
+from titan.contracts.base.cost import Collective, CollectiveCost, When, Where
 from titan.contracts.base.plan import TensorStyle, glob_matches, nearest
 from titan.errors import PluginError
 
@@ -68,9 +68,9 @@ class TensorParallel(Technique):
 
     def __init__(self, config: TensorConfig) -> None:
         super().__init__(config)
-        self._parts: list[Part] = []
+        self._parts: list[ModelPart] = []
 
-    def check(self, job: Job, plan: ModelPlan) -> Iterable[str]:
+    def check(self, job: Job, plan: ModelSpec) -> Iterable[str]:
         """Heads, and the positions of a sequence where they are split, must come out even."""
         tp, others = job.layout.degree("tp"), job.layout.role_degree("sequence")
         if tp == 1:
@@ -103,7 +103,7 @@ class TensorParallel(Technique):
         splits = {region: ranks * (tp if region in split else 1) for region, ranks in costs.splits.items()}
         return replace(costs, splits=splits, traffic=(*costs.traffic, *self._traffic(costs, job.plan)))
 
-    def _traffic(self, costs: Costs, plan: ModelPlan) -> Iterator[Traffic]:
+    def _traffic(self, costs: Costs, plan: ModelSpec) -> Iterator[CollectiveCost]:
         """Pairs are entered and left; each way back sends what the way in received."""
         styles = [style for glob, style in plan.tensor.items() if glob.startswith(f"{plan.layers}.")]
         enter, leave = styles.count("gather"), styles.count("row")
@@ -116,9 +116,11 @@ class TensorParallel(Technique):
         yield from self._joins("head", "forward", costs.dim, 1, 0)
         yield from self._joins("head", "backward", costs.dim, 0, 1)
         if not self.config.loss_parallel:
-            yield Traffic(axes=("tp",), collective="all_gather", where="head", when="forward", numbers=plan.vocab_size)
+            yield CollectiveCost(
+                axes=("tp",), collective="all_gather", where="head", when="forward", numbers=plan.vocab_size
+            )
 
-    def _joins(self, where: Where, when: When, numbers: int, gathers: int, sums: int) -> Iterator[Traffic]:
+    def _joins(self, where: Where, when: When, numbers: int, gathers: int, sums: int) -> Iterator[CollectiveCost]:
         """What is made whole is gathered from slices, or was whole already; what is summed is sliced then, or not."""
         sliced = self.config.sequence_parallel
         joins: dict[Collective, int] = (
@@ -126,9 +128,11 @@ class TensorParallel(Technique):
         )
         for kind, count in joins.items():
             if count:
-                yield Traffic(axes=("tp",), collective=kind, where=where, when=when, numbers=numbers, count=count)
+                yield CollectiveCost(
+                    axes=("tp",), collective=kind, where=where, when=when, numbers=numbers, count=count
+                )
 
-    def apply(self, part: Part, world: World) -> None:
+    def apply(self, part: ModelPart, world: BuildContext) -> None:
         """Replace the parameters of one part by their slices, and hook in what joins them.
 
         Raises:
@@ -197,7 +201,7 @@ class TensorParallel(Technique):
             parameter.grad = DTensor.from_local(whole.view(parameter.shape), mesh, [Replicate()], run_check=False)
 
 
-def _check_norm(kind: TensorStyle, name: str, module: nn.Module, plan: ModelPlan) -> None:
+def _check_norm(kind: TensorStyle, name: str, module: nn.Module, plan: ModelSpec) -> None:
     """Refuse a "norm" that cannot be one of hidden states, which a pair of linears would feed with a slice of heads."""
     above = [name[:end] for end, letter in enumerate(name) if letter == "."]
     inside = any(style == "gather" and glob_matches(glob, n) for glob, style in plan.tensor.items() for n in above)
@@ -205,7 +209,7 @@ def _check_norm(kind: TensorStyle, name: str, module: nn.Module, plan: ModelPlan
     if kind == "norm" and inside and widths - {plan.dim}:
         raise PluginError(
             f'the model\'s plan has {name} as a "norm" of hidden states, {plan.dim} wide, but its parameters are '
-            f'{", ".join(map(str, sorted(widths)))} wide; a norm of heads is a "qk_norm" in ModelPlan.tensor'
+            f'{", ".join(map(str, sorted(widths)))} wide; a norm of heads is a "qk_norm" in ModelSpec.tensor'
         )
 
 

@@ -39,7 +39,7 @@ from typing import Any, Literal
 import torch
 from torch import nn
 
-from titan.contracts import Costs, Job, ModelPlan, Part, Technique, World, option, register
+from titan.contracts import BuildContext, Costs, Job, ModelPart, ModelSpec, Technique, option, register
 from titan.contracts.base.cost import Elementwise, Matmul
 from titan.contracts.base.options import did_you_mean
 from titan.contracts.base.plan import glob_matches, nearest
@@ -76,10 +76,10 @@ class Float8(Technique):
 
     def __init__(self, config: Float8Config) -> None:
         super().__init__(config)
-        self._world: World | None = None
+        self._world: BuildContext | None = None
         self._scaled = False
 
-    def check(self, job: Job, plan: ModelPlan) -> Iterable[str]:
+    def check(self, job: Job, plan: ModelSpec) -> Iterable[str]:
         """The package must be there, the options fit each other, and every slice of a product come out even."""
         if find_spec("torchao") is None:
             yield f"torchao is missing: {install('float8')}"
@@ -121,7 +121,7 @@ class Float8(Technique):
         casts = Elementwise(region="inner", forward=1.5 * sum(widths), backward=1.5 * sum(widths))
         return replace(costs, dtype="float8", layer=(*costs.layer, casts))
 
-    def apply(self, part: Part, world: World) -> None:
+    def apply(self, part: ModelPart, world: BuildContext) -> None:
         """Swap the linears of the whole model; names and parameters stay."""
         torchao = _torchao()
         config = torchao.Float8LinearConfig.from_recipe_name(self.config.recipe)
@@ -156,7 +156,7 @@ class Float8(Technique):
         self._scaled = True
 
 
-def _linears(model: nn.Module, plan: ModelPlan) -> dict[str, nn.Linear]:
+def _linears(model: nn.Module, plan: ModelSpec) -> dict[str, nn.Linear]:
     """The linears inside layers by name, but for those whose weight is another's too."""
     tied = {name for pair in plan.tied for name in pair}
     layers = tuple(f"{name}." for name in plan.layer_names())
@@ -167,7 +167,7 @@ def _linears(model: nn.Module, plan: ModelPlan) -> dict[str, nn.Linear]:
     }
 
 
-def _check_slices(job: Job, plan: ModelPlan, linears: dict[str, nn.Linear]) -> Iterator[str]:
+def _check_slices(job: Job, plan: ModelSpec, linears: dict[str, nn.Linear]) -> Iterator[str]:
     """Hold the slices that the plan makes of each linear against the multiple; a glob is said once."""
     axes = {axis: job.layout.degree(axis) for axis in job.layout.of_role("model")}
     ranks = job.layout.role_degree("model")
@@ -199,7 +199,7 @@ def _torchao() -> Any:
         logging.disable(logging.NOTSET)
 
 
-def _multiplies(world: World, config: Any) -> bool:
+def _multiplies(world: BuildContext, config: Any) -> bool:
     """Whether this device can do all products of a recipe; found out by doing them."""
     config = replace(config, enable_fsdp_float8_all_gather=False)
     settings: dict[str, Any] = {"device": world.device, "dtype": world.precision.param}

@@ -23,7 +23,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 from titan.contracts import Row, RunInfo, Tracker, option, register
-from titan.errors import ConfigError, Fault, by_errno, install
+from titan.errors import ConfigError, ConfigIssue, by_errno, install
 
 _log = logging.getLogger("titan")
 
@@ -76,7 +76,7 @@ class Wandb(Tracker):
             )  # fmt: skip
         except (wandb.Error, OSError) as error:
             what = f"[metrics.wandb] mode = {own.mode!r}: {' '.join(str(error).split())}"
-            fault = Fault("", f'{what}; run `wandb login`, or set mode = "offline"')
+            fault = ConfigIssue("", f'{what}; run `wandb login`, or set mode = "offline"')
             raise by_errno(error, ConfigError([fault])) from None
         self._run.define_metric("step", hidden=True)
         self._run.define_metric("*", step_metric="step")

@@ -16,7 +16,7 @@ from titan.contracts.base.registry import Plugin
 from titan.planner.step.layout import costs_of
 from titan.planner.step.predict import Planner
 
-registry.open_doors()
+registry.load_plugins()
 # Other tests' guests may have come in already.
 EVERY = [plugin for plugin in registry.every() if plugin.__module__.startswith("titan.plugins.")]
 TECHNIQUES = [plugin for plugin in EVERY if issubclass(plugin, Technique)]

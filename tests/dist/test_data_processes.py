@@ -133,7 +133,7 @@ def test_processes_know_plugins_of_a_users_folder(home: str, text: Path, tmp_pat
     (tmp_path / home / "shouted.py").write_text(SHOUTED)
     beside = tmp_path / f"{home}_shouted.py"
     beside.write_text(SHOUTED.replace('"shouted"', '"another"'))
-    registry.open_doors([tmp_path / home / "shouted.py", beside])
+    registry.load_plugins([tmp_path / home / "shouted.py", beside])
     plugin = registry.find("dataset", "shouted")
     assert plugin is not None
     dataset = plugin(plugin.Config(path=str(text)))

@@ -35,7 +35,7 @@ def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> str:
 def _texts(checkpoint: str, words: list[str]) -> list[list[int]]:
     """On one rank: greedy and drawn continuations of all prompts."""
     from titan.inference import generation
-    from titan.inference.trained import open_job, open_trained
+    from titan.inference.load_model import open_job, open_trained
     from titan.ranks import process
 
     path, job = open_job(checkpoint, words, process.launched_world_size())

@@ -14,16 +14,16 @@ from torch.distributed.tensor import DTensor
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 
 from tests.ranks import run_ranks
-from titan.contracts import Axis, Part, Technique
+from titan.contracts import Axis, ModelPart, Technique
 from titan.contracts.base.mesh import Mesh, lay_out
-from titan.contracts.base.plan import ONES, ZEROS, ModelPlan, computed, normal
+from titan.contracts.base.plan import ONES, ZEROS, ModelSpec, computed, normal
 from titan.errors import PluginError
 from titan.plugins.models.llama import Llama
 from titan.training import build, phases
 from titan.training.gradients import clip, global_norm
 from titan.training.init import draw, init_weights
 
-PLAN = ModelPlan(
+PLAN = ModelSpec(
     n_layers=1, dim=5, n_heads=1, n_kv_heads=1, head_dim=5, vocab_size=7, max_seq_len=4, stem=(), head=(), tensor={},
     init={"*.weight": normal(0.5), "*.bias": ONES}, layer_params=0, stem_params=0, head_params=0,
     matmul_params_per_layer=0, head_matmul_params=0,
@@ -42,7 +42,7 @@ def _mixed() -> tuple[float, float, dict[str, float]]:
     parallelize_module(module, both["tp"], {"0": ColwiseParallel(), "1": RowwiseParallel()})
     fully_shard(module[0], mesh=both["dp"])
     fully_shard(module[1], mesh=both["dp"])  # the last layer stays plain
-    part = Part(module)
+    part = ModelPart(module)
     init_weights(part, PLAN, seed=3)
     worst = {}
     for name, parameter in part.parameters():
@@ -58,7 +58,7 @@ def _mixed() -> tuple[float, float, dict[str, float]]:
 
 def test_norm_clipping_and_initial_weights_of_sharded_sliced_and_plain_parameters() -> None:
     module = _module()
-    init_weights(Part(module), PLAN, seed=3)
+    init_weights(ModelPart(module), PLAN, seed=3)
     expected = 2 * torch.cat([p.detach().flatten() for p in module.parameters()]).norm().item()
     for norm, clipped, worst in run_ranks(_mixed, 4):
         assert abs(norm / expected - 1) < 1e-6

@@ -14,7 +14,7 @@ from torch.distributed.tensor import DTensor
 
 from tests.jobs import SELF_SEND
 from tests.ranks import RankError, run_ranks
-from titan.contracts import Batch, Mesh, Model, Part, Precision, Technique, World
+from titan.contracts import Batch, BuildContext, Mesh, Model, ModelPart, Precision, Technique
 from titan.contracts.base.mesh import Layout
 from titan.contracts.base.plan import normal
 from titan.plugins.losses.cross_entropy import CrossEntropy
@@ -28,7 +28,7 @@ from titan.plugins.parallel.pipeline.stages import takes
 from titan.plugins.parallel.tensor import TensorParallel
 from titan.plugins.precision.bf16 import BFloat16
 from titan.training import phases
-from titan.training.engine import Direct, StepLoss
+from titan.training.engine import SequentialEngine, StepLoss
 from titan.training.gradients import global_norm
 
 V_SHAPED = ("ZBVZeroBubble", "DualPipeV") if SELF_SEND else ()
@@ -97,7 +97,7 @@ def _techniques(case: Case) -> list[Technique]:
     return techniques
 
 
-def _world(case: Case, techniques: Sequence[Technique], degrees: dict[str, int]) -> World:
+def _world(case: Case, techniques: Sequence[Technique], degrees: dict[str, int]) -> BuildContext:
     axes = [axis for technique in techniques for axis in technique.axes if axis.name in degrees]
     ordered = tuple(sorted(axes, key=lambda axis: axis.depth))
     layout = Layout(ordered, {axis.name: degrees[axis.name] for axis in ordered})
@@ -113,7 +113,7 @@ def _world(case: Case, techniques: Sequence[Technique], degrees: dict[str, int])
         model=model, layout=layout, micro_batches=case.micro_batches,
         run=SimpleNamespace(seed=5), data=SimpleNamespace(seq_len=LENGTH),
     )  # fmt: skip
-    return World(job, mesh, replace(model.plan(), init=init), precision, list(techniques))
+    return BuildContext(job, mesh, replace(model.plan(), init=init), precision, list(techniques))
 
 
 def _loss(tokens: int) -> StepLoss:
@@ -122,10 +122,10 @@ def _loss(tokens: int) -> StepLoss:
     return loss
 
 
-_ALONE: dict[Any, tuple[Part, float]] = {}
+_ALONE: dict[Any, tuple[ModelPart, float]] = {}
 
 
-def _alone(case: Case) -> tuple[Part, float]:
+def _alone(case: Case) -> tuple[ModelPart, float]:
     """One process, all micro batches: the part with its gradients, and the loss; kept for cases of another layout."""
     alike = replace(case, axes=(), schedule="", virtual_stages=0, split_points=(), zero_stage=None, recompute=False)
     shards = case.degrees.get("dp_shard", 1) * case.degrees.get("dp_replicate", 1)
@@ -135,12 +135,12 @@ def _alone(case: Case) -> tuple[Part, float]:
     return _ALONE[key]
 
 
-def _run_alone(case: Case, shards: int) -> tuple[Part, float]:
+def _run_alone(case: Case, shards: int) -> tuple[ModelPart, float]:
     world = _world(case, [], {})
     (part,) = phases.assemble(world)
     batches = [batch for shard in range(shards) for batch in case.batches(shard, shards)]
     loss = _loss(sum(int((batch.labels >= 0).sum()) for batch in batches))
-    Direct(part, []).forward_backward(batches, loss)
+    SequentialEngine(part, []).forward_backward(batches, loss)
     return part, loss.reported.item()
 
 
@@ -165,7 +165,7 @@ class Found:
     logits: float | None
 
 
-def _assemble(case: Case) -> tuple[list[Part], World, Any]:
+def _assemble(case: Case) -> tuple[list[ModelPart], BuildContext, Any]:
     techniques = _techniques(case)
     world = _world(case, techniques, case.degrees)
     parts = phases.assemble(world)
@@ -310,7 +310,7 @@ def _same_sums(axis: str, schedules: Sequence[str]) -> dict[str, float]:
     techniques = _techniques(alone)
     world = _world(alone, techniques, alone.degrees)
     (part,) = phases.assemble(world)
-    Direct(part, techniques).forward_backward(alone.batches(dist.get_rank(), 4), _loss(100))
+    SequentialEngine(part, techniques).forward_backward(alone.batches(dist.get_rank(), 4), _loss(100))
     expected = {name: _whole(_gradient(parameter)) for name, parameter in part.parameters()}
     differences = {}
     for schedule in schedules:

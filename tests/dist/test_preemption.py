@@ -7,9 +7,9 @@ from pathlib import Path
 
 import pytest
 
-from tests.bell import end, job, launch
 from tests.jobs import Outcome, read_rows, train_job
 from tests.ranks import run_ranks
+from tests.signals import end, job, launch
 from titan import train
 from titan.checkpoint.disk.folder import complete
 from titan.ranks import preemption

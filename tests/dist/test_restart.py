@@ -12,20 +12,20 @@ from unittest.mock import patch
 import pytest
 import torch.distributed as dist
 
-from tests.bell import end, job
-from tests.bell import launch as start
 from tests.jobs import LLAMA, read_rows, train_job
 from tests.ranks import run_ranks as in_a_fresh_process
+from tests.signals import end, job
+from tests.signals import launch as start
 from titan import launch
 from titan.config import load_job
 from titan.errors import ConfigError
-from titan.ranks import launcher, nodes, process
-from titan.ranks.children import Children, Entry
-from titan.ranks.place import LOCAL, Place
+from titan.ranks import launcher, process, rendezvous
+from titan.ranks.launch_env import LOCAL, LaunchEnv
+from titan.ranks.rank_processes import Entry, RankProcesses
 
 
-def _children(entry: Entry, ranks: int) -> Children:
-    return Children(entry, [], Place(1, 0, ranks, LOCAL, 0), fork=True)
+def _children(entry: Entry, ranks: int) -> RankProcesses:
+    return RankProcesses(entry, [], LaunchEnv(1, 0, ranks, LOCAL, 0), fork=True)
 
 
 # --- starting again -----------------------------------------------------------------------------------------------
@@ -130,7 +130,7 @@ class Stale(Text):
 def test_a_file_system_that_fails_at_the_start_is_tried_again(tmp_path: Path) -> None:
     """Rank 0 tokenises, and the other one ends with it; the words that rank 0 says are those of any wrong file."""
     argv = job(tmp_path, "--mesh.dp_shard", "2", "--train.steps", "1", "--data.name", "stale", to="nobody", rank=2)
-    (tmp_path / "guests" / "stale.py").write_text(STALE)
+    (tmp_path / "plugins" / "stale.py").write_text(STALE)
     code, said = end(start(argv, NPROC=2, MAX_RESTARTS=1))
     assert code == 0, said
     assert f"error: cannot tokenise into the cache {tmp_path}/cache: Stale file handle (" in said
@@ -156,7 +156,7 @@ def test_ranks_that_torchrun_starts_again_do_not_meet_the_dead(tmp_path: Path) -
 
 
 def _free_port() -> int:
-    with nodes.listen(0) as listening:
+    with rendezvous.listen(0) as listening:
         return int(listening.getsockname()[1])
 
 
@@ -177,15 +177,15 @@ def test_two_nodes_start_again_together(tmp_path: Path) -> None:
     assert {step: row["loss"] for step, row in rows.items()} == {step: row["loss"] for step, row in whole.items()}
 
 
-def _met(place: Place) -> tuple[threading.Thread, list[object]]:
+def _met(place: LaunchEnv) -> tuple[threading.Thread, list[object]]:
     """Node 0 in a thread: what it heard from each of the others after they had met, or its error."""
     heard: list[object] = []
 
     def gather() -> None:
         try:
-            with nodes.meet(place) as others:
+            with rendezvous.meet(place) as others:
                 heard.extend(others.hear(node) for node in sorted(others.links))
-        except (ConfigError, nodes.NodeLostError) as error:
+        except (ConfigError, rendezvous.NodeLostError) as error:
             heard.append(str(error))
 
     thread = threading.Thread(target=gather)
@@ -204,11 +204,11 @@ def _say(port: int, message: bytes) -> Connection:
     return link
 
 
-def test_strangers_are_turned_away() -> None:
+def test_untrusted_checkpoints_are_turned_away() -> None:
     port = _free_port()
-    thread, heard = _met(Place(2, 0, 1, LOCAL, port))
+    thread, heard = _met(LaunchEnv(2, 0, 1, LOCAL, port))
     strangers = [_say(port, message) for message in (b"GET / HTTP/1.1", b"[1]", b'{"node": 1}')]
-    with nodes.meet(Place(2, 1, 1, LOCAL, port)) as others:
+    with rendezvous.meet(LaunchEnv(2, 1, 1, LOCAL, port)) as others:
         others.tell({"ended": []})
         thread.join()
     assert heard == [{"ended": []}]
@@ -218,8 +218,8 @@ def test_strangers_are_turned_away() -> None:
 
 def test_a_node_that_is_gone() -> None:
     port = _free_port()
-    thread, heard = _met(Place(2, 0, 1, LOCAL, port))
-    with nodes.meet(Place(2, 1, 1, LOCAL, port)):
+    thread, heard = _met(LaunchEnv(2, 0, 1, LOCAL, port))
+    with rendezvous.meet(LaunchEnv(2, 1, 1, LOCAL, port)):
         pass
     thread.join()
     assert heard == ["the launcher of node 1 is gone"]
@@ -235,7 +235,7 @@ def test_a_node_that_is_gone() -> None:
 )
 def test_nodes_that_do_not_fit_together(hello: dict[str, int], said: str) -> None:
     port = _free_port()
-    thread, heard = _met(Place(2, 0, 4, LOCAL, port))
+    thread, heard = _met(LaunchEnv(2, 0, 4, LOCAL, port))
     link = _say(port, json.dumps(hello).encode())
     thread.join()
     assert heard == [f"environment: {said}"]
@@ -243,7 +243,7 @@ def test_nodes_that_do_not_fit_together(hello: dict[str, int], said: str) -> Non
 
 
 def test_a_port_that_is_taken() -> None:
-    with nodes.listen(0) as taken:
+    with rendezvous.listen(0) as taken:
         port = taken.getsockname()[1]
         with pytest.raises(ConfigError, match=f"MASTER_PORT = {port}: Address already in use"):
-            nodes.meet(Place(2, 0, 1, LOCAL, port)).__enter__()
+            rendezvous.meet(LaunchEnv(2, 0, 1, LOCAL, port)).__enter__()

@@ -6,10 +6,10 @@ from pathlib import Path
 
 import pytest
 
-from tests.bell import job as arguments
 from tests.jobs import read_rows, train_job
+from tests.signals import job as arguments
 from tests.slurm import ROOT, Job, Slurm
-from titan.ranks import nodes
+from titan.ranks import rendezvous
 
 TEMPLATE = str(ROOT / "docs" / "slurm.sh")
 
@@ -22,7 +22,7 @@ def slurm(tmp_path: Path) -> Iterator[Slurm]:
 
 def submit(slurm: Slurm, argv: list[str]) -> Job:
     """A run by the template, whose nodes have one rank each and meet at a port that is free."""
-    with nodes.listen(0) as listening:
+    with rendezvous.listen(0) as listening:
         port = listening.getsockname()[1]
     variables = {"TITAN_PYTHON": sys.executable, "MASTER_PORT": str(port), "NPROC": "1", "OMP_NUM_THREADS": "1"}
     [job] = slurm.submit(TEMPLATE, *argv, "--mesh.dp_shard", "2", "--metrics.console.enabled", "true", **variables)
@@ -81,7 +81,7 @@ sys.exit(launch.main([]))
 ASKS = """\
 import os, sys
 from titan.errors import ConfigError
-from titan.ranks.place import find_place, rank_environment
+from titan.ranks.launch_env import find_place, rank_environment
 
 try:
     mine = rank_environment(os.environ)

@@ -9,9 +9,9 @@ from bench import arithmetic as published
 from titan.config import Job, load_job
 from titan.contracts import Model
 from titan.contracts.base import registry
-from titan.contracts.base.cost import Held
+from titan.contracts.base.cost import PersistentState
 from titan.errors import ConfigError
-from titan.planner.report import by_hand
+from titan.planner.report import closed_form
 from titan.planner.step import arithmetic
 from titan.plugins.models import gpt, llama
 
@@ -22,7 +22,7 @@ PRESETS = [pytest.param(m, preset, id=f"{m.name}-{preset}") for m in MODELS for 
 
 @pytest.fixture(scope="module")
 def gpt3() -> Job:
-    return by_hand.alone(GPT3)
+    return closed_form.alone(GPT3)
 
 
 # --- parameters ---------------------------------------------------------------------------------------------------
@@ -53,7 +53,7 @@ def test_parameters_of_gpt3(gpt3: Job) -> None:
     ("preset", "billions"), [("frontier-22b", 22.07), ("frontier-175b", 174.62), ("frontier-1t", 1008.04)]
 )
 def test_parameters_of_frontier(preset: str, billions: float) -> None:
-    plan = by_hand.alone(["--model.name", "gpt", "--model.preset", preset]).plan
+    plan = closed_form.alone(["--model.name", "gpt", "--model.preset", preset]).plan
     assert plan.params / 1e9 == pytest.approx(billions, abs=0.005)
     assert plan.params == pytest.approx(12 * plan.n_layers * plan.dim**2, rel=0.02)
 
@@ -62,7 +62,7 @@ def test_parameters_of_frontier(preset: str, billions: float) -> None:
     ("preset", "params"), list(zip(("7b", "13b", "33b", "65b"), (row.params for row in published.LLAMA), strict=True))
 )
 def test_parameters_of_llama(preset: str, params: int) -> None:
-    assert by_hand.alone(["--model.name", "llama", "--model.preset", preset]).plan.params == params
+    assert closed_form.alone(["--model.name", "llama", "--model.preset", preset]).plan.params == params
 
 
 # --- memory -------------------------------------------------------------------------------------------------------
@@ -128,7 +128,7 @@ def test_splitting_activations() -> None:
 
 @pytest.mark.parametrize("preset", ["175b", "frontier-22b", "frontier-1t"])
 def test_megatrons_flops_are_the_plans(preset: str) -> None:
-    plan = by_hand.alone(["--model.name", "gpt", "--model.preset", preset]).plan
+    plan = closed_form.alone(["--model.name", "gpt", "--model.preset", preset]).plan
     formula = arithmetic.megatron_flops(3, 2048, plan.n_layers, plan.dim, plan.vocab_size)
     assert 3 * 2048 * arithmetic.hardware_flops_per_token(plan, 2048) == pytest.approx(formula, rel=1e-12)
 
@@ -173,7 +173,7 @@ def test_llamas_hours() -> None:
 
 
 def test_report_of_gpt3(gpt3: Job) -> None:
-    report = by_hand.report(gpt3, tokens=300e9, devices=1024, peak_tflops=312, utilisation=140 / 312)
+    report = closed_form.report(gpt3, tokens=300e9, devices=1024, peak_tflops=312, utilisation=140 / 312)
     assert json.loads(json.dumps(report)) == report
     assert report["model"]["seq_len"] == 2048
     assert report["parameters"]["exact"] == gpt3.plan.params
@@ -185,8 +185,8 @@ def test_report_of_gpt3(gpt3: Job) -> None:
 
 
 def test_report_splits_the_model_as_the_job_does() -> None:
-    job = by_hand.alone(["--model.name", "gpt", "--model.preset", "13b", "--mesh.tp", "4"])
-    report = by_hand.report(job, devices=32)
+    job = closed_form.alone(["--model.name", "gpt", "--model.preset", "13b", "--mesh.tp", "4"])
+    report = closed_form.report(job, devices=32)
     assert (report["state"]["model_split_over"], report["state"]["data_parallel_ranks"]) == (4, 8)
     assert report["state"]["zero"]["16"][1] == pytest.approx((4 + 12 / 8) * job.plan.params / 4)
     assert set(report["activations"]["per_layer"]) == {"one device", "tensor 4", "tensor and sequence 4"}
@@ -196,15 +196,18 @@ def test_report_splits_the_model_as_the_job_does() -> None:
 
 
 def test_report_counts_what_the_job_holds(gpt3: Job) -> None:
-    held = [Held(component="parameters", bytes=4), Held(component="parameters", bytes=2, units=2)]
-    held += [Held(component="optimizer", bytes=4), Held(component="optimizer", bytes=4, axes=("dp_shard",))]
-    own = by_hand.report(gpt3, held=held)["state"]["own_bytes_per_parameter"]
+    held = [PersistentState(component="parameters", bytes=4), PersistentState(component="parameters", bytes=2, units=2)]
+    held += [
+        PersistentState(component="optimizer", bytes=4),
+        PersistentState(component="optimizer", bytes=4, axes=("dp_shard",)),
+    ]
+    own = closed_form.report(gpt3, held=held)["state"]["own_bytes_per_parameter"]
     assert own == {"parameters": 4, "optimizer": 8}
 
 
 def test_layout_of_a_config_is_the_default() -> None:
     overrides = ["--mesh.tp", "2", "--mesh.pp", "2", "--mesh.dp_shard", "3"]
-    state = by_hand.report(load_job(None, overrides))["state"]
+    state = closed_form.report(load_job(None, overrides))["state"]
     assert (state["model_split_over"], state["data_parallel_ranks"]) == (4, 3)
 
 
@@ -218,19 +221,23 @@ def test_layout_of_a_config_is_the_default() -> None:
     ],
 )
 def test_faults(given: dict[str, float], said: str) -> None:
-    job = by_hand.alone(["--model.name", "gpt", "--model.preset", "13b", "--mesh.tp", "4"])
+    job = closed_form.alone(["--model.name", "gpt", "--model.preset", "13b", "--mesh.tp", "4"])
     with pytest.raises(ConfigError, match=said):
-        by_hand.report(job, **given)  # type: ignore[arg-type]
+        closed_form.report(job, **given)  # type: ignore[arg-type]
 
 
 def test_text_has_the_numbers(gpt3: Job) -> None:
-    text = by_hand.text(by_hand.report(gpt3, tokens=300e9, devices=1024, peak_tflops=312, utilisation=140 / 312))
+    text = closed_form.text(
+        closed_form.report(gpt3, tokens=300e9, devices=1024, peak_tflops=312, utilisation=140 / 312)
+    )
     for said in ("174,604,259,328", "+0.33%", "698.4 GB", "275.4 GB", "444.5 GB", "33.8 days", "34.7 days"):
         assert said in text
     assert max(map(len, text.splitlines())) <= 120
     assert "formulas of a GPT" not in text
-    registry.open_doors(())
-    odd = by_hand.text(by_hand.report(by_hand.alone(["--model.name", "llama", "--model.preset", "llama3-8b"])))
+    registry.load_plugins(())
+    odd = closed_form.text(
+        closed_form.report(closed_form.alone(["--model.name", "llama", "--model.preset", "llama3-8b"]))
+    )
     assert "formulas of a GPT" in odd
 
 

@@ -10,7 +10,7 @@ import tomli_w
 from titan.config import Job, load_job
 from titan.contracts.base import registry
 
-GUESTS = Path(__file__).parents[1] / "guests"
+TEST_PLUGINS = Path(__file__).parents[1] / "plugins"
 CONFIGS = sorted((Path(__file__).parents[2] / "configs").glob("*.toml"))
 MILLION = 2**20
 
@@ -68,11 +68,11 @@ def test_a_resolved_job_is_the_same_wherever_it_is_read(tmp_path: Path, monkeypa
     for folder in ("mine", "jobs", "earlier", "weights", "text"):
         (place / folder).mkdir(parents=True)
     elsewhere.mkdir()
-    shutil.copy(GUESTS / "averager.py", place / "mine")
+    shutil.copy(TEST_PLUGINS / "averager.py", place / "mine")
     (place / "text" / "a.txt").write_text("text")
     (tmp_path / "x.py").touch()
     (place / "jobs" / "job.toml").write_text(RELATIVE)
-    registry.open_doors()
+    registry.load_plugins()
     for name in ("_plugins", "_opened"):
         monkeypatch.setattr(registry, name, getattr(registry, name).copy())
     monkeypatch.chdir(place)

@@ -16,7 +16,7 @@ from titan.planner.step.memory import shapes, sliced
 from titan.planner.step.predict import Planner, flops_per_token
 from titan.planner.step.traffic import moved
 
-registry.open_doors()
+registry.load_plugins()
 MODELS = [(plugin, preset) for plugin in registry.of_kind("model") for preset in plugin.presets]
 
 

@@ -13,9 +13,9 @@ import torch
 
 from titan import cli
 from titan.contracts.base.cost import Collective
-from titan.doctor import cluster_file, device, joins
+from titan.doctor import cluster_file, collective_overhead, device
 from titan.doctor.clock import Time
-from titan.doctor.joins import GATHERED, SPLIT
+from titan.doctor.collective_overhead import GATHERED, SPLIT
 from titan.doctor.links import MOST_ROUNDS, Layout
 from titan.doctor.report import Reading, Row, line, outliers, rows
 from titan.planner.machine import cluster
@@ -169,13 +169,13 @@ def test_what_whole_layers_take_is_no_part_of_a_join(monkeypatch: pytest.MonkeyP
         me=SimpleNamespace(device=torch.device("cpu"), number=1), together=lambda work: Time(next(taken), 0.1)
     )
     mesh = SimpleNamespace(size=lambda: 2)
-    monkeypatch.setattr(joins, "init_device_mesh", lambda *shape, **names: {"node": mesh})
+    monkeypatch.setattr(collective_overhead, "init_device_mesh", lambda *shape, **names: {"node": mesh})
     for name in ("_split", "_sharded"):
-        monkeypatch.setattr(joins, name, lambda mesh: None)
-    found = {reading.kind: reading for reading in joins.measure(clock, Layout(2, 2, RANKS))}  # type: ignore[arg-type]
+        monkeypatch.setattr(collective_overhead, name, lambda mesh: None)
+    found = {reading.kind: reading for reading in collective_overhead.measure(clock, Layout(2, 2, RANKS))}  # type: ignore[arg-type]
     assert {kind: reading.seconds for kind, reading in found.items()} == {SPLIT: 2.0, GATHERED: 2.0}
     assert all(reading.about == {"ranks": 2} for reading in found.values())
-    assert not list(joins.measure(clock, Layout(2, 1, RANKS)))  # type: ignore[arg-type]
+    assert not list(collective_overhead.measure(clock, Layout(2, 1, RANKS)))  # type: ignore[arg-type]
 
 
 # --- the file -----------------------------------------------------------------------------------------------------

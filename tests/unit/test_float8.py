@@ -13,7 +13,7 @@ from torch import Tensor, nn
 
 from tests.jobs import LLAMA
 from titan.config import load_job
-from titan.contracts import ModelPlan, Part, Precision, World
+from titan.contracts import BuildContext, ModelPart, ModelSpec, Precision
 from titan.errors import ConfigError, install
 from titan.plugins.models.llama import Llama, LlamaConfig
 from titan.plugins.precision import float8
@@ -29,10 +29,10 @@ LINEARS = {
 }
 
 
-def world(plan: ModelPlan, *techniques: Any) -> World:
+def world(plan: ModelSpec, *techniques: Any) -> BuildContext:
     nothing: Any = None
     mesh: Any = SimpleNamespace(device=torch.device("cpu"))
-    return World(job=nothing, mesh=mesh, plan=plan, precision=Precision(), techniques=techniques)
+    return BuildContext(job=nothing, mesh=mesh, plan=plan, precision=Precision(), techniques=techniques)
 
 
 def convert(sizes: dict[str, Any] | None = None, **options: Any) -> nn.Module:
@@ -40,7 +40,7 @@ def convert(sizes: dict[str, Any] | None = None, **options: Any) -> nn.Module:
     model = Llama(LlamaConfig(**(SIZES | (sizes or {}))))
     with torch.device("meta"):
         module = model.build()
-    Float8(Float8Config(**options)).apply(Part(module), world(model.plan()))
+    Float8(Float8Config(**options)).apply(ModelPart(module), world(model.plan()))
     return module
 
 
@@ -97,7 +97,7 @@ def test_what_is_recomputed_in_a_compiled_block_rounds_as_before(recipe: str) ->
     with inductor.patch(emulate_precision_casts=False):
         for techniques, expected in (((), False), ((SimpleNamespace(phase="compile"),), recipe != "tensorwise")):
             module, plan = nn.Module(), Llama(LlamaConfig(**SIZES)).plan()
-            Float8(Float8Config(recipe=recipe)).apply(Part(module), world(plan, *techniques))
+            Float8(Float8Config(recipe=recipe)).apply(ModelPart(module), world(plan, *techniques))
             assert inductor.emulate_precision_casts is expected
 
 

@@ -20,9 +20,9 @@ from titan.checkpoint.ranks import Ranks
 from titan.checkpoint.weights import load_weights
 from titan.contracts import Model, Tokenizer
 from titan.contracts.base import registry
-from titan.contracts.base.parts import Part
+from titan.contracts.base.parts import ModelPart
 from titan.errors import CheckpointError, ConfigError
-from titan.inference.trained import open_job
+from titan.inference.load_model import open_job
 
 SCALED = {
     "rope_type": "llama3", "factor": 4.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0,
@@ -43,7 +43,7 @@ def loaded(folder: Path, model: Model | None = None) -> torch.nn.Module:
     module = model.build()
     for parameter in module.parameters():
         torch.nn.init.constant_(parameter, float("nan"))
-    load_weights(folder, model, [Part(module)], Ranks(0, 1))
+    load_weights(folder, model, [ModelPart(module)], Ranks(0, 1))
     return module.eval()
 
 
@@ -67,7 +67,7 @@ class Drawn:
 
 
 def plugin(name: str, **options: Any) -> Model:
-    registry.open_doors()
+    registry.load_plugins()
     found = registry.find(Model.kind, name)
     assert found is not None and issubclass(found, Model)
     return found(found.Config(**SMALL, **options))
@@ -77,7 +77,7 @@ SMALL = {"n_layers": 2, "dim": 16, "n_heads": 4, "ffn_dim": 24, "vocab_size": 25
 
 
 def write(to: Path, model: Model, dtype: torch.dtype = torch.float32, shard_bytes: int = 10**9) -> Drawn:
-    registry.open_doors()
+    registry.load_plugins()
     byte = registry.find(Tokenizer.kind, "byte")
     assert byte is not None
     drawn, tokenizer = Drawn(model, dtype), byte(byte.Config())
@@ -271,7 +271,7 @@ def test_another_model_is_told_key_by_key(folder: Path) -> None:
 
 
 def test_a_shorter_context_is_no_other_model(folder: Path) -> None:
-    registry.open_doors()
+    registry.load_plugins()
     model = plugin("llama")
     loaded(folder, type(model)(type(model).Config(**{**SMALL, "max_seq_len": 8})))
 

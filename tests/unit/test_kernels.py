@@ -4,7 +4,7 @@ from dataclasses import replace
 
 import pytest
 
-from titan.contracts.base.cost import Attention, Costs, Elementwise, Lookup, Matmul, Stage
+from titan.contracts.base.cost import Attention, Costs, Elementwise, EmbeddingOp, Matmul, Stage
 from titan.planner.machine import cluster as clusters
 from titan.planner.machine.cluster import Cluster, Kernels, Products
 from titan.planner.machine.kernels import PASSES_OVER_SCORES, Device
@@ -136,7 +136,7 @@ def test_ranks_that_split_a_region_do_their_part() -> None:
 
 
 def test_a_lookup_moves_a_row_a_token() -> None:
-    seconds = device().operation(Lookup(module="embed", rows=50000, width=512), costs(), "bfloat16")
+    seconds = device().operation(EmbeddingOp(module="embed", rows=50000, width=512), costs(), "bfloat16")
     assert seconds.forward == pytest.approx(2 * 1024 * 512 * 2 / 500e9)
 
 

@@ -12,7 +12,7 @@ from torch.distributed.pipelining import schedules as torch_schedules
 from torch.distributed.pipelining._utils import generate_stage_to_rank_mapping
 from torch.torch_version import TorchVersion
 
-from titan.contracts import ModelPlan, Part, Technique
+from titan.contracts import ModelPart, ModelSpec, Technique
 from titan.contracts.base.mesh import Layout
 from titan.errors import PluginError
 from titan.plugins.compile import Compile
@@ -26,11 +26,11 @@ from titan.plugins.parallel.pipeline.stages import V_SHAPED, _balanced, carve, c
 SCHEDULES = ("GPipe", "1F1B", "Interleaved1F1B", "LoopedBFS", "InterleavedZeroBubble", "ZBVZeroBubble", "DualPipeV")
 
 
-def _preset(name: str, **sizes: Any) -> ModelPlan:
+def _preset(name: str, **sizes: Any) -> ModelSpec:
     return Llama(Llama.Config(**{**Llama.presets[name], **sizes})).plan()
 
 
-def _layers(plan: ModelPlan, stages: int, points: tuple[str, ...] = ()) -> list[int]:
+def _layers(plan: ModelSpec, stages: int, points: tuple[str, ...] = ()) -> list[int]:
     runs = cut(plan, 2048, stages, points)
     assert [layer for run in runs for layer in run] == list(range(plan.n_layers))
     return [len(run) for run in runs]
@@ -98,12 +98,12 @@ def test_stages_hold_every_parameter_under_its_own_name(tied: bool) -> None:
         for stage, run in zip(stages, runs, strict=True)
     )
     assert "embed.weight" in names[0]
-    middle = Part(stages[1], 1, 3)
+    middle = ModelPart(stages[1], 1, 3)
     assert not middle.holds("embed") and not middle.holds("norm") and not middle.holds("output")
     if tied:
         last = stages[2]
         assert last.get_parameter("output.weight") is last.get_parameter("embed.weight")
-        assert [len(unit) for unit in Part(last, 2, 3).units(plan)][-1] == 3
+        assert [len(unit) for unit in ModelPart(last, 2, 3).units(plan)][-1] == 3
     assert len(whole.get_submodule("layers").keys()) == 5, "the model itself must stay whole"
 
 
@@ -151,7 +151,7 @@ def test_micro_batches_are_taken_as_torch_takes_them(schedule: str) -> None:
 
 
 def _check(
-    plan: ModelPlan, pp: int, *, batch: int = 32, micro: int = 1, ranks: int = 1, techniques: Any = (), **options: Any
+    plan: ModelSpec, pp: int, *, batch: int = 32, micro: int = 1, ranks: int = 1, techniques: Any = (), **options: Any
 ) -> list[str]:
     technique = PipelineParallel(PipelineConfig(**options))
     job: Any = SimpleNamespace(

@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from bench import planner
+from bench import plan_accuracy
 from bench.published import describe, keep, left_out, rows
 from bench.published.describe import all_devices, all_fabrics, device_of, fabric_of, framework_of
 from bench.published.fit import CONSTANTS, World, case_of, cases_of, get
@@ -334,7 +334,7 @@ def test_fitted_constants_are_put_where_they_are_read_and_nothing_else_changes(c
 
 def test_the_files_hold_what_the_kept_fit_says(copied: Path) -> None:
     before = [file.read_text() for file in sorted(copied.rglob("*.toml"))]
-    keep.write(keep.kept(json.loads(planner.FITTED.read_text())["constants"]))
+    keep.write(keep.kept(json.loads(plan_accuracy.FITTED.read_text())["constants"]))
     assert [file.read_text() for file in sorted(copied.rglob("*.toml"))] == before
 
 
@@ -368,9 +368,9 @@ def test_the_planner_is_as_near_to_published_runs_as_it_was() -> None:
 def test_the_command_runs_on_a_file(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     file = tmp_path / "rows.jsonl"
     file.write_text("\n".join(map(json.dumps, (row(complete_time="A"), {"id": "empty"}, row(id="o", extra=None)))))
-    assert planner.main(["--rows", str(file), "--json"]) == 0
+    assert plan_accuracy.main(["--rows", str(file), "--json"]) == 0
     told = json.loads(capsys.readouterr().out)
     assert told["rows"] == 3 and list(told["skipped"]) == ["empty"] and told["groups"]["all"]["n"] == 2
-    assert planner.main(["--rows", str(file)]) == 0
+    assert plan_accuracy.main(["--rows", str(file)]) == 0
     assert "# Validation" in capsys.readouterr().out
-    assert planner.main(["--rows", str(tmp_path / "none")]) == 2
+    assert plan_accuracy.main(["--rows", str(tmp_path / "none")]) == 2

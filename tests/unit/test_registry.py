@@ -80,12 +80,12 @@ def with_axis(*changed: str) -> str:
 
 def load(tmp_path: Path, text: str, name: str) -> None:
     (tmp_path / f"{name}.py").write_text(text.replace("NAME", name))
-    registry.open_doors([tmp_path])
+    registry.load_plugins([tmp_path])
 
 
 @pytest.fixture(autouse=True)
 def forget(monkeypatch: pytest.MonkeyPatch) -> None:
-    registry.open_doors()
+    registry.load_plugins()
     monkeypatch.setattr(registry, "_plugins", dict(registry._plugins))
     monkeypatch.setattr(registry, "_opened", set(registry._opened))
     for name in ("_brought_by", "_left_out", "_contested"):
@@ -158,17 +158,17 @@ def test_two_owners_of_a_name_are_both_named(tmp_path: Path) -> None:
     load(tmp_path, SCHEDULE, "first")
     (tmp_path / "second.py").write_text(SCHEDULE.replace("NAME", "first"))
     with pytest.raises(PluginError, match=r"first\.py and .*second\.py"):
-        registry.open_doors([tmp_path])
+        registry.load_plugins([tmp_path])
 
 
 def test_an_absent_folder_is_named(tmp_path: Path) -> None:
     with pytest.raises(PluginError, match=r"nowhere: no such folder or \.py file"):
-        registry.open_doors([tmp_path / "nowhere"])
+        registry.load_plugins([tmp_path / "nowhere"])
 
 
 def test_commands_that_train_nothing_start_without_the_compiler() -> None:
     """It takes a second to import; plugins that need it, or what needs it, import that where they use it."""
-    code = "import sys; from titan.contracts.base import registry; registry.open_doors(); print(*sys.modules)"
+    code = "import sys; from titan.contracts.base import registry; registry.load_plugins(); print(*sys.modules)"
     loaded = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout.split()
     assert "titan.plugins.parallel.pipeline" in loaded
     assert not {"torch._dynamo", "torch._inductor", "torch.distributed.pipelining"} & set(loaded)
@@ -189,7 +189,7 @@ def test_a_file_is_a_door(tmp_path: Path) -> None:
     load_one = tmp_path / "_one.py"
     load_one.write_text(SCHEDULE.replace("NAME", "one"))
     (tmp_path / "other.py").write_text("raise ValueError")
-    registry.open_doors([load_one])
+    registry.load_plugins([load_one])
     assert registry.find("lr_schedule", "one") is not None
 
 
@@ -224,7 +224,7 @@ def with_hook(hook: str, body: str) -> str:
         ("check(self, job, plan)", "pass", r"check\(\) returned None; it must return an iterable of sentences"),
         ("check(self, job, plan)", "return 'no'", r"check\(\) returned 'no', of type str; it must return an iterable"),
         ("check(self, job, plan)", "yield 3", r"check\(\) returned 3, of type int; all its sentences must be strings"),
-        ("plan(self, plan)", "pass", r"plan\(\) returned None; it must return a ModelPlan"),
+        ("plan(self, plan)", "pass", r"plan\(\) returned None; it must return a ModelSpec"),
         ("precision(self, precision)", "return 'bf16'", r"precision\(\) returned 'bf16', of type str; it must return a Precision"),
         ("cost(self, costs, job)", "pass", r"cost\(\) returned None; it must return a Costs"),
         ("facts(self)", "pass", r"facts\(\) returned None; it must return a dict"),
@@ -244,7 +244,7 @@ def test_what_a_hook_returns_is_checked(hook: str, body: str, message: str, tmp_
 
 @pytest.mark.parametrize("hook", ["check", "plan"])
 def test_a_model_is_named_whose_hook_returns_nothing(hook: str, tmp_path: Path) -> None:
-    guest = (LLAMA.parents[1] / "guests" / "averager.py").read_text().replace('name = "averager"', 'name = "vague"')
+    guest = (LLAMA.parents[1] / "plugins" / "averager.py").read_text().replace('name = "averager"', 'name = "vague"')
     hooks = f"    def {hook}(self):\n        pass\n\n    def build"
     load(
         tmp_path,

@@ -226,8 +226,6 @@ class Shaker(Technique):
     name = "shaker"
     Config = Config
     phase = "convert"
-    optional = True
-    choices = ({"level": 1}, {"level": 2})
 '''
 
 

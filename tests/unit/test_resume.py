@@ -11,7 +11,7 @@ from titan.config import load_job
 from titan.errors import CheckpointError, ConfigError
 
 QUICK = Path(__file__).parents[2] / "configs" / "quickstart.toml"
-GUESTS = Path(__file__).parents[1] / "guests"
+TEST_PLUGINS = Path(__file__).parents[1] / "plugins"
 
 
 def table(*words: str) -> dict[str, Any]:
@@ -83,7 +83,7 @@ def test_other_samples_are_refused_or_begun_anew() -> None:
     ]  # fmt: skip
 
 
-def test_new_data_is_new_once() -> None:
+def test_data_is_reset_once() -> None:
     assert compare(saved(), table("--checkpoint.reset_data", "true"), "f", True) == Changes()
 
 
@@ -124,12 +124,12 @@ def test_what_the_version_that_saved_did_not_know_is_said_where_it_is_not_the_de
 
 
 def test_a_technique_that_lacked_an_option_had_its_default() -> None:
-    words = ("--plugins.poison.steps", "3", "--plugins.path", str(GUESTS))
+    words = ("--plugins.inject_nan.steps", "3", "--plugins.path", str(TEST_PLUGINS))
     old = saved(config=table(*words))
-    del old["config"]["plugins"]["poison"]["rank"]
+    del old["config"]["plugins"]["inject_nan"]["rank"]
     assert compare(old, table(*words), "f", False) == Changes()
-    (said,) = compare(old, table(*words, "--plugins.poison.rank", "2"), "f", False).said
-    assert said.startswith("plugins.poison.rank = 2, the checkpoint has 0")
+    (said,) = compare(old, table(*words, "--plugins.inject_nan.rank", "2"), "f", False).said
+    assert said.startswith("plugins.inject_nan.rank = 2, the checkpoint has 0")
 
 
 def test_sections_that_are_known_no_longer_are_said() -> None:

@@ -247,7 +247,7 @@ def test_fingerprint_follows_what_decides_ids(theirs: Path) -> None:
 
 
 def test_only_the_reader_of_these_files_knows_a_folder_with_them(theirs: Path, tmp_path: Path) -> None:
-    registry.open_doors()
+    registry.load_plugins()
     found = {p.name: p.from_hf(theirs) for p in registry.of_kind("tokenizer") if issubclass(p, Tokenizer)}
     assert {name: table for name, table in found.items() if table is not None} == {"hf": {"path": str(theirs)}}
     assert hf.Hf.from_hf(tmp_path) is None

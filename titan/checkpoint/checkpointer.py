@@ -30,7 +30,7 @@ from titan.ranks import watchdog
 
 if TYPE_CHECKING:
     from titan.checkpoint.restore import Saved
-    from titan.contracts import Part
+    from titan.contracts import ModelPart
 
 
 class Checkpointer:
@@ -115,7 +115,7 @@ class Checkpointer:
             )
 
     def load(
-        self, path: Path, parts: Sequence[Part], optimizer: torch.optim.Optimizer,
+        self, path: Path, parts: Sequence[ModelPart], optimizer: torch.optim.Optimizer,
         states: Mapping[str, Any] | None = None,
     ) -> dict[str, Any]:  # fmt: skip
         """Read weights and optimizer state in place, for any layout; returns the rest as it was given to `save`.
@@ -137,7 +137,7 @@ class Checkpointer:
             rest: dict[str, Any] = restore.load(saved, parts, optimizer, self._ranks, states)
         return rest
 
-    def check(self, parts: Sequence[Part], optimizer: torch.optim.Optimizer) -> None:
+    def check(self, parts: Sequence[ModelPart], optimizer: torch.optim.Optimizer) -> None:
         """Look at the optimizer's state as soon as there is some, not first at a save hours later.
 
         Raises:
@@ -145,7 +145,9 @@ class Checkpointer:
         """
         optimizer_state(parts, optimizer)
 
-    def save(self, step: int, parts: Sequence[Part], optimizer: torch.optim.Optimizer, rest: Mapping[str, Any]) -> None:
+    def save(
+        self, step: int, parts: Sequence[ModelPart], optimizer: torch.optim.Optimizer, rest: Mapping[str, Any]
+    ) -> None:
         """Save the state after a step. In the background mode it returns when the state is copied.
 
         rest: tables, lists, strings, numbers and tensors, the same on every rank but for `Own` tables and the table

@@ -20,10 +20,10 @@ from titan.checkpoint.disk.tensor_files import TYPES, Stored, find_tensors
 from titan.checkpoint.ranks import Ranks
 from titan.checkpoint.restore import listed
 from titan.checkpoint.state import firsts, model_tensors
-from titan.contracts.base.parts import Part
+from titan.contracts.base.parts import ModelPart
 from titan.contracts.base.plan import glob_matches
 from titan.contracts.base.sharding import slice_of
-from titan.errors import CheckpointError, ConfigError, Fault, PluginError
+from titan.errors import CheckpointError, ConfigError, ConfigIssue, PluginError
 
 if TYPE_CHECKING:
     from titan.contracts import HfTensor, Model
@@ -41,9 +41,9 @@ def check_config(config: Mapping[str, Any], model: Model, path: Path) -> None:
     theirs, ours = model.from_hf(config), model.from_hf(own)
     if theirs is None or ours is None:
         told = f"[model] name = {model.name!r}: {path / HF_CONFIG} has model_type {config.get('model_type')!r}"
-        raise ConfigError([Fault("", told)])
+        raise ConfigError([ConfigIssue("", told)])
     faults = [
-        Fault("", f"[model] {key} = {ours.get(key)!r}: {path / HF_CONFIG} says {theirs.get(key)!r}")
+        ConfigIssue("", f"[model] {key} = {ours.get(key)!r}: {path / HF_CONFIG} says {theirs.get(key)!r}")
         for key in {**ours, **theirs}
         if ours.get(key) != theirs.get(key) and key != "max_seq_len"
     ]
@@ -54,7 +54,7 @@ def check_config(config: Mapping[str, Any], model: Model, path: Path) -> None:
 def shapes_of(model: Model) -> dict[str, torch.Size]:
     """Canonical name -> whole shape of every parameter and persistent buffer of a model."""
     with torch.device("meta"):
-        tensors = firsts(model_tensors([Part(model.build())]))
+        tensors = firsts(model_tensors([ModelPart(model.build())]))
     return {name.removeprefix(MODEL): tensor.shape for name, tensor in tensors.items()}
 
 
@@ -166,7 +166,7 @@ def _is_ignored(name: str, globs: Sequence[str]) -> bool:
     return any(glob_matches(pattern, name) or glob_matches(_short(pattern), name) for pattern in globs)
 
 
-def load(path: Path, model: Model, parts: Sequence[Part], ranks: Ranks) -> None:
+def load(path: Path, model: Model, parts: Sequence[ModelPart], ranks: Ranks) -> None:
     """Fill the parts' tensors, in place and cast to their types, from a folder; each rank reads its shards.
 
     Raises:

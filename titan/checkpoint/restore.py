@@ -27,7 +27,7 @@ from titan.errors import CheckpointError
 from titan.log import log
 
 if TYPE_CHECKING:
-    from titan.contracts import Part
+    from titan.contracts import ModelPart
 
 _SHOWN = 10
 
@@ -85,7 +85,7 @@ class Saved:
 
 
 def load(
-    saved: Saved, parts: Sequence[Part], optimizer: torch.optim.Optimizer, ranks: Ranks,
+    saved: Saved, parts: Sequence[ModelPart], optimizer: torch.optim.Optimizer, ranks: Ranks,
     states: Mapping[str, Any] | None = None,
 ) -> Any:  # fmt: skip
     """Fill the parts' tensors and the optimizer's state from a checkpoint; returns the rest of the state.
@@ -139,7 +139,7 @@ def _room(saved: Saved, name: str, like: Tensor | None) -> Tensor:
     return torch.empty_like(like.detach(), dtype=stored.dtype)
 
 
-def load_weights(path: Path, parts: Sequence[Part], ranks: Ranks) -> None:
+def load_weights(path: Path, parts: Sequence[ModelPart], ranks: Ranks) -> None:
     """Fill the parts' tensors alone from a checkpoint.
 
     Raises:

@@ -13,7 +13,7 @@ from typing import Any
 from titan.config.defaults import filled
 from titan.contracts import Technique
 from titan.contracts.base import registry
-from titan.errors import ConfigError, Fault
+from titan.errors import ConfigError, ConfigIssue
 
 Table = Mapping[str, Any]
 
@@ -68,11 +68,15 @@ def compare(saved: Mapping[str, Any], now: Table, fingerprint: str, reset_data: 
         return Changes()
     changes = list(changed(filled(saved["config"]), now))
     other_data = saved.get("data", {}).get("fingerprint", fingerprint) != fingerprint
-    refused = [Fault("", f"{change}: these weights are of another model") for change in changes if _in(change, FIXED)]
+    refused = [
+        ConfigIssue("", f"{change}: these weights are of another model") for change in changes if _in(change, FIXED)
+    ]
     if other_data and not reset_data:
         why = ", ".join(str(change) for change in changes if _in(change, DATA)) or "the text itself is another"
         what = "the samples are not those of the checkpoint"
-        refused.append(Fault("", f"{what} ({why}); checkpoint.reset_data = true begins them anew under its weights"))
+        refused.append(
+            ConfigIssue("", f"{what} ({why}); checkpoint.reset_data = true begins them anew under its weights")
+        )
     if refused:
         raise ConfigError(refused)
     said = [f"{change}: {MEANING.get(change.key, FROM_HERE_ON)}" for change in changes if _takes_effect(change)]

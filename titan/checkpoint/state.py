@@ -17,7 +17,7 @@ from titan.checkpoint.disk.metadata import MODEL, OPTIMIZER, REST
 from titan.errors import CheckpointError, PluginError
 
 if TYPE_CHECKING:
-    from titan.contracts import Part
+    from titan.contracts import ModelPart
 
 T = TypeVar("T")
 
@@ -46,7 +46,7 @@ class Snapshot:
     rest: Any
 
 
-def model_tensors(parts: Iterable[Part]) -> dict[str, list[Tensor]]:
+def model_tensors(parts: Iterable[ModelPart]) -> dict[str, list[Tensor]]:
     """`model.NAME` -> parameter or persistent buffer, detached but not copied, of each part that holds one.
 
     Two parts of a rank hold what ties the first stage to the last: one tensor in the whole model, in two copies.
@@ -68,7 +68,9 @@ def firsts(holders: Mapping[str, Sequence[T]]) -> dict[str, T]:
     return {name: held[0] for name, held in holders.items()}
 
 
-def trained(parts: Iterable[Part], optimizer: torch.optim.Optimizer) -> dict[str, list[tuple[Tensor, dict[str, Any]]]]:
+def trained(
+    parts: Iterable[ModelPart], optimizer: torch.optim.Optimizer
+) -> dict[str, list[tuple[Tensor, dict[str, Any]]]]:
     """Canonical name -> (parameter, its param group) of what the optimizer updates, of each part that holds it."""
     groups = {id(parameter): group for group in optimizer.param_groups for parameter in group["params"]}
     holders: dict[str, list[tuple[Tensor, dict[str, Any]]]] = {}
@@ -80,7 +82,7 @@ def trained(parts: Iterable[Part], optimizer: torch.optim.Optimizer) -> dict[str
 
 
 def optimizer_state(
-    parts: Iterable[Part], optimizer: torch.optim.Optimizer
+    parts: Iterable[ModelPart], optimizer: torch.optim.Optimizer
 ) -> tuple[dict[str, Tensor], dict[str, int | float | bool | str | None]]:
     """(`optimizer.NAME.SLOT` -> tensor, `NAME.SLOT` -> number) of all parameters that have state.
 
@@ -199,7 +201,7 @@ def set_rng_state(states: Mapping[str, Tensor], device: torch.device) -> None:
         raise CheckpointError(f"the random state of a checkpoint cannot be taken back: {error}") from error
 
 
-def collect(parts: Sequence[Part], optimizer: torch.optim.Optimizer, rest: Any, rank: int) -> Snapshot:
+def collect(parts: Sequence[ModelPart], optimizer: torch.optim.Optimizer, rest: Any, rank: int) -> Snapshot:
     """This rank's state as it is now; nothing is copied, so it holds only until training goes on."""
     tensors = firsts(model_tensors(parts))
     slots, values = optimizer_state(parts, optimizer)

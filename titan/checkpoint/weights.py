@@ -14,7 +14,7 @@ from titan.checkpoint.ranks import Ranks
 from titan.errors import CheckpointError
 
 if TYPE_CHECKING:
-    from titan.contracts import Model, Part
+    from titan.contracts import Model, ModelPart
 
 _KINDS = {"config": dict, "step": int, "tokens": int, "dropped": int, "data": dict, "techniques": dict}
 """What a run counts on in the rest of a checkpoint, where it is there."""
@@ -62,7 +62,7 @@ def stored_config(path: Path) -> dict[str, Any]:
     return config
 
 
-def load_weights(path: Path, model: Model, parts: Sequence[Part], ranks: Ranks) -> None:
+def load_weights(path: Path, model: Model, parts: Sequence[ModelPart], ranks: Ranks) -> None:
     """Fill the parts' tensors, in place, at any layout; all ranks together.
 
     Raises:

@@ -8,8 +8,8 @@ from typing import Any
 
 from titan.checkpoint.weights import find_weights
 from titan.config import Job, load_job
-from titan.errors import ConfigError, Fault
-from titan.inference.trained import open_job
+from titan.errors import ConfigError, ConfigIssue
+from titan.inference.load_model import open_job
 
 HELP = "turn the weights of a checkpoint into a Hugging Face folder, or back"
 
@@ -40,7 +40,7 @@ One tensor at a time is in memory."""
 def run(args: argparse.Namespace) -> int:
     """Convert and report."""
     if not args.shard_size > 0:
-        raise ConfigError([Fault("command line", f"--shard-size {args.shard_size:g}: must be above 0")])
+        raise ConfigError([ConfigIssue("command line", f"--shard-size {args.shard_size:g}: must be above 0")])
     report = _convert(args)
     if args.json:
         print(json.dumps(report))

@@ -14,7 +14,7 @@ from titan.contracts.base.options import Where, parse
 from titan.data.tokens.bytepairs import train_ranks, write_ranks
 from titan.data.tokens.prepare import prepare
 from titan.data.tokens.shards import open_shard
-from titan.errors import ConfigError, DataError, Fault, by_errno
+from titan.errors import ConfigError, ConfigIssue, DataError, by_errno
 
 HELP = "tokenise a job's text ahead of its run, train a tokenizer, look into a token shard"
 
@@ -85,7 +85,9 @@ def _prepare(args: argparse.Namespace) -> dict[str, Any]:
 
 def _train_tokenizer(args: argparse.Namespace) -> dict[str, Any]:
     if args.size < 257:
-        raise ConfigError([Fault("command line", f"--size {args.size}: must be at least 257, the bytes and a merge")])
+        raise ConfigError(
+            [ConfigIssue("command line", f"--size {args.size}: must be at least 257, the bytes and a merge")]
+        )
     if args.config is not None:
         sources = [source.plugin for source in load_job(args.config, args.overrides).sources]
     else:
@@ -110,11 +112,11 @@ def _texts(sources: list[Dataset]) -> Iterator[str]:
 def _dataset(name: str | None, path: list[str] | None, overrides: list[str]) -> Dataset:
     """The dataset of that name on these files (None: the default one)."""
     if overrides:
-        raise ConfigError([Fault("command line", f"{overrides[0]}: only with --config")])
-    registry.open_doors()
+        raise ConfigError([ConfigIssue("command line", f"{overrides[0]}: only with --config")])
+    registry.load_plugins()
     plugin = registry.default_of(Dataset.kind) if name is None else registry.find(Dataset.kind, name)
     if plugin is None or registry.trouble(Dataset.kind, plugin.name):
-        raise ConfigError([Fault("command line", f"--data {name}: {registry.trouble(Dataset.kind, str(name))}")])
+        raise ConfigError([ConfigIssue("command line", f"--data {name}: {registry.trouble(Dataset.kind, str(name))}")])
     table = {} if path is None else {"path": path}
     config, faults = parse(plugin.Config, table, Where("data", "command line"))
     if faults:
@@ -122,7 +124,7 @@ def _dataset(name: str | None, path: list[str] | None, overrides: list[str]) -> 
     dataset = plugin(config)
     assert isinstance(dataset, Dataset)
     if dataset.shards() is not None:
-        raise ConfigError([Fault("command line", f"--data {plugin.name}: holds tokens already, not text")])
+        raise ConfigError([ConfigIssue("command line", f"--data {plugin.name}: holds tokens already, not text")])
     return dataset
 
 

@@ -9,9 +9,9 @@ import sys
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from titan.errors import EXIT_DONE, EXIT_FAILED, ConfigError, Fault, TitanError, report
+from titan.errors import EXIT_DONE, EXIT_FAILED, ConfigError, ConfigIssue, TitanError, report
 from titan.ranks import launcher
-from titan.ranks.place import Place
+from titan.ranks.launch_env import LaunchEnv
 
 if TYPE_CHECKING:
     from titan.doctor.examination import Examination
@@ -51,14 +51,16 @@ The exit code is 0 when all was measured, whatever was found; 1 when something c
 def run(args: argparse.Namespace) -> int:
     """Measure this process, or the ranks that NPROC asks for."""
     if not args.seconds > 0:
-        raise ConfigError([Fault("command line", f"--seconds {args.seconds:g}: must be above 0")])
+        raise ConfigError([ConfigIssue("command line", f"--seconds {args.seconds:g}: must be above 0")])
     if args.disk is None:
         args.disk = Path("runs") if Path("runs").is_dir() else None
     elif not args.disk.is_dir():
-        raise ConfigError([Fault("command line", f"--disk {args.disk}: no such folder")])
+        raise ConfigError([ConfigIssue("command line", f"--disk {args.disk}: no such folder")])
     if args.output is not None and not args.output.absolute().parent.is_dir():
-        raise ConfigError([Fault("command line", f"--output {args.output}: no such folder as {args.output.parent}")])
-    place: Place | None = launcher.place_asked_for()
+        raise ConfigError(
+            [ConfigIssue("command line", f"--output {args.output}: no such folder as {args.output.parent}")]
+        )
+    place: LaunchEnv | None = launcher.place_asked_for()
     if place is None:
         return _as_rank(args, [])
     return launcher.start(functools.partial(_as_rank, args), [], place)

@@ -7,7 +7,7 @@ import math
 import sys
 from typing import TYPE_CHECKING, Any
 
-from titan.errors import EXIT_DONE, EXIT_FAILED, ConfigError, Fault, TitanError, report
+from titan.errors import EXIT_DONE, EXIT_FAILED, ConfigError, ConfigIssue, TitanError, report
 from titan.ranks import launcher
 
 if TYPE_CHECKING:
@@ -66,7 +66,9 @@ def run(args: argparse.Namespace) -> int:
     for option in ("seq_len", "stride", "batch_size", "limit"):
         value = getattr(args, option)
         if value is not None and value < 1:
-            raise ConfigError([Fault("command line", f"--{option.replace('_', '-')} {value}: must be at least 1")])
+            raise ConfigError(
+                [ConfigIssue("command line", f"--{option.replace('_', '-')} {value}: must be at least 1")]
+            )
     place = launcher.place_asked_for()
     if place is None:
         return _as_rank(args, [])
@@ -78,7 +80,7 @@ def run(args: argparse.Namespace) -> int:
 def _open(args: argparse.Namespace, world_size: int) -> "tuple[Any, Job]":
     """Where the weights lie, and the job: the model's, with the data of the command line."""
     from titan.checkpoint.disk.folder import is_hf
-    from titan.inference.trained import open_job
+    from titan.inference.load_model import open_job
 
     words = ["--data.name", args.data]
     if args.path:
@@ -125,7 +127,7 @@ def _measure(args: argparse.Namespace, path: Any, job: "Job", me: Any) -> dict[s
     from tqdm import tqdm  # type: ignore[import-untyped, unused-ignore]
 
     from titan.inference.evaluation import Reading, evaluate, last_words
-    from titan.inference.trained import open_trained
+    from titan.inference.load_model import open_trained
 
     reading = Reading(
         stride=args.stride or 0, first_token=args.first_token, batch_size=args.batch_size, limit=args.limit or 0

@@ -14,10 +14,10 @@ from typing import Any
 
 from titan import log
 from titan.config import Job
-from titan.errors import EXIT_DONE, EXIT_FAILED, ConfigError, DataError, Fault, TitanError, by_errno, report
+from titan.errors import EXIT_DONE, EXIT_FAILED, ConfigError, ConfigIssue, DataError, TitanError, by_errno, report
 from titan.inference import generation
 from titan.inference.generation import Sampling, Text, Words
-from titan.inference.trained import Trained, open_job, open_trained
+from titan.inference.load_model import Trained, open_job, open_trained
 from titan.ranks import launcher, preemption, process
 
 HELP = "continue prompts with a trained model"
@@ -92,7 +92,9 @@ def run(args: argparse.Namespace) -> int:
     place = launcher.place_asked_for()
     world_size = process.launched_world_size() if place is None else place.world_size
     if STDIN in (args.prompt_file, *(args.prompt or ())) and place is None and world_size > 1:
-        raise ConfigError([Fault("command line", f"{STDIN}: {world_size} ranks cannot all read stdin; use a file")])
+        raise ConfigError(
+            [ConfigIssue("command line", f"{STDIN}: {world_size} ranks cannot all read stdin; use a file")]
+        )
     # Here too, and not on the ranks alone, so that what is wrong is said once.
     _, job = open_job(args.checkpoint, args.overrides, world_size, "--checkpoint")
     prompts = [(prompt, generation.encode(job, prompt)) for prompt in _prompts(args)]
@@ -111,7 +113,7 @@ def _sampling(args: argparse.Namespace) -> Sampling:
         "samples": (args.samples >= 1, "at least 1"),
     }
     faults = [
-        Fault("command line", f"--{name.replace('_', '-')} {getattr(args, name)}: must be {what}")
+        ConfigIssue("command line", f"--{name.replace('_', '-')} {getattr(args, name)}: must be {what}")
         for name, (good, what) in allowed.items()
         if not good
     ]

@@ -7,9 +7,9 @@ from pathlib import Path
 from typing import Any
 
 from titan.config import Job, load_job, said_twice
-from titan.errors import EXIT_DONE, ConfigError, Fault
+from titan.errors import EXIT_DONE, ConfigError, ConfigIssue
 from titan.planner.report import STUDIES
-from titan.ranks.place import cores
+from titan.ranks.launch_env import cores
 
 HELP = "say what a job needs and how fast it will be on a cluster, and find its best layout"
 CLUSTER = "a100-80gb"
@@ -88,7 +88,7 @@ def run(args: argparse.Namespace) -> int:
 
 def _plan(args: argparse.Namespace) -> tuple[dict[str, Any], str]:
     from titan.planner.machine import cluster
-    from titan.planner.report import words
+    from titan.planner.report import render
     from titan.planner.step.layout import costs_of
     from titan.planner.step.predict import Planner
 
@@ -96,11 +96,11 @@ def _plan(args: argparse.Namespace) -> tuple[dict[str, Any], str]:
     prediction = Planner(where).predict(costs_of(job), job.layout, keep=args.plot is not None)
     budget = _budget(prediction, args.tokens)
     if args.plot is not None:
-        from titan.planner.report import pictures
+        from titan.planner.report import plots
 
-        pictures.draw_prediction(prediction, where, args.plot)
+        plots.draw_prediction(prediction, where, args.plot)
     report = prediction.as_json() | {"cluster": where.name} | ({"budget": budget} if budget else {})
-    return report, words.prediction_text(prediction, where, str(job.layout), budget)
+    return report, render.prediction_text(prediction, where, str(job.layout), budget)
 
 
 def _budget(prediction: Any, tokens: float | None) -> dict[str, float] | None:
@@ -108,7 +108,7 @@ def _budget(prediction: Any, tokens: float | None) -> dict[str, float] | None:
     if tokens is None:
         return None
     if not tokens > 0:
-        raise ConfigError([Fault("command line", f"--tokens {tokens:g}: must be above 0")])
+        raise ConfigError([ConfigIssue("command line", f"--tokens {tokens:g}: must be above 0")])
     steps = tokens / prediction.tokens
     hours = steps * prediction.step_time_s / 3600
     return {
@@ -124,7 +124,7 @@ def _search(args: argparse.Namespace) -> tuple[dict[str, Any], str]:
     from tqdm import tqdm
 
     from titan.planner.machine import cluster
-    from titan.planner.report import words
+    from titan.planner.report import render
     from titan.planner.search.best_first import search
     from titan.planner.search.space import load_base
     from titan.planner.step.predict import Planner
@@ -132,7 +132,7 @@ def _search(args: argparse.Namespace) -> tuple[dict[str, Any], str]:
     where, base = cluster.load(args.cluster), load_base(args.config, args.overrides)
     ranks = args.world_size or load_job(args.config, args.overrides).layout.world_size
     if ranks < 1 or args.top < 1:
-        raise ConfigError([Fault("command line", f"--world-size {ranks}, --top {args.top}: must be at least 1")])
+        raise ConfigError([ConfigIssue("command line", f"--world-size {ranks}, --top {args.top}: must be at least 1")])
     with tqdm(desc="layouts", disable=None, leave=False, file=sys.stderr) as bar:
 
         def progress(done: int, of: int) -> None:
@@ -149,14 +149,14 @@ def _search(args: argparse.Namespace) -> tuple[dict[str, Any], str]:
             progress=progress,
             workers=min(MOST_WORKERS, cores()),
         )
-    text = words.search_text(result, where, ranks)
+    text = render.search_text(result, where, ranks)
     if not result.best:
-        raise ConfigError([Fault("", words.nothing_fits(result, where))])
+        raise ConfigError([ConfigIssue("", render.nothing_fits(result, where))])
     if space.left_out:
-        text += f"\n\n{words.left_out_text(space.left_out)}"
+        text += f"\n\n{render.left_out_text(space.left_out)}"
     best = result.best[0]
     if args.explain:
-        text += "\n\n" + words.explained(result.best)
+        text += "\n\n" + render.explained(result.best)
     if args.output is not None:
         text += "\n\n" + _write(args, best.choice.values())
     layouts = [found.prediction.as_json() | {"layout": found.choice.values()} for found in result.best]
@@ -169,7 +169,7 @@ def _search(args: argparse.Namespace) -> tuple[dict[str, Any], str]:
 
 def _write(args: argparse.Namespace, values: dict[str, Any]) -> str:
     """The job with these keys laid over it, as a TOML that can be trained."""
-    from titan.planner.report.written import write_toml
+    from titan.planner.report.export_toml import write_toml
 
     write_toml(args.output, args.config, args.overrides, values)
     return f"written to {args.output}; train with ./run_train.sh --config {args.output}"
@@ -177,11 +177,11 @@ def _write(args: argparse.Namespace, values: dict[str, Any]) -> str:
 
 def _study(args: argparse.Namespace) -> tuple[dict[str, Any], str]:
     from titan.planner.machine import cluster
-    from titan.planner.report import pictures, studies
+    from titan.planner.report import plots, studies
 
     study = studies.run(args.study, args.config, args.overrides, cluster.load(args.cluster), args.world_size)
     if args.plot is not None:
-        pictures.draw_study(study, args.plot)
+        plots.draw_study(study, args.plot)
     return study.as_json(), study.text()
 
 
@@ -191,27 +191,27 @@ def _exact(args: argparse.Namespace) -> tuple[dict[str, Any], str]:
     job = load_job(args.config, args.overrides, args.world_size)
     if not 0 <= args.rank < job.layout.world_size:
         what = f"--rank {args.rank}: the layout has ranks 0 to {job.layout.world_size - 1}"
-        raise ConfigError([Fault("command line", what)])
+        raise ConfigError([ConfigIssue("command line", what)])
     run = dry_run(job, args.rank)
     return run.as_json(), report(run)
 
 
 def _model_only(args: argparse.Namespace) -> tuple[dict[str, Any], str]:
-    from titan.planner.report import by_hand
+    from titan.planner.report import closed_form
     from titan.planner.step.layout import costs_of
 
-    job: Job = load_job(args.config, args.overrides) if args.config else by_hand.alone(args.overrides)
-    report = by_hand.report(
+    job: Job = load_job(args.config, args.overrides) if args.config else closed_form.alone(args.overrides)
+    report = closed_form.report(
         job, tokens=args.tokens, devices=args.devices, peak_tflops=args.peak_tflops, utilisation=args.utilisation,
         held=costs_of(job).held,
     )  # fmt: skip
-    return report, by_hand.text(report)
+    return report, closed_form.text(report)
 
 
 def _clusters(args: argparse.Namespace) -> tuple[dict[str, Any], str]:
     from titan.planner.machine import cluster
-    from titan.planner.report import words
+    from titan.planner.report import render
 
     found = {name: cluster.load(name) for name in cluster.names()}
     rows = [[name, c.device.name, f"{c.device.memory_gib:g} GiB", c.name] for name, c in found.items()]
-    return {"clusters": {name: vars(c.device) for name, c in found.items()}}, "\n".join(words.columns(rows, left=4))
+    return {"clusters": {name: vars(c.device) for name, c in found.items()}}, "\n".join(render.columns(rows, left=4))

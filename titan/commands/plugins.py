@@ -9,7 +9,7 @@ from titan.contracts import Model, Technique
 from titan.contracts.base import registry
 from titan.contracts.base.options import REQUIRED, did_you_mean, options_of
 from titan.contracts.base.registry import Plugin
-from titan.errors import ConfigError, Fault
+from titan.errors import ConfigError, ConfigIssue
 
 HELP = "list all plugins with a line each, or print the documentation and options of one"
 
@@ -25,11 +25,11 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(args: argparse.Namespace) -> int:
     """Print it."""
-    registry.open_doors(args.path)
+    registry.load_plugins(args.path)
     chosen = [plugin for plugin in registry.every() if args.name in (None, plugin.name)]
     if not chosen:
         hint = did_you_mean(args.name, {plugin.name for plugin in registry.every()})
-        raise ConfigError([Fault("", f"no plugin is called {args.name!r}{hint}{registry.left_out()}")])
+        raise ConfigError([ConfigIssue("", f"no plugin is called {args.name!r}{hint}{registry.left_out()}")])
     if args.json:
         print(json.dumps({"plugins": [_as_json(plugin) for plugin in chosen]}, indent=2))
     elif args.name is None:

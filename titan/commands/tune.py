@@ -9,8 +9,8 @@ import sys
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from titan.errors import EXIT_DONE, EXIT_FAILED, ConfigError, Fault, TitanError
-from titan.ranks.place import find_place, rank_environment
+from titan.errors import EXIT_DONE, EXIT_FAILED, ConfigError, ConfigIssue, TitanError
+from titan.ranks.launch_env import find_place, rank_environment
 
 if TYPE_CHECKING:
     from titan.planner.search.space import Base, Choice, Space
@@ -86,18 +86,18 @@ def run(args: argparse.Namespace) -> int:
 def _check(args: argparse.Namespace) -> None:
     least = {"trials": 1, "warmup": 0, "steps": 1, "world_size": 1}
     faults = [
-        Fault("command line", f"--{name.replace('_', '-')} {value}: must be at least {bound}")
+        ConfigIssue("command line", f"--{name.replace('_', '-')} {value}: must be at least {bound}")
         for name, bound in least.items()
         if (value := getattr(args, name)) is not None and value < bound
     ]
     if not args.timeout > 0:
-        faults.append(Fault("command line", f"--timeout {args.timeout:g}: must be above 0"))
+        faults.append(ConfigIssue("command line", f"--timeout {args.timeout:g}: must be above 0"))
     if args.launch is not None:
         if not args.world_size:
-            faults.append(Fault("command line", "--launch needs --world-size, the ranks that it starts"))
+            faults.append(ConfigIssue("command line", "--launch needs --world-size, the ranks that it starts"))
         if args.objective == "tokens-per-joule":
             faults.append(
-                Fault("command line", "--objective tokens-per-joule reads this node alone; not with --launch")
+                ConfigIssue("command line", "--objective tokens-per-joule reads this node alone; not with --launch")
             )
     if faults:
         raise ConfigError(faults)
@@ -108,13 +108,15 @@ def _ranks(args: argparse.Namespace) -> int:
     if args.launch is not None:
         return int(args.world_size)
     if rank_environment(os.environ) is not None:
-        raise ConfigError([Fault("environment", "titan tune starts its ranks itself; not under torchrun or srun")])
+        raise ConfigError(
+            [ConfigIssue("environment", "titan tune starts its ranks itself; not under torchrun or srun")]
+        )
     if args.world_size:
         return int(args.world_size)
     place = find_place(os.environ)
     if place.nodes > 1:
         what = f"there are {place.nodes} nodes; give --world-size and --launch, words that start ranks on all of them"
-        raise ConfigError([Fault("environment", what)])
+        raise ConfigError([ConfigIssue("environment", what)])
     return place.ranks
 
 
@@ -157,7 +159,7 @@ def _search(
 
 def _candidates(args: argparse.Namespace, base: "Base", space: "Space", planner: "Planner | None") -> "list[Choice]":
     """The planner's best layouts, for the first half of the trials."""
-    from titan.planner.report import words
+    from titan.planner.report import render
     from titan.planner.search.best_first import search
 
     if planner is None:
@@ -165,7 +167,7 @@ def _candidates(args: argparse.Namespace, base: "Base", space: "Space", planner:
         return []
     found = search(base.job, planner, [space], keep=(args.trials + 1) // 2)
     if not found.best:
-        _tell(words.nothing_fits(found, planner.cluster))
+        _tell(render.nothing_fits(found, planner.cluster))
     return [each.choice for each in found.best]
 
 
@@ -179,7 +181,7 @@ def _show(args: argparse.Namespace, results: "Results") -> bool:
     Raises:
         TitanError: all of them failed.
     """
-    from titan.planner.report.written import write_toml
+    from titan.planner.report.export_toml import write_toml
     from titan.tuning.search import failures, report, table
 
     found: dict[str, Any] = report(results.trials, args.objective)

@@ -6,9 +6,9 @@ from pathlib import Path
 from titan.config.job import Job
 from titan.contracts.base.conformance import sentences
 from titan.contracts.base.options import Where
-from titan.contracts.base.plan import ModelPlan
+from titan.contracts.base.plan import ModelSpec
 from titan.contracts.sections import RESUME
-from titan.errors import ConfigError, Fault, PluginError
+from titan.errors import ConfigError, ConfigIssue, PluginError
 
 
 def check(job: Job, where: Callable[..., Where]) -> None:
@@ -32,7 +32,7 @@ def check(job: Job, where: Callable[..., Where]) -> None:
         raise ConfigError(faults)
 
 
-def _absent_folders(job: Job, where: Where) -> list[Fault]:
+def _absent_folders(job: Job, where: Where) -> list[ConfigIssue]:
     faults = []
     resume, init_from = job.checkpoint.resume, job.checkpoint.init_from
     if resume not in RESUME and not Path(resume).expanduser().exists():
@@ -43,9 +43,9 @@ def _absent_folders(job: Job, where: Where) -> list[Fault]:
     return faults
 
 
-def _plan(job: Job, where: Where) -> ModelPlan:
+def _plan(job: Job, where: Where) -> ModelSpec:
     try:
         plan, _ = job.plan, job.precision  # both are asked now, so that hooks that return nothing are refused here
     except PluginError as error:
-        raise ConfigError([Fault(where.source, str(error))]) from None
+        raise ConfigError([ConfigIssue(where.source, str(error))]) from None
     return plan

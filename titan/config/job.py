@@ -11,7 +11,7 @@ from titan.contracts import Dataset, Fact, Loss, LrSchedule, Model, Optimizer, P
 from titan.contracts.base.conformance import answer, label
 from titan.contracts.base.mesh import Layout
 from titan.contracts.base.options import did_you_mean
-from titan.contracts.base.plan import ModelPlan
+from titan.contracts.base.plan import ModelSpec
 from titan.contracts.sections import (
     CheckpointSection,
     CommSection,
@@ -65,11 +65,11 @@ class Job:
         return Path(self.run.dir).expanduser() / self.run.name
 
     @cached_property
-    def plan(self) -> ModelPlan:
+    def plan(self) -> ModelSpec:
         """The model's plan as the techniques that are on change it."""
-        plan = answer(self.model, "plan", ModelPlan)
+        plan = answer(self.model, "plan", ModelSpec)
         for technique in self.techniques:
-            plan = answer(technique, "plan", ModelPlan, plan)
+            plan = answer(technique, "plan", ModelSpec, plan)
         return plan
 
     def provides(self, capability: str) -> bool:

@@ -43,7 +43,7 @@ from titan.contracts.sections import (
     TrainSection,
     ValidationSection,
 )
-from titan.errors import ConfigError, Fault
+from titan.errors import ConfigError, ConfigIssue
 
 BUILT_IN = Path(next(iter(titan.configs.__path__)))
 QUICKSTART = BUILT_IN / "quickstart.toml"
@@ -64,7 +64,7 @@ def load_job(path: Path | None, overrides: Sequence[str] = (), world_size: int |
     """
     path = path or QUICKSTART
     table = tables.read(path, overrides, BUILT_IN)
-    registry.open_doors(plugin_folders(table))
+    registry.load_plugins(plugin_folders(table))
     return _Loader(table, str(path)).load(world_size, path.stem)
 
 
@@ -82,7 +82,7 @@ def load_table(values: Mapping[str, Any], origin: str, overrides: Sequence[str],
     table = Table()
     table.merge(values, origin)
     tables.override(table, overrides)
-    registry.open_doors(plugin_folders(table))
+    registry.load_plugins(plugin_folders(table))
     return _Loader(table, origin).load(world_size, "unnamed")
 
 
@@ -92,7 +92,7 @@ def plugin_folders(table: Table) -> tuple[str, ...]:
     try:
         folders: tuple[str, ...] = coerce(value, tuple[str, ...])
     except ValueError as error:
-        raise ConfigError([Fault("", f"[plugins] path: {error}, of folders or .py files")]) from None
+        raise ConfigError([ConfigIssue("", f"[plugins] path: {error}, of folders or .py files")]) from None
     return tuple(absolute(folder) for folder in folders)
 
 
@@ -101,7 +101,7 @@ class _Loader:
 
     def __init__(self, table: Table, source: str) -> None:
         self.table, self.source = table, source
-        self.faults: list[Fault] = []
+        self.faults: list[ConfigIssue] = []
         self.resolved: dict[str, Any] = {}
 
     def load(self, world_size: int | None, default_name: str) -> Job:
@@ -140,9 +140,9 @@ class _Loader:
         for key, value in self.table.values.items():
             origin = self.table.origins.get((key,), self.source)
             if key not in known:
-                self.faults.append(Fault(origin, f"[{key}]: unknown table{did_you_mean(key, known)}"))
+                self.faults.append(ConfigIssue(origin, f"[{key}]: unknown table{did_you_mean(key, known)}"))
             elif not isinstance(value, dict):
-                self.faults.append(Fault(origin, f"{key} = {value!r}: must be a table, [{key}]"))
+                self.faults.append(ConfigIssue(origin, f"{key} = {value!r}: must be a table, [{key}]"))
                 self.table.values[key] = {}
 
     def _parse(self, config: type[C], values: Mapping[str, Any], *path: str) -> C | None:
@@ -338,7 +338,7 @@ class _Loader:
                 self.resolved["plugins"][name] = {"enabled": enabled, **resolved_table(config)}
         for technique in techniques:
             self.resolved["plugins"].setdefault(technique.name, {"enabled": True, **resolved_table(technique.config)})
-        self.faults += [Fault(self.source, sentence) for sentence in agree(techniques)]
+        self.faults += [ConfigIssue(self.source, sentence) for sentence in agree(techniques)]
         return layout, tuple(techniques)
 
     def _stated_techniques(self, known: Iterable[type[Technique]]) -> dict[str, tuple[bool, Any]]:

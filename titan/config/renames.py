@@ -10,10 +10,10 @@ from typing import Any
 from titan.config.sections import At, declared_tables, table_at
 from titan.config.tables import Table
 from titan.contracts.base.options import Where, renewed
-from titan.errors import Fault, warn_once
+from titan.errors import ConfigIssue, warn_once
 
 
-def renew(table: Table, source: str) -> list[Fault]:
+def renew(table: Table, source: str) -> list[ConfigIssue]:
     """Respell a job in place and warn of each former spelling; plugins have to be loaded.
 
     source: where a key comes from of which the table does not say so.  Returns a fault for each option that one file

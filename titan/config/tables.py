@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from titan.contracts.base.options import CliText, absolute
-from titan.errors import ConfigError, Fault, by_errno
+from titan.errors import ConfigError, ConfigIssue, by_errno
 
 Path_ = tuple[str, ...]
 COMMAND_LINE = "command line"
@@ -134,7 +134,7 @@ def _clear_way(table: Table, key: Path_) -> None:
     here = table.values
     for part in key[:-1]:
         if not isinstance(here.get(part, {}), dict):
-            raise ConfigError([Fault(COMMAND_LINE, f"--{'.'.join(key)}: {part} is a value, not a table")])
+            raise ConfigError([ConfigIssue(COMMAND_LINE, f"--{'.'.join(key)}: {part} is a value, not a table")])
         here = here.get(part, {})
 
 
@@ -143,14 +143,14 @@ def _locate(path: Path, built_in: Path) -> Path:
         if candidate.is_file():
             return candidate
     there = ", ".join(sorted(file.stem for file in built_in.glob("*.toml")))
-    raise ConfigError([Fault(str(path), f"no such config file (built in: {there})")])
+    raise ConfigError([ConfigIssue(str(path), f"no such config file (built in: {there})")])
 
 
 def _chain(path: Path, built_in: Path) -> Iterator[tuple[Path, dict[str, Any]]]:
     seen: list[Path] = []
     while True:
         if path.resolve() in seen:
-            raise ConfigError([Fault(str(path), "bases go in a circle: " + " -> ".join(p.name for p in seen))])
+            raise ConfigError([ConfigIssue(str(path), "bases go in a circle: " + " -> ".join(p.name for p in seen))])
         seen.append(path.resolve())
         values = _parse(path)
         base = values.pop("base", None)
@@ -158,7 +158,7 @@ def _chain(path: Path, built_in: Path) -> Iterator[tuple[Path, dict[str, Any]]]:
         if base is None:
             return
         if not isinstance(base, str):
-            raise ConfigError([Fault(str(path), f"base = {base!r}: must be the name of a TOML file")])
+            raise ConfigError([ConfigIssue(str(path), f"base = {base!r}: must be the name of a TOML file")])
         beside = path.parent / base
         path = beside if beside.is_file() else _locate(Path(base), built_in)
 
@@ -167,9 +167,9 @@ def _parse(path: Path) -> dict[str, Any]:
     try:
         return tomllib.loads(path.read_text(encoding="utf-8"))
     except (ValueError, RecursionError) as error:  # no TOML, no UTF-8, thousands of digits, or of brackets
-        raise ConfigError([Fault(str(path), f"is not TOML: {error}")]) from None
+        raise ConfigError([ConfigIssue(str(path), f"is not TOML: {error}")]) from None
     except OSError as error:
-        raise by_errno(error, ConfigError([Fault(str(path), f"cannot be read: {error.strerror}")])) from None
+        raise by_errno(error, ConfigError([ConfigIssue(str(path), f"cannot be read: {error.strerror}")])) from None
 
 
 def _anchored(values: dict[str, Any], path: Path) -> dict[str, Any]:
@@ -188,11 +188,11 @@ def _overrides(words: Sequence[str]) -> Iterator[tuple[Path_, CliText]]:
         name, equals, value = word.removeprefix("--").partition("=")
         position += 1
         if not word.startswith("--") or not all(name.split(".")) or "." not in name:
-            faults.append(Fault(COMMAND_LINE, f"{word}: expected --table.key value"))
+            faults.append(ConfigIssue(COMMAND_LINE, f"{word}: expected --table.key value"))
             continue
         if not equals:
             if position == len(words) or words[position].startswith("--"):
-                faults.append(Fault(COMMAND_LINE, f"{word}: needs a value"))
+                faults.append(ConfigIssue(COMMAND_LINE, f"{word}: needs a value"))
                 continue
             value = words[position]
             position += 1

@@ -15,22 +15,55 @@ from titan.contracts.base.batch import IGNORE, Batch, Document
 from titan.contracts.base.cost import Costs
 from titan.contracts.base.mesh import Axis, Mesh, Role
 from titan.contracts.base.options import REQUIRED, option
-from titan.contracts.base.parts import Part, Precision, sum_gradients
-from titan.contracts.base.plan import HfTensor, ModelPlan
+from titan.contracts.base.parts import ModelPart, Precision, sum_gradients
+from titan.contracts.base.plan import HfTensor, ModelSpec
 from titan.contracts.base.registry import register
 from titan.contracts.job import Fact, Job
 from titan.contracts.model import Model
 from titan.contracts.objective import Loss, LrSchedule, NamedParameter, Optimizer
-from titan.contracts.technique import Engine, LossFn, Phase, Technique, World
+from titan.contracts.technique import BuildContext, Engine, LossFn, Phase, Technique
 from titan.contracts.text import Dataset, Tokenizer
 from titan.contracts.tracker import Row, RunInfo, Tracker
 from titan.device import kind_of
 
 __all__ = [
-    "IGNORE", "REQUIRED", "Axis", "Batch", "Cache", "Costs", "Dataset", "Document", "Engine", "Fact", "HfTensor", "Job",
-    "KeyValues", "Loss", "LossFn", "LrSchedule", "Mesh", "Model", "ModelPlan", "NamedParameter", "Optimizer", "Part",
-    "Phase", "Precision", "Role", "Row", "RunInfo", "Technique", "Tokenizer", "Tracker", "World", "attend",
-    "document_mask", "kind_of", "option", "register", "sum_gradients",
+    "IGNORE",
+    "REQUIRED",
+    "Axis",
+    "Batch",
+    "BuildContext",
+    "Cache",
+    "Costs",
+    "Dataset",
+    "Document",
+    "Engine",
+    "Fact",
+    "HfTensor",
+    "Job",
+    "KeyValues",
+    "Loss",
+    "LossFn",
+    "LrSchedule",
+    "Mesh",
+    "Model",
+    "ModelPart",
+    "ModelSpec",
+    "NamedParameter",
+    "Optimizer",
+    "Phase",
+    "Precision",
+    "Role",
+    "Row",
+    "RunInfo",
+    "Technique",
+    "Tokenizer",
+    "Tracker",
+    "attend",
+    "document_mask",
+    "kind_of",
+    "option",
+    "register",
+    "sum_gradients",
 ]  # fmt: skip
 
 # Plugins written for titan 0.1 import these modules by names without `contracts`.

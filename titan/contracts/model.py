@@ -8,7 +8,7 @@ from typing import Any, ClassVar
 
 from torch import nn
 
-from titan.contracts.base.plan import HfTensor, ModelPlan
+from titan.contracts.base.plan import HfTensor, ModelSpec
 from titan.contracts.base.registry import Plugin
 
 
@@ -28,7 +28,7 @@ class Model(Plugin, ABC):
         return ()
 
     @abstractmethod
-    def plan(self) -> ModelPlan:
+    def plan(self) -> ModelSpec:
         """The model as data."""
 
     @abstractmethod

@@ -13,8 +13,8 @@ from titan.contracts.base.batch import Batch
 from titan.contracts.base.conformance import technique_clashes
 from titan.contracts.base.cost import Costs
 from titan.contracts.base.mesh import Axis, Mesh
-from titan.contracts.base.parts import Part, Precision
-from titan.contracts.base.plan import ModelPlan
+from titan.contracts.base.parts import ModelPart, Precision
+from titan.contracts.base.plan import ModelSpec
 from titan.contracts.base.registry import Plugin
 from titan.contracts.job import Fact, Job
 
@@ -23,7 +23,7 @@ Phase = Literal["convert", "split", "partition", "recompute", "compile", "shard"
 
 
 @dataclass
-class World:
+class BuildContext:
     """What a technique may know when it touches the model.
 
     parts: what this rank holds, once phase `split` is over; empty before.
@@ -31,10 +31,10 @@ class World:
 
     job: Job
     mesh: Mesh
-    plan: ModelPlan
+    plan: ModelSpec
     precision: Precision
     techniques: Sequence[Technique] = field(default_factory=list)
-    parts: Sequence[Part] = ()
+    parts: Sequence[ModelPart] = ()
 
     @property
     def device(self) -> torch.device:
@@ -81,7 +81,7 @@ class Technique(Plugin):
     choices: ClassVar[Sequence[Mapping[str, Any]]] = ()
     _clashes = staticmethod(technique_clashes)
 
-    def check(self, job: Job, plan: ModelPlan) -> Iterable[str]:
+    def check(self, job: Job, plan: ModelSpec) -> Iterable[str]:
         """Sentences about what cannot work in this job, with the numbers that clash and the nearest that fit."""
         return ()
 
@@ -91,7 +91,7 @@ class Technique(Plugin):
             return {"one_backward": f"[plugins.{self.name}] compiles it as one; switch {self.name} off"}
         return {}
 
-    def plan(self, plan: ModelPlan) -> ModelPlan:
+    def plan(self, plan: ModelSpec) -> ModelSpec:
         """The model's plan as this technique changes it."""
         return plan
 
@@ -103,22 +103,22 @@ class Technique(Plugin):
         """What a step costs as this technique changes it, for the planner; asked in TOML order."""
         return costs
 
-    def apply(self, part: Part, world: World) -> None:
+    def apply(self, part: ModelPart, world: BuildContext) -> None:
         """Touch one part of the model, in this technique's phase. On the meta device before `materialise`."""
 
-    def split(self, model: nn.Module, world: World) -> list[Part]:
+    def split(self, model: nn.Module, world: BuildContext) -> list[ModelPart]:
         """Phase `split` only: the parts of the whole model that this rank holds, in stage order."""
-        return [Part(model)]
+        return [ModelPart(model)]
 
-    def engine(self, parts: Sequence[Part], world: World) -> Engine | None:
-        """An engine of its own, or None for the host's Direct one. One technique at most brings one."""
+    def engine(self, parts: Sequence[ModelPart], world: BuildContext) -> Engine | None:
+        """An engine of its own, or None for the host's SequentialEngine. One technique at most brings one."""
         return None
 
     def before_step(self, step: int) -> None:
         """A step begins: `step` counts from 1."""
 
     def before_microbatch(self, index: int, count: int) -> None:
-        """The Direct engine is about to run micro batch `index` of `count`. An engine of one's own need not call it.
+        """The SequentialEngine is about to run micro batch `index` of `count`. An engine of one's own need not call it.
 
         Draws no random numbers and writes to no persistent buffer, as a forward does not.
         """

@@ -7,11 +7,11 @@ from typing import Any
 
 import torch
 
-from titan.doctor.joins import GATHERED, SPLIT
+from titan.doctor.collective_overhead import GATHERED, SPLIT
 from titan.doctor.links import Layout
 from titan.doctor.report import Row, line
 from titan.planner.machine.network import PASSES
-from titan.ranks.place import cores
+from titan.ranks.launch_env import cores
 from titan.training.metrics import peak_tflops
 
 PRODUCTS = "products in "

@@ -12,10 +12,10 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from titan.doctor import cluster_file, device, joins, links
+from titan.doctor import cluster_file, collective_overhead, device, links
 from titan.doctor.clock import Clock
 from titan.doctor.report import Finding, Row, outliers, rows
-from titan.errors import ConfigError, Fault
+from titan.errors import ConfigError, ConfigIssue
 from titan.ranks.process import Rank
 
 
@@ -54,11 +54,11 @@ def examine(me: Rank, seconds: float, disk: Path | None) -> Examination | None:
     """
     layout = _layout(me)
     slots = device.slots(me.device) + (disk is not None)
-    slots += links.slots(layout, me.device) + joins.slots(layout, me.device)
+    slots += links.slots(layout, me.device) + collective_overhead.slots(layout, me.device)
     clock = Clock(me, seconds / slots)
     taken = device.measure(clock, layout.names[me.number], disk)
     if me.world_size > 1:
-        taken += [*links.measure(clock, layout), *joins.measure(clock, layout)]
+        taken += [*links.measure(clock, layout), *collective_overhead.measure(clock, layout)]
     readings = _of_all(taken)
     if me.number:
         return None
@@ -77,7 +77,7 @@ def _layout(me: Rank) -> links.Layout:
     per_node = int(os.environ.get("LOCAL_WORLD_SIZE", me.world_size))
     if me.world_size % per_node:
         what = f"{me.world_size} ranks do not make nodes of {per_node}; every node needs as many"
-        raise ConfigError([Fault("environment", what)])
+        raise ConfigError([ConfigIssue("environment", what)])
     names = _of_all(f"rank {me.number} ({socket.gethostname()} {me.device})")
     return links.Layout(me.world_size, per_node, names)
 

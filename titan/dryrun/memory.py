@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
-from titan.dryrun.place import Place
+from titan.dryrun.step_position import StepPosition
 
 SAVED, TRANSIENT = "saved", "transient"
 
@@ -23,7 +23,7 @@ class Storage:
 
     __slots__ = ("born", "component", "dtype", "kept", "op", "shape", "turn")
 
-    def __init__(self, born: Place, op: str, tensor: Tensor, component: str, turn: int) -> None:
+    def __init__(self, born: StepPosition, op: str, tensor: Tensor, component: str, turn: int) -> None:
         self.born, self.op, self.shape, self.dtype = born, op, tensor.shape, tensor.dtype
         self.component, self.turn, self.kept = component, turn, False
 
@@ -41,13 +41,13 @@ class Account:
     """
 
     def __init__(self) -> None:
-        self.changes: list[tuple[Storage, int, Place]] = []
+        self.changes: list[tuple[Storage, int, StepPosition]] = []
         self._live: dict[int, tuple[weakref.ref[Any], Storage]] = {}
         self._bytes: dict[int, int] = {}
         self._turn, self._backward = 0, False
-        self.place = Place("start", -1, "")
+        self.place = StepPosition("start", -1, "")
 
-    def at(self, place: Place) -> None:
+    def at(self, place: StepPosition) -> None:
         """An operation runs there. Each change from forward or recompute to backward is a turn."""
         self.place = place
         backward = place.phase == "backward"

@@ -7,7 +7,7 @@ from dataclasses import asdict, dataclass
 from typing import Any
 
 from titan.dryrun.memory import SAVED, TRANSIENT, Storage
-from titan.dryrun.place import Place
+from titan.dryrun.step_position import StepPosition
 from titan.dryrun.watch import COMMUNICATION, GATHERED, GRADIENTS, OPTIMIZER, OTHER, PARAMETERS
 
 COMPONENTS = (PARAMETERS, GRADIENTS, OPTIMIZER, SAVED, TRANSIENT, GATHERED, COMMUNICATION, OTHER)
@@ -140,16 +140,16 @@ class Memory:
     steady: Mapping[str, int]
     at_peak: Mapping[str, int]
     most: Mapping[str, int]
-    peak: Place
+    peak: StepPosition
     timeline: tuple[Point, ...]
     consumers: tuple[Consumer, ...]
 
 
-def add_up(changes: Sequence[tuple[Storage, int, Place]]) -> Memory:
+def add_up(changes: Sequence[tuple[Storage, int, StepPosition]]) -> Memory:
     """Go through the changes twice: once for the sums, once more up to the peak for what is alive there."""
     now, most = dict.fromkeys(COMPONENTS, 0), dict.fromkeys(COMPONENTS, 0)
-    total, highest, at, peak, at_peak = 0, -1, -1, Place("start", -1, ""), dict(now)
-    stretches: list[tuple[Place, int]] = []
+    total, highest, at, peak, at_peak = 0, -1, -1, StepPosition("start", -1, ""), dict(now)
+    stretches: list[tuple[StepPosition, int]] = []
     for index, (storage, delta, place) in enumerate(changes):
         what = storage.what()
         now[what] += delta
@@ -164,7 +164,7 @@ def add_up(changes: Sequence[tuple[Storage, int, Place]]) -> Memory:
     return Memory(now, at_peak, most, peak, _thinned(stretches), _consumers(changes[: at + 1]))
 
 
-def _thinned(stretches: Sequence[tuple[Place, int]]) -> tuple[Point, ...]:
+def _thinned(stretches: Sequence[tuple[StepPosition, int]]) -> tuple[Point, ...]:
     """Join neighbours until few enough are left; each keeps its highest, so the peak stays."""
     size = -(-len(stretches) // POINTS)
     runs = [stretches[start : start + size] for start in range(0, len(stretches), size)] if size else []
@@ -176,7 +176,7 @@ Kind = tuple[str, str, str, tuple[int, ...], str]
 """Of a consumer: component, module, op, shape, dtype."""
 
 
-def _consumers(changes: Sequence[tuple[Storage, int, Place]]) -> tuple[Consumer, ...]:
+def _consumers(changes: Sequence[tuple[Storage, int, StepPosition]]) -> tuple[Consumer, ...]:
     alive: Counter[Storage] = Counter()
     for storage, delta, _ in changes:
         alive[storage] += delta

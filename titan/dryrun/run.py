@@ -20,13 +20,13 @@ from titan.config import Job
 from titan.contracts import Batch, Engine, LossFn
 from titan.dryrun.kernels import as_on_a_gpu
 from titan.dryrun.memory import locals_of
-from titan.dryrun.numberless import Numberless, accepted
+from titan.dryrun.meta_tensors import Numberless, accepted
 from titan.dryrun.result import CollectiveCount, DryRun, Flops, Peak, add_up
 from titan.dryrun.watch import OPTIMIZER, OTHER, PARAMETERS, Watch
-from titan.errors import ConfigError, Fault
+from titan.errors import ConfigError, ConfigIssue
 from titan.ranks.process import Rank
 from titan.training.build import Core, wire
-from titan.training.guard import Guard
+from titan.training.nonfinite import NonfiniteGuard
 from titan.training.trainer import step
 
 _EAGER = "compiled blocks were run eagerly: a compiler fuses operations, so it saves and moves less"
@@ -46,13 +46,13 @@ def dry_run(job: Job, rank: int, fused: bool = True) -> DryRun:
     """
     world_size = job.layout.world_size
     if not 0 <= rank < world_size:
-        raise ConfigError([Fault("", f"rank {rank}: the job has ranks 0 to {world_size - 1}")])
+        raise ConfigError([ConfigIssue("", f"rank {rank}: the job has ranks 0 to {world_size - 1}")])
     if dist.is_initialized():
-        raise ConfigError([Fault("", "a dry run needs a process of its own: this one is in a process group")])
+        raise ConfigError([ConfigIssue("", "a dry run needs a process of its own: this one is in a process group")])
     mode = Numberless()
-    with _alone_as(rank, world_size), accepted(), ExitStack() as numberless:
+    with _alone_as(rank, world_size), accepted(), ExitStack() as meta:
         # What is there by then is on the meta device, and in the shards that are trained: it needs no other storage.
-        core = wire(job, Rank(rank, world_size, 0, torch.device("cpu")), lambda *_: numberless.enter_context(mode))
+        core = wire(job, Rank(rank, world_size, 0, torch.device("cpu")), lambda *_: meta.enter_context(mode))
         core.guard = _Trusting(1, 0, core.rank.device)
         return _rehearse(core, mode, fused)
 
@@ -86,7 +86,7 @@ def _forget_shards() -> None:
     torch._C._clear_DTensor_sharding_propagator_cache()
 
 
-class _Trusting(Guard):
+class _Trusting(NonfiniteGuard):
     """Lets every update pass: there is no number to judge."""
 
     def update(self, optimizer: torch.optim.Optimizer) -> None:

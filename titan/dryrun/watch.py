@@ -9,11 +9,11 @@ import torch
 from torch import Tensor, nn
 from torch._ops import OpOverload
 
-from titan.contracts import Part
+from titan.contracts import ModelPart
 from titan.dryrun import work
 from titan.dryrun.memory import Account, locals_of
-from titan.dryrun.numberless import Numberless
-from titan.dryrun.place import Places
+from titan.dryrun.meta_tensors import Numberless
+from titan.dryrun.step_position import Places
 
 PARAMETERS, GRADIENTS, OPTIMIZER = "parameters", "gradients", "optimizer"
 GATHERED, COMMUNICATION, OTHER = "gathered", "communication", "other"
@@ -27,7 +27,7 @@ class Watch:
     flops: by module, a counter of phases.  sent: (kind, group's name, bytes) -> how often.
     """
 
-    def __init__(self, parts: Sequence[Part], on_micro_batch: Callable[[], object]) -> None:
+    def __init__(self, parts: Sequence[ModelPart], on_micro_batch: Callable[[], object]) -> None:
         self.parts = parts
         self.memory = Account()
         self.places = Places(parts, self._see_gathered, on_micro_batch)

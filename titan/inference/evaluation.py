@@ -33,7 +33,7 @@ from titan.config import Job
 from titan.contracts import IGNORE, Batch
 from titan.data.samples.stream import Stream
 from titan.errors import ConfigError, DataError
-from titan.inference.trained import Trained
+from titan.inference.load_model import Trained
 from titan.training.validation import Score, nats_and_tokens, perplexity, totals
 
 ROUND = 16

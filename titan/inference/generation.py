@@ -21,10 +21,10 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor, Shard
 
 from titan.config import Job
-from titan.contracts import Batch, Engine, Tokenizer, World
+from titan.contracts import Batch, BuildContext, Engine, Tokenizer
 from titan.contracts.base.attention import Cache
 from titan.errors import ConfigError, DivergedError
-from titan.training.engine import Direct, evaluating
+from titan.training.engine import SequentialEngine, evaluating
 
 ROWS = 16
 """Texts that are continued side by side at most; more take turns."""
@@ -140,7 +140,11 @@ Watch = Callable[[int, int], None]
 
 
 def generate(
-    world: World, engine: Engine, prompts: Sequence[Sequence[int]], sampling: Sampling, watch: Watch | None = None
+    world: BuildContext,
+    engine: Engine,
+    prompts: Sequence[Sequence[int]],
+    sampling: Sampling,
+    watch: Watch | None = None,
 ) -> list[Text]:
     """Continue each prompt `sampling.samples` times; all ranks together, and all get the same texts, prompt by prompt.
 
@@ -155,7 +159,7 @@ def generate(
     return texts
 
 
-def sample(world: World, engine: Engine, prompt: str, seed: int) -> str:
+def sample(world: BuildContext, engine: Engine, prompt: str, seed: int) -> str:
     """The words that follow the end of a prompt, for a look at a model that has been trained just now."""
     job, drawn = world.job, Sampling(max_new_tokens=48, seed=seed)
     ids = job.tokenizer.encode(prompt) or [job.tokenizer.end]
@@ -205,7 +209,7 @@ def _draw(logits: Tensor | None, texts: Sequence[Text], sampling: Sampling) -> l
     return [token if good else -1 for token, good in zip(tokens, finite, strict=True)]
 
 
-def _agree(world: World, tokens: list[int] | None, count: int) -> list[int]:
+def _agree(world: BuildContext, tokens: list[int] | None, count: int) -> list[int]:
     """What the first rank that has drawn has drawn, on all ranks."""
     if world.mesh.layout.world_size > 1:
         speaker = torch.tensor(world.mesh.layout.world_size if tokens is None else world.mesh.rank)
@@ -222,14 +226,14 @@ def _agree(world: World, tokens: list[int] | None, count: int) -> list[int]:
 class _Model:
     """The logits of the token that comes next, for rows of ids that grow."""
 
-    def __init__(self, world: World, engine: Engine) -> None:
+    def __init__(self, world: BuildContext, engine: Engine) -> None:
         self.world, self.engine, self.end = world, engine, world.job.tokenizer.end
         in_slices = world.mesh.layout.role_degree("sequence") > 1
         # Where ranks hold slices of a sequence, it must come out even.
         self.multiple = world.job.data.seq_len if in_slices else world.parts[0].hidden_split
         self.longest = self.multiple if in_slices else world.plan.max_seq_len // self.multiple * self.multiple
         takes = "cache" in inspect.signature(world.parts[0].module.forward).parameters
-        self._caching = takes and not in_slices and isinstance(getattr(engine, "inner", engine), Direct)
+        self._caching = takes and not in_slices and isinstance(getattr(engine, "inner", engine), SequentialEngine)
         self._cache: Cache | None = None
 
     def begin(self, rows: int, length: int) -> None:

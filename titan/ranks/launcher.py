@@ -8,9 +8,9 @@ from collections.abc import Collection, Sequence
 from pathlib import Path
 
 from titan.errors import EXIT_FAILED, EXIT_PREEMPTED, EXIT_WRONG_INPUT, say
-from titan.ranks import nodes, slurm
-from titan.ranks.children import Children, Ended, Entry
-from titan.ranks.place import Place, cores, find_place, gpus, rank_environment, ranks_asked_for
+from titan.ranks import rendezvous, slurm
+from titan.ranks.launch_env import LaunchEnv, cores, find_place, gpus, rank_environment, ranks_asked_for
+from titan.ranks.rank_processes import Ended, Entry, RankProcesses
 
 
 def let_threads_sleep() -> None:
@@ -22,7 +22,7 @@ def let_threads_sleep() -> None:
     os.environ.setdefault("GOMP_SPINCOUNT", "10000")
 
 
-def place_asked_for() -> Place | None:
+def place_asked_for() -> LaunchEnv | None:
     """Where NPROC or NNODES ask for ranks to be started; None where this process is a rank, or all there is to be.
 
     For commands that use one process unless they are told otherwise.
@@ -38,7 +38,7 @@ def place_asked_for() -> Place | None:
     return place if place.world_size > 1 else None
 
 
-def start(entry: Entry, words: list[str], place: Place, restarts: int = 0, logs: Path | None = None) -> int:
+def start(entry: Entry, words: list[str], place: LaunchEnv, restarts: int = 0, logs: Path | None = None) -> int:
     """Run `sys.exit(entry(words))` as each rank of this node; the exit code of the run. logs: where ranks write theirs.
 
     Raises:
@@ -47,12 +47,12 @@ def start(entry: Entry, words: list[str], place: Place, restarts: int = 0, logs:
     os.environ.setdefault("OMP_NUM_THREADS", str(max(1, cores() // place.ranks)))
     importlib.import_module("torch._dynamo")  # every optimizer imports it; ranks that are forked find it there
     forkable = sys.platform == "linux" and gpus() == 0
-    with nodes.meet(place) as others:
-        children = Children(entry, words, place, forkable, others)
+    with rendezvous.meet(place) as others:
+        children = RankProcesses(entry, words, place, forkable, others)
         return children.follow() if place.node else _lead(children, restarts, logs)
 
 
-def _lead(children: Children, restarts: int, logs: Path | None) -> int:
+def _lead(children: RankProcesses, restarts: int, logs: Path | None) -> int:
     """On node 0: all ranks of the run, again and again while they fail and may; the exit code of the run."""
     with children.hearing():
         for attempt in range(1 + restarts):

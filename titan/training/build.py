@@ -18,21 +18,21 @@ from titan.checkpoint.ranks import Ranks
 from titan.checkpoint.resume import compare
 from titan.checkpoint.weights import find_weights, load_weights, stored_rest
 from titan.config import Job
-from titan.contracts import Dataset, Engine, NamedParameter, Part, RunInfo, Technique, World
+from titan.contracts import BuildContext, Dataset, Engine, ModelPart, NamedParameter, RunInfo, Technique
 from titan.contracts.base.conformance import label
 from titan.contracts.base.mesh import Mesh
 from titan.contracts.base.plan import glob_matches
 from titan.data.samples.loader import Loader
 from titan.data.samples.samples import Samples
 from titan.data.tokens.prepare import prepare
-from titan.errors import ConfigError, DataError, Fault, PluginError, by_errno
+from titan.errors import ConfigError, ConfigIssue, DataError, PluginError, by_errno
 from titan.ranks.process import Rank
 from titan.ranks.turns import as_first, together
 from titan.training import phases
-from titan.training.engine import Direct, StepLoss, Strict
-from titan.training.guard import Guard
+from titan.training.engine import SequentialEngine, StepLoss, Strict
 from titan.training.init import name_seed
 from titan.training.metrics import Meter, Trackers
+from titan.training.nonfinite import NonfiniteGuard
 
 
 @dataclass(kw_only=True)
@@ -41,12 +41,12 @@ class Core:
 
     job: Job
     rank: Rank
-    world: World
-    parts: Sequence[Part]
+    world: BuildContext
+    parts: Sequence[ModelPart]
     engine: Engine
     optimizer: torch.optim.Optimizer
     loss: StepLoss
-    guard: Guard
+    guard: NonfiniteGuard
     step: int = 0
     tokens: int = 0
 
@@ -113,7 +113,7 @@ def _built(job: Job, rank: Rank, lock: FolderLock) -> Run:
     for technique in world.techniques:
         technique.load_state_dict(rest.get("techniques", {}).get(technique.name, {}))
     dropped = int(rest.get("dropped", 0))
-    core.guard = Guard(_limit(job), dropped, rank.device)
+    core.guard = NonfiniteGuard(_limit(job), dropped, rank.device)
     core.engine = Strict(core.engine, core.parts, rank.device)
     core.step, core.tokens = step, int(rest.get("tokens", 0))
     loader = Loader(
@@ -132,15 +132,17 @@ def _built(job: Job, rank: Rank, lock: FolderLock) -> Run:
     )  # fmt: skip
 
 
-def wire(job: Job, rank: Rank, materialise: Callable[[Sequence[Part], World], None] = phases.materialise) -> Core:
+def wire(
+    job: Job, rank: Rank, materialise: Callable[[Sequence[ModelPart], BuildContext], None] = phases.materialise
+) -> Core:
     """What the steps of a new run need, from the job alone: no data, no checkpoint, no file."""
     world = world_of(job, rank)
     parts = phases.assemble(world, materialise)
     engine = next((e for t in world.techniques if (e := t.engine(parts, world)) is not None), None)
     optimizer = job.optimizer.build(named_parameters(parts, world))
     return Core(
-        job=job, rank=rank, world=world, parts=parts, engine=engine or Direct(parts[0], world.techniques),
-        optimizer=optimizer, loss=StepLoss(job.loss, rank.device), guard=Guard(_limit(job), 0, rank.device),
+        job=job, rank=rank, world=world, parts=parts, engine=engine or SequentialEngine(parts[0], world.techniques),
+        optimizer=optimizer, loss=StepLoss(job.loss, rank.device), guard=NonfiniteGuard(_limit(job), 0, rank.device),
     )  # fmt: skip
 
 
@@ -207,7 +209,9 @@ def open_samples(job: Job, rank: Rank) -> Samples:
     """
     if job.tokenizer.vocab_size > job.plan.vocab_size:
         sizes = f"the tokenizer has {job.tokenizer.vocab_size} ids, the model rows for {job.plan.vocab_size}"
-        raise ConfigError([Fault("", f"[model] vocab_size: {sizes}; set it to at least {job.tokenizer.vocab_size}")])
+        raise ConfigError(
+            [ConfigIssue("", f"[model] vocab_size: {sizes}; set it to at least {job.tokenizer.vocab_size}")]
+        )
     return Samples(
         [(_prepared(source.plugin, job, rank), source.weight) for source in job.sources], seq_len=job.data.seq_len,
         packing=job.data.packing, seed=job.run.seed, shuffle=job.data.shuffle, vocab_size=job.plan.vocab_size,
@@ -233,14 +237,14 @@ def _prepared(dataset: Dataset, job: Job, rank: Rank) -> list[Path]:
     return prepare(dataset, job.tokenizer, cache=cache, workers=workers, progress=rank.number == 0)
 
 
-def world_of(job: Job, rank: Rank) -> World:
+def world_of(job: Job, rank: Rank) -> BuildContext:
     """What techniques may know on this rank, before there is a model."""
     owned = [axis.name for technique in job.techniques for axis in technique.axes]
     mesh = Mesh(job.layout, rank.device, rank.number, keep=owned)
-    return World(job=job, mesh=mesh, plan=job.plan, precision=job.precision, techniques=job.techniques)
+    return BuildContext(job=job, mesh=mesh, plan=job.plan, precision=job.precision, techniques=job.techniques)
 
 
-def named_parameters(parts: Sequence[Part], world: World) -> list[NamedParameter]:
+def named_parameters(parts: Sequence[ModelPart], world: BuildContext) -> list[NamedParameter]:
     """Trainable parameters of this rank, with what the plan says of their decay."""
 
     def decays(name: str) -> bool:
@@ -283,7 +287,7 @@ def _state_now(technique: Technique) -> dict[str, Any]:
         raise PluginError(f"{label(type(technique))}: state_dict() raised {error!r}: it {what}") from error
 
 
-def _first_weights(job: Job, rank: Rank, parts: Sequence[Part]) -> str:
+def _first_weights(job: Job, rank: Rank, parts: Sequence[ModelPart]) -> str:
     """Give a new run the weights it is to start from; says where they are from. Drawn ones it has already."""
     given = job.checkpoint.init_from
     if not given:
@@ -294,7 +298,7 @@ def _first_weights(job: Job, rank: Rank, parts: Sequence[Part]) -> str:
     return f"from {'HF folder' if is_hf(path) else 'checkpoint'} {path}"
 
 
-def _info(job: Job, world: World, step: int) -> RunInfo:
+def _info(job: Job, world: BuildContext, step: int) -> RunInfo:
     return RunInfo(
         folder=job.folder, name=job.run.name, config=job.table, start_step=step, steps=job.train.steps,
         params=world.plan.params, every=job.metrics.every,

@@ -1,4 +1,4 @@
-"""Direct: forward and backward of each micro batch, one after the other, on the one part this rank holds.
+"""SequentialEngine: forward and backward of each micro batch, one after the other, on the one part this rank holds.
 
 Strict: any engine, held to leaving generators and saved buffers as they are.
 """
@@ -9,14 +9,14 @@ from contextlib import contextmanager
 import torch
 from torch import Tensor
 
-from titan.contracts import IGNORE, Batch, Engine, Loss, LossFn, Part, Technique
+from titan.contracts import IGNORE, Batch, Engine, Loss, LossFn, ModelPart, Technique
 from titan.errors import PluginError
 
 
-class Direct:
+class SequentialEngine:
     """The engine of a model that is not split into stages (see `contracts.Engine`)."""
 
-    def __init__(self, part: Part, techniques: Sequence[Technique]) -> None:
+    def __init__(self, part: ModelPart, techniques: Sequence[Technique]) -> None:
         self.part, self.techniques = part, techniques
 
     def forward_backward(self, batches: Sequence[Batch], loss: LossFn) -> None:
@@ -41,7 +41,7 @@ class Strict:
     every step, on the host alone, which takes microseconds.
     """
 
-    def __init__(self, engine: Engine, parts: Sequence[Part], device: torch.device) -> None:
+    def __init__(self, engine: Engine, parts: Sequence[ModelPart], device: torch.device) -> None:
         self.inner, self._device = engine, device
         self._buffers = [
             (f"{path}.{name}" if path else name, module, name)
@@ -90,7 +90,7 @@ class Strict:
 
 
 @contextmanager
-def evaluating(parts: Sequence[Part]) -> Iterator[None]:
+def evaluating(parts: Sequence[ModelPart]) -> Iterator[None]:
     """Forwards without gradients, after which nothing is as if they had been: gathered parameters are let go of.
 
     No compiled graph is used: each would be compiled anew for forwards without gradients.

@@ -9,13 +9,13 @@ import torch
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 
-from titan.contracts import Part
-from titan.contracts.base.plan import Init, ModelPlan
+from titan.contracts import ModelPart
+from titan.contracts.base.plan import Init, ModelSpec
 from titan.contracts.base.sharding import slice_of
 from titan.errors import PluginError
 
 
-def init_weights(part: Part, plan: ModelPlan, seed: int) -> None:
+def init_weights(part: ModelPart, plan: ModelSpec, seed: int) -> None:
     """Give every parameter and buffer of the part its initial value, in place.
 
     Raises:

@@ -18,13 +18,13 @@ from typing import get_args
 import torch
 from torch import nn
 
-from titan.contracts import Part, Phase, World
+from titan.contracts import BuildContext, ModelPart, Phase
 from titan.training.init import init_weights
 
 ORDER: tuple[Phase, ...] = get_args(Phase)
 
 
-def materialise(parts: Sequence[Part], world: World) -> None:
+def materialise(parts: Sequence[ModelPart], world: BuildContext) -> None:
     """Storage on the device of this rank, and layout-invariant initial values."""
     for part in parts:
         part.module.to_empty(device=world.device)
@@ -32,14 +32,16 @@ def materialise(parts: Sequence[Part], world: World) -> None:
         init_weights(part, world.plan, world.job.run.seed)
 
 
-def assemble(world: World, materialise: Callable[[Sequence[Part], World], None] = materialise) -> list[Part]:
+def assemble(
+    world: BuildContext, materialise: Callable[[Sequence[ModelPart], BuildContext], None] = materialise
+) -> list[ModelPart]:
     """Build the model, let the techniques at it in order, give it storage and initial values by `materialise`.
 
     Returns the parts this rank holds.
     """
     with torch.device("meta"):
         model = world.job.model.build()
-    parts = [Part(model)]
+    parts = [ModelPart(model)]
     for phase in ORDER:
         for technique in world.techniques:
             if technique.phase != phase:
@@ -58,7 +60,7 @@ def assemble(world: World, materialise: Callable[[Sequence[Part], World], None] 
     return parts
 
 
-def _check_names(model: nn.Module, world: World) -> None:
+def _check_names(model: nn.Module, world: BuildContext) -> None:
     """Hold the plan, as techniques have changed it, against the model with what they have put into it.
 
     They may give values to buffers that they register in a later phase.

@@ -6,7 +6,7 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 import torch
 from torch import Tensor
 
-from titan.contracts import IGNORE, Batch, Engine, Loss, World
+from titan.contracts import IGNORE, Batch, BuildContext, Engine, Loss
 from titan.data.samples.samples import Sample, Samples
 from titan.training.build import Run
 from titan.training.engine import evaluating
@@ -15,7 +15,7 @@ Score = Callable[[Tensor, Tensor], Tensor]
 """(logits [B, S, V], labels [B, S]) -> values to be summed over all batches, float64 [K]."""
 
 
-def totals(engine: Engine, world: World, batches: Iterable[Batch], score: Score, values: int) -> list[float]:
+def totals(engine: Engine, world: BuildContext, batches: Iterable[Batch], score: Score, values: int) -> list[float]:
     """Sums of the `values` numbers that `score` gives, over the batches of all ranks.
 
     All ranks take part, with as many batches each, and get the same numbers. Training does not notice.

@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 from titan.config.renames import renewed_job, renewed_keys
-from titan.errors import ConfigError, Fault, by_errno
+from titan.errors import ConfigError, ConfigIssue, by_errno
 
 Objective = Literal["tflops", "tokens", "tokens-per-joule"]
 UNITS: Mapping[Objective, str] = {"tflops": "TFLOP/s", "tokens": "tokens/s", "tokens-per-joule": "tokens/J"}
@@ -104,7 +104,7 @@ class Results:
             else:
                 self._append({"search": search})
         except OSError as error:
-            fault = Fault(str(path), f"cannot be used for results: {error.strerror}")
+            fault = ConfigIssue(str(path), f"cannot be used for results: {error.strerror}")
             raise by_errno(error, ConfigError([fault])) from None
 
     def append(self, trial: Trial) -> None:
@@ -131,14 +131,14 @@ class Results:
                     self.trials.append(Trial.from_json(row))
             except (ValueError, KeyError, TypeError):
                 what = f"line {number} is none of a search's results; delete it, or give another --results"
-                raise ConfigError([Fault(str(self.path), what)]) from None
+                raise ConfigError([ConfigIssue(str(self.path), what)]) from None
 
     def _same(self, then: Mapping[str, Any], now: Mapping[str, Any]) -> None:
         changed = list(_differences(then, now))
         if changed:
             more = f", and {len(changed) - 3} more" if len(changed) > 3 else ""
             what = f"holds results of another search: {'; '.join(changed[:3])}{more}. Give another --results"
-            raise ConfigError([Fault(str(self.path), what)])
+            raise ConfigError([ConfigIssue(str(self.path), what)])
 
 
 def _in_present_spelling(search: Mapping[str, Any]) -> dict[str, Any]:

@@ -3,7 +3,7 @@
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
-from titan.planner.report.words import columns
+from titan.planner.report.render import columns
 from titan.planner.search.space import Base, Choice, Space
 from titan.planner.step.layout import costs_of
 from titan.planner.step.predict import Planner

@@ -19,7 +19,7 @@ from typing import Any
 
 from titan.contracts import Tracker
 from titan.contracts.base import registry
-from titan.errors import EXIT_DONE, EXIT_WRONG_INPUT, ConfigError, Fault
+from titan.errors import EXIT_DONE, EXIT_WRONG_INPUT, ConfigError, ConfigIssue
 from titan.planner.search.space import Choice
 from titan.tuning.results import Failed, Measured
 
@@ -170,6 +170,6 @@ def power_meter(ranks: int) -> Power:
         torch.cuda.power_draw(0)
     except Exception as error:
         what = f"tokens-per-joule: the power of this machine cannot be read ({str(error).splitlines()[0]})"
-        raise ConfigError([Fault("--objective", what)]) from None
+        raise ConfigError([ConfigIssue("--objective", what)]) from None
     milli = 1 if torch.version.hip else 1000  # torch says mW, but hands on the W of AMD's library
     return lambda: sum(torch.cuda.power_draw(device) for device in devices) / milli

@@ -27,11 +27,11 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from titan.contracts import Cache, HfTensor, KeyValues, Model, ModelPlan, attend, document_mask, option, register
+from titan.contracts import Cache, HfTensor, KeyValues, Model, ModelSpec, attend, document_mask, option, register
 from titan.contracts.base.cost import Attention as AttentionCost
-from titan.contracts.base.cost import Elementwise, Kept, Lookup, Operation, linear, norm, residual, shared
+from titan.contracts.base.cost import Elementwise, EmbeddingOp, Operation, SavedTensor, linear, norm, residual, shared
 from titan.contracts.base.plan import ONES, Init, TensorStyle, nearest, normal
-from titan.errors import ConfigError, Fault
+from titan.errors import ConfigError, ConfigIssue
 
 from .rope import rope_table, rotate
 
@@ -200,12 +200,12 @@ class Llama(Model):
         if c.rope_scaling_low >= c.rope_scaling_high:
             yield f"rope_scaling_low {c.rope_scaling_low:g} must be below rope_scaling_high {c.rope_scaling_high:g}"
 
-    def plan(self) -> ModelPlan:
+    def plan(self) -> ModelSpec:
         """Sizes, names and costs of this Llama."""
         c = self.config
         table = c.vocab_size * c.dim
         matmuls = 2 * c.dim * (c.n_heads + c.kv_heads) * c.head_dim + 3 * c.dim * c.ffn_dim
-        return ModelPlan(
+        return ModelSpec(
             n_layers=c.n_layers, dim=c.dim, n_heads=c.n_heads, n_kv_heads=c.kv_heads, head_dim=c.head_dim,
             ffn_dim=c.ffn_dim, vocab_size=c.vocab_size, max_seq_len=c.max_seq_len,
             stem=("embed",), head=("norm", "output"),
@@ -217,7 +217,7 @@ class Llama(Model):
             head_params=c.dim + (0 if c.tied else table),
             matmul_params_per_layer=matmuls,
             head_matmul_params=table,
-            stem_ops=(Lookup(module="embed", rows=c.vocab_size, width=c.dim),),
+            stem_ops=(EmbeddingOp(module="embed", rows=c.vocab_size, width=c.dim),),
             layer_ops=_operations(c),
             head_ops=(norm("norm", c.dim), linear("output", c.dim, c.vocab_size, keeps=c.dim)),
         )  # fmt: skip
@@ -267,7 +267,7 @@ class Llama(Model):
         if config.get("model_type") != "llama":
             return None
         faults = [
-            Fault("config.json", f"{key} = {config.get(key)!r}: must be an integer of at least 1")
+            ConfigIssue("config.json", f"{key} = {config.get(key)!r}: must be an integer of at least 1")
             for key in _HF_SIZES
             if not isinstance(config.get(key), int) or config[key] < 1
         ]
@@ -276,7 +276,7 @@ class Llama(Model):
             fixed["head_dim"] = config["hidden_size"] // config["num_attention_heads"]
         for key, value in fixed.items():
             if config.get(key, value) not in (value, None):
-                faults.append(Fault("config.json", f"{key} = {config[key]!r}: this model has {value!r} only"))
+                faults.append(ConfigIssue("config.json", f"{key} = {config[key]!r}: this model has {value!r} only"))
         rope = _rope_from_hf(config, faults)
         if faults:
             raise ConfigError(faults)
@@ -301,25 +301,27 @@ _HF_LAYER = {
 }  # fmt: skip
 
 
-def _rope_from_hf(config: Mapping[str, Any], faults: list[Fault]) -> dict[str, Any]:
+def _rope_from_hf(config: Mapping[str, Any], faults: list[ConfigIssue]) -> dict[str, Any]:
     """Rotary options of a config.json: `rope_theta` and `rope_scaling`, or transformers 5's `rope_parameters`."""
     key = "rope_scaling" if config.get("rope_scaling") else "rope_parameters"
     rope = config.get(key) or {}
     if not isinstance(rope, Mapping):
-        faults.append(Fault("config.json", f"{key} = {rope!r}: must be an object"))
+        faults.append(ConfigIssue("config.json", f"{key} = {rope!r}: must be an object"))
         return {}
     values = {"rope_theta": rope.get("rope_theta") or config.get("rope_theta") or 10000.0}
     kind = rope.get("rope_type", rope.get("type", "default"))
     if kind not in ("default", "llama3"):
-        faults.append(Fault("config.json", f"{key} rope_type = {kind!r}: this model has 'default' and 'llama3' only"))
+        faults.append(
+            ConfigIssue("config.json", f"{key} rope_type = {kind!r}: this model has 'default' and 'llama3' only")
+        )
     if rope.get("partial_rotary_factor", 1) != 1:
         told = f"partial_rotary_factor = {rope['partial_rotary_factor']!r}: this model has 1 only"
-        faults.append(Fault("config.json", f"{key} {told}"))
+        faults.append(ConfigIssue("config.json", f"{key} {told}"))
     if kind != "llama3":
         return values
     original = rope.get("original_max_position_embeddings", config.get("max_position_embeddings"))
     absent = [name for name in ("factor", "low_freq_factor", "high_freq_factor") if name not in rope]
-    faults += [Fault("config.json", f"{key} {name}: missing") for name in absent]
+    faults += [ConfigIssue("config.json", f"{key} {name}: missing") for name in absent]
     return values if absent else {
         **values, "rope_scaling_factor": rope["factor"], "rope_scaling_low": rope["low_freq_factor"],
         "rope_scaling_high": rope["high_freq_factor"], "rope_scaling_original_max": original,
@@ -329,7 +331,10 @@ def _rope_from_hf(config: Mapping[str, Any], faults: list[Fault]) -> dict[str, A
 def _operations(c: LlamaConfig) -> tuple[Operation, ...]:
     """A layer, in order. What two operations keep is stated at the first of them."""
     d, f, q, kv = c.dim, c.ffn_dim, c.n_heads * c.head_dim, c.kv_heads * c.head_dim
-    attended = Kept(numbers=2 * q + 2 * kv, region="inner"), Kept(numbers=c.n_heads, region="inner", bytes=4)
+    attended = (
+        SavedTensor(numbers=2 * q + 2 * kv, region="inner"),
+        SavedTensor(numbers=c.n_heads, region="inner", bytes=4),
+    )
     return (
         norm("attn_norm", d), shared(d, 3),
         linear("attn.wq", d, q, keeps=d), linear("attn.wk", d, kv), linear("attn.wv", d, kv),
@@ -339,7 +344,7 @@ def _operations(c: LlamaConfig) -> tuple[Operation, ...]:
         residual(d),
         norm("ffn_norm", d), shared(d, 2),
         linear("ffn.w1", d, f, keeps=d), linear("ffn.w3", d, f),
-        Elementwise(region="inner", forward=5 * f, backward=8 * f, keeps=(Kept(numbers=3 * f, region="inner"),)),
+        Elementwise(region="inner", forward=5 * f, backward=8 * f, keeps=(SavedTensor(numbers=3 * f, region="inner"),)),
         linear("ffn.w2", f, d, keeps=f, region="inner"),
         residual(d),
     )  # fmt: skip

@@ -42,7 +42,7 @@ import torch
 from torch import nn
 from torch.torch_version import TorchVersion
 
-from titan.contracts import Axis, Costs, Engine, Job, ModelPlan, Part, Technique, World, option, register
+from titan.contracts import Axis, BuildContext, Costs, Engine, Job, ModelPart, ModelSpec, Technique, option, register
 from titan.contracts.base.cost import Order, Stage
 from titan.contracts.base.plan import nearest
 
@@ -92,7 +92,7 @@ class PipelineParallel(Technique):
         super().__init__(config)
         self._tied: TiedGradients | None = None
 
-    def check(self, job: Job, plan: ModelPlan) -> Iterable[str]:
+    def check(self, job: Job, plan: ModelSpec) -> Iterable[str]:
         """Stages need layers, the schedule its number of micro batches, and some things cannot go together."""
         ranks = job.layout.degree("pp")
         if ranks == 1:
@@ -101,7 +101,7 @@ class PipelineParallel(Technique):
         yield from self._check_micro_batches(ranks, job)
         yield from self._check_company(job, plan)
 
-    def _check_stages(self, ranks: int, plan: ModelPlan) -> Iterator[str]:
+    def _check_stages(self, ranks: int, plan: ModelSpec) -> Iterator[str]:
         config, each = self.config, self.config.stages_per_rank
         stages, layers = ranks * each, plan.n_layers
         allowed = 1 if config.schedule in ONE_STAGE else 2 if config.schedule in V_SHAPED else each
@@ -139,7 +139,7 @@ class PipelineParallel(Technique):
             f"nearest global_batch_size that fits: {sizes}"
         )
 
-    def _check_company(self, job: Job, plan: ModelPlan) -> Iterator[str]:
+    def _check_company(self, job: Job, plan: ModelSpec) -> Iterator[str]:
         old = _before_2_13(torch.__version__)
         own = f"[plugins.pipeline] schedule = {self.config.schedule!r}"
         on_cpu = job.run.device == "cpu" or (job.run.device == "auto" and not torch.cuda.is_available())
@@ -175,7 +175,7 @@ class PipelineParallel(Technique):
             receive_buffers=job.micro_batches,
         )
 
-    def split(self, model: nn.Module, world: World) -> list[Part]:
+    def split(self, model: nn.Module, world: BuildContext) -> list[ModelPart]:
         """The stages of this rank, each a copy of the model without what it does not hold.
 
         Raises:
@@ -183,7 +183,7 @@ class PipelineParallel(Technique):
         """
         ranks, plan = world.mesh.layout.degree("pp"), world.plan
         if ranks == 1:
-            return [Part(model)]
+            return [ModelPart(model)]
         check_ends(model, plan)
         last = ranks * self.config.stages_per_rank - 1
         layers = cut(plan, world.job.data.seq_len, last + 1, self.config.split_points)
@@ -191,10 +191,10 @@ class PipelineParallel(Technique):
         for stage, rank in enumerate(placement(self.config.schedule, ranks, last + 1)):
             if rank == world.mesh.at("pp"):
                 module = carve(model, plan, layers[stage], first=stage == 0, last=stage == last)
-                parts.append(Part(module, stage, last + 1, shared_names(plan) if stage == last else frozenset()))
+                parts.append(ModelPart(module, stage, last + 1, shared_names(plan) if stage == last else frozenset()))
         return parts
 
-    def engine(self, parts: Sequence[Part], world: World) -> Engine | None:
+    def engine(self, parts: Sequence[ModelPart], world: BuildContext) -> Engine | None:
         """The schedule over these parts."""
         ranks = world.mesh.layout.degree("pp")
         if ranks == 1:

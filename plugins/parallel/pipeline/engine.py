@@ -11,7 +11,7 @@ from torch.distributed.pipelining import PipelineStage
 from torch.distributed.pipelining.schedules import PipelineScheduleSingle, get_schedule_class
 from torch.distributed.tensor import DTensor
 
-from titan.contracts import Batch, LossFn, Part, World
+from titan.contracts import Batch, BuildContext, LossFn, ModelPart
 from titan.errors import PluginError
 
 from .stages import shared_names
@@ -20,7 +20,9 @@ from .stages import shared_names
 class Pipeline:
     """The engine: a schedule of torch's over this rank's stages (see `contracts.Engine`)."""
 
-    def __init__(self, parts: Sequence[Part], world: World, schedule: str, placement: Sequence[int]) -> None:
+    def __init__(
+        self, parts: Sequence[ModelPart], world: BuildContext, schedule: str, placement: Sequence[int]
+    ) -> None:
         self.parts = {part.stage: part for part in parts}
         self.world, self.schedule, self.placement = world, schedule, placement
         self.group, self.last = world.mesh.group("pp"), len(placement) - 1
@@ -62,7 +64,7 @@ class Pipeline:
         # The loss is divided by the step's tokens already.
         return kind(held, n_microbatches=micro_batches, loss_fn=self._loss_of, scale_grads=False)
 
-    def _stage(self, part: Part, shape: torch.Size) -> PipelineStage:
+    def _stage(self, part: ModelPart, shape: torch.Size) -> PipelineStage:
         """Shapes are given: torch would else find them by a run of its own, whose loss would be counted."""
         meta = torch.device("meta")
         hidden = self._hidden(shape, meta).requires_grad_()
@@ -117,7 +119,7 @@ class _Stage(PipelineStage):
 class TiedGradients:
     """Adds the gradients of tensors that both ends of the pipeline hold, so that their copies step alike."""
 
-    def __init__(self, parts: Sequence[Part], world: World, placement: Sequence[int]) -> None:
+    def __init__(self, parts: Sequence[ModelPart], world: BuildContext, placement: Sequence[int]) -> None:
         self.group, self.first, self.last = world.mesh.group("pp"), placement[0], placement[-1]
         self.ends = [part.module for part in parts if part.stage in (0, part.stages - 1)]
         self.names = sorted(shared_names(world.plan))

@@ -8,7 +8,7 @@ from itertools import pairwise
 
 from torch import nn
 
-from titan.contracts import ModelPlan
+from titan.contracts import ModelSpec
 from titan.errors import PluginError
 
 ONE_STAGE = ("GPipe", "1F1B")
@@ -35,7 +35,7 @@ def placement(schedule: str, ranks: int, stages: int) -> list[int]:
     return [stage % ranks for stage in range(stages)]
 
 
-def cut(plan: ModelPlan, seq_len: int, stages: int, points: Sequence[str]) -> Sequence[range]:
+def cut(plan: ModelSpec, seq_len: int, stages: int, points: Sequence[str]) -> Sequence[range]:
     """Layers of each stage, by number."""
     if points:
         names = plan.layer_names()
@@ -75,12 +75,12 @@ def _best(
     return best[layers][1]
 
 
-def shared_names(plan: ModelPlan) -> frozenset[str]:
+def shared_names(plan: ModelSpec) -> frozenset[str]:
     """Names of the parameters that the first stage owns and the last holds too."""
     return frozenset(owner for alias, owner in plan.tied if _within(owner, plan.stem) and _within(alias, plan.head))
 
 
-def check_ends(model: nn.Module, plan: ModelPlan) -> None:
+def check_ends(model: nn.Module, plan: ModelSpec) -> None:
     """Every parameter must have a stage, and what is tied be owned by the stem.
 
     Raises:
@@ -100,7 +100,7 @@ def _within(name: str, modules: Iterable[str]) -> bool:
     return any(name.startswith(f"{module}.") for module in modules)
 
 
-def carve(model: nn.Module, plan: ModelPlan, layers: range, *, first: bool, last: bool) -> nn.Module:
+def carve(model: nn.Module, plan: ModelSpec, layers: range, *, first: bool, last: bool) -> nn.Module:
     """A copy of the model that holds these layers, and what belongs to its ends."""
     kept = {*(plan.stem if first else ()), *plan.layer_names(layers), *(plan.head if last else ())}
     if last:

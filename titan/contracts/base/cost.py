@@ -23,7 +23,7 @@ REGIONS: tuple[Region, ...] = ("hidden", "whole", "inner", "logits")
 
 
 @dataclass(frozen=True, kw_only=True)
-class Kept:
+class SavedTensor:
     """A tensor that forward keeps for backward.
 
     numbers: per token.  bytes: of one number; 0: of the compute dtype.  unfused: kept only where the operation is not
@@ -47,7 +47,7 @@ class Matmul:
     inputs: int
     outputs: int
     bias: bool = False
-    keeps: tuple[Kept, ...] = ()
+    keeps: tuple[SavedTensor, ...] = ()
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -61,7 +61,7 @@ class Attention:
     kv_heads: int
     head_dim: int
     scores_written: bool = False
-    keeps: tuple[Kept, ...] = ()
+    keeps: tuple[SavedTensor, ...] = ()
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -79,27 +79,27 @@ class Elementwise:
     params: int = 0
     width: int = 0
     scratch: float = 0
-    keeps: tuple[Kept, ...] = ()
+    keeps: tuple[SavedTensor, ...] = ()
 
 
 @dataclass(frozen=True, kw_only=True)
-class Lookup:
+class EmbeddingOp:
     """A table of `rows` by `width` of which each token reads one row."""
 
     module: str
     rows: int
     width: int
-    keeps: tuple[Kept, ...] = ()
+    keeps: tuple[SavedTensor, ...] = ()
 
 
-Operation = Matmul | Attention | Elementwise | Lookup
+Operation = Matmul | Attention | Elementwise | EmbeddingOp
 
 
 def linear(
     module: str, inputs: int, outputs: int, *, keeps: int = 0, region: Region = "whole", bias: bool = False
 ) -> Matmul:
     """A linear that keeps so many numbers a token in a region: its input, unless another operation has."""
-    kept = (Kept(numbers=keeps, region=region),) if keeps else ()
+    kept = (SavedTensor(numbers=keeps, region=region),) if keeps else ()
     return Matmul(module=module, inputs=inputs, outputs=outputs, bias=bias, keeps=kept)
 
 
@@ -109,9 +109,9 @@ def norm(module: str, dim: int, vectors: int = 1, statistics: int = 1) -> Elemen
     Where it is not one kernel it also keeps the normalised states.
     """
     kept = (
-        Kept(numbers=dim, region="hidden"),
-        Kept(numbers=statistics, region="hidden", bytes=4),
-        Kept(numbers=dim, region="hidden", bytes=4, unfused=True),
+        SavedTensor(numbers=dim, region="hidden"),
+        SavedTensor(numbers=statistics, region="hidden", bytes=4),
+        SavedTensor(numbers=dim, region="hidden", bytes=4, unfused=True),
     )
     return Elementwise(
         module=module, region="hidden", forward=2 * dim, backward=3 * dim, params=vectors, width=dim, keeps=kept
@@ -134,7 +134,7 @@ Component = Literal["parameters", "gradients", "optimizer", "buffers"]
 
 
 @dataclass(frozen=True, kw_only=True)
-class Held:
+class PersistentState:
     """Bytes a parameter that last through the step, split over the ranks of `axes`.
 
     units: only so many of the largest shard units hold them at a time (what is gathered for use); 0: all parameters.
@@ -147,7 +147,7 @@ class Held:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Units:
+class GatherPolicy:
     """How shard units gather parameters and reduce gradients, for what is there for a time only.
 
     gathered: "use": a unit's parameters while it computes, the next one's beside; "micro_batch": all from forward to
@@ -165,7 +165,7 @@ When = Literal["forward", "recompute", "backward", "update"]
 
 
 @dataclass(frozen=True, kw_only=True)
-class Traffic:
+class CollectiveCost:
     """A collective over the ranks of `axes`.
 
     where: how often: once for each stem, layer or head that a rank runs, for each shard unit (with its parameters), or
@@ -240,7 +240,7 @@ class Costs:
     """What a step costs, as far as the job decides it. Hooks return changed copies (`dataclasses.replace`).
 
     stem, layer, head: operations of one micro batch, from the model's plan; the head's include the loss's.
-    styles: module glob -> how it is split (`ModelPlan.tensor`).  tied: the head's matrix is the stem's table.
+    styles: module glob -> how it is split (`ModelSpec.tensor`).  tied: the head's matrix is the stem's table.
     splits: region -> ranks that share its numbers, of all axes together ("whole": of those that split sequences).
     bytes: of a number in the compute dtype.  reduce_bytes: of a gradient while it is summed.
     dtype, wide_dtype: in which the layers' matmuls run, and all other products.
@@ -269,11 +269,14 @@ class Costs:
     dtype: str = "float32"
     wide_dtype: str = "float32"
     fused: bool = False
-    held: tuple[Held, ...] = (Held(component="parameters", bytes=4), Held(component="gradients", bytes=4))
+    held: tuple[PersistentState, ...] = (
+        PersistentState(component="parameters", bytes=4),
+        PersistentState(component="gradients", bytes=4),
+    )
     update_bytes: float = 12.0
     updated_over: tuple[str, ...] = ()
-    units: Units | None = None
-    traffic: tuple[Traffic, ...] = ()
+    units: GatherPolicy | None = None
+    traffic: tuple[CollectiveCost, ...] = ()
     recompute: Recompute | None = None
     stages: tuple[Stage, ...] = ()
     order: Callable[[int], Order] = one_after_the_other

@@ -27,7 +27,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal, TypeVar, Union
 
-from titan.errors import Fault, warn_once
+from titan.errors import ConfigIssue, warn_once
 
 T = TypeVar("T")
 _KEY = "titan.option"
@@ -138,7 +138,7 @@ def did_you_mean(word: str, known: Iterable[str]) -> str:
     return f" (known: {', '.join(names)})" if names else ""
 
 
-def parse(config: type[T], table: Mapping[str, Any], where: "Where") -> tuple[T | None, list[Fault]]:
+def parse(config: type[T], table: Mapping[str, Any], where: "Where") -> tuple[T | None, list[ConfigIssue]]:
     """Build `config` from a TOML table. Returns it, or None with every fault found. Former spellings are warned of."""
     declared = {option.key: option for option in options_of(config)}
     renewal = renewed(config, table, where)
@@ -172,10 +172,10 @@ class Where:
     source: str = ""
     origins: Mapping[str, str] = dataclasses.field(default_factory=dict)
 
-    def fault(self, key: str, what: str) -> Fault:
-        """A Fault at `key` of this table."""
+    def fault(self, key: str, what: str) -> ConfigIssue:
+        """A ConfigIssue at `key` of this table."""
         place = self._named(key)
-        return Fault(self.origin(key), f"{place} {what}" if what.startswith("=") else f"{place}: {what}")
+        return ConfigIssue(self.origin(key), f"{place} {what}" if what.startswith("=") else f"{place}: {what}")
 
     def origin(self, key: str) -> str:
         """The file, or the command line, that set a key."""
@@ -205,7 +205,7 @@ class Renewal:
 
     values: dict[str, Any]
     moved: dict[str, str]
-    faults: list[Fault]
+    faults: list[ConfigIssue]
     lines: list[str]
 
 

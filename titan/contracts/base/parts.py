@@ -8,7 +8,7 @@ import torch
 from torch import nn
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy
 
-from titan.contracts.base.plan import ModelPlan
+from titan.contracts.base.plan import ModelSpec
 
 
 @dataclass(frozen=True)
@@ -46,7 +46,7 @@ compiler makes, so it sits inside; recomputing a whole block calls the compiled 
 
 
 @dataclass
-class Part:
+class ModelPart:
     """What one pipeline stage holds of the model; the whole model where nothing splits it.
 
     shared: canonical names of parameters that another stage holds too and counts (tied weights): left out of the norm.
@@ -73,13 +73,13 @@ class Part:
         """Whether the named module is on this part."""
         return dict(self.module.named_modules()).get(name) is not None
 
-    def units(self, plan: ModelPlan) -> list[list[nn.Module]]:
+    def units(self, plan: ModelSpec) -> list[list[nn.Module]]:
         """The plan's shard units as far as this part holds them, in forward order."""
         here = dict(self.module.named_modules())
         units = [[here[name] for name in unit if name in here] for unit in plan.shard_units()]
         return [unit for unit in units if unit]
 
-    def layers(self, plan: ModelPlan) -> list[tuple[str, nn.Module]]:
+    def layers(self, plan: ModelSpec) -> list[tuple[str, nn.Module]]:
         """(name, module) of the layers on this part, in order."""
         here = dict(self.module.named_modules())
         return [(name, here[name]) for name in plan.layer_names() if name in here]
@@ -103,7 +103,7 @@ class Part:
             if isinstance(module, FSDPModule):
                 module.reshard()
 
-    def retie(self, plan: ModelPlan) -> None:
+    def retie(self, plan: ModelSpec) -> None:
         """Make tied parameters one tensor again after something has replaced them."""
         for alias, owner in plan.tied:
             (to, to_name), (source, source_name) = alias.rpartition(".")[::2], owner.rpartition(".")[::2]

@@ -11,7 +11,7 @@ from functools import cached_property, lru_cache
 from itertools import islice
 from typing import TYPE_CHECKING, Literal
 
-from titan.contracts.base.cost import Lookup, Matmul, Operation
+from titan.contracts.base.cost import EmbeddingOp, Matmul, Operation
 from titan.errors import PluginError
 
 if TYPE_CHECKING:
@@ -77,7 +77,7 @@ class HfTensor:
 
 
 @dataclass(frozen=True, kw_only=True)
-class ModelPlan:
+class ModelSpec:
     """A model as data: sizes, names, where it may be cut, split, recomputed and wrapped, and what it costs.
 
     stem, layers, head: names of the modules before the layers, of the ModuleDict of layers (keyed by global layer
@@ -162,7 +162,7 @@ class ModelPlan:
             if glob_matches(pattern, name):
                 return how
         raise PluginError(
-            f"the model's plan has no initial value for buffer {name}; give it one in ModelPlan.buffers: "
+            f"the model's plan has no initial value for buffer {name}; give it one in ModelSpec.buffers: "
             "titan.contracts.base.plan.computed(function of the device), or a constant such as ZEROS"
         )
 
@@ -175,7 +175,7 @@ class ModelPlan:
         """How each module that an operation names is split; None where nothing says."""
         first, found = f"{self.layers}.0.", {}
         for op in (*self.stem_ops, *self.layer_ops, *self.head_ops):
-            if isinstance(op, Matmul | Lookup):
+            if isinstance(op, Matmul | EmbeddingOp):
                 names = (op.module, first + op.module)
                 fitting = (style for glob, style in self.tensor.items() if any(glob_matches(glob, n) for n in names))
                 found[op.module] = next(fitting, None)

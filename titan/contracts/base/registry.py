@@ -147,7 +147,7 @@ def left_out() -> str:
 # --- the doors --------------------------------------------------------------------------------------------------
 
 
-def open_doors(paths: Iterable[str | Path] = ()) -> None:
+def load_plugins(paths: Iterable[str | Path] = ()) -> None:
     """Import every plugin: the built-in ones, those in `paths`, those of installed packages. Idempotent.
 
     paths: folders, or single .py files. An entry point that fails is left out with a warning.

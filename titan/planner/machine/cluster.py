@@ -17,7 +17,7 @@ from typing import Any, TypeVar
 
 import titan.configs
 from titan.contracts.base.options import REQUIRED, Where, did_you_mean, option, parse
-from titan.errors import ConfigError, Fault, by_errno
+from titan.errors import ConfigError, ConfigIssue, by_errno
 
 FOLDER = Path(next(iter(titan.configs.__path__))) / "clusters"
 DTYPES = ("float32", "float16", "bfloat16", "float8")
@@ -129,7 +129,7 @@ class Cluster:
         """
         if dtype not in self.peak_tflops:
             known = ", ".join(self.peak_tflops)
-            raise ConfigError([Fault(self.place, f"[device.peak_tflops] has no {dtype} (it has {known})")])
+            raise ConfigError([ConfigIssue(self.place, f"[device.peak_tflops] has no {dtype} (it has {known})")])
         return self.peak_tflops[dtype] * 1e12
 
 
@@ -146,11 +146,11 @@ def load(name: str) -> Cluster:
     """
     path = next((path for path in (Path(name).expanduser(), FOLDER / f"{name}.toml") if path.is_file()), None)
     if path is None:
-        raise ConfigError([Fault("--cluster", f"{name}: no such file or cluster{did_you_mean(name, names())}")])
+        raise ConfigError([ConfigIssue("--cluster", f"{name}: no such file or cluster{did_you_mean(name, names())}")])
     try:
         table = tomllib.loads(path.read_text(encoding="utf-8"))
     except (OSError, UnicodeDecodeError, tomllib.TOMLDecodeError) as error:
-        raise by_errno(error, ConfigError([Fault(str(path), f"cannot be read as TOML: {error}")])) from None
+        raise by_errno(error, ConfigError([ConfigIssue(str(path), f"cannot be read as TOML: {error}")])) from None
     return from_table(table, str(path))
 
 
@@ -164,7 +164,7 @@ def from_table(table: Mapping[str, Any], place: str) -> Cluster:
     known = ("name", "source", "device", "kernels", "links")
     for key in table:
         if key not in known:
-            reader.faults.append(Fault(place, f"{key}: unknown key{did_you_mean(key, known)}"))
+            reader.faults.append(ConfigIssue(place, f"{key}: unknown key{did_you_mean(key, known)}"))
     device, peaks = dict(table.get("device", {})), {}
     peaks = reader.numbers(device.pop("peak_tflops", {}), "device.peak_tflops")
     kernels = dict(table.get("kernels", {}))
@@ -184,7 +184,7 @@ class _Reader:
 
     def __init__(self, place: str) -> None:
         self.place = place
-        self.faults: list[Fault] = []
+        self.faults: list[ConfigIssue] = []
 
     def parse(self, config: type[C], values: Mapping[str, Any], table: str) -> Any:
         parsed, faults = parse(config, values, Where(table, self.place))

@@ -15,7 +15,7 @@ import math
 from collections.abc import Sequence
 from typing import NamedTuple
 
-from titan.contracts.base.cost import Attention, Costs, Lookup, Matmul, Operation
+from titan.contracts.base.cost import Attention, Costs, EmbeddingOp, Matmul, Operation
 from titan.planner.machine.cluster import Cluster, Products
 
 BACKWARD_OF_ATTENTION = 2.5
@@ -90,7 +90,7 @@ class Device:
             return self._linear(op, costs, dtype)
         if isinstance(op, Attention):
             return self._written(op, costs) if op.scores_written else self._attention(op, costs)
-        if isinstance(op, Lookup):
+        if isinstance(op, EmbeddingOp):
             numbers = costs.share("hidden") * op.width
             return Seconds(self.moving(2 * numbers, costs.bytes), 0.0, self.moving(3 * numbers, costs.bytes))
         tokens = costs.share(op.region) * (self.kernels.merged if costs.fused else 1.0)

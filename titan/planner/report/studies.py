@@ -17,7 +17,7 @@ from titan.contracts import Technique
 from titan.contracts.base import registry
 from titan.contracts.base.mesh import Layout, Role
 from titan.contracts.base.options import did_you_mean
-from titan.errors import ConfigError, Fault
+from titan.errors import ConfigError, ConfigIssue
 from titan.planner.machine.cluster import Cluster
 from titan.planner.report.study import MEASURES, Point, Study
 from titan.planner.search.space import LARGEST_MICRO_BATCH
@@ -60,7 +60,7 @@ class Base(NamedTuple):
         layout = self.job.layout
         axes = [axis for axis in layout.axes if axis.role == role]
         if not axes:
-            raise ConfigError([Fault("--study", f"no plugin owns an axis of role {role}")])
+            raise ConfigError([ConfigIssue("--study", f"no plugin owns an axis of role {role}")])
         return max(axes, key=lambda axis: (layout.degrees[axis.name], axis.default == -1)).name
 
 
@@ -140,7 +140,7 @@ def _bubble(base: Base) -> Varied:
     job, stages = base.job, base.job.layout.role_degree("stage")
     if stages == 1:
         axis = base.axis("stage")
-        raise ConfigError([Fault("--study", f"bubble: the job has no pipeline; give it one: --mesh.{axis} 4")])
+        raise ConfigError([ConfigIssue("--study", f"bubble: the job has no pipeline; give it one: --mesh.{axis} 4")])
     counts = sorted({job.micro_batches, *(stages * 2**i for i in range(DOUBLINGS + 1))})
     variants = []
     for series, keys in _orders(base):
@@ -220,13 +220,13 @@ def run(name: str, config: Path | None, overrides: Sequence[str], cluster: Clust
         ConfigError: there is no such study, the job is refused as it is given, or nothing in it can be varied so.
     """
     if name not in KINDS:
-        raise ConfigError([Fault("--study", f"{name}: no such study{did_you_mean(name, KINDS)}")])
+        raise ConfigError([ConfigIssue("--study", f"{name}: no such study{did_you_mean(name, KINDS)}")])
     kind, planner = KINDS[name], Planner(cluster)
     base, words = _base(kind, config, overrides, world_size)
     x_label, variants = kind.varied(base)
     if len(variants) < 2:
         what = f"{name}: nothing to vary with {base.job.layout}; give it more ranks (--world-size N) or a larger batch"
-        raise ConfigError([Fault("--study", what)])
+        raise ConfigError([ConfigIssue("--study", what)])
     points = tuple(_point(variant, config, words, planner) for variant in variants)
     if "efficiency" in kind.shown:
         points = _with_efficiency(points)
@@ -255,7 +255,7 @@ def _left(layout: Layout, axis: str, world_size: int) -> int:
     if world_size < 1 or world_size % others:
         near = max(others, round(world_size / others) * others)
         what = f"--world-size {world_size}: must be a multiple of the layout's other {others} ranks; nearest: {near}"
-        raise ConfigError([Fault("command line", what)])
+        raise ConfigError([ConfigIssue("command line", what)])
     return world_size // others
 
 

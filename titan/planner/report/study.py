@@ -4,7 +4,7 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
-from titan.planner.report.words import columns
+from titan.planner.report.render import columns
 
 BAR = 24
 """Characters of the longest bar."""

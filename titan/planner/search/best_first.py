@@ -28,12 +28,12 @@ from titan.contracts.base.mesh import Layout
 from titan.planner.search.space import Choice, Chosen, Space
 from titan.planner.step.layout import costs_of, cut, uncut
 from titan.planner.step.memory import GIB
-from titan.planner.step.predict import Alike, Place, Planner, Prediction, places_of
+from titan.planner.step.predict import Planner, Prediction, StageCostCache, StageLoad, places_of
 
 Objective = Literal["time", "price", "energy"]
 Group = tuple[float, Space, Layout, int]
 """Bound, space, layout, micro batch."""
-Places = Callable[[Recompute | None], list[Place]]
+Places = Callable[[Recompute | None], list[StageLoad]]
 """What the ranks of a pipeline hold when so much is computed again."""
 Cuts = dict[Chosen, Places]
 """The places of a group's pipelines, by the choices for techniques that cut the model."""
@@ -159,7 +159,7 @@ class _Search:
         self.room = planner.cluster.device.memory_gib * GIB
         self._waiting: list[_Node] = []
         self._numbers = itertools.count()
-        self._alone: dict[tuple[int, int, int], Alike] = {}
+        self._alone: dict[tuple[int, int, int], StageCostCache] = {}
 
     def through(self, groups: Sequence[Group], progress: Callable[[int, int], None] = lambda done, of: None) -> Result:
         """Look at what has the lowest bound, until nothing that is left can be among the best."""
@@ -218,12 +218,12 @@ class _Search:
             bound = self._value(*self._least(alike), layout)
             self._wait(bound, len(staged), self._look_at_plain, space, choice, staged, cuts)
 
-    def _alike(self, space: Space, choice: Choice) -> Alike | None:
+    def _alike(self, space: Space, choice: Choice) -> StageCostCache | None:
         job = space.job_of(choice)
         return None if job is None else self.planner.alike(uncut(job), choice.layout)
 
     @staticmethod
-    def _least(alike: Alike) -> tuple[float, float]:
+    def _least(alike: StageCostCache) -> tuple[float, float]:
         return alike.least(alike.parts.costs.micro_batches, alike.parts.layout.role_degree("stage"))
 
     def _look_at_plain(self, space: Space, choice: Choice, staged: Sequence[Chosen], cuts: Cuts) -> None:
@@ -245,12 +245,12 @@ class _Search:
             least = alike.least_in(cuts[more](costs.recompute))
             self._wait(self._value(least, busy, one.layout), 1, self._look_at_one, space, one, alike)
 
-    def _state(self, alike: Alike) -> float:
+    def _state(self, alike: StageCostCache) -> float:
         """Bytes of state that the ranks of the best of all cuts into stages hold at least."""
         held = alike.memory(alike.parts.costs.stages[0]).held
         return sum(held.values()) / alike.parts.layout.role_degree("stage")
 
-    def _look_at_one(self, space: Space, choice: Choice, alike: Alike) -> None:
+    def _look_at_one(self, space: Space, choice: Choice, alike: StageCostCache) -> None:
         result, job = self.result, space.job_of(choice)
         if job is None or not space.allows(job):
             result.refused += 1

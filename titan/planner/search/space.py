@@ -22,7 +22,7 @@ from titan.contracts.base import registry
 from titan.contracts.base.conformance import made, sentences
 from titan.contracts.base.mesh import Axis, Layout
 from titan.contracts.base.options import coerce, did_you_mean, options_of
-from titan.errors import ConfigError, Fault
+from titan.errors import ConfigError, ConfigIssue
 
 Options = tuple[tuple[str, Any], ...]
 Chosen = tuple[tuple[str, Options | None], ...]
@@ -235,7 +235,7 @@ def load_base(path: Path | None, overrides: Sequence[str]) -> Base:
     override(given, overrides)
     keys = [key for key in given.origins if not isinstance(given.at(*key), dict)]
     words = [f"--{'.'.join(key)}={given.at(*key)}" for key in keys if key[0] != "mesh"]
-    registry.open_doors(plugin_folders(given))
+    registry.load_plugins(plugin_folders(given))
     axes = [axis for p in registry.of_kind(Technique.kind) if issubclass(p, Technique) for axis in p.axes]
     # The plugins that the file itself brings may own more axes; a job for one rank has them all at 1 by default.
     alone = [f"--mesh.{axis.name}=1" for axis in axes]
@@ -251,8 +251,10 @@ def load_base(path: Path | None, overrides: Sequence[str]) -> Base:
 def _degree(axis: str, value: Any, layout: Layout) -> int:
     where = f"--mesh.{axis} {value}"
     if axis not in layout.degrees:
-        raise ConfigError([Fault("command line", f"{where}: no plugin owns it{did_you_mean(axis, layout.degrees)}")])
+        raise ConfigError(
+            [ConfigIssue("command line", f"{where}: no plugin owns it{did_you_mean(axis, layout.degrees)}")]
+        )
     try:
         return int(coerce(value, int))
     except ValueError as error:
-        raise ConfigError([Fault("command line", f"{where}: {error}")]) from None
+        raise ConfigError([ConfigIssue("command line", f"{where}: {error}")]) from None

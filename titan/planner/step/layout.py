@@ -7,7 +7,7 @@ from titan.contracts import Loss, Optimizer, Technique
 from titan.contracts.base.conformance import answer
 from titan.contracts.base.cost import Costs, Stage
 from titan.contracts.base.mesh import Layout
-from titan.errors import ConfigError, Fault
+from titan.errors import ConfigError, ConfigIssue
 from titan.planner.machine.network import Group
 
 
@@ -48,7 +48,9 @@ def _cuts(technique: Technique) -> bool:
 def _of_model(job: Job) -> Costs:
     plan, precision = job.plan, job.precision
     if not plan.layer_ops:
-        raise ConfigError([Fault("", f"model {job.model.name}: its plan states no operations (ModelPlan.layer_ops)")])
+        raise ConfigError(
+            [ConfigIssue("", f"model {job.model.name}: its plan states no operations (ModelSpec.layer_ops)")]
+        )
     dtype = str(precision.param).removeprefix("torch.")
     return Costs(
         seq_len=job.data.seq_len, dim=plan.dim, micro_batch=job.micro_batch, micro_batches=job.micro_batches,

@@ -1,9 +1,9 @@
 """Bytes that the ranks of each pipeline stage hold at the worst moment of a step.
 
-State follows from parameters: each `Held` states bytes a parameter, split over axes; slices are what PyTorch makes of a
-tensor's first dimension, the first rank's being the largest. Activations are what operations keep, times the micro
-batches that the schedule has under way; at each action of the schedule the working set of its stage is added, and the
-largest sum counts.
+State follows from parameters: each `PersistentState` states bytes per parameter, split over axes; slices are what
+PyTorch makes of a tensor's first dimension, the first rank's being the largest. Activations are what operations keep,
+times the micro batches that the schedule has under way; at each action of the schedule the working set of its stage is
+added, and the largest sum counts.
 """
 
 import math
@@ -19,7 +19,7 @@ from titan.contracts.base.cost import (
     Component,
     Costs,
     Elementwise,
-    Lookup,
+    EmbeddingOp,
     Matmul,
     Operation,
     Order,
@@ -70,7 +70,7 @@ def shapes(op: Operation, costs: Costs) -> list[Shape]:
         inputs, outputs = costs.product(op)
         bias = [(outputs, 1.0)] if op.bias else []
         return [(math.ceil(outputs), math.ceil(inputs)), *bias]
-    if isinstance(op, Lookup):
+    if isinstance(op, EmbeddingOp):
         split = costs.cut("inner") if costs.style(op.module) == "embedding" else 1
         return [(math.ceil(op.rows / split), float(op.width))]
     if isinstance(op, Elementwise):

@@ -19,8 +19,8 @@ from titan.planner.machine.kernels import Device
 from titan.planner.machine.network import Network
 from titan.planner.step.layout import group_of
 from titan.planner.step.memory import GIB, LayerMemory, Memory, StageMemory, kind, memory_of, recomputed
-from titan.planner.step.rounds import Steps
 from titan.planner.step.schedule import Timeline, simulate
+from titan.planner.step.steady_state import Steps
 from titan.planner.step.work import COMMUNICATION, Parts, StageWork
 
 
@@ -92,7 +92,7 @@ NOT_OF_STAGES = tuple(
 """What stays the same however a job is cut."""
 
 
-class Place(NamedTuple):
+class StageLoad(NamedTuple):
     """How much the ranks at a place of a pipeline hold.
 
     before: layers that a micro batch comes through before it comes to theirs.  again: of the layers, those that are
@@ -106,18 +106,18 @@ class Place(NamedTuple):
     head: int = 0
 
 
-def places_of(stages: Sequence[Stage], recompute: Recompute | None) -> list[Place]:
+def places_of(stages: Sequence[Stage], recompute: Recompute | None) -> list[StageLoad]:
     """The places of a pipeline; of those that hold the same, the last."""
-    before, held = 0, dict[int, Place]()
+    before, held = 0, dict[int, StageLoad]()
     for rank, layers, stem, head in stages:
-        p = held.get(rank, Place(before))
+        p = held.get(rank, StageLoad(before))
         again = p.again + recomputed(layers, recompute)
-        held[rank] = Place(p.before, p.layers + len(layers), again, p.stem + stem, p.head + head)
+        held[rank] = StageLoad(p.before, p.layers + len(layers), again, p.stem + stem, p.head + head)
         before += len(layers)
     return list({place[1:]: place for place in sorted(held.values())}.values())
 
 
-class Alike:
+class StageCostCache:
     """Stages of jobs that differ in their pipelines alone, each kind of stage looked at once.
 
     stem_s, layer_s, head_s, again_s: what a micro batch takes in them at least, and a layer to be computed again:
@@ -152,7 +152,7 @@ class Alike:
         each = self.layer_s + (self.again_s if again == layers else 0.0)
         return max(mean, math.ceil(layers / ranks) * (rounds * each + self.once_s)), busy
 
-    def least_in(self, places: Iterable[Place]) -> float:
+    def least_in(self, places: Iterable[StageLoad]) -> float:
         """Seconds of a step at least where the layers are shared out so: a rank's work, once a micro batch is there."""
         rounds, forward = self.parts.costs.micro_batches, self.parts.layer.forward
         stem, layer, again, head = (rounds * s for s in (self.stem_s, self.layer_s, self.again_s, self.head_s))
@@ -187,7 +187,7 @@ class Planner:
     def __init__(self, cluster: Cluster) -> None:
         self.cluster, self.device, self.network = cluster, Device(cluster), Network(cluster)
         self._steps: dict[Any, Steps] = {}
-        self._last: tuple[Any, Alike] | None = None
+        self._last: tuple[Any, StageCostCache] | None = None
 
     def predict(self, costs: Costs, layout: Layout, *, keep: bool = False) -> Prediction:
         """The step of these costs on this layout; `keep`: with all actions of its timeline.
@@ -198,17 +198,17 @@ class Planner:
         draft = self.draft(costs, layout)
         return draft.finish(draft.memory(), keep=keep)
 
-    def alike(self, costs: Costs, layout: Layout) -> "Alike":
+    def alike(self, costs: Costs, layout: Layout) -> "StageCostCache":
         """What jobs share that differ in their pipelines alone; the last one's is at hand."""
         key = (layout.degrees, *(getattr(costs, name) for name in NOT_OF_STAGES))
         if self._last is None or self._last[0] != key:
             like = self._last[1].parts if self._last else None
-            self._last = key, Alike(Parts(costs, layout, self.device, self.network, like), self.cluster)
+            self._last = key, StageCostCache(Parts(costs, layout, self.device, self.network, like), self.cluster)
         return self._last[1]
 
-    def draft(self, costs: Costs, layout: Layout, alike: "Alike | None" = None) -> "Draft":
+    def draft(self, costs: Costs, layout: Layout, alike: "StageCostCache | None" = None) -> "UnscheduledStep":
         """The work of a step, before its schedule is simulated; `alike`: what its like share, where it is at hand."""
-        return Draft(self, costs, layout, alike or self.alike(costs, layout))
+        return UnscheduledStep(self, costs, layout, alike or self.alike(costs, layout))
 
     def speed(self, layout: Layout) -> float:
         """A rank's share of its full speed when all of them are at work, for they may share processors."""
@@ -222,10 +222,10 @@ class Planner:
         return self._steps[costs.order]
 
 
-class Draft:
+class UnscheduledStep:
     """A step whose stages are timed, by place in the pipeline."""
 
-    def __init__(self, planner: Planner, costs: Costs, layout: Layout, alike: "Alike") -> None:
+    def __init__(self, planner: Planner, costs: Costs, layout: Layout, alike: "StageCostCache") -> None:
         self.planner, self.costs, self.layout, self._alike = planner, costs, layout, alike
         self.work = [self._alike.work(stage) for stage in costs.stages]
         self.by_place: list[list[StageWork]] = [[] for _ in range(1 + max(stage.rank for stage in costs.stages))]

@@ -1,6 +1,6 @@
 """What a rank's collectives move in a step, in bytes: of whole tensors, as a dry run counts them."""
 
-from titan.contracts.base.cost import Costs, Stage, Traffic
+from titan.contracts.base.cost import CollectiveCost, Costs, Stage
 from titan.contracts.base.mesh import Layout
 from titan.planner.step.memory import Tensors, ranks_of, recomputed
 
@@ -28,7 +28,7 @@ def moved(place: int, costs: Costs, layout: Layout) -> Moved:
     return found
 
 
-def _of(traffic: Traffic, stage: Stage, params: float, costs: Costs, layout: Layout) -> float:
+def _of(traffic: CollectiveCost, stage: Stage, params: float, costs: Costs, layout: Layout) -> float:
     again = recomputed(stage.layers, costs.recompute) if _joined_again(costs) else 0
     times = {
         "stem": int(stage.stem),

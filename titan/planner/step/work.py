@@ -9,7 +9,7 @@ from collections import defaultdict
 from collections.abc import Iterable
 from typing import NamedTuple
 
-from titan.contracts.base.cost import Costs, Elementwise, Matmul, Operation, Stage, Traffic
+from titan.contracts.base.cost import CollectiveCost, Costs, Elementwise, Matmul, Operation, Stage
 from titan.contracts.base.mesh import Layout, Role
 from titan.planner.machine.kernels import Device, Seconds
 from titan.planner.machine.network import Group, Network
@@ -88,24 +88,24 @@ class Parts:
         cheap = [op for op in costs.layer if isinstance(op, Elementwise)]
         return self._seconds(cheap, costs.dtype).forward
 
-    def family(self, traffic: Traffic) -> str:
+    def family(self, traffic: CollectiveCost) -> str:
         """The name under which its seconds are reported."""
         return FAMILY[self._roles[traffic.axes[0]]]
 
-    def seconds(self, traffic: Traffic, params: float = 0.0) -> float:
+    def seconds(self, traffic: CollectiveCost, params: float = 0.0) -> float:
         """Seconds of a collective; of one that moves parameters, of so many."""
         key = (id(traffic), params)
         if key not in self._timed:
             self._timed[key] = self._collective(traffic, params)
         return self._timed[key]
 
-    def _collective(self, traffic: Traffic, params: float) -> float:
+    def _collective(self, traffic: CollectiveCost, params: float) -> float:
         numbers = params if traffic.per_parameter else self.costs.share("whole")
         size = traffic.numbers * numbers * (traffic.bytes or self.costs.bytes) / ranks_of(traffic.over, self.layout)
         group = group_of(traffic.axes, self.layout)
         return traffic.count * (self.network.collective(traffic.collective, group, size) + self._beyond(traffic, group))
 
-    def _beyond(self, traffic: Traffic, group: Group) -> float:
+    def _beyond(self, traffic: CollectiveCost, group: Group) -> float:
         """Seconds that a collective takes beside what is sent."""
         if group.size == 1:
             return 0.0
@@ -128,7 +128,7 @@ class Parts:
             seen[every] += self.unit_s(traffic, seconds, beside)[0]
         return seen["use"], seen["step"]
 
-    def unit_s(self, traffic: Iterable[Traffic], seconds: float, beside: float) -> tuple[float, float]:
+    def unit_s(self, traffic: Iterable[CollectiveCost], seconds: float, beside: float) -> tuple[float, float]:
         """Of the seconds of a unit's traffic, those that show, and those that computation beside it covers."""
         covered = min(seconds, beside) if all(t.overlaps for t in traffic) else 0.0
         return seconds - covered + self.device.kernels.overlap_slowdown * covered, covered
@@ -144,7 +144,7 @@ class Parts:
                 found[traffic.where, traffic.when][self.family(traffic)] += self._seen(traffic)
         return found
 
-    def _seen(self, traffic: Traffic) -> float:
+    def _seen(self, traffic: CollectiveCost) -> float:
         """Seconds of a collective that the layer's computation does not hide, and those by which it slows that down."""
         seconds = self.seconds(traffic)
         if not traffic.overlaps or traffic.where != "layer":
@@ -214,7 +214,7 @@ class StageWork:
         for every, when, traffic in self.parts.unit_traffic:
             self._beside(traffic, every == "use", when == "forward")
 
-    def _beside(self, traffic: list[Traffic], each: bool, forward: bool) -> None:
+    def _beside(self, traffic: list[CollectiveCost], each: bool, forward: bool) -> None:
         parts, exposed, hidden, alone = self.parts, 0.0, 0.0, 0.0
         family = parts.family(traffic[0])
         for number, unit in enumerate(self._units):

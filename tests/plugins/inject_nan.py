@@ -6,7 +6,7 @@ from typing import Literal
 import torch
 import torch.distributed as dist
 
-from titan.contracts import Part, Technique, World, option, register
+from titan.contracts import BuildContext, ModelPart, Technique, option, register
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -17,15 +17,15 @@ class Config:
 
 
 @register
-class Poison(Technique):
+class InjectNan(Technique):
     """Makes a NaN in one gradient, or an infinite loss with good gradients, on one rank."""
 
-    name = "poison"
+    name = "inject_nan"
     Config = Config
     phase = "recompute"
     parity = False
 
-    def apply(self, part: Part, world: World) -> None:
+    def apply(self, part: ModelPart, world: BuildContext) -> None:
         self._part, self._loss, self._step = part, world.job.loss, 0
         compute = self._loss.compute
 

@@ -1,4 +1,4 @@
-"""Everything that is planted in checkpoints by tests/unit/test_strangers.py, with what is said when it is refused."""
+"""The malicious checkpoints of tests/unit/test_untrusted_checkpoints.py, with what is said when each is refused."""
 
 import collections
 import io
@@ -63,7 +63,7 @@ PICKLES: dict[str, tuple[bytes, str]] = {
     "a call of os.system": (pickle.dumps(EVIL), r"asks for '(posix|os)\.system'"),
     "a call of eval": (pickle.dumps(Calls(eval, (CODE,))), r"asks for 'builtins\.eval'"),
     "a call of getattr": (_raw(_name("builtins", "getattr"), b"(K\x01K\x02tR"), r"asks for 'builtins\.getattr'"),
-    "a call of this file's": (pickle.dumps(Calls(_plant, ())), r"asks for 'tests\.planted\._plant'"),
+    "a call of this file's": (pickle.dumps(Calls(_plant, ())), r"asks for 'tests\.malicious_checkpoints\._plant'"),
     "the oldest protocol": (pickle.dumps(EVIL, 0), "opcode|asks for"),
     "protocol 2": (pickle.dumps(EVIL, 2), "asks for"),
     "a dotted name": (_raw(_name("torch.distributed.checkpoint.metadata", "os.system"), _str(COMMAND), b"\x85R"),

@@ -1,6 +1,6 @@
 """How long planning takes: an answer with the start, a further layout, a search of 2,048 GPUs, a dry run of one.
 
-    python -m bench.planning [--repeats 5]
+    python -m bench.plan_latency [--repeats 5]
 
 Commands run as processes of their own, one after the other, and count from start to end; the first of each is left out.
 Prints medians, and writes all samples under bench/results. `import torch` is measured beside them: on a machine that is

@@ -7,8 +7,8 @@ from typing import Any
 import torch.distributed as dist
 from torch.distributed.tensor import DTensor
 
-from titan.contracts import Axis, Costs, Job, Part, Technique, World, register
-from titan.contracts.base.cost import Traffic
+from titan.contracts import Axis, BuildContext, Costs, Job, ModelPart, Technique, register
+from titan.contracts.base.cost import CollectiveCost
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -17,39 +17,45 @@ class Config:
 
 
 @register
-class Crew(Technique):
-    """Sums gradients over `mesh.crew` after each step's backward."""
+class ToyDP(Technique):
+    """Sums gradients over `mesh.toy_dp` after each step's backward."""
 
-    name = "crew"
+    name = "toy_dp"
     Config = Config
     phase = "shard"
-    axes = (Axis(name="crew", role="batch", depth=5, doc="ranks that see different samples"),)
+    axes = (Axis(name="toy_dp", role="batch", depth=5, doc="ranks that see different samples"),)
 
     def __init__(self, config: Config) -> None:
         super().__init__(config)
-        self._parts: list[Part] = []
-        self._world: World | None = None
+        self._parts: list[ModelPart] = []
+        self._world: BuildContext | None = None
         self.sums = 0
 
     def cost(self, costs: Costs, job: Job) -> Costs:
-        summed = Traffic(
-            axes=("crew",), collective="all_reduce", where="step", when="update", numbers=1, bytes=4, per_parameter=True
+        summed = CollectiveCost(
+            axes=("toy_dp",),
+            collective="all_reduce",
+            where="step",
+            when="update",
+            numbers=1,
+            bytes=4,
+            per_parameter=True,
         )
         return replace(costs, traffic=(*costs.traffic, summed))
 
-    def apply(self, part: Part, world: World) -> None:
+    def apply(self, part: ModelPart, world: BuildContext) -> None:
         self._parts.append(part)
         self._world = world
 
     def after_backward(self) -> None:
         assert self._world is not None
-        if self._world.mesh.layout.degree("crew") == 1:
+        if self._world.mesh.layout.degree("toy_dp") == 1:
             return
         for gradient in self._gradients(self._parts):
-            dist.all_reduce(gradient, group=self._world.mesh.group("crew"))
+            dist.all_reduce(gradient, group=self._world.mesh.group("toy_dp"))
         self.sums += 1
 
-    def _gradients(self, parts: Sequence[Part]) -> list[Any]:
+    def _gradients(self, parts: Sequence[ModelPart]) -> list[Any]:
         found = [p.grad for part in parts for _, p in part.parameters() if p.grad is not None]
         return [g.to_local() if isinstance(g, DTensor) else g for g in found]
 

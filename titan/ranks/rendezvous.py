@@ -23,8 +23,8 @@ from collections.abc import Iterator, Mapping
 from multiprocessing.connection import Connection, wait
 from typing import Any
 
-from titan.errors import ConfigError, Fault, TitanError, say
-from titan.ranks.place import Place
+from titan.errors import ConfigError, ConfigIssue, TitanError, say
+from titan.ranks.launch_env import LaunchEnv
 
 JOIN_S = 1800.0
 """Longest wait for the other nodes to be there."""
@@ -76,7 +76,7 @@ class Nodes:
 
 
 @contextlib.contextmanager
-def meet(place: Place) -> Iterator[Nodes]:
+def meet(place: LaunchEnv) -> Iterator[Nodes]:
     """Find the other launchers; on a single node there are none.
 
     Raises:
@@ -104,13 +104,13 @@ def listen(port: int) -> socket.socket:
     return socket.create_server(("", port), family=family, backlog=1024, dualstack_ipv6=dual)
 
 
-def _gather(place: Place) -> dict[int, Connection]:
+def _gather(place: LaunchEnv) -> dict[int, Connection]:
     links: dict[int, Connection] = {}
     say(f"meeting {place.nodes - 1} more nodes at {place.host}:{place.port}")
     try:
         server = listen(place.port)
     except OSError as error:
-        raise ConfigError([Fault("environment", f"MASTER_PORT = {place.port}: {error.strerror}")]) from None
+        raise ConfigError([ConfigIssue("environment", f"MASTER_PORT = {place.port}: {error.strerror}")]) from None
     deadline = time.monotonic() + JOIN_S
     with server:
         while len(links) < place.nodes - 1:
@@ -135,16 +135,16 @@ def _hello(link: Connection) -> Message | None:
     return None
 
 
-def _check(hello: Message, place: Place, links: Mapping[int, Connection]) -> None:
+def _check(hello: Message, place: LaunchEnv, links: Mapping[int, Connection]) -> None:
     node = hello["node"]
     for name, value, ours in (("NNODES", hello["nodes"], place.nodes), ("NPROC", hello["ranks"], place.ranks)):
         if value != ours:
-            raise ConfigError([Fault("environment", f"{name} = {value} on node {node}, but {ours} on node 0")])
+            raise ConfigError([ConfigIssue("environment", f"{name} = {value} on node {node}, but {ours} on node 0")])
     if node in (0, *links):
-        raise ConfigError([Fault("environment", f"NODE_RANK = {node} on two nodes")])
+        raise ConfigError([ConfigIssue("environment", f"NODE_RANK = {node} on two nodes")])
 
 
-def _join(place: Place) -> dict[int, Connection]:
+def _join(place: LaunchEnv) -> dict[int, Connection]:
     deadline, told = time.monotonic() + JOIN_S, False
     while True:
         try:

@@ -6,8 +6,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from titan.contracts import Model, ModelPlan, option, register
-from titan.contracts.base.cost import Lookup, linear, norm
+from titan.contracts import Model, ModelSpec, option, register
+from titan.contracts.base.cost import EmbeddingOp, linear, norm
 from titan.contracts.base.plan import ONES, normal
 
 
@@ -56,16 +56,16 @@ class Averager(Model):
     name = "averager"
     Config = Config
 
-    def plan(self) -> ModelPlan:
+    def plan(self) -> ModelSpec:
         c = self.config
         layer = 4 * c.dim * c.dim
-        return ModelPlan(
+        return ModelSpec(
             n_layers=c.n_layers, dim=c.dim, n_heads=1, n_kv_heads=1, head_dim=c.dim, vocab_size=c.vocab_size,
             max_seq_len=c.max_seq_len, stem=("embed",), head=("output",), tensor={},
             init={"*.weight": normal(0.1), "layers.*.norm.weight": ONES, "layers.*.*.weight": normal(0.1)},
             layer_params=layer + c.dim, stem_params=c.vocab_size * c.dim, head_params=c.vocab_size * c.dim,
             matmul_params_per_layer=layer, head_matmul_params=c.vocab_size * c.dim,
-            stem_ops=(Lookup(module="embed", rows=c.vocab_size, width=c.dim),),
+            stem_ops=(EmbeddingOp(module="embed", rows=c.vocab_size, width=c.dim),),
             layer_ops=(
                 norm("norm", c.dim),
                 linear("up", c.dim, 2 * c.dim, keeps=c.dim),

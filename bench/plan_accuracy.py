@@ -1,6 +1,6 @@
 """The planner against published measurements.
 
-    python -m bench.planner [--rows FILE] [--json] [--fit] [--write]
+    python -m bench.plan_accuracy [--rows FILE] [--json] [--fit] [--write]
 
 Runs every row of a file of published runs through the planner and prints how far it is off: step times by group and by
 source, ranks inside sweeps, memory, runs that went out of memory, schedules. Without --rows it takes those beside the
@@ -31,7 +31,7 @@ FITTED = Path(__file__).parent / "published" / "fit.json"
 def main(arguments: list[str] | None = None) -> int:
     """The command."""
     plainly = argparse.RawDescriptionHelpFormatter
-    parser = argparse.ArgumentParser(prog="python -m bench.planner", description=__doc__, formatter_class=plainly)
+    parser = argparse.ArgumentParser(prog="python -m bench.plan_accuracy", description=__doc__, formatter_class=plainly)
     parser.add_argument("--rows", type=Path, help="JSON lines, one measurement each")
     parser.add_argument("--json", action="store_true", help="print JSON")
     parser.add_argument("--fit", action="store_true", help="fit the constants anew, and leave each source out")

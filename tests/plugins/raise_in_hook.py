@@ -15,10 +15,10 @@ class Config:
 
 
 @register
-class Thrower(Technique):
+class RaiseInHook(Technique):
     """Raises what titan does not know."""
 
-    name = "thrower"
+    name = "raise_in_hook"
     Config = Config
     phase = "shard"
 

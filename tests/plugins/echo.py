@@ -6,7 +6,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from titan.contracts import Part, Technique, World, option, register
+from titan.contracts import BuildContext, ModelPart, Technique, option, register
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -25,11 +25,11 @@ class Echo(Technique):
 
     def __init__(self, config: Config) -> None:
         super().__init__(config)
-        self._parts: list[Part] = []
+        self._parts: list[ModelPart] = []
         self._kept: dict[str, Tensor] = {}
         self._heard: dict[str, int] = {}
 
-    def apply(self, part: Part, world: World) -> None:
+    def apply(self, part: ModelPart, world: BuildContext) -> None:
         self._parts.append(part)
         if not self.config.late:
             self._kept |= {name: torch.zeros_like(parameter.detach()) for name, parameter in part.parameters()}

@@ -16,13 +16,13 @@ from titan.config import Job, load_table
 from titan.config.load import plugin_folders
 from titan.config.renames import renewed_job
 from titan.config.tables import Table, override
-from titan.contracts import Engine, Model, Part, Tokenizer, World
+from titan.contracts import BuildContext, Engine, Model, ModelPart, Tokenizer
 from titan.contracts.base import registry
 from titan.errors import CheckpointError
 from titan.ranks.process import Rank
 from titan.training import phases
 from titan.training.build import world_of
-from titan.training.engine import Direct
+from titan.training.engine import SequentialEngine
 
 TAKEN_OVER = ("model", "tokenizer", "loss")
 TAKEN_OF_DATA = ("seq_len", "packing")
@@ -34,8 +34,8 @@ class Trained:
 
     job: Job
     rank: Rank
-    world: World
-    parts: Sequence[Part]
+    world: BuildContext
+    parts: Sequence[ModelPart]
     engine: Engine
 
 
@@ -53,7 +53,7 @@ def open_job(
     """
     words = Table()
     override(words, overrides)
-    registry.open_doors(plugin_folders(words))  # first of all: one may be of the folder's architecture
+    registry.load_plugins(plugin_folders(words))  # first of all: one may be of the folder's architecture
     path = find_weights(given, option)
     own = _hf_table(path) if is_hf(path) else _stored_table(path)
     if "tokenizer" not in own and not any(word.startswith("--tokenizer.") for word in overrides):
@@ -111,4 +111,4 @@ def open_trained(path: Path, job: Job, rank: Rank) -> Trained:
     parts = phases.assemble(world)
     load_weights(path, job.model, parts, Ranks(rank.number, rank.world_size))
     engine = next((e for t in world.techniques if (e := t.engine(parts, world)) is not None), None)
-    return Trained(job, rank, world, parts, engine or Direct(parts[0], world.techniques))
+    return Trained(job, rank, world, parts, engine or SequentialEngine(parts[0], world.techniques))

@@ -10,7 +10,7 @@ import pytest
 from titan.config import load_job
 from titan.errors import ConfigError
 from titan.planner.machine import cluster
-from titan.planner.report.pictures import (
+from titan.planner.report.plots import (
     ACTIONS,
     COMPONENTS,
     LEGIBLE,

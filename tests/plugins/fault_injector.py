@@ -59,7 +59,7 @@ class Plan:
     jump: float
 
 
-class _Saboteur:
+class _Injector:
     def __init__(self, plan: Plan) -> None:
         self.plan, self.count = plan, 0
         self.pid, self.rank, self.pipe = 0, 0, -1
@@ -162,23 +162,23 @@ class _Saboteur:
 
 class _Raw(io.FileIO):
     def write(self, data: Any) -> int:
-        assert _saboteur is not None
+        assert _injector is not None
         view = memoryview(data).cast("B")
         try:
-            _saboteur.happens("put", str(self.name))
+            _injector.happens("put", str(self.name))
         except OSError:
             super().write(view[: len(view) // 2])  # as a disk that fills up meanwhile
             raise
         return super().write(view)
 
     def readinto(self, buffer: Any) -> int:
-        assert _saboteur is not None
-        _saboteur.happens("get", str(self.name))
+        assert _injector is not None
+        _injector.happens("get", str(self.name))
         return super().readinto(buffer)
 
     def readall(self) -> bytes:
-        assert _saboteur is not None
-        _saboteur.happens("get", str(self.name))
+        assert _injector is not None
+        _injector.happens("get", str(self.name))
         return super().readall()
 
 
@@ -193,19 +193,19 @@ def _jump(seconds: float) -> None:
 
 
 _fsync, _write, _pwrite, _open = os.fsync, os.write, os.pwrite, open
-_saboteur: _Saboteur | None = None
+_injector: _Injector | None = None
 if "CHAOS" in os.environ:
-    _saboteur = _Saboteur(Plan(**json.loads(os.environ["CHAOS"])))
-    sys.addaudithook(_saboteur.audit)
-    os.fsync, os.write, os.pwrite = _saboteur.fsync, _saboteur.write, _saboteur.pwrite
-    builtins.open = io.open = _saboteur.open
+    _injector = _Injector(Plan(**json.loads(os.environ["CHAOS"])))
+    sys.addaudithook(_injector.audit)
+    os.fsync, os.write, os.pwrite = _injector.fsync, _injector.write, _injector.pwrite
+    builtins.open = io.open = _injector.open
 
 
 @register
-class Saboteur(Technique):
+class FaultInjector(Technique):
     """Counts the moments of a step."""
 
-    name = "saboteur"
+    name = "fault_injector"
     Config = Config
     phase = "recompute"
     parity = True
@@ -223,5 +223,5 @@ class Saboteur(Technique):
         self._moment(f"after step {step}")
 
     def _moment(self, name: str) -> None:
-        if _saboteur is not None:
-            _saboteur.happens("step", name)
+        if _injector is not None:
+            _injector.happens("step", name)

@@ -8,10 +8,10 @@ from pathlib import Path
 from textwrap import shorten
 from typing import TYPE_CHECKING, Any
 
-from titan.errors import ConfigError, Fault, by_errno, install
+from titan.errors import ConfigError, ConfigIssue, by_errno, install
 from titan.planner.machine.cluster import Cluster
+from titan.planner.report.render import NAMES, seconds
 from titan.planner.report.study import MEASURES, Study
-from titan.planner.report.words import NAMES, seconds
 from titan.planner.step.predict import Prediction
 from titan.planner.step.schedule import Record
 
@@ -54,13 +54,15 @@ def draw_study(study: Study, path: Path) -> None:
 
 def _write(draw: Callable[[], "Figure"], path: Path) -> None:
     if path.suffix not in SUFFIXES:
-        raise ConfigError([Fault("--plot", f"{path}: the suffix must be one of {', '.join(SUFFIXES)}")])
+        raise ConfigError([ConfigIssue("--plot", f"{path}: the suffix must be one of {', '.join(SUFFIXES)}")])
     figure = draw()
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
         figure.savefig(path, dpi=120)
     except OSError as error:
-        raise by_errno(error, ConfigError([Fault("--plot", f"{path}: cannot be written: {error.strerror}")])) from None
+        raise by_errno(
+            error, ConfigError([ConfigIssue("--plot", f"{path}: cannot be written: {error.strerror}")])
+        ) from None
 
 
 def _figure(width: float, height: float) -> "Figure":
@@ -69,7 +71,7 @@ def _figure(width: float, height: float) -> "Figure":
         from matplotlib.figure import Figure
     except ModuleNotFoundError:
         what = f"drawing needs the matplotlib package: {install('plot')}"
-        raise ConfigError([Fault("--plot", what)]) from None
+        raise ConfigError([ConfigIssue("--plot", what)]) from None
     return Figure(figsize=(width, height), layout="constrained")
 
 

@@ -23,10 +23,10 @@ class Config:
 
 
 @register
-class Bell(Technique):
+class SendSignal(Technique):
     """Rings."""
 
-    name = "bell"
+    name = "send_signal"
     Config = Config
     phase = "recompute"
     parity = True

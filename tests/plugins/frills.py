@@ -11,7 +11,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from titan.contracts import Model, ModelPlan, option, register
+from titan.contracts import Model, ModelSpec, option, register
 from titan.contracts.base.plan import ONES, ZEROS, Init, computed, normal
 
 HEAD_DIM = 8
@@ -122,7 +122,7 @@ class Frills(Model):
     name = "frills"
     Config = Config
 
-    def plan(self) -> ModelPlan:
+    def plan(self) -> ModelSpec:
         c = self.config
         matmuls = 4 * c.dim * c.n_heads * HEAD_DIM + 2 * c.dim * c.ffn_dim
         small = 3 * c.n_heads * HEAD_DIM + c.ffn_dim + 6 * c.dim + 3 * HEAD_DIM
@@ -134,7 +134,7 @@ class Frills(Model):
         buffers = {"layers.*.added": ADDED, "layers.*.ffn.up.scale": ADDED, "layers.*.attn.rope": rope}
         if c.fault == "no value":
             del buffers["layers.*.attn.rope"]
-        return ModelPlan(
+        return ModelSpec(
             n_layers=c.n_layers, dim=c.dim, n_heads=c.n_heads, n_kv_heads=c.n_heads, head_dim=HEAD_DIM,
             ffn_dim=c.ffn_dim, vocab_size=c.vocab_size, max_seq_len=c.max_seq_len,
             stem=("embed", "positions"), head=("norm", "output"), tensor=tensor, buffers=buffers,

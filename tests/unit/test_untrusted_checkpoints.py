@@ -17,7 +17,7 @@ import pytest
 from torch.distributed.checkpoint.metadata import Metadata
 
 from bench import mutations
-from tests.planted import (
+from tests.malicious_checkpoints import (
     CODE,
     COMMAND,
     DATA,

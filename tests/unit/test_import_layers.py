@@ -121,7 +121,7 @@ def no_two_files_import_each_other(root: Path) -> Iterator[str]:
         yield f"import each other: {', '.join(group)}"
 
 
-def plugins_are_guests(root: Path) -> Iterator[str]:
+def plugins_import_contracts_only(root: Path) -> Iterator[str]:
     """A plugin imports the contracts, and nothing of another plugin."""
     for file, tree in files_of(root, "plugins"):
         home = [*package_of(file), *([] if file.name == "__init__.py" else [file.stem])]
@@ -232,7 +232,7 @@ RULES: list[Callable[[Path], Iterator[str]]] = [
     imports_run_downward,
     rooms_are_there,
     no_two_files_import_each_other,
-    plugins_are_guests,
+    plugins_import_contracts_only,
     plugins_spell_no_other,
     the_host_spells_no_plugin,
     ordinary_words_are_needed,
@@ -279,12 +279,22 @@ PLANTED = [
     (imports_run_downward, "titan/attic/__init__.py", "from titan.low import X", "stands in no room"),
     (rooms_are_there, TABLE, ROOMS + "| `titan/gone/` | x |\n", "titan/gone/ does not exist"),
     (no_two_files_import_each_other, "titan/inner/b.py", "from titan.inner.c import C", "titan/inner/b.py, titan/"),
-    (plugins_are_guests, "plugins/a/b.py", "from titan.build import Run", "imports titan.build.Run; open to plugins"),
-    (plugins_are_guests, "plugins/a/b.py", "import titan", "imports titan; open to plugins"),
-    (plugins_are_guests, "plugins/a/b.py", "from titan.plugins.a.c import C", "imports titan.plugins.a.c.C, another"),
-    (plugins_are_guests, "plugins/a/b.py", "from .c import C", "imports titan.plugins.a.c.C, another"),
-    (plugins_are_guests, "plugins/a/b.py", "import plugins.a.c", "imports plugins.a.c, another"),
-    (plugins_are_guests, "plugins/a/b/d.py", "from ..c import C", "imports titan.plugins.a.c.C, another"),
+    (
+        plugins_import_contracts_only,
+        "plugins/a/b.py",
+        "from titan.build import Run",
+        "imports titan.build.Run; open to plugins",
+    ),
+    (plugins_import_contracts_only, "plugins/a/b.py", "import titan", "imports titan; open to plugins"),
+    (
+        plugins_import_contracts_only,
+        "plugins/a/b.py",
+        "from titan.plugins.a.c import C",
+        "imports titan.plugins.a.c.C, another",
+    ),
+    (plugins_import_contracts_only, "plugins/a/b.py", "from .c import C", "imports titan.plugins.a.c.C, another"),
+    (plugins_import_contracts_only, "plugins/a/b.py", "import plugins.a.c", "imports plugins.a.c, another"),
+    (plugins_import_contracts_only, "plugins/a/b/d.py", "from ..c import C", "imports titan.plugins.a.c.C, another"),
     (plugins_spell_no_other, "plugins/a/b.py", "if x == 'llama': y()", "plugins/a/b.py:1: spells 'llama'"),
     (the_host_spells_no_plugin, "titan/a.py", "if x == 'llama': y()", "titan/a.py:1: spells 'llama'"),
     (the_host_spells_no_plugin, "titan/a.py", "i('titan.plugins.a.b')", "spells 'titan.plugins.a.b'"),
@@ -334,9 +344,13 @@ def test_a_word_that_is_spelt_no_more_leaves_the_list(tmp_path: Path, monkeypatc
         (imports_run_downward, "titan/cli.py", "from titan import __version__"),
         (imports_run_downward, "titan/attic/__init__.py", '"""Says what it is."""\nNAMES = ("a",)'),
         (no_two_files_import_each_other, "titan/inner/a.py", "from titan.inner.c import C"),
-        (plugins_are_guests, "plugins/a/b.py", "import torch\nfrom titan.contracts import Model"),
-        (plugins_are_guests, "plugins/a/b/__init__.py", "from .c import C\nfrom titan.plugins.a.b.d import D"),
-        (plugins_are_guests, "plugins/a/b/e.py", "from .c import C"),
+        (plugins_import_contracts_only, "plugins/a/b.py", "import torch\nfrom titan.contracts import Model"),
+        (
+            plugins_import_contracts_only,
+            "plugins/a/b/__init__.py",
+            "from .c import C\nfrom titan.plugins.a.b.d import D",
+        ),
+        (plugins_import_contracts_only, "plugins/a/b/e.py", "from .c import C"),
         (plugins_spell_no_other, "plugins/models/llama.py", "x = 'llama'\n" + PLUGIN),
         (the_host_spells_no_plugin, "titan/a.py", "'llama'\nx = 'a llama'"),
     ],

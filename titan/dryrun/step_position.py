@@ -13,7 +13,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn.modules.module import register_module_forward_hook, register_module_forward_pre_hook
 
-from titan.contracts import Part
+from titan.contracts import ModelPart
 
 Phase = Literal["start", "forward", "recompute", "backward", "update"]
 """start: before the first micro batch.  update: after the last one: norm, clipping, optimizer."""
@@ -22,7 +22,7 @@ LOSS = "loss"
 """What stands for a module while the loss is computed."""
 
 
-class Place(NamedTuple):
+class StepPosition(NamedTuple):
     """A moment of a step. micro_batch counts from 0, -1 outside of micro batches; module is a canonical name."""
 
     phase: Phase
@@ -43,7 +43,7 @@ class Places:
     """
 
     def __init__(
-        self, parts: Sequence[Part], on_forward: Callable[[nn.Module], None], on_micro_batch: Callable[[], object]
+        self, parts: Sequence[ModelPart], on_forward: Callable[[nn.Module], None], on_micro_batch: Callable[[], object]
     ) -> None:
         self._names = {module: name for part in parts for name, module in part.module.named_modules()}
         self._roots = {part.module for part in parts}
@@ -51,12 +51,12 @@ class Places:
         self._calls = dict.fromkeys(self._roots, 0)
         self._stack: list[str] = []
         self.in_node = False
-        self._outside: Place | None = Place("start", -1, "")
-        self._noted: dict[int, Place] = {}
-        self._known: dict[Place, Place] = {}
-        self._micro_batch, self._back = -1, Place("backward", -1, "")
+        self._outside: StepPosition | None = StepPosition("start", -1, "")
+        self._noted: dict[int, StepPosition] = {}
+        self._known: dict[StepPosition, StepPosition] = {}
+        self._micro_batch, self._back = -1, StepPosition("backward", -1, "")
 
-    def now(self) -> Place:
+    def now(self) -> StepPosition:
         """Where the operation just dispatched belongs."""
         if self._outside is not None:
             return self._outside
@@ -76,11 +76,11 @@ class Places:
     def _inner(self) -> str:
         return self._stack[-1] if self._stack else ""
 
-    def _place(self, phase: Phase, micro_batch: int, module: str) -> Place:
-        place = Place(phase, micro_batch, module)
+    def _place(self, phase: Phase, micro_batch: int, module: str) -> StepPosition:
+        place = StepPosition(phase, micro_batch, module)
         return self._known.setdefault(place, place)
 
-    def _note(self, place: Place) -> Place:
+    def _note(self, place: StepPosition) -> StepPosition:
         # Autograd makes the node, which takes a number, before it lets the operation run.
         self._noted[torch._C._autograd._get_sequence_nr() - 1] = place
         return place
@@ -92,7 +92,7 @@ class Places:
         try:
             yield
         finally:
-            self._outside = Place("update", -1, "")
+            self._outside = StepPosition("update", -1, "")
 
     def loss(self, compute: Callable[[Tensor, Tensor], Tensor]) -> Callable[[Tensor, Tensor], Tensor]:
         """The loss, which is no module, as if it were one."""

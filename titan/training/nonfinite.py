@@ -13,7 +13,7 @@ from titan.contracts.base.mesh import Mesh
 from titan.errors import DivergedError
 
 
-class Guard:
+class NonfiniteGuard:
     """Watches loss and gradient norm of every step.
 
     limit: dropped updates in a row that end the run.  dropped: how many there were in earlier processes.

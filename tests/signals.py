@@ -1,4 +1,4 @@
-"""Tiny jobs as commands, in which one rank sends a signal at a chosen step (tests/guests/bell.py)."""
+"""Tiny jobs as commands, in which one rank sends a signal at a chosen step (tests/plugins/send_signal.py)."""
 
 import os
 import shutil
@@ -8,20 +8,20 @@ from pathlib import Path
 
 from tests.jobs import LLAMA, write_text
 
-GUEST = Path(__file__).parent / "guests" / "bell.py"
+TEST_PLUGIN = Path(__file__).parent / "plugins" / "send_signal.py"
 
 
-def job(folder: Path, *more: str, **bell: object) -> list[str]:
-    """The arguments of a job of 10 steps that keeps its state under `folder`/run; `bell`: options, else it is off."""
+def job(folder: Path, *more: str, **signal: object) -> list[str]:
+    """The arguments of a job of 10 steps that keeps its state under `folder`/run; `signal`: options, else it is off."""
     if not (folder / "text").exists():
         write_text(folder / "text")
-        (folder / "guests").mkdir()
-        shutil.copy(GUEST, folder / "guests")
-    rings = [word for key, value in bell.items() for word in (f"--plugins.bell.{key}", str(value))]
+        (folder / "plugins").mkdir()
+        shutil.copy(TEST_PLUGIN, folder / "plugins")
+    options = [word for key, value in signal.items() for word in (f"--plugins.send_signal.{key}", str(value))]
     return [
         "--config", str(LLAMA), "--run.dir", str(folder), "--run.name", "run", "--data.cache", f"{folder}/cache",
-        "--data.path", f"{folder}/text", "--plugins.path", f"{folder}/guests", "--checkpoint.enabled", "true",
-        *rings, *more,
+        "--data.path", f"{folder}/text", "--plugins.path", f"{folder}/plugins", "--checkpoint.enabled", "true",
+        *options, *more,
     ]  # fmt: skip
 
 

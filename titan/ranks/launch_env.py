@@ -7,7 +7,7 @@ import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
-from titan.errors import ConfigError, Fault
+from titan.errors import ConfigError, ConfigIssue
 
 Environment = Mapping[str, str]
 
@@ -24,7 +24,7 @@ SLURM_PORTS = range(20000, 29000)
 
 
 @dataclass(frozen=True)
-class Place:
+class LaunchEnv:
     """This node among the nodes of a run, the ranks that each node starts, and where all ranks meet."""
 
     nodes: int
@@ -50,7 +50,7 @@ class Place:
         }
 
 
-def find_place(env: Environment) -> Place:
+def find_place(env: Environment) -> LaunchEnv:
     """Read where to run from NPROC, NNODES, NODE_RANK, MASTER_ADDR and MASTER_PORT, or from a step of Slurm's.
 
     The port is 0 on a single node: nobody else needs to know it before the ranks start.
@@ -64,13 +64,13 @@ def find_place(env: Environment) -> Place:
     nodes = _number(env, ("NNODES", "SLURM_STEP_NUM_NODES"), 1, at_least=1)
     ranks = ranks_asked_for(env) or max(1, gpus())
     if nodes == 1:
-        return Place(1, 0, ranks, LOCAL, 0)
+        return LaunchEnv(1, 0, ranks, LOCAL, 0)
     node = _number(env, ("NODE_RANK", "SLURM_NODEID"), -1, at_least=0)
     if node < 0:
-        raise ConfigError([Fault("environment", f"NODE_RANK is not set, and there are {nodes} nodes")])
+        raise ConfigError([ConfigIssue("environment", f"NODE_RANK is not set, and there are {nodes} nodes")])
     if node >= nodes:
-        raise ConfigError([Fault("environment", f"NODE_RANK = {node}: must be below NNODES = {nodes}")])
-    return Place(nodes, node, ranks, *_meeting_point(env))
+        raise ConfigError([ConfigIssue("environment", f"NODE_RANK = {node}: must be below NNODES = {nodes}")])
+    return LaunchEnv(nodes, node, ranks, *_meeting_point(env))
 
 
 def rank_environment(env: Environment) -> dict[str, str] | None:
@@ -110,7 +110,7 @@ def ranks_asked_for(env: Environment) -> int:
     given = {name: _number(env, (name,), 0, at_least=1) for name in NPROC}
     if len({ranks for ranks in given.values() if ranks}) > 1:
         both = ", ".join(f"{name} = {ranks}" for name, ranks in given.items())
-        raise ConfigError([Fault("environment", f"{both}: both name the ranks per node; unset one of them")])
+        raise ConfigError([ConfigIssue("environment", f"{both}: both name the ranks per node; unset one of them")])
     return max(given.values())
 
 
@@ -129,7 +129,7 @@ def _number(env: Environment, names: Sequence[str], default: int, *, at_least: i
         if env.get(name):
             if not env[name].isdecimal() or int(env[name]) < at_least:
                 what = f"{name} = {env[name]!r}: must be an integer of at least {at_least}"
-                raise ConfigError([Fault("environment", what)])
+                raise ConfigError([ConfigIssue("environment", what)])
             return int(env[name])
     return default
 
@@ -156,12 +156,12 @@ def _refuse_to_be_alone(env: Environment) -> None:
     else:
         return
     what = f"{held}, but srun did not start this process; start it with srun, as docs/slurm.sh does, or {choice}"
-    raise ConfigError([Fault("environment", what)])
+    raise ConfigError([ConfigIssue("environment", what)])
 
 
 def _refuse_restarts(env: Environment, why: str) -> None:
     if restarts := max_restarts(env):
-        raise ConfigError([Fault("environment", f"MAX_RESTARTS = {restarts}: {why}")])
+        raise ConfigError([ConfigIssue("environment", f"MAX_RESTARTS = {restarts}: {why}")])
 
 
 def _meeting_point(env: Environment) -> tuple[str, int]:
@@ -174,12 +174,16 @@ def _meeting_point(env: Environment) -> tuple[str, int]:
 def _first_slurm_host(env: Environment) -> str:
     listed = env.get("SLURM_STEP_NODELIST") or env.get("SLURM_JOB_NODELIST")
     if not listed:
-        raise ConfigError([Fault("environment", "MASTER_ADDR is not set; it names the first of several nodes")])
+        raise ConfigError([ConfigIssue("environment", "MASTER_ADDR is not set; it names the first of several nodes")])
     if shutil.which("scontrol", path=env.get("PATH", "")) is None:
-        raise ConfigError([Fault("environment", "MASTER_ADDR is not set, and there is no scontrol to ask for it")])
+        raise ConfigError(
+            [ConfigIssue("environment", "MASTER_ADDR is not set, and there is no scontrol to ask for it")]
+        )
     hosts = _hosts(env, listed)
     if not hosts:
-        raise ConfigError([Fault("environment", f"scontrol cannot read the node list {listed!r}; set MASTER_ADDR")])
+        raise ConfigError(
+            [ConfigIssue("environment", f"scontrol cannot read the node list {listed!r}; set MASTER_ADDR")]
+        )
     return hosts[0]
 
 

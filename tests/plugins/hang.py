@@ -14,10 +14,10 @@ class Config:
 
 
 @register
-class Stuck(Technique):
+class Hang(Technique):
     """Waits for nobody, for ever."""
 
-    name = "stuck"
+    name = "hang"
     Config = Config
     phase = "shard"
 

@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 
 from titan.errors import ConfigError
-from titan.ranks.place import Place, find_place, max_restarts, rank_environment
+from titan.ranks.launch_env import LaunchEnv, find_place, max_restarts, rank_environment
 
 
 def _slurm(folder: Path, **env: str) -> dict[str, str]:
@@ -26,23 +26,23 @@ def _step(nodes: int, tasks: int, listed: str = "n[7-8]") -> dict[str, str]:
 
 
 def test_one_node_needs_no_meeting_point() -> None:
-    assert find_place({"NPROC": "4", "MASTER_PORT": "1234"}) == Place(1, 0, 4, "127.0.0.1", 0)
+    assert find_place({"NPROC": "4", "MASTER_PORT": "1234"}) == LaunchEnv(1, 0, 4, "127.0.0.1", 0)
 
 
 def test_default_is_one_rank_without_gpus(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("titan.ranks.place.gpus", lambda: 0)
+    monkeypatch.setattr("titan.ranks.launch_env.gpus", lambda: 0)
     assert find_place({}).world_size == 1
 
 
 def test_default_is_one_rank_a_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("titan.ranks.place.gpus", lambda: 8)
+    monkeypatch.setattr("titan.ranks.launch_env.gpus", lambda: 8)
     assert find_place({"NPROC": ""}).ranks == 8
 
 
 def test_several_nodes_and_the_environment_of_a_rank() -> None:
     env = {"NPROC": "4", "NNODES": "3", "NODE_RANK": "2", "MASTER_ADDR": "head", "MASTER_PORT": "1234"}
     place = find_place(env)
-    assert place == Place(3, 2, 4, "head", 1234)
+    assert place == LaunchEnv(3, 2, 4, "head", 1234)
     assert place.environment(1) == {
         "RANK": "9", "LOCAL_RANK": "1", "WORLD_SIZE": "12", "LOCAL_WORLD_SIZE": "4",
         "MASTER_ADDR": "head", "MASTER_PORT": "1234",
@@ -51,8 +51,8 @@ def test_several_nodes_and_the_environment_of_a_rank() -> None:
 
 def test_several_nodes_of_slurm_meet_at_the_first(tmp_path: Path) -> None:
     env = _slurm(tmp_path, NPROC="2", SLURM_NODEID="1", SLURM_JOB_ID="41", **_step(nodes=2, tasks=2))
-    assert find_place(env) == Place(2, 1, 2, "n7", 20041)
-    assert find_place({**env, "MASTER_ADDR": "n9", "MASTER_PORT": "7"}) == Place(2, 1, 2, "n9", 7)
+    assert find_place(env) == LaunchEnv(2, 1, 2, "n7", 20041)
+    assert find_place({**env, "MASTER_ADDR": "n9", "MASTER_PORT": "7"}) == LaunchEnv(2, 1, 2, "n9", 7)
 
 
 def test_a_step_of_another_job_is_not_this_ones(tmp_path: Path) -> None:
@@ -69,7 +69,7 @@ def test_a_step_of_another_job_is_not_this_ones(tmp_path: Path) -> None:
 def test_own_variables_win_over_slurms(tmp_path: Path) -> None:
     env = _slurm(tmp_path, NPROC="2", NNODES="1", SLURM_NODEID="1", **_step(nodes=2, tasks=2))
     assert find_place(env).world_size == 2
-    assert find_place({**env, "NNODES": "3", "NODE_RANK": "2"}) == Place(3, 2, 2, "n7", 29500)
+    assert find_place({**env, "NNODES": "3", "NODE_RANK": "2"}) == LaunchEnv(3, 2, 2, "n7", 29500)
 
 
 def test_srun_with_one_task_a_rank(tmp_path: Path) -> None:
@@ -92,7 +92,7 @@ def test_a_step_of_one_task_is_alone_in_a_job_of_many() -> None:
     env = {"SLURM_NNODES": "2", "SLURM_NTASKS": "16", "SLURM_PROCID": "0", "SLURM_NODEID": "0", "NPROC": "4"}
     step = {"SLURM_STEP_NUM_NODES": "1", "SLURM_STEP_NUM_TASKS": "1"}
     assert rank_environment({**env, **step}) is None
-    assert find_place({**env, **step}) == Place(1, 0, 4, "127.0.0.1", 0)
+    assert find_place({**env, **step}) == LaunchEnv(1, 0, 4, "127.0.0.1", 0)
 
 
 @pytest.mark.parametrize(
@@ -112,8 +112,8 @@ def test_a_process_that_srun_did_not_start_is_no_rank(env: Mapping[str, str], he
 
 def test_what_needs_no_srun(monkeypatch: pytest.MonkeyPatch) -> None:
     """A batch script of one task, an interactive shell of salloc on one node, and what a user says."""
-    monkeypatch.setattr("titan.ranks.place.gpus", lambda: 8)
-    alone = Place(1, 0, 8, "127.0.0.1", 0)
+    monkeypatch.setattr("titan.ranks.launch_env.gpus", lambda: 8)
+    alone = LaunchEnv(1, 0, 8, "127.0.0.1", 0)
     assert find_place({"SLURM_NNODES": "1", "SLURM_NTASKS": "1", "SLURM_PROCID": "0"}) == alone
     assert find_place({"SLURM_NNODES": "1", "SLURM_NTASKS": "8"}) == alone
     assert find_place({"SLURM_NNODES": "1", "SLURM_NTASKS": "8", "SLURM_PROCID": "0", "NPROC": "8"}) == alone

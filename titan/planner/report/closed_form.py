@@ -6,9 +6,9 @@ from typing import Any
 
 from titan.config import Job, load_table
 from titan.config.tables import Table, override
-from titan.contracts.base.cost import Held
-from titan.contracts.base.plan import ModelPlan, nearest
-from titan.errors import ConfigError, Fault
+from titan.contracts.base.cost import PersistentState
+from titan.contracts.base.plan import ModelSpec, nearest
+from titan.errors import ConfigError, ConfigIssue
 from titan.planner.step.arithmetic import (
     RECIPES,
     Activations,
@@ -53,7 +53,7 @@ def report(
     devices: int | None = None,
     peak_tflops: float | None = None,
     utilisation: float = 0.45,
-    held: Iterable[Held] = (),
+    held: Iterable[PersistentState] = (),
 ) -> dict[str, Any]:
     """Every formula for the model of a job; bytes, FLOPs, seconds, plain numbers: a JSON object.
 
@@ -66,7 +66,7 @@ def report(
     """
     given = {"tokens": tokens, "devices": devices, "peak-tflops": peak_tflops, "utilisation": utilisation}
     faults = [
-        Fault("command line", f"--{key} {number:g}: must be above 0")
+        ConfigIssue("command line", f"--{key} {number:g}: must be above 0")
         for key, number in given.items()
         if number is not None and not number > 0
     ]
@@ -105,12 +105,12 @@ def _ranks(job: Job, devices: int | None) -> tuple[int, int]:
     if devices % shards:
         near = nearest(devices, step=shards)
         raise ConfigError(
-            [Fault("command line", f"--devices {devices}: {shards} ranks split the model; nearest: {near}")]
+            [ConfigIssue("command line", f"--devices {devices}: {shards} ranks split the model; nearest: {near}")]
         )
     return shards, devices // shards
 
 
-def _state(plan: ModelPlan, shards: int, ranks: int, held: Iterable[Held]) -> dict[str, Any]:
+def _state(plan: ModelSpec, shards: int, ranks: int, held: Iterable[PersistentState]) -> dict[str, Any]:
     own: dict[str, float] = {}
     for part in held:
         if not part.units:
@@ -125,7 +125,7 @@ def _state(plan: ModelPlan, shards: int, ranks: int, held: Iterable[Held]) -> di
     }
 
 
-def _activations(plan: ModelPlan, seq_len: int, tensor: int) -> dict[str, Any]:
+def _activations(plan: ModelSpec, seq_len: int, tensor: int) -> dict[str, Any]:
     ways = {"one device": (1, False)}
     if tensor > 1:
         ways |= {f"tensor {tensor}": (tensor, False), f"tensor and sequence {tensor}": (tensor, True)}
@@ -139,7 +139,7 @@ def _activations(plan: ModelPlan, seq_len: int, tensor: int) -> dict[str, Any]:
 
 
 def _training(
-    plan: ModelPlan, seq_len: int, tokens: float, devices: int, peak_tflops: float | None, utilisation: float
+    plan: ModelSpec, seq_len: int, tokens: float, devices: int, peak_tflops: float | None, utilisation: float
 ) -> dict[str, Any]:
     about: dict[str, Any] = {
         "tokens": tokens,

@@ -7,7 +7,7 @@ from typing import Any
 import tomli_w
 
 from titan.config import load_job
-from titan.errors import ConfigError, Fault, by_errno
+from titan.errors import ConfigError, ConfigIssue, by_errno
 
 
 def write_toml(path: Path, config: Path | None, overrides: Sequence[str], values: Mapping[str, Any]) -> None:
@@ -23,4 +23,4 @@ def write_toml(path: Path, config: Path | None, overrides: Sequence[str], values
         path.parent.mkdir(parents=True, exist_ok=True)
         path.write_text(tomli_w.dumps(table), encoding="utf-8")
     except OSError as error:
-        raise by_errno(error, ConfigError([Fault(str(path), f"cannot be written: {error.strerror}")])) from None
+        raise by_errno(error, ConfigError([ConfigIssue(str(path), f"cannot be written: {error.strerror}")])) from None
