@@ -97,7 +97,7 @@ def _ranked_right(rows: list[dict[str, Any]]) -> list[bool]:
 
 def _examine(folder: str, ranks: int, seconds: float) -> Path:
     path = Path(folder) / "cluster.toml"
-    _titan(ranks, "doctor", "--seconds", str(seconds), "--save", str(path), "--json")
+    _titan(ranks, "doctor", "--seconds", str(seconds), "--output", str(path), "--json")
     return path
 
 
@@ -110,8 +110,9 @@ def _plan(cluster: Path, ranks: int, keys: Mapping[str, object]) -> dict[str, An
 def _train(folder: str, ranks: int, keys: Mapping[str, object], steps: int) -> list[float]:
     """Seconds of each step after the warm-up."""
     own = {
-        "run.dir": folder, "run.name": "run", "run.sample": "", "train.steps": WARM_UP + steps, "metrics.every": 1,
-        "metrics.tensorboard.enabled": "false", "metrics.console.enabled": "false", "checkpoint.enabled": "false",
+        "run.dir": folder, "run.name": "run", "run.sample_prompt": "", "train.steps": WARM_UP + steps,
+        "metrics.every": 1, "metrics.tensorboard.enabled": "false", "metrics.console.enabled": "false",
+        "checkpoint.enabled": "false",
     }  # fmt: skip
     _titan(ranks, "train", "--config", "quickstart", *_overrides({**own, **MODEL, **keys}))
     rows = [json.loads(line) for line in (Path(folder) / "run" / "metrics.jsonl").read_text().splitlines()]

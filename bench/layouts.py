@@ -64,7 +64,7 @@ def main() -> None:
 def _train(folder: str, name: str, ranks: int, keys: dict[str, object], steps: int) -> Curve:
     """Train the quickstart, or go on with it where this name has trained before."""
     own = {
-        "run.dir": folder, "run.name": name, "run.sample": "", "train.steps": steps, "metrics.every": 1,
+        "run.dir": folder, "run.name": name, "run.sample_prompt": "", "train.steps": steps, "metrics.every": 1,
         "metrics.tensorboard.enabled": "false", "plugins.bf16.enabled": "false", **keys,
     }  # fmt: skip
     words = [word for key, value in own.items() for word in (f"--{key}", str(value))]

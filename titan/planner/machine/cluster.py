@@ -6,7 +6,8 @@
     [kernels.matmul.DTYPE]   efficiency of matrix multiplications, or measured points
     [[links]]                network levels from inner to outer: bandwidth, latency, efficiency
 
-`configs/clusters` holds the clusters that come with titan; `titan doctor` measures one and writes its file.
+`configs/clusters` holds the clusters that come with titan; `titan doctor --output FILE` measures one and writes its
+file.
 """
 
 import tomllib
