@@ -97,12 +97,12 @@ WHY = """## Where predictions miss
   on the last stage.
 - Identical rows of the Omni-Path cluster differ by 3 to 7 %. Rows from before its nodes were repaired take about six
   seconds per step longer, at every layout. They are described as a separate fabric.
-- Full recompute in runs with `DEFAULT` mixed precision is assumed to stop early, as PyTorch does from 2.1 on. This is
-  inferred from their throughput, not stated. The same holds for the losses that their metrics recompute.
-- nanotron's rows do not state recompute, and two of them run at a third of the speed of the others.
+- Full recomputation in runs with `DEFAULT` mixed precision is assumed to stop early, as PyTorch does from 2.1 on. This
+  is inferred from their throughput, not stated. The same holds for the losses that their metrics recompute.
+- nanotron's rows do not state recomputation, and two of them run at a third of the speed of the others.
 - FP8 with one scale per row, and asynchronous tensor parallelism, are described roughly.
-- V100 at tensor parallelism 2 takes 1.05 ms longer per all-reduce of 8 MB, with and without recompute. This would fit a
-  pair without NVLink between its GPUs, but no source says so.
+- V100 at tensor parallelism 2 takes 1.05 ms longer per all-reduce of 8 MB, with and without recomputation. This would
+  fit a pair without NVLink between its GPUs, but no source says so.
 
 **Constants**
 
@@ -121,7 +121,7 @@ WHY = """## Where predictions miss
 - Runs that accumulate gradients in float32 hold 0.3 bytes per parameter that nothing accounts for.
 - nanotron's rows with micro batches of 8 fit best if the inputs of matrix products are saved gathered. Its other rows
   fit best if they are not.
-- Attention outputs, which selective recompute saves, are left out if matrix products run in float8 (4 GB on H200).
+- Attention outputs, which selective recomputation saves, are left out if matrix products run in float8 (4 GB on H200).
 
 **Layout sweeps**
 
