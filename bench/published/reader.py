@@ -47,7 +47,7 @@ def dtypes(precision: str) -> tuple[str, str]:
         Skip: the planner knows no such dtype.
     """
     if "fp4" in precision:
-        raise Skip(f"{precision}: no cluster file states its peak")
+        raise Skip(f"no cluster file has a peak for {precision}")
     wide = "float16" if precision.startswith("fp16") else "bfloat16"
     if "fp8" in precision or "float8" in precision:
         return "float8", wide
@@ -57,7 +57,7 @@ def dtypes(precision: str) -> tuple[str, str]:
 def costs_of(job: Row, framework: Framework) -> Costs:
     """What a step costs."""
     if job.schedule and "1f1b" not in job.schedule:
-        raise Skip(f"schedule {job.schedule}: see the schedules' own comparison")
+        raise Skip(f"schedule {job.schedule}: only 1F1B variants are predicted; see Schedules")
     dtype, wide = dtypes(job.precision)
     inside = job.tp * job.cp
     between = inside if job.sequence_parallel else job.cp

@@ -96,7 +96,7 @@ def test_collectives_take_their_bytes_over_the_slowest_link() -> None:
 
 def test_joining_slices_takes_its_time_at_each_collective() -> None:
     job = job_of("--mesh.tp", "2")
-    slow = replace(CLUSTER, kernels=replace(CLUSTER.kernels, join_us=100.0))
+    slow = replace(CLUSTER, kernels=replace(CLUSTER.kernels, tp_overhead_us=100.0))
     plain, joined = (Planner(cluster).predict(costs_of(job), job.layout) for cluster in (CLUSTER, slow))
     # Two gathers and two reductions a layer each way; one of each for embeddings and head together, each way.
     collectives = job.micro_batches * (8 * job.spec.n_layers + 4)
@@ -106,7 +106,7 @@ def test_joining_slices_takes_its_time_at_each_collective() -> None:
 
 def test_gathering_shards_takes_its_time_at_each_collective() -> None:
     shown = replace(CLUSTER, kernels=replace(CLUSTER.kernels, overlap_slowdown=1.0))
-    slow = replace(shown, kernels=replace(shown.kernels, gather_us=100.0))
+    slow = replace(shown, kernels=replace(shown.kernels, fsdp_overhead_us=100.0))
     for words, each, kept in (
         (["--mesh.dp_shard", "2", "--plugins.fsdp.zero_stage", "3"], 3, 1),
         (["--mesh.dp_shard", "2", "--plugins.fsdp.zero_stage", "1"], 2, 0),
@@ -140,7 +140,7 @@ def test_the_command_prints_what_scripts_rely_on(capsys: pytest.CaptureFixture[s
     assert sum(report["time_s"].values()) == pytest.approx(report["step_time_s"])
     assert len(report["stages"]) == 2
     memory = report["stages"][0]["memory_gib"]
-    parts = {"parameters", "gradients", "optimizer", "activations", "buffers", "margin"}
+    parts = {"parameters", "gradients", "optimizer", "activations", "buffers", "overhead"}
     assert set(memory) == parts | {"total"}
     assert sum(memory[part] for part in parts) == pytest.approx(memory["total"])
     assert report["stages"][0]["layers"] == [[0, 1]]
@@ -161,7 +161,7 @@ def test_a_budget_of_tokens(capsys: pytest.CaptureFixture[str]) -> None:
     [
         (["--cluster", "a100-80"], "a100-80: no such file or cluster (did you mean 'a100-80gb'?)"),
         (["--cluster", "v100-32gb", "--plugins.bf16.enabled", "true"], "has no bfloat16 (it has float32, float16)"),
-        (["--exact", "--rank", "1"], "--rank 1: the layout has ranks 0 to 0"),
+        (["--dry-run", "--rank", "1"], "--rank 1: the layout has ranks 0 to 0"),
         (["--search", "--top", "0"], "must be at least 1"),
     ],
 )

@@ -74,7 +74,7 @@ def bounds(run: _Search, alone: Costs, job: Job) -> tuple[float, float, float, f
 
 def bounds_and_step(*words: str) -> tuple[float, float, float, float, float]:
     """The bounds of a job and what its step takes, where nothing but computing takes time."""
-    links = tuple(replace(link, gb_s=1e9) for link in CLUSTER.links)
+    links = tuple(replace(link, bandwidth_gb_s=1e9) for link in CLUSTER.links)
     planner = Planner(replace(CLUSTER, links=links))
     job = job_of(*words, "--model.preset", "mini", "--train.micro_batch_size", "1", "--train.global_batch_size", "32")
     run, costs = _Search(job, planner, 1, "time"), costs_of(job)
@@ -113,7 +113,7 @@ def test_no_layout_is_better_than_its_bounds() -> None:
 
 
 def test_the_best_are_the_best_where_ranks_share_processors() -> None:
-    words, shared = ("--mesh.tp=1",), replace(CLUSTER, device=replace(CLUSTER.device, processors=2))
+    words, shared = ("--mesh.tp=1",), replace(CLUSTER, device=replace(CLUSTER.device, full_speed_ranks=2))
     base = load_base(TOML, words)
     best = search(base.job, Planner(shared), [base.space(4, 4)], keep=7).best
     values = sorted(prediction.step_time_s for _, prediction in everything(4, *words, cluster=shared))
@@ -161,7 +161,7 @@ def test_a_layout_written_is_a_job_that_loads_and_is_what_was_found(
     tmp_path: Path, capsys: pytest.CaptureFixture
 ) -> None:
     best = tmp_path / "best.toml"
-    words = ["plan", "--config", str(TOML), "--search", "--world-size", "8", "--write", str(best), "--json"]
+    words = ["plan", "--config", str(TOML), "--search", "--world-size", "8", "--output", str(best), "--json"]
     assert main([*words, "--cluster", "a100-80gb"]) == 0
     found = json.loads(capsys.readouterr().out)
     assert main(["plan", "--config", str(best), "--json", "--cluster", "a100-80gb"]) == 0
@@ -176,7 +176,7 @@ def test_nothing_fits(tmp_path: Path, capsys: pytest.CaptureFixture) -> None:
     small = tmp_path / "small.toml"
     small.write_text(
         '[device]\nname = "small"\nmemory_gib = 0.0001\nbandwidth_gb_s = 1\n'
-        '[device.peak_tflops]\nfloat32 = 1\n[[links]]\nname = "wire"\ngb_s = 1\n'
+        '[device.peak_tflops]\nfloat32 = 1\n[[links]]\nname = "wire"\nbandwidth_gb_s = 1\n'
     )
     words = ["plan", "--config", str(TOML), "--search", "--world-size", "2", "--cluster", str(small)]
     assert main(words) == 2

@@ -17,6 +17,7 @@ if TYPE_CHECKING:
     from titan.doctor.examination import Examination
 
 HELP = "measure the ranks at hand, name the odd ones, and write a cluster file for titan plan"
+FORMER_FLAGS = {"--save": "--output"}
 TIMEOUT_S = 300.0
 
 
@@ -27,7 +28,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.description = f"""{HELP}.
 
   titan doctor
-  NPROC=8 titan doctor --save here.toml && titan plan --config llama7b --cluster here.toml --world-size 8
+  NPROC=8 titan doctor --output here.toml && titan plan --config llama7b --cluster here.toml --world-size 8
   srun --ntasks-per-node 8 titan doctor --seconds 120 --json > doctor.json
 
 On all ranks at the same time, started as titan eval starts them: matrix products by size and dtype, attention, memory,
@@ -36,14 +37,14 @@ of each node and across nodes, and messages there and back between pairs. Median
 
 {RULE}
 
---save writes the median rank: points of matrix products, shares that attention and elementwise operations reach, and a
-link per level whose latency and bandwidth are those of a line through all sizes. On CPUs ranks share the cores: the
+--output writes the median rank: points of matrix products, shares that attention and elementwise operations reach, and
+a link per level whose latency and bandwidth are those of a line through all sizes. On CPUs ranks share the cores: the
 file holds for as many ranks as were measured.
 
 The exit code is 0 when all was measured, whatever was found; 1 when something could not be, 2 when asked wrongly."""
     parser.add_argument("--seconds", type=float, default=25.0, metavar="S", help="about how long; default: 25")
     parser.add_argument("--disk", type=Path, metavar="DIR", help="write there too; default: runs/, if there is one")
-    parser.add_argument("--save", type=Path, metavar="FILE", help="write a cluster file")
+    parser.add_argument("--output", type=Path, metavar="FILE", help="write a cluster file")
     parser.add_argument("--json", action="store_true", help="one JSON object, with each rank's times")
 
 
@@ -55,8 +56,10 @@ def run(args: argparse.Namespace) -> int:
         args.disk = Path("runs") if Path("runs").is_dir() else None
     elif not args.disk.is_dir():
         raise ConfigError([ConfigIssue("command line", f"--disk {args.disk}: no such folder")])
-    if args.save is not None and not args.save.absolute().parent.is_dir():
-        raise ConfigError([ConfigIssue("command line", f"--save {args.save}: no such folder as {args.save.parent}")])
+    if args.output is not None and not args.output.absolute().parent.is_dir():
+        raise ConfigError(
+            [ConfigIssue("command line", f"--output {args.output}: no such folder as {args.output.parent}")]
+        )
     place: LaunchEnv | None = launcher.place_asked_for()
     if place is None:
         return _as_rank(args, [])
@@ -94,9 +97,9 @@ def _as_rank(args: argparse.Namespace, _: list[str]) -> int:
 def _hand_out(found: "Examination", args: argparse.Namespace) -> None:
     import tomli_w
 
-    if args.save is not None:
-        args.save.write_text(tomli_w.dumps(found.cluster), encoding="utf-8")
-        print(f"wrote {args.save}", file=sys.stderr)
+    if args.output is not None:
+        args.output.write_text(tomli_w.dumps(found.cluster), encoding="utf-8")
+        print(f"wrote {args.output}", file=sys.stderr)
     if args.json:
         print(json.dumps(found.json(), allow_nan=False))
         return

@@ -13,6 +13,9 @@ from titan.ranks.launch_env import cores
 
 HELP = "say what a job needs and how fast it will be on a cluster, and find its best layout"
 CLUSTER = "a100-80gb"
+FORMER_FLAGS = {
+    "--exact": "--dry-run", "--model-only": "--formulas", "--clusters": "--list-clusters", "--write": "--output",
+}  # fmt: skip
 MOST_WORKERS = 4
 """Processes of a search: more of them find the same, each with weaker bounds."""
 
@@ -23,13 +26,13 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
   titan plan --config configs/llama65b.toml                       memory of each stage, step time and what it is made of
   titan plan --config configs/llama65b.toml --cluster h100 --mesh.tp 4 --mesh.dp_shard 128
-  titan plan --config configs/llama65b.toml --search --world-size 2048 --write best.toml
-  titan plan --config configs/llama65b.toml --exact --rank 2047   the real build and step of one rank, shapes alone
-  titan plan --model-only --model.name gpt --model.preset 175b    the model by the formulas of the literature
+  titan plan --config configs/llama65b.toml --search --world-size 2048 --output best.toml
+  titan plan --config configs/llama65b.toml --dry-run --rank 2047 the real build and step of one rank, shapes alone
+  titan plan --formulas --model.name gpt --model.preset 175b      the model by the formulas of the literature
   titan plan --config configs/gpt175b.toml --study tp --plot throughput.png
 
 Nothing is trained and no data is read; a laptop plans for thousands of GPUs. --cluster takes a name (configs/clusters:
-titan plan --clusters lists them) or a file; `titan doctor --save FILE` writes one for the machine at hand.
+titan plan --list-clusters lists them) or a file; `titan doctor --output FILE` writes one for the machine at hand.
 
 --search goes through every layout of --world-size ranks: degrees of all axes, micro batches, and what plugins offer to
 be chosen (schedules, recompute, ZeRO stages). What is given on the command line stays fixed. Techniques that change the
@@ -39,12 +42,12 @@ docs/validation.md how well that agrees with published runs."""
     parser.add_argument(
         "--cluster", default=CLUSTER, metavar="C", help=f"cluster, a name or a file; default: {CLUSTER}"
     )
-    parser.add_argument("--clusters", action="store_true", help="list the clusters that came with titan")
+    parser.add_argument("--list-clusters", action="store_true", help="list the clusters that came with titan")
     parser.add_argument("--world-size", type=int, metavar="N", help="ranks; default: as many as the job's layout needs")
     kind = parser.add_mutually_exclusive_group()
     kind.add_argument("--search", action="store_true", help="find the best layouts of --world-size ranks")
-    kind.add_argument("--exact", action="store_true", help="dry run: build and step one rank with shapes only")
-    kind.add_argument("--model-only", action="store_true", help="the model alone, by the formulas of the literature")
+    kind.add_argument("--dry-run", action="store_true", help="dry run: build and step one rank with shapes only")
+    kind.add_argument("--formulas", action="store_true", help="the model alone, by the formulas of the literature")
     kind.add_argument("--study", metavar="NAME", help="vary one thing: " + ", ".join(STUDIES))
     search = parser.add_argument_group("with --search")
     search.add_argument(
@@ -52,10 +55,10 @@ docs/validation.md how well that agrees with published runs."""
     )
     search.add_argument("--top", type=int, default=10, metavar="K", help="layouts shown; default: 10")
     search.add_argument("--explain", action="store_true", help="say what the best wins by and the next ones lose")
-    search.add_argument("--write", type=Path, metavar="FILE", help="write the best layout as a TOML above --config")
-    exact = parser.add_argument_group("with --exact")
+    search.add_argument("--output", type=Path, metavar="FILE", help="write the best layout as a TOML above --config")
+    exact = parser.add_argument_group("with --dry-run")
     exact.add_argument("--rank", type=int, default=0, metavar="R", help="which rank; default: 0")
-    alone = parser.add_argument_group("with --model-only")
+    alone = parser.add_argument_group("with --formulas")
     alone.add_argument("--devices", type=int, metavar="N", help="devices; default: as many as the layout has")
     alone.add_argument("--peak-tflops", type=float, metavar="F", help="peak of a device, for times")
     alone.add_argument("--utilisation", type=float, default=0.45, metavar="U", help="share of the peak; default: 0.45")
@@ -68,15 +71,15 @@ docs/validation.md how well that agrees with published runs."""
 def run(args: argparse.Namespace) -> int:
     """Do what was asked for, and report."""
     does = (
-        (args.clusters, _clusters),
-        (args.model_only, _model_only),
-        (args.exact, _exact),
+        (args.list_clusters, _clusters),
+        (args.formulas, _model_only),
+        (args.dry_run, _exact),
         (args.search, _search),
         (args.study, _study),
     )
     chosen = next((do for asked, do in does if asked), _plan)
     report, text = chosen(args)
-    if args.config is not None or not (args.model_only or args.clusters):
+    if args.config is not None or not (args.formulas or args.list_clusters):
         for sentence in said_twice(args.config, args.overrides):
             print(sentence, file=sys.stderr)
     print(json.dumps(report) if args.json else text)
@@ -154,7 +157,7 @@ def _search(args: argparse.Namespace) -> tuple[dict[str, Any], str]:
     best = result.best[0]
     if args.explain:
         text += "\n\n" + render.explained(result.best)
-    if args.write is not None:
+    if args.output is not None:
         text += "\n\n" + _write(args, best.choice.values())
     layouts = [found.prediction.as_json() | {"layout": found.choice.values()} for found in result.best]
     return best.prediction.as_json() | {
@@ -168,8 +171,8 @@ def _write(args: argparse.Namespace, values: dict[str, Any]) -> str:
     """The job with these keys laid over it, as a TOML that can be trained."""
     from titan.planner.report.export_toml import write_toml
 
-    write_toml(args.write, args.config, args.overrides, values)
-    return f"written to {args.write}; train with ./run_train.sh --config {args.write}"
+    write_toml(args.output, args.config, args.overrides, values)
+    return f"written to {args.output}; train with ./run_train.sh --config {args.output}"
 
 
 def _study(args: argparse.Namespace) -> tuple[dict[str, Any], str]:

@@ -18,17 +18,18 @@ if TYPE_CHECKING:
     from titan.tuning.results import Results
 
 HELP = "find the layout of a job that is fastest on the machine at hand, by short runs"
+FORMER_FLAGS = {"--write": "--output"}
 DESCRIPTION = f"""{HELP}.
 
-  NPROC=8 titan tune --config configs/llama7b.toml --cluster here.toml --write best.toml
+  NPROC=8 titan tune --config configs/llama7b.toml --cluster here.toml --output best.toml
   titan tune --config mine.toml --trials 40 --objective tokens-per-joule --steps 20 --mesh.pp 1
   titan tune --config mine.toml --world-size 64 --launch "srun --ntasks-per-node 8 titan train"
 
 Degrees of all axes, micro batches, and what plugins offer to be chosen (schedules, recompute, ZeRO stages), as in
 titan plan --search; what is given on the command line stays fixed. Each trial is a real run of --warmup + --steps steps
 in processes of its own, without checkpoints and validation; medians over the latter count. The first half of the trials
-are the best layouts that the planner finds for --cluster (titan doctor --save measures one), the others what a Bayesian
-search (optuna; the extra "tune") makes of the results. Failed trials (memory, timeout, non-finite, launch,
+are the best layouts that the planner finds for --cluster (titan doctor --output measures one), the others what a
+Bayesian search (optuna; the extra "tune") makes of the results. Failed trials (memory, timeout, non-finite, launch,
 refused) count in it as the worst so far, so it keeps away from what is like them. No layout is run twice.
 
 Each trial is a line of --results once it is done. The same command goes on from there, also after a kill, and with more
@@ -59,7 +60,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--launch", metavar="WORDS", help="start a trial with this and its arguments; for ranks on several nodes"
     )
     parser.add_argument("--results", type=Path, metavar="FILE", help="default: tune.jsonl in the run's folder")
-    parser.add_argument("--write", type=Path, metavar="FILE", help="write the job with the best layout as a TOML")
+    parser.add_argument("--output", type=Path, metavar="FILE", help="write the job with the best layout as a TOML")
     parser.add_argument("--json", action="store_true", help="one JSON object: the trials, best first")
     parser.set_defaults(takes_overrides=True)
 
@@ -139,7 +140,7 @@ def _search(
     power = trial.power_meter(space.ranks) if args.objective == "tokens-per-joule" else None
     proposer = Proposer(space, _candidates(args, base, space, planner), args.objective)
     runner = trial.Runner(
-        config=args.config, overrides=args.overrides, ranks=space.ranks, folder=results.path.with_suffix(".trial"),
+        config=args.config, overrides=base.overrides, ranks=space.ranks, folder=results.path.with_suffix(".trial"),
         warmup=args.warmup, steps=args.steps, timeout_s=args.timeout, power=power,
         launcher=shlex.split(args.launch or ""),
     )  # fmt: skip
@@ -162,7 +163,7 @@ def _candidates(args: argparse.Namespace, base: "Base", space: "Space", planner:
     from titan.planner.search.best_first import search
 
     if planner is None:
-        _tell("without --cluster the search begins at random; titan doctor --save measures one")
+        _tell("without --cluster the search begins at random; titan doctor --output measures one")
         return []
     found = search(base.job, planner, [space], keep=(args.trials + 1) // 2)
     if not found.best:
@@ -193,7 +194,7 @@ def _show(args: argparse.Namespace, results: "Results") -> bool:
         if results.trials:
             raise TitanError(f"no trial has worked ({kinds}); {results.path} has the reason of each")
         return False
-    if args.write is not None:
-        write_toml(args.write, args.config, args.overrides, found["best"])
-        _tell(f"written to {args.write}; train with ./run_train.sh --config {args.write}")
+    if args.output is not None:
+        write_toml(args.output, args.config, args.overrides, found["best"])
+        _tell(f"written to {args.output}; train with ./run_train.sh --config {args.output}")
     return True

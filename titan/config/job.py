@@ -38,8 +38,8 @@ class Source:
 class Job:
     """A run as its TOML describes it. Hooks see it as a `titan.contracts.Job`.
 
-    held_out: what is validated on.  techniques: those that are on, in TOML order.  table: the resolved TOML, defaults
-    filled in; loading it again gives the same job.
+    validation_data: the dataset of `[validation]`, or None.  techniques: those that are on, in TOML order.
+    table: the resolved TOML, defaults filled in; loading it again gives the same job.
     """
 
     run: RunSection
@@ -53,7 +53,7 @@ class Job:
     model: Model
     tokenizer: Tokenizer
     sources: tuple[Source, ...]
-    held_out: Dataset | None
+    validation_data: Dataset | None
     loss: Loss
     optimizer: Optimizer
     lr_schedule: LrSchedule

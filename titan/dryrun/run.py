@@ -147,7 +147,7 @@ def _batches(job: Job, device: torch.device) -> list[Batch]:
     def tokens() -> Tensor:
         return torch.zeros(shape, dtype=torch.int64, device=device)
 
-    isolated = job.data.packing == "isolate"
+    isolated = job.data.packing == "document_mask"
     return [Batch(tokens(), tokens(), tokens() if isolated else None) for _ in range(job.micro_batches)]
 
 
@@ -168,8 +168,9 @@ def _result(core: Core, watch: Watch, fused: bool) -> DryRun:
     return DryRun(
         rank=core.rank.number, world_size=core.rank.world_size, stages=tuple(part.stage for part in core.parts),
         parameters=sum(local.numel() for p in held.values() for local in locals_of(p)),
-        steady=memory.steady, at_peak=memory.at_peak, most=memory.most, peak=Peak(*memory.peak),
-        timeline=memory.timeline, consumers=memory.consumers, collectives=_collectives(core, watch),
+        steady=memory.steady, at_peak=memory.at_peak, peak=Peak(*memory.peak),
+        peak_by_component=memory.peak_by_component, timeline=memory.timeline,
+        top_allocations=memory.top_allocations, collectives=_collectives(core, watch),
         flops={
             module: Flops(phases["forward"], phases["backward"], phases["recompute"])
             for module, phases in sorted(watch.flops.items())

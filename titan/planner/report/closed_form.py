@@ -1,4 +1,4 @@
-"""All formulas of the arithmetic for the model of a job, beside its exact numbers: `titan plan --model-only`."""
+"""All formulas of the arithmetic for the model of a job, beside its exact numbers: `titan plan --formulas`."""
 
 import math
 from collections.abc import Iterable, Mapping, Sequence

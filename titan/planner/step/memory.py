@@ -45,7 +45,7 @@ class Memory:
     parameters, gradients, optimizer: state, after sharding.
     activations: saved tensors, and the working set of the operation at the peak.
     buffers: gathered parameters, gradients during reduction, and receive buffers for hidden states.
-    margin: what the allocator loses to fragmentation, and what driver and communicators allocate.
+    overhead: what the allocator loses to fragmentation, and what driver and communicators allocate.
     """
 
     parameters: float
@@ -53,12 +53,12 @@ class Memory:
     optimizer: float
     activations: float
     buffers: float
-    margin: float
+    overhead: float
 
     @property
     def total(self) -> float:
         """Sum of all fields, in bytes."""
-        return self.parameters + self.gradients + self.optimizer + self.activations + self.buffers + self.margin
+        return self.parameters + self.gradients + self.optimizer + self.activations + self.buffers + self.overhead
 
     def gib(self) -> dict[str, float]:
         """All fields and the total, in GiB."""
@@ -358,8 +358,8 @@ def _of_place(
     if activations + gradients + buffers < state["gradients"]:  # the update needs more than any micro batch
         activations, gradients, buffers = 0.0, state["gradients"], state["buffers"]
     device = cluster.device
-    margin = device.reserved_gib * GIB + device.fragmented * (activations + buffers)
-    return Memory(state["parameters"], gradients, state["optimizer"], activations, buffers, margin)
+    overhead = device.reserved_gib * GIB + device.fragmented * (activations + buffers)
+    return Memory(state["parameters"], gradients, state["optimizer"], activations, buffers, overhead)
 
 
 def peak(actions: Sequence[Action], stages: Sequence[StageMemory]) -> tuple[float, float, float]:

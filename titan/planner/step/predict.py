@@ -29,7 +29,7 @@ class Prediction:
     """A step of a job on a cluster.
 
     time_s: exposed seconds by what they are spent on, on the rank that ends last; they add up to step_time_s.
-    hidden_s: seconds of communication that run beside computation on that rank.
+    overlapped_s: seconds of communication that run beside computation on that rank.
     stages: memory and layers of the ranks of each place of the pipeline.  fits: all of them into the device's memory.
     energy_j, price: of a step on all ranks; 0 where the cluster does not state power or price. Ranks that wait for work
     are at rest, others at full power.
@@ -44,7 +44,7 @@ class Prediction:
     mfu: float
     hfu: float
     time_s: dict[str, float]
-    hidden_s: dict[str, float]
+    overlapped_s: dict[str, float]
     memory: tuple[Memory, ...]
     layers: tuple[tuple[range, ...], ...]
     fits: bool
@@ -78,7 +78,7 @@ class Prediction:
             "energy_j": self.energy_j,
             "price": self.price,
             "time_s": self.time_s,
-            "hidden_s": self.hidden_s,
+            "overlapped_s": self.overlapped_s,
             "stages": [
                 {"memory_gib": memory.gib(), "layers": [list(layers) for layers in held]}
                 for memory, held in zip(self.memory, self.layers, strict=True)
@@ -216,7 +216,7 @@ class Planner:
 
     def speed(self, layout: Layout) -> float:
         """A rank's share of its full speed when all of them are at work, for they may share processors."""
-        processors, ranks = self.cluster.device.processors, layout.world_size
+        processors, ranks = self.cluster.device.full_speed_ranks, layout.world_size
         return min(1.0, processors / min(ranks, self.cluster.ranks_per_node or ranks)) if processors else 1.0
 
     def steps(self, costs: Costs) -> Steps:
@@ -280,7 +280,7 @@ class UnscheduledStep:
             world_size=world, step_time_s=step, tokens=tokens, model_tflops_per_device=model,
             hardware_tflops_per_device=hardware, mfu=model / peak, hfu=hardware / peak,
             time_s=_adding_up(_spent(by_place[last], costs.micro_batches, timeline, last), step),
-            hidden_s=_summed(w.hidden for w in by_place[last]),
+            overlapped_s=_summed(w.hidden for w in by_place[last]),
             memory=tuple(memory),
             layers=tuple(tuple(s.layers for s in costs.stages if s.rank == place) for place in range(len(by_place))),
             energy_j=_energy(cluster.device, timeline, step, world),

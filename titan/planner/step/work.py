@@ -118,9 +118,9 @@ class Parts:
         if group.size == 1:
             return 0.0
         if self._roles[cost.axes[0]] == "model":
-            return self.device.kernels.join_us * 1e-6
+            return self.device.kernels.tp_overhead_us * 1e-6
         gathers = cost.where == "unit" and cost.collective != "all_reduce"
-        return self.device.kernels.gather_us * 1e-6 if gathers else 0.0
+        return self.device.kernels.fsdp_overhead_us * 1e-6 if gathers else 0.0
 
     def update_s(self, params: float) -> float:
         """Seconds of the optimizer's update of this many parameters, before they are shared over ranks."""
