@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from tests.planned import job_of
-from titan import contracts
+from titan import contracts, errors
 from titan.contracts import Axis, BuildContext, Costs, Model, Precision, Technique, deprecated
 from titan.contracts.base import cost, registry
 from titan.contracts.base.cost import (
@@ -30,6 +30,7 @@ from titan.planner.step.layout import costs_of
 def reported(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]):
     """The former names reported since the last call, in order."""
     monkeypatch.setattr(deprecated, "_reported", set())
+    monkeypatch.setenv(errors._WARNED, "")
 
     def names() -> list[str]:
         lines = capsys.readouterr().err.splitlines()
@@ -136,11 +137,13 @@ def test_what_hooks_are_given_has_its_former_attributes(reported) -> None:
     assert (job.spec.stem, job.spec.stem_params) == (job.spec.embeddings, job.spec.embedding_params)
     assert (job.precision.param, job.precision.reduce) == (torch.float32, torch.float32)
     assert job.layout.axes[0].depth == job.layout.axes[0].topology_order
+    assert (job.checkpoint.keep, job.run.sample) == (job.checkpoint.keep_latest, job.run.sample_prompt)
     assert reported() == [
         "Job.plan is now spec", "BuildContext(plan=) is now spec=", "BuildContext.plan is now spec",
         "ModelSpec.stem is now embeddings", "ModelSpec.stem_params is now embedding_params",
         "Precision.param is now param_dtype", "Precision.reduce is now reduce_dtype",
-        "Axis.depth is now topology_order",
+        "Axis.depth is now topology_order", "CheckpointSection.keep is now keep_latest",
+        "RunSection.sample is now sample_prompt",
     ]  # fmt: skip
 
 

@@ -1,4 +1,4 @@
-"""Names that plugins written for titan 0.1 use, until titan 1.0; each is reported once per process, with the new name.
+"""Names that plugins written for titan 0.1 use, until titan 1.0; each is reported once, with the new name.
 
 Nothing else knows former names. To end them, delete this file and the lines that import it.
 """
@@ -7,7 +7,6 @@ import copy
 import functools
 import importlib
 import inspect
-import os
 import sys
 from collections.abc import Callable, Mapping
 from dataclasses import replace
@@ -16,11 +15,12 @@ from importlib.machinery import ModuleSpec
 from types import ModuleType
 from typing import Any, TypeVar
 
+from titan.contracts import sections
 from titan.contracts.base import cost, mesh, parts, registry, spec
 from titan.contracts.job import Job
 from titan.contracts.model import Model
 from titan.contracts.technique import BuildContext, Technique
-from titan.errors import say
+from titan.errors import warn_once
 
 T = TypeVar("T")
 
@@ -64,8 +64,8 @@ _reported: set[str] = set()
 
 
 def _report(old: str, new: str) -> None:
-    """Print one line on rank 0 for a former name: the plugin's line that used it, and the new name."""
-    if old in _reported or os.environ.get("RANK", "0") != "0":
+    """Warn of a former name, once, at the plugin's line that used it first."""
+    if old in _reported:
         return
     _reported.add(old)
     frame = sys._getframe(1)
@@ -73,7 +73,8 @@ def _report(old: str, new: str) -> None:
         frame.f_globals.get("__name__") in (__name__, "dataclasses", "abc") or "importlib" in frame.f_code.co_filename
     ):
         frame = frame.f_back
-    say(f"warning: {frame.f_code.co_filename}:{frame.f_lineno}: {old} is now {new}; titan 1.0 drops the former name")
+    place = f"{frame.f_code.co_filename}:{frame.f_lineno}"
+    warn_once(f"{place}: {old} is now {new}; titan 1.0 drops the former name")
 
 
 # --- modules and classes ------------------------------------------------------------------------------------------
@@ -259,6 +260,8 @@ def _install() -> None:
             setattr(contract, old, _FormerHook(contract, old, new))
     plugin: Any = registry.Plugin
     plugin.__init_subclass__ = classmethod(_init_subclass)
+    formerly(sample="sample_prompt")(sections.RunSection)
+    formerly(keep="keep_latest", new_data="reset_data")(sections.CheckpointSection)
     formerly(depth="topology_order")(mesh.Axis)
     formerly(plan="spec")(BuildContext)
     formerly(param="param_dtype", reduce="reduce_dtype")(parts.Precision)
