@@ -168,7 +168,7 @@ def test_a_model_without_operations_is_refused() -> None:
 
     job = job_of()
     vars(job)["spec"] = replace(job.spec, layer_ops=())
-    with pytest.raises(ConfigError, match="states no operations"):
+    with pytest.raises(ConfigError, match="has no operations; state them"):
         costs_of(job)
 
 
