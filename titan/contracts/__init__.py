@@ -1,10 +1,12 @@
-"""Every kind of plugin and what the host asks of it: the one import of a plugin's author.
+"""The plugin API: the contract of every kind of plugin, and all that a plugin needs to import.
 
 A plugin subclasses one of these, sets `name` and `Config`, and carries `@register`::
 
     from titan.contracts import Optimizer, option, register
 
-Public methods are hooks and keep the names and parameters given in the kind's file; helpers start with an underscore.
+Public methods are hooks: their names and parameters must be those of the contract. Start the names of helpers with an
+underscore. Per kind: `model`, `technique`, `objective` (loss, optimizer, schedule), `text` (tokenizer, dataset),
+`tracker`. In `base`: `spec` (a model as data), `cost` (a step as data), `mesh`, `parts`, `batch`, `options`.
 """
 
 from titan.contracts import deprecated  # noqa: F401 (former names)

@@ -18,11 +18,11 @@ from titan.contracts.sections import (
 from titan.contracts.text import Tokenizer
 
 Fact = Literal["reduces_per_micro_batch", "one_backward", "recomputes_operations"]
-"""What a technique can state of itself for others to take into account.
+"""What a technique can state about itself in `Technique.facts`.
 
-reduces_per_micro_batch: gradients are reduced, and parameters let go of, at each micro batch.
-one_backward: a backward pass that is split (input first, weights later) cannot go through it.
-recomputes_operations: single operations inside a block are computed again in backward.
+reduces_per_micro_batch: it reduces gradients, and frees gathered parameters, in each micro batch.
+one_backward: backward of the inputs and of the weights cannot run apart from each other.
+recomputes_operations: it recomputes single operations inside of a layer in backward.
 """
 
 

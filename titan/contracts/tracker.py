@@ -11,7 +11,7 @@ from typing import Any
 from titan.contracts.base.registry import Plugin
 
 Row = Mapping[str, float | int | None]
-"""One line of metrics; `step` is always there. None: not known here (MFU of a device without a known peak)."""
+"""One row of metrics: name -> number. `step` is always there. None: unknown, such as MFU without a known peak."""
 
 
 @dataclass(frozen=True)

@@ -16,8 +16,12 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from titan.contracts.base.options import coerce, did_you_mean, shown
 
 Role = Literal["stage", "batch", "sequence", "model", "expert"]
-"""What ranks along an axis hold differently: stage, other layers; batch, other samples; sequence, other tokens of one
-sample; model, other slices of one layer; expert, other experts (the samples differ too)."""
+"""What differs between ranks along an axis.
+
+stage: the layers (pipeline parallelism).  batch: the samples (data parallelism).
+sequence: the tokens of a sample (context parallelism).  model: the slice of each layer (tensor parallelism).
+expert: the experts, and the samples too (expert parallelism).
+"""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -26,7 +30,7 @@ class Axis:
 
     name: the TOML key.  role: what ranks along the axis do differently.
     topology_order: position from outer axes (slow links) to inner axes (fast links); ranks along the axis with the
-        largest value are neighbors. The built-in axes have pp 0, dp_replicate 10, dp_shard 20, cp 30, tp 40.
+        largest value are neighbors. Built-in: pp 0, dp_replicate 10, dp_shard 20, tp 40; 30 is for context parallelism.
     doc: one line for help texts.
     default: degree where the TOML sets none; -1: all remaining ranks (at most one axis of a mesh).
 

@@ -44,8 +44,8 @@ def sum_gradients(root: nn.Module) -> None:
 Wrap = Callable[[Callable[..., Any]], Callable[..., Any]]
 WrapPlace = Literal["recompute_ops", "compile", "recompute_block"]
 WRAP_ORDER: tuple[WrapPlace, ...] = get_args(WrapPlace)
-"""Who sits inside whom around a block's forward, innermost first. Recomputing single operations is a choice the
-compiler makes, so it sits inside; recomputing a whole block calls the compiled block again, so it sits outside."""
+"""Order of the wrappers around a layer's forward, innermost first. The compiler decides about recomputing single
+operations, so this wrapper is inside; recomputing a whole layer calls the compiled layer again, so it is outside."""
 
 
 @dataclass

@@ -18,17 +18,18 @@ if TYPE_CHECKING:
     import torch  # a spec is read where torch is not wanted, so it is not imported
 
 TensorStyle = Literal["column", "row", "embedding", "positions", "head", "norm", "qk_norm", "gather"]
-"""How tensor parallelism treats a module.
+"""How tensor parallelism treats a module. "Split" means over the ranks of the axis tp.
 
-column: linear, output features split.  row: linear, input features split, outputs summed.
-embedding: table split by vocabulary.
-positions: replicated table of learned positions; its output [1, S, D], made from the whole range of positions, is
-    split on S when sequences are split (as the embedding's is, which it is added to) and whole otherwise.
-head: linear, output (vocabulary) split, fed by the whole hidden state.
-norm: replicated weights, works on the hidden state [B, S, D], on the sequence shard when sequences are split.
-qk_norm: replicated weights, works on the last dimension of this rank's heads [..., N], between column and row: their
-    gradient is a part of the sum over ranks, whether sequences are split or not.
-gather: a module whose first argument must be whole in the sequence (attention, feed-forward).
+column: linear; the output features are split.
+row: linear; the input features are split, and the outputs are summed over ranks.
+embedding: the table is split by vocabulary.
+positions: replicated table of learned positions. Its output [1, S, D] is split on S with sequence parallelism, as the
+    embedding's output is, and whole otherwise.
+head: linear; the output features (the vocabulary) are split. The input is the whole hidden state.
+norm: replicated weights, on the hidden state [B, S, D]; with sequence parallelism, on this rank's slice of S.
+qk_norm: replicated weights, on the last dimension of this rank's heads [..., N], between column and row. The gradient
+    is a partial sum, with and without sequence parallelism.
+gather: a module whose first argument must have all positions of the sequence (attention, feed-forward).
 """
 
 
