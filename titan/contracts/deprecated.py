@@ -12,7 +12,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import replace
 from importlib.abc import Loader, MetaPathFinder
 from importlib.machinery import ModuleSpec
-from types import ModuleType
+from types import CodeType, ModuleType
 from typing import Any, TypeVar
 
 from titan.contracts import sections
@@ -213,9 +213,9 @@ def _present_hooks(plugin: type[registry.Plugin]) -> None:
             setattr(plugin, names[old], vars(plugin)[old])
             found = True
     if issubclass(plugin, Technique):
-        hooks = {name: hook for name, hook in vars(plugin).items() if inspect.isfunction(hook) and name[0] != "_"}
-        found |= any([_present_parameters(hook, name) for name, hook in hooks.items()])
-        if found and "cost" in hooks:
+        hooks = {name: hook for name, hook in vars(plugin).items() if inspect.isfunction(hook)}
+        found |= any([_present_parameters(hook, name) for name, hook in hooks.items() if name[0] != "_"])
+        if found and "cost" in hooks and any(_words_of(hook.__code__) & REGIONS.keys() for hook in hooks.values()):
             plugin.cost = _with_former_regions(plugin.cost)  # type: ignore[method-assign]
 
 
@@ -229,6 +229,13 @@ def _present_parameters(hook: Any, name: str) -> bool:
         renamed = [p.replace(name=PARAMETERS.get(p.name, p.name)) for p in signature.parameters.values()]
         hook.__signature__ = signature.replace(parameters=renamed)
     return bool(former)
+
+
+def _words_of(code: CodeType) -> set[str]:
+    """The strings in a function, those in its sets, tuples and comprehensions included."""
+    constants = [c for one in code.co_consts for c in (one if isinstance(one, tuple | frozenset) else (one,))]
+    words = {constant for constant in constants if isinstance(constant, str)}
+    return words.union(*(_words_of(constant) for constant in constants if isinstance(constant, CodeType)))
 
 
 def _with_former_regions(cost_of: Callable[[Technique, cost.Costs, Job], cost.Costs]) -> Any:
