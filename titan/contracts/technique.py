@@ -8,10 +8,10 @@ once per process that loads the job   check, facts, spec, precision: no process 
 once per run, on each rank            split or apply (by phase), engine, then state_dict and load_state_dict
 per step, on each rank                before_step, before_microbatch, after_backward, before_update, after_step
 per save, on each rank                state_dict: no collectives
-at the end, on each rank              close: no collectives
+at the end of training, on each rank  close: no collectives
 
 `titan plan --dry-run` calls the hooks of the build and of one step with tensors on the meta device and collectives that
-return at once: a hook that reads a tensor's values on the host cannot be rehearsed. Validation, generation and
+return at once: a number that a hook reads from a tensor there is always 1. Validation, generation and
 evaluation call none of the step hooks. Techniques are called in TOML order, then those without a table, by name.
 """
 
