@@ -178,13 +178,13 @@ def test_nothing_fits(tmp_path: Path, capsys: pytest.CaptureFixture) -> None:
     )
     words = ["plan", "--config", str(TOML), "--search", "--world-size", "2", "--cluster", str(small)]
     assert main(words) == 2
-    assert "none fits into 0.0001 GiB; the smallest takes" in capsys.readouterr().err
+    assert "no layout fits into 0.0001 GiB; the smallest needs" in capsys.readouterr().err
 
 
 def test_a_batch_that_no_layout_divides(capsys: pytest.CaptureFixture) -> None:
     words = ["plan", "--config", str(TOML), "--search", "--world-size", "7"]
     assert main([*words, "--train.global_batch_size", "5"]) == 2
-    assert "no layout can work" in capsys.readouterr().err
+    assert "no valid layout" in capsys.readouterr().err
 
 
 def test_an_axis_that_nobody_owns() -> None:
@@ -248,7 +248,7 @@ def test_what_changes_the_curve_is_left_out_unless_asked_for(drifting: list[str]
     assert main(command) == 0
     last = capsys.readouterr().out.splitlines()[-1]
     asking = "--plugins.drifting.enabled true"
-    assert last == f"left out, as they change the curve: drifting; to search with them: {asking}"
+    assert last == f"not searched, because they change the loss curve: drifting; include them with {asking}"
     for words, degrees in ((asking.split(), (2, 4)), (["--mesh.drift", "4"], (4,))):
         assert main([*command, "--json", *words]) == 0
         asked = json.loads(capsys.readouterr().out)
