@@ -85,7 +85,7 @@ def _bare_loop(job: Job, precision: str, device: torch.device) -> Callable[[list
     """The loop a researcher would write for this model on one device."""
     with torch.device(device):
         model = job.model.build()
-    init_weights(ModelPart(model), job.plan, job.run.seed)
+    init_weights(ModelPart(model), job.spec, job.run.seed)
     optimizer = torch.optim.AdamW(model.parameters(), lr=3e-4, betas=(0.9, 0.95), weight_decay=0.1, fused=True)
     lower = torch.autocast(device.type, torch.bfloat16) if precision == "bf16" else nullcontext()
 

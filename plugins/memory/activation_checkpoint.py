@@ -53,8 +53,8 @@ class ActivationCheckpoint(Technique):
     name = "activation_checkpoint"
     Config = Config
     phase = "recompute"
-    optional = True
-    choices: ClassVar = (
+    search_toggle = True
+    search_space: ClassVar = (
         {"mode": "full"}, {"mode": "selective"}, {"mode": "every", "every": 2}, {"mode": "every", "every": 4}
     )  # fmt: skip
 
@@ -72,13 +72,13 @@ class ActivationCheckpoint(Technique):
         """Layers keep their input, or the products of selective mode, and are computed again."""
         every = self.config.every if self.config.mode == "every" else 1
         keeps: Any = "products" if self.config.mode == "selective" else "input"
-        return replace(costs, recompute=Recompute(every=every, keeps=keeps))
+        return replace(costs, recompute=Recompute(every=every, saved=keeps))
 
-    def apply(self, part: ModelPart, world: BuildContext) -> None:
+    def apply(self, part: ModelPart, context: BuildContext) -> None:
         """Wrap the blocks this part holds."""
         place: Any = "recompute_ops" if self.config.mode == "selective" else "recompute_block"
         stride = self.config.every if self.config.mode == "every" else 1
-        for name, _ in part.layers(world.plan):
+        for name, _ in part.layers(context.spec):
             if int(name.rpartition(".")[2]) % stride == 0:
                 part.wrap_forward(name, place, self._wrap)
 

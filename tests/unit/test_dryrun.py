@@ -76,7 +76,7 @@ def test_shards_and_what_is_gathered() -> None:
     assert run.parameters == pytest.approx(PARAMETERS / 2, rel=1e-3)
     assert run.at_peak["gathered"] == pytest.approx(4 * PARAMETERS, rel=1e-3)
     assert run.at_peak["gradients"] == 4 * PARAMETERS
-    units = LAYERS + 2  # each layer, the stem, the head
+    units = LAYERS + 2  # each layer, the embeddings, the head
     calls, sent = _sent(run, "reduce_scatter", "dp_shard")
     assert calls == units
     assert sent == pytest.approx(4 * PARAMETERS, rel=1e-3)
@@ -115,7 +115,9 @@ def test_tensor_parallel_sends_eight_times_a_layer() -> None:
     run = dry_run(_job(*ONE, "--mesh.tp", "2"), 1)
     micro_batches, hidden = 4, 2 * SEQ * DIM * 4
     calls, sent = _sent(run, "all_gather", "tp")
-    assert calls == micro_batches * (4 * LAYERS + 2)  # forward 2, backward 2 a layer; the head, and the stem's backward
+    assert calls == micro_batches * (
+        4 * LAYERS + 2
+    )  # forward 2, backward 2 a layer; the head, and the embeddings' backward
     assert sent == calls * hidden
     assert run.total_flops.forward == pytest.approx(dry_run(_job(*ONE), 0).total_flops.forward / 2, rel=1e-3)
     assert run.steady["parameters"] == pytest.approx(4 * PARAMETERS / 2, rel=1e-2)

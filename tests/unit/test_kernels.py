@@ -27,8 +27,8 @@ def device(products: Products = PLAIN, kernels: Kernels = KERNELS) -> Device:
 def costs(**changed: object) -> Costs:
     """One sequence of 1,024 tokens on one rank."""
     plain: dict[str, object] = {
-        "seq_len": 1024, "dim": 512, "micro_batch": 1, "micro_batches": 1, "stem": (), "layer": (), "head": (),
-        "styles": {}, "bytes": 2, "dtype": "bfloat16", "wide_dtype": "bfloat16", "stages": (Stage(0, range(1)),),
+        "seq_len": 1024, "dim": 512, "micro_batch": 1, "micro_batches": 1, "embeddings": (), "layer": (), "head": (),
+        "styles": {}, "itemsize": 2, "dtype": "bfloat16", "wide_dtype": "bfloat16", "stages": (Stage(0, range(1)),),
     }  # fmt: skip
     return Costs(**{**plain, **changed})  # type: ignore[arg-type]
 
@@ -128,8 +128,8 @@ def test_elementwise_operations_take_their_bytes_and_less_where_they_are_merged(
 
 def test_ranks_that_split_a_region_do_their_part() -> None:
     op, split = (
-        Elementwise(region="inner", forward=1000, backward=0),
-        {"hidden": 1, "whole": 1, "inner": 4, "logits": 1},
+        Elementwise(region="tp_sharded", forward=1000, backward=0),
+        {"hidden": 1, "seq_full": 1, "tp_sharded": 4, "logits": 1},
     )
     whole, part = (device().operation(op, costs(**more), "bfloat16") for more in ({}, {"splits": split}))
     assert whole.forward == pytest.approx(4 * part.forward)

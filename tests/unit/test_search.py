@@ -78,7 +78,9 @@ def bounds_and_step(*words: str) -> tuple[float, float, float, float, float]:
     planner = Planner(replace(CLUSTER, links=links))
     job = job_of(*words, "--model.preset", "mini", "--train.micro_batch_size", "1", "--train.global_batch_size", "32")
     run, costs = _Search(job, planner, 1, "time"), costs_of(job)
-    alone = replace(costs, recompute=None, traffic=(), update_bytes=0.0, stages=(Stage(0, range(job.plan.n_layers)),))
+    alone = replace(
+        costs, recompute=None, collectives=(), update_bytes=0.0, stages=(Stage(0, range(job.spec.n_layers)),)
+    )
     return *bounds(run, alone, job), planner.predict(costs, job.layout).step_time_s
 
 
@@ -99,7 +101,7 @@ def test_no_layout_is_better_than_its_bounds() -> None:
     words = ("--train.global_batch_size=8", "--plugins.bf16.enabled=true")
     base, cuts = load_base(TOML, words).job, defaultdict(set)
     runs = [_Search(base, Planner(CLUSTER), 1, objective) for objective in ("time", "price", "energy")]
-    alone = replace(costs_of(base), recompute=None, traffic=(), fused=True, update_bytes=0.0)
+    alone = replace(costs_of(base), recompute=None, collectives=(), fused=True, update_bytes=0.0)
     for choice, prediction in everything(4, *words):
         job = load_job(TOML, [*words, *choice.words()], 4)
         for run in runs:
@@ -212,8 +214,8 @@ class Drifting(Technique):
     name = "drifting"
     Config = Config
     phase = "shard"
-    parity = False
-    axes = (Axis(name="drift", role="batch", depth=4, doc="ranks that see other samples"),)
+    preserves_numerics = False
+    axes = (Axis(name="drift", role="batch", topology_order=4, doc="ranks that see other samples"),)
 '''
 
 

@@ -99,8 +99,8 @@ def write_hf(
     config = model.hf_config()
     if config is None:
         raise ConfigError(f"[model] {model.name}: transformers has no model like this one, so there is no hf format")
-    if tokenizer.vocab_size > model.plan().vocab_size:
-        sizes = f"the tokenizer has {tokenizer.vocab_size} ids, the model rows for {model.plan().vocab_size}"
+    if tokenizer.vocab_size > model.spec().vocab_size:
+        sizes = f"the tokenizer has {tokenizer.vocab_size} ids, the model rows for {model.spec().vocab_size}"
         raise ConfigError(f"[tokenizer] name = {tokenizer.name!r}: {sizes}")
     tensors = {tensor.name: tensor for tensor in made_of(model, weights.shapes)}
     types = {name: dtype or weights.dtype(tensor.ours[0]) for name, tensor in tensors.items()}

@@ -127,7 +127,7 @@ def _rehearse(core: Core, mode: Numberless, fused: bool) -> DryRun:
         with as_on_a_gpu() if fused else nullcontext(), watch.watching(mode):
             step(core, batches)
         watch.memory.close()
-    for technique in reversed(core.world.techniques):
+    for technique in reversed(core.context.techniques):
         technique.close()
     return _result(core, watch, fused)
 
@@ -163,7 +163,7 @@ def _progress(micro_batches: int) -> Iterator[Callable[[], object]]:
 
 def _result(core: Core, watch: Watch, fused: bool) -> DryRun:
     memory = add_up(watch.memory.changes)
-    compiles = any(technique.phase == "compile" for technique in core.world.techniques)
+    compiles = any(technique.phase == "compile" for technique in core.context.techniques)
     held = {id(p): p for part in core.parts for _, p in part.parameters()}
     return DryRun(
         rank=core.rank.number, world_size=core.rank.world_size, stages=tuple(part.stage for part in core.parts),
@@ -183,7 +183,7 @@ def _collectives(core: Core, watch: Watch) -> tuple[CollectiveCount, ...]:
     """With the mesh axis of each group, where it is one's."""
     assert dist.group.WORLD is not None
     groups: dict[str, tuple[str, int]] = {dist.group.WORLD.group_name: ("world", core.rank.world_size)}
-    mesh = core.world.mesh
+    mesh = core.context.mesh
     for axis, degree in core.job.layout.degrees.items():
         if axis in mesh:
             groups[mesh.group(axis).group_name] = axis, degree

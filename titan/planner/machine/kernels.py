@@ -96,12 +96,14 @@ class Device:
             return self._written(op, costs) if op.scores_written else self._attention(op, costs)
         if isinstance(op, EmbeddingOp):
             numbers = costs.share("hidden") * op.width
-            return Seconds(self.moving(2 * numbers, costs.bytes), 0.0, self.moving(3 * numbers, costs.bytes))
+            return Seconds(self.moving(2 * numbers, costs.itemsize), 0.0, self.moving(3 * numbers, costs.itemsize))
         tokens = costs.share(op.region) * (self.kernels.fused_traffic_factor if costs.fused else 1.0)
-        return Seconds(self.moving(tokens * op.forward, costs.bytes), self.moving(tokens * op.backward, costs.bytes))
+        return Seconds(
+            self.moving(tokens * op.forward, costs.itemsize), self.moving(tokens * op.backward, costs.itemsize)
+        )
 
     def _linear(self, op: Matmul, costs: Costs, dtype: str) -> Seconds:
-        rows, width = costs.share("whole"), costs.bytes
+        rows, width = costs.share("seq_full"), costs.itemsize
         inputs, outputs = costs.product(op)
         return Seconds(
             self.product(rows, inputs, outputs, dtype, width),
@@ -110,7 +112,7 @@ class Device:
         )
 
     def _attention(self, op: Attention, costs: Costs) -> Seconds:
-        square = 4.0 * costs.share("inner") * costs.seq_len * op.heads * op.head_dim
+        square = 4.0 * costs.share("tp_sharded") * costs.seq_len * op.heads * op.head_dim
         needed = square * (0.5 if self.kernels.causal else 1.0) / self.cluster.peak(costs.wide_dtype)
         return Seconds(
             needed / self.kernels.attention_forward + self._launch,
@@ -119,11 +121,11 @@ class Device:
 
     def _written(self, op: Attention, costs: Costs) -> Seconds:
         """Attention that writes its scores: two batched products forward, four backward, passes over S x S scores."""
-        seq_len, dtype, width = costs.seq_len, costs.wide_dtype, costs.bytes
-        matrices = costs.share("inner") * op.heads / seq_len
+        seq_len, dtype, width = costs.seq_len, costs.wide_dtype, costs.itemsize
+        matrices = costs.share("tp_sharded") * op.heads / seq_len
         pair = self.batched(matrices, seq_len, op.head_dim, seq_len, dtype, width)
         pair += self.batched(matrices, seq_len, seq_len, op.head_dim, dtype, width)
-        scores = costs.share("inner") * op.heads * seq_len
+        scores = costs.share("tp_sharded") * op.heads * seq_len
         forward, backward = (self.moving(passes * scores, width) for passes in PASSES_OVER_SCORES)
         return Seconds(pair + forward, 2 * pair + backward)
 
