@@ -19,7 +19,7 @@ from titan.planner.search import best_first
 from titan.planner.search.best_first import Objective, _Search, search
 from titan.planner.search.space import Choice, load_base
 from titan.planner.step.layout import costs_of, uncut
-from titan.planner.step.predict import Planner, Prediction, places_of
+from titan.planner.step.predict import Planner, Prediction, stage_loads
 
 VALUES = {
     "time": lambda p: p.step_time_s,
@@ -62,13 +62,13 @@ def test_the_best_are_the_best_of_all(objective: Objective) -> None:
 def bounds(run: _Search, alone: Costs, job: Job) -> tuple[float, float, float, float]:
     """The bounds of a job, from the loosest: of its group, however it is cut, as it is cut, with its stages timed."""
     costs, planner = costs_of(job), run.planner
-    alike, draft = planner.alike(uncut(job), job.layout), planner.draft(costs, job.layout)
+    alike, draft = planner.stage_costs(uncut(job), job.layout), planner.draft(costs, job.layout)
     least, busy = run._least(alike)
     return (
         run._bound(alone, job.layout, job.micro_batch),
         run._value(least, busy, job.layout),
-        run._value(alike.least_in(places_of(costs.stages, costs.recompute)), busy, job.layout),
-        run._value(draft.least_s, draft.busy_s, job.layout),
+        run._value(alike.lower_bound_of(stage_loads(costs.stages, costs.recompute)), busy, job.layout),
+        run._value(draft.lower_bound_s, draft.busy_s, job.layout),
     )
 
 

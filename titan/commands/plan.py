@@ -55,7 +55,7 @@ docs/planning.md explains the model behind the predictions, docs/validation.md c
     )
     search.add_argument("--top", type=int, default=10, metavar="K", help="number of layouts to show; default: 10")
     search.add_argument("--explain", action="store_true", help="compare step time by component with the best layout")
-    search.add_argument("--write", type=Path, metavar="FILE", help="write the best layout as a TOML above --config")
+    search.add_argument("--write", type=Path, metavar="FILE", help="write the job with the best layout as a TOML")
     exact = parser.add_argument_group("with --exact")
     exact.add_argument("--rank", type=int, default=0, metavar="R", help="rank to build; default: 0")
     alone = parser.add_argument_group("with --model-only")

@@ -103,13 +103,13 @@ def search_text(result: Result, cluster: Cluster, ranks: int) -> str:
     )
     if not result.best:
         return counts + "\n\n" + nothing_fits(result, cluster)
-    rows = [["", "step time", "MFU", "peak, GiB", "bubble", "layout"]]
+    rows, layouts = [["", "step time", "MFU", "peak memory, GiB", "bubble"]], ["layout"]
     for number, found in enumerate(result.best, 1):
         p = found.prediction
         most = max(m.total for m in p.memory) / GIB
-        rows.append([f"{number}", seconds(p.step_time_s), f"{p.mfu:.1%}", f"{most:.1f}", f"{p.bubble_fraction:.1%}",
-                     str(found.choice)])  # fmt: skip
-    lines = [line.rstrip() for line in columns([[*row[:-1], row[-1].ljust(1)] for row in rows])]
+        rows.append([f"{number}", seconds(p.step_time_s), f"{p.mfu:.1%}", f"{most:.1f}", f"{p.bubble_fraction:.1%}"])
+        layouts.append(str(found.choice))
+    lines = [f"{line}  {layout}" for line, layout in zip(columns(rows), layouts, strict=True)]
     return "\n".join([counts, "", *lines])
 
 

@@ -30,7 +30,7 @@ from titan.contracts.base.mesh import Layout
 from titan.planner.search.space import Choice, Chosen, Space
 from titan.planner.step.layout import costs_of, cut, uncut
 from titan.planner.step.memory import GIB
-from titan.planner.step.predict import Planner, Prediction, StageCostCache, StageLoad, places_of
+from titan.planner.step.predict import Planner, Prediction, StageCostCache, StageLoad, stage_loads
 
 Objective = Literal["time", "price", "energy"]
 Group = tuple[float, Space, Layout, int]
@@ -137,7 +137,7 @@ def _merged(results: Sequence[Result], keep: int, objective: Objective) -> Resul
 @cache
 def _places(stages: tuple[Stage, ...]) -> Places:
     """What the ranks of a pipeline hold; many jobs have the same."""
-    return cache(partial(places_of, stages))
+    return cache(partial(stage_loads, stages))
 
 
 class _Node(NamedTuple):
@@ -197,9 +197,9 @@ class _Search:
         key = (slices, sequence, micro_batch)
         if key not in self._alone:
             whole = {region: sequence * (1 if region == "seq_full" else slices) for region in REGIONS}
-            self._alone[key] = self.planner.alike(replace(alone, splits=whole, micro_batch=micro_batch), layout)
+            self._alone[key] = self.planner.stage_costs(replace(alone, splits=whole, micro_batch=micro_batch), layout)
         rounds = self.job.train.global_batch_size / micro_batch / batch
-        return self._value(*self._alone[key].least(rounds, layout.role_degree("stage")), layout)
+        return self._value(*self._alone[key].lower_bound(rounds, layout.role_degree("stage")), layout)
 
     def _value(self, least: float, busy: float, layout: Layout) -> float:
         """What a step costs at least that takes so long, and in which ranks are at work so long on average."""
@@ -223,11 +223,11 @@ class _Search:
 
     def _alike(self, space: Space, choice: Choice) -> StageCostCache | None:
         job = space.job_of(choice)
-        return None if job is None else self.planner.alike(uncut(job), choice.layout)
+        return None if job is None else self.planner.stage_costs(uncut(job), choice.layout)
 
     @staticmethod
     def _least(alike: StageCostCache) -> tuple[float, float]:
-        return alike.least(alike.parts.costs.micro_batches, alike.parts.layout.role_degree("stage"))
+        return alike.lower_bound(alike.parts.costs.micro_batches, alike.parts.layout.role_degree("stage"))
 
     def _look_at_plain(self, space: Space, choice: Choice, staged: Sequence[Chosen], cuts: Cuts) -> None:
         """These choices: with all of those for techniques that do cut it."""
@@ -245,7 +245,7 @@ class _Search:
                     self.result.refused += 1
                     continue
                 cuts[more] = _places(cut(costs, job).stages)
-            least = alike.least_in(cuts[more](costs.recompute))
+            least = alike.lower_bound_of(cuts[more](costs.recompute))
             self._wait(self._value(least, busy, one.layout), 1, self._look_at_one, space, one, alike)
 
     def _state(self, alike: StageCostCache) -> float:
@@ -259,7 +259,7 @@ class _Search:
             result.refused += 1
             return
         draft = self.planner.draft(cut(alike.parts.costs, job), choice.layout, alike)
-        if self._hopeless(self._value(draft.least_s, draft.busy_s, choice.layout)):
+        if self._hopeless(self._value(draft.lower_bound_s, draft.busy_s, choice.layout)):
             result.slower += 1
             return
         memory = draft.memory()

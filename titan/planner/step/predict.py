@@ -106,7 +106,7 @@ class StageLoad(NamedTuple):
     head: int = 0
 
 
-def places_of(stages: Sequence[Stage], recompute: Recompute | None) -> list[StageLoad]:
+def stage_loads(stages: Sequence[Stage], recompute: Recompute | None) -> list[StageLoad]:
     """The places of a pipeline; of those that hold the same, the last."""
     before, held = 0, dict[int, StageLoad]()
     for rank, layers, embeddings, head in stages:
@@ -139,7 +139,7 @@ class StageCostCache:
         self._work: dict[tuple[int, ...], StageWork] = {}
         self._memory: dict[tuple[int, ...], StageMemory] = {}
 
-    def least(self, rounds: float, ranks: int) -> tuple[float, float]:
+    def lower_bound(self, rounds: float, ranks: int) -> tuple[float, float]:
         """Seconds of a step of so many micro batches however ranks share the layers; at least, and on average at work.
 
         The slowest takes no less than the mean, and the n-th waits for a micro batch to come through a layer on each of
@@ -153,7 +153,7 @@ class StageCostCache:
         each = self.layer_s + (self.again_s if again == layers else 0.0)
         return max(mean, math.ceil(layers / ranks) * (rounds * each + self.once_s)), busy
 
-    def least_in(self, places: Iterable[StageLoad]) -> float:
+    def lower_bound_of(self, places: Iterable[StageLoad]) -> float:
         """Seconds of a step at least where the layers are shared out so: a rank's work, once a micro batch is there."""
         rounds, forward = self.parts.costs.micro_batches, self.parts.layer.forward
         embeddings, layer, again, head = (
@@ -202,7 +202,7 @@ class Planner:
         draft = self.draft(costs, layout)
         return draft.finish(draft.memory(), keep=keep)
 
-    def alike(self, costs: Costs, layout: Layout) -> "StageCostCache":
+    def stage_costs(self, costs: Costs, layout: Layout) -> "StageCostCache":
         """What jobs share that differ in their pipelines alone; the last one's is at hand."""
         key = (layout.degrees, *(getattr(costs, name) for name in NOT_OF_STAGES))
         if self._last is None or self._last[0] != key:
@@ -212,7 +212,7 @@ class Planner:
 
     def draft(self, costs: Costs, layout: Layout, alike: "StageCostCache | None" = None) -> "UnscheduledStep":
         """The work of a step, before its schedule is simulated; `alike`: what its like share, where it is at hand."""
-        return UnscheduledStep(self, costs, layout, alike or self.alike(costs, layout))
+        return UnscheduledStep(self, costs, layout, alike or self.stage_costs(costs, layout))
 
     def speed(self, layout: Layout) -> float:
         """A rank's share of its full speed when all of them are at work, for they may share processors."""
@@ -243,7 +243,7 @@ class UnscheduledStep:
         return memory_of(self.costs, stages, self.planner.cluster)
 
     @property
-    def least_s(self) -> float:
+    def lower_bound_s(self) -> float:
         """Seconds that the step takes under any schedule.
 
         A rank begins when a micro batch has come through the stages before its first one. It then has all of its work
