@@ -1,11 +1,11 @@
-"""Predicted step time against measured on this machine: `titan doctor`, then `titan plan` and `titan train` of layouts.
+"""Compares predicted with measured step times on this machine: `titan doctor`, `titan plan`, `titan train` by layout.
 
     python -m bench.doctor [--rounds 2] [--steps 6] [--first 10] [--seconds 15]
 
-Ranks share the machine's cores, and its speed drifts, so each layout's number of ranks is examined right before the
-layout is trained, in each round. Of each run the first steps are left out; the median of all steps counts, and of the
-rounds' predictions. Prints a row a layout, the errors, and how many pairs of layouts are ranked right; writes all
-samples under bench/results. Nothing else may run on the machine.
+Ranks share the machine's cores, and its speed drifts. So in each round, titan doctor measures a layout's number of
+ranks right before the layout trains. The result is the median over all steps after warm-up, and over the predictions of
+all rounds. Prints a row per layout, the errors, and how many pairs of layouts are ranked correctly; writes all samples
+to bench/results. Nothing else may run on the machine.
 """
 
 import argparse
@@ -45,12 +45,12 @@ LAYOUTS: dict[str, tuple[int, dict[str, object]]] = {
 
 
 def main() -> None:
-    """Examine, predict, train; print a table and write the results."""
+    """Measure, predict and train each layout; print a table and write the results."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--rounds", type=int, default=2)
-    parser.add_argument("--steps", type=int, default=6, help=f"measured of each run, after {WARM_UP} of warm-up")
-    parser.add_argument("--first", type=int, default=len(LAYOUTS), help="only the first so many layouts")
-    parser.add_argument("--seconds", type=float, default=15.0, help="of each titan doctor")
+    parser.add_argument("--rounds", type=int, default=2, help="rounds over all layouts; default: 2")
+    parser.add_argument("--steps", type=int, default=6, help=f"measured steps per run, after {WARM_UP} warm-up steps")
+    parser.add_argument("--first", type=int, default=len(LAYOUTS), help="number of layouts; default: all")
+    parser.add_argument("--seconds", type=float, default=15.0, help="duration of each titan doctor; default: 15")
     args = parser.parse_args()
     layouts = dict(itertools.islice(LAYOUTS.items(), args.first))
     turns: dict[str, list[dict[str, Any]]] = {name: [] for name in layouts}
@@ -61,7 +61,7 @@ def main() -> None:
     errors, right = [abs(row["error"]) for row in rows.values()], _ranked_right(list(rows.values()))
     _show(rows)
     print(f"\nabsolute error: mean {statistics.mean(errors):.1%}, largest {max(errors):.1%}")
-    print(f"pairs of layouts ranked right: {sum(right)} of {len(right)}")
+    print(f"pairs of layouts ranked correctly: {sum(right)} of {len(right)}")
     print(results.write("doctor", {"layouts": rows, "pairs": len(right), "pairs_ranked_right": sum(right)}))
 
 

@@ -1,9 +1,9 @@
-"""The quickstart's curve at many layouts, against one rank: the largest relative difference of loss and gradient norm.
+"""Compares the quickstart's curve on many layouts with one rank: largest relative difference of loss and grad norm.
 
     python -m bench.layouts [--steps 10]
 
-Every layout is a run of its own through the launcher, on gloo ranks of this machine. The last rows train half of the
-steps on one layout and the other half on another.
+Each layout is a run of its own, through the launcher, on gloo ranks of this machine. The last rows train the first half
+of the steps on one layout and resume on another.
 """
 
 import argparse
@@ -42,9 +42,9 @@ Curve = dict[int, tuple[float, float]]
 
 
 def main() -> None:
-    """Run all, print a row each, write the results."""
+    """Run all layouts, print a row per layout, write the results."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--steps", type=int, default=10, help="steps of each run; twice as many where one is resumed")
+    parser.add_argument("--steps", type=int, default=10, help="steps per run; twice as many if resumed")
     steps = parser.parse_args().steps
     layouts = {"one rank": (1, {}), **LAYOUTS}
     rows: dict[str, dict[str, float]] = {}

@@ -1,14 +1,15 @@
-"""The planner against published measurements.
+"""Compares the planner's predictions with published measurements.
 
     python -m bench.plan_accuracy [--rows FILE] [--json] [--fit] [--write]
 
-Runs every row of a file of published runs through the planner and prints how far it is off: step times by group and by
-source, ranks inside sweeps, memory, runs that went out of memory, schedules. Without --rows it takes those beside the
-project where they are, else its own copy, bench/published/rows.jsonl, and writes docs/validation.md.
+Predicts every row of a file of published runs and prints the errors: step time by group and by source, ranking within
+sweeps, memory, out-of-memory runs, pipeline schedules. Without --rows, the rows are those beside the repository if
+there are any, else bench/published/rows.jsonl; docs/validation.md is then rewritten. Constants are fitted to part of
+the same rows, so these errors are in-sample; errors on sources left out of the fit are printed with them.
 
---fit fits the free constants anew (a minute or two), leaves each source out in turn (some minutes more), prints both
-and keeps them in bench/published/fit.json. --write puts the constants kept there into the cluster files and fabrics,
-which are what counts; with --fit, those just fitted.
+--fit fits the free constants (one or two minutes), then leaves each source out in turn (some minutes), and saves both
+to bench/published/fit.json. --write copies the constants from there to the cluster files and fabrics, which the planner
+reads; with --fit, the new ones.
 """
 
 import argparse
@@ -29,13 +30,13 @@ FITTED = Path(__file__).parent / "published" / "fit.json"
 
 
 def main(arguments: list[str] | None = None) -> int:
-    """The command."""
+    """Run the comparison and print it as Markdown or JSON; returns the exit code."""
     plainly = argparse.RawDescriptionHelpFormatter
     parser = argparse.ArgumentParser(prog="python -m bench.plan_accuracy", description=__doc__, formatter_class=plainly)
-    parser.add_argument("--rows", type=Path, help="JSON lines, one measurement each")
+    parser.add_argument("--rows", type=Path, help="published runs, one JSON object per line")
     parser.add_argument("--json", action="store_true", help="print JSON")
-    parser.add_argument("--fit", action="store_true", help="fit the constants anew, and leave each source out")
-    parser.add_argument("--write", action="store_true", help="put the fitted constants into the files of the clusters")
+    parser.add_argument("--fit", action="store_true", help="fit the constants, and leave each source out in turn")
+    parser.add_argument("--write", action="store_true", help="copy the fitted constants to the cluster files")
     chosen = parser.parse_args(arguments)
     path = chosen.rows or rows.default()
     try:
@@ -78,7 +79,10 @@ def _refit(cases: list[Any]) -> None:
 
 
 def measure(found: list[dict[str, Any]], cases: list[Any], skipped: dict[str, str]) -> dict[str, Any]:
-    """Everything that is printed, as plain data."""
+    """All results of the comparison, as JSON data.
+
+    found: rows of the file.  cases: those that can be predicted.  skipped: reason by id of each other row.
+    """
     predicted = results(cases, World())
     schedules = schedule_rows(row for row in found if _profiled(row))
     return {

@@ -1,10 +1,9 @@
-"""How long planning takes: an answer with the start, a further layout, a search of 2,048 GPUs, a dry run of one.
+"""Latency of planning: one prediction with start-up, one more layout, a search on 2,048 GPUs, a dry run.
 
     python -m bench.plan_latency [--repeats 5]
 
-Commands run as processes of their own, one after the other, and count from start to end; the first of each is left out.
-Prints medians, and writes all samples under bench/results. `import torch` is measured beside them: on a machine that is
-slow or busy, compare with that.
+Each command runs as its own process and is timed from start to exit, without its first run. Prints medians and writes
+all samples to bench/results. `import torch` is timed as well, as a reference for slow or busy machines.
 """
 
 import argparse
@@ -34,16 +33,16 @@ LAYOUTS = 400
 
 
 def main() -> None:
-    """Measure all of them and print a table."""
+    """Measure all commands, print a table of medians, write the results."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--repeats", type=int, default=5)
+    parser.add_argument("--repeats", type=int, default=5, help="timed runs per command; default: 5")
     repeats = parser.parse_args().repeats
     samples = {name: [_run(command) for _ in range(repeats + 1)][1:] for name, command in COMMANDS.items()}
     further = _further_layouts()
     for name, runs in samples.items():
         wall, cpu, gib = (statistics.median(run[i] for run in runs) for i in range(3))
-        print(f"{name:<40}{wall:8.2f} s  {cpu:8.2f} s of CPU  {gib:6.2f} GiB")
-    print(f"{'a further layout':<40}{statistics.median(further) * 1e3:8.2f} ms")
+        print(f"{name:<40}{wall:8.2f} s  {cpu:8.2f} s of CPU time  {gib:6.2f} GiB peak")
+    print(f"{'one more layout':<40}{statistics.median(further) * 1e3:8.2f} ms")
     print(results.write("planning", {"samples": samples, "further_layout_s": further}))
 
 
@@ -59,7 +58,7 @@ def _run(command: Sequence[str]) -> tuple[float, float, float]:
 
 
 def _further_layouts() -> list[float]:
-    """Seconds of each of some layouts of 2,048 GPUs, drawn at random, memory and schedule included."""
+    """Seconds per prediction of random layouts on 2,048 GPUs, with memory and schedule."""
     base, where = load_base(Path("llama65b.toml"), []), cluster.load("a100-80gb")
     planner, space, draw = Planner(where), base.space(2048, where.ranks_per_node), random.Random(0)
     groups = [(layout, b) for layout in space.layouts() for b in space.micro_batches(layout)]

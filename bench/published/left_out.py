@@ -1,4 +1,4 @@
-"""Each source left out of the fit in turn: how well the others predict it, before and after one scale is fitted."""
+"""Leave-one-source-out errors: each source is predicted with constants fitted to the others, also up to one scale."""
 
 import statistics
 from collections.abc import Mapping, Sequence
@@ -11,9 +11,10 @@ ROUNDS = 5
 
 
 def left_out(cases: Sequence[Case], values: Mapping[Constant, float]) -> dict[str, dict[str, Any]]:
-    """Of each source with at least five rows of grade A: errors with constants that no row of it was fitted to.
+    """Leave-one-source-out errors of each source with at least five rows of grade A.
 
-    A constant that only its rows see takes the value of the A100's, or of InfiniBand, from that fit.
+    cases: all rows.  values: constants of the full fit, initial values here. A constant that affects only rows of the
+    source takes the A100's or InfiniBand's value of the fit without it.
     """
     chosen = fitted(cases)
     sources = {c.source: [k for k in chosen if k.source == c.source and k.grade == "A"] for c in chosen}
@@ -41,7 +42,7 @@ def _without(others: Sequence[Case], rows: Sequence[Case], values: Mapping[Const
 
 
 def _like(constant: Constant, found: Mapping[Constant, float]) -> float | None:
-    """The value of the constant that is nearest to one which no row sees."""
+    """The fitted value of the most similar constant; None if there is none."""
     if constant.devices:
         key = constant.where.replace("products.bfloat16.", "products.").replace("products.float8.", "products.")
         return next((v for c, v in found.items() if c.devices == A100 and c.where == key), None)

@@ -20,11 +20,11 @@ MOST = {
     "layers": 1000, "hidden": 200_000, "ffn": 1_000_000, "heads": 2000, "seq_len": 4_000_000, "vocab": 4_000_000,
     "n_gpus": 200_000, "gpus_per_node": 1024, "mbs": 10_000, "gbs": 1_000_000, "grad_accum": 20_000, "vpp": 100,
 }  # fmt: skip
-"""Beyond these a number is taken for a slip."""
+"""Upper bounds; a row with a larger value is skipped as a mistake."""
 
 
 class Skip(Exception):
-    """A row that cannot be predicted; says why."""
+    """A row that cannot be predicted; the message says why."""
 
 
 def load(path: Path) -> list[dict[str, Any]]:
@@ -44,13 +44,16 @@ def load(path: Path) -> list[dict[str, Any]]:
 
 
 def default() -> Path:
-    """The rows to run on: those beside the project where they are, else its own copy."""
+    """The file of rows: the one beside the repository if there is one, else bench/published/rows.jsonl."""
     return SHARED if SHARED.is_file() else OWN
 
 
 @dataclass(frozen=True, kw_only=True)
 class Row:
-    """What a row says of a job, with what follows from it. recompute: none, full, alternate or products."""
+    """The job of a row, with values that follow from others. recompute: none, full, alternate or products.
+
+    guessed: keys that the row does not state and that have a default here.
+    """
 
     layers: int
     hidden: int
@@ -82,12 +85,12 @@ class Row:
 
     @property
     def head_dim(self) -> float:
-        """Width of a head."""
+        """Dimension of an attention head."""
         return self.hidden / self.heads
 
     @property
     def global_batch(self) -> int:
-        """Sequences a step."""
+        """Global batch size: sequences per step."""
         return self.micro_batch * self.micro_batches * self.dp
 
     @property
@@ -97,7 +100,7 @@ class Row:
 
     @property
     def layer_params(self) -> float:
-        """Weights of a layer's products."""
+        """Weights of the matrix products of one layer."""
         attention = self.hidden * (2 * self.hidden + 2 * self.hidden * self.kv_heads / self.heads)
         return attention + (3 if self.gated else 2) * self.hidden * self.ffn
 
@@ -108,15 +111,15 @@ def _number(row: Mapping[str, Any], key: str) -> int:
 
 
 def read(row: Mapping[str, Any]) -> Row:
-    """The job that a row describes.
+    """The job of a row.
 
     Raises:
-        Skip: it says too little, or what cannot be.
+        Skip: the row lacks values or contradicts itself; says which.
     """
     guessed: list[str] = []
     for key, most in MOST.items():
         if _number(row, key) > most:
-            raise Skip(f"{key} = {row[key]} is no model or cluster there is")
+            raise Skip(f"{key} = {row[key]} is larger than any model or cluster, {most} at most")
     lacks = [key for key in ("layers", "hidden", "seq_len") if not _number(row, key)]
     if lacks:
         raise Skip(f"states no {', '.join(lacks)}")
@@ -213,7 +216,7 @@ def _zero_group(extra: Mapping[str, Any], dp: int, tp: int) -> int:
 
 
 def measured(row: Mapping[str, Any], job: Row) -> float | None:
-    """Seconds of a step: as stated, or from tokens, samples or FLOP/s; None where nothing says."""
+    """Measured step time in seconds: as stated, or from tokens, samples or FLOP/s; None if the row has none of them."""
     tokens = job.global_batch * job.seq_len
     if seconds := _positive(row, "step_time_s"):
         return seconds

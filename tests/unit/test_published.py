@@ -58,7 +58,7 @@ def test_what_a_row_does_not_say_follows_from_the_rest() -> None:
         ({"n_gpus": 60}, "60 ranks are no multiple"),
         ({"mbs": None}, "micro batches are not stated"),
         ({"pp": 16, "vpp": 8, "n_gpus": 64, "layers": 40}, "16 x 8 stages for 40 layers"),
-        ({"hidden": 1e9}, "no model or cluster there is"),
+        ({"hidden": 1e9}, "larger than any model or cluster"),
         ({"gpu": "TPU v4"}, "no cluster file describes"),
         ({"precision": "NVFP4"}, "no cluster file states its peak"),
         ({"precision": "fp8"}, "a100-80gb has no float8"),
