@@ -1,8 +1,8 @@
-"""Recomputes tables of papers and talks with the formulas of `titan/planner/step/arithmetic.py`.
+"""Recompute tables of papers and talks with the formulas of `titan/planner/step/arithmetic.py`.
 
     python -m bench.arithmetic
 
-A `!` marks a printed number that does not follow from its own formula or from the other columns of its row.
+A `!` marks a printed number that does not follow from its own formula or from the other numbers of its row.
 """
 
 from typing import NamedTuple
@@ -14,10 +14,9 @@ A100 = 312.0
 
 
 class Row(NamedTuple):
-    """A row of arXiv 2104.04473, table 1, as printed: sequences of 2,048, vocabulary 51,200, full recomputation.
+    """A row of arXiv 2104.04473, table 1, as printed: sequences of 2,048, vocabulary 51,200, full recompute.
 
-    billions: 1e9 parameters.  tflops: TFLOP/s per GPU, recomputation included.  percent: of the peak.  pflops: PFLOP/s
-    of all GPUs.
+    billions: parameters, 1e9.  tflops: per GPU, recomputed FLOPs included.  percent: of the peak.  pflops: of all GPUs.
     """
 
     billions: float
@@ -63,12 +62,12 @@ LLAMA = (
     Llama(65.2, 65_285_660_672, 1.4e12, 1_022_362, 449),
 )
 FRONTIER = ((22, (132, 88, 176), 440), (175, (1050, 700, 1400), 3500), (1000, (6000, 4000, 8000), 20000))
-"""1e9 parameters; GB of parameters, gradients, optimizer; GB in total: the memory table of the Frontier team's talk on
-arXiv 2312.12705."""
+"""Billions of parameters; GB of parameters, gradients, optimizer; GB in all: the memory table of the Frontier team's
+talk on arXiv 2312.12705."""
 
 
 def megatron(row: Row) -> tuple[float, float, float, float]:
-    """(1e9 parameters, step time in s, percent of the peak, PFLOP/s of all GPUs), from the other columns of a row."""
+    """1e9 parameters, seconds per step, percent of the peak, PFLOP/s of all GPUs, from the other columns of a row."""
     params = arithmetic.megatron_parameters(row.layers, row.dim, VOCABULARY, SEQUENCE)
     flops = arithmetic.megatron_flops(row.batch, SEQUENCE, row.layers, row.dim, VOCABULARY)
     speed = row.gpus * row.tflops * 1e12
@@ -76,7 +75,7 @@ def megatron(row: Row) -> tuple[float, float, float, float]:
 
 
 def agrees(row: Row) -> bool:
-    """Whether a row's numbers agree with each other within the rounding of its TFLOP/s."""
+    """Whether the numbers of a row are consistent, within the rounding of its TFLOP/s."""
     billions, _, percent, pflops = megatron(row)
     half = 0.5 / row.tflops
     return (
@@ -87,7 +86,7 @@ def agrees(row: Row) -> bool:
 
 
 def main() -> None:
-    """Print every table, printed values beside recomputed ones."""
+    """Print every table."""
     _megatron()
     _llama()
     _memory()
@@ -120,7 +119,9 @@ def _megatron() -> None:
 
 
 def _llama() -> None:
-    print("\narXiv 2302.13971, tables 2 and 15: MFU (6 T P over hours), tokens per parameter, MWh at 400 W, PUE 1.1")
+    print(
+        "\narXiv 2302.13971, tables 2 and 15: MFU (6 T P over the hours), tokens per parameter, MWh at 400 W, PUE 1.1"
+    )
     for each in LLAMA:
         flops = 6 * each.tokens * each.params
         used = flops / (each.hours * 3600 * A100 * 1e12)
@@ -136,7 +137,7 @@ def _llama() -> None:
 
 
 def _memory() -> None:
-    print("\nThe Frontier team's memory table: GB by row, their sum, the printed sum, bytes per parameter of both")
+    print("\nThe Frontier team's memory table: GB by row, their sum | printed sum, bytes per parameter of both")
     for billions, rows, printed in FRONTIER:
         total = sum(rows)
         print(
@@ -145,14 +146,14 @@ def _memory() -> None:
         )
     print("\narXiv 1910.02054, figure 1: 7.5e9 parameters, 64 ranks, ZeRO 0 to 3 (printed 120, 31.4, 16.6, 1.9 GB)")
     print("  ".join(f"{size / 1e9:.1f}" for size in arithmetic.zero_bytes(7.5e9, 64)))
-    print("\nOpenGPT-X, 13e9 on 32 GPUs, model split over 4: GB per GPU")
-    print(f"optimizer over 32 GPUs, then all of it over 4: 56 -> 14 | {opengptx():.1f} -> {opengptx() / 4:.1f} !")
+    print("\nOpenGPT-X, 13e9 parameters on 32 GPUs, the model split over 4: GB per GPU")
+    print(f"optimizer over 32 GPUs, then everything over 4: 56 -> 14 | {opengptx():.1f} -> {opengptx() / 4:.1f} !")
     strict = arithmetic.zero_bytes(13e9 / 4, 8)
     print("ZeRO 0 to 3 over the 8 data-parallel ranks: " + "  ".join(f"{size / 1e9:.1f}" for size in strict))
 
 
 def opengptx() -> float:
-    """GB before the split over 4, as the slide counts: with the optimizer sharded over all 32 GPUs."""
+    """GB before the split over 4, as the slide of that layout counts: the optimizer is already over all 32 GPUs."""
     return arithmetic.zero_bytes(13e9, 32)[1] / 1e9
 
 

@@ -1,9 +1,9 @@
-"""Overhead of the trainer: titan's step against a bare PyTorch loop of the same model, alternating in one process.
+"""Measure the trainer's overhead: titan's step against a bare PyTorch loop of the same model, in turn in one process.
 
     python -m bench.overhead [--steps 20] [--no-start]
 
-Prints the ratio of median tokens/s in fp32 and in bf16, and the seconds from the start of the command to the end of the
-first step; writes all samples to bench/results. Absolute speeds depend on the machine: quote ratios only.
+Prints the ratio of median tokens/s in fp32 and in bf16, and the seconds from the start of the command to the end of
+the first step, and writes all samples under bench/results. Absolute speeds depend on the machine: quote ratios.
 """
 
 import argparse
@@ -20,7 +20,7 @@ from typing import Any
 
 from titan.ranks.launcher import let_threads_sleep
 
-let_threads_sleep()  # for both loops, and before torch is imported
+let_threads_sleep()  # for both, and before torch is imported
 
 import torch  # noqa: E402
 import torch.nn.functional as F  # noqa: E402
@@ -37,9 +37,9 @@ CONFIG = Path(__file__).parent / "overhead.toml"
 
 
 def main() -> None:
-    """Measure both loops and the start-up time, print ratios, write the results."""
+    """Measure, print, write."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--steps", type=int, default=20, help="measured pairs of steps; default: 20")
+    parser.add_argument("--steps", type=int, default=20, help="pairs of measured steps, after two warm-up pairs")
     parser.add_argument("--no-start", action="store_true", help="do not measure the start-up time")
     args = parser.parse_args()
     measured: dict[str, Any] = {}

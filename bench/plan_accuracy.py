@@ -1,15 +1,18 @@
-"""Compares the planner's predictions with published measurements.
+"""Compare the planner's predictions with published measurements, and fit its constants to them.
 
     python -m bench.plan_accuracy [--rows FILE] [--json] [--fit] [--write]
 
-Predicts every row of a file of published runs and prints the errors: step time by group and by source, ranking within
-sweeps, memory, out-of-memory runs, pipeline schedules. Without --rows, the rows are those beside the repository if
-there are any, else bench/published/rows.jsonl; docs/validation.md is then rewritten. Constants are fitted to part of
-the same rows, so these errors are in-sample; errors on sources left out of the fit are printed with them.
+Predicts every row of a file of published runs and prints the errors as a Markdown page: step times by hardware and by
+source, layout sweeps, memory, out-of-memory runs, schedules. Without --rows it also writes the page to
+docs/validation.md. The rows are then those of a collection next to the repository if there is one, otherwise the
+repository's copy, bench/published/rows.jsonl.
 
---fit fits the free constants (one or two minutes), then leaves each source out in turn (some minutes), and saves both
-to bench/published/fit.json. --write copies the constants from there to the cluster files and fabrics, which the planner
-reads; with --fit, the new ones.
+These errors are in-sample: the constants are fitted to the same rows. For an unseen cluster, use the
+leave-one-source-out table of the page.
+
+--fit refits the free constants (1 to 2 minutes) and the leave-one-source-out table (some minutes more), and stores both
+in bench/published/fit.json. --write copies the stored constants into the cluster files and fabrics.toml, which are the
+files that predictions read; with --fit, it copies the new ones.
 """
 
 import argparse
@@ -30,13 +33,13 @@ FITTED = Path(__file__).parent / "published" / "fit.json"
 
 
 def main(arguments: list[str] | None = None) -> int:
-    """Run the comparison and print it as Markdown or JSON; returns the exit code."""
+    """The command."""
     plainly = argparse.RawDescriptionHelpFormatter
     parser = argparse.ArgumentParser(prog="python -m bench.plan_accuracy", description=__doc__, formatter_class=plainly)
-    parser.add_argument("--rows", type=Path, help="published runs, one JSON object per line")
-    parser.add_argument("--json", action="store_true", help="print JSON")
-    parser.add_argument("--fit", action="store_true", help="fit the constants, and leave each source out in turn")
-    parser.add_argument("--write", action="store_true", help="copy the fitted constants to the cluster files")
+    parser.add_argument("--rows", type=Path, metavar="FILE", help="published measurements, one JSON object per line")
+    parser.add_argument("--json", action="store_true", help="print one JSON object with every prediction")
+    parser.add_argument("--fit", action="store_true", help="refit the constants and the leave-one-source-out table")
+    parser.add_argument("--write", action="store_true", help="copy the stored constants into the cluster files")
     chosen = parser.parse_args(arguments)
     path = chosen.rows or rows.default()
     try:
@@ -79,10 +82,7 @@ def _refit(cases: list[Any]) -> None:
 
 
 def measure(found: list[dict[str, Any]], cases: list[Any], skipped: dict[str, str]) -> dict[str, Any]:
-    """All results of the comparison, as JSON data.
-
-    found: rows of the file.  cases: those that can be predicted.  skipped: reason by id of each other row.
-    """
+    """All predictions and their errors as plain data: the object that --json prints."""
     predicted = results(cases, World())
     schedules = schedule_rows(row for row in found if _profiled(row))
     return {
@@ -100,7 +100,7 @@ def measure(found: list[dict[str, Any]], cases: list[Any], skipped: dict[str, st
 
 
 def _profiled(row: dict[str, Any]) -> bool:
-    """Whether a row states the times of its actions, and all that a comparison of its schedule asks for."""
+    """Whether a row states the times of its actions and every key that the schedule comparison needs."""
     extra = row.get("extra")
     if not isinstance(extra, dict) or not isinstance(row.get("schedule"), str):
         return False

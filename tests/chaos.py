@@ -85,7 +85,7 @@ class Start:
     @property
     def keeps_all(self) -> bool:
         """Whether the run never removes a checkpoint."""
-        return any(pair == ("--checkpoint.keep", "0") for pair in pairwise(self.words))
+        return any(pair == ("--checkpoint.keep_latest", "0") for pair in pairwise(self.words))
 
 
 @dataclass(frozen=True)
@@ -139,7 +139,7 @@ class Hunt:
         rewritten = 0
         if rng.random() < 0.15:
             rewritten = STEPS // 2
-            saving += _flag("checkpoint.keep", 0)
+            saving += _flag("checkpoint.keep_latest", 0)
         starts = [_start(rng, next(layouts), saving) for _ in range(min(faults, FAULTS_A_RUN))]
         if rewritten:
             # A run that begins again under its old name replaces the checkpoints it finds.

@@ -24,6 +24,7 @@ DISTRIBUTION = "titan-train"
 
 TRACEBACK_FLAG = "--traceback"
 _TRACEBACK = "TITAN_TRACEBACK"
+_WARNED = "TITAN_WARNED"
 
 
 class TitanError(Exception):
@@ -169,6 +170,17 @@ def warn(text: str, error: Exception) -> None:
     """Say on stderr, on one rank, what went wrong and does not end the command."""
     if os.environ.get("RANK", "0") == "0":
         _trace(error)
+        say(f"warning: {text}")
+
+
+def warn_once(text: str) -> None:
+    """Say on stderr, on one rank, what a user may want to change; once in this process and in those it starts."""
+    warned = os.environ.get(_WARNED, "").splitlines()
+    if text in warned:
+        return
+    os.environ[_WARNED] = "\n".join([*warned, text])  # the ranks that this process starts read the same job
+    ranks = (os.environ[name] for name in ("RANK", "NODE_RANK", "SLURM_PROCID") if os.environ.get(name))
+    if next(ranks, "0") == "0":
         say(f"warning: {text}")
 
 

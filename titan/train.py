@@ -84,9 +84,9 @@ def _run(job: Job, me: process.Rank) -> int:
     asked = trainer.train(run)
     if run.step < job.train.steps:
         return _make_room(run, asked)
-    if job.run.sample and not asked:
-        text = generation.sample(run.context, run.engine, job.run.sample, job.run.seed)
-        log.log.info(f"\nsample after step {run.step}:\n{job.run.sample}{text}\n")
+    if job.run.sample_prompt and not asked:
+        text = generation.sample(run.context, run.engine, job.run.sample_prompt, job.run.seed)
+        log.log.info(f"\nsample after step {run.step}:\n{job.run.sample_prompt}{text}\n")
     _part(run)
     return EXIT_DONE
 
@@ -123,10 +123,10 @@ def _greet(run: build.Run) -> None:
 def _part(run: build.Run) -> None:
     folder, job = run.job.folder, run.job
     log.log.info(f"run folder   {folder}")
-    if run.held_out_loss is not None:
-        perplexity = validation.perplexity(run.held_out_loss)
-        on = f"{validation.samples_used(run)} samples of {job.held_out.name if job.held_out else ''}"
-        log.log.info(f"held out     loss {run.held_out_loss:.4f}, perplexity {perplexity:.4g} on {on}")
+    if run.validation_loss is not None:
+        perplexity = validation.perplexity(run.validation_loss)
+        on = f"{validation.samples_used(run)} samples of {job.validation_data.name if job.validation_data else ''}"
+        log.log.info(f"validation   loss {run.validation_loss:.4f}, perplexity {perplexity:.4g} on {on}")
     if (folder / "tensorboard").is_dir():
         curves = [*program("tensorboard", "tensorboard.main"), "--logdir", str(folder.parent.resolve())]
         log.log.info(f"curves       {shlex.join(curves)}")
@@ -138,7 +138,7 @@ def _part(run: build.Run) -> None:
 
 def generation_command(job: Job) -> str:
     """The command that continues a prompt with a run's model, to be pasted wherever it is read."""
-    prompt = (job.run.sample.splitlines() or ["The"])[0]
+    prompt = (job.run.sample_prompt.splitlines() or ["The"])[0]
     return shlex.join(
         [*_titan("generate", job), *([f"--prompt={prompt}"] if prompt[:1] == "-" else ["--prompt", prompt])]
     )
@@ -146,7 +146,7 @@ def generation_command(job: Job) -> str:
 
 def evaluation_command(job: Job) -> str:
     """The command that measures a run's model on what it was validated on, or else on what it learnt from."""
-    dataset = job.held_out or job.sources[0].plugin
+    dataset = job.validation_data or job.sources[0].plugin
     words = [*_titan("eval", job), "--data", dataset.name]
     defaults = {option.key: option.default for option in options_of(type(dataset.config))}
     for key, value in as_table(dataset.config).items():

@@ -101,14 +101,14 @@ def device_of(row: Mapping[str, Any], framework: Framework) -> str:
     """
     said = str(row.get("gpu") or "")
     if not said:
-        raise Skip("states no GPU")
+        raise Skip("not stated: gpu")
     memory = row.get("gpu_mem_gb")
     for entry in _fabrics()["device"]:
         if re.search(entry["match"], said) and (
             not entry.get("memory_gb") or not memory or memory == entry["memory_gb"]
         ):
             return str(entry["cudnn"] if framework.cudnn and "cudnn" in entry else entry["cluster"])
-    raise Skip(f"no cluster file describes a {said}")
+    raise Skip(f"no cluster file for {said}")
 
 
 def fabric_of(row: Mapping[str, Any], job: Row, device: str) -> tuple[str, float]:

@@ -68,7 +68,7 @@ def _constants_of(
 
 SHARES = {"efficiency": (0.1, 1.0), "p2p_efficiency": (0.1, 1.0)}
 LATENCY = {"latency_us": (1.0, 500.0)}
-OMNI_PATH, MENDED = "Omni-Path 4 x 100 Gb/s, before its nodes were mended", "Omni-Path 4 x 100 Gb/s"
+OMNI_PATH, REPAIRED = "Omni-Path 4 x 100 Gb/s, before node repair", "Omni-Path 4 x 100 Gb/s"
 HDR, INFINIBAND = "InfiniBand HDR", "InfiniBand"
 FAST_ROCE, ROCE = "RoCE 8 x 200 Gb/s", "RoCE 4 x 100 Gb/s"
 HOPPER = {
@@ -99,7 +99,7 @@ CONSTANTS = (
     ),
     *_constants_of(HBM2E, {"products.bfloat16.efficiency": (0.2, 0.95), "products.float8.efficiency": (0.1, 0.95)}),
     *(Constant((), f"fabric.{name}.{key}", *between, lent=lent)
-      for name, lent in ((OMNI_PATH, ()), (MENDED, ()), (HDR, A100), (INFINIBAND, (*H100, *LIKE_H100)))
+      for name, lent in ((OMNI_PATH, ()), (REPAIRED, ()), (HDR, A100), (INFINIBAND, (*H100, *LIKE_H100)))
       for key, between in SHARES.items()),
     *(Constant((), f"fabric.{name}.{key}", *between) for name in (FAST_ROCE, ROCE)
       for key, between in {"efficiency": (0.1, 1.0), **LATENCY}.items()),
@@ -151,7 +151,7 @@ def case_of(row: Mapping[str, Any]) -> Case:
     costs = costs_of(job, framework)
     lacking = {costs.dtype, costs.wide_dtype} - set(all_devices()[device].peak_tflops)
     if lacking:
-        raise Skip(f"{device} has no {', '.join(sorted(lacking))}")
+        raise Skip(f"cluster file {device} has no peak for {', '.join(sorted(lacking))}")
     return Case(row, job, costs, layout_of(job), device, *fabric_of(row, job, device), measured(row, job))
 
 
@@ -164,7 +164,7 @@ def cases_of(rows: Iterable[Mapping[str, Any]]) -> tuple[list[Case], dict[str, s
         except Skip as reason:
             skipped[str(row["id"])] = str(reason)
         except (TypeError, ValueError, KeyError, ArithmeticError) as error:
-            skipped[str(row["id"])] = f"is not as rows are: {type(error).__name__}: {error}"
+            skipped[str(row["id"])] = f"malformed row: {type(error).__name__}: {error}"
     return cases, skipped
 
 
@@ -249,7 +249,7 @@ def fit(
     try:
         from scipy.optimize import least_squares  # type: ignore[import-untyped]
     except ImportError:
-        raise SystemExit("the fit needs scipy: pip install scipy") from None
+        raise SystemExit("--fit needs scipy: .venv/bin/python -m pip install scipy") from None
     timed = [case for case in cases if case.seconds]
     seen = [c for c in constants if any(_sees(case, c) for case in timed)]
     errors = _Errors(timed, seen)

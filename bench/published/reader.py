@@ -47,7 +47,7 @@ def dtypes(precision: str) -> tuple[str, str]:
         Skip: the planner has no such dtype.
     """
     if "fp4" in precision:
-        raise Skip(f"{precision}: no cluster file states its peak")
+        raise Skip(f"no cluster file has a peak for {precision}")
     wide = "float16" if precision.startswith("fp16") else "bfloat16"
     if "fp8" in precision or "float8" in precision:
         return "float8", wide
@@ -57,7 +57,7 @@ def dtypes(precision: str) -> tuple[str, str]:
 def costs_of(job: Row, framework: Framework) -> Costs:
     """Costs of a step of a row's job, as its framework runs it."""
     if job.schedule and "1f1b" not in job.schedule:
-        raise Skip(f"schedule {job.schedule}: see the schedules' own comparison")
+        raise Skip(f"schedule {job.schedule}: only 1F1B variants are predicted; see Schedules")
     dtype, wide = dtypes(job.precision)
     inside = job.tp * job.cp
     between = inside if job.sequence_parallel else job.cp
@@ -207,7 +207,7 @@ def _head(job: Row, framework: Framework, accumulated: float) -> tuple[Operation
 
 
 def _tensor_collectives(job: Row, framework: Framework) -> list[CollectiveCost]:
-    """What joins the ranks of a layer: two sums forward, as many backward, and again where it is computed again."""
+    """Tensor-parallel collectives of a layer: two reductions forward, two backward, and again in recomputation."""
     found: list[CollectiveCost] = []
     if job.cp > 1:
         kv = 2 * job.hidden * job.kv_heads // job.heads

@@ -1,4 +1,4 @@
-"""What a rank holds in the frameworks of published rows: state, and how layers are cut and computed again.
+"""Memory of a rank in the frameworks of published rows: model state, pipeline stages and recomputation.
 
 Times are predicted with a selective recompute that takes as long as computing every second layer again. Bytes are asked
 of what the framework itself computes again (`as_held`).

@@ -1,7 +1,7 @@
 """Activation checkpointing: save less in forward, compute it again in backward.
 
 full       each block saves its input alone: one more forward of the layers, about a third more FLOPs.
-every      the same for every n-th block: memory and FLOPs in proportion.
+every_n    the same for every n-th block: memory and FLOPs in proportion.
 selective  the results of matrix products and attention are saved, the cheap rest is computed again: a few percent more
            time for most of the saving (Korthikanti et al., arXiv 2205.05198; Chen et al., arXiv 1604.06174).
 
@@ -42,8 +42,12 @@ _SAVED = {
 class Config:
     """Options of `[plugins.activation_checkpoint]`."""
 
-    mode: Literal["full", "every", "selective"] = option("full", "what is computed again")
-    every: int = option(2, 'mode "every": which blocks, 2 is every second', unit="blocks", at_least=1)
+    mode: Literal["full", "every_n", "selective"] = option(
+        "full",
+        "recompute all blocks, every n-th block, or all operations but matrix products and attention",
+        former_values={"every": "every_n"},
+    )
+    every: int = option(2, 'mode "every_n": n; 2 recomputes every second block', unit="blocks", at_least=1)
 
 
 @register
@@ -55,7 +59,7 @@ class ActivationCheckpoint(Technique):
     phase = "recompute"
     search_toggle = True
     search_space: ClassVar = (
-        {"mode": "full"}, {"mode": "selective"}, {"mode": "every", "every": 2}, {"mode": "every", "every": 4}
+        {"mode": "full"}, {"mode": "selective"}, {"mode": "every_n", "every": 2}, {"mode": "every_n", "every": 4}
     )  # fmt: skip
 
     def facts(self) -> dict[Fact, str]:
@@ -70,14 +74,14 @@ class ActivationCheckpoint(Technique):
 
     def cost(self, costs: Costs, job: Job) -> Costs:
         """Layers keep their input, or the products of selective mode, and are computed again."""
-        every = self.config.every if self.config.mode == "every" else 1
+        every = self.config.every if self.config.mode == "every_n" else 1
         keeps: Any = "products" if self.config.mode == "selective" else "input"
         return replace(costs, recompute=Recompute(every=every, saved=keeps))
 
     def apply(self, part: ModelPart, context: BuildContext) -> None:
         """Wrap the blocks this part holds."""
         place: Any = "recompute_ops" if self.config.mode == "selective" else "recompute_block"
-        stride = self.config.every if self.config.mode == "every" else 1
+        stride = self.config.every if self.config.mode == "every_n" else 1
         for name, _ in part.layers(context.spec):
             if int(name.rpartition(".")[2]) % stride == 0:
                 part.wrap_forward(name, place, self._wrap)

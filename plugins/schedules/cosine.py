@@ -19,12 +19,14 @@ class Config:
 
     warmup_steps: int = option(0, "steps of linear rise; the last of them has the peak rate", unit="steps", at_least=0)
     decay_steps: int = option(0, "steps from the peak to the lowest; 0: all that are left", unit="steps", at_least=0)
-    min_ratio: float = option(0.1, "lowest rate as a share of the peak", at_least=0, at_most=1)
+    min_lr_factor: float = option(
+        0.1, "lowest rate as a share of the peak", at_least=0, at_most=1, formerly="min_ratio"
+    )
 
 
 @register
 class Cosine(LrSchedule):
-    """Linear warm-up, then half a cosine down to `min_ratio` of the peak."""
+    """Linear warm-up, then half a cosine down to `min_lr_factor` of the peak."""
 
     name = "cosine"
     Config = Config
@@ -37,4 +39,4 @@ class Cosine(LrSchedule):
             return step / peak
         progress = min(1.0, (step - peak) / (self.config.decay_steps or steps - peak))
         height = (1 + math.cos(math.pi * progress)) / 2
-        return float(self.config.min_ratio + (1 - self.config.min_ratio) * height)
+        return float(self.config.min_lr_factor + (1 - self.config.min_lr_factor) * height)

@@ -20,12 +20,14 @@ class Config:
 
     warmup_steps: int = option(0, "steps of linear rise; the last of them has the peak rate", unit="steps", at_least=0)
     decay_steps: int = option(0, "steps from the peak to the lowest; 0: all that are left", unit="steps", at_least=0)
-    min_ratio: float = option(0.0, "lowest rate as a share of the peak", at_least=0, at_most=1)
+    min_lr_factor: float = option(
+        0.0, "lowest rate as a share of the peak", at_least=0, at_most=1, formerly="min_ratio"
+    )
 
 
 @register
 class Linear(LrSchedule):
-    """Linear warm-up, then a straight line down to `min_ratio` of the peak."""
+    """Linear warm-up, then a straight line down to `min_lr_factor` of the peak."""
 
     name = "linear"
     Config = Config
@@ -36,4 +38,4 @@ class Linear(LrSchedule):
         if step <= peak:
             return step / peak
         progress = min(1.0, (step - peak) / (self.config.decay_steps or steps - peak))
-        return float(self.config.min_ratio + (1 - self.config.min_ratio) * (1 - progress))
+        return float(self.config.min_lr_factor + (1 - self.config.min_lr_factor) * (1 - progress))

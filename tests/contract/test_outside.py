@@ -53,7 +53,7 @@ def test_its_cost_is_planned_with() -> None:
 def test_a_written_job_finds_its_plugins(tmp_path: Path) -> None:
     best = tmp_path / "elsewhere" / "best.toml"
     fixed = ("--mesh.toy_dp", 2, "--data.path", "x")
-    titan("plan", "--config", OUTSIDE, "--search", "--world-size", 2, *fixed, "--write", best)
+    titan("plan", "--config", OUTSIDE, "--search", "--world-size", 2, *fixed, "--output", best)
     job = json.loads(titan("config", best, "--json"))
     assert job["mesh"]["toy_dp"] == 2 and job["model"]["name"] == "averager"
 
@@ -68,7 +68,8 @@ def test_what_a_run_prints_at_its_end_can_be_pasted_elsewhere(tmp_path: Path) ->
     (folder / "job.toml").write_text(
         OUTSIDE.read_text().replace("../plugins", "plugins").replace("base.toml", str(BASE))
     )
-    words = ["--run.dir", "runs", "--run.sample", "it's -- here", "--data.path", "text/*.txt", "--data.cache", "cache"]
+    words = ["--run.dir", "runs", "--run.sample_prompt", "it's -- here", "--data.path", "text/*.txt"]
+    words += ["--data.cache", "cache"]
     words += ["--checkpoint.enabled", "true", "--train.steps", "1", "--metrics.tensorboard.enabled", "true"]
     command = [sys.executable, "-P", "-m", "titan.launch", "--config", "job.toml", *words]
     environment = {"PATH": "/usr/bin:/bin", "HOME": str(tmp_path), "OMP_NUM_THREADS": "1"}

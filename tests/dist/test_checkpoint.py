@@ -272,8 +272,8 @@ def _find(folder: Path, resume: str) -> str:
 
 
 def test_rank_0_decides_for_all(tmp_path: Path) -> None:
-    absent = run_ranks(_find, 2, tmp_path, "must")
-    assert absent == [f'refused: checkpoint.resume = "must": there is no complete checkpoint in {tmp_path}'] * 2
+    absent = run_ranks(_find, 2, tmp_path, "required")
+    assert absent == [f'refused: checkpoint.resume = "required": there is no complete checkpoint in {tmp_path}'] * 2
     _save(tmp_path, ONE)
     assert run_ranks(_find, 2, tmp_path, "auto") == [str(tmp_path / "step-00000007")] * 2
 

@@ -187,7 +187,7 @@ def test_killed_at_any_moment_is_complete_or_absent(text: Path, tmp_path: Path, 
     assert ended.returncode == -signal.SIGKILL
     expected = prepare(dataset, BYTES, cache=tmp_path / "undisturbed", workers=1, progress=False)
     found = prepare(dataset, BYTES, cache=cache, workers=1, progress=False)
-    content = [b"".join(Samples([(p, 1.0)], seq_len=9, packing="stream", seed=0, shuffle=False, vocab_size=257)[g]
+    content = [b"".join(Samples([(p, 1.0)], seq_len=9, packing="concat", seed=0, shuffle=False, vocab_size=257)[g]
                .tokens.numpy().tobytes() for g in range(50)) for p in (expected, found)]  # fmt: skip
     assert content[0] == content[1]
     left = list(cache.glob(".partial*"))

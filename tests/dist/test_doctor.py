@@ -51,7 +51,7 @@ def _doctor(words: list[str], slow: int) -> dict[str, Any] | None:
 def examined(tmp_path_factory: pytest.TempPathFactory) -> tuple[dict[str, Any], Path]:
     """What rank 0 of two prints, rank 1 being slow, and the file it has written."""
     folder = tmp_path_factory.mktemp("doctor")
-    words = ["--seconds", "1", "--disk", str(folder), "--save", str(folder / "c.toml")]
+    words = ["--seconds", "1", "--disk", str(folder), "--output", str(folder / "c.toml")]
     first, second = run_ranks(_doctor, 2, words, 1, init=False)
     assert second is None, "one rank talks"
     assert [path.name for path in folder.iterdir()] == ["c.toml"], "what is written to the disk is removed"

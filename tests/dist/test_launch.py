@@ -3,6 +3,7 @@
 import multiprocessing
 import os
 import re
+import select
 import signal
 import subprocess
 import sys
@@ -14,7 +15,7 @@ import torch.distributed as dist
 
 from tests.ranks import run_ranks as in_a_fresh_process
 from titan import launch
-from titan.ranks import preemption, rank_processes
+from titan.ranks import preemption, process, rank_processes
 from titan.ranks.launch_env import LOCAL, LaunchEnv
 from titan.ranks.launcher import verdict
 from titan.ranks.preemption import Preemption
@@ -122,7 +123,33 @@ def test_a_signal_to_one_rank_is_heard_of() -> None:
     assert heard == {signal.SIGUSR1, signal.SIGTERM}
 
 
+def _the_first_to_fail_ends_last() -> list[Ended]:
+    """Rank 0 fails for want of rank 1, and is gone before rank 1 is."""
+
+    def entry(argv: list[str]) -> int:
+        dist.init_process_group("gloo")
+        store = dist.distributed_c10d._get_default_store()
+        if dist.get_rank() == 1:
+            process.tell(ValueError("the cause"), 1)
+            rank_0 = os.pidfd_open(int(store.get("process of rank 0")))
+            store.set("rank 1 failed", "")
+            select.select([rank_0], [], [])
+        else:
+            store.set("process of rank 0", str(os.getpid()))
+            store.wait(["rank 1 failed"])
+        return 1
+
+    return _ends(entry, 2)
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="needs pidfd_open")
+def test_the_first_to_fail_is_named_whoever_ends_first() -> None:
+    assert in_a_fresh_process(_the_first_to_fail_ends_last, 1, init=False) == [[Ended(1, 1), Ended(0, 1)]]
+
+
 def _is_asked_to_stop(argv: list[str]) -> int:
+    while not preemption.heard():  # the launcher passes the signal on once all ranks are there
+        os.sched_yield()
     question = Preemption(1, max_minutes=0, timeout_s=1)
     question.ask()
     return 75 if question.due() == "SIGTERM" else 1

@@ -49,7 +49,8 @@ def test_sigterm_to_the_launcher(tmp_path: Path) -> None:
     said = f"preempted by SIGTERM at step {step}: checkpoint saved to {folder}; the same command goes on from there"
     assert first.splitlines()[-1] == said and "sample after" not in first
     assert saved(tmp_path) == [f"step-0000000{step - 1}", f"step-0000000{step}"]
-    code, second = end(launch(argv, NPROC=2))
+    assert first.count("[run] sample is now sample_prompt") == 1  # by one of the launcher and its ranks
+    code, second = end(launch(argv, NPROC_PER_NODE=2))
     assert code == 0 and f"step-0000000{step}, step {step}" in second and "sample after step 10" in second, second
     assert_whole(tmp_path, train_job(tmp_path, 2, "--mesh.dp_shard", "2", name="whole"))
 
@@ -114,7 +115,7 @@ def test_no_75_when_the_same_command_would_not_get_on(
 
 
 def test_a_run_that_is_done_is_not_preempted_but_brief(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
-    argv = job(tmp_path, "--mesh.dp_shard", "2", "--run.sample", "the", rank=1, step=10)
+    argv = job(tmp_path, "--mesh.dp_shard", "2", "--run.sample_prompt", "the", rank=1, step=10)
     assert on_ranks(2, argv) == {0}
     assert saved(tmp_path) == ["step-00000010"]
     assert "sample after" not in capfd.readouterr().out

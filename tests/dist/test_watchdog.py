@@ -1,6 +1,7 @@
 """What hangs ends: with a sentence, the stacks of every rank, and the last collectives they entered."""
 
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -98,6 +99,10 @@ def test_what_ends_in_time_goes_on(capfd: pytest.CaptureFixture[str]) -> None:
     assert capfd.readouterr().err == ""
 
 
+LOST = "Connection (closed|reset) by peer"
+"""What Gloo says of a rank that is gone: reset where the rank left something unread."""
+
+
 def _launched(argv: list[str]) -> int:
     from titan.train import main
 
@@ -132,9 +137,9 @@ def test_the_rank_that_failed_first_is_shown_and_its_peers_say_whom_they_miss(
     first = printed.partition("rank 1 failed:\nTraceback (most recent call last):")[2].partition("rank 0")[0]
     assert "raise_in_hook.py" in first and first.rstrip().endswith("ValueError: thrown in a hook"), printed
     assert f"rank 0 cannot go on without rank 1; what it says itself is in {logs / 'rank-0.log'}" in printed
-    assert printed.count("Traceback") == 1 and "Connection closed" not in printed, printed
+    assert printed.count("Traceback") == 1 and not re.search(LOST, printed), printed
     assert "error: rank 1 failed with exit code 1" in printed
-    assert "ValueError: thrown in a hook" in _log(tmp_path, 1) and "Connection closed by peer" in _log(tmp_path, 0)
+    assert "ValueError: thrown in a hook" in _log(tmp_path, 1) and re.search(LOST, _log(tmp_path, 0))
 
 
 def _one_stays_away(logs: Path) -> None:

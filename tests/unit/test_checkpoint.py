@@ -244,13 +244,13 @@ def test_find(tmp_path: Path, told: Callable[[], list[str]]) -> None:
     checkpointer = _checkpointer(folder)
     assert checkpointer.find("auto") is None
     assert checkpointer.find("never") is None
-    with pytest.raises(CheckpointError, match='"must": there is no complete checkpoint'):
-        checkpointer.find("must")
+    with pytest.raises(CheckpointError, match='"required": there is no complete checkpoint'):
+        checkpointer.find("required")
     parts, optimizer = _made()
     checkpointer.save(1, parts, optimizer, {})
     checkpointer.save(2, parts, optimizer, {})
     (folder / "step-00000003.tmp").mkdir()
-    assert checkpointer.find("auto") == checkpointer.find("must") == folder / "step-00000002"
+    assert checkpointer.find("auto") == checkpointer.find("required") == folder / "step-00000002"
     assert not (folder / "step-00000003.tmp").exists()
     assert told() == []
     assert checkpointer.find("never") is None

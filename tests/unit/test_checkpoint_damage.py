@@ -70,7 +70,7 @@ def test_other_files_are_told_and_not_read(saved: Path, told: Callable[[], list[
     assert told() == [f"{saved} also holds README.md, no part of the checkpoint: not read"]
 
 
-@pytest.mark.parametrize("resume", ["auto", "must"])
+@pytest.mark.parametrize("resume", ["auto", "required"])
 @pytest.mark.parametrize("damage", [_flip, _halve])
 def test_resume_goes_back_to_the_newest_sound_one_and_says_so(
     tmp_path: Path, told: Callable[[], list[str]], resume: str, damage: Callable[[Path], None]
@@ -100,7 +100,7 @@ def test_when_all_are_damaged_nothing_starts(tmp_path: Path) -> None:
     for step in (1, 2):
         checkpointer(tmp_path).save(step, *build(), {})
         _flip(paths[step - 1] / ".metadata")
-    for resume in ("auto", "must"):
+    for resume in ("auto", "required"):
         with pytest.raises(CheckpointError, match="no sound checkpoint is left") as refused:
             checkpointer(tmp_path).find(resume)
         assert all(f"{path} is damaged: .metadata has SHA-256" in str(refused.value) for path in paths)

@@ -93,7 +93,7 @@ def test_a_resolved_job_is_the_same_wherever_it_is_read(tmp_path: Path, monkeypa
     monkeypatch.chdir(elsewhere)
     again = load_job(Path("config.toml"))
     assert again.table == job.table and again.folder == place / "runs" / "job"
-    assert again.held_out.files() == [place / "text" / "a.txt"]
+    assert again.validation_data.files() == [place / "text" / "a.txt"]
 
 
 RELATIVE = """

@@ -47,15 +47,15 @@ def test_stdlib_is_source_without_tests_and_packages() -> None:
 
 
 def test_stdlib_is_divided_by_the_names_of_its_files() -> None:
-    train, held_out = (Stdlib(StdlibConfig(part=part)).files() for part in ("train", "held_out"))
+    train, validation = (Stdlib(StdlibConfig(split=split)).files() for split in ("train", "validation"))
     everything = Stdlib(StdlibConfig()).files()
-    assert sorted([*train, *held_out]) == sorted(everything)
-    assert 0.02 < len(held_out) / len(everything) < 0.07
+    assert sorted([*train, *validation]) == sorted(everything)
+    assert 0.02 < len(validation) / len(everything) < 0.07
     root = next(file for file in everything if file.name == "argparse.py").parent
-    part = {file.relative_to(root).as_posix(): "train" for file in train}
-    part |= {file.relative_to(root).as_posix(): "held_out" for file in held_out}
+    split = {file.relative_to(root).as_posix(): "train" for file in train}
+    split |= {file.relative_to(root).as_posix(): "validation" for file in validation}
     # The same on every machine and Python.
-    assert [part[name] for name in ("abc.py", "fractions.py", "pdb.py", "ast.py")] == [*["held_out"] * 3, "train"]
+    assert [split[name] for name in ("abc.py", "fractions.py", "pdb.py", "ast.py")] == [*["validation"] * 3, "train"]
 
 
 def test_stdlib_passes_over_what_is_no_utf8(tmp_path: Path) -> None:

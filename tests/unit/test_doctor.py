@@ -256,7 +256,7 @@ def test_one_rank_has_no_links() -> None:
 @pytest.mark.parametrize(("words", "said"), [
     (["--seconds", "0"], "--seconds 0: must be above 0"),
     (["--disk", "nowhere"], "--disk nowhere: no such folder"),
-    (["--save", "nowhere/c.toml"], "--save nowhere/c.toml: folder nowhere does not exist; create it"),
+    (["--output", "nowhere/c.toml"], "--output nowhere/c.toml: folder nowhere does not exist; create it"),
 ])  # fmt: skip
 def test_what_is_asked_wrongly(words: list[str], said: str, capsys: pytest.CaptureFixture[str]) -> None:
     assert cli.main(["doctor", *words]) == 2

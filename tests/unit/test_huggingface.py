@@ -48,7 +48,7 @@ def loaded(folder: Path, model: Model | None = None) -> torch.nn.Module:
 
 
 def convert(source: Path, to: Path, form: str, *words: str) -> None:
-    words = ("--from", str(source), "--to", str(to), "--format", form, "--tokenizer.name", "byte", *words)
+    words = ("--from", str(source), "--output", str(to), "--format", form, "--tokenizer.name", "byte", *words)
     assert cli.main(["convert", *words]) == 0
 
 
@@ -328,12 +328,22 @@ def test_pickles_are_not_read(folder: Path) -> None:
 
 
 def test_a_full_folder_is_left_alone(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    words = ["convert", "--from", str(folder), "--to", str(folder.parent), "--format", "hf", "--tokenizer.name", "byte"]
+    words = [
+        "convert",
+        "--from",
+        str(folder),
+        "--output",
+        str(folder.parent),
+        "--format",
+        "hf",
+        "--tokenizer.name",
+        "byte",
+    ]
     assert cli.main(words) == 1
     assert f"{folder.parent} is not empty; name a new folder" in capsys.readouterr().err
     assert [path.name for path in folder.parent.iterdir()] == ["llama"]
     (folder.parent / "new.tmp").mkdir()
-    words[words.index("--to") + 1] = str(folder.parent / "new")
+    words[words.index("--output") + 1] = str(folder.parent / "new")
     assert cli.main(words) == 1
     assert f"{folder.parent / 'new.tmp'} is there already: remove it, if a conversion left" in capsys.readouterr().err
 
@@ -341,13 +351,13 @@ def test_a_full_folder_is_left_alone(folder: Path, capsys: pytest.CaptureFixture
 @pytest.mark.parametrize(
     ("to", "said"),
     [
-        (".", "--to .: {here} is the folder you are in; name a new folder, such as ./new"),
-        ("../empty", "--to ../empty: {here} is the folder you are in; name a new folder"),
-        ("..", "--to ..: {above} is not empty; name a new folder"),
-        ("/", "--to /: / is not empty; name a new folder"),
-        ("../file", "--to ../file: {above}/file is no folder; name a new one"),
+        (".", "--output .: {here} is the folder you are in; name a new folder, such as ./new"),
+        ("../empty", "--output ../empty: {here} is the folder you are in; name a new folder"),
+        ("..", "--output ..: {above} is not empty; name a new folder"),
+        ("/", "--output /: / is not empty; name a new folder"),
+        ("../file", "--output ../file: {above}/file is no folder; name a new one"),
         ("../file/below", "{above}/file/below.tmp cannot be made: Not a directory"),
-        ("../circle", "--to ../circle: {above}/circle is no folder"),
+        ("../circle", "--output ../circle: {above}/circle is no folder"),
     ],
 )
 def test_a_folder_that_cannot_be_made_is_refused_in_a_line(
@@ -358,7 +368,7 @@ def test_a_folder_that_cannot_be_made_is_refused_in_a_line(
     (above / "file").write_text("mine")
     (above / "circle").symlink_to("circle")
     monkeypatch.chdir(above / "empty")
-    words = ["convert", "--from", str(folder), "--to", to, "--format", "hf", "--tokenizer.name", "byte"]
+    words = ["convert", "--from", str(folder), "--output", to, "--format", "hf", "--tokenizer.name", "byte"]
     assert cli.main(words) == 1
     assert said.format(here=above / "empty", above=above) in capsys.readouterr().err
     assert not list((above / "empty").iterdir()) and (above / "file").read_text() == "mine"
@@ -369,7 +379,7 @@ def test_a_link_to_an_empty_folder_is_that_folder(folder: Path) -> None:
     above = folder.parent
     (above / "disk" / "empty").mkdir(parents=True)
     (above / "link").symlink_to("disk/empty")
-    words = ["--from", str(folder), "--to", str(above / "link"), "--format", "hf", "--tokenizer.name", "byte"]
+    words = ["--from", str(folder), "--output", str(above / "link"), "--format", "hf", "--tokenizer.name", "byte"]
     assert cli.main(["convert", *words]) == 0
     assert (above / "link").is_symlink() and (above / "disk" / "empty" / "config.json").exists()
 
@@ -377,7 +387,7 @@ def test_a_link_to_an_empty_folder_is_that_folder(folder: Path) -> None:
 def test_a_failure_leaves_nothing(folder: Path, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.setattr(tensor_files.Stored, "read", lambda *_: (_ for _ in ()).throw(CheckpointError("gone")))
     for form in ("hf", "dcp"):
-        words = ["--from", str(folder), "--to", str(tmp_path / "new"), "--format", form, "--tokenizer.name", "byte"]
+        words = ["--from", str(folder), "--output", str(tmp_path / "new"), "--format", form, "--tokenizer.name", "byte"]
         assert cli.main(["convert", *words]) == 1
     assert [path.name for path in tmp_path.iterdir()] == ["llama"]
 
@@ -390,7 +400,7 @@ def test_grouped_heads_are_not_gpt2(tmp_path: Path) -> None:
 
 def test_the_tokenizer_is_not_guessed(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
     pytest.importorskip("tokenizers")
-    words = ["convert", "--from", str(folder), "--to", str(folder.parent / "new"), "--format", "hf"]
+    words = ["convert", "--from", str(folder), "--output", str(folder.parent / "new"), "--format", "hf"]
     assert cli.main(words) == 0
     assert json.loads((folder.parent / "new" / "tokenizer.json").read_text())
     (folder / "tokenizer.json").unlink()
@@ -427,7 +437,7 @@ def test_a_plugin_from_outside_reads_its_folders(
     monkeypatch.setattr(registry, "_plugins", dict(registry._plugins))
     about = json.loads((folder / "config.json").read_text())
     (folder / "config.json").write_text(json.dumps({**about, "model_type": "mine"}))
-    words = ["--from", str(folder), "--to", str(tmp_path / "dcp"), "--format", "dcp", "--tokenizer.name", "byte"]
+    words = ["--from", str(folder), "--output", str(tmp_path / "dcp"), "--format", "dcp", "--tokenizer.name", "byte"]
     assert cli.main(["convert", *words]) == 1
     assert "no model plugin knows model_type 'mine'" in capsys.readouterr().err
     (tmp_path / "mine.py").write_text(MINE)
@@ -446,6 +456,6 @@ def test_a_run_cannot_start_from_nothing(capsys: pytest.CaptureFixture[str]) -> 
 
 
 def test_where_there_is_nothing(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    words = ["--from", str(tmp_path / "no"), "--to", str(tmp_path / "new"), "--format", "hf"]
+    words = ["--from", str(tmp_path / "no"), "--output", str(tmp_path / "new"), "--format", "hf"]
     assert cli.main(["convert", *words]) == 1
     assert f"--from = '{tmp_path / 'no'}': there is no such folder" in capsys.readouterr().err

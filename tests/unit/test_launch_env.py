@@ -168,3 +168,10 @@ def test_a_node_list_that_scontrol_cannot_read(tmp_path: Path) -> None:
     env = _slurm(tmp_path, NPROC="2", SLURM_NODEID="0", **_step(nodes=2, tasks=2, listed="bad["))
     with pytest.raises(ConfigError, match=r"cannot read the node list 'bad\['"):
         find_place(env)
+
+
+def test_nproc_per_node_is_another_name_of_nproc() -> None:
+    assert find_place({"NPROC_PER_NODE": "3"}).ranks == find_place({"NPROC": "3", "NPROC_PER_NODE": "3"}).ranks == 3
+    assert rank_environment({"NPROC_PER_NODE": "8", "SLURM_PROCID": "0", **_step(nodes=1, tasks=8)}) is None
+    with pytest.raises(ConfigError, match=r"environment: NPROC = 2, NPROC_PER_NODE = 3: .* unset one of them"):
+        find_place({"NPROC": "2", "NPROC_PER_NODE": "3"})

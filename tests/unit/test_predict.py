@@ -161,7 +161,7 @@ def test_a_budget_of_tokens(capsys: pytest.CaptureFixture[str]) -> None:
     [
         (["--cluster", "a100-80"], "a100-80: no such file or cluster (did you mean 'a100-80gb'?)"),
         (["--cluster", "v100-32gb", "--plugins.bf16.enabled", "true"], "has no bfloat16 (it has float32, float16)"),
-        (["--exact", "--rank", "1"], "--rank 1: the layout has ranks 0 to 0"),
+        (["--dry-run", "--rank", "1"], "--rank 1: the layout has ranks 0 to 0"),
         (["--search", "--top", "0"], "must be at least 1"),
     ],
 )

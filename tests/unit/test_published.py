@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 
 from bench import plan_accuracy
-from bench.published import describe, keep, left_out, rows
+from bench.published import describe, keep, left_out, page, rows
 from bench.published.describe import all_devices, all_fabrics, device_of, fabric_of, framework_of
 from bench.published.fit import CONSTANTS, World, case_of, cases_of, get
 from bench.published.reader import costs_of, layout_of, padded
@@ -54,14 +54,14 @@ def test_what_a_row_does_not_say_follows_from_the_rest() -> None:
 @pytest.mark.parametrize(
     ("changed", "why"),
     [
-        ({"layers": None}, "states no layers"),
-        ({"n_gpus": 60}, "60 ranks are no multiple"),
-        ({"mbs": None}, "micro batches are not stated"),
-        ({"pp": 16, "vpp": 8, "n_gpus": 64, "layers": 40}, "16 x 8 stages for 40 layers"),
-        ({"hidden": 1e9}, "larger than any model or cluster"),
-        ({"gpu": "TPU v4"}, "no cluster file describes"),
-        ({"precision": "NVFP4"}, "no cluster file states its peak"),
-        ({"precision": "fp8"}, "a100-80gb has no float8"),
+        ({"layers": None}, "not stated: layers"),
+        ({"n_gpus": 60}, "60 ranks are not a multiple"),
+        ({"mbs": None}, "not stated: micro batches"),
+        ({"pp": 16, "vpp": 8, "n_gpus": 64, "layers": 40}, r"more stages \(16 x 8\) than layers \(40\)"),
+        ({"hidden": 1e9}, "exceeds the plausible maximum 200000"),
+        ({"gpu": "TPU v4"}, "no cluster file for TPU v4"),
+        ({"precision": "NVFP4"}, "no cluster file has a peak for nvfp4"),
+        ({"precision": "fp8"}, "a100-80gb has no peak for float8"),
         ({"schedule": "ZB-2p"}, "schedule zb-2p"),
     ],
 )
@@ -79,7 +79,7 @@ def test_heads_that_are_not_stated_can_be_shared_by_the_ranks_of_a_layer() -> No
 def test_rows_of_another_kind_are_listed_not_raised() -> None:
     cases, skipped = cases_of([row(), row(id="bad", extra="text", layers="many"), row(id="odd", precision=[])])
     assert [case.id for case in cases] == ["g", "odd"]
-    assert skipped == {"bad": "states no layers"}
+    assert skipped == {"bad": "not stated: layers"}
 
 
 @pytest.mark.parametrize(
@@ -374,3 +374,12 @@ def test_the_command_runs_on_a_file(tmp_path: Path, capsys: pytest.CaptureFixtur
     assert plan_accuracy.main(["--rows", str(file)]) == 0
     assert "# Validation" in capsys.readouterr().out
     assert plan_accuracy.main(["--rows", str(tmp_path / "none")]) == 2
+
+
+def test_the_page_says_first_that_its_main_table_is_in_sample_and_is_the_generators() -> None:
+    text = plan_accuracy.PAGE.read_text()
+    first = " ".join(text.split("\n\n")[1].split())
+    assert "is in-sample" in first and "For an unseen cluster, use the leave-one-source-out table" in first
+    assert text.index("## Step time of an unseen source") < text.index("## Step time\n")
+    for part in (page.INTRO, page.LEFT_OUT, page.LEFT_OUT_LIMITS, page.SWEEPS, page.MEMORY, page.WHY, page.CONSTANTS):
+        assert part in text

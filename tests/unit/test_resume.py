@@ -72,7 +72,7 @@ def test_another_model_is_refused() -> None:
 
 def test_other_samples_are_refused_or_begun_anew() -> None:
     now = table("--data.seq_len", "64", "--optimizer.lr", "1e-3")
-    with pytest.raises(ConfigError, match=r"data.seq_len = 64, the checkpoint has 128\); checkpoint.new_data = true"):
+    with pytest.raises(ConfigError, match=r"data.seq_len = 64, the checkpoint has 128\); checkpoint.reset_data = true"):
         compare(saved(), now, "g", False)
     with pytest.raises(ConfigError, match="the text itself is another"):
         compare(saved(), table(), "g", False)
@@ -83,8 +83,8 @@ def test_other_samples_are_refused_or_begun_anew() -> None:
     ]  # fmt: skip
 
 
-def test_new_data_is_new_once() -> None:
-    assert compare(saved(), table("--checkpoint.new_data", "true"), "f", True) == Changes()
+def test_data_is_reset_once() -> None:
+    assert compare(saved(), table("--checkpoint.reset_data", "true"), "f", True) == Changes()
 
 
 def test_a_mixture_is_compared_whole() -> None:

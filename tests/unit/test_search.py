@@ -161,7 +161,7 @@ def test_a_layout_written_is_a_job_that_loads_and_is_what_was_found(
     tmp_path: Path, capsys: pytest.CaptureFixture
 ) -> None:
     best = tmp_path / "best.toml"
-    words = ["plan", "--config", str(TOML), "--search", "--world-size", "8", "--write", str(best), "--json"]
+    words = ["plan", "--config", str(TOML), "--search", "--world-size", "8", "--output", str(best), "--json"]
     assert main([*words, "--cluster", "a100-80gb"]) == 0
     found = json.loads(capsys.readouterr().out)
     assert main(["plan", "--config", str(best), "--json", "--cluster", "a100-80gb"]) == 0

@@ -161,9 +161,9 @@ def test_a_bubble_needs_a_pipeline() -> None:
 
 def test_recompute_goes_through_all_that_is_optional() -> None:
     study = _study("recompute")
-    assert [point.label for point in study.points] == ["off", "full", "selective", "every 2", "every 4"]
+    assert [point.label for point in study.points] == ["off", "full", "selective", "every_n 2", "every_n 4"]
     assert _same(study.points[0], _directly("--plugins.activation_checkpoint.enabled=false"))
-    every = ("--plugins.activation_checkpoint.mode=every", "--plugins.activation_checkpoint.every=4")
+    every = ("--plugins.activation_checkpoint.mode=every_n", "--plugins.activation_checkpoint.every=4")
     assert _same(study.points[4], _directly(*every))
     toggled = [p for p in registry.of_kind(Technique.kind) if issubclass(p, Technique) and p.search_toggle]
     assert len(study.points) == sum(1 + len(plugin.search_space) for plugin in toggled)

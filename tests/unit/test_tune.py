@@ -243,6 +243,27 @@ def test_an_interrupted_trial_leaves_the_file_valid(tmp_path: Path) -> None:
     assert len(go_on(path, 3).trials) == 3
 
 
+def test_results_of_an_earlier_version_are_gone_on_with(tmp_path: Path) -> None:
+    path, fixed = tmp_path / "r.jsonl", ("--plugins.activation_checkpoint.enabled", "true", "--mesh.pp", "1")
+    before = go_on(path, 40, *fixed).trials
+    text = path.read_text()
+    for now, then in (("min_lr_factor", "min_ratio"), ('"concat"', '"stream"'), ("every_n", "every")):
+        assert now in text
+        text = text.replace(now, then)
+    path.write_text(text)
+    assert go_on(path, 40, *fixed).trials[0].layout == before[0].layout
+    assert [t.layout for t in go_on(path, 40, *fixed).trials] == [t.layout for t in before]
+
+
+def test_what_a_trial_sets_is_not_given_twice(tmp_path: Path) -> None:
+    job = base("--run.sample", "The")
+    run = Runner(
+        config=LLAMA, overrides=job.overrides, ranks=1, folder=tmp_path / "t", warmup=1, steps=1, timeout_s=1.0
+    )  # fmt: skip
+    words = run._words(any_choice())[2:]
+    assert load_job(LLAMA, words, 1).run.sample_prompt == "" and "--run.sample_prompt=The" in words
+
+
 def test_results_of_another_search_are_refused(tmp_path: Path) -> None:
     path = tmp_path / "r.jsonl"
     go_on(path, 1)
@@ -311,7 +332,7 @@ WORDS = ["tune", "--config", str(LLAMA), "--data.path", "nowhere"]
 
 def test_the_command(machine: Machine, capsys: pytest.CaptureFixture[str]) -> None:
     words = [*WORDS, "--world-size", "4", "--objective", "tokens", "--trials", "9", "--json"]
-    assert cli.main([*words, "--write", "best.toml"]) == 0
+    assert cli.main([*words, "--output", "best.toml"]) == 0
     out, err = capsys.readouterr()
     report = json.loads(out)
     values = [each["value"] for each in report["trials"] if "value" in each]
@@ -350,7 +371,7 @@ def test_when_nothing_works(machine: Machine, capsys: pytest.CaptureFixture[str]
         return Failed("launch", "no network")
 
     with patch.object(trial, "Runner", lambda **_: fails):
-        assert cli.main([*WORDS, "--trials", "2", "--write", "best.toml"]) == 1
+        assert cli.main([*WORDS, "--trials", "2", "--output", "best.toml"]) == 1
     assert "error: all trials failed (2 launch)" in capsys.readouterr().err and not Path("best.toml").exists()
 
 

@@ -59,9 +59,9 @@ class Checkpointer:
     def find(self, resume: str) -> Path | None:
         """The checkpoint to go on from, verified; None for a start from new weights. Rank 0 looks, all agree.
 
-        resume: "auto", the newest complete one if there is any; "must", the same but it has to be there; "never"; or a
-            path: a checkpoint, or a run or checkpoints folder whose newest is meant. "auto" and "must" go back to an
-            older one where the newest is damaged, and say so.
+        resume: "auto", the newest complete one if there is any; "required", the same, and it is an error if there is
+            none; "never"; or a path: a checkpoint, or a run or checkpoints folder whose newest is meant. "auto" and
+            "required" go back to an older one where the newest is damaged, and say so.
 
         Raises:
             CheckpointError: what has to be there is absent or damaged, or the file system does not give it: an older
@@ -73,7 +73,7 @@ class Checkpointer:
                 try:
                     self._saved = self._open(path)
                 except CheckpointError as error:
-                    if resume not in ("auto", "must") or (isinstance(error, RankFailure) and error.unreadable):
+                    if resume not in ("auto", "required") or (isinstance(error, RankFailure) and error.unreadable):
                         raise
                     reasons[path] = str(error)
                 else:
@@ -91,9 +91,10 @@ class Checkpointer:
         folders.tidy(self.folder)
         own, damaged = folders.survey(self.folder)
         self._next = folders.next_serial(self.folder)
-        if resume in ("auto", "must"):
-            if resume == "must" and not own and not damaged:
-                raise CheckpointError(f'checkpoint.resume = "must": there is no complete checkpoint in {self.folder}')
+        if resume in ("auto", "required"):
+            if resume == "required" and not own and not damaged:
+                what = f'checkpoint.resume = "required": there is no complete checkpoint in {self.folder}'
+                raise CheckpointError(what)
             return own[::-1], damaged
         chosen = None if resume == "never" else folders.choose(resume)
         if own and (chosen is None or chosen.resolve() != own[-1].resolve()):

@@ -185,7 +185,7 @@ def _made_aside(to: Path) -> Iterator[Path]:
 
 
 def _new_folder(to: Path) -> Path:
-    """The folder that `--to` means, as an absolute path without links, `.` and `..`; absent, or empty.
+    """The folder that `--output` means, as an absolute path without links, `.` and `..`; absent, or empty.
 
     Raises:
         CheckpointError: it is no folder, holds something, or is the one this process works in, which would be replaced.
@@ -193,11 +193,12 @@ def _new_folder(to: Path) -> Path:
     path = Path(os.path.realpath(to))
     try:
         if os.path.lexists(path) and not path.is_dir():
-            raise CheckpointError(f"--to {to}: {path} is no folder; name a new one")
+            raise CheckpointError(f"--output {to}: {path} is no folder; name a new one")
         if path.is_dir() and any(path.iterdir()):
-            raise CheckpointError(f"--to {to}: {path} is not empty; name a new folder")
+            raise CheckpointError(f"--output {to}: {path} is not empty; name a new folder")
         if path == Path.cwd():
-            raise CheckpointError(f"--to {to}: {path} is the folder you are in; name a new folder, such as {to}/new")
+            what = f"{path} is the folder you are in; name a new folder, such as {to}/new"
+            raise CheckpointError(f"--output {to}: {what}")
     except OSError as error:
-        raise CheckpointError(f"--to {to}: {path} cannot be read: {error.strerror}") from error
+        raise CheckpointError(f"--output {to}: {path} cannot be read: {error.strerror}") from error
     return path

@@ -56,10 +56,10 @@ class Changes:
     other_samples: bool = False
 
 
-def compare(saved: Mapping[str, Any], now: Table, fingerprint: str, new_data: bool) -> Changes:
+def compare(saved: Mapping[str, Any], now: Table, fingerprint: str, reset_data: bool) -> Changes:
     """Hold a job against the one a checkpoint was saved by.
 
-    saved: what `Run.rest` gave.  now: the resolved job.  fingerprint: of its samples.  new_data: other ones are meant.
+    saved: what `Run.rest` gave.  now: the resolved job.  fingerprint: of its samples.  reset_data: `[checkpoint]`'s.
 
     Raises:
         ConfigError: a change that cannot be gone on with; all of them, with both values.
@@ -71,11 +71,11 @@ def compare(saved: Mapping[str, Any], now: Table, fingerprint: str, new_data: bo
     refused = [
         ConfigIssue("", f"{change}: these weights are of another model") for change in changes if _in(change, FIXED)
     ]
-    if other_data and not new_data:
+    if other_data and not reset_data:
         why = ", ".join(str(change) for change in changes if _in(change, DATA)) or "the text itself is another"
         what = "the samples are not those of the checkpoint"
         refused.append(
-            ConfigIssue("", f"{what} ({why}); checkpoint.new_data = true begins them anew under its weights")
+            ConfigIssue("", f"{what} ({why}); checkpoint.reset_data = true begins them anew under its weights")
         )
     if refused:
         raise ConfigError(refused)

@@ -13,6 +13,8 @@ from titan.inference.load_model import open_job
 
 HELP = "turn the weights of a checkpoint into a Hugging Face folder, or back"
 
+FORMER_FLAGS = {"--to": "--output"}
+
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """From where, to where, into what."""
@@ -22,7 +24,7 @@ What is read may be a Hugging Face folder (config.json and safetensors), a check
 Optimizer state is left behind. Go on from the result with --checkpoint.init_from, or load it with transformers.
 One tensor at a time is in memory."""
     parser.add_argument("--from", type=Path, required=True, metavar="DIR", dest="source", help="weights to convert")
-    parser.add_argument("--to", type=Path, required=True, metavar="DIR", help="folder to make; must not hold anything")
+    parser.add_argument("--output", type=Path, required=True, metavar="DIR", help="folder to make; absent, or empty")
     parser.add_argument("--format", choices=("hf", "dcp"), required=True, help="hf: Hugging Face; dcp: titan's own")
     parser.add_argument(
         "--config", type=Path, metavar="FILE", help="TOML with [model] and [tokenizer], where --from does not say them"
@@ -62,12 +64,12 @@ def _convert(args: argparse.Namespace) -> dict[str, Any]:
     with tqdm(total=len(weights.shapes), unit=" tensors", leave=False, disable=not talks) as bar:
         if args.format == "hf":
             shard_bytes = int(args.shard_size * 1e9)
-            conversion.write_hf(args.to, weights, job.model, job.tokenizer, dtype, shard_bytes, bar.update)
+            conversion.write_hf(args.output, weights, job.model, job.tokenizer, dtype, shard_bytes, bar.update)
         else:
-            conversion.write_checkpoint(args.to, weights, job.table, dtype, bar.update)
-    files = [file for file in args.to.rglob("*") if file.is_file()]
+            conversion.write_checkpoint(args.output, weights, job.table, dtype, bar.update)
+    files = [file for file in args.output.rglob("*") if file.is_file()]
     return {
-        "from": str(path), "to": str(args.to), "format": args.format, "tensors": len(weights.shapes),
+        "from": str(path), "to": str(args.output), "format": args.format, "tensors": len(weights.shapes),
         "files": len(files), "bytes": sum(file.stat().st_size for file in files),
     }  # fmt: skip
 

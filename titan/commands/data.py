@@ -18,6 +18,8 @@ from titan.errors import ConfigError, ConfigIssue, DataError, by_errno
 
 HELP = "tokenise a job's text ahead of its run, train a tokenizer, look into a token shard"
 
+FORMER_FLAGS = {"--out": "--output"}
+
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """One parser for each of the three."""
@@ -36,7 +38,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     source.add_argument("--config", type=Path, metavar="FILE", help="train on the datasets of a job instead")
     train.add_argument("--path", action="append", metavar="P", help="the dataset's files; may be given again")
     train.add_argument("--size", type=int, default=4096, metavar="N", help="ranks, 256 bytes included; default: 4096")
-    train.add_argument("--out", type=Path, required=True, metavar="FILE", help="rank file to write")
+    train.add_argument("--output", type=Path, required=True, metavar="FILE", help="rank file to write")
     train.add_argument("--json", action="store_true", help="one JSON object")
     train.set_defaults(takes_overrides=True, does=_train_tokenizer)
 
@@ -92,11 +94,11 @@ def _train_tokenizer(args: argparse.Namespace) -> dict[str, Any]:
         sources = [_dataset(args.data, args.path, args.overrides)]
     ranks = train_ranks(_texts(sources), args.size)
     try:
-        args.out.parent.mkdir(parents=True, exist_ok=True)
-        write_ranks(args.out, ranks)
+        args.output.parent.mkdir(parents=True, exist_ok=True)
+        write_ranks(args.output, ranks)
     except OSError as error:
-        raise by_errno(error, DataError(f"{args.out} cannot be written: {error.strerror}")) from None
-    return {"ranks": len(ranks), "file": str(args.out)}
+        raise by_errno(error, DataError(f"{args.output} cannot be written: {error.strerror}")) from None
+    return {"ranks": len(ranks), "file": str(args.output)}
 
 
 def _texts(sources: list[Dataset]) -> Iterator[str]:

@@ -17,6 +17,7 @@ if TYPE_CHECKING:
     from titan.doctor.examination import Examination
 
 HELP = "measure devices and links, report outliers, and write a cluster file for titan plan"
+FORMER_FLAGS = {"--save": "--output"}
 TIMEOUT_S = 300.0
 
 
@@ -27,7 +28,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.description = f"""{HELP}.
 
   titan doctor
-  NPROC=8 titan doctor --save here.toml && titan plan --config llama7b --cluster here.toml --world-size 8
+  NPROC=8 titan doctor --output here.toml && titan plan --config llama7b --cluster here.toml --world-size 8
   srun --ntasks-per-node 8 titan doctor --seconds 120 --json > doctor.json
 
 All ranks measure at the same time; they start as in titan eval. Devices: matrix products by size and dtype, attention,
@@ -44,7 +45,7 @@ ranks share the cores, so the file is valid only for the number of ranks measure
 Exit codes: 0 all measured, with or without outliers; 1 a measurement failed; 2 wrong input."""
     parser.add_argument("--seconds", type=float, default=25.0, metavar="S", help="approximate duration; default: 25")
     parser.add_argument("--disk", type=Path, metavar="DIR", help="folder to measure writes in; default: runs/, if any")
-    parser.add_argument("--save", type=Path, metavar="FILE", help="write a cluster file")
+    parser.add_argument("--output", type=Path, metavar="FILE", help="write a cluster file")
     parser.add_argument("--json", action="store_true", help="print one JSON object, with the times of each rank")
 
 
@@ -56,8 +57,8 @@ def run(args: argparse.Namespace) -> int:
         args.disk = Path("runs") if Path("runs").is_dir() else None
     elif not args.disk.is_dir():
         raise ConfigError([ConfigIssue("command line", f"--disk {args.disk}: no such folder")])
-    if args.save is not None and not args.save.absolute().parent.is_dir():
-        what = f"--save {args.save}: folder {args.save.parent} does not exist; create it"
+    if args.output is not None and not args.output.absolute().parent.is_dir():
+        what = f"--output {args.output}: folder {args.output.parent} does not exist; create it"
         raise ConfigError([ConfigIssue("command line", what)])
     place: LaunchEnv | None = launcher.place_asked_for()
     if place is None:
@@ -96,9 +97,9 @@ def _as_rank(args: argparse.Namespace, _: list[str]) -> int:
 def _hand_out(found: "Examination", args: argparse.Namespace) -> None:
     import tomli_w
 
-    if args.save is not None:
-        args.save.write_text(tomli_w.dumps(found.cluster), encoding="utf-8")
-        print(f"wrote {args.save}", file=sys.stderr)
+    if args.output is not None:
+        args.output.write_text(tomli_w.dumps(found.cluster), encoding="utf-8")
+        print(f"wrote {args.output}", file=sys.stderr)
     if args.json:
         print(json.dumps(found.json(), allow_nan=False))
         return

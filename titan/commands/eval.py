@@ -22,7 +22,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Which model, which data, and how they are read."""
     parser.description = f"""{HELP}: perplexity per token and per word, bits per byte, last words.
 
-  titan eval --checkpoint runs/quickstart --data stdlib --data.part held_out
+  titan eval --checkpoint runs/quickstart --data stdlib --data.split validation
   titan eval --checkpoint runs/mine --data text --path book.txt --path more/ --json
   titan eval --checkpoint gpt2/ --data jsonl --path lambada.jsonl --last-word
   NPROC=4 titan eval --checkpoint runs/big --data text --path book.txt --mesh.tp 4 --plugins.bf16.enabled true

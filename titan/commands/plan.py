@@ -13,6 +13,9 @@ from titan.ranks.launch_env import cores
 
 HELP = "predict memory, step time and cost of a job on a cluster, and search for its best layout"
 CLUSTER = "a100-80gb"
+FORMER_FLAGS = {
+    "--exact": "--dry-run", "--model-only": "--formulas", "--clusters": "--list-clusters", "--write": "--output",
+}  # fmt: skip
 MOST_WORKERS = 4
 """Processes of a search. More would find the same layouts, but each prunes less."""
 
@@ -23,9 +26,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
   titan plan --config configs/llama65b.toml                       memory per pipeline stage, step time by component
   titan plan --config configs/llama65b.toml --cluster h100 --mesh.tp 4 --mesh.dp_shard 128
-  titan plan --config configs/llama65b.toml --search --world-size 2048 --write best.toml
-  titan plan --config configs/llama65b.toml --exact --rank 2047   memory of one rank, op by op
-  titan plan --model-only --model.name gpt --model.preset 175b    closed-form estimates of the model
+  titan plan --config configs/llama65b.toml --search --world-size 2048 --output best.toml
+  titan plan --config configs/llama65b.toml --dry-run --rank 2047 memory of one rank, op by op
+  titan plan --formulas --model.name gpt --model.preset 175b      closed-form estimates of the model
   titan plan --config configs/gpt175b.toml --study tp --plot throughput.png
 
 Nothing is trained and no data is read: a laptop predicts runs on thousands of GPUs. --cluster takes the name of a
@@ -42,12 +45,12 @@ docs/planning.md explains the model behind the predictions, docs/validation.md c
     parser.add_argument(
         "--cluster", default=CLUSTER, metavar="C", help=f"name or file of a cluster; default: {CLUSTER}"
     )
-    parser.add_argument("--clusters", action="store_true", help="list the built-in clusters")
+    parser.add_argument("--list-clusters", action="store_true", help="list the built-in clusters")
     parser.add_argument("--world-size", type=int, metavar="N", help="ranks; default: those of the job's layout")
     kind = parser.add_mutually_exclusive_group()
     kind.add_argument("--search", action="store_true", help="find the best layouts on --world-size ranks")
-    kind.add_argument("--exact", action="store_true", help="build and step one rank on meta tensors")
-    kind.add_argument("--model-only", action="store_true", help="closed-form estimates of parameters, memory and FLOPs")
+    kind.add_argument("--dry-run", action="store_true", help="build and step one rank on meta tensors")
+    kind.add_argument("--formulas", action="store_true", help="closed-form estimates of parameters, memory and FLOPs")
     kind.add_argument("--study", metavar="NAME", help="predict a series of jobs: " + ", ".join(STUDIES))
     search = parser.add_argument_group("with --search")
     search.add_argument(
@@ -55,10 +58,10 @@ docs/planning.md explains the model behind the predictions, docs/validation.md c
     )
     search.add_argument("--top", type=int, default=10, metavar="K", help="number of layouts to show; default: 10")
     search.add_argument("--explain", action="store_true", help="compare step time by component with the best layout")
-    search.add_argument("--write", type=Path, metavar="FILE", help="write the job with the best layout as a TOML")
-    exact = parser.add_argument_group("with --exact")
+    search.add_argument("--output", type=Path, metavar="FILE", help="write the job with the best layout as a TOML")
+    exact = parser.add_argument_group("with --dry-run")
     exact.add_argument("--rank", type=int, default=0, metavar="R", help="rank to build; default: 0")
-    alone = parser.add_argument_group("with --model-only")
+    alone = parser.add_argument_group("with --formulas")
     alone.add_argument("--devices", type=int, metavar="N", help="number of devices; default: those of the layout")
     alone.add_argument("--peak-tflops", type=float, metavar="F", help="peak TFLOP/s per device, for training times")
     alone.add_argument("--utilisation", type=float, default=0.45, metavar="U", help="share of the peak; default: 0.45")
@@ -71,15 +74,15 @@ docs/planning.md explains the model behind the predictions, docs/validation.md c
 def run(args: argparse.Namespace) -> int:
     """Run the chosen mode and print its report; returns the exit code."""
     does = (
-        (args.clusters, _clusters),
-        (args.model_only, _model_only),
-        (args.exact, _exact),
+        (args.list_clusters, _clusters),
+        (args.formulas, _model_only),
+        (args.dry_run, _exact),
         (args.search, _search),
         (args.study, _study),
     )
     chosen = next((do for asked, do in does if asked), _plan)
     report, text = chosen(args)
-    if args.config is not None or not (args.model_only or args.clusters):
+    if args.config is not None or not (args.formulas or args.list_clusters):
         for sentence in said_twice(args.config, args.overrides):
             print(sentence, file=sys.stderr)
     print(json.dumps(report) if args.json else text)
@@ -157,7 +160,7 @@ def _search(args: argparse.Namespace) -> tuple[dict[str, Any], str]:
     best = result.best[0]
     if args.explain:
         text += "\n\n" + render.explained(result.best)
-    if args.write is not None:
+    if args.output is not None:
         text += "\n\n" + _write(args, best.choice.values())
     layouts = [found.prediction.as_json() | {"layout": found.choice.values()} for found in result.best]
     return best.prediction.as_json() | {
@@ -171,8 +174,8 @@ def _write(args: argparse.Namespace, values: dict[str, Any]) -> str:
     """Write the job with these layout keys as a TOML; returns the line to print."""
     from titan.planner.report.export_toml import write_toml
 
-    write_toml(args.write, args.config, args.overrides, values)
-    return f"wrote {args.write}; train with ./run_train.sh --config {args.write}"
+    write_toml(args.output, args.config, args.overrides, values)
+    return f"wrote {args.output}; train with ./run_train.sh --config {args.output}"
 
 
 def _study(args: argparse.Namespace) -> tuple[dict[str, Any], str]:

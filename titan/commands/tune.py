@@ -18,9 +18,10 @@ if TYPE_CHECKING:
     from titan.tuning.results import Results
 
 HELP = "find the fastest layout of a job on this machine by short trial runs"
+FORMER_FLAGS = {"--write": "--output"}
 DESCRIPTION = f"""{HELP}.
 
-  NPROC=8 titan tune --config configs/llama7b.toml --cluster here.toml --write best.toml
+  NPROC=8 titan tune --config configs/llama7b.toml --cluster here.toml --output best.toml
   titan tune --config mine.toml --trials 40 --objective tokens-per-joule --steps 20 --mesh.pp 1
   titan tune --config mine.toml --world-size 64 --launch "srun --ntasks-per-node 8 titan train"
 
@@ -59,7 +60,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--launch", metavar="WORDS", help="command that starts a trial, followed by its arguments; for several nodes"
     )
     parser.add_argument("--results", type=Path, metavar="FILE", help="results; default: tune.jsonl in the run's folder")
-    parser.add_argument("--write", type=Path, metavar="FILE", help="write the job with the best layout as a TOML")
+    parser.add_argument("--output", type=Path, metavar="FILE", help="write the job with the best layout as a TOML")
     parser.add_argument("--json", action="store_true", help="print one JSON object: the trials, best first")
     parser.set_defaults(takes_overrides=True)
 
@@ -139,7 +140,7 @@ def _search(
     power = trial.power_meter(space.ranks) if args.objective == "tokens-per-joule" else None
     proposer = Proposer(space, _candidates(args, base, space, planner), args.objective)
     runner = trial.Runner(
-        config=args.config, overrides=args.overrides, ranks=space.ranks, folder=results.path.with_suffix(".trial"),
+        config=args.config, overrides=base.overrides, ranks=space.ranks, folder=results.path.with_suffix(".trial"),
         warmup=args.warmup, steps=args.steps, timeout_s=args.timeout, power=power,
         launcher=shlex.split(args.launch or ""),
     )  # fmt: skip
@@ -193,7 +194,7 @@ def _show(args: argparse.Namespace, results: "Results") -> bool:
         if results.trials:
             raise TitanError(f"all trials failed ({kinds}); the reasons are in {results.path}")
         return False
-    if args.write is not None:
-        write_toml(args.write, args.config, args.overrides, found["best"])
-        _tell(f"wrote {args.write}; train with ./run_train.sh --config {args.write}")
+    if args.output is not None:
+        write_toml(args.output, args.config, args.overrides, found["best"])
+        _tell(f"wrote {args.output}; train with ./run_train.sh --config {args.output}")
     return True

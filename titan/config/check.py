@@ -7,6 +7,7 @@ from titan.config.job import Job
 from titan.contracts.base.conformance import sentences
 from titan.contracts.base.options import Where
 from titan.contracts.base.spec import ModelSpec
+from titan.contracts.sections import RESUME
 from titan.errors import ConfigError, ConfigIssue, PluginError
 
 
@@ -34,8 +35,9 @@ def check(job: Job, where: Callable[..., Where]) -> None:
 def _absent_folders(job: Job, where: Where) -> list[ConfigIssue]:
     faults = []
     resume, init_from = job.checkpoint.resume, job.checkpoint.init_from
-    if resume not in ("auto", "must", "never") and not Path(resume).expanduser().exists():
-        faults.append(where.fault("resume", f"= {resume!r}: no such folder (or one of 'auto', 'must', 'never')"))
+    if resume not in RESUME and not Path(resume).expanduser().exists():
+        what = f"= {resume!r}: no such folder; give one that exists, or one of {', '.join(map(repr, RESUME))}"
+        faults.append(where.fault("resume", what))
     if init_from and not Path(init_from).expanduser().exists():
         faults.append(where.fault("init_from", f"= {init_from!r}: no such folder"))
     return faults

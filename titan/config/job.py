@@ -12,6 +12,7 @@ from titan.contracts.base.conformance import answer, label
 from titan.contracts.base.mesh import Layout
 from titan.contracts.base.options import did_you_mean
 from titan.contracts.base.spec import ModelSpec
+from titan.contracts.deprecated import formerly
 from titan.contracts.sections import (
     CheckpointSection,
     CommSection,
@@ -32,12 +33,13 @@ class Source:
     weight: float
 
 
+@formerly(plan="spec")
 @dataclass(frozen=True, kw_only=True)
 class Job:
     """A run as its TOML describes it. Hooks see it as a `titan.contracts.Job`.
 
-    held_out: what is validated on.  techniques: those that are on, in TOML order.  table: the resolved TOML, defaults
-    filled in; loading it again gives the same job.
+    validation_data: the dataset of `[validation]`, or None.  techniques: those that are on, in TOML order.
+    table: the resolved TOML, defaults filled in; loading it again gives the same job.
     """
 
     run: RunSection
@@ -51,7 +53,7 @@ class Job:
     model: Model
     tokenizer: Tokenizer
     sources: tuple[Source, ...]
-    held_out: Dataset | None
+    validation_data: Dataset | None
     loss: Loss
     optimizer: Optimizer
     lr_schedule: LrSchedule

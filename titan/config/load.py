@@ -8,16 +8,14 @@ import titan.configs
 from titan.config import tables
 from titan.config.check import check
 from titan.config.job import Job, Source, choose_micro_batch, divisors
+from titan.config.renames import renew
+from titan.config.sections import ONE_OF, SECTIONS
 from titan.config.tables import Table
 from titan.config.techniques import agree, chosen_techniques, unattended
 from titan.contracts import (
     Dataset,
-    Loss,
-    LrSchedule,
     Model,
-    Optimizer,
     Technique,
-    Tokenizer,
     Tracker,
 )
 from titan.contracts.base import registry
@@ -49,16 +47,6 @@ from titan.errors import ConfigError, ConfigIssue
 
 BUILT_IN = Path(next(iter(titan.configs.__path__)))
 QUICKSTART = BUILT_IN / "quickstart.toml"
-SECTIONS: Mapping[str, type] = {
-    "run": RunSection,
-    "train": TrainSection,
-    "data": DataSection,
-    "checkpoint": CheckpointSection,
-    "validation": ValidationSection,
-    "metrics": MetricsSection,
-    "comm": CommSection,
-}
-ONE_OF: tuple[type[Plugin], ...] = (Model, Tokenizer, Loss, Optimizer, LrSchedule)
 OTHERS = ("mesh", "plugins")
 WEIGHT = Spec("share of the samples that an entry of a mixture gives", above=0, at_most=1e9)
 
@@ -118,13 +106,14 @@ class _Loader:
 
     def load(self, world_size: int | None, default_name: str) -> Job:
         self._unknown_sections()
+        self.faults += renew(self.table, self.source)
         run = self._section("run", RunSection)
         train = self._section("train", TrainSection)
         checkpoint = self._section("checkpoint", CheckpointSection)
         comm = self._section("comm", CommSection)
         model, tokenizer, loss, optimizer, schedule = (self._one_of(contract) for contract in ONE_OF)
         data, sources = self._data()
-        validation, held_out = self._validation()
+        validation, validation_data = self._validation()
         metrics, trackers = self._metrics()
         layout, techniques = self._layout_and_techniques(world_size)
         if train is not None:
@@ -136,8 +125,9 @@ class _Loader:
             self.resolved["run"]["name"] = default_name
         job = Job(
             run=run, train=train, data=data, checkpoint=checkpoint, validation=validation, metrics=metrics, comm=comm,
-            layout=layout, model=model, tokenizer=tokenizer, sources=sources, held_out=held_out, loss=loss,
-            optimizer=optimizer, lr_schedule=schedule, techniques=techniques, trackers=trackers, table=self.resolved,
+            layout=layout, model=model, tokenizer=tokenizer, sources=sources, validation_data=validation_data,
+            loss=loss, optimizer=optimizer, lr_schedule=schedule, techniques=techniques, trackers=trackers,
+            table=self.resolved,
         )  # fmt: skip
         check(job, self._where)
         return job

@@ -5,7 +5,7 @@ import typing
 from collections.abc import Iterable
 from typing import Any, Literal, Union
 
-from titan.config.load import ONE_OF, SECTIONS
+from titan.config.sections import ONE_OF, SECTIONS
 from titan.contracts import Dataset, Model, Technique, Tracker
 from titan.contracts.base import registry
 from titan.contracts.base.options import REQUIRED, Option, options_of

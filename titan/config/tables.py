@@ -18,6 +18,7 @@ PRESET = ("model", "preset")
 class Table:
     """Merged tables of a job: nested values, and for each key's path the file (or command line) that set it.
 
+    origins: in the order in which keys were set last.
     outdated: keys that stood in a table when a file above it gave the table another `name`.
     outranked: keys of the model that stood in files below one (or the command line) with a preset, with their values:
     a preset states all sizes, and what stands higher counts.
@@ -45,7 +46,15 @@ class Table:
                     self._outrank(here, origin)
                 here[key] = value
             self.outdated.discard((*at, key))
+            self.origins.pop((*at, key), None)
             self.origins[(*at, key)] = origin
+
+    def put(self, path: Path_, value: Any, origin: str) -> None:
+        """Lay one value over this."""
+        nested: dict[str, Any] = {path[-1]: value}
+        for part in reversed(path[:-1]):
+            nested = {part: nested}
+        self.merge(nested, origin)
 
     def _outrank(self, model: dict[str, Any], origin: str) -> None:
         """Drop what lower files say of the model, but for its name."""
@@ -117,11 +126,8 @@ def override(table: Table, words: Sequence[str]) -> None:
         ConfigError: a word is no override, or goes through what is no table.
     """
     for key, value in _overrides(words):
-        nested: dict[str, Any] = {key[-1]: value}
-        for part in reversed(key[:-1]):
-            nested = {part: nested}
         _clear_way(table, key)
-        table.merge(nested, COMMAND_LINE)
+        table.put(key, value, COMMAND_LINE)
 
 
 def _clear_way(table: Table, key: Path_) -> None:

@@ -7,9 +7,7 @@ A plugin subclasses one of these, sets `name` and `Config`, and carries `@regist
 Public methods are hooks and keep the names and parameters given in the kind's file; helpers start with an underscore.
 """
 
-import sys
-
-from titan.contracts.base import cost, mesh, options, spec
+from titan.contracts import deprecated  # noqa: F401 (former names)
 from titan.contracts.base.attention import Cache, KeyValues, attend, document_mask
 from titan.contracts.base.batch import IGNORE, Batch, Document
 from titan.contracts.base.cost import Costs
@@ -65,7 +63,3 @@ __all__ = [
     "register",
     "sum_gradients",
 ]  # fmt: skip
-
-# Plugins written for titan 0.1 import these modules by names without `contracts`.
-for _name, _module in (("cost", cost), ("mesh", mesh), ("options", options), ("plan", spec)):
-    sys.modules.setdefault(f"titan.{_name}", _module)

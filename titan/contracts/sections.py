@@ -5,6 +5,9 @@ from typing import Literal
 
 from titan.contracts.base.options import REQUIRED, option
 
+RESUME = ("auto", "required", "never")
+"""Values of `[checkpoint] resume` that are no folder."""
+
 
 @dataclass(frozen=True, kw_only=True)
 class RunSection:
@@ -18,7 +21,9 @@ class RunSection:
     max_minutes: float = option(
         0.0, "save and stop with exit code 75 after this long; 0: no limit", unit="minutes", at_least=0
     )
-    sample: str = option("", "prompt continued when training ends; empty prints no sample")
+    sample_prompt: str = option(
+        "", "prompt that the model continues when training ends; empty: no sample is printed", formerly="sample"
+    )
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -49,10 +54,11 @@ class DataSection:
     """`[data]`: how tokens become samples. The dataset's own keys stand in the same table, or in `[[data.mixture]]`."""
 
     seq_len: int = option(REQUIRED, "length of a sample", unit="tokens", at_least=2)
-    packing: Literal["stream", "isolate", "pad"] = option(
-        "stream",
-        "stream: documents end to end, cut every seq_len; isolate: the same, attention stays within a document; "
-        "pad: one document a sample",
+    packing: Literal["concat", "document_mask", "pad"] = option(
+        "concat",
+        "concat: documents end to end, cut every seq_len; document_mask: the same, and attention stays within a "
+        "document; pad: one document per sample",
+        former_values={"stream": "concat", "isolate": "document_mask"},
     )
     shuffle: bool = option(True, "a new seeded order of the samples each epoch")
     cache: str = option("~/.cache/titan", "folder of tokenised text, shared by all runs", path=True)
@@ -66,25 +72,30 @@ class CheckpointSection:
 
     enabled: bool = option(True, "save and resume at all")
     every: int = option(1000, "save every so many steps, and at the end", unit="steps", at_least=1)
-    keep: int = option(2, "complete checkpoints kept; 0 keeps all", at_least=0)
+    keep_latest: int = option(
+        2, "complete checkpoints to keep, the newest ones; 0 keeps all", at_least=0, formerly="keep"
+    )
     init_from: str = option(
         "", "a new run's weights: a checkpoint, a run, or a Hugging Face folder; empty: drawn anew", path=True
     )
-    new_data: bool = option(
-        False, "go on with other data than the checkpoint's, from its first sample on; else a change of data is refused"
+    reset_data: bool = option(
+        False,
+        "keep the checkpoint's weights and start the data at its first sample; without it, changed data is refused",
+        formerly="new_data",
     )
     resume: str = option(
         "auto",
-        '"auto": the newest if any; "must": the newest or stop; "never"; or a folder',
+        '"auto": from the newest checkpoint, if there is one; "required": fail if there is none; "never"; or a folder',
         path=True,
-        words=("auto", "must", "never"),
+        words=RESUME,
+        former_values={"must": "required"},
     )
     asynchronous: bool = option(True, "write in the background from a copy in memory", key="async")
 
     @property
     def goes_on(self) -> bool:
         """Whether the same command goes on from what it has saved."""
-        return self.enabled and self.resume in ("auto", "must")
+        return self.enabled and self.resume in ("auto", "required")
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -148,7 +148,7 @@ def _batches(job: Job, device: torch.device) -> list[Batch]:
     def tokens() -> Tensor:
         return torch.zeros(shape, dtype=torch.int64, device=device)
 
-    isolated = job.data.packing == "isolate"
+    isolated = job.data.packing == "document_mask"
     return [Batch(tokens(), tokens(), tokens() if isolated else None) for _ in range(job.micro_batches)]
 
 

@@ -14,6 +14,7 @@ from titan.checkpoint.ranks import Ranks
 from titan.checkpoint.weights import find_weights, load_weights, stored_config
 from titan.config import Job, load_table
 from titan.config.load import plugin_folders
+from titan.config.renames import renewed_job
 from titan.config.tables import Table, override
 from titan.contracts import BuildContext, Engine, Model, ModelPart, Tokenizer
 from titan.contracts.base import registry
@@ -64,7 +65,7 @@ def open_job(
 
 
 def _stored_table(path: Path) -> dict[str, Any]:
-    config = stored_config(path)
+    config = renewed_job(stored_config(path))
     data = {key: value for key, value in config.get("data", {}).items() if key in TAKEN_OF_DATA}
     return {**{section: config[section] for section in TAKEN_OVER if section in config}, "data": data}
 

@@ -13,6 +13,9 @@ Environment = Mapping[str, str]
 
 LOCAL = "127.0.0.1"
 PORT = 29500
+NPROC = ("NPROC", "NPROC_PER_NODE")
+"""Ranks to start on this node, under either name."""
+
 STEP_TASKS = "SLURM_STEP_NUM_TASKS"
 """srun sets it. A batch script has SLURM_NNODES, SLURM_NTASKS and SLURM_PROCID too, and is alone."""
 
@@ -59,7 +62,7 @@ def find_place(env: Environment) -> LaunchEnv:
     env = _own(env)
     _refuse_to_be_alone(env)
     nodes = _number(env, ("NNODES", "SLURM_STEP_NUM_NODES"), 1, at_least=1)
-    ranks = _number(env, ("NPROC",), 0, at_least=1) or max(1, gpus())
+    ranks = ranks_asked_for(env) or max(1, gpus())
     if nodes == 1:
         return LaunchEnv(1, 0, ranks, LOCAL, 0)
     node = _number(env, ("NODE_RANK", "SLURM_NODEID"), -1, at_least=0)
@@ -84,7 +87,7 @@ def rank_environment(env: Environment) -> dict[str, str] | None:
     env = _own(env)
     nodes = _number(env, ("NNODES", "SLURM_STEP_NUM_NODES"), 1, at_least=1)
     tasks = _number(env, (STEP_TASKS,), 1, at_least=1)
-    if env.get("NPROC") or tasks <= nodes:
+    if ranks_asked_for(env) or tasks <= nodes:
         return None
     _refuse_restarts(env, "Slurm starts each rank; have it start one task a node")
     host, port = _meeting_point(env)
@@ -96,6 +99,19 @@ def rank_environment(env: Environment) -> dict[str, str] | None:
         "MASTER_ADDR": host,
         "MASTER_PORT": str(port),
     }
+
+
+def ranks_asked_for(env: Environment) -> int:
+    """Ranks that NPROC, or its alias NPROC_PER_NODE, asks this process to start on its node; 0: neither is set.
+
+    Raises:
+        ConfigError: one of them is no number of ranks, or they differ.
+    """
+    given = {name: _number(env, (name,), 0, at_least=1) for name in NPROC}
+    if len({ranks for ranks in given.values() if ranks}) > 1:
+        both = ", ".join(f"{name} = {ranks}" for name, ranks in given.items())
+        raise ConfigError([ConfigIssue("environment", f"{both}: both name the ranks per node; unset one of them")])
+    return max(given.values())
 
 
 def max_restarts(env: Environment) -> int:
@@ -133,7 +149,9 @@ def _refuse_to_be_alone(env: Environment) -> None:
     nodes, tasks = (_number(env, (name,), 1, at_least=1) for name in ("SLURM_NNODES", "SLURM_NTASKS"))
     if nodes > 1:
         held, choice = f"SLURM_NNODES = {nodes}", "set NNODES=1 to use this node alone"
-    elif tasks > 1 and "SLURM_PROCID" in env and not env.get("NPROC"):  # SLURM_PROCID: no interactive shell of salloc
+    elif (
+        tasks > 1 and "SLURM_PROCID" in env and not ranks_asked_for(env)
+    ):  # SLURM_PROCID: no interactive shell of salloc
         held, choice = f"SLURM_NTASKS = {tasks}", "set NPROC to the ranks that this process is to start"
     else:
         return

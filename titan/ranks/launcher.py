@@ -9,7 +9,7 @@ from pathlib import Path
 
 from titan.errors import EXIT_FAILED, EXIT_PREEMPTED, EXIT_WRONG_INPUT, say
 from titan.ranks import rendezvous, slurm
-from titan.ranks.launch_env import LaunchEnv, cores, find_place, gpus, rank_environment
+from titan.ranks.launch_env import LaunchEnv, cores, find_place, gpus, rank_environment, ranks_asked_for
 from titan.ranks.rank_processes import Ended, Entry, RankProcesses
 
 
@@ -31,7 +31,7 @@ def place_asked_for() -> LaunchEnv | None:
         ConfigError: the environment does not say clearly.
     """
     mine = rank_environment(os.environ)
-    if mine is not None or not (os.environ.get("NPROC") or os.environ.get("NNODES")):
+    if mine is not None or not (ranks_asked_for(os.environ) or os.environ.get("NNODES")):
         os.environ.update(mine or {})
         return None
     place = find_place(os.environ)

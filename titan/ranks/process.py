@@ -73,10 +73,13 @@ def enter(rank: Rank, timeout_s: float) -> None:
     timeout = timedelta(seconds=timeout_s)
     store: Store = HashStore()
     if "MASTER_ADDR" in os.environ:
-        # torchrun starts ranks again with the store of the dead ones, in which Gloo would find their addresses.
-        attempt = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")
-        store = PrefixStore(f"attempt {attempt}", next(rendezvous("env://", timeout=timeout))[0])
+        store = PrefixStore(_attempt(), next(rendezvous("env://", timeout=timeout))[0])
     dist.init_process_group(backend, store=store, rank=rank.number, world_size=rank.world_size, timeout=timeout)
+
+
+def _attempt() -> str:
+    """torchrun starts ranks again with the store of the dead ones, in which Gloo would find their addresses."""
+    return f"attempt {os.environ.get('TORCHELASTIC_RESTART_COUNT', '0')}"
 
 
 _make_gloo: Any = ProcessGroupGloo.__init__
@@ -157,15 +160,27 @@ def _first_to_fail(rank: int) -> int:
     if not dist.is_initialized() or dist.get_world_size() == 1:
         return rank
     store, answers = dist.distributed_c10d._get_default_store(), [str(rank).encode()]
+    while isinstance(store, PrefixStore):
+        store = store.underlying_store
 
     def ask() -> None:
         with contextlib.suppress(RuntimeError):  # whoever served the store is gone
-            answers.append(store.compare_set("first to fail", "", str(rank)))
+            answers.append(store.compare_set(_first_to_fail_key(), "", str(rank)))
 
     asking = Thread(target=ask, daemon=True)  # a network that is down answers nothing
     asking.start()
     asking.join(ANSWER_S)
     return int(answers[-1])
+
+
+def first_told(store: Store) -> int | None:
+    """The rank that failed first by what ranks have told the store that they met at; None where none has."""
+    key = _first_to_fail_key()
+    return int(store.get(key)) if store.check([key]) else None
+
+
+def _first_to_fail_key() -> str:
+    return f"{_attempt()}/first to fail"
 
 
 def leave() -> None:

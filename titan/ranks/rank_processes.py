@@ -23,9 +23,12 @@ from pathlib import Path
 from types import FrameType
 from typing import Any
 
+from torch._C._distributed_c10d import Store
+
 from titan.errors import EXIT_DONE, EXIT_FAILED, EXIT_PREEMPTED, say
 from titan.ranks import preemption
 from titan.ranks.launch_env import LOCAL, Environment, LaunchEnv
+from titan.ranks.process import first_told
 from titan.ranks.rendezvous import NodeLostError, Nodes, listen
 
 GRACE_S = 10.0
@@ -85,6 +88,7 @@ class RankProcesses:
     _processes: dict[int, BaseProcess] = field(default_factory=dict)
     _elsewhere: dict[int, list[Ended]] = field(default_factory=dict)
     _told: connection.Connection | None = None
+    _first_to_fail: int | None = None
 
     @contextlib.contextmanager
     def hearing(self) -> Iterator[None]:
@@ -105,7 +109,8 @@ class RankProcesses:
                     os.kill(process.pid, number)
 
     def lead(self) -> list[Ended]:
-        """On node 0: all ranks of the run live once; how they ended, this node's first and in the order they did.
+        """On node 0: all ranks of the run live once; how they ended: the rank that told the store first that it failed,
+        then this node's in the order they ended, then those of other nodes.
 
         Those that outlive a failed one are killed after `GRACE_S` and are not listed.
         """
@@ -117,7 +122,8 @@ class RankProcesses:
         for node in range(1, self.place.nodes):
             if node not in self._elsewhere:
                 self._hear(node)
-        return sum((self._elsewhere[node] for node in sorted(self._elsewhere)), ended)
+        all_ended = sum((self._elsewhere[node] for node in sorted(self._elsewhere)), ended)
+        return sorted(all_ended, key=lambda end: end.rank != self._first_to_fail)
 
     @property
     def lost(self) -> list[int]:
@@ -144,9 +150,9 @@ class RankProcesses:
         with contextlib.ExitStack() as stack:
             stack.callback(self._kill)
             self._start(port)
-            if listening is not None:
-                stack.enter_context(_store_served(listening))
+            store = None if listening is None else stack.enter_context(_store_served(listening))
             ended = self._wait()
+            self._first_to_fail = None if store is None else first_told(store)
             self._hear_ranks()
             return ended
 
@@ -271,14 +277,13 @@ def _listening(place: LaunchEnv) -> socket.socket:
 
 
 @contextlib.contextmanager
-def _store_served(listening: socket.socket) -> Iterator[None]:
+def _store_served(listening: socket.socket) -> Iterator[Store]:
     """Serve the store where ranks meet. Its threads come after the forks: a process with threads should not fork."""
     from torch.distributed import TCPStore  # type: ignore[attr-defined]
 
     port = listening.getsockname()[1]
     store = TCPStore(LOCAL, port, is_master=True, wait_for_workers=False, master_listen_fd=listening.detach())
-    yield
-    del store
+    yield store
 
 
 def _ask_for_stacks(hung: Mapping[int, BaseProcess]) -> None:

@@ -60,11 +60,11 @@ class Run(Core):
     meter: Meter
     checkpointer: Checkpointer | None
     lock: FolderLock
-    held_out: Samples | None
+    validation_samples: Samples | None
     dropped: int = 0
     saved: int = field(default=0)
     whole: bool = True
-    held_out_loss: float | None = None
+    validation_loss: float | None = None
 
     def rest(self) -> dict[str, object]:
         """What a checkpoint holds beside weights and optimizer state.
@@ -105,7 +105,7 @@ def build(job: Job, rank: Rank) -> Run:
 
 def _built(job: Job, rank: Rank, lock: FolderLock) -> Run:
     limit_s = job.comm.init_timeout_s
-    samples, held_out = together(lambda: _open_data(job, rank), rank, limit_s)
+    samples, validation_samples = together(lambda: _open_data(job, rank), rank, limit_s)
     core = wire(job, rank)
     context = core.context
     checkpointer, rest = _restore(core, samples.fingerprint, lock)
@@ -128,7 +128,7 @@ def _built(job: Job, rank: Rank, lock: FolderLock) -> Run:
     return Run(
         **vars(core), loader=loader, trackers=trackers,
         meter=Meter(context.spec, job.data.seq_len, rank.world_size, rank.device, job.metrics.peak_tflops),
-        checkpointer=checkpointer, dropped=dropped, held_out=held_out, saved=step, lock=lock,
+        checkpointer=checkpointer, dropped=dropped, validation_samples=validation_samples, saved=step, lock=lock,
     )  # fmt: skip
 
 
@@ -191,14 +191,14 @@ def _open_data(job: Job, rank: Rank) -> tuple[Samples, Samples | None]:
         DataError: they cannot be used, or are not those of rank 0.
         ConfigError: the tokenizer has ids that the model has no row for.
     """
-    samples, held_out = open_samples(job, rank), open_held_out(job, rank)
-    mine = samples.fingerprint + (held_out.fingerprint if held_out else "")
+    samples, validation_samples = open_samples(job, rank), open_validation(job, rank)
+    mine = samples.fingerprint + (validation_samples.fingerprint if validation_samples else "")
     if as_first(mine, rank) != mine:
         raise DataError(
             f"rank {rank.number} found other samples than rank 0: files of a dataset changed or came meanwhile, or its"
             " node sees other files. Run again once nothing writes to the dataset's files"
         )
-    return samples, held_out
+    return samples, validation_samples
 
 
 def open_samples(job: Job, rank: Rank) -> Samples:
@@ -219,16 +219,16 @@ def open_samples(job: Job, rank: Rank) -> Samples:
     )  # fmt: skip
 
 
-def open_held_out(job: Job, rank: Rank) -> Samples | None:
+def open_validation(job: Job, rank: Rank) -> Samples | None:
     """The samples that a job validates on, in an order that no seed of a run changes; None where it does not validate.
 
     Raises:
         DataError: the text or the tokens cannot be used.
     """
-    if job.held_out is None or not job.validation.every:
+    if job.validation_data is None or not job.validation.every:
         return None
     return Samples(
-        [(_prepared(job.held_out, job, rank), 1.0)], seq_len=job.data.seq_len, packing=job.data.packing, seed=0,
+        [(_prepared(job.validation_data, job, rank), 1.0)], seq_len=job.data.seq_len, packing=job.data.packing, seed=0,
         shuffle=True, vocab_size=job.spec.vocab_size,
     )  # fmt: skip
 
@@ -262,14 +262,14 @@ def _restore(core: Core, fingerprint: str, lock: FolderLock) -> tuple[Checkpoint
         return None, {}
     section = job.checkpoint
     checkpointer = Checkpointer(
-        job.folder / "checkpoints", keep=section.keep, asynchronous=section.asynchronous, rank=rank.number,
+        job.folder / "checkpoints", keep=section.keep_latest, asynchronous=section.asynchronous, rank=rank.number,
         world_size=rank.world_size, timeout_s=job.comm.checkpoint_timeout_s, held=lock.check,
     )  # fmt: skip
     path = checkpointer.find(section.resume)
     if path is None:
         log.log.info(f"weights: {_first_weights(job, rank, parts)}")
         return checkpointer, {}
-    changes = compare(stored_rest(path), job.table, fingerprint, section.new_data)
+    changes = compare(stored_rest(path), job.table, fingerprint, section.reset_data)
     states = {technique.name: _state_now(technique) for technique in core.context.techniques}
     rest = checkpointer.load(path, parts, core.optimizer, states)
     unused = "; the run has begun, so checkpoint.init_from is not used" if section.init_from else ""

@@ -116,7 +116,7 @@ def after_step(run: Run, stats: Stats, waited: float) -> None:
     every, steps = run.job.metrics.every, run.job.train.steps
     if run.step % every == 0 or run.step in (1, steps):
         _log(run, stats)
-    if run.held_out is not None and (run.step % run.job.validation.every == 0 or run.step == steps):
+    if run.validation_samples is not None and (run.step % run.job.validation.every == 0 or run.step == steps):
         with run.meter.beside("validation"):
             validate(run)
     if run.step % run.job.train.gc_every == 0:
@@ -130,7 +130,7 @@ def _log(run: Run, stats: Stats) -> None:
     loss, norm = torch.stack([stats.loss, stats.grad_norm]).tolist()
     dropped, failure = run.guard.read()
     row = run.meter.row(run.step, loss, norm, stats.lr, run.tokens)
-    run.trackers.log({**row, "dropped_updates": dropped})
+    run.trackers.log({**row, "skipped_updates": dropped})
     if failure is not None:
         raise failure
     if dropped > run.dropped:

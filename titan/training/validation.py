@@ -1,4 +1,4 @@
-"""Loss on held-out samples: the same samples each time, and the same value at any layout."""
+"""Loss on samples of the validation split: the same samples each time, and the same value at any layout."""
 
 import math
 from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -40,15 +40,15 @@ def nats_and_tokens(loss: Loss) -> Score:
 
 
 def validate(run: Run) -> None:
-    """Tell the trackers the loss on the held-out samples, and keep it in `run.held_out_loss`: nats per token."""
-    assert run.held_out is not None
-    batches = _batches(run, run.held_out)
+    """Measure the loss on the validation split: to the trackers, and to `run.validation_loss`, in nats per token."""
+    assert run.validation_samples is not None
+    batches = _batches(run, run.validation_samples)
     nats, tokens = totals(run.engine, run.context, batches, nats_and_tokens(run.job.loss), 2)
-    run.held_out_loss = nats / max(tokens, 1.0)
+    run.validation_loss = nats / max(tokens, 1.0)
     row = {
         "step": run.step,
-        "validation_loss": run.held_out_loss,
-        "validation_perplexity": perplexity(run.held_out_loss),
+        "validation_loss": run.validation_loss,
+        "validation_perplexity": perplexity(run.validation_loss),
     }
     run.trackers.log({**row, "time": run.meter.unix_time()})
 
@@ -62,8 +62,8 @@ def perplexity(nats: float) -> float:
 
 
 def samples_used(run: Run) -> int:
-    """How many held-out samples a validation takes: what the job asks for, or all there are."""
-    there = len(run.held_out) if run.held_out is not None else 0
+    """How many samples of the validation split a validation takes: what the job asks for, or all there are."""
+    there = len(run.validation_samples) if run.validation_samples is not None else 0
     return min(run.job.validation.samples or there, there)
 
 

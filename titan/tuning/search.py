@@ -11,7 +11,7 @@ from titan.tuning.proposal import Proposer
 from titan.tuning.results import UNITS, Failed, Measured, Objective, Results, Trial, ranked
 
 Run = Callable[[Choice], Measured | Failed]
-FREE = {"run": ("name", "dir", "sample", "max_minutes"), "train": ("steps", "non_finite", "non_finite_limit")}
+FREE = {"run": ("name", "dir", "sample_prompt", "max_minutes"), "train": ("steps", "non_finite", "non_finite_limit")}
 """Keys of a job that do not affect trials, besides the sections left out below."""
 
 

@@ -1,7 +1,7 @@
 """Global sample number -> tokens and labels. What every rank of every layout agrees on."""
 
 import hashlib
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Literal, NamedTuple
 
@@ -15,7 +15,9 @@ from titan.data.samples.order import Mixture, in_epochs, mix
 from titan.data.samples.stream import Ints, Stream
 from titan.errors import DataError
 
-Packing = Literal["stream", "isolate", "pad"]
+Packing = Literal["concat", "document_mask", "pad"]
+_IN_FINGERPRINT: Mapping[Packing, str] = {"concat": "stream", "document_mask": "isolate", "pad": "pad"}
+"""A packing as fingerprints spell it: checkpoints hold them, so this never changes."""
 
 
 class Sample(NamedTuple):
@@ -107,7 +109,7 @@ class Samples(Dataset[Sample]):
         """Of the tokens, the packing and the order: equal exactly when every sample is."""
 
     def _identity(self, seq_len: int, packing: Packing) -> str:
-        parts: list[object] = [seq_len, packing, self._seed, self._shuffle]
+        parts: list[object] = [seq_len, _IN_FINGERPRINT[packing], self._seed, self._shuffle]
         for stream, count in zip(self._streams, self._mixture.counts, strict=True):
             parts += [count, *(shard.digest for shard in stream.shards)]
         return hashlib.sha256(repr(parts).encode()).hexdigest()
@@ -130,7 +132,7 @@ class Samples(Dataset[Sample]):
 def _cut(stream: Stream, seq_len: int, packing: Packing) -> Windows | Pieces:
     if packing == "pad":
         return Pieces(stream, seq_len)
-    return Windows(stream, seq_len, isolate=packing == "isolate")
+    return Windows(stream, seq_len, isolate=packing == "document_mask")
 
 
 def _too_little(stream: Stream, seq_len: int, packing: Packing) -> str:

@@ -245,7 +245,7 @@ def _bars(axes: "Axes", study: Study, name: str) -> None:
 
 
 def _refused(axes: "Axes", study: Study) -> None:
-    """A cross on the x axis where a point cannot work, with the reason where it is the only line."""
+    """Crosses on the x axis at invalid points, with the reason if there is only one line."""
     series, bottom = study.series, axes.get_xaxis_transform()
     for point in study.points:
         if not point.refused:

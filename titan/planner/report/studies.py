@@ -11,7 +11,8 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from titan.config import Job, load_job
-from titan.config.tables import Table, override
+from titan.config.renames import renew
+from titan.config.tables import COMMAND_LINE, Table, override
 from titan.contracts import Technique
 from titan.contracts.base import registry
 from titan.contracts.base.mesh import Layout, Role
@@ -242,8 +243,10 @@ def _base(kind: Kind, config: Path | None, overrides: Sequence[str], world_size:
     """The job as given, and the words that say so."""
     given = Table()
     override(given, overrides)
+    job = load_job(config, overrides)
+    renew(given, COMMAND_LINE)  # only now are the plugins of the file known
     fixed = frozenset(".".join(key) for key in given.origins)
-    base, words = Base(load_job(config, overrides), fixed, world_size or 0), list(overrides)
+    base, words = Base(job, fixed, world_size or 0), list(overrides)
     if world_size is None or kind.scales:
         return base, words
     axis = base.axis("batch")

@@ -14,7 +14,8 @@ from typing import Any
 
 from titan.config import Job, load_job
 from titan.config.load import plugin_folders
-from titan.config.tables import Table, override
+from titan.config.renames import renew
+from titan.config.tables import COMMAND_LINE, Table, override
 from titan.config.techniques import agree, chosen_techniques, unattended
 from titan.contracts import Technique
 from titan.contracts.base import registry
@@ -212,11 +213,15 @@ class Space:
 
 @dataclass(frozen=True)
 class Base:
-    """A job loaded for one rank, the dotted keys that the command line fixes, and the degrees of its mesh axes."""
+    """A job loaded for one rank, the dotted keys that the command line fixes, and the degrees of its mesh axes.
+
+    overrides: the command line's `--key=value` words, in the present spelling.
+    """
 
     job: Job
     fixed: frozenset[str]
     degrees: Mapping[str, int]
+    overrides: tuple[str, ...] = ()
 
     def space(self, ranks: int, widest: int) -> Space:
         """The search space on `ranks` ranks; widest: largest tensor-parallel degree, 0: no limit."""
@@ -242,7 +247,10 @@ def load_base(path: Path | None, overrides: Sequence[str]) -> Base:
     sizes = [word for word in words if word.startswith("--train.micro_batch_size=")] or ["--train.micro_batch_size=1"]
     job = load_job(path, [*words, *alone, *sizes], 1)
     degrees = {axis: _degree(axis, value, job.layout) for axis, value in given.at("mesh").items()}
-    return Base(job, frozenset(".".join(key) for key in keys), degrees)
+    renew(given, COMMAND_LINE)  # only now are the plugins of the file known
+    keys = [key for key in given.origins if not isinstance(given.at(*key), dict)]
+    fixed = frozenset(".".join(key) for key in keys)
+    return Base(job, fixed, degrees, tuple(f"--{'.'.join(key)}={given.at(*key)}" for key in keys))
 
 
 def _degree(axis: str, value: Any, layout: Layout) -> int:
