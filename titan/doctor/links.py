@@ -40,7 +40,7 @@ class Layout:
 
     @property
     def nodes(self) -> int:
-        """Number of nodes."""
+        """Number of nodes, each with `per_node` ranks."""
         return self.world_size // self.per_node
 
     def groups(self) -> dict[str, list[list[int]]]:

@@ -89,7 +89,7 @@ class Flops:
 
     @property
     def total(self) -> int:
-        """Forward, backward and recomputation together."""
+        """FLOPs of forward, backward and recomputation together."""
         return self.forward + self.backward + self.recompute
 
 
@@ -119,17 +119,17 @@ class DryRun:
 
     @property
     def peak_bytes(self) -> int:
-        """Peak of the allocated bytes."""
+        """Peak of the bytes allocated on this rank."""
         return sum(self.at_peak.values())
 
     @property
     def steady_bytes(self) -> int:
-        """Allocated bytes between steps."""
+        """Bytes allocated on this rank between steps."""
         return sum(self.steady.values())
 
     @property
     def total_flops(self) -> Flops:
-        """FLOPs of all modules together."""
+        """FLOPs of all modules of this rank together."""
         of = self.flops.values()
         return Flops(sum(f.forward for f in of), sum(f.backward for f in of), sum(f.recompute for f in of))
 

@@ -60,7 +60,7 @@ class Trial:
     predicted_s: float | None = None
 
     def as_json(self) -> dict[str, Any]:
-        """The line of the results file."""
+        """The trial as the JSON object of its line in the results file."""
         found = "failed" if isinstance(self.outcome, Failed) else "measured"
         known = {"name": self.name, "layout": dict(self.layout), found: asdict(self.outcome)}
         return known | {"predicted_step_time_s": self.predicted_s}

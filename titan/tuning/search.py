@@ -77,7 +77,7 @@ def report(trials: Sequence[Trial], objective: Objective) -> dict[str, Any]:
 
 
 def table(trials: Sequence[Trial], objective: Objective) -> str:
-    """The report as a text table."""
+    """The trials as a text table, best first, failed ones last."""
     rows = [["", UNITS[objective], "step time, s", "predicted, s", "tokens/s", "peak, GiB"]]
     names = ["layout"]
     for number, (value, trial) in enumerate(ranked(trials, objective), 1):
@@ -100,6 +100,6 @@ def _or_dash(seconds: float | None) -> str:
 
 
 def failures(trials: Sequence[Trial]) -> Mapping[str, int]:
-    """Number of failed trials by kind."""
+    """Number of failed trials by kind of failure, in order of appearance."""
     kinds = [trial.outcome.kind for trial in trials if isinstance(trial.outcome, Failed)]
     return {kind: kinds.count(kind) for kind in dict.fromkeys(kinds)}

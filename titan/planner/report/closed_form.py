@@ -167,7 +167,7 @@ def _training(
 
 
 def text(report: Mapping[str, Any]) -> str:
-    """A report as text tables."""
+    """The text tables of a report (see `report`): parameters, state, activations, FLOPs, training time."""
     return "\n".join(
         line
         for section in (_parameter_lines, _state_lines, _activation_lines, _work_lines, _time_lines)

@@ -46,7 +46,7 @@ FEW = 200
 
 @dataclass(frozen=True)
 class Found:
-    """A layout and its prediction."""
+    """A layout that the search kept, and its prediction."""
 
     choice: Choice
     prediction: Prediction

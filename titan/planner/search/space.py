@@ -48,7 +48,7 @@ class Choice:
         return found
 
     def words(self) -> list[str]:
-        """The layout as command-line overrides, `--key=value`."""
+        """The layout as overrides for the command line, `--key=value` each."""
         return [f"--{key}={str(value).lower()}" if value is True or value is False else f"--{key}={value}"
                 for key, value in self.values().items()]  # fmt: skip
 
