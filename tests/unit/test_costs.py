@@ -98,7 +98,7 @@ def test_tensor_parallelism_slices_pairs_and_replicates_norms() -> None:
 def test_state_in_bytes_a_parameter(words: tuple[str, ...], parameters: int, gradients: int, optimizer: int) -> None:
     job = job_of(*words)
     costs = costs_of(job)
-    held = Planner(CLUSTER).alike(costs, job.layout).memory(costs.stages[0]).held
+    held = Planner(CLUSTER).stage_costs(costs, job.layout).memory(costs.stages[0]).held
     each = [held[component] / job.spec.params for component in ("parameters", "gradients", "optimizer")]
     # Of 257 words, a quarter of the ranks hold one more than the others.
     assert each == pytest.approx((parameters, gradients, optimizer), rel=0.01)

@@ -112,7 +112,7 @@ class StageLoad(NamedTuple):
     head: int = 0
 
 
-def places_of(stages: Sequence[Stage], recompute: Recompute | None) -> list[StageLoad]:
+def stage_loads(stages: Sequence[Stage], recompute: Recompute | None) -> list[StageLoad]:
     """The loads of all pipeline ranks; of ranks with equal loads, only the last."""
     before, held = 0, dict[int, StageLoad]()
     for rank, layers, embeddings, head in stages:
@@ -146,7 +146,7 @@ class StageCostCache:
         self._work: dict[tuple[int, ...], StageWork] = {}
         self._memory: dict[tuple[int, ...], StageMemory] = {}
 
-    def least(self, rounds: float, ranks: int) -> tuple[float, float]:
+    def lower_bound(self, rounds: float, ranks: int) -> tuple[float, float]:
         """(lower bound of the step, mean computation per rank) in seconds, however the layers are distributed.
 
         rounds: micro batches per step.  ranks: of the pipeline.
@@ -162,7 +162,7 @@ class StageCostCache:
         each = self.layer_s + (self.again_s if again == layers else 0.0)
         return max(mean, math.ceil(layers / ranks) * (rounds * each + self.once_s)), busy
 
-    def least_in(self, places: Iterable[StageLoad]) -> float:
+    def lower_bound_of(self, places: Iterable[StageLoad]) -> float:
         """Lower bound of the step in seconds, for this distribution of layers: a rank's work after its first wait."""
         rounds, forward = self.parts.costs.micro_batches, self.parts.layer.forward
         embeddings, layer, again, head = (
@@ -213,7 +213,7 @@ class Planner:
         draft = self.draft(costs, layout)
         return draft.finish(draft.memory(), keep=keep)
 
-    def alike(self, costs: Costs, layout: Layout) -> "StageCostCache":
+    def stage_costs(self, costs: Costs, layout: Layout) -> "StageCostCache":
         """The cache of stages for jobs that differ from this one only in their pipelines; the last one is kept."""
         key = (layout.degrees, *(getattr(costs, name) for name in NOT_OF_STAGES))
         if self._last is None or self._last[0] != key:
@@ -223,7 +223,7 @@ class Planner:
 
     def draft(self, costs: Costs, layout: Layout, alike: "StageCostCache | None" = None) -> "UnscheduledStep":
         """The timed stages of a step, before the schedule is simulated. alike: the cache to use, if at hand."""
-        return UnscheduledStep(self, costs, layout, alike or self.alike(costs, layout))
+        return UnscheduledStep(self, costs, layout, alike or self.stage_costs(costs, layout))
 
     def speed(self, layout: Layout) -> float:
         """A rank's share of its full speed while all ranks compute: below 1 where ranks share processors."""
@@ -254,7 +254,7 @@ class UnscheduledStep:
         return memory_of(self.costs, stages, self.planner.cluster)
 
     @property
-    def least_s(self) -> float:
+    def lower_bound_s(self) -> float:
         """Lower bound of the step in seconds, under any schedule.
 
         A rank starts when the first micro batch has passed the stages before it. It then has all of its work to do.
