@@ -30,7 +30,7 @@ class Tokenizer(Plugin, ABC):
     @property
     @abstractmethod
     def fingerprint(self) -> str:
-        """Changes whenever any text would be encoded otherwise; part of the key of tokenised data."""
+        """Changes whenever any text would be encoded otherwise; part of the key of tokenized data."""
 
     @abstractmethod
     def encode(self, text: str) -> list[int]:
@@ -60,7 +60,7 @@ class Dataset(Plugin, ABC):
     def files(self) -> list[Path]:
         """The files read, in a fixed order. Their contents are the dataset's identity.
 
-        Name every file that `documents` reads: these alone are watched for changes while they are tokenised.
+        Name every file that `documents` reads: these alone are watched for changes while they are tokenized.
 
         Raises:
             DataError: there is none.
@@ -75,5 +75,5 @@ class Dataset(Plugin, ABC):
         raise NotImplementedError
 
     def shards(self) -> list[Path] | None:
-        """The token shards, for a dataset that is tokenised already; None (the default) for text."""
+        """The token shards, for a dataset that is tokenized already; None (the default) for text."""
         return None

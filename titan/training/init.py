@@ -47,7 +47,7 @@ def draw(how: Init, shape: torch.Size, seed: int, name: str, device: torch.devic
         value = how.compute(device)
         if value.shape != shape:
             told = f"{name} with shape {list(value.shape)}, the model has shape {list(shape)}"
-            raise PluginError(f"the model's plan computes {told}")
+            raise PluginError(f"the model's spec computes {told}")
         return value.to(dtype)
     if how.kind == "constant":
         return torch.full(shape, how.value, device=device, dtype=dtype)
