@@ -1,14 +1,18 @@
-"""The planner against published measurements.
+"""Compare the planner's predictions with published measurements, and fit its constants to them.
 
     python -m bench.plan_accuracy [--rows FILE] [--json] [--fit] [--write]
 
-Runs every row of a file of published runs through the planner and prints how far it is off: step times by group and by
-source, ranks inside sweeps, memory, runs that went out of memory, schedules. Without --rows it takes those beside the
-project where they are, else its own copy, bench/published/rows.jsonl, and writes docs/validation.md.
+Predicts every row of a file of published runs and prints the errors as a Markdown page: step times by hardware and by
+source, layout sweeps, memory, out-of-memory runs, schedules. Without --rows it also writes the page to
+docs/validation.md. The rows are then those of a collection next to the repository if there is one, otherwise the
+repository's copy, bench/published/rows.jsonl.
 
---fit fits the free constants anew (a minute or two), leaves each source out in turn (some minutes more), prints both
-and keeps them in bench/published/fit.json. --write puts the constants kept there into the cluster files and fabrics,
-which are what counts; with --fit, those just fitted.
+These errors are in-sample: the constants are fitted to the same rows. For an unseen cluster, use the
+leave-one-source-out table of the page.
+
+--fit refits the free constants (1 to 2 minutes) and the leave-one-source-out table (some minutes more), and stores both
+in bench/published/fit.json. --write copies the stored constants into the cluster files and fabrics.toml, which are the
+files that predictions read; with --fit, it copies the new ones.
 """
 
 import argparse
@@ -32,10 +36,10 @@ def main(arguments: list[str] | None = None) -> int:
     """The command."""
     plainly = argparse.RawDescriptionHelpFormatter
     parser = argparse.ArgumentParser(prog="python -m bench.plan_accuracy", description=__doc__, formatter_class=plainly)
-    parser.add_argument("--rows", type=Path, help="JSON lines, one measurement each")
-    parser.add_argument("--json", action="store_true", help="print JSON")
-    parser.add_argument("--fit", action="store_true", help="fit the constants anew, and leave each source out")
-    parser.add_argument("--write", action="store_true", help="put the fitted constants into the files of the clusters")
+    parser.add_argument("--rows", type=Path, metavar="FILE", help="published measurements, one JSON object per line")
+    parser.add_argument("--json", action="store_true", help="print one JSON object with every prediction")
+    parser.add_argument("--fit", action="store_true", help="refit the constants and the leave-one-source-out table")
+    parser.add_argument("--write", action="store_true", help="copy the stored constants into the cluster files")
     chosen = parser.parse_args(arguments)
     path = chosen.rows or rows.default()
     try:
@@ -78,7 +82,7 @@ def _refit(cases: list[Any]) -> None:
 
 
 def measure(found: list[dict[str, Any]], cases: list[Any], skipped: dict[str, str]) -> dict[str, Any]:
-    """Everything that is printed, as plain data."""
+    """All predictions and their errors as plain data: the object that --json prints."""
     predicted = results(cases, World())
     schedules = schedule_rows(row for row in found if _profiled(row))
     return {
@@ -96,7 +100,7 @@ def measure(found: list[dict[str, Any]], cases: list[Any], skipped: dict[str, st
 
 
 def _profiled(row: dict[str, Any]) -> bool:
-    """Whether a row states the times of its actions, and all that a comparison of its schedule asks for."""
+    """Whether a row states the times of its actions and every key that the schedule comparison needs."""
     extra = row.get("extra")
     if not isinstance(extra, dict) or not isinstance(row.get("schedule"), str):
         return False

@@ -1,10 +1,10 @@
-"""How long planning takes: an answer with the start, a further layout, a search of 2,048 GPUs, a dry run of one.
+"""Measure how long planning takes: one prediction, one more layout, a search of 2,048 GPUs, a dry run of one rank.
 
     python -m bench.plan_latency [--repeats 5]
 
-Commands run as processes of their own, one after the other, and count from start to end; the first of each is left out.
-Prints medians, and writes all samples under bench/results. `import torch` is measured beside them: on a machine that is
-slow or busy, compare with that.
+Each command runs in its own process, one after the other, and is timed from start to exit. The first run of each is
+discarded. Prints medians and writes all samples under bench/results. `import torch` is timed as a reference: on a slow
+or busy machine, compare with it.
 """
 
 import argparse
@@ -34,21 +34,21 @@ LAYOUTS = 400
 
 
 def main() -> None:
-    """Measure all of them and print a table."""
+    """Time all commands, print a table and write the samples."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--repeats", type=int, default=5)
+    parser.add_argument("--repeats", type=int, default=5, help="timed runs of each command; default: 5")
     repeats = parser.parse_args().repeats
     samples = {name: [_run(command) for _ in range(repeats + 1)][1:] for name, command in COMMANDS.items()}
     further = _further_layouts()
     for name, runs in samples.items():
         wall, cpu, gib = (statistics.median(run[i] for run in runs) for i in range(3))
         print(f"{name:<40}{wall:8.2f} s  {cpu:8.2f} s of CPU  {gib:6.2f} GiB")
-    print(f"{'a further layout':<40}{statistics.median(further) * 1e3:8.2f} ms")
+    print(f"{'one more layout':<40}{statistics.median(further) * 1e3:8.2f} ms")
     print(results.write("planning", {"samples": samples, "further_layout_s": further}))
 
 
 def _run(command: Sequence[str]) -> tuple[float, float, float]:
-    """Seconds, CPU seconds and GiB of a process."""
+    """Wall seconds, CPU seconds and peak GiB of a process."""
     started = time.perf_counter()
     with Path(os.devnull).open("w") as nowhere:
         out = [(os.POSIX_SPAWN_DUP2, nowhere.fileno(), number) for number in (1, 2)]
@@ -59,7 +59,7 @@ def _run(command: Sequence[str]) -> tuple[float, float, float]:
 
 
 def _further_layouts() -> list[float]:
-    """Seconds of each of some layouts of 2,048 GPUs, drawn at random, memory and schedule included."""
+    """Seconds per prediction of random layouts of 2,048 GPUs, with memory and schedule."""
     base, where = load_base(Path("llama65b.toml"), []), cluster.load("a100-80gb")
     planner, space, draw = Planner(where), base.space(2048, where.ranks_per_node), random.Random(0)
     groups = [(layout, b) for layout in space.layouts() for b in space.micro_batches(layout)]

@@ -1,47 +1,48 @@
 #!/usr/bin/env bash
-# Trains under Slurm, and comes back by itself until the job is done:
+# Trains under Slurm and requeues itself until the job is done. From the repository:
 #
 #     sbatch docs/slurm.sh --config configs/llama7b.toml [--table.key value ...]
 #
-# Before its time is up, Slurm sends the run SIGUSR1. The run saves its state, ends with exit code 75 and has Slurm queue
-# this very job again (of an array, this task alone). The new run goes on from the checkpoint. Adapt the lines below;
-# sbatch's own options win over them: sbatch --nodes 8 docs/slurm.sh ...
+# Slurm sends the run SIGUSR1 before the time limit. The run saves a checkpoint, exits with code 75, and has Slurm
+# requeue this job (of a job array, only this task). The requeued job resumes from its checkpoint. Adapt what follows.
+# Options of sbatch override them: sbatch --nodes 8 docs/slurm.sh ...
 #
-#     scancel --signal=USR1 JOB    the same at any time: save, and go back into the queue
-#     scancel JOB                  save and end; the job is not queued again (Slurm allows it KillWait, often 30 s)
+#     scancel --signal=USR1 JOB    save now and requeue
+#     scancel JOB                  save and end; the job is not requeued (the save must fit into KillWait, often 30 s)
 #
-# scancel sends SIGTERM, and so does Slurm when it needs the nodes. With PreemptMode=REQUEUE, Slurm queues the job again
-# itself. With PreemptMode=CANCEL and a GraceTime, the run saves and is not queued again, unless your Slurm has
-# PreemptParameters=send_user_signal, which sends the signal of --signal instead; else submit the job again.
+# scancel sends SIGTERM, and so does Slurm when it preempts the job:
+#     PreemptMode=REQUEUE                   Slurm requeues the job itself
+#     PreemptMode=CANCEL with a GraceTime   the run saves and is not requeued: submit the job again. With
+#                                           PreemptParameters=send_user_signal, Slurm sends the signal of --signal
+#                                           instead, and the run requeues its job
 
-# What the job shows up as, and where its output goes (%j: the number of the job, the same after each requeue).
+# Name in the queue, and the file for the output (%j: the job id, which a requeue keeps).
 #SBATCH --job-name=titan
 #SBATCH --output=slurm-%j.out
-# Each run of the job appends to that file; by default a requeued one would begin it anew.
+# Append to that file after a requeue; by default Slurm would overwrite it.
 #SBATCH --open-mode=append
 
-# One task per node: it is the launcher, which starts a rank for each GPU of its node (or as many as NPROC says).
+# One task per node: the launcher, which starts one rank per GPU of its node (or NPROC ranks).
 #SBATCH --nodes=2
 #SBATCH --ntasks-per-node=1
 #SBATCH --gpus-per-node=8
 #SBATCH --cpus-per-task=64
 #SBATCH --exclusive
 
-# The longest one run may take; the job as a whole takes as many as it needs.
+# Time limit of one run. A job may need several runs, one per requeue.
 #SBATCH --time=24:00:00
-# SIGUSR1 to the job's step, which is srun's processes below, 300 s before the time is up. Leave enough for two steps and
-# a save: when the time is up, SIGTERM comes, and the job is not queued again. With "B:USR1" the signal would go to this
-# shell instead, which does not pass it on; only a script without srun, which ends in "exec ./run_train.sh", needs it
+# SIGUSR1 to the job step (the processes of srun) 300 s before the time limit. Leave time for two steps and a save:
+# at the limit, SIGTERM comes, and the job is not requeued. "B:USR1" would send the signal to this shell, which does not
+# forward it. Only a script that ends in "exec ./run_train.sh", without srun, needs "B:USR1"
 # (and scancel --batch --signal=USR1).
 #SBATCH --signal=USR1@300
-# Slurm may queue the job again: when the run asks for it, when a node has failed, or when others need the nodes
-# (PreemptMode=REQUEUE).
+# Allow Slurm to requeue the job: on request of the run, after a node failure, or on preemption (PreemptMode=REQUEUE).
 #SBATCH --requeue
 
-# A failed run starts its ranks again this often before the job fails.
+# How often a run restarts its ranks after a failure before the job fails.
 export MAX_RESTARTS=${MAX_RESTARTS:-3}
 
-# srun starts the launchers; without it, this script alone would run, on the first node, and refuse to train.
-# If the launcher of a node is gone, the others cannot go on: end them. run_train.sh lies where sbatch was called; it
-# queues the job again when it ends with 75.
+# srun starts one launcher per node. Without srun, this script would run on the first node only and refuse to train.
+# --kill-on-bad-exit: if the launcher of one node is gone, end the launchers of the other nodes. sbatch must be called
+# from the repository, where run_train.sh is; run_train.sh requeues the job when it exits with 75.
 exec srun --kill-on-bad-exit=1 ./run_train.sh "$@"

@@ -32,7 +32,7 @@ class Compile(Technique):
     Config = Config
     phase = "compile"
 
-    def check(self, job: Job, plan: ModelSpec) -> Iterable[str]:
+    def check(self, job: Job, spec: ModelSpec) -> Iterable[str]:
         """Selective recompute inside a graph over sliced parameters."""
         if job.layout.role_degree("model") > 1:
             for how in job.stating("recomputes_operations"):
@@ -42,9 +42,9 @@ class Compile(Technique):
         """Elementwise operations of a block are merged."""
         return replace(costs, fused=True)
 
-    def apply(self, part: ModelPart, world: BuildContext) -> None:
+    def apply(self, part: ModelPart, context: BuildContext) -> None:
         """Wrap the forward of each block of this model part in torch.compile."""
-        for name, _ in part.layers(world.plan):
+        for name, _ in part.layers(context.spec):
             part.wrap_forward(name, "compile", self._compile)
 
     def _compile(self, forward: Callable[..., Any]) -> Callable[..., Any]:

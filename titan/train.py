@@ -87,7 +87,7 @@ def _run(job: Job, me: process.Rank) -> int:
     if run.step < job.train.steps:
         return _make_room(run, asked)
     if job.run.sample_prompt and not asked:
-        text = generation.sample(run.world, run.engine, job.run.sample_prompt, job.run.seed)
+        text = generation.sample(run.context, run.engine, job.run.sample_prompt, job.run.seed)
         log.log.info(f"\nsample after step {run.step}:\n{job.run.sample_prompt}{text}\n")
     _part(run)
     return EXIT_DONE
@@ -109,13 +109,13 @@ def _make_room(run: build.Run, asked: str) -> int:
 
 def _greet(run: build.Run) -> None:
     job = run.job
-    log.log.info(f"model: {job.model.name}, {run.world.plan.params:,} parameters; layout: {job.layout}")
+    log.log.info(f"model: {job.model.name}, {run.context.spec.params:,} parameters; layout: {job.layout}")
     log.log.info(f"techniques: {', '.join(t.name for t in job.techniques) or 'none'}")
     log.log.info(
         f"batch: {job.train.global_batch_size} samples of {job.data.seq_len} tokens per step"
         f" = {job.micro_batch} x {job.micro_batches} micro batches x {job.batch_ranks} ranks"
     )
-    described = job.optimizer.describe(build.named_parameters(run.parts, run.world))
+    described = job.optimizer.describe(build.named_parameters(run.parts, run.context))
     if described:
         log.log.info(f"optimizer: {described}")
     if recorder := watchdog.recorder():

@@ -101,14 +101,14 @@ def device_of(row: Mapping[str, Any], framework: Framework) -> str:
     """
     said = str(row.get("gpu") or "")
     if not said:
-        raise Skip("states no GPU")
+        raise Skip("not stated: gpu")
     memory = row.get("gpu_mem_gb")
     for entry in _fabrics()["device"]:
         if re.search(entry["match"], said) and (
             not entry.get("memory_gb") or not memory or memory == entry["memory_gb"]
         ):
             return str(entry["cudnn"] if framework.cudnn and "cudnn" in entry else entry["cluster"])
-    raise Skip(f"no cluster file describes a {said}")
+    raise Skip(f"no cluster file for {said}")
 
 
 def fabric_of(row: Mapping[str, Any], job: Row, device: str) -> tuple[str, float]:
@@ -118,7 +118,7 @@ def fabric_of(row: Mapping[str, Any], job: Row, device: str) -> tuple[str, float
     date = re.search(r"date (\d\d-\d\d)", str(row.get("notes") or ""))
     fits = (e for e in kinds if re.search(e["match"], said) and ("until" not in e or (date and date[1] < e["until"])))
     kind = next(fits)
-    gb_s = _fabrics()["usual_gb_s"].get(device.split("-")[0], 25.0)
+    gb_s = _fabrics()["usual_bandwidth_gb_s"].get(device.split("-")[0], 25.0)
     if found := re.search(r"(\d+)\s*x\s*(\d+)\s*Gb", said):
         gb_s = int(found[1]) * int(found[2]) / 8 / job.per_node
     elif found := re.search(r"(\d+) Omni-Path", said):
@@ -132,7 +132,7 @@ def fabric_of(row: Mapping[str, Any], job: Row, device: str) -> tuple[str, float
 
 def cluster_of(device: Cluster, fabric: Link, gb_s: float, per_node: int) -> Cluster:
     """A device's cluster with nodes of so many, and a fabric of so many GB/s a device between them."""
-    return replace(device, links=(replace(device.links[0], ranks=per_node), replace(fabric, gb_s=gb_s)))
+    return replace(device, links=(replace(device.links[0], ranks=per_node), replace(fabric, bandwidth_gb_s=gb_s)))
 
 
 def file_of(name: str) -> Path:
@@ -160,8 +160,8 @@ def reread() -> None:
 
 def all_fabrics() -> dict[str, Link]:
     """Networks between nodes by name."""
-    keys = ("latency_us", "efficiency", "pair_efficiency")
+    keys = ("latency_us", "efficiency", "p2p_efficiency")
     return {
-        entry["name"]: Link(name=entry["name"], gb_s=1.0, **{key: entry[key] for key in keys if key in entry})
+        entry["name"]: Link(name=entry["name"], bandwidth_gb_s=1.0, **{key: entry[key] for key in keys if key in entry})
         for entry in _fabrics()["fabric"]
     }

@@ -52,7 +52,7 @@ class Constant:
         return sum(_sees(case, self) for case in cases)
 
 
-USUAL = {"products.odd": 0.25, "products.few_kept": 0.25}
+USUAL = {"products.unaligned_16b_factor": 0.25, "products.small_batch_factor": 0.25}
 """Products without tensor cores against those with, by the data sheet of the A100 (78 and 312 TFLOP/s in fp16)."""
 
 DRAWN = 0.05
@@ -65,29 +65,31 @@ def _constants_of(
     return [Constant(devices, key, low, high, USUAL.get(key), lent) for key, (low, high) in keys.items()]
 
 
-SHARES = {"efficiency": (0.1, 1.0), "pair_efficiency": (0.1, 1.0)}
+SHARES = {"efficiency": (0.1, 1.0), "p2p_efficiency": (0.1, 1.0)}
 LATENCY = {"latency_us": (1.0, 500.0)}
-OMNI_PATH, MENDED = "Omni-Path 4 x 100 Gb/s, before its nodes were mended", "Omni-Path 4 x 100 Gb/s"
+OMNI_PATH, REPAIRED = "Omni-Path 4 x 100 Gb/s, before node repair", "Omni-Path 4 x 100 Gb/s"
 HDR, INFINIBAND = "InfiniBand HDR", "InfiniBand"
 FAST_ROCE, ROCE = "RoCE 8 x 200 Gb/s", "RoCE 4 x 100 Gb/s"
 HOPPER = {
     "products.bfloat16.efficiency": (0.3, 0.95), "kernels.attention_forward": (0.08, 0.8),
-    "kernels.attention_backward": (0.08, 0.8), "kernels.bandwidth": (0.6, 0.95),
+    "kernels.attention_backward": (0.08, 0.8), "kernels.bandwidth_efficiency": (0.6, 0.95),
 }  # fmt: skip
 
 CONSTANTS = (
     *_constants_of(A100, {
-        "products.efficiency": (0.5, 0.95), "kernels.bandwidth": (0.6, 0.95), "products.few_kept": (0.02, 1.0),
+        "products.efficiency": (0.5, 0.95), "kernels.bandwidth_efficiency": (0.6, 0.95),
+        "products.small_batch_factor": (0.02, 1.0),
     }),
     *_constants_of(A100, {
-        "products.quantised": (0.0, 1.0), "products.depth": (0, 300), "products.unaligned": (0.6, 1.0),
-        "products.odd": (0.02, 1.0), "kernels.launch_us": (0, 15), "kernels.overlap_slowdown": (0.0, 1.0),
+        "products.wave_quantization": (0.0, 1.0), "products.k_half": (0, 300), "products.unaligned_factor": (0.6, 1.0),
+        "products.unaligned_16b_factor": (0.02, 1.0), "kernels.launch_us": (0, 15),
+        "kernels.overlap_slowdown": (0.0, 1.0),
     }, lent=(*V100, *H100, *LIKE_H100, "mi250x-frontier")),
     *_constants_of(A100, {
         "kernels.attention_forward": (0.15, 0.8), "kernels.attention_backward": (0.15, 0.8),
         "link.efficiency": (0.4, 0.9),
     }, lent=V100),
-    *_constants_of(V100, {"products.efficiency": (0.5, 0.95), "kernels.bandwidth": (0.6, 0.95)}),
+    *_constants_of(V100, {"products.efficiency": (0.5, 0.95), "kernels.bandwidth_efficiency": (0.6, 0.95)}),
     *_constants_of(
         H100, {**HOPPER, "products.float8.efficiency": (0.2, 0.95), "link.efficiency": (0.4, 0.9)}, lent=LIKE_H100
     ),
@@ -96,7 +98,7 @@ CONSTANTS = (
     ),
     *_constants_of(HBM2E, {"products.bfloat16.efficiency": (0.2, 0.95), "products.float8.efficiency": (0.1, 0.95)}),
     *(Constant((), f"fabric.{name}.{key}", *between, lent=lent)
-      for name, lent in ((OMNI_PATH, ()), (MENDED, ()), (HDR, A100), (INFINIBAND, (*H100, *LIKE_H100)))
+      for name, lent in ((OMNI_PATH, ()), (REPAIRED, ()), (HDR, A100), (INFINIBAND, (*H100, *LIKE_H100)))
       for key, between in SHARES.items()),
     *(Constant((), f"fabric.{name}.{key}", *between) for name in (FAST_ROCE, ROCE)
       for key, between in {"efficiency": (0.1, 1.0), **LATENCY}.items()),
@@ -144,7 +146,7 @@ def case_of(row: Mapping[str, Any]) -> Case:
     costs = costs_of(job, framework)
     lacking = {costs.dtype, costs.wide_dtype} - set(all_devices()[device].peak_tflops)
     if lacking:
-        raise Skip(f"{device} has no {', '.join(sorted(lacking))}")
+        raise Skip(f"cluster file {device} has no peak for {', '.join(sorted(lacking))}")
     return Case(row, job, costs, layout_of(job), device, *fabric_of(row, job, device), measured(row, job))
 
 
@@ -157,7 +159,7 @@ def cases_of(rows: Iterable[Mapping[str, Any]]) -> tuple[list[Case], dict[str, s
         except Skip as reason:
             skipped[str(row["id"])] = str(reason)
         except (TypeError, ValueError, KeyError, ArithmeticError) as error:
-            skipped[str(row["id"])] = f"is not as rows are: {type(error).__name__}: {error}"
+            skipped[str(row["id"])] = f"malformed row: {type(error).__name__}: {error}"
     return cases, skipped
 
 
@@ -240,7 +242,7 @@ def fit(
     try:
         from scipy.optimize import least_squares  # type: ignore[import-untyped]
     except ImportError:
-        raise SystemExit("the fit needs scipy: pip install scipy") from None
+        raise SystemExit("--fit needs scipy: .venv/bin/python -m pip install scipy") from None
     timed = [case for case in cases if case.seconds]
     seen = [c for c in constants if any(_sees(case, c) for case in timed)]
     errors = _Errors(timed, seen)

@@ -21,7 +21,7 @@ UNEXPLAINED = frozenset([
     "i140", "i149", "i150", "i151", "i179",
 ])
 # fmt: on
-"""Rows whose times no model explained, said so before this one was fitted. They stay in every mean."""
+"""Rows whose times no model explained; the list was fixed before this fit. They stay in every mean."""
 
 
 @dataclass(frozen=True)
@@ -81,7 +81,7 @@ def memory(case: Case, world: World) -> tuple[float, str, bool]:
     )
 
     def most(ranks: Sequence[Memory], reserved_gib: float, lost: float) -> float:
-        return max(m.total - m.margin + lost * _of_a_step(m) for m in ranks) / GIB + reserved_gib
+        return max(m.total - m.overhead + lost * _of_a_step(m) for m in ranks) / GIB + reserved_gib
 
     has = planner.cluster.device.memory_gib
     gib = most(shows[:1] if kind.get("first") else shows, kind["reserved_gib"], kind["fragmented"])
@@ -171,12 +171,12 @@ def by_source(found: Sequence[Result]) -> dict[tuple[str, ...], dict[str, float]
 
 
 UNEXPLAINED_MEMORY = {
-    "h034": "65 GB with micro batches of 2; the same job with micro batches of 4 is said to take 56 GB",
+    "h034": "65 GB with micro batches of 2; the source gives the same job with micro batches of 4 only 56 GB",
     "h074": "the same job as h075 in every key",
-    "h075": "38 GB where h074, the same job, takes 44",
-    "h129": "out of memory; h123 has as many parameters a rank, the same layout and micro batch, and ran with 67 GB",
+    "h075": "38 GB; h074, the same job, takes 44 GB",
+    "h129": "out of memory; h123, with equal parameters per rank, layout and micro batch, ran with 67 GB",
 }
-"""Rows of memory that contradict others, and how. They stay in every mean."""
+"""Rows whose memory contradicts other rows, and how. They stay in every mean."""
 
 WHOLE = "whole process"
 """The figure of memory that counts what is beside tensors too."""

@@ -24,22 +24,24 @@ def held(job: Row, framework: Framework, gradient: int) -> tuple[PersistentState
     if job.zero == 3:
         kept, moments = (2.0, updated) if adds else (2.0, 0.0) if framework.offloaded else (4.0, 8.0)
         return (
-            PersistentState(component="parameters", bytes=kept, axes=shard),
-            PersistentState(component="gradients", bytes=kept, axes=shard),
-            PersistentState(component="optimizer", bytes=moments, axes=shard),
-            PersistentState(component="buffers", bytes=2, units=3),
-            PersistentState(component="buffers", bytes=2 + gradient, units=1),
+            PersistentState(component="parameters", bytes_per_param=kept, axes=shard),
+            PersistentState(component="gradients", bytes_per_param=kept, axes=shard),
+            PersistentState(component="optimizer", bytes_per_param=moments, axes=shard),
+            PersistentState(component="buffers", bytes_per_param=2, gathered_units=3),
+            PersistentState(component="buffers", bytes_per_param=2 + gradient, gathered_units=1),
         )  # fmt: skip
     beside = 0.0
     if adds and gradient == 4:
         beside = 2.0 * (job.dp > 1 or not framework.drops_narrow)
         beside += framework.unaccounted * ("fp32 grad" in job.precision)
     # Without a table the largest unit is a layer, of which one tensor is cast; but such ranks are not the fullest.
-    cast = (PersistentState(component="buffers", bytes=4, units=1),) * (framework.casts and gradient == 4)
+    cast = (PersistentState(component="buffers", bytes_per_param=4, gathered_units=1),) * (
+        framework.casts and gradient == 4
+    )
     return (
-        PersistentState(component="parameters", bytes=2),
-        PersistentState(component="gradients", bytes=gradient + beside),
-        PersistentState(component="optimizer", bytes=updated, axes=shard if job.zero else ()),
+        PersistentState(component="parameters", bytes_per_param=2),
+        PersistentState(component="gradients", bytes_per_param=gradient + beside),
+        PersistentState(component="optimizer", bytes_per_param=updated, axes=shard if job.zero else ()),
         *cast,
     )
 
@@ -67,7 +69,7 @@ def as_reserved(job: Row, framework: Framework, held: Costs) -> Costs:
     if recompute_of(job, framework) != "full" or not framework.accumulate:
         return held
     layer = (
-        replace(op, keeps=op.keeps[:1]) if isinstance(op, Attention) and op.scores_written else op for op in held.layer
+        replace(op, saved=op.saved[:1]) if isinstance(op, Attention) and op.scores_written else op for op in held.layer
     )
     return replace(held, layer=tuple(layer))
 

@@ -57,12 +57,12 @@ class CrossEntropy(Loss):
 
     def cost(self, costs: Costs, job: Job) -> Costs:
         """The logits are kept, read twice forward, and read and written backward; labels and three sums a token."""
-        words = job.plan.vocab_size
-        kept = SavedTensor(numbers=words, region="logits"), SavedTensor(numbers=8 + 8, region="whole", bytes=1)
+        words = job.spec.vocab_size
+        kept = SavedTensor(numel=words, region="logits"), SavedTensor(numel=8 + 8, region="seq_full", itemsize=1)
         # Backward has a chunk's exponentials, its logits in float32 if they are not, and the chunk before.
-        logits, chunk, copies = costs.share("logits") * words, CHUNK["cuda"], 1 + (costs.bytes < 4)
+        logits, chunk, copies = costs.share("logits") * words, CHUNK["cuda"], 1 + (costs.itemsize < 4)
         scratch = chunk + copies * min(logits - chunk, chunk) if logits > chunk else copies * logits
-        loss = Elementwise(region="logits", forward=2 * words, backward=2 * words, scratch=scratch, keeps=kept)
+        loss = Elementwise(region="logits", forward=2 * words, backward=2 * words, scratch=scratch, saved=kept)
         return replace(costs, head=(*costs.head, loss))
 
     def compute(self, logits: Tensor, labels: Tensor) -> tuple[Tensor, Tensor]:

@@ -57,8 +57,8 @@ class ActivationCheckpoint(Technique):
     name = "activation_checkpoint"
     Config = Config
     phase = "recompute"
-    optional = True
-    choices: ClassVar = (
+    search_toggle = True
+    search_space: ClassVar = (
         {"mode": "full"}, {"mode": "selective"}, {"mode": "every_n", "every": 2}, {"mode": "every_n", "every": 4}
     )  # fmt: skip
 
@@ -76,13 +76,13 @@ class ActivationCheckpoint(Technique):
         """Layers keep their input, or the products of selective mode, and are computed again."""
         every = self.config.every if self.config.mode == "every_n" else 1
         keeps: Any = "products" if self.config.mode == "selective" else "input"
-        return replace(costs, recompute=Recompute(every=every, keeps=keeps))
+        return replace(costs, recompute=Recompute(every=every, saved=keeps))
 
-    def apply(self, part: ModelPart, world: BuildContext) -> None:
+    def apply(self, part: ModelPart, context: BuildContext) -> None:
         """Wrap the forward of the blocks of this model part; every n-th, with `every_n`."""
         place: Any = "recompute_ops" if self.config.mode == "selective" else "recompute_block"
         stride = self.config.every if self.config.mode == "every_n" else 1
-        for name, _ in part.layers(world.plan):
+        for name, _ in part.layers(context.spec):
             if int(name.rpartition(".")[2]) % stride == 0:
                 part.wrap_forward(name, place, self._wrap)
 

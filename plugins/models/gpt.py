@@ -26,7 +26,7 @@ from torch import Tensor, nn
 from titan.contracts import Cache, HfTensor, KeyValues, Model, ModelSpec, attend, document_mask, option, register
 from titan.contracts.base.cost import Attention as AttentionCost
 from titan.contracts.base.cost import Elementwise, EmbeddingOp, Operation, SavedTensor, linear, norm, residual, shared
-from titan.contracts.base.plan import ONES, ZEROS, Init, TensorStyle, nearest, normal
+from titan.contracts.base.spec import ONES, ZEROS, Init, TensorStyle, nearest, normal
 from titan.errors import ConfigError, ConfigIssue
 
 
@@ -148,7 +148,7 @@ class Transformer(nn.Module):
         return x if self.output is None else self.output(x)
 
     def _stem(self, tokens: Tensor, cache: Cache | None) -> Tensor:
-        assert self.embed is not None and self.positions is not None, "tokens reached a stage without the stem"
+        assert self.embed is not None and self.positions is not None, "tokens reached a stage without the embeddings"
         # [1 or B, S], so that both terms split on the same dimension where sequences are split.
         at = torch.arange(tokens.shape[1], device=tokens.device)[None] if cache is None else cache.positions
         return self.embed(tokens) + self.positions(at)  # type: ignore[no-any-return]
@@ -191,7 +191,7 @@ class Gpt(Model):
             kv = nearest(c.kv_heads, lambda k: c.n_heads % k == 0, most=c.n_heads)
             yield f"n_heads {c.n_heads} must be divisible by n_kv_heads {c.kv_heads}; nearest: {kv}"
 
-    def plan(self) -> ModelSpec:
+    def spec(self) -> ModelSpec:
         """Sizes, names and costs of this GPT."""
         c = self.config
         table = c.vocab_size * c.dim
@@ -200,23 +200,23 @@ class Gpt(Model):
         return ModelSpec(
             n_layers=c.n_layers, dim=c.dim, n_heads=c.n_heads, n_kv_heads=c.kv_heads, head_dim=c.head_dim,
             ffn_dim=c.ffn_width, vocab_size=c.vocab_size, max_seq_len=c.max_seq_len,
-            stem=("embed", "positions"), head=("norm", "output"),
+            embeddings=("embed", "positions"), head=("norm", "output"),
             tied=(("output.weight", "embed.weight"),) if c.tied else (),
             tensor=_TENSOR, init=_init(c),
             no_decay=("embed.weight", "positions.weight", "norm.*", "layers.*.*_norm.*", "layers.*.*.*.bias"),
             layer_params=matmuls + projected + c.ffn_width + 6 * c.dim,
-            stem_params=table + c.max_seq_len * c.dim,
+            embedding_params=table + c.max_seq_len * c.dim,
             head_params=2 * c.dim + (0 if c.tied else table),
             matmul_params_per_layer=matmuls,
             head_matmul_params=table,
-            stem_ops=(
+            embedding_ops=(
                 EmbeddingOp(module="embed", rows=c.vocab_size, width=c.dim),
                 EmbeddingOp(module="positions", rows=c.max_seq_len, width=c.dim),
             ),
             layer_ops=_operations(c),
             head_ops=(
                 norm("norm", c.dim, 2, 2),
-                linear("output", c.dim, c.vocab_size, keeps=c.dim),
+                linear("output", c.dim, c.vocab_size, saved=c.dim),
             ),
         )  # fmt: skip
 
@@ -241,8 +241,8 @@ class Gpt(Model):
 
     def hf_tensors(self) -> Sequence[HfTensor]:
         """The names of a GPT2LMHeadModel. Its matrices are [in, out], with q, k and v side by side."""
-        stem = [HfTensor("transformer.wte.weight", ("embed.weight",))]
-        stem += [HfTensor("transformer.wpe.weight", ("positions.weight",))]
+        embeddings = [HfTensor("transformer.wte.weight", ("embed.weight",))]
+        embeddings += [HfTensor("transformer.wpe.weight", ("positions.weight",))]
         layers = [
             HfTensor(
                 f"transformer.h.{i}.{theirs}.{kind}",
@@ -255,7 +255,7 @@ class Gpt(Model):
         ]
         norm = [HfTensor(f"transformer.ln_f.{kind}", (f"norm.{kind}",)) for kind in ("weight", "bias")]
         head = ("embed.weight",) if self.config.tied else ("output.weight",)
-        return [*stem, *layers, *norm, HfTensor("lm_head.weight", head, copy=self.config.tied)]
+        return [*embeddings, *layers, *norm, HfTensor("lm_head.weight", head, copy=self.config.tied)]
 
     @classmethod
     def from_hf(cls, config: Mapping[str, Any]) -> Mapping[str, Any] | None:
@@ -298,20 +298,22 @@ def _operations(c: GptConfig) -> tuple[Operation, ...]:
     """A layer, in order. What two operations keep is stated at the first of them."""
     d, f, q, kv = c.dim, c.ffn_width, c.n_heads * c.head_dim, c.kv_heads * c.head_dim
     attended = (
-        SavedTensor(numbers=2 * q + 2 * kv, region="inner"),
-        SavedTensor(numbers=c.n_heads, region="inner", bytes=4),
+        SavedTensor(numel=2 * q + 2 * kv, region="tp_sharded"),
+        SavedTensor(numel=c.n_heads, region="tp_sharded", itemsize=4),
     )
     return (
         norm("attn_norm", d, 2, 2), shared(d, 3),
-        linear("attn.wq", d, q, keeps=d, bias=True),
+        linear("attn.wq", d, q, saved=d, bias=True),
         linear("attn.wk", d, kv, bias=True), linear("attn.wv", d, kv, bias=True),
-        AttentionCost(heads=c.n_heads, kv_heads=c.kv_heads, head_dim=c.head_dim, keeps=attended),
+        AttentionCost(heads=c.n_heads, kv_heads=c.kv_heads, head_dim=c.head_dim, saved=attended),
         linear("attn.wo", q, d, bias=True),
         residual(d),
         norm("ffn_norm", d, 2, 2),
-        linear("ffn.up", d, f, keeps=d, bias=True),
-        Elementwise(region="inner", forward=2 * f, backward=3 * f, keeps=(SavedTensor(numbers=f, region="inner"),)),
-        linear("ffn.down", f, d, keeps=f, region="inner", bias=True),
+        linear("ffn.up", d, f, saved=d, bias=True),
+        Elementwise(
+            region="tp_sharded", forward=2 * f, backward=3 * f, saved=(SavedTensor(numel=f, region="tp_sharded"),)
+        ),
+        linear("ffn.down", f, d, saved=f, region="tp_sharded", bias=True),
         residual(d),
     )  # fmt: skip
 

@@ -64,8 +64,8 @@ class AdamW(Optimizer):
 
     def cost(self, costs: Costs, job: Job) -> Costs:
         """Two float32 means a parameter; weight, gradient and both means read, all but the gradient written."""
-        state = PersistentState(component="optimizer", bytes=8, axes=costs.updated_over)
-        return replace(costs, held=(*costs.held, state), update_bytes=costs.update_bytes + 28)
+        state = PersistentState(component="optimizer", bytes_per_param=8, axes=costs.updated_over)
+        return replace(costs, state=(*costs.state, state), update_bytes=costs.update_bytes + 28)
 
     def describe(self, parameters: Sequence[NamedParameter]) -> str:
         """For example `adamw: 4.2 M parameters decayed by 0.1 in 28 tensors; 0.5 M in 10 (...) not`."""

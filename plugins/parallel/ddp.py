@@ -28,7 +28,7 @@ class DistributedDataParallel(Technique):
     name = "ddp"
     Config = Config
     phase = "shard"
-    axes = (Axis(name="dp_replicate", role="batch", depth=10, doc="replicas of the model state"),)
+    axes = (Axis(name="dp_replicate", role="batch", topology_order=10, doc="replicas of the model state"),)
     provides = ("mixed_precision",)
     conflicts: ClassVar = {
         "gathered_parameters": "both wrap the parameters, and the other replicates over dp_replicate too"
@@ -41,17 +41,19 @@ class DistributedDataParallel(Technique):
     def cost(self, costs: Costs, job: Job) -> Costs:
         """One all-reduce of all gradients a step, beside the last backward."""
         summed = CollectiveCost(
-            axes=("dp_replicate",), collective="all_reduce", where="unit", when="backward", numbers=1,
-            bytes=costs.reduce_bytes, per_parameter=True, overlaps=True, every="step",
+            axes=("dp_replicate",), collective="all_reduce", where="unit", when="backward", numel=1,
+            itemsize=costs.reduce_itemsize, per_parameter=True, overlaps=True, per="step",
         )  # fmt: skip
         return replace(
-            costs, traffic=(*costs.traffic, summed), units=GatherPolicy(gathered="micro_batch", summed="step")
+            costs,
+            collectives=(*costs.collectives, summed),
+            gather=GatherPolicy(gather_every="micro_batch", reduce_every="step"),
         )
 
-    def apply(self, part: ModelPart, world: BuildContext) -> None:
+    def apply(self, part: ModelPart, context: BuildContext) -> None:
         """Wrap each unit of one module, then what is left with the part itself."""
-        settings: dict[str, Any] = {"mesh": world.mesh["dp_replicate"], "mp_policy": world.precision.policy()}
-        for unit in part.units(world.plan):
+        settings: dict[str, Any] = {"mesh": context.mesh["dp_replicate"], "mp_policy": context.precision.policy()}
+        for unit in part.units(context.spec):
             if len(unit) == 1:
                 replicate(unit[0], **settings)
         root = replicate(part.module, **settings)

@@ -60,12 +60,18 @@ class FullyShardedDataParallel(Technique):
     Config = Config
     phase = "shard"
     axes = (
-        Axis(name="dp_shard", role="batch", depth=20, default=-1, doc="ranks that shard one copy of the model state"),
+        Axis(
+            name="dp_shard",
+            role="batch",
+            topology_order=20,
+            default=-1,
+            doc="ranks that shard one copy of the model state",
+        ),
     )
     covers = ("dp_replicate",)
     provides = ("mixed_precision", "gathered_parameters")
     default = True
-    choices: ClassVar = tuple({"zero_stage": stage} for stage in (1, 2, 3))
+    search_space: ClassVar = tuple({"zero_stage": stage} for stage in (1, 2, 3))
 
     def __init__(self, config: Config) -> None:
         super().__init__(config)
@@ -89,41 +95,43 @@ class FullyShardedDataParallel(Technique):
         gathered: tuple[Literal["step", "micro_batch", "use"], ...] = ("step", "micro_batch", "use")
         return replace(
             costs,
-            held=tuple(PersistentState(component=component, bytes=4, axes=shard) for component in state),
-            units=GatherPolicy(gathered=gathered[stage - 1], summed="step" if stage == 1 else "micro_batch"),
-            traffic=(*costs.traffic, *self._traffic(costs, stage)),
+            state=tuple(PersistentState(component=component, bytes_per_param=4, axes=shard) for component in state),
+            gather=GatherPolicy(gather_every=gathered[stage - 1], reduce_every="step" if stage == 1 else "micro_batch"),
+            collectives=(*costs.collectives, *self._collectives(costs, stage)),
             updated_over=shard,
         )
 
-    def _traffic(self, costs: Costs, stage: int) -> list[CollectiveCost]:
-        every: Any = "step" if stage == 1 else "use"
+    def _collectives(self, costs: Costs, stage: int) -> list[CollectiveCost]:
+        per: Any = "step" if stage == 1 else "micro_batch"
         settings: dict[str, Any] = {"where": "unit", "per_parameter": True, "overlaps": True}
-        shard: dict[str, Any] = {**settings, "axes": ("dp_shard",), "every": every}
-        found = [CollectiveCost(collective="all_gather", when="forward", numbers=1, **shard)]
+        shard: dict[str, Any] = {**settings, "axes": ("dp_shard",), "per": per}
+        found = [CollectiveCost(collective="all_gather", when="forward", numel=1, **shard)]
         if stage == 3:
-            found.append(CollectiveCost(collective="all_gather", when="backward", numbers=1, kept=True, **shard))
+            found.append(
+                CollectiveCost(collective="all_gather", when="backward", numel=1, skip_last_unit=True, **shard)
+            )
         if stage > 1 and costs.micro_batches > 1:
             # Prefetched at the end of a backward that is not the step's last, for nobody.
-            again: dict[str, Any] = {**shard, "where": "head", "every": "step"}
-            found.append(CollectiveCost(collective="all_gather", when="backward", numbers=1, **again))
-        summed: dict[str, Any] = {"when": "backward", "bytes": costs.reduce_bytes}
-        found.append(CollectiveCost(collective="reduce_scatter", numbers=1, **summed, **shard))
+            again: dict[str, Any] = {**shard, "where": "head", "per": "step"}
+            found.append(CollectiveCost(collective="all_gather", when="backward", numel=1, **again))
+        summed: dict[str, Any] = {"when": "backward", "itemsize": costs.reduce_itemsize}
+        found.append(CollectiveCost(collective="reduce_scatter", numel=1, **summed, **shard))
         replicas = CollectiveCost(
-            axes=("dp_replicate",), collective="all_reduce", numbers=1, over=("dp_shard",), every="step",
+            axes=("dp_replicate",), collective="all_reduce", numel=1, sharded_over=("dp_shard",), per="step",
             **summed, **settings,
         )  # fmt: skip
         return [*found, replicas]
 
-    def apply(self, part: ModelPart, world: BuildContext) -> None:
+    def apply(self, part: ModelPart, context: BuildContext) -> None:
         """Wrap each unit, then the rest with the part itself."""
-        pipelined = world.job.layout.role_degree("stage") > 1
-        self._stage = self._stage_of(world.job)
-        replicated = world.job.layout.degree("dp_replicate") > 1
+        pipelined = context.job.layout.role_degree("stage") > 1
+        self._stage = self._stage_of(context.job)
+        replicated = context.job.layout.degree("dp_replicate") > 1
         settings: dict[str, Any] = {
-            "mesh": world.mesh["dp_replicate", "dp_shard"] if replicated else world.mesh["dp_shard"],
-            "mp_policy": world.precision.policy(),
+            "mesh": context.mesh["dp_replicate", "dp_shard"] if replicated else context.mesh["dp_shard"],
+            "mp_policy": context.precision.policy(),
         }
-        *units, last = part.units(world.plan)
+        *units, last = part.units(context.spec)
         for unit in units:
             fully_shard(unit, reshard_after_forward=self._stage == 3, **settings)
         # What the forward ends with, the backward begins with: gathering it again would only cost.

@@ -28,8 +28,8 @@ class BFloat16(Technique):
     Config = Config
     phase = "shard"
     requires = ("mixed_precision",)
-    parity = False
+    preserves_numerics = False
 
     def precision(self, precision: Precision) -> Precision:
         """Parameters and activations in bfloat16, sums of gradients in float32."""
-        return Precision(param=torch.bfloat16, reduce=torch.float32)
+        return Precision(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)

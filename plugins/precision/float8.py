@@ -42,7 +42,7 @@ from torch import nn
 from titan.contracts import BuildContext, Costs, Job, ModelPart, ModelSpec, Technique, option, register
 from titan.contracts.base.cost import Elementwise, Matmul
 from titan.contracts.base.options import did_you_mean
-from titan.contracts.base.plan import glob_matches, nearest
+from titan.contracts.base.spec import glob_matches, nearest
 from titan.errors import install
 
 _log = logging.getLogger("titan.float8")
@@ -73,29 +73,29 @@ class Float8(Technique):
     Config = Float8Config
     config: Float8Config
     phase = "convert"
-    parity = False
+    preserves_numerics = False
 
     def __init__(self, config: Float8Config) -> None:
         super().__init__(config)
-        self._world: BuildContext | None = None
+        self._context: BuildContext | None = None
         self._scaled = False
 
-    def check(self, job: Job, plan: ModelSpec) -> Iterable[str]:
+    def check(self, job: Job, spec: ModelSpec) -> Iterable[str]:
         """The package must be there, the options fit each other, and every slice of a product come out even."""
         if find_spec("torchao") is None:
             yield f"torchao is missing: {install('float8')}"
         if self.config.fsdp_all_gather:
             yield from self._check_gather(job)
         with torch.device("meta"):
-            linears = _linears(job.model.build(), plan)
-        kinds = {f"{plan.layers}.*.{name.removeprefix(f'{plan.layers}.').partition('.')[2]}" for name in linears}
+            linears = _linears(job.model.build(), spec)
+        kinds = {f"{spec.layers}.*.{name.removeprefix(f'{spec.layers}.').partition('.')[2]}" for name in linears}
         for glob in self.config.filter:
             if not any(glob_matches(glob, name) for name in linears):
                 yield f"filter names {glob!r}, which matches no linear module of a layer{did_you_mean(glob, kinds)}"
         converted = {name: linear for name, linear in linears.items() if self._converts(name, linear)}
         if not converted:
             yield f"no linear is left to convert: each is in filter or has a size that is no multiple of {_MULTIPLE}"
-        yield from _check_slices(job, plan, converted)
+        yield from _check_slices(job, spec, converted)
         tokens = job.micro_batch * job.data.seq_len // job.layout.role_degree("sequence")
         if self.config.recipe != "rowwise_with_gw_hp" and tokens % _MULTIPLE:
             yield (
@@ -119,25 +119,25 @@ class Float8(Technique):
         Linears that `filter` leaves out are counted as converted.
         """
         widths = [op.inputs + op.outputs for op in costs.layer if isinstance(op, Matmul)]
-        casts = Elementwise(region="inner", forward=1.5 * sum(widths), backward=1.5 * sum(widths))
+        casts = Elementwise(region="tp_sharded", forward=1.5 * sum(widths), backward=1.5 * sum(widths))
         return replace(costs, dtype="float8", layer=(*costs.layer, casts))
 
-    def apply(self, part: ModelPart, world: BuildContext) -> None:
+    def apply(self, part: ModelPart, context: BuildContext) -> None:
         """Swap the linears of the whole model; names and parameters stay."""
         torchao = _torchao()
         config = torchao.Float8LinearConfig.from_recipe_name(self.config.recipe)
         config = replace(config, enable_fsdp_float8_all_gather=self.config.fsdp_all_gather)
-        config = replace(config, emulate=self.config.emulate == "always" or not _multiplies(world, config))
-        linears = _linears(part.module, world.plan)
+        config = replace(config, emulate=self.config.emulate == "always" or not _multiplies(context, config))
+        linears = _linears(part.module, context.spec)
         names = {name for name, linear in linears.items() if self._converts(name, linear)}
         torchao.convert_to_float8_training(part.module, module_filter_fn=lambda _, name: name in names, config=config)
-        if config.round_scales_to_power_of_2 and any(technique.phase == "compile" for technique in world.techniques):
+        if config.round_scales_to_power_of_2 and any(technique.phase == "compile" for technique in context.techniques):
             # A power of 2 is a step: what is recomputed in a backward must round as the forward did, or scales differ
             # by a factor of 2 and turn into NaN (github.com/pytorch/pytorch/issues/150859).
             import torch._inductor.config
 
             torch._inductor.config.emulate_precision_casts = True
-        self._world = world
+        self._context = context
 
     def before_step(self, step: int) -> None:
         """Before the first step of a process: weights are new, or from a checkpoint."""
@@ -151,16 +151,16 @@ class Float8(Technique):
     def _scale(self) -> None:
         """One all-reduce for the scales of all gathered weights, instead of one for each."""
         if self.config.fsdp_all_gather:
-            assert self._world is not None, "a step before the model was converted"
-            for part in self._world.parts:
+            assert self._context is not None, "a step before the model was converted"
+            for part in self._context.parts:
                 _torchao().precompute_float8_dynamic_scale_for_fsdp(part.module)
         self._scaled = True
 
 
-def _linears(model: nn.Module, plan: ModelSpec) -> dict[str, nn.Linear]:
+def _linears(model: nn.Module, spec: ModelSpec) -> dict[str, nn.Linear]:
     """The linears inside layers by name, but for those whose weight is another's too."""
-    tied = {name for pair in plan.tied for name in pair}
-    layers = tuple(f"{name}." for name in plan.layer_names())
+    tied = {name for pair in spec.tied for name in pair}
+    layers = tuple(f"{name}." for name in spec.layer_names())
     return {
         name: module
         for name, module in model.named_modules()
@@ -168,13 +168,13 @@ def _linears(model: nn.Module, plan: ModelSpec) -> dict[str, nn.Linear]:
     }
 
 
-def _check_slices(job: Job, plan: ModelSpec, linears: dict[str, nn.Linear]) -> Iterator[str]:
-    """Hold the slices that the plan makes of each linear against the multiple; a glob is said once."""
+def _check_slices(job: Job, spec: ModelSpec, linears: dict[str, nn.Linear]) -> Iterator[str]:
+    """Hold the slices that the spec makes of each linear against the multiple; a glob is said once."""
     axes = {axis: job.layout.degree(axis) for axis in job.layout.of_role("model")}
     ranks = job.layout.role_degree("model")
     said = set()
     for name, linear in linears.items():
-        glob, style = next(((g, s) for g, s in plan.tensor.items() if glob_matches(g, name)), ("", None))
+        glob, style = next(((g, s) for g, s in spec.tensor.items() if glob_matches(g, name)), ("", None))
         kind, features = ("input", linear.in_features) if style == "row" else ("output", linear.out_features)
         if style not in ("column", "row") or glob in said or features % (_MULTIPLE * ranks) == 0:
             continue
@@ -200,10 +200,10 @@ def _torchao() -> Any:
         logging.disable(logging.NOTSET)
 
 
-def _multiplies(world: BuildContext, config: Any) -> bool:
+def _multiplies(context: BuildContext, config: Any) -> bool:
     """Whether this device can do all products of a recipe; found out by doing them."""
     config = replace(config, enable_fsdp_float8_all_gather=False)
-    settings: dict[str, Any] = {"device": world.device, "dtype": world.precision.param}
+    settings: dict[str, Any] = {"device": context.device, "dtype": context.precision.param_dtype}
     with torch.device("meta"):
         linear = nn.Linear(32, 32, bias=False)
     linear.weight = nn.Parameter(torch.ones(32, 32, **settings))
@@ -212,7 +212,7 @@ def _multiplies(world: BuildContext, config: Any) -> bool:
         linear(torch.ones(_MULTIPLE, 32, requires_grad=True, **settings)).sum().backward()
     except (RuntimeError, ValueError) as error:
         _log.info(
-            f"float8: matrix products are emulated in float32; this {world.device.type} has no such float8 products"
+            f"float8: matrix products are emulated in float32; this {context.device.type} has no such float8 products"
         )
         _log.debug(f"float8: asked for one, it said: {error}")
         return False

@@ -1,4 +1,4 @@
-"""Every command that the documentation shows is run, and README's plugin is a plugin.
+"""Every command that the documentation shows is run, with the complete plugins that it shows.
 
 Training commands run as written, but for two steps and in folders of the test's.
 """
@@ -44,6 +44,9 @@ def place(tmp_path_factory: pytest.TempPathFactory) -> Path:
     (place / "my_plugins").mkdir()
     (plugin,) = re.findall(r"```python\n(.*?)```", (ROOT / "README.md").read_text(), re.S)
     (place / "my_plugins" / "lion.py").write_text(plugin)
+    complete = r"Save as `(my_plugins/\w+\.py)`:\n\n```python\n(.*?)```"
+    for name, code in re.findall(complete, (ROOT / "docs" / "plugins.md").read_text(), re.S):
+        (place / name).write_text(code)
     for folder in ("configs", "tests"):
         (place / folder).symlink_to(ROOT / folder)
     (place / "run_train.sh").symlink_to(ROOT / "run_train.sh")

@@ -84,7 +84,7 @@ def test_the_file_is_a_cluster(examined: tuple[dict[str, Any], Path]) -> None:
     assert "ranks: 2, nodes: 1" in read.source
     assert len(read.products["float32"].curve()) == 2
     [link] = read.links
-    assert link.gb_s == found["cluster"]["links"][0]["gb_s"] > 0
+    assert link.bandwidth_gb_s == found["cluster"]["links"][0]["bandwidth_gb_s"] > 0
 
 
 def _four_ranks_on_two_nodes() -> dict[str, Any] | None:

@@ -41,7 +41,7 @@ def _texts(checkpoint: str, words: list[str]) -> list[list[int]]:
     path, job = open_job(checkpoint, words, process.launched_world_size())
     trained = open_trained(path, job, process.join(job))
     prompts = [generation.encode(job, prompt) for prompt in PROMPTS]
-    texts = [generation.generate(trained.world, trained.engine, prompts, sampling) for sampling in SAMPLINGS]
+    texts = [generation.generate(trained.context, trained.engine, prompts, sampling) for sampling in SAMPLINGS]
     return [text.tokens for some in texts for text in some]
 
 
@@ -101,7 +101,7 @@ def _sample(folder: str, words: list[str]) -> str:
     )
     run = build.build(job, process.join(job))
     trainer.train(run)
-    return generation.sample(run.world, run.engine, "the model trains", job.run.seed)
+    return generation.sample(run.context, run.engine, "the model trains", job.run.seed)
 
 
 def test_the_sample_of_training_is_the_same_at_any_layout(checkpoint: str) -> None:

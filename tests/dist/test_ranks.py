@@ -54,7 +54,7 @@ HELD = ((1.5, 2.5), (2.5, 1.5), (2.0, 2.0), (0.25, 0.25 + 2**-20), (2.0**23 - 1,
 
 def _rows(held: tuple[tuple[float, float], ...]) -> list[tuple[float, int]]:
     _enter()
-    meter = metrics.Meter(load_job(LLAMA, ["--data.path", "tests"]).plan, 16, 2, torch.device("cpu"), stated_peak=1.0)
+    meter = metrics.Meter(load_job(LLAMA, ["--data.path", "tests"]).spec, 16, 2, torch.device("cpu"), stated_peak=1.0)
     found = []
     for gib in held:
         metrics.peak_memory_gib = lambda device, gib=gib: gib[dist.get_rank()]

@@ -21,7 +21,7 @@ class Echo(Technique):
     name = "echo"
     Config = Config
     phase = "materialise"
-    parity = False
+    preserves_numerics = False
 
     def __init__(self, config: Config) -> None:
         super().__init__(config)
@@ -29,7 +29,7 @@ class Echo(Technique):
         self._kept: dict[str, Tensor] = {}
         self._heard: dict[str, int] = {}
 
-    def apply(self, part: ModelPart, world: BuildContext) -> None:
+    def apply(self, part: ModelPart, context: BuildContext) -> None:
         self._parts.append(part)
         if not self.config.late:
             self._kept |= {name: torch.zeros_like(parameter.detach()) for name, parameter in part.parameters()}

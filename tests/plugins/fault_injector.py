@@ -208,7 +208,7 @@ class FaultInjector(Technique):
     name = "fault_injector"
     Config = Config
     phase = "recompute"
-    parity = True
+    preserves_numerics = True
 
     def before_step(self, step: int) -> None:
         self._moment(f"before step {step}")

@@ -12,7 +12,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from titan.contracts import Model, ModelSpec, option, register
-from titan.contracts.base.plan import ONES, ZEROS, Init, computed, normal
+from titan.contracts.base.spec import ONES, ZEROS, Init, computed, normal
 
 HEAD_DIM = 8
 ADDED = Init("constant", value=0.5)
@@ -122,7 +122,7 @@ class Frills(Model):
     name = "frills"
     Config = Config
 
-    def plan(self) -> ModelSpec:
+    def spec(self) -> ModelSpec:
         c = self.config
         matmuls = 4 * c.dim * c.n_heads * HEAD_DIM + 2 * c.dim * c.ffn_dim
         small = 3 * c.n_heads * HEAD_DIM + c.ffn_dim + 6 * c.dim + 3 * HEAD_DIM
@@ -137,14 +137,14 @@ class Frills(Model):
         return ModelSpec(
             n_layers=c.n_layers, dim=c.dim, n_heads=c.n_heads, n_kv_heads=c.n_heads, head_dim=HEAD_DIM,
             ffn_dim=c.ffn_dim, vocab_size=c.vocab_size, max_seq_len=c.max_seq_len,
-            stem=("embed", "positions"), head=("norm", "output"), tensor=tensor, buffers=buffers,
+            embeddings=("embed", "positions"), head=("norm", "output"), tensor=tensor, buffers=buffers,
             init={
                 "norm.weight": ONES, "layers.*.*_norm.weight": ONES, "layers.*.attn.*_norm.weight": ONES,
                 "*.bias": ZEROS, "layers.*.*.bias": ZEROS, "layers.*.*.*.bias": ZEROS,
                 "*.weight": normal(0.1), "layers.*.*.*.weight": normal(0.1),
             },
             layer_params=matmuls + small,
-            stem_params=(c.vocab_size + c.max_seq_len) * c.dim, head_params=(c.vocab_size + 2) * c.dim,
+            embedding_params=(c.vocab_size + c.max_seq_len) * c.dim, head_params=(c.vocab_size + 2) * c.dim,
             matmul_params_per_layer=matmuls, head_matmul_params=c.vocab_size * c.dim,
         )  # fmt: skip
 

@@ -23,10 +23,10 @@ class InjectNan(Technique):
     name = "inject_nan"
     Config = Config
     phase = "recompute"
-    parity = False
+    preserves_numerics = False
 
-    def apply(self, part: ModelPart, world: BuildContext) -> None:
-        self._part, self._loss, self._step = part, world.job.loss, 0
+    def apply(self, part: ModelPart, context: BuildContext) -> None:
+        self._part, self._loss, self._step = part, context.job.loss, 0
         compute = self._loss.compute
 
         def spoilt(logits, labels):

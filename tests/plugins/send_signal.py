@@ -29,7 +29,7 @@ class SendSignal(Technique):
     name = "send_signal"
     Config = Config
     phase = "recompute"
-    parity = True
+    preserves_numerics = True
 
     def before_step(self, step: int) -> None:
         config = self.config

@@ -23,12 +23,12 @@ class ToyDP(Technique):
     name = "toy_dp"
     Config = Config
     phase = "shard"
-    axes = (Axis(name="toy_dp", role="batch", depth=5, doc="ranks that see different samples"),)
+    axes = (Axis(name="toy_dp", role="batch", topology_order=5, doc="ranks that see different samples"),)
 
     def __init__(self, config: Config) -> None:
         super().__init__(config)
         self._parts: list[ModelPart] = []
-        self._world: BuildContext | None = None
+        self._context: BuildContext | None = None
         self.sums = 0
 
     def cost(self, costs: Costs, job: Job) -> Costs:
@@ -37,22 +37,22 @@ class ToyDP(Technique):
             collective="all_reduce",
             where="step",
             when="update",
-            numbers=1,
-            bytes=4,
+            numel=1,
+            itemsize=4,
             per_parameter=True,
         )
-        return replace(costs, traffic=(*costs.traffic, summed))
+        return replace(costs, collectives=(*costs.collectives, summed))
 
-    def apply(self, part: ModelPart, world: BuildContext) -> None:
+    def apply(self, part: ModelPart, context: BuildContext) -> None:
         self._parts.append(part)
-        self._world = world
+        self._context = context
 
     def after_backward(self) -> None:
-        assert self._world is not None
-        if self._world.mesh.layout.degree("toy_dp") == 1:
+        assert self._context is not None
+        if self._context.mesh.layout.degree("toy_dp") == 1:
             return
         for gradient in self._gradients(self._parts):
-            dist.all_reduce(gradient, group=self._world.mesh.group("toy_dp"))
+            dist.all_reduce(gradient, group=self._context.mesh.group("toy_dp"))
         self.sums += 1
 
     def _gradients(self, parts: Sequence[ModelPart]) -> list[Any]:

@@ -40,7 +40,7 @@ def _job(name: str) -> Job:
 def test_ranks_and_parameters(name: str, ranks: int, billions: float) -> None:
     job = _job(name)
     assert job.layout.world_size == ranks
-    assert job.plan.params / 1e9 == pytest.approx(billions, rel=5e-3)
+    assert job.spec.params / 1e9 == pytest.approx(billions, rel=5e-3)
 
 
 @pytest.mark.parametrize("name", ["llama7b", "llama13b", "llama33b", "llama65b", "llama3_8b"])

@@ -220,8 +220,8 @@ def with_links(*links: cluster.Link) -> cluster.Cluster:
 
 def test_the_file_says_what_was_measured(tmp_path: Path) -> None:
     links = (
-        cluster.Link(name="within a node", ranks=4, gb_s=8.0, latency_us=5.0, efficiency=0.5),
-        cluster.Link(name="between nodes", gb_s=2.0, latency_us=30.0, pair_efficiency=0.75),
+        cluster.Link(name="within a node", ranks=4, bandwidth_gb_s=8.0, latency_us=5.0, efficiency=0.5),
+        cluster.Link(name="between nodes", bandwidth_gb_s=2.0, latency_us=30.0, p2p_efficiency=0.75),
     )
     layout, truth = Layout(8, 4, RANKS), with_links(*links)
     table = cluster_file.table(measured(layout, truth), layout, torch.device("cpu"), "a CPU", "measured, some day")
@@ -232,19 +232,21 @@ def test_the_file_says_what_was_measured(tmp_path: Path) -> None:
     assert read.products["float32"].curve() == [(524300.0, 5e10), (268400000.0, 1e11)]
     kernels = read.kernels
     assert (kernels.attention_forward, kernels.attention_backward) == pytest.approx((0.5, 0.25))
-    assert (read.device.bandwidth_gb_s, kernels.bandwidth, kernels.launch_us) == pytest.approx((10.0, 0.5, 3.0))
-    assert (kernels.join_us, kernels.gather_us) == pytest.approx((2000.0, 1000.0), rel=1e-3)
+    reached = read.device.bandwidth_gb_s, kernels.bandwidth_efficiency, kernels.launch_us
+    assert reached == pytest.approx((10.0, 0.5, 3.0))
+    assert (kernels.tp_overhead_us, kernels.fsdp_overhead_us) == pytest.approx((2000.0, 1000.0), rel=1e-3)
     assert len(read.links) == 2
     for back, link in zip(read.links, links, strict=True):
         assert (back.name, back.ranks) == (link.name, link.ranks)
         assert back.latency_us == pytest.approx(link.latency_us, rel=1e-3)
-        assert back.gb_s * back.efficiency == pytest.approx(link.gb_s * link.efficiency, rel=1e-3)
-        assert back.gb_s * back.pair_efficiency == pytest.approx(link.gb_s * link.pair_efficiency, rel=1e-3)
+        assert back.bandwidth_gb_s * back.efficiency == pytest.approx(link.bandwidth_gb_s * link.efficiency, rel=1e-3)
+        message = link.bandwidth_gb_s * link.p2p_efficiency
+        assert back.bandwidth_gb_s * back.p2p_efficiency == pytest.approx(message, rel=1e-3)
 
 
 def test_one_rank_has_no_links() -> None:
     layout = Layout(1, 1, RANKS)
-    rows_ = measured(layout, with_links(cluster.Link(name="none", gb_s=1.0)))
+    rows_ = measured(layout, with_links(cluster.Link(name="none", bandwidth_gb_s=1.0)))
     assert cluster_file.table(rows_, layout, torch.device("cpu"), "a CPU", "")["links"] == []
 
 

@@ -29,10 +29,10 @@ LINEARS = {
 }
 
 
-def world(plan: ModelSpec, *techniques: Any) -> BuildContext:
+def context(spec: ModelSpec, *techniques: Any) -> BuildContext:
     nothing: Any = None
     mesh: Any = SimpleNamespace(device=torch.device("cpu"))
-    return BuildContext(job=nothing, mesh=mesh, plan=plan, precision=Precision(), techniques=techniques)
+    return BuildContext(job=nothing, mesh=mesh, spec=spec, precision=Precision(), techniques=techniques)
 
 
 def convert(sizes: dict[str, Any] | None = None, **options: Any) -> nn.Module:
@@ -40,7 +40,7 @@ def convert(sizes: dict[str, Any] | None = None, **options: Any) -> nn.Module:
     model = Llama(LlamaConfig(**(SIZES | (sizes or {}))))
     with torch.device("meta"):
         module = model.build()
-    Float8(Float8Config(**options)).apply(ModelPart(module), world(model.plan()))
+    Float8(Float8Config(**options)).apply(ModelPart(module), context(model.spec()))
     return module
 
 
@@ -96,8 +96,8 @@ def test_what_is_recomputed_in_a_compiled_block_rounds_as_before(recipe: str) ->
 
     with inductor.patch(emulate_precision_casts=False):
         for techniques, expected in (((), False), ((SimpleNamespace(phase="compile"),), recipe != "tensorwise")):
-            module, plan = nn.Module(), Llama(LlamaConfig(**SIZES)).plan()
-            Float8(Float8Config(recipe=recipe)).apply(ModelPart(module), world(plan, *techniques))
+            module, spec = nn.Module(), Llama(LlamaConfig(**SIZES)).spec()
+            Float8(Float8Config(recipe=recipe)).apply(ModelPart(module), context(spec, *techniques))
             assert inductor.emulate_precision_casts is expected
 
 
@@ -105,9 +105,9 @@ def test_what_is_recomputed_in_a_compiled_block_rounds_as_before(recipe: str) ->
 
 
 def _has_products(recipe: str) -> bool:
-    plan = Llama(LlamaConfig(**SIZES)).plan()
+    spec = Llama(LlamaConfig(**SIZES)).spec()
     config = float8._torchao().Float8LinearConfig.from_recipe_name(recipe)
-    return float8._multiplies(world(plan), config)
+    return float8._multiplies(context(spec), config)
 
 
 def products(recipe: str, dtype: torch.dtype, emulate: bool, device: str = "cpu") -> list[Tensor]:

@@ -103,7 +103,7 @@ def _samples(job: Job) -> Samples:
     sources = [(source.plugin.shards(), source.weight) for source in job.sources]
     return Samples(
         sources, seq_len=job.data.seq_len, packing=job.data.packing, seed=job.run.seed, shuffle=job.data.shuffle,
-        vocab_size=job.plan.vocab_size,
+        vocab_size=job.spec.vocab_size,
     )  # fmt: skip
 
 

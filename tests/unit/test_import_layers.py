@@ -40,7 +40,7 @@ ORDINARY_WORDS = {
     ("titan/planner/machine/cluster.py", "float8"): "a dtype",
     ("titan/contracts/base/parts.py", "compile"): "the moment when a wrapper is put around a forward",
     ("titan/training/init.py", "constant"): "a way to fill a new weight",
-    ("titan/contracts/base/plan.py", "constant"): "a way to fill a new weight",
+    ("titan/contracts/base/spec.py", "constant"): "a way to fill a new weight",
     ("plugins/data/jsonl.py", "jsonl"): "the ending of a file's name",
     ("plugins/data/jsonl.py", "text"): "a key of a line",
     ("plugins/data/parquet.py", "text"): "a column",

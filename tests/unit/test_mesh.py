@@ -5,10 +5,10 @@ import pytest
 from titan.contracts.base.mesh import Axis, lay_out
 
 AXES = [
-    Axis(name="tp", role="model", depth=40, doc=""),
-    Axis(name="dp_shard", role="batch", depth=20, default=-1, doc=""),
-    Axis(name="pp", role="stage", depth=0, doc=""),
-    Axis(name="dp_replicate", role="batch", depth=10, doc=""),
+    Axis(name="tp", role="model", topology_order=40, doc=""),
+    Axis(name="dp_shard", role="batch", topology_order=20, default=-1, doc=""),
+    Axis(name="pp", role="stage", topology_order=0, doc=""),
+    Axis(name="dp_replicate", role="batch", topology_order=10, doc=""),
 ]
 
 

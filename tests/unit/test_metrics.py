@@ -40,8 +40,8 @@ def clock(monkeypatch: pytest.MonkeyPatch) -> Clock:
 
 
 def meter(device: str) -> Meter:
-    plan = load_job(LLAMA, ["--data.path", "tests"]).plan
-    return Meter(plan, 16, 1, torch.device(device), stated_peak=1.0)
+    spec = load_job(LLAMA, ["--data.path", "tests"]).spec
+    return Meter(spec, 16, 1, torch.device(device), stated_peak=1.0)
 
 
 def row(meter: Meter) -> dict[str, float]:

@@ -104,7 +104,7 @@ def test_the_time_adds_up_to_the_step() -> None:
     _, time = prediction_figure(prediction, FRONTIER).get_axes()
     spent, hidden = time.containers
     assert sum(bar.get_width() for bar in spent) == pytest.approx(prediction.step_time_s)
-    assert sum(bar.get_width() for bar in hidden) == pytest.approx(sum(prediction.hidden_s.values()))
+    assert sum(bar.get_width() for bar in hidden) == pytest.approx(sum(prediction.overlapped_s.values()))
     names = [label.get_text() for label in time.get_yticklabels()]
     assert "bubble" in names and "tensor parallelism (tp)" in names and len(names) == len(spent)
 

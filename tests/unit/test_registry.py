@@ -74,7 +74,9 @@ def with_line(line: str) -> str:
 
 def with_axis(*changed: str) -> str:
     """The technique with an axis, some of whose fields are others."""
-    fields = {"name": "'a'", "role": "'batch'", "depth": "1", "doc": "''"} | dict(c.split("=", 1) for c in changed)
+    fields = {"name": "'a'", "role": "'batch'", "topology_order": "1", "doc": "''"} | dict(
+        c.split("=", 1) for c in changed
+    )
     return with_line(f"axes = (Axis({', '.join(f'{key}={value}' for key, value in fields.items())}),)")
 
 
@@ -113,32 +115,32 @@ def test_a_folder_is_a_door(tmp_path: Path) -> None:
         (TECHNIQUE.replace('"shard"', '"shards"'), r"phase = 'shards': must be one of 'convert', .* \(did you mean 'shard'\?\)"),
         (TECHNIQUE.replace('phase = "shard"', ""), "lacks `phase`, one of 'convert', 'split'"),
         (TECHNIQUE.replace('"shard"', '"split"'), r"phase = 'split': split\(\) is called in phase 'split' alone"),
-        (TECHNIQUE.replace("before_step(self, step: int)", "split(self, model, world)"), r"phase = 'shard': split\(\) is called in"),
+        (TECHNIQUE.replace("before_step(self, step: int)", "split(self, model, context)"), r"phase = 'shard': split\(\) is called in"),
         (with_line('conflict = {"fsdp": "both shard"}'), r"conflict is no attribute of a technique \(did you mean 'conflicts'\?\)"),
         (with_line('axis = [1]'), r"axis is no attribute of a technique \(did you mean 'axes'\?\)"),
         (with_line('kind = "techniques"'), "kind = 'techniques': the contract sets it"),
         (with_line('conflicts = ["fsdp"]'), r"conflicts = \['fsdp'\]: must be a dictionary of str to str"),
         (with_line('conflicts = {"fsdp": 1}'), r"conflicts = \{'fsdp': 1\}: must be a string"),
         (with_line('covers = "dp_shard"'), "covers = 'dp_shard': must be a tuple or list of str"),
-        (with_line('parity = "no"'), "parity = 'no': must be true or false"),
-        (with_line('choices = ({1: 2},)'), r"choices = \(\{1: 2\},\): must be a string"),
-        (with_line('axes = Axis(name="a", role="batch", depth=1, doc="")'), r"axes = Axis\(.*: must be a tuple or list of Axis"),
+        (with_line('preserves_numerics = "no"'), "preserves_numerics = 'no': must be true or false"),
+        (with_line('search_space = ({1: 2},)'), r"search_space = \(\{1: 2\},\): must be a string"),
+        (with_line('axes = Axis(name="a", role="batch", topology_order=1, doc="")'), r"axes = Axis\(.*: must be a tuple or list of Axis"),
         (with_line('axes = ("a",)'), r"axes = \('a',\): must be of type Axis"),
         (TECHNIQUE.replace("def before_step", "async def before_step"), r"before_step\(\) is async; it must be an ordinary method"),
         (TECHNIQUE.replace("        pass", "        yield"), r"before_step\(\) has a yield, so calling it does nothing"),
         (TECHNIQUE.replace("    def before_step(self, ", "    @staticmethod\n    def before_step(self, "), r"before_step\(\) is a staticmethod; it must be a method that takes self"),
         ("from titan.contracts import register\n@register\ndef misfit(): pass", "@register is for classes"),
-        (with_line('check = ["a"]'), r"check = \['a'\]: must be a method, check\(self, job, plan\)"),
-        (with_line('axes = (Axis(name="tp", role="batch", depth=1, doc=""),)'), r"mesh axis 'tp' is owned by technique 'tensor' in .*tensor\.py"),
-        (with_line('axes = (Axis(name="a", role="batch", depth=1, doc=""),) * 2'), "mesh axis 'a' is owned by technique 'misfit'"),
+        (with_line('check = ["a"]'), r"check = \['a'\]: must be a method, check\(self, job, spec\)"),
+        (with_line('axes = (Axis(name="tp", role="batch", topology_order=1, doc=""),)'), r"mesh axis 'tp' is owned by technique 'tensor' in .*tensor\.py"),
+        (with_line('axes = (Axis(name="a", role="batch", topology_order=1, doc=""),) * 2'), "mesh axis 'a' is owned by technique 'misfit'"),
         (with_line('conflicts = {"fsdpp": "why"}'), r"conflicts: no plugin has the technique or capability 'fsdpp' \(did you mean 'fsdp'\?\)"),
         (with_line('requires = ("mixed_precison",)'), r"requires: no plugin has the technique or capability 'mixed_precison' \(did you mean 'mixed_precision'\?\)"),
         (with_line('covers = ("dp_shared",)'), r"covers: no plugin has the axis 'dp_shared' \(did you mean 'dp_shard'\?\)"),
         (TOKENIZER, r"vocab_size\(\) is a method; it must be a property or a value"),
         (SCHEDULE + SCHEDULE.partition("@register")[2].join(["\n@register", ""]).replace("class Flat", "class Steep"), r"two plugins are called lr_schedule 'misfit': Flat in .*misfit\.py and Steep in"),
         (with_axis("role='bach'"), r"misfit\.py:18 cannot be imported: ValueError: mesh axis 'a': role = 'bach': must be one of .* \(did you mean 'batch'\?\)"),
-        (with_axis("depth='1'"), "mesh axis 'a': depth = '1': must be a number"),
-        (with_axis("depth=float('inf')"), "mesh axis 'a': depth = inf: must be finite"),
+        (with_axis("topology_order='1'"), "mesh axis 'a': topology_order = '1': must be a number"),
+        (with_axis("topology_order=float('inf')"), "mesh axis 'a': topology_order = inf: must be finite"),
         (with_axis("default=0"), "mesh axis 'a': default = 0: must be at least 1, or -1 for what is left"),
         (with_axis("default=True"), "mesh axis 'a': default = True: must be an integer"),
         (with_axis("name='a-b'"), "mesh axis 'a-b': name: must be a word"),
@@ -177,7 +179,8 @@ def test_commands_that_train_nothing_start_without_the_compiler() -> None:
 @pytest.mark.parametrize(
     ("old", "new"),
     [
-        *((f"titan.{name}", f"titan.contracts.base.{name}") for name in ("cost", "mesh", "options", "plan")),
+        *((f"titan.{name}", f"titan.contracts.base.{name}") for name in ("cost", "mesh", "options")),
+        ("titan.plan", "titan.contracts.base.spec"),
         *((f"titan.data.{name}", f"titan.data.tokens.{name}") for name in ("bytepairs", "exchange", "files", "shards")),
     ],
 )
@@ -221,16 +224,16 @@ def with_hook(hook: str, body: str) -> str:
 @pytest.mark.parametrize(
     ("hook", "body", "message"),
     [
-        ("check(self, job, plan)", "pass", r"check\(\) returned None; it must return an iterable of sentences"),
-        ("check(self, job, plan)", "return 'no'", r"check\(\) returned 'no', of type str; it must return an iterable"),
-        ("check(self, job, plan)", "yield 3", r"check\(\) returned 3, of type int; all its sentences must be strings"),
-        ("plan(self, plan)", "pass", r"plan\(\) returned None; it must return a ModelSpec"),
+        ("check(self, job, spec)", "pass", r"check\(\) returned None; it must return an iterable of sentences"),
+        ("check(self, job, spec)", "return 'no'", r"check\(\) returned 'no', of type str; it must return an iterable"),
+        ("check(self, job, spec)", "yield 3", r"check\(\) returned 3, of type int; all its sentences must be strings"),
+        ("spec(self, spec)", "pass", r"spec\(\) returned None; it must return a ModelSpec"),
         ("precision(self, precision)", "return 'bf16'", r"precision\(\) returned 'bf16', of type str; it must return a Precision"),
         ("cost(self, costs, job)", "pass", r"cost\(\) returned None; it must return a Costs"),
         ("facts(self)", "pass", r"facts\(\) returned None; it must return a dict"),
         ("facts(self)", "return {'one_backwards': ''}", r"facts\(\) states 'one_backwards' \(did you mean 'one_backward'\?\)"),
-        ("check(self, job, plan)", "yield ''; raise ValueError('oh')", r"check\(\) raised ValueError: oh, at .*answers\.py:\d+ \(--traceback"),
-        ("plan(self, plan)", "return plan.nosuch", r"plan\(\) raised AttributeError: .*nosuch.*answers\.py:\d+"),
+        ("check(self, job, spec)", "yield ''; raise ValueError('oh')", r"check\(\) raised ValueError: oh, at .*answers\.py:\d+ \(--traceback"),
+        ("spec(self, spec)", "return spec.nosuch", r"spec\(\) raised AttributeError: .*nosuch.*answers\.py:\d+"),
         ("__init__(self, config)", "pass", r"__init__\(\) does not call super\(\).__init__\(config\)"),
     ],
 )  # fmt: skip
@@ -242,13 +245,13 @@ def test_what_a_hook_returns_is_checked(hook: str, body: str, message: str, tmp_
         costs_of(job)
 
 
-@pytest.mark.parametrize("hook", ["check", "plan"])
+@pytest.mark.parametrize("hook", ["check", "spec"])
 def test_a_model_is_named_whose_hook_returns_nothing(hook: str, tmp_path: Path) -> None:
     guest = (LLAMA.parents[1] / "plugins" / "averager.py").read_text().replace('name = "averager"', 'name = "vague"')
     hooks = f"    def {hook}(self):\n        pass\n\n    def build"
     load(
         tmp_path,
-        guest.replace("    def plan", "    def _plan" if hook == "plan" else "    def plan").replace(
+        guest.replace("    def spec", "    def _spec" if hook == "spec" else "    def spec").replace(
             "    def build", hooks
         ),
         "vague",
@@ -278,7 +281,10 @@ BROKEN = {
     ),
     "misfit": (TECHNIQUE.replace('"shard"', '"shards"'), "phase = 'shards': must be one of"),
     "clash": (with_line('conflicts = {"nobody": "why"}'), "no plugin has the technique or capability 'nobody'"),
-    "axis": (with_line('axes = (Axis(name="tp", role="batch", depth=1, doc=""),)'), "mesh axis 'tp' is owned by"),
+    "axis": (
+        with_line('axes = (Axis(name="tp", role="batch", topology_order=1, doc=""),)'),
+        "mesh axis 'tp' is owned by",
+    ),
 }
 
 

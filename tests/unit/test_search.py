@@ -74,11 +74,13 @@ def bounds(run: _Search, alone: Costs, job: Job) -> tuple[float, float, float, f
 
 def bounds_and_step(*words: str) -> tuple[float, float, float, float, float]:
     """The bounds of a job and what its step takes, where nothing but computing takes time."""
-    links = tuple(replace(link, gb_s=1e9) for link in CLUSTER.links)
+    links = tuple(replace(link, bandwidth_gb_s=1e9) for link in CLUSTER.links)
     planner = Planner(replace(CLUSTER, links=links))
     job = job_of(*words, "--model.preset", "mini", "--train.micro_batch_size", "1", "--train.global_batch_size", "32")
     run, costs = _Search(job, planner, 1, "time"), costs_of(job)
-    alone = replace(costs, recompute=None, traffic=(), update_bytes=0.0, stages=(Stage(0, range(job.plan.n_layers)),))
+    alone = replace(
+        costs, recompute=None, collectives=(), update_bytes=0.0, stages=(Stage(0, range(job.spec.n_layers)),)
+    )
     return *bounds(run, alone, job), planner.predict(costs, job.layout).step_time_s
 
 
@@ -99,7 +101,7 @@ def test_no_layout_is_better_than_its_bounds() -> None:
     words = ("--train.global_batch_size=8", "--plugins.bf16.enabled=true")
     base, cuts = load_base(TOML, words).job, defaultdict(set)
     runs = [_Search(base, Planner(CLUSTER), 1, objective) for objective in ("time", "price", "energy")]
-    alone = replace(costs_of(base), recompute=None, traffic=(), fused=True, update_bytes=0.0)
+    alone = replace(costs_of(base), recompute=None, collectives=(), fused=True, update_bytes=0.0)
     for choice, prediction in everything(4, *words):
         job = load_job(TOML, [*words, *choice.words()], 4)
         for run in runs:
@@ -111,7 +113,7 @@ def test_no_layout_is_better_than_its_bounds() -> None:
 
 
 def test_the_best_are_the_best_where_ranks_share_processors() -> None:
-    words, shared = ("--mesh.tp=1",), replace(CLUSTER, device=replace(CLUSTER.device, processors=2))
+    words, shared = ("--mesh.tp=1",), replace(CLUSTER, device=replace(CLUSTER.device, full_speed_ranks=2))
     base = load_base(TOML, words)
     best = search(base.job, Planner(shared), [base.space(4, 4)], keep=7).best
     values = sorted(prediction.step_time_s for _, prediction in everything(4, *words, cluster=shared))
@@ -174,7 +176,7 @@ def test_nothing_fits(tmp_path: Path, capsys: pytest.CaptureFixture) -> None:
     small = tmp_path / "small.toml"
     small.write_text(
         '[device]\nname = "small"\nmemory_gib = 0.0001\nbandwidth_gb_s = 1\n'
-        '[device.peak_tflops]\nfloat32 = 1\n[[links]]\nname = "wire"\ngb_s = 1\n'
+        '[device.peak_tflops]\nfloat32 = 1\n[[links]]\nname = "wire"\nbandwidth_gb_s = 1\n'
     )
     words = ["plan", "--config", str(TOML), "--search", "--world-size", "2", "--cluster", str(small)]
     assert main(words) == 2
@@ -212,8 +214,8 @@ class Drifting(Technique):
     name = "drifting"
     Config = Config
     phase = "shard"
-    parity = False
-    axes = (Axis(name="drift", role="batch", depth=4, doc="ranks that see other samples"),)
+    preserves_numerics = False
+    axes = (Axis(name="drift", role="batch", topology_order=4, doc="ranks that see other samples"),)
 '''
 
 

@@ -9,14 +9,14 @@ from titan.contracts.base.mesh import Layout
 from titan.plugins.models.llama import Llama, LlamaConfig
 from titan.plugins.parallel.tensor import TensorConfig, TensorParallel
 
-CP = Axis(name="cp", role="sequence", depth=30, doc="")
+CP = Axis(name="cp", role="sequence", topology_order=30, doc="")
 
 
 def _sentences(tp: int, cp: int = 1, seq_len: int = 16, sequence_parallel: bool = True, **sizes: int) -> list[str]:
     layout = Layout((CP, *TensorParallel.axes), {"cp": cp, "tp": tp})
     job = SimpleNamespace(layout=layout, data=SimpleNamespace(seq_len=seq_len))
-    plan = Llama(LlamaConfig(**{"dim": 96, "n_heads": 12, "n_kv_heads": 6, "vocab_size": 251, **sizes})).plan()
-    return list(TensorParallel(TensorConfig(sequence_parallel=sequence_parallel)).check(job, plan))  # type: ignore[arg-type]
+    spec = Llama(LlamaConfig(**{"dim": 96, "n_heads": 12, "n_kv_heads": 6, "vocab_size": 251, **sizes})).spec()
+    return list(TensorParallel(TensorConfig(sequence_parallel=sequence_parallel)).check(job, spec))  # type: ignore[arg-type]
 
 
 @pytest.mark.parametrize("tp", [1, 2])

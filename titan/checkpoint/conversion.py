@@ -101,8 +101,8 @@ def write_hf(
         raise ConfigError(
             f"[model] {model.name}: transformers has no equivalent model, so --format hf is not available"
         )
-    if tokenizer.vocab_size > model.plan().vocab_size:
-        sizes = f"the tokenizer has {tokenizer.vocab_size} ids, but the model's vocab_size is {model.plan().vocab_size}"
+    if tokenizer.vocab_size > model.spec().vocab_size:
+        sizes = f"the tokenizer has {tokenizer.vocab_size} ids, but the model's vocab_size is {model.spec().vocab_size}"
         raise ConfigError(f"[tokenizer] name = {tokenizer.name!r}: {sizes}")
     tensors = {tensor.name: tensor for tensor in made_of(model, weights.shapes)}
     types = {name: dtype or weights.dtype(tensor.ours[0]) for name, tensor in tensors.items()}

@@ -21,8 +21,8 @@ from titan.checkpoint.ranks import Ranks
 from titan.checkpoint.restore import listed
 from titan.checkpoint.state import firsts, model_tensors
 from titan.contracts.base.parts import ModelPart
-from titan.contracts.base.plan import glob_matches
 from titan.contracts.base.sharding import slice_of
+from titan.contracts.base.spec import glob_matches
 from titan.errors import CheckpointError, ConfigError, ConfigIssue, PluginError
 
 if TYPE_CHECKING:

@@ -119,7 +119,7 @@ def _takes_effect(change: Change) -> bool:
     if section == Technique.section:
         name = rest.partition(".")[0]
         technique = registry.find(Technique.kind, name)
-        return name != "path" and not getattr(technique, "parity", False)
+        return name != "path" and not getattr(technique, "preserves_numerics", False)
     return not _in(change, (*FREE, *DATA))
 
 

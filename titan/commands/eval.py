@@ -96,7 +96,7 @@ def _open(args: argparse.Namespace, world_size: int) -> "tuple[Any, Job]":
     words += args.overrides
     path, job = open_job(args.checkpoint, words, world_size)
     if is_hf(path) and not any(word.startswith("--data.seq_len") for word in words):
-        words += ["--data.seq_len", str(min(job.plan.max_seq_len, MOST_BY_DEFAULT))]
+        words += ["--data.seq_len", str(min(job.spec.max_seq_len, MOST_BY_DEFAULT))]
         path, job = open_job(args.checkpoint, words, world_size)
     return path, job
 

@@ -191,7 +191,7 @@ def _generate(trained: Trained, request: Request) -> None:
             print(words.add(token), end="", flush=True)
 
     prompts = [ids for _, ids in request.prompts]
-    texts = generation.generate(trained.world, trained.engine, prompts, request.sampling, watch)
+    texts = generation.generate(trained.context, trained.engine, prompts, request.sampling, watch)
     if not talks:
         return
     if watch is not None:
@@ -223,4 +223,4 @@ def _close(texts: Sequence[Text], job: Job, seconds: float) -> None:
     count = sum(len(text.tokens) for text in texts)
     print(f"{count} tokens in {seconds:.1f} s, {count / seconds:.1f} tokens/s", file=sys.stderr)
     if any(text.stopped == "max_seq_len" for text in texts):
-        print(f"stopped at the model's max_seq_len, {job.plan.max_seq_len} tokens with the prompt", file=sys.stderr)
+        print(f"stopped at the model's max_seq_len, {job.spec.max_seq_len} tokens with the prompt", file=sys.stderr)

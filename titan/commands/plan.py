@@ -203,7 +203,7 @@ def _model_only(args: argparse.Namespace) -> tuple[dict[str, Any], str]:
     job: Job = load_job(args.config, args.overrides) if args.config else closed_form.alone(args.overrides)
     report = closed_form.report(
         job, tokens=args.tokens, devices=args.devices, peak_tflops=args.peak_tflops, utilisation=args.utilisation,
-        held=costs_of(job).held,
+        held=costs_of(job).state,
     )  # fmt: skip
     return report, closed_form.text(report)
 

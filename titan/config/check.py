@@ -6,7 +6,7 @@ from pathlib import Path
 from titan.config.job import Job
 from titan.contracts.base.conformance import sentences
 from titan.contracts.base.options import Where
-from titan.contracts.base.plan import ModelSpec
+from titan.contracts.base.spec import ModelSpec
 from titan.contracts.sections import RESUME
 from titan.errors import ConfigError, ConfigIssue, PluginError
 
@@ -20,13 +20,13 @@ def check(job: Job, where: Callable[..., Where]) -> None:
     sizes = sentences(job.model, "check")
     faults = [where("model").fault("", sentence) for sentence in sizes] + _absent_folders(job, where("checkpoint"))
     if not faults:
-        plan = _plan(job, where())
-        if job.data.seq_len > plan.max_seq_len:
-            what = f"= {job.data.seq_len}: must be at most the model's max_seq_len, {plan.max_seq_len}"
+        spec = _plan(job, where())
+        if job.data.seq_len > spec.max_seq_len:
+            what = f"= {job.data.seq_len}: must be at most the model's max_seq_len, {spec.max_seq_len}"
             faults.append(where("data").fault("seq_len", what))
         job.stating("one_backward")  # asked now, so that facts() that states nonsense is refused here
         for technique in job.techniques:
-            found = sentences(technique, "check", job, plan)
+            found = sentences(technique, "check", job, spec)
             faults += [where("plugins", technique.name).fault("", sentence) for sentence in found]
     if faults:
         raise ConfigError(faults)
@@ -45,7 +45,7 @@ def _absent_folders(job: Job, where: Where) -> list[ConfigIssue]:
 
 def _plan(job: Job, where: Where) -> ModelSpec:
     try:
-        plan, _ = job.plan, job.precision  # both are asked now, so that hooks that return nothing are refused here
+        spec, _ = job.spec, job.precision  # both are asked now, so that hooks that return nothing are refused here
     except PluginError as error:
         raise ConfigError([ConfigIssue(where.source, str(error))]) from None
-    return plan
+    return spec

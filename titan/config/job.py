@@ -11,7 +11,7 @@ from titan.contracts import Dataset, Fact, Loss, LrSchedule, Model, Optimizer, P
 from titan.contracts.base.conformance import answer, label
 from titan.contracts.base.mesh import Layout
 from titan.contracts.base.options import did_you_mean
-from titan.contracts.base.plan import ModelSpec
+from titan.contracts.base.spec import ModelSpec
 from titan.contracts.sections import (
     CheckpointSection,
     CommSection,
@@ -65,12 +65,12 @@ class Job:
         return Path(self.run.dir).expanduser() / self.run.name
 
     @cached_property
-    def plan(self) -> ModelSpec:
-        """The model's plan as the techniques that are on change it."""
-        plan = answer(self.model, "plan", ModelSpec)
+    def spec(self) -> ModelSpec:
+        """The model's spec as the techniques that are on change it."""
+        spec = answer(self.model, "spec", ModelSpec)
         for technique in self.techniques:
-            plan = answer(technique, "plan", ModelSpec, plan)
-        return plan
+            spec = answer(technique, "spec", ModelSpec, spec)
+        return spec
 
     def provides(self, capability: str) -> bool:
         """Whether a technique that is on provides this capability."""
@@ -100,8 +100,8 @@ class Job:
         """The same training, laid out otherwise; its `table` stays this job's."""
         train = replace(self.train, micro_batch_size=micro_batch)
         job = replace(self, layout=layout, train=train, techniques=techniques)
-        if all(type(t).plan is Technique.plan for t in (*self.techniques, *techniques)):
-            vars(job)["plan"] = self.plan  # the model's own, and it takes a while to make
+        if all(type(t).spec is Technique.spec for t in (*self.techniques, *techniques)):
+            vars(job)["spec"] = self.spec  # the model's own, and it takes a while to make
         return job
 
     @property

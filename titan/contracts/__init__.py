@@ -9,15 +9,15 @@ Public methods are hooks and keep the names and parameters given in the kind's f
 
 import sys
 
-from titan.contracts.base import cost, mesh, options, plan
+from titan.contracts.base import cost, mesh, options, spec
 from titan.contracts.base.attention import Cache, KeyValues, attend, document_mask
 from titan.contracts.base.batch import IGNORE, Batch, Document
 from titan.contracts.base.cost import Costs
 from titan.contracts.base.mesh import Axis, Mesh, Role
 from titan.contracts.base.options import REQUIRED, option
 from titan.contracts.base.parts import ModelPart, Precision, sum_gradients
-from titan.contracts.base.plan import HfTensor, ModelSpec
 from titan.contracts.base.registry import register
+from titan.contracts.base.spec import HfTensor, ModelSpec
 from titan.contracts.job import Fact, Job
 from titan.contracts.model import Model
 from titan.contracts.objective import Loss, LrSchedule, NamedParameter, Optimizer
@@ -67,5 +67,5 @@ __all__ = [
 ]  # fmt: skip
 
 # Plugins written for titan 0.1 import these modules by names without `contracts`.
-for _module in (cost, mesh, options, plan):
-    sys.modules.setdefault(f"titan.{_module.__name__.rpartition('.')[2]}", _module)
+for _name, _module in (("cost", cost), ("mesh", mesh), ("options", options), ("plan", spec)):
+    sys.modules.setdefault(f"titan.{_name}", _module)

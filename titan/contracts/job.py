@@ -4,7 +4,7 @@ from collections.abc import Mapping
 from typing import Any, Literal, Protocol
 
 from titan.contracts.base.mesh import Layout
-from titan.contracts.base.plan import ModelSpec
+from titan.contracts.base.spec import ModelSpec
 from titan.contracts.model import Model
 from titan.contracts.sections import (
     CheckpointSection,
@@ -70,8 +70,8 @@ class Job(Protocol):
         """The tokenizer chosen."""
 
     @property
-    def plan(self) -> ModelSpec:
-        """The model's plan as the techniques that are on change it."""
+    def spec(self) -> ModelSpec:
+        """The model's spec as the techniques that are on change it."""
 
     @property
     def table(self) -> Mapping[str, Any]:

@@ -8,12 +8,12 @@ from typing import Any, ClassVar
 
 from torch import nn
 
-from titan.contracts.base.plan import HfTensor, ModelSpec
 from titan.contracts.base.registry import Plugin
+from titan.contracts.base.spec import HfTensor, ModelSpec
 
 
 class Model(Plugin, ABC):
-    """An architecture: nn.Module arithmetic, and a plan that is data. Knows no mesh, no process group, no job."""
+    """An architecture: nn.Module arithmetic, and a spec that is data. Knows no mesh, no process group, no job."""
 
     kind = "model"
     section = "model"
@@ -23,23 +23,23 @@ class Model(Plugin, ABC):
     def check(self) -> Iterable[str]:
         """Sentences about sizes that cannot work together, with the numbers that clash and the nearest that fit.
 
-        Asked before `plan` and `build`, which may count on sizes that fit.
+        Asked before `spec` and `build`, which may count on sizes that fit.
         """
         return ()
 
     @abstractmethod
-    def plan(self) -> ModelSpec:
+    def spec(self) -> ModelSpec:
         """The model as data."""
 
     @abstractmethod
     def build(self) -> nn.Module:
         """The whole model, uninitialised; called under `torch.device("meta")`.
 
-        Whatever values parameters and buffers are built with are lost: the plan's `init` and `buffers` say theirs.
+        Whatever values parameters and buffers are built with are lost: the spec's `init` and `buffers` say theirs.
 
         Its forward takes `(x, documents=None, cache=None)` and is what every stage runs: x is tokens [B, S] on the
         first stage and hidden states [B, S, D] on the others, told apart by dtype, because a stage that is not the
-        first may hold a stem module whose weight its head is tied to. The result is logits [B, S, V] where the head is
+        first may hold an embedding whose weight its head is tied to. The result is logits [B, S, V] where the head is
         present, hidden states where its modules were set to None. `documents` [B, S] numbers the document each token
         belongs to, when attention must not cross documents.
 

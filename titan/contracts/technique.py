@@ -14,8 +14,8 @@ from titan.contracts.base.conformance import technique_clashes
 from titan.contracts.base.cost import Costs
 from titan.contracts.base.mesh import Axis, Mesh
 from titan.contracts.base.parts import ModelPart, Precision
-from titan.contracts.base.plan import ModelSpec
 from titan.contracts.base.registry import Plugin
+from titan.contracts.base.spec import ModelSpec
 from titan.contracts.job import Fact, Job
 
 Phase = Literal["convert", "split", "partition", "recompute", "compile", "shard", "materialise"]
@@ -31,7 +31,7 @@ class BuildContext:
 
     job: Job
     mesh: Mesh
-    plan: ModelSpec
+    spec: ModelSpec
     precision: Precision
     techniques: Sequence[Technique] = field(default_factory=list)
     parts: Sequence[ModelPart] = ()
@@ -64,8 +64,10 @@ class Technique(Plugin):
     provides, requires: capabilities, words of the techniques' own. What a technique requires must be provided by one
         that is on; where none is, the provider with `default = True` is switched on.
     conflicts: name or capability of another technique -> a sentence that says why the two cannot be on together.
-    parity: with it on, the fp32 curve is the one with it off, within the tolerance table; the contract suite tests it.
-    optional, choices: a search for the best layout may switch it on and off; and the options that it goes through.
+    preserves_numerics: with it on, the fp32 curve is the one with it off, within the tolerance table; the contract
+        suite tests it.
+    search_toggle, search_space: a search for the best layout may switch it on and off; and the options that it goes
+        through.
     """
 
     kind = "technique"
@@ -76,12 +78,12 @@ class Technique(Plugin):
     provides: ClassVar[Sequence[str]] = ()
     requires: ClassVar[Sequence[str]] = ()
     conflicts: ClassVar[Mapping[str, str]] = {}
-    parity: ClassVar[bool] = True
-    optional: ClassVar[bool] = False
-    choices: ClassVar[Sequence[Mapping[str, Any]]] = ()
+    preserves_numerics: ClassVar[bool] = True
+    search_toggle: ClassVar[bool] = False
+    search_space: ClassVar[Sequence[Mapping[str, Any]]] = ()
     _clashes = staticmethod(technique_clashes)
 
-    def check(self, job: Job, plan: ModelSpec) -> Iterable[str]:
+    def check(self, job: Job, spec: ModelSpec) -> Iterable[str]:
         """Sentences about what cannot work in this job, with the numbers that clash and the nearest that fit."""
         return ()
 
@@ -91,9 +93,9 @@ class Technique(Plugin):
             return {"one_backward": f"[plugins.{self.name}] compiles it as one; switch {self.name} off"}
         return {}
 
-    def plan(self, plan: ModelSpec) -> ModelSpec:
-        """The model's plan as this technique changes it."""
-        return plan
+    def spec(self, spec: ModelSpec) -> ModelSpec:
+        """The model's spec as this technique changes it."""
+        return spec
 
     def precision(self, precision: Precision) -> Precision:
         """The run's precision as this technique changes it."""
@@ -103,14 +105,14 @@ class Technique(Plugin):
         """What a step costs as this technique changes it, for the planner; asked in TOML order."""
         return costs
 
-    def apply(self, part: ModelPart, world: BuildContext) -> None:
+    def apply(self, part: ModelPart, context: BuildContext) -> None:
         """Touch one part of the model, in this technique's phase. On the meta device before `materialise`."""
 
-    def split(self, model: nn.Module, world: BuildContext) -> list[ModelPart]:
+    def split(self, model: nn.Module, context: BuildContext) -> list[ModelPart]:
         """Phase `split` only: the parts of the whole model that this rank holds, in stage order."""
         return [ModelPart(model)]
 
-    def engine(self, parts: Sequence[ModelPart], world: BuildContext) -> Engine | None:
+    def engine(self, parts: Sequence[ModelPart], context: BuildContext) -> Engine | None:
         """An engine of its own, or None for the host's SequentialEngine. One technique at most brings one."""
         return None
 

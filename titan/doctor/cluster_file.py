@@ -40,9 +40,9 @@ def table(rows: Sequence[Row], layout: Layout, device: torch.device, name: str, 
         },
         "kernels": {
             "attention_forward": _digits(forward.work / forward.middle / peak),
-            "attention_backward": _digits(backward / peak), "bandwidth": _digits(kept),
-            "update_bandwidth": 1.0, "join_us": _digits(_join(rows, SPLIT) * 1e6),
-            "gather_us": _digits(_join(rows, GATHERED) * 1e6),
+            "attention_backward": _digits(backward / peak), "bandwidth_efficiency": _digits(kept),
+            "update_bandwidth_efficiency": 1.0, "tp_overhead_us": _digits(_join(rows, SPLIT) * 1e6),
+            "fsdp_overhead_us": _digits(_join(rows, GATHERED) * 1e6),
             # What a CPU sends, its cores send.
             "overlap_slowdown": 0.0 if device.type == "cuda" else 1.0,
             "launch_us": _digits(kinds["a small operation"].middle * 1e6), "fused_norms": device.type != "cpu",
@@ -88,9 +88,9 @@ def _peak(device: torch.device, dtype: str, measured: float) -> float:
 def _about(device: torch.device, layout: Layout) -> Mapping[str, Any]:
     if device.type == "cuda":
         found = torch.cuda.get_device_properties(device)
-        return {"memory_gib": _digits(found.total_memory / 2**30), "units": found.multi_processor_count}
+        return {"memory_gib": _digits(found.total_memory / 2**30), "compute_units": found.multi_processor_count}
     memory = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") / 2**30
-    return {"memory_gib": _digits(memory / layout.per_node), "processors": cores()}
+    return {"memory_gib": _digits(memory / layout.per_node), "full_speed_ranks": cores()}
 
 
 def _links(rows: Sequence[Row], layout: Layout) -> Iterable[dict[str, Any]]:
@@ -117,8 +117,8 @@ def _link(rows: Sequence[Row], group: str, pairs: str) -> dict[str, Any]:
     _, message = _line(messages)
     best = max(collective, message)
     return {
-        "gb_s": _digits(best), "latency_us": _digits(latency * 1e6), "efficiency": _digits(collective / best),
-        "pair_efficiency": _digits(message / best),
+        "bandwidth_gb_s": _digits(best), "latency_us": _digits(latency * 1e6), "efficiency": _digits(collective / best),
+        "p2p_efficiency": _digits(message / best),
     }  # fmt: skip
 
 

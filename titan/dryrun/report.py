@@ -15,7 +15,8 @@ def report(run: DryRun) -> str:
         f"rank {run.rank} of {run.world_size}, stage {stages}: {run.parameters:,} parameters here; "
         f"most memory {_size(run.peak_bytes)}, in {_peak(run)}"
     )
-    blocks = [[head], _memory(run), _consumers(run), _timeline(run), _collectives(run), _flops(run), list(run.notes)]
+    sections = (_memory, _top_allocations, _timeline, _collectives, _flops)
+    blocks = [[head], *(lines_of(run) for lines_of in sections), list(run.notes)]
     return "\n\n".join("\n".join(lines) for lines in blocks if lines)
 
 
@@ -35,14 +36,14 @@ def _peak(run: DryRun) -> str:
 def _memory(run: DryRun) -> list[str]:
     lines = [f"{'':14}{'at the peak':>14}{'most of it':>14}{'between steps':>15}"]
     for name in COMPONENTS:
-        sizes = run.at_peak[name], run.most[name], run.steady[name]
+        sizes = run.at_peak[name], run.peak_by_component[name], run.steady[name]
         lines.append(f"{name:14}{_size(sizes[0]):>14}{_size(sizes[1]):>14}{_size(sizes[2]):>15}")
     return [*lines, f"{'total':14}{_size(run.peak_bytes):>14}{'':14}{_size(run.steady_bytes):>15}"]
 
 
-def _consumers(run: DryRun) -> list[str]:
+def _top_allocations(run: DryRun) -> list[str]:
     lines = ["largest at the peak:"]
-    for c in run.consumers[:12]:
+    for c in run.top_allocations[:12]:
         shape = " x ".join(str(n) for n in c.shape)
         lines.append(f"  {_size(c.bytes):>10}  {c.count:>4} x [{shape}] {c.dtype}, {c.component}: {c.op} {c.module}")
     return lines

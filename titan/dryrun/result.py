@@ -23,7 +23,7 @@ and receive into.  other: the micro batches' tokens, buffers of modules, counter
 POINTS = 400
 """Most points of a timeline."""
 
-CONSUMERS = 20
+TOP_ALLOCATIONS = 20
 """Most lines of top consumers."""
 
 
@@ -36,7 +36,7 @@ class Point:
 
 
 @dataclass(frozen=True)
-class Consumer:
+class Allocation:
     """Storages of one kind that live at the peak: `count` of them with `bytes` together, made by `op` in `module`
     (layers by `*`) as a tensor of this shape and dtype."""
 
@@ -92,9 +92,10 @@ class Flops:
 class DryRun:
     """A step of one rank. Memory is in bytes, by component (see COMPONENTS).
 
-    steady: between steps.  at_peak: when most was alive; its sum is `peak_bytes`.  most: the most of each component at
-    any time, which need not be the peak's.  timeline: at most POINTS stretches of the step, in order.  flops: by
-    module.  notes: sentences about where this differs from the run.
+    parameters: elements that this rank holds.  steady: memory between steps.  at_peak: memory at the peak of the total;
+    its sum is `peak_bytes`.  peak_by_component: the peak of each component, at whatever moment it occurs.
+    timeline: up to POINTS intervals of the step, in order.  top_allocations: what is allocated at the peak, largest
+    first.  flops: by module.  notes: differences between the dry run and a real run.
     """
 
     rank: int
@@ -103,10 +104,10 @@ class DryRun:
     parameters: int
     steady: Mapping[str, int]
     at_peak: Mapping[str, int]
-    most: Mapping[str, int]
+    peak_by_component: Mapping[str, int]
     peak: Peak
     timeline: tuple[Point, ...]
-    consumers: tuple[Consumer, ...]
+    top_allocations: tuple[Allocation, ...]
     collectives: tuple[CollectiveCount, ...]
     flops: Mapping[str, Flops]
     notes: tuple[str, ...]
@@ -139,10 +140,10 @@ class Memory:
 
     steady: Mapping[str, int]
     at_peak: Mapping[str, int]
-    most: Mapping[str, int]
+    peak_by_component: Mapping[str, int]
     peak: StepPosition
     timeline: tuple[Point, ...]
-    consumers: tuple[Consumer, ...]
+    top_allocations: tuple[Allocation, ...]
 
 
 def add_up(changes: Sequence[tuple[Storage, int, StepPosition]]) -> Memory:
@@ -161,7 +162,7 @@ def add_up(changes: Sequence[tuple[Storage, int, StepPosition]]) -> Memory:
             stretches[-1] = place, max(total, stretches[-1][1])
         else:
             stretches.append((place, total))
-    return Memory(now, at_peak, most, peak, _thinned(stretches), _consumers(changes[: at + 1]))
+    return Memory(now, at_peak, most, peak, _thinned(stretches), _top_allocations(changes[: at + 1]))
 
 
 def _thinned(stretches: Sequence[tuple[StepPosition, int]]) -> tuple[Point, ...]:
@@ -176,7 +177,7 @@ Kind = tuple[str, str, str, tuple[int, ...], str]
 """Of a consumer: component, module, op, shape, dtype."""
 
 
-def _consumers(changes: Sequence[tuple[Storage, int, StepPosition]]) -> tuple[Consumer, ...]:
+def _top_allocations(changes: Sequence[tuple[Storage, int, StepPosition]]) -> tuple[Allocation, ...]:
     alive: Counter[Storage] = Counter()
     for storage, delta, _ in changes:
         alive[storage] += delta
@@ -189,4 +190,4 @@ def _consumers(changes: Sequence[tuple[Storage, int, StepPosition]]) -> tuple[Co
             key = storage.what(), module, storage.op, tuple(int(n) for n in storage.shape), dtype
             sizes[key] += size
             counts[key] += 1
-    return tuple(Consumer(*key, counts[key], size) for key, size in sizes.most_common(CONSUMERS))
+    return tuple(Allocation(*key, counts[key], size) for key, size in sizes.most_common(TOP_ALLOCATIONS))

@@ -127,7 +127,7 @@ def _rehearse(core: Core, mode: Numberless, fused: bool) -> DryRun:
         with as_on_a_gpu() if fused else nullcontext(), watch.watching(mode):
             step(core, batches)
         watch.memory.close()
-    for technique in reversed(core.world.techniques):
+    for technique in reversed(core.context.techniques):
         technique.close()
     return _result(core, watch, fused)
 
@@ -163,13 +163,14 @@ def _progress(micro_batches: int) -> Iterator[Callable[[], object]]:
 
 def _result(core: Core, watch: Watch, fused: bool) -> DryRun:
     memory = add_up(watch.memory.changes)
-    compiles = any(technique.phase == "compile" for technique in core.world.techniques)
+    compiles = any(technique.phase == "compile" for technique in core.context.techniques)
     held = {id(p): p for part in core.parts for _, p in part.parameters()}
     return DryRun(
         rank=core.rank.number, world_size=core.rank.world_size, stages=tuple(part.stage for part in core.parts),
         parameters=sum(local.numel() for p in held.values() for local in locals_of(p)),
-        steady=memory.steady, at_peak=memory.at_peak, most=memory.most, peak=Peak(*memory.peak),
-        timeline=memory.timeline, consumers=memory.consumers, collectives=_collectives(core, watch),
+        steady=memory.steady, at_peak=memory.at_peak, peak=Peak(*memory.peak),
+        peak_by_component=memory.peak_by_component, timeline=memory.timeline,
+        top_allocations=memory.top_allocations, collectives=_collectives(core, watch),
         flops={
             module: Flops(phases["forward"], phases["backward"], phases["recompute"])
             for module, phases in sorted(watch.flops.items())
@@ -182,7 +183,7 @@ def _collectives(core: Core, watch: Watch) -> tuple[CollectiveCount, ...]:
     """With the mesh axis of each group, where it is one's."""
     assert dist.group.WORLD is not None
     groups: dict[str, tuple[str, int]] = {dist.group.WORLD.group_name: ("world", core.rank.world_size)}
-    mesh = core.world.mesh
+    mesh = core.context.mesh
     for axis, degree in core.job.layout.degrees.items():
         if axis in mesh:
             groups[mesh.group(axis).group_name] = axis, degree

@@ -96,7 +96,7 @@ def evaluate(trained: Trained, reading: Reading, watch: Watch) -> Numbers:
     documents = islice(_documents(job, counted), reading.limit or None)
     found = (w for ids in documents for w in windows([*before, *ids], length, reading.stride or length))
     batches = _dealt(found, trained, reading.batch_size, watch)
-    nats, tokens = totals(trained.engine, trained.world, batches, nats_and_tokens(job.loss), 2)
+    nats, tokens = totals(trained.engine, trained.context, batches, nats_and_tokens(job.loss), 2)
     if not tokens:
         raise DataError(f"dataset {job.sources[0].plugin.name!r} holds no token to score")
     is_text = job.sources[0].plugin.shards() is None
@@ -125,7 +125,7 @@ def last_words(trained: Trained, reading: Reading, watch: Watch) -> Numbers:
         raise ConfigError(f"--last-word needs text, but dataset {dataset.name!r} holds tokens")
     found = islice(_last_words(job, counted), reading.limit or None)
     batches = _dealt(found, trained, reading.batch_size, watch)
-    nats, tokens, known = totals(trained.engine, trained.world, batches, _known_words(job), 3)
+    nats, tokens, known = totals(trained.engine, trained.context, batches, _known_words(job), 3)
     if not counted.documents:
         raise DataError(f"dataset {dataset.name!r} holds no text")
     return {
@@ -158,7 +158,7 @@ def _documents(job: Job, counted: Counted) -> Iterator[list[int]]:
                 counted.documents += 1
                 yield _checked(ids, job)
         return
-    stream = Stream(shards, job.plan.vocab_size)
+    stream = Stream(shards, job.spec.vocab_size)
     for number in range(stream.documents):
         ids = stream.read(*stream.document(number)).tolist()
         counted.documents += 1
@@ -194,8 +194,8 @@ def _texts(job: Job) -> Iterator[tuple[str, str]]:
 
 
 def _checked(ids: list[int], job: Job) -> list[int]:
-    if max(ids) >= job.plan.vocab_size:
-        rows = f"the model's vocab_size is {job.plan.vocab_size}"
+    if max(ids) >= job.spec.vocab_size:
+        rows = f"the model's vocab_size is {job.spec.vocab_size}"
         raise DataError(f"the text has token id {max(ids)}, but {rows}; set --tokenizer.name to the model's tokenizer")
     return ids
 

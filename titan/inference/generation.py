@@ -126,11 +126,11 @@ def encode(job: Job, prompt: str) -> tuple[int, ...]:
         ConfigError: it leaves no room for a token, or the tokenizer is not the model's.
     """
     ids = tuple(job.tokenizer.encode(prompt)) or (job.tokenizer.end,)
-    if len(ids) >= job.plan.max_seq_len:
-        longest = f"prompt and generated text together may have max_seq_len = {job.plan.max_seq_len}"
+    if len(ids) >= job.spec.max_seq_len:
+        longest = f"prompt and generated text together may have max_seq_len = {job.spec.max_seq_len}"
         raise ConfigError(f"the prompt {prompt[:24]!r}... has {len(ids)} tokens; {longest}")
-    if max(ids) >= job.plan.vocab_size:
-        what = f"token id {max(ids)}, but the model's vocab_size is {job.plan.vocab_size}; set --tokenizer.name"
+    if max(ids) >= job.spec.vocab_size:
+        what = f"token id {max(ids)}, but the model's vocab_size is {job.spec.vocab_size}; set --tokenizer.name"
         raise ConfigError(f"the prompt {prompt[:24]!r}... has {what}")
     return ids
 
@@ -140,7 +140,7 @@ Watch = Callable[[int, int], None]
 
 
 def generate(
-    world: BuildContext,
+    context: BuildContext,
     engine: Engine,
     prompts: Sequence[Sequence[int]],
     sampling: Sampling,
@@ -153,17 +153,17 @@ def generate(
         DivergedError: the model's logits are no finite numbers.
     """
     texts = [Text(tuple(ids), n, sampling.seed) for ids in prompts for n in range(sampling.samples)]
-    with evaluating(world.parts):
+    with evaluating(context.parts):
         for begin in range(0, len(texts), ROWS):
-            _continue(_Model(world, engine), texts[begin : begin + ROWS], sampling, begin, watch)
+            _continue(_Model(context, engine), texts[begin : begin + ROWS], sampling, begin, watch)
     return texts
 
 
-def sample(world: BuildContext, engine: Engine, prompt: str, seed: int) -> str:
+def sample(context: BuildContext, engine: Engine, prompt: str, seed: int) -> str:
     """The words that follow the end of a prompt, for a look at a model that has been trained just now."""
-    job, drawn = world.job, Sampling(max_new_tokens=48, seed=seed)
+    job, drawn = context.job, Sampling(max_new_tokens=48, seed=seed)
     ids = job.tokenizer.encode(prompt) or [job.tokenizer.end]
-    [text] = generate(world, engine, [ids[-max(1, job.data.seq_len - drawn.max_new_tokens) :]], drawn)
+    [text] = generate(context, engine, [ids[-max(1, job.data.seq_len - drawn.max_new_tokens) :]], drawn)
     return words(job.tokenizer, text)
 
 
@@ -174,7 +174,7 @@ def _continue(model: "_Model", texts: Sequence[Text], sampling: Sampling, first:
     model.begin(len(texts), longest + sampling.max_new_tokens)
     while any(text.stopped is None for text in texts):
         logits = model.next([text.ids for text in texts])
-        tokens = _agree(model.world, _draw(logits, texts, sampling), len(texts))
+        tokens = _agree(model.context, _draw(logits, texts, sampling), len(texts))
         for number, (text, token) in enumerate(zip(texts, tokens, strict=True)):
             if text.stopped is None:
                 _take(text, token, model, sampling)
@@ -209,10 +209,10 @@ def _draw(logits: Tensor | None, texts: Sequence[Text], sampling: Sampling) -> l
     return [token if good else -1 for token, good in zip(tokens, finite, strict=True)]
 
 
-def _agree(world: BuildContext, tokens: list[int] | None, count: int) -> list[int]:
+def _agree(context: BuildContext, tokens: list[int] | None, count: int) -> list[int]:
     """What the first rank that has drawn has drawn, on all ranks."""
-    if world.mesh.layout.world_size > 1:
-        speaker = torch.tensor(world.mesh.layout.world_size if tokens is None else world.mesh.rank)
+    if context.mesh.layout.world_size > 1:
+        speaker = torch.tensor(context.mesh.layout.world_size if tokens is None else context.mesh.rank)
         dist.all_reduce(speaker, dist.ReduceOp.MIN)
         said = torch.tensor(tokens or [0] * count)
         dist.broadcast(said, src=int(speaker))
@@ -226,13 +226,13 @@ def _agree(world: BuildContext, tokens: list[int] | None, count: int) -> list[in
 class _Model:
     """The logits of the token that comes next, for rows of ids that grow."""
 
-    def __init__(self, world: BuildContext, engine: Engine) -> None:
-        self.world, self.engine, self.end = world, engine, world.job.tokenizer.end
-        in_slices = world.mesh.layout.role_degree("sequence") > 1
+    def __init__(self, context: BuildContext, engine: Engine) -> None:
+        self.context, self.engine, self.end = context, engine, context.job.tokenizer.end
+        in_slices = context.mesh.layout.role_degree("sequence") > 1
         # Where ranks hold slices of a sequence, it must come out even.
-        self.multiple = world.job.data.seq_len if in_slices else world.parts[0].hidden_split
-        self.longest = self.multiple if in_slices else world.plan.max_seq_len // self.multiple * self.multiple
-        takes = "cache" in inspect.signature(world.parts[0].module.forward).parameters
+        self.multiple = context.job.data.seq_len if in_slices else context.parts[0].hidden_split
+        self.longest = self.multiple if in_slices else context.spec.max_seq_len // self.multiple * self.multiple
+        takes = "cache" in inspect.signature(context.parts[0].module.forward).parameters
         self._caching = takes and not in_slices and isinstance(getattr(engine, "inner", engine), SequentialEngine)
         self._cache: Cache | None = None
 
@@ -253,19 +253,19 @@ class _Model:
         width = self.multiple if known else self._rounded(max(map(len, rows)))
         starts = [max(0, len(row) - width) for row in rows]
         padded = [[*row[start:], *[0] * (width - len(row) + start)] for row, start in zip(rows, starts, strict=True)]
-        tokens = torch.tensor(padded, device=self.world.device)
+        tokens = torch.tensor(padded, device=self.context.device)
         if self._cache is not None:
             self._cache.place(starts, width, tokens.device)
         logits = self._logits(tokens)
         if logits is None:
             return None
         last = [len(row) - 1 - start for row, start in zip(rows, starts, strict=True)]
-        return _whole(logits, last)[:, : self.world.job.tokenizer.vocab_size]
+        return _whole(logits, last)[:, : self.context.job.tokenizer.vocab_size]
 
     def _logits(self, tokens: Tensor) -> Tensor | None:
         if self._cache is None:
             return self.engine.forward(Batch(tokens, tokens))
-        logits: Tensor = self.world.parts[0].runner(tokens, None, self._cache)
+        logits: Tensor = self.context.parts[0].runner(tokens, None, self._cache)
         return logits
 
 

@@ -21,7 +21,7 @@ from titan.contracts.base import registry
 from titan.errors import CheckpointError
 from titan.ranks.process import Rank
 from titan.training import phases
-from titan.training.build import world_of
+from titan.training.build import context_of
 from titan.training.engine import SequentialEngine
 
 TAKEN_OVER = ("model", "tokenizer", "loss")
@@ -34,7 +34,7 @@ class Trained:
 
     job: Job
     rank: Rank
-    world: BuildContext
+    context: BuildContext
     parts: Sequence[ModelPart]
     engine: Engine
 
@@ -107,8 +107,8 @@ def open_trained(path: Path, job: Job, rank: Rank) -> Trained:
     Raises:
         CheckpointError: the weights cannot be read or do not fit.
     """
-    world = world_of(job, rank)
-    parts = phases.assemble(world)
+    context = context_of(job, rank)
+    parts = phases.assemble(context)
     load_weights(path, job.model, parts, Ranks(rank.number, rank.world_size))
-    engine = next((e for t in world.techniques if (e := t.engine(parts, world)) is not None), None)
-    return Trained(job, rank, world, parts, engine or SequentialEngine(parts[0], world.techniques))
+    engine = next((e for t in context.techniques if (e := t.engine(parts, context)) is not None), None)
+    return Trained(job, rank, context, parts, engine or SequentialEngine(parts[0], context.techniques))

@@ -21,7 +21,7 @@ from titan.config import Job
 from titan.contracts import BuildContext, Dataset, Engine, ModelPart, NamedParameter, RunInfo, Technique
 from titan.contracts.base.conformance import label
 from titan.contracts.base.mesh import Mesh
-from titan.contracts.base.plan import glob_matches
+from titan.contracts.base.spec import glob_matches
 from titan.data.samples.loader import Loader
 from titan.data.samples.samples import Samples
 from titan.data.tokens.prepare import prepare
@@ -41,7 +41,7 @@ class Core:
 
     job: Job
     rank: Rank
-    world: BuildContext
+    context: BuildContext
     parts: Sequence[ModelPart]
     engine: Engine
     optimizer: torch.optim.Optimizer
@@ -78,7 +78,7 @@ class Run(Core):
             "tokens": self.tokens,
             "dropped": self.guard.check(),
             "data": self.loader.state_dict(),
-            "techniques": {technique.name: technique.state_dict() for technique in self.world.techniques},
+            "techniques": {technique.name: technique.state_dict() for technique in self.context.techniques},
             "rng": rng_state(self.rank.device),
         }
 
@@ -107,10 +107,10 @@ def _built(job: Job, rank: Rank, lock: FolderLock) -> Run:
     limit_s = job.comm.init_timeout_s
     samples, validation_samples = together(lambda: _open_data(job, rank), rank, limit_s)
     core = wire(job, rank)
-    world = core.world
+    context = core.context
     checkpointer, rest = _restore(core, samples.fingerprint, lock)
     step, first = int(rest.get("step", 0)), int(rest.get("data", {}).get("samples", 0))
-    for technique in world.techniques:
+    for technique in context.techniques:
         technique.load_state_dict(rest.get("techniques", {}).get(technique.name, {}))
     dropped = int(rest.get("dropped", 0))
     core.guard = NonfiniteGuard(_limit(job), dropped, rank.device)
@@ -122,12 +122,12 @@ def _built(job: Job, rank: Rank, lock: FolderLock) -> Run:
         device=rank.device,
     )  # fmt: skip
     trackers = Trackers(job.trackers if rank.number == 0 else ())
-    together(lambda: _begin(job, rank, trackers, _info(job, world, step)), rank, limit_s)
+    together(lambda: _begin(job, rank, trackers, _info(job, context, step)), rank, limit_s)
     if "rng" in rest:
         set_rng_state(rest["rng"], rank.device)
     return Run(
         **vars(core), loader=loader, trackers=trackers,
-        meter=Meter(world.plan, job.data.seq_len, rank.world_size, rank.device, job.metrics.peak_tflops),
+        meter=Meter(context.spec, job.data.seq_len, rank.world_size, rank.device, job.metrics.peak_tflops),
         checkpointer=checkpointer, dropped=dropped, validation_samples=validation_samples, saved=step, lock=lock,
     )  # fmt: skip
 
@@ -136,13 +136,14 @@ def wire(
     job: Job, rank: Rank, materialise: Callable[[Sequence[ModelPart], BuildContext], None] = phases.materialise
 ) -> Core:
     """What the steps of a new run need, from the job alone: no data, no checkpoint, no file."""
-    world = world_of(job, rank)
-    parts = phases.assemble(world, materialise)
-    engine = next((e for t in world.techniques if (e := t.engine(parts, world)) is not None), None)
-    optimizer = job.optimizer.build(named_parameters(parts, world))
+    context = context_of(job, rank)
+    parts = phases.assemble(context, materialise)
+    engine = next((e for t in context.techniques if (e := t.engine(parts, context)) is not None), None)
+    optimizer = job.optimizer.build(named_parameters(parts, context))
     return Core(
-        job=job, rank=rank, world=world, parts=parts, engine=engine or SequentialEngine(parts[0], world.techniques),
-        optimizer=optimizer, loss=StepLoss(job.loss, rank.device), guard=NonfiniteGuard(_limit(job), 0, rank.device),
+        job=job, rank=rank, context=context, parts=parts,
+        engine=engine or SequentialEngine(parts[0], context.techniques), optimizer=optimizer,
+        loss=StepLoss(job.loss, rank.device), guard=NonfiniteGuard(_limit(job), 0, rank.device),
     )  # fmt: skip
 
 
@@ -207,14 +208,14 @@ def open_samples(job: Job, rank: Rank) -> Samples:
         DataError: the text or the tokens cannot be used.
         ConfigError: the tokenizer has ids that the model has no row for.
     """
-    if job.tokenizer.vocab_size > job.plan.vocab_size:
-        sizes = f"= {job.plan.vocab_size}, but the tokenizer has {job.tokenizer.vocab_size} ids"
+    if job.tokenizer.vocab_size > job.spec.vocab_size:
+        sizes = f"= {job.spec.vocab_size}, but the tokenizer has {job.tokenizer.vocab_size} ids"
         raise ConfigError(
             [ConfigIssue("", f"[model] vocab_size {sizes}; set vocab_size to at least {job.tokenizer.vocab_size}")]
         )
     return Samples(
         [(_prepared(source.plugin, job, rank), source.weight) for source in job.sources], seq_len=job.data.seq_len,
-        packing=job.data.packing, seed=job.run.seed, shuffle=job.data.shuffle, vocab_size=job.plan.vocab_size,
+        packing=job.data.packing, seed=job.run.seed, shuffle=job.data.shuffle, vocab_size=job.spec.vocab_size,
     )  # fmt: skip
 
 
@@ -228,7 +229,7 @@ def open_validation(job: Job, rank: Rank) -> Samples | None:
         return None
     return Samples(
         [(_prepared(job.validation_data, job, rank), 1.0)], seq_len=job.data.seq_len, packing=job.data.packing, seed=0,
-        shuffle=True, vocab_size=job.plan.vocab_size,
+        shuffle=True, vocab_size=job.spec.vocab_size,
     )  # fmt: skip
 
 
@@ -237,18 +238,18 @@ def _prepared(dataset: Dataset, job: Job, rank: Rank) -> list[Path]:
     return prepare(dataset, job.tokenizer, cache=cache, workers=workers, progress=rank.number == 0)
 
 
-def world_of(job: Job, rank: Rank) -> BuildContext:
+def context_of(job: Job, rank: Rank) -> BuildContext:
     """What techniques may know on this rank, before there is a model."""
     owned = [axis.name for technique in job.techniques for axis in technique.axes]
     mesh = Mesh(job.layout, rank.device, rank.number, keep=owned)
-    return BuildContext(job=job, mesh=mesh, plan=job.plan, precision=job.precision, techniques=job.techniques)
+    return BuildContext(job=job, mesh=mesh, spec=job.spec, precision=job.precision, techniques=job.techniques)
 
 
-def named_parameters(parts: Sequence[ModelPart], world: BuildContext) -> list[NamedParameter]:
-    """Trainable parameters of this rank, with what the plan says of their decay."""
+def named_parameters(parts: Sequence[ModelPart], context: BuildContext) -> list[NamedParameter]:
+    """Trainable parameters of this rank, with what the spec says of their decay."""
 
     def decays(name: str) -> bool:
-        return not any(glob_matches(pattern, name) for pattern in world.plan.no_decay)
+        return not any(glob_matches(pattern, name) for pattern in context.spec.no_decay)
 
     return [NamedParameter(name, p, decays(name)) for part in parts for name, p in part.parameters()]
 
@@ -269,7 +270,7 @@ def _restore(core: Core, fingerprint: str, lock: FolderLock) -> tuple[Checkpoint
         log.log.info(f"weights: {_first_weights(job, rank, parts)}")
         return checkpointer, {}
     changes = compare(stored_rest(path), job.table, fingerprint, section.reset_data)
-    states = {technique.name: _state_now(technique) for technique in core.world.techniques}
+    states = {technique.name: _state_now(technique) for technique in core.context.techniques}
     rest = checkpointer.load(path, parts, core.optimizer, states)
     unused = "; checkpoint.init_from is ignored, because the run has a checkpoint" if section.init_from else ""
     log.log.info(f"weights: from {path}, step {rest.get('step', 0)}{unused}")
@@ -298,8 +299,8 @@ def _first_weights(job: Job, rank: Rank, parts: Sequence[ModelPart]) -> str:
     return f"from {'HF folder' if is_hf(path) else 'checkpoint'} {path}"
 
 
-def _info(job: Job, world: BuildContext, step: int) -> RunInfo:
+def _info(job: Job, context: BuildContext, step: int) -> RunInfo:
     return RunInfo(
         folder=job.folder, name=job.run.name, config=job.table, start_step=step, steps=job.train.steps,
-        params=world.plan.params, every=job.metrics.every,
+        params=context.spec.params, every=job.metrics.every,
     )  # fmt: skip

@@ -10,7 +10,7 @@ import torch
 import torch.distributed as dist
 
 from titan.contracts import Row, RunInfo, Tracker
-from titan.contracts.base.plan import ModelSpec
+from titan.contracts.base.spec import ModelSpec
 from titan.errors import ConfigError, by_errno
 from titan.log import log
 
@@ -53,8 +53,8 @@ class Meter:
     included; how many of the seconds these took stands beside it. The loss and the norm are those of its own step.
     """
 
-    def __init__(self, plan: ModelSpec, seq_len: int, devices: int, device: torch.device, stated_peak: float) -> None:
-        self._flops_per_token = plan.flops_per_token(seq_len)
+    def __init__(self, spec: ModelSpec, seq_len: int, devices: int, device: torch.device, stated_peak: float) -> None:
+        self._flops_per_token = spec.flops_per_token(seq_len)
         self._devices, self._device = devices, device
         self._peak = peak_tflops(device, stated_peak)
         began = time.perf_counter()

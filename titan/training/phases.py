@@ -24,50 +24,50 @@ from titan.training.init import init_weights
 ORDER: tuple[Phase, ...] = get_args(Phase)
 
 
-def materialise(parts: Sequence[ModelPart], world: BuildContext) -> None:
+def materialise(parts: Sequence[ModelPart], context: BuildContext) -> None:
     """Storage on the device of this rank, and layout-invariant initial values."""
     for part in parts:
-        part.module.to_empty(device=world.device)
-        part.retie(world.plan)
-        init_weights(part, world.plan, world.job.run.seed)
+        part.module.to_empty(device=context.device)
+        part.retie(context.spec)
+        init_weights(part, context.spec, context.job.run.seed)
 
 
 def assemble(
-    world: BuildContext, materialise: Callable[[Sequence[ModelPart], BuildContext], None] = materialise
+    context: BuildContext, materialise: Callable[[Sequence[ModelPart], BuildContext], None] = materialise
 ) -> list[ModelPart]:
     """Build the model, let the techniques at it in order, give it storage and initial values by `materialise`.
 
     Returns the parts this rank holds.
     """
     with torch.device("meta"):
-        model = world.job.model.build()
+        model = context.job.model.build()
     parts = [ModelPart(model)]
     for phase in ORDER:
-        for technique in world.techniques:
+        for technique in context.techniques:
             if technique.phase != phase:
                 continue
             if phase == "split":
-                parts = technique.split(model, world)
+                parts = technique.split(model, context)
             else:
                 for part in parts:
-                    technique.apply(part, world)
+                    technique.apply(part, context)
         if phase == "convert":
-            _check_names(model, world)
+            _check_names(model, context)
         if phase == "split":
-            world.parts = parts
+            context.parts = parts
         if phase == "shard":
-            materialise(parts, world)
+            materialise(parts, context)
     return parts
 
 
-def _check_names(model: nn.Module, world: BuildContext) -> None:
-    """Hold the plan, as techniques have changed it, against the model with what they have put into it.
+def _check_names(model: nn.Module, context: BuildContext) -> None:
+    """Hold the spec, as techniques have changed it, against the model with what they have put into it.
 
     They may give values to buffers that they register in a later phase.
     """
-    own = world.job.model.plan().buffers if world.plan.buffers else {}
-    later = {glob for glob in world.plan.buffers if glob not in own}
-    replace(world.plan, buffers={g: how for g, how in world.plan.buffers.items() if g not in later}).check_names(
+    own = context.job.model.spec().buffers if context.spec.buffers else {}
+    later = {glob for glob in context.spec.buffers if glob not in own}
+    replace(context.spec, buffers={g: how for g, how in context.spec.buffers.items() if g not in later}).check_names(
         (name for name, _ in model.named_modules()),
         (name for name, _ in model.named_parameters()),
         (name for name, _ in model.named_buffers(remove_duplicate=False)),

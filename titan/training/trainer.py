@@ -48,7 +48,7 @@ def train(run: Run) -> str:
             stats = step(run, micro_batches)
             run.whole = True
             if run.step == first + 1:
-                shorten_timeouts(run.job, run.world.mesh)
+                shorten_timeouts(run.job, run.context.mesh)
                 if run.checkpointer is not None:
                     run.checkpointer.check(run.parts, run.optimizer)
             after_step(run, stats, waited)
@@ -71,7 +71,7 @@ def step(run: Core, batches: list[Batch]) -> Stats:
     """Forward and backward of the micro batches, clip, update."""
     consumed = sum(batch.tokens.numel() for batch in batches) * run.job.batch_ranks
     assert consumed == run.job.tokens_per_step, f"a step consumed {consumed} tokens, not {run.job.tokens_per_step}"
-    techniques, mesh = run.world.techniques, run.world.mesh
+    techniques, mesh = run.context.techniques, run.context.mesh
     for technique in techniques:
         technique.before_step(run.step + 1)
     run.loss.begin(mesh.sum(valid_tokens(batches), "batch", "sequence"))
@@ -170,6 +170,6 @@ def close(run: Run) -> None:
         closing.callback(run.trackers.close)
         if run.checkpointer is not None:
             closing.callback(run.checkpointer.close)
-        for technique in run.world.techniques:
+        for technique in run.context.techniques:
             closing.callback(technique.close)
         closing.callback(run.loader.close)

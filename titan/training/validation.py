@@ -15,18 +15,18 @@ Score = Callable[[Tensor, Tensor], Tensor]
 """(logits [B, S, V], labels [B, S]) -> values to be summed over all batches, float64 [K]."""
 
 
-def totals(engine: Engine, world: BuildContext, batches: Iterable[Batch], score: Score, values: int) -> list[float]:
+def totals(engine: Engine, context: BuildContext, batches: Iterable[Batch], score: Score, values: int) -> list[float]:
     """Sums of the `values` numbers that `score` gives, over the batches of all ranks.
 
     All ranks take part, with as many batches each, and get the same numbers. Training does not notice.
     """
-    sums = torch.zeros(values, dtype=torch.float64, device=world.device)
-    with evaluating(world.parts):
+    sums = torch.zeros(values, dtype=torch.float64, device=context.device)
+    with evaluating(context.parts):
         for batch in batches:
             logits = engine.forward(batch)
             if logits is not None:
                 sums += score(logits, batch.labels)
-    found: list[float] = world.mesh.sum(sums, "batch", "sequence", "stage").tolist()
+    found: list[float] = context.mesh.sum(sums, "batch", "sequence", "stage").tolist()
     return found
 
 
@@ -43,7 +43,7 @@ def validate(run: Run) -> None:
     """Measure the loss on the validation split: to the trackers, and to `run.validation_loss`, in nats per token."""
     assert run.validation_samples is not None
     batches = _batches(run, run.validation_samples)
-    nats, tokens = totals(run.engine, run.world, batches, nats_and_tokens(run.job.loss), 2)
+    nats, tokens = totals(run.engine, run.context, batches, nats_and_tokens(run.job.loss), 2)
     run.validation_loss = nats / max(tokens, 1.0)
     row = {
         "step": run.step,

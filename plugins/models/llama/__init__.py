@@ -30,7 +30,7 @@ from torch import Tensor, nn
 from titan.contracts import Cache, HfTensor, KeyValues, Model, ModelSpec, attend, document_mask, option, register
 from titan.contracts.base.cost import Attention as AttentionCost
 from titan.contracts.base.cost import Elementwise, EmbeddingOp, Operation, SavedTensor, linear, norm, residual, shared
-from titan.contracts.base.plan import ONES, Init, TensorStyle, nearest, normal
+from titan.contracts.base.spec import ONES, Init, TensorStyle, nearest, normal
 from titan.errors import ConfigError, ConfigIssue
 
 from .rope import rope_table, rotate
@@ -206,7 +206,7 @@ class Llama(Model):
         if c.rope_scaling_low >= c.rope_scaling_high:
             yield f"rope_scaling_low {c.rope_scaling_low:g} must be below rope_scaling_high {c.rope_scaling_high:g}"
 
-    def plan(self) -> ModelSpec:
+    def spec(self) -> ModelSpec:
         """Sizes, names and costs of this Llama."""
         c = self.config
         table = c.vocab_size * c.dim
@@ -214,18 +214,18 @@ class Llama(Model):
         return ModelSpec(
             n_layers=c.n_layers, dim=c.dim, n_heads=c.n_heads, n_kv_heads=c.kv_heads, head_dim=c.head_dim,
             ffn_dim=c.ffn_dim, vocab_size=c.vocab_size, max_seq_len=c.max_seq_len,
-            stem=("embed",), head=("norm", "output"),
+            embeddings=("embed",), head=("norm", "output"),
             tied=(("output.weight", "embed.weight"),) if c.tied else (),
             tensor=_TENSOR, init=_init(c),
             no_decay=("embed.weight", "layers.*.*_norm.weight", "norm.weight"),
             layer_params=matmuls + 2 * c.dim,
-            stem_params=table,
+            embedding_params=table,
             head_params=c.dim + (0 if c.tied else table),
             matmul_params_per_layer=matmuls,
             head_matmul_params=table,
-            stem_ops=(EmbeddingOp(module="embed", rows=c.vocab_size, width=c.dim),),
+            embedding_ops=(EmbeddingOp(module="embed", rows=c.vocab_size, width=c.dim),),
             layer_ops=_operations(c),
-            head_ops=(norm("norm", c.dim), linear("output", c.dim, c.vocab_size, keeps=c.dim)),
+            head_ops=(norm("norm", c.dim), linear("output", c.dim, c.vocab_size, saved=c.dim)),
         )  # fmt: skip
 
     def build(self) -> nn.Module:
@@ -338,20 +338,22 @@ def _operations(c: LlamaConfig) -> tuple[Operation, ...]:
     """A layer, in order. What two operations keep is stated at the first of them."""
     d, f, q, kv = c.dim, c.ffn_dim, c.n_heads * c.head_dim, c.kv_heads * c.head_dim
     attended = (
-        SavedTensor(numbers=2 * q + 2 * kv, region="inner"),
-        SavedTensor(numbers=c.n_heads, region="inner", bytes=4),
+        SavedTensor(numel=2 * q + 2 * kv, region="tp_sharded"),
+        SavedTensor(numel=c.n_heads, region="tp_sharded", itemsize=4),
     )
     return (
         norm("attn_norm", d), shared(d, 3),
-        linear("attn.wq", d, q, keeps=d), linear("attn.wk", d, kv), linear("attn.wv", d, kv),
-        Elementwise(region="inner", forward=8 * (q + kv), backward=8 * (q + kv)),
-        AttentionCost(heads=c.n_heads, kv_heads=c.kv_heads, head_dim=c.head_dim, keeps=attended),
+        linear("attn.wq", d, q, saved=d), linear("attn.wk", d, kv), linear("attn.wv", d, kv),
+        Elementwise(region="tp_sharded", forward=8 * (q + kv), backward=8 * (q + kv)),
+        AttentionCost(heads=c.n_heads, kv_heads=c.kv_heads, head_dim=c.head_dim, saved=attended),
         linear("attn.wo", q, d),
         residual(d),
         norm("ffn_norm", d), shared(d, 2),
-        linear("ffn.w1", d, f, keeps=d), linear("ffn.w3", d, f),
-        Elementwise(region="inner", forward=5 * f, backward=8 * f, keeps=(SavedTensor(numbers=3 * f, region="inner"),)),
-        linear("ffn.w2", f, d, keeps=f, region="inner"),
+        linear("ffn.w1", d, f, saved=d), linear("ffn.w3", d, f),
+        Elementwise(
+            region="tp_sharded", forward=5 * f, backward=8 * f, saved=(SavedTensor(numel=3 * f, region="tp_sharded"),)
+        ),
+        linear("ffn.w2", f, d, saved=f, region="tp_sharded"),
         residual(d),
     )  # fmt: skip
 

@@ -4,9 +4,9 @@ The layers are cut into `mesh.pp` x `virtual_stages` stages. Stage s lives on ra
 schedules, rank r holds stages r and 2 pp - 1 - r. The schedules are those of `torch.distributed.pipelining`; shapes are
 told to it once, so that nothing is negotiated and no micro batch is run twice.
 
-Where to cut: stages are runs of whole layers, the first with the stem, the last with the head. A stage costs the mean
-of its share of the forward FLOPs and its share of the parameters; of all cuts whose dearest stage is cheapest, the one
-with the smallest sum of squared costs is taken. `split_points` says otherwise.
+Where to cut: stages are runs of whole layers, the first with the embeddings, the last with the head. A stage costs the
+mean of its share of the forward FLOPs and its share of the parameters; of all cuts whose dearest stage is cheapest, the
+one with the smallest sum of squared costs is taken. `split_points` says otherwise.
 
 Idle time of a step as a ratio to its work, for p ranks, v stages a rank, m micro batches; F, B, W is what a rank takes
 for forward, backward, and the weights' part of backward of one micro batch in all its stages. And how many micro
@@ -44,7 +44,7 @@ from torch.torch_version import TorchVersion
 
 from titan.contracts import Axis, BuildContext, Costs, Engine, Job, ModelPart, ModelSpec, Technique, option, register
 from titan.contracts.base.cost import Order, Stage
-from titan.contracts.base.plan import nearest
+from titan.contracts.base.spec import nearest
 
 from .orders import order
 from .stages import LOOPED, ONE_STAGE, SPLIT_BACKWARD, V_SHAPED, carve, check_ends, cut, placement, shared_names, takes
@@ -81,8 +81,8 @@ class PipelineParallel(Technique):
     Config = PipelineConfig
     config: PipelineConfig
     phase = "split"
-    axes = (Axis(name="pp", role="stage", depth=0, doc="pipeline ranks; each holds some of the layers"),)
-    choices: ClassVar = (
+    axes = (Axis(name="pp", role="stage", topology_order=0, doc="pipeline ranks; each holds some of the layers"),)
+    search_space: ClassVar = (
         *({"schedule": schedule, "virtual_stages": 1} for schedule in ONE_STAGE),
         *({"schedule": schedule, "virtual_stages": v} for schedule in LOOPED for v in (2, 3, 4, 5, 6, 8)),
         *({"schedule": schedule, "virtual_stages": 2} for schedule in V_SHAPED),
@@ -92,18 +92,18 @@ class PipelineParallel(Technique):
         super().__init__(config)
         self._tied: TiedGradients | None = None
 
-    def check(self, job: Job, plan: ModelSpec) -> Iterable[str]:
+    def check(self, job: Job, spec: ModelSpec) -> Iterable[str]:
         """Stages need layers, the schedule its number of micro batches, and some things cannot go together."""
         ranks = job.layout.degree("pp")
         if ranks == 1:
             return
-        yield from self._check_stages(ranks, plan)
+        yield from self._check_stages(ranks, spec)
         yield from self._check_micro_batches(ranks, job)
-        yield from self._check_company(job, plan)
+        yield from self._check_company(job, spec)
 
-    def _check_stages(self, ranks: int, plan: ModelSpec) -> Iterator[str]:
+    def _check_stages(self, ranks: int, spec: ModelSpec) -> Iterator[str]:
         config, each = self.config, self.config.stages_per_rank
-        stages, layers = ranks * each, plan.n_layers
+        stages, layers = ranks * each, spec.n_layers
         allowed = 1 if config.schedule in ONE_STAGE else 2 if config.schedule in V_SHAPED else each
         if each != allowed:
             yield f"[plugins.pipeline] virtual_stages = {each}: {config.schedule} holds exactly {allowed} on each rank"
@@ -114,7 +114,7 @@ class PipelineParallel(Technique):
                 f"nearest mesh.pp that fits: {degrees}"
             )
         elif config.split_points:
-            names = plan.layer_names()
+            names = spec.layer_names()
             unknown = [point for point in config.split_points if point not in names[1:]]
             at = [names.index(point) for point in config.split_points if not unknown]
             if unknown:
@@ -139,7 +139,7 @@ class PipelineParallel(Technique):
             f"nearest global_batch_size that fits: {sizes}"
         )
 
-    def _check_company(self, job: Job, plan: ModelSpec) -> Iterator[str]:
+    def _check_company(self, job: Job, spec: ModelSpec) -> Iterator[str]:
         old = _before_2_13(torch.__version__)
         own = f"[plugins.pipeline] schedule = {self.config.schedule!r}"
         on_cpu = job.run.device == "cpu" or (job.run.device == "auto" and not torch.cuda.is_available())
@@ -153,7 +153,7 @@ class PipelineParallel(Technique):
                 yield f"{own} splits the backward pass, and {why}, or use '1F1B' or 'Interleaved1F1B'"
             for why in job.stating("reduces_per_micro_batch"):
                 yield f"{own} splits the backward pass, so gradients are reduced once per step; {why}"
-        elif old and plan.tied and self.config.schedule != "1F1B":
+        elif old and spec.tied and self.config.schedule != "1F1B":
             for why in job.stating("reduces_per_micro_batch"):
                 yield (
                     f"{own} runs micro batches forward before it runs one backward, for which PyTorch "
@@ -166,7 +166,7 @@ class PipelineParallel(Technique):
         if ranks == 1:
             return costs
         stages = ranks * self.config.stages_per_rank
-        layers = cut(job.plan, job.data.seq_len, stages, self.config.split_points)
+        layers = cut(job.spec, job.data.seq_len, stages, self.config.split_points)
         return replace(
             costs,
             stages=_placed(self.config.schedule, ranks, tuple(layers)),
@@ -175,35 +175,35 @@ class PipelineParallel(Technique):
             receive_buffers=job.micro_batches,
         )
 
-    def split(self, model: nn.Module, world: BuildContext) -> list[ModelPart]:
+    def split(self, model: nn.Module, context: BuildContext) -> list[ModelPart]:
         """The stages of this rank, each a copy of the model without what it does not hold.
 
         Raises:
-            PluginError: the model has parameters outside its stem, layers and head, or ties in a way stages cannot.
+            PluginError: parameters lie outside of embeddings, layers and head, or are tied in a way stages cannot be.
         """
-        ranks, plan = world.mesh.layout.degree("pp"), world.plan
+        ranks, spec = context.mesh.layout.degree("pp"), context.spec
         if ranks == 1:
             return [ModelPart(model)]
-        check_ends(model, plan)
+        check_ends(model, spec)
         last = ranks * self.config.stages_per_rank - 1
-        layers = cut(plan, world.job.data.seq_len, last + 1, self.config.split_points)
+        layers = cut(spec, context.job.data.seq_len, last + 1, self.config.split_points)
         parts = []
         for stage, rank in enumerate(placement(self.config.schedule, ranks, last + 1)):
-            if rank == world.mesh.at("pp"):
-                module = carve(model, plan, layers[stage], first=stage == 0, last=stage == last)
-                parts.append(ModelPart(module, stage, last + 1, shared_names(plan) if stage == last else frozenset()))
+            if rank == context.mesh.at("pp"):
+                module = carve(model, spec, layers[stage], first=stage == 0, last=stage == last)
+                parts.append(ModelPart(module, stage, last + 1, shared_names(spec) if stage == last else frozenset()))
         return parts
 
-    def engine(self, parts: Sequence[ModelPart], world: BuildContext) -> Engine | None:
+    def engine(self, parts: Sequence[ModelPart], context: BuildContext) -> Engine | None:
         """The engine that runs this rank's model parts by the pipeline schedule."""
-        ranks = world.mesh.layout.degree("pp")
+        ranks = context.mesh.layout.degree("pp")
         if ranks == 1:
             return None
         from .engine import Pipeline, TiedGradients  # here: torch's schedules bring its compiler, a second to import
 
         ranks_of = placement(self.config.schedule, ranks, parts[0].stages)
-        self._tied = TiedGradients(parts, world, ranks_of)
-        return Pipeline(parts, world, self.config.schedule, ranks_of)
+        self._tied = TiedGradients(parts, context, ranks_of)
+        return Pipeline(parts, context, self.config.schedule, ranks_of)
 
     def after_backward(self) -> None:
         """Add the gradients of tied tensors of the first and the last stage."""

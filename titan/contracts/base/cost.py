@@ -1,6 +1,6 @@
 """What a step of a job costs a rank, as data that knows no device: operations, tensors kept, state held, bytes sent.
 
-A model states the operations of its parts in its plan. Techniques, the loss and the optimizer change the `Costs` of a
+A model states the operations of its parts in its spec. Techniques, the loss and the optimizer change the `Costs` of a
 job in their `cost` hooks, each what it owns. The planner turns them into bytes and, on a cluster, into seconds.
 
 Numbers of tensors are stated for one token before anything is split. A `Region` says what splits them:
@@ -15,8 +15,8 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Literal, NamedTuple
 
-Region = Literal["hidden", "whole", "inner", "logits"]
-REGIONS: tuple[Region, ...] = ("hidden", "whole", "inner", "logits")
+Region = Literal["hidden", "seq_full", "tp_sharded", "logits"]
+REGIONS: tuple[Region, ...] = ("hidden", "seq_full", "tp_sharded", "logits")
 
 
 # --- operations ---------------------------------------------------------------------------------------------------
@@ -30,9 +30,9 @@ class SavedTensor:
     one kernel (norms on a CPU).
     """
 
-    numbers: float
+    numel: float
     region: Region
-    bytes: int = 0
+    itemsize: int = 0
     unfused: bool = False
 
 
@@ -40,14 +40,14 @@ class SavedTensor:
 class Matmul:
     """A linear, y = x W: 2 inputs outputs FLOPs a token forward, twice that backward.
 
-    module: its name or glob, by which the plan's tensor styles say how it is split.
+    module: its name or glob, by which the spec's tensor styles say how it is split.
     """
 
     module: str
     inputs: int
     outputs: int
     bias: bool = False
-    keeps: tuple[SavedTensor, ...] = ()
+    saved: tuple[SavedTensor, ...] = ()
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -61,7 +61,7 @@ class Attention:
     kv_heads: int
     head_dim: int
     scores_written: bool = False
-    keeps: tuple[SavedTensor, ...] = ()
+    saved: tuple[SavedTensor, ...] = ()
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -79,7 +79,7 @@ class Elementwise:
     params: int = 0
     width: int = 0
     scratch: float = 0
-    keeps: tuple[SavedTensor, ...] = ()
+    saved: tuple[SavedTensor, ...] = ()
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -89,18 +89,18 @@ class EmbeddingOp:
     module: str
     rows: int
     width: int
-    keeps: tuple[SavedTensor, ...] = ()
+    saved: tuple[SavedTensor, ...] = ()
 
 
 Operation = Matmul | Attention | Elementwise | EmbeddingOp
 
 
 def linear(
-    module: str, inputs: int, outputs: int, *, keeps: int = 0, region: Region = "whole", bias: bool = False
+    module: str, inputs: int, outputs: int, *, saved: int = 0, region: Region = "seq_full", bias: bool = False
 ) -> Matmul:
     """A linear that keeps so many numbers a token in a region: its input, unless another operation has."""
-    kept = (SavedTensor(numbers=keeps, region=region),) if keeps else ()
-    return Matmul(module=module, inputs=inputs, outputs=outputs, bias=bias, keeps=kept)
+    tensors = (SavedTensor(numel=saved, region=region),) if saved else ()
+    return Matmul(module=module, inputs=inputs, outputs=outputs, bias=bias, saved=tensors)
 
 
 def norm(module: str, dim: int, vectors: int = 1, statistics: int = 1) -> Elementwise:
@@ -108,13 +108,13 @@ def norm(module: str, dim: int, vectors: int = 1, statistics: int = 1) -> Elemen
 
     Where it is not one kernel it also keeps the normalised states.
     """
-    kept = (
-        SavedTensor(numbers=dim, region="hidden"),
-        SavedTensor(numbers=statistics, region="hidden", bytes=4),
-        SavedTensor(numbers=dim, region="hidden", bytes=4, unfused=True),
+    saved = (
+        SavedTensor(numel=dim, region="hidden"),
+        SavedTensor(numel=statistics, region="hidden", itemsize=4),
+        SavedTensor(numel=dim, region="hidden", itemsize=4, unfused=True),
     )
     return Elementwise(
-        module=module, region="hidden", forward=2 * dim, backward=3 * dim, params=vectors, width=dim, keeps=kept
+        module=module, region="hidden", forward=2 * dim, backward=3 * dim, params=vectors, width=dim, saved=saved
     )
 
 
@@ -125,7 +125,7 @@ def residual(dim: int) -> Elementwise:
 
 def shared(dim: int, uses: int) -> Elementwise:
     """States that several products take: nothing forward, but backward sums what each of them makes of the gradient."""
-    return Elementwise(region="whole", forward=0, backward=3 * dim * (uses - 1))
+    return Elementwise(region="seq_full", forward=0, backward=3 * dim * (uses - 1))
 
 
 # --- state, traffic, recompute ------------------------------------------------------------------------------------
@@ -141,9 +141,9 @@ class PersistentState:
     """
 
     component: Component
-    bytes: float
+    bytes_per_param: float
     axes: tuple[str, ...] = ()
-    units: float = 0
+    gathered_units: float = 0
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -155,12 +155,12 @@ class GatherPolicy:
         when they are added up whole.
     """
 
-    gathered: Literal["use", "micro_batch", "step"]
-    summed: Literal["micro_batch", "step"]
+    gather_every: Literal["use", "micro_batch", "step"]
+    reduce_every: Literal["micro_batch", "step"]
 
 
 Collective = Literal["all_reduce", "all_gather", "reduce_scatter", "all_to_all"]
-Where = Literal["stem", "layer", "head", "unit", "step"]
+Where = Literal["embeddings", "layer", "head", "unit", "step"]
 When = Literal["forward", "recompute", "backward", "update"]
 
 
@@ -168,8 +168,9 @@ When = Literal["forward", "recompute", "backward", "update"]
 class CollectiveCost:
     """A collective over the ranks of `axes`.
 
-    where: how often: once for each stem, layer or head that a rank runs, for each shard unit (with its parameters), or
-        once for all parameters of the rank.  when: what it belongs to; `recompute`: where a layer is computed again.
+    where: how often: once for the embeddings, each layer or the head that a rank runs, for each shard unit (with its
+        parameters), or once for all parameters of the rank.
+    when: what it belongs to; `recompute`: where a layer is computed again.
     numbers: of the whole (gathered, unsplit) tensor for a token, or, with `per_parameter`, for a parameter.
     bytes: of one number; 0: of the compute dtype.  overlaps: runs beside computation, and only what exceeds it is seen.
     over: axes whose ranks share the tensor beforehand.  kept: not of the last unit of a stage, which is still there.
@@ -180,14 +181,14 @@ class CollectiveCost:
     collective: Collective
     where: Where
     when: When
-    numbers: float
-    bytes: float = 0
+    numel: float
+    itemsize: float = 0
     count: float = 1
     per_parameter: bool = False
     overlaps: bool = False
-    over: tuple[str, ...] = ()
-    kept: bool = False
-    every: Literal["use", "step"] = "use"
+    sharded_over: tuple[str, ...] = ()
+    skip_last_unit: bool = False
+    per: Literal["micro_batch", "step"] = "micro_batch"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -199,8 +200,8 @@ class Recompute:
     """
 
     every: int = 1
-    keeps: Literal["input", "products"] = "input"
-    whole: bool = False
+    saved: Literal["input", "products"] = "input"
+    full_layer: bool = False
 
 
 # --- stages and their order ---------------------------------------------------------------------------------------
@@ -222,11 +223,11 @@ Order = Sequence[Sequence[Action]]
 
 
 class Stage(NamedTuple):
-    """Consecutive layers on one rank of the pipeline; `stem` and `head`: whether it has these too."""
+    """Consecutive layers on one rank of the pipeline; `embeddings` and `head`: whether it has these too."""
 
     rank: int
     layers: range
-    stem: bool = True
+    embeddings: bool = True
     head: bool = True
 
 
@@ -239,9 +240,9 @@ def one_after_the_other(micro_batches: int) -> Order:
 class Costs:
     """What a step costs, as far as the job decides it. Hooks return changed copies (`dataclasses.replace`).
 
-    stem, layer, head: operations of one micro batch, from the model's plan; the head's include the loss's.
-    styles: module glob -> how it is split (`ModelSpec.tensor`).  tied: the head's matrix is the stem's table.
-    splits: region -> ranks that share its numbers, of all axes together ("whole": of those that split sequences).
+    embeddings, layer, head: operations of one micro batch, from the model's spec; the head's include the loss's.
+    styles: module glob -> how it is split (`ModelSpec.tensor`).  tied: the head's matrix is the embeddings' table.
+    splits: region -> ranks that share its numbers, of all axes together ("seq_full": of those that split sequences).
     bytes: of a number in the compute dtype.  reduce_bytes: of a gradient while it is summed.
     dtype, wide_dtype: in which the layers' matmuls run, and all other products.
     fused: a compiler merges elementwise operations.
@@ -258,25 +259,25 @@ class Costs:
     dim: int
     micro_batch: int
     micro_batches: int
-    stem: tuple[Operation, ...]
+    embeddings: tuple[Operation, ...]
     layer: tuple[Operation, ...]
     head: tuple[Operation, ...]
     styles: Mapping[str, str | None]
     tied: bool = False
     splits: Mapping[Region, int] = field(default_factory=lambda: dict.fromkeys(REGIONS, 1))
-    bytes: int = 4
-    reduce_bytes: int = 4
+    itemsize: int = 4
+    reduce_itemsize: int = 4
     dtype: str = "float32"
     wide_dtype: str = "float32"
     fused: bool = False
-    held: tuple[PersistentState, ...] = (
-        PersistentState(component="parameters", bytes=4),
-        PersistentState(component="gradients", bytes=4),
+    state: tuple[PersistentState, ...] = (
+        PersistentState(component="parameters", bytes_per_param=4),
+        PersistentState(component="gradients", bytes_per_param=4),
     )
     update_bytes: float = 12.0
     updated_over: tuple[str, ...] = ()
-    units: GatherPolicy | None = None
-    traffic: tuple[CollectiveCost, ...] = ()
+    gather: GatherPolicy | None = None
+    collectives: tuple[CollectiveCost, ...] = ()
     recompute: Recompute | None = None
     stages: tuple[Stage, ...] = ()
     order: Callable[[int], Order] = one_after_the_other
@@ -297,14 +298,14 @@ class Costs:
 
     def cut(self, region: Region) -> float:
         """Ranks that share the features of a region, its positions left aside."""
-        return self.splits[region] / self.splits["whole"]
+        return self.splits[region] / self.splits["seq_full"]
 
     def product(self, op: Matmul) -> tuple[float, float]:
         """Inputs and outputs of a rank's part of a linear."""
         style = self.style(op.module)
         if style == "row":
-            return op.inputs / self.cut("inner"), op.outputs
-        return op.inputs, op.outputs / (self.cut("inner") if style in ("column", "head") else 1)
+            return op.inputs / self.cut("tp_sharded"), op.outputs
+        return op.inputs, op.outputs / (self.cut("tp_sharded") if style in ("column", "head") else 1)
 
     def style(self, module: str) -> str | None:
         """How a module is split; None where nothing says."""

@@ -24,7 +24,7 @@ sample; model, other slices of one layer; expert, other experts (the samples dif
 class Axis:
     """A mesh axis a plugin owns.
 
-    depth: place from outer (slow links) to inner (fast links); the built-in ones are pp 0, dp_replicate 10,
+    topology_order: place from outer (slow links) to inner (fast links); the built-in ones are pp 0, dp_replicate 10,
         dp_shard 20, cp 30, tp 40.
     default: degree when the TOML is silent; -1 means what is left of the ranks (one axis at most).
 
@@ -34,7 +34,7 @@ class Axis:
 
     name: str
     role: Role
-    depth: float
+    topology_order: float
     doc: str
     default: int = 1
 
@@ -47,8 +47,8 @@ class Axis:
                 raise ValueError(f"mesh axis {self.name!r}: {field} = {shown(value)}: {error}") from None
         if not self.name.isidentifier():
             raise ValueError(f"mesh axis {self.name!r}: name: must be a word that can be a TOML key")
-        if not math.isfinite(self.depth):
-            raise ValueError(f"mesh axis {self.name!r}: depth = {self.depth}: must be finite")
+        if not math.isfinite(self.topology_order):
+            raise ValueError(f"mesh axis {self.name!r}: topology_order = {self.topology_order}: must be finite")
         if self.default < 1 and self.default != -1:
             what = "must be at least 1, or -1 for what is left of the ranks"
             raise ValueError(f"mesh axis {self.name!r}: default = {self.default}: {what}")
@@ -104,7 +104,7 @@ def lay_out(
 
     Returns the layout and the faults found as (axis, sentence); with faults the layout is only good for further checks.
     """
-    ordered = tuple(sorted(axes, key=lambda axis: axis.depth))
+    ordered = tuple(sorted(axes, key=lambda axis: axis.topology_order))
     known = {axis.name for axis in ordered}
     faults = [(name, f"no plugin owns this axis{did_you_mean(name, known)}") for name in wanted if name not in known]
     degrees = {axis.name: wanted.get(axis.name, axis.default) for axis in ordered}

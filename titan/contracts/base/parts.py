@@ -8,7 +8,7 @@ import torch
 from torch import nn
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy
 
-from titan.contracts.base.plan import ModelSpec
+from titan.contracts.base.spec import ModelSpec
 
 
 @dataclass(frozen=True)
@@ -19,15 +19,17 @@ class Precision:
     batches and ranks.  Master weights, optimizer state, loss and norms of gradients stay float32.
     """
 
-    param: torch.dtype = torch.float32
-    reduce: torch.dtype = torch.float32
+    param_dtype: torch.dtype = torch.float32
+    reduce_dtype: torch.dtype = torch.float32
 
     def policy(self) -> MixedPrecisionPolicy:
         """The same for FSDP2. Inputs are not cast: activations follow the parameters, and what a model passes in fp32
         it means to be fp32."""
-        if self.param is torch.float32:
+        if self.param_dtype is torch.float32:
             return MixedPrecisionPolicy()
-        return MixedPrecisionPolicy(param_dtype=self.param, reduce_dtype=self.reduce, cast_forward_inputs=False)
+        return MixedPrecisionPolicy(
+            param_dtype=self.param_dtype, reduce_dtype=self.reduce_dtype, cast_forward_inputs=False
+        )
 
 
 def sum_gradients(root: nn.Module) -> None:
@@ -73,16 +75,16 @@ class ModelPart:
         """Whether the named module is on this part."""
         return dict(self.module.named_modules()).get(name) is not None
 
-    def units(self, plan: ModelSpec) -> list[list[nn.Module]]:
-        """The plan's shard units as far as this part holds them, in forward order."""
+    def units(self, spec: ModelSpec) -> list[list[nn.Module]]:
+        """The spec's shard units as far as this part holds them, in forward order."""
         here = dict(self.module.named_modules())
-        units = [[here[name] for name in unit if name in here] for unit in plan.shard_units()]
+        units = [[here[name] for name in unit if name in here] for unit in spec.shard_units()]
         return [unit for unit in units if unit]
 
-    def layers(self, plan: ModelSpec) -> list[tuple[str, nn.Module]]:
+    def layers(self, spec: ModelSpec) -> list[tuple[str, nn.Module]]:
         """(name, module) of the layers on this part, in order."""
         here = dict(self.module.named_modules())
-        return [(name, here[name]) for name in plan.layer_names() if name in here]
+        return [(name, here[name]) for name in spec.layer_names() if name in here]
 
     def wrap_forward(
         self, name: str, place: Literal["recompute_ops", "compile", "recompute_block"], wrap: Wrap
@@ -103,9 +105,9 @@ class ModelPart:
             if isinstance(module, FSDPModule):
                 module.reshard()
 
-    def retie(self, plan: ModelSpec) -> None:
+    def retie(self, spec: ModelSpec) -> None:
         """Make tied parameters one tensor again after something has replaced them."""
-        for alias, owner in plan.tied:
+        for alias, owner in spec.tied:
             (to, to_name), (source, source_name) = alias.rpartition(".")[::2], owner.rpartition(".")[::2]
             if self.holds(to) and self.holds(source):
                 tensor = getattr(self.module.get_submodule(source), source_name)

@@ -43,7 +43,7 @@ class Device:
     def __init__(self, cluster: Cluster) -> None:
         self.cluster, self.kernels = cluster, cluster.kernels
         self._launch = cluster.kernels.launch_us * 1e-6
-        self._bytes_per_s = cluster.device.bandwidth_gb_s * 1e9 * cluster.kernels.bandwidth
+        self._bytes_per_s = cluster.device.bandwidth_gb_s * 1e9 * cluster.kernels.bandwidth_efficiency
         self._products: dict[tuple[float, float, float, str, int], float] = {}
         self._points = {dtype: rates.curve() for dtype, rates in cluster.products.items() if rates.points}
 
@@ -64,16 +64,17 @@ class Device:
     def _reached(self, m: float, k: float, n: float, dtype: str, width: int) -> float:
         """FLOP/s of a product."""
         rates = self.cluster.products.get(dtype, Products())
-        share: float = rates.efficiency / (1 + rates.quantised * self._wasted(m, n, rates.tile)) * k / (k + rates.depth)
+        waste = rates.wave_quantization * self._wasted(m, n, rates.tile)
+        share: float = rates.efficiency / (1 + waste) * k / (k + rates.k_half)
         even = min(_even(m), _even(k), _even(n))
-        share *= rates.unaligned ** max(0.0, math.log2(rates.aligned / even))
+        share *= rates.unaligned_factor ** max(0.0, math.log2(rates.aligned / even))
         if even * width % 16:
-            share *= rates.odd
+            share *= rates.unaligned_16b_factor
         return self.cluster.peak(dtype) * share
 
     def _wasted(self, m: float, n: float, tile: tuple[int, int]) -> float:
         """Work on tiles that nobody asked for, as a share of the work; of the tile on its side or halved, the best."""
-        units, (rows, columns) = self.cluster.device.units, tile
+        units, (rows, columns) = self.cluster.device.compute_units, tile
         found = math.inf
         for r, c in ((rows, columns), (columns, rows), (rows, columns // 2)):
             waves = math.ceil(math.ceil(m / r) * math.ceil(n / c) / units)
@@ -92,12 +93,14 @@ class Device:
             return self._written(op, costs) if op.scores_written else self._attention(op, costs)
         if isinstance(op, EmbeddingOp):
             numbers = costs.share("hidden") * op.width
-            return Seconds(self.moving(2 * numbers, costs.bytes), 0.0, self.moving(3 * numbers, costs.bytes))
-        tokens = costs.share(op.region) * (self.kernels.merged if costs.fused else 1.0)
-        return Seconds(self.moving(tokens * op.forward, costs.bytes), self.moving(tokens * op.backward, costs.bytes))
+            return Seconds(self.moving(2 * numbers, costs.itemsize), 0.0, self.moving(3 * numbers, costs.itemsize))
+        tokens = costs.share(op.region) * (self.kernels.fused_traffic_factor if costs.fused else 1.0)
+        return Seconds(
+            self.moving(tokens * op.forward, costs.itemsize), self.moving(tokens * op.backward, costs.itemsize)
+        )
 
     def _linear(self, op: Matmul, costs: Costs, dtype: str) -> Seconds:
-        rows, width = costs.share("whole"), costs.bytes
+        rows, width = costs.share("seq_full"), costs.itemsize
         inputs, outputs = costs.product(op)
         return Seconds(
             self.product(rows, inputs, outputs, dtype, width),
@@ -106,7 +109,7 @@ class Device:
         )
 
     def _attention(self, op: Attention, costs: Costs) -> Seconds:
-        square = 4.0 * costs.share("inner") * costs.seq_len * op.heads * op.head_dim
+        square = 4.0 * costs.share("tp_sharded") * costs.seq_len * op.heads * op.head_dim
         needed = square * (0.5 if self.kernels.causal else 1.0) / self.cluster.peak(costs.wide_dtype)
         return Seconds(
             needed / self.kernels.attention_forward + self._launch,
@@ -115,24 +118,24 @@ class Device:
 
     def _written(self, op: Attention, costs: Costs) -> Seconds:
         """Two batched products forward, four backward, and passes over the S x S scores each way."""
-        seq_len, dtype, width = costs.seq_len, costs.wide_dtype, costs.bytes
-        matrices = costs.share("inner") * op.heads / seq_len
+        seq_len, dtype, width = costs.seq_len, costs.wide_dtype, costs.itemsize
+        matrices = costs.share("tp_sharded") * op.heads / seq_len
         pair = self.batched(matrices, seq_len, op.head_dim, seq_len, dtype, width)
         pair += self.batched(matrices, seq_len, seq_len, op.head_dim, dtype, width)
-        scores = costs.share("inner") * op.heads * seq_len
+        scores = costs.share("tp_sharded") * op.heads * seq_len
         forward, backward = (self.moving(passes * scores, width) for passes in PASSES_OVER_SCORES)
         return Seconds(pair + forward, 2 * pair + backward)
 
     def batched(self, matrices: float, m: float, k: float, n: float, dtype: str, width: int) -> float:
         """Seconds of that many products at once; all of their tiles share the waves."""
         seconds, rates = self.product(matrices * m, k, n, dtype, width), self.cluster.products.get(dtype, Products())
-        narrowest, widest = rates.few_between
-        slow = matrices <= rates.few and narrowest <= min(k, n) <= widest
-        return seconds / rates.few_kept if slow else seconds
+        narrowest, widest = rates.small_batch_dims
+        slow = matrices <= rates.small_batch_max and narrowest <= min(k, n) <= widest
+        return seconds / rates.small_batch_factor if slow else seconds
 
     def update(self, bytes_: float) -> float:
         """Seconds of an optimizer that reads and writes that many bytes."""
-        share = self.kernels.update_bandwidth or self.kernels.bandwidth
+        share = self.kernels.update_bandwidth_efficiency or self.kernels.bandwidth_efficiency
         return bytes_ / (self.cluster.device.bandwidth_gb_s * 1e9 * share)
 
 

@@ -42,7 +42,7 @@ class Network:
         for link in self.links:
             here = group.within(link.ranks)
             if here > below:
-                slowest = min(slowest, below * link.gb_s * 1e9 * link.efficiency)
+                slowest = min(slowest, below * link.bandwidth_gb_s * 1e9 * link.efficiency)
                 latency += math.log2(here / below) * link.latency_us * 1e-6
             below = here
         return PASSES[kind] * ((group.size - 1) / group.size * bytes_ / slowest + latency)
@@ -50,7 +50,7 @@ class Network:
     def send(self, group: Group, bytes_: float) -> float:
         """Seconds to send to the neighbour in a group; the slowest pair's."""
         link = self.between(group)
-        return bytes_ / (link.gb_s * 1e9 * link.pair_efficiency) + link.latency_us * 1e-6
+        return bytes_ / (link.bandwidth_gb_s * 1e9 * link.p2p_efficiency) + link.latency_us * 1e-6
 
     def between(self, group: Group) -> Link:
         """The link that the farthest neighbours of a group have between them."""

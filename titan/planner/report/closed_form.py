@@ -7,7 +7,7 @@ from typing import Any
 from titan.config import Job, load_table
 from titan.config.tables import Table, override
 from titan.contracts.base.cost import PersistentState
-from titan.contracts.base.plan import ModelSpec, nearest
+from titan.contracts.base.spec import ModelSpec, nearest
 from titan.errors import ConfigError, ConfigIssue
 from titan.planner.step.arithmetic import (
     RECIPES,
@@ -43,7 +43,7 @@ def alone(overrides: Sequence[str]) -> Job:
         return load_table({**small, **table}, "command line", words)
 
     # A first job without the layout, which may not take this length, says how long the model's sequences are.
-    return load(load(2, model, ()).plan.max_seq_len, {}, overrides)
+    return load(load(2, model, ()).spec.max_seq_len, {}, overrides)
 
 
 def report(
@@ -72,7 +72,7 @@ def report(
     ]
     if faults:
         raise ConfigError(faults)
-    plan, seq_len = job.plan, job.data.seq_len
+    plan, seq_len = job.spec, job.data.seq_len
     tokens = optimal_tokens(plan.params) if tokens is None else tokens
     shards, ranks = _ranks(job, devices)
     return {
@@ -113,8 +113,8 @@ def _ranks(job: Job, devices: int | None) -> tuple[int, int]:
 def _state(plan: ModelSpec, shards: int, ranks: int, held: Iterable[PersistentState]) -> dict[str, Any]:
     own: dict[str, float] = {}
     for part in held:
-        if not part.units:
-            own[part.component] = own.get(part.component, 0) + part.bytes
+        if not part.gathered_units:
+            own[part.component] = own.get(part.component, 0) + part.bytes_per_param
     return {
         "model_split_over": shards,
         "data_parallel_ranks": ranks,

@@ -26,7 +26,7 @@ NUMBERED = 40
 """Actions of a rank that leave room for the numbers of their micro batches."""
 COMPONENTS = {
     "parameters": "#4878a8", "gradients": "#e49444", "optimizer": "#85b6b2", "activations": "#d1615d",
-    "buffers": "#a87c9f", "margin": "#bab0ab",
+    "buffers": "#a87c9f", "overhead": "#bab0ab",
 }  # fmt: skip
 ACTIONS = {
     "F": ("forward", "#3b78b5"),
@@ -112,7 +112,7 @@ def _memory(axes: "Axes", prediction: Prediction, room: float) -> None:
 
 
 def _time(axes: "Axes", prediction: Prediction) -> None:
-    hidden = prediction.hidden_s
+    hidden = prediction.overlapped_s
     spent = {name: prediction.time_s[name] for name in NAMES if prediction.time_s[name] or hidden.get(name)}
     rows = range(len(spent))
     axes.barh(rows, list(spent.values()), color="#4878a8", label="on the last rank")

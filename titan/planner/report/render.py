@@ -62,7 +62,7 @@ def _budget(budget: Mapping[str, Any] | None) -> list[str]:
 def _spent(p: Prediction) -> list[str]:
     rows = [["the last rank's step", "seconds", "share", "hidden"]]
     for key, name in NAMES.items():
-        value, hidden = p.time_s[key], p.hidden_s.get(key, 0.0)
+        value, hidden = p.time_s[key], p.overlapped_s.get(key, 0.0)
         if value or hidden:
             share = f"{value / p.step_time_s:.1%}"
             rows.append([name, f"{value:.4f}", share, f"{hidden:.4f}" if hidden else ""])

@@ -99,7 +99,7 @@ def _tensor(base: Base) -> Varied:
 
 
 def _pipeline(base: Base) -> Varied:
-    return _exchanged(base, "stage", base.job.plan.n_layers)
+    return _exchanged(base, "stage", base.job.spec.n_layers)
 
 
 def _exchanged(base: Base, role: Role, most: int) -> Varied:
@@ -125,10 +125,10 @@ def _micro_batch(base: Base) -> Varied:
 def _recompute(base: Base) -> Varied:
     """Each technique that may be left out: off, and what can be chosen for it."""
     variants: list[Variant] = []
-    optional = [plugin for plugin in _techniques() if plugin.optional]
-    for plugin in optional:
-        prefix = f"{plugin.name} " if len(optional) > 1 else ""
-        for choice in (None, *plugin.choices):
+    toggled = [plugin for plugin in _techniques() if plugin.search_toggle]
+    for plugin in toggled:
+        prefix = f"{plugin.name} " if len(toggled) > 1 else ""
+        for choice in (None, *plugin.search_space):
             said = "off" if choice is None else _said(choice)
             keys = {"enabled": choice is not None, **(choice or {})}
             variants.append(Variant(len(variants), prefix + said, _keys(plugin.name, keys)))
@@ -157,15 +157,15 @@ def _orders(base: Base) -> Iterator[tuple[str, dict[str, Any]]]:
     The job's own stands for its value; where the command line fixes that option, it is the only one.
     """
     technique = next(t for t in base.job.techniques if any(axis.role == "stage" for axis in t.axes))
-    if not technique.choices:
+    if not technique.search_space:
         yield "", {}
         return
-    name, (first, *_) = technique.name, technique.choices[0]
+    name, (first, *_) = technique.name, technique.search_space[0]
     table = base.job.table["plugins"][name]
-    own = {key: table[key] for key in technique.choices[0]}
+    own = {key: table[key] for key in technique.search_space[0]}
     found: dict[Any, Mapping[str, Any]] = {}
     if f"plugins.{name}.{first}" not in base.fixed:
-        for choice in technique.choices:
+        for choice in technique.search_space:
             found.setdefault(choice[first], choice)
     found[own[first]] = own
     for choice in found.values():

@@ -182,7 +182,7 @@ class _Search:
 
     def groups(self, spaces: Sequence[Space]) -> Iterator[Group]:
         """(bound, space, layout, micro batch) of each combination that divides the batch."""
-        alone = replace(costs_of(self.job), recompute=None, traffic=(), fused=True, update_bytes=0.0)
+        alone = replace(costs_of(self.job), recompute=None, collectives=(), fused=True, update_bytes=0.0)
         for space in spaces:
             for layout in space.layouts():
                 for micro_batch in space.micro_batches(layout):
@@ -193,7 +193,7 @@ class _Search:
         slices, sequence, batch = (layout.role_degree(role) for role in ("model", "sequence", "batch"))
         key = (slices, sequence, micro_batch)
         if key not in self._alone:
-            whole = {region: sequence * (1 if region == "whole" else slices) for region in REGIONS}
+            whole = {region: sequence * (1 if region == "seq_full" else slices) for region in REGIONS}
             self._alone[key] = self.planner.alike(replace(alone, splits=whole, micro_batch=micro_batch), layout)
         rounds = self.job.train.global_batch_size / micro_batch / batch
         return self._value(*self._alone[key].least(rounds, layout.role_degree("stage")), layout)

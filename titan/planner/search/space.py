@@ -2,7 +2,8 @@
 
 What can be chosen is the plugins' to say: an axis exists because one owns it, and each states the options that a search
 goes through and whether it may be switched off. What the user has fixed stays. With a technique that changes the curve
-(`parity = False`) a layout trains something else: it is left out unless the job or the command line asks for it.
+(`preserves_numerics = False`) a layout trains something else: it is left out unless the job or the command line asks
+for it.
 """
 
 import itertools
@@ -82,11 +83,13 @@ class Space:
         self._stated = {t.name: t for t in job.techniques}
         self._instances: dict[tuple[str, Options], Technique] = {}
         self._chosen: dict[Any, list[type[Technique]] | None] = {}
-        self.left_out = tuple(p.name for p in self._known if self._is_choice(p) and not (p.parity or self._asked(p)))
+        self.left_out = tuple(
+            p.name for p in self._known if self._is_choice(p) and not (p.preserves_numerics or self._asked(p))
+        )
 
     @staticmethod
     def _is_choice(plugin: type[Technique]) -> bool:
-        return bool(plugin.optional or plugin.axes)
+        return bool(plugin.search_toggle or plugin.axes)
 
     def _asked(self, plugin: type[Technique]) -> bool:
         """Whether the job has it on, or the command line speaks of it or of its axes."""
@@ -118,7 +121,7 @@ class Space:
             return [1]
         most = min(ranks, self.widest or ranks) if axis.role == "model" else ranks
         if axis.role == "stage":
-            most = min(most, self.job.plan.n_layers)
+            most = min(most, self.job.spec.n_layers)
         return [degree for degree in range(1, most + 1) if ranks % degree == 0]
 
     def micro_batches(self, layout: Layout) -> list[int]:
@@ -139,7 +142,7 @@ class Space:
         on = chosen_techniques(self._known, self._switches, layout)
         plain: list[list[tuple[str, Options | None]]] = []
         staged: list[list[tuple[str, Options | None]]] = []
-        free = (p for p in self._known if p.optional and p not in on and p.name not in self.left_out)
+        free = (p for p in self._known if p.search_toggle and p not in on and p.name not in self.left_out)
         for plugin in [*on, *free]:
             chosen = self._choices(plugin, layout)
             if chosen:
@@ -154,7 +157,7 @@ class Space:
         switched = f"plugins.{plugin.name}.enabled" in self.fixed
         off = switched and not self._switches[plugin.name]
         combinations: list[Options | None] = [] if idle or off else [*self._combinations(plugin)]
-        if plugin.optional and not switched:
+        if plugin.search_toggle and not switched:
             combinations.insert(0, None)
         return [(plugin.name, combination) for combination in combinations]
 
@@ -170,7 +173,7 @@ class Space:
         """(option, value) pairs that a technique's search goes through, without what is fixed."""
         free = [
             tuple((key, value) for key, value in choice.items() if f"plugins.{plugin.name}.{key}" not in self.fixed)
-            for choice in plugin.choices
+            for choice in plugin.search_space
         ]
         return [options for options in dict.fromkeys(free) if options]
 
@@ -195,7 +198,7 @@ class Space:
     @staticmethod
     def allows(job: Job) -> bool:
         """Whether no technique refuses the job."""
-        plan = job.plan
+        plan = job.spec
         return not any(True for t in job.techniques for _ in sentences(t, "check", job, plan))
 
     def _instance(self, plugin: type[Technique], options: Options) -> Technique:

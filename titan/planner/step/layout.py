@@ -15,7 +15,7 @@ def costs_of(job: Job) -> Costs:
     """The costs of a job: its model's, as its techniques, its loss and its optimizer change them.
 
     Raises:
-        ConfigError: the model's plan does not state its operations.
+        ConfigError: the model's spec does not state its operations.
     """
     return cut(uncut(job), job)
 
@@ -46,17 +46,18 @@ def _cuts(technique: Technique) -> bool:
 
 
 def _of_model(job: Job) -> Costs:
-    plan, precision = job.plan, job.precision
-    if not plan.layer_ops:
+    spec, precision = job.spec, job.precision
+    if not spec.layer_ops:
         raise ConfigError(
-            [ConfigIssue("", f"model {job.model.name}: its plan states no operations (ModelSpec.layer_ops)")]
+            [ConfigIssue("", f"model {job.model.name}: its spec states no operations (ModelSpec.layer_ops)")]
         )
-    dtype = str(precision.param).removeprefix("torch.")
+    dtype = str(precision.param_dtype).removeprefix("torch.")
     return Costs(
-        seq_len=job.data.seq_len, dim=plan.dim, micro_batch=job.micro_batch, micro_batches=job.micro_batches,
-        stem=plan.stem_ops, layer=plan.layer_ops, head=plan.head_ops, tied=bool(plan.tied), styles=plan.styles,
-        bytes=precision.param.itemsize, reduce_bytes=precision.reduce.itemsize, dtype=dtype, wide_dtype=dtype,
-        stages=(Stage(0, range(plan.n_layers)),),
+        seq_len=job.data.seq_len, dim=spec.dim, micro_batch=job.micro_batch, micro_batches=job.micro_batches,
+        embeddings=spec.embedding_ops, layer=spec.layer_ops, head=spec.head_ops, tied=bool(spec.tied),
+        styles=spec.styles, itemsize=precision.param_dtype.itemsize, reduce_itemsize=precision.reduce_dtype.itemsize,
+        dtype=dtype, wide_dtype=dtype,
+        stages=(Stage(0, range(spec.n_layers)),),
     )  # fmt: skip
 
 

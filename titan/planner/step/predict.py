@@ -29,7 +29,7 @@ class Prediction:
     """A step of a job on a cluster.
 
     time_s: exposed seconds by what they are spent on, on the rank that ends last; they add up to step_time_s.
-    hidden_s: seconds of communication that run beside computation on that rank.
+    overlapped_s: seconds of communication that run beside computation on that rank.
     stages: memory and layers of the ranks of each place of the pipeline.  fits: all of them into the device's memory.
     energy_j, price: of a step on all ranks; 0 where the cluster does not state power or price. Ranks that wait for work
     are at rest, others at full power.
@@ -44,7 +44,7 @@ class Prediction:
     mfu: float
     hfu: float
     time_s: dict[str, float]
-    hidden_s: dict[str, float]
+    overlapped_s: dict[str, float]
     memory: tuple[Memory, ...]
     layers: tuple[tuple[range, ...], ...]
     fits: bool
@@ -78,7 +78,7 @@ class Prediction:
             "energy_j": self.energy_j,
             "price": self.price,
             "time_s": self.time_s,
-            "hidden_s": self.hidden_s,
+            "overlapped_s": self.overlapped_s,
             "stages": [
                 {"memory_gib": memory.gib(), "layers": [list(layers) for layers in held]}
                 for memory, held in zip(self.memory, self.layers, strict=True)
@@ -96,23 +96,23 @@ class StageLoad(NamedTuple):
     """How much the ranks at a place of a pipeline hold.
 
     before: layers that a micro batch comes through before it comes to theirs.  again: of the layers, those that are
-    computed again.  stem, head: how many.
+    computed again.  embeddings, head: how many.
     """
 
     before: int
     layers: int = 0
     again: int = 0
-    stem: int = 0
+    embeddings: int = 0
     head: int = 0
 
 
 def places_of(stages: Sequence[Stage], recompute: Recompute | None) -> list[StageLoad]:
     """The places of a pipeline; of those that hold the same, the last."""
     before, held = 0, dict[int, StageLoad]()
-    for rank, layers, stem, head in stages:
+    for rank, layers, embeddings, head in stages:
         p = held.get(rank, StageLoad(before))
         again = p.again + recomputed(layers, recompute)
-        held[rank] = StageLoad(p.before, p.layers + len(layers), again, p.stem + stem, p.head + head)
+        held[rank] = StageLoad(p.before, p.layers + len(layers), again, p.embeddings + embeddings, p.head + head)
         before += len(layers)
     return list({place[1:]: place for place in sorted(held.values())}.values())
 
@@ -127,11 +127,12 @@ class StageCostCache:
     def __init__(self, parts: Parts, cluster: Cluster) -> None:
         self.parts, self._fused_norms = parts, cluster.kernels.fused_norms or parts.costs.fused
         seen = {key: sum(families.values()) for key, families in parts.exposed.items()}
-        stem, layer, head = (
-            sum(seen.get((where, when), 0.0) for when in ("forward", "backward")) for where in ("stem", "layer", "head")
+        embeddings, layer, head = (
+            sum(seen.get((where, when), 0.0) for when in ("forward", "backward"))
+            for where in ("embeddings", "layer", "head")
         )
         unit, once = parts.layer_unit_s()
-        self.stem_s, self.head_s = sum(parts.stem) + stem, sum(parts.head) + head
+        self.embeddings_s, self.head_s = sum(parts.embeddings) + embeddings, sum(parts.head) + head
         self.layer_s = sum(parts.layer) + layer + unit
         self.again_s = parts.again + seen.get(("layer", "recompute"), 0.0)
         self.once_s = once + parts.update_s(parts.tensors.layer)
@@ -147,7 +148,7 @@ class StageCostCache:
         stages, recompute = self.parts.costs.stages, self.parts.costs.recompute
         layers = sum(len(stage.layers) for stage in stages)
         again = sum(recomputed(stage.layers, recompute) for stage in stages)
-        busy = rounds * (self.stem_s + self.head_s + layers * self.layer_s + again * self.again_s) / ranks
+        busy = rounds * (self.embeddings_s + self.head_s + layers * self.layer_s + again * self.again_s) / ranks
         mean = busy + layers * self.once_s / ranks + (ranks - 1) / 2 * self.parts.layer.forward
         each = self.layer_s + (self.again_s if again == layers else 0.0)
         return max(mean, math.ceil(layers / ranks) * (rounds * each + self.once_s)), busy
@@ -155,10 +156,13 @@ class StageCostCache:
     def least_in(self, places: Iterable[StageLoad]) -> float:
         """Seconds of a step at least where the layers are shared out so: a rank's work, once a micro batch is there."""
         rounds, forward = self.parts.costs.micro_batches, self.parts.layer.forward
-        stem, layer, again, head = (rounds * s for s in (self.stem_s, self.layer_s, self.again_s, self.head_s))
+        embeddings, layer, again, head = (
+            rounds * s for s in (self.embeddings_s, self.layer_s, self.again_s, self.head_s)
+        )
         layer += self.once_s
         return max(
-            p.before * forward + p.layers * layer + p.again * again + p.stem * stem + p.head * head for p in places
+            p.before * forward + p.layers * layer + p.again * again + p.embeddings * embeddings + p.head * head
+            for p in places
         )
 
     def work(self, stage: Stage) -> StageWork:
@@ -212,7 +216,7 @@ class Planner:
 
     def speed(self, layout: Layout) -> float:
         """A rank's share of its full speed when all of them are at work, for they may share processors."""
-        processors, ranks = self.cluster.device.processors, layout.world_size
+        processors, ranks = self.cluster.device.full_speed_ranks, layout.world_size
         return min(1.0, processors / min(ranks, self.cluster.ranks_per_node or ranks)) if processors else 1.0
 
     def steps(self, costs: Costs) -> Steps:
@@ -276,7 +280,7 @@ class UnscheduledStep:
             world_size=world, step_time_s=step, tokens=tokens, model_tflops_per_device=model,
             hardware_tflops_per_device=hardware, mfu=model / peak, hfu=hardware / peak,
             time_s=_adding_up(_spent(by_place[last], costs.micro_batches, timeline, last), step),
-            hidden_s=_summed(w.hidden for w in by_place[last]),
+            overlapped_s=_summed(w.hidden for w in by_place[last]),
             memory=tuple(memory),
             layers=tuple(tuple(s.layers for s in costs.stages if s.rank == place) for place in range(len(by_place))),
             energy_j=_energy(cluster.device, timeline, step, world),
@@ -304,7 +308,7 @@ class UnscheduledStep:
         }
         send = 0.0
         if costs.pipeline_axis:
-            hidden, network = costs.dim * costs.share("hidden") * costs.bytes, self.planner.network
+            hidden, network = costs.dim * costs.share("hidden") * costs.itemsize, self.planner.network
             slices = group_of(costs.sent_over, self.layout)
             send = network.send(group_of([costs.pipeline_axis], self.layout), hidden / slices.size)
             send += network.collective("all_gather", slices, hidden)
@@ -353,7 +357,7 @@ def flops_per_token(costs: Costs) -> tuple[float, float]:
     layer, head = (sum(_forward_flops(op, costs) for op in ops) for ops in (costs.layer, costs.head))
     model = 3 * (layers * layer + head)
     again = sum(recomputed(stage.layers, costs.recompute) for stage in costs.stages)
-    if costs.recompute is None or costs.recompute.keeps == "products":
+    if costs.recompute is None or costs.recompute.saved == "products":
         again = 0
     return model, model + again * layer
 

@@ -15,7 +15,7 @@ from titan.contracts.base.cost import EmbeddingOp, Matmul, Operation
 from titan.errors import PluginError
 
 if TYPE_CHECKING:
-    import torch  # a plan is read where torch is not wanted, so it is not imported
+    import torch  # a spec is read where torch is not wanted, so it is not imported
 
 TensorStyle = Literal["column", "row", "embedding", "positions", "head", "norm", "qk_norm", "gather"]
 """How tensor parallelism treats a module.
@@ -80,7 +80,7 @@ class HfTensor:
 class ModelSpec:
     """A model as data: sizes, names, where it may be cut, split, recomputed and wrapped, and what it costs.
 
-    stem, layers, head: names of the modules before the layers, of the ModuleDict of layers (keyed by global layer
+    embeddings, layers, head: names of the modules before the layers, of the ModuleDict of layers (keyed by global layer
         number), and of the modules after them.
     tied: (alias, owner) names of parameters that are one tensor; the owner's name is the canonical one.
     tensor: module glob -> TensorStyle.
@@ -89,11 +89,12 @@ class ModelSpec:
         lost. No forward writes to a persistent one: ranks see other tokens, and a checkpoint keeps one value for all.
     no_decay: globs of the parameters that usual practice exempts from weight decay.
     ffn_dim: width of the feed-forward, where tensor parallelism splits one; 0 elsewhere.
-    layer_params, stem_params, head_params: parameters of one layer, of the stem, of the head (a tied tensor counts
-        in the stem).
+    layer_params, embedding_params, head_params: parameters of one layer, of the embeddings, of the head (a tied tensor
+        counts in the embeddings).
     matmul_params_per_layer, head_matmul_params: those that multiply every token.
-    stem_ops, layer_ops, head_ops: what the stem, a layer and the head do, for the planner; modules are named from the
-        whole model in the stem and the head, from the layer in a layer. Empty: the model cannot be planned with.
+    embedding_ops, layer_ops, head_ops: operations of the embeddings, of a layer and of the head, for the planner;
+        modules are named from the whole model in the embeddings and the head, from the layer in a layer. Empty: the
+        model cannot be planned with.
     """
 
     n_layers: int
@@ -104,7 +105,7 @@ class ModelSpec:
     ffn_dim: int = 0
     vocab_size: int
     max_seq_len: int
-    stem: tuple[str, ...]
+    embeddings: tuple[str, ...]
     layers: str = "layers"
     head: tuple[str, ...]
     tied: tuple[tuple[str, str], ...] = ()
@@ -113,18 +114,18 @@ class ModelSpec:
     buffers: Mapping[str, Init] = field(default_factory=dict)
     no_decay: tuple[str, ...] = ()
     layer_params: int
-    stem_params: int
+    embedding_params: int
     head_params: int
     matmul_params_per_layer: int
     head_matmul_params: int
-    stem_ops: tuple[Operation, ...] = ()
+    embedding_ops: tuple[Operation, ...] = ()
     layer_ops: tuple[Operation, ...] = ()
     head_ops: tuple[Operation, ...] = ()
 
     @property
     def params(self) -> int:
         """Parameters of the whole model, a tied tensor once."""
-        return self.stem_params + self.n_layers * self.layer_params + self.head_params
+        return self.embedding_params + self.n_layers * self.layer_params + self.head_params
 
     def layer_flops_per_token(self, seq_len: int) -> float:
         """Forward FLOPs of one layer for one token: 2 per matmul parameter plus the two products of attention.
@@ -150,7 +151,7 @@ class ModelSpec:
         for pattern, how in self.init.items():
             if glob_matches(pattern, name):
                 return how
-        raise PluginError(f"the model's plan has no init for parameter {name}")
+        raise PluginError(f"the model's spec has no init for parameter {name}")
 
     def init_of_buffer(self, name: str) -> Init:
         """The Init of a buffer.
@@ -162,8 +163,8 @@ class ModelSpec:
             if glob_matches(pattern, name):
                 return how
         raise PluginError(
-            f"the model's plan has no initial value for buffer {name}; give it one in ModelSpec.buffers: "
-            "titan.contracts.base.plan.computed(function of the device), or a constant such as ZEROS"
+            f"the model's spec has no initial value for buffer {name}; give it one in ModelSpec.buffers: "
+            "titan.contracts.base.spec.computed(function of the device), or a constant such as ZEROS"
         )
 
     def layer_names(self, numbers: Iterable[int] | None = None) -> tuple[str, ...]:
@@ -174,7 +175,7 @@ class ModelSpec:
     def styles(self) -> dict[str, TensorStyle | None]:
         """How each module that an operation names is split; None where nothing says."""
         first, found = f"{self.layers}.0.", {}
-        for op in (*self.stem_ops, *self.layer_ops, *self.head_ops):
+        for op in (*self.embedding_ops, *self.layer_ops, *self.head_ops):
             if isinstance(op, Matmul | EmbeddingOp):
                 names = (op.module, first + op.module)
                 fitting = (style for glob, style in self.tensor.items() if any(glob_matches(glob, n) for n in names))
@@ -182,28 +183,29 @@ class ModelSpec:
         return found
 
     def shard_units(self) -> tuple[tuple[str, ...], ...]:
-        """Modules gathered together by sharded data parallelism, in forward order: stem modules, layers, the head.
+        """Modules gathered together by sharded data parallelism, in forward order: embeddings, layers, the head.
 
         Modules that share a tied tensor fall in one unit, the last.
         """
         owners = {name.rpartition(".")[0] for pair in self.tied for name in pair}
-        stem = tuple((name,) for name in self.stem if name not in owners)
-        last = tuple(name for name in self.stem if name in owners) + self.head
-        return stem + tuple((name,) for name in self.layer_names()) + (last,)
+        embeddings = tuple((name,) for name in self.embeddings if name not in owners)
+        last = tuple(name for name in self.embeddings if name in owners) + self.head
+        return embeddings + tuple((name,) for name in self.layer_names()) + (last,)
 
     def check_names(self, modules: Iterable[str], parameters: Iterable[str], buffers: Iterable[str] = ()) -> None:
-        """Hold every name and glob of the plan against the whole model.
+        """Hold every name and glob of the spec against the whole model.
 
         Raises:
-            PluginError: a glob matches nothing, a stem or head module is absent, a parameter or buffer has no init.
+            PluginError: a glob matches nothing, a module of embeddings or head is absent, a parameter or buffer has no
+                init.
         """
         modules, parameters, buffers = list(modules), list(parameters), list(buffers)
-        absent = [name for name in (*self.stem, self.layers, *self.head) if name not in modules]
+        absent = [name for name in (*self.embeddings, self.layers, *self.head) if name not in modules]
         absent += [g for g in self.tensor if not any(glob_matches(g, m) for m in modules)]
         absent += [g for g in (*self.init, *self.no_decay) if not any(glob_matches(g, p) for p in parameters)]
         absent += [g for g in self.buffers if not any(glob_matches(g, b) for b in buffers)]
         if absent:
-            raise PluginError(f"the model's plan names what the model does not have: {', '.join(absent)}")
+            raise PluginError(f"the model's spec names what the model does not have: {', '.join(absent)}")
         for name in parameters:
             self.init_of(name)
         for name in buffers:
