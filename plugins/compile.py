@@ -26,7 +26,7 @@ class Config:
 
 @register
 class Compile(Technique):
-    """Compiles each block with torch.compile."""
+    """Compiles the forward of each block with torch.compile."""
 
     name = "compile"
     Config = Config
@@ -36,14 +36,14 @@ class Compile(Technique):
         """Selective recompute inside a graph over sliced parameters."""
         if job.layout.role_degree("model") > 1:
             for how in job.stating("recomputes_operations"):
-                yield f"cannot compile sliced layers whose operations are computed again (PyTorch 2.13): {how}"
+                yield f"cannot compile tensor-parallel layers whose operations are recomputed (PyTorch 2.13): {how}"
 
     def cost(self, costs: Costs, job: Job) -> Costs:
         """Elementwise operations of a block are merged."""
         return replace(costs, fused=True)
 
     def apply(self, part: ModelPart, context: BuildContext) -> None:
-        """Compile the blocks this part holds."""
+        """Wrap the forward of each block of this model part in torch.compile."""
         for name, _ in part.layers(context.spec):
             part.wrap_forward(name, "compile", self._compile)
 

@@ -63,7 +63,7 @@ MOMENTS = {"step": 28, "mkdir": 6, "write": 14, "fsync": 14, "cut": 14, "rename"
 
 IN_USE = "is in use"
 CHANGED, CHANGED_CODE = "changed while", 2
-GAP = r"\[metrics\.jsonl\] .* has a gap"
+GAP = r"\[metrics\.jsonl\] .* misses some rows"
 ASIDE = r"^(put|fsync) .*/(metrics\.jsonl|logs/[^/]*|lock\.json)$"
 """Errors there cost rows, words or counts, never the run."""
 
@@ -351,7 +351,7 @@ def _start(rng: random.Random, layout: str, words: list[str]) -> Start:
 
 
 def _with_caches(starts: list[Start], cache: str) -> list[Start]:
-    """A corpus is read while it is tokenised: one that is to grow goes into a new cache, which later starts use."""
+    """A corpus is read while it is tokenized: one that is to grow goes into a new cache, which later starts use."""
     made: list[Start] = []
     found: tuple[str, ...] = ()
     for number, start in enumerate(starts):

@@ -30,7 +30,7 @@ HELP = "train a model; the same as ./run_train.sh (see titan train --help)"
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """Those of `titan train`."""
+    """Add the arguments of `titan train` to its parser."""
     from titan.train import USAGE
 
     parser.usage = USAGE.removeprefix("usage: ")
@@ -84,7 +84,9 @@ def _launch(words: list[str], place: LaunchEnv, restarts: int) -> int:
 
     job = load_job(*split_arguments(words), place.world_size)
     if restarts and not job.checkpoint.goes_on:
-        what = f'MAX_RESTARTS = {restarts}: needs [checkpoint] enabled = true and resume = "auto", to go on from'
+        what = (
+            f'MAX_RESTARTS = {restarts}: restarts need checkpoints; set [checkpoint] enabled = true and resume = "auto"'
+        )
         raise ConfigError([ConfigIssue("environment", what)])
     from titan.train import main as train
 

@@ -25,12 +25,10 @@ _READING = {"page_checksum_verification": True, "buffer_size": 1 << 20, "pre_buf
 
 @dataclass(frozen=True, kw_only=True)
 class Config:
-    """Which files, and which column."""
+    """Options of `[data]`: which files are read, and which column."""
 
-    path: str | tuple[str, ...] = option(
-        REQUIRED, "files, folders or globs; of a folder, *.parquet at any depth", path=True
-    )
-    field: str = option("text", "the column that holds a document's text")
+    path: str | tuple[str, ...] = option(REQUIRED, "files, folders (*.parquet at any depth) or globs", path=True)
+    field: str = option("text", "column that holds a document's text")
 
 
 @register
@@ -68,11 +66,13 @@ class Parquet(Dataset):
     def _check_column(self, file: Path, schema: Any) -> None:
         field = self.config.field
         if schema.names.count(field) > 1:
-            raise DataError(f"{file}: {schema.names.count(field)} columns are called {field!r}")
+            raise DataError(f"{file}: {schema.names.count(field)} columns are named {field!r}")
         if field not in schema.names:
-            raise DataError(f"{file}: no column {field!r}; there is {', '.join(map(repr, schema.names)) or 'none'}")
+            raise DataError(
+                f"{file}: no column {field!r}; set data.field to one of: {', '.join(map(repr, schema.names)) or 'none'}"
+            )
         if str(schema.field(field).type) not in ("string", "large_string", "string_view"):
-            raise DataError(f"{file}: column {field!r} is of {schema.field(field).type}, not of strings")
+            raise DataError(f"{file}: column {field!r} has type {schema.field(field).type}, not string")
 
     def _text(self, text: str | None, place: str) -> str:
         if text is None:

@@ -16,14 +16,14 @@ from titan.data.tokens.files import as_list, find
 
 @dataclass(frozen=True, kw_only=True)
 class Config:
-    """Which shards."""
+    """Options of `[data]`: which token shards are read."""
 
-    path: str | tuple[str, ...] = option(REQUIRED, "shards, folders of *.bin or globs", path=True)
+    path: str | tuple[str, ...] = option(REQUIRED, "token shards, folders (*.bin) or globs", path=True)
 
 
 @register
 class Shards(Dataset):
-    """Token shards made before; memory-mapped, nothing is tokenised."""
+    """Token shards made before; memory-mapped, nothing is tokenized."""
 
     name = "shards"
     Config = Config
@@ -33,5 +33,5 @@ class Shards(Dataset):
         return find(as_list(self.config.path), ["*.bin"])
 
     def shards(self) -> list[Path] | None:
-        """The same files: they are shards."""
+        """The files themselves: they hold tokens already, and are not tokenized."""
         return self.files()

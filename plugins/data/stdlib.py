@@ -28,7 +28,7 @@ VALIDATION = 25
 
 @dataclass(frozen=True, kw_only=True)
 class Config:
-    """Which files."""
+    """Options of `[data]`: which split of the files is read."""
 
     split: Literal["all", "train", "validation"] = option(
         "all",
@@ -54,7 +54,7 @@ class Stdlib(Dataset):
             below[:] = [name for name in below if name not in LEFT_OUT]
             files += [Path(folder, name) for name in names if name.endswith(".py")]
         if not files:
-            raise DataError(f"this Python keeps no source of its standard library in {root}")
+            raise DataError(f"this Python has no standard library source in {root}; set data.name to another dataset")
         by_name = {file.relative_to(root).as_posix(): file for file in files}
         return [by_name[name] for name in sorted(by_name) if self.config.split in ("all", _split(name))]
 

@@ -40,9 +40,11 @@ CHUNK = {"cpu": 1 << 19, "cuda": 1 << 26}
 
 @dataclass(frozen=True, kw_only=True)
 class Config:
-    """Options of `[loss]`."""
+    """Options of `[loss]` with `name = "cross_entropy"`."""
 
-    z_loss: float = option(0.0, "coefficient of (log Z)^2, which keeps log Z near 0; PaLM used 1e-4", at_least=0)
+    z_loss: float = option(
+        0.0, "coefficient of the z-loss (log Z)^2, which keeps log Z near 0; PaLM used 1e-4", at_least=0
+    )
 
 
 @register
@@ -90,7 +92,7 @@ def _slice_of(logits: DTensor) -> tuple[Tensor, _Slice]:
     """This rank's logits [B, S, v], and which words they are of."""
     last, mesh = logits.ndim - 1, logits.device_mesh
     if mesh.ndim != 1 or not logits.placements[0].is_shard(last):
-        raise PluginError(f"cross_entropy takes logits split over V on one mesh axis, not {logits.placements}")
+        raise PluginError(f"cross_entropy needs logits sharded over V on one mesh axis, not {logits.placements}")
     local, words = logits.to_local(grad_placements=logits.placements), logits.shape[-1]
     width = -(-words // mesh.size())
     start = min(mesh.get_local_rank() * width, words)

@@ -40,7 +40,7 @@ _SAVED = {
 
 @dataclass(frozen=True, kw_only=True)
 class Config:
-    """Options of `[plugins.activation_checkpoint]`."""
+    """Options of `[plugins.activation_checkpoint]`: what is recomputed in backward."""
 
     mode: Literal["full", "every_n", "selective"] = option(
         "full",
@@ -68,8 +68,8 @@ class ActivationCheckpoint(Technique):
             return {}
         why = '[plugins.activation_checkpoint] mode = "selective"'
         return {
-            "recomputes_operations": f'{why} does; use mode = "full"',
-            "one_backward": f'what {why} has kept can be used by one pass alone; use mode = "full"',
+            "recomputes_operations": f'{why} recomputes operations; set mode = "full"',
+            "one_backward": f'the activations that {why} saves serve a single backward pass; set mode = "full"',
         }
 
     def cost(self, costs: Costs, job: Job) -> Costs:
@@ -79,7 +79,7 @@ class ActivationCheckpoint(Technique):
         return replace(costs, recompute=Recompute(every=every, saved=keeps))
 
     def apply(self, part: ModelPart, context: BuildContext) -> None:
-        """Wrap the blocks this part holds."""
+        """Wrap the forward of the blocks of this model part; every n-th, with `every_n`."""
         place: Any = "recompute_ops" if self.config.mode == "selective" else "recompute_block"
         stride = self.config.every if self.config.mode == "every_n" else 1
         for name, _ in part.layers(context.spec):

@@ -35,31 +35,33 @@ class GptConfig:
     """Sizes of a GPT; the defaults are the preset `nano`."""
 
     n_layers: int = option(4, "layers", at_least=1, at_most=1024)
-    dim: int = option(128, "width of the hidden state", at_least=1, at_most=2**20)
+    dim: int = option(128, "hidden size", at_least=1, at_most=2**20)
     n_heads: int = option(4, "query heads", at_least=1, at_most=2**20)
     n_kv_heads: int | None = option(None, "key-value heads, one per group of query heads; unset: n_heads", at_least=1)
-    ffn_dim: int | None = option(None, "width of the feed-forward; unset: 4 dim", at_least=1, at_most=2**24)
+    ffn_dim: int | None = option(None, "hidden size of the feed-forward layer; unset: 4 dim", at_least=1, at_most=2**24)
     vocab_size: int = option(4097, "token ids", at_least=1, at_most=2**27)
     max_seq_len: int = option(
-        128, "longest sequence, and number of learned positions", unit="tokens", at_least=1, at_most=2**30
+        128, "longest sequence; number of learned positions", unit="tokens", at_least=1, at_most=2**30
     )
-    tied: bool = option(True, "the output matrix is the embedding table")
+    tied: bool = option(True, "tie the output projection to the embedding table")
     norm_eps: float = option(1e-5, "added to the variance in LayerNorm", above=0)
-    init_std: float = option(0.02, "deviation of initial weights; of wo and down this / sqrt(2 n_layers)", above=0)
+    init_std: float = option(
+        0.02, "standard deviation of initial weights; divided by sqrt(2 n_layers) for wo and down", above=0
+    )
 
     @property
     def head_dim(self) -> int:
-        """Features of a head."""
+        """Features per attention head, dim / n_heads."""
         return self.dim // self.n_heads
 
     @property
     def kv_heads(self) -> int:
-        """Key-value heads."""
+        """Number of key-value heads; n_heads unless the TOML sets n_kv_heads."""
         return self.n_heads if self.n_kv_heads is None else self.n_kv_heads
 
     @property
     def ffn_width(self) -> int:
-        """Width of the feed-forward."""
+        """Hidden size of the feed-forward layer; 4 dim unless the TOML sets ffn_dim."""
         return 4 * self.dim if self.ffn_dim is None else self.ffn_dim
 
 
@@ -69,7 +71,7 @@ def _sizes(n_layers: int, dim: int, n_heads: int, vocab_size: int, max_seq_len: 
 
 
 class Attention(nn.Module):
-    """Causal self-attention."""
+    """Causal self-attention of one layer, [B, S, D] to [B, S, D]."""
 
     def __init__(self, config: GptConfig) -> None:
         super().__init__()
@@ -184,10 +186,10 @@ class Gpt(Model):
         if c.dim % c.n_heads:
             heads = nearest(c.n_heads, lambda h: c.dim % h == 0, most=c.dim)
             dims = nearest(c.dim, step=c.n_heads)
-            yield f"dim {c.dim} does not divide over n_heads {c.n_heads}; nearest: n_heads {heads}, or dim {dims}"
+            yield f"dim {c.dim} must be divisible by n_heads {c.n_heads}; nearest: n_heads {heads}, or dim {dims}"
         if c.n_heads % c.kv_heads:
             kv = nearest(c.kv_heads, lambda k: c.n_heads % k == 0, most=c.n_heads)
-            yield f"n_heads {c.n_heads} do not fall into n_kv_heads {c.kv_heads} equal groups; nearest: {kv}"
+            yield f"n_heads {c.n_heads} must be divisible by n_kv_heads {c.kv_heads}; nearest: {kv}"
 
     def spec(self) -> ModelSpec:
         """Sizes, names and costs of this GPT."""
@@ -219,7 +221,7 @@ class Gpt(Model):
         )  # fmt: skip
 
     def build(self) -> nn.Module:
-        """The whole model."""
+        """The whole model as an nn.Module; called on the meta device, so nothing is allocated."""
         return Transformer(self.config)
 
     hf_ignored = ("transformer.h.*.attn.bias", "transformer.h.*.attn.masked_bias")

@@ -23,13 +23,17 @@ from titan.contracts.base.cost import PersistentState
 
 @dataclass(frozen=True, kw_only=True)
 class Config:
-    """Options of `[optimizer]`."""
+    """Options of `[optimizer]` with `name = "adamw"`."""
 
     lr: float = option(3e-4, "peak learning rate", above=0)
-    betas: tuple[float, float] = option((0.9, 0.95), "decay of the two running means", at_least=0, below=1)
-    eps: float = option(1e-8, "added to the root of the mean squared gradient", above=0)
-    weight_decay: float = option(0.1, "share of a weight taken off per update, times the learning rate", at_least=0)
-    decay_all: bool = option(False, "decay norms, biases and embeddings too")
+    betas: tuple[float, float] = option(
+        (0.9, 0.95), "decay rates of the running means of the gradient and of its square", at_least=0, below=1
+    )
+    eps: float = option(1e-8, "added to the denominator, the root of the mean squared gradient", above=0)
+    weight_decay: float = option(
+        0.1, "weight decay coefficient; each update shrinks weights by this times the learning rate", at_least=0
+    )
+    decay_all: bool = option(False, "apply weight decay to norms, biases and embeddings too")
 
 
 @register
@@ -67,9 +71,9 @@ class AdamW(Optimizer):
         """For example `adamw: 4.2 M parameters decayed by 0.1 in 28 tensors; 0.5 M in 10 (...) not`."""
         decayed = [named for named in parameters if self._decays(named)]
         rest = [named for named in parameters if not self._decays(named)]
-        line = f"{self.name}: {_millions(decayed)} M parameters decayed by {self.config.weight_decay:g}"
+        line = f"{self.name}: {_millions(decayed)} M parameters with weight decay {self.config.weight_decay:g}"
         line += f" in {len(decayed)} tensors"
-        return f"{line}; {_millions(rest)} M in {len(rest)} (norms, biases, embeddings) not" if rest else line
+        return f"{line}; {_millions(rest)} M in {len(rest)} (norms, biases, embeddings) without" if rest else line
 
     def _decays(self, named: NamedParameter) -> bool:
         return named.decays or self.config.decay_all

@@ -28,7 +28,7 @@ class DistributedDataParallel(Technique):
     name = "ddp"
     Config = Config
     phase = "shard"
-    axes = (Axis(name="dp_replicate", role="batch", topology_order=10, doc="copies of the state"),)
+    axes = (Axis(name="dp_replicate", role="batch", topology_order=10, doc="replicas of the model state"),)
     provides = ("mixed_precision",)
     conflicts: ClassVar = {
         "gathered_parameters": "both wrap the parameters, and the other replicates over dp_replicate too"

@@ -31,11 +31,11 @@ warnings.filterwarnings("ignore", message=r"FSDP2-wrapped module .* returned a v
 
 @dataclass(frozen=True, kw_only=True)
 class Config:
-    """Options of `[plugins.fsdp]`."""
+    """Options of `[plugins.fsdp]`: ZeRO stage and offload."""
 
     zero_stage: Literal[1, 2, 3] | None = option(
         None,
-        "3 gathers parameters per use, 2 keeps them from forward to backward, 1 gathers and reduces once a step; "
+        "3: gather parameters for each use; 2: keep them from forward to backward; 1: gather and reduce once per step; "
         "unset: 1 with several micro batches, 2 with one, the fastest of each",
     )
 
@@ -61,7 +61,11 @@ class FullyShardedDataParallel(Technique):
     phase = "shard"
     axes = (
         Axis(
-            name="dp_shard", role="batch", topology_order=20, default=-1, doc="ranks that share one copy of the state"
+            name="dp_shard",
+            role="batch",
+            topology_order=20,
+            default=-1,
+            doc="ranks that shard one copy of the model state",
         ),
     )
     covers = ("dp_replicate",)
@@ -77,7 +81,7 @@ class FullyShardedDataParallel(Technique):
     def facts(self) -> dict[Fact, str]:
         """Stages 2 and 3 shard gradients as soon as they are there."""
         stage = self.config.zero_stage
-        sharded = f"[plugins.fsdp] zero_stage = {stage} reduces per micro batch: use 1"
+        sharded = f"[plugins.fsdp] zero_stage = {stage} reduces gradients per micro batch; set zero_stage = 1"
         return {"reduces_per_micro_batch": sharded} if stage in (2, 3) else {}
 
     def _stage_of(self, job: Job) -> int:

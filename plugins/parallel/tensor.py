@@ -52,8 +52,10 @@ from titan.errors import PluginError
 class TensorConfig:
     """Options of `[plugins.tensor]`; the degree is `mesh.tp`."""
 
-    sequence_parallel: bool = option(True, "between split matrices, hold only S / tp positions of each sequence")
-    loss_parallel: bool = option(True, "keep logits split over the vocabulary; the loss must take DTensors")
+    sequence_parallel: bool = option(
+        True, "sequence parallelism: between split matrices a rank holds S / tp positions of each sequence"
+    )
+    loss_parallel: bool = option(True, "keep logits split over the vocabulary; the loss must accept DTensors")
 
 
 @register
@@ -64,7 +66,7 @@ class TensorParallel(Technique):
     Config = TensorConfig
     config: TensorConfig
     phase = "partition"
-    axes = (Axis(name="tp", role="model", topology_order=40, doc="slices of every layer's matrices"),)
+    axes = (Axis(name="tp", role="model", topology_order=40, doc="ranks that split every layer's matrices"),)
 
     def __init__(self, config: TensorConfig) -> None:
         super().__init__(config)
@@ -83,7 +85,7 @@ class TensorParallel(Technique):
                 yield f"[model] {key} = {count} cannot be split over mesh.tp = {tp}; nearest tp that fits: {degrees}"
         for key, count, thing in (("vocab_size", spec.vocab_size, "word"), ("ffn_dim", spec.ffn_dim, "hidden unit")):
             if count and (tp - 1) * -(-count // tp) >= count:
-                yield f"[model] {key} = {count} leaves some of mesh.tp = {tp} ranks without a {thing}"
+                yield f"[model] {key} = {count} leaves some of the mesh.tp = {tp} ranks without a {thing}"
         seq_len, ranks = job.data.seq_len, tp * others
         if self.config.sequence_parallel and seq_len % ranks:
             lengths = nearest(seq_len, step=ranks)
@@ -149,7 +151,7 @@ class TensorParallel(Technique):
         part.retie(context.spec)
         left_out = [name for name, parameter in part.parameters() if not isinstance(parameter, DTensor)]
         if left_out:
-            raise PluginError(f"the model's spec does not say how tensor parallelism treats {', '.join(left_out)}")
+            raise PluginError(f"ModelSpec.tensor gives no tensor-parallel style for {', '.join(left_out)}")
         if self.config.sequence_parallel:
             part.hidden_split *= mesh.size()
         self._parts.append(part)

@@ -17,7 +17,7 @@ from titan.contracts import Precision, Technique, register
 
 @dataclass(frozen=True, kw_only=True)
 class Config:
-    """Options of `[plugins.bf16]`: none."""
+    """Options of `[plugins.bf16]`: there are none."""
 
 
 @register

@@ -52,15 +52,16 @@ _MULTIPLE = 16
 
 @dataclass(frozen=True, kw_only=True)
 class Float8Config:
-    """Options of `[plugins.float8]`."""
+    """Options of `[plugins.float8]`: scaling recipe, and which linears are converted."""
 
     recipe: Literal["tensorwise", "rowwise", "rowwise_with_gw_hp"] = option(
-        "tensorwise", "what shares one scale: a tensor, a row, or a row with gradients of weights in full precision"
+        "tensorwise", "scaling per tensor, per row, or per row with weight gradients in high precision (hp)"
     )
-    filter: tuple[str, ...] = option((), "globs of the linears in layers that are not converted (layers.*.attn.wo)")
-    fsdp_all_gather: bool = option(False, "cast shards of weights before they are gathered (tensorwise, with fsdp)")
+    filter: tuple[str, ...] = option((), "globs of linear modules in layers to leave unconverted (layers.*.attn.wo)")
+    fsdp_all_gather: bool = option(False, "cast weight shards to float8 before the all-gather (tensorwise, with fsdp)")
     emulate: Literal["auto", "always"] = option(
-        "auto", "auto: multiply float8 numbers in float32 where the device cannot multiply them; always: everywhere"
+        "auto",
+        "auto: emulate float8 products in float32 on devices without float8 matrix products; always: on all devices",
     )
 
 
@@ -90,23 +91,23 @@ class Float8(Technique):
         kinds = {f"{spec.layers}.*.{name.removeprefix(f'{spec.layers}.').partition('.')[2]}" for name in linears}
         for glob in self.config.filter:
             if not any(glob_matches(glob, name) for name in linears):
-                yield f"filter names {glob!r}, which is no linear of a layer{did_you_mean(glob, kinds)}"
+                yield f"filter names {glob!r}, which matches no linear module of a layer{did_you_mean(glob, kinds)}"
         converted = {name: linear for name, linear in linears.items() if self._converts(name, linear)}
         if not converted:
-            yield f"no linear is left to convert: all are in filter, or of sizes that are no multiples of {_MULTIPLE}"
+            yield f"no linear is left to convert: each is in filter or has a size that is no multiple of {_MULTIPLE}"
         yield from _check_slices(job, spec, converted)
         tokens = job.micro_batch * job.data.seq_len // job.layout.role_degree("sequence")
         if self.config.recipe != "rowwise_with_gw_hp" and tokens % _MULTIPLE:
             yield (
-                f"a micro batch of {job.micro_batch} x {job.data.seq_len} tokens is {tokens} a rank, no multiple of "
-                f'{_MULTIPLE} as gradients of weights need; change either, or set recipe = "rowwise_with_gw_hp"'
+                f"a micro batch of {job.micro_batch} x {job.data.seq_len} tokens is {tokens} per rank, no multiple of "
+                f'{_MULTIPLE} as weight gradients need; change either, or set recipe = "rowwise_with_gw_hp"'
             )
 
     def _check_gather(self, job: Job) -> Iterator[str]:
         if self.config.recipe != "tensorwise":
             yield f'fsdp_all_gather needs recipe = "tensorwise": with {self.config.recipe!r} a shard has many scales'
         if not job.provides("gathered_parameters"):
-            yield "fsdp_all_gather needs weights that are gathered; add [plugins.fsdp]"
+            yield "fsdp_all_gather needs [plugins.fsdp]; add that table"
 
     def _converts(self, name: str, linear: nn.Linear) -> bool:
         even = linear.in_features % _MULTIPLE == 0 and linear.out_features % _MULTIPLE == 0
@@ -181,7 +182,7 @@ def _check_slices(job: Job, spec: ModelSpec, linears: dict[str, nn.Linear]) -> I
         split = " x ".join(f"mesh.{axis} = {degree}" for axis, degree in axes.items() if degree > 1)
         fits = _nearest_degree(ranks, features)
         yield (
-            f"{glob}: {features} {kind} features over {split} are no multiple of {_MULTIPLE} on each rank; nearest "
+            f"{glob}: {features} {kind} features over {split} must be a multiple of {_MULTIPLE} per rank; nearest "
             f"that fits: {fits}, or name it in filter"
         )
 
@@ -210,7 +211,9 @@ def _multiplies(context: BuildContext, config: Any) -> bool:
         linear = _torchao().convert_to_float8_training(linear, config=config)
         linear(torch.ones(_MULTIPLE, 32, requires_grad=True, **settings)).sum().backward()
     except (RuntimeError, ValueError) as error:
-        _log.info(f"float8: products are emulated in float32, this {context.device.type} has none with such scales")
+        _log.info(
+            f"float8: matrix products are emulated in float32; this {context.device.type} has no such float8 products"
+        )
         _log.debug(f"float8: asked for one, it said: {error}")
         return False
     return True

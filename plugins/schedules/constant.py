@@ -12,9 +12,9 @@ from titan.contracts import LrSchedule, option, register
 
 @dataclass(frozen=True, kw_only=True)
 class Config:
-    """Options of `[lr_schedule]`."""
+    """Options of `[lr_schedule]` with `name = "constant"`."""
 
-    warmup_steps: int = option(0, "steps of linear rise; the last of them has the peak rate", unit="steps", at_least=0)
+    warmup_steps: int = option(0, "steps of linear warm-up; the last one has the peak rate", unit="steps", at_least=0)
 
 
 @register

@@ -16,12 +16,14 @@ from titan.contracts import LrSchedule, option, register
 
 @dataclass(frozen=True, kw_only=True)
 class Config:
-    """Options of `[lr_schedule]`."""
+    """Options of `[lr_schedule]` with `name = "linear"`."""
 
-    warmup_steps: int = option(0, "steps of linear rise; the last of them has the peak rate", unit="steps", at_least=0)
-    decay_steps: int = option(0, "steps from the peak to the lowest; 0: all that are left", unit="steps", at_least=0)
+    warmup_steps: int = option(0, "steps of linear warm-up; the last one has the peak rate", unit="steps", at_least=0)
+    decay_steps: int = option(
+        0, "steps from the peak to the lowest rate; 0: all remaining steps", unit="steps", at_least=0
+    )
     min_lr_factor: float = option(
-        0.0, "lowest rate as a share of the peak", at_least=0, at_most=1, formerly="min_ratio"
+        0.0, "lowest rate as a fraction of the peak rate", at_least=0, at_most=1, formerly="min_ratio"
     )
 
 

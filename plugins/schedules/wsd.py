@@ -18,15 +18,15 @@ from titan.contracts import LrSchedule, option, register
 
 @dataclass(frozen=True, kw_only=True)
 class Config:
-    """Options of `[lr_schedule]`."""
+    """Options of `[lr_schedule]` with `name = "wsd"`."""
 
-    warmup_steps: int = option(0, "steps of linear rise; the last of them has the peak rate", unit="steps", at_least=0)
-    decay_steps: int = option(0, "steps of the fall at the end; 0: a tenth of training", unit="steps", at_least=0)
+    warmup_steps: int = option(0, "steps of linear warm-up; the last one has the peak rate", unit="steps", at_least=0)
+    decay_steps: int = option(0, "steps of the decay at the end; 0: a tenth of training", unit="steps", at_least=0)
     min_lr_factor: float = option(
-        0.0, "rate at the last step as a share of the peak", at_least=0, at_most=1, formerly="min_ratio"
+        0.0, "rate at the last step as a fraction of the peak rate", at_least=0, at_most=1, formerly="min_ratio"
     )
     decay_type: Literal["linear", "sqrt"] = option(
-        "linear", "how the rate falls: a straight line, or 1 - sqrt(progress)", formerly="shape"
+        "linear", "decay curve: a straight line, or 1 - sqrt(progress)", formerly="shape"
     )
 
 

@@ -24,10 +24,10 @@ END = "<|end|>"
 
 @dataclass(frozen=True, kw_only=True)
 class Config:
-    """Which ranks."""
+    """Options of `[tokenizer]`: which rank file is used."""
 
     path: str = option(
-        "", "rank file, a line for each token: its bytes in base64, a space, its rank; empty: built in", path=True
+        "", "rank file, one line per token: its bytes in base64, a space, its rank; empty: the built-in one", path=True
     )
 
 
@@ -46,27 +46,27 @@ class Bpe(Tokenizer):
 
     @property
     def vocab_size(self) -> int:
-        """Ranks and the end id."""
+        """Number of ids: one per rank, and the end id."""
         return self._pairs.vocab_size
 
     @property
     def end(self) -> int:
-        """The id after the last rank."""
+        """The end-of-document id: the one after the last rank."""
         return self._pairs.end
 
     @property
     def fingerprint(self) -> str:
-        """Of ranks and pattern."""
+        """SHA-256 over the ranks, the split pattern and the special tokens."""
         return self._pairs.fingerprint
 
     def encode(self, text: str) -> list[int]:
-        """Ids of a text."""
+        """The ids of a text, without the end id."""
         return self._pairs.encode(text)
 
     def decode(self, ids: Sequence[int]) -> str:
-        """Text of ids."""
+        """The text of some ids; broken UTF-8 becomes the replacement character."""
         return self._pairs.decode(ids)
 
     def hf_files(self) -> Mapping[str, Any] | None:
-        """Ranks as merges."""
+        """The tokenizer files for transformers, with the ranks written as BPE merges."""
         return self._pairs.hf_files()

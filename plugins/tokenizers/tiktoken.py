@@ -73,11 +73,11 @@ FAMILIES = {
 
 @dataclass(frozen=True, kw_only=True)
 class Config:
-    """Which file, and whose."""
+    """Options of `[tokenizer]`: the rank file, and its model family."""
 
     path: str = option(REQUIRED, "rank file", path=True)
     pattern: Literal["llama3", "gpt2", "cl100k", "o200k"] = option(
-        "llama3", "whose file it is: decides how text is cut and which special tokens there are"
+        "llama3", "model family of the rank file; sets the split pattern and the special tokens"
     )
 
 
@@ -106,17 +106,17 @@ class Tiktoken(Tokenizer):
 
     @property
     def fingerprint(self) -> str:
-        """Of ranks, pattern and specials."""
+        """SHA-256 over the ranks, the split pattern and the special tokens."""
         return self._pairs.fingerprint
 
     def encode(self, text: str) -> list[int]:
-        """Ids of a text."""
+        """The ids of a text, without the end id; special tokens in it are ordinary text."""
         return self._pairs.encode(text)
 
     def decode(self, ids: Sequence[int]) -> str:
-        """Text of ids."""
+        """The text of some ids; broken UTF-8 becomes the replacement character."""
         return self._pairs.decode(ids)
 
     def hf_files(self) -> Mapping[str, Any] | None:
-        """Ranks as merges."""
+        """The tokenizer files for transformers, with the ranks written as BPE merges."""
         return self._pairs.hf_files()

@@ -22,7 +22,7 @@ from titan.contracts import Row, RunInfo, Tracker, register
 
 @dataclass(frozen=True, kw_only=True)
 class Config:
-    """Options of `[metrics.console]`: none."""
+    """Options of `[metrics.console]`: none besides `enabled`."""
 
 
 @register
@@ -45,7 +45,7 @@ class Console(Tracker):
             self._redirected.enter_context(logging_redirect_tqdm([logging.getLogger("titan")]))
 
     def log(self, row: Row) -> None:
-        """Print a row."""
+        """Print the main values of a row as one line."""
         validation = row.get("validation_loss") is not None
         line = f"step {row['step']}/{self._steps}  " + (_validation(row) if validation else _training(row, self._steps))
         if self._bar is not None:
@@ -54,7 +54,7 @@ class Console(Tracker):
             print(line, file=sys.stderr, flush=True)
 
     def progress(self, step: int) -> None:
-        """Move the bar."""
+        """Move the progress bar to this step, if there is one."""
         if self._bar is not None:
             self._bar.update(step - self._bar.n)
 

@@ -21,7 +21,7 @@ from titan.contracts import Row, RunInfo, Tracker, register
 
 @dataclass(frozen=True, kw_only=True)
 class Config:
-    """Options of `[metrics.jsonl]`: none."""
+    """Options of `[metrics.jsonl]`: none besides `enabled`."""
 
 
 @register
@@ -69,7 +69,7 @@ class Jsonl(Tracker):
             self._torn = False
 
     def close(self) -> None:
-        """Close the file, after whole rows."""
+        """Close the file; it ends with a whole row."""
         if self._file is not None:
             file, self._file = self._file, None
             try:

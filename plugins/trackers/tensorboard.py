@@ -35,12 +35,12 @@ GROUPS = {
 
 @dataclass(frozen=True, kw_only=True)
 class Config:
-    """Options of `[metrics.tensorboard]`: none."""
+    """Options of `[metrics.tensorboard]`: none besides `enabled`."""
 
 
 @register
 class TensorBoard(Tracker):
-    """TensorBoard event files, tags grouped."""
+    """Writes TensorBoard event files, with tags in groups such as train/loss."""
 
     name = "tensorboard"
     Config = Config
@@ -64,7 +64,7 @@ class TensorBoard(Tracker):
         self._writer.flush()
 
     def close(self) -> None:
-        """Close the event file."""
+        """Write the remaining events and close the event file."""
         if self._writer is not None:
             self._writer.close()
             self._writer = None

@@ -30,16 +30,18 @@ _log = logging.getLogger("titan")
 
 @dataclass(frozen=True, kw_only=True)
 class Config:
-    """Options of `[metrics.wandb]`."""
+    """Options of `[metrics.wandb]`: where the run appears, and how rows are sent."""
 
     project: str = option("titan", "project that the run belongs to")
-    entity: str = option("", "user or team that owns the project; empty: the one that is logged in")
+    entity: str = option("", "user or team that owns the project; empty: the logged-in user")
     group: str = option("", "runs of one group are shown together; empty: none")
     tags: tuple[str, ...] = option((), "labels of the run")
-    mode: Literal["online", "offline"] = option("online", "send rows as they come, or keep them for `wandb sync`")
+    mode: Literal["online", "offline"] = option(
+        "online", "online: send rows while training; offline: keep them for `wandb sync`"
+    )
     finish_timeout_s: float = option(
         60.0,
-        "longest wait at the end of the run for rows to be sent; they stay on disk",
+        "longest wait for unsent rows at the end of the run; unsent rows stay on disk",
         unit="s",
         above=0,
         at_most=1e6,
@@ -84,13 +86,13 @@ class Wandb(Tracker):
         _log.info(f"wandb: {self._run.url if own.mode == 'online' else Path(self._run.dir).parent}")
 
     def log(self, row: Row) -> None:
-        """Hand over the row's known values."""
+        """Send the values of a row that are not None to Weights & Biases."""
         if self._run is None:
             return
         try:
             self._run.log({key: value for key, value in row.items() if value is not None})
         except Exception as error:  # whatever it is, it is not the training's
-            _log.warning(f"wandb: {type(error).__name__}: {error}; it gets no more rows")
+            _log.warning(f"wandb: {type(error).__name__}: {error}; wandb gets no more rows")
             self._run = None
 
     def close(self) -> None:
@@ -101,7 +103,7 @@ class Wandb(Tracker):
         try:
             self._run.finish(exit_code=int(failed))
         except Exception as error:
-            _log.warning(f"wandb: {type(error).__name__}: {error}; the run may stand there as unfinished")
+            _log.warning(f"wandb: {type(error).__name__}: {error}; wandb may show the run as unfinished")
         self._run = None
 
 

@@ -52,7 +52,7 @@ def test_workers_change_nothing_and_faults_keep_their_words(tmp_path: Path) -> N
     bad = samples(([write(tmp_path / "bad.bin", [[1] * 100 + [77] * 20])], 1.0), vocab_size=77)
     faulty = loader(bad, 1)
     tokens_of(faulty, 3)
-    with pytest.raises(DataError, match=r"^shard .*bad\.bin: token 100 is 77, beyond the vocabulary of 77; was"):
+    with pytest.raises(DataError, match=r"^shard .*bad\.bin: token 100 is 77, outside the vocabulary of 77; was"):
         next(faulty)
     faulty.close()
 
@@ -212,9 +212,9 @@ def test_ranks_that_find_other_samples_do_not_train(tmp_path: Path) -> None:
     """As where a file comes after rank 0 has listed them."""
     for rank in (0, 1):
         write_text(tmp_path / str(rank))
-    (tmp_path / "1" / "late.txt").write_text("a file that came while rank 0 was tokenising the others")
+    (tmp_path / "1" / "late.txt").write_text("a file that came while rank 0 was tokenizing the others")
     said = (
-        "rank 1 found other samples than rank 0: files of a dataset changed or came meanwhile, or its node sees other"
+        "rank 1 found other samples than rank 0: files of a dataset changed while it was read, or its node sees other"
     )
     found = run_ranks(_built, 2, str(tmp_path), init=False)
     assert found[0] == found[1] and found[0].startswith(said)

@@ -212,7 +212,7 @@ sys.exit(launcher._lead(RankProcesses(entry, [], LaunchEnv(1, 0, 2, LOCAL, 0), f
 def test_a_rank_that_survives_sigkill_keeps_nobody() -> None:
     """As in an uninterruptible wait for a file; here SIGKILL is not sent, and the rank ends with its launcher."""
     done = subprocess.run([sys.executable, "-c", IMMORTAL], capture_output=True, text=True, timeout=120, check=False)
-    said = r"error: rank 1, process \d+, is still there 0\.1 s after SIGKILL: S \(sleeping\)\. It may still write"
+    said = r"error: rank 1, process \d+, still exists 0\.1 s after SIGKILL: S \(sleeping\)\. It may still write"
     assert done.returncode == 1 and re.search(said, done.stderr), done.stderr
     assert "restart" not in done.stderr
 
@@ -261,7 +261,7 @@ def test_exit_codes(ended: list[Ended], code: int) -> None:
 
 def test_a_lost_node_is_a_failure(capsys: pytest.CaptureFixture[str]) -> None:
     assert verdict([Ended(0, 0)], set(), [2], Path("logs")) == 1
-    assert capsys.readouterr().err == "error: the launcher of node 2 is gone\n"
+    assert capsys.readouterr().err == "error: the launcher of node 2 no longer responds\n"
 
 
 @pytest.mark.parametrize(

@@ -44,7 +44,7 @@ def test_skip_at_any_layout(layout: list[str], ranks: int, what: str, tmp_path: 
     assert_same_curve(one, many)
 
 
-def test_a_dropped_update_changes_nothing(tmp_path: Path) -> None:
+def test_a_skipped_update_changes_nothing(tmp_path: Path) -> None:
     words = (*SAVING, "--checkpoint.every", "1", "--checkpoint.keep_latest", "0", "--train.steps", "3")
     train_job(tmp_path, 1, *inject_nan(3), *SKIP, *words)
     before, after = (saved_tensors(tmp_path / "run" / "checkpoints" / f"step-0000000{step}") for step in (2, 3))
@@ -54,7 +54,7 @@ def test_a_dropped_update_changes_nothing(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("what", ["gradient", "loss"])
 def test_stop_names_the_step_and_saves_nothing_of_it(what: str, tmp_path: Path) -> None:
-    with pytest.raises(RankError, match=r"step 6 gave loss .* no update was made of it"):
+    with pytest.raises(RankError, match=r"step 6 gave loss .* its update was skipped"):
         train_job(tmp_path, 2, *mesh(dp_shard=2), *inject_nan(6, what=what, rank=1), *SAVING, "--checkpoint.every", "2")
     saved = sorted(path.name for path in (tmp_path / "run" / "checkpoints").iterdir())
     assert saved == ["step-00000002", "step-00000004"]

@@ -46,7 +46,7 @@ def test_sigterm_to_the_launcher(tmp_path: Path) -> None:
     # It comes during step 4 of the rank that calls for it; the other one may not have begun that step.
     step = 4 if "at step 4" in first else 5
     folder = tmp_path / "run" / "checkpoints" / f"step-0000000{step}"
-    said = f"preempted by SIGTERM at step {step}: checkpoint saved to {folder}; the same command goes on from there"
+    said = f"preempted by SIGTERM at step {step}: checkpoint saved to {folder}; to resume, run the same command"
     assert first.splitlines()[-1] == said and "sample after" not in first
     assert saved(tmp_path) == [f"step-0000000{step - 1}", f"step-0000000{step}"]
     assert first.count("[run] sample is now sample_prompt") == 1  # by one of the launcher and its ranks
@@ -102,8 +102,8 @@ def test_a_time_limit_that_is_never_reached(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("more", "said"),
     [
-        (("--checkpoint.enabled", "false"), "nothing is kept of it, as [checkpoint] enabled = false"),
-        (("--checkpoint.resume", "never"), "would not go on from there, but with --checkpoint.resume auto"),
+        (("--checkpoint.enabled", "false"), "nothing was saved, because [checkpoint] enabled = false"),
+        (("--checkpoint.resume", "never"), "to resume, run the same command with --checkpoint.resume auto"),
     ],
 )
 def test_no_75_when_the_same_command_would_not_get_on(

@@ -61,7 +61,7 @@ def test_a_failed_run_starts_all_ranks_again(
     assert in_a_fresh_process(_led, 1, _dies_twice, tmp_path, 2, restarts, init=False) == [(code, lives)]
     said = capfd.readouterr().out.splitlines()
     died = "error: rank 1 was killed by SIGKILL (out of memory?); its log: logs/rank-1.log"
-    again = [f"restart {n} of {restarts}: all ranks go on from the newest checkpoint" for n in (1, 2)]
+    again = [f"restart {n} of {restarts}: all ranks resume from the newest checkpoint" for n in (1, 2)]
     assert [line for line in said if line in (died, *again)] == [died, again[0], died, again[1]][:lines]
 
 
@@ -98,7 +98,7 @@ def test_one_rank_that_may_start_again_is_a_child(monkeypatch: pytest.MonkeyPatc
 def test_restarts_need_a_run_that_goes_on(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
     monkeypatch.setattr(os, "environ", {**os.environ, "NPROC": "1", "MAX_RESTARTS": "3"})
     assert launch.main(["--config", str(LLAMA), "--data.path", "x", "--checkpoint.enabled", "false"]) == 2
-    said = 'MAX_RESTARTS = 3: needs [checkpoint] enabled = true and resume = "auto", to go on from\n'
+    said = 'MAX_RESTARTS = 3: restarts need checkpoints; set [checkpoint] enabled = true and resume = "auto"\n'
     assert capsys.readouterr().err == f"error: environment: {said}"
 
 
@@ -128,12 +128,12 @@ class Stale(Text):
 
 
 def test_a_file_system_that_fails_at_the_start_is_tried_again(tmp_path: Path) -> None:
-    """Rank 0 tokenises, and the other one ends with it; the words that rank 0 says are those of any wrong file."""
+    """Rank 0 tokenizes, and the other one ends with it; the words that rank 0 says are those of any wrong file."""
     argv = job(tmp_path, "--mesh.dp_shard", "2", "--train.steps", "1", "--data.name", "stale", to="nobody", rank=2)
     (tmp_path / "plugins" / "stale.py").write_text(STALE)
     code, said = end(start(argv, NPROC=2, MAX_RESTARTS=1))
     assert code == 0, said
-    assert f"error: cannot tokenise into the cache {tmp_path}/cache: Stale file handle (" in said
+    assert f"error: cannot tokenize into the cache {tmp_path}/cache: Stale file handle (" in said
     assert "restart 1 of 1" in said and sorted(read_rows(tmp_path / "run")) == [1]
 
 
@@ -222,7 +222,7 @@ def test_a_node_that_is_gone() -> None:
     with rendezvous.meet(LaunchEnv(2, 1, 1, LOCAL, port)):
         pass
     thread.join()
-    assert heard == ["the launcher of node 1 is gone"]
+    assert heard == ["the launcher of node 1 no longer responds"]
 
 
 @pytest.mark.parametrize(
@@ -230,7 +230,7 @@ def test_a_node_that_is_gone() -> None:
     [
         ({"node": 1, "nodes": 3, "ranks": 4}, "NNODES = 3 on node 1, but 2 on node 0"),
         ({"node": 1, "nodes": 2, "ranks": 8}, "NPROC = 8 on node 1, but 4 on node 0"),
-        ({"node": 0, "nodes": 2, "ranks": 4}, "NODE_RANK = 0 on two nodes"),
+        ({"node": 0, "nodes": 2, "ranks": 4}, "NODE_RANK = 0 is set on two nodes"),
     ],
 )
 def test_nodes_that_do_not_fit_together(hello: dict[str, int], said: str) -> None:

@@ -45,7 +45,7 @@ def test_a_job_comes_back_until_it_is_cancelled_or_done(tmp_path: Path, slurm: S
     slurm("scancel", first.name)
     assert (first.await_end(), first.restarts) == ("CANCELLED", 0), first.lines
     step = preempted(first, "SIGTERM", 4)
-    assert first.lines[-1] == "job 41 is not queued again, as it was sent SIGTERM; submit it again to go on\n"
+    assert first.lines[-1] == "job 41 is not requeued, because it received SIGTERM; submit it again to resume\n"
 
     second = submit(slurm, arguments(tmp_path, to="nobody", step=7))
     second.await_line("step 6/10")
@@ -55,7 +55,9 @@ def test_a_job_comes_back_until_it_is_cancelled_or_done(tmp_path: Path, slurm: S
     said = "".join(second.lines)
     later = preempted(second, "SIGUSR1", 7)
     assert f"step-0000000{step}, step {step}" in said and f"step-0000000{later}, step {later}" in said
-    assert "scontrol requeue 42: asking Slurm to run this job again; it goes on from its checkpoint\n" in second.lines
+    assert (
+        "scontrol requeue 42: asking Slurm to run this job again; it will resume from its checkpoint\n" in second.lines
+    )
 
     rows, whole = read_rows(tmp_path / "run"), train_job(tmp_path, 2, "--mesh.dp_shard", "2", name="whole").rows
     assert {step: row["loss"] for step, row in rows.items()} == {step: row["loss"] for step, row in whole.items()}

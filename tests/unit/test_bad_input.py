@@ -70,7 +70,7 @@ CASES: dict[str, tuple[str, str, list[str]]] = {
     "unknown schedule": ("[mesh]", '[lr_schedule]\nname = "cos"\n[mesh]', ["[lr_schedule] name = 'cos': unknown lr_schedule"]),
     "unknown loss": ("[mesh]", '[loss]\nname = "mse"\n[mesh]', ["[loss] name = 'mse': unknown loss"]),
     "name of the wrong type": ('name = "llama"', "name = 3", ["[model] name = '3': unknown model"]),
-    "no model": ('name = "llama"', "", ["[model] name: missing; which model?"]),
+    "no model": ('name = "llama"', "", ["[model] name: missing; name a model"]),
     # types
     "text for a number": ("steps = 2", 'steps = "2"', ["[train] steps = '2': must be an integer"]),
     "fraction for a count": ("steps = 2", "steps = 2.5", ["[train] steps = 2.5: must be an integer"]),
@@ -97,12 +97,12 @@ CASES: dict[str, tuple[str, str, list[str]]] = {
     "missing seq_len": ("seq_len = 16", "", ["[data] seq_len: missing"]),
     # layouts that cannot work
     "more ranks than launched": ("[mesh]", "[mesh]\ntp = 2", ["tp 2 = 2 ranks, but 1 were launched; launch 2 ranks"]),
-    "axis without its technique": ("[mesh]", "[plugins.tensor]\nenabled = false\n[mesh]\ntp = 2", ["2 ranks, but 1 were", "[mesh] tp = 2, but [plugins.tensor], which it needs, is"]),
-    "batch does not divide": ("global_batch_size = 8", "global_batch_size = 9\nmicro_batch_size = 2", ["[train] micro_batch_size = 2 does not divide a rank's 9 samples"]),
-    "heads over width": ("n_heads = 4", "n_heads = 3", ["dim 32 over n_heads 3", "n_heads 3 do not fall into n_kv_heads 2"]),
-    "kv heads": ("n_kv_heads = 2", "n_kv_heads = 3", ["n_heads 4 do not fall into n_kv_heads 3"]),
-    "sequence longer than the model": ("seq_len = 16", "seq_len = 64", ["[data] seq_len = 64 is longer than the model's max_seq_len 32"]),
-    "two wrappers": ("[plugins]", "[plugins.fsdp]\n[plugins.ddp]", ["[plugins.ddp] and [plugins.fsdp] cannot be on together"]),
+    "axis without its technique": ("[mesh]", "[plugins.tensor]\nenabled = false\n[mesh]\ntp = 2", ["2 ranks, but 1 were", "[mesh] tp = 2: needs [plugins.tensor], which has enabled = false"]),
+    "batch does not divide": ("global_batch_size = 8", "global_batch_size = 9\nmicro_batch_size = 2", ["[train] micro_batch_size = 2: must divide the 9 samples per step per rank"]),
+    "heads over width": ("n_heads = 4", "n_heads = 3", ["dim 32 over n_heads 3", "n_heads 3 must be divisible by n_kv_heads 2"]),
+    "kv heads": ("n_kv_heads = 2", "n_kv_heads = 3", ["n_heads 4 must be divisible by n_kv_heads 3"]),
+    "sequence longer than the model": ("seq_len = 16", "seq_len = 64", ["[data] seq_len = 64: must be at most the model's max_seq_len, 32"]),
+    "two wrappers": ("[plugins]", "[plugins.fsdp]\n[plugins.ddp]", ["[plugins.ddp] and [plugins.fsdp] cannot be enabled together"]),
     "precision without a wrapper": ("[plugins]", "[plugins.bf16]\n[plugins.fsdp]\nenabled = false", ["[plugins.bf16] requires mixed_precision"]),
     # files
     "missing text": ("TEXT", "no/such/folder", ["no/such/folder"]),
@@ -111,7 +111,7 @@ CASES: dict[str, tuple[str, str, list[str]]] = {
     "no TOML": ("[mesh]", "[mesh", ["is not TOML"]),
     "missing checkpoint": ("[mesh]", '[checkpoint]\nresume = "no/such/run"\n[mesh]', ["no/such/run"]),
     "mixture of nothing": ('name = "text"\npath = "TEXT"', "mixture = []", ["[data] mixture"]),
-    "tokenizer larger than the model": ("vocab_size = 257", "vocab_size = 256", ["the tokenizer has 257 ids, the model rows for 256"]),
+    "tokenizer larger than the model": ("vocab_size = 257", "vocab_size = 256", ["[model] vocab_size = 256, but the tokenizer has 257 ids"]),
     # several at once
     "all faults at once": (
         "[train]\nsteps = 2",

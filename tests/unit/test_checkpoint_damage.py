@@ -67,7 +67,7 @@ def test_data_that_the_manifest_does_not_list_is_refused(saved: Path) -> None:
 def test_other_files_are_told_and_not_read(saved: Path, told: Callable[[], list[str]]) -> None:
     (saved / "README.md").write_text("mine")
     checkpointer(saved.parent).load(saved, *build())
-    assert told() == [f"{saved} also holds README.md, no part of the checkpoint: not read"]
+    assert told() == [f"{saved} also holds README.md: not part of the checkpoint, ignored"]
 
 
 @pytest.mark.parametrize("resume", ["auto", "required"])
@@ -86,7 +86,7 @@ def test_resume_goes_back_to_the_newest_sound_one_and_says_so(
     assert resumed.load(first, parts, optimizer) == {"at": 1}
     assert sorted(text.partition(" is damaged: ")[0] for text in told()) == [str(second), str(third)]
     for text in told():
-        assert f"Going on from {first} instead" in text and "`titan checkpoint rm" in text
+        assert f"Resuming from {first} instead" in text and "`titan checkpoint rm" in text
         assert "__0_0.distcp has" in text or "it lacks manifest.json" in text
     resumed.save(4, parts, optimizer, {})
     assert _steps(tmp_path) == [2, 3, 4]

@@ -44,9 +44,9 @@ def test_train_tokenizer_writes_ranks(tmp_path: Path, capsys: pytest.CaptureFixt
     [
         (["--data", "txt"], "--data txt: unknown dataset (did you mean 'text'?)"),
         (["--data", "text"], "[data] path: missing"),
-        (["--data", "shards", "--path", "FILE"], "--data shards: holds tokens already"),
+        (["--data", "shards", "--path", "FILE"], "--data shards: this dataset holds tokens"),
         (["--size", "100"], "--size 100: must be at least 257"),
-        (["--data.field", "x"], "--data.field: only with --config"),
+        (["--data.field", "x"], "--data.field: overrides need --config"),
     ],
 )
 def test_train_tokenizer_says_what_is_wrong(
@@ -58,7 +58,7 @@ def test_train_tokenizer_says_what_is_wrong(
     assert said in capsys.readouterr().err
 
 
-def test_prepare_tokenises_a_jobs_text(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_prepare_tokenizes_a_jobs_text(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     for name in "ab":
         (tmp_path / f"{name}.txt").write_text(f"text of {name}\n")
     job = tmp_path / "job.toml"

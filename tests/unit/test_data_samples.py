@@ -205,5 +205,5 @@ def test_a_bad_token_stops_the_step_that_needs_it(tmp_path: Path) -> None:
     paths = [write(tmp_path / "a.bin", [[1] * 100 + [77] * 20], vocab_size=100)]
     one = loader(samples((paths, 1.0), vocab_size=77))
     assert tokens_of(one, 2)[1].max() == 1
-    with pytest.raises(DataError, match=r"a\.bin: token 100 is 77, beyond the vocabulary of 77"):
+    with pytest.raises(DataError, match=r"a\.bin: token 100 is 77, outside the vocabulary of 77"):
         next(one)

@@ -163,15 +163,15 @@ def test_a_text_stops_where_the_model_ends() -> None:
 def test_a_prompt_that_is_too_long_is_refused() -> None:
     job: Any = context(MODELS["llama"], nn.Identity()).job
     assert generation.encode(job, "x" * 23) == (120,) * 23
-    with pytest.raises(ConfigError, match=r"has 24 tokens; .* max_seq_len is 24"):
+    with pytest.raises(ConfigError, match=r"has 24 tokens; .* max_seq_len = 24"):
         generation.encode(job, "x" * 24)
-    with pytest.raises(ConfigError, match=r"24 tokens; .* room for 24"):
+    with pytest.raises(ConfigError, match=r"24 tokens; .* at most 24"):
         run(MODELS["llama"], [[1] * 24], GREEDY)
 
 
 def test_a_tokenizer_that_is_not_the_models_is_refused() -> None:
     small: Any = context(Llama(LlamaConfig(**{**SIZES, "vocab_size": 100})), nn.Identity()).job
-    with pytest.raises(ConfigError, match="token id 120, but the model has rows for 100"):
+    with pytest.raises(ConfigError, match="token id 120, but the model's vocab_size is 100"):
         generation.encode(small, "ax")
 
 

@@ -210,7 +210,7 @@ def quantise(held: dict[str, Tensor]) -> None:
         (lacks_some, r"it lacks model.layers.0.mlp.down_proj.weight, (\S+, ){8}\S+ and 4 more"),
         (rename, r"the model lacks model.layers.0.self_attn.q_proj.bias; shapes differ in model.norm.weight "
                  r"\(\[7\] there, \[16\] here\)"),
-        (quantise, r"no plain floating-point numbers are in lm_head.weight \(I8\)"),
+        (quantise, r"no plain floating-point numbers in lm_head.weight \(I8\)"),
     ],
 )  # fmt: skip
 def test_what_does_not_fit_is_told(spoil: Callable[[dict[str, Tensor]], None], told: str, folder: Path) -> None:
@@ -302,7 +302,7 @@ def test_index_and_files_must_agree(folder: Path) -> None:
     (folder / tensor_files.SINGLE).rename(folder / "a.safetensors")
     names = dict.fromkeys(tensors(folder), "a.safetensors")
     (folder / tensor_files.INDEX).write_text(json.dumps({"weight_map": {**names, "x": "a.safetensors"}}))
-    with pytest.raises(CheckpointError, match=r"says that x is in a.safetensors, where it is not"):
+    with pytest.raises(CheckpointError, match=r"says that x is in a.safetensors, which does not hold it"):
         loaded(folder)
     del names["model.norm.weight"]
     (folder / tensor_files.INDEX).write_text(json.dumps({"weight_map": names}))
@@ -323,7 +323,7 @@ def test_a_damaged_file_is_told(cut: int, folder: Path) -> None:
 
 def test_pickles_are_not_read(folder: Path) -> None:
     (folder / tensor_files.SINGLE).rename(folder / "pytorch_model.bin")
-    with pytest.raises(CheckpointError, match=r"pytorch_model.bin is pickled, which can hide a program, and is not"):
+    with pytest.raises(CheckpointError, match=r"pytorch_model.bin is a pickle, which can contain code, and is not"):
         loaded(folder)
 
 
@@ -345,19 +345,19 @@ def test_a_full_folder_is_left_alone(folder: Path, capsys: pytest.CaptureFixture
     (folder.parent / "new.tmp").mkdir()
     words[words.index("--output") + 1] = str(folder.parent / "new")
     assert cli.main(words) == 1
-    assert f"{folder.parent / 'new.tmp'} is there already: remove it, if a conversion left" in capsys.readouterr().err
+    assert f"{folder.parent / 'new.tmp'} exists already; if an earlier conversion left" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize(
     ("to", "said"),
     [
-        (".", "--output .: {here} is the folder you are in; name a new folder, such as ./new"),
-        ("../empty", "--output ../empty: {here} is the folder you are in; name a new folder"),
+        (".", "--output .: {here} is the working directory; name a new folder, such as ./new"),
+        ("../empty", "--output ../empty: {here} is the working directory; name a new folder"),
         ("..", "--output ..: {above} is not empty; name a new folder"),
         ("/", "--output /: / is not empty; name a new folder"),
-        ("../file", "--output ../file: {above}/file is no folder; name a new one"),
-        ("../file/below", "{above}/file/below.tmp cannot be made: Not a directory"),
-        ("../circle", "--output ../circle: {above}/circle is no folder"),
+        ("../file", "--output ../file: {above}/file is not a folder; name a new folder"),
+        ("../file/below", "{above}/file/below.tmp cannot be created: Not a directory"),
+        ("../circle", "--output ../circle: {above}/circle is not a folder"),
     ],
 )
 def test_a_folder_that_cannot_be_made_is_refused_in_a_line(
@@ -393,7 +393,7 @@ def test_a_failure_leaves_nothing(folder: Path, monkeypatch: pytest.MonkeyPatch,
 
 
 def test_grouped_heads_are_not_gpt2(tmp_path: Path) -> None:
-    with pytest.raises(ConfigError, match=r"\[model\] gpt: transformers has no model like this one"):
+    with pytest.raises(ConfigError, match=r"\[model\] gpt: transformers has no equivalent model"):
         write(tmp_path / "new", plugin("gpt", n_kv_heads=2))
     assert not list(tmp_path.iterdir())
 
@@ -405,9 +405,12 @@ def test_the_tokenizer_is_not_guessed(folder: Path, capsys: pytest.CaptureFixtur
     assert json.loads((folder.parent / "new" / "tokenizer.json").read_text())
     (folder / "tokenizer.json").unlink()
     assert cli.main(words) == 1
-    assert f"{folder} holds no tokenizer that a plugin reads; say which with --tok" in capsys.readouterr().err
+    assert f"{folder} holds no tokenizer that a plugin can read; name one with --tok" in capsys.readouterr().err
     assert cli.main([*words, "--tokenizer.name", "bpe"]) == 2
-    assert "[tokenizer] name = 'bpe': the tokenizer has 4097 ids, the model rows for 257" in capsys.readouterr().err
+    assert (
+        "[tokenizer] name = 'bpe': the tokenizer has 4097 ids, but the model's vocab_size is 257"
+        in capsys.readouterr().err
+    )
 
 
 MINE = '''"""A llama by another name."""
@@ -439,7 +442,7 @@ def test_a_plugin_from_outside_reads_its_folders(
     (folder / "config.json").write_text(json.dumps({**about, "model_type": "mine"}))
     words = ["--from", str(folder), "--output", str(tmp_path / "dcp"), "--format", "dcp", "--tokenizer.name", "byte"]
     assert cli.main(["convert", *words]) == 1
-    assert "no model plugin knows model_type 'mine'" in capsys.readouterr().err
+    assert "no model plugin supports model_type 'mine'" in capsys.readouterr().err
     (tmp_path / "mine.py").write_text(MINE)
     path = ["--plugins.path", str(tmp_path / "mine.py")]
     assert cli.main(["convert", *words, *path]) == 0
@@ -458,4 +461,4 @@ def test_a_run_cannot_start_from_nothing(capsys: pytest.CaptureFixture[str]) -> 
 def test_where_there_is_nothing(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     words = ["--from", str(tmp_path / "no"), "--output", str(tmp_path / "new"), "--format", "hf"]
     assert cli.main(["convert", *words]) == 1
-    assert f"--from = '{tmp_path / 'no'}': there is no such folder" in capsys.readouterr().err
+    assert f"--from = '{tmp_path / 'no'}': no such folder" in capsys.readouterr().err

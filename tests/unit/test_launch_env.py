@@ -137,8 +137,8 @@ def test_restarts_are_none_unless_asked_for() -> None:
 @pytest.mark.parametrize(
     ("env", "message"),
     [
-        ({"RANK": "1", "WORLD_SIZE": "2"}, "torchrun has --max-restarts"),
-        ({"SLURM_STEP_NUM_TASKS": "2", "SLURM_PROCID": "0", "MASTER_ADDR": "h"}, "have it start one task a node"),
+        ({"RANK": "1", "WORLD_SIZE": "2"}, "use --max-restarts of torchrun"),
+        ({"SLURM_STEP_NUM_TASKS": "2", "SLURM_PROCID": "0", "MASTER_ADDR": "h"}, "use --ntasks-per-node 1"),
     ],
 )
 def test_restarts_where_somebody_else_starts_the_ranks(env: Mapping[str, str], message: str) -> None:
@@ -151,10 +151,13 @@ def test_restarts_where_somebody_else_starts_the_ranks(env: Mapping[str, str], m
     [
         ({"NPROC": "many"}, "NPROC = 'many': must be an integer of at least 1"),
         ({"NPROC": "0"}, "NPROC = '0': must be an integer of at least 1"),
-        ({"NPROC": "2", "NNODES": "2"}, "NODE_RANK is not set, and there are 2 nodes"),
+        ({"NPROC": "2", "NNODES": "2"}, "NODE_RANK is not set; with NNODES = 2 it must be 0 to 1"),
         ({"NPROC": "2", "NNODES": "2", "NODE_RANK": "2"}, "NODE_RANK = 2: must be below NNODES = 2"),
         ({"NPROC": "2", "NNODES": "2", "NODE_RANK": "0"}, "MASTER_ADDR is not set"),
-        ({"NPROC": "2", "NNODES": "2", "NODE_RANK": "0", "SLURM_JOB_NODELIST": "n[7-8]", "PATH": ""}, "no scontrol"),
+        (
+            {"NPROC": "2", "NNODES": "2", "NODE_RANK": "0", "SLURM_JOB_NODELIST": "n[7-8]", "PATH": ""},
+            "scontrol is not in PATH",
+        ),
         ({"NPROC": "2", "NNODES": "2", "NODE_RANK": "0", "MASTER_ADDR": "a", "MASTER_PORT": "x"}, "MASTER_PORT = 'x'"),
     ],
 )

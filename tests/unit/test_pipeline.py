@@ -177,7 +177,7 @@ def test_what_fits_is_not_refused(schedule: str) -> None:
 
 def test_more_stages_than_layers_are_refused_with_the_nearest_degree() -> None:
     assert _check(SMALL, 4, schedule="LoopedBFS") == [
-        "[model] n_layers = 4 cannot fill 8 stages (mesh.pp = 4 with 2 a rank); nearest mesh.pp that fits: 2"
+        "[model] n_layers = 4 cannot fill 8 stages (mesh.pp = 4 with 2 per rank); nearest mesh.pp that fits: 2"
     ]
     (text,) = _check(SMALL, 2, schedule="LoopedBFS", virtual_stages=5)
     assert text.endswith("nearest mesh.pp that fits: none, with 5 stages a rank")
@@ -236,8 +236,8 @@ def test_what_a_split_backward_cannot_bear_is_refused() -> None:
     assert _check(SMALL, 2, schedule="Interleaved1F1B", techniques=three) == []
     texts = _check(SMALL, 2, schedule="InterleavedZeroBubble", techniques=three)
     assert ["[plugins.compile] compiles it as one" in text for text in texts] == [True, False, False]
-    assert "[plugins.activation_checkpoint]" in texts[1] and 'use mode = "full"' in texts[1]
-    assert "zero_stage = 3 reduces per micro batch: use 1" in texts[2]
+    assert "[plugins.activation_checkpoint]" in texts[1] and 'set mode = "full"' in texts[1]
+    assert "zero_stage = 3 reduces gradients per micro batch; set zero_stage = 1" in texts[2]
     bearable = _technique(FullyShardedDataParallel, zero_stage=1), _technique(ActivationCheckpoint, mode="full")
     assert _check(SMALL, 2, schedule="InterleavedZeroBubble", techniques=bearable) == []
 

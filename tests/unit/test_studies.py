@@ -91,7 +91,7 @@ def test_scaling_goes_to_the_ranks_that_are_said() -> None:
 def test_what_a_batch_does_not_divide_over_is_refused() -> None:
     points = _study("strong-scaling", config=None, ranks=16).points
     assert [bool(p.refused) for p in points] == [False, False, False, False, True]
-    assert points[-1].refused.startswith("[train] global_batch_size = 24 does not divide over 16 batch ranks")
+    assert points[-1].refused.startswith("[train] global_batch_size = 24: must be divisible by the 16 batch ranks")
     assert points[-1].values == {} and not points[-1].fits
 
 
@@ -139,7 +139,7 @@ def test_bubble_goes_through_schedules_and_micro_batches() -> None:
     words = ("--plugins.pipeline.schedule=Interleaved1F1B", "--plugins.pipeline.virtual_stages=2")
     direct = _directly("--mesh.pp=4", "--mesh.tp=8", "--train.global_batch_size=64", *words)
     assert _same(_at(study, 32, "Interleaved1F1B 2"), direct)
-    assert "takes at least 8" in _at(study, 4, "DualPipeV 2").refused
+    assert "needs at least 8" in _at(study, 4, "DualPipeV 2").refused
 
 
 def test_the_bubble_of_even_stages_is_that_of_the_formula() -> None:

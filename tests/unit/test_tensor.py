@@ -49,12 +49,12 @@ def test_sequences_must_come_out_even_only_where_they_are_split() -> None:
 
 
 def test_every_rank_needs_a_word() -> None:
-    expected = "[model] vocab_size = 8 leaves some of mesh.tp = 6 ranks without a word"
+    expected = "[model] vocab_size = 8 leaves some of the mesh.tp = 6 ranks without a word"
     assert _sentences(6, seq_len=18, vocab_size=8) == [expected]
     assert _sentences(6, seq_len=18, vocab_size=11) == []
 
 
 def test_every_rank_needs_a_hidden_unit() -> None:
-    expected = "[model] ffn_dim = 15 leaves some of mesh.tp = 6 ranks without a hidden unit"
+    expected = "[model] ffn_dim = 15 leaves some of the mesh.tp = 6 ranks without a hidden unit"
     assert _sentences(6, seq_len=18, ffn_dim=15) == [expected]
     assert _sentences(6, seq_len=18, ffn_dim=16) == []

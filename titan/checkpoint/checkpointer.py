@@ -81,7 +81,7 @@ class Checkpointer:
                     return path
             if reasons:
                 told = "; ".join(reasons.values())
-                anew = 'checkpoint.resume = "never" starts anew'
+                anew = 'set checkpoint.resume = "never" to start a new run'
                 raise CheckpointError(f"no sound checkpoint is left in {self.folder}: {told}; {anew}")
             return None
 
@@ -98,7 +98,7 @@ class Checkpointer:
             return own[::-1], damaged
         chosen = None if resume == "never" else folders.choose(resume)
         if own and (chosen is None or chosen.resolve() != own[-1].resolve()):
-            log.warning(f"checkpoint.resume = {resume!r} leaves aside {own[-1]}, the newest of this run")
+            log.warning(f"checkpoint.resume = {resume!r} ignores {own[-1]}, the newest checkpoint of this run")
         return [] if chosen is None else [chosen], {}
 
     def _open(self, path: Path) -> Saved:
@@ -110,8 +110,8 @@ class Checkpointer:
         self._damaged = set(reasons)
         for path, reason in reasons.items():
             log.warning(
-                f"{reason}. Going on from {instead} instead; the damaged one stays and counts for nothing until a save "
-                f"of its step replaces it or `titan checkpoint rm {path}` removes it"
+                f"{reason}. Resuming from {instead} instead; the damaged checkpoint is ignored until a save of its "
+                f"step replaces it or `titan checkpoint rm {path}` removes it"
             )
 
     def load(
@@ -233,7 +233,10 @@ class Checkpointer:
     def _commit(self, path: Path, step: int, snapshot: Snapshot, pieces: dict[str, Piece], began: float) -> None:
         unseen = [fault for name, fault in manifest.wrong_sizes(path, pieces).items() if name in pieces]
         if unseen:
-            raise CheckpointError(f"rank 0 does not see what others wrote, {unseen[0]}: all must share its file system")
+            raise CheckpointError(
+                f"rank 0 does not see {unseen[0]}, which another rank wrote; "
+                "put [run] dir on a file system that all ranks share"
+            )
         self._held()
         write_table(path / STATE, {
             "format": folders.FORMAT, "step": step, "serial": self._serial(),
@@ -261,7 +264,7 @@ class Checkpointer:
         """
         found = folders.next_serial(self.folder)
         if self._next is not None and found > self._next:
-            raise FolderError(f"another run has saved to {self.folder} meanwhile; this run ends here")
+            raise FolderError(f"another run has saved to {self.folder} in the meantime; this run stops")
         self._next = found
         return found
 

@@ -65,7 +65,7 @@ class SavedWeights:
         return self._saved.tensors[MODEL + name].properties.dtype
 
     def read(self, name: str) -> Tensor:
-        """A whole tensor."""
+        """The whole tensor of that canonical name, on the CPU, in the dtype it is stored in."""
         tensor = self._saved.empty(MODEL + name)
         self._saved.read({MODEL + name: tensor}, self._ranks)
         return tensor
@@ -98,9 +98,11 @@ def write_hf(
     """
     config = model.hf_config()
     if config is None:
-        raise ConfigError(f"[model] {model.name}: transformers has no model like this one, so there is no hf format")
+        raise ConfigError(
+            f"[model] {model.name}: transformers has no equivalent model, so --format hf is not available"
+        )
     if tokenizer.vocab_size > model.spec().vocab_size:
-        sizes = f"the tokenizer has {tokenizer.vocab_size} ids, the model rows for {model.spec().vocab_size}"
+        sizes = f"the tokenizer has {tokenizer.vocab_size} ids, but the model's vocab_size is {model.spec().vocab_size}"
         raise ConfigError(f"[tokenizer] name = {tokenizer.name!r}: {sizes}")
     tensors = {tensor.name: tensor for tensor in made_of(model, weights.shapes)}
     types = {name: dtype or weights.dtype(tensor.ours[0]) for name, tensor in tensors.items()}
@@ -171,9 +173,9 @@ def _made_aside(to: Path) -> Iterator[Path]:
     try:
         aside.mkdir(parents=True)
     except FileExistsError:
-        raise CheckpointError(f"{aside} is there already: remove it, if a conversion left it behind") from None
+        raise CheckpointError(f"{aside} exists already; if an earlier conversion left it behind, remove it") from None
     except OSError as error:
-        raise CheckpointError(f"{aside} cannot be made: {error.strerror}") from error
+        raise CheckpointError(f"{aside} cannot be created: {error.strerror}") from error
     try:
         yield aside
         folders.commit(aside)
@@ -193,11 +195,11 @@ def _new_folder(to: Path) -> Path:
     path = Path(os.path.realpath(to))
     try:
         if os.path.lexists(path) and not path.is_dir():
-            raise CheckpointError(f"--output {to}: {path} is no folder; name a new one")
+            raise CheckpointError(f"--output {to}: {path} is not a folder; name a new folder")
         if path.is_dir() and any(path.iterdir()):
             raise CheckpointError(f"--output {to}: {path} is not empty; name a new folder")
         if path == Path.cwd():
-            what = f"{path} is the folder you are in; name a new folder, such as {to}/new"
+            what = f"{path} is the working directory; name a new folder, such as {to}/new"
             raise CheckpointError(f"--output {to}: {what}")
     except OSError as error:
         raise CheckpointError(f"--output {to}: {path} cannot be read: {error.strerror}") from error

@@ -37,7 +37,7 @@ def check_config(config: Mapping[str, Any], model: Model, path: Path) -> None:
     """
     own = model.hf_config()
     if own is None:
-        raise ConfigError(f"[model] {model.name}: transformers has no model like this one")
+        raise ConfigError(f"[model] {model.name}: transformers has no equivalent model")
     theirs, ours = model.from_hf(config), model.from_hf(own)
     if theirs is None or ours is None:
         told = f"[model] name = {model.name!r}: {path / HF_CONFIG} has model_type {config.get('model_type')!r}"
@@ -68,7 +68,7 @@ def made_of(model: Model, names: Mapping[str, torch.Size]) -> list[HfTensor]:
     held = sorted(name for tensor in tensors for name in tensor.ours)
     if held != sorted(names):
         wrong = sorted({*held} ^ {*names}) or sorted({name for name in held if held.count(name) > 1})
-        raise PluginError(f"model {model.name}: hf_tensors() should hold {listed(wrong)} once")
+        raise PluginError(f"model {model.name}: hf_tensors() must hold {listed(wrong)} exactly once")
     return tensors
 
 
@@ -110,7 +110,7 @@ class HfWeights:
             "it lacks": [tensor.name for tensor in wanted if tensor.name not in self._stored],
             "the model lacks": extra,
             "shapes differ in": unlike,
-            "no plain floating-point numbers are in": packed,
+            "no plain floating-point numbers in": packed,
         }
         told = [f"{what} {listed(names)}" for what, names in faults.items() if names]
         if told:

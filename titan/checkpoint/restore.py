@@ -55,13 +55,13 @@ class Saved:
             raise CheckpointError(f"{path} is damaged: {'; '.join(found)}")
         others = manifest.strangers(path, pieces) if ranks.rank == 0 else []
         if others:
-            log.warning(f"{path} also holds {listed(others)}, no part of the checkpoint: not read")
+            log.warning(f"{path} also holds {listed(others)}: not part of the checkpoint, ignored")
         state = ranks.each(lambda: folders.read_state(path))
         return cls(path, state, ranks.each(lambda: metadata.read(path, pieces)))
 
     @cached_property
     def tensors(self) -> dict[str, TensorStorageMetadata]:
-        """Shape and type of each tensor."""
+        """Name -> shape, dtype and chunks of each tensor in the checkpoint."""
         return storage.tensors_of(self.metadata)
 
     def read(self, into: Mapping[str, Tensor], ranks: Ranks) -> None:
@@ -80,7 +80,9 @@ class Saved:
         """
         entry = self.tensors.get(name)
         if entry is None:
-            raise CheckpointError(f"{self.path} is damaged: {manifest.STATE} speaks of {name}, which is not in it")
+            raise CheckpointError(
+                f"{self.path} is damaged: {manifest.STATE} names {name}, which is not in the checkpoint"
+            )
         return torch.empty(entry.size, dtype=entry.properties.dtype, device=device)
 
 
@@ -107,7 +109,7 @@ def load(
     _copy_to_others(holders)
     _give(optimizer, updated, slots, saved.state["values"])
     if not any(name.startswith(OPTIMIZER) for name in saved.tensors):
-        log.info(f"optimizer: {saved.path} holds no state of it, it starts anew")
+        log.info(f"optimizer: {saved.path} holds no optimizer state; the optimizer starts from zero")
     return rest
 
 
@@ -195,7 +197,9 @@ def listed(names: Iterable[str]) -> str:
 def _check_optimizer(saved: Saved, optimizer: torch.optim.Optimizer) -> None:
     before, now = saved.state.get("optimizer"), type(optimizer).__name__
     if before is not None and before != now:
-        raise CheckpointError(f"checkpoint {saved.path} holds the state of {before}, this run's optimizer is {now}")
+        raise CheckpointError(
+            f"checkpoint {saved.path} holds optimizer state of {before}, but this run's optimizer is {now}"
+        )
 
 
 def _empty_slots(saved: Saved, updated: Mapping[str, tuple[Tensor, dict[str, Any]]]) -> dict[str, dict[str, Any]]:

@@ -133,15 +133,13 @@ def separate(value: Any, rank: int, path: str = REST[:-1]) -> tuple[Any, dict[st
     if isinstance(value, Mapping):
         wrong = [key for key in value if not isinstance(key, str) or key.startswith("$")]
         if wrong:
-            raise PluginError(f"state at {path} has the key {wrong[0]!r}: keys must be strings, without a $")
+            raise PluginError(f"state at {path} has the key {wrong[0]!r}: keys must be strings without $")
         below = {key: separate(item, rank, f"{path}.{key}") for key, item in value.items()}
         return {key: plain for key, (plain, _) in below.items()}, _united(tensors for _, tensors in below.values())
     if isinstance(value, (list, tuple)):
         items = [separate(item, rank, f"{path}.{index}") for index, item in enumerate(value)]
         return [plain for plain, _ in items], _united(tensors for _, tensors in items)
-    raise PluginError(
-        f"state at {path} is a {type(value).__name__}: a checkpoint takes tensors, numbers, strings, lists and tables"
-    )
+    raise PluginError(f"state at {path} is a {type(value).__name__}: must be a tensor, number, string, list or table")
 
 
 def _united(found: Iterable[dict[str, Tensor]]) -> dict[str, Tensor]:
@@ -149,7 +147,7 @@ def _united(found: Iterable[dict[str, Tensor]]) -> dict[str, Tensor]:
     for tensors in found:
         twice = united.keys() & tensors.keys()
         if twice:
-            raise PluginError(f"two tensors of the state are both at {min(twice)}: a key must not hold dots")
+            raise PluginError(f"two tensors of the state have the path {min(twice)}; keys must not contain dots")
         united |= tensors
     return united
 
@@ -174,7 +172,7 @@ def rejoin(value: Any, rank: int | None, tensor: Callable[[str], Tensor], where:
         return {} if rank is None else {key: tensor(f"{path}.{rank}.{key}") for key in keys}
     strange = [key for key in value if key.startswith("$")]
     if strange:
-        raise CheckpointError(f"{where} has the key {strange[0][:200]!r} at {path}, and not as a save writes it")
+        raise CheckpointError(f"{where} has the key {strange[0][:200]!r} at {path}, which no save writes")
     return {key: rejoin(item, rank, tensor, where, f"{path}.{key}") for key, item in value.items()}
 
 
@@ -198,7 +196,9 @@ def set_rng_state(states: Mapping[str, Tensor], device: torch.device) -> None:
         if "cuda" in states and device.type == "cuda":
             torch.cuda.set_rng_state(states["cuda"], device)
     except (RuntimeError, TypeError) as error:
-        raise CheckpointError(f"the random state of a checkpoint cannot be taken back: {error}") from error
+        raise CheckpointError(
+            f"the random number generator state of the checkpoint cannot be restored: {error}"
+        ) from error
 
 
 def collect(parts: Sequence[ModelPart], optimizer: torch.optim.Optimizer, rest: Any, rank: int) -> Snapshot:

@@ -24,7 +24,7 @@ from titan.errors import CheckpointError
 PREFIX = f"{REST}{TECHNIQUES}"
 
 _RULE = (
-    "it is saved once, so it must be the same on all ranks that give it: name it after what it belongs to, "
+    "state under one name is saved once, so it must be equal on all ranks that return it; use a name per owner, "
     "or make it a DTensor"
 )
 

@@ -40,13 +40,13 @@ def stored_rest(path: Path) -> dict[str, Any]:
     """
     rest = folders.read_state(path).get("rest")
     if not isinstance(rest, dict):
-        raise CheckpointError(f"{path / STATE} lacks the table rest")
+        raise CheckpointError(f"{path / STATE} lacks the table `rest`")
     for key, kind in _KINDS.items():
         if type(rest.get(key, kind())) is not kind:
-            raise CheckpointError(f"{path / STATE} has a {key} in rest that is no {kind.__name__}")
+            raise CheckpointError(f"{path / STATE} has {key} in rest that is not of type {kind.__name__}")
     cursor = rest.get("data", {}).get("samples", 0)
     if type(cursor) is not int or cursor < 0:
-        raise CheckpointError(f"{path / STATE} gives a position in the data that is no number")
+        raise CheckpointError(f"{path / STATE} gives a data position that is not a number")
     return rest
 
 
@@ -58,7 +58,7 @@ def stored_config(path: Path) -> dict[str, Any]:
     """
     config = stored_rest(path).get("config")
     if not isinstance(config, dict):
-        raise CheckpointError(f"{path / STATE} does not say which job the checkpoint is of")
+        raise CheckpointError(f"{path / STATE} does not hold the config of the run")
     return config
 
 

@@ -22,7 +22,7 @@ def check(job: Job, where: Callable[..., Where]) -> None:
     if not faults:
         spec = _plan(job, where())
         if job.data.seq_len > spec.max_seq_len:
-            what = f"= {job.data.seq_len} is longer than the model's max_seq_len {spec.max_seq_len}"
+            what = f"= {job.data.seq_len}: must be at most the model's max_seq_len, {spec.max_seq_len}"
             faults.append(where("data").fault("seq_len", what))
         job.stating("one_backward")  # asked now, so that facts() that states nonsense is refused here
         for technique in job.techniques:

@@ -63,7 +63,7 @@ class Job:
 
     @property
     def folder(self) -> Path:
-        """The run's folder."""
+        """The run's folder, `[run] dir`/`[run] name`, with `~` expanded."""
         return Path(self.run.dir).expanduser() / self.run.name
 
     @cached_property
@@ -113,7 +113,7 @@ class Job:
 
     @property
     def micro_batch(self) -> int:
-        """Samples per forward on one rank."""
+        """Samples (sequences) per forward pass on one rank, chosen here if the TOML leaves it at 0."""
         if self.train.micro_batch_size:
             return self.train.micro_batch_size
         return choose_micro_batch(self.train.global_batch_size // self.batch_ranks, self.layout.role_degree("stage"))

@@ -92,7 +92,7 @@ def plugin_folders(table: Table) -> tuple[str, ...]:
     try:
         folders: tuple[str, ...] = coerce(value, tuple[str, ...])
     except ValueError as error:
-        raise ConfigError([ConfigIssue("", f"[plugins] path: {error}, of folders or .py files")]) from None
+        raise ConfigError([ConfigIssue("", f"[plugins] path: {error} of folders or .py files")]) from None
     return tuple(absolute(folder) for folder in folders)
 
 
@@ -163,7 +163,7 @@ class _Loader:
             default = registry.default_of(contract.kind)
             if default is None:
                 known = ", ".join(registry.names(contract.kind))
-                self.faults.append(self._where(*path).fault("name", f"missing; which {contract.kind}? ({known})"))
+                self.faults.append(self._where(*path).fault("name", f"missing; name a {contract.kind} ({known})"))
             return default
         if sentence := registry.trouble(contract.kind, str(name)):
             self.faults.append(self._where(*path).fault("name", f"= {str(name)!r}: {sentence}"))
@@ -210,7 +210,11 @@ class _Loader:
             self.resolved["data"] = {**(resolved_table(data) if data else {}), **(source[1] if source else {})}
             return data, (source[0],) if source else ()
         for key in guest:
-            self.faults.append(self._where("data").fault(key, "belongs in an entry of [[data.mixture]]"))
+            self.faults.append(
+                self._where("data").fault(
+                    key, "cannot stand beside a mixture; move it into an entry of [[data.mixture]]"
+                )
+            )
         found = self._mixture(mixture)
         self.resolved["data"] = {**(resolved_table(data) if data else {}), "mixture": [table for _, table in found]}
         return data, tuple(source for source, _ in found)
@@ -237,7 +241,7 @@ class _Loader:
         where, datasets = self._where("validation"), registry.of_kind(Dataset.kind)
         if guest or needed:
             known = ", ".join(plugin.name for plugin in datasets)
-            self.faults.append(where.fault("name", f"missing; which dataset? ({known})"))
+            self.faults.append(where.fault("name", f"missing; name a dataset ({known})"))
         keys = {o.key for config in (ValidationSection, *(p.Config for p in datasets)) for o in options_of(config)}
         self.faults += [where.fault(key, f"unknown key{did_you_mean(key, keys)}") for key in guest if key not in keys]
 
@@ -359,13 +363,15 @@ class _Loader:
         if train.global_batch_size % ranks:
             down = train.global_batch_size // ranks * ranks
             near = f"{down} or {down + ranks}" if down else str(ranks)
-            what = f"= {train.global_batch_size} does not divide over {ranks} batch ranks ({layout}); nearest: {near}"
+            what = (
+                f"= {train.global_batch_size}: must be divisible by the {ranks} batch ranks ({layout}); nearest: {near}"
+            )
             self.faults.append(where.fault("global_batch_size", what))
             return
         share = train.global_batch_size // ranks
         micro = train.micro_batch_size or choose_micro_batch(share, layout.role_degree("stage"))
         if share % micro:
             fits = min(divisors(share), key=lambda size: abs(size - micro))
-            samples = f"a rank's {share} samples a step ({train.global_batch_size} / {ranks})"
-            what = f"= {micro} does not divide {samples}; nearest: {fits}"
+            samples = f"the {share} samples per step per rank ({train.global_batch_size} / {ranks})"
+            what = f"= {micro}: must divide {samples}; nearest: {fits}"
             self.faults.append(where.fault("micro_batch_size", what))

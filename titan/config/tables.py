@@ -50,7 +50,7 @@ class Table:
             self.origins[(*at, key)] = origin
 
     def put(self, path: Path_, value: Any, origin: str) -> None:
-        """Lay one value over this."""
+        """Set one value, as `merge` does: `path` is its tables and key, `origin` the file or the command line."""
         nested: dict[str, Any] = {path[-1]: value}
         for part in reversed(path[:-1]):
             nested = {part: nested}
@@ -95,7 +95,8 @@ def read(path: Path | None, overrides: Sequence[str], built_in: Path) -> Table:
     Relative paths are looked up from the working directory, then among the configs that came with titan.
 
     Raises:
-        ConfigError: a file is missing, is no TOML, or bases go in a circle; a word of the command line is no override.
+        ConfigError: a file is missing or is no TOML, base files are circular, or a word of the command line is no
+            override.
     """
     table = Table()
     if path is not None:
@@ -106,7 +107,7 @@ def read(path: Path | None, overrides: Sequence[str], built_in: Path) -> Table:
 
 
 def said_twice(path: Path | None, overrides: Sequence[str], built_in: Path) -> list[str]:
-    """A sentence where a preset has outranked what files below it say of the model: which counts.
+    """A sentence where a preset overrides model sizes of files below it, with those sizes.
 
     Raises:
         ConfigError: as `read` does.
@@ -116,7 +117,7 @@ def said_twice(path: Path | None, overrides: Sequence[str], built_in: Path) -> l
     if not lost:
         return []
     preset, whose = table.at(*PRESET), table.origins[PRESET]
-    return [f"[model] preset = {str(preset)!r} ({whose}) counts, not what stands below it: {', '.join(lost)}"]
+    return [f"[model] preset = {str(preset)!r} ({whose}) overrides what files below it set: {', '.join(lost)}"]
 
 
 def override(table: Table, words: Sequence[str]) -> None:
@@ -150,7 +151,7 @@ def _chain(path: Path, built_in: Path) -> Iterator[tuple[Path, dict[str, Any]]]:
     seen: list[Path] = []
     while True:
         if path.resolve() in seen:
-            raise ConfigError([ConfigIssue(str(path), "bases go in a circle: " + " -> ".join(p.name for p in seen))])
+            raise ConfigError([ConfigIssue(str(path), "circular base files: " + " -> ".join(p.name for p in seen))])
         seen.append(path.resolve())
         values = _parse(path)
         base = values.pop("base", None)
@@ -158,7 +159,7 @@ def _chain(path: Path, built_in: Path) -> Iterator[tuple[Path, dict[str, Any]]]:
         if base is None:
             return
         if not isinstance(base, str):
-            raise ConfigError([ConfigIssue(str(path), f"base = {base!r}: must be the name of a TOML file")])
+            raise ConfigError([ConfigIssue(str(path), f"base = {base!r}: must be the path of a TOML file")])
         beside = path.parent / base
         path = beside if beside.is_file() else _locate(Path(base), built_in)
 

@@ -51,7 +51,7 @@ def unattended(
     """(axis, sentence) of each axis above 1 that no technique which is on owns or covers."""
     attended = {name for plugin in on for name in (*plugin.covers, *(axis.name for axis in plugin.axes))}
     return [
-        (axis.name, f"= {layout.degree(axis.name)}, but [plugins.{plugin.name}], which it needs, is switched off")
+        (axis.name, f"= {layout.degree(axis.name)}: needs [plugins.{plugin.name}], which has enabled = false")
         for plugin in known
         for axis in plugin.axes
         if layout.degree(axis.name) > 1 and axis.name not in attended
@@ -63,14 +63,14 @@ def agree(techniques: Iterable[Technique]) -> list[str]:
     on = {technique.name: technique for technique in techniques}
     provided = {capability for technique in on.values() for capability in technique.provides} | set(on)
     sentences = [
-        f"[plugins.{name}] and [plugins.{other}] cannot be on together: {why}"
+        f"[plugins.{name}] and [plugins.{other}] cannot be enabled together: {why}"
         for name, technique in on.items()
         for against, why in technique.conflicts.items()
         for other, that in on.items()
         if other != name and against in (other, *that.provides)
     ]
     sentences += [
-        f"[plugins.{name}] requires {capability}, and no technique that is on provides it"
+        f"[plugins.{name}] requires {capability}, which no enabled technique provides"
         for name, technique in on.items()
         for capability in technique.requires
         if capability not in provided
@@ -78,5 +78,5 @@ def agree(techniques: Iterable[Technique]) -> list[str]:
     for what in ("split", "engine"):
         owners = [name for name, t in on.items() if getattr(type(t), what) is not getattr(Technique, what)]
         if len(owners) > 1:
-            sentences.append(f"only one technique can bring a {what}(), but these do: {', '.join(owners)}")
+            sentences.append(f"only one technique may define {what}(), but these do: {', '.join(owners)}")
     return sentences

@@ -67,7 +67,7 @@ class Dataset(Plugin, ABC):
         """The files read, in an order that is the same in every process; their contents are the dataset's identity.
 
         Called on every rank when the run's data is opened. Name every file that `documents` reads: only these files are
-        watched for changes while they are tokenised.
+        watched for changes while they are tokenized.
 
         Raises:
             DataError: there is none.
@@ -85,5 +85,5 @@ class Dataset(Plugin, ABC):
         raise NotImplementedError
 
     def shards(self) -> list[Path] | None:
-        """The token shards, for a dataset that is tokenised already; None (the default) for text."""
+        """The token shards, for a dataset that is tokenized already; None (the default) for text."""
         return None

@@ -74,7 +74,7 @@ class Counted:
     bytes: int = 0
 
     def add(self, text: str) -> None:
-        """One more text."""
+        """Count the words and UTF-8 bytes of one more document."""
         self.words += len(_WHITESPACE.split(text))
         self.bytes += len(text.encode("utf-8", errors="replace"))
 
@@ -91,14 +91,14 @@ def evaluate(trained: Trained, reading: Reading, watch: Watch) -> Numbers:
     job, counted = trained.job, Counted()
     length = job.data.seq_len
     if reading.stride > length:
-        raise ConfigError(f"--stride {reading.stride}: must be at most the length of a window, {length}")
+        raise ConfigError(f"--stride {reading.stride}: must be at most the window length --seq-len, {length}")
     before = [job.tokenizer.end] if reading.first_token == "predict" else []
     documents = islice(_documents(job, counted), reading.limit or None)
     found = (w for ids in documents for w in windows([*before, *ids], length, reading.stride or length))
     batches = _dealt(found, trained, reading.batch_size, watch)
     nats, tokens = totals(trained.engine, trained.context, batches, nats_and_tokens(job.loss), 2)
     if not tokens:
-        raise DataError(f"dataset {job.sources[0].plugin.name!r} holds no token to predict")
+        raise DataError(f"dataset {job.sources[0].plugin.name!r} holds no token to score")
     is_text = job.sources[0].plugin.shards() is None
     return {
         "loss": nats / tokens,
@@ -122,7 +122,7 @@ def last_words(trained: Trained, reading: Reading, watch: Watch) -> Numbers:
     job, counted = trained.job, Counted()
     dataset = job.sources[0].plugin
     if dataset.shards() is not None:
-        raise ConfigError(f"--last-word needs text, and dataset {dataset.name!r} holds tokens")
+        raise ConfigError(f"--last-word needs text, but dataset {dataset.name!r} holds tokens")
     found = islice(_last_words(job, counted), reading.limit or None)
     batches = _dealt(found, trained, reading.batch_size, watch)
     nats, tokens, known = totals(trained.engine, trained.context, batches, _known_words(job), 3)
@@ -174,11 +174,13 @@ def _last_words(job: Job, counted: Counted) -> Iterator[Window]:
         whole = text.rstrip()
         *before, word = whole.rsplit(maxsplit=1) or [""]
         if not before:
-            raise DataError(f"{place}: a last word needs another before it, and the text is {text[:40]!r}")
+            raise DataError(f"{place}: --last-word needs documents of at least two words; this one is {text[:40]!r}")
         ids = _checked(job.tokenizer.encode(whole), job)
         asked = len(ids) - len(job.tokenizer.encode(whole.removesuffix(word).rstrip()))
         if not 0 < asked <= job.data.seq_len:
-            raise DataError(f"{place}: the last word, {word[:40]!r}, has {asked} tokens; 1 to {job.data.seq_len} fit")
+            raise DataError(
+                f"{place}: the last word, {word[:40]!r}, has {asked} tokens; 1 to --seq-len {job.data.seq_len} fit"
+            )
         counted.documents += 1
         yield Window(ids[-job.data.seq_len - 1 :], asked)
 
@@ -193,8 +195,8 @@ def _texts(job: Job) -> Iterator[tuple[str, str]]:
 
 def _checked(ids: list[int], job: Job) -> list[int]:
     if max(ids) >= job.spec.vocab_size:
-        rows = f"the model has rows for {job.spec.vocab_size} ids"
-        raise DataError(f"the text has token id {max(ids)}, but {rows}: the tokenizer is not the model's")
+        rows = f"the model's vocab_size is {job.spec.vocab_size}"
+        raise DataError(f"the text has token id {max(ids)}, but {rows}; set --tokenizer.name to the model's tokenizer")
     return ids
 
 

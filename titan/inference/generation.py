@@ -87,7 +87,7 @@ class Text:
 
     @property
     def tokens(self) -> list[int]:
-        """What was drawn."""
+        """The generated token ids, without those of the prompt."""
         return self.ids[len(self.prompt) :]
 
     def draw(self, probabilities: Tensor) -> int:
@@ -127,10 +127,10 @@ def encode(job: Job, prompt: str) -> tuple[int, ...]:
     """
     ids = tuple(job.tokenizer.encode(prompt)) or (job.tokenizer.end,)
     if len(ids) >= job.spec.max_seq_len:
-        longest = f"the model's max_seq_len is {job.spec.max_seq_len}, with what is generated"
+        longest = f"prompt and generated text together may have max_seq_len = {job.spec.max_seq_len}"
         raise ConfigError(f"the prompt {prompt[:24]!r}... has {len(ids)} tokens; {longest}")
     if max(ids) >= job.spec.vocab_size:
-        what = f"token id {max(ids)}, but the model has rows for {job.spec.vocab_size}: it is another tokenizer's"
+        what = f"token id {max(ids)}, but the model's vocab_size is {job.spec.vocab_size}; set --tokenizer.name"
         raise ConfigError(f"the prompt {prompt[:24]!r}... has {what}")
     return ids
 
@@ -170,7 +170,7 @@ def sample(context: BuildContext, engine: Engine, prompt: str, seed: int) -> str
 def _continue(model: "_Model", texts: Sequence[Text], sampling: Sampling, first: int, watch: Watch | None) -> None:
     longest = max(len(text.prompt) for text in texts)
     if longest >= model.longest:
-        raise ConfigError(f"a prompt has {longest} tokens; at this layout there is room for {model.longest}")
+        raise ConfigError(f"a prompt has {longest} tokens; this layout supports at most {model.longest}")
     model.begin(len(texts), longest + sampling.max_new_tokens)
     while any(text.stopped is None for text in texts):
         logits = model.next([text.ids for text in texts])

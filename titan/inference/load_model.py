@@ -57,7 +57,7 @@ def open_job(
     path = find_weights(given, option)
     own = _hf_table(path) if is_hf(path) else _stored_table(path)
     if "tokenizer" not in own and not any(word.startswith("--tokenizer.") for word in overrides):
-        raise CheckpointError(f"{path} holds no tokenizer that a plugin reads; say which with --tokenizer.name")
+        raise CheckpointError(f"{path} holds no tokenizer that a plugin can read; name one with --tokenizer.name")
     table: dict[str, Any] = {
         **own, "train": {"steps": 1, "global_batch_size": world_size}, "checkpoint": {"enabled": False}
     }  # fmt: skip
@@ -88,7 +88,7 @@ def model_table(config: Mapping[str, Any], path: Path) -> dict[str, Any]:
         values = plugin.from_hf(config)
         if values is not None:
             return {"name": plugin.name, **values}
-    unknown = f"no model plugin knows model_type {config.get('model_type')!r}{registry.left_out()}"
+    unknown = f"no model plugin supports model_type {config.get('model_type')!r}{registry.left_out()}"
     raise CheckpointError(f"{path / HF_CONFIG}: {unknown}")
 
 

@@ -35,7 +35,7 @@ class LaunchEnv:
 
     @property
     def world_size(self) -> int:
-        """Ranks on all nodes."""
+        """Number of ranks on all nodes together."""
         return self.nodes * self.ranks
 
     def environment(self, local_rank: int) -> dict[str, str]:
@@ -67,7 +67,9 @@ def find_place(env: Environment) -> LaunchEnv:
         return LaunchEnv(1, 0, ranks, LOCAL, 0)
     node = _number(env, ("NODE_RANK", "SLURM_NODEID"), -1, at_least=0)
     if node < 0:
-        raise ConfigError([ConfigIssue("environment", f"NODE_RANK is not set, and there are {nodes} nodes")])
+        raise ConfigError(
+            [ConfigIssue("environment", f"NODE_RANK is not set; with NNODES = {nodes} it must be 0 to {nodes - 1}")]
+        )
     if node >= nodes:
         raise ConfigError([ConfigIssue("environment", f"NODE_RANK = {node}: must be below NNODES = {nodes}")])
     return LaunchEnv(nodes, node, ranks, *_meeting_point(env))
@@ -82,14 +84,14 @@ def rank_environment(env: Environment) -> dict[str, str] | None:
         ConfigError: Slurm does not say where the ranks meet, or nobody is there to start them again.
     """
     if "RANK" in env and "WORLD_SIZE" in env:
-        _refuse_restarts(env, "RANK is set, so somebody else starts the ranks; torchrun has --max-restarts")
+        _refuse_restarts(env, "RANK is set, so titan does not start the ranks; use --max-restarts of torchrun")
         return {}
     env = _own(env)
     nodes = _number(env, ("NNODES", "SLURM_STEP_NUM_NODES"), 1, at_least=1)
     tasks = _number(env, (STEP_TASKS,), 1, at_least=1)
     if ranks_asked_for(env) or tasks <= nodes:
         return None
-    _refuse_restarts(env, "Slurm starts each rank; have it start one task a node")
+    _refuse_restarts(env, "Slurm starts each rank; use --ntasks-per-node 1, so that titan starts them")
     host, port = _meeting_point(env)
     return {
         "RANK": env["SLURM_PROCID"],
@@ -152,10 +154,10 @@ def _refuse_to_be_alone(env: Environment) -> None:
     elif (
         tasks > 1 and "SLURM_PROCID" in env and not ranks_asked_for(env)
     ):  # SLURM_PROCID: no interactive shell of salloc
-        held, choice = f"SLURM_NTASKS = {tasks}", "set NPROC to the ranks that this process is to start"
+        held, choice = f"SLURM_NTASKS = {tasks}", "set NPROC to the number of ranks that this process starts"
     else:
         return
-    what = f"{held}, but srun did not start this process; start it with srun, as docs/slurm.sh does, or {choice}"
+    what = f"{held}, but srun did not start this process; start it with srun (example: docs/slurm.sh), or {choice}"
     raise ConfigError([ConfigIssue("environment", what)])
 
 
@@ -174,10 +176,15 @@ def _meeting_point(env: Environment) -> tuple[str, int]:
 def _first_slurm_host(env: Environment) -> str:
     listed = env.get("SLURM_STEP_NODELIST") or env.get("SLURM_JOB_NODELIST")
     if not listed:
-        raise ConfigError([ConfigIssue("environment", "MASTER_ADDR is not set; it names the first of several nodes")])
+        raise ConfigError([ConfigIssue("environment", "MASTER_ADDR is not set; set it to the host of node 0")])
     if shutil.which("scontrol", path=env.get("PATH", "")) is None:
         raise ConfigError(
-            [ConfigIssue("environment", "MASTER_ADDR is not set, and there is no scontrol to ask for it")]
+            [
+                ConfigIssue(
+                    "environment",
+                    "MASTER_ADDR is not set, and scontrol is not in PATH to look it up; set it to the host of node 0",
+                )
+            ]
         )
     hosts = _hosts(env, listed)
     if not hosts:
@@ -204,5 +211,5 @@ def gpus() -> int:
 
 
 def cores() -> int:
-    """CPU cores this process may use."""
+    """Number of CPU cores that this process may run on."""
     return len(os.sched_getaffinity(0)) if sys.platform == "linux" else os.cpu_count() or 1

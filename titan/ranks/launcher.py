@@ -57,7 +57,7 @@ def _lead(children: RankProcesses, restarts: int, logs: Path | None) -> int:
     with children.hearing():
         for attempt in range(1 + restarts):
             if attempt:
-                say(f"restart {attempt} of {restarts}: all ranks go on from the newest checkpoint")
+                say(f"restart {attempt} of {restarts}: all ranks resume from the newest checkpoint")
             ended = children.lead()
             code = verdict(ended, children.heard, children.lost, logs)
             if children.stuck:
@@ -76,7 +76,7 @@ def verdict(ended: Sequence[Ended], heard: set[int], lost: Sequence[int], logs: 
     may be seen to fail before its own end is; else the first that failed. Peers may abort for want of a connection.
     """
     for node in lost:
-        say(f"error: the launcher of node {node} is gone")
+        say(f"error: the launcher of node {node} no longer responds")
     failed = [end for end in ended if end.failed]
     if not failed:
         return EXIT_FAILED if lost else max((end.code for end in ended), default=EXIT_FAILED)

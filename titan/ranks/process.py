@@ -115,9 +115,13 @@ def _device(wanted: str, local: int) -> torch.device:
     if wanted == "cpu" or (wanted == "auto" and not torch.cuda.is_available()):
         return torch.device("cpu")
     if not torch.cuda.is_available():
-        raise ConfigError(f'[run] device = "{wanted}": PyTorch sees no such device here; use "cpu" or "auto"')
+        raise ConfigError(
+            f'[run] device = "{wanted}": PyTorch finds no such device on this machine; use "cpu" or "auto"'
+        )
     if local >= torch.cuda.device_count():
-        raise ConfigError(f"rank {local} of this node has no device: {torch.cuda.device_count()} are here")
+        raise ConfigError(
+            f"local rank {local} has no GPU: this node has {torch.cuda.device_count()}; set NPROC to at most that"
+        )
     return torch.device("cuda", local)
 
 
@@ -143,7 +147,7 @@ def tell(error: Exception, rank: int) -> None:
     trace = "".join(traceback.format_exception(error))
     log.log.debug(trace)
     if first != rank and (kept := log.file()) is not None:
-        trace = f"rank {rank} cannot go on without rank {first}; what it says itself is in {kept}\n"
+        trace = f"rank {rank} cannot continue without rank {first}; its own stack trace is in {kept}\n"
     elif dist.is_initialized() and dist.get_world_size() > 1:
         trace = f"rank {rank} failed:\n{trace}"
     say(trace.rstrip("\n"))
@@ -184,6 +188,6 @@ def _first_to_fail_key() -> str:
 
 
 def leave() -> None:
-    """Leave the process group."""
+    """Destroy the default process group, if this process has joined one."""
     if dist.is_initialized():
         dist.destroy_process_group()

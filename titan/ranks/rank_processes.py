@@ -57,7 +57,7 @@ class Ended:
 
     @property
     def failed(self) -> bool:
-        """Neither done nor preempted."""
+        """Whether the rank ended neither done (0) nor preempted (75)."""
         return self.code not in (EXIT_DONE, EXIT_PREEMPTED)
 
     def __str__(self) -> str:
@@ -180,8 +180,8 @@ class RankProcesses:
             process.kill()
         for rank in _still_there(self._processes, KILLED_S):
             pid = self._processes[rank].pid
-            there = f"rank {rank}, process {pid}, is still there {KILLED_S:g} s after SIGKILL: {_state(pid)}"
-            say(f"error: {there}. It may still write to the run's folder; end it before a new start")
+            there = f"rank {rank}, process {pid}, still exists {KILLED_S:g} s after SIGKILL: {_state(pid)}"
+            say(f"error: {there}. It may still write to the run's folder; end it before you start the run again")
             if not self.stuck:
                 atexit.register(_leave)
             self.stuck.add(rank)
@@ -288,7 +288,7 @@ def _store_served(listening: socket.socket) -> Iterator[Store]:
 
 def _ask_for_stacks(hung: Mapping[int, BaseProcess]) -> None:
     for rank, process in hung.items():
-        say(f"rank {rank} goes on though another failed; it hangs, and is killed now. Its stacks:")
+        say(f"rank {rank} did not exit within {GRACE_S:g} s of another rank's failure; killing it. Stacks:")
         if process.pid is not None:
             os.kill(process.pid, signal.SIGQUIT)
         _still_there({rank: process}, STACKS_S)
@@ -310,7 +310,7 @@ def _state(pid: int | None) -> str:
     try:
         status = Path(f"/proc/{pid}/status").read_text()
     except OSError:
-        return "in a state that this system does not tell"
+        return "in an unknown state"
     return next(line for line in status.splitlines() if line.startswith("State:")).removeprefix("State:").strip()
 
 

@@ -41,7 +41,7 @@ Message = dict[str, Any]
 
 
 class NodeLostError(TitanError):
-    """Another node's launcher is gone."""
+    """The launcher of another node closed its connection, or did not connect in time."""
 
 
 class Nodes:
@@ -68,7 +68,7 @@ class Nodes:
             return _read(self.links[node])
         except (KeyError, EOFError, OSError, ValueError):
             self._lose(node)
-            raise NodeLostError(f"the launcher of node {node} is gone") from None
+            raise NodeLostError(f"the launcher of node {node} no longer responds") from None
 
     def _lose(self, node: int) -> None:
         if node in self.links:
@@ -106,7 +106,7 @@ def listen(port: int) -> socket.socket:
 
 def _gather(place: LaunchEnv) -> dict[int, Connection]:
     links: dict[int, Connection] = {}
-    say(f"meeting {place.nodes - 1} more nodes at {place.host}:{place.port}")
+    say(f"waiting for {place.nodes - 1} other nodes at {place.host}:{place.port}")
     try:
         server = listen(place.port)
     except OSError as error:
@@ -116,7 +116,7 @@ def _gather(place: LaunchEnv) -> dict[int, Connection]:
         while len(links) < place.nodes - 1:
             if not wait([server], max(0.0, deadline - time.monotonic())):
                 absent = sorted(set(range(1, place.nodes)) - set(links))
-                raise NodeLostError(f"nodes {absent} did not come within {JOIN_S:g} s")
+                raise NodeLostError(f"nodes {absent} did not connect within {JOIN_S:g} s")
             link = _connection(server.accept()[0])
             if (hello := _hello(link)) is None:
                 link.close()
@@ -141,7 +141,9 @@ def _check(hello: Message, place: LaunchEnv, links: Mapping[int, Connection]) ->
         if value != ours:
             raise ConfigError([ConfigIssue("environment", f"{name} = {value} on node {node}, but {ours} on node 0")])
     if node in (0, *links):
-        raise ConfigError([ConfigIssue("environment", f"NODE_RANK = {node} on two nodes")])
+        raise ConfigError(
+            [ConfigIssue("environment", f"NODE_RANK = {node} is set on two nodes; each node needs its own")]
+        )
 
 
 def _join(place: LaunchEnv) -> dict[int, Connection]:
@@ -152,7 +154,9 @@ def _join(place: LaunchEnv) -> dict[int, Connection]:
             break
         except OSError as error:
             if time.monotonic() > deadline:
-                raise NodeLostError(f"node 0 was not at {place.host}:{place.port} within {JOIN_S:g} s") from None
+                raise NodeLostError(
+                    f"node 0 did not answer at {place.host}:{place.port} within {JOIN_S:g} s; check MASTER_ADDR"
+                ) from None
             if not told:
                 say(f"waiting for node 0 at {place.host}:{place.port} ({error})")
             told = True

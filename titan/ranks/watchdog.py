@@ -90,7 +90,7 @@ def _end(why: str) -> None:
 
 def _tell(why: str) -> None:
     kept = None if _Home.logs is None else _Home.logs / f"rank-{_Home.rank}.log"
-    where = "follow" if kept is None else f"follow, and stand in {kept}"
+    where = "follow" if kept is None else f"follow, and are in {kept}"
     text = f"error: {why}; the stacks of rank {_Home.rank} {where}\n{_stacks()}\n"
     os.write(_STDERR, text.encode())
     if kept is not None:

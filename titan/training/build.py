@@ -195,23 +195,23 @@ def _open_data(job: Job, rank: Rank) -> tuple[Samples, Samples | None]:
     mine = samples.fingerprint + (validation_samples.fingerprint if validation_samples else "")
     if as_first(mine, rank) != mine:
         raise DataError(
-            f"rank {rank.number} found other samples than rank 0: files of a dataset changed or came meanwhile, or its"
-            " node sees other files. Run again once nothing writes to the dataset's files"
+            f"rank {rank.number} found other samples than rank 0: files of a dataset changed while it was read, or its"
+            " node sees other files. Stop whatever writes to the dataset's files, then run again"
         )
     return samples, validation_samples
 
 
 def open_samples(job: Job, rank: Rank) -> Samples:
-    """The samples of a job's sources, tokenised first where they are text.
+    """The samples of a job's sources, tokenized first where they are text.
 
     Raises:
         DataError: the text or the tokens cannot be used.
         ConfigError: the tokenizer has ids that the model has no row for.
     """
     if job.tokenizer.vocab_size > job.spec.vocab_size:
-        sizes = f"the tokenizer has {job.tokenizer.vocab_size} ids, the model rows for {job.spec.vocab_size}"
+        sizes = f"= {job.spec.vocab_size}, but the tokenizer has {job.tokenizer.vocab_size} ids"
         raise ConfigError(
-            [ConfigIssue("", f"[model] vocab_size: {sizes}; set it to at least {job.tokenizer.vocab_size}")]
+            [ConfigIssue("", f"[model] vocab_size {sizes}; set vocab_size to at least {job.tokenizer.vocab_size}")]
         )
     return Samples(
         [(_prepared(source.plugin, job, rank), source.weight) for source in job.sources], seq_len=job.data.seq_len,
@@ -272,7 +272,7 @@ def _restore(core: Core, fingerprint: str, lock: FolderLock) -> tuple[Checkpoint
     changes = compare(stored_rest(path), job.table, fingerprint, section.reset_data)
     states = {technique.name: _state_now(technique) for technique in core.context.techniques}
     rest = checkpointer.load(path, parts, core.optimizer, states)
-    unused = "; the run has begun, so checkpoint.init_from is not used" if section.init_from else ""
+    unused = "; checkpoint.init_from is ignored, because the run has a checkpoint" if section.init_from else ""
     log.log.info(f"weights: from {path}, step {rest.get('step', 0)}{unused}")
     for sentence in changes.said:
         log.log.info(f"changed: {sentence}")
@@ -284,8 +284,8 @@ def _state_now(technique: Technique) -> dict[str, Any]:
     try:
         return technique.state_dict()
     except Exception as error:
-        what = "is asked once before load_state_dict(), on a new technique; return an empty table for what is not there"
-        raise PluginError(f"{label(type(technique))}: state_dict() raised {error!r}: it {what}") from error
+        what = "is called once before load_state_dict(), on a new technique; return an empty table while there is none"
+        raise PluginError(f"{label(type(technique))}: state_dict() raised {error!r}; it {what}") from error
 
 
 def _first_weights(job: Job, rank: Rank, parts: Sequence[ModelPart]) -> str:

@@ -28,7 +28,7 @@ class SequentialEngine:
 
     @torch.no_grad()
     def forward(self, batch: Batch) -> Tensor | None:
-        """Logits of a micro batch."""
+        """Logits [B, S, V] of one micro batch of this rank, without gradients."""
         logits: Tensor = self.part.runner(batch.tokens, batch.documents)
         return logits
 
@@ -62,19 +62,19 @@ class Strict:
         drawn = [name for name, state in self._generators().items() if not torch.equal(state, generators[name])]
         if drawn:
             raise PluginError(
-                f"forward or backward drew random numbers from the default generator of {' and '.join(drawn)}, which "
-                "differ between layouts and when they are recomputed; switch off dropout and other noise, of the model "
-                "and of techniques' before_microbatch()"
+                f"forward or backward drew random numbers from the default generator of {' and '.join(drawn)}; these "
+                "differ between layouts and under recomputation. Disable dropout and other noise in the model and in "
+                "techniques' before_microbatch()"
             )
         for (name, *_), before, now in zip(self._buffers, buffers, self._written(), strict=True):
             if before != now:
                 raise PluginError(
-                    f"forward or backward wrote to the persistent buffer {name}, of which a checkpoint keeps one value "
-                    "for all ranks; register it with persistent=False, or write to it in a technique's after_step"
+                    f"forward or backward wrote to the persistent buffer {name}, but a checkpoint keeps one value for "
+                    "all ranks; register the buffer with persistent=False, or write to it in a technique's after_step"
                 )
 
     def forward(self, batch: Batch) -> Tensor | None:
-        """The engine's own."""
+        """Logits of one micro batch, from the engine that this one checks."""
         return self.inner.forward(batch)
 
     def _generators(self) -> dict[str, Tensor]:

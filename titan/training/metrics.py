@@ -168,19 +168,19 @@ class Trackers:
             try:
                 tracker.start(info)
             except OSError as error:
-                said = f"[metrics.{tracker.name}] cannot begin: {error}; enabled = false there switches it off"
+                said = f"[metrics.{tracker.name}] cannot start: {error}; enabled = false in that table disables it"
                 raise by_errno(error, ConfigError(said)) from error
 
     def log(self, row: Row) -> None:
-        """Hand a row to each."""
+        """Give a row (metric name -> value) to every tracker; a failure is logged, not raised."""
         self._each(lambda tracker: tracker.log(row))
 
     def progress(self, step: int) -> None:
-        """A step is done."""
+        """Tell every tracker that optimizer step `step` is done; called at each step."""
         self._each(lambda tracker: tracker.progress(step))
 
     def close(self) -> None:
-        """The run ends."""
+        """Close every tracker at the end of the run; a failure is logged, not raised."""
         self._each(lambda tracker: tracker.close())
 
     def _each(self, act: Callable[[Tracker], None]) -> None:
@@ -195,4 +195,4 @@ class Trackers:
             return
         self._failed.add(name)
         said = f"{type(error).__name__}: {error}".partition("\n")[0]
-        log.warning(f"[metrics.{name}] {said}; the run goes on, and the curve there has a gap")
+        log.warning(f"[metrics.{name}] {said}; training continues, and this tracker misses some rows")

@@ -67,9 +67,9 @@ class NonfiniteGuard:
             return int(dropped), None
         many = self._limit > 1
         row = f"{self._limit} steps in a row, the last of them " if many else ""
-        advice = "" if many else '; with train.non_finite = "skip" a run goes on with the next batch'
+        advice = "" if many else '; set train.non_finite = "skip" to continue with the next batch'
         return int(dropped), DivergedError(
-            f"{row}step {step:.0f} gave loss {loss:g} and gradient norm {norm:g}; no update was made of it{advice}"
+            f"{row}step {step:.0f} gave loss {loss:g} and gradient norm {norm:g}; its update was skipped{advice}"
         )
 
     def check(self) -> int:

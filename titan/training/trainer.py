@@ -134,7 +134,7 @@ def _log(run: Run, stats: Stats) -> None:
     if failure is not None:
         raise failure
     if dropped > run.dropped:
-        log.warning(f"step {run.step}: NaN or inf, {dropped - run.dropped} updates dropped, {dropped} in all")
+        log.warning(f"step {run.step}: NaN or inf, {dropped - run.dropped} updates skipped, {dropped} in total")
         run.dropped = dropped
 
 
@@ -160,7 +160,7 @@ def _rescue(run: Run, error: Exception) -> None:
         save(run)
         run.checkpointer.wait()
     except Exception as another:
-        log.error(f"step {run.step} cannot be saved before the end: {another}")
+        log.error(f"the checkpoint of step {run.step} could not be saved before the run ends: {another}")
 
 
 def close(run: Run) -> None:

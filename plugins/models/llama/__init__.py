@@ -41,31 +41,37 @@ class LlamaConfig:
     """Sizes of a Llama; the defaults are the preset `nano`."""
 
     n_layers: int = option(4, "layers", at_least=1, at_most=1024)
-    dim: int = option(128, "width of the hidden state", at_least=1, at_most=2**20)
+    dim: int = option(128, "hidden size", at_least=1, at_most=2**20)
     n_heads: int = option(4, "query heads", at_least=1, at_most=2**20)
     n_kv_heads: int | None = option(None, "key-value heads, one per group of query heads; unset: n_heads", at_least=1)
-    ffn_dim: int = option(384, "width of the feed-forward", at_least=1, at_most=2**24)
+    ffn_dim: int = option(384, "hidden size of the feed-forward layer", at_least=1, at_most=2**24)
     vocab_size: int = option(4097, "token ids", at_least=1, at_most=2**27)
     max_seq_len: int = option(128, "longest sequence", unit="tokens", at_least=1, at_most=2**30)
-    tied: bool = option(False, "the output matrix is the embedding table")
+    tied: bool = option(False, "tie the output projection to the embedding table")
     norm_eps: float = option(1e-5, "added to the mean square in RMSNorm", above=0)
     rope_theta: float = option(10000.0, "base of the rotary frequencies", above=1)
-    rope_scaling_factor: float = option(1.0, "slow rotary frequencies are divided by this; 1 keeps them", at_least=1)
-    rope_scaling_low: float = option(1.0, "slow: fewer turns than this in rope_scaling_original_max", above=0)
-    rope_scaling_high: float = option(4.0, "fast, and kept: more turns than this; blended in between", above=0)
-    rope_scaling_original_max: int = option(
-        8192, "longest sequence before scaling", unit="tokens", at_least=1, at_most=2**30
+    rope_scaling_factor: float = option(1.0, "factor that divides low rotary frequencies; 1: no scaling", at_least=1)
+    rope_scaling_low: float = option(
+        1.0, "low frequencies: fewer turns than this within rope_scaling_original_max", above=0
     )
-    init_std: float = option(0.02, "deviation of initial weights; of wo and w2 this / sqrt(2 n_layers)", above=0)
+    rope_scaling_high: float = option(
+        4.0, "high frequencies, unscaled: more turns than this; interpolated in between", above=0
+    )
+    rope_scaling_original_max: int = option(
+        8192, "longest sequence that the unscaled model was trained on", unit="tokens", at_least=1, at_most=2**30
+    )
+    init_std: float = option(
+        0.02, "standard deviation of initial weights; divided by sqrt(2 n_layers) for wo and w2", above=0
+    )
 
     @property
     def head_dim(self) -> int:
-        """Features of a head."""
+        """Features per attention head, dim / n_heads."""
         return self.dim // self.n_heads
 
     @property
     def kv_heads(self) -> int:
-        """Key-value heads."""
+        """Number of key-value heads; n_heads unless the TOML sets n_kv_heads."""
         return self.n_heads if self.n_kv_heads is None else self.n_kv_heads
 
 
@@ -81,7 +87,7 @@ _LLAMA3 = {
 
 
 class Attention(nn.Module):
-    """Causal grouped-query self-attention."""
+    """Causal grouped-query self-attention of one layer, [B, S, D] to [B, S, D]."""
 
     def __init__(self, config: LlamaConfig) -> None:
         super().__init__()
@@ -104,7 +110,7 @@ class Attention(nn.Module):
 
 
 class FeedForward(nn.Module):
-    """SwiGLU (arXiv 2002.05202)."""
+    """SwiGLU feed-forward of one layer, [B, S, D] to [B, S, D] (arXiv 2002.05202)."""
 
     def __init__(self, config: LlamaConfig) -> None:
         super().__init__()
@@ -193,10 +199,10 @@ class Llama(Model):
             heads = nearest(c.n_heads, lambda h: c.dim % (2 * h) == 0, most=c.dim // 2)
             dims = nearest(c.dim, step=2 * c.n_heads)
             fits = f"n_heads {heads}, or dim {dims}" if heads else f"dim {dims}"
-            yield f"dim {c.dim} over n_heads {c.n_heads} is no even number of features a head; nearest: {fits}"
+            yield f"dim {c.dim} over n_heads {c.n_heads} gives no even number of features per head; nearest: {fits}"
         if c.n_heads % c.kv_heads:
             kv = nearest(c.kv_heads, lambda k: c.n_heads % k == 0, most=c.n_heads)
-            yield f"n_heads {c.n_heads} do not fall into n_kv_heads {c.kv_heads} equal groups; nearest: {kv}"
+            yield f"n_heads {c.n_heads} must be divisible by n_kv_heads {c.kv_heads}; nearest: {kv}"
         if c.rope_scaling_low >= c.rope_scaling_high:
             yield f"rope_scaling_low {c.rope_scaling_low:g} must be below rope_scaling_high {c.rope_scaling_high:g}"
 
@@ -223,7 +229,7 @@ class Llama(Model):
         )  # fmt: skip
 
     def build(self) -> nn.Module:
-        """The whole model."""
+        """The whole model as an nn.Module; called on the meta device, so nothing is allocated."""
         return Transformer(self.config)
 
     hf_ignored = ("model.layers.*.self_attn.rotary_emb.inv_freq",)
@@ -315,7 +321,7 @@ def _rope_from_hf(config: Mapping[str, Any], faults: list[ConfigIssue]) -> dict[
             ConfigIssue("config.json", f"{key} rope_type = {kind!r}: this model has 'default' and 'llama3' only")
         )
     if rope.get("partial_rotary_factor", 1) != 1:
-        told = f"partial_rotary_factor = {rope['partial_rotary_factor']!r}: this model has 1 only"
+        told = f"partial_rotary_factor = {rope['partial_rotary_factor']!r}: this model supports only 1"
         faults.append(ConfigIssue("config.json", f"{key} {told}"))
     if kind != "llama3":
         return values

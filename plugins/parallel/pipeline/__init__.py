@@ -59,17 +59,17 @@ class PipelineConfig:
 
     schedule: Literal[
         "GPipe", "1F1B", "Interleaved1F1B", "LoopedBFS", "InterleavedZeroBubble", "ZBVZeroBubble", "DualPipeV"
-    ] = option("1F1B", "the order in which stages run micro batches; PyTorch's names")
+    ] = option("1F1B", "pipeline schedule, by PyTorch's names")
     virtual_stages: int = option(
-        0, "stages a rank holds; 0: 1 for GPipe and 1F1B, 2 for the others", unit="stages", at_least=0
+        0, "stages per rank; 0: 1 for GPipe and 1F1B, 2 for the other schedules", unit="stages", at_least=0
     )
     split_points: tuple[str, ...] = option(
-        (), 'first layer of each stage after the first, as in ["layers.3", "layers.7"]; empty balances by cost'
+        (), 'first layer of each stage after the first, as in ["layers.3", "layers.7"]; empty: balanced by cost'
     )
 
     @property
     def stages_per_rank(self) -> int:
-        """Stages on each rank."""
+        """Stages per rank: `virtual_stages`, or the default of the schedule."""
         return self.virtual_stages or (1 if self.schedule in ONE_STAGE else 2)
 
 
@@ -81,7 +81,7 @@ class PipelineParallel(Technique):
     Config = PipelineConfig
     config: PipelineConfig
     phase = "split"
-    axes = (Axis(name="pp", role="stage", topology_order=0, doc="ranks that hold different layers"),)
+    axes = (Axis(name="pp", role="stage", topology_order=0, doc="pipeline ranks; each holds some of the layers"),)
     search_space: ClassVar = (
         *({"schedule": schedule, "virtual_stages": 1} for schedule in ONE_STAGE),
         *({"schedule": schedule, "virtual_stages": v} for schedule in LOOPED for v in (2, 3, 4, 5, 6, 8)),
@@ -110,7 +110,7 @@ class PipelineParallel(Technique):
         elif layers < stages:
             degrees = _nearest_degree(ranks, each, layers) or f"none, with {each} stages a rank"
             yield (
-                f"[model] n_layers = {layers} cannot fill {stages} stages (mesh.pp = {ranks} with {each} a rank); "
+                f"[model] n_layers = {layers} cannot fill {stages} stages (mesh.pp = {ranks} with {each} per rank); "
                 f"nearest mesh.pp that fits: {degrees}"
             )
         elif config.split_points:
@@ -129,13 +129,13 @@ class PipelineParallel(Technique):
         if not job.micro_batches or takes(schedule, ranks, job.micro_batches):
             return
         need = {
-            "1F1B": f"at least {ranks}, one for each stage",
-            "DualPipeV": f"at least {2 * ranks}, one for each stage",
+            "1F1B": f"at least {ranks}, one per stage",
+            "DualPipeV": f"at least {2 * ranks}, one per stage",
         }.get(schedule, f"a multiple of {job.micro_batches // ranks}, the whole rounds of {ranks} in it")
         sizes = _nearest_batch(schedule, ranks, unit, size)
         yield (
             f"[train] global_batch_size = {size} makes {job.micro_batches} micro batches of {job.micro_batch} on each "
-            f"of {job.batch_ranks} data-parallel ranks, and {schedule} with mesh.pp = {ranks} takes {need}; "
+            f"of {job.batch_ranks} data-parallel ranks, but {schedule} with mesh.pp = {ranks} needs {need}; "
             f"nearest global_batch_size that fits: {sizes}"
         )
 
@@ -146,18 +146,18 @@ class PipelineParallel(Technique):
         if self.config.schedule in V_SHAPED and on_cpu and old:
             yield (
                 f"{own} sends to its own rank, which PyTorch {torch.__version__} cannot do on the CPU; "
-                "take 'Interleaved1F1B', or PyTorch 2.13"
+                "use 'Interleaved1F1B', or PyTorch 2.13"
             )
         if self.config.schedule in SPLIT_BACKWARD:
             for why in job.stating("one_backward"):
-                yield f"{own} splits the backward pass, and {why}, or take '1F1B' or 'Interleaved1F1B'"
+                yield f"{own} splits the backward pass, and {why}, or use '1F1B' or 'Interleaved1F1B'"
             for why in job.stating("reduces_per_micro_batch"):
-                yield f"{own} splits the backward pass, so gradients are reduced once a step; {why}"
+                yield f"{own} splits the backward pass, so gradients are reduced once per step; {why}"
         elif old and spec.tied and self.config.schedule != "1F1B":
             for why in job.stating("reduces_per_micro_batch"):
                 yield (
                     f"{own} runs micro batches forward before it runs one backward, for which PyTorch "
-                    f"{torch.__version__} does not gather a tied head again; take '1F1B' or PyTorch 2.13, or: {why}"
+                    f"{torch.__version__} does not gather a tied head again; use '1F1B' or PyTorch 2.13, or: {why}"
                 )
 
     def cost(self, costs: Costs, job: Job) -> Costs:
@@ -195,7 +195,7 @@ class PipelineParallel(Technique):
         return parts
 
     def engine(self, parts: Sequence[ModelPart], context: BuildContext) -> Engine | None:
-        """The schedule over these parts."""
+        """The engine that runs this rank's model parts by the pipeline schedule."""
         ranks = context.mesh.layout.degree("pp")
         if ranks == 1:
             return None

@@ -94,8 +94,8 @@ class Pipeline:
         shape = x.shape if x.is_floating_point() else self._hidden(x.shape, torch.device("meta")).shape
         if output.shape != shape or output.dtype != self.context.precision.param_dtype:
             raise PluginError(
-                f"the model gave hidden states {list(output.shape)} {output.dtype} between stages, where its spec and "
-                f"the precision promise {list(shape)} {self.context.precision.param_dtype}"
+                f"the model gave hidden states {list(output.shape)} {output.dtype} between stages, but its spec and "
+                f"the precision require {list(shape)} {self.context.precision.param_dtype}"
             )
 
 

@@ -29,14 +29,14 @@ def takes(schedule: str, ranks: int, micro_batches: int) -> bool:
 
 
 def placement(schedule: str, ranks: int, stages: int) -> list[int]:
-    """The rank of each stage."""
+    """The pipeline rank that holds each stage, by stage number; V-shaped schedules fold back."""
     if schedule in V_SHAPED:
         return [min(stage, stages - 1 - stage) for stage in range(stages)]
     return [stage % ranks for stage in range(stages)]
 
 
 def cut(spec: ModelSpec, seq_len: int, stages: int, points: Sequence[str]) -> Sequence[range]:
-    """Layers of each stage, by number."""
+    """The layer numbers of each stage: cut at `points`, or balanced by FLOPs and parameters."""
     if points:
         names = spec.layer_names()
         starts = [0, *(names.index(point) for point in points), len(names)]
@@ -93,8 +93,8 @@ def check_ends(model: nn.Module, spec: ModelSpec) -> None:
     astray += [alias for alias, owner in spec.tied if not (_within(alias, ends) and _within(owner, spec.embeddings))]
     if astray:
         raise PluginError(
-            f"the model cannot be cut into stages: {', '.join(astray)} must be in its embeddings, its layers or its "
-            "head, and tied to a parameter of the embeddings if at all"
+            f"the model cannot be cut into stages: {', '.join(astray)} must be in its embeddings, layers or head, "
+            "and may be tied only to a parameter of the embeddings"
         )
 
 

@@ -69,16 +69,16 @@ def read(path: Path) -> dict[str, Piece]:
     table = read_table(path / MANIFEST)
     files = table.get("files")
     if not isinstance(files, dict) or len(table) != 1:
-        raise CheckpointError(f"{path / MANIFEST} is not one table of files")
+        raise CheckpointError(f"{path / MANIFEST} is not a table of files")
     pieces = {}
     for name, said in files.items():
         if not is_piece(name):
-            raise CheckpointError(f"{path / MANIFEST} lists {name[:200]!r}, which is not a checkpoint's file")
+            raise CheckpointError(f"{path / MANIFEST} lists {name[:200]!r}, which is not the name of a checkpoint file")
         if not isinstance(said, dict) or said.keys() != {"size", "sha256"}:
-            raise CheckpointError(f"{path / MANIFEST} does not give size and sha256 of {name}, and those alone")
+            raise CheckpointError(f"{path / MANIFEST} must give exactly size and sha256 of {name}")
         size, sha256 = said["size"], said["sha256"]
         if type(size) is not int or size < 0 or not isinstance(sha256, str) or not _HASH.fullmatch(sha256):
-            raise CheckpointError(f"{path / MANIFEST} gives a size or sha256 of {name} that is none")
+            raise CheckpointError(f"{path / MANIFEST} gives an invalid size or sha256 of {name}")
         pieces[name] = Piece(size, sha256)
     if not {METADATA, STATE} <= pieces.keys():
         raise CheckpointError(f"{path / MANIFEST} lacks {METADATA} or {STATE}")

@@ -69,7 +69,7 @@ def read(path: Path, pieces: Mapping[str, manifest.Piece]) -> Metadata:
     try:
         return _metadata(tree, {name: piece.size for name, piece in pieces.items() if name.endswith(".distcp")})
     except _Unlike as unlike:
-        raise CheckpointError(f"{file} is not what a checkpoint has: {unlike}") from unlike
+        raise CheckpointError(f"{file} is not valid checkpoint metadata: {unlike}") from unlike
 
 
 class _Unlike(ValueError):
@@ -157,7 +157,7 @@ def _stored(tree: Any, sizes: Mapping[str, int]) -> dict[MetadataIndex, _Storage
 
 def _tensor(name: str, tree: Any, stored: Mapping[MetadataIndex, _StorageInfo]) -> TensorStorageMetadata:
     if type(tree) is Record and tree.maker == _BYTES:
-        raise _Unlike(f"{name} is an object in bytes, not a tensor")
+        raise _Unlike(f"{name} is a serialized object, not a tensor")
     fields = _fields(tree, _TENSOR)
     dtype, size = _dtype(name, fields.get("properties")), _size(fields.get("size"))
     listed = fields.get("chunks")

@@ -150,7 +150,7 @@ def parse(config: type[T], table: Mapping[str, Any], where: "Where") -> tuple[T 
     for key, declaration in declared.items():
         if key not in table:
             if declaration.default is REQUIRED:
-                faults.append(where.fault(key, f"missing; it is {declaration.spec.doc}"))
+                faults.append(where.fault(key, f"missing; required: {declaration.spec.doc}"))
             continue
         try:
             value = coerce(table[key], declaration.hint)

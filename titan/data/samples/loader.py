@@ -60,7 +60,7 @@ class Loader:
         return {"samples": self._next, "fingerprint": self._samples.fingerprint}
 
     def close(self) -> None:
-        """End the workers."""
+        """Stop the worker processes; the next step starts new ones."""
         self._batches = None
 
     def _read_ahead(self) -> Iterator[Any]:

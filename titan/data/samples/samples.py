@@ -40,7 +40,7 @@ class Windows:
         self.samples = max(0, stream.tokens - 1) // seq_len
 
     def read(self, i: int) -> Sample:
-        """Sample i of `samples`."""
+        """Sample i, 0 <= i < `samples`, in the order of the stream."""
         start = i * self._length
         ids = self._stream.read(start, start + self._length + 1)
         tokens, labels = ids[:-1], ids[1:].copy()
@@ -64,7 +64,7 @@ class Pieces:
         self.samples = int(self._until[-1]) if self._until.size else 0
 
     def read(self, i: int) -> Sample:
-        """Sample i of `samples`."""
+        """Sample i, 0 <= i < `samples`, in the order of the stream."""
         number = int(np.searchsorted(self._until, i, side="right"))
         piece = i - (int(self._until[number - 1]) if number else 0)
         start, end = self._stream.document(number)
@@ -116,7 +116,7 @@ class Samples(Dataset[Sample]):
 
     @property
     def tokens(self) -> int:
-        """Tokens of all sources."""
+        """Number of tokens of all sources together, each counted once."""
         return sum(stream.tokens for stream in self._streams)
 
     def __len__(self) -> int:
@@ -136,7 +136,7 @@ def _cut(stream: Stream, seq_len: int, packing: Packing) -> Windows | Pieces:
 
 
 def _too_little(stream: Stream, seq_len: int, packing: Packing) -> str:
-    needed = "a document of at least 2" if packing == "pad" else f"at least {seq_len + 1:,}"
+    needed = "a document of at least 2 tokens" if packing == "pad" else f"at least {seq_len + 1:,} tokens"
     more = len(stream.shards) - 1
     place = f"{stream.shards[0].path}{f' and {more} more' if more else ''}"
     return (

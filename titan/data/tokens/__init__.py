@@ -1,1 +1,1 @@
-"""Text to token shards: files read, tokenised once, kept in a shared cache."""
+"""Text to token shards: files read, tokenized once, kept in a shared cache."""

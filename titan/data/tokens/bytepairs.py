@@ -50,7 +50,7 @@ def read_ranks(path: Path) -> dict[bytes, int]:
         token, rank = _read_line(line, f"{path}:{number}")
         if rank in seen or token in ranks:
             again = f"rank {rank}" if rank in seen else f"token {token!r}"
-            raise DataError(f"{path}:{number}: {again} stands there a second time")
+            raise DataError(f"{path}:{number}: {again} appears twice")
         ranks[token] = rank
         seen[rank] = number
     if not ranks:
@@ -93,7 +93,7 @@ def train_ranks(texts: Iterable[str], size: int) -> dict[bytes, int]:
     trainer.train_from_iterator(iter(texts), size, pattern=PATTERN)
     ranks = {bytes(token): int(rank) for token, rank in trainer.get_mergeable_ranks()}
     if len(ranks) < size:
-        raise DataError(f"the text gives {len(ranks)} ranks, not {size}: too little of it, or too much the same")
+        raise DataError(f"the text gives {len(ranks)} ranks, not {size}; train on more text, or reduce --size")
     return ranks
 
 

@@ -60,7 +60,7 @@ def sweep(cache: Path) -> None:
         except FileNotFoundError:
             continue  # published, or removed by another process
         except OSError as error:
-            log.warning(f"{left} is a leftover that cannot be removed: {error.strerror}")
+            log.warning(f"the unfinished folder {left} cannot be removed: {error.strerror}")
 
 
 def _times(path: Path) -> Iterator[int]:
