@@ -100,7 +100,7 @@ def prediction_figure(prediction: Prediction, cluster: Cluster) -> "Figure":
     return figure
 
 
-def _memory(axes: "Axes", prediction: Prediction, room: float) -> None:
+def _memory(axes: "Axes", prediction: Prediction, device_gib: float) -> None:
     places = range(len(prediction.memory))
     held = [memory.gib() for memory in prediction.memory]
     below = [0.0] * len(held)
@@ -108,10 +108,10 @@ def _memory(axes: "Axes", prediction: Prediction, room: float) -> None:
         heights = [gib[name] for gib in held]
         axes.bar(places, heights, bottom=below, color=colour, label=name, width=min(0.8, 0.12 * len(held) + 0.3))
         below = [sum(pair) for pair in zip(below, heights, strict=True)]
-    axes.axhline(room, color=RED, linestyle="--", label=f"device, {room:g} GiB")
+    axes.axhline(device_gib, color=RED, linestyle="--", label=f"device, {device_gib:g} GiB")
     axes.set(title="memory per rank", xlabel="pipeline stage", ylabel="GiB", xlim=(-0.7, len(held) - 0.3))
     axes.set_xticks([place for place in places if place % (1 + len(held) // 24) == 0])
-    axes.set_ylim(0, 1.08 * max(room, *below))
+    axes.set_ylim(0, 1.08 * max(device_gib, *below))
     axes.legend(loc="upper left", bbox_to_anchor=(1.0, 1.0), fontsize="small", frameon=False)
 
 
@@ -200,7 +200,7 @@ def study_figure(study: Study) -> "Figure":
     for axes, name in zip(figure.subplots(1, len(study.shown), squeeze=False)[0], study.shown, strict=True):
         (_bars if study.bars else _lines)(axes, study, name)
         if name == "memory_gib":
-            axes.axhline(study.room_gib, color=RED, linestyle="--", label=f"device, {study.room_gib:g} GiB")
+            axes.axhline(study.device_gib, color=RED, linestyle="--", label=f"device, {study.device_gib:g} GiB")
         axes.set(xlabel=study.x_label, ylabel=MEASURES[name].label)
         if MEASURES[name].form.endswith("%"):
             axes.yaxis.set_major_formatter(lambda value, _: f"{value:.0%}")

@@ -124,8 +124,8 @@ def nothing_fits(result: Result, cluster: Cluster) -> str:
     if result.tightest is None:
         return "no valid layout: train.global_batch_size divides over none of them, or plugins refuse all"
     most, choice = result.tightest
-    room = f"{cluster.device.memory_gib:g} GiB"
-    return f"no layout fits into {room}; the smallest needs {most / GIB:.1f} GiB per rank: {choice}"
+    memory = f"{cluster.device.memory_gib:g} GiB"
+    return f"no layout fits into {memory}; the smallest needs {most / GIB:.1f} GiB per rank: {choice}"
 
 
 def explained(best: Sequence[Found]) -> str:

@@ -109,10 +109,10 @@ def _pipeline(base: Base) -> Varied:
 def _exchanged(base: Base, role: Role, most: int) -> Varied:
     """Degrees of an axis, with the axis that shares the batch taking what is left of the same ranks."""
     axis, batch, degrees = base.axis(role), base.axis("batch"), base.job.layout.degrees
-    room = degrees[axis] * degrees[batch]
+    product = degrees[axis] * degrees[batch]
     return f"mesh.{axis}", [
-        Variant(degree, str(degree), {f"mesh.{axis}": degree, f"mesh.{batch}": room // degree})
-        for degree in _divisors(room, most)
+        Variant(degree, str(degree), {f"mesh.{axis}": degree, f"mesh.{batch}": product // degree})
+        for degree in _divisors(product, most)
     ]
 
 

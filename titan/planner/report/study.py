@@ -49,7 +49,7 @@ class Study:
     """A job with one parameter varied.
 
     shown: keys of MEASURES to plot, the most important one first.  bars: plot bars, because x is only an index.
-    room_gib: memory of a device, in GiB.
+    device_gib: memory of a device, in GiB.
     """
 
     name: str
@@ -58,7 +58,7 @@ class Study:
     x_label: str
     shown: tuple[str, ...]
     bars: bool
-    room_gib: float
+    device_gib: float
     points: tuple[Point, ...]
 
     @property
@@ -77,7 +77,7 @@ class Study:
     def text(self) -> str:
         """A table of all measures, or of the first one for several series."""
         table = self._table() if len(self.series) == 1 else self._table_of_series()
-        notes = [f"*  does not fit into {self.room_gib:g} GiB"] if any(self._star(p) for p in self.points) else []
+        notes = [f"*  does not fit into {self.device_gib:g} GiB"] if any(self._star(p) for p in self.points) else []
         notes += [f"-  {' '.join(filter(None, (name, ', '.join(at))))}: {why}" for (name, why), at in self._refused()]
         return "\n".join([self.title, self.job, "", *table, *(["", *notes] if notes else [])])
 

@@ -159,7 +159,7 @@ class _Search:
         self.job, self.planner, self.keep, self.objective = job, planner, keep, objective
         self.result = Result()
         self.values: list[float] = []
-        self.room = planner.cluster.device.memory_gib * GIB
+        self.memory = planner.cluster.device.memory_gib * GIB
         self._waiting: list[_Node] = []
         self._numbers = itertools.count()
         self._alone: dict[tuple[int, int, int], StageCostCache] = {}
@@ -233,7 +233,7 @@ class _Search:
         """These choices: with all of those for techniques that do cut it."""
         alike = self._alike(space, choice)  # made again: few get here, and together they would fill the memory
         assert alike is not None
-        if (least := self._state(alike)) > self.room:
+        if (least := self._state(alike)) > self.memory:
             self._lacks(least, choice, len(staged))
             return
         costs, (_, busy) = alike.parts.costs, self._least(alike)
@@ -264,7 +264,7 @@ class _Search:
             return
         memory = draft.memory()
         most = max(m.total for m in memory)
-        if most > self.room:
+        if most > self.memory:
             self._lacks(most, choice, 1)
             return
         result.simulated += 1
