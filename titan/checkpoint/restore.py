@@ -53,7 +53,7 @@ class Saved:
         found = [fault for some in faults for fault in some]
         if found:
             raise CheckpointError(f"{path} is damaged: {'; '.join(found)}")
-        others = manifest.strangers(path, pieces) if ranks.rank == 0 else []
+        others = manifest.unlisted(path, pieces) if ranks.rank == 0 else []
         if others:
             log.warning(f"{path} also holds {listed(others)}: not part of the checkpoint, ignored")
         state = ranks.each(lambda: folders.read_state(path))

@@ -27,10 +27,10 @@ from titan.errors import ConfigError, ConfigIssue, TitanError, say
 from titan.ranks.launch_env import LaunchEnv
 
 JOIN_S = 1800.0
-"""Longest wait for the other nodes to be there."""
+"""Longest wait for the other nodes to connect."""
 
 HELLO_S = 10.0
-"""Longest wait for what a new connection has to say first; after that it is a stranger's."""
+"""Longest wait for the first message of a new connection; without one it is no launcher of this run, and is closed."""
 
 LONGEST = 1 << 20
 """Bytes of a message at most."""
