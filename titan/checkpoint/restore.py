@@ -1,6 +1,6 @@
-"""Reads a checkpoint into a model and an optimizer. Strict: what is absent, left over or of another shape is refused.
+"""Reads a checkpoint into a model and an optimizer. Strict: missing or extra tensors and other shapes are refused.
 
-Imported when first used, as DCP is.
+Imported at first use, as DCP is.
 """
 
 from __future__ import annotations
