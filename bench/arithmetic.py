@@ -62,8 +62,8 @@ LLAMA = (
     Llama(65.2, 65_285_660_672, 1.4e12, 1_022_362, 449),
 )
 FRONTIER = ((22, (132, 88, 176), 440), (175, (1050, 700, 1400), 3500), (1000, (6000, 4000, 8000), 20000))
-"""Billions of parameters; GB of parameters, gradients, optimizer; GB in all: the memory table of the Frontier team's
-talk on arXiv 2312.12705."""
+"""1e9 parameters; GB of parameters, gradients, optimizer; GB in total: the memory table of the Frontier team's talk on
+arXiv 2312.12705."""
 
 
 def megatron(row: Row) -> tuple[float, float, float, float]:
@@ -86,7 +86,7 @@ def agrees(row: Row) -> bool:
 
 
 def main() -> None:
-    """Print every table."""
+    """Print every table, printed values beside recomputed ones."""
     _megatron()
     _llama()
     _memory()

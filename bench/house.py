@@ -54,7 +54,7 @@ def room_of(file: str, rooms: Sequence[str]) -> str | None:
 
 @functools.cache
 def parsed(source: str) -> ast.Module:
-    """The syntax tree of a source."""
+    """The syntax tree of a file's source text; cached."""
     return ast.parse(source)
 
 
@@ -154,7 +154,7 @@ class House:
 
 
 def house_of(root: Path, rooms: Sequence[str]) -> House:
-    """Read a checkout with these rooms."""
+    """Read the imports of a checkout, by room. rooms: paths of packages and files, lowest first."""
     arrows = arrows_of(root)
     place = {room: number for number, room in enumerate(rooms)}
     between: Counter[tuple[str, str]] = Counter()

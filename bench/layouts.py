@@ -42,7 +42,7 @@ Curve = dict[int, tuple[float, float]]
 
 
 def main() -> None:
-    """Run all, print a row each, write the results."""
+    """Run all layouts, print a row per layout, write the results."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--steps", type=int, default=10, help="steps of each run; twice as many for resumed runs")
     steps = parser.parse_args().steps

@@ -20,7 +20,7 @@ from typing import Any
 
 from titan.ranks.launcher import let_threads_sleep
 
-let_threads_sleep()  # for both, and before torch is imported
+let_threads_sleep()  # for both loops, and before torch is imported
 
 import torch  # noqa: E402
 import torch.nn.functional as F  # noqa: E402
@@ -37,7 +37,7 @@ CONFIG = Path(__file__).parent / "overhead.toml"
 
 
 def main() -> None:
-    """Measure, print, write."""
+    """Measure both loops and the start-up time, print ratios, write the results."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--steps", type=int, default=20, help="pairs of measured steps, after two warm-up pairs")
     parser.add_argument("--no-start", action="store_true", help="do not measure the start-up time")

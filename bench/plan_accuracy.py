@@ -33,7 +33,7 @@ FITTED = Path(__file__).parent / "published" / "fit.json"
 
 
 def main(arguments: list[str] | None = None) -> int:
-    """The command."""
+    """Run the comparison and print it as Markdown or JSON; returns the exit code."""
     plainly = argparse.RawDescriptionHelpFormatter
     parser = argparse.ArgumentParser(prog="python -m bench.plan_accuracy", description=__doc__, formatter_class=plainly)
     parser.add_argument("--rows", type=Path, metavar="FILE", help="published measurements, one JSON object per line")

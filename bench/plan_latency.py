@@ -42,7 +42,7 @@ def main() -> None:
     further = _further_layouts()
     for name, runs in samples.items():
         wall, cpu, gib = (statistics.median(run[i] for run in runs) for i in range(3))
-        print(f"{name:<40}{wall:8.2f} s  {cpu:8.2f} s of CPU  {gib:6.2f} GiB")
+        print(f"{name:<40}{wall:8.2f} s  {cpu:8.2f} s of CPU time  {gib:6.2f} GiB peak")
     print(f"{'one more layout':<40}{statistics.median(further) * 1e3:8.2f} ms")
     print(results.write("planning", {"samples": samples, "further_layout_s": further}))
 

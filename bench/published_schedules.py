@@ -37,15 +37,15 @@ GAPS = (0.0, 0.25, 0.5, 0.75)
 UPDATE_BYTES = 58
 """Mixed-precision Adam in fp32: unscale 8, norm 4, clip 8, Adam reads 16 and writes 12, weights copied 6, zeroed 4."""
 HBM_RATE = 0.76 * 2.039e12
-"""Bytes a second of an A100 80GB SXM: its data sheet's, and the share of it that large elementwise kernels reach."""
+"""Bytes/s of an A100 80GB SXM: bandwidth of the data sheet times the fraction that large elementwise kernels reach."""
 
 
 def schedule_rows(rows: Iterable[Mapping[str, Any]]) -> list[dict[str, Any]]:
     """Measured and predicted step times of the rows that state times of forward, backward and transfers.
 
     Returns:
-        id, schedule, measured_s, predicted_s, error (predicted / measured - 1), and where one is printed,
-        measured_bubble and predicted_bubble, as shares of the step.
+        id, schedule, measured_s, predicted_s, error (predicted / measured - 1), and, if the paper has one,
+        measured_bubble and predicted_bubble, as fractions of the step.
     """
     return [
         _compare(row) for row in rows if "T_F_ms" in row.get("extra", {}) and row["schedule"] in (*PLUGINS, *LIMITS)
@@ -72,18 +72,18 @@ def _compare(row: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def step_s(made: Order, times: Times, send_s: float, *, blocking: bool = False) -> float:
-    """The longest time of a rank from its first to its last action; where all begin with the first, the makespan."""
+    """Seconds of the longest rank, from its first to its last action; blocking: transfers do not overlap."""
     timeline = simulate(made, times, send_s, blocking=blocking, keep=True)
     return max(end - actions[0][1] for end, actions in zip(timeline.ends, timeline.actions, strict=True))
 
 
 def update_s(layers: int, hidden: int, ranks: int) -> float:
-    """Seconds of the update on a middle stage, which has 12 h^2 parameters a layer, two more layers shared by all."""
+    """Seconds of the update on a middle stage: 12 h^2 parameters per layer, and two more layers over all ranks."""
     return (layers + 2) / ranks * 12 * hidden**2 * UPDATE_BYTES / HBM_RATE
 
 
 def pending_share(hidden: int, heads: int, seq_len: int) -> float:
-    """Of a layer's activations, the share kept till the weights' gradients: 32 h of 34 h + 5 a s (the paper's 2.3)."""
+    """Fraction of a layer's activations saved until the weight gradients: 32 h of 34 h + 5 a s (section 2.3)."""
     return 32 * hidden / (34 * hidden + 5 * heads * seq_len)
 
 
@@ -91,7 +91,11 @@ def pending_share(hidden: int, heads: int, seq_len: int) -> float:
 
 
 def zero_bubble(ranks: int, micro_batches: int, times: Times, send_s: float, limit: float, pending: float) -> Order:
-    """The fastest order found in which no rank keeps more than `limit` micro batches, of which I frees 1 - pending."""
+    """The fastest schedule found in which no rank saves activations of more than `limit` micro batches.
+
+    times: seconds by kind of action (F, I, W) and stage.  send_s: seconds of a send.  pending: fraction of a micro
+    batch's activations that stays saved after I (the backward for inputs).
+    """
     ways = [_Greedy(ranks, micro_batches, times, send_s, limit, pending, gap).run() for gap in GAPS]
     # The paper's own measure, in which transfers cost no work.
     return min(ways, key=lambda made: step_s(made, times, send_s))
@@ -119,10 +123,10 @@ class _Greedy:
         self.limit, self.pending, self.gap = limit, pending, gap
 
     def run(self) -> Order:
-        """Till all is done."""
+        """Schedule all actions greedily; returns the order of each rank's actions."""
         left = 3 * self.micro_batches * len(self.ranks)
         while left:
-            # A rank that waits for what is not yet under way looks again when another rank has moved.
+            # A rank whose input is not scheduled yet is tried again when another rank has moved.
             for stage in sorted(range(len(self.ranks)), key=lambda stage: self.ranks[stage].free):
                 if self._move(stage):
                     left -= 1

@@ -45,7 +45,7 @@ def _without(others: Sequence[Case], rows: Sequence[Case], values: Mapping[Const
 
 
 def _like(constant: Constant, found: Mapping[Constant, float]) -> float | None:
-    """The value of the constant that is nearest to one which no row sees."""
+    """The fitted value of the most similar constant; None if there is none."""
     if constant.devices:
         key = constant.where.replace("products.bfloat16.", "products.").replace("products.float8.", "products.")
         return next((v for c, v in found.items() if c.devices == A100 and c.where == key), None)

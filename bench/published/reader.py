@@ -1,4 +1,4 @@
-"""From a row of published measurements to what the planner takes: costs and a layout."""
+"""Converts a row of published measurements to the planner's input: costs and a layout."""
 
 import math
 from typing import Any
@@ -34,17 +34,17 @@ SPLIT_GRADIENTS = {"fp16": 2, "bf16": 2}
 
 
 def layout_of(job: Row) -> Layout:
-    """Ranks as a row has them; data parallelism is cut where a group of fewer ranks shares the optimizer's state."""
+    """The layout of a row; data parallelism splits into replicas and shards if fewer ranks shard the optimizer."""
     shard = job.zero_group if job.zero else 1
     degrees = {"pp": job.pp, "dp_replicate": job.dp // shard, "dp_shard": shard, "cp": job.cp, "tp": job.tp}
     return Layout(AXES, degrees)
 
 
 def dtypes(precision: str) -> tuple[str, str]:
-    """Of the layers' products, and of all others.
+    """(dtype of the layers' matrix products, dtype of all others) of a row's precision.
 
     Raises:
-        Skip: the planner knows no such dtype.
+        Skip: the planner has no such dtype.
     """
     if "fp4" in precision:
         raise Skip(f"no cluster file has a peak for {precision}")
@@ -55,7 +55,7 @@ def dtypes(precision: str) -> tuple[str, str]:
 
 
 def costs_of(job: Row, framework: Framework) -> Costs:
-    """What a step costs."""
+    """Costs of a step of a row's job, as its framework runs it."""
     if job.schedule and "1f1b" not in job.schedule:
         raise Skip(f"schedule {job.schedule}: only 1F1B variants are predicted; see Schedules")
     dtype, wide = dtypes(job.precision)
@@ -207,7 +207,7 @@ def _head(job: Row, framework: Framework, accumulated: float) -> tuple[Operation
 
 
 def _tensor_collectives(job: Row, framework: Framework) -> list[CollectiveCost]:
-    """What joins the ranks of a layer: two sums forward, as many backward, and again where it is computed again."""
+    """Tensor-parallel collectives of a layer: two reductions forward, two backward, and again in recomputation."""
     found: list[CollectiveCost] = []
     if job.cp > 1:
         kv = 2 * job.hidden * job.kv_heads // job.heads

@@ -44,13 +44,16 @@ def load(path: Path) -> list[dict[str, Any]]:
 
 
 def default() -> Path:
-    """The rows to run on: those beside the project where they are, else its own copy."""
+    """The file of rows: the one beside the repository if there is one, else bench/published/rows.jsonl."""
     return SHARED if SHARED.is_file() else OWN
 
 
 @dataclass(frozen=True, kw_only=True)
 class Row:
-    """What a row says of a job, with what follows from it. recompute: none, full, alternate or products."""
+    """The job of a row, with values that follow from others. recompute: none, full, alternate or products.
+
+    guessed: keys that the row does not state and that have a default here.
+    """
 
     layers: int
     hidden: int
@@ -82,12 +85,12 @@ class Row:
 
     @property
     def head_dim(self) -> float:
-        """Width of a head."""
+        """Dimension of an attention head."""
         return self.hidden / self.heads
 
     @property
     def global_batch(self) -> int:
-        """Sequences a step."""
+        """Global batch size: sequences per step."""
         return self.micro_batch * self.micro_batches * self.dp
 
     @property
@@ -97,7 +100,7 @@ class Row:
 
     @property
     def layer_params(self) -> float:
-        """Weights of a layer's products."""
+        """Weights of the matrix products of one layer."""
         attention = self.hidden * (2 * self.hidden + 2 * self.hidden * self.kv_heads / self.heads)
         return attention + (3 if self.gated else 2) * self.hidden * self.ffn
 
@@ -108,10 +111,10 @@ def _number(row: Mapping[str, Any], key: str) -> int:
 
 
 def read(row: Mapping[str, Any]) -> Row:
-    """The job that a row describes.
+    """The job of a row.
 
     Raises:
-        Skip: it says too little, or what cannot be.
+        Skip: the row lacks values or contradicts itself; says which.
     """
     guessed: list[str] = []
     for key, most in MOST.items():
@@ -213,7 +216,7 @@ def _zero_group(extra: Mapping[str, Any], dp: int, tp: int) -> int:
 
 
 def measured(row: Mapping[str, Any], job: Row) -> float | None:
-    """Seconds of a step: as stated, or from tokens, samples or FLOP/s; None where nothing says."""
+    """Measured step time in seconds: as stated, or from tokens, samples or FLOP/s; None if the row has none of them."""
     tokens = job.global_batch * job.seq_len
     if seconds := _positive(row, "step_time_s"):
         return seconds

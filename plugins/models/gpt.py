@@ -140,14 +140,14 @@ class Transformer(nn.Module):
         """Tokens [B, S] or hidden states [B, S, D] -> logits [B, S, V], or hidden states without the head."""
         mask = None if documents is None else document_mask(documents)
         if not x.is_floating_point():
-            x = self._stem(x, cache)
+            x = self._embedded(x, cache)
         for name, layer in self.layers.items():
             x = layer(x, mask, None if cache is None else cache.layer(name))
         if self.norm is not None:
             x = self.norm(x)
         return x if self.output is None else self.output(x)
 
-    def _stem(self, tokens: Tensor, cache: Cache | None) -> Tensor:
+    def _embedded(self, tokens: Tensor, cache: Cache | None) -> Tensor:
         assert self.embed is not None and self.positions is not None, "tokens reached a stage without the embeddings"
         # [1 or B, S], so that both terms split on the same dimension where sequences are split.
         at = torch.arange(tokens.shape[1], device=tokens.device)[None] if cache is None else cache.positions

@@ -217,7 +217,7 @@ def test_layout_of_a_config_is_the_default() -> None:
 @pytest.mark.parametrize(
     ("given", "said"),
     [
-        ({"devices": 30}, "--devices 30: 4 ranks split the model; nearest: 28 or 32"),
+        ({"devices": 30}, "--devices 30: must be a multiple of the 4 model-parallel ranks; nearest: 28 or 32"),
         ({"devices": 2}, "nearest: 4$"),
         ({"tokens": 0}, "--tokens 0: must be above 0"),
         ({"utilisation": -0.5, "peak_tflops": 0}, "--peak-tflops 0: must be above 0"),
@@ -236,12 +236,12 @@ def test_text_has_the_numbers(gpt3: Job) -> None:
     for said in ("174,604,259,328", "+0.33%", "698.4 GB", "275.4 GB", "444.5 GB", "33.8 days", "34.7 days"):
         assert said in text
     assert max(map(len, text.splitlines())) <= 120
-    assert "formulas of a GPT" not in text
+    assert "formulas for a GPT" not in text
     registry.load_plugins(())
     odd = closed_form.text(
         closed_form.report(closed_form.alone(["--model.name", "llama", "--model.preset", "llama3-8b"]))
     )
-    assert "formulas of a GPT" in odd
+    assert "formulas for a GPT" in odd
 
 
 def test_published_tables_print(capsys: pytest.CaptureFixture[str]) -> None:

@@ -92,7 +92,7 @@ CASES: dict[str, tuple[str, str, list[str]]] = {
     "one of, near": ("[plugins]", '[plugins.activation_checkpoint]\nmode = "ful"', ["must be one of 'full', 'every_n', 'selective' (did you mean 'full'?)"]),
     "zero stage 4": ("[plugins]", "[plugins.fsdp]\nzero_stage = 4", ["[plugins.fsdp] zero_stage = 4: must be one of 1, 2, 3"]),
     "degree zero": ("[mesh]", "[mesh]\ntp = 0", ["[mesh] tp = 0: must be a positive degree"]),
-    "two axes take the rest": ("[mesh]", "[mesh]\ndp_shard = -1\ntp = -1", ["only one axis can take what is left"]),
+    "two axes take the rest": ("[mesh]", "[mesh]\ndp_shard = -1\ntp = -1", ["only one axis can take all remaining ranks"]),
     "missing steps": ("steps = 2", "", ["[train] steps: missing"]),
     "missing seq_len": ("seq_len = 16", "", ["[data] seq_len: missing"]),
     # layouts that cannot work

@@ -9,10 +9,10 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from tests.planned import CLUSTER, job_of
 from titan.config import Job
 from titan.contracts import Model
-from titan.contracts.base import registry
-from titan.contracts.base.cost import Elementwise, residual
+from titan.contracts.base import cost, registry
+from titan.contracts.base.cost import Attention, Elementwise, Matmul, Operation, residual
 from titan.planner.step.layout import costs_of
-from titan.planner.step.memory import shapes, sliced
+from titan.planner.step.memory import kept_by, shapes, sliced
 from titan.planner.step.predict import Planner, flops_per_token
 from titan.planner.step.traffic import moved
 
@@ -98,7 +98,7 @@ def test_tensor_parallelism_slices_pairs_and_replicates_norms() -> None:
 def test_state_in_bytes_a_parameter(words: tuple[str, ...], parameters: int, gradients: int, optimizer: int) -> None:
     job = job_of(*words)
     costs = costs_of(job)
-    held = Planner(CLUSTER).alike(costs, job.layout).memory(costs.stages[0]).held
+    held = Planner(CLUSTER).stage_costs(costs, job.layout).memory(costs.stages[0]).held
     each = [held[component] / job.spec.params for component in ("parameters", "gradients", "optimizer")]
     # Of 257 words, a quarter of the ranks hold one more than the others.
     assert each == pytest.approx((parameters, gradients, optimizer), rel=0.01)
@@ -168,5 +168,28 @@ def test_a_model_without_operations_is_refused() -> None:
 
     job = job_of()
     vars(job)["spec"] = replace(job.spec, layer_ops=())
-    with pytest.raises(ConfigError, match="states no operations"):
+    with pytest.raises(ConfigError, match="has no operations; state them"):
         costs_of(job)
+
+
+def test_the_worked_layer_of_the_contract_adds_up() -> None:
+    """The numbers in the docstring of titan/contracts/base/cost.py."""
+    words = ("--model.name", "llama", "--model.dim", "1024", "--model.n_heads", "16", "--model.n_kv_heads", "4")
+    words += ("--model.ffn_dim", "2816", "--model.max_seq_len", "2048", "--data.seq_len", "2048")
+    words += ("--train.micro_batch_size", "1", "--plugins.bf16.enabled", "true")
+    costs = costs_of(job_of(*words))
+    flops = sum(_flops(op, costs.seq_len) for op in costs.layer)
+    saved = [tensor for op in costs.layer for tensor in op.saved if not tensor.unfused]
+    numbers = [sum(tensor.numel for tensor in saved if tensor.itemsize == size) for size in (0, 4)]
+    assert (flops, numbers) == (30_932_992, [17_920, 18])
+    assert kept_by(costs.layer, costs, fused_norms=True) == 73_547_776 == 35_912 * 2_048
+    sliced_ = costs_of(job_of(*words, "--mesh.tp", "2"))
+    assert kept_by(sliced_.layer, sliced_, fused_norms=True) == 20_004 * 2_048
+    for said in ("30,932,992", "17,920", "35,912", "73,547,776", "20,004"):
+        assert said in (cost.__doc__ or ""), said
+
+
+def _flops(op: Operation, seq_len: int) -> int:
+    if isinstance(op, Matmul):
+        return 2 * op.inputs * op.outputs
+    return 4 * seq_len * op.heads * op.head_dim if isinstance(op, Attention) else 0

@@ -191,11 +191,11 @@ def measured(layout: Layout, truth: cluster.Cluster) -> list[Row]:
     for rows_, features, tflops in ((64, 64, 0.05), (512, 512, 0.1)):
         flops = 6.0 * rows_ * features**2
         about = {"dtype": "float32", "rows": rows_, "features": features}
-        made.append(row("products in float32", flops, flops / tflops / 1e12, "TFLOP/s", **about))
+        made.append(row("matrix products in float32", flops, flops / tflops / 1e12, "TFLOP/s", **about))
     made += [row("attention", 1e9, 0.02, "TFLOP/s", dtype="float32"), row("attention", 3.5e9, 0.12, "TFLOP/s")]
     made += [row("memory", 8e9, 1.0, "GB/s"), row("memory", 12e9, 1.2, "GB/s")]
     made += [row("norm", 2e9, 0.5, "GB/s"), row("activation", 3e9, 0.5, "GB/s")]
-    made.append(row("a small operation", 1, 3e-6, "us"))
+    made.append(row("launch overhead", 1, 3e-6, "us"))
     for group, sets in layout.groups().items():
         for kind in get_args(Collective):
             for size in (1 << 10, 1 << 20, 1 << 26):
@@ -256,7 +256,7 @@ def test_one_rank_has_no_links() -> None:
 @pytest.mark.parametrize(("words", "said"), [
     (["--seconds", "0"], "--seconds 0: must be above 0"),
     (["--disk", "nowhere"], "--disk nowhere: no such folder"),
-    (["--output", "nowhere/c.toml"], "--output nowhere/c.toml: no such folder as nowhere"),
+    (["--output", "nowhere/c.toml"], "--output nowhere/c.toml: folder nowhere does not exist; create it"),
 ])  # fmt: skip
 def test_what_is_asked_wrongly(words: list[str], said: str, capsys: pytest.CaptureFixture[str]) -> None:
     assert cli.main(["doctor", *words]) == 2

@@ -169,7 +169,7 @@ def test_ranks_in_one_process_do_not_share_shapes() -> None:
 
 
 def test_a_rank_that_is_not() -> None:
-    with pytest.raises(ConfigError, match="rank 2: the job has ranks 0 to 1"):
+    with pytest.raises(ConfigError, match="rank 2: must be from 0 to 1"):
         dry_run(_job(*TWO), 2)
 
 

@@ -95,18 +95,18 @@ def test_memory_is_stacked_up_to_the_total() -> None:
         top = memory.containers[-1][place]
         assert top.get_y() + top.get_height() == pytest.approx(held.gib()["total"])
     assert [line.get_ydata()[0] for line in memory.get_lines()] == [64.0]
-    assert time.get_title() == "what the step is spent on"
+    assert time.get_title() == "step time of the rank that finishes last"
 
 
 def test_the_time_adds_up_to_the_step() -> None:
     pytest.importorskip("matplotlib")
     prediction = _predicted("configs/gpt175b.toml", keep=False)
     _, time = prediction_figure(prediction, FRONTIER).get_axes()
-    spent, hidden = time.containers
+    spent, overlapped = time.containers
     assert sum(bar.get_width() for bar in spent) == pytest.approx(prediction.step_time_s)
-    assert sum(bar.get_width() for bar in hidden) == pytest.approx(sum(prediction.overlapped_s.values()))
+    assert sum(bar.get_width() for bar in overlapped) == pytest.approx(sum(prediction.overlapped_s.values()))
     names = [label.get_text() for label in time.get_yticklabels()]
-    assert "bubble" in names and "tensor parallelism (tp)" in names and len(names) == len(spent)
+    assert "pipeline bubble" in names and "tensor-parallel communication" in names and len(names) == len(spent)
 
 
 def _drawn(axes: Any) -> list[tuple[float, float]]:
@@ -167,10 +167,10 @@ def test_lines_have_hollow_points_and_crosses() -> None:
     assert room.get_ydata()[0] == 80.0
     assert cross.get_marker() == "x" and [*cross.get_xdata()] == [4]
     assert [text.get_text() for text in axes.texts] == ["four is too many"]
-    assert (axes.get_xlabel(), axes.get_ylabel()) == ("x", "fullest rank, GiB")
+    assert (axes.get_xlabel(), axes.get_ylabel()) == ("x", "peak memory, GiB")
     assert [tick.get_text() for tick in axes.get_xticklabels()] == ["1", "2", "4"]
     told = [text.get_text() for text in axes.get_legend().get_texts()]
-    assert told == ["device, 80 GiB", "hollow: does not fit", "cannot work"]
+    assert told == ["device, 80 GiB", "hollow: does not fit", "invalid"]
 
 
 def test_each_series_is_a_line_of_its_own() -> None:
@@ -182,7 +182,7 @@ def test_each_series_is_a_line_of_its_own() -> None:
     assert first.get_color() != second.get_color() and axes.get_yscale() == "log"
     assert cross.get_marker() == "x" and not axes.texts
     told = [text.get_text() for text in axes.get_legend().get_texts()]
-    assert told == ["a", "b", "c: cannot work", "cannot work"]
+    assert told == ["a", "b", "c: invalid", "invalid"]
 
 
 def test_bars_of_what_does_not_fit_are_hollow() -> None:

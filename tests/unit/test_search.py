@@ -19,7 +19,7 @@ from titan.planner.search import best_first
 from titan.planner.search.best_first import Objective, _Search, search
 from titan.planner.search.space import Choice, load_base
 from titan.planner.step.layout import costs_of, uncut
-from titan.planner.step.predict import Planner, Prediction, places_of
+from titan.planner.step.predict import Planner, Prediction, stage_loads
 
 VALUES = {
     "time": lambda p: p.step_time_s,
@@ -62,13 +62,13 @@ def test_the_best_are_the_best_of_all(objective: Objective) -> None:
 def bounds(run: _Search, alone: Costs, job: Job) -> tuple[float, float, float, float]:
     """The bounds of a job, from the loosest: of its group, however it is cut, as it is cut, with its stages timed."""
     costs, planner = costs_of(job), run.planner
-    alike, draft = planner.alike(uncut(job), job.layout), planner.draft(costs, job.layout)
+    alike, draft = planner.stage_costs(uncut(job), job.layout), planner.draft(costs, job.layout)
     least, busy = run._least(alike)
     return (
         run._bound(alone, job.layout, job.micro_batch),
         run._value(least, busy, job.layout),
-        run._value(alike.least_in(places_of(costs.stages, costs.recompute)), busy, job.layout),
-        run._value(draft.least_s, draft.busy_s, job.layout),
+        run._value(alike.lower_bound_of(stage_loads(costs.stages, costs.recompute)), busy, job.layout),
+        run._value(draft.lower_bound_s, draft.busy_s, job.layout),
     )
 
 
@@ -180,13 +180,13 @@ def test_nothing_fits(tmp_path: Path, capsys: pytest.CaptureFixture) -> None:
     )
     words = ["plan", "--config", str(TOML), "--search", "--world-size", "2", "--cluster", str(small)]
     assert main(words) == 2
-    assert "none fits into 0.0001 GiB; the smallest takes" in capsys.readouterr().err
+    assert "no layout fits into 0.0001 GiB; the smallest needs" in capsys.readouterr().err
 
 
 def test_a_batch_that_no_layout_divides(capsys: pytest.CaptureFixture) -> None:
     words = ["plan", "--config", str(TOML), "--search", "--world-size", "7"]
     assert main([*words, "--train.global_batch_size", "5"]) == 2
-    assert "no layout can work" in capsys.readouterr().err
+    assert "no valid layout" in capsys.readouterr().err
 
 
 def test_an_axis_that_nobody_owns() -> None:
@@ -250,7 +250,7 @@ def test_what_changes_the_curve_is_left_out_unless_asked_for(drifting: list[str]
     assert main(command) == 0
     last = capsys.readouterr().out.splitlines()[-1]
     asking = "--plugins.drifting.enabled true"
-    assert last == f"left out, as they change the curve: drifting; to search with them: {asking}"
+    assert last == f"not searched, because they change the loss curve: drifting; include them with {asking}"
     for words, degrees in ((asking.split(), (2, 4)), (["--mesh.drift", "4"], (4,))):
         assert main([*command, "--json", *words]) == 0
         asked = json.loads(capsys.readouterr().out)

@@ -200,10 +200,10 @@ def test_a_table_shows_what_does_not_fit_and_why_others_cannot_work() -> None:
     study = Study("s", "Title", "job", "ranks", ("tokens_per_s",), False, 80.0, points)
     assert study.text().splitlines() == [
         "Title", "job", "",
-        "ranks  tokens/s  fullest rank, GiB  tokens/s",
-        "1*          100              90.00  " + 24 * "█",
-        "2            50              45.00  " + 12 * "█",
-        "3             -                  -",
+        "ranks  tokens/s  peak memory, GiB  tokens/s",
+        "1*          100             90.00  " + 24 * "█",
+        "2            50             45.00  " + 12 * "█",
+        "3             -                 -",
         "", "*  does not fit into 80 GiB", "-  3: three is odd",
     ]  # fmt: skip
 

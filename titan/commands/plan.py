@@ -1,4 +1,4 @@
-"""`titan plan`: what a run needs and how fast it will be, before it runs."""
+"""`titan plan`: predict memory, step time and cost of a job before it runs."""
 
 import argparse
 import json
@@ -11,65 +11,68 @@ from titan.errors import EXIT_DONE, ConfigError, ConfigIssue
 from titan.planner.report import STUDIES
 from titan.ranks.launch_env import cores
 
-HELP = "say what a job needs and how fast it will be on a cluster, and find its best layout"
+HELP = "predict memory, step time and cost of a job on a cluster, and search for its best layout"
 CLUSTER = "a100-80gb"
 FORMER_FLAGS = {
     "--exact": "--dry-run", "--model-only": "--formulas", "--clusters": "--list-clusters", "--write": "--output",
 }  # fmt: skip
 MOST_WORKERS = 4
-"""Processes of a search: more of them find the same, each with weaker bounds."""
+"""Processes of a search. More would find the same layouts, but each prunes less."""
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """What to plan, for which cluster, and what to show."""
+    """Add the options of `titan plan`: job, cluster, mode, output."""
     parser.description = f"""{HELP}.
 
-  titan plan --config configs/llama65b.toml                       memory of each stage, step time and what it is made of
+  titan plan --config configs/llama65b.toml                       memory per pipeline stage, step time by component
   titan plan --config configs/llama65b.toml --cluster h100 --mesh.tp 4 --mesh.dp_shard 128
   titan plan --config configs/llama65b.toml --search --world-size 2048 --output best.toml
-  titan plan --config configs/llama65b.toml --dry-run --rank 2047 the real build and step of one rank, shapes alone
-  titan plan --formulas --model.name gpt --model.preset 175b      the model by the formulas of the literature
+  titan plan --config configs/llama65b.toml --dry-run --rank 2047 memory of one rank, op by op
+  titan plan --formulas --model.name gpt --model.preset 175b      closed-form estimates of the model
   titan plan --config configs/gpt175b.toml --study tp --plot throughput.png
 
-Nothing is trained and no data is read; a laptop plans for thousands of GPUs. --cluster takes a name (configs/clusters:
-titan plan --list-clusters lists them) or a file; `titan doctor --output FILE` writes one for the machine at hand.
+Nothing is trained and no data is read: a laptop predicts runs on thousands of GPUs. --cluster takes the name of a
+built-in cluster (titan plan --list-clusters) or a file; titan doctor measures this machine and writes such a file.
 
---search goes through every layout of --world-size ranks: degrees of all axes, micro batches, and what plugins offer to
-be chosen (schedules, recompute, ZeRO stages). What is given on the command line stays fixed. Techniques that change the
-curve are left out; --plugins.NAME.enabled true asks for one. docs/planning.md explains how it is computed,
-docs/validation.md how well that agrees with published runs."""
+--search covers every layout of --world-size ranks: degrees of all mesh axes, micro batch sizes, and the options that
+plugins offer (pipeline schedules, recomputation, ZeRO stages). Keys given on the command line stay fixed. Techniques
+that change the loss curve are not searched; include one with --plugins.NAME.enabled true.
+
+--dry-run builds and steps one rank on meta tensors, without allocating memory.
+
+docs/planning.md explains the model behind the predictions, docs/validation.md compares them with published runs."""
     parser.add_argument("--config", type=Path, metavar="FILE", help="TOML of the job; default: configs/quickstart.toml")
     parser.add_argument(
-        "--cluster", default=CLUSTER, metavar="C", help=f"cluster, a name or a file; default: {CLUSTER}"
+        "--cluster", default=CLUSTER, metavar="C", help=f"name or file of a cluster; default: {CLUSTER}"
     )
-    parser.add_argument("--list-clusters", action="store_true", help="list the clusters that came with titan")
-    parser.add_argument("--world-size", type=int, metavar="N", help="ranks; default: as many as the job's layout needs")
+    parser.add_argument("--list-clusters", action="store_true", help="list the built-in clusters")
+    parser.add_argument("--world-size", type=int, metavar="N", help="ranks; default: those of the job's layout")
     kind = parser.add_mutually_exclusive_group()
-    kind.add_argument("--search", action="store_true", help="find the best layouts of --world-size ranks")
-    kind.add_argument("--dry-run", action="store_true", help="dry run: build and step one rank with shapes only")
-    kind.add_argument("--formulas", action="store_true", help="the model alone, by the formulas of the literature")
-    kind.add_argument("--study", metavar="NAME", help="vary one thing: " + ", ".join(STUDIES))
+    kind.add_argument("--search", action="store_true", help="find the best layouts on --world-size ranks")
+    kind.add_argument("--dry-run", action="store_true", help="build and step one rank on meta tensors")
+    kind.add_argument("--formulas", action="store_true", help="closed-form estimates of parameters, memory and FLOPs")
+    kind.add_argument("--study", metavar="NAME", help="predict a series of jobs: " + ", ".join(STUDIES))
     search = parser.add_argument_group("with --search")
     search.add_argument(
-        "--objective", choices=("time", "price", "energy"), default="time", help="what is best; default: time"
+        "--objective", choices=("time", "price", "energy"), default="time", help="what to minimize; default: time"
     )
-    search.add_argument("--top", type=int, default=10, metavar="K", help="layouts shown; default: 10")
-    search.add_argument("--explain", action="store_true", help="say what the best wins by and the next ones lose")
-    search.add_argument("--output", type=Path, metavar="FILE", help="write the best layout as a TOML above --config")
+    search.add_argument("--top", type=int, default=10, metavar="K", help="number of layouts to show; default: 10")
+    search.add_argument("--explain", action="store_true", help="compare step time by component with the best layout")
+    search.add_argument("--output", type=Path, metavar="FILE", help="write the job with the best layout as a TOML")
     exact = parser.add_argument_group("with --dry-run")
-    exact.add_argument("--rank", type=int, default=0, metavar="R", help="which rank; default: 0")
+    exact.add_argument("--rank", type=int, default=0, metavar="R", help="rank to build; default: 0")
     alone = parser.add_argument_group("with --formulas")
-    alone.add_argument("--devices", type=int, metavar="N", help="devices; default: as many as the layout has")
-    alone.add_argument("--peak-tflops", type=float, metavar="F", help="peak of a device, for times")
+    alone.add_argument("--devices", type=int, metavar="N", help="number of devices; default: those of the layout")
+    alone.add_argument("--peak-tflops", type=float, metavar="F", help="peak TFLOP/s per device, for training times")
     alone.add_argument("--utilisation", type=float, default=0.45, metavar="U", help="share of the peak; default: 0.45")
-    parser.add_argument("--tokens", type=float, metavar="T", help="tokens to train on, for time, price and energy")
-    parser.add_argument("--plot", type=Path, metavar="FILE", help="draw it: memory, schedule and time, or the study")
-    parser.add_argument("--json", action="store_true", help="one JSON object")
+    parser.add_argument("--tokens", type=float, metavar="T", help="training tokens; adds total time, price and energy")
+    parser.add_argument("--plot", type=Path, metavar="FILE", help="plot memory, step time and schedule, or the study")
+    parser.add_argument("--json", action="store_true", help="print one JSON object")
     parser.set_defaults(takes_overrides=True)
 
 
 def run(args: argparse.Namespace) -> int:
-    """Do what was asked for, and report."""
+    """Run the chosen mode and print its report; returns the exit code."""
     does = (
         (args.list_clusters, _clusters),
         (args.formulas, _model_only),
@@ -104,7 +107,7 @@ def _plan(args: argparse.Namespace) -> tuple[dict[str, Any], str]:
 
 
 def _budget(prediction: Any, tokens: float | None) -> dict[str, float] | None:
-    """What it takes to train on so many tokens; prices are in the cluster's currency."""
+    """Totals for a number of training tokens; the price is in the currency of the cluster file."""
     if tokens is None:
         return None
     if not tokens > 0:
@@ -168,11 +171,11 @@ def _search(args: argparse.Namespace) -> tuple[dict[str, Any], str]:
 
 
 def _write(args: argparse.Namespace, values: dict[str, Any]) -> str:
-    """The job with these keys laid over it, as a TOML that can be trained."""
+    """Write the job with these layout keys as a TOML; returns the line to print."""
     from titan.planner.report.export_toml import write_toml
 
     write_toml(args.output, args.config, args.overrides, values)
-    return f"written to {args.output}; train with ./run_train.sh --config {args.output}"
+    return f"wrote {args.output}; train with ./run_train.sh --config {args.output}"
 
 
 def _study(args: argparse.Namespace) -> tuple[dict[str, Any], str]:

@@ -12,6 +12,7 @@ from titan.contracts.base.conformance import answer, label
 from titan.contracts.base.mesh import Layout
 from titan.contracts.base.options import did_you_mean
 from titan.contracts.base.spec import ModelSpec
+from titan.contracts.deprecated import formerly
 from titan.contracts.sections import (
     CheckpointSection,
     CommSection,
@@ -32,6 +33,7 @@ class Source:
     weight: float
 
 
+@formerly(plan="spec")
 @dataclass(frozen=True, kw_only=True)
 class Job:
     """A run as its TOML describes it. Hooks see it as a `titan.contracts.Job`.

@@ -1,15 +1,15 @@
-"""Every kind of plugin and what the host asks of it: the one import of a plugin's author.
+"""The plugin API: the contract of every kind of plugin, and all that a plugin needs to import.
 
 A plugin subclasses one of these, sets `name` and `Config`, and carries `@register`::
 
     from titan.contracts import Optimizer, option, register
 
-Public methods are hooks and keep the names and parameters given in the kind's file; helpers start with an underscore.
+Public methods are hooks: their names and parameters must be those of the contract. Start the names of helpers with an
+underscore. Per kind: `model`, `technique`, `objective` (loss, optimizer, schedule), `text` (tokenizer, dataset),
+`tracker`. In `base`: `spec` (a model as data), `cost` (a step as data), `mesh`, `parts`, `batch`, `options`.
 """
 
-import sys
-
-from titan.contracts.base import cost, mesh, options, spec
+from titan.contracts import deprecated  # noqa: F401 (former names)
 from titan.contracts.base.attention import Cache, KeyValues, attend, document_mask
 from titan.contracts.base.batch import IGNORE, Batch, Document
 from titan.contracts.base.cost import Costs
@@ -65,7 +65,3 @@ __all__ = [
     "register",
     "sum_gradients",
 ]  # fmt: skip
-
-# Plugins written for titan 0.1 import these modules by names without `contracts`.
-for _name, _module in (("cost", cost), ("mesh", mesh), ("options", options), ("plan", spec)):
-    sys.modules.setdefault(f"titan.{_name}", _module)

@@ -1,8 +1,8 @@
-"""What layers in pieces cost beyond their collectives: layers split over ranks, and layers gathered from shards.
+"""Overhead per collective of tensor parallelism and of FSDP, beyond the transfer itself.
 
-They are a few numbers wide, which leaves nothing to compute or send, and the same layers whole are taken off. What is
-left is latency and, on a CPU, what dispatching, copying in and out, and waking each other takes. A host
-that runs ahead of its device hides that, so it is measured on CPUs alone.
+The layers are only SLICE wide, so compute and transfer take no time. The time of the same layers on one rank is
+subtracted. The rest is latency and, on a CPU, dispatch, copies, and waking the other ranks. A host that runs ahead of
+its device hides this overhead, so it is measured on CPUs only.
 """
 
 from collections.abc import Iterator
@@ -25,18 +25,18 @@ from titan.doctor.clock import Clock, Time
 from titan.doctor.links import Layout
 from titan.doctor.report import Reading
 
-SPLIT, GATHERED = "joins of split layers", "gathers of sharded layers"
+SPLIT, GATHERED = "TP collective overhead", "FSDP collective overhead"
 JOINS = 4
-"""Of a split half of a layer: its input is gathered and its output summed, and the same backwards."""
+"""Collectives of half a layer with tensor parallelism: input gathered, output reduced; the same in backward."""
 
 UNITS, COLLECTIVES = 4, 3
-"""Sharded halves, and what each takes part in: gathered forward and backward, its gradient reduced."""
+"""FSDP units, and collectives per unit: all-gather in forward and backward, reduce-scatter of its gradient."""
 
 SLICE = 16
 
 
 class _Half(nn.Module):
-    """Half a layer: a norm, and products in and out, added to what came in."""
+    """Half a layer: norm, matrix products in and out, residual."""
 
     def __init__(self, inner: int) -> None:
         super().__init__()
@@ -61,19 +61,19 @@ class _Pair(nn.Module):
 
 
 def slots(layout: Layout, device: torch.device) -> int:
-    """How many readings `measure` takes."""
+    """Number of measurements that `measure` takes, for sharing out the time."""
     return 4 if layout.per_node > 1 and device.type == "cpu" else 0
 
 
 def measure(clock: Clock, layout: Layout) -> Iterator[Reading]:
-    """What a collective that joins a split layer takes, and one of a sharded layer; all ranks call it."""
+    """Yield the overhead in seconds per TP collective and per FSDP collective; all ranks call it."""
     if not slots(layout, clock.me.device):
         return
     mesh = init_device_mesh("cpu", (layout.nodes, layout.per_node), mesh_dim_names=("nodes", "node"))["node"]
     first = layout.names[clock.me.number // layout.per_node * layout.per_node]
     for kind, name, layers, parts in (
-        (SPLIT, "a collective that joins a split layer", (_split(mesh), _Half(SLICE * mesh.size())), JOINS),
-        (GATHERED, "a collective of a sharded layer", (_sharded(mesh), _halves()), UNITS * COLLECTIVES),
+        (SPLIT, "overhead per TP collective", (_split(mesh), _Half(SLICE * mesh.size())), JOINS),
+        (GATHERED, "overhead per FSDP collective", (_sharded(mesh), _halves()), UNITS * COLLECTIVES),
     ):
         pieces, whole = (_both_ways(clock, layer) for layer in layers)
         yield Reading(
@@ -89,7 +89,7 @@ def _both_ways(clock: Clock, layer: nn.Module) -> Time:
 
 
 def _split(mesh: DeviceMesh) -> nn.Module:
-    """Over slices of the sequence between its products, as tensor parallelism has it."""
+    """Half a layer with tensor and sequence parallelism over the mesh."""
     gathers = PrepareModuleInput(input_layouts=Shard(1), desired_input_layouts=Replicate(), use_local_output=False)
     styles = {
         "norm": SequenceParallel(use_local_output=True), "pair": gathers, "pair.into.*": ColwiseParallel(),

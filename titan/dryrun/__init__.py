@@ -1,4 +1,4 @@
-"""A job's step rehearsed: one rank of many, on this CPU, with shapes instead of numbers."""
+"""The dry run: builds and steps one rank of a job on meta tensors, without allocating memory."""
 
 from titan.dryrun.report import report
 from titan.dryrun.result import COMPONENTS, Allocation, CollectiveCount, DryRun, Flops, Peak, Point

@@ -1,4 +1,4 @@
-"""Tensors without numbers: PyTorch's meta device, which has shapes and storages, where the CPU would be."""
+"""Runs PyTorch code on the meta device (shapes and storages, no data) in place of the CPU."""
 
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
@@ -22,16 +22,16 @@ _LIFT = torch.ops.aten.lift_fresh.default
 _TYPES = {torch.bool: bool, torch.float16: float, torch.bfloat16: float, torch.float32: float, torch.float64: float}
 
 Look = Callable[[OpOverload, Any, Any, Any], None]
-"""Called with an operation that has run: operation, arguments, named arguments, result."""
+"""Called after each operation with (operation, args, kwargs, result)."""
 
 
-class Numberless(TorchDispatchMode):  # type: ignore[no-untyped-call]
-    """Makes every tensor on the meta device, whatever device is asked for; numbers that the host asks for are 1.
+class MetaTensorMode(TorchDispatchMode):  # type: ignore[no-untyped-call]
+    """Allocates every tensor on the meta device, whatever device is requested; values read by the host are 1.
 
-    It sees operations below autograd and wrappers such as DTensor. PyTorch's own fake tensors do the same and say that
-    they are on a CPU, at three times the time: they are slow to make and to ask.
+    The mode sees operations below autograd and below wrappers such as DTensor. PyTorch's fake tensors would report a
+    CPU device, but take three times as long.
 
-    look: is called after each operation, while there is one.
+    look: called after each operation; None: not called.
     """
 
     def __init__(self) -> None:
@@ -46,7 +46,7 @@ class Numberless(TorchDispatchMode):  # type: ignore[no-untyped-call]
         )
 
     def __torch_dispatch__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        """Let it run on the meta device, then look."""
+        """Run an operation on the meta device, then call `look`."""
         if types and not _PLAIN.issuperset(types):
             return NotImplemented  # a wrapper: it comes again, in the plain tensors it is made of
         answer = _ANSWERS.get(function)
@@ -62,7 +62,7 @@ class Numberless(TorchDispatchMode):  # type: ignore[no-untyped-call]
         return out
 
     def _like_before(self, function: Any, args: Any, kwargs: Any) -> Any:
-        """A new tensor as the same operation made before of the same shapes; the long way is slow for many."""
+        """The result of an operation, from a cache by operation and shapes: running each operation is slow."""
         key: list[Any] = [function]
         if not (_describe(args, key) and _describe(kwargs.items(), key)):
             return function(*args, **kwargs)
@@ -81,10 +81,10 @@ class Numberless(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
 @dataclass(frozen=True)
 class _Kind:
-    """What is to be known of an operation, from its schema.
+    """Properties of an operation, from its schema.
 
-    placed: it can be told a device.  made: it is given no tensor that says where.  pure: it makes one new tensor
-    (unless what it says of itself is not so: some views keep quiet).
+    placed: has a `device` argument.  made: takes no tensor, so nothing implies a device.  pure: returns one new tensor
+    (by its schema; some views do not declare that they alias).
     """
 
     placed: bool
@@ -109,9 +109,9 @@ def _kind(function: OpOverload) -> _Kind:
 
 
 def _describe(values: Iterable[Any], key: list[Any]) -> bool:
-    """Add to a key what decides the shape and dtype of a result.
+    """Add to a key all that determines the shape and dtype of a result.
 
-    Returns False for a tensor that is a mere number: whether it takes part in the choice of a dtype is not to be seen.
+    Returns False for a 0-dim tensor: whether it takes part in type promotion cannot be told.
     """
     for value in values:
         if isinstance(value, Tensor):
@@ -141,10 +141,10 @@ _ANSWERS: dict[Any, Callable[[Any], Any]] = {_ITEM: _item, _LIFT: _lifted}
 
 @contextmanager
 def accepted() -> Iterator[None]:
-    """Let PyTorch take tensors on the meta device for real ones.
+    """Make PyTorch accept meta tensors as real ones while the context is open.
 
-    FSDP takes them for forgotten ones, fused optimizers for ones that no kernel can update. DTensor tries an operation
-    on whole tensors to learn the shape of what comes out; no such tensor exists in a step: the mode is off meanwhile.
+    FSDP rejects them as not materialized, and fused optimizers as an unsupported device. DTensor runs an operation on
+    global tensors to infer the shape of its result; the mode is off meanwhile, as no such tensor exists in a step.
     """
     optimizers = import_module("torch.optim.optimizer")
     patches: list[tuple[Any, str, Callable[[Any], Any]]] = [

@@ -1,8 +1,8 @@
-"""Where a step is: its phase, its micro batch, the module at work.
+"""Tracks the position in a step: phase, micro batch, current module.
 
-Forward is known by the modules being called. Backward is known by autograd: each operation of a forward is noted under
-the sequence number that autograd gives its node, and a node that runs backward is looked up. What runs with gradients
-switched on inside of a node is recompute.
+In forward, module hooks give the module. In backward, autograd does: each forward operation is recorded under the
+sequence number of its autograd node, and the node that runs backward is looked up. Operations inside a node that run
+with gradients enabled are recomputation.
 """
 
 from collections.abc import Callable, Iterator, Sequence
@@ -19,11 +19,11 @@ Phase = Literal["start", "forward", "recompute", "backward", "update"]
 """start: before the first micro batch.  update: after the last one: norm, clipping, optimizer."""
 
 LOSS = "loss"
-"""What stands for a module while the loss is computed."""
+"""Module name used while the loss is computed."""
 
 
 class StepPosition(NamedTuple):
-    """A moment of a step. micro_batch counts from 0, -1 outside of micro batches; module is a canonical name."""
+    """A position in a step. micro_batch: from 0; -1: outside of micro batches.  module: canonical name."""
 
     phase: Phase
     micro_batch: int
@@ -34,12 +34,12 @@ class StepPosition(NamedTuple):
         return f"{self.phase}{batch}" + (f", {self.module}" if self.module else "")
 
 
-class Places:
-    """Follows a step of these parts; `now` is asked at each operation.
+class PositionTracker:
+    """Tracks the position in a step of these model parts; `now` is called at each operation.
 
-    on_forward: called with each module of the parts whose forward has ended, while what it was given is still there.
-    on_micro_batch: called when a part has taken in a micro batch.
-    in_node: whether autograd was running a node when it was last asked.
+    on_forward: called with each module when its forward has ended, before its inputs are freed.
+    on_micro_batch: called when a part starts a micro batch.
+    in_node: whether autograd was running a node at the last call of `now`.
     """
 
     def __init__(
@@ -57,7 +57,7 @@ class Places:
         self._micro_batch, self._back = -1, StepPosition("backward", -1, "")
 
     def now(self) -> StepPosition:
-        """Where the operation just dispatched belongs."""
+        """The step position of the operation just dispatched."""
         if self._outside is not None:
             return self._outside
         node = torch._C._current_autograd_node()
@@ -87,7 +87,7 @@ class Places:
 
     @contextmanager
     def micro_batches(self) -> Iterator[None]:
-        """The engine runs the micro batches of a step."""
+        """Open while the engine runs the micro batches of a step; the phase is "update" afterwards."""
         self._outside = None
         try:
             yield
@@ -95,7 +95,7 @@ class Places:
             self._outside = StepPosition("update", -1, "")
 
     def loss(self, compute: Callable[[Tensor, Tensor], Tensor]) -> Callable[[Tensor, Tensor], Tensor]:
-        """The loss, which is no module, as if it were one."""
+        """Wrap the loss function, so that its operations get the module name LOSS."""
 
         def named(logits: Tensor, labels: Tensor) -> Tensor:
             self._stack.append(LOSS)
@@ -108,7 +108,7 @@ class Places:
 
     @contextmanager
     def hooked(self) -> Iterator[None]:
-        """Hear of every call of a module."""
+        """Install forward hooks on all modules while the context is open."""
         hooks = (
             register_module_forward_pre_hook(self._enter),
             register_module_forward_hook(self._leave, always_call=True),  # recompute ends in the middle of a module

@@ -1,7 +1,7 @@
-"""What a model says about itself, as pure data. Techniques read it; nobody asks the model's class.
+"""A model as data: sizes, names, tensor styles, initial values, costs. Techniques read it, never the model's class.
 
-Module and parameter names are the canonical ones of the whole model: `layers.7.attn.wq.weight` has this name on
-every rank, whichever stage holds it. Patterns are globs in which `*` stands for one dotted part.
+Names of modules and parameters are canonical: those of the whole model. `layers.7.attn.wq.weight` has this name on
+every rank, at every layout. Patterns are globs in which `*` stands for characters within one dotted part.
 """
 
 import re
@@ -18,26 +18,30 @@ if TYPE_CHECKING:
     import torch  # a spec is read where torch is not wanted, so it is not imported
 
 TensorStyle = Literal["column", "row", "embedding", "positions", "head", "norm", "qk_norm", "gather"]
-"""How tensor parallelism treats a module.
+"""How tensor parallelism treats a module. "Split" means over the ranks of the axis tp.
 
-column: linear, output features split.  row: linear, input features split, outputs summed.
-embedding: table split by vocabulary.
-positions: replicated table of learned positions; its output [1, S, D], made from the whole range of positions, is
-    split on S when sequences are split (as the embedding's is, which it is added to) and whole otherwise.
-head: linear, output (vocabulary) split, fed by the whole hidden state.
-norm: replicated weights, works on the hidden state [B, S, D], on the sequence shard when sequences are split.
-qk_norm: replicated weights, works on the last dimension of this rank's heads [..., N], between column and row: their
-    gradient is a part of the sum over ranks, whether sequences are split or not.
-gather: a module whose first argument must be whole in the sequence (attention, feed-forward).
+column: linear; the output features are split.
+row: linear; the input features are split, and the outputs are summed over ranks.
+embedding: the table is split by vocabulary.
+positions: replicated table of learned positions. Its output [1, S, D] is split on S with sequence parallelism, as the
+    embedding's output is, and whole otherwise.
+head: linear; the output features (the vocabulary) are split. The input is the whole hidden state.
+norm: replicated weights, on the hidden state [B, S, D]; with sequence parallelism, on this rank's slice of S.
+qk_norm: replicated weights, on the last dimension of this rank's heads [..., N], between column and row. The gradient
+    is a partial sum, with and without sequence parallelism.
+gather: a module whose first argument must have all positions of the sequence (attention, feed-forward).
 """
 
 
 @dataclass(frozen=True)
 class Init:
-    """The initial value of a parameter or a buffer.
+    """The initial value of a parameter or buffer.
 
-    normal: drawn with this std, cut at `cut` standard deviations.  constant: `value` everywhere.
-    computed: what `compute(device)` returns, of the whole tensor's shape; equal on all ranks.
+    kind: "normal": drawn from a normal distribution of mean 0.  "constant": `value` everywhere. "computed": what
+        `compute(device)` returns, of the whole tensor's shape, equal on all ranks.
+    std: standard deviation.  cut: values beyond this many standard deviations are redrawn.
+    value: the constant.
+    compute: called on every rank, under no_grad, with the rank's device; no collectives.
     """
 
     kind: Literal["normal", "constant", "computed"]
@@ -48,12 +52,12 @@ class Init:
 
 
 def normal(std: float) -> Init:
-    """Normal of mean 0 and this std, redrawn beyond three of them (a truncated normal)."""
+    """A normal distribution of mean 0 and this standard deviation, truncated at three standard deviations."""
     return Init("normal", std=std)
 
 
 def computed(compute: "Callable[[torch.device], torch.Tensor]") -> Init:
-    """What a function of the device returns: the whole tensor, the same on every rank (a table of rotary angles)."""
+    """A function of the device that returns the whole tensor, equal on every rank, such as rotary angles."""
     return Init("computed", compute=compute)
 
 
@@ -63,11 +67,12 @@ ZEROS = Init("constant", value=0.0)
 
 @dataclass(frozen=True)
 class HfTensor:
-    """A tensor of a Hugging Face checkpoint, and the parameters of ours it is made of.
+    """A tensor of a Hugging Face checkpoint, and the parameters of ours that it consists of.
 
-    name: as it stands in the safetensors files; base-model exports leave out its first part.  ours: canonical names;
-    more than one are joined along dimension 0, in this order.  transposed: theirs is the transpose of ours (joined).
-    copy: some files hold the tensor once more under this name (a tied head); never written, and must be the same.
+    name: as in the safetensors files. Exports of a base model leave out the first dotted part.
+    ours: canonical names; several are joined along dimension 0, in this order.
+    transposed: the file has the transpose of our tensor, or of the joined tensor.
+    copy: a second name that some files have for the tensor (a tied head). Never written; where read, it must be equal.
     """
 
     name: str
@@ -78,23 +83,25 @@ class HfTensor:
 
 @dataclass(frozen=True, kw_only=True)
 class ModelSpec:
-    """A model as data: sizes, names, where it may be cut, split, recomputed and wrapped, and what it costs.
+    """A model as data: sizes, names, tensor parallelism, initial values, and costs.
 
-    embeddings, layers, head: names of the modules before the layers, of the ModuleDict of layers (keyed by global layer
-        number), and of the modules after them.
-    tied: (alias, owner) names of parameters that are one tensor; the owner's name is the canonical one.
-    tensor: module glob -> TensorStyle.
-    init: parameter glob -> Init; every parameter is matched by exactly the first glob that fits it.
-    buffers: buffer glob -> Init, persistent or not, matched as `init` is; what `build` computed on the meta device is
-        lost. No forward writes to a persistent one: ranks see other tokens, and a checkpoint keeps one value for all.
-    no_decay: globs of the parameters that usual practice exempts from weight decay.
-    ffn_dim: width of the feed-forward, where tensor parallelism splits one; 0 elsewhere.
-    layer_params, embedding_params, head_params: parameters of one layer, of the embeddings, of the head (a tied tensor
-        counts in the embeddings).
-    matmul_params_per_layer, head_matmul_params: those that multiply every token.
-    embedding_ops, layer_ops, head_ops: operations of the embeddings, of a layer and of the head, for the planner;
-        modules are named from the whole model in the embeddings and the head, from the layer in a layer. Empty: the
-        model cannot be planned with.
+    n_layers: layers.  dim: features of a hidden state.  vocab_size: rows of the embedding.
+    n_heads, n_kv_heads: query heads and key-value heads.  head_dim: features per head.
+    ffn_dim: width of the feed-forward that tensor parallelism splits; 0 where it splits none.
+    max_seq_len: longest sequence, in tokens.
+    embeddings, head: module names before and after the layers.  layers: name of the ModuleDict of layers, whose keys
+        are global layer numbers. Every parameter is in one of the three.
+    tied: (alias, owner) names of parameters that are one tensor; the owner's name is canonical.
+    tensor: module glob -> `TensorStyle`, how tensor parallelism treats the module; the first glob that matches counts.
+    init: parameter glob -> `Init`; the first glob that matches counts, and every parameter needs one.
+    buffers: buffer glob -> `Init`, for persistent and other buffers; matched as in `init`.
+    no_decay: globs of parameters that usual practice exempts from weight decay.
+    layer_params, embedding_params, head_params: parameters of one layer, of the embeddings, of the head. A tied tensor
+        counts among the embeddings.
+    matmul_params_per_layer, head_matmul_params: parameters that each token is multiplied by: the weights of linears.
+    embedding_ops, layer_ops, head_ops: operations for the planner (`titan.contracts.base.cost` has a worked layer).
+        Modules are named from the whole model in embeddings and head, and from the layer in a layer. Without layer_ops
+        the model trains, but `titan plan` refuses it.
     """
 
     n_layers: int
@@ -124,40 +131,43 @@ class ModelSpec:
 
     @property
     def params(self) -> int:
-        """Parameters of the whole model, a tied tensor once."""
+        """Parameters of the whole model; a tied tensor counts once."""
         return self.embedding_params + self.n_layers * self.layer_params + self.head_params
 
     def layer_flops_per_token(self, seq_len: int) -> float:
-        """Forward FLOPs of one layer for one token: 2 per matmul parameter plus the two products of attention.
+        """Forward FLOPs of one layer per token: 2 per matmul parameter, plus both products of attention.
 
-        Attention counts the full square, 4 * seq_len * heads * head_dim, as PaLM's appendix B does (arXiv 2204.02311).
+        Attention counts the full S x S square, 4 * seq_len * heads * head_dim, as in PaLM, appendix B (arXiv
+        2204.02311).
         """
         return 2.0 * self.matmul_params_per_layer + 4.0 * seq_len * self.n_heads * self.head_dim
 
     def head_flops_per_token(self) -> float:
-        """Forward FLOPs of the head for one token."""
+        """Forward FLOPs of the head per token."""
         return 2.0 * self.head_matmul_params
 
     def flops_per_token(self, seq_len: int) -> float:
-        """Model FLOPs of forward and backward for one token: three times forward (arXiv 2204.02311, appendix B)."""
+        """FLOPs of forward and backward per token: three times forward (arXiv 2204.02311, appendix B)."""
         return 3.0 * (self.n_layers * self.layer_flops_per_token(seq_len) + self.head_flops_per_token())
 
     def init_of(self, name: str) -> Init:
-        """The Init of a parameter.
+        """The initial value of a parameter, by its canonical name.
 
         Raises:
-            PluginError: no glob of `init` fits the name.
+            PluginError: no glob of `init` matches the name.
         """
         for pattern, how in self.init.items():
             if glob_matches(pattern, name):
                 return how
-        raise PluginError(f"the model's spec has no init for parameter {name}")
+        raise PluginError(
+            f"the model's spec has no initial value for parameter {name}; add a glob that matches it to ModelSpec.init"
+        )
 
     def init_of_buffer(self, name: str) -> Init:
-        """The Init of a buffer.
+        """The initial value of a buffer, by its canonical name.
 
         Raises:
-            PluginError: no glob of `buffers` fits the name.
+            PluginError: no glob of `buffers` matches the name.
         """
         for pattern, how in self.buffers.items():
             if glob_matches(pattern, name):
@@ -168,12 +178,12 @@ class ModelSpec:
         )
 
     def layer_names(self, numbers: Iterable[int] | None = None) -> tuple[str, ...]:
-        """Names of the layer modules, all or those of these numbers."""
+        """Module names of the layers with these global numbers; None: of all layers."""
         return tuple(f"{self.layers}.{i}" for i in (range(self.n_layers) if numbers is None else numbers))
 
     @cached_property
     def styles(self) -> dict[str, TensorStyle | None]:
-        """How each module that an operation names is split; None where nothing says."""
+        """Tensor style per module that an operation names; None where `tensor` has no glob for the module."""
         first, found = f"{self.layers}.0.", {}
         for op in (*self.embedding_ops, *self.layer_ops, *self.head_ops):
             if isinstance(op, Matmul | EmbeddingOp):
@@ -183,9 +193,9 @@ class ModelSpec:
         return found
 
     def shard_units(self) -> tuple[tuple[str, ...], ...]:
-        """Modules gathered together by sharded data parallelism, in forward order: embeddings, layers, the head.
+        """Modules that sharded data parallelism gathers together, in forward order: embeddings, layers, head.
 
-        Modules that share a tied tensor fall in one unit, the last.
+        Modules that share a tied tensor are in one unit, the last.
         """
         owners = {name.rpartition(".")[0] for pair in self.tied for name in pair}
         embeddings = tuple((name,) for name in self.embeddings if name not in owners)
@@ -193,11 +203,11 @@ class ModelSpec:
         return embeddings + tuple((name,) for name in self.layer_names()) + (last,)
 
     def check_names(self, modules: Iterable[str], parameters: Iterable[str], buffers: Iterable[str] = ()) -> None:
-        """Hold every name and glob of the spec against the whole model.
+        """Check every name and glob of the spec against the names of the whole model.
 
         Raises:
-            PluginError: a glob matches nothing, a module of embeddings or head is absent, a parameter or buffer has no
-                init.
+            PluginError: a glob matches nothing, a module of embeddings or head is missing, or a parameter or buffer has
+                no initial value.
         """
         modules, parameters, buffers = list(modules), list(parameters), list(buffers)
         absent = [name for name in (*self.embeddings, self.layers, *self.head) if name not in modules]
@@ -205,7 +215,10 @@ class ModelSpec:
         absent += [g for g in (*self.init, *self.no_decay) if not any(glob_matches(g, p) for p in parameters)]
         absent += [g for g in self.buffers if not any(glob_matches(g, b) for b in buffers)]
         if absent:
-            raise PluginError(f"the model's spec names what the model does not have: {', '.join(absent)}")
+            raise PluginError(
+                f"the model's spec has names and globs that match nothing in the model: {', '.join(absent)}; "
+                "correct them in ModelSpec"
+            )
         for name in parameters:
             self.init_of(name)
         for name in buffers:
@@ -222,16 +235,21 @@ def _compiled(pattern: str) -> re.Pattern[str]:
 
 
 def glob_matches(pattern: str, name: str) -> bool:
-    """Whether a dotted name fits a glob; `*` stands for one or more characters within one dotted part."""
+    """Whether a dotted name matches a glob; `*` stands for one or more characters within one dotted part."""
     return _compiled(pattern).fullmatch(name) is not None
 
 
 def nearest(
     number: int, fits: Callable[[int], bool] = lambda _: True, *, step: int = 1, most: int | None = None
 ) -> str:
-    """`5 or 10`: the integers next to `number`, below (from 1 on) and above, that fit; empty when none is near.
+    """`5 or 10`: the integers nearest to `number`, below (from 1) and above, for which `fits` holds; or empty.
 
-    Only multiples of `step` are asked about, none above `most`, and at most `REACH` of them on either side.
+    Args:
+        fits: a condition; by default none.
+        step: only multiples of this are considered.
+        most: the largest value allowed.
+
+    At most `REACH` candidates are tried on either side.
     """
     below = range((number - 1 if most is None else min(number - 1, most)) // step * step, 0, -step)
     first = number // step * step + step

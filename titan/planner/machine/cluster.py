@@ -13,13 +13,13 @@ file.
 import tomllib
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from functools import cache, cached_property
+from functools import cached_property
 from pathlib import Path
 from typing import Any, TypeVar
 
 import titan.configs
 from titan.contracts.base.options import REQUIRED, Where, did_you_mean, option, parse
-from titan.errors import ConfigError, ConfigIssue, by_errno, say
+from titan.errors import ConfigError, ConfigIssue, by_errno, warn_once
 
 FOLDER = Path(next(iter(titan.configs.__path__))) / "clusters"
 DTYPES = ("float32", "float16", "bfloat16", "float8")
@@ -221,16 +221,11 @@ def from_table(table: Mapping[str, Any], place: str) -> Cluster:
     if reader.faults:
         raise ConfigError(reader.faults)
     if reader.renamed:
-        _warn_once(f"{place} has former names of keys; rename {', '.join(reader.renamed)}")
+        warn_once(f"{place} has former names of keys; rename {', '.join(reader.renamed)}")
     return Cluster(
         name=str(table.get("name", Path(place).stem)), source=str(table.get("source", "")), device=parsed[0],
         peak_tflops=peaks, kernels=parsed[1], products=products, links=tuple(links), place=place,
     )  # fmt: skip
-
-
-@cache
-def _warn_once(line: str) -> None:
-    say(f"warning: {line}")
 
 
 class _Reader:

@@ -1,4 +1,4 @@
-"""All formulas of the arithmetic for the model of a job, beside its exact numbers: `titan plan --formulas`."""
+"""Closed-form estimates for a model, beside its exact counts: `titan plan --formulas`."""
 
 import math
 from collections.abc import Iterable, Mapping, Sequence
@@ -26,10 +26,12 @@ from titan.planner.step.arithmetic import (
 
 
 def alone(overrides: Sequence[str]) -> Job:
-    """A job that is little more than a model: one device, one sequence of the model's full length; overrides win.
+    """A job of the model alone: one device, batch size 1, sequences of the model's full length; overrides win.
+
+    overrides: `--key=value` words.
 
     Raises:
-        ConfigError: with every fault found.
+        ConfigError: the job is invalid; lists all errors.
     """
 
     given = Table()
@@ -55,14 +57,14 @@ def report(
     utilisation: float = 0.45,
     held: Iterable[PersistentState] = (),
 ) -> dict[str, Any]:
-    """Every formula for the model of a job; bytes, FLOPs, seconds, plain numbers: a JSON object.
+    """Every formula for the model of a job, as a JSON object in bytes, FLOPs and seconds.
 
-    tokens: to train on; None: the compute-optimal number.  devices: None: as many as the job's layout has.
-    peak_tflops: of a device; None: no times.  utilisation: share of the peak, recompute counted where done.
-    held: state as the job's own techniques hold it, before it is split.
+    tokens: training tokens; None: the compute-optimal number.  devices: None: as many as the job's layout has.
+    peak_tflops: peak of a device in TFLOP/s; None: no training times.  utilisation: fraction of the peak, with
+    recomputation counted where it is done.  held: the job's own model state per parameter, before sharding.
 
     Raises:
-        ConfigError: the devices do not divide over the ranks that split the model, or a number is not above 0.
+        ConfigError: devices is not a multiple of the model-parallel ranks, or a number is not above 0.
     """
     given = {"tokens": tokens, "devices": devices, "peak-tflops": peak_tflops, "utilisation": utilisation}
     faults = [
@@ -104,9 +106,8 @@ def _ranks(job: Job, devices: int | None) -> tuple[int, int]:
         return shards, job.layout.world_size // shards
     if devices % shards:
         near = nearest(devices, step=shards)
-        raise ConfigError(
-            [ConfigIssue("command line", f"--devices {devices}: {shards} ranks split the model; nearest: {near}")]
-        )
+        what = f"--devices {devices}: must be a multiple of the {shards} model-parallel ranks; nearest: {near}"
+        raise ConfigError([ConfigIssue("command line", what)])
     return shards, devices // shards
 
 
@@ -166,7 +167,7 @@ def _training(
 
 
 def text(report: Mapping[str, Any]) -> str:
-    """A report as a table to read."""
+    """The text tables of a report (see `report`): parameters, state, activations, FLOPs, training time."""
     return "\n".join(
         line
         for section in (_parameter_lines, _state_lines, _activation_lines, _work_lines, _time_lines)
@@ -189,7 +190,7 @@ def _parameter_lines(report: Mapping[str, Any]) -> list[str]:
     return [
         f"Parameters ({sizes})",
         *(_row(name, f"{number:,}", width=22) for name, number in counted["parts"].items() if number),
-        _row("in all", f"{exact:,}", width=22),
+        _row("total", f"{exact:,}", width=22),
         _row("12 l h^2 + 2 v h", f"{textbook:,}", width=22) + f"  {textbook / exact - 1:+.2%}",
     ]
 
@@ -197,42 +198,42 @@ def _parameter_lines(report: Mapping[str, Any]) -> list[str]:
 def _state_lines(report: Mapping[str, Any]) -> list[str]:
     state = report["state"]
     lines = [
-        f"State with Adam: {state['data_parallel_ranks']} data-parallel ranks, "
-        f"the model split over {state['model_split_over']}",
-        _row("bytes a parameter", "whole model", *(f"ZeRO {stage}" for stage in range(4))),
+        f"Model state with Adam: memory per rank with {state['data_parallel_ranks']} data-parallel ranks, "
+        f"model split over {state['model_split_over']} model-parallel ranks",
+        _row("bytes per parameter", "whole model", *(f"ZeRO {stage}" for stage in range(4))),
     ]
     for name, stages in state["zero"].items():
         weights, gradients, optimizer = RECIPES[name]
         title = f"{name} = {weights} + {gradients} + {optimizer}"
         lines.append(_row(title, _gb(state["whole_model"][name]), *map(_gb, stages)))
-    lines.append(_row("weights alone, float32", _gb(state["float32_weights"])))
+    lines.append(_row("weights only, float32", _gb(state["float32_weights"])))
     own = state["own_bytes_per_parameter"]
     if own:
         words = ", ".join(f"{component} {size:g}" for component, size in own.items())
-        lines.append(_row("this job, before it is split", f"{sum(own.values()):g} bytes") + f"  ({words})")
+        lines.append(_row("this job, before sharding", f"{sum(own.values()):g} bytes") + f"  ({words})")
     return lines
 
 
 def _activation_lines(report: Mapping[str, Any]) -> list[str]:
     kept = report["activations"]
     lines = [
-        f"Activations of all layers on a rank that holds them, one sequence of {report['model']['seq_len']:,}",
-        _row("recomputed", *Activations._fields),
+        f"Activation memory per rank, all layers, one sequence of {report['model']['seq_len']:,} tokens",
+        _row("recomputation", *Activations._fields),
         *(_row(name, *map(_gb, each.values())) for name, each in kept["all_layers"].items()),
         _row("float32, 4 s (14 h + 2 a s) l", _gb(kept["all_layers_float32"])),
     ]
     model = report["model"]
     if model["ffn_dim"] != 4 * model["dim"] or model["kv_heads"] != model["heads"]:
-        lines.append("  (formulas of a GPT: a feed-forward of 4 h, as many key-value heads as heads, dropout)")
+        lines.append("  (formulas for a GPT: ffn_dim = 4 h, kv_heads = heads, dropout)")
     return lines
 
 
 def _work_lines(report: Mapping[str, Any]) -> list[str]:
     flops, per_token = report["flops_per_token"], {"exact": "6P", "exact_full_recompute": "8P"}
-    return ["FLOPs a token", _row("", "exact", "by P")] + [
+    return ["FLOPs per token", _row("", "exact", "6 P, 8 P")] + [
         _row(name, f"{flops[exact]:.4g}", f"{flops[rule]:.4g}") + f"  {flops[rule] / flops[exact] - 1:+.1%}"
         for name, (exact, rule) in zip(
-            ("forward and backward (6 P)", "with full recompute (8 P)"), per_token.items(), strict=True
+            ("forward and backward (6 P)", "with full recomputation (8 P)"), per_token.items(), strict=True
         )
     ]
 
@@ -240,7 +241,7 @@ def _work_lines(report: Mapping[str, Any]) -> list[str]:
 def _time_lines(report: Mapping[str, Any]) -> list[str]:
     training, days = report["training"], 86400
     lines = [
-        f"Training on {training['tokens']:.4g} tokens, {training['tokens_per_parameter']:.3g} a parameter",
+        f"Training on {training['tokens']:.4g} tokens, {training['tokens_per_parameter']:.3g} per parameter",
         _row("compute-optimal tokens (20 P)", f"{training['compute_optimal_tokens']:.4g}"),
         _row("model FLOPs", f"{training['model_flops']:.4g}"),
     ]
@@ -248,11 +249,10 @@ def _time_lines(report: Mapping[str, Any]) -> list[str]:
         return lines
     seconds = training["seconds"]
     hours = {name: took * training["devices"] / 3600 for name, took in seconds.items()}
-    lines.append(
-        f"  on {training['devices']:,} devices of {training['peak_tflops']:g} TFLOP/s at {training['utilisation']:.1%}"
-    )
-    named = {"6TP": "6 T P / N F U", "8TP": "8 T P / N F U, full recompute"}
-    named |= {"exact": "exact FLOPs", "exact_full_recompute": "exact FLOPs, full recompute"}
+    devices = f"{training['devices']:,} devices of {training['peak_tflops']:g} TFLOP/s"
+    lines.append(f"  time on {devices} at {training['utilisation']:.1%} utilization")
+    named = {"6TP": "6 T P / N F U", "8TP": "8 T P / N F U, full recomputation"}
+    named |= {"exact": "exact FLOPs", "exact_full_recompute": "exact FLOPs, full recomputation"}
     return lines + [
         _row(title, f"{seconds[name] / days:,.1f} days") + f"  {math.ceil(hours[name]):,} device hours"
         for name, title in named.items()

@@ -1,4 +1,4 @@
-"""A layout as a TOML that can be trained."""
+"""A chosen layout as the TOML of a job."""
 
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -11,10 +11,13 @@ from titan.errors import ConfigError, ConfigIssue, by_errno
 
 
 def write_toml(path: Path, config: Path | None, overrides: Sequence[str], values: Mapping[str, Any]) -> None:
-    """Write the job of a TOML under overrides with dotted keys laid over it, resolved; it has been loaded to see.
+    """Write a job with a chosen layout as a resolved TOML. The job is loaded first, so that the file is valid.
+
+    path: file to write; its folder is created.  config: TOML of the job; None: quickstart.  overrides: `--key=value`
+    words.  values: dotted keys of the layout, which override both.
 
     Raises:
-        ConfigError: the job is refused, or the file cannot be written.
+        ConfigError: the job is invalid, or the file cannot be written.
     """
     words = [f"--{key}={str(value).lower() if isinstance(value, bool) else value}" for key, value in values.items()]
     table = dict(load_job(config, [*overrides, *words]).table)

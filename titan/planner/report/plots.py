@@ -1,4 +1,4 @@
-"""Pictures of predictions and studies, by matplotlib (the extra `plot`).
+"""Plots of predictions and studies, with matplotlib (the extra `plot`).
 
 Figures are made directly, without pyplot: no window, no global state.
 """
@@ -48,7 +48,11 @@ def draw_prediction(prediction: Prediction, cluster: Cluster, path: Path) -> Non
 
 
 def draw_study(study: Study, path: Path) -> None:
-    """Write the figure of a study; raises as `draw_prediction`."""
+    """Write the figure of a study; see `study_figure`.
+
+    Raises:
+        ConfigError: matplotlib is missing, the suffix is none of SUFFIXES, or the file cannot be written.
+    """
     _write(lambda: study_figure(study), path)
 
 
@@ -79,13 +83,13 @@ def _figure(width: float, height: float) -> "Figure":
 
 
 def prediction_figure(prediction: Prediction, cluster: Cluster) -> "Figure":
-    """Memory of each place of the pipeline, what the step is spent on, and the schedule if its actions were kept."""
+    """Memory per rank by pipeline stage, step time by component, and the schedule if its actions were kept."""
     p, ranks = prediction, len(prediction.timeline.actions)
     gantt = min(6.0, 1.2 + 0.28 * ranks) if ranks else 0.0
     figure = _figure(12, 4.6 + gantt)
     figure.suptitle(
         f"{p.world_size:,} x {cluster.device.name}: step {seconds(p.step_time_s)}, "
-        f"{p.model_tflops_per_device:.1f} TFLOP/s a device, MFU {p.mfu:.1%}"
+        f"{p.model_tflops_per_device:.1f} TFLOP/s per device, MFU {p.mfu:.1%}"
     )
     places = figure.subfigures(2 if ranks else 1, 1, height_ratios=[4.3, gantt][: 2 if ranks else 1], squeeze=False)
     left, right = places[0, 0].subplots(1, 2, width_ratios=[3, 2])
@@ -105,29 +109,29 @@ def _memory(axes: "Axes", prediction: Prediction, room: float) -> None:
         axes.bar(places, heights, bottom=below, color=colour, label=name, width=min(0.8, 0.12 * len(held) + 0.3))
         below = [sum(pair) for pair in zip(below, heights, strict=True)]
     axes.axhline(room, color=RED, linestyle="--", label=f"device, {room:g} GiB")
-    axes.set(title="memory of a rank", xlabel="pipeline stage", ylabel="GiB", xlim=(-0.7, len(held) - 0.3))
+    axes.set(title="memory per rank", xlabel="pipeline stage", ylabel="GiB", xlim=(-0.7, len(held) - 0.3))
     axes.set_xticks([place for place in places if place % (1 + len(held) // 24) == 0])
     axes.set_ylim(0, 1.08 * max(room, *below))
     axes.legend(loc="upper left", bbox_to_anchor=(1.0, 1.0), fontsize="small", frameon=False)
 
 
 def _time(axes: "Axes", prediction: Prediction) -> None:
-    hidden = prediction.overlapped_s
-    spent = {name: prediction.time_s[name] for name in NAMES if prediction.time_s[name] or hidden.get(name)}
+    overlapped = prediction.overlapped_s
+    spent = {name: prediction.time_s[name] for name in NAMES if prediction.time_s[name] or overlapped.get(name)}
     rows = range(len(spent))
-    axes.barh(rows, list(spent.values()), color="#4878a8", label="on the last rank")
-    if any(hidden.get(name) for name in spent):
-        behind = [hidden.get(name, 0.0) for name in spent]
+    axes.barh(rows, list(spent.values()), color="#4878a8", label="non-overlapped")
+    if any(overlapped.get(name) for name in spent):
+        behind = [overlapped.get(name, 0.0) for name in spent]
         axes.barh(
             rows, behind, left=list(spent.values()), color="none", edgecolor="#4878a8", hatch="///", linewidth=0.5,
-            label="hidden behind computation",
+            label="overlapped with computation",
         )  # fmt: skip
         axes.legend(loc="lower right", fontsize="small")
-    most = max(value + hidden.get(name, 0.0) for name, value in spent.items())
+    most = max(value + overlapped.get(name, 0.0) for name, value in spent.items())
     for row, (name, value) in enumerate(spent.items()):
         share = f" {seconds(value)}, {value / prediction.step_time_s:.1%}"
-        axes.text(value + hidden.get(name, 0.0), row, share, va="center", fontsize="small")
-    axes.set(title="what the step is spent on", xlabel="s", xlim=(0, 1.45 * most))
+        axes.text(value + overlapped.get(name, 0.0), row, share, va="center", fontsize="small")
+    axes.set(title="step time of the rank that finishes last", xlabel="s", xlim=(0, 1.45 * most))
     axes.set_yticks(rows, [NAMES[name] for name in spent])
     axes.invert_yaxis()
 
@@ -140,8 +144,8 @@ def _schedule(place: Any, prediction: Prediction) -> None:
     if count > LEGIBLE:
         shown = timeline.makespan * LEGIBLE / 2 / count
         spans = [(0.0, shown), (timeline.makespan - shown, timeline.makespan)]
-        said = f"; of {seconds(timeline.makespan)} the first and last {seconds(shown)}"
-    place.suptitle(f"schedule, bubbles in grey{said}", fontsize="large")
+        said = f"; first and last {seconds(shown)} of {seconds(timeline.makespan)}"
+    place.suptitle(f"pipeline schedule, bubbles in gray{said}", fontsize="large")
     panels = place.subplots(1, len(spans), sharey=True, squeeze=False)[0]
     for axes, span in zip(panels, spans, strict=True):
         _gantt(axes, timeline.actions, span)
@@ -190,7 +194,7 @@ def _name_actions(axes: "Axes", actions: Sequence[Sequence[Record]]) -> None:
 
 
 def study_figure(study: Study) -> "Figure":
-    """A panel for each measure that the study shows. Hollow: does not fit. A cross: cannot work, and why."""
+    """A panel per measure that the study shows. Hollow points do not fit; crosses are invalid jobs, with the reason."""
     figure = _figure(7 * len(study.shown) if len(study.shown) > 1 else 9, 5)
     figure.suptitle(f"{study.title}\n{study.job}")
     for axes, name in zip(figure.subplots(1, len(study.shown), squeeze=False)[0], study.shown, strict=True):
@@ -219,7 +223,7 @@ def _lines(axes: "Axes", study: Study, name: str) -> None:
             ys,
             color=colour,
             linestyle=("-", "--")[number % 2],
-            label=series if points else f"{series}: cannot work",
+            label=series if points else f"{series}: invalid",
         )
         for fits, face in ((True, colour), (False, "white")):
             marked = [(point.x, point.values[name]) for point in points if point.fits == fits]
@@ -241,7 +245,7 @@ def _bars(axes: "Axes", study: Study, name: str) -> None:
 
 
 def _refused(axes: "Axes", study: Study) -> None:
-    """A cross on the x axis where a point cannot work, with the reason where it is the only line."""
+    """Crosses on the x axis at invalid points, with the reason if there is only one line."""
     series, bottom = study.series, axes.get_xaxis_transform()
     for point in study.points:
         if not point.refused:
@@ -266,7 +270,7 @@ def _explain(axes: "Axes", study: Study, *, many: bool) -> None:
         handles, labels = [*handles, Line2D([], [], **signs)], [*labels, "hollow: does not fit"]
     if any(point.refused for point in study.points):
         cross = Line2D([], [], color="none", markeredgecolor="grey", marker="x")
-        handles, labels = [*handles, cross], [*labels, "cannot work"]
+        handles, labels = [*handles, cross], [*labels, "invalid"]
     if handles:
         outside = {"loc": "upper left", "bbox_to_anchor": (1.0, 1.0)} if many else {"loc": "best"}
         axes.legend(handles, labels, fontsize="small", framealpha=0.7, **outside)

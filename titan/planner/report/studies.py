@@ -1,8 +1,8 @@
-"""Studies: a job with one thing varied, each point a prediction.
+"""Studies: a job with one parameter varied; each point is a prediction.
 
-The usual figures of papers on scaling (arXiv 2104.04473; Frontier's, arXiv 2312.12705) for any job and cluster. A study
-starts from the job's own layout and overrides one or two of its keys; which axis is meant is found by its role. What
-cannot work stays in the study, with the reason, and so does what does not fit.
+They give the usual figures of papers on scaling (arXiv 2104.04473; Frontier: arXiv 2312.12705) for any job and cluster.
+A study starts from the job's own layout and overrides one or two of its keys; mesh axes are found by their role.
+Invalid jobs stay in the study, with the reason; so do jobs that do not fit into memory.
 """
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -37,7 +37,7 @@ DOUBLINGS = 5
 
 
 class Variant(NamedTuple):
-    """A point before it is predicted: the keys that it overrides."""
+    """A point before its prediction. x, label, series: see `Point`.  keys: dotted keys of the TOML, overridden."""
 
     x: float
     label: str
@@ -46,9 +46,9 @@ class Variant(NamedTuple):
 
 
 class Base(NamedTuple):
-    """The job as it is given.
+    """The job as given.
 
-    fixed: dotted keys of the command line.  ranks: the most that scaling goes to; 0: not said.
+    fixed: dotted keys set on the command line.  ranks: largest number of ranks of a scaling study; 0: not given.
     """
 
     job: Job
@@ -56,7 +56,11 @@ class Base(NamedTuple):
     ranks: int
 
     def axis(self, role: Role) -> str:
-        """The axis of a role; of several the one with the most ranks, or that takes what is left of them."""
+        """Name of the mesh axis with this role; of several, the one with the largest degree or with default -1.
+
+        Raises:
+            ConfigError: no plugin owns such an axis.
+        """
         layout = self.job.layout
         axes = [axis for axis in layout.axes if axis.role == role]
         if not axes:
@@ -189,7 +193,7 @@ def _said(choice: Mapping[str, Any]) -> str:
 
 
 class Kind(NamedTuple):
-    """A study that can be made; see `Study`.  scales: a number of ranks is the most it goes to, not the job's own."""
+    """A study that `run` can make; see `Study`. scales: --world-size is its largest number of ranks, not the job's."""
 
     title: str
     varied: Callable[[Base], Varied]
@@ -201,23 +205,24 @@ class Kind(NamedTuple):
 SCALING = ("efficiency", "tokens_per_s")
 THROUGHPUT = ("model_tflops_per_device", "memory_gib")
 KINDS: Mapping[str, Kind] = {
-    "weak-scaling": Kind("Weak scaling: the batch grows with the ranks", _weak, SCALING, scales=True),
-    "strong-scaling": Kind("Strong scaling: more ranks share one batch", _strong, SCALING, scales=True),
-    "bubble": Kind("Bubble against micro batches", _bubble, ("bubble_fraction",)),
-    "tp": Kind("Throughput against ranks that split layers", _tensor, THROUGHPUT),
-    "pp": Kind("Throughput against pipeline stages", _pipeline, THROUGHPUT),
-    "recompute": Kind("Memory against recompute", _recompute, THROUGHPUT[::-1], bars=True),
-    "micro-batch": Kind("Throughput against the micro batch", _micro_batch, THROUGHPUT),
+    "weak-scaling": Kind("Weak scaling: batch size proportional to the number of ranks", _weak, SCALING, scales=True),
+    "strong-scaling": Kind("Strong scaling: fixed batch size", _strong, SCALING, scales=True),
+    "bubble": Kind("Pipeline bubble by number of micro batches per step", _bubble, ("bubble_fraction",)),
+    "tp": Kind("Throughput by tensor-parallel degree", _tensor, THROUGHPUT),
+    "pp": Kind("Throughput by number of pipeline ranks", _pipeline, THROUGHPUT),
+    "recompute": Kind("Memory by recomputation mode", _recompute, THROUGHPUT[::-1], bars=True),
+    "micro-batch": Kind("Throughput by micro-batch size", _micro_batch, THROUGHPUT),
 }
 
 
 def run(name: str, config: Path | None, overrides: Sequence[str], cluster: Cluster, world_size: int | None) -> Study:
-    """Make a study of a job on a cluster.
+    """Predict all points of a study of a job on a cluster.
 
-    world_size: ranks of the job, by way of the axis that shares the batch; for scaling, the largest number of them.
+    name: one of `STUDIES`.  config: TOML; None: quickstart.  overrides: `--key=value` words.  world_size: ranks of the
+    job, reached by the data-parallel degree; of a scaling study the largest number of ranks; None: the job's own.
 
     Raises:
-        ConfigError: there is no such study, the job is refused as it is given, or nothing in it can be varied so.
+        ConfigError: no such study, the job is invalid, or the study has fewer than two points to compare.
     """
     if name not in KINDS:
         raise ConfigError([ConfigIssue("--study", f"{name}: no such study{did_you_mean(name, KINDS)}")])
@@ -250,7 +255,7 @@ def _base(kind: Kind, config: Path | None, overrides: Sequence[str], world_size:
 
 
 def _left(layout: Layout, axis: str, world_size: int) -> int:
-    """Degree of an axis that makes up so many ranks."""
+    """Degree of an axis with which the layout has `world_size` ranks."""
     others = layout.world_size // layout.degrees[axis]
     if world_size < 1 or world_size % others:
         near = max(others, round(world_size / others) * others)

@@ -1,4 +1,4 @@
-"""What a job costs, and where its ranks stand: from a Job to `Costs` and groups."""
+"""From a job to its `Costs`, and from mesh axes to process groups."""
 
 from collections.abc import Sequence
 
@@ -12,16 +12,16 @@ from titan.planner.machine.network import Group
 
 
 def costs_of(job: Job) -> Costs:
-    """The costs of a job: its model's, as its techniques, its loss and its optimizer change them.
+    """The costs of a job: those of its model, changed by the `cost` hooks of techniques, loss and optimizer.
 
     Raises:
-        ConfigError: the model's spec does not state its operations.
+        ConfigError: the model's spec states no operations.
     """
     return cut(uncut(job), job)
 
 
 def uncut(job: Job) -> Costs:
-    """The costs of a job as if its model were not cut into stages."""
+    """The costs of a job before the model is split into pipeline stages."""
     costs = _of_model(job)
     for technique in job.techniques:
         if not _cuts(technique):
@@ -30,7 +30,7 @@ def uncut(job: Job) -> Costs:
 
 
 def cut(costs: Costs, job: Job) -> Costs:
-    """These costs with the model cut into the stages of the job."""
+    """These costs with the model split into the job's pipeline stages."""
     for technique in job.techniques:
         if _cuts(technique):
             costs = _with(technique, costs, job)
@@ -49,7 +49,7 @@ def _of_model(job: Job) -> Costs:
     spec, precision = job.spec, job.precision
     if not spec.layer_ops:
         raise ConfigError(
-            [ConfigIssue("", f"model {job.model.name}: its spec states no operations (ModelSpec.layer_ops)")]
+            [ConfigIssue("", f"model {job.model.name}: its spec has no operations; state them in ModelSpec.layer_ops")]
         )
     dtype = str(precision.param_dtype).removeprefix("torch.")
     return Costs(
@@ -62,7 +62,7 @@ def _of_model(job: Job) -> Costs:
 
 
 def group_of(axes: Sequence[str], layout: Layout) -> Group:
-    """The group of a rank along neighbouring axes."""
+    """Size and stride of a rank's process group along these neighboring axes."""
     size = stride = 1
     inside = True
     for axis in reversed(layout.axes):

@@ -1,9 +1,9 @@
-"""Bytes that the ranks of each pipeline stage hold at the worst moment of a step.
+"""Peak memory of the ranks of each pipeline stage, in bytes.
 
-State follows from parameters: each `PersistentState` states bytes per parameter, split over axes; slices are what
-PyTorch makes of a tensor's first dimension, the first rank's being the largest. Activations are what operations keep,
-times the micro batches that the schedule has under way; at each action of the schedule the working set of its stage is
-added, and the largest sum counts.
+State follows from parameters: each `PersistentState` has bytes per parameter, split over mesh axes. The shards are
+those of PyTorch: tensors are split along the first dimension, and the first rank's shard is the largest. Activations
+are the saved tensors of a micro batch times the micro batches in flight. The schedule is replayed, the working set of
+each backward is added, and the largest sum counts.
 """
 
 import math
@@ -40,11 +40,12 @@ REGIONS_OF_RESULTS: Mapping[str, Region] = {"all_gather": "seq_full", "reduce_sc
 
 @dataclass(frozen=True)
 class Memory:
-    """Bytes on one rank, by what they are for.
+    """Bytes on one rank, by purpose.
 
-    activations: kept for backward, and the working set of the operation at the peak.  buffers: gathered parameters,
-    gradients on their way, hidden states being received.  overhead: what the allocator cannot use, and what driver and
-    communicators take.
+    parameters, gradients, optimizer: state, after sharding.
+    activations: saved tensors, and the working set of the operation at the peak.
+    buffers: gathered parameters, gradients during reduction, and receive buffers for hidden states.
+    overhead: what the allocator loses to fragmentation, and what driver and communicators allocate.
     """
 
     parameters: float
@@ -56,16 +57,16 @@ class Memory:
 
     @property
     def total(self) -> float:
-        """All of it."""
+        """Sum of all fields, in bytes."""
         return self.parameters + self.gradients + self.optimizer + self.activations + self.buffers + self.overhead
 
     def gib(self) -> dict[str, float]:
-        """In GiB, with the total."""
+        """All fields and the total, in GiB."""
         return {name: value / GIB for name, value in {**vars(self), "total": self.total}.items()}
 
 
 def shapes(op: Operation, costs: Costs) -> list[Shape]:
-    """The parameters of an operation on one rank."""
+    """(rows, columns) of an operation's parameters on one rank: split by tensor, not yet by data parallelism."""
     if isinstance(op, Matmul):
         inputs, outputs = costs.product(op)
         bias = [(outputs, 1.0)] if op.bias else []
@@ -79,12 +80,15 @@ def shapes(op: Operation, costs: Costs) -> list[Shape]:
 
 
 def sliced(tensors: Iterable[Shape], ranks: int) -> float:
-    """Numbers that the first of `ranks` holds of tensors cut along their rows."""
+    """Numbers in the first rank's shards of these tensors, split along their rows over `ranks`."""
     return sum(math.ceil(rows / ranks) * columns for rows, columns in tensors)
 
 
 class Tensors:
-    """The parameters of a job on a rank, by shard units: embeddings, layers, the end with a table that it shares."""
+    """The parameters of a job on one rank, by shard unit: embeddings, layers, and the head with a tied table.
+
+    layer: parameters of one layer.
+    """
 
     def __init__(self, costs: Costs) -> None:
         self._embeddings = [shapes(op, costs) for op in costs.embeddings]
@@ -98,7 +102,7 @@ class Tensors:
         self._sizes: dict[tuple[int, ...], list[float]] = {}
 
     def sizes(self, stage: Stage, ranks: int) -> list[float]:
-        """`sliced` of each unit of a stage, in forward order."""
+        """Parameters per shard unit of a stage, in forward order, of the first of `ranks` data-parallel ranks."""
         key = (len(stage.layers), stage.embeddings, stage.head, ranks)
         if key not in self._sizes:
             end = [*(self._end if stage.head else ()), *(self._table if stage.embeddings or stage.head else ())]
@@ -110,12 +114,16 @@ class Tensors:
 
 
 def ranks_of(axes: Iterable[str], layout: Layout) -> int:
-    """Ranks along these axes."""
+    """Ranks along these axes: the product of their degrees."""
     return math.prod(layout.degree(axis) for axis in axes)
 
 
 class Moment(NamedTuple):
-    """A moment of a backward: activations that are gone by then, and what is there for a time."""
+    """A moment within a backward, in bytes.
+
+    gone: activations of the micro batch that are freed by then.
+    activations, gradients, buffers: temporary memory at that moment.
+    """
 
     gone: float
     activations: float
@@ -124,10 +132,14 @@ class Moment(NamedTuple):
 
 
 class StageMemory:
-    """Bytes of one stage of a job: its state, what each micro batch keeps, and what its backward needs for a time.
+    """Bytes of one stage: state, activations per micro batch, and temporary memory of a backward.
 
-    held: by component, all through the step.  gathered, summed: parameters and gradients of shard units, beside the
-    moments.  kept: of a micro batch under way.  moments: of a backward.
+    sizes: parameters per shard unit, unsharded over data-parallel ranks.
+    held: component -> bytes of state, all through the step.
+    kept: bytes of activations per micro batch in flight.  head: those of the head.
+    gathered, summed: bytes of gathered parameters and of accumulated gradients of shard units, all through a micro
+        batch.
+    moments: of a backward.
     """
 
     def __init__(self, stage: Stage, costs: Costs, layout: Layout, tensors: Tensors, layer: "LayerMemory") -> None:
@@ -158,7 +170,7 @@ class StageMemory:
         )
 
     def _summed(self, whole: bool) -> float:
-        """Bytes of gradients that are there while micro batches run: of those that have run before."""
+        """Bytes of gradients that earlier micro batches have left; `whole`: unsharded."""
         if self.costs.micro_batches == 1:
             return 0.0
         return sum(self.sizes) * self.costs.reduce_itemsize if whole else self.held["gradients"]
@@ -180,11 +192,19 @@ class StageMemory:
 
 
 class LayerMemory:
-    """Bytes of a micro batch in one layer, and what embeddings and head keep.
+    """Bytes of one micro batch in one layer on one rank, and the saved tensors of embeddings and head.
 
-    full: kept where nothing is computed again.  least: kept where it is.  again: what computing again adds to that.
-    midst: results of operations in the midst of its backward, when what the last product kept is `used`, and gradients
-    of its `last` parameters are there.  hidden: its input.
+    full: saved tensors of a layer without recomputation.
+    least: saved tensors of a layer with recomputation: its input, and results that `Recompute.saved` names.
+    again: bytes that recomputation adds to `least` while the layer's backward runs.
+    hidden: the layer's input.
+    used: saved tensors of the layer's last matmul, which are freed first in its backward.
+    last: parameters of that matmul, whose gradients exist by then.
+    midst: working set in the middle of a layer's backward: three results as wide as the widest matmul and the hidden
+        state.
+    embeddings, head: saved tensors of the embeddings, and of head and loss.
+
+    costs: sizes and splits.  fused_norms: norms are one kernel, so they save no normalized states.
     """
 
     def __init__(self, costs: Costs, fused_norms: bool) -> None:
@@ -260,7 +280,7 @@ class _Buffers:
 
 
 def kept_by(operations: Iterable[Operation], costs: Costs, fused_norms: bool) -> float:
-    """Bytes that operations keep of a micro batch."""
+    """Bytes that operations save per micro batch on one rank."""
     return sum(
         kept.numel * costs.share(kept.region) * (kept.itemsize or costs.itemsize)
         for op in operations
@@ -270,12 +290,12 @@ def kept_by(operations: Iterable[Operation], costs: Costs, fused_norms: bool) ->
 
 
 def kind(stage: Stage, costs: Costs) -> tuple[int, ...]:
-    """What the stages of a job that are alike have in common."""
+    """What determines the memory and time of a stage: layers, recomputed layers, embeddings, head."""
     return len(stage.layers), recomputed(stage.layers, costs.recompute), stage.embeddings, stage.head
 
 
 def recomputed(layers: Sequence[int], recompute: Recompute | None) -> int:
-    """How many of these layers are computed again."""
+    """How many of these layers, given by global number, are recomputed."""
     if recompute is None:
         return 0
     every = recompute.every
@@ -283,7 +303,7 @@ def recomputed(layers: Sequence[int], recompute: Recompute | None) -> int:
 
 
 def memory_of(costs: Costs, stages: Sequence[StageMemory], cluster: Cluster) -> list[Memory]:
-    """Bytes on the ranks of each place of the pipeline, first to last, with the memory of each of its stages."""
+    """Peak memory on the ranks of each pipeline rank, first to last; `stages` in the order of `costs.stages`."""
     homes = [stage.rank for stage in costs.stages]
     places = 1 + max(homes)
     order = representative(costs.order, costs.micro_batches, len(stages), places)
@@ -291,7 +311,7 @@ def memory_of(costs: Costs, stages: Sequence[StageMemory], cluster: Cluster) -> 
 
 
 def representative(order: Callable[[int], Order], micro_batches: int, stages: int, places: int) -> Order:
-    """An order that keeps as much as that of so many micro batches: of fewer, where more keep nothing more."""
+    """An order with the same peak memory as that of all micro batches: of fewer, where more add nothing."""
     few = 2 * (stages + places)
     settled = _settled(order, few, places) if micro_batches > few + places else None
     return settled or _made(order, micro_batches)
@@ -343,7 +363,7 @@ def _of_place(
 
 
 def peak(actions: Sequence[Action], stages: Sequence[StageMemory]) -> tuple[float, float, float]:
-    """Activations, gradients and buffers at the moment when a rank, going through its actions, has most of them."""
+    """(activations, gradients, buffers) in bytes at a rank's worst moment, over its actions in order."""
     now, most = 0.0, (0.0, 0.0, 0.0)
     largest = 0.0
     for kind_, number, _ in actions:

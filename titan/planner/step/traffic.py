@@ -1,4 +1,4 @@
-"""What a rank's collectives move in a step, in bytes: of whole tensors, as a dry run counts them."""
+"""Bytes per step of a rank's collectives, counted by whole tensors as the dry run counts them."""
 
 from titan.contracts.base.cost import CollectiveCost, Costs, Stage
 from titan.contracts.base.mesh import Layout
@@ -9,9 +9,9 @@ Moved = dict[tuple[str, tuple[str, ...]], float]
 
 
 def moved(place: int, costs: Costs, layout: Layout) -> Moved:
-    """Bytes that the collectives of a rank at this place of the pipeline move in a step.
+    """Bytes per step of the collectives of a rank at this place of the pipeline.
 
-    Of an all-gather what it yields, of a reduce-scatter what it takes in, of an all-reduce what it holds; groups of one
+    Counts the output of an all-gather, the input of a reduce-scatter, and the tensor of an all-reduce. Groups of one
     rank move nothing.
     """
     found: Moved = {}
@@ -42,5 +42,5 @@ def _of(cost: CollectiveCost, stage: Stage, params: float, costs: Costs, layout:
 
 
 def _joined_again(costs: Costs) -> bool:
-    """Whether collectives run again when a layer is computed again: not where their results are kept."""
+    """Whether a recomputed layer repeats its collectives: not where their results are saved."""
     return costs.recompute is not None and costs.recompute.saved == "input"

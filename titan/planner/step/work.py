@@ -1,8 +1,8 @@
-"""What a stage of a pipeline takes, for each micro batch and once a step: computation, and what communication shows.
+"""Seconds of a pipeline stage per micro batch and per step: computation, and non-overlapped communication.
 
-Collectives of shard units run beside computation: while a unit computes, the next one is gathered and the gradients of
-the one before are reduced. What exceeds the computation beside it is exposed, and so are the first gather and the last
-reduction, which have nothing beside them.
+Collectives of shard units run beside computation: while one unit computes, the next unit is gathered and the gradients
+of the unit before are reduced. Only non-overlapped time adds to the step, as do the first gather and the last
+reduction, which have no computation beside them.
 """
 
 from collections import defaultdict
@@ -22,7 +22,10 @@ COMMUNICATION = tuple(FAMILY.values())
 
 
 class Unit(NamedTuple):
-    """Neighbouring shard units of one kind: how many, parameters of each on this rank, seconds of each."""
+    """Equal neighboring shard units.
+
+    times: how many.  params: parameters of each on this rank.  forward, backward: seconds of computation of each.
+    """
 
     times: int
     params: float
@@ -38,9 +41,14 @@ OF_OPERATIONS = (
 
 
 class Parts:
-    """Seconds of a job's embeddings, layer and head for one micro batch, before it is known which stage has which.
+    """Seconds of embeddings, one layer and the head per micro batch, whichever stages have them.
 
-    like: of a job on the same device, perhaps with the same operations; then they are not timed again.
+    embeddings, layer, head: seconds forward, of backward for inputs, and of backward for weights.  tensors: parameters.
+    again: seconds to recompute a layer.
+    exposed: (where, when) -> family -> non-overlapped seconds of collectives between operations, per micro batch.
+    unit_collectives: (per, when, collectives) of shard units.  step_collectives: those of the whole step.
+
+    like: of a job on the same device; where its operations are equal, they are not timed again.
     """
 
     embeddings: Seconds
@@ -78,7 +86,7 @@ class Parts:
         return Seconds(*total)
 
     def _again(self) -> float:
-        """Seconds in which a layer is computed again: all of its forward, or what selective recompute leaves out."""
+        """Seconds to recompute a layer: its forward, or with selective recomputation its elementwise operations."""
         costs = self.costs
         if costs.recompute is None:
             return 0.0
@@ -89,11 +97,11 @@ class Parts:
         return self._seconds(cheap, costs.dtype).forward
 
     def family(self, cost: CollectiveCost) -> str:
-        """The name under which its seconds are reported."""
+        """The name under which a collective's seconds are reported: tp, cp, ep, dp or pp."""
         return FAMILY[self._roles[cost.axes[0]]]
 
     def seconds(self, cost: CollectiveCost, params: float = 0.0) -> float:
-        """Seconds of a collective; of one that moves parameters, of so many."""
+        """Seconds of a collective; `params`: parameters that it moves, where it moves parameters."""
         key = (id(cost), params)
         if key not in self._timed:
             self._timed[key] = self._collective(cost, params)
@@ -106,7 +114,7 @@ class Parts:
         return cost.count * (self.network.collective(cost.collective, group, size) + self._beyond(cost, group))
 
     def _beyond(self, cost: CollectiveCost, group: Group) -> float:
-        """Seconds that a collective takes beside what is sent."""
+        """Overhead seconds of a collective, besides its transfer."""
         if group.size == 1:
             return 0.0
         if self._roles[cost.axes[0]] == "model":
@@ -115,11 +123,11 @@ class Parts:
         return self.device.kernels.fsdp_overhead_us * 1e-6 if gathers else 0.0
 
     def update_s(self, params: float) -> float:
-        """Seconds that the optimizer takes for so many of a rank's parameters."""
+        """Seconds of the optimizer's update of this many parameters, before they are shared over ranks."""
         return self.device.update(params / ranks_of(self.costs.updated_over, self.layout) * self.costs.update_bytes)
 
     def layer_unit_s(self) -> tuple[float, float]:
-        """Seconds by which gathering and reducing a layer shows at least: for each micro batch, and once a step."""
+        """Least non-overlapped seconds of gathering and reducing one layer: (per micro batch, per step)."""
         seen = {"micro_batch": 0.0, "step": 0.0}
         for per, when, collectives in self.unit_collectives:
             # What is kept of the last unit may be kept of any.
@@ -129,7 +137,7 @@ class Parts:
         return seen["micro_batch"], seen["step"]
 
     def unit_s(self, collectives: Iterable[CollectiveCost], seconds: float, beside: float) -> tuple[float, float]:
-        """Of the seconds of a unit's traffic, those that show, and those that computation beside it covers."""
+        """Of the seconds of a unit's collectives: (those that add to the step, those that overlap computation)."""
         covered = min(seconds, beside) if all(t.overlaps for t in collectives) else 0.0
         return seconds - covered + self.device.kernels.overlap_slowdown * covered, covered
 
@@ -145,7 +153,7 @@ class Parts:
         return found
 
     def _seen(self, cost: CollectiveCost) -> float:
-        """Seconds of a collective that the layer's computation does not hide, and those by which it slows that down."""
+        """Seconds of a collective that add to the step: non-overlapped time, and the slowdown of what it overlaps."""
         seconds = self.seconds(cost)
         if not cost.overlaps or cost.where != "layer":
             return seconds
@@ -157,9 +165,10 @@ class Parts:
 class StageWork:
     """Seconds of one stage.
 
-    forward, inputs, weights: of its actions for a micro batch, exposed communication included.
-    each, once: the same by what it is spent on, for each micro batch and once a step.  hidden: seconds of communication
-    that run beside computation, in a step.
+    forward, inputs, weights: of its actions F, I and W per micro batch, with non-overlapped communication; B is I plus
+        W.
+    each: purpose -> seconds per micro batch.  once: purpose -> seconds per step.
+    hidden: family -> seconds per step of communication that overlaps computation.
     """
 
     def __init__(self, stage: Stage, parts: Parts) -> None:
@@ -182,7 +191,7 @@ class StageWork:
         self._once_a_step(costs)
 
     def _between(self, when: str) -> float:
-        """Exposed seconds between operations of a micro batch, also put down by family."""
+        """Non-overlapped seconds of collectives between operations, per micro batch; added to `each` by family."""
         again = when == "recompute"
         counts = {
             "layer": recomputed(self.stage.layers, self.parts.costs.recompute) if again else len(self.stage.layers),
@@ -212,7 +221,7 @@ class StageWork:
         return found
 
     def _overlapped(self) -> None:
-        """Traffic of shard units, for each micro batch or in one of them."""
+        """Add the collectives of shard units, per micro batch or per step."""
         for per, when, collectives in self.parts.unit_collectives:
             self._beside(collectives, per == "micro_batch", when == "forward")
 
