@@ -1,10 +1,10 @@
 """torch.compile, block by block.
 
-All blocks share one graph, so compiling costs one block's time (10-20 s cold, little with a warm cache) whatever the
-depth; hooks of data parallelism stay outside of it. Worth it on GPUs, and on CPUs once steps are many.
+All blocks share one graph, so the compile time is that of one block (10-20 s cold, little with a warm cache), whatever
+the number of layers. Hooks of data parallelism stay outside of the graph. Worth it on GPUs, and on CPUs for long runs.
 
-Limits: recomputing single operations inside a compiled block with sliced (DTensor) parameters fails in PyTorch 2.13
-and is refused.
+Limits: recomputation of single operations in a compiled block with tensor-parallel (DTensor) parameters fails in
+PyTorch 2.13 and is refused.
 """
 
 from collections.abc import Callable, Iterable

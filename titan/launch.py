@@ -1,4 +1,4 @@
-"""Start the ranks of this node, watch over them, and end with the exit code of the run.
+"""Start the ranks of this node, monitor them, and exit with the exit code of the run.
 
 `./run_train.sh` ends here. Started by Slurm or torchrun once per rank, this process is the rank; for a world of one
 rank it trains in this very process; otherwise, or when ranks may have to start again, it is the parent of the node's.

@@ -1,9 +1,9 @@
 """JSON lines: a JSON object on each line, one of whose fields is a document's text.
 
-`path` names files, folders or globs; names that end in .gz or .zst are unpacked. Empty lines are passed over. Anything
-else that is not an object with the field as a string stops the run, naming file and line.
+`path` names files, folders or globs; names that end in .gz or .zst are unpacked. Empty lines are skipped. Any other
+line that is not an object with the field as a string stops the run, naming file and line.
 
-Cost: a line is held in memory at a time.
+Cost: one line is held in memory at a time.
 """
 
 import json

@@ -1,12 +1,12 @@
-"""Parquet: tables, one of whose columns holds a document's text in each row.
+"""Parquet tables with a column of strings: each row is a document.
 
-`path` names files, folders or globs. The column must be one of strings; a row without a string stops the run, naming
-file and row, and so does a file that gives fewer rows than it says it has. Checksums of pages are verified where a file
-has them. No other column is read.
+`path` names files, folders or globs. The column must hold strings. A row without a string stops the run, naming file
+and row, and so does a file with fewer rows than its metadata says. Checksums of pages are verified if the file has
+them. No other column is read.
 
 Cost: 1,024 rows of that column in memory at a time, beside a few pages of the file.
-Limits: needs the pyarrow package (the extra "parquet"); a column inside another one cannot be named, and one that Arrow
-holds as a dictionary is refused. Text that was damaged in a file without checksums is not noticed.
+Limits: needs the pyarrow package (the extra "parquet"); nested columns are not supported, and a column that
+Arrow holds as a dictionary is refused. Damaged text in a file without checksums is not detected.
 """
 
 from collections.abc import Iterator

@@ -1,10 +1,10 @@
-"""Token shards that somebody has already made.
+"""Token shards that were written earlier.
 
 `path` names shards, folders of them or globs: the files that `titan data prepare` writes and `titan data inspect`
-shows. Their tokens are taken as they are; an id beyond the model's vocabulary stops the run when it is read.
+shows. Their tokens are used as they are; an id outside the model's vocabulary stops the run when it is read.
 
 Cost: nothing is copied; shards are memory-mapped.
-Limit: nobody can tell which tokenizer made them.
+Limit: a shard does not record its tokenizer, so a wrong one is detected only by ids outside the vocabulary.
 """
 
 from dataclasses import dataclass
@@ -23,7 +23,7 @@ class Config:
 
 @register
 class Shards(Dataset):
-    """Token shards made before; memory-mapped, nothing is tokenized."""
+    """Token shards written earlier; memory-mapped, nothing is tokenized."""
 
     name = "shards"
     Config = Config

@@ -4,8 +4,8 @@ Every .py file of the running interpreter's standard library is a document, in t
 3.5 million tokens with the built-in byte pairs, on every machine, with nothing to download. Its tests are left out
 (they are three fifths of the text and much of them is tables), as are installed packages and files that are not UTF-8.
 
-`split` divides the files: about one in 25, chosen by a hash of its path, is kept for validation. A file of another
-interpreter falls in the same split.
+`split` divides the files: about one in 25, chosen by a hash of its path, is the validation split. The same path is in
+the same split with any interpreter.
 
 Limit: the text is the interpreter's, so two minor versions of Python give two datasets.
 """

@@ -1,10 +1,10 @@
 """Plain text files.
 
-`path` names files, folders or globs. Each file is one document, or several where `separator` stands between them
-(TinyStories' `<|endoftext|>`, say). UTF-8; a byte-order mark is dropped; names that end in .gz or .zst are unpacked.
+`path` names files, folders or globs. Each file is one document, or several separated by `separator`
+(such as TinyStories' `<|endoftext|>`). UTF-8; a byte-order mark is dropped; names that end in .gz or .zst are unpacked.
 
-Cost: a file is held in memory while it is tokenized, at some 40 bytes a token. Text larger than that belongs in several
-files or in JSON lines.
+Cost: a file is held in memory while it is tokenized, at about 40 bytes per token. Split larger text
+into several files, or use JSON lines.
 """
 
 from collections.abc import Iterator

@@ -1,15 +1,16 @@
-"""Activation checkpointing: save less in forward, compute it again in backward.
+"""Activation checkpointing: save fewer activations in forward, and recompute the others in backward.
 
-full       each block saves its input alone: one more forward of the layers, about a third more FLOPs.
+full       each block saves only its input: one more forward of the layers, about a third more FLOPs.
 every_n    the same for every n-th block: memory and FLOPs in proportion.
-selective  the results of matrix products and attention are saved, the cheap rest is computed again: a few percent more
-           time for most of the saving (Korthikanti et al., arXiv 2205.05198; Chen et al., arXiv 1604.06174).
+selective  the results of matrix products and attention are saved, the cheap operations are recomputed: a few percent
+           more time for most of the memory saving (Korthikanti et al., arXiv 2205.05198; Chen et al., arXiv
+           1604.06174).
 
-With tensor parallelism selective mode keeps the partial sums of row-wise products beside what their reduction yields,
-[B, S, D] twice a layer, though backward reads neither: PyTorch runs again what is not kept, and that would be the
-product, where keeping it costs memory alone.
+With tensor parallelism, selective mode saves the partial sums of row-wise products as well as their reduced results,
+[B, S, D] twice per layer, although backward reads neither. PyTorch would otherwise recompute the product; saving its
+result costs only memory.
 
-Recomputing changes no number: the same kernels run on the same inputs.
+Recomputation changes no number: the same kernels run on the same inputs.
 """
 
 from collections.abc import Callable

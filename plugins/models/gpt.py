@@ -1,14 +1,14 @@
 """GPT: learned positions, LayerNorm, GELU, biases everywhere, the head tied to the embedding (GPT-2, arXiv 2005.14165).
 
 A layer is `h = x + attn(norm(x))`, `y = h + ffn(norm(h))`, with `ffn(x) = down(gelu(up x))` and GELU in its tanh
-approximation, as GPT-2 has it. Every layer attends to the whole sequence (GPT-3's sparse layers are not here); there is
-no dropout.
+approximation, as GPT-2 has it. Every layer attends to the whole sequence: GPT-3's sparse attention layers are not
+implemented. There is no dropout.
 
-Cost of a layer: 12 D^2 + 13 D parameters where F = 4 D and K = H; 2 FLOPs a token forward for each in a matmul, and
-4 S H N for attention. It keeps 4 D + 2 H N + 2 K N + 2 F numbers a token for backward.
+Cost of a layer: 12 D^2 + 13 D parameters where F = 4 D and K = H; 2 FLOPs per token forward for each in a matmul, and
+4 S H N for attention. It saves 4 D + 2 H N + 2 K N + 2 F numbers per token for backward.
 
-Limits: a sequence is at most `max_seq_len` long, and positions count from the start of the sequence, also in documents
-that are packed into one. Documents that must not see each other cost a mask of B S^2 bytes.
+Limits: a sequence is at most `max_seq_len` long, and positions count from the start of the sequence, also for
+packed documents. Document masking costs a mask of B S^2 bytes.
 """
 
 # B batch, S sequence, D dim, H query heads, K key-value heads, N head_dim, F ffn_dim, V vocabulary.

@@ -3,10 +3,11 @@
     m = b1 m + (1 - b1) g;   v = b2 v + (1 - b2) g^2
     w = w - lr * (m / (1 - b1^t) / (sqrt(v / (1 - b2^t)) + eps) + weight_decay * w)
 
-Norms, biases and embeddings are not decayed unless `decay_all` says so; the line at the start of a run tells what is.
+Weight decay leaves out norms, biases and embeddings unless `decay_all` is set; the first lines of a run say how many
+parameters are decayed.
 
-Cost: 8 bytes a parameter of fp32 state on the rank that holds the parameter; one pass over weights, gradients and state
-(28 bytes read and written a parameter); nothing is sent.
+Cost: 8 bytes per parameter of fp32 state on the rank that holds the parameter; one pass over weights, gradients and
+state (28 bytes read and written per parameter); no communication.
 Limits: building it imports torch's compiler, about one second.
 """
 

@@ -1,9 +1,10 @@
-"""Replicated data parallelism: every rank holds the whole state and gradients are all-reduced.
+"""Replicated data parallelism: every rank holds the whole model state, and gradients are all-reduced.
 
 Built on FSDP2's replicate, so buckets are the model's units, the all-reduce of one overlaps the backward of the next,
 and mixed precision means the same as when sharded. PyTorch DDP: arXiv 2006.15704.
 
-Cost per rank for P parameters over n ranks: the whole state; 2 (n-1)/n P sent once a step, however many micro batches.
+Cost per rank for P parameters over n ranks: the whole state; 2 (n-1)/n P sent once per step, however many micro
+batches.
 """
 
 from dataclasses import dataclass, replace

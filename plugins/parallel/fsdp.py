@@ -4,15 +4,15 @@ Parameters, gradients and optimizer state of each unit (a layer, the embedding, 
 `dp_shard`; a unit is gathered when it is used and its gradients are reduce-scattered. With `dp_replicate` above 1 the
 shards are replicated and gradients are all-reduced between the replicas. ZeRO: arXiv 1910.02054; FSDP: 2304.11277.
 
-Cost per rank for P parameters over n ranks: state P/n; `zero_stage` 3 gathers P twice a micro batch (once for forward,
-once for backward) and reduces P once, 2 gathers once and keeps P from forward to backward, 1 gathers and reduces once a
-step however many micro batches flow, and keeps P gathered and P of gradients in the reduce dtype for that time.
+Cost per rank for P parameters over n ranks: state P/n; `zero_stage` 3 gathers P twice per micro batch (for forward and
+for backward) and reduces P once; 2 gathers once and keeps P from forward to backward; 1 gathers and reduces once per
+step for any number of micro batches, and holds P gathered parameters and P gradients in the reduce dtype meanwhile.
 Bytes sent per gather or reduction: (n-1)/n of P in the dtype moved.
 
-Carries mixed precision: the gather casts fp32 shards to the compute dtype, the reduction sums in the reduce dtype. It
-does so at degree 1 too, so that a lower precision means the same on one rank as on many.
+Applies mixed precision: the gather casts fp32 shards to the compute dtype, the reduction sums in the reduce dtype. This
+holds at degree 1 too, so that a lower precision means the same on one rank as on many.
 
-Limits: a pipeline schedule that splits the backward reduces once a step, so zero_stage 2 and 3 are refused with it.
+Limits: a pipeline schedule that splits the backward reduces once per step, so zero_stage 2 and 3 are refused with it.
 """
 
 import warnings

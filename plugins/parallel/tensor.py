@@ -1,31 +1,31 @@
 """Tensor parallelism with sequence parallelism: every layer's matrices are split over the ranks of the axis `tp`.
 
-A pair of linears is cut so that one sum joins it (Megatron-LM, arXiv 1909.08053): the first by output features
-(column), which leaves each rank its own heads or hidden units, the second by input features (row),
+A pair of linears is split so that it needs one sum over ranks (Megatron-LM, arXiv 1909.08053): the first by output
+features (column), which leaves each rank its own heads or hidden units, the second by input features (row),
 
     y = sum over ranks r of  f(x A_r) B_r.
 
-The embedding is cut by vocabulary, as the head is; a token that a rank does not hold contributes zero to the sum.
-With `sequence_parallel` (arXiv 2205.05198) what lies between those pairs - norms, residuals, the embeddings' output -
-holds only S / tp positions: the sum becomes a reduce-scatter over S, and an all-gather precedes each pair. With
-`loss_parallel` logits stay split over the vocabulary, as DTensors, and the loss sums over ranks, gathering nothing.
+The embedding and the head are split by vocabulary; a token that a rank does not hold contributes zero to the sum. With
+`sequence_parallel` (arXiv 2205.05198) each rank holds only S / tp positions of what lies between those pairs (norms,
+residuals, the embeddings' output): the sum becomes a reduce-scatter over S, and an all-gather precedes each pair. With
+`loss_parallel` logits stay split over the vocabulary, as DTensors, and the loss sums over ranks without a gather.
 
-What is done to which module is the model's to say (`ModelSpec.tensor`); this file only turns its words into DTensor
-layouts. Parameters without a split are replicated DTensors, so that optimizers and clipping see one kind of tensor.
+The model states how each module is split (`ModelSpec.tensor`); this file translates that into DTensor layouts.
+Parameters without a split are replicated DTensors, so that optimizers and clipping see one kind of tensor.
 
 Cost for tp ranks, a micro batch of B x S tokens of width D in e bytes per number:
-    memory: parameters, gradients and optimizer state / tp. Activations inside a pair / tp; what a pair is fed with and
-        what lies between pairs whole, or / tp with sequence_parallel for all but the gathered input of each pair.
+    memory: parameters, gradients and optimizer state / tp. Activations inside a pair / tp. A pair's input and
+        what lies between pairs are whole; with sequence_parallel all but the gathered input of each pair is / tp.
     FLOPs: matmuls / tp; norms and residuals / tp with sequence_parallel, repeated on every rank without.
     bytes sent per rank and layer: 2 all-reduces forward and 2 backward, 8 B S D e (tp - 1) / tp; with sequence_parallel
         an all-gather and a reduce-scatter in place of each, the same bytes. The embedding (forward) and the head
-        (backward) add one all-reduce or such a pair together. Logits: B S V e (tp - 1) / tp when they are made whole,
-        3 numbers a token otherwise.
-    once a step: one all-reduce of the gradients of q/k norms, and with sequence_parallel of norms, learned positions.
-All of it waits on the critical path: keep tp within a node.
+        (backward) add one all-reduce or such a pair together. Logits: B S V e (tp - 1) / tp if they are gathered,
+        3 numbers per token otherwise.
+    once per step: one all-reduce of the gradients of q/k norms, and with sequence_parallel of norms, learned positions.
+All of this communication is on the critical path: keep tp within a node.
 
 Limits: tp divides n_heads and n_kv_heads, and seq_len with sequence_parallel. Vocabulary and feed-forward width may be
-uneven: the last ranks get less, but none may get nothing.
+uneven: the last ranks get less, but every rank must get a part.
 """
 
 import math

@@ -4,8 +4,8 @@ Parameters are cast once when a unit is gathered, activations follow; a micro ba
 over micro batches and ranks in fp32. The optimizer, the loss, softmax and norms' statistics stay fp32.
 Mixed precision training: arXiv 1710.03740; bfloat16: arXiv 1905.12322.
 
-Cost: 2 bytes instead of 4 per gathered parameter and activation; the master copy stays. The wrapper that gathers
-parameters does the casting, so one is switched on where none is.
+Cost: 2 bytes instead of 4 per gathered parameter and activation; the master copy stays. The technique that gathers
+parameters casts them, so one is enabled if none is.
 """
 
 from dataclasses import dataclass

@@ -1,29 +1,29 @@
-"""float8: the matrix products of the layers' linears on 8-bit floats, with a scale computed anew at each use (torchao).
+"""float8: matrix products of the layers' linears in 8-bit floats, with dynamic scaling (torchao).
 
 A linear y = x W^T has three products, y, dL/dx = g W and dL/dW = g^T x with g = dL/dy. Before each, its operands A are
 cast to q(A) = float8(s A) with s = F / max|A|, F the largest float8 number (448 in e4m3), and
 
-    A B  ~  (q(A) q(B)) / (s_A s_B),      summed in float32, given back in the run's precision.
+    A B  ~  (q(A) q(B)) / (s_A s_B),      summed in float32, returned in the run's precision.
 
-FP8 formats and training: arXiv 2209.05433. What shares one scale is the `recipe`:
+FP8 formats and training: arXiv 2209.05433. The `recipe` sets which values share one scale:
 
     tensorwise          a tensor; x and W in e4m3, g in e5m2 (more range, fewer digits). The fastest.
     rowwise             a row of A, a column of B, so an outlier spoils its own row only; all in e4m3, scales rounded
-                        down to powers of 2, which lose nothing. Each operand is cast twice, once a direction.
+                        down to powers of 2, which lose nothing. Each operand is cast twice, once per direction.
     rowwise_with_gw_hp  the same, with dL/dW in the run's precision and W in one scale for dL/dx. The most accurate.
 
-Weights, gradients, optimizer state, norms, attention, embedding and head stay what the run's precision makes of them,
-as do linears whose sizes are no multiples of 16, which tensor cores ask for. Which linears are converted follows from
+Weights, gradients, optimizer state, norms, attention, embedding and head stay in the run's precision, as do linears
+whose sizes are not multiples of 16, which tensor cores require. Which linears are converted follows from
 the model and `filter` alone, never from the layout. Meant to go with bf16.
 
 Cost: products at up to twice bf16's FLOP/s where the hardware has float8 (CUDA capability 8.9 and up), and a pass over
-each operand for its maximum and its cast, which only `compile` fuses; what torchao measured on H100s speaks against
-linears below about 2,000 x 1,000. Activations are saved in the run's precision: no memory is saved. `fsdp_all_gather`
-casts a shard before it is gathered, half of bf16's bytes, with one all-reduce a step for the scales of all weights.
-Elsewhere products are emulated: the same rounded operands, multiplied in float32, slower than without.
+each operand for its maximum and its cast, which only `compile` fuses; by torchao's measurements on H100s, linears below
+about 2,000 x 1,000 get slower. Activations are saved in the run's precision: no memory is saved. `fsdp_all_gather`
+casts a shard before it is gathered, half of bf16's bytes, with one all-reduce per step for the scales of all weights.
+On other hardware products are emulated: the same rounded operands multiplied in float32, slower than without float8.
 
-Limits: not the same curve at any layout. A scale sees the tokens of one micro batch on one rank, but in
-`rowwise_with_gw_hp` those of its own row only: its curve alone does not depend on how the batch is cut. Slices of
+Limits: the curve depends on the layout. A scale covers the tokens of one micro batch on one rank. Only with
+`rowwise_with_gw_hp`, whose scales cover single rows, is the curve independent of how the batch is divided. Slices of
 tensor parallelism share the scale of the whole. With `fsdp_all_gather` weights are rounded once, from fp32, else from
 the run's precision too. A schedule that splits the backward does all its products twice, once in each half. Rowwise
 products come out in bf16 in an fp32 run too.

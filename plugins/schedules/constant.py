@@ -2,7 +2,7 @@
 
     factor(s) = s / warmup   for s <= warmup, then 1
 
-Cost: none. Limits: the last steps are as noisy as the others; where the final loss counts, let the rate fall.
+Cost: none. Limits: without a decay the loss stays noisy to the end; use a decaying schedule if the final loss matters.
 """
 
 from dataclasses import dataclass

@@ -3,8 +3,8 @@
     factor(s) = s / warmup                                            for s <= warmup
     factor(s) = min + (1 - min) * (1 + cos(pi * progress)) / 2        progress = (s - warmup) / decay, at most 1
 
-Cost: none. Limits: the curve depends on the length of training, so a longer run is another run from its first step,
-unless `decay_steps` fixes it.
+Cost: none. Limits: the curve depends on the length of training, so a longer run differs from its first step on,
+unless `decay_steps` is set.
 """
 
 import math

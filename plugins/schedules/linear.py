@@ -5,8 +5,8 @@
 
 Down to zero by default, which beats a tenth of the peak (Bergsma et al., arXiv 2502.15938).
 
-Cost: none. Limits: the curve depends on the length of training, so a longer run is another run from its first step,
-unless `decay_steps` fixes it.
+Cost: none. Limits: the curve depends on the length of training, so a longer run differs from its first step on,
+unless `decay_steps` is set.
 """
 
 from dataclasses import dataclass

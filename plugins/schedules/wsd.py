@@ -1,12 +1,12 @@
-"""Warm-up, stable, decay: the peak rate is held, and falls only at the end (MiniCPM, arXiv 2404.06395, section 4).
+"""Warm-up, stable, decay: the peak rate is held, and decays only at the end (MiniCPM, arXiv 2404.06395, section 4).
 
     factor(s) = s / warmup                                for s <= warmup
     factor(s) = 1                                         until `decay` steps before the end
     factor(s) = min + (1 - min) * (1 - progress)          linear; for `decay_type = "sqrt"`, (1 - sqrt(progress))
 
-The square root falls fast first and ends lower in loss (Hägele et al., arXiv 2405.18392).
+The square-root decay falls fast first, and reaches a lower loss (Hägele et al., arXiv 2405.18392).
 
-Cost: none. A run can be made longer from a checkpoint taken before its decay, without a break in the curve.
+Cost: none. A run can be extended from a checkpoint taken before the decay, without a break in the curve.
 """
 
 import math

@@ -1,12 +1,12 @@
 """Byte-pair encoding over bytes, with ranks from a file.
 
-Text is cut into words, digits and punctuation, and within each piece the neighbours of lowest rank are merged first
+Text is cut into words, digits and punctuation, and within each piece the adjacent pair of lowest rank is merged first
 (Sennrich et al. 2016; over bytes as in GPT-2). A file of 4,096 ranks, trained on the Python standard library's source,
-is built in; `titan data train-tokenizer` makes others. The id after the last rank ends a document, so the vocabulary
-has one id more than there are ranks: 4,097 for the file that is built in.
+is built in; `titan data train-tokenizer` trains others. The id after the last rank ends a document, so the vocabulary
+has one id more than there are ranks: 4,097 with the built-in file.
 
-Cost: about 3 bytes of Python source a token with the built-in ranks; one core encodes several MB a second.
-Limit: ranks trained with another pattern belong to the tokenizer `tiktoken`.
+Cost: about 3 bytes of Python source per token with the built-in ranks; one core encodes several MB per second.
+Limit: the split pattern is fixed; ranks that were trained with another pattern need another tokenizer plugin.
 """
 
 from collections.abc import Mapping, Sequence
@@ -33,7 +33,7 @@ class Config:
 
 @register
 class Bpe(Tokenizer):
-    """Byte pairs; 4,096 ranks are built in, `path` takes others."""
+    """Byte-pair encoding; 4,096 ranks are built in, `path` sets another rank file."""
 
     name = "bpe"
     Config = Config

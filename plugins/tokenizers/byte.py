@@ -1,8 +1,8 @@
 """Bytes as tokens.
 
-The id of a token is the value of a UTF-8 byte, and 256 ends a document: 257 ids, nothing to load, no text unknown.
-Cost: about three times the tokens of the built-in byte pairs on code. For tests and for models that are meant to read
-bytes.
+The id of a token is the value of a UTF-8 byte, and 256 ends a document: 257 ids, nothing to load, and any text can be
+encoded.
+Cost: about three times the tokens of the built-in byte pairs on code. For tests, and for byte-level models.
 """
 
 from collections.abc import Mapping, Sequence

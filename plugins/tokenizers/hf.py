@@ -1,13 +1,14 @@
 """Tokenizers of the Hugging Face hub, read from their tokenizer.json.
 
-Takes a model's folder as its maker published it - nothing is downloaded - and encodes with the `tokenizers` library, an
-extra "hf". The token that ends a document is the first of these that is said: the option `end`,
+Reads a model's folder as published (nothing is downloaded), and encodes with the `tokenizers` library (the extra "hf").
+The token that ends a document is the first of these that is given: the option `end`,
 eos_token in tokenizer_config.json, eos_token_id in generation_config.json, eos_token_id in config.json.
 
-Cost: half a second to load 128,000 tokens; one core encodes two to three MB a second, a fifth of what `tiktoken` does.
-Limits: nothing is put before or after a text, whatever the file asks for. Tokens that the file adds without calling
-them special (runs of blanks, `<tool_call>` in some) are found in text, as the file wants it. What its normalizer
-changes, such as Unicode forms or case, does not come back.
+Cost: half a second to load 128,000 tokens; one core encodes two to three MB per second, a fifth of what `tiktoken`
+does.
+Limits: no token is put before or after a text, whatever the file's post-processor says. Added tokens that are not
+marked special (runs of blanks, `<tool_call>` in some files) are matched in text, as the file specifies. Changes of its
+normalizer, such as Unicode forms or case, are not undone by decoding.
 """
 
 import difflib

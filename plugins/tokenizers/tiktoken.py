@@ -1,8 +1,8 @@
 """Published byte-pair vocabularies, read from their rank files.
 
-Takes the rank file as its maker ships it - Llama 3's `tokenizer.model`, GPT-2's `r50k_base.tiktoken`,
-`cl100k_base.tiktoken`, `o200k_base.tiktoken` - and adds what the file does not say: the pattern that cuts text, and the
-special tokens. Nothing is downloaded; the file must be there.
+Reads the rank file as published - Llama 3's `tokenizer.model`, GPT-2's `r50k_base.tiktoken`,
+`cl100k_base.tiktoken`, `o200k_base.tiktoken` - and adds what the file lacks: the split pattern and the special tokens.
+Nothing is downloaded; the file must exist.
 
     pattern   ranks     specials (id = ranks + offset)                         vocabulary   ends a document
     llama3    128,000   256: begin_of_text, end_of_text, ..., reserved           128,256    <|end_of_text|>, 128001
@@ -10,7 +10,7 @@ special tokens. Nothing is downloaded; the file must be there.
     cl100k    100,256   <|endoftext|>, three fim_*, <|endofprompt|>              100,277    <|endoftext|>, 100257
     o200k     199,998   <|endoftext|>, <|endofprompt|>                           200,019    <|endoftext|>, 199999
 
-Cost: a fifth of a second to load 128,000 ranks; one core encodes several MB a second.
+Cost: a fifth of a second to load 128,000 ranks; one core encodes several MB per second.
 Limit: no begin-of-text id is put before a document.
 """
 
@@ -96,7 +96,7 @@ class Tiktoken(Tokenizer):
 
     @property
     def vocab_size(self) -> int:
-        """Ranks and specials, ids that nobody has counted."""
+        """Number of ids: ranks, special tokens, and reserved ids in between."""
         return self._pairs.vocab_size
 
     @property

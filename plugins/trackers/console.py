@@ -1,11 +1,11 @@
-"""A line on stderr for each row, and on a terminal a progress bar with the time left.
+"""One line on stderr per logged row; on a terminal also a progress bar with the time left.
 
     step 20/600  loss 5.1234  grad norm 1.234  lr 3.0e-03  12.3k tokens/s  mfu -  0.100 s/step  71.3 GiB  left 00:58
 
-The memory is that of the fullest rank; it is named, as in `71.3 GiB (rank 9)`, where it is not rank 0.
+The memory is that of the rank with the highest peak, which is named if it is not rank 0: `71.3 GiB (rank 9)`.
 
-Cost: some microseconds a row; the bar redraws ten times a second at most.
-Limits: while the bar stands, lines that others print to the terminal must go through logging, or they cut it.
+Cost: some microseconds per row; the bar redraws at most ten times per second.
+Limits: while the bar is shown, output of other code must go through logging, or it breaks the bar.
 """
 
 import logging
@@ -27,7 +27,7 @@ class Config:
 
 @register
 class Console(Tracker):
-    """A line a row on stderr; on a terminal, a progress bar too."""
+    """One line per row on stderr; on a terminal, a progress bar too."""
 
     name = "console"
     Config = Config

@@ -1,18 +1,18 @@
-"""Metrics as a run of Weights & Biases (wandb.ai, or a server of your own), where `[metrics.wandb]` stands.
+"""Metrics as a run of Weights & Biases (wandb.ai, or a server of your own), enabled by the table `[metrics.wandb]`.
 
     [metrics.wandb]
     project = "llama"
     mode = "offline"      # nothing leaves the machine; `wandb sync runs/NAME/wandb/offline-run-*` sends it later
 
 Keys are those of `metrics.jsonl`, over the key `step`. The config is the resolved job; the summary holds the last value
-of every key, and `params`, the number of parameters. The run's id is kept in `wandb/id` of the run's folder: a run that
-goes on is the same run there, one that starts anew in the folder is another.
+of every key, and `params`, the number of parameters. The run's id is kept in `wandb/id` of the run's folder: a resumed
+run continues the same wandb run; a new run in the folder gets a new one.
 
-Cost: a process of its own, started in about a second; some hundred microseconds a row. At the end of an online run it
-waits up to `finish_timeout_s` for what has not been sent yet.
+Cost: a separate process, started in about a second; some hundred microseconds per row. At the end of an online run it
+waits up to `finish_timeout_s` for unsent rows.
 Limits: needs the wandb package (the extra "wandb"), and online a login (`wandb login`). Nothing is read from
-the server, no system metrics, console output or source code are sent. Where a run goes on from an earlier checkpoint,
-the steps in between stand there twice. If wandb fails while the run is under way, the run goes on without it.
+the server, no system metrics, console output or source code are sent. If a run resumes from an earlier checkpoint,
+the steps in between appear twice. If wandb fails during training, training continues without it.
 """
 
 import logging
@@ -50,7 +50,7 @@ class Config:
 
 @register
 class Wandb(Tracker):
-    """A run of Weights & Biases; on where [metrics.wandb] stands."""
+    """A run of Weights & Biases; enabled by the table [metrics.wandb]."""
 
     name = "wandb"
     Config = Config

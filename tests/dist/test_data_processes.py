@@ -52,7 +52,7 @@ def test_workers_change_nothing_and_faults_keep_their_words(tmp_path: Path) -> N
     bad = samples(([write(tmp_path / "bad.bin", [[1] * 100 + [77] * 20])], 1.0), vocab_size=77)
     faulty = loader(bad, 1)
     tokens_of(faulty, 3)
-    with pytest.raises(DataError, match=r"^shard .*bad\.bin: token 100 is 77, outside the vocabulary of 77; was"):
+    with pytest.raises(DataError, match=r"^shard .*bad\.bin: token 100 is 77, outside the vocabulary of 77; make"):
         next(faulty)
     faulty.close()
 
@@ -146,7 +146,7 @@ def test_processes_know_plugins_of_a_users_folder(home: str, text: Path, tmp_pat
         return
 
     (tmp_path / "killed").touch()
-    with pytest.raises(ResourceError, match=r"was killed, perhaps .*; set data\.prepare_workers to less than 2$"):
+    with pytest.raises(ResourceError, match=r"was killed, possibly .*; set data\.prepare_workers below 2$"):
         prepare(dataset, BYTES, cache=tmp_path / "other", workers=2, progress=False)
     assert nothing_kept(tmp_path / "other")
 

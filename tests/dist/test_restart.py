@@ -230,7 +230,7 @@ def test_a_node_that_is_gone() -> None:
     [
         ({"node": 1, "nodes": 3, "ranks": 4}, "NNODES = 3 on node 1, but 2 on node 0"),
         ({"node": 1, "nodes": 2, "ranks": 8}, "NPROC = 8 on node 1, but 4 on node 0"),
-        ({"node": 0, "nodes": 2, "ranks": 4}, "NODE_RANK = 0 is set on two nodes"),
+        ({"node": 0, "nodes": 2, "ranks": 4}, "NODE_RANK = 0 is set on two nodes; each node needs its own"),
     ],
 )
 def test_nodes_that_do_not_fit_together(hello: dict[str, int], said: str) -> None:

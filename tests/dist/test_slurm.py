@@ -122,9 +122,9 @@ def test_a_signal_that_cancels_wins(sent: list[str], restarts: int, tmp_path: Pa
 
 
 FOUR = ["--nodes=2", "--ntasks-per-node=2"]
-ALONE = "environment: {}, but srun did not start this process; start it with srun, as docs/slurm.sh does, or set {}"
+ALONE = "environment: {}, but srun did not start this process; start it with srun (example: docs/slurm.sh), or set {}"
 MANY_NODES = ALONE.format("SLURM_NNODES = 2", "NNODES=1 to use this node alone")
-MANY_TASKS = ALONE.format("SLURM_NTASKS = 8", "NPROC to the ranks that this process is to start")
+MANY_TASKS = ALONE.format("SLURM_NTASKS = 8", "NPROC to the number of ranks that this process starts")
 
 
 @pytest.mark.parametrize(

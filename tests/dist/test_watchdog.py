@@ -68,7 +68,7 @@ def test_a_hung_checkpoint_shows_every_rank(
     for rank in range(2):
         log = tmp_path / "run" / "logs" / f"rank-{rank}.log"
         for text in (printed, log.read_text()):
-            assert f"the stacks of rank {rank} follow, and stand in {log}" in text, text
+            assert f"the stacks of rank {rank} follow, and are in {log}" in text, text
         assert said in log.read_text() and "took longer than 2 s ([comm] checkpoint_timeout_s)" in log.read_text()
     assert "in _hung_disk" in _log(tmp_path, 1) and "in _hung_disk" not in _log(tmp_path, 0)
     assert f"in {operation}" in _log(tmp_path, 0), "rank 0 waits for the other in the middle of it"

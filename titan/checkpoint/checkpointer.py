@@ -1,8 +1,8 @@
 """Saves and loads a run's state, on all ranks together.
 
-A save goes: copy (in the background mode), write aside, check that all is there, rename, drop what is no longer kept.
-Everything after the copy happens on one thread per rank, over a process group of its own, so that the collectives of
-training and of the checkpoint never meet; a failure on one rank ends the save on all.
+A save has five steps: copy (in the background mode), write under a temporary name, check the files, rename, delete old
+checkpoints. All steps after the copy run on one thread per rank and in a separate process group, so that they never mix
+with the collectives of training. A failure on one rank ends the save on all.
 """
 
 from __future__ import annotations

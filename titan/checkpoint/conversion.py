@@ -1,6 +1,6 @@
-"""Weights from one format to the other, a tensor at a time: what is converted never has to fit into memory.
+"""Conversion of weights between formats, one tensor at a time, so that the model need not fit into memory.
 
-Either format can be read and either written. The new folder is made aside and renamed when all of it is on the disk.
+Both formats can be read and written. The new folder is written under a temporary name, and renamed when complete.
 """
 
 from __future__ import annotations

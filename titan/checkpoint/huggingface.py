@@ -1,7 +1,7 @@
 """A model's weights in a Hugging Face folder: safetensors under the names of transformers, and a config.json.
 
-Which of their tensors are which of ours is the model's to say (`Model.hf_tensors`). A tensor is read when its turn
-comes, and of it what the rank needs. Imported when first used, as the library is.
+The model maps its parameters to their tensors (`Model.hf_tensors`). Tensors are read one by one, and of each only the
+slice that the rank needs. Imported at first use, as the safetensors library is.
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
-"""Reads a checkpoint into a model and an optimizer. Strict: what is absent, left over or of another shape is refused.
+"""Reads a checkpoint into a model and an optimizer. Strict: missing or extra tensors and other shapes are refused.
 
-Imported when first used, as DCP is.
+Imported at first use, as DCP is.
 """
 
 from __future__ import annotations
@@ -53,7 +53,7 @@ class Saved:
         found = [fault for some in faults for fault in some]
         if found:
             raise CheckpointError(f"{path} is damaged: {'; '.join(found)}")
-        others = manifest.strangers(path, pieces) if ranks.rank == 0 else []
+        others = manifest.unlisted(path, pieces) if ranks.rank == 0 else []
         if others:
             log.warning(f"{path} also holds {listed(others)}: not part of the checkpoint, ignored")
         state = ranks.each(lambda: folders.read_state(path))

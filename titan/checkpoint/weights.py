@@ -1,4 +1,4 @@
-"""Weights alone, from a checkpoint of titan's or a Hugging Face folder: to start a run from, or to use a model."""
+"""Weights without optimizer state, from a titan checkpoint or a Hugging Face folder; for init_from and inference."""
 
 from __future__ import annotations
 

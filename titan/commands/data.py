@@ -38,7 +38,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--data", metavar="NAME", help="dataset to train on; default: the default dataset (titan plugins)"
     )
     source.add_argument("--config", type=Path, metavar="FILE", help="train on the datasets of a job instead")
-    train.add_argument("--path", action="append", metavar="P", help="the dataset's files; may be given again")
+    train.add_argument("--path", action="append", metavar="P", help="files of the dataset; may be repeated")
     train.add_argument(
         "--size", type=int, default=4096, metavar="N", help="vocabulary size, with the 256 bytes; default: 4096"
     )

@@ -45,7 +45,7 @@ every token of that word is the most probable one; word_perplexity is LAMBADA's 
         "--checkpoint", required=True, metavar="DIR", help="a run, a checkpoint or a Hugging Face folder"
     )
     parser.add_argument("--data", required=True, metavar="NAME", help="dataset: text, jsonl, shards, ...")
-    parser.add_argument("--path", action="append", metavar="P", help="the dataset's files; may be given again")
+    parser.add_argument("--path", action="append", metavar="P", help="files of the dataset; may be repeated")
     parser.add_argument("--last-word", action="store_true", help="score only the last word of each document")
     parser.add_argument(
         "--seq-len", type=int, metavar="N",

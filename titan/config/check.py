@@ -1,4 +1,4 @@
-"""What only the whole job can tell: the model's sizes, paths, and what each technique cannot do with it."""
+"""Checks that need the whole job: the model's sizes, paths, and what each technique requires."""
 
 from collections.abc import Callable
 from pathlib import Path
@@ -12,7 +12,7 @@ from titan.errors import ConfigError, ConfigIssue, PluginError
 
 
 def check(job: Job, where: Callable[..., Where]) -> None:
-    """Ask the model and the techniques. where: the place of a table, by the parts of its name.
+    """Run the checks of the model and of the enabled techniques. where: gives the place of a table by its name's parts.
 
     Raises:
         ConfigError: with every fault found.

@@ -1,4 +1,4 @@
-"""Build a Job from files and the command line, collecting every fault before saying any."""
+"""Build a Job from files and the command line; all faults are collected and reported together."""
 
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
@@ -69,7 +69,7 @@ def load_job(path: Path | None, overrides: Sequence[str] = (), world_size: int |
 
 
 def said_twice(path: Path | None, overrides: Sequence[str] = ()) -> list[str]:
-    """Sentences about keys that a file gives and something above it outranks without naming them: which counts.
+    """Sentences about model sizes of a file that a preset above it overrides.
 
     Raises:
         ConfigError: a file cannot be read, or a word is no override.
@@ -78,7 +78,7 @@ def said_twice(path: Path | None, overrides: Sequence[str] = ()) -> list[str]:
 
 
 def load_table(values: Mapping[str, Any], origin: str, overrides: Sequence[str], world_size: int | None = None) -> Job:
-    """The job of a table that comes from no TOML file; `origin` says in messages where from. Else as `load_job`."""
+    """As `load_job`, from a table instead of a file; `origin` names the source of the table in messages."""
     table = Table()
     table.merge(values, origin)
     tables.override(table, overrides)
@@ -202,14 +202,14 @@ class _Loader:
         return {**plugin.presets[str(name)], **values}
 
     def _data(self) -> tuple[Any, tuple[Source, ...]]:
-        host, guest = self._divided("data", DataSection)
-        mixture = guest.pop("mixture", None)
+        host, dataset = self._divided("data", DataSection)
+        mixture = dataset.pop("mixture", None)
         data = self._parse(DataSection, host, "data")
         if mixture is None:
-            source = self._source(guest, 1.0, "data")
+            source = self._source(dataset, 1.0, "data")
             self.resolved["data"] = {**(resolved_table(data) if data else {}), **(source[1] if source else {})}
             return data, (source[0],) if source else ()
-        for key in guest:
+        for key in dataset:
             self.faults.append(
                 self._where("data").fault(
                     key, "cannot stand beside a mixture; move it into an entry of [[data.mixture]]"
@@ -226,24 +226,24 @@ class _Loader:
         return host, {key: value for key, value in values.items() if key not in own}
 
     def _validation(self) -> tuple[Any, Dataset | None]:
-        host, guest = self._divided("validation", ValidationSection)
+        host, dataset = self._divided("validation", ValidationSection)
         validation = self._parse(ValidationSection, host, "validation")
         self.resolved["validation"] = resolved_table(validation) if validation else {}
-        if "name" not in guest:
-            self._unnamed(guest, validation is not None and validation.every > 0)
+        if "name" not in dataset:
+            self._unnamed(dataset, validation is not None and validation.every > 0)
             return validation, None
-        source = self._source(guest, 1.0, "validation")
+        source = self._source(dataset, 1.0, "validation")
         self.resolved["validation"] |= source[1] if source else {}
         return validation, source[0].plugin if source else None
 
-    def _unnamed(self, guest: Mapping[str, Any], needed: bool) -> None:
+    def _unnamed(self, dataset: Mapping[str, Any], needed: bool) -> None:
         """Say what is wrong with a `[validation]` that names no dataset."""
         where, datasets = self._where("validation"), registry.of_kind(Dataset.kind)
-        if guest or needed:
+        if dataset or needed:
             known = ", ".join(plugin.name for plugin in datasets)
             self.faults.append(where.fault("name", f"missing; name a dataset ({known})"))
         keys = {o.key for config in (ValidationSection, *(p.Config for p in datasets)) for o in options_of(config)}
-        self.faults += [where.fault(key, f"unknown key{did_you_mean(key, keys)}") for key in guest if key not in keys]
+        self.faults += [where.fault(key, f"unknown key{did_you_mean(key, keys)}") for key in dataset if key not in keys]
 
     def _mixture(self, mixture: Any) -> list[tuple[Source, dict[str, Any]]]:
         if not isinstance(mixture, list) or not mixture or not all(isinstance(entry, dict) for entry in mixture):

@@ -15,9 +15,11 @@ JsonSchema = dict[str, Any]
 
 
 def schema() -> JsonSchema:
-    """The schema of every TOML that `load_job` takes, with the plugins known now."""
+    """The schema of every TOML that `load_job` takes, with the plugins known now and without former spellings."""
     registry.load_plugins()
-    properties: JsonSchema = {"base": {"type": "string", "description": "file whose keys lie below this file's"}}
+    properties: JsonSchema = {
+        "base": {"type": "string", "description": "file to inherit from; keys of this file override it"}
+    }
     properties |= {name: _table(options_of(section)) for name, section in SECTIONS.items()}
     properties |= {contract.section: _one_of(contract) for contract in ONE_OF}
     properties["data"] = _data()

@@ -1,4 +1,4 @@
-"""TOML text to one merged table that remembers where each key came from."""
+"""TOML files and overrides merged into one table that records which file set each key."""
 
 import tomllib
 from collections.abc import Iterator, Mapping, Sequence
@@ -30,7 +30,7 @@ class Table:
     outranked: dict[str, Any] = field(default_factory=dict)
 
     def merge(self, other: Mapping[str, Any], origin: str, at: Path_ = ()) -> None:
-        """Lay `other` over this; tables merge, everything else is replaced."""
+        """Merge `other` over this one: tables merge, any other value replaces."""
         here = self.values
         for key in at:
             here = here.setdefault(key, {})
@@ -70,7 +70,7 @@ class Table:
         return here
 
     def origins_in(self, *path: str) -> dict[str, str]:
-        """Who set each key of the table at a path."""
+        """Key -> file or command line that set it, for the table at a path."""
         return {at[-1]: origin for at, origin in self.origins.items() if at[:-1] == path}
 
 
@@ -90,9 +90,9 @@ def split_arguments(words: Sequence[str]) -> tuple[Path | None, list[str]]:
 
 
 def read(path: Path | None, overrides: Sequence[str], built_in: Path) -> Table:
-    """The file with its bases below it and the command line above it.
+    """The file merged over its base files, with the command line on top.
 
-    Relative paths are looked up from the working directory, then among the configs that came with titan.
+    Relative paths are searched in the working directory, then among the built-in configs.
 
     Raises:
         ConfigError: a file is missing or is no TOML, base files are circular, or a word of the command line is no
@@ -121,7 +121,7 @@ def said_twice(path: Path | None, overrides: Sequence[str], built_in: Path) -> l
 
 
 def override(table: Table, words: Sequence[str]) -> None:
-    """Lay `--table.key value` words of a command line over a table.
+    """Merge the overrides of a command line, `--table.key value`, into a table.
 
     Raises:
         ConfigError: a word is no override, or goes through what is no table.

@@ -1,18 +1,18 @@
-"""How well a trained model predicts text: perplexity per token and per word, bits per byte, last words.
+"""Evaluation of a trained model on text: perplexity per token and per word, bits per byte, last-word accuracy.
 
-The definitions are those of the Language Model Evaluation Harness (lm-eval), whose numbers they can be held against:
+The definitions are those of the Language Model Evaluation Harness (lm-eval), so that results can be compared:
 
-    loss             -(sum of log p of all predicted tokens) / tokens, in nats; perplexity is e to it
-    word_perplexity  e to -(the same sum) / words, where words are the pieces of `re.split(r"\\s+", text)`; whitespace
+    loss             -(sum of log p of all predicted tokens) / tokens, in nats; perplexity is exp(loss)
+    word_perplexity  exp(-(the same sum) / words), where words are the pieces of `re.split(r"\\s+", text)`; whitespace
                      at either end of a text leaves an empty piece there, which counts
     bits_per_byte    -(the same sum) / (bytes of the texts in UTF-8 * ln 2)
 
-Each document stands alone. All its tokens are predicted, the first one from the end id (`first_token` "predict"), or
-all but the first ("skip", as transformers shift labels); an end id after the text is not. A document longer than
-`seq_len` is read in windows of that many tokens whose ends lie `stride` apart; each predicts what those before it have
-not, from all that it holds. The last one is moved back so that it is full. With the stride that is seq_len, the
-default, a window's first prediction sees one token (lm-eval's rolling windows); with a smaller one each sees at least
-seq_len - stride + 1 tokens, and costs as much more.
+Each document is scored on its own. All its tokens are predicted, the first one from the end id (`first_token`
+"predict"), or all but the first ("skip", as transformers shift labels); an end id after the text is not. A document
+longer than `seq_len` is read in windows of that many tokens whose ends lie `stride` apart; each predicts the tokens
+that earlier windows have not, with the whole window as context. The last one is moved back so that it is full. With the
+stride that is seq_len, the default, a window's first prediction sees one token (lm-eval's rolling windows); with a
+smaller one each sees at least seq_len - stride + 1 tokens, and costs as much more.
 
 The last word is that of LAMBADA (arXiv 1606.06031): what follows the last whitespace of a text. It counts as known if
 each of its tokens is the most probable one, given the true ones before it.

@@ -1,12 +1,12 @@
 """Continue prompts with a model, token by token, on every layout it can be trained on.
 
-A token is drawn from softmax(logits / temperature), cut to the `top_k` most probable and then to the fewest that hold
-`top_p` of what is left (nucleus sampling, arXiv 1904.09751). One rank draws, on the CPU, and tells the others, so that
-ranks never part. Every text has a generator of its own, seeded by the user's seed, its prompt and its number among the
-prompt's samples: what else is in the batch changes nothing.
+A token is drawn from softmax(logits / temperature), restricted to the `top_k` most probable tokens and then to the
+fewest that hold `top_p` of the remaining probability (nucleus sampling, arXiv 1904.09751). One rank draws on the CPU
+and broadcasts the token, so that all ranks agree. Every text has its own generator, seeded by the user's seed, the
+prompt and the sample's number, so the rest of the batch does not matter.
 
-Cost: with a cache, the prompt once and then one token a forward. Where the model takes no cache, or the layout splits
-layers or sequences over ranks, every token costs a forward of all of the text.
+Cost: with a KV cache, one forward of the prompt and then one token per forward. Without one (the model takes none, or
+the layout splits layers or sequences over ranks), every token costs a forward of the whole text.
 """
 
 import hashlib

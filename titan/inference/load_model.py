@@ -1,7 +1,7 @@
-"""A trained model to use: opened from a checkpoint or a Hugging Face folder, on one process or on many ranks.
+"""Load a trained model for use: from a checkpoint or a Hugging Face folder, on one process or on many ranks.
 
-A checkpoint says which model and tokenizer it is of. Of what it says nothing else is taken over: the layout, precision
-and data are the user's now, and a folder of plugins that a stranger's checkpoint names is not opened.
+Only the model, tokenizer, loss, seq_len and packing are read from a checkpoint's config. Layout, precision and data are
+set by the user, and plugin folders that an untrusted checkpoint names are never imported.
 """
 
 from collections.abc import Mapping, Sequence
@@ -47,7 +47,7 @@ def open_job(
     option: where the user gave the folder, for messages.
 
     Raises:
-        CheckpointError: there are no weights, or nobody knows their architecture.
+        CheckpointError: there are no weights, or no plugin supports their architecture.
         ConfigError: the overrides do not fit.
         PluginError: a plugin that `--plugins.path` names cannot be loaded.
     """

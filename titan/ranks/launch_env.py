@@ -1,4 +1,4 @@
-"""Where this node stands among the nodes of a run, read from the environment that a user or Slurm has set."""
+"""Nodes and ranks of a run, and this node's place among them, from the user's or Slurm's environment variables."""
 
 import os
 import shutil

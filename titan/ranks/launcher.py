@@ -1,4 +1,4 @@
-"""Start the ranks of this node, watch over them, and end with the exit code of the run."""
+"""Start the ranks of this node, monitor them, and return the exit code of the run."""
 
 import importlib
 import os

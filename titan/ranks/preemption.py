@@ -1,12 +1,12 @@
-"""Preemption: when a scheduler or a time limit asks any rank to make room, all ranks stop after the same step.
+"""Preemption: when a scheduler or a time limit asks any rank to stop, all ranks stop after the same step.
 
-SIGTERM and SIGUSR1 are only noted when they come; what is under way, a step or a save, goes on. Each step carries the
-gravest of all ranks' notes along: an all-reduce of one integer over gloo, from host memory, begun before the step and
-read after it, so that no device is waited for and all ranks read the same. A signal that comes during step n is
-therefore acted upon after step n + 1 at the latest; one that comes before the first step, after the first. A run that
-is asked to stop always does a step first, and so always gets on.
+A handler only records SIGTERM and SIGUSR1; the step or save in progress continues. With each step the ranks agree on
+the most severe signal that any of them has recorded: an all-reduce of one integer over gloo, from host memory, begun
+before the step and read after it, so that no device is waited for and all ranks read the same. A signal that comes
+during step n is therefore acted upon after step n + 1 at the latest; one that comes before the first step, after the
+first. A run that is asked to stop always does a step first, so that it makes progress.
 
-Cost: 8 bytes a step, hidden behind it.
+Cost: an all-reduce of 8 bytes per step, overlapped with the step.
 """
 
 import contextlib

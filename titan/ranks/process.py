@@ -1,4 +1,4 @@
-"""This process among the others: which rank, on which device, in which process group."""
+"""The rank, device and process group of this process."""
 
 import contextlib
 import os

@@ -1,4 +1,4 @@
-"""The ranks of this node as child processes: started, told of signals, watched, and started again.
+"""The ranks of this node as child processes: starting, forwarding signals, monitoring, and restarting.
 
 Without GPUs they are forked from one process that has imported everything: eight of them on two cores meet after 2.4 s
 instead of 11.

@@ -1,12 +1,12 @@
-"""The launchers of a run's nodes: node 0 says where ranks meet, hears how they ended, and says what comes next.
+"""Rendezvous of the launchers of all nodes: node 0 announces the store's port, collects exit codes, and decides.
 
-They are connected in a star, over TCP, at the host and port that are given to all of them. Messages are JSON objects:
+The launchers are connected in a star, over TCP, at the host and port that are given to all of them. Messages are JSON
+objects:
 
-    {"node", "nodes", "ranks"}   to node 0, first of all
-    {"meet": port}               from node 0: start your ranks; they meet at this port of its host
-    {"stop": true}               from node 0: a rank elsewhere has failed, yours cannot finish
-    {"ended", "heard", "stuck"}  to node 0: how your ranks ended, which signals you were sent, who survived SIGKILL
-    {"end": code}                from node 0: the exit code of the run
+    {"node", "nodes", "ranks"}   to node 0, first of all {"meet": port}               from node 0: start your ranks;
+    they meet at this port of its host {"stop": true}               from node 0: a rank elsewhere has failed, yours
+    cannot finish {"ended", "heard", "stuck"}  to node 0: how your ranks ended, which signals you were sent, which ranks
+    survived SIGKILL {"end": code}                from node 0: the exit code of the run
 
 Node 0 starts an attempt only when all have told it how the last one ended, and each attempt has a store and a port of
 its own: no rank of an earlier one can get into it.
@@ -27,10 +27,10 @@ from titan.errors import ConfigError, ConfigIssue, TitanError, say
 from titan.ranks.launch_env import LaunchEnv
 
 JOIN_S = 1800.0
-"""Longest wait for the other nodes to be there."""
+"""Longest wait for the other nodes to connect."""
 
 HELLO_S = 10.0
-"""Longest wait for what a new connection has to say first; after that it is a stranger's."""
+"""Longest wait for the first message of a new connection; without one it is no launcher of this run, and is closed."""
 
 LONGEST = 1 << 20
 """Bytes of a message at most."""

@@ -1,4 +1,4 @@
-"""Slurm: have it run this job again."""
+"""Requeueing of the Slurm job after a preemption."""
 
 import shutil
 import signal

@@ -1,4 +1,4 @@
-"""Whose turn it is: work that one rank does before the others, however long it takes."""
+"""Work that one rank does before the others, such as tokenizing, without a time limit for the waiting ranks."""
 
 import itertools
 import pickle

@@ -1,4 +1,4 @@
-"""Job to Run: all wiring, one line a part."""
+"""Job to Run: builds model, optimizer, data, trackers and checkpointer, and connects them."""
 
 import os
 from collections.abc import Callable, Iterator, Sequence

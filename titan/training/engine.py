@@ -1,6 +1,6 @@
-"""SequentialEngine: forward and backward of each micro batch, one after the other, on the one part this rank holds.
+"""SequentialEngine: forward and backward of each micro batch, one after the other, on this rank's model part.
 
-Strict: any engine, held to leaving generators and saved buffers as they are.
+Strict: wraps any engine, and raises if a pass draws random numbers or writes to a persistent buffer.
 """
 
 from collections.abc import Iterator, Sequence

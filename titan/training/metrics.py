@@ -1,4 +1,4 @@
-"""What is measured, and who is told. Values leave the device only when a row is due."""
+"""Measurement of steps, and the trackers that log them. Values leave the device only when a row is logged."""
 
 import sys
 import time

@@ -1,7 +1,7 @@
-"""NaN and inf: an update made of them is dropped, counted, and ends the run when it is not a passing thing.
+"""NaN and inf in the loss or gradients: the update is skipped and counted; too many in a row end the run.
 
-All of it is arithmetic on the device. The host looks only where it reads values anyway: when a row is logged, and
-before a checkpoint is written, so that none is ever saved of a run that has gone wrong.
+All of this is arithmetic on the device. The host reads the result only where it reads values anyway: when a row is
+logged, and before a checkpoint is written, so that no checkpoint of a diverged run is saved.
 """
 
 import math

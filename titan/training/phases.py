@@ -1,7 +1,7 @@
-"""The one place that states the order in which techniques touch the model, and why.
+"""The order in which techniques transform the model, and why.
 
-convert      first, while modules are plain and on the meta device: what swaps a Linear for another must see all.
-split        then, so that everything below works on what this rank's stages hold and never looks at the rest.
+convert      first, while modules are plain and on the meta device: replacing Linear modules must reach all of them.
+split        then, so that all later phases see only the stages of this rank.
 partition    tensor, sequence and expert slices: they replace parameters, so before anything wraps or captures them.
 recompute    chooses what a block saves; the compiler must see the choice, and sharding must see the recomputed calls.
 compile      block by block, after the arithmetic is final and before hooks that a graph cannot hold.

@@ -1,4 +1,4 @@
-"""The loop and the step."""
+"""The training loop, and one optimizer step."""
 
 import gc
 import time

@@ -2,17 +2,18 @@
 
 A layer is `h = x + attn(norm(x))`, `y = h + ffn(norm(h))`, with `ffn(x) = w2(silu(w1 x) * w3 x)`.
 
-Rotary positions (arXiv 2104.09864) follow the half-split convention of Hugging Face: feature i of a head turns with
-feature i + N/2 by the angle `position * rope_theta ** (-2 i / N)`. Weights in Meta's interleaved convention need their
-q and k rows permuted first. Tables are built and applied in float32. `rope_scaling_factor` above 1 stretches the slow
+Rotary positions (arXiv 2104.09864) follow the half-split convention of Hugging Face: feature i of a head is rotated
+with feature i + N/2 by the angle `position * rope_theta ** (-2 i / N)`. Weights in Meta's interleaved convention need
+their q and k rows permuted first. Tables are built and applied in float32. `rope_scaling_factor` above 1 scales the low
 frequencies as Llama 3.1 does.
 
-Cost of a layer: 2 D^2 + 2 D K N + 3 D F + 2 D parameters; 2 FLOPs a token forward for each in a matmul, and 4 S H N for
-attention. Backward needs 4 D + 2 H N + 2 K N + 4 F numbers a token where RMSNorm is one kernel (CUDA, compiled); the
-CPU's eager one keeps 2 D more in float32, 6 D more in bfloat16. The rotary table is N max_seq_len floats a forward.
+Cost of a layer: 2 D^2 + 2 D K N + 3 D F + 2 D parameters; 2 FLOPs per token forward for each in a matmul, and 4 S H N
+for attention. It saves 4 D + 2 H N + 2 K N + 4 F numbers per token for backward if RMSNorm is one kernel (CUDA,
+compiled); the eager RMSNorm of a CPU saves 2 D more in float32, 6 D more in bfloat16. The rotary table is N max_seq_len
+floats per forward.
 
-Limits: a sequence is at most `max_seq_len` long. Documents that must not see each other cost a mask of B S^2 bytes, and
-grouped K and V are then repeated for every query head. CUDA has no fused kernel for grouped heads in float32.
+Limits: a sequence is at most `max_seq_len` long. Document masking costs a mask of B S^2 bytes, and repeats
+grouped K and V for every query head. CUDA has no fused kernel for grouped heads in float32.
 """
 
 # B batch, S sequence, D dim, H query heads, K key-value heads, N head_dim, F ffn_dim, V vocabulary.

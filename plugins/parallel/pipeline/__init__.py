@@ -1,36 +1,36 @@
 """Pipeline parallelism: consecutive layers live on different ranks, and micro batches flow through them.
 
 The layers are cut into `mesh.pp` x `virtual_stages` stages. Stage s lives on rank s mod pp, or, for the V-shaped
-schedules, rank r holds stages r and 2 pp - 1 - r. The schedules are those of `torch.distributed.pipelining`; shapes are
-told to it once, so that nothing is negotiated and no micro batch is run twice.
+schedules, rank r holds stages r and 2 pp - 1 - r. The schedules are those of `torch.distributed.pipelining`; its
+stages get their shapes in advance, so that no micro batch is run to infer them.
 
 Where to cut: stages are runs of whole layers, the first with the embeddings, the last with the head. A stage costs the
-mean of its share of the forward FLOPs and its share of the parameters; of all cuts whose dearest stage is cheapest, the
-one with the smallest sum of squared costs is taken. `split_points` says otherwise.
+mean of its share of the forward FLOPs and its share of the parameters; of all cuts with the cheapest most expensive
+stage, the one with the smallest sum of squared costs is taken. `split_points` overrides this.
 
-Idle time of a step as a ratio to its work, for p ranks, v stages a rank, m micro batches; F, B, W is what a rank takes
-for forward, backward, and the weights' part of backward of one micro batch in all its stages. And how many micro
-batches of one stage rank r keeps activations of, at most:
+Bubble of a step (idle time divided by compute time) for p ranks, v stages per rank and m micro batches; F, B and W are
+a rank's times for forward, backward, and the weight-gradient part of backward of one micro batch in all its stages. The
+last column is the peak number of stage activations (one stage, one micro batch) that rank r holds:
 
-                                                            idle                                   kept
+                                                            bubble                                 activations
     GPipe (arXiv 1811.06965)                                (p - 1) / m                            m
     1F1B (2104.04473)                                       (p - 1) / m                            p - r
     LoopedBFS (2211.05953)                                  (p - 1) / (v m)                        v m
     Interleaved1F1B (2104.04473)                            (p - 1) / (v m)                        p (v + 1) - 2 r - 1
     InterleavedZeroBubble (ZB-H1 of 2401.10241)             (p - 1) (F + B - 2 W) / (v m (F + B))  v p
     ZBVZeroBubble (2401.10241), where F = W = B / 2         (p - 1) F / (2 m (F + B))              2 p
-    DualPipeV (2412.19437, folded in a V), where so too     (p - 1) F / (2 m (F + B))              2 p + 1
+    DualPipeV (2412.19437, folded in a V), same F, B, W     (p - 1) F / (2 m (F + B))              2 p + 1
 
-Cost per rank: parameters, gradients and optimizer state of its own stages only. Torch keeps a buffer to receive into
-for each micro batch of each stage, forward and backward: 2 v m times B S D / hidden_split numbers. Sent for each micro
-batch and each two neighbouring stages on different ranks: B S D / hidden_split numbers forward, and as many backward.
+Cost per rank: parameters, gradients and optimizer state of its own stages only. PyTorch allocates a receive buffer for
+each micro batch of each stage, forward and backward: 2 v m times B S D / hidden_split numbers. Each micro batch sends
+B S D / hidden_split numbers forward between neighboring stages on different ranks, and as many backward.
 
 A tied tensor (an embedding that is also the head) lives on the first and on the last stage. Their gradients are added
-after backward, which sends its local size once each way a step, so both copies stay equal to the last bit. Under the V
-schedules one rank holds both copies; a checkpoint has one of them, which both are loaded from.
+after backward, which sends the tensor's local size once each way per step, so both copies stay bit-identical. With the
+V schedules one rank holds both copies. A checkpoint has one copy, and both are loaded from it.
 
 Limits: at `mesh.pp = 1` it does nothing. Schedules that split the backward pass (the zero-bubble ones and DualPipeV)
-cannot take compiled layers, selective recompute, or data parallelism that reduces gradients at each micro batch.
+do not work with compiled layers, selective recomputation, or data parallelism that reduces gradients per micro batch.
 """
 
 from collections.abc import Callable, Iterable, Iterator, Sequence

@@ -2,10 +2,9 @@
 
 A checkpoint is complete or absent. It is written under a name that ends in `.tmp` and renamed when all of it is on
 disk; it is removed by renaming it first. A kill at any moment therefore leaves complete folders and `.tmp` ones, which
-`tidy` sweeps. A folder with the name of a checkpoint that lacks a file is therefore damaged.
+`tidy` removes. A folder with the name of a checkpoint that lacks a file is therefore damaged.
 
-What cannot be removed (NFS keeps a file that somebody has open as `.nfsXXXX`) is renamed out of the way and told once:
-it is no reason to end a run.
+A folder that cannot be removed (NFS keeps an open file as `.nfsXXXX`) is renamed and warned of once; the run continues.
 
 Used by one rank at a time; needs no torch.
 """

@@ -1,7 +1,7 @@
 """manifest.json: name, size and SHA-256 of every other file of a checkpoint, so that damage is found before it is used.
 
-It is against damage, not against malice: whoever can change a file can write a manifest that matches. What a checkpoint
-from a stranger may not do is settled where each file is read.
+It detects damage, not tampering: whoever can change a file can write a matching manifest. The code that reads each file
+makes sure that an untrusted checkpoint executes nothing.
 """
 
 import hashlib
@@ -102,11 +102,11 @@ def wrong_sizes(path: Path, pieces: Mapping[str, Piece]) -> dict[str, str]:
             continue
         if size != piece.size:
             faults[name] = f"{name} has {size:,} bytes, its manifest says {piece.size:,}"
-    extra = [name for name in strangers(path, pieces) if is_piece(name)]
+    extra = [name for name in unlisted(path, pieces) if is_piece(name)]
     return faults | {name: f"{name} is not in its manifest" for name in extra}
 
 
-def strangers(path: Path, pieces: Mapping[str, Piece]) -> list[str]:
+def unlisted(path: Path, pieces: Mapping[str, Piece]) -> list[str]:
     """What is in the folder and not of the checkpoint."""
     return sorted(file.name for file in path.iterdir() if file.name not in pieces and file.name != MANIFEST)
 

@@ -1,8 +1,8 @@
-"""DCP's `.metadata`, read without running it and held against the files it speaks of.
+"""DCP's `.metadata`, read without executing it, and checked against the files it names.
 
-Every field is checked before an object of DCP's is made of it: each tensor's pieces tile it, each piece has one place,
-in a file of the checkpoint, large enough for it and shared with no other. So a tensor that is made room for is never
-larger than the files, and none is left half filled.
+Every field is checked before a DCP object is made of it. The pieces of a tensor tile it. Each piece has one place in a
+file of the checkpoint, which is large enough and not shared with another piece. So no tensor is allocated that is
+larger than the files, and none stays partly uninitialized.
 """
 
 import itertools

@@ -1,8 +1,8 @@
-"""Tensors out of data files, as torch.save leaves them, without torch.load.
+"""Reads the tensors that torch.save wrote into data files, without torch.load.
 
-torch.load, even restricted to weights, takes any class that an imported package has declared safe, old formats, and
-compressed zips that unfold to any size. What a checkpoint has is one shape of zip, whose pickle says no more than the
-type, shape and strides of a tensor; that alone is read, and the bytes go straight into the tensor.
+torch.load, even restricted to weights, accepts any class that an imported package has declared safe, old formats, and
+compressed zips that expand to any size. A checkpoint contains only one form of zip, whose pickle gives type, shape and
+strides of a tensor. Only this form is read, and the bytes go directly into the tensor.
 """
 
 import io

@@ -1,4 +1,4 @@
-"""JSON files that may come from strangers: one table of plain data, of bounded size and depth, no key twice."""
+"""JSON files of untrusted checkpoints: one table of plain data, of bounded size and depth, without duplicate keys."""
 
 import json
 import os

@@ -94,7 +94,7 @@ def _read_index(path: Path) -> dict[str, str]:
 
 
 def _inside(folder: Path, name: str) -> Path:
-    """The path of a shard. A stranger's index must not lead elsewhere; the hub's cache keeps its files in `blobs`."""
+    """The path of a shard. An untrusted index must not lead outside; the hub's cache keeps files in `blobs`."""
     home, path = folder.resolve(), (folder / name).resolve()
     allowed = [home, home.parents[1] / "blobs"] if home.parent.name == "snapshots" else [home]
     if ".." in Path(name).parts or Path(name).is_absolute() or not any(map(path.is_relative_to, allowed)):

@@ -1,9 +1,9 @@
-"""Reads the few pickles that a checkpoint has, without pickle: nothing in them can be called.
+"""Reads the pickles of a checkpoint without executing them.
 
-A pickle is a program, and Python's unpickler runs it: it imports, calls and sets what the program asks for. Here the
-same opcodes build a tree that is only looked at. A class or function stays its name; "make one of these" and "call
-this" become a `Record` of that name; a dict becomes pairs. Names that the caller does not know are refused as they come
-up, and so is every opcode that the writers of checkpoints have no use for.
+A pickle is a program, and Python's unpickler runs it: it imports, calls and sets what the program names. Here the
+same opcodes build a tree of plain data. A class or function stays its name; "make one of these" and "call
+this" become a `Record` of that name; a dict becomes pairs. Names that the caller does not know are refused, and so is
+every opcode that a checkpoint does not need.
 
 Opcodes: Python's Lib/pickletools.py. Takes about six times as long as the unpickler in C.
 """

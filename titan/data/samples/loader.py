@@ -1,4 +1,4 @@
-"""Batches of one rank, read ahead. All that is ever saved is one integer, the next global sample, and whose it is."""
+"""Batches of one rank, read ahead. Its saved state is the number of the next global sample and the fingerprint."""
 
 import warnings
 from collections.abc import Iterator, Sequence

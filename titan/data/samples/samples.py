@@ -1,4 +1,4 @@
-"""Global sample number -> tokens and labels. What every rank of every layout agrees on."""
+"""Global sample number -> tokens and labels; the same on every rank and at every layout."""
 
 import hashlib
 from collections.abc import Mapping, Sequence

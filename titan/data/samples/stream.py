@@ -1,4 +1,4 @@
-"""The shards of one source, end to end, as one long stream of tokens."""
+"""The token shards of one source, concatenated into one stream."""
 
 from collections import OrderedDict
 from collections.abc import Sequence

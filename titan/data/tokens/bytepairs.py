@@ -1,8 +1,8 @@
-"""Byte-pair ranks: files of them, and text encoded with them. For tokenizer plugins.
+"""Byte-pair rank files, and encoding with them. For tokenizer plugins.
 
-A rank file has a line for each token: its bytes in base64, a space, its rank (which is its id). Byte-pair encoding
-(Sennrich et al. 2016, over bytes as in GPT-2) cuts text by a pattern and merges, within each piece, the neighbours of
-lowest rank first.
+A rank file has one line per token: its bytes in base64, a space, its rank (which is its id). Byte-pair encoding
+(Sennrich et al. 2016, over bytes as in GPT-2) splits text by a pattern and merges, within each piece, the adjacent
+pair of lowest rank first.
 """
 
 import base64

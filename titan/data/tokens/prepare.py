@@ -1,12 +1,13 @@
 """A dataset's token shards: found in the cache, or made once and kept there.
 
 The cache is a folder per identity - content of the files, the dataset's options, the tokenizer - that is either
-complete or absent: it is made under another name and renamed. Two that prepare the same at once both succeed; one's
-work is kept. What a killed process has left is removed when nobody has written to it for a day (`unfinished.py`).
+complete or absent: it is made under another name and renamed. If two processes prepare the same folder,
+both succeed and one result is kept. Remnants of a killed process are removed a day after the last write
+(`unfinished.py`).
 
-The files are those that were there at the beginning; one that comes later is of the next run's dataset, which is
-another identity. One of these files that changes before its text has been read is refused, and nothing is kept: the
-folder would hold other text than its name says, for every run that shares the cache.
+The dataset consists of the files that exist at the beginning; a file that is added later gives the next run another
+identity. If one of these files changes before its text has been read, it is refused and nothing is kept: the folder
+would hold other text than its name says, for every run that shares the cache.
 """
 
 import hashlib

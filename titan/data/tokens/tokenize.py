@@ -1,7 +1,7 @@
-"""Text to token shards, on as many processes as there is work for.
+"""Text to token shards, on several processes.
 
-The files of a dataset are dealt, in order, into units by their size alone; a unit becomes its own shards, whoever makes
-it. So the shards do not depend on the number of processes.
+The files of a dataset are grouped, in order, into units by their size alone, and each unit becomes its own shards. So
+the shards do not depend on the number of processes.
 """
 
 import importlib.util
