@@ -382,6 +382,6 @@ def _promise_other_hidden_states() -> None:
 
 def test_hidden_states_that_do_not_fit_the_buffer_are_refused_before_they_are_sent() -> None:
     with pytest.raises(
-        RankError, match=r"hidden states \[2, 8, 16\] torch.float32 .* promise \[2, 8, 16\] torch.bfloat16"
+        RankError, match=r"hidden states \[2, 8, 16\] torch.float32 .* require \[2, 8, 16\] torch.bfloat16"
     ):
         run_ranks(_promise_other_hidden_states, 2)
