@@ -85,7 +85,7 @@ def _run(job: Job, me: process.Rank) -> int:
     _greet(run)
     asked = trainer.train(run)
     if run.step < job.train.steps:
-        return _make_room(run, asked)
+        return _end_early(run, asked)
     if job.run.sample_prompt and not asked:
         text = generation.sample(run.context, run.engine, job.run.sample_prompt, job.run.seed)
         log.log.info(f"\nsample after step {run.step}:\n{job.run.sample_prompt}{text}\n")
@@ -93,7 +93,7 @@ def _run(job: Job, me: process.Rank) -> int:
     return EXIT_DONE
 
 
-def _make_room(run: build.Run, asked: str) -> int:
+def _end_early(run: build.Run, asked: str) -> int:
     """Report where a preempted run stopped; exit code 75 if the same command resumes it, else 1."""
     stopped = f"preempted by {asked} at step {run.step}"
     if run.checkpointer is None:

@@ -125,12 +125,12 @@ def _rest(saved: Saved, states: Mapping[str, Any] | None, ranks: Ranks) -> tuple
     tensors: dict[str, Tensor] = {}
 
     def tensor(name: str) -> Tensor:
-        return tensors.setdefault(name, _room(saved, name, mine.get(name)))
+        return tensors.setdefault(name, _allocated(saved, name, mine.get(name)))
 
     return ranks.each(lambda: rejoin(plain, own, tensor, saved.path / manifest.STATE)), tensors
 
 
-def _room(saved: Saved, name: str, like: Tensor | None) -> Tensor:
+def _allocated(saved: Saved, name: str, like: Tensor | None) -> Tensor:
     """A tensor to read one of the rest into: sharded as a technique's is now, or else whole and on the CPU."""
     if not isinstance(like, DTensor):
         return saved.empty(name)

@@ -66,8 +66,8 @@ class Window(io.RawIOBase):
     def readinto(self, buffer: Any, /) -> int:
         """Fill a buffer, as far as the stretch goes."""
         self.file.seek(self.start + self.at)
-        room = memoryview(buffer)[: max(0, self.length - self.at)]
-        count = self.file.readinto(room)  # type: ignore[attr-defined]
+        free = memoryview(buffer)[: max(0, self.length - self.at)]
+        count = self.file.readinto(free)  # type: ignore[attr-defined]
         self.at += count
         return int(count)
 
