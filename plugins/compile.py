@@ -3,8 +3,8 @@
 All blocks share one graph, so compiling costs one block's time (10-20 s cold, little with a warm cache) whatever the
 depth; hooks of data parallelism stay outside of it. Worth it on GPUs, and on CPUs once steps are many.
 
-Limits: recomputing single operations inside a compiled block with sliced (DTensor) parameters fails in PyTorch 2.13
-and is refused.
+Limits: modes that capture CUDA graphs are refused where parameters move, as under sharded data parallelism. Recomputing
+single operations inside a compiled block with sliced (DTensor) parameters fails in PyTorch 2.13 and is refused.
 """
 
 from collections.abc import Callable, Iterable
@@ -21,7 +21,9 @@ class Config:
     """Options of `[plugins.compile]`."""
 
     backend: str = option("inductor", "torch.compile backend")
-    mode: Literal["default", "reduce-overhead", "max-autotune"] = option("default", "torch.compile mode")
+    mode: Literal["default", "reduce-overhead", "max-autotune", "max-autotune-no-cudagraphs"] = option(
+        "default", "torch.compile mode; reduce-overhead and max-autotune capture CUDA graphs"
+    )
 
 
 @register
@@ -33,7 +35,13 @@ class Compile(Technique):
     phase = "compile"
 
     def check(self, job: Job, spec: ModelSpec) -> Iterable[str]:
-        """Selective recompute inside a graph over sliced parameters."""
+        """Selective recompute inside a graph over sliced parameters; CUDA graphs over parameters that move."""
+        if self.config.mode in ("reduce-overhead", "max-autotune"):
+            for why in job.stating("moves_parameters"):
+                yield (
+                    f'mode = "{self.config.mode}" captures CUDA graphs, which replay fixed addresses, but {why}; use '
+                    'mode = "max-autotune-no-cudagraphs" or "default"'
+                )
         if job.layout.role_degree("model") > 1:
             for how in job.stating("recomputes_operations"):
                 yield f"cannot compile sliced layers whose operations are computed again (PyTorch 2.13): {how}"

@@ -17,12 +17,13 @@ from titan.contracts.sections import (
 )
 from titan.contracts.text import Tokenizer
 
-Fact = Literal["reduces_per_micro_batch", "one_backward", "recomputes_operations"]
+Fact = Literal["reduces_per_micro_batch", "one_backward", "recomputes_operations", "moves_parameters"]
 """What a technique can state of itself for others to take into account.
 
 reduces_per_micro_batch: gradients are reduced, and parameters let go of, at each micro batch.
 one_backward: a backward pass that is split (input first, weights later) cannot go through it.
 recomputes_operations: single operations inside a block are computed again in backward.
+moves_parameters: the parameters that a forward pass sees have another address at each step.
 """
 
 
