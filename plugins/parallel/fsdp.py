@@ -79,10 +79,11 @@ class FullyShardedDataParallel(Technique):
         self._stage = 3
 
     def facts(self) -> dict[Fact, str]:
-        """Stages 2 and 3 shard gradients as soon as they are there."""
+        """Gathered parameters are allocated anew; stages 2 and 3 shard gradients as soon as they are there."""
         stage = self.config.zero_stage
+        moved = "[plugins.fsdp] gathers parameters into newly allocated memory"
         sharded = f"[plugins.fsdp] zero_stage = {stage} reduces gradients per micro batch; set zero_stage = 1"
-        return {"reduces_per_micro_batch": sharded} if stage in (2, 3) else {}
+        return {"moves_parameters": moved, **({"reduces_per_micro_batch": sharded} if stage in (2, 3) else {})}
 
     def _stage_of(self, job: Job) -> int:
         several = job.micro_batches > 1 or job.layout.role_degree("stage") > 1

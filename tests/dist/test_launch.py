@@ -105,7 +105,7 @@ def test_a_signal_reaches_every_rank_once() -> None:
 def _one_is_terminated() -> set[int]:
     def entry(argv: list[str]) -> int:
         dist.init_process_group("gloo")
-        question = Preemption(2, max_minutes=0, timeout_s=60)
+        question = Preemption(2, max_minutes=0)
         if dist.get_rank() == 1:
             os.kill(os.getpid(), signal.SIGUSR1)
             os.kill(os.getpid(), signal.SIGTERM)
@@ -150,7 +150,7 @@ def test_the_first_to_fail_is_named_whoever_ends_first() -> None:
 def _is_asked_to_stop(argv: list[str]) -> int:
     while not preemption.heard():  # the launcher passes the signal on once all ranks are there
         os.sched_yield()
-    question = Preemption(1, max_minutes=0, timeout_s=1)
+    question = Preemption(1, max_minutes=0)
     question.ask()
     return 75 if question.due() == "SIGTERM" else 1
 

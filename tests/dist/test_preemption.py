@@ -124,7 +124,7 @@ def test_a_run_that_is_done_is_not_preempted_but_brief(tmp_path: Path, capfd: py
 def test_signals_are_noted_while_somebody_listens() -> None:
     handlers = [signal.getsignal(number) for number in preemption.SIGNALS]
     with listening():
-        alone = Preemption(1, max_minutes=0, timeout_s=1)
+        alone = Preemption(1, max_minutes=0)
         alone.ask()
         assert alone.due() == ""
         os.kill(os.getpid(), signal.SIGUSR1)

@@ -24,6 +24,7 @@ from titan.checkpoint.disk.manifest import METADATA, STATE, Piece
 from titan.checkpoint.disk.plain import write_table
 from titan.checkpoint.ranks import RankFailure, Ranks
 from titan.checkpoint.state import TECHNIQUES, Snapshot, Staging, collect, optimizer_state
+from titan.device import on_this_device
 from titan.errors import CheckpointError, FolderError, UnreadableError
 from titan.log import log
 from titan.ranks import watchdog
@@ -165,7 +166,8 @@ class Checkpointer:
             return
         snapshot = self._staging.copy(snapshot)
         # A daemon, so that a run that dies of something else does not wait for it: an unfinished save is no loss.
-        self._writer = Thread(target=self._write_aside, args=(step, snapshot, began), name="checkpoint", daemon=True)
+        write = on_this_device(self._write_aside)
+        self._writer = Thread(target=write, args=(step, snapshot, began), name="checkpoint", daemon=True)
         self._writer.start()
 
     def wait(self) -> None:

@@ -2,6 +2,7 @@
 
 import contextlib
 import os
+import socket
 import traceback
 from dataclasses import dataclass
 from datetime import timedelta
@@ -50,6 +51,9 @@ def join(job: Job) -> Rank:
         torch.use_deterministic_algorithms(True)
     watchdog.record_collectives(rank.number, job.folder / "logs", nccl=rank.device.type == "cuda")
     enter(rank, job.comm.init_timeout_s)
+    if rank.device.type == "cuda":
+        uuid = torch.cuda.get_device_properties(rank.device).uuid
+        claim(f"{socket.gethostname()} {uuid}", rank.number, dist.distributed_c10d._get_default_store())
     return rank
 
 
@@ -66,8 +70,27 @@ def here(wanted: str) -> Rank:
     return rank
 
 
+def claim(device: str, rank: int, store: Store) -> None:
+    """Take a device for this rank alone. device: its name, the same for all ranks that see it and for no other.
+
+    Raises:
+        ConfigError: another rank has taken it.
+    """
+    holder = int(store.compare_set(f"device {device}", "", str(rank)))
+    if holder != rank:
+        raise ConfigError(
+            f"ranks {holder} and {rank} were given the same GPU ({device}); start one task per GPU, and let each see "
+            "its own GPU (srun --gpus-per-task=1) or all GPUs of the node"
+        )
+
+
 def enter(rank: Rank, timeout_s: float) -> None:
-    """Meet the other ranks in the process group, whose collectives wait that long."""
+    """Join the process group of all ranks. timeout_s: longest wait of its collectives.
+
+    Gloo connects two ranks when they first exchange data, not all ranks with all ranks at once: a group of N ranks
+    would otherwise open N - 1 sockets per rank, and publish and read N addresses per rank through the store.
+    """
+    os.environ.setdefault("TORCH_GLOO_LAZY_INIT", "1")
     complete_in_order()
     backend = "gloo" if rank.device.type == "cpu" else f"cpu:gloo,{rank.device.type}:nccl"
     timeout = timedelta(seconds=timeout_s)
@@ -118,9 +141,12 @@ def _device(wanted: str, local: int) -> torch.device:
         raise ConfigError(
             f'[run] device = "{wanted}": PyTorch finds no such device on this machine; use "cpu" or "auto"'
         )
-    if local >= torch.cuda.device_count():
+    count = torch.cuda.device_count()
+    if count == 1:
+        return torch.device("cuda", 0)  # a scheduler may show each task its own GPU only; `claim` finds a shared one
+    if local >= count:
         raise ConfigError(
-            f"local rank {local} has no GPU: this node has {torch.cuda.device_count()}; set NPROC to at most that"
+            f"local rank {local} has no GPU: this process sees {count}; start at most {count} ranks per node (NPROC)"
         )
     return torch.device("cuda", local)
 

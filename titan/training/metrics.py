@@ -24,7 +24,11 @@ PEAK_TFLOPS = {
     "B200": 2250.0,
     "L40S": 362.0,
     "MI250X": 191.5,
-    "MI300X": 1307.0,
+    "MI300A": 980.6,
+    "MI300X": 1307.4,
+    "MI325X": 1307.4,
+    "MI350X": 2306.9,
+    "MI355X": 2516.6,
 }
 """Dense bf16 (V100: fp16) peak of a device as its vendor states it, by a piece of its name; MI250X: one die."""
 

@@ -35,9 +35,9 @@ def train(run: Run) -> str:
     all the same.
     """
     first, asked = run.step, ""
-    gc.disable()  # each rank collecting at its own time makes stragglers; all do it together below
+    gc.disable()  # each rank collecting at its own time makes stragglers; all do it together in `after_step`
     try:
-        preemption = Preemption(run.rank.world_size, run.job.run.max_minutes, run.job.comm.init_timeout_s)
+        preemption = Preemption(run.rank.world_size, run.job.run.max_minutes)
         batches = iter(run.loader)
         while run.step < run.job.train.steps and not asked:
             preemption.ask()
@@ -63,6 +63,7 @@ def train(run: Run) -> str:
         _rescue(run, error)
         raise
     finally:
+        gc.unfreeze()
         gc.enable()
         close(run)
 
@@ -121,9 +122,22 @@ def after_step(run: Run, stats: Stats, waited: float) -> None:
             validate(run)
     if run.step % run.job.train.gc_every == 0:
         with run.meter.beside("gc"):
-            gc.collect()
+            _collect_garbage()
     if run.step % run.job.checkpoint.every == 0:
         save(run)
+
+
+def _collect_garbage() -> None:
+    """The first time all objects are looked at, and what is left is never looked at again; then the young ones alone.
+
+    What lives as long as the run (modules, optimizer state, compiled code) would cost each collection 0.15 s: the
+    380,000 objects of torch, DTensor and a compiler on a CPU.
+    """
+    if gc.get_freeze_count() == 0:
+        gc.collect()
+        gc.freeze()
+    else:
+        gc.collect(1)
 
 
 def _log(run: Run, stats: Stats) -> None:
