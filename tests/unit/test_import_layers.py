@@ -1,6 +1,6 @@
-"""The house keeps its shape: imports run downward, plugins stay guests, files and functions stay small.
+"""Imports in titan/ run downward, plugins import contracts only, files and functions stay small.
 
-The order of the rooms stands in docs/design.md; `python -m bench.house` lists and draws them. Each rule reads the
+The order of the units stands in docs/design.md; `python -m bench.house` lists and draws them. Each rule reads the
 source alone (nothing is imported) and returns sentences; each has a test that a planted violation is found.
 """
 
@@ -14,16 +14,16 @@ import pytest
 
 from bench.house import (
     TABLE,
-    arrows_of,
     circles,
+    dotted_package_of,
     files_of,
-    house_of,
+    graph_of,
     imports,
-    package_of,
+    imports_of_files,
     parsed,
     picture,
-    room_of,
-    rooms_of,
+    unit_of,
+    units_of,
 )
 
 ROOT = Path(__file__).parents[2]
@@ -86,16 +86,16 @@ def _plugin_names(root: Path) -> dict[str, Path]:
 
 
 def imports_run_downward(root: Path) -> Iterator[str]:
-    """Within `titan/`, from a room to those listed above it; `titan/__init__.py` imports nothing of it."""
-    rooms = rooms_of(root)
-    for file, others in arrows_of(root).items():
-        room = room_of(file, rooms)
-        if room is None and not _only_says_what_it_is(root / file):
-            yield f"{file}: stands in no room; give it one in {TABLE}"
+    """Within `titan/`, from a unit to those listed above it; `titan/__init__.py` imports nothing of it."""
+    units = units_of(root)
+    for file, others in imports_of_files(root).items():
+        unit = unit_of(file, units)
+        if unit is None and not _only_says_what_it_is(root / file):
+            yield f"{file}: is in no unit; give it one in {TABLE}"
         for other, line in others.items():
-            theirs = room_of(other, rooms)
-            if room and theirs and theirs != room and rooms.index(theirs) > rooms.index(room):
-                yield f"{file}:{line}: imports {other}, but {theirs} stands below {room} in {TABLE}"
+            theirs = unit_of(other, units)
+            if unit and theirs and theirs != unit and units.index(theirs) > units.index(unit):
+                yield f"{file}:{line}: imports {other}, but {theirs} stands below {unit} in {TABLE}"
     for file, tree in files_of(root, "titan"):
         for line, name in imports(file, tree):
             if name[:2] == ["titan", "plugins"]:
@@ -103,28 +103,28 @@ def imports_run_downward(root: Path) -> Iterator[str]:
 
 
 def _only_says_what_it_is(file: Path) -> bool:
-    """Whether a file is the door of a package and holds nothing but assignments and its docstring."""
+    """Whether a file is the `__init__` of a package and holds nothing but assignments and its docstring."""
     body = parsed(file.read_text()).body
     return file.name == "__init__.py" and all(isinstance(node, ast.Expr | ast.Assign) for node in body)
 
 
-def rooms_are_there(root: Path) -> Iterator[str]:
-    """Every room of the table exists."""
-    for room in rooms_of(root):
-        if not (root / room).exists():
-            yield f"{TABLE}: {room} does not exist"
+def units_exist(root: Path) -> Iterator[str]:
+    """Every unit of the table exists."""
+    for unit in units_of(root):
+        if not (root / unit).exists():
+            yield f"{TABLE}: {unit} does not exist"
 
 
 def no_two_files_import_each_other(root: Path) -> Iterator[str]:
     """Neither directly nor through others, types included."""
-    for group in circles(arrows_of(root)):
+    for group in circles(imports_of_files(root)):
         yield f"import each other: {', '.join(group)}"
 
 
 def plugins_import_contracts_only(root: Path) -> Iterator[str]:
     """A plugin imports the contracts, and nothing of another plugin."""
     for file, tree in files_of(root, "plugins"):
-        home = [*package_of(file), *([] if file.name == "__init__.py" else [file.stem])]
+        home = [*dotted_package_of(file), *([] if file.name == "__init__.py" else [file.stem])]
         for line, name in imports(file, tree):
             own = len(home) > 3 and name[:4] == home[:4]
             if name[0] == "plugins" or (name[:2] == ["titan", "plugins"] and not own):
@@ -134,7 +134,7 @@ def plugins_import_contracts_only(root: Path) -> Iterator[str]:
 
 
 def _is_open(name: str) -> bool:
-    return any(f"{name}.".startswith(f"{room}.") for room in OPEN_TO_PLUGINS)
+    return any(f"{name}.".startswith(f"{unit}.") for unit in OPEN_TO_PLUGINS)
 
 
 def the_host_spells_no_plugin(root: Path) -> Iterator[str]:
@@ -230,7 +230,7 @@ def _is_of(file: Path, owner: Path) -> bool:
 
 RULES: list[Callable[[Path], Iterator[str]]] = [
     imports_run_downward,
-    rooms_are_there,
+    units_exist,
     no_two_files_import_each_other,
     plugins_import_contracts_only,
     plugins_spell_no_other,
@@ -248,24 +248,24 @@ RULES: list[Callable[[Path], Iterator[str]]] = [
 
 
 @pytest.mark.parametrize("rule", RULES, ids=lambda rule: rule.__name__)
-def test_the_house(rule: Callable[[Path], Iterator[str]]) -> None:
+def test_the_rules(rule: Callable[[Path], Iterator[str]]) -> None:
     faults = list(rule(ROOT))
     assert not faults, "\n" + "\n".join(faults)
 
 
-def test_the_picture_in_the_docs_is_of_this_house() -> None:
-    drawn = picture(house_of(ROOT, rooms_of(ROOT)))
+def test_the_picture_in_the_docs_is_up_to_date() -> None:
+    drawn = picture(graph_of(ROOT, units_of(ROOT)))
     again = "python -m bench.house --plot docs/house.svg"
     assert (ROOT / "docs/house.svg").read_text() == drawn, f"draw it again: {again}"
 
 
-def test_the_house_has_plugins() -> None:
+def test_there_are_plugins() -> None:
     assert {"llama", "adamw", "fsdp", "bf16"} <= set(_plugin_names(ROOT))
 
 
 PLUGIN = "@register\nclass C:\n    name = 'llama'\n"
-ROOMS = "".join(f"| `titan/{room}` | x |\n" for room in ("low.py", "inner/base/", "inner/", "high/", "cli.py"))
-"""The table of a small house, in which each planted file stands."""
+UNITS = "".join(f"| `titan/{unit}` | x |\n" for unit in ("low.py", "inner/base/", "inner/", "high/", "cli.py"))
+"""The table of a small checkout, in which each file with a fault stands."""
 PLANTED = [
     (imports_run_downward, "titan/low.py", "import titan.high", "titan/low.py:1: imports titan/high/__init__.py, but"),
     (imports_run_downward, "titan/low.py", "from titan import high", "imports titan/high/__init__.py"),
@@ -275,9 +275,9 @@ PLANTED = [
     (imports_run_downward, "titan/inner/base/a.py", "from ..b import X", "imports titan/inner/b.py, but titan/inner/"),
     (imports_run_downward, "titan/inner/a.py", "from ..high import X", "imports titan/high/__init__.py"),
     (imports_run_downward, "titan/cli.py", "import titan.plugins.models", "imports titan.plugins.models, a plugin's"),
-    (imports_run_downward, "titan/attic.py", "", "titan/attic.py: stands in no room"),
-    (imports_run_downward, "titan/attic/__init__.py", "from titan.low import X", "stands in no room"),
-    (rooms_are_there, TABLE, ROOMS + "| `titan/gone/` | x |\n", "titan/gone/ does not exist"),
+    (imports_run_downward, "titan/unlisted.py", "", "titan/unlisted.py: is in no unit"),
+    (imports_run_downward, "titan/unlisted/__init__.py", "from titan.low import X", "is in no unit"),
+    (units_exist, TABLE, UNITS + "| `titan/gone/` | x |\n", "titan/gone/ does not exist"),
     (no_two_files_import_each_other, "titan/inner/b.py", "from titan.inner.c import C", "titan/inner/b.py, titan/"),
     (
         plugins_import_contracts_only,
@@ -311,15 +311,15 @@ PLANTED = [
 def test_a_planted_violation_is_found(
     rule: Callable[[Path], Iterator[str]], file: str, source: str, fault: str, tmp_path: Path
 ) -> None:
-    if rule is not folders_are_packages:  # which would find the small house's own folder
-        _house(tmp_path)
+    if rule is not folders_are_packages:  # which would find the small checkout itself
+        _checkout(tmp_path)
     _write(tmp_path, file, source)
     [found] = rule(tmp_path)
     assert fault in found
 
 
 def test_a_folder_of_many_files_is_found(tmp_path: Path) -> None:
-    _house(tmp_path)
+    _checkout(tmp_path)
     for number in range(11):
         _write(tmp_path, f"titan/high/f{number}.py", "x = 1\n" * 201)
     assert sorted(folders_hold_few_files(tmp_path)) == [
@@ -342,7 +342,7 @@ def test_a_word_that_is_spelt_no_more_leaves_the_list(tmp_path: Path, monkeypatc
         (imports_run_downward, "titan/inner/a.py", "from titan.inner.b import B\nfrom titan.low import X"),
         (imports_run_downward, "titan/high/a.py", "from titan.inner import b"),
         (imports_run_downward, "titan/cli.py", "from titan import __version__"),
-        (imports_run_downward, "titan/attic/__init__.py", '"""Says what it is."""\nNAMES = ("a",)'),
+        (imports_run_downward, "titan/unlisted/__init__.py", '"""Says what it is."""\nNAMES = ("a",)'),
         (no_two_files_import_each_other, "titan/inner/a.py", "from titan.inner.c import C"),
         (plugins_import_contracts_only, "plugins/a/b.py", "import torch\nfrom titan.contracts import Model"),
         (
@@ -356,17 +356,17 @@ def test_a_word_that_is_spelt_no_more_leaves_the_list(tmp_path: Path, monkeypatc
     ],
 )
 def test_what_is_allowed_passes(rule: Callable[[Path], Iterator[str]], file: str, source: str, tmp_path: Path) -> None:
-    _house(tmp_path)
+    _checkout(tmp_path)
     _write(tmp_path, file, source)
     assert list(rule(tmp_path)) == []
 
 
-def _house(root: Path) -> None:
-    """A small house without a fault, with one plugin."""
+def _checkout(root: Path) -> None:
+    """A small checkout without a fault, with one plugin."""
     for file in ("low", "inner/__init__", "inner/base/__init__", "inner/b", "high/__init__", "cli"):
         _write(root, f"titan/{file}.py", "")
     _write(root, "titan/inner/c.py", "from titan.inner.b import B")
-    _write(root, TABLE, ROOMS)
+    _write(root, TABLE, UNITS)
     _write(root, "plugins/models/llama.py", PLUGIN)
     _write(root, "plugins/models/__init__.py", "")
 
