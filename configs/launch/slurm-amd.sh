@@ -35,10 +35,14 @@ set -euo pipefail
 # With a plugin that you built, name its library instead:
 #     export NCCL_NET_PLUGIN=/path/to/librccl-net.so
 
-# Interfaces of Slingshot, for the bootstrap of RCCL and for gloo. titan's gloo groups need the first one alone.
-# Frontier's guide advises hsn0 alone for RCCL too where a job hangs.
+# Interfaces of Slingshot: for the bootstrap of RCCL, and for gloo, which carries little and needs one. Frontier's guide
+# advises hsn0 alone for RCCL too where a job hangs.
 export NCCL_SOCKET_IFNAME=${NCCL_SOCKET_IFNAME:-hsn0,hsn1,hsn2,hsn3}
 export GLOO_SOCKET_IFNAME=${GLOO_SOCKET_IFNAME:-hsn0}
+
+# The address of this node, which is the first of the job: its name may belong to another network.
+MASTER_ADDR=${MASTER_ADDR:-$(hostname -i | cut -d' ' -f1)}
+export MASTER_ADDR
 
 # What Frontier's guide recommends for RCCL over libfabric.
 export NCCL_CROSS_NIC=${NCCL_CROSS_NIC:-1}

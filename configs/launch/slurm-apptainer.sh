@@ -1,7 +1,7 @@
 #!/usr/bin/env bash
 # Trains under Slurm in a container of Apptainer (or Singularity): one task per node. docs/hpc.md says more.
 #
-#     IMAGE=/shared/titan.sif sbatch configs/launch/slurm-apptainer.sh --config /shared/mine.toml [--table.key value ...]
+#     IMAGE=/shared/titan.sif sbatch configs/launch/slurm-apptainer.sh --config /shared/mine.toml [--table.key VALUE]
 #
 # titan is installed in the image: pip install /path/to/titan in %post, on top of an image with PyTorch for your GPUs.
 

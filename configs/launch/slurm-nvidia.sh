@@ -1,6 +1,6 @@
 #!/usr/bin/env bash
-# Trains under Slurm on NVIDIA GPUs, one task per node, and requeues itself until the job is done. docs/hpc.md says more.
-# From the repository:
+# Trains under Slurm on NVIDIA GPUs, one task per node, and requeues itself until the job is done. docs/hpc.md says
+# more. From the repository:
 #
 #     sbatch configs/launch/slurm-nvidia.sh --config configs/llama7b.toml [--table.key value ...]
 #

@@ -2,7 +2,7 @@
 # Trains with torchrun on one node, or on several where each runs this command. docs/hpc.md says more.
 #
 #     NPROC=8 configs/launch/torchrun.sh --config configs/llama7b.toml [--table.key value ...]
-#     NNODES=2 NODE_RANK=0 MASTER_ADDR=node0 NPROC=8 configs/launch/torchrun.sh --config ...   # on node0; 1 on the other
+#     NNODES=2 NODE_RANK=0 MASTER_ADDR=node0 NPROC=8 configs/launch/torchrun.sh --config ...  # on node0; 1 on node1
 #
 # Prefer ./run_train.sh, which takes the same variables: torchrun ends with 1 where the run ends with 2 or 75, and kills
 # ranks 30 s after a signal, though their checkpoint may not be written.
