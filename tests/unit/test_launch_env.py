@@ -4,8 +4,12 @@ from collections.abc import Mapping
 from pathlib import Path
 
 import pytest
+import torch
+import torch.distributed as dist
 
+from titan import launch
 from titan.errors import ConfigError
+from titan.ranks import process
 from titan.ranks.launch_env import LaunchEnv, drop_rank_variables, find_place, max_restarts, rank_environment
 
 
@@ -247,3 +251,21 @@ def test_a_process_that_is_no_rank_forgets_the_pods_number() -> None:
     env = {**_pod(1, "8"), "LOCAL_RANK": "0", "NPROC": "1"}
     drop_rank_variables(env)
     assert not {"RANK", "WORLD_SIZE", "LOCAL_RANK"} & env.keys() and env["NPROC"] == "1"
+
+
+def test_the_only_rank_of_a_run_needs_no_meeting_point(monkeypatch: pytest.MonkeyPatch) -> None:
+    """In a pod, or where a batch script has set MASTER_ADDR: nobody else is there to meet."""
+    for name, value in {**_pod(0, "8"), "NPROC": "1", "NNODES": "1"}.items():
+        monkeypatch.setenv(name, value)
+    monkeypatch.delenv("LOCAL_RANK", raising=False)
+    stores: list[object] = []
+    monkeypatch.setattr(dist, "init_process_group", lambda *_, store, **more: stores.append(store))
+    monkeypatch.setattr(process, "complete_in_order", lambda: None)
+
+    def train(words: list[str]) -> int:
+        process.enter(process.Rank(0, process.launched_world_size(), 0, torch.device("cpu")), 1.0)
+        return process.launched_world_size()
+
+    monkeypatch.setattr(launch, "_train", train)
+    assert launch.main([]) == 1
+    assert isinstance(stores[0], dist.HashStore)
