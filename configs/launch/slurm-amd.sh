@@ -18,12 +18,7 @@
 # Eight tasks per node, one for each GPU (GCD) of four MI250X. Seven cores each: Frontier reserves one of eight.
 #SBATCH --ntasks-per-node=8
 #SBATCH --cpus-per-task=7
-# Each task sees the GPU that is closest to its cores, as device 0. titan takes it as this rank's device.
-#SBATCH --gpus-per-task=1
-#SBATCH --gpu-bind=closest
-# The other form: each task sees all GPUs of its node, and rank N of the node takes device N, wherever its cores are.
-# Comment the two lines above out and use this one instead.
-##SBATCH --gpus-per-node=8
+#SBATCH --gpus-per-node=8
 # Frontier: the rendezvous protocol that RCCL prefers on many nodes, with FI_CXI_RDZV_PROTO below.
 ##SBATCH --network=disable_rdzv_get
 set -euo pipefail
@@ -71,6 +66,12 @@ export OMP_NUM_THREADS=${OMP_NUM_THREADS:-${SLURM_CPUS_PER_TASK:-7}}
 # that of an environment on the nodes' own disks.
 scripts/python.sh >/dev/null
 
+# Each task sees the GPU that is closest to its cores, as device 0, and titan takes it as this rank's device. The other
+# form is GPU_BINDING=--gpu-bind=none: each task sees all GPUs of its node, and rank N of the node takes device N,
+# wherever its cores are. --gpus-per-task needs the number of tasks.
+read -ra binding <<<"${GPU_BINDING:---gpus-per-task=1 --gpu-bind=closest}"
+tasks=$((SLURM_JOB_NUM_NODES * SLURM_NTASKS_PER_NODE))
+
 # Each task is a rank; ranks meet at the first node. The first rank asks for the requeue when it has ended, so the end
 # of another one must not kill it at once: --wait ends what is left 120 s later.
-exec srun --kill-on-bad-exit=0 --wait=120 ./run_train.sh "$@"
+exec srun --ntasks="$tasks" --kill-on-bad-exit=0 --wait=120 "${binding[@]}" ./run_train.sh "$@"

@@ -103,9 +103,10 @@ def test_slurm_nvidia_starts_a_launcher_per_node(slurm: Slurm, stub: Path) -> No
     assert all((node["env"]["SRUN_CPUS_PER_TASK"], node["env"]["MAX_RESTARTS"]) == ("64", "3") for node in nodes)
 
 
-def test_slurm_amd_starts_a_rank_per_gpu(slurm: Slurm, stub: Path) -> None:
+@pytest.mark.parametrize("binding", [{}, {"GPU_BINDING": "--gpu-bind=none"}], ids=["one GPU per task", "all GPUs"])
+def test_slurm_amd_starts_a_rank_per_gpu(binding: dict[str, str], slurm: Slurm, stub: Path) -> None:
     file = str(FOLDER / "slurm-amd.sh")
-    [job] = slurm.submit("--ntasks-per-node=2", file, "--a.b", "1", TITAN_PYTHON=str(stub))
+    [job] = slurm.submit("--ntasks-per-node=2", file, "--a.b", "1", TITAN_PYTHON=str(stub), **binding)
     ranks = said(job)
     assert [(each["rank"]["RANK"], each["rank"]["LOCAL_RANK"]) for each in ranks] == [
         ("0", "0"), ("1", "1"), ("2", "0"), ("3", "1")
