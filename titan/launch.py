@@ -23,7 +23,7 @@ from titan.errors import (
     take_traceback_flag,
 )
 from titan.ranks import preemption
-from titan.ranks.launch_env import LaunchEnv, find_place, max_restarts, rank_environment
+from titan.ranks.launch_env import LaunchEnv, drop_rank_variables, find_place, max_restarts, rank_environment
 from titan.ranks.launcher import again_by_slurm, let_threads_sleep, start
 
 HELP = "train a model; the same as ./run_train.sh (see titan train --help)"
@@ -56,6 +56,7 @@ def main(argv: Sequence[str] | None = None) -> int:
             os.environ.update(mine)
             return _train_here(words, first=os.environ["RANK"] == "0")
         place, restarts = find_place(os.environ), max_restarts(os.environ)
+        drop_rank_variables(os.environ)
         if place.world_size > 1 or restarts:
             return _launch(words, place, restarts)
         return _train_here(words, first=True)

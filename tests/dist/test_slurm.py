@@ -1,4 +1,4 @@
-"""Under Slurm, a fake one (tests/slurm.py): the template of docs/slurm.sh on two nodes, arrays, signals and steps."""
+"""Under Slurm, a fake one (tests/slurm.py): a template of configs/launch/ on two nodes, arrays, signals and steps."""
 
 import sys
 from collections.abc import Iterator
@@ -11,7 +11,7 @@ from tests.signals import job as arguments
 from tests.slurm import ROOT, Job, Slurm
 from titan.ranks import rendezvous
 
-TEMPLATE = str(ROOT / "docs" / "slurm.sh")
+TEMPLATE = str(ROOT / "configs" / "launch" / "slurm-nvidia.sh")
 
 
 @pytest.fixture
@@ -121,8 +121,18 @@ def test_a_signal_that_cancels_wins(sent: list[str], restarts: int, tmp_path: Pa
     assert (job.code, job.restarts) == (0 if restarts else 75, restarts)
 
 
+@pytest.mark.parametrize(("codes", "ends"), [("00", 0), ("01", 1), ("20", 2), ("75", 75)])
+def test_srun_ends_with_the_highest_exit_code(codes: str, ends: int, tmp_path: Path, slurm: Slurm) -> None:
+    """Of one task per rank; the script ends with it too. 75: both ranks are preempted, and the first one requeues."""
+    train = f'75 * (life == "0") if {ends} == 75 else int("{codes}"[int(os.environ["SLURM_PROCID"])])'
+    [job] = slurm.submit("--ntasks=2", script(tmp_path, TRAINS.format(train=train), "exec srun titan"), MASTER_ADDR="h")
+    assert job.await_end() == ("FAILED" if ends in (1, 2) else "COMPLETED"), job.lines
+    assert (job.code, job.restarts) == ((0, 1) if ends == 75 else (ends, 0)), job.lines
+
+
+FILE = "configs/launch/slurm-nvidia.sh"
 FOUR = ["--nodes=2", "--ntasks-per-node=2"]
-ALONE = "environment: {}, but srun did not start this process; start it with srun (example: docs/slurm.sh), or set {}"
+ALONE = f"environment: {{}}, but srun did not start this process; start it with srun (example: {FILE}), or set {{}}"
 MANY_NODES = ALONE.format("SLURM_NNODES = 2", "NNODES=1 to use this node alone")
 MANY_TASKS = ALONE.format("SLURM_NTASKS = 8", "NPROC to the number of ranks that this process starts")
 

@@ -11,7 +11,7 @@ import pytest
 
 from titan.ranks import slurm
 
-TEMPLATE = Path(__file__).parents[2] / "docs" / "slurm.sh"
+TEMPLATE = Path(__file__).parents[2] / "configs" / "launch" / "slurm-nvidia.sh"
 
 
 def test_the_template_parses() -> None:

@@ -33,7 +33,7 @@ EXAMPLES = """examples:
   git log -1 | titan generate --checkpoint runs/mine --prompt - --plugins.bf16.enabled true
   NPROC=2 titan generate --checkpoint runs/mine --prompt "import " --mesh.tp 2
 
-environment: NPROC or NPROC_PER_NODE (ranks to start on this node; default: this process alone). Under torchrun or srun
+environment: NPROC (ranks to start on this node; default: this process alone). Under torchrun or srun
 their ranks are used. Pipeline parallelism (--mesh.pp) works, but without a KV cache: each token recomputes the text.
 """
 STDIN = "-"

@@ -1,10 +1,10 @@
-"""Nodes and ranks of a run, and this node's place among them, from the user's or Slurm's environment variables."""
+"""Nodes and ranks of a run, and this node's place among them, from the environment of the user or a scheduler."""
 
 import os
 import shutil
 import subprocess
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping, MutableMapping, Sequence
 from dataclasses import dataclass
 
 from titan.errors import ConfigError, ConfigIssue
@@ -13,8 +13,13 @@ Environment = Mapping[str, str]
 
 LOCAL = "127.0.0.1"
 PORT = 29500
-NPROC = ("NPROC", "NPROC_PER_NODE")
-"""Ranks to start on this node, under either name."""
+NODES = ("NNODES", "PET_NNODES", "SLURM_STEP_NUM_NODES")
+NODE = ("NODE_RANK", "PET_NODE_RANK", "SLURM_NODEID")
+HOST = ("MASTER_ADDR", "PET_MASTER_ADDR")
+MEETING_PORT = ("MASTER_PORT", "PET_MASTER_PORT")
+"""Each in order of precedence: the user's own, Kubeflow's (the arguments of torchrun), Slurm's."""
+
+RANK_VARIABLES = ("RANK", "WORLD_SIZE", "LOCAL_RANK")
 
 STEP_TASKS = "SLURM_STEP_NUM_TASKS"
 """srun sets it. A batch script has SLURM_NNODES, SLURM_NTASKS and SLURM_PROCID too, and is alone."""
@@ -51,7 +56,8 @@ class LaunchEnv:
 
 
 def find_place(env: Environment) -> LaunchEnv:
-    """Read where to run from NPROC, NNODES, NODE_RANK, MASTER_ADDR and MASTER_PORT, or from a step of Slurm's.
+    """Read where to run from NPROC, NNODES, NODE_RANK, MASTER_ADDR and MASTER_PORT, or from a step of Slurm's, or from
+    the PET_* variables of a pod of Kubeflow's.
 
     The port is 0 on a single node: nobody else needs to know it before the ranks start.
 
@@ -61,11 +67,11 @@ def find_place(env: Environment) -> LaunchEnv:
     """
     env = _own(env)
     _refuse_to_be_alone(env)
-    nodes = _number(env, ("NNODES", "SLURM_STEP_NUM_NODES"), 1, at_least=1)
-    ranks = ranks_asked_for(env) or max(1, gpus())
+    nodes = _number(env, NODES, 1, at_least=1)
+    ranks = _number(env, ("NPROC", "NPROC_PER_NODE"), 0, at_least=1) or _ranks_of_pod(env) or max(1, gpus())
     if nodes == 1:
         return LaunchEnv(1, 0, ranks, LOCAL, 0)
-    node = _number(env, ("NODE_RANK", "SLURM_NODEID"), -1, at_least=0)
+    node = _number(env, NODE, -1, at_least=0)
     if node < 0:
         raise ConfigError(
             [ConfigIssue("environment", f"NODE_RANK is not set; with NNODES = {nodes} it must be 0 to {nodes - 1}")]
@@ -81,13 +87,15 @@ def rank_environment(env: Environment) -> dict[str, str] | None:
     NPROC asks this process to start ranks, also as one of many tasks of `srun`.
 
     Raises:
-        ConfigError: Slurm does not say where the ranks meet, or nobody is there to start them again.
+        ConfigError: Slurm does not say where the ranks meet, or nobody is there to start them again; or RANK may be the
+            number of a node.
     """
-    if "RANK" in env and "WORLD_SIZE" in env:
+    if "RANK" in env and "WORLD_SIZE" in env and not _rank_is_of_node(env):
+        _refuse_doubt(env)
         _refuse_restarts(env, "RANK is set, so titan does not start the ranks; use --max-restarts of torchrun")
         return {}
     env = _own(env)
-    nodes = _number(env, ("NNODES", "SLURM_STEP_NUM_NODES"), 1, at_least=1)
+    nodes = _number(env, NODES, 1, at_least=1)
     tasks = _number(env, (STEP_TASKS,), 1, at_least=1)
     if ranks_asked_for(env) or tasks <= nodes:
         return None
@@ -103,17 +111,22 @@ def rank_environment(env: Environment) -> dict[str, str] | None:
     }
 
 
+def drop_rank_variables(env: MutableMapping[str, str]) -> None:
+    """Drop the variables of a rank, in a process that is none or the only one: they may be those of its node."""
+    for name in RANK_VARIABLES:
+        env.pop(name, None)
+
+
 def ranks_asked_for(env: Environment) -> int:
-    """Ranks that NPROC, or its alias NPROC_PER_NODE, asks this process to start on its node; 0: neither is set.
+    """Ranks that NPROC asks this process to start on its node, also where it need not start any; 0: not set.
+
+    NPROC_PER_NODE, which cluster profiles export for torchrun, asks for nothing: it is the number of ranks where this
+    process starts ranks anyway and NPROC is not set.
 
     Raises:
-        ConfigError: one of them is no number of ranks, or they differ.
+        ConfigError: it is no number of ranks.
     """
-    given = {name: _number(env, (name,), 0, at_least=1) for name in NPROC}
-    if len({ranks for ranks in given.values() if ranks}) > 1:
-        both = ", ".join(f"{name} = {ranks}" for name, ranks in given.items())
-        raise ConfigError([ConfigIssue("environment", f"{both}: both name the ranks per node; unset one of them")])
-    return max(given.values())
+    return _number(env, ("NPROC",), 0, at_least=1)
 
 
 def max_restarts(env: Environment) -> int:
@@ -136,6 +149,40 @@ def _number(env: Environment, names: Sequence[str], default: int, *, at_least: i
     return default
 
 
+def _ranks_of_pod(env: Environment) -> int:
+    """Ranks per pod of a PyTorchJob; 0 where its `nprocPerNode` is "auto" (the default), "gpu" or "cpu"."""
+    asked = env.get("PET_NPROC_PER_NODE", "")
+    return int(asked) if asked.isdecimal() else 0
+
+
+def _rank_is_of_node(env: Environment) -> bool:
+    """Whether RANK is the number of a node, which a launcher is to start ranks on, and no rank's.
+
+    Kubeflow numbers the pods of a PyTorchJob by RANK, and by PET_NODE_RANK too. enroot's hook 50-slurm-pytorch.sh takes
+    RANK, WORLD_SIZE and LOCAL_RANK from Slurm's task, though a step may have one task per node. For a rank of its own
+    torchrun sets LOCAL_WORLD_SIZE beside them, which neither of the two does.
+    """
+    if "LOCAL_WORLD_SIZE" in env:
+        return False
+    if "PET_NODE_RANK" in env:
+        return "LOCAL_RANK" not in env
+    tasks = env.get(STEP_TASKS, "")
+    one_per_node = tasks.isdecimal() and int(tasks) <= _number(env, ("SLURM_STEP_NUM_NODES",), 1, at_least=1)
+    return one_per_node and (env["RANK"], env["WORLD_SIZE"]) == (env.get("SLURM_PROCID"), tasks)
+
+
+def _refuse_doubt(env: Environment) -> None:
+    """RANK without LOCAL_RANK may be a node's number, on a platform that titan does not know: one rank would then train
+    per node, and its other GPUs idle."""
+    if "LOCAL_RANK" in env or (seen := gpus()) <= 1:
+        return
+    what = (
+        f"RANK = {env['RANK']} and WORLD_SIZE = {env['WORLD_SIZE']} without LOCAL_RANK, and this process sees {seen} "
+        "GPUs; where RANK is the number of a node, unset both and set NNODES and NODE_RANK; else set LOCAL_RANK"
+    )
+    raise ConfigError([ConfigIssue("environment", what)])
+
+
 def _own(env: Environment) -> Environment:
     """The environment without what sbatch exports of a step that it was called in, where that ran on other nodes."""
     step, job = env.get("SLURM_STEP_NODELIST", ""), env.get("SLURM_JOB_NODELIST", "")
@@ -145,19 +192,19 @@ def _own(env: Environment) -> Environment:
 
 
 def _refuse_to_be_alone(env: Environment) -> None:
-    """A batch script is one process on the first node of its job, whatever SLURM_NNODES and SLURM_NTASKS promise."""
+    """A batch script is one process on the first node of its job, whatever SLURM_NNODES and SLURM_NTASKS promise. So is
+    a shell of salloc, which may even run on the login node."""
     if env.get(STEP_TASKS) or env.get("NNODES"):
         return
     nodes, tasks = (_number(env, (name,), 1, at_least=1) for name in ("SLURM_NNODES", "SLURM_NTASKS"))
     if nodes > 1:
         held, choice = f"SLURM_NNODES = {nodes}", "set NNODES=1 to use this node alone"
-    elif (
-        tasks > 1 and "SLURM_PROCID" in env and not ranks_asked_for(env)
-    ):  # SLURM_PROCID: no interactive shell of salloc
+    elif tasks > 1 and not ranks_asked_for(env):
         held, choice = f"SLURM_NTASKS = {tasks}", "set NPROC to the number of ranks that this process starts"
     else:
         return
-    what = f"{held}, but srun did not start this process; start it with srun (example: docs/slurm.sh), or {choice}"
+    how = f"start it with srun (example: configs/launch/slurm-nvidia.sh), or {choice}"
+    what = f"{held}, but srun did not start this process; {how}"
     raise ConfigError([ConfigIssue("environment", what)])
 
 
@@ -169,8 +216,8 @@ def _refuse_restarts(env: Environment, why: str) -> None:
 def _meeting_point(env: Environment) -> tuple[str, int]:
     job = env.get("SLURM_JOB_ID", "")
     default = SLURM_PORTS[int(job) % len(SLURM_PORTS)] if job.isdecimal() else PORT
-    port = _number(env, ("MASTER_PORT",), default, at_least=1)
-    return env.get("MASTER_ADDR") or _first_slurm_host(env), port
+    port = _number(env, MEETING_PORT, default, at_least=1)
+    return next((env[name] for name in HOST if env.get(name)), "") or _first_slurm_host(env), port
 
 
 def _first_slurm_host(env: Environment) -> str:

@@ -9,7 +9,15 @@ from pathlib import Path
 
 from titan.errors import EXIT_FAILED, EXIT_PREEMPTED, EXIT_WRONG_INPUT, say
 from titan.ranks import rendezvous, slurm
-from titan.ranks.launch_env import LaunchEnv, cores, find_place, gpus, rank_environment, ranks_asked_for
+from titan.ranks.launch_env import (
+    LaunchEnv,
+    cores,
+    drop_rank_variables,
+    find_place,
+    gpus,
+    rank_environment,
+    ranks_asked_for,
+)
 from titan.ranks.rank_processes import Ended, Entry, RankProcesses
 
 
@@ -31,8 +39,11 @@ def place_asked_for() -> LaunchEnv | None:
         ConfigError: the environment does not say clearly.
     """
     mine = rank_environment(os.environ)
-    if mine is not None or not (ranks_asked_for(os.environ) or os.environ.get("NNODES")):
-        os.environ.update(mine or {})
+    if mine is not None:
+        os.environ.update(mine)
+        return None
+    drop_rank_variables(os.environ)
+    if not (ranks_asked_for(os.environ) or os.environ.get("NNODES")):
         return None
     place = find_place(os.environ)
     return place if place.world_size > 1 else None

@@ -95,7 +95,7 @@ def enter(rank: Rank, timeout_s: float) -> None:
     backend = "gloo" if rank.device.type == "cpu" else f"cpu:gloo,{rank.device.type}:nccl"
     timeout = timedelta(seconds=timeout_s)
     store: Store = HashStore()
-    if "MASTER_ADDR" in os.environ:
+    if {"RANK", "MASTER_ADDR"} <= os.environ.keys():  # MASTER_ADDR alone: the only rank of a run, on a cluster
         store = PrefixStore(_attempt(), next(rendezvous("env://", timeout=timeout))[0])
     dist.init_process_group(backend, store=store, rank=rank.number, world_size=rank.world_size, timeout=timeout)
 

@@ -82,7 +82,7 @@ class Runner:
         """Exit code (None: time limit), output, and (unix seconds, watts) readings."""
         environment = {key: value for key, value in os.environ.items() if key != "MAX_RESTARTS"}
         if not self.launcher:
-            environment |= {"NPROC": str(self.ranks), "NPROC_PER_NODE": str(self.ranks), "NNODES": "1"}
+            environment |= {"NPROC": str(self.ranks), "NNODES": "1"}
         process = subprocess.Popen(
             [*(self.launcher or (sys.executable, "-P", "-m", "titan.launch")), *self._words(choice)],
             stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, errors="replace",

@@ -1,11 +1,12 @@
 #!/usr/bin/env bash
-# Trains under Slurm and requeues itself until the job is done. From the repository:
+# Trains under Slurm on NVIDIA GPUs, one task per node, and requeues itself until the job is done. docs/hpc.md says
+# more. From the repository:
 #
-#     sbatch docs/slurm.sh --config configs/llama7b.toml [--table.key value ...]
+#     sbatch configs/launch/slurm-nvidia.sh --config configs/llama7b.toml [--table.key value ...]
 #
 # Slurm sends the run SIGUSR1 before the time limit. The run saves a checkpoint, exits with code 75, and has Slurm
 # requeue this job (of a job array, only this task). The requeued job resumes from its checkpoint. Adapt what follows.
-# Options of sbatch override them: sbatch --nodes 8 docs/slurm.sh ...
+# Options of sbatch override them: sbatch --nodes 8 configs/launch/slurm-nvidia.sh ...
 #
 #     scancel --signal=USR1 JOB    save now and requeue
 #     scancel JOB                  save and end; the job is not requeued (the save must fit into KillWait, often 30 s)
@@ -22,7 +23,8 @@
 # Append to that file after a requeue; by default Slurm would overwrite it.
 #SBATCH --open-mode=append
 
-# One task per node: the launcher, which starts one rank per GPU of its node (or NPROC ranks).
+# One task per node: the launcher, which starts one rank per GPU of its node (or NPROC ranks). All ranks see all GPUs of
+# the node, as NCCL needs to find NVLink. --gpus-per-task=1 would hide them from each other.
 #SBATCH --nodes=2
 #SBATCH --ntasks-per-node=1
 #SBATCH --gpus-per-node=8
@@ -39,8 +41,17 @@
 # Allow Slurm to requeue the job: on request of the run, after a node failure, or on preemption (PreemptMode=REQUEUE).
 #SBATCH --requeue
 
+set -euo pipefail
+
 # How often a run restarts its ranks after a failure before the job fails.
 export MAX_RESTARTS=${MAX_RESTARTS:-3}
+
+# From 22.05 on, srun does not take --cpus-per-task from sbatch: a launcher and its ranks would share one core.
+[ -z "${SLURM_CPUS_PER_TASK:-}" ] || export SRUN_CPUS_PER_TASK=$SLURM_CPUS_PER_TASK
+
+# Set up .venv once, here on the first node; the launchers of all nodes refuse to do so at once. TITAN_PYTHON names
+# another Python.
+scripts/python.sh >/dev/null
 
 # srun starts one launcher per node. Without srun, this script would run on the first node only and refuse to train.
 # --kill-on-bad-exit: if the launcher of one node is gone, end the launchers of the other nodes. sbatch must be called
