@@ -40,6 +40,7 @@ def _word(value: object) -> str:
 @contextmanager
 def open_run(setting: Setting, config: Path, name: str, keys: Keys) -> Iterator[build.Run]:
     """Build the run of a job, and close it afterwards."""
+    setting.free()  # the run before is garbage by now, and not yet while the body of its `with` could still name it
     job = load_job(config, arguments(setting, name, keys), 1)
     rank = process.join(job)
     try:
@@ -48,10 +49,8 @@ def open_run(setting: Setting, config: Path, name: str, keys: Keys) -> Iterator[
             yield run
         finally:
             trainer.close(run)
-            del run
     finally:
         process.leave()
-        setting.free()
 
 
 def train(setting: Setting, name: str, keys: Keys) -> Curve:

@@ -32,26 +32,27 @@ def b3(setting: Setting) -> Iterator[Row]:
 
 def _turns(setting: Setting, shape: Shape) -> Iterator[Row]:
     absent = [name for name in NEEDED if importlib.util.find_spec(name) is None]
-    seconds: dict[str, list[float]] = {"titan": [], "torchtitan": []}
-    spec = None
-    for _ in range(1 if absent else TURNS):
+    failure = f"cannot be imported: no {', '.join(absent)}" if absent else ""
+    ours, theirs = list[float](), list[float]()
+    for _ in range(TURNS):
         spec, asked, took = _ours(setting, shape)
-        seconds["titan"].append(took)
-        if not absent:
-            seconds["torchtitan"].append(_theirs(asked)["in_a_row_s"])
-    assert spec is not None
-    for who, taken in seconds.items():
-        yield from _rows(setting, spec, asked["seq_len"], who, taken)
-    if absent:
-        yield Row("torchtitan", f"cannot be imported: no {', '.join(absent)}")
+        ours.append(took)
+        if failure:
+            break
+        setting.free()  # the GPU is torchtitan's now
+        try:
+            theirs.append(_theirs(asked)["in_a_row_s"])
+        except RuntimeError as error:
+            failure = str(error)
+    yield from _rows(setting, spec, asked["seq_len"], "titan", ours)
+    if failure:
+        yield Row("torchtitan", failure, passed=None if absent else False)
         return
-    ours, theirs = (statistics.median(taken) for taken in seconds.values())
-    yield Row("speed of titan over torchtitan", theirs / ours)
+    yield from _rows(setting, spec, asked["seq_len"], "torchtitan", theirs)
+    yield Row("speed of titan over torchtitan", statistics.median(theirs) / statistics.median(ours))
 
 
 def _rows(setting: Setting, spec: ModelSpec, seq_len: int, who: str, taken: list[float]) -> Iterator[Row]:
-    if not taken:
-        return
     step = statistics.median(taken)
     yield Row(f"{who}: step, by turn", ", ".join(f"{one:.4f}" for one in taken), "s")
     yield Row(f"{who}: tokens/s", seq_len / step, "tokens/s")
