@@ -45,6 +45,8 @@ def main(argv: Sequence[str] | None = None) -> int:
         return 2
     output = args.output or Path("runs") / ("gpu-rehearsal" if args.rehearse else "gpu")
     setting = Setting(output.absolute(), (args.reference or output / "reference").absolute(), args.rehearse)
+    if args.rehearse:
+        torch.set_num_threads(1)  # tiny tensors: threads that wait for each other take longer than the work
     with _quietly(setting):
         reference.make(setting)
     if args.reference_only:

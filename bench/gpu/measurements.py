@@ -5,10 +5,10 @@ from bench.gpu.records import Measurement
 
 MEASUREMENTS = (
     Measurement("generators", 1, 5, "does attention without dropout draw random numbers?", kernels.generators),
-    Measurement("parity", 1, 120, "fp32 on the device against the CPU's curve, 20 steps", parity.fp32),
-    Measurement("parity-bf16", 1, 30, "bf16 against the fp32 curve", parity.bf16),
+    Measurement("parity", 1, 120, "fp32 against the CPU's curve: largest relative difference", parity.fp32),
+    Measurement("parity-bf16", 1, 30, "bf16 against the fp32 curve: largest relative difference", parity.bf16),
     Measurement("recompute", 1, 90, "1B with recomputation", speed.recompute),
-    Measurement("parity-float8", 1, 90, "float8 against the fp32 curve", parity.float8),
+    Measurement("parity-float8", 1, 90, "float8 against the fp32 curve: largest relative difference", parity.float8),
     Measurement("resume", 1, 30, "a run in two pieces against one in one piece, to the bit", survival.resume),
     Measurement("sigterm", 1, 30, "SIGTERM, and the same command again", survival.sigterm),
     Measurement("nan", 1, 30, "a NaN in a gradient", survival.nan),

@@ -116,6 +116,7 @@ def _accept_cpu() -> None:
     """Let torchtitan, which asks for an accelerator when it is imported, take a CPU: for rehearsals."""
     import torch._utils
 
+    torch.set_num_threads(1)
     utils: Any = torch._utils
     utils._get_available_device_type = lambda: "cpu"
     utils._get_device_module = lambda _: torch.cpu

@@ -79,7 +79,7 @@ def _against(setting: Setting, name: str, curve: str, keys: Keys, bounds: tuple[
     assert ours.keys() == theirs.keys(), f"{name}: steps {sorted(ours)}, the CPU's curve has {sorted(theirs)}"
     for key, bound in zip(("loss", "grad_norm"), bounds, strict=True):
         worst = max(_apart(ours[step][key], theirs[step][key]) for step in theirs)
-        yield Row(f"{name}: {key}, largest relative difference", worst, f"(at most {bound:g})", worst <= bound)
+        yield Row(f"{name}: {key}", worst, f"(at most {bound:g})", worst <= bound)
 
 
 def _apart(ours: float | None, theirs: float) -> float:

@@ -47,6 +47,9 @@ class Results:
         folder.mkdir(parents=True, exist_ok=True)
         self.path, self.about = folder / "results.jsonl", dict(about)
         self._last: dict[str, dict[str, Any]] = {}
+        if self.path.exists() and not self.path.read_bytes().endswith(b"\n"):
+            with self.path.open("a") as file:  # a killed process has torn its last line
+                file.write("\n")
         for record in _read(self.path):
             if all(record.get(key) == value for key, value in self.about.items()):
                 self._last[record["name"]] = record
@@ -66,9 +69,10 @@ class Results:
         self._append({"name": one.name, "part": one.part, "status": "began"})
 
     def ended(self, one: Measurement, rows: Sequence[Row], seconds: float, failure: str = "") -> None:
-        """Note what it yielded."""
+        """Note what it yielded. It has failed also where one of its checks did not pass, and is taken again then."""
+        passed = not failure and all(row.passed is not False for row in rows)
         self._append({
-            "name": one.name, "part": one.part, "status": "failed" if failure else "done", "failure": failure,
+            "name": one.name, "part": one.part, "status": "done" if passed else "failed", "failure": failure,
             "seconds": round(seconds, 2), "rows": [asdict(row) for row in rows],
         })  # fmt: skip
 
@@ -95,10 +99,12 @@ class Results:
         """What is not as it should be: no result, a failure, or a row that did not pass."""
         found = []
         for one in measurements:
-            if (status := self.status(one.name)) != "done":
-                found.append(f"{one.name}: {status or 'not measured'}")
+            record = self._last.get(one.name, {"status": "not measured"})
+            if record["status"] in ("not measured", "began"):
+                found.append(f"{one.name}: {record['status']}")
                 continue
-            rows = (Row(**row) for row in self._last[one.name]["rows"])
+            found += [f"{one.name}: {record['failure']}"] if record["failure"] else []
+            rows = (Row(**row) for row in record["rows"])
             found += [f"{one.name}: {row.label}: {_shown(row)}" for row in rows if row.passed is False]
         return found
 

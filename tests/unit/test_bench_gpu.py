@@ -35,15 +35,17 @@ def test_a_second_start_takes_new_ones_then_failed_ones_then_those_that_ended_th
     results.path.write_text(results.path.read_text() + '{"name": "torn')
     again = Results(tmp_path, HERE)
     assert again.order(every) == [new, failed, killed]
-    assert again.faults(every) == ["failed: failed", "killed: began", "new: not measured"]
+    assert again.faults(every) == ["failed: RuntimeError: out of memory", "killed: began", "new: not measured"]
     assert "FAILED: RuntimeError: out of memory" in again.table(failed) and " 2" in again.table(failed)
+    again.ended(new, [], 1.0)
+    assert Results(tmp_path, HERE).status("new") == "done"
     assert Results(tmp_path, {**HERE, "device": "an H100"}).order(every) == every
 
 
-def test_a_check_that_did_not_pass_is_a_fault(tmp_path: Path) -> None:
+def test_a_check_that_did_not_pass_is_a_fault_and_is_taken_again(tmp_path: Path) -> None:
     (one,), results = _measurements("one"), Results(tmp_path, HERE)
     results.ended(one, list(_rows(Setting(tmp_path, tmp_path, True))), 1.0)
-    assert results.order([one]) == [] and results.faults([one]) == ["one: check: no"]
+    assert results.order([one]) == [one] and results.faults([one]) == ["one: check: no"]
 
 
 def test_names_are_unique_and_each_part_fits_its_time() -> None:
