@@ -292,5 +292,6 @@ def test_words_are_respelt_for_the_plugin_that_the_file_names(drifting: list[str
     ):  # fmt: skip
         job = tmp_path / "job.toml"
         job.write_text(f'base = "{TOML}"\n[lr_schedule]\nname = "{name}"\n')
-        base = load_base(job, [f"--plugins.path={tmp_path}", "--data.path=x", f"--lr_schedule.{word}"])
-        assert f"--lr_schedule.{respelt}" in base.overrides and not any("name" in word for word in base.overrides)
+        words = ["--data.name=text", "--data.path=x", f"--lr_schedule.{word}"]
+        base = load_base(job, [f"--plugins.path={tmp_path}", *words])
+        assert f"--lr_schedule.{respelt}" in base.overrides and len(base.overrides) == 4
