@@ -5,6 +5,7 @@ import re
 import sys
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -241,3 +242,60 @@ def test_a_model_by_a_former_hook_may_derive_from_a_present_one() -> None:
 def test_present_names_are_not_reported(reported) -> None:
     Costs(seq_len=1, dim=1, micro_batch=1, micro_batches=1, embeddings=(), layer=(), head=(), styles={})
     assert contracts.ModelSpec and job_of("--mesh.tp", "2").spec and reported() == []
+
+
+MIXED = '''
+from dataclasses import dataclass, replace
+from titan.contracts import Technique, register
+
+@dataclass(frozen=True, kw_only=True)
+class Config:
+    """No options."""
+
+class Shared:
+    """Not a technique by itself."""
+    parity = False
+    optional = True
+
+    def plan(self, plan):
+        return replace(plan, dim=plan.dim + 1)
+
+@register
+class First(Shared, Technique):
+    """With the former names of a mixin."""
+    name = "first"
+    Config = Config
+    phase = "shard"
+
+@register
+class Second(First):
+    """With the present name, over the former one."""
+    name = "second"
+    Config = Config
+    parity, preserves_numerics = False, True
+
+    def spec(self, spec):
+        return replace(super().spec(spec), dim=10 * super().spec(spec).dim)
+
+@register
+class Third(Second):
+    """With the former name, over the present one."""
+    name = "third"
+    Config = Config
+
+    def plan(self, plan):
+        return replace(plan, dim=super().plan(plan).dim + 1000)
+'''
+
+
+def test_former_and_present_names_in_one_family(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    registry.load_plugins()
+    for name in ("_plugins", "_opened"):
+        monkeypatch.setattr(registry, name, getattr(registry, name).copy())
+    (tmp_path / "mixed.py").write_text(MIXED)
+    registry.load_plugins([tmp_path])
+    found: list[Any] = [registry.find("technique", name) for name in ("first", "second", "third")]
+    assert [plugin.search_toggle for plugin in found] == [True] * 3
+    assert [plugin.preserves_numerics for plugin in found] == [False, True, True]
+    spec = job_of("--model.dim", "128").spec
+    assert [plugin(plugin.Config()).spec(spec).dim for plugin in found] == [129, 1290, 2290]

@@ -27,6 +27,7 @@ T = TypeVar("T")
 MODULES = {
     "titan.batch": "titan.contracts.base.batch",
     "titan.cache": "titan.contracts.base.attention",
+    "titan.contracts.base.plan": "titan.contracts.base.spec",
     "titan.cost": "titan.contracts.base.cost",
     "titan.data.bytepairs": "titan.data.tokens.bytepairs",
     "titan.data.exchange": "titan.data.tokens.exchange",
@@ -205,13 +206,20 @@ class _FormerHook(_Former):
 
 
 def _present_hooks(plugin: type[registry.Plugin]) -> None:
-    """Give a plugin's hooks and attributes, as its class defines them, their present names."""
+    """Give a plugin's hooks and attributes, as its classes define them, their present names."""
     found = False
-    for contract, names in HOOKS.items():
-        for old in [old for old in names if issubclass(plugin, contract) and old in vars(plugin)]:
-            _report(f"{contract.__name__}.{old}", names[old])
-            setattr(plugin, names[old], vars(plugin)[old])
-            found = True
+    for contract in (contract for contract in HOOKS if issubclass(plugin, contract)):
+        own = plugin.__mro__[: plugin.__mro__.index(contract)]
+        for old, new in HOOKS[contract].items():
+            nearest: Mapping[str, Any] = next(
+                (vars(base) for base in own if old in vars(base) or new in vars(base)), {}
+            )
+            if old in nearest and new not in nearest:
+                _report(f"{contract.__name__}.{old}", new)
+                setattr(plugin, new, nearest[old])
+                found = True
+            elif new in vars(plugin) and any(old in vars(base) for base in own):
+                setattr(plugin, old, vars(plugin)[new])  # for the `super()` of classes below with the former name
     if issubclass(plugin, Technique):
         hooks = {name: hook for name, hook in vars(plugin).items() if inspect.isfunction(hook)}
         found |= any([_present_parameters(hook, name) for name, hook in hooks.items() if name[0] != "_"])

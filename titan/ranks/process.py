@@ -18,7 +18,7 @@ from titan import log
 from titan.config import Job
 from titan.contracts.base.mesh import Mesh
 from titan.errors import ConfigError, TitanError, say
-from titan.ranks import watchdog
+from titan.ranks import first_failure, watchdog
 
 ANSWER_S = 5.0
 """Longest wait for the store when a rank has failed."""
@@ -96,13 +96,8 @@ def enter(rank: Rank, timeout_s: float) -> None:
     timeout = timedelta(seconds=timeout_s)
     store: Store = HashStore()
     if {"RANK", "MASTER_ADDR"} <= os.environ.keys():  # MASTER_ADDR alone: the only rank of a run, on a cluster
-        store = PrefixStore(_attempt(), next(rendezvous("env://", timeout=timeout))[0])
+        store = PrefixStore(first_failure.attempt(), next(rendezvous("env://", timeout=timeout))[0])
     dist.init_process_group(backend, store=store, rank=rank.number, world_size=rank.world_size, timeout=timeout)
-
-
-def _attempt() -> str:
-    """torchrun starts ranks again with the store of the dead ones, in which Gloo would find their addresses."""
-    return f"attempt {os.environ.get('TORCHELASTIC_RESTART_COUNT', '0')}"
 
 
 _make_gloo: Any = ProcessGroupGloo.__init__
@@ -189,28 +184,16 @@ def _first_to_fail(rank: int) -> int:
     """The rank that failed first, which is this one where no other has said so, or nobody can be asked."""
     if not dist.is_initialized() or dist.get_world_size() == 1:
         return rank
-    store, answers = dist.distributed_c10d._get_default_store(), [str(rank).encode()]
-    while isinstance(store, PrefixStore):
-        store = store.underlying_store
+    store, answers = dist.distributed_c10d._get_default_store(), [rank]
 
     def ask() -> None:
         with contextlib.suppress(RuntimeError):  # whoever served the store is gone
-            answers.append(store.compare_set(_first_to_fail_key(), "", str(rank)))
+            answers.append(first_failure.report(store, rank))
 
     asking = Thread(target=ask, daemon=True)  # a network that is down answers nothing
     asking.start()
     asking.join(ANSWER_S)
-    return int(answers[-1])
-
-
-def first_told(store: Store) -> int | None:
-    """The rank that failed first by what ranks have told the store that they met at; None where none has."""
-    key = _first_to_fail_key()
-    return int(store.get(key)) if store.check([key]) else None
-
-
-def _first_to_fail_key() -> str:
-    return f"{_attempt()}/first to fail"
+    return answers[-1]
 
 
 def leave() -> None:

@@ -26,9 +26,8 @@ from typing import Any
 from torch._C._distributed_c10d import Store
 
 from titan.errors import EXIT_DONE, EXIT_FAILED, EXIT_PREEMPTED, say
-from titan.ranks import preemption
+from titan.ranks import first_failure, preemption
 from titan.ranks.launch_env import LOCAL, Environment, LaunchEnv
-from titan.ranks.process import first_told
 from titan.ranks.rendezvous import NodeLostError, Nodes, listen
 
 GRACE_S = 10.0
@@ -152,8 +151,9 @@ class RankProcesses:
             self._start(port)
             store = None if listening is None else stack.enter_context(_store_served(listening))
             ended = self._wait()
-            self._first_to_fail = None if store is None else first_told(store)
             self._hear_ranks()
+            if store is not None:
+                self._first_to_fail = _first_to_fail(store)
             return ended
 
     def _start(self, port: int) -> None:
@@ -284,6 +284,13 @@ def _store_served(listening: socket.socket) -> Iterator[Store]:
     port = listening.getsockname()[1]
     store = TCPStore(LOCAL, port, is_master=True, wait_for_workers=False, master_listen_fd=listening.detach())
     yield store
+
+
+def _first_to_fail(store: Store) -> int | None:
+    """The rank that reported first that it fails; None where none has, or the store does not answer."""
+    with contextlib.suppress(RuntimeError):
+        return first_failure.first(store)
+    return None
 
 
 def _ask_for_stacks(hung: Mapping[int, BaseProcess]) -> None:
