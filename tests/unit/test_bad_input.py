@@ -82,10 +82,11 @@ CASES: dict[str, tuple[str, str, list[str]]] = {
     "list too short": ("lr = 3e-3", "lr = 3e-3\nbetas = [0.9]", ["[optimizer] betas = [0.9]: must be a list of 2"]),
     "value for a technique": ("[plugins]", "[plugins]\nfsdp = 1", ["[plugins] fsdp: must be a table, [plugins.fsdp]"]),
     "degree that is no number": ("[mesh]", '[mesh]\ntp = "two"', ["[mesh] tp = 'two': must be an integer"]),
-    "enabled that is no flag": ("[plugins]", '[plugins.bf16]\nenabled = "no"', ["[plugins.bf16] enabled: : must be true or false"]),
+    "enabled that is no flag": ("[plugins]", '[plugins.bf16]\nenabled = "no"', ["[plugins.bf16] enabled = 'no': must be true or false"]),
     # values
     "negative rate": ("lr = 3e-3", "lr = -1.0", ["[optimizer] lr = -1.0: must be"]),
-    "not a number": ("lr = 3e-3", "lr = nan", ["[optimizer] lr = nan: must be a number, not nan"]),
+    "not a number": ("lr = 3e-3", "lr = nan", ["[optimizer] lr = nan: must be a finite number"]),
+    "infinite rate": ("lr = 3e-3", "lr = inf", ["[optimizer] lr = inf: must be a finite number"]),
     "no steps": ("steps = 2", "steps = 0", ["[train] steps = 0: must be at least 1"]),
     "beta of one": ("lr = 3e-3", "lr = 3e-3\nbetas = [0.9, 1.0]", ["[optimizer] betas = [0.9, 1.0]: must be below 1"]),
     "one of": ("seq_len = 16", 'seq_len = 16\npacking = "tight"', ["[data] packing = 'tight': must be one of 'concat', 'document_mask', 'pad'"]),

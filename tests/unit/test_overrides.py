@@ -9,6 +9,7 @@ import pytest
 from tests.jobs import LLAMA
 from titan import cli
 from titan.config import load_job, said_twice
+from titan.errors import ConfigError
 
 SMALL = "n_layers = 4, dim = 32, n_heads = 4, n_kv_heads = 2, ffn_dim = 48, vocab_size = 257, max_seq_len = 32"
 
@@ -78,3 +79,23 @@ def test_a_preset_of_a_file_wins_over_its_base_and_not_over_its_own_keys(tmp_pat
     ]
     assert load_job(job, ["--model.dim", "8192"]).model.config.dim == 8192
     assert said_twice(LLAMA) == said_twice(None, ["--train.steps", "3"]) == []
+
+
+def test_a_mixture_and_the_dataset_of_a_file_below(tmp_path: Path) -> None:
+    """The upper one counts; in one file they are refused together."""
+    (tmp_path / "one.toml").write_text(f'base = "{LLAMA}"\n[data]\nname = "text"\npath = "t"\n')
+    entries = '[[data.mixture]]\nname = "text"\npath = "a"\n[[data.mixture]]\nname = "jsonl"\npath = "b"\nweight = 2\n'
+    (tmp_path / "many.toml").write_text(f'base = "one.toml"\n{entries}')
+    many = load_job(tmp_path / "many.toml").table["data"]
+    assert [entry["name"] for entry in many["mixture"]] == ["text", "jsonl"] and "name" not in many
+    again = load_job(tmp_path / "many.toml", ["--data.name", "text", "--data.path", "c"]).table["data"]
+    assert again["name"] == "text" and "mixture" not in again
+    (tmp_path / "both.toml").write_text(f'base = "one.toml"\n[data]\nname = "text"\n{entries}')
+    with pytest.raises(ConfigError, match=r"\[data\] name: cannot stand beside a mixture"):
+        load_job(tmp_path / "both.toml")
+
+
+@pytest.mark.parametrize("ranks", [0, -8])
+def test_a_number_of_ranks_that_is_none(ranks: int) -> None:
+    with pytest.raises(ConfigError, match=rf"command line: --world-size {ranks}: must be at least 1"):
+        load_job(LLAMA, [], ranks)

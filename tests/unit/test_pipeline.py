@@ -188,7 +188,7 @@ def test_more_stages_than_layers_are_refused_with_the_nearest_degree() -> None:
 )
 def test_schedules_that_hold_a_fixed_number_of_stages_say_so(schedule: str, given: int, held: int) -> None:
     assert _check(SMALL, 2, schedule=schedule, virtual_stages=given) == [
-        f"[plugins.pipeline] virtual_stages = {given}: {schedule} holds exactly {held} on each rank"
+        f"virtual_stages = {given}: {schedule} holds exactly {held} on each rank"
     ]
 
 
@@ -203,7 +203,7 @@ def test_schedules_that_hold_a_fixed_number_of_stages_say_so(schedule: str, give
     ],
 )
 def test_split_points_must_be_layers_in_order_one_for_each_stage(points: tuple[str, ...], fault: str) -> None:
-    assert _check(SMALL, 4, split_points=points) == [f"[plugins.pipeline] split_points: {fault}"]
+    assert _check(SMALL, 4, split_points=points) == [f"split_points: {fault}"]
 
 
 @pytest.mark.parametrize(

@@ -91,7 +91,9 @@ def test_scaling_goes_to_the_ranks_that_are_said() -> None:
 def test_what_a_batch_does_not_divide_over_is_refused() -> None:
     points = _study("strong-scaling", config=None, ranks=16).points
     assert [bool(p.refused) for p in points] == [False, False, False, False, True]
-    assert points[-1].refused.startswith("[train] global_batch_size = 24: must be divisible by the 16 batch ranks")
+    assert points[-1].refused.startswith(
+        "[train] global_batch_size = 24: must be divisible by the 16 data-parallel ranks"
+    )
     assert points[-1].values == {} and not points[-1].fits
 
 

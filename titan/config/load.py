@@ -62,6 +62,8 @@ def load_job(path: Path | None, overrides: Sequence[str] = (), world_size: int |
         ConfigError: with every fault found.
         PluginError: a plugin cannot be loaded.
     """
+    if world_size is not None and world_size < 1:
+        raise ConfigError([ConfigIssue("command line", f"--world-size {world_size}: must be at least 1")])
     path = path or QUICKSTART
     table = tables.read(path, overrides, BUILT_IN)
     registry.load_plugins(plugin_folders(table))
@@ -203,6 +205,7 @@ class _Loader:
 
     def _data(self) -> tuple[Any, tuple[Source, ...]]:
         host, dataset = self._divided("data", DataSection)
+        dataset = self._without_what_lies_below(dataset)
         mixture = dataset.pop("mixture", None)
         data = self._parse(DataSection, host, "data")
         if mixture is None:
@@ -218,6 +221,19 @@ class _Loader:
         found = self._mixture(mixture)
         self.resolved["data"] = {**(resolved_table(data) if data else {}), "mixture": [table for _, table in found]}
         return data, tuple(source for source, _ in found)
+
+    def _without_what_lies_below(self, dataset: dict[str, Any]) -> dict[str, Any]:
+        """A mixture replaces the dataset of files below its own, and a dataset's name the mixture of files below."""
+        mixture, name = ("data", "mixture"), ("data", "name")
+        if "mixture" not in dataset:
+            return dataset
+        if "name" in dataset and self.table.above(name, mixture):
+            return {key: value for key, value in dataset.items() if key != "mixture"}
+        return {
+            key: value
+            for key, value in dataset.items()
+            if key == "mixture" or not self.table.above(mixture, ("data", key))
+        }
 
     def _divided(self, section: str, config: type) -> tuple[dict[str, Any], dict[str, Any]]:
         """A table that the host shares with a plugin: the host's keys, and the others."""
@@ -304,10 +320,11 @@ class _Loader:
             self.faults.append(self._where(*path[:-1]).fault(path[-1], f"must be a table, [{'.'.join(path)}]"))
             return False, None
         values = dict(values) if values is not None else {"enabled": plugin.default}
+        given = values.pop("enabled", True)
         try:
-            enabled = coerce(values.pop("enabled", True), bool)
+            enabled = coerce(given, bool)
         except ValueError as error:
-            self.faults.append(self._where(*path).fault("enabled", f": {error}"))
+            self.faults.append(self._where(*path).fault("enabled", f"= {shown(given)}: {error}"))
             enabled = True
         return enabled, self._parse(plugin.Config, values, *path)
 
@@ -363,10 +380,8 @@ class _Loader:
         if train.global_batch_size % ranks:
             down = train.global_batch_size // ranks * ranks
             near = f"{down} or {down + ranks}" if down else str(ranks)
-            what = (
-                f"= {train.global_batch_size}: must be divisible by the {ranks} batch ranks ({layout}); nearest: {near}"
-            )
-            self.faults.append(where.fault("global_batch_size", what))
+            what = f"must be divisible by the {ranks} data-parallel ranks ({layout}); nearest: {near}"
+            self.faults.append(where.fault("global_batch_size", f"= {train.global_batch_size}: {what}"))
             return
         share = train.global_batch_size // ranks
         micro = train.micro_batch_size or choose_micro_batch(share, layout.role_degree("stage"))

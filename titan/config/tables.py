@@ -49,6 +49,11 @@ class Table:
             self.origins.pop((*at, key), None)
             self.origins[(*at, key)] = origin
 
+    def above(self, key: Path_, other: Path_) -> bool:
+        """Whether a file above that of `other`, or the command line, set `key`; both are set."""
+        order = list(self.origins)
+        return self.origins[key] != self.origins[other] and order.index(key) > order.index(other)
+
     def put(self, path: Path_, value: Any, origin: str) -> None:
         """Set one value, as `merge` does: `path` is its tables and key, `origin` the file or the command line."""
         nested: dict[str, Any] = {path[-1]: value}

@@ -106,7 +106,7 @@ class PipelineParallel(Technique):
         stages, layers = ranks * each, spec.n_layers
         allowed = 1 if config.schedule in ONE_STAGE else 2 if config.schedule in V_SHAPED else each
         if each != allowed:
-            yield f"[plugins.pipeline] virtual_stages = {each}: {config.schedule} holds exactly {allowed} on each rank"
+            yield f"virtual_stages = {each}: {config.schedule} holds exactly {allowed} on each rank"
         elif layers < stages:
             degrees = _nearest_degree(ranks, each, layers) or f"none, with {each} stages a rank"
             yield (
@@ -118,11 +118,11 @@ class PipelineParallel(Technique):
             unknown = [point for point in config.split_points if point not in names[1:]]
             at = [names.index(point) for point in config.split_points if not unknown]
             if unknown:
-                yield f"[plugins.pipeline] split_points: {', '.join(unknown)} not among {names[1]} to {names[-1]}"
+                yield f"split_points: {', '.join(unknown)} not among {names[1]} to {names[-1]}"
             elif len(at) != stages - 1:
-                yield f"[plugins.pipeline] split_points: {len(at)} given, but {stages} stages have {stages - 1}"
+                yield f"split_points: {len(at)} given, but {stages} stages have {stages - 1}"
             elif at != sorted(set(at)):
-                yield f"[plugins.pipeline] split_points: {', '.join(config.split_points)} must be in the model's order"
+                yield f"split_points: {', '.join(config.split_points)} must be in the model's order"
 
     def _check_micro_batches(self, ranks: int, job: Job) -> Iterator[str]:
         schedule, unit, size = self.config.schedule, job.micro_batch * job.batch_ranks, job.train.global_batch_size

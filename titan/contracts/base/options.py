@@ -18,6 +18,7 @@ written or listed has the present one. A plugin outside this repository renames 
 import dataclasses
 import difflib
 import inspect
+import math
 import os
 import tomllib
 import types
@@ -222,10 +223,11 @@ def renewed(config: type, table: Mapping[str, Any], where: Where) -> Renewal:
             continue
         key, former, values = declared[name].key, declared[name].spec.formerly, declared[name].spec.former_values
         fresh = values.get(value, value) if isinstance(value, str) else value
-        if name == former or fresh is not value:
+        twice = former in table and key in table and where.origin(former) == where.origin(key)
+        if (name == former and not twice) or fresh is not value:
             found.lines.append(where.renamed(name, value, key, fresh))
         if former in table and key in table:
-            if name == former and where.origin(former) == where.origin(key):
+            if name == former and twice:
                 what = f"is the former name of {key}, and both are given; delete {former}"
                 found.faults.append(where.fault(former, what))
             if name == (key if where.above(former, key) else former):
@@ -312,8 +314,8 @@ def _coerce_plain(value: Any, hint: Any) -> Any:
     if hint is float and isinstance(value, int) and not isinstance(value, bool):
         return float(value)
     if type(value) is hint or (hint is str and isinstance(value, CliText)):
-        if hint is float and value != value:
-            raise ValueError("must be a number, not nan")
+        if hint is float and not math.isfinite(value):
+            raise ValueError("must be a finite number")
         return str(value) if hint is str else value
     raise ValueError(f"must be {_PLAIN.get(hint, getattr(hint, '__name__', str(hint)))}")
 
