@@ -28,7 +28,7 @@
 #SBATCH --cpus-per-task=64
 #SBATCH --exclusive
 
-# Time limit of one run. The job requeues as many runs as it needs.
+# Time limit of one run. The job runs as many times as it needs.
 #SBATCH --time=24:00:00
 # SIGUSR1 to the job step (the processes of srun below) 300 s before the time limit. Reserve enough time for two steps
 # and a save: at the time limit Slurm sends SIGTERM, and the job is not requeued.
