@@ -13,11 +13,11 @@ help:  ## list the targets
 test:  ## run all tests
 	@$(in_env) pytest $(ARGS)
 
-check:  ## ruff, mypy --strict on titan/, and the test of who may import whom
+check:  ## ruff, mypy --strict on titan/, and the rules for imports, prose and commits
 	@$(in_env) ruff check .
 	@$(in_env) ruff format --check .
 	@$(in_env) mypy
-	@$(in_env) pytest -q tests/unit/test_floors.py
+	@$(in_env) pytest -q tests/unit/test_import_layers.py tests/unit/test_prose.py
 
 format:  ## mend what ruff can mend
 	@$(in_env) ruff check --fix .

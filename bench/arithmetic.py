@@ -1,8 +1,8 @@
-"""Tables of papers and talks, recomputed with the formulas of `titan/planner/step/arithmetic.py`. Takes no time.
+"""Recompute tables of papers and talks with the formulas of `titan/planner/step/arithmetic.py`.
 
     python -m bench.arithmetic
 
-A `!` stands behind a printed number that its own formula or its own neighbours do not give.
+A `!` marks a printed number that does not follow from its own formula or from the other numbers of its row.
 """
 
 from typing import NamedTuple
@@ -16,7 +16,7 @@ A100 = 312.0
 class Row(NamedTuple):
     """A row of arXiv 2104.04473, table 1, as printed: sequences of 2,048, vocabulary 51,200, full recompute.
 
-    billions: parameters.  tflops: of one GPU, work done twice counted twice.  percent: of its peak.  pflops: of all.
+    billions: parameters, 1e9.  tflops: per GPU, recomputed FLOPs included.  percent: of the peak.  pflops: of all GPUs.
     """
 
     billions: float
@@ -62,12 +62,12 @@ LLAMA = (
     Llama(65.2, 65_285_660_672, 1.4e12, 1_022_362, 449),
 )
 FRONTIER = ((22, (132, 88, 176), 440), (175, (1050, 700, 1400), 3500), (1000, (6000, 4000, 8000), 20000))
-"""Billions of parameters; GB of parameters, gradients, optimizer; GB in all: the memory table of the Frontier team's
-talk on arXiv 2312.12705."""
+"""1e9 parameters; GB of parameters, gradients, optimizer; GB in total: the memory table of the Frontier team's talk on
+arXiv 2312.12705."""
 
 
 def megatron(row: Row) -> tuple[float, float, float, float]:
-    """1e9 parameters, seconds of a step, percent of the peak, PFLOP/s of all GPUs: what the rest of a row gives."""
+    """1e9 parameters, seconds per step, percent of the peak, PFLOP/s of all GPUs, from the other columns of a row."""
     params = arithmetic.megatron_parameters(row.layers, row.dim, VOCABULARY, SEQUENCE)
     flops = arithmetic.megatron_flops(row.batch, SEQUENCE, row.layers, row.dim, VOCABULARY)
     speed = row.gpus * row.tflops * 1e12
@@ -75,7 +75,7 @@ def megatron(row: Row) -> tuple[float, float, float, float]:
 
 
 def agrees(row: Row) -> bool:
-    """Whether a row's numbers give each other, as far as its rounded TFLOP/s let them."""
+    """Whether the numbers of a row are consistent, within the rounding of its TFLOP/s."""
     billions, _, percent, pflops = megatron(row)
     half = 0.5 / row.tflops
     return (
@@ -86,7 +86,7 @@ def agrees(row: Row) -> bool:
 
 
 def main() -> None:
-    """Print every table."""
+    """Print every table, printed values beside recomputed ones."""
     _megatron()
     _llama()
     _memory()
@@ -119,7 +119,9 @@ def _megatron() -> None:
 
 
 def _llama() -> None:
-    print("\narXiv 2302.13971, tables 2 and 15: MFU (6 T P over the hours), tokens a parameter, MWh at 400 W, PUE 1.1")
+    print(
+        "\narXiv 2302.13971, tables 2 and 15: MFU (6 T P over the hours), tokens per parameter, MWh at 400 W, PUE 1.1"
+    )
     for each in LLAMA:
         flops = 6 * each.tokens * each.params
         used = flops / (each.hours * 3600 * A100 * 1e12)
@@ -131,11 +133,11 @@ def _llama() -> None:
         )
     hours = 1.4e12 / 380 / 3600
     days = hours / 2048 / 24
-    print(f"65B at 380 tokens/s a GPU: {hours:,.0f} h, {days:.1f} days on 2,048 (printed: 1,022,362 h, 21 days)")
+    print(f"65B at 380 tokens/s per GPU: {hours:,.0f} h, {days:.1f} days on 2,048 (printed: 1,022,362 h, 21 days)")
 
 
 def _memory() -> None:
-    print("\nThe Frontier team's memory table: GB by rows, their sum, the sum printed, bytes a parameter of both")
+    print("\nThe Frontier team's memory table: GB by row, their sum | printed sum, bytes per parameter of both")
     for billions, rows, printed in FRONTIER:
         total = sum(rows)
         print(
@@ -144,14 +146,14 @@ def _memory() -> None:
         )
     print("\narXiv 1910.02054, figure 1: 7.5e9 parameters, 64 ranks, ZeRO 0 to 3 (printed 120, 31.4, 16.6, 1.9 GB)")
     print("  ".join(f"{size / 1e9:.1f}" for size in arithmetic.zero_bytes(7.5e9, 64)))
-    print("\nOpenGPT-X, 13e9 on 32 GPUs, the model over 4: GB a GPU")
-    print(f"optimizer over 32 and all of it over 4: 56 -> 14 | {opengptx():.1f} -> {opengptx() / 4:.1f} !")
+    print("\nOpenGPT-X, 13e9 parameters on 32 GPUs, the model split over 4: GB per GPU")
+    print(f"optimizer over 32 GPUs, then everything over 4: 56 -> 14 | {opengptx():.1f} -> {opengptx() / 4:.1f} !")
     strict = arithmetic.zero_bytes(13e9 / 4, 8)
     print("ZeRO 0 to 3 over the 8 data-parallel ranks: " + "  ".join(f"{size / 1e9:.1f}" for size in strict))
 
 
 def opengptx() -> float:
-    """GB before the split over 4, as that layout's slide counts: the optimizer over all 32 GPUs already."""
+    """GB before the split over 4, as the slide of that layout counts: the optimizer is already over all 32 GPUs."""
     return arithmetic.zero_bytes(13e9, 32)[1] / 1e9
 
 

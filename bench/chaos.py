@@ -1,10 +1,10 @@
-"""Injects faults into small runs until so many have struck, and says whether anything was lost or wrong.
+"""Injects faults into small runs until --kills have struck, and reports lost or wrong results.
 
     python -m bench.chaos [--kills 200] [--seed 0]
 
-Needs Linux. Kills are drawn most often; the other faults are errors of the file system (EIO, ENOSPC, ESTALE), files
-that cannot be removed, second starts of the same command, a corpus that grows and a clock that jumps. What happens
-when and on which layout is drawn from the seed; what has to hold stands in tests/chaos.py, or the exit code is 1.
+Needs Linux. Most faults are kills; the others are file system errors (EIO, ENOSPC, ESTALE), files that cannot be
+removed, second starts of the same command, a growing corpus and a jumping clock. The seed determines faults, moments
+and layouts. tests/chaos.py has the invariants. Exit code 1: at least one was violated.
 """
 
 import argparse
@@ -21,10 +21,10 @@ from tests.chaos import Hunt
 
 
 def main() -> int:
-    """Hunt, print what struck and what did not hold, write the results."""
+    """Inject faults, print counts and violations, write the results; returns the exit code."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--kills", type=int, default=200, help="faults in all, kills among them")
-    parser.add_argument("--seed", type=int, default=0, help="draws faults, moments and layouts")
+    parser.add_argument("--kills", type=int, default=200, help="number of faults, kills included; default: 200")
+    parser.add_argument("--seed", type=int, default=0, help="seed of faults, moments and layouts; default: 0")
     words = parser.parse_args()
     began = time.monotonic()
     with tempfile.TemporaryDirectory() as folder, tqdm(total=words.kills, unit="fault", disable=None) as bar:

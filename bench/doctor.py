@@ -1,11 +1,11 @@
-"""Predicted step time against measured on this machine: `titan doctor`, then `titan plan` and `titan train` of layouts.
+"""Compare predicted with measured step times on this machine, from `titan doctor`, `titan plan` and `titan train`.
 
     python -m bench.doctor [--rounds 2] [--steps 6] [--first 10] [--seconds 15]
 
-Ranks share the machine's cores, and its speed drifts, so each layout's number of ranks is examined right before the
-layout is trained, in each round. Of each run the first steps are left out; the median of all steps counts, and of the
-rounds' predictions. Prints a row a layout, the errors, and how many pairs of layouts are ranked right; writes all
-samples under bench/results. Nothing else may run on the machine.
+Ranks share the machine's cores, and its speed drifts. Each round therefore runs `titan doctor` with the layout's number
+of ranks right before it trains the layout. The first steps of each run are discarded. The medians of all steps and of
+the rounds' predictions are compared. Prints one row per layout, the errors, and how many pairs of layouts are ranked
+correctly; writes all samples under bench/results. Nothing else may run on the machine.
 """
 
 import argparse
@@ -45,12 +45,14 @@ LAYOUTS: dict[str, tuple[int, dict[str, object]]] = {
 
 
 def main() -> None:
-    """Examine, predict, train; print a table and write the results."""
+    """Measure, predict, train; print a table and write the samples."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--rounds", type=int, default=2)
-    parser.add_argument("--steps", type=int, default=6, help=f"measured of each run, after {WARM_UP} of warm-up")
-    parser.add_argument("--first", type=int, default=len(LAYOUTS), help="only the first so many layouts")
-    parser.add_argument("--seconds", type=float, default=15.0, help="of each titan doctor")
+    parser.add_argument("--rounds", type=int, default=2, help="times that each layout is measured; default: 2")
+    parser.add_argument(
+        "--steps", type=int, default=6, help=f"measured steps of each run, after {WARM_UP} warm-up steps"
+    )
+    parser.add_argument("--first", type=int, default=len(LAYOUTS), help="number of layouts, from the first")
+    parser.add_argument("--seconds", type=float, default=15.0, help="duration of each titan doctor run")
     args = parser.parse_args()
     layouts = dict(itertools.islice(LAYOUTS.items(), args.first))
     turns: dict[str, list[dict[str, Any]]] = {name: [] for name in layouts}
@@ -61,12 +63,12 @@ def main() -> None:
     errors, right = [abs(row["error"]) for row in rows.values()], _ranked_right(list(rows.values()))
     _show(rows)
     print(f"\nabsolute error: mean {statistics.mean(errors):.1%}, largest {max(errors):.1%}")
-    print(f"pairs of layouts ranked right: {sum(right)} of {len(right)}")
+    print(f"pairs of layouts ranked correctly: {sum(right)} of {len(right)}")
     print(results.write("doctor", {"layouts": rows, "pairs": len(right), "pairs_ranked_right": sum(right)}))
 
 
 def _turn(folder: str, ranks: int, keys: Mapping[str, object], seconds: float, steps: int) -> dict[str, Any]:
-    """A layout predicted from an examination, and trained right after it."""
+    """One round of a layout: measure the machine, predict, train."""
     cluster = _examine(folder, ranks, seconds)
     samples = _train(folder, ranks, keys, steps)
     return {"predicted": _plan(cluster, ranks, keys), "samples_s": samples, "cluster": cluster.read_text()}
@@ -95,7 +97,7 @@ def _ranked_right(rows: list[dict[str, Any]]) -> list[bool]:
 
 def _examine(folder: str, ranks: int, seconds: float) -> Path:
     path = Path(folder) / "cluster.toml"
-    _titan(ranks, "doctor", "--seconds", str(seconds), "--save", str(path), "--json")
+    _titan(ranks, "doctor", "--seconds", str(seconds), "--output", str(path), "--json")
     return path
 
 
@@ -108,8 +110,9 @@ def _plan(cluster: Path, ranks: int, keys: Mapping[str, object]) -> dict[str, An
 def _train(folder: str, ranks: int, keys: Mapping[str, object], steps: int) -> list[float]:
     """Seconds of each step after the warm-up."""
     own = {
-        "run.dir": folder, "run.name": "run", "run.sample": "", "train.steps": WARM_UP + steps, "metrics.every": 1,
-        "metrics.tensorboard.enabled": "false", "metrics.console.enabled": "false", "checkpoint.enabled": "false",
+        "run.dir": folder, "run.name": "run", "run.sample_prompt": "", "train.steps": WARM_UP + steps,
+        "metrics.every": 1, "metrics.tensorboard.enabled": "false", "metrics.console.enabled": "false",
+        "checkpoint.enabled": "false",
     }  # fmt: skip
     _titan(ranks, "train", "--config", "quickstart", *_overrides({**own, **MODEL, **keys}))
     rows = [json.loads(line) for line in (Path(folder) / "run" / "metrics.jsonl").read_text().splitlines()]

@@ -1,12 +1,12 @@
-"""Runs many fresh jobs of gloo ranks under load and counts those that die of a corrupt heap, for each setting.
+"""Runs many fresh jobs of gloo ranks under load and counts jobs that die of heap corruption, for each setting.
 
     python -m bench.heap [--kind train] [--jobs 80] [--steps 25] [--recorder on off] [--workers 2 1]
                          [--allocator glibc] [--load 3] [--table.key value ...]
 
-A job of kind "train" is a tiny llama on tp 2 x pp 2 with sequence parallelism; further words are keys of its TOML. One
-of kind "gathers" is a rank alone, whose step is 100 all-gathers in flight at once. Jobs of all settings are run in
-turns; Ctrl-C ends them early and keeps what was counted. The results hold the stacks of a rank that died, also its
-native one where gdb and core files are to be had (`ulimit -c unlimited`). Exit code 1 if a job died with one worker.
+A job of kind "train" is a tiny llama on tp 2 x pp 2 with sequence parallelism; further arguments override its TOML. A
+job of kind "gathers" is one rank whose step is 100 concurrent all-gathers. Settings alternate; Ctrl-C stops early and
+keeps the counts. The results hold the stacks of each dead rank, with the native stack if gdb and core files are
+available (`ulimit -c unlimited`). Exit code 1: a job died with one worker thread.
 """
 
 import argparse
@@ -46,13 +46,16 @@ SHOWN, WIDTH = 40, 160
 
 @dataclass(frozen=True)
 class Setting:
-    """What differs between jobs: PyTorch's flight recorder, and worker threads of each Gloo group (2 is PyTorch's)."""
+    """What differs between jobs.
+
+    recorder: PyTorch's flight recorder, "on" or "off".  workers: threads per Gloo group; PyTorch has 2.
+    """
 
     recorder: str
     workers: int
 
     def take(self, folder: str) -> None:
-        """Hold in this rank, whose core file is to lie in `folder`."""
+        """Apply the setting in this rank; `folder` receives its core file."""
         os.environ["TORCH_FR_BUFFER_SIZE"] = "2000" if self.recorder == "on" else "0"
         if self.workers == 2:
             patch.object(process, "complete_in_order").start()
@@ -63,7 +66,7 @@ class Setting:
 
 @dataclass
 class Row:
-    """What became of the jobs of a setting."""
+    """Counts of the jobs of a setting: jobs, steps done, seconds, and cause and stacks of each death."""
 
     setting: Setting
     jobs: int = 0
@@ -72,12 +75,12 @@ class Row:
     deaths: list[dict[str, str]] = field(default_factory=list)
 
     def described(self) -> dict[str, Any]:
-        """As the results keep it."""
+        """The row for the results file: setting and counts."""
         return {**asdict(self.setting), **{key: value for key, value in vars(self).items() if key != "setting"}}
 
 
 def main() -> int:
-    """Run the jobs, print a row for each setting, write the results."""
+    """Run the jobs, print a row per setting, write the results; returns the exit code."""
     words, keys = _parser().parse_known_args()
     rows = [Row(Setting(*chosen)) for chosen in itertools.product(words.recorder, words.workers)]
     os.environ.update(ALLOCATORS[words.allocator])  # for the process that ranks are forked from
@@ -98,13 +101,13 @@ def main() -> int:
 
 def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--kind", choices=("train", "gathers"), default="train", help="what a job does")
-    parser.add_argument("--jobs", type=int, default=80, help="jobs of each setting")
-    parser.add_argument("--steps", type=int, default=25, help="steps of each job")
+    parser.add_argument("--kind", choices=("train", "gathers"), default="train", help="kind of job; default: train")
+    parser.add_argument("--jobs", type=int, default=80, help="jobs per setting; default: 80")
+    parser.add_argument("--steps", type=int, default=25, help="steps per job; default: 25")
     parser.add_argument("--recorder", nargs="+", choices=("on", "off"), default=["on", "off"], help="flight recorder")
-    parser.add_argument("--workers", nargs="+", type=int, choices=(1, 2), default=[2, 1], help="threads of each group")
+    parser.add_argument("--workers", nargs="+", type=int, choices=(1, 2), default=[2, 1], help="threads per group")
     parser.add_argument("--allocator", choices=ALLOCATORS, default="glibc", help='"checked": MALLOC_CHECK_=3')
-    parser.add_argument("--load", type=int, default=3, help="busy processes beside the jobs")
+    parser.add_argument("--load", type=int, default=3, help="number of busy processes besides; default: 3")
     return parser
 
 

@@ -1,9 +1,9 @@
-"""The quickstart's curve at many layouts, against one rank: the largest relative difference of loss and gradient norm.
+"""Compare the quickstart's loss and gradient norm at many layouts with one rank: largest relative differences.
 
     python -m bench.layouts [--steps 10]
 
-Every layout is a run of its own through the launcher, on gloo ranks of this machine. The last rows train half of the
-steps on one layout and the other half on another.
+Every layout is a separate run through the launcher, on gloo ranks of this machine. The last rows train half of the
+steps on one layout, resume on another, and train the other half there.
 """
 
 import argparse
@@ -42,9 +42,9 @@ Curve = dict[int, tuple[float, float]]
 
 
 def main() -> None:
-    """Run all, print a row each, write the results."""
+    """Run all layouts, print a row per layout, write the results."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--steps", type=int, default=10, help="steps of each run; twice as many where one is resumed")
+    parser.add_argument("--steps", type=int, default=10, help="steps of each run; twice as many for resumed runs")
     steps = parser.parse_args().steps
     layouts = {"one rank": (1, {}), **LAYOUTS}
     rows: dict[str, dict[str, float]] = {}
@@ -64,7 +64,7 @@ def main() -> None:
 def _train(folder: str, name: str, ranks: int, keys: dict[str, object], steps: int) -> Curve:
     """Train the quickstart, or go on with it where this name has trained before."""
     own = {
-        "run.dir": folder, "run.name": name, "run.sample": "", "train.steps": steps, "metrics.every": 1,
+        "run.dir": folder, "run.name": name, "run.sample_prompt": "", "train.steps": steps, "metrics.every": 1,
         "metrics.tensorboard.enabled": "false", "plugins.bf16.enabled": "false", **keys,
     }  # fmt: skip
     words = [word for key, value in own.items() for word in (f"--{key}", str(value))]

@@ -1,10 +1,10 @@
-"""Fuzzed bytes in every file of a checkpoint: each is refused with a sentence, or does no harm.
+"""Fuzzes the bytes of every file of a checkpoint: each mutation must be refused with a message, or be harmless.
 
     python -m bench.mutations --n 1000 --seed 0
 
-One mutation a time, each in a child process with a limit of time and of memory, so that a hang, a crash of the
-interpreter or a runaway allocation is seen and counted. For half of the mutations the manifest is written anew, as
-somebody who means harm would do; for the rest it is what the save left.
+Each mutation loads in its own child process, with limits of time and memory, so that hangs, crashes of the interpreter
+and runaway allocations are counted. Half of the mutations get a matching new manifest, as an attacker would write; the
+others keep the manifest of the save.
 """
 
 import argparse
@@ -27,20 +27,20 @@ from torch import nn
 from titan.checkpoint import Checkpointer, rng_state, set_rng_state
 from titan.checkpoint.disk import manifest
 from titan.checkpoint.disk.manifest import MANIFEST
-from titan.contracts import Part
+from titan.contracts import ModelPart
 from titan.errors import CheckpointError
 
 SECONDS = 20
-"""CPU time, and half the wall time, a child gets; a load takes some milliseconds."""
+"""Limit of CPU seconds per child, and half the limit of wall time; a load takes milliseconds."""
 BYTES = 2 << 30
-"""Address space a child may add to what it was forked with."""
+"""Limit of the address space in bytes that a child may add."""
 
 REFUSED, LOADED, OTHER, STUCK = range(4)
 OUTCOMES = ("refused", "loaded", "other exception", "hung", "crashed")
 
 
-def build() -> tuple[list[Part], torch.optim.Optimizer]:
-    """A model of 100 weights, its optimizer, and the state of two steps."""
+def build() -> tuple[list[ModelPart], torch.optim.Optimizer]:
+    """A small model and its optimizer, with the state of two steps."""
     torch.manual_seed(0)
     model = nn.ModuleDict({"embed": nn.Embedding(7, 4), "out": nn.Linear(4, 3)})
     model.register_buffer("seen", torch.zeros(2, dtype=torch.bfloat16))
@@ -48,11 +48,11 @@ def build() -> tuple[list[Part], torch.optim.Optimizer]:
     for _ in range(2):
         sum(parameter.square().sum() for parameter in model.parameters()).backward()  # type: ignore[union-attr]
         optimizer.step()
-    return [Part(model)], optimizer
+    return [ModelPart(model)], optimizer
 
 
 def save(folder: Path) -> Path:
-    """A checkpoint of it, with state of every kind."""
+    """Save a checkpoint of that model with state of every kind; returns its folder."""
     parts, optimizer = build()
     rest = {
         "config": {"model": {"name": "toy"}}, "step": 2, "tokens": 14, "data": {"samples": 2},
@@ -64,15 +64,15 @@ def save(folder: Path) -> Path:
 
 
 def checkpointer(folder: Path, keep: int = 0) -> Checkpointer:
-    """That of one process."""
+    """A synchronous checkpointer of one process in a folder. keep: checkpoints to keep, 0: all."""
     return Checkpointer(folder, keep=keep, asynchronous=False, rank=0, world_size=1)
 
 
 def load(path: Path) -> None:
-    """All that a run does with a checkpoint.
+    """Load a checkpoint as a run does.
 
     Raises:
-        CheckpointError: it is refused.
+        CheckpointError: the checkpoint is refused.
     """
     parts, optimizer = build()
     rest = checkpointer(path.parent).load(path, parts, optimizer)
@@ -80,13 +80,13 @@ def load(path: Path) -> None:
 
 
 def reseal(path: Path) -> None:
-    """Write a manifest that matches the files, as anybody can."""
+    """Write a manifest that matches the changed files."""
     files = [file for file in path.iterdir() if file.name != MANIFEST]
     manifest.write(path, {file.name: manifest.piece_of(file) for file in files})
 
 
 def mutate(data: bytes, draw: random.Random) -> tuple[str, bytes]:
-    """(kind, other bytes) of one random change."""
+    """One random change of `data`: (kind of the mutation, changed bytes)."""
     kind = draw.choice(("flip", "truncate", "insert", "delete", "splice", "zero", "byte"))
     at, other = draw.randrange(len(data)), draw.randrange(len(data))
     size = min(len(data) - at, 1 << draw.randrange(10))
@@ -110,7 +110,7 @@ def mutate(data: bytes, draw: random.Random) -> tuple[str, bytes]:
 
 
 def mutations(sound: Path, work: Path, count: int, seed: int) -> Iterator[tuple[dict[str, Any], Path]]:
-    """`count` mutated copies of a checkpoint, one after the other: what was done, and where the copy stands."""
+    """Yield `count` mutated copies of a checkpoint: (file, kind and manifest of the mutation; folder of the copy)."""
     draw = random.Random(seed)
     names = sorted(file.name for file in sound.iterdir())
     while count:
@@ -131,7 +131,7 @@ def mutations(sound: Path, work: Path, count: int, seed: int) -> Iterator[tuple[
 
 
 def attempt(act: Callable[[], object]) -> tuple[str, str]:
-    """(outcome, what was said) of an act in a child process within the limits."""
+    """Run `act` in a child process within the limits: (one of OUTCOMES, its message)."""
     told, tell = os.pipe()
     child = os.fork()
     if child == 0:
@@ -173,7 +173,7 @@ def _act(act: Callable[[], object], tell: int) -> int:
 
 
 def run(count: int, seed: int) -> dict[str, Any]:
-    """Counts of outcomes by file and manifest, and every mutation that was neither refused nor harmless."""
+    """Counts of outcomes by file and manifest, and all mutations that were neither refused nor harmless."""
     torch.set_num_threads(1)
     counts: collections.Counter[str] = collections.Counter()
     bad = []
@@ -189,7 +189,7 @@ def run(count: int, seed: int) -> dict[str, Any]:
 
 
 def harmful(about: dict[str, Any], outcome: str, said: str) -> bool:
-    """Whether an outcome is one that must not be: under the manifest of the save, changed files must not even load."""
+    """Whether an outcome violates the promise; under the manifest of the save, a changed file must not load at all."""
     if outcome == OUTCOMES[REFUSED]:
         return not said or "\n" in said
     slipped_through = about["manifest"] == "as saved" and about["file"] != MANIFEST
@@ -197,10 +197,10 @@ def harmful(about: dict[str, Any], outcome: str, said: str) -> bool:
 
 
 def main() -> int:
-    """Run, write the results, and tell."""
+    """Run the mutations, print counts, write the results; returns the exit code."""
     parser = argparse.ArgumentParser(description="Fuzz the bytes of a checkpoint; each must be refused or harmless.")
-    parser.add_argument("--n", type=int, default=1000, help="mutations")
-    parser.add_argument("--seed", type=int, default=0, help="of the mutations")
+    parser.add_argument("--n", type=int, default=1000, help="number of mutations; default: 1000")
+    parser.add_argument("--seed", type=int, default=0, help="seed of the mutations; default: 0")
     args = parser.parse_args()
     from bench import results
 

@@ -1,9 +1,9 @@
-"""What the trainer costs: titan's step against a bare PyTorch loop of the same model, in turn in one process.
+"""Measure the trainer's overhead: titan's step against a bare PyTorch loop of the same model, in turn in one process.
 
     python -m bench.overhead [--steps 20] [--no-start]
 
 Prints the ratio of median tokens/s in fp32 and in bf16, and the seconds from the start of the command to the end of
-the first step, and writes all samples under bench/results. The machine is taken as it is: quote ratios.
+the first step, and writes all samples under bench/results. Absolute speeds depend on the machine: quote ratios.
 """
 
 import argparse
@@ -20,7 +20,7 @@ from typing import Any
 
 from titan.ranks.launcher import let_threads_sleep
 
-let_threads_sleep()  # for both, and before torch is imported
+let_threads_sleep()  # for both loops, and before torch is imported
 
 import torch  # noqa: E402
 import torch.nn.functional as F  # noqa: E402
@@ -28,7 +28,7 @@ from tqdm import tqdm  # noqa: E402
 
 from bench import results  # noqa: E402
 from titan.config import Job, load_job  # noqa: E402
-from titan.contracts import Batch, Part  # noqa: E402
+from titan.contracts import Batch, ModelPart  # noqa: E402
 from titan.ranks import process  # noqa: E402
 from titan.training import build, trainer  # noqa: E402
 from titan.training.init import init_weights  # noqa: E402
@@ -37,10 +37,10 @@ CONFIG = Path(__file__).parent / "overhead.toml"
 
 
 def main() -> None:
-    """Measure, print, write."""
+    """Measure both loops and the start-up time, print ratios, write the results."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--steps", type=int, default=20, help="pairs of steps measured, after two of warm-up")
-    parser.add_argument("--no-start", action="store_true", help="leave the start-up time out")
+    parser.add_argument("--steps", type=int, default=20, help="pairs of measured steps, after two warm-up pairs")
+    parser.add_argument("--no-start", action="store_true", help="do not measure the start-up time")
     args = parser.parse_args()
     measured: dict[str, Any] = {}
     with tempfile.TemporaryDirectory() as folder:
@@ -85,7 +85,7 @@ def _bare_loop(job: Job, precision: str, device: torch.device) -> Callable[[list
     """The loop a researcher would write for this model on one device."""
     with torch.device(device):
         model = job.model.build()
-    init_weights(Part(model), job.plan, job.run.seed)
+    init_weights(ModelPart(model), job.spec, job.run.seed)
     optimizer = torch.optim.AdamW(model.parameters(), lr=3e-4, betas=(0.9, 0.95), weight_decay=0.1, fused=True)
     lower = torch.autocast(device.type, torch.bfloat16) if precision == "bf16" else nullcontext()
 

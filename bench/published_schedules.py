@@ -1,20 +1,22 @@
-"""Schedules fed with measured times of forward, backward and transfers, against the steps that were measured with them.
+"""Compare simulated pipeline schedules with measured steps, given measured times of forward, backward and transfers.
 
     python -m bench.published_schedules ROWS.jsonl
 
-The rows are those of arXiv 2401.10241 (tables 4, 5 and 9): GPT models on A100, the throughput of a step and its
-profiled T_F, T_B, T_W and T_comm. 1F1B and 1F1B-I are orders of the pipeline plugin. ZB-1p and ZB-2p, which keep
-activations of at most p and 2 p micro batches, are found here in the manner of the paper's appendix: ranks take what is
-ready, and fill gaps and make room with weights; of a few widths of gap, that with the least bubble is taken.
+The rows are those of arXiv 2401.10241 (tables 4, 5 and 9): GPT models on A100, with the throughput of a step and its
+profiled T_F, T_B, T_W and T_comm. 1F1B and 1F1B-I are schedules of the pipeline plugin. ZB-1p and ZB-2p, which keep
+the activations of at most p and 2 p micro batches, are built here by the greedy method of the paper's appendix. Each
+rank runs what is ready, and uses weight-gradient actions to fill gaps and to free memory. Of several gap thresholds,
+the one with the smallest bubble is taken.
 
-What is assumed, and none of it is fitted:
-- All stages take equally long (the paper takes a layer from the first and the last, to make room for their ends), and a
-  chunk of an interleaved stage its share.
-- Transfers block: an operation is charged T_comm for receiving and T_comm for sending.
-- The ranks of zero-bubble runs do not wait for each other before the update (the paper's "post-validation"), so a step
-  is the longest time of a rank from its first to its last action. The others' is that of all ranks together.
-- The update, and what goes before it, moves UPDATE_BYTES a parameter of a stage at HBM_RATE.
-- The bubble is the paper's: transfers beside the work, and no update.
+Assumptions, none of them fitted:
+- All stages take equally long, and a chunk of an interleaved stage takes its share. (The paper removes a layer from the
+  first and the last stage, to make room for embedding and head.)
+- Transfers block: an action is charged T_comm for receiving and T_comm for sending.
+- The ranks of zero-bubble runs do not wait for each other before the update (the paper's "post-validation"). Their step
+  is the longest time of a rank from its first to its last action. The step of the other schedules is that of all ranks
+  together.
+- The update, with unscaling and clipping, moves UPDATE_BYTES per parameter of a stage at HBM_RATE.
+- The bubble is the paper's: transfers overlap with computation, and the update is not counted.
 """
 
 import argparse
@@ -31,19 +33,19 @@ from titan.plugins.parallel.pipeline.orders import order
 PLUGINS = {"1F1B": "1F1B", "1F1B-I": "Interleaved1F1B"}
 LIMITS = {"ZB-1p": 1, "ZB-2p": 2}
 GAPS = (0.0, 0.25, 0.5, 0.75)
-"""Shares of T_W that a gap must exceed to be filled; the best is taken."""
+"""Thresholds, as fractions of T_W, that a gap must exceed to be filled; the best one is taken."""
 UPDATE_BYTES = 58
 """Mixed-precision Adam in fp32: unscale 8, norm 4, clip 8, Adam reads 16 and writes 12, weights copied 6, zeroed 4."""
 HBM_RATE = 0.76 * 2.039e12
-"""Bytes a second of an A100 80GB SXM: its data sheet's, and the share of it that large elementwise kernels reach."""
+"""Bytes/s of an A100 80GB SXM: bandwidth of the data sheet times the fraction that large elementwise kernels reach."""
 
 
 def schedule_rows(rows: Iterable[Mapping[str, Any]]) -> list[dict[str, Any]]:
-    """Measured and predicted seconds of the steps whose times of forward, backward and transfer are known.
+    """Measured and predicted step times of the rows that state times of forward, backward and transfers.
 
     Returns:
-        id, schedule, measured_s, predicted_s, error (predicted / measured - 1), and where one is printed,
-        measured_bubble and predicted_bubble, as shares of the step.
+        id, schedule, measured_s, predicted_s, error (predicted / measured - 1), and, if the paper has one,
+        measured_bubble and predicted_bubble, as fractions of the step.
     """
     return [
         _compare(row) for row in rows if "T_F_ms" in row.get("extra", {}) and row["schedule"] in (*PLUGINS, *LIMITS)
@@ -70,26 +72,30 @@ def _compare(row: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def step_s(made: Order, times: Times, send_s: float, *, blocking: bool = False) -> float:
-    """The longest time of a rank from its first to its last action; where all begin with the first, the makespan."""
+    """Seconds of the longest rank, from its first to its last action; blocking: transfers do not overlap."""
     timeline = simulate(made, times, send_s, blocking=blocking, keep=True)
     return max(end - actions[0][1] for end, actions in zip(timeline.ends, timeline.actions, strict=True))
 
 
 def update_s(layers: int, hidden: int, ranks: int) -> float:
-    """Seconds of the update on a middle stage, which has 12 h^2 parameters a layer, two more layers shared by all."""
+    """Seconds of the update on a middle stage: 12 h^2 parameters per layer, and two more layers over all ranks."""
     return (layers + 2) / ranks * 12 * hidden**2 * UPDATE_BYTES / HBM_RATE
 
 
 def pending_share(hidden: int, heads: int, seq_len: int) -> float:
-    """Of a layer's activations, the share kept till the weights' gradients: 32 h of 34 h + 5 a s (the paper's 2.3)."""
+    """Fraction of a layer's activations saved until the weight gradients: 32 h of 34 h + 5 a s (section 2.3)."""
     return 32 * hidden / (34 * hidden + 5 * heads * seq_len)
 
 
-# --- zero bubble, found -------------------------------------------------------------------------------------------
+# --- zero-bubble schedules ----------------------------------------------------------------------------------------
 
 
 def zero_bubble(ranks: int, micro_batches: int, times: Times, send_s: float, limit: float, pending: float) -> Order:
-    """The fastest order found in which no rank keeps more than `limit` micro batches, of which I frees 1 - pending."""
+    """The fastest schedule found in which no rank saves activations of more than `limit` micro batches.
+
+    times: seconds by kind of action (F, I, W) and stage.  send_s: seconds of a send.  pending: fraction of a micro
+    batch's activations that stays saved after I (the backward for inputs).
+    """
     ways = [_Greedy(ranks, micro_batches, times, send_s, limit, pending, gap).run() for gap in GAPS]
     # The paper's own measure, in which transfers cost no work.
     return min(ways, key=lambda made: step_s(made, times, send_s))
@@ -117,10 +123,10 @@ class _Greedy:
         self.limit, self.pending, self.gap = limit, pending, gap
 
     def run(self) -> Order:
-        """Till all is done."""
+        """Schedule all actions greedily; returns the order of each rank's actions."""
         left = 3 * self.micro_batches * len(self.ranks)
         while left:
-            # A rank that waits for what is not yet under way looks again when another rank has moved.
+            # A rank whose input is not scheduled yet is tried again when another rank has moved.
             for stage in sorted(range(len(self.ranks)), key=lambda stage: self.ranks[stage].free):
                 if self._move(stage):
                     left -= 1
@@ -177,21 +183,21 @@ class _Greedy:
 
 
 def main() -> None:
-    """Print a line for each row, and the mean and the largest error."""
+    """Print one line per row, then the mean and the largest error."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("rows", type=Path, help="published measurements, a JSON object a line")
+    parser.add_argument("rows", type=Path, metavar="ROWS.jsonl", help="measurements, one JSON object per line")
     found = schedule_rows(map(json.loads, parser.parse_args().rows.read_text().splitlines()))
     for row in found:
         print(
             f"{row['id']:<6} {row['schedule']:<7} measured {row['measured_s']:7.4f} s  "
             f"predicted {row['predicted_s']:7.4f} s  {row['error']:+6.1%}  "
-            f"bubble {row['measured_bubble']:.4f} {row['predicted_bubble']:.4f}"
+            f"bubble measured {row['measured_bubble']:.4f} predicted {row['predicted_bubble']:.4f}"
         )
     errors = [abs(row["error"]) for row in found]
     bubbles = [abs(row["predicted_bubble"] - row["measured_bubble"]) for row in found if row["measured_bubble"]]
     print(
-        f"{len(found)} rows: step, mean {sum(errors) / len(errors):.1%}, max {max(errors):.1%}; bubble, in points of "
-        f"the step, mean {100 * sum(bubbles) / len(bubbles):.2f}, max {100 * max(bubbles):.2f}"
+        f"{len(found)} rows: step error mean {sum(errors) / len(errors):.1%}, max {max(errors):.1%}; bubble error in "
+        f"percentage points of the step, mean {100 * sum(bubbles) / len(bubbles):.2f}, max {100 * max(bubbles):.2f}"
     )
 
 

@@ -1,4 +1,4 @@
-"""Where a bench writes what it measured: one JSON a run, raw samples kept, with commit, versions and machine."""
+"""Writes the results of a benchmark: one JSON per run, with raw samples, commit, versions and machine."""
 
 import json
 import os
@@ -14,7 +14,7 @@ FOLDER = Path(__file__).parent / "results"
 
 
 def write(name: str, measured: dict[str, Any]) -> Path:
-    """Write `measured` to results/NAME-DATE.json and return its path."""
+    """Write `measured` and the environment to results/NAME-DATE.json; returns its path."""
     git = ["git", "-C", str(FOLDER.parent), "describe", "--always", "--dirty"]
     commit = subprocess.run(git, capture_output=True, text=True, check=False).stdout.strip()
     about = {

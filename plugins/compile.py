@@ -1,9 +1,10 @@
 """torch.compile, block by block.
 
-All blocks share one graph, so compiling costs one block's time (10-20 s cold, little with a warm cache) whatever the
-depth; hooks of data parallelism stay outside of it. Worth it on GPUs, and on CPUs once steps are many.
+All blocks share one graph, so the compile time is that of one block (10-20 s cold, little with a warm cache), whatever
+the number of layers. Hooks of data parallelism stay outside of the graph. Worth it on GPUs, and on CPUs for long runs.
 
-Limits: recomputing single operations inside a compiled block with sliced (DTensor) parameters fails in PyTorch 2.13
+Limits: modes that capture CUDA graphs are refused where parameters move, as under sharded data parallelism.
+Recomputation of single operations in a compiled block with tensor-parallel (DTensor) parameters fails in PyTorch 2.13
 and is refused.
 """
 
@@ -13,7 +14,7 @@ from typing import Any, Literal
 
 import torch
 
-from titan.contracts import Costs, Job, ModelPlan, Part, Technique, World, option, register
+from titan.contracts import BuildContext, Costs, Job, ModelPart, ModelSpec, Technique, option, register
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -21,30 +22,38 @@ class Config:
     """Options of `[plugins.compile]`."""
 
     backend: str = option("inductor", "torch.compile backend")
-    mode: Literal["default", "reduce-overhead", "max-autotune"] = option("default", "torch.compile mode")
+    mode: Literal["default", "reduce-overhead", "max-autotune", "max-autotune-no-cudagraphs"] = option(
+        "default", "torch.compile mode; reduce-overhead and max-autotune capture CUDA graphs"
+    )
 
 
 @register
 class Compile(Technique):
-    """Compiles each block with torch.compile."""
+    """Compiles the forward of each block with torch.compile."""
 
     name = "compile"
     Config = Config
     phase = "compile"
 
-    def check(self, job: Job, plan: ModelPlan) -> Iterable[str]:
-        """Selective recompute inside a graph over sliced parameters."""
+    def check(self, job: Job, spec: ModelSpec) -> Iterable[str]:
+        """Selective recompute inside a graph over sliced parameters; CUDA graphs over parameters that move."""
+        if self.config.mode in ("reduce-overhead", "max-autotune"):
+            for why in job.stating("moves_parameters"):
+                yield (
+                    f'mode = "{self.config.mode}" captures CUDA graphs, which replay fixed addresses, but {why}; use '
+                    'mode = "max-autotune-no-cudagraphs" or "default"'
+                )
         if job.layout.role_degree("model") > 1:
             for how in job.stating("recomputes_operations"):
-                yield f"cannot compile sliced layers whose operations are computed again (PyTorch 2.13): {how}"
+                yield f"cannot compile tensor-parallel layers whose operations are recomputed (PyTorch 2.13): {how}"
 
     def cost(self, costs: Costs, job: Job) -> Costs:
         """Elementwise operations of a block are merged."""
         return replace(costs, fused=True)
 
-    def apply(self, part: Part, world: World) -> None:
-        """Compile the blocks this part holds."""
-        for name, _ in part.layers(world.plan):
+    def apply(self, part: ModelPart, context: BuildContext) -> None:
+        """Wrap the forward of each block of this model part in torch.compile."""
+        for name, _ in part.layers(context.spec):
             part.wrap_forward(name, "compile", self._compile)
 
     def _compile(self, forward: Callable[..., Any]) -> Callable[..., Any]:

@@ -2,7 +2,8 @@
 # Prints the Python that runs titan with the extras named, and sets up .venv first where nobody has one.
 #   scripts/python.sh [extra ...]
 # In order: $TITAN_PYTHON; the python3 at hand (an active environment), when it has titan; .venv.
-# Set up again only when pyproject.toml or the place of the repository has changed, or an extra is new.
+# Set up again only when pyproject.toml or the place of the repository has changed, or an extra is new. Never set up by
+# many processes at once: tasks of srun and nodes of a run share the folder, on file systems that may not lock.
 set -euo pipefail
 
 root=$(cd -- "$(dirname -- "${BASH_SOURCE[0]}")/.." && pwd)
@@ -52,6 +53,22 @@ is_set_up() {
     done
 }
 
+# How many processes of one job may call this at once; those of one machine wait for each other.
+processes() {
+    local count most=1
+    for count in "${SLURM_STEP_NUM_TASKS:-1}" "${NNODES:-1}" "${PET_NNODES:-1}"; do
+        [[ ! $count =~ ^[0-9]+$ ]] || ((count <= most)) || most=$count
+    done
+    echo "$most"
+}
+
+refuse_to_set_up() {
+    local what="$root/.venv is not set up${extras[*]:+ with ${extras[*]}}" choice="or name a Python that has titan in TITAN_PYTHON"
+    [ -w "$root" ] || fail "$what, and $root is read-only; set it up where it can be written, $choice"
+    [ "$(processes)" -eq 1 ] ||
+        fail "$what, and $(processes) processes of this job start at once; run scripts/python.sh once before the job, $choice"
+}
+
 set_up() {
     local base pip all
     base=$(new_enough_python)
@@ -79,9 +96,10 @@ elif [ ! "${VIRTUAL_ENV:-}" -ef "$venv" ] && has_titan python3; then
     command -v python3
 else
     if ! is_set_up; then
-        # One at a time: a second first call waits here and then finds all done.
+        refuse_to_set_up
+        # One at a time: a second first call waits here and then finds all done. Not every file system can lock.
         exec 9<"$root"
-        ! command -v flock >/dev/null || flock 9
+        ! command -v flock >/dev/null || flock 9 || true
         is_set_up || set_up
     fi
     echo "$venv/bin/python"

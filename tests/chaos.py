@@ -14,7 +14,7 @@ that jumps (`tests.injection.Fault`). What has to hold:
 - nothing half written is left when the run is through.
 
 A run is started in one of three ways: its ranks alone, which die together; ranks under a launcher, which outlives them
-or is killed itself; the command as a user types it. Moments are counted in events (tests/guests/saboteur.py).
+or is killed itself; the command as a user types it. Moments are counted in events (tests/plugins/fault_injector.py).
 """
 
 import contextlib
@@ -38,8 +38,8 @@ from tests.injection import ERRORS, KINDS, NEVER, Fault, Witness, drawn, rank_of
 from tests.jobs import LLAMA, Outcome, differences, read_rows, run_job, saved_tensors, write_text
 from tests.ranks import ROOT, RankError, run_ranks
 from titan.checkpoint.disk import folder as folders
-from titan.ranks import children, launcher
-from titan.ranks.place import LOCAL, Place
+from titan.ranks import launcher, rank_processes
+from titan.ranks.launch_env import LOCAL, LaunchEnv
 
 STEPS = 12
 FAULTS_A_RUN = 5
@@ -63,7 +63,7 @@ MOMENTS = {"step": 28, "mkdir": 6, "write": 14, "fsync": 14, "cut": 14, "rename"
 
 IN_USE = "is in use"
 CHANGED, CHANGED_CODE = "changed while", 2
-GAP = r"\[metrics\.jsonl\] .* has a gap"
+GAP = r"\[metrics\.jsonl\] .* misses some rows"
 ASIDE = r"^(put|fsync) .*/(metrics\.jsonl|logs/[^/]*|lock\.json)$"
 """Errors there cost rows, words or counts, never the run."""
 
@@ -85,7 +85,7 @@ class Start:
     @property
     def keeps_all(self) -> bool:
         """Whether the run never removes a checkpoint."""
-        return any(pair == ("--checkpoint.keep", "0") for pair in pairwise(self.words))
+        return any(pair == ("--checkpoint.keep_latest", "0") for pair in pairwise(self.words))
 
 
 @dataclass(frozen=True)
@@ -139,7 +139,7 @@ class Hunt:
         rewritten = 0
         if rng.random() < 0.15:
             rewritten = STEPS // 2
-            saving += _flag("checkpoint.keep", 0)
+            saving += _flag("checkpoint.keep_latest", 0)
         starts = [_start(rng, next(layouts), saving) for _ in range(min(faults, FAULTS_A_RUN))]
         if rewritten:
             # A run that begins again under its old name replaces the checkpoints it finds.
@@ -199,8 +199,8 @@ class Hunt:
             path.unlink(missing_ok=True)
         words = [
             "--run.name", name, "--data.path", str(corpus), "--train.steps", str(STEPS),
-            "--checkpoint.enabled", "true", "--plugins.path", json.dumps([str(ROOT / "tests" / "guests")]),
-            "--plugins.saboteur.enabled", "true", *(word for axis in axes for word in _flag(f"mesh.{axis}", 2)),
+            "--checkpoint.enabled", "true", "--plugins.path", json.dumps([str(ROOT / "tests" / "plugins")]),
+            "--plugins.fault_injector.enabled", "true", *(word for axis in axes for word in _flag(f"mesh.{axis}", 2)),
             *start.words,
         ]  # fmt: skip
         places = {"folder": self.folder / name, "corpus": corpus, "note": note, "pipe": pipe}
@@ -351,7 +351,7 @@ def _start(rng: random.Random, layout: str, words: list[str]) -> Start:
 
 
 def _with_caches(starts: list[Start], cache: str) -> list[Start]:
-    """A corpus is read while it is tokenised: one that is to grow goes into a new cache, which later starts use."""
+    """A corpus is read while it is tokenized: one that is to grow goes into a new cache, which later starts use."""
     made: list[Start] = []
     found: tuple[str, ...] = ()
     for number, start in enumerate(starts):
@@ -429,5 +429,5 @@ def _under_a_launcher(argv: list[str], environment: dict[str, str], ranks: int) 
     from titan.train import main
 
     os.environ.update(environment)
-    children.GRACE_S = 2.0
-    return launcher.start(main, argv, Place(1, 0, ranks, LOCAL, 0))
+    rank_processes.GRACE_S = 2.0
+    return launcher.start(main, argv, LaunchEnv(1, 0, ranks, LOCAL, 0))

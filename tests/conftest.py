@@ -1,4 +1,7 @@
-"""What holds for every test: one thread, a limit that shows all stacks, the markers, and built-in plugins alone."""
+"""What holds for every test: one thread, a limit that shows all stacks, the markers, and built-in plugins alone.
+
+Tests run on the CPU, on a GPU node too; those marked `gpu` run with `-m gpu`, which runs no others.
+"""
 
 import faulthandler
 import os
@@ -20,9 +23,11 @@ _terminal = pytest.StashKey[int]()
 
 def pytest_configure(config: pytest.Config) -> None:
     """Declare the markers, and keep the real stderr: the one a test sees is captured, and lost at a hard end."""
-    config.addinivalue_line("markers", "gpu: needs a CUDA device; skipped without one")
+    config.addinivalue_line("markers", "gpu: needs a CUDA device; runs with -m gpu alone")
     config.addinivalue_line("markers", f"slow: may take minutes, up to {LIMIT_SLOW:g} s; leave out with -m 'not slow'")
     config.stash[_terminal] = os.dup(2)
+    if config.option.markexpr != "gpu":
+        os.environ["CUDA_VISIBLE_DEVICES"] = ""  # also for the ranks and commands that tests start
 
 
 def pytest_unconfigure(config: pytest.Config) -> None:
@@ -35,7 +40,7 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     if not torch.cuda.is_available():
         for item in items:
             if item.get_closest_marker("gpu"):
-                item.add_marker(pytest.mark.skip(reason="no CUDA device"))
+                item.add_marker(pytest.mark.skip(reason="no CUDA device, or not run with -m gpu"))
 
 
 @pytest.hookimpl(wrapper=True)
@@ -52,7 +57,7 @@ def pytest_runtest_protocol(item: pytest.Item) -> Iterator[None]:
 @pytest.fixture(autouse=True)
 def _plugins_of_a_test_end_with_it() -> Iterator[None]:
     """What a test loads from outside, the next one does not find: an axis more is another space of layouts."""
-    registry.open_doors()
+    registry.load_plugins()
     plugins, opened = dict(registry._plugins), set(registry._opened)
     yield
     registry._plugins.clear()

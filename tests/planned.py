@@ -17,8 +17,8 @@ CLUSTER: Cluster = from_table(
         },
         "kernels": {"matmul": {"float32": {"efficiency": 0.5}, "bfloat16": {"efficiency": 0.5}}},
         "links": [
-            {"name": "inner", "ranks": 4, "gb_s": 100},
-            {"name": "outer", "gb_s": 10},
+            {"name": "inner", "ranks": 4, "bandwidth_gb_s": 100},
+            {"name": "outer", "bandwidth_gb_s": 10},
         ],
     },
     "tests",

@@ -292,6 +292,8 @@ def _batch_environment(job: Job) -> dict[str, str]:
     }  # fmt: skip
     if per_node:
         own |= {"SLURM_NTASKS_PER_NODE": per_node}
+    if cpus := job.options.get("cpus-per-task"):
+        own |= {"SLURM_CPUS_PER_TASK": cpus}
     if tasks:
         each = -(-int(tasks) // nodes)
         own |= {"SLURM_NTASKS": tasks, "SLURM_NPROCS": tasks, "SLURM_TASKS_PER_NODE": f"{each}(x{nodes})"}
@@ -345,7 +347,7 @@ def _srun(argv: list[str]) -> int:
         del running[ended]
         code = os.waitstatus_to_exitcode(status)
         codes.append(code if code >= 0 else 128 - code)
-        if code and "kill-on-bad-exit" in options:
+        if code and options.get("kill-on-bad-exit", "0") != "0":
             _send(signal.SIGKILL, f"{STEP}={env[STEP]}")
     return max(codes)
 

@@ -40,7 +40,7 @@ def _step() -> None:
     optimizer.step()
 
 
-registry.open_doors()
+registry.load_plugins()
 torch.set_num_threads(1)
 dist.init_process_group("fake", rank=0, world_size=WORLD_SIZE, store=FakeStore())
 _step()

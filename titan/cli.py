@@ -5,7 +5,7 @@ import importlib
 import pkgutil
 import re
 import sys
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from types import ModuleType
 
 import titan.commands
@@ -14,13 +14,14 @@ from titan.errors import (
     EXIT_FAILED,
     TRACEBACK_FLAG,
     ConfigError,
-    Fault,
+    ConfigIssue,
     ResourceError,
     TitanError,
     let_go,
     report,
     stand_in_for_closed,
     take_traceback_flag,
+    warn_once,
 )
 from titan.ranks.launcher import let_threads_sleep
 
@@ -32,7 +33,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     """Run a command; returns its exit code.
 
     A command module has `HELP`, `add_arguments(parser)` and `run(args) -> int`. One that takes `--table.key value`
-    overrides says `parser.set_defaults(takes_overrides=True)` and finds them in `args.overrides`.
+    overrides says `parser.set_defaults(takes_overrides=True)` and finds them in `args.overrides`. `FORMER_FLAGS` maps
+    flags that the command had before to those that replace them: they work, are warned of, and stand in no help.
     """
     stand_in_for_closed()
     words = take_traceback_flag(sys.argv[1:] if argv is None else argv)
@@ -48,14 +50,16 @@ def main(argv: Sequence[str] | None = None) -> int:
         )
         module.add_arguments(subparser)
     own, overrides = _without_overrides(words)
-    args, rest = parser.parse_known_args(own)
-    args.overrides = overrides
     try:
+        name = next((word for word in own if not word.startswith("-")), "")
+        own = _present_flags(own, getattr(commands.get(name), "FORMER_FLAGS", {}))
+        args, rest = parser.parse_known_args(own)
+        args.overrides = overrides
         if rest and hasattr(args, "takes_overrides"):
-            raise ConfigError([Fault("command line", f"{rest[0]}: expected --table.key value")])
+            raise ConfigError([ConfigIssue("command line", f"{rest[0]}: expected --table.key value")])
         if (rest or overrides) and not hasattr(args, "takes_overrides"):
             what = f"{(rest or overrides)[0]}: titan {args.command} takes no such argument"
-            raise ConfigError([Fault("command line", what)])
+            raise ConfigError([ConfigIssue("command line", what)])
         code: int = commands[args.command].run(args)
         sys.stdout.flush()
         return code
@@ -81,6 +85,26 @@ def _without_overrides(words: Sequence[str]) -> tuple[list[str], list[str]]:
         (overrides if key or (awaited and not word.startswith("--")) else own).append(word)
         awaited = key is not None and "=" not in word
     return own, overrides
+
+
+def _present_flags(words: Sequence[str], former: Mapping[str, str]) -> list[str]:
+    """The words of a command with flags' former names replaced, and a line of warning about each.
+
+    Raises:
+        ConfigError: a flag is given under both names.
+    """
+    found = []
+    given = {word.partition("=")[0] for word in words}
+    for word in words:
+        flag, equals, value = word.partition("=")
+        now = former.get(flag, flag)
+        if now != flag:
+            if now in given:
+                what = f"{flag} is the former name of {now}, and both are given; delete {flag}"
+                raise ConfigError([ConfigIssue("command line", what)])
+            warn_once(f"{flag} is now {now}")
+        found.append(f"{now}{equals}{value}")
+    return found
 
 
 def _commands() -> dict[str, ModuleType]:

@@ -3,11 +3,15 @@
 A rehearsal on a CPU stands in for a GPU: what looks here, and not at the tensor, is then done as there.
 """
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from contextvars import ContextVar
+from typing import ParamSpec, TypeVar
 
 import torch
+
+P = ParamSpec("P")
+T = TypeVar("T")
 
 _stands_for: ContextVar[str | None] = ContextVar("_stands_for", default=None)
 
@@ -25,3 +29,20 @@ def standing_in_for(kind: str) -> Iterator[None]:
         yield
     finally:
         _stands_for.reset(token)
+
+
+def on_this_device(act: Callable[P, T]) -> Callable[P, T]:
+    """`act`, for a thread to call, on the GPU of the thread that asks. A new thread's current device is GPU 0.
+
+    What a thread does there without naming a device would open a context on GPU 0, some hundred MB for each rank of
+    the node.
+    """
+    if not torch.cuda.is_initialized():  # type: ignore[no-untyped-call]
+        return act
+    index = torch.cuda.current_device()
+
+    def acting(*args: P.args, **named: P.kwargs) -> T:
+        torch.cuda.set_device(index)
+        return act(*args, **named)
+
+    return acting

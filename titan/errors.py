@@ -1,4 +1,4 @@
-"""What a user can meet. Each error carries the exit code its command ends with."""
+"""Errors that a user can act on. Each carries the exit code of the command."""
 
 import errno
 import os
@@ -17,13 +17,14 @@ EXIT_WRONG_INPUT = 2
 EXIT_PREEMPTED = 75
 
 GONE = (errno.EPIPE, errno.EIO)
-"""What writing to a terminal or pipe says when nobody is left at its other end."""
+"""errno values of a write to a terminal or pipe that has been closed."""
 
 DISTRIBUTION = "titan-train"
 """Name of the package on the index; it is imported as `titan`."""
 
 TRACEBACK_FLAG = "--traceback"
 _TRACEBACK = "TITAN_TRACEBACK"
+_WARNED = "TITAN_WARNED"
 
 
 class TitanError(Exception):
@@ -33,11 +34,11 @@ class TitanError(Exception):
 
 
 class RankFailedError(TitanError):
-    """A rank ended by an error that nobody expected, or is not heard of any more; its own words tell more."""
+    """A rank ended by an unexpected error, or no longer responds; its own log has the cause."""
 
 
 @dataclass(frozen=True)
-class Fault:
+class ConfigIssue:
     """One thing wrong in a job: where it stands (file or command line, table, key) and what to do about it."""
 
     where: str
@@ -48,31 +49,31 @@ class Fault:
 
 
 class ConfigError(TitanError):
-    """A job that cannot be run as written. Holds every fault found, so that one look mends all of them."""
+    """A job that cannot run as written. Holds all issues found, so that all can be fixed at once."""
 
     exit_code = EXIT_WRONG_INPUT
 
-    def __init__(self, faults: Iterable[Fault] | str) -> None:
-        self.faults = (Fault("", faults),) if isinstance(faults, str) else tuple(faults)
+    def __init__(self, faults: Iterable[ConfigIssue] | str) -> None:
+        self.faults = (ConfigIssue("", faults),) if isinstance(faults, str) else tuple(faults)
         super().__init__("\n".join(str(fault) for fault in self.faults))
 
 
 class PluginError(TitanError):
-    """A plugin that breaks its contract, or two plugins that claim one name."""
+    """A plugin that violates its contract, or two plugins with one name."""
 
     exit_code = EXIT_WRONG_INPUT
 
 
 class CheckpointError(TitanError):
-    """A checkpoint that cannot be written, found or trusted."""
+    """A checkpoint that cannot be written or found, or that is damaged or invalid."""
 
 
 class UnreadableError(CheckpointError):
-    """A checkpoint that the file system does not give for now. It may be sound, so no older one takes its place."""
+    """A checkpoint that the file system cannot read now. It may be intact, so no older one is used instead."""
 
 
 class FolderError(TitanError):
-    """A run's folder that another run holds. To start again, as a run that failed does, would not mend it."""
+    """A run's folder that another run holds. A restart would not help, so the exit code is that of wrong input."""
 
     exit_code = EXIT_WRONG_INPUT
 
@@ -84,11 +85,11 @@ class DataError(TitanError):
 
 
 class ResourceError(TitanError):
-    """The machine failed, or its file system, and not the input: the same command may succeed when it runs again."""
+    """The machine or its file system failed, not the input: the same command may succeed later."""
 
 
 class DivergedError(TitanError):
-    """The loss or a gradient is no finite number."""
+    """The loss or a gradient is NaN or infinite."""
 
 
 _WRONG_PATH = frozenset(
@@ -132,7 +133,7 @@ def take_traceback_flag(words: Sequence[str]) -> list[str]:
 
 
 def say(line: str) -> None:
-    """A line on stderr. Where nobody reads it any more, the line is lost, and not what the process has to do next."""
+    """Print a line on stderr. If stderr has been closed, the line is dropped and the process goes on."""
     try:
         print(line, file=sys.stderr, flush=True)
     except OSError as error:
@@ -158,7 +159,7 @@ def let_go(stream: TextIO) -> None:
 
 
 def report(error: TitanError, rank: int = 0) -> None:
-    """Say what is wrong on stderr, a line a fault; under `--traceback` after its stack trace."""
+    """Print an error on stderr, one line per issue; with `--traceback` after its stack trace."""
     _trace(error)
     prefix = "error: " if rank == 0 else f"rank {rank}: error: "
     for line in str(error).splitlines():
@@ -166,9 +167,20 @@ def report(error: TitanError, rank: int = 0) -> None:
 
 
 def warn(text: str, error: Exception) -> None:
-    """Say on stderr, on one rank, what went wrong and does not end the command."""
+    """Print a warning on stderr, on rank 0 only, about an error that does not end the command."""
     if os.environ.get("RANK", "0") == "0":
         _trace(error)
+        say(f"warning: {text}")
+
+
+def warn_once(text: str) -> None:
+    """Print a warning on stderr, on rank 0 only, and only once in this process and the processes it starts."""
+    warned = os.environ.get(_WARNED, "").splitlines()
+    if text in warned:
+        return
+    os.environ[_WARNED] = "\n".join([*warned, text])  # the ranks that this process starts read the same job
+    ranks = (os.environ[name] for name in ("RANK", "NODE_RANK", "SLURM_PROCID") if os.environ.get(name))
+    if next(ranks, "0") == "0":
         say(f"warning: {text}")
 
 

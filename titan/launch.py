@@ -1,4 +1,4 @@
-"""Start the ranks of this node, watch over them, and end with the exit code of the run.
+"""Start the ranks of this node, monitor them, and exit with the exit code of the run.
 
 `./run_train.sh` ends here. Started by Slurm or torchrun once per rank, this process is the rank; for a world of one
 rank it trains in this very process; otherwise, or when ranks may have to start again, it is the parent of the node's.
@@ -16,21 +16,21 @@ from collections.abc import Sequence
 from titan.errors import (
     EXIT_FAILED,
     ConfigError,
-    Fault,
+    ConfigIssue,
     TitanError,
     report,
     stand_in_for_closed,
     take_traceback_flag,
 )
 from titan.ranks import preemption
+from titan.ranks.launch_env import LaunchEnv, drop_rank_variables, find_place, max_restarts, rank_environment
 from titan.ranks.launcher import again_by_slurm, let_threads_sleep, start
-from titan.ranks.place import Place, find_place, max_restarts, rank_environment
 
 HELP = "train a model; the same as ./run_train.sh (see titan train --help)"
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """Those of `titan train`."""
+    """Add the arguments of `titan train` to its parser."""
     from titan.train import USAGE
 
     parser.usage = USAGE.removeprefix("usage: ")
@@ -56,6 +56,7 @@ def main(argv: Sequence[str] | None = None) -> int:
             os.environ.update(mine)
             return _train_here(words, first=os.environ["RANK"] == "0")
         place, restarts = find_place(os.environ), max_restarts(os.environ)
+        drop_rank_variables(os.environ)
         if place.world_size > 1 or restarts:
             return _launch(words, place, restarts)
         return _train_here(words, first=True)
@@ -78,14 +79,16 @@ def _train_here(words: list[str], first: bool) -> int:
         return again_by_slurm(_train(words), preemption.heard(), first)
 
 
-def _launch(words: list[str], place: Place, restarts: int) -> int:
+def _launch(words: list[str], place: LaunchEnv, restarts: int) -> int:
     os.environ[preemption.STARTED] = str(time.monotonic())
     from titan.config import load_job, split_arguments
 
     job = load_job(*split_arguments(words), place.world_size)
     if restarts and not job.checkpoint.goes_on:
-        what = f'MAX_RESTARTS = {restarts}: needs [checkpoint] enabled = true and resume = "auto", to go on from'
-        raise ConfigError([Fault("environment", what)])
+        what = (
+            f'MAX_RESTARTS = {restarts}: restarts need checkpoints; set [checkpoint] enabled = true and resume = "auto"'
+        )
+        raise ConfigError([ConfigIssue("environment", what)])
     from titan.train import main as train
 
     return start(train, words, place, restarts, job.folder / "logs")

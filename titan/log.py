@@ -1,6 +1,6 @@
-"""Logging that knows ranks: rank 0 alone talks to the terminal, every rank writes its own file.
+"""Logging by rank: only rank 0 writes to the terminal; every rank writes its own file.
 
-A terminal that is gone (`| head`, a connection that was cut) or a disk that is full costs words, never the run.
+A closed terminal (`| head`, a lost connection) or a full disk loses log lines, but never ends the run.
 """
 
 import logging
@@ -21,7 +21,7 @@ class _Plain(logging.Formatter):
 
 
 class _Terminal(logging.StreamHandler):  # type: ignore[type-arg]
-    """stderr, for as long as somebody reads it."""
+    """stderr, until it is closed."""
 
     def handleError(self, record: logging.LogRecord) -> None:
         error = sys.exc_info()[1]
@@ -56,9 +56,9 @@ class _File(logging.FileHandler):
 
 
 def set_up(rank: int, folder: Path | None = None) -> None:
-    """Send this rank's words to stderr (rank 0) and, once a run has a folder, to `folder`/rank-N.log.
+    """Send this rank's log to stderr (rank 0) and, if `folder` is given, to `folder`/rank-N.log.
 
-    What is logged at level DEBUG goes to the file alone.
+    Level DEBUG goes to the file only.
     """
     log.setLevel(logging.DEBUG)
     log.propagate = False

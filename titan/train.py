@@ -31,16 +31,18 @@ USAGE = """usage: ./run_train.sh [--config FILE] [--table.key VALUE ...]
        --traceback shows stack traces of errors
 
 Train a language model. Without --config: configs/quickstart.toml. Any key of the TOML can be given on the command line
-(--train.steps 100, --mesh.tp 2, --plugins.bf16.enabled false); it wins over the file.
+(--train.steps 100, --mesh.tp 2, --plugins.bf16.enabled false); the command line overrides the file.
 
-  titan config --config FILE            the resolved job, every default filled in
-  titan plugins                         models, techniques, datasets, optimizers, ... and their options
+  titan config --config FILE            print the resolved job, with every default filled in
+  titan plugins                         list models, techniques, datasets, optimizers, ... and their options
 
-environment: NPROC (ranks on this node; default: its GPUs, else 1), NNODES, NODE_RANK, MASTER_ADDR, MASTER_PORT, or
-SLURM's variables; MAX_RESTARTS (how often a failed run starts its ranks again; 0); OMP_NUM_THREADS (threads a rank)
+environment: NPROC or NPROC_PER_NODE (ranks on this node; default: its GPUs, else 1), NNODES, NODE_RANK, MASTER_ADDR,
+MASTER_PORT, or Slurm's variables; MAX_RESTARTS (restarts of all ranks after a failure; default: 0); OMP_NUM_THREADS
+(CPU threads per rank)
 
-exit codes: 0 done, 1 failed, 2 wrong input, 75 preempted: SIGTERM, SIGUSR1 or --run.max_minutes made it save and stop,
-and the same command goes on from there. A Slurm job is queued again, but not after SIGTERM, which scancel sends.
+exit codes: 0 done, 1 failed, 2 wrong input, 75 preempted. A run is preempted by SIGTERM, SIGUSR1 or --run.max_minutes:
+it saves a checkpoint and exits, and the same command resumes it. Under Slurm the job is requeued, except after SIGTERM,
+which scancel sends.
 """
 
 
@@ -83,37 +85,37 @@ def _run(job: Job, me: process.Rank) -> int:
     _greet(run)
     asked = trainer.train(run)
     if run.step < job.train.steps:
-        return _make_room(run, asked)
-    if job.run.sample and not asked:
-        text = generation.sample(run.world, run.engine, job.run.sample, job.run.seed)
-        log.log.info(f"\nsample after step {run.step}:\n{job.run.sample}{text}\n")
+        return _end_early(run, asked)
+    if job.run.sample_prompt and not asked:
+        text = generation.sample(run.context, run.engine, job.run.sample_prompt, job.run.seed)
+        log.log.info(f"\nsample after step {run.step}:\n{job.run.sample_prompt}{text}\n")
     _part(run)
     return EXIT_DONE
 
 
-def _make_room(run: build.Run, asked: str) -> int:
-    """Say where the run stands; the exit code tells a scheduler whether the same command gets on."""
+def _end_early(run: build.Run, asked: str) -> int:
+    """Report where a preempted run stopped; exit code 75 if the same command resumes it, else 1."""
     stopped = f"preempted by {asked} at step {run.step}"
     if run.checkpointer is None:
-        log.log.error(f"{stopped}; nothing is kept of it, as [checkpoint] enabled = false")
+        log.log.error(f"{stopped}; nothing was saved, because [checkpoint] enabled = false")
         return EXIT_FAILED
     saved = f"{stopped}: checkpoint saved to {step_folder(run.checkpointer.folder, run.step)}"
     if not run.job.checkpoint.goes_on:
-        log.log.error(f"{saved}; the same command would not go on from there, but with --checkpoint.resume auto")
+        log.log.error(f"{saved}; to resume, run the same command with --checkpoint.resume auto")
         return EXIT_FAILED
-    log.log.info(f"{saved}; the same command goes on from there")
+    log.log.info(f"{saved}; to resume, run the same command")
     return EXIT_PREEMPTED
 
 
 def _greet(run: build.Run) -> None:
     job = run.job
-    log.log.info(f"model: {job.model.name}, {run.world.plan.params:,} parameters; layout: {job.layout}")
+    log.log.info(f"model: {job.model.name}, {run.context.spec.params:,} parameters; layout: {job.layout}")
     log.log.info(f"techniques: {', '.join(t.name for t in job.techniques) or 'none'}")
     log.log.info(
-        f"batch: {job.train.global_batch_size} samples of {job.data.seq_len} tokens a step"
+        f"batch: {job.train.global_batch_size} samples of {job.data.seq_len} tokens per step"
         f" = {job.micro_batch} x {job.micro_batches} micro batches x {job.batch_ranks} ranks"
     )
-    described = job.optimizer.describe(build.named_parameters(run.parts, run.world))
+    described = job.optimizer.describe(build.named_parameters(run.parts, run.context))
     if described:
         log.log.info(f"optimizer: {described}")
     if recorder := watchdog.recorder():
@@ -123,30 +125,30 @@ def _greet(run: build.Run) -> None:
 def _part(run: build.Run) -> None:
     folder, job = run.job.folder, run.job
     log.log.info(f"run folder   {folder}")
-    if run.held_out_loss is not None:
-        perplexity = validation.perplexity(run.held_out_loss)
-        on = f"{validation.samples_used(run)} samples of {job.held_out.name if job.held_out else ''}"
-        log.log.info(f"held out     loss {run.held_out_loss:.4f}, perplexity {perplexity:.4g} on {on}")
+    if run.validation_loss is not None:
+        perplexity = validation.perplexity(run.validation_loss)
+        on = f"{validation.samples_used(run)} samples of {job.validation_data.name if job.validation_data else ''}"
+        log.log.info(f"validation   loss {run.validation_loss:.4f}, perplexity {perplexity:.4g} on {on}")
     if (folder / "tensorboard").is_dir():
         curves = [*program("tensorboard", "tensorboard.main"), "--logdir", str(folder.parent.resolve())]
         log.log.info(f"curves       {shlex.join(curves)}")
     if run.checkpointer is not None:
-        log.log.info(f"go on        the same command with --train.steps {2 * job.train.steps}")
+        log.log.info(f"resume       the same command with --train.steps {2 * job.train.steps}")
         log.log.info(f"generate     {generation_command(job)}")
         log.log.info(f"evaluate     {evaluation_command(job)}")
 
 
 def generation_command(job: Job) -> str:
-    """The command that continues a prompt with a run's model, to be pasted wherever it is read."""
-    prompt = (job.run.sample.splitlines() or ["The"])[0]
+    """The `titan generate` command for a run's model; paths are absolute, so that it works from any folder."""
+    prompt = (job.run.sample_prompt.splitlines() or ["The"])[0]
     return shlex.join(
         [*_titan("generate", job), *([f"--prompt={prompt}"] if prompt[:1] == "-" else ["--prompt", prompt])]
     )
 
 
 def evaluation_command(job: Job) -> str:
-    """The command that measures a run's model on what it was validated on, or else on what it learnt from."""
-    dataset = job.held_out or job.sources[0].plugin
+    """The `titan eval` command for a run's model, on its validation split if it has one, else on its training data."""
+    dataset = job.validation_data or job.sources[0].plugin
     words = [*_titan("eval", job), "--data", dataset.name]
     defaults = {option.key: option.default for option in options_of(type(dataset.config))}
     for key, value in as_table(dataset.config).items():

@@ -1,4 +1,4 @@
-"""Frameworks, and clusters made of a device and the fabric of a row, each as data of this folder."""
+"""Frameworks, devices and fabrics of published rows, from the TOML files of this folder."""
 
 import re
 import tomllib
@@ -18,7 +18,7 @@ FOLDER = Path(__file__).parent
 
 @dataclass(frozen=True, kw_only=True)
 class Framework:
-    """What a framework does, as far as it costs time or memory; see frameworks.toml for the keys."""
+    """Behavior of a framework that affects time or memory; frameworks.toml explains the keys."""
 
     name: str
     match: str
@@ -64,7 +64,7 @@ class Framework:
 
 @cache
 def frameworks() -> tuple[Framework, ...]:
-    """Those of frameworks.toml, in order."""
+    """The frameworks of frameworks.toml, in order; the first match describes a row."""
     table = tomllib.loads((FOLDER / "frameworks.toml").read_text(encoding="utf-8"))["framework"]
     known = {field.name for field in fields(Framework)}
     for entry in table:
@@ -77,7 +77,7 @@ def frameworks() -> tuple[Framework, ...]:
 
 
 def framework_of(row: Mapping[str, Any]) -> Framework:
-    """The first that matches what the row calls its framework."""
+    """The framework of a row, by the name that the row gives."""
     said = str(row.get("framework") or "")
     found = next(entry for entry in frameworks() if re.search(entry.match, said))
     return replace(
@@ -94,31 +94,31 @@ def _fabrics() -> dict[str, Any]:
 
 
 def device_of(row: Mapping[str, Any], framework: Framework) -> str:
-    """The cluster file of the device a row names, with the framework's attention kernels where they are faster there.
+    """Name of the cluster file of a row's device, with cuDNN attention if its framework uses that.
 
     Raises:
-        Skip: no file describes it.
+        Skip: there is no cluster file of the device.
     """
     said = str(row.get("gpu") or "")
     if not said:
-        raise Skip("states no GPU")
+        raise Skip("not stated: gpu")
     memory = row.get("gpu_mem_gb")
     for entry in _fabrics()["device"]:
         if re.search(entry["match"], said) and (
             not entry.get("memory_gb") or not memory or memory == entry["memory_gb"]
         ):
             return str(entry["cudnn"] if framework.cudnn and "cudnn" in entry else entry["cluster"])
-    raise Skip(f"no cluster file describes a {said}")
+    raise Skip(f"no cluster file for {said}")
 
 
 def fabric_of(row: Mapping[str, Any], job: Row, device: str) -> tuple[str, float]:
-    """The kind of network between nodes, and GB/s a device of it."""
+    """(fabric between nodes, its bandwidth in GB/s per device) of a row."""
     said = str(row.get("interconnect") or "")
     kinds = _fabrics()["fabric"]
     date = re.search(r"date (\d\d-\d\d)", str(row.get("notes") or ""))
     fits = (e for e in kinds if re.search(e["match"], said) and ("until" not in e or (date and date[1] < e["until"])))
     kind = next(fits)
-    gb_s = _fabrics()["usual_gb_s"].get(device.split("-")[0], 25.0)
+    gb_s = _fabrics()["usual_bandwidth_gb_s"].get(device.split("-")[0], 25.0)
     if found := re.search(r"(\d+)\s*x\s*(\d+)\s*Gb", said):
         gb_s = int(found[1]) * int(found[2]) / 8 / job.per_node
     elif found := re.search(r"(\d+) Omni-Path", said):
@@ -131,18 +131,18 @@ def fabric_of(row: Mapping[str, Any], job: Row, device: str) -> tuple[str, float
 
 
 def cluster_of(device: Cluster, fabric: Link, gb_s: float, per_node: int) -> Cluster:
-    """A device's cluster with nodes of so many, and a fabric of so many GB/s a device between them."""
-    return replace(device, links=(replace(device.links[0], ranks=per_node), replace(fabric, gb_s=gb_s)))
+    """The cluster of a device with `per_node` ranks per node and a fabric of `gb_s` GB/s per device between nodes."""
+    return replace(device, links=(replace(device.links[0], ranks=per_node), replace(fabric, bandwidth_gb_s=gb_s)))
 
 
 def file_of(name: str) -> Path:
-    """Where a device's cluster is described."""
+    """Path of a device's cluster file: of this folder, else of configs/clusters."""
     own = FOLDER / "clusters" / f"{name}.toml"
     return own if own.is_file() else FOLDER.parents[1] / "configs" / "clusters" / f"{name}.toml"
 
 
 def all_devices() -> dict[str, Cluster]:
-    """Every cluster file that a row can name."""
+    """All cluster files that rows can use, by name."""
     files = {entry[key] for entry in _fabrics()["device"] for key in ("cluster", "cudnn") if key in entry}
     return {name: _load(name) for name in sorted(files)}
 
@@ -153,15 +153,15 @@ def _load(name: str) -> Cluster:
 
 
 def reread() -> None:
-    """Forget what the files said."""
+    """Clear the caches of the files, so that they are read again."""
     _load.cache_clear()
     _fabrics.cache_clear()
 
 
 def all_fabrics() -> dict[str, Link]:
-    """Networks between nodes by name."""
-    keys = ("latency_us", "efficiency", "pair_efficiency")
+    """All fabrics between nodes, by name, with a bandwidth of 1 GB/s."""
+    keys = ("latency_us", "efficiency", "p2p_efficiency")
     return {
-        entry["name"]: Link(name=entry["name"], gb_s=1.0, **{key: entry[key] for key in keys if key in entry})
+        entry["name"]: Link(name=entry["name"], bandwidth_gb_s=1.0, **{key: entry[key] for key in keys if key in entry})
         for entry in _fabrics()["fabric"]
     }

@@ -1,7 +1,7 @@
-"""The free constants of the clusters, fitted to rows.
+"""Fits the free constants of cluster files and fabrics to published rows.
 
-A constant is one number of one or several cluster files or of a fabric. All are shares, microseconds or sizes that
-could be measured; which rows see a constant follows from their device and fabric, never from their source.
+A constant is one value in one or several cluster files, or of a fabric. All are fractions, microseconds or sizes that
+could be measured. Which rows a constant affects follows from their device and fabric, never from their source.
 """
 
 import math
@@ -15,7 +15,7 @@ from titan.contracts.base.cost import Costs
 from titan.contracts.base.mesh import Layout
 from titan.planner.machine.cluster import Cluster
 from titan.planner.step.predict import Planner, Prediction
-from titan.planner.step.rounds import Steps
+from titan.planner.step.steady_state import Steps
 
 from .describe import all_devices, all_fabrics, cluster_of, device_of, fabric_of, framework_of
 from .reader import costs_of, layout_of
@@ -28,10 +28,11 @@ LIKE_H100 = (*HBM2E, "b200")
 
 @dataclass(frozen=True)
 class Constant:
-    """A free number: where it stands, and between what it may be.
+    """A free constant: its place in the cluster files, and its bounds.
 
-    usual: to which it is drawn, weakly, where the rows hardly say; None: it is not.
-    lent: devices whose files repeat it, of which no row has a part in it.
+    devices: cluster files that share it; empty: a fabric's.  low, high: bounds.
+    usual: value of a weak prior, where rows hardly determine it; None: no prior.
+    lent: devices whose files repeat it, without rows that it is fitted to.
     where: "products.DTYPE.KEY" (or "products.KEY" for all dtypes), "kernels.KEY", "link.KEY" or "fabric.NAME.KEY".
     """
 
@@ -44,19 +45,19 @@ class Constant:
 
     @property
     def name(self) -> str:
-        """How it is printed."""
+        """Printed name: devices and place in their files."""
         return f"{', '.join(self.devices) or 'fabric'}: {self.where}"
 
     def seen_by(self, cases: "Iterable[Case]") -> int:
-        """How many of these rows it has a part in."""
+        """Number of these rows that the constant affects."""
         return sum(_sees(case, self) for case in cases)
 
 
-USUAL = {"products.odd": 0.25, "products.few_kept": 0.25}
-"""Products without tensor cores against those with, by the data sheet of the A100 (78 and 312 TFLOP/s in fp16)."""
+USUAL = {"products.unaligned_16b_factor": 0.25, "products.small_batch_factor": 0.25}
+"""Speed without tensor cores relative to tensor cores, by the A100 data sheet (78 and 312 TFLOP/s in fp16)."""
 
 DRAWN = 0.05
-"""Weight of one range between bounds away from the usual value, as log(predicted / measured) of one row."""
+"""Weight of the prior: a deviation of high - low counts as this log(predicted / measured) of one row."""
 
 
 def _constants_of(
@@ -65,29 +66,31 @@ def _constants_of(
     return [Constant(devices, key, low, high, USUAL.get(key), lent) for key, (low, high) in keys.items()]
 
 
-SHARES = {"efficiency": (0.1, 1.0), "pair_efficiency": (0.1, 1.0)}
+SHARES = {"efficiency": (0.1, 1.0), "p2p_efficiency": (0.1, 1.0)}
 LATENCY = {"latency_us": (1.0, 500.0)}
-OMNI_PATH, MENDED = "Omni-Path 4 x 100 Gb/s, before its nodes were mended", "Omni-Path 4 x 100 Gb/s"
+OMNI_PATH, REPAIRED = "Omni-Path 4 x 100 Gb/s, before node repair", "Omni-Path 4 x 100 Gb/s"
 HDR, INFINIBAND = "InfiniBand HDR", "InfiniBand"
 FAST_ROCE, ROCE = "RoCE 8 x 200 Gb/s", "RoCE 4 x 100 Gb/s"
 HOPPER = {
     "products.bfloat16.efficiency": (0.3, 0.95), "kernels.attention_forward": (0.08, 0.8),
-    "kernels.attention_backward": (0.08, 0.8), "kernels.bandwidth": (0.6, 0.95),
+    "kernels.attention_backward": (0.08, 0.8), "kernels.bandwidth_efficiency": (0.6, 0.95),
 }  # fmt: skip
 
 CONSTANTS = (
     *_constants_of(A100, {
-        "products.efficiency": (0.5, 0.95), "kernels.bandwidth": (0.6, 0.95), "products.few_kept": (0.02, 1.0),
+        "products.efficiency": (0.5, 0.95), "kernels.bandwidth_efficiency": (0.6, 0.95),
+        "products.small_batch_factor": (0.02, 1.0),
     }),
     *_constants_of(A100, {
-        "products.quantised": (0.0, 1.0), "products.depth": (0, 300), "products.unaligned": (0.6, 1.0),
-        "products.odd": (0.02, 1.0), "kernels.launch_us": (0, 15), "kernels.overlap_slowdown": (0.0, 1.0),
+        "products.wave_quantization": (0.0, 1.0), "products.k_half": (0, 300), "products.unaligned_factor": (0.6, 1.0),
+        "products.unaligned_16b_factor": (0.02, 1.0), "kernels.launch_us": (0, 15),
+        "kernels.overlap_slowdown": (0.0, 1.0),
     }, lent=(*V100, *H100, *LIKE_H100, "mi250x-frontier")),
     *_constants_of(A100, {
         "kernels.attention_forward": (0.15, 0.8), "kernels.attention_backward": (0.15, 0.8),
         "link.efficiency": (0.4, 0.9),
     }, lent=V100),
-    *_constants_of(V100, {"products.efficiency": (0.5, 0.95), "kernels.bandwidth": (0.6, 0.95)}),
+    *_constants_of(V100, {"products.efficiency": (0.5, 0.95), "kernels.bandwidth_efficiency": (0.6, 0.95)}),
     *_constants_of(
         H100, {**HOPPER, "products.float8.efficiency": (0.2, 0.95), "link.efficiency": (0.4, 0.9)}, lent=LIKE_H100
     ),
@@ -96,7 +99,7 @@ CONSTANTS = (
     ),
     *_constants_of(HBM2E, {"products.bfloat16.efficiency": (0.2, 0.95), "products.float8.efficiency": (0.1, 0.95)}),
     *(Constant((), f"fabric.{name}.{key}", *between, lent=lent)
-      for name, lent in ((OMNI_PATH, ()), (MENDED, ()), (HDR, A100), (INFINIBAND, (*H100, *LIKE_H100)))
+      for name, lent in ((OMNI_PATH, ()), (REPAIRED, ()), (HDR, A100), (INFINIBAND, (*H100, *LIKE_H100)))
       for key, between in SHARES.items()),
     *(Constant((), f"fabric.{name}.{key}", *between) for name in (FAST_ROCE, ROCE)
       for key, between in {"efficiency": (0.1, 1.0), **LATENCY}.items()),
@@ -105,7 +108,11 @@ CONSTANTS = (
 
 @dataclass(frozen=True)
 class Case:
-    """A row that can be predicted: what it says, what it costs, what was measured."""
+    """A row that can be predicted.
+
+    row: as published.  job: its sizes.  costs, layout: for the planner.  device, fabric: names.  gb_s: bandwidth
+    between nodes, GB/s per device.  seconds: measured step time; None: the row has none.
+    """
 
     row: Mapping[str, Any]
     job: Row
@@ -118,25 +125,25 @@ class Case:
 
     @property
     def id(self) -> str:
-        """The row's."""
+        """Id of the row, as in the file of rows."""
         return str(self.row["id"])
 
     @property
     def grade(self) -> str:
-        """How complete the row is for times: A, B, C or X; A where it does not say."""
+        """Completeness of the row for step times: A, B, C or X; A if not stated."""
         return str(self.row.get("complete_time", "A" if self.seconds else "X"))[:1]
 
     @property
     def source(self) -> str:
-        """Where it is from, short."""
+        """First word of the row's source, such as a repository or arXiv id."""
         return re.split(r"[\s,;(]", str(self.row.get("source") or "unnamed"))[0]
 
 
 def case_of(row: Mapping[str, Any]) -> Case:
-    """What can be predicted of a row.
+    """The case of a row.
 
     Raises:
-        Skip: nothing.
+        Skip: the row cannot be predicted; says why.
     """
     job = read(row)
     framework = framework_of(row)
@@ -144,12 +151,12 @@ def case_of(row: Mapping[str, Any]) -> Case:
     costs = costs_of(job, framework)
     lacking = {costs.dtype, costs.wide_dtype} - set(all_devices()[device].peak_tflops)
     if lacking:
-        raise Skip(f"{device} has no {', '.join(sorted(lacking))}")
+        raise Skip(f"cluster file {device} has no peak for {', '.join(sorted(lacking))}")
     return Case(row, job, costs, layout_of(job), device, *fabric_of(row, job, device), measured(row, job))
 
 
 def cases_of(rows: Iterable[Mapping[str, Any]]) -> tuple[list[Case], dict[str, str]]:
-    """Rows that can be predicted, and of the others why not."""
+    """(cases of the rows that can be predicted, reason by id of each other row)."""
     cases, skipped = [], {}
     for row in rows:
         try:
@@ -157,12 +164,12 @@ def cases_of(rows: Iterable[Mapping[str, Any]]) -> tuple[list[Case], dict[str, s
         except Skip as reason:
             skipped[str(row["id"])] = str(reason)
         except (TypeError, ValueError, KeyError, ArithmeticError) as error:
-            skipped[str(row["id"])] = f"is not as rows are: {type(error).__name__}: {error}"
+            skipped[str(row["id"])] = f"malformed row: {type(error).__name__}: {error}"
     return cases, skipped
 
 
 class World:
-    """Devices and fabrics with a set of constants."""
+    """All devices and fabrics, with `values` in place of some constants of the files."""
 
     steps: ClassVar[dict[Any, Steps]] = {}
 
@@ -180,7 +187,7 @@ class World:
             self.devices[name] = _with(self.devices[name], kind, path, value)
 
     def planner(self, case: Case) -> Planner:
-        """A planner of the row's cluster."""
+        """The planner for the cluster of a row; cached."""
         key = (case.device, case.fabric, case.gb_s, case.job.per_node)
         if key not in self._planners:
             planner = Planner(
@@ -191,11 +198,11 @@ class World:
         return self._planners[key]
 
     def predict(self, case: Case) -> Prediction:
-        """The row's step."""
+        """The prediction of a row's step, with memory."""
         return self.planner(case).predict(case.costs, case.layout)
 
     def seconds(self, case: Case) -> float:
-        """The row's step, without its memory."""
+        """Predicted step time of a row in seconds; faster than `predict`, as memory is left out."""
         return self.planner(case).draft(case.costs, case.layout).finish(()).step_time_s
 
 
@@ -212,7 +219,7 @@ def _with(cluster: Cluster, kind: str, path: Sequence[str], value: float) -> Clu
 
 
 def get(constant: Constant, world: World) -> float:
-    """The constant's value in a world."""
+    """The value that a constant has in the files of a world."""
     kind, *path = constant.where.split(".")
     if kind == "fabric":
         return float(getattr(world.fabrics[path[0]], path[1]))
@@ -231,16 +238,18 @@ def fit(
     start: Mapping[Constant, float] | None = None,
     rounds: int = 12,
 ) -> dict[Constant, float]:
-    """The constants with which steps are predicted best: least squares of log(predicted / measured), softened.
+    """Fit constants by least squares of log(predicted / measured), with a soft L1 loss; returns their values.
 
     Args:
-        start: where to begin; the cluster files' values if not given.
-        rounds: steps at most.
+        cases: rows to fit to; those without a measured time are ignored.
+        constants: constants to fit; those that affect no row are left out.
+        start: initial values; None: those of the cluster files.
+        rounds: maximum number of iterations.
     """
     try:
         from scipy.optimize import least_squares  # type: ignore[import-untyped]
     except ImportError:
-        raise SystemExit("the fit needs scipy: pip install scipy") from None
+        raise SystemExit("--fit needs scipy: .venv/bin/python -m pip install scipy") from None
     timed = [case for case in cases if case.seconds]
     seen = [c for c in constants if any(_sees(case, c) for case in timed)]
     errors = _Errors(timed, seen)
@@ -253,7 +262,7 @@ def fit(
 
 
 def fitted(cases: Iterable[Case]) -> list[Case]:
-    """The rows that constants are fitted to: those that lack nothing; of Hopper, which has few, also B."""
+    """The rows that constants are fitted to: grade A; of Hopper devices, which have few rows, also grade B."""
     return [
         case
         for case in cases
@@ -262,14 +271,14 @@ def fitted(cases: Iterable[Case]) -> list[Case]:
 
 
 class _Errors:
-    """Weighted log(predicted / measured) of cases as a function of constants, and its slopes."""
+    """Weighted log(predicted / measured) of cases as a function of constants, and its derivatives."""
 
     def __init__(self, cases: Sequence[Case], constants: Sequence[Constant]) -> None:
         self.cases, self.constants, self.weights = cases, constants, _weights(cases)
         self.seeing = [[i for i, case in enumerate(cases) if _sees(case, c)] for c in constants]
 
     def inside(self, world: World) -> list[float]:
-        """The constants' values in a world, a little inside of their bounds."""
+        """The constants' values in a world, moved slightly inside their bounds."""
         margins = [(c, 1e-3 * (c.high - c.low)) for c in self.constants]
         return [min(max(get(c, world), c.low + margin), c.high - margin) for c, margin in margins]
 
@@ -305,7 +314,7 @@ class _Errors:
 
 
 def _weights(cases: Sequence[Case]) -> list[float]:
-    """Of each row: a source with four times the rows counts twice."""
+    """Weight per row: a source with four times the rows weighs twice as much in total."""
     sizes = Counter(str(case.row.get("source")) for case in cases)
     mean = len(cases) / len(sizes) if sizes else 1.0
     return [(mean / sizes[str(case.row.get("source"))]) ** 0.25 for case in cases]

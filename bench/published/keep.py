@@ -1,4 +1,4 @@
-"""Fitted constants into the files that describe devices and fabrics."""
+"""Writes fitted constants to the files of devices and fabrics."""
 
 import re
 from collections.abc import Iterable, Iterator, Mapping
@@ -9,20 +9,20 @@ from . import describe
 from .fit import CONSTANTS, Constant
 
 NARROW = ("bfloat16", "float16")
-"""Dtypes of two bytes, of which a device's products reach the same share."""
+"""Dtypes of two bytes, whose matrix products have the same efficiency."""
 
 
 def kept(constants: Iterable[Mapping[str, Any]]) -> dict[Constant, float]:
-    """Values by constant, of a fit that was kept as JSON."""
+    """Values by constant, from the constants of fit.json."""
     found = {(tuple(of["devices"]), of["where"]): float(of["value"]) for of in constants}
     return {c: found[c.devices, c.where] for c in CONSTANTS if (c.devices, c.where) in found}
 
 
 def write(values: Mapping[Constant, float]) -> None:
-    """Put values into the files, in the order of the constants; all else in them stays as it is.
+    """Write values to the files, in the order of the constants; the rest of the files stays as it is.
 
     Raises:
-        ValueError: a file has no place for a constant.
+        ValueError: a file lacks the key of a constant.
     """
     texts: dict[Path, str] = {}
     for constant, value in values.items():
@@ -35,7 +35,7 @@ def write(values: Mapping[Constant, float]) -> None:
 
 
 def _places(constant: Constant) -> Iterator[tuple[Path, str, int, str]]:
-    """File, how the table begins, which of those that begin so, and the key."""
+    """(file, first line of the table, index among tables with that line, key) of each place of a constant."""
     kind, *path = constant.where.split(".")
     if kind == "fabric":
         yield describe.FOLDER / "fabrics.toml", f'[[fabric]]\nname = "{path[0]}"\n', 0, path[1]
@@ -53,7 +53,7 @@ def _places(constant: Constant) -> Iterator[tuple[Path, str, int, str]]:
 
 
 def replaced(text: str, begins: str, number: int, key: str, value: str, file: str) -> str:
-    """A TOML text with one value changed: of the numbered table among those that begin so."""
+    """A TOML text with the value of `key` replaced in the `number`-th table that begins with `begins`."""
     tables = re.split(r"(?m)^(?=\[)", text)
     found = [i for i, table in enumerate(tables) if table.startswith(begins)]
     if len(found) > number:

@@ -1,4 +1,4 @@
-"""Each source left out of the fit in turn: how well the others predict it, before and after one scale is fitted."""
+"""Leave-one-source-out errors: each source predicted by a fit to the others, before and after one scale is fitted."""
 
 import statistics
 from collections.abc import Mapping, Sequence
@@ -8,19 +8,23 @@ from .fit import A100, CONSTANTS, INFINIBAND, Case, Constant, World, fit, fitted
 from .report import UNEXPLAINED, figures
 
 ROUNDS = 5
+"""Iterations of a refit at most; it starts at the constants of the full fit."""
+
+FEWEST = 5
+"""Rows of grade A that a source must have to be left out."""
 
 
 def left_out(cases: Sequence[Case], values: Mapping[Constant, float]) -> dict[str, dict[str, Any]]:
-    """Of each source with at least five rows of grade A: errors with constants that no row of it was fitted to.
+    """Leave-one-source-out errors, of each source with at least FEWEST rows of grade A.
 
-    A constant that only its rows see takes the value of the A100's, or of InfiniBand, from that fit.
+    A constant that only the left-out rows determine takes the value of the A100, or of InfiniBand, from that fit.
     """
     chosen = fitted(cases)
     sources = {c.source: [k for k in chosen if k.source == c.source and k.grade == "A"] for c in chosen}
     return {
         source: _without([c for c in chosen if c.source != source], rows, values)
         for source, rows in sources.items()
-        if len(rows) >= 5
+        if len(rows) >= FEWEST
     }
 
 
@@ -41,7 +45,7 @@ def _without(others: Sequence[Case], rows: Sequence[Case], values: Mapping[Const
 
 
 def _like(constant: Constant, found: Mapping[Constant, float]) -> float | None:
-    """The value of the constant that is nearest to one which no row sees."""
+    """The fitted value of the most similar constant; None if there is none."""
     if constant.devices:
         key = constant.where.replace("products.bfloat16.", "products.").replace("products.float8.", "products.")
         return next((v for c, v in found.items() if c.devices == A100 and c.where == key), None)

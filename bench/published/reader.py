@@ -1,19 +1,19 @@
-"""From a row of published measurements to what the planner takes: costs and a layout."""
+"""Converts a row of published measurements to the planner's input: costs and a layout."""
 
 import math
 from typing import Any
 
 from titan.contracts.base.cost import (
     Attention,
+    CollectiveCost,
     Costs,
     Elementwise,
-    Kept,
-    Lookup,
+    EmbeddingOp,
     Matmul,
     Operation,
     Recompute,
     Region,
-    Traffic,
+    SavedTensor,
 )  # fmt: skip
 from titan.contracts.base.mesh import Axis, Layout
 
@@ -22,11 +22,11 @@ from .rows import Row, Skip
 from .state import held, recompute_of, stages_of
 
 AXES = (
-    Axis(name="pp", role="stage", depth=0, doc="stages"),
-    Axis(name="dp_replicate", role="batch", depth=10, doc="replicas of state"),
-    Axis(name="dp_shard", role="batch", depth=20, doc="shards of state"),
-    Axis(name="cp", role="sequence", depth=30, doc="parts of a sequence"),
-    Axis(name="tp", role="model", depth=40, doc="parts of a layer"),
+    Axis(name="pp", role="stage", topology_order=0, doc="stages"),
+    Axis(name="dp_replicate", role="batch", topology_order=10, doc="replicas of state"),
+    Axis(name="dp_shard", role="batch", topology_order=20, doc="shards of state"),
+    Axis(name="cp", role="sequence", topology_order=30, doc="parts of a sequence"),
+    Axis(name="tp", role="model", topology_order=40, doc="parts of a layer"),
 )
 STYLES = {"embed": "embedding", "qkv": "column", "q": "column", "k": "column", "v": "column", "proj": "row",
           "up": "column", "gate": "column", "down": "row", "head": "head"}  # fmt: skip
@@ -34,20 +34,20 @@ SPLIT_GRADIENTS = {"fp16": 2, "bf16": 2}
 
 
 def layout_of(job: Row) -> Layout:
-    """Ranks as a row has them; data parallelism is cut where a group of fewer ranks shares the optimizer's state."""
+    """The layout of a row; data parallelism splits into replicas and shards if fewer ranks shard the optimizer."""
     shard = job.zero_group if job.zero else 1
     degrees = {"pp": job.pp, "dp_replicate": job.dp // shard, "dp_shard": shard, "cp": job.cp, "tp": job.tp}
     return Layout(AXES, degrees)
 
 
 def dtypes(precision: str) -> tuple[str, str]:
-    """Of the layers' products, and of all others.
+    """(dtype of the layers' matrix products, dtype of all others) of a row's precision.
 
     Raises:
-        Skip: the planner knows no such dtype.
+        Skip: the planner has no such dtype.
     """
     if "fp4" in precision:
-        raise Skip(f"{precision}: no cluster file states its peak")
+        raise Skip(f"no cluster file has a peak for {precision}")
     wide = "float16" if precision.startswith("fp16") else "bfloat16"
     if "fp8" in precision or "float8" in precision:
         return "float8", wide
@@ -55,26 +55,26 @@ def dtypes(precision: str) -> tuple[str, str]:
 
 
 def costs_of(job: Row, framework: Framework) -> Costs:
-    """What a step costs."""
+    """Costs of a step of a row's job, as its framework runs it."""
     if job.schedule and "1f1b" not in job.schedule:
-        raise Skip(f"schedule {job.schedule}: see the schedules' own comparison")
+        raise Skip(f"schedule {job.schedule}: only 1F1B variants are predicted; see Schedules")
     dtype, wide = dtypes(job.precision)
     inside = job.tp * job.cp
     between = inside if job.sequence_parallel else job.cp
-    splits: dict[Region, int] = {"hidden": between, "whole": job.cp, "inner": inside, "logits": inside}
+    splits: dict[Region, int] = {"hidden": between, "seq_full": job.cp, "tp_sharded": inside, "logits": inside}
     several = job.micro_batches > 1 and job.zero < 3
     gradient = gradient_bytes(job, framework)
     accumulated = (2 + 2 * gradient) * several * (framework.accumulate == "add")
     stages, ordered = stages_of(job, framework.cut)
     return Costs(
         seq_len=job.seq_len, dim=job.hidden, micro_batch=job.micro_batch, micro_batches=job.micro_batches,
-        stem=(Lookup(module="embed", rows=padded(job, framework), width=job.hidden),),
+        embeddings=(EmbeddingOp(module="embed", rows=padded(job, framework), width=job.hidden),),
         layer=_layer(job, framework, dtype, accumulated), head=_head(job, framework, accumulated),
         styles=STYLES, tied=framework.tied if job.tied is None else job.tied, splits=splits,
-        bytes=2, reduce_bytes=gradient, dtype=dtype, wide_dtype=wide, fused=framework.compiled,
-        held=held(job, framework, gradient), update_bytes=framework.update_bytes,
+        itemsize=2, reduce_itemsize=gradient, dtype=dtype, wide_dtype=wide, fused=framework.compiled,
+        state=held(job, framework, gradient), update_bytes=framework.update_bytes,
         updated_over=("dp_shard",) if job.zero else (),
-        traffic=(*_tensor_traffic(job, framework), *_data_traffic(job, framework, gradient)),
+        collectives=(*_tensor_collectives(job, framework), *_data_collectives(job, framework, gradient)),
         recompute=_recompute(job, framework), stages=stages, order=ordered,
         pipeline_axis="pp" if job.pp > 1 else "", loss_chunks=framework.loss_chunks, blocking=framework.blocking_p2p,
         sent_over=("tp",) if framework.scatter_p2p and not job.sequence_parallel else (),
@@ -92,7 +92,7 @@ def _recompute(job: Row, framework: Framework) -> Recompute | None:
     if said in ("none", "core"):
         return None
     # Saving every second product comes to computing every second layer again.
-    return Recompute(every=1 if said == "full" else 2, whole=not framework.early_stop)
+    return Recompute(every=1 if said == "full" else 2, full_layer=not framework.early_stop)
 
 
 def padded(job: Row, framework: Framework) -> int:
@@ -105,19 +105,19 @@ def _norm(job: Row, framework: Framework) -> Elementwise:
     h, (forward, backward) = job.hidden, framework.norm
     if framework.norms_again and job.recompute == "none":
         backward += forward
-    kept = Kept(numbers=h, region="hidden"), Kept(numbers=2, region="hidden", bytes=4)
+    kept = SavedTensor(numel=h, region="hidden"), SavedTensor(numel=2, region="hidden", itemsize=4)
     return Elementwise(
         module="norm", region="hidden", forward=forward * h, backward=backward * h, params=2 if framework.bias else 1,
-        width=h, keeps=kept,
+        width=h, saved=kept,
     )  # fmt: skip
 
 
 def _added(job: Row, framework: Framework) -> Elementwise:
     """The sum of what came into a pair and what it made of it, after dropout; bias and mask on the way."""
     h, masked = job.hidden, 0.5 * framework.dropout
-    kept = (Kept(numbers=h, region="hidden", bytes=1),) if framework.dropout else ()
+    kept = (SavedTensor(numel=h, region="hidden", itemsize=1),) if framework.dropout else ()
     return Elementwise(
-        region="hidden", forward=(3 + masked) * h, backward=(1 + (1 + masked) * framework.dropout) * h, keeps=kept
+        region="hidden", forward=(3 + masked) * h, backward=(1 + (1 + masked) * framework.dropout) * h, saved=kept
     )
 
 
@@ -127,43 +127,52 @@ def _layer(job: Row, framework: Framework, dtype: str, accumulated: float) -> tu
     flash = framework.flash if job.flash is None else job.flash
     # Inputs of products in float8 are kept as such where the products cast them.
     narrow = 1 if dtype == "float8" and framework.narrow_inputs else 0
-    taken = (Kept(numbers=h, region="hidden" if framework.regathers else "whole", bytes=narrow),)
-    attended = (Kept(numbers=2 * q + 2 * kv, region="inner"), Kept(numbers=job.heads, region="inner", bytes=4))
+    taken = (SavedTensor(numel=h, region="hidden" if framework.regathers else "seq_full", itemsize=narrow),)
+    attended = (
+        SavedTensor(numel=2 * q + 2 * kv, region="tp_sharded"),
+        SavedTensor(numel=job.heads, region="tp_sharded", itemsize=4),
+    )
     if not flash:
         scores = job.heads * job.seq_len
         kinds = 2.5 if framework.dropout else 1
-        attended = (Kept(numbers=2 * q + 2 * kv, region="inner"), Kept(numbers=kinds * scores, region="inner"))
+        attended = (
+            SavedTensor(numel=2 * q + 2 * kv, region="tp_sharded"),
+            SavedTensor(numel=kinds * scores, region="tp_sharded"),
+        )
     entering: list[Operation] = (
-        [Matmul(module="qkv", inputs=h, outputs=q + 2 * kv, bias=bias, keeps=taken)]
+        [Matmul(module="qkv", inputs=h, outputs=q + 2 * kv, bias=bias, saved=taken)]
         if framework.fused_qkv
-        else [Matmul(module="q", inputs=h, outputs=q, bias=bias, keeps=taken), *(
+        else [Matmul(module="q", inputs=h, outputs=q, bias=bias, saved=taken), *(
             Matmul(module=name, inputs=h, outputs=kv, bias=bias) for name in "kv")]
     )  # fmt: skip
-    rotary = [Elementwise(region="inner", forward=2 * (q + kv), backward=2 * (q + kv))] if job.gated else []
-    attention = Attention(heads=job.heads, kv_heads=job.kv_heads, head_dim=d, scores_written=not flash, keeps=attended)  # type: ignore[arg-type]
-    up = [Matmul(module="up", inputs=h, outputs=f, bias=bias, keeps=taken)]
-    act = Elementwise(region="inner", forward=2 * f, backward=3 * f, keeps=(Kept(numbers=f, region="inner"),))
+    rotary = [Elementwise(region="tp_sharded", forward=2 * (q + kv), backward=2 * (q + kv))] if job.gated else []
+    attention = Attention(heads=job.heads, kv_heads=job.kv_heads, head_dim=d, scores_written=not flash, saved=attended)  # type: ignore[arg-type]
+    entering_down = SavedTensor(numel=f, region="tp_sharded", itemsize=narrow)
+    up = [Matmul(module="up", inputs=h, outputs=f, bias=bias, saved=taken)]
+    act = Elementwise(
+        region="tp_sharded", forward=2 * f, backward=3 * f, saved=(SavedTensor(numel=f, region="tp_sharded"),)
+    )
     if job.gated:
         fused_up = framework.fused_qkv and not framework.split_gate
         up = (
-            [Matmul(module="up", inputs=h, outputs=2 * f, bias=bias, keeps=taken)]
+            [Matmul(module="up", inputs=h, outputs=2 * f, bias=bias, saved=taken)]
             if fused_up
             else [*up, Matmul(module="gate", inputs=h, outputs=f, bias=bias)]
         )
-        kept = Kept(numbers=(3 if framework.gate_kept else 2) * f, region="inner")
-        act = Elementwise(region="inner", forward=3 * f, backward=5 * f, keeps=(kept,))
+        kept = SavedTensor(numel=(3 if framework.gate_kept else 2) * f, region="tp_sharded")
+        act = Elementwise(region="tp_sharded", forward=3 * f, backward=5 * f, saved=(kept,))
     ops: list[Operation] = [
         _norm(job, framework), *entering, *rotary, attention,
         Matmul(module="proj", inputs=q, outputs=h, bias=bias), _added(job, framework),
         _norm(job, framework), *up, act,
-        Matmul(module="down", inputs=f, outputs=h, bias=bias, keeps=(Kept(numbers=f, region="inner", bytes=narrow),)),
+        Matmul(module="down", inputs=f, outputs=h, bias=bias, saved=(entering_down,)),
         _added(job, framework),
     ]  # fmt: skip
     if dtype == "float8":
         widths = [op.inputs + op.outputs for op in ops if isinstance(op, Matmul)]
         # A scale for each row takes its maximum and casts twice, for the operand as it is and as it lies in backward.
         passes = (4.5 if "rowwise" in job.precision else 1.5) * sum(widths)
-        ops.append(Elementwise(region="inner", forward=passes, backward=passes))
+        ops.append(Elementwise(region="tp_sharded", forward=passes, backward=passes))
     if accumulated:
         ops.append(_accumulation(job, job.layer_params, accumulated))
     return tuple(ops)
@@ -172,83 +181,95 @@ def _layer(job: Row, framework: Framework, dtype: str, accumulated: float) -> tu
 def _accumulation(job: Row, params: float, bytes_: float) -> Elementwise:
     """Gradients of a micro batch are added to the sum: bytes a parameter, put down for a token."""
     return Elementwise(
-        region="inner", forward=0.0, backward=params * bytes_ / 2 / (job.micro_batch * job.seq_len / job.cp)
+        region="tp_sharded", forward=0.0, backward=params * bytes_ / 2 / (job.micro_batch * job.seq_len / job.cp)
     )
 
 
 def _head(job: Row, framework: Framework, accumulated: float) -> tuple[Operation, ...]:
     words = padded(job, framework)
     forward, backward = framework.loss
-    kept: tuple[Kept, ...] = (
-        Kept(numbers=words, region="logits"),
-        Kept(numbers=framework.loss_kept[job.tp > 1] * words, region="logits", bytes=4),
+    kept: tuple[SavedTensor, ...] = (
+        SavedTensor(numel=words, region="logits"),
+        SavedTensor(numel=framework.loss_kept[job.tp > 1] * words, region="logits", itemsize=4),
     )  # fmt: skip
     if framework.fused_loss or framework.loss_chunks > 1:
-        kept = (Kept(numbers=words * framework.fused_loss, region="logits"),)
+        kept = (SavedTensor(numel=words * framework.fused_loss, region="logits"),)
     ops: list[Operation] = [
         _norm(job, framework),
-        Matmul(module="head", inputs=job.hidden, outputs=words, keeps=(Kept(numbers=job.hidden, region="whole"),)),
-        Elementwise(region="logits", forward=forward * words, backward=backward * words, keeps=kept),
+        Matmul(
+            module="head", inputs=job.hidden, outputs=words, saved=(SavedTensor(numel=job.hidden, region="seq_full"),)
+        ),
+        Elementwise(region="logits", forward=forward * words, backward=backward * words, saved=kept),
     ]
     if accumulated:
         ops.append(_accumulation(job, job.hidden * words, accumulated))
     return tuple(ops)
 
 
-def _tensor_traffic(job: Row, framework: Framework) -> list[Traffic]:
-    """What joins the ranks of a layer: two sums forward, as many backward, and again where it is computed again."""
-    found: list[Traffic] = []
+def _tensor_collectives(job: Row, framework: Framework) -> list[CollectiveCost]:
+    """Tensor-parallel collectives of a layer: two reductions forward, two backward, and again in recomputation."""
+    found: list[CollectiveCost] = []
     if job.cp > 1:
         kv = 2 * job.hidden * job.kv_heads // job.heads
         for when, passes in (("forward", 1), ("backward", 2)):
-            found.append(Traffic(axes=("cp",), collective="all_gather", where="layer", when=when,  # type: ignore[arg-type]
-                                 numbers=kv * job.cp * passes / job.tp, overlaps=True))  # fmt: skip
+            found.append(CollectiveCost(axes=("cp",), collective="all_gather", where="layer", when=when,  # type: ignore[arg-type]
+                                 numel=kv * job.cp * passes / job.tp, overlaps=True))  # fmt: skip
     if job.tp == 1:
         return found
     kinds = {"all_gather": 1, "reduce_scatter": 1} if job.sequence_parallel else {"all_reduce": 1}
     for kind in kinds:
-        settings: dict[str, Any] = {"axes": ("tp",), "collective": kind, "numbers": job.hidden}
+        settings: dict[str, Any] = {"axes": ("tp",), "collective": kind, "numel": job.hidden}
         again = {"all_gather": 2, "reduce_scatter": 2, "all_reduce": 2}[kind]
         # Where gate and up are products of their own, so are the sums of what backward makes of their input.
         back = 3 if job.gated and framework.split_gate else 2
-        found += [Traffic(where="layer", when=when, count=count, overlaps=framework.tp_overlap, **settings)
+        found += [CollectiveCost(where="layer", when=when, count=count, overlaps=framework.tp_overlap, **settings)
                   for when, count in (("forward", 2), ("recompute", again), ("backward", back))]  # fmt: skip
-    one: dict[str, Any] = {"axes": ("tp",), "collective": "all_reduce", "numbers": job.hidden}
-    return [*found, Traffic(where="stem", when="forward", **one), Traffic(where="head", when="backward", **one)]
+    one: dict[str, Any] = {"axes": ("tp",), "collective": "all_reduce", "numel": job.hidden}
+    return [
+        *found,
+        CollectiveCost(where="embeddings", when="forward", **one),
+        CollectiveCost(where="head", when="backward", **one),
+    ]
 
 
-def _data_traffic(job: Row, framework: Framework, gradient: int) -> list[Traffic]:
+def _data_collectives(job: Row, framework: Framework, gradient: int) -> list[CollectiveCost]:
     """What data parallelism sends: sums of gradients, and parameters where the update or the weights are shared."""
     if job.dp == 1:
         return []
     each: dict[str, Any] = {"per_parameter": True}
     shard: dict[str, Any] = {**each, "axes": ("dp_shard",)}
-    hidden: dict[str, Any] = {"where": "unit", "when": "backward", "every": "step", "overlaps": True}
-    after: dict[str, Any] = {"where": "step", "when": "update", "every": "step"}
+    hidden: dict[str, Any] = {"where": "unit", "when": "backward", "per": "step", "overlaps": True}
+    after: dict[str, Any] = {"where": "step", "when": "update", "per": "step"}
     beside = hidden if framework.overlap_gradients else after
     if not job.zero:
         both = ("dp_replicate", "dp_shard")
-        return [Traffic(axes=both, collective="all_reduce", bytes=gradient, numbers=1, **each, **beside)]
-    replicas = Traffic(
-        axes=("dp_replicate",), collective="all_reduce", over=("dp_shard",), bytes=gradient, numbers=1, **each, **beside
+        return [CollectiveCost(axes=both, collective="all_reduce", itemsize=gradient, numel=1, **each, **beside)]
+    replicas = CollectiveCost(
+        axes=("dp_replicate",),
+        collective="all_reduce",
+        sharded_over=("dp_shard",),
+        itemsize=gradient,
+        numel=1,
+        **each,
+        **beside,
     )
     summed = "all_reduce" if framework.summed_whole else "reduce_scatter"
     if job.zero < 3:
         when = (
-            {"where": "unit", "when": "forward", "every": "step", "overlaps": True}
+            {"where": "unit", "when": "forward", "per": "step", "overlaps": True}
             if framework.gather_prefetch
             else after
         )
         return [
-            Traffic(collective=summed, bytes=gradient, numbers=1, **shard, **beside),  # type: ignore[arg-type]
+            CollectiveCost(collective=summed, itemsize=gradient, numel=1, **shard, **beside),  # type: ignore[arg-type]
             replicas,
-            Traffic(collective="all_gather", bytes=2, **_messages(job, framework), **shard, **when),  # type: ignore[arg-type]
+            CollectiveCost(collective="all_gather", itemsize=2, **_messages(job, framework), **shard, **when),  # type: ignore[arg-type]
         ]  # fmt: skip
-    use: dict[str, Any] = {**shard, "where": "unit", "every": "use", "overlaps": True}
+    use: dict[str, Any] = {**shard, "where": "unit", "per": "micro_batch", "overlaps": True}
     return [
-        Traffic(collective="all_gather", when="forward", numbers=1, **use),
-        Traffic(collective="all_gather", when="backward", numbers=1, **use),
-        Traffic(collective="reduce_scatter", when="backward", bytes=gradient, numbers=1, **use),
+        CollectiveCost(collective="all_gather", when="forward", numel=1, **use),
+        CollectiveCost(collective="all_gather", when="backward", numel=1, **use),
+        CollectiveCost(collective="reduce_scatter", when="backward", itemsize=gradient, numel=1, **use),
         replicas,
     ]
 
@@ -256,4 +277,4 @@ def _data_traffic(job: Row, framework: Framework, gradient: int) -> list[Traffic
 def _messages(job: Row, framework: Framework) -> dict[str, float]:
     """How many messages the updated parameters take: one, or one from each rank that has a share of them."""
     count = job.zero_group if framework.broadcasts else 1
-    return {"count": count, "numbers": 1 / count}
+    return {"count": count, "numel": 1 / count}

@@ -1,4 +1,4 @@
-"""Predicted against measured: errors by group and by source, ranks inside sweeps, memory, rows that did not fit."""
+"""Errors of predictions: step time by group and by source, ranking within sweeps, memory, out-of-memory rows."""
 
 import re
 import tomllib
@@ -21,12 +21,16 @@ UNEXPLAINED = frozenset([
     "i140", "i149", "i150", "i151", "i179",
 ])
 # fmt: on
-"""Rows whose times no model explained, said so before this one was fitted. They stay in every mean."""
+"""Rows whose times no model explained; the list was fixed before this fit. They stay in every mean."""
 
 
 @dataclass(frozen=True)
 class Result:
-    """A row beside its prediction. error: predicted / measured - 1."""
+    """A row with its prediction.
+
+    seconds: predicted step time.  gib: predicted memory, in the terms of the row's figure (memory_kind).  error,
+    memory_error: predicted / measured - 1; None: not measured.  memory_off_gib: predicted - measured.
+    """
 
     case: Case
     seconds: float
@@ -38,7 +42,7 @@ class Result:
     fits: bool
 
     def as_json(self) -> dict[str, Any]:
-        """For a file."""
+        """The result for `--json`: measured and predicted values with their errors."""
         case = self.case
         return {
             "id": case.id, "source": case.source, "device": case.device, "fabric": case.fabric, "grade": case.grade,
@@ -61,18 +65,18 @@ def _kind(case: Case) -> dict[str, Any]:
 
 
 def _communicators(job: Row) -> int:
-    """Groups of ranks that talk: one an axis; all ranks, where there are several; those that share a replica."""
+    """NCCL communicators per rank: one per axis; one of all ranks, if there are several axes; one per replica."""
     axes = sum(degree > 1 for degree in (job.tp, job.pp, job.cp, job.dp))
     return axes + (axes > 1) + (job.tp > 1 and job.pp > 1)
 
 
 def _of_a_step(memory: Memory) -> float:
-    """Bytes that are allocated and freed as a step goes on."""
+    """Bytes that a step allocates and frees."""
     return memory.activations + memory.buffers + memory.gradients
 
 
 def memory(case: Case, world: World) -> tuple[float, str, bool]:
-    """Predicted GiB in the terms of the row's figure, which terms, and whether the process fits."""
+    """(predicted GiB in the terms of the row's figure, name of these terms, whether the process fits)."""
     kind, least = _kind(case), _figures_of_memory()["least"]
     planner, framework = world.planner(case), framework_of(case.row)
     held = as_held(case.job, framework, case.costs)
@@ -81,7 +85,7 @@ def memory(case: Case, world: World) -> tuple[float, str, bool]:
     )
 
     def most(ranks: Sequence[Memory], reserved_gib: float, lost: float) -> float:
-        return max(m.total - m.margin + lost * _of_a_step(m) for m in ranks) / GIB + reserved_gib
+        return max(m.total - m.overhead + lost * _of_a_step(m) for m in ranks) / GIB + reserved_gib
 
     has = planner.cluster.device.memory_gib
     gib = most(shows[:1] if kind.get("first") else shows, kind["reserved_gib"], kind["fragmented"])
@@ -90,7 +94,7 @@ def memory(case: Case, world: World) -> tuple[float, str, bool]:
 
 
 def results(cases: Iterable[Case], world: World) -> list[Result]:
-    """Every case predicted."""
+    """Predict every case: step time and memory."""
     return [_result(case, world) for case in cases]
 
 
@@ -105,7 +109,7 @@ def _result(case: Case, world: World) -> Result:
 
 
 def stated_gb(case: Case) -> float | None:
-    """Memory as the row states it."""
+    """Measured memory as the row states it, in GB or GiB; None: not stated."""
     value = case.row.get("mem_gb")
     return float(value) if isinstance(value, int | float) and value > 0 else None
 
@@ -114,7 +118,7 @@ def stated_gb(case: Case) -> float | None:
 
 
 def figures(errors: Sequence[float]) -> dict[str, float]:
-    """Of absolute errors: n, mean, median, p90, max."""
+    """Statistics of the absolute errors: n, mean, median, p90, max."""
     found = sorted(map(abs, errors))
     if not found:
         return {"n": 0}
@@ -123,7 +127,7 @@ def figures(errors: Sequence[float]) -> dict[str, float]:
 
 
 def spearman(a: Sequence[float], b: Sequence[float]) -> float:
-    """Rank correlation; ties share their mean rank."""
+    """Spearman's rank correlation of two series; ties share their mean rank."""
     x, y = _ranks(a), _ranks(b)
     mean = (len(a) + 1) / 2
     spread = (sum((i - mean) ** 2 for i in x) * sum((j - mean) ** 2 for j in y)) ** 0.5
@@ -145,11 +149,11 @@ GROUPS: Mapping[str, tuple[Callable[[Case], bool], float]] = {
     "V100": (lambda c: c.device.startswith("v100"), 0.0),
     "all": (lambda c: True, 0.0),
 }
-"""Groups of rows and the mean error aimed at (0: none)."""
+"""Groups of rows, and the target of their mean error (0: none)."""
 
 
 def by_group(found: Sequence[Result]) -> dict[str, dict[str, Any]]:
-    """Errors of rows that lack nothing, all and without those nobody explained."""
+    """Errors of grade A rows by group, with and without the UNEXPLAINED rows."""
     table = {}
     for name, (belongs, target) in GROUPS.items():
         rows = [r for r in found if r.error is not None and r.case.grade == "A" and belongs(r.case)]
@@ -162,7 +166,7 @@ def by_group(found: Sequence[Result]) -> dict[str, dict[str, Any]]:
 
 
 def by_source(found: Sequence[Result]) -> dict[tuple[str, ...], dict[str, float]]:
-    """Errors by source, device, dtype and completeness."""
+    """Errors by (source, device, dtype, grade)."""
     table: dict[tuple[str, ...], list[float]] = defaultdict(list)
     for r in found:
         if r.error is not None:
@@ -171,24 +175,24 @@ def by_source(found: Sequence[Result]) -> dict[tuple[str, ...], dict[str, float]
 
 
 UNEXPLAINED_MEMORY = {
-    "h034": "65 GB with micro batches of 2; the same job with micro batches of 4 is said to take 56 GB",
+    "h034": "65 GB with micro batches of 2; the source gives the same job with micro batches of 4 only 56 GB",
     "h074": "the same job as h075 in every key",
-    "h075": "38 GB where h074, the same job, takes 44",
-    "h129": "out of memory; h123 has as many parameters a rank, the same layout and micro batch, and ran with 67 GB",
+    "h075": "38 GB; h074, the same job, takes 44 GB",
+    "h129": "out of memory; h123, with equal parameters per rank, layout and micro batch, ran with 67 GB",
 }
-"""Rows of memory that contradict others, and how. They stay in every mean."""
+"""Rows whose memory contradicts other rows, and how. They stay in every mean."""
 
 WHOLE = "whole process"
-"""The figure of memory that counts what is beside tensors too."""
+"""Kind of memory figure that includes memory outside of tensors."""
 
 NOISE = 0.03
-"""By which rows that are said to be identical differ."""
+"""Relative difference between rows that are said to be identical."""
 
 LAYOUT_KEYS = ("tp", "pp", "cp", "chunks", "micro_batch", "recompute", "zero", "zero_group", "sequence_parallel")
 
 
 def sweeps(found: Sequence[Result]) -> dict[str, list[Result]]:
-    """Rows of one table that differ in layout alone: same source, model, devices and fabric; at least three layouts."""
+    """Sweeps: rows that differ only in layout (same source, model, devices, fabric), with at least three layouts."""
     groups: dict[tuple[Any, ...], list[Result]] = defaultdict(list)
     for r in found:
         job = r.case.job
@@ -204,15 +208,16 @@ def sweeps(found: Sequence[Result]) -> dict[str, list[Result]]:
 
 
 def rate(r: Result, seconds: float) -> float:
-    """Tokens a second and rank."""
+    """Throughput in tokens/s per rank, for a step of `seconds`."""
     job = r.case.job
     return job.global_batch * job.seq_len / seconds / job.ranks
 
 
 def ranked(rows: Sequence[Result]) -> dict[str, float]:
-    """Of a sweep: rank correlation, and how far the layout predicted best lies below the best measured.
+    """Ranking quality within a sweep.
 
-    apart: pairs that were measured apart by more than identical rows differ; right: of these, ranked as measured.
+    correlation: Spearman's.  lost: throughput lost by choosing the layout predicted best, relative to the best one.
+    apart: pairs whose measured throughput differs by more than NOISE.  right: pairs of these ranked correctly.
     """
     measured = [rate(r, r.case.seconds or 1.0) for r in rows]
     predicted = [rate(r, r.seconds) for r in rows]
@@ -225,7 +230,7 @@ def ranked(rows: Sequence[Result]) -> dict[str, float]:
 
 
 def by_memory(found: Sequence[Result]) -> dict[tuple[str, str, str], dict[str, float]]:
-    """Errors of memory by framework's source, kind of figure and completeness; `gb`: the mean in GB."""
+    """Errors of memory by (source, kind of figure, grade); gb: mean absolute error in GB."""
     table: dict[tuple[str, str, str], list[Result]] = defaultdict(list)
     for r in found:
         if r.memory_error is not None:
@@ -238,7 +243,7 @@ def by_memory(found: Sequence[Result]) -> dict[tuple[str, str, str], dict[str, f
 
 
 def of_others(found: Sequence[Result]) -> dict[str, float]:
-    """Errors of memory of all frameworks but those whose whole processes were measured."""
+    """Errors of memory of all rows but those that measured whole processes."""
     return figures([r.memory_error for r in found if r.memory_error is not None and r.memory_kind != WHOLE])
 
 
@@ -247,7 +252,7 @@ def _mean_gb(rows: Sequence[Result]) -> float:
 
 
 def out_of_memory(found: Sequence[Result]) -> dict[str, Any]:
-    """Rows that ran out of memory and rows that did not, each called right or wrong."""
+    """Out-of-memory predictions: of rows that ran out, how many were predicted; of rows that ran, false alarms."""
     ran_out = [r for r in found if r.case.row.get("outcome") == "OOM"]
     ran = [r for r in found if r.case.row.get("outcome") == "ok"]
     return {

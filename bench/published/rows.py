@@ -1,8 +1,8 @@
-"""Rows of published measurements as they are stated, and what of a row can be worked out from the rest of it.
+"""Rows of published measurements, and the values that follow from the keys that a row states.
 
-A row is a JSON object; the keys that are read are those of `Row`. What a row lacks is inferred where that is arithmetic
-(data parallelism from ranks, micro batches from the global batch, heads' width); where it is not, the row is skipped
-and the reason given.
+A row is a JSON object; `Row` lists the keys that are read. A missing key is inferred if that is arithmetic (data
+parallelism from ranks, micro batches from the global batch, the width of heads). Otherwise the row is skipped, with the
+reason.
 """
 
 import json
@@ -20,18 +20,18 @@ MOST = {
     "layers": 1000, "hidden": 200_000, "ffn": 1_000_000, "heads": 2000, "seq_len": 4_000_000, "vocab": 4_000_000,
     "n_gpus": 200_000, "gpus_per_node": 1024, "mbs": 10_000, "gbs": 1_000_000, "grad_accum": 20_000, "vpp": 100,
 }  # fmt: skip
-"""Beyond these a number is taken for a slip."""
+"""Larger numbers are taken for an error in the row."""
 
 
 class Skip(Exception):
-    """A row that cannot be predicted; says why."""
+    """A row that cannot be predicted, with the reason."""
 
 
 def load(path: Path) -> list[dict[str, Any]]:
     """The rows of a file, one JSON object a line.
 
     Raises:
-        ValueError: a line is none.
+        ValueError: a line is not a JSON object.
     """
     rows = []
     for number, line in enumerate(path.read_text(encoding="utf-8").splitlines(), 1):
@@ -44,13 +44,16 @@ def load(path: Path) -> list[dict[str, Any]]:
 
 
 def default() -> Path:
-    """The rows to run on: those beside the project where they are, else its own copy."""
+    """The file of rows: the one beside the repository if there is one, else bench/published/rows.jsonl."""
     return SHARED if SHARED.is_file() else OWN
 
 
 @dataclass(frozen=True, kw_only=True)
 class Row:
-    """What a row says of a job, with what follows from it. recompute: none, full, alternate or products."""
+    """The job of a row, with values that follow from others. recompute: none, full, alternate or products.
+
+    guessed: keys that the row does not state and that have a default here.
+    """
 
     layers: int
     hidden: int
@@ -82,12 +85,12 @@ class Row:
 
     @property
     def head_dim(self) -> float:
-        """Width of a head."""
+        """Dimension of an attention head."""
         return self.hidden / self.heads
 
     @property
     def global_batch(self) -> int:
-        """Sequences a step."""
+        """Global batch size: sequences per step."""
         return self.micro_batch * self.micro_batches * self.dp
 
     @property
@@ -97,7 +100,7 @@ class Row:
 
     @property
     def layer_params(self) -> float:
-        """Weights of a layer's products."""
+        """Weights of the matrix products of one layer."""
         attention = self.hidden * (2 * self.hidden + 2 * self.hidden * self.kv_heads / self.heads)
         return attention + (3 if self.gated else 2) * self.hidden * self.ffn
 
@@ -108,18 +111,18 @@ def _number(row: Mapping[str, Any], key: str) -> int:
 
 
 def read(row: Mapping[str, Any]) -> Row:
-    """The job that a row describes.
+    """The job of a row.
 
     Raises:
-        Skip: it says too little, or what cannot be.
+        Skip: the row lacks values or contradicts itself; says which.
     """
     guessed: list[str] = []
     for key, most in MOST.items():
         if _number(row, key) > most:
-            raise Skip(f"{key} = {row[key]} is no model or cluster there is")
+            raise Skip(f"{key} = {row[key]} exceeds the plausible maximum {most}")
     lacks = [key for key in ("layers", "hidden", "seq_len") if not _number(row, key)]
     if lacks:
-        raise Skip(f"states no {', '.join(lacks)}")
+        raise Skip(f"not stated: {', '.join(lacks)}")
     layers, hidden = _number(row, "layers"), _number(row, "hidden")
 
     def known(key: str, otherwise: int) -> int:
@@ -135,16 +138,16 @@ def read(row: Mapping[str, Any]) -> Row:
     ffn = _number(row, "ffn") or (round(8 / 3 * hidden / 256) * 256 if gated else 4 * hidden)
     ranks = _number(row, "n_gpus") or tp * pp * cp * (_number(row, "dp") or _number(row, "fsdp") or 1)
     if ranks % (tp * pp * cp):
-        raise Skip(f"{ranks} ranks are no multiple of tp {tp} x pp {pp} x cp {cp}")
+        raise Skip(f"{ranks} ranks are not a multiple of tp {tp} x pp {pp} x cp {cp}")
     dp = ranks // (tp * pp * cp)
     chunks = known("vpp", 1) if pp > 1 else 1
     if pp * chunks > layers:
-        raise Skip(f"{pp} x {chunks} stages for {layers} layers")
+        raise Skip(f"more stages ({pp} x {chunks}) than layers ({layers})")
     micro_batch, micro_batches = _batches(row, dp)
     if micro_batches * pp * chunks > 500_000:
-        raise Skip(f"{micro_batches} micro batches through {pp * chunks} stages are no step there is")
+        raise Skip(f"{micro_batches} micro batches through {pp * chunks} stages exceed the plausible maximum")
     if heads > hidden or kv_heads > heads:
-        raise Skip(f"{heads} heads of {kv_heads} keys and values in a width of {hidden} cannot be")
+        raise Skip(f"impossible: {heads} heads, {kv_heads} key-value heads, width {hidden}")
     extra = row["extra"] if isinstance(row.get("extra"), dict) else {}
     ends = bool(extra.get("embedding_balanced_partition")) or (
         layers % (pp * chunks) > 0 and (layers + 2) % (pp * chunks) == 0
@@ -181,7 +184,7 @@ def _batches(row: Mapping[str, Any], dp: int) -> tuple[int, int]:
         return whole // (count * dp), count
     if size and not whole:
         return size, 1
-    raise Skip(f"micro batches are not stated (mbs {size or '-'}, gbs {whole or '-'}, dp {dp})")
+    raise Skip(f"not stated: micro batches (mbs {size or '-'}, gbs {whole or '-'}, dp {dp})")
 
 
 def _recompute(row: Mapping[str, Any], guessed: list[str]) -> str:
@@ -213,7 +216,7 @@ def _zero_group(extra: Mapping[str, Any], dp: int, tp: int) -> int:
 
 
 def measured(row: Mapping[str, Any], job: Row) -> float | None:
-    """Seconds of a step: as stated, or from tokens, samples or FLOP/s; None where nothing says."""
+    """Measured step time in seconds: as stated, or from tokens, samples or FLOP/s; None if the row has none of them."""
     tokens = job.global_batch * job.seq_len
     if seconds := _positive(row, "step_time_s"):
         return seconds

@@ -1,4 +1,4 @@
-"""What a rank holds in the frameworks of published rows: state, and how layers are cut and computed again.
+"""Memory of a rank in the frameworks of published rows: model state, pipeline stages and recomputation.
 
 Times are predicted with a selective recompute that takes as long as computing every second layer again. Bytes are asked
 of what the framework itself computes again (`as_held`).
@@ -9,47 +9,50 @@ from collections.abc import Callable
 from dataclasses import replace
 from functools import cache, partial
 
-from titan.contracts.base.cost import Attention, Costs, Held, Order, Recompute, Stage
+from titan.contracts.base.cost import Attention, Costs, Order, PersistentState, Recompute, Stage
 from titan.plugins.parallel.pipeline.orders import order
 
 from .describe import Framework
 from .rows import Row
 
 
-def held(job: Row, framework: Framework, gradient: int) -> tuple[Held, ...]:
-    """State by component; `gradient`: bytes of one that is summed."""
+def held(job: Row, framework: Framework, gradient: int) -> tuple[PersistentState, ...]:
+    """Model state per parameter, by component. gradient: bytes of an accumulated gradient."""
     shard = ("dp_shard",)
     adds = framework.accumulate == "add"
     updated = 12 + framework.readied[job.zero > 0] * (adds and gradient == 2)
     if job.zero == 3:
         kept, moments = (2.0, updated) if adds else (2.0, 0.0) if framework.offloaded else (4.0, 8.0)
         return (
-            Held(component="parameters", bytes=kept, axes=shard), Held(component="gradients", bytes=kept, axes=shard),
-            Held(component="optimizer", bytes=moments, axes=shard),
-            Held(component="buffers", bytes=2, units=3),
-            Held(component="buffers", bytes=2 + gradient, units=1),
+            PersistentState(component="parameters", bytes_per_param=kept, axes=shard),
+            PersistentState(component="gradients", bytes_per_param=kept, axes=shard),
+            PersistentState(component="optimizer", bytes_per_param=moments, axes=shard),
+            PersistentState(component="buffers", bytes_per_param=2, gathered_units=3),
+            PersistentState(component="buffers", bytes_per_param=2 + gradient, gathered_units=1),
         )  # fmt: skip
     beside = 0.0
     if adds and gradient == 4:
         beside = 2.0 * (job.dp > 1 or not framework.drops_narrow)
         beside += framework.unaccounted * ("fp32 grad" in job.precision)
     # Without a table the largest unit is a layer, of which one tensor is cast; but such ranks are not the fullest.
-    cast = (Held(component="buffers", bytes=4, units=1),) * (framework.casts and gradient == 4)
+    cast = (PersistentState(component="buffers", bytes_per_param=4, gathered_units=1),) * (
+        framework.casts and gradient == 4
+    )
     return (
-        Held(component="parameters", bytes=2),
-        Held(component="gradients", bytes=gradient + beside),
-        Held(component="optimizer", bytes=updated, axes=shard if job.zero else ()),
+        PersistentState(component="parameters", bytes_per_param=2),
+        PersistentState(component="gradients", bytes_per_param=gradient + beside),
+        PersistentState(component="optimizer", bytes_per_param=updated, axes=shard if job.zero else ()),
         *cast,
     )
 
 
 def recompute_of(job: Row, framework: Framework) -> str:
-    """What a row says is computed again or, where it is silent, what its framework does."""
+    """Recomputation of a row: as stated, else the default of its framework."""
     return framework.recompute if "recompute" in job.guessed else job.recompute
 
 
 def as_held(job: Row, framework: Framework, costs: Costs) -> Costs:
-    """A job's costs where bytes are asked of them."""
+    """The costs of a job for memory; for time, see `costs_of`."""
     said = recompute_of(job, framework)
     if said == "products" and costs.dtype == "float8" and not framework.saves_narrow:
         return replace(costs, recompute=Recompute(every=1))
@@ -57,16 +60,16 @@ def as_held(job: Row, framework: Framework, costs: Costs) -> Costs:
 
 
 def as_reserved(job: Row, framework: Framework, held: Costs) -> Costs:
-    """What of these costs shows in what the allocator has reserved.
+    """The costs whose memory shows in the allocator's reserved memory.
 
-    The scores of the one layer that is computed again at a time do not: they lie in blocks that the allocator has kept
-    from the update. Runs that differ in nothing but 16 to 256 heads take the same memory within 2 GB; their scores
-    differ by 2.6.
+    The attention scores of the one layer that is recomputed at a time do not show: they lie in blocks that the
+    allocator has cached since the update. Runs that differ in nothing but 16 to 256 heads take the same memory within 2
+    GB; their scores differ by 2.6.
     """
     if recompute_of(job, framework) != "full" or not framework.accumulate:
         return held
     layer = (
-        replace(op, keeps=op.keeps[:1]) if isinstance(op, Attention) and op.scores_written else op for op in held.layer
+        replace(op, saved=op.saved[:1]) if isinstance(op, Attention) and op.scores_written else op for op in held.layer
     )
     return replace(held, layer=tuple(layer))
 
@@ -77,7 +80,7 @@ def _order(schedule: str, ranks: int, stages: int) -> Callable[[int], Order]:
 
 
 def stages_of(job: Row, cut: str) -> tuple[tuple[Stage, ...], Callable[[int], Order]]:
-    """The cut, with embedding and head as a layer each where the framework counts them, and the order of work."""
+    """Pipeline stages and schedule of a row; embedding and head count as a layer each where the framework does so."""
     stages = job.pp * job.chunks
     extra = 2 if job.ends_count else 0
     ends = [min(max(end - extra // 2, 0), job.layers) for end in _ends(job, job.layers + extra, stages, cut)]
@@ -89,7 +92,7 @@ def stages_of(job: Row, cut: str) -> tuple[tuple[Stage, ...], Callable[[int], Or
 
 
 def _ends(job: Row, items: int, stages: int, cut: str) -> list[int]:
-    """Where stages end, counted in layers from the first."""
+    """Last layer of each stage, exclusive."""
     numbers = range(1, stages + 1)
     if cut == "first":
         return [min(math.ceil(items / stages) * s, items) for s in numbers]

@@ -1,9 +1,9 @@
 """JSON lines: a JSON object on each line, one of whose fields is a document's text.
 
-`path` names files, folders or globs; names that end in .gz or .zst are unpacked. Empty lines are passed over. Anything
-else that is not an object with the field as a string stops the run, naming file and line.
+`path` names files, folders or globs; names that end in .gz or .zst are unpacked. Empty lines are skipped. Any other
+line that is not an object with the field as a string stops the run, naming file and line.
 
-Cost: a line is held in memory at a time.
+Cost: one line is held in memory at a time.
 """
 
 import json
@@ -18,12 +18,10 @@ from titan.errors import DataError
 
 @dataclass(frozen=True, kw_only=True)
 class Config:
-    """Which files, and which field."""
+    """Options of `[data]`: which files are read, and which field of a line."""
 
-    path: str | tuple[str, ...] = option(
-        REQUIRED, "files, folders or globs; of a folder, *.jsonl at any depth", path=True
-    )
-    field: str = option("text", "the field that holds a document's text")
+    path: str | tuple[str, ...] = option(REQUIRED, "files, folders (*.jsonl at any depth) or globs", path=True)
+    field: str = option("text", "field that holds a document's text")
 
 
 @register
@@ -38,7 +36,7 @@ class Jsonl(Dataset):
         return find(as_list(self.config.path), ["*.jsonl" + end for end in ("", *COMPRESSED)])
 
     def documents(self, file: Path) -> Iterator[Document]:
-        """The text of each line."""
+        """One document per non-empty line: the string in the configured field."""
         with opened(file) as lines:
             for number, line in enumerate(lines, 1):
                 if line.strip():
@@ -54,9 +52,11 @@ class Jsonl(Dataset):
         except ValueError as error:
             raise DataError(f"{place}: not JSON: {error}") from None
         if not isinstance(row, dict):
-            raise DataError(f"{place}: a JSON object is expected, not {type(row).__name__}")
+            raise DataError(f"{place}: must be a JSON object, not a {type(row).__name__}")
         if field not in row:
-            raise DataError(f"{place}: no field {field!r}; there is {', '.join(map(repr, row)) or 'none'}")
+            raise DataError(
+                f"{place}: no field {field!r}; set data.field to one of: {', '.join(map(repr, row)) or 'none'}"
+            )
         if not isinstance(row[field], str):
             raise DataError(f"{place}: field {field!r} is {json.dumps(row[field])[:40]}, not a string")
         return str(row[field])

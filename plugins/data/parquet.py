@@ -1,12 +1,12 @@
-"""Parquet: tables, one of whose columns holds a document's text in each row.
+"""Parquet tables with a column of strings: each row is a document.
 
-`path` names files, folders or globs. The column must be one of strings; a row without a string stops the run, naming
-file and row, and so does a file that gives fewer rows than it says it has. Checksums of pages are verified where a file
-has them. No other column is read.
+`path` names files, folders or globs. The column must hold strings. A row without a string stops the run, naming file
+and row, and so does a file with fewer rows than its metadata says. Checksums of pages are verified if the file has
+them. No other column is read.
 
 Cost: 1,024 rows of that column in memory at a time, beside a few pages of the file.
-Limits: needs the pyarrow package (the extra "parquet"); a column inside another one cannot be named, and one that Arrow
-holds as a dictionary is refused. Text that was damaged in a file without checksums is not noticed.
+Limits: needs the pyarrow package (the extra "parquet"); nested columns are not supported, and a column that
+Arrow holds as a dictionary is refused. Damaged text in a file without checksums is not detected.
 """
 
 from collections.abc import Iterator
@@ -25,12 +25,10 @@ _READING = {"page_checksum_verification": True, "buffer_size": 1 << 20, "pre_buf
 
 @dataclass(frozen=True, kw_only=True)
 class Config:
-    """Which files, and which column."""
+    """Options of `[data]`: which files are read, and which column."""
 
-    path: str | tuple[str, ...] = option(
-        REQUIRED, "files, folders or globs; of a folder, *.parquet at any depth", path=True
-    )
-    field: str = option("text", "the column that holds a document's text")
+    path: str | tuple[str, ...] = option(REQUIRED, "files, folders (*.parquet at any depth) or globs", path=True)
+    field: str = option("text", "column that holds a document's text")
 
 
 @register
@@ -68,11 +66,13 @@ class Parquet(Dataset):
     def _check_column(self, file: Path, schema: Any) -> None:
         field = self.config.field
         if schema.names.count(field) > 1:
-            raise DataError(f"{file}: {schema.names.count(field)} columns are called {field!r}")
+            raise DataError(f"{file}: {schema.names.count(field)} columns are named {field!r}")
         if field not in schema.names:
-            raise DataError(f"{file}: no column {field!r}; there is {', '.join(map(repr, schema.names)) or 'none'}")
+            raise DataError(
+                f"{file}: no column {field!r}; set data.field to one of: {', '.join(map(repr, schema.names)) or 'none'}"
+            )
         if str(schema.field(field).type) not in ("string", "large_string", "string_view"):
-            raise DataError(f"{file}: column {field!r} is of {schema.field(field).type}, not of strings")
+            raise DataError(f"{file}: column {field!r} has type {schema.field(field).type}, not string")
 
     def _text(self, text: str | None, place: str) -> str:
         if text is None:

@@ -1,10 +1,10 @@
-"""Token shards that somebody has already made.
+"""Token shards that were written earlier.
 
 `path` names shards, folders of them or globs: the files that `titan data prepare` writes and `titan data inspect`
-shows. Their tokens are taken as they are; an id beyond the model's vocabulary stops the run when it is read.
+shows. Their tokens are used as they are; an id outside the model's vocabulary stops the run when it is read.
 
 Cost: nothing is copied; shards are memory-mapped.
-Limit: nobody can tell which tokenizer made them.
+Limit: a shard does not record its tokenizer, so a wrong one is detected only by ids outside the vocabulary.
 """
 
 from dataclasses import dataclass
@@ -16,14 +16,14 @@ from titan.data.tokens.files import as_list, find
 
 @dataclass(frozen=True, kw_only=True)
 class Config:
-    """Which shards."""
+    """Options of `[data]`: which token shards are read."""
 
-    path: str | tuple[str, ...] = option(REQUIRED, "shards, folders of *.bin or globs", path=True)
+    path: str | tuple[str, ...] = option(REQUIRED, "token shards, folders (*.bin) or globs", path=True)
 
 
 @register
 class Shards(Dataset):
-    """Token shards made before; memory-mapped, nothing is tokenised."""
+    """Token shards written earlier; memory-mapped, nothing is tokenized."""
 
     name = "shards"
     Config = Config
@@ -33,5 +33,5 @@ class Shards(Dataset):
         return find(as_list(self.config.path), ["*.bin"])
 
     def shards(self) -> list[Path] | None:
-        """The same files: they are shards."""
+        """The files themselves: they hold tokens already, and are not tokenized."""
         return self.files()

@@ -4,8 +4,8 @@ Every .py file of the running interpreter's standard library is a document, in t
 3.5 million tokens with the built-in byte pairs, on every machine, with nothing to download. Its tests are left out
 (they are three fifths of the text and much of them is tables), as are installed packages and files that are not UTF-8.
 
-`part` divides the files: about one in 25, chosen by a hash of its path, is held out for validation. A file of another
-interpreter falls in the same part.
+`split` divides the files: about one in 25, chosen by a hash of its path, is the validation split. The same path is in
+the same split with any interpreter.
 
 Limit: the text is the interpreter's, so two minor versions of Python give two datasets.
 """
@@ -22,16 +22,19 @@ from titan.contracts import Dataset, Document, option, register
 from titan.errors import DataError, by_errno
 
 LEFT_OUT = frozenset({"test", "tests", "idle_test", "site-packages", "dist-packages", "__pycache__"})
-HELD_OUT = 25
-"""One file in so many is held out."""
+VALIDATION = 25
+"""One file in this many is in the validation split."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Config:
-    """Which files."""
+    """Options of `[data]`: which split of the files is read."""
 
-    part: Literal["all", "train", "held_out"] = option(
-        "all", "held_out: one file in 25, by a hash of its path; train: the others"
+    split: Literal["all", "train", "validation"] = option(
+        "all",
+        "validation: one file in 25, by a hash of its path; train: the other files",
+        formerly="part",
+        former_values={"held_out": "validation"},
     )
 
 
@@ -51,9 +54,9 @@ class Stdlib(Dataset):
             below[:] = [name for name in below if name not in LEFT_OUT]
             files += [Path(folder, name) for name in names if name.endswith(".py")]
         if not files:
-            raise DataError(f"this Python keeps no source of its standard library in {root}")
+            raise DataError(f"this Python has no standard library source in {root}; set data.name to another dataset")
         by_name = {file.relative_to(root).as_posix(): file for file in files}
-        return [by_name[name] for name in sorted(by_name) if self.config.part in ("all", _part(name))]
+        return [by_name[name] for name in sorted(by_name) if self.config.split in ("all", _split(name))]
 
     def documents(self, file: Path) -> Iterator[Document]:
         """The file as one document; none where it is not UTF-8."""
@@ -65,6 +68,6 @@ class Stdlib(Dataset):
             raise by_errno(error, DataError(f"{file} cannot be read: {error.strerror}")) from None
 
 
-def _part(name: str) -> str:
+def _split(name: str) -> str:
     digest = hashlib.sha256(name.encode()).digest()
-    return "train" if int.from_bytes(digest[:8], "little") % HELD_OUT else "held_out"
+    return "train" if int.from_bytes(digest[:8], "little") % VALIDATION else "validation"

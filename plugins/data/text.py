@@ -1,10 +1,10 @@
 """Plain text files.
 
-`path` names files, folders or globs. Each file is one document, or several where `separator` stands between them
-(TinyStories' `<|endoftext|>`, say). UTF-8; a byte-order mark is dropped; names that end in .gz or .zst are unpacked.
+`path` names files, folders or globs. Each file is one document, or several separated by `separator`
+(such as TinyStories' `<|endoftext|>`). UTF-8; a byte-order mark is dropped; names that end in .gz or .zst are unpacked.
 
-Cost: a file is held in memory while it is tokenised, at some 40 bytes a token. Text larger than that belongs in several
-files or in JSON lines.
+Cost: a file is held in memory while it is tokenized, at about 40 bytes per token. Split larger text
+into several files, or use JSON lines.
 """
 
 from collections.abc import Iterator
@@ -17,13 +17,14 @@ from titan.data.tokens.files import COMPRESSED, as_list, find, read_text
 
 @dataclass(frozen=True, kw_only=True)
 class Config:
-    """Which files."""
+    """Options of `[data]`: which files are read, and how they divide into documents."""
 
     path: str | tuple[str, ...] = option(REQUIRED, "files, folders or globs", path=True)
     glob: str | tuple[str, ...] = option(
-        ("*.txt", "*.md", "*.rst", "*.py"), "which files of a folder, at any depth; also with .gz or .zst behind"
+        ("*.txt", "*.md", "*.rst", "*.py"),
+        "patterns of the files to read in a folder, at any depth; with or without .gz or .zst",
     )
-    separator: str = option("", "what stands between the documents of a file; empty: a file is one document")
+    separator: str = option("", "string that separates documents in a file; empty: each file is one document")
 
 
 @register

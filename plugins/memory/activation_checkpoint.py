@@ -1,15 +1,16 @@
-"""Activation checkpointing: save less in forward, compute it again in backward.
+"""Activation checkpointing: save fewer activations in forward, and recompute the others in backward.
 
-full       each block saves its input alone: one more forward of the layers, about a third more FLOPs.
-every      the same for every n-th block: memory and FLOPs in proportion.
-selective  the results of matrix products and attention are saved, the cheap rest is computed again: a few percent more
-           time for most of the saving (Korthikanti et al., arXiv 2205.05198; Chen et al., arXiv 1604.06174).
+full       each block saves only its input: one more forward of the layers, about a third more FLOPs.
+every_n    the same for every n-th block: memory and FLOPs in proportion.
+selective  the results of matrix products and attention are saved, the cheap operations are recomputed: a few percent
+           more time for most of the memory saving (Korthikanti et al., arXiv 2205.05198; Chen et al., arXiv
+           1604.06174).
 
-With tensor parallelism selective mode keeps the partial sums of row-wise products beside what their reduction yields,
-[B, S, D] twice a layer, though backward reads neither: PyTorch runs again what is not kept, and that would be the
-product, where keeping it costs memory alone.
+With tensor parallelism, selective mode saves the partial sums of row-wise products as well as their reduced results,
+[B, S, D] twice per layer, although backward reads neither. PyTorch would otherwise recompute the product; saving its
+result costs only memory.
 
-Recomputing changes no number: the same kernels run on the same inputs.
+Recomputation changes no number: the same kernels run on the same inputs.
 """
 
 from collections.abc import Callable
@@ -20,7 +21,7 @@ from typing import Any, ClassVar, Literal
 import torch
 from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
 
-from titan.contracts import Costs, Fact, Job, Part, Technique, World, option, register
+from titan.contracts import BuildContext, Costs, Fact, Job, ModelPart, Technique, option, register
 from titan.contracts.base.cost import Recompute
 
 _SAVED = {
@@ -40,10 +41,14 @@ _SAVED = {
 
 @dataclass(frozen=True, kw_only=True)
 class Config:
-    """Options of `[plugins.activation_checkpoint]`."""
+    """Options of `[plugins.activation_checkpoint]`: what is recomputed in backward."""
 
-    mode: Literal["full", "every", "selective"] = option("full", "what is computed again")
-    every: int = option(2, 'mode "every": which blocks, 2 is every second', unit="blocks", at_least=1)
+    mode: Literal["full", "every_n", "selective"] = option(
+        "full",
+        "recompute all blocks, every n-th block, or all operations but matrix products and attention",
+        former_values={"every": "every_n"},
+    )
+    every: int = option(2, 'mode "every_n": n; 2 recomputes every second block', unit="blocks", at_least=1)
 
 
 @register
@@ -53,9 +58,9 @@ class ActivationCheckpoint(Technique):
     name = "activation_checkpoint"
     Config = Config
     phase = "recompute"
-    optional = True
-    choices: ClassVar = (
-        {"mode": "full"}, {"mode": "selective"}, {"mode": "every", "every": 2}, {"mode": "every", "every": 4}
+    search_toggle = True
+    search_space: ClassVar = (
+        {"mode": "full"}, {"mode": "selective"}, {"mode": "every_n", "every": 2}, {"mode": "every_n", "every": 4}
     )  # fmt: skip
 
     def facts(self) -> dict[Fact, str]:
@@ -64,21 +69,21 @@ class ActivationCheckpoint(Technique):
             return {}
         why = '[plugins.activation_checkpoint] mode = "selective"'
         return {
-            "recomputes_operations": f'{why} does; use mode = "full"',
-            "one_backward": f'what {why} has kept can be used by one pass alone; use mode = "full"',
+            "recomputes_operations": f'{why} recomputes operations; set mode = "full"',
+            "one_backward": f'the activations that {why} saves serve a single backward pass; set mode = "full"',
         }
 
     def cost(self, costs: Costs, job: Job) -> Costs:
         """Layers keep their input, or the products of selective mode, and are computed again."""
-        every = self.config.every if self.config.mode == "every" else 1
+        every = self.config.every if self.config.mode == "every_n" else 1
         keeps: Any = "products" if self.config.mode == "selective" else "input"
-        return replace(costs, recompute=Recompute(every=every, keeps=keeps))
+        return replace(costs, recompute=Recompute(every=every, saved=keeps))
 
-    def apply(self, part: Part, world: World) -> None:
-        """Wrap the blocks this part holds."""
+    def apply(self, part: ModelPart, context: BuildContext) -> None:
+        """Wrap the forward of the blocks of this model part; every n-th, with `every_n`."""
         place: Any = "recompute_ops" if self.config.mode == "selective" else "recompute_block"
-        stride = self.config.every if self.config.mode == "every" else 1
-        for name, _ in part.layers(world.plan):
+        stride = self.config.every if self.config.mode == "every_n" else 1
+        for name, _ in part.layers(context.spec):
             if int(name.rpartition(".")[2]) % stride == 0:
                 part.wrap_forward(name, place, self._wrap)
 

@@ -1,14 +1,14 @@
 """GPT: learned positions, LayerNorm, GELU, biases everywhere, the head tied to the embedding (GPT-2, arXiv 2005.14165).
 
 A layer is `h = x + attn(norm(x))`, `y = h + ffn(norm(h))`, with `ffn(x) = down(gelu(up x))` and GELU in its tanh
-approximation, as GPT-2 has it. Every layer attends to the whole sequence (GPT-3's sparse layers are not here); there is
-no dropout.
+approximation, as GPT-2 has it. Every layer attends to the whole sequence: GPT-3's sparse attention layers are not
+implemented. There is no dropout.
 
-Cost of a layer: 12 D^2 + 13 D parameters where F = 4 D and K = H; 2 FLOPs a token forward for each in a matmul, and
-4 S H N for attention. It keeps 4 D + 2 H N + 2 K N + 2 F numbers a token for backward.
+Cost of a layer: 12 D^2 + 13 D parameters where F = 4 D and K = H; 2 FLOPs per token forward for each in a matmul, and
+4 S H N for attention. It saves 4 D + 2 H N + 2 K N + 2 F numbers per token for backward.
 
-Limits: a sequence is at most `max_seq_len` long, and positions count from the start of the sequence, also in documents
-that are packed into one. Documents that must not see each other cost a mask of B S^2 bytes.
+Limits: a sequence is at most `max_seq_len` long, and positions count from the start of the sequence, also for
+packed documents. Document masking costs a mask of B S^2 bytes.
 """
 
 # B batch, S sequence, D dim, H query heads, K key-value heads, N head_dim, F ffn_dim, V vocabulary.
@@ -23,11 +23,11 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from titan.contracts import Cache, HfTensor, KeyValues, Model, ModelPlan, attend, document_mask, option, register
+from titan.contracts import Cache, HfTensor, KeyValues, Model, ModelSpec, attend, document_mask, option, register
 from titan.contracts.base.cost import Attention as AttentionCost
-from titan.contracts.base.cost import Elementwise, Kept, Lookup, Operation, linear, norm, residual, shared
-from titan.contracts.base.plan import ONES, ZEROS, Init, TensorStyle, nearest, normal
-from titan.errors import ConfigError, Fault
+from titan.contracts.base.cost import Elementwise, EmbeddingOp, Operation, SavedTensor, linear, norm, residual, shared
+from titan.contracts.base.spec import ONES, ZEROS, Init, TensorStyle, nearest, normal
+from titan.errors import ConfigError, ConfigIssue
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -35,31 +35,33 @@ class GptConfig:
     """Sizes of a GPT; the defaults are the preset `nano`."""
 
     n_layers: int = option(4, "layers", at_least=1, at_most=1024)
-    dim: int = option(128, "width of the hidden state", at_least=1, at_most=2**20)
+    dim: int = option(128, "hidden size", at_least=1, at_most=2**20)
     n_heads: int = option(4, "query heads", at_least=1, at_most=2**20)
     n_kv_heads: int | None = option(None, "key-value heads, one per group of query heads; unset: n_heads", at_least=1)
-    ffn_dim: int | None = option(None, "width of the feed-forward; unset: 4 dim", at_least=1, at_most=2**24)
+    ffn_dim: int | None = option(None, "hidden size of the feed-forward layer; unset: 4 dim", at_least=1, at_most=2**24)
     vocab_size: int = option(4097, "token ids", at_least=1, at_most=2**27)
     max_seq_len: int = option(
-        128, "longest sequence, and number of learned positions", unit="tokens", at_least=1, at_most=2**30
+        128, "longest sequence; number of learned positions", unit="tokens", at_least=1, at_most=2**30
     )
-    tied: bool = option(True, "the output matrix is the embedding table")
+    tied: bool = option(True, "tie the output projection to the embedding table")
     norm_eps: float = option(1e-5, "added to the variance in LayerNorm", above=0)
-    init_std: float = option(0.02, "deviation of initial weights; of wo and down this / sqrt(2 n_layers)", above=0)
+    init_std: float = option(
+        0.02, "standard deviation of initial weights; divided by sqrt(2 n_layers) for wo and down", above=0
+    )
 
     @property
     def head_dim(self) -> int:
-        """Features of a head."""
+        """Features per attention head, dim / n_heads."""
         return self.dim // self.n_heads
 
     @property
     def kv_heads(self) -> int:
-        """Key-value heads."""
+        """Number of key-value heads; n_heads unless the TOML sets n_kv_heads."""
         return self.n_heads if self.n_kv_heads is None else self.n_kv_heads
 
     @property
     def ffn_width(self) -> int:
-        """Width of the feed-forward."""
+        """Hidden size of the feed-forward layer; 4 dim unless the TOML sets ffn_dim."""
         return 4 * self.dim if self.ffn_dim is None else self.ffn_dim
 
 
@@ -69,7 +71,7 @@ def _sizes(n_layers: int, dim: int, n_heads: int, vocab_size: int, max_seq_len: 
 
 
 class Attention(nn.Module):
-    """Causal self-attention."""
+    """Causal self-attention of one layer, [B, S, D] to [B, S, D]."""
 
     def __init__(self, config: GptConfig) -> None:
         super().__init__()
@@ -138,15 +140,15 @@ class Transformer(nn.Module):
         """Tokens [B, S] or hidden states [B, S, D] -> logits [B, S, V], or hidden states without the head."""
         mask = None if documents is None else document_mask(documents)
         if not x.is_floating_point():
-            x = self._stem(x, cache)
+            x = self._embedded(x, cache)
         for name, layer in self.layers.items():
             x = layer(x, mask, None if cache is None else cache.layer(name))
         if self.norm is not None:
             x = self.norm(x)
         return x if self.output is None else self.output(x)
 
-    def _stem(self, tokens: Tensor, cache: Cache | None) -> Tensor:
-        assert self.embed is not None and self.positions is not None, "tokens reached a stage without the stem"
+    def _embedded(self, tokens: Tensor, cache: Cache | None) -> Tensor:
+        assert self.embed is not None and self.positions is not None, "tokens reached a stage without the embeddings"
         # [1 or B, S], so that both terms split on the same dimension where sequences are split.
         at = torch.arange(tokens.shape[1], device=tokens.device)[None] if cache is None else cache.positions
         return self.embed(tokens) + self.positions(at)  # type: ignore[no-any-return]
@@ -184,42 +186,42 @@ class Gpt(Model):
         if c.dim % c.n_heads:
             heads = nearest(c.n_heads, lambda h: c.dim % h == 0, most=c.dim)
             dims = nearest(c.dim, step=c.n_heads)
-            yield f"dim {c.dim} does not divide over n_heads {c.n_heads}; nearest: n_heads {heads}, or dim {dims}"
+            yield f"dim {c.dim} must be divisible by n_heads {c.n_heads}; nearest: n_heads {heads}, or dim {dims}"
         if c.n_heads % c.kv_heads:
             kv = nearest(c.kv_heads, lambda k: c.n_heads % k == 0, most=c.n_heads)
-            yield f"n_heads {c.n_heads} do not fall into n_kv_heads {c.kv_heads} equal groups; nearest: {kv}"
+            yield f"n_heads {c.n_heads} must be divisible by n_kv_heads {c.kv_heads}; nearest: {kv}"
 
-    def plan(self) -> ModelPlan:
+    def spec(self) -> ModelSpec:
         """Sizes, names and costs of this GPT."""
         c = self.config
         table = c.vocab_size * c.dim
         projected = (c.n_heads + 2 * c.kv_heads) * c.head_dim
         matmuls = c.dim * (projected + c.n_heads * c.head_dim) + 2 * c.dim * c.ffn_width
-        return ModelPlan(
+        return ModelSpec(
             n_layers=c.n_layers, dim=c.dim, n_heads=c.n_heads, n_kv_heads=c.kv_heads, head_dim=c.head_dim,
             ffn_dim=c.ffn_width, vocab_size=c.vocab_size, max_seq_len=c.max_seq_len,
-            stem=("embed", "positions"), head=("norm", "output"),
+            embeddings=("embed", "positions"), head=("norm", "output"),
             tied=(("output.weight", "embed.weight"),) if c.tied else (),
             tensor=_TENSOR, init=_init(c),
             no_decay=("embed.weight", "positions.weight", "norm.*", "layers.*.*_norm.*", "layers.*.*.*.bias"),
             layer_params=matmuls + projected + c.ffn_width + 6 * c.dim,
-            stem_params=table + c.max_seq_len * c.dim,
+            embedding_params=table + c.max_seq_len * c.dim,
             head_params=2 * c.dim + (0 if c.tied else table),
             matmul_params_per_layer=matmuls,
             head_matmul_params=table,
-            stem_ops=(
-                Lookup(module="embed", rows=c.vocab_size, width=c.dim),
-                Lookup(module="positions", rows=c.max_seq_len, width=c.dim),
+            embedding_ops=(
+                EmbeddingOp(module="embed", rows=c.vocab_size, width=c.dim),
+                EmbeddingOp(module="positions", rows=c.max_seq_len, width=c.dim),
             ),
             layer_ops=_operations(c),
             head_ops=(
                 norm("norm", c.dim, 2, 2),
-                linear("output", c.dim, c.vocab_size, keeps=c.dim),
+                linear("output", c.dim, c.vocab_size, saved=c.dim),
             ),
         )  # fmt: skip
 
     def build(self) -> nn.Module:
-        """The whole model."""
+        """The whole model as an nn.Module; called on the meta device, so nothing is allocated."""
         return Transformer(self.config)
 
     hf_ignored = ("transformer.h.*.attn.bias", "transformer.h.*.attn.masked_bias")
@@ -239,8 +241,8 @@ class Gpt(Model):
 
     def hf_tensors(self) -> Sequence[HfTensor]:
         """The names of a GPT2LMHeadModel. Its matrices are [in, out], with q, k and v side by side."""
-        stem = [HfTensor("transformer.wte.weight", ("embed.weight",))]
-        stem += [HfTensor("transformer.wpe.weight", ("positions.weight",))]
+        embeddings = [HfTensor("transformer.wte.weight", ("embed.weight",))]
+        embeddings += [HfTensor("transformer.wpe.weight", ("positions.weight",))]
         layers = [
             HfTensor(
                 f"transformer.h.{i}.{theirs}.{kind}",
@@ -253,7 +255,7 @@ class Gpt(Model):
         ]
         norm = [HfTensor(f"transformer.ln_f.{kind}", (f"norm.{kind}",)) for kind in ("weight", "bias")]
         head = ("embed.weight",) if self.config.tied else ("output.weight",)
-        return [*stem, *layers, *norm, HfTensor("lm_head.weight", head, copy=self.config.tied)]
+        return [*embeddings, *layers, *norm, HfTensor("lm_head.weight", head, copy=self.config.tied)]
 
     @classmethod
     def from_hf(cls, config: Mapping[str, Any]) -> Mapping[str, Any] | None:
@@ -261,13 +263,13 @@ class Gpt(Model):
         if config.get("model_type") != "gpt2":
             return None
         faults = [
-            Fault("config.json", f"{key} = {config.get(key)!r}: must be an integer of at least 1")
+            ConfigIssue("config.json", f"{key} = {config.get(key)!r}: must be an integer of at least 1")
             for key in _HF_SIZES
             if not isinstance(config.get(key), int) or config[key] < 1
         ]
         for key, value in {**_HF_FIXED, "quantization_config": None}.items():
             if config.get(key, value) not in (value, None):
-                faults.append(Fault("config.json", f"{key} = {config[key]!r}: this model has {value!r} only"))
+                faults.append(ConfigIssue("config.json", f"{key} = {config[key]!r}: this model has {value!r} only"))
         if faults:
             raise ConfigError(faults)
         return {
@@ -295,18 +297,23 @@ _HF_LAYER = {
 def _operations(c: GptConfig) -> tuple[Operation, ...]:
     """A layer, in order. What two operations keep is stated at the first of them."""
     d, f, q, kv = c.dim, c.ffn_width, c.n_heads * c.head_dim, c.kv_heads * c.head_dim
-    attended = Kept(numbers=2 * q + 2 * kv, region="inner"), Kept(numbers=c.n_heads, region="inner", bytes=4)
+    attended = (
+        SavedTensor(numel=2 * q + 2 * kv, region="tp_sharded"),
+        SavedTensor(numel=c.n_heads, region="tp_sharded", itemsize=4),
+    )
     return (
         norm("attn_norm", d, 2, 2), shared(d, 3),
-        linear("attn.wq", d, q, keeps=d, bias=True),
+        linear("attn.wq", d, q, saved=d, bias=True),
         linear("attn.wk", d, kv, bias=True), linear("attn.wv", d, kv, bias=True),
-        AttentionCost(heads=c.n_heads, kv_heads=c.kv_heads, head_dim=c.head_dim, keeps=attended),
+        AttentionCost(heads=c.n_heads, kv_heads=c.kv_heads, head_dim=c.head_dim, saved=attended),
         linear("attn.wo", q, d, bias=True),
         residual(d),
         norm("ffn_norm", d, 2, 2),
-        linear("ffn.up", d, f, keeps=d, bias=True),
-        Elementwise(region="inner", forward=2 * f, backward=3 * f, keeps=(Kept(numbers=f, region="inner"),)),
-        linear("ffn.down", f, d, keeps=f, region="inner", bias=True),
+        linear("ffn.up", d, f, saved=d, bias=True),
+        Elementwise(
+            region="tp_sharded", forward=2 * f, backward=3 * f, saved=(SavedTensor(numel=f, region="tp_sharded"),)
+        ),
+        linear("ffn.down", f, d, saved=f, region="tp_sharded", bias=True),
         residual(d),
     )  # fmt: skip
 

@@ -3,10 +3,11 @@
     m = b1 m + (1 - b1) g;   v = b2 v + (1 - b2) g^2
     w = w - lr * (m / (1 - b1^t) / (sqrt(v / (1 - b2^t)) + eps) + weight_decay * w)
 
-Norms, biases and embeddings are not decayed unless `decay_all` says so; the line at the start of a run tells what is.
+Weight decay leaves out norms, biases and embeddings unless `decay_all` is set; the first lines of a run say how many
+parameters are decayed.
 
-Cost: 8 bytes a parameter of fp32 state on the rank that holds the parameter; one pass over weights, gradients and state
-(28 bytes read and written a parameter); nothing is sent.
+Cost: 8 bytes per parameter of fp32 state on the rank that holds the parameter; one pass over weights, gradients and
+state (28 bytes read and written per parameter); no communication.
 Limits: building it imports torch's compiler, about one second.
 """
 
@@ -18,18 +19,22 @@ import torch
 from torch.distributed.tensor import DTensor
 
 from titan.contracts import Costs, Job, NamedParameter, Optimizer, option, register
-from titan.contracts.base.cost import Held
+from titan.contracts.base.cost import PersistentState
 
 
 @dataclass(frozen=True, kw_only=True)
 class Config:
-    """Options of `[optimizer]`."""
+    """Options of `[optimizer]` with `name = "adamw"`."""
 
     lr: float = option(3e-4, "peak learning rate", above=0)
-    betas: tuple[float, float] = option((0.9, 0.95), "decay of the two running means", at_least=0, below=1)
-    eps: float = option(1e-8, "added to the root of the mean squared gradient", above=0)
-    weight_decay: float = option(0.1, "share of a weight taken off per update, times the learning rate", at_least=0)
-    decay_all: bool = option(False, "decay norms, biases and embeddings too")
+    betas: tuple[float, float] = option(
+        (0.9, 0.95), "decay rates of the running means of the gradient and of its square", at_least=0, below=1
+    )
+    eps: float = option(1e-8, "added to the denominator, the root of the mean squared gradient", above=0)
+    weight_decay: float = option(
+        0.1, "weight decay coefficient; each update shrinks weights by this times the learning rate", at_least=0
+    )
+    decay_all: bool = option(False, "apply weight decay to norms, biases and embeddings too")
 
 
 @register
@@ -60,16 +65,16 @@ class AdamW(Optimizer):
 
     def cost(self, costs: Costs, job: Job) -> Costs:
         """Two float32 means a parameter; weight, gradient and both means read, all but the gradient written."""
-        state = Held(component="optimizer", bytes=8, axes=costs.updated_over)
-        return replace(costs, held=(*costs.held, state), update_bytes=costs.update_bytes + 28)
+        state = PersistentState(component="optimizer", bytes_per_param=8, axes=costs.updated_over)
+        return replace(costs, state=(*costs.state, state), update_bytes=costs.update_bytes + 28)
 
     def describe(self, parameters: Sequence[NamedParameter]) -> str:
         """For example `adamw: 4.2 M parameters decayed by 0.1 in 28 tensors; 0.5 M in 10 (...) not`."""
         decayed = [named for named in parameters if self._decays(named)]
         rest = [named for named in parameters if not self._decays(named)]
-        line = f"{self.name}: {_millions(decayed)} M parameters decayed by {self.config.weight_decay:g}"
+        line = f"{self.name}: {_millions(decayed)} M parameters with weight decay {self.config.weight_decay:g}"
         line += f" in {len(decayed)} tensors"
-        return f"{line}; {_millions(rest)} M in {len(rest)} (norms, biases, embeddings) not" if rest else line
+        return f"{line}; {_millions(rest)} M in {len(rest)} (norms, biases, embeddings) without" if rest else line
 
     def _decays(self, named: NamedParameter) -> bool:
         return named.decays or self.config.decay_all

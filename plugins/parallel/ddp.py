@@ -1,9 +1,10 @@
-"""Replicated data parallelism: every rank holds the whole state and gradients are all-reduced.
+"""Replicated data parallelism: every rank holds the whole model state, and gradients are all-reduced.
 
 Built on FSDP2's replicate, so buckets are the model's units, the all-reduce of one overlaps the backward of the next,
 and mixed precision means the same as when sharded. PyTorch DDP: arXiv 2006.15704.
 
-Cost per rank for P parameters over n ranks: the whole state; 2 (n-1)/n P sent once a step, however many micro batches.
+Cost per rank for P parameters over n ranks: the whole state; 2 (n-1)/n P sent once per step, however many micro
+batches.
 """
 
 from dataclasses import dataclass, replace
@@ -12,8 +13,8 @@ from typing import Any, ClassVar
 from torch.distributed._composable.replicate_with_fsdp import replicate
 from torch.distributed.fsdp import FSDPModule
 
-from titan.contracts import Axis, Costs, Job, Part, Technique, World, register, sum_gradients
-from titan.contracts.base.cost import Traffic, Units
+from titan.contracts import Axis, BuildContext, Costs, Job, ModelPart, Technique, register, sum_gradients
+from titan.contracts.base.cost import CollectiveCost, GatherPolicy
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -28,7 +29,7 @@ class DistributedDataParallel(Technique):
     name = "ddp"
     Config = Config
     phase = "shard"
-    axes = (Axis(name="dp_replicate", role="batch", depth=10, doc="copies of the state"),)
+    axes = (Axis(name="dp_replicate", role="batch", topology_order=10, doc="replicas of the model state"),)
     provides = ("mixed_precision",)
     conflicts: ClassVar = {
         "gathered_parameters": "both wrap the parameters, and the other replicates over dp_replicate too"
@@ -40,16 +41,20 @@ class DistributedDataParallel(Technique):
 
     def cost(self, costs: Costs, job: Job) -> Costs:
         """One all-reduce of all gradients a step, beside the last backward."""
-        summed = Traffic(
-            axes=("dp_replicate",), collective="all_reduce", where="unit", when="backward", numbers=1,
-            bytes=costs.reduce_bytes, per_parameter=True, overlaps=True, every="step",
+        summed = CollectiveCost(
+            axes=("dp_replicate",), collective="all_reduce", where="unit", when="backward", numel=1,
+            itemsize=costs.reduce_itemsize, per_parameter=True, overlaps=True, per="step",
         )  # fmt: skip
-        return replace(costs, traffic=(*costs.traffic, summed), units=Units(gathered="micro_batch", summed="step"))
+        return replace(
+            costs,
+            collectives=(*costs.collectives, summed),
+            gather=GatherPolicy(gather_every="micro_batch", reduce_every="step"),
+        )
 
-    def apply(self, part: Part, world: World) -> None:
+    def apply(self, part: ModelPart, context: BuildContext) -> None:
         """Wrap each unit of one module, then what is left with the part itself."""
-        settings: dict[str, Any] = {"mesh": world.mesh["dp_replicate"], "mp_policy": world.precision.policy()}
-        for unit in part.units(world.plan):
+        settings: dict[str, Any] = {"mesh": context.mesh["dp_replicate"], "mp_policy": context.precision.policy()}
+        for unit in part.units(context.spec):
             if len(unit) == 1:
                 replicate(unit[0], **settings)
         root = replicate(part.module, **settings)

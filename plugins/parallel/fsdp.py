@@ -4,15 +4,15 @@ Parameters, gradients and optimizer state of each unit (a layer, the embedding, 
 `dp_shard`; a unit is gathered when it is used and its gradients are reduce-scattered. With `dp_replicate` above 1 the
 shards are replicated and gradients are all-reduced between the replicas. ZeRO: arXiv 1910.02054; FSDP: 2304.11277.
 
-Cost per rank for P parameters over n ranks: state P/n; `zero_stage` 3 gathers P twice a micro batch (once for forward,
-once for backward) and reduces P once, 2 gathers once and keeps P from forward to backward, 1 gathers and reduces once a
-step however many micro batches flow, and keeps P gathered and P of gradients in the reduce dtype for that time.
+Cost per rank for P parameters over n ranks: state P/n; `zero_stage` 3 gathers P twice per micro batch (for forward and
+for backward) and reduces P once; 2 gathers once and keeps P from forward to backward; 1 gathers and reduces once per
+step for any number of micro batches, and holds P gathered parameters and P gradients in the reduce dtype meanwhile.
 Bytes sent per gather or reduction: (n-1)/n of P in the dtype moved.
 
-Carries mixed precision: the gather casts fp32 shards to the compute dtype, the reduction sums in the reduce dtype. It
-does so at degree 1 too, so that a lower precision means the same on one rank as on many.
+Applies mixed precision: the gather casts fp32 shards to the compute dtype, the reduction sums in the reduce dtype. This
+holds at degree 1 too, so that a lower precision means the same on one rank as on many.
 
-Limits: a pipeline schedule that splits the backward reduces once a step, so zero_stage 2 and 3 are refused with it.
+Limits: a pipeline schedule that splits the backward reduces once per step, so zero_stage 2 and 3 are refused with it.
 """
 
 import warnings
@@ -22,8 +22,8 @@ from typing import Any, ClassVar, Literal
 from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule, fully_shard
 
-from titan.contracts import Axis, Costs, Fact, Job, Part, Technique, World, option, register, sum_gradients
-from titan.contracts.base.cost import Component, Held, Traffic, Units
+from titan.contracts import Axis, BuildContext, Costs, Fact, Job, ModelPart, Technique, option, register, sum_gradients
+from titan.contracts.base.cost import CollectiveCost, Component, GatherPolicy, PersistentState
 
 # Nothing here or in a model writes to an activation in place, which is what this warns of.
 warnings.filterwarnings("ignore", message=r"FSDP2-wrapped module .* returned a view tensor")
@@ -31,11 +31,11 @@ warnings.filterwarnings("ignore", message=r"FSDP2-wrapped module .* returned a v
 
 @dataclass(frozen=True, kw_only=True)
 class Config:
-    """Options of `[plugins.fsdp]`."""
+    """Options of `[plugins.fsdp]`: ZeRO stage and offload."""
 
     zero_stage: Literal[1, 2, 3] | None = option(
         None,
-        "3 gathers parameters per use, 2 keeps them from forward to backward, 1 gathers and reduces once a step; "
+        "3: gather parameters for each use; 2: keep them from forward to backward; 1: gather and reduce once per step; "
         "unset: 1 with several micro batches, 2 with one, the fastest of each",
     )
 
@@ -59,11 +59,19 @@ class FullyShardedDataParallel(Technique):
     name = "fsdp"
     Config = Config
     phase = "shard"
-    axes = (Axis(name="dp_shard", role="batch", depth=20, default=-1, doc="ranks that share one copy of the state"),)
+    axes = (
+        Axis(
+            name="dp_shard",
+            role="batch",
+            topology_order=20,
+            default=-1,
+            doc="ranks that shard one copy of the model state",
+        ),
+    )
     covers = ("dp_replicate",)
     provides = ("mixed_precision", "gathered_parameters")
     default = True
-    choices: ClassVar = tuple({"zero_stage": stage} for stage in (1, 2, 3))
+    search_space: ClassVar = tuple({"zero_stage": stage} for stage in (1, 2, 3))
 
     def __init__(self, config: Config) -> None:
         super().__init__(config)
@@ -71,10 +79,11 @@ class FullyShardedDataParallel(Technique):
         self._stage = 3
 
     def facts(self) -> dict[Fact, str]:
-        """Stages 2 and 3 shard gradients as soon as they are there."""
+        """Gathered parameters are allocated anew; stages 2 and 3 shard gradients as soon as they are there."""
         stage = self.config.zero_stage
-        sharded = f"[plugins.fsdp] zero_stage = {stage} reduces per micro batch: use 1"
-        return {"reduces_per_micro_batch": sharded} if stage in (2, 3) else {}
+        moved = "[plugins.fsdp] gathers parameters into newly allocated memory"
+        sharded = f"[plugins.fsdp] zero_stage = {stage} reduces gradients per micro batch; set zero_stage = 1"
+        return {"moves_parameters": moved, **({"reduces_per_micro_batch": sharded} if stage in (2, 3) else {})}
 
     def _stage_of(self, job: Job) -> int:
         several = job.micro_batches > 1 or job.layout.role_degree("stage") > 1
@@ -87,41 +96,43 @@ class FullyShardedDataParallel(Technique):
         gathered: tuple[Literal["step", "micro_batch", "use"], ...] = ("step", "micro_batch", "use")
         return replace(
             costs,
-            held=tuple(Held(component=component, bytes=4, axes=shard) for component in state),
-            units=Units(gathered=gathered[stage - 1], summed="step" if stage == 1 else "micro_batch"),
-            traffic=(*costs.traffic, *self._traffic(costs, stage)),
+            state=tuple(PersistentState(component=component, bytes_per_param=4, axes=shard) for component in state),
+            gather=GatherPolicy(gather_every=gathered[stage - 1], reduce_every="step" if stage == 1 else "micro_batch"),
+            collectives=(*costs.collectives, *self._collectives(costs, stage)),
             updated_over=shard,
         )
 
-    def _traffic(self, costs: Costs, stage: int) -> list[Traffic]:
-        every: Any = "step" if stage == 1 else "use"
+    def _collectives(self, costs: Costs, stage: int) -> list[CollectiveCost]:
+        per: Any = "step" if stage == 1 else "micro_batch"
         settings: dict[str, Any] = {"where": "unit", "per_parameter": True, "overlaps": True}
-        shard: dict[str, Any] = {**settings, "axes": ("dp_shard",), "every": every}
-        found = [Traffic(collective="all_gather", when="forward", numbers=1, **shard)]
+        shard: dict[str, Any] = {**settings, "axes": ("dp_shard",), "per": per}
+        found = [CollectiveCost(collective="all_gather", when="forward", numel=1, **shard)]
         if stage == 3:
-            found.append(Traffic(collective="all_gather", when="backward", numbers=1, kept=True, **shard))
+            found.append(
+                CollectiveCost(collective="all_gather", when="backward", numel=1, skip_last_unit=True, **shard)
+            )
         if stage > 1 and costs.micro_batches > 1:
             # Prefetched at the end of a backward that is not the step's last, for nobody.
-            again: dict[str, Any] = {**shard, "where": "head", "every": "step"}
-            found.append(Traffic(collective="all_gather", when="backward", numbers=1, **again))
-        summed: dict[str, Any] = {"when": "backward", "bytes": costs.reduce_bytes}
-        found.append(Traffic(collective="reduce_scatter", numbers=1, **summed, **shard))
-        replicas = Traffic(
-            axes=("dp_replicate",), collective="all_reduce", numbers=1, over=("dp_shard",), every="step",
+            again: dict[str, Any] = {**shard, "where": "head", "per": "step"}
+            found.append(CollectiveCost(collective="all_gather", when="backward", numel=1, **again))
+        summed: dict[str, Any] = {"when": "backward", "itemsize": costs.reduce_itemsize}
+        found.append(CollectiveCost(collective="reduce_scatter", numel=1, **summed, **shard))
+        replicas = CollectiveCost(
+            axes=("dp_replicate",), collective="all_reduce", numel=1, sharded_over=("dp_shard",), per="step",
             **summed, **settings,
         )  # fmt: skip
         return [*found, replicas]
 
-    def apply(self, part: Part, world: World) -> None:
+    def apply(self, part: ModelPart, context: BuildContext) -> None:
         """Wrap each unit, then the rest with the part itself."""
-        pipelined = world.job.layout.role_degree("stage") > 1
-        self._stage = self._stage_of(world.job)
-        replicated = world.job.layout.degree("dp_replicate") > 1
+        pipelined = context.job.layout.role_degree("stage") > 1
+        self._stage = self._stage_of(context.job)
+        replicated = context.job.layout.degree("dp_replicate") > 1
         settings: dict[str, Any] = {
-            "mesh": world.mesh["dp_replicate", "dp_shard"] if replicated else world.mesh["dp_shard"],
-            "mp_policy": world.precision.policy(),
+            "mesh": context.mesh["dp_replicate", "dp_shard"] if replicated else context.mesh["dp_shard"],
+            "mp_policy": context.precision.policy(),
         }
-        *units, last = part.units(world.plan)
+        *units, last = part.units(context.spec)
         for unit in units:
             fully_shard(unit, reshard_after_forward=self._stage == 3, **settings)
         # What the forward ends with, the backward begins with: gathering it again would only cost.

@@ -1,31 +1,31 @@
 """Tensor parallelism with sequence parallelism: every layer's matrices are split over the ranks of the axis `tp`.
 
-A pair of linears is cut so that one sum joins it (Megatron-LM, arXiv 1909.08053): the first by output features
-(column), which leaves each rank its own heads or hidden units, the second by input features (row),
+A pair of linears is split so that it needs one sum over ranks (Megatron-LM, arXiv 1909.08053): the first by output
+features (column), which leaves each rank its own heads or hidden units, the second by input features (row),
 
     y = sum over ranks r of  f(x A_r) B_r.
 
-The embedding is cut by vocabulary, as the head is; a token that a rank does not hold contributes zero to the sum.
-With `sequence_parallel` (arXiv 2205.05198) what lies between those pairs - norms, residuals, the stem's output - holds
-only S / tp positions: the sum becomes a reduce-scatter over S, and an all-gather precedes each pair. With
-`loss_parallel` logits stay split over the vocabulary, as DTensors, and the loss sums over ranks, gathering nothing.
+The embedding and the head are split by vocabulary; a token that a rank does not hold contributes zero to the sum. With
+`sequence_parallel` (arXiv 2205.05198) each rank holds only S / tp positions of what lies between those pairs (norms,
+residuals, the embeddings' output): the sum becomes a reduce-scatter over S, and an all-gather precedes each pair. With
+`loss_parallel` logits stay split over the vocabulary, as DTensors, and the loss sums over ranks without a gather.
 
-What is done to which module is the model's to say (`ModelPlan.tensor`); this file only turns its words into DTensor
-layouts. Parameters without a split are replicated DTensors, so that optimizers and clipping see one kind of tensor.
+The model states how each module is split (`ModelSpec.tensor`); this file translates that into DTensor layouts.
+Parameters without a split are replicated DTensors, so that optimizers and clipping see one kind of tensor.
 
 Cost for tp ranks, a micro batch of B x S tokens of width D in e bytes per number:
-    memory: parameters, gradients and optimizer state / tp. Activations inside a pair / tp; what a pair is fed with and
-        what lies between pairs whole, or / tp with sequence_parallel for all but the gathered input of each pair.
+    memory: parameters, gradients and optimizer state / tp. Activations inside a pair / tp. A pair's input and
+        what lies between pairs are whole; with sequence_parallel all but the gathered input of each pair is / tp.
     FLOPs: matmuls / tp; norms and residuals / tp with sequence_parallel, repeated on every rank without.
     bytes sent per rank and layer: 2 all-reduces forward and 2 backward, 8 B S D e (tp - 1) / tp; with sequence_parallel
         an all-gather and a reduce-scatter in place of each, the same bytes. The embedding (forward) and the head
-        (backward) add one all-reduce or such a pair together. Logits: B S V e (tp - 1) / tp when they are made whole,
-        3 numbers a token otherwise.
-    once a step: one all-reduce of the gradients of q/k norms, and with sequence_parallel of norms, learned positions.
-All of it waits on the critical path: keep tp within a node.
+        (backward) add one all-reduce or such a pair together. Logits: B S V e (tp - 1) / tp if they are gathered,
+        3 numbers per token otherwise.
+    once per step: one all-reduce of the gradients of q/k norms, and with sequence_parallel of norms, learned positions.
+All of this communication is on the critical path: keep tp within a node.
 
 Limits: tp divides n_heads and n_kv_heads, and seq_len with sequence_parallel. Vocabulary and feed-forward width may be
-uneven: the last ranks get less, but none may get nothing.
+uneven: the last ranks get less, but every rank must get a part.
 """
 
 import math
@@ -42,9 +42,9 @@ from torch.distributed.tensor import DTensor, Partial, Replicate, Shard, distrib
 from torch.distributed.tensor.parallel import ColwiseParallel, ParallelStyle, RowwiseParallel, parallelize_module
 from torch.distributed.tensor.placement_types import Placement
 
-from titan.contracts import Axis, Costs, Job, ModelPlan, Part, Technique, World, option, register
-from titan.contracts.base.cost import Collective, Traffic, When, Where
-from titan.contracts.base.plan import TensorStyle, glob_matches, nearest
+from titan.contracts import Axis, BuildContext, Costs, Job, ModelPart, ModelSpec, Technique, option, register
+from titan.contracts.base.cost import Collective, CollectiveCost, When, Where
+from titan.contracts.base.spec import TensorStyle, glob_matches, nearest
 from titan.errors import PluginError
 
 
@@ -52,8 +52,10 @@ from titan.errors import PluginError
 class TensorConfig:
     """Options of `[plugins.tensor]`; the degree is `mesh.tp`."""
 
-    sequence_parallel: bool = option(True, "between split matrices, hold only S / tp positions of each sequence")
-    loss_parallel: bool = option(True, "keep logits split over the vocabulary; the loss must take DTensors")
+    sequence_parallel: bool = option(
+        True, "sequence parallelism: between split matrices a rank holds S / tp positions of each sequence"
+    )
+    loss_parallel: bool = option(True, "keep logits split over the vocabulary; the loss must accept DTensors")
 
 
 @register
@@ -64,26 +66,26 @@ class TensorParallel(Technique):
     Config = TensorConfig
     config: TensorConfig
     phase = "partition"
-    axes = (Axis(name="tp", role="model", depth=40, doc="slices of every layer's matrices"),)
+    axes = (Axis(name="tp", role="model", topology_order=40, doc="ranks that split every layer's matrices"),)
 
     def __init__(self, config: TensorConfig) -> None:
         super().__init__(config)
-        self._parts: list[Part] = []
+        self._parts: list[ModelPart] = []
 
-    def check(self, job: Job, plan: ModelPlan) -> Iterable[str]:
+    def check(self, job: Job, spec: ModelSpec) -> Iterable[str]:
         """Heads, and the positions of a sequence where they are split, must come out even."""
         tp, others = job.layout.degree("tp"), job.layout.role_degree("sequence")
         if tp == 1:
             return
-        heads = {"n_kv_heads": plan.n_kv_heads, "n_heads": plan.n_heads}
+        heads = {"n_kv_heads": spec.n_kv_heads, "n_heads": spec.n_heads}
         divides = math.gcd(*heads.values())
         degrees = nearest(tp, lambda degree: divides % degree == 0, most=divides)
         for count, key in {count: key for key, count in heads.items()}.items():
             if count % tp:
                 yield f"[model] {key} = {count} cannot be split over mesh.tp = {tp}; nearest tp that fits: {degrees}"
-        for key, count, thing in (("vocab_size", plan.vocab_size, "word"), ("ffn_dim", plan.ffn_dim, "hidden unit")):
+        for key, count, thing in (("vocab_size", spec.vocab_size, "word"), ("ffn_dim", spec.ffn_dim, "hidden unit")):
             if count and (tp - 1) * -(-count // tp) >= count:
-                yield f"[model] {key} = {count} leaves some of mesh.tp = {tp} ranks without a {thing}"
+                yield f"[model] {key} = {count} leaves some of the mesh.tp = {tp} ranks without a {thing}"
         seq_len, ranks = job.data.seq_len, tp * others
         if self.config.sequence_parallel and seq_len % ranks:
             lengths = nearest(seq_len, step=ranks)
@@ -98,27 +100,29 @@ class TensorParallel(Technique):
         tp = job.layout.degree("tp")
         if tp == 1:
             return costs
-        split = {"inner", *(["hidden"] if self.config.sequence_parallel else [])}
+        split = {"tp_sharded", *(["hidden"] if self.config.sequence_parallel else [])}
         split |= {"logits"} if self.config.loss_parallel else set()
         splits = {region: ranks * (tp if region in split else 1) for region, ranks in costs.splits.items()}
-        return replace(costs, splits=splits, traffic=(*costs.traffic, *self._traffic(costs, job.plan)))
+        return replace(costs, splits=splits, collectives=(*costs.collectives, *self._collectives(costs, job.spec)))
 
-    def _traffic(self, costs: Costs, plan: ModelPlan) -> Iterator[Traffic]:
+    def _collectives(self, costs: Costs, spec: ModelSpec) -> Iterator[CollectiveCost]:
         """Pairs are entered and left; each way back sends what the way in received."""
-        styles = [style for glob, style in plan.tensor.items() if glob.startswith(f"{plan.layers}.")]
+        styles = [style for glob, style in spec.tensor.items() if glob.startswith(f"{spec.layers}.")]
         enter, leave = styles.count("gather"), styles.count("row")
         yield from self._joins("layer", "forward", costs.dim, enter, leave)
         # What follows the last product that is kept is not computed again.
         yield from self._joins("layer", "recompute", costs.dim, enter, leave - 1)
         yield from self._joins("layer", "backward", costs.dim, leave, enter)
-        yield from self._joins("stem", "forward", costs.dim, 0, 1)
-        yield from self._joins("stem", "backward", costs.dim, 1, 0)
+        yield from self._joins("embeddings", "forward", costs.dim, 0, 1)
+        yield from self._joins("embeddings", "backward", costs.dim, 1, 0)
         yield from self._joins("head", "forward", costs.dim, 1, 0)
         yield from self._joins("head", "backward", costs.dim, 0, 1)
         if not self.config.loss_parallel:
-            yield Traffic(axes=("tp",), collective="all_gather", where="head", when="forward", numbers=plan.vocab_size)
+            yield CollectiveCost(
+                axes=("tp",), collective="all_gather", where="head", when="forward", numel=spec.vocab_size
+            )
 
-    def _joins(self, where: Where, when: When, numbers: int, gathers: int, sums: int) -> Iterator[Traffic]:
+    def _joins(self, where: Where, when: When, numbers: int, gathers: int, sums: int) -> Iterator[CollectiveCost]:
         """What is made whole is gathered from slices, or was whole already; what is summed is sliced then, or not."""
         sliced = self.config.sequence_parallel
         joins: dict[Collective, int] = (
@@ -126,28 +130,28 @@ class TensorParallel(Technique):
         )
         for kind, count in joins.items():
             if count:
-                yield Traffic(axes=("tp",), collective=kind, where=where, when=when, numbers=numbers, count=count)
+                yield CollectiveCost(axes=("tp",), collective=kind, where=where, when=when, numel=numbers, count=count)
 
-    def apply(self, part: Part, world: World) -> None:
+    def apply(self, part: ModelPart, context: BuildContext) -> None:
         """Replace the parameters of one part by their slices, and hook in what joins them.
 
         Raises:
-            PluginError: the model's plan leaves out a parameter, or calls a norm of heads one of hidden states: its
+            PluginError: the model's spec leaves out a parameter, or calls a norm of heads one of hidden states: its
                 gradient would then be a rank's own.
         """
-        if world.mesh.layout.degree("tp") == 1:
+        if context.mesh.layout.degree("tp") == 1:
             return
-        mesh = world.mesh["tp"]
+        mesh = context.mesh["tp"]
         for name, module in list(part.module.named_modules()):
-            kind = next((kind for glob, kind in world.plan.tensor.items() if glob_matches(glob, name)), None)
+            kind = next((kind for glob, kind in context.spec.tensor.items() if glob_matches(glob, name)), None)
             if kind is not None:
-                _check_norm(kind, name, module, world.plan)
+                _check_norm(kind, name, module, context.spec)
                 # No communication: ranks hold equal whole tensors, or none yet on the meta device.
                 parallelize_module(module, mesh, self._style(kind), src_data_rank=None)
-        part.retie(world.plan)
+        part.retie(context.spec)
         left_out = [name for name, parameter in part.parameters() if not isinstance(parameter, DTensor)]
         if left_out:
-            raise PluginError(f"the model's plan does not say how tensor parallelism treats {', '.join(left_out)}")
+            raise PluginError(f"ModelSpec.tensor gives no tensor-parallel style for {', '.join(left_out)}")
         if self.config.sequence_parallel:
             part.hidden_split *= mesh.size()
         self._parts.append(part)
@@ -197,15 +201,15 @@ class TensorParallel(Technique):
             parameter.grad = DTensor.from_local(whole.view(parameter.shape), mesh, [Replicate()], run_check=False)
 
 
-def _check_norm(kind: TensorStyle, name: str, module: nn.Module, plan: ModelPlan) -> None:
+def _check_norm(kind: TensorStyle, name: str, module: nn.Module, spec: ModelSpec) -> None:
     """Refuse a "norm" that cannot be one of hidden states, which a pair of linears would feed with a slice of heads."""
     above = [name[:end] for end, letter in enumerate(name) if letter == "."]
-    inside = any(style == "gather" and glob_matches(glob, n) for glob, style in plan.tensor.items() for n in above)
+    inside = any(style == "gather" and glob_matches(glob, n) for glob, style in spec.tensor.items() for n in above)
     widths = {parameter.shape[-1] for parameter in module.parameters(recurse=False) if parameter.ndim}
-    if kind == "norm" and inside and widths - {plan.dim}:
+    if kind == "norm" and inside and widths - {spec.dim}:
         raise PluginError(
-            f'the model\'s plan has {name} as a "norm" of hidden states, {plan.dim} wide, but its parameters are '
-            f'{", ".join(map(str, sorted(widths)))} wide; a norm of heads is a "qk_norm" in ModelPlan.tensor'
+            f'the model\'s spec has {name} as a "norm" of hidden states, {spec.dim} wide, but its parameters are '
+            f'{", ".join(map(str, sorted(widths)))} wide; a norm of heads is a "qk_norm" in ModelSpec.tensor'
         )
 
 

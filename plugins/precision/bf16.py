@@ -4,8 +4,8 @@ Parameters are cast once when a unit is gathered, activations follow; a micro ba
 over micro batches and ranks in fp32. The optimizer, the loss, softmax and norms' statistics stay fp32.
 Mixed precision training: arXiv 1710.03740; bfloat16: arXiv 1905.12322.
 
-Cost: 2 bytes instead of 4 per gathered parameter and activation; the master copy stays. The wrapper that gathers
-parameters does the casting, so one is switched on where none is.
+Cost: 2 bytes instead of 4 per gathered parameter and activation; the master copy stays. The technique that gathers
+parameters casts them, so one is enabled if none is.
 """
 
 from dataclasses import dataclass
@@ -17,7 +17,7 @@ from titan.contracts import Precision, Technique, register
 
 @dataclass(frozen=True, kw_only=True)
 class Config:
-    """Options of `[plugins.bf16]`: none."""
+    """Options of `[plugins.bf16]`: there are none."""
 
 
 @register
@@ -28,8 +28,8 @@ class BFloat16(Technique):
     Config = Config
     phase = "shard"
     requires = ("mixed_precision",)
-    parity = False
+    preserves_numerics = False
 
     def precision(self, precision: Precision) -> Precision:
         """Parameters and activations in bfloat16, sums of gradients in float32."""
-        return Precision(param=torch.bfloat16, reduce=torch.float32)
+        return Precision(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)

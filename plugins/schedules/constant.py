@@ -2,7 +2,7 @@
 
     factor(s) = s / warmup   for s <= warmup, then 1
 
-Cost: none. Limits: the last steps are as noisy as the others; where the final loss counts, let the rate fall.
+Cost: none. Limits: without a decay the loss stays noisy to the end; use a decaying schedule if the final loss matters.
 """
 
 from dataclasses import dataclass
@@ -12,9 +12,9 @@ from titan.contracts import LrSchedule, option, register
 
 @dataclass(frozen=True, kw_only=True)
 class Config:
-    """Options of `[lr_schedule]`."""
+    """Options of `[lr_schedule]` with `name = "constant"`."""
 
-    warmup_steps: int = option(0, "steps of linear rise; the last of them has the peak rate", unit="steps", at_least=0)
+    warmup_steps: int = option(0, "steps of linear warm-up; the last one has the peak rate", unit="steps", at_least=0)
 
 
 @register

@@ -1,12 +1,12 @@
-"""Warm-up, stable, decay: the peak rate is held, and falls only at the end (MiniCPM, arXiv 2404.06395, section 4).
+"""Warm-up, stable, decay: the peak rate is held, and decays only at the end (MiniCPM, arXiv 2404.06395, section 4).
 
     factor(s) = s / warmup                                for s <= warmup
     factor(s) = 1                                         until `decay` steps before the end
-    factor(s) = min + (1 - min) * (1 - progress)          linear; for `shape = "sqrt"`, (1 - sqrt(progress))
+    factor(s) = min + (1 - min) * (1 - progress)          linear; for `decay_type = "sqrt"`, (1 - sqrt(progress))
 
-The square root falls fast first and ends lower in loss (Hägele et al., arXiv 2405.18392).
+The square-root decay falls fast first, and reaches a lower loss (Hägele et al., arXiv 2405.18392).
 
-Cost: none. A run can be made longer from a checkpoint taken before its decay, without a break in the curve.
+Cost: none. A run can be extended from a checkpoint taken before the decay, without a break in the curve.
 """
 
 import math
@@ -18,17 +18,21 @@ from titan.contracts import LrSchedule, option, register
 
 @dataclass(frozen=True, kw_only=True)
 class Config:
-    """Options of `[lr_schedule]`."""
+    """Options of `[lr_schedule]` with `name = "wsd"`."""
 
-    warmup_steps: int = option(0, "steps of linear rise; the last of them has the peak rate", unit="steps", at_least=0)
-    decay_steps: int = option(0, "steps of the fall at the end; 0: a tenth of training", unit="steps", at_least=0)
-    min_ratio: float = option(0.0, "rate at the last step as a share of the peak", at_least=0, at_most=1)
-    shape: Literal["linear", "sqrt"] = option("linear", "how the rate falls: a straight line, or 1 - sqrt(progress)")
+    warmup_steps: int = option(0, "steps of linear warm-up; the last one has the peak rate", unit="steps", at_least=0)
+    decay_steps: int = option(0, "steps of the decay at the end; 0: a tenth of training", unit="steps", at_least=0)
+    min_lr_factor: float = option(
+        0.0, "rate at the last step as a fraction of the peak rate", at_least=0, at_most=1, formerly="min_ratio"
+    )
+    decay_type: Literal["linear", "sqrt"] = option(
+        "linear", "decay curve: a straight line, or 1 - sqrt(progress)", formerly="shape"
+    )
 
 
 @register
 class Wsd(LrSchedule):
-    """Linear warm-up, the peak rate, and a fall to `min_ratio` of it over the last steps."""
+    """Linear warm-up, the peak rate, and a fall to `min_lr_factor` of it over the last steps."""
 
     name = "wsd"
     Config = Config
@@ -40,5 +44,5 @@ class Wsd(LrSchedule):
             return step / peak
         decay = min(self.config.decay_steps or max(1, steps // 10), steps - peak)
         progress = max(0, step - (steps - decay)) / decay
-        fallen = math.sqrt(progress) if self.config.shape == "sqrt" else progress
-        return float(self.config.min_ratio + (1 - self.config.min_ratio) * (1 - fallen))
+        fallen = math.sqrt(progress) if self.config.decay_type == "sqrt" else progress
+        return float(self.config.min_lr_factor + (1 - self.config.min_lr_factor) * (1 - fallen))

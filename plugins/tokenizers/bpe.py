@@ -1,12 +1,12 @@
 """Byte-pair encoding over bytes, with ranks from a file.
 
-Text is cut into words, digits and punctuation, and within each piece the neighbours of lowest rank are merged first
+Text is cut into words, digits and punctuation, and within each piece the adjacent pair of lowest rank is merged first
 (Sennrich et al. 2016; over bytes as in GPT-2). A file of 4,096 ranks, trained on the Python standard library's source,
-is built in; `titan data train-tokenizer` makes others. The id after the last rank ends a document, so the vocabulary
-has one id more than there are ranks: 4,097 for the file that is built in.
+is built in; `titan data train-tokenizer` trains others. The id after the last rank ends a document, so the vocabulary
+has one id more than there are ranks: 4,097 with the built-in file.
 
-Cost: about 3 bytes of Python source a token with the built-in ranks; one core encodes several MB a second.
-Limit: ranks trained with another pattern belong to the tokenizer `tiktoken`.
+Cost: about 3 bytes of Python source per token with the built-in ranks; one core encodes several MB per second.
+Limit: the split pattern is fixed; ranks that were trained with another pattern need another tokenizer plugin.
 """
 
 from collections.abc import Mapping, Sequence
@@ -24,16 +24,16 @@ END = "<|end|>"
 
 @dataclass(frozen=True, kw_only=True)
 class Config:
-    """Which ranks."""
+    """Options of `[tokenizer]`: which rank file is used."""
 
     path: str = option(
-        "", "rank file, a line for each token: its bytes in base64, a space, its rank; empty: built in", path=True
+        "", "rank file, one line per token: its bytes in base64, a space, its rank; empty: the built-in one", path=True
     )
 
 
 @register
 class Bpe(Tokenizer):
-    """Byte pairs; 4,096 ranks are built in, `path` takes others."""
+    """Byte-pair encoding; 4,096 ranks are built in, `path` sets another rank file."""
 
     name = "bpe"
     Config = Config
@@ -46,27 +46,27 @@ class Bpe(Tokenizer):
 
     @property
     def vocab_size(self) -> int:
-        """Ranks and the end id."""
+        """Number of ids: one per rank, and the end id."""
         return self._pairs.vocab_size
 
     @property
     def end(self) -> int:
-        """The id after the last rank."""
+        """The end-of-document id: the one after the last rank."""
         return self._pairs.end
 
     @property
     def fingerprint(self) -> str:
-        """Of ranks and pattern."""
+        """SHA-256 over the ranks, the split pattern and the special tokens."""
         return self._pairs.fingerprint
 
     def encode(self, text: str) -> list[int]:
-        """Ids of a text."""
+        """The ids of a text, without the end id."""
         return self._pairs.encode(text)
 
     def decode(self, ids: Sequence[int]) -> str:
-        """Text of ids."""
+        """The text of some ids; broken UTF-8 becomes the replacement character."""
         return self._pairs.decode(ids)
 
     def hf_files(self) -> Mapping[str, Any] | None:
-        """Ranks as merges."""
+        """The tokenizer files for transformers, with the ranks written as BPE merges."""
         return self._pairs.hf_files()

@@ -1,8 +1,8 @@
 """Bytes as tokens.
 
-The id of a token is the value of a UTF-8 byte, and 256 ends a document: 257 ids, nothing to load, no text unknown.
-Cost: about three times the tokens of the built-in byte pairs on code. For tests and for models that are meant to read
-bytes.
+The id of a token is the value of a UTF-8 byte, and 256 ends a document: 257 ids, nothing to load, and any text can be
+encoded.
+Cost: about three times the tokens of the built-in byte pairs on code. For tests, and for byte-level models.
 """
 
 from collections.abc import Mapping, Sequence
@@ -18,7 +18,7 @@ END_NAME = "<|end|>"
 
 @dataclass(frozen=True, kw_only=True)
 class Config:
-    """Nothing to choose."""
+    """Options of `[tokenizer]` with `name = "byte"`: there are none."""
 
 
 @register
@@ -30,17 +30,17 @@ class Byte(Tokenizer):
 
     @property
     def vocab_size(self) -> int:
-        """257."""
+        """257: the 256 byte values and the end id."""
         return END + 1
 
     @property
     def end(self) -> int:
-        """256."""
+        """256, the id that ends a document."""
         return END
 
     @property
     def fingerprint(self) -> str:
-        """There is one way to do it."""
+        """A constant: the encoding has no options."""
         return "utf-8 bytes, 256 ends"
 
     def encode(self, text: str) -> list[int]:
@@ -52,6 +52,6 @@ class Byte(Tokenizer):
         return bytes(number for number in ids if number < END).decode("utf-8", errors="replace")
 
     def hf_files(self) -> Mapping[str, Any] | None:
-        """Byte pairs without a pair."""
+        """The tokenizer files for transformers: byte-level BPE without merges."""
         ranks = {bytes([number]): number for number in range(END)}
         return hf_tokenizer(ranks, pattern="", specials={END_NAME: END}, end=END_NAME)

@@ -1,13 +1,14 @@
 """Tokenizers of the Hugging Face hub, read from their tokenizer.json.
 
-Takes a model's folder as its maker published it - nothing is downloaded - and encodes with the `tokenizers` library, an
-extra "hf". The token that ends a document is the first of these that is said: the option `end`,
+Reads a model's folder as published (nothing is downloaded), and encodes with the `tokenizers` library (the extra "hf").
+The token that ends a document is the first of these that is given: the option `end`,
 eos_token in tokenizer_config.json, eos_token_id in generation_config.json, eos_token_id in config.json.
 
-Cost: half a second to load 128,000 tokens; one core encodes two to three MB a second, a fifth of what `tiktoken` does.
-Limits: nothing is put before or after a text, whatever the file asks for. Tokens that the file adds without calling
-them special (runs of blanks, `<tool_call>` in some) are found in text, as the file wants it. What its normalizer
-changes, such as Unicode forms or case, does not come back.
+Cost: half a second to load 128,000 tokens; one core encodes two to three MB per second, a fifth of what `tiktoken`
+does.
+Limits: no token is put before or after a text, whatever the file's post-processor says. Added tokens that are not
+marked special (runs of blanks, `<tool_call>` in some files) are matched in text, as the file specifies. Changes of its
+normalizer, such as Unicode forms or case, are not undone by decoding.
 """
 
 import difflib
@@ -35,8 +36,8 @@ MODEL = ("generation_config.json", "config.json")
 class Config:
     """Which files, and which token ends a document."""
 
-    path: str = option(REQUIRED, "a model's folder with tokenizer.json, or that file itself", path=True)
-    end: str = option("", "the token that ends a document; empty: the one that the files beside it call eos")
+    path: str = option(REQUIRED, "folder of a model with tokenizer.json, or that file", path=True)
+    end: str = option("", "token that ends a document; empty: the eos token of the files beside tokenizer.json")
 
 
 @register
@@ -100,7 +101,7 @@ class Hf(Tokenizer):
 
     @classmethod
     def from_hf(cls, folder: Path) -> Mapping[str, Any] | None:
-        """A folder with tokenizer.json."""
+        """The options for a Hugging Face folder; None if it has no tokenizer.json."""
         return {"path": str(folder)} if (folder / TOKENIZER).exists() else None
 
 
@@ -113,7 +114,7 @@ def _open(file: Path) -> "tokenizers.Tokenizer":
     try:
         library = tokenizers.Tokenizer.from_buffer(content)
     except ValueError as error:
-        raise DataError(f"{file} is nothing that the tokenizers library can read: {error}") from None
+        raise DataError(f"{file} cannot be read by the tokenizers library: {error}") from None
     library.no_truncation()
     library.no_padding()
     return library
@@ -131,11 +132,11 @@ def _end(library: "tokenizers.Tokenizer", folder: Path, asked: str) -> int:
         number = said[0] if isinstance(said, list) and said else said
         if isinstance(number, int):
             if number < 0 or library.id_to_token(number) is None:
-                raise DataError(f"eos_token_id in {folder / file} = {number}: no id of {folder / TOKENIZER}")
+                raise DataError(f"eos_token_id in {folder / file} = {number}: not an id of {folder / TOKENIZER}")
             return number
     raise DataError(
-        f"nothing in {folder} says which token ends a document: no eos_token in {ABOUT}, no eos_token_id in "
-        f"{' or '.join(MODEL)}; name it in [tokenizer] end{_nearest('<|endoftext|>', _added(library))}"
+        f"{folder} does not say which token ends a document: no eos_token in {ABOUT}, no eos_token_id in "
+        f"{' or '.join(MODEL)}; set [tokenizer] end{_nearest('<|endoftext|>', _added(library))}"
     )
 
 
@@ -169,7 +170,7 @@ def _json(file: Path) -> dict[str, Any]:
     try:
         value = json.loads(_read(file))
     except ValueError as error:
-        raise DataError(f"{file} is no JSON: {error}") from None
+        raise DataError(f"{file} is not JSON: {error}") from None
     if not isinstance(value, dict):
         raise DataError(f"{file} holds no JSON object")
     return value

@@ -1,8 +1,8 @@
 """Published byte-pair vocabularies, read from their rank files.
 
-Takes the rank file as its maker ships it - Llama 3's `tokenizer.model`, GPT-2's `r50k_base.tiktoken`,
-`cl100k_base.tiktoken`, `o200k_base.tiktoken` - and adds what the file does not say: the pattern that cuts text, and the
-special tokens. Nothing is downloaded; the file must be there.
+Reads the rank file as published - Llama 3's `tokenizer.model`, GPT-2's `r50k_base.tiktoken`,
+`cl100k_base.tiktoken`, `o200k_base.tiktoken` - and adds what the file lacks: the split pattern and the special tokens.
+Nothing is downloaded; the file must exist.
 
     pattern   ranks     specials (id = ranks + offset)                         vocabulary   ends a document
     llama3    128,000   256: begin_of_text, end_of_text, ..., reserved           128,256    <|end_of_text|>, 128001
@@ -10,7 +10,7 @@ special tokens. Nothing is downloaded; the file must be there.
     cl100k    100,256   <|endoftext|>, three fim_*, <|endofprompt|>              100,277    <|endoftext|>, 100257
     o200k     199,998   <|endoftext|>, <|endofprompt|>                           200,019    <|endoftext|>, 199999
 
-Cost: a fifth of a second to load 128,000 ranks; one core encodes several MB a second.
+Cost: a fifth of a second to load 128,000 ranks; one core encodes several MB per second.
 Limit: no begin-of-text id is put before a document.
 """
 
@@ -73,11 +73,11 @@ FAMILIES = {
 
 @dataclass(frozen=True, kw_only=True)
 class Config:
-    """Which file, and whose."""
+    """Options of `[tokenizer]`: the rank file, and its model family."""
 
     path: str = option(REQUIRED, "rank file", path=True)
     pattern: Literal["llama3", "gpt2", "cl100k", "o200k"] = option(
-        "llama3", "whose file it is: decides how text is cut and which special tokens there are"
+        "llama3", "model family of the rank file; sets the split pattern and the special tokens"
     )
 
 
@@ -96,7 +96,7 @@ class Tiktoken(Tokenizer):
 
     @property
     def vocab_size(self) -> int:
-        """Ranks and specials, ids that nobody has counted."""
+        """Number of ids: ranks, special tokens, and reserved ids in between."""
         return self._pairs.vocab_size
 
     @property
@@ -106,17 +106,17 @@ class Tiktoken(Tokenizer):
 
     @property
     def fingerprint(self) -> str:
-        """Of ranks, pattern and specials."""
+        """SHA-256 over the ranks, the split pattern and the special tokens."""
         return self._pairs.fingerprint
 
     def encode(self, text: str) -> list[int]:
-        """Ids of a text."""
+        """The ids of a text, without the end id; special tokens in it are ordinary text."""
         return self._pairs.encode(text)
 
     def decode(self, ids: Sequence[int]) -> str:
-        """Text of ids."""
+        """The text of some ids; broken UTF-8 becomes the replacement character."""
         return self._pairs.decode(ids)
 
     def hf_files(self) -> Mapping[str, Any] | None:
-        """Ranks as merges."""
+        """The tokenizer files for transformers, with the ranks written as BPE merges."""
         return self._pairs.hf_files()

@@ -1,11 +1,11 @@
-"""A line on stderr for each row, and on a terminal a progress bar with the time left.
+"""One line on stderr per logged row; on a terminal also a progress bar with the time left.
 
     step 20/600  loss 5.1234  grad norm 1.234  lr 3.0e-03  12.3k tokens/s  mfu -  0.100 s/step  71.3 GiB  left 00:58
 
-The memory is that of the fullest rank; it is named, as in `71.3 GiB (rank 9)`, where it is not rank 0.
+The memory is that of the rank with the highest peak, which is named if it is not rank 0: `71.3 GiB (rank 9)`.
 
-Cost: some microseconds a row; the bar redraws ten times a second at most.
-Limits: while the bar stands, lines that others print to the terminal must go through logging, or they cut it.
+Cost: some microseconds per row; the bar redraws at most ten times per second.
+Limits: while the bar is shown, output of other code must go through logging, or it breaks the bar.
 """
 
 import logging
@@ -22,12 +22,12 @@ from titan.contracts import Row, RunInfo, Tracker, register
 
 @dataclass(frozen=True, kw_only=True)
 class Config:
-    """Options of `[metrics.console]`: none."""
+    """Options of `[metrics.console]`: none besides `enabled`."""
 
 
 @register
 class Console(Tracker):
-    """A line a row on stderr; on a terminal, a progress bar too."""
+    """One line per row on stderr; on a terminal, a progress bar too."""
 
     name = "console"
     Config = Config
@@ -45,7 +45,7 @@ class Console(Tracker):
             self._redirected.enter_context(logging_redirect_tqdm([logging.getLogger("titan")]))
 
     def log(self, row: Row) -> None:
-        """Print a row."""
+        """Print the main values of a row as one line."""
         validation = row.get("validation_loss") is not None
         line = f"step {row['step']}/{self._steps}  " + (_validation(row) if validation else _training(row, self._steps))
         if self._bar is not None:
@@ -54,7 +54,7 @@ class Console(Tracker):
             print(line, file=sys.stderr, flush=True)
 
     def progress(self, step: int) -> None:
-        """Move the bar."""
+        """Move the progress bar to this step, if there is one."""
         if self._bar is not None:
             self._bar.update(step - self._bar.n)
 

@@ -1,13 +1,12 @@
-"""Metrics as one JSON object a line in `metrics.jsonl` of the run's folder.
+"""Metrics as JSON lines in `metrics.jsonl` of the run's folder.
 
-A row is one write to a file opened for appending, so the file is valid whenever the process is killed. Where a disk
-that is full takes only part of a row, that part is cut off again, at the latest before the next row. When a run goes
-on from step s, rows beyond s, which will be measured again, and a torn last line are dropped first, so that each row
-stands there once; a run that starts anew in the same folder drops them all.
-NaN and infinity, which JSON does not know, are written as null.
+A row is one write to a file opened for appending, so the file is valid whenever the process is killed. If a full disk
+takes only part of a row, that part is removed again, at the latest before the next row. On resume from step s, rows
+beyond s, which will be measured again, and a torn last line are removed first, so that each row appears once. A new run
+in the same folder removes all rows. NaN and infinity, which JSON does not have, are written as null.
 
-Cost: ten microseconds and about 300 bytes a row.
-Limits: not synced to disk; a machine (not a process) that dies may lose the last rows.
+Cost: ten microseconds and about 300 bytes per row.
+Limits: rows are not synced to disk; a crash of the machine (not of the process) may lose the last ones.
 """
 
 import json
@@ -21,12 +20,12 @@ from titan.contracts import Row, RunInfo, Tracker, register
 
 @dataclass(frozen=True, kw_only=True)
 class Config:
-    """Options of `[metrics.jsonl]`: none."""
+    """Options of `[metrics.jsonl]`: none besides `enabled`."""
 
 
 @register
 class Jsonl(Tracker):
-    """One JSON object a row, appended to `metrics.jsonl`."""
+    """One JSON object per row, appended to `metrics.jsonl`."""
 
     name = "jsonl"
     Config = Config
@@ -69,7 +68,7 @@ class Jsonl(Tracker):
             self._torn = False
 
     def close(self) -> None:
-        """Close the file, after whole rows."""
+        """Close the file; it ends with a whole row."""
         if self._file is not None:
             file, self._file = self._file, None
             try:

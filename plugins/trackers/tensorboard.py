@@ -1,12 +1,12 @@
 """Metrics as TensorBoard event files, in `tensorboard/` of the run's folder.
 
 Tags are the rows' keys under a group: `train/loss`, `speed/tokens_per_s`, `memory/peak_memory_gib`,
-`validation/loss`. When a run goes on from step s, TensorBoard is told to forget what lies beyond s. The
-resolved job is there as text.
+`validation/loss`. On resume from step s, events beyond s are purged. The
+resolved job is stored as text.
 
-Cost: about half a millisecond a row, which is flushed, so that a killed process leaves it; 0.3 s at the start.
-Limits: needs no tensorflow, but imports it where it is installed, which is slow. Where a disk is full, rows are lost;
-TensorBoard's own writing thread may end by it, and the curves then stand still until the next start.
+Cost: about half a millisecond per row, with a flush, so that rows survive a killed process; 0.3 s at the start.
+Limits: does not need tensorflow, but imports it if it is installed, which is slow. On a full disk rows are lost, and
+TensorBoard's writer thread may end; the curves then have no new points until the next start.
 """
 
 from dataclasses import dataclass
@@ -35,12 +35,12 @@ GROUPS = {
 
 @dataclass(frozen=True, kw_only=True)
 class Config:
-    """Options of `[metrics.tensorboard]`: none."""
+    """Options of `[metrics.tensorboard]`: none besides `enabled`."""
 
 
 @register
 class TensorBoard(Tracker):
-    """TensorBoard event files, tags grouped."""
+    """Writes TensorBoard event files, with tags in groups such as train/loss."""
 
     name = "tensorboard"
     Config = Config
@@ -64,7 +64,7 @@ class TensorBoard(Tracker):
         self._writer.flush()
 
     def close(self) -> None:
-        """Close the event file."""
+        """Write the remaining events and close the event file."""
         if self._writer is not None:
             self._writer.close()
             self._writer = None

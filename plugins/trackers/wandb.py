@@ -1,18 +1,18 @@
-"""Metrics as a run of Weights & Biases (wandb.ai, or a server of your own), where `[metrics.wandb]` stands.
+"""Metrics as a run of Weights & Biases (wandb.ai, or a server of your own), enabled by the table `[metrics.wandb]`.
 
     [metrics.wandb]
     project = "llama"
     mode = "offline"      # nothing leaves the machine; `wandb sync runs/NAME/wandb/offline-run-*` sends it later
 
 Keys are those of `metrics.jsonl`, over the key `step`. The config is the resolved job; the summary holds the last value
-of every key, and `params`, the number of parameters. The run's id is kept in `wandb/id` of the run's folder: a run that
-goes on is the same run there, one that starts anew in the folder is another.
+of every key, and `params`, the number of parameters. The run's id is kept in `wandb/id` of the run's folder: a resumed
+run continues the same wandb run; a new run in the folder gets a new one.
 
-Cost: a process of its own, started in about a second; some hundred microseconds a row. At the end of an online run it
-waits up to `finish_timeout_s` for what has not been sent yet.
+Cost: a separate process, started in about a second; some hundred microseconds per row. At the end of an online run it
+waits up to `finish_timeout_s` for unsent rows.
 Limits: needs the wandb package (the extra "wandb"), and online a login (`wandb login`). Nothing is read from
-the server, no system metrics, console output or source code are sent. Where a run goes on from an earlier checkpoint,
-the steps in between stand there twice. If wandb fails while the run is under way, the run goes on without it.
+the server, no system metrics, console output or source code are sent. If a run resumes from an earlier checkpoint,
+the steps in between appear twice. If wandb fails during training, training continues without it.
 """
 
 import logging
@@ -23,23 +23,25 @@ from pathlib import Path
 from typing import Any, Literal
 
 from titan.contracts import Row, RunInfo, Tracker, option, register
-from titan.errors import ConfigError, Fault, by_errno, install
+from titan.errors import ConfigError, ConfigIssue, by_errno, install
 
 _log = logging.getLogger("titan")
 
 
 @dataclass(frozen=True, kw_only=True)
 class Config:
-    """Options of `[metrics.wandb]`."""
+    """Options of `[metrics.wandb]`: where the run appears, and how rows are sent."""
 
     project: str = option("titan", "project that the run belongs to")
-    entity: str = option("", "user or team that owns the project; empty: the one that is logged in")
+    entity: str = option("", "user or team that owns the project; empty: the logged-in user")
     group: str = option("", "runs of one group are shown together; empty: none")
     tags: tuple[str, ...] = option((), "labels of the run")
-    mode: Literal["online", "offline"] = option("online", "send rows as they come, or keep them for `wandb sync`")
+    mode: Literal["online", "offline"] = option(
+        "online", "online: send rows while training; offline: keep them for `wandb sync`"
+    )
     finish_timeout_s: float = option(
         60.0,
-        "longest wait at the end of the run for rows to be sent; they stay on disk",
+        "longest wait for unsent rows at the end of the run; unsent rows stay on disk",
         unit="s",
         above=0,
         at_most=1e6,
@@ -48,7 +50,7 @@ class Config:
 
 @register
 class Wandb(Tracker):
-    """A run of Weights & Biases; on where [metrics.wandb] stands."""
+    """A run of Weights & Biases; enabled by the table [metrics.wandb]."""
 
     name = "wandb"
     Config = Config
@@ -76,7 +78,7 @@ class Wandb(Tracker):
             )  # fmt: skip
         except (wandb.Error, OSError) as error:
             what = f"[metrics.wandb] mode = {own.mode!r}: {' '.join(str(error).split())}"
-            fault = Fault("", f'{what}; run `wandb login`, or set mode = "offline"')
+            fault = ConfigIssue("", f'{what}; run `wandb login`, or set mode = "offline"')
             raise by_errno(error, ConfigError([fault])) from None
         self._run.define_metric("step", hidden=True)
         self._run.define_metric("*", step_metric="step")
@@ -84,13 +86,13 @@ class Wandb(Tracker):
         _log.info(f"wandb: {self._run.url if own.mode == 'online' else Path(self._run.dir).parent}")
 
     def log(self, row: Row) -> None:
-        """Hand over the row's known values."""
+        """Send the values of a row that are not None to Weights & Biases."""
         if self._run is None:
             return
         try:
             self._run.log({key: value for key, value in row.items() if value is not None})
         except Exception as error:  # whatever it is, it is not the training's
-            _log.warning(f"wandb: {type(error).__name__}: {error}; it gets no more rows")
+            _log.warning(f"wandb: {type(error).__name__}: {error}; wandb gets no more rows")
             self._run = None
 
     def close(self) -> None:
@@ -101,7 +103,7 @@ class Wandb(Tracker):
         try:
             self._run.finish(exit_code=int(failed))
         except Exception as error:
-            _log.warning(f"wandb: {type(error).__name__}: {error}; the run may stand there as unfinished")
+            _log.warning(f"wandb: {type(error).__name__}: {error}; wandb may show the run as unfinished")
         self._run = None
 
 

@@ -16,7 +16,7 @@ from titan.contracts.base.registry import Plugin
 from titan.planner.step.layout import costs_of
 from titan.planner.step.predict import Planner
 
-registry.open_doors()
+registry.load_plugins()
 # Other tests' guests may have come in already.
 EVERY = [plugin for plugin in registry.every() if plugin.__module__.startswith("titan.plugins.")]
 TECHNIQUES = [plugin for plugin in EVERY if issubclass(plugin, Technique)]
@@ -83,7 +83,7 @@ def test_presets_are_configs(plugin: type[Model]) -> None:
         config, faults = parse(plugin.Config, values, Where("model"))
         assert config is not None, (preset, faults)
         assert not list(plugin(config).check()), preset
-        assert plugin(config).plan().params > 0
+        assert plugin(config).spec().params > 0
 
 
 @pytest.mark.parametrize("plugin", [p for p in EVERY if issubclass(p, LrSchedule)], ids=label)
@@ -124,9 +124,9 @@ def test_a_job_with_it_on_can_be_planned(technique: type[Technique]) -> None:
     assert all(part >= 0 for memory in prediction.memory for part in vars(memory).values())
 
 
-@pytest.mark.parametrize("technique", [t for t in TECHNIQUES if t.choices], ids=label)
+@pytest.mark.parametrize("technique", [t for t in TECHNIQUES if t.search_space], ids=label)
 def test_what_a_search_may_choose_are_its_options(technique: type[Technique]) -> None:
-    for choice in technique.choices:
+    for choice in technique.search_space:
         config, faults = parse(technique.Config, {**required(technique), **choice}, Where("plugins"))
         assert config is not None, (choice, faults)
 
@@ -148,7 +148,7 @@ def off(tmp_path_factory: pytest.TempPathFactory) -> Outcome:
     return train_job(tmp_path_factory.mktemp("off"), 1)
 
 
-@pytest.mark.parametrize("technique", [t for t in TECHNIQUES if t.parity], ids=label)
+@pytest.mark.parametrize("technique", [t for t in TECHNIQUES if t.preserves_numerics], ids=label)
 def test_parity_with_it_off_and_its_checkpoint_loads_without_it(technique, off: Outcome, tmp_path: Path) -> None:
     ranks, words = switched_on(technique)
     words += WORDS.get(technique.name, ())

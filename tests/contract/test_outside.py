@@ -24,7 +24,7 @@ def alone(tmp_path_factory: pytest.TempPathFactory):
 
 @pytest.mark.parametrize(
     ("world_size", "degrees"),
-    [(2, {"crew": 2}), (4, {"crew": 4}), (4, {"crew": 2, "dp_shard": 2}), (4, {"crew": 2, "pp": 2})],
+    [(2, {"toy_dp": 2}), (4, {"toy_dp": 4}), (4, {"toy_dp": 2, "dp_shard": 2}), (4, {"toy_dp": 2, "pp": 2})],
     ids=str,
 )
 def test_parity(world_size: int, degrees: dict[str, int], alone, tmp_path: Path) -> None:
@@ -34,8 +34,8 @@ def test_parity(world_size: int, degrees: dict[str, int], alone, tmp_path: Path)
 
 def test_resumes_on_another_layout(alone, tmp_path: Path) -> None:
     saving = ("--checkpoint.enabled", "true")
-    train_job(tmp_path, 2, "--mesh.crew", "2", *saving, "--train.steps", "5", config=OUTSIDE)
-    assert_same_curve(alone, train_job(tmp_path, 4, "--mesh.crew", "4", *saving, config=OUTSIDE))
+    train_job(tmp_path, 2, "--mesh.toy_dp", "2", *saving, "--train.steps", "5", config=OUTSIDE)
+    assert_same_curve(alone, train_job(tmp_path, 4, "--mesh.toy_dp", "4", *saving, config=OUTSIDE))
 
 
 def titan(*words: object) -> str:
@@ -44,7 +44,7 @@ def titan(*words: object) -> str:
 
 
 def test_its_cost_is_planned_with() -> None:
-    found = json.loads(titan("plan", "--config", OUTSIDE, "--mesh.crew", 2, "--data.path", "x", "--json"))
+    found = json.loads(titan("plan", "--config", OUTSIDE, "--mesh.toy_dp", 2, "--data.path", "x", "--json"))
     parameters = found["stages"][0]["memory_gib"]["parameters"] * 2**30 / 4
     # An all-reduce between two ranks sends all gradients once, at the NVLink rate of the default cluster at most.
     assert found["time_s"]["dp"] > 4 * parameters / 300e9
@@ -52,10 +52,10 @@ def test_its_cost_is_planned_with() -> None:
 
 def test_a_written_job_finds_its_plugins(tmp_path: Path) -> None:
     best = tmp_path / "elsewhere" / "best.toml"
-    fixed = ("--mesh.crew", 2, "--data.path", "x")
-    titan("plan", "--config", OUTSIDE, "--search", "--world-size", 2, *fixed, "--write", best)
+    fixed = ("--mesh.toy_dp", 2, "--data.path", "x")
+    titan("plan", "--config", OUTSIDE, "--search", "--world-size", 2, *fixed, "--output", best)
     job = json.loads(titan("config", best, "--json"))
-    assert job["mesh"]["crew"] == 2 and job["model"]["name"] == "averager"
+    assert job["mesh"]["toy_dp"] == 2 and job["model"]["name"] == "averager"
 
 
 def test_what_a_run_prints_at_its_end_can_be_pasted_elsewhere(tmp_path: Path) -> None:
@@ -63,12 +63,13 @@ def test_what_a_run_prints_at_its_end_can_be_pasted_elsewhere(tmp_path: Path) ->
     (folder / "plugins").mkdir(parents=True)
     here.mkdir()
     for guest in ("averager", "heavyball", "ledger"):
-        shutil.copy(ROOT / "tests" / "guests" / f"{guest}.py", folder / "plugins")
+        shutil.copy(ROOT / "tests" / "plugins" / f"{guest}.py", folder / "plugins")
     write_text(folder / "text")
     (folder / "job.toml").write_text(
-        OUTSIDE.read_text().replace("../guests", "plugins").replace("base.toml", str(BASE))
+        OUTSIDE.read_text().replace("../plugins", "plugins").replace("base.toml", str(BASE))
     )
-    words = ["--run.dir", "runs", "--run.sample", "it's -- here", "--data.path", "text/*.txt", "--data.cache", "cache"]
+    words = ["--run.dir", "runs", "--run.sample_prompt", "it's -- here", "--data.path", "text/*.txt"]
+    words += ["--data.cache", "cache"]
     words += ["--checkpoint.enabled", "true", "--train.steps", "1", "--metrics.tensorboard.enabled", "true"]
     command = [sys.executable, "-P", "-m", "titan.launch", "--config", "job.toml", *words]
     environment = {"PATH": "/usr/bin:/bin", "HOME": str(tmp_path), "OMP_NUM_THREADS": "1"}
@@ -91,7 +92,7 @@ def test_tracker_wrote(alone, tmp_path: Path) -> None:
     assert lines == [f"{step} {row['loss']}" for step, row in sorted(outcome.rows.items())]
 
 
-@pytest.mark.parametrize("name", ["averager", "crew", "frills", "heavyball", "ledger"])
+@pytest.mark.parametrize("name", ["averager", "toy_dp", "frills", "heavyball", "ledger"])
 def test_nobody_inside_knows(name: str) -> None:
     for room in ("titan", "plugins"):
         for file in (ROOT / room).rglob("*.py"):

@@ -13,7 +13,7 @@ from titan.checkpoint.disk import folder as folders
 
 pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="needs /proc and the parent death signal")
 
-SAVING = ("--checkpoint.every", "1", "--checkpoint.async", "false", "--checkpoint.keep", "0")
+SAVING = ("--checkpoint.every", "1", "--checkpoint.async", "false", "--checkpoint.keep_latest", "0")
 
 
 @pytest.fixture(scope="module")

@@ -19,7 +19,7 @@ from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, 
 
 from tests.ranks import RankError, run_ranks
 from titan.checkpoint import Checkpointer, rng_state, storage
-from titan.contracts import Part
+from titan.contracts import ModelPart
 from titan.errors import CheckpointError
 
 Layout = tuple[int, int, int]
@@ -93,7 +93,7 @@ def _save(folder: Path, layout: Layout, asynchronous: bool = False) -> None:
     optimizer = _adamw(model)
     _known_state(model, optimizer)
     checkpointer = _checkpointer(folder, asynchronous)
-    checkpointer.save(7, [Part(model)], optimizer, {"layout": list(layout)})
+    checkpointer.save(7, [ModelPart(model)], optimizer, {"layout": list(layout)})
     checkpointer.wait()
 
 
@@ -103,7 +103,7 @@ def _load_and_compare(folder: Path, layout: Layout, saved: Layout) -> None:
     for tensor in (*model.parameters(), *model.buffers()):
         tensor.detach().fill_(-1)
     optimizer = _adamw(model)
-    rest = _checkpointer(folder).load(folder / "step-00000007", [Part(model)], optimizer)
+    rest = _checkpointer(folder).load(folder / "step-00000007", [ModelPart(model)], optimizer)
     assert rest == {"layout": list(saved)}
     assert torch.equal(model.seen, expected["seen"])
     for name, parameter in model.named_parameters():
@@ -151,14 +151,14 @@ def _train_while_saving(folder: Path) -> None:
 
     storage.write = late
     checkpointer = _checkpointer(folder, asynchronous=True)
-    checkpointer.save(1, [Part(model)], optimizer, {})
+    checkpointer.save(1, [ModelPart(model)], optimizer, {})
     for _ in range(3):
         _step(model, optimizer)
     trained.set()
     _step(model, optimizer)
     checkpointer.wait()
     assert not torch.equal(_local(model.up.weight), before["up.weight"])
-    checkpointer.load(folder / "step-00000001", [Part(model)], optimizer)
+    checkpointer.load(folder / "step-00000001", [ModelPart(model)], optimizer)
     for name, parameter in model.named_parameters():
         assert torch.equal(_local(parameter), before[name])
         assert torch.equal(_local(optimizer.state[parameter]["exp_avg"]), moments[name])
@@ -193,7 +193,7 @@ def _save_stages(folder: Path, sharded: bool) -> None:
         fully_shard(model, mesh=mesh["shard"])
     optimizer = _adamw(model)
     _known_state(model, optimizer)
-    _checkpointer(folder).save(7, [Part(model, stage, 2)], optimizer, {})
+    _checkpointer(folder).save(7, [ModelPart(model, stage, 2)], optimizer, {})
 
 
 @pytest.mark.parametrize("sharded", [False, True])
@@ -205,7 +205,7 @@ def test_stages_save_one_model_and_a_tied_tensor_once(tmp_path: Path, sharded: b
     for parameter in whole.parameters():
         parameter.detach().zero_()
     optimizer = _adamw(whole)
-    _checkpointer(tmp_path).load(tmp_path / "step-00000007", [Part(whole)], optimizer)
+    _checkpointer(tmp_path).load(tmp_path / "step-00000007", [ModelPart(whole)], optimizer)
     wanted = dict(expected.named_parameters())
     for name, parameter in whole.named_parameters():
         assert torch.equal(parameter, wanted[name])
@@ -215,7 +215,7 @@ def test_stages_save_one_model_and_a_tied_tensor_once(tmp_path: Path, sharded: b
 def _load_stages_without_second(folder: Path) -> str:
     model = _Stage(_tied(), [["embed"], ["first"]][dist.get_rank()])
     with pytest.raises(CheckpointError) as refused:
-        _checkpointer(folder).load(folder / "step-00000007", [Part(model)], _adamw(model))
+        _checkpointer(folder).load(folder / "step-00000007", [ModelPart(model)], _adamw(model))
     return str(refused.value)
 
 
@@ -235,7 +235,7 @@ def _save_after_validation(folder: Path) -> None:
     with torch.no_grad():
         model(torch.arange(8).unsqueeze(0))
     assert not isinstance(model.up.weight, DTensor), "validation leaves gathered parameters behind"
-    _checkpointer(folder).save(1, [Part(model)], optimizer, {})
+    _checkpointer(folder).save(1, [ModelPart(model)], optimizer, {})
     names = storage.tensors_of(storage.read_metadata(folder / "step-00000001"))
     assert len(names["model.up.weight"].chunks) == 2
     assert {"optimizer.up.weight.exp_avg", "optimizer.up.weight.step"} <= names.keys()
@@ -272,8 +272,8 @@ def _find(folder: Path, resume: str) -> str:
 
 
 def test_rank_0_decides_for_all(tmp_path: Path) -> None:
-    absent = run_ranks(_find, 2, tmp_path, "must")
-    assert absent == [f'refused: checkpoint.resume = "must": there is no complete checkpoint in {tmp_path}'] * 2
+    absent = run_ranks(_find, 2, tmp_path, "required")
+    assert absent == [f'refused: checkpoint.resume = "required": there is no complete checkpoint in {tmp_path}'] * 2
     _save(tmp_path, ONE)
     assert run_ranks(_find, 2, tmp_path, "auto") == [str(tmp_path / "step-00000007")] * 2
 
@@ -310,7 +310,7 @@ def _fill_disk(folder: Path, asynchronous: bool, full_rank: int) -> Mapping[str,
     fully_shard(model, mesh=init_device_mesh("cpu", (2,)))
     optimizer = _adamw(model)
     checkpointer = _checkpointer(folder, asynchronous)
-    checkpointer.save(1, [Part(model)], optimizer, {})
+    checkpointer.save(1, [ModelPart(model)], optimizer, {})
     checkpointer.wait()
     _known_state(model, optimizer)
     unlimited = resource.getrlimit(resource.RLIMIT_FSIZE)
@@ -318,13 +318,13 @@ def _fill_disk(folder: Path, asynchronous: bool, full_rank: int) -> Mapping[str,
         signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
         resource.setrlimit(resource.RLIMIT_FSIZE, (20_000, unlimited[1]))
     with pytest.raises(CheckpointError) as refused:
-        checkpointer.save(2, [Part(model)], optimizer, {})
+        checkpointer.save(2, [ModelPart(model)], optimizer, {})
         checkpointer.wait()
     resource.setrlimit(resource.RLIMIT_FSIZE, unlimited)
     dist.barrier()
     left = sorted(path.name for path in folder.iterdir())
     dist.barrier()
-    checkpointer.save(3, [Part(model)], optimizer, {})
+    checkpointer.save(3, [ModelPart(model)], optimizer, {})
     checkpointer.wait()
     return {"told": str(refused.value), "left": left, "then": sorted(path.name for path in folder.iterdir())}
 
@@ -351,7 +351,7 @@ def _die_while_writing(folder: Path) -> None:
 
     storage._Writer.write_data = half  # type: ignore[method-assign]
     model = _model((1, 2, 1))
-    _checkpointer(folder, asynchronous=True).save(8, [Part(model)], _adamw(model), {})
+    _checkpointer(folder, asynchronous=True).save(8, [ModelPart(model)], _adamw(model), {})
     signal.pause()
 
 
@@ -370,7 +370,7 @@ def _lose_a_peer(folder: Path, asynchronous: bool) -> str:
         return "gone"
     model = _model(ONE)
     with pytest.raises(CheckpointError) as refused:
-        checkpointer.save(1, [Part(model)], _adamw(model), {})
+        checkpointer.save(1, [ModelPart(model)], _adamw(model), {})
         checkpointer.wait()
     return str(refused.value)
 

@@ -52,7 +52,7 @@ def test_workers_change_nothing_and_faults_keep_their_words(tmp_path: Path) -> N
     bad = samples(([write(tmp_path / "bad.bin", [[1] * 100 + [77] * 20])], 1.0), vocab_size=77)
     faulty = loader(bad, 1)
     tokens_of(faulty, 3)
-    with pytest.raises(DataError, match=r"^shard .*bad\.bin: token 100 is 77, beyond the vocabulary of 77; was"):
+    with pytest.raises(DataError, match=r"^shard .*bad\.bin: token 100 is 77, outside the vocabulary of 77; make"):
         next(faulty)
     faulty.close()
 
@@ -133,7 +133,7 @@ def test_processes_know_plugins_of_a_users_folder(home: str, text: Path, tmp_pat
     (tmp_path / home / "shouted.py").write_text(SHOUTED)
     beside = tmp_path / f"{home}_shouted.py"
     beside.write_text(SHOUTED.replace('"shouted"', '"another"'))
-    registry.open_doors([tmp_path / home / "shouted.py", beside])
+    registry.load_plugins([tmp_path / home / "shouted.py", beside])
     plugin = registry.find("dataset", "shouted")
     assert plugin is not None
     dataset = plugin(plugin.Config(path=str(text)))
@@ -146,7 +146,7 @@ def test_processes_know_plugins_of_a_users_folder(home: str, text: Path, tmp_pat
         return
 
     (tmp_path / "killed").touch()
-    with pytest.raises(ResourceError, match=r"was killed, perhaps .*; set data\.prepare_workers to less than 2$"):
+    with pytest.raises(ResourceError, match=r"was killed, possibly .*; set data\.prepare_workers below 2$"):
         prepare(dataset, BYTES, cache=tmp_path / "other", workers=2, progress=False)
     assert nothing_kept(tmp_path / "other")
 
@@ -187,7 +187,7 @@ def test_killed_at_any_moment_is_complete_or_absent(text: Path, tmp_path: Path, 
     assert ended.returncode == -signal.SIGKILL
     expected = prepare(dataset, BYTES, cache=tmp_path / "undisturbed", workers=1, progress=False)
     found = prepare(dataset, BYTES, cache=cache, workers=1, progress=False)
-    content = [b"".join(Samples([(p, 1.0)], seq_len=9, packing="stream", seed=0, shuffle=False, vocab_size=257)[g]
+    content = [b"".join(Samples([(p, 1.0)], seq_len=9, packing="concat", seed=0, shuffle=False, vocab_size=257)[g]
                .tokens.numpy().tobytes() for g in range(50)) for p in (expected, found)]  # fmt: skip
     assert content[0] == content[1]
     left = list(cache.glob(".partial*"))
@@ -212,9 +212,9 @@ def test_ranks_that_find_other_samples_do_not_train(tmp_path: Path) -> None:
     """As where a file comes after rank 0 has listed them."""
     for rank in (0, 1):
         write_text(tmp_path / str(rank))
-    (tmp_path / "1" / "late.txt").write_text("a file that came while rank 0 was tokenising the others")
+    (tmp_path / "1" / "late.txt").write_text("a file that came while rank 0 was tokenizing the others")
     said = (
-        "rank 1 found other samples than rank 0: files of a dataset changed or came meanwhile, or its node sees other"
+        "rank 1 found other samples than rank 0: files of a dataset changed while it was read, or its node sees other"
     )
     found = run_ranks(_built, 2, str(tmp_path), init=False)
     assert found[0] == found[1] and found[0].startswith(said)

@@ -48,8 +48,9 @@ def place(tmp_path_factory: pytest.TempPathFactory) -> Path:
     (plugin,) = re.findall(r"```python\n(.*?)```", (ROOT / "README.md").read_text(), re.S)
     (place / "my_plugins" / "lion.py").write_text(plugin)
     complete = r"Save as `(my_plugins/\w+\.py)`:\n\n```python\n(.*?)```"
-    for name, code in re.findall(complete, (ROOT / "docs" / "plugins.md").read_text(), re.S):
-        (place / name).write_text(code)
+    for page in PAGES:
+        for name, code in re.findall(complete, page.read_text(), re.S):
+            (place / name).write_text(code)
     for folder in ("configs", "tests"):
         (place / folder).symlink_to(ROOT / folder)
     (place / "run_train.sh").symlink_to(ROOT / "run_train.sh")

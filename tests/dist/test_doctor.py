@@ -51,7 +51,7 @@ def _doctor(words: list[str], slow: int) -> dict[str, Any] | None:
 def examined(tmp_path_factory: pytest.TempPathFactory) -> tuple[dict[str, Any], Path]:
     """What rank 0 of two prints, rank 1 being slow, and the file it has written."""
     folder = tmp_path_factory.mktemp("doctor")
-    words = ["--seconds", "1", "--disk", str(folder), "--save", str(folder / "c.toml")]
+    words = ["--seconds", "1", "--disk", str(folder), "--output", str(folder / "c.toml")]
     first, second = run_ranks(_doctor, 2, words, 1, init=False)
     assert second is None, "one rank talks"
     assert [path.name for path in folder.iterdir()] == ["c.toml"], "what is written to the disk is removed"
@@ -62,7 +62,7 @@ def test_all_is_measured(examined: tuple[dict[str, Any], Path]) -> None:
     found, _ = examined
     assert found["world_size"] == found["ranks_per_node"] == len(found["ranks"]) == 2
     kinds = {row["kind"] for row in found["measured"]}
-    assert kinds >= {"products in float32", "products in bfloat16", "attention", "memory", "norm", "disk"}
+    assert kinds >= {"matrix products in float32", "matrix products in bfloat16", "attention", "memory", "norm", "disk"}
     assert kinds >= {"all_reduce of all ranks", "reduce_scatter of all ranks", "small all_to_all of all ranks"}
     assert {tuple(row["seconds"]) for row in found["measured"] if "messages" in row["kind"]} == {
         (f"{found['ranks'][0]} - {found['ranks'][1]}",)
@@ -73,7 +73,7 @@ def test_all_is_measured(examined: tuple[dict[str, Any], Path]) -> None:
 def test_a_slow_rank_is_named(examined: tuple[dict[str, Any], Path]) -> None:
     found, _ = examined
     slow = {(odd["subject"], odd["kind"]) for odd in found["outliers"] if odd["fault"] == "slow"}
-    kinds = {"products in float32", "products in bfloat16", "attention", "memory", "norm", "activation"}
+    kinds = {"matrix products in float32", "matrix products in bfloat16", "attention", "memory", "norm", "activation"}
     named = [sum((rank, kind) in slow for kind in kinds) for rank in found["ranks"]]
     assert named[1] > 3 > 1 >= named[0]  # one by chance, on a busy machine
 
@@ -84,7 +84,7 @@ def test_the_file_is_a_cluster(examined: tuple[dict[str, Any], Path]) -> None:
     assert "ranks: 2, nodes: 1" in read.source
     assert len(read.products["float32"].curve()) == 2
     [link] = read.links
-    assert link.gb_s == found["cluster"]["links"][0]["gb_s"] > 0
+    assert link.bandwidth_gb_s == found["cluster"]["links"][0]["bandwidth_gb_s"] > 0
 
 
 def _four_ranks_on_two_nodes() -> dict[str, Any] | None:
@@ -106,5 +106,5 @@ def test_one_rank_and_the_table(capsys: pytest.CaptureFixture[str]) -> None:
     with _small():
         assert cli.main(["doctor", "--seconds", "0.2"]) == 0
     printed = capsys.readouterr().out
-    assert "ranks: 1, 1 a node" in printed and "products, float32 32 x 32 x 32" in printed
+    assert "ranks: 1, 1 per node" in printed and "matrix products, float32, 32 x 32 x 32" in printed
     assert printed.endswith("No outliers.\n")

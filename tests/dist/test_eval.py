@@ -208,7 +208,7 @@ def test_wrong_input_is_said_in_a_sentence(trained: Trained, tmp_path: Path) -> 
         ("--data", "txt", "--path", "x"): "unknown dataset (did you mean 'text'?)",
         ("--data", "text", "--path", "nowhere"): "nowhere: no such file or folder",
         ("--data", "text"): "[data] path: missing",
-        ("--data", "jsonl", "--path", "bad.jsonl"): "bad.jsonl:1: no field 'text'; there is 'txt'",
+        ("--data", "jsonl", "--path", "bad.jsonl"): "bad.jsonl:1: no field 'text'; set data.field to one of: 'txt'",
         ("--data", "jsonl", "--path", "empty.jsonl"): "dataset 'jsonl' holds no token to predict",
         ("--data", "jsonl", "--path", "empty.jsonl", "--last-word"): "dataset 'jsonl' holds no text",
         ("--data", "jsonl", "--path", "one.jsonl", "--last-word"): "one.jsonl:3: a last word needs another before it",

@@ -50,10 +50,10 @@ def gradient_times_tp() -> None:
 
 
 def lost_micro_batch() -> None:
-    from titan.training.engine import Direct
+    from titan.training.engine import SequentialEngine
 
-    whole = Direct.forward_backward
-    Direct.forward_backward = lambda self, batches, loss: whole(self, batches[:-1], loss)
+    whole = SequentialEngine.forward_backward
+    SequentialEngine.forward_backward = lambda self, batches, loss: whole(self, batches[:-1], loss)
 
 
 def biased_weight() -> None:

@@ -35,13 +35,13 @@ def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> str:
 def _texts(checkpoint: str, words: list[str]) -> list[list[int]]:
     """On one rank: greedy and drawn continuations of all prompts."""
     from titan.inference import generation
-    from titan.inference.trained import open_job, open_trained
+    from titan.inference.load_model import open_job, open_trained
     from titan.ranks import process
 
     path, job = open_job(checkpoint, words, process.launched_world_size())
     trained = open_trained(path, job, process.join(job))
     prompts = [generation.encode(job, prompt) for prompt in PROMPTS]
-    texts = [generation.generate(trained.world, trained.engine, prompts, sampling) for sampling in SAMPLINGS]
+    texts = [generation.generate(trained.context, trained.engine, prompts, sampling) for sampling in SAMPLINGS]
     return [text.tokens for some in texts for text in some]
 
 
@@ -101,7 +101,7 @@ def _sample(folder: str, words: list[str]) -> str:
     )
     run = build.build(job, process.join(job))
     trainer.train(run)
-    return generation.sample(run.world, run.engine, "the model trains", job.run.seed)
+    return generation.sample(run.context, run.engine, "the model trains", job.run.seed)
 
 
 def test_the_sample_of_training_is_the_same_at_any_layout(checkpoint: str) -> None:
@@ -162,7 +162,7 @@ def test_what_is_streamed_is_the_text(checkpoint: str) -> None:
 @pytest.mark.parametrize(
     ("words", "code", "said"),
     [
-        (["--checkpoint", "nowhere", "--prompt", "a"], 1, "--checkpoint = 'nowhere': there is no such folder"),
+        (["--checkpoint", "nowhere", "--prompt", "a"], 1, "--checkpoint = 'nowhere': no such folder"),
         (["--prompt", "x" * 32], 2, "has 32 tokens; the model's max_seq_len is 32"),
         (["--prompt", "x", "--top-p", "1.5", "--samples", "0"], 2, "--top-p 1.5: must be above 0 and at most 1"),
         (["--prompt", "x", "--top-p", "1.5", "--samples", "0"], 2, "--samples 0: must be at least 1"),

@@ -14,18 +14,18 @@ from torch.distributed.tensor import DTensor
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 
 from tests.ranks import run_ranks
-from titan.contracts import Axis, Part, Technique
+from titan.contracts import Axis, ModelPart, Technique
 from titan.contracts.base.mesh import Mesh, lay_out
-from titan.contracts.base.plan import ONES, ZEROS, ModelPlan, computed, normal
+from titan.contracts.base.spec import ONES, ZEROS, ModelSpec, computed, normal
 from titan.errors import PluginError
 from titan.plugins.models.llama import Llama
 from titan.training import build, phases
 from titan.training.gradients import clip, global_norm
 from titan.training.init import draw, init_weights
 
-PLAN = ModelPlan(
-    n_layers=1, dim=5, n_heads=1, n_kv_heads=1, head_dim=5, vocab_size=7, max_seq_len=4, stem=(), head=(), tensor={},
-    init={"*.weight": normal(0.5), "*.bias": ONES}, layer_params=0, stem_params=0, head_params=0,
+PLAN = ModelSpec(
+    n_layers=1, dim=5, n_heads=1, n_kv_heads=1, head_dim=5, vocab_size=7, max_seq_len=4, embeddings=(), head=(),
+    tensor={}, init={"*.weight": normal(0.5), "*.bias": ONES}, layer_params=0, embedding_params=0, head_params=0,
     matmul_params_per_layer=0, head_matmul_params=0,
 )  # fmt: skip
 
@@ -42,14 +42,17 @@ def _mixed() -> tuple[float, float, dict[str, float]]:
     parallelize_module(module, both["tp"], {"0": ColwiseParallel(), "1": RowwiseParallel()})
     fully_shard(module[0], mesh=both["dp"])
     fully_shard(module[1], mesh=both["dp"])  # the last layer stays plain
-    part = Part(module)
+    part = ModelPart(module)
     init_weights(part, PLAN, seed=3)
     worst = {}
     for name, parameter in part.parameters():
         whole = parameter.full_tensor() if isinstance(parameter, DTensor) else parameter
         worst[name] = (whole - draw(PLAN.init_of(name), whole.shape, 3, name, whole.device, whole.dtype)).abs().max()
         parameter.grad = parameter.detach().clone() * 2
-    axes = [Axis(name="dp", role="batch", depth=1, doc=""), Axis(name="tp", role="model", depth=2, doc="")]
+    axes = [
+        Axis(name="dp", role="batch", topology_order=1, doc=""),
+        Axis(name="tp", role="model", topology_order=2, doc=""),
+    ]
     mesh = Mesh(lay_out(axes, {"dp": 2, "tp": 2}, 4)[0], torch.device("cpu"), rank)
     norm = global_norm([part], mesh)
     clip([part], norm, 0.25)
@@ -58,7 +61,7 @@ def _mixed() -> tuple[float, float, dict[str, float]]:
 
 def test_norm_clipping_and_initial_weights_of_sharded_sliced_and_plain_parameters() -> None:
     module = _module()
-    init_weights(Part(module), PLAN, seed=3)
+    init_weights(ModelPart(module), PLAN, seed=3)
     expected = 2 * torch.cat([p.detach().flatten() for p in module.parameters()]).norm().item()
     for norm, clipped, worst in run_ranks(_mixed, 4):
         assert abs(norm / expected - 1) < 1e-6
@@ -84,23 +87,23 @@ def test_a_computed_value_is_cast_and_must_have_the_shape() -> None:
 
 
 def test_a_buffer_that_the_model_does_not_have_is_refused() -> None:
-    plan = replace(PLAN, layers="0", buffers={"*.seen": ZEROS, "*.rope": ZEROS})
+    spec = replace(PLAN, layers="0", buffers={"*.seen": ZEROS, "*.rope": ZEROS})
     names = ["0.weight", "0.bias"]
-    plan.check_names(["0"], names, ["0.seen", "0.rope"])
-    with pytest.raises(PluginError, match=r"names what the model does not have: \*\.rope"):
-        plan.check_names(["0"], names, ["0.seen"])
+    spec.check_names(["0"], names, ["0.seen", "0.rope"])
+    with pytest.raises(PluginError, match=r"match nothing in the model: \*\.rope"):
+        spec.check_names(["0"], names, ["0.seen"])
 
 
 def test_a_technique_may_give_values_to_buffers_that_it_registers_later() -> None:
     model = Llama(Llama.Config(**Llama.presets["tiny"]))
-    late = replace(model.plan(), buffers={"layers.*.late": ONES})
+    late = replace(model.spec(), buffers={"layers.*.late": ONES})
     with torch.device("meta"):
         module = model.build()
-    world: Any = SimpleNamespace(plan=late, job=SimpleNamespace(model=model))
-    phases._check_names(module, world)
-    world.job.model = SimpleNamespace(plan=lambda: late)
-    with pytest.raises(PluginError, match=r"names what the model does not have: layers\.\*\.late"):
-        phases._check_names(module, world)
+    context: Any = SimpleNamespace(spec=late, job=SimpleNamespace(model=model))
+    phases._check_names(module, context)
+    context.job.model = SimpleNamespace(spec=lambda: late)
+    with pytest.raises(PluginError, match=r"match nothing in the model: layers\.\*\.late"):
+        phases._check_names(module, context)
 
 
 class Forgetful(Technique):

@@ -15,7 +15,7 @@ def start(folder: Path, config: Path) -> Path:
     """Hugging Face folder of a model that was trained for two steps, and is no other run's first."""
     run = train_job(folder, 1, *SAVING, "--train.steps", "2", "--run.seed", "5", config=config, name="before")
     assert len(run.rows) == 2
-    words = ("--from", str(folder / "before"), "--to", str(folder / "hf"), "--format", "hf", "--shard-size", "2e-5")
+    words = ("--from", str(folder / "before"), "--output", str(folder / "hf"), "--format", "hf", "--shard-size", "2e-5")
     assert cli.main(["convert", *words]) == 0
     assert len(list((folder / "hf").glob("*.safetensors"))) > 2
     return folder / "hf"

@@ -3,6 +3,7 @@
 import multiprocessing
 import os
 import re
+import select
 import signal
 import subprocess
 import sys
@@ -14,15 +15,15 @@ import torch.distributed as dist
 
 from tests.ranks import run_ranks as in_a_fresh_process
 from titan import launch
-from titan.ranks import children, preemption
-from titan.ranks.children import Children, Ended, Entry
+from titan.ranks import preemption, process, rank_processes
+from titan.ranks.launch_env import LOCAL, LaunchEnv
 from titan.ranks.launcher import verdict
-from titan.ranks.place import LOCAL, Place
 from titan.ranks.preemption import Preemption
+from titan.ranks.rank_processes import Ended, Entry, RankProcesses
 
 
-def _children(entry: Entry, ranks: int, fork: bool = True) -> Children:
-    return Children(entry, ["--a.b", "1"], Place(1, 0, ranks, LOCAL, 0), fork)
+def _children(entry: Entry, ranks: int, fork: bool = True) -> RankProcesses:
+    return RankProcesses(entry, ["--a.b", "1"], LaunchEnv(1, 0, ranks, LOCAL, 0), fork)
 
 
 def _ends(entry: Entry, ranks: int, fork: bool = True) -> list[Ended]:
@@ -88,11 +89,11 @@ def _terminated() -> list[Ended]:
         return 1 if signal.SIGTERM in signal.sigpending() else 75
 
     before = signal.getsignal(signal.SIGTERM)
-    crew = _children(entry, 3)
-    with crew.hearing():
-        ended = crew.lead()
+    processes = _children(entry, 3)
+    with processes.hearing():
+        ended = processes.lead()
     assert signal.getsignal(signal.SIGTERM) is before
-    assert crew.heard == {signal.SIGTERM}
+    assert processes.heard == {signal.SIGTERM}
     return ended
 
 
@@ -104,16 +105,16 @@ def test_a_signal_reaches_every_rank_once() -> None:
 def _one_is_terminated() -> set[int]:
     def entry(argv: list[str]) -> int:
         dist.init_process_group("gloo")
-        question = Preemption(2, max_minutes=0, timeout_s=60)
+        question = Preemption(2, max_minutes=0)
         if dist.get_rank() == 1:
             os.kill(os.getpid(), signal.SIGUSR1)
             os.kill(os.getpid(), signal.SIGTERM)
         question.ask()
         return 75 if question.due() == "SIGTERM" and preemption.heard() >= {signal.SIGTERM} else 1
 
-    crew = _children(entry, 2)
-    assert [ended.code for ended in crew.lead()] == [75, 75]
-    return crew.heard
+    processes = _children(entry, 2)
+    assert [ended.code for ended in processes.lead()] == [75, 75]
+    return processes.heard
 
 
 def test_a_signal_to_one_rank_is_heard_of() -> None:
@@ -122,17 +123,43 @@ def test_a_signal_to_one_rank_is_heard_of() -> None:
     assert heard == {signal.SIGUSR1, signal.SIGTERM}
 
 
+def _the_first_to_fail_ends_last() -> list[Ended]:
+    """Rank 0 fails for want of rank 1, and is gone before rank 1 is."""
+
+    def entry(argv: list[str]) -> int:
+        dist.init_process_group("gloo")
+        store = dist.distributed_c10d._get_default_store()
+        if dist.get_rank() == 1:
+            process.tell(ValueError("the cause"), 1)
+            rank_0 = os.pidfd_open(int(store.get("process of rank 0")))
+            store.set("rank 1 failed", "")
+            select.select([rank_0], [], [])
+        else:
+            store.set("process of rank 0", str(os.getpid()))
+            store.wait(["rank 1 failed"])
+        return 1
+
+    return _ends(entry, 2)
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="needs pidfd_open")
+def test_the_first_to_fail_is_named_whoever_ends_first() -> None:
+    assert in_a_fresh_process(_the_first_to_fail_ends_last, 1, init=False) == [[Ended(1, 1), Ended(0, 1)]]
+
+
 def _is_asked_to_stop(argv: list[str]) -> int:
-    question = Preemption(1, max_minutes=0, timeout_s=1)
+    while not preemption.heard():  # the launcher passes the signal on once all ranks are there
+        os.sched_yield()
+    question = Preemption(1, max_minutes=0)
     question.ask()
     return 75 if question.due() == "SIGTERM" else 1
 
 
 def _terminated_at_the_start(fork: bool) -> list[Ended]:
-    crew = _children(_is_asked_to_stop, 1, fork)
-    with crew.hearing():
+    processes = _children(_is_asked_to_stop, 1, fork)
+    with processes.hearing():
         os.kill(os.getpid(), signal.SIGTERM)
-        return crew.lead()
+        return processes.lead()
 
 
 @pytest.mark.parametrize("fork", [True, False], ids=["forked", "spawned"])
@@ -149,7 +176,7 @@ def _one_outlives() -> tuple[list[Ended], bool]:
         signal.pause()
         return 0
 
-    children.GRACE_S = 0.1
+    rank_processes.GRACE_S = 0.1
     ended = _ends(entry, 2)
     os.close(writing)
     return ended, os.read(reading, 1) == b""
@@ -164,9 +191,9 @@ def test_a_rank_that_outlives_a_failed_one_is_killed() -> None:
 IMMORTAL = """
 import os, signal, sys
 from multiprocessing.process import BaseProcess
-from titan.ranks import children, launcher
-from titan.ranks.children import Children
-from titan.ranks.place import LOCAL, Place
+from titan.ranks import rank_processes, launcher
+from titan.ranks.rank_processes import RankProcesses
+from titan.ranks.launch_env import LOCAL, LaunchEnv
 
 def entry(argv):
     if os.environ["RANK"] == "0":
@@ -176,24 +203,24 @@ def entry(argv):
         signal.pause()
 
 BaseProcess.kill = lambda process: None
-children.GRACE_S = children.KILLED_S = 0.1
+rank_processes.GRACE_S = rank_processes.KILLED_S = 0.1
 print(os.getpid())
-sys.exit(launcher._lead(Children(entry, [], Place(1, 0, 2, LOCAL, 0), fork=True), restarts=3, logs=None))
+sys.exit(launcher._lead(RankProcesses(entry, [], LaunchEnv(1, 0, 2, LOCAL, 0), fork=True), restarts=3, logs=None))
 """
 
 
 def test_a_rank_that_survives_sigkill_keeps_nobody() -> None:
     """As in an uninterruptible wait for a file; here SIGKILL is not sent, and the rank ends with its launcher."""
     done = subprocess.run([sys.executable, "-c", IMMORTAL], capture_output=True, text=True, timeout=120, check=False)
-    said = r"error: rank 1, process \d+, is still there 0\.1 s after SIGKILL: S \(sleeping\)\. It may still write"
+    said = r"error: rank 1, process \d+, still exists 0\.1 s after SIGKILL: S \(sleeping\)\. It may still write"
     assert done.returncode == 1 and re.search(said, done.stderr), done.stderr
     assert "restart" not in done.stderr
 
 
 def test_a_rank_that_survives_elsewhere_is_known_to_node_0(monkeypatch: pytest.MonkeyPatch) -> None:
-    crew = Children(_sum_of_ranks, [], Place(2, 0, 1, LOCAL, 1), fork=True)
-    monkeypatch.setattr(crew.nodes, "hear", lambda node: {"ended": [(1, 1)], "heard": [], "stuck": [1]})
-    assert crew._hear(1) and crew.stuck == {1}
+    processes = RankProcesses(_sum_of_ranks, [], LaunchEnv(2, 0, 1, LOCAL, 1), fork=True)
+    monkeypatch.setattr(processes.nodes, "hear", lambda node: {"ended": [(1, 1)], "heard": [], "stuck": [1]})
+    assert processes._hear(1) and processes.stuck == {1}
 
 
 def _orphans() -> bytes:
@@ -234,7 +261,7 @@ def test_exit_codes(ended: list[Ended], code: int) -> None:
 
 def test_a_lost_node_is_a_failure(capsys: pytest.CaptureFixture[str]) -> None:
     assert verdict([Ended(0, 0)], set(), [2], Path("logs")) == 1
-    assert capsys.readouterr().err == "error: the launcher of node 2 is gone\n"
+    assert capsys.readouterr().err == "error: the launcher of node 2 no longer responds\n"
 
 
 @pytest.mark.parametrize(

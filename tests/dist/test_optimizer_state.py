@@ -13,7 +13,7 @@ from torch.distributed.fsdp import fully_shard
 from tests.jobs import SAVING, train_job
 from tests.ranks import RankError, run_ranks
 from titan.checkpoint import Checkpointer
-from titan.contracts import Part
+from titan.contracts import ModelPart
 from titan.errors import CheckpointError, PluginError
 
 OUTSIDE = Path(__file__).parents[1] / "configs" / "outside.toml"
@@ -28,10 +28,10 @@ def _save_and_load(folder: Path, values: list[Tensor]) -> Any:
     saving.state[model.weight]["kept"] = values[rank]
     checkpointer = Checkpointer(folder, keep=0, asynchronous=False, rank=rank, world_size=2)
     try:
-        checkpointer.save(1, [Part(model)], saving, {})
+        checkpointer.save(1, [ModelPart(model)], saving, {})
     except (PluginError, CheckpointError) as refused:
         return str(refused)
-    checkpointer.load(folder / "step-00000001", [Part(model)], loading)
+    checkpointer.load(folder / "step-00000001", [ModelPart(model)], loading)
     return loading.state[model.weight]["kept"]
 
 

@@ -57,7 +57,7 @@ LAYOUTS = {
     "pp 2, dp_shard 2, zero 3": (4, [*mesh(pp=2, dp_shard=2), "--plugins.fsdp.zero_stage", "3"]),
     "recompute full": (1, ["--plugins.activation_checkpoint.mode", "full"]),
     "recompute selective, dp_shard 2": (2, [*mesh(dp_shard=2), "--plugins.activation_checkpoint.mode", "selective"]),
-    "recompute every 2, tp 2": (2, [*mesh(tp=2), "--plugins.activation_checkpoint.mode", "every"]),
+    "recompute every 2, tp 2": (2, [*mesh(tp=2), "--plugins.activation_checkpoint.mode", "every_n"]),
     "recompute full, dp_shard 2, pp 2": (4, [*mesh(dp_shard=2, pp=2), "--plugins.activation_checkpoint.mode", "full"]),
 }
 GLOBAL_BATCH = "--train.global_batch_size"
@@ -101,7 +101,7 @@ def test_gpt_with_its_tied_head(world_size: int, words: list[str], one_rank, tmp
     assert_same_curve(one_rank(config=GPT), train_job(tmp_path, world_size, *words, config=GPT))
 
 
-@pytest.mark.parametrize("packing", ["isolate", "pad"])
+@pytest.mark.parametrize("packing", ["document_mask", "pad"])
 def test_packings(packing: str, one_rank, tmp_path: Path) -> None:
     words = ("--data.packing", packing)
     assert_same_curve(one_rank(*words), train_job(tmp_path, 4, *words, *mesh(dp_shard=2, pp=2)))

@@ -14,9 +14,9 @@ from torch.distributed.tensor import DTensor
 
 from tests.jobs import SELF_SEND
 from tests.ranks import RankError, run_ranks
-from titan.contracts import Batch, Mesh, Model, Part, Precision, Technique, World
+from titan.contracts import Batch, BuildContext, Mesh, Model, ModelPart, Precision, Technique
 from titan.contracts.base.mesh import Layout
-from titan.contracts.base.plan import normal
+from titan.contracts.base.spec import normal
 from titan.plugins.losses.cross_entropy import CrossEntropy
 from titan.plugins.memory.activation_checkpoint import ActivationCheckpoint
 from titan.plugins.models.gpt import Gpt
@@ -28,7 +28,7 @@ from titan.plugins.parallel.pipeline.stages import takes
 from titan.plugins.parallel.tensor import TensorParallel
 from titan.plugins.precision.bf16 import BFloat16
 from titan.training import phases
-from titan.training.engine import Direct, StepLoss
+from titan.training.engine import SequentialEngine, StepLoss
 from titan.training.gradients import global_norm
 
 V_SHAPED = ("ZBVZeroBubble", "DualPipeV") if SELF_SEND else ()
@@ -97,9 +97,9 @@ def _techniques(case: Case) -> list[Technique]:
     return techniques
 
 
-def _world(case: Case, techniques: Sequence[Technique], degrees: dict[str, int]) -> World:
+def _context(case: Case, techniques: Sequence[Technique], degrees: dict[str, int]) -> BuildContext:
     axes = [axis for technique in techniques for axis in technique.axes if axis.name in degrees]
-    ordered = tuple(sorted(axes, key=lambda axis: axis.depth))
+    ordered = tuple(sorted(axes, key=lambda axis: axis.topology_order))
     layout = Layout(ordered, {axis.name: degrees[axis.name] for axis in ordered})
     mesh = Mesh(layout, torch.device("cpu"), dist.get_rank() if layout.world_size > 1 else 0, keep=tuple(degrees))
     model = case.build()
@@ -113,7 +113,7 @@ def _world(case: Case, techniques: Sequence[Technique], degrees: dict[str, int])
         model=model, layout=layout, micro_batches=case.micro_batches,
         run=SimpleNamespace(seed=5), data=SimpleNamespace(seq_len=LENGTH),
     )  # fmt: skip
-    return World(job, mesh, replace(model.plan(), init=init), precision, list(techniques))
+    return BuildContext(job, mesh, replace(model.spec(), init=init), precision, list(techniques))
 
 
 def _loss(tokens: int) -> StepLoss:
@@ -122,10 +122,10 @@ def _loss(tokens: int) -> StepLoss:
     return loss
 
 
-_ALONE: dict[Any, tuple[Part, float]] = {}
+_ALONE: dict[Any, tuple[ModelPart, float]] = {}
 
 
-def _alone(case: Case) -> tuple[Part, float]:
+def _alone(case: Case) -> tuple[ModelPart, float]:
     """One process, all micro batches: the part with its gradients, and the loss; kept for cases of another layout."""
     alike = replace(case, axes=(), schedule="", virtual_stages=0, split_points=(), zero_stage=None, recompute=False)
     shards = case.degrees.get("dp_shard", 1) * case.degrees.get("dp_replicate", 1)
@@ -135,12 +135,12 @@ def _alone(case: Case) -> tuple[Part, float]:
     return _ALONE[key]
 
 
-def _run_alone(case: Case, shards: int) -> tuple[Part, float]:
-    world = _world(case, [], {})
-    (part,) = phases.assemble(world)
+def _run_alone(case: Case, shards: int) -> tuple[ModelPart, float]:
+    context = _context(case, [], {})
+    (part,) = phases.assemble(context)
     batches = [batch for shard in range(shards) for batch in case.batches(shard, shards)]
     loss = _loss(sum(int((batch.labels >= 0).sum()) for batch in batches))
-    Direct(part, []).forward_backward(batches, loss)
+    SequentialEngine(part, []).forward_backward(batches, loss)
     return part, loss.reported.item()
 
 
@@ -165,29 +165,29 @@ class Found:
     logits: float | None
 
 
-def _assemble(case: Case) -> tuple[list[Part], World, Any]:
+def _assemble(case: Case) -> tuple[list[ModelPart], BuildContext, Any]:
     techniques = _techniques(case)
-    world = _world(case, techniques, case.degrees)
-    parts = phases.assemble(world)
-    (engine,) = (engine for t in techniques if (engine := t.engine(parts, world)) is not None)
-    return parts, world, engine
+    context = _context(case, techniques, case.degrees)
+    parts = phases.assemble(context)
+    (engine,) = (engine for t in techniques if (engine := t.engine(parts, context)) is not None)
+    return parts, context, engine
 
 
 def _compare(case: Case) -> Found:
     alone, expected_loss = _alone(case)
     expected = {name: _gradient(parameter) for name, parameter in alone.parameters()}
     expected_norm = torch.stack([gradient.norm() for gradient in expected.values()]).norm().item()
-    parts, world, engine = _assemble(case)
-    layout, rank = world.mesh.layout, dist.get_rank()
+    parts, context, engine = _assemble(case)
+    layout, rank = context.mesh.layout, dist.get_rank()
     shards = layout.role_degree("batch")
     batches = case.batches(layout.role_index(rank, "batch"), shards)
     count = torch.tensor([int((batch.labels >= 0).sum()) for batch in batches]).sum()
-    loss = _loss(int(world.mesh.sum(count, "batch")))
+    loss = _loss(int(context.mesh.sum(count, "batch")))
     before = engine.forward(batches[0])
     engine.forward_backward(batches, loss)
-    for technique in world.techniques:
+    for technique in context.techniques:
         technique.after_backward()
-    reported = world.mesh.sum(loss.reported, "stage", "batch").item()
+    reported = context.mesh.sum(loss.reported, "stage", "batch").item()
     differences = {}
     for part in parts:
         for name, parameter in part.parameters():
@@ -196,7 +196,7 @@ def _compare(case: Case) -> Found:
             scale = max(wanted.abs().max().item(), 1e-3 * expected_norm)
             difference = (_whole(_gradient(parameter)) - wanted).abs().max() / scale
             differences[f"{part.stage}:{name}"] = difference.item()
-    norm = global_norm(parts, world.mesh).item()
+    norm = global_norm(parts, context.mesh).item()
     after = engine.forward(batches[0])
     logits = None
     if before is not None and after is not None:
@@ -308,15 +308,15 @@ def _same_sums(axis: str, schedules: Sequence[str]) -> dict[str, float]:
     """Largest difference between the bf16 gradients of 4 data-parallel ranks and those of 2 with 2 stages."""
     alone = Case(axes=((axis, 4),), micro_batches=2, bf16=True)
     techniques = _techniques(alone)
-    world = _world(alone, techniques, alone.degrees)
-    (part,) = phases.assemble(world)
-    Direct(part, techniques).forward_backward(alone.batches(dist.get_rank(), 4), _loss(100))
+    context = _context(alone, techniques, alone.degrees)
+    (part,) = phases.assemble(context)
+    SequentialEngine(part, techniques).forward_backward(alone.batches(dist.get_rank(), 4), _loss(100))
     expected = {name: _whole(_gradient(parameter)) for name, parameter in part.parameters()}
     differences = {}
     for schedule in schedules:
         case = Case(axes=(("pp", 2), (axis, 2)), schedule=schedule, bf16=True)
-        parts, world, engine = _assemble(case)
-        engine.forward_backward(case.batches(world.mesh.layout.role_index(dist.get_rank(), "batch"), 2), _loss(100))
+        parts, context, engine = _assemble(case)
+        engine.forward_backward(case.batches(context.mesh.layout.role_index(dist.get_rank(), "batch"), 2), _loss(100))
         here = [
             (_whole(_gradient(parameter)) - expected[name]).abs().max() / expected[name].abs().max()
             for part in parts
@@ -334,16 +334,16 @@ def test_bf16_gradients_are_summed_in_fp32_by_every_schedule(axis: str) -> None:
 
 def _train(case: Case) -> list[tuple[float, dict[str, Tensor]]]:
     """Three updates with an evaluation between them: the loss before each, and this rank's copies of tied weights."""
-    parts, world, engine = _assemble(case)
+    parts, context, engine = _assemble(case)
     optimizer = torch.optim.SGD([p for part in parts for _, p in part.parameters()], lr=3.0, momentum=0.9)
     batches = case.batches(
-        world.mesh.layout.role_index(dist.get_rank(), "batch"), world.mesh.layout.role_degree("batch")
+        context.mesh.layout.role_index(dist.get_rank(), "batch"), context.mesh.layout.role_degree("batch")
     )
     seen = []
     for _ in range(3):
         loss = _loss(100)
         engine.forward_backward(batches, loss)
-        for technique in world.techniques:
+        for technique in context.techniques:
             technique.after_backward()
         optimizer.step()
         optimizer.zero_grad()
@@ -351,7 +351,7 @@ def _train(case: Case) -> list[tuple[float, dict[str, Tensor]]]:
         assert (logits is None) == (parts[-1].stage != parts[-1].stages - 1)
         copies = {f"{part.stage}": part.module.get_parameter("embed.weight") for part in parts if part.holds("embed")}
         whole = {stage: _whole(copy.detach()).clone() for stage, copy in copies.items()}
-        seen.append((world.mesh.sum(loss.reported, "stage", "batch").item(), whole))
+        seen.append((context.mesh.sum(loss.reported, "stage", "batch").item(), whole))
     return seen
 
 
@@ -375,13 +375,13 @@ def test_training_goes_the_same_way_under_every_schedule_and_tied_weights_stay_o
 
 def _promise_other_hidden_states() -> None:
     case = Case(axes=(("pp", 2),))
-    _, world, engine = _assemble(case)
-    world.precision = Precision(param=torch.bfloat16)
+    _, context, engine = _assemble(case)
+    context.precision = Precision(param_dtype=torch.bfloat16)
     engine.forward(case.batches(0, 1)[0])
 
 
 def test_hidden_states_that_do_not_fit_the_buffer_are_refused_before_they_are_sent() -> None:
     with pytest.raises(
-        RankError, match=r"hidden states \[2, 8, 16\] torch.float32 .* promise \[2, 8, 16\] torch.bfloat16"
+        RankError, match=r"hidden states \[2, 8, 16\] torch.float32 .* require \[2, 8, 16\] torch.bfloat16"
     ):
         run_ranks(_promise_other_hidden_states, 2)

@@ -7,9 +7,9 @@ from pathlib import Path
 
 import pytest
 
-from tests.bell import end, job, launch
 from tests.jobs import Outcome, read_rows, train_job
 from tests.ranks import run_ranks
+from tests.signals import end, job, launch
 from titan import train
 from titan.checkpoint.disk.folder import complete
 from titan.ranks import preemption
@@ -46,10 +46,11 @@ def test_sigterm_to_the_launcher(tmp_path: Path) -> None:
     # It comes during step 4 of the rank that calls for it; the other one may not have begun that step.
     step = 4 if "at step 4" in first else 5
     folder = tmp_path / "run" / "checkpoints" / f"step-0000000{step}"
-    said = f"preempted by SIGTERM at step {step}: checkpoint saved to {folder}; the same command goes on from there"
+    said = f"preempted by SIGTERM at step {step}: checkpoint saved to {folder}; to resume, run the same command"
     assert first.splitlines()[-1] == said and "sample after" not in first
     assert saved(tmp_path) == [f"step-0000000{step - 1}", f"step-0000000{step}"]
-    code, second = end(launch(argv, NPROC=2))
+    assert first.count("[run] sample is now sample_prompt") == 1  # by one of the launcher and its ranks
+    code, second = end(launch(argv, NPROC_PER_NODE=2))
     assert code == 0 and f"step-0000000{step}, step {step}" in second and "sample after step 10" in second, second
     assert_whole(tmp_path, train_job(tmp_path, 2, "--mesh.dp_shard", "2", name="whole"))
 
@@ -101,8 +102,8 @@ def test_a_time_limit_that_is_never_reached(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("more", "said"),
     [
-        (("--checkpoint.enabled", "false"), "nothing is kept of it, as [checkpoint] enabled = false"),
-        (("--checkpoint.resume", "never"), "would not go on from there, but with --checkpoint.resume auto"),
+        (("--checkpoint.enabled", "false"), "nothing was saved, because [checkpoint] enabled = false"),
+        (("--checkpoint.resume", "never"), "to resume, run the same command with --checkpoint.resume auto"),
     ],
 )
 def test_no_75_when_the_same_command_would_not_get_on(
@@ -114,7 +115,7 @@ def test_no_75_when_the_same_command_would_not_get_on(
 
 
 def test_a_run_that_is_done_is_not_preempted_but_brief(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
-    argv = job(tmp_path, "--mesh.dp_shard", "2", "--run.sample", "the", rank=1, step=10)
+    argv = job(tmp_path, "--mesh.dp_shard", "2", "--run.sample_prompt", "the", rank=1, step=10)
     assert on_ranks(2, argv) == {0}
     assert saved(tmp_path) == ["step-00000010"]
     assert "sample after" not in capfd.readouterr().out
@@ -123,7 +124,7 @@ def test_a_run_that_is_done_is_not_preempted_but_brief(tmp_path: Path, capfd: py
 def test_signals_are_noted_while_somebody_listens() -> None:
     handlers = [signal.getsignal(number) for number in preemption.SIGNALS]
     with listening():
-        alone = Preemption(1, max_minutes=0, timeout_s=1)
+        alone = Preemption(1, max_minutes=0)
         alone.ask()
         assert alone.due() == ""
         os.kill(os.getpid(), signal.SIGUSR1)

@@ -1,7 +1,10 @@
 """How ranks enter their process groups, `titan.ranks.process`, and what their rows say of all of them."""
 
+import os
+import sys
 from datetime import timedelta
 
+import pytest
 import torch
 import torch.distributed as dist
 from torch._C._distributed_c10d import HashStore, ProcessGroupGloo
@@ -9,7 +12,9 @@ from torch.distributed.device_mesh import init_device_mesh
 
 from tests.jobs import LLAMA
 from tests.ranks import run_ranks
+from titan.checkpoint.ranks import Ranks
 from titan.config import load_job
+from titan.errors import ConfigError
 from titan.ranks import process
 from titan.training import metrics
 
@@ -48,13 +53,66 @@ def test_options_that_a_caller_chose_stay() -> None:
     assert run_ranks(_chosen, 1, init=False) == [3]
 
 
+def _sockets() -> int:
+    names = [os.readlink(f"/proc/self/fd/{number}") for number in os.listdir("/proc/self/fd") if _open(number)]
+    return sum(name.startswith("socket:") for name in names)
+
+
+def _open(number: str) -> bool:
+    return os.path.islink(f"/proc/self/fd/{number}")
+
+
+def _connections(lazy: str) -> int:
+    """Sockets of a rank once it has joined, made the groups of a mesh and of checkpoints, and used all of them."""
+    os.environ["TORCH_GLOO_LAZY_INIT"] = lazy
+    before = _sockets()
+    _enter()
+    mesh = init_device_mesh("cpu", (2, 2, 2), mesh_dim_names=("pp", "dp_shard", "tp"))
+    checkpoints = Ranks(dist.get_rank(), dist.get_world_size())
+    number = torch.ones(1)
+    for group in (dist.group.WORLD, *mesh.get_all_groups()):
+        dist.all_reduce(number, group=group)
+    assert checkpoints.gather(dist.get_rank()) == list(range(8))
+    assert checkpoints.first(lambda: "agreed") == "agreed"
+    found = _sockets() - before
+    dist.barrier()
+    return found
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="counts /proc/self/fd")
+def test_ranks_connect_to_those_they_exchange_data_with() -> None:
+    """An eager group of N ranks opens N - 1 sockets per rank, a lazy one some log2(N): here 23 in all against 13."""
+    eager, lazy = (run_ranks(_connections, 8, value, init=False) for value in ("0", "1"))
+    assert max(lazy) < min(eager), (eager, lazy)
+
+
+def test_a_task_that_sees_one_gpu_takes_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    """`srun --gpus-per-task=1`: each task's own GPU is its device 0, whatever the task's number on the node."""
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    for seen, local, index in ((1, 0, 0), (1, 3, 0), (4, 3, 3)):
+        monkeypatch.setattr(torch.cuda, "device_count", lambda seen=seen: seen)
+        assert process._device("auto", local) == torch.device("cuda", index)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
+    with pytest.raises(ConfigError, match=r"local rank 2 has no GPU: this process sees 2; start at most 2 ranks"):
+        process._device("cuda", 2)
+
+
+def test_two_ranks_on_one_gpu_are_refused() -> None:
+    store = HashStore()
+    process.claim("node0 GPU-a", 0, store)
+    process.claim("node0 GPU-b", 1, store)
+    process.claim("node1 GPU-a", 2, store)
+    with pytest.raises(ConfigError, match=r"ranks 0 and 3 were given the same GPU \(node0 GPU-a\); start one task per"):
+        process.claim("node0 GPU-a", 3, store)
+
+
 HELD = ((1.5, 2.5), (2.5, 1.5), (2.0, 2.0), (0.25, 0.25 + 2**-20), (2.0**23 - 1, 1.0))
 """GiB on rank 0 and rank 1: less, more, as much, a KiB less, and nearly 8 PiB."""
 
 
 def _rows(held: tuple[tuple[float, float], ...]) -> list[tuple[float, int]]:
     _enter()
-    meter = metrics.Meter(load_job(LLAMA, ["--data.path", "tests"]).plan, 16, 2, torch.device("cpu"), stated_peak=1.0)
+    meter = metrics.Meter(load_job(LLAMA, ["--data.path", "tests"]).spec, 16, 2, torch.device("cpu"), stated_peak=1.0)
     found = []
     for gib in held:
         metrics.peak_memory_gib = lambda device, gib=gib: gib[dist.get_rank()]

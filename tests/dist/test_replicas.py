@@ -19,7 +19,7 @@ from tests.ranks import RankError, run_ranks
 from titan.config import load_job
 
 FRILLS = Path(__file__).parents[1] / "configs" / "frills.toml"
-GUESTS = str(Path(__file__).parents[1] / "guests")
+TEST_PLUGINS = str(Path(__file__).parents[1] / "plugins")
 WHOLE = ("--plugins.tensor.sequence_parallel", "false")
 
 
@@ -106,17 +106,17 @@ def test_buffers_are_those_of_plain_construction(degrees: dict[str, int], tmp_pa
 
 
 def test_a_buffer_without_a_value_is_refused(tmp_path: Path) -> None:
-    expected = r"no initial value for buffer layers\.0\.attn\.rope; give it one in ModelPlan\.buffers"
+    expected = r"no initial value for buffer layers\.0\.attn\.rope; give it one in ModelSpec\.buffers"
     with pytest.raises(RankError, match=expected):
         train_job(tmp_path, 1, "--model.fault", "no value", config=FRILLS)
 
 
 def _logits(checkpoint: str, tokens: Tensor) -> Tensor:
     from titan.contracts import Batch
-    from titan.inference.trained import open_job, open_trained
+    from titan.inference.load_model import open_job, open_trained
     from titan.ranks import process
 
-    path, job = open_job(checkpoint, ["--plugins.path", GUESTS], 1)
+    path, job = open_job(checkpoint, ["--plugins.path", TEST_PLUGINS], 1)
     with _memory_is_not_zero():
         trained = open_trained(path, job, process.join(job))
     logits = trained.engine.forward(Batch(tokens, tokens, None))

@@ -12,20 +12,20 @@ from unittest.mock import patch
 import pytest
 import torch.distributed as dist
 
-from tests.bell import end, job
-from tests.bell import launch as start
 from tests.jobs import LLAMA, read_rows, train_job
 from tests.ranks import run_ranks as in_a_fresh_process
+from tests.signals import end, job
+from tests.signals import launch as start
 from titan import launch
 from titan.config import load_job
 from titan.errors import ConfigError
-from titan.ranks import launcher, nodes, process
-from titan.ranks.children import Children, Entry
-from titan.ranks.place import LOCAL, Place
+from titan.ranks import launcher, process, rendezvous
+from titan.ranks.launch_env import LOCAL, LaunchEnv
+from titan.ranks.rank_processes import Entry, RankProcesses
 
 
-def _children(entry: Entry, ranks: int) -> Children:
-    return Children(entry, [], Place(1, 0, ranks, LOCAL, 0), fork=True)
+def _children(entry: Entry, ranks: int) -> RankProcesses:
+    return RankProcesses(entry, [], LaunchEnv(1, 0, ranks, LOCAL, 0), fork=True)
 
 
 # --- starting again -----------------------------------------------------------------------------------------------
@@ -61,7 +61,7 @@ def test_a_failed_run_starts_all_ranks_again(
     assert in_a_fresh_process(_led, 1, _dies_twice, tmp_path, 2, restarts, init=False) == [(code, lives)]
     said = capfd.readouterr().out.splitlines()
     died = "error: rank 1 was killed by SIGKILL (out of memory?); its log: logs/rank-1.log"
-    again = [f"restart {n} of {restarts}: all ranks go on from the newest checkpoint" for n in (1, 2)]
+    again = [f"restart {n} of {restarts}: all ranks resume from the newest checkpoint" for n in (1, 2)]
     assert [line for line in said if line in (died, *again)] == [died, again[0], died, again[1]][:lines]
 
 
@@ -98,7 +98,7 @@ def test_one_rank_that_may_start_again_is_a_child(monkeypatch: pytest.MonkeyPatc
 def test_restarts_need_a_run_that_goes_on(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
     monkeypatch.setattr(os, "environ", {**os.environ, "NPROC": "1", "MAX_RESTARTS": "3"})
     assert launch.main(["--config", str(LLAMA), "--data.path", "x", "--checkpoint.enabled", "false"]) == 2
-    said = 'MAX_RESTARTS = 3: needs [checkpoint] enabled = true and resume = "auto", to go on from\n'
+    said = 'MAX_RESTARTS = 3: restarts need checkpoints; set [checkpoint] enabled = true and resume = "auto"\n'
     assert capsys.readouterr().err == f"error: environment: {said}"
 
 
@@ -128,12 +128,12 @@ class Stale(Text):
 
 
 def test_a_file_system_that_fails_at_the_start_is_tried_again(tmp_path: Path) -> None:
-    """Rank 0 tokenises, and the other one ends with it; the words that rank 0 says are those of any wrong file."""
+    """Rank 0 tokenizes, and the other one ends with it; the words that rank 0 says are those of any wrong file."""
     argv = job(tmp_path, "--mesh.dp_shard", "2", "--train.steps", "1", "--data.name", "stale", to="nobody", rank=2)
-    (tmp_path / "guests" / "stale.py").write_text(STALE)
+    (tmp_path / "plugins" / "stale.py").write_text(STALE)
     code, said = end(start(argv, NPROC=2, MAX_RESTARTS=1))
     assert code == 0, said
-    assert f"error: cannot tokenise into the cache {tmp_path}/cache: Stale file handle (" in said
+    assert f"error: cannot tokenize into the cache {tmp_path}/cache: Stale file handle (" in said
     assert "restart 1 of 1" in said and sorted(read_rows(tmp_path / "run")) == [1]
 
 
@@ -156,7 +156,7 @@ def test_ranks_that_torchrun_starts_again_do_not_meet_the_dead(tmp_path: Path) -
 
 
 def _free_port() -> int:
-    with nodes.listen(0) as listening:
+    with rendezvous.listen(0) as listening:
         return int(listening.getsockname()[1])
 
 
@@ -177,15 +177,15 @@ def test_two_nodes_start_again_together(tmp_path: Path) -> None:
     assert {step: row["loss"] for step, row in rows.items()} == {step: row["loss"] for step, row in whole.items()}
 
 
-def _met(place: Place) -> tuple[threading.Thread, list[object]]:
+def _met(place: LaunchEnv) -> tuple[threading.Thread, list[object]]:
     """Node 0 in a thread: what it heard from each of the others after they had met, or its error."""
     heard: list[object] = []
 
     def gather() -> None:
         try:
-            with nodes.meet(place) as others:
+            with rendezvous.meet(place) as others:
                 heard.extend(others.hear(node) for node in sorted(others.links))
-        except (ConfigError, nodes.NodeLostError) as error:
+        except (ConfigError, rendezvous.NodeLostError) as error:
             heard.append(str(error))
 
     thread = threading.Thread(target=gather)
@@ -204,11 +204,11 @@ def _say(port: int, message: bytes) -> Connection:
     return link
 
 
-def test_strangers_are_turned_away() -> None:
+def test_untrusted_checkpoints_are_turned_away() -> None:
     port = _free_port()
-    thread, heard = _met(Place(2, 0, 1, LOCAL, port))
+    thread, heard = _met(LaunchEnv(2, 0, 1, LOCAL, port))
     strangers = [_say(port, message) for message in (b"GET / HTTP/1.1", b"[1]", b'{"node": 1}')]
-    with nodes.meet(Place(2, 1, 1, LOCAL, port)) as others:
+    with rendezvous.meet(LaunchEnv(2, 1, 1, LOCAL, port)) as others:
         others.tell({"ended": []})
         thread.join()
     assert heard == [{"ended": []}]
@@ -218,11 +218,11 @@ def test_strangers_are_turned_away() -> None:
 
 def test_a_node_that_is_gone() -> None:
     port = _free_port()
-    thread, heard = _met(Place(2, 0, 1, LOCAL, port))
-    with nodes.meet(Place(2, 1, 1, LOCAL, port)):
+    thread, heard = _met(LaunchEnv(2, 0, 1, LOCAL, port))
+    with rendezvous.meet(LaunchEnv(2, 1, 1, LOCAL, port)):
         pass
     thread.join()
-    assert heard == ["the launcher of node 1 is gone"]
+    assert heard == ["the launcher of node 1 no longer responds"]
 
 
 @pytest.mark.parametrize(
@@ -230,12 +230,12 @@ def test_a_node_that_is_gone() -> None:
     [
         ({"node": 1, "nodes": 3, "ranks": 4}, "NNODES = 3 on node 1, but 2 on node 0"),
         ({"node": 1, "nodes": 2, "ranks": 8}, "NPROC = 8 on node 1, but 4 on node 0"),
-        ({"node": 0, "nodes": 2, "ranks": 4}, "NODE_RANK = 0 on two nodes"),
+        ({"node": 0, "nodes": 2, "ranks": 4}, "NODE_RANK = 0 is set on two nodes; each node needs its own"),
     ],
 )
 def test_nodes_that_do_not_fit_together(hello: dict[str, int], said: str) -> None:
     port = _free_port()
-    thread, heard = _met(Place(2, 0, 4, LOCAL, port))
+    thread, heard = _met(LaunchEnv(2, 0, 4, LOCAL, port))
     link = _say(port, json.dumps(hello).encode())
     thread.join()
     assert heard == [f"environment: {said}"]
@@ -243,7 +243,7 @@ def test_nodes_that_do_not_fit_together(hello: dict[str, int], said: str) -> Non
 
 
 def test_a_port_that_is_taken() -> None:
-    with nodes.listen(0) as taken:
+    with rendezvous.listen(0) as taken:
         port = taken.getsockname()[1]
         with pytest.raises(ConfigError, match=f"MASTER_PORT = {port}: Address already in use"):
-            nodes.meet(Place(2, 0, 1, LOCAL, port)).__enter__()
+            rendezvous.meet(LaunchEnv(2, 0, 1, LOCAL, port)).__enter__()

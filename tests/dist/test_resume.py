@@ -96,9 +96,9 @@ def test_changed_data_is_refused_or_begins_anew(tmp_path: Path) -> None:
     changed = ("--data.seq_len", "32", *SAVING, *mesh(dp_shard=2))
     with pytest.raises(RankError, match=r"data\.seq_len = 32, the checkpoint has 16"):
         train_job(tmp_path, 2, *changed)
-    train_job(tmp_path, 2, *changed, "--checkpoint.new_data", "true", "--train.steps", "7")
+    train_job(tmp_path, 2, *changed, "--checkpoint.reset_data", "true", "--train.steps", "7")
     assert _cursor(tmp_path / "run") == 2 * 8
-    train_job(tmp_path, 2, *changed, "--checkpoint.new_data", "true", "--train.steps", "9")
+    train_job(tmp_path, 2, *changed, "--checkpoint.reset_data", "true", "--train.steps", "9")
     assert _cursor(tmp_path / "run") == 4 * 8
 
 

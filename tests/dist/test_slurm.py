@@ -1,4 +1,4 @@
-"""Under Slurm, a fake one (tests/slurm.py): the template of docs/slurm.sh on two nodes, arrays, signals and steps."""
+"""Under Slurm, a fake one (tests/slurm.py): a template of configs/launch/ on two nodes, arrays, signals and steps."""
 
 import sys
 from collections.abc import Iterator
@@ -6,12 +6,12 @@ from pathlib import Path
 
 import pytest
 
-from tests.bell import job as arguments
 from tests.jobs import read_rows, train_job
+from tests.signals import job as arguments
 from tests.slurm import ROOT, Job, Slurm
-from titan.ranks import nodes
+from titan.ranks import rendezvous
 
-TEMPLATE = str(ROOT / "docs" / "slurm.sh")
+TEMPLATE = str(ROOT / "configs" / "launch" / "slurm-nvidia.sh")
 
 
 @pytest.fixture
@@ -22,7 +22,7 @@ def slurm(tmp_path: Path) -> Iterator[Slurm]:
 
 def submit(slurm: Slurm, argv: list[str]) -> Job:
     """A run by the template, whose nodes have one rank each and meet at a port that is free."""
-    with nodes.listen(0) as listening:
+    with rendezvous.listen(0) as listening:
         port = listening.getsockname()[1]
     variables = {"TITAN_PYTHON": sys.executable, "MASTER_PORT": str(port), "NPROC": "1", "OMP_NUM_THREADS": "1"}
     [job] = slurm.submit(TEMPLATE, *argv, "--mesh.dp_shard", "2", "--metrics.console.enabled", "true", **variables)
@@ -45,7 +45,7 @@ def test_a_job_comes_back_until_it_is_cancelled_or_done(tmp_path: Path, slurm: S
     slurm("scancel", first.name)
     assert (first.await_end(), first.restarts) == ("CANCELLED", 0), first.lines
     step = preempted(first, "SIGTERM", 4)
-    assert first.lines[-1] == "job 41 is not queued again, as it was sent SIGTERM; submit it again to go on\n"
+    assert first.lines[-1] == "job 41 is not requeued, because it received SIGTERM; submit it again to resume\n"
 
     second = submit(slurm, arguments(tmp_path, to="nobody", step=7))
     second.await_line("step 6/10")
@@ -55,7 +55,9 @@ def test_a_job_comes_back_until_it_is_cancelled_or_done(tmp_path: Path, slurm: S
     said = "".join(second.lines)
     later = preempted(second, "SIGUSR1", 7)
     assert f"step-0000000{step}, step {step}" in said and f"step-0000000{later}, step {later}" in said
-    assert "scontrol requeue 42: asking Slurm to run this job again; it goes on from its checkpoint\n" in second.lines
+    assert (
+        "scontrol requeue 42: asking Slurm to run this job again; it will resume from its checkpoint\n" in second.lines
+    )
 
     rows, whole = read_rows(tmp_path / "run"), train_job(tmp_path, 2, "--mesh.dp_shard", "2", name="whole").rows
     assert {step: row["loss"] for step, row in rows.items()} == {step: row["loss"] for step, row in whole.items()}
@@ -81,7 +83,7 @@ sys.exit(launch.main([]))
 ASKS = """\
 import os, sys
 from titan.errors import ConfigError
-from titan.ranks.place import find_place, rank_environment
+from titan.ranks.launch_env import find_place, rank_environment
 
 try:
     mine = rank_environment(os.environ)
@@ -119,10 +121,20 @@ def test_a_signal_that_cancels_wins(sent: list[str], restarts: int, tmp_path: Pa
     assert (job.code, job.restarts) == (0 if restarts else 75, restarts)
 
 
+@pytest.mark.parametrize(("codes", "ends"), [("00", 0), ("01", 1), ("20", 2), ("75", 75)])
+def test_srun_ends_with_the_highest_exit_code(codes: str, ends: int, tmp_path: Path, slurm: Slurm) -> None:
+    """Of one task per rank; the script ends with it too. 75: both ranks are preempted, and the first one requeues."""
+    train = f'75 * (life == "0") if {ends} == 75 else int("{codes}"[int(os.environ["SLURM_PROCID"])])'
+    [job] = slurm.submit("--ntasks=2", script(tmp_path, TRAINS.format(train=train), "exec srun titan"), MASTER_ADDR="h")
+    assert job.await_end() == ("FAILED" if ends in (1, 2) else "COMPLETED"), job.lines
+    assert (job.code, job.restarts) == ((0, 1) if ends == 75 else (ends, 0)), job.lines
+
+
+FILE = "configs/launch/slurm-nvidia.sh"
 FOUR = ["--nodes=2", "--ntasks-per-node=2"]
-ALONE = "environment: {}, but srun did not start this process; start it with srun, as docs/slurm.sh does, or set {}"
+ALONE = f"environment: {{}}, but srun did not start this process; start it with srun (example: {FILE}), or set {{}}"
 MANY_NODES = ALONE.format("SLURM_NNODES = 2", "NNODES=1 to use this node alone")
-MANY_TASKS = ALONE.format("SLURM_NTASKS = 8", "NPROC to the ranks that this process is to start")
+MANY_TASKS = ALONE.format("SLURM_NTASKS = 8", "NPROC to the number of ranks that this process starts")
 
 
 @pytest.mark.parametrize(

@@ -16,7 +16,7 @@ from tests.ranks import RankError, run_ranks
 from titan.checkpoint import Checkpointer
 from titan.errors import CheckpointError
 
-ECHO = ("--plugins.path", str(Path(__file__).parents[1] / "guests"), "--plugins.echo.enabled", "true")
+ECHO = ("--plugins.path", str(Path(__file__).parents[1] / "plugins"), "--plugins.echo.enabled", "true")
 HALF = ("--train.steps", "4")
 
 

@@ -12,7 +12,7 @@ from torch.distributed.tensor import DTensor, distribute_tensor
 from torch.distributed.tensor.debug import CommDebugMode
 
 from tests.ranks import RankError, run_ranks
-from titan.contracts import Mesh, Model, Part, Precision, World
+from titan.contracts import BuildContext, Mesh, Model, ModelPart, Precision
 from titan.contracts.base.mesh import Layout
 from titan.plugins.losses.cross_entropy import Config as LossConfig
 from titan.plugins.losses.cross_entropy import CrossEntropy
@@ -54,20 +54,20 @@ def _train(module: nn.Module) -> float:
     return total
 
 
-def _world(model: Model) -> World:
+def _context(model: Model) -> BuildContext:
     layout = Layout(tuple(TensorParallel.axes), {"tp": dist.get_world_size()})
     mesh = Mesh(layout, torch.device("cpu"), dist.get_rank())
-    return World(job=None, mesh=mesh, plan=model.plan(), precision=Precision())  # type: ignore[arg-type]
+    return BuildContext(job=None, mesh=mesh, spec=model.spec(), precision=Precision())  # type: ignore[arg-type]
 
 
-def _split(model: Model, whole: nn.Module, technique: TensorParallel) -> Part:
+def _split(model: Model, whole: nn.Module, technique: TensorParallel) -> ModelPart:
     """As a run does it: layouts on the meta device, then storage, then values."""
-    world = _world(model)
+    context = _context(model)
     with torch.device("meta"):
-        part = Part(model.build())
-    technique.apply(part, world)
+        part = ModelPart(model.build())
+    technique.apply(part, context)
     part.module.to_empty(device="cpu")
-    part.retie(world.plan)
+    part.retie(context.spec)
     values = dict(whole.named_parameters())
     for name, parameter in part.parameters():
         value, mesh = values[name].detach(), parameter.device_mesh
@@ -140,8 +140,8 @@ def test_a_layer_communicates_twice_each_way(sequence_parallel: bool) -> None:
 def _tied_and_sliced() -> tuple[bool, list[tuple[int, ...]]]:
     model = MODELS["gpt, tied, biases"]()
     with torch.device("meta"):
-        part = Part(model.build())
-    TensorParallel(TensorConfig()).apply(part, _world(model))
+        part = ModelPart(model.build())
+    TensorParallel(TensorConfig()).apply(part, _context(model))
     embed = part.module.embed.weight
     sizes = [tuple(p.to_local().shape) for p in (embed, part.module.layers["1"].ffn.down.weight)]
     return part.module.output.weight is embed, sizes
@@ -156,10 +156,10 @@ def test_tied_weights_stay_one_tensor_and_slices_may_be_uneven() -> None:
 def _last_stage() -> list[str]:
     model = MODELS["llama, grouped queries"]()
     with torch.device("meta"):
-        part = Part(model.build(), stage=1, stages=2)
+        part = ModelPart(model.build(), stage=1, stages=2)
     part.module.embed = None
     del part.module.layers["0"]
-    TensorParallel(TensorConfig()).apply(part, _world(model))
+    TensorParallel(TensorConfig()).apply(part, _context(model))
     return [name for name, parameter in part.parameters() if parameter.to_local().numel() < parameter.numel()]
 
 
@@ -171,10 +171,10 @@ def test_a_stage_is_split_as_far_as_it_goes() -> None:
 
 def _without_norms() -> None:
     model = MODELS["llama, grouped queries"]()
-    world = _world(model)
-    table = {glob: style for glob, style in world.plan.tensor.items() if style != "norm"}
-    world.plan = dataclasses.replace(world.plan, tensor=table)
-    TensorParallel(TensorConfig()).apply(Part(model.build()), world)
+    context = _context(model)
+    table = {glob: style for glob, style in context.spec.tensor.items() if style != "norm"}
+    context.spec = dataclasses.replace(context.spec, tensor=table)
+    TensorParallel(TensorConfig()).apply(ModelPart(model.build()), context)
 
 
 def test_a_parameter_the_plan_forgets_is_refused() -> None:

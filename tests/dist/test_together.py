@@ -103,7 +103,7 @@ def leaving() -> str:
 
 
 def test_one_that_is_gone_is_missed() -> None:
-    assert run_ranks(leaving, 2)[1] == "no rank at work has been heard of for 0.2 s, and not all are done"
+    assert run_ranks(leaving, 2)[1] == "no rank that prepares data has responded for 0.2 s"
 
 
 def sticking() -> None:

@@ -24,7 +24,7 @@ def test_tune(tmp_path: Path) -> None:
     write_text(tmp_path / "text")
     words = ["tune", "--config", str(LLAMA), "--data.path", "text", "--data.cache", "cache", "--train.steps", "3"]
     words += ["--steps", "2", "--warmup", "1", "--json"]
-    done = _titan(tmp_path, *words, "--trials", "2", "--write", "best.toml")
+    done = _titan(tmp_path, *words, "--trials", "2", "--output", "best.toml")
     assert done.returncode == 0, done.stderr
     report = json.loads(done.stdout)
     for row in report["trials"]:

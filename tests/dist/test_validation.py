@@ -13,7 +13,7 @@ from titan.config import load_job
 from titan.data.samples.order import in_epochs, mix
 from titan.ranks import process
 from titan.training import build, trainer
-from titan.training.build import open_held_out
+from titan.training.build import open_validation
 from titan.training.validation import validate
 
 SAMPLES = 13
@@ -24,12 +24,12 @@ NUMBERS = ("loss", "grad_norm", "lr", "tokens")
 
 
 def validation(folder: Path, every: int = 1) -> list[str]:
-    held_out = folder / "held_out"
-    if not held_out.exists():
-        write_text(held_out)
+    split = folder / "split"
+    if not split.exists():
+        write_text(split)
         for number in range(6):
-            (held_out / f"{number:02}.txt").unlink()
-    words = {"every": every, "samples": SAMPLES, "name": "text", "path": held_out}
+            (split / f"{number:02}.txt").unlink()
+    words = {"every": every, "samples": SAMPLES, "name": "text", "path": split}
     return [word for key, value in words.items() for word in (f"--validation.{key}", str(value))]
 
 
@@ -115,10 +115,10 @@ def test_the_value_is_the_mean_over_exactly_those_samples(tmp_path: Path) -> Non
     outcome = train_job(tmp_path, 1, *validation(tmp_path, every=4), *STEPS, "--run.seed", "3")
     found = validated(tmp_path / "run")
     assert sorted(found) == [4, 5], "every four steps, and at the end"
-    assert found[5] == pytest.approx(direct(outcome, tmp_path / "held_out"), rel=1e-6)
+    assert found[5] == pytest.approx(direct(outcome, tmp_path / "split"), rel=1e-6)
 
 
-@pytest.mark.parametrize("packing", ["isolate", "pad"])
+@pytest.mark.parametrize("packing", ["document_mask", "pad"])
 def test_samples_of_uneven_numbers_of_tokens(packing: str, tmp_path: Path) -> None:
     more, found = [*validation(tmp_path), "--data.packing", packing, "--train.steps", "2"], []
     for number, words in enumerate(([], mesh(dp_shard=2), mesh(pp=2))):
@@ -127,7 +127,7 @@ def test_samples_of_uneven_numbers_of_tokens(packing: str, tmp_path: Path) -> No
     assert found[1] == pytest.approx(found[0], rel=1e-5)
     assert found[2] == pytest.approx(found[0], rel=1e-5)
     job = load_job(LLAMA, ["--data.path", "x", "--data.cache", f"{tmp_path}/cache", *more])
-    samples, model = open_held_out(job, process.Rank(0, 1, 0, torch.device("cpu"))), job.model.build()
+    samples, model = open_validation(job, process.Rank(0, 1, 0, torch.device("cpu"))), job.model.build()
     assert samples is not None
     model.load_state_dict(outcome.weights)
     nats = tokens = 0.0

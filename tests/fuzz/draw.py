@@ -141,10 +141,10 @@ def _block(rng: random.Random, degrees: Mapping[str, int], pipeline: Keys) -> Ke
     """What is put around blocks: recomputing, compiling."""
     keys: Keys = {}
     whole = pipeline.get("schedule") not in SPLIT_BACKWARD
-    mode = rng.choice((None, None, None, "full", "every", *(["selective"] if whole else [])))
+    mode = rng.choice((None, None, None, "full", "every_n", *(["selective"] if whole else [])))
     if mode is not None:
         keys["plugins.activation_checkpoint.mode"] = mode
-    if mode == "every":
+    if mode == "every_n":
         keys["plugins.activation_checkpoint.every"] = rng.choice((1, 2, 3))
     if whole and not (mode == "selective" and degrees["tp"] > 1) and rng.random() < 0.06:
         alone = max(degrees.values()) == 1  # each rank compiles, which takes long
@@ -175,7 +175,7 @@ def _data(rng: random.Random, tp: int, tensor: Keys) -> Keys:
     step = tp if tensor.get("sequence_parallel", True) else 1
     keys: Keys = {
         "data.seq_len": step * rng.randint(-(-4 // step), 24 // step),
-        "data.packing": rng.choice(("stream", "isolate", "isolate", "pad")),
+        "data.packing": rng.choice(("concat", "document_mask", "document_mask", "pad")),
         "data.path": rng.choice(("lively", "barren")),
         "data.shuffle": rng.random() < 0.5,
         "run.seed": rng.choice((0, 1, 2)),
@@ -248,7 +248,7 @@ FAULTS: Mapping[str, Fault] = {
     "split points": _points,
     "zero stage": _set("layout", "plugins.fsdp.zero_stage", range(5)),
     "compile": _set("layout", "plugins.compile.backend", ("aot_eager",)),
-    "recompute": _set("layout", "plugins.activation_checkpoint.mode", ("full", "every", "selective")),
+    "recompute": _set("layout", "plugins.activation_checkpoint.mode", ("full", "every_n", "selective")),
     "sequence split": _set("layout", "plugins.tensor.sequence_parallel", (True, False)),
     "two wrappers": _both_wrappers,
     "switched off": _without,

@@ -15,7 +15,7 @@ from typing import Any, Literal
 import torch
 
 from tests.fuzz.draw import Drawn, words
-from tests.fuzz.guests.digits import END
+from tests.fuzz.plugins.digits import END
 from tests.jobs import Outcome, deviations, differences, train_job
 from titan.config import load_job
 from titan.data.tokens.shards import ShardWriter

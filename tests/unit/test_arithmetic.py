@@ -9,9 +9,9 @@ from bench import arithmetic as published
 from titan.config import Job, load_job
 from titan.contracts import Model
 from titan.contracts.base import registry
-from titan.contracts.base.cost import Held
+from titan.contracts.base.cost import PersistentState
 from titan.errors import ConfigError
-from titan.planner.report import by_hand
+from titan.planner.report import closed_form
 from titan.planner.step import arithmetic
 from titan.plugins.models import gpt, llama
 
@@ -22,7 +22,7 @@ PRESETS = [pytest.param(m, preset, id=f"{m.name}-{preset}") for m in MODELS for 
 
 @pytest.fixture(scope="module")
 def gpt3() -> Job:
-    return by_hand.alone(GPT3)
+    return closed_form.alone(GPT3)
 
 
 # --- parameters ---------------------------------------------------------------------------------------------------
@@ -30,39 +30,39 @@ def gpt3() -> Job:
 
 @pytest.mark.parametrize(("model", "preset"), PRESETS)
 def test_parts_add_up(model: type[Model], preset: str) -> None:
-    plan = model(model.Config(**model.presets[preset])).plan()
-    parts = arithmetic.parts(plan)
-    assert sum(parts.values()) == plan.params
+    spec = model(model.Config(**model.presets[preset])).spec()
+    parts = arithmetic.parts(spec)
+    assert sum(parts.values()) == spec.params
     assert min(parts.values()) >= 0
-    assert parts["head"] == (0 if plan.tied else plan.vocab_size * plan.dim)
+    assert parts["head"] == (0 if spec.tied else spec.vocab_size * spec.dim)
 
 
 def test_parameters_of_gpt3(gpt3: Job) -> None:
-    plan = gpt3.plan
-    assert plan.params == 174_604_259_328
+    spec = gpt3.spec
+    assert spec.params == 174_604_259_328
     textbook = arithmetic.textbook_parameters(96, 12288, 50257)
     assert textbook == 175_181_291_520
     # What the textbook counts twice and leaves out is the whole of the difference.
-    parts = arithmetic.parts(plan)
+    parts = arithmetic.parts(spec)
     left_out = parts["layers: norms and biases"] + parts["positions"] + parts["last norm"]
-    assert textbook - 50257 * 12288 + left_out == plan.params
-    assert arithmetic.megatron_parameters(96, 12288, 50257, 2048) == pytest.approx(plan.params - 2 * 12288, abs=1)
+    assert textbook - 50257 * 12288 + left_out == spec.params
+    assert arithmetic.megatron_parameters(96, 12288, 50257, 2048) == pytest.approx(spec.params - 2 * 12288, abs=1)
 
 
 @pytest.mark.parametrize(
     ("preset", "billions"), [("frontier-22b", 22.07), ("frontier-175b", 174.62), ("frontier-1t", 1008.04)]
 )
 def test_parameters_of_frontier(preset: str, billions: float) -> None:
-    plan = by_hand.alone(["--model.name", "gpt", "--model.preset", preset]).plan
-    assert plan.params / 1e9 == pytest.approx(billions, abs=0.005)
-    assert plan.params == pytest.approx(12 * plan.n_layers * plan.dim**2, rel=0.02)
+    spec = closed_form.alone(["--model.name", "gpt", "--model.preset", preset]).spec
+    assert spec.params / 1e9 == pytest.approx(billions, abs=0.005)
+    assert spec.params == pytest.approx(12 * spec.n_layers * spec.dim**2, rel=0.02)
 
 
 @pytest.mark.parametrize(
     ("preset", "params"), list(zip(("7b", "13b", "33b", "65b"), (row.params for row in published.LLAMA), strict=True))
 )
 def test_parameters_of_llama(preset: str, params: int) -> None:
-    assert by_hand.alone(["--model.name", "llama", "--model.preset", preset]).plan.params == params
+    assert closed_form.alone(["--model.name", "llama", "--model.preset", preset]).spec.params == params
 
 
 # --- memory -------------------------------------------------------------------------------------------------------
@@ -101,13 +101,13 @@ def test_opengptx_divides_the_optimizer_twice() -> None:
 
 
 def test_activations_of_gpt3(gpt3: Job) -> None:
-    plan = gpt3.plan
+    spec = gpt3.spec
     kept = arithmetic.activations(2048, 12288, 96)
     assert kept.none == 2048 * 12288 * (34 + 80)
     assert kept.full == 2 * 2048 * 12288
-    assert plan.n_layers * kept.none / 1e9 == pytest.approx(275.4, abs=0.05)
-    assert plan.n_layers * arithmetic.float32_activations(2048, 12288, 96) / 1e9 == pytest.approx(444.5, abs=0.05)
-    assert 4 * plan.params / 1e9 == pytest.approx(698.4, abs=0.05)
+    assert spec.n_layers * kept.none / 1e9 == pytest.approx(275.4, abs=0.05)
+    assert spec.n_layers * arithmetic.float32_activations(2048, 12288, 96) / 1e9 == pytest.approx(444.5, abs=0.05)
+    assert 4 * spec.params / 1e9 == pytest.approx(698.4, abs=0.05)
 
 
 def test_splitting_activations() -> None:
@@ -128,9 +128,9 @@ def test_splitting_activations() -> None:
 
 @pytest.mark.parametrize("preset", ["175b", "frontier-22b", "frontier-1t"])
 def test_megatrons_flops_are_the_plans(preset: str) -> None:
-    plan = by_hand.alone(["--model.name", "gpt", "--model.preset", preset]).plan
-    formula = arithmetic.megatron_flops(3, 2048, plan.n_layers, plan.dim, plan.vocab_size)
-    assert 3 * 2048 * arithmetic.hardware_flops_per_token(plan, 2048) == pytest.approx(formula, rel=1e-12)
+    spec = closed_form.alone(["--model.name", "gpt", "--model.preset", preset]).spec
+    formula = arithmetic.megatron_flops(3, 2048, spec.n_layers, spec.dim, spec.vocab_size)
+    assert 3 * 2048 * arithmetic.hardware_flops_per_token(spec, 2048) == pytest.approx(formula, rel=1e-12)
 
 
 @pytest.mark.parametrize("row", published.MEGATRON, ids=lambda row: f"{row.billions}b")
@@ -173,65 +173,75 @@ def test_llamas_hours() -> None:
 
 
 def test_report_of_gpt3(gpt3: Job) -> None:
-    report = by_hand.report(gpt3, tokens=300e9, devices=1024, peak_tflops=312, utilisation=140 / 312)
+    report = closed_form.report(gpt3, tokens=300e9, devices=1024, peak_tflops=312, utilisation=140 / 312)
     assert json.loads(json.dumps(report)) == report
     assert report["model"]["seq_len"] == 2048
-    assert report["parameters"]["exact"] == gpt3.plan.params
+    assert report["parameters"]["exact"] == gpt3.spec.params
     assert report["state"]["data_parallel_ranks"] == 1024
-    assert report["state"]["whole_model"]["20"] == 20 * gpt3.plan.params
+    assert report["state"]["whole_model"]["20"] == 20 * gpt3.spec.params
     days = {name: seconds / 86400 for name, seconds in report["training"]["seconds"].items()}
     assert days == pytest.approx({"6TP": 25.4, "8TP": 33.8, "exact": 26.1, "exact_full_recompute": 34.7}, abs=0.06)
     assert report["flops_per_token"]["6P"] * 300e9 == pytest.approx(3.14e23, rel=2e-3)  # arXiv 2005.14165, table D.1
 
 
 def test_report_splits_the_model_as_the_job_does() -> None:
-    job = by_hand.alone(["--model.name", "gpt", "--model.preset", "13b", "--mesh.tp", "4"])
-    report = by_hand.report(job, devices=32)
+    job = closed_form.alone(["--model.name", "gpt", "--model.preset", "13b", "--mesh.tp", "4"])
+    report = closed_form.report(job, devices=32)
     assert (report["state"]["model_split_over"], report["state"]["data_parallel_ranks"]) == (4, 8)
-    assert report["state"]["zero"]["16"][1] == pytest.approx((4 + 12 / 8) * job.plan.params / 4)
+    assert report["state"]["zero"]["16"][1] == pytest.approx((4 + 12 / 8) * job.spec.params / 4)
     assert set(report["activations"]["per_layer"]) == {"one device", "tensor 4", "tensor and sequence 4"}
     assert report["training"]["devices"] == 32
-    assert report["training"]["tokens"] == 20 * job.plan.params
+    assert report["training"]["tokens"] == 20 * job.spec.params
     assert report["training"]["seconds"] is None
 
 
 def test_report_counts_what_the_job_holds(gpt3: Job) -> None:
-    held = [Held(component="parameters", bytes=4), Held(component="parameters", bytes=2, units=2)]
-    held += [Held(component="optimizer", bytes=4), Held(component="optimizer", bytes=4, axes=("dp_shard",))]
-    own = by_hand.report(gpt3, held=held)["state"]["own_bytes_per_parameter"]
+    held = [
+        PersistentState(component="parameters", bytes_per_param=4),
+        PersistentState(component="parameters", bytes_per_param=2, gathered_units=2),
+    ]
+    held += [
+        PersistentState(component="optimizer", bytes_per_param=4),
+        PersistentState(component="optimizer", bytes_per_param=4, axes=("dp_shard",)),
+    ]
+    own = closed_form.report(gpt3, held=held)["state"]["own_bytes_per_parameter"]
     assert own == {"parameters": 4, "optimizer": 8}
 
 
 def test_layout_of_a_config_is_the_default() -> None:
     overrides = ["--mesh.tp", "2", "--mesh.pp", "2", "--mesh.dp_shard", "3"]
-    state = by_hand.report(load_job(None, overrides))["state"]
+    state = closed_form.report(load_job(None, overrides))["state"]
     assert (state["model_split_over"], state["data_parallel_ranks"]) == (4, 3)
 
 
 @pytest.mark.parametrize(
     ("given", "said"),
     [
-        ({"devices": 30}, "--devices 30: 4 ranks split the model; nearest: 28 or 32"),
+        ({"devices": 30}, "--devices 30: must be a multiple of the 4 model-parallel ranks; nearest: 28 or 32"),
         ({"devices": 2}, "nearest: 4$"),
         ({"tokens": 0}, "--tokens 0: must be above 0"),
         ({"utilisation": -0.5, "peak_tflops": 0}, "--peak-tflops 0: must be above 0"),
     ],
 )
 def test_faults(given: dict[str, float], said: str) -> None:
-    job = by_hand.alone(["--model.name", "gpt", "--model.preset", "13b", "--mesh.tp", "4"])
+    job = closed_form.alone(["--model.name", "gpt", "--model.preset", "13b", "--mesh.tp", "4"])
     with pytest.raises(ConfigError, match=said):
-        by_hand.report(job, **given)  # type: ignore[arg-type]
+        closed_form.report(job, **given)  # type: ignore[arg-type]
 
 
 def test_text_has_the_numbers(gpt3: Job) -> None:
-    text = by_hand.text(by_hand.report(gpt3, tokens=300e9, devices=1024, peak_tflops=312, utilisation=140 / 312))
+    text = closed_form.text(
+        closed_form.report(gpt3, tokens=300e9, devices=1024, peak_tflops=312, utilisation=140 / 312)
+    )
     for said in ("174,604,259,328", "+0.33%", "698.4 GB", "275.4 GB", "444.5 GB", "33.8 days", "34.7 days"):
         assert said in text
     assert max(map(len, text.splitlines())) <= 120
-    assert "formulas of a GPT" not in text
-    registry.open_doors(())
-    odd = by_hand.text(by_hand.report(by_hand.alone(["--model.name", "llama", "--model.preset", "llama3-8b"])))
-    assert "formulas of a GPT" in odd
+    assert "formulas for a GPT" not in text
+    registry.load_plugins(())
+    odd = closed_form.text(
+        closed_form.report(closed_form.alone(["--model.name", "llama", "--model.preset", "llama3-8b"]))
+    )
+    assert "formulas for a GPT" in odd
 
 
 def test_published_tables_print(capsys: pytest.CaptureFixture[str]) -> None:

@@ -20,7 +20,7 @@ from titan.checkpoint.disk.metadata import DTYPES
 from titan.checkpoint.ranks import Ranks
 from titan.checkpoint.state import rejoin, separate
 from titan.checkpoint.techniques import without
-from titan.contracts import Part
+from titan.contracts import ModelPart
 from titan.errors import CheckpointError, FolderError, PluginError, UnreadableError
 from titan.log import log
 
@@ -48,19 +48,19 @@ class _Toy(nn.Module):
         return self.out(self.embed(tokens))
 
 
-def _made(hidden: int = 6, **adamw: Any) -> tuple[list[Part], torch.optim.Optimizer]:
+def _made(hidden: int = 6, **adamw: Any) -> tuple[list[ModelPart], torch.optim.Optimizer]:
     model = _Toy(hidden)
-    return [Part(model)], torch.optim.AdamW(model.parameters(), lr=1e-2, **adamw)
+    return [ModelPart(model)], torch.optim.AdamW(model.parameters(), lr=1e-2, **adamw)
 
 
-def _train(parts: list[Part], optimizer: torch.optim.Optimizer, steps: int = 1) -> None:
+def _train(parts: list[ModelPart], optimizer: torch.optim.Optimizer, steps: int = 1) -> None:
     for _ in range(steps):
         parts[0].module(torch.arange(11)).square().sum().backward()
         optimizer.step()
         optimizer.zero_grad()
 
 
-def _copied(parts: list[Part], optimizer: torch.optim.Optimizer) -> dict[str, torch.Tensor]:
+def _copied(parts: list[ModelPart], optimizer: torch.optim.Optimizer) -> dict[str, torch.Tensor]:
     state = {name: tensor.clone() for name, tensor in parts[0].module.state_dict().items()}
     for name, parameter in parts[0].parameters():
         state |= {f"{name}.{slot}": value.clone() for slot, value in optimizer.state[parameter].items()}
@@ -105,10 +105,10 @@ def test_sgd_without_state_and_numbers_as_state(tmp_path: Path) -> None:
     model = _Toy()
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     optimizer.state[model.out.bias] = {"count": 7, "scale": 0.5, "mode": "warm", "none": None}
-    _checkpointer(tmp_path).save(1, [Part(model)], optimizer, {})
+    _checkpointer(tmp_path).save(1, [ModelPart(model)], optimizer, {})
     other = _Toy()
     loaded = torch.optim.SGD(other.parameters(), lr=0.1)
-    _checkpointer(tmp_path).load(tmp_path / "step-00000001", [Part(other)], loaded)
+    _checkpointer(tmp_path).load(tmp_path / "step-00000001", [ModelPart(other)], loaded)
     assert dict(loaded.state) == {other.out.bias: {"count": 7, "scale": 0.5, "mode": "warm", "none": None}}
 
 
@@ -189,7 +189,7 @@ def test_state_that_cannot_be_saved_is_named(value: Any, place: str) -> None:
 
 
 def test_two_tensors_at_one_place_are_refused() -> None:
-    with pytest.raises(PluginError, match=r"both at rest\.a\.b"):
+    with pytest.raises(PluginError, match=r"the path rest\.a\.b"):
         separate({"a.b": torch.ones(1), "a": {"b": torch.ones(1)}}, 0)
 
 
@@ -244,18 +244,18 @@ def test_find(tmp_path: Path, told: Callable[[], list[str]]) -> None:
     checkpointer = _checkpointer(folder)
     assert checkpointer.find("auto") is None
     assert checkpointer.find("never") is None
-    with pytest.raises(CheckpointError, match='"must": there is no complete checkpoint'):
-        checkpointer.find("must")
+    with pytest.raises(CheckpointError, match='"required": there is no complete checkpoint'):
+        checkpointer.find("required")
     parts, optimizer = _made()
     checkpointer.save(1, parts, optimizer, {})
     checkpointer.save(2, parts, optimizer, {})
     (folder / "step-00000003.tmp").mkdir()
-    assert checkpointer.find("auto") == checkpointer.find("must") == folder / "step-00000002"
+    assert checkpointer.find("auto") == checkpointer.find("required") == folder / "step-00000002"
     assert not (folder / "step-00000003.tmp").exists()
     assert told() == []
     assert checkpointer.find("never") is None
     assert checkpointer.find(str(folder / "step-00000001")) == folder / "step-00000001"
-    aside = f"leaves aside {folder / 'step-00000002'}, the newest of this run"
+    aside = f"ignores {folder / 'step-00000002'}, the newest checkpoint of this run"
     path = str(folder / "step-00000001")
     assert told() == [f"checkpoint.resume = 'never' {aside}", f"checkpoint.resume = {path!r} {aside}"]
     with pytest.raises(CheckpointError, match="no such folder"):
@@ -269,7 +269,7 @@ def test_a_run_that_another_has_overtaken_does_not_save(tmp_path: Path) -> None:
     suspended.save(1, parts, optimizer, {})
     successor.find("auto")
     successor.save(2000, parts, optimizer, {})
-    with pytest.raises(CheckpointError, match=r"another run has saved to .* meanwhile"):
+    with pytest.raises(CheckpointError, match=r"another run has saved to .* in the meantime"):
         suspended.save(2, parts, optimizer, {})
     assert _steps(tmp_path) == [2000]
     folders.remove(tmp_path / "step-00002000")
@@ -295,7 +295,9 @@ def test_the_newest_is_not_given_up_for_a_read_that_fails(
 
     with monkeypatch.context() as patched:
         patched.setattr(Path, call, fail)
-        with pytest.raises(CheckpointError, match=rf"{name} cannot be read: Input/output error; it may be sound"):
+        with pytest.raises(
+            CheckpointError, match=rf"{name} cannot be read: Input/output error; the file may be intact"
+        ):
             checkpointer.find("auto")
         left.append(1)
         if name == "state.json" and call == "open":
@@ -329,7 +331,7 @@ def test_absent_and_left_over_names_are_refused(saved: Path) -> None:
     model = _Toy()
     model.out2, model.out = model.out, None
     with pytest.raises(CheckpointError) as refused:
-        _checkpointer(saved.parent).load(saved, [Part(model)], torch.optim.AdamW(model.parameters()))
+        _checkpointer(saved.parent).load(saved, [ModelPart(model)], torch.optim.AdamW(model.parameters()))
     assert "it lacks out2.bias, out2.weight; the model lacks out.bias, out.weight" in str(refused.value)
 
 
@@ -337,7 +339,7 @@ def test_names_are_listed_up_to_ten(saved: Path) -> None:
     model = _Toy()
     model.more = nn.ParameterList(torch.zeros(1) for _ in range(13))
     with pytest.raises(CheckpointError, match=r"it lacks more\.0, more\.1, more\.10, .* and 3 more$"):
-        _checkpointer(saved.parent).load(saved, [Part(model)], torch.optim.AdamW(model.parameters()))
+        _checkpointer(saved.parent).load(saved, [ModelPart(model)], torch.optim.AdamW(model.parameters()))
 
 
 def test_another_shape_is_refused_and_nothing_is_touched(saved: Path) -> None:
@@ -350,8 +352,8 @@ def test_another_shape_is_refused_and_nothing_is_touched(saved: Path) -> None:
 
 def test_another_optimizer_is_refused(saved: Path) -> None:
     model = _Toy()
-    with pytest.raises(CheckpointError, match="state of AdamW, this run's optimizer is SGD"):
-        _checkpointer(saved.parent).load(saved, [Part(model)], torch.optim.SGD(model.parameters()))
+    with pytest.raises(CheckpointError, match="state of AdamW, but this run's optimizer is SGD"):
+        _checkpointer(saved.parent).load(saved, [ModelPart(model)], torch.optim.SGD(model.parameters()))
 
 
 def test_another_format_is_refused(saved: Path) -> None:

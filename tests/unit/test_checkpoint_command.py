@@ -73,7 +73,7 @@ def test_list(run: Path, say: Callable[..., Said]) -> None:
 
 def test_verify(run: Path, say: Callable[..., Said]) -> None:
     code, out, _ = say("verify", run)
-    assert code == 0 and out.count("as it was written") == 3
+    assert code == 0 and out.count(": verified") == 3
     _flip(_path(run, 20) / "__0_0.distcp")
     (_path(run, 20) / "__3_0.distcp").touch()
     (_path(run, 20) / ".metadata").unlink()
@@ -95,7 +95,7 @@ def test_verify_reads_what_the_files_say(run: Path, say: Callable[..., Said]) ->
     (_path(run, 30) / ".metadata").write_bytes(b"\x80\x04N.")
     mutations.reseal(_path(run, 30))
     code, out, _ = say("verify", _path(run, 30))
-    assert code == 1 and ".metadata is not what a checkpoint has" in out
+    assert code == 1 and ".metadata is not valid checkpoint metadata" in out
 
 
 def test_rm_removes_one(run: Path, say: Callable[..., Said]) -> None:
@@ -140,13 +140,13 @@ def test_rm_asks(
 def test_rm_leaves_alone_what_it_should(run: Path, say: Callable[..., Said]) -> None:
     before = _left(run)
     refused = {
-        ("rm", run, "--yes"): "is not a checkpoint; --keep N",
-        ("rm", run / "checkpoints" / "notes", "--yes"): "is not a checkpoint; --keep N",
-        ("rm", run / "absent", "--yes"): "is not a checkpoint",
-        ("rm", run / "absent", "--keep", "1"): "there is no such folder",
+        ("rm", run, "--yes"): "is not one checkpoint; to remove all but the newest N",
+        ("rm", run / "checkpoints" / "notes", "--yes"): "is not one checkpoint; to remove all but the newest N",
+        ("rm", run / "absent", "--yes"): "is not one checkpoint",
+        ("rm", run / "absent", "--keep", "1"): "no such folder",
         ("rm", run, "--keep", "0"): "must be at least 1",
         ("rm", _path(run, 10), "--keep", "1"): "is one checkpoint",
-        ("list", run / "checkpoints" / "notes"): "is not a checkpoint and holds none",
+        ("list", run / "checkpoints" / "notes"): "is not a checkpoint and contains none",
     }
     (_path(run, 10) / "README.md").touch()
     refused["rm", run, "--keep", "1", "--yes"] = "holds README.md, which is no part of a checkpoint"
@@ -160,7 +160,7 @@ def test_rm_of_the_only_complete_one_needs_yes(run: Path, say: Callable[..., Sai
     for step in (10, 20):
         (_path(run, step) / "manifest.json").unlink()
     code, _, err = say("rm", _path(run, 30))
-    assert code == 1 and "is the only complete checkpoint there; --yes removes it" in err
+    assert code == 1 and "is the only complete checkpoint in its folder; add --yes" in err
     assert say("rm", _path(run, 30), "--yes")[0] == 0
     assert say("rm", _path(run, 20), "--yes")[0] == 0
     assert _left(run) == ["notes", "step-00000010", "step-00000040.tmp"]

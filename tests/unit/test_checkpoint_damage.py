@@ -67,10 +67,10 @@ def test_data_that_the_manifest_does_not_list_is_refused(saved: Path) -> None:
 def test_other_files_are_told_and_not_read(saved: Path, told: Callable[[], list[str]]) -> None:
     (saved / "README.md").write_text("mine")
     checkpointer(saved.parent).load(saved, *build())
-    assert told() == [f"{saved} also holds README.md, no part of the checkpoint: not read"]
+    assert told() == [f"{saved} also holds README.md: not part of the checkpoint, ignored"]
 
 
-@pytest.mark.parametrize("resume", ["auto", "must"])
+@pytest.mark.parametrize("resume", ["auto", "required"])
 @pytest.mark.parametrize("damage", [_flip, _halve])
 def test_resume_goes_back_to_the_newest_sound_one_and_says_so(
     tmp_path: Path, told: Callable[[], list[str]], resume: str, damage: Callable[[Path], None]
@@ -86,7 +86,7 @@ def test_resume_goes_back_to_the_newest_sound_one_and_says_so(
     assert resumed.load(first, parts, optimizer) == {"at": 1}
     assert sorted(text.partition(" is damaged: ")[0] for text in told()) == [str(second), str(third)]
     for text in told():
-        assert f"Going on from {first} instead" in text and "`titan checkpoint rm" in text
+        assert f"Resuming from {first} instead" in text and "`titan checkpoint rm" in text
         assert "__0_0.distcp has" in text or "it lacks manifest.json" in text
     resumed.save(4, parts, optimizer, {})
     assert _steps(tmp_path) == [2, 3, 4]
@@ -100,7 +100,7 @@ def test_when_all_are_damaged_nothing_starts(tmp_path: Path) -> None:
     for step in (1, 2):
         checkpointer(tmp_path).save(step, *build(), {})
         _flip(paths[step - 1] / ".metadata")
-    for resume in ("auto", "must"):
+    for resume in ("auto", "required"):
         with pytest.raises(CheckpointError, match="no sound checkpoint is left") as refused:
             checkpointer(tmp_path).find(resume)
         assert all(f"{path} is damaged: .metadata has SHA-256" in str(refused.value) for path in paths)

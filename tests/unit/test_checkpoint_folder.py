@@ -144,7 +144,7 @@ def test_choose_refuses_what_is_absent_or_incomplete(tmp_path: Path) -> None:
     (_make(tmp_path / "step-00000010") / STATE).unlink()
     with pytest.raises(CheckpointError, match=r"lacks state\.json, and"):
         folders.choose(str(tmp_path / "step-00000010"))
-    with pytest.raises(CheckpointError, match="never finished"):
+    with pytest.raises(CheckpointError, match="unfinished: the run was killed while it saved"):
         folders.choose(str(_make(tmp_path / "step-00000020.tmp")))
 
 
@@ -183,7 +183,7 @@ def test_a_leftover_that_cannot_be_removed_is_a_warning_once(tmp_path: Path, tol
     assert folders.complete(tmp_path) == [newest] and folders.survey(tmp_path)[1] == {}
     left = [path for path in tmp_path.iterdir() if folders.is_unfinished(path)]
     assert len(told) == 5 and len(left) == 6, "two leftovers, two retired, the .tmp of step 40 begun twice"
-    assert all("cannot be removed: Directory not empty; each save" in words for words in told)
+    assert all("cannot be removed: Directory not empty; the next save" in words for words in told)
 
 
 def test_a_later_sweep_removes_what_could_not_be_removed(tmp_path: Path, held_open: Callable[[], None]) -> None:
@@ -224,8 +224,8 @@ def test_a_leftover_that_cannot_be_moved_either_refuses_the_save_of_its_step(
     with pytest.raises(CheckpointError) as error:
         folders.begin(tmp_path, 10)
     assert str(error.value) == (
-        f"{path} is left over from an earlier save and can be neither removed nor renamed; end what has a file of it "
-        "open, or remove it"
+        f"{path} is a remnant of an earlier save and can be neither removed nor renamed; end the process that has a "
+        "file in it open, or remove the folder"
     )
 
 

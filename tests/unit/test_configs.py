@@ -10,7 +10,7 @@ import tomli_w
 from titan.config import Job, load_job
 from titan.contracts.base import registry
 
-GUESTS = Path(__file__).parents[1] / "guests"
+TEST_PLUGINS = Path(__file__).parents[1] / "plugins"
 CONFIGS = sorted((Path(__file__).parents[2] / "configs").glob("*.toml"))
 MILLION = 2**20
 
@@ -40,7 +40,7 @@ def _job(name: str) -> Job:
 def test_ranks_and_parameters(name: str, ranks: int, billions: float) -> None:
     job = _job(name)
     assert job.layout.world_size == ranks
-    assert job.plan.params / 1e9 == pytest.approx(billions, rel=5e-3)
+    assert job.spec.params / 1e9 == pytest.approx(billions, rel=5e-3)
 
 
 @pytest.mark.parametrize("name", ["llama7b", "llama13b", "llama33b", "llama65b", "llama3_8b"])
@@ -68,11 +68,11 @@ def test_a_resolved_job_is_the_same_wherever_it_is_read(tmp_path: Path, monkeypa
     for folder in ("mine", "jobs", "earlier", "weights", "text"):
         (place / folder).mkdir(parents=True)
     elsewhere.mkdir()
-    shutil.copy(GUESTS / "averager.py", place / "mine")
+    shutil.copy(TEST_PLUGINS / "averager.py", place / "mine")
     (place / "text" / "a.txt").write_text("text")
     (tmp_path / "x.py").touch()
     (place / "jobs" / "job.toml").write_text(RELATIVE)
-    registry.open_doors()
+    registry.load_plugins()
     for name in ("_plugins", "_opened"):
         monkeypatch.setattr(registry, name, getattr(registry, name).copy())
     monkeypatch.chdir(place)
@@ -93,7 +93,7 @@ def test_a_resolved_job_is_the_same_wherever_it_is_read(tmp_path: Path, monkeypa
     monkeypatch.chdir(elsewhere)
     again = load_job(Path("config.toml"))
     assert again.table == job.table and again.folder == place / "runs" / "job"
-    assert again.held_out.files() == [place / "text" / "a.txt"]
+    assert again.validation_data.files() == [place / "text" / "a.txt"]
 
 
 RELATIVE = """

@@ -1,4 +1,4 @@
-"""What models and techniques say a step costs: parameters and FLOPs of the plan, slices, bytes of state and traffic."""
+"""What models and techniques say a step costs: parameters and FLOPs of the spec, slices, bytes of state and traffic."""
 
 from dataclasses import replace
 
@@ -9,31 +9,31 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from tests.planned import CLUSTER, job_of
 from titan.config import Job
 from titan.contracts import Model
-from titan.contracts.base import registry
-from titan.contracts.base.cost import Elementwise, residual
+from titan.contracts.base import cost, registry
+from titan.contracts.base.cost import Attention, Elementwise, Matmul, Operation, residual
 from titan.planner.step.layout import costs_of
-from titan.planner.step.memory import shapes, sliced
+from titan.planner.step.memory import kept_by, shapes, sliced
 from titan.planner.step.predict import Planner, flops_per_token
 from titan.planner.step.traffic import moved
 
-registry.open_doors()
+registry.load_plugins()
 MODELS = [(plugin, preset) for plugin in registry.of_kind("model") for preset in plugin.presets]
 
 
 @pytest.mark.parametrize(("plugin", "preset"), MODELS, ids=lambda value: getattr(value, "name", value))
 def test_operations_have_the_parameters_and_flops_of_the_plan(plugin: type[Model], preset: str) -> None:
-    plan = plugin(plugin.Config(**plugin.presets[preset])).plan()
-    job = job_of("--model.name", plugin.name, "--model.preset", preset, "--data.seq_len", str(plan.max_seq_len))
+    spec = plugin(plugin.Config(**plugin.presets[preset])).spec()
+    job = job_of("--model.name", plugin.name, "--model.preset", preset, "--data.seq_len", str(spec.max_seq_len))
     costs = costs_of(job)
     params = {
         part: sum(sliced(shapes(op, costs), 1) for op in ops)
-        for part, ops in (("stem", costs.stem), ("layer", costs.layer), ("head", costs.head))
+        for part, ops in (("embeddings", costs.embeddings), ("layer", costs.layer), ("head", costs.head))
     }
-    table = plan.vocab_size * plan.dim
-    assert params["stem"] == plan.stem_params
-    assert params["layer"] == plan.layer_params
-    assert params["head"] - (table if plan.tied else 0) == plan.head_params
-    assert flops_per_token(costs)[0] == pytest.approx(plan.flops_per_token(job.data.seq_len), rel=1e-12)
+    table = spec.vocab_size * spec.dim
+    assert params["embeddings"] == spec.embedding_params
+    assert params["layer"] == spec.layer_params
+    assert params["head"] - (table if spec.tied else 0) == spec.head_params
+    assert flops_per_token(costs)[0] == pytest.approx(spec.flops_per_token(job.data.seq_len), rel=1e-12)
 
 
 class Sums(TorchDispatchMode):
@@ -61,7 +61,7 @@ def test_backward_sums_the_gradients_of_states_that_are_used_several_times(model
         with Sums((2, 8, 32)) as sums:
             loss.backward()
         found.append(sums.found)
-    operations = model(model.Config(n_layers=1, **size)).plan().layer_ops
+    operations = model(model.Config(n_layers=1, **size)).spec().layer_ops
     residuals = [op for op in operations if op == residual(32)]
     stated = sum(op.backward for op in operations if isinstance(op, Elementwise) and not op.forward)
     stated += sum(op.backward for op in residuals)
@@ -77,7 +77,7 @@ def test_tensor_parallelism_slices_pairs_and_replicates_norms() -> None:
 
     assert layer(sliced_) == (layer(whole) - norms) / 4 + norms
     assert sliced_.share("hidden") == whole.share("hidden") / 4
-    assert sliced_.share("whole") == whole.share("whole")
+    assert sliced_.share("seq_full") == whole.share("seq_full")
     assert sliced_.share("logits") == whole.share("logits") / 4
     kept_whole = costs_of(job_of("--mesh.tp", "4", "--plugins.tensor.sequence_parallel", "false"))
     assert kept_whole.share("hidden") == whole.share("hidden")
@@ -98,8 +98,8 @@ def test_tensor_parallelism_slices_pairs_and_replicates_norms() -> None:
 def test_state_in_bytes_a_parameter(words: tuple[str, ...], parameters: int, gradients: int, optimizer: int) -> None:
     job = job_of(*words)
     costs = costs_of(job)
-    held = Planner(CLUSTER).alike(costs, job.layout).memory(costs.stages[0]).held
-    each = [held[component] / job.plan.params for component in ("parameters", "gradients", "optimizer")]
+    held = Planner(CLUSTER).stage_costs(costs, job.layout).memory(costs.stages[0]).held
+    each = [held[component] / job.spec.params for component in ("parameters", "gradients", "optimizer")]
     # Of 257 words, a quarter of the ranks hold one more than the others.
     assert each == pytest.approx((parameters, gradients, optimizer), rel=0.01)
 
@@ -110,8 +110,8 @@ def bytes_moved(job: Job, place: int = 0) -> dict[tuple[str, str], float]:
 
 def test_zero_stages_gather_and_reduce_as_often_as_they_say() -> None:
     words = ("--mesh.dp_shard", "4", "--train.global_batch_size", "24", "--train.micro_batch_size", "2")
-    plan = job_of().plan
-    whole, head = 4 * plan.params, 4 * plan.head_params
+    spec = job_of().spec
+    whole, head = 4 * spec.params, 4 * spec.head_params
     # What forward ends with is still there when backward begins; and once a step it is prefetched for nobody.
     for stage, gathered, reduced in ((1, whole, 1), (2, 3 * whole + head, 3), (3, 6 * whole - 2 * head, 3)):
         sent = bytes_moved(job_of(*words, "--plugins.fsdp.zero_stage", str(stage)))
@@ -121,16 +121,16 @@ def test_zero_stages_gather_and_reduce_as_often_as_they_say() -> None:
 
 def test_hybrid_sharding_reduces_between_replicas_what_a_shard_holds() -> None:
     job = job_of("--mesh.dp_shard", "2", "--mesh.dp_replicate", "2")
-    assert bytes_moved(job)["all_reduce", "dp_replicate"] == 4 * job.plan.params / 2
+    assert bytes_moved(job)["all_reduce", "dp_replicate"] == 4 * job.spec.params / 2
 
 
 def test_tensor_parallelism_sends_what_its_docstring_says() -> None:
     """All-gathers and reduce-scatters of B S D numbers: two of each a layer and way, one each for the ends together."""
     job = job_of("--mesh.tp", "4")
-    sizes = job.micro_batch * job.data.seq_len * job.plan.dim * 4 * job.micro_batches
-    layers = job.plan.n_layers
+    sizes = job.micro_batch * job.data.seq_len * job.spec.dim * 4 * job.micro_batches
+    layers = job.spec.n_layers
     sent = bytes_moved(job)
-    # Forward 2 gathers a layer and the head's; backward 2 a layer and the stem's. Reductions likewise.
+    # Forward 2 gathers a layer and the head's; backward 2 a layer and the embeddings'. Reductions likewise.
     assert sent["all_gather", "tp"] == sizes * (4 * layers + 2)
     assert sent["reduce_scatter", "tp"] == sizes * (4 * layers + 2)
     recomputed = bytes_moved(job_of("--mesh.tp", "4", "--plugins.activation_checkpoint.mode", "full"))
@@ -146,10 +146,10 @@ def test_stages_hold_their_own_layers_and_copies_of_a_tied_table() -> None:
     costs = costs_of(job)
     assert [stage.layers for stage in costs.stages] == [range(0, 2), range(2, 4)]
     first, last = Planner(CLUSTER).draft(costs, job.layout).memory()
-    plan = job.plan
-    table, positions, norm = plan.vocab_size * plan.dim, plan.max_seq_len * plan.dim, 2 * plan.dim
-    assert first.parameters == 4 * (2 * plan.layer_params + table + positions)
-    assert last.parameters == 4 * (2 * plan.layer_params + table + norm)
+    spec = job.spec
+    table, positions, norm = spec.vocab_size * spec.dim, spec.max_seq_len * spec.dim, 2 * spec.dim
+    assert first.parameters == 4 * (2 * spec.layer_params + table + positions)
+    assert last.parameters == 4 * (2 * spec.layer_params + table + norm)
 
 
 @pytest.mark.parametrize(("schedule", "grows"), [("1F1B", False), ("GPipe", True)])
@@ -167,6 +167,29 @@ def test_a_model_without_operations_is_refused() -> None:
     from titan.errors import ConfigError
 
     job = job_of()
-    vars(job)["plan"] = replace(job.plan, layer_ops=())
-    with pytest.raises(ConfigError, match="states no operations"):
+    vars(job)["spec"] = replace(job.spec, layer_ops=())
+    with pytest.raises(ConfigError, match="has no operations; state them"):
         costs_of(job)
+
+
+def test_the_worked_layer_of_the_contract_adds_up() -> None:
+    """The numbers in the docstring of titan/contracts/base/cost.py."""
+    words = ("--model.name", "llama", "--model.dim", "1024", "--model.n_heads", "16", "--model.n_kv_heads", "4")
+    words += ("--model.ffn_dim", "2816", "--model.max_seq_len", "2048", "--data.seq_len", "2048")
+    words += ("--train.micro_batch_size", "1", "--plugins.bf16.enabled", "true")
+    costs = costs_of(job_of(*words))
+    flops = sum(_flops(op, costs.seq_len) for op in costs.layer)
+    saved = [tensor for op in costs.layer for tensor in op.saved if not tensor.unfused]
+    numbers = [sum(tensor.numel for tensor in saved if tensor.itemsize == size) for size in (0, 4)]
+    assert (flops, numbers) == (30_932_992, [17_920, 18])
+    assert kept_by(costs.layer, costs, fused_norms=True) == 73_547_776 == 35_912 * 2_048
+    sliced_ = costs_of(job_of(*words, "--mesh.tp", "2"))
+    assert kept_by(sliced_.layer, sliced_, fused_norms=True) == 20_004 * 2_048
+    for said in ("30,932,992", "17,920", "35,912", "73,547,776", "20,004"):
+        assert said in (cost.__doc__ or ""), said
+
+
+def _flops(op: Operation, seq_len: int) -> int:
+    if isinstance(op, Matmul):
+        return 2 * op.inputs * op.outputs
+    return 4 * seq_len * op.heads * op.head_dim if isinstance(op, Attention) else 0

@@ -32,7 +32,8 @@ def test_train_tokenizer_writes_ranks(tmp_path: Path, capsys: pytest.CaptureFixt
     pytest.importorskip("rustbpe")
     (tmp_path / "a.txt").write_text("one two three four five six seven\n" * 20)
     out = tmp_path / "new" / "ranks"
-    words = ["data", "train-tokenizer", "--data", "text", "--path", str(tmp_path), "--size", "270", "--out", str(out)]
+    words = ["data", "train-tokenizer", "--data", "text", "--path", str(tmp_path), "--size", "270"]
+    words += ["--output", str(out)]
     assert cli.main([*words, "--json"]) == 0
     assert json.loads(capsys.readouterr().out) == {"ranks": 270, "file": str(out)}
     assert len(read_ranks(out)) == 270
@@ -43,9 +44,9 @@ def test_train_tokenizer_writes_ranks(tmp_path: Path, capsys: pytest.CaptureFixt
     [
         (["--data", "txt"], "--data txt: unknown dataset (did you mean 'text'?)"),
         (["--data", "text"], "[data] path: missing"),
-        (["--data", "shards", "--path", "FILE"], "--data shards: holds tokens already"),
+        (["--data", "shards", "--path", "FILE"], "--data shards: this dataset holds tokens"),
         (["--size", "100"], "--size 100: must be at least 257"),
-        (["--data.field", "x"], "--data.field: only with --config"),
+        (["--data.field", "x"], "--data.field: overrides need --config"),
     ],
 )
 def test_train_tokenizer_says_what_is_wrong(
@@ -53,11 +54,11 @@ def test_train_tokenizer_says_what_is_wrong(
 ) -> None:
     path = write(tmp_path / "a.bin", DOCUMENTS)
     words = [str(path) if word == "FILE" else word for word in words]
-    assert cli.main(["data", "train-tokenizer", "--out", str(tmp_path / "out"), *words]) == 2
+    assert cli.main(["data", "train-tokenizer", "--output", str(tmp_path / "out"), *words]) == 2
     assert said in capsys.readouterr().err
 
 
-def test_prepare_tokenises_a_jobs_text(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_prepare_tokenizes_a_jobs_text(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     for name in "ab":
         (tmp_path / f"{name}.txt").write_text(f"text of {name}\n")
     job = tmp_path / "job.toml"

@@ -47,15 +47,15 @@ def test_stdlib_is_source_without_tests_and_packages() -> None:
 
 
 def test_stdlib_is_divided_by_the_names_of_its_files() -> None:
-    train, held_out = (Stdlib(StdlibConfig(part=part)).files() for part in ("train", "held_out"))
+    train, validation = (Stdlib(StdlibConfig(split=split)).files() for split in ("train", "validation"))
     everything = Stdlib(StdlibConfig()).files()
-    assert sorted([*train, *held_out]) == sorted(everything)
-    assert 0.02 < len(held_out) / len(everything) < 0.07
+    assert sorted([*train, *validation]) == sorted(everything)
+    assert 0.02 < len(validation) / len(everything) < 0.07
     root = next(file for file in everything if file.name == "argparse.py").parent
-    part = {file.relative_to(root).as_posix(): "train" for file in train}
-    part |= {file.relative_to(root).as_posix(): "held_out" for file in held_out}
+    split = {file.relative_to(root).as_posix(): "train" for file in train}
+    split |= {file.relative_to(root).as_posix(): "validation" for file in validation}
     # The same on every machine and Python.
-    assert [part[name] for name in ("abc.py", "fractions.py", "pdb.py", "ast.py")] == [*["held_out"] * 3, "train"]
+    assert [split[name] for name in ("abc.py", "fractions.py", "pdb.py", "ast.py")] == [*["validation"] * 3, "train"]
 
 
 def test_stdlib_passes_over_what_is_no_utf8(tmp_path: Path) -> None:
@@ -122,8 +122,8 @@ def test_parquet(tmp_path: Path) -> None:
     large = pyarrow.array(["x"], pyarrow.large_string())
     assert all_texts(dataset("large.parquet", text=large)) == ["x"]
     wrong = {
-        r"no column 'text'; there is 'words'": dataset("b.parquet", words=["x"]),
-        "column 'text' is of int64, not of strings": dataset("c.parquet", text=[1]),
+        r"no column 'text'; set data.field to one of: 'words'": dataset("b.parquet", words=["x"]),
+        "column 'text' has type int64, not string": dataset("c.parquet", text=[1]),
         r"d\.parquet, row 2: 'text' is null, not a string": dataset("d.parquet", text=["x", None]),
     }
     for said, found in wrong.items():
@@ -158,7 +158,7 @@ def test_parquet_whose_columns_cannot_be_told_apart(tmp_path: Path) -> None:
     pyarrow, parquet = pytest.importorskip("pyarrow"), pytest.importorskip("pyarrow.parquet")
     file = tmp_path / "a.parquet"
     parquet.write_table(pyarrow.Table.from_arrays([["x"], ["y"]], names=["text", "text"]), file)
-    with pytest.raises(DataError, match="2 columns are called 'text'"):
+    with pytest.raises(DataError, match="2 columns are named 'text'"):
         all_texts(Parquet(ParquetConfig(path=str(file))))
     parquet.write_table(pyarrow.table({"a": [{"b": 1}], "a.b": ["y"]}), file)
     assert all_texts(Parquet(ParquetConfig(path=str(file), field="a.b"))) == ["y"]
@@ -249,10 +249,10 @@ def test_jsonl_reads_the_field_of_every_line(tmp_path: Path) -> None:
     ("line", "words"),
     [
         (b'{"text": "cut', r"a\.jsonl:2: not JSON: Unterminated string"),
-        (b'{"body": "x", "id": 3}', r"a\.jsonl:2: no field 'text'; there is 'body', 'id'"),
+        (b'{"body": "x", "id": 3}', r"a\.jsonl:2: no field 'text'; set data.field to one of: 'body', 'id'"),
         (b'{"text": 12}', r"a\.jsonl:2: field 'text' is 12, not a string"),
         (b'{"text": null}', r"a\.jsonl:2: field 'text' is null, not a string"),
-        (b'["text"]', r"a\.jsonl:2: a JSON object is expected, not list"),
+        (b'["text"]', r"a\.jsonl:2: must be a JSON object, not a list"),
         (b'{"text": "\xff"}', r"a\.jsonl:2: not UTF-8 at byte 10 of the line"),
     ],
 )

@@ -1,4 +1,4 @@
-"""Tokenising once: what comes out, when it is made again, and that a kill leaves nothing half done."""
+"""Tokenizing once: what comes out, when it is made again, and that a kill leaves nothing half done."""
 
 import base64
 import errno
@@ -117,7 +117,7 @@ def test_units_depend_on_sizes_alone() -> None:
     assert [len(unit) for _, unit in tokenize.units(files, [most * 100] * 5)] == [1] * 5
 
 
-def test_text_is_tokenised_once(text: Path, cache: Path) -> None:
+def test_text_is_tokenized_once(text: Path, cache: Path) -> None:
     first = made(lines(text), cache)
     before = Lines.reads
     assert made(lines(text), cache) == first
@@ -206,7 +206,7 @@ def test_a_file_that_changes_while_it_is_read_is_refused(
     content = file.read_bytes()
     while_read(monkeypatch, lambda: act(file))
     with pytest.raises(
-        DataError, match=rf"{name} changed while the dataset was tokenised: {said}.*; no tokens were kept"
+        DataError, match=rf"{name} changed while the dataset was tokenized: {said}.*; no tokens were kept"
     ):
         made(lines(text), cache)
     assert nothing_kept(cache)
@@ -345,7 +345,7 @@ def test_a_tokenizer_that_changes_before_a_process_reads_it_is_refused(text: Pat
     assert recipe.make()[1].vocab_size == 257
     with ranks.open("ab") as file:
         file.write(base64.b64encode(b"ab") + b" 256\n")
-    with pytest.raises(DataError, match=r"tokenizer 'bpe': its file changed while text was tokenised; no tokens were"):
+    with pytest.raises(DataError, match=r"tokenizer 'bpe': its file changed while text was tokenized; no tokens were"):
         recipe.make()
 
 
@@ -395,7 +395,7 @@ def test_a_leftover_that_cannot_be_removed_is_named(
 
     monkeypatch.setattr(unfinished.shutil, "rmtree", busy)
     unfinished.sweep(cache)
-    assert "/.partial-other-1 is a leftover that cannot be removed: Device or resource busy" in caplog.text
+    assert "/.partial-other-1 cannot be removed: Device or resource busy" in caplog.text
 
 
 def test_who_slept_for_days_finds_its_folder_gone_and_publishes_nothing(
@@ -406,7 +406,7 @@ def test_who_slept_for_days_finds_its_folder_gone_and_publishes_nothing(
         shutil.rmtree(folder)
 
     while_read(monkeypatch, swept)
-    with pytest.raises(DataError, match=r"cannot tokenise into the cache .*No such file"):
+    with pytest.raises(DataError, match=r"cannot tokenize into the cache .*No such file"):
         made(lines(text), cache)
     assert nothing_kept(cache)
 
@@ -446,14 +446,14 @@ def test_a_folder_that_lost_a_shard_is_refused(text: Path, cache: Path) -> None:
 def test_no_text_at_all_is_an_error(text: Path, cache: Path) -> None:
     for file in text.iterdir():
         file.write_text("\n\n")
-    with pytest.raises(DataError, match=r"dataset 'lines' holds no text: nothing in its 6 files"):
+    with pytest.raises(DataError, match=r"dataset 'lines' holds no text: its 6 files give no token"):
         made(lines(text), cache)
     assert not list(cache.glob("*/"))
 
 
 def test_unwritable_cache_is_named(text: Path, tmp_path: Path) -> None:
     (tmp_path / "file").write_text("x")
-    with pytest.raises(DataError, match=r"cannot tokenise into the cache .*/file/below"):
+    with pytest.raises(DataError, match=r"cannot tokenize into the cache .*/file/below"):
         made(lines(text), tmp_path / "file" / "below")
 
 

@@ -1,5 +1,6 @@
 """Samples and batches: packing, sources, and a loader whose only state is a number."""
 
+import hashlib
 import pickle
 from collections import Counter
 from pathlib import Path
@@ -12,13 +13,14 @@ from tests.unit.test_data_shards import DOCUMENTS, write
 from titan.contracts import IGNORE
 from titan.data.samples.loader import Loader
 from titan.data.samples.samples import Packing, Sample, Samples
+from titan.data.tokens.shards import open_shard
 from titan.errors import DataError
 
 CPU = torch.device("cpu")
 
 
 def samples(
-    *sources: tuple[list[Path], float], packing: Packing = "stream", shuffle: bool = False, **more: Any
+    *sources: tuple[list[Path], float], packing: Packing = "concat", shuffle: bool = False, **more: Any
 ) -> Samples:
     options = {"seq_len": 4, "seed": 1, "vocab_size": 100, **more}
     return Samples(sources, packing=packing, shuffle=shuffle, **options)
@@ -38,7 +40,7 @@ def as_lists(sample: Sample) -> list[Any]:
     return [None if column is None else column.tolist() for column in sample]
 
 
-def test_stream_windows_meet_without_gap(shards: list[Path]) -> None:
+def test_concatenated_windows_meet_without_gap(shards: list[Path]) -> None:
     packed = samples((shards, 1.0))
     assert len(packed) == 2
     assert as_lists(packed[0]) == [[1, 2, 3, 0], [2, 3, 0, 4], None]
@@ -47,14 +49,20 @@ def test_stream_windows_meet_without_gap(shards: list[Path]) -> None:
     assert all(column.dtype == torch.int64 for column in packed[0] if column is not None)
 
 
-def test_isolate_numbers_documents_and_hides_what_follows_one(shards: list[Path]) -> None:
-    packed = samples((shards, 1.0), packing="isolate")
+@pytest.mark.parametrize(("packing", "then"), [("concat", "stream"), ("document_mask", "isolate"), ("pad", "pad")])
+def test_the_fingerprint_is_what_earlier_versions_have_saved(shards: list[Path], packing: Packing, then: str) -> None:
+    parts = [4, then, 1, False, 1024, *(open_shard(path).digest for path in shards)]
+    assert samples((shards, 1.0), packing=packing).fingerprint == hashlib.sha256(repr(parts).encode()).hexdigest()
+
+
+def test_document_mask_numbers_documents_and_hides_what_follows_one(shards: list[Path]) -> None:
+    packed = samples((shards, 1.0), packing="document_mask")
     assert as_lists(packed[0]) == [[1, 2, 3, 0], [2, 3, 0, IGNORE], [0, 0, 0, 0]]
     assert as_lists(packed[1]) == [[4, 0, 5, 6], [0, IGNORE, 6, 7], [0, 0, 1, 1]]
 
 
-def test_isolate_numbers_by_what_came_before(shards: list[Path]) -> None:
-    packed = samples((shards, 1.0), packing="isolate", seq_len=11)
+def test_document_mask_numbers_by_what_came_before(shards: list[Path]) -> None:
+    packed = samples((shards, 1.0), packing="document_mask", seq_len=11)
     documents = [0] * 4 + [1] * 2 + [2] * 5
     labels = [2, 3, 0, IGNORE, 0, IGNORE, 6, 7, 8, 9, 0]
     assert as_lists(packed[0]) == [[1, 2, 3, 0, 4, 0, 5, 6, 7, 8, 9], labels, documents]
@@ -172,7 +180,7 @@ def test_going_on_equals_never_having_stopped(many: Samples, stop: int) -> None:
 
 
 def test_labels_and_documents_come_along(shards: list[Path]) -> None:
-    packed = samples((shards, 1.0), packing="isolate")
+    packed = samples((shards, 1.0), packing="document_mask")
     batch = next(loader(packed))[0]
     assert batch.labels.tolist() == [packed[0].labels.tolist(), packed[1].labels.tolist()]
     assert batch.documents is not None and batch.documents.tolist() == [[0, 0, 0, 0], [0, 0, 1, 1]]
@@ -197,5 +205,5 @@ def test_a_bad_token_stops_the_step_that_needs_it(tmp_path: Path) -> None:
     paths = [write(tmp_path / "a.bin", [[1] * 100 + [77] * 20], vocab_size=100)]
     one = loader(samples((paths, 1.0), vocab_size=77))
     assert tokens_of(one, 2)[1].max() == 1
-    with pytest.raises(DataError, match=r"a\.bin: token 100 is 77, beyond the vocabulary of 77"):
+    with pytest.raises(DataError, match=r"a\.bin: token 100 is 77, outside the vocabulary of 77"):
         next(one)

@@ -59,7 +59,7 @@ def test_cut_short_anywhere_is_refused(tmp_path: Path) -> None:
         with pytest.raises(DataError, match=r"a\.bin"):
             open_shard(path)
     path.write_bytes(whole[:-3])
-    with pytest.raises(DataError, match=r"a\.bin is cut short: 109 bytes, but 12 tokens in 3 documents take 112"):
+    with pytest.raises(DataError, match=r"a\.bin is cut short: 109 bytes, but 12 tokens in 3 documents need 112"):
         open_shard(path)
     path.write_bytes(whole + b"x")
     with pytest.raises(DataError, match=r"is too long: 113 bytes"):
@@ -115,7 +115,7 @@ def test_stream_reads_across_shards(tmp_path: Path) -> None:
 def test_stream_names_an_id_beyond_the_vocabulary(tmp_path: Path) -> None:
     joined = stream(tmp_path, [[1, 2, 0]], [[3, 4, 50, 0]], vocab_size=50)
     assert joined.read(0, 5).tolist() == [1, 2, 0, 3, 4]
-    with pytest.raises(DataError, match=r"1\.bin: token 2 is 50, beyond the vocabulary of 50"):
+    with pytest.raises(DataError, match=r"1\.bin: token 2 is 50, outside the vocabulary of 50"):
         joined.read(1, 7)
 
 

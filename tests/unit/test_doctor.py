@@ -13,9 +13,9 @@ import torch
 
 from titan import cli
 from titan.contracts.base.cost import Collective
-from titan.doctor import cluster_file, device, joins
+from titan.doctor import cluster_file, collective_overhead, device
 from titan.doctor.clock import Time
-from titan.doctor.joins import GATHERED, SPLIT
+from titan.doctor.collective_overhead import GATHERED, SPLIT
 from titan.doctor.links import MOST_ROUNDS, Layout
 from titan.doctor.report import Reading, Row, line, outliers, rows
 from titan.planner.machine import cluster
@@ -169,13 +169,13 @@ def test_what_whole_layers_take_is_no_part_of_a_join(monkeypatch: pytest.MonkeyP
         me=SimpleNamespace(device=torch.device("cpu"), number=1), together=lambda work: Time(next(taken), 0.1)
     )
     mesh = SimpleNamespace(size=lambda: 2)
-    monkeypatch.setattr(joins, "init_device_mesh", lambda *shape, **names: {"node": mesh})
+    monkeypatch.setattr(collective_overhead, "init_device_mesh", lambda *shape, **names: {"node": mesh})
     for name in ("_split", "_sharded"):
-        monkeypatch.setattr(joins, name, lambda mesh: None)
-    found = {reading.kind: reading for reading in joins.measure(clock, Layout(2, 2, RANKS))}  # type: ignore[arg-type]
+        monkeypatch.setattr(collective_overhead, name, lambda mesh: None)
+    found = {reading.kind: reading for reading in collective_overhead.measure(clock, Layout(2, 2, RANKS))}  # type: ignore[arg-type]
     assert {kind: reading.seconds for kind, reading in found.items()} == {SPLIT: 2.0, GATHERED: 2.0}
     assert all(reading.about == {"ranks": 2} for reading in found.values())
-    assert not list(joins.measure(clock, Layout(2, 1, RANKS)))  # type: ignore[arg-type]
+    assert not list(collective_overhead.measure(clock, Layout(2, 1, RANKS)))  # type: ignore[arg-type]
 
 
 # --- the file -----------------------------------------------------------------------------------------------------
@@ -191,11 +191,11 @@ def measured(layout: Layout, truth: cluster.Cluster) -> list[Row]:
     for rows_, features, tflops in ((64, 64, 0.05), (512, 512, 0.1)):
         flops = 6.0 * rows_ * features**2
         about = {"dtype": "float32", "rows": rows_, "features": features}
-        made.append(row("products in float32", flops, flops / tflops / 1e12, "TFLOP/s", **about))
+        made.append(row("matrix products in float32", flops, flops / tflops / 1e12, "TFLOP/s", **about))
     made += [row("attention", 1e9, 0.02, "TFLOP/s", dtype="float32"), row("attention", 3.5e9, 0.12, "TFLOP/s")]
     made += [row("memory", 8e9, 1.0, "GB/s"), row("memory", 12e9, 1.2, "GB/s")]
     made += [row("norm", 2e9, 0.5, "GB/s"), row("activation", 3e9, 0.5, "GB/s")]
-    made.append(row("a small operation", 1, 3e-6, "us"))
+    made.append(row("launch overhead", 1, 3e-6, "us"))
     for group, sets in layout.groups().items():
         for kind in get_args(Collective):
             for size in (1 << 10, 1 << 20, 1 << 26):
@@ -220,8 +220,8 @@ def with_links(*links: cluster.Link) -> cluster.Cluster:
 
 def test_the_file_says_what_was_measured(tmp_path: Path) -> None:
     links = (
-        cluster.Link(name="within a node", ranks=4, gb_s=8.0, latency_us=5.0, efficiency=0.5),
-        cluster.Link(name="between nodes", gb_s=2.0, latency_us=30.0, pair_efficiency=0.75),
+        cluster.Link(name="within a node", ranks=4, bandwidth_gb_s=8.0, latency_us=5.0, efficiency=0.5),
+        cluster.Link(name="between nodes", bandwidth_gb_s=2.0, latency_us=30.0, p2p_efficiency=0.75),
     )
     layout, truth = Layout(8, 4, RANKS), with_links(*links)
     table = cluster_file.table(measured(layout, truth), layout, torch.device("cpu"), "a CPU", "measured, some day")
@@ -232,19 +232,21 @@ def test_the_file_says_what_was_measured(tmp_path: Path) -> None:
     assert read.products["float32"].curve() == [(524300.0, 5e10), (268400000.0, 1e11)]
     kernels = read.kernels
     assert (kernels.attention_forward, kernels.attention_backward) == pytest.approx((0.5, 0.25))
-    assert (read.device.bandwidth_gb_s, kernels.bandwidth, kernels.launch_us) == pytest.approx((10.0, 0.5, 3.0))
-    assert (kernels.join_us, kernels.gather_us) == pytest.approx((2000.0, 1000.0), rel=1e-3)
+    reached = read.device.bandwidth_gb_s, kernels.bandwidth_efficiency, kernels.launch_us
+    assert reached == pytest.approx((10.0, 0.5, 3.0))
+    assert (kernels.tp_overhead_us, kernels.fsdp_overhead_us) == pytest.approx((2000.0, 1000.0), rel=1e-3)
     assert len(read.links) == 2
     for back, link in zip(read.links, links, strict=True):
         assert (back.name, back.ranks) == (link.name, link.ranks)
         assert back.latency_us == pytest.approx(link.latency_us, rel=1e-3)
-        assert back.gb_s * back.efficiency == pytest.approx(link.gb_s * link.efficiency, rel=1e-3)
-        assert back.gb_s * back.pair_efficiency == pytest.approx(link.gb_s * link.pair_efficiency, rel=1e-3)
+        assert back.bandwidth_gb_s * back.efficiency == pytest.approx(link.bandwidth_gb_s * link.efficiency, rel=1e-3)
+        message = link.bandwidth_gb_s * link.p2p_efficiency
+        assert back.bandwidth_gb_s * back.p2p_efficiency == pytest.approx(message, rel=1e-3)
 
 
 def test_one_rank_has_no_links() -> None:
     layout = Layout(1, 1, RANKS)
-    rows_ = measured(layout, with_links(cluster.Link(name="none", gb_s=1.0)))
+    rows_ = measured(layout, with_links(cluster.Link(name="none", bandwidth_gb_s=1.0)))
     assert cluster_file.table(rows_, layout, torch.device("cpu"), "a CPU", "")["links"] == []
 
 
@@ -254,7 +256,7 @@ def test_one_rank_has_no_links() -> None:
 @pytest.mark.parametrize(("words", "said"), [
     (["--seconds", "0"], "--seconds 0: must be above 0"),
     (["--disk", "nowhere"], "--disk nowhere: no such folder"),
-    (["--save", "nowhere/c.toml"], "--save nowhere/c.toml: no such folder as nowhere"),
+    (["--output", "nowhere/c.toml"], "--output nowhere/c.toml: folder nowhere does not exist; create it"),
 ])  # fmt: skip
 def test_what_is_asked_wrongly(words: list[str], said: str, capsys: pytest.CaptureFixture[str]) -> None:
     assert cli.main(["doctor", *words]) == 2

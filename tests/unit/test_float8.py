@@ -13,7 +13,7 @@ from torch import Tensor, nn
 
 from tests.jobs import LLAMA
 from titan.config import load_job
-from titan.contracts import ModelPlan, Part, Precision, World
+from titan.contracts import BuildContext, ModelPart, ModelSpec, Precision
 from titan.errors import ConfigError, install
 from titan.plugins.models.llama import Llama, LlamaConfig
 from titan.plugins.precision import float8
@@ -29,10 +29,10 @@ LINEARS = {
 }
 
 
-def world(plan: ModelPlan, *techniques: Any) -> World:
+def context(spec: ModelSpec, *techniques: Any) -> BuildContext:
     nothing: Any = None
     mesh: Any = SimpleNamespace(device=torch.device("cpu"))
-    return World(job=nothing, mesh=mesh, plan=plan, precision=Precision(), techniques=techniques)
+    return BuildContext(job=nothing, mesh=mesh, spec=spec, precision=Precision(), techniques=techniques)
 
 
 def convert(sizes: dict[str, Any] | None = None, **options: Any) -> nn.Module:
@@ -40,7 +40,7 @@ def convert(sizes: dict[str, Any] | None = None, **options: Any) -> nn.Module:
     model = Llama(LlamaConfig(**(SIZES | (sizes or {}))))
     with torch.device("meta"):
         module = model.build()
-    Float8(Float8Config(**options)).apply(Part(module), world(model.plan()))
+    Float8(Float8Config(**options)).apply(ModelPart(module), context(model.spec()))
     return module
 
 
@@ -96,8 +96,8 @@ def test_what_is_recomputed_in_a_compiled_block_rounds_as_before(recipe: str) ->
 
     with inductor.patch(emulate_precision_casts=False):
         for techniques, expected in (((), False), ((SimpleNamespace(phase="compile"),), recipe != "tensorwise")):
-            module, plan = nn.Module(), Llama(LlamaConfig(**SIZES)).plan()
-            Float8(Float8Config(recipe=recipe)).apply(Part(module), world(plan, *techniques))
+            module, spec = nn.Module(), Llama(LlamaConfig(**SIZES)).spec()
+            Float8(Float8Config(recipe=recipe)).apply(ModelPart(module), context(spec, *techniques))
             assert inductor.emulate_precision_casts is expected
 
 
@@ -105,9 +105,9 @@ def test_what_is_recomputed_in_a_compiled_block_rounds_as_before(recipe: str) ->
 
 
 def _has_products(recipe: str) -> bool:
-    plan = Llama(LlamaConfig(**SIZES)).plan()
+    spec = Llama(LlamaConfig(**SIZES)).spec()
     config = float8._torchao().Float8LinearConfig.from_recipe_name(recipe)
-    return float8._multiplies(world(plan), config)
+    return float8._multiplies(context(spec), config)
 
 
 def products(recipe: str, dtype: torch.dtype, emulate: bool, device: str = "cpu") -> list[Tensor]:
@@ -207,7 +207,7 @@ def _imported(node: ast.AST) -> list[str]:
 @needs_torchao
 def test_a_float8_gather_needs_one_scale_and_something_to_gather() -> None:
     asked = ("--plugins.float8.fsdp_all_gather", "true")
-    needs = "fsdp_all_gather needs weights that are gathered; add [plugins.fsdp]"
+    needs = "fsdp_all_gather needs [plugins.fsdp]; add that table"
     assert sentences(*asked) == [needs]
     assert sentences(*asked, "--mesh.dp_replicate", "2", ranks=2) == [needs]
     assert sentences(*asked, "--plugins.float8.recipe", "rowwise", "--mesh.dp_shard", "2", ranks=2) == [
@@ -219,7 +219,7 @@ def test_a_float8_gather_needs_one_scale_and_something_to_gather() -> None:
 def test_slices_must_come_out_even_and_the_nearest_degree_is_named() -> None:
     words = ("--mesh.tp", "4", "--model.n_kv_heads", "4", "--model.ffn_dim", "96")
     assert sentences(*words, ranks=4) == [
-        f"layers.*.ffn.{name}: 96 {side} features over mesh.tp = 4 are no multiple of 16 on each rank; nearest that "
+        f"layers.*.ffn.{name}: 96 {side} features over mesh.tp = 4 must be a multiple of 16 per rank; nearest that "
         "fits: 3 or 6, or name it in filter"
         for name, side in (("w1", "output"), ("w2", "input"), ("w3", "output"))
     ]
@@ -229,13 +229,13 @@ def test_slices_must_come_out_even_and_the_nearest_degree_is_named() -> None:
 @needs_torchao
 def test_tokens_of_a_micro_batch_must_come_out_even_for_gradients_in_float8() -> None:
     (sentence,) = sentences("--data.seq_len", "12", "--train.micro_batch_size", "2")
-    assert sentence.startswith("a micro batch of 2 x 12 tokens is 24 a rank, no multiple of 16")
+    assert sentence.startswith("a micro batch of 2 x 12 tokens is 24 per rank, no multiple of 16")
 
 
 @needs_torchao
 def test_a_filter_must_name_something_and_leave_something() -> None:
     assert sentences("--plugins.float8.filter", "layers.*.attn.wx") == [
-        "filter names 'layers.*.attn.wx', which is no linear of a layer (did you mean 'layers.*.attn.wv'?)"
+        "filter names 'layers.*.attn.wx', which matches no linear module of a layer (did you mean 'layers.*.attn.wv'?)"
     ]
-    nothing = "no linear is left to convert: all are in filter, or of sizes that are no multiples of 16"
+    nothing = "no linear is left to convert: each is in filter or has a size that is no multiple of 16"
     assert sentences("--plugins.float8.filter", "layers.*.attn.*,layers.*.ffn.*") == [nothing]

@@ -27,8 +27,8 @@ EXPECTED = {
     "5 layers over 4 stages", "dim does not divide over dp_shard", "6 heads, 3 kv heads", "tied head",
     "tied over stages", "accumulation",
     *(f"{key} {value}" for key in ("sequence_parallel", "loss_parallel") for value in ("true", "false")),
-    *(f"zero_stage {stage}" for stage in (1, 2, 3)), "mode full", "mode every", "mode selective", "backend aot_eager",
-    "name llama", "name gpt", "vocab_size 251", "packing stream", "packing isolate", "packing pad", "path lively",
+    *(f"zero_stage {stage}" for stage in (1, 2, 3)), "mode full", "mode every_n", "mode selective", "backend aot_eager",
+    "name llama", "name gpt", "vocab_size 251", "packing concat", "packing document_mask", "packing pad", "path lively",
     "path barren", "workers 1", "grad_clip 0", "grad_clip 0.1", "every 2",
 }  # fmt: skip
 
@@ -78,7 +78,7 @@ def test_the_command_line_is_the_job_that_was_judged(drawn: list[Drawn], judge: 
 def test_samples_without_a_label(kind: str, some_are_empty: bool, tmp_path: Path) -> None:
     write_documents(tmp_path / kind, kind, 64)
     shards = sorted((tmp_path / kind).glob("*.bin"))
-    samples = Samples([(shards, 1.0)], seq_len=8, packing="isolate", seed=0, shuffle=False, vocab_size=64)
+    samples = Samples([(shards, 1.0)], seq_len=8, packing="document_mask", seed=0, shuffle=False, vocab_size=64)
     empty = [bool((sample.labels == IGNORE).all()) for sample in (samples[g] for g in range(len(samples)))]
     assert any(empty) == some_are_empty
     # A whole micro batch of them, and the step of a small global batch.
@@ -87,7 +87,7 @@ def test_samples_without_a_label(kind: str, some_are_empty: bool, tmp_path: Path
 
 def test_ranks_and_steps_without_a_label(drawn: list[Drawn], judge: Judge) -> None:
     ranks_without, steps_without = 0, 0
-    for job in (job for job in drawn[:300] if not job.spoilt and job.curve["data.packing"] == "isolate"):
+    for job in (job for job in drawn[:300] if not job.spoilt and job.curve["data.packing"] == "document_mask"):
         loaded = load_job(JOB, judge.words(job), job.ranks)
         batch = loaded.train.global_batch_size
         empty = torch.tensor(
@@ -103,7 +103,7 @@ def _samples(job: Job) -> Samples:
     sources = [(source.plugin.shards(), source.weight) for source in job.sources]
     return Samples(
         sources, seq_len=job.data.seq_len, packing=job.data.packing, seed=job.run.seed, shuffle=job.data.shuffle,
-        vocab_size=job.plan.vocab_size,
+        vocab_size=job.spec.vocab_size,
     )  # fmt: skip
 
 

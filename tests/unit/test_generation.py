@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from titan.contracts import Model, Part, World
+from titan.contracts import BuildContext, Model, ModelPart
 from titan.contracts.base.attention import Cache
 from titan.contracts.base.mesh import Layout
 from titan.errors import ConfigError, DivergedError
@@ -19,7 +19,7 @@ from titan.plugins.models.gpt import Gpt, GptConfig
 from titan.plugins.models.llama import Llama, LlamaConfig
 from titan.plugins.tokenizers.byte import END, Byte
 from titan.plugins.tokenizers.byte import Config as ByteConfig
-from titan.training.engine import Direct, Strict
+from titan.training.engine import SequentialEngine, Strict
 
 SIZES: dict[str, Any] = {"n_layers": 2, "dim": 32, "n_heads": 4, "ffn_dim": 48, "vocab_size": 257, "max_seq_len": 24}
 MODELS: dict[str, Model] = {
@@ -41,18 +41,18 @@ def net(model: Model, dtype: torch.dtype = torch.float32) -> nn.Module:
     return module.to(dtype)
 
 
-def world(model: Model, module: nn.Module) -> World:
+def context(model: Model, module: nn.Module) -> BuildContext:
     mesh = SimpleNamespace(layout=Layout((), {}), device=torch.device("cpu"), rank=0)
-    job = SimpleNamespace(tokenizer=Byte(ByteConfig()), data=SimpleNamespace(seq_len=16), plan=model.plan())
-    made: Any = {"job": job, "mesh": mesh, "plan": model.plan(), "precision": None, "parts": [Part(module)]}
-    return World(**made)
+    job = SimpleNamespace(tokenizer=Byte(ByteConfig()), data=SimpleNamespace(seq_len=16), spec=model.spec())
+    made: Any = {"job": job, "mesh": mesh, "spec": model.spec(), "precision": None, "parts": [ModelPart(module)]}
+    return BuildContext(**made)
 
 
 def run(
     model: Model, prompts: Sequence[Sequence[int]], sampling: Sampling, module: nn.Module | None = None, **more: Any
 ) -> list[Text]:
-    here = world(model, module or net(model))
-    return generation.generate(here, Direct(here.parts[0], ()), prompts, sampling, **more)
+    here = context(model, module or net(model))
+    return generation.generate(here, SequentialEngine(here.parts[0], ()), prompts, sampling, **more)
 
 
 class Forgetful(nn.Module):
@@ -119,8 +119,8 @@ def test_each_token_costs_itself_alone(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_a_run_that_is_held_to_its_contract_generates_with_a_cache_too() -> None:
-    here = world(MODELS["llama"], net(MODELS["llama"]))
-    direct = Direct(here.parts[0], ())
+    here = context(MODELS["llama"], net(MODELS["llama"]))
+    direct = SequentialEngine(here.parts[0], ())
     held = Strict(direct, here.parts, torch.device("cpu"))
     assert generation._Model(here, held)._caching and generation._Model(here, direct)._caching
 
@@ -131,9 +131,9 @@ def test_hidden_states_that_are_split_get_an_even_length(split: int, monkeypatch
     model, widths = MODELS["llama, grouped"], []
     place = Cache.place
     monkeypatch.setattr(Cache, "place", lambda self, *args: widths.append(args[1]) or place(self, *args))
-    here = world(model, net(model))
+    here = context(model, net(model))
     here.parts[0].hidden_split = split
-    texts = generation.generate(here, Direct(here.parts[0], ()), PROMPTS, GREEDY)
+    texts = generation.generate(here, SequentialEngine(here.parts[0], ()), PROMPTS, GREEDY)
     assert [text.ids for text in texts] == [text.ids for text in run(model, PROMPTS, GREEDY)]
     assert {width % split for width in widths[:8]} == {0}
     assert widths[1:8] == [split] * 7
@@ -161,22 +161,22 @@ def test_a_text_stops_where_the_model_ends() -> None:
 
 
 def test_a_prompt_that_is_too_long_is_refused() -> None:
-    job: Any = world(MODELS["llama"], nn.Identity()).job
+    job: Any = context(MODELS["llama"], nn.Identity()).job
     assert generation.encode(job, "x" * 23) == (120,) * 23
-    with pytest.raises(ConfigError, match=r"has 24 tokens; .* max_seq_len is 24"):
+    with pytest.raises(ConfigError, match=r"has 24 tokens; .* max_seq_len = 24"):
         generation.encode(job, "x" * 24)
-    with pytest.raises(ConfigError, match=r"24 tokens; .* room for 24"):
+    with pytest.raises(ConfigError, match=r"24 tokens; .* at most 24"):
         run(MODELS["llama"], [[1] * 24], GREEDY)
 
 
 def test_a_tokenizer_that_is_not_the_models_is_refused() -> None:
-    small: Any = world(Llama(LlamaConfig(**{**SIZES, "vocab_size": 100})), nn.Identity()).job
-    with pytest.raises(ConfigError, match="token id 120, but the model has rows for 100"):
+    small: Any = context(Llama(LlamaConfig(**{**SIZES, "vocab_size": 100})), nn.Identity()).job
+    with pytest.raises(ConfigError, match="token id 120, but the model's vocab_size is 100"):
         generation.encode(small, "ax")
 
 
 def test_an_empty_prompt_begins_a_document() -> None:
-    assert generation.encode(world(MODELS["llama"], nn.Identity()).job, "") == (END,)
+    assert generation.encode(context(MODELS["llama"], nn.Identity()).job, "") == (END,)
 
 
 def test_logits_that_are_no_numbers_are_said(monkeypatch: pytest.MonkeyPatch) -> None:

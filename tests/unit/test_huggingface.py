@@ -20,9 +20,9 @@ from titan.checkpoint.ranks import Ranks
 from titan.checkpoint.weights import load_weights
 from titan.contracts import Model, Tokenizer
 from titan.contracts.base import registry
-from titan.contracts.base.parts import Part
+from titan.contracts.base.parts import ModelPart
 from titan.errors import CheckpointError, ConfigError
-from titan.inference.trained import open_job
+from titan.inference.load_model import open_job
 
 SCALED = {
     "rope_type": "llama3", "factor": 4.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0,
@@ -43,12 +43,12 @@ def loaded(folder: Path, model: Model | None = None) -> torch.nn.Module:
     module = model.build()
     for parameter in module.parameters():
         torch.nn.init.constant_(parameter, float("nan"))
-    load_weights(folder, model, [Part(module)], Ranks(0, 1))
+    load_weights(folder, model, [ModelPart(module)], Ranks(0, 1))
     return module.eval()
 
 
 def convert(source: Path, to: Path, form: str, *words: str) -> None:
-    words = ("--from", str(source), "--to", str(to), "--format", form, "--tokenizer.name", "byte", *words)
+    words = ("--from", str(source), "--output", str(to), "--format", form, "--tokenizer.name", "byte", *words)
     assert cli.main(["convert", *words]) == 0
 
 
@@ -67,7 +67,7 @@ class Drawn:
 
 
 def plugin(name: str, **options: Any) -> Model:
-    registry.open_doors()
+    registry.load_plugins()
     found = registry.find(Model.kind, name)
     assert found is not None and issubclass(found, Model)
     return found(found.Config(**SMALL, **options))
@@ -77,7 +77,7 @@ SMALL = {"n_layers": 2, "dim": 16, "n_heads": 4, "ffn_dim": 24, "vocab_size": 25
 
 
 def write(to: Path, model: Model, dtype: torch.dtype = torch.float32, shard_bytes: int = 10**9) -> Drawn:
-    registry.open_doors()
+    registry.load_plugins()
     byte = registry.find(Tokenizer.kind, "byte")
     assert byte is not None
     drawn, tokenizer = Drawn(model, dtype), byte(byte.Config())
@@ -210,7 +210,7 @@ def quantise(held: dict[str, Tensor]) -> None:
         (lacks_some, r"it lacks model.layers.0.mlp.down_proj.weight, (\S+, ){8}\S+ and 4 more"),
         (rename, r"the model lacks model.layers.0.self_attn.q_proj.bias; shapes differ in model.norm.weight "
                  r"\(\[7\] there, \[16\] here\)"),
-        (quantise, r"no plain floating-point numbers are in lm_head.weight \(I8\)"),
+        (quantise, r"no plain floating-point numbers in lm_head.weight \(I8\)"),
     ],
 )  # fmt: skip
 def test_what_does_not_fit_is_told(spoil: Callable[[dict[str, Tensor]], None], told: str, folder: Path) -> None:
@@ -271,7 +271,7 @@ def test_another_model_is_told_key_by_key(folder: Path) -> None:
 
 
 def test_a_shorter_context_is_no_other_model(folder: Path) -> None:
-    registry.open_doors()
+    registry.load_plugins()
     model = plugin("llama")
     loaded(folder, type(model)(type(model).Config(**{**SMALL, "max_seq_len": 8})))
 
@@ -302,7 +302,7 @@ def test_index_and_files_must_agree(folder: Path) -> None:
     (folder / tensor_files.SINGLE).rename(folder / "a.safetensors")
     names = dict.fromkeys(tensors(folder), "a.safetensors")
     (folder / tensor_files.INDEX).write_text(json.dumps({"weight_map": {**names, "x": "a.safetensors"}}))
-    with pytest.raises(CheckpointError, match=r"says that x is in a.safetensors, where it is not"):
+    with pytest.raises(CheckpointError, match=r"says that x is in a.safetensors, which does not hold it"):
         loaded(folder)
     del names["model.norm.weight"]
     (folder / tensor_files.INDEX).write_text(json.dumps({"weight_map": names}))
@@ -323,31 +323,41 @@ def test_a_damaged_file_is_told(cut: int, folder: Path) -> None:
 
 def test_pickles_are_not_read(folder: Path) -> None:
     (folder / tensor_files.SINGLE).rename(folder / "pytorch_model.bin")
-    with pytest.raises(CheckpointError, match=r"pytorch_model.bin is pickled, which can hide a program, and is not"):
+    with pytest.raises(CheckpointError, match=r"pytorch_model.bin is a pickle, which can contain code, and is not"):
         loaded(folder)
 
 
 def test_a_full_folder_is_left_alone(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    words = ["convert", "--from", str(folder), "--to", str(folder.parent), "--format", "hf", "--tokenizer.name", "byte"]
+    words = [
+        "convert",
+        "--from",
+        str(folder),
+        "--output",
+        str(folder.parent),
+        "--format",
+        "hf",
+        "--tokenizer.name",
+        "byte",
+    ]
     assert cli.main(words) == 1
     assert f"{folder.parent} is not empty; name a new folder" in capsys.readouterr().err
     assert [path.name for path in folder.parent.iterdir()] == ["llama"]
     (folder.parent / "new.tmp").mkdir()
-    words[words.index("--to") + 1] = str(folder.parent / "new")
+    words[words.index("--output") + 1] = str(folder.parent / "new")
     assert cli.main(words) == 1
-    assert f"{folder.parent / 'new.tmp'} is there already: remove it, if a conversion left" in capsys.readouterr().err
+    assert f"{folder.parent / 'new.tmp'} exists already; if an earlier conversion left" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize(
     ("to", "said"),
     [
-        (".", "--to .: {here} is the folder you are in; name a new folder, such as ./new"),
-        ("../empty", "--to ../empty: {here} is the folder you are in; name a new folder"),
-        ("..", "--to ..: {above} is not empty; name a new folder"),
-        ("/", "--to /: / is not empty; name a new folder"),
-        ("../file", "--to ../file: {above}/file is no folder; name a new one"),
-        ("../file/below", "{above}/file/below.tmp cannot be made: Not a directory"),
-        ("../circle", "--to ../circle: {above}/circle is no folder"),
+        (".", "--output .: {here} is the working directory; name a new folder, such as ./new"),
+        ("../empty", "--output ../empty: {here} is the working directory; name a new folder"),
+        ("..", "--output ..: {above} is not empty; name a new folder"),
+        ("/", "--output /: / is not empty; name a new folder"),
+        ("../file", "--output ../file: {above}/file is not a folder; name a new folder"),
+        ("../file/below", "{above}/file/below.tmp cannot be created: Not a directory"),
+        ("../circle", "--output ../circle: {above}/circle is not a folder"),
     ],
 )
 def test_a_folder_that_cannot_be_made_is_refused_in_a_line(
@@ -358,7 +368,7 @@ def test_a_folder_that_cannot_be_made_is_refused_in_a_line(
     (above / "file").write_text("mine")
     (above / "circle").symlink_to("circle")
     monkeypatch.chdir(above / "empty")
-    words = ["convert", "--from", str(folder), "--to", to, "--format", "hf", "--tokenizer.name", "byte"]
+    words = ["convert", "--from", str(folder), "--output", to, "--format", "hf", "--tokenizer.name", "byte"]
     assert cli.main(words) == 1
     assert said.format(here=above / "empty", above=above) in capsys.readouterr().err
     assert not list((above / "empty").iterdir()) and (above / "file").read_text() == "mine"
@@ -369,7 +379,7 @@ def test_a_link_to_an_empty_folder_is_that_folder(folder: Path) -> None:
     above = folder.parent
     (above / "disk" / "empty").mkdir(parents=True)
     (above / "link").symlink_to("disk/empty")
-    words = ["--from", str(folder), "--to", str(above / "link"), "--format", "hf", "--tokenizer.name", "byte"]
+    words = ["--from", str(folder), "--output", str(above / "link"), "--format", "hf", "--tokenizer.name", "byte"]
     assert cli.main(["convert", *words]) == 0
     assert (above / "link").is_symlink() and (above / "disk" / "empty" / "config.json").exists()
 
@@ -377,27 +387,30 @@ def test_a_link_to_an_empty_folder_is_that_folder(folder: Path) -> None:
 def test_a_failure_leaves_nothing(folder: Path, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.setattr(tensor_files.Stored, "read", lambda *_: (_ for _ in ()).throw(CheckpointError("gone")))
     for form in ("hf", "dcp"):
-        words = ["--from", str(folder), "--to", str(tmp_path / "new"), "--format", form, "--tokenizer.name", "byte"]
+        words = ["--from", str(folder), "--output", str(tmp_path / "new"), "--format", form, "--tokenizer.name", "byte"]
         assert cli.main(["convert", *words]) == 1
     assert [path.name for path in tmp_path.iterdir()] == ["llama"]
 
 
 def test_grouped_heads_are_not_gpt2(tmp_path: Path) -> None:
-    with pytest.raises(ConfigError, match=r"\[model\] gpt: transformers has no model like this one"):
+    with pytest.raises(ConfigError, match=r"\[model\] gpt: transformers has no equivalent model"):
         write(tmp_path / "new", plugin("gpt", n_kv_heads=2))
     assert not list(tmp_path.iterdir())
 
 
 def test_the_tokenizer_is_not_guessed(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
     pytest.importorskip("tokenizers")
-    words = ["convert", "--from", str(folder), "--to", str(folder.parent / "new"), "--format", "hf"]
+    words = ["convert", "--from", str(folder), "--output", str(folder.parent / "new"), "--format", "hf"]
     assert cli.main(words) == 0
     assert json.loads((folder.parent / "new" / "tokenizer.json").read_text())
     (folder / "tokenizer.json").unlink()
     assert cli.main(words) == 1
-    assert f"{folder} holds no tokenizer that a plugin reads; say which with --tok" in capsys.readouterr().err
+    assert f"{folder} holds no tokenizer that a plugin can read; name one with --tok" in capsys.readouterr().err
     assert cli.main([*words, "--tokenizer.name", "bpe"]) == 2
-    assert "[tokenizer] name = 'bpe': the tokenizer has 4097 ids, the model rows for 257" in capsys.readouterr().err
+    assert (
+        "[tokenizer] name = 'bpe': the tokenizer has 4097 ids, but the model's vocab_size is 257"
+        in capsys.readouterr().err
+    )
 
 
 MINE = '''"""A llama by another name."""
@@ -427,9 +440,9 @@ def test_a_plugin_from_outside_reads_its_folders(
     monkeypatch.setattr(registry, "_plugins", dict(registry._plugins))
     about = json.loads((folder / "config.json").read_text())
     (folder / "config.json").write_text(json.dumps({**about, "model_type": "mine"}))
-    words = ["--from", str(folder), "--to", str(tmp_path / "dcp"), "--format", "dcp", "--tokenizer.name", "byte"]
+    words = ["--from", str(folder), "--output", str(tmp_path / "dcp"), "--format", "dcp", "--tokenizer.name", "byte"]
     assert cli.main(["convert", *words]) == 1
-    assert "no model plugin knows model_type 'mine'" in capsys.readouterr().err
+    assert "no model plugin supports model_type 'mine'" in capsys.readouterr().err
     (tmp_path / "mine.py").write_text(MINE)
     path = ["--plugins.path", str(tmp_path / "mine.py")]
     assert cli.main(["convert", *words, *path]) == 0
@@ -446,6 +459,6 @@ def test_a_run_cannot_start_from_nothing(capsys: pytest.CaptureFixture[str]) -> 
 
 
 def test_where_there_is_nothing(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    words = ["--from", str(tmp_path / "no"), "--to", str(tmp_path / "new"), "--format", "hf"]
+    words = ["--from", str(tmp_path / "no"), "--output", str(tmp_path / "new"), "--format", "hf"]
     assert cli.main(["convert", *words]) == 1
-    assert f"--from = '{tmp_path / 'no'}': there is no such folder" in capsys.readouterr().err
+    assert f"--from = '{tmp_path / 'no'}': no such folder" in capsys.readouterr().err

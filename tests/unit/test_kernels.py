@@ -4,19 +4,19 @@ from dataclasses import replace
 
 import pytest
 
-from titan.contracts.base.cost import Attention, Costs, Elementwise, Lookup, Matmul, Stage
+from titan.contracts.base.cost import Attention, Costs, Elementwise, EmbeddingOp, Matmul, Stage
 from titan.planner.machine import cluster as clusters
 from titan.planner.machine.cluster import Cluster, Kernels, Products
 from titan.planner.machine.kernels import PASSES_OVER_SCORES, Device
 
-PLAIN = Products(efficiency=0.5, tile=(128, 256), quantised=0.0)
-KERNELS = Kernels(attention_forward=0.4, attention_backward=0.2, bandwidth=0.5)
+PLAIN = Products(efficiency=0.5, tile=(128, 256), wave_quantization=0.0)
+KERNELS = Kernels(attention_forward=0.4, attention_backward=0.2, bandwidth_efficiency=0.5)
 
 
 def device(products: Products = PLAIN, kernels: Kernels = KERNELS) -> Device:
     """100 TFLOP/s, 1000 GB/s, 10 units."""
     base = clusters.load("a100-80gb")
-    hardware = replace(base.device, bandwidth_gb_s=1000.0, units=10)
+    hardware = replace(base.device, bandwidth_gb_s=1000.0, compute_units=10)
     return Device(
         replace(
             base, device=hardware, kernels=kernels, products={"bfloat16": products}, peak_tflops={"bfloat16": 100.0}
@@ -27,8 +27,8 @@ def device(products: Products = PLAIN, kernels: Kernels = KERNELS) -> Device:
 def costs(**changed: object) -> Costs:
     """One sequence of 1,024 tokens on one rank."""
     plain: dict[str, object] = {
-        "seq_len": 1024, "dim": 512, "micro_batch": 1, "micro_batches": 1, "stem": (), "layer": (), "head": (),
-        "styles": {}, "bytes": 2, "dtype": "bfloat16", "wide_dtype": "bfloat16", "stages": (Stage(0, range(1)),),
+        "seq_len": 1024, "dim": 512, "micro_batch": 1, "micro_batches": 1, "embeddings": (), "layer": (), "head": (),
+        "styles": {}, "itemsize": 2, "dtype": "bfloat16", "wide_dtype": "bfloat16", "stages": (Stage(0, range(1)),),
     }  # fmt: skip
     return Costs(**{**plain, **changed})  # type: ignore[arg-type]
 
@@ -53,7 +53,7 @@ def test_every_operation_takes_a_launch() -> None:
 
 def test_a_last_wave_that_is_partly_filled_costs_as_much_as_a_full_one() -> None:
     """10 units: 10 tiles are one wave, 11 are two, of which nine tenths of the second are lost."""
-    waved = device(replace(PLAIN, quantised=1.0))
+    waved = device(replace(PLAIN, wave_quantization=1.0))
     one, two = (waved.product(128 * tiles, 8192, 256, "bfloat16", 2) for tiles in (10, 20))
     more = waved.product(128 * 11, 8192, 256, "bfloat16", 2)
     assert two == pytest.approx(2 * one)
@@ -62,24 +62,24 @@ def test_a_last_wave_that_is_partly_filled_costs_as_much_as_a_full_one() -> None
 
 
 def test_half_of_the_efficiency_is_lost_at_the_depth_that_says_so() -> None:
-    deep = device(replace(PLAIN, depth=1024))
+    deep = device(replace(PLAIN, k_half=1024))
     assert deep.product(4096, 1024, 4096, "bfloat16", 2) == pytest.approx(2 * 2 * 4096 * 1024 * 4096 / 50e12)
 
 
 @pytest.mark.parametrize(("size", "share"), [(4096, 1.0), (4096 + 64, 1.0), (4096 + 32, 0.9), (4096 + 8, 0.9**3)])
 def test_each_halving_of_the_alignment_costs(size: int, share: float) -> None:
-    aligned = device(replace(PLAIN, aligned=64, unaligned=0.9, odd=0.1))
+    aligned = device(replace(PLAIN, aligned=64, unaligned_factor=0.9, unaligned_16b_factor=0.1))
     assert aligned.product(4096, 4096, size, "bfloat16", 2) == pytest.approx(2 * 4096 * 4096 * size / 50e12 / share)
 
 
 def test_a_row_that_is_no_multiple_of_16_bytes_is_slow() -> None:
-    odd = device(replace(PLAIN, odd=0.1))
+    odd = device(replace(PLAIN, unaligned_16b_factor=0.1))
     assert odd.product(4096, 4096, 4100, "bfloat16", 2) == pytest.approx(2 * 4096 * 4096 * 4100 / 5e12)
 
 
 @pytest.mark.parametrize(("matrices", "wide", "share"), [(16, 192, 0.2), (17, 192, 1), (16, 128, 1), (16, 512, 1)])
 def test_a_batch_of_few_products_is_slow_in_the_gap_that_says_so(matrices: int, wide: int, share: float) -> None:
-    few = device(replace(PLAIN, few=16, few_between=(161, 256), few_kept=0.2))
+    few = device(replace(PLAIN, small_batch_max=16, small_batch_dims=(161, 256), small_batch_factor=0.2))
     seconds = few.batched(matrices, 2048, wide, 2048, "bfloat16", 2)
     assert seconds == pytest.approx(2 * matrices * 2048**2 * wide / 50e12 / share)
     assert few.batched(matrices, 2048, 2048, wide, "bfloat16", 2) == pytest.approx(seconds)
@@ -122,21 +122,21 @@ def test_elementwise_operations_take_their_bytes_and_less_where_they_are_merged(
     seconds = device().operation(op, costs(), "bfloat16")
     assert seconds.forward == pytest.approx(1024 * 1000 * 2 / 500e9)
     assert seconds.backward == pytest.approx(2 * seconds.forward)
-    merged = device(kernels=replace(KERNELS, merged=0.25)).operation(op, costs(fused=True), "bfloat16")
+    merged = device(kernels=replace(KERNELS, fused_traffic_factor=0.25)).operation(op, costs(fused=True), "bfloat16")
     assert merged.forward == pytest.approx(seconds.forward / 4)
 
 
 def test_ranks_that_split_a_region_do_their_part() -> None:
     op, split = (
-        Elementwise(region="inner", forward=1000, backward=0),
-        {"hidden": 1, "whole": 1, "inner": 4, "logits": 1},
+        Elementwise(region="tp_sharded", forward=1000, backward=0),
+        {"hidden": 1, "seq_full": 1, "tp_sharded": 4, "logits": 1},
     )
     whole, part = (device().operation(op, costs(**more), "bfloat16") for more in ({}, {"splits": split}))
     assert whole.forward == pytest.approx(4 * part.forward)
 
 
 def test_a_lookup_moves_a_row_a_token() -> None:
-    seconds = device().operation(Lookup(module="embed", rows=50000, width=512), costs(), "bfloat16")
+    seconds = device().operation(EmbeddingOp(module="embed", rows=50000, width=512), costs(), "bfloat16")
     assert seconds.forward == pytest.approx(2 * 1024 * 512 * 2 / 500e9)
 
 

@@ -82,7 +82,7 @@ def test_a_second_start_is_refused_while_the_first_lives(tmp_path: Path, monkeyp
     holder = held(tmp_path / "run")
     assert str(refused.value) == (
         f"{tmp_path / 'run'} is in use by another run: host {holder['host']}, pid {os.getpid()}, Slurm job 41_3, "
-        f"started {holder['since']}; end that run or wait for its end, or give this one another --run.name"
+        f"started {holder['since']}; wait for it, stop it, or give this run another --run.name"
     )
     assert refused.value.exit_code == EXIT_WRONG_INPUT
     second.check()
@@ -114,7 +114,7 @@ def test_a_dead_process_is_taken_over_at_once(
     left_by(tmp_path, pid=gone.pid, process=started)
     FolderLock(tmp_path).take()
     assert len(told) == 3 and told[0].startswith(f"{tmp_path / 'lock.json'} was left by host ")
-    assert told[0].endswith(", which is dead: taken over") and f"pid {gone.pid}" in told[0]
+    assert told[0].endswith(", which has ended; taking the lock over") and f"pid {gone.pid}" in told[0]
 
 
 @linux
@@ -135,7 +135,7 @@ def test_one_elsewhere_that_counts_is_alive(
     slept += [lambda: None] * 30 + [there.check]
     with pytest.raises(FolderError, match="is in use by another run: host"):
         FolderLock(tmp_path).take()
-    assert len(told) == 1 and "watching for 45 s whether that run is alive" in told[0]
+    assert len(told) == 1 and "waiting 45 s to see whether that run is alive" in told[0]
     there.check()
 
 
@@ -149,7 +149,7 @@ def test_one_elsewhere_or_unknown_that_does_not_count_is_dead(
     slept += [lambda: None] * 45
     lock = FolderLock(tmp_path)
     lock.take()
-    assert slept == [] and "watching for 45 s" in told[0] and "which is dead: taken over" in told[1]
+    assert slept == [] and "waiting 45 s" in told[0] and "which has ended; taking the lock over" in told[1]
     lock.check()
 
 
@@ -316,7 +316,7 @@ def test_what_others_have_put_beside_the_lock_refuses_nobody(tmp_path: Path, tol
     lock.check()
     assert names(tmp_path) == ["lock.json", "lock.json.00000001", "lock.json.00000002", "lock.json.bak"]
     assert [line for line in told if "cannot be removed" in line] == [
-        f"{tmp_path / 'lock.json.00000002'} is a leftover that cannot be removed: Is a directory"
+        f"the stale file {tmp_path / 'lock.json.00000002'} cannot be removed: Is a directory"
     ]
     lock.release()
 
@@ -337,7 +337,7 @@ def test_a_lock_that_somebody_has_removed_is_put_back(tmp_path: Path) -> None:
 ])  # fmt: skip
 def test_what_is_no_file_is_refused(make: Callable[[Path], object], tmp_path: Path) -> None:
     make(tmp_path / "lock.json")
-    with pytest.raises(FolderError, match=r"lock\.json is no file, so it cannot be the lock of a run; remove it"):
+    with pytest.raises(FolderError, match=r"lock\.json is not a file, so it cannot be the lock of a run; remove it"):
         FolderLock(tmp_path).take()
     assert names(tmp_path) == ["lock.json"]
 
@@ -346,7 +346,7 @@ def test_a_folder_that_was_removed_is_said(tmp_path: Path) -> None:
     lock = FolderLock(tmp_path / "run")
     lock.take()
     shutil.rmtree(tmp_path / "run")
-    with pytest.raises(FolderError, match="run has been removed; this run ends here"):
+    with pytest.raises(FolderError, match="run has been removed; this run stops"):
         lock.check()
     lock.release()
 
@@ -402,7 +402,7 @@ def test_a_count_that_fails_is_told_once_and_tried_again(
     monkeypatch.setattr(os, "open", stale)
     lock._done, before = Beats(), held(tmp_path)["count"]
     lock._beat()
-    assert told == [f"{tmp_path / 'lock.json'} cannot be renewed: Stale file handle; tried again every 1e+06 s"]
+    assert told == [f"{tmp_path / 'lock.json'} cannot be renewed: Stale file handle; trying again every 1e+06 s"]
     assert held(tmp_path)["count"] > before
 
 

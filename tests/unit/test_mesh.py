@@ -5,10 +5,10 @@ import pytest
 from titan.contracts.base.mesh import Axis, lay_out
 
 AXES = [
-    Axis(name="tp", role="model", depth=40, doc=""),
-    Axis(name="dp_shard", role="batch", depth=20, default=-1, doc=""),
-    Axis(name="pp", role="stage", depth=0, doc=""),
-    Axis(name="dp_replicate", role="batch", depth=10, doc=""),
+    Axis(name="tp", role="model", topology_order=40, doc=""),
+    Axis(name="dp_shard", role="batch", topology_order=20, default=-1, doc=""),
+    Axis(name="pp", role="stage", topology_order=0, doc=""),
+    Axis(name="dp_replicate", role="batch", topology_order=10, doc=""),
 ]
 
 
@@ -38,7 +38,7 @@ def test_roles_number_the_ranks_that_differ_in_them() -> None:
     [
         ({"tpp": 2}, None, "no plugin owns this axis (did you mean 'tp'?)"),
         ({"tp": 0}, None, "must be a positive degree"),
-        ({"tp": -1}, None, "only one axis can take what is left"),
+        ({"tp": -1}, None, "only one axis can take all remaining ranks"),
         ({"tp": 3, "dp_shard": 1}, 8, "tp 3 = 3 ranks, but 8 were launched; launch 3 ranks"),
         ({"tp": 3}, 8, "but 8 were launched"),
     ],

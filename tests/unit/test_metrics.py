@@ -40,8 +40,8 @@ def clock(monkeypatch: pytest.MonkeyPatch) -> Clock:
 
 
 def meter(device: str) -> Meter:
-    plan = load_job(LLAMA, ["--data.path", "tests"]).plan
-    return Meter(plan, 16, 1, torch.device(device), stated_peak=1.0)
+    spec = load_job(LLAMA, ["--data.path", "tests"]).spec
+    return Meter(spec, 16, 1, torch.device(device), stated_peak=1.0)
 
 
 def row(meter: Meter) -> dict[str, float]:
@@ -149,7 +149,7 @@ def test_a_tracker_that_cannot_begin_refuses_the_run(number: int, raised: type[E
         def start(self, info: RunInfo) -> None:
             raise OSError(number, os.strerror(number), "metrics.jsonl")
 
-    with pytest.raises(raised, match=r"\[metrics\.failing\] cannot begin: .*metrics\.jsonl.*; enabled = false"):
+    with pytest.raises(raised, match=r"\[metrics\.failing\] cannot start: .*metrics\.jsonl.*; enabled = false"):
         Trackers([Stale(None)]).start(RunInfo(Path(), "run", {}, 0, 1, 1, 1))
 
 
@@ -165,5 +165,6 @@ def test_a_tracker_that_fails_is_told_once_and_asked_again(tmp_path: Path, monke
     trackers.close()
     assert failing.asked == 5 and other.rows == [{"step": 1}, {"step": 2}] and other.closed
     assert said == [
-        "[metrics.failing] OSError: [Errno 28] No space left on device; the run goes on, and the curve there has a gap"
+        "[metrics.failing] OSError: [Errno 28] No space left on device; "
+        "training continues, and this tracker misses some rows"
     ]

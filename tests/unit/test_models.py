@@ -9,7 +9,7 @@ from torch import Tensor, nn
 from tests.unit.test_rope import naive_rope
 from titan.contracts import Model, document_mask
 from titan.contracts.base import options, registry
-from titan.contracts.base.plan import glob_matches, nearest
+from titan.contracts.base.spec import glob_matches, nearest
 from titan.plugins.models import gpt, llama
 from titan.plugins.models.llama.rope import rope_table
 
@@ -53,28 +53,28 @@ def tokens(model: Model, batch: int = 2, length: int = 24) -> Tensor:
 @pytest.mark.parametrize(("model", "preset"), PRESETS)
 def test_plan_counts_every_parameter(model: type[Model], preset: str) -> None:
     whole = sized(model, preset)
-    plan, layers = whole.plan(), whole.config.n_layers
+    spec, layers = whole.spec(), whole.config.n_layers
     net = meta(sized(model, preset, n_layers=2))
-    assert {count(net.get_submodule(name)) for name in plan.layer_names(range(2))} == {plan.layer_params}
-    stem = sum(count(net.get_submodule(name)) for name in plan.stem)
-    assert stem == plan.stem_params
-    assert count(net) - stem - 2 * plan.layer_params == plan.head_params
-    assert plan.params == count(net) + (layers - 2) * plan.layer_params
-    layer = net.get_submodule(plan.layer_names([0])[0])
+    assert {count(net.get_submodule(name)) for name in spec.layer_names(range(2))} == {spec.layer_params}
+    embeddings = sum(count(net.get_submodule(name)) for name in spec.embeddings)
+    assert embeddings == spec.embedding_params
+    assert count(net) - embeddings - 2 * spec.layer_params == spec.head_params
+    assert spec.params == count(net) + (layers - 2) * spec.layer_params
+    layer = net.get_submodule(spec.layer_names([0])[0])
     linears = [m for m in layer.modules() if isinstance(m, nn.Linear)]
-    assert plan.matmul_params_per_layer == sum(m.weight.numel() for m in linears)
-    assert plan.head_matmul_params == net.get_submodule("output").weight.numel()
-    assert plan.head_dim * plan.n_heads == plan.dim and plan.n_heads % plan.n_kv_heads == 0
+    assert spec.matmul_params_per_layer == sum(m.weight.numel() for m in linears)
+    assert spec.head_matmul_params == net.get_submodule("output").weight.numel()
+    assert spec.head_dim * spec.n_heads == spec.dim and spec.n_heads % spec.n_kv_heads == 0
     assert list(whole.check()) == []
 
 
 @pytest.mark.parametrize(("model", "preset"), PRESETS)
 def test_plan_names_what_the_model_has(model: type[Model], preset: str) -> None:
     shallow = sized(model, preset, n_layers=2)
-    net, plan = meta(shallow), shallow.plan()
+    net, spec = meta(shallow), shallow.spec()
     parameters = [name for name, _ in net.named_parameters()]
-    plan.check_names([name for name, _ in net.named_modules()], parameters)
-    for alias, owner in plan.tied:
+    spec.check_names([name for name, _ in net.named_modules()], parameters)
+    for alias, owner in spec.tied:
         assert net.get_parameter(alias) is net.get_parameter(owner)
         assert alias not in parameters and owner in parameters
 
@@ -93,18 +93,18 @@ def test_plan_names_what_the_model_has(model: type[Model], preset: str) -> None:
     ],
 )
 def test_llama_sizes_are_the_published_ones(preset: str, params: int) -> None:
-    assert sized(llama.Llama, preset).plan().params == params
+    assert sized(llama.Llama, preset).spec().params == params
 
 
 @pytest.mark.parametrize("preset", [p for p in gpt.Gpt.presets if p not in ("nano", "tiny")])
 def test_gpt_sizes_are_the_published_ones(preset: str) -> None:
     model = sized(gpt.Gpt, preset)
-    c, plan = model.config, model.plan()
+    c, spec = model.config, model.spec()
     text = preset.removeprefix("frontier-")
     published = float(text[:-1]) * {"m": 1e6, "b": 1e9, "t": 1e12}[text[-1]]
-    assert plan.params == pytest.approx(published, rel=0.025)
+    assert spec.params == pytest.approx(published, rel=0.025)
     estimate = 12 * c.n_layers * c.dim**2 + (c.vocab_size + c.max_seq_len) * c.dim
-    assert plan.params == pytest.approx(estimate, rel=0.01)
+    assert spec.params == pytest.approx(estimate, rel=0.01)
 
 
 @pytest.mark.parametrize("model", MODELS)
@@ -130,10 +130,10 @@ def test_models_are_registered_by_name() -> None:
 @pytest.mark.parametrize("tied", [True, False])
 def test_initial_values(model: type[Model], added: set[str], tied: bool) -> None:
     whole = sized(model, "tiny", tied=tied, init_std=0.05)
-    plan = whole.plan()
+    spec = whole.spec()
     undecayed = set()
     for name, parameter in meta(whole).named_parameters():
-        how, module = plan.init_of(name), name.split(".")[-2]
+        how, module = spec.init_of(name), name.split(".")[-2]
         if "norm" in module and name.endswith("weight"):
             assert (how.kind, how.value) == ("constant", 1.0), name
         elif name.endswith("bias"):
@@ -144,7 +144,7 @@ def test_initial_values(model: type[Model], added: set[str], tied: bool) -> None
         if parameter.ndim < 2 or module in ("embed", "positions"):
             undecayed.add(name)
     names = {n for n, _ in meta(whole).named_parameters()}
-    assert {n for n in names if any(glob_matches(g, n) for g in plan.no_decay)} == undecayed
+    assert {n for n in names if any(glob_matches(g, n) for g in spec.no_decay)} == undecayed
 
 
 # --- forward ------------------------------------------------------------------------------------------------------
@@ -207,17 +207,17 @@ def test_gpt_documents_do_not_see_each_other(kv: int | None) -> None:
 @pytest.mark.parametrize("packed", [True, False])
 def test_stages_in_turn_equal_the_whole(model: type[Model], tied: bool, packed: bool) -> None:
     whole = sized(model, "tiny", tied=tied)
-    plan, x = whole.plan(), tokens(whole)
+    spec, x = whole.spec(), tokens(whole)
     documents = (torch.arange(24) // 10).expand(2, 24) if packed else None
     first, last = drawn(whole), drawn(whole)
     expected = drawn(whole)(x, documents=documents)
-    for name in plan.head:
+    for name in spec.head:
         setattr(first, name, None)
-    owners = {owner.rpartition(".")[0] for _, owner in plan.tied}
-    for name in set(plan.stem) - owners:
+    owners = {owner.rpartition(".")[0] for _, owner in spec.tied}
+    for name in set(spec.embeddings) - owners:
         setattr(last, name, None)
-    for i in range(plan.n_layers):
-        del (last if i < 2 else first).get_submodule(plan.layers)[str(i)]
+    for i in range(spec.n_layers):
+        del (last if i < 2 else first).get_submodule(spec.layers)[str(i)]
     hidden = first(x, documents=documents)
     assert hidden.shape == (2, 24, 64)
     assert torch.equal(last(hidden, documents=documents), expected)
@@ -323,7 +323,7 @@ def test_bfloat16_stays_bfloat16_and_near_float32(model: type[Model]) -> None:
     net, x = drawn(whole), tokens(whole)
     with torch.no_grad():
         for name, p in net.named_parameters():
-            how = whole.plan().init_of(name)
+            how = whole.spec().init_of(name)
             p.normal_(how.value, how.std)
     documents = (torch.arange(24) // 10).expand(2, 24)
     exact = net(x, documents=documents)

@@ -8,8 +8,8 @@ from titan.planner.machine import cluster as clusters
 from titan.planner.machine.cluster import Link
 from titan.planner.machine.network import Group, Network
 
-NODE = Link(name="node", ranks=8, gb_s=100.0, latency_us=0.0, efficiency=0.5, pair_efficiency=0.8)
-FABRIC = Link(name="fabric", gb_s=10.0, latency_us=0.0, efficiency=0.5, pair_efficiency=0.9)
+NODE = Link(name="node", ranks=8, bandwidth_gb_s=100.0, latency_us=0.0, efficiency=0.5, p2p_efficiency=0.8)
+FABRIC = Link(name="fabric", bandwidth_gb_s=10.0, latency_us=0.0, efficiency=0.5, p2p_efficiency=0.9)
 
 
 def network(*links: Link) -> Network:
@@ -32,7 +32,7 @@ def test_ranks_of_a_node_cross_the_fabric_together() -> None:
 
 
 def test_the_slowest_level_counts() -> None:
-    slow = replace(NODE, gb_s=8.0)
+    slow = replace(NODE, bandwidth_gb_s=8.0)
     assert network(slow, FABRIC).collective("all_gather", Group(16, 1), 1e9) == pytest.approx(15 / 16 * 1e9 / 4e9)
 
 

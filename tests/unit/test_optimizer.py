@@ -66,6 +66,7 @@ def test_state_is_shaped_like_the_parameter_or_scalar() -> None:
 def test_the_line_says_what_is_decayed() -> None:
     named = _parameters()
     assert AdamW(Config()).describe(named) == (
-        "adamw: 0.001 M parameters decayed by 0.1 in 1 tensors; 2.5e-05 M in 1 (norms, biases, embeddings) not"
+        "adamw: 0.001 M parameters with weight decay 0.1 in 1 tensors; "
+        "2.5e-05 M in 1 (norms, biases, embeddings) without"
     )
-    assert AdamW(Config(decay_all=True)).describe(named).endswith("decayed by 0.1 in 2 tensors")
+    assert AdamW(Config(decay_all=True)).describe(named).endswith("with weight decay 0.1 in 2 tensors")

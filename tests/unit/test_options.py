@@ -81,7 +81,7 @@ def test_every_fault_is_found_and_placed() -> None:
     assert config is None
     assert [str(fault) for fault in faults] == [
         "a.toml: [table] mod: unknown key (did you mean 'mode'?)",
-        "a.toml: [table] steps: missing; it is updates",
+        "a.toml: [table] steps: missing; required: updates",
         "command line: [table] rate = 2.0: must be at most 1",
         "a.toml: [table] betas = [0.9, 1.0]: must be below 1",
     ]

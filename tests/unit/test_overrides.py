@@ -53,7 +53,7 @@ def test_a_preset_of_the_command_line_wins_over_sizes_of_a_file(capsys: pytest.C
     words = ["--config", str(LLAMA), "--data.path", "tests", "--model.preset", "7b"]
     table, err = resolved(capsys, *words)
     assert (table["model"]["n_layers"], table["model"]["dim"], "n_kv_heads" in table["model"]) == (32, 4096, False)
-    assert err == f"[model] preset = '7b' (command line) counts, not what stands below it: {SMALL}\n"
+    assert err == f"[model] preset = '7b' (command line) overrides what files below it set: {SMALL}\n"
     assert cli.main(["plan", "--json", "--tokens", "1e9", *words]) == 0
     out, again = capsys.readouterr()
     assert [stage["layers"] for stage in json.loads(out)["stages"]] == [[list(range(32))]]
@@ -74,7 +74,7 @@ def test_a_preset_of_a_file_wins_over_its_base_and_not_over_its_own_keys(tmp_pat
     config = load_job(job).model.config
     assert (config.n_layers, config.dim, config.n_kv_heads) == (6, 4096, None)
     assert said_twice(job) == [
-        f"[model] preset = '7b' ({job}) counts, not what stands below it: {SMALL.removeprefix('n_layers = 4, ')}"
+        f"[model] preset = '7b' ({job}) overrides what files below it set: {SMALL.removeprefix('n_layers = 4, ')}"
     ]
     assert load_job(job, ["--model.dim", "8192"]).model.config.dim == 8192
     assert said_twice(LLAMA) == said_twice(None, ["--train.steps", "3"]) == []

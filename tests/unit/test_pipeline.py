@@ -12,7 +12,7 @@ from torch.distributed.pipelining import schedules as torch_schedules
 from torch.distributed.pipelining._utils import generate_stage_to_rank_mapping
 from torch.torch_version import TorchVersion
 
-from titan.contracts import ModelPlan, Part, Technique
+from titan.contracts import ModelPart, ModelSpec, Technique
 from titan.contracts.base.mesh import Layout
 from titan.errors import PluginError
 from titan.plugins.compile import Compile
@@ -26,13 +26,13 @@ from titan.plugins.parallel.pipeline.stages import V_SHAPED, _balanced, carve, c
 SCHEDULES = ("GPipe", "1F1B", "Interleaved1F1B", "LoopedBFS", "InterleavedZeroBubble", "ZBVZeroBubble", "DualPipeV")
 
 
-def _preset(name: str, **sizes: Any) -> ModelPlan:
-    return Llama(Llama.Config(**{**Llama.presets[name], **sizes})).plan()
+def _preset(name: str, **sizes: Any) -> ModelSpec:
+    return Llama(Llama.Config(**{**Llama.presets[name], **sizes})).spec()
 
 
-def _layers(plan: ModelPlan, stages: int, points: tuple[str, ...] = ()) -> list[int]:
-    runs = cut(plan, 2048, stages, points)
-    assert [layer for run in runs for layer in run] == list(range(plan.n_layers))
+def _layers(spec: ModelSpec, stages: int, points: tuple[str, ...] = ()) -> list[int]:
+    runs = cut(spec, 2048, stages, points)
+    assert [layer for run in runs for layer in run] == list(range(spec.n_layers))
     return [len(run) for run in runs]
 
 
@@ -84,11 +84,11 @@ def test_stages_live_where_torch_looks_for_them(schedule: str, ranks: int) -> No
 @pytest.mark.parametrize("tied", [False, True])
 def test_stages_hold_every_parameter_under_its_own_name(tied: bool) -> None:
     model = Gpt(Gpt.Config(n_layers=5, dim=8, n_heads=2, vocab_size=11, max_seq_len=4, tied=tied))
-    plan = model.plan()
+    spec = model.spec()
     with torch.device("meta"):
         whole = model.build()
-    runs = cut(plan, 4, 3, ())
-    stages = [carve(whole, plan, run, first=i == 0, last=i == 2) for i, run in enumerate(runs)]
+    runs = cut(spec, 4, 3, ())
+    stages = [carve(whole, spec, run, first=i == 0, last=i == 2) for i, run in enumerate(runs)]
     names = [[name for name, _ in stage.named_parameters()] for stage in stages]
     assert {name for held in names for name in held} == {name for name, _ in whole.named_parameters()}
     twice = {name for held in names for name in held if sum(name in other for other in names) > 1}
@@ -98,12 +98,12 @@ def test_stages_hold_every_parameter_under_its_own_name(tied: bool) -> None:
         for stage, run in zip(stages, runs, strict=True)
     )
     assert "embed.weight" in names[0]
-    middle = Part(stages[1], 1, 3)
+    middle = ModelPart(stages[1], 1, 3)
     assert not middle.holds("embed") and not middle.holds("norm") and not middle.holds("output")
     if tied:
         last = stages[2]
         assert last.get_parameter("output.weight") is last.get_parameter("embed.weight")
-        assert [len(unit) for unit in Part(last, 2, 3).units(plan)][-1] == 3
+        assert [len(unit) for unit in ModelPart(last, 2, 3).units(spec)][-1] == 3
     assert len(whole.get_submodule("layers").keys()) == 5, "the model itself must stay whole"
 
 
@@ -111,19 +111,19 @@ def test_a_parameter_without_a_stage_is_refused() -> None:
     model = Llama(Llama.Config(**Llama.presets["tiny"]))
     with torch.device("meta"):
         whole = model.build()
-    check_ends(whole, model.plan())
+    check_ends(whole, model.spec())
     whole.register_parameter("lost", nn.Parameter(torch.zeros(1)))
-    with pytest.raises(PluginError, match="lost must be in its stem"):
-        check_ends(whole, model.plan())
+    with pytest.raises(PluginError, match="lost must be in its embeddings"):
+        check_ends(whole, model.spec())
 
 
 def test_a_tie_that_the_head_owns_is_refused() -> None:
     model = Llama(Llama.Config(**{**Llama.presets["tiny"], "tied": True}))
     with torch.device("meta"):
         whole = model.build()
-    plan = replace(model.plan(), tied=(("embed.weight", "output.weight"),))
+    spec = replace(model.spec(), tied=(("embed.weight", "output.weight"),))
     with pytest.raises(PluginError, match=r"embed\.weight must be"):
-        check_ends(whole, plan)
+        check_ends(whole, spec)
 
 
 # --- what is refused ----------------------------------------------------------------------------------------------
@@ -151,7 +151,7 @@ def test_micro_batches_are_taken_as_torch_takes_them(schedule: str) -> None:
 
 
 def _check(
-    plan: ModelPlan, pp: int, *, batch: int = 32, micro: int = 1, ranks: int = 1, techniques: Any = (), **options: Any
+    spec: ModelSpec, pp: int, *, batch: int = 32, micro: int = 1, ranks: int = 1, techniques: Any = (), **options: Any
 ) -> list[str]:
     technique = PipelineParallel(PipelineConfig(**options))
     job: Any = SimpleNamespace(
@@ -163,7 +163,7 @@ def _check(
         run=SimpleNamespace(device="cpu"),
         stating=lambda fact: [facts[fact] for t in techniques if fact in (facts := t.facts())],
     )
-    return [text for text in technique.check(job, plan) if "sends to its own rank" not in text]
+    return [text for text in technique.check(job, spec) if "sends to its own rank" not in text]
 
 
 SMALL = _preset("tiny", n_layers=4)
@@ -177,7 +177,7 @@ def test_what_fits_is_not_refused(schedule: str) -> None:
 
 def test_more_stages_than_layers_are_refused_with_the_nearest_degree() -> None:
     assert _check(SMALL, 4, schedule="LoopedBFS") == [
-        "[model] n_layers = 4 cannot fill 8 stages (mesh.pp = 4 with 2 a rank); nearest mesh.pp that fits: 2"
+        "[model] n_layers = 4 cannot fill 8 stages (mesh.pp = 4 with 2 per rank); nearest mesh.pp that fits: 2"
     ]
     (text,) = _check(SMALL, 2, schedule="LoopedBFS", virtual_stages=5)
     assert text.endswith("nearest mesh.pp that fits: none, with 5 stages a rank")
@@ -218,13 +218,13 @@ def test_split_points_must_be_layers_in_order_one_for_each_stage(points: tuple[s
 def test_a_number_of_micro_batches_that_a_schedule_cannot_run_is_refused(
     schedule: str, batch: int, nearest: str
 ) -> None:
-    plan = _preset("tiny", n_layers=8)
+    spec = _preset("tiny", n_layers=8)
     micro = 2
-    (text,) = _check(plan, 4, batch=batch, micro=micro, ranks=2, schedule=schedule)
+    (text,) = _check(spec, 4, batch=batch, micro=micro, ranks=2, schedule=schedule)
     assert text.startswith(f"[train] global_batch_size = {batch} makes {batch // 4} micro batches of 2 on each of 2 ")
     assert text.endswith(f"nearest global_batch_size that fits: {nearest}")
     for size in nearest.split(" or "):
-        assert _check(plan, 4, batch=int(size), micro=micro, ranks=2, schedule=schedule) == []
+        assert _check(spec, 4, batch=int(size), micro=micro, ranks=2, schedule=schedule) == []
 
 
 def test_what_a_split_backward_cannot_bear_is_refused() -> None:
@@ -236,8 +236,8 @@ def test_what_a_split_backward_cannot_bear_is_refused() -> None:
     assert _check(SMALL, 2, schedule="Interleaved1F1B", techniques=three) == []
     texts = _check(SMALL, 2, schedule="InterleavedZeroBubble", techniques=three)
     assert ["[plugins.compile] compiles it as one" in text for text in texts] == [True, False, False]
-    assert "[plugins.activation_checkpoint]" in texts[1] and 'use mode = "full"' in texts[1]
-    assert "zero_stage = 3 reduces per micro batch: use 1" in texts[2]
+    assert "[plugins.activation_checkpoint]" in texts[1] and 'set mode = "full"' in texts[1]
+    assert "zero_stage = 3 reduces gradients per micro batch; set zero_stage = 1" in texts[2]
     bearable = _technique(FullyShardedDataParallel, zero_stage=1), _technique(ActivationCheckpoint, mode="full")
     assert _check(SMALL, 2, schedule="InterleavedZeroBubble", techniques=bearable) == []
 

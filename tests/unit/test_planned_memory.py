@@ -71,7 +71,7 @@ def test_memory_is_that_of_the_dry_run(both: list[tuple[Job, Memory, DryRun]]) -
         assert planned.parameters == exact.at_peak["parameters"]
         # Adam counts its steps, four bytes a tensor.
         assert planned.optimizer == pytest.approx(exact.at_peak["optimizer"], rel=2e-3)
-        assert planned.total - planned.margin == pytest.approx(exact.peak_bytes, rel=0.03)
+        assert planned.total - planned.overhead == pytest.approx(exact.peak_bytes, rel=0.03)
 
 
 KINDS = {"all_gather_into_tensor": "all_gather", "reduce_scatter_tensor": "reduce_scatter", "all_reduce": "all_reduce"}

@@ -39,7 +39,7 @@ def test_the_parts_of_a_step_add_up(words: tuple[str, ...]) -> None:
     assert min(p.time_s.values()) >= -1e-12
     job = job_of(*words)
     assert p.tokens == job.tokens_per_step
-    model = job.plan.flops_per_token(job.data.seq_len) * p.tokens / p.step_time_s / p.world_size / 1e12
+    model = job.spec.flops_per_token(job.data.seq_len) * p.tokens / p.step_time_s / p.world_size / 1e12
     assert p.model_tflops_per_device == pytest.approx(model, rel=1e-9)
     assert p.hardware_tflops_per_device >= p.model_tflops_per_device
 
@@ -48,7 +48,7 @@ def test_the_bubble_of_equal_stages_is_the_textbooks() -> None:
     """(p - 1) / m of the work (arXiv 1811.06965), here with nothing to send."""
     job = job_of("--mesh.pp", "4", "--train.micro_batch_size", "1", "--train.global_batch_size", "16")
     costs = costs_of(job)
-    bare = replace(costs, stem=(), head=(), traffic=(), dim=0, update_bytes=0.0)
+    bare = replace(costs, embeddings=(), head=(), collectives=(), dim=0, update_bytes=0.0)
     p = Planner(CLUSTER).draft(bare, job.layout).finish(memory=())
     assert p.time_s["bubble"] / (p.step_time_s - p.time_s["bubble"]) == pytest.approx(3 / 16, rel=1e-3)
 
@@ -59,14 +59,14 @@ def test_full_recompute_is_another_forward_but_for_the_last_product() -> None:
     planner = Planner(CLUSTER)
     plain = planner.predict(costs, job.layout)
     stops = planner.predict(replace(costs, recompute=Recompute()), job.layout)
-    whole = planner.predict(replace(costs, recompute=Recompute(whole=True)), job.layout)
-    half = planner.predict(replace(costs, recompute=Recompute(every=2, whole=True)), job.layout)
+    whole = planner.predict(replace(costs, recompute=Recompute(full_layer=True)), job.layout)
+    half = planner.predict(replace(costs, recompute=Recompute(every=2, full_layer=True)), job.layout)
     layers = whole.time_s["recompute"]
     assert plain.time_s["recompute"] == 0
     assert half.time_s["recompute"] == pytest.approx(layers / 2, rel=1e-9)
     assert 0.6 * layers < stops.time_s["recompute"] < layers
-    layer_flops = job.plan.layer_flops_per_token(64) * job.plan.n_layers
-    ratio = 1 + layer_flops / job.plan.flops_per_token(64)
+    layer_flops = job.spec.layer_flops_per_token(64) * job.spec.n_layers
+    ratio = 1 + layer_flops / job.spec.flops_per_token(64)
     assert whole.hardware_tflops_per_device / whole.model_tflops_per_device == pytest.approx(ratio, rel=1e-9)
 
 
@@ -96,17 +96,17 @@ def test_collectives_take_their_bytes_over_the_slowest_link() -> None:
 
 def test_joining_slices_takes_its_time_at_each_collective() -> None:
     job = job_of("--mesh.tp", "2")
-    slow = replace(CLUSTER, kernels=replace(CLUSTER.kernels, join_us=100.0))
+    slow = replace(CLUSTER, kernels=replace(CLUSTER.kernels, tp_overhead_us=100.0))
     plain, joined = (Planner(cluster).predict(costs_of(job), job.layout) for cluster in (CLUSTER, slow))
-    # Two gathers and two reductions a layer each way; one of each for stem and head together, each way.
-    collectives = job.micro_batches * (8 * job.plan.n_layers + 4)
+    # Two gathers and two reductions a layer each way; one of each for embeddings and head together, each way.
+    collectives = job.micro_batches * (8 * job.spec.n_layers + 4)
     assert joined.time_s["tp"] - plain.time_s["tp"] == pytest.approx(collectives * 100e-6)
     assert joined.step_time_s - plain.step_time_s == pytest.approx(collectives * 100e-6)
 
 
 def test_gathering_shards_takes_its_time_at_each_collective() -> None:
     shown = replace(CLUSTER, kernels=replace(CLUSTER.kernels, overlap_slowdown=1.0))
-    slow = replace(shown, kernels=replace(shown.kernels, gather_us=100.0))
+    slow = replace(shown, kernels=replace(shown.kernels, fsdp_overhead_us=100.0))
     for words, each, kept in (
         (["--mesh.dp_shard", "2", "--plugins.fsdp.zero_stage", "3"], 3, 1),
         (["--mesh.dp_shard", "2", "--plugins.fsdp.zero_stage", "1"], 2, 0),
@@ -115,8 +115,8 @@ def test_gathering_shards_takes_its_time_at_each_collective() -> None:
     ):
         job = job_of(*words)
         plain, gathered = (Planner(cluster).predict(costs_of(job), job.layout) for cluster in (shown, slow))
-        # Units are stem, layers and head; the last one stays gathered for its backward.
-        collectives = job.micro_batches * (each * (job.plan.n_layers + 2) - kept)
+        # Units are embeddings, layers and head; the last one stays gathered for its backward.
+        collectives = job.micro_batches * (each * (job.spec.n_layers + 2) - kept)
         assert gathered.time_s["dp"] - plain.time_s["dp"] == pytest.approx(collectives * 100e-6)
 
 
@@ -140,7 +140,7 @@ def test_the_command_prints_what_scripts_rely_on(capsys: pytest.CaptureFixture[s
     assert sum(report["time_s"].values()) == pytest.approx(report["step_time_s"])
     assert len(report["stages"]) == 2
     memory = report["stages"][0]["memory_gib"]
-    parts = {"parameters", "gradients", "optimizer", "activations", "buffers", "margin"}
+    parts = {"parameters", "gradients", "optimizer", "activations", "buffers", "overhead"}
     assert set(memory) == parts | {"total"}
     assert sum(memory[part] for part in parts) == pytest.approx(memory["total"])
     assert report["stages"][0]["layers"] == [[0, 1]]
@@ -161,7 +161,7 @@ def test_a_budget_of_tokens(capsys: pytest.CaptureFixture[str]) -> None:
     [
         (["--cluster", "a100-80"], "a100-80: no such file or cluster (did you mean 'a100-80gb'?)"),
         (["--cluster", "v100-32gb", "--plugins.bf16.enabled", "true"], "has no bfloat16 (it has float32, float16)"),
-        (["--exact", "--rank", "1"], "--rank 1: the layout has ranks 0 to 0"),
+        (["--dry-run", "--rank", "1"], "--rank 1: the layout has ranks 0 to 0"),
         (["--search", "--top", "0"], "must be at least 1"),
     ],
 )

@@ -10,8 +10,8 @@ from typing import Any
 
 import pytest
 
-from bench import planner
-from bench.published import describe, keep, left_out, rows
+from bench import plan_accuracy
+from bench.published import describe, keep, left_out, page, rows
 from bench.published.describe import all_devices, all_fabrics, device_of, fabric_of, framework_of
 from bench.published.fit import CONSTANTS, World, case_of, cases_of, get
 from bench.published.reader import costs_of, layout_of, padded
@@ -54,14 +54,14 @@ def test_what_a_row_does_not_say_follows_from_the_rest() -> None:
 @pytest.mark.parametrize(
     ("changed", "why"),
     [
-        ({"layers": None}, "states no layers"),
-        ({"n_gpus": 60}, "60 ranks are no multiple"),
-        ({"mbs": None}, "micro batches are not stated"),
-        ({"pp": 16, "vpp": 8, "n_gpus": 64, "layers": 40}, "16 x 8 stages for 40 layers"),
-        ({"hidden": 1e9}, "no model or cluster there is"),
-        ({"gpu": "TPU v4"}, "no cluster file describes"),
-        ({"precision": "NVFP4"}, "no cluster file states its peak"),
-        ({"precision": "fp8"}, "a100-80gb has no float8"),
+        ({"layers": None}, "not stated: layers"),
+        ({"n_gpus": 60}, "60 ranks are not a multiple"),
+        ({"mbs": None}, "not stated: micro batches"),
+        ({"pp": 16, "vpp": 8, "n_gpus": 64, "layers": 40}, r"more stages \(16 x 8\) than layers \(40\)"),
+        ({"hidden": 1e9}, "exceeds the plausible maximum 200000"),
+        ({"gpu": "TPU v4"}, "no cluster file for TPU v4"),
+        ({"precision": "NVFP4"}, "no cluster file has a peak for nvfp4"),
+        ({"precision": "fp8"}, "a100-80gb has no peak for float8"),
         ({"schedule": "ZB-2p"}, "schedule zb-2p"),
     ],
 )
@@ -79,7 +79,7 @@ def test_heads_that_are_not_stated_can_be_shared_by_the_ranks_of_a_layer() -> No
 def test_rows_of_another_kind_are_listed_not_raised() -> None:
     cases, skipped = cases_of([row(), row(id="bad", extra="text", layers="many"), row(id="odd", precision=[])])
     assert [case.id for case in cases] == ["g", "odd"]
-    assert skipped == {"bad": "states no layers"}
+    assert skipped == {"bad": "not stated: layers"}
 
 
 @pytest.mark.parametrize(
@@ -137,9 +137,9 @@ def test_a_row_becomes_costs() -> None:
     assert layout.world_size == 64 and layout.degree("tp") == 4
     assert [len(stage.layers) for stage in costs.stages] == [6] * 8
     assert [stage.rank for stage in costs.stages] == [0, 1, 2, 3] * 2
-    assert costs.stages[0].stem and costs.stages[-1].head and not costs.stages[0].head
-    assert costs.recompute is not None and costs.recompute.whole
-    assert costs.share("inner") == 2 * 2048 / 4 and costs.share("hidden") == 2 * 2048
+    assert costs.stages[0].embeddings and costs.stages[-1].head and not costs.stages[0].head
+    assert costs.recompute is not None and costs.recompute.full_layer
+    assert costs.share("tp_sharded") == 2 * 2048 / 4 and costs.share("hidden") == 2 * 2048
 
 
 def test_ends_count_as_layers_where_only_that_divides() -> None:
@@ -168,7 +168,7 @@ def test_scores_of_a_layer_that_is_computed_again_are_not_reserved_for_them_alon
         described = row(framework="Megatron-DeepSpeed", recompute=recompute)
         job, framework = read(described), framework_of(described)
         reserved = as_reserved(job, framework, as_held(job, framework, costs_of(job, framework)))
-        assert [len(op.keeps) for op in reserved.layer if isinstance(op, Attention)] == [kept]
+        assert [len(op.saved) for op in reserved.layer if isinstance(op, Attention)] == [kept]
 
 
 def test_products_in_float8_are_computed_again_where_only_wider_ones_are_saved() -> None:
@@ -197,7 +197,7 @@ def test_norms_of_a_float32_copy_are_computed_again_where_layers_are_not(recompu
 @pytest.mark.parametrize(("gated", "sums"), [(True, 3), (False, 2)])
 def test_gate_and_up_of_their_own_sum_their_gradients_each(gated: bool, sums: int) -> None:
     described = row(**{**INTERNEVO, "gated_mlp": gated})
-    traffic = costs_of(read(described), framework_of(described)).traffic
+    traffic = costs_of(read(described), framework_of(described)).collectives
     inside = {t.when: t.count for t in traffic if t.axes == ("tp",) and t.where == "layer"}
     assert (inside["forward"], inside["backward"]) == (2, sums)
 
@@ -215,7 +215,7 @@ def test_a_source_left_out_is_told_with_and_without_its_unexplained_rows(monkeyp
 def bytes_held(**changed: Any) -> dict[str, float]:
     """Bytes a parameter that a row's rank holds, by component."""
     described = row(**changed)
-    return {part.component: part.bytes for part in costs_of(read(described), framework_of(described)).held}
+    return {part.component: part.bytes_per_param for part in costs_of(read(described), framework_of(described)).state}
 
 
 def test_state_is_what_the_framework_holds() -> None:
@@ -258,7 +258,7 @@ def test_hidden_collectives_of_a_layer_cost_what_they_slow_down() -> None:
     shown = []
     for overlap in (False, True):
         costs = costs_of(job, replace(framework_of(row()), tp_overlap=overlap))
-        ends = replace(costs, traffic=tuple(t for t in costs.traffic if t.where != "layer"))
+        ends = replace(costs, collectives=tuple(t for t in costs.collectives if t.where != "layer"))
         all_of_it, of_ends = (Planner(cluster).predict(c, layout_of(job)).time_s["tp"] for c in (costs, ends))
         shown.append(all_of_it - of_ends)
     assert shown[1] == pytest.approx(cluster.kernels.overlap_slowdown * shown[0])
@@ -334,7 +334,7 @@ def test_fitted_constants_are_put_where_they_are_read_and_nothing_else_changes(c
 
 def test_the_files_hold_what_the_kept_fit_says(copied: Path) -> None:
     before = [file.read_text() for file in sorted(copied.rglob("*.toml"))]
-    keep.write(keep.kept(json.loads(planner.FITTED.read_text())["constants"]))
+    keep.write(keep.kept(json.loads(plan_accuracy.FITTED.read_text())["constants"]))
     assert [file.read_text() for file in sorted(copied.rglob("*.toml"))] == before
 
 
@@ -368,9 +368,18 @@ def test_the_planner_is_as_near_to_published_runs_as_it_was() -> None:
 def test_the_command_runs_on_a_file(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     file = tmp_path / "rows.jsonl"
     file.write_text("\n".join(map(json.dumps, (row(complete_time="A"), {"id": "empty"}, row(id="o", extra=None)))))
-    assert planner.main(["--rows", str(file), "--json"]) == 0
+    assert plan_accuracy.main(["--rows", str(file), "--json"]) == 0
     told = json.loads(capsys.readouterr().out)
     assert told["rows"] == 3 and list(told["skipped"]) == ["empty"] and told["groups"]["all"]["n"] == 2
-    assert planner.main(["--rows", str(file)]) == 0
+    assert plan_accuracy.main(["--rows", str(file)]) == 0
     assert "# Validation" in capsys.readouterr().out
-    assert planner.main(["--rows", str(tmp_path / "none")]) == 2
+    assert plan_accuracy.main(["--rows", str(tmp_path / "none")]) == 2
+
+
+def test_the_page_says_first_that_its_main_table_is_in_sample_and_is_the_generators() -> None:
+    text = plan_accuracy.PAGE.read_text()
+    first = " ".join(text.split("\n\n")[1].split())
+    assert "is in-sample" in first and "For an unseen cluster, use the leave-one-source-out table" in first
+    assert text.index("## Step time of an unseen source") < text.index("## Step time\n")
+    for part in (page.INTRO, page.LEFT_OUT, page.LEFT_OUT_LIMITS, page.SWEEPS, page.MEMORY, page.WHY, page.CONSTANTS):
+        assert part in text

@@ -74,18 +74,20 @@ def with_line(line: str) -> str:
 
 def with_axis(*changed: str) -> str:
     """The technique with an axis, some of whose fields are others."""
-    fields = {"name": "'a'", "role": "'batch'", "depth": "1", "doc": "''"} | dict(c.split("=", 1) for c in changed)
+    fields = {"name": "'a'", "role": "'batch'", "topology_order": "1", "doc": "''"} | dict(
+        c.split("=", 1) for c in changed
+    )
     return with_line(f"axes = (Axis({', '.join(f'{key}={value}' for key, value in fields.items())}),)")
 
 
 def load(tmp_path: Path, text: str, name: str) -> None:
     (tmp_path / f"{name}.py").write_text(text.replace("NAME", name))
-    registry.open_doors([tmp_path])
+    registry.load_plugins([tmp_path])
 
 
 @pytest.fixture(autouse=True)
 def forget(monkeypatch: pytest.MonkeyPatch) -> None:
-    registry.open_doors()
+    registry.load_plugins()
     monkeypatch.setattr(registry, "_plugins", dict(registry._plugins))
     monkeypatch.setattr(registry, "_opened", set(registry._opened))
     for name in ("_brought_by", "_left_out", "_contested"):
@@ -100,51 +102,51 @@ def test_a_folder_is_a_door(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("text", "message"),
     [
-        (TECHNIQUE.replace("before_step", "before_stp"), r"before_stp\(\) is no hook of a technique .*before_step"),
-        (TECHNIQUE.replace("step: int", "number: int"), r"before_step\(self, number\) should be before_step\(self, step\)"),
-        (SCHEDULE.replace("def factor", "def _factor"), r"lacks factor\(\)"),
-        (SCHEDULE.replace('"NAME"', '"no name"'), "must be a word"),
+        (TECHNIQUE.replace("before_step", "before_stp"), r"before_stp\(\) is not a hook of a technique .*before_step"),
+        (TECHNIQUE.replace("step: int", "number: int"), r"before_step\(self, number\): its parameters must be \(self, step\)"),
+        (SCHEDULE.replace("def factor", "def _factor"), r"missing factor\(\); define it"),
+        (SCHEDULE.replace('"NAME"', '"no name"'), "must be a Python identifier"),
         (SCHEDULE.replace('    """Flat."""\n', ""), "needs a docstring"),
         (SCHEDULE.replace(', kw_only=True', ''), "Config: Config must be a @dataclass"),
         (SCHEDULE.replace("frozen=True, ", ""), "Config: Config must be a @dataclass"),
         (SCHEDULE.replace('option(1, "number")', "1"), "x needs option"),
         ("import no_such_module\n" + SCHEDULE, r"misfit\.py:1 cannot be imported: ModuleNotFoundError: No module named 'no_such_module'"),
-        (SCHEDULE.replace("class Flat(LrSchedule)", "class Flat"), "derives from no contract"),
+        (SCHEDULE.replace("class Flat(LrSchedule)", "class Flat"), "must subclass a contract of titan.contracts"),
         (TECHNIQUE.replace('"shard"', '"shards"'), r"phase = 'shards': must be one of 'convert', .* \(did you mean 'shard'\?\)"),
-        (TECHNIQUE.replace('phase = "shard"', ""), "lacks `phase`, one of 'convert', 'split'"),
+        (TECHNIQUE.replace('phase = "shard"', ""), "missing `phase`, which must be one of 'convert', 'split'"),
         (TECHNIQUE.replace('"shard"', '"split"'), r"phase = 'split': split\(\) is called in phase 'split' alone"),
-        (TECHNIQUE.replace("before_step(self, step: int)", "split(self, model, world)"), r"phase = 'shard': split\(\) is called in"),
-        (with_line('conflict = {"fsdp": "both shard"}'), r"conflict is no attribute of a technique \(did you mean 'conflicts'\?\)"),
-        (with_line('axis = [1]'), r"axis is no attribute of a technique \(did you mean 'axes'\?\)"),
+        (TECHNIQUE.replace("before_step(self, step: int)", "split(self, model, context)"), r"phase = 'shard': split\(\) is called in"),
+        (with_line('conflict = {"fsdp": "both shard"}'), r"conflict is not an attribute of a technique \(did you mean 'conflicts'\?\)"),
+        (with_line('axis = [1]'), r"axis is not an attribute of a technique \(did you mean 'axes'\?\)"),
         (with_line('kind = "techniques"'), "kind = 'techniques': the contract sets it"),
         (with_line('conflicts = ["fsdp"]'), r"conflicts = \['fsdp'\]: must be a dictionary of str to str"),
         (with_line('conflicts = {"fsdp": 1}'), r"conflicts = \{'fsdp': 1\}: must be a string"),
         (with_line('covers = "dp_shard"'), "covers = 'dp_shard': must be a tuple or list of str"),
-        (with_line('parity = "no"'), "parity = 'no': must be true or false"),
-        (with_line('choices = ({1: 2},)'), r"choices = \(\{1: 2\},\): must be a string"),
-        (with_line('axes = Axis(name="a", role="batch", depth=1, doc="")'), r"axes = Axis\(.*: must be a tuple or list of Axis"),
+        (with_line('preserves_numerics = "no"'), "preserves_numerics = 'no': must be true or false"),
+        (with_line('search_space = ({1: 2},)'), r"search_space = \(\{1: 2\},\): must be a string"),
+        (with_line('axes = Axis(name="a", role="batch", topology_order=1, doc="")'), r"axes = Axis\(.*: must be a tuple or list of Axis"),
         (with_line('axes = ("a",)'), r"axes = \('a',\): must be of type Axis"),
         (TECHNIQUE.replace("def before_step", "async def before_step"), r"before_step\(\) is async; it must be an ordinary method"),
-        (TECHNIQUE.replace("        pass", "        yield"), r"before_step\(\) has a yield, so calling it does nothing"),
+        (TECHNIQUE.replace("        pass", "        yield"), r"before_step\(\) contains `yield`, so a call runs nothing"),
         (TECHNIQUE.replace("    def before_step(self, ", "    @staticmethod\n    def before_step(self, "), r"before_step\(\) is a staticmethod; it must be a method that takes self"),
-        ("from titan.contracts import register\n@register\ndef misfit(): pass", "@register is for classes"),
-        (with_line('check = ["a"]'), r"check = \['a'\]: must be a method, check\(self, job, plan\)"),
-        (with_line('axes = (Axis(name="tp", role="batch", depth=1, doc=""),)'), r"mesh axis 'tp' is owned by technique 'tensor' in .*tensor\.py"),
-        (with_line('axes = (Axis(name="a", role="batch", depth=1, doc=""),) * 2'), "mesh axis 'a' is owned by technique 'misfit'"),
+        ("from titan.contracts import register\n@register\ndef misfit(): pass", "@register decorates a class"),
+        (with_line('check = ["a"]'), r"check = \['a'\]: must be a method, check\(self, job, spec\)"),
+        (with_line('axes = (Axis(name="tp", role="batch", topology_order=1, doc=""),)'), r"mesh axis 'tp' is already owned by technique 'tensor' in .*tensor\.py"),
+        (with_line('axes = (Axis(name="a", role="batch", topology_order=1, doc=""),) * 2'), "mesh axis 'a' is already owned by technique 'misfit'"),
         (with_line('conflicts = {"fsdpp": "why"}'), r"conflicts: no plugin has the technique or capability 'fsdpp' \(did you mean 'fsdp'\?\)"),
         (with_line('requires = ("mixed_precison",)'), r"requires: no plugin has the technique or capability 'mixed_precison' \(did you mean 'mixed_precision'\?\)"),
         (with_line('covers = ("dp_shared",)'), r"covers: no plugin has the axis 'dp_shared' \(did you mean 'dp_shard'\?\)"),
         (TOKENIZER, r"vocab_size\(\) is a method; it must be a property or a value"),
         (SCHEDULE + SCHEDULE.partition("@register")[2].join(["\n@register", ""]).replace("class Flat", "class Steep"), r"two plugins are called lr_schedule 'misfit': Flat in .*misfit\.py and Steep in"),
         (with_axis("role='bach'"), r"misfit\.py:18 cannot be imported: ValueError: mesh axis 'a': role = 'bach': must be one of .* \(did you mean 'batch'\?\)"),
-        (with_axis("depth='1'"), "mesh axis 'a': depth = '1': must be a number"),
-        (with_axis("depth=float('inf')"), "mesh axis 'a': depth = inf: must be finite"),
-        (with_axis("default=0"), "mesh axis 'a': default = 0: must be at least 1, or -1 for what is left"),
+        (with_axis("topology_order='1'"), "mesh axis 'a': topology_order = '1': must be a number"),
+        (with_axis("topology_order=float('inf')"), "mesh axis 'a': topology_order = inf: must be finite"),
+        (with_axis("default=0"), "mesh axis 'a': default = 0: must be at least 1, or -1 for all remaining ranks"),
         (with_axis("default=True"), "mesh axis 'a': default = True: must be an integer"),
-        (with_axis("name='a-b'"), "mesh axis 'a-b': name: must be a word"),
+        (with_axis("name='a-b'"), "mesh axis 'a-b': name: must be a Python identifier"),
         (with_axis("name=1"), "mesh axis 1: name = 1: must be a string"),
         (SCHEDULE.replace("x: int", "x int"), r"misfit\.py:9 cannot be imported: SyntaxError: invalid syntax"),
-        (SCHEDULE + "\ndef f():\n    return torch.zeros(2) @ torch.zeros(3)\nf()\n", r"plugin /.*misfit\.py:22 cannot be imported: RuntimeError: .*--traceback shows all of it"),
+        (SCHEDULE + "\ndef f():\n    return torch.zeros(2) @ torch.zeros(3)\nf()\n", r"plugin /.*misfit\.py:22 cannot be imported: RuntimeError: .*add --traceback for the whole stack"),
         (SCHEDULE + "\nraise SystemExit(3)\n", r"misfit\.py:21 cannot be imported: SystemExit: 3"),
     ],
 )  # fmt: skip
@@ -158,17 +160,17 @@ def test_two_owners_of_a_name_are_both_named(tmp_path: Path) -> None:
     load(tmp_path, SCHEDULE, "first")
     (tmp_path / "second.py").write_text(SCHEDULE.replace("NAME", "first"))
     with pytest.raises(PluginError, match=r"first\.py and .*second\.py"):
-        registry.open_doors([tmp_path])
+        registry.load_plugins([tmp_path])
 
 
 def test_an_absent_folder_is_named(tmp_path: Path) -> None:
     with pytest.raises(PluginError, match=r"nowhere: no such folder or \.py file"):
-        registry.open_doors([tmp_path / "nowhere"])
+        registry.load_plugins([tmp_path / "nowhere"])
 
 
 def test_commands_that_train_nothing_start_without_the_compiler() -> None:
     """It takes a second to import; plugins that need it, or what needs it, import that where they use it."""
-    code = "import sys; from titan.contracts.base import registry; registry.open_doors(); print(*sys.modules)"
+    code = "import sys; from titan.contracts.base import registry; registry.load_plugins(); print(*sys.modules)"
     loaded = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout.split()
     assert "titan.plugins.parallel.pipeline" in loaded
     assert not {"torch._dynamo", "torch._inductor", "torch.distributed.pipelining"} & set(loaded)
@@ -177,7 +179,8 @@ def test_commands_that_train_nothing_start_without_the_compiler() -> None:
 @pytest.mark.parametrize(
     ("old", "new"),
     [
-        *((f"titan.{name}", f"titan.contracts.base.{name}") for name in ("cost", "mesh", "options", "plan")),
+        *((f"titan.{name}", f"titan.contracts.base.{name}") for name in ("cost", "mesh", "options")),
+        ("titan.plan", "titan.contracts.base.spec"),
         *((f"titan.data.{name}", f"titan.data.tokens.{name}") for name in ("bytepairs", "exchange", "files", "shards")),
     ],
 )
@@ -189,7 +192,7 @@ def test_a_file_is_a_door(tmp_path: Path) -> None:
     load_one = tmp_path / "_one.py"
     load_one.write_text(SCHEDULE.replace("NAME", "one"))
     (tmp_path / "other.py").write_text("raise ValueError")
-    registry.open_doors([load_one])
+    registry.load_plugins([load_one])
     assert registry.find("lr_schedule", "one") is not None
 
 
@@ -221,17 +224,17 @@ def with_hook(hook: str, body: str) -> str:
 @pytest.mark.parametrize(
     ("hook", "body", "message"),
     [
-        ("check(self, job, plan)", "pass", r"check\(\) returned None; it must return an iterable of sentences"),
-        ("check(self, job, plan)", "return 'no'", r"check\(\) returned 'no', of type str; it must return an iterable"),
-        ("check(self, job, plan)", "yield 3", r"check\(\) returned 3, of type int; all its sentences must be strings"),
-        ("plan(self, plan)", "pass", r"plan\(\) returned None; it must return a ModelPlan"),
+        ("check(self, job, spec)", "pass", r"check\(\) returned None; it must return an iterable of sentences"),
+        ("check(self, job, spec)", "return 'no'", r"check\(\) returned 'no', of type str; it must return an iterable"),
+        ("check(self, job, spec)", "yield 3", r"check\(\) returned 3, of type int; all its sentences must be strings"),
+        ("spec(self, spec)", "pass", r"spec\(\) returned None; it must return a ModelSpec"),
         ("precision(self, precision)", "return 'bf16'", r"precision\(\) returned 'bf16', of type str; it must return a Precision"),
         ("cost(self, costs, job)", "pass", r"cost\(\) returned None; it must return a Costs"),
         ("facts(self)", "pass", r"facts\(\) returned None; it must return a dict"),
         ("facts(self)", "return {'one_backwards': ''}", r"facts\(\) states 'one_backwards' \(did you mean 'one_backward'\?\)"),
-        ("check(self, job, plan)", "yield ''; raise ValueError('oh')", r"check\(\) raised ValueError: oh, at .*answers\.py:\d+ \(--traceback"),
-        ("plan(self, plan)", "return plan.nosuch", r"plan\(\) raised AttributeError: .*nosuch.*answers\.py:\d+"),
-        ("__init__(self, config)", "pass", r"__init__\(\) does not call super\(\).__init__\(config\)"),
+        ("check(self, job, spec)", "yield ''; raise ValueError('oh')", r"check\(\) raised ValueError: oh, at .*answers\.py:\d+ \(add --traceback"),
+        ("spec(self, spec)", "return spec.nosuch", r"spec\(\) raised AttributeError: .*nosuch.*answers\.py:\d+"),
+        ("__init__(self, config)", "pass", r"__init__\(\) must call super\(\).__init__\(config\)"),
     ],
 )  # fmt: skip
 def test_what_a_hook_returns_is_checked(hook: str, body: str, message: str, tmp_path: Path) -> None:
@@ -242,13 +245,13 @@ def test_what_a_hook_returns_is_checked(hook: str, body: str, message: str, tmp_
         costs_of(job)
 
 
-@pytest.mark.parametrize("hook", ["check", "plan"])
+@pytest.mark.parametrize("hook", ["check", "spec"])
 def test_a_model_is_named_whose_hook_returns_nothing(hook: str, tmp_path: Path) -> None:
-    guest = (LLAMA.parents[1] / "guests" / "averager.py").read_text().replace('name = "averager"', 'name = "vague"')
+    guest = (LLAMA.parents[1] / "plugins" / "averager.py").read_text().replace('name = "averager"', 'name = "vague"')
     hooks = f"    def {hook}(self):\n        pass\n\n    def build"
     load(
         tmp_path,
-        guest.replace("    def plan", "    def _plan" if hook == "plan" else "    def plan").replace(
+        guest.replace("    def spec", "    def _spec" if hook == "spec" else "    def spec").replace(
             "    def build", hooks
         ),
         "vague",
@@ -278,7 +281,10 @@ BROKEN = {
     ),
     "misfit": (TECHNIQUE.replace('"shard"', '"shards"'), "phase = 'shards': must be one of"),
     "clash": (with_line('conflicts = {"nobody": "why"}'), "no plugin has the technique or capability 'nobody'"),
-    "axis": (with_line('axes = (Axis(name="tp", role="batch", depth=1, doc=""),)'), "mesh axis 'tp' is owned by"),
+    "axis": (
+        with_line('axes = (Axis(name="tp", role="batch", topology_order=1, doc=""),)'),
+        "mesh axis 'tp' is already owned by",
+    ),
 }
 
 
@@ -290,7 +296,7 @@ def test_a_broken_entry_point_is_a_warning_until_it_is_asked_for(
     install(tmp_path, package, text, monkeypatch)
     job = load_job(LLAMA, ["--data.path", "x"])
     said = capfd.readouterr().err
-    assert said.startswith(f"warning: package {package} (entry point mine = {package}) is left out: "), said
+    assert said.startswith(f"warning: package {package} (entry point mine = {package}) is not loaded: "), said
     assert re.search(why, said)
     asked = ["--data.path", "x", "--lr_schedule.name", package, f"--plugins.{package}.x", "1", "--metrics.ledgr.x", "1"]
     with pytest.raises(ConfigError) as error:

@@ -11,7 +11,9 @@ from titan.config import load_job
 from titan.errors import CheckpointError, ConfigError
 
 QUICK = Path(__file__).parents[2] / "configs" / "quickstart.toml"
-GUESTS = Path(__file__).parents[1] / "guests"
+TEST_PLUGINS = Path(__file__).parents[1] / "plugins"
+
+WAY_OUT = "restore the old value, or set another --run.name"
 
 
 def table(*words: str) -> dict[str, Any]:
@@ -46,8 +48,11 @@ def test_what_changes_no_curve_is_free(words: tuple[str, ...]) -> None:
 @pytest.mark.parametrize(
     ("words", "said"),
     [
-        (("--optimizer.lr", "1e-3"), "optimizer.lr = 0.001, the checkpoint has 0.004: holds from the next step on"),
-        (("--train.steps", "480"), "train.steps = 480, the checkpoint has 240: the run ends there; a schedule that"),
+        (("--optimizer.lr", "1e-3"), "optimizer.lr = 0.001, the checkpoint has 0.004: takes effect at the next step"),
+        (
+            ("--train.steps", "480"),
+            "train.steps = 480, the checkpoint has 240: the run now ends at that step; a schedule that",
+        ),
         (("--train.global_batch_size", "48"), "train.global_batch_size = 48, the checkpoint has 24: the next step"),
         (("--train.grad_clip", "0"), "train.grad_clip = 0.0, the checkpoint has 1.0"),
         (("--loss.z_loss", "1e-4"), "loss.z_loss = 0.0001, the checkpoint has 0.0"),
@@ -65,26 +70,28 @@ def test_another_model_is_refused() -> None:
     with pytest.raises(ConfigError) as error:
         compare(saved(), table("--model.dim", "64", "--model.norm_eps", "1e-6"), "f", False)
     assert [str(fault) for fault in error.value.faults] == [
-        "model.dim = 64, the checkpoint has 128: these weights are of another model",
-        "model.norm_eps = 1e-06, the checkpoint has 1e-05: these weights are of another model",
+        f"model.dim = 64, the checkpoint has 128: the checkpoint is of another model; {WAY_OUT}",
+        f"model.norm_eps = 1e-06, the checkpoint has 1e-05: the checkpoint is of another model; {WAY_OUT}",
     ]
 
 
 def test_other_samples_are_refused_or_begun_anew() -> None:
     now = table("--data.seq_len", "64", "--optimizer.lr", "1e-3")
-    with pytest.raises(ConfigError, match=r"data.seq_len = 64, the checkpoint has 128\); checkpoint.new_data = true"):
+    with pytest.raises(
+        ConfigError, match=r"data.seq_len = 64, the checkpoint has 128\); set checkpoint.reset_data = true"
+    ):
         compare(saved(), now, "g", False)
-    with pytest.raises(ConfigError, match="the text itself is another"):
+    with pytest.raises(ConfigError, match="the text itself has changed"):
         compare(saved(), table(), "g", False)
     changes = compare(saved(), now, "g", True)
     assert changes.other_samples
     assert [sentence.split(",")[0] for sentence in changes.said] == [
-        "optimizer.lr = 0.001", "the samples are not those of the checkpoint: they begin at the first"
+        "optimizer.lr = 0.001", "the samples differ from those of the checkpoint; the data restarts at its first sample"
     ]  # fmt: skip
 
 
-def test_new_data_is_new_once() -> None:
-    assert compare(saved(), table("--checkpoint.new_data", "true"), "f", True) == Changes()
+def test_data_is_reset_once() -> None:
+    assert compare(saved(), table("--checkpoint.reset_data", "true"), "f", True) == Changes()
 
 
 def test_a_mixture_is_compared_whole() -> None:
@@ -118,33 +125,33 @@ def test_what_the_version_that_saved_did_not_know_is_said_where_it_is_not_the_de
     old = lacking("loss")
     del old["config"]["validation"]
     changes = compare(old, now, "f", False)
-    assert changes.said == ("loss.z_loss = 0.0001, the checkpoint has 0.0: holds from the next step on",)
-    with pytest.raises(ConfigError, match=r"^model\.norm_eps = 1e-06, the checkpoint has 1e-05: these weights are of"):
+    assert changes.said == ("loss.z_loss = 0.0001, the checkpoint has 0.0: takes effect at the next step",)
+    with pytest.raises(ConfigError, match=r"^model\.norm_eps = 1e-06, the checkpoint has 1e-05: the checkpoint is of"):
         compare(lacking("model", "norm_eps"), table("--model.norm_eps", "1e-6"), "f", False)
 
 
 def test_a_technique_that_lacked_an_option_had_its_default() -> None:
-    words = ("--plugins.poison.steps", "3", "--plugins.path", str(GUESTS))
+    words = ("--plugins.inject_nan.steps", "3", "--plugins.path", str(TEST_PLUGINS))
     old = saved(config=table(*words))
-    del old["config"]["plugins"]["poison"]["rank"]
+    del old["config"]["plugins"]["inject_nan"]["rank"]
     assert compare(old, table(*words), "f", False) == Changes()
-    (said,) = compare(old, table(*words, "--plugins.poison.rank", "2"), "f", False).said
-    assert said.startswith("plugins.poison.rank = 2, the checkpoint has 0")
+    (said,) = compare(old, table(*words, "--plugins.inject_nan.rank", "2"), "f", False).said
+    assert said.startswith("plugins.inject_nan.rank = 2, the checkpoint has 0")
 
 
 def test_sections_that_are_known_no_longer_are_said() -> None:
     old = saved()
     old["config"] |= {"annealing": {"rate": 3, "deep": {"er": 1}}, "odd": 3}
     assert compare(old, table(), "f", False).said == (
-        "annealing.rate = unset, the checkpoint has 3: holds from the next step on",
-        "annealing.deep = unset, the checkpoint has on: holds from the next step on",
-        "odd = unset, the checkpoint has 3: holds from the next step on",
+        "annealing.rate = unset, the checkpoint has 3: takes effect at the next step",
+        "annealing.deep = unset, the checkpoint has on: takes effect at the next step",
+        "odd = unset, the checkpoint has 3: takes effect at the next step",
     )
 
 
 @pytest.mark.parametrize("config", [{}, {"model": {"name": "gone"}, "data": {"mixture": 3}, "plugins": {"gone": {}}}])
 def test_a_config_of_another_world_is_compared_all_the_same(config: dict[str, Any]) -> None:
-    with pytest.raises(ConfigError, match="these weights are of another model"):
+    with pytest.raises(ConfigError, match="the checkpoint is of another model"):
         compare({"config": config}, table(), "f", False)
 
 
@@ -155,13 +162,13 @@ def test_tuples_come_back_as_lists() -> None:
 @pytest.mark.parametrize(
     ("rest", "said"),
     [
-        ({"config": "x"}, "config in rest that is no dict"),
-        ({"step": True}, "step in rest that is no int"),
-        ({"tokens": "9" * 99}, "tokens in rest that is no int"),
-        ({"data": []}, "data in rest that is no dict"),
-        ({"data": {"samples": -1}}, "position in the data"),
-        ({"techniques": 3}, "techniques in rest that is no dict"),
-        ([], "lacks the table rest"),
+        ({"config": "x"}, "config in rest that is not of type dict"),
+        ({"step": True}, "step in rest that is not of type int"),
+        ({"tokens": "9" * 99}, "tokens in rest that is not of type int"),
+        ({"data": []}, "data in rest that is not of type dict"),
+        ({"data": {"samples": -1}}, "data position"),
+        ({"techniques": 3}, "techniques in rest that is not of type dict"),
+        ([], "lacks the table `rest`"),
     ],
 )
 def test_a_state_of_other_kinds_is_refused(

@@ -4,10 +4,12 @@ import os
 import shutil
 import subprocess
 import sys
+import tempfile
 import venv
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -143,6 +145,60 @@ def test_two_first_calls_at_once_install_once(house: House) -> None:
     both = [subprocess.Popen([house.setup], env=house.environment(), stdout=subprocess.PIPE, text=True) for _ in "ab"]
     assert {process.communicate()[0] for process in both} == {f"{house.root}/.venv/bin/python\n"}
     assert house.calls() == [*_install(house)]
+
+
+@pytest.mark.parametrize("name", ["SLURM_STEP_NUM_TASKS", "NNODES", "PET_NNODES"])
+def test_a_job_of_many_processes_does_not_set_up(house: House, name: str) -> None:
+    """256 nodes would install into one folder at once. What is set up before is found by all."""
+    house.python()
+    done = house.run(house.setup, **{name: "256"})
+    assert (done.returncode, done.stdout, house.calls()) == (2, "", [])
+    what = f"error: {house.root}/.venv is not set up, and 256 processes of this job start at once; run scripts/"
+    assert done.stderr.startswith(what) and done.stderr.count("\n") == 1
+    assert house.run(house.setup, **{name: "1"}).returncode == 0
+    assert house.run(house.setup, **{name: "256"}).stdout == f"{house.root}/.venv/bin/python\n"
+
+
+@pytest.fixture
+def reader(house: House) -> Iterator[House]:
+    """A house in a folder that everybody may read, for a user who may not write it."""
+    with tempfile.TemporaryDirectory() as folder:
+        place = Path(folder)
+        for path in (house.root, house.bin):
+            shutil.copytree(path, place / path.name, symlinks=True)
+        yield House(place / house.root.name, place / house.bin.name, place / "calls")
+
+
+def _lock(house: House) -> dict[str, Any]:
+    """Take all right to write away; the arguments of `subprocess.run` for somebody without it."""
+    for path in (house.root.parent, *house.root.parent.rglob("*")):
+        if not path.is_symlink():
+            path.chmod(0o555)
+    return {"user": 65534, "group": 65534, "extra_groups": []} if os.geteuid() == 0 else {}
+
+
+def test_a_read_only_install_runs_when_set_up(reader: House) -> None:
+    reader.python()
+    assert reader.run(reader.setup).returncode == 0
+    mine = reader.root / ".venv" / "bin" / "python"
+    mine.write_text('#!/bin/sh\n[ "$1" = - ] || { echo "$PWD"; printf "<%s>" "$@"; }\n')
+    other = _lock(reader)
+    environment = reader.environment(SLURM_STEP_NUM_TASKS="256")
+    done = subprocess.run(
+        [reader.root / "run_train.sh", "--run.dir", "/scratch"], cwd="/", env=environment, capture_output=True,
+        text=True, **other,
+    )  # fmt: skip
+    assert (done.returncode, done.stderr) == (0, "")
+    assert done.stdout == "/\n<-P><-m><titan.launch><--run.dir></scratch>"
+
+
+def test_a_read_only_install_that_is_not_set_up_says_so(reader: House) -> None:
+    reader.python()
+    other = _lock(reader)
+    done = subprocess.run([reader.setup], env=reader.environment(), capture_output=True, text=True, **other)
+    assert (done.returncode, done.stdout) == (2, "")
+    what = f"error: {reader.root}/.venv is not set up, and {reader.root} is read-only; set it up where it can be"
+    assert done.stderr.startswith(what) and done.stderr.count("\n") == 1
 
 
 def test_an_active_environment_that_has_titan_is_used(house: House) -> None:

@@ -1,4 +1,4 @@
-"""Steps of a pipeline in simulated time (titan/planner/step/schedule.py, rounds.py)."""
+"""Steps of a pipeline in simulated time (titan/planner/step/schedule.py, steady_state.py)."""
 
 import random
 from collections.abc import Callable
@@ -8,9 +8,9 @@ import pytest
 from bench.published_schedules import schedule_rows, step_s, zero_bubble
 from titan.contracts.base.cost import Action, Order
 from titan.errors import PluginError
-from titan.planner.step import rounds as rounds_of
-from titan.planner.step.rounds import Rounds, Steps
+from titan.planner.step import steady_state
 from titan.planner.step.schedule import Timeline, Times, most_kept, simulate
+from titan.planner.step.steady_state import Rounds, Steps
 from titan.plugins.parallel.pipeline.orders import order
 
 REPEATING = {"1F1B": 1, "Interleaved1F1B": 2, "InterleavedZeroBubble": 2, "ZBVZeroBubble": 2, "DualPipeV": 2}
@@ -173,7 +173,7 @@ def test_few_micro_batches_stand_for_many(schedule: str, monkeypatch: pytest.Mon
         made.append(count)
         return order(schedule, 4, stages, count)
 
-    monkeypatch.setattr(rounds_of, "simulate", None)
+    monkeypatch.setattr(steady_state, "simulate", None)
     steps, times = Steps(make, 4), _times(stages, 0, 0)
     timeline = steps.simulate(4000, times)
     assert max(made) < 60

@@ -37,7 +37,7 @@ def test_a_run_shorter_than_its_warm_up_only_rises(plugin: Any, config: Any) -> 
 @pytest.mark.parametrize("ratio", [0.0, 0.1, 0.3, 1.0])
 @pytest.mark.parametrize(("plugin", "config"), DECAYING)
 def test_the_last_step_has_exactly_the_lowest_rate(plugin: Any, config: Any, ratio: float) -> None:
-    curve = _curve(plugin(config(warmup_steps=3, min_ratio=ratio)), 50)
+    curve = _curve(plugin(config(warmup_steps=3, min_lr_factor=ratio)), 50)
     assert curve[-1] == ratio
     assert max(curve) == curve[2] == 1.0
     assert all(later <= earlier for earlier, later in itertools.pairwise(curve[2:]))
@@ -48,26 +48,26 @@ def test_constant_stays() -> None:
 
 
 def test_linear_halfway() -> None:
-    assert linear.Linear(linear.Config(warmup_steps=10, min_ratio=0.2)).factor(15, 20) == pytest.approx(0.6)
+    assert linear.Linear(linear.Config(warmup_steps=10, min_lr_factor=0.2)).factor(15, 20) == pytest.approx(0.6)
 
 
 def test_cosine_quarterway_and_halfway() -> None:
-    schedule = cosine.Cosine(cosine.Config(warmup_steps=10, min_ratio=0.2))
+    schedule = cosine.Cosine(cosine.Config(warmup_steps=10, min_lr_factor=0.2))
     assert schedule.factor(30, 50) == pytest.approx(0.6)
     assert schedule.factor(20, 50) == pytest.approx(0.2 + 0.8 * (1 + math.sqrt(0.5)) / 2)
 
 
 @pytest.mark.parametrize(("plugin", "config"), DECAYING[:2])
 def test_decay_steps_count_from_the_peak_and_the_lowest_rate_is_kept(plugin: Any, config: Any) -> None:
-    curve = _curve(plugin(config(warmup_steps=10, decay_steps=20, min_ratio=0.1)), 50)
+    curve = _curve(plugin(config(warmup_steps=10, decay_steps=20, min_lr_factor=0.1)), 50)
     assert curve[28] > 0.1
     assert set(curve[29:]) == {0.1}
-    assert curve[:40] == _curve(plugin(config(warmup_steps=10, decay_steps=20, min_ratio=0.1)), 40)
+    assert curve[:40] == _curve(plugin(config(warmup_steps=10, decay_steps=20, min_lr_factor=0.1)), 40)
 
 
-@pytest.mark.parametrize(("shape", "quarter"), [("linear", 0.75), ("sqrt", 0.5)])
-def test_wsd_holds_the_peak_until_its_decay(shape: Any, quarter: float) -> None:
-    curve = _curve(wsd.Wsd(wsd.Config(warmup_steps=5, decay_steps=8, shape=shape)), 40)
+@pytest.mark.parametrize(("decay_type", "quarter"), [("linear", 0.75), ("sqrt", 0.5)])
+def test_wsd_holds_the_peak_until_its_decay(decay_type: Any, quarter: float) -> None:
+    curve = _curve(wsd.Wsd(wsd.Config(warmup_steps=5, decay_steps=8, decay_type=decay_type)), 40)
     assert set(curve[4:32]) == {1.0}
     assert curve[33] == pytest.approx(quarter)
     assert curve[39] == 0.0

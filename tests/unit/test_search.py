@@ -19,7 +19,7 @@ from titan.planner.search import best_first
 from titan.planner.search.best_first import Objective, _Search, search
 from titan.planner.search.space import Choice, load_base
 from titan.planner.step.layout import costs_of, uncut
-from titan.planner.step.predict import Planner, Prediction, places_of
+from titan.planner.step.predict import Planner, Prediction, stage_loads
 
 VALUES = {
     "time": lambda p: p.step_time_s,
@@ -62,23 +62,25 @@ def test_the_best_are_the_best_of_all(objective: Objective) -> None:
 def bounds(run: _Search, alone: Costs, job: Job) -> tuple[float, float, float, float]:
     """The bounds of a job, from the loosest: of its group, however it is cut, as it is cut, with its stages timed."""
     costs, planner = costs_of(job), run.planner
-    alike, draft = planner.alike(uncut(job), job.layout), planner.draft(costs, job.layout)
+    alike, draft = planner.stage_costs(uncut(job), job.layout), planner.draft(costs, job.layout)
     least, busy = run._least(alike)
     return (
         run._bound(alone, job.layout, job.micro_batch),
         run._value(least, busy, job.layout),
-        run._value(alike.least_in(places_of(costs.stages, costs.recompute)), busy, job.layout),
-        run._value(draft.least_s, draft.busy_s, job.layout),
+        run._value(alike.lower_bound_of(stage_loads(costs.stages, costs.recompute)), busy, job.layout),
+        run._value(draft.lower_bound_s, draft.busy_s, job.layout),
     )
 
 
 def bounds_and_step(*words: str) -> tuple[float, float, float, float, float]:
     """The bounds of a job and what its step takes, where nothing but computing takes time."""
-    links = tuple(replace(link, gb_s=1e9) for link in CLUSTER.links)
+    links = tuple(replace(link, bandwidth_gb_s=1e9) for link in CLUSTER.links)
     planner = Planner(replace(CLUSTER, links=links))
     job = job_of(*words, "--model.preset", "mini", "--train.micro_batch_size", "1", "--train.global_batch_size", "32")
     run, costs = _Search(job, planner, 1, "time"), costs_of(job)
-    alone = replace(costs, recompute=None, traffic=(), update_bytes=0.0, stages=(Stage(0, range(job.plan.n_layers)),))
+    alone = replace(
+        costs, recompute=None, collectives=(), update_bytes=0.0, stages=(Stage(0, range(job.spec.n_layers)),)
+    )
     return *bounds(run, alone, job), planner.predict(costs, job.layout).step_time_s
 
 
@@ -99,7 +101,7 @@ def test_no_layout_is_better_than_its_bounds() -> None:
     words = ("--train.global_batch_size=8", "--plugins.bf16.enabled=true")
     base, cuts = load_base(TOML, words).job, defaultdict(set)
     runs = [_Search(base, Planner(CLUSTER), 1, objective) for objective in ("time", "price", "energy")]
-    alone = replace(costs_of(base), recompute=None, traffic=(), fused=True, update_bytes=0.0)
+    alone = replace(costs_of(base), recompute=None, collectives=(), fused=True, update_bytes=0.0)
     for choice, prediction in everything(4, *words):
         job = load_job(TOML, [*words, *choice.words()], 4)
         for run in runs:
@@ -111,7 +113,7 @@ def test_no_layout_is_better_than_its_bounds() -> None:
 
 
 def test_the_best_are_the_best_where_ranks_share_processors() -> None:
-    words, shared = ("--mesh.tp=1",), replace(CLUSTER, device=replace(CLUSTER.device, processors=2))
+    words, shared = ("--mesh.tp=1",), replace(CLUSTER, device=replace(CLUSTER.device, full_speed_ranks=2))
     base = load_base(TOML, words)
     best = search(base.job, Planner(shared), [base.space(4, 4)], keep=7).best
     values = sorted(prediction.step_time_s for _, prediction in everything(4, *words, cluster=shared))
@@ -159,7 +161,7 @@ def test_a_layout_written_is_a_job_that_loads_and_is_what_was_found(
     tmp_path: Path, capsys: pytest.CaptureFixture
 ) -> None:
     best = tmp_path / "best.toml"
-    words = ["plan", "--config", str(TOML), "--search", "--world-size", "8", "--write", str(best), "--json"]
+    words = ["plan", "--config", str(TOML), "--search", "--world-size", "8", "--output", str(best), "--json"]
     assert main([*words, "--cluster", "a100-80gb"]) == 0
     found = json.loads(capsys.readouterr().out)
     assert main(["plan", "--config", str(best), "--json", "--cluster", "a100-80gb"]) == 0
@@ -174,17 +176,17 @@ def test_nothing_fits(tmp_path: Path, capsys: pytest.CaptureFixture) -> None:
     small = tmp_path / "small.toml"
     small.write_text(
         '[device]\nname = "small"\nmemory_gib = 0.0001\nbandwidth_gb_s = 1\n'
-        '[device.peak_tflops]\nfloat32 = 1\n[[links]]\nname = "wire"\ngb_s = 1\n'
+        '[device.peak_tflops]\nfloat32 = 1\n[[links]]\nname = "wire"\nbandwidth_gb_s = 1\n'
     )
     words = ["plan", "--config", str(TOML), "--search", "--world-size", "2", "--cluster", str(small)]
     assert main(words) == 2
-    assert "none fits into 0.0001 GiB; the smallest takes" in capsys.readouterr().err
+    assert "no layout fits into 0.0001 GiB; the smallest needs" in capsys.readouterr().err
 
 
 def test_a_batch_that_no_layout_divides(capsys: pytest.CaptureFixture) -> None:
     words = ["plan", "--config", str(TOML), "--search", "--world-size", "7"]
     assert main([*words, "--train.global_batch_size", "5"]) == 2
-    assert "no layout can work" in capsys.readouterr().err
+    assert "no valid layout" in capsys.readouterr().err
 
 
 def test_an_axis_that_nobody_owns() -> None:
@@ -212,8 +214,8 @@ class Drifting(Technique):
     name = "drifting"
     Config = Config
     phase = "shard"
-    parity = False
-    axes = (Axis(name="drift", role="batch", depth=4, doc="ranks that see other samples"),)
+    preserves_numerics = False
+    axes = (Axis(name="drift", role="batch", topology_order=4, doc="ranks that see other samples"),)
 '''
 
 
@@ -248,7 +250,7 @@ def test_what_changes_the_curve_is_left_out_unless_asked_for(drifting: list[str]
     assert main(command) == 0
     last = capsys.readouterr().out.splitlines()[-1]
     asking = "--plugins.drifting.enabled true"
-    assert last == f"left out, as they change the curve: drifting; to search with them: {asking}"
+    assert last == f"not searched, because they change the loss curve: drifting; include them with {asking}"
     for words, degrees in ((asking.split(), (2, 4)), (["--mesh.drift", "4"], (4,))):
         assert main([*command, "--json", *words]) == 0
         asked = json.loads(capsys.readouterr().out)

@@ -11,7 +11,7 @@ import pytest
 
 from titan.ranks import slurm
 
-TEMPLATE = Path(__file__).parents[2] / "docs" / "slurm.sh"
+TEMPLATE = Path(__file__).parents[2] / "configs" / "launch" / "slurm-nvidia.sh"
 
 
 def test_the_template_parses() -> None:
@@ -39,8 +39,8 @@ def scontrol(folder: Path, code: int) -> dict[str, str]:
 def test_a_job_is_queued_again(code: int, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     slurm.requeue(scontrol(tmp_path, code), {signal.SIGUSR1})
     assert (tmp_path / "asked").read_text() == "requeue 41\n"
-    said = ["scontrol requeue 41: asking Slurm to run this job again; it goes on from its checkpoint"]
-    refused = "warning: Slurm does not queue job 41 again (no such job); submit it again to go on"
+    said = ["scontrol requeue 41: asking Slurm to run this job again; it will resume from its checkpoint"]
+    refused = "warning: Slurm refuses to requeue job 41 (no such job); submit it again to resume"
     assert capsys.readouterr().err.splitlines() == said + [refused] * code
 
 
@@ -61,12 +61,12 @@ def test_a_controller_that_does_not_answer_is_not_waited_for(
     (tmp_path / "scontrol").write_text("#!/bin/sh\nexec sleep 1000\n")
     monkeypatch.setattr(slurm, "ANSWER_S", 0.1)
     slurm.requeue(environment, {signal.SIGUSR1})
-    assert "does not queue job 41 again (no answer within 0.1 s); submit" in capsys.readouterr().err
+    assert "refuses to requeue job 41 (no answer within 0.1 s); submit" in capsys.readouterr().err
 
 
 def test_without_scontrol_it_says_what_to_do(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     slurm.requeue({"PATH": str(tmp_path), "SLURM_JOB_ID": "41"}, ())
-    said = "warning: there is no scontrol here, so job 41 is not queued again; submit it again to go on\n"
+    said = "warning: scontrol is not in PATH, so job 41 is not requeued; submit it again to resume\n"
     assert capsys.readouterr().err == said
 
 
@@ -76,7 +76,7 @@ def test_a_job_that_is_cancelled_is_not(
 ) -> None:
     slurm.requeue(scontrol(tmp_path, 0), heard)
     assert not (tmp_path / "asked").exists()
-    said = "job 41 is not queued again, as it was sent SIGTERM; submit it again to go on\n"
+    said = "job 41 is not requeued, because it received SIGTERM; submit it again to resume\n"
     assert capsys.readouterr().err == said
 
 

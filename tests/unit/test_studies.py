@@ -91,7 +91,7 @@ def test_scaling_goes_to_the_ranks_that_are_said() -> None:
 def test_what_a_batch_does_not_divide_over_is_refused() -> None:
     points = _study("strong-scaling", config=None, ranks=16).points
     assert [bool(p.refused) for p in points] == [False, False, False, False, True]
-    assert points[-1].refused.startswith("[train] global_batch_size = 24 does not divide over 16 batch ranks")
+    assert points[-1].refused.startswith("[train] global_batch_size = 24: must be divisible by the 16 batch ranks")
     assert points[-1].values == {} and not points[-1].fits
 
 
@@ -139,7 +139,7 @@ def test_bubble_goes_through_schedules_and_micro_batches() -> None:
     words = ("--plugins.pipeline.schedule=Interleaved1F1B", "--plugins.pipeline.virtual_stages=2")
     direct = _directly("--mesh.pp=4", "--mesh.tp=8", "--train.global_batch_size=64", *words)
     assert _same(_at(study, 32, "Interleaved1F1B 2"), direct)
-    assert "takes at least 8" in _at(study, 4, "DualPipeV 2").refused
+    assert "needs at least 8" in _at(study, 4, "DualPipeV 2").refused
 
 
 def test_the_bubble_of_even_stages_is_that_of_the_formula() -> None:
@@ -161,12 +161,12 @@ def test_a_bubble_needs_a_pipeline() -> None:
 
 def test_recompute_goes_through_all_that_is_optional() -> None:
     study = _study("recompute")
-    assert [point.label for point in study.points] == ["off", "full", "selective", "every 2", "every 4"]
+    assert [point.label for point in study.points] == ["off", "full", "selective", "every_n 2", "every_n 4"]
     assert _same(study.points[0], _directly("--plugins.activation_checkpoint.enabled=false"))
-    every = ("--plugins.activation_checkpoint.mode=every", "--plugins.activation_checkpoint.every=4")
+    every = ("--plugins.activation_checkpoint.mode=every_n", "--plugins.activation_checkpoint.every=4")
     assert _same(study.points[4], _directly(*every))
-    optional = [p for p in registry.of_kind(Technique.kind) if issubclass(p, Technique) and p.optional]
-    assert len(study.points) == sum(1 + len(plugin.choices) for plugin in optional)
+    toggled = [p for p in registry.of_kind(Technique.kind) if issubclass(p, Technique) and p.search_toggle]
+    assert len(study.points) == sum(1 + len(plugin.search_space) for plugin in toggled)
     activations = [point.values["activations_gib"] for point in study.points]
     assert min(activations) == activations[1] < activations[3] < activations[4]
 
@@ -200,10 +200,10 @@ def test_a_table_shows_what_does_not_fit_and_why_others_cannot_work() -> None:
     study = Study("s", "Title", "job", "ranks", ("tokens_per_s",), False, 80.0, points)
     assert study.text().splitlines() == [
         "Title", "job", "",
-        "ranks  tokens/s  fullest rank, GiB  tokens/s",
-        "1*          100              90.00  " + 24 * "█",
-        "2            50              45.00  " + 12 * "█",
-        "3             -                  -",
+        "ranks  tokens/s  peak memory, GiB  tokens/s",
+        "1*          100             90.00  " + 24 * "█",
+        "2            50             45.00  " + 12 * "█",
+        "3             -                 -",
         "", "*  does not fit into 80 GiB", "-  3: three is odd",
     ]  # fmt: skip
 

@@ -9,14 +9,14 @@ from titan.contracts.base.mesh import Layout
 from titan.plugins.models.llama import Llama, LlamaConfig
 from titan.plugins.parallel.tensor import TensorConfig, TensorParallel
 
-CP = Axis(name="cp", role="sequence", depth=30, doc="")
+CP = Axis(name="cp", role="sequence", topology_order=30, doc="")
 
 
 def _sentences(tp: int, cp: int = 1, seq_len: int = 16, sequence_parallel: bool = True, **sizes: int) -> list[str]:
     layout = Layout((CP, *TensorParallel.axes), {"cp": cp, "tp": tp})
     job = SimpleNamespace(layout=layout, data=SimpleNamespace(seq_len=seq_len))
-    plan = Llama(LlamaConfig(**{"dim": 96, "n_heads": 12, "n_kv_heads": 6, "vocab_size": 251, **sizes})).plan()
-    return list(TensorParallel(TensorConfig(sequence_parallel=sequence_parallel)).check(job, plan))  # type: ignore[arg-type]
+    spec = Llama(LlamaConfig(**{"dim": 96, "n_heads": 12, "n_kv_heads": 6, "vocab_size": 251, **sizes})).spec()
+    return list(TensorParallel(TensorConfig(sequence_parallel=sequence_parallel)).check(job, spec))  # type: ignore[arg-type]
 
 
 @pytest.mark.parametrize("tp", [1, 2])
@@ -49,12 +49,12 @@ def test_sequences_must_come_out_even_only_where_they_are_split() -> None:
 
 
 def test_every_rank_needs_a_word() -> None:
-    expected = "[model] vocab_size = 8 leaves some of mesh.tp = 6 ranks without a word"
+    expected = "[model] vocab_size = 8 leaves some of the mesh.tp = 6 ranks without a word"
     assert _sentences(6, seq_len=18, vocab_size=8) == [expected]
     assert _sentences(6, seq_len=18, vocab_size=11) == []
 
 
 def test_every_rank_needs_a_hidden_unit() -> None:
-    expected = "[model] ffn_dim = 15 leaves some of mesh.tp = 6 ranks without a hidden unit"
+    expected = "[model] ffn_dim = 15 leaves some of the mesh.tp = 6 ranks without a hidden unit"
     assert _sentences(6, seq_len=18, ffn_dim=15) == [expected]
     assert _sentences(6, seq_len=18, ffn_dim=16) == []

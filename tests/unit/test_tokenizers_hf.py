@@ -247,7 +247,7 @@ def test_fingerprint_follows_what_decides_ids(theirs: Path) -> None:
 
 
 def test_only_the_reader_of_these_files_knows_a_folder_with_them(theirs: Path, tmp_path: Path) -> None:
-    registry.open_doors()
+    registry.load_plugins()
     found = {p.name: p.from_hf(theirs) for p in registry.of_kind("tokenizer") if issubclass(p, Tokenizer)}
     assert {name: table for name, table in found.items() if table is not None} == {"hf": {"path": str(theirs)}}
     assert hf.Hf.from_hf(tmp_path) is None
@@ -257,12 +257,16 @@ def test_only_the_reader_of_these_files_knows_a_folder_with_them(theirs: Path, t
     ("files", "end", "words"),
     [
         ({"tokenizer.json": None}, "", r"tokenizer\.json cannot be read: No such file"),
-        ({"tokenizer.json": {"model": {"type": "X"}}}, "", r"tokenizer\.json is nothing that the tokenizers lib"),
+        ({"tokenizer.json": {"model": {"type": "X"}}}, "", r"tokenizer\.json cannot be read by the tokenizers lib"),
         ({}, "<|ende|>", r"\[tokenizer\] end = '<\|ende\|>': the tokenizer has no such token \(nearest: '<\|end\|>'\)"),
         ({"tokenizer_config.json": {"eos_token": "</s>"}}, "", r"eos_token in .*config\.json = '</s>': the token"),
-        ({"tokenizer_config.json": None}, "", r"nothing in .* name it in \[tokenizer\] end \(nearest: '<"),
-        ({"tokenizer_config.json": None, "config.json": {"eos_token_id": 9999}}, "", r"config\.json = 9999: no id of "),
-        ({"tokenizer_config.json": None, "config.json": {"eos_token_id": -1}}, "", r"config\.json = -1: no id of "),
+        ({"tokenizer_config.json": None}, "", r"does not say which token .* set \[tokenizer\] end \(nearest: '<"),
+        (
+            {"tokenizer_config.json": None, "config.json": {"eos_token_id": 9999}},
+            "",
+            r"config\.json = 9999: not an id of ",
+        ),
+        ({"tokenizer_config.json": None, "config.json": {"eos_token_id": -1}}, "", r"config\.json = -1: not an id of "),
         ({"tokenizer_config.json": [1]}, "", r"tokenizer_config\.json holds no JSON object"),
     ],
 )
@@ -277,7 +281,7 @@ def test_what_is_missing_is_named(theirs: Path, files: dict[str, Any], end: str,
 
 def test_broken_json_is_named(theirs: Path) -> None:
     (theirs / "tokenizer_config.json").write_text("{")
-    with pytest.raises(DataError, match=r"tokenizer_config\.json is no JSON: "):
+    with pytest.raises(DataError, match=r"tokenizer_config\.json is not JSON: "):
         _ = opened(theirs).end
 
 

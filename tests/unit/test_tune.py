@@ -84,7 +84,7 @@ def test_a_small_space_is_tried_to_its_end(tmp_path: Path) -> None:
     by_degrees = [(t.layout["mesh.dp_replicate"], t.layout["mesh.tp"]) for t in results.trials]
     # A global batch of 8: micro batches of 1, 2, 4, 8 on one batch rank, of 1, 2, 4 on each of two.
     assert sorted(by_degrees) == [(1, 2)] * 4 + [(2, 1)] * 3
-    assert told[-1] == "all 7 layouts of the space have been tried"
+    assert told[-1] == "all 7 layouts of the search space have been tried"
 
 
 def test_what_is_fixed_stays(tmp_path: Path) -> None:
@@ -137,7 +137,7 @@ def test_failures_count_as_the_worst() -> None:
         (-9, "", "memory", "killed (exit code -9)"),
         (137, "step 1/7", "memory", "killed (exit code 137)"),
         (1, "Traceback\nRuntimeError: Connection refused\nerror: rank 0 failed", "launch", "RuntimeError: Connection"),
-        (1, "", "launch", "exit code 1, without a word"),
+        (1, "", "launch", "exit code 1, no output"),
         (0, "all well", "launch", "all well"),
     ],
 )
@@ -197,7 +197,7 @@ def test_nan_is_a_failure_of_its_own(tmp_path: Path) -> None:
 def test_a_trial_that_hangs_is_killed(tmp_path: Path) -> None:
     with patch.object(trial, "GRACE_S", 0.2):
         found = runner(tmp_path, "hang", timeout_s=3.0)(any_choice())
-    assert found == Failed("timeout", "not done after 3 s, with 2 steps")
+    assert found == Failed("timeout", "not done after 3 s (--timeout); 2 steps done")
     assert list(tmp_path.iterdir()) == []
 
 
@@ -243,6 +243,27 @@ def test_an_interrupted_trial_leaves_the_file_valid(tmp_path: Path) -> None:
     assert len(go_on(path, 3).trials) == 3
 
 
+def test_results_of_an_earlier_version_are_gone_on_with(tmp_path: Path) -> None:
+    path, fixed = tmp_path / "r.jsonl", ("--plugins.activation_checkpoint.enabled", "true", "--mesh.pp", "1")
+    before = go_on(path, 40, *fixed).trials
+    text = path.read_text()
+    for now, then in (("min_lr_factor", "min_ratio"), ('"concat"', '"stream"'), ("every_n", "every")):
+        assert now in text
+        text = text.replace(now, then)
+    path.write_text(text)
+    assert go_on(path, 40, *fixed).trials[0].layout == before[0].layout
+    assert [t.layout for t in go_on(path, 40, *fixed).trials] == [t.layout for t in before]
+
+
+def test_what_a_trial_sets_is_not_given_twice(tmp_path: Path) -> None:
+    job = base("--run.sample", "The")
+    run = Runner(
+        config=LLAMA, overrides=job.overrides, ranks=1, folder=tmp_path / "t", warmup=1, steps=1, timeout_s=1.0
+    )  # fmt: skip
+    words = run._words(any_choice())[2:]
+    assert load_job(LLAMA, words, 1).run.sample_prompt == "" and "--run.sample_prompt=The" in words
+
+
 def test_results_of_another_search_are_refused(tmp_path: Path) -> None:
     path = tmp_path / "r.jsonl"
     go_on(path, 1)
@@ -251,7 +272,7 @@ def test_results_of_another_search_are_refused(tmp_path: Path) -> None:
         (["--train.global_batch_size", "16"], "job.train.global_batch_size was 8, is 16"),
         (["--mesh.tp", "2"], 'fixed was [], is ["mesh.tp"]; degrees.tp was null, is 2'),
     ):
-        with pytest.raises(ConfigError, match=re.escape(said) + ".*Give another --results"):
+        with pytest.raises(ConfigError, match=re.escape(said) + ".*give another --results"):
             go_on(path, 1, *words)
     with pytest.raises(ConfigError, match="ranks was 4, is 2"):
         go_on(path, 1, ranks=2)
@@ -262,7 +283,7 @@ def test_a_damaged_line_is_named(line: str, tmp_path: Path) -> None:
     path = tmp_path / "r.jsonl"
     go_on(path, 1)
     path.write_text(path.read_text() + line + "\n")
-    with pytest.raises(ConfigError, match="line 3 is none of a search's results"):
+    with pytest.raises(ConfigError, match="line 3 is not a trial"):
         go_on(path, 2)
 
 
@@ -270,7 +291,7 @@ def test_a_trial_outside_the_space_is_refused(tmp_path: Path) -> None:
     path = tmp_path / "r.jsonl"
     go_on(path, 1)
     path.write_text(path.read_text().replace('"train.micro_batch_size": ', '"train.micro_batch_size": 9'))
-    with pytest.raises(ConfigError, match=r"train\.micro_batch_size 9\d, which is not in this space"):
+    with pytest.raises(ConfigError, match=r"train\.micro_batch_size = 9\d, not in this search space"):
         go_on(path, 2)
 
 
@@ -311,7 +332,7 @@ WORDS = ["tune", "--config", str(LLAMA), "--data.path", "nowhere"]
 
 def test_the_command(machine: Machine, capsys: pytest.CaptureFixture[str]) -> None:
     words = [*WORDS, "--world-size", "4", "--objective", "tokens", "--trials", "9", "--json"]
-    assert cli.main([*words, "--write", "best.toml"]) == 0
+    assert cli.main([*words, "--output", "best.toml"]) == 0
     out, err = capsys.readouterr()
     report = json.loads(out)
     values = [each["value"] for each in report["trials"] if "value" in each]
@@ -342,7 +363,7 @@ def test_ctrl_c_shows_what_there_is(machine: Machine, capsys: pytest.CaptureFixt
     with patch.object(trial, "Runner", lambda **_: interrupted):
         assert cli.main([*WORDS, "--world-size", "4", "--trials", "9"]) == 1
     out, err = capsys.readouterr()
-    assert len(out.splitlines()) == 5 and "stopped; the same command goes on" in err
+    assert len(out.splitlines()) == 5 and "stopped; the same command resumes the search" in err
 
 
 def test_when_nothing_works(machine: Machine, capsys: pytest.CaptureFixture[str]) -> None:
@@ -350,8 +371,8 @@ def test_when_nothing_works(machine: Machine, capsys: pytest.CaptureFixture[str]
         return Failed("launch", "no network")
 
     with patch.object(trial, "Runner", lambda **_: fails):
-        assert cli.main([*WORDS, "--trials", "2", "--write", "best.toml"]) == 1
-    assert "error: no trial has worked (2 launch)" in capsys.readouterr().err and not Path("best.toml").exists()
+        assert cli.main([*WORDS, "--trials", "2", "--output", "best.toml"]) == 1
+    assert "error: all trials failed (2 launch)" in capsys.readouterr().err and not Path("best.toml").exists()
 
 
 @pytest.mark.parametrize(
@@ -360,8 +381,8 @@ def test_when_nothing_works(machine: Machine, capsys: pytest.CaptureFixture[str]
         (["--trials", "0"], "--trials 0: must be at least 1"),
         (["--timeout", "0"], "--timeout 0: must be above 0"),
         (["--launch", "srun titan train"], "--launch needs --world-size"),
-        (["--launch", "x", "--world-size", "2", "--objective", "tokens-per-joule"], "reads this node alone"),
-        (["--objective", "tokens-per-joule", "--run.device", "cpu"], "the power of this machine cannot be read"),
+        (["--launch", "x", "--world-size", "2", "--objective", "tokens-per-joule"], "measures this node only"),
+        (["--objective", "tokens-per-joule", "--run.device", "cpu"], "cannot read the power of the GPUs"),
         (["--cluster", "h1000"], "no such file or cluster"),
         (["--mesh.tpp", "2"], "--mesh.tpp 2: no plugin owns"),
     ],
@@ -375,8 +396,8 @@ def test_wrong_input(words: list[str], said: str, machine: Machine, capsys: pyte
 @pytest.mark.parametrize(
     ("environment", "said"),
     [
-        ({"RANK": "0", "WORLD_SIZE": "2"}, "not under torchrun or srun"),
-        ({"NNODES": "2", "NODE_RANK": "0", "MASTER_ADDR": "x"}, "there are 2 nodes; give --world-size and --launch"),
+        ({"RANK": "0", "WORLD_SIZE": "2"}, "without torchrun or srun"),
+        ({"NNODES": "2", "NODE_RANK": "0", "MASTER_ADDR": "x"}, "spans 2 nodes; give --world-size, and --launch"),
     ],
 )
 def test_ranks_that_it_cannot_start(

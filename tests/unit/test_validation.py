@@ -29,18 +29,22 @@ def faults_of(*words: str) -> list[str]:
 
 def test_it_is_off_unless_asked_for() -> None:
     job = job_of()
-    assert (job.validation.every, job.held_out) == (0, None)
+    assert (job.validation.every, job.validation_data) == (0, None)
     assert job.table["validation"] == {"every": 0, "samples": 256}
 
 
 def test_the_resolved_job_gives_the_same_job(tmp_path: Path) -> None:
     job = job_of("--validation.every", "5", "--validation.name", "text", "--validation.path", '["a","b,c"]')
-    assert job.held_out is not None
-    assert (job.held_out.name, job.held_out.config.path, job.validation.every) == ("text", ("a", "b,c"), 5)
+    assert job.validation_data is not None
+    assert (job.validation_data.name, job.validation_data.config.path, job.validation.every) == (
+        "text",
+        ("a", "b,c"),
+        5,
+    )
     (tmp_path / "config.toml").write_text(tomli_w.dumps(dict(job.table)))
     again = load_job(tmp_path / "config.toml")
-    assert again.table == job.table and again.held_out is not None
-    assert again.held_out.config.path == (str(Path("a").absolute()), str(Path("b,c").absolute()))
+    assert again.table == job.table and again.validation_data is not None
+    assert again.validation_data.config.path == (str(Path("a").absolute()), str(Path("b,c").absolute()))
 
 
 def test_all_faults_are_said_at_once() -> None:
@@ -66,7 +70,7 @@ def test_all_faults_are_said_at_once() -> None:
 
 
 def test_data_must_be_named() -> None:
-    assert "[validation] name: missing; which dataset? (jsonl" in faults_of("--validation.every", "5")[0]
+    assert "[validation] name: missing; name a dataset (jsonl" in faults_of("--validation.every", "5")[0]
     missing, unknown = faults_of("--validation.path", "x", "--validation.evry", "5")
     assert "[validation] name: missing" in missing
     assert "[validation] evry: unknown key (did you mean 'every'?)" in unknown
@@ -89,25 +93,25 @@ def test_another_dataset_takes_the_place_of_the_quickstarts() -> None:
     # The keys that the file gave to its dataset are not meant for this one.
     words = ["--data.name", "text", "--data.path", "a", "--validation.name", "text", "--validation.path", "b"]
     job = load_job(None, words)
-    assert job.held_out is not None
-    assert (job.sources[0].plugin.config.path, job.held_out.config.path) == ("a", "b")
-    assert "part" not in job.table["data"] and job.table["data"]["seq_len"] == 128
-    with pytest.raises(ConfigError, match=r"\[data\] part: unknown key"):
-        load_job(None, [*words, "--data.part", "train"])
+    assert job.validation_data is not None
+    assert (job.sources[0].plugin.config.path, job.validation_data.config.path) == ("a", "b")
+    assert "split" not in job.table["data"] and job.table["data"]["seq_len"] == 128
+    with pytest.raises(ConfigError, match=r"\[data\] split: unknown key"):
+        load_job(None, [*words, "--data.split", "train"])
     with pytest.raises(ConfigError, match=r"\[data\] path: unknown key"):
         load_job(None, ["--data.path", "a"])
 
 
 def test_the_quickstart_validates_on_what_it_does_not_learn_from() -> None:
     job = load_job(None)
-    assert job.held_out is not None and job.validation.every
-    assert not set(job.held_out.files()) & set(job.sources[0].plugin.files())
+    assert job.validation_data is not None and job.validation.every
+    assert not set(job.validation_data.files()) & set(job.sources[0].plugin.files())
 
 
 @pytest.mark.parametrize(
     ("job", "command"),
     [
-        (lambda: load_job(None), "eval --checkpoint {here}/runs/quickstart --data stdlib --data.part held_out"),
+        (lambda: load_job(None), "eval --checkpoint {here}/runs/quickstart --data stdlib --data.split validation"),
         (job_of, "eval --checkpoint {here}/runs/llama --data text --data.path x"),
         (
             lambda: job_of("--validation.name", "jsonl", "--validation.path", '["a b","c"]', "--validation.field", "f"),

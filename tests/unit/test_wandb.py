@@ -172,6 +172,6 @@ def test_training_goes_on_without_it(tmp_path: Path, monkeypatch: pytest.MonkeyP
     tracker.close()
     tracker.close()
     assert said == [
-        "wandb: ConnectionResetError: gone; it gets no more rows",
-        "wandb: ConnectionResetError: gone; the run may stand there as unfinished",
+        "wandb: ConnectionResetError: gone; wandb gets no more rows",
+        "wandb: ConnectionResetError: gone; wandb may show the run as unfinished",
     ]

@@ -1,7 +1,7 @@
-"""Checkpoints: saved aside and renamed when complete, loaded on any layout.
+"""Checkpoints: written under a temporary name, renamed when complete, loaded at any layout.
 
 A checkpoint is a folder `step-NNNNNNNN` with DCP's files, which hold tensors only, state.json, which holds the rest as
-plain data, and manifest.json, which tells damage. It may come from a stranger: nothing in it is unpickled or run.
+plain data, and manifest.json, which detects damage. Loading an untrusted checkpoint never executes code from it.
 """
 
 from titan.checkpoint.checkpointer import Checkpointer

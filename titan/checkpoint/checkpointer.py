@@ -1,8 +1,8 @@
 """Saves and loads a run's state, on all ranks together.
 
-A save goes: copy (in the background mode), write aside, check that all is there, rename, drop what is no longer kept.
-Everything after the copy happens on one thread per rank, over a process group of its own, so that the collectives of
-training and of the checkpoint never meet; a failure on one rank ends the save on all.
+A save has five steps: copy (in the background mode), write under a temporary name, check the files, rename, delete old
+checkpoints. All steps after the copy run on one thread per rank and in a separate process group, so that they never mix
+with the collectives of training. A failure on one rank ends the save on all.
 """
 
 from __future__ import annotations
@@ -24,13 +24,14 @@ from titan.checkpoint.disk.manifest import METADATA, STATE, Piece
 from titan.checkpoint.disk.plain import write_table
 from titan.checkpoint.ranks import RankFailure, Ranks
 from titan.checkpoint.state import TECHNIQUES, Snapshot, Staging, collect, optimizer_state
+from titan.device import on_this_device
 from titan.errors import CheckpointError, FolderError, UnreadableError
 from titan.log import log
 from titan.ranks import watchdog
 
 if TYPE_CHECKING:
     from titan.checkpoint.restore import Saved
-    from titan.contracts import Part
+    from titan.contracts import ModelPart
 
 
 class Checkpointer:
@@ -59,9 +60,9 @@ class Checkpointer:
     def find(self, resume: str) -> Path | None:
         """The checkpoint to go on from, verified; None for a start from new weights. Rank 0 looks, all agree.
 
-        resume: "auto", the newest complete one if there is any; "must", the same but it has to be there; "never"; or a
-            path: a checkpoint, or a run or checkpoints folder whose newest is meant. "auto" and "must" go back to an
-            older one where the newest is damaged, and say so.
+        resume: "auto", the newest complete one if there is any; "required", the same, and it is an error if there is
+            none; "never"; or a path: a checkpoint, or a run or checkpoints folder whose newest is meant. "auto" and
+            "required" go back to an older one where the newest is damaged, and say so.
 
         Raises:
             CheckpointError: what has to be there is absent or damaged, or the file system does not give it: an older
@@ -73,7 +74,7 @@ class Checkpointer:
                 try:
                     self._saved = self._open(path)
                 except CheckpointError as error:
-                    if resume not in ("auto", "must") or (isinstance(error, RankFailure) and error.unreadable):
+                    if resume not in ("auto", "required") or (isinstance(error, RankFailure) and error.unreadable):
                         raise
                     reasons[path] = str(error)
                 else:
@@ -81,7 +82,7 @@ class Checkpointer:
                     return path
             if reasons:
                 told = "; ".join(reasons.values())
-                anew = 'checkpoint.resume = "never" starts anew'
+                anew = 'set checkpoint.resume = "never" to start a new run'
                 raise CheckpointError(f"no sound checkpoint is left in {self.folder}: {told}; {anew}")
             return None
 
@@ -91,13 +92,14 @@ class Checkpointer:
         folders.tidy(self.folder)
         own, damaged = folders.survey(self.folder)
         self._next = folders.next_serial(self.folder)
-        if resume in ("auto", "must"):
-            if resume == "must" and not own and not damaged:
-                raise CheckpointError(f'checkpoint.resume = "must": there is no complete checkpoint in {self.folder}')
+        if resume in ("auto", "required"):
+            if resume == "required" and not own and not damaged:
+                what = f'checkpoint.resume = "required": there is no complete checkpoint in {self.folder}'
+                raise CheckpointError(what)
             return own[::-1], damaged
         chosen = None if resume == "never" else folders.choose(resume)
         if own and (chosen is None or chosen.resolve() != own[-1].resolve()):
-            log.warning(f"checkpoint.resume = {resume!r} leaves aside {own[-1]}, the newest of this run")
+            log.warning(f"checkpoint.resume = {resume!r} ignores {own[-1]}, the newest checkpoint of this run")
         return [] if chosen is None else [chosen], {}
 
     def _open(self, path: Path) -> Saved:
@@ -109,12 +111,12 @@ class Checkpointer:
         self._damaged = set(reasons)
         for path, reason in reasons.items():
             log.warning(
-                f"{reason}. Going on from {instead} instead; the damaged one stays and counts for nothing until a save "
-                f"of its step replaces it or `titan checkpoint rm {path}` removes it"
+                f"{reason}. Resuming from {instead} instead; the damaged checkpoint is ignored until a save of its "
+                f"step replaces it or `titan checkpoint rm {path}` removes it"
             )
 
     def load(
-        self, path: Path, parts: Sequence[Part], optimizer: torch.optim.Optimizer,
+        self, path: Path, parts: Sequence[ModelPart], optimizer: torch.optim.Optimizer,
         states: Mapping[str, Any] | None = None,
     ) -> dict[str, Any]:  # fmt: skip
         """Read weights and optimizer state in place, for any layout; returns the rest as it was given to `save`.
@@ -136,7 +138,7 @@ class Checkpointer:
             rest: dict[str, Any] = restore.load(saved, parts, optimizer, self._ranks, states)
         return rest
 
-    def check(self, parts: Sequence[Part], optimizer: torch.optim.Optimizer) -> None:
+    def check(self, parts: Sequence[ModelPart], optimizer: torch.optim.Optimizer) -> None:
         """Look at the optimizer's state as soon as there is some, not first at a save hours later.
 
         Raises:
@@ -144,7 +146,9 @@ class Checkpointer:
         """
         optimizer_state(parts, optimizer)
 
-    def save(self, step: int, parts: Sequence[Part], optimizer: torch.optim.Optimizer, rest: Mapping[str, Any]) -> None:
+    def save(
+        self, step: int, parts: Sequence[ModelPart], optimizer: torch.optim.Optimizer, rest: Mapping[str, Any]
+    ) -> None:
         """Save the state after a step. In the background mode it returns when the state is copied.
 
         rest: tables, lists, strings, numbers and tensors, the same on every rank but for `Own` tables and the table
@@ -162,7 +166,8 @@ class Checkpointer:
             return
         snapshot = self._staging.copy(snapshot)
         # A daemon, so that a run that dies of something else does not wait for it: an unfinished save is no loss.
-        self._writer = Thread(target=self._write_aside, args=(step, snapshot, began), name="checkpoint", daemon=True)
+        write = on_this_device(self._write_aside)
+        self._writer = Thread(target=write, args=(step, snapshot, began), name="checkpoint", daemon=True)
         self._writer.start()
 
     def wait(self) -> None:
@@ -230,7 +235,10 @@ class Checkpointer:
     def _commit(self, path: Path, step: int, snapshot: Snapshot, pieces: dict[str, Piece], began: float) -> None:
         unseen = [fault for name, fault in manifest.wrong_sizes(path, pieces).items() if name in pieces]
         if unseen:
-            raise CheckpointError(f"rank 0 does not see what others wrote, {unseen[0]}: all must share its file system")
+            raise CheckpointError(
+                f"rank 0 does not see {unseen[0]}, which another rank wrote; "
+                "put [run] dir on a file system that all ranks share"
+            )
         self._held()
         write_table(path / STATE, {
             "format": folders.FORMAT, "step": step, "serial": self._serial(),
@@ -258,7 +266,7 @@ class Checkpointer:
         """
         found = folders.next_serial(self.folder)
         if self._next is not None and found > self._next:
-            raise FolderError(f"another run has saved to {self.folder} meanwhile; this run ends here")
+            raise FolderError(f"another run has saved to {self.folder} in the meantime; this run stops")
         self._next = found
         return found
 

@@ -1,6 +1,6 @@
-"""Weights from one format to the other, a tensor at a time: what is converted never has to fit into memory.
+"""Conversion of weights between formats, one tensor at a time, so that the model need not fit into memory.
 
-Either format can be read and either written. The new folder is made aside and renamed when all of it is on the disk.
+Both formats can be read and written. The new folder is written under a temporary name, and renamed when complete.
 """
 
 from __future__ import annotations
@@ -65,7 +65,7 @@ class SavedWeights:
         return self._saved.tensors[MODEL + name].properties.dtype
 
     def read(self, name: str) -> Tensor:
-        """A whole tensor."""
+        """The whole tensor of that canonical name, on the CPU, in the dtype it is stored in."""
         tensor = self._saved.empty(MODEL + name)
         self._saved.read({MODEL + name: tensor}, self._ranks)
         return tensor
@@ -98,9 +98,11 @@ def write_hf(
     """
     config = model.hf_config()
     if config is None:
-        raise ConfigError(f"[model] {model.name}: transformers has no model like this one, so there is no hf format")
-    if tokenizer.vocab_size > model.plan().vocab_size:
-        sizes = f"the tokenizer has {tokenizer.vocab_size} ids, the model rows for {model.plan().vocab_size}"
+        raise ConfigError(
+            f"[model] {model.name}: transformers has no equivalent model, so --format hf is not available"
+        )
+    if tokenizer.vocab_size > model.spec().vocab_size:
+        sizes = f"the tokenizer has {tokenizer.vocab_size} ids, but the model's vocab_size is {model.spec().vocab_size}"
         raise ConfigError(f"[tokenizer] name = {tokenizer.name!r}: {sizes}")
     tensors = {tensor.name: tensor for tensor in made_of(model, weights.shapes)}
     types = {name: dtype or weights.dtype(tensor.ours[0]) for name, tensor in tensors.items()}
@@ -171,9 +173,9 @@ def _made_aside(to: Path) -> Iterator[Path]:
     try:
         aside.mkdir(parents=True)
     except FileExistsError:
-        raise CheckpointError(f"{aside} is there already: remove it, if a conversion left it behind") from None
+        raise CheckpointError(f"{aside} exists already; if an earlier conversion left it behind, remove it") from None
     except OSError as error:
-        raise CheckpointError(f"{aside} cannot be made: {error.strerror}") from error
+        raise CheckpointError(f"{aside} cannot be created: {error.strerror}") from error
     try:
         yield aside
         folders.commit(aside)
@@ -185,7 +187,7 @@ def _made_aside(to: Path) -> Iterator[Path]:
 
 
 def _new_folder(to: Path) -> Path:
-    """The folder that `--to` means, as an absolute path without links, `.` and `..`; absent, or empty.
+    """The folder that `--output` means, as an absolute path without links, `.` and `..`; absent, or empty.
 
     Raises:
         CheckpointError: it is no folder, holds something, or is the one this process works in, which would be replaced.
@@ -193,11 +195,12 @@ def _new_folder(to: Path) -> Path:
     path = Path(os.path.realpath(to))
     try:
         if os.path.lexists(path) and not path.is_dir():
-            raise CheckpointError(f"--to {to}: {path} is no folder; name a new one")
+            raise CheckpointError(f"--output {to}: {path} is not a folder; name a new folder")
         if path.is_dir() and any(path.iterdir()):
-            raise CheckpointError(f"--to {to}: {path} is not empty; name a new folder")
+            raise CheckpointError(f"--output {to}: {path} is not empty; name a new folder")
         if path == Path.cwd():
-            raise CheckpointError(f"--to {to}: {path} is the folder you are in; name a new folder, such as {to}/new")
+            what = f"{path} is the working directory; name a new folder, such as {to}/new"
+            raise CheckpointError(f"--output {to}: {what}")
     except OSError as error:
-        raise CheckpointError(f"--to {to}: {path} cannot be read: {error.strerror}") from error
+        raise CheckpointError(f"--output {to}: {path} cannot be read: {error.strerror}") from error
     return path

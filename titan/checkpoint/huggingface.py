@@ -1,7 +1,7 @@
 """A model's weights in a Hugging Face folder: safetensors under the names of transformers, and a config.json.
 
-Which of their tensors are which of ours is the model's to say (`Model.hf_tensors`). A tensor is read when its turn
-comes, and of it what the rank needs. Imported when first used, as the library is.
+The model maps its parameters to their tensors (`Model.hf_tensors`). Tensors are read one by one, and of each only the
+slice that the rank needs. Imported at first use, as the safetensors library is.
 """
 
 from __future__ import annotations
@@ -20,10 +20,10 @@ from titan.checkpoint.disk.tensor_files import TYPES, Stored, find_tensors
 from titan.checkpoint.ranks import Ranks
 from titan.checkpoint.restore import listed
 from titan.checkpoint.state import firsts, model_tensors
-from titan.contracts.base.parts import Part
-from titan.contracts.base.plan import glob_matches
+from titan.contracts.base.parts import ModelPart
 from titan.contracts.base.sharding import slice_of
-from titan.errors import CheckpointError, ConfigError, Fault, PluginError
+from titan.contracts.base.spec import glob_matches
+from titan.errors import CheckpointError, ConfigError, ConfigIssue, PluginError
 
 if TYPE_CHECKING:
     from titan.contracts import HfTensor, Model
@@ -37,13 +37,13 @@ def check_config(config: Mapping[str, Any], model: Model, path: Path) -> None:
     """
     own = model.hf_config()
     if own is None:
-        raise ConfigError(f"[model] {model.name}: transformers has no model like this one")
+        raise ConfigError(f"[model] {model.name}: transformers has no equivalent model")
     theirs, ours = model.from_hf(config), model.from_hf(own)
     if theirs is None or ours is None:
         told = f"[model] name = {model.name!r}: {path / HF_CONFIG} has model_type {config.get('model_type')!r}"
-        raise ConfigError([Fault("", told)])
+        raise ConfigError([ConfigIssue("", told)])
     faults = [
-        Fault("", f"[model] {key} = {ours.get(key)!r}: {path / HF_CONFIG} says {theirs.get(key)!r}")
+        ConfigIssue("", f"[model] {key} = {ours.get(key)!r}: {path / HF_CONFIG} says {theirs.get(key)!r}")
         for key in {**ours, **theirs}
         if ours.get(key) != theirs.get(key) and key != "max_seq_len"
     ]
@@ -54,7 +54,7 @@ def check_config(config: Mapping[str, Any], model: Model, path: Path) -> None:
 def shapes_of(model: Model) -> dict[str, torch.Size]:
     """Canonical name -> whole shape of every parameter and persistent buffer of a model."""
     with torch.device("meta"):
-        tensors = firsts(model_tensors([Part(model.build())]))
+        tensors = firsts(model_tensors([ModelPart(model.build())]))
     return {name.removeprefix(MODEL): tensor.shape for name, tensor in tensors.items()}
 
 
@@ -68,7 +68,7 @@ def made_of(model: Model, names: Mapping[str, torch.Size]) -> list[HfTensor]:
     held = sorted(name for tensor in tensors for name in tensor.ours)
     if held != sorted(names):
         wrong = sorted({*held} ^ {*names}) or sorted({name for name in held if held.count(name) > 1})
-        raise PluginError(f"model {model.name}: hf_tensors() should hold {listed(wrong)} once")
+        raise PluginError(f"model {model.name}: hf_tensors() must hold {listed(wrong)} exactly once")
     return tensors
 
 
@@ -110,7 +110,7 @@ class HfWeights:
             "it lacks": [tensor.name for tensor in wanted if tensor.name not in self._stored],
             "the model lacks": extra,
             "shapes differ in": unlike,
-            "no plain floating-point numbers are in": packed,
+            "no plain floating-point numbers in": packed,
         }
         told = [f"{what} {listed(names)}" for what, names in faults.items() if names]
         if told:
@@ -166,7 +166,7 @@ def _is_ignored(name: str, globs: Sequence[str]) -> bool:
     return any(glob_matches(pattern, name) or glob_matches(_short(pattern), name) for pattern in globs)
 
 
-def load(path: Path, model: Model, parts: Sequence[Part], ranks: Ranks) -> None:
+def load(path: Path, model: Model, parts: Sequence[ModelPart], ranks: Ranks) -> None:
     """Fill the parts' tensors, in place and cast to their types, from a folder; each rank reads its shards.
 
     Raises:

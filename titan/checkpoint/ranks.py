@@ -1,4 +1,4 @@
-"""The ranks that write and read a checkpoint together: a failure on one is known to all, so none waits for ever."""
+"""Collectives of a checkpoint's save or load: a failure on one rank is raised on all, so that none hangs."""
 
 import errno
 from collections.abc import Callable

@@ -1,6 +1,6 @@
-"""Reads a checkpoint into a model and an optimizer. Strict: what is absent, left over or of another shape is refused.
+"""Reads a checkpoint into a model and an optimizer. Strict: missing or extra tensors and other shapes are refused.
 
-Imported when first used, as DCP is.
+Imported at first use, as DCP is.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ from titan.errors import CheckpointError
 from titan.log import log
 
 if TYPE_CHECKING:
-    from titan.contracts import Part
+    from titan.contracts import ModelPart
 
 _SHOWN = 10
 
@@ -53,15 +53,15 @@ class Saved:
         found = [fault for some in faults for fault in some]
         if found:
             raise CheckpointError(f"{path} is damaged: {'; '.join(found)}")
-        others = manifest.strangers(path, pieces) if ranks.rank == 0 else []
+        others = manifest.unlisted(path, pieces) if ranks.rank == 0 else []
         if others:
-            log.warning(f"{path} also holds {listed(others)}, no part of the checkpoint: not read")
+            log.warning(f"{path} also holds {listed(others)}: not part of the checkpoint, ignored")
         state = ranks.each(lambda: folders.read_state(path))
         return cls(path, state, ranks.each(lambda: metadata.read(path, pieces)))
 
     @cached_property
     def tensors(self) -> dict[str, TensorStorageMetadata]:
-        """Shape and type of each tensor."""
+        """Name -> shape, dtype and chunks of each tensor in the checkpoint."""
         return storage.tensors_of(self.metadata)
 
     def read(self, into: Mapping[str, Tensor], ranks: Ranks) -> None:
@@ -80,12 +80,14 @@ class Saved:
         """
         entry = self.tensors.get(name)
         if entry is None:
-            raise CheckpointError(f"{self.path} is damaged: {manifest.STATE} speaks of {name}, which is not in it")
+            raise CheckpointError(
+                f"{self.path} is damaged: {manifest.STATE} names {name}, which is not in the checkpoint"
+            )
         return torch.empty(entry.size, dtype=entry.properties.dtype, device=device)
 
 
 def load(
-    saved: Saved, parts: Sequence[Part], optimizer: torch.optim.Optimizer, ranks: Ranks,
+    saved: Saved, parts: Sequence[ModelPart], optimizer: torch.optim.Optimizer, ranks: Ranks,
     states: Mapping[str, Any] | None = None,
 ) -> Any:  # fmt: skip
     """Fill the parts' tensors and the optimizer's state from a checkpoint; returns the rest of the state.
@@ -107,7 +109,7 @@ def load(
     _copy_to_others(holders)
     _give(optimizer, updated, slots, saved.state["values"])
     if not any(name.startswith(OPTIMIZER) for name in saved.tensors):
-        log.info(f"optimizer: {saved.path} holds no state of it, it starts anew")
+        log.info(f"optimizer: {saved.path} holds no optimizer state; the optimizer starts from zero")
     return rest
 
 
@@ -123,12 +125,12 @@ def _rest(saved: Saved, states: Mapping[str, Any] | None, ranks: Ranks) -> tuple
     tensors: dict[str, Tensor] = {}
 
     def tensor(name: str) -> Tensor:
-        return tensors.setdefault(name, _room(saved, name, mine.get(name)))
+        return tensors.setdefault(name, _allocated(saved, name, mine.get(name)))
 
     return ranks.each(lambda: rejoin(plain, own, tensor, saved.path / manifest.STATE)), tensors
 
 
-def _room(saved: Saved, name: str, like: Tensor | None) -> Tensor:
+def _allocated(saved: Saved, name: str, like: Tensor | None) -> Tensor:
     """A tensor to read one of the rest into: sharded as a technique's is now, or else whole and on the CPU."""
     if not isinstance(like, DTensor):
         return saved.empty(name)
@@ -139,7 +141,7 @@ def _room(saved: Saved, name: str, like: Tensor | None) -> Tensor:
     return torch.empty_like(like.detach(), dtype=stored.dtype)
 
 
-def load_weights(path: Path, parts: Sequence[Part], ranks: Ranks) -> None:
+def load_weights(path: Path, parts: Sequence[ModelPart], ranks: Ranks) -> None:
     """Fill the parts' tensors alone from a checkpoint.
 
     Raises:
@@ -195,7 +197,9 @@ def listed(names: Iterable[str]) -> str:
 def _check_optimizer(saved: Saved, optimizer: torch.optim.Optimizer) -> None:
     before, now = saved.state.get("optimizer"), type(optimizer).__name__
     if before is not None and before != now:
-        raise CheckpointError(f"checkpoint {saved.path} holds the state of {before}, this run's optimizer is {now}")
+        raise CheckpointError(
+            f"checkpoint {saved.path} holds optimizer state of {before}, but this run's optimizer is {now}"
+        )
 
 
 def _empty_slots(saved: Saved, updated: Mapping[str, tuple[Tensor, dict[str, Any]]]) -> dict[str, dict[str, Any]]:

@@ -1,9 +1,9 @@
-"""Going on under a TOML that has changed: what may change freely, what takes effect from here on, what is refused.
+"""Resuming under a changed TOML: which keys may change freely, which take effect from now on, which are refused.
 
-Nothing is ignored: a change either belongs to how a run is carried out, and then the curve is the same; or it is said
-at the start, with both values and what it means; or it is refused with both values.
+On resume, changed keys that affect training are logged or rejected, with both values. Keys that only say how and where
+a run is carried out leave the curve as it is, and are not mentioned.
 
-A key or section that the version which saved did not know had the value that is its default today.
+A key or section that the saving version did not have counts as having today's default.
 """
 
 from collections.abc import Iterator, Mapping
@@ -13,7 +13,7 @@ from typing import Any
 from titan.config.defaults import filled
 from titan.contracts import Technique
 from titan.contracts.base import registry
-from titan.errors import ConfigError, Fault
+from titan.errors import ConfigError, ConfigIssue
 
 Table = Mapping[str, Any]
 
@@ -30,10 +30,10 @@ FIXED = ("model.",)
 """Keys that say what the weights are of."""
 
 MEANING = {
-    "train.steps": "the run ends there; a schedule that counts to the end is another from here on",
-    "train.global_batch_size": "the next step takes that many of the samples that follow",
+    "train.steps": "the run now ends at that step; a schedule that depends on the last step changes from here on",
+    "train.global_batch_size": "the next step takes that many samples",
 }
-FROM_HERE_ON = "holds from the next step on"
+FROM_HERE_ON = "takes effect at the next step"
 
 
 @dataclass(frozen=True)
@@ -56,28 +56,38 @@ class Changes:
     other_samples: bool = False
 
 
-def compare(saved: Mapping[str, Any], now: Table, fingerprint: str, new_data: bool) -> Changes:
-    """Hold a job against the one a checkpoint was saved by.
+def compare(saved: Mapping[str, Any], now: Table, fingerprint: str, reset_data: bool) -> Changes:
+    """Compare a job with the job that saved a checkpoint.
 
-    saved: what `Run.rest` gave.  now: the resolved job.  fingerprint: of its samples.  new_data: other ones are meant.
+    saved: what `Run.rest` gave.  now: the resolved job.  fingerprint: of its samples.  reset_data: `[checkpoint]`'s.
 
     Raises:
-        ConfigError: a change that cannot be gone on with; all of them, with both values.
+        ConfigError: a changed key does not allow to resume; lists all such keys with both values.
     """
     if "config" not in saved:
         return Changes()
     changes = list(changed(filled(saved["config"]), now))
     other_data = saved.get("data", {}).get("fingerprint", fingerprint) != fingerprint
-    refused = [Fault("", f"{change}: these weights are of another model") for change in changes if _in(change, FIXED)]
-    if other_data and not new_data:
-        why = ", ".join(str(change) for change in changes if _in(change, DATA)) or "the text itself is another"
-        what = "the samples are not those of the checkpoint"
-        refused.append(Fault("", f"{what} ({why}); checkpoint.new_data = true begins them anew under its weights"))
+    refused = [
+        ConfigIssue(
+            "", f"{change}: the checkpoint is of another model; restore the old value, or set another --run.name"
+        )
+        for change in changes
+        if _in(change, FIXED)
+    ]
+    if other_data and not reset_data:
+        why = ", ".join(str(change) for change in changes if _in(change, DATA)) or "the text itself has changed"
+        what = "the samples differ from those of the checkpoint"
+        refused.append(
+            ConfigIssue(
+                "", f"{what} ({why}); set checkpoint.reset_data = true to keep the weights and restart the data"
+            )
+        )
     if refused:
         raise ConfigError(refused)
     said = [f"{change}: {MEANING.get(change.key, FROM_HERE_ON)}" for change in changes if _takes_effect(change)]
     if other_data:
-        said.append("the samples are not those of the checkpoint: they begin at the first")
+        said.append("the samples differ from those of the checkpoint; the data restarts at its first sample")
     return Changes(tuple(said), other_data)
 
 
@@ -109,7 +119,7 @@ def _takes_effect(change: Change) -> bool:
     if section == Technique.section:
         name = rest.partition(".")[0]
         technique = registry.find(Technique.kind, name)
-        return name != "path" and not getattr(technique, "parity", False)
+        return name != "path" and not getattr(technique, "preserves_numerics", False)
     return not _in(change, (*FREE, *DATA))
 
 

@@ -17,7 +17,7 @@ from titan.checkpoint.disk.metadata import MODEL, OPTIMIZER, REST
 from titan.errors import CheckpointError, PluginError
 
 if TYPE_CHECKING:
-    from titan.contracts import Part
+    from titan.contracts import ModelPart
 
 T = TypeVar("T")
 
@@ -46,7 +46,7 @@ class Snapshot:
     rest: Any
 
 
-def model_tensors(parts: Iterable[Part]) -> dict[str, list[Tensor]]:
+def model_tensors(parts: Iterable[ModelPart]) -> dict[str, list[Tensor]]:
     """`model.NAME` -> parameter or persistent buffer, detached but not copied, of each part that holds one.
 
     Two parts of a rank hold what ties the first stage to the last: one tensor in the whole model, in two copies.
@@ -68,7 +68,9 @@ def firsts(holders: Mapping[str, Sequence[T]]) -> dict[str, T]:
     return {name: held[0] for name, held in holders.items()}
 
 
-def trained(parts: Iterable[Part], optimizer: torch.optim.Optimizer) -> dict[str, list[tuple[Tensor, dict[str, Any]]]]:
+def trained(
+    parts: Iterable[ModelPart], optimizer: torch.optim.Optimizer
+) -> dict[str, list[tuple[Tensor, dict[str, Any]]]]:
     """Canonical name -> (parameter, its param group) of what the optimizer updates, of each part that holds it."""
     groups = {id(parameter): group for group in optimizer.param_groups for parameter in group["params"]}
     holders: dict[str, list[tuple[Tensor, dict[str, Any]]]] = {}
@@ -80,7 +82,7 @@ def trained(parts: Iterable[Part], optimizer: torch.optim.Optimizer) -> dict[str
 
 
 def optimizer_state(
-    parts: Iterable[Part], optimizer: torch.optim.Optimizer
+    parts: Iterable[ModelPart], optimizer: torch.optim.Optimizer
 ) -> tuple[dict[str, Tensor], dict[str, int | float | bool | str | None]]:
     """(`optimizer.NAME.SLOT` -> tensor, `NAME.SLOT` -> number) of all parameters that have state.
 
@@ -131,15 +133,13 @@ def separate(value: Any, rank: int, path: str = REST[:-1]) -> tuple[Any, dict[st
     if isinstance(value, Mapping):
         wrong = [key for key in value if not isinstance(key, str) or key.startswith("$")]
         if wrong:
-            raise PluginError(f"state at {path} has the key {wrong[0]!r}: keys must be strings, without a $")
+            raise PluginError(f"state at {path} has the key {wrong[0]!r}: keys must be strings without $")
         below = {key: separate(item, rank, f"{path}.{key}") for key, item in value.items()}
         return {key: plain for key, (plain, _) in below.items()}, _united(tensors for _, tensors in below.values())
     if isinstance(value, (list, tuple)):
         items = [separate(item, rank, f"{path}.{index}") for index, item in enumerate(value)]
         return [plain for plain, _ in items], _united(tensors for _, tensors in items)
-    raise PluginError(
-        f"state at {path} is a {type(value).__name__}: a checkpoint takes tensors, numbers, strings, lists and tables"
-    )
+    raise PluginError(f"state at {path} is a {type(value).__name__}: must be a tensor, number, string, list or table")
 
 
 def _united(found: Iterable[dict[str, Tensor]]) -> dict[str, Tensor]:
@@ -147,7 +147,7 @@ def _united(found: Iterable[dict[str, Tensor]]) -> dict[str, Tensor]:
     for tensors in found:
         twice = united.keys() & tensors.keys()
         if twice:
-            raise PluginError(f"two tensors of the state are both at {min(twice)}: a key must not hold dots")
+            raise PluginError(f"two tensors of the state have the path {min(twice)}; keys must not contain dots")
         united |= tensors
     return united
 
@@ -172,7 +172,7 @@ def rejoin(value: Any, rank: int | None, tensor: Callable[[str], Tensor], where:
         return {} if rank is None else {key: tensor(f"{path}.{rank}.{key}") for key in keys}
     strange = [key for key in value if key.startswith("$")]
     if strange:
-        raise CheckpointError(f"{where} has the key {strange[0][:200]!r} at {path}, and not as a save writes it")
+        raise CheckpointError(f"{where} has the key {strange[0][:200]!r} at {path}, which no save writes")
     return {key: rejoin(item, rank, tensor, where, f"{path}.{key}") for key, item in value.items()}
 
 
@@ -196,10 +196,12 @@ def set_rng_state(states: Mapping[str, Tensor], device: torch.device) -> None:
         if "cuda" in states and device.type == "cuda":
             torch.cuda.set_rng_state(states["cuda"], device)
     except (RuntimeError, TypeError) as error:
-        raise CheckpointError(f"the random state of a checkpoint cannot be taken back: {error}") from error
+        raise CheckpointError(
+            f"the random number generator state of the checkpoint cannot be restored: {error}"
+        ) from error
 
 
-def collect(parts: Sequence[Part], optimizer: torch.optim.Optimizer, rest: Any, rank: int) -> Snapshot:
+def collect(parts: Sequence[ModelPart], optimizer: torch.optim.Optimizer, rest: Any, rank: int) -> Snapshot:
     """This rank's state as it is now; nothing is copied, so it holds only until training goes on."""
     tensors = firsts(model_tensors(parts))
     slots, values = optimizer_state(parts, optimizer)

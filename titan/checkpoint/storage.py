@@ -1,4 +1,4 @@
-"""Tensors to and from files, with torch.distributed.checkpoint (DCP). Imported when first used: it takes time."""
+"""Writes and reads tensors with torch.distributed.checkpoint (DCP). Imported at first use: DCP is slow to import."""
 
 import warnings
 from collections.abc import Iterator, Mapping

@@ -1,9 +1,9 @@
-"""Techniques' state: what ranks give is united when it is saved, and each rank gets back what it asks for.
+"""State of techniques: merged over all ranks when it is saved, and distributed again on a load.
 
-Ranks of other stages hold other things, so each gives what it has: tables are united key by key, tensors are saved
-under their names from whichever rank has them, shards of a DTensor together. What several ranks give under one name is
-saved once, so it must be the same on all of them; where it is not, the save is refused. On a load, values go to every
-rank. A tensor goes to the ranks that name it in their own state at that moment, and to all where none does.
+Ranks of different stages hold different state, so each returns its own. Tables are merged key by key; a tensor is saved
+under its name from a rank that has it, the shards of a DTensor together. A value that several ranks return under one
+name is saved once and must be equal on all of them, or the save is refused. On a load, plain values go to every rank. A
+tensor goes to the ranks that name it in their own state at that moment, or to all ranks if none does.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from titan.errors import CheckpointError
 PREFIX = f"{REST}{TECHNIQUES}"
 
 _RULE = (
-    "it is saved once, so it must be the same on all ranks that give it: name it after what it belongs to, "
+    "state under one name is saved once, so it must be equal on all ranks that return it; use a name per owner, "
     "or make it a DTensor"
 )
 

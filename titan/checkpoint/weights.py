@@ -1,4 +1,4 @@
-"""Weights alone, from a checkpoint of titan's or a Hugging Face folder: to start a run from, or to use a model."""
+"""Weights without optimizer state, from a titan checkpoint or a Hugging Face folder; for init_from and inference."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from titan.checkpoint.ranks import Ranks
 from titan.errors import CheckpointError
 
 if TYPE_CHECKING:
-    from titan.contracts import Model, Part
+    from titan.contracts import Model, ModelPart
 
 _KINDS = {"config": dict, "step": int, "tokens": int, "dropped": int, "data": dict, "techniques": dict}
 """What a run counts on in the rest of a checkpoint, where it is there."""
@@ -40,13 +40,13 @@ def stored_rest(path: Path) -> dict[str, Any]:
     """
     rest = folders.read_state(path).get("rest")
     if not isinstance(rest, dict):
-        raise CheckpointError(f"{path / STATE} lacks the table rest")
+        raise CheckpointError(f"{path / STATE} lacks the table `rest`")
     for key, kind in _KINDS.items():
         if type(rest.get(key, kind())) is not kind:
-            raise CheckpointError(f"{path / STATE} has a {key} in rest that is no {kind.__name__}")
+            raise CheckpointError(f"{path / STATE} has {key} in rest that is not of type {kind.__name__}")
     cursor = rest.get("data", {}).get("samples", 0)
     if type(cursor) is not int or cursor < 0:
-        raise CheckpointError(f"{path / STATE} gives a position in the data that is no number")
+        raise CheckpointError(f"{path / STATE} gives a data position that is not a number")
     return rest
 
 
@@ -58,11 +58,11 @@ def stored_config(path: Path) -> dict[str, Any]:
     """
     config = stored_rest(path).get("config")
     if not isinstance(config, dict):
-        raise CheckpointError(f"{path / STATE} does not say which job the checkpoint is of")
+        raise CheckpointError(f"{path / STATE} does not hold the config of the run")
     return config
 
 
-def load_weights(path: Path, model: Model, parts: Sequence[Part], ranks: Ranks) -> None:
+def load_weights(path: Path, model: Model, parts: Sequence[ModelPart], ranks: Ranks) -> None:
     """Fill the parts' tensors, in place, at any layout; all ranks together.
 
     Raises:

@@ -1,4 +1,4 @@
-"""`titan checkpoint`: what checkpoints there are, whether they are as they were written, remove some."""
+"""`titan checkpoint`: list checkpoints, verify their files against their manifests, remove some."""
 
 import argparse
 import json
@@ -11,21 +11,21 @@ from titan.checkpoint.disk import folder as folders
 from titan.checkpoint.disk import manifest
 from titan.errors import EXIT_DONE, EXIT_FAILED, CheckpointError
 
-HELP = "list checkpoints, verify that they are as they were written, or remove some"
+HELP = "list checkpoints, verify their files, or remove some"
 
-WHERE = "a run, its folder of checkpoints, or one checkpoint"
+WHERE = "a run, its checkpoints folder, or one checkpoint"
 COMPLETE, DAMAGED, UNFINISHED = "complete", "damaged", "unfinished"
 
 _LIST = f"""List checkpoints, oldest first: step, when it was saved (UTC), size, ranks, layout, and one of
-  {COMPLETE}    all files are there, in the size they were written in
-  {DAMAGED}     a file is missing or of another size; `titan checkpoint verify` also finds flipped bits
-  {UNFINISHED}  being written, or left by a run that was killed; the next save or resume sweeps it"""
-_VERIFY = """Read every file and hold it against the manifest of its checkpoint, then read what the checkpoint says
-about itself. Names each fault; exits with 1 if there is one. The manifest tells damage, not malice: whoever changes
-a file on purpose can change the manifest too. No code of a checkpoint's author runs when it is verified or loaded."""
-_RM = """Remove one checkpoint, or with --keep all of a folder but the newest complete ones (damaged ones go too,
-unfinished ones stay). Asks first. The only complete checkpoint of a folder goes only with --yes. What is no checkpoint,
-or holds files that are no part of one, is never touched."""
+  {COMPLETE}    all files are present and have the size in the manifest
+  {DAMAGED}     a file is missing or has another size; `titan checkpoint verify` also detects flipped bits
+  {UNFINISHED}  being written, or left by a run that was killed; the next save or resume removes it"""
+_VERIFY = """Read every file and compare its SHA-256 with the manifest of its checkpoint, then parse the metadata.
+Prints each problem; exits with 1 if there is one. The manifest detects damage, not tampering: whoever changes a file on
+purpose can change the manifest too. Verifying or loading an untrusted checkpoint never executes code from it."""
+_RM = """Remove one checkpoint, or with --keep N all but the newest N complete checkpoints of a folder. --keep removes
+damaged checkpoints too, and leaves unfinished ones. Asks for confirmation. The only complete checkpoint of a folder is
+removed only with --yes. A folder that is no checkpoint, or holds other files, is never touched."""
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -40,12 +40,14 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         kind.add_argument("where", type=Path, metavar="DIR", help=WHERE)
         kind.add_argument("--json", action="store_true", help="one JSON object")
         kind.set_defaults(does=does)
-    kind.add_argument("--keep", type=int, metavar="N", help="remove all but the N newest complete ones of a folder")
-    kind.add_argument("--yes", action="store_true", help="do not ask")
+    kind.add_argument(
+        "--keep", type=int, metavar="N", help="remove all but the N newest complete checkpoints of the folder"
+    )
+    kind.add_argument("--yes", action="store_true", help="do not ask for confirmation")
 
 
 def run(args: argparse.Namespace) -> int:
-    """Do it and report."""
+    """List, verify or remove; the exit code."""
     try:
         code: int = args.does(args)
     except OSError as error:
@@ -87,7 +89,7 @@ def _verify(args: argparse.Namespace) -> int:
         print(json.dumps({"checkpoints": told, "bytes": total}))
     else:
         for path, some in faults.items():
-            print(f"{path}: {DAMAGED if some else 'as it was written'}, {_megabytes(_bytes(path))}")
+            print(f"{path}: {DAMAGED if some else 'verified'}, {_megabytes(_bytes(path))}")
             for fault in some:
                 print(f"  {fault}")
     return EXIT_FAILED if any(faults.values()) else EXIT_DONE
@@ -96,12 +98,12 @@ def _verify(args: argparse.Namespace) -> int:
 def _rm(args: argparse.Namespace) -> int:
     doomed, spared = _doomed(args.where, args.keep)
     if any(_sound(path) for path in doomed) and not any(_sound(path) for path in spared) and not args.yes:
-        raise CheckpointError(f"{doomed[-1]} is the only complete checkpoint there; --yes removes it all the same")
+        raise CheckpointError(f"{doomed[-1]} is the only complete checkpoint in its folder; add --yes to remove it")
     for path in doomed:
         foreign = [file.name for file in path.iterdir() if not _is_part(file)]
         if path.is_symlink() or foreign:
             what = f"holds {min(foreign)}, which is no part of a checkpoint" if foreign else "is a link"
-            raise CheckpointError(f"{path} {what}: it is left alone, and so is everything else")
+            raise CheckpointError(f"{path} {what}; nothing was removed")
     if doomed and not args.yes:
         print(*(f"{path}, {_megabytes(_bytes(path))}" for path in doomed), sep="\n", file=sys.stderr)
         print(f"remove {len(doomed)} checkpoint{'s'[: len(doomed) != 1]}? [y/N] ", end="", file=sys.stderr, flush=True)
@@ -124,12 +126,14 @@ def _doomed(where: Path, keep: int | None) -> tuple[list[Path], list[Path]]:
     """Which checkpoints to remove, and which others stand beside them."""
     if keep is None:
         if not _is_checkpoint(where):
-            raise CheckpointError(f"{where} is not a checkpoint; --keep N removes all but the newest N of a folder")
+            raise CheckpointError(
+                f"{where} is not one checkpoint; to remove all but the newest N of a folder, add --keep N"
+            )
         return [where], [path for path in folders.complete(where.parent) if path.resolve() != where.resolve()]
     if keep < 1:
         raise CheckpointError(f"--keep {keep}: must be at least 1")
     if _is_checkpoint(where):
-        raise CheckpointError(f"{where} is one checkpoint; --keep is for a folder of them")
+        raise CheckpointError(f"{where} is one checkpoint; --keep needs a run or its checkpoints folder")
     inside = _inside(where)
     complete, damaged = folders.survey(inside)
     return [*damaged, *complete[:-keep]], complete[-keep:]
@@ -144,13 +148,13 @@ def _checkpoints(where: Path) -> list[Path]:
     unfinished = sorted(path for path in inside.iterdir() if folders.is_unfinished(path))
     found = [*complete, *damaged, *unfinished]
     if not found:
-        raise CheckpointError(f"{where} is not a checkpoint and holds none")
+        raise CheckpointError(f"{where} is not a checkpoint and contains none")
     return found
 
 
 def _inside(where: Path) -> Path:
     if not where.is_dir():
-        raise CheckpointError(f"{where}: there is no such folder")
+        raise CheckpointError(f"{where}: no such folder")
     return where / "checkpoints" if (where / "checkpoints").is_dir() else where
 
 
@@ -167,7 +171,7 @@ def _sound(path: Path) -> bool:
 
 
 def _fault(path: Path) -> str:
-    """What is cheap to see; empty for none."""
+    """What is wrong with its file sizes and its state.json, without hashing; empty if nothing is."""
     try:
         folders.check_sizes(path)
         folders.read_state(path)
@@ -177,7 +181,7 @@ def _fault(path: Path) -> str:
 
 
 def _faults(path: Path, read: Callable[[int], object]) -> list[str]:
-    """Everything that keeps a checkpoint from being what was written."""
+    """A sentence for each file or record that differs from what was written; empty if the checkpoint is sound."""
     # Imported here: `titan --help` has no use for torch.distributed.checkpoint.
     from titan.checkpoint.disk import metadata
 

@@ -1,4 +1,4 @@
-"""`titan config`: what a TOML means, with every default filled in, or the schema of all TOMLs."""
+"""`titan config`: the resolved job of a TOML, with every default filled in, or the JSON Schema of all TOMLs."""
 
 import argparse
 import json
@@ -10,22 +10,26 @@ import tomli_w
 from titan.config import load_job, said_twice
 from titan.config.schema import schema
 
-HELP = "print the resolved job of a TOML, or the JSON Schema that editors can use"
+HELP = "print the resolved job of a TOML with all defaults, or the JSON Schema for editors"
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """The config file (by position or as --config), overrides, and the output's form."""
     parser.add_argument("file", nargs="?", type=Path, help="TOML of the job; default: configs/quickstart.toml")
-    parser.add_argument("--config", type=Path, metavar="FILE", help="the same, as other commands take it")
-    parser.add_argument("--world-size", type=int, metavar="N", help="ranks it is for; default: as many as it needs")
+    parser.add_argument(
+        "--config", type=Path, metavar="FILE", help="the same as FILE, for symmetry with other commands"
+    )
+    parser.add_argument(
+        "--world-size", type=int, metavar="N", help="number of ranks; default: as many as the layout needs"
+    )
     form = parser.add_mutually_exclusive_group()
     form.add_argument("--json", action="store_true", help="one JSON object instead of TOML")
-    form.add_argument("--schema", action="store_true", help="the JSON Schema of a job, all known plugins included")
+    form.add_argument("--schema", action="store_true", help="print the JSON Schema of a job, with all known plugins")
     parser.set_defaults(takes_overrides=True)
 
 
 def run(args: argparse.Namespace) -> int:
-    """Print it."""
+    """Print the resolved job, or the JSON Schema, on stdout; the exit code."""
     if args.schema:
         print(json.dumps(schema(), indent=2))
         return 0

@@ -1,4 +1,4 @@
-"""`titan convert`: weights from a checkpoint to a Hugging Face folder, or back."""
+"""`titan convert`: convert weights between a titan checkpoint and a Hugging Face folder."""
 
 import argparse
 import json
@@ -8,37 +8,45 @@ from typing import Any
 
 from titan.checkpoint.weights import find_weights
 from titan.config import Job, load_job
-from titan.errors import ConfigError, Fault
-from titan.inference.trained import open_job
+from titan.errors import ConfigError, ConfigIssue
+from titan.inference.load_model import open_job
 
-HELP = "turn the weights of a checkpoint into a Hugging Face folder, or back"
+HELP = "convert weights between a titan checkpoint and a Hugging Face folder"
+
+FORMER_FLAGS = {"--to": "--output"}
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """From where, to where, into what."""
+    """Add the source, the output folder, the format and the dtype."""
     parser.description = f"""{HELP}.
 
-What is read may be a Hugging Face folder (config.json and safetensors), a checkpoint, or a run, whose newest is taken.
-Optimizer state is left behind. Go on from the result with --checkpoint.init_from, or load it with transformers.
-One tensor at a time is in memory."""
+--from may be a Hugging Face folder (config.json and safetensors), a checkpoint, or a run (its newest checkpoint).
+Optimizer state is not converted. Start a run from the result with --checkpoint.init_from, or load it with transformers.
+Memory holds one tensor at a time."""
     parser.add_argument("--from", type=Path, required=True, metavar="DIR", dest="source", help="weights to convert")
-    parser.add_argument("--to", type=Path, required=True, metavar="DIR", help="folder to make; must not hold anything")
+    parser.add_argument(
+        "--output", type=Path, required=True, metavar="DIR", help="folder to write; it must be absent or empty"
+    )
     parser.add_argument("--format", choices=("hf", "dcp"), required=True, help="hf: Hugging Face; dcp: titan's own")
     parser.add_argument(
-        "--config", type=Path, metavar="FILE", help="TOML with [model] and [tokenizer], where --from does not say them"
+        "--config", type=Path, metavar="FILE", help="TOML with [model] and [tokenizer], if --from does not contain them"
     )
-    parser.add_argument("--dtype", choices=("float32", "bfloat16"), help="type to write; default: the one stored")
+    parser.add_argument("--dtype", choices=("float32", "bfloat16"), help="dtype to write; default: as stored")
     parser.add_argument(
-        "--shard-size", type=float, default=5.0, metavar="GB", help="largest file of format hf; default: 5"
+        "--shard-size",
+        type=float,
+        default=5.0,
+        metavar="GB",
+        help="largest safetensors file with --format hf; default: 5",
     )
     parser.add_argument("--json", action="store_true", help="one JSON object")
     parser.set_defaults(takes_overrides=True)
 
 
 def run(args: argparse.Namespace) -> int:
-    """Convert and report."""
+    """Convert the weights and print what was written; the exit code."""
     if not args.shard_size > 0:
-        raise ConfigError([Fault("command line", f"--shard-size {args.shard_size:g}: must be above 0")])
+        raise ConfigError([ConfigIssue("command line", f"--shard-size {args.shard_size:g}: must be above 0")])
     report = _convert(args)
     if args.json:
         print(json.dumps(report))
@@ -62,12 +70,12 @@ def _convert(args: argparse.Namespace) -> dict[str, Any]:
     with tqdm(total=len(weights.shapes), unit=" tensors", leave=False, disable=not talks) as bar:
         if args.format == "hf":
             shard_bytes = int(args.shard_size * 1e9)
-            conversion.write_hf(args.to, weights, job.model, job.tokenizer, dtype, shard_bytes, bar.update)
+            conversion.write_hf(args.output, weights, job.model, job.tokenizer, dtype, shard_bytes, bar.update)
         else:
-            conversion.write_checkpoint(args.to, weights, job.table, dtype, bar.update)
-    files = [file for file in args.to.rglob("*") if file.is_file()]
+            conversion.write_checkpoint(args.output, weights, job.table, dtype, bar.update)
+    files = [file for file in args.output.rglob("*") if file.is_file()]
     return {
-        "from": str(path), "to": str(args.to), "format": args.format, "tensors": len(weights.shapes),
+        "from": str(path), "to": str(args.output), "format": args.format, "tensors": len(weights.shapes),
         "files": len(files), "bytes": sum(file.stat().st_size for file in files),
     }  # fmt: skip
 

@@ -1,4 +1,4 @@
-"""`titan data`: tokenise ahead of a run, train a tokenizer, look into a token shard."""
+"""`titan data`: tokenize ahead of a run, train a tokenizer, inspect a token shard."""
 
 import argparse
 import json
@@ -14,29 +14,35 @@ from titan.contracts.base.options import Where, parse
 from titan.data.tokens.bytepairs import train_ranks, write_ranks
 from titan.data.tokens.prepare import prepare
 from titan.data.tokens.shards import open_shard
-from titan.errors import ConfigError, DataError, Fault, by_errno
+from titan.errors import ConfigError, ConfigIssue, DataError, by_errno
 
-HELP = "tokenise a job's text ahead of its run, train a tokenizer, look into a token shard"
+HELP = "tokenize a job's text ahead of its run, train a tokenizer, inspect a token shard"
+
+FORMER_FLAGS = {"--out": "--output"}
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """One parser for each of the three."""
     kinds = parser.add_subparsers(dest="action", metavar="ACTION", required=True)
 
-    about = "tokenise a job's text into its cache"
+    about = "tokenize a job's text into data.cache"
     ahead = kinds.add_parser("prepare", help=about, description=about)
     ahead.add_argument("--config", type=Path, metavar="FILE", help="TOML of the job; default: configs/quickstart.toml")
     ahead.add_argument("--json", action="store_true", help="one JSON object")
     ahead.set_defaults(takes_overrides=True, does=_prepare)
 
-    about = "train byte pairs on text and write their rank file"
+    about = "train a byte-pair tokenizer on text and write its rank file"
     train = kinds.add_parser("train-tokenizer", help=about, description=about)
     source = train.add_mutually_exclusive_group()
-    source.add_argument("--data", metavar="NAME", help="dataset to train on; default: the one that is always there")
+    source.add_argument(
+        "--data", metavar="NAME", help="dataset to train on; default: the default dataset (titan plugins)"
+    )
     source.add_argument("--config", type=Path, metavar="FILE", help="train on the datasets of a job instead")
-    train.add_argument("--path", action="append", metavar="P", help="the dataset's files; may be given again")
-    train.add_argument("--size", type=int, default=4096, metavar="N", help="ranks, 256 bytes included; default: 4096")
-    train.add_argument("--out", type=Path, required=True, metavar="FILE", help="rank file to write")
+    train.add_argument("--path", action="append", metavar="P", help="files of the dataset; may be repeated")
+    train.add_argument(
+        "--size", type=int, default=4096, metavar="N", help="vocabulary size, with the 256 bytes; default: 4096"
+    )
+    train.add_argument("--output", type=Path, required=True, metavar="FILE", help="rank file to write")
     train.add_argument("--json", action="store_true", help="one JSON object")
     train.set_defaults(takes_overrides=True, does=_train_tokenizer)
 
@@ -48,7 +54,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
-    """Do it and report."""
+    """Run the action and print its report."""
     report: dict[str, Any] = args.does(args)
     if args.json:
         print(json.dumps(report))
@@ -83,18 +89,20 @@ def _prepare(args: argparse.Namespace) -> dict[str, Any]:
 
 def _train_tokenizer(args: argparse.Namespace) -> dict[str, Any]:
     if args.size < 257:
-        raise ConfigError([Fault("command line", f"--size {args.size}: must be at least 257, the bytes and a merge")])
+        raise ConfigError(
+            [ConfigIssue("command line", f"--size {args.size}: must be at least 257: the 256 bytes and one merge")]
+        )
     if args.config is not None:
         sources = [source.plugin for source in load_job(args.config, args.overrides).sources]
     else:
         sources = [_dataset(args.data, args.path, args.overrides)]
     ranks = train_ranks(_texts(sources), args.size)
     try:
-        args.out.parent.mkdir(parents=True, exist_ok=True)
-        write_ranks(args.out, ranks)
+        args.output.parent.mkdir(parents=True, exist_ok=True)
+        write_ranks(args.output, ranks)
     except OSError as error:
-        raise by_errno(error, DataError(f"{args.out} cannot be written: {error.strerror}")) from None
-    return {"ranks": len(ranks), "file": str(args.out)}
+        raise by_errno(error, DataError(f"{args.output} cannot be written: {error.strerror}")) from None
+    return {"ranks": len(ranks), "file": str(args.output)}
 
 
 def _texts(sources: list[Dataset]) -> Iterator[str]:
@@ -108,11 +116,11 @@ def _texts(sources: list[Dataset]) -> Iterator[str]:
 def _dataset(name: str | None, path: list[str] | None, overrides: list[str]) -> Dataset:
     """The dataset of that name on these files (None: the default one)."""
     if overrides:
-        raise ConfigError([Fault("command line", f"{overrides[0]}: only with --config")])
-    registry.open_doors()
+        raise ConfigError([ConfigIssue("command line", f"{overrides[0]}: overrides need --config")])
+    registry.load_plugins()
     plugin = registry.default_of(Dataset.kind) if name is None else registry.find(Dataset.kind, name)
     if plugin is None or registry.trouble(Dataset.kind, plugin.name):
-        raise ConfigError([Fault("command line", f"--data {name}: {registry.trouble(Dataset.kind, str(name))}")])
+        raise ConfigError([ConfigIssue("command line", f"--data {name}: {registry.trouble(Dataset.kind, str(name))}")])
     table = {} if path is None else {"path": path}
     config, faults = parse(plugin.Config, table, Where("data", "command line"))
     if faults:
@@ -120,7 +128,13 @@ def _dataset(name: str | None, path: list[str] | None, overrides: list[str]) -> 
     dataset = plugin(config)
     assert isinstance(dataset, Dataset)
     if dataset.shards() is not None:
-        raise ConfigError([Fault("command line", f"--data {plugin.name}: holds tokens already, not text")])
+        raise ConfigError(
+            [
+                ConfigIssue(
+                    "command line", f"--data {plugin.name}: this dataset holds tokens; a tokenizer is trained on text"
+                )
+            ]
+        )
     return dataset
 
 

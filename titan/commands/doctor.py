@@ -1,4 +1,4 @@
-"""`titan doctor`: what the ranks at hand reach, and which of them do not."""
+"""`titan doctor`: measure the ranks of this machine or allocation, and report outliers."""
 
 import argparse
 import functools
@@ -9,55 +9,58 @@ import sys
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from titan.errors import EXIT_DONE, EXIT_FAILED, ConfigError, Fault, TitanError, report
+from titan.errors import EXIT_DONE, EXIT_FAILED, ConfigError, ConfigIssue, TitanError, report
 from titan.ranks import launcher
-from titan.ranks.place import Place
+from titan.ranks.launch_env import LaunchEnv
 
 if TYPE_CHECKING:
     from titan.doctor.examination import Examination
 
-HELP = "measure the ranks at hand, name the odd ones, and write a cluster file for titan plan"
+HELP = "measure devices and links, report outliers, and write a cluster file for titan plan"
+FORMER_FLAGS = {"--save": "--output"}
 TIMEOUT_S = 300.0
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """How long, and where results go."""
+    """Add the options of `titan doctor`: duration and outputs."""
     from titan.doctor.report import RULE
 
     parser.description = f"""{HELP}.
 
   titan doctor
-  NPROC=8 titan doctor --save here.toml && titan plan --config llama7b --cluster here.toml --world-size 8
+  NPROC=8 titan doctor --output here.toml && titan plan --config llama7b --cluster here.toml --world-size 8
   srun --ntasks-per-node 8 titan doctor --seconds 120 --json > doctor.json
 
-On all ranks at the same time, started as titan eval starts them: matrix products by size and dtype, attention, memory,
-small operations, copies from the host, a disk; then all-reduce, all-gather, reduce-scatter and all-to-all of all ranks,
-of each node and across nodes, and messages there and back between pairs. Medians of repeats, warm-up left out.
+All ranks measure at the same time; they start as in titan eval. Devices: matrix products by size and dtype, attention,
+memory bandwidth, launch overhead, host-to-device copies, disk writes. Links: all-reduce, all-gather, reduce-scatter and
+all-to-all over all ranks, within each node and across nodes, and ping-pong messages between pairs of ranks. Results are
+medians of repeats, without warm-up.
 
 {RULE}
 
---save writes the median rank: points of matrix products, shares that attention and elementwise operations reach, and a
-link per level whose latency and bandwidth are those of a line through all sizes. On CPUs ranks share the cores: the
-file holds for as many ranks as were measured.
+The cluster file describes the median rank: measured points of matrix products, efficiency of attention and elementwise
+operations, and one link per network level, with latency and bandwidth from a linear fit over message sizes. On CPUs the
+ranks share the cores, so the file is valid only for the number of ranks measured.
 
-The exit code is 0 when all was measured, whatever was found; 1 when something could not be, 2 when asked wrongly."""
-    parser.add_argument("--seconds", type=float, default=25.0, metavar="S", help="about how long; default: 25")
-    parser.add_argument("--disk", type=Path, metavar="DIR", help="write there too; default: runs/, if there is one")
-    parser.add_argument("--save", type=Path, metavar="FILE", help="write a cluster file")
-    parser.add_argument("--json", action="store_true", help="one JSON object, with each rank's times")
+Exit codes: 0 all measured, with or without outliers; 1 a measurement failed; 2 wrong input."""
+    parser.add_argument("--seconds", type=float, default=25.0, metavar="S", help="approximate duration; default: 25")
+    parser.add_argument("--disk", type=Path, metavar="DIR", help="folder to measure writes in; default: runs/, if any")
+    parser.add_argument("--output", type=Path, metavar="FILE", help="write a cluster file")
+    parser.add_argument("--json", action="store_true", help="print one JSON object, with the times of each rank")
 
 
 def run(args: argparse.Namespace) -> int:
-    """Measure this process, or the ranks that NPROC asks for."""
+    """Measure this process, or start the NPROC ranks and measure them; returns the exit code."""
     if not args.seconds > 0:
-        raise ConfigError([Fault("command line", f"--seconds {args.seconds:g}: must be above 0")])
+        raise ConfigError([ConfigIssue("command line", f"--seconds {args.seconds:g}: must be above 0")])
     if args.disk is None:
         args.disk = Path("runs") if Path("runs").is_dir() else None
     elif not args.disk.is_dir():
-        raise ConfigError([Fault("command line", f"--disk {args.disk}: no such folder")])
-    if args.save is not None and not args.save.absolute().parent.is_dir():
-        raise ConfigError([Fault("command line", f"--save {args.save}: no such folder as {args.save.parent}")])
-    place: Place | None = launcher.place_asked_for()
+        raise ConfigError([ConfigIssue("command line", f"--disk {args.disk}: no such folder")])
+    if args.output is not None and not args.output.absolute().parent.is_dir():
+        what = f"--output {args.output}: folder {args.output.parent} does not exist; create it"
+        raise ConfigError([ConfigIssue("command line", what)])
+    place: LaunchEnv | None = launcher.place_asked_for()
     if place is None:
         return _as_rank(args, [])
     return launcher.start(functools.partial(_as_rank, args), [], place)
@@ -94,13 +97,13 @@ def _as_rank(args: argparse.Namespace, _: list[str]) -> int:
 def _hand_out(found: "Examination", args: argparse.Namespace) -> None:
     import tomli_w
 
-    if args.save is not None:
-        args.save.write_text(tomli_w.dumps(found.cluster), encoding="utf-8")
-        print(f"wrote {args.save}", file=sys.stderr)
+    if args.output is not None:
+        args.output.write_text(tomli_w.dumps(found.cluster), encoding="utf-8")
+        print(f"wrote {args.output}", file=sys.stderr)
     if args.json:
         print(json.dumps(found.json(), allow_nan=False))
         return
-    print(f"{found.device}; ranks: {len(found.ranks)}, {found.per_node} a node; torch {found.torch}\n")
+    print(f"{found.device}; ranks: {len(found.ranks)}, {found.per_node} per node; torch {found.torch}\n")
     print(f"{'':<56}{'median':>10}{'slowest':>10}{'fastest':>10}{'spread':>8}")
     for row in found.rows:
         times = row.seconds.values()

@@ -1,4 +1,4 @@
-"""`titan eval`: how well a trained model predicts text."""
+"""`titan eval`: loss, perplexity and bits per byte of a trained model on text."""
 
 import argparse
 import functools
@@ -7,56 +7,62 @@ import math
 import sys
 from typing import TYPE_CHECKING, Any
 
-from titan.errors import EXIT_DONE, EXIT_FAILED, ConfigError, Fault, TitanError, report
+from titan.errors import EXIT_DONE, EXIT_FAILED, ConfigError, ConfigIssue, TitanError, report
 from titan.ranks import launcher
 
 if TYPE_CHECKING:
     from titan.config import Job
 
-HELP = "measure how well a trained model predicts text"
+HELP = "measure the loss, perplexity and bits per byte of a trained model on text"
 MOST_BY_DEFAULT = 2048
-"""Tokens of a window, where a Hugging Face model could take more."""
+"""Default context length in tokens of a Hugging Face model that supports more."""
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Which model, which data, and how they are read."""
-    parser.description = f"""{HELP}: perplexity per token and per word, bits per byte, last words.
+    parser.description = f"""{HELP}, or its accuracy on last words.
 
-  titan eval --checkpoint runs/quickstart --data stdlib --data.part held_out
+  titan eval --checkpoint runs/quickstart --data stdlib --data.split validation
   titan eval --checkpoint runs/mine --data text --path book.txt --path more/ --json
   titan eval --checkpoint gpt2/ --data jsonl --path lambada.jsonl --last-word
   NPROC=4 titan eval --checkpoint runs/big --data text --path book.txt --mesh.tp 4 --plugins.bf16.enabled true
 
-Options of the dataset are given as --data.KEY VALUE (titan plugins says which there are). Results are the same at any
-layout and batch size, up to rounding. As in the Language Model Evaluation Harness:
+Options of the dataset are given as --data.KEY VALUE (titan plugins NAME lists them). Results do not depend on layout
+or batch size, up to rounding. Metrics follow the Language Model Evaluation Harness (lm-eval):
 
-  loss             nats per predicted token; perplexity is e to it
-  word_perplexity  e to the nats per word; words are counted as lm-eval does, by re.split(r"\\s+", text)
-  bits_per_byte    bits per byte of the text in UTF-8 (not known of token shards, as words are not)
+  loss             nats per predicted token; perplexity is exp(loss)
+  word_perplexity  exp(nats per word); words are counted as in lm-eval, by re.split(r"\\s+", text)
+  bits_per_byte    bits per byte of UTF-8 text (like word_perplexity, not available for token shards)
 
-Each document stands alone. Every token of it is predicted, the first one from the end id (--first-token skip: the
-others, as transformers does); an end id after the text is not. A longer document than --seq-len is read in windows of
-that many tokens whose ends lie --stride apart; each predicts what those before it have not.
+Each document is scored on its own. All its tokens are predicted, the first one from the end-of-text id; with
+--first-token skip the first token is not scored, as in transformers. The end-of-text id itself is not scored.
+A document longer than --seq-len is read in windows of --seq-len tokens whose ends lie --stride tokens apart. Each
+window scores only the tokens that earlier windows have not.
 
---last-word asks for the last word of each document alone, as LAMBADA does: accuracy is the share of documents where
-each of its tokens is the most probable one; word_perplexity is LAMBADA's perplexity."""
+--last-word scores only the last word of each document, as LAMBADA does. accuracy is the share of documents in which
+every token of that word is the most probable one; word_perplexity is LAMBADA's perplexity."""
     parser.add_argument(
         "--checkpoint", required=True, metavar="DIR", help="a run, a checkpoint or a Hugging Face folder"
     )
     parser.add_argument("--data", required=True, metavar="NAME", help="dataset: text, jsonl, shards, ...")
-    parser.add_argument("--path", action="append", metavar="P", help="the dataset's files; may be given again")
-    parser.add_argument("--last-word", action="store_true", help="measure the last word of each document")
+    parser.add_argument("--path", action="append", metavar="P", help="files of the dataset; may be repeated")
+    parser.add_argument("--last-word", action="store_true", help="score only the last word of each document")
     parser.add_argument(
         "--seq-len", type=int, metavar="N",
-        help="most tokens that the model sees; default: what it was trained with, of a Hugging Face folder what it can "
-        f"take, at most {MOST_BY_DEFAULT}",
+        help="context length in tokens; default: the run's seq_len, or for a Hugging Face folder its maximum, "
+        f"at most {MOST_BY_DEFAULT}",
     )  # fmt: skip
-    parser.add_argument("--stride", type=int, metavar="N", help="tokens from window to window; default: --seq-len")
     parser.add_argument(
-        "--first-token", choices=("predict", "skip"), default="predict", help="of each document; default: predict"
+        "--stride", type=int, metavar="N", help="tokens between the ends of two windows; default: --seq-len"
     )
-    parser.add_argument("--batch-size", type=int, default=8, metavar="N", help="windows a forward; default: 8")
-    parser.add_argument("--limit", type=int, metavar="N", help="only the first N documents")
+    parser.add_argument(
+        "--first-token",
+        choices=("predict", "skip"),
+        default="predict",
+        help="whether to score the first token of a document; default: predict",
+    )
+    parser.add_argument("--batch-size", type=int, default=8, metavar="N", help="windows per forward pass; default: 8")
+    parser.add_argument("--limit", type=int, metavar="N", help="use only the first N documents")
     parser.add_argument("--json", action="store_true", help="one JSON object")
     parser.set_defaults(takes_overrides=True)
 
@@ -66,7 +72,9 @@ def run(args: argparse.Namespace) -> int:
     for option in ("seq_len", "stride", "batch_size", "limit"):
         value = getattr(args, option)
         if value is not None and value < 1:
-            raise ConfigError([Fault("command line", f"--{option.replace('_', '-')} {value}: must be at least 1")])
+            raise ConfigError(
+                [ConfigIssue("command line", f"--{option.replace('_', '-')} {value}: must be at least 1")]
+            )
     place = launcher.place_asked_for()
     if place is None:
         return _as_rank(args, [])
@@ -78,7 +86,7 @@ def run(args: argparse.Namespace) -> int:
 def _open(args: argparse.Namespace, world_size: int) -> "tuple[Any, Job]":
     """Where the weights lie, and the job: the model's, with the data of the command line."""
     from titan.checkpoint.disk.folder import is_hf
-    from titan.inference.trained import open_job
+    from titan.inference.load_model import open_job
 
     words = ["--data.name", args.data]
     if args.path:
@@ -88,7 +96,7 @@ def _open(args: argparse.Namespace, world_size: int) -> "tuple[Any, Job]":
     words += args.overrides
     path, job = open_job(args.checkpoint, words, world_size)
     if is_hf(path) and not any(word.startswith("--data.seq_len") for word in words):
-        words += ["--data.seq_len", str(min(job.plan.max_seq_len, MOST_BY_DEFAULT))]
+        words += ["--data.seq_len", str(min(job.spec.max_seq_len, MOST_BY_DEFAULT))]
         path, job = open_job(args.checkpoint, words, world_size)
     return path, job
 
@@ -125,7 +133,7 @@ def _measure(args: argparse.Namespace, path: Any, job: "Job", me: Any) -> dict[s
     from tqdm import tqdm  # type: ignore[import-untyped, unused-ignore]
 
     from titan.inference.evaluation import Reading, evaluate, last_words
-    from titan.inference.trained import open_trained
+    from titan.inference.load_model import open_trained
 
     reading = Reading(
         stride=args.stride or 0, first_token=args.first_token, batch_size=args.batch_size, limit=args.limit or 0

@@ -14,17 +14,17 @@ from typing import Any
 
 from titan import log
 from titan.config import Job
-from titan.errors import EXIT_DONE, EXIT_FAILED, ConfigError, DataError, Fault, TitanError, by_errno, report
+from titan.errors import EXIT_DONE, EXIT_FAILED, ConfigError, ConfigIssue, DataError, TitanError, by_errno, report
 from titan.inference import generation
 from titan.inference.generation import Sampling, Text, Words
-from titan.inference.trained import Trained, open_job, open_trained
+from titan.inference.load_model import Trained, open_job, open_trained
 from titan.ranks import launcher, preemption, process
 
 HELP = "continue prompts with a trained model"
-DESCRIPTION = f"""{HELP}: a checkpoint, a run (its newest one), or a Hugging Face folder.
+DESCRIPTION = f"""{HELP}: a checkpoint, a run (its newest checkpoint), or a Hugging Face folder.
 
-The prompt and what follows are printed as they come; with --json, or with several prompts or samples, when all is done.
-Layout, precision and device are yours to say, as --table.key value: nothing of how the model was trained matters.
+The text is printed as it is generated; with --json, or with several prompts or samples, it is printed at the end.
+Layout, precision and device are set by --table.key value, independently of how the model was trained.
 """
 EXAMPLES = """examples:
   titan generate --checkpoint runs/quickstart --prompt "def read(self, path):" --max-new-tokens 64
@@ -33,8 +33,8 @@ EXAMPLES = """examples:
   git log -1 | titan generate --checkpoint runs/mine --prompt - --plugins.bf16.enabled true
   NPROC=2 titan generate --checkpoint runs/mine --prompt "import " --mesh.tp 2
 
-environment: NPROC (ranks to start on this node; default: this process alone). Under torchrun or srun, the ranks they
-started. Layers split over ranks (--mesh.pp) work, but go through all of the text for each token.
+environment: NPROC (ranks to start on this node; default: this process alone). Under torchrun or srun
+their ranks are used. Pipeline parallelism (--mesh.pp) works, but without a KV cache: each token recomputes the text.
 """
 STDIN = "-"
 
@@ -54,34 +54,43 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     """The model, what it goes on from, how tokens are drawn."""
     default = Sampling()
     parser.description, parser.epilog = DESCRIPTION, EXAMPLES
-    parser.add_argument("--checkpoint", required=True, metavar="DIR", help="the model; its tokenizer is taken too")
+    parser.add_argument(
+        "--checkpoint",
+        required=True,
+        metavar="DIR",
+        help="model and tokenizer: a checkpoint, a run or a Hugging Face folder",
+    )
     prompts = parser.add_mutually_exclusive_group(required=True)
-    prompts.add_argument("--prompt", action="append", metavar="TEXT", help="may be given again; -: all of stdin")
-    prompts.add_argument("--prompt-file", metavar="FILE", help="a prompt a line, empty lines left out; -: from stdin")
+    prompts.add_argument(
+        "--prompt", action="append", metavar="TEXT", help="text to continue; may be repeated; -: read stdin"
+    )
+    prompts.add_argument(
+        "--prompt-file", metavar="FILE", help="file with one prompt per line; empty lines are skipped; -: stdin"
+    )
     parser.add_argument(
         "--max-new-tokens", type=int, default=default.max_new_tokens, metavar="N",
-        help="a text stops here, where its document ends, or at max_seq_len; default: %(default)s",
+        help="most tokens to generate; the end of the document or max_seq_len may come first; default: %(default)s",
     )  # fmt: skip
     parser.add_argument(
         "--temperature", type=float, default=default.temperature, metavar="T",
-        help="0: always the most probable token; 1: as the model has learnt; default: %(default)s",
+        help="0: always the most probable token; 1: the model's own distribution; default: %(default)s",
     )  # fmt: skip
     parser.add_argument(
         "--top-k", type=int, default=default.top_k, metavar="K",
-        help="draw from the K most probable tokens; 0, the default: from all",
+        help="sample from the K most probable tokens; 0, the default: from all tokens",
     )  # fmt: skip
     parser.add_argument(
         "--top-p", type=float, default=default.top_p, metavar="P",
-        help="draw from the fewest tokens that hold this probability together; default: 1, all",
+        help="nucleus sampling: the fewest tokens whose probabilities sum to P; default: 1, all tokens",
     )  # fmt: skip
-    parser.add_argument("--samples", type=int, default=1, metavar="N", help="texts for each prompt; default: 1")
+    parser.add_argument("--samples", type=int, default=1, metavar="N", help="texts per prompt; default: 1")
     parser.add_argument(
         "--seed", type=int, default=default.seed, metavar="S",
-        help="the same seed draws the same text, at any layout up to rounding; default: %(default)s",
+        help="seed of the sampling; at any layout, up to rounding, it gives the same text; default: %(default)s",
     )  # fmt: skip
     parser.add_argument(
         "--json", action="store_true",
-        help="one JSON object: text and tokens (ids) that were generated first, and results, the same of every text",
+        help="one JSON object: text and tokens (ids) of the first result, and results, a list with those of every text",
     )  # fmt: skip
     parser.set_defaults(takes_overrides=True)
 
@@ -92,7 +101,9 @@ def run(args: argparse.Namespace) -> int:
     place = launcher.place_asked_for()
     world_size = process.launched_world_size() if place is None else place.world_size
     if STDIN in (args.prompt_file, *(args.prompt or ())) and place is None and world_size > 1:
-        raise ConfigError([Fault("command line", f"{STDIN}: {world_size} ranks cannot all read stdin; use a file")])
+        raise ConfigError(
+            [ConfigIssue("command line", f"{STDIN}: {world_size} ranks cannot all read stdin; use --prompt-file FILE")]
+        )
     # Here too, and not on the ranks alone, so that what is wrong is said once.
     _, job = open_job(args.checkpoint, args.overrides, world_size, "--checkpoint")
     prompts = [(prompt, generation.encode(job, prompt)) for prompt in _prompts(args)]
@@ -111,7 +122,7 @@ def _sampling(args: argparse.Namespace) -> Sampling:
         "samples": (args.samples >= 1, "at least 1"),
     }
     faults = [
-        Fault("command line", f"--{name.replace('_', '-')} {getattr(args, name)}: must be {what}")
+        ConfigIssue("command line", f"--{name.replace('_', '-')} {getattr(args, name)}: must be {what}")
         for name, (good, what) in allowed.items()
         if not good
     ]
@@ -131,7 +142,7 @@ def _prompts(args: argparse.Namespace) -> Iterator[str]:
         return
     lines = [line for line in _read(args.prompt_file).split("\n") if line.strip()]
     if not lines:
-        raise DataError(f"--prompt-file {args.prompt_file}: holds no prompt")
+        raise DataError(f"--prompt-file {args.prompt_file}: the file holds no prompt")
     yield from lines
 
 
@@ -142,7 +153,7 @@ def _read(source: str) -> str:
     except OSError as error:
         raise by_errno(error, DataError(f"--prompt-file {source}: cannot be read: {error.strerror}")) from None
     except UnicodeDecodeError as error:
-        raise DataError(f"{'stdin' if source == STDIN else source}: is no UTF-8: {error}") from None
+        raise DataError(f"{'stdin' if source == STDIN else source}: is not UTF-8: {error}") from None
 
 
 def _as_rank(request: Request, _: list[str]) -> int:
@@ -180,7 +191,7 @@ def _generate(trained: Trained, request: Request) -> None:
             print(words.add(token), end="", flush=True)
 
     prompts = [ids for _, ids in request.prompts]
-    texts = generation.generate(trained.world, trained.engine, prompts, request.sampling, watch)
+    texts = generation.generate(trained.context, trained.engine, prompts, request.sampling, watch)
     if not talks:
         return
     if watch is not None:
@@ -210,6 +221,6 @@ def _result(prompt: str, text: Text, job: Job) -> dict[str, Any]:
 
 def _close(texts: Sequence[Text], job: Job, seconds: float) -> None:
     count = sum(len(text.tokens) for text in texts)
-    print(f"{count} tokens in {seconds:.1f} s, {count / seconds:.1f} a second", file=sys.stderr)
+    print(f"{count} tokens in {seconds:.1f} s, {count / seconds:.1f} tokens/s", file=sys.stderr)
     if any(text.stopped == "max_seq_len" for text in texts):
-        print(f"stopped at the model's max_seq_len, {job.plan.max_seq_len} tokens with the prompt", file=sys.stderr)
+        print(f"stopped at the model's max_seq_len, {job.spec.max_seq_len} tokens with the prompt", file=sys.stderr)

@@ -1,4 +1,4 @@
-"""`titan plan`: what a run needs and how fast it will be, before it runs."""
+"""`titan plan`: predict memory, step time and cost of a job before it runs."""
 
 import argparse
 import json
@@ -7,76 +7,82 @@ from pathlib import Path
 from typing import Any
 
 from titan.config import Job, load_job, said_twice
-from titan.errors import EXIT_DONE, ConfigError, Fault
+from titan.errors import EXIT_DONE, ConfigError, ConfigIssue
 from titan.planner.report import STUDIES
-from titan.ranks.place import cores
+from titan.ranks.launch_env import cores
 
-HELP = "say what a job needs and how fast it will be on a cluster, and find its best layout"
+HELP = "predict memory, step time and cost of a job on a cluster, and search for its best layout"
 CLUSTER = "a100-80gb"
+FORMER_FLAGS = {
+    "--exact": "--dry-run", "--model-only": "--formulas", "--clusters": "--list-clusters", "--write": "--output",
+}  # fmt: skip
 MOST_WORKERS = 4
-"""Processes of a search: more of them find the same, each with weaker bounds."""
+"""Processes of a search. More would find the same layouts, but each prunes less."""
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """What to plan, for which cluster, and what to show."""
+    """Add the options of `titan plan`: job, cluster, mode, output."""
     parser.description = f"""{HELP}.
 
-  titan plan --config configs/llama65b.toml                       memory of each stage, step time and what it is made of
+  titan plan --config configs/llama65b.toml                       memory per pipeline stage, step time by component
   titan plan --config configs/llama65b.toml --cluster h100 --mesh.tp 4 --mesh.dp_shard 128
-  titan plan --config configs/llama65b.toml --search --world-size 2048 --write best.toml
-  titan plan --config configs/llama65b.toml --exact --rank 2047   the real build and step of one rank, shapes alone
-  titan plan --model-only --model.name gpt --model.preset 175b    the model by the formulas of the literature
+  titan plan --config configs/llama65b.toml --search --world-size 2048 --output best.toml
+  titan plan --config configs/llama65b.toml --dry-run --rank 2047 memory of one rank, op by op
+  titan plan --formulas --model.name gpt --model.preset 175b      closed-form estimates of the model
   titan plan --config configs/gpt175b.toml --study tp --plot throughput.png
 
-Nothing is trained and no data is read; a laptop plans for thousands of GPUs. --cluster takes a name (configs/clusters:
-titan plan --clusters lists them) or a file; `titan doctor --save FILE` writes one for the machine at hand.
+Nothing is trained and no data is read: a laptop predicts runs on thousands of GPUs. --cluster takes the name of a
+built-in cluster (titan plan --list-clusters) or a file; titan doctor measures this machine and writes such a file.
 
---search goes through every layout of --world-size ranks: degrees of all axes, micro batches, and what plugins offer to
-be chosen (schedules, recompute, ZeRO stages). What is given on the command line stays fixed. Techniques that change the
-curve are left out; --plugins.NAME.enabled true asks for one. docs/planning.md explains how it is computed,
-docs/validation.md how well that agrees with published runs."""
+--search covers every layout of --world-size ranks: degrees of all mesh axes, micro batch sizes, and the options that
+plugins offer (pipeline schedules, recomputation, ZeRO stages). Keys given on the command line stay fixed. Techniques
+that change the loss curve are not searched; include one with --plugins.NAME.enabled true.
+
+--dry-run builds and steps one rank on meta tensors, without allocating memory.
+
+docs/planning.md explains the model behind the predictions, docs/validation.md compares them with published runs."""
     parser.add_argument("--config", type=Path, metavar="FILE", help="TOML of the job; default: configs/quickstart.toml")
     parser.add_argument(
-        "--cluster", default=CLUSTER, metavar="C", help=f"cluster, a name or a file; default: {CLUSTER}"
+        "--cluster", default=CLUSTER, metavar="C", help=f"name or file of a cluster; default: {CLUSTER}"
     )
-    parser.add_argument("--clusters", action="store_true", help="list the clusters that came with titan")
-    parser.add_argument("--world-size", type=int, metavar="N", help="ranks; default: as many as the job's layout needs")
+    parser.add_argument("--list-clusters", action="store_true", help="list the built-in clusters")
+    parser.add_argument("--world-size", type=int, metavar="N", help="ranks; default: those of the job's layout")
     kind = parser.add_mutually_exclusive_group()
-    kind.add_argument("--search", action="store_true", help="find the best layouts of --world-size ranks")
-    kind.add_argument("--exact", action="store_true", help="dry run: build and step one rank with shapes only")
-    kind.add_argument("--model-only", action="store_true", help="the model alone, by the formulas of the literature")
-    kind.add_argument("--study", metavar="NAME", help="vary one thing: " + ", ".join(STUDIES))
+    kind.add_argument("--search", action="store_true", help="find the best layouts on --world-size ranks")
+    kind.add_argument("--dry-run", action="store_true", help="build and step one rank on meta tensors")
+    kind.add_argument("--formulas", action="store_true", help="closed-form estimates of parameters, memory and FLOPs")
+    kind.add_argument("--study", metavar="NAME", help="predict a series of jobs: " + ", ".join(STUDIES))
     search = parser.add_argument_group("with --search")
     search.add_argument(
-        "--objective", choices=("time", "price", "energy"), default="time", help="what is best; default: time"
+        "--objective", choices=("time", "price", "energy"), default="time", help="what to minimize; default: time"
     )
-    search.add_argument("--top", type=int, default=10, metavar="K", help="layouts shown; default: 10")
-    search.add_argument("--explain", action="store_true", help="say what the best wins by and the next ones lose")
-    search.add_argument("--write", type=Path, metavar="FILE", help="write the best layout as a TOML above --config")
-    exact = parser.add_argument_group("with --exact")
-    exact.add_argument("--rank", type=int, default=0, metavar="R", help="which rank; default: 0")
-    alone = parser.add_argument_group("with --model-only")
-    alone.add_argument("--devices", type=int, metavar="N", help="devices; default: as many as the layout has")
-    alone.add_argument("--peak-tflops", type=float, metavar="F", help="peak of a device, for times")
+    search.add_argument("--top", type=int, default=10, metavar="K", help="number of layouts to show; default: 10")
+    search.add_argument("--explain", action="store_true", help="compare step time by component with the best layout")
+    search.add_argument("--output", type=Path, metavar="FILE", help="write the job with the best layout as a TOML")
+    exact = parser.add_argument_group("with --dry-run")
+    exact.add_argument("--rank", type=int, default=0, metavar="R", help="rank to build; default: 0")
+    alone = parser.add_argument_group("with --formulas")
+    alone.add_argument("--devices", type=int, metavar="N", help="number of devices; default: those of the layout")
+    alone.add_argument("--peak-tflops", type=float, metavar="F", help="peak TFLOP/s per device, for training times")
     alone.add_argument("--utilisation", type=float, default=0.45, metavar="U", help="share of the peak; default: 0.45")
-    parser.add_argument("--tokens", type=float, metavar="T", help="tokens to train on, for time, price and energy")
-    parser.add_argument("--plot", type=Path, metavar="FILE", help="draw it: memory, schedule and time, or the study")
-    parser.add_argument("--json", action="store_true", help="one JSON object")
+    parser.add_argument("--tokens", type=float, metavar="T", help="training tokens; adds total time, price and energy")
+    parser.add_argument("--plot", type=Path, metavar="FILE", help="plot memory, step time and schedule, or the study")
+    parser.add_argument("--json", action="store_true", help="print one JSON object")
     parser.set_defaults(takes_overrides=True)
 
 
 def run(args: argparse.Namespace) -> int:
-    """Do what was asked for, and report."""
+    """Run the chosen mode and print its report; returns the exit code."""
     does = (
-        (args.clusters, _clusters),
-        (args.model_only, _model_only),
-        (args.exact, _exact),
+        (args.list_clusters, _clusters),
+        (args.formulas, _model_only),
+        (args.dry_run, _exact),
         (args.search, _search),
         (args.study, _study),
     )
     chosen = next((do for asked, do in does if asked), _plan)
     report, text = chosen(args)
-    if args.config is not None or not (args.model_only or args.clusters):
+    if args.config is not None or not (args.formulas or args.list_clusters):
         for sentence in said_twice(args.config, args.overrides):
             print(sentence, file=sys.stderr)
     print(json.dumps(report) if args.json else text)
@@ -85,7 +91,7 @@ def run(args: argparse.Namespace) -> int:
 
 def _plan(args: argparse.Namespace) -> tuple[dict[str, Any], str]:
     from titan.planner.machine import cluster
-    from titan.planner.report import words
+    from titan.planner.report import render
     from titan.planner.step.layout import costs_of
     from titan.planner.step.predict import Planner
 
@@ -93,19 +99,19 @@ def _plan(args: argparse.Namespace) -> tuple[dict[str, Any], str]:
     prediction = Planner(where).predict(costs_of(job), job.layout, keep=args.plot is not None)
     budget = _budget(prediction, args.tokens)
     if args.plot is not None:
-        from titan.planner.report import pictures
+        from titan.planner.report import plots
 
-        pictures.draw_prediction(prediction, where, args.plot)
+        plots.draw_prediction(prediction, where, args.plot)
     report = prediction.as_json() | {"cluster": where.name} | ({"budget": budget} if budget else {})
-    return report, words.prediction_text(prediction, where, str(job.layout), budget)
+    return report, render.prediction_text(prediction, where, str(job.layout), budget)
 
 
 def _budget(prediction: Any, tokens: float | None) -> dict[str, float] | None:
-    """What it takes to train on so many tokens; prices are in the cluster's currency."""
+    """Totals for a number of training tokens; the price is in the currency of the cluster file."""
     if tokens is None:
         return None
     if not tokens > 0:
-        raise ConfigError([Fault("command line", f"--tokens {tokens:g}: must be above 0")])
+        raise ConfigError([ConfigIssue("command line", f"--tokens {tokens:g}: must be above 0")])
     steps = tokens / prediction.tokens
     hours = steps * prediction.step_time_s / 3600
     return {
@@ -121,7 +127,7 @@ def _search(args: argparse.Namespace) -> tuple[dict[str, Any], str]:
     from tqdm import tqdm
 
     from titan.planner.machine import cluster
-    from titan.planner.report import words
+    from titan.planner.report import render
     from titan.planner.search.best_first import search
     from titan.planner.search.space import load_base
     from titan.planner.step.predict import Planner
@@ -129,7 +135,7 @@ def _search(args: argparse.Namespace) -> tuple[dict[str, Any], str]:
     where, base = cluster.load(args.cluster), load_base(args.config, args.overrides)
     ranks = args.world_size or load_job(args.config, args.overrides).layout.world_size
     if ranks < 1 or args.top < 1:
-        raise ConfigError([Fault("command line", f"--world-size {ranks}, --top {args.top}: must be at least 1")])
+        raise ConfigError([ConfigIssue("command line", f"--world-size {ranks}, --top {args.top}: must be at least 1")])
     with tqdm(desc="layouts", disable=None, leave=False, file=sys.stderr) as bar:
 
         def progress(done: int, of: int) -> None:
@@ -146,15 +152,15 @@ def _search(args: argparse.Namespace) -> tuple[dict[str, Any], str]:
             progress=progress,
             workers=min(MOST_WORKERS, cores()),
         )
-    text = words.search_text(result, where, ranks)
+    text = render.search_text(result, where, ranks)
     if not result.best:
-        raise ConfigError([Fault("", words.nothing_fits(result, where))])
+        raise ConfigError([ConfigIssue("", render.nothing_fits(result, where))])
     if space.left_out:
-        text += f"\n\n{words.left_out_text(space.left_out)}"
+        text += f"\n\n{render.left_out_text(space.left_out)}"
     best = result.best[0]
     if args.explain:
-        text += "\n\n" + words.explained(result.best)
-    if args.write is not None:
+        text += "\n\n" + render.explained(result.best)
+    if args.output is not None:
         text += "\n\n" + _write(args, best.choice.values())
     layouts = [found.prediction.as_json() | {"layout": found.choice.values()} for found in result.best]
     return best.prediction.as_json() | {
@@ -165,20 +171,20 @@ def _search(args: argparse.Namespace) -> tuple[dict[str, Any], str]:
 
 
 def _write(args: argparse.Namespace, values: dict[str, Any]) -> str:
-    """The job with these keys laid over it, as a TOML that can be trained."""
-    from titan.planner.report.written import write_toml
+    """Write the job with these layout keys as a TOML; returns the line to print."""
+    from titan.planner.report.export_toml import write_toml
 
-    write_toml(args.write, args.config, args.overrides, values)
-    return f"written to {args.write}; train with ./run_train.sh --config {args.write}"
+    write_toml(args.output, args.config, args.overrides, values)
+    return f"wrote {args.output}; train with ./run_train.sh --config {args.output}"
 
 
 def _study(args: argparse.Namespace) -> tuple[dict[str, Any], str]:
     from titan.planner.machine import cluster
-    from titan.planner.report import pictures, studies
+    from titan.planner.report import plots, studies
 
     study = studies.run(args.study, args.config, args.overrides, cluster.load(args.cluster), args.world_size)
     if args.plot is not None:
-        pictures.draw_study(study, args.plot)
+        plots.draw_study(study, args.plot)
     return study.as_json(), study.text()
 
 
@@ -188,27 +194,27 @@ def _exact(args: argparse.Namespace) -> tuple[dict[str, Any], str]:
     job = load_job(args.config, args.overrides, args.world_size)
     if not 0 <= args.rank < job.layout.world_size:
         what = f"--rank {args.rank}: the layout has ranks 0 to {job.layout.world_size - 1}"
-        raise ConfigError([Fault("command line", what)])
+        raise ConfigError([ConfigIssue("command line", what)])
     run = dry_run(job, args.rank)
     return run.as_json(), report(run)
 
 
 def _model_only(args: argparse.Namespace) -> tuple[dict[str, Any], str]:
-    from titan.planner.report import by_hand
+    from titan.planner.report import closed_form
     from titan.planner.step.layout import costs_of
 
-    job: Job = load_job(args.config, args.overrides) if args.config else by_hand.alone(args.overrides)
-    report = by_hand.report(
+    job: Job = load_job(args.config, args.overrides) if args.config else closed_form.alone(args.overrides)
+    report = closed_form.report(
         job, tokens=args.tokens, devices=args.devices, peak_tflops=args.peak_tflops, utilisation=args.utilisation,
-        held=costs_of(job).held,
+        held=costs_of(job).state,
     )  # fmt: skip
-    return report, by_hand.text(report)
+    return report, closed_form.text(report)
 
 
 def _clusters(args: argparse.Namespace) -> tuple[dict[str, Any], str]:
     from titan.planner.machine import cluster
-    from titan.planner.report import words
+    from titan.planner.report import render
 
     found = {name: cluster.load(name) for name in cluster.names()}
     rows = [[name, c.device.name, f"{c.device.memory_gib:g} GiB", c.name] for name, c in found.items()]
-    return {"clusters": {name: vars(c.device) for name, c in found.items()}}, "\n".join(words.columns(rows, left=4))
+    return {"clusters": {name: vars(c.device) for name, c in found.items()}}, "\n".join(render.columns(rows, left=4))

@@ -1,4 +1,4 @@
-"""`titan plugins`: who is there, or the options of one."""
+"""`titan plugins`: list all plugins, or print the documentation and options of one."""
 
 import argparse
 import inspect
@@ -9,27 +9,31 @@ from titan.contracts import Model, Technique
 from titan.contracts.base import registry
 from titan.contracts.base.options import REQUIRED, did_you_mean, options_of
 from titan.contracts.base.registry import Plugin
-from titan.errors import ConfigError, Fault
+from titan.errors import ConfigError, ConfigIssue
 
-HELP = "list all plugins with a line each, or print the documentation and options of one"
+HELP = "list all plugins, one line each, or print the documentation and options of one"
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """A name, or none for all."""
+    """Add the plugin's name (none: list all plugins) and the form of the output."""
     parser.add_argument("name", nargs="?", help="plugin to describe; default: list all")
     parser.add_argument(
-        "--path", action="append", default=[], metavar="P", help="your own plugins: a folder or a .py file"
+        "--path",
+        action="append",
+        default=[],
+        metavar="P",
+        help="also load plugins from this folder or .py file; may be repeated",
     )
     parser.add_argument("--json", action="store_true", help="one JSON object")
 
 
 def run(args: argparse.Namespace) -> int:
-    """Print it."""
-    registry.open_doors(args.path)
+    """Print the list, or the description of one plugin."""
+    registry.load_plugins(args.path)
     chosen = [plugin for plugin in registry.every() if args.name in (None, plugin.name)]
     if not chosen:
         hint = did_you_mean(args.name, {plugin.name for plugin in registry.every()})
-        raise ConfigError([Fault("", f"no plugin is called {args.name!r}{hint}{registry.left_out()}")])
+        raise ConfigError([ConfigIssue("", f"no plugin is named {args.name!r}{hint}{registry.left_out()}")])
     if args.json:
         print(json.dumps({"plugins": [_as_json(plugin) for plugin in chosen]}, indent=2))
     elif args.name is None:

@@ -1,4 +1,4 @@
-"""TOML to Job: strict, with every fault said at once."""
+"""TOML to Job: strict, with all faults reported at once."""
 
 from titan.config.job import Job, Source
 from titan.config.load import load_job, load_table, said_twice

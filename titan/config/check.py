@@ -1,4 +1,4 @@
-"""What only the whole job can tell: the model's sizes, paths, and what each technique cannot do with it."""
+"""Checks that need the whole job: the model's sizes, paths, and what each technique requires."""
 
 from collections.abc import Callable
 from pathlib import Path
@@ -6,12 +6,13 @@ from pathlib import Path
 from titan.config.job import Job
 from titan.contracts.base.conformance import sentences
 from titan.contracts.base.options import Where
-from titan.contracts.base.plan import ModelPlan
-from titan.errors import ConfigError, Fault, PluginError
+from titan.contracts.base.spec import ModelSpec
+from titan.contracts.sections import RESUME
+from titan.errors import ConfigError, ConfigIssue, PluginError
 
 
 def check(job: Job, where: Callable[..., Where]) -> None:
-    """Ask the model and the techniques. where: the place of a table, by the parts of its name.
+    """Run the checks of the model and of the enabled techniques. where: gives the place of a table by its name's parts.
 
     Raises:
         ConfigError: with every fault found.
@@ -19,31 +20,32 @@ def check(job: Job, where: Callable[..., Where]) -> None:
     sizes = sentences(job.model, "check")
     faults = [where("model").fault("", sentence) for sentence in sizes] + _absent_folders(job, where("checkpoint"))
     if not faults:
-        plan = _plan(job, where())
-        if job.data.seq_len > plan.max_seq_len:
-            what = f"= {job.data.seq_len} is longer than the model's max_seq_len {plan.max_seq_len}"
+        spec = _plan(job, where())
+        if job.data.seq_len > spec.max_seq_len:
+            what = f"= {job.data.seq_len}: must be at most the model's max_seq_len, {spec.max_seq_len}"
             faults.append(where("data").fault("seq_len", what))
         job.stating("one_backward")  # asked now, so that facts() that states nonsense is refused here
         for technique in job.techniques:
-            found = sentences(technique, "check", job, plan)
+            found = sentences(technique, "check", job, spec)
             faults += [where("plugins", technique.name).fault("", sentence) for sentence in found]
     if faults:
         raise ConfigError(faults)
 
 
-def _absent_folders(job: Job, where: Where) -> list[Fault]:
+def _absent_folders(job: Job, where: Where) -> list[ConfigIssue]:
     faults = []
     resume, init_from = job.checkpoint.resume, job.checkpoint.init_from
-    if resume not in ("auto", "must", "never") and not Path(resume).expanduser().exists():
-        faults.append(where.fault("resume", f"= {resume!r}: no such folder (or one of 'auto', 'must', 'never')"))
+    if resume not in RESUME and not Path(resume).expanduser().exists():
+        what = f"= {resume!r}: no such folder; give one that exists, or one of {', '.join(map(repr, RESUME))}"
+        faults.append(where.fault("resume", what))
     if init_from and not Path(init_from).expanduser().exists():
         faults.append(where.fault("init_from", f"= {init_from!r}: no such folder"))
     return faults
 
 
-def _plan(job: Job, where: Where) -> ModelPlan:
+def _plan(job: Job, where: Where) -> ModelSpec:
     try:
-        plan, _ = job.plan, job.precision  # both are asked now, so that hooks that return nothing are refused here
+        spec, _ = job.spec, job.precision  # both are asked now, so that hooks that return nothing are refused here
     except PluginError as error:
-        raise ConfigError([Fault(where.source, str(error))]) from None
-    return plan
+        raise ConfigError([ConfigIssue(where.source, str(error))]) from None
+    return spec

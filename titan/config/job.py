@@ -11,7 +11,8 @@ from titan.contracts import Dataset, Fact, Loss, LrSchedule, Model, Optimizer, P
 from titan.contracts.base.conformance import answer, label
 from titan.contracts.base.mesh import Layout
 from titan.contracts.base.options import did_you_mean
-from titan.contracts.base.plan import ModelPlan
+from titan.contracts.base.spec import ModelSpec
+from titan.contracts.deprecated import formerly
 from titan.contracts.sections import (
     CheckpointSection,
     CommSection,
@@ -32,12 +33,13 @@ class Source:
     weight: float
 
 
+@formerly(plan="spec")
 @dataclass(frozen=True, kw_only=True)
 class Job:
     """A run as its TOML describes it. Hooks see it as a `titan.contracts.Job`.
 
-    held_out: what is validated on.  techniques: those that are on, in TOML order.  table: the resolved TOML, defaults
-    filled in; loading it again gives the same job.
+    validation_data: the dataset of `[validation]`, or None.  techniques: those that are on, in TOML order.
+    table: the resolved TOML, defaults filled in; loading it again gives the same job.
     """
 
     run: RunSection
@@ -51,7 +53,7 @@ class Job:
     model: Model
     tokenizer: Tokenizer
     sources: tuple[Source, ...]
-    held_out: Dataset | None
+    validation_data: Dataset | None
     loss: Loss
     optimizer: Optimizer
     lr_schedule: LrSchedule
@@ -61,16 +63,16 @@ class Job:
 
     @property
     def folder(self) -> Path:
-        """The run's folder."""
+        """The run's folder, `[run] dir`/`[run] name`, with `~` expanded."""
         return Path(self.run.dir).expanduser() / self.run.name
 
     @cached_property
-    def plan(self) -> ModelPlan:
-        """The model's plan as the techniques that are on change it."""
-        plan = answer(self.model, "plan", ModelPlan)
+    def spec(self) -> ModelSpec:
+        """The model's spec as the techniques that are on change it."""
+        spec = answer(self.model, "spec", ModelSpec)
         for technique in self.techniques:
-            plan = answer(technique, "plan", ModelPlan, plan)
-        return plan
+            spec = answer(technique, "spec", ModelSpec, spec)
+        return spec
 
     def provides(self, capability: str) -> bool:
         """Whether a technique that is on provides this capability."""
@@ -100,8 +102,8 @@ class Job:
         """The same training, laid out otherwise; its `table` stays this job's."""
         train = replace(self.train, micro_batch_size=micro_batch)
         job = replace(self, layout=layout, train=train, techniques=techniques)
-        if all(type(t).plan is Technique.plan for t in (*self.techniques, *techniques)):
-            vars(job)["plan"] = self.plan  # the model's own, and it takes a while to make
+        if all(type(t).spec is Technique.spec for t in (*self.techniques, *techniques)):
+            vars(job)["spec"] = self.spec  # the model's own, and it takes a while to make
         return job
 
     @property
@@ -111,7 +113,7 @@ class Job:
 
     @property
     def micro_batch(self) -> int:
-        """Samples per forward on one rank."""
+        """Samples (sequences) per forward pass on one rank, chosen here if the TOML leaves it at 0."""
         if self.train.micro_batch_size:
             return self.train.micro_batch_size
         return choose_micro_batch(self.train.global_batch_size // self.batch_ranks, self.layout.role_degree("stage"))

@@ -1,4 +1,4 @@
-"""Build a Job from files and the command line, collecting every fault before saying any."""
+"""Build a Job from files and the command line; all faults are collected and reported together."""
 
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
@@ -8,16 +8,14 @@ import titan.configs
 from titan.config import tables
 from titan.config.check import check
 from titan.config.job import Job, Source, choose_micro_batch, divisors
+from titan.config.renames import renew
+from titan.config.sections import ONE_OF, SECTIONS
 from titan.config.tables import Table
 from titan.config.techniques import agree, chosen_techniques, unattended
 from titan.contracts import (
     Dataset,
-    Loss,
-    LrSchedule,
     Model,
-    Optimizer,
     Technique,
-    Tokenizer,
     Tracker,
 )
 from titan.contracts.base import registry
@@ -45,20 +43,10 @@ from titan.contracts.sections import (
     TrainSection,
     ValidationSection,
 )
-from titan.errors import ConfigError, Fault
+from titan.errors import ConfigError, ConfigIssue
 
 BUILT_IN = Path(next(iter(titan.configs.__path__)))
 QUICKSTART = BUILT_IN / "quickstart.toml"
-SECTIONS: Mapping[str, type] = {
-    "run": RunSection,
-    "train": TrainSection,
-    "data": DataSection,
-    "checkpoint": CheckpointSection,
-    "validation": ValidationSection,
-    "metrics": MetricsSection,
-    "comm": CommSection,
-}
-ONE_OF: tuple[type[Plugin], ...] = (Model, Tokenizer, Loss, Optimizer, LrSchedule)
 OTHERS = ("mesh", "plugins")
 WEIGHT = Spec("share of the samples that an entry of a mixture gives", above=0, at_most=1e9)
 
@@ -76,12 +64,12 @@ def load_job(path: Path | None, overrides: Sequence[str] = (), world_size: int |
     """
     path = path or QUICKSTART
     table = tables.read(path, overrides, BUILT_IN)
-    registry.open_doors(plugin_folders(table))
+    registry.load_plugins(plugin_folders(table))
     return _Loader(table, str(path)).load(world_size, path.stem)
 
 
 def said_twice(path: Path | None, overrides: Sequence[str] = ()) -> list[str]:
-    """Sentences about keys that a file gives and something above it outranks without naming them: which counts.
+    """Sentences about model sizes of a file that a preset above it overrides.
 
     Raises:
         ConfigError: a file cannot be read, or a word is no override.
@@ -90,11 +78,11 @@ def said_twice(path: Path | None, overrides: Sequence[str] = ()) -> list[str]:
 
 
 def load_table(values: Mapping[str, Any], origin: str, overrides: Sequence[str], world_size: int | None = None) -> Job:
-    """The job of a table that comes from no TOML file; `origin` says in messages where from. Else as `load_job`."""
+    """As `load_job`, from a table instead of a file; `origin` names the source of the table in messages."""
     table = Table()
     table.merge(values, origin)
     tables.override(table, overrides)
-    registry.open_doors(plugin_folders(table))
+    registry.load_plugins(plugin_folders(table))
     return _Loader(table, origin).load(world_size, "unnamed")
 
 
@@ -104,7 +92,7 @@ def plugin_folders(table: Table) -> tuple[str, ...]:
     try:
         folders: tuple[str, ...] = coerce(value, tuple[str, ...])
     except ValueError as error:
-        raise ConfigError([Fault("", f"[plugins] path: {error}, of folders or .py files")]) from None
+        raise ConfigError([ConfigIssue("", f"[plugins] path: {error} of folders or .py files")]) from None
     return tuple(absolute(folder) for folder in folders)
 
 
@@ -113,18 +101,19 @@ class _Loader:
 
     def __init__(self, table: Table, source: str) -> None:
         self.table, self.source = table, source
-        self.faults: list[Fault] = []
+        self.faults: list[ConfigIssue] = []
         self.resolved: dict[str, Any] = {}
 
     def load(self, world_size: int | None, default_name: str) -> Job:
         self._unknown_sections()
+        self.faults += renew(self.table, self.source)
         run = self._section("run", RunSection)
         train = self._section("train", TrainSection)
         checkpoint = self._section("checkpoint", CheckpointSection)
         comm = self._section("comm", CommSection)
         model, tokenizer, loss, optimizer, schedule = (self._one_of(contract) for contract in ONE_OF)
         data, sources = self._data()
-        validation, held_out = self._validation()
+        validation, validation_data = self._validation()
         metrics, trackers = self._metrics()
         layout, techniques = self._layout_and_techniques(world_size)
         if train is not None:
@@ -136,8 +125,9 @@ class _Loader:
             self.resolved["run"]["name"] = default_name
         job = Job(
             run=run, train=train, data=data, checkpoint=checkpoint, validation=validation, metrics=metrics, comm=comm,
-            layout=layout, model=model, tokenizer=tokenizer, sources=sources, held_out=held_out, loss=loss,
-            optimizer=optimizer, lr_schedule=schedule, techniques=techniques, trackers=trackers, table=self.resolved,
+            layout=layout, model=model, tokenizer=tokenizer, sources=sources, validation_data=validation_data,
+            loss=loss, optimizer=optimizer, lr_schedule=schedule, techniques=techniques, trackers=trackers,
+            table=self.resolved,
         )  # fmt: skip
         check(job, self._where)
         return job
@@ -150,9 +140,9 @@ class _Loader:
         for key, value in self.table.values.items():
             origin = self.table.origins.get((key,), self.source)
             if key not in known:
-                self.faults.append(Fault(origin, f"[{key}]: unknown table{did_you_mean(key, known)}"))
+                self.faults.append(ConfigIssue(origin, f"[{key}]: unknown table{did_you_mean(key, known)}"))
             elif not isinstance(value, dict):
-                self.faults.append(Fault(origin, f"{key} = {value!r}: must be a table, [{key}]"))
+                self.faults.append(ConfigIssue(origin, f"{key} = {value!r}: must be a table, [{key}]"))
                 self.table.values[key] = {}
 
     def _parse(self, config: type[C], values: Mapping[str, Any], *path: str) -> C | None:
@@ -173,7 +163,7 @@ class _Loader:
             default = registry.default_of(contract.kind)
             if default is None:
                 known = ", ".join(registry.names(contract.kind))
-                self.faults.append(self._where(*path).fault("name", f"missing; which {contract.kind}? ({known})"))
+                self.faults.append(self._where(*path).fault("name", f"missing; name a {contract.kind} ({known})"))
             return default
         if sentence := registry.trouble(contract.kind, str(name)):
             self.faults.append(self._where(*path).fault("name", f"= {str(name)!r}: {sentence}"))
@@ -212,15 +202,19 @@ class _Loader:
         return {**plugin.presets[str(name)], **values}
 
     def _data(self) -> tuple[Any, tuple[Source, ...]]:
-        host, guest = self._divided("data", DataSection)
-        mixture = guest.pop("mixture", None)
+        host, dataset = self._divided("data", DataSection)
+        mixture = dataset.pop("mixture", None)
         data = self._parse(DataSection, host, "data")
         if mixture is None:
-            source = self._source(guest, 1.0, "data")
+            source = self._source(dataset, 1.0, "data")
             self.resolved["data"] = {**(resolved_table(data) if data else {}), **(source[1] if source else {})}
             return data, (source[0],) if source else ()
-        for key in guest:
-            self.faults.append(self._where("data").fault(key, "belongs in an entry of [[data.mixture]]"))
+        for key in dataset:
+            self.faults.append(
+                self._where("data").fault(
+                    key, "cannot stand beside a mixture; move it into an entry of [[data.mixture]]"
+                )
+            )
         found = self._mixture(mixture)
         self.resolved["data"] = {**(resolved_table(data) if data else {}), "mixture": [table for _, table in found]}
         return data, tuple(source for source, _ in found)
@@ -232,24 +226,24 @@ class _Loader:
         return host, {key: value for key, value in values.items() if key not in own}
 
     def _validation(self) -> tuple[Any, Dataset | None]:
-        host, guest = self._divided("validation", ValidationSection)
+        host, dataset = self._divided("validation", ValidationSection)
         validation = self._parse(ValidationSection, host, "validation")
         self.resolved["validation"] = resolved_table(validation) if validation else {}
-        if "name" not in guest:
-            self._unnamed(guest, validation is not None and validation.every > 0)
+        if "name" not in dataset:
+            self._unnamed(dataset, validation is not None and validation.every > 0)
             return validation, None
-        source = self._source(guest, 1.0, "validation")
+        source = self._source(dataset, 1.0, "validation")
         self.resolved["validation"] |= source[1] if source else {}
         return validation, source[0].plugin if source else None
 
-    def _unnamed(self, guest: Mapping[str, Any], needed: bool) -> None:
+    def _unnamed(self, dataset: Mapping[str, Any], needed: bool) -> None:
         """Say what is wrong with a `[validation]` that names no dataset."""
         where, datasets = self._where("validation"), registry.of_kind(Dataset.kind)
-        if guest or needed:
+        if dataset or needed:
             known = ", ".join(plugin.name for plugin in datasets)
-            self.faults.append(where.fault("name", f"missing; which dataset? ({known})"))
+            self.faults.append(where.fault("name", f"missing; name a dataset ({known})"))
         keys = {o.key for config in (ValidationSection, *(p.Config for p in datasets)) for o in options_of(config)}
-        self.faults += [where.fault(key, f"unknown key{did_you_mean(key, keys)}") for key in guest if key not in keys]
+        self.faults += [where.fault(key, f"unknown key{did_you_mean(key, keys)}") for key in dataset if key not in keys]
 
     def _mixture(self, mixture: Any) -> list[tuple[Source, dict[str, Any]]]:
         if not isinstance(mixture, list) or not mixture or not all(isinstance(entry, dict) for entry in mixture):
@@ -348,7 +342,7 @@ class _Loader:
                 self.resolved["plugins"][name] = {"enabled": enabled, **resolved_table(config)}
         for technique in techniques:
             self.resolved["plugins"].setdefault(technique.name, {"enabled": True, **resolved_table(technique.config)})
-        self.faults += [Fault(self.source, sentence) for sentence in agree(techniques)]
+        self.faults += [ConfigIssue(self.source, sentence) for sentence in agree(techniques)]
         return layout, tuple(techniques)
 
     def _stated_techniques(self, known: Iterable[type[Technique]]) -> dict[str, tuple[bool, Any]]:
@@ -369,13 +363,15 @@ class _Loader:
         if train.global_batch_size % ranks:
             down = train.global_batch_size // ranks * ranks
             near = f"{down} or {down + ranks}" if down else str(ranks)
-            what = f"= {train.global_batch_size} does not divide over {ranks} batch ranks ({layout}); nearest: {near}"
+            what = (
+                f"= {train.global_batch_size}: must be divisible by the {ranks} batch ranks ({layout}); nearest: {near}"
+            )
             self.faults.append(where.fault("global_batch_size", what))
             return
         share = train.global_batch_size // ranks
         micro = train.micro_batch_size or choose_micro_batch(share, layout.role_degree("stage"))
         if share % micro:
             fits = min(divisors(share), key=lambda size: abs(size - micro))
-            samples = f"a rank's {share} samples a step ({train.global_batch_size} / {ranks})"
-            what = f"= {micro} does not divide {samples}; nearest: {fits}"
+            samples = f"the {share} samples per step per rank ({train.global_batch_size} / {ranks})"
+            what = f"= {micro}: must divide {samples}; nearest: {fits}"
             self.faults.append(where.fault("micro_batch_size", what))

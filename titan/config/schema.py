@@ -5,7 +5,7 @@ import typing
 from collections.abc import Iterable
 from typing import Any, Literal, Union
 
-from titan.config.load import ONE_OF, SECTIONS
+from titan.config.sections import ONE_OF, SECTIONS
 from titan.contracts import Dataset, Model, Technique, Tracker
 from titan.contracts.base import registry
 from titan.contracts.base.options import REQUIRED, Option, options_of
@@ -15,9 +15,11 @@ JsonSchema = dict[str, Any]
 
 
 def schema() -> JsonSchema:
-    """The schema of every TOML that `load_job` takes, with the plugins known now."""
-    registry.open_doors()
-    properties: JsonSchema = {"base": {"type": "string", "description": "file whose keys lie below this file's"}}
+    """The schema of every TOML that `load_job` takes, with the plugins known now and without former spellings."""
+    registry.load_plugins()
+    properties: JsonSchema = {
+        "base": {"type": "string", "description": "file to inherit from; keys of this file override it"}
+    }
     properties |= {name: _table(options_of(section)) for name, section in SECTIONS.items()}
     properties |= {contract.section: _one_of(contract) for contract in ONE_OF}
     properties["data"] = _data()

@@ -1,4 +1,4 @@
-"""TOML text to one merged table that remembers where each key came from."""
+"""TOML files and overrides merged into one table that records which file set each key."""
 
 import tomllib
 from collections.abc import Iterator, Mapping, Sequence
@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from titan.contracts.base.options import CliText, absolute
-from titan.errors import ConfigError, Fault, by_errno
+from titan.errors import ConfigError, ConfigIssue, by_errno
 
 Path_ = tuple[str, ...]
 COMMAND_LINE = "command line"
@@ -18,6 +18,7 @@ PRESET = ("model", "preset")
 class Table:
     """Merged tables of a job: nested values, and for each key's path the file (or command line) that set it.
 
+    origins: in the order in which keys were set last.
     outdated: keys that stood in a table when a file above it gave the table another `name`.
     outranked: keys of the model that stood in files below one (or the command line) with a preset, with their values:
     a preset states all sizes, and what stands higher counts.
@@ -29,7 +30,7 @@ class Table:
     outranked: dict[str, Any] = field(default_factory=dict)
 
     def merge(self, other: Mapping[str, Any], origin: str, at: Path_ = ()) -> None:
-        """Lay `other` over this; tables merge, everything else is replaced."""
+        """Merge `other` over this one: tables merge, any other value replaces."""
         here = self.values
         for key in at:
             here = here.setdefault(key, {})
@@ -45,7 +46,15 @@ class Table:
                     self._outrank(here, origin)
                 here[key] = value
             self.outdated.discard((*at, key))
+            self.origins.pop((*at, key), None)
             self.origins[(*at, key)] = origin
+
+    def put(self, path: Path_, value: Any, origin: str) -> None:
+        """Set one value, as `merge` does: `path` is its tables and key, `origin` the file or the command line."""
+        nested: dict[str, Any] = {path[-1]: value}
+        for part in reversed(path[:-1]):
+            nested = {part: nested}
+        self.merge(nested, origin)
 
     def _outrank(self, model: dict[str, Any], origin: str) -> None:
         """Drop what lower files say of the model, but for its name."""
@@ -61,7 +70,7 @@ class Table:
         return here
 
     def origins_in(self, *path: str) -> dict[str, str]:
-        """Who set each key of the table at a path."""
+        """Key -> file or command line that set it, for the table at a path."""
         return {at[-1]: origin for at, origin in self.origins.items() if at[:-1] == path}
 
 
@@ -81,12 +90,13 @@ def split_arguments(words: Sequence[str]) -> tuple[Path | None, list[str]]:
 
 
 def read(path: Path | None, overrides: Sequence[str], built_in: Path) -> Table:
-    """The file with its bases below it and the command line above it.
+    """The file merged over its base files, with the command line on top.
 
-    Relative paths are looked up from the working directory, then among the configs that came with titan.
+    Relative paths are searched in the working directory, then among the built-in configs.
 
     Raises:
-        ConfigError: a file is missing, is no TOML, or bases go in a circle; a word of the command line is no override.
+        ConfigError: a file is missing or is no TOML, base files are circular, or a word of the command line is no
+            override.
     """
     table = Table()
     if path is not None:
@@ -97,7 +107,7 @@ def read(path: Path | None, overrides: Sequence[str], built_in: Path) -> Table:
 
 
 def said_twice(path: Path | None, overrides: Sequence[str], built_in: Path) -> list[str]:
-    """A sentence where a preset has outranked what files below it say of the model: which counts.
+    """A sentence where a preset overrides model sizes of files below it, with those sizes.
 
     Raises:
         ConfigError: as `read` does.
@@ -107,28 +117,25 @@ def said_twice(path: Path | None, overrides: Sequence[str], built_in: Path) -> l
     if not lost:
         return []
     preset, whose = table.at(*PRESET), table.origins[PRESET]
-    return [f"[model] preset = {str(preset)!r} ({whose}) counts, not what stands below it: {', '.join(lost)}"]
+    return [f"[model] preset = {str(preset)!r} ({whose}) overrides what files below it set: {', '.join(lost)}"]
 
 
 def override(table: Table, words: Sequence[str]) -> None:
-    """Lay `--table.key value` words of a command line over a table.
+    """Merge the overrides of a command line, `--table.key value`, into a table.
 
     Raises:
         ConfigError: a word is no override, or goes through what is no table.
     """
     for key, value in _overrides(words):
-        nested: dict[str, Any] = {key[-1]: value}
-        for part in reversed(key[:-1]):
-            nested = {part: nested}
         _clear_way(table, key)
-        table.merge(nested, COMMAND_LINE)
+        table.put(key, value, COMMAND_LINE)
 
 
 def _clear_way(table: Table, key: Path_) -> None:
     here = table.values
     for part in key[:-1]:
         if not isinstance(here.get(part, {}), dict):
-            raise ConfigError([Fault(COMMAND_LINE, f"--{'.'.join(key)}: {part} is a value, not a table")])
+            raise ConfigError([ConfigIssue(COMMAND_LINE, f"--{'.'.join(key)}: {part} is a value, not a table")])
         here = here.get(part, {})
 
 
@@ -137,14 +144,14 @@ def _locate(path: Path, built_in: Path) -> Path:
         if candidate.is_file():
             return candidate
     there = ", ".join(sorted(file.stem for file in built_in.glob("*.toml")))
-    raise ConfigError([Fault(str(path), f"no such config file (built in: {there})")])
+    raise ConfigError([ConfigIssue(str(path), f"no such config file (built in: {there})")])
 
 
 def _chain(path: Path, built_in: Path) -> Iterator[tuple[Path, dict[str, Any]]]:
     seen: list[Path] = []
     while True:
         if path.resolve() in seen:
-            raise ConfigError([Fault(str(path), "bases go in a circle: " + " -> ".join(p.name for p in seen))])
+            raise ConfigError([ConfigIssue(str(path), "circular base files: " + " -> ".join(p.name for p in seen))])
         seen.append(path.resolve())
         values = _parse(path)
         base = values.pop("base", None)
@@ -152,7 +159,7 @@ def _chain(path: Path, built_in: Path) -> Iterator[tuple[Path, dict[str, Any]]]:
         if base is None:
             return
         if not isinstance(base, str):
-            raise ConfigError([Fault(str(path), f"base = {base!r}: must be the name of a TOML file")])
+            raise ConfigError([ConfigIssue(str(path), f"base = {base!r}: must be the path of a TOML file")])
         beside = path.parent / base
         path = beside if beside.is_file() else _locate(Path(base), built_in)
 
@@ -161,9 +168,9 @@ def _parse(path: Path) -> dict[str, Any]:
     try:
         return tomllib.loads(path.read_text(encoding="utf-8"))
     except (ValueError, RecursionError) as error:  # no TOML, no UTF-8, thousands of digits, or of brackets
-        raise ConfigError([Fault(str(path), f"is not TOML: {error}")]) from None
+        raise ConfigError([ConfigIssue(str(path), f"is not TOML: {error}")]) from None
     except OSError as error:
-        raise by_errno(error, ConfigError([Fault(str(path), f"cannot be read: {error.strerror}")])) from None
+        raise by_errno(error, ConfigError([ConfigIssue(str(path), f"cannot be read: {error.strerror}")])) from None
 
 
 def _anchored(values: dict[str, Any], path: Path) -> dict[str, Any]:
@@ -182,11 +189,11 @@ def _overrides(words: Sequence[str]) -> Iterator[tuple[Path_, CliText]]:
         name, equals, value = word.removeprefix("--").partition("=")
         position += 1
         if not word.startswith("--") or not all(name.split(".")) or "." not in name:
-            faults.append(Fault(COMMAND_LINE, f"{word}: expected --table.key value"))
+            faults.append(ConfigIssue(COMMAND_LINE, f"{word}: expected --table.key value"))
             continue
         if not equals:
             if position == len(words) or words[position].startswith("--"):
-                faults.append(Fault(COMMAND_LINE, f"{word}: needs a value"))
+                faults.append(ConfigIssue(COMMAND_LINE, f"{word}: needs a value"))
                 continue
             value = words[position]
             position += 1

@@ -1,4 +1,4 @@
-"""Which techniques are on, and whether they get along."""
+"""Which techniques are enabled, and whether they are compatible."""
 
 from collections.abc import Iterable, Mapping, Sequence
 
@@ -9,9 +9,9 @@ from titan.contracts.base.mesh import Layout
 def chosen_techniques(
     known: Sequence[type[Technique]], stated: Mapping[str, bool], layout: Layout
 ) -> list[type[Technique]]:
-    """The techniques that are on: those the TOML states, those whose axis is above 1, those others require.
+    """The enabled techniques: those with a table, those whose mesh axis is above 1, and those that others require.
 
-    stated: technique name -> enabled, in TOML order. Stated ones come first, in that order, then the others by name.
+    stated: technique name -> enabled, by the tables of the TOML, in order. They come first, then the others by name.
     """
     by_name = {plugin.name: plugin for plugin in known}
     on = [by_name[name] for name, enabled in stated.items() if enabled]
@@ -27,7 +27,7 @@ def chosen_techniques(
 def _uncovered(
     by_axis: Sequence[type[Technique]], on: Sequence[type[Technique]], layout: Layout
 ) -> list[type[Technique]]:
-    """Those whose axis nobody else handles."""
+    """Those with an axis above 1 that no enabled technique covers."""
     covered = {axis for plugin in on for axis in plugin.covers}
     return [p for p in by_axis if any(layout.degree(a.name) > 1 and a.name not in covered for a in p.axes)]
 
@@ -35,7 +35,7 @@ def _uncovered(
 def _stand_ins(
     on: Sequence[type[Technique]], known: Sequence[type[Technique]], stated: Mapping[str, bool]
 ) -> list[type[Technique]]:
-    """Default providers of what is required and not provided."""
+    """Default providers of capabilities that enabled techniques require and none provides."""
     added: list[type[Technique]] = []
     for capability in dict.fromkeys(capability for plugin in on for capability in plugin.requires):
         if any(capability in (p.name, *p.provides) for p in (*on, *added)):
@@ -48,10 +48,10 @@ def _stand_ins(
 def unattended(
     known: Iterable[type[Technique]], on: Iterable[type[Technique]], layout: Layout
 ) -> list[tuple[str, str]]:
-    """(axis, sentence) of each axis above 1 that no technique which is on owns or covers."""
+    """(axis, sentence) for each axis above 1 that no enabled technique owns or covers."""
     attended = {name for plugin in on for name in (*plugin.covers, *(axis.name for axis in plugin.axes))}
     return [
-        (axis.name, f"= {layout.degree(axis.name)}, but [plugins.{plugin.name}], which it needs, is switched off")
+        (axis.name, f"= {layout.degree(axis.name)}: needs [plugins.{plugin.name}], which has enabled = false")
         for plugin in known
         for axis in plugin.axes
         if layout.degree(axis.name) > 1 and axis.name not in attended
@@ -59,18 +59,18 @@ def unattended(
 
 
 def agree(techniques: Iterable[Technique]) -> list[str]:
-    """Sentences about techniques that cannot be on together, or miss one they require."""
+    """A sentence for each pair of conflicting techniques and each missing requirement."""
     on = {technique.name: technique for technique in techniques}
     provided = {capability for technique in on.values() for capability in technique.provides} | set(on)
     sentences = [
-        f"[plugins.{name}] and [plugins.{other}] cannot be on together: {why}"
+        f"[plugins.{name}] and [plugins.{other}] cannot be enabled together: {why}"
         for name, technique in on.items()
         for against, why in technique.conflicts.items()
         for other, that in on.items()
         if other != name and against in (other, *that.provides)
     ]
     sentences += [
-        f"[plugins.{name}] requires {capability}, and no technique that is on provides it"
+        f"[plugins.{name}] requires {capability}, which no enabled technique provides"
         for name, technique in on.items()
         for capability in technique.requires
         if capability not in provided
@@ -78,5 +78,5 @@ def agree(techniques: Iterable[Technique]) -> list[str]:
     for what in ("split", "engine"):
         owners = [name for name, t in on.items() if getattr(type(t), what) is not getattr(Technique, what)]
         if len(owners) > 1:
-            sentences.append(f"only one technique can bring a {what}(), but these do: {', '.join(owners)}")
+            sentences.append(f"only one technique may define {what}(), but these do: {', '.join(owners)}")
     return sentences

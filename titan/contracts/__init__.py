@@ -1,38 +1,67 @@
-"""Every kind of plugin and what the host asks of it: the one import of a plugin's author.
+"""The plugin API: the contract of every kind of plugin, and all that a plugin needs to import.
 
 A plugin subclasses one of these, sets `name` and `Config`, and carries `@register`::
 
     from titan.contracts import Optimizer, option, register
 
-Public methods are hooks and keep the names and parameters given in the kind's file; helpers start with an underscore.
+Public methods are hooks: their names and parameters must be those of the contract. Start the names of helpers with an
+underscore. Per kind: `model`, `technique`, `objective` (loss, optimizer, schedule), `text` (tokenizer, dataset),
+`tracker`. In `base`: `spec` (a model as data), `cost` (a step as data), `mesh`, `parts`, `batch`, `options`.
 """
 
-import sys
-
-from titan.contracts.base import cost, mesh, options, plan
+from titan.contracts import deprecated  # noqa: F401 (former names)
 from titan.contracts.base.attention import Cache, KeyValues, attend, document_mask
 from titan.contracts.base.batch import IGNORE, Batch, Document
 from titan.contracts.base.cost import Costs
 from titan.contracts.base.mesh import Axis, Mesh, Role
 from titan.contracts.base.options import REQUIRED, option
-from titan.contracts.base.parts import Part, Precision, sum_gradients
-from titan.contracts.base.plan import HfTensor, ModelPlan
+from titan.contracts.base.parts import ModelPart, Precision, sum_gradients
 from titan.contracts.base.registry import register
+from titan.contracts.base.spec import HfTensor, ModelSpec
 from titan.contracts.job import Fact, Job
 from titan.contracts.model import Model
 from titan.contracts.objective import Loss, LrSchedule, NamedParameter, Optimizer
-from titan.contracts.technique import Engine, LossFn, Phase, Technique, World
+from titan.contracts.technique import BuildContext, Engine, LossFn, Phase, Technique
 from titan.contracts.text import Dataset, Tokenizer
 from titan.contracts.tracker import Row, RunInfo, Tracker
 from titan.device import kind_of
 
 __all__ = [
-    "IGNORE", "REQUIRED", "Axis", "Batch", "Cache", "Costs", "Dataset", "Document", "Engine", "Fact", "HfTensor", "Job",
-    "KeyValues", "Loss", "LossFn", "LrSchedule", "Mesh", "Model", "ModelPlan", "NamedParameter", "Optimizer", "Part",
-    "Phase", "Precision", "Role", "Row", "RunInfo", "Technique", "Tokenizer", "Tracker", "World", "attend",
-    "document_mask", "kind_of", "option", "register", "sum_gradients",
+    "IGNORE",
+    "REQUIRED",
+    "Axis",
+    "Batch",
+    "BuildContext",
+    "Cache",
+    "Costs",
+    "Dataset",
+    "Document",
+    "Engine",
+    "Fact",
+    "HfTensor",
+    "Job",
+    "KeyValues",
+    "Loss",
+    "LossFn",
+    "LrSchedule",
+    "Mesh",
+    "Model",
+    "ModelPart",
+    "ModelSpec",
+    "NamedParameter",
+    "Optimizer",
+    "Phase",
+    "Precision",
+    "Role",
+    "Row",
+    "RunInfo",
+    "Technique",
+    "Tokenizer",
+    "Tracker",
+    "attend",
+    "document_mask",
+    "kind_of",
+    "option",
+    "register",
+    "sum_gradients",
 ]  # fmt: skip
-
-# Plugins written for titan 0.1 import these modules by names without `contracts`.
-for _module in (cost, mesh, options, plan):
-    sys.modules.setdefault(f"titan.{_module.__name__.rpartition('.')[2]}", _module)

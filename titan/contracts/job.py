@@ -1,10 +1,10 @@
-"""A job as hooks see it."""
+"""The job that hooks are given: a parsed config, read-only."""
 
 from collections.abc import Mapping
 from typing import Any, Literal, Protocol
 
 from titan.contracts.base.mesh import Layout
-from titan.contracts.base.plan import ModelPlan
+from titan.contracts.base.spec import ModelSpec
 from titan.contracts.model import Model
 from titan.contracts.sections import (
     CheckpointSection,
@@ -17,84 +17,85 @@ from titan.contracts.sections import (
 )
 from titan.contracts.text import Tokenizer
 
-Fact = Literal["reduces_per_micro_batch", "one_backward", "recomputes_operations"]
-"""What a technique can state of itself for others to take into account.
+Fact = Literal["reduces_per_micro_batch", "one_backward", "recomputes_operations", "moves_parameters"]
+"""What a technique can state about itself in `Technique.facts`.
 
-reduces_per_micro_batch: gradients are reduced, and parameters let go of, at each micro batch.
-one_backward: a backward pass that is split (input first, weights later) cannot go through it.
-recomputes_operations: single operations inside a block are computed again in backward.
+reduces_per_micro_batch: it reduces gradients, and frees gathered parameters, in each micro batch.
+one_backward: backward of the inputs and of the weights cannot run apart from each other.
+recomputes_operations: it recomputes single operations inside of a layer in backward.
+moves_parameters: parameters have another address in each step's forward pass.
 """
 
 
 class Job(Protocol):
-    """What a TOML decides, as far as hooks may know it; `titan.config.Job` is one. Frozen."""
+    """What a TOML decides, as far as hooks may know it; `titan.config.Job` is one. Frozen, and equal on all ranks."""
 
     @property
     def run(self) -> RunSection:
-        """`[run]`."""
+        """Section `[run]`."""
 
     @property
     def train(self) -> TrainSection:
-        """`[train]`."""
+        """Section `[train]`."""
 
     @property
     def data(self) -> DataSection:
-        """`[data]`, the host's keys."""
+        """Section `[data]`: the host's keys, not the dataset's."""
 
     @property
     def checkpoint(self) -> CheckpointSection:
-        """`[checkpoint]`."""
+        """Section `[checkpoint]`."""
 
     @property
     def validation(self) -> ValidationSection:
-        """`[validation]`, the host's keys."""
+        """Section `[validation]`: the host's keys, not the dataset's."""
 
     @property
     def metrics(self) -> MetricsSection:
-        """`[metrics]`, the host's keys."""
+        """Section `[metrics]`: the host's keys, not the trackers'."""
 
     @property
     def comm(self) -> CommSection:
-        """`[comm]`."""
+        """Section `[comm]`."""
 
     @property
     def layout(self) -> Layout:
-        """Degrees of all mesh axes."""
+        """Degrees of all mesh axes, as pure arithmetic; `context.mesh` has the process groups."""
 
     @property
     def model(self) -> Model:
-        """The model chosen."""
+        """The model plugin chosen, with its config."""
 
     @property
     def tokenizer(self) -> Tokenizer:
-        """The tokenizer chosen."""
+        """The tokenizer plugin chosen, with its config."""
 
     @property
-    def plan(self) -> ModelPlan:
-        """The model's plan as the techniques that are on change it."""
+    def spec(self) -> ModelSpec:
+        """The model's spec with the changes of all techniques that are on."""
 
     @property
     def table(self) -> Mapping[str, Any]:
-        """The resolved TOML."""
+        """The resolved TOML as nested tables, defaults filled in."""
 
     @property
     def batch_ranks(self) -> int:
-        """Ranks (or groups of them) that see different samples."""
+        """Groups of ranks that see different samples: the product of the degrees of axes with role "batch"."""
 
     @property
     def micro_batch(self) -> int:
-        """Samples per forward on one rank."""
+        """Sequences per forward on a rank."""
 
     @property
     def micro_batches(self) -> int:
-        """Micro batches a step on one rank: gradient accumulation, or what flows through the pipeline."""
+        """Micro batches per step on a rank, for gradient accumulation or pipelining."""
 
     @property
     def tokens_per_step(self) -> int:
-        """Tokens of a global batch, padding included."""
+        """Tokens per step over all ranks, padding included."""
 
     def provides(self, capability: str) -> bool:
         """Whether a technique that is on provides this capability."""
 
     def stating(self, fact: Fact) -> list[str]:
-        """What the techniques that are on and state this fact say of it: a sentence each, with the way out."""
+        """What techniques that are on state about a fact: one sentence each, with the key to change."""

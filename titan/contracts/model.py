@@ -1,4 +1,4 @@
-"""An architecture, as arithmetic and as data."""
+"""Model architectures: arithmetic in an nn.Module, and a `ModelSpec` that says everything else as data."""
 
 from __future__ import annotations
 
@@ -8,12 +8,15 @@ from typing import Any, ClassVar
 
 from torch import nn
 
-from titan.contracts.base.plan import HfTensor, ModelPlan
 from titan.contracts.base.registry import Plugin
+from titan.contracts.base.spec import HfTensor, ModelSpec
 
 
 class Model(Plugin, ABC):
-    """An architecture: nn.Module arithmetic, and a plan that is data. Knows no mesh, no process group, no job."""
+    """An architecture: nn.Module arithmetic, and a spec that is data. Knows no mesh, no process group and no job.
+
+    No hook of a model may use collectives. Hooks run on every rank and in commands without ranks, such as `titan plan`.
+    """
 
     kind = "model"
     section = "model"
@@ -21,52 +24,58 @@ class Model(Plugin, ABC):
     """Published sizes: preset name -> values of Config."""
 
     def check(self) -> Iterable[str]:
-        """Sentences about sizes that cannot work together, with the numbers that clash and the nearest that fit.
+        """Sentences about sizes that cannot work together: values found, values required, and the key to change.
 
-        Asked before `plan` and `build`, which may count on sizes that fit.
+        Called first, after the config is parsed. `spec` and `build` are called only where `check` returns no sentence.
         """
         return ()
 
     @abstractmethod
-    def plan(self) -> ModelPlan:
-        """The model as data."""
+    def spec(self) -> ModelSpec:
+        """The model as data; a function of the config alone, equal in every process. Allocates no tensors."""
 
     @abstractmethod
     def build(self) -> nn.Module:
-        """The whole model, uninitialised; called under `torch.device("meta")`.
+        """The whole model, called under `torch.device("meta")` on every rank; every call returns a new module.
 
-        Whatever values parameters and buffers are built with are lost: the plan's `init` and `buffers` say theirs.
+        Values of parameters and buffers are lost: `ModelSpec.init` and `ModelSpec.buffers` give the initial values.
 
-        Its forward takes `(x, documents=None, cache=None)` and is what every stage runs: x is tokens [B, S] on the
-        first stage and hidden states [B, S, D] on the others, told apart by dtype, because a stage that is not the
-        first may hold a stem module whose weight its head is tied to. The result is logits [B, S, V] where the head is
-        present, hidden states where its modules were set to None. `documents` [B, S] numbers the document each token
-        belongs to, when attention must not cross documents.
+        `forward(x, documents=None, cache=None)` is what every pipeline stage runs. x is tokens [B, S] int64 on the
+        first stage, and hidden states [B, S, D] of the compute dtype on the others. Tell the two apart by dtype, not by
+        which modules are
+        there: a later stage may hold an embedding whose weight its head is tied to. Returns logits [B, S, V] where the
+            head is
+        present, hidden states [B, S, D] where the head's modules were set to None. `documents` [B, S] int64 numbers the
+        document of each token where attention must not cross documents; else None. S may be this rank's slice of the
+        sequence.
 
         A forward draws no random numbers and writes to no persistent buffer: either would make the curve depend on the
-        layout. A training step that finds one doing so raises a PluginError.
+        layout. A training step that finds either raises a PluginError. Collectives are left to techniques.
 
-        With a `cache` the tokens follow those of earlier calls: they stand at `cache.positions` [B, S], and in each
-        layer `cache.layer(name).attend(q, k, v)` takes the place of causal attention; `documents` is then None. A
-        forward without this parameter generates text too, going through all of it for each token.
+        With a `cache` the tokens follow those of earlier calls. They are at `cache.positions` [B, S] int64, and in each
+        layer `cache.layer(name).attend(q, k, v)` replaces causal attention; `documents` is then None. A forward without
+        the parameter `cache` generates text too, by recomputing the whole text for each token.
         """
 
     hf_ignored: ClassVar[Sequence[str]] = ()
     """Globs of tensors in Hugging Face checkpoints that hold no weights: buffers that old exports wrote."""
 
     def hf_config(self) -> Mapping[str, Any] | None:
-        """The config.json with which transformers builds this very model; None where it has no such architecture."""
+        """The config.json with which transformers builds the same model; None where it has no such architecture."""
         return None
 
     def hf_tensors(self) -> Sequence[HfTensor]:
-        """Every tensor of the Hugging Face checkpoint of this model; but for copies, each parameter stands in one."""
+        """All tensors of this model's Hugging Face checkpoint. Each parameter is in exactly one, copies left aside."""
         return ()
 
     @classmethod
     def from_hf(cls, config: Mapping[str, Any]) -> Mapping[str, Any] | None:
-        """Values of Config for a config.json; None when it is of another architecture.
+        """Values of Config for a Hugging Face config.json; None when it is of another architecture.
+
+        Called on every model plugin until one returns values. config: the parsed file, from a source that is not
+        trusted.
 
         Raises:
-            ConfigError: it is of this architecture, but asks for what the model cannot do; names key and value.
+            ConfigError: it is of this architecture, but asks for what the model does not support; names key and value.
         """
         return None

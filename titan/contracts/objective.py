@@ -1,4 +1,4 @@
-"""What is minimised, and how: loss, optimizer, learning-rate schedule."""
+"""Loss, optimizer and learning-rate schedule."""
 
 from __future__ import annotations
 
@@ -15,28 +15,42 @@ from titan.contracts.job import Job
 
 
 class Loss(Plugin, ABC):
-    """What is minimised, as a sum over tokens; the trainer divides once, by the step's global number of valid ones."""
+    """The training objective, a sum over tokens; the trainer divides it by the step's global number of valid tokens."""
 
     kind = "loss"
     section = "loss"
 
     @abstractmethod
     def compute(self, logits: Tensor, labels: Tensor) -> tuple[Tensor, Tensor]:
-        """(objective, reported): sums over the valid tokens, fp32 scalars, plain tensors.
+        """(objective, reported): sums over the valid tokens of a micro batch, float32 scalars, plain tensors.
 
-        logits [B, S, V], maybe a DTensor split over V; labels [B, S]. `objective` is differentiated; `reported`,
-        without a graph, is the cross-entropy in nats that the logs show (the same where there is no extra term). Both
+        logits: [B, S, V] in the compute dtype, on the device; a DTensor split over V where loss parallelism is on.
+        labels: [B, S] int64, the next token or IGNORE. With no valid token, both sums are 0.
+
+        `objective` is differentiated. `reported` has no graph and is the cross-entropy in nats that the logs show. Both
         are equal on all ranks that split V.
+
+        Called for each micro batch, in training and in validation, on ranks that have the last pipeline stage.
+        Collectives are allowed only over the ranks that split V. Draws no random numbers.
         """
 
     def cost(self, costs: Costs, job: Job) -> Costs:
-        """The job's costs with this loss at the end of the head."""
+        """The cost of a step with this loss's operations at the end of `costs.head`; a changed copy.
+
+        Called by the planner alone, after the techniques that do not split the model into stages and before the
+        optimizer.
+        """
         return costs
 
 
 @dataclass(frozen=True)
 class NamedParameter:
-    """A trainable parameter with its canonical name, and whether usual practice decays it."""
+    """A trainable parameter.
+
+    name: canonical name, the same at every layout.
+    parameter: as the optimizer updates it: plain, or a DTensor with this rank's shard.
+    decays: whether usual practice decays it; False for globs of `ModelSpec.no_decay`.
+    """
 
     name: str
     parameter: nn.Parameter
@@ -44,33 +58,49 @@ class NamedParameter:
 
 
 class Optimizer(Plugin, ABC):
-    """Turns gradients into an update."""
+    """Turns gradients into an update of the weights."""
 
     kind = "optimizer"
     section = "optimizer"
 
     @abstractmethod
     def build(self, parameters: Sequence[NamedParameter]) -> torch.optim.Optimizer:
-        """An optimizer over these (plain or DTensor). Each group's `lr` is the peak rate; the schedule scales it.
+        """An optimizer over these parameters, plain or DTensors. Each group's `lr` is the peak rate.
 
-        Its state holds tensors shaped like the parameter or scalars, so that any layout can load it.
+        Called once on every rank with the parameters of its parts, materialised, before a checkpoint is loaded. In each
+        step the trainer sets `lr` to peak times the schedule's factor, calls `step()` with clipped gradients, then
+        `zero_grad()`. `step()` is skipped where loss or gradient norm are not finite. Collectives are allowed in
+        `step()`.
+
+        State tensors have the shape and placement of their parameter, or are scalars, so that a checkpoint loads at any
+        layout.
         """
 
     def cost(self, costs: Costs, job: Job) -> Costs:
-        """The job's costs with this optimizer's state and the bytes of its update."""
+        """The cost of a step with this optimizer's state and update; a changed copy.
+
+        Called by the planner alone, after the loss. Add a `PersistentState` and the bytes that the update moves per
+        parameter.
+        """
         return costs
 
     def describe(self, parameters: Sequence[NamedParameter]) -> str:
-        """One line for the start of the run: which parameters are decayed, and how many."""
+        """One line for the start of the run, such as which parameters decay and how many; empty for none.
+
+        Called once on every rank with the same parameters as `build`; no collectives.
+        """
         return ""
 
 
 class LrSchedule(Plugin, ABC):
-    """The learning rate over the run, as a factor of the peak. A function of the step alone: nothing to save."""
+    """The learning rate over the run, as a factor of the peak. A function of the step alone, so it has no state."""
 
     kind = "lr_schedule"
     section = "lr_schedule"
 
     @abstractmethod
     def factor(self, step: int, steps: int) -> float:
-        """Factor for the update that ends step `step` (1 is the first) of `steps`."""
+        """The factor for the update at the end of step `step`, from 0 to 1; `step` counts from 1 to `steps`.
+
+        Called once per step on every rank: pure arithmetic on the host, equal on all ranks.
+        """

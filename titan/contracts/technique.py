@@ -1,4 +1,19 @@
-"""Everything that changes how a model is trained: phases, hooks, and what hooks may know."""
+"""Techniques: everything that changes how a model is trained. Their phases, their hooks, and what hooks are given.
+
+Hooks of a training run, in the order in which they are called. Unless a hook says otherwise, every rank calls it at the
+same point, so a collective over any group of `context.mesh` is allowed:
+
+once per process that loads the job   check, facts, spec, precision: no process group, no tensors, no collectives
+`titan plan`, search, tune            cost: likewise
+once per run, on each rank            split or apply (by phase), engine, then state_dict and load_state_dict
+per step, on each rank                before_step, before_microbatch, after_backward, before_update, after_step
+per save, on each rank                state_dict: no collectives
+at the end of training, on each rank  close: no collectives
+
+`titan plan --dry-run` calls the hooks of the build and of one step with tensors on the meta device and collectives that
+return at once: a number that a hook reads from a tensor there is always 1. Validation, generation and
+evaluation call none of the step hooks. Techniques are called in TOML order, then those without a table, by name.
+"""
 
 from __future__ import annotations
 
@@ -13,59 +28,85 @@ from titan.contracts.base.batch import Batch
 from titan.contracts.base.conformance import technique_clashes
 from titan.contracts.base.cost import Costs
 from titan.contracts.base.mesh import Axis, Mesh
-from titan.contracts.base.parts import Part, Precision
-from titan.contracts.base.plan import ModelPlan
+from titan.contracts.base.parts import ModelPart, Precision
 from titan.contracts.base.registry import Plugin
+from titan.contracts.base.spec import ModelSpec
 from titan.contracts.job import Fact, Job
 
 Phase = Literal["convert", "split", "partition", "recompute", "compile", "shard", "materialise"]
-"""When a technique touches the model; `titan/training/phases.py` says why in this order."""
+"""When a technique changes the model, in this order; `titan/training/phases.py` gives the reasons."""
 
 
 @dataclass
-class World:
-    """What a technique may know when it touches the model.
+class BuildContext:
+    """What a technique is given in `apply`, `split` and `engine`. One per rank; treat it as read-only.
 
-    parts: what this rank holds, once phase `split` is over; empty before.
+    job: the whole job.
+    mesh: process groups, and this rank's coordinates.
+    spec: the model's `ModelSpec` with the changes of all techniques.
+    precision: dtypes of compute and gradient reduction, with the changes of all techniques.
+    techniques: those that are on, in TOML order.
+    parts: the model parts of this rank, in stage order; empty until phase `split` is over.
     """
 
     job: Job
     mesh: Mesh
-    plan: ModelPlan
+    spec: ModelSpec
     precision: Precision
     techniques: Sequence[Technique] = field(default_factory=list)
-    parts: Sequence[Part] = ()
+    parts: Sequence[ModelPart] = ()
 
     @property
     def device(self) -> torch.device:
-        """The device of this rank."""
+        """The device this rank trains on. Modules are on the meta device before phase `materialise`."""
         return self.mesh.device
 
 
 LossFn = Callable[[Tensor, Tensor], Tensor]
-"""(logits, labels) -> the objective's sum over valid tokens divided by the step's global number of them."""
+"""(logits [B, S, V], labels [B, S]) -> this micro batch's share of the step's mean objective, a scalar with a graph."""
 
 
 class Engine(Protocol):
-    """Runs forward and backward over the micro batches of a step."""
+    """Runs forward and backward over the micro batches of a step. Made by `Technique.engine`, or the host's own.
+
+    Neither method may draw from PyTorch's default generators or write to a persistent buffer: the host checks each
+    step.
+    """
 
     def forward_backward(self, batches: Sequence[Batch], loss: LossFn) -> None:
-        """Add the gradients of all micro batches; `loss` is called wherever logits come out."""
+        """Add the gradients of all micro batches to `.grad`; every rank calls it once per step.
+
+        batches: this rank's micro batches, `job.micro_batches` of them, on its device.
+        loss: call it once per micro batch, where logits come out: `loss(logits [B, S, V], labels [B, S])` returns the
+            scalar to differentiate. The scalar is divided by the step's global number of tokens, so gradients are
+            summed, never averaged.
+        Collectives are allowed. Gradients are not cleared, clipped or reduced over data-parallel ranks here, except by
+        hooks that a technique has put on the modules.
+        """
 
     def forward(self, batch: Batch) -> Tensor | None:
-        """Logits [B, S, V] of a micro batch, without gradients; None on ranks that do not hold the last stage."""
+        """Logits [B, S, V] of a micro batch, without gradients; None on ranks that do not have the last stage.
+
+        Called under `torch.no_grad` with modules in eval mode, by every rank with a micro batch of its own and the same
+        shape.
+        """
 
 
 class Technique(Plugin):
-    """Changes how the model is trained. On when its `[plugins.NAME]` table stands, or an axis it owns is above 1.
+    """Changes how the model is trained: slices, shards, recomputes, compiles, converts, or watches it.
 
-    phase: when `apply` (or `split`) is called.  axes: mesh axes it owns.
-    covers: axes of others that it handles while it is on; their owners are then not switched on by them.
-    provides, requires: capabilities, words of the techniques' own. What a technique requires must be provided by one
-        that is on; where none is, the provider with `default = True` is switched on.
+    Enable a technique by adding its `[plugins.NAME]` table or by setting a mesh axis of its own above 1.
+
+    phase: when `apply` or `split` is called; `titan/training/phases.py` states the order and why.
+    axes: mesh axes that the technique owns.
+    covers: axes of other techniques that this one handles while it is on; these axes then do not enable their owners.
+    provides, requires: capabilities, words of the techniques' own. Where no technique that is on provides what another
+        requires, the provider with `default = True` is enabled.
     conflicts: name or capability of another technique -> a sentence that says why the two cannot be on together.
-    parity: with it on, the fp32 curve is the one with it off, within the tolerance table; the contract suite tests it.
-    optional, choices: a search for the best layout may switch it on and off; and the options that it goes through.
+    preserves_numerics: the float32 loss curve stays the same within the tolerances of docs/correctness.md. The contract
+        suite tests it; a search leaves out layouts with techniques that say False, unless the job asks for them.
+    search_toggle: a search for the best layout may switch the technique on and off.
+    search_space: tables of options that a search tries.
     """
 
     kind = "technique"
@@ -76,81 +117,147 @@ class Technique(Plugin):
     provides: ClassVar[Sequence[str]] = ()
     requires: ClassVar[Sequence[str]] = ()
     conflicts: ClassVar[Mapping[str, str]] = {}
-    parity: ClassVar[bool] = True
-    optional: ClassVar[bool] = False
-    choices: ClassVar[Sequence[Mapping[str, Any]]] = ()
+    preserves_numerics: ClassVar[bool] = True
+    search_toggle: ClassVar[bool] = False
+    search_space: ClassVar[Sequence[Mapping[str, Any]]] = ()
     _clashes = staticmethod(technique_clashes)
 
-    def check(self, job: Job, plan: ModelPlan) -> Iterable[str]:
-        """Sentences about what cannot work in this job, with the numbers that clash and the nearest that fit."""
+    def check(self, job: Job, spec: ModelSpec) -> Iterable[str]:
+        """Sentences about what cannot work in this job; each names value found, value required, and the key.
+
+        Called after the job is parsed, in every process that loads it, and for each layout that a search considers.
+        job: with all sizes and degrees.
+        spec: the model's, as all techniques have changed it.
+
+        Needs no process group. May build the model under `torch.device("meta")`.
+        """
         return ()
 
     def facts(self) -> dict[Fact, str]:
-        """What others must take into account with these options: fact -> a sentence with the way out of it."""
+        """What other techniques must take into account: fact (see `Fact`) -> a sentence with the key to change.
+
+        Called where another technique or the planner asks `job.stating(fact)`, before anything is built. May depend on
+        options.
+        """
         if self.phase == "compile":
             return {"one_backward": f"[plugins.{self.name}] compiles it as one; switch {self.name} off"}
         return {}
 
-    def plan(self, plan: ModelPlan) -> ModelPlan:
-        """The model's plan as this technique changes it."""
-        return plan
+    def spec(self, spec: ModelSpec) -> ModelSpec:
+        """The model's spec as this technique changes it: a copy made by `dataclasses.replace`, or `spec` itself.
+
+        Called once per loaded job, in TOML order, each technique with the result of the one before. Change what stops
+        being true of the model by this technique, such as tensor styles or initial values of buffers it registers.
+        Builds nothing.
+        """
+        return spec
 
     def precision(self, precision: Precision) -> Precision:
-        """The run's precision as this technique changes it."""
+        """The run's precision as this technique changes it: a changed copy, or `precision` itself.
+
+        Called once per loaded job, in TOML order, first with float32 for both dtypes. Builds nothing.
+        """
         return precision
 
     def cost(self, costs: Costs, job: Job) -> Costs:
-        """What a step costs as this technique changes it, for the planner; asked in TOML order."""
+        """The cost of a step as this technique changes it: a copy made by `dataclasses.replace`, or `costs` itself.
+
+        Only the planner calls it, once for each layout it considers, so keep it to arithmetic: a search calls it
+        thousands of times. Techniques are called in TOML order, then the loss, the optimizer, and techniques that own
+        an axis of role "stage". What the latter change must follow from their options, the degrees and the micro batch
+        alone.
+
+        costs: see `Costs` for every field and unit.  job: of this layout; `job.layout.degree(axis)` is the degree of an
+            axis.
+        """
         return costs
 
-    def apply(self, part: Part, world: World) -> None:
-        """Touch one part of the model, in this technique's phase. On the meta device before `materialise`."""
+    def apply(self, part: ModelPart, context: BuildContext) -> None:
+        """Change one model part, in this technique's phase; called on every rank, for each of its parts in stage order.
 
-    def split(self, model: nn.Module, world: World) -> list[Part]:
-        """Phase `split` only: the parts of the whole model that this rank holds, in stage order."""
-        return [Part(model)]
+        part: `part.module` is on the meta device, so its tensors have shapes and dtypes but no values; in phase
+            `materialise` it is on `context.device` with initial values. A checkpoint's weights are loaded later, into
+            the same tensors.
+        context: job, mesh, spec, precision, and the other techniques.
 
-    def engine(self, parts: Sequence[Part], world: World) -> Engine | None:
-        """An engine of its own, or None for the host's Direct one. One technique at most brings one."""
+        May replace modules and parameters, wrap forwards (`ModelPart.wrap_forward`), register hooks, and set
+        `part.runner`. Canonical names of parameters must not change. Ranks of different pipeline stages have different
+        parts: collectives are allowed over groups of axes within a stage, in the same order on all their ranks.
+        """
+
+    def split(self, model: nn.Module, context: BuildContext) -> list[ModelPart]:
+        """Phase `split` only, in place of `apply`: the parts of the model that this rank trains, in stage order.
+
+        Called once on every rank; needs no collectives. Only one technique may define it. model is the whole model on
+        the meta device. Set modules of other stages to None, and drop the layers of other stages from their ModuleDict.
+        """
+        return [ModelPart(model)]
+
+    def engine(self, parts: Sequence[ModelPart], context: BuildContext) -> Engine | None:
+        """An engine in place of the host's SequentialEngine, which runs one part; None: keep the host's.
+
+        Called on every rank after the last phase and before the optimizer is built, also for generation and evaluation.
+        Only one technique may define it. parts are this rank's, wrapped and materialised, in stage order.
+        """
         return None
 
     def before_step(self, step: int) -> None:
-        """A step begins: `step` counts from 1."""
+        """A step begins; `step` counts from 1. The micro batches are on the device, gradients are cleared."""
 
     def before_microbatch(self, index: int, count: int) -> None:
-        """The Direct engine is about to run micro batch `index` of `count`. An engine of one's own need not call it.
+        """The SequentialEngine is about to run micro batch `index` (from 0) of `count` of this step.
 
-        Draws no random numbers and writes to no persistent buffer, as a forward does not.
+        Other engines need not call it: do not rely on it with pipelines. Must not draw from PyTorch's default
+        generators or write to a persistent buffer, as a forward must not.
         """
 
     def after_backward(self) -> None:
-        """All micro batches of the step have been added to the gradients; nothing has been clipped."""
+        """All micro batches have been added to the gradients; norm, clipping and update follow.
+
+        `.grad` of this rank's parameters may be changed in place, or reduced: it is final when all techniques have
+        returned. A gradient must not be left as a partial sum, since the global norm is computed next.
+        """
 
     def before_update(self, grad_norm: Tensor) -> None:
-        """Gradients are final; the optimizer is about to step. `grad_norm` is the global norm before clipping."""
+        """Gradients are clipped, and the optimizer is about to step.
+
+        grad_norm: global norm before clipping, a float32 scalar on the device, equal on all ranks; NaN where any rank's
+            norm is not finite.
+
+        Reading grad_norm on the host makes the host wait for the device. The update of a step with a loss or norm that
+        is not finite is skipped.
+        """
 
     def after_step(self, step: int) -> None:
-        """The update is done and gradients are cleared."""
+        """Step `step` is done: weights are updated (or the update was skipped) and gradients are cleared.
+
+        Weights and persistent buffers may be changed here, the same way on every rank that has them. Called before
+        metrics, validation and saving.
+        """
 
     def state_dict(self) -> dict[str, Any]:
-        """What must outlive the process: tables and lists of tensors, and of values that JSON can hold.
+        """State that must outlive the process: tables and lists of tensors, and of values that JSON can hold.
 
-        Asked on every rank when a checkpoint is saved, and once before `load_state_dict`; no collectives. Each rank
-        gives what it has: tables are united key by key over all ranks, a tensor is saved under its keys from whichever
-        rank has it, a DTensor with all its shards. What several ranks give under one key is saved once and must be the
-        same on all of them; else the save is refused, naming technique, key and ranks. So name what belongs to a
-        layer or a parameter after it: canonical names are the same at every layout.
+        Called on every rank when a checkpoint is saved, and on resume once before `load_state_dict`; no collectives.
+        Each rank returns the part it has. Tables are merged key by key over all ranks. A tensor is saved under its keys
+        from any rank that returns it, a DTensor with all its shards. A value that several ranks return under one key is
+        saved once and must be the same on all of them; otherwise the save fails, naming technique, key and ranks. So
+        name state of a layer or parameter after it: canonical names are the same at every layout.
         """
         return {}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Take back what `state_dict` gave, on every rank and at any layout; a new run gives an empty table.
+        """Take back what `state_dict` returned, on every rank and at any layout; a new run passes an empty table.
 
-        Values come from all ranks. A tensor comes to the ranks whose own `state_dict` names it at this moment: in the
-        shards of the DTensor named there, else plain, whole and on the CPU. A tensor that no rank names comes to every
-        rank; so a technique with large state makes its tensors before the first step. Keys that were not saved are
+        Called once per run, after weights and optimizer state are loaded and before the first step. Values come from
+        all ranks. A tensor is loaded on the ranks whose own `state_dict` names it at this moment: as shards of the
+        DTensor named there, or else whole, plain and on the CPU. A tensor that no rank names is loaded on every rank,
+        so a technique with large state should make its tensors before the first step. Keys that were not saved are
         absent.
         """
 
     def close(self) -> None:
-        """The run ends, well or not."""
+        """The run ends, by its last step or by an error; called once on every rank, in reverse order.
+
+        No collectives: other ranks may be gone.
+        """

@@ -1,4 +1,4 @@
-"""Text and token ids: tokenizers, and sources of text."""
+"""Tokenizers, and datasets of text or token shards."""
 
 from __future__ import annotations
 
@@ -12,7 +12,10 @@ from titan.contracts.base.registry import Plugin
 
 
 class Tokenizer(Plugin, ABC):
-    """Text to token ids and back, offline."""
+    """Text to token ids and back, on the host and offline.
+
+    Called on every rank, in data-preparation workers and in commands, one instance per process; no collectives.
+    """
 
     kind = "tokenizer"
     section = "tokenizer"
@@ -20,17 +23,17 @@ class Tokenizer(Plugin, ABC):
     @property
     @abstractmethod
     def vocab_size(self) -> int:
-        """Number of ids, special ones included."""
+        """Number of ids, special ones included. `ModelSpec.vocab_size` must be at least this."""
 
     @property
     @abstractmethod
     def end(self) -> int:
-        """Id that ends a document."""
+        """Id that ends a document; below `vocab_size`."""
 
     @property
     @abstractmethod
     def fingerprint(self) -> str:
-        """Changes whenever any text would be encoded otherwise; part of the key of tokenised data."""
+        """A string that changes whenever any text would be encoded differently; part of the token cache's key."""
 
     @abstractmethod
     def encode(self, text: str) -> list[int]:
@@ -38,36 +41,43 @@ class Tokenizer(Plugin, ABC):
 
     @abstractmethod
     def decode(self, ids: Sequence[int]) -> str:
-        """Text of ids; broken UTF-8 becomes the replacement character, the end id nothing."""
+        """Text of ids. Broken UTF-8 becomes the replacement character, and the end id becomes nothing."""
 
     def hf_files(self) -> Mapping[str, Any] | None:
-        """File name -> JSON value of the files with which transformers builds this very tokenizer; None: it cannot."""
+        """File name -> JSON value of the files from which transformers builds the same tokenizer; None: impossible."""
         return None
 
     @classmethod
     def from_hf(cls, folder: Path) -> Mapping[str, Any] | None:
-        """Values of Config that read a Hugging Face folder's tokenizer; None when its files are not of this kind."""
+        """Values of Config that read the tokenizer of a Hugging Face folder; None when its files are of another kind.
+
+        Called on every tokenizer plugin until one returns values. The folder's contents are not trusted.
+        """
         return None
 
 
 class Dataset(Plugin, ABC):
-    """A source of text, or of tokens that somebody has already made."""
+    """A source of text, or of token shards that are made already. Runs on the host; no collectives."""
 
     kind = "dataset"
     section = "data"
 
     @abstractmethod
     def files(self) -> list[Path]:
-        """The files read, in a fixed order. Their contents are the dataset's identity.
+        """The files read, in an order that is the same in every process; their contents are the dataset's identity.
 
-        Name every file that `documents` reads: these alone are watched for changes while they are tokenised.
+        Called on every rank when the run's data is opened. Name every file that `documents` reads: only these files are
+        watched for changes while they are tokenized.
 
         Raises:
             DataError: there is none.
         """
 
     def documents(self, file: Path) -> Iterator[Document]:
-        """The documents of one of the files, in order. Runs in worker processes.
+        """The documents of one of the files, in order.
+
+        Called once per file, in worker processes: the plugin is made again there from its config. Read lazily: a file
+        may be larger than memory.
 
         Raises:
             DataError: something cannot be read; names the place.
@@ -75,5 +85,5 @@ class Dataset(Plugin, ABC):
         raise NotImplementedError
 
     def shards(self) -> list[Path] | None:
-        """The token shards, for a dataset that is tokenised already; None (the default) for text."""
+        """The token shards, for a dataset that is tokenized already; None (the default) for text."""
         return None

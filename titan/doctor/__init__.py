@@ -1,1 +1,1 @@
-"""Measures the ranks at hand: what their devices compute and move, what the links between them carry, which are odd."""
+"""Measures devices and links of all ranks, finds outliers, and writes a cluster file."""

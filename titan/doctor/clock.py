@@ -1,8 +1,8 @@
-"""Times pieces of work on all ranks at once.
+"""Times work on all ranks at once.
 
-Ranks of a node share its cores, its memory bus and its power, so what a rank reaches depends on the others: every rank
-does the same work in the same while. A time is that of many calls in a row, so that it holds what a rank waits for its
-core; the device is waited for at the end of them alone.
+Ranks of a node share its cores, memory bandwidth and power, so the speed of one rank depends on the others: all ranks
+run the same work at the same time. A time is the mean over many consecutive calls, which includes waits for a core; the
+device is synchronized only after the last call.
 """
 
 import statistics
@@ -22,38 +22,38 @@ Work = Callable[[], object]
 
 
 class Time(NamedTuple):
-    """Seconds of a call: the median of the repeats, and (longest - shortest) / median among them."""
+    """Seconds per call: median of the repeats. spread: (longest - shortest) / median of the repeats."""
 
     seconds: float
     spread: float
 
 
 class Clock:
-    """Measures for about `slot` seconds a time."""
+    """Measures on rank `me`, with about `slot` seconds per measurement."""
 
     def __init__(self, me: Rank, slot: float) -> None:
         self.me, self.slot = me, slot
 
     def agree(self, value: float) -> float:
-        """The largest of all ranks' values; nobody goes on before all are here."""
+        """The largest of all ranks' values; a barrier, so all ranks must call it."""
         shared = torch.tensor(value, dtype=torch.float64)
         dist.all_reduce(shared, dist.ReduceOp.MAX)
         return float(shared)
 
     def each(self, work: Work) -> Time:
-        """Of work that ranks do beside each other, each as often as it can."""
+        """Time of work that ranks do independently, each as often as it can; all ranks call it."""
         self._run(work, WARM_UP)
         calls = self._calls(lambda calls: self._run(work, calls))
         self.agree(0.0)
         until, seconds = time.perf_counter() + self.slot, list[float]()
         while (
             len(seconds) < REPEATS or time.perf_counter() < until
-        ):  # all stop at the same time: who is left would have more
+        ):  # all stop at the same time: a rank that goes on alone would be faster
             seconds.append(self._run(work, calls) / calls)
         return _summed(seconds)
 
     def together(self, work: Work) -> Time:
-        """Of work in which ranks wait for each other: all do it equally often."""
+        """Time of work in which ranks wait for each other, so that all do it equally often; all ranks call it."""
         self._run(work, WARM_UP)
         calls = self._calls(lambda calls: self.agree(self._run(work, calls)))
         seconds = []
@@ -63,7 +63,7 @@ class Clock:
         return _summed(seconds)
 
     def _calls(self, run: Callable[[int], float]) -> int:
-        """So many that a repeat is long beside the time slices in which ranks share a core; found by doubling."""
+        """Calls per repeat, found by doubling: long against the time slices of ranks that share a core."""
         calls = 1
         while calls < MOST_CALLS and run(calls) < self.slot / REPEATS / 2:
             calls *= 2

@@ -1,4 +1,4 @@
-"""A cluster file from what was measured: the median rank, and lines through message sizes."""
+"""Builds a cluster file from measurements: the median rank, and linear fits over message sizes."""
 
 import math
 import os
@@ -7,21 +7,22 @@ from typing import Any
 
 import torch
 
-from titan.doctor.joins import GATHERED, SPLIT
+from titan.doctor.collective_overhead import GATHERED, SPLIT
+from titan.doctor.device import LAUNCH, PRODUCTS
 from titan.doctor.links import Layout
 from titan.doctor.report import Row, line
 from titan.planner.machine.network import PASSES
-from titan.ranks.place import cores
+from titan.ranks.launch_env import cores
 from titan.training.metrics import peak_tflops
 
-PRODUCTS = "products in "
 NORMS_AND_ACTIVATIONS = ("norm", "activation")
 
 
 def table(rows: Sequence[Row], layout: Layout, device: torch.device, name: str, source: str) -> dict[str, Any]:
-    """The file as nested tables.
+    """The cluster file as nested tables.
 
-    A peak that no vendor states is the best rate measured; efficiencies are shares of the peak, whichever it is.
+    rows: all measurements.  layout: ranks and nodes measured.  name: of the device.  source: note for the file. The
+    peak of a dtype is the vendor's, or else the best rate measured; efficiencies are fractions of that peak.
     """
     points = {dtype: _points(rows, dtype) for dtype in _dtypes(rows)}
     peaks = {dtype: _peak(device, dtype, max(rate for _, rate in curve)) for dtype, curve in points.items()}
@@ -40,12 +41,12 @@ def table(rows: Sequence[Row], layout: Layout, device: torch.device, name: str, 
         },
         "kernels": {
             "attention_forward": _digits(forward.work / forward.middle / peak),
-            "attention_backward": _digits(backward / peak), "bandwidth": _digits(kept),
-            "update_bandwidth": 1.0, "join_us": _digits(_join(rows, SPLIT) * 1e6),
-            "gather_us": _digits(_join(rows, GATHERED) * 1e6),
-            # What a CPU sends, its cores send.
+            "attention_backward": _digits(backward / peak), "bandwidth_efficiency": _digits(kept),
+            "update_bandwidth_efficiency": 1.0, "tp_overhead_us": _digits(_join(rows, SPLIT) * 1e6),
+            "fsdp_overhead_us": _digits(_join(rows, GATHERED) * 1e6),
+            # On a CPU the cores that compute also send.
             "overlap_slowdown": 0.0 if device.type == "cuda" else 1.0,
-            "launch_us": _digits(kinds["a small operation"].middle * 1e6), "fused_norms": device.type != "cpu",
+            "launch_us": _digits(kinds[LAUNCH].middle * 1e6), "fused_norms": device.type != "cpu",
             "matmul": {
                 dtype: {
                     "efficiency": _digits(max(rate for _, rate in curve) / peaks[dtype]),
@@ -59,7 +60,7 @@ def table(rows: Sequence[Row], layout: Layout, device: torch.device, name: str, 
 
 
 def _join(rows: Sequence[Row], kind: str) -> float:
-    """Seconds that joining layers in pieces takes beyond the latency of its collective."""
+    """Seconds of a TP or FSDP collective beyond the latency of its messages."""
     for row in (row for row in rows if row.kind == kind):
         group = "a node" if any(r.about.get("group") == "a node" for r in rows) else "all ranks"
         latency = float(_link(rows, group, "in a node")["latency_us"]) * 1e-6
@@ -88,13 +89,13 @@ def _peak(device: torch.device, dtype: str, measured: float) -> float:
 def _about(device: torch.device, layout: Layout) -> Mapping[str, Any]:
     if device.type == "cuda":
         found = torch.cuda.get_device_properties(device)
-        return {"memory_gib": _digits(found.total_memory / 2**30), "units": found.multi_processor_count}
+        return {"memory_gib": _digits(found.total_memory / 2**30), "compute_units": found.multi_processor_count}
     memory = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") / 2**30
-    return {"memory_gib": _digits(memory / layout.per_node), "processors": cores()}
+    return {"memory_gib": _digits(memory / layout.per_node), "full_speed_ranks": cores()}
 
 
 def _links(rows: Sequence[Row], layout: Layout) -> Iterable[dict[str, Any]]:
-    """A node's, where several ranks are on one, and the one between nodes, where there are several."""
+    """The link within a node, if a node has several ranks, and the link between nodes, if there are several."""
     if layout.per_node > 1:
         several = layout.nodes > 1
         inner = "a node" if several else "all ranks"
@@ -117,17 +118,17 @@ def _link(rows: Sequence[Row], group: str, pairs: str) -> dict[str, Any]:
     _, message = _line(messages)
     best = max(collective, message)
     return {
-        "gb_s": _digits(best), "latency_us": _digits(latency * 1e6), "efficiency": _digits(collective / best),
-        "pair_efficiency": _digits(message / best),
+        "bandwidth_gb_s": _digits(best), "latency_us": _digits(latency * 1e6), "efficiency": _digits(collective / best),
+        "p2p_efficiency": _digits(message / best),
     }  # fmt: skip
 
 
 def _line(points: Sequence[tuple[float, float, float]]) -> tuple[float, float]:
-    """Seconds of a message, and GB/s: at least what was seen, where latency is all that there is to see."""
+    """(seconds of latency, GB/s); where latency hides the bandwidth, the largest rate measured."""
     latency, per_byte = line(points)
     return latency, (1 / per_byte if per_byte else max(bytes_ / seconds for _, bytes_, seconds in points)) / 1e9
 
 
 def _digits(value: float) -> float:
-    """Four of them; more would not be true."""
+    """A value rounded to four significant digits."""
     return float(f"{value:.4g}")

@@ -1,4 +1,4 @@
-"""What a rank's device reaches: matrix products, attention, memory, small operations, copies from the host, a disk."""
+"""Measures a rank's device: matrix products, attention, memory, launch overhead, host-to-device copies, disk."""
 
 import os
 from collections.abc import Iterator
@@ -15,26 +15,29 @@ SIZES = {
     "cpu": ((128, 64), (128, 128), (256, 128), (256, 256), (512, 256), (512, 512), (1024, 1024), (2048, 1024)),
     "cuda": ((512, 512), (1024, 1024), (2048, 2048), (4096, 4096), (8192, 8192), (16384, 8192)),
 }
-"""Of products: rows (tokens), and columns and reduction (features)."""
+"""Sizes of matrix products by device type: rows (tokens); columns and reduction length (features)."""
 
 DTYPES = {"cpu": ("float32", "bfloat16"), "cuda": ("float32", "bfloat16", "float16", "float8")}
 LAYER_NUMBERS = {"cpu": 1 << 20, "cuda": 1 << 26}
 ATTENTION = {"cpu": (2, 8, 256, 32), "cuda": (2, 16, 4096, 128)}
-"""Batch, heads, sequence, features of a head, of models as they train there: narrow heads and short ones reach less."""
+"""Batch, heads, sequence length, head dimension: usual sizes on that device; smaller ones reach less."""
 
 LARGE_BYTES = {"cpu": 64 << 20, "cuda": 1 << 30}
 DISK_BYTES = 32 << 20
 FEATURES = 1024
 NORM_NUMBERS, ACTIVATION_NUMBERS = 5, 13
-"""Read and written for each number of the result, both ways, as models count them: a norm as one kernel, an activation
-as several."""
+"""Elements read and written per element of the result, forward and backward, as the cost model counts them: a norm is
+one kernel, an activation several."""
+
+PRODUCTS, LAUNCH = "matrix products in ", "launch overhead"
+"""Kinds of readings, the first with a dtype behind."""
 
 WIDER = 2
-"""By which an activation is wider than a norm in a layer, for each of two norms and more; so much it weighs."""
+"""Width of the activation relative to the norm, its weight in the mean of both."""
 
 
 def measure(clock: Clock, subject: str, disk: Path | None) -> list[Reading]:
-    """All readings of this rank's device; takes part with all ranks."""
+    """Measure this rank's device; all ranks call it. disk: folder to measure writes in, or None."""
     taken = [reading for dtype in DTYPES[_kind(clock)] for reading in products(clock, subject, dtype)]
     taken += attention(clock, subject)
     taken += memory(clock, subject)
@@ -46,12 +49,15 @@ def measure(clock: Clock, subject: str, disk: Path | None) -> list[Reading]:
 
 
 def slots(device: torch.device) -> int:
-    """How many readings `measure` takes at most, without the disk."""
+    """Maximum number of measurements that `measure` takes, without the disk."""
     return len(SIZES[device.type]) * len(DTYPES[device.type]) + 8
 
 
 def products(clock: Clock, subject: str, dtype: str) -> Iterator[Reading]:
-    """A linear's forward and backward by size: x W', dy W, dy' x. Ends where a call would fill its slot."""
+    """Matrix products of a linear layer, forward and backward (x W', dy W, dy' x), by size.
+
+    Ends at the first size whose call would exceed the time slot.
+    """
     if dtype == "float8" and not _has_float8(clock.me.device):
         return
     seconds, before = 0.0, 0.0
@@ -64,8 +70,8 @@ def products(clock: Clock, subject: str, dtype: str) -> Iterator[Reading]:
         flops = flops / 3 if dtype == "float8" else flops
         seconds, before = took.seconds, flops
         about = {"dtype": dtype, "rows": rows, "features": features}
-        name = f"products, {dtype} {rows} x {features} x {features}"
-        yield _reading(f"products in {dtype}", name, subject, took, flops, "TFLOP/s", about)
+        name = f"matrix products, {dtype}, {rows} x {features} x {features}"
+        yield _reading(PRODUCTS + dtype, name, subject, took, flops, "TFLOP/s", about)
 
 
 def _linear(clock: Clock, rows: int, features: int, dtype: str) -> Any:
@@ -87,7 +93,7 @@ def _has_float8(device: torch.device) -> bool:
 
 
 def attention(clock: Clock, subject: str) -> Iterator[Reading]:
-    """Causal attention forward, and forward and backward, in FLOPs of the half square that is needed."""
+    """Causal attention: forward, and forward with backward. FLOPs count the unmasked half only."""
     device, shape = clock.me.device, ATTENTION[_kind(clock)]
     dtype = torch.float32 if device.type == "cpu" else torch.bfloat16
     q, k, v = (torch.randn(shape, device=device, dtype=dtype, requires_grad=True) for _ in range(3))
@@ -102,11 +108,11 @@ def attention(clock: Clock, subject: str) -> Iterator[Reading]:
     kind, size = "attention", f"{batch} x {heads} x {length} x {width}"
     yield _reading(kind, f"attention forward, {size}", subject, clock.each(forward), flops, "TFLOP/s", about)
     both = clock.each(lambda: torch.autograd.grad(forward(), (q, k, v), grad))
-    yield _reading(kind, f"attention both ways, {size}", subject, both, 3.5 * flops, "TFLOP/s", about)
+    yield _reading(kind, f"attention forward + backward, {size}", subject, both, 3.5 * flops, "TFLOP/s", about)
 
 
 def memory(clock: Clock, subject: str) -> Iterator[Reading]:
-    """Copy and sum of large tensors."""
+    """Memory bandwidth: copy and sum of large tensors."""
     numbers = LARGE_BYTES[_kind(clock)] // 4
     x, y, z = (torch.ones(numbers, device=clock.me.device) for _ in range(3))
     copied, summed = clock.each(lambda: y.copy_(x)), clock.each(lambda: torch.add(x, y, out=z))
@@ -115,7 +121,7 @@ def memory(clock: Clock, subject: str) -> Iterator[Reading]:
 
 
 def layer(clock: Clock, subject: str) -> Iterator[Reading]:
-    """An RMSNorm and a SwiGLU forward and backward, of a layer's size."""
+    """Elementwise bandwidth: RMSNorm and SwiGLU of a layer's size, forward and backward."""
     device, rows = clock.me.device, LAYER_NUMBERS[_kind(clock)] // FEATURES
     x, gain = (torch.randn(shape, device=device, requires_grad=True) for shape in ((rows, FEATURES), (FEATURES,)))
     a, b = (torch.randn(rows, WIDER * FEATURES, device=device, requires_grad=True) for _ in range(2))
@@ -128,29 +134,27 @@ def layer(clock: Clock, subject: str) -> Iterator[Reading]:
         return torch.autograd.grad(F.silu(a) * b, (a, b), da)
 
     moved = 4 * NORM_NUMBERS * x.numel()
-    yield _reading("norm", "norm both ways", subject, clock.each(norm), moved, "GB/s")
+    yield _reading("norm", "RMSNorm forward + backward", subject, clock.each(norm), moved, "GB/s")
     moved = 4 * ACTIVATION_NUMBERS * a.numel()
-    yield _reading("activation", "silu(a) b both ways", subject, clock.each(activation), moved, "GB/s")
+    yield _reading("activation", "SwiGLU forward + backward", subject, clock.each(activation), moved, "GB/s")
 
 
 def launch(clock: Clock, subject: str) -> Reading:
-    """An operation on a few numbers, noted for backward."""
+    """Launch overhead: an operation on 64 elements, recorded by autograd."""
     a, b = (torch.randn(64, device=clock.me.device, requires_grad=True) for _ in range(2))
-    return _reading(
-        "a small operation", "a b of 64 numbers, noted for backward", subject, clock.each(lambda: a * b), 1, "us"
-    )
+    return _reading(LAUNCH, "multiply 64 elements, with autograd", subject, clock.each(lambda: a * b), 1, "us")
 
 
 def from_host(clock: Clock, subject: str) -> Reading:
-    """A copy of pinned memory to the device."""
+    """Host-to-device copy of 64 MiB of pinned memory."""
     there = torch.empty(64 << 20, dtype=torch.uint8, device=clock.me.device)
     here = torch.empty(64 << 20, dtype=torch.uint8, pin_memory=True)
     took = clock.each(lambda: there.copy_(here, non_blocking=True))
-    return _reading("copies from the host", "64 MiB from the host, pinned", subject, took, here.numel(), "GB/s")
+    return _reading("host-to-device copies", "host-to-device copy, 64 MiB pinned", subject, took, here.numel(), "GB/s")
 
 
 def on_disk(clock: Clock, subject: str, folder: Path) -> Reading:
-    """A file for each rank, written and synchronised.
+    """Disk write: one file per rank, with fsync.
 
     Raises:
         OSError: the folder cannot be written to.
@@ -167,7 +171,7 @@ def on_disk(clock: Clock, subject: str, folder: Path) -> Reading:
         took = clock.each(write)
     finally:
         path.unlink(missing_ok=True)
-    return _reading("disk", f"{DISK_BYTES >> 20} MiB to {folder}, fsync", subject, took, DISK_BYTES, "GB/s")
+    return _reading("disk", f"disk write, {DISK_BYTES >> 20} MiB to {folder}, fsync", subject, took, DISK_BYTES, "GB/s")
 
 
 def _kind(clock: Clock) -> str:

@@ -1,4 +1,4 @@
-"""All measurements of a run of ranks, and what rank 0 makes of them."""
+"""Runs all measurements on all ranks and evaluates them on rank 0."""
 
 import os
 import platform
@@ -12,16 +12,20 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from titan.doctor import cluster_file, device, joins, links
+from titan.doctor import cluster_file, collective_overhead, device, links
 from titan.doctor.clock import Clock
 from titan.doctor.report import Finding, Row, outliers, rows
-from titan.errors import ConfigError, Fault
+from titan.errors import ConfigError, ConfigIssue
 from titan.ranks.process import Rank
 
 
 @dataclass(frozen=True, kw_only=True)
 class Examination:
-    """What was measured, of whom and when. `ranks` are their names."""
+    """All measurements of a `titan doctor` run.
+
+    date: YYYY-MM-DD.  torch: version.  device: name.  ranks: name of each rank, in order.  per_node: ranks per node.
+    findings: outliers.  cluster: tables of the cluster file.
+    """
 
     date: str
     torch: str
@@ -33,7 +37,7 @@ class Examination:
     cluster: Mapping[str, Any]
 
     def json(self) -> dict[str, Any]:
-        """As one JSON object. Of each row: seconds of a call (the median of repeats) and their spread by subject."""
+        """The JSON object of `titan doctor --json`; each row has seconds per call and spread by subject."""
         return {
             "date": self.date, "torch": self.torch, "device": self.device, "ranks": list(self.ranks),
             "world_size": len(self.ranks), "ranks_per_node": self.per_node,
@@ -44,21 +48,21 @@ class Examination:
 
 
 def examine(me: Rank, seconds: float, disk: Path | None) -> Examination | None:
-    """Measure for about that long, on all ranks; the examination on rank 0, None on the others.
+    """Measure all ranks; all ranks call it. Returns the examination on rank 0, None on the others.
 
-    disk: a folder where each rank writes for a while.
+    seconds: approximate duration of all measurements.  disk: folder in which to measure writes; None: not measured.
 
     Raises:
-        ConfigError: nodes do not have the same number of ranks.
+        ConfigError: the nodes have different numbers of ranks.
         OSError: the disk cannot be written to.
     """
     layout = _layout(me)
     slots = device.slots(me.device) + (disk is not None)
-    slots += links.slots(layout, me.device) + joins.slots(layout, me.device)
+    slots += links.slots(layout, me.device) + collective_overhead.slots(layout, me.device)
     clock = Clock(me, seconds / slots)
     taken = device.measure(clock, layout.names[me.number], disk)
     if me.world_size > 1:
-        taken += [*links.measure(clock, layout), *joins.measure(clock, layout)]
+        taken += [*links.measure(clock, layout), *collective_overhead.measure(clock, layout)]
     readings = _of_all(taken)
     if me.number:
         return None
@@ -76,8 +80,8 @@ def examine(me: Rank, seconds: float, disk: Path | None) -> Examination | None:
 def _layout(me: Rank) -> links.Layout:
     per_node = int(os.environ.get("LOCAL_WORLD_SIZE", me.world_size))
     if me.world_size % per_node:
-        what = f"{me.world_size} ranks do not make nodes of {per_node}; every node needs as many"
-        raise ConfigError([Fault("environment", what)])
+        what = f"{me.world_size} ranks with {per_node} ranks per node: start the same number of ranks on every node"
+        raise ConfigError([ConfigIssue("environment", what)])
     names = _of_all(f"rank {me.number} ({socket.gethostname()} {me.device})")
     return links.Layout(me.world_size, per_node, names)
 

@@ -1,4 +1,4 @@
-"""What the links carry: collectives of all ranks, of a node's and of those across nodes, and messages of pairs."""
+"""Measures the links: collectives over all ranks, within nodes and across nodes, and messages between pairs."""
 
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
@@ -16,23 +16,23 @@ BYTES = {
     "cpu": (1 << 10, 1 << 14, 1 << 18, 1 << 20, 1 << 22),
     "cuda": (1 << 10, 1 << 16, 1 << 20, 1 << 24, 1 << 26, 1 << 28),
 }
-"""Of a collective's whole tensor."""
+"""Sizes of a collective's whole tensor, by device type."""
 
 PAIR_BYTES = {"cpu": (1 << 10, 1 << 18, 1 << 22), "cuda": (1 << 10, 1 << 20, 1 << 26)}
 SMALL = 1 << 14
-"""Bytes up to which the time is all latency."""
+"""Bytes up to which a message is judged by its latency."""
 
-# Newer names of the same; the old ones warn where both are.
+# Newer names of the same functions; the old names warn where both exist.
 all_gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
 reduce_scatter = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
 
 MOST_ROUNDS = 15
-"""Rounds of pairs, each rank once in a round: all pairs of 16 ranks, or of 16 nodes."""
+"""Maximum number of rounds of pairs; enough for all pairs of 16 ranks, or of 16 nodes."""
 
 
 @dataclass(frozen=True)
 class Layout:
-    """Where ranks are. Each node has the same number of them, in order."""
+    """Placement of ranks on nodes. per_node: ranks per node, the same on each.  names: of the ranks, in order."""
 
     world_size: int
     per_node: int
@@ -40,11 +40,11 @@ class Layout:
 
     @property
     def nodes(self) -> int:
-        """How many nodes there are."""
+        """Number of nodes, each with `per_node` ranks."""
         return self.world_size // self.per_node
 
     def groups(self) -> dict[str, list[list[int]]]:
-        """By kind, the groups that work beside each other; those of one rank are left out."""
+        """Groups that measure at the same time, by kind: "all ranks", "a node", "across nodes"; none of one rank."""
         everyone, n = list(range(self.world_size)), self.per_node
         found = {
             "all ranks": [everyone],
@@ -54,7 +54,7 @@ class Layout:
         return {kind: groups for kind, groups in found.items() if groups and len(groups[0]) > 1}
 
     def rounds(self) -> Iterator[tuple[str, list[tuple[int, int]]]]:
-        """Pairs of ranks, "in a node" and "across nodes"; in a round no rank is in two."""
+        """Rounds of disjoint pairs of ranks, each with its kind, "in a node" or "across nodes"."""
         n = self.per_node
         for pairs in _tournament(n):
             yield "in a node", [(node * n + a, node * n + b) for node in range(self.nodes) for a, b in pairs]
@@ -62,12 +62,12 @@ class Layout:
             yield "across nodes", [(a * n + local, b * n + local) for a, b in pairs for local in range(n)]
 
     def pair(self, a: int, b: int) -> str:
-        """What a pair is called."""
+        """Name of a pair of ranks in rows and findings."""
         return f"{self.names[a]} - {self.names[b]}"
 
 
 def _tournament(n: int) -> list[list[tuple[int, int]]]:
-    """Rounds in which each of n meets each other once (the circle method); the first MOST_ROUNDS of them."""
+    """Rounds in which each of n meets each other once (round-robin, circle method); the first MOST_ROUNDS of them."""
     seats = [*range(n), *([-1] if n % 2 else [])]
     rounds = []
     for _ in range(min(len(seats) - 1, MOST_ROUNDS)):
@@ -78,13 +78,13 @@ def _tournament(n: int) -> list[list[tuple[int, int]]]:
 
 
 def slots(layout: Layout, device: torch.device) -> int:
-    """How many readings `measure` takes."""
+    """Number of measurements that `measure` takes, for sharing out the time."""
     collectives = len(get_args(Collective)) * len(BYTES[device.type]) * len(layout.groups())
     return collectives + len(PAIR_BYTES[device.type]) * len(list(layout.rounds()))
 
 
 def measure(clock: Clock, layout: Layout) -> list[Reading]:
-    """All readings that this rank takes part in; all ranks call it."""
+    """Measure all collectives and pairs; returns the readings of this rank. All ranks call it."""
     taken = []
     for kind, groups in layout.groups().items():
         made = [dist.new_group(group) for group in groups]  # all ranks take part in making each
@@ -118,7 +118,7 @@ def _collective(
 
 
 def _pair(clock: Clock, layout: Layout, pairs: Sequence[tuple[int, int]], size: int, kind: str) -> Iterator[Reading]:
-    """A message there and another back."""
+    """A ping-pong message between the ranks of each pair."""
     mine = next((pair for pair in pairs if clock.me.number in pair), None)
     message = torch.ones(size // 4, device=clock.me.device)
     took = clock.together(_there_and_back(clock.me, mine, message) if mine else lambda: None)
@@ -142,7 +142,7 @@ def _there_and_back(me: Rank, pair: tuple[int, int], message: torch.Tensor) -> C
 
 
 def _reading(kind: str, bytes_: int, subject: str, seconds: float, spread: float, about: dict[str, object]) -> Reading:
-    """Small messages are judged apart from large ones, by their latency."""
+    """A reading; small messages are judged by latency, large ones by bandwidth."""
     small = bytes_ <= SMALL
     return Reading(
         kind=f"small {kind}" if small else kind, name=f"{kind}, {_size(bytes_)}", subject=subject, seconds=seconds,

@@ -1,10 +1,11 @@
-"""What was measured, as rows: the same work on several ranks, groups or pairs, which can be told from one another."""
+"""Measurements as rows, each the same work on several ranks, groups or pairs; and the outliers among them."""
 
 import math
 import statistics
 from collections import defaultdict
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
+from textwrap import fill
 from typing import Any
 
 RATE_TOLERANCE, LATENCY_TOLERANCE = 0.15, 0.5
@@ -13,21 +14,25 @@ DEVIATIONS = 3 * 1.4826
 
 UNSTEADY, TIMES_AS_UNSTEADY = 0.5, 3.0
 
-RULE = f"""\
-An outlier is a rank, group or pair that takes longer than its peers for the same kind of work: by more than
-{RATE_TOLERANCE:.0%} ({LATENCY_TOLERANCE:.0%} for latencies), by more than its own repeats differ, and by more than
-three standard deviations, estimated by the median absolute deviation. Where there are several sizes, the median over
-them counts; where half of the peers are slow, the faster half is the measure. It is unsteady if its repeats differ by
-more than {UNSTEADY:.0%}, and {TIMES_AS_UNSTEADY:g} times as much as those of its peers: a flapping port, a
-device that throttles. A rank all of whose pairs are slow is named in their place."""
+RULE = fill(
+    "A rank, group or pair is an outlier if it is slower than the median of its peers at the same work by more than "
+    f"{RATE_TOLERANCE:.0%} ({LATENCY_TOLERANCE:.0%} for latencies), by more than the spread of its own repeats, and by "
+    "more than three standard deviations (estimated by the median absolute deviation). Of several sizes, the median "
+    "ratio counts. If half of the peers are slow, the faster half is the reference. A rank, group or pair is unsteady "
+    f"if its repeats differ by more than {UNSTEADY:.0%}, and by {TIMES_AS_UNSTEADY:g} times as much as those of its "
+    "peers (a flapping port, a throttling device). If all pairs of a rank are slow, the rank is reported instead.",
+    width=120,
+)
+"""The definition of an outlier, for `titan doctor --help`."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Reading:
-    """One piece of work as one rank has timed it.
+    """One measurement of one rank.
 
-    kind: readings of a kind are judged together.  subject: who did it; ranks that did it together say the same.
-    work: FLOPs, bytes or calls, by `unit` (TFLOP/s, GB/s or us).  about: what it was, in numbers.
+    kind: kind of work; readings of a kind are compared with each other.  name: the work, with its size.  subject: rank,
+    group or pair.  seconds: per call, median.  spread: (longest - shortest) / median.  work: FLOPs, bytes or calls per
+    call, by `unit` ("TFLOP/s", "GB/s" or "us").  about: parameters of the work.
     """
 
     kind: str
@@ -42,7 +47,7 @@ class Reading:
 
 @dataclass(frozen=True, kw_only=True)
 class Row:
-    """The same work of several subjects. Seconds are a call's; spreads are shares of them."""
+    """The same work on several subjects. seconds, spreads: by subject; other fields as in `Reading`."""
 
     kind: str
     name: str
@@ -54,11 +59,11 @@ class Row:
 
     @property
     def middle(self) -> float:
-        """Seconds of the median subject."""
+        """Seconds per call of the median subject."""
         return statistics.median(self.seconds.values())
 
     def shown(self, seconds: float) -> float:
-        """A time in this row's unit."""
+        """Seconds per call converted to this row's unit (TFLOP/s, GB/s or us)."""
         if self.unit == "us":
             return seconds / self.work * 1e6
         return self.work / seconds / {"TFLOP/s": 1e12, "GB/s": 1e9}[self.unit]
@@ -66,7 +71,7 @@ class Row:
 
 @dataclass(frozen=True)
 class Finding:
-    """Something odd: who, at what kind of work, and how much longer it takes (or how much its repeats differ)."""
+    """An outlier. fault: "slow" or "unsteady".  by: relative slowdown against its peers, or spread of its repeats."""
 
     subject: str
     kind: str
@@ -80,7 +85,7 @@ class Finding:
 
 
 def rows(readings: Iterable[Reading]) -> list[Row]:
-    """Readings of all ranks as rows; of a subject that several ranks have timed, the slowest counts."""
+    """Group the readings of all ranks into rows. If several ranks timed a subject, the slowest reading counts."""
     grouped: dict[tuple[str, str], list[Reading]] = defaultdict(list)
     for reading in readings:
         grouped[reading.kind, reading.name].append(reading)
@@ -98,7 +103,7 @@ def rows(readings: Iterable[Reading]) -> list[Row]:
 
 
 def outliers(measured: Sequence[Row], links: Mapping[str, Sequence[str]]) -> list[Finding]:
-    """What is odd, by `RULE`. links: of a pair's name, the names of its two ranks."""
+    """The outliers among rows, by `RULE`. links: names of the two ranks of each pair, by the pair's name."""
     kinds: dict[str, list[Row]] = defaultdict(list)
     for row in measured:
         kinds[row.kind].append(row)
@@ -133,7 +138,7 @@ def _odd(kind: str, same: Sequence[Row]) -> list[Finding]:
 
 
 def _blamed(found: list[Finding], subjects: Sequence[str], links: Mapping[str, Sequence[str]]) -> list[Finding]:
-    """A rank in place of its pairs, where it has several and all of them are slow."""
+    """Report a rank instead of its pairs if it has several pairs and all are slow."""
     slow = {finding.subject: finding for finding in found if finding.fault == "slow" and finding.subject in links}
     of_rank: dict[str, set[str]] = defaultdict(set)
     for pair in dict.fromkeys(subject for subject in subjects if subject in links):

@@ -1,4 +1,4 @@
-"""What a GPU does in another way than a CPU, as far as it decides what is kept for backward, and for how long."""
+"""Replaces operations that save other activations on a GPU than on a CPU, so that a dry run saves as a GPU does."""
 
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
@@ -13,7 +13,7 @@ from titan.device import standing_in_for
 
 
 class _RMSNorm(torch.autograd.Function):
-    """Keeps its input, its weight and one float32 number a row, as the kernel for CUDA does; computes nothing."""
+    """Saves its input, its weight and one float32 per row, as the CUDA kernel does; computes nothing."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, weight: Tensor | None, rows: int) -> Tensor:
@@ -32,9 +32,10 @@ _rms_norm: Callable[[Tensor, Tensor | None, int], Tensor] = _RMSNorm.apply
 
 @contextmanager
 def as_on_a_gpu() -> Iterator[None]:
-    """RMSNorm in one kernel, where PyTorch's CPU makes it of seven whose results it keeps; and a GPU's chunk sizes.
+    """Run RMSNorm as one kernel, as a GPU does, and use a GPU's chunk sizes, while the context is open.
 
-    A mode of `torch.overrides` would not do for norms: it is off while a backward recomputes.
+    PyTorch's CPU runs RMSNorm as seven operations and saves their results. A mode of `torch.overrides` cannot replace
+    norms: it is off while a backward recomputes.
     """
     original = F.rms_norm
     F.rms_norm = _norm  # type: ignore[assignment]

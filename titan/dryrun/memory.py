@@ -1,7 +1,7 @@
-"""Every storage that lives during a step: how large, since when, until when, what for.
+"""Records every storage of a step: size, lifetime and component (parameters, gradients, ...).
 
-What a storage is for is often seen later than its birth (a gradient is one when it has reached its parameter), so
-changes are written down with a record of the storage, and added up when the step is over.
+The component is often known only later: a storage is a gradient once it has reached its parameter. Changes of size are
+therefore recorded with a record of the storage, and summed when the step is over.
 """
 
 import weakref
@@ -13,22 +13,26 @@ import torch
 from torch import Tensor
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
-from titan.dryrun.place import Place
+from titan.dryrun.step_position import StepPosition
 
 SAVED, TRANSIENT = "saved", "transient"
 
 
 class Storage:
-    """A storage of this rank. component: empty while nothing but its life tells what it is for."""
+    """A storage of this rank.
+
+    born: step position of its allocation.  op, shape, dtype: of the tensor that allocated it.  component: one of
+    COMPONENTS, or empty: then `what` derives it.  kept: seen by a backward operation.
+    """
 
     __slots__ = ("born", "component", "dtype", "kept", "op", "shape", "turn")
 
-    def __init__(self, born: Place, op: str, tensor: Tensor, component: str, turn: int) -> None:
+    def __init__(self, born: StepPosition, op: str, tensor: Tensor, component: str, turn: int) -> None:
         self.born, self.op, self.shape, self.dtype = born, op, tensor.shape, tensor.dtype
         self.component, self.turn, self.kept = component, turn, False
 
     def what(self) -> str:
-        """Its component; an activation is saved if it was made forward and seen by a backward operation."""
+        """The component. Without one: "saved" if made in forward and alive in a later backward, else "transient"."""
         if self.component:
             return self.component
         return SAVED if self.kept and self.born.phase in ("forward", "recompute") else TRANSIENT
@@ -37,18 +41,18 @@ class Storage:
 class Account:
     """Live storages and the changes of their sizes.
 
-    changes: (storage, bytes more or less, where the step was), in order.
+    changes: (storage, change in bytes, step position), in order.
     """
 
     def __init__(self) -> None:
-        self.changes: list[tuple[Storage, int, Place]] = []
+        self.changes: list[tuple[Storage, int, StepPosition]] = []
         self._live: dict[int, tuple[weakref.ref[Any], Storage]] = {}
         self._bytes: dict[int, int] = {}
         self._turn, self._backward = 0, False
-        self.place = Place("start", -1, "")
+        self.place = StepPosition("start", -1, "")
 
-    def at(self, place: Place) -> None:
-        """An operation runs there. Each change from forward or recompute to backward is a turn."""
+    def at(self, place: StepPosition) -> None:
+        """Set the step position of the next operations; counts changes from forward or recompute to backward."""
         self.place = place
         backward = place.phase == "backward"
         if backward and not self._backward:
@@ -56,7 +60,7 @@ class Account:
         self._backward = backward
 
     def add(self, tensor: Tensor, op: str, component: str = "") -> None:
-        """See a tensor: its storage may be new."""
+        """Record the storage of a tensor if it is new. op: the operation that made it.  component: "" if not known."""
         storage = tensor.untyped_storage()
         key = storage._cdata
         if key in self._live:
@@ -67,12 +71,12 @@ class Account:
         self._change(key, record, storage.nbytes())
 
     def find(self, tensor: Tensor) -> Storage | None:
-        """The record of a tensor's storage."""
+        """The record of a tensor's storage; None: it is not recorded."""
         held = self._live.get(tensor.untyped_storage()._cdata)
         return None if held is None else held[1]
 
     def tag(self, tensor: Tensor, component: str, over: Sequence[str] = ("",)) -> None:
-        """Say what a storage is for, where what is known of it is one of `over`."""
+        """Set the component of a tensor's storage if its present one is in `over`."""
         record = self.find(tensor)
         if record is not None and record.component in over:
             record.component = component
@@ -90,14 +94,14 @@ class Account:
         record.kept = self._turn > record.turn
 
     def close(self) -> None:
-        """The step is over: forget what lives, so that nothing is added up after it."""
+        """End the step: storages freed later are not recorded."""
         for _, record in self._live.values():
             record.kept = self._turn > record.turn
         self._live, self._bytes = {}, {}
 
     @contextmanager
     def resizes(self) -> Iterator[None]:
-        """Hear of storages that are emptied and filled again, as FSDP does with gathered parameters."""
+        """Record resized storages while the context is open: FSDP frees and reallocates gathered parameters so."""
         original = torch.UntypedStorage.resize_
 
         def resize(storage: torch.UntypedStorage, size: int) -> Any:
@@ -115,7 +119,7 @@ class Account:
 
 
 def locals_of(tensor: Tensor) -> Iterator[Tensor]:
-    """The plain tensors of this rank that a tensor is made of: itself, or those a wrapper holds."""
+    """Yield the plain local tensors of a tensor: itself, or the inner tensors of a wrapper such as DTensor."""
     if not is_traceable_wrapper_subclass(tensor):
         yield tensor
         return

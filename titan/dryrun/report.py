@@ -1,21 +1,22 @@
-"""A dry run in words."""
+"""Text of a dry run: what `titan plan --dry-run` prints."""
 
 from collections import defaultdict
 
 from titan.dryrun.result import COMPONENTS, DryRun
 
 _BARS = 24
-"""Lines of the timeline that are printed."""
+"""Printed lines of the timeline."""
 
 
 def report(run: DryRun) -> str:
-    """Several lines: memory by component, where the peak is and what makes it, the course, collectives, FLOPs."""
+    """A dry run as text: memory by component, top allocations at the peak, timeline, collectives, FLOPs, notes."""
     stages = ", ".join(str(stage) for stage in run.stages)
     head = (
-        f"rank {run.rank} of {run.world_size}, stage {stages}: {run.parameters:,} parameters here; "
-        f"most memory {_size(run.peak_bytes)}, in {_peak(run)}"
+        f"rank {run.rank} of {run.world_size}, stage {stages}: {run.parameters:,} parameters on this rank; "
+        f"peak memory {_size(run.peak_bytes)}, in {_peak(run)}"
     )
-    blocks = [[head], _memory(run), _consumers(run), _timeline(run), _collectives(run), _flops(run), list(run.notes)]
+    sections = (_memory, _top_allocations, _timeline, _collectives, _flops)
+    blocks = [[head], *(lines_of(run) for lines_of in sections), list(run.notes)]
     return "\n\n".join("\n".join(lines) for lines in blocks if lines)
 
 
@@ -33,18 +34,19 @@ def _peak(run: DryRun) -> str:
 
 
 def _memory(run: DryRun) -> list[str]:
-    lines = [f"{'':14}{'at the peak':>14}{'most of it':>14}{'between steps':>15}"]
+    lines = [f"{'':14}{'at total peak':>14}{'own peak':>14}{'between steps':>15}"]
     for name in COMPONENTS:
-        sizes = run.at_peak[name], run.most[name], run.steady[name]
+        sizes = run.at_peak[name], run.peak_by_component[name], run.steady[name]
         lines.append(f"{name:14}{_size(sizes[0]):>14}{_size(sizes[1]):>14}{_size(sizes[2]):>15}")
     return [*lines, f"{'total':14}{_size(run.peak_bytes):>14}{'':14}{_size(run.steady_bytes):>15}"]
 
 
-def _consumers(run: DryRun) -> list[str]:
-    lines = ["largest at the peak:"]
-    for c in run.consumers[:12]:
+def _top_allocations(run: DryRun) -> list[str]:
+    lines = ["top allocations at the peak (size, count x [shape] dtype, component: operation module):"]
+    for c in run.top_allocations[:12]:
         shape = " x ".join(str(n) for n in c.shape)
-        lines.append(f"  {_size(c.bytes):>10}  {c.count:>4} x [{shape}] {c.dtype}, {c.component}: {c.op} {c.module}")
+        line = f"  {_size(c.bytes):>10}  {c.count:>4} x [{shape}] {c.dtype}, {c.component}: {c.op} {c.module}"
+        lines.append(line.rstrip())
     return lines
 
 
@@ -52,7 +54,7 @@ def _timeline(run: DryRun) -> list[str]:
     step = -(-len(run.timeline) // _BARS)
     points = [max(run.timeline[i : i + step], key=lambda p: p.bytes) for i in range(0, len(run.timeline), step)]
     return [
-        "course of the step:",
+        "memory over the step (peak of each interval):",
         *(f"  {'#' * round(40 * p.bytes / run.peak_bytes):40} {_size(p.bytes):>10}  {p.label}" for p in points),
     ]
 
@@ -64,7 +66,7 @@ def _collectives(run: DryRun) -> list[str]:
         pair[0] += c.count
         pair[1] += c.count * c.bytes
     return [
-        *(["sent in a step (whole tensors):"] if sums else []),
+        *(["collectives per step (bytes of whole tensors):"] if sums else []),
         *(
             f"  {kind} over {axes} ({size} ranks): {count} calls, {_size(moved)}"
             for (kind, axes, size), (count, moved) in sums.items()
@@ -74,5 +76,5 @@ def _collectives(run: DryRun) -> list[str]:
 
 def _flops(run: DryRun) -> list[str]:
     total = run.total_flops
-    words = f"forward {total.forward:.4g}, backward {total.backward:.4g}, recompute {total.recompute:.4g}"
-    return [f"FLOPs in a step: {total.total:.4g} ({words})"]
+    words = f"forward {total.forward:.4g}, backward {total.backward:.4g}, recomputation {total.recompute:.4g}"
+    return [f"FLOPs per step on this rank: {total.total:.4g} ({words})"]

@@ -1,4 +1,4 @@
-"""What a dry run has found, and how it is added up from the changes of memory."""
+"""The result of a dry run, and its memory figures, summed from recorded changes of storages."""
 
 import re
 from collections import Counter
@@ -7,38 +7,41 @@ from dataclasses import asdict, dataclass
 from typing import Any
 
 from titan.dryrun.memory import SAVED, TRANSIENT, Storage
-from titan.dryrun.place import Place
+from titan.dryrun.step_position import StepPosition
 from titan.dryrun.watch import COMMUNICATION, GATHERED, GRADIENTS, OPTIMIZER, OTHER, PARAMETERS
 
 COMPONENTS = (PARAMETERS, GRADIENTS, OPTIMIZER, SAVED, TRANSIENT, GATHERED, COMMUNICATION, OTHER)
-"""What memory is for; together they are all of it.
+"""Components of memory; their sum is the total.
 
-parameters: this rank's shards.  gradients: what a parameter's gradient is or has been, sharded or not, in the dtype it
-is computed in and in the one it is added up in.  optimizer: its state.  saved: made in a forward (or recompute) and
-still there when a backward operation next ran: kept for backward.  transient: all other results of operations.
-gathered: whole parameters that modules compute with.  communication: buffers that collectives and pipelines send from
-and receive into.  other: the micro batches' tokens, buffers of modules, counters.
+parameters: this rank's shards.  gradients: of parameters, sharded or not, in the dtype of computation and in that of
+accumulation.  optimizer: optimizer state.  saved: saved activations: made in forward (or recomputation) and alive at
+the next backward operation.  transient: all other results of operations.  gathered: unsharded parameters that modules
+compute with.  communication: send and receive buffers of collectives and pipelines.  other: tokens of the micro
+batches, module buffers, counters.
 """
 
 POINTS = 400
-"""Most points of a timeline."""
+"""Maximum number of points of a timeline."""
 
-CONSUMERS = 20
-"""Most lines of top consumers."""
+TOP_ALLOCATIONS = 20
+"""Maximum number of top allocations."""
 
 
 @dataclass(frozen=True)
 class Point:
-    """The most bytes alive within a stretch of the step."""
+    """Peak of the allocated bytes within an interval of the step. label: step position of that peak."""
 
     label: str
     bytes: int
 
 
 @dataclass(frozen=True)
-class Consumer:
-    """Storages of one kind that live at the peak: `count` of them with `bytes` together, made by `op` in `module`
-    (layers by `*`) as a tensor of this shape and dtype."""
+class Allocation:
+    """Storages of one kind that are allocated at the peak.
+
+    component: one of COMPONENTS.  module: canonical name, with `*` for layer numbers.  op: operation that allocated
+    them.  shape, dtype: of each.  count: how many.  bytes: of all together.
+    """
 
     component: str
     module: str
@@ -51,7 +54,7 @@ class Consumer:
 
 @dataclass(frozen=True)
 class Peak:
-    """Where in the step the most bytes were alive. micro_batch counts from 0; -1: outside of micro batches."""
+    """Step position of the memory peak. phase: see `Phase`.  micro_batch: from 0; -1: outside of micro batches."""
 
     phase: str
     micro_batch: int
@@ -75,8 +78,10 @@ class CollectiveCount:
 
 @dataclass(frozen=True)
 class Flops:
-    """FLOPs of matrix products and attention of one step of this rank. recompute: done again for backward, the scores
-    of attention included."""
+    """FLOPs of matrix products and attention, per step on this rank.
+
+    recompute: forward operations repeated for backward, including attention scores.
+    """
 
     forward: int
     backward: int
@@ -84,7 +89,7 @@ class Flops:
 
     @property
     def total(self) -> int:
-        """All of them."""
+        """FLOPs of forward, backward and recomputation together."""
         return self.forward + self.backward + self.recompute
 
 
@@ -92,9 +97,10 @@ class Flops:
 class DryRun:
     """A step of one rank. Memory is in bytes, by component (see COMPONENTS).
 
-    steady: between steps.  at_peak: when most was alive; its sum is `peak_bytes`.  most: the most of each component at
-    any time, which need not be the peak's.  timeline: at most POINTS stretches of the step, in order.  flops: by
-    module.  notes: sentences about where this differs from the run.
+    parameters: elements that this rank holds.  steady: memory between steps.  at_peak: memory at the peak of the total;
+    its sum is `peak_bytes`.  peak_by_component: the peak of each component, at whatever moment it occurs.
+    timeline: up to POINTS intervals of the step, in order.  top_allocations: what is allocated at the peak, largest
+    first.  flops: by module.  notes: differences between the dry run and a real run.
     """
 
     rank: int
@@ -103,53 +109,53 @@ class DryRun:
     parameters: int
     steady: Mapping[str, int]
     at_peak: Mapping[str, int]
-    most: Mapping[str, int]
+    peak_by_component: Mapping[str, int]
     peak: Peak
     timeline: tuple[Point, ...]
-    consumers: tuple[Consumer, ...]
+    top_allocations: tuple[Allocation, ...]
     collectives: tuple[CollectiveCount, ...]
     flops: Mapping[str, Flops]
     notes: tuple[str, ...]
 
     @property
     def peak_bytes(self) -> int:
-        """The most bytes alive at once."""
+        """Peak of the bytes allocated on this rank."""
         return sum(self.at_peak.values())
 
     @property
     def steady_bytes(self) -> int:
-        """Bytes alive between steps."""
+        """Bytes allocated on this rank between steps."""
         return sum(self.steady.values())
 
     @property
     def total_flops(self) -> Flops:
-        """Of all modules."""
+        """FLOPs of all modules of this rank together."""
         of = self.flops.values()
         return Flops(sum(f.forward for f in of), sum(f.backward for f in of), sum(f.recompute for f in of))
 
     def as_json(self) -> dict[str, Any]:
-        """All of it in values that JSON can hold."""
+        """The dry run for `--json`: all fields, peak_bytes, steady_bytes and total_flops."""
         totals = {"peak_bytes": self.peak_bytes, "steady_bytes": self.steady_bytes}
         return {**asdict(self), **totals, "total_flops": asdict(self.total_flops)}
 
 
 @dataclass(frozen=True)
 class Memory:
-    """What the changes of a step add up to (see DryRun)."""
+    """Memory figures of a step, in bytes; fields as in `DryRun`."""
 
     steady: Mapping[str, int]
     at_peak: Mapping[str, int]
-    most: Mapping[str, int]
-    peak: Place
+    peak_by_component: Mapping[str, int]
+    peak: StepPosition
     timeline: tuple[Point, ...]
-    consumers: tuple[Consumer, ...]
+    top_allocations: tuple[Allocation, ...]
 
 
-def add_up(changes: Sequence[tuple[Storage, int, Place]]) -> Memory:
-    """Go through the changes twice: once for the sums, once more up to the peak for what is alive there."""
+def add_up(changes: Sequence[tuple[Storage, int, StepPosition]]) -> Memory:
+    """Sum recorded changes (storage, change in bytes, step position), given in order, to memory figures."""
     now, most = dict.fromkeys(COMPONENTS, 0), dict.fromkeys(COMPONENTS, 0)
-    total, highest, at, peak, at_peak = 0, -1, -1, Place("start", -1, ""), dict(now)
-    stretches: list[tuple[Place, int]] = []
+    total, highest, at, peak, at_peak = 0, -1, -1, StepPosition("start", -1, ""), dict(now)
+    intervals: list[tuple[StepPosition, int]] = []
     for index, (storage, delta, place) in enumerate(changes):
         what = storage.what()
         now[what] += delta
@@ -157,26 +163,26 @@ def add_up(changes: Sequence[tuple[Storage, int, Place]]) -> Memory:
         total += delta
         if total > highest:
             highest, at, peak, at_peak = total, index, place, dict(now)
-        if stretches and stretches[-1][0] == place:
-            stretches[-1] = place, max(total, stretches[-1][1])
+        if intervals and intervals[-1][0] == place:
+            intervals[-1] = place, max(total, intervals[-1][1])
         else:
-            stretches.append((place, total))
-    return Memory(now, at_peak, most, peak, _thinned(stretches), _consumers(changes[: at + 1]))
+            intervals.append((place, total))
+    return Memory(now, at_peak, most, peak, _thinned(intervals), _top_allocations(changes[: at + 1]))
 
 
-def _thinned(stretches: Sequence[tuple[Place, int]]) -> tuple[Point, ...]:
-    """Join neighbours until few enough are left; each keeps its highest, so the peak stays."""
-    size = -(-len(stretches) // POINTS)
-    runs = [stretches[start : start + size] for start in range(0, len(stretches), size)] if size else []
-    highest = [max(run, key=lambda stretch: stretch[1]) for run in runs]
+def _thinned(intervals: Sequence[tuple[StepPosition, int]]) -> tuple[Point, ...]:
+    """At most POINTS intervals; joined intervals keep their highest point, so the peak stays."""
+    size = -(-len(intervals) // POINTS)
+    runs = [intervals[start : start + size] for start in range(0, len(intervals), size)] if size else []
+    highest = [max(run, key=lambda interval: interval[1]) for run in runs]
     return tuple(Point(str(place), size) for place, size in highest)
 
 
 Kind = tuple[str, str, str, tuple[int, ...], str]
-"""Of a consumer: component, module, op, shape, dtype."""
+"""Kind of an allocation: component, module, op, shape, dtype."""
 
 
-def _consumers(changes: Sequence[tuple[Storage, int, Place]]) -> tuple[Consumer, ...]:
+def _top_allocations(changes: Sequence[tuple[Storage, int, StepPosition]]) -> tuple[Allocation, ...]:
     alive: Counter[Storage] = Counter()
     for storage, delta, _ in changes:
         alive[storage] += delta
@@ -189,4 +195,4 @@ def _consumers(changes: Sequence[tuple[Storage, int, Place]]) -> tuple[Consumer,
             key = storage.what(), module, storage.op, tuple(int(n) for n in storage.shape), dtype
             sizes[key] += size
             counts[key] += 1
-    return tuple(Consumer(*key, counts[key], size) for key, size in sizes.most_common(CONSUMERS))
+    return tuple(Allocation(*key, counts[key], size) for key, size in sizes.most_common(TOP_ALLOCATIONS))

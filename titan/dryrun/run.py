@@ -1,9 +1,9 @@
-"""The real build of a job on one rank of many, and one step of it, without memory and without other ranks.
+"""Builds and steps one rank of a job on meta tensors, without allocating memory and without the other ranks.
 
-The ranks are PyTorch's fake process group, whose collectives return at once; the tensors are on the meta device: they
-have shapes and storages but no numbers. The model is put together, wrapped, run by the job's own engine, clipped and
-updated by the very code that trains. The optimizer's state is made first, by an update with gradients of zero: the step
-watched is a second one.
+The other ranks are PyTorch's fake process group, whose collectives return at once. Tensors are on the meta device: they
+have shapes and storages, but no data. The code that trains builds and wraps the model, runs the job's engine, clips
+gradients and updates parameters. A first update with zero gradients creates the optimizer state; the step recorded is
+the next one.
 """
 
 import gc
@@ -20,46 +20,47 @@ from titan.config import Job
 from titan.contracts import Batch, Engine, LossFn
 from titan.dryrun.kernels import as_on_a_gpu
 from titan.dryrun.memory import locals_of
-from titan.dryrun.numberless import Numberless, accepted
+from titan.dryrun.meta_tensors import MetaTensorMode, accepted
 from titan.dryrun.result import CollectiveCount, DryRun, Flops, Peak, add_up
 from titan.dryrun.watch import OPTIMIZER, OTHER, PARAMETERS, Watch
-from titan.errors import ConfigError, Fault
+from titan.errors import ConfigError, ConfigIssue
 from titan.ranks.process import Rank
 from titan.training.build import Core, wire
-from titan.training.guard import Guard
+from titan.training.nonfinite import NonfiniteGuard
 from titan.training.trainer import step
 
-_EAGER = "compiled blocks were run eagerly: a compiler fuses operations, so it saves and moves less"
-_UNFUSED = "RMSNorm was done as PyTorch's CPU does it, in seven operations, and chunks are as large as on a CPU"
+_EAGER = "note: compiled blocks ran eagerly; torch.compile fuses operations, so it saves fewer activations"
+_UNFUSED = "note: RMSNorm ran as seven operations, as on a CPU, and chunk sizes are those of a CPU"
 
 
 def dry_run(job: Job, rank: int, fused: bool = True) -> DryRun:
-    """Rehearse a step of this rank of the job's ranks.
+    """Build one rank of a job on meta tensors and record one training step.
 
-    fused: as on a GPU, where RMSNorm is one kernel and chunks are large; else as PyTorch's CPU does it.
+    rank: global rank, from 0.  fused: as on a GPU: RMSNorm is one kernel, and chunks are large; False: as on a CPU.
 
-    No file of the job is touched, and nothing is allocated. Takes up to 0.04 s a layer and micro batch, most with
-    sliced layers and selective recompute.
+    Reads and writes no file of the job. Takes up to 0.04 s per layer and micro batch; the most with tensor parallelism
+    and selective recomputation.
 
     Raises:
         ConfigError: the job has no such rank, or this process is in a process group already.
     """
     world_size = job.layout.world_size
     if not 0 <= rank < world_size:
-        raise ConfigError([Fault("", f"rank {rank}: the job has ranks 0 to {world_size - 1}")])
+        raise ConfigError([ConfigIssue("", f"rank {rank}: must be from 0 to {world_size - 1}")])
     if dist.is_initialized():
-        raise ConfigError([Fault("", "a dry run needs a process of its own: this one is in a process group")])
-    mode = Numberless()
-    with _alone_as(rank, world_size), accepted(), ExitStack() as numberless:
+        what = "this process is in a process group; call dry_run from a process that has none"
+        raise ConfigError([ConfigIssue("", what)])
+    mode = MetaTensorMode()
+    with _alone_as(rank, world_size), accepted(), ExitStack() as meta:
         # What is there by then is on the meta device, and in the shards that are trained: it needs no other storage.
-        core = wire(job, Rank(rank, world_size, 0, torch.device("cpu")), lambda *_: numberless.enter_context(mode))
+        core = wire(job, Rank(rank, world_size, 0, torch.device("cpu")), lambda *_: meta.enter_context(mode))
         core.guard = _Trusting(1, 0, core.rank.device)
         return _rehearse(core, mode, fused)
 
 
 @contextmanager
 def _alone_as(rank: int, world_size: int) -> Iterator[None]:
-    """Be this rank of ranks that do not exist."""
+    """A fake process group in which this process is `rank`, while the context is open."""
     from torch.testing._internal.distributed.fake_pg import FakeStore
 
     devices = dist.Backend.backend_capability[dist.Backend.FAKE]
@@ -86,32 +87,32 @@ def _forget_shards() -> None:
     torch._C._clear_DTensor_sharding_propagator_cache()
 
 
-class _Trusting(Guard):
-    """Lets every update pass: there is no number to judge."""
+class _Trusting(NonfiniteGuard):
+    """Accepts every update: meta tensors hold no values to check."""
 
     def update(self, optimizer: torch.optim.Optimizer) -> None:
-        """Step."""
+        """Apply the update, unchecked."""
         optimizer.step()
 
 
 class _Followed:
-    """An engine that says when it begins and ends."""
+    """An engine that reports begin and end of its micro batches to the watch."""
 
     def __init__(self, engine: Engine, watch: Watch) -> None:
         self._engine, self._watch = engine, watch
 
     def forward_backward(self, batches: Sequence[Batch], loss: LossFn) -> None:
-        """The engine's own."""
-        with self._watch.places.micro_batches():
-            self._engine.forward_backward(batches, self._watch.places.loss(loss))
+        """As the wrapped engine, with the step position recorded."""
+        with self._watch.position.micro_batches():
+            self._engine.forward_backward(batches, self._watch.position.loss(loss))
         self._watch.sweep()
 
     def forward(self, batch: Batch) -> Tensor | None:
-        """The engine's own."""
+        """As the wrapped engine, with the step position recorded."""
         return self._engine.forward(batch)
 
 
-def _rehearse(core: Core, mode: Numberless, fused: bool) -> DryRun:
+def _rehearse(core: Core, mode: MetaTensorMode, fused: bool) -> DryRun:
     job, parts = core.job, core.parts
     _prime(core)
     batches = _batches(job, core.rank.device)
@@ -127,7 +128,7 @@ def _rehearse(core: Core, mode: Numberless, fused: bool) -> DryRun:
         with as_on_a_gpu() if fused else nullcontext(), watch.watching(mode):
             step(core, batches)
         watch.memory.close()
-    for technique in reversed(core.world.techniques):
+    for technique in reversed(core.context.techniques):
         technique.close()
     return _result(core, watch, fused)
 
@@ -147,7 +148,7 @@ def _batches(job: Job, device: torch.device) -> list[Batch]:
     def tokens() -> Tensor:
         return torch.zeros(shape, dtype=torch.int64, device=device)
 
-    isolated = job.data.packing == "isolate"
+    isolated = job.data.packing == "document_mask"
     return [Batch(tokens(), tokens(), tokens() if isolated else None) for _ in range(job.micro_batches)]
 
 
@@ -163,13 +164,14 @@ def _progress(micro_batches: int) -> Iterator[Callable[[], object]]:
 
 def _result(core: Core, watch: Watch, fused: bool) -> DryRun:
     memory = add_up(watch.memory.changes)
-    compiles = any(technique.phase == "compile" for technique in core.world.techniques)
+    compiles = any(technique.phase == "compile" for technique in core.context.techniques)
     held = {id(p): p for part in core.parts for _, p in part.parameters()}
     return DryRun(
         rank=core.rank.number, world_size=core.rank.world_size, stages=tuple(part.stage for part in core.parts),
         parameters=sum(local.numel() for p in held.values() for local in locals_of(p)),
-        steady=memory.steady, at_peak=memory.at_peak, most=memory.most, peak=Peak(*memory.peak),
-        timeline=memory.timeline, consumers=memory.consumers, collectives=_collectives(core, watch),
+        steady=memory.steady, at_peak=memory.at_peak, peak=Peak(*memory.peak),
+        peak_by_component=memory.peak_by_component, timeline=memory.timeline,
+        top_allocations=memory.top_allocations, collectives=_collectives(core, watch),
         flops={
             module: Flops(phases["forward"], phases["backward"], phases["recompute"])
             for module, phases in sorted(watch.flops.items())
@@ -182,7 +184,7 @@ def _collectives(core: Core, watch: Watch) -> tuple[CollectiveCount, ...]:
     """With the mesh axis of each group, where it is one's."""
     assert dist.group.WORLD is not None
     groups: dict[str, tuple[str, int]] = {dist.group.WORLD.group_name: ("world", core.rank.world_size)}
-    mesh = core.world.mesh
+    mesh = core.context.mesh
     for axis, degree in core.job.layout.degrees.items():
         if axis in mesh:
             groups[mesh.group(axis).group_name] = axis, degree

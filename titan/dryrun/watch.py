@@ -1,4 +1,4 @@
-"""Sees every operation of a step below autograd and DTensor: what it makes, computes and sends."""
+"""Observes every operation of a step below autograd and DTensor: allocations, FLOPs and collectives."""
 
 from collections import Counter, defaultdict
 from collections.abc import Callable, Iterator, Sequence
@@ -9,28 +9,31 @@ import torch
 from torch import Tensor, nn
 from torch._ops import OpOverload
 
-from titan.contracts import Part
+from titan.contracts import ModelPart
 from titan.dryrun import work
 from titan.dryrun.memory import Account, locals_of
-from titan.dryrun.numberless import Numberless
-from titan.dryrun.place import Places
+from titan.dryrun.meta_tensors import MetaTensorMode
+from titan.dryrun.step_position import PositionTracker
 
 PARAMETERS, GRADIENTS, OPTIMIZER = "parameters", "gradients", "optimizer"
 GATHERED, COMMUNICATION, OTHER = "gathered", "communication", "other"
+
+PERSISTENT = "persistent"
+"""What stands for an operation where a tensor exists before the step."""
 
 _CAST = torch.ops.aten._to_copy
 
 
 class Watch:
-    """Watches the steps of these parts.
+    """Observes the steps of these model parts.
 
-    flops: by module, a counter of phases.  sent: (kind, group's name, bytes) -> how often.
+    memory: recorded storages.  flops: FLOPs by module and phase.  sent: calls by (collective, group name, bytes).
     """
 
-    def __init__(self, parts: Sequence[Part], on_micro_batch: Callable[[], object]) -> None:
+    def __init__(self, parts: Sequence[ModelPart], on_micro_batch: Callable[[], object]) -> None:
         self.parts = parts
         self.memory = Account()
-        self.places = Places(parts, self._see_gathered, on_micro_batch)
+        self.position = PositionTracker(parts, self._see_gathered, on_micro_batch)
         self.flops: dict[str, Counter[str]] = defaultdict(Counter)
         self.sent: Counter[tuple[str, str, int]] = Counter()
         self._swept = False
@@ -39,9 +42,9 @@ class Watch:
 
     def _look(self, function: OpOverload, args: Any, kwargs: Any, out: Any) -> None:
         packet = function._overloadpacket
-        place = self.places.now()
+        place = self.position.now()
         self.memory.at(place)
-        if self.places.in_node:
+        if self.position.in_node:
             self._swept = False
         made = (out,) if isinstance(out, Tensor) else out if isinstance(out, (tuple, list)) else ()
         for tensor in made:
@@ -66,13 +69,13 @@ class Watch:
     # --- what a storage is for ------------------------------------------------------------------------------------
 
     def hold(self, tensors: Sequence[Tensor], component: str) -> None:
-        """These are there before the step."""
+        """Record tensors that exist before the step, with their component."""
         for tensor in tensors:
             for local in locals_of(tensor):
-                self.memory.add(local, "held", component)
+                self.memory.add(local, PERSISTENT, component)
 
     def _see_gathered(self, module: nn.Module) -> None:
-        """Parameters that a module computes with, where they are not those that are kept."""
+        """Tag the unsharded parameters that a module computes with, and watch for their gradients."""
         for parameter in module._parameters.values():
             if parameter is None:
                 continue
@@ -87,14 +90,13 @@ class Watch:
             self.memory.tag(local, GRADIENTS, ("", COMMUNICATION))
 
     def _see_cast(self, before: Tensor, after: Tensor) -> None:
-        """A gradient cast to the dtype it is added up in is one still.
+        """Tag a gradient cast to its accumulation dtype as a gradient.
 
-        Where a backward is split, gradients are given to their parameters without autograd: they are looked for when
-        the first thing is cast after it.
+        A split backward assigns gradients without autograd; they are looked up at the first cast after it.
         """
         if self.memory.place.phase != "backward":
             return
-        if not self.places.in_node and not self._swept:
+        if not self.position.in_node and not self._swept:
             self.sweep()
             self._swept = True
         record = self.memory.find(before)
@@ -102,7 +104,7 @@ class Watch:
             self.memory.tag(after, GRADIENTS)
 
     def sweep(self) -> None:
-        """Find the gradients that parameters have now, and the shards that FSDP has padded at its first use."""
+        """Tag the present gradients of all parameters, and the parameter shards that FSDP padded at first use."""
         held = [parameter for part in self.parts for _, parameter in part.parameters()]
         for parameter in held:
             for local in locals_of(parameter):
@@ -113,11 +115,11 @@ class Watch:
     # --- on and off -----------------------------------------------------------------------------------------------
 
     @contextmanager
-    def watching(self, mode: Numberless) -> Iterator[None]:
-        """Watch what runs inside, where this mode is on."""
+    def watching(self, mode: MetaTensorMode) -> Iterator[None]:
+        """Observe all operations under this mode while the context is open."""
         mode.look = self._look
         try:
-            with self.memory.resizes(), self.places.hooked():
+            with self.memory.resizes(), self.position.hooked():
                 yield
         finally:
             mode.look = None

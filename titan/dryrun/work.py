@@ -1,4 +1,4 @@
-"""What an operation computes, in FLOPs, and what it sends, in bytes."""
+"""FLOPs of an operation, and bytes of a collective."""
 
 from collections.abc import Mapping
 from typing import Any
@@ -26,25 +26,26 @@ _KINDS = {
     "alltoall_base": "all_to_all",
     "all_to_all_single": "all_to_all",
 }
-"""Names that PyTorch gives one thing; others are kept."""
+"""PyTorch's names of the same collective; names that are not listed stay."""
 
 _LOCAL = ("_c10d_functional::wait_tensor", "_c10d_functional::_wrap_tensor_autograd")
-"""What collectives are followed by on this rank alone."""
+"""Functional-collective operations that do not communicate."""
 
 
 def attention_flops(q: torch.Size, k: torch.Size, v: torch.Size, products: tuple[int, int]) -> int:
-    """FLOPs of products of attention: (as large as queries with keys, as large as weights with values).
+    """FLOPs of matrix products of attention.
 
-    q [B, H, S, N], k [B, K, T, N], v [B, K, T, M]. Counted without regard to a mask, causal ones too, as is usual.
+    q [B, H, S, N], k [B, K, T, N], v [B, K, T, M]: shapes.  products: how many products have the size of q k', and how
+    many the size of scores times v. Masked positions count as well, also causal ones, as is usual.
     """
     batch, heads, rows, width = q
     return 2 * batch * heads * rows * k[-2] * (products[0] * width + products[1] * v[-1])
 
 
 def flops_of(operation: OpOverload, args: Any, kwargs: Mapping[str, Any], out: Any) -> tuple[int, int]:
-    """(FLOPs, of these computed anew) of matrix products and attention; zeros for the rest.
+    """(FLOPs, FLOPs among them that are recomputation) of a matrix product or attention; (0, 0) for other operations.
 
-    Attention keeps no scores: its backward makes them again, one product in five.
+    Attention saves no scores: its backward recomputes them, one product in five.
     """
     packet = operation._overloadpacket
     if packet is _ATTENTION:
@@ -57,28 +58,28 @@ def flops_of(operation: OpOverload, args: Any, kwargs: Mapping[str, Any], out: A
 
 
 def computes(packet: object) -> bool:
-    """Whether `flops_of` can say more than nothing of it."""
+    """Whether `flops_of` counts FLOPs for this operation."""
     return packet in (_ATTENTION, _ATTENTION_BACKWARD) or packet in flop_registry
 
 
 def is_collective(operation: OpOverload) -> bool:
-    """Whether it speaks to other ranks."""
+    """Whether an operation communicates with other ranks."""
     return operation.namespace in ("c10d", "_c10d_functional") and operation._schema.name not in _LOCAL
 
 
 def in_place(operation: OpOverload) -> bool:
-    """Whether a collective works on buffers it is given, as FSDP's and the pipeline's do."""
+    """Whether a collective writes to buffers passed in, as those of FSDP and the pipeline do."""
     return operation.namespace == "c10d"
 
 
 def kind_of(operation: OpOverload) -> str:
-    """all_reduce, all_gather, reduce_scatter, all_to_all, broadcast, send, recv, ..."""
+    """Name of a collective: all_reduce, all_gather, reduce_scatter, all_to_all, broadcast, send, recv, ..."""
     name = operation._schema.name.rpartition("::")[2].strip("_").removesuffix("_out")
     return _KINDS.get(name, name)
 
 
 def group_of(args: Any) -> str:
-    """The name of the process group among a collective's arguments."""
+    """Name of the process group in a collective's arguments; "" if there is none."""
     for arg in reversed(args):
         if isinstance(arg, str):
             return arg
@@ -90,11 +91,11 @@ def group_of(args: Any) -> str:
 
 
 def tensors_of(values: Any) -> list[Tensor]:
-    """The tensors among arguments or results."""
+    """The tensors in arguments or results, nested containers included."""
     return [leaf for leaf in tree_leaves(values) if isinstance(leaf, Tensor)]
 
 
 def payload(args: Any, out: Any) -> int:
-    """Bytes of a collective: the whole tensor, so what an all-gather yields, what a reduce-scatter takes in."""
+    """Bytes of a collective's whole tensor: the result of an all-gather, the input of a reduce-scatter."""
     groups = [values if isinstance(values, (list, tuple)) else [values] for values in (*args, out)]
     return max((sum(t.nbytes for t in tensors_of(group)) for group in groups), default=0)

@@ -1,1 +1,1 @@
-"""A trained model opened, continued, measured."""
+"""Loading a trained model, generating text with it, and evaluating it."""

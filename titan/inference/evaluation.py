@@ -1,18 +1,18 @@
-"""How well a trained model predicts text: perplexity per token and per word, bits per byte, last words.
+"""Evaluation of a trained model on text: perplexity per token and per word, bits per byte, last-word accuracy.
 
-The definitions are those of the Language Model Evaluation Harness (lm-eval), whose numbers they can be held against:
+The definitions are those of the Language Model Evaluation Harness (lm-eval), so that results can be compared:
 
-    loss             -(sum of log p of all predicted tokens) / tokens, in nats; perplexity is e to it
-    word_perplexity  e to -(the same sum) / words, where words are the pieces of `re.split(r"\\s+", text)`; whitespace
+    loss             -(sum of log p of all predicted tokens) / tokens, in nats; perplexity is exp(loss)
+    word_perplexity  exp(-(the same sum) / words), where words are the pieces of `re.split(r"\\s+", text)`; whitespace
                      at either end of a text leaves an empty piece there, which counts
     bits_per_byte    -(the same sum) / (bytes of the texts in UTF-8 * ln 2)
 
-Each document stands alone. All its tokens are predicted, the first one from the end id (`first_token` "predict"), or
-all but the first ("skip", as transformers shift labels); an end id after the text is not. A document longer than
-`seq_len` is read in windows of that many tokens whose ends lie `stride` apart; each predicts what those before it have
-not, from all that it holds. The last one is moved back so that it is full. With the stride that is seq_len, the
-default, a window's first prediction sees one token (lm-eval's rolling windows); with a smaller one each sees at least
-seq_len - stride + 1 tokens, and costs as much more.
+Each document is scored on its own. All its tokens are predicted, the first one from the end id (`first_token`
+"predict"), or all but the first ("skip", as transformers shift labels); an end id after the text is not. A document
+longer than `seq_len` is read in windows of that many tokens whose ends lie `stride` apart; each predicts the tokens
+that earlier windows have not, with the whole window as context. The last one is moved back so that it is full. With the
+stride that is seq_len, the default, a window's first prediction sees one token (lm-eval's rolling windows); with a
+smaller one each sees at least seq_len - stride + 1 tokens, and costs as much more.
 
 The last word is that of LAMBADA (arXiv 1606.06031): what follows the last whitespace of a text. It counts as known if
 each of its tokens is the most probable one, given the true ones before it.
@@ -33,7 +33,7 @@ from titan.config import Job
 from titan.contracts import IGNORE, Batch
 from titan.data.samples.stream import Stream
 from titan.errors import ConfigError, DataError
-from titan.inference.trained import Trained
+from titan.inference.load_model import Trained
 from titan.training.validation import Score, nats_and_tokens, perplexity, totals
 
 ROUND = 16
@@ -74,7 +74,7 @@ class Counted:
     bytes: int = 0
 
     def add(self, text: str) -> None:
-        """One more text."""
+        """Count the words and UTF-8 bytes of one more document."""
         self.words += len(_WHITESPACE.split(text))
         self.bytes += len(text.encode("utf-8", errors="replace"))
 
@@ -91,14 +91,14 @@ def evaluate(trained: Trained, reading: Reading, watch: Watch) -> Numbers:
     job, counted = trained.job, Counted()
     length = job.data.seq_len
     if reading.stride > length:
-        raise ConfigError(f"--stride {reading.stride}: must be at most the length of a window, {length}")
+        raise ConfigError(f"--stride {reading.stride}: must be at most the window length --seq-len, {length}")
     before = [job.tokenizer.end] if reading.first_token == "predict" else []
     documents = islice(_documents(job, counted), reading.limit or None)
     found = (w for ids in documents for w in windows([*before, *ids], length, reading.stride or length))
     batches = _dealt(found, trained, reading.batch_size, watch)
-    nats, tokens = totals(trained.engine, trained.world, batches, nats_and_tokens(job.loss), 2)
+    nats, tokens = totals(trained.engine, trained.context, batches, nats_and_tokens(job.loss), 2)
     if not tokens:
-        raise DataError(f"dataset {job.sources[0].plugin.name!r} holds no token to predict")
+        raise DataError(f"dataset {job.sources[0].plugin.name!r} holds no token to score")
     is_text = job.sources[0].plugin.shards() is None
     return {
         "loss": nats / tokens,
@@ -122,10 +122,10 @@ def last_words(trained: Trained, reading: Reading, watch: Watch) -> Numbers:
     job, counted = trained.job, Counted()
     dataset = job.sources[0].plugin
     if dataset.shards() is not None:
-        raise ConfigError(f"--last-word needs text, and dataset {dataset.name!r} holds tokens")
+        raise ConfigError(f"--last-word needs text, but dataset {dataset.name!r} holds tokens")
     found = islice(_last_words(job, counted), reading.limit or None)
     batches = _dealt(found, trained, reading.batch_size, watch)
-    nats, tokens, known = totals(trained.engine, trained.world, batches, _known_words(job), 3)
+    nats, tokens, known = totals(trained.engine, trained.context, batches, _known_words(job), 3)
     if not counted.documents:
         raise DataError(f"dataset {dataset.name!r} holds no text")
     return {
@@ -158,7 +158,7 @@ def _documents(job: Job, counted: Counted) -> Iterator[list[int]]:
                 counted.documents += 1
                 yield _checked(ids, job)
         return
-    stream = Stream(shards, job.plan.vocab_size)
+    stream = Stream(shards, job.spec.vocab_size)
     for number in range(stream.documents):
         ids = stream.read(*stream.document(number)).tolist()
         counted.documents += 1
@@ -174,11 +174,13 @@ def _last_words(job: Job, counted: Counted) -> Iterator[Window]:
         whole = text.rstrip()
         *before, word = whole.rsplit(maxsplit=1) or [""]
         if not before:
-            raise DataError(f"{place}: a last word needs another before it, and the text is {text[:40]!r}")
+            raise DataError(f"{place}: --last-word needs documents of at least two words; this one is {text[:40]!r}")
         ids = _checked(job.tokenizer.encode(whole), job)
         asked = len(ids) - len(job.tokenizer.encode(whole.removesuffix(word).rstrip()))
         if not 0 < asked <= job.data.seq_len:
-            raise DataError(f"{place}: the last word, {word[:40]!r}, has {asked} tokens; 1 to {job.data.seq_len} fit")
+            raise DataError(
+                f"{place}: the last word, {word[:40]!r}, has {asked} tokens; 1 to --seq-len {job.data.seq_len} fit"
+            )
         counted.documents += 1
         yield Window(ids[-job.data.seq_len - 1 :], asked)
 
@@ -192,9 +194,9 @@ def _texts(job: Job) -> Iterator[tuple[str, str]]:
 
 
 def _checked(ids: list[int], job: Job) -> list[int]:
-    if max(ids) >= job.plan.vocab_size:
-        rows = f"the model has rows for {job.plan.vocab_size} ids"
-        raise DataError(f"the text has token id {max(ids)}, but {rows}: the tokenizer is not the model's")
+    if max(ids) >= job.spec.vocab_size:
+        rows = f"the model's vocab_size is {job.spec.vocab_size}"
+        raise DataError(f"the text has token id {max(ids)}, but {rows}; set --tokenizer.name to the model's tokenizer")
     return ids
 
 

@@ -1,12 +1,12 @@
 """Continue prompts with a model, token by token, on every layout it can be trained on.
 
-A token is drawn from softmax(logits / temperature), cut to the `top_k` most probable and then to the fewest that hold
-`top_p` of what is left (nucleus sampling, arXiv 1904.09751). One rank draws, on the CPU, and tells the others, so that
-ranks never part. Every text has a generator of its own, seeded by the user's seed, its prompt and its number among the
-prompt's samples: what else is in the batch changes nothing.
+A token is drawn from softmax(logits / temperature), restricted to the `top_k` most probable tokens and then to the
+fewest that hold `top_p` of the remaining probability (nucleus sampling, arXiv 1904.09751). One rank draws on the CPU
+and broadcasts the token, so that all ranks agree. Every text has its own generator, seeded by the user's seed, the
+prompt and the sample's number, so the rest of the batch does not matter.
 
-Cost: with a cache, the prompt once and then one token a forward. Where the model takes no cache, or the layout splits
-layers or sequences over ranks, every token costs a forward of all of the text.
+Cost: with a KV cache, one forward of the prompt and then one token per forward. Without one (the model takes none, or
+the layout splits layers or sequences over ranks), every token costs a forward of the whole text.
 """
 
 import hashlib
@@ -21,10 +21,10 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor, Shard
 
 from titan.config import Job
-from titan.contracts import Batch, Engine, Tokenizer, World
+from titan.contracts import Batch, BuildContext, Engine, Tokenizer
 from titan.contracts.base.attention import Cache
 from titan.errors import ConfigError, DivergedError
-from titan.training.engine import Direct, evaluating
+from titan.training.engine import SequentialEngine, evaluating
 
 ROWS = 16
 """Texts that are continued side by side at most; more take turns."""
@@ -87,7 +87,7 @@ class Text:
 
     @property
     def tokens(self) -> list[int]:
-        """What was drawn."""
+        """The generated token ids, without those of the prompt."""
         return self.ids[len(self.prompt) :]
 
     def draw(self, probabilities: Tensor) -> int:
@@ -126,11 +126,11 @@ def encode(job: Job, prompt: str) -> tuple[int, ...]:
         ConfigError: it leaves no room for a token, or the tokenizer is not the model's.
     """
     ids = tuple(job.tokenizer.encode(prompt)) or (job.tokenizer.end,)
-    if len(ids) >= job.plan.max_seq_len:
-        longest = f"the model's max_seq_len is {job.plan.max_seq_len}, with what is generated"
+    if len(ids) >= job.spec.max_seq_len:
+        longest = f"prompt and generated text together may have max_seq_len = {job.spec.max_seq_len}"
         raise ConfigError(f"the prompt {prompt[:24]!r}... has {len(ids)} tokens; {longest}")
-    if max(ids) >= job.plan.vocab_size:
-        what = f"token id {max(ids)}, but the model has rows for {job.plan.vocab_size}: it is another tokenizer's"
+    if max(ids) >= job.spec.vocab_size:
+        what = f"token id {max(ids)}, but the model's vocab_size is {job.spec.vocab_size}; set --tokenizer.name"
         raise ConfigError(f"the prompt {prompt[:24]!r}... has {what}")
     return ids
 
@@ -140,7 +140,11 @@ Watch = Callable[[int, int], None]
 
 
 def generate(
-    world: World, engine: Engine, prompts: Sequence[Sequence[int]], sampling: Sampling, watch: Watch | None = None
+    context: BuildContext,
+    engine: Engine,
+    prompts: Sequence[Sequence[int]],
+    sampling: Sampling,
+    watch: Watch | None = None,
 ) -> list[Text]:
     """Continue each prompt `sampling.samples` times; all ranks together, and all get the same texts, prompt by prompt.
 
@@ -149,28 +153,28 @@ def generate(
         DivergedError: the model's logits are no finite numbers.
     """
     texts = [Text(tuple(ids), n, sampling.seed) for ids in prompts for n in range(sampling.samples)]
-    with evaluating(world.parts):
+    with evaluating(context.parts):
         for begin in range(0, len(texts), ROWS):
-            _continue(_Model(world, engine), texts[begin : begin + ROWS], sampling, begin, watch)
+            _continue(_Model(context, engine), texts[begin : begin + ROWS], sampling, begin, watch)
     return texts
 
 
-def sample(world: World, engine: Engine, prompt: str, seed: int) -> str:
+def sample(context: BuildContext, engine: Engine, prompt: str, seed: int) -> str:
     """The words that follow the end of a prompt, for a look at a model that has been trained just now."""
-    job, drawn = world.job, Sampling(max_new_tokens=48, seed=seed)
+    job, drawn = context.job, Sampling(max_new_tokens=48, seed=seed)
     ids = job.tokenizer.encode(prompt) or [job.tokenizer.end]
-    [text] = generate(world, engine, [ids[-max(1, job.data.seq_len - drawn.max_new_tokens) :]], drawn)
+    [text] = generate(context, engine, [ids[-max(1, job.data.seq_len - drawn.max_new_tokens) :]], drawn)
     return words(job.tokenizer, text)
 
 
 def _continue(model: "_Model", texts: Sequence[Text], sampling: Sampling, first: int, watch: Watch | None) -> None:
     longest = max(len(text.prompt) for text in texts)
     if longest >= model.longest:
-        raise ConfigError(f"a prompt has {longest} tokens; at this layout there is room for {model.longest}")
+        raise ConfigError(f"a prompt has {longest} tokens; this layout supports at most {model.longest}")
     model.begin(len(texts), longest + sampling.max_new_tokens)
     while any(text.stopped is None for text in texts):
         logits = model.next([text.ids for text in texts])
-        tokens = _agree(model.world, _draw(logits, texts, sampling), len(texts))
+        tokens = _agree(model.context, _draw(logits, texts, sampling), len(texts))
         for number, (text, token) in enumerate(zip(texts, tokens, strict=True)):
             if text.stopped is None:
                 _take(text, token, model, sampling)
@@ -205,10 +209,10 @@ def _draw(logits: Tensor | None, texts: Sequence[Text], sampling: Sampling) -> l
     return [token if good else -1 for token, good in zip(tokens, finite, strict=True)]
 
 
-def _agree(world: World, tokens: list[int] | None, count: int) -> list[int]:
+def _agree(context: BuildContext, tokens: list[int] | None, count: int) -> list[int]:
     """What the first rank that has drawn has drawn, on all ranks."""
-    if world.mesh.layout.world_size > 1:
-        speaker = torch.tensor(world.mesh.layout.world_size if tokens is None else world.mesh.rank)
+    if context.mesh.layout.world_size > 1:
+        speaker = torch.tensor(context.mesh.layout.world_size if tokens is None else context.mesh.rank)
         dist.all_reduce(speaker, dist.ReduceOp.MIN)
         said = torch.tensor(tokens or [0] * count)
         dist.broadcast(said, src=int(speaker))
@@ -222,14 +226,14 @@ def _agree(world: World, tokens: list[int] | None, count: int) -> list[int]:
 class _Model:
     """The logits of the token that comes next, for rows of ids that grow."""
 
-    def __init__(self, world: World, engine: Engine) -> None:
-        self.world, self.engine, self.end = world, engine, world.job.tokenizer.end
-        in_slices = world.mesh.layout.role_degree("sequence") > 1
+    def __init__(self, context: BuildContext, engine: Engine) -> None:
+        self.context, self.engine, self.end = context, engine, context.job.tokenizer.end
+        in_slices = context.mesh.layout.role_degree("sequence") > 1
         # Where ranks hold slices of a sequence, it must come out even.
-        self.multiple = world.job.data.seq_len if in_slices else world.parts[0].hidden_split
-        self.longest = self.multiple if in_slices else world.plan.max_seq_len // self.multiple * self.multiple
-        takes = "cache" in inspect.signature(world.parts[0].module.forward).parameters
-        self._caching = takes and not in_slices and isinstance(getattr(engine, "inner", engine), Direct)
+        self.multiple = context.job.data.seq_len if in_slices else context.parts[0].hidden_split
+        self.longest = self.multiple if in_slices else context.spec.max_seq_len // self.multiple * self.multiple
+        takes = "cache" in inspect.signature(context.parts[0].module.forward).parameters
+        self._caching = takes and not in_slices and isinstance(getattr(engine, "inner", engine), SequentialEngine)
         self._cache: Cache | None = None
 
     def begin(self, rows: int, length: int) -> None:
@@ -249,19 +253,19 @@ class _Model:
         width = self.multiple if known else self._rounded(max(map(len, rows)))
         starts = [max(0, len(row) - width) for row in rows]
         padded = [[*row[start:], *[0] * (width - len(row) + start)] for row, start in zip(rows, starts, strict=True)]
-        tokens = torch.tensor(padded, device=self.world.device)
+        tokens = torch.tensor(padded, device=self.context.device)
         if self._cache is not None:
             self._cache.place(starts, width, tokens.device)
         logits = self._logits(tokens)
         if logits is None:
             return None
         last = [len(row) - 1 - start for row, start in zip(rows, starts, strict=True)]
-        return _whole(logits, last)[:, : self.world.job.tokenizer.vocab_size]
+        return _whole(logits, last)[:, : self.context.job.tokenizer.vocab_size]
 
     def _logits(self, tokens: Tensor) -> Tensor | None:
         if self._cache is None:
             return self.engine.forward(Batch(tokens, tokens))
-        logits: Tensor = self.world.parts[0].runner(tokens, None, self._cache)
+        logits: Tensor = self.context.parts[0].runner(tokens, None, self._cache)
         return logits
 
 

@@ -1,1 +1,1 @@
-"""What a run needs and how fast it will be, from its TOML and a description of the cluster."""
+"""The planner: predicts memory, step time and cost of a job from its TOML and a cluster file."""

@@ -1,1 +1,1 @@
-"""Where ranks run: launched, placed, joined, watched, ended."""
+"""Launching, joining, monitoring and ending the ranks of a run."""

@@ -1,4 +1,4 @@
-"""Start the ranks of this node, watch over them, and end with the exit code of the run."""
+"""Start the ranks of this node, monitor them, and return the exit code of the run."""
 
 import importlib
 import os
@@ -8,9 +8,17 @@ from collections.abc import Collection, Sequence
 from pathlib import Path
 
 from titan.errors import EXIT_FAILED, EXIT_PREEMPTED, EXIT_WRONG_INPUT, say
-from titan.ranks import nodes, slurm
-from titan.ranks.children import Children, Ended, Entry
-from titan.ranks.place import Place, cores, find_place, gpus, rank_environment
+from titan.ranks import rendezvous, slurm
+from titan.ranks.launch_env import (
+    LaunchEnv,
+    cores,
+    drop_rank_variables,
+    find_place,
+    gpus,
+    rank_environment,
+    ranks_asked_for,
+)
+from titan.ranks.rank_processes import Ended, Entry, RankProcesses
 
 
 def let_threads_sleep() -> None:
@@ -22,7 +30,7 @@ def let_threads_sleep() -> None:
     os.environ.setdefault("GOMP_SPINCOUNT", "10000")
 
 
-def place_asked_for() -> Place | None:
+def place_asked_for() -> LaunchEnv | None:
     """Where NPROC or NNODES ask for ranks to be started; None where this process is a rank, or all there is to be.
 
     For commands that use one process unless they are told otherwise.
@@ -31,14 +39,17 @@ def place_asked_for() -> Place | None:
         ConfigError: the environment does not say clearly.
     """
     mine = rank_environment(os.environ)
-    if mine is not None or not (os.environ.get("NPROC") or os.environ.get("NNODES")):
-        os.environ.update(mine or {})
+    if mine is not None:
+        os.environ.update(mine)
+        return None
+    drop_rank_variables(os.environ)
+    if not (ranks_asked_for(os.environ) or os.environ.get("NNODES")):
         return None
     place = find_place(os.environ)
     return place if place.world_size > 1 else None
 
 
-def start(entry: Entry, words: list[str], place: Place, restarts: int = 0, logs: Path | None = None) -> int:
+def start(entry: Entry, words: list[str], place: LaunchEnv, restarts: int = 0, logs: Path | None = None) -> int:
     """Run `sys.exit(entry(words))` as each rank of this node; the exit code of the run. logs: where ranks write theirs.
 
     Raises:
@@ -47,17 +58,17 @@ def start(entry: Entry, words: list[str], place: Place, restarts: int = 0, logs:
     os.environ.setdefault("OMP_NUM_THREADS", str(max(1, cores() // place.ranks)))
     importlib.import_module("torch._dynamo")  # every optimizer imports it; ranks that are forked find it there
     forkable = sys.platform == "linux" and gpus() == 0
-    with nodes.meet(place) as others:
-        children = Children(entry, words, place, forkable, others)
+    with rendezvous.meet(place) as others:
+        children = RankProcesses(entry, words, place, forkable, others)
         return children.follow() if place.node else _lead(children, restarts, logs)
 
 
-def _lead(children: Children, restarts: int, logs: Path | None) -> int:
+def _lead(children: RankProcesses, restarts: int, logs: Path | None) -> int:
     """On node 0: all ranks of the run, again and again while they fail and may; the exit code of the run."""
     with children.hearing():
         for attempt in range(1 + restarts):
             if attempt:
-                say(f"restart {attempt} of {restarts}: all ranks go on from the newest checkpoint")
+                say(f"restart {attempt} of {restarts}: all ranks resume from the newest checkpoint")
             ended = children.lead()
             code = verdict(ended, children.heard, children.lost, logs)
             if children.stuck:
@@ -76,7 +87,7 @@ def verdict(ended: Sequence[Ended], heard: set[int], lost: Sequence[int], logs: 
     may be seen to fail before its own end is; else the first that failed. Peers may abort for want of a connection.
     """
     for node in lost:
-        say(f"error: the launcher of node {node} is gone")
+        say(f"error: the launcher of node {node} no longer responds")
     failed = [end for end in ended if end.failed]
     if not failed:
         return EXIT_FAILED if lost else max((end.code for end in ended), default=EXIT_FAILED)

@@ -1,12 +1,12 @@
-"""Preemption: when a scheduler or a time limit asks any rank to make room, all ranks stop after the same step.
+"""Preemption: when a scheduler or a time limit asks any rank to stop, all ranks stop after the same step.
 
-SIGTERM and SIGUSR1 are only noted when they come; what is under way, a step or a save, goes on. Each step carries the
-gravest of all ranks' notes along: an all-reduce of one integer over gloo, from host memory, begun before the step and
-read after it, so that no device is waited for and all ranks read the same. A signal that comes during step n is
-therefore acted upon after step n + 1 at the latest; one that comes before the first step, after the first. A run that
-is asked to stop always does a step first, and so always gets on.
+A handler only records SIGTERM and SIGUSR1; the step or save in progress continues. With each step the ranks agree on
+the most severe signal that any of them has recorded: an all-reduce of one integer over gloo, from host memory, begun
+before the step and read after it, so that no device is waited for and all ranks read the same. A signal that comes
+during step n is therefore acted upon after step n + 1 at the latest; one that comes before the first step, after the
+first. A run that is asked to stop always does a step first, so that it makes progress.
 
-Cost: 8 bytes a step, hidden behind it.
+Cost: an all-reduce of 8 bytes per step, overlapped with the step.
 """
 
 import contextlib
@@ -15,7 +15,6 @@ import signal
 import threading
 import time
 from collections.abc import Iterator
-from datetime import timedelta
 from types import FrameType
 
 import torch
@@ -58,23 +57,22 @@ def heard() -> frozenset[int]:
 
 
 class Preemption:
-    """What asks the run to stop, agreed on by all ranks. Made by all together; then `ask` and `due` around each step.
+    """What asks the run to stop, agreed on by all ranks in the process group of all; `ask` and `due` around each step.
 
     max_minutes: since the command was started, on whichever rank's clock comes first; 0 for no limit.
-    timeout_s: longest wait for another rank.
     """
 
-    def __init__(self, world_size: int, max_minutes: float, timeout_s: float) -> None:
+    def __init__(self, world_size: int, max_minutes: float) -> None:
         self._ends = float(os.environ.get(STARTED, _imported)) + 60 * max_minutes if max_minutes else float("inf")
-        self._group = dist.new_group(backend="gloo", timeout=timedelta(seconds=timeout_s)) if world_size > 1 else None
+        self._alone = world_size == 1
         self._gravest = torch.zeros((), dtype=torch.int64)
         self._asked: dist.Work | None = None
 
     def ask(self) -> None:
         """Before a step: begin to ask all ranks."""
         self._gravest.fill_(self._mine())
-        if self._group is not None:
-            self._asked = dist.all_reduce(self._gravest, dist.ReduceOp.MAX, self._group, async_op=True)
+        if not self._alone:
+            self._asked = dist.all_reduce(self._gravest, dist.ReduceOp.MAX, async_op=True)
 
     def due(self) -> str:
         """After the step: the name of what asks the run to stop, the same on all ranks; empty to go on."""

@@ -1,7 +1,8 @@
-"""This process among the others: which rank, on which device, in which process group."""
+"""The rank, device and process group of this process."""
 
 import contextlib
 import os
+import socket
 import traceback
 from dataclasses import dataclass
 from datetime import timedelta
@@ -50,6 +51,9 @@ def join(job: Job) -> Rank:
         torch.use_deterministic_algorithms(True)
     watchdog.record_collectives(rank.number, job.folder / "logs", nccl=rank.device.type == "cuda")
     enter(rank, job.comm.init_timeout_s)
+    if rank.device.type == "cuda":
+        uuid = torch.cuda.get_device_properties(rank.device).uuid
+        claim(f"{socket.gethostname()} {uuid}", rank.number, dist.distributed_c10d._get_default_store())
     return rank
 
 
@@ -66,17 +70,39 @@ def here(wanted: str) -> Rank:
     return rank
 
 
+def claim(device: str, rank: int, store: Store) -> None:
+    """Take a device for this rank alone. device: its name, the same for all ranks that see it and for no other.
+
+    Raises:
+        ConfigError: another rank has taken it.
+    """
+    holder = int(store.compare_set(f"device {device}", "", str(rank)))
+    if holder != rank:
+        raise ConfigError(
+            f"ranks {holder} and {rank} were given the same GPU ({device}); start one task per GPU, and let each see "
+            "its own GPU (srun --gpus-per-task=1) or all GPUs of the node"
+        )
+
+
 def enter(rank: Rank, timeout_s: float) -> None:
-    """Meet the other ranks in the process group, whose collectives wait that long."""
+    """Join the process group of all ranks. timeout_s: longest wait of its collectives.
+
+    Gloo connects two ranks when they first exchange data, not all ranks with all ranks at once: a group of N ranks
+    would otherwise open N - 1 sockets per rank, and publish and read N addresses per rank through the store.
+    """
+    os.environ.setdefault("TORCH_GLOO_LAZY_INIT", "1")
     complete_in_order()
     backend = "gloo" if rank.device.type == "cpu" else f"cpu:gloo,{rank.device.type}:nccl"
     timeout = timedelta(seconds=timeout_s)
     store: Store = HashStore()
-    if "MASTER_ADDR" in os.environ:
-        # torchrun starts ranks again with the store of the dead ones, in which Gloo would find their addresses.
-        attempt = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")
-        store = PrefixStore(f"attempt {attempt}", next(rendezvous("env://", timeout=timeout))[0])
+    if {"RANK", "MASTER_ADDR"} <= os.environ.keys():  # MASTER_ADDR alone: the only rank of a run, on a cluster
+        store = PrefixStore(_attempt(), next(rendezvous("env://", timeout=timeout))[0])
     dist.init_process_group(backend, store=store, rank=rank.number, world_size=rank.world_size, timeout=timeout)
+
+
+def _attempt() -> str:
+    """torchrun starts ranks again with the store of the dead ones, in which Gloo would find their addresses."""
+    return f"attempt {os.environ.get('TORCHELASTIC_RESTART_COUNT', '0')}"
 
 
 _make_gloo: Any = ProcessGroupGloo.__init__
@@ -112,9 +138,16 @@ def _device(wanted: str, local: int) -> torch.device:
     if wanted == "cpu" or (wanted == "auto" and not torch.cuda.is_available()):
         return torch.device("cpu")
     if not torch.cuda.is_available():
-        raise ConfigError(f'[run] device = "{wanted}": PyTorch sees no such device here; use "cpu" or "auto"')
-    if local >= torch.cuda.device_count():
-        raise ConfigError(f"rank {local} of this node has no device: {torch.cuda.device_count()} are here")
+        raise ConfigError(
+            f'[run] device = "{wanted}": PyTorch finds no such device on this machine; use "cpu" or "auto"'
+        )
+    count = torch.cuda.device_count()
+    if count == 1:
+        return torch.device("cuda", 0)  # a scheduler may show each task its own GPU only; `claim` finds a shared one
+    if local >= count:
+        raise ConfigError(
+            f"local rank {local} has no GPU: this process sees {count}; start at most {count} ranks per node (NPROC)"
+        )
     return torch.device("cuda", local)
 
 
@@ -140,7 +173,7 @@ def tell(error: Exception, rank: int) -> None:
     trace = "".join(traceback.format_exception(error))
     log.log.debug(trace)
     if first != rank and (kept := log.file()) is not None:
-        trace = f"rank {rank} cannot go on without rank {first}; what it says itself is in {kept}\n"
+        trace = f"rank {rank} cannot continue without rank {first}; its own stack trace is in {kept}\n"
     elif dist.is_initialized() and dist.get_world_size() > 1:
         trace = f"rank {rank} failed:\n{trace}"
     say(trace.rstrip("\n"))
@@ -157,10 +190,12 @@ def _first_to_fail(rank: int) -> int:
     if not dist.is_initialized() or dist.get_world_size() == 1:
         return rank
     store, answers = dist.distributed_c10d._get_default_store(), [str(rank).encode()]
+    while isinstance(store, PrefixStore):
+        store = store.underlying_store
 
     def ask() -> None:
         with contextlib.suppress(RuntimeError):  # whoever served the store is gone
-            answers.append(store.compare_set("first to fail", "", str(rank)))
+            answers.append(store.compare_set(_first_to_fail_key(), "", str(rank)))
 
     asking = Thread(target=ask, daemon=True)  # a network that is down answers nothing
     asking.start()
@@ -168,7 +203,17 @@ def _first_to_fail(rank: int) -> int:
     return int(answers[-1])
 
 
+def first_told(store: Store) -> int | None:
+    """The rank that failed first by what ranks have told the store that they met at; None where none has."""
+    key = _first_to_fail_key()
+    return int(store.get(key)) if store.check([key]) else None
+
+
+def _first_to_fail_key() -> str:
+    return f"{_attempt()}/first to fail"
+
+
 def leave() -> None:
-    """Leave the process group."""
+    """Destroy the default process group, if this process has joined one."""
     if dist.is_initialized():
         dist.destroy_process_group()

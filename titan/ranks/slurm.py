@@ -1,4 +1,4 @@
-"""Slurm: have it run this job again."""
+"""Requeueing of the Slurm job after a preemption."""
 
 import shutil
 import signal
@@ -24,15 +24,15 @@ def requeue(env: Mapping[str, str], heard: Collection[int]) -> None:
         return
     job = _name(env)
     if ends := sorted(signal.Signals(number).name for number in heard if number != signal.SIGUSR1):
-        say(f"job {job} is not queued again, as it was sent {ends[-1]}; submit it again to go on")
+        say(f"job {job} is not requeued, because it received {ends[-1]}; submit it again to resume")
         return
     tool = shutil.which("scontrol", path=env.get("PATH", ""))
     if tool is None:
-        say(f"warning: there is no scontrol here, so job {job} is not queued again; submit it again to go on")
+        say(f"warning: scontrol is not in PATH, so job {job} is not requeued; submit it again to resume")
         return
-    say(f"scontrol requeue {job}: asking Slurm to run this job again; it goes on from its checkpoint")
+    say(f"scontrol requeue {job}: asking Slurm to run this job again; it will resume from its checkpoint")
     if refusal := _refused([tool, "requeue", job]):
-        say(f"warning: Slurm does not queue job {job} again ({refusal}); submit it again to go on")
+        say(f"warning: Slurm refuses to requeue job {job} ({refusal}); submit it again to resume")
 
 
 def _refused(asking: list[str]) -> str:

@@ -1,4 +1,4 @@
-"""Whose turn it is: work that one rank does before the others, however long it takes."""
+"""Work that one rank does before the others, such as tokenizing, without a time limit for the waiting ranks."""
 
 import itertools
 import pickle
@@ -104,7 +104,7 @@ class _Turn:
 
     @contextmanager
     def at_work(self) -> Iterator[None]:
-        """Give signs of life meanwhile."""
+        """Count up in the store every BEAT_S seconds, so that waiting ranks see this one is alive."""
         done = Event()
 
         def beat() -> None:
@@ -147,7 +147,7 @@ class _Turn:
             if now - heard > BEAT_S and (told := self._store.add("beats", 0)) != beats:
                 beats, heard = told, now
             elif now - heard > LOST_S:
-                raise RankFailedError(f"no rank at work has been heard of for {LOST_S:g} s, and not all are done")
+                raise RankFailedError(f"no rank that prepares data has responded for {LOST_S:g} s")
 
     def _part(self) -> None:
         """Leave, but not before all have read what has failed: the store may end with rank 0."""

@@ -1,9 +1,9 @@
-"""Ends what hangs, and shows where it hung: the stacks of every rank, and the last collectives each one entered.
+"""Ends a run that hangs, and shows where: the stacks of every rank, and the last collectives that each entered.
 
-Three hangs, three ways. A load or save gets a time limit here (`limit`): a hung file system raises nothing and is in no
-collective, so no other timeout would ever end it. A collective that waits too long fails by the timeout of its process
-group; the flight recorder holds what each rank was in (`record_collectives`, `keep_recording`). A rank that hangs
-outside of collectives is asked for its stacks by the launcher, once its peers have failed (`answer_to_quit`).
+Three kinds of hang are handled. A load or save gets a time limit here (`limit`): a hung file system raises nothing and
+is in no collective, so no other timeout would ever end it. A collective that waits too long fails by the timeout of its
+process group; the flight recorder holds what each rank was in (`record_collectives`, `keep_recording`). A rank that
+hangs outside of collectives is asked for its stacks by the launcher, once its peers have failed (`answer_to_quit`).
 
 Cost: one sleeping thread while a checkpoint is loaded or saved; the recorder keeps 2000 collectives, about 1 MB.
 Limits: a thread that holds Python's lock for good keeps `limit` from firing; signals still show its stack.
@@ -90,7 +90,7 @@ def _end(why: str) -> None:
 
 def _tell(why: str) -> None:
     kept = None if _Home.logs is None else _Home.logs / f"rank-{_Home.rank}.log"
-    where = "follow" if kept is None else f"follow, and stand in {kept}"
+    where = "follow" if kept is None else f"follow, and are in {kept}"
     text = f"error: {why}; the stacks of rank {_Home.rank} {where}\n{_stacks()}\n"
     os.write(_STDERR, text.encode())
     if kept is not None:

@@ -1,1 +1,1 @@
-"""A job wired to a run, and the run trained."""
+"""Building a run from a job, and training it."""

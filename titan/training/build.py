@@ -1,4 +1,4 @@
-"""Job to Run: all wiring, one line a part."""
+"""Job to Run: builds model, optimizer, data, trackers and checkpointer, and connects them."""
 
 import os
 from collections.abc import Callable, Iterator, Sequence
@@ -18,21 +18,21 @@ from titan.checkpoint.ranks import Ranks
 from titan.checkpoint.resume import compare
 from titan.checkpoint.weights import find_weights, load_weights, stored_rest
 from titan.config import Job
-from titan.contracts import Dataset, Engine, NamedParameter, Part, RunInfo, Technique, World
+from titan.contracts import BuildContext, Dataset, Engine, ModelPart, NamedParameter, RunInfo, Technique
 from titan.contracts.base.conformance import label
 from titan.contracts.base.mesh import Mesh
-from titan.contracts.base.plan import glob_matches
+from titan.contracts.base.spec import glob_matches
 from titan.data.samples.loader import Loader
 from titan.data.samples.samples import Samples
 from titan.data.tokens.prepare import prepare
-from titan.errors import ConfigError, DataError, Fault, PluginError, by_errno
+from titan.errors import ConfigError, ConfigIssue, DataError, PluginError, by_errno
 from titan.ranks.process import Rank
 from titan.ranks.turns import as_first, together
 from titan.training import phases
-from titan.training.engine import Direct, StepLoss, Strict
-from titan.training.guard import Guard
+from titan.training.engine import SequentialEngine, StepLoss, Strict
 from titan.training.init import name_seed
 from titan.training.metrics import Meter, Trackers
+from titan.training.nonfinite import NonfiniteGuard
 
 
 @dataclass(kw_only=True)
@@ -41,12 +41,12 @@ class Core:
 
     job: Job
     rank: Rank
-    world: World
-    parts: Sequence[Part]
+    context: BuildContext
+    parts: Sequence[ModelPart]
     engine: Engine
     optimizer: torch.optim.Optimizer
     loss: StepLoss
-    guard: Guard
+    guard: NonfiniteGuard
     step: int = 0
     tokens: int = 0
 
@@ -60,11 +60,11 @@ class Run(Core):
     meter: Meter
     checkpointer: Checkpointer | None
     lock: FolderLock
-    held_out: Samples | None
+    validation_samples: Samples | None
     dropped: int = 0
     saved: int = field(default=0)
     whole: bool = True
-    held_out_loss: float | None = None
+    validation_loss: float | None = None
 
     def rest(self) -> dict[str, object]:
         """What a checkpoint holds beside weights and optimizer state.
@@ -78,7 +78,7 @@ class Run(Core):
             "tokens": self.tokens,
             "dropped": self.guard.check(),
             "data": self.loader.state_dict(),
-            "techniques": {technique.name: technique.state_dict() for technique in self.world.techniques},
+            "techniques": {technique.name: technique.state_dict() for technique in self.context.techniques},
             "rng": rng_state(self.rank.device),
         }
 
@@ -105,15 +105,15 @@ def build(job: Job, rank: Rank) -> Run:
 
 def _built(job: Job, rank: Rank, lock: FolderLock) -> Run:
     limit_s = job.comm.init_timeout_s
-    samples, held_out = together(lambda: _open_data(job, rank), rank, limit_s)
+    samples, validation_samples = together(lambda: _open_data(job, rank), rank, limit_s)
     core = wire(job, rank)
-    world = core.world
+    context = core.context
     checkpointer, rest = _restore(core, samples.fingerprint, lock)
     step, first = int(rest.get("step", 0)), int(rest.get("data", {}).get("samples", 0))
-    for technique in world.techniques:
+    for technique in context.techniques:
         technique.load_state_dict(rest.get("techniques", {}).get(technique.name, {}))
     dropped = int(rest.get("dropped", 0))
-    core.guard = Guard(_limit(job), dropped, rank.device)
+    core.guard = NonfiniteGuard(_limit(job), dropped, rank.device)
     core.engine = Strict(core.engine, core.parts, rank.device)
     core.step, core.tokens = step, int(rest.get("tokens", 0))
     loader = Loader(
@@ -122,25 +122,28 @@ def _built(job: Job, rank: Rank, lock: FolderLock) -> Run:
         device=rank.device,
     )  # fmt: skip
     trackers = Trackers(job.trackers if rank.number == 0 else ())
-    together(lambda: _begin(job, rank, trackers, _info(job, world, step)), rank, limit_s)
+    together(lambda: _begin(job, rank, trackers, _info(job, context, step)), rank, limit_s)
     if "rng" in rest:
         set_rng_state(rest["rng"], rank.device)
     return Run(
         **vars(core), loader=loader, trackers=trackers,
-        meter=Meter(world.plan, job.data.seq_len, rank.world_size, rank.device, job.metrics.peak_tflops),
-        checkpointer=checkpointer, dropped=dropped, held_out=held_out, saved=step, lock=lock,
+        meter=Meter(context.spec, job.data.seq_len, rank.world_size, rank.device, job.metrics.peak_tflops),
+        checkpointer=checkpointer, dropped=dropped, validation_samples=validation_samples, saved=step, lock=lock,
     )  # fmt: skip
 
 
-def wire(job: Job, rank: Rank, materialise: Callable[[Sequence[Part], World], None] = phases.materialise) -> Core:
+def wire(
+    job: Job, rank: Rank, materialise: Callable[[Sequence[ModelPart], BuildContext], None] = phases.materialise
+) -> Core:
     """What the steps of a new run need, from the job alone: no data, no checkpoint, no file."""
-    world = world_of(job, rank)
-    parts = phases.assemble(world, materialise)
-    engine = next((e for t in world.techniques if (e := t.engine(parts, world)) is not None), None)
-    optimizer = job.optimizer.build(named_parameters(parts, world))
+    context = context_of(job, rank)
+    parts = phases.assemble(context, materialise)
+    engine = next((e for t in context.techniques if (e := t.engine(parts, context)) is not None), None)
+    optimizer = job.optimizer.build(named_parameters(parts, context))
     return Core(
-        job=job, rank=rank, world=world, parts=parts, engine=engine or Direct(parts[0], world.techniques),
-        optimizer=optimizer, loss=StepLoss(job.loss, rank.device), guard=Guard(_limit(job), 0, rank.device),
+        job=job, rank=rank, context=context, parts=parts,
+        engine=engine or SequentialEngine(parts[0], context.techniques), optimizer=optimizer,
+        loss=StepLoss(job.loss, rank.device), guard=NonfiniteGuard(_limit(job), 0, rank.device),
     )  # fmt: skip
 
 
@@ -188,43 +191,45 @@ def _open_data(job: Job, rank: Rank) -> tuple[Samples, Samples | None]:
         DataError: they cannot be used, or are not those of rank 0.
         ConfigError: the tokenizer has ids that the model has no row for.
     """
-    samples, held_out = open_samples(job, rank), open_held_out(job, rank)
-    mine = samples.fingerprint + (held_out.fingerprint if held_out else "")
+    samples, validation_samples = open_samples(job, rank), open_validation(job, rank)
+    mine = samples.fingerprint + (validation_samples.fingerprint if validation_samples else "")
     if as_first(mine, rank) != mine:
         raise DataError(
-            f"rank {rank.number} found other samples than rank 0: files of a dataset changed or came meanwhile, or its"
-            " node sees other files. Run again once nothing writes to the dataset's files"
+            f"rank {rank.number} found other samples than rank 0: files of a dataset changed while it was read, or its"
+            " node sees other files. Stop whatever writes to the dataset's files, then run again"
         )
-    return samples, held_out
+    return samples, validation_samples
 
 
 def open_samples(job: Job, rank: Rank) -> Samples:
-    """The samples of a job's sources, tokenised first where they are text.
+    """The samples of a job's sources, tokenized first where they are text.
 
     Raises:
         DataError: the text or the tokens cannot be used.
         ConfigError: the tokenizer has ids that the model has no row for.
     """
-    if job.tokenizer.vocab_size > job.plan.vocab_size:
-        sizes = f"the tokenizer has {job.tokenizer.vocab_size} ids, the model rows for {job.plan.vocab_size}"
-        raise ConfigError([Fault("", f"[model] vocab_size: {sizes}; set it to at least {job.tokenizer.vocab_size}")])
+    if job.tokenizer.vocab_size > job.spec.vocab_size:
+        sizes = f"= {job.spec.vocab_size}, but the tokenizer has {job.tokenizer.vocab_size} ids"
+        raise ConfigError(
+            [ConfigIssue("", f"[model] vocab_size {sizes}; set vocab_size to at least {job.tokenizer.vocab_size}")]
+        )
     return Samples(
         [(_prepared(source.plugin, job, rank), source.weight) for source in job.sources], seq_len=job.data.seq_len,
-        packing=job.data.packing, seed=job.run.seed, shuffle=job.data.shuffle, vocab_size=job.plan.vocab_size,
+        packing=job.data.packing, seed=job.run.seed, shuffle=job.data.shuffle, vocab_size=job.spec.vocab_size,
     )  # fmt: skip
 
 
-def open_held_out(job: Job, rank: Rank) -> Samples | None:
+def open_validation(job: Job, rank: Rank) -> Samples | None:
     """The samples that a job validates on, in an order that no seed of a run changes; None where it does not validate.
 
     Raises:
         DataError: the text or the tokens cannot be used.
     """
-    if job.held_out is None or not job.validation.every:
+    if job.validation_data is None or not job.validation.every:
         return None
     return Samples(
-        [(_prepared(job.held_out, job, rank), 1.0)], seq_len=job.data.seq_len, packing=job.data.packing, seed=0,
-        shuffle=True, vocab_size=job.plan.vocab_size,
+        [(_prepared(job.validation_data, job, rank), 1.0)], seq_len=job.data.seq_len, packing=job.data.packing, seed=0,
+        shuffle=True, vocab_size=job.spec.vocab_size,
     )  # fmt: skip
 
 
@@ -233,18 +238,18 @@ def _prepared(dataset: Dataset, job: Job, rank: Rank) -> list[Path]:
     return prepare(dataset, job.tokenizer, cache=cache, workers=workers, progress=rank.number == 0)
 
 
-def world_of(job: Job, rank: Rank) -> World:
+def context_of(job: Job, rank: Rank) -> BuildContext:
     """What techniques may know on this rank, before there is a model."""
     owned = [axis.name for technique in job.techniques for axis in technique.axes]
     mesh = Mesh(job.layout, rank.device, rank.number, keep=owned)
-    return World(job=job, mesh=mesh, plan=job.plan, precision=job.precision, techniques=job.techniques)
+    return BuildContext(job=job, mesh=mesh, spec=job.spec, precision=job.precision, techniques=job.techniques)
 
 
-def named_parameters(parts: Sequence[Part], world: World) -> list[NamedParameter]:
-    """Trainable parameters of this rank, with what the plan says of their decay."""
+def named_parameters(parts: Sequence[ModelPart], context: BuildContext) -> list[NamedParameter]:
+    """Trainable parameters of this rank, with what the spec says of their decay."""
 
     def decays(name: str) -> bool:
-        return not any(glob_matches(pattern, name) for pattern in world.plan.no_decay)
+        return not any(glob_matches(pattern, name) for pattern in context.spec.no_decay)
 
     return [NamedParameter(name, p, decays(name)) for part in parts for name, p in part.parameters()]
 
@@ -257,17 +262,17 @@ def _restore(core: Core, fingerprint: str, lock: FolderLock) -> tuple[Checkpoint
         return None, {}
     section = job.checkpoint
     checkpointer = Checkpointer(
-        job.folder / "checkpoints", keep=section.keep, asynchronous=section.asynchronous, rank=rank.number,
+        job.folder / "checkpoints", keep=section.keep_latest, asynchronous=section.asynchronous, rank=rank.number,
         world_size=rank.world_size, timeout_s=job.comm.checkpoint_timeout_s, held=lock.check,
     )  # fmt: skip
     path = checkpointer.find(section.resume)
     if path is None:
         log.log.info(f"weights: {_first_weights(job, rank, parts)}")
         return checkpointer, {}
-    changes = compare(stored_rest(path), job.table, fingerprint, section.new_data)
-    states = {technique.name: _state_now(technique) for technique in core.world.techniques}
+    changes = compare(stored_rest(path), job.table, fingerprint, section.reset_data)
+    states = {technique.name: _state_now(technique) for technique in core.context.techniques}
     rest = checkpointer.load(path, parts, core.optimizer, states)
-    unused = "; the run has begun, so checkpoint.init_from is not used" if section.init_from else ""
+    unused = "; checkpoint.init_from is ignored, because the run has a checkpoint" if section.init_from else ""
     log.log.info(f"weights: from {path}, step {rest.get('step', 0)}{unused}")
     for sentence in changes.said:
         log.log.info(f"changed: {sentence}")
@@ -279,11 +284,11 @@ def _state_now(technique: Technique) -> dict[str, Any]:
     try:
         return technique.state_dict()
     except Exception as error:
-        what = "is asked once before load_state_dict(), on a new technique; return an empty table for what is not there"
-        raise PluginError(f"{label(type(technique))}: state_dict() raised {error!r}: it {what}") from error
+        what = "is called once before load_state_dict(), on a new technique; return an empty table while there is none"
+        raise PluginError(f"{label(type(technique))}: state_dict() raised {error!r}; it {what}") from error
 
 
-def _first_weights(job: Job, rank: Rank, parts: Sequence[Part]) -> str:
+def _first_weights(job: Job, rank: Rank, parts: Sequence[ModelPart]) -> str:
     """Give a new run the weights it is to start from; says where they are from. Drawn ones it has already."""
     given = job.checkpoint.init_from
     if not given:
@@ -294,8 +299,8 @@ def _first_weights(job: Job, rank: Rank, parts: Sequence[Part]) -> str:
     return f"from {'HF folder' if is_hf(path) else 'checkpoint'} {path}"
 
 
-def _info(job: Job, world: World, step: int) -> RunInfo:
+def _info(job: Job, context: BuildContext, step: int) -> RunInfo:
     return RunInfo(
         folder=job.folder, name=job.run.name, config=job.table, start_step=step, steps=job.train.steps,
-        params=world.plan.params, every=job.metrics.every,
+        params=context.spec.params, every=job.metrics.every,
     )  # fmt: skip

@@ -1,6 +1,6 @@
-"""Direct: forward and backward of each micro batch, one after the other, on the one part this rank holds.
+"""SequentialEngine: forward and backward of each micro batch, one after the other, on this rank's model part.
 
-Strict: any engine, held to leaving generators and saved buffers as they are.
+Strict: wraps any engine, and raises if a pass draws random numbers or writes to a persistent buffer.
 """
 
 from collections.abc import Iterator, Sequence
@@ -9,14 +9,14 @@ from contextlib import contextmanager
 import torch
 from torch import Tensor
 
-from titan.contracts import IGNORE, Batch, Engine, Loss, LossFn, Part, Technique
+from titan.contracts import IGNORE, Batch, Engine, Loss, LossFn, ModelPart, Technique
 from titan.errors import PluginError
 
 
-class Direct:
+class SequentialEngine:
     """The engine of a model that is not split into stages (see `contracts.Engine`)."""
 
-    def __init__(self, part: Part, techniques: Sequence[Technique]) -> None:
+    def __init__(self, part: ModelPart, techniques: Sequence[Technique]) -> None:
         self.part, self.techniques = part, techniques
 
     def forward_backward(self, batches: Sequence[Batch], loss: LossFn) -> None:
@@ -28,7 +28,7 @@ class Direct:
 
     @torch.no_grad()
     def forward(self, batch: Batch) -> Tensor | None:
-        """Logits of a micro batch."""
+        """Logits [B, S, V] of one micro batch of this rank, without gradients."""
         logits: Tensor = self.part.runner(batch.tokens, batch.documents)
         return logits
 
@@ -41,7 +41,7 @@ class Strict:
     every step, on the host alone, which takes microseconds.
     """
 
-    def __init__(self, engine: Engine, parts: Sequence[Part], device: torch.device) -> None:
+    def __init__(self, engine: Engine, parts: Sequence[ModelPart], device: torch.device) -> None:
         self.inner, self._device = engine, device
         self._buffers = [
             (f"{path}.{name}" if path else name, module, name)
@@ -62,19 +62,19 @@ class Strict:
         drawn = [name for name, state in self._generators().items() if not torch.equal(state, generators[name])]
         if drawn:
             raise PluginError(
-                f"forward or backward drew random numbers from the default generator of {' and '.join(drawn)}, which "
-                "differ between layouts and when they are recomputed; switch off dropout and other noise, of the model "
-                "and of techniques' before_microbatch()"
+                f"forward or backward drew random numbers from the default generator of {' and '.join(drawn)}; these "
+                "differ between layouts and under recomputation. Disable dropout and other noise in the model and in "
+                "techniques' before_microbatch()"
             )
         for (name, *_), before, now in zip(self._buffers, buffers, self._written(), strict=True):
             if before != now:
                 raise PluginError(
-                    f"forward or backward wrote to the persistent buffer {name}, of which a checkpoint keeps one value "
-                    "for all ranks; register it with persistent=False, or write to it in a technique's after_step"
+                    f"forward or backward wrote to the persistent buffer {name}, but a checkpoint keeps one value for "
+                    "all ranks; register the buffer with persistent=False, or write to it in a technique's after_step"
                 )
 
     def forward(self, batch: Batch) -> Tensor | None:
-        """The engine's own."""
+        """Logits of one micro batch, from the engine that this one checks."""
         return self.inner.forward(batch)
 
     def _generators(self) -> dict[str, Tensor]:
@@ -90,7 +90,7 @@ class Strict:
 
 
 @contextmanager
-def evaluating(parts: Sequence[Part]) -> Iterator[None]:
+def evaluating(parts: Sequence[ModelPart]) -> Iterator[None]:
     """Forwards without gradients, after which nothing is as if they had been: gathered parameters are let go of.
 
     No compiled graph is used: each would be compiled anew for forwards without gradients.

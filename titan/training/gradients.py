@@ -12,11 +12,11 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor, Replicate
 
-from titan.contracts import Part
+from titan.contracts import ModelPart
 from titan.contracts.base.mesh import Mesh
 
 
-def global_norm(parts: Iterable[Part], mesh: Mesh) -> Tensor:
+def global_norm(parts: Iterable[ModelPart], mesh: Mesh) -> Tensor:
     """The 2-norm of the gradients of the whole model, a float32 scalar, equal on all ranks."""
     split_over: dict[tuple[dist.ProcessGroup, ...], list[Tensor]] = defaultdict(list)
     for part in parts:
@@ -32,7 +32,7 @@ def global_norm(parts: Iterable[Part], mesh: Mesh) -> Tensor:
     return mesh.sum(total, "stage").sqrt().float()
 
 
-def clip(parts: Iterable[Part], norm: Tensor, limit: float) -> None:
+def clip(parts: Iterable[ModelPart], norm: Tensor, limit: float) -> None:
     """Scale all gradients in place by limit / norm where norm exceeds limit."""
     gradients = [_local(p.grad) for part in parts for _, p in part.parameters() if p.grad is not None]
     if gradients:

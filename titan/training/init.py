@@ -9,24 +9,24 @@ import torch
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 
-from titan.contracts import Part
-from titan.contracts.base.plan import Init, ModelPlan
+from titan.contracts import ModelPart
 from titan.contracts.base.sharding import slice_of
+from titan.contracts.base.spec import Init, ModelSpec
 from titan.errors import PluginError
 
 
-def init_weights(part: Part, plan: ModelPlan, seed: int) -> None:
+def init_weights(part: ModelPart, spec: ModelSpec, seed: int) -> None:
     """Give every parameter and buffer of the part its initial value, in place.
 
     Raises:
-        PluginError: the plan has no value for one, or computes it in another shape.
+        PluginError: the spec has no value for one, or computes it in another shape.
     """
     with torch.no_grad():
         for name, parameter in part.parameters():
-            _fill(parameter, plan.init_of(name), seed, name)
+            _fill(parameter, spec.init_of(name), seed, name)
         # One that several modules share has become a tensor of each.
         for name, buffer in part.module.named_buffers(remove_duplicate=False):
-            _fill(buffer, plan.init_of_buffer(name), seed, name)
+            _fill(buffer, spec.init_of_buffer(name), seed, name)
 
 
 def _fill(tensor: Tensor, how: Init, seed: int, name: str) -> None:
@@ -47,7 +47,7 @@ def draw(how: Init, shape: torch.Size, seed: int, name: str, device: torch.devic
         value = how.compute(device)
         if value.shape != shape:
             told = f"{name} with shape {list(value.shape)}, the model has shape {list(shape)}"
-            raise PluginError(f"the model's plan computes {told}")
+            raise PluginError(f"the model's spec computes {told}")
         return value.to(dtype)
     if how.kind == "constant":
         return torch.full(shape, how.value, device=device, dtype=dtype)

@@ -1,4 +1,4 @@
-"""What is measured, and who is told. Values leave the device only when a row is due."""
+"""Measurement of steps, and the trackers that log them. Values leave the device only when a row is logged."""
 
 import sys
 import time
@@ -10,7 +10,7 @@ import torch
 import torch.distributed as dist
 
 from titan.contracts import Row, RunInfo, Tracker
-from titan.contracts.base.plan import ModelPlan
+from titan.contracts.base.spec import ModelSpec
 from titan.errors import ConfigError, by_errno
 from titan.log import log
 
@@ -24,7 +24,11 @@ PEAK_TFLOPS = {
     "B200": 2250.0,
     "L40S": 362.0,
     "MI250X": 191.5,
-    "MI300X": 1307.0,
+    "MI300A": 980.6,
+    "MI300X": 1307.4,
+    "MI325X": 1307.4,
+    "MI350X": 2306.9,
+    "MI355X": 2516.6,
 }
 """Dense bf16 (V100: fp16) peak of a device as its vendor states it, by a piece of its name; MI250X: one die."""
 
@@ -53,8 +57,8 @@ class Meter:
     included; how many of the seconds these took stands beside it. The loss and the norm are those of its own step.
     """
 
-    def __init__(self, plan: ModelPlan, seq_len: int, devices: int, device: torch.device, stated_peak: float) -> None:
-        self._flops_per_token = plan.flops_per_token(seq_len)
+    def __init__(self, spec: ModelSpec, seq_len: int, devices: int, device: torch.device, stated_peak: float) -> None:
+        self._flops_per_token = spec.flops_per_token(seq_len)
         self._devices, self._device = devices, device
         self._peak = peak_tflops(device, stated_peak)
         began = time.perf_counter()
@@ -168,19 +172,19 @@ class Trackers:
             try:
                 tracker.start(info)
             except OSError as error:
-                said = f"[metrics.{tracker.name}] cannot begin: {error}; enabled = false there switches it off"
+                said = f"[metrics.{tracker.name}] cannot start: {error}; enabled = false in that table disables it"
                 raise by_errno(error, ConfigError(said)) from error
 
     def log(self, row: Row) -> None:
-        """Hand a row to each."""
+        """Give a row (metric name -> value) to every tracker; a failure is logged, not raised."""
         self._each(lambda tracker: tracker.log(row))
 
     def progress(self, step: int) -> None:
-        """A step is done."""
+        """Tell every tracker that optimizer step `step` is done; called at each step."""
         self._each(lambda tracker: tracker.progress(step))
 
     def close(self) -> None:
-        """The run ends."""
+        """Close every tracker at the end of the run; a failure is logged, not raised."""
         self._each(lambda tracker: tracker.close())
 
     def _each(self, act: Callable[[Tracker], None]) -> None:
@@ -195,4 +199,4 @@ class Trackers:
             return
         self._failed.add(name)
         said = f"{type(error).__name__}: {error}".partition("\n")[0]
-        log.warning(f"[metrics.{name}] {said}; the run goes on, and the curve there has a gap")
+        log.warning(f"[metrics.{name}] {said}; training continues, and this tracker misses some rows")

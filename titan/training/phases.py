@@ -1,7 +1,7 @@
-"""The one place that states the order in which techniques touch the model, and why.
+"""The order in which techniques transform the model, and why.
 
-convert      first, while modules are plain and on the meta device: what swaps a Linear for another must see all.
-split        then, so that everything below works on what this rank's stages hold and never looks at the rest.
+convert      first, while modules are plain and on the meta device: replacing Linear modules must reach all of them.
+split        then, so that all later phases see only the stages of this rank.
 partition    tensor, sequence and expert slices: they replace parameters, so before anything wraps or captures them.
 recompute    chooses what a block saves; the compiler must see the choice, and sharding must see the recomputed calls.
 compile      block by block, after the arithmetic is final and before hooks that a graph cannot hold.
@@ -18,54 +18,56 @@ from typing import get_args
 import torch
 from torch import nn
 
-from titan.contracts import Part, Phase, World
+from titan.contracts import BuildContext, ModelPart, Phase
 from titan.training.init import init_weights
 
 ORDER: tuple[Phase, ...] = get_args(Phase)
 
 
-def materialise(parts: Sequence[Part], world: World) -> None:
+def materialise(parts: Sequence[ModelPart], context: BuildContext) -> None:
     """Storage on the device of this rank, and layout-invariant initial values."""
     for part in parts:
-        part.module.to_empty(device=world.device)
-        part.retie(world.plan)
-        init_weights(part, world.plan, world.job.run.seed)
+        part.module.to_empty(device=context.device)
+        part.retie(context.spec)
+        init_weights(part, context.spec, context.job.run.seed)
 
 
-def assemble(world: World, materialise: Callable[[Sequence[Part], World], None] = materialise) -> list[Part]:
+def assemble(
+    context: BuildContext, materialise: Callable[[Sequence[ModelPart], BuildContext], None] = materialise
+) -> list[ModelPart]:
     """Build the model, let the techniques at it in order, give it storage and initial values by `materialise`.
 
     Returns the parts this rank holds.
     """
     with torch.device("meta"):
-        model = world.job.model.build()
-    parts = [Part(model)]
+        model = context.job.model.build()
+    parts = [ModelPart(model)]
     for phase in ORDER:
-        for technique in world.techniques:
+        for technique in context.techniques:
             if technique.phase != phase:
                 continue
             if phase == "split":
-                parts = technique.split(model, world)
+                parts = technique.split(model, context)
             else:
                 for part in parts:
-                    technique.apply(part, world)
+                    technique.apply(part, context)
         if phase == "convert":
-            _check_names(model, world)
+            _check_names(model, context)
         if phase == "split":
-            world.parts = parts
+            context.parts = parts
         if phase == "shard":
-            materialise(parts, world)
+            materialise(parts, context)
     return parts
 
 
-def _check_names(model: nn.Module, world: World) -> None:
-    """Hold the plan, as techniques have changed it, against the model with what they have put into it.
+def _check_names(model: nn.Module, context: BuildContext) -> None:
+    """Hold the spec, as techniques have changed it, against the model with what they have put into it.
 
     They may give values to buffers that they register in a later phase.
     """
-    own = world.job.model.plan().buffers if world.plan.buffers else {}
-    later = {glob for glob in world.plan.buffers if glob not in own}
-    replace(world.plan, buffers={g: how for g, how in world.plan.buffers.items() if g not in later}).check_names(
+    own = context.job.model.spec().buffers if context.spec.buffers else {}
+    later = {glob for glob in context.spec.buffers if glob not in own}
+    replace(context.spec, buffers={g: how for g, how in context.spec.buffers.items() if g not in later}).check_names(
         (name for name, _ in model.named_modules()),
         (name for name, _ in model.named_parameters()),
         (name for name, _ in model.named_buffers(remove_duplicate=False)),

@@ -1,4 +1,4 @@
-"""The loop and the step."""
+"""The training loop, and one optimizer step."""
 
 import gc
 import time
@@ -35,9 +35,9 @@ def train(run: Run) -> str:
     all the same.
     """
     first, asked = run.step, ""
-    gc.disable()  # each rank collecting at its own time makes stragglers; all do it together below
+    gc.disable()  # each rank collecting at its own time makes stragglers; all do it together in `after_step`
     try:
-        preemption = Preemption(run.rank.world_size, run.job.run.max_minutes, run.job.comm.init_timeout_s)
+        preemption = Preemption(run.rank.world_size, run.job.run.max_minutes)
         batches = iter(run.loader)
         while run.step < run.job.train.steps and not asked:
             preemption.ask()
@@ -48,7 +48,7 @@ def train(run: Run) -> str:
             stats = step(run, micro_batches)
             run.whole = True
             if run.step == first + 1:
-                shorten_timeouts(run.job, run.world.mesh)
+                shorten_timeouts(run.job, run.context.mesh)
                 if run.checkpointer is not None:
                     run.checkpointer.check(run.parts, run.optimizer)
             after_step(run, stats, waited)
@@ -63,6 +63,7 @@ def train(run: Run) -> str:
         _rescue(run, error)
         raise
     finally:
+        gc.unfreeze()
         gc.enable()
         close(run)
 
@@ -71,7 +72,7 @@ def step(run: Core, batches: list[Batch]) -> Stats:
     """Forward and backward of the micro batches, clip, update."""
     consumed = sum(batch.tokens.numel() for batch in batches) * run.job.batch_ranks
     assert consumed == run.job.tokens_per_step, f"a step consumed {consumed} tokens, not {run.job.tokens_per_step}"
-    techniques, mesh = run.world.techniques, run.world.mesh
+    techniques, mesh = run.context.techniques, run.context.mesh
     for technique in techniques:
         technique.before_step(run.step + 1)
     run.loss.begin(mesh.sum(valid_tokens(batches), "batch", "sequence"))
@@ -116,25 +117,38 @@ def after_step(run: Run, stats: Stats, waited: float) -> None:
     every, steps = run.job.metrics.every, run.job.train.steps
     if run.step % every == 0 or run.step in (1, steps):
         _log(run, stats)
-    if run.held_out is not None and (run.step % run.job.validation.every == 0 or run.step == steps):
+    if run.validation_samples is not None and (run.step % run.job.validation.every == 0 or run.step == steps):
         with run.meter.beside("validation"):
             validate(run)
     if run.step % run.job.train.gc_every == 0:
         with run.meter.beside("gc"):
-            gc.collect()
+            _collect_garbage()
     if run.step % run.job.checkpoint.every == 0:
         save(run)
+
+
+def _collect_garbage() -> None:
+    """The first time all objects are looked at, and what is left is never looked at again; then the young ones alone.
+
+    What lives as long as the run (modules, optimizer state, compiled code) would cost each collection 0.15 s: the
+    380,000 objects of torch, DTensor and a compiler on a CPU.
+    """
+    if gc.get_freeze_count() == 0:
+        gc.collect()
+        gc.freeze()
+    else:
+        gc.collect(1)
 
 
 def _log(run: Run, stats: Stats) -> None:
     loss, norm = torch.stack([stats.loss, stats.grad_norm]).tolist()
     dropped, failure = run.guard.read()
     row = run.meter.row(run.step, loss, norm, stats.lr, run.tokens)
-    run.trackers.log({**row, "dropped_updates": dropped})
+    run.trackers.log({**row, "skipped_updates": dropped})
     if failure is not None:
         raise failure
     if dropped > run.dropped:
-        log.warning(f"step {run.step}: NaN or inf, {dropped - run.dropped} updates dropped, {dropped} in all")
+        log.warning(f"step {run.step}: NaN or inf, {dropped - run.dropped} updates skipped, {dropped} in total")
         run.dropped = dropped
 
 
@@ -160,7 +174,7 @@ def _rescue(run: Run, error: Exception) -> None:
         save(run)
         run.checkpointer.wait()
     except Exception as another:
-        log.error(f"step {run.step} cannot be saved before the end: {another}")
+        log.error(f"the checkpoint of step {run.step} could not be saved before the run ends: {another}")
 
 
 def close(run: Run) -> None:
@@ -170,6 +184,6 @@ def close(run: Run) -> None:
         closing.callback(run.trackers.close)
         if run.checkpointer is not None:
             closing.callback(run.checkpointer.close)
-        for technique in run.world.techniques:
+        for technique in run.context.techniques:
             closing.callback(technique.close)
         closing.callback(run.loader.close)

@@ -1,4 +1,4 @@
-"""Loss on held-out samples: the same samples each time, and the same value at any layout."""
+"""Loss on samples of the validation split: the same samples each time, and the same value at any layout."""
 
 import math
 from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -6,7 +6,7 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 import torch
 from torch import Tensor
 
-from titan.contracts import IGNORE, Batch, Engine, Loss, World
+from titan.contracts import IGNORE, Batch, BuildContext, Engine, Loss
 from titan.data.samples.samples import Sample, Samples
 from titan.training.build import Run
 from titan.training.engine import evaluating
@@ -15,18 +15,18 @@ Score = Callable[[Tensor, Tensor], Tensor]
 """(logits [B, S, V], labels [B, S]) -> values to be summed over all batches, float64 [K]."""
 
 
-def totals(engine: Engine, world: World, batches: Iterable[Batch], score: Score, values: int) -> list[float]:
+def totals(engine: Engine, context: BuildContext, batches: Iterable[Batch], score: Score, values: int) -> list[float]:
     """Sums of the `values` numbers that `score` gives, over the batches of all ranks.
 
     All ranks take part, with as many batches each, and get the same numbers. Training does not notice.
     """
-    sums = torch.zeros(values, dtype=torch.float64, device=world.device)
-    with evaluating(world.parts):
+    sums = torch.zeros(values, dtype=torch.float64, device=context.device)
+    with evaluating(context.parts):
         for batch in batches:
             logits = engine.forward(batch)
             if logits is not None:
                 sums += score(logits, batch.labels)
-    found: list[float] = world.mesh.sum(sums, "batch", "sequence", "stage").tolist()
+    found: list[float] = context.mesh.sum(sums, "batch", "sequence", "stage").tolist()
     return found
 
 
@@ -40,15 +40,15 @@ def nats_and_tokens(loss: Loss) -> Score:
 
 
 def validate(run: Run) -> None:
-    """Tell the trackers the loss on the held-out samples, and keep it in `run.held_out_loss`: nats per token."""
-    assert run.held_out is not None
-    batches = _batches(run, run.held_out)
-    nats, tokens = totals(run.engine, run.world, batches, nats_and_tokens(run.job.loss), 2)
-    run.held_out_loss = nats / max(tokens, 1.0)
+    """Measure the loss on the validation split: to the trackers, and to `run.validation_loss`, in nats per token."""
+    assert run.validation_samples is not None
+    batches = _batches(run, run.validation_samples)
+    nats, tokens = totals(run.engine, run.context, batches, nats_and_tokens(run.job.loss), 2)
+    run.validation_loss = nats / max(tokens, 1.0)
     row = {
         "step": run.step,
-        "validation_loss": run.held_out_loss,
-        "validation_perplexity": perplexity(run.held_out_loss),
+        "validation_loss": run.validation_loss,
+        "validation_perplexity": perplexity(run.validation_loss),
     }
     run.trackers.log({**row, "time": run.meter.unix_time()})
 
@@ -62,8 +62,8 @@ def perplexity(nats: float) -> float:
 
 
 def samples_used(run: Run) -> int:
-    """How many held-out samples a validation takes: what the job asks for, or all there are."""
-    there = len(run.held_out) if run.held_out is not None else 0
+    """How many samples of the validation split a validation takes: what the job asks for, or all there are."""
+    there = len(run.validation_samples) if run.validation_samples is not None else 0
     return min(run.job.validation.samples or there, there)
 
 

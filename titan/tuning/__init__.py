@@ -1,1 +1,1 @@
-"""The measured search for a layout: what has been tried, what to try next, and a trial on the machine at hand."""
+"""The measured search for a layout (`titan tune`): results so far, next proposal, trial runs."""

@@ -1,11 +1,10 @@
-"""What to try next: the planner's best layouts, then what optuna's sampler (TPE, NeurIPS 2011) makes of the results.
+"""Proposes the next trial: first the planner's best layouts, then those of optuna's TPE sampler (NeurIPS 2011).
 
-A proposal depends on the seed and on the trials so far alone, so a search that was stopped goes on as if it never was.
+A proposal depends only on the seed and on the trials so far, so a resumed search continues as if never stopped.
 
-The degree of each axis, the micro batch, and the choice for each technique are categorical parameters. The sampler
-draws each by itself; of the layouts that have not been tried and that no plugin refuses, the one that agrees with the
-draw in most parameters is proposed. Failed trials have the worst value so far, so that the sampler learns to keep away
-(as in arXiv 2312.12705).
+The degree of each axis, the micro batch size, and the options of each technique are categorical parameters, which the
+sampler draws independently. The proposal is the untried, valid layout that agrees with the draw in most parameters.
+Failed trials get the worst value so far, so that the sampler avoids similar layouts (as in arXiv 2312.12705).
 """
 
 import itertools
@@ -13,19 +12,19 @@ import random
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
-from titan.errors import ConfigError, Fault, install
+from titan.errors import ConfigError, ConfigIssue, install
 from titan.planner.search.space import Choice, Space
 from titan.tuning.results import Measured, Objective, Trial
 
 OFF = "off"
 AT_RANDOM = 5
-"""Trials before the sampler looks at results."""
+"""Random trials before the sampler uses results."""
 
 Parameters = Mapping[str, int | str]
 
 
 def parameters_of(layout: Mapping[str, Any]) -> dict[str, int | str]:
-    """Dotted keys of a TOML as parameters: a table of a technique becomes one, its options in words."""
+    """A layout (dotted keys of a TOML) as parameters; the options of a technique become one parameter, as text."""
     found: dict[str, int | str] = {}
     for key, value in layout.items():
         table, _, option = key.rpartition(".")
@@ -39,9 +38,9 @@ def parameters_of(layout: Mapping[str, Any]) -> dict[str, int | str]:
 
 
 class Proposer:
-    """Proposes layouts of a space.
+    """Proposes layouts of a search space.
 
-    best: the first to try.
+    best: layouts to try first, best first.  objective: what to maximize.
 
     Raises:
         ConfigError: optuna is missing.
@@ -63,10 +62,10 @@ class Proposer:
         self._kinds = {name: optuna.distributions.CategoricalDistribution(list(v)) for name, v in values.items()}
 
     def propose(self, trials: Sequence[Trial]) -> Choice | None:
-        """A layout that has not been tried; None when all have.
+        """The next untried layout; None: all layouts have been tried.
 
         Raises:
-            ConfigError: a trial is not of this space.
+            ConfigError: a trial's layout is not in this space.
         """
         tried = [parameters_of(trial.layout) for trial in trials]
         seen = {frozenset(parameters.items()) for parameters in tried}
@@ -81,7 +80,7 @@ class Proposer:
         return next((choice for _, choice in left if self._works(choice)), None)
 
     def _draw(self, tried: Sequence[Parameters], values: Sequence[float]) -> Parameters:
-        """What the sampler would try next, each parameter by itself."""
+        """The sampler's next draw, each parameter independent of the others."""
         optuna = self._optuna
         seed = self._space.job.run.seed * 1_000_003 + len(tried)
         sampler = optuna.samplers.TPESampler(seed=seed, n_startup_trials=AT_RANDOM)
@@ -89,8 +88,8 @@ class Proposer:
         for parameters, value in zip(tried, values, strict=True):
             for name, chosen in parameters.items():
                 if name not in self._kinds or chosen not in self._kinds[name].choices:
-                    what = f"a trial has {name} {chosen}, which is not in this space; give another --results"
-                    raise ConfigError([Fault("", what)])
+                    what = f"a trial has {name} = {chosen}, not in this search space; give another --results file"
+                    raise ConfigError([ConfigIssue("", what)])
             kinds = {name: self._kinds[name] for name in parameters}
             study.add_trial(optuna.trial.create_trial(params=dict(parameters), distributions=kinds, value=value))
         trial = study.ask()
@@ -102,14 +101,14 @@ class Proposer:
 
 
 def imputed(trials: Sequence[Trial], objective: Objective) -> list[float]:
-    """The value of each trial; of those that failed, the worst of the others, or 0 where all have failed."""
+    """The value of each trial; a failed trial gets the worst measured value, or 0 if all failed."""
     values = [t.outcome.value(objective) if isinstance(t.outcome, Measured) else None for t in trials]
     worst = min((value for value in values if value is not None), default=0.0)
     return [worst if value is None else value for value in values]
 
 
 def _every(space: Space) -> Iterator[Choice]:
-    """All combinations of a space, also those that plugins refuse."""
+    """All combinations of a space, including invalid ones."""
     for layout in space.layouts():
         for size, (chosen, staged) in itertools.product(space.micro_batches(layout), space.options(layout)):
             for more in staged:

@@ -1,7 +1,7 @@
-"""Trials of a search and the file that holds them: a line of JSON each, appended, valid whenever the process is killed.
+"""Trials of a search and their results file: one JSON line per trial, appended, valid whenever the process is killed.
 
-The first line says what is searched: the job without its layout, the ranks, what is fixed, how it is measured. A file
-of another search is refused.
+The first line describes the search: job without layout, number of ranks, fixed keys, measurement. A file of another
+search is refused.
 """
 
 import json
@@ -11,19 +11,20 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any, Literal
 
-from titan.errors import ConfigError, Fault, by_errno
+from titan.config.renames import renewed_job, renewed_keys
+from titan.errors import ConfigError, ConfigIssue, by_errno
 
 Objective = Literal["tflops", "tokens", "tokens-per-joule"]
 UNITS: Mapping[Objective, str] = {"tflops": "TFLOP/s", "tokens": "tokens/s", "tokens-per-joule": "tokens/J"}
-"""What a search maximises: model TFLOP/s of a device, tokens/s of all, tokens per joule of all devices."""
+"""Units of the objectives: model TFLOP/s per device, tokens/s of all ranks, tokens per joule of all devices."""
 
 Kind = Literal["memory", "timeout", "non-finite", "launch", "refused"]
-"""How a trial fails: out of memory; not done in time; NaN or inf; in any other way; refused as input (exit code 2)."""
+"""How a trial fails: out of memory; time limit; NaN or inf; any other way; invalid input (exit code 2)."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Measured:
-    """Medians over the measured steps. peak_memory_gib: of the fullest rank.  watts: mean of all devices, if known."""
+    """Medians over the measured steps. peak_memory_gib: of the fullest rank.  watts: mean, of all devices together."""
 
     step_time_s: float
     tokens_per_s: float
@@ -32,7 +33,7 @@ class Measured:
     watts: float | None = None
 
     def value(self, objective: Objective) -> float:
-        """The objective; larger is better."""
+        """The value of the objective, in its unit (UNITS); larger is better."""
         if objective == "tflops":
             return self.model_tflops_per_device
         if objective == "tokens":
@@ -43,7 +44,7 @@ class Measured:
 
 @dataclass(frozen=True)
 class Failed:
-    """A trial without a result, and why in a line."""
+    """A failed trial. why: the reason, in one line."""
 
     kind: Kind
     why: str
@@ -51,7 +52,7 @@ class Failed:
 
 @dataclass(frozen=True)
 class Trial:
-    """A layout and what became of it. layout: dotted keys of a TOML.  predicted_s: of a step, by the planner."""
+    """A trial of a layout. layout: dotted keys of a TOML.  predicted_s: step time by the planner, if known."""
 
     name: str
     layout: Mapping[str, Any]
@@ -59,35 +60,35 @@ class Trial:
     predicted_s: float | None = None
 
     def as_json(self) -> dict[str, Any]:
-        """As it stands in the file."""
+        """The trial as the JSON object of its line in the results file."""
         found = "failed" if isinstance(self.outcome, Failed) else "measured"
         known = {"name": self.name, "layout": dict(self.layout), found: asdict(self.outcome)}
         return known | {"predicted_step_time_s": self.predicted_s}
 
     @classmethod
     def from_json(cls, row: Mapping[str, Any]) -> "Trial":
-        """The trial of a line.
+        """The trial of a line of the results file, also of a version with former names of options.
 
         Raises:
-            KeyError, TypeError: it is none.
+            KeyError, TypeError: the line is not a trial.
         """
         outcome = Failed(**row["failed"]) if "failed" in row else Measured(**row["measured"])
-        return cls(row["name"], row["layout"], outcome, row["predicted_step_time_s"])
+        return cls(row["name"], renewed_keys(row["layout"]), outcome, row["predicted_step_time_s"])
 
 
 def ranked(trials: Sequence[Trial], objective: Objective) -> list[tuple[float, Trial]]:
-    """(value, trial) of those that were measured, best first."""
+    """(value, trial) of the measured trials, best first."""
     values = [(t.outcome.value(objective), t) for t in trials if isinstance(t.outcome, Measured)]
     return sorted(values, key=lambda pair: -pair[0])
 
 
 class Results:
-    """The file of a search, opened to go on.
+    """The results file of a search; opening an existing one resumes the search.
 
-    search: what is searched; as JSON can hold it.
+    search: description of the search, JSON-serializable.
 
     Raises:
-        ConfigError: the file belongs to another search, is damaged, or cannot be read or written.
+        ConfigError: the file is of another search, is corrupt, or cannot be read or written.
     """
 
     def __init__(self, path: Path, search: Mapping[str, Any]) -> None:
@@ -103,14 +104,14 @@ class Results:
             else:
                 self._append({"search": search})
         except OSError as error:
-            fault = Fault(str(path), f"cannot be used for results: {error.strerror}")
+            fault = ConfigIssue(str(path), f"cannot be read or written: {error.strerror}")
             raise by_errno(error, ConfigError([fault])) from None
 
     def append(self, trial: Trial) -> None:
-        """Keep a trial, here and in the file.
+        """Add a trial, here and in the file.
 
         Raises:
-            OSError: the disk did not take it.
+            OSError: the file cannot be written.
         """
         self._append(trial.as_json())
         self.trials.append(trial)
@@ -125,19 +126,25 @@ class Results:
             try:
                 row = json.loads(line)
                 if number == 1:
-                    self._same(row["search"], json.loads(json.dumps(search)))
+                    self._same(_in_present_spelling(row["search"]), json.loads(json.dumps(search)))
                 else:
                     self.trials.append(Trial.from_json(row))
             except (ValueError, KeyError, TypeError):
-                what = f"line {number} is none of a search's results; delete it, or give another --results"
-                raise ConfigError([Fault(str(self.path), what)]) from None
+                what = f"line {number} is not a trial; delete the line, or give another --results file"
+                raise ConfigError([ConfigIssue(str(self.path), what)]) from None
 
     def _same(self, then: Mapping[str, Any], now: Mapping[str, Any]) -> None:
         changed = list(_differences(then, now))
         if changed:
             more = f", and {len(changed) - 3} more" if len(changed) > 3 else ""
-            what = f"holds results of another search: {'; '.join(changed[:3])}{more}. Give another --results"
-            raise ConfigError([Fault(str(self.path), what)])
+            what = f"holds results of another search: {'; '.join(changed[:3])}{more}; give another --results file"
+            raise ConfigError([ConfigIssue(str(self.path), what)])
+
+
+def _in_present_spelling(search: Mapping[str, Any]) -> dict[str, Any]:
+    """What is searched, as this version would have written it."""
+    fixed = sorted(renewed_keys(dict.fromkeys(search["fixed"], "")))
+    return {**search, "fixed": fixed, "job": renewed_job(search["job"])}
 
 
 def _differences(then: Any, now: Any, key: str = "") -> Iterator[str]:

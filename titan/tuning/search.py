@@ -1,9 +1,9 @@
-"""The search: propose, run, keep, until there are as many trials as were asked for."""
+"""The search loop of `titan tune`: propose, run, record, until the requested number of trials; and its report."""
 
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
-from titan.planner.report.words import columns
+from titan.planner.report.render import columns
 from titan.planner.search.space import Base, Choice, Space
 from titan.planner.step.layout import costs_of
 from titan.planner.step.predict import Planner
@@ -11,12 +11,12 @@ from titan.tuning.proposal import Proposer
 from titan.tuning.results import UNITS, Failed, Measured, Objective, Results, Trial, ranked
 
 Run = Callable[[Choice], Measured | Failed]
-FREE = {"run": ("name", "dir", "sample", "max_minutes"), "train": ("steps", "non_finite", "non_finite_limit")}
-"""Keys of a job that no trial depends on; of sections that are left out, none counts."""
+FREE = {"run": ("name", "dir", "sample_prompt", "max_minutes"), "train": ("steps", "non_finite", "non_finite_limit")}
+"""Keys of a job that do not affect trials, besides the sections left out below."""
 
 
 def searched(base: Base, ranks: int, **how: Any) -> dict[str, Any]:
-    """What a results file is about; `how`: how a trial is measured."""
+    """The description of a search for its results file. how: settings of the measurement (steps, warm-up, power)."""
     job = {
         section: {key: value for key, value in table.items() if key not in FREE.get(section, ())}
         for section, table in base.job.table.items()
@@ -31,11 +31,14 @@ def tune(
     results: Results, proposer: Proposer, run: Run, objective: Objective, trials: int,
     predict: Callable[[Choice], float | None], tell: Callable[[str], None],
 ) -> None:  # fmt: skip
-    """Add trials until the results hold so many, or there is no layout left. tell: takes a line for each."""
+    """Run trials until the results hold `trials`, or no layout is left.
+
+    run: runs a trial.  predict: step time in seconds, or None.  tell: called with one line per trial.
+    """
     while (number := len(results.trials) + 1) <= trials:
         choice = proposer.propose(results.trials)
         if choice is None:
-            tell(f"all {len(results.trials)} layouts of the space have been tried")
+            tell(f"all {len(results.trials)} layouts of the search space have been tried")
             return
         outcome = run(choice)
         results.append(Trial(str(choice), choice.values(), outcome, predict(choice)))
@@ -43,7 +46,7 @@ def tune(
 
 
 def predictor(space: Space, planner: Planner | None) -> Callable[[Choice], float | None]:
-    """Seconds of a step at a layout, where there is a planner."""
+    """A function that predicts the step time of a layout in seconds; it gives None without a planner."""
 
     def predict(choice: Choice) -> float | None:
         job = space.job_of(choice)
@@ -57,16 +60,16 @@ def predictor(space: Space, planner: Planner | None) -> Callable[[Choice], float
 def _said(outcome: Measured | Failed, objective: Objective) -> str:
     if isinstance(outcome, Failed):
         return f"{outcome.kind} ({outcome.why})"
-    return f"{outcome.value(objective):.4g} {UNITS[objective]}, {outcome.step_time_s:.4g} s a step"
+    return f"{outcome.value(objective):.4g} {UNITS[objective]}, {outcome.step_time_s:.4g} s per step"
 
 
 def _best(trials: Sequence[Trial], objective: Objective) -> str:
     found = ranked(trials, objective)
-    return f"best so far {found[0][0]:.4g}" if found else "none has worked so far"
+    return f"best so far {found[0][0]:.4g}" if found else "all failed so far"
 
 
 def report(trials: Sequence[Trial], objective: Objective) -> dict[str, Any]:
-    """All trials, best first, those that failed last."""
+    """The JSON report: all trials, best first, failed ones last; `best`: the layout of the best."""
     best = ranked(trials, objective)
     rows = [trial.as_json() | {"value": value} for value, trial in best]
     rows += [trial.as_json() for trial in trials if isinstance(trial.outcome, Failed)]
@@ -74,8 +77,8 @@ def report(trials: Sequence[Trial], objective: Objective) -> dict[str, Any]:
 
 
 def table(trials: Sequence[Trial], objective: Objective) -> str:
-    """The same in words."""
-    rows = [["", UNITS[objective], "s a step", "predicted", "tokens/s", "GiB"]]
+    """The trials as a text table, best first, failed ones last."""
+    rows = [["", UNITS[objective], "step time, s", "predicted, s", "tokens/s", "peak, GiB"]]
     names = ["layout"]
     for number, (value, trial) in enumerate(ranked(trials, objective), 1):
         found = trial.outcome
@@ -97,6 +100,6 @@ def _or_dash(seconds: float | None) -> str:
 
 
 def failures(trials: Sequence[Trial]) -> Mapping[str, int]:
-    """How many trials failed in which way."""
+    """Number of failed trials by kind of failure, in order of appearance."""
     kinds = [trial.outcome.kind for trial in trials if isinstance(trial.outcome, Failed)]
     return {kind: kinds.count(kind) for kind in dict.fromkeys(kinds)}

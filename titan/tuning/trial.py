@@ -1,6 +1,6 @@
-"""A trial: a few steps of the real job at one layout, in a process of its own, as a user would start it.
+"""A trial: a few steps of the real job at one layout, in its own processes, started as a user would start them.
 
-Nothing is kept of it but its metrics; how it failed is read from its exit code, its metrics and what it said.
+Only its metrics are kept. The kind of a failure is derived from exit code, metrics and output.
 """
 
 import json
@@ -19,12 +19,12 @@ from typing import Any
 
 from titan.contracts import Tracker
 from titan.contracts.base import registry
-from titan.errors import EXIT_DONE, EXIT_WRONG_INPUT, ConfigError, Fault
+from titan.errors import EXIT_DONE, EXIT_WRONG_INPUT, ConfigError, ConfigIssue
 from titan.planner.search.space import Choice
 from titan.tuning.results import Failed, Measured
 
 GRACE_S = 10.0
-"""A trial that is to end has this long before it is killed, and its ranks as long to go."""
+"""Seconds between SIGTERM and SIGKILL of a trial, and for its ranks to exit."""
 
 READ_EVERY_S = 0.1
 LONGEST_REASON = 200
@@ -35,15 +35,17 @@ OUT_OF_MEMORY = re.compile(
 KILLED = (-signal.SIGKILL, 128 + signal.SIGKILL)
 
 Power = Callable[[], float]
-"""Watts that the devices of this node draw now, all together."""
+"""Returns the present power of all of this node's devices together, in watts."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Runner:
-    """Runs layouts of a job, one after the other.
+    """Runs trials of a job, one after the other.
 
-    config, overrides: the job, as for training.  folder: scratch, emptied for each trial; with a launcher of several
-    nodes, one that all of them see.  launcher: words before the job's; empty: ranks on this node.
+    config, overrides: the job, as for training.  ranks: of each trial.  folder: scratch folder, emptied for each trial;
+    shared by all nodes if there are several.  warmup, steps: steps before the measurement, and measured steps.
+    timeout_s: time limit per trial.  launcher: command that starts the ranks; empty: ranks on this node.
+    power: reads the power; None: not measured.
     """
 
     config: Path | None
@@ -57,7 +59,7 @@ class Runner:
     power: Power | None = None
 
     def __call__(self, choice: Choice) -> Measured | Failed:
-        """Train `warmup` + `steps` steps at a layout; medians over the latter, or how it failed."""
+        """Train at a layout; returns medians over the measured steps, or the failure."""
         shutil.rmtree(self.folder, ignore_errors=True)
         try:
             return self._judge(*self._live(choice))
@@ -66,18 +68,18 @@ class Runner:
 
     def _words(self, choice: Choice) -> list[str]:
         settings: dict[str, Any] = {
-            "run.dir": self.folder, "run.name": "run", "run.sample": "", "run.max_minutes": 0,
+            "run.dir": self.folder, "run.name": "run", "run.sample_prompt": "", "run.max_minutes": 0,
             "train.steps": self.warmup + self.steps, "train.non_finite": "stop", "checkpoint.enabled": "false",
             "checkpoint.resume": "never", "checkpoint.init_from": "", "validation.every": 0, "metrics.every": 1,
         }  # fmt: skip
-        # Those that are on by default write to the run's folder; others may tell the world.
+        # Trackers that are on by default write to the run's folder; the others may upload.
         trackers = {f"metrics.{p.name}.enabled": str(p.default).lower() for p in registry.of_kind(Tracker.kind)}
         config = ["--config", str(self.config)] if self.config else []
         own = [f"--{key}={value}" for key, value in (settings | trackers).items()]
         return [*config, *self.overrides, *choice.words(), *own]
 
     def _live(self, choice: Choice) -> tuple[int | None, str, list[tuple[float, float]]]:
-        """Exit code (None: it took too long), what it said, and (unix seconds, watts) meanwhile."""
+        """Exit code (None: time limit), output, and (unix seconds, watts) readings."""
         environment = {key: value for key, value in os.environ.items() if key != "MAX_RESTARTS"}
         if not self.launcher:
             environment |= {"NPROC": str(self.ranks), "NNODES": "1"}
@@ -111,7 +113,7 @@ class Runner:
         if any(row["loss"] is None or row["grad_norm"] is None for row in rows):
             return Failed("non-finite", f"NaN or inf at step {rows[-1]['step']}")
         if code is None:
-            return Failed("timeout", f"not done after {self.timeout_s:g} s, with {len(rows)} steps")
+            return Failed("timeout", f"not done after {self.timeout_s:g} s (--timeout); {len(rows)} steps done")
         rows = [row for row in rows if row["step"] > self.warmup]
         if code != EXIT_DONE or len(rows) < self.steps:
             return failure(code, said + "".join(log.read_text() for log in sorted(path.parent.glob("logs/*"))))
@@ -121,9 +123,9 @@ class Runner:
 
 
 def failure(code: int, said: str) -> Failed:
-    """How a process failed that ended with this code and had said this."""
-    lines = [line.strip() for line in said.splitlines() if line.strip()] or [f"exit code {code}, without a word"]
-    # The first is the cause; peers fail for want of it, and the launcher sums up.
+    """The failure of a process, from its exit code and its output."""
+    lines = [line.strip() for line in said.splitlines() if line.strip()] or [f"exit code {code}, no output"]
+    # The first error is the cause: the other ranks fail because of it, and the launcher summarizes.
     reason = next((line for line in lines if re.search(r"\berror\b|Error:", line)), lines[-1])
     if code == EXIT_WRONG_INPUT:
         return Failed("refused", reason[:LONGEST_REASON])
@@ -134,7 +136,7 @@ def failure(code: int, said: str) -> Failed:
 
 
 def _end(process: "subprocess.Popen[str]") -> None:
-    """See the launcher and its ranks end; the ranks die with it, also of a kill."""
+    """End the launcher and its ranks: SIGTERM, then SIGKILL; the ranks end with it."""
     for number in (signal.SIGTERM, signal.SIGKILL):
         if process.poll() is None:
             os.killpg(process.pid, number)
@@ -148,7 +150,7 @@ def _end(process: "subprocess.Popen[str]") -> None:
 
 
 def _mean_power(readings: Sequence[tuple[float, float]], begin: float, end: float) -> float | None:
-    """Mean of the readings between these times; the one nearest to them if there is none."""
+    """Mean of the readings between two unix times; the nearest reading if none is between; None without readings."""
     if not readings:
         return None
     inside = [watts for at, watts in readings if begin <= at <= end]
@@ -156,20 +158,21 @@ def _mean_power(readings: Sequence[tuple[float, float]], begin: float, end: floa
 
 
 def power_meter(ranks: int) -> Power:
-    """Reads the power of this node's GPUs, as many as it has ranks.
+    """A reader of the power of this node's first `ranks` GPUs.
 
     Raises:
-        ConfigError: there are none, or nobody tells their power.
+        ConfigError: no GPU, or its power cannot be read.
     """
     import torch
 
     devices = range(min(ranks, torch.cuda.device_count()))
     try:
         if not devices:
-            raise RuntimeError("there is no GPU")
+            raise RuntimeError("no GPU")
         torch.cuda.power_draw(0)
     except Exception as error:
-        what = f"tokens-per-joule: the power of this machine cannot be read ({str(error).splitlines()[0]})"
-        raise ConfigError([Fault("--objective", what)]) from None
+        reason = str(error).splitlines()[0]
+        what = f"tokens-per-joule: cannot read the power of the GPUs ({reason}); choose another objective"
+        raise ConfigError([ConfigIssue("--objective", what)]) from None
     milli = 1 if torch.version.hip else 1000  # torch says mW, but hands on the W of AMD's library
     return lambda: sum(torch.cuda.power_draw(device) for device in devices) / milli

@@ -2,17 +2,18 @@
 
 A layer is `h = x + attn(norm(x))`, `y = h + ffn(norm(h))`, with `ffn(x) = w2(silu(w1 x) * w3 x)`.
 
-Rotary positions (arXiv 2104.09864) follow the half-split convention of Hugging Face: feature i of a head turns with
-feature i + N/2 by the angle `position * rope_theta ** (-2 i / N)`. Weights in Meta's interleaved convention need their
-q and k rows permuted first. Tables are built and applied in float32. `rope_scaling_factor` above 1 stretches the slow
+Rotary positions (arXiv 2104.09864) follow the half-split convention of Hugging Face: feature i of a head is rotated
+with feature i + N/2 by the angle `position * rope_theta ** (-2 i / N)`. Weights in Meta's interleaved convention need
+their q and k rows permuted first. Tables are built and applied in float32. `rope_scaling_factor` above 1 scales the low
 frequencies as Llama 3.1 does.
 
-Cost of a layer: 2 D^2 + 2 D K N + 3 D F + 2 D parameters; 2 FLOPs a token forward for each in a matmul, and 4 S H N for
-attention. Backward needs 4 D + 2 H N + 2 K N + 4 F numbers a token where RMSNorm is one kernel (CUDA, compiled); the
-CPU's eager one keeps 2 D more in float32, 6 D more in bfloat16. The rotary table is N max_seq_len floats a forward.
+Cost of a layer: 2 D^2 + 2 D K N + 3 D F + 2 D parameters; 2 FLOPs per token forward for each in a matmul, and 4 S H N
+for attention. It saves 4 D + 2 H N + 2 K N + 4 F numbers per token for backward if RMSNorm is one kernel (CUDA,
+compiled); the eager RMSNorm of a CPU saves 2 D more in float32, 6 D more in bfloat16. The rotary table is N max_seq_len
+floats per forward.
 
-Limits: a sequence is at most `max_seq_len` long. Documents that must not see each other cost a mask of B S^2 bytes, and
-grouped K and V are then repeated for every query head. CUDA has no fused kernel for grouped heads in float32.
+Limits: a sequence is at most `max_seq_len` long. Document masking costs a mask of B S^2 bytes, and repeats
+grouped K and V for every query head. CUDA has no fused kernel for grouped heads in float32.
 """
 
 # B batch, S sequence, D dim, H query heads, K key-value heads, N head_dim, F ffn_dim, V vocabulary.
@@ -27,11 +28,11 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from titan.contracts import Cache, HfTensor, KeyValues, Model, ModelPlan, attend, document_mask, option, register
+from titan.contracts import Cache, HfTensor, KeyValues, Model, ModelSpec, attend, document_mask, option, register
 from titan.contracts.base.cost import Attention as AttentionCost
-from titan.contracts.base.cost import Elementwise, Kept, Lookup, Operation, linear, norm, residual, shared
-from titan.contracts.base.plan import ONES, Init, TensorStyle, nearest, normal
-from titan.errors import ConfigError, Fault
+from titan.contracts.base.cost import Elementwise, EmbeddingOp, Operation, SavedTensor, linear, norm, residual, shared
+from titan.contracts.base.spec import ONES, Init, TensorStyle, nearest, normal
+from titan.errors import ConfigError, ConfigIssue
 
 from .rope import rope_table, rotate
 
@@ -41,31 +42,37 @@ class LlamaConfig:
     """Sizes of a Llama; the defaults are the preset `nano`."""
 
     n_layers: int = option(4, "layers", at_least=1, at_most=1024)
-    dim: int = option(128, "width of the hidden state", at_least=1, at_most=2**20)
+    dim: int = option(128, "hidden size", at_least=1, at_most=2**20)
     n_heads: int = option(4, "query heads", at_least=1, at_most=2**20)
     n_kv_heads: int | None = option(None, "key-value heads, one per group of query heads; unset: n_heads", at_least=1)
-    ffn_dim: int = option(384, "width of the feed-forward", at_least=1, at_most=2**24)
+    ffn_dim: int = option(384, "hidden size of the feed-forward layer", at_least=1, at_most=2**24)
     vocab_size: int = option(4097, "token ids", at_least=1, at_most=2**27)
     max_seq_len: int = option(128, "longest sequence", unit="tokens", at_least=1, at_most=2**30)
-    tied: bool = option(False, "the output matrix is the embedding table")
+    tied: bool = option(False, "tie the output projection to the embedding table")
     norm_eps: float = option(1e-5, "added to the mean square in RMSNorm", above=0)
     rope_theta: float = option(10000.0, "base of the rotary frequencies", above=1)
-    rope_scaling_factor: float = option(1.0, "slow rotary frequencies are divided by this; 1 keeps them", at_least=1)
-    rope_scaling_low: float = option(1.0, "slow: fewer turns than this in rope_scaling_original_max", above=0)
-    rope_scaling_high: float = option(4.0, "fast, and kept: more turns than this; blended in between", above=0)
-    rope_scaling_original_max: int = option(
-        8192, "longest sequence before scaling", unit="tokens", at_least=1, at_most=2**30
+    rope_scaling_factor: float = option(1.0, "factor that divides low rotary frequencies; 1: no scaling", at_least=1)
+    rope_scaling_low: float = option(
+        1.0, "low frequencies: fewer turns than this within rope_scaling_original_max", above=0
     )
-    init_std: float = option(0.02, "deviation of initial weights; of wo and w2 this / sqrt(2 n_layers)", above=0)
+    rope_scaling_high: float = option(
+        4.0, "high frequencies, unscaled: more turns than this; interpolated in between", above=0
+    )
+    rope_scaling_original_max: int = option(
+        8192, "longest sequence that the unscaled model was trained on", unit="tokens", at_least=1, at_most=2**30
+    )
+    init_std: float = option(
+        0.02, "standard deviation of initial weights; divided by sqrt(2 n_layers) for wo and w2", above=0
+    )
 
     @property
     def head_dim(self) -> int:
-        """Features of a head."""
+        """Features per attention head, dim / n_heads."""
         return self.dim // self.n_heads
 
     @property
     def kv_heads(self) -> int:
-        """Key-value heads."""
+        """Number of key-value heads; n_heads unless the TOML sets n_kv_heads."""
         return self.n_heads if self.n_kv_heads is None else self.n_kv_heads
 
 
@@ -81,7 +88,7 @@ _LLAMA3 = {
 
 
 class Attention(nn.Module):
-    """Causal grouped-query self-attention."""
+    """Causal grouped-query self-attention of one layer, [B, S, D] to [B, S, D]."""
 
     def __init__(self, config: LlamaConfig) -> None:
         super().__init__()
@@ -104,7 +111,7 @@ class Attention(nn.Module):
 
 
 class FeedForward(nn.Module):
-    """SwiGLU (arXiv 2002.05202)."""
+    """SwiGLU feed-forward of one layer, [B, S, D] to [B, S, D] (arXiv 2002.05202)."""
 
     def __init__(self, config: LlamaConfig) -> None:
         super().__init__()
@@ -193,37 +200,37 @@ class Llama(Model):
             heads = nearest(c.n_heads, lambda h: c.dim % (2 * h) == 0, most=c.dim // 2)
             dims = nearest(c.dim, step=2 * c.n_heads)
             fits = f"n_heads {heads}, or dim {dims}" if heads else f"dim {dims}"
-            yield f"dim {c.dim} over n_heads {c.n_heads} is no even number of features a head; nearest: {fits}"
+            yield f"dim {c.dim} over n_heads {c.n_heads} gives no even number of features per head; nearest: {fits}"
         if c.n_heads % c.kv_heads:
             kv = nearest(c.kv_heads, lambda k: c.n_heads % k == 0, most=c.n_heads)
-            yield f"n_heads {c.n_heads} do not fall into n_kv_heads {c.kv_heads} equal groups; nearest: {kv}"
+            yield f"n_heads {c.n_heads} must be divisible by n_kv_heads {c.kv_heads}; nearest: {kv}"
         if c.rope_scaling_low >= c.rope_scaling_high:
             yield f"rope_scaling_low {c.rope_scaling_low:g} must be below rope_scaling_high {c.rope_scaling_high:g}"
 
-    def plan(self) -> ModelPlan:
+    def spec(self) -> ModelSpec:
         """Sizes, names and costs of this Llama."""
         c = self.config
         table = c.vocab_size * c.dim
         matmuls = 2 * c.dim * (c.n_heads + c.kv_heads) * c.head_dim + 3 * c.dim * c.ffn_dim
-        return ModelPlan(
+        return ModelSpec(
             n_layers=c.n_layers, dim=c.dim, n_heads=c.n_heads, n_kv_heads=c.kv_heads, head_dim=c.head_dim,
             ffn_dim=c.ffn_dim, vocab_size=c.vocab_size, max_seq_len=c.max_seq_len,
-            stem=("embed",), head=("norm", "output"),
+            embeddings=("embed",), head=("norm", "output"),
             tied=(("output.weight", "embed.weight"),) if c.tied else (),
             tensor=_TENSOR, init=_init(c),
             no_decay=("embed.weight", "layers.*.*_norm.weight", "norm.weight"),
             layer_params=matmuls + 2 * c.dim,
-            stem_params=table,
+            embedding_params=table,
             head_params=c.dim + (0 if c.tied else table),
             matmul_params_per_layer=matmuls,
             head_matmul_params=table,
-            stem_ops=(Lookup(module="embed", rows=c.vocab_size, width=c.dim),),
+            embedding_ops=(EmbeddingOp(module="embed", rows=c.vocab_size, width=c.dim),),
             layer_ops=_operations(c),
-            head_ops=(norm("norm", c.dim), linear("output", c.dim, c.vocab_size, keeps=c.dim)),
+            head_ops=(norm("norm", c.dim), linear("output", c.dim, c.vocab_size, saved=c.dim)),
         )  # fmt: skip
 
     def build(self) -> nn.Module:
-        """The whole model."""
+        """The whole model as an nn.Module; called on the meta device, so nothing is allocated."""
         return Transformer(self.config)
 
     hf_ignored = ("model.layers.*.self_attn.rotary_emb.inv_freq",)
@@ -267,7 +274,7 @@ class Llama(Model):
         if config.get("model_type") != "llama":
             return None
         faults = [
-            Fault("config.json", f"{key} = {config.get(key)!r}: must be an integer of at least 1")
+            ConfigIssue("config.json", f"{key} = {config.get(key)!r}: must be an integer of at least 1")
             for key in _HF_SIZES
             if not isinstance(config.get(key), int) or config[key] < 1
         ]
@@ -276,7 +283,7 @@ class Llama(Model):
             fixed["head_dim"] = config["hidden_size"] // config["num_attention_heads"]
         for key, value in fixed.items():
             if config.get(key, value) not in (value, None):
-                faults.append(Fault("config.json", f"{key} = {config[key]!r}: this model has {value!r} only"))
+                faults.append(ConfigIssue("config.json", f"{key} = {config[key]!r}: this model has {value!r} only"))
         rope = _rope_from_hf(config, faults)
         if faults:
             raise ConfigError(faults)
@@ -301,25 +308,27 @@ _HF_LAYER = {
 }  # fmt: skip
 
 
-def _rope_from_hf(config: Mapping[str, Any], faults: list[Fault]) -> dict[str, Any]:
+def _rope_from_hf(config: Mapping[str, Any], faults: list[ConfigIssue]) -> dict[str, Any]:
     """Rotary options of a config.json: `rope_theta` and `rope_scaling`, or transformers 5's `rope_parameters`."""
     key = "rope_scaling" if config.get("rope_scaling") else "rope_parameters"
     rope = config.get(key) or {}
     if not isinstance(rope, Mapping):
-        faults.append(Fault("config.json", f"{key} = {rope!r}: must be an object"))
+        faults.append(ConfigIssue("config.json", f"{key} = {rope!r}: must be an object"))
         return {}
     values = {"rope_theta": rope.get("rope_theta") or config.get("rope_theta") or 10000.0}
     kind = rope.get("rope_type", rope.get("type", "default"))
     if kind not in ("default", "llama3"):
-        faults.append(Fault("config.json", f"{key} rope_type = {kind!r}: this model has 'default' and 'llama3' only"))
+        faults.append(
+            ConfigIssue("config.json", f"{key} rope_type = {kind!r}: this model has 'default' and 'llama3' only")
+        )
     if rope.get("partial_rotary_factor", 1) != 1:
-        told = f"partial_rotary_factor = {rope['partial_rotary_factor']!r}: this model has 1 only"
-        faults.append(Fault("config.json", f"{key} {told}"))
+        told = f"partial_rotary_factor = {rope['partial_rotary_factor']!r}: this model supports only 1"
+        faults.append(ConfigIssue("config.json", f"{key} {told}"))
     if kind != "llama3":
         return values
     original = rope.get("original_max_position_embeddings", config.get("max_position_embeddings"))
     absent = [name for name in ("factor", "low_freq_factor", "high_freq_factor") if name not in rope]
-    faults += [Fault("config.json", f"{key} {name}: missing") for name in absent]
+    faults += [ConfigIssue("config.json", f"{key} {name}: missing") for name in absent]
     return values if absent else {
         **values, "rope_scaling_factor": rope["factor"], "rope_scaling_low": rope["low_freq_factor"],
         "rope_scaling_high": rope["high_freq_factor"], "rope_scaling_original_max": original,
@@ -329,18 +338,23 @@ def _rope_from_hf(config: Mapping[str, Any], faults: list[Fault]) -> dict[str, A
 def _operations(c: LlamaConfig) -> tuple[Operation, ...]:
     """A layer, in order. What two operations keep is stated at the first of them."""
     d, f, q, kv = c.dim, c.ffn_dim, c.n_heads * c.head_dim, c.kv_heads * c.head_dim
-    attended = Kept(numbers=2 * q + 2 * kv, region="inner"), Kept(numbers=c.n_heads, region="inner", bytes=4)
+    attended = (
+        SavedTensor(numel=2 * q + 2 * kv, region="tp_sharded"),
+        SavedTensor(numel=c.n_heads, region="tp_sharded", itemsize=4),
+    )
     return (
         norm("attn_norm", d), shared(d, 3),
-        linear("attn.wq", d, q, keeps=d), linear("attn.wk", d, kv), linear("attn.wv", d, kv),
-        Elementwise(region="inner", forward=8 * (q + kv), backward=8 * (q + kv)),
-        AttentionCost(heads=c.n_heads, kv_heads=c.kv_heads, head_dim=c.head_dim, keeps=attended),
+        linear("attn.wq", d, q, saved=d), linear("attn.wk", d, kv), linear("attn.wv", d, kv),
+        Elementwise(region="tp_sharded", forward=8 * (q + kv), backward=8 * (q + kv)),
+        AttentionCost(heads=c.n_heads, kv_heads=c.kv_heads, head_dim=c.head_dim, saved=attended),
         linear("attn.wo", q, d),
         residual(d),
         norm("ffn_norm", d), shared(d, 2),
-        linear("ffn.w1", d, f, keeps=d), linear("ffn.w3", d, f),
-        Elementwise(region="inner", forward=5 * f, backward=8 * f, keeps=(Kept(numbers=3 * f, region="inner"),)),
-        linear("ffn.w2", f, d, keeps=f, region="inner"),
+        linear("ffn.w1", d, f, saved=d), linear("ffn.w3", d, f),
+        Elementwise(
+            region="tp_sharded", forward=5 * f, backward=8 * f, saved=(SavedTensor(numel=3 * f, region="tp_sharded"),)
+        ),
+        linear("ffn.w2", f, d, saved=f, region="tp_sharded"),
         residual(d),
     )  # fmt: skip
 

@@ -1,36 +1,36 @@
 """Pipeline parallelism: consecutive layers live on different ranks, and micro batches flow through them.
 
 The layers are cut into `mesh.pp` x `virtual_stages` stages. Stage s lives on rank s mod pp, or, for the V-shaped
-schedules, rank r holds stages r and 2 pp - 1 - r. The schedules are those of `torch.distributed.pipelining`; shapes are
-told to it once, so that nothing is negotiated and no micro batch is run twice.
+schedules, rank r holds stages r and 2 pp - 1 - r. The schedules are those of `torch.distributed.pipelining`; its
+stages get their shapes in advance, so that no micro batch is run to infer them.
 
-Where to cut: stages are runs of whole layers, the first with the stem, the last with the head. A stage costs the mean
-of its share of the forward FLOPs and its share of the parameters; of all cuts whose dearest stage is cheapest, the one
-with the smallest sum of squared costs is taken. `split_points` says otherwise.
+Where to cut: stages are runs of whole layers, the first with the embeddings, the last with the head. A stage costs the
+mean of its share of the forward FLOPs and its share of the parameters; of all cuts with the cheapest most expensive
+stage, the one with the smallest sum of squared costs is taken. `split_points` overrides this.
 
-Idle time of a step as a ratio to its work, for p ranks, v stages a rank, m micro batches; F, B, W is what a rank takes
-for forward, backward, and the weights' part of backward of one micro batch in all its stages. And how many micro
-batches of one stage rank r keeps activations of, at most:
+Bubble of a step (idle time divided by compute time) for p ranks, v stages per rank and m micro batches; F, B and W are
+a rank's times for forward, backward, and the weight-gradient part of backward of one micro batch in all its stages. The
+last column is the peak number of stage activations (one stage, one micro batch) that rank r holds:
 
-                                                            idle                                   kept
+                                                            bubble                                 activations
     GPipe (arXiv 1811.06965)                                (p - 1) / m                            m
     1F1B (2104.04473)                                       (p - 1) / m                            p - r
     LoopedBFS (2211.05953)                                  (p - 1) / (v m)                        v m
     Interleaved1F1B (2104.04473)                            (p - 1) / (v m)                        p (v + 1) - 2 r - 1
     InterleavedZeroBubble (ZB-H1 of 2401.10241)             (p - 1) (F + B - 2 W) / (v m (F + B))  v p
     ZBVZeroBubble (2401.10241), where F = W = B / 2         (p - 1) F / (2 m (F + B))              2 p
-    DualPipeV (2412.19437, folded in a V), where so too     (p - 1) F / (2 m (F + B))              2 p + 1
+    DualPipeV (2412.19437, folded in a V), same F, B, W     (p - 1) F / (2 m (F + B))              2 p + 1
 
-Cost per rank: parameters, gradients and optimizer state of its own stages only. Torch keeps a buffer to receive into
-for each micro batch of each stage, forward and backward: 2 v m times B S D / hidden_split numbers. Sent for each micro
-batch and each two neighbouring stages on different ranks: B S D / hidden_split numbers forward, and as many backward.
+Cost per rank: parameters, gradients and optimizer state of its own stages only. PyTorch allocates a receive buffer for
+each micro batch of each stage, forward and backward: 2 v m times B S D / hidden_split numbers. Each micro batch sends
+B S D / hidden_split numbers forward between neighboring stages on different ranks, and as many backward.
 
 A tied tensor (an embedding that is also the head) lives on the first and on the last stage. Their gradients are added
-after backward, which sends its local size once each way a step, so both copies stay equal to the last bit. Under the V
-schedules one rank holds both copies; a checkpoint has one of them, which both are loaded from.
+after backward, which sends the tensor's local size once each way per step, so both copies stay bit-identical. With the
+V schedules one rank holds both copies. A checkpoint has one copy, and both are loaded from it.
 
 Limits: at `mesh.pp = 1` it does nothing. Schedules that split the backward pass (the zero-bubble ones and DualPipeV)
-cannot take compiled layers, selective recompute, or data parallelism that reduces gradients at each micro batch.
+do not work with compiled layers, selective recomputation, or data parallelism that reduces gradients per micro batch.
 """
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -42,9 +42,9 @@ import torch
 from torch import nn
 from torch.torch_version import TorchVersion
 
-from titan.contracts import Axis, Costs, Engine, Job, ModelPlan, Part, Technique, World, option, register
+from titan.contracts import Axis, BuildContext, Costs, Engine, Job, ModelPart, ModelSpec, Technique, option, register
 from titan.contracts.base.cost import Order, Stage
-from titan.contracts.base.plan import nearest
+from titan.contracts.base.spec import nearest
 
 from .orders import order
 from .stages import LOOPED, ONE_STAGE, SPLIT_BACKWARD, V_SHAPED, carve, check_ends, cut, placement, shared_names, takes
@@ -59,17 +59,17 @@ class PipelineConfig:
 
     schedule: Literal[
         "GPipe", "1F1B", "Interleaved1F1B", "LoopedBFS", "InterleavedZeroBubble", "ZBVZeroBubble", "DualPipeV"
-    ] = option("1F1B", "the order in which stages run micro batches; PyTorch's names")
+    ] = option("1F1B", "pipeline schedule, by PyTorch's names")
     virtual_stages: int = option(
-        0, "stages a rank holds; 0: 1 for GPipe and 1F1B, 2 for the others", unit="stages", at_least=0
+        0, "stages per rank; 0: 1 for GPipe and 1F1B, 2 for the other schedules", unit="stages", at_least=0
     )
     split_points: tuple[str, ...] = option(
-        (), 'first layer of each stage after the first, as in ["layers.3", "layers.7"]; empty balances by cost'
+        (), 'first layer of each stage after the first, as in ["layers.3", "layers.7"]; empty: balanced by cost'
     )
 
     @property
     def stages_per_rank(self) -> int:
-        """Stages on each rank."""
+        """Stages per rank: `virtual_stages`, or the default of the schedule."""
         return self.virtual_stages or (1 if self.schedule in ONE_STAGE else 2)
 
 
@@ -81,8 +81,8 @@ class PipelineParallel(Technique):
     Config = PipelineConfig
     config: PipelineConfig
     phase = "split"
-    axes = (Axis(name="pp", role="stage", depth=0, doc="ranks that hold different layers"),)
-    choices: ClassVar = (
+    axes = (Axis(name="pp", role="stage", topology_order=0, doc="pipeline ranks; each holds some of the layers"),)
+    search_space: ClassVar = (
         *({"schedule": schedule, "virtual_stages": 1} for schedule in ONE_STAGE),
         *({"schedule": schedule, "virtual_stages": v} for schedule in LOOPED for v in (2, 3, 4, 5, 6, 8)),
         *({"schedule": schedule, "virtual_stages": 2} for schedule in V_SHAPED),
@@ -92,29 +92,29 @@ class PipelineParallel(Technique):
         super().__init__(config)
         self._tied: TiedGradients | None = None
 
-    def check(self, job: Job, plan: ModelPlan) -> Iterable[str]:
+    def check(self, job: Job, spec: ModelSpec) -> Iterable[str]:
         """Stages need layers, the schedule its number of micro batches, and some things cannot go together."""
         ranks = job.layout.degree("pp")
         if ranks == 1:
             return
-        yield from self._check_stages(ranks, plan)
+        yield from self._check_stages(ranks, spec)
         yield from self._check_micro_batches(ranks, job)
-        yield from self._check_company(job, plan)
+        yield from self._check_company(job, spec)
 
-    def _check_stages(self, ranks: int, plan: ModelPlan) -> Iterator[str]:
+    def _check_stages(self, ranks: int, spec: ModelSpec) -> Iterator[str]:
         config, each = self.config, self.config.stages_per_rank
-        stages, layers = ranks * each, plan.n_layers
+        stages, layers = ranks * each, spec.n_layers
         allowed = 1 if config.schedule in ONE_STAGE else 2 if config.schedule in V_SHAPED else each
         if each != allowed:
             yield f"[plugins.pipeline] virtual_stages = {each}: {config.schedule} holds exactly {allowed} on each rank"
         elif layers < stages:
             degrees = _nearest_degree(ranks, each, layers) or f"none, with {each} stages a rank"
             yield (
-                f"[model] n_layers = {layers} cannot fill {stages} stages (mesh.pp = {ranks} with {each} a rank); "
+                f"[model] n_layers = {layers} cannot fill {stages} stages (mesh.pp = {ranks} with {each} per rank); "
                 f"nearest mesh.pp that fits: {degrees}"
             )
         elif config.split_points:
-            names = plan.layer_names()
+            names = spec.layer_names()
             unknown = [point for point in config.split_points if point not in names[1:]]
             at = [names.index(point) for point in config.split_points if not unknown]
             if unknown:
@@ -129,35 +129,35 @@ class PipelineParallel(Technique):
         if not job.micro_batches or takes(schedule, ranks, job.micro_batches):
             return
         need = {
-            "1F1B": f"at least {ranks}, one for each stage",
-            "DualPipeV": f"at least {2 * ranks}, one for each stage",
+            "1F1B": f"at least {ranks}, one per stage",
+            "DualPipeV": f"at least {2 * ranks}, one per stage",
         }.get(schedule, f"a multiple of {job.micro_batches // ranks}, the whole rounds of {ranks} in it")
         sizes = _nearest_batch(schedule, ranks, unit, size)
         yield (
             f"[train] global_batch_size = {size} makes {job.micro_batches} micro batches of {job.micro_batch} on each "
-            f"of {job.batch_ranks} data-parallel ranks, and {schedule} with mesh.pp = {ranks} takes {need}; "
+            f"of {job.batch_ranks} data-parallel ranks, but {schedule} with mesh.pp = {ranks} needs {need}; "
             f"nearest global_batch_size that fits: {sizes}"
         )
 
-    def _check_company(self, job: Job, plan: ModelPlan) -> Iterator[str]:
+    def _check_company(self, job: Job, spec: ModelSpec) -> Iterator[str]:
         old = _before_2_13(torch.__version__)
         own = f"[plugins.pipeline] schedule = {self.config.schedule!r}"
         on_cpu = job.run.device == "cpu" or (job.run.device == "auto" and not torch.cuda.is_available())
         if self.config.schedule in V_SHAPED and on_cpu and old:
             yield (
                 f"{own} sends to its own rank, which PyTorch {torch.__version__} cannot do on the CPU; "
-                "take 'Interleaved1F1B', or PyTorch 2.13"
+                "use 'Interleaved1F1B', or PyTorch 2.13"
             )
         if self.config.schedule in SPLIT_BACKWARD:
             for why in job.stating("one_backward"):
-                yield f"{own} splits the backward pass, and {why}, or take '1F1B' or 'Interleaved1F1B'"
+                yield f"{own} splits the backward pass, and {why}, or use '1F1B' or 'Interleaved1F1B'"
             for why in job.stating("reduces_per_micro_batch"):
-                yield f"{own} splits the backward pass, so gradients are reduced once a step; {why}"
-        elif old and plan.tied and self.config.schedule != "1F1B":
+                yield f"{own} splits the backward pass, so gradients are reduced once per step; {why}"
+        elif old and spec.tied and self.config.schedule != "1F1B":
             for why in job.stating("reduces_per_micro_batch"):
                 yield (
                     f"{own} runs micro batches forward before it runs one backward, for which PyTorch "
-                    f"{torch.__version__} does not gather a tied head again; take '1F1B' or PyTorch 2.13, or: {why}"
+                    f"{torch.__version__} does not gather a tied head again; use '1F1B' or PyTorch 2.13, or: {why}"
                 )
 
     def cost(self, costs: Costs, job: Job) -> Costs:
@@ -166,7 +166,7 @@ class PipelineParallel(Technique):
         if ranks == 1:
             return costs
         stages = ranks * self.config.stages_per_rank
-        layers = cut(job.plan, job.data.seq_len, stages, self.config.split_points)
+        layers = cut(job.spec, job.data.seq_len, stages, self.config.split_points)
         return replace(
             costs,
             stages=_placed(self.config.schedule, ranks, tuple(layers)),
@@ -175,35 +175,35 @@ class PipelineParallel(Technique):
             receive_buffers=job.micro_batches,
         )
 
-    def split(self, model: nn.Module, world: World) -> list[Part]:
+    def split(self, model: nn.Module, context: BuildContext) -> list[ModelPart]:
         """The stages of this rank, each a copy of the model without what it does not hold.
 
         Raises:
-            PluginError: the model has parameters outside its stem, layers and head, or ties in a way stages cannot.
+            PluginError: parameters lie outside of embeddings, layers and head, or are tied in a way stages cannot be.
         """
-        ranks, plan = world.mesh.layout.degree("pp"), world.plan
+        ranks, spec = context.mesh.layout.degree("pp"), context.spec
         if ranks == 1:
-            return [Part(model)]
-        check_ends(model, plan)
+            return [ModelPart(model)]
+        check_ends(model, spec)
         last = ranks * self.config.stages_per_rank - 1
-        layers = cut(plan, world.job.data.seq_len, last + 1, self.config.split_points)
+        layers = cut(spec, context.job.data.seq_len, last + 1, self.config.split_points)
         parts = []
         for stage, rank in enumerate(placement(self.config.schedule, ranks, last + 1)):
-            if rank == world.mesh.at("pp"):
-                module = carve(model, plan, layers[stage], first=stage == 0, last=stage == last)
-                parts.append(Part(module, stage, last + 1, shared_names(plan) if stage == last else frozenset()))
+            if rank == context.mesh.at("pp"):
+                module = carve(model, spec, layers[stage], first=stage == 0, last=stage == last)
+                parts.append(ModelPart(module, stage, last + 1, shared_names(spec) if stage == last else frozenset()))
         return parts
 
-    def engine(self, parts: Sequence[Part], world: World) -> Engine | None:
-        """The schedule over these parts."""
-        ranks = world.mesh.layout.degree("pp")
+    def engine(self, parts: Sequence[ModelPart], context: BuildContext) -> Engine | None:
+        """The engine that runs this rank's model parts by the pipeline schedule."""
+        ranks = context.mesh.layout.degree("pp")
         if ranks == 1:
             return None
         from .engine import Pipeline, TiedGradients  # here: torch's schedules bring its compiler, a second to import
 
         ranks_of = placement(self.config.schedule, ranks, parts[0].stages)
-        self._tied = TiedGradients(parts, world, ranks_of)
-        return Pipeline(parts, world, self.config.schedule, ranks_of)
+        self._tied = TiedGradients(parts, context, ranks_of)
+        return Pipeline(parts, context, self.config.schedule, ranks_of)
 
     def after_backward(self) -> None:
         """Add the gradients of tied tensors of the first and the last stage."""

@@ -11,7 +11,7 @@ from torch.distributed.pipelining import PipelineStage
 from torch.distributed.pipelining.schedules import PipelineScheduleSingle, get_schedule_class
 from torch.distributed.tensor import DTensor
 
-from titan.contracts import Batch, LossFn, Part, World
+from titan.contracts import Batch, BuildContext, LossFn, ModelPart
 from titan.errors import PluginError
 
 from .stages import shared_names
@@ -20,10 +20,12 @@ from .stages import shared_names
 class Pipeline:
     """The engine: a schedule of torch's over this rank's stages (see `contracts.Engine`)."""
 
-    def __init__(self, parts: Sequence[Part], world: World, schedule: str, placement: Sequence[int]) -> None:
+    def __init__(
+        self, parts: Sequence[ModelPart], context: BuildContext, schedule: str, placement: Sequence[int]
+    ) -> None:
         self.parts = {part.stage: part for part in parts}
-        self.world, self.schedule, self.placement = world, schedule, placement
-        self.group, self.last = world.mesh.group("pp"), len(placement) - 1
+        self.context, self.schedule, self.placement = context, schedule, placement
+        self.group, self.last = context.mesh.group("pp"), len(placement) - 1
         self._running: tuple[tuple[int, torch.Size], Any] | None = None
         self._loss: LossFn | None = None
         for stage, part in self.parts.items():
@@ -48,7 +50,7 @@ class Pipeline:
         x = batch.tokens
         for stage, part in self.parts.items():
             if stage and self.placement[stage - 1] != here:
-                x = self._hidden(batch.tokens.shape, self.world.device)
+                x = self._hidden(batch.tokens.shape, self.context.device)
                 dist.recv(x, group=self.group, group_src=self.placement[stage - 1])
             x = part.runner(x, batch.documents)
             if stage < self.last and self.placement[stage + 1] != here:
@@ -62,13 +64,15 @@ class Pipeline:
         # The loss is divided by the step's tokens already.
         return kind(held, n_microbatches=micro_batches, loss_fn=self._loss_of, scale_grads=False)
 
-    def _stage(self, part: Part, shape: torch.Size) -> PipelineStage:
+    def _stage(self, part: ModelPart, shape: torch.Size) -> PipelineStage:
         """Shapes are given: torch would else find them by a run of its own, whose loss would be counted."""
         meta = torch.device("meta")
         hidden = self._hidden(shape, meta).requires_grad_()
-        logits = torch.empty(*shape, self.world.plan.vocab_size, dtype=self.world.precision.param, device=meta)
+        logits = torch.empty(
+            *shape, self.context.spec.vocab_size, dtype=self.context.precision.param_dtype, device=meta
+        )
         return _Stage(
-            part.runner, part.stage, part.stages, self.world.device,
+            part.runner, part.stage, part.stages, self.context.device,
             input_args=torch.empty(shape, dtype=torch.int64, device=meta) if part.stage == 0 else hidden,
             output_args=logits.requires_grad_() if part.stage == self.last else hidden,
             group=self.group,
@@ -81,17 +85,17 @@ class Pipeline:
     def _hidden(self, shape: torch.Size, device: torch.device) -> Tensor:
         """A buffer for the hidden states between stages, of tokens of this shape [B, S]."""
         split = next(iter(self.parts.values())).hidden_split
-        size = (shape[0], shape[1] // split, self.world.plan.dim)
-        return torch.empty(size, dtype=self.world.precision.param, device=device)
+        size = (shape[0], shape[1] // split, self.context.spec.dim)
+        return torch.empty(size, dtype=self.context.precision.param_dtype, device=device)
 
     def _check_hidden(self, runner: nn.Module, args: tuple[Any, ...], output: Tensor) -> None:
         """A buffer of another size or type at the other end would be a hang, or noise."""
         x = args[0]
         shape = x.shape if x.is_floating_point() else self._hidden(x.shape, torch.device("meta")).shape
-        if output.shape != shape or output.dtype != self.world.precision.param:
+        if output.shape != shape or output.dtype != self.context.precision.param_dtype:
             raise PluginError(
-                f"the model gave hidden states {list(output.shape)} {output.dtype} between stages, where its plan and "
-                f"the precision promise {list(shape)} {self.world.precision.param}"
+                f"the model gave hidden states {list(output.shape)} {output.dtype} between stages, but its spec and "
+                f"the precision require {list(shape)} {self.context.precision.param_dtype}"
             )
 
 
@@ -117,10 +121,10 @@ class _Stage(PipelineStage):
 class TiedGradients:
     """Adds the gradients of tensors that both ends of the pipeline hold, so that their copies step alike."""
 
-    def __init__(self, parts: Sequence[Part], world: World, placement: Sequence[int]) -> None:
-        self.group, self.first, self.last = world.mesh.group("pp"), placement[0], placement[-1]
+    def __init__(self, parts: Sequence[ModelPart], context: BuildContext, placement: Sequence[int]) -> None:
+        self.group, self.first, self.last = context.mesh.group("pp"), placement[0], placement[-1]
         self.ends = [part.module for part in parts if part.stage in (0, part.stages - 1)]
-        self.names = sorted(shared_names(world.plan))
+        self.names = sorted(shared_names(context.spec))
 
     @torch.no_grad()
     def add(self) -> None:

@@ -8,7 +8,7 @@ from itertools import pairwise
 
 from torch import nn
 
-from titan.contracts import ModelPlan
+from titan.contracts import ModelSpec
 from titan.errors import PluginError
 
 ONE_STAGE = ("GPipe", "1F1B")
@@ -29,23 +29,23 @@ def takes(schedule: str, ranks: int, micro_batches: int) -> bool:
 
 
 def placement(schedule: str, ranks: int, stages: int) -> list[int]:
-    """The rank of each stage."""
+    """The pipeline rank that holds each stage, by stage number; V-shaped schedules fold back."""
     if schedule in V_SHAPED:
         return [min(stage, stages - 1 - stage) for stage in range(stages)]
     return [stage % ranks for stage in range(stages)]
 
 
-def cut(plan: ModelPlan, seq_len: int, stages: int, points: Sequence[str]) -> Sequence[range]:
-    """Layers of each stage, by number."""
+def cut(spec: ModelSpec, seq_len: int, stages: int, points: Sequence[str]) -> Sequence[range]:
+    """The layer numbers of each stage: cut at `points`, or balanced by FLOPs and parameters."""
     if points:
-        names = plan.layer_names()
+        names = spec.layer_names()
         starts = [0, *(names.index(point) for point in points), len(names)]
         return [range(start, end) for start, end in pairwise(starts)]
-    flops, params = plan.flops_per_token(seq_len) / 3, plan.params
-    layer = plan.layer_flops_per_token(seq_len) / flops + plan.layer_params / params
-    costs = [layer / 2] * plan.n_layers
-    costs[0] += plan.stem_params / params / 2
-    costs[-1] += (plan.head_flops_per_token() / flops + plan.head_params / params) / 2
+    flops, params = spec.flops_per_token(seq_len) / 3, spec.params
+    layer = spec.layer_flops_per_token(seq_len) / flops + spec.layer_params / params
+    costs = [layer / 2] * spec.n_layers
+    costs[0] += spec.embedding_params / params / 2
+    costs[-1] += (spec.head_flops_per_token() / flops + spec.head_params / params) / 2
     return _balanced(tuple(costs), stages)
 
 
@@ -75,24 +75,26 @@ def _best(
     return best[layers][1]
 
 
-def shared_names(plan: ModelPlan) -> frozenset[str]:
+def shared_names(spec: ModelSpec) -> frozenset[str]:
     """Names of the parameters that the first stage owns and the last holds too."""
-    return frozenset(owner for alias, owner in plan.tied if _within(owner, plan.stem) and _within(alias, plan.head))
+    return frozenset(
+        owner for alias, owner in spec.tied if _within(owner, spec.embeddings) and _within(alias, spec.head)
+    )
 
 
-def check_ends(model: nn.Module, plan: ModelPlan) -> None:
-    """Every parameter must have a stage, and what is tied be owned by the stem.
+def check_ends(model: nn.Module, spec: ModelSpec) -> None:
+    """Every parameter must have a stage, and what is tied be owned by the embeddings.
 
     Raises:
         PluginError: one has none, or is not.
     """
-    ends = (*plan.stem, *plan.head)
-    astray = [name for name, _ in model.named_parameters() if not _within(name, (*ends, plan.layers))]
-    astray += [alias for alias, owner in plan.tied if not (_within(alias, ends) and _within(owner, plan.stem))]
+    ends = (*spec.embeddings, *spec.head)
+    astray = [name for name, _ in model.named_parameters() if not _within(name, (*ends, spec.layers))]
+    astray += [alias for alias, owner in spec.tied if not (_within(alias, ends) and _within(owner, spec.embeddings))]
     if astray:
         raise PluginError(
-            f"the model cannot be cut into stages: {', '.join(astray)} must be in its stem, its layers or its head, "
-            "and tied to a parameter of the stem if at all"
+            f"the model cannot be cut into stages: {', '.join(astray)} must be in its embeddings, layers or head, "
+            "and may be tied only to a parameter of the embeddings"
         )
 
 
@@ -100,15 +102,15 @@ def _within(name: str, modules: Iterable[str]) -> bool:
     return any(name.startswith(f"{module}.") for module in modules)
 
 
-def carve(model: nn.Module, plan: ModelPlan, layers: range, *, first: bool, last: bool) -> nn.Module:
+def carve(model: nn.Module, spec: ModelSpec, layers: range, *, first: bool, last: bool) -> nn.Module:
     """A copy of the model that holds these layers, and what belongs to its ends."""
-    kept = {*(plan.stem if first else ()), *plan.layer_names(layers), *(plan.head if last else ())}
+    kept = {*(spec.embeddings if first else ()), *spec.layer_names(layers), *(spec.head if last else ())}
     if last:
-        kept |= {name for name in plan.stem if any(_within(owner, [name]) for owner in shared_names(plan))}
+        kept |= {name for name in spec.embeddings if any(_within(owner, [name]) for owner in shared_names(spec))}
     module = copy.deepcopy(model)
-    for name in {*plan.stem, *plan.head, *plan.layer_names()} - kept:
+    for name in {*spec.embeddings, *spec.head, *spec.layer_names()} - kept:
         parent, _, child = name.rpartition(".")
-        if parent == plan.layers:
+        if parent == spec.layers:
             delattr(module.get_submodule(parent), child)
         else:
             setattr(module.get_submodule(parent), child, None)

@@ -1,1 +1,1 @@
-"""What a checkpoint is on disk: folder, manifest, metadata, tensor files; all of it read without trust."""
+"""The files of a checkpoint: folder, manifest, metadata, tensor files; all are read as untrusted input."""

@@ -2,10 +2,9 @@
 
 A checkpoint is complete or absent. It is written under a name that ends in `.tmp` and renamed when all of it is on
 disk; it is removed by renaming it first. A kill at any moment therefore leaves complete folders and `.tmp` ones, which
-`tidy` sweeps. A folder with the name of a checkpoint that lacks a file is therefore damaged.
+`tidy` removes. A folder with the name of a checkpoint that lacks a file is therefore damaged.
 
-What cannot be removed (NFS keeps a file that somebody has open as `.nfsXXXX`) is renamed out of the way and told once:
-it is no reason to end a run.
+A folder that cannot be removed (NFS keeps an open file as `.nfsXXXX`) is renamed and warned of once; the run continues.
 
 Used by one rank at a time; needs no torch.
 """
@@ -97,7 +96,7 @@ def read_state(path: Path) -> dict[str, Any]:
         counts["samples"] = rest.get("data", {}).get("samples", 0)
         wrong += [name for name, count in counts.items() if type(count) is not int or not 0 <= count < _MOST]
     if wrong:
-        raise CheckpointError(f"{path / STATE} has no {wrong[0][:200]}, or one that no save writes")
+        raise CheckpointError(f"{path / STATE} has no valid {wrong[0][:200]}")
     return state
 
 
@@ -182,16 +181,16 @@ def choose(given: str, option: str = "checkpoint.resume") -> Path:
     if is_complete(path):
         return path
     if not path.is_dir():
-        raise CheckpointError(f"{option} = {given!r}: there is no such folder")
+        raise CheckpointError(f"{option} = {given!r}: no such folder")
     found, damaged = survey(path / "checkpoints" if (path / "checkpoints").is_dir() else path)
     for reason in damaged.values():
-        log.warning(f"left aside: {reason}")
+        log.warning(f"ignored: {reason}")
     if found:
         return found[-1]
     if damaged:
-        raise CheckpointError(f"{option} = {given!r}: no sound checkpoint there: {'; '.join(damaged.values())}")
+        raise CheckpointError(f"{option} = {given!r}: no undamaged checkpoint there: {'; '.join(damaged.values())}")
     if path.suffix == ".tmp":
-        raise CheckpointError(f"{option} = {given!r}: this checkpoint was never finished")
+        raise CheckpointError(f"{option} = {given!r}: this checkpoint is unfinished: the run was killed while it saved")
     raise CheckpointError(
         f"{option} = {given!r}: no complete checkpoint there (it lacks {' and '.join(lacking(path))}, "
         "and holds no step-NNNNNNNN folder that has them)"
@@ -210,8 +209,10 @@ def begin(folder: Path, step: int) -> Path:
     try:
         path.mkdir()
     except FileExistsError:
-        what = "is left over from an earlier save and can be neither removed nor renamed"
-        raise CheckpointError(f"{path} {what}; end what has a file of it open, or remove it") from None
+        what = "is a remnant of an earlier save and can be neither removed nor renamed"
+        raise CheckpointError(
+            f"{path} {what}; end the process that has a file in it open, or remove the folder"
+        ) from None
     return path
 
 
@@ -258,7 +259,7 @@ def _renamed(path: Path) -> Path:
 def _tell_left(path: Path, error: OSError) -> None:
     if path not in _told:
         _told.add(path)
-        log.warning(f"{path} cannot be removed: {error.strerror}; each save and start of the run tries again")
+        log.warning(f"{path} cannot be removed: {error.strerror}; the next save or start of the run tries again")
 
 
 def commit(path: Path) -> Path:

@@ -92,7 +92,7 @@ class FolderLock:
         self._heart = Thread(target=self._beat, name="lock", daemon=True)
         self._heart.start()
         if left is not None:
-            log.info(f"{self.path} was left by {_words(_holder(left))}, which is dead: taken over")
+            log.info(f"{self.path} was left by {_words(_holder(left))}, which has ended; taking the lock over")
         self._sweep()
 
     def check(self) -> None:
@@ -124,7 +124,9 @@ class FolderLock:
         try:
             self._set_aside(self._is_mine)
         except OSError as error:
-            log.warning(f"{self.path} cannot be removed: {error.strerror}; the next start takes it over")
+            log.warning(
+                f"{self.path} cannot be removed: {error.strerror}; the next start of the run takes the lock over"
+            )
 
     # --- holding --------------------------------------------------------------------------------------------------
 
@@ -137,7 +139,7 @@ class FolderLock:
                 return  # which `check_known` tells
             except OSError as error:
                 if not told:
-                    log.warning(f"{self.path} cannot be renewed: {error.strerror}; tried again every {BEAT_S:g} s")
+                    log.warning(f"{self.path} cannot be renewed: {error.strerror}; trying again every {BEAT_S:g} s")
                 told = True
 
     def _renew(self) -> None:
@@ -169,7 +171,7 @@ class FolderLock:
             self._counted = time.monotonic()
 
     def _lose(self, why: str) -> None:
-        self._lost = f"{self.folder} {why}; this run ends here and writes nothing more there"
+        self._lost = f"{self.folder} {why}; this run stops, and writes nothing more to the folder"
         raise FolderError(self._lost)
 
     def _is_mine(self, content: bytes) -> bool:
@@ -196,14 +198,14 @@ class FolderLock:
             alive = now != found
         if alive:
             raise FolderError(
-                f"{self.folder} is in use by another run: {_words(holder)}; end that run or wait for its end, or give "
-                "this one another --run.name"
+                f"{self.folder} is in use by another run: {_words(holder)}; wait for it, stop it, or give this run "
+                "another --run.name"
             )
         return True
 
     def _watch(self, found: bytes, holder: Mapping[str, Any]) -> bytes | None:
         """The lock when it changes, or as it stands after `WATCH_S`."""
-        log.info(f"{self.path} is of {_words(holder)}; watching for {WATCH_S:g} s whether that run is alive")
+        log.info(f"{self.path} belongs to {_words(holder)}; waiting {WATCH_S:g} s to see whether that run is alive")
         now: bytes | None = found
         for _ in range(round(WATCH_S / LOOK_S)):
             if now != found:
@@ -226,7 +228,7 @@ class FolderLock:
         except FileNotFoundError:
             return
         if not stat.S_ISREG(mode):
-            raise FolderError(f"{self.path} is no file, so it cannot be the lock of a run; remove it")
+            raise FolderError(f"{self.path} is not a file, so it cannot be the lock of a run; remove it")
 
     def _claim(self, content: bytes) -> bool:
         """Make the lock, all of it at once, if there is none; whether it is this one now."""
@@ -284,7 +286,7 @@ class FolderLock:
             except FileNotFoundError:
                 continue
             except OSError as error:
-                log.warning(f"{path} is a leftover that cannot be removed: {error.strerror}")
+                log.warning(f"the stale file {path} cannot be removed: {error.strerror}")
 
     def _aside(self) -> Path:
         return self.path.with_name(f"{LOCK}.{secrets.token_hex(4)}")
@@ -301,7 +303,7 @@ def _holder(content: bytes) -> dict[str, Any]:
 
 def _words(holder: Mapping[str, Any]) -> str:
     if not holder:
-        return "a process that it does not name"
+        return "an unknown process"
     job = f", Slurm job {holder['job']}" if holder.get("job") else ""
     return f"host {holder.get('host')}, pid {holder.get('pid')}{job}, started {holder.get('since')}"
 

@@ -1,7 +1,7 @@
 """manifest.json: name, size and SHA-256 of every other file of a checkpoint, so that damage is found before it is used.
 
-It is against damage, not against malice: whoever can change a file can write a manifest that matches. What a checkpoint
-from a stranger may not do is settled where each file is read.
+It detects damage, not tampering: whoever can change a file can write a matching manifest. The code that reads each file
+makes sure that an untrusted checkpoint executes nothing.
 """
 
 import hashlib
@@ -69,16 +69,16 @@ def read(path: Path) -> dict[str, Piece]:
     table = read_table(path / MANIFEST)
     files = table.get("files")
     if not isinstance(files, dict) or len(table) != 1:
-        raise CheckpointError(f"{path / MANIFEST} is not one table of files")
+        raise CheckpointError(f"{path / MANIFEST} is not a table of files")
     pieces = {}
     for name, said in files.items():
         if not is_piece(name):
-            raise CheckpointError(f"{path / MANIFEST} lists {name[:200]!r}, which is not a checkpoint's file")
+            raise CheckpointError(f"{path / MANIFEST} lists {name[:200]!r}, which is not the name of a checkpoint file")
         if not isinstance(said, dict) or said.keys() != {"size", "sha256"}:
-            raise CheckpointError(f"{path / MANIFEST} does not give size and sha256 of {name}, and those alone")
+            raise CheckpointError(f"{path / MANIFEST} must give exactly size and sha256 of {name}")
         size, sha256 = said["size"], said["sha256"]
         if type(size) is not int or size < 0 or not isinstance(sha256, str) or not _HASH.fullmatch(sha256):
-            raise CheckpointError(f"{path / MANIFEST} gives a size or sha256 of {name} that is none")
+            raise CheckpointError(f"{path / MANIFEST} gives an invalid size or sha256 of {name}")
         pieces[name] = Piece(size, sha256)
     if not {METADATA, STATE} <= pieces.keys():
         raise CheckpointError(f"{path / MANIFEST} lacks {METADATA} or {STATE}")
@@ -102,11 +102,11 @@ def wrong_sizes(path: Path, pieces: Mapping[str, Piece]) -> dict[str, str]:
             continue
         if size != piece.size:
             faults[name] = f"{name} has {size:,} bytes, its manifest says {piece.size:,}"
-    extra = [name for name in strangers(path, pieces) if is_piece(name)]
+    extra = [name for name in unlisted(path, pieces) if is_piece(name)]
     return faults | {name: f"{name} is not in its manifest" for name in extra}
 
 
-def strangers(path: Path, pieces: Mapping[str, Piece]) -> list[str]:
+def unlisted(path: Path, pieces: Mapping[str, Piece]) -> list[str]:
     """What is in the folder and not of the checkpoint."""
     return sorted(file.name for file in path.iterdir() if file.name not in pieces and file.name != MANIFEST)
 

@@ -1,8 +1,8 @@
-"""DCP's `.metadata`, read without running it and held against the files it speaks of.
+"""DCP's `.metadata`, read without executing it, and checked against the files it names.
 
-Every field is checked before an object of DCP's is made of it: each tensor's pieces tile it, each piece has one place,
-in a file of the checkpoint, large enough for it and shared with no other. So a tensor that is made room for is never
-larger than the files, and none is left half filled.
+Every field is checked before a DCP object is made of it. The pieces of a tensor tile it. Each piece has one place in a
+file of the checkpoint, which is large enough and not shared with another piece. So no tensor is allocated that is
+larger than the files, and none stays partly uninitialized.
 """
 
 import itertools
@@ -69,7 +69,7 @@ def read(path: Path, pieces: Mapping[str, manifest.Piece]) -> Metadata:
     try:
         return _metadata(tree, {name: piece.size for name, piece in pieces.items() if name.endswith(".distcp")})
     except _Unlike as unlike:
-        raise CheckpointError(f"{file} is not what a checkpoint has: {unlike}") from unlike
+        raise CheckpointError(f"{file} is not valid checkpoint metadata: {unlike}") from unlike
 
 
 class _Unlike(ValueError):
@@ -157,7 +157,7 @@ def _stored(tree: Any, sizes: Mapping[str, int]) -> dict[MetadataIndex, _Storage
 
 def _tensor(name: str, tree: Any, stored: Mapping[MetadataIndex, _StorageInfo]) -> TensorStorageMetadata:
     if type(tree) is Record and tree.maker == _BYTES:
-        raise _Unlike(f"{name} is an object in bytes, not a tensor")
+        raise _Unlike(f"{name} is a serialized object, not a tensor")
     fields = _fields(tree, _TENSOR)
     dtype, size = _dtype(name, fields.get("properties")), _size(fields.get("size"))
     listed = fields.get("chunks")

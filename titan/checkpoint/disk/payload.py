@@ -1,8 +1,8 @@
-"""Tensors out of data files, as torch.save leaves them, without torch.load.
+"""Reads the tensors that torch.save wrote into data files, without torch.load.
 
-torch.load, even restricted to weights, takes any class that an imported package has declared safe, old formats, and
-compressed zips that unfold to any size. What a checkpoint has is one shape of zip, whose pickle says no more than the
-type, shape and strides of a tensor; that alone is read, and the bytes go straight into the tensor.
+torch.load, even restricted to weights, accepts any class that an imported package has declared safe, old formats, and
+compressed zips that expand to any size. A checkpoint contains only one form of zip, whose pickle gives type, shape and
+strides of a tensor. Only this form is read, and the bytes go directly into the tensor.
 """
 
 import io
@@ -66,8 +66,8 @@ class Window(io.RawIOBase):
     def readinto(self, buffer: Any, /) -> int:
         """Fill a buffer, as far as the stretch goes."""
         self.file.seek(self.start + self.at)
-        room = memoryview(buffer)[: max(0, self.length - self.at)]
-        count = self.file.readinto(room)  # type: ignore[attr-defined]
+        free = memoryview(buffer)[: max(0, self.length - self.at)]
+        count = self.file.readinto(free)  # type: ignore[attr-defined]
         self.at += count
         return int(count)
 
@@ -92,7 +92,7 @@ def _read_tensor(file: Window, dtype: torch.dtype, size: tuple[int, ...], where:
     with zipfile.ZipFile(file) as archive:
         entries = _entries(archive.infolist(), where)
     if _content(file, entries[_ORDER], where) != sys.byteorder.encode():
-        raise CheckpointError(f"{where} is in another byte order than this machine's, {sys.byteorder}")
+        raise CheckpointError(f"{where} has another byte order than this machine's, {sys.byteorder}")
     tree = unpickle.read(_content(file, entries[_PICKLE], where), _KNOWN, where)
     offset, stride = _layout(tree, dtype, size, entries[_BYTES].file_size, where)
     data = torch.empty(entries[_BYTES].file_size, dtype=torch.uint8)
@@ -132,7 +132,7 @@ def _fill(file: Window, info: zipfile.ZipInfo, into: memoryview, where: str) -> 
     while done < len(into):
         count = file.readinto(into[done:])
         if not count:
-            raise CheckpointError(f"{where} is cut short")
+            raise CheckpointError(f"{where} is truncated")
         done += count
 
 
@@ -140,7 +140,7 @@ def _layout(
     tree: Any, dtype: torch.dtype, size: tuple[int, ...], nbytes: int, where: str
 ) -> tuple[int, tuple[int, ...]]:
     """Storage offset and strides, both in elements, of the tensor that a pickle describes."""
-    other = CheckpointError(f"{where} is not the tensor {list(size)} of {dtype} that the metadata has")
+    other = CheckpointError(f"{where} is not the tensor {list(size)} of {dtype} that the metadata describes")
     if type(tree) is not Record or tree.maker not in (_TYPED_TENSOR, _UNTYPED_TENSOR) or tree.state is not None:
         raise other
     storage, offset, shape, stride, _, hooks, *more = tree.args

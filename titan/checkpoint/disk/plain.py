@@ -1,4 +1,4 @@
-"""JSON files that may come from strangers: one table of plain data, of bounded size and depth, no key twice."""
+"""JSON files of untrusted checkpoints: one table of plain data, of bounded size and depth, without duplicate keys."""
 
 import json
 import os
@@ -29,7 +29,7 @@ def size_of(path: Path) -> int:
     except OSError as error:
         raise cannot_be_read(path, error) from error
     if not S_ISREG(found.st_mode):
-        raise CheckpointError(f"{path} is a link, a folder or a pipe: a checkpoint is made of files")
+        raise CheckpointError(f"{path} is a link, a folder or a pipe, but a checkpoint consists of plain files")
     return found.st_size
 
 
@@ -41,7 +41,7 @@ def read_bytes(path: Path, most: int) -> bytes:
     """
     size = size_of(path)
     if size > most:
-        raise CheckpointError(f"{path} has {size:,} bytes; more than {most:,} are not read")
+        raise CheckpointError(f"{path} has {size:,} bytes; at most {most:,} are read")
     try:
         return path.read_bytes()
     except OSError as error:
@@ -51,7 +51,9 @@ def read_bytes(path: Path, most: int) -> bytes:
 def cannot_be_read(path: Path, error: OSError) -> CheckpointError:
     """What to raise where a file of a checkpoint cannot be read."""
     said = f"{path} cannot be read: {error.strerror}"
-    return UnreadableError(f"{said}; it may be sound, try again") if of_machine(error) else CheckpointError(said)
+    return (
+        UnreadableError(f"{said}; the file may be intact, so try again") if of_machine(error) else CheckpointError(said)
+    )
 
 
 def read_table(path: Path) -> dict[str, Any]:
@@ -82,7 +84,7 @@ def _table(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
     if len(table) != len(pairs):
         seen: set[str] = set()
         twice = next(key for key, _ in pairs if key in seen or seen.add(key))  # type: ignore[func-returns-value]
-        raise ValueError(f"the key {twice[:200]!r} stands there twice")
+        raise ValueError(f"the key {twice[:200]!r} appears twice")
     return table
 
 

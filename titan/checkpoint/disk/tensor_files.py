@@ -64,14 +64,18 @@ def find_tensors(folder: Path) -> dict[str, Stored]:
         return {tensor.name: tensor for tensor in _tensors_in(folder / SINGLE)}
     if not (folder / INDEX).is_file():
         pickled = sorted(path.name for path in folder.glob(PICKLED))
-        why = f"; {pickled[0]} is pickled, which can hide a program, and is not read" if pickled else ""
+        why = (
+            f"; {pickled[0]} is a pickle, which can contain code, and is not read; convert it to safetensors"
+            if pickled
+            else ""
+        )
         raise CheckpointError(f"{folder} holds neither {SINGLE} nor {INDEX}{why}")
     index = _read_index(folder / INDEX)
     files = {name: _inside(folder, name) for name in sorted(set(index.values()))}
     found = {tensor.name: tensor for file in files.values() for tensor in _tensors_in(file)}
     for name, file in index.items():
         if name not in found or found[name].file != files[file]:
-            raise CheckpointError(f"{folder / INDEX} says that {name} is in {file}, where it is not")
+            raise CheckpointError(f"{folder / INDEX} says that {name} is in {file}, which does not hold it")
     unnamed = sorted(found.keys() - index.keys())
     if unnamed:
         raise CheckpointError(f"{folder / INDEX} does not name {unnamed[0]} of {found[unnamed[0]].file.name}")
@@ -90,7 +94,7 @@ def _read_index(path: Path) -> dict[str, str]:
 
 
 def _inside(folder: Path, name: str) -> Path:
-    """The path of a shard. A stranger's index must not lead elsewhere; the hub's cache keeps its files in `blobs`."""
+    """The path of a shard. An untrusted index must not lead outside; the hub's cache keeps files in `blobs`."""
     home, path = folder.resolve(), (folder / name).resolve()
     allowed = [home, home.parents[1] / "blobs"] if home.parent.name == "snapshots" else [home]
     if ".." in Path(name).parts or Path(name).is_absolute() or not any(map(path.is_relative_to, allowed)):
@@ -111,14 +115,14 @@ def _tensors_in(path: Path) -> list[Stored]:
 
 @dataclass(frozen=True)
 class Planned:
-    """A tensor to be written."""
+    """Shape and dtype of a tensor that will be written."""
 
     shape: tuple[int, ...]
     dtype: torch.dtype
 
     @property
     def bytes(self) -> int:
-        """Its size in a file."""
+        """Bytes that the values take in the file."""
         return torch.Size(self.shape).numel() * self.dtype.itemsize
 
 

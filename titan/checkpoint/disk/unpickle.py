@@ -1,9 +1,9 @@
-"""Reads the few pickles that a checkpoint has, without pickle: nothing in them can be called.
+"""Reads the pickles of a checkpoint without executing them.
 
-A pickle is a program, and Python's unpickler runs it: it imports, calls and sets what the program asks for. Here the
-same opcodes build a tree that is only looked at. A class or function stays its name; "make one of these" and "call
-this" become a `Record` of that name; a dict becomes pairs. Names that the caller does not know are refused as they come
-up, and so is every opcode that the writers of checkpoints have no use for.
+A pickle is a program, and Python's unpickler runs it: it imports, calls and sets what the program names. Here the
+same opcodes build a tree of plain data. A class or function stays its name; "make one of these" and "call
+this" become a `Record` of that name; a dict becomes pairs. Names that the caller does not know are refused, and so is
+every opcode that a checkpoint does not need.
 
 Opcodes: Python's Lib/pickletools.py. Takes about six times as long as the unpickler in C.
 """
@@ -54,7 +54,7 @@ def read(data: bytes, known: Collection[str], where: str) -> Any:
     try:
         return machine.run()
     except (IndexError, TypeError, ValueError, AttributeError) as error:  # not the shape that an opcode works on
-        raise machine.refused(f"is no sound pickle ({error})") from error
+        raise machine.refused(f"is not a valid pickle ({error})") from error
 
 
 class _Machine:
@@ -77,10 +77,10 @@ class _Machine:
                 break
             act = _ACTS.get(code)
             if act is None:
-                raise self.refused(f"has the pickle opcode {bytes([code])!r}, which no checkpoint needs")
+                raise self.refused(f"has the pickle opcode {bytes([code])!r}, which a checkpoint may not contain")
             act(self)
         if len(self.stack) != 1 or self.marks or self.at != len(self.data):
-            raise self.refused("is a pickle that does not end where its file does")
+            raise self.refused("is a pickle with unused data")
         return self.stack[0]
 
     def byte(self) -> int:
@@ -90,7 +90,7 @@ class _Machine:
     def take(self, count: int) -> bytes:
         found = self.data[self.at : self.at + count]
         if len(found) != count:
-            raise self.refused("is a pickle cut short")
+            raise self.refused("is a truncated pickle")
         self.at += count
         return found
 
@@ -113,7 +113,7 @@ class _Machine:
     def protocol(self) -> None:
         version = self.byte()
         if version > _NEWEST_PROTOCOL:
-            raise self.refused(f"is a pickle of protocol {version}, not of one up to {_NEWEST_PROTOCOL}")
+            raise self.refused(f"is a pickle of protocol {version}, newer than {_NEWEST_PROTOCOL}")
 
     def mark(self) -> None:
         self.marks.append(len(self.stack))
@@ -130,7 +130,7 @@ class _Machine:
     def tuple_of(self, count: int) -> None:
         items = tuple(self.stack[-count:])
         if len(items) != count:
-            raise self.refused("asks for more than it has")
+            raise self.refused("pops from an empty stack")
         self.stack[-count:] = [items]
 
     def append(self, items: list[Any]) -> None:
@@ -148,7 +148,7 @@ class _Machine:
     def name(self, module: Any, name: Any) -> None:
         full = f"{module}.{name}"
         if type(module) is not str or type(name) is not str or full not in self.known:
-            raise self.refused(f"asks for {full[:200]!r}, which is not among what it may hold")
+            raise self.refused(f"names {full[:200]!r}, which a checkpoint may not contain")
         self.push(Name(full))
 
     def stack_name(self) -> None:
@@ -172,7 +172,7 @@ class _Machine:
 
     def load(self, place: int) -> None:
         if place not in self.memo:
-            raise self.refused(f"goes back to {place}, where it put nothing")
+            raise self.refused(f"reads memo entry {place}, which was never written")
         self.push(self.memo[place])
 
 

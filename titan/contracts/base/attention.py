@@ -1,11 +1,11 @@
-"""Causal attention, within documents or with a cache of the tokens that a model has gone through.
+"""Causal attention, within documents or with a key-value cache of earlier tokens.
 
-With a cache each further token costs that token alone. Rows of a batch may be of uneven length: each has its tokens at
-positions of its own, counted from 0, and a token sees the positions up to its own. So what pads a row to the right is
-harmless: no real token sees it, and the row's next real tokens are written over it.
+With a cache, each further token costs only its own forward. Rows of a batch may have different lengths: each row's
+tokens have positions of its own, from 0, and a token attends to positions up to its own. Padding on the right is
+harmless: no real token attends to padding, and the row's next real tokens overwrite it.
 
-Cost of a cache: 2 K N numbers a layer, token and row, in the dtype of the keys, held for the longest length from the
-start. A rank that has a share of the heads holds their share.
+Memory of a cache: 2 K N numbers per layer, token and row, in the dtype of the keys, allocated for the longest length at
+the start. A rank with a share of the heads allocates only its share.
 """
 
 # B rows, S tokens of this forward, T longest length, E positions in use, H query heads, K key-value heads, N head_dim.
@@ -18,15 +18,15 @@ from torch import Tensor
 
 
 def document_mask(documents: Tensor) -> Tensor:
-    """Which position may see which: itself and earlier ones of its document. [B, S] -> [B, 1, S, S] bool."""
+    """Which position attends to which: itself and earlier ones of its document. [B, S] -> [B, 1, S, S] bool."""
     same = documents[:, None, :, None] == documents[:, None, None, :]
     return same.tril()
 
 
 def attend(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None = None) -> Tensor:
-    """Attention of q [B, H, S, N] to k and v [B, K, S, N], with H a multiple of K; returns [B, H, S, N].
+    """Attention of q [B, H, S, N] to k and v [B, K, S, N], H a multiple of K; returns [B, H, S, N] in q's dtype.
 
-    mask [B, 1, S, S] bool says which position sees which; None: each sees itself and all before it.
+    mask: [B, 1, S, S] bool, True where a position attends to another; None: causal attention.
     """
     group = q.shape[1] // k.shape[1]
     if mask is not None and group > 1:
@@ -37,9 +37,9 @@ def attend(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None = None) -> Tenso
 
 
 class Cache:
-    """What one model remembers of a batch of rows; made for one use, of at most `length` tokens a row.
+    """The key-value cache of one model for one batch of rows; made for one use, of at most `length` tokens per row.
 
-    positions [B, S] int64: where the tokens of this forward stand in their rows; `place` sets it.
+    positions: [B, S] int64 on the device, the positions of this forward's tokens in their rows; set by `place`.
     """
 
     positions: Tensor
@@ -50,7 +50,7 @@ class Cache:
         self._layers: dict[str, KeyValues] = {}
 
     def place(self, starts: Sequence[int], width: int, device: torch.device) -> None:
-        """Say where the tokens [B, S] of the coming forward stand: row b from `starts[b]` on, S = `width`."""
+        """Set the positions of the tokens [B, S] of the next forward: row b starts at `starts[b]`, and S = `width`."""
         self.end = max(starts) + width
         assert self.end <= self.length, f"a row would hold {self.end} tokens, the cache has room for {self.length}"
         self.positions = torch.tensor(starts, device=device)[:, None] + torch.arange(width, device=device)
@@ -60,22 +60,23 @@ class Cache:
             self.mask = seen[:, None]  # [B, 1, S, E]
 
     def layer(self, name: str) -> "KeyValues":
-        """The part of one layer."""
+        """The keys and values of one layer, made on first use."""
         return self._layers.setdefault(name, KeyValues(self))
 
 
 class KeyValues:
-    """Keys and values of one layer, [B, K, T, N] each, zero where nothing has been written."""
+    """Keys and values of one layer, [B, K, T, N] each, zero at positions not yet written."""
 
     def __init__(self, cache: Cache) -> None:
         self._cache = cache
         self._keys = self._values = torch.empty(0)
 
     def attend(self, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-        """Causal attention of this forward's tokens to themselves and to what is remembered, which k and v join.
+        """Causal attention of this forward's tokens to themselves and to the cached ones; adds k and v to the cache.
 
-        q [B, H, S, N]; k, v [B, K, S, N], with H a multiple of K; rotated already where the model rotates. Returns
-        [B, H, S, N], as `scaled_dot_product_attention` does for the whole rows at once.
+        q: [B, H, S, N].  k, v: [B, K, S, N], H a multiple of K; with rotary embeddings already applied.
+
+        Returns [B, H, S, N], equal to `scaled_dot_product_attention` over the whole rows at once.
         """
         cache = self._cache
         if not self._keys.numel():

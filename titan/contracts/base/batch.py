@@ -1,4 +1,4 @@
-"""What flows from data to the model: documents, and micro batches of tokens."""
+"""Documents of a dataset, and micro batches of tokens."""
 
 from dataclasses import dataclass
 
@@ -10,7 +10,10 @@ IGNORE = -100
 
 @dataclass(frozen=True)
 class Document:
-    """One text of a dataset and where it was read (file, or file:line), for messages."""
+    """One text of a dataset.
+
+    text: its contents.  place: where it was read, as file or file:line, for messages.
+    """
 
     text: str
     place: str
@@ -18,10 +21,11 @@ class Document:
 
 @dataclass(frozen=True)
 class Batch:
-    """One micro batch on one rank, on its device.
+    """One micro batch on one rank, on the rank's device.
 
-    tokens [B, S] int64.  labels [B, S] int64, the next token or IGNORE.  documents [B, S] int64 or None: the number of
-    each token's document within its sample, when attention must not cross documents.
+    tokens: [B, S] int64.  labels: [B, S] int64, the next token or IGNORE, which counts in no loss.
+    documents: [B, S] int64, the number of each token's document within its sequence; None where attention may cross
+        documents.
     """
 
     tokens: Tensor

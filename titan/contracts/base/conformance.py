@@ -1,7 +1,7 @@
-"""Holds plugins against their contracts: a class when it is registered, what its hooks return when they are called.
+"""Checks plugins against their contracts: a class when it is registered, and what its hooks return.
 
-A class is checked against the contract's own declarations, its methods and the types of its class attributes: a
-contract that gains an attribute needs no line here.
+A class is checked against the contract's own methods and annotated class attributes: a contract that gains an attribute
+needs no change here.
 """
 
 import inspect
@@ -32,12 +32,12 @@ def label(plugin: type[Any]) -> str:
 
 
 def check_class(plugin: type[Any], contract: type[Any]) -> None:
-    """Hold a plugin class against its contract.
+    """Check a plugin class against its contract.
 
     Raises:
-        PluginError: no name or docstring, a Config that is no frozen keyword-only dataclass of documented options, a
-            public attribute or method that the contract does not have, one of another type or with other parameters,
-            or one that the contract asks for and the class lacks.
+        PluginError: no name or docstring; a Config that is not a frozen keyword-only dataclass of documented options; a
+            public name that the contract does not have, or has with another type or other parameters; or a required
+            name that is missing.
     """
     _check_identity(plugin)
     hints = _declared(contract)
@@ -45,28 +45,28 @@ def check_class(plugin: type[Any], contract: type[Any]) -> None:
     for name in _public_names(plugin, contract):
         found = getattr(plugin, name)
         if name in ("kind", "section") and found != getattr(contract, name):
-            raise PluginError(f"{label(plugin)}: {name} = {shown(found)}: the contract sets it; leave it out")
+            raise PluginError(f"{label(plugin)}: {name} = {shown(found)}: the contract sets it; remove the line")
         if name not in known:
-            what = f"{name}() is no hook" if _is_method(found) else f"{name} is no attribute"
+            what = f"{name}() is not a hook" if _is_method(found) else f"{name} is not an attribute"
             hint = did_you_mean(name, known)
-            raise PluginError(f"{label(plugin)}: {what} of a {contract.kind}{hint}; names of helpers start with _")
+            raise PluginError(f"{label(plugin)}: {what} of a {contract.kind}{hint}; start the names of helpers with _")
         if name in hints:
             _check_value(plugin, name, found, hints[name])
         elif name != "Config":
             _check_hook(plugin, contract, name, found)
     for name, hint in hints.items():
         if not hasattr(plugin, name):
-            raise PluginError(f"{label(plugin)}: lacks `{name}`, {_wanted(hint)}")
+            raise PluginError(f"{label(plugin)}: missing `{name}`, which must be {_wanted(hint)}")
     missing = sorted(getattr(plugin, "__abstractmethods__", ()))
     if missing:
-        raise PluginError(f"{label(plugin)}: lacks {', '.join(missing)}()")
+        raise PluginError(f"{label(plugin)}: missing {', '.join(missing)}(); define it")
 
 
 def _check_identity(plugin: type[Any]) -> None:
     place = f"{plugin.__qualname__} in {file_of(plugin)}"
     name = plugin.__dict__.get("name", "")
     if not isinstance(name, str) or not name.isidentifier():
-        raise PluginError(f"{place}: name = {name!r}: must be a word that can be a TOML key")
+        raise PluginError(f"{place}: name = {name!r}: must be a Python identifier")
     if not (plugin.__doc__ or "").strip():
         raise PluginError(f"{place}: needs a docstring; its first line is what `titan plugins` prints")
     try:
@@ -103,12 +103,14 @@ def _check_hook(plugin: type[Any], contract: type[Any], name: str, found: Any) -
     if inspect.iscoroutinefunction(found) or inspect.isasyncgenfunction(found):
         raise PluginError(f"{label(plugin)}: {name}() is async; it must be an ordinary method")
     if inspect.isgeneratorfunction(found) and "Itera" not in str(inspect.signature(ours).return_annotation):
-        raise PluginError(f"{label(plugin)}: {name}() has a yield, so calling it does nothing; it must return")
+        raise PluginError(f"{label(plugin)}: {name}() contains `yield`, so a call runs nothing; it must return")
     kinds = [type(inspect.getattr_static(owner, name)) for owner in (plugin, contract)]
     if kinds[0] in (staticmethod, classmethod) and kinds[0] is not kinds[1]:
         raise PluginError(f"{label(plugin)}: {name}() is a {kinds[0].__name__}; it must be a method that takes self")
     if _parameters(found) != _parameters(ours):
-        raise PluginError(f"{label(plugin)}: {name}({_parameters(found)}) should be {name}({_parameters(ours)})")
+        raise PluginError(
+            f"{label(plugin)}: {name}({_parameters(found)}): its parameters must be ({_parameters(ours)})"
+        )
 
 
 def _parameters(method: Any) -> str:
@@ -160,15 +162,16 @@ def _name(hint: Any) -> str:
 
 
 def technique_clashes(plugin: type[Any], others: Sequence[type[Any]], all_known: bool) -> Iterator[str]:
-    """What is wrong with a technique among the `others`, those registered before it first; each names the plugin.
+    """Sentences about a technique among the `others`, those registered before it first; each names the plugin.
 
-    all_known: no plugin failed to load, so that a name that none of them has is a wrong name.
+    all_known: every plugin was loaded, so a name that no plugin has is a mistake.
     """
     earlier = others[: others.index(plugin)] if plugin in others else others
     owners = {axis.name: other for other in earlier for axis in other.axes}
     for axis in plugin.axes:
         if axis.name in owners:
-            yield f"{label(plugin)}: mesh axis {axis.name!r} is owned by {label(owners[axis.name])} already"
+            owner = label(owners[axis.name])
+            yield f"{label(plugin)}: mesh axis {axis.name!r} is already owned by {owner}; rename the axis"
         owners[axis.name] = plugin
     contract = next(base for base in plugin.__mro__[1:] if "kind" in vars(base))
     splits, applies = (getattr(plugin, hook) is not getattr(contract, hook) for hook in ("split", "apply"))
@@ -193,23 +196,23 @@ def technique_clashes(plugin: type[Any], others: Sequence[type[Any]], all_known:
 
 
 def made(plugin: type[T], config: Any) -> T:
-    """A plugin with these options.
+    """A plugin instance with these options.
 
     Raises:
-        PluginError: its `__init__` failed, or left out the contract's; names the plugin.
+        PluginError: `__init__` failed or did not call the contract's; names the plugin.
     """
     with _asked(plugin, "__init__"):
         instance: Any = plugin(config)  # type: ignore[call-arg]
     if not hasattr(instance, "config"):
-        raise PluginError(f"{label(plugin)}: __init__() does not call super().__init__(config)")
+        raise PluginError(f"{label(plugin)}: __init__() must call super().__init__(config)")
     return cast(T, instance)
 
 
 def answer(plugin: Any, hook: str, wanted: type[T], *args: Any) -> T:
-    """What a plugin's hook returns, if it is of the type that the contract states.
+    """What a plugin's hook returns, checked to be of type `wanted`.
 
     Raises:
-        PluginError: it is not, or the hook failed; names the plugin and the hook.
+        PluginError: it is of another type, or the hook failed; names the plugin and the hook.
     """
     with _asked(type(plugin), hook):
         found = getattr(plugin, hook)(*args)
@@ -249,4 +252,4 @@ def _asked(plugin: type, hook: str) -> Iterator[None]:
     except Exception as error:
         last = traceback.extract_tb(error.__traceback__)[-1]
         what = f"{type(error).__name__}: {error}, at {last.filename}:{last.lineno}"
-        raise PluginError(f"{label(plugin)}: {hook}() raised {what} (--traceback shows all of it)") from error
+        raise PluginError(f"{label(plugin)}: {hook}() raised {what} (add --traceback for the whole stack)") from error

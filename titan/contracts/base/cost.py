@@ -1,75 +1,106 @@
-"""What a step of a job costs a rank, as data that knows no device: operations, tensors kept, state held, bytes sent.
+"""The cost of one training step on one rank, as data: operations, saved tensors, persistent state, collectives.
 
-A model states the operations of its parts in its plan. Techniques, the loss and the optimizer change the `Costs` of a
-job in their `cost` hooks, each what it owns. The planner turns them into bytes and, on a cluster, into seconds.
+A model states the operations of its parts in `ModelSpec`. `Costs` holds them for one job. The `cost` hooks of
+techniques, loss and optimizer return changed copies. The planner turns the final `Costs` into bytes and seconds.
 
-Numbers of tensors are stated for one token before anything is split. A `Region` says what splits them:
+Sizes are per token and unsharded. A `Region` says which ranks share them. `Costs.splits` has the degree per region:
 
-hidden  states between the layers' split pairs, residuals and norms: `dim` features of every position
-whole   what a split pair is fed with: all positions of the sequence, `dim` features
-inner   inside a pair: heads, hidden units of the feed-forward
-logits  features are words
+region      features per token           positions                        split by
+hidden      dim                          between the tp pairs, residuals  sequence axes; tp with sequence_parallel
+seq_full    dim, the input of a tp pair  all those of a sequence shard    sequence axes
+tp_sharded  heads, feed-forward width    inside of a tp pair              sequence axes, tp
+logits      vocabulary                   the head's output                sequence axes; tp with loss_parallel
+
+A tp pair is a column-parallel linear followed by a row-parallel one (Megatron-LM, arXiv 1909.08053).
+
+A worked layer: llama, dim 1024, 16 heads of 64 features, 4 key-value heads, ffn_dim 2816, one sequence of 2,048 tokens,
+bf16 (itemsize 2), fused norms. Saved numbers per token, with q = 1024 and kv = 256 attention features:
+
+operation          FLOPs per token, forward      saved numel, region
+attn_norm          0                             1024 hidden, and 1 float32 hidden
+wq, wk, wv         2 x 1024 x (1024 + 512)       1024 seq_full, their common input
+attention          4 x 2048 x 16 x 64            2 q + 2 kv = 2560 tp_sharded, and 16 float32 tp_sharded
+wo                 2 x 1024 x 1024               0: attention has saved its output
+ffn_norm           0                             1024 hidden, and 1 float32 hidden
+w1, w3             2 x 1024 x (2816 + 2816)      1024 seq_full, their common input
+silu(w1) x w3      0                             3 x 2816 = 8448 tp_sharded
+w2                 2 x 2816 x 1024               2816 tp_sharded
+sum                30,932,992                    17,920 in bf16 and 18 in float32: 35,912 bytes
+
+One rank saves 35,912 x 2,048 = 73,547,776 bytes per micro batch. With tp 2 and sequence_parallel, hidden and tp_sharded
+are split by 2 and seq_full is not: 2,052 + 4,096 + 13,856 = 20,004 bytes per token.
 """
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Literal, NamedTuple
 
-Region = Literal["hidden", "whole", "inner", "logits"]
-REGIONS: tuple[Region, ...] = ("hidden", "whole", "inner", "logits")
+Region = Literal["hidden", "seq_full", "tp_sharded", "logits"]
+REGIONS: tuple[Region, ...] = ("hidden", "seq_full", "tp_sharded", "logits")
 
 
 # --- operations ---------------------------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True, kw_only=True)
-class Kept:
-    """A tensor that forward keeps for backward.
+class SavedTensor:
+    """A tensor that forward saves for backward.
 
-    numbers: per token.  bytes: of one number; 0: of the compute dtype.  unfused: kept only where the operation is not
-    one kernel (norms on a CPU).
+    numel: numbers per token, before any split.
+    region: the region whose ranks share the tensor.
+    itemsize: bytes per number; 0: that of the compute dtype, `Costs.itemsize`.
+    unfused: saved only where the operation runs as several kernels, as norms do on a CPU.
     """
 
-    numbers: float
+    numel: float
     region: Region
-    bytes: int = 0
+    itemsize: int = 0
     unfused: bool = False
 
 
 @dataclass(frozen=True, kw_only=True)
 class Matmul:
-    """A linear, y = x W: 2 inputs outputs FLOPs a token forward, twice that backward.
+    """A linear layer, y = x W: 2 * inputs * outputs FLOPs per token forward, twice that backward.
 
-    module: its name or glob, by which the plan's tensor styles say how it is split.
+    module: name or glob of the module; `ModelSpec.tensor` says by this name how tensor parallelism splits the weight.
+    inputs, outputs: features, before any split.
+    bias: whether the module has a bias, of `outputs` numbers.
+    saved: tensors that the operation saves, unless another operation states the same tensor.
     """
 
     module: str
     inputs: int
     outputs: int
     bias: bool = False
-    keeps: tuple[Kept, ...] = ()
+    saved: tuple[SavedTensor, ...] = ()
 
 
 @dataclass(frozen=True, kw_only=True)
 class Attention:
-    """Causal attention over a sequence: 4 S heads head_dim FLOPs a token forward (the full square), backward 2.5 times.
+    """Causal attention: 4 S heads head_dim FLOPs per token forward (the full S x S square), 2.5 times that backward.
 
-    scores_written: the S x S scores go through memory (no flash kernel).
+    heads, kv_heads: query heads and key-value heads, before any split.  head_dim: features per head.
+    scores_written: the S x S scores pass through memory, as without a flash kernel (arXiv 2205.14135).
+    saved: tensors that the operation saves.
     """
 
     heads: int
     kv_heads: int
     head_dim: int
     scores_written: bool = False
-    keeps: tuple[Kept, ...] = ()
+    saved: tuple[SavedTensor, ...] = ()
 
 
 @dataclass(frozen=True, kw_only=True)
 class Elementwise:
-    """Operations bound by memory: numbers read and written a token, forward and backward.
+    """An operation limited by memory bandwidth, such as a norm, an activation function or a residual.
 
-    module, params: of a norm, whose `params` vectors of `width` are held by every rank that splits layers.
-    scratch: numbers worked on at once beside what is returned; bytes are 4 each.
+    region: the region of the numbers read and written.
+    forward, backward: numbers read and written per token, before any split.
+    module, params, width: of a norm: its module, its number of weight vectors, and numbers per vector. Every rank of a
+        tensor-parallel group holds them.
+    scratch: float32 numbers that exist during the operation besides its inputs and outputs, for the whole micro batch.
+    saved: tensors that the operation saves.
     """
 
     region: Region
@@ -79,53 +110,74 @@ class Elementwise:
     params: int = 0
     width: int = 0
     scratch: float = 0
-    keeps: tuple[Kept, ...] = ()
+    saved: tuple[SavedTensor, ...] = ()
 
 
 @dataclass(frozen=True, kw_only=True)
-class Lookup:
-    """A table of `rows` by `width` of which each token reads one row."""
+class EmbeddingOp:
+    """An embedding lookup: each token reads one row of a table.
+
+    module: name of the module.  rows, width: of the table, before any split.
+    saved: tensors that the operation saves; token ids are not counted.
+    """
 
     module: str
     rows: int
     width: int
-    keeps: tuple[Kept, ...] = ()
+    saved: tuple[SavedTensor, ...] = ()
 
 
-Operation = Matmul | Attention | Elementwise | Lookup
+Operation = Matmul | Attention | Elementwise | EmbeddingOp
 
 
 def linear(
-    module: str, inputs: int, outputs: int, *, keeps: int = 0, region: Region = "whole", bias: bool = False
+    module: str, inputs: int, outputs: int, *, saved: int = 0, region: Region = "seq_full", bias: bool = False
 ) -> Matmul:
-    """A linear that keeps so many numbers a token in a region: its input, unless another operation has."""
-    kept = (Kept(numbers=keeps, region=region),) if keeps else ()
-    return Matmul(module=module, inputs=inputs, outputs=outputs, bias=bias, keeps=kept)
+    """A linear layer that saves one tensor, `saved` numbers per token in `region`: its input.
+
+    Args:
+        module: name or glob of the module, as in `Matmul`.
+        inputs, outputs: features, before any split.
+        saved: numbers per token; 0 where another operation has stated the tensor.
+        region: of the saved tensor.
+        bias: whether the module has a bias.
+    """
+    tensors = (SavedTensor(numel=saved, region=region),) if saved else ()
+    return Matmul(module=module, inputs=inputs, outputs=outputs, bias=bias, saved=tensors)
 
 
 def norm(module: str, dim: int, vectors: int = 1, statistics: int = 1) -> Elementwise:
-    """A norm of hidden states that keeps its input and so many float32 `statistics` a token; it has `vectors` weights.
+    """A norm of hidden states that saves its input and `statistics` float32 numbers per token.
 
-    Where it is not one kernel it also keeps the normalised states.
+    Where the norm runs as several kernels (on a CPU) it also saves the normalized states in float32.
+
+    Args:
+        module: name or glob of the module.
+        dim: features per token.
+        vectors: weight vectors of `dim` numbers: 1 for RMSNorm, 2 for LayerNorm.
+        statistics: 1 for RMSNorm (the scale), 2 for LayerNorm (mean and scale).
     """
-    kept = (
-        Kept(numbers=dim, region="hidden"),
-        Kept(numbers=statistics, region="hidden", bytes=4),
-        Kept(numbers=dim, region="hidden", bytes=4, unfused=True),
+    saved = (
+        SavedTensor(numel=dim, region="hidden"),
+        SavedTensor(numel=statistics, region="hidden", itemsize=4),
+        SavedTensor(numel=dim, region="hidden", itemsize=4, unfused=True),
     )
     return Elementwise(
-        module=module, region="hidden", forward=2 * dim, backward=3 * dim, params=vectors, width=dim, keeps=kept
+        module=module, region="hidden", forward=2 * dim, backward=3 * dim, params=vectors, width=dim, saved=saved
     )
 
 
 def residual(dim: int) -> Elementwise:
-    """The sum of what came into a pair and what the pair made of it; backward sums the gradients of its two uses."""
+    """A residual: forward adds a tp pair's input and output; backward adds the gradients of the input's two uses."""
     return Elementwise(region="hidden", forward=3 * dim, backward=3 * dim)
 
 
 def shared(dim: int, uses: int) -> Elementwise:
-    """States that several products take: nothing forward, but backward sums what each of them makes of the gradient."""
-    return Elementwise(region="whole", forward=0, backward=3 * dim * (uses - 1))
+    """Hidden states of `dim` features that feed `uses` matmuls: backward adds the gradients of all uses.
+
+    Forward costs nothing. Each addition in backward reads two tensors and writes one.
+    """
+    return Elementwise(region="seq_full", forward=0, backward=3 * dim * (uses - 1))
 
 
 # --- state, traffic, recompute ------------------------------------------------------------------------------------
@@ -134,82 +186,98 @@ Component = Literal["parameters", "gradients", "optimizer", "buffers"]
 
 
 @dataclass(frozen=True, kw_only=True)
-class Held:
-    """Bytes a parameter that last through the step, split over the ranks of `axes`.
+class PersistentState:
+    """Memory per parameter that lasts through the whole step: weights, gradients, optimizer state, or buffers.
 
-    units: only so many of the largest shard units hold them at a time (what is gathered for use); 0: all parameters.
+    component: the entry of the memory report that the bytes belong to.
+    bytes_per_param: bytes per parameter, before any split; 4 for float32 master weights, 8 for both moments of AdamW.
+    axes: mesh axes whose ranks share the bytes.
+    gathered_units: 0: for all parameters of the rank. N: for the N largest shard units only, which are gathered copies.
     """
 
     component: Component
-    bytes: float
+    bytes_per_param: float
     axes: tuple[str, ...] = ()
-    units: float = 0
+    gathered_units: float = 0
 
 
 @dataclass(frozen=True, kw_only=True)
-class Units:
-    """How shard units gather parameters and reduce gradients, for what is there for a time only.
+class GatherPolicy:
+    """How long gathered parameters and unreduced gradients of shard units (`ModelSpec.shard_units`) stay in memory.
 
-    gathered: "use": a unit's parameters while it computes, the next one's beside; "micro_batch": all from forward to
-        backward; "step": all the time.  summed: gradients are reduced after each "micro_batch", or once a "step", until
-        when they are added up whole.
+    gather_every: when a unit's parameters are gathered, which is also how long the gathered copy stays.
+        "use": for each forward and backward of a unit, with the next unit prefetched (ZeRO 3).
+        "micro_batch": from forward until the end of backward (ZeRO 2).  "step": all through the step (ZeRO 1).
+    reduce_every: "micro_batch": gradients are reduced after each micro batch, and only the shard is added up.
+        "step": reduced once; until then the rank adds up unsharded gradients.
     """
 
-    gathered: Literal["use", "micro_batch", "step"]
-    summed: Literal["micro_batch", "step"]
+    gather_every: Literal["use", "micro_batch", "step"]
+    reduce_every: Literal["micro_batch", "step"]
 
 
 Collective = Literal["all_reduce", "all_gather", "reduce_scatter", "all_to_all"]
-Where = Literal["stem", "layer", "head", "unit", "step"]
+Where = Literal["embeddings", "layer", "head", "unit", "step"]
 When = Literal["forward", "recompute", "backward", "update"]
 
 
 @dataclass(frozen=True, kw_only=True)
-class Traffic:
-    """A collective over the ranks of `axes`.
+class CollectiveCost:
+    """A collective over the ranks of `axes`. Groups of one rank cost nothing.
 
-    where: how often: once for each stem, layer or head that a rank runs, for each shard unit (with its parameters), or
-        once for all parameters of the rank.  when: what it belongs to; `recompute`: where a layer is computed again.
-    numbers: of the whole (gathered, unsplit) tensor for a token, or, with `per_parameter`, for a parameter.
-    bytes: of one number; 0: of the compute dtype.  overlaps: runs beside computation, and only what exceeds it is seen.
-    over: axes whose ranks share the tensor beforehand.  kept: not of the last unit of a stage, which is still there.
-    every: "use" for each micro batch, "step" once a step however many micro batches.
+    axes: mesh axes of the group.  collective: its kind.
+    where: what the collective belongs to, and so how often it runs: once for the "embeddings", per "layer" or for the
+        "head" of a rank; per shard "unit"; or once per "step" for all parameters of the rank.
+    when: the phase it runs in. "recompute": in backward, for layers that are recomputed from their input.
+    numel: numbers of the whole, gathered tensor: per token, or per parameter where `per_parameter` is set. Of an
+        all-gather the output, of a reduce-scatter the input, of an all-reduce the tensor.
+    itemsize: bytes per number; 0: `Costs.itemsize`.
+    count: collectives of this kind at each place, such as 2 per layer.
+    per_parameter: `numel` is multiplied by the parameters of the unit or rank instead of tokens.
+    overlaps: runs beside computation; only non-overlapped time adds to the step.
+    sharded_over: axes over which the tensor is sharded before this collective; the size is divided by their ranks.
+    skip_last_unit: not for the last shard unit of a stage, which is still gathered from forward.
+    per: "micro_batch": in each micro batch.  "step": once per step, however many micro batches there are.
     """
 
     axes: tuple[str, ...]
     collective: Collective
     where: Where
     when: When
-    numbers: float
-    bytes: float = 0
+    numel: float
+    itemsize: float = 0
     count: float = 1
     per_parameter: bool = False
     overlaps: bool = False
-    over: tuple[str, ...] = ()
-    kept: bool = False
-    every: Literal["use", "step"] = "use"
+    sharded_over: tuple[str, ...] = ()
+    skip_last_unit: bool = False
+    per: Literal["micro_batch", "step"] = "micro_batch"
 
 
 @dataclass(frozen=True, kw_only=True)
 class Recompute:
-    """Which layers are computed again in backward, and what they keep.
+    """Activation recomputation: which layers recompute their activations in backward, and what these layers save.
 
-    every: each so-many-th layer, by its number.  keeps: "input" of the layer alone, or the "products" (results of
-    matmuls, attention and collectives) too.  whole: the last product too, whose result nobody asks for.
+    every: layers whose global number is a multiple of this; 1: all layers.
+    saved: "input": only the layer's input (full recomputation). "products": also the results of matmuls, attention and
+        collectives (selective recomputation, arXiv 2205.05198).
+    full_layer: the layer's last matmul is recomputed too, although backward does not need its result.
     """
 
     every: int = 1
-    keeps: Literal["input", "products"] = "input"
-    whole: bool = False
+    saved: Literal["input", "products"] = "input"
+    full_layer: bool = False
 
 
 # --- stages and their order ---------------------------------------------------------------------------------------
 
 
 class Action(NamedTuple):
-    """One piece of a rank's work in a step.
+    """One action of a rank in a pipeline schedule.
 
-    kind: F forward, B whole backward, I the part of backward that gives the input's gradient, W the weights' part.
+    kind: F forward; B the whole backward; I backward of the inputs; W backward of the weights (zero bubble schedules,
+        arXiv 2401.10241).
+    stage: global number of the stage.  micro_batch: number within the step, from 0.
     """
 
     kind: Literal["F", "B", "I", "W"]
@@ -218,62 +286,76 @@ class Action(NamedTuple):
 
 
 Order = Sequence[Sequence[Action]]
-"""For each rank of a pipeline, what it does, in order."""
+"""Per rank of a pipeline: its actions, in the order in which they run."""
 
 
 class Stage(NamedTuple):
-    """Consecutive layers on one rank of the pipeline; `stem` and `head`: whether it has these too."""
+    """Consecutive layers on one rank of a pipeline.
+
+    rank: place in the pipeline, from 0.  layers: global numbers.
+    embeddings, head: whether the stage also has the embeddings, or the head.
+    """
 
     rank: int
     layers: range
-    stem: bool = True
+    embeddings: bool = True
     head: bool = True
 
 
 def one_after_the_other(micro_batches: int) -> Order:
-    """A single stage: forward and backward of each micro batch in turn."""
+    """The order of a single stage: forward and backward of each micro batch in turn."""
     return [[Action(kind, 0, i) for i in range(micro_batches) for kind in ("F", "B")]]
 
 
 @dataclass(frozen=True, kw_only=True)
 class Costs:
-    """What a step costs, as far as the job decides it. Hooks return changed copies (`dataclasses.replace`).
+    """The cost of one step of a job on one rank. Hooks return changed copies, made by `dataclasses.replace`.
 
-    stem, layer, head: operations of one micro batch, from the model's plan; the head's include the loss's.
-    styles: module glob -> how it is split (`ModelPlan.tensor`).  tied: the head's matrix is the stem's table.
-    splits: region -> ranks that share its numbers, of all axes together ("whole": of those that split sequences).
-    bytes: of a number in the compute dtype.  reduce_bytes: of a gradient while it is summed.
-    dtype, wide_dtype: in which the layers' matmuls run, and all other products.
-    fused: a compiler merges elementwise operations.
-    held: state.  update_bytes: read and written for each parameter that a rank updates, which the ranks of
-        `updated_over` share; to begin with what the norm of the gradients and clipping take.
-    units: of a technique that gathers and reduces parameters unit by unit.
-    stages, order: the pipeline over the ranks of `pipeline_axis`.  blocking: a rank waits while it sends or receives.
-    receive_buffers: for how many micro batches a stage keeps buffers to receive into, from each neighbour.
-    sent_over: axes whose ranks send a slice each to the next stage, and gather it there.
-    loss_chunks: into how many parts of its tokens a micro batch is cut for the head and the loss.
+    seq_len: tokens per sequence, unsharded.  dim: features of a hidden state.
+    micro_batch: sequences per forward on a rank.  micro_batches: forwards per step on a rank.
+    embeddings, layer, head: operations per micro batch of the embeddings, of one layer, and of the head with the loss.
+    styles: module glob -> tensor style (`ModelSpec.styles`).  tied: the head's weight is the embedding table.
+    splits: region -> ranks that share its numbers, over all mesh axes.
+    itemsize: bytes per number of the compute dtype.  reduce_itemsize: bytes per number of gradients in collectives.
+    dtype: compute dtype of the layers' matmuls, such as "bfloat16" or "float8".  wide_dtype: of all other matmuls.
+    fused: a compiler fuses elementwise operations.
+    state: memory per parameter that lasts through the step.
+    update_bytes: bytes read and written per parameter in the update; 12 for norm and clipping before any optimizer.
+    updated_over: axes whose ranks share the update.
+    gather: lifetime of gathered parameters and unreduced gradients; None: nothing is gathered per shard unit.
+    collectives: all collectives of the step except transfers between stages.
+    recompute: activation recomputation; None: none.
+    stages: stages of the whole pipeline.  order: micro batches per step -> order of actions per pipeline rank.
+    pipeline_axis: mesh axis of the pipeline; empty: no transfers.
+    blocking: sends and receives hold the rank until the transfer is done, instead of running beside computation.
+    receive_buffers: micro batches per neighbor for which a stage has allocated receive buffers.
+    sent_over: axes whose ranks each send a slice of the hidden states to the next stage, and gather the slices there.
+    loss_chunks: parts of a micro batch's tokens in which head and loss run, one after the other.
     """
 
     seq_len: int
     dim: int
     micro_batch: int
     micro_batches: int
-    stem: tuple[Operation, ...]
+    embeddings: tuple[Operation, ...]
     layer: tuple[Operation, ...]
     head: tuple[Operation, ...]
     styles: Mapping[str, str | None]
     tied: bool = False
     splits: Mapping[Region, int] = field(default_factory=lambda: dict.fromkeys(REGIONS, 1))
-    bytes: int = 4
-    reduce_bytes: int = 4
+    itemsize: int = 4
+    reduce_itemsize: int = 4
     dtype: str = "float32"
     wide_dtype: str = "float32"
     fused: bool = False
-    held: tuple[Held, ...] = (Held(component="parameters", bytes=4), Held(component="gradients", bytes=4))
+    state: tuple[PersistentState, ...] = (
+        PersistentState(component="parameters", bytes_per_param=4),
+        PersistentState(component="gradients", bytes_per_param=4),
+    )
     update_bytes: float = 12.0
     updated_over: tuple[str, ...] = ()
-    units: Units | None = None
-    traffic: tuple[Traffic, ...] = ()
+    gather: GatherPolicy | None = None
+    collectives: tuple[CollectiveCost, ...] = ()
     recompute: Recompute | None = None
     stages: tuple[Stage, ...] = ()
     order: Callable[[int], Order] = one_after_the_other
@@ -285,24 +367,27 @@ class Costs:
 
     @property
     def tokens(self) -> int:
-        """Tokens of a micro batch."""
+        """Tokens per micro batch, unsharded."""
         return self.micro_batch * self.seq_len
 
     def share(self, region: Region) -> float:
-        """A rank's part of the tokens of a micro batch, for each number that a token has in a region."""
+        """A rank's number of values per feature of a region: tokens of a micro batch / ranks that share the region.
+
+        `share("tp_sharded") * numel` is what a rank has of a tensor of `numel` features per token.
+        """
         return self.tokens / self.splits[region]
 
     def cut(self, region: Region) -> float:
-        """Ranks that share the features of a region, its positions left aside."""
-        return self.splits[region] / self.splits["whole"]
+        """Ranks that share the features of a region; ranks that share its positions are not counted."""
+        return self.splits[region] / self.splits["seq_full"]
 
     def product(self, op: Matmul) -> tuple[float, float]:
-        """Inputs and outputs of a rank's part of a linear."""
+        """(inputs, outputs) of a rank's shard of a linear: column styles split the outputs, row the inputs."""
         style = self.style(op.module)
         if style == "row":
-            return op.inputs / self.cut("inner"), op.outputs
-        return op.inputs, op.outputs / (self.cut("inner") if style in ("column", "head") else 1)
+            return op.inputs / self.cut("tp_sharded"), op.outputs
+        return op.inputs, op.outputs / (self.cut("tp_sharded") if style in ("column", "head") else 1)
 
     def style(self, module: str) -> str | None:
-        """How a module is split; None where nothing says."""
+        """The tensor style of a module; None where the spec has none."""
         return self.styles.get(module)

@@ -1,7 +1,7 @@
-"""The mesh: an open set of axes, each with a role, laid over the ranks.
+"""The mesh: named axes, each with a role, over the ranks of a run.
 
-Nothing but this file and the plugins that own an axis knows axes by name; the loss, the data and the grad norm ask
-for roles. `Layout` is arithmetic and needs no process group (the planner uses it); `Mesh` adds the groups.
+Only the plugin that owns an axis knows it by name. Loss, data and gradient norm ask for roles. `Layout` is arithmetic
+and needs no process group, so the planner uses it; `Mesh` adds the groups.
 """
 
 import math
@@ -16,25 +16,31 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from titan.contracts.base.options import coerce, did_you_mean, shown
 
 Role = Literal["stage", "batch", "sequence", "model", "expert"]
-"""What ranks along an axis hold differently: stage, other layers; batch, other samples; sequence, other tokens of one
-sample; model, other slices of one layer; expert, other experts (the samples differ too)."""
+"""What differs between ranks along an axis.
+
+stage: the layers (pipeline parallelism).  batch: the samples (data parallelism).
+sequence: the tokens of a sample (context parallelism).  model: the slice of each layer (tensor parallelism).
+expert: the experts, and the samples too (expert parallelism).
+"""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Axis:
-    """A mesh axis a plugin owns.
+    """A mesh axis that a plugin owns. Users set its degree in `[mesh]`.
 
-    depth: place from outer (slow links) to inner (fast links); the built-in ones are pp 0, dp_replicate 10,
-        dp_shard 20, cp 30, tp 40.
-    default: degree when the TOML is silent; -1 means what is left of the ranks (one axis at most).
+    name: the TOML key.  role: what ranks along the axis do differently.
+    topology_order: position from outer axes (slow links) to inner axes (fast links); ranks along the axis with the
+        largest value are neighbors. Built-in: pp 0, dp_replicate 10, dp_shard 20, tp 40; 30 is for context parallelism.
+    doc: one line for help texts.
+    default: degree where the TOML sets none; -1: all remaining ranks (at most one axis of a mesh).
 
     Raises:
-        ValueError: a field is of another type, or no value that the field can have.
+        ValueError: a field has another type, or a value that the field does not allow.
     """
 
     name: str
     role: Role
-    depth: float
+    topology_order: float
     doc: str
     default: int = 1
 
@@ -46,47 +52,50 @@ class Axis:
             except ValueError as error:
                 raise ValueError(f"mesh axis {self.name!r}: {field} = {shown(value)}: {error}") from None
         if not self.name.isidentifier():
-            raise ValueError(f"mesh axis {self.name!r}: name: must be a word that can be a TOML key")
-        if not math.isfinite(self.depth):
-            raise ValueError(f"mesh axis {self.name!r}: depth = {self.depth}: must be finite")
+            raise ValueError(f"mesh axis {self.name!r}: name: must be a Python identifier")
+        if not math.isfinite(self.topology_order):
+            raise ValueError(f"mesh axis {self.name!r}: topology_order = {self.topology_order}: must be finite")
         if self.default < 1 and self.default != -1:
-            what = "must be at least 1, or -1 for what is left of the ranks"
+            what = "must be at least 1, or -1 for all remaining ranks"
             raise ValueError(f"mesh axis {self.name!r}: default = {self.default}: {what}")
 
 
 @dataclass(frozen=True)
 class Layout:
-    """Degrees of all axes, outer to inner, for a world of that many ranks. Pure arithmetic."""
+    """Degrees of all axes, outer to inner. Pure arithmetic.
+
+    axes: sorted by `topology_order`.  degrees: axis name -> ranks along it.
+    """
 
     axes: tuple[Axis, ...]
     degrees: Mapping[str, int]
 
     @property
     def world_size(self) -> int:
-        """Ranks the layout needs."""
+        """Ranks that the layout needs: the product of all degrees."""
         return math.prod(self.degrees.values())
 
     def degree(self, axis: str) -> int:
-        """Degree of an axis; 1 where nobody owns such an axis."""
+        """Degree of an axis; 1 where no plugin owns such an axis."""
         return self.degrees.get(axis, 1)
 
     def of_role(self, *roles: Role) -> tuple[str, ...]:
-        """Names of the axes with one of these roles, outer to inner."""
+        """Names of the axes that have one of these roles, outer to inner."""
         return tuple(axis.name for axis in self.axes if axis.role in roles)
 
     def role_degree(self, *roles: Role) -> int:
-        """Ranks along all axes of these roles."""
+        """Ranks along all axes of these roles: the product of their degrees."""
         return math.prod(self.degrees[name] for name in self.of_role(*roles))
 
     def coordinate(self, rank: int) -> dict[str, int]:
-        """Where a rank stands on each axis."""
+        """Coordinates of a rank: axis name -> position, from 0."""
         at = {}
         for axis in reversed(self.axes):
             rank, at[axis.name] = divmod(rank, self.degrees[axis.name])
         return at
 
     def role_index(self, rank: int, *roles: Role) -> int:
-        """A rank's number among those that differ in these roles, from 0."""
+        """Position of a rank among the ranks that differ in these roles, from 0."""
         at, index = self.coordinate(rank), 0
         for name in self.of_role(*roles):
             index = index * self.degrees[name] + at[name]
@@ -100,22 +109,24 @@ class Layout:
 def lay_out(
     axes: Sequence[Axis], wanted: Mapping[str, int], world_size: int | None
 ) -> tuple[Layout, list[tuple[str, str]]]:
-    """Fit the wanted degrees to a number of ranks (None: as many as they need).
+    """The layout of the wanted degrees over `world_size` ranks (None: as many as the degrees need).
 
-    Returns the layout and the faults found as (axis, sentence); with faults the layout is only good for further checks.
+    Returns the layout, and the errors found as (axis, sentence). With errors, use the layout for further checks only.
     """
-    ordered = tuple(sorted(axes, key=lambda axis: axis.depth))
+    ordered = tuple(sorted(axes, key=lambda axis: axis.topology_order))
     known = {axis.name for axis in ordered}
     faults = [(name, f"no plugin owns this axis{did_you_mean(name, known)}") for name in wanted if name not in known]
     degrees = {axis.name: wanted.get(axis.name, axis.default) for axis in ordered}
     for name, degree in degrees.items():
         if degree < 1 and degree != -1:
-            faults.append((name, f"= {degree}: must be a positive degree, or -1 for what is left of the ranks"))
+            faults.append((name, f"= {degree}: must be a positive degree, or -1 for all remaining ranks"))
             degrees[name] = 1
     left = [name for name, degree in degrees.items() if degree == -1]
     fixed = math.prod(degree for degree in degrees.values() if degree > 0)
     for name in left[1:]:
-        faults.append((name, f"= -1: only one axis can take what is left, and {left[0]} does"))
+        faults.append(
+            (name, f"= -1: only one axis can take all remaining ranks, and {left[0]} already does; set a degree")
+        )
     for name in left:
         degrees[name] = 1
     if left and world_size is not None and world_size % fixed == 0:
@@ -137,7 +148,7 @@ def _misfit(layout: Layout, world_size: int) -> str:
 class Mesh:
     """A layout with its process groups, on one rank.
 
-    Axes of degree 1 exist only where their owner is switched on (`keep`): every axis costs.
+    An axis of degree 1 is left out unless its owner is on (`keep`): every axis costs time.
     """
 
     def __init__(self, layout: Layout, device: torch.device, rank: int, keep: Sequence[str] = ()) -> None:
@@ -157,20 +168,23 @@ class Mesh:
         return self._mesh[axes]
 
     def at(self, axis: str) -> int:
-        """This rank's coordinate on an axis; 0 where there is no such axis."""
+        """This rank's coordinate on an axis; 0 where the axis does not exist."""
         return self.layout.coordinate(self.rank).get(axis, 0)
 
     def group(self, axis: str) -> dist.ProcessGroup:
-        """The process group along an axis of degree > 1."""
+        """The process group along an axis of degree above 1."""
         assert self._mesh is not None
         return self._mesh.get_group(axis)
 
     def groups(self) -> list[dist.ProcessGroup]:
-        """The process groups this rank is in, one an axis."""
+        """All process groups of this rank, one per axis."""
         return [] if self._mesh is None else list(self._mesh.get_all_groups())
 
     def sum(self, tensor: torch.Tensor, *roles: Role) -> torch.Tensor:
-        """Sum a tensor in place over the ranks that differ in these roles; returns it."""
+        """Sum a tensor in place over the ranks that differ in these roles, and return it.
+
+        All these ranks must call it, in the same order.
+        """
         for axis in self.layout.of_role(*roles):
             if self.layout.degrees[axis] > 1:
                 dist.all_reduce(tensor, group=self.group(axis))

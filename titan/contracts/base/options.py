@@ -5,9 +5,14 @@ Every section of the host and every plugin states its options the same way::
     @dataclass(frozen=True, kw_only=True)
     class Config:
         lr: float = option(3e-4, "peak learning rate", above=0)
-        mode: Literal["full", "every"] = option("full", "what is recomputed")
+        mode: Literal["full", "every_n"] = option("full", "blocks to recompute", former_values={"every": "every_n"})
+        min_lr_factor: float = option(0.0, "lowest rate as a share of the peak", formerly="min_ratio")
 
 The declaration is the only place: parsing, bounds, `--help`-like listings and the JSON Schema all come from it.
+
+A renamed key or value keeps working under its former spelling, in a TOML, on the command line and in what earlier
+versions have saved. Each former spelling that a user gives is answered by one line of warning; everything that is
+written or listed has the present one. A plugin outside this repository renames its options in the same way.
 """
 
 import dataclasses
@@ -22,7 +27,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal, TypeVar, Union
 
-from titan.errors import Fault
+from titan.errors import ConfigIssue, warn_once
 
 T = TypeVar("T")
 _KEY = "titan.option"
@@ -40,6 +45,7 @@ class Spec:
     """What an option says about itself. Bounds are inclusive for `at_*`, exclusive for `above`/`below`.
 
     path: the value is a file, folder or glob, or several, unless it is one of `words`.
+    formerly: the TOML key that the option had before; "": none.  former_values: former value -> present value.
     """
 
     doc: str
@@ -50,6 +56,8 @@ class Spec:
     below: float | None = None
     path: bool = False
     words: tuple[str, ...] = ()
+    formerly: str = ""
+    former_values: Mapping[str, Any] = dataclasses.field(default_factory=dict)
 
 
 def option(
@@ -64,14 +72,20 @@ def option(
     path: bool = False,
     words: tuple[str, ...] = (),
     key: str = "",
+    formerly: str = "",
+    former_values: Mapping[str, Any] | None = None,
 ) -> T:
     """Declare one option of a frozen dataclass.
 
     Bounds apply to the number, or to each number of a list. `path` says that the value is a path, or a list of paths,
     but for the `words`: a resolved job holds it as an absolute one. `key` is the name in the TOML where it cannot be
     the field's (a Python keyword such as `async`).
+
+    `formerly` is a former key of the option, and `former_values` maps former values (strings) to present ones. Both
+    still work, with one line of warning. The former and the present key in one file are refused; of two files, or of a
+    file and the command line, the upper one counts under either name.
     """
-    spec = Spec(doc, unit, at_least, above, at_most, below, path, words)
+    spec = Spec(doc, unit, at_least, above, at_most, below, path, words, formerly, former_values or {})
     metadata = {_KEY: spec, "key": key}
     if default is REQUIRED:
         return typing.cast(T, dataclasses.field(metadata=metadata))
@@ -93,7 +107,8 @@ def options_of(config: type) -> tuple[Option, ...]:
     """The options a config dataclass declares, in order.
 
     Raises:
-        TypeError: it is not a frozen keyword-only dataclass, or a field lacks its `option(...)`.
+        TypeError: it is not a frozen keyword-only dataclass, a field lacks its `option(...)`, or a former key is the
+            key of another option.
     """
     params = getattr(config, "__dataclass_params__", None)
     if params is None or not params.frozen or not all(field.kw_only for field in dataclasses.fields(config)):
@@ -108,6 +123,9 @@ def options_of(config: type) -> tuple[Option, ...]:
         found.append(Option(key, field.name, hints[field.name], field.default, field.metadata[_KEY]))
     if undeclared:
         raise TypeError(f"{config.__qualname__}: {', '.join(sorted(undeclared))} is annotated but is no field")
+    keys = [name for declared in found for name in (declared.key, declared.spec.formerly) if name]
+    if twice := {key for key in keys if keys.count(key) > 1}:
+        raise TypeError(f"{config.__qualname__}: {', '.join(sorted(twice))} is a key, or a former key, of two options")
     return tuple(found)
 
 
@@ -120,15 +138,19 @@ def did_you_mean(word: str, known: Iterable[str]) -> str:
     return f" (known: {', '.join(names)})" if names else ""
 
 
-def parse(config: type[T], table: Mapping[str, Any], where: "Where") -> tuple[T | None, list[Fault]]:
-    """Build `config` from a TOML table. Returns it, or None with every fault found."""
+def parse(config: type[T], table: Mapping[str, Any], where: "Where") -> tuple[T | None, list[ConfigIssue]]:
+    """Build `config` from a TOML table. Returns it, or None with every fault found. Former spellings are warned of."""
     declared = {option.key: option for option in options_of(config)}
-    faults = [where.fault(key, f"unknown key{did_you_mean(key, declared)}") for key in table if key not in declared]
+    renewal = renewed(config, table, where)
+    table, faults = renewal.values, list(renewal.faults)
+    for line in renewal.lines:
+        warn_once(line)
+    faults += [where.fault(key, f"unknown key{did_you_mean(key, declared)}") for key in table if key not in declared]
     values: dict[str, Any] = {}
     for key, declaration in declared.items():
         if key not in table:
             if declaration.default is REQUIRED:
-                faults.append(where.fault(key, f"missing; it is {declaration.spec.doc}"))
+                faults.append(where.fault(key, f"missing; required: {declaration.spec.doc}"))
             continue
         try:
             value = coerce(table[key], declaration.hint)
@@ -141,17 +163,77 @@ def parse(config: type[T], table: Mapping[str, Any], where: "Where") -> tuple[T 
 
 @dataclass(frozen=True)
 class Where:
-    """The place of a table: its name in brackets, and which file (or the command line) set each key."""
+    """The place of a table: its name in brackets, and which file (or the command line) set each key.
+
+    origins: key -> file, in the order in which the keys were set: an upper file's after those of the files below it.
+    """
 
     table: str
     source: str = ""
     origins: Mapping[str, str] = dataclasses.field(default_factory=dict)
 
-    def fault(self, key: str, what: str) -> Fault:
-        """A Fault at `key` of this table."""
-        source = self.origins.get(key, self.source)
-        place = f"[{self.table}] {key}".strip() if self.table else key
-        return Fault(source, f"{place} {what}" if what.startswith("=") else f"{place}: {what}")
+    def fault(self, key: str, what: str) -> ConfigIssue:
+        """A ConfigIssue at `key` of this table."""
+        place = self._named(key)
+        return ConfigIssue(self.origin(key), f"{place} {what}" if what.startswith("=") else f"{place}: {what}")
+
+    def origin(self, key: str) -> str:
+        """The file, or the command line, that set a key."""
+        return self.origins.get(key, self.source)
+
+    def above(self, key: str, other: str) -> bool:
+        """Whether `key` was set by a file above the one that set `other`."""
+        order = list(self.origins)
+        return key in order and (other not in order or order.index(key) > order.index(other))
+
+    def renamed(self, key: str, value: Any, now: str, fresh: Any) -> str:
+        """The line of warning about `key = value`, which is now spelt `now = fresh`."""
+        place, source = self._named(key), self.origin(key)
+        if value is fresh:
+            line = f"{place} is now {now}"
+        else:
+            line = f'{place} = "{value}" is now ' + ("" if now == key else f"{now} = ") + f'"{fresh}"'
+        return line + (f" ({source})" if source else "")
+
+    def _named(self, key: str) -> str:
+        return f"[{self.table}] {key}".strip() if self.table else key
+
+
+@dataclass(frozen=True)
+class Renewal:
+    """A table in the present spelling. moved: former key -> present one.  lines: of warning, one a former spelling."""
+
+    values: dict[str, Any]
+    moved: dict[str, str]
+    faults: list[ConfigIssue]
+    lines: list[str]
+
+
+def renewed(config: type, table: Mapping[str, Any], where: Where) -> Renewal:
+    """A table with the present keys and values of all that `config` declares and the table spells as it was formerly.
+
+    A fault is an option that one file gives under both keys. Keys that `config` does not declare stay.
+    """
+    found = Renewal({}, {}, [], [])
+    declared = {name: option for option in options_of(config) for name in (option.key, option.spec.formerly) if name}
+    for name, value in table.items():
+        if name not in declared:
+            found.values[name] = value
+            continue
+        key, former, values = declared[name].key, declared[name].spec.formerly, declared[name].spec.former_values
+        fresh = values.get(value, value) if isinstance(value, str) else value
+        if name == former or fresh is not value:
+            found.lines.append(where.renamed(name, value, key, fresh))
+        if former in table and key in table:
+            if name == former and where.origin(former) == where.origin(key):
+                what = f"is the former name of {key}, and both are given; delete {former}"
+                found.faults.append(where.fault(former, what))
+            if name == (key if where.above(former, key) else former):
+                continue  # the other one counts
+        if name == former:
+            found.moved[former] = key
+        found.values[key] = fresh
+    return found
 
 
 def shown(value: Any) -> str:

@@ -1,4 +1,4 @@
-"""What a rank holds of the model while it is put together, and in which precision it computes."""
+"""The parts of a model on one rank, and the precision of compute and reduction."""
 
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
@@ -8,30 +8,33 @@ import torch
 from torch import nn
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy
 
-from titan.contracts.base.plan import ModelPlan
+from titan.contracts.base.spec import ModelSpec
 
 
 @dataclass(frozen=True)
 class Precision:
-    """Of what each thing is. Means the same under every wrapper and under none.
+    """Dtypes of the run. They mean the same with every wrapper and with none.
 
-    param: parameters and activations in forward and backward.  reduce: gradients while they are summed over micro
-    batches and ranks.  Master weights, optimizer state, loss and norms of gradients stay float32.
+    param_dtype: of parameters and activations in forward and backward.
+    reduce_dtype: of gradients while they are summed over micro batches and ranks.
+
+    Master weights, optimizer state, loss and gradient norm stay in float32.
     """
 
-    param: torch.dtype = torch.float32
-    reduce: torch.dtype = torch.float32
+    param_dtype: torch.dtype = torch.float32
+    reduce_dtype: torch.dtype = torch.float32
 
     def policy(self) -> MixedPrecisionPolicy:
-        """The same for FSDP2. Inputs are not cast: activations follow the parameters, and what a model passes in fp32
-        it means to be fp32."""
-        if self.param is torch.float32:
+        """The same for FSDP2. Inputs are not cast: a model that passes float32 between modules does so on purpose."""
+        if self.param_dtype is torch.float32:
             return MixedPrecisionPolicy()
-        return MixedPrecisionPolicy(param_dtype=self.param, reduce_dtype=self.reduce, cast_forward_inputs=False)
+        return MixedPrecisionPolicy(
+            param_dtype=self.param_dtype, reduce_dtype=self.reduce_dtype, cast_forward_inputs=False
+        )
 
 
 def sum_gradients(root: nn.Module) -> None:
-    """Make FSDP2 sum gradients and never average them: the loss is divided by the global number of tokens already."""
+    """Make FSDP2 sum gradients instead of averaging: the loss is already divided by the global number of tokens."""
     for module in root.modules():
         if isinstance(module, FSDPModule):
             module.set_gradient_divide_factor(1.0)
@@ -41,17 +44,20 @@ def sum_gradients(root: nn.Module) -> None:
 Wrap = Callable[[Callable[..., Any]], Callable[..., Any]]
 WrapPlace = Literal["recompute_ops", "compile", "recompute_block"]
 WRAP_ORDER: tuple[WrapPlace, ...] = get_args(WrapPlace)
-"""Who sits inside whom around a block's forward, innermost first. Recomputing single operations is a choice the
-compiler makes, so it sits inside; recomputing a whole block calls the compiled block again, so it sits outside."""
+"""Order of the wrappers around a layer's forward, innermost first. The compiler decides about recomputing single
+operations, so this wrapper is inside; recomputing a whole layer calls the compiled layer again, so it is outside."""
 
 
 @dataclass
-class Part:
-    """What one pipeline stage holds of the model; the whole model where nothing splits it.
+class ModelPart:
+    """The modules of one pipeline stage on this rank; the whole model where there is no pipeline.
 
-    shared: canonical names of parameters that another stage holds too and counts (tied weights): left out of the norm.
-    hidden_split: ranks over which hidden states between layers are split along the sequence; set by what splits them.
-    runner: what an engine calls; the module, unless a technique puts something around it.
+    module: on the meta device until phase `materialise`; modules of other stages are None.
+    stage: global number of the stage.  stages: of the whole pipeline.
+    shared: canonical names of tied parameters that another stage counts; left out of the gradient norm here.
+    hidden_split: ranks over which the hidden states between layers are split along the sequence. Set by the technique
+        that splits them.
+    runner: the module that an engine calls; a technique may set a wrapper of `module`.
     """
 
     module: nn.Module
@@ -70,24 +76,27 @@ class Part:
         return self.module.named_parameters()
 
     def holds(self, name: str) -> bool:
-        """Whether the named module is on this part."""
+        """Whether this part has the module of this canonical name."""
         return dict(self.module.named_modules()).get(name) is not None
 
-    def units(self, plan: ModelPlan) -> list[list[nn.Module]]:
-        """The plan's shard units as far as this part holds them, in forward order."""
+    def units(self, spec: ModelSpec) -> list[list[nn.Module]]:
+        """The shard units of the spec that this part has, in forward order, as lists of modules."""
         here = dict(self.module.named_modules())
-        units = [[here[name] for name in unit if name in here] for unit in plan.shard_units()]
+        units = [[here[name] for name in unit if name in here] for unit in spec.shard_units()]
         return [unit for unit in units if unit]
 
-    def layers(self, plan: ModelPlan) -> list[tuple[str, nn.Module]]:
-        """(name, module) of the layers on this part, in order."""
+    def layers(self, spec: ModelSpec) -> list[tuple[str, nn.Module]]:
+        """(canonical name, module) of the layers on this part, in order."""
         here = dict(self.module.named_modules())
-        return [(name, here[name]) for name in plan.layer_names() if name in here]
+        return [(name, here[name]) for name in spec.layer_names() if name in here]
 
     def wrap_forward(
         self, name: str, place: Literal["recompute_ops", "compile", "recompute_block"], wrap: Wrap
     ) -> None:
-        """Put `wrap` around the forward of a module, at its place in WRAP_ORDER; names of parameters do not change."""
+        """Put `wrap` around the forward of the module `name`, at its place in WRAP_ORDER.
+
+        Canonical names of parameters do not change. One technique per module and place.
+        """
         module = self.module.get_submodule(name)
         wraps = self._wraps.setdefault(name, {})
         assert place not in wraps, f"two techniques wrap {name} at {place}"
@@ -98,14 +107,14 @@ class Part:
         module.forward = forward
 
     def release(self) -> None:
-        """Let go of what a forward without a backward has gathered and kept: a step, a state dict want shards."""
+        """Free parameters that a forward without a backward has gathered: steps and state dicts need the shards."""
         for module in self.module.modules():
             if isinstance(module, FSDPModule):
                 module.reshard()
 
-    def retie(self, plan: ModelPlan) -> None:
-        """Make tied parameters one tensor again after something has replaced them."""
-        for alias, owner in plan.tied:
+    def retie(self, spec: ModelSpec) -> None:
+        """Make tied parameters one tensor again after a technique has replaced them."""
+        for alias, owner in spec.tied:
             (to, to_name), (source, source_name) = alias.rpartition(".")[::2], owner.rpartition(".")[::2]
             if self.holds(to) and self.holds(source):
                 tensor = getattr(self.module.get_submodule(source), source_name)

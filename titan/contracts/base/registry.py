@@ -1,8 +1,8 @@
-"""Who is there: kinds of plugins, their names, and the three doors they come through.
+"""The registry: kinds of plugins, their names, and the three places they are loaded from.
 
-A contract (`titan/contracts/`) is a subclass of `Plugin` that sets `kind`; a plugin is a subclass of a contract
-that sets `name` and `Config` and carries `@register`. What a plugin may define is exactly what its contract names:
-public methods that the contract does not know, or with other parameters, are refused here, when the file is read.
+A contract (`titan/contracts/`) is a subclass of `Plugin` that sets `kind`. A plugin is a subclass of a contract that
+sets `name` and `Config` and carries `@register`. A plugin may define the public names of its contract and no others: an
+unknown name, or a hook with other parameters, is refused when the file is loaded.
 """
 
 import functools
@@ -29,9 +29,9 @@ BUILT_IN = "titan.plugins"
 class Plugin:
     """Base of every contract.
 
-    kind: what it is, set by the contract.  section: the TOML table it is configured in, set by the contract.
-    name: what the TOML calls it.  Config: its options, a frozen keyword-only dataclass.
-    default: taken (or switched on) when the TOML says nothing.
+    kind: kind of plugin, set by the contract.  section: its TOML table, set by the contract.
+    name: name of the plugin in a TOML.  Config: its options, a frozen keyword-only dataclass of `option(...)` fields.
+    default: the plugin is used (a technique: is on) when the TOML names none.
     """
 
     kind: ClassVar[str] = ""
@@ -45,7 +45,7 @@ class Plugin:
 
     @staticmethod
     def _clashes(plugin: Any, others: Sequence[Any], all_known: bool) -> Iterable[str]:
-        """A contract's own rules: what is wrong with a plugin among all of its kind, in the order of registration."""
+        """A contract's rules between plugins of one kind: sentences about `plugin` among `others`, in load order."""
         return ()
 
 
@@ -65,7 +65,7 @@ _contested: dict[Key, str] = {}
 
 
 class NameTakenError(PluginError):
-    """Two plugins claim one name; `key` is the kind and the name."""
+    """Two plugins have the same name; `key` is the kind and the name."""
 
     def __init__(self, message: str, key: Key) -> None:
         super().__init__(message)
@@ -73,20 +73,20 @@ class NameTakenError(PluginError):
 
 
 def register(plugin: P) -> P:
-    """Class decorator: check the plugin against its contract and make it known by its name.
+    """Class decorator: check the plugin against its contract and register it under its name.
 
     Raises:
-        PluginError: it does not fulfil its contract (`conformance.check_class`), or its name is taken.
+        PluginError: the class breaks its contract (`conformance.check_class`), or its name is taken.
     """
     if not isinstance(plugin, type):
-        raise PluginError(f"{file_of(plugin)}: @register is for classes, and {plugin!r} is none")
+        raise PluginError(f"{file_of(plugin)}: @register decorates a class, but found {plugin!r}")
     check_class(plugin, contract_of(plugin))
     key = (plugin.kind, plugin.name)
     owner = _plugins.get(key)
     # One file imported under two module names registers the same plugin again.
     if owner is not None and (file_of(owner) != file_of(plugin) or owner.__module__ == plugin.__module__):
         both = f"{_place(owner)} and {_place(plugin)}"
-        raise NameTakenError(f"two plugins are called {plugin.kind} {plugin.name!r}: {both}", key)
+        raise NameTakenError(f"two plugins are called {plugin.kind} {plugin.name!r}: {both}; rename one of them", key)
     _plugins[key] = plugin
     return plugin
 
@@ -96,42 +96,44 @@ def _place(plugin: type[Plugin]) -> str:
 
 
 def contract_of(plugin: type[Plugin]) -> type[Plugin]:
-    """The contract a plugin class fulfils: its nearest ancestor that sets `kind` itself."""
+    """The contract of a plugin class: its nearest ancestor that sets `kind` itself."""
     for base in plugin.__mro__[1:]:
         if base.__dict__.get("kind"):
             assert issubclass(base, Plugin)
             return base
-    raise PluginError(f"{plugin.__qualname__} in {file_of(plugin)} derives from no contract of titan.contracts")
+    raise PluginError(
+        f"{plugin.__qualname__} in {file_of(plugin)} must subclass a contract of titan.contracts, such as Technique"
+    )
 
 
 def find(kind: str, name: str) -> type[Plugin] | None:
-    """The plugin of that kind and name, or None."""
+    """The plugin of this kind and name, or None."""
     return _plugins.get((kind, name))
 
 
 def names(kind: str) -> list[str]:
-    """The names known of a kind, sorted."""
+    """The registered names of a kind, sorted."""
     return sorted(name for of_kind, name in _plugins if of_kind == kind)
 
 
 def every() -> Iterator[type[Plugin]]:
-    """All plugins, by kind and name."""
+    """All registered plugins, by kind and name."""
     for key in sorted(_plugins):
         yield _plugins[key]
 
 
 def of_kind(kind: str) -> list[type[Plugin]]:
-    """All plugins of a kind, by name."""
+    """All registered plugins of a kind, by name."""
     return [plugin for plugin in every() if plugin.kind == kind]
 
 
 def default_of(kind: str) -> type[Plugin] | None:
-    """The plugin of a one-of kind that stands in when the TOML names none."""
+    """The plugin of a kind that is used when the TOML names none."""
     return next((plugin for plugin in of_kind(kind) if plugin.default), None)
 
 
 def trouble(kind: str, name: str) -> str:
-    """Why a plugin that a user asks for by name cannot be had; empty where it can."""
+    """Why a plugin that a user names cannot be used; empty where it can."""
     if (kind, name) in _contested:
         return _contested[kind, name]
     if (kind, name) in _plugins:
@@ -140,20 +142,24 @@ def trouble(kind: str, name: str) -> str:
 
 
 def left_out() -> str:
-    """What to add where a name is unknown: the entry points that failed, any of which may have brought it."""
-    return "".join(f"; {entry} was left out: {why}" for entry, why in _left_out.items())
+    """What to add to a message about an unknown name: entry points that failed to load, which may have had it."""
+    return "".join(f"; {entry} was not loaded: {why}" for entry, why in _left_out.items())
 
 
-# --- the doors --------------------------------------------------------------------------------------------------
+# --- loading --------------------------------------------------------------------------------------------------
 
 
-def open_doors(paths: Iterable[str | Path] = ()) -> None:
-    """Import every plugin: the built-in ones, those in `paths`, those of installed packages. Idempotent.
+def load_plugins(paths: Iterable[str | Path] = ()) -> None:
+    """Import every plugin: built-in, in `paths`, and from entry points of installed packages. Idempotent.
 
-    paths: folders, or single .py files. An entry point that fails is left out with a warning.
+    Args:
+        paths: folders, or single .py files; in folders, files whose name starts with _ are skipped.
+
+    An entry point that fails is skipped with a warning.
 
     Raises:
-        PluginError: a path is missing, a file cannot be imported, a plugin breaks its contract or clashes with another.
+        PluginError: a path is missing, a file cannot be imported, or a plugin breaks its contract or clashes with
+            another.
     """
     if BUILT_IN not in _opened:
         for shelf in _inside(BUILT_IN):
@@ -224,7 +230,7 @@ def _leave_out(entry: str, error: PluginError) -> None:
     for key in [key for key, name in _brought_by.items() if name == entry]:
         del _plugins[key], _brought_by[key]
     _left_out[entry] = str(error)
-    warn(f"{entry} is left out: {error}", error)
+    warn(f"{entry} is not loaded: {error}", error)
 
 
 def _import(load: Callable[[], Any], what: str, module: str) -> None:
@@ -245,7 +251,7 @@ def _import(load: Callable[[], Any], what: str, module: str) -> None:
             raise
         said = error.msg if isinstance(error, SyntaxError) else (str(error).splitlines() or [""])[0]
         told = f"{_line(error, module) or what} cannot be imported: {type(error).__name__}: {said}"
-        raise PluginError(f"{told} (--traceback shows all of it)") from error
+        raise PluginError(f"{told} (add --traceback for the whole stack)") from error
 
 
 def _line(error: BaseException, module: str) -> str:

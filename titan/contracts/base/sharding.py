@@ -1,4 +1,4 @@
-"""Which piece of a tensor a rank holds."""
+"""Which slice of a tensor a rank holds."""
 
 from torch import Tensor
 from torch.distributed.tensor import DTensor, Replicate, Shard
@@ -6,9 +6,10 @@ from torch.distributed.tensor.placement_types import Placement
 
 
 def slice_of(whole: Tensor, like: DTensor) -> Tensor:
-    """The piece of `whole` that this rank's shard of `like` is, without communication.
+    """The slice of `whole` that this rank's shard of `like` covers, without communication.
 
-    A strided shard (FSDP over tensor parallel) cuts what the mesh dimensions to its right have left, so those go first.
+    A strided shard (FSDP over tensor parallelism) slices what the mesh dimensions to its right have left, so those mesh
+    dimensions are applied first.
     """
     mesh, piece = like.device_mesh, whole
     for dim in sorted(range(mesh.ndim), key=lambda dim: _is_strided(like.placements[dim])):

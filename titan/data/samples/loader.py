@@ -1,4 +1,4 @@
-"""Batches of one rank, read ahead. All that is ever saved is one integer, the next global sample, and whose it is."""
+"""Batches of one rank, read ahead. Its saved state is the number of the next global sample and the fingerprint."""
 
 import warnings
 from collections.abc import Iterator, Sequence
@@ -60,7 +60,7 @@ class Loader:
         return {"samples": self._next, "fingerprint": self._samples.fingerprint}
 
     def close(self) -> None:
-        """End the workers."""
+        """Stop the worker processes; the next step starts new ones."""
         self._batches = None
 
     def _read_ahead(self) -> Iterator[Any]:

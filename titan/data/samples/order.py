@@ -98,10 +98,10 @@ def shares(weights: Sequence[float]) -> tuple[int, ...]:
     """
     for k, weight in enumerate(weights):
         if not 0 < weight < math.inf:
-            raise DataError(f"source {k} has weight {weight:g}; a weight must be above 0 and finite")
+            raise DataError(f"source {k} has weight {weight:g}: must be above 0 and finite")
     total = sum(weights)
     if math.isinf(BLOCK * total):
-        raise DataError(f"the weights of the sources, {max(weights):g} at most, are too large; divide all by the same")
+        raise DataError(f"weight {max(weights):g} of a source is too large; divide all weights by the same number")
     exact = [BLOCK * weight / total for weight in weights]
     counts = [int(share) for share in exact]
     by_remainder = sorted(range(len(weights)), key=lambda k: (counts[k] - exact[k], k))
@@ -110,7 +110,7 @@ def shares(weights: Sequence[float]) -> tuple[int, ...]:
     for k, count in enumerate(counts):
         if count == 0:
             raise DataError(
-                f"source {k} has weight {weights[k]:g} of {total:g} in all, which is less than one sample in {BLOCK};"
-                f" give it at least {total / BLOCK:.3g}"
+                f"source {k} has weight {weights[k]:g} of a total of {total:g}, less than one sample in {BLOCK};"
+                f" the weight must be at least {total / BLOCK:.3g}"
             )
     return tuple(counts)

@@ -1,7 +1,7 @@
-"""Global sample number -> tokens and labels. What every rank of every layout agrees on."""
+"""Global sample number -> tokens and labels; the same on every rank and at every layout."""
 
 import hashlib
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Literal, NamedTuple
 
@@ -15,7 +15,9 @@ from titan.data.samples.order import Mixture, in_epochs, mix
 from titan.data.samples.stream import Ints, Stream
 from titan.errors import DataError
 
-Packing = Literal["stream", "isolate", "pad"]
+Packing = Literal["concat", "document_mask", "pad"]
+_IN_FINGERPRINT: Mapping[Packing, str] = {"concat": "stream", "document_mask": "isolate", "pad": "pad"}
+"""A packing as fingerprints spell it: checkpoints hold them, so this never changes."""
 
 
 class Sample(NamedTuple):
@@ -38,7 +40,7 @@ class Windows:
         self.samples = max(0, stream.tokens - 1) // seq_len
 
     def read(self, i: int) -> Sample:
-        """Sample i of `samples`."""
+        """Sample i, 0 <= i < `samples`, in the order of the stream."""
         start = i * self._length
         ids = self._stream.read(start, start + self._length + 1)
         tokens, labels = ids[:-1], ids[1:].copy()
@@ -62,7 +64,7 @@ class Pieces:
         self.samples = int(self._until[-1]) if self._until.size else 0
 
     def read(self, i: int) -> Sample:
-        """Sample i of `samples`."""
+        """Sample i, 0 <= i < `samples`, in the order of the stream."""
         number = int(np.searchsorted(self._until, i, side="right"))
         piece = i - (int(self._until[number - 1]) if number else 0)
         start, end = self._stream.document(number)
@@ -107,14 +109,14 @@ class Samples(Dataset[Sample]):
         """Of the tokens, the packing and the order: equal exactly when every sample is."""
 
     def _identity(self, seq_len: int, packing: Packing) -> str:
-        parts: list[object] = [seq_len, packing, self._seed, self._shuffle]
+        parts: list[object] = [seq_len, _IN_FINGERPRINT[packing], self._seed, self._shuffle]
         for stream, count in zip(self._streams, self._mixture.counts, strict=True):
             parts += [count, *(shard.digest for shard in stream.shards)]
         return hashlib.sha256(repr(parts).encode()).hexdigest()
 
     @property
     def tokens(self) -> int:
-        """Tokens of all sources."""
+        """Number of tokens of all sources together, each counted once."""
         return sum(stream.tokens for stream in self._streams)
 
     def __len__(self) -> int:
@@ -130,11 +132,11 @@ class Samples(Dataset[Sample]):
 def _cut(stream: Stream, seq_len: int, packing: Packing) -> Windows | Pieces:
     if packing == "pad":
         return Pieces(stream, seq_len)
-    return Windows(stream, seq_len, isolate=packing == "isolate")
+    return Windows(stream, seq_len, isolate=packing == "document_mask")
 
 
 def _too_little(stream: Stream, seq_len: int, packing: Packing) -> str:
-    needed = "a document of at least 2" if packing == "pad" else f"at least {seq_len + 1:,}"
+    needed = "a document of at least 2 tokens" if packing == "pad" else f"at least {seq_len + 1:,} tokens"
     more = len(stream.shards) - 1
     place = f"{stream.shards[0].path}{f' and {more} more' if more else ''}"
     return (

@@ -1,4 +1,4 @@
-"""The shards of one source, end to end, as one long stream of tokens."""
+"""The token shards of one source, concatenated into one stream."""
 
 from collections import OrderedDict
 from collections.abc import Sequence
@@ -37,12 +37,12 @@ class Stream:
 
     @property
     def tokens(self) -> int:
-        """Tokens in all."""
+        """Number of tokens in all shards together."""
         return int(self._tokens[-1])
 
     @property
     def documents(self) -> int:
-        """Documents in all."""
+        """Number of documents in all shards together."""
         return int(self._documents[-1])
 
     def _map(self, shard: int) -> tuple[npt.NDArray[Any], Ints]:
@@ -83,8 +83,8 @@ class Stream:
         bad = int(np.argmax(ids >= self._vocab_size))
         shard = int(np.searchsorted(self._tokens, start + bad, side="right")) - 1
         raise DataError(
-            f"shard {self.shards[shard].path}: token {start + bad - int(self._tokens[shard])} is {ids[bad]}, beyond the"
-            f" vocabulary of {self._vocab_size}; was it made with another tokenizer?"
+            f"shard {self.shards[shard].path}: token {start + bad - int(self._tokens[shard])} is {ids[bad]}, outside"
+            f" the vocabulary of {self._vocab_size}; make the shard with the tokenizer of this job"
         )
 
     def ends(self, start: int, stop: int) -> Ints:

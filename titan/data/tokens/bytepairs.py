@@ -1,8 +1,8 @@
-"""Byte-pair ranks: files of them, and text encoded with them. For tokenizer plugins.
+"""Byte-pair rank files, and encoding with them. For tokenizer plugins.
 
-A rank file has a line for each token: its bytes in base64, a space, its rank (which is its id). Byte-pair encoding
-(Sennrich et al. 2016, over bytes as in GPT-2) cuts text by a pattern and merges, within each piece, the neighbours of
-lowest rank first.
+A rank file has one line per token: its bytes in base64, a space, its rank (which is its id). Byte-pair encoding
+(Sennrich et al. 2016, over bytes as in GPT-2) splits text by a pattern and merges, within each piece, the adjacent
+pair of lowest rank first.
 """
 
 import base64
@@ -50,7 +50,7 @@ def read_ranks(path: Path) -> dict[bytes, int]:
         token, rank = _read_line(line, f"{path}:{number}")
         if rank in seen or token in ranks:
             again = f"rank {rank}" if rank in seen else f"token {token!r}"
-            raise DataError(f"{path}:{number}: {again} stands there a second time")
+            raise DataError(f"{path}:{number}: {again} appears twice")
         ranks[token] = rank
         seen[rank] = number
     if not ranks:
@@ -93,7 +93,7 @@ def train_ranks(texts: Iterable[str], size: int) -> dict[bytes, int]:
     trainer.train_from_iterator(iter(texts), size, pattern=PATTERN)
     ranks = {bytes(token): int(rank) for token, rank in trainer.get_mergeable_ranks()}
     if len(ranks) < size:
-        raise DataError(f"the text gives {len(ranks)} ranks, not {size}: too little of it, or too much the same")
+        raise DataError(f"the text gives {len(ranks)} ranks, not {size}; train on more text, or reduce --size")
     return ranks
 
 

@@ -1,9 +1,8 @@
 """Tokenizer files of Hugging Face, written from byte-pair ranks. For tokenizer plugins.
 
-Their byte-pair model has its vocabulary in an alphabet in which each byte is one visible character (GPT-2), and merges,
-pairs of tokens, in the order in which they are done. Ranks say the same with fewer words: two neighbours may merge when
-what they make has a rank, lowest first. So each way to cut a token into two tokens is a merge, as in the files
-published for Llama 3.
+Their BPE model has a vocabulary in which each byte is one visible character (GPT-2), and an ordered list of merges,
+pairs of tokens. Ranks imply the merges: two adjacent tokens may merge if the result has a rank, lowest first. So each
+way to split a token into two tokens is a merge, as in the files published for Llama 3.
 """
 
 from collections.abc import Iterator, Mapping

@@ -1,4 +1,4 @@
-"""Files of text: which ones a user's paths mean, and how they are opened. For dataset plugins."""
+"""Text files: expanding the paths of `[data] path`, and opening plain or compressed files. For dataset plugins."""
 
 import glob
 import gzip

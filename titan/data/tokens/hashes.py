@@ -1,4 +1,4 @@
-"""SHA-256 of files, remembered beside the tokenised text so that a second run does not read a corpus to know it.
+"""SHA-256 of files, remembered beside the tokenized text so that a second run does not read a corpus to know it.
 
 A file is hashed first and read later; of a large corpus, either takes hours. It is known to be the same by its size,
 its mtime and its ctime, which cannot be set back. Inode numbers say no more, and some network file systems give out new
@@ -135,8 +135,8 @@ def _change(content: Content) -> str:
 def _changed(file: Path, change: str, others: int = 0) -> DataError:
     more = f", and {others} more files of the dataset changed" if others else ""
     return DataError(
-        f"{file} changed while the dataset was tokenised: {change}{more}; no tokens were kept."
-        " Run again once nothing writes to the dataset's files"
+        f"{file} changed while the dataset was tokenized: {change}{more}; no tokens were kept."
+        " Stop whatever writes to the dataset's files, then run again"
     )
 
 

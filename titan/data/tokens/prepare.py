@@ -1,12 +1,13 @@
 """A dataset's token shards: found in the cache, or made once and kept there.
 
 The cache is a folder per identity - content of the files, the dataset's options, the tokenizer - that is either
-complete or absent: it is made under another name and renamed. Two that prepare the same at once both succeed; one's
-work is kept. What a killed process has left is removed when nobody has written to it for a day (`unfinished.py`).
+complete or absent: it is made under another name and renamed. If two processes prepare the same folder,
+both succeed and one result is kept. Remnants of a killed process are removed a day after the last write
+(`unfinished.py`).
 
-The files are those that were there at the beginning; one that comes later is of the next run's dataset, which is
-another identity. One of these files that changes before its text has been read is refused, and nothing is kept: the
-folder would hold other text than its name says, for every run that shares the cache.
+The dataset consists of the files that exist at the beginning; a file that is added later gives the next run another
+identity. If one of these files changes before its text has been read, it is refused and nothing is kept: the folder
+would hold other text than its name says, for every run that shares the cache.
 """
 
 import hashlib
@@ -24,7 +25,7 @@ from titan.contracts import Dataset, Tokenizer
 from titan.contracts.base.options import as_table
 from titan.data.tokens.hashes import Content, content_hashes, unchanged
 from titan.data.tokens.shards import VERSION, open_shard
-from titan.data.tokens.tokenize import tokenise, units
+from titan.data.tokens.tokenize import tokenize, units
 from titan.data.tokens.unfinished import sweep, unfinished
 from titan.errors import DataError, by_errno
 from titan.log import log
@@ -35,7 +36,7 @@ INDEX = "index.json"
 def prepare(dataset: Dataset, tokenizer: Tokenizer, *, cache: Path, workers: int, progress: bool) -> list[Path]:
     """The token shards of a dataset, in order.
 
-    A dataset of shards gives its own. Text is tokenised once, by `workers` processes (0: one a core), into `cache`;
+    A dataset of shards gives its own. Text is tokenized once, by `workers` processes (0: one a core), into `cache`;
     what they make does not depend on how many they are. `progress` tells a person how far it is.
 
     Raises:
@@ -55,8 +56,8 @@ def prepare(dataset: Dataset, tokenizer: Tokenizer, *, cache: Path, workers: int
             _make(dataset, tokenizer, contents, folder, workers, progress)
     except OSError as error:
         at = f" ({error.filename})" if error.filename else ""
-        said = f"cannot tokenise into the cache {cache}: {error.strerror or error}{at}"
-        raise by_errno(error, DataError(f"{said}; data.cache sets another folder")) from None
+        said = f"cannot tokenize into the cache {cache}: {error.strerror or error}{at}"
+        raise by_errno(error, DataError(f"{said}; set data.cache to another folder")) from None
     return _complete(folder)
 
 
@@ -84,7 +85,7 @@ def _make(
     try:
         with _Progress.shown(dataset, files, sizes, progress) as shown:
             work = units(files, sizes)
-            tokenise(dataset, tokenizer, work, partial, workers=workers, size=sum(sizes), done=shown.finished)
+            tokenize(dataset, tokenizer, work, partial, workers=workers, size=sum(sizes), done=shown.finished)
         unchanged(contents, workers)
         _seal(partial, dataset, len(files))
         _publish(partial, folder)
@@ -100,7 +101,7 @@ def _seal(partial: Path, dataset: Dataset, files: int) -> None:
         path.rename(named)
         shards.append(open_shard(named))
     if not shards:
-        raise DataError(f"dataset {dataset.name!r} holds no text: nothing in its {files} files gives a token")
+        raise DataError(f"dataset {dataset.name!r} holds no text: its {files} files give no token")
     index = {
         "shard_count": len(shards),
         "tokens": sum(shard.tokens for shard in shards),
@@ -111,7 +112,7 @@ def _seal(partial: Path, dataset: Dataset, files: int) -> None:
     (partial / INDEX).write_text(json.dumps(index), encoding="utf-8")
     _flush(partial / INDEX)
     _flush(partial)
-    log.info(f"tokenised {index['documents']:,} documents: {index['tokens']:,} tokens")
+    log.info(f"tokenized {index['documents']:,} documents: {index['tokens']:,} tokens")
 
 
 def _publish(partial: Path, folder: Path) -> None:
@@ -138,11 +139,11 @@ def _complete(folder: Path) -> list[Path]:
     try:
         promised = json.loads((folder / INDEX).read_bytes())["shard_count"]
     except (FileNotFoundError, ValueError, KeyError, TypeError):
-        raise DataError(f"{folder} is damaged: {INDEX} cannot be read; delete the folder to tokenise again") from None
+        raise DataError(f"{folder} is damaged: {INDEX} cannot be read; delete the folder to tokenize again") from None
     except OSError as error:
         raise by_errno(error, DataError(f"{folder / INDEX} cannot be read: {error.strerror}")) from None
     if len(paths) != promised:
-        raise DataError(f"{folder} is damaged: {len(paths)} of {promised} shards; delete the folder to tokenise again")
+        raise DataError(f"{folder} is damaged: {len(paths)} of {promised} shards; delete the folder to tokenize again")
     return [open_shard(path).path for path in paths]
 
 
@@ -159,7 +160,7 @@ class _Progress:
         if talks and sys.stderr.isatty():
             from tqdm import tqdm  # type: ignore[import-untyped, unused-ignore]
 
-            self._bar = tqdm(total=self._total, unit="B", unit_scale=True, desc=f"tokenising {name}", leave=False)
+            self._bar = tqdm(total=self._total, unit="B", unit_scale=True, desc=f"tokenizing {name}", leave=False)
 
     @classmethod
     @contextmanager
@@ -172,11 +173,11 @@ class _Progress:
                 shown._bar.close()
 
     def finished(self, file: Path) -> None:
-        """One more file is done."""
+        """Add the size of a tokenized file to what is done, and show the progress."""
         size = self._sizes[file]
         self._done += size
         if self._bar is not None:
             self._bar.update(size)
         elif self._talks and time.monotonic() - self._said > self.EVERY_S:
             self._said = time.monotonic()
-            log.info(f"tokenising {self._name}: {self._done / 1e6:,.0f} of {self._total / 1e6:,.0f} MB")
+            log.info(f"tokenizing {self._name}: {self._done / 1e6:,.0f} of {self._total / 1e6:,.0f} MB")

@@ -1,4 +1,4 @@
-"""How the data path starts processes."""
+"""The start method and environment of the processes that tokenize and load data."""
 
 import multiprocessing
 import signal

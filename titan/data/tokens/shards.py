@@ -1,4 +1,4 @@
-"""Token shards: how tokenised text lies on disk.
+"""Token shards: how tokenized text lies on disk.
 
 A shard is one file, little endian: a header of 64 bytes, the tokens (padded with zeros to a multiple of 8 bytes), then
 for each document the position after its last token as int64. Every document ends with the tokenizer's end id.
@@ -78,7 +78,7 @@ class Shard:
             raise DataError(f"shard {self.path} is damaged: its content has SHA-256 {found}, its header {self.digest}")
         _, ends = self.map()
         if np.any(np.diff(ends, prepend=0) <= 0) or (ends[-1] if self.documents else 0) != self.tokens:
-            raise DataError(f"shard {self.path}: its {self.documents} documents do not lie end to end")
+            raise DataError(f"shard {self.path}: its {self.documents} documents are not contiguous")
 
 
 def _padded(size: int) -> int:
@@ -106,14 +106,14 @@ def open_shard(path: Path) -> Shard:
     if version != VERSION or width not in _DTYPES:
         raise DataError(
             f"shard {path} has version {version} with tokens of {width} bytes; this titan reads version {VERSION}"
-            " with 2 or 4"
+            " with tokens of 2 or 4 bytes"
         )
     shard = Shard(path, width, tokens, documents, digest.hex())
     if size != shard.bytes:
         fault = "is cut short" if size < shard.bytes else "is too long"
         raise DataError(
             f"shard {path} {fault}: {size:,} bytes, but {tokens:,} tokens in {documents:,} documents"
-            f" take {shard.bytes:,}"
+            f" need {shard.bytes:,}"
         )
     return shard
 
@@ -170,7 +170,7 @@ class ShardWriter:
         return Shard(self.path, self._width, self.tokens, documents, digest.hexdigest())
 
     def discard(self) -> None:
-        """Forget what was written."""
+        """Delete the unfinished file; called instead of `close` after an error."""
         self._file.close()
         self._partial.unlink(missing_ok=True)
 

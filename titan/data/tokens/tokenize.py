@@ -1,7 +1,7 @@
-"""Text to token shards, on as many processes as there is work for.
+"""Text to token shards, on several processes.
 
-The files of a dataset are dealt, in order, into units by their size alone; a unit becomes its own shards, whoever makes
-it. So the shards do not depend on the number of processes.
+The files of a dataset are grouped, in order, into units by their size alone, and each unit becomes its own shards. So
+the shards do not depend on the number of processes.
 """
 
 import importlib.util
@@ -29,7 +29,7 @@ UNIT_BYTES = (16 << 20, 256 << 20)
 
 SHARD_TOKENS = 64 << 20
 WORTH_A_PROCESS = 8 << 20
-"""Bytes of text that take longer to tokenise than a process takes to start."""
+"""Bytes of text that take longer to tokenize than a process takes to start."""
 
 _AT_ONCE = 512
 
@@ -51,7 +51,7 @@ def units(files: Sequence[Path], sizes: Sequence[int]) -> list[Unit]:
     return [(number, tuple(unit)) for number, unit in enumerate(made)]
 
 
-def tokenise(
+def tokenize(
     dataset: Dataset,
     tokenizer: Tokenizer,
     work: Sequence[Unit],
@@ -82,8 +82,8 @@ def tokenise(
                 for file in finished.result():
                     done(file)
         except BrokenProcessPool:
-            what = "a process that tokenised was killed, perhaps for its memory"
-            raise ResourceError(f"{what}; set data.prepare_workers to less than {processes}") from None
+            what = "a tokenizing process was killed, possibly for lack of memory"
+            raise ResourceError(f"{what}; set data.prepare_workers below {processes}") from None
         finally:
             pool.shutdown(cancel_futures=True)
 
@@ -116,8 +116,8 @@ class _Recipe:
         assert isinstance(dataset, Dataset) and isinstance(tokenizer, Tokenizer)
         if tokenizer.fingerprint != self.fingerprint:
             raise DataError(
-                f"tokenizer {tokenizer.name!r}: its file changed while text was tokenised; no tokens were kept."
-                " Run again once nothing writes to it"
+                f"tokenizer {tokenizer.name!r}: its file changed while text was tokenized; no tokens were kept."
+                " Stop whatever writes to that file, then run again"
             )
         return dataset, tokenizer
 

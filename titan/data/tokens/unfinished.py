@@ -1,4 +1,4 @@
-"""What is being made in the shared cache: its names, and the sweeping of what killed processes have left there.
+"""Unfinished folders of the shared cache: their names, and the removal of those that killed processes left.
 
 Processes of several nodes and containers make things in one cache. Neither a host's name nor a process id tells them
 apart: containers share the former and start the latter at 1. So a name ends in 64 random bits, and what is left behind
@@ -60,7 +60,7 @@ def sweep(cache: Path) -> None:
         except FileNotFoundError:
             continue  # published, or removed by another process
         except OSError as error:
-            log.warning(f"{left} is a leftover that cannot be removed: {error.strerror}")
+            log.warning(f"the unfinished folder {left} cannot be removed: {error.strerror}")
 
 
 def _times(path: Path) -> Iterator[int]:

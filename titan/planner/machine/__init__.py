@@ -1,1 +1,1 @@
-"""What a cluster can do: devices, kernels, network."""
+"""The machine model: cluster files, time of kernels, time of collectives."""

@@ -1,11 +1,13 @@
-"""A cluster as a TOML file: what a device can do, what kernels reach of that, what joins the devices, what it costs.
+"""Cluster files: TOML descriptions of devices, of the efficiency of their kernels, and of the network between them.
 
-    [device]        name, memory, bandwidth, power, price; peak_tflops per dtype
-    [kernels]       what kernels reach: shares of the peaks, time to launch one
-    [kernels.matmul.DTYPE]   efficiency of matrix products, or measured points
-    [[links]]       from inner to outer: a level of the network and how many ranks it joins
+    [device]                 name, memory, memory bandwidth, power and price of one rank's device
+    [device.peak_tflops]     dense peak in TFLOP/s per dtype
+    [kernels]                fractions of the peaks that kernels reach, and fixed overheads in microseconds
+    [kernels.matmul.DTYPE]   efficiency of matrix multiplications, or measured points
+    [[links]]                network levels from inner to outer: bandwidth, latency, efficiency
 
-`configs/clusters` has the usual ones; `titan doctor --save FILE` writes one for the ranks at hand.
+`configs/clusters` holds the clusters that come with titan; `titan doctor --output FILE` measures one and writes its
+file.
 """
 
 import tomllib
@@ -17,7 +19,7 @@ from typing import Any, TypeVar
 
 import titan.configs
 from titan.contracts.base.options import REQUIRED, Where, did_you_mean, option, parse
-from titan.errors import ConfigError, Fault, by_errno
+from titan.errors import ConfigError, ConfigIssue, by_errno, warn_once
 
 FOLDER = Path(next(iter(titan.configs.__path__))) / "clusters"
 DTYPES = ("float32", "float16", "bfloat16", "float8")
@@ -26,43 +28,51 @@ C = TypeVar("C")
 
 @dataclass(frozen=True, kw_only=True)
 class Device:
-    """`[device]`: one rank's share of the hardware. `[device.peak_tflops]`: dense peaks as the vendor states them."""
+    """`[device]`: one rank's share of the hardware. `[device.peak_tflops]` holds the vendor's dense peaks."""
 
-    name: str = option(REQUIRED, "what it is called")
-    memory_gib: float = option(REQUIRED, "memory that processes can use", unit="GiB", above=0)
-    reserved_gib: float = option(0.0, "of it taken by the driver and communicators", unit="GiB", at_least=0)
-    fragmented: float = option(0.0, "share of activations and buffers that the allocator cannot use", at_least=0)
-    bandwidth_gb_s: float = option(REQUIRED, "memory bandwidth", unit="GB/s", above=0)
-    processors: int = option(
-        0, "ranks of a node that can work at full speed at once; rates are those of all at work; 0: all", at_least=0
+    name: str = option(REQUIRED, "name of the device")
+    memory_gib: float = option(REQUIRED, "memory available to processes", unit="GiB", above=0)
+    reserved_gib: float = option(0.0, "part of it used by the driver and communicators", unit="GiB", at_least=0)
+    fragmented: float = option(0.0, "fraction of activations and buffers lost to allocator fragmentation", at_least=0)
+    bandwidth_gb_s: float = option(REQUIRED, "peak memory bandwidth", unit="GB/s", above=0)
+    full_speed_ranks: int = option(
+        0, "ranks per node that can run at full speed at once; more ranks share that speed; 0: all", at_least=0
     )
-    units: int = option(1, "processors that share a product in tiles (SMs, CUs)", at_least=1)
-    power_w: float = option(0.0, "power at work", unit="W", at_least=0)
-    idle_w: float = option(0.0, "power at rest", unit="W", at_least=0)
-    price: float = option(0.0, "price of a device", unit="currency/hour", at_least=0)
+    compute_units: int = option(1, "units (SMs, CUs) that the tiles of one product are distributed over", at_least=1)
+    power_w: float = option(0.0, "power under load", unit="W", at_least=0)
+    idle_w: float = option(0.0, "power when idle", unit="W", at_least=0)
+    price: float = option(0.0, "price per device", unit="currency/hour", at_least=0)
 
 
 @dataclass(frozen=True, kw_only=True)
 class Products:
-    """`[kernels.matmul.DTYPE]`: what share of the peak matrix products reach."""
+    """`[kernels.matmul.DTYPE]`: fraction of the peak that matrix products reach, by their shape."""
 
-    efficiency: float = option(0.7, "share of the peak that the largest products reach", above=0)
-    tile: tuple[int, int] = option((128, 128), "rows and columns that one unit works on at a time", at_least=1)
-    quantised: float = option(1.0, "how much of what a last, partly filled wave of tiles wastes is lost", at_least=0)
-    depth: float = option(0.0, "reduction length at which a product reaches half of its efficiency", at_least=0)
-    aligned: int = option(1, "sizes that are a multiple of this are fast", at_least=1)
-    unaligned: float = option(1.0, "share of its speed that a product keeps for each halving below that", above=0)
-    odd: float = option(1.0, "share that it keeps, moreover, where a size is no multiple of 16 bytes", above=0)
-    few: int = option(0, "a batch of at most so many products can be slow: of widths between", at_least=0)
-    few_between: tuple[int, int] = option((1, 1_000_000), "these two; as libraries have gaps in what they choose well")
-    few_kept: float = option(1.0, "share of their speed that those keep", above=0)
-    points: tuple[str, ...] = option((), '"FLOPs TFLOP/s" as measured, by FLOPs; take the place of all of the above')
+    efficiency: float = option(0.7, "fraction of the peak that the largest products reach", above=0)
+    tile: tuple[int, int] = option((128, 128), "rows and columns of the output tile of one compute unit", at_least=1)
+    wave_quantization: float = option(
+        1.0, "weight of the idle time of a partly filled last wave of tiles; 0: none, 1: all of it", at_least=0
+    )
+    k_half: float = option(0.0, "reduction length at which a product reaches half of its efficiency", at_least=0)
+    aligned: int = option(1, "sizes that are multiples of this run at full speed", at_least=1)
+    unaligned_factor: float = option(1.0, "speed factor for each halving of the alignment below `aligned`", above=0)
+    unaligned_16b_factor: float = option(
+        1.0, "further speed factor where a dimension is not a multiple of 16 bytes", above=0
+    )
+    small_batch_max: int = option(
+        0, "batched products of at most this many matrices run at small_batch_factor; 0: none", at_least=0
+    )
+    small_batch_dims: tuple[int, int] = option(
+        (1, 1_000_000), "only if the smaller of reduction and columns lies in this range (gaps in library heuristics)"
+    )
+    small_batch_factor: float = option(1.0, "speed factor of such batches", above=0)
+    points: tuple[str, ...] = option((), 'measured "FLOPs TFLOP/s" pairs; they replace all keys above')
 
     def curve(self) -> list[tuple[float, float]]:
-        """The points as (FLOPs, FLOP/s).
+        """The points as (FLOPs, FLOP/s), sorted by FLOPs.
 
         Raises:
-            ValueError: one is not two numbers.
+            ValueError: a point is not two numbers.
         """
         pairs = [point.split() for point in self.points]
         return sorted((float(flops), float(tflops) * 1e12) for flops, tflops in pairs)
@@ -70,42 +80,77 @@ class Products:
 
 @dataclass(frozen=True, kw_only=True)
 class Kernels:
-    """`[kernels]`: what kernels reach of a device's peaks."""
+    """`[kernels]`: fractions of a device's peaks that kernels reach, and fixed overheads per operation."""
 
     attention_forward: float = option(
-        0.3, "share of the peak that attention reaches, in FLOPs that are needed", above=0
+        0.3, "fraction of the peak that attention reaches in forward, counting needed FLOPs only", above=0
     )
-    attention_backward: float = option(0.25, "the same in its backward", above=0)
-    causal: bool = option(True, "attention skips what a position may not see")
-    bandwidth: float = option(0.8, "share of the memory bandwidth that elementwise operations reach", above=0)
-    update_bandwidth: float = option(0.0, "the same for the optimizer; 0: as other operations", at_least=0)
-    join_us: float = option(
-        0.0, "time that each collective between slices of layers takes beyond its own", unit="us", at_least=0
+    attention_backward: float = option(0.25, "fraction of the peak that attention reaches in backward", above=0)
+    causal: bool = option(True, "attention kernels skip masked positions")
+    bandwidth_efficiency: float = option(
+        0.8, "fraction of the memory bandwidth that elementwise operations reach", above=0
     )
-    gather_us: float = option(
-        0.0, "the same of each that gathers a shard unit or reduces its gradient", unit="us", at_least=0
+    update_bandwidth_efficiency: float = option(
+        0.0, "fraction of the memory bandwidth that the optimizer reaches; 0: bandwidth_efficiency", at_least=0
     )
-    launch_us: float = option(0.0, "time that each operation takes at least", unit="us", at_least=0)
-    merged: float = option(0.6, "share of its memory traffic that compiling leaves an elementwise operation", above=0)
-    fused_norms: bool = option(True, "a norm is one kernel, and keeps its input alone")
-    overlap_slowdown: float = option(0.0, "share of hidden communication by which it slows computation", at_least=0)
+    tp_overhead_us: float = option(
+        0.0, "overhead of each tensor-parallel collective beyond the transfer", unit="us", at_least=0
+    )
+    fsdp_overhead_us: float = option(
+        0.0, "overhead of each FSDP all-gather and reduce-scatter beyond the transfer", unit="us", at_least=0
+    )
+    launch_us: float = option(0.0, "minimum time of each operation (kernel launch)", unit="us", at_least=0)
+    fused_traffic_factor: float = option(
+        0.6, "memory traffic of elementwise operations after torch.compile, as a fraction of eager", above=0
+    )
+    fused_norms: bool = option(True, "a norm is one kernel and saves only its input")
+    overlap_slowdown: float = option(
+        0.0, "fraction of the overlapped communication time that computation is slowed down by", at_least=0
+    )
 
 
 @dataclass(frozen=True, kw_only=True)
 class Link:
-    """One of `[[links]]`: a level of the network. Bandwidth is a rank's, one way, with all ranks of it at work."""
+    """One of `[[links]]`: a level of the network. Bandwidth is per rank and direction, with all ranks active."""
 
-    name: str = option(REQUIRED, "what it is called")
-    ranks: int = option(0, "ranks that it joins; 0: any number", at_least=0)
-    gb_s: float = option(REQUIRED, "bandwidth of a rank, one way", unit="GB/s", above=0)
-    latency_us: float = option(0.0, "time of one message", unit="us", at_least=0)
-    efficiency: float = option(1.0, "share of the bandwidth that collectives reach", above=0)
-    pair_efficiency: float = option(1.0, "share of it that one rank reaches sending to another", above=0)
+    name: str = option(REQUIRED, "name of the link")
+    ranks: int = option(0, "ranks that this level connects; 0: any number", at_least=0)
+    bandwidth_gb_s: float = option(REQUIRED, "bandwidth per rank and direction", unit="GB/s", above=0)
+    latency_us: float = option(0.0, "latency of one message", unit="us", at_least=0)
+    efficiency: float = option(1.0, "fraction of the bandwidth that collectives reach", above=0)
+    p2p_efficiency: float = option(1.0, "fraction of the bandwidth that a send between two ranks reaches", above=0)
+
+
+FORMER_KEYS: Mapping[type, Mapping[str, str]] = {
+    Device: {"units": "compute_units", "processors": "full_speed_ranks"},
+    Products: {
+        "quantised": "wave_quantization",
+        "depth": "k_half",
+        "unaligned": "unaligned_factor",
+        "odd": "unaligned_16b_factor",
+        "few": "small_batch_max",
+        "few_between": "small_batch_dims",
+        "few_kept": "small_batch_factor",
+    },
+    Kernels: {
+        "bandwidth": "bandwidth_efficiency",
+        "update_bandwidth": "update_bandwidth_efficiency",
+        "merged": "fused_traffic_factor",
+        "join_us": "tp_overhead_us",
+        "gather_us": "fsdp_overhead_us",
+    },
+    Link: {"gb_s": "bandwidth_gb_s", "pair_efficiency": "p2p_efficiency"},
+}
+"""Former keys of cluster files and the present ones. A file with former keys loads, with one warning."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Cluster:
-    """A cluster. `links` stand from inner to outer; the last joins any number of ranks."""
+    """A parsed cluster file.
+
+    source: where the figures are from.  peak_tflops: dense TFLOP/s by dtype.  products: by dtype.  links: from inner to
+    outer; the last connects any number of ranks.  place: the file, for messages.
+    """
 
     name: str
     source: str
@@ -118,53 +163,55 @@ class Cluster:
 
     @cached_property
     def ranks_per_node(self) -> int:
-        """Ranks that the innermost link joins; 0 where it joins any number."""
+        """Ranks that the innermost link connects; 0: any number."""
         return self.links[0].ranks if self.links else 0
 
     def peak(self, dtype: str) -> float:
-        """Dense peak in FLOP/s.
+        """Dense peak of a dtype ("bfloat16") in FLOP/s.
 
         Raises:
-            ConfigError: the file does not state it for this dtype.
+            ConfigError: the file has no peak for this dtype.
         """
         if dtype not in self.peak_tflops:
-            known = ", ".join(self.peak_tflops)
-            raise ConfigError([Fault(self.place, f"[device.peak_tflops] has no {dtype} (it has {known})")])
+            what = f"[device.peak_tflops] has no {dtype} (it has {', '.join(self.peak_tflops)})"
+            raise ConfigError([ConfigIssue(self.place, f"{what}; change the job's dtype, or choose another cluster")])
         return self.peak_tflops[dtype] * 1e12
 
 
 def names() -> list[str]:
-    """The clusters that came with titan."""
+    """Names of the cluster files that come with titan, sorted."""
     return sorted(file.stem for file in FOLDER.glob("*.toml"))
 
 
 def load(name: str) -> Cluster:
-    """The cluster of a file, or the one of that name which came with titan.
+    """Read a cluster file, or the one of that name that comes with titan.
+
+    A file with former keys (FORMER_KEYS) loads, with one line of warning on stderr per process.
 
     Raises:
-        ConfigError: there is none, or the file has faults; lists all of them.
+        ConfigError: no such file, or the file has errors; lists all of them.
     """
     path = next((path for path in (Path(name).expanduser(), FOLDER / f"{name}.toml") if path.is_file()), None)
     if path is None:
-        raise ConfigError([Fault("--cluster", f"{name}: no such file or cluster{did_you_mean(name, names())}")])
+        raise ConfigError([ConfigIssue("--cluster", f"{name}: no such file or cluster{did_you_mean(name, names())}")])
     try:
         table = tomllib.loads(path.read_text(encoding="utf-8"))
     except (OSError, UnicodeDecodeError, tomllib.TOMLDecodeError) as error:
-        raise by_errno(error, ConfigError([Fault(str(path), f"cannot be read as TOML: {error}")])) from None
+        raise by_errno(error, ConfigError([ConfigIssue(str(path), f"cannot be read as TOML: {error}")])) from None
     return from_table(table, str(path))
 
 
 def from_table(table: Mapping[str, Any], place: str) -> Cluster:
-    """The cluster of a parsed TOML; `place` says in messages where it is from.
+    """The cluster of a parsed TOML; `place` is the file's name in messages.
 
     Raises:
-        ConfigError: with every fault found.
+        ConfigError: the table has errors; lists all of them.
     """
     reader = _Reader(place)
     known = ("name", "source", "device", "kernels", "links")
     for key in table:
         if key not in known:
-            reader.faults.append(Fault(place, f"{key}: unknown key{did_you_mean(key, known)}"))
+            reader.faults.append(ConfigIssue(place, f"{key}: unknown key{did_you_mean(key, known)}"))
     device, peaks = dict(table.get("device", {})), {}
     peaks = reader.numbers(device.pop("peak_tflops", {}), "device.peak_tflops")
     kernels = dict(table.get("kernels", {}))
@@ -173,6 +220,8 @@ def from_table(table: Mapping[str, Any], place: str) -> Cluster:
     parsed = reader.parse(Device, device, "device"), reader.parse(Kernels, kernels, "kernels")
     if reader.faults:
         raise ConfigError(reader.faults)
+    if reader.renamed:
+        warn_once(f"{place} has former names of keys; rename {', '.join(reader.renamed)}")
     return Cluster(
         name=str(table.get("name", Path(place).stem)), source=str(table.get("source", "")), device=parsed[0],
         peak_tflops=peaks, kernels=parsed[1], products=products, links=tuple(links), place=place,
@@ -180,16 +229,34 @@ def from_table(table: Mapping[str, Any], place: str) -> Cluster:
 
 
 class _Reader:
-    """Parses tables and gathers their faults."""
+    """Parses tables; collects their faults and the former keys they use ("old to new", each once)."""
 
     def __init__(self, place: str) -> None:
         self.place = place
-        self.faults: list[Fault] = []
+        self.faults: list[ConfigIssue] = []
+        self.renamed: dict[str, None] = {}
 
     def parse(self, config: type[C], values: Mapping[str, Any], table: str) -> Any:
-        parsed, faults = parse(config, values, Where(table, self.place))
+        where = Where(table, self.place)
+        if not isinstance(values, Mapping):
+            self.faults.append(where.fault("", f"= {values!r}: must be a table"))
+            return None
+        parsed, faults = parse(config, self._present(config, values, where), where)
         self.faults += faults
         return parsed
+
+    def _present(self, config: type[C], values: Mapping[str, Any], where: Where) -> dict[str, Any]:
+        """The table under present keys."""
+        found = dict(values)
+        for former, key in FORMER_KEYS[config].items():
+            if former not in values:
+                continue
+            if key in values:
+                what = f"is the former name of {key}, and both are given; delete {former}"
+                self.faults.append(where.fault(former, what))
+            self.renamed[f"{former} to {key}"] = None
+            found.setdefault(key, found.pop(former))
+        return found
 
     def numbers(self, values: Mapping[str, Any], table: str) -> dict[str, float]:
         """TFLOP/s by dtype."""
@@ -200,12 +267,12 @@ class _Reader:
             elif isinstance(value, bool) or not isinstance(value, (int, float)) or value <= 0:
                 self.faults.append(where.fault(key, f"= {value!r}: must be a number above 0"))
         if not values:
-            self.faults.append(where.fault("", "missing; it states TFLOP/s by dtype"))
+            self.faults.append(where.fault("", "missing; give TFLOP/s by dtype"))
         return {key: float(value) for key, value in values.items() if isinstance(value, (int, float))}
 
 
 def spans(ranks: Sequence[int], links: Sequence[Link]) -> int:
-    """Number of the innermost link that joins all of these ranks."""
+    """Index of the innermost link that connects all of these ranks."""
     for number, link in enumerate(links):
         if not link.ranks or len({rank // link.ranks for rank in ranks}) == 1:
             return number

@@ -1,13 +1,13 @@
-"""Seconds of operations on a device.
+"""Time of operations on a device, in seconds.
 
-A matrix product of [m, k] by [k, n] takes 2 m k n / (peak * reached). What is reached of the peak falls below the
-largest where the last wave of tiles does not fill the device (m / tile x n / tile tiles over its units), where the
-reduction k is short, and where a size is divided by few powers of two: loads are narrower, and below 16 bytes a row the
-fast units are not used at all. It takes no less than its bytes need (the roofline of Williams et al., CACM 52(4),
-2009).
+A matrix product of [m, k] by [k, n] takes 2 m k n / (peak * efficiency). The efficiency falls below its maximum for
+three reasons: the last wave of output tiles does not fill the compute units (wave quantization); the reduction length k
+is short; or a size is divisible by a small power of two only, so that loads are narrower. Sizes that are not a multiple
+of 16 bytes do not use tensor cores at all. A product takes at least the time of its memory traffic (the roofline of
+Williams et al., CACM 52(4), 2009).
 
-Attention is counted in the FLOPs that are needed, half of the square where a kernel skips what positions may not see;
-its backward is 2.5 times its forward (FlashAttention-2, arXiv 2307.08691).
+Attention counts needed FLOPs only: half of the square where a kernel skips masked positions. Its backward has 2.5 times
+the FLOPs of its forward (FlashAttention-2, arXiv 2307.08691).
 """
 
 import bisect
@@ -15,17 +15,17 @@ import math
 from collections.abc import Sequence
 from typing import NamedTuple
 
-from titan.contracts.base.cost import Attention, Costs, Lookup, Matmul, Operation
+from titan.contracts.base.cost import Attention, Costs, EmbeddingOp, Matmul, Operation
 from titan.planner.machine.cluster import Cluster, Products
 
 BACKWARD_OF_ATTENTION = 2.5
 PASSES_OVER_SCORES = (4.5, 5.5)
-"""Numbers a score that pass through memory beside the products where scores are written, forward and backward: the
-softmax reads and writes (backward reads two), and so does dropout, with a mask of a byte."""
+"""Elements per score that move through memory, forward and backward, besides the products, in attention that writes its
+scores: the softmax reads and writes (its backward reads two), and so does dropout, with a mask of one byte."""
 
 
 class Seconds(NamedTuple):
-    """Of one operation or many: forward, the input's part of backward, the weights' part of backward."""
+    """Seconds of one or more operations: forward; backward for the inputs; backward for the weights."""
 
     forward: float = 0.0
     inputs: float = 0.0
@@ -33,22 +33,22 @@ class Seconds(NamedTuple):
 
     @property
     def backward(self) -> float:
-        """Both parts of backward."""
+        """Seconds of the whole backward: for inputs and weights."""
         return self.inputs + self.weights
 
 
 class Device:
-    """The kernels of a cluster's device. Remembers the products it has timed."""
+    """Times the kernels of a cluster's device. Caches the times of matrix products."""
 
     def __init__(self, cluster: Cluster) -> None:
         self.cluster, self.kernels = cluster, cluster.kernels
         self._launch = cluster.kernels.launch_us * 1e-6
-        self._bytes_per_s = cluster.device.bandwidth_gb_s * 1e9 * cluster.kernels.bandwidth
+        self._bytes_per_s = cluster.device.bandwidth_gb_s * 1e9 * cluster.kernels.bandwidth_efficiency
         self._products: dict[tuple[float, float, float, str, int], float] = {}
         self._points = {dtype: rates.curve() for dtype, rates in cluster.products.items() if rates.points}
 
     def product(self, m: float, k: float, n: float, dtype: str, width: int) -> float:
-        """Seconds of [m, k] x [k, n] with numbers of `width` bytes."""
+        """Seconds of the matrix product [m, k] x [k, n] in a dtype; `width`: bytes per element."""
         key = (m, k, n, dtype, width)
         seconds = self._products.get(key)
         if seconds is None:
@@ -64,16 +64,17 @@ class Device:
     def _reached(self, m: float, k: float, n: float, dtype: str, width: int) -> float:
         """FLOP/s of a product."""
         rates = self.cluster.products.get(dtype, Products())
-        share: float = rates.efficiency / (1 + rates.quantised * self._wasted(m, n, rates.tile)) * k / (k + rates.depth)
+        waste = rates.wave_quantization * self._wasted(m, n, rates.tile)
+        share: float = rates.efficiency / (1 + waste) * k / (k + rates.k_half)
         even = min(_even(m), _even(k), _even(n))
-        share *= rates.unaligned ** max(0.0, math.log2(rates.aligned / even))
+        share *= rates.unaligned_factor ** max(0.0, math.log2(rates.aligned / even))
         if even * width % 16:
-            share *= rates.odd
+            share *= rates.unaligned_16b_factor
         return self.cluster.peak(dtype) * share
 
     def _wasted(self, m: float, n: float, tile: tuple[int, int]) -> float:
-        """Work on tiles that nobody asked for, as a share of the work; of the tile on its side or halved, the best."""
-        units, (rows, columns) = self.cluster.device.units, tile
+        """Idle compute of partly filled tiles and waves, relative to the work; best of three tile orientations."""
+        units, (rows, columns) = self.cluster.device.compute_units, tile
         found = math.inf
         for r, c in ((rows, columns), (columns, rows), (rows, columns // 2)):
             waves = math.ceil(math.ceil(m / r) * math.ceil(n / c) / units)
@@ -81,23 +82,28 @@ class Device:
         return found
 
     def moving(self, numbers: float, width: float) -> float:
-        """Seconds of an operation that reads and writes that many numbers of `width` bytes; of none, nothing."""
+        """Seconds of an operation that moves `numbers` elements of `width` bytes through memory; 0 for none."""
         return numbers * width / self._bytes_per_s + self._launch if numbers else 0.0
 
     def operation(self, op: Operation, costs: Costs, dtype: str) -> Seconds:
-        """Seconds of one operation for one micro batch on one rank; its matmuls run in `dtype`."""
+        """Seconds of one operation for one micro batch on one rank.
+
+        costs: of the job, for the share of tokens and heads per rank.  dtype: that of matrix products.
+        """
         if isinstance(op, Matmul):
             return self._linear(op, costs, dtype)
         if isinstance(op, Attention):
             return self._written(op, costs) if op.scores_written else self._attention(op, costs)
-        if isinstance(op, Lookup):
+        if isinstance(op, EmbeddingOp):
             numbers = costs.share("hidden") * op.width
-            return Seconds(self.moving(2 * numbers, costs.bytes), 0.0, self.moving(3 * numbers, costs.bytes))
-        tokens = costs.share(op.region) * (self.kernels.merged if costs.fused else 1.0)
-        return Seconds(self.moving(tokens * op.forward, costs.bytes), self.moving(tokens * op.backward, costs.bytes))
+            return Seconds(self.moving(2 * numbers, costs.itemsize), 0.0, self.moving(3 * numbers, costs.itemsize))
+        tokens = costs.share(op.region) * (self.kernels.fused_traffic_factor if costs.fused else 1.0)
+        return Seconds(
+            self.moving(tokens * op.forward, costs.itemsize), self.moving(tokens * op.backward, costs.itemsize)
+        )
 
     def _linear(self, op: Matmul, costs: Costs, dtype: str) -> Seconds:
-        rows, width = costs.share("whole"), costs.bytes
+        rows, width = costs.share("seq_full"), costs.itemsize
         inputs, outputs = costs.product(op)
         return Seconds(
             self.product(rows, inputs, outputs, dtype, width),
@@ -106,7 +112,7 @@ class Device:
         )
 
     def _attention(self, op: Attention, costs: Costs) -> Seconds:
-        square = 4.0 * costs.share("inner") * costs.seq_len * op.heads * op.head_dim
+        square = 4.0 * costs.share("tp_sharded") * costs.seq_len * op.heads * op.head_dim
         needed = square * (0.5 if self.kernels.causal else 1.0) / self.cluster.peak(costs.wide_dtype)
         return Seconds(
             needed / self.kernels.attention_forward + self._launch,
@@ -114,25 +120,25 @@ class Device:
         )
 
     def _written(self, op: Attention, costs: Costs) -> Seconds:
-        """Two batched products forward, four backward, and passes over the S x S scores each way."""
-        seq_len, dtype, width = costs.seq_len, costs.wide_dtype, costs.bytes
-        matrices = costs.share("inner") * op.heads / seq_len
+        """Attention that writes its scores: two batched products forward, four backward, passes over S x S scores."""
+        seq_len, dtype, width = costs.seq_len, costs.wide_dtype, costs.itemsize
+        matrices = costs.share("tp_sharded") * op.heads / seq_len
         pair = self.batched(matrices, seq_len, op.head_dim, seq_len, dtype, width)
         pair += self.batched(matrices, seq_len, seq_len, op.head_dim, dtype, width)
-        scores = costs.share("inner") * op.heads * seq_len
+        scores = costs.share("tp_sharded") * op.heads * seq_len
         forward, backward = (self.moving(passes * scores, width) for passes in PASSES_OVER_SCORES)
         return Seconds(pair + forward, 2 * pair + backward)
 
     def batched(self, matrices: float, m: float, k: float, n: float, dtype: str, width: int) -> float:
-        """Seconds of that many products at once; all of their tiles share the waves."""
+        """Seconds of a batched product of `matrices` pairs [m, k] x [k, n]; their tiles share the waves."""
         seconds, rates = self.product(matrices * m, k, n, dtype, width), self.cluster.products.get(dtype, Products())
-        narrowest, widest = rates.few_between
-        slow = matrices <= rates.few and narrowest <= min(k, n) <= widest
-        return seconds / rates.few_kept if slow else seconds
+        narrowest, widest = rates.small_batch_dims
+        slow = matrices <= rates.small_batch_max and narrowest <= min(k, n) <= widest
+        return seconds / rates.small_batch_factor if slow else seconds
 
     def update(self, bytes_: float) -> float:
-        """Seconds of an optimizer that reads and writes that many bytes."""
-        share = self.kernels.update_bandwidth or self.kernels.bandwidth
+        """Seconds of an optimizer update that moves that many bytes through memory."""
+        share = self.kernels.update_bandwidth_efficiency or self.kernels.bandwidth_efficiency
         return bytes_ / (self.cluster.device.bandwidth_gb_s * 1e9 * share)
 
 
@@ -143,7 +149,7 @@ def _even(size: float) -> int:
 
 
 def _interpolated(points: Sequence[tuple[float, float]], flops: float) -> float:
-    """FLOP/s at that many FLOPs; linear in their logarithm between points, the ends' own outside."""
+    """FLOP/s of a product of that many FLOPs: linear in log(FLOPs) between points, constant outside."""
     at = bisect.bisect_left(points, (flops, 0.0))
     if at in (0, len(points)):
         return points[min(at, len(points) - 1)][1]

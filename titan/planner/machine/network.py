@@ -1,9 +1,9 @@
-"""Seconds of collectives between ranks.
+"""Time of collectives and sends between ranks, in seconds.
 
-A group of n ranks that share V bytes sends (n - 1) / n V a rank for an all-gather or a reduce-scatter, twice that for
-an all-reduce, and as much for an all-to-all of V bytes (rings: Patarasu and Yuan, J. Parallel Distrib. Comput. 69,
-2009). Where a group crosses a level of the network, all its ranks below that level cross it together, so g ranks of a
-node drive g links. Each doubling of the group costs a message's latency.
+For a tensor of V bytes in a group of n ranks, each rank sends (n - 1) / n V bytes in an all-gather, a reduce-scatter or
+an all-to-all, and twice that in an all-reduce (rings: Patarasu and Yuan, J. Parallel Distrib. Comput. 69, 2009). Where
+a group spans a level of the network, all of its ranks below that level use their links at once: g ranks of a node drive
+g links. Each doubling of the group adds one message latency.
 """
 
 import math
@@ -18,40 +18,43 @@ PASSES: Mapping[Collective, float] = {"all_reduce": 2.0, "all_gather": 1.0, "red
 
 @dataclass(frozen=True)
 class Group:
-    """Ranks that stand `stride` apart, `size` of them."""
+    """A process group of `size` ranks, each `stride` global ranks after the one before."""
 
     size: int
     stride: int
 
     def within(self, ranks: int) -> int:
-        """How many of them stand within `ranks` neighbouring ones (0: any number)."""
+        """How many ranks of the group lie within `ranks` consecutive global ranks (0: any number)."""
         return self.size if not ranks else max(1, min(self.size, ranks // self.stride))
 
 
 class Network:
-    """The links of a cluster."""
+    """Times collectives and sends over a cluster's links."""
 
     def __init__(self, cluster: Cluster) -> None:
         self.links = cluster.links
 
     def collective(self, kind: Collective, group: Group, bytes_: float) -> float:
-        """Seconds of a collective whose whole tensor has that many bytes."""
+        """Seconds of a collective.
+
+        bytes_: size of the whole tensor: the result of an all-gather, the input of a reduce-scatter.
+        """
         if group.size == 1 or not bytes_:
             return 0.0
         below, slowest, latency = 1, math.inf, 0.0
         for link in self.links:
             here = group.within(link.ranks)
             if here > below:
-                slowest = min(slowest, below * link.gb_s * 1e9 * link.efficiency)
+                slowest = min(slowest, below * link.bandwidth_gb_s * 1e9 * link.efficiency)
                 latency += math.log2(here / below) * link.latency_us * 1e-6
             below = here
         return PASSES[kind] * ((group.size - 1) / group.size * bytes_ / slowest + latency)
 
     def send(self, group: Group, bytes_: float) -> float:
-        """Seconds to send to the neighbour in a group; the slowest pair's."""
+        """Seconds to send `bytes_` to the next rank of a group, for the slowest pair."""
         link = self.between(group)
-        return bytes_ / (link.gb_s * 1e9 * link.pair_efficiency) + link.latency_us * 1e-6
+        return bytes_ / (link.bandwidth_gb_s * 1e9 * link.p2p_efficiency) + link.latency_us * 1e-6
 
     def between(self, group: Group) -> Link:
-        """The link that the farthest neighbours of a group have between them."""
+        """The innermost link that connects the whole group."""
         return next((link for link in self.links if group.within(link.ranks) == group.size), self.links[-1])

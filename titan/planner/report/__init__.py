@@ -1,4 +1,4 @@
-"""Predictions shown: words, pictures, studies, closed forms."""
+"""Predictions as text, tables, plots and studies, and the closed-form formulas."""
 
 STUDIES = ("weak-scaling", "strong-scaling", "bubble", "tp", "pp", "recompute", "micro-batch")
-"""What `titan plan --study` can vary; see `titan.planner.report.studies`."""
+"""Names of the studies of `titan plan --study`; see `titan.planner.report.studies`."""

@@ -1,8 +1,8 @@
-"""Studies: a job with one thing varied, each point a prediction.
+"""Studies: a job with one parameter varied; each point is a prediction.
 
-The usual figures of papers on scaling (arXiv 2104.04473; Frontier's, arXiv 2312.12705) for any job and cluster. A study
-starts from the job's own layout and overrides one or two of its keys; which axis is meant is found by its role. What
-cannot work stays in the study, with the reason, and so does what does not fit.
+They give the usual figures of papers on scaling (arXiv 2104.04473; Frontier: arXiv 2312.12705) for any job and cluster.
+A study starts from the job's own layout and overrides one or two of its keys; mesh axes are found by their role.
+Invalid jobs stay in the study, with the reason; so do jobs that do not fit into memory.
 """
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -11,12 +11,13 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from titan.config import Job, load_job
-from titan.config.tables import Table, override
+from titan.config.renames import renew
+from titan.config.tables import COMMAND_LINE, Table, override
 from titan.contracts import Technique
 from titan.contracts.base import registry
 from titan.contracts.base.mesh import Layout, Role
 from titan.contracts.base.options import did_you_mean
-from titan.errors import ConfigError, Fault
+from titan.errors import ConfigError, ConfigIssue
 from titan.planner.machine.cluster import Cluster
 from titan.planner.report.study import MEASURES, Point, Study
 from titan.planner.search.space import LARGEST_MICRO_BATCH
@@ -36,7 +37,7 @@ DOUBLINGS = 5
 
 
 class Variant(NamedTuple):
-    """A point before it is predicted: the keys that it overrides."""
+    """A point before its prediction. x, label, series: see `Point`.  keys: dotted keys of the TOML, overridden."""
 
     x: float
     label: str
@@ -45,9 +46,9 @@ class Variant(NamedTuple):
 
 
 class Base(NamedTuple):
-    """The job as it is given.
+    """The job as given.
 
-    fixed: dotted keys of the command line.  ranks: the most that scaling goes to; 0: not said.
+    fixed: dotted keys set on the command line.  ranks: largest number of ranks of a scaling study; 0: not given.
     """
 
     job: Job
@@ -55,11 +56,15 @@ class Base(NamedTuple):
     ranks: int
 
     def axis(self, role: Role) -> str:
-        """The axis of a role; of several the one with the most ranks, or that takes what is left of them."""
+        """Name of the mesh axis with this role; of several, the one with the largest degree or with default -1.
+
+        Raises:
+            ConfigError: no plugin owns such an axis.
+        """
         layout = self.job.layout
         axes = [axis for axis in layout.axes if axis.role == role]
         if not axes:
-            raise ConfigError([Fault("--study", f"no plugin owns an axis of role {role}")])
+            raise ConfigError([ConfigIssue("--study", f"no plugin owns an axis of role {role}")])
         return max(axes, key=lambda axis: (layout.degrees[axis.name], axis.default == -1)).name
 
 
@@ -98,16 +103,16 @@ def _tensor(base: Base) -> Varied:
 
 
 def _pipeline(base: Base) -> Varied:
-    return _exchanged(base, "stage", base.job.plan.n_layers)
+    return _exchanged(base, "stage", base.job.spec.n_layers)
 
 
 def _exchanged(base: Base, role: Role, most: int) -> Varied:
     """Degrees of an axis, with the axis that shares the batch taking what is left of the same ranks."""
     axis, batch, degrees = base.axis(role), base.axis("batch"), base.job.layout.degrees
-    room = degrees[axis] * degrees[batch]
+    product = degrees[axis] * degrees[batch]
     return f"mesh.{axis}", [
-        Variant(degree, str(degree), {f"mesh.{axis}": degree, f"mesh.{batch}": room // degree})
-        for degree in _divisors(room, most)
+        Variant(degree, str(degree), {f"mesh.{axis}": degree, f"mesh.{batch}": product // degree})
+        for degree in _divisors(product, most)
     ]
 
 
@@ -124,10 +129,10 @@ def _micro_batch(base: Base) -> Varied:
 def _recompute(base: Base) -> Varied:
     """Each technique that may be left out: off, and what can be chosen for it."""
     variants: list[Variant] = []
-    optional = [plugin for plugin in _techniques() if plugin.optional]
-    for plugin in optional:
-        prefix = f"{plugin.name} " if len(optional) > 1 else ""
-        for choice in (None, *plugin.choices):
+    toggled = [plugin for plugin in _techniques() if plugin.search_toggle]
+    for plugin in toggled:
+        prefix = f"{plugin.name} " if len(toggled) > 1 else ""
+        for choice in (None, *plugin.search_space):
             said = "off" if choice is None else _said(choice)
             keys = {"enabled": choice is not None, **(choice or {})}
             variants.append(Variant(len(variants), prefix + said, _keys(plugin.name, keys)))
@@ -139,7 +144,7 @@ def _bubble(base: Base) -> Varied:
     job, stages = base.job, base.job.layout.role_degree("stage")
     if stages == 1:
         axis = base.axis("stage")
-        raise ConfigError([Fault("--study", f"bubble: the job has no pipeline; give it one: --mesh.{axis} 4")])
+        raise ConfigError([ConfigIssue("--study", f"bubble: the job has no pipeline; give it one: --mesh.{axis} 4")])
     counts = sorted({job.micro_batches, *(stages * 2**i for i in range(DOUBLINGS + 1))})
     variants = []
     for series, keys in _orders(base):
@@ -156,15 +161,15 @@ def _orders(base: Base) -> Iterator[tuple[str, dict[str, Any]]]:
     The job's own stands for its value; where the command line fixes that option, it is the only one.
     """
     technique = next(t for t in base.job.techniques if any(axis.role == "stage" for axis in t.axes))
-    if not technique.choices:
+    if not technique.search_space:
         yield "", {}
         return
-    name, (first, *_) = technique.name, technique.choices[0]
+    name, (first, *_) = technique.name, technique.search_space[0]
     table = base.job.table["plugins"][name]
-    own = {key: table[key] for key in technique.choices[0]}
+    own = {key: table[key] for key in technique.search_space[0]}
     found: dict[Any, Mapping[str, Any]] = {}
     if f"plugins.{name}.{first}" not in base.fixed:
-        for choice in technique.choices:
+        for choice in technique.search_space:
             found.setdefault(choice[first], choice)
     found[own[first]] = own
     for choice in found.values():
@@ -188,7 +193,7 @@ def _said(choice: Mapping[str, Any]) -> str:
 
 
 class Kind(NamedTuple):
-    """A study that can be made; see `Study`.  scales: a number of ranks is the most it goes to, not the job's own."""
+    """A study that `run` can make; see `Study`. scales: --world-size is its largest number of ranks, not the job's."""
 
     title: str
     varied: Callable[[Base], Varied]
@@ -200,32 +205,33 @@ class Kind(NamedTuple):
 SCALING = ("efficiency", "tokens_per_s")
 THROUGHPUT = ("model_tflops_per_device", "memory_gib")
 KINDS: Mapping[str, Kind] = {
-    "weak-scaling": Kind("Weak scaling: the batch grows with the ranks", _weak, SCALING, scales=True),
-    "strong-scaling": Kind("Strong scaling: more ranks share one batch", _strong, SCALING, scales=True),
-    "bubble": Kind("Bubble against micro batches", _bubble, ("bubble_fraction",)),
-    "tp": Kind("Throughput against ranks that split layers", _tensor, THROUGHPUT),
-    "pp": Kind("Throughput against pipeline stages", _pipeline, THROUGHPUT),
-    "recompute": Kind("Memory against recompute", _recompute, THROUGHPUT[::-1], bars=True),
-    "micro-batch": Kind("Throughput against the micro batch", _micro_batch, THROUGHPUT),
+    "weak-scaling": Kind("Weak scaling: batch size proportional to the number of ranks", _weak, SCALING, scales=True),
+    "strong-scaling": Kind("Strong scaling: fixed batch size", _strong, SCALING, scales=True),
+    "bubble": Kind("Pipeline bubble by number of micro batches per step", _bubble, ("bubble_fraction",)),
+    "tp": Kind("Throughput by tensor-parallel degree", _tensor, THROUGHPUT),
+    "pp": Kind("Throughput by number of pipeline ranks", _pipeline, THROUGHPUT),
+    "recompute": Kind("Memory by recomputation mode", _recompute, THROUGHPUT[::-1], bars=True),
+    "micro-batch": Kind("Throughput by micro-batch size", _micro_batch, THROUGHPUT),
 }
 
 
 def run(name: str, config: Path | None, overrides: Sequence[str], cluster: Cluster, world_size: int | None) -> Study:
-    """Make a study of a job on a cluster.
+    """Predict all points of a study of a job on a cluster.
 
-    world_size: ranks of the job, by way of the axis that shares the batch; for scaling, the largest number of them.
+    name: one of `STUDIES`.  config: TOML; None: quickstart.  overrides: `--key=value` words.  world_size: ranks of the
+    job, reached by the data-parallel degree; of a scaling study the largest number of ranks; None: the job's own.
 
     Raises:
-        ConfigError: there is no such study, the job is refused as it is given, or nothing in it can be varied so.
+        ConfigError: no such study, the job is invalid, or the study has fewer than two points to compare.
     """
     if name not in KINDS:
-        raise ConfigError([Fault("--study", f"{name}: no such study{did_you_mean(name, KINDS)}")])
+        raise ConfigError([ConfigIssue("--study", f"{name}: no such study{did_you_mean(name, KINDS)}")])
     kind, planner = KINDS[name], Planner(cluster)
     base, words = _base(kind, config, overrides, world_size)
     x_label, variants = kind.varied(base)
     if len(variants) < 2:
         what = f"{name}: nothing to vary with {base.job.layout}; give it more ranks (--world-size N) or a larger batch"
-        raise ConfigError([Fault("--study", what)])
+        raise ConfigError([ConfigIssue("--study", what)])
     points = tuple(_point(variant, config, words, planner) for variant in variants)
     if "efficiency" in kind.shown:
         points = _with_efficiency(points)
@@ -237,8 +243,10 @@ def _base(kind: Kind, config: Path | None, overrides: Sequence[str], world_size:
     """The job as given, and the words that say so."""
     given = Table()
     override(given, overrides)
+    job = load_job(config, overrides)
+    renew(given, COMMAND_LINE)  # only now are the plugins of the file known
     fixed = frozenset(".".join(key) for key in given.origins)
-    base, words = Base(load_job(config, overrides), fixed, world_size or 0), list(overrides)
+    base, words = Base(job, fixed, world_size or 0), list(overrides)
     if world_size is None or kind.scales:
         return base, words
     axis = base.axis("batch")
@@ -247,12 +255,12 @@ def _base(kind: Kind, config: Path | None, overrides: Sequence[str], world_size:
 
 
 def _left(layout: Layout, axis: str, world_size: int) -> int:
-    """Degree of an axis that makes up so many ranks."""
+    """Degree of an axis with which the layout has `world_size` ranks."""
     others = layout.world_size // layout.degrees[axis]
     if world_size < 1 or world_size % others:
         near = max(others, round(world_size / others) * others)
         what = f"--world-size {world_size}: must be a multiple of the layout's other {others} ranks; nearest: {near}"
-        raise ConfigError([Fault("command line", what)])
+        raise ConfigError([ConfigIssue("command line", what)])
     return world_size // others
 
 

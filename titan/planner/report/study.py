@@ -1,30 +1,30 @@
-"""What a study found: its points, as a table and as JSON."""
+"""Result of a study: its points, as a table and as JSON."""
 
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
-from titan.planner.report.words import columns
+from titan.planner.report.render import columns
 
 BAR = 24
 """Characters of the longest bar."""
 
 
 class Measure(NamedTuple):
-    """How a value is called in tables and pictures, with its unit, and how it is written."""
+    """A column of a study. label: heading in tables and plots, with the unit.  form: format of the value."""
 
     label: str
     form: str
 
 
 MEASURES = {
-    "step_time_s": Measure("step, s", ".4g"),
+    "step_time_s": Measure("step time, s", ".4g"),
     "tokens_per_s": Measure("tokens/s", ",.0f"),
     "efficiency": Measure("efficiency", ".1%"),
-    "model_tflops_per_device": Measure("TFLOP/s a device", ".1f"),
+    "model_tflops_per_device": Measure("TFLOP/s per device", ".1f"),
     "bubble_fraction": Measure("bubble", ".1%"),
     "activations_gib": Measure("activations, GiB", ".2f"),
-    "memory_gib": Measure("fullest rank, GiB", ".2f"),
+    "memory_gib": Measure("peak memory, GiB", ".2f"),
 }
 
 
@@ -32,8 +32,8 @@ MEASURES = {
 class Point:
     """One job of a study.
 
-    x: where it stands.  label: the same in words.  series: which line it is on.  values: by the names of MEASURES.
-    refused: why it cannot work; it then has no values.
+    x: value on the x axis.  label: its text.  series: the line that the point belongs to.  values: by key of MEASURES.
+    refused: reason why the job is invalid; values are empty then.
     """
 
     x: float
@@ -46,9 +46,10 @@ class Point:
 
 @dataclass(frozen=True)
 class Study:
-    """A job with one thing varied.
+    """A job with one parameter varied.
 
-    shown: the measures that matter, the first most.  bars: x only numbers what is compared.  room_gib: of a device.
+    shown: keys of MEASURES to plot, the most important one first.  bars: plot bars, because x is only an index.
+    device_gib: memory of a device, in GiB.
     """
 
     name: str
@@ -57,16 +58,16 @@ class Study:
     x_label: str
     shown: tuple[str, ...]
     bars: bool
-    room_gib: float
+    device_gib: float
     points: tuple[Point, ...]
 
     @property
     def series(self) -> tuple[str, ...]:
-        """Names of the lines; a single one has no name."""
+        """Names of the series, in order; a study with a single line has one empty name."""
         return tuple(dict.fromkeys(point.series for point in self.points))
 
     def as_json(self) -> dict[str, Any]:
-        """All points; values of those that are refused are left out."""
+        """The study for `--json`; an invalid point has its reason in `refused` and no values."""
         points = [
             {"x": p.x, "label": p.label, "series": p.series, "fits": p.fits, "refused": p.refused or None, **p.values}
             for p in self.points
@@ -76,7 +77,7 @@ class Study:
     def text(self) -> str:
         """A table of all measures, or of the first one for several series."""
         table = self._table() if len(self.series) == 1 else self._table_of_series()
-        notes = [f"*  does not fit into {self.room_gib:g} GiB"] if any(self._star(p) for p in self.points) else []
+        notes = [f"*  does not fit into {self.device_gib:g} GiB"] if any(self._star(p) for p in self.points) else []
         notes += [f"-  {' '.join(filter(None, (name, ', '.join(at))))}: {why}" for (name, why), at in self._refused()]
         return "\n".join([self.title, self.job, "", *table, *(["", *notes] if notes else [])])
 

@@ -1,1 +1,1 @@
-"""All layouts of a job, and the best of them."""
+"""The search space of layouts of a job, and the search for the best ones."""

@@ -1,13 +1,15 @@
-"""The best layouts of a job on a cluster, out of all there are.
+"""Exact search for the best layouts of a job on a cluster: branch and bound, lowest bound first.
 
-Branch and bound, the lowest bound first. A group of layouts has degrees and micro batch in common; none of them beats
-its computation, shared out evenly. A group falls into the choices for techniques that do not cut the model; none beats
-that with its communication, however the layers are shared out. These fall into layouts, each with its cut; none beats
-what its ranks have to do if nothing makes them wait. What is left is timed stage by stage, dropped if it does not fit
-into memory, and simulated, till the lowest bound exceeds the worst of the layouts that are kept. So all layouts are
-looked at, most of them by a bound that they share.
+Lower bounds of the objective, each tighter than the one before:
 
-Where a technique cuts the model must follow from its own options, the degrees and the micro batch.
+1. A group of layouts with the same degrees and micro batch: its computation, divided evenly over the ranks.
+2. With options chosen for all techniques but those that cut the model into stages: the same plus communication.
+3. A full layout: the work of its busiest rank without any wait for other ranks.
+
+A full layout that is not pruned is timed stage by stage, dropped if it does not fit into memory, and simulated. The
+search ends when the lowest bound exceeds the worst of the layouts kept, so no layout is missed.
+
+The cut of the model into stages must follow from the technique's options, the degrees and the micro batch.
 """
 
 import bisect
@@ -28,40 +30,40 @@ from titan.contracts.base.mesh import Layout
 from titan.planner.search.space import Choice, Chosen, Space
 from titan.planner.step.layout import costs_of, cut, uncut
 from titan.planner.step.memory import GIB
-from titan.planner.step.predict import Alike, Place, Planner, Prediction, places_of
+from titan.planner.step.predict import Planner, Prediction, StageCostCache, StageLoad, stage_loads
 
 Objective = Literal["time", "price", "energy"]
 Group = tuple[float, Space, Layout, int]
 """Bound, space, layout, micro batch."""
-Places = Callable[[Recompute | None], list[Place]]
-"""What the ranks of a pipeline hold when so much is computed again."""
+Places = Callable[[Recompute | None], list[StageLoad]]
+"""Loads of the pipeline's ranks, as a function of the recomputation."""
 Cuts = dict[Chosen, Places]
-"""The places of a group's pipelines, by the choices for techniques that cut the model."""
+"""Loads by the options of techniques that cut the model, for one group."""
 
 FEW = 200
-"""Groups that one process goes through before another one has started."""
+"""Groups below which a single process is faster than starting workers."""
 
 
 @dataclass(frozen=True)
 class Found:
-    """A layout and what is predicted of it."""
+    """A layout that the search kept, and its prediction."""
 
     choice: Choice
     prediction: Prediction
 
     def value(self, objective: Objective) -> float:
-        """What a step costs by an objective: seconds, price, joules."""
+        """Cost of a step: seconds for "time", the cluster's currency for "price", joules for "energy"."""
         p = self.prediction
         return {"time": p.step_time_s, "price": p.price, "energy": p.energy_j}[objective]
 
 
 @dataclass
 class Result:
-    """The best layouts, best first, and what became of the others.
+    """The best layouts, best first, and counts of the others.
 
-    layouts: combinations of degrees and micro batch.  by_bound: of them, ruled out by their bound.  Of layouts with
-    their options, refused: by a plugin's check; slower: than the best by their bounds; too_large: for the memory.
-    tightest: (bytes, layout) of the one that lacks least memory.
+    layouts: combinations of degrees and micro batch.  by_bound: those of them pruned by lower bound.
+    Counts of full layouts (with all options): refused by a plugin's check; slower: pruned by lower bound; too_large:
+    out of memory; simulated.  tightest: (bytes per rank, layout) of the one that exceeds the memory least.
     """
 
     best: list[Found] = field(default_factory=list)
@@ -84,9 +86,10 @@ def search(
     progress: Callable[[int, int], None] = lambda done, of: None,
     workers: int = 1,
 ) -> Result:
-    """The `keep` best layouts of a job that fit, by the seconds, the price or the energy of a token.
+    """Find the `keep` layouts with the lowest step time, price or energy per step that fit into memory.
 
-    progress: told how many groups are done, of how many (the first worker's).  workers: processes that share them.
+    job: loaded for one rank.  spaces: search spaces, one per number of ranks.  progress: called with (groups done,
+    groups in all) of the first worker.  workers: processes that share the groups (Linux only).
     """
     gc.freeze()  # what has been imported is not gone through at each collection, nor copied where workers are forked
     try:
@@ -134,7 +137,7 @@ def _merged(results: Sequence[Result], keep: int, objective: Objective) -> Resul
 @cache
 def _places(stages: tuple[Stage, ...]) -> Places:
     """What the ranks of a pipeline hold; many jobs have the same."""
-    return cache(partial(places_of, stages))
+    return cache(partial(stage_loads, stages))
 
 
 class _Node(NamedTuple):
@@ -156,13 +159,13 @@ class _Search:
         self.job, self.planner, self.keep, self.objective = job, planner, keep, objective
         self.result = Result()
         self.values: list[float] = []
-        self.room = planner.cluster.device.memory_gib * GIB
+        self.memory = planner.cluster.device.memory_gib * GIB
         self._waiting: list[_Node] = []
         self._numbers = itertools.count()
-        self._alone: dict[tuple[int, int, int], Alike] = {}
+        self._alone: dict[tuple[int, int, int], StageCostCache] = {}
 
     def through(self, groups: Sequence[Group], progress: Callable[[int, int], None] = lambda done, of: None) -> Result:
-        """Look at what has the lowest bound, until nothing that is left can be among the best."""
+        """Expand the node with the lowest bound until no remaining bound is below the worst layout kept."""
         result = self.result
         result.layouts = result.by_bound = len(groups)
         for bound, *group in groups:
@@ -181,8 +184,8 @@ class _Search:
         return len(self.values) == self.keep and bound >= self.values[-1]
 
     def groups(self, spaces: Sequence[Space]) -> Iterator[Group]:
-        """(bound, space, layout, micro batch) of each combination that divides the batch."""
-        alone = replace(costs_of(self.job), recompute=None, traffic=(), fused=True, update_bytes=0.0)
+        """(lower bound, space, layout, micro batch) of each combination that divides the global batch."""
+        alone = replace(costs_of(self.job), recompute=None, collectives=(), fused=True, update_bytes=0.0)
         for space in spaces:
             for layout in space.layouts():
                 for micro_batch in space.micro_batches(layout):
@@ -193,10 +196,10 @@ class _Search:
         slices, sequence, batch = (layout.role_degree(role) for role in ("model", "sequence", "batch"))
         key = (slices, sequence, micro_batch)
         if key not in self._alone:
-            whole = {region: sequence * (1 if region == "whole" else slices) for region in REGIONS}
-            self._alone[key] = self.planner.alike(replace(alone, splits=whole, micro_batch=micro_batch), layout)
+            whole = {region: sequence * (1 if region == "seq_full" else slices) for region in REGIONS}
+            self._alone[key] = self.planner.stage_costs(replace(alone, splits=whole, micro_batch=micro_batch), layout)
         rounds = self.job.train.global_batch_size / micro_batch / batch
-        return self._value(*self._alone[key].least(rounds, layout.role_degree("stage")), layout)
+        return self._value(*self._alone[key].lower_bound(rounds, layout.role_degree("stage")), layout)
 
     def _value(self, least: float, busy: float, layout: Layout) -> float:
         """What a step costs at least that takes so long, and in which ranks are at work so long on average."""
@@ -218,19 +221,19 @@ class _Search:
             bound = self._value(*self._least(alike), layout)
             self._wait(bound, len(staged), self._look_at_plain, space, choice, staged, cuts)
 
-    def _alike(self, space: Space, choice: Choice) -> Alike | None:
+    def _alike(self, space: Space, choice: Choice) -> StageCostCache | None:
         job = space.job_of(choice)
-        return None if job is None else self.planner.alike(uncut(job), choice.layout)
+        return None if job is None else self.planner.stage_costs(uncut(job), choice.layout)
 
     @staticmethod
-    def _least(alike: Alike) -> tuple[float, float]:
-        return alike.least(alike.parts.costs.micro_batches, alike.parts.layout.role_degree("stage"))
+    def _least(alike: StageCostCache) -> tuple[float, float]:
+        return alike.lower_bound(alike.parts.costs.micro_batches, alike.parts.layout.role_degree("stage"))
 
     def _look_at_plain(self, space: Space, choice: Choice, staged: Sequence[Chosen], cuts: Cuts) -> None:
         """These choices: with all of those for techniques that do cut it."""
         alike = self._alike(space, choice)  # made again: few get here, and together they would fill the memory
         assert alike is not None
-        if (least := self._state(alike)) > self.room:
+        if (least := self._state(alike)) > self.memory:
             self._lacks(least, choice, len(staged))
             return
         costs, (_, busy) = alike.parts.costs, self._least(alike)
@@ -242,26 +245,26 @@ class _Search:
                     self.result.refused += 1
                     continue
                 cuts[more] = _places(cut(costs, job).stages)
-            least = alike.least_in(cuts[more](costs.recompute))
+            least = alike.lower_bound_of(cuts[more](costs.recompute))
             self._wait(self._value(least, busy, one.layout), 1, self._look_at_one, space, one, alike)
 
-    def _state(self, alike: Alike) -> float:
+    def _state(self, alike: StageCostCache) -> float:
         """Bytes of state that the ranks of the best of all cuts into stages hold at least."""
         held = alike.memory(alike.parts.costs.stages[0]).held
         return sum(held.values()) / alike.parts.layout.role_degree("stage")
 
-    def _look_at_one(self, space: Space, choice: Choice, alike: Alike) -> None:
+    def _look_at_one(self, space: Space, choice: Choice, alike: StageCostCache) -> None:
         result, job = self.result, space.job_of(choice)
         if job is None or not space.allows(job):
             result.refused += 1
             return
         draft = self.planner.draft(cut(alike.parts.costs, job), choice.layout, alike)
-        if self._hopeless(self._value(draft.least_s, draft.busy_s, choice.layout)):
+        if self._hopeless(self._value(draft.lower_bound_s, draft.busy_s, choice.layout)):
             result.slower += 1
             return
         memory = draft.memory()
         most = max(m.total for m in memory)
-        if most > self.room:
+        if most > self.memory:
             self._lacks(most, choice, 1)
             return
         result.simulated += 1

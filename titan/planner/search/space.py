@@ -1,8 +1,8 @@
-"""The layouts that a job could have on a number of ranks: degrees of axes, micro batches, options of techniques.
+"""The search space of a job on a number of ranks: degrees of mesh axes, micro batch sizes, options of techniques.
 
-What can be chosen is the plugins' to say: an axis exists because one owns it, and each states the options that a search
-goes through and whether it may be switched off. What the user has fixed stays. With a technique that changes the curve
-(`parity = False`) a layout trains something else: it is left out unless the job or the command line asks for it.
+Plugins define it: each axis belongs to a plugin, and each technique declares the options that a search tries, and
+whether a search may switch it off. Keys fixed by the user stay fixed. A technique that changes the loss curve
+(`preserves_numerics = False`) is not searched unless the job or the command line asks for it.
 """
 
 import itertools
@@ -14,14 +14,15 @@ from typing import Any
 
 from titan.config import Job, load_job
 from titan.config.load import plugin_folders
-from titan.config.tables import Table, override
+from titan.config.renames import renew
+from titan.config.tables import COMMAND_LINE, Table, override
 from titan.config.techniques import agree, chosen_techniques, unattended
 from titan.contracts import Technique
 from titan.contracts.base import registry
 from titan.contracts.base.conformance import made, sentences
 from titan.contracts.base.mesh import Axis, Layout
 from titan.contracts.base.options import coerce, did_you_mean, options_of
-from titan.errors import ConfigError, Fault
+from titan.errors import ConfigError, ConfigIssue
 
 Options = tuple[tuple[str, Any], ...]
 Chosen = tuple[tuple[str, Options | None], ...]
@@ -31,14 +32,14 @@ LARGEST_MICRO_BATCH = 16
 
 @dataclass(frozen=True)
 class Choice:
-    """One layout. options: of each technique that was chosen for, (option, value) pairs; None: it is off."""
+    """One layout. options: (technique, its (option, value) pairs) of each searched technique; None: switched off."""
 
     layout: Layout
     micro_batch: int
     options: Chosen = ()
 
     def values(self) -> dict[str, Any]:
-        """The keys of a TOML that say so, dotted."""
+        """The layout as dotted keys of a job's TOML and their values."""
         found: dict[str, Any] = {f"mesh.{axis}": degree for axis, degree in self.layout.degrees.items()}
         found["train.micro_batch_size"] = self.micro_batch
         for name, options in self.options:
@@ -47,7 +48,7 @@ class Choice:
         return found
 
     def words(self) -> list[str]:
-        """The same as words of a command line."""
+        """The layout as overrides for the command line, `--key=value` each."""
         return [f"--{key}={str(value).lower()}" if value is True or value is False else f"--{key}={value}"
                 for key, value in self.values().items()]  # fmt: skip
 
@@ -63,8 +64,9 @@ class Choice:
 class Space:
     """All layouts of a job on `ranks` ranks.
 
-    job: loaded for one rank.  fixed: dotted keys that stay as the job has them (the mesh's: as `degrees` has them).
-    widest: the largest degree of an axis that splits layers; such a group should not leave a node.
+    job: loaded for one rank.  fixed: dotted keys that keep the job's value (mesh axes: the value in `degrees`).
+    widest: largest tensor-parallel degree, usually the ranks per node; 0: no limit.
+    left_out: names of techniques that are not searched because they change the loss curve.
     """
 
     def __init__(
@@ -81,11 +83,13 @@ class Space:
         self._stated = {t.name: t for t in job.techniques}
         self._instances: dict[tuple[str, Options], Technique] = {}
         self._chosen: dict[Any, list[type[Technique]] | None] = {}
-        self.left_out = tuple(p.name for p in self._known if self._is_choice(p) and not (p.parity or self._asked(p)))
+        self.left_out = tuple(
+            p.name for p in self._known if self._is_choice(p) and not (p.preserves_numerics or self._asked(p))
+        )
 
     @staticmethod
     def _is_choice(plugin: type[Technique]) -> bool:
-        return bool(plugin.optional or plugin.axes)
+        return bool(plugin.search_toggle or plugin.axes)
 
     def _asked(self, plugin: type[Technique]) -> bool:
         """Whether the job has it on, or the command line speaks of it or of its axes."""
@@ -94,7 +98,7 @@ class Space:
         return said or plugin.name in self._stated
 
     def layouts(self) -> Iterator[Layout]:
-        """Every way to share the ranks out over the axes."""
+        """Every factorization of the number of ranks over the mesh axes."""
         axes = self.job.layout.axes
         for degrees in self._shared_out(axes, self.ranks):
             yield Layout(axes, dict(zip((axis.name for axis in axes), degrees, strict=True)))
@@ -117,11 +121,11 @@ class Space:
             return [1]
         most = min(ranks, self.widest or ranks) if axis.role == "model" else ranks
         if axis.role == "stage":
-            most = min(most, self.job.plan.n_layers)
+            most = min(most, self.job.spec.n_layers)
         return [degree for degree in range(1, most + 1) if ranks % degree == 0]
 
     def micro_batches(self, layout: Layout) -> list[int]:
-        """Sizes of a micro batch that divide a rank's share of the global batch; none where that does not divide."""
+        """Micro batch sizes (sequences) that divide a rank's share of the global batch; none if that is no integer."""
         size, ranks = self.job.train.global_batch_size, layout.role_degree("batch")
         if size % ranks:
             return []
@@ -131,14 +135,14 @@ class Space:
         return [b for b in range(1, min(size // ranks, LARGEST_MICRO_BATCH) + 1) if size // ranks % b == 0]
 
     def options(self, layout: Layout) -> Iterator[tuple[Chosen, Sequence[Chosen]]]:
-        """All that can be chosen at a layout for the techniques that are on, or may be.
+        """Combinations of options at a layout, for all techniques that are on or may be switched on.
 
-        Each combination for techniques that do not cut the model into stages comes with all those for the ones that do.
+        Yields (options of techniques that do not cut the model into stages, all combinations for those that do).
         """
         on = chosen_techniques(self._known, self._switches, layout)
         plain: list[list[tuple[str, Options | None]]] = []
         staged: list[list[tuple[str, Options | None]]] = []
-        free = (p for p in self._known if p.optional and p not in on and p.name not in self.left_out)
+        free = (p for p in self._known if p.search_toggle and p not in on and p.name not in self.left_out)
         for plugin in [*on, *free]:
             chosen = self._choices(plugin, layout)
             if chosen:
@@ -153,7 +157,7 @@ class Space:
         switched = f"plugins.{plugin.name}.enabled" in self.fixed
         off = switched and not self._switches[plugin.name]
         combinations: list[Options | None] = [] if idle or off else [*self._combinations(plugin)]
-        if plugin.optional and not switched:
+        if plugin.search_toggle and not switched:
             combinations.insert(0, None)
         return [(plugin.name, combination) for combination in combinations]
 
@@ -169,12 +173,12 @@ class Space:
         """(option, value) pairs that a technique's search goes through, without what is fixed."""
         free = [
             tuple((key, value) for key, value in choice.items() if f"plugins.{plugin.name}.{key}" not in self.fixed)
-            for choice in plugin.choices
+            for choice in plugin.search_space
         ]
         return [options for options in dict.fromkeys(free) if options]
 
     def job_of(self, choice: Choice) -> Job | None:
-        """The job with this choice; None where techniques are missing, or do not get along."""
+        """The job with this layout; None if techniques are missing or conflict."""
         options = dict(choice.options)
         on = self._on(choice.layout, tuple((name, values is not None) for name, values in choice.options))
         if on is None:
@@ -193,8 +197,8 @@ class Space:
 
     @staticmethod
     def allows(job: Job) -> bool:
-        """Whether no technique refuses the job."""
-        plan = job.plan
+        """Whether every technique's `check` accepts the job."""
+        plan = job.spec
         return not any(True for t in job.techniques for _ in sentences(t, "check", job, plan))
 
     def _instance(self, plugin: type[Technique], options: Options) -> Technique:
@@ -209,42 +213,53 @@ class Space:
 
 @dataclass(frozen=True)
 class Base:
-    """A job for one rank, to be laid out; and what the command line has fixed of its layout: keys, degrees of axes."""
+    """A job loaded for one rank, the dotted keys that the command line fixes, and the degrees of its mesh axes.
+
+    overrides: the command line's `--key=value` words, in the present spelling.
+    """
 
     job: Job
     fixed: frozenset[str]
     degrees: Mapping[str, int]
+    overrides: tuple[str, ...] = ()
 
     def space(self, ranks: int, widest: int) -> Space:
-        """Its layouts on so many ranks."""
+        """The search space on `ranks` ranks; widest: largest tensor-parallel degree, 0: no limit."""
         return Space(self.job, ranks, self.fixed, self.degrees, widest)
 
 
 def load_base(path: Path | None, overrides: Sequence[str]) -> Base:
-    """The job of a TOML without its layout; what `overrides` say of the layout is fixed.
+    """Load a job without its layout; layout keys in `overrides` are fixed in the search.
+
+    path: TOML; None: quickstart.  overrides: `--key=value` words.
 
     Raises:
-        ConfigError: with every fault found.
+        ConfigError: the job is invalid; lists all errors.
     """
     given = Table()
     override(given, overrides)
     keys = [key for key in given.origins if not isinstance(given.at(*key), dict)]
     words = [f"--{'.'.join(key)}={given.at(*key)}" for key in keys if key[0] != "mesh"]
-    registry.open_doors(plugin_folders(given))
+    registry.load_plugins(plugin_folders(given))
     axes = [axis for p in registry.of_kind(Technique.kind) if issubclass(p, Technique) for axis in p.axes]
     # The plugins that the file itself brings may own more axes; a job for one rank has them all at 1 by default.
     alone = [f"--mesh.{axis.name}=1" for axis in axes]
     sizes = [word for word in words if word.startswith("--train.micro_batch_size=")] or ["--train.micro_batch_size=1"]
     job = load_job(path, [*words, *alone, *sizes], 1)
     degrees = {axis: _degree(axis, value, job.layout) for axis, value in given.at("mesh").items()}
-    return Base(job, frozenset(".".join(key) for key in keys), degrees)
+    renew(given, COMMAND_LINE)  # only now are the plugins of the file known
+    keys = [key for key in given.origins if not isinstance(given.at(*key), dict)]
+    fixed = frozenset(".".join(key) for key in keys)
+    return Base(job, fixed, degrees, tuple(f"--{'.'.join(key)}={given.at(*key)}" for key in keys))
 
 
 def _degree(axis: str, value: Any, layout: Layout) -> int:
     where = f"--mesh.{axis} {value}"
     if axis not in layout.degrees:
-        raise ConfigError([Fault("command line", f"{where}: no plugin owns it{did_you_mean(axis, layout.degrees)}")])
+        raise ConfigError(
+            [ConfigIssue("command line", f"{where}: no plugin owns it{did_you_mean(axis, layout.degrees)}")]
+        )
     try:
         return int(coerce(value, int))
     except ValueError as error:
-        raise ConfigError([Fault("command line", f"{where}: {error}")]) from None
+        raise ConfigError([ConfigIssue("command line", f"{where}: {error}")]) from None

@@ -8,7 +8,7 @@ N devices, F peak FLOP/s of one, U the share of it that is reached, T tokens. Ev
 from collections.abc import Mapping
 from typing import NamedTuple
 
-from titan.contracts.base.plan import ModelPlan
+from titan.contracts.base.spec import ModelSpec
 
 TOKENS_PER_PARAMETER = 20
 """Compute-optimal ratio, as it is read from table 3 of Chinchilla (arXiv 2203.15556)."""
@@ -44,20 +44,20 @@ def megatron_parameters(layers: int, dim: int, vocab_size: int, seq_len: int) ->
     return 12 * layers * dim**2 * (1 + 13 / (12 * dim) + (vocab_size + seq_len) / (12 * layers * dim))
 
 
-def parts(plan: ModelPlan) -> dict[str, int]:
-    """Parameters by what they are; the sum is `plan.params`.
+def parts(spec: ModelSpec) -> dict[str, int]:
+    """Parameters by what they are; the sum is `spec.params`.
 
     matrices: of the layers, l (2 h a d + 2 h k d + n h f): a heads of d features, k key-value heads, n matrices of a
-    feed-forward f wide.  positions: learned, and whatever else the stem has besides the embedding.
+    feed-forward f wide.  positions: learned, and whatever else the embeddings has besides the embedding.
     """
-    table = plan.head_matmul_params
+    table = spec.head_matmul_params
     return {
-        "layers: matrices": plan.n_layers * plan.matmul_params_per_layer,
-        "layers: norms and biases": plan.n_layers * (plan.layer_params - plan.matmul_params_per_layer),
+        "layers: matrices": spec.n_layers * spec.matmul_params_per_layer,
+        "layers: norms and biases": spec.n_layers * (spec.layer_params - spec.matmul_params_per_layer),
         "embedding": table,
-        "positions": plan.stem_params - table,
-        "head": 0 if plan.tied else table,
-        "last norm": plan.head_params - (0 if plan.tied else table),
+        "positions": spec.embedding_params - table,
+        "head": 0 if spec.tied else table,
+        "last norm": spec.head_params - (0 if spec.tied else table),
     }
 
 
@@ -113,9 +113,9 @@ def float32_activations(seq_len: int, dim: int, heads: int, batch: int = 1) -> f
 # --- work and time ------------------------------------------------------------------------------------------------
 
 
-def hardware_flops_per_token(plan: ModelPlan, seq_len: int) -> float:
+def hardware_flops_per_token(spec: ModelSpec, seq_len: int) -> float:
     """FLOPs of a token when layers are computed again in backward: their forward four times, the head's three."""
-    return plan.flops_per_token(seq_len) + plan.n_layers * plan.layer_flops_per_token(seq_len)
+    return spec.flops_per_token(seq_len) + spec.n_layers * spec.layer_flops_per_token(seq_len)
 
 
 def megatron_flops(batch: int, seq_len: int, layers: int, dim: int, vocab_size: int) -> float:

@@ -1,4 +1,4 @@
-"""What a job costs, and where its ranks stand: from a Job to `Costs` and groups."""
+"""From a job to its `Costs`, and from mesh axes to process groups."""
 
 from collections.abc import Sequence
 
@@ -7,21 +7,21 @@ from titan.contracts import Loss, Optimizer, Technique
 from titan.contracts.base.conformance import answer
 from titan.contracts.base.cost import Costs, Stage
 from titan.contracts.base.mesh import Layout
-from titan.errors import ConfigError, Fault
+from titan.errors import ConfigError, ConfigIssue
 from titan.planner.machine.network import Group
 
 
 def costs_of(job: Job) -> Costs:
-    """The costs of a job: its model's, as its techniques, its loss and its optimizer change them.
+    """The costs of a job: those of its model, changed by the `cost` hooks of techniques, loss and optimizer.
 
     Raises:
-        ConfigError: the model's plan does not state its operations.
+        ConfigError: the model's spec states no operations.
     """
     return cut(uncut(job), job)
 
 
 def uncut(job: Job) -> Costs:
-    """The costs of a job as if its model were not cut into stages."""
+    """The costs of a job before the model is split into pipeline stages."""
     costs = _of_model(job)
     for technique in job.techniques:
         if not _cuts(technique):
@@ -30,7 +30,7 @@ def uncut(job: Job) -> Costs:
 
 
 def cut(costs: Costs, job: Job) -> Costs:
-    """These costs with the model cut into the stages of the job."""
+    """These costs with the model split into the job's pipeline stages."""
     for technique in job.techniques:
         if _cuts(technique):
             costs = _with(technique, costs, job)
@@ -46,20 +46,23 @@ def _cuts(technique: Technique) -> bool:
 
 
 def _of_model(job: Job) -> Costs:
-    plan, precision = job.plan, job.precision
-    if not plan.layer_ops:
-        raise ConfigError([Fault("", f"model {job.model.name}: its plan states no operations (ModelPlan.layer_ops)")])
-    dtype = str(precision.param).removeprefix("torch.")
+    spec, precision = job.spec, job.precision
+    if not spec.layer_ops:
+        raise ConfigError(
+            [ConfigIssue("", f"model {job.model.name}: its spec has no operations; state them in ModelSpec.layer_ops")]
+        )
+    dtype = str(precision.param_dtype).removeprefix("torch.")
     return Costs(
-        seq_len=job.data.seq_len, dim=plan.dim, micro_batch=job.micro_batch, micro_batches=job.micro_batches,
-        stem=plan.stem_ops, layer=plan.layer_ops, head=plan.head_ops, tied=bool(plan.tied), styles=plan.styles,
-        bytes=precision.param.itemsize, reduce_bytes=precision.reduce.itemsize, dtype=dtype, wide_dtype=dtype,
-        stages=(Stage(0, range(plan.n_layers)),),
+        seq_len=job.data.seq_len, dim=spec.dim, micro_batch=job.micro_batch, micro_batches=job.micro_batches,
+        embeddings=spec.embedding_ops, layer=spec.layer_ops, head=spec.head_ops, tied=bool(spec.tied),
+        styles=spec.styles, itemsize=precision.param_dtype.itemsize, reduce_itemsize=precision.reduce_dtype.itemsize,
+        dtype=dtype, wide_dtype=dtype,
+        stages=(Stage(0, range(spec.n_layers)),),
     )  # fmt: skip
 
 
 def group_of(axes: Sequence[str], layout: Layout) -> Group:
-    """The group of a rank along neighbouring axes."""
+    """Size and stride of a rank's process group along these neighboring axes."""
     size = stride = 1
     inside = True
     for axis in reversed(layout.axes):

@@ -1,9 +1,9 @@
-"""Bytes that the ranks of each pipeline stage hold at the worst moment of a step.
+"""Peak memory of the ranks of each pipeline stage, in bytes.
 
-State follows from parameters: each `Held` states bytes a parameter, split over axes; slices are what PyTorch makes of a
-tensor's first dimension, the first rank's being the largest. Activations are what operations keep, times the micro
-batches that the schedule has under way; at each action of the schedule the working set of its stage is added, and the
-largest sum counts.
+State follows from parameters: each `PersistentState` has bytes per parameter, split over mesh axes. The shards are
+those of PyTorch: tensors are split along the first dimension, and the first rank's shard is the largest. Activations
+are the saved tensors of a micro batch times the micro batches in flight. The schedule is replayed, the working set of
+each backward is added, and the largest sum counts.
 """
 
 import math
@@ -19,7 +19,7 @@ from titan.contracts.base.cost import (
     Component,
     Costs,
     Elementwise,
-    Lookup,
+    EmbeddingOp,
     Matmul,
     Operation,
     Order,
@@ -34,17 +34,18 @@ GIB = 2.0**30
 Shape = tuple[float, float]
 """Rows and columns of a rank's part of a parameter, before data parallelism slices the rows."""
 
-REGIONS_OF_RESULTS: Mapping[str, Region] = {"all_gather": "whole", "reduce_scatter": "hidden"}
+REGIONS_OF_RESULTS: Mapping[str, Region] = {"all_gather": "seq_full", "reduce_scatter": "hidden"}
 """Where the results of collectives lie that selective recompute keeps."""
 
 
 @dataclass(frozen=True)
 class Memory:
-    """Bytes on one rank, by what they are for.
+    """Bytes on one rank, by purpose.
 
-    activations: kept for backward, and the working set of the operation at the peak.  buffers: gathered parameters,
-    gradients on their way, hidden states being received.  margin: what the allocator cannot use, and what driver and
-    communicators take.
+    parameters, gradients, optimizer: state, after sharding.
+    activations: saved tensors, and the working set of the operation at the peak.
+    buffers: gathered parameters, gradients during reduction, and receive buffers for hidden states.
+    overhead: what the allocator loses to fragmentation, and what driver and communicators allocate.
     """
 
     parameters: float
@@ -52,26 +53,26 @@ class Memory:
     optimizer: float
     activations: float
     buffers: float
-    margin: float
+    overhead: float
 
     @property
     def total(self) -> float:
-        """All of it."""
-        return self.parameters + self.gradients + self.optimizer + self.activations + self.buffers + self.margin
+        """Sum of all fields, in bytes."""
+        return self.parameters + self.gradients + self.optimizer + self.activations + self.buffers + self.overhead
 
     def gib(self) -> dict[str, float]:
-        """In GiB, with the total."""
+        """All fields and the total, in GiB."""
         return {name: value / GIB for name, value in {**vars(self), "total": self.total}.items()}
 
 
 def shapes(op: Operation, costs: Costs) -> list[Shape]:
-    """The parameters of an operation on one rank."""
+    """(rows, columns) of an operation's parameters on one rank: split by tensor, not yet by data parallelism."""
     if isinstance(op, Matmul):
         inputs, outputs = costs.product(op)
         bias = [(outputs, 1.0)] if op.bias else []
         return [(math.ceil(outputs), math.ceil(inputs)), *bias]
-    if isinstance(op, Lookup):
-        split = costs.cut("inner") if costs.style(op.module) == "embedding" else 1
+    if isinstance(op, EmbeddingOp):
+        split = costs.cut("tp_sharded") if costs.style(op.module) == "embedding" else 1
         return [(math.ceil(op.rows / split), float(op.width))]
     if isinstance(op, Elementwise):
         return [(float(op.width), 1.0)] * op.params
@@ -79,43 +80,50 @@ def shapes(op: Operation, costs: Costs) -> list[Shape]:
 
 
 def sliced(tensors: Iterable[Shape], ranks: int) -> float:
-    """Numbers that the first of `ranks` holds of tensors cut along their rows."""
+    """Numbers in the first rank's shards of these tensors, split along their rows over `ranks`."""
     return sum(math.ceil(rows / ranks) * columns for rows, columns in tensors)
 
 
 class Tensors:
-    """The parameters of a job on a rank, by shard units: stem modules, layers, the end with a table that it shares."""
+    """The parameters of a job on one rank, by shard unit: embeddings, layers, and the head with a tied table.
+
+    layer: parameters of one layer.
+    """
 
     def __init__(self, costs: Costs) -> None:
-        self._stem = [shapes(op, costs) for op in costs.stem]
+        self._embeddings = [shapes(op, costs) for op in costs.embeddings]
         self._layer = [shape for op in costs.layer for shape in shapes(op, costs)]
         self.layer = sliced(self._layer, 1)
         self._end = [shape for op in costs.head for shape in shapes(op, costs)]
         self._table: list[Shape] = []
         if costs.tied:
-            self._table, self._stem = self._stem[0], self._stem[1:]
+            self._table, self._embeddings = self._embeddings[0], self._embeddings[1:]
             self._end = [shape for shape in self._end if shape[1] == 1.0]
         self._sizes: dict[tuple[int, ...], list[float]] = {}
 
     def sizes(self, stage: Stage, ranks: int) -> list[float]:
-        """`sliced` of each unit of a stage, in forward order."""
-        key = (len(stage.layers), stage.stem, stage.head, ranks)
+        """Parameters per shard unit of a stage, in forward order, of the first of `ranks` data-parallel ranks."""
+        key = (len(stage.layers), stage.embeddings, stage.head, ranks)
         if key not in self._sizes:
-            end = [*(self._end if stage.head else ()), *(self._table if stage.stem or stage.head else ())]
-            units = [*(self._stem if stage.stem else ()), end]
-            *stem, last = (sliced(unit, ranks) for unit in units)
+            end = [*(self._end if stage.head else ()), *(self._table if stage.embeddings or stage.head else ())]
+            units = [*(self._embeddings if stage.embeddings else ()), end]
+            *embeddings, last = (sliced(unit, ranks) for unit in units)
             layers = [sliced(self._layer, ranks)] * len(stage.layers)
-            self._sizes[key] = [size for size in (*stem, *layers, last) if size]
+            self._sizes[key] = [size for size in (*embeddings, *layers, last) if size]
         return self._sizes[key]
 
 
 def ranks_of(axes: Iterable[str], layout: Layout) -> int:
-    """Ranks along these axes."""
+    """Ranks along these axes: the product of their degrees."""
     return math.prod(layout.degree(axis) for axis in axes)
 
 
 class Moment(NamedTuple):
-    """A moment of a backward: activations that are gone by then, and what is there for a time."""
+    """A moment within a backward, in bytes.
+
+    gone: activations of the micro batch that are freed by then.
+    activations, gradients, buffers: temporary memory at that moment.
+    """
 
     gone: float
     activations: float
@@ -124,10 +132,14 @@ class Moment(NamedTuple):
 
 
 class StageMemory:
-    """Bytes of one stage of a job: its state, what each micro batch keeps, and what its backward needs for a time.
+    """Bytes of one stage: state, activations per micro batch, and temporary memory of a backward.
 
-    held: by component, all through the step.  gathered, summed: parameters and gradients of shard units, beside the
-    moments.  kept: of a micro batch under way.  moments: of a backward.
+    sizes: parameters per shard unit, unsharded over data-parallel ranks.
+    held: component -> bytes of state, all through the step.
+    kept: bytes of activations per micro batch in flight.  head: those of the head.
+    gathered, summed: bytes of gathered parameters and of accumulated gradients of shard units, all through a micro
+        batch.
+    moments: of a backward.
     """
 
     def __init__(self, stage: Stage, costs: Costs, layout: Layout, tensors: Tensors, layer: "LayerMemory") -> None:
@@ -135,43 +147,43 @@ class StageMemory:
         self.sizes = tensors.sizes(stage, 1)
         self.held: dict[Component, float] = dict.fromkeys(("parameters", "gradients", "optimizer", "buffers"), 0.0)
         slices: dict[int, tuple[float, float]] = {}
-        for held in costs.held:
+        for held in costs.state:
             ranks = ranks_of(held.axes, layout)
             if ranks not in slices:
                 each = tensors.sizes(stage, ranks)
                 slices[ranks] = sum(each), max(each, default=0.0)
             everything, largest = slices[ranks]
-            size = min(held.units * largest, everything) if held.units else everything
-            self.held[held.component] += held.bytes * size
+            size = min(held.gathered_units * largest, everything) if held.gathered_units else everything
+            self.held[held.component] += held.bytes_per_param * size
         self.head = layer.head * stage.head
         again = recomputed(stage.layers, costs.recompute)
         self.kept = (len(stage.layers) - again) * self.layer.full + again * self.layer.least + self.head
-        self.kept += layer.stem * stage.stem
+        self.kept += layer.embeddings * stage.embeddings
         # The first layer's input lies in the buffer that it was received into, the last one's result is sent from.
-        self.kept += self.layer.hidden * ((not stage.head) - (not stage.stem))
+        self.kept += self.layer.hidden * ((not stage.head) - (not stage.embeddings))
         self.gathered = self.summed = 0.0
-        if costs.units is not None:
-            self.gathered = sum(self.sizes) * costs.bytes * (costs.units.gathered != "use")
-            self.summed = self._summed(costs.units.summed == "step")
+        if costs.gather is not None:
+            self.gathered = sum(self.sizes) * costs.itemsize * (costs.gather.gather_every != "use")
+            self.summed = self._summed(costs.gather.reduce_every == "step")
         self.moments = list(
             self._moments(self.layer.full if again < len(stage.layers) else self.layer.least, again > 0)
         )
 
     def _summed(self, whole: bool) -> float:
-        """Bytes of gradients that are there while micro batches run: of those that have run before."""
+        """Bytes of gradients that earlier micro batches have left; `whole`: unsharded."""
         if self.costs.micro_batches == 1:
             return 0.0
-        return sum(self.sizes) * self.costs.reduce_bytes if whole else self.held["gradients"]
+        return sum(self.sizes) * self.costs.reduce_itemsize if whole else self.held["gradients"]
 
     def _moments(self, layer: float, again: bool) -> Iterator[Moment]:
         """Of a backward: at the loss; in the last layer and in the one before, in the midst and at the end of each."""
         costs, buffers = self.costs, _Buffers(self)
         computed = self.layer.again if again else 0.0
         if self.stage.head:
-            tokens = costs.share("whole") / costs.loss_chunks
+            tokens = costs.share("seq_full") / costs.loss_chunks
             words = sum(costs.product(op)[1] for op in costs.head if isinstance(op, Matmul)) * tokens
             scratch = 4 * sum(op.scratch for op in costs.head if isinstance(op, Elementwise))
-            yield Moment(0.0, words * costs.bytes + scratch, *buffers.at_loss())
+            yield Moment(0.0, words * costs.itemsize + scratch, *buffers.at_loss())
         gone = self.head
         for number in range(min(2, len(self.stage.layers))):
             yield Moment(gone + self.layer.used, computed + self.layer.midst, *buffers.in_layer(number, ends=False))
@@ -180,22 +192,30 @@ class StageMemory:
 
 
 class LayerMemory:
-    """Bytes of a micro batch in one layer, and what stem and head keep.
+    """Bytes of one micro batch in one layer on one rank, and the saved tensors of embeddings and head.
 
-    full: kept where nothing is computed again.  least: kept where it is.  again: what computing again adds to that.
-    midst: results of operations in the midst of its backward, when what the last product kept is `used`, and gradients
-    of its `last` parameters are there.  hidden: its input.
+    full: saved tensors of a layer without recomputation.
+    least: saved tensors of a layer with recomputation: its input, and results that `Recompute.saved` names.
+    again: bytes that recomputation adds to `least` while the layer's backward runs.
+    hidden: the layer's input.
+    used: saved tensors of the layer's last matmul, which are freed first in its backward.
+    last: parameters of that matmul, whose gradients exist by then.
+    midst: working set in the middle of a layer's backward: three results as wide as the widest matmul and the hidden
+        state.
+    embeddings, head: saved tensors of the embeddings, and of head and loss.
+
+    costs: sizes and splits.  fused_norms: norms are one kernel, so they save no normalized states.
     """
 
     def __init__(self, costs: Costs, fused_norms: bool) -> None:
         self.costs = costs
-        self.stem, self.full, self.head = (
-            kept_by(ops, costs, fused_norms) for ops in (costs.stem, costs.layer, costs.head)
+        self.embeddings, self.full, self.head = (
+            kept_by(ops, costs, fused_norms) for ops in (costs.embeddings, costs.layer, costs.head)
         )
-        self.hidden = self.least = costs.dim * costs.share("hidden") * costs.bytes
+        self.hidden = self.least = costs.dim * costs.share("hidden") * costs.itemsize
         linears = [op for op in costs.layer if isinstance(op, Matmul)]
         self.again = self.full - self.hidden
-        if costs.recompute is not None and costs.recompute.keeps == "products":
+        if costs.recompute is not None and costs.recompute.saved == "products":
             results = sum(self._product(op) for op in costs.layer)
             self.least += results + self._received()
             # Results that only recompute needed are let go of as it comes by, all but the last.
@@ -203,24 +223,24 @@ class LayerMemory:
         self.used = kept_by(linears[-1:], costs, fused_norms)
         self.last = sum(sliced(shapes(op, costs), 1) for op in linears[-1:])
         widest = max((costs.product(op)[1] for op in linears), default=0.0)
-        self.midst = 3 * (widest + costs.dim) * costs.share("whole") * costs.bytes
+        self.midst = 3 * (widest + costs.dim) * costs.share("seq_full") * costs.itemsize
 
     def _product(self, op: Operation) -> float:
         """Bytes of the result of a matmul or of attention."""
         costs = self.costs
         if isinstance(op, Matmul):
-            return costs.product(op)[1] * costs.share("whole") * costs.bytes
+            return costs.product(op)[1] * costs.share("seq_full") * costs.itemsize
         if isinstance(op, Attention):
-            return op.heads * (op.head_dim * costs.bytes + 4) * costs.share("inner")
+            return op.heads * (op.head_dim * costs.itemsize + 4) * costs.share("tp_sharded")
         return 0.0
 
     def _received(self) -> float:
         """Bytes that collectives within a layer's forward return."""
         costs, regions = self.costs, REGIONS_OF_RESULTS
         return sum(
-            traffic.count * traffic.numbers * costs.share(regions[traffic.collective]) * costs.bytes
-            for traffic in costs.traffic
-            if traffic.where == "layer" and traffic.when == "forward" and traffic.collective in regions
+            cost.count * cost.numel * costs.share(regions[cost.collective]) * costs.itemsize
+            for cost in costs.collectives
+            if cost.where == "layer" and cost.when == "forward" and cost.collective in regions
         )
 
 
@@ -232,7 +252,7 @@ class _Buffers:
     """
 
     def __init__(self, stage: StageMemory) -> None:
-        self.costs, self.rules, self.sizes = stage.costs, stage.costs.units, stage.sizes
+        self.costs, self.rules, self.sizes = stage.costs, stage.costs.gather, stage.sizes
         layers = len(stage.stage.layers)
         self.layer = self.sizes[-1 - bool(stage.stage.head)] if layers else 0.0
         self.head = self.sizes[-1] if stage.stage.head else 0.0
@@ -242,40 +262,40 @@ class _Buffers:
         """When the gradient of the logits is made."""
         if self.rules is None:
             return 0.0, 0.0
-        before = self.sizes[0] if self.rules.summed == "micro_batch" and self.costs.micro_batches > 1 else 0.0
-        return 0.0, self._gathered(self.head) + before * self.costs.reduce_bytes
+        before = self.sizes[0] if self.rules.reduce_every == "micro_batch" and self.costs.micro_batches > 1 else 0.0
+        return 0.0, self._gathered(self.head) + before * self.costs.reduce_itemsize
 
     def in_layer(self, number: int, *, ends: bool) -> tuple[float, float]:
         """In the midst or at the end of the backward of a layer, counted from the last."""
         if self.rules is None:
             return 0.0, 0.0
-        each = self.costs.micro_batches == 1 or self.rules.summed == "micro_batch"
+        each = self.costs.micro_batches == 1 or self.rules.reduce_every == "micro_batch"
         waiting = self.layer if ends or number else self.head
-        gradients = (self.layer if ends else self.last) * self.costs.bytes
-        return gradients, self._gathered(2 * self.layer) + waiting * self.costs.reduce_bytes * each
+        gradients = (self.layer if ends else self.last) * self.costs.itemsize
+        return gradients, self._gathered(2 * self.layer) + waiting * self.costs.reduce_itemsize * each
 
     def _gathered(self, used: float) -> float:
         assert self.rules is not None
-        return used * self.costs.bytes if self.rules.gathered == "use" else 0.0
+        return used * self.costs.itemsize if self.rules.gather_every == "use" else 0.0
 
 
 def kept_by(operations: Iterable[Operation], costs: Costs, fused_norms: bool) -> float:
-    """Bytes that operations keep of a micro batch."""
+    """Bytes that operations save per micro batch on one rank."""
     return sum(
-        kept.numbers * costs.share(kept.region) * (kept.bytes or costs.bytes)
+        kept.numel * costs.share(kept.region) * (kept.itemsize or costs.itemsize)
         for op in operations
-        for kept in op.keeps
+        for kept in op.saved
         if not (kept.unfused and fused_norms)
     )
 
 
 def kind(stage: Stage, costs: Costs) -> tuple[int, ...]:
-    """What the stages of a job that are alike have in common."""
-    return len(stage.layers), recomputed(stage.layers, costs.recompute), stage.stem, stage.head
+    """What determines the memory and time of a stage: layers, recomputed layers, embeddings, head."""
+    return len(stage.layers), recomputed(stage.layers, costs.recompute), stage.embeddings, stage.head
 
 
 def recomputed(layers: Sequence[int], recompute: Recompute | None) -> int:
-    """How many of these layers are computed again."""
+    """How many of these layers, given by global number, are recomputed."""
     if recompute is None:
         return 0
     every = recompute.every
@@ -283,7 +303,7 @@ def recomputed(layers: Sequence[int], recompute: Recompute | None) -> int:
 
 
 def memory_of(costs: Costs, stages: Sequence[StageMemory], cluster: Cluster) -> list[Memory]:
-    """Bytes on the ranks of each place of the pipeline, first to last, with the memory of each of its stages."""
+    """Peak memory on the ranks of each pipeline rank, first to last; `stages` in the order of `costs.stages`."""
     homes = [stage.rank for stage in costs.stages]
     places = 1 + max(homes)
     order = representative(costs.order, costs.micro_batches, len(stages), places)
@@ -291,7 +311,7 @@ def memory_of(costs: Costs, stages: Sequence[StageMemory], cluster: Cluster) -> 
 
 
 def representative(order: Callable[[int], Order], micro_batches: int, stages: int, places: int) -> Order:
-    """An order that keeps as much as that of so many micro batches: of fewer, where more keep nothing more."""
+    """An order with the same peak memory as that of all micro batches: of fewer, where more add nothing."""
     few = 2 * (stages + places)
     settled = _settled(order, few, places) if micro_batches > few + places else None
     return settled or _made(order, micro_batches)
@@ -329,21 +349,21 @@ def _of_place(
     mine = [stage for stage, home in zip(stages, homes, strict=True) if home == place]
     state = {name: sum(stage.held[name] for stage in mine) for name in mine[0].held}
     received = sum(
-        (costs.receive_buffers + 1) * stage.layer.hidden * ((not stage.stage.stem) + (not stage.stage.head))
+        (costs.receive_buffers + 1) * stage.layer.hidden * ((not stage.stage.embeddings) + (not stage.stage.head))
         for stage in mine
     )
     activations, gradients, buffers = peak(actions, stages)
     buffers += state["buffers"] + received * (costs.receive_buffers > 0) + sum(stage.gathered for stage in mine)
-    gradients += sum(stage.summed for stage in mine) if costs.units else state["gradients"]
+    gradients += sum(stage.summed for stage in mine) if costs.gather else state["gradients"]
     if activations + gradients + buffers < state["gradients"]:  # the update needs more than any micro batch
         activations, gradients, buffers = 0.0, state["gradients"], state["buffers"]
     device = cluster.device
-    margin = device.reserved_gib * GIB + device.fragmented * (activations + buffers)
-    return Memory(state["parameters"], gradients, state["optimizer"], activations, buffers, margin)
+    overhead = device.reserved_gib * GIB + device.fragmented * (activations + buffers)
+    return Memory(state["parameters"], gradients, state["optimizer"], activations, buffers, overhead)
 
 
 def peak(actions: Sequence[Action], stages: Sequence[StageMemory]) -> tuple[float, float, float]:
-    """Activations, gradients and buffers at the moment when a rank, going through its actions, has most of them."""
+    """(activations, gradients, buffers) in bytes at a rank's worst moment, over its actions in order."""
     now, most = 0.0, (0.0, 0.0, 0.0)
     largest = 0.0
     for kind_, number, _ in actions:

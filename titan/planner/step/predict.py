@@ -1,8 +1,10 @@
-"""How long a step takes and what it holds: `Costs`, a layout and a cluster to a `Prediction`.
+"""Step time and memory of a job: `Costs`, a layout and a cluster become a `Prediction`.
 
-Each stage's forward and backward are timed operation by operation, with the collectives that nothing hides; then the
-schedule is simulated micro batch by micro batch; what data parallelism sends, beside the computation that can hide it,
-and the optimizer come on top. The step ends when the last rank has ended; the split of its time is that rank's.
+1. Time the forward and backward of each stage, operation by operation, with non-overlapped collectives (`work`). 2.
+Simulate the schedule, action by action (`schedule`, `steady_state`). 3. Add the work that runs once per step:
+data-parallel communication and the optimizer.
+
+The step ends when the last rank ends. The breakdown of its time is that of this rank.
 """
 
 import math
@@ -19,21 +21,25 @@ from titan.planner.machine.kernels import Device
 from titan.planner.machine.network import Network
 from titan.planner.step.layout import group_of
 from titan.planner.step.memory import GIB, LayerMemory, Memory, StageMemory, kind, memory_of, recomputed
-from titan.planner.step.rounds import Steps
 from titan.planner.step.schedule import Timeline, simulate
+from titan.planner.step.steady_state import Steps
 from titan.planner.step.work import COMMUNICATION, Parts, StageWork
 
 
 @dataclass(frozen=True)
 class Prediction:
-    """A step of a job on a cluster.
+    """The predicted step of a job on a cluster.
 
-    time_s: exposed seconds by what they are spent on, on the rank that ends last; they add up to step_time_s.
-    hidden_s: seconds of communication that run beside computation on that rank.
-    stages: memory and layers of the ranks of each place of the pipeline.  fits: all of them into the device's memory.
-    energy_j, price: of a step on all ranks; 0 where the cluster does not state power or price. Ranks that wait for work
-    are at rest, others at full power.
-    tflops count multiplications of the model (attention's full square); hardware's include what is computed again.
+    world_size: ranks.  tokens: per step, over all ranks.  step_time_s: seconds per step.
+    model_tflops_per_device, hardware_tflops_per_device: TFLOP/s of matmuls, with attention's full S x S square; the
+        hardware's include recomputation.  mfu, hfu: the same as shares of the device's peak.
+    time_s: purpose -> seconds on the rank that ends last; the sum is step_time_s.
+    overlapped_s: family -> seconds of communication that overlap computation on that rank.
+    memory: per pipeline rank.  layers: per pipeline rank, the layers of its stages.
+    fits: whether every rank's memory fits into the device.
+    energy_j, price: joules and price of a step over all ranks; 0 where the cluster file has no power or price. Ranks
+        that wait for work draw idle power, others full power.
+    timeline: of the simulated schedule.
     """
 
     world_size: int
@@ -44,7 +50,7 @@ class Prediction:
     mfu: float
     hfu: float
     time_s: dict[str, float]
-    hidden_s: dict[str, float]
+    overlapped_s: dict[str, float]
     memory: tuple[Memory, ...]
     layers: tuple[tuple[range, ...], ...]
     fits: bool
@@ -54,16 +60,16 @@ class Prediction:
 
     @property
     def tokens_per_s(self) -> float:
-        """Of all ranks."""
+        """Tokens per second over all ranks."""
         return self.tokens / self.step_time_s
 
     @property
     def bubble_fraction(self) -> float:
-        """Share of the step in which the rank waits for work of others."""
+        """Share of the step in which the rank waits for the work of other ranks."""
         return self.time_s["bubble"] / self.step_time_s
 
     def as_json(self) -> dict[str, Any]:
-        """The fields that scripts rely on."""
+        """The stable fields that `titan plan --json` prints."""
         return {
             "world_size": self.world_size,
             "step_time_s": self.step_time_s,
@@ -78,7 +84,7 @@ class Prediction:
             "energy_j": self.energy_j,
             "price": self.price,
             "time_s": self.time_s,
-            "hidden_s": self.hidden_s,
+            "overlapped_s": self.overlapped_s,
             "stages": [
                 {"memory_gib": memory.gib(), "layers": [list(layers) for layers in held]}
                 for memory, held in zip(self.memory, self.layers, strict=True)
@@ -92,77 +98,84 @@ NOT_OF_STAGES = tuple(
 """What stays the same however a job is cut."""
 
 
-class Place(NamedTuple):
-    """How much the ranks at a place of a pipeline hold.
+class StageLoad(NamedTuple):
+    """Counts of what a pipeline rank has.
 
-    before: layers that a micro batch comes through before it comes to theirs.  again: of the layers, those that are
-    computed again.  stem, head: how many.
+    before: layers that a micro batch passes before the first of this rank.  layers: of this rank.
+    again: of the layers, those that are recomputed.  embeddings, head: 1 where the rank has them, else 0.
     """
 
     before: int
     layers: int = 0
     again: int = 0
-    stem: int = 0
+    embeddings: int = 0
     head: int = 0
 
 
-def places_of(stages: Sequence[Stage], recompute: Recompute | None) -> list[Place]:
-    """The places of a pipeline; of those that hold the same, the last."""
-    before, held = 0, dict[int, Place]()
-    for rank, layers, stem, head in stages:
-        p = held.get(rank, Place(before))
+def stage_loads(stages: Sequence[Stage], recompute: Recompute | None) -> list[StageLoad]:
+    """The loads of all pipeline ranks; of ranks with equal loads, only the last."""
+    before, held = 0, dict[int, StageLoad]()
+    for rank, layers, embeddings, head in stages:
+        p = held.get(rank, StageLoad(before))
         again = p.again + recomputed(layers, recompute)
-        held[rank] = Place(p.before, p.layers + len(layers), again, p.stem + stem, p.head + head)
+        held[rank] = StageLoad(p.before, p.layers + len(layers), again, p.embeddings + embeddings, p.head + head)
         before += len(layers)
     return list({place[1:]: place for place in sorted(held.values())}.values())
 
 
-class Alike:
-    """Stages of jobs that differ in their pipelines alone, each kind of stage looked at once.
+class StageCostCache:
+    """Seconds and bytes of stages, computed once per kind of stage, for jobs that differ only in their pipelines.
 
-    stem_s, layer_s, head_s, again_s: what a micro batch takes in them at least, and a layer to be computed again:
-    computation, and communication that nothing hides.  once_s: what a layer takes at least once a step.
+    embeddings_s, layer_s, head_s, again_s: lower bounds in seconds per micro batch, of embeddings, one layer, head, and
+        the recomputation of one layer: computation and non-overlapped communication.
+    once_s: lower bound in seconds per layer and step.
     """
 
     def __init__(self, parts: Parts, cluster: Cluster) -> None:
         self.parts, self._fused_norms = parts, cluster.kernels.fused_norms or parts.costs.fused
         seen = {key: sum(families.values()) for key, families in parts.exposed.items()}
-        stem, layer, head = (
-            sum(seen.get((where, when), 0.0) for when in ("forward", "backward")) for where in ("stem", "layer", "head")
+        embeddings, layer, head = (
+            sum(seen.get((where, when), 0.0) for when in ("forward", "backward"))
+            for where in ("embeddings", "layer", "head")
         )
         unit, once = parts.layer_unit_s()
-        self.stem_s, self.head_s = sum(parts.stem) + stem, sum(parts.head) + head
+        self.embeddings_s, self.head_s = sum(parts.embeddings) + embeddings, sum(parts.head) + head
         self.layer_s = sum(parts.layer) + layer + unit
         self.again_s = parts.again + seen.get(("layer", "recompute"), 0.0)
         self.once_s = once + parts.update_s(parts.tensors.layer)
         self._work: dict[tuple[int, ...], StageWork] = {}
         self._memory: dict[tuple[int, ...], StageMemory] = {}
 
-    def least(self, rounds: float, ranks: int) -> tuple[float, float]:
-        """Seconds of a step of so many micro batches however ranks share the layers; at least, and on average at work.
+    def lower_bound(self, rounds: float, ranks: int) -> tuple[float, float]:
+        """(lower bound of the step, mean computation per rank) in seconds, however the layers are distributed.
 
-        The slowest takes no less than the mean, and the n-th waits for a micro batch to come through a layer on each of
-        n - 1 others. Nor does the one with the most layers, its share rounded up or more, take less than these take.
+        rounds: micro batches per step.  ranks: of the pipeline.
+
+        The slowest rank takes at least the mean, and rank n waits until a micro batch has passed a layer on each of the
+        n - 1 ranks before. The rank with the most layers has at least the mean number, rounded up.
         """
         stages, recompute = self.parts.costs.stages, self.parts.costs.recompute
         layers = sum(len(stage.layers) for stage in stages)
         again = sum(recomputed(stage.layers, recompute) for stage in stages)
-        busy = rounds * (self.stem_s + self.head_s + layers * self.layer_s + again * self.again_s) / ranks
+        busy = rounds * (self.embeddings_s + self.head_s + layers * self.layer_s + again * self.again_s) / ranks
         mean = busy + layers * self.once_s / ranks + (ranks - 1) / 2 * self.parts.layer.forward
         each = self.layer_s + (self.again_s if again == layers else 0.0)
         return max(mean, math.ceil(layers / ranks) * (rounds * each + self.once_s)), busy
 
-    def least_in(self, places: Iterable[Place]) -> float:
-        """Seconds of a step at least where the layers are shared out so: a rank's work, once a micro batch is there."""
+    def lower_bound_of(self, places: Iterable[StageLoad]) -> float:
+        """Lower bound of the step in seconds, for this distribution of layers: a rank's work after its first wait."""
         rounds, forward = self.parts.costs.micro_batches, self.parts.layer.forward
-        stem, layer, again, head = (rounds * s for s in (self.stem_s, self.layer_s, self.again_s, self.head_s))
+        embeddings, layer, again, head = (
+            rounds * s for s in (self.embeddings_s, self.layer_s, self.again_s, self.head_s)
+        )
         layer += self.once_s
         return max(
-            p.before * forward + p.layers * layer + p.again * again + p.stem * stem + p.head * head for p in places
+            p.before * forward + p.layers * layer + p.again * again + p.embeddings * embeddings + p.head * head
+            for p in places
         )
 
     def work(self, stage: Stage) -> StageWork:
-        """The seconds of a stage."""
+        """Seconds of a stage per micro batch and per step."""
         key = kind(stage, self.parts.costs)
         if key not in self._work:
             self._work[key] = StageWork(stage, self.parts)
@@ -173,7 +186,7 @@ class Alike:
         return LayerMemory(self.parts.costs, self._fused_norms)
 
     def memory(self, stage: Stage) -> StageMemory:
-        """The bytes of a stage."""
+        """Bytes of a stage: state, activations and working sets."""
         key = kind(stage, self.parts.costs)
         if key not in self._memory:
             costs, layout = self.parts.costs, self.parts.layout
@@ -182,50 +195,52 @@ class Alike:
 
 
 class Planner:
-    """Predicts jobs on one cluster; remembers what layouts have in common."""
+    """Predicts jobs on one cluster, and reuses results between similar layouts."""
 
     def __init__(self, cluster: Cluster) -> None:
         self.cluster, self.device, self.network = cluster, Device(cluster), Network(cluster)
         self._steps: dict[Any, Steps] = {}
-        self._last: tuple[Any, Alike] | None = None
+        self._last: tuple[Any, StageCostCache] | None = None
 
     def predict(self, costs: Costs, layout: Layout, *, keep: bool = False) -> Prediction:
-        """The step of these costs on this layout; `keep`: with all actions of its timeline.
+        """The predicted step of these costs on this layout.
+
+        keep: also keep all actions in the timeline, for plots.
 
         Raises:
-            ConfigError: the cluster does not know the dtype.
+            ConfigError: the cluster file has no rates for the compute dtype.
         """
         draft = self.draft(costs, layout)
         return draft.finish(draft.memory(), keep=keep)
 
-    def alike(self, costs: Costs, layout: Layout) -> "Alike":
-        """What jobs share that differ in their pipelines alone; the last one's is at hand."""
+    def stage_costs(self, costs: Costs, layout: Layout) -> "StageCostCache":
+        """The cache of stages for jobs that differ from this one only in their pipelines; the last one is kept."""
         key = (layout.degrees, *(getattr(costs, name) for name in NOT_OF_STAGES))
         if self._last is None or self._last[0] != key:
             like = self._last[1].parts if self._last else None
-            self._last = key, Alike(Parts(costs, layout, self.device, self.network, like), self.cluster)
+            self._last = key, StageCostCache(Parts(costs, layout, self.device, self.network, like), self.cluster)
         return self._last[1]
 
-    def draft(self, costs: Costs, layout: Layout, alike: "Alike | None" = None) -> "Draft":
-        """The work of a step, before its schedule is simulated; `alike`: what its like share, where it is at hand."""
-        return Draft(self, costs, layout, alike or self.alike(costs, layout))
+    def draft(self, costs: Costs, layout: Layout, alike: "StageCostCache | None" = None) -> "UnscheduledStep":
+        """The timed stages of a step, before the schedule is simulated. alike: the cache to use, if at hand."""
+        return UnscheduledStep(self, costs, layout, alike or self.stage_costs(costs, layout))
 
     def speed(self, layout: Layout) -> float:
-        """A rank's share of its full speed when all of them are at work, for they may share processors."""
-        processors, ranks = self.cluster.device.processors, layout.world_size
+        """A rank's share of its full speed while all ranks compute: below 1 where ranks share processors."""
+        processors, ranks = self.cluster.device.full_speed_ranks, layout.world_size
         return min(1.0, processors / min(ranks, self.cluster.ranks_per_node or ranks)) if processors else 1.0
 
     def steps(self, costs: Costs) -> Steps:
-        """The steps of a pipeline of this order; the same for all jobs that have it."""
+        """The simulator of this pipeline order, shared by all jobs with the same order."""
         if costs.order not in self._steps:
             self._steps[costs.order] = Steps(costs.order, 1 + max(stage.rank for stage in costs.stages))
         return self._steps[costs.order]
 
 
-class Draft:
-    """A step whose stages are timed, by place in the pipeline."""
+class UnscheduledStep:
+    """A step whose stages are timed, but whose schedule is not simulated yet."""
 
-    def __init__(self, planner: Planner, costs: Costs, layout: Layout, alike: "Alike") -> None:
+    def __init__(self, planner: Planner, costs: Costs, layout: Layout, alike: "StageCostCache") -> None:
         self.planner, self.costs, self.layout, self._alike = planner, costs, layout, alike
         self.work = [self._alike.work(stage) for stage in costs.stages]
         self.by_place: list[list[StageWork]] = [[] for _ in range(1 + max(stage.rank for stage in costs.stages))]
@@ -234,16 +249,16 @@ class Draft:
         self.once = [sum(sum(w.once.values()) for w in mine) for mine in self.by_place]
 
     def memory(self) -> list[Memory]:
-        """Bytes on the ranks of each place of the pipeline."""
+        """Peak memory of each pipeline rank."""
         stages = [self._alike.memory(stage) for stage in self.costs.stages]
         return memory_of(self.costs, stages, self.planner.cluster)
 
     @property
-    def least_s(self) -> float:
-        """Seconds that the step takes under any schedule.
+    def lower_bound_s(self) -> float:
+        """Lower bound of the step in seconds, under any schedule.
 
-        A rank begins when a micro batch has come through the stages before its first one. It then has all of its work
-        to do; and when it has done all but the weights' part, a micro batch goes back through those stages.
+        A rank starts when the first micro batch has passed the stages before it. It then has all of its work to do.
+        When only backward of the weights is left, one micro batch still has to pass backward through those stages.
         """
         least, begins, returns = 0.0, 0.0, 0.0
         seen: set[int] = set()
@@ -259,11 +274,11 @@ class Draft:
 
     @property
     def busy_s(self) -> float:
-        """Seconds that ranks are at work on micro batches, on average."""
+        """Mean seconds per rank of computation on micro batches."""
         return self.costs.micro_batches * sum(w.forward + w.inputs + w.weights for w in self.work) / len(self.by_place)
 
     def finish(self, memory: Sequence[Memory], *, keep: bool = False) -> Prediction:
-        """Simulate the schedule."""
+        """Simulate the schedule and return the prediction; `memory` from `memory()`."""
         costs, layout, cluster, by_place = self.costs, self.layout, self.planner.cluster, self.by_place
         timeline = self._simulate(keep)
         ends = [end + once for end, once in zip(timeline.ends, self.once, strict=True)]
@@ -276,7 +291,7 @@ class Draft:
             world_size=world, step_time_s=step, tokens=tokens, model_tflops_per_device=model,
             hardware_tflops_per_device=hardware, mfu=model / peak, hfu=hardware / peak,
             time_s=_adding_up(_spent(by_place[last], costs.micro_batches, timeline, last), step),
-            hidden_s=_summed(w.hidden for w in by_place[last]),
+            overlapped_s=_summed(w.hidden for w in by_place[last]),
             memory=tuple(memory),
             layers=tuple(tuple(s.layers for s in costs.stages if s.rank == place) for place in range(len(by_place))),
             energy_j=_energy(cluster.device, timeline, step, world),
@@ -304,7 +319,7 @@ class Draft:
         }
         send = 0.0
         if costs.pipeline_axis:
-            hidden, network = costs.dim * costs.share("hidden") * costs.bytes, self.planner.network
+            hidden, network = costs.dim * costs.share("hidden") * costs.itemsize, self.planner.network
             slices = group_of(costs.sent_over, self.layout)
             send = network.send(group_of([costs.pipeline_axis], self.layout), hidden / slices.size)
             send += network.collective("all_gather", slices, hidden)
@@ -348,12 +363,12 @@ def _adding_up(spent: dict[str, float], step: float) -> dict[str, float]:
 
 
 def flops_per_token(costs: Costs) -> tuple[float, float]:
-    """FLOPs of a token's forward and backward: as the model needs them, and as hardware does them."""
+    """(model, hardware) FLOPs per token of forward and backward; the hardware's include recomputation."""
     layers = sum(len(stage.layers) for stage in costs.stages)
     layer, head = (sum(_forward_flops(op, costs) for op in ops) for ops in (costs.layer, costs.head))
     model = 3 * (layers * layer + head)
     again = sum(recomputed(stage.layers, costs.recompute) for stage in costs.stages)
-    if costs.recompute is None or costs.recompute.keeps == "products":
+    if costs.recompute is None or costs.recompute.saved == "products":
         again = 0
     return model, model + again * layer
 

@@ -1,10 +1,13 @@
-"""A step of a pipeline, simulated micro batch by micro batch.
+"""Simulates one step of a pipeline, action by action.
 
-Each rank runs its actions strictly in order. A forward waits for that of the stage before, a backward for that of the
-stage after, and for the transfer between them if that is on another rank.
+Each rank runs its actions strictly in order. A forward waits for the forward of the stage before, a backward for the
+backward of the stage after. If that stage is on another rank, the action also waits for the transfer.
 
-A transfer takes `send_s`. Where ranks send beside their work, it only delays what waits for it. Where they block, it
-holds the sender, and the receiver too once both it and the tensor are there: two transfers an operation.
+A transfer takes `send_s` seconds. Where transfers run beside computation, a transfer only delays the action that waits
+for it. Where transfers block, a transfer holds the sender, and holds the receiver from the moment when both the
+receiver and the tensor are ready.
+
+Cost: linear in the number of actions.
 """
 
 from collections import deque
@@ -25,10 +28,12 @@ Row = tuple[list[float], list[float], float, float, float, float]
 
 @dataclass(frozen=True)
 class Timeline:
-    """When the actions of a step run. On each rank, busy + idle + exposed is the makespan. All in seconds.
+    """When the actions of a step run, in seconds; per rank of the pipeline, busy + idle + exposed = makespan.
 
-    busy: at work.  exposed: waiting for a transfer that has begun, or held by one.  idle: waiting for work, the bubble.
-    ends: when the rank is done.  actions: of each rank (action, start, end), where they were kept.
+    makespan: end of the last action.  busy: seconds of computation.
+    exposed: seconds of waiting for a transfer that has begun, or of being held by a transfer.
+    idle: seconds of waiting for another rank's computation: the pipeline bubble.
+    ends: when the rank is done.  actions: per rank (action, start, end), where `keep` asked for them.
     """
 
     makespan: float
@@ -42,17 +47,18 @@ class Timeline:
 def simulate(
     order: Order, times: Times, send_s: float | Sequence[float] = 0.0, *, blocking: bool = False, keep: bool = False
 ) -> Timeline:
-    """Run the actions of a step.
+    """Simulate the actions of one step.
 
     Args:
-        order: of each rank.
-        times: seconds of each kind, by stage.
-        send_s: seconds to send one tensor one way, everywhere or between stages s and s + 1 at s; free within a rank.
-        blocking: whether sender and receiver are held meanwhile.
+        order: actions per rank.
+        times: seconds of each kind of action, by stage.
+        send_s: seconds to send one tensor one way: one number, or at s the seconds between stages s and s + 1.
+            Transfers within a rank take no time.
+        blocking: whether a transfer holds sender and receiver.
         keep: whether the timeline lists the actions.
 
     Raises:
-        PluginError: the order cannot proceed.
+        PluginError: the order deadlocks.
     """
     run = Run(order, times, send_s, blocking=blocking, keep=keep)
     run.until([len(actions) for actions in order])
@@ -60,10 +66,11 @@ def simulate(
 
 
 class Run:
-    """A simulation on its way: how far each rank is, and when it was.
+    """A simulation in progress.
 
-    at: number of actions done.  clocks: when the rank is free.  ends: kind -> stage -> micro batch -> when it was done,
-    below 0 before; the input's part of backward counts as B.
+    at: actions done, per rank.  clocks: when each rank is free, in seconds.
+    ends: kind -> stage -> micro batch -> end time in seconds; below 0 while not done. Kind I counts as B.
+    busy, exposed: seconds so far, per rank.
     """
 
     def __init__(
@@ -103,10 +110,10 @@ class Run:
             yield before, own, seconds[stage], lag, lag * blocking, hold * blocking
 
     def until(self, targets: Sequence[int]) -> None:
-        """Go on till each rank has done so many of its actions.
+        """Simulate until each rank has done this many of its actions.
 
         Raises:
-            PluginError: a rank waits for what will not come before.
+            PluginError: a rank waits for an action that comes later, or never.
         """
         waiting = deque(range(len(self.order)))
         queued = [True] * len(self.order)
@@ -156,7 +163,7 @@ class Run:
         return done
 
     def timeline(self) -> Timeline:
-        """What came out."""
+        """The timeline of the actions done so far."""
         makespan = max(self.clocks)
         idle = [makespan - busy - exposed for busy, exposed in zip(self.busy, self.exposed, strict=True)]
         records = tuple(map(tuple, self._records)) if self._records else ()
@@ -165,9 +172,10 @@ class Run:
 
 @dataclass(frozen=True)
 class Alive:
-    """Micro batches that a rank keeps activations of at its worst moment, by stage.
+    """Micro batches whose activations a rank holds at its worst moment, by stage.
 
-    whole: after forward.  pending: after the input's part of backward, before the weights'.
+    whole: those between forward and backward.  pending: those between backward of the inputs (I) and of the weights
+        (W).
     """
 
     whole: Mapping[int, int]
@@ -175,12 +183,12 @@ class Alive:
 
 
 def most_kept(order: Order, weight: Sequence[float] | None = None, pending: float = 1.0) -> list[Alive]:
-    """What each rank keeps when that is most.
+    """Per rank, the micro batches whose activations it holds when their bytes are largest.
 
     Args:
-        order: of each rank.
-        weight: bytes that a micro batch keeps in each stage; all the same if not given.
-        pending: the share of them that lasts until the weights' part of backward.
+        order: actions per rank.
+        weight: bytes per micro batch of each stage; by default equal for all stages.
+        pending: share of these bytes that lasts from backward of the inputs until backward of the weights.
     """
     return [_most_kept(actions, weight, pending) for actions in order]
 

@@ -1,6 +1,6 @@
-"""What a rank's collectives move in a step, in bytes: of whole tensors, as a dry run counts them."""
+"""Bytes per step of a rank's collectives, counted by whole tensors as the dry run counts them."""
 
-from titan.contracts.base.cost import Costs, Stage, Traffic
+from titan.contracts.base.cost import CollectiveCost, Costs, Stage
 from titan.contracts.base.mesh import Layout
 from titan.planner.step.memory import Tensors, ranks_of, recomputed
 
@@ -9,9 +9,9 @@ Moved = dict[tuple[str, tuple[str, ...]], float]
 
 
 def moved(place: int, costs: Costs, layout: Layout) -> Moved:
-    """Bytes that the collectives of a rank at this place of the pipeline move in a step.
+    """Bytes per step of the collectives of a rank at this place of the pipeline.
 
-    Of an all-gather what it yields, of a reduce-scatter what it takes in, of an all-reduce what it holds; groups of one
+    Counts the output of an all-gather, the input of a reduce-scatter, and the tensor of an all-reduce. Groups of one
     rank move nothing.
     """
     found: Moved = {}
@@ -19,28 +19,28 @@ def moved(place: int, costs: Costs, layout: Layout) -> Moved:
     for stage in costs.stages:
         if stage.rank == place:
             sizes = tensors.sizes(stage, 1)
-            for traffic in costs.traffic:
-                if ranks_of(traffic.axes, layout) > 1:
-                    key = (traffic.collective, traffic.axes)
-                    of = sizes[-1:] if traffic.where == "head" else sizes[:-1] if traffic.kept else sizes
+            for cost in costs.collectives:
+                if ranks_of(cost.axes, layout) > 1:
+                    key = (cost.collective, cost.axes)
+                    of = sizes[-1:] if cost.where == "head" else sizes[:-1] if cost.skip_last_unit else sizes
                     params = sum(of)
-                    found[key] = found.get(key, 0.0) + _of(traffic, stage, params, costs, layout)
+                    found[key] = found.get(key, 0.0) + _of(cost, stage, params, costs, layout)
     return found
 
 
-def _of(traffic: Traffic, stage: Stage, params: float, costs: Costs, layout: Layout) -> float:
+def _of(cost: CollectiveCost, stage: Stage, params: float, costs: Costs, layout: Layout) -> float:
     again = recomputed(stage.layers, costs.recompute) if _joined_again(costs) else 0
     times = {
-        "stem": int(stage.stem),
-        "layer": again if traffic.when == "recompute" else len(stage.layers),
+        "embeddings": int(stage.embeddings),
+        "layer": again if cost.when == "recompute" else len(stage.layers),
         "head": int(stage.head),
-    }.get(traffic.where, 1)
-    uses = 1 if traffic.every == "step" or traffic.where == "step" else costs.micro_batches
-    numbers = params if traffic.per_parameter else costs.share("whole")
-    size = traffic.count * traffic.numbers * numbers * (traffic.bytes or costs.bytes)
-    return size * times * uses / ranks_of(traffic.over, layout)
+    }.get(cost.where, 1)
+    uses = 1 if cost.per == "step" or cost.where == "step" else costs.micro_batches
+    numbers = params if cost.per_parameter else costs.share("seq_full")
+    size = cost.count * cost.numel * numbers * (cost.itemsize or costs.itemsize)
+    return size * times * uses / ranks_of(cost.sharded_over, layout)
 
 
 def _joined_again(costs: Costs) -> bool:
-    """Whether collectives run again when a layer is computed again: not where their results are kept."""
-    return costs.recompute is not None and costs.recompute.keeps == "input"
+    """Whether a recomputed layer repeats its collectives: not where their results are saved."""
+    return costs.recompute is not None and costs.recompute.saved == "input"

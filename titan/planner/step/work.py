@@ -1,15 +1,15 @@
-"""What a stage of a pipeline takes, for each micro batch and once a step: computation, and what communication shows.
+"""Seconds of a pipeline stage per micro batch and per step: computation, and non-overlapped communication.
 
-Collectives of shard units run beside computation: while a unit computes, the next one is gathered and the gradients of
-the one before are reduced. What exceeds the computation beside it is exposed, and so are the first gather and the last
-reduction, which have nothing beside them.
+Collectives of shard units run beside computation: while one unit computes, the next unit is gathered and the gradients
+of the unit before are reduced. Only non-overlapped time adds to the step, as do the first gather and the last
+reduction, which have no computation beside them.
 """
 
 from collections import defaultdict
 from collections.abc import Iterable
 from typing import NamedTuple
 
-from titan.contracts.base.cost import Costs, Elementwise, Matmul, Operation, Stage, Traffic
+from titan.contracts.base.cost import CollectiveCost, Costs, Elementwise, Matmul, Operation, Stage
 from titan.contracts.base.mesh import Layout, Role
 from titan.planner.machine.kernels import Device, Seconds
 from titan.planner.machine.network import Group, Network
@@ -22,7 +22,10 @@ COMMUNICATION = tuple(FAMILY.values())
 
 
 class Unit(NamedTuple):
-    """Neighbouring shard units of one kind: how many, parameters of each on this rank, seconds of each."""
+    """Equal neighboring shard units.
+
+    times: how many.  params: parameters of each on this rank.  forward, backward: seconds of computation of each.
+    """
 
     times: int
     params: float
@@ -31,19 +34,24 @@ class Unit(NamedTuple):
 
 
 OF_OPERATIONS = (
-    "stem", "layer", "head", "styles", "tied", "splits", "seq_len", "micro_batch", "bytes", "dtype", "wide_dtype",
-    "fused",
+    "embeddings", "layer", "head", "styles", "tied", "splits", "seq_len", "micro_batch", "itemsize", "dtype",
+    "wide_dtype", "fused",
 )  # fmt: skip
 """What of `Costs` decides how long operations take, and which tensors they have."""
 
 
 class Parts:
-    """Seconds of a job's stem, layer and head for one micro batch, before it is known which stage has which.
+    """Seconds of embeddings, one layer and the head per micro batch, whichever stages have them.
 
-    like: of a job on the same device, perhaps with the same operations; then they are not timed again.
+    embeddings, layer, head: seconds forward, of backward for inputs, and of backward for weights.  tensors: parameters.
+    again: seconds to recompute a layer.
+    exposed: (where, when) -> family -> non-overlapped seconds of collectives between operations, per micro batch.
+    unit_collectives: (per, when, collectives) of shard units.  step_collectives: those of the whole step.
+
+    like: of a job on the same device; where its operations are equal, they are not timed again.
     """
 
-    stem: Seconds
+    embeddings: Seconds
     layer: Seconds
     head: Seconds
     tensors: Tensors
@@ -53,9 +61,9 @@ class Parts:
     ) -> None:
         self.costs, self.layout, self.device, self.network = costs, layout, device, network
         if like is not None and all(getattr(like.costs, name) == getattr(costs, name) for name in OF_OPERATIONS):
-            self.stem, self.layer, self.head, self.tensors = like.stem, like.layer, like.head, like.tensors
+            self.embeddings, self.layer, self.head, self.tensors = like.embeddings, like.layer, like.head, like.tensors
         else:
-            self.stem = self._seconds(costs.stem, costs.wide_dtype)
+            self.embeddings = self._seconds(costs.embeddings, costs.wide_dtype)
             self.layer = self._seconds(costs.layer, costs.dtype)
             self.head = self._seconds(costs.head, costs.wide_dtype)
             self.tensors = Tensors(costs)
@@ -63,12 +71,12 @@ class Parts:
         self._timed: dict[tuple[int, float], float] = {}
         self._roles = {axis.name: axis.role for axis in layout.axes}
         self.exposed = self._exposed()
-        units = [traffic for traffic in costs.traffic if traffic.where == "unit"]
-        self.unit_traffic = [
-            (every, when, [t for t in units if (t.every, t.when) == (every, when)])
-            for every, when in dict.fromkeys((t.every, t.when) for t in units)
+        units = [cost for cost in costs.collectives if cost.where == "unit"]
+        self.unit_collectives = [
+            (per, when, [t for t in units if (t.per, t.when) == (per, when)])
+            for per, when in dict.fromkeys((t.per, t.when) for t in units)
         ]
-        self.step_traffic = [traffic for traffic in costs.traffic if traffic.where == "step"]
+        self.step_collectives = [cost for cost in costs.collectives if cost.where == "step"]
 
     def _seconds(self, operations: Iterable[Operation], dtype: str) -> Seconds:
         total = [0.0, 0.0, 0.0]
@@ -78,96 +86,97 @@ class Parts:
         return Seconds(*total)
 
     def _again(self) -> float:
-        """Seconds in which a layer is computed again: all of its forward, or what selective recompute leaves out."""
+        """Seconds to recompute a layer: its forward, or with selective recomputation its elementwise operations."""
         costs = self.costs
         if costs.recompute is None:
             return 0.0
-        if costs.recompute.keeps == "input":
-            last = [op for op in costs.layer if isinstance(op, Matmul)][-1:] if not costs.recompute.whole else []
+        if costs.recompute.saved == "input":
+            last = [op for op in costs.layer if isinstance(op, Matmul)][-1:] if not costs.recompute.full_layer else []
             return self.layer.forward - self._seconds(last, costs.dtype).forward
         cheap = [op for op in costs.layer if isinstance(op, Elementwise)]
         return self._seconds(cheap, costs.dtype).forward
 
-    def family(self, traffic: Traffic) -> str:
-        """The name under which its seconds are reported."""
-        return FAMILY[self._roles[traffic.axes[0]]]
+    def family(self, cost: CollectiveCost) -> str:
+        """The name under which a collective's seconds are reported: tp, cp, ep, dp or pp."""
+        return FAMILY[self._roles[cost.axes[0]]]
 
-    def seconds(self, traffic: Traffic, params: float = 0.0) -> float:
-        """Seconds of a collective; of one that moves parameters, of so many."""
-        key = (id(traffic), params)
+    def seconds(self, cost: CollectiveCost, params: float = 0.0) -> float:
+        """Seconds of a collective; `params`: parameters that it moves, where it moves parameters."""
+        key = (id(cost), params)
         if key not in self._timed:
-            self._timed[key] = self._collective(traffic, params)
+            self._timed[key] = self._collective(cost, params)
         return self._timed[key]
 
-    def _collective(self, traffic: Traffic, params: float) -> float:
-        numbers = params if traffic.per_parameter else self.costs.share("whole")
-        size = traffic.numbers * numbers * (traffic.bytes or self.costs.bytes) / ranks_of(traffic.over, self.layout)
-        group = group_of(traffic.axes, self.layout)
-        return traffic.count * (self.network.collective(traffic.collective, group, size) + self._beyond(traffic, group))
+    def _collective(self, cost: CollectiveCost, params: float) -> float:
+        numbers = params if cost.per_parameter else self.costs.share("seq_full")
+        size = cost.numel * numbers * (cost.itemsize or self.costs.itemsize) / ranks_of(cost.sharded_over, self.layout)
+        group = group_of(cost.axes, self.layout)
+        return cost.count * (self.network.collective(cost.collective, group, size) + self._beyond(cost, group))
 
-    def _beyond(self, traffic: Traffic, group: Group) -> float:
-        """Seconds that a collective takes beside what is sent."""
+    def _beyond(self, cost: CollectiveCost, group: Group) -> float:
+        """Overhead seconds of a collective, besides its transfer."""
         if group.size == 1:
             return 0.0
-        if self._roles[traffic.axes[0]] == "model":
-            return self.device.kernels.join_us * 1e-6
-        gathers = traffic.where == "unit" and traffic.collective != "all_reduce"
-        return self.device.kernels.gather_us * 1e-6 if gathers else 0.0
+        if self._roles[cost.axes[0]] == "model":
+            return self.device.kernels.tp_overhead_us * 1e-6
+        gathers = cost.where == "unit" and cost.collective != "all_reduce"
+        return self.device.kernels.fsdp_overhead_us * 1e-6 if gathers else 0.0
 
     def update_s(self, params: float) -> float:
-        """Seconds that the optimizer takes for so many of a rank's parameters."""
+        """Seconds of the optimizer's update of this many parameters, before they are shared over ranks."""
         return self.device.update(params / ranks_of(self.costs.updated_over, self.layout) * self.costs.update_bytes)
 
     def layer_unit_s(self) -> tuple[float, float]:
-        """Seconds by which gathering and reducing a layer shows at least: for each micro batch, and once a step."""
-        seen = {"use": 0.0, "step": 0.0}
-        for every, when, traffic in self.unit_traffic:
+        """Least non-overlapped seconds of gathering and reducing one layer: (per micro batch, per step)."""
+        seen = {"micro_batch": 0.0, "step": 0.0}
+        for per, when, collectives in self.unit_collectives:
             # What is kept of the last unit may be kept of any.
-            seconds = sum(self.seconds(t, self.tensors.layer) for t in traffic if not t.kept)
+            seconds = sum(self.seconds(t, self.tensors.layer) for t in collectives if not t.skip_last_unit)
             beside = self.layer.forward if when == "forward" else self.layer.backward + self.again
-            seen[every] += self.unit_s(traffic, seconds, beside)[0]
-        return seen["use"], seen["step"]
+            seen[per] += self.unit_s(collectives, seconds, beside)[0]
+        return seen["micro_batch"], seen["step"]
 
-    def unit_s(self, traffic: Iterable[Traffic], seconds: float, beside: float) -> tuple[float, float]:
-        """Of the seconds of a unit's traffic, those that show, and those that computation beside it covers."""
-        covered = min(seconds, beside) if all(t.overlaps for t in traffic) else 0.0
+    def unit_s(self, collectives: Iterable[CollectiveCost], seconds: float, beside: float) -> tuple[float, float]:
+        """Of the seconds of a unit's collectives: (those that add to the step, those that overlap computation)."""
+        covered = min(seconds, beside) if all(t.overlaps for t in collectives) else 0.0
         return seconds - covered + self.device.kernels.overlap_slowdown * covered, covered
 
     def _exposed(self) -> dict[tuple[str, str], dict[str, float]]:
         """(where, when) -> family -> seconds, of what runs between operations of a micro batch."""
         found: dict[tuple[str, str], dict[str, float]] = defaultdict(lambda: defaultdict(float))
         again = self.costs.recompute
-        for traffic in self.costs.traffic:
+        for cost in self.costs.collectives:
             # What selective recompute keeps of a layer includes the results of its collectives.
-            kept = traffic.when == "recompute" and (again is None or again.keeps == "products")
-            if traffic.where in ("stem", "layer", "head") and not kept:
-                found[traffic.where, traffic.when][self.family(traffic)] += self._seen(traffic)
+            kept = cost.when == "recompute" and (again is None or again.saved == "products")
+            if cost.where in ("embeddings", "layer", "head") and not kept:
+                found[cost.where, cost.when][self.family(cost)] += self._seen(cost)
         return found
 
-    def _seen(self, traffic: Traffic) -> float:
-        """Seconds of a collective that the layer's computation does not hide, and those by which it slows that down."""
-        seconds = self.seconds(traffic)
-        if not traffic.overlaps or traffic.where != "layer":
+    def _seen(self, cost: CollectiveCost) -> float:
+        """Seconds of a collective that add to the step: non-overlapped time, and the slowdown of what it overlaps."""
+        seconds = self.seconds(cost)
+        if not cost.overlaps or cost.where != "layer":
             return seconds
         beside = {"forward": self.layer.forward, "recompute": self.again, "backward": self.layer.backward}
-        covered = min(seconds, beside.get(traffic.when, 0.0))
+        covered = min(seconds, beside.get(cost.when, 0.0))
         return seconds - covered * (1 - self.device.kernels.overlap_slowdown)
 
 
 class StageWork:
     """Seconds of one stage.
 
-    forward, inputs, weights: of its actions for a micro batch, exposed communication included.
-    each, once: the same by what it is spent on, for each micro batch and once a step.  hidden: seconds of communication
-    that run beside computation, in a step.
+    forward, inputs, weights: of its actions F, I and W per micro batch, with non-overlapped communication; B is I plus
+        W.
+    each: purpose -> seconds per micro batch.  once: purpose -> seconds per step.
+    hidden: family -> seconds per step of communication that overlaps computation.
     """
 
     def __init__(self, stage: Stage, parts: Parts) -> None:
         self.stage, self.parts = stage, parts
         costs, layers, again = parts.costs, len(stage.layers), recomputed(stage.layers, parts.costs.recompute)
         compute = [
-            layers * layer + stage.stem * stem + stage.head * head
-            for layer, stem, head in zip(parts.layer, parts.stem, parts.head, strict=True)
+            layers * layer + stage.embeddings * embeddings + stage.head * head
+            for layer, embeddings, head in zip(parts.layer, parts.embeddings, parts.head, strict=True)
         ]
         self.each: dict[str, float] = defaultdict(float)
         self.once: dict[str, float] = defaultdict(float)
@@ -182,11 +191,11 @@ class StageWork:
         self._once_a_step(costs)
 
     def _between(self, when: str) -> float:
-        """Exposed seconds between operations of a micro batch, also put down by family."""
+        """Non-overlapped seconds of collectives between operations, per micro batch; added to `each` by family."""
         again = when == "recompute"
         counts = {
             "layer": recomputed(self.stage.layers, self.parts.costs.recompute) if again else len(self.stage.layers),
-            "stem": int(self.stage.stem),
+            "embeddings": int(self.stage.embeddings),
             "head": int(self.stage.head),
         }
         total = 0.0
@@ -199,28 +208,30 @@ class StageWork:
     def _shard_units(self) -> list[Unit]:
         parts, stage = self.parts, self.stage
         sizes, layers = parts.tensors.sizes(stage, 1), len(stage.layers)
-        stems = len(sizes) - layers - (1 if stage.head or (parts.costs.tied and stage.stem) else 0)
-        each = 1 / max(stems, 1)
-        found = [Unit(1, size, parts.stem.forward * each, parts.stem.backward * each) for size in sizes[:stems]]
+        before = len(sizes) - layers - (1 if stage.head or (parts.costs.tied and stage.embeddings) else 0)
+        each = 1 / max(before, 1)
+        found = [
+            Unit(1, size, parts.embeddings.forward * each, parts.embeddings.backward * each) for size in sizes[:before]
+        ]
         if layers:
             again = parts.again * recomputed(stage.layers, parts.costs.recompute) / layers
-            found.append(Unit(layers, sizes[stems], parts.layer.forward, parts.layer.backward + again))
-        for size in sizes[stems + layers :]:
+            found.append(Unit(layers, sizes[before], parts.layer.forward, parts.layer.backward + again))
+        for size in sizes[before + layers :]:
             found.append(Unit(1, size, parts.head.forward * stage.head, parts.head.backward * stage.head))
         return found
 
     def _overlapped(self) -> None:
-        """Traffic of shard units, for each micro batch or in one of them."""
-        for every, when, traffic in self.parts.unit_traffic:
-            self._beside(traffic, every == "use", when == "forward")
+        """Add the collectives of shard units, per micro batch or per step."""
+        for per, when, collectives in self.parts.unit_collectives:
+            self._beside(collectives, per == "micro_batch", when == "forward")
 
-    def _beside(self, traffic: list[Traffic], each: bool, forward: bool) -> None:
+    def _beside(self, collectives: list[CollectiveCost], each: bool, forward: bool) -> None:
         parts, exposed, hidden, alone = self.parts, 0.0, 0.0, 0.0
-        family = parts.family(traffic[0])
+        family = parts.family(collectives[0])
         for number, unit in enumerate(self._units):
             end = unit.times == 1 and number == len(self._units) - 1
-            seconds = sum(parts.seconds(t, unit.params) for t in traffic if not (t.kept and end))
-            seen, covered = parts.unit_s(traffic, seconds, unit.forward if forward else unit.backward)
+            seconds = sum(parts.seconds(t, unit.params) for t in collectives if not (t.skip_last_unit and end))
+            seen, covered = parts.unit_s(collectives, seconds, unit.forward if forward else unit.backward)
             exposed += unit.times * seen
             hidden += unit.times * covered
             if number == 0:
@@ -240,6 +251,6 @@ class StageWork:
     def _once_a_step(self, costs: Costs) -> None:
         parts = self.parts
         params = sum(unit.times * unit.params for unit in self._units)
-        for traffic in parts.step_traffic:
-            self.once[parts.family(traffic)] += parts.seconds(traffic, params)
+        for cost in parts.step_collectives:
+            self.once[parts.family(cost)] += parts.seconds(cost, params)
         self.once["optimizer"] += parts.update_s(params)

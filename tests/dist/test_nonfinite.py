@@ -1,0 +1,81 @@
+"""NaN and inf in a run: the update is dropped on every rank alike, counted, and ends the run when it should."""
+
+from pathlib import Path
+
+import pytest
+import torch
+
+from tests.jobs import SAVING, assert_same_curve, saved_tensors, train_job
+from tests.ranks import RankError
+
+TEST_PLUGINS = ("--plugins.path", str(Path(__file__).parents[1] / "plugins"))
+
+
+def inject_nan(*steps: int, what: str = "gradient", rank: int = 0) -> list[str]:
+    own = {"steps": ",".join(map(str, steps)), "what": what, "rank": rank}
+    return [
+        *TEST_PLUGINS,
+        *(word for key, value in own.items() for word in (f"--plugins.inject_nan.{key}", str(value))),
+    ]
+
+
+def mesh(**degrees: int) -> list[str]:
+    return [word for axis, degree in degrees.items() for word in (f"--mesh.{axis}", str(degree))]
+
+
+SKIP = ("--train.non_finite", "skip")
+
+
+@pytest.mark.parametrize("what", ["gradient", "loss"])
+@pytest.mark.parametrize(
+    ("layout", "ranks"),
+    [(mesh(dp_shard=2), 2), (mesh(dp_replicate=2), 2), (mesh(pp=2), 2), (mesh(dp_shard=2, tp=2), 4)],
+)
+def test_skip_at_any_layout(layout: list[str], ranks: int, what: str, tmp_path: Path) -> None:
+    one = train_job(tmp_path, 1, *inject_nan(2, 5, what=what), *SKIP, name="one")
+    many = train_job(tmp_path, ranks, *layout, *inject_nan(2, 5, what=what, rank=ranks - 1), *SKIP, name="many")
+    key = "grad_norm" if what == "gradient" else "loss"
+    for outcome in (one, many):
+        assert [step for step, row in outcome.rows.items() if row[key] is None] == [2, 5]
+        assert outcome.rows[10]["skipped_updates"] == 2
+        assert all(weight.isfinite().all() for weight in outcome.weights.values())
+        for row in outcome.rows.values():
+            row["loss"], row["grad_norm"] = row["loss"] or 0.0, row["grad_norm"] or 0.0
+    assert_same_curve(one, many)
+
+
+def test_a_skipped_update_changes_nothing(tmp_path: Path) -> None:
+    words = (*SAVING, "--checkpoint.every", "1", "--checkpoint.keep_latest", "0", "--train.steps", "3")
+    train_job(tmp_path, 1, *inject_nan(3), *SKIP, *words)
+    before, after = (saved_tensors(tmp_path / "run" / "checkpoints" / f"step-0000000{step}") for step in (2, 3))
+    assert before.keys() == after.keys()
+    assert all(torch.equal(before[name], after[name]) for name in before if not name.startswith("rest."))
+
+
+@pytest.mark.parametrize("what", ["gradient", "loss"])
+def test_stop_names_the_step_and_saves_nothing_of_it(what: str, tmp_path: Path) -> None:
+    with pytest.raises(RankError, match=r"step 6 gave loss .* its update was skipped"):
+        train_job(tmp_path, 2, *mesh(dp_shard=2), *inject_nan(6, what=what, rank=1), *SAVING, "--checkpoint.every", "2")
+    saved = sorted(path.name for path in (tmp_path / "run" / "checkpoints").iterdir())
+    assert saved == ["step-00000002", "step-00000004"]
+
+
+def test_too_many_in_a_row(tmp_path: Path) -> None:
+    limit = ("--train.non_finite_limit", "3")
+    outcome = train_job(tmp_path, 1, *inject_nan(2, 3, 5, 6), *SKIP, *limit, name="few")
+    assert outcome.rows[10]["skipped_updates"] == 4
+    with pytest.raises(RankError, match="3 steps in a row, the last of them step 6 gave"):
+        train_job(tmp_path, 1, *inject_nan(4, 5, 6), *SKIP, *limit, name="many")
+
+
+def test_the_count_outlives_the_process(tmp_path: Path) -> None:
+    words = (*inject_nan(2), *SKIP, *SAVING)
+    train_job(tmp_path, 1, *words, "--train.steps", "4")
+    assert train_job(tmp_path, 1, *words).rows[10]["skipped_updates"] == 1
+
+
+def test_an_optimizer_that_cannot_skip_by_itself(tmp_path: Path) -> None:
+    words = ("--model.name", "llama", "--optimizer.name", "heavyball", "--optimizer.lr", "0.05", *TEST_PLUGINS)
+    one = train_job(tmp_path, 1, *words, *inject_nan(2), *SKIP, name="one")
+    assert all(weight.isfinite().all() for weight in one.weights.values())
+    assert one.rows[10]["skipped_updates"] == 1

@@ -1,0 +1,38 @@
+"""Tiny jobs as commands, in which one rank sends a signal at a chosen step (tests/plugins/send_signal.py)."""
+
+import os
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+from tests.jobs import LLAMA, write_text
+
+TEST_PLUGIN = Path(__file__).parent / "plugins" / "send_signal.py"
+
+
+def job(folder: Path, *more: str, **signal: object) -> list[str]:
+    """The arguments of a job of 10 steps that keeps its state under `folder`/run; `signal`: options, else it is off."""
+    if not (folder / "text").exists():
+        write_text(folder / "text")
+        (folder / "plugins").mkdir()
+        shutil.copy(TEST_PLUGIN, folder / "plugins")
+    options = [word for key, value in signal.items() for word in (f"--plugins.send_signal.{key}", str(value))]
+    return [
+        "--config", str(LLAMA), "--run.dir", str(folder), "--run.name", "run", "--data.cache", f"{folder}/cache",
+        "--data.path", f"{folder}/text", "--plugins.path", f"{folder}/plugins", "--checkpoint.enabled", "true",
+        *options, *more,
+    ]  # fmt: skip
+
+
+def launch(argv: list[str], **env: object) -> subprocess.Popen[str]:
+    """Start the command itself, with its words in a pipe."""
+    command = [sys.executable, "-P", "-m", "titan.launch", *argv]
+    environment = {**os.environ, "OMP_NUM_THREADS": "1", **{name: str(value) for name, value in env.items()}}
+    return subprocess.Popen(command, env=environment, stderr=subprocess.PIPE, text=True)
+
+
+def end(process: subprocess.Popen[str]) -> tuple[int, str]:
+    """The exit code of a command, and what it said."""
+    said = process.communicate(timeout=250)[1]
+    return process.returncode, said

@@ -1,0 +1,196 @@
+"""Every file of configs/launch/ parses, and is run to the point where titan reads its environment, in a faked one."""
+
+import json
+import os
+import re
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.slurm import Job, Slurm
+from titan.ranks.launch_env import LaunchEnv, find_place, rank_environment
+
+ROOT = Path(__file__).parents[2]
+FOLDER = ROOT / "configs" / "launch"
+SCRIPTS = sorted(FOLDER.glob("*.sh"))
+SLURM = [path for path in SCRIPTS if path.name.startswith("slurm-")]
+
+STUB = """\
+#!/bin/sh
+# A Python with titan that only says what it would do.
+[ "$1" = - ] && exit 0
+exec {python} {asks} "$@"
+"""
+
+ASKS = """\
+import json, os, sys
+from dataclasses import asdict
+from titan.ranks.launch_env import find_place, rank_environment
+
+env = dict(os.environ)
+if "CONTAINER" in env:
+    env["PATH"] = ""  # which has no scontrol
+mine = rank_environment(env)
+said = {"argv": sys.argv[1:], "rank": mine, "place": None if mine else asdict(find_place(env)), "env": env}
+sys.stdout.write(json.dumps(said) + chr(10))
+sys.exit(75 if env.get("PREEMPTED") and env["SLURM_RESTART_COUNT"] == "0" else 0)
+"""
+
+
+@pytest.fixture
+def stub(tmp_path: Path) -> Path:
+    """What TITAN_PYTHON names."""
+    (tmp_path / "asks.py").write_text(ASKS)
+    path = tmp_path / "python"
+    path.write_text(STUB.format(python=sys.executable, asks=tmp_path / "asks.py"))
+    path.chmod(0o755)
+    return path
+
+
+@pytest.fixture
+def slurm(tmp_path: Path, stub: Path) -> Iterator[Slurm]:
+    """Whose nodes have apptainer, and titan in every container."""
+    with Slurm(tmp_path) as running:
+        programs = {"titan": f'CONTAINER=1 exec {stub} "$@"', "apptainer": 'shift 7; exec "$@"'}
+        for name, text in programs.items():
+            program = tmp_path / "slurm" / "bin" / name
+            program.write_text(f"#!/bin/sh\n{text}\n")
+            program.chmod(0o755)
+        yield running
+
+
+def said(job: Job) -> list[dict[str, Any]]:
+    """What the processes of a job that has ended said, in the order of Slurm's tasks."""
+    assert job.await_end() == "COMPLETED", job.lines
+    words = [json.loads(line) for line in job.lines if line.startswith("{")]
+    return sorted(words, key=lambda each: (each["env"]["SLURM_RESTART_COUNT"], each["env"]["SLURM_PROCID"]))
+
+
+def test_there_are_files() -> None:
+    assert {path.name for path in FOLDER.iterdir() if path.suffix in (".sh", ".yaml")} == {
+        "kubernetes.yaml", "slurm-amd.sh", "slurm-apptainer.sh", "slurm-nvidia.sh", "slurm-pyxis.sh", "torchrun.sh"
+    }  # fmt: skip
+
+
+@pytest.mark.parametrize("path", SCRIPTS, ids=lambda path: path.name)
+def test_scripts_parse_and_can_be_run(path: Path) -> None:
+    subprocess.run(["bash", "-n", path], check=True)
+    assert os.access(path, os.X_OK)
+    assert f"configs/launch/{path.name}" in path.read_text(), "how to start it"
+
+
+@pytest.mark.parametrize("path", SLURM, ids=lambda path: path.name)
+def test_options_of_sbatch(path: Path) -> None:
+    """sbatch stops to read them at the first command."""
+    lines = path.read_text().splitlines()
+    options = [line.removeprefix("#SBATCH ") for line in lines if line.startswith("#SBATCH")]
+    assert {"--requeue", "--open-mode=append", "--signal=USR1@300"} <= set(options)
+    assert all(re.fullmatch(r"--[a-z-]+(=\S+)?", option) for option in options)
+    first_command = next(n for n, line in enumerate(lines) if line and not line.startswith("#"))
+    assert not any(line.startswith("#SBATCH") for line in lines[first_command:])
+
+
+def test_slurm_nvidia_starts_a_launcher_per_node(slurm: Slurm, stub: Path) -> None:
+    [job] = slurm.submit(str(FOLDER / "slurm-nvidia.sh"), "--a.b", "1", TITAN_PYTHON=str(stub), NPROC="8")
+    nodes = said(job)
+    places = [{"nodes": 2, "node": node, "ranks": 8, "host": "127.0.0.1", "port": 20041} for node in (0, 1)]
+    assert [node["place"] for node in nodes] == places
+    assert all(node["argv"] == ["-P", "-m", "titan.launch", "--a.b", "1"] for node in nodes)
+    assert all((node["env"]["SRUN_CPUS_PER_TASK"], node["env"]["MAX_RESTARTS"]) == ("64", "3") for node in nodes)
+
+
+@pytest.mark.parametrize("binding", [{}, {"GPU_BINDING": "--gpu-bind=none"}], ids=["one GPU per task", "all GPUs"])
+def test_slurm_amd_starts_a_rank_per_gpu(binding: dict[str, str], slurm: Slurm, stub: Path) -> None:
+    file = str(FOLDER / "slurm-amd.sh")
+    [job] = slurm.submit("--ntasks-per-node=2", file, "--a.b", "1", TITAN_PYTHON=str(stub), **binding)
+    ranks = said(job)
+    assert [(each["rank"]["RANK"], each["rank"]["LOCAL_RANK"]) for each in ranks] == [
+        ("0", "0"), ("1", "1"), ("2", "0"), ("3", "1")
+    ]  # fmt: skip
+    env = ranks[3]["env"]
+    assert ranks[3]["rank"]["WORLD_SIZE"] == "4" and ranks[3]["rank"]["LOCAL_WORLD_SIZE"] == "2"
+    assert (env["NCCL_SOCKET_IFNAME"], env["GLOO_SOCKET_IFNAME"]) == ("hsn0,hsn1,hsn2,hsn3", "hsn0")
+    assert (env["OMP_NUM_THREADS"], env["SRUN_CPUS_PER_TASK"]) == ("7", "7")
+    assert env["MIOPEN_USER_DB_PATH"] == env["MIOPEN_CUSTOM_CACHE_DIR"] == "/tmp/miopen-41"
+
+
+@pytest.mark.parametrize("name", ["slurm-pyxis.sh", "slurm-apptainer.sh"])
+def test_containers_have_no_scontrol(name: str, slurm: Slurm, tmp_path: Path) -> None:
+    """The script says where nodes meet, and has a preempted job run again."""
+    image = tmp_path / "image"
+    [job] = slurm.submit(str(FOLDER / name), "--a.b", "1", IMAGE=str(image), NPROC="8", PREEMPTED="yes")
+    lives = said(job)
+    assert [(each["place"]["node"], each["env"]["SLURM_RESTART_COUNT"]) for each in lives] == [
+        (0, "0"), (1, "0"), (0, "1"), (1, "1")
+    ]  # fmt: skip
+    assert all(each["argv"] == ["train", "--a.b", "1"] and "SLURM_JOB_ID" not in each["env"] for each in lives)
+    assert lives[1]["place"] == {"nodes": 2, "node": 1, "ranks": 8, "host": "127.0.0.1", "port": 20041}
+    assert job.restarts == 1
+
+
+def test_containers_need_an_image(slurm: Slurm) -> None:
+    [job] = slurm.submit(str(FOLDER / "slurm-pyxis.sh"))
+    assert job.await_end() == "FAILED" and "IMAGE: a squashfs file with titan installed" in "".join(job.lines)
+
+
+@pytest.mark.parametrize(
+    ("env", "arguments"),
+    [
+        ({"NPROC": "8"}, {"nproc_per_node": "8", "nnodes": "1", "standalone": True, "max_restarts": 0}),
+        ({"MAX_RESTARTS": "3"}, {"nproc_per_node": "gpu", "max_restarts": 3}),
+        (
+            {"NPROC": "8", "NNODES": "2", "NODE_RANK": "1", "MASTER_ADDR": "n7"},
+            {"nnodes": "2", "node_rank": 1, "master_addr": "n7", "master_port": 29500, "standalone": False},
+        ),
+    ],
+    ids=["one node", "restarts", "two nodes"],
+)
+def test_torchrun_is_asked_for_ranks(env: dict[str, str], arguments: dict[str, Any], tmp_path: Path) -> None:
+    from torch.distributed.run import parse_args
+
+    stub = tmp_path / "python"
+    stub.write_text('#!/bin/sh\n[ "$1" = - ] || printf "%s\\n" "$@"\n')
+    stub.chmod(0o755)
+    command, more = [FOLDER / "torchrun.sh", "--a.b", "1"], {"TITAN_PYTHON": str(stub), "PATH": os.environ["PATH"]}
+    words = subprocess.run(command, env={**more, **env}, capture_output=True, text=True, check=True).stdout.split()
+    assert words[:3] == ["-P", "-m", "torch.distributed.run"]
+    parsed = parse_args(words[3:])
+    assert {name: getattr(parsed, name) for name in arguments} == arguments
+    assert parsed.module and (parsed.training_script, parsed.training_script_args) == ("titan.train", ["--a.b", "1"])
+    assert "SIGUSR1" in parsed.signals_to_handle
+
+
+def _pods(spec: dict[str, Any], name: str) -> Iterator[dict[str, str]]:
+    """The environments of a PyTorchJob's pods: the container's own, and what the training operator adds."""
+    replicas = spec["pytorchReplicaSpecs"]
+    pods = [(kind, number) for kind in ("Master", "Worker") for number in range(replicas[kind]["replicas"])]
+    for number, (kind, _) in enumerate(pods):
+        [container] = replicas[kind]["template"]["spec"]["containers"]
+        [port] = [each["containerPort"] for each in container["ports"] if each["name"] == "pytorchjob-port"]
+        yield {each["name"]: each["value"] for each in container["env"]} | {
+            "MASTER_ADDR": f"{name}-master-0", "MASTER_PORT": str(port), "RANK": str(number),
+            "WORLD_SIZE": str(len(pods) * int(spec["nprocPerNode"])), "PET_NODE_RANK": str(number),
+            "PET_NNODES": str(len(pods)), "PET_NPROC_PER_NODE": spec["nprocPerNode"],
+        }  # fmt: skip
+
+
+def test_kubernetes_starts_a_launcher_per_pod() -> None:
+    yaml = pytest.importorskip("yaml")
+    manifest = yaml.safe_load((FOLDER / "kubernetes.yaml").read_text())
+    assert (manifest["apiVersion"], manifest["kind"]) == ("kubeflow.org/v1", "PyTorchJob")
+    environments = list(_pods(manifest["spec"], manifest["metadata"]["name"]))
+    assert [rank_environment(env) for env in environments] == [None, None]
+    assert [find_place(env) for env in environments] == [LaunchEnv(2, n, 8, "titan-master-0", 23456) for n in (0, 1)]
+    for replica in manifest["spec"]["pytorchReplicaSpecs"].values():
+        pod = replica["template"]["spec"]
+        [container] = pod["containers"]
+        assert container["name"] == "pytorch" and container["command"] == ["titan", "train"]
+        assert container["resources"]["limits"]["nvidia.com/gpu"] == int(manifest["spec"]["nprocPerNode"])
+        assert pod["terminationGracePeriodSeconds"] > 30
+        mounts = {mount["mountPath"] for mount in container["volumeMounts"]}
+        assert {"/shared", "/dev/shm", "/tmp"} <= mounts and container["env"][1]["value"] in mounts
+        assert {mount["name"] for mount in container["volumeMounts"]} == {volume["name"] for volume in pod["volumes"]}

@@ -1,0 +1,221 @@
+"""Checkpoints from strangers: whatever is planted in them, nothing of it runs, and it is refused by name.
+
+Each payload is tried under a manifest that matches it, as a stranger would write, and under the one of the save.
+"""
+
+import hashlib
+import json
+import os
+import pickle
+import re
+import shutil
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+from torch.distributed.checkpoint.metadata import Metadata
+
+from bench import mutations
+from tests.malicious_checkpoints import (
+    CODE,
+    COMMAND,
+    DATA,
+    EVIL,
+    METADATA,
+    PAYLOADS,
+    PICKLES,
+    STATE_TEXTS,
+    STATES,
+    Calls,
+    place,
+    set_at,
+)  # fmt: skip
+from titan.checkpoint.disk import unpickle
+from titan.errors import CheckpointError
+
+
+@pytest.fixture(scope="module")
+def sound(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return mutations.save(tmp_path_factory.mktemp("sound"))
+
+
+@pytest.fixture
+def marker(tmp_path: Path) -> Iterator[Path]:
+    """A file that every planted command makes when it is run."""
+    path = tmp_path / "marker"
+    os.environ["PLANTED"] = str(path)
+    yield path
+    del os.environ["PLANTED"]
+
+
+def _seal(path: Path) -> None:
+    """Write a manifest that matches whatever is there, links followed."""
+    contents = {file.name: file.read_bytes() for file in path.iterdir() if file.name != "manifest.json"}
+    pieces = {name: {"size": len(c), "sha256": hashlib.sha256(c).hexdigest()} for name, c in contents.items()}
+    (path / "manifest.json").write_text(json.dumps({"files": pieces}))
+
+
+def _write(file: Path, content: bytes) -> None:
+    file.write_bytes(content)
+
+
+def _with_metadata(path: Path, change: Callable[[Metadata], None]) -> None:
+    metadata = pickle.loads((path / ".metadata").read_bytes())
+    change(metadata)
+    (path / ".metadata").write_bytes(pickle.dumps(metadata))
+
+
+def _refused(sound: Path, tmp_path: Path, marker: Path, change: Callable[[Path], None], said: str) -> None:
+    """A changed copy is refused under the manifest of the save, and by name under one that matches; nothing runs."""
+    path = tmp_path / sound.name
+    shutil.copytree(sound, path)
+    change(path)
+    for seal in (False, True):
+        if seal:
+            _seal(path)
+        with pytest.raises(CheckpointError) as refused:
+            mutations.load(path)
+        assert not marker.exists()
+        assert str(path) in str(refused.value) and "\n" not in str(refused.value)
+    assert re.search(said, str(refused.value)), str(refused.value)
+
+
+@pytest.mark.parametrize("name", PICKLES)
+def test_pickles_in_place_of_the_metadata(sound: Path, tmp_path: Path, marker: Path, name: str) -> None:
+    planted, said = PICKLES[name]
+    _refused(sound, tmp_path, marker, lambda path: _write(path / ".metadata", planted), said)
+
+
+@pytest.mark.parametrize("name", METADATA)
+def test_metadata_that_says_something_else(sound: Path, tmp_path: Path, marker: Path, name: str) -> None:
+    change, said = METADATA[name]
+    _refused(sound, tmp_path, marker, lambda path: _with_metadata(path, change), said)
+
+
+@pytest.mark.parametrize("name", PAYLOADS)
+def test_payloads_in_place_of_a_tensor(sound: Path, tmp_path: Path, marker: Path, name: str) -> None:
+    payload, said = PAYLOADS[name]
+
+    def change(path: Path) -> None:
+        end = (path / DATA).stat().st_size
+        with (path / DATA).open("ab") as file:
+            file.write(payload)
+        _with_metadata(path, set_at(place, offset=end, length=len(payload)))
+
+    _refused(sound, tmp_path, marker, change, said)
+
+
+@pytest.mark.parametrize("name", STATES)
+def test_state_that_says_something_else(sound: Path, tmp_path: Path, marker: Path, name: str) -> None:
+    change, said = STATES[name]
+
+    def write(path: Path) -> None:
+        state = json.loads((path / "state.json").read_text())
+        change(state)
+        (path / "state.json").write_text(json.dumps(state))
+
+    _refused(sound, tmp_path, marker, write, said)
+
+
+@pytest.mark.parametrize("name", STATE_TEXTS)
+def test_state_that_is_no_state(sound: Path, tmp_path: Path, marker: Path, name: str) -> None:
+    text, said = STATE_TEXTS[name]
+    planted = text.encode(errors="surrogateescape")
+    _refused(sound, tmp_path, marker, lambda path: _write(path / "state.json", planted), said)
+
+
+@pytest.mark.parametrize("file", [".metadata", "state.json", DATA, "manifest.json"])
+@pytest.mark.parametrize("kind", ["link", "link away", "pipe", "folder"])
+def test_what_is_no_file(sound: Path, tmp_path: Path, marker: Path, file: str, kind: str) -> None:
+    path = tmp_path / sound.name
+    shutil.copytree(sound, path)
+    content = (path / file).read_bytes()
+    (path / file).unlink()
+    if kind == "pipe":
+        os.mkfifo(path / file)
+    elif kind == "folder":
+        (path / file).mkdir()
+    else:
+        target = tmp_path / "away" if kind == "link away" else path / "other"
+        target.write_bytes(content)
+        (path / file).symlink_to(target)
+    with pytest.raises(CheckpointError, match=r"is a link, a folder or a pipe|lacks"):
+        mutations.load(path)
+
+
+PIECE = {"size": 1, "sha256": "0" * 64}
+
+
+@pytest.mark.parametrize(
+    ("changed", "said"),
+    [
+        ({"files": {"../x": PIECE}}, r"lists '\.\./x'"),
+        ({"files": {"/etc/passwd": PIECE}}, "lists '/etc/passwd'"),
+        ({"files": {"a/__0_0.distcp": PIECE}}, "lists 'a/__0_0.distcp'"),
+        ({"files": {"__0_0.distcp\n": PIECE}}, "which is not the name of a checkpoint file"),
+        ({"files": {"__\u0660_0.distcp": PIECE}}, "which is not the name of a checkpoint file"),
+        ({"files": {".metadata": PIECE}}, r"lacks \.metadata or state\.json"),
+        ({"files": {".metadata": {**PIECE, "size": -1}}}, "gives an invalid size or sha256"),
+        ({"files": {".metadata": {**PIECE, "size": True}}}, "gives an invalid size or sha256"),
+        ({"files": {".metadata": {**PIECE, "size": 1e999}}}, "gives an invalid size or sha256"),
+        ({"files": {".metadata": {**PIECE, "sha256": "x"}}}, "gives an invalid size or sha256"),
+        ({"files": {".metadata": {"size": 1}}}, "must give exactly size and sha256"),
+        ({"files": {".metadata": [1]}}, "must give exactly size and sha256"),
+        ({"files": []}, "is not a table of files"),
+        ({"files": {}, "run": "os.system"}, "is not a table of files"),
+        ('{"files": {".metadata": 1, ".metadata": 2}}', "appears twice"),
+        ("[" * 200_000, "nested too deep"),
+    ],
+)
+def test_manifests(sound: Path, tmp_path: Path, changed: Any, said: str) -> None:
+    path = tmp_path / sound.name
+    shutil.copytree(sound, path)
+    (path / "manifest.json").write_text(changed if isinstance(changed, str) else json.dumps(changed))
+    with pytest.raises(CheckpointError, match=said) as refused:
+        mutations.load(path)
+    assert str(path / "manifest.json") in str(refused.value)
+
+
+def test_what_looks_like_a_class_in_json_stays_plain(sound: Path, tmp_path: Path) -> None:
+    path = tmp_path / sound.name
+    shutil.copytree(sound, path)
+    state = json.loads((path / "state.json").read_text())
+    hints = {"__class__": "os.system", "__reduce__": ["eval", [CODE]], "py/object": "subprocess.Popen", "!!python": 1}
+    state["rest"]["techniques"]["hints"] = hints
+    (path / "state.json").write_text(json.dumps(state))
+    mutations.reseal(path)
+    parts, optimizer = mutations.build()
+    rest = mutations.checkpointer(tmp_path).load(path, parts, optimizer)
+    assert rest["techniques"]["hints"] == hints
+
+
+def test_the_planted_pickles_do_run_where_pickle_reads_them(marker: Path) -> None:
+    for planted in (pickle.dumps(EVIL), pickle.dumps(Calls(eval, (CODE,))), pickle.dumps(EVIL, 0)):
+        pickle.loads(planted)
+        assert marker.exists()
+        marker.unlink()
+
+
+def test_the_sound_one_loads(sound: Path) -> None:
+    mutations.load(sound)
+
+
+def test_a_tree_and_nothing_else() -> None:
+    """What the reader makes of a call that it knows the name of."""
+    tree = unpickle.read(pickle.dumps(EVIL), {f"{os.system.__module__}.system"}, "here")
+    assert tree == tree and isinstance(tree, unpickle.Record)
+    assert (tree.maker, tree.args, tree.state) == (f"{os.system.__module__}.system", (COMMAND,), None)
+
+
+@pytest.mark.parametrize("protocol", [2, 3, 4, 5])
+@pytest.mark.parametrize(
+    "value",
+    [None, True, 0, 255, 65535, -1, 2**31, -(2**62), "é" * 300, (), (1,), (1, 2), (1, 2, 3, 4), [1, [2]], [()] * 3],
+)
+def test_plain_values_are_read_as_pickle_reads_them(protocol: int, value: Any) -> None:
+    assert unpickle.read(pickle.dumps(value, protocol), (), "here") == value
+
+
+def test_sixty_mutations_are_refused_or_harmless() -> None:
+    assert mutations.run(60, seed=7)["bad"] == []

@@ -1,0 +1,76 @@
+"""The tables of a job and the dataclass that declares the options of each."""
+
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+from titan.contracts import Dataset, Loss, LrSchedule, Model, Optimizer, Technique, Tokenizer, Tracker
+from titan.contracts.base import registry
+from titan.contracts.base.registry import Plugin
+from titan.contracts.sections import (
+    CheckpointSection,
+    CommSection,
+    DataSection,
+    MetricsSection,
+    RunSection,
+    TrainSection,
+    ValidationSection,
+)
+
+SECTIONS: Mapping[str, type] = {
+    "run": RunSection,
+    "train": TrainSection,
+    "data": DataSection,
+    "checkpoint": CheckpointSection,
+    "validation": ValidationSection,
+    "metrics": MetricsSection,
+    "comm": CommSection,
+}
+ONE_OF: tuple[type[Plugin], ...] = (Model, Tokenizer, Loss, Optimizer, LrSchedule)
+
+At = tuple[str | int, ...]
+"""Path to a table of a job; a number counts the entries of a mixture."""
+
+
+def declared_tables(job: Mapping[str, Any]) -> Iterator[tuple[At, type]]:
+    """Each table of a job and the dataclass of its options; a table that host and plugin share comes twice.
+
+    Plugins that are unknown, and values that should be tables and are not, are left out.
+    """
+    for path, config in _all_tables(job):
+        if isinstance(table_at(job, path), dict):
+            yield path, config
+
+
+def table_at(job: Any, path: At) -> Any:
+    """The value at a path of a job; None where there is none."""
+    for part in path:
+        if isinstance(part, int):
+            job = job[part] if isinstance(job, list) else None
+        else:
+            job = job.get(part) if isinstance(job, Mapping) else None
+    return job
+
+
+def _all_tables(job: Mapping[str, Any]) -> Iterator[tuple[At, type]]:
+    yield from (((name,), section) for name, section in SECTIONS.items())
+    for contract in ONE_OF:
+        yield from _of_plugin(job, contract, contract.section)
+    mixture = table_at(job, ("data", "mixture"))
+    if isinstance(mixture, list):
+        for number in range(len(mixture)):
+            yield from _of_plugin(job, Dataset, "data", "mixture", number)
+    else:
+        yield from _of_plugin(job, Dataset, "data")
+    if table_at(job, ("validation", "name")) is not None:
+        yield from _of_plugin(job, Dataset, "validation")
+    for contract in (Technique, Tracker):
+        for plugin in registry.of_kind(contract.kind):
+            yield (contract.section, plugin.name), plugin.Config
+
+
+def _of_plugin(job: Mapping[str, Any], contract: type[Plugin], *path: str | int) -> Iterator[tuple[At, type]]:
+    """The table of the plugin that its `name` picks, or of its kind's default."""
+    name = table_at(job, (*path, "name"))
+    plugin = registry.default_of(contract.kind) if name is None else registry.find(contract.kind, str(name))
+    if plugin is not None:
+        yield path, plugin.Config

@@ -1,0 +1,258 @@
+"""A model as data: sizes, names, tensor styles, initial values, costs. Techniques read it, never the model's class.
+
+Names of modules and parameters are canonical: those of the whole model. `layers.7.attn.wq.weight` has this name on
+every rank, at every layout. Patterns are globs in which `*` stands for characters within one dotted part.
+"""
+
+import re
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass, field
+from functools import cached_property, lru_cache
+from itertools import islice
+from typing import TYPE_CHECKING, Literal
+
+from titan.contracts.base.cost import EmbeddingOp, Matmul, Operation
+from titan.errors import PluginError
+
+if TYPE_CHECKING:
+    import torch  # a spec is read where torch is not wanted, so it is not imported
+
+TensorStyle = Literal["column", "row", "embedding", "positions", "head", "norm", "qk_norm", "gather"]
+"""How tensor parallelism treats a module. "Split" means over the ranks of the axis tp.
+
+column: linear; the output features are split.
+row: linear; the input features are split, and the outputs are summed over ranks.
+embedding: the table is split by vocabulary.
+positions: replicated table of learned positions. Its output [1, S, D] is split on S with sequence parallelism, as the
+    embedding's output is, and whole otherwise.
+head: linear; the output features (the vocabulary) are split. The input is the whole hidden state.
+norm: replicated weights, on the hidden state [B, S, D]; with sequence parallelism, on this rank's slice of S.
+qk_norm: replicated weights, on the last dimension of this rank's heads [..., N], between column and row. The gradient
+    is a partial sum, with and without sequence parallelism.
+gather: a module whose first argument must have all positions of the sequence (attention, feed-forward).
+"""
+
+
+@dataclass(frozen=True)
+class Init:
+    """The initial value of a parameter or buffer.
+
+    kind: "normal": drawn from a normal distribution of mean 0.  "constant": `value` everywhere. "computed": what
+        `compute(device)` returns, of the whole tensor's shape, equal on all ranks.
+    std: standard deviation.  cut: values beyond this many standard deviations are redrawn.
+    value: the constant.
+    compute: called on every rank, under no_grad, with the rank's device; no collectives.
+    """
+
+    kind: Literal["normal", "constant", "computed"]
+    std: float = 0.0
+    cut: float = 3.0
+    value: float = 0.0
+    compute: "Callable[[torch.device], torch.Tensor] | None" = None
+
+
+def normal(std: float) -> Init:
+    """A normal distribution of mean 0 and this standard deviation, truncated at three standard deviations."""
+    return Init("normal", std=std)
+
+
+def computed(compute: "Callable[[torch.device], torch.Tensor]") -> Init:
+    """A function of the device that returns the whole tensor, equal on every rank, such as rotary angles."""
+    return Init("computed", compute=compute)
+
+
+ONES = Init("constant", value=1.0)
+ZEROS = Init("constant", value=0.0)
+
+
+@dataclass(frozen=True)
+class HfTensor:
+    """A tensor of a Hugging Face checkpoint, and the parameters of ours that it consists of.
+
+    name: as in the safetensors files. Exports of a base model leave out the first dotted part.
+    ours: canonical names; several are joined along dimension 0, in this order.
+    transposed: the file has the transpose of our tensor, or of the joined tensor.
+    copy: a second name that some files have for the tensor (a tied head). Never written; where read, it must be equal.
+    """
+
+    name: str
+    ours: tuple[str, ...]
+    transposed: bool = False
+    copy: bool = False
+
+
+@dataclass(frozen=True, kw_only=True)
+class ModelSpec:
+    """A model as data: sizes, names, tensor parallelism, initial values, and costs.
+
+    n_layers: layers.  dim: features of a hidden state.  vocab_size: rows of the embedding.
+    n_heads, n_kv_heads: query heads and key-value heads.  head_dim: features per head.
+    ffn_dim: width of the feed-forward that tensor parallelism splits; 0 where it splits none.
+    max_seq_len: longest sequence, in tokens.
+    embeddings, head: module names before and after the layers.  layers: name of the ModuleDict of layers, whose keys
+        are global layer numbers. Every parameter is in one of the three.
+    tied: (alias, owner) names of parameters that are one tensor; the owner's name is canonical.
+    tensor: module glob -> `TensorStyle`, how tensor parallelism treats the module; the first glob that matches counts.
+    init: parameter glob -> `Init`; the first glob that matches counts, and every parameter needs one.
+    buffers: buffer glob -> `Init`, for persistent and other buffers; matched as in `init`.
+    no_decay: globs of parameters that usual practice exempts from weight decay.
+    layer_params, embedding_params, head_params: parameters of one layer, of the embeddings, of the head. A tied tensor
+        counts among the embeddings.
+    matmul_params_per_layer, head_matmul_params: parameters that each token is multiplied by: the weights of linears.
+    embedding_ops, layer_ops, head_ops: operations for the planner (`titan.contracts.base.cost` has a worked layer).
+        Modules are named from the whole model in embeddings and head, and from the layer in a layer. Without layer_ops
+        the model trains, but `titan plan` refuses it.
+    """
+
+    n_layers: int
+    dim: int
+    n_heads: int
+    n_kv_heads: int
+    head_dim: int
+    ffn_dim: int = 0
+    vocab_size: int
+    max_seq_len: int
+    embeddings: tuple[str, ...]
+    layers: str = "layers"
+    head: tuple[str, ...]
+    tied: tuple[tuple[str, str], ...] = ()
+    tensor: Mapping[str, TensorStyle]
+    init: Mapping[str, Init]
+    buffers: Mapping[str, Init] = field(default_factory=dict)
+    no_decay: tuple[str, ...] = ()
+    layer_params: int
+    embedding_params: int
+    head_params: int
+    matmul_params_per_layer: int
+    head_matmul_params: int
+    embedding_ops: tuple[Operation, ...] = ()
+    layer_ops: tuple[Operation, ...] = ()
+    head_ops: tuple[Operation, ...] = ()
+
+    @property
+    def params(self) -> int:
+        """Parameters of the whole model; a tied tensor counts once."""
+        return self.embedding_params + self.n_layers * self.layer_params + self.head_params
+
+    def layer_flops_per_token(self, seq_len: int) -> float:
+        """Forward FLOPs of one layer per token: 2 per matmul parameter, plus both products of attention.
+
+        Attention counts the full S x S square, 4 * seq_len * heads * head_dim, as in PaLM, appendix B (arXiv
+        2204.02311).
+        """
+        return 2.0 * self.matmul_params_per_layer + 4.0 * seq_len * self.n_heads * self.head_dim
+
+    def head_flops_per_token(self) -> float:
+        """Forward FLOPs of the head per token."""
+        return 2.0 * self.head_matmul_params
+
+    def flops_per_token(self, seq_len: int) -> float:
+        """FLOPs of forward and backward per token: three times forward (arXiv 2204.02311, appendix B)."""
+        return 3.0 * (self.n_layers * self.layer_flops_per_token(seq_len) + self.head_flops_per_token())
+
+    def init_of(self, name: str) -> Init:
+        """The initial value of a parameter, by its canonical name.
+
+        Raises:
+            PluginError: no glob of `init` matches the name.
+        """
+        for pattern, how in self.init.items():
+            if glob_matches(pattern, name):
+                return how
+        raise PluginError(
+            f"the model's spec has no initial value for parameter {name}; add a glob that matches it to ModelSpec.init"
+        )
+
+    def init_of_buffer(self, name: str) -> Init:
+        """The initial value of a buffer, by its canonical name.
+
+        Raises:
+            PluginError: no glob of `buffers` matches the name.
+        """
+        for pattern, how in self.buffers.items():
+            if glob_matches(pattern, name):
+                return how
+        raise PluginError(
+            f"the model's spec has no initial value for buffer {name}; give it one in ModelSpec.buffers: "
+            "titan.contracts.base.spec.computed(function of the device), or a constant such as ZEROS"
+        )
+
+    def layer_names(self, numbers: Iterable[int] | None = None) -> tuple[str, ...]:
+        """Module names of the layers with these global numbers; None: of all layers."""
+        return tuple(f"{self.layers}.{i}" for i in (range(self.n_layers) if numbers is None else numbers))
+
+    @cached_property
+    def styles(self) -> dict[str, TensorStyle | None]:
+        """Tensor style per module that an operation names; None where `tensor` has no glob for the module."""
+        first, found = f"{self.layers}.0.", {}
+        for op in (*self.embedding_ops, *self.layer_ops, *self.head_ops):
+            if isinstance(op, Matmul | EmbeddingOp):
+                names = (op.module, first + op.module)
+                fitting = (style for glob, style in self.tensor.items() if any(glob_matches(glob, n) for n in names))
+                found[op.module] = next(fitting, None)
+        return found
+
+    def shard_units(self) -> tuple[tuple[str, ...], ...]:
+        """Modules that sharded data parallelism gathers together, in forward order: embeddings, layers, head.
+
+        Modules that share a tied tensor are in one unit, the last.
+        """
+        owners = {name.rpartition(".")[0] for pair in self.tied for name in pair}
+        embeddings = tuple((name,) for name in self.embeddings if name not in owners)
+        last = tuple(name for name in self.embeddings if name in owners) + self.head
+        return embeddings + tuple((name,) for name in self.layer_names()) + (last,)
+
+    def check_names(self, modules: Iterable[str], parameters: Iterable[str], buffers: Iterable[str] = ()) -> None:
+        """Check every name and glob of the spec against the names of the whole model.
+
+        Raises:
+            PluginError: a glob matches nothing, a module of embeddings or head is missing, or a parameter or buffer has
+                no initial value.
+        """
+        modules, parameters, buffers = list(modules), list(parameters), list(buffers)
+        absent = [name for name in (*self.embeddings, self.layers, *self.head) if name not in modules]
+        absent += [g for g in self.tensor if not any(glob_matches(g, m) for m in modules)]
+        absent += [g for g in (*self.init, *self.no_decay) if not any(glob_matches(g, p) for p in parameters)]
+        absent += [g for g in self.buffers if not any(glob_matches(g, b) for b in buffers)]
+        if absent:
+            raise PluginError(
+                f"the model's spec has names and globs that match nothing in the model: {', '.join(absent)}; "
+                "correct them in ModelSpec"
+            )
+        for name in parameters:
+            self.init_of(name)
+        for name in buffers:
+            self.init_of_buffer(name)
+
+
+REACH = 10_000
+"""Numbers that `nearest` asks about on either side: some milliseconds, however far off the number is."""
+
+
+@lru_cache(maxsize=4096)
+def _compiled(pattern: str) -> re.Pattern[str]:
+    return re.compile(r"[^.]+".join(re.escape(piece) for piece in pattern.split("*")))
+
+
+def glob_matches(pattern: str, name: str) -> bool:
+    """Whether a dotted name matches a glob; `*` stands for one or more characters within one dotted part."""
+    return _compiled(pattern).fullmatch(name) is not None
+
+
+def nearest(
+    number: int, fits: Callable[[int], bool] = lambda _: True, *, step: int = 1, most: int | None = None
+) -> str:
+    """`5 or 10`: the integers nearest to `number`, below (from 1) and above, for which `fits` holds; or empty.
+
+    Args:
+        fits: a condition; by default none.
+        step: only multiples of this are considered.
+        most: the largest value allowed.
+
+    At most `REACH` candidates are tried on either side.
+    """
+    below = range((number - 1 if most is None else min(number - 1, most)) // step * step, 0, -step)
+    first = number // step * step + step
+    above = range(first, first + REACH * step if most is None else most + 1, step)
+    found = (next((n for n in islice(side, REACH) if fits(n)), None) for side in (below, above))
+    return " or ".join(str(n) for n in found if n is not None)

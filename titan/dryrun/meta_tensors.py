@@ -1,0 +1,189 @@
+"""Runs PyTorch code on the meta device (shapes and storages, no data) in place of the CPU."""
+
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from importlib import import_module
+from typing import Any
+
+import torch
+from torch import Tensor, library, nn
+from torch._ops import OpOverload
+from torch.distributed.fsdp._fully_shard._fsdp_param_group import FSDPParamGroup
+from torch.distributed.tensor._sharding_prop import ShardingPropagator
+from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
+from torch.utils._pytree import tree_leaves
+
+_PLAIN = {Tensor, nn.Parameter}
+_META = torch.device("meta")
+_ITEM = torch.ops.aten._local_scalar_dense.default
+_FUSED_ATTENTION = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu.default
+_LIFT = torch.ops.aten.lift_fresh.default
+_TYPES = {torch.bool: bool, torch.float16: float, torch.bfloat16: float, torch.float32: float, torch.float64: float}
+
+Look = Callable[[OpOverload, Any, Any, Any], None]
+"""Called after each operation with (operation, args, kwargs, result)."""
+
+
+class MetaTensorMode(TorchDispatchMode):  # type: ignore[no-untyped-call]
+    """Allocates every tensor on the meta device, whatever device is requested; values read by the host are 1.
+
+    The mode sees operations below autograd and below wrappers such as DTensor. PyTorch's fake tensors would report a
+    CPU device, but take three times as long.
+
+    look: called after each operation; None: not called.
+    """
+
+    def __init__(self) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self.look: Look | None = None
+        self._made: dict[tuple[Any, ...], tuple[Any, Any, torch.dtype]] = {}
+
+    @classmethod
+    def _should_skip_dynamo(cls) -> bool:
+        return (
+            False  # nothing is compiled in a dry run, and a guard around each operation costs as much as the operation
+        )
+
+    def __torch_dispatch__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        """Run an operation on the meta device, then call `look`."""
+        if types and not _PLAIN.issuperset(types):
+            return NotImplemented  # a wrapper: it comes again, in the plain tensors it is made of
+        answer = _ANSWERS.get(function)
+        if answer is not None:
+            return answer(args)
+        kwargs = kwargs or {}
+        kind = _KINDS.get(function) or _kind(function)
+        if kind.placed and (kind.made or kwargs.get("device") is not None):
+            kwargs = {**kwargs, "device": _META}
+        out = self._like_before(function, args, kwargs) if kind.pure else function(*args, **kwargs)
+        if self.look is not None:
+            self.look(function, args, kwargs, out)
+        return out
+
+    def _like_before(self, function: Any, args: Any, kwargs: Any) -> Any:
+        """The result of an operation, from a cache by operation and shapes: running each operation is slow."""
+        key: list[Any] = [function]
+        if not (_describe(args, key) and _describe(kwargs.items(), key)):
+            return function(*args, **kwargs)
+        known = tuple(key)
+        made = self._made.get(known)
+        if made is not None:
+            return torch.empty_strided(made[0], made[1], dtype=made[2], device=_META)
+        out = function(*args, **kwargs)
+        given = {
+            tensor.untyped_storage()._cdata for tensor in tree_leaves((args, kwargs)) if isinstance(tensor, Tensor)
+        }
+        if out.untyped_storage()._cdata not in given:
+            self._made[known] = out.shape, out.stride(), out.dtype
+        return out
+
+
+@dataclass(frozen=True)
+class _Kind:
+    """Properties of an operation, from its schema.
+
+    placed: has a `device` argument.  made: takes no tensor, so nothing implies a device.  pure: returns one new tensor
+    (by its schema; some views do not declare that they alias).
+    """
+
+    placed: bool
+    made: bool
+    pure: bool
+
+
+_KINDS: dict[Any, _Kind] = {}
+
+
+def _kind(function: OpOverload) -> _Kind:
+    schema = function._schema
+    tensors = any("Tensor" in str(argument.type) for argument in schema.arguments)
+    alone = [str(result.type) for result in schema.returns] == ["Tensor"]
+    touched = any(argument.alias_info is not None for argument in (*schema.arguments, *schema.returns))
+    kind = _KINDS[function] = _Kind(
+        placed=any(argument.name == "device" for argument in schema.arguments),
+        made=not tensors,
+        pure=tensors and alone and not touched and function.namespace == "aten",
+    )
+    return kind
+
+
+def _describe(values: Iterable[Any], key: list[Any]) -> bool:
+    """Add to a key all that determines the shape and dtype of a result.
+
+    Returns False for a 0-dim tensor: whether it takes part in type promotion cannot be told.
+    """
+    for value in values:
+        if isinstance(value, Tensor):
+            if not value.ndim:
+                return False
+            key += value.shape, value.stride(), value.dtype
+        elif isinstance(value, (list, tuple)):
+            key += len(value), list
+            if not _describe(value, key):
+                return False
+        else:
+            key += type(value), value
+    return True
+
+
+def _item(args: Any) -> object:
+    return _TYPES.get(args[0].dtype, int)(1)
+
+
+def _lifted(args: Any) -> Tensor:
+    """A tensor made of Python's numbers."""
+    return torch.empty_like(args[0], device=_META)
+
+
+_ANSWERS: dict[Any, Callable[[Any], Any]] = {_ITEM: _item, _LIFT: _lifted}
+
+
+@contextmanager
+def accepted() -> Iterator[None]:
+    """Make PyTorch accept meta tensors as real ones while the context is open.
+
+    FSDP rejects them as not materialized, and fused optimizers as an unsupported device. DTensor runs an operation on
+    global tensors to infer the shape of its result; the mode is off meanwhile, as no such tensor exists in a step.
+    """
+    optimizers = import_module("torch.optim.optimizer")
+    patches: list[tuple[Any, str, Callable[[Any], Any]]] = [
+        (ShardingPropagator, "_propagate_tensor_meta_non_cached", _unseen),
+        (ShardingPropagator, "propagate_op_sharding_non_cached", _unseen),
+        (FSDPParamGroup, "_validate_no_meta_params", lambda _: lambda group: None),
+        (
+            optimizers,
+            "_get_fused_kernels_supported_devices",
+            lambda asked: lambda: [*asked(), "meta"],
+        ),
+    ]
+    originals = [getattr(owner, name) for owner, name, _ in patches]
+    for (owner, name, instead), original in zip(patches, originals, strict=True):
+        setattr(owner, name, instead(original))
+    kernels = library.Library("aten", "IMPL")  # type: ignore[no-untyped-call]
+    kernels.impl("scaled_dot_product_attention", _attention, "AutogradMeta")  # type: ignore[no-untyped-call]
+    try:
+        yield
+    finally:
+        kernels._destroy()  # type: ignore[no-untyped-call]
+        for (owner, name, _), original in zip(patches, originals, strict=True):
+            setattr(owner, name, original)
+
+
+def _unseen(function: Callable[..., Any]) -> Callable[..., Any]:
+    def call(*args: Any, **kwargs: Any) -> Any:
+        with _disable_current_modes():
+            return function(*args, **kwargs)
+
+    return call
+
+
+def _attention(
+    query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None = None, dropout: float = 0.0, causal: bool = False,
+    *, scale: float | None = None, enable_gqa: bool = False,
+) -> Tensor:  # fmt: skip
+    """As one kernel, as a CPU and a GPU do it; for a device it does not know PyTorch would write all scores."""
+    if mask is not None and mask.dtype == torch.bool:
+        mask = torch.zeros_like(mask, dtype=query.dtype).masked_fill_(mask.logical_not(), float("-inf"))
+    out: Tensor = _FUSED_ATTENTION(query, key, value, dropout, causal, attn_mask=mask, scale=scale)[0]
+    return out

@@ -1,0 +1,114 @@
+"""Load a trained model for use: from a checkpoint or a Hugging Face folder, on one process or on many ranks.
+
+Only the model, tokenizer, loss, seq_len and packing are read from a checkpoint's config. Layout, precision and data are
+set by the user, and plugin folders that an untrusted checkpoint names are never imported.
+"""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from titan.checkpoint.disk.folder import HF_CONFIG, is_hf, read_hf_config
+from titan.checkpoint.ranks import Ranks
+from titan.checkpoint.weights import find_weights, load_weights, stored_config
+from titan.config import Job, load_table
+from titan.config.load import plugin_folders
+from titan.config.renames import renewed_job
+from titan.config.tables import Table, override
+from titan.contracts import BuildContext, Engine, Model, ModelPart, Tokenizer
+from titan.contracts.base import registry
+from titan.errors import CheckpointError
+from titan.ranks.process import Rank
+from titan.training import phases
+from titan.training.build import context_of
+from titan.training.engine import SequentialEngine
+
+TAKEN_OVER = ("model", "tokenizer", "loss")
+TAKEN_OF_DATA = ("seq_len", "packing")
+
+
+@dataclass(frozen=True)
+class Trained:
+    """A model with its weights on this rank's device. `engine.forward` gives logits; parts[0].module is the model."""
+
+    job: Job
+    rank: Rank
+    context: BuildContext
+    parts: Sequence[ModelPart]
+    engine: Engine
+
+
+def open_job(
+    given: str | Path, overrides: Sequence[str], world_size: int, option: str = "--checkpoint"
+) -> tuple[Path, Job]:
+    """Where the weights lie, and a job that uses them: model and tokenizer of the folder, the rest from `overrides`.
+
+    option: where the user gave the folder, for messages.
+
+    Raises:
+        CheckpointError: there are no weights, or no plugin supports their architecture.
+        ConfigError: the overrides do not fit.
+        PluginError: a plugin that `--plugins.path` names cannot be loaded.
+    """
+    words = Table()
+    override(words, overrides)
+    registry.load_plugins(plugin_folders(words))  # first of all: one may be of the folder's architecture
+    path = find_weights(given, option)
+    own = _hf_table(path) if is_hf(path) else _stored_table(path)
+    if "tokenizer" not in own and not any(word.startswith("--tokenizer.") for word in overrides):
+        raise CheckpointError(f"{path} holds no tokenizer that a plugin can read; name one with --tokenizer.name")
+    table: dict[str, Any] = {
+        **own, "train": {"steps": 1, "global_batch_size": world_size}, "checkpoint": {"enabled": False}
+    }  # fmt: skip
+    return path, load_table(table, str(path), overrides, world_size)
+
+
+def _stored_table(path: Path) -> dict[str, Any]:
+    config = renewed_job(stored_config(path))
+    data = {key: value for key, value in config.get("data", {}).items() if key in TAKEN_OF_DATA}
+    return {**{section: config[section] for section in TAKEN_OVER if section in config}, "data": data}
+
+
+def _hf_table(path: Path) -> dict[str, Any]:
+    model = model_table(read_hf_config(path), path)
+    tokenizer = _tokenizer_table(path)
+    seq_len = min(128, int(model.get("max_seq_len", 128)))
+    return {"model": model, "data": {"seq_len": seq_len}, **({"tokenizer": tokenizer} if tokenizer else {})}
+
+
+def model_table(config: Mapping[str, Any], path: Path) -> dict[str, Any]:
+    """The `[model]` table of a config.json.
+
+    Raises:
+        CheckpointError: no plugin knows the architecture.
+    """
+    for plugin in registry.of_kind(Model.kind):
+        assert issubclass(plugin, Model)
+        values = plugin.from_hf(config)
+        if values is not None:
+            return {"name": plugin.name, **values}
+    unknown = f"no model plugin supports model_type {config.get('model_type')!r}{registry.left_out()}"
+    raise CheckpointError(f"{path / HF_CONFIG}: {unknown}")
+
+
+def _tokenizer_table(path: Path) -> dict[str, Any] | None:
+    for plugin in registry.of_kind(Tokenizer.kind):
+        assert issubclass(plugin, Tokenizer)
+        values = plugin.from_hf(path)
+        if values is not None:
+            return {"name": plugin.name, **values}
+    return None
+
+
+def open_trained(path: Path, job: Job, rank: Rank) -> Trained:
+    """Build the model of a job on this rank and give it the weights of a folder; all ranks together.
+
+    Raises:
+        CheckpointError: the weights cannot be read or do not fit.
+    """
+    context = context_of(job, rank)
+    parts = phases.assemble(context)
+    load_weights(path, job.model, parts, Ranks(rank.number, rank.world_size))
+    engine = next((e for t in context.techniques if (e := t.engine(parts, context)) is not None), None)
+    return Trained(job, rank, context, parts, engine or SequentialEngine(parts[0], context.techniques))

@@ -1,0 +1,84 @@
+"""NaN and inf in the loss or gradients: the update is skipped and counted; too many in a row end the run.
+
+All of this is arithmetic on the device. The host reads the result only where it reads values anyway: when a row is
+logged, and before a checkpoint is written, so that no checkpoint of a diverged run is saved.
+"""
+
+import math
+
+import torch
+from torch import Tensor
+
+from titan.contracts.base.mesh import Mesh
+from titan.errors import DivergedError
+
+
+class NonfiniteGuard:
+    """Watches loss and gradient norm of every step.
+
+    limit: dropped updates in a row that end the run.  dropped: how many there were in earlier processes.
+    """
+
+    def __init__(self, limit: int, dropped: int, device: torch.device) -> None:
+        self._limit = limit
+        self._bad = torch.zeros((), device=device)
+        self._dropped = torch.full((), float(dropped), dtype=torch.float64, device=device)
+        self._in_a_row = torch.zeros((), device=device)
+        self._longest = torch.zeros((), device=device)
+        self._last = torch.full((3,), math.nan, dtype=torch.float64, device=device)
+
+    def look(self, step: int, loss: Tensor, grad_norm: Tensor, mesh: Mesh) -> tuple[Tensor, Tensor]:
+        """Judge a step before its update, by this rank's share of the loss and its view of the gradient norm.
+
+        Returns both for the whole run, NaN where any rank had no finite number: all ranks judge alike, also when a
+        fault is one rank's own and no reduction has spread it.
+        """
+        flags = [(~value.isfinite()).float() for value in (loss, grad_norm)]
+        sums = mesh.sum(torch.stack([loss, *flags]), "batch", "sequence", "stage")
+        bad = mesh.sum(sums[1:], "model", "expert") > 0
+        loss, grad_norm = torch.stack([sums[0], grad_norm]).masked_fill(bad, math.nan)
+        self._bad = bad.any().float()
+        self._dropped += self._bad
+        self._in_a_row = (self._in_a_row + 1) * self._bad
+        self._longest = torch.maximum(self._longest, self._in_a_row)
+        here = torch.stack([torch.full_like(self._dropped, step), loss.double(), grad_norm.double()])
+        self._last = torch.where(self._bad > 0, here, self._last)
+        return loss, grad_norm
+
+    def update(self, optimizer: torch.optim.Optimizer) -> None:
+        """Step the optimizer, unless the step just judged was bad: then nothing of its state changes.
+
+        Optimizers of torch that are fused skip on the device. For others the host has to ask, which makes it wait for
+        the device once a step.
+        """
+        if getattr(optimizer, "_step_supports_amp_scaling", False):
+            optimizer.found_inf = self._bad  # type: ignore[attr-defined]
+        elif bool(self._bad):
+            return
+        optimizer.step()
+
+    def read(self) -> tuple[int, DivergedError | None]:
+        """Updates dropped in this process and earlier ones, and what to raise where there were too many in a row.
+
+        Waits for the device.
+        """
+        dropped, longest, step, loss, norm = torch.stack([self._dropped, self._longest.double(), *self._last]).tolist()
+        if longest < self._limit:
+            return int(dropped), None
+        many = self._limit > 1
+        row = f"{self._limit} steps in a row, the last of them " if many else ""
+        advice = "" if many else '; set train.non_finite = "skip" to continue with the next batch'
+        return int(dropped), DivergedError(
+            f"{row}step {step:.0f} gave loss {loss:g} and gradient norm {norm:g}; its update was skipped{advice}"
+        )
+
+    def check(self) -> int:
+        """Updates dropped in this process and earlier ones.
+
+        Raises:
+            DivergedError: there were too many in a row.
+        """
+        dropped, failure = self.read()
+        if failure is not None:
+            raise failure
+        return dropped
