@@ -51,7 +51,7 @@ def sentences(markdown: str) -> Iterator[str]:
     text = re.sub(r"^\s*(?:[-*+]|\d+\.) ", "\n\n", text, flags=re.MULTILINE)
     for paragraph in re.split(r"\n\s*\n", text):
         flat = " ".join(paragraph.split())
-        yield from filter(None, re.split(r"(?<=[.!?])[\"')*_]*\s+(?=[\"'(*_`]*[A-Z0-9`])", flat))
+        yield from filter(None, re.split(r"(?<=[.!?])[\"')*_]*\s+(?=[\"'(*_`]*(?:[A-Z0-9`]|titan))", flat))
 
 
 def count(sentence: str) -> int:

@@ -66,7 +66,7 @@ def _trained(folder: str, words: list[str], config: str) -> "Run":
 
 
 def _whole(tensor: Tensor) -> Tensor:
-    return (tensor.full_tensor() if isinstance(tensor, DTensor) else tensor).float().clone()
+    return (tensor.full_tensor() if isinstance(tensor, DTensor) else tensor).float().cpu().clone()
 
 
 def train_job(

@@ -181,7 +181,7 @@ def test_a_node_list_that_scontrol_cannot_read(tmp_path: Path) -> None:
 def test_nproc_per_node_is_another_name_of_nproc() -> None:
     assert find_place({"NPROC_PER_NODE": "3"}).ranks == find_place({"NPROC": "3", "NPROC_PER_NODE": "3"}).ranks == 3
     assert find_place({"NPROC": "2", "NPROC_PER_NODE": "8"}).ranks == 2
-    task = {"SLURM_PROCID": "3", **_step(nodes=1, tasks=8)}
+    task = {"SLURM_PROCID": "3", "MASTER_ADDR": "n7", **_step(nodes=1, tasks=8)}
     assert rank_environment({"NPROC_PER_NODE": "8", **task}) == rank_environment(task) is not None
     assert rank_environment({"NPROC": "8", **task}) is None
 

@@ -87,6 +87,7 @@ def test_plan_names_what_the_model_has(model: type[Model], preset: str) -> None:
         ("33b", 32_528_943_616),
         ("65b", 65_285_660_672),
         ("llama3-1b", 1_235_814_400),
+        ("llama3-3b", 3_212_749_824),
         ("llama3-8b", 8_030_261_248),
         ("llama3-70b", 70_553_706_496),
         ("llama3-405b", 405_853_388_800),

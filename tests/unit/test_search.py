@@ -255,3 +255,43 @@ def test_what_changes_the_curve_is_left_out_unless_asked_for(drifting: list[str]
         assert main([*command, "--json", *words]) == 0
         asked = json.loads(capsys.readouterr().out)
         assert asked["left_out"] == [] and asked["layouts"][0]["layout"]["mesh.drift"] in degrees
+
+
+MINE = '''
+"""A schedule from outside, with an option that other schedules have renamed."""
+
+from dataclasses import dataclass
+
+from titan.contracts import LrSchedule, option, register
+
+
+@dataclass(frozen=True, kw_only=True)
+class Config:
+    """Options."""
+
+    min_ratio: float = option(0.0, "lowest rate as a share of the peak")
+
+
+@register
+class Mine(LrSchedule):
+    """Stays at the peak."""
+
+    name = "mine"
+    Config = Config
+
+    def factor(self, step, steps):
+        return 1.0
+'''
+
+
+def test_words_are_respelt_for_the_plugin_that_the_file_names(drifting: list[str], tmp_path: Path) -> None:
+    (tmp_path / "mine.py").write_text(MINE)
+    for name, word, respelt in (
+        ("mine", "min_ratio=0.2", "min_ratio=0.2"), ("cosine", "min_ratio=0.2", "min_lr_factor=0.2"),
+        ("wsd", "shape=sqrt", "decay_type=sqrt"),
+    ):  # fmt: skip
+        job = tmp_path / "job.toml"
+        job.write_text(f'base = "{TOML}"\n[lr_schedule]\nname = "{name}"\n')
+        words = ["--data.name=text", "--data.path=x", f"--lr_schedule.{word}"]
+        base = load_base(job, [f"--plugins.path={tmp_path}", *words])
+        assert f"--lr_schedule.{respelt}" in base.overrides and len(base.overrides) == 4

@@ -185,6 +185,7 @@ class Llama(Model):
         "33b": _sizes(60, 6656, 52, 17920, **_LLAMA1),
         "65b": _sizes(80, 8192, 64, 22016, **(_LLAMA1 | {"norm_eps": 1e-5})),
         "llama3-1b": _sizes(16, 2048, 32, 8192, **(_LLAMA3 | {"tied": True, "rope_scaling_factor": 32.0})),
+        "llama3-3b": _sizes(28, 3072, 24, 8192, **(_LLAMA3 | {"tied": True, "rope_scaling_factor": 32.0})),
         "llama3-8b": _sizes(32, 4096, 32, 14336, **_LLAMA3),
         "llama3-70b": _sizes(80, 8192, 64, 28672, **_LLAMA3),
         "llama3-405b": _sizes(126, 16384, 128, 53248, **_LLAMA3),

@@ -247,8 +247,13 @@ def load_base(path: Path | None, overrides: Sequence[str]) -> Base:
     sizes = [word for word in words if word.startswith("--train.micro_batch_size=")] or ["--train.micro_batch_size=1"]
     job = load_job(path, [*words, *alone, *sizes], 1)
     degrees = {axis: _degree(axis, value, job.layout) for axis, value in given.at("mesh").items()}
-    renew(given, COMMAND_LINE)  # only now are the plugins of the file known
-    keys = [key for key in given.origins if not isinstance(given.at(*key), dict)]
+    # Which plugin's options a word sets follows from the names in the file.
+    tables = {section: table for section, table in job.table.items() if isinstance(table, dict) and "name" in table}
+    named = {(section, "name"): table["name"] for section, table in tables.items() if not given.at(section, "name")}
+    for key, name in named.items():
+        given.put(key, name, "")
+    renew(given, COMMAND_LINE)
+    keys = [key for key in given.origins if key not in named and not isinstance(given.at(*key), dict)]
     fixed = frozenset(".".join(key) for key in keys)
     return Base(job, fixed, degrees, tuple(f"--{'.'.join(key)}={given.at(*key)}" for key in keys))
 

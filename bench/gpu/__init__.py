@@ -1,0 +1,1 @@
+"""Measurements and checks for one CUDA device; `python -m bench.gpu --help`."""

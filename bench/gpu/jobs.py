@@ -1,0 +1,119 @@
+"""Training jobs of the measurements, in this process on one device."""
+
+import gc
+import json
+import time
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+
+from bench.gpu.setting import Setting
+from titan.config import load_job
+from titan.data.tokens.shards import ShardWriter
+from titan.ranks import process
+from titan.train import main as train_main
+from titan.training import build, trainer
+
+HERE = Path(__file__).parent
+PARITY, SPEED = HERE / "parity.toml", HERE / "speed.toml"
+PLUGINS = HERE.parents[1] / "tests" / "plugins"
+Keys = Mapping[str, object]
+Curve = dict[int, dict[str, Any]]
+BYTE = 257
+"""Ids of the tokenizer `byte`; its last one ends a document."""
+
+
+def arguments(setting: Setting, name: str, keys: Keys) -> list[str]:
+    """The command line of a job called `name`, below the setting's folder."""
+    own = {"run.dir": setting.folder / "runs", "run.name": name, "run.device": setting.device.type, **keys}
+    return [word for key, value in own.items() for word in (f"--{key}", _word(value))]
+
+
+def _word(value: object) -> str:
+    return json.dumps(value) if isinstance(value, (bool, list)) else str(value)
+
+
+@contextmanager
+def open_run(setting: Setting, config: Path, name: str, keys: Keys) -> Iterator[build.Run]:
+    """Build the run of a job, and close it afterwards."""
+    setting.free()  # the run before is garbage by now, and not yet while the body of its `with` could still name it
+    job = load_job(config, arguments(setting, name, keys), 1)
+    rank = process.join(job)
+    try:
+        run = build.build(job, rank)
+        try:
+            yield run
+        finally:
+            trainer.close(run)
+    finally:
+        process.leave()
+
+
+def train(setting: Setting, name: str, keys: Keys) -> Curve:
+    """Train a job of `PARITY` to its end; returns its rows by step."""
+    with open_run(setting, PARITY, name, {"checkpoint.resume": "never", **keys}) as run:
+        trainer.train(run)
+    return rows_of(setting, name)
+
+
+def start(setting: Setting, name: str, keys: Keys) -> int:
+    """Run a job of `PARITY` as the command does, signals included; returns the exit code."""
+    try:
+        return train_main(["--config", str(PARITY), *arguments(setting, name, keys)])
+    finally:
+        torch.use_deterministic_algorithms(False)  # a job that asks for them leaves them on
+        setting.free()
+
+
+def rows_of(setting: Setting, name: str) -> Curve:
+    """The rows of a run by step."""
+    lines = (setting.folder / "runs" / name / "metrics.jsonl").read_text().splitlines()
+    return {row["step"]: row for row in map(json.loads, lines) if "loss" in row}
+
+
+def tokens(folder: Path, vocab_size: int, count: int) -> Path:
+    """A shard of about `count` seeded tokens, made once: documents of uneven length, small ids more often."""
+    path = folder / f"tokens-{vocab_size}-{count}.bin"
+    if not path.exists():
+        folder.mkdir(parents=True, exist_ok=True)
+        random = np.random.Generator(np.random.PCG64(17))
+        with ShardWriter(path, vocab_size) as writer:
+            while writer.tokens < count:
+                length = int(random.integers(16, 16 + min(4096, count // 8)))
+                ids = (vocab_size * random.random(length) ** 4).astype(np.int64)
+                ids[-1] = BYTE - 1
+                writer.add(ids)
+    return path
+
+
+def step_seconds(setting: Setting, run: build.Run, steps: int, warm_up: int = 3) -> list[float]:
+    """Seconds of each step, the device waited for around each; the next batch and no logging included."""
+    batches = iter(run.loader)
+    gc.disable()
+    try:
+        for _ in range(warm_up):
+            trainer.step(run, next(batches))
+        return [setting.timed(lambda: trainer.step(run, next(batches))) for _ in range(steps)]
+    finally:
+        gc.enable()
+
+
+def seconds_in_a_row(setting: Setting, run: build.Run, steps: int) -> float:
+    """Seconds per step of steps queued one after the other, the device waited for once at their end."""
+    batches = iter(run.loader)
+    setting.synchronize()
+    began = time.perf_counter()
+    for _ in range(steps):
+        trainer.step(run, next(batches))
+    setting.synchronize()
+    return (time.perf_counter() - began) / steps
+
+
+def same_bits(one: Mapping[str, torch.Tensor], other: Mapping[str, torch.Tensor]) -> list[str]:
+    """Names of tensors that differ in any bit, or that only one side has."""
+    differ = set(one.keys() ^ other.keys())
+    return sorted(differ | {name for name in one.keys() & other.keys() if not torch.equal(one[name], other[name])})

@@ -1,0 +1,132 @@
+"""One run of torchtitan 0.2.2 for `bench.gpu.turns`, in a process of its own.
+
+    python -m bench.gpu.opponent '{"dim": 2048, ...}'
+
+Prints one JSON object: seconds of the first step, of each step, and of steps in a row. The model, the tokens, AdamW,
+clipping and compilation by block are those of titan's job; everything else is torchtitan's own Trainer.
+"""
+
+import json
+import os
+import statistics
+import sys
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from titan.data.tokens.shards import open_shard
+
+MODEL = "titan_bench"
+
+
+def main() -> None:
+    """Train, print."""
+    asked = json.loads(sys.argv[1])
+    if asked["device"] == "cpu":
+        _accept_cpu()
+    for name, value in {"RANK": 0, "LOCAL_RANK": 0, "WORLD_SIZE": 1, "MASTER_ADDR": "127.0.0.1"}.items():
+        os.environ[name] = str(value)
+    os.environ["MASTER_PORT"] = "0"
+    trainer = _trainer(asked)
+    batches = trainer.batch_generator(trainer.dataloader)
+    trainer.step = 2  # neither the first step nor one of log_freq: nothing is logged, and nothing waits for the device
+
+    def step() -> None:
+        trainer.train_step(batches)
+
+    def timed(count: int) -> float:
+        wait()
+        began = time.perf_counter()
+        for _ in range(count):
+            step()
+        wait()
+        return (time.perf_counter() - began) / count
+
+    wait = torch.cuda.synchronize if asked["device"] == "cuda" else lambda: None
+    first = timed(1)
+    for _ in range(asked["warm_up"]):
+        step()
+    each = [timed(1) for _ in range(asked["steps"])]
+    found = {"first_s": first, "step_s": statistics.median(each), "in_a_row_s": timed(asked["steps"])}
+    if asked["device"] == "cuda":
+        found["reserved_gib"] = torch.cuda.max_memory_reserved() / 2**30
+    print(json.dumps(found), flush=True)
+    os._exit(0)
+
+
+def _trainer(asked: dict[str, Any]) -> Any:
+    from torchtitan.components.loss import build_cross_entropy_loss
+    from torchtitan.components.lr_scheduler import build_lr_schedulers
+    from torchtitan.components.optimizer import build_optimizers
+    from torchtitan.models.llama3 import Transformer, TransformerModelArgs, parallelize_llama
+    from torchtitan.protocols.train_spec import TrainSpec, register_train_spec
+    from torchtitan.train import Trainer
+
+    widened = int(2 * 4 * asked["dim"] / 3)  # torchtitan rounds ffn_dim_multiplier * this up to a multiple_of
+    sizes = {key: asked[key] for key in ("dim", "n_layers", "n_heads", "n_kv_heads", "vocab_size")}
+    model = TransformerModelArgs(
+        **sizes, multiple_of=asked["ffn_dim"], ffn_dim_multiplier=asked["ffn_dim"] / widened, rope_theta=500000
+    )
+    spec = TrainSpec(
+        model_cls=Transformer, model_args={MODEL: model}, parallelize_fn=parallelize_llama, pipelining_fn=None,
+        build_optimizers_fn=build_optimizers, build_lr_schedulers_fn=build_lr_schedulers,
+        build_dataloader_fn=lambda **_: _Tokens(Path(asked["tokens"]), asked["seq_len"]), build_tokenizer_fn=None,
+        build_loss_fn=build_cross_entropy_loss,
+    )  # fmt: skip
+    register_train_spec(MODEL, spec)
+    return Trainer(_config(asked))
+
+
+def _config(asked: dict[str, Any]) -> Any:
+    from torchtitan.config import JobConfig
+
+    config = JobConfig()
+    config.model.name, config.model.flavor = MODEL, MODEL
+    config.job.dump_folder = asked["folder"]
+    config.training.local_batch_size, config.training.seq_len = 1, asked["seq_len"]
+    config.training.steps = 1_000_000
+    config.metrics.log_freq = 1_000_000
+    config.optimizer.lr = 3e-4
+    config.compile.enable, config.compile.backend = True, asked["backend"]
+    config.activation_checkpoint.mode = asked["recompute"]
+    return config
+
+
+class _Tokens:
+    """The tokens of titan's shard, a sequence after the other, over and over."""
+
+    def __init__(self, path: Path, seq_len: int) -> None:
+        self._tokens, self._seq_len = open_shard(path).map()[0], seq_len
+
+    def __iter__(self) -> Iterator[tuple[dict[str, Tensor], Tensor]]:
+        at = 0
+        while True:
+            at = at if at + self._seq_len < len(self._tokens) else 0
+            chunk = torch.from_numpy(self._tokens[at : at + self._seq_len + 1].astype("int64"))[None]
+            at += self._seq_len
+            yield {"input": chunk[:, :-1].contiguous()}, chunk[:, 1:].contiguous()
+
+
+def _accept_cpu() -> None:
+    """Let torchtitan, which asks for an accelerator when it is imported, take a CPU: for rehearsals."""
+    import torch._utils
+
+    torch.set_num_threads(1)
+    utils: Any = torch._utils
+    utils._get_available_device_type = lambda: "cpu"
+    utils._get_device_module = lambda _: torch.cpu
+    absent = {
+        "get_device_name": lambda *_: "cpu", "get_device_properties": lambda *_: SimpleNamespace(total_memory=1),
+        "memory_stats": lambda *_: {}, "reset_peak_memory_stats": lambda: None, "empty_cache": lambda: None,
+    }  # fmt: skip
+    for name, value in absent.items():
+        setattr(torch.cpu, name, value)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,97 @@
+"""The curve on the device against the CPU's, from one fp32 checkpoint; and bands for lower precisions.
+
+In fp32 with TF32 off a device must stay within the tolerances of docs/correctness.md, which hold between layouts on a
+CPU. A lower precision has a band around the fp32 curve: wide enough for its rounding, too narrow for a wrong scale.
+"""
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+import torch
+
+from bench.gpu import jobs, reference
+from bench.gpu.jobs import Keys
+from bench.gpu.records import Row
+from bench.gpu.setting import Setting
+
+LOSS_RTOL, NORM_RTOL = 1e-5, 1e-4
+"""Of docs/correctness.md."""
+
+BANDS = {"bf16": (2e-3, 2e-2), "float8": (1e-2, 1e-1)}
+"""Largest relative difference of loss and gradient norm from the fp32 curve, at any of 20 steps."""
+
+FP32: dict[str, tuple[str, Keys]] = {
+    "eager": ("untied", {}),
+    "compiled": ("untied", {"plugins.compile.enabled": True}),
+    "recompute full": ("untied", {"plugins.activation_checkpoint.mode": "full"}),
+    "recompute every second block": ("untied", {"plugins.activation_checkpoint.mode": "every_n"}),
+    "recompute selective": ("untied", {"plugins.activation_checkpoint.mode": "selective"}),
+    "compiled, recompute full": (
+        "untied", {"plugins.compile.enabled": True, "plugins.activation_checkpoint.mode": "full"}
+    ),
+    "compiled, recompute selective": (
+        "untied", {"plugins.compile.enabled": True, "plugins.activation_checkpoint.mode": "selective"}
+    ),
+    "4 micro batches": ("untied", {"train.micro_batch_size": 2}),
+    "4 micro batches, ZeRO stage 3": ("untied", {"train.micro_batch_size": 2, "plugins.fsdp.zero_stage": 3}),
+    "2 loader workers": ("untied", {"data.workers": 2}),
+    "tied": ("tied", {}),
+    "packed documents": ("packed", {}),
+    "packed documents, compiled": ("packed", {"plugins.compile.enabled": True}),
+}  # fmt: skip
+"""By name: the curve that a job must draw, and its keys."""
+
+
+def fp32(setting: Setting) -> Iterator[Row]:
+    """Every job of `FP32`."""
+    with _no_tf32():
+        for name, (curve, keys) in FP32.items():
+            # One job compiles to code in a rehearsal too; a CPU would take a minute for each of the others.
+            if setting.rehearse and "plugins.compile.enabled" in keys and name != "compiled":
+                keys = {**keys, "plugins.compile.backend": "aot_eager"}
+            yield from _against(setting, name, curve, keys, (LOSS_RTOL, NORM_RTOL))
+
+
+def bf16(setting: Setting) -> Iterator[Row]:
+    """bf16, eager and compiled."""
+    backend = setting.size("inductor", "aot_eager")
+    for name, keys in {"eager": {}, "compiled": {"plugins.compile.backend": backend}}.items():
+        keys = {"plugins.bf16.enabled": True, **keys}
+        yield from _against(setting, f"bf16, {name}", "untied", keys, BANDS["bf16"])
+
+
+def float8(setting: Setting) -> Iterator[Row]:
+    """float8 in each recipe, compiled as it is meant to be used."""
+    backend = setting.size("inductor", "aot_eager")
+    for recipe in ("tensorwise", "rowwise", "rowwise_with_gw_hp"):
+        keys = {
+            "plugins.bf16.enabled": True, "plugins.compile.enabled": True, "plugins.compile.backend": backend,
+            "plugins.float8.recipe": recipe, "plugins.float8.emulate": setting.size("auto", "always"),
+        }  # fmt: skip
+        yield from _against(setting, f"float8, {recipe}", "untied", keys, BANDS["float8"])
+
+
+def _against(setting: Setting, name: str, curve: str, keys: Keys, bounds: tuple[float, float]) -> Iterator[Row]:
+    """Largest relative differences of loss and gradient norm, over all steps."""
+    steps = setting.size(20, 5)
+    theirs = {step: row for step, row in reference.curve(setting, curve).items() if step <= steps}
+    ours = jobs.train(setting, f"parity {name}", {**reference.keys_of(setting, curve), "train.steps": steps, **keys})
+    assert ours.keys() == theirs.keys(), f"{name}: steps {sorted(ours)}, the CPU's curve has {sorted(theirs)}"
+    for key, bound in zip(("loss", "grad_norm"), bounds, strict=True):
+        worst = max(_apart(ours[step][key], theirs[step][key]) for step in theirs)
+        yield Row(f"{name}: {key}", worst, f"(at most {bound:g})", worst <= bound)
+
+
+def _apart(ours: float | None, theirs: float) -> float:
+    return float("inf") if ours is None else abs(ours / theirs - 1)
+
+
+@contextmanager
+def _no_tf32() -> Iterator[None]:
+    """fp32 products in fp32."""
+    before = torch.get_float32_matmul_precision()
+    torch.set_float32_matmul_precision("highest")
+    try:
+        yield
+    finally:
+        torch.set_float32_matmul_precision(before)
