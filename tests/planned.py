@@ -23,7 +23,7 @@ CLUSTER: Cluster = from_table(
     },
     "tests",
 )  # fmt: skip
-"""Four devices a node, which compute at 50 TFLOP/s in float32."""
+"""Four devices per node, which compute at 50 TFLOP/s in float32."""
 
 
 def job_of(*words: str) -> Job:

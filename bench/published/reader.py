@@ -179,7 +179,7 @@ def _layer(job: Row, framework: Framework, dtype: str, accumulated: float) -> tu
 
 
 def _accumulation(job: Row, params: float, bytes_: float) -> Elementwise:
-    """Gradients of a micro batch are added to the sum: bytes a parameter, put down for a token."""
+    """Gradients of a micro batch are added to the sum: bytes per parameter, entered as bytes per token."""
     return Elementwise(
         region="tp_sharded", forward=0.0, backward=params * bytes_ / 2 / (job.micro_batch * job.seq_len / job.cp)
     )

@@ -174,7 +174,7 @@ def _usual_heads(hidden: int, tp: int) -> int:
 
 
 def _batches(row: Mapping[str, Any], dp: int) -> tuple[int, int]:
-    """Sequences of a micro batch, and micro batches a step."""
+    """Sequences of a micro batch, and micro batches per step."""
     size, count, whole = (_number(row, key) for key in ("mbs", "grad_accum", "gbs"))
     if size and whole and whole % (size * dp) == 0:
         return size, whole // (size * dp)

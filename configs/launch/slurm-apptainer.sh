@@ -39,7 +39,7 @@ code=0
 srun --kill-on-bad-exit=0 --wait=120 apptainer exec "$gpus" --bind "$shared" --pwd "$shared" "$image" \
     env -u SLURM_JOB_ID titan train "$@" || code=$?
 
-# 75: preempted, and a checkpoint is saved. Slurm sends SIGTERM when the job is cancelled.
+# 75: preempted, and a checkpoint is saved. Slurm sends SIGTERM when the job is canceled.
 if [ "$code" -eq 75 ] && [ -z "$cancelled" ]; then
     scontrol requeue "$SLURM_JOB_ID"
 fi

@@ -38,7 +38,7 @@ code=0
 srun --kill-on-bad-exit=0 --wait=120 --container-image="$image" --container-readonly \
     --container-mounts="$shared:$shared" --container-workdir="$shared" env -u SLURM_JOB_ID titan train "$@" || code=$?
 
-# 75: preempted, and a checkpoint is saved. Slurm sends SIGTERM when the job is cancelled.
+# 75: preempted, and a checkpoint is saved. Slurm sends SIGTERM when the job is canceled.
 if [ "$code" -eq 75 ] && [ -z "$cancelled" ]; then
     scontrol requeue "$SLURM_JOB_ID"
 fi

@@ -56,7 +56,7 @@ class CrossEntropy(Loss):
     default = True
 
     def cost(self, costs: Costs, job: Job) -> Costs:
-        """The logits are kept, read twice forward, and read and written backward; labels and three sums a token."""
+        """The logits are kept, read twice forward, and read and written backward; labels and three sums per token."""
         words = job.spec.vocab_size
         kept = SavedTensor(numel=words, region="logits"), SavedTensor(numel=8 + 8, region="seq_full", itemsize=1)
         # Backward has a chunk's exponentials, its logits in float32 if they are not, and the chunk before.

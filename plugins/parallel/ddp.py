@@ -40,7 +40,7 @@ class DistributedDataParallel(Technique):
         self._roots: list[FSDPModule] = []
 
     def cost(self, costs: Costs, job: Job) -> Costs:
-        """One all-reduce of all gradients a step, beside the last backward."""
+        """One all-reduce of all gradients per step, overlapped with the last backward."""
         summed = CollectiveCost(
             axes=("dp_replicate",), collective="all_reduce", where="unit", when="backward", numel=1,
             itemsize=costs.reduce_itemsize, per_parameter=True, overlaps=True, per="step",

@@ -41,7 +41,7 @@ class Config:
 
 
 class _Runner(nn.Module):
-    """Hides that a module is sharded from a pipeline engine, which would else reduce once a step by itself."""
+    """Hides that a module is sharded from a pipeline engine, which would else reduce once per step by itself."""
 
     def __init__(self, module: nn.Module) -> None:
         super().__init__()
@@ -144,7 +144,7 @@ class FullyShardedDataParallel(Technique):
             part.runner = _Runner(part.module)
 
     def before_microbatch(self, index: int, count: int) -> None:
-        """Stage 1 gathers and reduces once a step; the others shard gradients each time, replicas sum them once."""
+        """Stage 1 gathers and reduces once per step; the others shard gradients each time, replicas sum them once."""
         last = index == count - 1
         for root in self._roots:
             # FSDP remembers the order of forwards until a "last" backward, and prefetches by it: from a micro batch

@@ -17,7 +17,7 @@ from titan.planner.step.layout import costs_of
 from titan.planner.step.predict import Planner
 
 registry.load_plugins()
-# Other tests' guests may have come in already.
+# Other tests may have loaded plugins of tests/plugins already.
 EVERY = [plugin for plugin in registry.every() if plugin.__module__.startswith("titan.plugins.")]
 TECHNIQUES = [plugin for plugin in EVERY if issubclass(plugin, Technique)]
 

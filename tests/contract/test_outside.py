@@ -1,4 +1,4 @@
-"""The contract, proven from outside: guests that titan/ and plugins/ know nothing of train, at parity, and resume."""
+"""Plugins that titan/ and plugins/ never name train, at parity between layouts, and resume."""
 
 import json
 import os
@@ -62,8 +62,8 @@ def test_what_a_run_prints_at_its_end_can_be_pasted_elsewhere(tmp_path: Path) ->
     folder, here = tmp_path / "a b", tmp_path / "here"
     (folder / "plugins").mkdir(parents=True)
     here.mkdir()
-    for guest in ("averager", "heavyball", "ledger"):
-        shutil.copy(ROOT / "tests" / "plugins" / f"{guest}.py", folder / "plugins")
+    for name in ("averager", "heavyball", "ledger"):
+        shutil.copy(ROOT / "tests" / "plugins" / f"{name}.py", folder / "plugins")
     write_text(folder / "text")
     (folder / "job.toml").write_text(
         OUTSIDE.read_text().replace("../plugins", "plugins").replace("base.toml", str(BASE))

@@ -3,6 +3,7 @@
 Training commands run as written, but for two steps and in folders of the test's.
 """
 
+import inspect
 import os
 import re
 import shutil
@@ -11,6 +12,8 @@ import sys
 from pathlib import Path
 
 import pytest
+
+from titan.contracts import Dataset, Loss, LrSchedule, Model, Optimizer, Technique, Tokenizer, Tracker
 
 ROOT = Path(__file__).parents[2]
 PAGES = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted((ROOT / "docs").glob("*.md"))]
@@ -79,3 +82,11 @@ def test_pages_point_at_files_that_exist() -> None:
         named = re.findall(r"`((?:titan|plugins|configs|docs|tests|bench|scripts)/[\w./]+\.\w+)`", page.read_text())
         for name in named:
             assert (ROOT / name).exists(), f"{page.name} names {name}"
+
+
+@pytest.mark.parametrize("contract", [Dataset, Loss, LrSchedule, Model, Optimizer, Technique, Tokenizer, Tracker])
+def test_the_tables_of_hooks_are_complete(contract: type) -> None:
+    page = (ROOT / "docs" / "plugins.md").read_text()
+    rows = [line for line in page.partition("## Hooks")[2].partition("## Writing")[0].splitlines() if line[:1] == "|"]
+    hooks = {name for name in vars(contract) if name[0] != "_" and inspect.isroutine(getattr(contract, name))}
+    assert hooks <= set(re.findall(r"\w+", " ".join(rows)))

@@ -204,16 +204,16 @@ def _say(port: int, message: bytes) -> Connection:
     return link
 
 
-def test_untrusted_checkpoints_are_turned_away() -> None:
+def test_connections_that_are_no_launcher_are_rejected() -> None:
     port = _free_port()
     thread, heard = _met(LaunchEnv(2, 0, 1, LOCAL, port))
-    strangers = [_say(port, message) for message in (b"GET / HTTP/1.1", b"[1]", b'{"node": 1}')]
+    probes = [_say(port, message) for message in (b"GET / HTTP/1.1", b"[1]", b'{"node": 1}')]
     with rendezvous.meet(LaunchEnv(2, 1, 1, LOCAL, port)) as others:
         others.tell({"ended": []})
         thread.join()
     assert heard == [{"ended": []}]
-    for stranger in strangers:
-        stranger.close()
+    for probe in probes:
+        probe.close()
 
 
 def test_a_node_that_is_gone() -> None:

@@ -1,4 +1,4 @@
-"""Wrong input never reaches a stack trace: exit code 2, and one line a fault that names the place and what would fit.
+"""Wrong input never reaches a stack trace: exit code 2, and one line per fault that names the place and what would fit.
 
 Each case spoils a good job in one way (or several); every line it must print is given by a piece of it.
 """

@@ -112,7 +112,7 @@ def test_zero_stages_gather_and_reduce_as_often_as_they_say() -> None:
     words = ("--mesh.dp_shard", "4", "--train.global_batch_size", "24", "--train.micro_batch_size", "2")
     spec = job_of().spec
     whole, head = 4 * spec.params, 4 * spec.head_params
-    # What forward ends with is still there when backward begins; and once a step it is prefetched for nobody.
+    # What forward ends with is still there when backward begins; and once per step it is prefetched for nobody.
     for stage, gathered, reduced in ((1, whole, 1), (2, 3 * whole + head, 3), (3, 6 * whole - 2 * head, 3)):
         sent = bytes_moved(job_of(*words, "--plugins.fsdp.zero_stage", str(stage)))
         assert sent["all_gather", "dp_shard"] == gathered
@@ -125,12 +125,13 @@ def test_hybrid_sharding_reduces_between_replicas_what_a_shard_holds() -> None:
 
 
 def test_tensor_parallelism_sends_what_its_docstring_says() -> None:
-    """All-gathers and reduce-scatters of B S D numbers: two of each a layer and way, one each for the ends together."""
+    """All-gathers and reduce-scatters of B S D numbers: two of each per layer and direction, plus one of
+    each for embeddings and head together."""
     job = job_of("--mesh.tp", "4")
     sizes = job.micro_batch * job.data.seq_len * job.spec.dim * 4 * job.micro_batches
     layers = job.spec.n_layers
     sent = bytes_moved(job)
-    # Forward 2 gathers a layer and the head's; backward 2 a layer and the embeddings'. Reductions likewise.
+    # Forward 2 gathers per layer and the head's; backward 2 per layer and the embeddings'. Reductions likewise.
     assert sent["all_gather", "tp"] == sizes * (4 * layers + 2)
     assert sent["reduce_scatter", "tp"] == sizes * (4 * layers + 2)
     recomputed = bytes_moved(job_of("--mesh.tp", "4", "--plugins.activation_checkpoint.mode", "full"))

@@ -23,7 +23,7 @@ def test_permute_in_a_large_range() -> None:
 
 
 def test_permute_mixes() -> None:
-    """Each place is about equally likely for an element, and neighbours do not stay neighbours."""
+    """Each place is about equally likely for an element, and neighbors do not stay neighbors."""
     n, keys = 10, 4000
     first = Counter(permute(0, n, key) for key in range(keys))
     expected = keys / n

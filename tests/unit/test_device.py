@@ -20,6 +20,6 @@ def test_a_thread_works_on_the_device_of_the_thread_that_starts_it(monkeypatch: 
     assert told == [3, "at work"]
 
 
-def test_a_process_without_a_gpu_initialises_none() -> None:
+def test_a_process_without_a_gpu_initializes_none() -> None:
     told: list[int] = []
     assert on_this_device(told.append) == told.append

@@ -117,7 +117,7 @@ def test_tensor_parallel_sends_eight_times_a_layer() -> None:
     calls, sent = _sent(run, "all_gather", "tp")
     assert calls == micro_batches * (
         4 * LAYERS + 2
-    )  # forward 2, backward 2 a layer; the head, and the embeddings' backward
+    )  # forward 2, backward 2 per layer; the head, and the embeddings' backward
     assert sent == calls * hidden
     assert run.total_flops.forward == pytest.approx(dry_run(_job(*ONE), 0).total_flops.forward / 2, rel=1e-3)
     assert run.steady["parameters"] == pytest.approx(4 * PARAMETERS / 2, rel=1e-2)

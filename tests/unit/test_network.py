@@ -25,7 +25,7 @@ def test_a_ring_inside_a_node(kind: str, passes: int) -> None:
 
 
 def test_ranks_of_a_node_cross_the_fabric_together() -> None:
-    """Eight neighbours of each node drive eight links; ranks a node apart drive one."""
+    """Eight neighbors of each node drive eight links; ranks a node apart drive one."""
     near, far = (network().collective("all_gather", group, 1e9) for group in (Group(16, 1), Group(16, 8)))
     assert near == pytest.approx(15 / 16 * 1e9 / (8 * 5e9))
     assert far == pytest.approx(15 / 16 * 1e9 / 5e9)
@@ -49,7 +49,7 @@ def test_one_rank_and_nothing_cost_nothing() -> None:
     assert network().collective("all_reduce", Group(8, 1), 0.0) == 0.0
 
 
-def test_sending_takes_the_link_that_the_farthest_neighbours_have() -> None:
+def test_sending_takes_the_link_that_the_farthest_neighbors_have() -> None:
     assert network().send(Group(4, 2), 1e9) == pytest.approx(1e9 / 80e9)
     assert network().send(Group(4, 8), 1e9) == pytest.approx(1e9 / 9e9)
     assert network(NODE, replace(FABRIC, latency_us=10.0)).send(Group(4, 8), 0.0) == pytest.approx(1e-5)

@@ -180,7 +180,7 @@ def test_more_stages_than_layers_are_refused_with_the_nearest_degree() -> None:
         "[model] n_layers = 4 cannot fill 8 stages (mesh.pp = 4 with 2 per rank); nearest mesh.pp that fits: 2"
     ]
     (text,) = _check(SMALL, 2, schedule="LoopedBFS", virtual_stages=5)
-    assert text.endswith("nearest mesh.pp that fits: none, with 5 stages a rank")
+    assert text.endswith("nearest mesh.pp that fits: none, with 5 stages per rank")
 
 
 @pytest.mark.parametrize(

@@ -69,7 +69,7 @@ def both(request: pytest.FixtureRequest) -> list[tuple[Job, Memory, DryRun]]:
 def test_memory_is_that_of_the_dry_run(both: list[tuple[Job, Memory, DryRun]]) -> None:
     for _, planned, exact in both:
         assert planned.parameters == exact.at_peak["parameters"]
-        # Adam counts its steps, four bytes a tensor.
+        # Adam counts its steps, four bytes per tensor.
         assert planned.optimizer == pytest.approx(exact.at_peak["optimizer"], rel=2e-3)
         assert planned.total - planned.overhead == pytest.approx(exact.peak_bytes, rel=0.03)
 

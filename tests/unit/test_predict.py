@@ -98,7 +98,7 @@ def test_joining_slices_takes_its_time_at_each_collective() -> None:
     job = job_of("--mesh.tp", "2")
     slow = replace(CLUSTER, kernels=replace(CLUSTER.kernels, tp_overhead_us=100.0))
     plain, joined = (Planner(cluster).predict(costs_of(job), job.layout) for cluster in (CLUSTER, slow))
-    # Two gathers and two reductions a layer each way; one of each for embeddings and head together, each way.
+    # Two gathers and two reductions per layer each way; one of each for embeddings and head together, each way.
     collectives = job.micro_batches * (8 * job.spec.n_layers + 4)
     assert joined.time_s["tp"] - plain.time_s["tp"] == pytest.approx(collectives * 100e-6)
     assert joined.step_time_s - plain.step_time_s == pytest.approx(collectives * 100e-6)

@@ -89,7 +89,7 @@ def test_hang_ends_in_time_with_the_stack_of_who_hangs() -> None:
     assert time.monotonic() - start < 30
 
 
-def test_function_may_initialise_the_group_itself() -> None:
+def test_function_may_initialize_the_group_itself() -> None:
     assert [run_ranks(_init_from_environment, 2, init=False) for _ in range(2)] == [[1, 1], [1, 1]]
 
 

@@ -94,7 +94,7 @@ def forget(monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.setattr(registry, name, {})
 
 
-def test_a_folder_is_a_door(tmp_path: Path) -> None:
+def test_plugins_load_from_a_folder(tmp_path: Path) -> None:
     load(tmp_path, SCHEDULE, "flat_a")
     assert registry.find("lr_schedule", "flat_a") is not None
 
@@ -188,7 +188,7 @@ def test_a_plugin_written_for_0_1_finds_what_it_imports(old: str, new: str) -> N
     assert importlib.import_module(old) is importlib.import_module(new)
 
 
-def test_a_file_is_a_door(tmp_path: Path) -> None:
+def test_plugins_load_from_a_file(tmp_path: Path) -> None:
     load_one = tmp_path / "_one.py"
     load_one.write_text(SCHEDULE.replace("NAME", "one"))
     (tmp_path / "other.py").write_text("raise ValueError")
@@ -247,11 +247,11 @@ def test_what_a_hook_returns_is_checked(hook: str, body: str, message: str, tmp_
 
 @pytest.mark.parametrize("hook", ["check", "spec"])
 def test_a_model_is_named_whose_hook_returns_nothing(hook: str, tmp_path: Path) -> None:
-    guest = (LLAMA.parents[1] / "plugins" / "averager.py").read_text().replace('name = "averager"', 'name = "vague"')
+    plugin = (LLAMA.parents[1] / "plugins" / "averager.py").read_text().replace('name = "averager"', 'name = "vague"')
     hooks = f"    def {hook}(self):\n        pass\n\n    def build"
     load(
         tmp_path,
-        guest.replace("    def spec", "    def _spec" if hook == "spec" else "    def spec").replace(
+        plugin.replace("    def spec", "    def _spec" if hook == "spec" else "    def spec").replace(
             "    def build", hooks
         ),
         "vague",
@@ -264,7 +264,7 @@ def test_a_model_is_named_whose_hook_returns_nothing(hook: str, tmp_path: Path) 
 
 
 def install(tmp_path: Path, package: str, text: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A package with one entry point, as pip leaves it; the doors are opened afterwards."""
+    """A package with one entry point, as pip leaves it; plugins are loaded afterwards."""
     about = tmp_path / f"{package}-1.0.dist-info"
     about.mkdir()
     (about / "METADATA").write_text(f"Metadata-Version: 2.1\nName: {package}\nVersion: 1.0\n")

@@ -91,7 +91,7 @@ def test_time_of_every_rank_adds_up(schedule: str, blocking: bool) -> None:
 @pytest.mark.parametrize(
     ("schedule", "idle"),
     [
-        # As the plugin's docstring has it: of p ranks, m micro batches; F 1, B 2 and W 1 seconds a stage, v stages.
+        # As the plugin's docstring has it: of p ranks, m micro batches; F 1, B 2 and W 1 seconds per stage, v stages.
         ("GPipe", lambda p, m: (p - 1) / m),
         ("1F1B", lambda p, m: (p - 1) / m),
         ("LoopedBFS", lambda p, m: (p - 1) / (2 * m)),

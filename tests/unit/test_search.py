@@ -29,7 +29,7 @@ VALUES = {
 
 
 def everything(ranks: int, *words: str, cluster: Cluster = CLUSTER) -> list[tuple[Choice, Prediction]]:
-    """Each layout that plugins allow and that fits, predicted through the front door: overrides of the TOML."""
+    """Each layout that plugins allow and that fits, predicted through overrides of the TOML."""
     base, planner, found = load_base(TOML, words), Planner(cluster), []
     space = base.space(ranks, 4)
     for layout in space.layouts():
@@ -133,8 +133,8 @@ def test_workers_find_what_one_process_finds(monkeypatch: pytest.MonkeyPatch) ->
 
 def test_layouts_share_out_all_ranks() -> None:
     ours = ["pp", "dp_replicate", "dp_shard", "tp"]
-    guests = [axis.name for axis in job_of().layout.axes if axis.name not in ours]  # other tests' may have come in
-    layouts = list(load_base(TOML, [f"--mesh.{axis}=1" for axis in guests]).space(8, 4).layouts())
+    others = [axis.name for axis in job_of().layout.axes if axis.name not in ours]  # loaded by other tests
+    layouts = list(load_base(TOML, [f"--mesh.{axis}=1" for axis in others]).space(8, 4).layouts())
     assert all(layout.world_size == 8 for layout in layouts)
     assert [name for name in layouts[0].degrees if name in ours] == ours
     degrees = [tuple(layout.degrees[axis] for axis in ours) for layout in layouts]

@@ -1,6 +1,6 @@
-"""Checkpoints from strangers: whatever is planted in them, nothing of it runs, and it is refused by name.
+"""Untrusted checkpoints: code planted in them is never executed, and the file that holds it is refused by name.
 
-Each payload is tried under a manifest that matches it, as a stranger would write, and under the one of the save.
+Each payload is tried under a manifest that matches it, as an attacker would write, and under the one of the save.
 """
 
 import hashlib

@@ -51,7 +51,7 @@ class Request:
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """The model, what it goes on from, how tokens are drawn."""
+    """Add the flags for the model, the prompts and the sampling."""
     default = Sampling()
     parser.description, parser.epilog = DESCRIPTION, EXAMPLES
     parser.add_argument(

@@ -120,7 +120,7 @@ class Job:
 
     @property
     def micro_batches(self) -> int:
-        """Micro batches a step on one rank: gradient accumulation, or what flows through the pipeline."""
+        """Micro batches per step on one rank: gradient accumulation, or what flows through the pipeline."""
         return self.train.global_batch_size // (self.micro_batch * self.batch_ranks)
 
     @property
@@ -131,7 +131,7 @@ class Job:
 
 def choose_micro_batch(share: int, stages: int) -> int:
     """The largest micro batch for a rank's `share` of samples: all of it, or under pipelines the largest that leaves
-    two micro batches a stage (where the share is too small for that, one sample)."""
+    two micro batches per stage (where the share is too small for that, one sample)."""
     if stages == 1:
         return share
     return max((size for size in divisors(share) if share // size >= 2 * stages), default=1)

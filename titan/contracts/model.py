@@ -42,12 +42,10 @@ class Model(Plugin, ABC):
 
         `forward(x, documents=None, cache=None)` is what every pipeline stage runs. x is tokens [B, S] int64 on the
         first stage, and hidden states [B, S, D] of the compute dtype on the others. Tell the two apart by dtype, not by
-        which modules are
-        there: a later stage may hold an embedding whose weight its head is tied to. Returns logits [B, S, V] where the
-            head is
-        present, hidden states [B, S, D] where the head's modules were set to None. `documents` [B, S] int64 numbers the
-        document of each token where attention must not cross documents; else None. S may be this rank's slice of the
-        sequence.
+        the modules of the stage: a later stage may hold an embedding whose weight its head is tied to. Returns logits
+        [B, S, V] where the head is present, hidden states [B, S, D] where the head's modules were set to None.
+        `documents` [B, S] int64 numbers the document of each token where attention must not cross documents; else None.
+        S may be this rank's slice of the sequence.
 
         A forward draws no random numbers and writes to no persistent buffer: either would make the curve depend on the
         layout. A training step that finds either raises a PluginError. Collectives are left to techniques.

@@ -67,7 +67,7 @@ class Optimizer(Plugin, ABC):
     def build(self, parameters: Sequence[NamedParameter]) -> torch.optim.Optimizer:
         """An optimizer over these parameters, plain or DTensors. Each group's `lr` is the peak rate.
 
-        Called once on every rank with the parameters of its parts, materialised, before a checkpoint is loaded. In each
+        Called once on every rank with the parameters of its parts, materialized, before a checkpoint is loaded. In each
         step the trainer sets `lr` to peak times the schedule's factor, calls `step()` with clipped gradients, then
         `zero_grad()`. `step()` is skipped where loss or gradient norm are not finite. Collectives are allowed in
         `step()`.

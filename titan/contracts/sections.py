@@ -74,7 +74,7 @@ class DataSection:
 
 @dataclass(frozen=True, kw_only=True)
 class CheckpointSection:
-    """`[checkpoint]`: when to save, what to keep, where to go on from."""
+    """`[checkpoint]`: when to save, which checkpoints to keep, where to resume from."""
 
     enabled: bool = option(True, "save checkpoints and resume from them")
     every: int = option(1000, "save a checkpoint every N steps, and at the end", unit="steps", at_least=1)

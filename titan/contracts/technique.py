@@ -197,7 +197,7 @@ class Technique(Plugin):
         """An engine in place of the host's SequentialEngine, which runs one part; None: keep the host's.
 
         Called on every rank after the last phase and before the optimizer is built, also for generation and evaluation.
-        Only one technique may define it. parts are this rank's, wrapped and materialised, in stage order.
+        Only one technique may define it. parts are this rank's, wrapped and materialized, in stage order.
         """
         return None
 

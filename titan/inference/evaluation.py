@@ -48,8 +48,8 @@ Watch = Callable[[int], None]
 
 @dataclass(frozen=True, kw_only=True)
 class Reading:
-    """How documents are read. stride: 0 stands for seq_len.  batch_size: windows a forward on one rank.  limit: so many
-    documents; 0: all.
+    """How documents are read. stride: 0 stands for seq_len.  batch_size: windows per forward on one rank.  limit:
+    documents to read; 0: all.
     """
 
     stride: int = 0

@@ -251,7 +251,7 @@ def _hosts(env: Environment, listed: str) -> list[str]:
 
 
 def gpus() -> int:
-    """CUDA devices of this node; asks without initialising CUDA, so that the process may still fork."""
+    """CUDA devices of this node; asks without initializing CUDA, so that the process may still fork."""
     import torch  # only here: it takes a second, and a wrong variable should be said at once
 
     return torch.cuda.device_count()

@@ -49,7 +49,7 @@ class NonfiniteGuard:
         """Step the optimizer, unless the step just judged was bad: then nothing of its state changes.
 
         Optimizers of torch that are fused skip on the device. For others the host has to ask, which makes it wait for
-        the device once a step.
+        the device once per step.
         """
         if getattr(optimizer, "_step_supports_amp_scaling", False):
             optimizer.found_inf = self._bad  # type: ignore[attr-defined]

@@ -108,7 +108,7 @@ class PipelineParallel(Technique):
         if each != allowed:
             yield f"virtual_stages = {each}: {config.schedule} holds exactly {allowed} on each rank"
         elif layers < stages:
-            degrees = _nearest_degree(ranks, each, layers) or f"none, with {each} stages a rank"
+            degrees = _nearest_degree(ranks, each, layers) or f"none, with {each} stages per rank"
             yield (
                 f"[model] n_layers = {layers} cannot fill {stages} stages (mesh.pp = {ranks} with {each} per rank); "
                 f"nearest mesh.pp that fits: {degrees}"

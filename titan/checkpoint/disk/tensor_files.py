@@ -22,7 +22,7 @@ from titan.errors import CheckpointError
 SINGLE, INDEX = "model.safetensors", "model.safetensors.index.json"
 PICKLED = "pytorch_model*.bin"
 TYPES = {"F64": torch.float64, "F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
-"""The types of weights that are read; others are packed or quantised."""
+"""Dtypes of weights that can be read, by their safetensors names; other dtypes are packed or quantized."""
 
 
 @dataclass(frozen=True)

@@ -53,7 +53,7 @@ class Windows:
 
 
 class Pieces:
-    """One document a sample, a longer one in pieces of S labels; what is left over holds the end id, without labels.
+    """One document per sample, a longer one in pieces of S labels; what is left over holds the end id, without labels.
 
     Takes 8 bytes of memory a document.
     """

@@ -37,7 +37,7 @@ Unit = tuple[int, tuple[Path, ...]]
 
 
 def units(files: Sequence[Path], sizes: Sequence[int]) -> list[Unit]:
-    """(number, files) of each unit: neighbours whose sizes add up to about a unit."""
+    """(number, files) of each unit: neighboring files whose sizes add up to about a unit."""
     least, most = UNIT_BYTES
     enough = min(max(sum(sizes) // 256, least), most)
     made: list[list[Path]] = [[]]

@@ -74,28 +74,28 @@ def report(
     ]
     if faults:
         raise ConfigError(faults)
-    plan, seq_len = job.spec, job.data.seq_len
-    tokens = optimal_tokens(plan.params) if tokens is None else tokens
+    spec, seq_len = job.spec, job.data.seq_len
+    tokens = optimal_tokens(spec.params) if tokens is None else tokens
     shards, ranks = _ranks(job, devices)
     return {
         "model": {
-            "layers": plan.n_layers, "dim": plan.dim, "heads": plan.n_heads, "kv_heads": plan.n_kv_heads,
-            "ffn_dim": plan.ffn_dim, "vocab_size": plan.vocab_size, "seq_len": seq_len, "tied": bool(plan.tied),
+            "layers": spec.n_layers, "dim": spec.dim, "heads": spec.n_heads, "kv_heads": spec.n_kv_heads,
+            "ffn_dim": spec.ffn_dim, "vocab_size": spec.vocab_size, "seq_len": seq_len, "tied": bool(spec.tied),
         },
         "parameters": {
-            "exact": plan.params,
-            "parts": parts(plan),
-            "textbook": textbook_parameters(plan.n_layers, plan.dim, plan.vocab_size),
+            "exact": spec.params,
+            "parts": parts(spec),
+            "textbook": textbook_parameters(spec.n_layers, spec.dim, spec.vocab_size),
         },
-        "state": _state(plan, shards, ranks, held),
-        "activations": _activations(plan, seq_len, job.layout.role_degree("model")),
+        "state": _state(spec, shards, ranks, held),
+        "activations": _activations(spec, seq_len, job.layout.role_degree("model")),
         "flops_per_token": {
-            "exact": plan.flops_per_token(seq_len),
-            "exact_full_recompute": hardware_flops_per_token(plan, seq_len),
-            "6P": 6 * plan.params,
-            "8P": 8 * plan.params,
+            "exact": spec.flops_per_token(seq_len),
+            "exact_full_recompute": hardware_flops_per_token(spec, seq_len),
+            "6P": 6 * spec.params,
+            "8P": 8 * spec.params,
         },
-        "training": _training(plan, seq_len, tokens, shards * ranks, peak_tflops, utilisation),
+        "training": _training(spec, seq_len, tokens, shards * ranks, peak_tflops, utilisation),
     }  # fmt: skip
 
 
@@ -111,7 +111,7 @@ def _ranks(job: Job, devices: int | None) -> tuple[int, int]:
     return shards, devices // shards
 
 
-def _state(plan: ModelSpec, shards: int, ranks: int, held: Iterable[PersistentState]) -> dict[str, Any]:
+def _state(spec: ModelSpec, shards: int, ranks: int, held: Iterable[PersistentState]) -> dict[str, Any]:
     own: dict[str, float] = {}
     for part in held:
         if not part.gathered_units:
@@ -119,34 +119,34 @@ def _state(plan: ModelSpec, shards: int, ranks: int, held: Iterable[PersistentSt
     return {
         "model_split_over": shards,
         "data_parallel_ranks": ranks,
-        "whole_model": {name: sum(recipe) * plan.params for name, recipe in RECIPES.items()},
-        "zero": {name: list(zero_bytes(plan.params / shards, ranks, recipe)) for name, recipe in RECIPES.items()},
+        "whole_model": {name: sum(recipe) * spec.params for name, recipe in RECIPES.items()},
+        "zero": {name: list(zero_bytes(spec.params / shards, ranks, recipe)) for name, recipe in RECIPES.items()},
         "own_bytes_per_parameter": own,
-        "float32_weights": 4 * plan.params,
+        "float32_weights": 4 * spec.params,
     }
 
 
-def _activations(plan: ModelSpec, seq_len: int, tensor: int) -> dict[str, Any]:
+def _activations(spec: ModelSpec, seq_len: int, tensor: int) -> dict[str, Any]:
     ways = {"one device": (1, False)}
     if tensor > 1:
         ways |= {f"tensor {tensor}": (tensor, False), f"tensor and sequence {tensor}": (tensor, True)}
-    sizes = (seq_len, plan.dim, plan.n_heads)
+    sizes = (seq_len, spec.dim, spec.n_heads)
     kept = {name: activations(*sizes, tensor=t, sequence=sequence) for name, (t, sequence) in ways.items()}
     return {
         "per_layer": {name: each._asdict() for name, each in kept.items()},
-        "all_layers": {name: Activations(*(plan.n_layers * n for n in each))._asdict() for name, each in kept.items()},
-        "all_layers_float32": plan.n_layers * float32_activations(*sizes),
+        "all_layers": {name: Activations(*(spec.n_layers * n for n in each))._asdict() for name, each in kept.items()},
+        "all_layers_float32": spec.n_layers * float32_activations(*sizes),
     }
 
 
 def _training(
-    plan: ModelSpec, seq_len: int, tokens: float, devices: int, peak_tflops: float | None, utilisation: float
+    spec: ModelSpec, seq_len: int, tokens: float, devices: int, peak_tflops: float | None, utilisation: float
 ) -> dict[str, Any]:
     about: dict[str, Any] = {
         "tokens": tokens,
-        "tokens_per_parameter": tokens / plan.params,
-        "compute_optimal_tokens": optimal_tokens(plan.params),
-        "model_flops": tokens * plan.flops_per_token(seq_len),
+        "tokens_per_parameter": tokens / spec.params,
+        "compute_optimal_tokens": optimal_tokens(spec.params),
+        "model_flops": tokens * spec.flops_per_token(seq_len),
         "devices": devices,
         "peak_tflops": peak_tflops,
         "utilisation": utilisation,
@@ -155,10 +155,10 @@ def _training(
     if peak_tflops is not None:
         speed = devices * peak_tflops * 1e12 * utilisation
         about["seconds"] = {
-            "6TP": training_seconds(plan.params, tokens, devices, peak_tflops * 1e12, utilisation),
-            "8TP": training_seconds(plan.params, tokens, devices, peak_tflops * 1e12, utilisation, recompute=True),
-            "exact": tokens * plan.flops_per_token(seq_len) / speed,
-            "exact_full_recompute": tokens * hardware_flops_per_token(plan, seq_len) / speed,
+            "6TP": training_seconds(spec.params, tokens, devices, peak_tflops * 1e12, utilisation),
+            "8TP": training_seconds(spec.params, tokens, devices, peak_tflops * 1e12, utilisation, recompute=True),
+            "exact": tokens * spec.flops_per_token(seq_len) / speed,
+            "exact_full_recompute": tokens * hardware_flops_per_token(spec, seq_len) / speed,
         }
     return about
 

@@ -137,7 +137,7 @@ def _time(axes: "Axes", prediction: Prediction) -> None:
 
 
 def _schedule(place: Any, prediction: Prediction) -> None:
-    """A row a rank; of a long step its beginning and its end, which is where the bubbles are."""
+    """One row per rank; of a long step its beginning and its end, where the bubbles are."""
     timeline = prediction.timeline
     count = max(len(records) for records in timeline.actions)
     spans, said = [(0.0, timeline.makespan)], ""
@@ -172,7 +172,7 @@ def _gantt(axes: "Axes", actions: Sequence[Sequence[Record]], span: tuple[float,
 
 
 def _shade(colour: str, number: int, of: int) -> tuple[float, float, float]:
-    """The colour of one of a rank's stages: later ones are lighter."""
+    """Color of one stage of a rank; later stages are lighter."""
     from matplotlib.colors import to_rgb
 
     white = 0.55 * number / of

@@ -292,5 +292,5 @@ def _with_efficiency(points: tuple[Point, ...]) -> tuple[Point, ...]:
 
 
 def _speed(point: Point) -> float:
-    """Tokens a second of one rank."""
+    """Tokens per second of one rank."""
     return point.values["tokens_per_s"] / point.x

@@ -15,7 +15,7 @@ TOKENS_PER_PARAMETER = 20
 
 
 class StateBytes(NamedTuple):
-    """Bytes a parameter that last through training with Adam; the optimizer's include a float32 copy of the weight."""
+    """Persistent bytes per parameter when training with Adam; the optimizer's include a float32 copy of the weight."""
 
     parameters: float
     gradients: float
@@ -48,7 +48,8 @@ def parts(spec: ModelSpec) -> dict[str, int]:
     """Parameters by what they are; the sum is `spec.params`.
 
     matrices: of the layers, l (2 h a d + 2 h k d + n h f): a heads of d features, k key-value heads, n matrices of a
-    feed-forward f wide.  positions: learned, and whatever else the embeddings has besides the embedding.
+    feed-forward f wide.  positions: learned positions, and any other parameters beside the embedding table in
+    `spec.embeddings`.
     """
     table = spec.head_matmul_params
     return {
@@ -114,7 +115,7 @@ def float32_activations(seq_len: int, dim: int, heads: int, batch: int = 1) -> f
 
 
 def hardware_flops_per_token(spec: ModelSpec, seq_len: int) -> float:
-    """FLOPs of a token when layers are computed again in backward: their forward four times, the head's three."""
+    """FLOPs per token with full recomputation: four times the forward of the layers, three times that of the head."""
     return spec.flops_per_token(seq_len) + spec.n_layers * spec.layer_flops_per_token(seq_len)
 
 
@@ -135,5 +136,5 @@ def training_seconds(
 
 
 def optimal_tokens(params: float) -> float:
-    """Tokens that train a model of this size for the least compute: 20 a parameter (arXiv 2203.15556)."""
+    """Tokens that train a model of this size for the least compute: 20 per parameter (arXiv 2203.15556)."""
     return TOKENS_PER_PARAMETER * params

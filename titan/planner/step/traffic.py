@@ -5,7 +5,7 @@ from titan.contracts.base.mesh import Layout
 from titan.planner.step.memory import Tensors, ranks_of, recomputed
 
 Moved = dict[tuple[str, tuple[str, ...]], float]
-"""(collective, axes) -> bytes a step."""
+"""(collective, axes) -> bytes per step."""
 
 
 def moved(place: int, costs: Costs, layout: Layout) -> Moved:
