@@ -163,7 +163,7 @@ def test_what_is_streamed_is_the_text(checkpoint: str) -> None:
     ("words", "code", "said"),
     [
         (["--checkpoint", "nowhere", "--prompt", "a"], 1, "--checkpoint = 'nowhere': no such folder"),
-        (["--prompt", "x" * 32], 2, "has 32 tokens; the model's max_seq_len is 32"),
+        (["--prompt", "x" * 32], 2, "has 32 tokens; prompt and generated text together may have max_seq_len = 32"),
         (["--prompt", "x", "--top-p", "1.5", "--samples", "0"], 2, "--top-p 1.5: must be above 0 and at most 1"),
         (["--prompt", "x", "--top-p", "1.5", "--samples", "0"], 2, "--samples 0: must be at least 1"),
         (["--prompt-file", "nowhere"], 2, "--prompt-file nowhere: cannot be read"),

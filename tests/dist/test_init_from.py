@@ -83,4 +83,4 @@ def test_a_run_that_has_begun_goes_on_with_its_own(llama: tuple[Path, Outcome], 
     assert list(read_rows(tmp_path / "run")) == [1, 2, 3]
     told = (tmp_path / "run" / "logs" / "rank-0.log").read_text()
     assert f"weights: from HF folder {given}\n" in told
-    assert "step 2; the run has begun, so checkpoint.init_from is not used\n" in told
+    assert "step 2; checkpoint.init_from is ignored, because the run has a checkpoint\n" in told

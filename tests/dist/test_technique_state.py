@@ -111,7 +111,7 @@ def test_what_ranks_give_otherwise_under_one_name_is_refused(states: list[Any], 
     refused = run_ranks(_save, len(states), tmp_path, states)
     assert len({*refused}) == 1
     assert f"saving step 1 to {tmp_path} failed: technique echo: {told}" in refused[0]
-    assert "it is saved once, so it must be the same on all ranks that give it" in refused[0]
+    assert "state under one name is saved once, so it must be equal on all ranks that return it" in refused[0]
     assert list(tmp_path.iterdir()) == []
 
 
