@@ -140,7 +140,7 @@ def test_plugins_load_from_a_folder(tmp_path: Path) -> None:
         (SCHEDULE + SCHEDULE.partition("@register")[2].join(["\n@register", ""]).replace("class Flat", "class Steep"), r"two plugins are called lr_schedule 'misfit': Flat in .*misfit\.py and Steep in"),
         (with_axis("role='bach'"), r"misfit\.py:18 cannot be imported: ValueError: mesh axis 'a': role = 'bach': must be one of .* \(did you mean 'batch'\?\)"),
         (with_axis("topology_order='1'"), "mesh axis 'a': topology_order = '1': must be a number"),
-        (with_axis("topology_order=float('inf')"), "mesh axis 'a': topology_order = inf: must be finite"),
+        (with_axis("topology_order=float('inf')"), "mesh axis 'a': topology_order = inf: must be a finite number"),
         (with_axis("default=0"), "mesh axis 'a': default = 0: must be at least 1, or -1 for all remaining ranks"),
         (with_axis("default=True"), "mesh axis 'a': default = True: must be an integer"),
         (with_axis("name='a-b'"), "mesh axis 'a-b': name: must be a Python identifier"),

@@ -296,5 +296,5 @@ def test_without_the_library_one_line_says_what_to_install(theirs: Path, monkeyp
 def test_a_class_hook_is_held_against_its_contract() -> None:
     wrong = classmethod(lambda cls, path: None)
     body = {"__doc__": "Wrong.", "name": "wrong", "Config": hf.Config, "from_hf": wrong}
-    with pytest.raises(PluginError, match=r"from_hf\(path\) should be from_hf\(folder\)"):
+    with pytest.raises(PluginError, match=r"from_hf\(path\): its parameters must be \(folder\)"):
         registry.register(type("Wrong", (hf.Hf.__mro__[1],), body))

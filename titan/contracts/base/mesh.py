@@ -53,8 +53,6 @@ class Axis:
                 raise ValueError(f"mesh axis {self.name!r}: {field} = {shown(value)}: {error}") from None
         if not self.name.isidentifier():
             raise ValueError(f"mesh axis {self.name!r}: name: must be a Python identifier")
-        if not math.isfinite(self.topology_order):
-            raise ValueError(f"mesh axis {self.name!r}: topology_order = {self.topology_order}: must be finite")
         if self.default < 1 and self.default != -1:
             what = "must be at least 1, or -1 for all remaining ranks"
             raise ValueError(f"mesh axis {self.name!r}: default = {self.default}: {what}")
