@@ -3,6 +3,7 @@
 import os
 import sys
 from datetime import timedelta
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -62,9 +63,11 @@ def _open(number: str) -> bool:
     return os.path.islink(f"/proc/self/fd/{number}")
 
 
-def _connections(lazy: str) -> int:
+def _connections(eager: bool) -> int:
     """Sockets of a rank once it has joined, made the groups of a mesh and of checkpoints, and used all of them."""
-    os.environ["TORCH_GLOO_LAZY_INIT"] = lazy
+    os.environ.pop("TORCH_GLOO_LAZY_INIT", None)
+    if eager:
+        os.environ["TORCH_GLOO_LAZY_INIT"] = "0"
     before = _sockets()
     _enter()
     mesh = init_device_mesh("cpu", (2, 2, 2), mesh_dim_names=("pp", "dp_shard", "tp"))
@@ -82,7 +85,7 @@ def _connections(lazy: str) -> int:
 @pytest.mark.skipif(sys.platform != "linux", reason="counts /proc/self/fd")
 def test_ranks_connect_to_those_they_exchange_data_with() -> None:
     """An eager group of N ranks opens N - 1 sockets per rank, a lazy one some log2(N): here 23 in all against 13."""
-    eager, lazy = (run_ranks(_connections, 8, value, init=False) for value in ("0", "1"))
+    eager, lazy = (run_ranks(_connections, 8, how, init=False) for how in (True, False))
     assert max(lazy) < min(eager), (eager, lazy)
 
 
@@ -95,6 +98,19 @@ def test_a_task_that_sees_one_gpu_takes_it(monkeypatch: pytest.MonkeyPatch) -> N
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
     with pytest.raises(ConfigError, match=r"local rank 2 has no GPU: this process sees 2; start at most 2 ranks"):
         process._device("cuda", 2)
+
+
+@pytest.mark.parametrize(
+    ("one", "other"),
+    [
+        ({"uuid": "a", "pci_bus_id": 1}, {"uuid": "b", "pci_bus_id": 1}),
+        ({"uuid": "XX", "pci_bus_id": 1}, {"uuid": "XX", "pci_bus_id": 2}),
+    ],
+    ids=["slices of one GPU", "GPUs without a UUID of their own"],
+)
+def test_gpus_of_one_host_are_told_apart(one: dict[str, object], other: dict[str, object]) -> None:
+    assert process._identity(SimpleNamespace(**one)) != process._identity(SimpleNamespace(**other))
+    assert process._identity(SimpleNamespace(name="a GPU")) == ""
 
 
 def test_two_ranks_on_one_gpu_are_refused() -> None:

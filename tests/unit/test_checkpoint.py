@@ -223,7 +223,11 @@ def test_background_save_holds_the_values_of_its_step(tmp_path: Path, monkeypatc
     assert loaded["list"] == [1] and loaded["tensor"].tolist() == [1, 1]
 
 
-def test_background_saves_queue_up_and_the_copy_is_reused(tmp_path: Path) -> None:
+def test_background_saves_queue_up_and_the_copy_is_reused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    on_gpus: list[int] = []
+    monkeypatch.setattr(torch.cuda, "is_initialized", lambda: True)
+    monkeypatch.setattr(torch.cuda, "current_device", lambda: 3)
+    monkeypatch.setattr(torch.cuda, "set_device", on_gpus.append)
     parts, optimizer = _made()
     checkpointer = _checkpointer(tmp_path, keep=2, asynchronous=True)
     states = {}
@@ -232,7 +236,7 @@ def test_background_saves_queue_up_and_the_copy_is_reused(tmp_path: Path) -> Non
         states[step] = _copied(parts, optimizer)
         checkpointer.save(step, parts, optimizer, {})
     checkpointer.wait()
-    assert _steps(tmp_path) == [3, 4]
+    assert _steps(tmp_path) == [3, 4] and on_gpus == [3] * 4
     for step in (3, 4):
         others, other = _made()
         checkpointer.load(tmp_path / f"step-0000000{step}", others, other)

@@ -51,10 +51,18 @@ def join(job: Job) -> Rank:
         torch.use_deterministic_algorithms(True)
     watchdog.record_collectives(rank.number, job.folder / "logs", nccl=rank.device.type == "cuda")
     enter(rank, job.comm.init_timeout_s)
-    if rank.device.type == "cuda":
-        uuid = torch.cuda.get_device_properties(rank.device).uuid
-        claim(f"{socket.gethostname()} {uuid}", rank.number, dist.distributed_c10d._get_default_store())
+    if rank.device.type == "cuda" and (gpu := _identity(torch.cuda.get_device_properties(rank.device))):
+        claim(f"{socket.gethostname()} {gpu}", rank.number, dist.distributed_c10d._get_default_store())
     return rank
+
+
+def _identity(properties: Any) -> str:
+    """What tells a GPU from others of its host; empty where PyTorch does not say.
+
+    Slices of one GPU (MIG) share its place on the bus, and some AMD GPUs a UUID, so both count.
+    """
+    keys = ("uuid", "pci_domain_id", "pci_bus_id", "pci_device_id")
+    return " ".join(str(getattr(properties, key)) for key in keys if hasattr(properties, key))
 
 
 def here(wanted: str) -> Rank:
