@@ -18,6 +18,7 @@ from torch.distributed.tensor import DTensor
 from tests.ranks import run_ranks
 
 if TYPE_CHECKING:
+    from titan.checkpoint.disk.index import Index
     from titan.training.build import Run
 
 LLAMA, GPT = (Path(__file__).parent / "configs" / f"{name}.toml" for name in ("llama", "gpt"))
@@ -121,6 +122,13 @@ def read_rows(run: Path) -> dict[int, dict[str, Any]]:
         row = json.loads(line)
         rows.setdefault(row["step"], {}).update(row)
     return {step: row for step, row in rows.items() if "loss" in row}
+
+
+def stored(path: Path) -> "Index":
+    """What a checkpoint holds, and where."""
+    from titan.checkpoint.disk import manifest, metadata
+
+    return metadata.read(path, manifest.read(path))
 
 
 def saved_tensors(path: Path) -> dict[str, Tensor]:

@@ -2,6 +2,7 @@
 
 import collections
 import io
+import json
 import os
 import pickle
 import struct
@@ -195,6 +196,65 @@ METADATA: dict[str, tuple[Callable[[Metadata], None], str]] = {
     "no places": (lambda m: m.storage_data.clear(), "has no pieces"),
 }  # fmt: skip
 """Name -> (change of DCP's metadata, what is said)."""
+
+
+def _index(change: Callable[[dict[str, Any], list[int]], object]) -> Callable[[bytes], bytes]:
+    """A change of the header and the numbers of a titan.index."""
+
+    def changed(content: bytes) -> bytes:
+        end = 8 + int.from_bytes(content[:8], "little")
+        header, numbers = (
+            json.loads(content[8:end]),
+            list(struct.unpack(f"<{(len(content) - end) // 8}q", content[end:])),
+        )
+        change(header, numbers)
+        text = json.dumps(header).encode()
+        return len(text).to_bytes(8, "little") + text + struct.pack(f"<{len(numbers)}q", *numbers)
+
+    return changed
+
+
+def _entry(header: dict[str, Any]) -> list[Any]:
+    return next(entry for entry in header["tensors"] if entry[0] == NAME)
+
+
+def _all(numbers: list[int], part: int, value: int) -> None:
+    """Of every chunk: its file (0), first byte (1) or length (2). A model of one process has a chunk per tensor."""
+    chunks = len(numbers) // 4  # of each a cut too, or nearly: the last three columns end the file
+    columns = len(numbers) - 3 * chunks
+    numbers[columns + part * chunks : columns + (part + 1) * chunks] = [value] * chunks
+
+
+INDEXES: dict[str, tuple[Callable[[bytes], bytes], str]] = {
+    "nothing": (lambda content: b"", "not a valid index"),
+    "no header": (lambda content: content[:4], "not a valid index"),
+    "a header without end": (lambda content: b"\xff" * 8 + content[8:], "not a valid index"),
+    "a pickle": (lambda content: pickle.dumps(EVIL), "not a valid index"),
+    "numbers cut short": (lambda content: content[:-8], "numbers, not the"),
+    "half a number": (lambda content: content[:-3], "not a valid index"),
+    "more numbers": (lambda content: content + bytes(8), "numbers, not the"),
+    "a list as header": (lambda content: (2).to_bytes(8, "little") + b"[]", "not a valid index"),
+    "a deep header": (lambda content: (200_000).to_bytes(8, "little") + b"[" * 200_000, "not a valid index"),
+    "a foreign name": (_index(lambda h, n: _entry(h).__setitem__(0, "elsewhere")), "a tensor's name is none"),
+    "a name twice": (_index(lambda h, n: h["tensors"].append(_entry(h))), "entry is wrong"),
+    "an unknown dtype": (_index(lambda h, n: _entry(h).__setitem__(1, "torch.qint8")), "qint8"),
+    "a size that is text": (_index(lambda h, n: _entry(h).__setitem__(2, ["3", 4])), "is no number"),
+    "a negative size": (_index(lambda h, n: _entry(h).__setitem__(2, [-3, 4])), "is no number"),
+    "more dimensions": (_index(lambda h, n: _entry(h).__setitem__(2, [3, 4, 1])), "entry is wrong"),
+    "chunks without end": (_index(lambda h, n: _entry(h).__setitem__(3, [1 << 40, 1 << 40])), "numbers, not the"),
+    "a tensor of terabytes": (_index(lambda h, n: _entry(h).__setitem__(2, [1 << 20, 1 << 20])), "larger than its"),
+    "a tensor beyond memory": (_index(lambda h, n: _entry(h).__setitem__(2, [1 << 40, 1 << 40])), "beyond all memory"),
+    "a cut behind the end": (_index(lambda h, n: n.__setitem__(0, 5)), "do not make it up"),
+    "a file above": (_index(lambda h, n: h["files"].__setitem__(0, f"../{DATA}")), "which its manifest does not"),
+    "state.json as data": (_index(lambda h, n: h["files"].__setitem__(0, "state.json")), "which its manifest does not"),
+    "a file that is no text": (_index(lambda h, n: h["files"].__setitem__(0, 3)), "names no files"),
+    "no such file": (_index(lambda h, n: _all(n, 0, 7)), "in no file"),
+    "a file before the first": (_index(lambda h, n: _all(n, 0, -1)), "in no file"),
+    "a negative place": (_index(lambda h, n: _all(n, 1, -1)), "ends behind the end"),
+    "an end behind the end": (_index(lambda h, n: _all(n, 2, (1 << 63) - 1)), "ends behind the end"),
+    "bytes for all tensors": (_index(lambda h, n: _all(n, 1, 0)), "two pieces overlap"),
+}
+"""Name -> (change of the bytes of titan.index, what is said)."""
 
 
 def _saved(value: Any, **options: Any) -> bytes:

@@ -17,8 +17,10 @@ from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor, Shard
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 
+from tests.jobs import stored
 from tests.ranks import RankError, run_ranks
 from titan.checkpoint import Checkpointer, rng_state, storage
+from titan.checkpoint.disk import plan
 from titan.contracts import ModelPart
 from titan.errors import CheckpointError
 
@@ -145,7 +147,7 @@ def _train_while_saving(folder: Path) -> None:
     moments = {name: _local(optimizer.state[p]["exp_avg"]).clone() for name, p in model.named_parameters()}
     trained, write = Event(), storage.write
 
-    def late(*args: Any) -> list[str]:
+    def late(*args: Any) -> Any:
         assert trained.wait(30)
         return write(*args)
 
@@ -199,8 +201,7 @@ def _save_stages(folder: Path, sharded: bool) -> None:
 @pytest.mark.parametrize("sharded", [False, True])
 def test_stages_save_one_model_and_a_tied_tensor_once(tmp_path: Path, sharded: bool) -> None:
     run_ranks(_save_stages, 4, tmp_path, sharded)
-    metadata = storage.read_metadata(tmp_path / "step-00000007")
-    assert len(storage.tensors_of(metadata)["model.embed.weight"].chunks) == (2 if sharded else 1)
+    assert stored(tmp_path / "step-00000007").tensors["model.embed.weight"].chunks == (2 if sharded else 1)
     expected, whole = _tied(), _tied()
     for parameter in whole.parameters():
         parameter.detach().zero_()
@@ -236,8 +237,8 @@ def _save_after_validation(folder: Path) -> None:
         model(torch.arange(8).unsqueeze(0))
     assert not isinstance(model.up.weight, DTensor), "validation leaves gathered parameters behind"
     _checkpointer(folder).save(1, [ModelPart(model)], optimizer, {})
-    names = storage.tensors_of(storage.read_metadata(folder / "step-00000001"))
-    assert len(names["model.up.weight"].chunks) == 2
+    names = stored(folder / "step-00000001").tensors
+    assert names["model.up.weight"].chunks == 2
     assert {"optimizer.up.weight.exp_avg", "optimizer.up.weight.step"} <= names.keys()
 
 
@@ -341,15 +342,15 @@ def test_disk_full_on_one_rank_is_told_by_all(tmp_path: Path, asynchronous: bool
 
 def _die_while_writing(folder: Path) -> None:
     _save(folder, (1, 2, 1))
-    write_data = storage._Writer.write_data
+    write = storage.write
 
-    def half(writer: Any, plan: Any, planner: Any) -> Any:
-        written = write_data(writer, plan, planner)
+    def half(*args: Any) -> Any:
+        written = write(*args)
         if dist.get_rank() == 1:
             os.kill(os.getpid(), signal.SIGKILL)
         return written
 
-    storage._Writer.write_data = half  # type: ignore[method-assign]
+    storage.write = half
     model = _model((1, 2, 1))
     _checkpointer(folder, asynchronous=True).save(8, [ModelPart(model)], _adamw(model), {})
     signal.pause()
@@ -379,3 +380,57 @@ def _lose_a_peer(folder: Path, asynchronous: bool) -> str:
 def test_a_rank_that_is_gone_ends_the_save(tmp_path: Path, asynchronous: bool) -> None:
     told, _ = run_ranks(_lose_a_peer, 2, tmp_path, asynchronous)
     assert told.startswith(f"saving step 1 to {tmp_path} failed: ") and "\n" not in told
+
+
+def _save_whole(folder: Path, layout: Layout) -> dict[str, Tensor]:
+    _save(folder, layout)
+    return {
+        name: tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
+        for name, tensor in _model(layout).state_dict().items()
+    }
+
+
+@pytest.mark.parametrize("layout", [HYBRID, BOTH], ids=str)
+def test_dcp_alone_loads_what_titan_saves(tmp_path: Path, layout: Layout) -> None:
+    import torch.distributed.checkpoint as dcp
+
+    values = run_ranks(_save_whole, 4, tmp_path, layout)[0]
+    found = {f"model.{name}": torch.zeros_like(value) for name, value in values.items()}
+    dcp.load(found, checkpoint_id=tmp_path / "step-00000007", no_dist=True)
+    assert all(torch.equal(found[f"model.{name}"], value) for name, value in values.items())
+    written = [path.stat().st_size for path in sorted((tmp_path / "step-00000007").glob("*.distcp"))]
+    assert len(written) == 4 and max(written) < 2 * min(written), "replicas share the writing"
+
+
+def _save_three(folder: Path) -> list[int]:
+    """How many tables rank 0 gathers for three saves, the last of a model with one tensor more."""
+    made, make = [], plan.make
+    plan.make = lambda tables: (made.append(len(tables)), make(tables))[1]
+    model, checkpointer = _model(SHARDED), _checkpointer(folder)
+    for step in (1, 2):
+        checkpointer.save(step, [ModelPart(model)], _adamw(model), {})
+    if dist.get_rank() == 1:
+        model.register_buffer("more", torch.ones(5))
+    checkpointer.save(3, [ModelPart(model)], _adamw(model), {})
+    plan.make = make
+    return made
+
+
+def test_a_save_is_planned_again_only_when_tensors_change(tmp_path: Path) -> None:
+    assert run_ranks(_save_three, 4, tmp_path) == [[4, 4], [], [], []]
+    assert "model.more" in stored(tmp_path / "step-00000003").tensors
+    assert torch.equal(saved_tensors(tmp_path / "step-00000003")["model.more"], torch.ones(5))
+    assert "model.more" not in stored(tmp_path / "step-00000002").tensors
+
+
+def _save_other_shapes(folder: Path) -> str:
+    model = nn.Linear(3, 4 + dist.get_rank())
+    with pytest.raises(CheckpointError) as refused:
+        _checkpointer(folder).save(1, [ModelPart(model)], _adamw(model), {})
+    return str(refused.value)
+
+
+def test_ranks_whose_tensors_differ_in_shape_are_refused(tmp_path: Path) -> None:
+    told = run_ranks(_save_other_shapes, 2, tmp_path)
+    assert told[0] == told[1] and "model.bias is [4] of torch.float32 and [5] of torch.float32" in told[0]
+    assert list(tmp_path.iterdir()) == []

@@ -14,9 +14,10 @@ import torch
 from torch import nn
 
 from bench.mutations import reseal
+from tests.jobs import stored
 from titan.checkpoint import Checkpointer, Own, rng_state, set_rng_state
 from titan.checkpoint.disk import folder as folders
-from titan.checkpoint.disk.metadata import DTYPES
+from titan.checkpoint.disk.index import DTYPES
 from titan.checkpoint.ranks import Ranks
 from titan.checkpoint.state import rejoin, separate
 from titan.checkpoint.techniques import without
@@ -148,14 +149,14 @@ def test_rest_comes_back(tmp_path: Path) -> None:
 
 
 def test_only_tensors_go_through_dcp(tmp_path: Path) -> None:
-    from titan.checkpoint import storage
+    from torch.distributed.checkpoint import FileSystemReader
 
     parts, optimizer = _made()
     _train(parts, optimizer)
     _checkpointer(tmp_path).save(1, parts, optimizer, {"a": 1, "b": {"c": torch.ones(1)}, "rng": rng_state(CPU)})
-    metadata = storage.read_metadata(tmp_path / "step-00000001")
+    metadata = FileSystemReader(tmp_path / "step-00000001").read_metadata()
     assert metadata.planner_data is None
-    assert storage.tensors_of(metadata).keys() == metadata.state_dict_metadata.keys()
+    assert stored(tmp_path / "step-00000001").tensors.keys() == metadata.state_dict_metadata.keys()
     names = ["embed.weight", "out.bias", "out.weight"]
     slots = [f"optimizer.{name}.{slot}" for name in names for slot in ("exp_avg", "exp_avg_sq", "step")]
     model = [f"model.{name}" for name in [*names, "seen"]]
@@ -200,7 +201,7 @@ def test_background_save_holds_the_values_of_its_step(tmp_path: Path, monkeypatc
 
     changed, write = Event(), storage.write
 
-    def late(*args: Any) -> list[str]:
+    def late(*args: Any) -> Any:
         assert changed.wait(10)
         return write(*args)
 
@@ -373,7 +374,7 @@ def test_file_that_is_not_there_is_no_commit(tmp_path: Path, monkeypatch: pytest
 
     write = storage.write
 
-    def lose(path: Path, *args: Any) -> list[str]:
+    def lose(path: Path, *args: Any) -> Any:
         written = write(path, *args)
         (path / "__0_0.distcp").unlink()
         return written
@@ -387,7 +388,7 @@ def test_file_that_is_not_there_is_no_commit(tmp_path: Path, monkeypatch: pytest
 def test_a_peer_that_dies_while_a_save_is_given_up_is_said(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     from titan.checkpoint import storage
 
-    def full(*_: Any) -> list[str]:
+    def full(*_: Any) -> Any:
         raise OSError(errno.EIO, "Input/output error")
 
     def leave(_: Path) -> None:

@@ -22,6 +22,7 @@ from tests.malicious_checkpoints import (
     COMMAND,
     DATA,
     EVIL,
+    INDEXES,
     METADATA,
     PAYLOADS,
     PICKLES,
@@ -38,6 +39,19 @@ from titan.errors import CheckpointError
 @pytest.fixture(scope="module")
 def sound(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return mutations.save(tmp_path_factory.mktemp("sound"))
+
+
+@pytest.fixture(scope="module")
+def older(sound: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The same checkpoint in format 1, whose `.metadata` is what titan reads."""
+    path = tmp_path_factory.mktemp("older") / sound.name
+    shutil.copytree(sound, path)
+    (path / "titan.index").unlink()
+    state = json.loads((path / "state.json").read_text())
+    (path / "state.json").write_text(json.dumps(state | {"format": 1}))
+    _seal(path)
+    mutations.load(path)
+    return path
 
 
 @pytest.fixture
@@ -82,19 +96,40 @@ def _refused(sound: Path, tmp_path: Path, marker: Path, change: Callable[[Path],
 
 
 @pytest.mark.parametrize("name", PICKLES)
-def test_pickles_in_place_of_the_metadata(sound: Path, tmp_path: Path, marker: Path, name: str) -> None:
+def test_pickles_in_place_of_the_metadata(older: Path, tmp_path: Path, marker: Path, name: str) -> None:
     planted, said = PICKLES[name]
-    _refused(sound, tmp_path, marker, lambda path: _write(path / ".metadata", planted), said)
+    _refused(older, tmp_path, marker, lambda path: _write(path / ".metadata", planted), said)
 
 
 @pytest.mark.parametrize("name", METADATA)
-def test_metadata_that_says_something_else(sound: Path, tmp_path: Path, marker: Path, name: str) -> None:
+def test_metadata_that_says_something_else(older: Path, tmp_path: Path, marker: Path, name: str) -> None:
     change, said = METADATA[name]
-    _refused(sound, tmp_path, marker, lambda path: _with_metadata(path, change), said)
+    _refused(older, tmp_path, marker, lambda path: _with_metadata(path, change), said)
+
+
+@pytest.mark.parametrize("name", INDEXES)
+def test_index_that_says_something_else(sound: Path, tmp_path: Path, marker: Path, name: str) -> None:
+    change, said = INDEXES[name]
+
+    def write(path: Path) -> None:
+        file = path / "titan.index"
+        file.write_bytes(change(file.read_bytes()))
+
+    _refused(sound, tmp_path, marker, write, said)
+
+
+@pytest.mark.parametrize("name", ["a call of os.system", "more behind the end"])
+def test_pickles_beside_an_index_are_not_run(sound: Path, tmp_path: Path, marker: Path, name: str) -> None:
+    path = tmp_path / sound.name
+    shutil.copytree(sound, path)
+    (path / ".metadata").write_bytes(PICKLES[name][0])
+    _seal(path)
+    mutations.load(path)
+    assert not marker.exists()
 
 
 @pytest.mark.parametrize("name", PAYLOADS)
-def test_payloads_in_place_of_a_tensor(sound: Path, tmp_path: Path, marker: Path, name: str) -> None:
+def test_payloads_in_place_of_a_tensor(older: Path, tmp_path: Path, marker: Path, name: str) -> None:
     payload, said = PAYLOADS[name]
 
     def change(path: Path) -> None:
@@ -103,7 +138,7 @@ def test_payloads_in_place_of_a_tensor(sound: Path, tmp_path: Path, marker: Path
             file.write(payload)
         _with_metadata(path, set_at(place, offset=end, length=len(payload)))
 
-    _refused(sound, tmp_path, marker, change, said)
+    _refused(older, tmp_path, marker, change, said)
 
 
 @pytest.mark.parametrize("name", STATES)
@@ -125,7 +160,7 @@ def test_state_that_is_no_state(sound: Path, tmp_path: Path, marker: Path, name:
     _refused(sound, tmp_path, marker, lambda path: _write(path / "state.json", planted), said)
 
 
-@pytest.mark.parametrize("file", [".metadata", "state.json", DATA, "manifest.json"])
+@pytest.mark.parametrize("file", ["titan.index", "state.json", DATA, "manifest.json"])
 @pytest.mark.parametrize("kind", ["link", "link away", "pipe", "folder"])
 def test_what_is_no_file(sound: Path, tmp_path: Path, marker: Path, file: str, kind: str) -> None:
     path = tmp_path / sound.name

@@ -17,11 +17,12 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from titan.checkpoint import techniques
+from titan.checkpoint import storage, techniques
 from titan.checkpoint.disk import folder as folders
-from titan.checkpoint.disk import manifest
-from titan.checkpoint.disk.manifest import METADATA, STATE, Piece
+from titan.checkpoint.disk import index, manifest, metadata
+from titan.checkpoint.disk.manifest import INDEX, METADATA, STATE
 from titan.checkpoint.disk.plain import write_table
+from titan.checkpoint.disk.plan import Written
 from titan.checkpoint.ranks import RankFailure, Ranks
 from titan.checkpoint.state import TECHNIQUES, Snapshot, Staging, collect, optimizer_state
 from titan.device import on_this_device
@@ -50,6 +51,7 @@ class Checkpointer:
         self.folder, self.keep, self.asynchronous, self.timeout_s = folder, keep, asynchronous, timeout_s
         self._held = held
         self._ranks = Ranks(rank, world_size, patience=2 * timeout_s)  # the limit, which shows stacks, comes first
+        self._planner = storage.Planner(self._ranks)
         self._staging = Staging()
         self._writer: Thread | None = None
         self._failure: Exception | None = None
@@ -209,20 +211,18 @@ class Checkpointer:
         Raises:
             CheckpointError: it failed, on some rank.
         """
-        from titan.checkpoint import storage
-
         ranks = self._ranks
         try:
             everyone = ranks.gather_first(ranks.each(lambda: techniques.given(snapshot)))
             tables = ranks.each(lambda: techniques.united(everyone))
             path = ranks.first(lambda: self._begin(step))
-            names = ranks.each(lambda: storage.write(path, snapshot.tensors, snapshot.local, ranks.group))
-            mine = ranks.each(lambda: {name: manifest.piece_of(path / name) for name in names})
-            pieces = {name: piece for some in ranks.gather(mine) for name, piece in some.items()}
-            values = {name: value for one in ranks.gather(dict(snapshot.values)) for name, value in one.items()}
+            names = self._planner.choose(snapshot.tensors)
+            written = ranks.each(lambda: storage.write(path, ranks.rank, names, snapshot.tensors, snapshot.local))
+            all_written = ranks.gather_first(written)
+            values = {name: value for one in ranks.gather_first(snapshot.values) for name, value in one.items()}
             rest = {**snapshot.rest, TECHNIQUES: tables} if tables else snapshot.rest
             united = replace(snapshot, values=values, rest=rest)
-            ranks.first(lambda: self._commit(path, step, united, pieces, began))
+            ranks.first(lambda: self._commit(path, step, united, all_written, began))
         except RankFailure as failure:
             raise CheckpointError(self._give_up_together(step, str(failure), failure.disk_full)) from failure
         except RuntimeError as error:  # torch's word for a rank that died or is late
@@ -232,7 +232,8 @@ class Checkpointer:
         self._held()
         return folders.begin(self.folder, step)
 
-    def _commit(self, path: Path, step: int, snapshot: Snapshot, pieces: dict[str, Piece], began: float) -> None:
+    def _commit(self, path: Path, step: int, snapshot: Snapshot, written: Sequence[Written], began: float) -> None:
+        pieces = {name: piece for one in written for name, piece in one.files.items()}
         unseen = [fault for name, fault in manifest.wrong_sizes(path, pieces).items() if name in pieces]
         if unseen:
             raise CheckpointError(
@@ -240,13 +241,17 @@ class Checkpointer:
                 "put [run] dir on a file system that all ranks share"
             )
         self._held()
+        assert self._planner.plan is not None
+        where = self._planner.plan.index(written)
+        index.write(path / INDEX, where)
+        metadata.write(path, where)
         write_table(path / STATE, {
             "format": folders.FORMAT, "step": step, "serial": self._serial(),
             "world_size": self._ranks.size, "saved": time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime()),
             "torch": torch.__version__, "optimizer": snapshot.optimizer, "values": snapshot.values,
             "rest": snapshot.rest,
         })  # fmt: skip
-        manifest.write(path, pieces | {name: manifest.piece_of(path / name) for name in (METADATA, STATE)})
+        manifest.write(path, pieces | {name: manifest.piece_of(path / name) for name in (METADATA, INDEX, STATE)})
         size = sum(file.stat().st_size for file in path.iterdir()) / 1e6
         self._held()
         final = folders.commit(path)

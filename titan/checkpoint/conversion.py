@@ -19,7 +19,7 @@ from torch import Tensor
 from titan.checkpoint.checkpointer import Checkpointer
 from titan.checkpoint.disk import folder as folders
 from titan.checkpoint.disk.folder import HF_CONFIG, is_hf, read_hf_config
-from titan.checkpoint.disk.metadata import MODEL
+from titan.checkpoint.disk.index import MODEL
 from titan.checkpoint.disk.tensor_files import Planned, write_json, write_tensors
 from titan.checkpoint.huggingface import HfWeights, check_config, made_of, shape_in_hf, shapes_of
 from titan.checkpoint.ranks import Ranks
@@ -62,7 +62,7 @@ class SavedWeights:
 
     def dtype(self, name: str) -> torch.dtype:
         """The type a tensor is stored in."""
-        return self._saved.tensors[MODEL + name].properties.dtype
+        return self._saved.tensors[MODEL + name].dtype
 
     def read(self, name: str) -> Tensor:
         """The whole tensor of that canonical name, on the CPU, in the dtype it is stored in."""

@@ -15,7 +15,7 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor
 
 from titan.checkpoint.disk.folder import HF_CONFIG, read_hf_config
-from titan.checkpoint.disk.metadata import MODEL
+from titan.checkpoint.disk.index import MODEL
 from titan.checkpoint.disk.tensor_files import TYPES, Stored, find_tensors
 from titan.checkpoint.ranks import Ranks
 from titan.checkpoint.restore import listed

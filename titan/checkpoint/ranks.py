@@ -1,7 +1,7 @@
 """Collectives of a checkpoint's save or load: a failure on one rank is raised on all, so that none hangs."""
 
 import errno
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from datetime import timedelta
 from typing import Any, TypeVar, cast
 
@@ -53,6 +53,15 @@ class Ranks:
         dist.gather_object(value, values, dst=0, group=self.group)
         return values or []
 
+    def scatter(self, values: Sequence[T] | None) -> T:
+        """What rank 0 gives for this rank; `values` has one per rank, and is None on others."""
+        if self.group is None:
+            assert values is not None
+            return values[0]
+        received: list[Any] = [None]
+        dist.scatter_object_list(received, None if values is None else list(values), src=0, group=self.group)
+        return cast(T, received[0])
+
     def each(self, act: Callable[[], T]) -> T:
         """Act on every rank; returns what it returned on this one.
 
@@ -73,8 +82,10 @@ class Ranks:
 
     def first(self, act: Callable[[], T]) -> T:
         """Act on rank 0 alone; returns what it returned, on all ranks. Raises as `each`."""
-        value = self.each(lambda: act() if self.rank == 0 else None)
-        return cast(T, self.gather(value)[0])
+        values = [self.each(lambda: act() if self.rank == 0 else None)]
+        if self.group is not None:
+            dist.broadcast_object_list(values, src=0, group=self.group)
+        return cast(T, values[0])
 
 
 def _told(error: Exception | None, rank: int) -> tuple[str, bool, bool] | None:

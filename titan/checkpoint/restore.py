@@ -1,25 +1,23 @@
 """Reads a checkpoint into a model and an optimizer. Strict: missing or extra tensors and other shapes are refused.
 
-Imported at first use, as DCP is.
+Imported at first use, as DTensor is.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from functools import cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
-from torch.distributed.checkpoint.metadata import Metadata, TensorStorageMetadata
 from torch.distributed.tensor import DTensor
 
 from titan.checkpoint import storage
 from titan.checkpoint.disk import folder as folders
 from titan.checkpoint.disk import manifest, metadata
-from titan.checkpoint.disk.metadata import MODEL, OPTIMIZER
+from titan.checkpoint.disk.index import MODEL, OPTIMIZER, Index, StoredTensor
 from titan.checkpoint.ranks import Ranks
 from titan.checkpoint.state import TECHNIQUES, firsts, model_tensors, rejoin, trained
 from titan.checkpoint.techniques import tensors_in, without
@@ -34,15 +32,15 @@ _SHOWN = 10
 
 @dataclass(frozen=True)
 class Saved:
-    """A checkpoint whose files are those that were written, and what it says: its state.json and its metadata."""
+    """A checkpoint whose files are those that were written, and what it says: its state.json and its index."""
 
     path: Path
     state: Mapping[str, Any]
-    metadata: Metadata
+    index: Index
 
     @classmethod
     def open(cls, path: Path, ranks: Ranks) -> Saved:
-        """Verify every file against the manifest, each rank a share of them, and read what the checkpoint says.
+        """Verify every file against the manifest, each rank a share of them; rank 0 reads what the checkpoint says.
 
         Raises:
             CheckpointError: it is damaged, cannot be read, or is of a format this version does not know; on all ranks.
@@ -56,13 +54,13 @@ class Saved:
         others = manifest.unlisted(path, pieces) if ranks.rank == 0 else []
         if others:
             log.warning(f"{path} also holds {listed(others)}: not part of the checkpoint, ignored")
-        state = ranks.each(lambda: folders.read_state(path))
-        return cls(path, state, ranks.each(lambda: metadata.read(path, pieces)))
+        state = ranks.first(lambda: folders.read_state(path))
+        return cls(path, state, ranks.first(lambda: metadata.read(path, pieces)))
 
-    @cached_property
-    def tensors(self) -> dict[str, TensorStorageMetadata]:
-        """Name -> shape, dtype and chunks of each tensor in the checkpoint."""
-        return storage.tensors_of(self.metadata)
+    @property
+    def tensors(self) -> Mapping[str, StoredTensor]:
+        """Name -> shape, dtype and cuts of each tensor in the checkpoint."""
+        return self.index.tensors
 
     def read(self, into: Mapping[str, Tensor], ranks: Ranks) -> None:
         """Fill tensors in place, all ranks together; each reads its shards.
@@ -70,7 +68,7 @@ class Saved:
         Raises:
             CheckpointError: one cannot be read, on some rank.
         """
-        ranks.each(lambda: storage.read(self.path, into, ranks.group, self.metadata))
+        ranks.each(lambda: storage.read(self.path, into, self.index))
 
     def empty(self, name: str, device: torch.device | str = "cpu") -> Tensor:
         """A plain tensor to read one of its tensors into.
@@ -83,7 +81,7 @@ class Saved:
             raise CheckpointError(
                 f"{self.path} is damaged: {manifest.STATE} names {name}, which is not in the checkpoint"
             )
-        return torch.empty(entry.size, dtype=entry.properties.dtype, device=device)
+        return torch.empty(entry.shape, dtype=entry.dtype, device=device)
 
 
 def load(
@@ -168,23 +166,28 @@ def check_weights(saved: Saved, weights: Mapping[str, Tensor], ranks: Ranks) -> 
     Raises:
         CheckpointError: a tensor is absent, left over or of another shape.
     """
-    there = {name: entry.size for name, entry in saved.tensors.items() if name.startswith(MODEL)}
+    there = {name: entry.shape for name, entry in saved.tensors.items() if name.startswith(MODEL)}
     absent = [name for name in weights if name not in there]
     unlike = [
         f"{name.removeprefix(MODEL)} ({list(there[name])} there, {list(tensor.shape)} here)"
         for name, tensor in weights.items()
         if name in there and there[name] != tensor.shape
     ]
-    found = ranks.gather((absent, unlike, list(weights)))
+    everyone = ranks.gather_first((absent, unlike, list(weights)))
+    told = ranks.first(lambda: _misfits(there, everyone))
+    if told:
+        raise CheckpointError(f"checkpoint {saved.path} does not fit the model: {'; '.join(told)}")
+
+
+def _misfits(there: Mapping[str, object], found: Sequence[tuple[list[str], list[str], list[str]]]) -> list[str]:
+    """What to tell, from (absent, of another shape, wanted) of each rank; nothing where the model fits."""
     wanted = {name for *_, names in found for name in names}
     faults = {
         "it lacks": {name.removeprefix(MODEL) for names, *_ in found for name in names},
         "the model lacks": {name.removeprefix(MODEL) for name in there.keys() - wanted},
         "shapes differ in": {text for _, texts, _ in found for text in texts},
     }
-    told = [f"{what} {listed(names)}" for what, names in faults.items() if names]
-    if told:
-        raise CheckpointError(f"checkpoint {saved.path} does not fit the model: {'; '.join(told)}")
+    return [f"{what} {listed(names)}" for what, names in faults.items() if names]
 
 
 def listed(names: Iterable[str]) -> str:
@@ -212,11 +215,11 @@ def _empty_slots(saved: Saved, updated: Mapping[str, tuple[Tensor, dict[str, Any
         parameter, _, slot = name.removeprefix(OPTIMIZER).rpartition(".")
         if name.startswith(OPTIMIZER) and parameter in updated:
             like, group = updated[parameter]
-            if entry.size == like.shape and slot != "step":
-                value = torch.empty_like(like.detach(), dtype=entry.properties.dtype)
+            if entry.shape == like.shape and slot != "step":
+                value = torch.empty_like(like.detach(), dtype=entry.dtype)
             else:
                 # torch.optim keeps counts in host memory, except where its kernel reads them on the device.
-                near = bool(entry.size) or group.get("fused") or group.get("capturable")
+                near = bool(entry.shape) or group.get("fused") or group.get("capturable")
                 value = saved.empty(name, like.device if near else "cpu")
             slots.setdefault(parameter, {})[slot] = value
     return slots

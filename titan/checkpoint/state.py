@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 import torch
 from torch import Tensor
 
-from titan.checkpoint.disk.metadata import MODEL, OPTIMIZER, REST
+from titan.checkpoint.disk.index import MODEL, OPTIMIZER, REST
 from titan.errors import CheckpointError, PluginError
 
 if TYPE_CHECKING:

@@ -17,7 +17,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from titan.checkpoint.disk.metadata import MODEL, OPTIMIZER, REST
+from titan.checkpoint.disk.index import MODEL, OPTIMIZER, REST
 from titan.checkpoint.state import TECHNIQUES, TENSOR, Snapshot, separate
 from titan.errors import CheckpointError
 

@@ -20,7 +20,7 @@ _LIST = f"""List checkpoints, oldest first: step, when it was saved (UTC), size,
   {COMPLETE}    all files are present and have the size in the manifest
   {DAMAGED}     a file is missing or has another size; `titan checkpoint verify` also detects flipped bits
   {UNFINISHED}  being written, or left by a run that was killed; the next save or resume removes it"""
-_VERIFY = """Read every file and compare its SHA-256 with the manifest of its checkpoint, then parse the metadata.
+_VERIFY = """Read every file and compare its SHA-256 with the manifest of its checkpoint, then read the index and the metadata, which must agree.
 Prints each problem; exits with 1 if there is one. The manifest detects damage, not tampering: whoever changes a file on
 purpose can change the manifest too. Verifying or loading an untrusted checkpoint never executes code from it."""
 _RM = """Remove one checkpoint, or with --keep N all but the newest N complete checkpoints of a folder. --keep removes
@@ -194,7 +194,9 @@ def _faults(path: Path, read: Callable[[int], object]) -> list[str]:
         faults = list(wrong.values()) + manifest.wrong_hashes(path, pieces, pieces.keys() - wrong.keys(), read)
         if not faults:
             folders.read_state(path)
-            metadata.read(path, pieces)
+            where, also = metadata.read(path, pieces), metadata.read_pickled(path, pieces)
+            if not where.agrees_with(also):
+                faults.append(f"{manifest.INDEX} and {manifest.METADATA} place tensors differently")
     except CheckpointError as error:
         return [str(error)]
     return faults

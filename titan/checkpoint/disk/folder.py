@@ -28,8 +28,8 @@ from titan.log import log
 HF_CONFIG = "config.json"
 """The file that makes a folder one of Hugging Face's."""
 
-FORMAT = 1
-"""Number of the layout of a checkpoint's folder; a reader refuses one it does not know."""
+FORMAT = 2
+"""Number of the layout of a checkpoint's folder. Those before it are read too; a later one is refused."""
 
 _STEP = re.compile(r"step-\d{8}", re.ASCII)
 _UNFINISHED = re.compile(r"(step-\d{8})(\.replaced|\.removed(?:-[0-9a-f]{8})?)?\.tmp", re.ASCII)
@@ -83,8 +83,8 @@ def read_state(path: Path) -> dict[str, Any]:
     """
     state = read_table(path / STATE)
     found = state.get("format")
-    if type(found) is not int or found != FORMAT:
-        raise CheckpointError(f"{path} has format {str(found)[:20]}; this version reads {FORMAT}")
+    if type(found) is not int or not 1 <= found <= FORMAT:
+        raise CheckpointError(f"{path} has format {str(found)[:20]}; this version reads 1 to {FORMAT}")
     wrong = [name for name, types in _FIELDS.items() if type(state.get(name)) not in types]
     if not wrong:
         rest, values = state["rest"], state["values"]

@@ -16,6 +16,8 @@ from titan.errors import CheckpointError, UnreadableError
 MANIFEST = "manifest.json"
 METADATA = ".metadata"
 """DCP's file: which tensors there are, and where in which file."""
+INDEX = "titan.index"
+"""The same as arrays, which titan reads; checkpoints of format 1 have none."""
 STATE = "state.json"
 """Everything that is no tensor."""
 
@@ -35,7 +37,12 @@ class Piece:
 
 def is_piece(name: str) -> bool:
     """Whether a file's name is one that a manifest lists."""
-    return name in (METADATA, STATE) or _DATA.fullmatch(name) is not None
+    return name in (METADATA, INDEX, STATE) or _DATA.fullmatch(name) is not None
+
+
+def data_sizes(pieces: Mapping[str, Piece]) -> dict[str, int]:
+    """Bytes of each data file."""
+    return {name: piece.size for name, piece in pieces.items() if _DATA.fullmatch(name)}
 
 
 def piece_of(file: Path, read: Callable[[int], object] = lambda count: None) -> Piece:

@@ -1,48 +1,34 @@
-"""DCP's `.metadata`, read without executing it, and checked against the files it names.
+"""DCP's `.metadata`: written for other readers of DCP, and read from checkpoints of format 1, which have no index.
 
-Every field is checked before a DCP object is made of it. The pieces of a tensor tile it. Each piece has one place in a
-file of the checkpoint, which is large enough and not shared with another piece. So no tensor is allocated that is
-larger than the files, and none stays partly uninitialized.
+It is read without executing it, and checked against the files it names. Every field is checked before it is used. The
+chunks of a tensor tile it. Each chunk has one place in a file of the checkpoint, which is large enough and not shared
+with another chunk. So no tensor is allocated that is larger than the files, and none stays partly uninitialized.
 """
 
-import itertools
 import math
-from collections.abc import Iterable, Mapping, Sequence
+import os
+import pickle
+import subprocess
+import sys
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
-from torch.distributed.checkpoint.filesystem import _StorageInfo
-from torch.distributed.checkpoint.metadata import (
-    BytesStorageMetadata,
-    ChunkStorageMetadata,
-    Metadata,
-    MetadataIndex,
-    StorageMeta,
-    TensorProperties,
-    TensorStorageMetadata,
-)
 
+from titan.checkpoint.disk import index as indexes
 from titan.checkpoint.disk import manifest, unpickle
+from titan.checkpoint.disk.index import DTYPES, MODEL, OPTIMIZER, REST, Index, Ints, StoredTensor, grid
 from titan.checkpoint.disk.plain import read_bytes
 from titan.checkpoint.disk.unpickle import Name, Pairs, Record
 from titan.errors import CheckpointError
 
-MODEL, OPTIMIZER, REST = "model.", "optimizer.", "rest."
-"""What names of tensors begin with."""
-
 LARGEST = 2 << 30
-"""Bytes of metadata that are read; a piece takes about 150."""
+"""Bytes of metadata that are read; a chunk takes about 150."""
 
-DTYPES = {
-    f"torch.{name}": getattr(torch, name)
-    for name in (
-        "float64", "float32", "float16", "bfloat16", "float8_e4m3fn", "float8_e5m2", "float8_e4m3fnuz",
-        "float8_e5m2fnuz", "float8_e8m0fnu", "int64", "int32", "int16", "int8", "uint64", "uint32", "uint16", "uint8",
-        "bool", "complex128", "complex64",
-    )
-}  # fmt: skip
-"""Types of tensors that a checkpoint can hold."""
+ASIDE = 50_000
+"""More chunks than this are pickled by another process: a second of it would take Python's lock from training."""
 
 _DCP = "torch.distributed.checkpoint.metadata."
 _BYTES, _INFO = f"{_DCP}BytesStorageMetadata", "torch.distributed.checkpoint.filesystem._StorageInfo"
@@ -54,21 +40,66 @@ _OBJECTS = tuple(
 _METADATA, _TENSOR, _PROPERTIES, _CHUNK, _INDEX = _OBJECTS
 _KNOWN = frozenset({*DTYPES, *_OBJECTS, _BYTES, _INFO, _LAYOUT, _SIZE, _FORMAT})
 
-_MOST_DIMENSIONS = 64
-_MOST_ELEMENTS = 1 << 60
+Place = tuple[str, int, int]
+"""Of a chunk: its file, first byte and length."""
 
 
-def read(path: Path, pieces: Mapping[str, manifest.Piece]) -> Metadata:
-    """The metadata of a checkpoint whose manifest lists these pieces.
+def write(path: Path, index: Index) -> None:
+    """Write the `.metadata` of a checkpoint whose index has been written.
+
+    Raises:
+        CheckpointError: the process that writes it failed.
+    """
+    if len(index.file) <= ASIDE:
+        _pickle(path, index)
+        return
+    done = subprocess.run([sys.executable, "-m", __name__, str(path)], capture_output=True, text=True)
+    if done.returncode:
+        said = done.stderr.strip().splitlines() or [f"exit code {done.returncode}"]
+        raise CheckpointError(f"{path / manifest.METADATA} could not be written: {said[-1]}")
+
+
+def _pickle(path: Path, index: Index) -> None:
+    from torch.distributed.checkpoint import filesystem
+    from torch.distributed.checkpoint import metadata as dcp
+
+    tensors: dict[str, dcp.TensorStorageMetadata | dcp.BytesStorageMetadata] = {}
+    places = {}
+    for name, stored in index.tensors.items():
+        chunks = []
+        for number, (offsets, sizes) in enumerate(stored.cells()):
+            chunks.append(dcp.ChunkStorageMetadata(torch.Size(offsets), torch.Size(sizes)))
+            place = filesystem._StorageInfo(*index.place(stored.first + number))
+            places[dcp.MetadataIndex(name, offsets, number)] = place
+        tensors[name] = dcp.TensorStorageMetadata(dcp.TensorProperties(dtype=stored.dtype), stored.shape, chunks)
+    # Nothing of DCP's own: its storage_meta would tell the folder's path to whoever gets the checkpoint.
+    whole = dcp.Metadata(tensors, storage_data=places, version=filesystem.CURRENT_DCP_VERSION)
+    with (path / manifest.METADATA).open("wb") as file:
+        pickle.dump(whole, file)
+        file.flush()
+        os.fsync(file.fileno())
+
+
+def read(path: Path, pieces: Mapping[str, manifest.Piece]) -> Index:
+    """Where the tensors of a checkpoint are: from its index, or from `.metadata` where it is of format 1.
+
+    pieces: what its manifest lists.
 
     Raises:
         CheckpointError: it is not what a writer of checkpoints leaves, or does not agree with the pieces.
     """
+    if manifest.INDEX in pieces:
+        return indexes.read(path / manifest.INDEX, manifest.data_sizes(pieces))
+    return read_pickled(path, pieces)
+
+
+def read_pickled(path: Path, pieces: Mapping[str, manifest.Piece]) -> Index:
+    """The same from `.metadata`, for a checkpoint of either format; takes 0.1 ms per chunk."""
     file = path / manifest.METADATA
     tree = unpickle.read(read_bytes(file, LARGEST), _KNOWN, str(file))
     try:
-        return _metadata(tree, {name: piece.size for name, piece in pieces.items() if name.endswith(".distcp")})
-    except _Unlike as unlike:
+        return _index(tree, manifest.data_sizes(pieces))
+    except ValueError as unlike:
         raise CheckpointError(f"{file} is not valid checkpoint metadata: {unlike}") from unlike
 
 
@@ -81,23 +112,30 @@ def _require(holds: object, what: str) -> None:
         raise _Unlike(what)
 
 
-def _metadata(tree: Any, sizes: Mapping[str, int]) -> Metadata:
+def _index(tree: Any, sizes: Mapping[str, int]) -> Index:
     fields = _fields(tree, _METADATA)
     _require(fields.get("planner_data") is None, "planner_data is not empty")
     _require(fields.get("storage_meta") is None, "storage_meta is not empty")
     version = fields.get("version")
     _require(version is None or type(version) is str, "its version is no text")
     stored = _stored(fields.get("storage_data"), sizes)
-    entries = _table(fields.get("state_dict_metadata"), "state_dict_metadata")
-    tensors: dict[str, TensorStorageMetadata | BytesStorageMetadata] = {}
-    places = 0
-    for name, entry in entries:
+    tensors: dict[str, StoredTensor] = {}
+    places: list[Place] = []
+    listed = 0
+    for name, entry in _table(fields.get("state_dict_metadata"), "state_dict_metadata"):
         _require(type(name) is str and name.startswith((MODEL, OPTIMIZER, REST)), "a tensor's name is none")
         _require(name not in tensors, f"{name} stands there twice")
-        tensors[name] = tensor = _tensor(name, entry, stored)
-        places += len(tensor.chunks)
-    _require(places == len(stored), "it has places of pieces that no tensor has")
-    return Metadata(tensors, storage_data=stored, storage_meta=StorageMeta(), version=version)
+        dtype, shape, chunks = _tensor(name, entry, stored)
+        cuts, found = _cells(name, shape, chunks, stored)
+        tensors[name] = StoredTensor(dtype, shape, cuts, len(places))
+        places += found
+        listed += len(chunks)
+    _require(listed == len(stored), "it has places of pieces that no tensor has")
+    number = {file: i for i, file in enumerate(sizes)}
+    columns = np.array([(number[file], start, length) for file, start, length in places], np.int64).reshape(-1, 3).T
+    index = Index(tuple(sizes), tensors, *columns)
+    indexes.check(index, sizes)
+    return index
 
 
 def _fields(tree: Any, maker: str) -> dict[str, Any]:
@@ -121,7 +159,7 @@ def _text(value: Any, what: str) -> str:
 
 
 def _count(value: Any, what: str) -> int:
-    _require(type(value) is int and 0 <= value < _MOST_ELEMENTS, f"{what[:200]} is somewhere that is no number")
+    _require(type(value) is int and 0 <= value < indexes.MOST_ELEMENTS, f"{what[:200]} is somewhere that is no number")
     count: int = value
     return count
 
@@ -130,47 +168,63 @@ def _size(tree: Any) -> torch.Size:
     """A shape or an offset."""
     _require(type(tree) is Record and tree.maker == _SIZE and tree.state is None and len(tree.args) == 1, "a bad size")
     numbers = tree.args[0]
-    _require(type(numbers) is tuple and len(numbers) <= _MOST_DIMENSIONS, "a bad size")
+    _require(type(numbers) is tuple and len(numbers) <= indexes.MOST_DIMENSIONS, "a bad size")
     _require(all(type(number) is int and number >= 0 for number in numbers), "a size that is no number")
-    _require(math.prod(max(number, 1) for number in numbers) <= _MOST_ELEMENTS, "a size beyond all memory")
+    _require(math.prod(max(number, 1) for number in numbers) <= indexes.MOST_ELEMENTS, "a size beyond all memory")
     return torch.Size(numbers)
 
 
-def _stored(tree: Any, sizes: Mapping[str, int]) -> dict[MetadataIndex, _StorageInfo]:
-    """Where each piece stands; no two overlap."""
-    places: dict[MetadataIndex, _StorageInfo] = {}
+def _stored(tree: Any, sizes: Mapping[str, int]) -> dict[tuple[str, torch.Size], Place]:
+    """(tensor, offsets) of each chunk -> its place."""
+    places: dict[tuple[str, torch.Size], Place] = {}
     for key, value in _table(tree, "storage_data"):
         index, info = _fields(key, _INDEX), _fields(value, _INFO)
         _require(info.keys() == {"relative_path", "offset", "length"}, "the place of a piece is no place")
         name, file = _text(index.get("fqn"), "the name of a piece"), _text(info["relative_path"], "the file of a piece")
-        offset, length = _count(info["offset"], name), _count(info["length"], name)
+        start, length = _count(info["offset"], name), _count(info["length"], name)
         _require(file in sizes, f"{name} is in {file[:200]!r}, which its manifest does not list")
-        _require(length and offset + length <= sizes[file], f"{name} ends behind the end of {file}")
-        place = MetadataIndex(name, _size(index.get("offset")))
+        _require(length and start + length <= sizes[file], f"{name} ends behind the end of {file}")
+        place = name, _size(index.get("offset"))
         _require(place not in places, f"a piece of {name} has two places")
-        places[place] = _StorageInfo(file, offset, length)
-    ordered = sorted((info.relative_path, info.offset, info.length) for info in places.values())
-    for (file, offset, length), (following, start, _) in itertools.pairwise(ordered):
-        _require(file != following or offset + length <= start, f"two pieces overlap in {file}")
+        places[place] = file, start, length
     return places
 
 
-def _tensor(name: str, tree: Any, stored: Mapping[MetadataIndex, _StorageInfo]) -> TensorStorageMetadata:
+def _tensor(
+    name: str, tree: Any, stored: Mapping[tuple[str, torch.Size], Place]
+) -> tuple[torch.dtype, torch.Size, list[tuple[torch.Size, torch.Size]]]:
+    """Type, shape, and (offsets, sizes) of each chunk, all of which have a place."""
     if type(tree) is Record and tree.maker == _BYTES:
         raise _Unlike(f"{name} is a serialized object, not a tensor")
     fields = _fields(tree, _TENSOR)
-    dtype, size = _dtype(name, fields.get("properties")), _size(fields.get("size"))
+    dtype, shape = _dtype(name, fields.get("properties")), _size(fields.get("size"))
     listed = fields.get("chunks")
     _require(type(listed) is list and 0 < len(listed) <= len(stored), f"{name} has no pieces")
     said = [_fields(each, _CHUNK) for each in listed or ()]
-    chunks = [ChunkStorageMetadata(_size(one.get("offsets")), _size(one.get("sizes"))) for one in said]
-    _require(_tile(size, chunks), f"the pieces of {name} do not make it up")
-    for chunk in chunks:
-        info = stored.get(MetadataIndex(name, chunk.offsets))
-        _require(info is not None, f"a piece of {name} has no place")
-        needed = chunk.sizes.numel() * dtype.itemsize
-        _require(info is not None and needed <= info.length, f"a piece of {name} is larger than its place")
-    return TensorStorageMetadata(TensorProperties(dtype=dtype), size, chunks)
+    chunks = [(_size(one.get("offsets")), _size(one.get("sizes"))) for one in said]
+    for offsets, sizes in chunks:
+        fits = len(offsets) == len(sizes) == len(shape)
+        within = fits and all(a + b <= whole for a, b, whole in zip(offsets, sizes, shape, strict=True))
+        _require(within, f"the pieces of {name} do not make it up")
+        _require((name, offsets) in stored, f"a piece of {name} has no place")
+    return dtype, shape, chunks
+
+
+def _cells(
+    name: str, shape: torch.Size, chunks: list[tuple[torch.Size, torch.Size]],
+    stored: Mapping[tuple[str, torch.Size], Place],
+) -> tuple[tuple[Ints, ...], list[Place]]:  # fmt: skip
+    """The cuts of a tensor, and the place of each of its cells. Chunks of ranks without a share hold nothing."""
+    whole = torch.Size([0] * len(shape)), shape
+    filled = [chunk for chunk in chunks if chunk[1].numel()] if shape.numel() else [whole]
+    _require(filled and (name, filled[0][0]) in stored, f"the pieces of {name} do not make it up")
+    offsets, sizes = (np.array(some, np.int64).reshape(len(filled), len(shape)) for some in zip(*filled, strict=True))
+    try:
+        cuts, cells = grid(shape, offsets, sizes)
+    except ValueError:
+        raise _Unlike(f"the pieces of {name} do not make it up") from None
+    _require(len(np.unique(cells)) == len(filled), f"the pieces of {name} do not make it up")
+    return cuts, [stored[name, filled[i][0]] for i in np.argsort(cells)]
 
 
 def _dtype(name: str, tree: Any) -> torch.dtype:
@@ -184,33 +238,7 @@ def _dtype(name: str, tree: Any) -> torch.dtype:
     return found
 
 
-def _tile(size: torch.Size, chunks: Sequence[ChunkStorageMetadata]) -> bool:
-    """Whether chunks make up a tensor: cut along each dimension, one chunk for each cell, as all sharding leaves them.
-
-    Ranks without a share leave empty chunks, which count for nothing.
-    """
-    if any(len(chunk.offsets) != len(size) or len(chunk.sizes) != len(size) for chunk in chunks):
-        return False
-    within = all(
-        offset + length <= whole
-        for chunk in chunks
-        for offset, length, whole in zip(chunk.offsets, chunk.sizes, size, strict=True)
-    )
-    filled = [chunk for chunk in chunks if chunk.sizes.numel()]
-    if not within or not filled:
-        return within and size.numel() == 0
-    ends = [_ends((chunk.offsets[dim] for chunk in filled), size[dim]) for dim in range(len(size))]
-    fit = all(
-        offset + length == ends[dim][offset]
-        for chunk in filled
-        for dim, (offset, length) in enumerate(zip(chunk.offsets, chunk.sizes, strict=True))
-    )
-    starts = all(0 in cuts for cuts in ends)
-    distinct = len({tuple(chunk.offsets) for chunk in filled}) == len(filled)
-    return fit and starts and distinct and len(filled) == math.prod(map(len, ends))
-
-
-def _ends(offsets: Iterable[int], whole: int) -> dict[int, int]:
-    """Where a cell that starts at each of these offsets ends."""
-    cuts = sorted(set(offsets))
-    return dict(zip(cuts, [*cuts[1:], whole], strict=True))
+if __name__ == "__main__":
+    folder = Path(sys.argv[1])
+    on_disk = {file.name: file.stat().st_size for file in folder.iterdir()}
+    _pickle(folder, indexes.read(folder / manifest.INDEX, on_disk))

@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 
 from titan.checkpoint.disk import unpickle
-from titan.checkpoint.disk.metadata import DTYPES
+from titan.checkpoint.disk.index import DTYPES
 from titan.checkpoint.disk.unpickle import PERSISTENT, Name, Record
 from titan.errors import CheckpointError
 

@@ -1,0 +1,127 @@
+"""Which rank writes which chunk of a checkpoint: each chunk once, though several ranks may hold it.
+
+Replicas take turns tensor by tensor, so that they share the work. Planned by rank 0 with arrays, from one table per
+rank: for 2,048 ranks and millions of chunks this takes seconds, where lists of objects take minutes.
+"""
+
+from __future__ import annotations
+
+import itertools
+import json
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+
+from titan.checkpoint.disk.index import DTYPES, Index, Ints, StoredTensor, grid
+from titan.checkpoint.disk.manifest import Piece
+from titan.errors import CheckpointError
+
+
+@dataclass(frozen=True)
+class Table:
+    """What one rank holds. header: JSON, [name, dtype, shape] of each tensor.  boxes: int64, the offsets and sizes of
+    the part of each tensor that the rank holds. Ranks of one stage have equal headers."""
+
+    header: bytes
+    boxes: bytes
+
+
+@dataclass(frozen=True)
+class Written:
+    """What one rank wrote. files: its data files by name.  places: [chunks, 3] of each tensor that the rank was to
+    write, in the order of its table: number of the file among these, first byte, length in bytes."""
+
+    files: Mapping[str, Piece]
+    places: Ints
+
+
+@dataclass(frozen=True)
+class SavePlan:
+    """tensors: what the checkpoint will hold.  chosen: for each rank, the numbers of the tensors in its table that it
+    writes.  order: of all chunks that are written, rank by rank, the number of the chunk in the index."""
+
+    tensors: Mapping[str, StoredTensor]
+    chosen: Sequence[Ints]
+    order: Ints
+
+    def index(self, written: Sequence[Written]) -> Index:
+        """Where each chunk is, from what each rank wrote."""
+        names = [list(one.files) for one in written]
+        firsts = itertools.accumulate(map(len, names), initial=0)
+        places = [one.places + np.array([first, 0, 0]) for one, first in zip(written, firsts, strict=False)]
+        ordered = np.empty((3, len(self.order)), np.int64)
+        ordered[:, self.order] = np.concatenate(places).T
+        return Index(tuple(itertools.chain(*names)), self.tensors, *ordered)
+
+
+def make(tables: Sequence[Table]) -> SavePlan:
+    """Choose a writer for each chunk. tables: one per rank.
+
+    Raises:
+        CheckpointError: ranks hold tensors of one name that do not make up one tensor.
+    """
+    tensors: dict[str, StoredTensor] = {}
+    ranks, items, cells = [], [], []
+    first = 0
+    for number, (name, held) in enumerate(sorted(_by_name(tables).items())):
+        if len(held.kinds) > 1:
+            told = " and ".join(f"{list(shape)} of {dtype}" for dtype, shape in sorted(held.kinds))
+            raise CheckpointError(f"{name} is {told} on different ranks; a checkpoint holds one tensor per name")
+        [(dtype, shape)] = held.kinds
+        rows = held.rows()
+        dims = len(shape)
+        try:
+            cuts, cell = grid(shape, rows[:, 2 : 2 + dims], rows[:, 2 + dims :])
+        except ValueError as error:
+            raise CheckpointError(f"{name} {list(shape)} cannot be saved: {error}") from error
+        # The holders of a cell stand together in this order; the tensor's number says whose turn it is.
+        order = np.argsort(cell, kind="stable")
+        holders = np.bincount(cell)
+        chosen = order[np.cumsum(holders) - holders + number % holders]
+        ranks.append(rows[chosen, 0])
+        items.append(rows[chosen, 1])
+        cells.append(first + np.arange(len(holders)))
+        tensors[name] = StoredTensor(DTYPES[dtype], torch.Size(shape), cuts, first)
+        first += len(holders)
+    rank, item, chunk = (np.concatenate([np.empty(0, np.int64), *some]) for some in (ranks, items, cells))
+    order = np.lexsort((item, rank))
+    ends = np.searchsorted(rank[order], np.arange(1, len(tables)))
+    return SavePlan(tensors, np.split(item[order], ends), chunk[order])
+
+
+class _Held:
+    """The boxes of one tensor on all ranks. kinds: (dtype, shape) as ranks say, one if they agree."""
+
+    def __init__(self) -> None:
+        self.kinds: set[tuple[str, tuple[int, ...]]] = set()
+        self._rows: list[Ints] = []
+
+    def add(self, dtype: str, shape: tuple[int, ...], ranks: Ints, item: int, boxes: Ints) -> None:
+        """boxes: [ranks, 2 x dimensions], offsets and sizes."""
+        self.kinds.add((dtype, shape))
+        self._rows.append(np.column_stack([ranks, np.full(len(ranks), item), boxes]))
+
+    def rows(self) -> Ints:
+        """[boxes, 2 + 2 x dimensions]: rank, number in its table, offsets, sizes; without boxes that hold nothing."""
+        rows = np.concatenate(self._rows)
+        sizes = rows[:, 2 + (rows.shape[1] - 2) // 2 :]
+        filled = rows[np.all(sizes > 0, axis=1)]
+        return filled if len(filled) else rows[:1]
+
+
+def _by_name(tables: Sequence[Table]) -> dict[str, _Held]:
+    alike: dict[bytes, list[int]] = {}
+    for rank, table in enumerate(tables):
+        alike.setdefault(table.header, []).append(rank)
+    found: dict[str, _Held] = {}
+    for header, ranks in alike.items():
+        boxes = np.stack([np.frombuffer(tables[rank].boxes, np.int64) for rank in ranks])
+        at = 0
+        for item, (name, dtype, shape) in enumerate(json.loads(header)):
+            end = at + 2 * len(shape)
+            held = found.setdefault(name, _Held())
+            held.add(dtype, tuple(shape), np.array(ranks), item, boxes[:, at:end])
+            at = end
+    return found
