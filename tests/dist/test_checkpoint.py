@@ -17,7 +17,7 @@ from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor, Shard
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 
-from tests.jobs import stored
+from tests.jobs import saved_tensors, stored
 from tests.ranks import RankError, run_ranks
 from titan.checkpoint import Checkpointer, rng_state, storage
 from titan.checkpoint.disk import plan
@@ -291,18 +291,18 @@ def _find_and_count(folder: Path) -> tuple[str, list[str], int]:
     return found, files, len(hashed) - len(files)
 
 
-def test_ranks_hash_what_they_wrote_and_share_what_they_verify(tmp_path: Path) -> None:
+def test_ranks_share_what_they_verify_and_read_nothing_they_wrote(tmp_path: Path) -> None:
     run_ranks(_save, 4, tmp_path, SHARDED)
     (tmp_path / "step-00000007").rename(tmp_path / "step-00000006")
     run_ranks(_save, 4, tmp_path, SHARDED)
     data = tmp_path / "step-00000007" / "__2_0.distcp"
     data.write_bytes(data.read_bytes().replace(b"PK", b"KP", 1))
     outcomes = run_ranks(_find_and_count, 4, tmp_path)
-    files = [".metadata", "__0_0.distcp", "__1_0.distcp", "__2_0.distcp", "__3_0.distcp", "state.json"]
+    files = [".metadata", "__0_0.distcp", "__1_0.distcp", "__2_0.distcp", "__3_0.distcp", "state.json", "titan.index"]
     assert [found for found, *_ in outcomes] == [str(tmp_path / "step-00000006")] * 4
     assert sorted(name for _, names, _ in outcomes for name in names) == sorted(files * 2)
-    assert [len(names) for _, names, _ in outcomes] == [4, 4, 2, 2]
-    assert [written for *_, written in outcomes] == [3, 1, 1, 1]
+    assert [len(names) for _, names, _ in outcomes] == [4, 4, 4, 2]
+    assert [written for *_, written in outcomes] == [3, 0, 0, 0], "data is hashed while it is written"
 
 
 def _fill_disk(folder: Path, asynchronous: bool, full_rank: int) -> Mapping[str, Any]:
@@ -384,12 +384,10 @@ def test_a_rank_that_is_gone_ends_the_save(tmp_path: Path, asynchronous: bool) -
 
 def _save_whole(folder: Path, layout: Layout) -> dict[str, Tensor]:
     _save(folder, layout)
-    return {
-        name: tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
-        for name, tensor in _model(layout).state_dict().items()
-    }
+    return dict(_model(ONE).state_dict())
 
 
+@pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
 @pytest.mark.parametrize("layout", [HYBRID, BOTH], ids=str)
 def test_dcp_alone_loads_what_titan_saves(tmp_path: Path, layout: Layout) -> None:
     import torch.distributed.checkpoint as dcp
@@ -399,7 +397,9 @@ def test_dcp_alone_loads_what_titan_saves(tmp_path: Path, layout: Layout) -> Non
     dcp.load(found, checkpoint_id=tmp_path / "step-00000007", no_dist=True)
     assert all(torch.equal(found[f"model.{name}"], value) for name, value in values.items())
     written = [path.stat().st_size for path in sorted((tmp_path / "step-00000007").glob("*.distcp"))]
-    assert len(written) == 4 and max(written) < 2 * min(written), "replicas share the writing"
+    assert len(written) == 4
+    if layout == HYBRID:
+        assert max(written) < 1.2 * min(written), "replicas share the writing"
 
 
 def _save_three(folder: Path) -> list[int]:

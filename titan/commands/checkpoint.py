@@ -20,9 +20,10 @@ _LIST = f"""List checkpoints, oldest first: step, when it was saved (UTC), size,
   {COMPLETE}    all files are present and have the size in the manifest
   {DAMAGED}     a file is missing or has another size; `titan checkpoint verify` also detects flipped bits
   {UNFINISHED}  being written, or left by a run that was killed; the next save or resume removes it"""
-_VERIFY = """Read every file and compare its SHA-256 with the manifest of its checkpoint, then read the index and the metadata, which must agree.
-Prints each problem; exits with 1 if there is one. The manifest detects damage, not tampering: whoever changes a file on
-purpose can change the manifest too. Verifying or loading an untrusted checkpoint never executes code from it."""
+_VERIFY = """Read every file and compare its SHA-256 with the manifest of its checkpoint. Then read the index and DCP's
+metadata, which must agree. Prints each problem; exits with 1 if there is one. The manifest detects damage, not
+tampering: whoever changes a file on purpose can change the manifest too. Verifying or loading an untrusted checkpoint
+never executes code from it."""
 _RM = """Remove one checkpoint, or with --keep N all but the newest N complete checkpoints of a folder. --keep removes
 damaged checkpoints too, and leaves unfinished ones. Asks for confirmation. The only complete checkpoint of a folder is
 removed only with --yes. A folder that is no checkpoint, or holds other files, is never touched."""

@@ -1,13 +1,14 @@
 """Which rank writes which chunk of a checkpoint: each chunk once, though several ranks may hold it.
 
-Replicas take turns tensor by tensor, so that they share the work. Planned by rank 0 with arrays, from one table per
-rank: for 2,048 ranks and millions of chunks this takes seconds, where lists of objects take minutes.
+Of replicas, the one with the fewest bytes so far writes, large tensors first. Planned by rank 0 with arrays, from one
+table per rank: for 2,048 ranks and millions of chunks this takes seconds, where lists of objects take minutes.
 """
 
 from __future__ import annotations
 
 import itertools
 import json
+import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
@@ -65,7 +66,8 @@ def make(tables: Sequence[Table]) -> SavePlan:
     tensors: dict[str, StoredTensor] = {}
     ranks, items, cells = [], [], []
     first = 0
-    for number, (name, held) in enumerate(sorted(_by_name(tables).items())):
+    load = np.zeros(len(tables), np.int64)
+    for name, held in sorted(_by_name(tables).items(), key=lambda one: (-one[1].elements, one[0])):
         if len(held.kinds) > 1:
             told = " and ".join(f"{list(shape)} of {dtype}" for dtype, shape in sorted(held.kinds))
             raise CheckpointError(f"{name} is {told} on different ranks; a checkpoint holds one tensor per name")
@@ -76,10 +78,11 @@ def make(tables: Sequence[Table]) -> SavePlan:
             cuts, cell = grid(shape, rows[:, 2 : 2 + dims], rows[:, 2 + dims :])
         except ValueError as error:
             raise CheckpointError(f"{name} {list(shape)} cannot be saved: {error}") from error
-        # The holders of a cell stand together in this order; the tensor's number says whose turn it is.
-        order = np.argsort(cell, kind="stable")
+        # The holders of a cell stand together in this order, the least loaded first.
+        order = np.lexsort((load[rows[:, 0]], cell))
         holders = np.bincount(cell)
-        chosen = order[np.cumsum(holders) - holders + number % holders]
+        chosen = order[np.cumsum(holders) - holders]
+        np.add.at(load, rows[chosen, 0], DTYPES[dtype].itemsize * rows[chosen, 2 + dims :].prod(1))
         ranks.append(rows[chosen, 0])
         items.append(rows[chosen, 1])
         cells.append(first + np.arange(len(holders)))
@@ -97,6 +100,11 @@ class _Held:
     def __init__(self) -> None:
         self.kinds: set[tuple[str, tuple[int, ...]]] = set()
         self._rows: list[Ints] = []
+
+    @property
+    def elements(self) -> int:
+        """Of the whole tensor."""
+        return max(math.prod(shape) for _, shape in self.kinds)
 
     def add(self, dtype: str, shape: tuple[int, ...], ranks: Ints, item: int, boxes: Ints) -> None:
         """boxes: [ranks, 2 x dimensions], offsets and sizes."""

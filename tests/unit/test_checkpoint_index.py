@@ -1,0 +1,148 @@
+"""The index of a checkpoint and the plan of a save: many ranks' shards become a grid of chunks, each written once."""
+
+import itertools
+import json
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+
+from bench import mutations
+from tests.jobs import stored
+from titan.checkpoint.disk import index, manifest, metadata, plan
+from titan.checkpoint.disk.index import Index, StoredTensor
+from titan.checkpoint.disk.manifest import Piece
+from titan.checkpoint.disk.plan import Table, Written
+from titan.errors import CheckpointError
+
+Box = tuple[tuple[int, ...], tuple[int, ...]]
+
+
+def _table(*tensors: tuple[str, str, list[int], Box]) -> Table:
+    header = [[name, dtype, shape] for name, dtype, shape, _ in tensors]
+    numbers = [number for *_, box in tensors for part in box for number in part]
+    return Table(json.dumps(header).encode(), np.array(numbers, np.int64).tobytes())
+
+
+def _cells(tensor: StoredTensor) -> list[Box]:
+    return [tensor.cell(number) for number in range(tensor.chunks)]
+
+
+def test_cells_of_an_uneven_grid() -> None:
+    tensor = StoredTensor(torch.float32, torch.Size([5, 4]), (np.array([0, 3]), np.array([0, 1, 2])), 0)
+    wanted = [
+        ((0, 0), (3, 1)),
+        ((0, 1), (3, 1)),
+        ((0, 2), (3, 2)),
+        ((3, 0), (2, 1)),
+        ((3, 1), (2, 1)),
+        ((3, 2), (2, 2)),
+    ]
+    assert _cells(tensor) == list(tensor.cells()) == wanted
+
+
+@pytest.mark.parametrize("shape", [(), (7,), (5, 4), (3, 1, 6)])
+def test_chunks_that_a_box_needs(shape: tuple[int, ...]) -> None:
+    """Against every cell that shares an element with the box."""
+    cuts = tuple(np.array([0, *range(1, size, 2)], np.int64) for size in shape)
+    tensor = StoredTensor(torch.int64, torch.Size(shape), cuts, 0)
+    corners = [[(a, b) for a in range(size) for b in range(a + 1, size + 1)] for size in shape]
+    for box in itertools.product(*corners):
+        offsets, sizes = tuple(a for a, _ in box), tuple(b - a for a, b in box)
+        wanted = [
+            number for number, (at, long) in enumerate(_cells(tensor))
+            if all(max(a, c) < min(a + b, c + d) for a, b, c, d in zip(offsets, sizes, at, long, strict=True))
+        ]  # fmt: skip
+        assert list(tensor.overlapping(offsets, sizes)) == wanted
+    assert list(tensor.overlapping((0,) * len(shape), (0,) * len(shape))) == ([] if shape else [0])
+
+
+def test_each_chunk_is_written_once_by_a_rank_that_holds_it() -> None:
+    """Two stages; in each, shards on two ranks, and two replicas of them; a scalar and an empty tensor everywhere."""
+    boxes = {0: ((0, 0), (3, 4)), 1: ((3, 0), (2, 4))}
+    tables = [
+        _table(
+            ("model.tied", "torch.float32", [5, 4], boxes[rank % 2]),
+            (f"model.stage{rank // 4}", "torch.bfloat16", [5, 4], boxes[rank % 2]),
+            ("rest.scalar", "torch.int64", [], ((), ())),
+            ("rest.empty", "torch.int64", [0, 3], ((0, 0), (0, 3))),
+        )
+        for rank in range(8)
+    ]
+    made = plan.make(tables)
+    written = [
+        Written(
+            {f"__{rank}_0.distcp": Piece(1000, "")}, np.array([(0, 100 * int(i), 100) for i in chosen]).reshape(-1, 3)
+        )
+        for rank, chosen in enumerate(made.chosen)
+    ]
+    found = made.index(written)
+    index.check(found, {f"__{rank}_0.distcp": 1000 for rank in range(8)})
+    assert {name: tensor.chunks for name, tensor in found.tensors.items()} == {
+        "model.tied": 2, "model.stage0": 2, "model.stage1": 2, "rest.scalar": 1, "rest.empty": 1,
+    }  # fmt: skip
+    for name, tensor in found.tensors.items():
+        for number, (offsets, sizes) in enumerate(tensor.cells()):
+            file, start, _ = found.place(tensor.first + number)
+            rank, item = int(file[2]), start // 100
+            [said, _, shape] = json.loads(tables[rank].header)[item]
+            assert said == name and shape == list(tensor.shape)
+            if len(shape) == 2 and shape[0]:
+                assert boxes[rank % 2] == (offsets, sizes)
+    assert sum(map(len, made.chosen)) == 8 and max(map(len, made.chosen)) <= 2
+
+
+def test_a_rank_without_a_share_writes_nothing() -> None:
+    tables = [
+        _table(("model.a", "torch.float32", [1], ((0,), (1,)))),
+        _table(("model.a", "torch.float32", [1], ((1,), (0,)))),
+    ]
+    assert [chosen.tolist() for chosen in plan.make(tables).chosen] == [[0], []]
+
+
+@pytest.mark.parametrize(
+    "boxes",
+    [
+        [((0, 0), (3, 4))],
+        [((0, 0), (3, 4)), ((2, 0), (3, 4))],
+        [((0, 0), (3, 2)), ((0, 2), (3, 2)), ((3, 0), (2, 4))],
+        [((1, 0), (4, 4))],
+    ],
+    ids=["one is missing", "they overlap", "no grid", "the first rows are missing"],
+)
+def test_boxes_that_do_not_make_up_the_tensor(boxes: list[Box]) -> None:
+    tables = [_table(("model.a", "torch.float32", [5, 4], box)) for box in boxes]
+    with pytest.raises(CheckpointError, match=r"model\.a \[5, 4\] cannot be saved: its chunks do not make it up"):
+        plan.make(tables)
+
+
+def test_one_name_for_two_kinds_of_tensor() -> None:
+    tables = [_table(("model.a", f"torch.{kind}", [1], ((0,), (1,)))) for kind in ("float32", "bfloat16")]
+    with pytest.raises(CheckpointError, match=r"model\.a is \[1\] of torch.bfloat16 and \[1\] of torch.float32"):
+        plan.make(tables)
+
+
+def test_an_index_comes_back_from_disk(tmp_path: Path) -> None:
+    tensor = StoredTensor(torch.float8_e4m3fn, torch.Size([5, 4]), (np.array([0, 3]), np.array([0])), 0)
+    empty = StoredTensor(torch.int64, torch.Size([0, 3]), (np.array([0]), np.array([0])), 2)
+    made = Index(("a", "b"), {"model.x": tensor, "rest.y": empty}, *np.array([[0, 1, 1], [0, 7, 99], [12, 50, 1]]))
+    index.write(tmp_path / "index", made)
+    assert index.read(tmp_path / "index", {"a": 12, "b": 100}).agrees_with(made)
+    with pytest.raises(CheckpointError, match="ends behind the end of its file"):
+        index.read(tmp_path / "index", {"a": 11, "b": 100})
+
+
+def test_metadata_of_many_chunks_is_written_by_another_process(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(metadata, "ASIDE", 0)
+    monkeypatch.setattr(metadata, "_pickle", None)
+    path = mutations.save(tmp_path)
+    assert stored(path).agrees_with(metadata.read_pickled(path, manifest.read(path)))
+
+
+def test_metadata_that_another_process_cannot_write(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(metadata, "ASIDE", 0)
+    monkeypatch.setattr(index, "write", lambda path, index: path.write_bytes(b""))
+    with pytest.raises(CheckpointError, match=r"\.metadata could not be written: .*titan\.index is not a valid index"):
+        mutations.save(tmp_path)
+    assert list(tmp_path.iterdir()) == []
