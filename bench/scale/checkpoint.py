@@ -30,7 +30,8 @@ LAYERS, DIM, HIDDEN, VOCAB = 80, 8192, 22016, 32000
 FRACTION = 16
 """DCP's planner is timed on this part of the ranks: its time and memory are linear in the number of chunks."""
 
-_BYTES_PER_CHUNK = 1000
+LEAST = PP * TP * FRACTION
+"""Ranks of which DCP's part still has whole stages; a job has a multiple of it."""
 
 Box = tuple[tuple[int, ...], tuple[int, ...]]
 
@@ -101,7 +102,7 @@ def after(ranks: int, folder: Path) -> dict[str, float]:
     _timed(seconds, "plan a save (first save alone)", began)
     said = [
         Written(
-            {f"__{rank}_0.distcp": Piece(len(chosen) * _BYTES_PER_CHUNK, "")},
+            {f"__{rank}_0.distcp": Piece(0, "")},
             np.column_stack([0 * chosen, np.arange(len(chosen)), 0 * chosen + 1]),
         )
         for rank, chosen in enumerate(made.chosen)
