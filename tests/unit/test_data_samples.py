@@ -13,7 +13,8 @@ from tests.unit.test_data_shards import DOCUMENTS, write
 from titan.contracts import IGNORE
 from titan.data.samples.loader import Loader
 from titan.data.samples.samples import Packing, Sample, Samples
-from titan.data.tokens.shards import open_shard
+from titan.data.tokens import shards as tokens
+from titan.data.tokens.shards import Shard, open_shard, open_shards
 from titan.errors import DataError
 
 CPU = torch.device("cpu")
@@ -23,7 +24,8 @@ def samples(
     *sources: tuple[list[Path], float], packing: Packing = "concat", shuffle: bool = False, **more: Any
 ) -> Samples:
     options = {"seq_len": 4, "seed": 1, "vocab_size": 100, **more}
-    return Samples(sources, packing=packing, shuffle=shuffle, **options)
+    opened = [(open_shards(paths), weight) for paths, weight in sources]
+    return Samples(opened, packing=packing, shuffle=shuffle, **options)
 
 
 @pytest.fixture
@@ -199,6 +201,24 @@ def test_samples_pickle_without_their_maps(many: Samples) -> None:
     copy = pickle.loads(pickle.dumps(many))
     assert all(as_lists(copy[g]) == as_lists(many[g]) for g in range(40))
     assert len(pickle.dumps(many)) < 5000
+
+
+@pytest.mark.parametrize("packing", ["concat", "document_mask", "pad"])
+def test_a_pickled_copy_maps_the_shards_that_it_reads(
+    shards: list[Path], packing: Packing, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """What other ranks and loader processes are sent: samples 0 and 1 lie in one shard each, or across both."""
+    packed = samples((shards, 1.0), packing=packing, seq_len=3)
+    expected = [as_lists(packed[g]) for g in range(2)]
+    sent = pickle.dumps(packed)
+    opened: list[str] = []
+    header, map_ = tokens.open_shard, Shard.map
+    monkeypatch.setattr(tokens, "open_shard", lambda path: (opened.append(f"header {path}"), header(path))[1])
+    monkeypatch.setattr(Shard, "map", lambda shard: (opened.append(shard.path.name), map_(shard))[1])
+    copy = pickle.loads(sent)
+    assert copy.fingerprint == packed.fingerprint and len(copy) == len(packed) and not opened
+    assert as_lists(copy[0]) == expected[0] and opened == ["0.bin"]
+    assert as_lists(copy[1]) == expected[1] and opened == ["0.bin", "1.bin"]
 
 
 def test_a_bad_token_stops_the_step_that_needs_it(tmp_path: Path) -> None:
