@@ -189,6 +189,19 @@ def test_labels_and_documents_come_along(shards: list[Path]) -> None:
     assert next(loader(samples((shards, 1.0))))[0].documents is None
 
 
+@pytest.mark.parametrize(
+    ("chosen", "device", "workers"),
+    [(None, "cpu", 0), (None, "cuda", 2), (0, "cuda", 0), (0, "cpu", 0), (3, "cpu", 3), (1, "cuda", 1)],
+)
+def test_a_gpu_has_two_loader_processes_unless_told_otherwise(
+    many: Samples, chosen: int | None, device: str, workers: int
+) -> None:
+    one = Loader(
+        many, global_batch=12, micro_batch=2, first=0, index=0, ranks=1, workers=chosen, device=torch.device(device)
+    )
+    assert one.workers == workers
+
+
 def test_the_loader_leaves_the_random_state_alone(many: Samples) -> None:
     torch.manual_seed(0)
     before = torch.get_rng_state()
