@@ -8,6 +8,7 @@ from pathlib import Path
 
 import pytest
 
+from bench.scale.shards import measure
 from tests.jobs import LLAMA, write_text
 from tests.ranks import run_ranks
 from tests.unit.test_data_shards import write
@@ -92,6 +93,14 @@ def test_each_header_is_read_once_and_a_rank_maps_what_its_samples_need(tmp_path
         assert mapped == (set() if workers else needed(rank)), f"rank {rank}"
         assert set(read.values()) <= {0, 1}
     assert len({frozenset(needed(rank)) for rank in range(RANKS)}) == RANKS, "ranks that need the same show nothing"
+
+
+def test_the_bench_counts_the_same() -> None:
+    counted = measure(2, 3)
+    assert counted["opens_at_start_by_rank"] == [3, 0] and counted["opens_per_shard_at_start"]["after"] == 1
+    large = counted["large"]
+    assert large["opens_at_start"] == {"before": 2 * large["shards"] * large["ranks"], "after": large["shards"]}
+    assert 2_800_000 < large["bytes_sent_to_each_rank"] < 3_300_000
 
 
 def _refused(words: list[str]) -> str:

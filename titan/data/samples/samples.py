@@ -98,7 +98,7 @@ class Samples(Dataset[Sample]):
     sources: (token shards, weight) of each; a source's samples are used once per epoch of its own, in an order seeded
     by (seed, source, epoch), or with `shuffle=False` in the order of the files.
 
-    Pickled, it is what one rank sends to the others and to its loader processes: some 140 bytes per shard. A copy opens
+    Pickled, it is what one rank sends to the others and to its loader processes: some 150 bytes per shard. A copy opens
     a shard when a sample needs it.
 
     Raises:
