@@ -10,12 +10,9 @@ from pathlib import Path
 import pytest
 import torch
 
-from tests.jobs import LLAMA, write_text
-from tests.ranks import run_ranks
 from tests.unit.test_data_prepare import nothing_kept
 from tests.unit.test_data_samples import count_up, samples, tokens_of
 from tests.unit.test_data_shards import write
-from titan.config import load_job
 from titan.contracts import Dataset
 from titan.contracts.base import registry
 from titan.data.samples.loader import Loader
@@ -27,8 +24,6 @@ from titan.plugins.data.text import Config as TextConfig
 from titan.plugins.data.text import Text
 from titan.plugins.tokenizers.byte import Byte
 from titan.plugins.tokenizers.byte import Config as ByteConfig
-from titan.ranks import process
-from titan.training import build
 
 BYTES = Byte(ByteConfig())
 
@@ -77,7 +72,8 @@ def small_units(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_processes_change_nothing(text: Path, tmp_path: Path) -> None:
     dataset = Text(TextConfig(path=str(text)))
     made = [
-        prepare(dataset, BYTES, cache=tmp_path / str(workers), workers=workers, progress=False) for workers in (1, 2)
+        [s.path for s in prepare(dataset, BYTES, cache=tmp_path / str(workers), workers=workers, progress=False)]
+        for workers in (1, 2)
     ]
     assert len(made[0]) == 8
     assert [path.read_bytes() for path in made[0]] == [path.read_bytes() for path in made[1]]
@@ -138,8 +134,8 @@ def test_processes_know_plugins_of_a_users_folder(home: str, text: Path, tmp_pat
     assert plugin is not None
     dataset = plugin(plugin.Config(path=str(text)))
     assert isinstance(dataset, Dataset)
-    paths = prepare(dataset, BYTES, cache=tmp_path / "cache", workers=2, progress=False)
-    assert len(paths) == 8 and b"S\0O\0M\0E" in paths[3].read_bytes()
+    shards = prepare(dataset, BYTES, cache=tmp_path / "cache", workers=2, progress=False)
+    assert len(shards) == 8 and b"S\0O\0M\0E" in shards[3].path.read_bytes()
     pids = {int(path.name) for path in (tmp_path / "pids").iterdir()}
     assert pids and os.getpid() not in pids, "processes of their own have read the text"
     if home != "mine":
@@ -196,25 +192,3 @@ def test_killed_at_any_moment_is_complete_or_absent(text: Path, tmp_path: Path, 
         os.utime(path, (0, 0))
     unfinished.sweep(cache)
     assert not list(cache.glob(".partial*"))
-
-
-def _built(folder: str) -> str:
-    """On one rank, whose node sees a folder of text of its own: why it does not train."""
-    place = Path(folder)
-    words = ["--run.dir", folder, "--data.cache", str(place / "cache"), "--data.path", str(place / os.environ["RANK"])]
-    job = load_job(LLAMA, words, 2)
-    with pytest.raises(DataError) as raised:
-        build.build(job, process.join(job))
-    return str(raised.value)
-
-
-def test_ranks_that_find_other_samples_do_not_train(tmp_path: Path) -> None:
-    """As where a file comes after rank 0 has listed them."""
-    for rank in (0, 1):
-        write_text(tmp_path / str(rank))
-    (tmp_path / "1" / "late.txt").write_text("a file that came while rank 0 was tokenizing the others")
-    said = (
-        "rank 1 found other samples than rank 0: files of a dataset changed while it was read, or its node sees other"
-    )
-    found = run_ranks(_built, 2, str(tmp_path), init=False)
-    assert found[0] == found[1] and found[0].startswith(said)

@@ -79,9 +79,10 @@ def _leading_a_session(argv: list[str]) -> int:
 @pytest.mark.parametrize("name", ["SIGTERM", "SIGUSR1"])
 def test_a_signal_to_every_process_of_a_rank(name: str, tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
     """What Slurm does: the loader's workers get it too, and must outlive it."""
-    argv = job(tmp_path, "--data.workers", "1", signal=name, to="group")
+    argv = job(tmp_path, "--data.workers", "2", signal=name, to="group")
     assert run_ranks(_leading_a_session, 1, argv, init=False) == [75]
-    assert f"preempted by {name} at step 5" in capfd.readouterr().out
+    said = capfd.readouterr().out
+    assert "data: loaded by 2 processes per rank" in said and f"preempted by {name} at step 5" in said
 
 
 def test_a_time_limit_that_is_over_at_once(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:

@@ -47,6 +47,20 @@ def test_others_wait_for_longer_than_a_collective_may_take() -> None:
     assert all(turns >= 2 for _, turns in found)
 
 
+def sending() -> tuple[list[str], int]:
+    """What rank 0 has made arrives on all, and no other rank makes anything."""
+    made = dist.distributed_c10d._get_default_store()
+
+    def work() -> list[str]:
+        return [f"made by rank {dist.get_rank()}", str(made.add("made", 1))]
+
+    return turns.from_first(work, me()), made.add("made", 0)
+
+
+def test_what_rank_0_makes_is_sent_to_all() -> None:
+    assert run_ranks(sending, 4) == [(["made by rank 0", "1"], 1)] * 4
+
+
 def raising(rank: int, expected: bool) -> tuple[str, str]:
     def work() -> None:
         if dist.get_rank() == rank:

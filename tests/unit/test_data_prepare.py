@@ -20,7 +20,7 @@ from titan.data.tokens import hashes, tokenize, unfinished
 from titan.data.tokens import prepare as preparing
 from titan.data.tokens.hashes import Mark
 from titan.data.tokens.prepare import prepare
-from titan.data.tokens.shards import open_shard
+from titan.data.tokens.shards import open_shard, open_shards
 from titan.errors import DataError
 from titan.plugins.data.shards import Config as ShardsConfig
 from titan.plugins.data.shards import Shards
@@ -73,11 +73,11 @@ def lines(folder: Path, **options: bool) -> Lines:
 
 
 def made(dataset: Dataset, cache: Path, workers: int = 1) -> list[Path]:
-    return prepare(dataset, BYTES, cache=cache, workers=workers, progress=False)
+    return [shard.path for shard in prepare(dataset, BYTES, cache=cache, workers=workers, progress=False)]
 
 
 def text_of(paths: list[Path]) -> list[str]:
-    stream = Stream(paths, BYTES.vocab_size)
+    stream = Stream(open_shards(paths), BYTES.vocab_size)
     bounds = [stream.document(number) for number in range(stream.documents)]
     assert all(stream.read(end - 1, end).tolist() == [BYTES.end] for _, end in bounds)
     return [BYTES.decode(stream.read(start, end).tolist()) for start, end in bounds]
@@ -129,7 +129,8 @@ def test_text_is_tokenized_once(text: Path, cache: Path) -> None:
 
 def test_all_that_changes_tokens_is_a_new_place(text: Path, cache: Path) -> None:
     places = [made(lines(text), cache), made(lines(text, upper=True), cache)]
-    places.append(prepare(lines(text), Bpe(BpeConfig()), cache=cache, workers=1, progress=False))
+    by_bpe = prepare(lines(text), Bpe(BpeConfig()), cache=cache, workers=1, progress=False)
+    places.append([shard.path for shard in by_bpe])
     changed = text / "3.txt"
     stamp = changed.stat()
     changed.write_text(changed.read_text().replace("3", "8", 1))

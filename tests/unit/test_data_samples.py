@@ -13,7 +13,8 @@ from tests.unit.test_data_shards import DOCUMENTS, write
 from titan.contracts import IGNORE
 from titan.data.samples.loader import Loader
 from titan.data.samples.samples import Packing, Sample, Samples
-from titan.data.tokens.shards import open_shard
+from titan.data.tokens import shards as tokens
+from titan.data.tokens.shards import Shard, open_shard, open_shards
 from titan.errors import DataError
 
 CPU = torch.device("cpu")
@@ -23,7 +24,8 @@ def samples(
     *sources: tuple[list[Path], float], packing: Packing = "concat", shuffle: bool = False, **more: Any
 ) -> Samples:
     options = {"seq_len": 4, "seed": 1, "vocab_size": 100, **more}
-    return Samples(sources, packing=packing, shuffle=shuffle, **options)
+    opened = [(open_shards(paths), weight) for paths, weight in sources]
+    return Samples(opened, packing=packing, shuffle=shuffle, **options)
 
 
 @pytest.fixture
@@ -187,6 +189,19 @@ def test_labels_and_documents_come_along(shards: list[Path]) -> None:
     assert next(loader(samples((shards, 1.0))))[0].documents is None
 
 
+@pytest.mark.parametrize(
+    ("chosen", "device", "workers"),
+    [(None, "cpu", 0), (None, "cuda", 2), (0, "cuda", 0), (0, "cpu", 0), (3, "cpu", 3), (1, "cuda", 1)],
+)
+def test_a_gpu_has_two_loader_processes_unless_told_otherwise(
+    many: Samples, chosen: int | None, device: str, workers: int
+) -> None:
+    one = Loader(
+        many, global_batch=12, micro_batch=2, first=0, index=0, ranks=1, workers=chosen, device=torch.device(device)
+    )
+    assert one.workers == workers
+
+
 def test_the_loader_leaves_the_random_state_alone(many: Samples) -> None:
     torch.manual_seed(0)
     before = torch.get_rng_state()
@@ -199,6 +214,27 @@ def test_samples_pickle_without_their_maps(many: Samples) -> None:
     copy = pickle.loads(pickle.dumps(many))
     assert all(as_lists(copy[g]) == as_lists(many[g]) for g in range(40))
     assert len(pickle.dumps(many)) < 5000
+
+
+@pytest.mark.parametrize("packing", ["concat", "document_mask", "pad"])
+def test_a_pickled_copy_maps_the_shards_that_it_reads(
+    shards: list[Path], packing: Packing, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """What other ranks and loader processes are sent: samples 0 and 1 lie in one shard each, or across both."""
+    packed = samples((shards, 1.0), packing=packing, seq_len=3)
+    opened: list[str] = []
+    header, map_ = tokens.open_shard, Shard.map
+    monkeypatch.setattr(tokens, "open_shard", lambda path: (opened.append(f"header {path}"), header(path))[1])
+    monkeypatch.setattr(Shard, "map", lambda shard: (opened.append(shard.path.name), map_(shard))[1])
+    sent = pickle.dumps(packed)
+    copy = pickle.loads(sent)
+    assert copy.fingerprint == packed.fingerprint and len(copy) == len(packed) and not opened
+    read = [as_lists(copy[0])]
+    assert opened == ["0.bin"]
+    read.append(as_lists(copy[1]))
+    assert opened == ["0.bin", "1.bin"]
+    assert len(pickle.dumps(copy)) == len(sent), "what a process has mapped and counted is its own"
+    assert read == [as_lists(packed[g]) for g in range(2)]
 
 
 def test_a_bad_token_stops_the_step_that_needs_it(tmp_path: Path) -> None:

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 from titan.data.samples.stream import Stream
-from titan.data.tokens.shards import HEADER_BYTES, Shard, ShardWriter, open_shard, token_bytes
+from titan.data.tokens.shards import HEADER_BYTES, Shard, ShardWriter, open_shard, open_shards, token_bytes
 from titan.errors import DataError
 
 DOCUMENTS = [[1, 2, 3, 0], [4, 0], [5, 6, 7, 8, 9, 0]]
@@ -95,8 +95,49 @@ def test_verify_finds_one_changed_bit(tmp_path: Path) -> None:
         open_shard(path).verify()
 
 
+@pytest.mark.parametrize(
+    ("fault", "words"),
+    [
+        (None, r"a\.bin cannot be read: No such file"),
+        (b"", r"a\.bin is empty"),
+        (
+            [[1, 2, 3, 0]],
+            r"a\.bin is not the file whose header was read at the start: 4 tokens .*at the start 12 with",
+        ),
+        (
+            [*DOCUMENTS[:2], [5, 6, 7, 8, 7, 0]],
+            r"a\.bin is not the file whose header .*: 12 tokens .*; restore the file",
+        ),
+        (-3, r"a\.bin is cut short: 109 bytes, but 12 tokens in 3 documents need 112"),
+    ],
+    ids=["absent", "empty", "another", "same size", "cut short"],
+)
+def test_a_shard_that_is_no_longer_what_its_header_said_is_not_mapped(
+    tmp_path: Path, fault: bytes | int | list[list[int]] | None, words: str
+) -> None:
+    """As on a node that sees other files than the one that read the headers."""
+    path = write(tmp_path / "a.bin", DOCUMENTS)
+    shard, whole = open_shard(path), path.read_bytes()
+    path.unlink()
+    if isinstance(fault, list):
+        write(path, fault)
+    elif fault is not None:
+        path.write_bytes(fault if isinstance(fault, bytes) else whole[:fault])
+    with pytest.raises(DataError, match=words):
+        shard.map()
+
+
+def test_the_first_fault_of_many_shards_is_told(tmp_path: Path) -> None:
+    paths = [write(tmp_path / f"{n:02}.bin", DOCUMENTS) for n in range(40)]
+    assert [shard.path for shard in open_shards(paths)] == paths
+    for number in (17, 30):
+        paths[number].unlink()
+    with pytest.raises(DataError, match=r"17\.bin cannot be read: No such file"):
+        open_shards(paths)
+
+
 def stream(folder: Path, *groups: list[list[int]], vocab_size: int = 100) -> Stream:
-    return Stream([write(folder / f"{n}.bin", group) for n, group in enumerate(groups)], vocab_size)
+    return Stream([open_shard(write(folder / f"{n}.bin", group)) for n, group in enumerate(groups)], vocab_size)
 
 
 def test_stream_reads_across_shards(tmp_path: Path) -> None:
@@ -109,7 +150,8 @@ def test_stream_reads_across_shards(tmp_path: Path) -> None:
             if stop > start:
                 assert joined.ends(start, stop).tolist() == [end for end in (4, 6, 12) if start < end <= stop]
     assert [joined.document(number) for number in range(3)] == [(0, 4), (4, 6), (6, 12)]
-    assert joined.lengths().tolist() == [4, 2, 6]
+    assert [joined.lengths(shard).tolist() for shard in range(4)] == [[4], [], [2], [6]]
+    assert [joined.first_document(shard) for shard in range(4)] == [0, 1, 1, 2]
 
 
 def test_stream_names_an_id_beyond_the_vocabulary(tmp_path: Path) -> None:

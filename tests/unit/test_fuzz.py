@@ -19,6 +19,7 @@ from tests.ranks import RankError
 from titan.config import Job, load_job, split_arguments
 from titan.contracts import IGNORE
 from titan.data.samples.samples import Samples
+from titan.data.tokens.shards import open_shards
 
 DRAWS = 600
 EXPECTED = {
@@ -77,7 +78,7 @@ def test_the_command_line_is_the_job_that_was_judged(drawn: list[Drawn], judge: 
 @pytest.mark.parametrize(("kind", "some_are_empty"), [("lively", False), ("barren", True)])
 def test_samples_without_a_label(kind: str, some_are_empty: bool, tmp_path: Path) -> None:
     write_documents(tmp_path / kind, kind, 64)
-    shards = sorted((tmp_path / kind).glob("*.bin"))
+    shards = open_shards(sorted((tmp_path / kind).glob("*.bin")))
     samples = Samples([(shards, 1.0)], seq_len=8, packing="document_mask", seed=0, shuffle=False, vocab_size=64)
     empty = [bool((sample.labels == IGNORE).all()) for sample in (samples[g] for g in range(len(samples)))]
     assert any(empty) == some_are_empty
@@ -100,7 +101,7 @@ def test_ranks_and_steps_without_a_label(drawn: list[Drawn], judge: Judge) -> No
 
 
 def _samples(job: Job) -> Samples:
-    sources = [(source.plugin.shards(), source.weight) for source in job.sources]
+    sources = [(open_shards(source.plugin.shards() or ()), source.weight) for source in job.sources]
     return Samples(
         sources, seq_len=job.data.seq_len, packing=job.data.packing, seed=job.run.seed, shuffle=job.data.shuffle,
         vocab_size=job.spec.vocab_size,

@@ -68,10 +68,10 @@ def run(args: argparse.Namespace) -> int:
 
 def _prepare(args: argparse.Namespace) -> dict[str, Any]:
     job = load_job(args.config, args.overrides)
-    paths = [
-        path
+    found = [
+        shard
         for source in job.sources
-        for path in prepare(
+        for shard in prepare(
             source.plugin,
             job.tokenizer,
             cache=Path(job.data.cache).expanduser(),
@@ -79,11 +79,10 @@ def _prepare(args: argparse.Namespace) -> dict[str, Any]:
             progress=True,
         )
     ]
-    found = [open_shard(path) for path in paths]
     return {
         "tokens": sum(shard.tokens for shard in found),
         "documents": sum(shard.documents for shard in found),
-        "files": [str(path) for path in paths],
+        "files": [str(shard.path) for shard in found],
     }
 
 

@@ -66,8 +66,11 @@ class DataSection:
     )
     shuffle: bool = option(True, "shuffle the samples of each epoch, seeded by run.seed")
     cache: str = option("~/.cache/titan", "folder of tokenized text, shared by all runs", path=True)
-    workers: int = option(
-        0, "data loader processes per rank; 0: load in the training process", at_least=0, at_most=1024
+    workers: int | None = option(
+        None,
+        "data loader processes per rank; 0: load in the training process; unset: 2 on a GPU, 0 on a CPU",
+        at_least=0,
+        at_most=1024,
     )
     prepare_workers: int = option(0, "processes that tokenize; 0: one per CPU core", at_least=0, at_most=1024)
 

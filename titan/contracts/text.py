@@ -66,8 +66,8 @@ class Dataset(Plugin, ABC):
     def files(self) -> list[Path]:
         """The files read, in an order that is the same in every process; their contents are the dataset's identity.
 
-        Called on every rank when the run's data is opened. Name every file that `documents` reads: only these files are
-        watched for changes while they are tokenized.
+        Called when the run's data is opened: on rank 0, and on the first rank of a node whose cache lacks the tokens.
+        Name every file that `documents` reads: only these files are watched for changes while they are tokenized.
 
         Raises:
             DataError: there is none.

@@ -32,8 +32,10 @@ from torch.distributed.tensor import DTensor
 from titan.config import Job
 from titan.contracts import IGNORE, Batch
 from titan.data.samples.stream import Stream
+from titan.data.tokens.shards import Shard, open_shards
 from titan.errors import ConfigError, DataError
 from titan.inference.load_model import Trained
+from titan.ranks.turns import from_first
 from titan.training.validation import Score, nats_and_tokens, perplexity, totals
 
 ROUND = 16
@@ -93,21 +95,21 @@ def evaluate(trained: Trained, reading: Reading, watch: Watch) -> Numbers:
     if reading.stride > length:
         raise ConfigError(f"--stride {reading.stride}: must be at most the window length --seq-len, {length}")
     before = [job.tokenizer.end] if reading.first_token == "predict" else []
-    documents = islice(_documents(job, counted), reading.limit or None)
+    shards = from_first(lambda: _open_shards(job), trained.rank)
+    documents = islice(_documents(job, counted, shards), reading.limit or None)
     found = (w for ids in documents for w in windows([*before, *ids], length, reading.stride or length))
     batches = _dealt(found, trained, reading.batch_size, watch)
     nats, tokens = totals(trained.engine, trained.context, batches, nats_and_tokens(job.loss), 2)
     if not tokens:
         raise DataError(f"dataset {job.sources[0].plugin.name!r} holds no token to score")
-    is_text = job.sources[0].plugin.shards() is None
     return {
         "loss": nats / tokens,
         "perplexity": perplexity(nats / tokens),
         "word_perplexity": perplexity(nats / counted.words) if counted.words else None,
         "bits_per_byte": nats / (counted.bytes * math.log(2)) if counted.bytes else None,
         "tokens": int(tokens),
-        "words": counted.words if is_text else None,
-        "bytes": counted.bytes if is_text else None,
+        "words": counted.words if shards is None else None,
+        "bytes": counted.bytes if shards is None else None,
         "documents": counted.documents,
     }
 
@@ -147,9 +149,14 @@ def windows(ids: list[int], length: int, stride: int) -> Iterator[Window]:
         done = end
 
 
-def _documents(job: Job, counted: Counted) -> Iterator[list[int]]:
+def _open_shards(job: Job) -> list[Shard] | None:
+    """The token shards of the job's data, their headers read; None where the data is text."""
+    paths = job.sources[0].plugin.shards()
+    return None if paths is None else open_shards(paths)
+
+
+def _documents(job: Job, counted: Counted, shards: list[Shard] | None) -> Iterator[list[int]]:
     """Ids of each document that has any, without the end id."""
-    shards = job.sources[0].plugin.shards()
     if shards is None:
         for _, text in _texts(job):
             ids = job.tokenizer.encode(text)

@@ -4,11 +4,12 @@ import itertools
 import pickle
 import time
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager, nullcontext, suppress
+from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
 from datetime import timedelta
 from threading import Event, Thread
-from typing import TypeVar
+from typing import TypeVar, cast
 
+import torch
 import torch.distributed as dist
 from torch._C._distributed_c10d import PrefixStore
 
@@ -33,7 +34,6 @@ FAREWELL_S = BEAT_S + 5.0
 
 _OPENING = ("comm.init_timeout_s", "opening what other ranks have prepared")
 _turns = itertools.count()
-_told = itertools.count()
 
 
 def together(work: Callable[[], T], rank: Rank, limit_s: float) -> T:
@@ -50,26 +50,44 @@ def together(work: Callable[[], T], rank: Rank, limit_s: float) -> T:
         return work()
     result: list[T] = []
     for place in range(3):
-        turn, error = _Turn(rank), None
-        if (rank.number == 0, rank.local == 0, True)[place] and not result:
-            last = place == 2
-            with turn.at_work(), watchdog.limit(limit_s, *_OPENING) if last else nullcontext():
-                error = _attempt(work, result, rank)
-        error = turn.over(error)
-        if error is not None:
-            raise error
+        mine = (rank.number == 0, rank.local == 0, True)[place] and not result
+        _take_turn(work if mine else None, result, rank, watchdog.limit(limit_s, *_OPENING) if place == 2 else None)
     return result[0]
 
 
-def as_first(value: str, rank: Rank) -> str:
-    """The value of the rank that comes here first: within the work of `together`, of rank 0.
+def from_first(work: Callable[[], T], rank: Rank) -> T:
+    """Run `work` on rank 0 alone; what it returns is pickled, and sent to all ranks by one broadcast between CPUs.
 
-    Over the store, so nobody waits for anybody. All ranks must make their calls in the same order.
+    The others wait for rank 0 as in `together`: no timeout of a collective runs while it works.
+
+    Raises:
+        TitanError: the work raised it; on all ranks.
+        RankFailedError: the work raised something else, which rank 0 has told in full; on all ranks.
     """
     if rank.world_size == 1:
-        return value
-    store = dist.distributed_c10d._get_default_store()
-    return bytes(store.compare_set(f"told first {next(_told)}", "", value)).decode()
+        return work()
+    result: list[T] = []
+    _take_turn(work if rank.number == 0 else None, result, rank)
+    sent: list[T | None] = [result[0] if result else None]
+    dist.broadcast_object_list(sent, src=0, device=torch.device("cpu"))
+    return cast(T, sent[0])
+
+
+def _take_turn(
+    work: Callable[[], T] | None, result: list[T], rank: Rank, limit: AbstractContextManager[None] | None = None
+) -> None:
+    """Do the work of a turn, if it is this rank's, and wait until all ranks have done theirs.
+
+    Raises:
+        TitanError: the first one that the work raised on any rank; on all of them.
+    """
+    turn, error = _Turn(rank), None
+    if work is not None:
+        with turn.at_work(), limit or nullcontext():
+            error = _attempt(work, result, rank)
+    error = turn.over(error)
+    if error is not None:
+        raise error
 
 
 def _attempt(work: Callable[[], T], result: list[T], rank: Rank) -> TitanError | None:

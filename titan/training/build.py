@@ -24,10 +24,11 @@ from titan.contracts.base.mesh import Mesh
 from titan.contracts.base.spec import glob_matches
 from titan.data.samples.loader import Loader
 from titan.data.samples.samples import Samples
-from titan.data.tokens.prepare import prepare
-from titan.errors import ConfigError, ConfigIssue, DataError, PluginError, by_errno
+from titan.data.tokens.prepare import prepare, prepare_node
+from titan.data.tokens.shards import Shard
+from titan.errors import ConfigError, ConfigIssue, PluginError, by_errno
 from titan.ranks.process import Rank
-from titan.ranks.turns import as_first, together
+from titan.ranks.turns import from_first, together
 from titan.training import phases
 from titan.training.engine import SequentialEngine, StepLoss, Strict
 from titan.training.init import name_seed
@@ -105,7 +106,7 @@ def build(job: Job, rank: Rank) -> Run:
 
 def _built(job: Job, rank: Rank, lock: FolderLock) -> Run:
     limit_s = job.comm.init_timeout_s
-    samples, validation_samples = together(lambda: _open_data(job, rank), rank, limit_s)
+    samples, validation_samples = open_data(job, rank)
     core = wire(job, rank)
     context = core.context
     checkpointer, rest = _restore(core, samples.fingerprint, lock)
@@ -184,21 +185,29 @@ def _writing(folder: Path) -> Iterator[None]:
         raise by_errno(error, ConfigError(said)) from None
 
 
-def _open_data(job: Job, rank: Rank) -> tuple[Samples, Samples | None]:
-    """The samples to train on and to validate on, the same on all ranks; for `together`.
+def open_data(job: Job, rank: Rank) -> tuple[Samples, Samples | None]:
+    """The samples to train on and to validate on; all ranks together.
+
+    Rank 0 lists the files, tokenizes text and reads the header of each shard, once in all. The other ranks are sent the
+    samples, and open a shard when they read from it. A node whose cache lacks the shards makes its own.
 
     Raises:
-        DataError: they cannot be used, or are not those of rank 0.
+        DataError: they cannot be used, or a node has others than rank 0; on all ranks alike.
         ConfigError: the tokenizer has ids that the model has no row for.
     """
-    samples, validation_samples = open_samples(job, rank), open_validation(job, rank)
-    mine = samples.fingerprint + (validation_samples.fingerprint if validation_samples else "")
-    if as_first(mine, rank) != mine:
-        raise DataError(
-            f"rank {rank.number} found other samples than rank 0: files of a dataset changed while it was read, or its"
-            " node sees other files. Stop whatever writes to the dataset's files, then run again"
-        )
-    return samples, validation_samples
+    samples, validation = from_first(lambda: (open_samples(job, rank), open_validation(job, rank)), rank)
+    found = list(zip((source.plugin for source in job.sources), samples.shards, strict=True))
+    if job.validation_data is not None and validation is not None:
+        found.append((job.validation_data, validation.shards[0]))
+    together(lambda: _prepare_node(found, job, rank), rank, job.comm.init_timeout_s)
+    return samples, validation
+
+
+def _prepare_node(found: Sequence[tuple[Dataset, Sequence[Shard]]], job: Job, rank: Rank) -> None:
+    """On the first rank of a node: see that the node has what rank 0 found of each dataset."""
+    if rank.local == 0 and rank.number != 0:
+        for dataset, shards in found:
+            prepare_node(dataset, job.tokenizer, shards, cache=_cache(job), workers=job.data.prepare_workers)
 
 
 def open_samples(job: Job, rank: Rank) -> Samples:
@@ -233,9 +242,13 @@ def open_validation(job: Job, rank: Rank) -> Samples | None:
     )  # fmt: skip
 
 
-def _prepared(dataset: Dataset, job: Job, rank: Rank) -> list[Path]:
-    cache, workers = Path(job.data.cache).expanduser(), job.data.prepare_workers
-    return prepare(dataset, job.tokenizer, cache=cache, workers=workers, progress=rank.number == 0)
+def _prepared(dataset: Dataset, job: Job, rank: Rank) -> list[Shard]:
+    workers = job.data.prepare_workers
+    return prepare(dataset, job.tokenizer, cache=_cache(job), workers=workers, progress=rank.number == 0)
+
+
+def _cache(job: Job) -> Path:
+    return Path(job.data.cache).expanduser()
 
 
 def context_of(job: Job, rank: Rank) -> BuildContext:

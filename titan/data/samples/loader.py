@@ -13,6 +13,9 @@ from titan.data.samples.samples import Sample, Samples
 from titan.data.tokens.processes import context
 from titan.errors import TitanError
 
+GPU_WORKERS = 2
+"""Loader processes of a rank on a GPU: while one waits for the file system, the other has the next batch ready."""
+
 _Columns = tuple[Tensor, Tensor, Tensor | None]
 
 
@@ -21,7 +24,8 @@ class Loader:
 
     A step consumes the next `global_batch` samples of the global order; rank `index` of `ranks` takes the `index`-th
     contiguous slice of them, in micro batches of `micro_batch`. `first` is the global sample the first step starts at.
-    `workers` processes read ahead; with 0 the training process reads.
+    `workers` processes read ahead; with 0 the training process reads. None stands for GPU_WORKERS on a GPU, and for 0
+    on a CPU, where they would take the cores that train.
 
     Raises (while iterating):
         DataError: as `Samples`, also when a worker met it.
@@ -36,11 +40,12 @@ class Loader:
         first: int,
         index: int,
         ranks: int,
-        workers: int,
+        workers: int | None,
         device: torch.device,
     ) -> None:
         assert global_batch % (micro_batch * ranks) == 0 and 0 <= index < ranks
-        self._samples, self._workers, self._device = samples, workers, device
+        self._samples, self._device = samples, device
+        self.workers = workers if workers is not None else GPU_WORKERS if device.type != "cpu" else 0
         self._numbers = _Numbers(first, global_batch, micro_batch, index, ranks)
         self._next = first
         self._batches: Iterator[_Columns | TitanError] | None = None
@@ -72,10 +77,10 @@ class Loader:
                 StatefulDataLoader(
                     _Reader(self._samples),
                     batch_sampler=self._numbers,
-                    num_workers=self._workers,
+                    num_workers=self.workers,
                     collate_fn=_as_read,
                     pin_memory=self._device.type == "cuda",
-                    multiprocessing_context=context() if self._workers else None,
+                    multiprocessing_context=context() if self.workers else None,
                     generator=torch.Generator(),  # the run's random state is not the loader's to advance
                     snapshot_every_n_steps=1 << 62,
                 )

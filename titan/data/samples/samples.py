@@ -2,8 +2,7 @@
 
 import hashlib
 from collections.abc import Mapping, Sequence
-from pathlib import Path
-from typing import Literal, NamedTuple
+from typing import Any, Literal, NamedTuple
 
 import numpy as np
 import torch
@@ -13,6 +12,7 @@ from torch.utils.data import Dataset
 from titan.contracts import IGNORE
 from titan.data.samples.order import Mixture, in_epochs, mix
 from titan.data.samples.stream import Ints, Stream
+from titan.data.tokens.shards import Shard
 from titan.errors import DataError
 
 Packing = Literal["concat", "document_mask", "pad"]
@@ -55,19 +55,34 @@ class Windows:
 class Pieces:
     """One document per sample, a longer one in pieces of S labels; what is left over holds the end id, without labels.
 
-    Takes 8 bytes of memory a document.
+    Maps every shard once to count its pieces. A pickled copy has the counts, and maps a shard when it is read. Takes 8
+    bytes of memory per document of the shards that were read.
     """
 
     def __init__(self, stream: Stream, seq_len: int) -> None:
         self._stream, self._length = stream, seq_len
-        self._until: Ints = np.cumsum((stream.lengths() + seq_len - 2) // seq_len)
-        self.samples = int(self._until[-1]) if self._until.size else 0
+        counts = [int(until[-1]) if (until := self._count(shard)).size else 0 for shard in range(len(stream.shards))]
+        self._before: Ints = np.cumsum([0, *counts])
+        self._until: dict[int, Ints] = {}
+        self.samples = int(self._before[-1])
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {**self.__dict__, "_until": {}}
+
+    def _count(self, shard: int) -> Ints:
+        """Pieces of a shard up to the end of each of its documents [documents]."""
+        return np.cumsum((self._stream.lengths(shard) + self._length - 2) // self._length)
 
     def read(self, i: int) -> Sample:
         """Sample i, 0 <= i < `samples`, in the order of the stream."""
-        number = int(np.searchsorted(self._until, i, side="right"))
-        piece = i - (int(self._until[number - 1]) if number else 0)
-        start, end = self._stream.document(number)
+        shard = int(np.searchsorted(self._before, i, side="right")) - 1
+        if shard not in self._until:
+            self._until[shard] = self._count(shard)
+        until = self._until[shard]
+        within = i - int(self._before[shard])
+        number = int(np.searchsorted(until, within, side="right"))
+        piece = within - (int(until[number - 1]) if number else 0)
+        start, end = self._stream.document(self._stream.first_document(shard) + number)
         start += piece * self._length
         ids = self._stream.read(start, min(start + self._length + 1, end))
         known = ids.size - 1
@@ -83,14 +98,17 @@ class Samples(Dataset[Sample]):
     sources: (token shards, weight) of each; a source's samples are used once per epoch of its own, in an order seeded
     by (seed, source, epoch), or with `shuffle=False` in the order of the files.
 
+    Pickled, it is what one rank sends to the others and to its loader processes: some 150 bytes per shard. A copy opens
+    a shard when a sample needs it.
+
     Raises:
-        DataError: a shard cannot be used, a source is too small for one sample, or (when read) an id is beyond the
-            vocabulary.
+        DataError: a source is too small for one sample; when read: a shard cannot be mapped (see `Shard.map`), or an id
+            is beyond the vocabulary.
     """
 
     def __init__(
         self,
-        sources: Sequence[tuple[Sequence[Path], float]],
+        sources: Sequence[tuple[Sequence[Shard], float]],
         *,
         seq_len: int,
         packing: Packing,
@@ -99,7 +117,7 @@ class Samples(Dataset[Sample]):
         vocab_size: int,
     ) -> None:
         self._seed, self._shuffle = seed, shuffle
-        self._streams = [Stream(paths, vocab_size) for paths, _ in sources]
+        self._streams = [Stream(shards, vocab_size) for shards, _ in sources]
         self._cuts = [_cut(stream, seq_len, packing) for stream in self._streams]
         self._mixture = Mixture([weight for _, weight in sources], mix(seed, len(sources)))
         for stream, cut in zip(self._streams, self._cuts, strict=True):
@@ -113,6 +131,11 @@ class Samples(Dataset[Sample]):
         for stream, count in zip(self._streams, self._mixture.counts, strict=True):
             parts += [count, *(shard.digest for shard in stream.shards)]
         return hashlib.sha256(repr(parts).encode()).hexdigest()
+
+    @property
+    def shards(self) -> list[Sequence[Shard]]:
+        """The token shards of each source."""
+        return [stream.shards for stream in self._streams]
 
     @property
     def tokens(self) -> int:

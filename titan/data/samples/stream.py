@@ -2,13 +2,12 @@
 
 from collections import OrderedDict
 from collections.abc import Sequence
-from pathlib import Path
 from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 
-from titan.data.tokens.shards import open_shard
+from titan.data.tokens.shards import Shard
 from titan.errors import DataError
 
 Ints = npt.NDArray[np.int64]
@@ -19,17 +18,19 @@ MOST_OPEN = 128
 class Stream:
     """Tokens [0, tokens) and documents [0, documents) of a list of shards. Documents never cross shards.
 
+    A shard is opened when it is read. A pickled copy has no shard open.
+
     Raises:
-        DataError: a shard cannot be used (see `open_shard`), or there is none.
+        DataError: there is no shard; when one is read: it cannot be mapped (see `Shard.map`).
     """
 
-    def __init__(self, paths: Sequence[Path], vocab_size: int) -> None:
-        if not paths:
+    def __init__(self, shards: Sequence[Shard], vocab_size: int) -> None:
+        if not shards:
             raise DataError("a source of samples has no token shards")
-        self.shards = [open_shard(Path(path)) for path in paths]
+        self.shards = shards
         self._vocab_size = vocab_size
-        self._tokens = np.cumsum([0] + [shard.tokens for shard in self.shards], dtype=np.int64)
-        self._documents = np.cumsum([0] + [shard.documents for shard in self.shards], dtype=np.int64)
+        self._tokens = np.cumsum([0] + [shard.tokens for shard in shards], dtype=np.int64)
+        self._documents = np.cumsum([0] + [shard.documents for shard in shards], dtype=np.int64)
         self._open: OrderedDict[int, Any] = OrderedDict()
 
     def __getstate__(self) -> dict[str, Any]:
@@ -102,6 +103,10 @@ class Stream:
         ends, base, within = self._map(shard)[1], int(self._tokens[shard]), number - int(self._documents[shard])
         return base + (int(ends[within - 1]) if within else 0), base + int(ends[within])
 
-    def lengths(self) -> Ints:
-        """Tokens of each document [documents], the end id counted."""
-        return np.concatenate([np.diff(self._map(number)[1], prepend=0) for number in range(len(self.shards))])
+    def first_document(self, shard: int) -> int:
+        """Number of the first document of a shard: how many the shards before it have."""
+        return int(self._documents[shard])
+
+    def lengths(self, shard: int) -> Ints:
+        """Tokens of each document of a shard [its documents], the end id counted."""
+        return np.diff(self._map(shard)[1], prepend=0)

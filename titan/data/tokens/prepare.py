@@ -15,6 +15,7 @@ import inspect
 import json
 import os
 import shutil
+import socket
 import sys
 import time
 from collections.abc import Iterator, Sequence
@@ -24,7 +25,7 @@ from pathlib import Path
 from titan.contracts import Dataset, Tokenizer
 from titan.contracts.base.options import as_table
 from titan.data.tokens.hashes import Content, content_hashes, unchanged
-from titan.data.tokens.shards import VERSION, open_shard
+from titan.data.tokens.shards import VERSION, Shard, open_shard, open_shards
 from titan.data.tokens.tokenize import tokenize, units
 from titan.data.tokens.unfinished import sweep, unfinished
 from titan.errors import DataError, by_errno
@@ -33,8 +34,8 @@ from titan.log import log
 INDEX = "index.json"
 
 
-def prepare(dataset: Dataset, tokenizer: Tokenizer, *, cache: Path, workers: int, progress: bool) -> list[Path]:
-    """The token shards of a dataset, in order.
+def prepare(dataset: Dataset, tokenizer: Tokenizer, *, cache: Path, workers: int, progress: bool) -> list[Shard]:
+    """The token shards of a dataset, in order; reads each header once.
 
     A dataset of shards gives its own. Text is tokenized once, by `workers` processes (0: one a core), into `cache`;
     what they make does not depend on how many they are. `progress` tells a person how far it is.
@@ -45,7 +46,7 @@ def prepare(dataset: Dataset, tokenizer: Tokenizer, *, cache: Path, workers: int
     """
     made = dataset.shards()
     if made is not None:
-        return [open_shard(path).path for path in made]
+        return open_shards(made)
     workers = workers or _cores()
     files = dataset.files()
     try:
@@ -58,7 +59,26 @@ def prepare(dataset: Dataset, tokenizer: Tokenizer, *, cache: Path, workers: int
         at = f" ({error.filename})" if error.filename else ""
         said = f"cannot tokenize into the cache {cache}: {error.strerror or error}{at}"
         raise by_errno(error, DataError(f"{said}; set data.cache to another folder")) from None
-    return _complete(folder)
+    return open_shards(_complete(folder))
+
+
+def prepare_node(dataset: Dataset, tokenizer: Tokenizer, found: Sequence[Shard], *, cache: Path, workers: int) -> None:
+    """See that a node has the shards that were found on another one; where its cache lacks them, tokenize on this node.
+
+    For one process of the node. Looks for a single file where the nodes share their files, and opens no shard there.
+
+    Raises:
+        DataError: this node's files give other tokens, or raises as `prepare`.
+    """
+    if found[0].path.exists() or dataset.shards() is not None:
+        return
+    own = prepare(dataset, tokenizer, cache=cache, workers=workers, progress=False)
+    if [shard.digest for shard in own] != [shard.digest for shard in found]:
+        raise DataError(
+            f"node {socket.gethostname()} found other samples of dataset {dataset.name!r} than the node of rank 0:"
+            " files of the dataset changed while it was read, or the nodes see different files. Stop whatever writes to"
+            " the dataset's files, then run again"
+        )
 
 
 def _cores() -> int:
@@ -144,7 +164,7 @@ def _complete(folder: Path) -> list[Path]:
         raise by_errno(error, DataError(f"{folder / INDEX} cannot be read: {error.strerror}")) from None
     if len(paths) != promised:
         raise DataError(f"{folder} is damaged: {len(paths)} of {promised} shards; delete the folder to tokenize again")
-    return [open_shard(path).path for path in paths]
+    return paths
 
 
 class _Progress:

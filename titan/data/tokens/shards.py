@@ -11,7 +11,9 @@ for each document the position after its last token as int64. Every document end
         24      8  number of documents
         32     32  SHA-256 of everything after the header
 
-Reading is memory-mapped; a file whose size is not the one its header promises is refused when it is opened.
+A run reads each header once, on one rank, and sends what it says to the others. Tokens are memory-mapped, by the ranks
+that need them. A file whose size is not what its header says is refused, at either time. When a file is mapped, its
+header must still be the one that was read before.
 """
 
 import hashlib
@@ -19,7 +21,8 @@ import os
 import secrets
 import struct
 from array import array
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -34,6 +37,9 @@ VERSION = 1
 HEADER_BYTES = 64
 _HEADER = struct.Struct("<8sIIQQ32s")
 _DTYPES: dict[int, npt.DTypeLike] = {2: "<u2", 4: "<u4"}
+
+_READERS = 16
+"""Headers read at a time: all ranks wait for the one that reads them, and a network file system answers in its time."""
 
 
 def token_bytes(vocab_size: int) -> int:
@@ -57,13 +63,35 @@ class Shard:
         return HEADER_BYTES + _padded(self.tokens * self.width) + 8 * self.documents
 
     def map(self) -> tuple[npt.NDArray[np.uint16 | np.uint32], npt.NDArray[np.int64]]:
-        """Memory-mapped tokens [tokens] and document ends [documents]; holds one open file."""
+        """Memory-mapped tokens [tokens] and document ends [documents]; opens one file, and holds it.
+
+        Raises:
+            DataError: the file is absent, cut short, or not the one whose header this is: it has changed since the
+                header was read, or another node, which read the header, sees another file.
+        """
         if self.tokens == 0:
             return np.empty(0, np.uint16), np.empty(0, np.int64)
-        whole = np.memmap(self.path, dtype=np.uint8, mode="r")
+        whole = self._mapped()
         ends = HEADER_BYTES + _padded(self.tokens * self.width)
         tokens = whole[HEADER_BYTES : HEADER_BYTES + self.tokens * self.width].view(_DTYPES[self.width])
         return tokens.view(np.ndarray), whole[ends:].view("<i8").view(np.ndarray)
+
+    def _mapped(self) -> npt.NDArray[np.uint8]:
+        """The bytes of the whole file, whose header is this one."""
+        try:
+            whole = np.memmap(self.path, dtype=np.uint8, mode="r")
+        except OSError as error:
+            raise by_errno(error, DataError(f"shard {self.path} cannot be read: {error.strerror}")) from None
+        except ValueError:  # of a file without a byte
+            raise DataError(f"shard {self.path} is empty") from None
+        found = _parsed(self.path, whole[:HEADER_BYTES].tobytes(), whole.size)
+        if found != self:
+            raise DataError(
+                f"shard {self.path} is not the file whose header was read at the start: {found.tokens:,} tokens with"
+                f" SHA-256 {found.digest[:16]}..., at the start {self.tokens:,} with {self.digest[:16]}...; restore the"
+                " file on every node, or start the run again"
+            )
+        return whole
 
     def verify(self) -> None:
         """Read the whole file and hold it against the header.
@@ -96,6 +124,21 @@ def open_shard(path: Path) -> Shard:
             head, size = file.read(HEADER_BYTES), os.fstat(file.fileno()).st_size
     except OSError as error:
         raise by_errno(error, DataError(f"shard {path} cannot be read: {error.strerror}")) from None
+    return _parsed(path, head, size)
+
+
+def open_shards(paths: Iterable[Path]) -> list[Shard]:
+    """Read and check the headers of many shards, each opened once, several at a time.
+
+    Raises:
+        DataError: as `open_shard`, of the first path whose file has a fault.
+    """
+    with ThreadPoolExecutor(_READERS) as pool:
+        return list(pool.map(open_shard, paths))
+
+
+def _parsed(path: Path, head: bytes, size: int) -> Shard:
+    """The shard of a file that begins with `head` and has `size` bytes; raises as `open_shard`."""
     if size == 0:
         raise DataError(f"shard {path} is empty")
     if not head.startswith(MAGIC):
