@@ -19,6 +19,7 @@ from titan.config import Job
 from titan.contracts.base.mesh import Mesh
 from titan.errors import ConfigError, TitanError, say
 from titan.ranks import first_failure, watchdog
+from titan.resources import raise_descriptor_limit
 
 ANSWER_S = 5.0
 """Longest wait for the store when a rank has failed."""
@@ -98,6 +99,7 @@ def enter(rank: Rank, timeout_s: float) -> None:
     Gloo connects two ranks when they first exchange data, not all ranks with all ranks at once: a group of N ranks
     would otherwise open N - 1 sockets per rank, and publish and read N addresses per rank through the store.
     """
+    raise_descriptor_limit()
     os.environ.setdefault("TORCH_GLOO_LAZY_INIT", "1")
     complete_in_order()
     backend = "gloo" if rank.device.type == "cpu" else f"cpu:gloo,{rank.device.type}:nccl"
