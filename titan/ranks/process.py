@@ -19,7 +19,7 @@ from titan.config import Job
 from titan.contracts.base.mesh import Mesh
 from titan.errors import ConfigError, TitanError, say
 from titan.ranks import first_failure, watchdog
-from titan.resources import raise_descriptor_limit
+from titan.resources import let_segments_expand, raise_descriptor_limit
 
 ANSWER_S = 5.0
 """Longest wait for the store when a rank has failed."""
@@ -75,6 +75,7 @@ def here(wanted: str) -> Rank:
     number, local = int(os.environ.get("RANK", "0")), int(os.environ.get("LOCAL_RANK", "0"))
     rank = Rank(number, launched_world_size(), local, _device(wanted, local))
     if rank.device.type != "cpu":
+        let_segments_expand()
         torch.accelerator.set_device_index(rank.device.index)
     return rank
 
