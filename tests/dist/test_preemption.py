@@ -4,8 +4,11 @@ import os
 import signal
 import threading
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
+import torch.distributed as dist
 
 from tests.jobs import Outcome, read_rows, train_job
 from tests.ranks import run_ranks
@@ -135,6 +138,75 @@ def test_signals_are_noted_while_somebody_listens() -> None:
     assert [signal.getsignal(number) for number in preemption.SIGNALS] == handlers
     alone.ask()
     assert alone.due() == ""
+
+
+class _Clock:
+    """A rank's clock, which moves when it is told to, and the steps that asked all ranks since it is in force."""
+
+    def __init__(self) -> None:
+        self.now, self.step, self.asked = 0.0, 0, []  # type: float, int, list[int]
+        preemption.time = SimpleNamespace(monotonic=lambda: self.now)  # type: ignore[attr-defined]
+        self._all_reduce = dist.all_reduce
+        dist.all_reduce = self._counting
+
+    def _counting(self, tensor: Any, *how: Any, **more: Any) -> Any:
+        if tensor.numel() == 2 and not tensor.is_floating_point():
+            self.asked.append(self.step)
+        return self._all_reduce(tensor, *how, **more)
+
+
+def _stopped(lengths: list[float], sent_in: int, steps: int) -> tuple[list[int], int]:
+    """Steps of `lengths`[rank] seconds, and a signal to the last rank in one of them: who asked, and the last step."""
+    clock, rank = _Clock(), dist.get_rank()
+    with listening():
+        question = Preemption(len(lengths), max_minutes=0)
+        for clock.step in range(1, steps + 1):
+            question.ask()
+            if clock.step == sent_in and rank == len(lengths) - 1:
+                os.kill(os.getpid(), signal.SIGTERM)
+            clock.now += lengths[rank]
+            if question.due():
+                break
+    return clock.asked, clock.step
+
+
+@pytest.mark.parametrize(
+    ("lengths", "sent_in", "asked", "last"),
+    [
+        ([2.0, 0.9], 20, list(range(1, 22)), 21),  # the slowest rank counts
+        ([0.3, 0.1], 14, [*range(1, 11), 12, 15], 15),  # three steps of 0.3 s fit into a second
+        ([0.02, 0.04], 27, [*range(1, 11), 12, 16, 24, 40], 40),  # at most twice as many as before
+        ([1e-4, 1e-6], 233, [*range(1, 11), 12, 16, 24, 40, 72, 136, 236], 236),  # at most 100
+    ],
+    ids=["long steps", "short", "shorter", "shortest"],
+)
+def test_ranks_with_clocks_of_their_own_ask_in_the_same_steps(
+    lengths: list[float], sent_in: int, asked: list[int], last: int
+) -> None:
+    """And stop after the same one: the next, or within two seconds of the slowest rank's clock."""
+    assert run_ranks(_stopped, 2, lengths, sent_in, 400) == [(asked, last)] * 2
+    assert last == sent_in + 1 or (last - sent_in + 1) * max(lengths) <= 2 * preemption.INTERVAL_S
+
+
+def _asking_steps(argv: list[str]) -> list[int]:
+    clock = _Clock()
+    begun = Preemption.ask
+
+    def ask(self: Preemption, *, now: bool = False) -> None:
+        clock.step, clock.now = clock.step + 1, clock.now + 1e-3
+        begun(self, now=now)
+
+    Preemption.ask = ask  # type: ignore[method-assign]
+    assert train.main(argv) == 0
+    return clock.asked
+
+
+def test_steps_that_validate_or_save_ask_and_so_do_the_steps_after_them(tmp_path: Path) -> None:
+    """Saves end steps 14 and 28, validations 20 and 30; after the end, a question of its own."""
+    validated = ("--validation.every", "20", "--validation.name", "text", "--validation.path", f"{tmp_path}/text")
+    argv = job(tmp_path, "--mesh.dp_shard", "2", "--train.steps", "30", "--checkpoint.every", "14", *validated)
+    asked = [*range(1, 11), 12, 14, 15, 20, 21, 28, 29, 30, 31]
+    assert run_ranks(_asking_steps, 2, argv, init=False, timeout=200) == [asked] * 2
 
 
 def test_a_thread_does_not_listen() -> None:

@@ -1,9 +1,11 @@
 """How ranks enter their process groups, `titan.ranks.process`, and what their rows say of all of them."""
 
+import importlib
 import os
 import sys
 from datetime import timedelta
 from types import SimpleNamespace
+from typing import Any
 
 import pytest
 import torch
@@ -15,6 +17,8 @@ from tests.jobs import LLAMA
 from tests.ranks import run_ranks
 from titan.checkpoint.ranks import Ranks
 from titan.config import load_job
+from titan.contracts.base import mesh
+from titan.contracts.base.mesh import Axis, lay_out
 from titan.errors import ConfigError
 from titan.ranks import process
 from titan.training import metrics
@@ -32,9 +36,9 @@ def _options(group: dist.ProcessGroup | None) -> tuple[int, timedelta]:
 
 def _groups() -> list[tuple[int, timedelta]]:
     _enter()
-    mesh = init_device_mesh("cpu", (1, 2), mesh_dim_names=("outer", "inner"))
+    both = init_device_mesh("cpu", (1, 2), mesh_dim_names=("outer", "inner"))
     own = dist.new_group(backend="gloo", timeout=timedelta(seconds=7))
-    return [_options(group) for group in (dist.group.WORLD, mesh.get_group("outer"), own)]
+    return [_options(group) for group in (dist.group.WORLD, both.get_group("outer"), own)]
 
 
 def _chosen() -> int:
@@ -70,10 +74,10 @@ def _connections(eager: bool) -> int:
         os.environ["TORCH_GLOO_LAZY_INIT"] = "0"
     before = _sockets()
     _enter()
-    mesh = init_device_mesh("cpu", (2, 2, 2), mesh_dim_names=("pp", "dp_shard", "tp"))
+    cube = init_device_mesh("cpu", (2, 2, 2), mesh_dim_names=("pp", "dp_shard", "tp"))
     checkpoints = Ranks(dist.get_rank(), dist.get_world_size())
     number = torch.ones(1)
-    for group in (dist.group.WORLD, *mesh.get_all_groups()):
+    for group in (dist.group.WORLD, *cube.get_all_groups()):
         dist.all_reduce(number, group=group)
     assert checkpoints.gather(dist.get_rank()) == list(range(8))
     assert checkpoints.first(lambda: "agreed") == "agreed"
@@ -87,6 +91,50 @@ def test_ranks_connect_to_those_they_exchange_data_with() -> None:
     """An eager group of N ranks opens N - 1 sockets per rank, a lazy one some log2(N): here 23 in all against 13."""
     eager, lazy = (run_ranks(_connections, 8, how, init=False) for how in (True, False))
     assert max(lazy) < min(eager), (eager, lazy)
+
+
+def _held() -> tuple[int, int]:
+    """Descriptors and threads of this rank."""
+    return sum(_open(number) for number in os.listdir("/proc/self/fd")), len(os.listdir("/proc/self/task"))
+
+
+def _mesh_like_a_gpu(device: str) -> tuple[list[str], list[int]]:
+    """The backend of each group of a mesh's axes, and the descriptors and threads that came with them.
+
+    On "cuda" the fake backend stands in for NCCL, and the CPU for the GPU. The mesh has an axis of all ranks.
+    """
+    importlib.import_module("torch.testing._internal.distributed.fake_pg")  # registers the backend
+    make = mesh.init_device_mesh
+
+    def faked(kind: str, shape: tuple[int, ...], *, backend_override: Any, **more: Any) -> Any:
+        assert kind == device
+        names = None if backend_override is None else {axis: _NCCL[name] for axis, name in backend_override.items()}
+        return make("cpu", shape, backend_override=names, **more)
+
+    mesh.init_device_mesh = faked  # type: ignore[assignment]
+    _enter()
+    dist.barrier()  # so that its connections are there
+    before = _held()
+    axes = [Axis(name=name, role="batch", topology_order=place, doc="") for place, name in enumerate("abc")]
+    groups = []
+    for degrees in ({"a": 2, "b": 2, "c": 2}, {"a": 8, "b": 1, "c": 1}):
+        layout, _ = lay_out(axes, degrees, 8)
+        groups += mesh.Mesh(layout, torch.device(device), dist.get_rank()).groups()
+    held = [now - then for now, then in zip(_held(), before, strict=True)]
+    dist.barrier()
+    return [dist.get_backend(group) for group in groups], held
+
+
+_NCCL = {"nccl": "fake"}
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="counts /proc/self/fd")
+def test_groups_of_a_mesh_on_gpus_have_no_gloo() -> None:
+    """Each gloo group holds descriptors and two threads per rank, also when it is never used."""
+    on_gpus, on_cpus = (run_ranks(_mesh_like_a_gpu, 8, device, init=False)[7] for device in ("cuda", "cpu"))
+    assert on_gpus[0] == ["fake"] * 3 + ["gloo"] and on_cpus[0] == ["gloo"] * 4
+    assert on_gpus[1][1] == 0 and on_cpus[1][1] == 3 * 2, "threads"
+    assert on_cpus[1][0] - on_gpus[1][0] >= 3 * 4, "descriptors"
 
 
 def test_a_task_that_sees_one_gpu_takes_it(monkeypatch: pytest.MonkeyPatch) -> None:

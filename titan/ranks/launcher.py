@@ -19,6 +19,7 @@ from titan.ranks.launch_env import (
     ranks_asked_for,
 )
 from titan.ranks.rank_processes import Ended, Entry, RankProcesses
+from titan.resources import raise_descriptor_limit
 
 
 def let_threads_sleep() -> None:
@@ -55,6 +56,7 @@ def start(entry: Entry, words: list[str], place: LaunchEnv, restarts: int = 0, l
     Raises:
         TitanError: the nodes of the run do not find together.
     """
+    raise_descriptor_limit()
     os.environ.setdefault("OMP_NUM_THREADS", str(max(1, cores() // place.ranks)))
     importlib.import_module("torch._dynamo")  # every optimizer imports it; ranks that are forked find it there
     forkable = sys.platform == "linux" and gpus() == 0

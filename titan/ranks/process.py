@@ -19,6 +19,7 @@ from titan.config import Job
 from titan.contracts.base.mesh import Mesh
 from titan.errors import ConfigError, TitanError, say
 from titan.ranks import first_failure, watchdog
+from titan.resources import let_segments_expand, raise_descriptor_limit
 
 ANSWER_S = 5.0
 """Longest wait for the store when a rank has failed."""
@@ -74,6 +75,7 @@ def here(wanted: str) -> Rank:
     number, local = int(os.environ.get("RANK", "0")), int(os.environ.get("LOCAL_RANK", "0"))
     rank = Rank(number, launched_world_size(), local, _device(wanted, local))
     if rank.device.type != "cpu":
+        let_segments_expand()
         torch.accelerator.set_device_index(rank.device.index)
     return rank
 
@@ -98,6 +100,7 @@ def enter(rank: Rank, timeout_s: float) -> None:
     Gloo connects two ranks when they first exchange data, not all ranks with all ranks at once: a group of N ranks
     would otherwise open N - 1 sockets per rank, and publish and read N addresses per rank through the store.
     """
+    raise_descriptor_limit()
     os.environ.setdefault("TORCH_GLOO_LAZY_INIT", "1")
     complete_in_order()
     backend = "gloo" if rank.device.type == "cpu" else f"cpu:gloo,{rank.device.type}:nccl"

@@ -29,6 +29,7 @@ from titan.data.tokens.shards import Shard
 from titan.errors import ConfigError, ConfigIssue, PluginError, by_errno
 from titan.ranks.process import Rank
 from titan.ranks.turns import from_first, together
+from titan.resources import stay_near
 from titan.training import phases
 from titan.training.engine import SequentialEngine, StepLoss, Strict
 from titan.training.init import name_seed
@@ -107,6 +108,7 @@ def build(job: Job, rank: Rank) -> Run:
 def _built(job: Job, rank: Rank, lock: FolderLock) -> Run:
     limit_s = job.comm.init_timeout_s
     samples, validation_samples = open_data(job, rank)
+    stay_near(rank.device)  # not before: tokenizing uses all cores
     core = wire(job, rank)
     context = core.context
     checkpointer, rest = _restore(core, samples.fingerprint, lock)

@@ -40,7 +40,7 @@ def train(run: Run) -> str:
         preemption = Preemption(run.rank.world_size, run.job.run.max_minutes)
         batches = iter(run.loader)
         while run.step < run.job.train.steps and not asked:
-            preemption.ask()
+            preemption.ask(now=_pauses(run, run.step) or _pauses(run, run.step + 1))
             waited = time.perf_counter()
             micro_batches = next(batches)
             waited = time.perf_counter() - waited
@@ -56,7 +56,7 @@ def train(run: Run) -> str:
         save(run)
         if run.checkpointer is not None:
             run.checkpointer.wait()
-        preemption.ask()
+        preemption.ask(now=True)
         return asked or preemption.due()
     except Exception as error:
         tell(error, run.rank.number)
@@ -117,14 +117,27 @@ def after_step(run: Run, stats: Stats, waited: float) -> None:
     every, steps = run.job.metrics.every, run.job.train.steps
     if run.step % every == 0 or run.step in (1, steps):
         _log(run, stats)
-    if run.validation_samples is not None and (run.step % run.job.validation.every == 0 or run.step == steps):
+    if _validates(run, run.step):
         with run.meter.beside("validation"):
             validate(run)
     if run.step % run.job.train.gc_every == 0:
         with run.meter.beside("gc"):
             _collect_garbage()
-    if run.step % run.job.checkpoint.every == 0:
+    if _saves(run, run.step):
         save(run)
+
+
+def _validates(run: Run, step: int) -> bool:
+    return run.validation_samples is not None and (step % run.job.validation.every == 0 or step == run.job.train.steps)
+
+
+def _saves(run: Run, step: int) -> bool:
+    return run.checkpointer is not None and step % run.job.checkpoint.every == 0
+
+
+def _pauses(run: Run, step: int) -> bool:
+    """Whether a step ends with work of its own length. A signal may come during it, and before it costs nothing."""
+    return _validates(run, step) or _saves(run, step)
 
 
 def _collect_garbage() -> None:

@@ -7,7 +7,7 @@ and needs no process group, so the planner uses it; `Mesh` adds the groups.
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Literal, get_type_hints
+from typing import Any, Literal, get_type_hints
 
 import torch
 import torch.distributed as dist
@@ -147,6 +147,9 @@ class Mesh:
     """A layout with its process groups, on one rank.
 
     An axis of degree 1 is left out unless its owner is on (`keep`): every axis costs time.
+
+    On GPUs the groups of axes are NCCL's alone, for tensors on the device. Each would otherwise get a gloo group too,
+    with its threads and sockets. What needs the CPU uses the process group of all ranks, which has both.
     """
 
     def __init__(self, layout: Layout, device: torch.device, rank: int, keep: Sequence[str] = ()) -> None:
@@ -155,7 +158,10 @@ class Mesh:
         self._mesh: DeviceMesh | None = None
         if names:
             shape = tuple(layout.degrees[name] for name in names)
-            self._mesh = init_device_mesh(device.type, shape, mesh_dim_names=names)
+            # An axis of all ranks uses the process group of all, which is there.
+            own: Any = {name: "nccl" for name, degree in zip(names, shape, strict=True) if degree < layout.world_size}
+            backends = own if device.type == "cuda" and own else None
+            self._mesh = init_device_mesh(device.type, shape, mesh_dim_names=names, backend_override=backends)
 
     def __contains__(self, axis: str) -> bool:
         return self._mesh is not None and axis in (self._mesh.mesh_dim_names or ())
@@ -170,7 +176,7 @@ class Mesh:
         return self.layout.coordinate(self.rank).get(axis, 0)
 
     def group(self, axis: str) -> dist.ProcessGroup:
-        """The process group along an axis of degree above 1."""
+        """The process group along an axis of degree above 1; for tensors on the device of the mesh."""
         assert self._mesh is not None
         return self._mesh.get_group(axis)
 

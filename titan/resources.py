@@ -1,0 +1,82 @@
+"""What a process takes of its machine: file descriptors, GPU memory, and the CPU cores near its GPU.
+
+Each is a default: where the user or a scheduler has chosen, that choice stands.
+"""
+
+import os
+import resource
+import sys
+from contextlib import suppress
+from pathlib import Path
+from typing import Any
+
+import torch
+
+DESCRIPTORS = 1 << 20
+"""Most that a process asks for: some systems have no hard limit at all."""
+
+ALLOCATOR = ("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF", "PYTORCH_HIP_ALLOC_CONF")
+"""Environment variables with options of PyTorch's allocator on GPUs. The first one is the name since PyTorch 2.9."""
+
+
+def raise_descriptor_limit() -> None:
+    """Raise the limit of open files of this process and its children to the hard limit, at most `DESCRIPTORS`.
+
+    A socket is an open file. The process that serves the store has a socket per rank of the run, and rank 0 of a gather
+    has one per rank; the usual limit is 1,024. Silent where the system refuses.
+    """
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    wanted = DESCRIPTORS if hard == resource.RLIM_INFINITY else min(hard, DESCRIPTORS)
+    if soft != resource.RLIM_INFINITY and soft < wanted:
+        with suppress(OSError, ValueError):
+            resource.setrlimit(resource.RLIMIT_NOFILE, (wanted, hard))
+
+
+def let_segments_expand() -> None:
+    """Let PyTorch's allocator extend a segment of GPU memory in place, so that freed memory is left in fewer pieces.
+
+    To be called before the first use of CUDA, which is when the allocator reads its options. Does nothing where the
+    user has set any of `ALLOCATOR`, and on AMD GPUs: of the builds of PyTorch 2.11 to 2.13 only some for ROCm 7 support
+    it, and it can hang (pytorch issue 192259).
+    """
+    if torch.version.hip is None and not any(name in os.environ for name in ALLOCATOR):
+        os.environ[ALLOCATOR[0]] = "expandable_segments:True"
+
+
+def stay_near(device: torch.device, system: Path = Path("/sys")) -> set[int]:
+    """Bind all threads of this process, and its later children, to the CPU cores of the NUMA node of its GPU.
+
+    Returns these cores; empty where nothing is bound. That is on a CPU, on a machine with one NUMA node, where the
+    kernel does not know the GPU's node, and where the process may not use all cores of the machine anyway: a scheduler,
+    a container or the user has chosen then. `torch.numa` does the same for torchrun, but in a process that runs already
+    only by private functions, and it needs the program numactl.
+
+    system: where sysfs is mounted.
+    """
+    if device.type != "cuda" or sys.platform != "linux":
+        return set()
+    cores = _cores_near(torch.cuda.get_device_properties(device), system, os.sched_getaffinity(0))
+    if cores:
+        for thread in os.listdir("/proc/self/task"):
+            with suppress(OSError):  # it may have ended
+                os.sched_setaffinity(int(thread), cores)
+        torch.set_num_threads(min(torch.get_num_threads(), len(cores)))
+    return cores
+
+
+def _cores_near(gpu: Any, system: Path, allowed: set[int]) -> set[int]:
+    """The cores of a GPU's NUMA node, by its place on the bus; empty where they are unknown, or no choice."""
+    try:
+        place = f"{gpu.pci_domain_id:04x}:{gpu.pci_bus_id:02x}:{gpu.pci_device_id:02x}.0"
+        node = int((system / "bus/pci/devices" / place / "numa_node").read_text())
+        cores = _numbers(system / f"devices/system/node/node{node}/cpulist")  # node -1: unknown, so no such folder
+        chosen = allowed != _numbers(system / "devices/system/cpu/online")
+    except (OSError, ValueError, AttributeError):
+        return set()
+    return set() if chosen or cores == allowed else cores & allowed
+
+
+def _numbers(path: Path) -> set[int]:
+    """The numbers of a list like 0-3,8."""
+    spans = [span.partition("-") for span in path.read_text().strip().split(",") if span]
+    return {number for first, _, last in spans for number in range(int(first), int(last or first) + 1)}
