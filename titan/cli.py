@@ -25,6 +25,7 @@ from titan.errors import (
 )
 from titan.ranks.launcher import let_threads_sleep
 
+TRAIN = "train"
 OVERRIDE = re.compile(r"--[^\s.=]+(\.[^\s.=]+)+(=|$)")
 """`--table.key`, alone or with `=value`."""
 
@@ -43,16 +44,16 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--version", action="version", version=f"titan {__version__}")
     parser.add_argument(TRACEBACK_FLAG, action="store_true", help="show stack traces of errors")
     subparsers = parser.add_subparsers(dest="command", metavar="COMMAND", required=True)
-    commands = _commands()
+    own, overrides = _without_overrides(words)
+    asked = next((word for word in own if not word.startswith("-")), "")
+    commands = _commands(asked)
     for name, module in commands.items():
         subparser = subparsers.add_parser(
             name, help=module.HELP, description=module.HELP, formatter_class=argparse.RawDescriptionHelpFormatter
         )
         module.add_arguments(subparser)
-    own, overrides = _without_overrides(words)
     try:
-        name = next((word for word in own if not word.startswith("-")), "")
-        own = _present_flags(own, getattr(commands.get(name), "FORMER_FLAGS", {}))
+        own = _present_flags(own, getattr(commands.get(asked), "FORMER_FLAGS", {}))
         args, rest = parser.parse_known_args(own)
         args.overrides = overrides
         if rest and hasattr(args, "takes_overrides"):
@@ -107,9 +108,11 @@ def _present_flags(words: Sequence[str], former: Mapping[str, str]) -> list[str]
     return found
 
 
-def _commands() -> dict[str, ModuleType]:
+def _commands(asked: str) -> dict[str, ModuleType]:
+    """The module of the command asked for; those of all commands where it is none. A module may import for seconds."""
     found = sorted(module.name for module in pkgutil.iter_modules(titan.commands.__path__))
-    return {**{name: importlib.import_module(f"titan.commands.{name}") for name in found}, "train": launch}
+    wanted = [asked] if asked in (*found, TRAIN) else [*found, TRAIN]
+    return {name: launch if name == TRAIN else importlib.import_module(f"titan.commands.{name}") for name in wanted}
 
 
 if __name__ == "__main__":

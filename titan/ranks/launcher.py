@@ -49,15 +49,27 @@ def place_asked_for() -> LaunchEnv | None:
     return place if place.world_size > 1 else None
 
 
-def start(entry: Entry, words: list[str], place: LaunchEnv, restarts: int = 0, logs: Path | None = None) -> int:
-    """Run `sys.exit(entry(words))` as each rank of this node; the exit code of the run. logs: where ranks write theirs.
+def start(
+    entry: Entry,
+    words: list[str],
+    place: LaunchEnv,
+    restarts: int = 0,
+    logs: Path | None = None,
+    fork_with: Sequence[str] = (),
+) -> int:
+    """Run `sys.exit(entry(words))` as each rank of this node; the exit code of the run.
+
+    logs: where ranks write theirs.  fork_with: modules that ranks need. Forked ranks find them imported; spawned ranks
+    inherit no module, so this process imports none for them.
 
     Raises:
         TitanError: the nodes of the run do not find together.
     """
     os.environ.setdefault("OMP_NUM_THREADS", str(max(1, cores() // place.ranks)))
-    importlib.import_module("torch._dynamo")  # every optimizer imports it; ranks that are forked find it there
     forkable = sys.platform == "linux" and gpus() == 0
+    if forkable:
+        for module in ("torch._dynamo", *fork_with):  # every optimizer imports torch._dynamo
+            importlib.import_module(module)
     with rendezvous.meet(place) as others:
         children = RankProcesses(entry, words, place, forkable, others)
         return children.follow() if place.node else _lead(children, restarts, logs)
