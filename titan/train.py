@@ -2,6 +2,7 @@
 
 import glob
 import json
+import os
 import shlex
 import shutil
 import sys
@@ -18,7 +19,6 @@ from titan.errors import (
     EXIT_FAILED,
     EXIT_PREEMPTED,
     TitanError,
-    report,
     stand_in_for_closed,
     take_traceback_flag,
 )
@@ -36,20 +36,18 @@ def main(argv: Sequence[str] | None = None) -> int:
         print(USAGE, end="")
         return EXIT_DONE
     watchdog.answer_to_quit()
-    rank = 0
+    rank = int(os.environ.get("RANK", "0"))
     with preemption.listening():
         try:
             path, overrides = split_arguments(words)
             job = load_job(path, overrides, process.launched_world_size())
             me = process.join(job)
-            rank = me.number
             log.set_up(rank)
             for sentence in said_twice(path, overrides):
                 log.log.info(sentence)
             return _run(job, me)
         except TitanError as error:
-            process.tell(error, rank)
-            report(error, rank)
+            process.report(error, rank)
             return error.exit_code
         except KeyboardInterrupt:
             log.log.warning("interrupted")
