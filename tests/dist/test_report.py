@@ -10,7 +10,8 @@ from tests.ranks import run_ranks
 from titan import log
 from titan.errors import ConfigError, RankFailedError
 from titan.ranks import first_failure, process, rendezvous
-from titan.ranks.launch_env import LOCAL
+from titan.ranks.launch_env import LOCAL, LaunchEnv
+from titan.ranks.rank_processes import RankProcesses
 
 
 def reports(text: str, folder: Path, port: int = 0) -> None:
@@ -113,3 +114,25 @@ def test_a_rank_that_joins_hears_that_another_has_failed(tmp_path: Path, capfd: 
     said = "rank 0 failed before all ranks of the run had met"
     assert run_ranks(joins_late, 2, tmp_path, free_port(), init=False) == ["", said]
     assert printed(capfd) == ["error: no such text", f"rank 1: error: {said}"]
+
+
+def _refuses(argv: list[str]) -> int:
+    process.report(ConfigError("no such text" if argv == ["alike"] else f"no GPU {os.environ['RANK']}"), 1)
+    return 2
+
+
+def _unforeseen(argv: list[str]) -> int:
+    if os.environ["RANK"] == "1":
+        process.tell(KeyError("planted"), 1)
+    return 1
+
+
+def _led(argv: list[str]) -> int | None:
+    ranks = RankProcesses(_refuses if argv else _unforeseen, argv, LaunchEnv(1, 0, 2, LOCAL, 0), fork=True)
+    ranks.lead()
+    return ranks.explained
+
+
+def test_the_launcher_knows_of_what_has_been_printed() -> None:
+    assert run_ranks(_led, 1, ["alike"], init=False) == [1]
+    assert run_ranks(_led, 1, [], init=False) == [None], "a stack trace; the log has what went before it"
