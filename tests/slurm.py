@@ -271,8 +271,17 @@ class _Request(socketserver.StreamRequestHandler):
         self.wfile.write(json.dumps(fault).encode() + b"\n")
 
 
+SPELLINGS = {"-A": "--account", "--nodes": "--nodes"}
+"""Options whose value may be the next word, and their long names."""
+
+
 def _options(words: Sequence[str]) -> tuple[Options, list[str]]:
-    """Leading options, all of the form --name=value or --name, and the other words."""
+    """Leading options, of the form --name=value or --name or one of `SPELLINGS`, and the other words."""
+    position, words = 0, list(words)
+    while position < len(words) and words[position].startswith("-"):
+        if words[position] in SPELLINGS:
+            words[position : position + 2] = [f"{SPELLINGS[words[position]]}={words[position + 1]}"]
+        position += 1
     options = list(itertools.takewhile(lambda word: word.startswith("--"), words))
     pairs = [option.removeprefix("--").partition("=") for option in options]
     return {name: value for name, _, value in pairs}, list(words[len(options) :])

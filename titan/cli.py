@@ -1,17 +1,21 @@
 """`titan COMMAND ...`: one module of `titan.commands` a command; `titan.launch` is `titan train`."""
 
 import argparse
+import difflib
 import importlib
 import pkgutil
 import re
 import sys
 from collections.abc import Mapping, Sequence
 from types import ModuleType
+from typing import NoReturn
 
 import titan.commands
 from titan import __version__, launch
+from titan.contracts.base.options import did_you_mean
 from titan.errors import (
     EXIT_FAILED,
+    EXIT_WRONG_INPUT,
     TRACEBACK_FLAG,
     ConfigError,
     ConfigIssue,
@@ -19,14 +23,24 @@ from titan.errors import (
     TitanError,
     let_go,
     report,
+    say,
     stand_in_for_closed,
     take_traceback_flag,
     warn_once,
 )
 from titan.ranks.launcher import let_threads_sleep
 
+TRAIN = "train"
 OVERRIDE = re.compile(r"--[^\s.=]+(\.[^\s.=]+)+(=|$)")
 """`--table.key`, alone or with `=value`."""
+
+
+class _Parser(argparse.ArgumentParser):
+    """Says what is wrong in one line, without the usage."""
+
+    def error(self, message: str) -> NoReturn:
+        say(f"{self.prog}: error: {message}; see {self.prog} --help")
+        sys.exit(EXIT_WRONG_INPUT)
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -39,26 +53,32 @@ def main(argv: Sequence[str] | None = None) -> int:
     stand_in_for_closed()
     words = take_traceback_flag(sys.argv[1:] if argv is None else argv)
     let_threads_sleep()
-    parser = argparse.ArgumentParser(prog="titan", description="A PyTorch-native trainer for large language models.")
+    parser = _Parser(prog="titan", description="A PyTorch-native trainer for large language models.")
     parser.add_argument("--version", action="version", version=f"titan {__version__}")
     parser.add_argument(TRACEBACK_FLAG, action="store_true", help="show stack traces of errors")
     subparsers = parser.add_subparsers(dest="command", metavar="COMMAND", required=True)
-    commands = _commands()
+    own, overrides = _without_overrides(words)
+    asked = next((word for word in own if not word.startswith("-")), "")
+    commands = _commands(asked)
+    if asked and asked not in commands:
+        parser.error(f"unknown command {asked!r}{did_you_mean(asked, commands)}")
     for name, module in commands.items():
         subparser = subparsers.add_parser(
             name, help=module.HELP, description=module.HELP, formatter_class=argparse.RawDescriptionHelpFormatter
         )
         module.add_arguments(subparser)
-    own, overrides = _without_overrides(words)
     try:
-        name = next((word for word in own if not word.startswith("-")), "")
-        own = _present_flags(own, getattr(commands.get(name), "FORMER_FLAGS", {}))
+        former = getattr(commands.get(asked), "FORMER_FLAGS", {})
+        own = _present_flags(own, former)
         args, rest = parser.parse_known_args(own)
         args.overrides = overrides
         if rest and hasattr(args, "takes_overrides"):
-            raise ConfigError([ConfigIssue("command line", f"{rest[0]}: expected --table.key value")])
+            hint = _nearest_flag(rest[0], subparsers.choices[asked], former)
+            raise ConfigError([ConfigIssue("command line", f"{rest[0]}: expected --table.key value{hint}")])
         if (rest or overrides) and not hasattr(args, "takes_overrides"):
-            what = f"{(rest or overrides)[0]}: titan {args.command} takes no such argument"
+            word = (rest or overrides)[0]
+            hint = _nearest_flag(word, subparsers.choices[asked], former)
+            what = f"{word}: titan {args.command} takes no such argument{hint}"
             raise ConfigError([ConfigIssue("command line", what)])
         code: int = commands[args.command].run(args)
         sys.stdout.flush()
@@ -107,9 +127,17 @@ def _present_flags(words: Sequence[str], former: Mapping[str, str]) -> list[str]
     return found
 
 
-def _commands() -> dict[str, ModuleType]:
+def _nearest_flag(word: str, parser: argparse.ArgumentParser, former: Mapping[str, str]) -> str:
+    """` (did you mean --flag?)`; empty where no flag of the command is near, nor any that it had before."""
+    near = difflib.get_close_matches(word.partition("=")[0], [*parser._option_string_actions, *former], n=1)
+    return f" (did you mean {former.get(near[0], near[0])}?)" if near else ""
+
+
+def _commands(asked: str) -> dict[str, ModuleType]:
+    """The module of the command asked for; those of all commands where it is none. A module may import for seconds."""
     found = sorted(module.name for module in pkgutil.iter_modules(titan.commands.__path__))
-    return {**{name: importlib.import_module(f"titan.commands.{name}") for name in found}, "train": launch}
+    wanted = [asked] if asked in (*found, TRAIN) else [*found, TRAIN]
+    return {name: launch if name == TRAIN else importlib.import_module(f"titan.commands.{name}") for name in wanted}
 
 
 if __name__ == "__main__":

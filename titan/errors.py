@@ -142,6 +142,14 @@ def say(line: str) -> None:
         let_go(sys.stderr)
 
 
+def is_shown() -> bool:
+    """Whether what is written to stderr may be read: stderr has not been closed, nor sent to /dev/null."""
+    try:
+        return not os.path.samestat(os.fstat(sys.stderr.fileno()), os.stat(os.devnull))
+    except (OSError, ValueError):  # no file: a test or a notebook reads it
+        return True
+
+
 def stand_in_for_closed() -> None:
     """Give stdin, stdout and stderr that were closed somewhere to go. To be called first: a file opened later would get
     their numbers, and with them what native code writes there."""

@@ -25,14 +25,13 @@ from titan.errors import (
 from titan.ranks import preemption
 from titan.ranks.launch_env import LaunchEnv, drop_rank_variables, find_place, max_restarts, rank_environment
 from titan.ranks.launcher import again_by_slurm, let_threads_sleep, start
+from titan.usage import USAGE
 
 HELP = "train a model; the same as ./run_train.sh (see titan train --help)"
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Add the arguments of `titan train` to its parser."""
-    from titan.train import USAGE
-
     parser.usage = USAGE.removeprefix("usage: ")
     parser.add_argument("--config", metavar="FILE", help="TOML of the job; default: configs/quickstart.toml")
     parser.set_defaults(takes_overrides=True)
@@ -89,9 +88,7 @@ def _launch(words: list[str], place: LaunchEnv, restarts: int) -> int:
             f'MAX_RESTARTS = {restarts}: restarts need checkpoints; set [checkpoint] enabled = true and resume = "auto"'
         )
         raise ConfigError([ConfigIssue("environment", what)])
-    from titan.train import main as train
-
-    return start(train, words, place, restarts, job.folder / "logs")
+    return start(_train, words, place, restarts, job.folder / "logs", fork_with=("titan.train",))
 
 
 if __name__ == "__main__":

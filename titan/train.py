@@ -2,6 +2,7 @@
 
 import glob
 import json
+import os
 import shlex
 import shutil
 import sys
@@ -18,32 +19,13 @@ from titan.errors import (
     EXIT_FAILED,
     EXIT_PREEMPTED,
     TitanError,
-    report,
     stand_in_for_closed,
     take_traceback_flag,
 )
 from titan.inference import generation
 from titan.ranks import preemption, process, watchdog
 from titan.training import build, trainer, validation
-
-USAGE = """usage: ./run_train.sh [--config FILE] [--table.key VALUE ...]
-       titan train   [--config FILE] [--table.key VALUE ...]
-       --traceback shows stack traces of errors
-
-Train a language model. Without --config: configs/quickstart.toml. Any key of the TOML can be given on the command line
-(--train.steps 100, --mesh.tp 2, --plugins.bf16.enabled false); the command line overrides the file.
-
-  titan config --config FILE            print the resolved job, with every default filled in
-  titan plugins                         list models, techniques, datasets, optimizers, ... and their options
-
-environment: NPROC or NPROC_PER_NODE (ranks on this node; default: its GPUs, else 1), NNODES, NODE_RANK, MASTER_ADDR,
-MASTER_PORT, or Slurm's variables; MAX_RESTARTS (restarts of all ranks after a failure; default: 0); OMP_NUM_THREADS
-(CPU threads per rank)
-
-exit codes: 0 done, 1 failed, 2 wrong input, 75 preempted. A run is preempted by SIGTERM, SIGUSR1 or --run.max_minutes:
-it saves a checkpoint and exits, and the same command resumes it. Under Slurm the job is requeued, except after SIGTERM,
-which scancel sends.
-"""
+from titan.usage import USAGE
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -54,20 +36,18 @@ def main(argv: Sequence[str] | None = None) -> int:
         print(USAGE, end="")
         return EXIT_DONE
     watchdog.answer_to_quit()
-    rank = 0
+    rank = int(os.environ.get("RANK", "0"))
     with preemption.listening():
         try:
             path, overrides = split_arguments(words)
             job = load_job(path, overrides, process.launched_world_size())
             me = process.join(job)
-            rank = me.number
             log.set_up(rank)
             for sentence in said_twice(path, overrides):
                 log.log.info(sentence)
             return _run(job, me)
         except TitanError as error:
-            process.tell(error, rank)
-            report(error, rank)
+            process.report(error, rank)
             return error.exit_code
         except KeyboardInterrupt:
             log.log.warning("interrupted")

@@ -22,7 +22,7 @@ from tests.ranks import RankError, run_ranks
 from titan.checkpoint import Checkpointer, rng_state, storage
 from titan.checkpoint.disk import plan
 from titan.contracts import ModelPart
-from titan.errors import CheckpointError
+from titan.errors import CheckpointError, ConfigError
 
 Layout = tuple[int, int, int]
 """Degrees of replicated data, sharded data and tensor parallelism."""
@@ -268,7 +268,7 @@ def _find(folder: Path, resume: str) -> str:
         folder = folder / "not-looked-at"
     try:
         return str(_checkpointer(folder).find(resume))
-    except CheckpointError as error:
+    except ConfigError as error:
         return f"refused: {error}"
 
 

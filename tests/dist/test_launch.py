@@ -278,6 +278,16 @@ def test_says_which_rank_is_the_cause(ended: list[Ended], said: str, capsys: pyt
     assert capsys.readouterr().err == said
 
 
+def test_an_error_that_was_printed_points_at_no_log(capsys: pytest.CaptureFixture[str]) -> None:
+    """Unless another rank was killed, which explains more."""
+    assert verdict([Ended(1, 2), Ended(0, 2)], set(), [], Path("x"), explained=1) == 2
+    assert capsys.readouterr().err == ""
+    assert verdict([Ended(1, 1), Ended(2, 1)], set(), [], Path("x"), explained=2) == 1
+    assert capsys.readouterr().err == "error: rank 1 failed with exit code 1; its log: x/rank-1.log\n"
+    assert verdict([Ended(1, 1), Ended(0, -9)], set(), [], Path("x"), explained=1) == 1
+    assert "rank 0 was killed by SIGKILL" in capsys.readouterr().err
+
+
 def test_ctrl_c_blames_no_rank(capsys: pytest.CaptureFixture[str]) -> None:
     assert verdict([Ended(1, 1), Ended(0, 1)], {signal.SIGINT}, [], Path("x")) == 1
     assert capsys.readouterr().err == ""

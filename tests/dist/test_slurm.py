@@ -130,6 +130,38 @@ def test_srun_ends_with_the_highest_exit_code(codes: str, ends: int, tmp_path: P
     assert (job.code, job.restarts) == ((0, 1) if ends == 75 else (ends, 0)), job.lines
 
 
+def test_what_all_tasks_of_srun_refuse_is_printed_once(tmp_path: Path, slurm: Slurm) -> None:
+    """For real, of one task per rank; the exit code is that of wrong input."""
+    words = ["--config", f"{ROOT}/configs/debug.toml", "--train.stepz", "3", "--run.dir", str(tmp_path)]
+    program = f"import sys; from titan import launch; sys.exit(launch.main({words}))"
+    with rendezvous.listen(0) as listening:
+        own = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(listening.getsockname()[1])}
+    [job] = slurm.submit("--ntasks=3", script(tmp_path, program, "exec srun titan"), **own)
+    assert (job.await_end(), job.code) == ("FAILED", 2), job.lines
+    assert [line for line in job.lines if "error" in line] == [
+        "error: command line: [train] stepz: unknown key (did you mean 'steps'?)\n"
+    ]
+
+
+LEADS = """\
+import os, sys
+from titan.ranks.launch_env import find_place
+from titan.ranks.launcher import start
+
+sys.exit(start(lambda words: 2 * int(os.environ["RANK"]), [], find_place(os.environ)))
+"""
+
+
+def test_a_launcher_per_node_ends_with_the_code_of_the_run(tmp_path: Path, slurm: Slurm) -> None:
+    """On both nodes: 2, because rank 1, of the other node, found wrong input."""
+    with rendezvous.listen(0) as listening:
+        port = listening.getsockname()[1]
+    shell = "srun titan || echo code $?"
+    own = {"NPROC": "1", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
+    [job] = slurm.submit("--nodes=2", "--ntasks-per-node=1", script(tmp_path, LEADS, shell), **own)
+    assert job.await_end() == "COMPLETED" and job.lines[-1] == "code 2\n", job.lines
+
+
 FILE = "configs/launch/slurm-nvidia.sh"
 FOUR = ["--nodes=2", "--ntasks-per-node=2"]
 ALONE = f"environment: {{}}, but srun did not start this process; start it with srun (example: {FILE}), or set {{}}"

@@ -70,12 +70,6 @@ def said(job: Job) -> list[dict[str, Any]]:
     return sorted(words, key=lambda each: (each["env"]["SLURM_RESTART_COUNT"], each["env"]["SLURM_PROCID"]))
 
 
-def test_there_are_files() -> None:
-    assert {path.name for path in FOLDER.iterdir() if path.suffix in (".sh", ".yaml")} == {
-        "kubernetes.yaml", "slurm-amd.sh", "slurm-apptainer.sh", "slurm-nvidia.sh", "slurm-pyxis.sh", "torchrun.sh"
-    }  # fmt: skip
-
-
 @pytest.mark.parametrize("path", SCRIPTS, ids=lambda path: path.name)
 def test_scripts_parse_and_can_be_run(path: Path) -> None:
     subprocess.run(["bash", "-n", path], check=True)
@@ -178,7 +172,7 @@ def _pods(spec: dict[str, Any], name: str) -> Iterator[dict[str, str]]:
         }  # fmt: skip
 
 
-def test_kubernetes_starts_a_launcher_per_pod() -> None:
+def test_kubernetes_starts_a_launcher_per_pod(stub: Path) -> None:
     yaml = pytest.importorskip("yaml")
     manifest = yaml.safe_load((FOLDER / "kubernetes.yaml").read_text())
     assert (manifest["apiVersion"], manifest["kind"]) == ("kubeflow.org/v1", "PyTorchJob")
@@ -189,8 +183,81 @@ def test_kubernetes_starts_a_launcher_per_pod() -> None:
         pod = replica["template"]["spec"]
         [container] = pod["containers"]
         assert container["name"] == "pytorch" and container["command"] == ["titan", "train"]
+        command = [str(stub), *container["command"][1:], *container.get("args", [])]
+        pod_says = subprocess.run(command, env=environments[0], capture_output=True, text=True, check=True).stdout
+        assert json.loads(pod_says)["place"]["ranks"] == 8 and "--config" in json.loads(pod_says)["argv"]
         assert container["resources"]["limits"]["nvidia.com/gpu"] == int(manifest["spec"]["nprocPerNode"])
         assert pod["terminationGracePeriodSeconds"] > 30
         mounts = {mount["mountPath"] for mount in container["volumeMounts"]}
         assert {"/shared", "/dev/shm", "/tmp"} <= mounts and container["env"][1]["value"] in mounts
         assert {mount["name"] for mount in container["volumeMounts"]} == {volume["name"] for volume in pod["volumes"]}
+
+
+DRY_RUNS = {
+    "kubernetes.yaml": test_kubernetes_starts_a_launcher_per_pod,
+    "slurm-amd.sh": test_slurm_amd_starts_a_rank_per_gpu,
+    "slurm-apptainer.sh": test_containers_have_no_scontrol,
+    "slurm-nvidia.sh": test_slurm_nvidia_starts_a_launcher_per_node,
+    "slurm-pyxis.sh": test_containers_have_no_scontrol,
+    "torchrun.sh": test_torchrun_is_asked_for_ranks,
+}
+
+
+def test_every_file_is_run() -> None:
+    assert {path.name for path in FOLDER.iterdir() if path.is_file() and path.name != "__init__.py"} == DRY_RUNS.keys()
+
+
+# --- docs/hpc.md --------------------------------------------------------------------------------------------------
+
+RUN_ELSEWHERE = {
+    "NPROC=2 configs/launch/torchrun.sh": "for real, by tests/dist/test_docs.py",
+    "error: ": "output; tests/unit/test_docs_output.py compares it with the source",
+}
+"""How lines of docs/hpc.md begin that no test of this file runs, and why."""
+
+KUBECTL = """\
+#!/bin/sh
+[ "$1" = apply ] && [ "$2" = -f ] && exec cat "$3"
+[ "$1" = logs ] && [ "$2" = -f ] && echo "$3"
+"""
+
+
+def commands_of_the_page() -> list[str]:
+    """The lines of all blocks."""
+    blocks = re.findall(r"^```\w*\n(.*?)^```", (ROOT / "docs" / "hpc.md").read_text(), re.S | re.M)
+    lines = [line for block in blocks for line in block.splitlines()]
+    return [line for line in lines if not line.startswith(tuple(RUN_ELSEWHERE))]
+
+
+def test_the_page_has_commands() -> None:
+    tools = {re.sub(r"^(\w+=\S+ )*", "", line).split()[0] for line in commands_of_the_page()}
+    assert tools == {"sbatch", "kubectl"} and len(commands_of_the_page()) == 6
+
+
+@pytest.mark.parametrize("command", [line for line in commands_of_the_page() if "sbatch " in line])
+def test_sbatch_of_the_page(command: str, slurm: Slurm, stub: Path) -> None:
+    """As written, but for the number of nodes; every process that it starts gets the words of the command line."""
+    two_nodes = re.sub(r"--nodes \d+", "--nodes 2", command)
+    done = slurm("bash", "-c", two_nodes, TITAN_PYTHON=str(stub), NPROC="2" if "amd" not in command else "")
+    assert done.returncode == 0, done.stderr
+    [job] = slurm.jobs
+    started = said(job)
+    assert len(started) == (16 if "amd" in command else 2)
+    words = command.partition(".sh ")[2].split()
+    assert words[0] == "--config" and all(each["argv"][-2:] == words for each in started)
+    assert all((each["rank"] is None) == ("amd" not in command) for each in started)
+
+
+def test_kubectl_of_the_page(tmp_path: Path) -> None:
+    yaml = pytest.importorskip("yaml")
+    (tmp_path / "kubectl").write_text(KUBECTL)
+    (tmp_path / "kubectl").chmod(0o755)
+    environment = {"PATH": f"{tmp_path}:{os.environ['PATH']}"}
+    apply, logs = (
+        subprocess.run(line, shell=True, cwd=ROOT, env=environment, capture_output=True, text=True, check=True).stdout
+        for line in commands_of_the_page()
+        if line.startswith("kubectl ")
+    )
+    assert logs.strip() == f"{yaml.safe_load(apply)['metadata']['name']}-master-0", (
+        "the operator's name of the first pod"
+    )

@@ -1,6 +1,7 @@
 """What the command line says: which of its words are overrides, and that they win, a preset included."""
 
 import json
+import re
 from pathlib import Path
 from typing import Any
 
@@ -93,6 +94,48 @@ def test_a_mixture_and_the_dataset_of_a_file_below(tmp_path: Path) -> None:
     (tmp_path / "both.toml").write_text(f'base = "one.toml"\n[data]\nname = "text"\n{entries}')
     with pytest.raises(ConfigError, match=r"\[data\] name: cannot stand beside a mixture"):
         load_job(tmp_path / "both.toml")
+
+
+@pytest.mark.parametrize(
+    ("words", "said"),
+    [
+        (["trian"], "titan: error: unknown command 'trian' (did you mean 'train'?); see titan --help"),
+        (["plan", "--top", "x"], "titan plan: error: argument --top: invalid int value: 'x'; see titan plan --help"),
+        (["plan", "--exac"], "error: command line: --exac: expected --table.key value (did you mean --dry-run?)"),
+        (["plugins", "--jsn"], "error: command line: --jsn: titan plugins takes no such argument (did you mean --json"),
+    ],
+)  # fmt: skip
+def test_what_argparse_refuses_is_said_in_a_line(
+    words: list[str], said: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    try:
+        code: object = cli.main(words)
+    except SystemExit as end:
+        code = end.code
+    [line] = capsys.readouterr().err.splitlines()
+    assert code == 2 and line.startswith(said)
+
+
+@pytest.mark.parametrize(
+    ("flag", "value", "said"),
+    [
+        ("--model.n_heads", "3", "command line: [model]: dim 32 over n_heads 3"),
+        ("--data.seq_len", "64", "command line: [data] seq_len = 64"),
+        ("--data.path", "x", f"{LLAMA}: [model]: dim 32 over n_heads 3"),
+    ],
+)
+def test_a_fault_of_the_command_line_is_not_said_of_the_file(flag: str, value: str, said: str, tmp_path: Path) -> None:
+    file = LLAMA
+    if flag == "--data.path":
+        file = tmp_path / "job.toml"
+        file.write_text(f'base = "{LLAMA}"\n[model]\nn_heads = 3\n')
+    with pytest.raises(ConfigError, match=re.escape(said.replace(str(LLAMA), str(file)))):
+        load_job(file, ["--data.path", "x", flag, value], 1)
+
+
+def test_a_layout_of_the_command_line_that_does_not_fit_is_its_fault() -> None:
+    with pytest.raises(ConfigError, match=r"^command line: \[plugins\.tensor\]: .*mesh\.tp = 3"):
+        load_job(LLAMA, ["--data.path", "x", "--mesh.tp", "3"], 3)
 
 
 @pytest.mark.parametrize("ranks", [0, -8])

@@ -26,7 +26,7 @@ from titan.checkpoint.disk.plan import Written
 from titan.checkpoint.ranks import RankFailure, Ranks
 from titan.checkpoint.state import TECHNIQUES, Snapshot, Staging, collect, optimizer_state
 from titan.device import on_this_device
-from titan.errors import CheckpointError, FolderError, UnreadableError
+from titan.errors import CheckpointError, ConfigError, FolderError, UnreadableError
 from titan.log import log
 from titan.ranks import watchdog
 
@@ -67,11 +67,16 @@ class Checkpointer:
             "required" go back to an older one where the newest is damaged, and say so.
 
         Raises:
+            ConfigError: "required", and there is none.
             CheckpointError: what has to be there is absent or damaged, or the file system does not give it: an older
                 one would then undo what may be sound.
         """
         with self._limit(f"looking for a checkpoint in {self.folder}"):
             candidates, reasons = self._ranks.first(lambda: self._candidates(resume))
+            if resume == "required" and not candidates and not reasons:
+                # The words are agreed on too: an error that is equal on all ranks is printed once.
+                folder = self._ranks.first(lambda: str(self.folder))
+                raise ConfigError(f'checkpoint.resume = "required": there is no complete checkpoint in {folder}')
             for path in candidates:
                 try:
                     self._saved = self._open(path)
@@ -95,9 +100,6 @@ class Checkpointer:
         own, damaged = folders.survey(self.folder)
         self._next = folders.next_serial(self.folder)
         if resume in ("auto", "required"):
-            if resume == "required" and not own and not damaged:
-                what = f'checkpoint.resume = "required": there is no complete checkpoint in {self.folder}'
-                raise CheckpointError(what)
             return own[::-1], damaged
         chosen = None if resume == "never" else folders.choose(resume)
         if own and (chosen is None or chosen.resolve() != own[-1].resolve()):

@@ -190,17 +190,18 @@ def _new_folder(to: Path) -> Path:
     """The folder that `--output` means, as an absolute path without links, `.` and `..`; absent, or empty.
 
     Raises:
-        CheckpointError: it is no folder, holds something, or is the one this process works in, which would be replaced.
+        ConfigError: it is no folder, holds something, or is the one this process works in, which would be replaced.
+        CheckpointError: it cannot be read.
     """
     path = Path(os.path.realpath(to))
     try:
         if os.path.lexists(path) and not path.is_dir():
-            raise CheckpointError(f"--output {to}: {path} is not a folder; name a new folder")
+            raise ConfigError(f"--output {to}: {path} is not a folder; name a new folder")
         if path.is_dir() and any(path.iterdir()):
-            raise CheckpointError(f"--output {to}: {path} is not empty; name a new folder")
+            raise ConfigError(f"--output {to}: {path} is not empty; name a new folder")
         if path == Path.cwd():
             what = f"{path} is the working directory; name a new folder, such as {to}/new"
-            raise CheckpointError(f"--output {to}: {what}")
+            raise ConfigError(f"--output {to}: {what}")
     except OSError as error:
         raise CheckpointError(f"--output {to}: {path} cannot be read: {error.strerror}") from error
     return path

@@ -9,7 +9,7 @@ import sys
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from titan.errors import EXIT_DONE, EXIT_FAILED, ConfigError, ConfigIssue, TitanError, report
+from titan.errors import EXIT_DONE, EXIT_FAILED, ConfigError, ConfigIssue, TitanError
 from titan.ranks import launcher
 from titan.ranks.launch_env import LaunchEnv
 
@@ -80,10 +80,10 @@ def _as_rank(args: argparse.Namespace, _: list[str]) -> int:
             _hand_out(found, args)
         return EXIT_DONE
     except TitanError as error:
-        report(error, number)
+        process.report(error, number)
         return error.exit_code
     except OSError as error:
-        report(TitanError(f"{error.filename or 'a file'}: {error.strerror or error}"), number)
+        process.report(TitanError(f"{error.filename or 'a file'}: {error.strerror or error}"), number)
         return EXIT_FAILED
     except KeyboardInterrupt:
         return EXIT_FAILED

@@ -4,10 +4,11 @@ import argparse
 import functools
 import json
 import math
+import os
 import sys
 from typing import TYPE_CHECKING, Any
 
-from titan.errors import EXIT_DONE, EXIT_FAILED, ConfigError, ConfigIssue, TitanError, report
+from titan.errors import EXIT_DONE, EXIT_FAILED, ConfigError, ConfigIssue, TitanError
 from titan.ranks import launcher
 
 if TYPE_CHECKING:
@@ -106,7 +107,7 @@ def _as_rank(args: argparse.Namespace, _: list[str]) -> int:
     from titan.ranks import process, watchdog
 
     watchdog.answer_to_quit()
-    number = 0
+    number = int(os.environ.get("RANK", "0"))
     try:
         path, job = _open(args, process.launched_world_size())
         me = process.join(job)
@@ -117,7 +118,7 @@ def _as_rank(args: argparse.Namespace, _: list[str]) -> int:
             _show(found, args.json)
         return EXIT_DONE
     except TitanError as error:
-        report(error, number)
+        process.report(error, number)
         return error.exit_code
     except KeyboardInterrupt:
         return EXIT_FAILED

@@ -14,7 +14,7 @@ from typing import Any
 
 from titan import log
 from titan.config import Job
-from titan.errors import EXIT_DONE, EXIT_FAILED, ConfigError, ConfigIssue, DataError, TitanError, by_errno, report
+from titan.errors import EXIT_DONE, EXIT_FAILED, ConfigError, ConfigIssue, DataError, TitanError, by_errno
 from titan.inference import generation
 from titan.inference.generation import Sampling, Text, Words
 from titan.inference.load_model import Trained, open_job, open_trained
@@ -167,7 +167,7 @@ def _as_rank(request: Request, _: list[str]) -> int:
         _generate(trained, request)
         return EXIT_DONE
     except TitanError as error:
-        report(error, rank)
+        process.report(error, rank)
         return error.exit_code
     except KeyboardInterrupt:
         return EXIT_FAILED

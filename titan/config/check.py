@@ -1,14 +1,20 @@
 """Checks that need the whole job: the model's sizes, paths, and what each technique requires."""
 
+import re
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 
 from titan.config.job import Job
+from titan.config.tables import COMMAND_LINE
 from titan.contracts.base.conformance import sentences
 from titan.contracts.base.options import Where
 from titan.contracts.base.spec import ModelSpec
 from titan.contracts.sections import RESUME
 from titan.errors import ConfigError, ConfigIssue, PluginError
+
+_KEY = re.compile(r"\[([\w.]+)\] (\w+)|\b(\w+)\.(\w+)")
+"""`[table] key` or `table.key` in a sentence."""
 
 
 def check(job: Job, where: Callable[..., Where]) -> None:
@@ -18,7 +24,7 @@ def check(job: Job, where: Callable[..., Where]) -> None:
         ConfigError: with every fault found.
     """
     sizes = sentences(job.model, "check")
-    faults = [where("model").fault("", sentence) for sentence in sizes] + _absent_folders(job, where("checkpoint"))
+    faults = [_fault(where("model"), sentence, where) for sentence in sizes] + _absent_folders(job, where("checkpoint"))
     if not faults:
         spec = _plan(job, where())
         if job.data.seq_len > spec.max_seq_len:
@@ -27,9 +33,17 @@ def check(job: Job, where: Callable[..., Where]) -> None:
         job.stating("one_backward")  # asked now, so that facts() that states nonsense is refused here
         for technique in job.techniques:
             found = sentences(technique, "check", job, spec)
-            faults += [where("plugins", technique.name).fault("", sentence) for sentence in found]
+            faults += [_fault(where("plugins", technique.name), sentence, where) for sentence in found]
     if faults:
         raise ConfigError(faults)
+
+
+def _fault(place: Where, sentence: str, where: Callable[..., Where]) -> ConfigIssue:
+    """A fault of a table: of the command line, if it set a key that the sentence names; else of the file."""
+    named = [where(*(a or c).split(".")).origins.get(b or d) for a, b, c, d in _KEY.findall(sentence)]
+    own = [place.origins.get(word) for word in re.findall(r"\w+", sentence)]
+    issue = place.fault("", sentence)
+    return replace(issue, where=COMMAND_LINE) if COMMAND_LINE in (*named, *own) else issue
 
 
 def _absent_folders(job: Job, where: Where) -> list[ConfigIssue]:

@@ -50,16 +50,28 @@ def place_asked_for() -> LaunchEnv | None:
     return place if place.world_size > 1 else None
 
 
-def start(entry: Entry, words: list[str], place: LaunchEnv, restarts: int = 0, logs: Path | None = None) -> int:
-    """Run `sys.exit(entry(words))` as each rank of this node; the exit code of the run. logs: where ranks write theirs.
+def start(
+    entry: Entry,
+    words: list[str],
+    place: LaunchEnv,
+    restarts: int = 0,
+    logs: Path | None = None,
+    fork_with: Sequence[str] = (),
+) -> int:
+    """Run `sys.exit(entry(words))` as each rank of this node; the exit code of the run.
+
+    logs: where ranks write theirs.  fork_with: modules that ranks need. Forked ranks find them imported; spawned ranks
+    inherit no module, so this process imports none for them.
 
     Raises:
         TitanError: the nodes of the run do not find together.
     """
     raise_descriptor_limit()
     os.environ.setdefault("OMP_NUM_THREADS", str(max(1, cores() // place.ranks)))
-    importlib.import_module("torch._dynamo")  # every optimizer imports it; ranks that are forked find it there
     forkable = sys.platform == "linux" and gpus() == 0
+    if forkable:
+        for module in ("torch._dynamo", *fork_with):  # every optimizer imports torch._dynamo
+            importlib.import_module(module)
     with rendezvous.meet(place) as others:
         children = RankProcesses(entry, words, place, forkable, others)
         return children.follow() if place.node else _lead(children, restarts, logs)
@@ -72,7 +84,7 @@ def _lead(children: RankProcesses, restarts: int, logs: Path | None) -> int:
             if attempt:
                 say(f"restart {attempt} of {restarts}: all ranks resume from the newest checkpoint")
             ended = children.lead()
-            code = verdict(ended, children.heard, children.lost, logs)
+            code = verdict(ended, children.heard, children.lost, logs, children.explained)
             if children.stuck:
                 code = EXIT_FAILED
             if code != EXIT_FAILED or children.heard or children.lost or children.stuck:
@@ -82,11 +94,14 @@ def _lead(children: RankProcesses, restarts: int, logs: Path | None) -> int:
     return code
 
 
-def verdict(ended: Sequence[Ended], heard: set[int], lost: Sequence[int], logs: Path | None) -> int:
+def verdict(
+    ended: Sequence[Ended], heard: set[int], lost: Sequence[int], logs: Path | None, explained: int | None = None
+) -> int:
     """The exit code of the run, from how its ranks ended in order, what signals were heard, and which nodes are gone.
 
-    Says which rank was the cause, unless that is rank 0 and it has said so itself: one that was killed, as its peers
-    may be seen to fail before its own end is; else the first that failed. Peers may abort for want of a connection.
+    Says which rank was the cause: one that was killed, as its peers may be seen to fail before its own end is; else the
+    first that failed. Peers may abort for want of a connection. Says nothing of rank 0, which has said so itself, nor
+    of a rank whose error has been printed (`explained`): its log says no more.
     """
     for node in lost:
         say(f"error: the launcher of node {node} no longer responds")
@@ -95,7 +110,7 @@ def verdict(ended: Sequence[Ended], heard: set[int], lost: Sequence[int], logs: 
         return EXIT_FAILED if lost else max((end.code for end in ended), default=EXIT_FAILED)
     killed = [end for end in failed if end.code < 0 and end.code != -signal.SIGABRT]
     cause = (killed or failed)[0]
-    if (cause.rank or cause.code < 0) and signal.SIGINT not in heard:
+    if (cause.rank not in (0, explained) or cause.code < 0) and signal.SIGINT not in heard:
         where = "" if logs is None else f"; its log: {logs / f'rank-{cause.rank}.log'}"
         say(f"error: {cause}{where}")
     return EXIT_WRONG_INPUT if cause.code == EXIT_WRONG_INPUT else EXIT_FAILED

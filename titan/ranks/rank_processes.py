@@ -75,6 +75,8 @@ class RankProcesses:
 
     stuck: the ranks that SIGKILL did not end, on node 0 also those of other nodes; they may still write to the run's
     folder. Once there are any, this process ends with `EXIT_FAILED`, whatever it is told to end with.
+
+    explained: on node 0, the rank that failed first, if its error has been printed as a message.
     """
 
     entry: Entry
@@ -88,6 +90,7 @@ class RankProcesses:
     _elsewhere: dict[int, list[Ended]] = field(default_factory=dict)
     _told: connection.Connection | None = None
     _first_to_fail: int | None = None
+    explained: int | None = None
 
     @contextlib.contextmanager
     def hearing(self) -> Iterator[None]:
@@ -153,7 +156,7 @@ class RankProcesses:
             ended = self._wait()
             self._hear_ranks()
             if store is not None:
-                self._first_to_fail = _first_to_fail(store)
+                self._first_to_fail, self.explained = _first_to_fail(store)
             return ended
 
     def _start(self, port: int) -> None:
@@ -286,11 +289,15 @@ def _store_served(listening: socket.socket) -> Iterator[Store]:
     yield store
 
 
-def _first_to_fail(store: Store) -> int | None:
-    """The rank that reported first that it fails; None where none has, or the store does not answer."""
+def _first_to_fail(store: Store) -> tuple[int | None, int | None]:
+    """The rank that reported first that it fails, and the same rank again if its error has been printed.
+
+    None where there is none, or the store does not answer.
+    """
     with contextlib.suppress(RuntimeError):
-        return first_failure.first(store)
-    return None
+        first = first_failure.first(store)
+        return first, first if first is not None and first_failure.explained(store, first) else None
+    return None, None
 
 
 def _ask_for_stacks(hung: Mapping[int, BaseProcess]) -> None:

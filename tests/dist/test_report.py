@@ -1,0 +1,138 @@
+"""An error that all ranks raise alike is printed once, and is not lost if the rank that was to print it cannot."""
+
+import os
+from pathlib import Path
+
+import pytest
+import torch.distributed as dist
+
+from tests.ranks import run_ranks
+from titan import log
+from titan.errors import ConfigError, RankFailedError
+from titan.ranks import first_failure, process, rendezvous
+from titan.ranks.launch_env import LOCAL, LaunchEnv
+from titan.ranks.rank_processes import RankProcesses
+
+
+def reports(text: str, folder: Path, port: int = 0) -> None:
+    """On a rank: refuse the job with these words, in which {} is the rank. port: rank 0 serves the store there."""
+    rank = int(os.environ["RANK"])
+    if port:
+        os.environ.pop("TORCHELASTIC_USE_AGENT_STORE")
+        os.environ["MASTER_PORT"] = str(port)
+    log.set_up(rank, folder)
+    process.report(ConfigError(text.format(rank)), rank)
+    process.leave()
+
+
+def printed(capfd: pytest.CaptureFixture[str]) -> list[str]:
+    return [line for line in capfd.readouterr().out.splitlines() if "error: " in line]
+
+
+def free_port() -> int:
+    with rendezvous.listen(0) as listening:
+        return int(listening.getsockname()[1])
+
+
+@pytest.mark.parametrize("joined", [True, False], ids=["joined", "before they join"])
+def test_what_all_raise_is_printed_by_rank_0(joined: bool, tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    run_ranks(reports, 4, "no such text", tmp_path, init=joined)
+    assert printed(capfd) == ["error: no such text"]
+    logs = [path.read_text() for path in sorted(tmp_path.glob("rank-*.log"))]
+    assert len(logs) == 4 and all("error: no such text" in text for text in logs)
+
+
+def test_tasks_of_srun_print_it_once_too(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    """Rank 0 serves the store, and stays until the others have asked."""
+    run_ranks(reports, 4, "no such text", tmp_path, free_port(), init=False)
+    assert printed(capfd) == ["error: no such text"]
+
+
+def test_what_each_raises_for_itself_is_printed_by_each(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    run_ranks(reports, 3, "no GPU {}", tmp_path)
+    assert sorted(printed(capfd)) == ["error: no GPU 0", "rank 1: error: no GPU 1", "rank 2: error: no GPU 2"]
+
+
+def no_rank_0(folder: Path, port: int) -> None:
+    process.ANSWER_S = 0.5
+    if os.environ["RANK"] != "0":
+        reports("no such text", folder, port)
+
+
+def test_without_rank_0_each_prints(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    run_ranks(no_rank_0, 3, tmp_path, free_port(), init=False)
+    assert sorted(printed(capfd)) == ["rank 1: error: no such text", "rank 2: error: no such text"]
+
+
+def unread(folder: Path, words: str) -> None:
+    """Nobody reads what rank 0 prints."""
+    if os.environ["RANK"] == "0":
+        nowhere = os.open(os.devnull, os.O_WRONLY)
+        os.dup2(nowhere, 2)
+    reports(words, folder)
+
+
+def test_a_rank_that_nobody_reads_leaves_it_to_another(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    run_ranks(unread, 3, tmp_path, "no such text")
+    [line] = printed(capfd)
+    assert line in ("rank 1: error: no such text", "rank 2: error: no such text")
+
+
+def dies(folder: Path) -> None:
+    """Rank 0 asks, and is gone before it prints."""
+    process.ANSWER_S = 2.0
+    if os.environ["RANK"] == "0":
+        assert first_failure.claim(dist.distributed_c10d._get_default_store(), "no such text", 0)
+    dist.barrier()
+    if os.environ["RANK"] != "0":
+        reports("no such text", folder)
+
+
+def test_a_rank_that_dies_before_it_prints_loses_nothing(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    run_ranks(dies, 2, tmp_path)
+    assert printed(capfd) == ["rank 1: error: no such text"]
+
+
+def joins_late(folder: Path, port: int) -> str:
+    """Rank 0 refuses the job; rank 1, on another machine, does not."""
+    if os.environ["RANK"] == "0":
+        reports("no such text", folder, port)
+        return ""
+    os.environ.pop("TORCHELASTIC_USE_AGENT_STORE")
+    os.environ["MASTER_PORT"] = str(port)
+    process._await_port(LOCAL, port)
+    try:
+        process.enter(process.here("cpu"), timeout_s=20.0)
+    except RankFailedError as error:
+        process.report(error, 1)
+        process.leave()
+        return str(error)
+    return "joined"
+
+
+def test_a_rank_that_joins_hears_that_another_has_failed(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    said = "rank 0 failed before all ranks of the run had met"
+    assert run_ranks(joins_late, 2, tmp_path, free_port(), init=False) == ["", said]
+    assert printed(capfd) == ["error: no such text", f"rank 1: error: {said}"]
+
+
+def _refuses(argv: list[str]) -> int:
+    process.report(ConfigError("no such text" if argv == ["alike"] else f"no GPU {os.environ['RANK']}"), 1)
+    return 2
+
+
+def _unforeseen(argv: list[str]) -> int:
+    if os.environ["RANK"] == "1":
+        process.tell(KeyError("planted"), 1)
+    return 1
+
+
+def _led(argv: list[str]) -> int | None:
+    ranks = RankProcesses(_refuses if argv else _unforeseen, argv, LaunchEnv(1, 0, 2, LOCAL, 0), fork=True)
+    ranks.lead()
+    return ranks.explained
+
+
+def test_the_launcher_knows_of_what_has_been_printed() -> None:
+    assert run_ranks(_led, 1, ["alike"], init=False) == [1]
+    assert run_ranks(_led, 1, [], init=False) == [None], "a stack trace; the log has what went before it"
