@@ -21,6 +21,11 @@ def kind_of(device: torch.device) -> str:
     return _stands_for.get() or device.type
 
 
+def total_gib(device: torch.device) -> float | None:
+    """Memory of a GPU in GiB; None: another kind of device, whose memory processes share."""
+    return torch.cuda.get_device_properties(device).total_memory / 2**30 if device.type == "cuda" else None
+
+
 @contextmanager
 def standing_in_for(kind: str) -> Iterator[None]:
     """Let every device be of this kind meanwhile, as far as `kind_of` is asked."""

@@ -23,6 +23,8 @@ from titan.errors import (
     take_traceback_flag,
 )
 from titan.inference import generation
+from titan.planner.machine.cluster import DeviceMemory
+from titan.planner.step.unset_options import settle
 from titan.ranks import preemption, process, watchdog
 from titan.training import build, trainer, validation
 from titan.usage import USAGE
@@ -45,7 +47,7 @@ def main(argv: Sequence[str] | None = None) -> int:
             log.set_up(rank)
             for sentence in said_twice(path, overrides):
                 log.log.info(sentence)
-            return _run(job, me)
+            return _run(_settled(job, me), me)
         except TitanError as error:
             process.report(error, rank)
             return error.exit_code
@@ -58,6 +60,15 @@ def main(argv: Sequence[str] | None = None) -> int:
             return EXIT_FAILED
         finally:
             process.leave()
+
+
+def _settled(job: Job, me: process.Rank) -> Job:
+    """The job with what the memory of the devices decides; the same on all ranks."""
+    gib = process.smallest_memory_gib(me)
+    job, chosen = settle(job, None if gib is None else DeviceMemory(gib))
+    for sentence in chosen:
+        log.log.info(sentence)
+    return job
 
 
 def _run(job: Job, me: process.Rank) -> int:

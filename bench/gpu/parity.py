@@ -34,7 +34,7 @@ FP32: dict[str, tuple[str, Keys]] = {
     ),
     "4 micro batches": ("untied", {"train.micro_batch_size": 2}),
     "4 micro batches, ZeRO stage 3": ("untied", {"train.micro_batch_size": 2, "plugins.fsdp.zero_stage": 3}),
-    "2 loader workers": ("untied", {"data.workers": 2}),
+    "no loader workers": ("untied", {"data.workers": 0}),
     "tied": ("tied", {}),
     "packed documents": ("packed", {}),
     "packed documents, compiled": ("packed", {"plugins.compile.enabled": True}),

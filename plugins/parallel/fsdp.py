@@ -36,7 +36,7 @@ class Config:
     zero_stage: Literal[1, 2, 3] | None = option(
         None,
         "3: gather parameters for each use; 2: keep them from forward to backward; 1: gather and reduce once per step; "
-        "unset: 1 with several micro batches, 2 with one, the fastest of each",
+        "unset: 1 with several micro batches, 2 with one, the fastest of each; 3 where that would not fit into memory",
     )
 
 
@@ -88,6 +88,10 @@ class FullyShardedDataParallel(Technique):
     def _stage_of(self, job: Job) -> int:
         several = job.micro_batches > 1 or job.layout.role_degree("stage") > 1
         return self.config.zero_stage or (1 if several else 2)
+
+    def unset_options(self, job: Job, fits: bool) -> dict[str, Any]:
+        """The fastest stage, or the one that holds least."""
+        return {"zero_stage": self._stage_of(job) if fits else 3}
 
     def cost(self, costs: Costs, job: Job) -> Costs:
         """State over dp_shard; gathers and reductions as often as the stage says, beside computation."""

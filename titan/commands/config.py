@@ -6,9 +6,14 @@ import sys
 from pathlib import Path
 
 import tomli_w
+import torch
 
-from titan.config import load_job, said_twice
+from titan.config import Job, load_job, said_twice
 from titan.config.schema import schema
+from titan.device import total_gib
+from titan.planner.machine import cluster
+from titan.planner.machine.cluster import DeviceMemory
+from titan.planner.step.unset_options import settle
 
 HELP = "print the resolved job of a TOML with all defaults, or the JSON Schema for editors"
 
@@ -22,6 +27,10 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--world-size", type=int, metavar="N", help="number of ranks; default: as many as the layout needs"
     )
+    parser.add_argument(
+        "--cluster", metavar="C", help="name or file of a cluster, whose memory decides options that are not set; "
+        "default: the memory of this machine's GPU"
+    )  # fmt: skip
     form = parser.add_mutually_exclusive_group()
     form.add_argument("--json", action="store_true", help="one JSON object instead of TOML")
     form.add_argument("--schema", action="store_true", help="print the JSON Schema of a job, with all known plugins")
@@ -34,8 +43,18 @@ def run(args: argparse.Namespace) -> int:
         print(json.dumps(schema(), indent=2))
         return 0
     path = args.config or args.file
-    table = dict(load_job(path, args.overrides, args.world_size).table)
-    for sentence in said_twice(path, args.overrides):
+    job = load_job(path, args.overrides, args.world_size)
+    job, chosen = settle(job, _memory(job, args.cluster))
+    table = dict(job.table)
+    for sentence in (*said_twice(path, args.overrides), *chosen):
         print(sentence, file=sys.stderr)
     print(json.dumps(table, indent=2) if args.json else tomli_w.dumps(table), end="\n" if args.json else "")
     return 0
+
+
+def _memory(job: Job, name: str | None) -> DeviceMemory | None:
+    """The memory of a device of that cluster, else of the GPU that the job would use here; None: not known."""
+    if name is not None:
+        return cluster.load(name).memory
+    gib = total_gib(torch.device("cuda", 0)) if job.run.device != "cpu" and torch.cuda.is_available() else None
+    return None if gib is None else DeviceMemory(gib)

@@ -94,8 +94,10 @@ def _plan(args: argparse.Namespace) -> tuple[dict[str, Any], str]:
     from titan.planner.report import render
     from titan.planner.step.layout import costs_of
     from titan.planner.step.predict import Planner
+    from titan.planner.step.unset_options import settle
 
-    job, where = load_job(args.config, args.overrides, args.world_size), cluster.load(args.cluster)
+    where = cluster.load(args.cluster)
+    job, chosen = settle(load_job(args.config, args.overrides, args.world_size), where.memory)
     prediction = Planner(where).predict(costs_of(job), job.layout, keep=args.plot is not None)
     budget = _budget(prediction, args.tokens)
     if args.plot is not None:
@@ -103,7 +105,8 @@ def _plan(args: argparse.Namespace) -> tuple[dict[str, Any], str]:
 
         plots.draw_prediction(prediction, where, args.plot)
     report = prediction.as_json() | {"cluster": where.name} | ({"budget": budget} if budget else {})
-    return report, render.prediction_text(prediction, where, str(job.layout), budget)
+    report |= {"unset_options": chosen}
+    return report, "\n".join([render.prediction_text(prediction, where, str(job.layout), budget), *chosen])
 
 
 def _budget(prediction: Any, tokens: float | None) -> dict[str, float] | None:
@@ -190,13 +193,16 @@ def _study(args: argparse.Namespace) -> tuple[dict[str, Any], str]:
 
 def _exact(args: argparse.Namespace) -> tuple[dict[str, Any], str]:
     from titan.dryrun import dry_run, report
+    from titan.planner.machine import cluster
+    from titan.planner.step.unset_options import settle
 
-    job = load_job(args.config, args.overrides, args.world_size)
+    memory = cluster.load(args.cluster).memory
+    job, chosen = settle(load_job(args.config, args.overrides, args.world_size), memory)
     if not 0 <= args.rank < job.layout.world_size:
         what = f"--rank {args.rank}: the layout has ranks 0 to {job.layout.world_size - 1}"
         raise ConfigError([ConfigIssue("command line", what)])
     run = dry_run(job, args.rank)
-    return run.as_json(), report(run)
+    return run.as_json() | {"unset_options": chosen}, "\n".join([report(run), *chosen])
 
 
 def _model_only(args: argparse.Namespace) -> tuple[dict[str, Any], str]:

@@ -5,6 +5,7 @@ same point, so a collective over any group of `context.mesh` is allowed:
 
 once per process that loads the job   check, facts, spec, precision: no process group, no tensors, no collectives
 `titan plan`, search, tune            cost: likewise
+`titan plan`, `titan config`, a run   unset_options: likewise
 once per run, on each rank            split or apply (by phase), engine, then state_dict and load_state_dict
 per step, on each rank                before_step, before_microbatch, after_backward, before_update, after_step
 per save, on each rank                state_dict: no collectives
@@ -163,14 +164,25 @@ class Technique(Plugin):
         """The cost of a step as this technique changes it: a copy made by `dataclasses.replace`, or `costs` itself.
 
         Only the planner calls it, once for each layout it considers, so keep it to arithmetic: a search calls it
-        thousands of times. Techniques are called in TOML order, then the loss, the optimizer, and techniques that own
-        an axis of role "stage". What the latter change must follow from their options, the degrees and the micro batch
-        alone.
+        thousands of times. A run on GPUs asks the planner for its memory, for `unset_options`. Techniques are called in
+        TOML order, then the loss, the optimizer, and techniques that own an axis of role "stage". What the latter
+        change must follow from their options, the degrees and the micro batch alone.
 
         costs: see `Costs` for every field and unit.  job: of this layout; `job.layout.degree(axis)` is the degree of an
             axis.
         """
         return costs
+
+    def unset_options(self, job: Job, fits: bool) -> dict[str, Any]:
+        """Values of options whose default is None, and for which memory decides: option -> value; empty: none.
+
+        Called after the job is loaded, once with each value of `fits`; options that the job sets are left alone.
+        job: of this layout.
+        fits: True: the values that the technique uses as long as its options are unset. False: the values that need
+            least memory, of the same options. The host sets these where the job would otherwise not fit into the
+            device's memory by the costs that the techniques state.
+        """
+        return {}
 
     def apply(self, part: ModelPart, context: BuildContext) -> None:
         """Change one model part, in this technique's phase; called on every rank, for each of its parts in stage order.

@@ -19,6 +19,7 @@ from torch.distributed.rendezvous import rendezvous
 from titan import errors, log
 from titan.config import Job
 from titan.contracts.base.mesh import Mesh
+from titan.device import total_gib
 from titan.errors import ConfigError, RankFailedError, TitanError, say
 from titan.ranks import first_failure, watchdog
 from titan.resources import let_segments_expand, raise_descriptor_limit
@@ -88,6 +89,19 @@ def here(wanted: str) -> Rank:
         let_segments_expand()
         torch.accelerator.set_device_index(rank.device.index)
     return rank
+
+
+def smallest_memory_gib(rank: Rank) -> float | None:
+    """Memory of the smallest GPU of all ranks, in GiB, the same on all of them; None: ranks on CPUs share memory.
+
+    On GPUs one all-reduce from host memory, which all ranks take part in.
+    """
+    mine = total_gib(rank.device)
+    if mine is None or rank.world_size == 1:
+        return mine
+    least = torch.tensor(mine, dtype=torch.float64)
+    dist.all_reduce(least, dist.ReduceOp.MIN)
+    return float(least)
 
 
 def claim(device: str, rank: int, store: Store) -> None:

@@ -15,7 +15,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any, NamedTuple, TypeVar
 
 import titan.configs
 from titan.contracts.base.options import REQUIRED, Where, did_you_mean, option, parse
@@ -24,6 +24,20 @@ from titan.errors import ConfigError, ConfigIssue, by_errno, warn_once
 FOLDER = Path(next(iter(titan.configs.__path__))) / "clusters"
 DTYPES = ("float32", "float16", "bfloat16", "float8")
 C = TypeVar("C")
+
+
+class DeviceMemory(NamedTuple):
+    """Memory of one device. The defaults are those of every GPU in `configs/clusters`.
+
+    gib: available to processes, in GiB.  reserved_gib: of it, used by the driver and communicators.
+    fragmented: fraction of activations and buffers lost to allocator fragmentation.  fused_norms: a norm is one kernel
+    and saves only its input.
+    """
+
+    gib: float
+    reserved_gib: float = 2.0
+    fragmented: float = 0.02
+    fused_norms: bool = True
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -165,6 +179,12 @@ class Cluster:
     def ranks_per_node(self) -> int:
         """Ranks that the innermost link connects; 0: any number."""
         return self.links[0].ranks if self.links else 0
+
+    @property
+    def memory(self) -> DeviceMemory:
+        """The memory of one device."""
+        device = self.device
+        return DeviceMemory(device.memory_gib, device.reserved_gib, device.fragmented, self.kernels.fused_norms)
 
     def peak(self, dtype: str) -> float:
         """Dense peak of a dtype ("bfloat16") in FLOP/s.

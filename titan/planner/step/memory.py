@@ -28,7 +28,7 @@ from titan.contracts.base.cost import (
     Stage,
 )
 from titan.contracts.base.mesh import Layout
-from titan.planner.machine.cluster import Cluster
+from titan.planner.machine.cluster import DeviceMemory
 
 GIB = 2.0**30
 Shape = tuple[float, float]
@@ -302,12 +302,23 @@ def recomputed(layers: Sequence[int], recompute: Recompute | None) -> int:
     return len(layers) if every == 1 else sum(1 for layer in layers if layer % every == 0)
 
 
-def memory_of(costs: Costs, stages: Sequence[StageMemory], cluster: Cluster) -> list[Memory]:
+def peak_bytes(costs: Costs, layout: Layout, device: DeviceMemory) -> float:
+    """Peak memory of the fullest rank, in bytes."""
+    tensors, layer = Tensors(costs), LayerMemory(costs, device.fused_norms or costs.fused)
+    alike: dict[tuple[int, ...], StageMemory] = {}
+    for stage in costs.stages:
+        if (key := kind(stage, costs)) not in alike:
+            alike[key] = StageMemory(stage, costs, layout, tensors, layer)
+    stages = [alike[kind(stage, costs)] for stage in costs.stages]
+    return max(memory.total for memory in memory_of(costs, stages, device))
+
+
+def memory_of(costs: Costs, stages: Sequence[StageMemory], device: DeviceMemory) -> list[Memory]:
     """Peak memory on the ranks of each pipeline rank, first to last; `stages` in the order of `costs.stages`."""
     homes = [stage.rank for stage in costs.stages]
     places = 1 + max(homes)
     order = representative(costs.order, costs.micro_batches, len(stages), places)
-    return [_of_place(place, stages, homes, order[place], costs, cluster) for place in range(places)]
+    return [_of_place(place, stages, homes, order[place], costs, device) for place in range(places)]
 
 
 def representative(order: Callable[[int], Order], micro_batches: int, stages: int, places: int) -> Order:
@@ -344,7 +355,7 @@ def _of_place(
     homes: Sequence[int],
     actions: Sequence[Action],
     costs: Costs,
-    cluster: Cluster,
+    device: DeviceMemory,
 ) -> Memory:
     mine = [stage for stage, home in zip(stages, homes, strict=True) if home == place]
     state = {name: sum(stage.held[name] for stage in mine) for name in mine[0].held}
@@ -357,7 +368,6 @@ def _of_place(
     gradients += sum(stage.summed for stage in mine) if costs.gather else state["gradients"]
     if activations + gradients + buffers < state["gradients"]:  # the update needs more than any micro batch
         activations, gradients, buffers = 0.0, state["gradients"], state["buffers"]
-    device = cluster.device
     overhead = device.reserved_gib * GIB + device.fragmented * (activations + buffers)
     return Memory(state["parameters"], gradients, state["optimizer"], activations, buffers, overhead)
 

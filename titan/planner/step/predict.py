@@ -251,7 +251,7 @@ class UnscheduledStep:
     def memory(self) -> list[Memory]:
         """Peak memory of each pipeline rank."""
         stages = [self._alike.memory(stage) for stage in self.costs.stages]
-        return memory_of(self.costs, stages, self.planner.cluster)
+        return memory_of(self.costs, stages, self.planner.cluster.memory)
 
     @property
     def lower_bound_s(self) -> float:

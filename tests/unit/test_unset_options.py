@@ -1,0 +1,160 @@
+"""Options that a job leaves unset: the usual value where the job fits into memory, the frugal one where it does not."""
+
+import json
+import tomllib
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from tests.planned import CLUSTER, TOML, job_of
+from titan.checkpoint.resume import compare
+from titan.cli import main
+from titan.config import Job, load_job
+from titan.contracts.base import registry
+from titan.errors import PluginError
+from titan.planner.machine.cluster import DeviceMemory
+from titan.planner.step.layout import costs_of
+from titan.planner.step.memory import GIB, peak_bytes
+from titan.planner.step.predict import Planner
+from titan.planner.step.unset_options import settle
+
+SHARDED = ("--mesh.dp_shard", "4", "--train.global_batch_size", "16", "--train.micro_batch_size", "2")
+PIPED = ("--mesh.pp", "2", "--mesh.dp_shard", "2", "--train.global_batch_size", "8", "--train.micro_batch_size", "1")
+SPLIT = (*PIPED, "--plugins.pipeline.schedule", "ZBVZeroBubble")
+
+
+def needs(*words: str) -> float:
+    """GiB per rank."""
+    job = job_of(*words)
+    return peak_bytes(costs_of(job), job.layout, CLUSTER.memory) / GIB
+
+
+def too_small(*words: str) -> DeviceMemory:
+    """A device that is a little too small for the job."""
+    return CLUSTER.memory._replace(gib=0.99 * needs(*words))
+
+
+def stage(job: Job) -> int | None:
+    return next(t.config.zero_stage for t in job.techniques if hasattr(t.config, "zero_stage"))
+
+
+@pytest.mark.parametrize("words", [SHARDED, PIPED, SPLIT])
+def test_the_estimate_is_the_planners(words: tuple[str, ...]) -> None:
+    job = job_of(*words)
+    planned = Planner(CLUSTER).predict(costs_of(job), job.layout).memory
+    assert needs(*words) == pytest.approx(max(memory.total for memory in planned) / GIB, rel=1e-12)
+
+
+@pytest.mark.parametrize(("words", "usual"), [(SHARDED, 1), ((*SHARDED[:4], "--train.micro_batch_size", "4"), 2)])
+def test_what_fits_keeps_the_usual_value(words: tuple[str, ...], usual: int) -> None:
+    job = job_of(*words)
+    gib = needs(*words)
+    settled, (sentence,) = settle(job, CLUSTER.memory._replace(gib=1.01 * gib))
+    assert settled is job and stage(job) is None
+    assert f"zero_stage is not set, so zero_stage = {usual}: the job needs" in sentence
+
+
+@pytest.mark.parametrize("words", [SHARDED, PIPED])
+def test_what_does_not_fit_gets_the_frugal_value(words: tuple[str, ...]) -> None:
+    settled, (sentence,) = settle(job_of(*words), too_small(*words))
+    assert stage(settled) == 3 and settled.table["plugins"]["fsdp"]["zero_stage"] == 3
+    assert peak_bytes(costs_of(settled), settled.layout, CLUSTER.memory) / GIB < needs(*words)
+    assert "zero_stage is not set, so zero_stage = 3: otherwise the job needs" in sentence
+    assert [t.name for t in settled.techniques] == [t.name for t in job_of(*words).techniques]
+    assert "zero_stage" not in job_of(*words).table["plugins"]["fsdp"]
+
+
+@pytest.mark.parametrize("given", [1, 2, 3])
+def test_a_set_value_stays(given: int) -> None:
+    words = (*SHARDED, "--plugins.fsdp.zero_stage", str(given))
+    job = job_of(*words)
+    assert settle(job, too_small(*words)) == (job, [])
+
+
+def test_unknown_memory_decides_nothing() -> None:
+    job = job_of(*SHARDED)
+    settled, (sentence,) = settle(job, None)
+    assert settled is job and sentence.endswith("zero_stage = 1: the memory of the device is not known")
+
+
+def test_a_refused_value_is_not_taken() -> None:
+    job = job_of(*SPLIT)
+    settled, (sentence,) = settle(job, too_small(*SPLIT))
+    assert settled is job and "zero_stage = 1: the job" in sentence and "but zero_stage = 3 is refused: " in sentence
+
+
+def test_a_model_without_operations_keeps_the_usual_value() -> None:
+    job = job_of(*SHARDED)
+    vars(job)["spec"] = replace(job.spec, layer_ops=())
+    settled, (sentence,) = settle(job, too_small(*SHARDED))
+    assert settled is job and "memory cannot be predicted" in sentence
+
+
+def test_a_checkpoint_resumes_with_either_value() -> None:
+    job = job_of(*SHARDED)
+    frugal, _ = settle(job, too_small(*SHARDED))
+    for saved, now in ((frugal, job), (job, frugal)):
+        assert compare({"config": dict(saved.table)}, now.table, "", reset_data=False).said == ()
+
+
+def test_plan_and_config_say_what_was_chosen(capsys: pytest.CaptureFixture, tmp_path: Path) -> None:
+    small = tmp_path / "small.toml"
+    small.write_text(
+        f'[device]\nname = "small"\nmemory_gib = {too_small(*SHARDED).gib}\nbandwidth_gb_s = 1000\n'
+        '[device.peak_tflops]\nfloat32 = 100\n[[links]]\nname = "wire"\nbandwidth_gb_s = 10\n'
+    )
+    words = ["--config", str(TOML), *SHARDED, "--cluster", str(small)]
+    assert main(["plan", *words]) == 0
+    chosen = capsys.readouterr().out.splitlines()[-1]
+    assert chosen.startswith("[plugins.fsdp] zero_stage is not set, so zero_stage = 3: otherwise the job needs ")
+    assert main(["plan", *words, "--json"]) == 0
+    planned = json.loads(capsys.readouterr().out)
+    assert planned["unset_options"] == [chosen] and planned["fits"]
+    assert main(["config", *words]) == 0
+    out, err = capsys.readouterr()
+    assert tomllib.loads(out)["plugins"]["fsdp"]["zero_stage"] == 3 and chosen in err.splitlines()
+
+
+CHOOSY = '''
+"""A technique from outside with an option that memory decides."""
+
+from dataclasses import dataclass
+
+from titan.contracts import Technique, option, register
+
+
+@dataclass(frozen=True, kw_only=True)
+class Config:
+    """Options."""
+
+    chunks: int | None = option(None, "chunks")
+
+
+@register
+class Choosy(Technique):
+    """Uses more chunks in less memory."""
+
+    name = "choosy"
+    Config = Config
+    phase = "materialise"
+
+    def unset_options(self, job, fits):
+        return {"chunks": 1 if fits else 8}
+'''
+
+
+@pytest.mark.parametrize("key", ["chunks", "chunk"])
+def test_a_technique_from_outside_chooses_too(key: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    registry.load_plugins()
+    for name in ("_plugins", "_opened"):
+        monkeypatch.setattr(registry, name, getattr(registry, name).copy())
+    (tmp_path / "choosy.py").write_text(CHOOSY.replace('{"chunks"', f'{{"{key}"'))
+    job = load_job(TOML, ["--plugins.path", str(tmp_path), "--plugins.choosy.enabled", "true"])
+    if key == "chunk":
+        with pytest.raises(PluginError, match=r"names 'chunk', which is no option of it \(did you mean 'chunks'\?\)"):
+            settle(job, None)
+        return
+    settled, (sentence,) = settle(job, DeviceMemory(1e-6))
+    assert settled.table["plugins"]["choosy"]["chunks"] == settled.techniques[-1].config.chunks == 8
+    assert sentence.startswith("[plugins.choosy] chunks is not set, so chunks = 8: otherwise")
