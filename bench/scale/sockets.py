@@ -71,7 +71,10 @@ def _be_rank(environment: dict[str, str], backend: str, outbox: Connection) -> N
     os.environ.update(environment)
     stores: list[_Counting] = []  # the process group reads them until it ends
     outbox.send(_used(backend, stores))
-    dist.barrier()  # no rank leaves while another one still counts
+    store = stores[0]  # no rank leaves while another one still counts; a collective would connect ranks
+    if store.add("counted", 1) == dist.get_world_size():
+        store.set("all have counted", "")
+    store.wait(["all have counted"])
     process.leave()
 
 

@@ -4,6 +4,7 @@ import importlib
 import os
 import sys
 from datetime import timedelta
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -13,6 +14,7 @@ import torch.distributed as dist
 from torch._C._distributed_c10d import HashStore, ProcessGroupGloo
 from torch.distributed.device_mesh import init_device_mesh
 
+from bench.scale import sockets
 from tests.jobs import LLAMA
 from tests.ranks import run_ranks
 from titan.checkpoint.ranks import Ranks
@@ -91,6 +93,21 @@ def test_ranks_connect_to_those_they_exchange_data_with() -> None:
     """An eager group of N ranks opens N - 1 sockets per rank, a lazy one some log2(N): here 23 in all against 13."""
     eager, lazy = (run_ranks(_connections, 8, how, init=False) for how in (True, False))
     assert max(lazy) < min(eager), (eager, lazy)
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="counts /proc/self/fd")
+def test_the_formulas_of_the_docs_are_what_ranks_hold() -> None:
+    """docs/hpc.md, "Thousands of ranks", and its figures at 8 ranks; the counts are those of rank 0, the largest."""
+    run_ranks(_sockets, 1, init=False)  # starts the fork server, which is one for all, as tests need it
+    ranks, axes = 8, 3
+    found = sockets.measure(ranks)
+    gpus, after, before = found["after_on_gpus"], found["after"], found["before"]
+    assert gpus == {"sockets": 12, "descriptors": ranks + 10, "threads": 2 * 2, "store_gets": 2 + ranks - 1}
+    assert before["descriptors"] == 2 * ranks + 7 + axes * (4 + 1) and before["store_gets"] == 2 * ranks + axes * 2
+    assert after["sockets"] == gpus["sockets"] + axes * (1 + 1) < before["sockets"] == 23
+    docs = (Path(__file__).parents[2] / "docs" / "hpc.md").read_text()
+    for kind, row in (("all at once", before), ("at the first use", after), ("at the first use, as on GPUs", gpus)):
+        assert f"| {kind} | {' | '.join(str(count) for count in row.values())} |" in docs
 
 
 def _held() -> tuple[int, int]:
