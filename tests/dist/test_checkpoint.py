@@ -432,5 +432,5 @@ def _save_other_shapes(folder: Path) -> str:
 
 def test_ranks_whose_tensors_differ_in_shape_are_refused(tmp_path: Path) -> None:
     told = run_ranks(_save_other_shapes, 2, tmp_path)
-    assert told[0] == told[1] and "model.bias is [4] of torch.float32 and [5] of torch.float32" in told[0]
+    assert told[0] == told[1] and "model.weight is [4, 3] of torch.float32 and [5, 3] of torch.float32" in told[0]
     assert list(tmp_path.iterdir()) == []

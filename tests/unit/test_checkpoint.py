@@ -281,7 +281,7 @@ def test_a_run_that_another_has_overtaken_does_not_save(tmp_path: Path) -> None:
     successor.save(2001, parts, optimizer, {})
 
 
-@pytest.mark.parametrize("name", ["manifest.json", "state.json", ".metadata", "__0_0.distcp"])
+@pytest.mark.parametrize("name", ["manifest.json", "state.json", ".metadata", "titan.index", "__0_0.distcp"])
 @pytest.mark.parametrize("call", ["open", "lstat"])
 def test_the_newest_is_not_given_up_for_a_read_that_fails(
     name: str, call: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch

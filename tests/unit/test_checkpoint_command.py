@@ -7,6 +7,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
+import torch
 
 from bench import mutations
 from titan import cli
@@ -96,6 +97,12 @@ def test_verify_reads_what_the_files_say(run: Path, say: Callable[..., Said]) ->
     mutations.reseal(_path(run, 30))
     code, out, _ = say("verify", _path(run, 30))
     assert code == 1 and ".metadata is not valid checkpoint metadata" in out
+    mutations.checkpointer(run / "checkpoints").save(50, *mutations.build(), {"more": torch.ones(2)})
+    (_path(run, 30) / ".metadata").write_bytes((_path(run, 50) / ".metadata").read_bytes())
+    (_path(run, 30) / "__0_0.distcp").write_bytes((_path(run, 50) / "__0_0.distcp").read_bytes())
+    mutations.reseal(_path(run, 30))
+    code, out, _ = say("verify", _path(run, 30))
+    assert code == 1 and "  titan.index and .metadata place tensors differently\n" in out
 
 
 def test_rm_removes_one(run: Path, say: Callable[..., Said]) -> None:

@@ -45,7 +45,7 @@ def _halve(file: Path) -> None:
     (_halve, r"{name} has [\d,]+ bytes, its manifest says [\d,]+"), (Path.unlink, "(lacks|missing)"),
     (_flip, r"{name} has SHA-256 [0-9a-f]{{12}}, its manifest says [0-9a-f]{{12}}$"),
 ])  # fmt: skip
-@pytest.mark.parametrize("name", [".metadata", "state.json", "__0_0.distcp"])
+@pytest.mark.parametrize("name", [".metadata", "titan.index", "state.json", "__0_0.distcp"])
 def test_damage_is_one_sentence(saved: Path, name: str, damage: Callable[[Path], None], said: str) -> None:
     damage(saved / name)
     parts, optimizer = build()
@@ -125,7 +125,7 @@ def test_what_was_found_is_verified_once(saved: Path, monkeypatch: pytest.Monkey
     for _ in range(2):
         assert again.find("auto") == saved
         again.load(saved, *build())
-        assert sorted(hashed) == [".metadata", "__0_0.distcp", "state.json"]
+        assert sorted(hashed) == [".metadata", "__0_0.distcp", "state.json", "titan.index"]
         hashed.clear()
     again.load(saved, *build())
-    assert len(hashed) == 3
+    assert len(hashed) == 4
