@@ -159,7 +159,8 @@ def _drawn(folder: str, words: list[str], config: str) -> dict[str, Tensor]:
     from titan.ranks import process
     from titan.training import build, trainer
 
-    job = load_job(Path(config), ["--run.dir", folder, "--data.cache", f"{folder}/cache", *words])
+    overrides = ["--run.dir", folder, "--data.cache", f"{folder}/cache", *words]
+    job = load_job(Path(config), overrides, process.launched_world_size())
     run = build.build(job, process.join(job))
     state = torch.get_rng_state()
     trainer.train(run)
@@ -168,12 +169,13 @@ def _drawn(folder: str, words: list[str], config: str) -> dict[str, Tensor]:
 
 
 def test_default_generators_are_seeded_and_training_draws_nothing_from_them(tmp_path: Path) -> None:
-    def drawn(seed: int) -> Tensor:
+    def drawn(seed: int, ranks: int = 1) -> Tensor:
         words = ("--run.seed", str(seed), "--train.steps", "2", "--validation.every", "1", "--validation.samples", "2")
         words += ("--validation.name", "text", "--validation.path", str(tmp_path / "text"))
-        return train_job(tmp_path, 1, *words, config=FRILLS, name=f"seed {seed}", run=_drawn).weights["drawn"]
+        name = f"seed {seed}, {ranks} ranks"
+        return train_job(tmp_path, ranks, *words, config=FRILLS, name=name, run=_drawn).weights["drawn"]
 
-    assert torch.equal(drawn(0), drawn(0)) and not torch.equal(drawn(0), drawn(1))
+    assert torch.equal(drawn(0), drawn(0, ranks=2)) and not torch.equal(drawn(0), drawn(1))
 
 
 def _goes_on(folder: str, words: list[str], config: str) -> dict[str, Tensor]:

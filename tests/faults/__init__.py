@@ -4,9 +4,9 @@
     python -m tests.faults --only "micro batch"   # those with these words in their names
     python -m tests.faults --list                 # names and tests, runs nothing
 
-A fault is one changed line (`fault.py`). The lists in `lists/` follow the packages. Each fault names the narrowest
-tests that notice it. The same tests also run without a fault, as a test that fails anyway catches nothing. The unit
-test `tests/unit/test_faults.py` checks that every fault can still be planted, without running any.
+A fault is a small change of one file (`fault.py`). The lists in `lists/` follow the packages. Each fault names the
+narrowest tests that notice it. The same tests also run without a fault, as a test that fails anyway catches nothing.
+The unit test `tests/unit/test_faults.py` checks that every fault can still be planted, without running any.
 """
 
 from tests.faults.fault import Fault

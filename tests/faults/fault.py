@@ -1,4 +1,4 @@
-"""A fault: one change of one line of the sources, and the tests that have to notice it."""
+"""A fault: a small change of one source file, and the tests that must notice it."""
 
 from dataclasses import dataclass
 from pathlib import Path

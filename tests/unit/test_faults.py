@@ -41,6 +41,7 @@ def test_every_fault_can_be_planted_and_names_tests_that_exist() -> None:
 
 def test_faults_are_many_and_differ_and_each_has_a_test() -> None:
     assert len(FAULTS) >= FEWEST
+    assert f"plants {len(FAULTS)} faults" in (ROOT / "docs" / "correctness.md").read_text(encoding="utf-8")
     assert len({fault.name for fault in FAULTS}) == len({(f.file, f.old, f.new) for f in FAULTS}) == len(FAULTS)
     assert all(fault.tests and fault.file.startswith(("titan/", "plugins/")) for fault in FAULTS)
 

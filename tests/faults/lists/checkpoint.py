@@ -83,7 +83,7 @@ FAULTS = (
         "titan/checkpoint/disk/folder.py",
         "for name in (METADATA, STATE, MANIFEST) if not",
         "for name in (METADATA, STATE) if not",
-        (f"{FOLDER}::test_damage_that_is_cheap_to_see_is_told_apart",),
+        (f"{FOLDER}::test_unfinished_and_foreign_folders_are_not_complete",),
     ),
     Fault(
         "a damaged checkpoint chosen",

@@ -46,7 +46,7 @@ FAULTS = (
         "titan/data/samples/samples.py",
         "key=mix(self._seed, source)",
         "key=mix(0, source)",
-        (SAMPLES,),
+        (f"{SAMPLES}::test_the_seed_chooses_the_order",),
     ),
     Fault(
         "the same order in every epoch",

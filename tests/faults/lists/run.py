@@ -35,7 +35,7 @@ FAULTS = (
         (f"{PREEMPTION}::test_no_75_when_the_same_command_would_not_get_on",),
     ),
     Fault(
-        "a time limit in seconds, not minutes",
+        "a time limit that is over at once",
         "titan/ranks/preemption.py",
         "60 * max_minutes if max_minutes",
         "1e-9 * max_minutes if max_minutes",
