@@ -1,8 +1,12 @@
 """The planted faults can still be planted, and the command says which test failed, or that none did."""
 
+import contextlib
 import json
+import os
 import re
+import select
 import shutil
+import sys
 from functools import cache
 from pathlib import Path
 
@@ -79,6 +83,20 @@ def test_a_fault_is_caught_by_a_test_that_fails(old: str, new: str, by: str, why
     found = trial.judge(_fault(old, new), trial.copied(tree.parent / "copy", tree), tree.parent)
     assert (found.by, found.why.partition(":")[0]) == (by, why), found.why
     assert (tree / "titan" / "value.py").read_text() == before
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="needs /proc")
+def test_a_process_that_outlives_its_tests_is_ended(tree: Path) -> None:
+    root = trial.copied(tree.parent / "copy", tree)
+    left = "import pathlib, subprocess\n\ndef test_value():\n    "
+    left += "sleeping = subprocess.Popen(['sleep', '600'], start_new_session=True)\n    "
+    left += "pathlib.Path('pid').write_text(str(sleeping.pid))\n"
+    (root / "tests" / "test_value.py").write_text(left)
+    assert trial.run_tests(root, ["tests/test_value.py"]).code == 0
+    with contextlib.suppress(ProcessLookupError):
+        ended = os.pidfd_open(int((root / "pid").read_text()))
+        assert select.select([ended], [], [], 10)[0], "it lives on"
+        os.close(ended)
 
 
 def test_packages_from_elsewhere_are_refused(tree: Path) -> None:

@@ -5,7 +5,7 @@ from tests.faults.fault import Fault
 FOLDER = "tests/unit/test_checkpoint_folder.py"
 BITS = "tests/dist/test_resume.py::test_on_the_same_layout_bit_for_bit[-]"
 SYNC = "tests/unit/test_checkpoint_sync.py::test_what_is_synced_before_and_after_a_checkpoint_gets_its_name"
-UNTRUSTED = "tests/unit/test_untrusted_checkpoints.py"
+PICKLES = "tests/unit/test_untrusted_checkpoints.py::test_pickles_in_place_of_the_metadata"
 
 FAULTS = (
     Fault(
@@ -118,7 +118,7 @@ FAULTS = (
         "titan/checkpoint/disk/lock.py",
         "        if alive:\n",
         "        if False:\n",
-        ("tests/unit/test_lock.py",),
+        ("tests/unit/test_lock.py::test_a_second_start_is_refused_while_the_first_lives",),
     ),
     Fault(
         "a checkpoint of another model taken",
@@ -132,14 +132,14 @@ FAULTS = (
         "titan/checkpoint/disk/unpickle.py",
         "or full not in self.known:",
         "or False:",
-        (UNTRUSTED,),
+        (PICKLES,),
     ),
     Fault(
         "an unknown pickle opcode skipped",
         "titan/checkpoint/disk/unpickle.py",
         "            if act is None:\n",
         "            if act is None and (act := lambda machine: None) is None:\n",
-        (UNTRUSTED,),
+        (PICKLES,),
     ),
     Fault(
         "a path out of the folder in a safetensors index accepted",
@@ -153,6 +153,6 @@ FAULTS = (
         "titan/checkpoint/huggingface.py",
         "return value.T if tensor.transposed else value",
         "return value",
-        ("tests/unit/test_huggingface.py",),
+        ("tests/unit/test_huggingface.py::test_nothing_is_lost_on_the_way",),
     ),
 )

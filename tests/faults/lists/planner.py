@@ -33,7 +33,7 @@ FAULTS = (
         "titan/planner/step/memory.py",
         "            now -= stage.kept\n",
         "            pass\n",
-        (f"{COSTS}::test_what_a_schedule_keeps_under_way",),
+        ("tests/unit/test_planned_memory.py::test_memory_is_that_of_the_dry_run[1F1B]",),
     ),
     Fault(
         "memory without optimizer state",

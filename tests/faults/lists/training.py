@@ -69,14 +69,14 @@ FAULTS = (
         "titan/training/trainer.py",
         "factor(run.step + 1,",
         "factor(run.step,",
-        ("tests/dist/test_released.py",),
+        ("tests/dist/test_released.py::test_the_run_of_an_earlier_version_goes_on",),
     ),
     Fault(
         "learning rate after resume from the last rate, not from the peak",
         "titan/training/trainer.py",
         'group.setdefault("peak_lr", group["lr"])',
         'group["peak_lr"] = group["lr"]',
-        ("tests/dist/test_released.py",),
+        ("tests/dist/test_released.py::test_the_run_of_an_earlier_version_goes_on",),
     ),
     Fault(
         "warm-up that never reaches the peak rate",
@@ -90,7 +90,7 @@ FAULTS = (
         "plugins/schedules/cosine.py",
         "(step - peak) / (self",
         "step / (self",
-        ("tests/unit/test_schedules.py",),
+        ("tests/unit/test_schedules.py::test_cosine_quarterway_and_halfway",),
     ),
     Fault(
         "weight decay on norms",
@@ -104,7 +104,7 @@ FAULTS = (
         "plugins/optimizers/adamw.py",
         "return named.decays or self.config.decay_all",
         "return True",
-        ("tests/unit/test_optimizer.py",),
+        ("tests/unit/test_optimizer.py::test_three_updates_follow_the_formula",),
     ),
     Fault(
         "AdamW's decay rates swapped",
