@@ -4,8 +4,9 @@ import math
 from pathlib import Path
 
 import pytest
+import torch
 
-from tests.jobs import Outcome, train_job
+from tests.jobs import SAVING, Outcome, saved_tensors, train_job
 
 BF16 = ("--plugins.bf16.enabled", "true")
 LOSS_RTOL, NORM_RTOL = 2e-3, 2e-2
@@ -37,6 +38,13 @@ def test_it_is_on_at_degree_one(one_rank: Outcome, tmp_path: Path) -> None:
     fp32 = train_job(tmp_path, 1)
     assert any(fp32.rows[step]["loss"] != one_rank.rows[step]["loss"] for step in fp32.rows)
     assert all(math.isclose(fp32.rows[s]["loss"], one_rank.rows[s]["loss"], rel_tol=1e-2) for s in fp32.rows)
+
+
+def test_weights_and_optimizer_state_stay_float32(tmp_path: Path) -> None:
+    train_job(tmp_path, 1, *BF16, *SAVING, "--train.steps", "1")
+    saved = saved_tensors(tmp_path / "run" / "checkpoints" / "step-00000001")
+    kept = [tensor.dtype for name, tensor in saved.items() if name.startswith(("model.", "optimizer."))]
+    assert set(kept) == {torch.float32}
 
 
 def test_accumulation_over_micro_batches_and_zero_stages(one_rank: Outcome, tmp_path: Path) -> None:

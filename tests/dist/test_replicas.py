@@ -159,7 +159,8 @@ def _drawn(folder: str, words: list[str], config: str) -> dict[str, Tensor]:
     from titan.ranks import process
     from titan.training import build, trainer
 
-    job = load_job(Path(config), ["--run.dir", folder, "--data.cache", f"{folder}/cache", *words])
+    overrides = ["--run.dir", folder, "--data.cache", f"{folder}/cache", *words]
+    job = load_job(Path(config), overrides, process.launched_world_size())
     run = build.build(job, process.join(job))
     state = torch.get_rng_state()
     trainer.train(run)
@@ -168,8 +169,32 @@ def _drawn(folder: str, words: list[str], config: str) -> dict[str, Tensor]:
 
 
 def test_default_generators_are_seeded_and_training_draws_nothing_from_them(tmp_path: Path) -> None:
-    def drawn(seed: int) -> Tensor:
-        words = ("--run.seed", str(seed), "--train.steps", "2")
-        return train_job(tmp_path, 1, *words, config=FRILLS, name=f"seed {seed}", run=_drawn).weights["drawn"]
+    def drawn(seed: int, ranks: int = 1) -> Tensor:
+        words = ("--run.seed", str(seed), "--train.steps", "2", "--validation.every", "1", "--validation.samples", "2")
+        words += ("--validation.name", "text", "--validation.path", str(tmp_path / "text"))
+        name = f"seed {seed}, {ranks} ranks"
+        return train_job(tmp_path, ranks, *words, config=FRILLS, name=name, run=_drawn).weights["drawn"]
 
-    assert torch.equal(drawn(0), drawn(0)) and not torch.equal(drawn(0), drawn(1))
+    assert torch.equal(drawn(0), drawn(0, ranks=2)) and not torch.equal(drawn(0), drawn(1))
+
+
+def _goes_on(folder: str, words: list[str], config: str) -> dict[str, Tensor]:
+    """On one rank: the state of the default generator where a run has ended, and where the run that goes on begins."""
+    from titan.ranks import process
+    from titan.training import build, trainer
+
+    job = load_job(Path(config), ["--run.dir", folder, "--data.cache", f"{folder}/cache", *words])
+    rank = process.join(job)
+    run = build.build(job, rank)
+    torch.rand(7)  # as a plugin may between steps
+    trainer.train(run)
+    ended = torch.get_rng_state()
+    again = build.build(job, rank)
+    begun = torch.get_rng_state()
+    trainer.close(again)
+    return {"ended": ended, "begun": begun}
+
+
+def test_default_generators_go_on_where_they_were(tmp_path: Path) -> None:
+    states = train_job(tmp_path, 1, *SAVING, "--train.steps", "1", run=_goes_on).weights
+    assert torch.equal(states["ended"], states["begun"])

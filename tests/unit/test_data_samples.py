@@ -94,6 +94,13 @@ def test_shuffled_epochs_take_each_sample_once(tmp_path: Path) -> None:
     assert epochs[0] != list(range(100))
 
 
+def test_the_seed_chooses_the_order(tmp_path: Path) -> None:
+    source = (count_up(tmp_path / "a.bin", 401), 1.0)
+    shuffled = [samples(source, shuffle=True, vocab_size=1000, seed=seed) for seed in (1, 1, 2)]
+    one, same, other = ([int(packed[g].tokens[0]) for g in range(100)] for packed in shuffled)
+    assert one == same != other
+
+
 def test_sources_are_mixed_by_weight(tmp_path: Path) -> None:
     small, large = count_up(tmp_path / "a.bin", 41), count_up(tmp_path / "b.bin", 4001, start=5000)
     packed = samples((small, 3.0), (large, 1.0), shuffle=True, vocab_size=10_000)

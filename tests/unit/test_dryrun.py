@@ -70,6 +70,15 @@ def test_full_recompute_does_the_layers_again_and_saves_their_inputs() -> None:
     assert run.peak_by_component["saved"] < 0.5 * plain.peak_by_component["saved"]
 
 
+def test_every_second_block_is_recomputed_and_selective_mode_repeats_no_product() -> None:
+    modes = ("--plugins.activation_checkpoint.mode=every_n", "--plugins.activation_checkpoint.mode=selective")
+    plain, second, selective = (dry_run(_job(*ONE, *words), 0) for words in ((), modes[:1], modes[1:]))
+    again = [layer for layer in range(LAYERS) if second.flops[f"layers.{layer}.ffn.w1"].recompute]
+    assert again == [0, 2]
+    assert selective.total_flops == plain.total_flops
+    assert selective.peak_by_component["saved"] < plain.peak_by_component["saved"]
+
+
 def test_shards_and_what_is_gathered() -> None:
     run = dry_run(_job(*TWO), 0)
     assert run.steady["parameters"] == 4 * run.parameters

@@ -1,11 +1,15 @@
 """AdamW: the update, what is decayed, what is said, what the state holds."""
 
+from types import SimpleNamespace
+
 import pytest
 import torch
 from torch import nn
 
-from titan.contracts import NamedParameter
+from titan.contracts import ModelPart, NamedParameter
+from titan.plugins.models.llama import Llama
 from titan.plugins.optimizers.adamw import AdamW, Config
+from titan.training.build import named_parameters
 
 
 def _parameters() -> list[NamedParameter]:
@@ -70,3 +74,10 @@ def test_the_line_says_what_is_decayed() -> None:
         "2.5e-05 M in 1 (norms, biases, embeddings) without"
     )
     assert AdamW(Config(decay_all=True)).describe(named).endswith("with weight decay 0.1 in 2 tensors")
+
+
+def test_norms_and_embeddings_are_named_as_not_decayed() -> None:
+    model = Llama(Llama.Config(**Llama.presets["tiny"]))
+    part, context = ModelPart(model.build()), SimpleNamespace(spec=model.spec())
+    names = {named.name for named in named_parameters([part], context) if not named.decays}  # type: ignore[arg-type]
+    assert names == {name for name, _ in part.parameters() if "norm" in name or name == "embed.weight"}

@@ -1,0 +1,18 @@
+"""Faults planted in copies of the checkout, one at a time, to see that a test notices each.
+
+    python -m tests.faults                        # all of them: `n of n caught`; 1 when one escapes
+    python -m tests.faults --only "micro batch"   # those with these words in their names
+    python -m tests.faults --list                 # names and tests, runs nothing
+
+A fault is a small change of one file (`fault.py`). The lists in `lists/` follow the packages. Each fault names the
+narrowest tests that notice it. The same tests also run without a fault, as a test that fails anyway catches nothing.
+The unit test `tests/unit/test_faults.py` checks that every fault can still be planted, without running any.
+"""
+
+from tests.faults.fault import Fault
+from tests.faults.lists import checkpoint, data, inputs, model, parallel, planner, run, training
+
+FAULTS: tuple[Fault, ...] = (
+    *training.FAULTS, *model.FAULTS, *parallel.FAULTS, *data.FAULTS, *checkpoint.FAULTS, *run.FAULTS, *inputs.FAULTS,
+    *planner.FAULTS,
+)  # fmt: skip

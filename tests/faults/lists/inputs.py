@@ -1,0 +1,64 @@
+"""Faults of what is read from a user: options, files, layouts, plugins."""
+
+from tests.faults.fault import Fault
+
+CONTRACT = "tests/contract/test_every_plugin.py"
+
+FAULTS = (
+    Fault(
+        "bounds of options not checked",
+        "titan/contracts/base/options.py",
+        "check_bounds(value, declaration.spec)",
+        "pass",
+        (f"{CONTRACT}::test_bad_values_are_refused",),
+    ),
+    Fault(
+        "an unknown key accepted",
+        "titan/contracts/base/options.py",
+        "for key in table if key not in declared]",
+        "for key in table if key == declared]",
+        (f"{CONTRACT}::test_unknown_options_are_refused",),
+    ),
+    Fault(
+        "true accepted as 1",
+        "titan/contracts/base/options.py",
+        "if type(value) is hint or",
+        "if isinstance(value, hint) or",
+        ("tests/unit/test_options.py::test_toml_is_strict",),
+    ),
+    Fault(
+        "an infinite number accepted",
+        "titan/contracts/base/options.py",
+        "if hint is float and not math.isfinite(value):",
+        "if False:",
+        ("tests/unit/test_bad_input.py::test_wrong_toml[infinite rate]",),
+    ),
+    Fault(
+        "a layout of another number of ranks accepted",
+        "titan/contracts/base/mesh.py",
+        "layout.world_size != world_size:",
+        "layout.world_size < 0:",
+        ("tests/unit/test_mesh.py::test_faults",),
+    ),
+    Fault(
+        "two plugins of one name accepted",
+        "titan/contracts/base/registry.py",
+        "if owner is not None and (",
+        "if owner is not None and False and (",
+        ("tests/unit/test_registry.py::test_two_owners_of_a_name_are_both_named",),
+    ),
+    Fault(
+        "heads that tensor parallelism cannot split accepted",
+        "plugins/parallel/tensor.py",
+        'yield f"[model] {key} = {count} cannot be split over',
+        'yield from () and f"[model] {key} = {count} cannot be split over',
+        ("tests/unit/test_tensor.py::test_heads_must_come_out_even_and_the_nearest_degrees_are_named",),
+    ),
+    Fault(
+        "a pattern of a model's spec that matches nothing accepted",
+        "titan/contracts/base/spec.py",
+        "        if absent:\n            raise PluginError(\n                f\"the model's spec has names",
+        "        if False:\n            raise PluginError(\n                f\"the model's spec has names",
+        ("tests/dist/test_gradients.py::test_a_buffer_that_the_model_does_not_have_is_refused",),
+    ),
+)

@@ -1,0 +1,108 @@
+"""Faults of models, precision, recomputation and text generation."""
+
+from tests.faults.fault import Fault
+
+MODELS = "tests/unit/test_models.py"
+RECOMPUTED = "tests/unit/test_dryrun.py::test_every_second_block_is_recomputed_and_selective_mode_repeats_no_product"
+FLOAT8 = "tests/unit/test_float8.py"
+
+FAULTS = (
+    Fault(
+        "attention that sees the next token of its document",
+        "titan/contracts/base/attention.py",
+        "return same.tril()",
+        "return same.tril(1)",
+        (f"{MODELS}::test_later_tokens_do_not_reach_earlier_logits",),
+    ),
+    Fault(
+        "attention that sees other documents",
+        "titan/contracts/base/attention.py",
+        "same = documents[:, None, :, None] == documents[:, None, None, :]",
+        "same = documents[:, None, :, None] >= documents[:, None, None, :]",
+        (f"{MODELS}::test_llama_packed_documents_equal_documents_alone",),
+    ),
+    Fault(
+        "query heads that look at another group's keys under a document mask",
+        "titan/contracts/base/attention.py",
+        "t.repeat_interleave(group, dim=1)",
+        "t.repeat(1, group, 1, 1)",
+        (f"{MODELS}::test_grouped_heads_equal_repeated_heads",),
+    ),
+    Fault(
+        "rotary positions off by a factor",
+        "plugins/models/llama/rope.py",
+        "positions[..., None].float()",
+        "(positions[..., None] + 1).float() * 2",
+        ("tests/unit/test_rope.py::test_rope_turns_pairs_like_complex_numbers",),
+    ),
+    Fault(
+        "rotary angles in bfloat16",
+        "plugins/models/llama/rope.py",
+        "cos, sin = rope[..., : x.shape[1], None, :]",
+        "cos, sin = rope[..., : x.shape[1], None, :].to(x.dtype)",
+        ("tests/unit/test_rope.py::test_rope_turns_bfloat16_in_float32",),
+    ),
+    Fault(
+        "low rotary frequencies that are not stretched",
+        "plugins/models/llama/rope.py",
+        "(kept + (1 - kept) / config.rope_scaling_factor)",
+        "(kept + (1 - kept))",
+        ("tests/unit/test_rope.py::test_rope_scaling_is_llama_3_1s",),
+    ),
+    Fault(
+        "residual projections initialized as wide as the others",
+        "plugins/models/llama/__init__.py",
+        "added = normal(c.init_std / math.sqrt(2 * c.n_layers))",
+        "added = normal(c.init_std)",
+        (f"{MODELS}::test_initial_values",),
+    ),
+    Fault(
+        "a float32 master copy lost under bf16",
+        "titan/training/phases.py",
+        "part.module.to_empty(device=context.device)",
+        "part.module.to(context.precision.param_dtype).to_empty(device=context.device)",
+        ("tests/dist/test_bf16.py::test_weights_and_optimizer_state_stay_float32",),
+    ),
+    Fault(
+        "bf16 gradients summed in bf16",
+        "plugins/precision/bf16.py",
+        "reduce_dtype=torch.float32",
+        "reduce_dtype=torch.bfloat16",
+        ("tests/dist/test_pipeline.py::test_bf16_gradients_are_summed_in_fp32_by_every_schedule[dp_shard]",),
+    ),
+    Fault(
+        "float8 in the head",
+        "plugins/precision/float8.py",
+        "isinstance(module, nn.Linear) and name.startswith(layers) and",
+        "isinstance(module, nn.Linear) and",
+        (f"{FLOAT8}::test_the_linears_of_layers_are_converted_and_nothing_is_renamed",),
+    ),
+    Fault(
+        "float8's filter ignored",
+        "plugins/precision/float8.py",
+        "return even and not any(glob_matches(glob, name) for glob in self.config.filter)",
+        "return even",
+        (f"{FLOAT8}::test_what_the_filter_names_and_what_is_uneven_stays",),
+    ),
+    Fault(
+        "every block recomputed where every n-th was asked for",
+        "plugins/memory/activation_checkpoint.py",
+        "[2]) % stride == 0",
+        "[2]) % 1 == 0",
+        (RECOMPUTED,),
+    ),
+    Fault(
+        "attention recomputed by selective recomputation",
+        "plugins/memory/activation_checkpoint.py",
+        "torch.ops.aten._scaled_dot_product_flash_attention_for_cpu.default,",
+        "",
+        (RECOMPUTED,),
+    ),
+    Fault(
+        "a token that does not see itself in the key-value cache",
+        "titan/contracts/base/attention.py",
+        "seen = torch.arange(self.end, device=device) <= self",
+        "seen = torch.arange(self.end, device=device) < self",
+        ("tests/unit/test_generation.py::test_logits_with_a_cache_are_those_of_the_whole_text",),
+    ),
+)

@@ -1,0 +1,114 @@
+"""Faults of the parallelisms: which gradients are summed over which ranks, and who holds what."""
+
+from tests.faults.fault import Fault
+
+PARITY = "tests/dist/test_parity.py::test_llama"
+TENSOR = "tests/dist/test_tensor.py::test_loss_and_gradients_are_those_of_one_process"
+
+FAULTS = (
+    Fault(
+        "gradients averaged over data-parallel ranks",
+        "titan/contracts/base/parts.py",
+        "module.set_gradient_divide_factor(1.0)",
+        "module.set_gradient_divide_factor(2.0)",
+        (f"{PARITY}[dp_shard 2]",),
+    ),
+    Fault(
+        "replicas of shards that do not sum their gradients",
+        "plugins/parallel/fsdp.py",
+        "root.set_requires_all_reduce(last)",
+        "root.set_requires_all_reduce(False)",
+        (f"{PARITY}[accumulation, hsdp 2x2, zero 3]",),
+    ),
+    Fault(
+        "DDP that sums the gradients of no micro batch",
+        "plugins/parallel/ddp.py",
+        "root.set_requires_gradient_sync(last)",
+        "root.set_requires_gradient_sync(False)",
+        (f"{PARITY}[ddp 4]",),
+    ),
+    Fault(
+        "parameters gathered once more per step at ZeRO stage 1",
+        "plugins/parallel/fsdp.py",
+        "set_is_last_backward(last or self._stage == 1)",
+        "set_is_last_backward(last)",
+        ("tests/unit/test_dryrun.py::test_zero_1_gathers_the_head_once_however_many_micro_batches",),
+    ),
+    Fault(
+        "gradients scaled by tp",
+        "plugins/parallel/tensor.py",
+        "        partial = [",
+        "        _ = [p.grad.mul_(2) for part in self._parts for _, p in part.parameters()]\n        partial = [",
+        (f"{PARITY}[tp 2]",),
+    ),
+    Fault(
+        "gradients of replicated norms not summed over tp",
+        "plugins/parallel/tensor.py",
+        "dist.all_reduce(flat, group=mesh.get_group())",
+        "pass",
+        (f"{TENSOR}[2-llama, grouped queries]",),
+    ),
+    Fault(
+        "words of other ranks looked up in a rank's slice",
+        "plugins/parallel/tensor.py",
+        "torch.where(here[..., None], rows, 0.0)",
+        "rows",
+        (f"{TENSOR}[2-llama, grouped queries]",),
+    ),
+    Fault(
+        "a tied head untied by tensor parallelism",
+        "plugins/parallel/tensor.py",
+        "part.retie(context.spec)",
+        "pass",
+        ("tests/dist/test_tensor.py::test_tied_weights_stay_one_tensor_and_slices_may_be_uneven",),
+    ),
+    Fault(
+        "a softmax by each rank's own largest logit",
+        "plugins/losses/cross_entropy.py",
+        "dist.all_reduce(highest, dist.ReduceOp.MAX, group)",
+        "pass",
+        ("tests/dist/test_loss_vocab.py::test_split_is_whole[0.0-uneven]",),
+    ),
+    Fault(
+        "a tied head not summed over pipeline stages",
+        "plugins/parallel/pipeline/__init__.py",
+        "self._tied.add()",
+        "pass",
+        ("tests/dist/test_pipeline.py::test_tied_weights_get_the_gradients_of_both_ends[2]",),
+    ),
+    Fault(
+        "a pipeline that divides gradients by its micro batches",
+        "plugins/parallel/pipeline/engine.py",
+        "scale_grads=False",
+        "scale_grads=True",
+        (f"{PARITY}[pp 2]",),
+    ),
+    Fault(
+        "stages after the first not told where documents end",
+        "plugins/parallel/pipeline/engine.py",
+        "if documents else {}",
+        "if documents and 0 in self.parts else {}",
+        ("tests/dist/test_pipeline.py::test_every_stage_is_told_which_document_a_token_is_of",),
+    ),
+    Fault(
+        "weight gradients of a split backward pass summed in bf16",
+        "plugins/parallel/pipeline/engine.py",
+        "if isinstance(self.submod, FSDPModule):",
+        "if False:",
+        ("tests/dist/test_pipeline.py::test_bf16_gradients_are_summed_in_fp32_by_every_schedule[dp_shard]",),
+    ),
+    Fault(
+        "ranks of one slice group that read different samples",
+        "titan/training/build.py",
+        'index=job.layout.role_index(rank.number, "batch")',
+        "index=rank.number % job.batch_ranks",
+        (f"{PARITY}[dp_shard 2, tp 2]",),
+    ),
+    Fault(
+        "a rank's index among others in the wrong order",
+        "titan/contracts/base/mesh.py",
+        "index = index * self.degrees[name] + at[name]",
+        "index = index + at[name] * self.degrees[name]",
+        ("tests/unit/test_mesh.py::test_roles_number_the_ranks_that_differ_in_them",),
+    ),
+)

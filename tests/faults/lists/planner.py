@@ -1,0 +1,108 @@
+"""Faults of the planner: times, memory, communication, bounds of the search."""
+
+from tests.faults.fault import Fault
+
+COSTS = "tests/unit/test_costs.py"
+PREDICT = "tests/unit/test_predict.py"
+SEARCH = "tests/unit/test_search.py::test_bounds_are_below_the_step_and_near_it"
+
+FAULTS = (
+    Fault(
+        "a bound of the search above the step",
+        "titan/planner/search/best_first.py",
+        "least = max(least * self.planner.speed(layout), busy)",
+        "least = 1.2 * max(least * self.planner.speed(layout), busy)",
+        (SEARCH,),
+    ),
+    Fault(
+        "a bound that starts each stage at the end of all before it",
+        "titan/planner/step/predict.py",
+        "begins, returns = begins + work.forward, returns + work.inputs",
+        "begins, returns = begins + 2 * work.forward, returns + 2 * work.inputs",
+        (SEARCH,),
+    ),
+    Fault(
+        "1F1B that starts one micro batch too many",
+        "plugins/parallel/pipeline/orders.py",
+        "ahead = min(micro_batches, ranks - rank)",
+        "ahead = min(micro_batches, ranks - rank + 1)",
+        ("tests/unit/test_orders.py::test_ranks_keep_as_many_micro_batches_as_the_plugin_says",),
+    ),
+    Fault(
+        "1F1B that keeps all micro batches in the planner's memory",
+        "titan/planner/step/memory.py",
+        "            now -= stage.kept\n",
+        "            pass\n",
+        ("tests/unit/test_planned_memory.py::test_memory_is_that_of_the_dry_run[1F1B]",),
+    ),
+    Fault(
+        "memory without optimizer state",
+        "titan/planner/step/memory.py",
+        "self.parameters + self.gradients + self.optimizer +",
+        "self.parameters + self.gradients +",
+        (f"{PREDICT}::test_the_command_prints_what_scripts_rely_on",),
+    ),
+    Fault(
+        "optimizer state that is not sharded",
+        "plugins/optimizers/adamw.py",
+        "bytes_per_param=8, axes=costs.updated_over",
+        "bytes_per_param=8, axes=()",
+        (f"{COSTS}::test_state_in_bytes_a_parameter",),
+    ),
+    Fault(
+        "communication of the wrong axis",
+        "plugins/parallel/fsdp.py",
+        'axes=("dp_replicate",), collective="all_reduce"',
+        'axes=("dp_shard",), collective="all_reduce"',
+        (f"{COSTS}::test_hybrid_sharding_reduces_between_replicas_what_a_shard_holds",),
+    ),
+    Fault(
+        "an all-reduce at the price of a reduce-scatter",
+        "titan/planner/machine/network.py",
+        '"all_reduce": 2.0',
+        '"all_reduce": 1.0',
+        (f"{PREDICT}::test_collectives_take_their_bytes_over_the_slowest_link",),
+    ),
+    Fault(
+        "a collective over the fastest link of its group",
+        "titan/planner/machine/network.py",
+        "slowest = min(slowest, below",
+        "slowest = min(math.inf, 8 * below",
+        ("tests/unit/test_network.py::test_the_slowest_level_counts",),
+    ),
+    Fault(
+        "ZeRO stage 3 that gathers once per micro batch",
+        "plugins/parallel/fsdp.py",
+        "if stage == 3:",
+        "if stage == 4:",
+        (f"{COSTS}::test_zero_stages_gather_and_reduce_as_often_as_they_say",),
+    ),
+    Fault(
+        "recomputation of every block where every n-th was asked for",
+        "titan/planner/step/memory.py",
+        "return len(layers) if every == 1 else",
+        "return len(layers) if every >= 1 else",
+        (f"{PREDICT}::test_full_recompute_is_another_forward_but_for_the_last_product",),
+    ),
+    Fault(
+        "attention's products counted as causal",
+        "titan/planner/step/predict.py",
+        "return 4.0 * costs.seq_len",
+        "return 2.0 * costs.seq_len",
+        (f"{COSTS}::test_operations_have_the_parameters_and_flops_of_the_plan",),
+    ),
+    Fault(
+        "a pipeline without a bubble",
+        "titan/planner/step/predict.py",
+        'spent["bubble"] = max(0.0, step - work)',
+        'spent["bubble"] = 0.0',
+        (f"{PREDICT}::test_the_bubble_of_equal_stages_is_the_textbooks",),
+    ),
+    Fault(
+        "a job that is out of memory said to fit",
+        "titan/planner/step/predict.py",
+        "fits=all(m.total <= cluster",
+        "fits=all(0 * m.total <= cluster",
+        (f"{PREDICT}::test_the_table_says_that_a_job_does_not_fit",),
+    ),
+)

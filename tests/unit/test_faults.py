@@ -1,0 +1,141 @@
+"""The planted faults can still be planted, and the command says which test failed, or that none did."""
+
+import contextlib
+import json
+import os
+import re
+import select
+import shutil
+import sys
+from functools import cache
+from pathlib import Path
+
+import pytest
+
+from tests.faults import FAULTS, __main__, trial
+from tests.faults.fault import ROOT, Fault
+from tests.faults.trial import Ran, Verdict, verdict
+
+FEWEST = 40
+
+
+@cache
+def _functions(file: Path) -> frozenset[str]:
+    return frozenset(re.findall(r"^def (test_\w+)\(", file.read_text(encoding="utf-8"), re.MULTILINE))
+
+
+def _misses(test: str) -> str:
+    """What is wrong with the id of a test; its parameters are not looked at."""
+    file, _, function = test.partition("::")
+    if not (ROOT / file).is_file():
+        return "no such file"
+    return "" if not function or function.partition("[")[0] in _functions(ROOT / file) else "no such test"
+
+
+def test_every_fault_can_be_planted_and_names_tests_that_exist() -> None:
+    wrong = []
+    for fault in FAULTS:
+        try:
+            assert fault.planted() != (ROOT / fault.file).read_text(encoding="utf-8"), fault.name
+        except ValueError as error:
+            wrong.append(str(error))
+        wrong += [f"{fault.name}: {test}: {what}" for test in fault.tests if (what := _misses(test))]
+    assert not wrong, "\n".join(wrong)
+
+
+def test_faults_are_many_and_differ_and_each_has_a_test() -> None:
+    assert len(FAULTS) >= FEWEST
+    assert f"plants {len(FAULTS)} faults" in (ROOT / "docs" / "correctness.md").read_text(encoding="utf-8")
+    assert len({fault.name for fault in FAULTS}) == len({(f.file, f.old, f.new) for f in FAULTS}) == len(FAULTS)
+    assert all(fault.tests and fault.file.startswith(("titan/", "plugins/")) for fault in FAULTS)
+
+
+def _fault(old: str, new: str) -> Fault:
+    return Fault("another value", "titan/value.py", old, new, ("tests/test_value.py",))
+
+
+@pytest.fixture
+def tree(tmp_path: Path) -> Path:
+    """A checkout with one module, `VALUE = 1`, and one test of it."""
+    root = tmp_path / "checkout"
+    for folder in ("titan", "plugins", "configs", "tests"):
+        (root / folder).mkdir(parents=True)
+    for package in ("titan", "plugins", "tests"):
+        (root / package / "__init__.py").touch()
+    shutil.copytree(ROOT / "tests" / "faults", root / "tests" / "faults")
+    (root / "pytest.ini").write_text("[pytest]\n")
+    (root / "titan" / "value.py").write_text("VALUE = 1  # one\n")
+    test = "import titan.plugins\nfrom titan.value import VALUE\n\ndef test_value():\n    assert VALUE == 1\n"
+    (root / "tests" / "test_value.py").write_text(test)
+    return root
+
+
+@pytest.mark.parametrize(
+    ("old", "new", "by", "why"),
+    [
+        ("= 1", "= 2", "tests/test_value.py::test_value", ""),
+        ("# one", "# two", "", "all its tests pass"),
+        ("VALUE", "OTHER", "", "pytest exit code 2"),  # a module that cannot be imported is no test that failed
+    ],
+)
+def test_a_fault_is_caught_by_a_test_that_fails(old: str, new: str, by: str, why: str, tree: Path) -> None:
+    before = (tree / "titan" / "value.py").read_text()
+    found = trial.judge(_fault(old, new), trial.copied(tree.parent / "copy", tree), tree.parent)
+    assert (found.by, found.why.partition(":")[0]) == (by, why), found.why
+    assert (tree / "titan" / "value.py").read_text() == before
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="needs /proc")
+def test_a_process_that_outlives_its_tests_is_ended(tree: Path) -> None:
+    root = trial.copied(tree.parent / "copy", tree)
+    left = "import pathlib, subprocess\n\ndef test_value():\n    "
+    left += "sleeping = subprocess.Popen(['sleep', '600'], start_new_session=True)\n    "
+    left += "pathlib.Path('pid').write_text(str(sleeping.pid))\n"
+    (root / "tests" / "test_value.py").write_text(left)
+    assert trial.run_tests(root, ["tests/test_value.py"]).code == 0
+    with contextlib.suppress(ProcessLookupError):
+        ended = os.pidfd_open(int((root / "pid").read_text()))
+        assert select.select([ended], [], [], 10)[0], "it lives on"
+        os.close(ended)
+
+
+def test_packages_from_elsewhere_are_refused(tree: Path) -> None:
+    ran = trial.run_tests(tree, ["tests/test_value.py"])  # without its link, titan.plugins is that of the environment
+    assert ran.code not in (0, trial.FAILED) and "titan.plugins was imported from" in ran.output
+
+
+def test_a_hang_and_an_end_without_a_failed_test_catch_nothing() -> None:
+    fault = _fault("= 1", "= 2")
+    assert verdict(fault, Ran(None, (), "stuck"), 1.0).why == "tests did not end in time:\nstuck"
+    assert not verdict(fault, Ran(1, (), "killed by a time limit"), 1.0).caught
+    assert not verdict(fault, Ran(5, (), "no tests ran"), 1.0).caught
+
+
+@pytest.mark.parametrize(("old", "count"), [("absent", 0), ("e", 2)])
+def test_a_text_that_does_not_stand_there_once_is_refused(old: str, count: int, tree: Path) -> None:
+    (tree / "titan" / "value.py").write_text("a = e = one = 3\n")
+    with pytest.raises(ValueError, match=f"has '{old}' {count} times, required: once"):
+        _fault(old, "x").planted(tree)
+    with pytest.raises(ValueError, match="does not compile with the fault"):
+        _fault("= 3", "= =").planted(tree)
+
+
+def test_the_command_names_what_escapes_and_ends_with_1(monkeypatch: pytest.MonkeyPatch, capsys) -> None:
+    escaped = FAULTS[1].name
+    monkeypatch.setattr(trial, "copied", lambda to: to)
+    monkeypatch.setattr(trial, "without_faults", lambda tests, source: "")
+    monkeypatch.setattr(
+        trial, "judge",
+        lambda fault, *_: Verdict(fault, "" if fault.name == escaped else fault.tests[0], 1.0, "all its tests pass"),
+    )  # fmt: skip
+    assert __main__.main(["--jobs", "2"]) == 1
+    printed = capsys.readouterr()
+    assert printed.out.splitlines()[-1].startswith(f"{len(FAULTS) - 1} of {len(FAULTS)} caught")
+    assert f"{escaped}: all its tests pass" in printed.err
+    assert __main__.main(["--only", FAULTS[0].name, "--json"]) == 0
+    (row,) = json.loads(capsys.readouterr().out)["faults"]
+    assert row["name"] == FAULTS[0].name and row["by"] == FAULTS[0].tests[0]
+    monkeypatch.setattr(trial, "without_faults", lambda tests, source: "FAILED tests/x.py::test_y")
+    assert __main__.main(["--only", FAULTS[0].name]) == 1
+    assert "tests fail without a fault" in capsys.readouterr().out
+    assert __main__.main(["--only", "no fault has this name"]) == 2
