@@ -32,9 +32,30 @@ FAULTS = (
     Fault(
         "optimizer state of the wrong shard",
         "titan/checkpoint/storage.py",
-        "values = values.narrow(dim, start, length)",
-        "values = values.narrow(dim, 0, length)",
+        "values = values.narrow(dim, begin - theirs, count)",
+        "values = values.narrow(dim, 0, count)",
         ("tests/dist/test_checkpoint.py::test_saved_on_one_layout_loads_bit_equal_on_another[(1, 4, 1)]",),
+    ),
+    Fault(
+        "a save by the plan of other tensors",
+        "titan/checkpoint/storage.py",
+        "if not all(ranks.gather(table == self._table)):",
+        "if self._table is None:",
+        ("tests/dist/test_checkpoint.py::test_a_save_is_planned_again_only_when_tensors_change",),
+    ),
+    Fault(
+        "a rank that writes chunks of another rank",
+        "titan/checkpoint/disk/plan.py",
+        "chosen = order[np.cumsum(holders) - holders]",
+        "chosen = order[: len(holders)]",
+        ("tests/unit/test_checkpoint_index.py::test_each_chunk_is_written_once_by_a_rank_that_holds_it",),
+    ),
+    Fault(
+        "two chunks of an index in the same bytes accepted",
+        "titan/checkpoint/disk/index.py",
+        "    if len(shared):",
+        "    if False:",
+        ("tests/unit/test_untrusted_checkpoints.py::test_index_that_says_something_else[bytes for all tensors]",),
     ),
     Fault(
         "a background save of weights that training has changed since",

@@ -91,11 +91,18 @@ FAULTS = (
         (f"{SAMPLES}::test_document_mask_numbers_documents_and_hides_what_follows_one",),
     ),
     Fault(
-        "ranks with different samples that train all the same",
-        "titan/training/build.py",
-        "if as_first(mine, rank) != mine:",
+        "nodes with different samples that train all the same",
+        "titan/data/tokens/prepare.py",
+        "if [shard.digest for shard in own] != [shard.digest for shard in found]:",
         "if False:",
-        ("tests/dist/test_data_processes.py::test_ranks_that_find_other_samples_do_not_train",),
+        ("tests/dist/test_shard_opens.py::test_nodes_that_find_other_samples_do_not_train",),
+    ),
+    Fault(
+        "a shard that was replaced after its header was read",
+        "titan/data/tokens/shards.py",
+        "        if found != self:",
+        "        if False:",
+        ("tests/unit/test_data_shards.py::test_a_shard_that_is_no_longer_what_its_header_said_is_not_mapped",),
     ),
     Fault(
         "a token beyond the vocabulary accepted",
