@@ -34,6 +34,7 @@ class Compile(Technique):
     name = "compile"
     Config = Config
     phase = "compile"
+    search_toggle = True
 
     def check(self, job: Job, spec: ModelSpec) -> Iterable[str]:
         """Selective recompute inside a graph over sliced parameters; CUDA graphs over parameters that move."""

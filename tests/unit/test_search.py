@@ -21,6 +21,9 @@ from titan.planner.search.space import Choice, load_base
 from titan.planner.step.layout import costs_of, uncut
 from titan.planner.step.predict import Planner, Prediction, stage_loads
 
+EAGER = ("--plugins.compile.enabled=false",)
+"""Halves the layouts, where compiled ones would show nothing more."""
+
 VALUES = {
     "time": lambda p: p.step_time_s,
     "price": lambda p: p.price,
@@ -49,7 +52,7 @@ def everything(ranks: int, *words: str, cluster: Cluster = CLUSTER) -> list[tupl
 
 @pytest.mark.parametrize("objective", ["time", "price", "energy"])
 def test_the_best_are_the_best_of_all(objective: Objective) -> None:
-    words = ("--train.global_batch_size=8", "--plugins.fsdp.zero_stage=1")
+    words = ("--train.global_batch_size=8", "--plugins.fsdp.zero_stage=1", *(EAGER if objective != "time" else ()))
     base = load_base(TOML, words)
     result = search(base.job, Planner(CLUSTER), [base.space(4, 4)], keep=7, objective=objective)
     values = sorted(VALUES[objective](prediction) for _, prediction in everything(4, *words))
@@ -98,7 +101,7 @@ def test_bounds_are_below_the_step_and_near_it() -> None:
 
 
 def test_no_layout_is_better_than_its_bounds() -> None:
-    words = ("--train.global_batch_size=8", "--plugins.bf16.enabled=true")
+    words = ("--train.global_batch_size=8", "--plugins.bf16.enabled=true", *EAGER)
     base, cuts = load_base(TOML, words).job, defaultdict(set)
     runs = [_Search(base, Planner(CLUSTER), 1, objective) for objective in ("time", "price", "energy")]
     alone = replace(costs_of(base), recompute=None, collectives=(), fused=True, update_bytes=0.0)
@@ -113,7 +116,7 @@ def test_no_layout_is_better_than_its_bounds() -> None:
 
 
 def test_the_best_are_the_best_where_ranks_share_processors() -> None:
-    words, shared = ("--mesh.tp=1",), replace(CLUSTER, device=replace(CLUSTER.device, full_speed_ranks=2))
+    words, shared = ("--mesh.tp=1", *EAGER), replace(CLUSTER, device=replace(CLUSTER.device, full_speed_ranks=2))
     base = load_base(TOML, words)
     best = search(base.job, Planner(shared), [base.space(4, 4)], keep=7).best
     values = sorted(prediction.step_time_s for _, prediction in everything(4, *words, cluster=shared))
@@ -129,6 +132,15 @@ def test_workers_find_what_one_process_finds(monkeypatch: pytest.MonkeyPatch) ->
     assert [str(f.choice) for f in shared.best] == [str(f.choice) for f in alone.best]
     assert [f.prediction for f in shared.best] == [f.prediction for f in alone.best]
     assert shared.layouts == alone.layouts
+
+
+def test_compiled_blocks_are_searched_and_a_switch_without_options_is_tried_both_ways() -> None:
+    for words in ((), ("--plugins.activation_checkpoint.mode=full", "--plugins.activation_checkpoint.every=2")):
+        space = load_base(TOML, ["--mesh.dp_shard=2", *words]).space(2, 4)
+        plain = [dict(chosen) for layout in space.layouts() for chosen, _ in space.options(layout)]
+        assert {chosen["compile"] for chosen in plain} == {None, ()}
+        recomputed = {chosen["activation_checkpoint"] for chosen in plain}
+        assert (recomputed == {None, ()}) == bool(words) and None in recomputed
 
 
 def test_layouts_share_out_all_ranks() -> None:

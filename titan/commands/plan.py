@@ -59,6 +59,9 @@ docs/planning.md explains the model behind the predictions, docs/validation.md c
     search.add_argument("--top", type=int, default=10, metavar="K", help="number of layouts to show; default: 10")
     search.add_argument("--explain", action="store_true", help="compare step time by component with the best layout")
     search.add_argument("--output", type=Path, metavar="FILE", help="write the job with the best layout as a TOML")
+    search.add_argument(
+        "--in-place", action="store_true", help="write the best layout into the file of --config, and keep its comments"
+    )
     exact = parser.add_argument_group("with --dry-run")
     exact.add_argument("--rank", type=int, default=0, metavar="R", help="rank to build; default: 0")
     alone = parser.add_argument_group("with --formulas")
@@ -80,6 +83,8 @@ def run(args: argparse.Namespace) -> int:
         (args.search, _search),
         (args.study, _study),
     )
+    if args.in_place and not args.search:
+        raise ConfigError([ConfigIssue("command line", "--in-place: no layout is searched; add --search")])
     chosen = next((do for asked, do in does if asked), _plan)
     report, text = chosen(args)
     if args.config is not None or not (args.formulas or args.list_clusters):
@@ -135,6 +140,9 @@ def _search(args: argparse.Namespace) -> tuple[dict[str, Any], str]:
     from titan.planner.search.space import load_base
     from titan.planner.step.predict import Planner
 
+    if args.in_place and not (args.config and args.config.is_file()):
+        what = f"--in-place: --config {args.config} is not a file; give the path of the TOML to write"
+        raise ConfigError([ConfigIssue("command line", what)])
     where, base = cluster.load(args.cluster), load_base(args.config, args.overrides)
     ranks = args.world_size or load_job(args.config, args.overrides).layout.world_size
     if ranks < 1 or args.top < 1:
@@ -165,6 +173,8 @@ def _search(args: argparse.Namespace) -> tuple[dict[str, Any], str]:
         text += "\n\n" + render.explained(result.best)
     if args.output is not None:
         text += "\n\n" + _write(args, best.choice.values())
+    if args.in_place:
+        text += "\n\n" + _write_in_place(args, best.choice.values())
     layouts = [found.prediction.as_json() | {"layout": found.choice.values()} for found in result.best]
     return best.prediction.as_json() | {
         "layouts": layouts,
@@ -179,6 +189,14 @@ def _write(args: argparse.Namespace, values: dict[str, Any]) -> str:
 
     write_toml(args.output, args.config, args.overrides, values)
     return f"wrote {args.output}; train with ./run_train.sh --config {args.output}"
+
+
+def _write_in_place(args: argparse.Namespace, values: dict[str, Any]) -> str:
+    """Write these layout keys into the job's own TOML; returns the line to print."""
+    from titan.planner.report.export_toml import write_layout
+
+    changes = write_layout(args.config, args.overrides, values)
+    return f"wrote into {args.config}: {', '.join(changes) or 'nothing, because it has this layout'}"
 
 
 def _study(args: argparse.Namespace) -> tuple[dict[str, Any], str]:

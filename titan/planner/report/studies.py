@@ -24,6 +24,7 @@ from titan.planner.search.space import LARGEST_MICRO_BATCH
 from titan.planner.step.layout import costs_of
 from titan.planner.step.memory import GIB
 from titan.planner.step.predict import Planner, Prediction
+from titan.planner.step.unset_options import settle
 
 WIDEST = 32
 """Largest degree of the ranks that split a layer; wider groups leave nodes and only get slower."""
@@ -127,9 +128,9 @@ def _micro_batch(base: Base) -> Varied:
 
 
 def _recompute(base: Base) -> Varied:
-    """Each technique that may be left out: off, and what can be chosen for it."""
+    """Each technique of phase `recompute` that may be left out: off, and what can be chosen for it."""
     variants: list[Variant] = []
-    toggled = [plugin for plugin in _techniques() if plugin.search_toggle]
+    toggled = [plugin for plugin in _techniques() if plugin.search_toggle and plugin.phase == "recompute"]
     for plugin in toggled:
         prefix = f"{plugin.name} " if len(toggled) > 1 else ""
         for choice in (None, *plugin.search_space):
@@ -267,10 +268,11 @@ def _left(layout: Layout, axis: str, world_size: int) -> int:
 def _point(variant: Variant, config: Path | None, words: Sequence[str], planner: Planner) -> Point:
     keys = {key: str(value).lower() if isinstance(value, bool) else value for key, value in variant.keys.items()}
     try:
-        job = load_job(config, [*words, *(f"--{key}={value}" for key, value in keys.items())])
+        loaded = load_job(config, [*words, *(f"--{key}={value}" for key, value in keys.items())])
     except ConfigError as error:
         why = "; ".join(dict.fromkeys(fault.what for fault in error.faults))
         return Point(variant.x, variant.label, variant.series, {}, False, why)
+    job, _ = settle(loaded, planner.cluster.memory)
     prediction = planner.predict(costs_of(job), job.layout)
     return Point(variant.x, variant.label, variant.series, _values(prediction), prediction.fits)
 

@@ -159,7 +159,7 @@ class _Search:
         self.job, self.planner, self.keep, self.objective = job, planner, keep, objective
         self.result = Result()
         self.values: list[float] = []
-        self.memory = planner.cluster.device.memory_gib * GIB
+        self.memory, self._reserved = (size * GIB for size in planner.cluster.memory[:2])
         self._waiting: list[_Node] = []
         self._numbers = itertools.count()
         self._alone: dict[tuple[int, int, int], StageCostCache] = {}
@@ -233,7 +233,7 @@ class _Search:
         """These choices: with all of those for techniques that do cut it."""
         alike = self._alike(space, choice)  # made again: few get here, and together they would fill the memory
         assert alike is not None
-        if (least := self._state(alike)) > self.memory:
+        if (least := self._least_memory(alike)) > self.memory:
             self._lacks(least, choice, len(staged))
             return
         costs, (_, busy) = alike.parts.costs, self._least(alike)
@@ -248,10 +248,16 @@ class _Search:
             least = alike.lower_bound_of(cuts[more](costs.recompute))
             self._wait(self._value(least, busy, one.layout), 1, self._look_at_one, space, one, alike)
 
-    def _state(self, alike: StageCostCache) -> float:
-        """Bytes of state that the ranks of the best of all cuts into stages hold at least."""
-        held = alike.memory(alike.parts.costs.stages[0]).held
-        return sum(held.values()) / alike.parts.layout.role_degree("stage")
+    def _least_memory(self, alike: StageCostCache) -> float:
+        """Lower bound in bytes of the fullest rank's memory, however the model is cut into stages.
+
+        It is the mean over the ranks of state, and of what they hold in a backward. No stage frees activations before
+        the first micro batch has passed all stages, so all of that micro batch's activations are held at once.
+        """
+        whole = alike.memory(alike.parts.costs.stages[0])
+        held, working = whole.held, whole.gathered + whole.summed + whole.kept
+        total = held["parameters"] + held["optimizer"] + held["buffers"] + max(held["gradients"], working)
+        return self._reserved + total / alike.parts.layout.role_degree("stage")
 
     def _look_at_one(self, space: Space, choice: Choice, alike: StageCostCache) -> None:
         result, job = self.result, space.job_of(choice)

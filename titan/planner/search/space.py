@@ -158,7 +158,7 @@ class Space:
         off = switched and not self._switches[plugin.name]
         combinations: list[Options | None] = [] if idle or off else [*self._combinations(plugin)]
         if plugin.search_toggle and not switched:
-            combinations.insert(0, None)
+            combinations = [None, *(combinations or [()])]
         return [(plugin.name, combination) for combination in combinations]
 
     @cached_property

@@ -1,0 +1,121 @@
+"""Each big config is within 2 % of the fastest layout that a search finds on the cluster that it is for."""
+
+import re
+from operator import itemgetter
+from pathlib import Path
+
+import pytest
+
+from titan.cli import main
+from titan.config import load_job
+from titan.planner.machine import cluster
+from titan.planner.search.best_first import _Search
+from titan.planner.search.space import Base, load_base
+from titan.planner.step.layout import costs_of
+from titan.planner.step.predict import Planner
+
+ROOT = Path(__file__).parents[2]
+SMALL = ("quickstart", "debug", "debug3d")
+BIG = sorted(path for path in (ROOT / "configs").glob("*.toml") if path.stem not in SMALL)
+COMMAND = re.compile(
+    r"^#   titan plan --config configs/(\w+)\.toml --cluster ([\w-]+) --search --in-place( --.*)?$", re.M
+)
+CLOSE = 1.02
+
+
+def faster(base: Base, planner: Planner, ranks: int, limit_s: float) -> list[str]:
+    """Layouts with a step below the limit, if there are any."""
+    run = _Search(base.job, planner, 1, "time")
+    run.values = [limit_s]  # as if such a layout were found: whatever cannot be faster is pruned
+    space = base.space(ranks, planner.cluster.ranks_per_node)
+    best = run.through(sorted(run.groups([space]), key=itemgetter(0))).best
+    return [f"{f.choice}: {f.prediction.step_time_s} s" for f in best if f.prediction.step_time_s < limit_s]
+
+
+@pytest.mark.parametrize("path", BIG, ids=lambda path: path.stem)
+def test_no_layout_is_more_than_two_percent_faster(path: Path) -> None:
+    ((name, where, _),) = COMMAND.findall(path.read_text())
+    assert name == path.stem
+    planner, job = Planner(cluster.load(where)), load_job(path)
+    own = planner.predict(costs_of(job), job.layout)
+    assert own.fits
+    limit_s = own.step_time_s / CLOSE
+    assert not faster(load_base(path, []), planner, job.layout.world_size, limit_s), own.step_time_s
+
+
+def test_a_slow_layout_is_found_out() -> None:
+    path, planner = ROOT / "configs" / "llama7b.toml", Planner(cluster.load("a100-80gb"))
+    job = load_job(path, ["--train.micro_batch_size", "1"])
+    own = planner.predict(costs_of(job), job.layout)
+    base = load_base(path, ["--mesh.pp=1", "--mesh.tp=1", "--mesh.dp_replicate=1"])
+    assert faster(base, planner, 64, own.step_time_s / CLOSE)
+
+
+JOB = """# A job.
+base = "BASE" # sizes
+
+[mesh] # of ranks
+tp = 2 # splits layers
+
+# Recomputation.
+[plugins.activation_checkpoint]
+mode = "full"
+
+[train]
+steps = 7
+"""
+
+
+@pytest.fixture
+def job(tmp_path: Path) -> Path:
+    path = tmp_path / "job.toml"
+    path.write_text(JOB.replace("BASE", str(ROOT / "tests" / "configs" / "planned.toml")))
+    return path
+
+
+def _in_place(path: Path, *words: str) -> int:
+    return main(["plan", "--config", str(path), "--search", "--world-size", "4", "--in-place", *words])
+
+
+def test_a_layout_is_written_in_place(job: Path, capsys: pytest.CaptureFixture) -> None:
+    assert _in_place(job, "--train.global_batch_size", "16", "--cluster", "a100-80gb") == 0
+    said = capsys.readouterr().out
+    text = job.read_text()
+    for kept in ("# A job.", "# sizes", "[mesh] # of ranks", "# splits layers", "# Recomputation.", "steps = 7"):
+        assert kept in text
+    assert "global_batch_size = 16" in text and f"wrote into {job}: " in said
+    found = re.search(r"^1 +(\S+ m?s)", said, re.M)
+    assert main(["plan", "--config", str(job), "--cluster", "a100-80gb"]) == 0
+    assert found and f"step time {found[1]}," in capsys.readouterr().out
+    assert _in_place(job, "--cluster", "a100-80gb") == 0
+    assert "nothing, because it has this layout" in capsys.readouterr().out and job.read_text() == text
+    assert [file.name for file in job.parent.iterdir()] == ["job.toml"]
+
+
+@pytest.mark.parametrize(
+    ("old", "new", "what"),
+    [
+        ("[mesh] # of ranks\ntp = 2", "[plugins]\nfsdp = {zero_stage = 2}\n[mesh]\ntp = 2", "inline tables"),
+        ("A job", "The job", "cannot take the layout"),
+    ],
+)
+def test_what_cannot_be_edited_stays(job: Path, old: str, new: str, what: str, capsys: pytest.CaptureFixture) -> None:
+    job.write_text(job.read_text().replace(old, new))
+    text = job.read_text()
+    words = ("--model.preset", "mini") if old == "A job" else ()
+    code = _in_place(job, *words)
+    error = capsys.readouterr().err
+    assert code == 2 and what in error and job.read_text() == text
+    assert [file.name for file in job.parent.iterdir()] == ["job.toml"]
+
+
+@pytest.mark.parametrize(
+    ("words", "what"),
+    [
+        (["--search", "--config", "nowhere.toml"], "is not a file; give the path of the TOML to write"),
+        (["--config", "llama7b"], "--in-place: no layout is searched; add --search"),
+    ],
+)
+def test_in_place_needs_a_file_and_a_search(words: list[str], what: str, capsys: pytest.CaptureFixture) -> None:
+    assert main(["plan", "--in-place", *words]) == 2
+    assert what in capsys.readouterr().err
