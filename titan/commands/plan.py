@@ -6,7 +6,7 @@ import sys
 from pathlib import Path
 from typing import Any
 
-from titan.config import Job, load_job, said_twice
+from titan.config import Job, load_job, said_twice, without_effect
 from titan.errors import EXIT_DONE, ConfigError, ConfigIssue
 from titan.planner.report import STUDIES
 from titan.ranks.launch_env import cores
@@ -96,6 +96,7 @@ def _plan(args: argparse.Namespace) -> tuple[dict[str, Any], str]:
     from titan.planner.step.predict import Planner
 
     job, where = load_job(args.config, args.overrides, args.world_size), cluster.load(args.cluster)
+    _say_without_effect(job)
     prediction = Planner(where).predict(costs_of(job), job.layout, keep=args.plot is not None)
     budget = _budget(prediction, args.tokens)
     if args.plot is not None:
@@ -104,6 +105,11 @@ def _plan(args: argparse.Namespace) -> tuple[dict[str, Any], str]:
         plots.draw_prediction(prediction, where, args.plot)
     report = prediction.as_json() | {"cluster": where.name} | ({"budget": budget} if budget else {})
     return report, render.prediction_text(prediction, where, str(job.layout), budget)
+
+
+def _say_without_effect(job: Job) -> None:
+    for sentence in without_effect(job):
+        print(sentence, file=sys.stderr)
 
 
 def _budget(prediction: Any, tokens: float | None) -> dict[str, float] | None:
@@ -195,6 +201,7 @@ def _exact(args: argparse.Namespace) -> tuple[dict[str, Any], str]:
     if not 0 <= args.rank < job.layout.world_size:
         what = f"--rank {args.rank}: the layout has ranks 0 to {job.layout.world_size - 1}"
         raise ConfigError([ConfigIssue("command line", what)])
+    _say_without_effect(job)
     run = dry_run(job, args.rank)
     return run.as_json(), report(run)
 

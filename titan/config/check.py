@@ -32,6 +32,15 @@ def check(job: Job, where: Callable[..., Where]) -> None:
         raise ConfigError(faults)
 
 
+def without_effect(job: Job) -> list[str]:
+    """A sentence per option of an enabled technique that changes nothing for this model."""
+    return [
+        f"[plugins.{technique.name}] {sentence}"
+        for technique in job.techniques
+        for sentence in sentences(technique, "no_effect", job.spec)
+    ]
+
+
 def _absent_folders(job: Job, where: Where) -> list[ConfigIssue]:
     faults = []
     resume, init_from = job.checkpoint.resume, job.checkpoint.init_from

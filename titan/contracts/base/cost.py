@@ -50,12 +50,14 @@ class SavedTensor:
     region: the region whose ranks share the tensor.
     itemsize: bytes per number; 0: that of the compute dtype, `Costs.itemsize`.
     unfused: saved only where the operation runs as several kernels, as norms do on a CPU.
+    scores: S x S scores of attention: `numel` is per token and key position, so it is multiplied by `Costs.seq_len`.
     """
 
     numel: float
     region: Region
     itemsize: int = 0
     unfused: bool = False
+    scores: bool = False
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -81,7 +83,7 @@ class Attention:
 
     heads, kv_heads: query heads and key-value heads, before any split.  head_dim: features per head.
     scores_written: the S x S scores pass through memory, as without a flash kernel (arXiv 2205.14135).
-    saved: tensors that the operation saves.
+    saved: tensors that the operation saves; with `scores_written`, one of them at least has `scores` set.
     """
 
     heads: int
@@ -172,6 +174,24 @@ def residual(dim: int) -> Elementwise:
     return Elementwise(region="hidden", forward=3 * dim, backward=3 * dim)
 
 
+def attention(heads: int, kv_heads: int, head_dim: int, *, scores_written: bool = False) -> Attention:
+    """Causal attention that saves q, k, v and its output, and what its backward needs besides.
+
+    With a flash kernel these are float32 statistics, one per token and head. Attention that writes its scores saves the
+    softmax of the scores in the compute dtype instead: S numbers per token and head.
+
+    Args:
+        heads, kv_heads: query heads and key-value heads, before any split.
+        head_dim: features per head.
+        scores_written: as in `Attention`.
+    """
+    inputs_and_output = SavedTensor(numel=2 * (heads + kv_heads) * head_dim, region="tp_sharded")
+    statistics = SavedTensor(numel=heads, region="tp_sharded", itemsize=4)
+    scores = SavedTensor(numel=heads, region="tp_sharded", scores=True)
+    saved = (inputs_and_output, scores if scores_written else statistics)
+    return Attention(heads=heads, kv_heads=kv_heads, head_dim=head_dim, scores_written=scores_written, saved=saved)
+
+
 def shared(dim: int, uses: int) -> Elementwise:
     """Hidden states of `dim` features that feed `uses` matmuls: backward adds the gradients of all uses.
 
@@ -260,12 +280,13 @@ class Recompute:
 
     every: layers whose global number is a multiple of this; 1: all layers.
     saved: "input": only the layer's input (full recomputation). "products": also the results of matmuls, attention and
-        collectives (selective recomputation, arXiv 2205.05198).
-    full_layer: the layer's last matmul is recomputed too, although backward does not need its result.
+        collectives. "all_but_scores": all but the S x S scores of attention that writes them, whose core alone is
+        recomputed (Megatron's selective recomputation, arXiv 2205.05198).
+    full_layer: the last matmul of what is recomputed runs again too, although backward does not need its result.
     """
 
     every: int = 1
-    saved: Literal["input", "products"] = "input"
+    saved: Literal["input", "products", "all_but_scores"] = "input"
     full_layer: bool = False
 
 
@@ -376,6 +397,10 @@ class Costs:
         `share("tp_sharded") * numel` is what a rank has of a tensor of `numel` features per token.
         """
         return self.tokens / self.splits[region]
+
+    def positions(self, kept: SavedTensor) -> int:
+        """Key positions per token of a saved tensor: `seq_len` for scores, else 1."""
+        return self.seq_len if kept.scores else 1
 
     def cut(self, region: Region) -> float:
         """Ranks that share the features of a region; ranks that share its positions are not counted."""

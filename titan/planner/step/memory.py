@@ -215,6 +215,9 @@ class LayerMemory:
         self.hidden = self.least = costs.dim * costs.share("hidden") * costs.itemsize
         linears = [op for op in costs.layer if isinstance(op, Matmul)]
         self.again = self.full - self.hidden
+        if costs.recompute is not None and costs.recompute.saved == "all_but_scores":
+            self.again = kept_by(costs.layer, costs, fused_norms, scores=True)
+            self.least = self.full - self.again
         if costs.recompute is not None and costs.recompute.saved == "products":
             results = sum(self._product(op) for op in costs.layer)
             self.least += results + self._received()
@@ -279,13 +282,13 @@ class _Buffers:
         return used * self.costs.itemsize if self.rules.gather_every == "use" else 0.0
 
 
-def kept_by(operations: Iterable[Operation], costs: Costs, fused_norms: bool) -> float:
-    """Bytes that operations save per micro batch on one rank."""
+def kept_by(operations: Iterable[Operation], costs: Costs, fused_norms: bool, scores: bool = False) -> float:
+    """Bytes that operations save per micro batch on one rank; scores: only those of attention's scores."""
+    found = [kept for op in operations for kept in op.saved if not (kept.unfused and fused_norms)]
     return sum(
-        kept.numel * costs.share(kept.region) * (kept.itemsize or costs.itemsize)
-        for op in operations
-        for kept in op.saved
-        if not (kept.unfused and fused_norms)
+        kept.numel * costs.positions(kept) * costs.share(kept.region) * (kept.itemsize or costs.itemsize)
+        for kept in found
+        if kept.scores or not scores
     )
 
 
