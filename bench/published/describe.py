@@ -50,12 +50,14 @@ class Framework:
     offloaded: bool = False
     loss_chunks: int = 1
     recompute: str = "none"
+    selective: str = "products"
     fused_loss: bool = False
     gate_kept: bool = False
     regathers: bool = False
     narrow_inputs: bool = False
     cudnn: bool = False
     tp_overlap: bool = False
+    tp_overlap_backward: bool = False
     loss: tuple[float, float] = (6.0, 4.0)
     norm: tuple[float, float] = (2.0, 3.0)
     norms_again: bool = False

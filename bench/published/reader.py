@@ -89,8 +89,10 @@ def gradient_bytes(job: Row, framework: Framework) -> int:
 
 def _recompute(job: Row, framework: Framework) -> Recompute | None:
     said = recompute_of(job, framework)
-    if said in ("none", "core"):
+    if said == "none":
         return None
+    if said == "core":
+        return Recompute(saved="all_but_scores", full_layer=not framework.early_stop)
     # Saving every second product comes to computing every second layer again.
     return Recompute(every=1 if said == "full" else 2, full_layer=not framework.early_stop)
 
@@ -133,11 +135,10 @@ def _layer(job: Row, framework: Framework, dtype: str, accumulated: float) -> tu
         SavedTensor(numel=job.heads, region="tp_sharded", itemsize=4),
     )
     if not flash:
-        scores = job.heads * job.seq_len
         kinds = 2.5 if framework.dropout else 1
         attended = (
             SavedTensor(numel=2 * q + 2 * kv, region="tp_sharded"),
-            SavedTensor(numel=kinds * scores, region="tp_sharded"),
+            SavedTensor(numel=kinds * job.heads, region="tp_sharded", scores=True),
         )
     entering: list[Operation] = (
         [Matmul(module="qkv", inputs=h, outputs=q + 2 * kv, bias=bias, saved=taken)]
@@ -222,8 +223,15 @@ def _tensor_collectives(job: Row, framework: Framework) -> list[CollectiveCost]:
         again = {"all_gather": 2, "reduce_scatter": 2, "all_reduce": 2}[kind]
         # Where gate and up are products of their own, so are the sums of what backward makes of their input.
         back = 3 if job.gated and framework.split_gate else 2
+        # A gradient is gathered before its products can begin; its sum runs beside the product of the weights.
+        beside = framework.tp_overlap or (framework.tp_overlap_backward and kind != "all_gather")
         found += [CollectiveCost(where="layer", when=when, count=count, overlaps=framework.tp_overlap, **settings)
-                  for when, count in (("forward", 2), ("recompute", again), ("backward", back))]  # fmt: skip
+                  for when, count in (("forward", 2), ("recompute", again))]  # fmt: skip
+        found.append(CollectiveCost(where="layer", when="backward", count=back, overlaps=beside, **settings))
+    if job.sequence_parallel and framework.tp_overlap_backward:
+        # The saved slices of the inputs of two products are gathered beside the products of their gradients.
+        found.append(CollectiveCost(axes=("tp",), collective="all_gather", numel=job.hidden, where="layer",
+                                    when="backward", count=2, overlaps=True))  # fmt: skip
     one: dict[str, Any] = {"axes": ("tp",), "collective": "all_reduce", "numel": job.hidden}
     return [
         *found,

@@ -19,8 +19,8 @@ from .rows import Row
 def held(job: Row, framework: Framework, gradient: int) -> tuple[PersistentState, ...]:
     """Model state per parameter, by component. gradient: bytes of an accumulated gradient."""
     shard = ("dp_shard",)
-    adds = framework.accumulate == "add"
-    updated = 12 + framework.readied[job.zero > 0] * (adds and gradient == 2)
+    adds, several = framework.accumulate == "add", bool(framework.accumulate)
+    updated = 12 + framework.readied[job.zero > 0] * (several and gradient == 2)
     if job.zero == 3:
         kept, moments = (2.0, updated) if adds else (2.0, 0.0) if framework.offloaded else (4.0, 8.0)
         return (
@@ -47,8 +47,9 @@ def held(job: Row, framework: Framework, gradient: int) -> tuple[PersistentState
 
 
 def recompute_of(job: Row, framework: Framework) -> str:
-    """Recomputation of a row: as stated, else the default of its framework."""
-    return framework.recompute if "recompute" in job.guessed else job.recompute
+    """Recomputation of a row: as stated, else the default of its framework, by whose terms selective is meant."""
+    said = framework.recompute if "recompute" in job.guessed else job.recompute
+    return framework.selective if said == "selective" else said
 
 
 def as_held(job: Row, framework: Framework, costs: Costs) -> Costs:
@@ -69,7 +70,8 @@ def as_reserved(job: Row, framework: Framework, held: Costs) -> Costs:
     if recompute_of(job, framework) != "full" or not framework.accumulate:
         return held
     layer = (
-        replace(op, saved=op.saved[:1]) if isinstance(op, Attention) and op.scores_written else op for op in held.layer
+        replace(op, saved=tuple(s for s in op.saved if not s.scores)) if isinstance(op, Attention) else op
+        for op in held.layer
     )
     return replace(held, layer=tuple(layer))
 

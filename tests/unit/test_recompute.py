@@ -104,7 +104,7 @@ def test_costs_are_one_product_and_the_passes_over_the_scores() -> None:
     assert costs.recompute == Recompute(saved="all_but_scores")
     [core] = (op for op in costs.layer if isinstance(op, Attention))
     device = Device(CLUSTER)
-    once, both = (device.scores_again(core, costs, both=both) for both in (False, True))
+    once, both = (device.core_again(core, costs, both=both) for both in (False, True))
     assert once < both == pytest.approx(device.operation(core, costs, costs.dtype).forward)
     model, hardware = flops_per_token(costs)
     products = 4 * costs.seq_len * core.heads * core.head_dim * job.spec.n_layers

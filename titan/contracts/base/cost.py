@@ -280,8 +280,8 @@ class Recompute:
 
     every: layers whose global number is a multiple of this; 1: all layers.
     saved: "input": only the layer's input (full recomputation). "products": also the results of matmuls, attention and
-        collectives. "all_but_scores": all but the S x S scores of attention that writes them, whose core alone is
-        recomputed (Megatron's selective recomputation, arXiv 2205.05198).
+        collectives. "all_but_scores": all but the S x S scores of attention; the core of attention alone is
+        recomputed (Megatron's selective recomputation, arXiv 2205.05198). Saves nothing where no scores are written.
     full_layer: the last matmul of what is recomputed runs again too, although backward does not need its result.
     """
 

@@ -140,8 +140,10 @@ class Device:
         forward, backward = (self.moving(passes * scores, costs.itemsize) for passes in PASSES_OVER_SCORES)
         return forward, backward
 
-    def scores_again(self, op: Attention, costs: Costs, both: bool) -> float:
-        """Seconds to recompute attention that writes its scores; both: its last product too."""
+    def core_again(self, op: Attention, costs: Costs, both: bool) -> float:
+        """Seconds to recompute attention; both: also the second product of attention that writes its scores."""
+        if not op.scores_written:
+            return self._attention(op, costs).forward
         first, last = self._products_of_scores(op, costs)
         return first + last * both + self._passes_over_scores(op, costs)[0]
 

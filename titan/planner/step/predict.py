@@ -378,9 +378,10 @@ def _recomputed_flops(costs: Costs, layer: float) -> float:
         return 0.0
     if again.saved == "input":
         return layer
-    cores = sum(_forward_flops(op, costs) for op in costs.layer if isinstance(op, Attention) and op.scores_written)
-    # The scores are one of two products of equal size; backward does not need the result of the other.
-    return cores if again.full_layer else cores / 2
+    cores = [op for op in costs.layer if isinstance(op, Attention)]
+    # The scores are one of two products of equal size; backward does not need the result of the other. A flash kernel
+    # computes both.
+    return sum(_forward_flops(op, costs) * (1 if again.full_layer or not op.scores_written else 0.5) for op in cores)
 
 
 def _forward_flops(op: Operation, costs: Costs) -> float:

@@ -94,8 +94,8 @@ class Parts:
             last = [op for op in costs.layer if isinstance(op, Matmul)][-1:] if not costs.recompute.full_layer else []
             return self.layer.forward - self._seconds(last, costs.dtype).forward
         if costs.recompute.saved == "all_but_scores":
-            cores = [op for op in costs.layer if isinstance(op, Attention) and op.scores_written]
-            return sum(self.device.scores_again(op, costs, both=costs.recompute.full_layer) for op in cores)
+            cores = [op for op in costs.layer if isinstance(op, Attention)]
+            return sum(self.device.core_again(op, costs, both=costs.recompute.full_layer) for op in cores)
         cheap = [op for op in costs.layer if isinstance(op, Elementwise)]
         return self._seconds(cheap, costs.dtype).forward
 
