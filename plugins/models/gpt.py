@@ -23,18 +23,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from titan.contracts import (
-    AttentionCore,
-    Cache,
-    HfTensor,
-    KeyValues,
-    Model,
-    ModelSpec,
-    document_mask,
-    option,
-    register,
-)
-from titan.contracts.base import cost
+from titan.contracts import AttentionCore, Cache, HfTensor, KeyValues, Model, ModelSpec, document_mask, option, register
+from titan.contracts.base.attention import attention_cost
 from titan.contracts.base.cost import Elementwise, EmbeddingOp, Operation, SavedTensor, linear, norm, residual, shared
 from titan.contracts.base.spec import ONES, ZEROS, Init, TensorStyle, nearest, normal
 from titan.errors import ConfigError, ConfigIssue
@@ -315,7 +305,7 @@ def _operations(c: GptConfig) -> tuple[Operation, ...]:
         norm("attn_norm", d, 2, 2), shared(d, 3),
         linear("attn.wq", d, q, saved=d, bias=True),
         linear("attn.wk", d, kv, bias=True), linear("attn.wv", d, kv, bias=True),
-        cost.attention(c.n_heads, c.kv_heads, c.head_dim, scores_written=c.attention == "unfused"),
+        attention_cost(c.n_heads, c.kv_heads, c.head_dim, scores_written=c.attention == "unfused"),
         linear("attn.wo", q, d, bias=True),
         residual(d),
         norm("ffn_norm", d, 2, 2),

@@ -28,18 +28,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from titan.contracts import (
-    AttentionCore,
-    Cache,
-    HfTensor,
-    KeyValues,
-    Model,
-    ModelSpec,
-    document_mask,
-    option,
-    register,
-)
-from titan.contracts.base import cost
+from titan.contracts import AttentionCore, Cache, HfTensor, KeyValues, Model, ModelSpec, document_mask, option, register
+from titan.contracts.base.attention import attention_cost
 from titan.contracts.base.cost import Elementwise, EmbeddingOp, Operation, SavedTensor, linear, norm, residual, shared
 from titan.contracts.base.spec import ONES, Init, TensorStyle, nearest, normal
 from titan.errors import ConfigError, ConfigIssue
@@ -357,7 +347,7 @@ def _operations(c: LlamaConfig) -> tuple[Operation, ...]:
         norm("attn_norm", d), shared(d, 3),
         linear("attn.wq", d, q, saved=d), linear("attn.wk", d, kv), linear("attn.wv", d, kv),
         Elementwise(region="tp_sharded", forward=8 * (q + kv), backward=8 * (q + kv)),
-        cost.attention(c.n_heads, c.kv_heads, c.head_dim, scores_written=c.attention == "unfused"),
+        attention_cost(c.n_heads, c.kv_heads, c.head_dim, scores_written=c.attention == "unfused"),
         linear("attn.wo", q, d),
         residual(d),
         norm("ffn_norm", d), shared(d, 2),

@@ -17,6 +17,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from titan.contracts.base.cost import Attention, SavedTensor
+
 
 def document_mask(documents: Tensor) -> Tensor:
     """Which position attends to which: itself and earlier ones of its document. [B, S] -> [B, 1, S, S] bool."""
@@ -66,6 +68,24 @@ class AttentionCore(nn.Module):
     def forward(self, q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None = None) -> Tensor:
         """q [B, H, S, N], k and v [B, K, S, N], mask [B, 1, S, S] bool or None for causal -> [B, H, S, N]."""
         return (attend_unfused if self.writes_scores else attend)(q, k, v, mask)
+
+
+def attention_cost(heads: int, kv_heads: int, head_dim: int, *, scores_written: bool = False) -> Attention:
+    """The cost of causal attention that saves q, k, v and its output, and what its backward needs besides.
+
+    With a flash kernel these are float32 statistics, one per token and head. Attention that writes its scores saves the
+    softmax of the scores in the compute dtype instead: S numbers per token and head.
+
+    Args:
+        heads, kv_heads: query heads and key-value heads, before any split.
+        head_dim: features per head.
+        scores_written: as in `titan.contracts.base.cost.Attention`; whether the model uses `attend_unfused`.
+    """
+    inputs_and_output = SavedTensor(numel=2 * (heads + kv_heads) * head_dim, region="tp_sharded")
+    statistics = SavedTensor(numel=heads, region="tp_sharded", itemsize=4)
+    scores = SavedTensor(numel=heads, region="tp_sharded", scores=True)
+    saved = (inputs_and_output, scores if scores_written else statistics)
+    return Attention(heads=heads, kv_heads=kv_heads, head_dim=head_dim, scores_written=scores_written, saved=saved)
 
 
 class Cache:

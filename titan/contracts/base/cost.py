@@ -174,24 +174,6 @@ def residual(dim: int) -> Elementwise:
     return Elementwise(region="hidden", forward=3 * dim, backward=3 * dim)
 
 
-def attention(heads: int, kv_heads: int, head_dim: int, *, scores_written: bool = False) -> Attention:
-    """Causal attention that saves q, k, v and its output, and what its backward needs besides.
-
-    With a flash kernel these are float32 statistics, one per token and head. Attention that writes its scores saves the
-    softmax of the scores in the compute dtype instead: S numbers per token and head.
-
-    Args:
-        heads, kv_heads: query heads and key-value heads, before any split.
-        head_dim: features per head.
-        scores_written: as in `Attention`.
-    """
-    inputs_and_output = SavedTensor(numel=2 * (heads + kv_heads) * head_dim, region="tp_sharded")
-    statistics = SavedTensor(numel=heads, region="tp_sharded", itemsize=4)
-    scores = SavedTensor(numel=heads, region="tp_sharded", scores=True)
-    saved = (inputs_and_output, scores if scores_written else statistics)
-    return Attention(heads=heads, kv_heads=kv_heads, head_dim=head_dim, scores_written=scores_written, saved=saved)
-
-
 def shared(dim: int, uses: int) -> Elementwise:
     """Hidden states of `dim` features that feed `uses` matmuls: backward adds the gradients of all uses.
 
