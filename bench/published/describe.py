@@ -22,6 +22,7 @@ class Framework:
 
     name: str
     match: str
+    dated: str = ""
     source: str
     blocking_p2p: bool = False
     scatter_p2p: bool = False
@@ -47,6 +48,9 @@ class Framework:
     casts: bool = False
     cut: str = "even"
     saves_narrow: bool = True
+    saves_magnitudes: bool = False
+    sends_narrow: bool = False
+    cp_repeats_heads: bool = False
     offloaded: bool = False
     loss_chunks: int = 1
     recompute: str = "none"
@@ -79,9 +83,10 @@ def frameworks() -> tuple[Framework, ...]:
 
 
 def framework_of(row: Mapping[str, Any]) -> Framework:
-    """The framework of a row, by the name that the row gives."""
+    """The framework of a row, by the name that the row gives, and its version by the row's source."""
     said = str(row.get("framework") or "")
-    found = next(entry for entry in frameworks() if re.search(entry.match, said))
+    source = str(row.get("source") or "")
+    found = next(entry for entry in frameworks() if re.search(entry.match, said) and re.search(entry.dated, source))
     return replace(
         found,
         compiled=found.compiled or "compile" in said,

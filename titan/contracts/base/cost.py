@@ -264,11 +264,13 @@ class Recompute:
     saved: "input": only the layer's input (full recomputation). "products": also the results of matmuls, attention and
         collectives. "all_but_scores": all but the S x S scores of attention; the core of attention alone is
         recomputed (Megatron's selective recomputation, arXiv 2205.05198). Saves nothing where no scores are written.
+    also: tensors that recomputed layers save besides.
     full_layer: the last matmul of what is recomputed runs again too, although backward does not need its result.
     """
 
     every: int = 1
     saved: Literal["input", "products", "all_but_scores"] = "input"
+    also: tuple[SavedTensor, ...] = ()
     full_layer: bool = False
 
 
@@ -379,10 +381,6 @@ class Costs:
         `share("tp_sharded") * numel` is what a rank has of a tensor of `numel` features per token.
         """
         return self.tokens / self.splits[region]
-
-    def positions(self, kept: SavedTensor) -> int:
-        """Key positions per token of a saved tensor: `seq_len` for scores, else 1."""
-        return self.seq_len if kept.scores else 1
 
     def cut(self, region: Region) -> float:
         """Ranks that share the features of a region; ranks that share its positions are not counted."""
