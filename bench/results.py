@@ -21,20 +21,19 @@ FOLDER = Path(__file__).parent / "results"
 EARLIER = "earlier.jsonl"
 
 
-def write(kind: str, measured: dict[str, Any], folder: Path = FOLDER) -> Path:
+def write(kind: str, measured: dict[str, Any]) -> Path:
     """Write `measured` and the environment to KIND.json, in place of the last result; returns its path.
 
     Args:
         kind: a kind of `bench.headlines.KINDS`.
         measured: plain data.
-        folder: of the results.
     """
-    folder.mkdir(exist_ok=True)
-    path = folder / f"{kind}.json"
+    FOLDER.mkdir(exist_ok=True)
+    path = FOLDER / f"{kind}.json"
     if path.is_file():
         replaced = json.loads(path.read_text(encoding="utf-8"))
         line = {"kind": kind, **{key: replaced[key] for key in ("date", "commit")}, "said": headline(kind, replaced)}
-        with (folder / EARLIER).open("a", encoding="utf-8") as file:
+        with (FOLDER / EARLIER).open("a", encoding="utf-8") as file:
             file.write(json.dumps(line) + "\n")
     path.write_text(as_text({**about(), **measured}), encoding="utf-8")
     return path
@@ -53,15 +52,15 @@ def _lines(value: Any) -> str:
     return json.dumps(value)
 
 
-def newest(folder: Path = FOLDER) -> Iterator[tuple[str, dict[str, Any]]]:
+def newest() -> Iterator[tuple[str, dict[str, Any]]]:
     """(kind, content) of the files of results, by kind."""
-    for path in sorted(folder.glob("*.json")):
+    for path in sorted(FOLDER.glob("*.json")):
         yield path.stem, json.loads(path.read_text(encoding="utf-8"))
 
 
-def earlier(folder: Path = FOLDER) -> list[dict[str, str]]:
+def earlier() -> list[dict[str, str]]:
     """What replaced results said: kind, date, commit, said; in the order in which they were replaced."""
-    path = folder / EARLIER
+    path = FOLDER / EARLIER
     lines = path.read_text(encoding="utf-8").splitlines() if path.is_file() else []
     return [json.loads(line) for line in lines]
 

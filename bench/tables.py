@@ -41,17 +41,17 @@ def main(arguments: list[str] | None = None, page: Path = PAGE) -> int:
     return 0
 
 
-def written(text: str, folder: Path = results.FOLDER) -> str:
-    """A page with its marked tables made from the results of a folder.
+def written(text: str) -> str:
+    """A page with its marked tables made from bench/results.
 
     Raises:
         KeyError: the page marks a table that does not exist, or whose result is missing.
     """
-    found = dict(results.newest(folder))
+    found = dict(results.newest())
 
     def table(place: re.Match[str]) -> str:
         name = place[2]
-        made = _record(found, results.earlier(folder)) if name == "record" else TABLES[name](found[name])
+        made = _record(found, results.earlier()) if name == "record" else TABLES[name](found[name])
         return f"{place[1]}\n{made}\n{place[3]}"
 
     return PLACE.sub(table, text)

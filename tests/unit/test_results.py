@@ -48,21 +48,22 @@ def test_each_file_is_the_newest_of_a_known_kind() -> None:
     assert {path.suffix for path in results.FOLDER.iterdir()} == {".json", ".jsonl"}
 
 
-def test_a_result_replaces_the_last_one_and_keeps_what_it_said(tmp_path: Path) -> None:
-    path = results.write("overhead", OVERHEAD, tmp_path)
-    assert path.name == "overhead.json" and results.earlier(tmp_path) == []
+def test_a_result_replaces_the_last_one_and_keeps_what_it_said(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(results, "FOLDER", tmp_path)
+    path = results.write("overhead", OVERHEAD)
+    assert path.name == "overhead.json" and results.earlier() == []
     first = json.loads(path.read_text(encoding="utf-8"))
     assert first.items() >= OVERHEAD.items() and first["torch"]
     faster = {**OVERHEAD, "bf16": {"bare_s": [3.0], "titan_s": [2.0]}, "start_s": [4.0]}
-    assert results.write("overhead", faster, tmp_path) == path
-    [one] = results.earlier(tmp_path)
+    assert results.write("overhead", faster) == path
+    [one] = results.earlier()
     assert one == {
         "kind": "overhead", "date": first["date"], "commit": first["commit"],
         "said": "speed of titan relative to the bare loop: fp32 2.00, bf16 0.50",
     }  # fmt: skip
-    assert [kind for kind, _ in results.newest(tmp_path)] == ["overhead"]
+    assert [kind for kind, _ in results.newest()] == ["overhead"]
     assert "bf16 1.50; first step ends 4.0 s after the start" in headline(
-        "overhead", dict(results.newest(tmp_path))["overhead"]
+        "overhead", dict(results.newest())["overhead"]
     )
 
 
