@@ -95,7 +95,11 @@ def main() -> int:
               f"{len(row.deaths):<4}  {row.seconds:.0f}")  # fmt: skip
     asked = {key: value for key, value in vars(words).items() if key not in ("recorder", "workers")}
     libc = " ".join(platform.libc_ver())
-    print(results.write("heap", {**asked, "keys": keys, "libc": libc, "rows": [row.described() for row in rows]}))
+    print(
+        results.write(
+            f"heap-{words.kind}", {**asked, "keys": keys, "libc": libc, "rows": [row.described() for row in rows]}
+        )
+    )
     return 1 if any(row.deaths for row in rows if row.setting.workers == 1) else 0
 
 

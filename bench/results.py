@@ -1,24 +1,68 @@
-"""Writes the results of a benchmark: one JSON per run, with raw samples, commit, versions and machine."""
+"""Files of benchmark results: the newest of each kind, with raw samples, commit, versions and machine.
+
+bench/results/KIND.json is the newest result of a kind. A newer one replaces it, and what the replaced one said is
+appended to bench/results/earlier.jsonl, one line each. `python -m bench.tables` writes both into docs/benchmarks.md.
+"""
 
 import json
 import os
 import platform
 import subprocess
 import time
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import torch
 
+from bench.headlines import headline
+
 FOLDER = Path(__file__).parent / "results"
+EARLIER = "earlier.jsonl"
 
 
-def write(name: str, measured: dict[str, Any]) -> Path:
-    """Write `measured` and the environment to results/NAME-DATE.json; returns its path."""
+def write(kind: str, measured: dict[str, Any]) -> Path:
+    """Write `measured` and the environment to KIND.json, in place of the last result; returns its path.
+
+    Args:
+        kind: a kind of `bench.headlines.KINDS`.
+        measured: plain data.
+    """
     FOLDER.mkdir(exist_ok=True)
-    path = FOLDER / f"{name}-{time.strftime('%Y%m%d-%H%M%S')}.json"
-    path.write_text(json.dumps({**about(), **measured}, indent=1) + "\n")
+    path = FOLDER / f"{kind}.json"
+    if path.is_file():
+        replaced = json.loads(path.read_text(encoding="utf-8"))
+        line = {"kind": kind, **{key: replaced[key] for key in ("date", "commit")}, "said": headline(kind, replaced)}
+        with (FOLDER / EARLIER).open("a", encoding="utf-8") as file:
+            file.write(json.dumps(line) + "\n")
+    path.write_text(as_text({**about(), **measured}), encoding="utf-8")
     return path
+
+
+def as_text(found: dict[str, Any]) -> str:
+    """A result as JSON with one line per key, and per item of a table or list of tables or lists under it."""
+    return "{\n" + ",\n".join(f" {json.dumps(key)}: {_lines(value)}" for key, value in found.items()) + "\n}\n"
+
+
+def _lines(value: Any) -> str:
+    if isinstance(value, dict) and any(isinstance(each, (dict, list)) for each in value.values()):
+        return "{\n" + ",\n".join(f"  {json.dumps(key)}: {json.dumps(each)}" for key, each in value.items()) + "\n }"
+    if isinstance(value, list) and any(isinstance(each, (dict, list, str)) for each in value):
+        return "[\n" + ",\n".join(f"  {json.dumps(each)}" for each in value) + "\n ]"
+    return json.dumps(value)
+
+
+def newest() -> Iterator[tuple[str, dict[str, Any]]]:
+    """(kind, content) of the files of results, by kind."""
+    for path in sorted(FOLDER.glob("*.json")):
+        yield path.stem, json.loads(path.read_text(encoding="utf-8"))
+
+
+def earlier() -> list[dict[str, str]]:
+    """What replaced results said: kind, date, commit, said; in the order in which they were replaced."""
+    path = FOLDER / EARLIER
+    lines = path.read_text(encoding="utf-8").splitlines() if path.is_file() else []
+    return [json.loads(line) for line in lines]
 
 
 def about() -> dict[str, Any]:

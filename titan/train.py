@@ -12,7 +12,7 @@ from typing import Any
 
 from titan import log
 from titan.checkpoint.disk.folder import step_folder
-from titan.config import Job, load_job, said_twice, split_arguments
+from titan.config import Job, load_job, said_twice, split_arguments, without_effect
 from titan.contracts.base.options import as_table, options_of
 from titan.errors import (
     EXIT_DONE,
@@ -102,6 +102,8 @@ def _greet(run: build.Run) -> None:
     job = run.job
     log.log.info(f"model: {job.model.name}, {run.context.spec.params:,} parameters; layout: {job.layout}")
     log.log.info(f"techniques: {', '.join(t.name for t in job.techniques) or 'none'}")
+    for sentence in without_effect(job):
+        log.log.warning(sentence)
     log.log.info(
         f"batch: {job.train.global_batch_size} samples of {job.data.seq_len} tokens per step"
         f" = {job.micro_batch} x {job.micro_batches} micro batches x {job.batch_ranks} ranks"

@@ -22,6 +22,7 @@ class Framework:
 
     name: str
     match: str
+    dated: str = ""
     source: str
     blocking_p2p: bool = False
     scatter_p2p: bool = False
@@ -47,15 +48,20 @@ class Framework:
     casts: bool = False
     cut: str = "even"
     saves_narrow: bool = True
+    saves_magnitudes: bool = False
+    sends_narrow: bool = False
+    cp_repeats_heads: bool = False
     offloaded: bool = False
     loss_chunks: int = 1
     recompute: str = "none"
+    selective: str = "products"
     fused_loss: bool = False
     gate_kept: bool = False
     regathers: bool = False
     narrow_inputs: bool = False
     cudnn: bool = False
     tp_overlap: bool = False
+    tp_overlap_backward: bool = False
     loss: tuple[float, float] = (6.0, 4.0)
     norm: tuple[float, float] = (2.0, 3.0)
     norms_again: bool = False
@@ -77,9 +83,10 @@ def frameworks() -> tuple[Framework, ...]:
 
 
 def framework_of(row: Mapping[str, Any]) -> Framework:
-    """The framework of a row, by the name that the row gives."""
+    """The framework of a row, by the name that the row gives, and its version by the row's source."""
     said = str(row.get("framework") or "")
-    found = next(entry for entry in frameworks() if re.search(entry.match, said))
+    source = str(row.get("source") or "")
+    found = next(entry for entry in frameworks() if re.search(entry.match, said) and re.search(entry.dated, source))
     return replace(
         found,
         compiled=found.compiled or "compile" in said,

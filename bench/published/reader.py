@@ -19,7 +19,7 @@ from titan.contracts.base.mesh import Axis, Layout
 
 from .describe import Framework
 from .rows import Row, Skip
-from .state import held, recompute_of, stages_of
+from .state import SHARDED, held, recompute_of, stages_of
 
 AXES = (
     Axis(name="pp", role="stage", topology_order=0, doc="stages"),
@@ -73,12 +73,17 @@ def costs_of(job: Row, framework: Framework) -> Costs:
         styles=STYLES, tied=framework.tied if job.tied is None else job.tied, splits=splits,
         itemsize=2, reduce_itemsize=gradient, dtype=dtype, wide_dtype=wide, fused=framework.compiled,
         state=held(job, framework, gradient), update_bytes=framework.update_bytes,
-        updated_over=("dp_shard",) if job.zero else (),
+        updated_over=SHARDED if job.zero else (),
         collectives=(*_tensor_collectives(job, framework), *_data_collectives(job, framework, gradient)),
         recompute=_recompute(job, framework), stages=stages, order=ordered,
         pipeline_axis="pp" if job.pp > 1 else "", loss_chunks=framework.loss_chunks, blocking=framework.blocking_p2p,
         sent_over=("tp",) if framework.scatter_p2p and not job.sequence_parallel else (),
     )  # fmt: skip
+
+
+def sends_narrow(job: Row, framework: Framework) -> bool:
+    """Whether the weights, inputs and gradients of products are gathered in float8."""
+    return framework.sends_narrow and "float8" in job.precision and "rowwise" not in job.precision
 
 
 def gradient_bytes(job: Row, framework: Framework) -> int:
@@ -89,8 +94,10 @@ def gradient_bytes(job: Row, framework: Framework) -> int:
 
 def _recompute(job: Row, framework: Framework) -> Recompute | None:
     said = recompute_of(job, framework)
-    if said in ("none", "core"):
+    if said == "none":
         return None
+    if said == "core":
+        return Recompute(saved="all_but_scores", full_layer=not framework.early_stop)
     # Saving every second product comes to computing every second layer again.
     return Recompute(every=1 if said == "full" else 2, full_layer=not framework.early_stop)
 
@@ -133,11 +140,10 @@ def _layer(job: Row, framework: Framework, dtype: str, accumulated: float) -> tu
         SavedTensor(numel=job.heads, region="tp_sharded", itemsize=4),
     )
     if not flash:
-        scores = job.heads * job.seq_len
         kinds = 2.5 if framework.dropout else 1
         attended = (
             SavedTensor(numel=2 * q + 2 * kv, region="tp_sharded"),
-            SavedTensor(numel=kinds * scores, region="tp_sharded"),
+            SavedTensor(numel=kinds * job.heads, region="tp_sharded", scores=True),
         )
     entering: list[Operation] = (
         [Matmul(module="qkv", inputs=h, outputs=q + 2 * kv, bias=bias, saved=taken)]
@@ -210,7 +216,7 @@ def _tensor_collectives(job: Row, framework: Framework) -> list[CollectiveCost]:
     """Tensor-parallel collectives of a layer: two reductions forward, two backward, and again in recomputation."""
     found: list[CollectiveCost] = []
     if job.cp > 1:
-        kv = 2 * job.hidden * job.kv_heads // job.heads
+        kv = 2 * job.hidden * (job.heads if framework.cp_repeats_heads else job.kv_heads) // job.heads
         for when, passes in (("forward", 1), ("backward", 2)):
             found.append(CollectiveCost(axes=("cp",), collective="all_gather", where="layer", when=when,  # type: ignore[arg-type]
                                  numel=kv * job.cp * passes / job.tp, overlaps=True))  # fmt: skip
@@ -218,12 +224,22 @@ def _tensor_collectives(job: Row, framework: Framework) -> list[CollectiveCost]:
         return found
     kinds = {"all_gather": 1, "reduce_scatter": 1} if job.sequence_parallel else {"all_reduce": 1}
     for kind in kinds:
-        settings: dict[str, Any] = {"axes": ("tp",), "collective": kind, "numel": job.hidden}
+        narrow = kind == "all_gather" and sends_narrow(job, framework)
+        settings: dict[str, Any] = {
+            "axes": ("tp",), "collective": kind, "numel": job.hidden, "itemsize": 1 if narrow else 0
+        }  # fmt: skip
         again = {"all_gather": 2, "reduce_scatter": 2, "all_reduce": 2}[kind]
         # Where gate and up are products of their own, so are the sums of what backward makes of their input.
         back = 3 if job.gated and framework.split_gate else 2
+        # A gradient is gathered before its products can begin; its sum runs beside the product of the weights.
+        beside = framework.tp_overlap or (framework.tp_overlap_backward and kind != "all_gather")
         found += [CollectiveCost(where="layer", when=when, count=count, overlaps=framework.tp_overlap, **settings)
-                  for when, count in (("forward", 2), ("recompute", again), ("backward", back))]  # fmt: skip
+                  for when, count in (("forward", 2), ("recompute", again))]  # fmt: skip
+        found.append(CollectiveCost(where="layer", when="backward", count=back, overlaps=beside, **settings))
+    if job.sequence_parallel and framework.tp_overlap_backward:
+        # The saved slices of the inputs of two products are gathered beside the products of their gradients.
+        found.append(CollectiveCost(axes=("tp",), collective="all_gather", numel=job.hidden, where="layer",
+                                    when="backward", count=2, overlaps=True))  # fmt: skip
     one: dict[str, Any] = {"axes": ("tp",), "collective": "all_reduce", "numel": job.hidden}
     return [
         *found,
@@ -234,20 +250,20 @@ def _tensor_collectives(job: Row, framework: Framework) -> list[CollectiveCost]:
 
 def _data_collectives(job: Row, framework: Framework, gradient: int) -> list[CollectiveCost]:
     """What data parallelism sends: sums of gradients, and parameters where the update or the weights are shared."""
-    if job.dp == 1:
+    if job.dp * job.cp == 1:
         return []
     each: dict[str, Any] = {"per_parameter": True}
-    shard: dict[str, Any] = {**each, "axes": ("dp_shard",)}
+    shard: dict[str, Any] = {**each, "axes": SHARDED}
     hidden: dict[str, Any] = {"where": "unit", "when": "backward", "per": "step", "overlaps": True}
     after: dict[str, Any] = {"where": "step", "when": "update", "per": "step"}
     beside = hidden if framework.overlap_gradients else after
     if not job.zero:
-        both = ("dp_replicate", "dp_shard")
+        both = ("dp_replicate", *SHARDED)
         return [CollectiveCost(axes=both, collective="all_reduce", itemsize=gradient, numel=1, **each, **beside)]
     replicas = CollectiveCost(
         axes=("dp_replicate",),
         collective="all_reduce",
-        sharded_over=("dp_shard",),
+        sharded_over=SHARDED,
         itemsize=gradient,
         numel=1,
         **each,
@@ -265,10 +281,11 @@ def _data_collectives(job: Row, framework: Framework, gradient: int) -> list[Col
             replicas,
             CollectiveCost(collective="all_gather", itemsize=2, **_messages(job, framework), **shard, **when),  # type: ignore[arg-type]
         ]  # fmt: skip
+    width = 1 if sends_narrow(job, framework) else 2
     use: dict[str, Any] = {**shard, "where": "unit", "per": "micro_batch", "overlaps": True}
     return [
-        CollectiveCost(collective="all_gather", when="forward", numel=1, **use),
-        CollectiveCost(collective="all_gather", when="backward", numel=1, **use),
+        CollectiveCost(collective="all_gather", when="forward", itemsize=width, numel=1, **use),
+        CollectiveCost(collective="all_gather", when="backward", itemsize=width, numel=1, **use),
         CollectiveCost(collective="reduce_scatter", when="backward", itemsize=gradient, numel=1, **use),
         replicas,
     ]

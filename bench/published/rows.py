@@ -50,7 +50,9 @@ def default() -> Path:
 
 @dataclass(frozen=True, kw_only=True)
 class Row:
-    """The job of a row, with values that follow from others. recompute: none, full, alternate or products.
+    """The job of a row, with values that follow from others.
+
+    recompute: none, full, alternate, products, core (that of attention), or selective where the row says no more.
 
     guessed: keys that the row does not state and that have a default here.
     """
@@ -193,10 +195,12 @@ def _recompute(row: Mapping[str, Any], guessed: list[str]) -> str:
         guessed.append("recompute")
     if "selective layer" in said:
         return "alternate"
-    if "core_attn" in said:
+    if "core" in said or "attention" in said:
         return "core"
-    if "op" in said or "selective" in said:
+    if re.search(r"\bop\b", said):
         return "products"
+    if "selective" in said:
+        return "selective"
     return "full" if said.startswith("full") else "none"
 
 

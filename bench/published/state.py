@@ -9,18 +9,22 @@ from collections.abc import Callable
 from dataclasses import replace
 from functools import cache, partial
 
-from titan.contracts.base.cost import Attention, Costs, Order, PersistentState, Recompute, Stage
+from titan.contracts.base.cost import Attention, Costs, Matmul, Order, PersistentState, Recompute, SavedTensor, Stage
 from titan.plugins.parallel.pipeline.orders import order
 
 from .describe import Framework
 from .rows import Row
 
+SHARDED = ("dp_shard", "cp")
+"""Axes over which state is sharded and gradients are reduced. Context parallelism is one of them in torchtitan (mesh
+dp_shard_cp, parallelize_llama.py) and in Megatron-Core (data-parallel groups with_context_parallel)."""
+
 
 def held(job: Row, framework: Framework, gradient: int) -> tuple[PersistentState, ...]:
     """Model state per parameter, by component. gradient: bytes of an accumulated gradient."""
-    shard = ("dp_shard",)
-    adds = framework.accumulate == "add"
-    updated = 12 + framework.readied[job.zero > 0] * (adds and gradient == 2)
+    shard = SHARDED
+    adds, several = framework.accumulate == "add", bool(framework.accumulate)
+    updated = 12 + framework.readied[job.zero > 0] * (several and gradient == 2)
     if job.zero == 3:
         kept, moments = (2.0, updated) if adds else (2.0, 0.0) if framework.offloaded else (4.0, 8.0)
         return (
@@ -47,16 +51,43 @@ def held(job: Row, framework: Framework, gradient: int) -> tuple[PersistentState
 
 
 def recompute_of(job: Row, framework: Framework) -> str:
-    """Recomputation of a row: as stated, else the default of its framework."""
-    return framework.recompute if "recompute" in job.guessed else job.recompute
+    """Recomputation of a row: as stated, else the default of its framework, by whose terms selective is meant."""
+    said = framework.recompute if "recompute" in job.guessed else job.recompute
+    return framework.selective if said == "selective" else said
 
 
 def as_held(job: Row, framework: Framework, costs: Costs) -> Costs:
     """The costs of a job for memory; for time, see `costs_of`."""
     said = recompute_of(job, framework)
-    if said == "products" and costs.dtype == "float8" and not framework.saves_narrow:
-        return replace(costs, recompute=Recompute(every=1))
+    if said == "products":
+        narrow = costs.dtype == "float8" and not framework.saves_narrow
+        return replace(costs, recompute=Recompute(also=_saved_by_products(job, framework, costs, narrow)))
     return costs
+
+
+def _saved_by_products(job: Row, framework: Framework, costs: Costs, narrow: bool) -> tuple[SavedTensor, ...]:
+    """Results that per-operation recomputation saves: of attention, of reductions, and of every second product.
+
+    narrow: the products are float8 products, which it does not save.
+    """
+    products = [] if narrow else [op for op in costs.layer if isinstance(op, Matmul)][::2]
+    found = [
+        SavedTensor(numel=op.outputs, region="seq_full" if costs.style(op.module) == "row" else "tp_sharded")
+        for op in products
+    ]
+    found += [
+        SavedTensor(numel=job.hidden, region="tp_sharded"),
+        SavedTensor(numel=job.heads, region="tp_sharded", itemsize=4),
+    ]
+    if narrow and framework.saves_magnitudes:
+        # Of the inputs of q, k and v; of the projection; of gate and up; and of down. A compiler merges equal ones.
+        found += [
+            SavedTensor(numel=2 * job.hidden, region="seq_full"),
+            SavedTensor(numel=job.hidden + job.ffn, region="tp_sharded"),
+        ]
+    if job.sequence_parallel:
+        found.append(SavedTensor(numel=2 * job.hidden, region="hidden"))
+    return tuple(found)
 
 
 def as_reserved(job: Row, framework: Framework, held: Costs) -> Costs:
@@ -69,7 +100,8 @@ def as_reserved(job: Row, framework: Framework, held: Costs) -> Costs:
     if recompute_of(job, framework) != "full" or not framework.accumulate:
         return held
     layer = (
-        replace(op, saved=op.saved[:1]) if isinstance(op, Attention) and op.scores_written else op for op in held.layer
+        replace(op, saved=tuple(s for s in op.saved if not s.scores)) if isinstance(op, Attention) else op
+        for op in held.layer
     )
     return replace(held, layer=tuple(layer))
 

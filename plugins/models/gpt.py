@@ -17,14 +17,14 @@ packed documents. Document masking costs a mask of B S^2 bytes.
 import math
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, ClassVar
+from typing import Any, ClassVar, Literal
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from titan.contracts import Cache, HfTensor, KeyValues, Model, ModelSpec, attend, document_mask, option, register
-from titan.contracts.base.cost import Attention as AttentionCost
+from titan.contracts import AttentionCore, Cache, HfTensor, KeyValues, Model, ModelSpec, document_mask, option, register
+from titan.contracts.base.attention import attention_cost
 from titan.contracts.base.cost import Elementwise, EmbeddingOp, Operation, SavedTensor, linear, norm, residual, shared
 from titan.contracts.base.spec import ONES, ZEROS, Init, TensorStyle, nearest, normal
 from titan.errors import ConfigError, ConfigIssue
@@ -44,6 +44,9 @@ class GptConfig:
         128, "longest sequence; number of learned positions", unit="tokens", at_least=1, at_most=2**30
     )
     tied: bool = option(True, "tie the output projection to the embedding table")
+    attention: Literal["sdpa", "unfused"] = option(
+        "sdpa", 'kernel of attention: PyTorch\'s choice for the device, or "unfused", which writes its S x S scores'
+    )
     norm_eps: float = option(1e-5, "added to the variance in LayerNorm", above=0)
     init_std: float = option(
         0.02, "standard deviation of initial weights; divided by sqrt(2 n_layers) for wo and down", above=0
@@ -81,12 +84,13 @@ class Attention(nn.Module):
         self.wk = nn.Linear(d, config.kv_heads * n)
         self.wv = nn.Linear(d, config.kv_heads * n)
         self.wo = nn.Linear(config.n_heads * n, d)
+        self.core = AttentionCore(writes_scores=config.attention == "unfused")
 
     def forward(self, x: Tensor, mask: Tensor | None, cache: KeyValues | None = None) -> Tensor:
         """x [B, S, D], mask [B, 1, S, S] or None for plain causal -> [B, S, D]."""
         b, s, _ = x.shape
         q, k, v = (w(x).view(b, s, -1, self.head_dim).transpose(1, 2) for w in (self.wq, self.wk, self.wv))  # B H S N
-        out = attend(q, k, v, mask) if cache is None else cache.attend(q, k, v)
+        out = self.core(q, k, v, mask) if cache is None else cache.attend(q, k, v)
         return self.wo(out.transpose(1, 2).flatten(2))  # type: ignore[no-any-return]
 
 
@@ -297,15 +301,11 @@ _HF_LAYER = {
 def _operations(c: GptConfig) -> tuple[Operation, ...]:
     """A layer, in order. What two operations keep is stated at the first of them."""
     d, f, q, kv = c.dim, c.ffn_width, c.n_heads * c.head_dim, c.kv_heads * c.head_dim
-    attended = (
-        SavedTensor(numel=2 * q + 2 * kv, region="tp_sharded"),
-        SavedTensor(numel=c.n_heads, region="tp_sharded", itemsize=4),
-    )
     return (
         norm("attn_norm", d, 2, 2), shared(d, 3),
         linear("attn.wq", d, q, saved=d, bias=True),
         linear("attn.wk", d, kv, bias=True), linear("attn.wv", d, kv, bias=True),
-        AttentionCost(heads=c.n_heads, kv_heads=c.kv_heads, head_dim=c.head_dim, saved=attended),
+        attention_cost(c.n_heads, c.kv_heads, c.head_dim, scores_written=c.attention == "unfused"),
         linear("attn.wo", q, d, bias=True),
         residual(d),
         norm("ffn_norm", d, 2, 2),

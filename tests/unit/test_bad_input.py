@@ -90,7 +90,7 @@ CASES: dict[str, tuple[str, str, list[str]]] = {
     "no steps": ("steps = 2", "steps = 0", ["[train] steps = 0: must be at least 1"]),
     "beta of one": ("lr = 3e-3", "lr = 3e-3\nbetas = [0.9, 1.0]", ["[optimizer] betas = [0.9, 1.0]: must be below 1"]),
     "one of": ("seq_len = 16", 'seq_len = 16\npacking = "tight"', ["[data] packing = 'tight': must be one of 'concat', 'document_mask', 'pad'"]),
-    "one of, near": ("[plugins]", '[plugins.activation_checkpoint]\nmode = "ful"', ["must be one of 'full', 'every_n', 'selective' (did you mean 'full'?)"]),
+    "one of, near": ("[plugins]", '[plugins.activation_checkpoint]\nmode = "ful"', ["must be one of 'full', 'every_n', 'selective', 'attention' (did you mean 'full'?)"]),
     "zero stage 4": ("[plugins]", "[plugins.fsdp]\nzero_stage = 4", ["[plugins.fsdp] zero_stage = 4: must be one of 1, 2, 3"]),
     "degree zero": ("[mesh]", "[mesh]\ntp = 0", ["[mesh] tp = 0: must be a positive degree"]),
     "two axes take the rest": ("[mesh]", "[mesh]\ndp_shard = -1\ntp = -1", ["only one axis can take all remaining ranks"]),

@@ -11,6 +11,8 @@ import torch.nn.functional as F
 from titan.config import Job, load_job
 from titan.dryrun import COMPONENTS, DryRun, dry_run, report
 from titan.errors import ConfigError
+from titan.planner.step.layout import costs_of
+from titan.planner.step.predict import flops_per_token
 
 LAYERS, DIM, FFN, VOCAB, SEQ, BATCH = 4, 128, 384, 4097, 128, 8
 SMALL = ("--model.n_layers", "4", "--train.global_batch_size", "8", "--train.micro_batch_size", "2")
@@ -77,6 +79,19 @@ def test_every_second_block_is_recomputed_and_selective_mode_repeats_no_product(
     assert again == [0, 2]
     assert selective.total_flops == plain.total_flops
     assert selective.peak_by_component["saved"] < plain.peak_by_component["saved"]
+
+
+def test_recomputing_attention_repeats_one_of_its_products_and_saves_no_scores() -> None:
+    job = _job(*ONE, "--model.attention", "unfused", "--plugins.activation_checkpoint.mode", "attention")
+    plain, run = dry_run(_job(*ONE, "--model.attention", "unfused"), 0), dry_run(job, 0)
+    tokens, costs = BATCH * SEQ, costs_of(job)
+    model, hardware = flops_per_token(costs)
+    assert plain.total_flops.recompute == 0
+    assert run.total_flops.recompute == tokens * LAYERS * 2 * SEQ * DIM == tokens * (hardware - model)
+    saved = plain.peak_by_component["saved"] - run.peak_by_component["saved"]
+    # In float32; beside the scores each layer's mask of S x S bytes goes, and one layer's come back in backward.
+    scores = 4 * job.micro_batch * job.spec.n_heads * SEQ * SEQ
+    assert (LAYERS - 1) * scores <= saved <= LAYERS * (scores + SEQ * SEQ)
 
 
 def test_shards_and_what_is_gathered() -> None:

@@ -22,7 +22,8 @@ GPT = ("--model.name", "gpt", "--model.preset", "nano", "--data.seq_len", "128")
 BF16 = ("--plugins.bf16.enabled", "true")
 TWO = ("--train.global_batch_size", "16", "--train.micro_batch_size", "2")
 PIPED = ("--mesh.pp", "2", "--mesh.dp_shard", "2", "--train.global_batch_size", "8", "--train.micro_batch_size", "1")
-FULL, SELECTIVE = (("--plugins.activation_checkpoint.mode", mode) for mode in ("full", "selective"))
+FULL, SELECTIVE, CORE = (("--plugins.activation_checkpoint.mode", mode) for mode in ("full", "selective", "attention"))
+UNFUSED = ("--model.attention", "unfused")
 
 
 def zero(stage: int, *words: str) -> tuple[str, ...]:
@@ -53,6 +54,9 @@ JOBS = {
     "interleaved, full": (*LLAMA, *BF16, *schedule("Interleaved1F1B", *FULL)),
     "zero bubble": (*LLAMA, *BF16, *schedule("ZBVZeroBubble")),
     "gpt, tied ends on stages": (*GPT, *BF16, *schedule("1F1B")),
+    "scores written": (*GROUPED, *UNFUSED, *BF16, *TWO, *zero(2)),
+    "scores written, recomputed": (*GROUPED, *UNFUSED, *BF16, *TWO, *zero(2), *CORE),
+    "gpt, tensor parallel, scores recomputed": (*GPT, *UNFUSED, *BF16, *TWO, *sliced(), *CORE),
     "gpt, tensor parallel": (*GPT, *BF16, *TWO, *sliced()),
 }
 

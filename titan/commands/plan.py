@@ -6,7 +6,7 @@ import sys
 from pathlib import Path
 from typing import Any
 
-from titan.config import Job, load_job, said_twice
+from titan.config import Job, load_job, said_twice, without_effect
 from titan.errors import EXIT_DONE, ConfigError, ConfigIssue
 from titan.planner.report import STUDIES
 from titan.ranks.launch_env import cores
@@ -103,6 +103,7 @@ def _plan(args: argparse.Namespace) -> tuple[dict[str, Any], str]:
 
     where = cluster.load(args.cluster)
     job, chosen = settle(load_job(args.config, args.overrides, args.world_size), where.memory)
+    _say_without_effect(job)
     prediction = Planner(where).predict(costs_of(job), job.layout, keep=args.plot is not None)
     budget = _budget(prediction, args.tokens)
     if args.plot is not None:
@@ -112,6 +113,11 @@ def _plan(args: argparse.Namespace) -> tuple[dict[str, Any], str]:
     report = prediction.as_json() | {"cluster": where.name} | ({"budget": budget} if budget else {})
     report |= {"unset_options": chosen}
     return report, "\n".join([render.prediction_text(prediction, where, str(job.layout), budget), *chosen])
+
+
+def _say_without_effect(job: Job) -> None:
+    for sentence in without_effect(job):
+        print(sentence, file=sys.stderr)
 
 
 def _budget(prediction: Any, tokens: float | None) -> dict[str, float] | None:
@@ -219,6 +225,7 @@ def _exact(args: argparse.Namespace) -> tuple[dict[str, Any], str]:
     if not 0 <= args.rank < job.layout.world_size:
         what = f"--rank {args.rank}: the layout has ranks 0 to {job.layout.world_size - 1}"
         raise ConfigError([ConfigIssue("command line", what)])
+    _say_without_effect(job)
     run = dry_run(job, args.rank)
     return run.as_json() | {"unset_options": chosen}, "\n".join([report(run), *chosen])
 

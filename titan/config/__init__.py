@@ -1,5 +1,6 @@
 """TOML to Job: strict, with all faults reported at once."""
 
+from titan.config.check import without_effect
 from titan.config.job import Job, Source
 from titan.config.load import load_job, load_table, said_twice
 from titan.config.tables import split_arguments
@@ -27,4 +28,5 @@ __all__ = [
     "load_table",
     "said_twice",
     "split_arguments",
+    "without_effect",
 ]

@@ -46,6 +46,15 @@ def _fault(place: Where, sentence: str, where: Callable[..., Where]) -> ConfigIs
     return replace(issue, where=COMMAND_LINE) if COMMAND_LINE in (*named, *own) else issue
 
 
+def without_effect(job: Job) -> list[str]:
+    """A sentence per option of an enabled technique that changes nothing for this model."""
+    return [
+        f"[plugins.{technique.name}] {sentence}"
+        for technique in job.techniques
+        for sentence in sentences(technique, "no_effect", job.spec)
+    ]
+
+
 def _absent_folders(job: Job, where: Where) -> list[ConfigIssue]:
     faults = []
     resume, init_from = job.checkpoint.resume, job.checkpoint.init_from

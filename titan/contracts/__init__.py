@@ -10,7 +10,7 @@ underscore. Per kind: `model`, `technique`, `objective` (loss, optimizer, schedu
 """
 
 from titan.contracts import deprecated  # noqa: F401 (former names)
-from titan.contracts.base.attention import Cache, KeyValues, attend, document_mask
+from titan.contracts.base.attention import AttentionCore, Cache, KeyValues, attend, document_mask
 from titan.contracts.base.batch import IGNORE, Batch, Document
 from titan.contracts.base.cost import Costs
 from titan.contracts.base.mesh import Axis, Mesh, Role
@@ -29,6 +29,7 @@ from titan.device import kind_of
 __all__ = [
     "IGNORE",
     "REQUIRED",
+    "AttentionCore",
     "Axis",
     "Batch",
     "BuildContext",

@@ -134,6 +134,17 @@ class Technique(Plugin):
         """
         return ()
 
+    def no_effect(self, spec: ModelSpec) -> Iterable[str]:
+        """Sentences about options that change nothing for this model; each names value found and the key.
+
+        Called when a run starts and when a job is planned, which print the sentences, and for each table of
+        `search_space`, which a search then leaves out. Never refuses a job; `check` does.
+        spec: the model's, as all techniques have changed it.
+
+        Needs no process group, builds nothing.
+        """
+        return ()
+
     def facts(self) -> dict[Fact, str]:
         """What other techniques must take into account: fact (see `Fact`) -> a sentence with the key to change.
 

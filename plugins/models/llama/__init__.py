@@ -22,14 +22,14 @@ grouped K and V for every query head. CUDA has no fused kernel for grouped heads
 import math
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, ClassVar
+from typing import Any, ClassVar, Literal
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from titan.contracts import Cache, HfTensor, KeyValues, Model, ModelSpec, attend, document_mask, option, register
-from titan.contracts.base.cost import Attention as AttentionCost
+from titan.contracts import AttentionCore, Cache, HfTensor, KeyValues, Model, ModelSpec, document_mask, option, register
+from titan.contracts.base.attention import attention_cost
 from titan.contracts.base.cost import Elementwise, EmbeddingOp, Operation, SavedTensor, linear, norm, residual, shared
 from titan.contracts.base.spec import ONES, Init, TensorStyle, nearest, normal
 from titan.errors import ConfigError, ConfigIssue
@@ -49,6 +49,9 @@ class LlamaConfig:
     vocab_size: int = option(4097, "token ids", at_least=1, at_most=2**27)
     max_seq_len: int = option(128, "longest sequence", unit="tokens", at_least=1, at_most=2**30)
     tied: bool = option(False, "tie the output projection to the embedding table")
+    attention: Literal["sdpa", "unfused"] = option(
+        "sdpa", 'kernel of attention: PyTorch\'s choice for the device, or "unfused", which writes its S x S scores'
+    )
     norm_eps: float = option(1e-5, "added to the mean square in RMSNorm", above=0)
     rope_theta: float = option(10000.0, "base of the rotary frequencies", above=1)
     rope_scaling_factor: float = option(1.0, "factor that divides low rotary frequencies; 1: no scaling", at_least=1)
@@ -98,6 +101,7 @@ class Attention(nn.Module):
         self.wk = nn.Linear(d, config.kv_heads * n, bias=False)
         self.wv = nn.Linear(d, config.kv_heads * n, bias=False)
         self.wo = nn.Linear(config.n_heads * n, d, bias=False)
+        self.core = AttentionCore(writes_scores=config.attention == "unfused")
 
     def forward(self, x: Tensor, rope: Tensor, mask: Tensor | None, cache: KeyValues | None = None) -> Tensor:
         """x [B, S, D], rope [2, >=S, N/2] or by row, mask [B, 1, S, S] or None for plain causal -> [B, S, D]."""
@@ -106,7 +110,7 @@ class Attention(nn.Module):
         q, k, v = (w(x).view(b, s, -1, self.head_dim) for w in (self.wq, self.wk, self.wv))
         q, k = rotate(q, rope), rotate(k, rope)
         q, k, v = (t.transpose(1, 2) for t in (q, k, v))  # B S H N -> B H S N
-        out = attend(q, k, v, mask) if cache is None else cache.attend(q, k, v)
+        out = self.core(q, k, v, mask) if cache is None else cache.attend(q, k, v)
         return self.wo(out.transpose(1, 2).flatten(2))  # type: ignore[no-any-return]
 
 
@@ -339,15 +343,11 @@ def _rope_from_hf(config: Mapping[str, Any], faults: list[ConfigIssue]) -> dict[
 def _operations(c: LlamaConfig) -> tuple[Operation, ...]:
     """A layer, in order. What two operations keep is stated at the first of them."""
     d, f, q, kv = c.dim, c.ffn_dim, c.n_heads * c.head_dim, c.kv_heads * c.head_dim
-    attended = (
-        SavedTensor(numel=2 * q + 2 * kv, region="tp_sharded"),
-        SavedTensor(numel=c.n_heads, region="tp_sharded", itemsize=4),
-    )
     return (
         norm("attn_norm", d), shared(d, 3),
         linear("attn.wq", d, q, saved=d), linear("attn.wk", d, kv), linear("attn.wv", d, kv),
         Elementwise(region="tp_sharded", forward=8 * (q + kv), backward=8 * (q + kv)),
-        AttentionCost(heads=c.n_heads, kv_heads=c.kv_heads, head_dim=c.head_dim, saved=attended),
+        attention_cost(c.n_heads, c.kv_heads, c.head_dim, scores_written=c.attention == "unfused"),
         linear("attn.wo", q, d),
         residual(d),
         norm("ffn_norm", d), shared(d, 2),

@@ -10,11 +10,14 @@ the start. A rank with a share of the heads allocates only its share.
 
 # B rows, S tokens of this forward, T longest length, E positions in use, H query heads, K key-value heads, N head_dim.
 
+import math
 from collections.abc import Sequence
 
 import torch
 import torch.nn.functional as F
-from torch import Tensor
+from torch import Tensor, nn
+
+from titan.contracts.base.cost import Attention, SavedTensor
 
 
 def document_mask(documents: Tensor) -> Tensor:
@@ -34,6 +37,55 @@ def attend(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None = None) -> Tenso
         k, v = (t.repeat_interleave(group, dim=1) for t in (k, v))
     grouped = group > 1 and mask is None
     return F.scaled_dot_product_attention(q, k, v, attn_mask=mask, is_causal=mask is None, enable_gqa=grouped)
+
+
+def attend_unfused(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None = None) -> Tensor:
+    """The same as `attend`, as separate operations: scores [B, H, S, S] pass through memory in q's dtype.
+
+    Backward needs the softmax of the scores: B H S^2 numbers, which recompute mode "attention" does not keep.
+    """
+    b, heads, s, n = q.shape
+    group = heads // k.shape[1]
+    if mask is None:
+        mask = torch.ones(s, s, dtype=torch.bool, device=q.device).tril()
+    # The heads of a group look at the same keys: side by side as if they were tokens, they need no copies of them.
+    side_by_side = (q / math.sqrt(n)).reshape(b, heads // group, group * s, n)
+    scores = (side_by_side @ k.transpose(-2, -1)).view(b, heads, s, s).masked_fill_(~mask, -math.inf)
+    return (scores.softmax(-1).view(b, heads // group, group * s, s) @ v).view(b, heads, s, n)
+
+
+class AttentionCore(nn.Module):
+    """Attention of q to k and v, without the linear layers around it: what recompute mode "attention" runs again.
+
+    writes_scores: whether the S x S scores are saved for backward, so that recomputing the core saves memory. A model
+    whose own attention does so derives its core from this class, and states `scores_written` in its costs.
+    """
+
+    def __init__(self, *, writes_scores: bool = False) -> None:
+        super().__init__()
+        self.writes_scores = writes_scores
+
+    def forward(self, q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None = None) -> Tensor:
+        """q [B, H, S, N], k and v [B, K, S, N], mask [B, 1, S, S] bool or None for causal -> [B, H, S, N]."""
+        return (attend_unfused if self.writes_scores else attend)(q, k, v, mask)
+
+
+def attention_cost(heads: int, kv_heads: int, head_dim: int, *, scores_written: bool = False) -> Attention:
+    """The cost of causal attention that saves q, k, v and its output, and what its backward needs besides.
+
+    With a flash kernel these are float32 statistics, one per token and head. Attention that writes its scores saves the
+    softmax of the scores in the compute dtype instead: S numbers per token and head.
+
+    Args:
+        heads, kv_heads: query heads and key-value heads, before any split.
+        head_dim: features per head.
+        scores_written: as in `titan.contracts.base.cost.Attention`; whether the model uses `attend_unfused`.
+    """
+    inputs_and_output = SavedTensor(numel=2 * (heads + kv_heads) * head_dim, region="tp_sharded")
+    statistics = SavedTensor(numel=heads, region="tp_sharded", itemsize=4)
+    scores = SavedTensor(numel=heads, region="tp_sharded", scores=True)
+    saved = (inputs_and_output, scores if scores_written else statistics)
+    return Attention(heads=heads, kv_heads=kv_heads, head_dim=head_dim, scores_written=scores_written, saved=saved)
 
 
 class Cache:

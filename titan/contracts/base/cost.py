@@ -50,12 +50,14 @@ class SavedTensor:
     region: the region whose ranks share the tensor.
     itemsize: bytes per number; 0: that of the compute dtype, `Costs.itemsize`.
     unfused: saved only where the operation runs as several kernels, as norms do on a CPU.
+    scores: S x S scores of attention: `numel` is per token and key position, so it is multiplied by `Costs.seq_len`.
     """
 
     numel: float
     region: Region
     itemsize: int = 0
     unfused: bool = False
+    scores: bool = False
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -81,7 +83,7 @@ class Attention:
 
     heads, kv_heads: query heads and key-value heads, before any split.  head_dim: features per head.
     scores_written: the S x S scores pass through memory, as without a flash kernel (arXiv 2205.14135).
-    saved: tensors that the operation saves.
+    saved: tensors that the operation saves; with `scores_written`, one of them at least has `scores` set.
     """
 
     heads: int
@@ -260,12 +262,15 @@ class Recompute:
 
     every: layers whose global number is a multiple of this; 1: all layers.
     saved: "input": only the layer's input (full recomputation). "products": also the results of matmuls, attention and
-        collectives (selective recomputation, arXiv 2205.05198).
-    full_layer: the layer's last matmul is recomputed too, although backward does not need its result.
+        collectives. "all_but_scores": all but the S x S scores of attention; the core of attention alone is
+        recomputed (Megatron's selective recomputation, arXiv 2205.05198). Saves nothing where no scores are written.
+    also: tensors that recomputed layers save besides.
+    full_layer: the last matmul of what is recomputed runs again too, although backward does not need its result.
     """
 
     every: int = 1
-    saved: Literal["input", "products"] = "input"
+    saved: Literal["input", "products", "all_but_scores"] = "input"
+    also: tuple[SavedTensor, ...] = ()
     full_layer: bool = False
 
 

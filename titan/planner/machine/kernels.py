@@ -121,13 +121,31 @@ class Device:
 
     def _written(self, op: Attention, costs: Costs) -> Seconds:
         """Attention that writes its scores: two batched products forward, four backward, passes over S x S scores."""
+        pair = sum(self._products_of_scores(op, costs))
+        forward, backward = self._passes_over_scores(op, costs)
+        return Seconds(pair + forward, 2 * pair + backward)
+
+    def _products_of_scores(self, op: Attention, costs: Costs) -> tuple[float, float]:
+        """Seconds of the product of queries and keys, and of that of scores and values."""
         seq_len, dtype, width = costs.seq_len, costs.wide_dtype, costs.itemsize
         matrices = costs.share("tp_sharded") * op.heads / seq_len
-        pair = self.batched(matrices, seq_len, op.head_dim, seq_len, dtype, width)
-        pair += self.batched(matrices, seq_len, seq_len, op.head_dim, dtype, width)
-        scores = costs.share("tp_sharded") * op.heads * seq_len
-        forward, backward = (self.moving(passes * scores, width) for passes in PASSES_OVER_SCORES)
-        return Seconds(pair + forward, 2 * pair + backward)
+        return (
+            self.batched(matrices, seq_len, op.head_dim, seq_len, dtype, width),
+            self.batched(matrices, seq_len, seq_len, op.head_dim, dtype, width),
+        )
+
+    def _passes_over_scores(self, op: Attention, costs: Costs) -> tuple[float, float]:
+        """Seconds of the softmax and the dropout of the scores, forward and backward."""
+        scores = costs.share("tp_sharded") * op.heads * costs.seq_len
+        forward, backward = (self.moving(passes * scores, costs.itemsize) for passes in PASSES_OVER_SCORES)
+        return forward, backward
+
+    def core_again(self, op: Attention, costs: Costs, both: bool) -> float:
+        """Seconds to recompute attention; both: also the second product of attention that writes its scores."""
+        if not op.scores_written:
+            return self._attention(op, costs).forward
+        first, last = self._products_of_scores(op, costs)
+        return first + last * both + self._passes_over_scores(op, costs)[0]
 
     def batched(self, matrices: float, m: float, k: float, n: float, dtype: str, width: int) -> float:
         """Seconds of a batched product of `matrices` pairs [m, k] x [k, n]; their tiles share the waves."""

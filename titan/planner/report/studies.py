@@ -20,7 +20,7 @@ from titan.contracts.base.options import did_you_mean
 from titan.errors import ConfigError, ConfigIssue
 from titan.planner.machine.cluster import Cluster
 from titan.planner.report.study import MEASURES, Point, Study
-from titan.planner.search.space import LARGEST_MICRO_BATCH
+from titan.planner.search.space import LARGEST_MICRO_BATCH, tables_with_effect
 from titan.planner.step.layout import costs_of
 from titan.planner.step.memory import GIB
 from titan.planner.step.predict import Planner, Prediction
@@ -133,7 +133,7 @@ def _recompute(base: Base) -> Varied:
     toggled = [plugin for plugin in _techniques() if plugin.search_toggle and plugin.phase == "recompute"]
     for plugin in toggled:
         prefix = f"{plugin.name} " if len(toggled) > 1 else ""
-        for choice in (None, *plugin.search_space):
+        for choice in (None, *tables_with_effect(plugin, base.job.spec)):
             said = "off" if choice is None else _said(choice)
             keys = {"enabled": choice is not None, **(choice or {})}
             variants.append(Variant(len(variants), prefix + said, _keys(plugin.name, keys)))

@@ -17,7 +17,7 @@ from titan.config.load import plugin_folders
 from titan.config.renames import renew
 from titan.config.tables import COMMAND_LINE, Table, override
 from titan.config.techniques import agree, chosen_techniques, unattended
-from titan.contracts import Technique
+from titan.contracts import ModelSpec, Technique
 from titan.contracts.base import registry
 from titan.contracts.base.conformance import made, sentences
 from titan.contracts.base.mesh import Axis, Layout
@@ -83,6 +83,7 @@ class Space:
         self._stated = {t.name: t for t in job.techniques}
         self._instances: dict[tuple[str, Options], Technique] = {}
         self._chosen: dict[Any, list[type[Technique]] | None] = {}
+        self._searched: dict[str, list[Options]] = {}
         self.left_out = tuple(
             p.name for p in self._known if self._is_choice(p) and not (p.preserves_numerics or self._asked(p))
         )
@@ -171,11 +172,13 @@ class Space:
 
     def _combinations(self, plugin: type[Technique]) -> list[Options]:
         """(option, value) pairs that a technique's search goes through, without what is fixed."""
-        free = [
-            tuple((key, value) for key, value in choice.items() if f"plugins.{plugin.name}.{key}" not in self.fixed)
-            for choice in plugin.search_space
-        ]
-        return [options for options in dict.fromkeys(free) if options]
+        if plugin.name not in self._searched:
+            free = [
+                tuple((key, value) for key, value in choice.items() if f"plugins.{plugin.name}.{key}" not in self.fixed)
+                for choice in tables_with_effect(plugin, self.job.spec)
+            ]
+            self._searched[plugin.name] = [options for options in dict.fromkeys(free) if options]
+        return self._searched[plugin.name]
 
     def job_of(self, choice: Choice) -> Job | None:
         """The job with this layout; None if techniques are missing or conflict."""
@@ -209,6 +212,17 @@ class Space:
             config = replace(config, **{fields[name]: value for name, value in options})
             self._instances[key] = made(plugin, config)
         return self._instances[key]
+
+
+def tables_with_effect(plugin: type[Technique], spec: ModelSpec) -> list[Mapping[str, Any]]:
+    """The tables of a technique's `search_space` that change something for this model."""
+    fields = {o.key: o.field for o in options_of(plugin.Config)}
+    made_with = ((table, {fields[key]: value for key, value in table.items()}) for table in plugin.search_space)
+    return [
+        table
+        for table, options in made_with
+        if not sentences(made(plugin, plugin.Config(**options)), "no_effect", spec)
+    ]
 
 
 @dataclass(frozen=True)

@@ -25,6 +25,7 @@ from titan.contracts.base.cost import (
     Order,
     Recompute,
     Region,
+    SavedTensor,
     Stage,
 )
 from titan.contracts.base.mesh import Layout
@@ -215,11 +216,16 @@ class LayerMemory:
         self.hidden = self.least = costs.dim * costs.share("hidden") * costs.itemsize
         linears = [op for op in costs.layer if isinstance(op, Matmul)]
         self.again = self.full - self.hidden
+        if costs.recompute is not None and costs.recompute.saved == "all_but_scores":
+            self.again = kept_by(costs.layer, costs, fused_norms, scores=True)
+            self.least = self.full - self.again
         if costs.recompute is not None and costs.recompute.saved == "products":
             results = sum(self._product(op) for op in costs.layer)
             self.least += results + self._received()
             # Results that only recompute needed are let go of as it comes by, all but the last.
             self.again -= results - self._product(linears[-1])
+        also = bytes_of(costs.recompute.also, costs) if costs.recompute is not None else 0.0
+        self.least, self.again = self.least + also, self.again - also
         self.used = kept_by(linears[-1:], costs, fused_norms)
         self.last = sum(sliced(shapes(op, costs), 1) for op in linears[-1:])
         widest = max((costs.product(op)[1] for op in linears), default=0.0)
@@ -279,13 +285,20 @@ class _Buffers:
         return used * self.costs.itemsize if self.rules.gather_every == "use" else 0.0
 
 
-def kept_by(operations: Iterable[Operation], costs: Costs, fused_norms: bool) -> float:
-    """Bytes that operations save per micro batch on one rank."""
+def kept_by(operations: Iterable[Operation], costs: Costs, fused_norms: bool, scores: bool = False) -> float:
+    """Bytes that operations save per micro batch on one rank; scores: only those of attention's scores."""
+    found = [kept for op in operations for kept in op.saved if not (kept.unfused and fused_norms)]
+    return bytes_of((kept for kept in found if kept.scores or not scores), costs)
+
+
+def bytes_of(tensors: Iterable[SavedTensor], costs: Costs) -> float:
+    """Bytes of saved tensors per micro batch on one rank."""
     return sum(
-        kept.numel * costs.share(kept.region) * (kept.itemsize or costs.itemsize)
-        for op in operations
-        for kept in op.saved
-        if not (kept.unfused and fused_norms)
+        kept.numel
+        * (costs.seq_len if kept.scores else 1)
+        * costs.share(kept.region)
+        * (kept.itemsize or costs.itemsize)
+        for kept in tensors
     )
 
 

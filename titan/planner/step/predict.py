@@ -368,9 +368,20 @@ def flops_per_token(costs: Costs) -> tuple[float, float]:
     layer, head = (sum(_forward_flops(op, costs) for op in ops) for ops in (costs.layer, costs.head))
     model = 3 * (layers * layer + head)
     again = sum(recomputed(stage.layers, costs.recompute) for stage in costs.stages)
-    if costs.recompute is None or costs.recompute.saved == "products":
-        again = 0
-    return model, model + again * layer
+    return model, model + again * _recomputed_flops(costs, layer)
+
+
+def _recomputed_flops(costs: Costs, layer: float) -> float:
+    """FLOPs per token that a recomputed layer repeats; layer: those of its forward."""
+    again = costs.recompute
+    if again is None or again.saved == "products":
+        return 0.0
+    if again.saved == "input":
+        return layer
+    cores = [op for op in costs.layer if isinstance(op, Attention)]
+    # The scores are one of two products of equal size; backward does not need the result of the other. A flash kernel
+    # computes both.
+    return sum(_forward_flops(op, costs) * (1 if again.full_layer or not op.scores_written else 0.5) for op in cores)
 
 
 def _forward_flops(op: Operation, costs: Costs) -> float:

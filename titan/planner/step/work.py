@@ -9,7 +9,7 @@ from collections import defaultdict
 from collections.abc import Iterable
 from typing import NamedTuple
 
-from titan.contracts.base.cost import CollectiveCost, Costs, Elementwise, Matmul, Operation, Stage
+from titan.contracts.base.cost import Attention, CollectiveCost, Costs, Elementwise, Matmul, Operation, Stage
 from titan.contracts.base.mesh import Layout, Role
 from titan.planner.machine.kernels import Device, Seconds
 from titan.planner.machine.network import Group, Network
@@ -86,13 +86,16 @@ class Parts:
         return Seconds(*total)
 
     def _again(self) -> float:
-        """Seconds to recompute a layer: its forward, or with selective recomputation its elementwise operations."""
+        """Seconds to recompute what a layer recomputes: all, its elementwise operations, or attention with scores."""
         costs = self.costs
         if costs.recompute is None:
             return 0.0
         if costs.recompute.saved == "input":
             last = [op for op in costs.layer if isinstance(op, Matmul)][-1:] if not costs.recompute.full_layer else []
             return self.layer.forward - self._seconds(last, costs.dtype).forward
+        if costs.recompute.saved == "all_but_scores":
+            cores = [op for op in costs.layer if isinstance(op, Attention)]
+            return sum(self.device.core_again(op, costs, both=costs.recompute.full_layer) for op in cores)
         cheap = [op for op in costs.layer if isinstance(op, Elementwise)]
         return self._seconds(cheap, costs.dtype).forward
 
@@ -147,7 +150,7 @@ class Parts:
         again = self.costs.recompute
         for cost in self.costs.collectives:
             # What selective recompute keeps of a layer includes the results of its collectives.
-            kept = cost.when == "recompute" and (again is None or again.saved == "products")
+            kept = cost.when == "recompute" and (again is None or again.saved != "input")
             if cost.where in ("embeddings", "layer", "head") and not kept:
                 found[cost.where, cost.when][self.family(cost)] += self._seen(cost)
         return found

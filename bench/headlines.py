@@ -1,0 +1,96 @@
+"""One line per kind of benchmark result: what a file of bench/results says."""
+
+from collections.abc import Callable, Mapping
+from statistics import mean, median
+from typing import Any
+
+Found = Mapping[str, Any]
+
+TOKENS = 8 * 512
+"""Tokens of a step of bench.overhead."""
+
+
+def speeds(found: Found) -> dict[str, tuple[float, float, float]]:
+    """Of bench.overhead: precision -> (tokens/s of the bare loop, of titan, their ratio), by median step times."""
+    table = {}
+    for precision in ("fp32", "bf16"):
+        bare, ours = (median(found[precision][who]) for who in ("bare_s", "titan_s"))
+        table[precision] = (TOKENS / bare, TOKENS / ours, bare / ours)
+    return table
+
+
+def timings(found: Found) -> dict[str, tuple[float, float]]:
+    """Of bench.plan_latency: command -> (median wall seconds, median peak GiB)."""
+    return {
+        name.replace("--exact", "--dry-run"): (median(run[0] for run in runs), median(run[2] for run in runs))
+        for name, runs in found["samples"].items()
+    }
+
+
+def _overhead(found: Found) -> str:
+    ratios = ", ".join(f"{precision} {ratio:.2f}" for precision, (_, _, ratio) in speeds(found).items())
+    start = f"; first step ends {median(found['start_s']):.1f} s after the start" if "start_s" in found else ""
+    return f"speed of titan relative to the bare loop: {ratios}{start}"
+
+
+def _planning(found: Found) -> str:
+    each = ", ".join(f"`{name}` {seconds:.1f} s" for name, (seconds, _) in timings(found).items())
+    return f"{each}; each further layout {1e3 * median(found['further_layout_s']):.1f} ms"
+
+
+def _doctor(found: Found) -> str:
+    errors = {name: abs(row["error"]) for name, row in found["layouts"].items()}
+    worst = max(errors, key=errors.__getitem__)
+    ranked = f"{found['pairs_ranked_right']} of {found['pairs']} pairs of layouts ranked correctly"
+    return (
+        f"step times: mean error {_percent(mean(errors.values()))}, worst {_percent(errors[worst])} ({worst}); {ranked}"
+    )
+
+
+def _fuzz(found: Found) -> str:
+    return f"{found['jobs']} jobs: {found['agreed']} agreed, {found['refused']} refused, {found['failed']} failed"
+
+
+def _layouts(found: Found) -> str:
+    rows = found["largest_relative_difference"]
+    loss, norm = (max(row[key] for row in rows.values()) for key in ("loss", "grad_norm"))
+    return f"{len(rows)} layouts: largest relative difference {loss:.1e} in the loss, {norm:.1e} in the gradient norm"
+
+
+def _chaos(found: Found) -> str:
+    faults = f"{len(found['struck'])} faults, {found['counts']['kind']['kill']} of them kills"
+    return f"{faults}, in {found['runs']} runs and {found['starts']} starts: {len(found['violations'])} violations"
+
+
+def _mutations(found: Found) -> str:
+    refused = sum(count for outcome, count in found["outcomes"].items() if outcome.endswith("refused"))
+    harmless = found["n"] - refused - len(found["bad"])
+    return f"{found['n']} mutations: {refused} refused, {harmless} harmless, {len(found['bad'])} with another outcome"
+
+
+def _heap(found: Found) -> str:
+    died, jobs = (sum(counts) for counts in zip(*((len(r["deaths"]), r["jobs"]) for r in found["rows"]), strict=True))
+    return f"{found['allocator']} allocator: {died} of {jobs} jobs died"
+
+
+KINDS: Mapping[str, tuple[str, Callable[[Found], str]]] = {
+    "overhead": ("python -m bench.overhead", _overhead),
+    "planning": ("python -m bench.plan_latency", _planning),
+    "doctor": ("python -m bench.doctor", _doctor),
+    "layouts": ("python -m bench.layouts", _layouts),
+    "fuzz": ("python -m tests.fuzz", _fuzz),
+    "chaos": ("python -m bench.chaos", _chaos),
+    "mutations": ("python -m bench.mutations", _mutations),
+    "heap-gathers": ("python -m bench.heap --kind gathers", _heap),
+    "heap-train": ("python -m bench.heap --kind train", _heap),
+}
+"""Kind of result, the name of its file -> (command that writes it, what it says)."""
+
+
+def headline(kind: str, found: Found) -> str:
+    """What a result of this kind says, in one line."""
+    return KINDS[kind][1](found)
+
+
+def _percent(value: float) -> str:
+    return f"{100 * value:.1f} %"

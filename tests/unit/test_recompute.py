@@ -1,0 +1,144 @@
+"""Recomputation of attention alone: numbers, saved bytes, what it costs, and where it has no effect."""
+
+import json
+from collections.abc import Sequence
+from dataclasses import replace
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from tests.planned import CLUSTER, TOML, job_of
+from titan.cli import main
+from titan.config import without_effect
+from titan.contracts import Model, ModelPart, attend, document_mask
+from titan.contracts.base.attention import AttentionCore, attend_unfused
+from titan.contracts.base.cost import Attention, Recompute
+from titan.planner.machine.kernels import Device
+from titan.planner.search.space import load_base
+from titan.planner.step.layout import costs_of
+from titan.planner.step.memory import LayerMemory
+from titan.planner.step.predict import Planner, flops_per_token
+from titan.plugins.memory.activation_checkpoint import ActivationCheckpoint
+from titan.plugins.models.gpt import Gpt
+from titan.plugins.models.llama import Llama
+
+CORE = ("--plugins.activation_checkpoint.mode", "attention")
+UNFUSED = ("--model.attention", "unfused")
+
+
+@pytest.mark.parametrize("kv_heads", [4, 2, 1])
+@pytest.mark.parametrize("masked", [False, True])
+def test_unfused_attention_is_the_same_function(kv_heads: int, masked: bool) -> None:
+    torch.manual_seed(0)
+    q, k, v = (torch.randn(2, heads, 9, 8, requires_grad=True) for heads in (4, kv_heads, kv_heads))
+    mask = document_mask(torch.tensor([[0] * 4 + [1] * 5, [0] * 9])) if masked else None
+    both = [function(q, k, v, mask) for function in (attend, attend_unfused)]
+    torch.testing.assert_close(*both)
+    weight = torch.randn_like(both[0])
+    torch.testing.assert_close(*(torch.autograd.grad((out * weight).sum(), (q, k, v)) for out in both))
+
+
+def _run(model: type[Model], mode: str, **options: Any) -> tuple[Tensor, list[Tensor], int]:
+    """(loss, gradients, bytes saved for backward besides parameters) of a tiny model under a mode; "": none."""
+    plan = model(model.Config(**{**model.presets["tiny"], "n_layers": 2, **options}))
+    torch.manual_seed(1)
+    part, spec = ModelPart(plan.build()), plan.spec()
+    parameters = {p.data_ptr() for _, p in part.parameters()}
+    if mode:
+        technique = ActivationCheckpoint(ActivationCheckpoint.Config(mode=mode))  # type: ignore[arg-type]
+        technique.apply(part, SimpleNamespace(spec=spec))  # type: ignore[arg-type]
+    storages: dict[int, int] = {}
+
+    def keep(tensor: Tensor) -> Tensor:
+        storage = tensor.untyped_storage()
+        if storage.data_ptr() not in parameters:
+            storages[storage.data_ptr()] = storage.nbytes()
+        return tensor
+
+    tokens = torch.arange(128).view(2, 64) % 251
+    with torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor):
+        loss = part.module(tokens).logsumexp(-1).sum()
+    loss.backward()
+    return loss.detach(), [p.grad for _, p in part.parameters() if p.grad is not None], sum(storages.values())
+
+
+@pytest.mark.parametrize("model", [Llama, Gpt])
+def test_recomputing_attention_changes_no_bit_and_saves_the_scores(model: type[Model]) -> None:
+    plain, again = (_run(model, mode, attention="unfused") for mode in ("", "attention"))
+    assert torch.equal(plain[0], again[0])
+    assert len(plain[1]) == len(again[1]) and all(map(torch.equal, plain[1], again[1]))
+    heads, layers = model.presets["tiny"]["n_heads"], 2
+    assert plain[2] - again[2] >= layers * 4 * 2 * heads * 64 * 64
+
+
+def test_attention_without_scores_is_left_alone_and_the_run_says_so(capsys: pytest.CaptureFixture) -> None:
+    plain, same = (_run(Llama, mode) for mode in ("", "attention"))
+    assert plain[2] == same[2] and torch.equal(plain[0], same[0])
+    assert _wrapped("sdpa") == 0 and _wrapped("unfused") == 2
+    assert costs_of(job_of(*CORE)) == costs_of(job_of())
+    [sentence] = without_effect(job_of(*CORE))
+    assert sentence.startswith('[plugins.activation_checkpoint] mode = "attention" has no effect')
+    assert without_effect(job_of(*CORE, *UNFUSED)) == []
+    assert main(["plan", "--config", str(TOML), *CORE, "--json"]) == 0
+    printed = capsys.readouterr()
+    assert sentence in printed.err and json.loads(printed.out)["fits"]
+
+
+def _wrapped(kind: str) -> int:
+    """Cores of a tiny llama of two layers whose forward a mode has replaced."""
+    plan = Llama(Llama.Config(n_layers=2, attention=kind))  # type: ignore[arg-type]
+    part = ModelPart(plan.build())
+    technique = ActivationCheckpoint(ActivationCheckpoint.Config(mode="attention"))
+    technique.apply(part, SimpleNamespace(spec=plan.spec()))  # type: ignore[arg-type]
+    cores = [module for module in part.module.modules() if isinstance(module, AttentionCore)]
+    assert len(cores) == 2
+    return sum("forward" in vars(module) for module in cores)
+
+
+def test_costs_are_one_product_and_the_passes_over_the_scores() -> None:
+    job = job_of(*CORE, *UNFUSED)
+    costs = costs_of(job)
+    assert costs.recompute == Recompute(saved="all_but_scores")
+    [core] = (op for op in costs.layer if isinstance(op, Attention))
+    device = Device(CLUSTER)
+    once, both = (device.core_again(core, costs, both=both) for both in (False, True))
+    assert once < both == pytest.approx(device.operation(core, costs, costs.dtype).forward)
+    model, hardware = flops_per_token(costs)
+    products = 4 * costs.seq_len * core.heads * core.head_dim * job.spec.n_layers
+    assert hardware - model == products / 2
+    assert flops_per_token(replace(costs, recompute=Recompute(saved="all_but_scores", full_layer=True)))[1] == (
+        model + products
+    )
+    spent = Planner(CLUSTER).predict(costs, job.layout).time_s["recompute"]
+    assert spent == pytest.approx(job.micro_batches * job.spec.n_layers * once)
+
+
+def test_a_recomputed_layer_saves_all_but_its_scores() -> None:
+    def layer(seq_len: int, *words: str) -> LayerMemory:
+        return LayerMemory(costs_of(job_of("--data.seq_len", str(seq_len), *words)), fused_norms=True)
+
+    for seq_len in (16, 64):
+        flash, written, again = layer(seq_len), layer(seq_len, *UNFUSED), layer(seq_len, *UNFUSED, *CORE)
+        job = job_of("--data.seq_len", str(seq_len))
+        tokens, heads = job.micro_batch * seq_len, job.spec.n_heads
+        assert again.full == written.full == again.least + again.again
+        assert again.again == 4 * tokens * heads * seq_len
+        # A flash kernel saves one float32 number per token and head instead.
+        assert again.least == flash.full - 4 * tokens * heads
+
+
+@pytest.mark.parametrize(("words", "searched"), [((), False), (UNFUSED, True)])
+def test_a_search_tries_the_mode_where_it_has_an_effect(words: Sequence[str], searched: bool) -> None:
+    base = load_base(TOML, ["=".join(words)] if words else [])
+    space = base.space(2, 2)
+    tried = {
+        options
+        for layout in space.layouts()
+        for chosen, _ in space.options(layout)
+        for name, options in chosen
+        if name == "activation_checkpoint"
+    }
+    assert ((("mode", "attention"),) in tried) is searched and (("mode", "full"),) in tried

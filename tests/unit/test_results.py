@@ -1,0 +1,86 @@
+"""Files of benchmark results: the newest of each kind, what earlier ones said, and the page written from both."""
+
+import json
+from pathlib import Path
+
+import pytest
+
+from bench import results, tables
+from bench.headlines import KINDS, headline
+
+OVERHEAD = {
+    "fp32": {"bare_s": [2.0, 1.0, 3.0], "titan_s": [1.0, 1.0, 1.0]},
+    "bf16": {"bare_s": [1.0], "titan_s": [2.0]},
+}
+
+
+def test_the_page_is_what_the_command_writes() -> None:
+    assert tables.main(["--check"]) == 0, "docs/benchmarks.md is out of date; run python -m bench.tables"
+
+
+def test_a_page_that_was_edited_by_hand_is_found_and_written_anew(
+    tmp_path: Path, capsys: pytest.CaptureFixture
+) -> None:
+    page, text = tmp_path / "page.md", tables.PAGE.read_text(encoding="utf-8")
+    edited = text.replace("| one rank | 1 |", "| one rank | 9 |")
+    assert edited != text
+    page.write_text(edited, encoding="utf-8")
+    assert tables.main(["--check"], page) == 1 and page.read_text(encoding="utf-8") == edited
+    assert "out of date; run python -m bench.tables" in capsys.readouterr().err
+    assert tables.main([], page) == 0 and page.read_text(encoding="utf-8") == text
+
+
+def test_prose_between_tables_stays() -> None:
+    pages = (
+        tables.PAGE.read_text(encoding="utf-8").replace("shared, busy", word) for word in ("shared, busy", "quiet")
+    )
+    before, after = map(tables.written, pages)
+    assert before.replace("shared, busy", "quiet") == after != before
+
+
+def test_each_file_is_the_newest_of_a_known_kind() -> None:
+    newest = dict(results.newest())
+    assert set(newest) == set(KINDS)
+    for kind, found in newest.items():
+        assert headline(kind, found)
+        for one in results.earlier():
+            assert one["kind"] != kind or one["date"] < found["date"]
+    assert {path.suffix for path in results.FOLDER.iterdir()} == {".json", ".jsonl"}
+
+
+def test_a_result_replaces_the_last_one_and_keeps_what_it_said(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(results, "FOLDER", tmp_path)
+    path = results.write("overhead", OVERHEAD)
+    assert path.name == "overhead.json" and results.earlier() == []
+    first = json.loads(path.read_text(encoding="utf-8"))
+    assert first.items() >= OVERHEAD.items() and first["torch"]
+    faster = {**OVERHEAD, "bf16": {"bare_s": [3.0], "titan_s": [2.0]}, "start_s": [4.0]}
+    assert results.write("overhead", faster) == path
+    [one] = results.earlier()
+    assert one == {
+        "kind": "overhead", "date": first["date"], "commit": first["commit"],
+        "said": "speed of titan relative to the bare loop: fp32 2.00, bf16 0.50",
+    }  # fmt: skip
+    assert [kind for kind, _ in results.newest()] == ["overhead"]
+    assert "bf16 1.50; first step ends 4.0 s after the start" in headline(
+        "overhead", dict(results.newest())["overhead"]
+    )
+
+
+def test_a_file_has_a_line_per_row() -> None:
+    found = {
+        "commit": "c",
+        "rows": [{"a": [1, 2]}, {"a": []}],
+        "table": {"x": {"y": 1}, "z": {}},
+        "samples": [0.5, 1.5],
+    }
+    text = results.as_text(found)
+    assert json.loads(text) == found
+    assert text.splitlines()[1:7] == [
+        ' "commit": "c",',
+        ' "rows": [',
+        '  {"a": [1, 2]},',
+        '  {"a": []}',
+        " ],",
+        ' "table": {',
+    ]
