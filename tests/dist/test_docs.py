@@ -23,6 +23,7 @@ SHORT = "configs/debug.toml"
 
 NOT_RUN = {
     "make test": "this is it",
+    "make sweep": "CI runs it after this",
     "make check": "CI runs it beside this",
     "make format": "changes files",
     "make bench": "measures; CI machines are noisy",

@@ -1,6 +1,7 @@
 """A sample of the fuzzer's jobs, and faults planted in real runs: none of them gets past the comparator.
 
-The rest of the jobs: `python -m tests.fuzz`.
+Of the sample, the jobs that have a feature for the first time are tests, the others a sweep. The rest of the jobs:
+`python -m tests.fuzz`.
 """
 
 from collections.abc import Callable
@@ -21,12 +22,23 @@ SEED = 2026
 JOBS = 40
 
 
+def _jobs() -> list[Any]:
+    """The index of each job, marked as a sweep where the jobs before have all of its features."""
+    seen: set[str] = set()
+    jobs = []
+    for index in range(JOBS):
+        new = draw(SEED, index).features - seen
+        seen |= new
+        jobs.append(pytest.param(index, marks=() if new else pytest.mark.sweep))
+    return jobs
+
+
 @pytest.fixture(scope="module")
 def judge(tmp_path_factory: pytest.TempPathFactory) -> Judge:
     return Judge(tmp_path_factory.mktemp("fuzz"))
 
 
-@pytest.mark.parametrize("index", range(JOBS))
+@pytest.mark.parametrize("index", _jobs())
 def test_drawn(index: int, judge: Judge) -> None:
     job = draw(SEED, index)
     verdict = judge.judge(job)
