@@ -17,6 +17,7 @@ from torch import Tensor
 from tests.fuzz.draw import draw
 from tests.fuzz.judge import Judge
 from tests.jobs import Outcome, differences, run_job, train_job
+from tests.sweeps import swept_case
 
 SEED = 2026
 JOBS = 40
@@ -29,7 +30,7 @@ def _jobs() -> list[Any]:
     for index in range(JOBS):
         new = draw(SEED, index).features - seen
         seen |= new
-        jobs.append(pytest.param(index, marks=() if new else pytest.mark.sweep))
+        jobs.append(index if new else swept_case(index))
     return jobs
 
 

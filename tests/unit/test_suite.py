@@ -1,10 +1,14 @@
-"""What `tests/conftest.py` and `make test` do for every test, in a session of their own with two workers."""
+"""What `tests/conftest.py` and `make test` do for every test, and which cases are sweeps."""
 
 import os
 import re
 import subprocess
 import sys
 from pathlib import Path
+
+import pytest
+
+from tests.sweeps import but_sweep
 
 ROOT = Path(__file__).parents[2]
 
@@ -52,3 +56,15 @@ def test_a_test_that_hangs_is_named_with_its_stacks_and_ends_the_session(tmp_pat
     assert "in test_that_hangs" in done.stderr
     assert re.search(r"worker 'gw\d' crashed while running '.*test_that_hangs'", done.stdout)
     assert "1 failed, 1 passed" in done.stdout and done.returncode != 0
+
+
+def test_cases_of_a_sweep_are_marked_and_the_others_are_not() -> None:
+    first, second = but_sweep([(1, {"a": 2}), (3, {})], (3, {}))
+    assert first == (1, {"a": 2})
+    assert second.values == (3, {}) and [mark.name for mark in second.marks] == ["sweep"]
+
+
+@pytest.mark.parametrize(("swept", "said"), [(("c",), "no case of the test"), (("a", "b"), "at least one case")])
+def test_a_sweep_of_no_case_or_of_every_case_is_refused(swept: tuple[str, ...], said: str) -> None:
+    with pytest.raises(AssertionError, match=said):
+        but_sweep("ab", *swept)
