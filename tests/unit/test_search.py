@@ -47,12 +47,19 @@ def everything(ranks: int, *words: str, cluster: Cluster = CLUSTER) -> list[tupl
     return found
 
 
+FIXED = ("--train.global_batch_size=8", "--plugins.fsdp.zero_stage=1")
+
+
+@pytest.fixture(scope="module")
+def four_ranks() -> list[Prediction]:
+    return [prediction for _, prediction in everything(4, *FIXED)]
+
+
 @pytest.mark.parametrize("objective", ["time", "price", "energy"])
-def test_the_best_are_the_best_of_all(objective: Objective) -> None:
-    words = ("--train.global_batch_size=8", "--plugins.fsdp.zero_stage=1")
-    base = load_base(TOML, words)
+def test_the_best_are_the_best_of_all(objective: Objective, four_ranks: list[Prediction]) -> None:
+    base = load_base(TOML, FIXED)
     result = search(base.job, Planner(CLUSTER), [base.space(4, 4)], keep=7, objective=objective)
-    values = sorted(VALUES[objective](prediction) for _, prediction in everything(4, *words))
+    values = sorted(VALUES[objective](prediction) for prediction in four_ranks)
     assert len(values) > 100
     assert [VALUES[objective](found.prediction) for found in result.best] == pytest.approx(values[:7], rel=1e-9)
     if objective == "time":
