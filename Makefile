@@ -2,16 +2,22 @@
 #   make test ARGS="-k mesh"
 SHELL := bash
 ARGS ?=
+# Two workers; each takes a whole file of tests, those of tests/dist first. One that ends at a test's limit would run that
+# test again in its next life, and again.
+in_two = -n 2 --dist loadfile --no-loadscope-reorder --max-worker-restart 0 --durations 10
 in_env = python=$$(scripts/python.sh dev float8 hf plot tune wandb) && "$$python" -m
 
 .DEFAULT_GOAL := help
-.PHONY: help test check format bench
+.PHONY: help test sweep check format bench
 
 help:  ## list the targets
 	@sed -n 's/^\([a-z]*\):.*## /\1\t/p' $(MAKEFILE_LIST)
 
-test:  ## run all tests
-	@$(in_env) pytest $(ARGS)
+test:  ## run the tests that guard a change
+	@$(in_env) pytest $(in_two) $(ARGS)
+
+sweep:  ## run the sweeps: more cases of what the tests show, a few of each kind of which are among the tests
+	@$(in_env) pytest $(in_two) -m sweep $(ARGS)
 
 check:  ## ruff, mypy --strict on titan/, and the rules for imports, prose and commits
 	@$(in_env) ruff check .

@@ -6,6 +6,9 @@ from typing import Any
 
 Found = Mapping[str, Any]
 
+PARSE_BEFORE, READ_AFTER = "parse .metadata, before on every rank", "read and check the index, on rank 0"
+"""Of bench.scale, in seconds."""
+
 TOKENS = 8 * 512
 """Tokens of a step of bench.overhead."""
 
@@ -73,6 +76,15 @@ def _heap(found: Found) -> str:
     return f"{found['allocator']} allocator: {died} of {jobs} jobs died"
 
 
+def _scale(found: Found) -> str:
+    sockets, opens, saved = found["sockets"], found["shards"]["opens_per_shard_at_start"], found["checkpoint"]
+    return (
+        f"{found['shards']['ranks']} ranks: {sockets['before']['sockets']} -> {sockets['after']['sockets']} sockets, "
+        f"{opens['before']} -> {opens['after']:g} opens of a shard; {saved['ranks']:,} faked ranks: description of a "
+        f"checkpoint read in {saved[PARSE_BEFORE]:.0f} -> {saved[READ_AFTER]:.1f} s"
+    )
+
+
 KINDS: Mapping[str, tuple[str, Callable[[Found], str]]] = {
     "overhead": ("python -m bench.overhead", _overhead),
     "planning": ("python -m bench.plan_latency", _planning),
@@ -80,6 +92,7 @@ KINDS: Mapping[str, tuple[str, Callable[[Found], str]]] = {
     "layouts": ("python -m bench.layouts", _layouts),
     "fuzz": ("python -m tests.fuzz", _fuzz),
     "chaos": ("python -m bench.chaos", _chaos),
+    "scale": ("python -m bench.scale", _scale),
     "mutations": ("python -m bench.mutations", _mutations),
     "heap-gathers": ("python -m bench.heap --kind gathers", _heap),
     "heap-train": ("python -m bench.heap --kind train", _heap),

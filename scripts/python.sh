@@ -20,7 +20,7 @@ fail() {
 # working directory.
 has_titan() {
     local modules=(titan.plugins titan.configs)
-    [[ " ${extras[*]-} " != *" dev "* ]] || modules+=(pytest ruff mypy)
+    [[ " ${extras[*]-} " != *" dev "* ]] || modules+=(pytest xdist ruff mypy)
     PYTHONSAFEPATH=1 "$1" - "${modules[@]}" 2>/dev/null <<'END'
 import sys
 from importlib.util import find_spec

@@ -1,6 +1,7 @@
 """What holds for every test: one thread, a limit that shows all stacks, the markers, and built-in plugins alone.
 
-Tests run on the CPU, on a GPU node too; those marked `gpu` run with `-m gpu`, which runs no others.
+Tests run on the CPU, on a GPU node too; those marked `gpu` run with `-m gpu`, which runs no others. Those marked
+`sweep` run with an `-m` that names the mark: `make sweep`.
 """
 
 import faulthandler
@@ -25,6 +26,7 @@ def pytest_configure(config: pytest.Config) -> None:
     """Declare the markers, and keep the real stderr: the one a test sees is captured, and lost at a hard end."""
     config.addinivalue_line("markers", "gpu: needs a CUDA device; runs with -m gpu alone")
     config.addinivalue_line("markers", f"slow: may take minutes, up to {LIMIT_SLOW:g} s; leave out with -m 'not slow'")
+    config.addinivalue_line("markers", "sweep: one more case of what another test shows; runs with -m sweep")
     config.stash[_terminal] = os.dup(2)
     if config.option.markexpr != "gpu":
         os.environ["CUDA_VISIBLE_DEVICES"] = ""  # also for the ranks and commands that tests start
@@ -35,8 +37,12 @@ def pytest_unconfigure(config: pytest.Config) -> None:
     os.close(config.stash[_terminal])
 
 
-def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Skip tests marked `gpu` where there is none."""
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    """Leave sweeps out unless -m speaks of them; skip tests marked `gpu` where there is none."""
+    sweeps = [item for item in items if item.get_closest_marker("sweep")]
+    if sweeps and "sweep" not in config.option.markexpr:
+        config.hook.pytest_deselected(items=sweeps)
+        items[:] = [item for item in items if item not in sweeps]
     if not torch.cuda.is_available():
         for item in items:
             if item.get_closest_marker("gpu"):

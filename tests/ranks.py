@@ -128,16 +128,22 @@ def _environment(rank: int, world_size: int, port: int) -> dict[str, str]:
     }  # fmt: skip
 
 
-def _start(number: int, task: _Task) -> _Rank:
+def fork(main: Callable[..., None], *args: Any) -> BaseProcess:
+    """Start `main(*args)` in a process forked from the warm server."""
     context = multiprocessing.get_context("forkserver")
     context.set_forkserver_preload([WARM])
     path = os.pathsep.join(filter(None, [str(ROOT), os.environ.get("PYTHONPATH")]))
     # The server imports before it learns this process's sys.path, and OpenMP reads its variable once.
     with patch.dict(os.environ, PYTHONPATH=path, OMP_NUM_THREADS="1"):
         multiprocessing.forkserver.ensure_running()
-    inbox, outbox = context.Pipe(duplex=False)
-    process = context.Process(target=_rank_main, args=(task, outbox))
+    process = context.Process(target=main, args=args)
     process.start()
+    return process
+
+
+def _start(number: int, task: _Task) -> _Rank:
+    inbox, outbox = multiprocessing.Pipe(duplex=False)
+    process = fork(_rank_main, task, outbox)
     outbox.close()
     return _Rank(number, process, inbox, task.output)
 
@@ -222,7 +228,7 @@ def _read(rank: _Rank) -> str:
 
 
 def _rank_main(task: _Task, outbox: Connection) -> None:
-    _live_no_longer_than_the_test()
+    live_no_longer_than_the_test()
     _write_to(task.output)
     try:
         assert WARM in sys.modules, f"the fork server could not import {WARM}"
@@ -243,7 +249,7 @@ def _rank_main(task: _Task, outbox: Connection) -> None:
         outbox.send(_Answer(raised_at=time.monotonic(), traceback=traceback.format_exc()))
 
 
-def _live_no_longer_than_the_test() -> None:
+def live_no_longer_than_the_test() -> None:
     """End when the test's process is gone, however it went: nobody is left to kill this one."""
     parent = multiprocessing.parent_process()
     assert parent is not None

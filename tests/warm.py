@@ -1,5 +1,7 @@
 """What the fork server of `tests.ranks` has done before it forks a rank: imports, plugins too, and one training step.
 
+Compiled and float8 jobs import the compiler, 550 modules that take a rank 0.8 s: it is here already.
+
 The step runs under a fake process group so that everything torch imports or builds at first use is there already. Its
 world has a size no test has: what DTensor remembers about this mesh is then never taken for a test's mesh.
 """
@@ -10,6 +12,8 @@ import tempfile  # noqa: F401
 import pytest  # noqa: F401
 import torch
 import torch._dynamo
+import torch._functorch.aot_autograd
+import torch._inductor.pattern_matcher
 import torch.distributed as dist
 import torch.distributed.checkpoint
 import torch.distributed.checkpoint.state_dict

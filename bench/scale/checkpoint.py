@@ -19,6 +19,7 @@ from torch.distributed.checkpoint.default_planner import DefaultSavePlanner
 from torch.distributed.checkpoint.metadata import ChunkStorageMetadata, MetadataIndex, TensorProperties
 from torch.distributed.checkpoint.planner import SavePlan, TensorWriteData, WriteItem, WriteItemType
 
+from bench.headlines import PARSE_BEFORE, READ_AFTER
 from titan.checkpoint.disk import index, metadata, plan
 from titan.checkpoint.disk.manifest import Piece
 from titan.checkpoint.disk.plan import Table, Written
@@ -123,7 +124,7 @@ def after(ranks: int, folder: Path) -> dict[str, float]:
     sizes = {name: (folder / name).stat().st_size for name in found.files}
     began = time.perf_counter()
     read = index.read(folder / "titan.index", sizes)
-    _timed(seconds, "read and check the index, on rank 0", began)
+    _timed(seconds, READ_AFTER, began)
     began = time.perf_counter()
     read = pickle.loads(pickle.dumps(read))
     _timed(seconds, "send the index", began)
@@ -185,7 +186,7 @@ def before_load(folder: Path) -> dict[str, float]:
     began = time.perf_counter()
     metadata.read_pickled(folder, files)
     seconds: dict[str, float] = {}
-    _timed(seconds, "parse .metadata, before on every rank", began)
+    _timed(seconds, PARSE_BEFORE, began)
     more = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - taken
     return seconds | {"memory of parsing it (GB)": round(more / 2**20, 2)}
 

@@ -10,6 +10,7 @@ from pathlib import Path
 
 import pytest
 
+from tests.commands import run_titan
 from tests.jobs import assert_same_curve, train_job, write_text
 
 ROOT = Path(__file__).parents[2]
@@ -39,8 +40,9 @@ def test_resumes_on_another_layout(alone, tmp_path: Path) -> None:
 
 
 def titan(*words: object) -> str:
-    command = [sys.executable, "-m", "titan.cli", *map(str, words)]
-    return subprocess.run(command, capture_output=True, text=True, check=True).stdout
+    done = run_titan([str(word) for word in words], ROOT)
+    assert done.returncode == 0, done.stderr
+    return done.stdout
 
 
 def test_its_cost_is_planned_with() -> None:

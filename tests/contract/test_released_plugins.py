@@ -3,11 +3,11 @@
 import json
 import re
 import subprocess
-import sys
 from pathlib import Path
 
 import pytest
 
+from tests.commands import run_titan
 from tests.contract import test_every_plugin as suite
 from tests.jobs import train_job
 from titan.contracts.base import registry
@@ -27,7 +27,9 @@ def test_they_train_on_the_curve_of_todays(tmp_path: Path) -> None:
 
 
 def titan(*words: str) -> subprocess.CompletedProcess[str]:
-    return subprocess.run([sys.executable, "-m", "titan.cli", *words], capture_output=True, text=True, check=True)
+    done = run_titan(words, Path.cwd())
+    assert done.returncode == 0, done.stderr
+    return done
 
 
 def test_they_are_planned_as_todays_and_each_former_name_is_reported_once() -> None:

@@ -7,6 +7,7 @@ import pytest
 import torch
 
 from tests.jobs import SAVING, Outcome, saved_tensors, train_job
+from tests.sweeps import swept_case
 
 BF16 = ("--plugins.bf16.enabled", "true")
 LOSS_RTOL, NORM_RTOL = 2e-3, 2e-2
@@ -16,7 +17,7 @@ LAYOUTS = [
     (2, {"tp": 2}),
     (2, {"pp": 2}),
     (4, {"dp_replicate": 2, "dp_shard": 2}),
-    (8, {"dp_shard": 2, "tp": 2, "pp": 2}),
+    swept_case((8, {"dp_shard": 2, "tp": 2, "pp": 2})),
 ]
 
 

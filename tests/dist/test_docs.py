@@ -1,18 +1,24 @@
 """Every command that the documentation shows is run, with the complete plugins that it shows.
 
-Training commands run as written, but for two steps and in folders of the test's.
+Training commands run as written, but for two steps and in folders of the test's. A line that is nothing but a command
+of titan runs in a warm process (`tests.commands`); what else a line holds, a shell does. The first `./run_train.sh` is
+the script itself; with arguments it is `titan train`, which it starts.
 """
 
 import inspect
 import os
 import re
+import shlex
 import shutil
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
 
+from tests.commands import run_titan
+from tests.sweeps import swept_case
 from titan.contracts import Dataset, Loss, LrSchedule, Model, Optimizer, Technique, Tokenizer, Tracker
 
 ROOT = Path(__file__).parents[2]
@@ -23,12 +29,23 @@ SHORT = "configs/debug.toml"
 
 NOT_RUN = {
     "make test": "this is it",
+    "make sweep": "CI runs it after this",
     "make check": "CI runs it beside this",
     "make format": "changes files",
     "make bench": "measures; CI machines are noisy",
     "python -m bench": "the same",
     "python -m tests.fuzz": "takes half an hour; a sample of it is a test of its own",
 }
+
+SWEEP = {
+    "NPROC=8 ./run_train.sh": "eight ranks train in tests/dist/test_parity.py",
+    "NPROC=2 configs/launch/torchrun.sh": "shown by tests/dist/test_torchrun.py",
+    "NPROC=2 titan tune": "shown by tests/dist/test_tune.py",
+    "NPROC=8 titan doctor": "measures; shown by tests/dist/test_doctor.py",
+    "titan plan --config quickstart --cluster here.toml": "reads what the doctor has measured",
+    "titan plan --config configs/llama65b.toml --search --world-size 256": "another search is run",
+}
+"""Commands that take many seconds, and what is left of each in `make test`; none that is left needs their files."""
 
 
 def commands() -> list[str]:
@@ -57,24 +74,38 @@ def place(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return place
 
 
-@pytest.mark.parametrize("command", commands())
+def cases() -> list[Any]:
+    return [swept_case(line) if line.startswith(tuple(SWEEP)) else line for line in commands()]
+
+
+@pytest.mark.parametrize("command", cases())
 def test_command(command: str, place: Path) -> None:
     run, fails, _ = command.partition(' || echo "exit code $?"')
+    if SHORT not in run and ("run_train.sh" in run or "titan train" in run):
+        run += " --train.steps 2 --run.dir runs --checkpoint.every 1000"
+    reads = ("--data", "run_train.sh", "titan train", "titan tune", "data prepare")
+    if any(word in run for word in reads):
+        run += " --data.cache cache"
+    done = _done(run, place)
+    assert (done.returncode != 0) == bool(fails), f"{run}\n{done.stdout[-2000:]}\n{done.stderr[-4000:]}"
+
+
+def _done(run: str, place: Path) -> "subprocess.CompletedProcess[str]":
+    environment = {"TITAN_PYTHON": sys.executable, "OMP_NUM_THREADS": "1"}
+    line = run.replace("./run_train.sh --config", "titan train --config")
+    if command := re.fullmatch(r"((?:\w+=\w+ )*)titan ([^|&;<>$`]+)", line):
+        variables = dict(word.split("=", 1) for word in command[1].split())
+        return run_titan(shlex.split(command[2]), place, {**environment, **variables})
     run = run.replace("./run_train.sh", str(ROOT / "run_train.sh"))
     run = re.sub(r"(^|\s)titan ", rf"\1{sys.executable} -P -m titan.cli ", run)
     run = re.sub(r"^python ", f"{sys.executable} ", run)
-    if SHORT not in run and ("run_train.sh" in run or "titan.cli train" in run):
-        run += " --train.steps 2 --run.dir runs --checkpoint.every 1000"
-    reads = ("--data", "run_train.sh", "titan.cli train", "titan.cli tune", "data prepare")
-    if any(word in run for word in reads):
-        run += " --data.cache cache"
-    environment = {**os.environ, "TITAN_PYTHON": sys.executable, "OMP_NUM_THREADS": "1"}
-    done = subprocess.run(run, shell=True, cwd=place, env=environment, capture_output=True, text=True, timeout=250)
-    assert (done.returncode != 0) == bool(fails), f"{run}\n{done.stdout[-2000:]}\n{done.stderr[-4000:]}"
+    environment = {**os.environ, **environment}
+    return subprocess.run(run, shell=True, cwd=place, env=environment, capture_output=True, text=True, timeout=250)
 
 
 def test_there_are_commands() -> None:
     assert len(commands()) >= 8
+    assert all(any(line.startswith(known) for line in commands()) for known in SWEEP)
 
 
 def test_pages_point_at_files_that_exist() -> None:

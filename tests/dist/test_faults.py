@@ -8,18 +8,21 @@ from pathlib import Path
 import pytest
 import torch
 
+from tests.commands import run_titan
 from tests.jobs import LLAMA, train_job, write_text
 
 
 def launch(folder: Path, *words: str, limit_kib: int | None = None) -> subprocess.CompletedProcess[str]:
-    """The command itself in a process of its own, where files grow to `limit_kib`: a disk that is full beyond it."""
+    """`titan train`; with `limit_kib` in a shell whose files grow to that size, as on a disk that is full beyond it."""
     if not (folder / "text").exists():
         write_text(folder / "text")
     places = ["--run.dir", str(folder), "--run.name", "run", "--data.cache", f"{folder}/cache"]
     places += ["--data.path", f"{folder}/text"]
-    command = [sys.executable, "-P", "-m", "titan.launch", "--config", str(LLAMA), *places]
-    limit = f"ulimit -f {limit_kib}; " if limit_kib else ""
-    script = ["bash", "-c", limit + 'exec "$0" "$@"', *command, *words]
+    words = ("--config", str(LLAMA), *places, *words)
+    if limit_kib is None:
+        return run_titan(["train", *words], folder)
+    limited = f'ulimit -f {limit_kib}; exec "$0" "$@"'
+    script = ["bash", "-c", limited, sys.executable, "-P", "-m", "titan.launch", *words]
     environment = {**os.environ, "OMP_NUM_THREADS": "1"}
     return subprocess.run(script, env=environment, capture_output=True, text=True, timeout=250)
 

@@ -1,6 +1,7 @@
 """A sample of the fuzzer's jobs, and faults planted in real runs: none of them gets past the comparator.
 
-The rest of the jobs: `python -m tests.fuzz`.
+Of the sample, the jobs on few ranks that have a feature for the first time are tests, the others a sweep. The rest of
+the jobs: `python -m tests.fuzz`.
 """
 
 from collections.abc import Callable
@@ -16,9 +17,23 @@ from torch import Tensor
 from tests.fuzz.draw import draw
 from tests.fuzz.judge import Judge
 from tests.jobs import Outcome, differences, run_job, train_job
+from tests.sweeps import swept_case
 
 SEED = 2026
 JOBS = 40
+MOST_RANKS = 6
+
+
+def _jobs() -> list[Any]:
+    """The index of each job, marked as a sweep where the jobs before have all of its features or its ranks are many."""
+    seen: set[str] = set()
+    jobs = []
+    for index in range(JOBS):
+        job = draw(SEED, index)
+        new = job.features - seen if job.ranks <= MOST_RANKS else set()
+        seen |= new
+        jobs.append(index if new else swept_case(index))
+    return jobs
 
 
 @pytest.fixture(scope="module")
@@ -26,7 +41,7 @@ def judge(tmp_path_factory: pytest.TempPathFactory) -> Judge:
     return Judge(tmp_path_factory.mktemp("fuzz"))
 
 
-@pytest.mark.parametrize("index", range(JOBS))
+@pytest.mark.parametrize("index", _jobs())
 def test_drawn(index: int, judge: Judge) -> None:
     job = draw(SEED, index)
     verdict = judge.judge(job)

@@ -6,6 +6,7 @@ from typing import Any
 import pytest
 
 from tests.jobs import GPT, SAVING, SELF_SEND, Outcome, assert_same_curve, read_rows, run_with_state, train_job
+from tests.sweeps import swept_case
 from titan import cli
 
 STEPS = ("--train.steps", "3")
@@ -46,7 +47,9 @@ def test_the_first_loss_is_that_of_the_weights(llama: tuple[Path, Outcome], tmp_
 
 
 @pytest.mark.parametrize(
-    "mesh", [{"dp_shard": 2}, {"tp": 2}, {"pp": 2}, {"dp_shard": 2, "tp": 2, "pp": 2}], ids=lambda mesh: " ".join(mesh)
+    "mesh",
+    [{"dp_shard": 2}, {"tp": 2}, {"pp": 2}, swept_case({"dp_shard": 2, "tp": 2, "pp": 2})],
+    ids=lambda mesh: " ".join(mesh),
 )
 def test_llama_on_layouts(mesh: dict[str, int], llama: tuple[Path, Outcome], tmp_path: Path) -> None:
     given, curve = llama

@@ -7,6 +7,7 @@ import torch
 
 from tests.jobs import SAVING, assert_same_curve, saved_tensors, train_job
 from tests.ranks import RankError
+from tests.sweeps import swept_case
 
 TEST_PLUGINS = ("--plugins.path", str(Path(__file__).parents[1] / "plugins"))
 
@@ -29,7 +30,7 @@ SKIP = ("--train.non_finite", "skip")
 @pytest.mark.parametrize("what", ["gradient", "loss"])
 @pytest.mark.parametrize(
     ("layout", "ranks"),
-    [(mesh(dp_shard=2), 2), (mesh(dp_replicate=2), 2), (mesh(pp=2), 2), (mesh(dp_shard=2, tp=2), 4)],
+    [(mesh(dp_shard=2), 2), (mesh(dp_replicate=2), 2), (mesh(pp=2), 2), swept_case((mesh(dp_shard=2, tp=2), 4))],
 )
 def test_skip_at_any_layout(layout: list[str], ranks: int, what: str, tmp_path: Path) -> None:
     one = train_job(tmp_path, 1, *inject_nan(2, 5, what=what), *SKIP, name="one")

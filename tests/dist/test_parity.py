@@ -10,6 +10,7 @@ import pytest
 import torch
 
 from tests.jobs import GPT, Outcome, assert_same_curve, train_job
+from tests.sweeps import but_sweep, swept_case
 
 
 @pytest.fixture(scope="session")
@@ -66,7 +67,7 @@ LAYOUTS = {
 GLOBAL_BATCH = "--train.global_batch_size"
 
 
-@pytest.mark.parametrize("layout", LAYOUTS)
+@pytest.mark.parametrize("layout", but_sweep(LAYOUTS, "hsdp 2x2, tp 2", "ddp 2, pp 2", "pp 2, dp_shard 2, zero 2"))
 def test_llama(layout: str, one_rank, tmp_path: Path) -> None:
     world_size, words = LAYOUTS[layout]
     # What the run is a function of stays the same on one rank; the layout and the micro batch do not.
@@ -85,7 +86,7 @@ SCHEDULES = {
 }
 
 
-@pytest.mark.parametrize("schedule", SCHEDULES)
+@pytest.mark.parametrize("schedule", but_sweep(SCHEDULES, "GPipe", "LoopedBFS", "InterleavedZeroBubble", "DualPipeV"))
 def test_schedules_over_four_stages(schedule: str, one_rank, tmp_path: Path) -> None:
     if schedule in ("ZBVZeroBubble", "DualPipeV") and not torch.cuda.is_available() and torch.__version__ < "2.13":
         pytest.skip("gloo of this PyTorch cannot send to itself")
@@ -97,7 +98,7 @@ def test_schedules_over_four_stages(schedule: str, one_rank, tmp_path: Path) -> 
 
 @pytest.mark.parametrize(
     ("world_size", "words"),
-    [(2, mesh(tp=2)), (2, mesh(pp=2)), (4, mesh(dp_shard=2, pp=2)), (4, mesh(dp_shard=2, tp=2))],
+    [(2, mesh(tp=2)), (2, mesh(pp=2)), (4, mesh(dp_shard=2, pp=2)), swept_case((4, mesh(dp_shard=2, tp=2)))],
     ids=lambda value: " ".join(value) if isinstance(value, list) else str(value),
 )
 def test_gpt_with_its_tied_head(world_size: int, words: list[str], one_rank, tmp_path: Path) -> None:

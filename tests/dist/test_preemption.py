@@ -13,6 +13,7 @@ import torch.distributed as dist
 from tests.jobs import Outcome, read_rows, train_job
 from tests.ranks import run_ranks
 from tests.signals import end, job, launch
+from tests.sweeps import swept_case
 from titan import train
 from titan.checkpoint.disk.folder import complete
 from titan.ranks import preemption
@@ -60,7 +61,7 @@ def test_sigterm_to_the_launcher(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize(
     ("layout", "ranks", "rank", "name"),
-    [((), 1, 0, "SIGTERM"), (("--mesh.tp", "2"), 2, 1, "SIGUSR1"), (PIPELINE, 4, 2, "SIGTERM")],
+    [((), 1, 0, "SIGTERM"), (("--mesh.tp", "2"), 2, 1, "SIGUSR1"), swept_case((PIPELINE, 4, 2, "SIGTERM"))],
     ids=["one", "tp", "pp"],
 )
 def test_a_signal_to_one_rank(

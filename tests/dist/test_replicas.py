@@ -16,6 +16,7 @@ from torch.distributed.tensor import DTensor
 
 from tests.jobs import SAVING, Outcome, assert_same_curve, saved_tensors, train_job
 from tests.ranks import RankError, run_ranks
+from tests.sweeps import but_sweep
 from titan.config import load_job
 
 FRILLS = Path(__file__).parents[1] / "configs" / "frills.toml"
@@ -52,7 +53,14 @@ LAYOUTS = {
 }
 
 
-@pytest.mark.parametrize("layout", LAYOUTS)
+SWEEP = (
+    "tp 4, whole sequences, accumulation, recompute",
+    "hsdp 2x2, tp 2, whole sequences",
+    "ddp 2, tp 2, pp 2",
+)
+
+
+@pytest.mark.parametrize("layout", but_sweep(LAYOUTS, *SWEEP))
 def test_the_curve_is_one_ranks_and_replicas_are_equal(layout: str, one_rank: Outcome, tmp_path: Path) -> None:
     world_size, words = LAYOUTS[layout]
     if "ZBVZeroBubble" in words and not torch.cuda.is_available() and torch.__version__ < "2.13":

@@ -8,6 +8,7 @@ import torch
 
 from tests.jobs import GPT, SAVING, SELF_SEND, Outcome, assert_same_curve, run_with_state, saved_tensors, train_job
 from tests.ranks import RankError
+from tests.sweeps import swept_case
 
 SAME = ("loss", "grad_norm", "lr", "tokens")
 HALF = ("--train.steps", "5")
@@ -28,9 +29,9 @@ def mesh(**degrees: int) -> list[str]:
     [
         (mesh(), mesh(dp_shard=2, tp=2)),
         (mesh(dp_shard=4), mesh(pp=2)),
-        (mesh(dp_shard=2, tp=2, pp=2), mesh()),
+        swept_case((mesh(dp_shard=2, tp=2, pp=2), mesh())),
         (mesh(pp=4), mesh(tp=2)),
-        (mesh(dp_replicate=2, dp_shard=2), mesh(dp_shard=2, pp=2)),
+        swept_case((mesh(dp_replicate=2, dp_shard=2), mesh(dp_shard=2, pp=2))),
     ],
     ids=lambda words: " ".join(words).replace("--mesh.", "") or "one rank",
 )
@@ -48,7 +49,7 @@ def test_on_another_layout(before: list[str], after: list[str], uninterrupted: O
         ([], []),
         ([], ["--data.workers", "1"]),
         (mesh(dp_shard=2), ["--checkpoint.async", "false"]),
-        (mesh(dp_shard=2, pp=2), ["--data.workers", "1"]),
+        swept_case((mesh(dp_shard=2, pp=2), ["--data.workers", "1"])),
         (mesh(tp=2), []),
     ],
     ids=" ".join,
@@ -138,12 +139,12 @@ def tied(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Outcome]:
     ("schedule", "wider", "other"),
     [
         ("1F1B", {}, mesh(dp_shard=2)),
-        ("GPipe", {}, mesh(tp=2)),
+        swept_case(("GPipe", {}, mesh(tp=2))),
         ("Interleaved1F1B", {}, mesh()),
-        ("LoopedBFS", {}, mesh(dp_replicate=2)),
+        swept_case(("LoopedBFS", {}, mesh(dp_replicate=2))),
         ("InterleavedZeroBubble", {}, mesh(pp=2)),
         pytest.param("ZBVZeroBubble", {"dp_shard": 2}, mesh(pp=2), marks=V_SHAPED),
-        pytest.param("DualPipeV", {"tp": 2}, mesh(dp_shard=2, tp=2), marks=V_SHAPED),
+        pytest.param("DualPipeV", {"tp": 2}, mesh(dp_shard=2, tp=2), marks=(V_SHAPED, pytest.mark.sweep)),
     ],
 )
 def test_a_tied_head_under_every_schedule(

@@ -9,6 +9,7 @@ import pytest
 from tests.jobs import read_rows, train_job
 from tests.signals import job as arguments
 from tests.slurm import ROOT, Job, Slurm
+from tests.sweeps import swept_case
 from titan.ranks import rendezvous
 
 TEMPLATE = str(ROOT / "configs" / "launch" / "slurm-nvidia.sh")
@@ -112,7 +113,9 @@ def test_a_task_of_an_array_is_queued_again_alone(tmp_path: Path, slurm: Slurm) 
     assert [(job.number, job.restarts) for job in jobs] == [(42, 0), (43, 0), (41, 1)]
 
 
-@pytest.mark.parametrize(("sent", "restarts"), [([], 1), (["USR1"], 1), (["USR1", "TERM"], 0), (["TERM", "USR1"], 0)])
+@pytest.mark.parametrize(
+    ("sent", "restarts"), [([], 1), swept_case((["USR1"], 1)), (["USR1", "TERM"], 0), swept_case((["TERM", "USR1"], 0))]
+)
 def test_a_signal_that_cancels_wins(sent: list[str], restarts: int, tmp_path: Path, slurm: Slurm) -> None:
     """To a process that is the only rank; without a signal, a time limit of the run's own made room."""
     train = f'0 if life == "1" else 75 + 0 * len([os.kill(os.getpid(), signal.Signals["SIG" + n]) for n in {sent}])'
@@ -121,7 +124,7 @@ def test_a_signal_that_cancels_wins(sent: list[str], restarts: int, tmp_path: Pa
     assert (job.code, job.restarts) == (0 if restarts else 75, restarts)
 
 
-@pytest.mark.parametrize(("codes", "ends"), [("00", 0), ("01", 1), ("20", 2), ("75", 75)])
+@pytest.mark.parametrize(("codes", "ends"), [swept_case(("00", 0)), swept_case(("01", 1)), ("20", 2), ("75", 75)])
 def test_srun_ends_with_the_highest_exit_code(codes: str, ends: int, tmp_path: Path, slurm: Slurm) -> None:
     """Of one task per rank; the script ends with it too. 75: both ranks are preempted, and the first one requeues."""
     train = f'75 * (life == "0") if {ends} == 75 else int("{codes}"[int(os.environ["SLURM_PROCID"])])'

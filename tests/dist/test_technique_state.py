@@ -13,6 +13,7 @@ from torch.distributed.tensor import Shard, distribute_tensor
 
 from tests.jobs import SAVING, Outcome, assert_same_curve, saved_tensors, train_job
 from tests.ranks import RankError, run_ranks
+from tests.sweeps import swept_case
 from titan.checkpoint import Checkpointer
 from titan.errors import CheckpointError
 
@@ -37,7 +38,7 @@ def alone(tmp_path_factory: pytest.TempPathFactory) -> Outcome:
         ({"pp": 2}, {}),
         ({}, {"pp": 2}),
         ({"dp_shard": 2, "pp": 2}, {"tp": 2}),
-        ({"tp": 2}, {"dp_shard": 2, "pp": 2}),
+        swept_case(({"tp": 2}, {"dp_shard": 2, "pp": 2})),
     ],
     ids=str,
 )

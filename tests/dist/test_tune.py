@@ -1,26 +1,24 @@
-"""`titan tune` with real trials on two gloo ranks: measured, refused by the run itself, written, trained. 40 s."""
+"""`titan tune` with real trials on two gloo ranks: measured, refused by the run itself, written, trained."""
 
 import json
-import os
 import subprocess
-import sys
 from pathlib import Path
 
 import pytest
 
+from tests.commands import run_titan
 from tests.jobs import LLAMA, read_rows, write_text
 
 pytest.importorskip("optuna")
 
 
 def _titan(folder: Path, *words: str) -> "subprocess.CompletedProcess[str]":
-    own = {key: value for key, value in os.environ.items() if key not in ("RANK", "WORLD_SIZE", "NNODES")}
-    environment = {**own, "NPROC": "2", "OMP_NUM_THREADS": "1"}
-    command = [sys.executable, "-P", "-m", "titan.cli", *words]
-    return subprocess.run(command, cwd=folder, env=environment, capture_output=True, text=True, timeout=200)
+    return run_titan(words, folder, {"NPROC": "2"}, timeout=200)
 
 
-def test_tune(tmp_path: Path) -> None:
+def test_tune(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in ("RANK", "WORLD_SIZE", "NNODES"):
+        monkeypatch.delenv(name, raising=False)
     write_text(tmp_path / "text")
     words = ["tune", "--config", str(LLAMA), "--data.path", "text", "--data.cache", "cache", "--train.steps", "3"]
     words += ["--steps", "2", "--warmup", "1", "--json"]

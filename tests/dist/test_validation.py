@@ -9,6 +9,7 @@ from torch import nn
 
 from tests.jobs import LLAMA, SAVING, Outcome, saved_tensors, train_job, write_text
 from tests.ranks import RankError, run_ranks
+from tests.sweeps import swept_case
 from titan.config import load_job
 from titan.data.samples.order import in_epochs, mix
 from titan.ranks import process
@@ -75,7 +76,7 @@ def assert_booked(run: Path) -> None:
         (2, mesh(dp_replicate=2)),
         (2, [*mesh(tp=2), "--plugins.activation_checkpoint.mode", "full"]),
         (4, [*mesh(dp_shard=2, pp=2), "--plugins.pipeline.schedule", "ZBVZeroBubble"]),
-        (8, mesh(dp_shard=2, tp=2, pp=2)),
+        swept_case((8, mesh(dp_shard=2, tp=2, pp=2))),
     ],
     ids=lambda words: "" if isinstance(words, int) else " ".join(words).replace("--", ""),
 )

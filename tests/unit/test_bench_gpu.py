@@ -11,6 +11,7 @@ from bench.gpu import jobs, shapes, steps
 from bench.gpu.measurements import MEASUREMENTS
 from bench.gpu.records import Measurement, Results, Row
 from bench.gpu.setting import Setting
+from tests.sweeps import swept_case
 from titan.plugins.models.llama import Llama
 
 HERE = {"rehearsal": True, "device": "a CPU", "torch": "2"}
@@ -71,10 +72,15 @@ def test_tokens_are_the_same_each_time(tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
-def test_a_rehearsal_goes_on_where_the_last_one_ended(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+@pytest.mark.parametrize(
+    ("first", "more"), [(["generators"], ["nan"]), swept_case((["generators", "loss"], ["waits", "nan"]))]
+)
+def test_a_rehearsal_goes_on_where_the_last_one_ended(
+    first: list[str], more: list[str], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     words = ["--rehearse", "--output", str(tmp_path)]
-    assert command.main([*words, "--only", "generators", "loss"]) == 0
-    assert command.main([*words, "--only", "generators", "loss", "waits", "nan"]) == 0
+    assert command.main([*words, "--only", *first]) == 0
+    assert command.main([*words, "--only", *first, *more]) == 0
     names = [json.loads(line)["name"] for line in (tmp_path / "results.jsonl").read_text().splitlines()]
-    assert names == [name for name in ("generators", "loss", "nan", "waits") for _ in range(2)]
-    assert "4 measurements, 0 not passed" in capsys.readouterr().out
+    assert names == [name for name in sorted([*first, *more]) for _ in range(2)]
+    assert f"{len(first + more)} measurements, 0 not passed" in capsys.readouterr().out

@@ -263,16 +263,20 @@ def test_run_train_as_a_batch_script_finds_the_repository(house: House, tmp_path
 
 def test_make_passes_arguments_on(house: House) -> None:
     house.python()
-    house.run("make", "test", "ARGS=-k mesh", cwd=house.root)
-    assert house.calls() == [*_install(house, "[dev,float8,hf,plot,tune,wandb]"), "-m pytest -k mesh"]
+    for target in ("test", "sweep"):
+        house.run("make", target, "ARGS=-k mesh", cwd=house.root)
+    *installed, tests, sweeps = house.calls()
+    assert installed == _install(house, "[dev,float8,hf,plot,tune,wandb]")
+    assert tests.startswith("-m pytest -n 2 ") and tests.endswith(" --durations 10 -k mesh")
+    assert sweeps == tests.replace(" -k", " -m sweep -k")
 
 
 def test_make_lists_its_targets(house: House) -> None:
     listed = house.run("make", cwd=house.root).stdout
-    assert [line.split()[0] for line in listed.splitlines()] == ["help", "test", "check", "format", "bench"]
+    assert [line.split()[0] for line in listed.splitlines()] == ["help", "test", "sweep", "check", "format", "bench"]
 
 
-def test_ci_runs_the_readmes_command() -> None:
+def test_ci_runs_the_readmes_command_and_then_the_sweeps() -> None:
     commands = (ROOT / ".ci" / "run").read_text().splitlines()
-    assert "make test" in commands
+    assert commands[-3:] == ["make test", "make sweep", "make check"]
     assert "make test" in (ROOT / "README.md").read_text()

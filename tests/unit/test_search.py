@@ -50,16 +50,32 @@ def everything(ranks: int, *words: str, cluster: Cluster = CLUSTER) -> list[tupl
     return found
 
 
+FIXED = ("--train.global_batch_size=8", "--plugins.fsdp.zero_stage=1", *EAGER)
+
+
+@pytest.fixture(scope="module")
+def four_ranks() -> list[Prediction]:
+    return [prediction for _, prediction in everything(4, *FIXED)]
+
+
 @pytest.mark.parametrize("objective", ["time", "price", "energy"])
-def test_the_best_are_the_best_of_all(objective: Objective) -> None:
-    words = ("--train.global_batch_size=8", "--plugins.fsdp.zero_stage=1", *(EAGER if objective != "time" else ()))
-    base = load_base(TOML, words)
+def test_the_best_are_the_best_of_all(objective: Objective, four_ranks: list[Prediction]) -> None:
+    base = load_base(TOML, FIXED)
     result = search(base.job, Planner(CLUSTER), [base.space(4, 4)], keep=7, objective=objective)
-    values = sorted(VALUES[objective](prediction) for _, prediction in everything(4, *words))
+    values = sorted(VALUES[objective](prediction) for prediction in four_ranks)
     assert len(values) > 100
     assert [VALUES[objective](found.prediction) for found in result.best] == pytest.approx(values[:7], rel=1e-9)
     if objective == "time":
         assert result.by_bound or result.slower, "nothing was ruled out early, so the bounds were not tested"
+
+
+@pytest.mark.sweep
+def test_the_best_are_the_best_of_all_with_compiled_layouts() -> None:
+    words = FIXED[: -len(EAGER)]
+    base = load_base(TOML, words)
+    result = search(base.job, Planner(CLUSTER), [base.space(4, 4)], keep=7)
+    values = sorted(prediction.step_time_s for _, prediction in everything(4, *words))
+    assert [found.prediction.step_time_s for found in result.best] == pytest.approx(values[:7], rel=1e-9)
 
 
 def bounds(run: _Search, alone: Costs, job: Job) -> tuple[float, float, float, float]:

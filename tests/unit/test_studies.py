@@ -19,7 +19,7 @@ from titan.planner.step.layout import costs_of
 from titan.planner.step.predict import Planner, Prediction
 
 FRONTIER = cluster.load("mi250x-frontier")
-GPT175B, LLAMA65B = Path("configs/gpt175b.toml"), Path("configs/llama65b.toml")
+GPT175B, LLAMA65B = Path("tests/configs/gpt175b.toml"), Path("configs/llama65b.toml")
 
 
 def _study(name: str, *words: str, config: Path | None = GPT175B, ranks: int | None = None) -> Study:

@@ -80,7 +80,7 @@ FAULTS = (
     Fault(
         "recomputation of every block where every n-th was asked for",
         "titan/planner/step/memory.py",
-        "return len(layers) if every == 1 else",
+        "return len(layers) if recompute.every == 1 else",
         "return len(layers) if every >= 1 else",
         (f"{PREDICT}::test_full_recompute_is_another_forward_but_for_the_last_product",),
     ),

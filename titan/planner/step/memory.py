@@ -311,18 +311,15 @@ def recomputed(layers: Sequence[int], recompute: Recompute | None) -> int:
     """How many of these layers, given by global number, are recomputed."""
     if recompute is None:
         return 0
-    every = recompute.every
-    return len(layers) if every == 1 else sum(1 for layer in layers if layer % every == 0)
+    return len(layers) if recompute.every == 1 else sum(layer % recompute.every == 0 for layer in layers)
 
 
 def peak_bytes(costs: Costs, layout: Layout, device: DeviceMemory) -> float:
     """Peak memory of the fullest rank, in bytes."""
     tensors, layer = Tensors(costs), LayerMemory(costs, device.fused_norms or costs.fused)
-    alike: dict[tuple[int, ...], StageMemory] = {}
-    for stage in costs.stages:
-        if (key := kind(stage, costs)) not in alike:
-            alike[key] = StageMemory(stage, costs, layout, tensors, layer)
-    stages = [alike[kind(stage, costs)] for stage in costs.stages]
+    alike = {kind(stage, costs): stage for stage in costs.stages}
+    made = {key: StageMemory(stage, costs, layout, tensors, layer) for key, stage in alike.items()}
+    stages = [made[kind(stage, costs)] for stage in costs.stages]
     return max(memory.total for memory in memory_of(costs, stages, device))
 
 
