@@ -111,7 +111,7 @@ def test_tensor_trades_copies_for_slices() -> None:
 def test_pipeline_says_why_a_degree_cannot_work() -> None:
     study = _study("pp", config=LLAMA65B)
     assert _xs(study.points) == [1, 2, 4, 8, 16, 32, 64]
-    assert _same(_at(study, 8), _directly("--mesh.pp=8", "--mesh.dp_shard=32", config=LLAMA65B))
+    assert _same(_at(study, 8), _directly("--mesh.pp=8", "--mesh.dp_shard=128", config=LLAMA65B))
     assert "n_layers = 80 cannot fill 128 stages" in _at(study, 64).refused
 
 
