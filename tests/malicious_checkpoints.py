@@ -3,6 +3,7 @@
 import collections
 import io
 import json
+import math
 import os
 import pickle
 import struct
@@ -225,6 +226,20 @@ def _all(numbers: list[int], part: int, value: int) -> None:
     numbers[columns + part * chunks : columns + (part + 1) * chunks] = [value] * chunks
 
 
+def _cut_beyond(header: dict[str, Any], numbers: list[int]) -> None:
+    """A vector of 2^40 whose steps, taken modulo 2^64, are small."""
+    whole, first = 1 << 40, (1 << 62) + (1 << 61)
+    entry, cuts = _entry(header), [0, first, 2 * first + whole - (1 << 64)]
+    at = sum(sum(one[3]) for one in header["tensors"][: header["tensors"].index(entry)])
+    chunks = sum(math.prod(one[3]) for one in header["tensors"])
+    before = sum(math.prod(one[3]) for one in header["tensors"][: header["tensors"].index(entry)])
+    numbers[at : at + sum(entry[3])] = cuts
+    entry[2:] = [[whole], [len(cuts)]]
+    places = len(numbers) - 3 * chunks
+    for part in (2, 1, 0):
+        numbers[places + part * chunks + before + 1 : places + part * chunks + before + 1] = [0 if part == 0 else 1] * 2
+
+
 INDEXES: dict[str, tuple[Callable[[bytes], bytes], str]] = {
     "nothing": (lambda content: b"", "not a valid index"),
     "no header": (lambda content: content[:4], "not a valid index"),
@@ -245,6 +260,7 @@ INDEXES: dict[str, tuple[Callable[[bytes], bytes], str]] = {
     "a tensor of terabytes": (_index(lambda h, n: _entry(h).__setitem__(2, [1 << 20, 1 << 20])), "larger than its"),
     "a tensor beyond memory": (_index(lambda h, n: _entry(h).__setitem__(2, [1 << 40, 1 << 40])), "beyond all memory"),
     "a cut behind the end": (_index(lambda h, n: n.__setitem__(0, 5)), "do not make it up"),
+    "cuts that overflow": (_index(_cut_beyond), "do not make it up"),
     "a file above": (_index(lambda h, n: h["files"].__setitem__(0, f"../{DATA}")), "which its manifest does not"),
     "state.json as data": (_index(lambda h, n: h["files"].__setitem__(0, "state.json")), "which its manifest does not"),
     "a file that is no text": (_index(lambda h, n: h["files"].__setitem__(0, 3)), "names no files"),

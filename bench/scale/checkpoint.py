@@ -1,7 +1,7 @@
 """Planning and loading checkpoints of a faked job on 2,048 ranks, through titan's arrays and through DCP's planner.
 
-The job is llama65b with pp 4, tp 8 and the rest in dp_shard: names, shapes and shards are those of the real job, the
-data files are only said to be there. Nothing but rank 0's work is timed; what all ranks do alike is timed once.
+The job is Llama 65B with pp 4, tp 8 and the rest in dp_shard: names, shapes and shards are those of such a job, and the
+data files are sparse. Nothing but rank 0's work is timed; what all ranks do alike is timed once.
 """
 
 import json
@@ -22,11 +22,11 @@ from torch.distributed.checkpoint.planner import SavePlan, TensorWriteData, Writ
 from bench.headlines import PARSE_BEFORE, READ_AFTER
 from titan.checkpoint.disk import index, metadata, plan
 from titan.checkpoint.disk.manifest import Piece
-from titan.checkpoint.disk.plan import Table, Written
+from titan.checkpoint.disk.plan import Block, Table, Written
 
 PP, TP = 4, 8
 LAYERS, DIM, HIDDEN, VOCAB = 80, 8192, 22016, 32000
-"""Of configs/llama65b.toml."""
+"""Of the preset 65b."""
 
 FRACTION = 16
 """DCP's planner is timed on this part of the ranks: its time and memory are linear in the number of chunks."""
@@ -83,10 +83,16 @@ def _held(ranks: int) -> Iterator[list[tuple[str, tuple[int, ...], Box]]]:
         yield held
 
 
-def _table(held: list[tuple[str, tuple[int, ...], Box]]) -> Table:
+def _table(rank: int, held: list[tuple[str, tuple[int, ...], Box]]) -> Table:
+    """A rank's table: the tensors above, and the states of its random number generators."""
+    states = [(f"rest.rng.{rank}.{kind}", (size,), ((0,), (size,))) for kind, size in (("cpu", 5056), ("cuda", 16))]
+    return _block(held), _block(states)
+
+
+def _block(held: list[tuple[str, tuple[int, ...], Box]]) -> Block:
     header = [[name, "torch.float32", list(shape)] for name, shape, _ in held]
     numbers = [number for *_, box in held for part in box for number in part]
-    return Table(json.dumps(header).encode(), np.array(numbers, np.int64).tobytes())
+    return Block(json.dumps(header).encode(), np.array(numbers, np.int64).tobytes())
 
 
 def _timed(seconds: dict[str, float], what: str, began: float) -> None:
@@ -96,7 +102,7 @@ def _timed(seconds: dict[str, float], what: str, began: float) -> None:
 def after(ranks: int, folder: Path) -> dict[str, float]:
     """Seconds of each part of a save and a load by titan's index; leaves `.metadata` and the index in a folder."""
     seconds: dict[str, float] = {}
-    tables = [_table(held) for held in _held(ranks)]
+    tables = [_table(rank, held) for rank, held in enumerate(_held(ranks))]
     sent = pickle.dumps(tables)
     began = time.perf_counter()
     made = plan.make(pickle.loads(sent))

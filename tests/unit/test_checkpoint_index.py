@@ -2,7 +2,11 @@
 
 import itertools
 import json
+import os
+import signal
+import subprocess
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -13,8 +17,9 @@ from tests.jobs import stored
 from titan.checkpoint.disk import index, manifest, metadata, plan
 from titan.checkpoint.disk.index import Index, StoredTensor
 from titan.checkpoint.disk.manifest import Piece
-from titan.checkpoint.disk.plan import Table, Written
+from titan.checkpoint.disk.plan import Block, Table, Written
 from titan.errors import CheckpointError
+from titan.log import log
 
 Box = tuple[tuple[int, ...], tuple[int, ...]]
 
@@ -22,7 +27,7 @@ Box = tuple[tuple[int, ...], tuple[int, ...]]
 def _table(*tensors: tuple[str, str, list[int], Box]) -> Table:
     header = [[name, dtype, shape] for name, dtype, shape, _ in tensors]
     numbers = [number for *_, box in tensors for part in box for number in part]
-    return Table(json.dumps(header).encode(), np.array(numbers, np.int64).tobytes())
+    return (Block(json.dumps(header).encode(), np.array(numbers, np.int64).tobytes()),)
 
 
 def _cells(tensor: StoredTensor) -> list[Box]:
@@ -68,6 +73,7 @@ def test_each_chunk_is_written_once_by_a_rank_that_holds_it() -> None:
             ("rest.scalar", "torch.int64", [], ((), ())),
             ("rest.empty", "torch.int64", [0, 3], ((0, 0), (0, 3))),
         )
+        + _table((f"rest.rng.{rank}.cpu", "torch.uint8", [7], ((0,), (7,))))
         for rank in range(8)
     ]
     made = plan.make(tables)
@@ -81,16 +87,17 @@ def test_each_chunk_is_written_once_by_a_rank_that_holds_it() -> None:
     index.check(found, {f"__{rank}_0.distcp": 1000 for rank in range(8)})
     assert {name: tensor.chunks for name, tensor in found.tensors.items()} == {
         "model.tied": 2, "model.stage0": 2, "model.stage1": 2, "rest.scalar": 1, "rest.empty": 1,
+        **{f"rest.rng.{rank}.cpu": 1 for rank in range(8)},
     }  # fmt: skip
     for name, tensor in found.tensors.items():
         for number, (offsets, sizes) in enumerate(tensor.cells()):
             file, start, _ = found.place(tensor.first + number)
             rank, item = int(file[2]), start // 100
-            [said, _, shape] = json.loads(tables[rank].header)[item]
+            [said, _, shape] = [entry for block in tables[rank] for entry in json.loads(block.header)][item]
             assert said == name and shape == list(tensor.shape)
             if len(shape) == 2 and shape[0]:
                 assert boxes[rank % 2] == (offsets, sizes)
-    assert sum(map(len, made.chosen)) == 8 and max(map(len, made.chosen)) <= 2
+    assert sum(map(len, made.chosen)) == 16 and max(map(len, made.chosen)) <= 3
 
 
 def test_a_rank_without_a_share_writes_nothing() -> None:
@@ -140,9 +147,40 @@ def test_metadata_of_many_chunks_is_written_by_another_process(tmp_path: Path, m
     assert stored(path).agrees_with(metadata.read_pickled(path, manifest.read(path)))
 
 
-def test_metadata_that_another_process_cannot_write(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_metadata_that_another_process_cannot_write(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    path = mutations.save(tmp_path)
+    where, written = stored(path), (path / ".metadata").read_bytes()
+    (path / ".metadata").unlink()
+    (path / "titan.index").write_bytes(b"")
     monkeypatch.setattr(metadata, "ASIDE", 0)
-    monkeypatch.setattr(index, "write", lambda path, index: path.write_bytes(b""))
-    with pytest.raises(CheckpointError, match=r"\.metadata could not be written: .*titan\.index is not a valid index"):
-        mutations.save(tmp_path)
-    assert list(tmp_path.iterdir()) == []
+    log.addHandler(caplog.handler)
+    metadata.write(path, where)
+    log.removeHandler(caplog.handler)
+    assert (path / ".metadata").read_bytes() == written
+    assert "titan.index is not a valid index" in caplog.text and "; this one writes it" in caplog.text
+
+
+def test_the_process_that_writes_metadata_hears_no_signal_and_ends_with_its_parent(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A pipe in place of the index holds the process up."""
+    path = mutations.save(tmp_path)
+    where = stored(path)
+    (path / "titan.index").unlink()
+    os.mkfifo(path / "titan.index")
+    started, start = [], subprocess.Popen
+
+    def note(*args: Any, **kwargs: Any) -> Any:
+        started.append(start(*args, **kwargs))
+        for number in (signal.SIGTERM, signal.SIGUSR1, signal.SIGINT):
+            started[0].send_signal(number)
+        started[0].stdin.close()  # as the end of this process does
+        return started[0]
+
+    monkeypatch.setattr(subprocess, "Popen", note)
+    monkeypatch.setattr(metadata, "ASIDE", 0)
+    monkeypatch.setattr(metadata, "_pickle", lambda path, index: None)
+    metadata.write(path, where)
+    assert started[0].returncode == 1, "ended by itself, not by a signal"

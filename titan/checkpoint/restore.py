@@ -51,8 +51,8 @@ class Saved:
         found = [fault for some in faults for fault in some]
         if found:
             raise CheckpointError(f"{path} is damaged: {'; '.join(found)}")
-        others = manifest.unlisted(path, pieces) if ranks.rank == 0 else []
-        if others:
+        others = ranks.first(lambda: manifest.unlisted(path, pieces))
+        if others and ranks.rank == 0:
             log.warning(f"{path} also holds {listed(others)}: not part of the checkpoint, ignored")
         state = ranks.first(lambda: folders.read_state(path))
         return cls(path, state, ranks.first(lambda: metadata.read(path, pieces)))

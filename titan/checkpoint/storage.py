@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import hashlib
 import io
+import itertools
 import json
 import os
 from collections.abc import Iterator, Mapping, Sequence
@@ -21,11 +22,11 @@ import torch
 from torch import Tensor
 
 from titan.checkpoint.disk import plan as plans
-from titan.checkpoint.disk.index import Index
+from titan.checkpoint.disk.index import REST, Index
 from titan.checkpoint.disk.manifest import Piece
 from titan.checkpoint.disk.payload import Window, read_tensor
 from titan.checkpoint.disk.plain import size_of
-from titan.checkpoint.disk.plan import SavePlan, Table, Written
+from titan.checkpoint.disk.plan import Block, SavePlan, Table, Written
 from titan.checkpoint.ranks import Ranks
 from titan.errors import CheckpointError
 
@@ -61,18 +62,29 @@ class Planner:
 
 
 def table_of(tensors: Mapping[str, Tensor]) -> Table:
-    """Names, types, shapes and this rank's part of each tensor, plain or DTensor."""
-    header = [[name, str(tensor.dtype), list(tensor.shape)] for name, tensor in tensors.items()]
-    numbers: list[int] = []
-    known: dict[Any, tuple[tuple[int, ...], tuple[int, ...]]] = {}
-    for tensor in tensors.values():
+    """Names, types, shapes and this rank's part of each tensor, plain or DTensor; in the order given."""
+    known: dict[Any, list[int]] = {}
+
+    def numbers(tensor: Tensor) -> list[int]:
         # Many tensors are sharded alike, and PyTorch takes 0.1 ms to say how.
         key = tensor.shape, getattr(tensor, "device_mesh", None), getattr(tensor, "placements", None)
         if key not in known:
-            known[key] = box_of(tensor)
-        for part in known[key]:
-            numbers += part
-    return Table(json.dumps(header).encode(), np.array(numbers, np.int64).tobytes())
+            offsets, sizes = box_of(tensor)
+            known[key] = [*offsets, *sizes]
+        return known[key]
+
+    blocks = []
+    for _, names in itertools.groupby(tensors, key=_block_of):
+        some = {name: tensors[name] for name in names}
+        header = [[name, str(tensor.dtype), list(tensor.shape)] for name, tensor in some.items()]
+        boxes = [number for tensor in some.values() for number in numbers(tensor)]
+        blocks.append(Block(json.dumps(header).encode(), np.array(boxes, np.int64).tobytes()))
+    return tuple(blocks)
+
+
+def _block_of(name: str) -> str:
+    """Model, optimizer, or a table of the rest: that of random states has other names on each rank."""
+    return ".".join(name.split(".")[: 2 if name.startswith(REST) else 1])
 
 
 def box_of(tensor: Tensor) -> tuple[tuple[int, ...], tuple[int, ...]]:

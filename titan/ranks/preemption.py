@@ -40,7 +40,7 @@ INTERVAL_S = 1.0
 FIRST_STEPS = 10
 """Steps of a process that all ask."""
 
-MOST_STEPS = 100
+MOST_STEPS = 25
 """Between two questions, in case steps become much longer than they were when the ranks agreed on the next one."""
 
 _noted: set[int] = set()

@@ -186,10 +186,13 @@ def _device(wanted: str, local: int) -> torch.device:
     return torch.device("cuda", local)
 
 
-def shorten_timeouts(job: Job, mesh: Mesh) -> None:
-    """After the first step, a collective of training that waits long is a hang, not a compiler at work."""
+def set_timeouts(mesh: Mesh, timeout_s: float) -> None:
+    """Set the longest wait of the collectives of training: long for a compiler at work, then short, to end a hang.
+
+    The groups of a mesh do not inherit that of the process group of all ranks: PyTorch gives NCCL's its own default.
+    """
     for group in (dist.group.WORLD, *mesh.groups()):
-        dist.distributed_c10d._set_pg_timeout(timedelta(seconds=job.comm.timeout_s), group)
+        dist.distributed_c10d._set_pg_timeout(timedelta(seconds=timeout_s), group)
 
 
 def report(error: TitanError, rank: int) -> None:

@@ -12,7 +12,7 @@ from titan.contracts import Batch
 from titan.errors import CheckpointError, DivergedError, FolderError, PluginError
 from titan.log import log
 from titan.ranks.preemption import Preemption
-from titan.ranks.process import shorten_timeouts, tell
+from titan.ranks.process import set_timeouts, tell
 from titan.training.build import Core, Run
 from titan.training.engine import valid_tokens
 from titan.training.gradients import clip, global_norm
@@ -37,6 +37,7 @@ def train(run: Run) -> str:
     first, asked = run.step, ""
     gc.disable()  # each rank collecting at its own time makes stragglers; all do it together in `after_step`
     try:
+        set_timeouts(run.context.mesh, run.job.comm.init_timeout_s)
         preemption = Preemption(run.rank.world_size, run.job.run.max_minutes)
         batches = iter(run.loader)
         while run.step < run.job.train.steps and not asked:
@@ -48,7 +49,7 @@ def train(run: Run) -> str:
             stats = step(run, micro_batches)
             run.whole = True
             if run.step == first + 1:
-                shorten_timeouts(run.job, run.context.mesh)
+                set_timeouts(run.context.mesh, run.job.comm.timeout_s)
                 if run.checkpointer is not None:
                     run.checkpointer.check(run.parts, run.optimizer)
             after_step(run, stats, waited)

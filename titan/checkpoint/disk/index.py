@@ -29,6 +29,7 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
+from titan.checkpoint.disk import plain
 from titan.checkpoint.disk.plain import read_bytes
 from titan.errors import CheckpointError
 
@@ -182,6 +183,8 @@ def read(path: Path, sizes: Mapping[str, int]) -> Index:
 
 def _parsed(data: bytes) -> Index:
     start = _INT.itemsize + int.from_bytes(data[: _INT.itemsize], "little")
+    if start > plain.LARGEST:
+        raise ValueError(f"its header has {start:,} bytes; at most {plain.LARGEST:,} are read")
     header = json.loads(data[_INT.itemsize : start])
     numbers = np.frombuffer(data, _INT, offset=start)
     files, said = header["files"], header["tensors"]
@@ -236,9 +239,10 @@ def _check_tensor(name: Any, tensor: StoredTensor, index: Index) -> None:
         raise ValueError(f"the size of {name} is beyond all memory")
     needed = np.full((), tensor.dtype.itemsize, np.int64)
     for cuts, whole in zip(tensor.cuts, tensor.shape, strict=True):
-        steps = np.diff(cuts, append=whole)
-        if not len(cuts) or cuts[0] != 0 or (np.any(steps <= 0) and (whole or len(cuts) > 1)):
+        # Compared, not subtracted: a difference can overflow. Steps between 0 and the size cannot.
+        ascending = len(cuts) and cuts[0] == 0 and np.all(cuts[1:] > cuts[:-1])
+        if not ascending or not (cuts[-1] < whole or (len(cuts) == 1 and whole == 0)):
             raise ValueError(f"the chunks of {name} do not make it up")
-        needed = np.multiply.outer(needed, steps)
+        needed = np.multiply.outer(needed, np.diff(cuts, append=whole))
     if np.any(needed.reshape(-1) > index.length[tensor.first : tensor.first + tensor.chunks]):
         raise ValueError(f"a piece of {name} is larger than its place")

@@ -9,10 +9,12 @@ import gc
 import math
 import os
 import pickle
+import signal
 import subprocess
 import sys
 from collections.abc import Mapping
 from pathlib import Path
+from threading import Thread
 from typing import Any
 
 import numpy as np
@@ -24,12 +26,16 @@ from titan.checkpoint.disk.index import DTYPES, MODEL, OPTIMIZER, REST, Index, I
 from titan.checkpoint.disk.plain import read_bytes
 from titan.checkpoint.disk.unpickle import Name, Pairs, Record
 from titan.errors import CheckpointError
+from titan.log import log
 
 LARGEST = 2 << 30
 """Bytes of metadata that are read; a chunk takes about 150."""
 
 ASIDE = 50_000
 """More chunks than this are pickled by another process: a second of it would take Python's lock from training."""
+
+SIGNALS = (signal.SIGTERM, signal.SIGUSR1, signal.SIGINT, signal.SIGHUP)
+"""What that process does not hear."""
 
 _DCP = "torch.distributed.checkpoint.metadata."
 _BYTES, _INFO = f"{_DCP}BytesStorageMetadata", "torch.distributed.checkpoint.filesystem._StorageInfo"
@@ -46,18 +52,48 @@ Place = tuple[str, int, int]
 
 
 def write(path: Path, index: Index) -> None:
-    """Write the `.metadata` of a checkpoint whose index has been written.
-
-    Raises:
-        CheckpointError: the process that writes it failed.
-    """
-    if len(index.file) <= ASIDE:
+    """Write the `.metadata` of a checkpoint whose index has been written."""
+    if len(index.file) <= ASIDE or not _pickle_aside(path):
         _pickle(path, index)
-        return
-    done = subprocess.run([sys.executable, "-m", __name__, str(path)], capture_output=True, text=True)
-    if done.returncode:
-        said = done.stderr.strip().splitlines() or [f"exit code {done.returncode}"]
-        raise CheckpointError(f"{path / manifest.METADATA} could not be written: {said[-1]}")
+
+
+def _pickle_aside(path: Path) -> bool:
+    """Let another process write `.metadata` from the index; returns whether it has.
+
+    A scheduler's signals go to every process of a job, and must not end this one: the save goes on. It ends when this
+    process does, so that it writes nothing into a folder that is a later run's by then.
+    """
+    words = [sys.executable, "-c", f"from {__name__} import main; main()", str(path)]
+    places = {**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, sys.path))}
+    before = signal.pthread_sigmask(signal.SIG_BLOCK, SIGNALS)  # a new process inherits the mask
+    try:
+        child = subprocess.Popen(words, env=places, stdin=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+    except OSError as error:
+        log.warning(f"the process that writes {path / manifest.METADATA} could not be started: {error}")
+        return False
+    finally:
+        signal.pthread_sigmask(signal.SIG_SETMASK, before)
+    with child:
+        assert child.stderr is not None
+        said = child.stderr.read().strip().splitlines()
+    if child.returncode:
+        why = said[-1] if said else f"exit code {child.returncode}"
+        log.warning(f"the process that writes {path / manifest.METADATA} failed ({why}); this one writes it")
+    return not child.returncode
+
+
+def main() -> None:
+    """Write the `.metadata` of the folder that is the only argument."""
+    Thread(target=_end_with_parent, daemon=True).start()
+    gc.disable()  # its passes over millions of objects, none of them garbage, take as long as the rest
+    folder = Path(sys.argv[1])
+    on_disk = {file.name: file.stat().st_size for file in folder.iterdir()}
+    _pickle(folder, indexes.read(folder / manifest.INDEX, on_disk))
+
+
+def _end_with_parent() -> None:
+    os.read(sys.stdin.fileno(), 1)  # returns when the parent, which writes nothing, is gone
+    os._exit(1)
 
 
 def _pickle(path: Path, index: Index) -> None:
@@ -237,10 +273,3 @@ def _dtype(name: str, tree: Any) -> torch.dtype:
     _require(type(layout) is Record and layout.args == ("torch.strided",), f"{name} is not strided")
     found: torch.dtype = DTYPES[dtype.full]
     return found
-
-
-if __name__ == "__main__":
-    gc.disable()  # its passes over millions of objects, none of them garbage, take as long as the rest
-    folder = Path(sys.argv[1])
-    on_disk = {file.name: file.stat().st_size for file in folder.iterdir()}
-    _pickle(folder, indexes.read(folder / manifest.INDEX, on_disk))

@@ -90,7 +90,7 @@ def read_tensor(file: Window, dtype: torch.dtype, size: Sequence[int], where: st
 
 def _read_tensor(file: Window, dtype: torch.dtype, size: tuple[int, ...], where: str) -> Tensor:
     with zipfile.ZipFile(file) as archive:
-        entries = _entries(archive.infolist(), where)
+        entries = _entries(archive.infolist(), file.length, where)
     if _content(file, entries[_ORDER], where) != sys.byteorder.encode():
         raise CheckpointError(f"{where} has another byte order than this machine's, {sys.byteorder}")
     tree = unpickle.read(_content(file, entries[_PICKLE], where), _KNOWN, where)
@@ -102,13 +102,13 @@ def _read_tensor(file: Window, dtype: torch.dtype, size: tuple[int, ...], where:
     return data.view(dtype).as_strided(size, stride, offset)
 
 
-def _entries(found: Sequence[zipfile.ZipInfo], where: str) -> dict[str, zipfile.ZipInfo]:
+def _entries(found: Sequence[zipfile.ZipInfo], length: int, where: str) -> dict[str, zipfile.ZipInfo]:
     entries = {info.filename.partition("/")[2]: info for info in found}
     foreign = entries.keys() - _ENTRIES
     if foreign or len(entries) != len(found) or not {_PICKLE, _BYTES, _ORDER} <= entries.keys():
         raise CheckpointError(f"{where} holds other files than a tensor's: {sorted(entries)[:10]}")
     for name, info in entries.items():
-        large = name != _BYTES and info.file_size > _LARGEST_ENTRY
+        large = info.file_size > (length if name == _BYTES else _LARGEST_ENTRY)
         if info.compress_type != zipfile.ZIP_STORED or info.file_size != info.compress_size or large:
             raise CheckpointError(f"{where} has a {name} that is compressed, or too large")
     return entries

@@ -11,6 +11,7 @@ import json
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 import torch
@@ -21,12 +22,16 @@ from titan.errors import CheckpointError
 
 
 @dataclass(frozen=True)
-class Table:
-    """What one rank holds. header: JSON, [name, dtype, shape] of each tensor.  boxes: int64, the offsets and sizes of
-    the part of each tensor that the rank holds. Ranks of one stage have equal headers."""
+class Block:
+    """Some of the tensors that one rank holds. header: JSON, [name, dtype, shape] of each.  boxes: int64, the offsets
+    and sizes of the part of each tensor that the rank holds. Headers that many ranks have alike are read once."""
 
     header: bytes
     boxes: bytes
+
+
+Table = tuple[Block, ...]
+"""What one rank holds, all of it. Tensors that only this rank has names for stand in a block of their own."""
 
 
 @dataclass(frozen=True)
@@ -106,10 +111,10 @@ class _Held:
         """Of the whole tensor."""
         return max(math.prod(shape) for _, shape in self.kinds)
 
-    def add(self, dtype: str, shape: tuple[int, ...], ranks: Ints, item: int, boxes: Ints) -> None:
-        """boxes: [ranks, 2 x dimensions], offsets and sizes."""
+    def add(self, dtype: str, shape: tuple[int, ...], places: Ints, boxes: Ints) -> None:
+        """places: [ranks, 2], rank and number in its table.  boxes: [ranks, 2 x dimensions], offsets and sizes."""
         self.kinds.add((dtype, shape))
-        self._rows.append(np.column_stack([ranks, np.full(len(ranks), item), boxes]))
+        self._rows.append(np.concatenate([places, boxes], axis=1))
 
     def rows(self) -> Ints:
         """[boxes, 2 + 2 x dimensions]: rank, number in its table, offsets, sizes; without boxes that hold nothing."""
@@ -120,16 +125,23 @@ class _Held:
 
 
 def _by_name(tables: Sequence[Table]) -> dict[str, _Held]:
-    alike: dict[bytes, list[int]] = {}
+    said: dict[bytes, list[list[Any]]] = {}
+    alike: dict[bytes, list[tuple[int, int, bytes]]] = {}
     for rank, table in enumerate(tables):
-        alike.setdefault(table.header, []).append(rank)
+        first = 0
+        for block in table:
+            if block.header not in said:
+                said[block.header] = json.loads(block.header)
+            alike.setdefault(block.header, []).append((rank, first, block.boxes))
+            first += len(said[block.header])
     found: dict[str, _Held] = {}
-    for header, ranks in alike.items():
-        boxes = np.stack([np.frombuffer(tables[rank].boxes, np.int64) for rank in ranks])
+    for header, holders in alike.items():
+        boxes = np.stack([np.frombuffer(numbers, np.int64) for _, _, numbers in holders])
+        places = np.array([(rank, first) for rank, first, _ in holders])
         at = 0
-        for item, (name, dtype, shape) in enumerate(json.loads(header)):
+        for number, (name, dtype, shape) in enumerate(said[header]):
             end = at + 2 * len(shape)
             held = found.setdefault(name, _Held())
-            held.add(dtype, tuple(shape), np.array(ranks), item, boxes[:, at:end])
+            held.add(dtype, tuple(shape), places + np.array([0, number]), boxes[:, at:end])
             at = end
     return found

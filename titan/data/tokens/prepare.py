@@ -79,6 +79,11 @@ def prepare_node(dataset: Dataset, tokenizer: Tokenizer, found: Sequence[Shard],
             " files of the dataset changed while it was read, or the nodes see different files. Stop whatever writes to"
             " the dataset's files, then run again"
         )
+    if own[0].path != found[0].path:
+        raise DataError(
+            f"node {socket.gethostname()} has its token shards in {own[0].path.parent}, the node of rank 0 in"
+            f" {found[0].path.parent}; set data.cache to a path that is the same on all nodes"
+        )
 
 
 def _cores() -> int:

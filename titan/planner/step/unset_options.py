@@ -39,8 +39,9 @@ def settle(job: Job, memory: DeviceMemory | None) -> tuple[Job, list[str]]:
         return job, [f"{said}: the memory of the device is not known" for said in _said(usual)]
     try:
         most = peak_bytes(costs_of(job), job.layout, memory) / GIB
-    except TitanError as error:
-        return job, [f"{said}: memory cannot be predicted ({error})" for said in _said(usual)]
+    except Exception as error:  # training needs no estimate: whatever a model states, it goes on without one
+        why = str(error) if isinstance(error, TitanError) else f"{type(error).__name__}: {error}"
+        return job, [f"{said}: memory cannot be predicted ({why})" for said in _said(usual)]
     need = f"the job needs {most:.1f} GiB per rank, and a device has {memory.gib:.1f} GiB"
     if most <= memory.gib:
         return job, [f"{said}: {need}" for said in _said(usual)]
