@@ -15,6 +15,7 @@ from collections.abc import Sequence
 
 from titan.errors import (
     EXIT_FAILED,
+    EXIT_PREEMPTED,
     ConfigError,
     ConfigIssue,
     TitanError,
@@ -75,7 +76,10 @@ def _train(words: list[str]) -> int:
 def _train_here(words: list[str], first: bool) -> int:
     """Be a rank, in this process; the first one of a run asks Slurm to run it again."""
     with preemption.listening():
-        return again_by_slurm(_train(words), preemption.heard(), first)
+        code = again_by_slurm(_train(words), preemption.heard(), first)
+        if code == EXIT_PREEMPTED:
+            preemption.hear_no_more()
+        return code
 
 
 def _launch(words: list[str], place: LaunchEnv, restarts: int) -> int:

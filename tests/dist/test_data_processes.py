@@ -1,10 +1,13 @@
 """The data path with processes of its own: what workers read and make is what one process reads and makes."""
 
+import multiprocessing
 import os
+import select
 import signal
 import subprocess
 import sys
 import textwrap
+from multiprocessing.connection import Connection
 from pathlib import Path
 
 import pytest
@@ -50,6 +53,38 @@ def test_workers_change_nothing_and_faults_keep_their_words(tmp_path: Path) -> N
     with pytest.raises(DataError, match=r"^shard .*bad\.bin: token 100 is 77, outside the vocabulary of 77; make"):
         next(faulty)
     faulty.close()
+
+
+def test_a_killed_loader_process_ends_the_others(tmp_path: Path) -> None:
+    reading = loader(samples((count_up(tmp_path / "a.bin", 4001), 1.0), vocab_size=5000), 2)
+    next(reading)
+    first, second = (child.pid for child in reading._children)
+    left = os.pidfd_open(second)
+    os.kill(first, signal.SIGKILL)
+    what = r"^a data loader process was killed, possibly for lack of memory; set data\.workers = 0 "
+    with pytest.raises(ResourceError, match=what) as error:
+        for _ in range(20):
+            next(reading)
+    reading.close()  # while the exception holds the iterator, as the end of a run does
+    assert select.select([left], [], [], 30)[0], "the other process still runs"
+    assert error is not None
+
+
+def _read_and_die(folder: Path, outbox: Connection) -> None:
+    reading = loader(samples((count_up(folder / "a.bin", 4001), 1.0), vocab_size=5000), 2)
+    next(reading)
+    outbox.send([child.pid for child in reading._children])
+    os.kill(os.getpid(), signal.SIGKILL)
+
+
+def test_loader_processes_end_with_a_killed_rank(tmp_path: Path) -> None:
+    inbox, outbox = multiprocessing.Pipe(duplex=False)
+    rank = multiprocessing.get_context("spawn").Process(target=_read_and_die, args=(tmp_path, outbox))
+    rank.start()
+    watched = [os.pidfd_open(pid) for pid in inbox.recv()]
+    rank.join()
+    for descriptor in watched:
+        assert select.select([descriptor], [], [], 30)[0], "a loader process outlives its rank"
 
 
 @pytest.fixture

@@ -81,7 +81,7 @@ def test_other_samples_are_refused_or_begun_anew() -> None:
         ConfigError, match=r"data.seq_len = 64, the checkpoint has 128\); set checkpoint.reset_data = true"
     ):
         compare(saved(), now, "g", False)
-    with pytest.raises(ConfigError, match="the text itself has changed"):
+    with pytest.raises(ConfigError, match="files of the datasets have changed"):
         compare(saved(), table(), "g", False)
     changes = compare(saved(), now, "g", True)
     assert changes.other_samples

@@ -76,7 +76,8 @@ def compare(saved: Mapping[str, Any], now: Table, fingerprint: str, reset_data: 
         if _in(change, FIXED)
     ]
     if other_data and not reset_data:
-        why = ", ".join(str(change) for change in changes if _in(change, DATA)) or "the text itself has changed"
+        keys = [str(change) for change in changes if _in(change, DATA) and not _in(change, FREE)]
+        why = ", ".join(keys) or "files of the datasets have changed"
         what = "the samples differ from those of the checkpoint"
         refused.append(
             ConfigIssue(

@@ -67,6 +67,11 @@ def _note(number: int, _: FrameType | None) -> None:
     _noted.add(number)
 
 
+def hear_no_more() -> None:
+    """Before a process that was asked to stop ends: one more signal must not turn its exit code into that of a kill."""
+    signal.pthread_sigmask(signal.SIG_BLOCK, SIGNALS)
+
+
 def heard() -> frozenset[int]:
     """The signals that this rank, or by the agreement of all ranks another one, was sent while this one listens."""
     return frozenset(_noted)

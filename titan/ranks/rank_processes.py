@@ -99,6 +99,8 @@ class RankProcesses:
         try:
             yield
         finally:
+            if self.heard:
+                preemption.hear_no_more()
             for number, handler in before.items():
                 signal.signal(number, handler)
 
@@ -253,6 +255,7 @@ def _be_rank(entry: Entry, argv: list[str], environment: Environment, parent: in
         signal.pthread_sigmask(signal.SIG_UNBLOCK, PASSED_ON)
         code = entry(argv)
         tell.send_bytes(bytes(preemption.heard()))
+        preemption.hear_no_more()
         sys.exit(code)
 
 

@@ -1,8 +1,10 @@
 """Batches of one rank, read ahead. Its saved state is the number of the next global sample and the fingerprint."""
 
+import multiprocessing
 import warnings
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from multiprocessing.process import BaseProcess
 from typing import Any
 
 import torch
@@ -10,8 +12,8 @@ from torch import Tensor
 
 from titan.contracts import Batch
 from titan.data.samples.samples import Sample, Samples
-from titan.data.tokens.processes import context
-from titan.errors import TitanError
+from titan.data.tokens.processes import context, end_with_parent
+from titan.errors import ResourceError, TitanError
 
 GPU_WORKERS = 2
 """Loader processes of a rank on a GPU: while one waits for the file system, the other has the next batch ready."""
@@ -49,16 +51,29 @@ class Loader:
         self._numbers = _Numbers(first, global_batch, micro_batch, index, ranks)
         self._next = first
         self._batches: Iterator[_Columns | TitanError] | None = None
+        self._children: list[BaseProcess] = []
 
     def __iter__(self) -> "Loader":
         return self
 
     def __next__(self) -> list[Batch]:
         if self._batches is None:
+            others = multiprocessing.active_children()
             self._batches = self._read_ahead()
-        step = [self._on_device(next(self._batches)) for _ in range(self._numbers.per_step)]
+            self._children = [child for child in multiprocessing.active_children() if child not in others]
+        step = [self._on_device(self._read(self._batches)) for _ in range(self._numbers.per_step)]
         self._next += self._numbers.global_batch
         return step
+
+    @staticmethod
+    def _read(batches: "Iterator[_Columns | TitanError]") -> _Columns | TitanError:
+        try:
+            return next(batches)
+        except RuntimeError as error:
+            if "DataLoader worker" not in str(error):
+                raise
+            what = "a data loader process was killed, possibly for lack of memory"
+            raise ResourceError(f"{what}; set data.workers = 0 to load in the training process") from error
 
     def state_dict(self) -> dict[str, int | str]:
         """The number of the first global sample that no step has been given yet, and whose samples they are."""
@@ -67,6 +82,11 @@ class Loader:
     def close(self) -> None:
         """Stop the worker processes; the next step starts new ones."""
         self._batches = None
+        # They are left where another one was killed: the exception still holds the iterator, which would end them. They
+        # do not hear SIGTERM, by which Python ends its children when it exits, and for which it then waits.
+        for child in self._children:
+            child.kill()
+        self._children = []
 
     def _read_ahead(self) -> Iterator[Any]:
         from torchdata.stateful_dataloader import StatefulDataLoader
@@ -79,6 +99,7 @@ class Loader:
                     batch_sampler=self._numbers,
                     num_workers=self.workers,
                     collate_fn=_as_read,
+                    worker_init_fn=_begin if self.workers else None,
                     pin_memory=self._device.type == "cuda",
                     multiprocessing_context=context() if self.workers else None,
                     generator=torch.Generator(),  # the run's random state is not the loader's to advance
@@ -138,6 +159,10 @@ class _Reader(torch.utils.data.Dataset[Sample]):
             torch.stack([sample.labels for sample in read]),
             torch.stack(documents) if documents else None,
         )
+
+
+def _begin(_: int) -> None:
+    end_with_parent()
 
 
 def _as_read(read: _Columns | TitanError) -> _Columns | TitanError:

@@ -1,9 +1,11 @@
 """The start method and environment of the processes that tokenize and load data."""
 
 import multiprocessing
+import os
 import signal
 from multiprocessing import forkserver, resource_tracker
 from multiprocessing.context import BaseContext
+from threading import Thread
 
 from titan.ranks.preemption import SIGNALS
 
@@ -24,6 +26,18 @@ def context() -> BaseContext:
         start()
         signal.pthread_sigmask(signal.SIG_UNBLOCK, SIGNALS)
     return server
+
+
+def end_with_parent() -> None:
+    """In a child: end when the process that asked for it is gone, however it went. The server is its parent by pid."""
+    parent = multiprocessing.parent_process()
+    assert parent is not None
+
+    def watch() -> None:
+        parent.join()
+        os._exit(1)
+
+    Thread(target=watch, daemon=True).start()
 
 
 def hear_signals() -> None:

@@ -5,10 +5,7 @@ the shards do not depend on the number of processes.
 """
 
 import importlib.util
-import multiprocessing
-import os
 import sys
-import threading
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import ProcessPoolExecutor, ThreadPoolExecutor, as_completed
 from concurrent.futures.process import BrokenProcessPool
@@ -20,7 +17,7 @@ from typing import Any
 
 from titan.contracts import Dataset, Tokenizer
 from titan.contracts.base.registry import Plugin
-from titan.data.tokens.processes import context, hear_signals
+from titan.data.tokens.processes import context, end_with_parent, hear_signals
 from titan.data.tokens.shards import ShardWriter
 from titan.errors import DataError, ResourceError
 
@@ -125,21 +122,13 @@ class _Recipe:
 def _begin(homes: tuple[tuple[str, str], ...]) -> None:
     """First thing in a worker: a plugin from a user's folder is importable only once its file was loaded by name."""
     hear_signals()  # a pool whose process was killed ends the others by SIGTERM
-    threading.Thread(target=_end_with_parent, daemon=True).start()
+    end_with_parent()
     for name, file in homes:
         if importlib.util.find_spec(name) is None:
             spec = importlib.util.spec_from_file_location(name, file)
             assert spec is not None and spec.loader is not None
             sys.modules[name] = importlib.util.module_from_spec(spec)
             spec.loader.exec_module(sys.modules[name])
-
-
-def _end_with_parent() -> None:
-    """A killed parent must not leave processes that go on writing."""
-    parent = multiprocessing.parent_process()
-    assert parent is not None
-    parent.join()
-    os._exit(1)
 
 
 def _serve(recipe: _Recipe, unit: Unit, folder: Path, threads: int) -> list[Path]:
