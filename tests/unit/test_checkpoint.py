@@ -22,7 +22,7 @@ from titan.checkpoint.ranks import Ranks
 from titan.checkpoint.state import rejoin, separate
 from titan.checkpoint.techniques import without
 from titan.contracts import ModelPart
-from titan.errors import CheckpointError, FolderError, PluginError, UnreadableError
+from titan.errors import CheckpointError, ConfigError, FolderError, PluginError, UnreadableError
 from titan.log import log
 
 CPU = torch.device("cpu")
@@ -249,7 +249,7 @@ def test_find(tmp_path: Path, told: Callable[[], list[str]]) -> None:
     checkpointer = _checkpointer(folder)
     assert checkpointer.find("auto") is None
     assert checkpointer.find("never") is None
-    with pytest.raises(CheckpointError, match='"required": there is no complete checkpoint'):
+    with pytest.raises(ConfigError, match='"required": there is no complete checkpoint'):
         checkpointer.find("required")
     parts, optimizer = _made()
     checkpointer.save(1, parts, optimizer, {})

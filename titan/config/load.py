@@ -48,6 +48,12 @@ from titan.errors import ConfigError, ConfigIssue
 BUILT_IN = Path(next(iter(titan.configs.__path__)))
 QUICKSTART = BUILT_IN / "quickstart.toml"
 OTHERS = ("mesh", "plugins")
+_SHARED = {
+    "data": [*(option.key for option in options_of(DataSection)), "weight", "mixture"],
+    "validation": [option.key for option in options_of(ValidationSection)],
+}
+"""Keys of tables that titan shares with a dataset."""
+
 WEIGHT = Spec("share of the samples that an entry of a mixture gives", above=0, at_most=1e9)
 
 C = TypeVar("C")
@@ -135,7 +141,9 @@ class _Loader:
         return job
 
     def _where(self, *path: str) -> Where:
-        return Where(".".join(path), self.source, self.table.origins_in(*path))
+        return Where(
+            ".".join(path), self.source, self.table.origins_in(*path), _SHARED.get(".".join(path).split(".")[0], ())
+        )
 
     def _unknown_sections(self) -> None:
         known = {*SECTIONS, *OTHERS, *(contract.section for contract in ONE_OF)}

@@ -184,7 +184,7 @@ def choose(given: str, option: str = "checkpoint.resume") -> Path:
         raise CheckpointError(f"{option} = {given!r}: no such folder")
     found, damaged = survey(path / "checkpoints" if (path / "checkpoints").is_dir() else path)
     for reason in damaged.values():
-        log.warning(f"ignored: {reason}")
+        log.warning(f"damaged and ignored: {reason}{f'; using {found[-1]} instead' if found else ''}")
     if found:
         return found[-1]
     if damaged:

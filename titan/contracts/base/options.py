@@ -146,7 +146,8 @@ def parse(config: type[T], table: Mapping[str, Any], where: "Where") -> tuple[T 
     table, faults = renewal.values, list(renewal.faults)
     for line in renewal.lines:
         warn_once(line)
-    faults += [where.fault(key, f"unknown key{did_you_mean(key, declared)}") for key in table if key not in declared]
+    known = {*declared, *where.shared}
+    faults += [where.fault(key, f"unknown key{did_you_mean(key, known)}") for key in table if key not in declared]
     values: dict[str, Any] = {}
     for key, declaration in declared.items():
         if key not in table:
@@ -167,11 +168,13 @@ class Where:
     """The place of a table: its name in brackets, and which file (or the command line) set each key.
 
     origins: key -> file, in the order in which the keys were set: an upper file's after those of the files below it.
+    shared: keys of the table that are titan's, beside a plugin's; a misspelt key may mean one of them.
     """
 
     table: str
     source: str = ""
     origins: Mapping[str, str] = dataclasses.field(default_factory=dict)
+    shared: Iterable[str] = ()
 
     def fault(self, key: str, what: str) -> ConfigIssue:
         """A ConfigIssue at `key` of this table."""
