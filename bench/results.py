@@ -32,7 +32,11 @@ def write(kind: str, measured: dict[str, Any]) -> Path:
     path = FOLDER / f"{kind}.json"
     if path.is_file():
         replaced = json.loads(path.read_text(encoding="utf-8"))
-        line = {"kind": kind, **{key: replaced[key] for key in ("date", "commit")}, "said": headline(kind, replaced)}
+        try:
+            said = headline(kind, replaced)
+        except (KeyError, TypeError):  # by an earlier form of the command: no reason to lose what was measured now
+            said = "in an earlier form"
+        line = {"kind": kind, **{key: replaced[key] for key in ("date", "commit")}, "said": said}
         with (FOLDER / EARLIER).open("a", encoding="utf-8") as file:
             file.write(json.dumps(line) + "\n")
     path.write_text(as_text({**about(), **measured}), encoding="utf-8")

@@ -34,6 +34,7 @@ NOT_RUN = {
     "make format": "changes files",
     "make bench": "measures; CI machines are noisy",
     "python -m bench": "the same",
+    "python -m tests.faults": "takes half an hour; tests/unit/test_faults.py plants one",
     "python -m tests.fuzz": "takes half an hour; a sample of it is a test of its own",
 }
 

@@ -31,7 +31,7 @@ def mesh(**degrees: int) -> list[str]:
         (mesh(dp_shard=4), mesh(pp=2)),
         swept_case((mesh(dp_shard=2, tp=2, pp=2), mesh())),
         (mesh(pp=4), mesh(tp=2)),
-        swept_case((mesh(dp_replicate=2, dp_shard=2), mesh(dp_shard=2, pp=2))),
+        (mesh(dp_replicate=2, dp_shard=2), mesh(dp_shard=2, pp=2)),
     ],
     ids=lambda words: " ".join(words).replace("--mesh.", "") or "one rank",
 )

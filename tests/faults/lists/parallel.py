@@ -21,6 +21,13 @@ FAULTS = (
         (f"{PARITY}[accumulation, hsdp 2x2, zero 3]",),
     ),
     Fault(
+        "replicas of tensor-parallel shards that do not sum their gradients",
+        "plugins/parallel/fsdp.py",
+        'replicated = context.job.layout.degree("dp_replicate") > 1',
+        'replicated = context.job.layout.degree("dp_replicate") > 1 and context.job.layout.degree("tp") == 1',
+        (f"{PARITY}[hsdp 2x2, tp 2]",),
+    ),
+    Fault(
         "DDP that sums the gradients of no micro batch",
         "plugins/parallel/ddp.py",
         "root.set_requires_gradient_sync(last)",
