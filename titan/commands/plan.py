@@ -83,8 +83,7 @@ def run(args: argparse.Namespace) -> int:
         (args.search, _search),
         (args.study, _study),
     )
-    if args.in_place and not args.search:
-        raise ConfigError([ConfigIssue("command line", "--in-place: no layout is searched; add --search")])
+    _check(args)
     chosen = next((do for asked, do in does if asked), _plan)
     report, text = chosen(args)
     if args.config is not None or not (args.formulas or args.list_clusters):
@@ -92,6 +91,15 @@ def run(args: argparse.Namespace) -> int:
             print(sentence, file=sys.stderr)
     print(json.dumps(report) if args.json else text)
     return EXIT_DONE
+
+
+def _check(args: argparse.Namespace) -> None:
+    """Refuse options that no mode takes."""
+    if args.in_place and not args.search:
+        raise ConfigError([ConfigIssue("command line", "--in-place: no layout is searched; add --search")])
+    for name, value in (("world-size", args.world_size), ("top", args.top)):
+        if value is not None and value < 1:
+            raise ConfigError([ConfigIssue("command line", f"--{name} {value}: must be at least 1")])
 
 
 def _plan(args: argparse.Namespace) -> tuple[dict[str, Any], str]:
@@ -151,8 +159,6 @@ def _search(args: argparse.Namespace) -> tuple[dict[str, Any], str]:
         raise ConfigError([ConfigIssue("command line", what)])
     where, base = cluster.load(args.cluster), load_base(args.config, args.overrides)
     ranks = args.world_size or load_job(args.config, args.overrides).layout.world_size
-    if ranks < 1 or args.top < 1:
-        raise ConfigError([ConfigIssue("command line", f"--world-size {ranks}, --top {args.top}: must be at least 1")])
     with tqdm(desc="layouts", disable=None, leave=False, file=sys.stderr) as bar:
 
         def progress(done: int, of: int) -> None:
