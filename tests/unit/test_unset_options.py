@@ -65,6 +65,15 @@ def test_what_does_not_fit_gets_the_frugal_value(words: tuple[str, ...]) -> None
     assert "zero_stage" not in job_of(*words).table["plugins"]["fsdp"]
 
 
+def test_it_is_said_that_the_frugal_value_does_not_fit_either() -> None:
+    fewest = needs(*SHARDED, "--plugins.fsdp.zero_stage", "3")
+    _, (fits,) = settle(job_of(*SHARDED), CLUSTER.memory._replace(gib=1.001 * fewest))
+    assert fits.endswith(" GiB") and "either" not in fits
+    settled, (sentence,) = settle(job_of(*SHARDED), CLUSTER.memory._replace(gib=0.999 * fewest))
+    assert stage(settled) == 3
+    assert sentence.endswith(f" GiB; with it the job needs {fewest:.1f} GiB, which does not fit either")
+
+
 @pytest.mark.parametrize("given", [1, 2, 3])
 def test_a_set_value_stays(given: int) -> None:
     words = (*SHARDED, "--plugins.fsdp.zero_stage", str(given))

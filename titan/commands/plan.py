@@ -83,8 +83,7 @@ def run(args: argparse.Namespace) -> int:
         (args.search, _search),
         (args.study, _study),
     )
-    if args.in_place and not args.search:
-        raise ConfigError([ConfigIssue("command line", "--in-place: no layout is searched; add --search")])
+    _check(args)
     chosen = next((do for asked, do in does if asked), _plan)
     report, text = chosen(args)
     if args.config is not None or not (args.formulas or args.list_clusters):
@@ -92,6 +91,15 @@ def run(args: argparse.Namespace) -> int:
             print(sentence, file=sys.stderr)
     print(json.dumps(report) if args.json else text)
     return EXIT_DONE
+
+
+def _check(args: argparse.Namespace) -> None:
+    """Refuse options that no mode takes."""
+    if args.in_place and not args.search:
+        raise ConfigError([ConfigIssue("command line", "--in-place: no layout is searched; add --search")])
+    for name, value in (("world-size", args.world_size), ("top", args.top)):
+        if value is not None and value < 1:
+            raise ConfigError([ConfigIssue("command line", f"--{name} {value}: must be at least 1")])
 
 
 def _plan(args: argparse.Namespace) -> tuple[dict[str, Any], str]:
@@ -146,13 +154,9 @@ def _search(args: argparse.Namespace) -> tuple[dict[str, Any], str]:
     from titan.planner.search.space import load_base
     from titan.planner.step.predict import Planner
 
-    if args.in_place and not (args.config and args.config.is_file()):
-        what = f"--in-place: --config {args.config} is not a file; give the path of the TOML to write"
-        raise ConfigError([ConfigIssue("command line", what)])
+    text_before = _to_replace(args.config) if args.in_place else ""
     where, base = cluster.load(args.cluster), load_base(args.config, args.overrides)
     ranks = args.world_size or load_job(args.config, args.overrides).layout.world_size
-    if ranks < 1 or args.top < 1:
-        raise ConfigError([ConfigIssue("command line", f"--world-size {ranks}, --top {args.top}: must be at least 1")])
     with tqdm(desc="layouts", disable=None, leave=False, file=sys.stderr) as bar:
 
         def progress(done: int, of: int) -> None:
@@ -180,7 +184,7 @@ def _search(args: argparse.Namespace) -> tuple[dict[str, Any], str]:
     if args.output is not None:
         text += "\n\n" + _write(args, best.choice.values())
     if args.in_place:
-        text += "\n\n" + _write_in_place(args, best.choice.values())
+        text += "\n\n" + _write_in_place(args, text_before, best.choice.values())
     layouts = [found.prediction.as_json() | {"layout": found.choice.values()} for found in result.best]
     return best.prediction.as_json() | {
         "layouts": layouts,
@@ -197,11 +201,21 @@ def _write(args: argparse.Namespace, values: dict[str, Any]) -> str:
     return f"wrote {args.output}; train with ./run_train.sh --config {args.output}"
 
 
-def _write_in_place(args: argparse.Namespace, values: dict[str, Any]) -> str:
-    """Write these layout keys into the job's own TOML; returns the line to print."""
+def _to_replace(config: Path | None) -> str:
+    """The text of the job's own TOML, which must be a file that can be replaced; a search can take long."""
+    from titan.planner.report.replace_file import text_to_replace
+
+    if config is None or not config.is_file():
+        what = f"--in-place: --config {config} is not a file; give the path of the TOML to write"
+        raise ConfigError([ConfigIssue("command line", what)])
+    return text_to_replace(config)
+
+
+def _write_in_place(args: argparse.Namespace, text: str, values: dict[str, Any]) -> str:
+    """Write these layout keys into the job's own TOML, which had this text; returns the line to print."""
     from titan.planner.report.export_toml import write_layout
 
-    changes = write_layout(args.config, args.overrides, values)
+    changes = write_layout(args.config, text, args.overrides, values)
     return f"wrote into {args.config}: {', '.join(changes) or 'nothing, because it has this layout'}"
 
 

@@ -1,5 +1,6 @@
-"""Sets keys in the text of a TOML, and keeps its comments, its order and its other keys."""
+"""Sets keys in the text of a TOML, and keeps its comments, its order, its other keys and its line endings."""
 
+import io
 import re
 import tomllib
 from collections.abc import Mapping
@@ -7,7 +8,8 @@ from typing import Any
 
 import tomli_w
 
-COMMENT = re.compile(r"""^[^=]*=\s*(?:"[^"]*"|'[^']*'|[^#"']*?)(?P<comment>\s*#.*)$""")
+VALUE = re.compile(r"""(?:"{3}(?:\\.|[^\\])*?"{3,5}|'{3}.*?'{3,5}|"(?:\\.|[^"\\])*"|'[^']*'|[^"'#])*""")
+"""The part of a line before its comment: strings of TOML's four kinds, which may contain #, and other characters."""
 HEADER = re.compile(r"^\s*\[")
 
 
@@ -22,18 +24,30 @@ def set_values(text: str, values: Mapping[str, Any]) -> str:
             or with a value of several lines.
     """
     wanted = tomllib.loads(text)
-    lines = text.splitlines()
+    lines, ending = _lines(text)
     for key, value in values.items():
         *tables, name = key.split(".")
         here = wanted
         for table in tables:
             here = here.setdefault(table, {})
         here[name] = value
-        _set(lines, ".".join(tables), name, tomli_w.dumps({name: value}).rstrip())
-    edited = "\n".join(lines) + "\n"
+        _set(lines, ".".join(tables), name, tomli_w.dumps({name: value}).rstrip(), ending)
+    edited = "".join(lines)
     if _parsed(edited) != wanted:
         raise ValueError("keys of the layout are in inline tables, dotted keys, or values of several lines")
     return edited
+
+
+def _lines(text: str) -> tuple[list[str], str]:
+    """Lines with their endings, and the ending of the first one, which new lines get too.
+
+    A TOML has no other endings than these two. `str.splitlines` would also break a comment at U+2028 or U+0085.
+    """
+    lines = io.StringIO(text, newline="\n").readlines()
+    ending = "\r\n" if lines and lines[0].endswith("\r\n") else "\n"
+    if lines and not lines[-1].endswith("\n"):
+        lines[-1] += ending
+    return lines, ending
 
 
 def _parsed(text: str) -> dict[str, Any] | None:
@@ -43,12 +57,12 @@ def _parsed(text: str) -> dict[str, Any] | None:
         return None
 
 
-def _set(lines: list[str], table: str, name: str, entry: str) -> None:
+def _set(lines: list[str], table: str, name: str, entry: str, ending: str) -> None:
     """Put `name = value` into a table's lines, in place of a line with that name."""
     header = re.compile(rf"^\s*\[\s*{re.escape(table)}\s*\]\s*(#.*)?$")
     begin = next((number for number, line in enumerate(lines) if header.match(line)), None)
     if begin is None:
-        lines += ["", f"[{table}]", entry]
+        lines += [line + ending for line in ("", f"[{table}]", entry)]
         return
     last = begin
     for number in range(begin + 1, len(lines)):
@@ -56,9 +70,15 @@ def _set(lines: list[str], table: str, name: str, entry: str) -> None:
         if HEADER.match(line):
             break
         if re.match(rf"^\s*{re.escape(name)}\s*=", line):
-            beside = COMMENT.match(line)
-            lines[number] = entry + (beside["comment"] if beside else "")
+            lines[number] = entry + _after_value(line)
             return
         if line.strip() and not line.lstrip().startswith("#"):
             last = number
-    lines.insert(last + 1, entry)
+    lines.insert(last + 1, entry + ending)
+
+
+def _after_value(line: str) -> str:
+    """The end of a `name = value` line: its comment with the blanks before it, if it has one, and its line ending."""
+    found = VALUE.match(line)
+    before = line[: found.end()] if found else ""
+    return line[len(before.rstrip()) :]

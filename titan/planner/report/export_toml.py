@@ -9,8 +9,9 @@ import tomli_w
 from titan.config import load_job
 from titan.config.load import BUILT_IN
 from titan.config.tables import Table, override, read
-from titan.errors import ConfigError, ConfigIssue, TitanError, by_errno
+from titan.errors import ConfigError, ConfigIssue
 from titan.planner.report.edit_toml import set_values
+from titan.planner.report.replace_file import ELSEWHERE, candidate, check_unchanged, replace, unwritable
 
 
 def write_toml(path: Path, config: Path | None, overrides: Sequence[str], values: Mapping[str, Any]) -> None:
@@ -28,44 +29,53 @@ def write_toml(path: Path, config: Path | None, overrides: Sequence[str], values
         path.parent.mkdir(parents=True, exist_ok=True)
         path.write_text(tomli_w.dumps(table), encoding="utf-8")
     except OSError as error:
-        raise _unwritable(path, error) from None
+        raise unwritable(path, error) from None
 
 
-def write_layout(path: Path, overrides: Sequence[str], values: Mapping[str, Any]) -> list[str]:
-    """Write a chosen layout into the job's own TOML, whose comments and other keys stay.
+def write_layout(path: Path, text: str, overrides: Sequence[str], values: Mapping[str, Any]) -> list[str]:
+    """Write a chosen layout into the job's own TOML, whose comments, other keys, line endings and mode stay.
 
     Only keys are written whose value differs from what the file and its base files give. The new file is loaded before
     it replaces the old one.
 
-    path: TOML of the job.  overrides: `--key=value` words, which are written too.  values: dotted keys of the layout.
+    path: TOML of the job, or a symlink to it.  text: what `text_to_replace` gave before the search.  overrides:
+    `--key=value` words, which are written too.  values: dotted keys of the layout.
 
     Returns:
         `key = value` of each key written.
 
     Raises:
-        ConfigError: the job is invalid, the file cannot be edited or written, or would be another job than the one
-            with this layout.
+        ConfigError: the job is invalid, the file has another text by now, cannot be edited or written, or would be
+            another job than the one with this layout.
     """
+    check_unchanged(path, text)
     wanted = load_job(path, [*overrides, *_words(values)]).table
     given = Table()
     override(given, overrides)
     words = (".".join(key) for key in given.origins if not isinstance(given.at(*key), dict))
     keys = dict.fromkeys([*values, *words])
     changes = _changes(read(path, (), BUILT_IN), load_job(path).table, {key: _at(wanted, key) for key in keys})
-    fresh = path.with_name(f".{path.name}.new")
     try:
-        fresh.write_text(set_values(path.read_text(encoding="utf-8"), changes), encoding="utf-8")
-        if _trained(load_job(fresh).table) != _trained(wanted):
-            raise ValueError("it would not be the job that was searched; set options other than the layout in it first")
-        fresh.replace(path)
-    except (ValueError, ConfigError) as error:
-        what = f"cannot take the layout: {error}; edit the file, or write a resolved TOML with --output FILE"
-        raise ConfigError([ConfigIssue(str(path), what)]) from None
+        edited = _edited(path, text, changes, wanted)
+        if edited != text:
+            replace(path, text, edited)
     except OSError as error:
-        raise _unwritable(path, error) from None
-    finally:
-        fresh.unlink(missing_ok=True)
+        raise unwritable(path, error) from None
     return [f"{key} = {value!r}" for key, value in changes.items()]
+
+
+def _edited(path: Path, text: str, changes: Mapping[str, Any], wanted: Mapping[str, Any]) -> str:
+    """The text with these keys set, once it loads as the wanted job. path: relative base files are beside it."""
+    try:
+        edited = set_values(text, changes) if changes else text
+        with candidate(path, edited) as fresh:
+            table = load_job(fresh).table
+        if _trained(table) != _trained(wanted):
+            raise ValueError("it would not be the job that was searched; set options other than the layout in it first")
+    except (ValueError, ConfigError) as error:
+        what = f"cannot take the layout: {error}; edit the file, {ELSEWHERE}"
+        raise ConfigError([ConfigIssue(str(path), what)]) from None
+    return edited
 
 
 def _changes(stated: Table, resolved: Mapping[str, Any], wanted: Mapping[str, Any]) -> dict[str, Any]:
@@ -106,7 +116,3 @@ def _trained(table: Mapping[str, Any]) -> dict[str, Any]:
 
 def _words(values: Mapping[str, Any]) -> list[str]:
     return [f"--{key}={str(value).lower() if isinstance(value, bool) else value}" for key, value in values.items()]
-
-
-def _unwritable(path: Path, error: OSError) -> TitanError:
-    return by_errno(error, ConfigError([ConfigIssue(str(path), f"cannot be written: {error.strerror}")]))

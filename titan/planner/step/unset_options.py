@@ -37,11 +37,9 @@ def settle(job: Job, memory: DeviceMemory | None) -> tuple[Job, list[str]]:
         return job, []
     if memory is None:
         return job, [f"{said}: the memory of the device is not known" for said in _said(usual)]
-    try:
-        most = peak_bytes(costs_of(job), job.layout, memory) / GIB
-    except Exception as error:  # training needs no estimate: whatever a model states, it goes on without one
-        why = str(error) if isinstance(error, TitanError) else f"{type(error).__name__}: {error}"
-        return job, [f"{said}: memory cannot be predicted ({why})" for said in _said(usual)]
+    most = _peak_gib(job, memory)
+    if isinstance(most, str):
+        return job, [f"{said}: memory cannot be predicted ({most})" for said in _said(usual)]
     need = f"the job needs {most:.1f} GiB per rank, and a device has {memory.gib:.1f} GiB"
     if most <= memory.gib:
         return job, [f"{said}: {need}" for said in _said(usual)]
@@ -49,7 +47,20 @@ def settle(job: Job, memory: DeviceMemory | None) -> tuple[Job, list[str]]:
     if refused := [why for t in smaller.techniques for why in sentences(t, "check", smaller, smaller.spec)]:
         less = ", ".join(f"{key} = {value}" for options in frugal.values() for key, value in options.items())
         return job, [f"{said}: {need}, but {less} is refused: {refused[0]}" for said in _said(usual)]
-    return smaller, [f"{said}: otherwise {need}" for said in _said(frugal)]
+    said = _said(frugal)
+    least = _peak_gib(smaller, memory)
+    if not isinstance(least, str) and least > memory.gib:
+        with_them = "it" if len(said) == 1 else "all of these values"
+        need += f"; with {with_them} the job needs {least:.1f} GiB, which does not fit either"
+    return smaller, [f"{words}: otherwise {need}" for words in said]
+
+
+def _peak_gib(job: Job, memory: DeviceMemory) -> float | str:
+    """GiB on the rank that needs most, or why they cannot be predicted."""
+    try:
+        return peak_bytes(costs_of(job), job.layout, memory) / GIB
+    except Exception as error:  # training needs no estimate: whatever a model states, it goes on without one
+        return str(error) if isinstance(error, TitanError) else f"{type(error).__name__}: {error}"
 
 
 def _said(values: Values) -> list[str]:

@@ -1,0 +1,203 @@
+"""What `titan plan --search --in-place` keeps of a user's file: symlink, mode, line endings, comments, other edits."""
+
+import os
+import stat
+from pathlib import Path
+
+import pytest
+
+from titan.cli import main
+from titan.errors import ConfigError
+from titan.planner.report.edit_toml import set_values
+from titan.planner.report.export_toml import write_layout
+from titan.planner.report.replace_file import candidate, text_to_replace
+from titan.planner.search import best_first
+
+BASE = Path(__file__).parents[1] / "configs" / "planned.toml"
+JOB = f"""# A job.
+base = "{BASE}"
+
+[mesh]
+tp = 2 # splits layers
+"""
+LAYOUT = {"mesh.tp": 1, "plugins.activation_checkpoint.mode": "full"}
+
+
+@pytest.fixture
+def job(tmp_path: Path) -> Path:
+    path = tmp_path / "job.toml"
+    path.write_bytes(JOB.encode())
+    return path
+
+
+def write(path: Path) -> list[str]:
+    return write_layout(path, text_to_replace(path), [], LAYOUT)
+
+
+def folder_of(path: Path) -> list[str]:
+    return sorted(file.name for file in path.parent.iterdir())
+
+
+def test_a_symlink_stays_and_its_file_is_written(job: Path, tmp_path: Path) -> None:
+    (tmp_path / "links").mkdir()
+    link = tmp_path / "links" / "mine.toml"
+    link.symlink_to("../job.toml")
+    assert write(link)
+    assert link.is_symlink() and "tp = 1 # splits layers" in job.read_text()
+    assert folder_of(link) == ["mine.toml"] and folder_of(job) == ["job.toml", "links"]
+
+
+def test_base_files_are_beside_the_symlink(job: Path, tmp_path: Path) -> None:
+    (tmp_path / "links").mkdir()
+    (tmp_path / "links" / "sizes.toml").write_text(f'base = "{BASE}"\n')
+    job.write_text(JOB.replace(str(BASE), "sizes.toml"))
+    link = tmp_path / "links" / "mine.toml"
+    link.symlink_to(job)
+    assert write(link) and "tp = 1" in job.read_text()
+
+
+@pytest.mark.parametrize("mode", [0o600, 0o664, 0o755])
+def test_the_mode_stays(job: Path, mode: int) -> None:
+    job.chmod(mode)
+    assert write(job) and stat.S_IMODE(job.stat().st_mode) == mode
+
+
+@pytest.mark.skipif(os.getuid() != 0, reason="only root gives files away")
+def test_the_owner_stays(job: Path) -> None:
+    os.chown(job, 12345, 54321)
+    assert write(job) and (job.stat().st_uid, job.stat().st_gid) == (12345, 54321)
+
+
+def never(*_: object, **__: object) -> None:
+    raise AssertionError("the search began")
+
+
+def plan(path: Path) -> int:
+    fixed = [word for axis in ("tp", "pp", "dp_replicate", "dp_shard") for word in (f"--mesh.{axis}", "1")]
+    return main(["plan", "--config", str(path), "--search", "--in-place", "--world-size", "1", *fixed])
+
+
+def test_a_file_that_is_not_writable_is_refused_before_the_search(
+    job: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture
+) -> None:
+    monkeypatch.setattr(best_first, "search", never)
+    job.chmod(0o444)
+    assert plan(job) == 2
+    assert f"{job}: is not writable (mode 0444); make it writable with chmod u+w {job}" in capsys.readouterr().err
+    assert job.read_text() == JOB
+
+
+@pytest.mark.parametrize("linked", [False, True])
+def test_a_folder_that_is_not_writable_is_refused(
+    job: Path, linked: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "links").mkdir()
+    path = tmp_path / "links" / "mine.toml" if linked else job
+    if linked:
+        path.symlink_to(job)
+    shut, access = path.parent, os.access
+    monkeypatch.setattr(os, "access", lambda at, how: Path(at) != shut and access(at, how))  # root has all access
+    with pytest.raises(ConfigError, match=f"its folder {shut} is not writable"):
+        text_to_replace(path)
+
+
+def test_a_file_edited_during_the_search_stays(
+    job: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture
+) -> None:
+    search, edited = best_first.search, JOB + "dp_shard = 1 # new\n"
+
+    def edits(*args: object, **kwargs: object) -> object:
+        job.write_text(edited)
+        return search(*args, **{**kwargs, "workers": 1})
+
+    monkeypatch.setattr(best_first, "search", edits)
+    assert plan(job) == 2
+    assert f"{job}: changed during the search, so nothing was written; search again" in capsys.readouterr().err
+    assert job.read_text() == edited and folder_of(job) == ["job.toml"]
+
+
+def test_a_file_edited_during_the_writing_stays(job: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    text, edited = text_to_replace(job), JOB + "# new\n"
+
+    def edits(*_: object) -> str:
+        job.write_text(edited)
+        return text + "# ours\n"
+
+    monkeypatch.setattr("titan.planner.report.export_toml._edited", edits)
+    with pytest.raises(ConfigError, match="changed during the search"):
+        write_layout(job, text, [], LAYOUT)
+    assert job.read_text() == edited and folder_of(job) == ["job.toml"]
+
+
+def test_a_removed_file_is_not_written_again(job: Path) -> None:
+    text = text_to_replace(job)
+    job.unlink()
+    with pytest.raises(ConfigError, match="changed during the search"):
+        write_layout(job, text, [], LAYOUT)
+    assert folder_of(job) == []
+
+
+@pytest.mark.parametrize("end", ["\n", "\r\n"])
+def test_line_endings_stay(job: Path, end: str) -> None:
+    job.write_bytes(JOB.replace("\n", end).encode())
+    assert write(job)
+    text = job.read_bytes().decode()
+    assert f"tp = 1 # splits layers{end}" in text and f'mode = "full"{end}' in text
+    assert text.count("\n") == text.count(end) > JOB.count("\n")
+
+
+def test_a_file_with_the_layout_is_not_touched(job: Path) -> None:
+    job.write_bytes(JOB.replace("tp = 2", "tp = 1").rstrip("\n").encode())
+    before = job.stat()
+    assert write_layout(job, text_to_replace(job), [], {"mesh.tp": 1}) == []
+    assert (job.stat().st_ino, job.stat().st_mtime_ns) == (before.st_ino, before.st_mtime_ns)
+
+
+def test_other_files_of_the_folder_stay(job: Path) -> None:
+    for name in (".job.toml.new", ".titan-job.toml"):
+        job.with_name(name).write_text("mine")
+    assert write(job)
+    assert folder_of(job) == [".job.toml.new", ".titan-job.toml", "job.toml"]
+    assert job.with_name(".job.toml.new").read_text() == "mine"
+
+
+def test_two_commands_do_not_share_a_file(job: Path) -> None:
+    with candidate(job, "a") as one, candidate(job, "b") as other:
+        assert (one.read_text(), other.read_text()) == ("a", "b")
+    assert folder_of(job) == ["job.toml"]
+
+
+@pytest.mark.parametrize(
+    ("line", "then"),
+    [
+        (r'x = "a\" # b"', 'x = "c"'),
+        (r'x = "a\" # b" # d', 'x = "c" # d'),
+        (r"x = 'a\' # d's", r'x = "c" # d' + "'s"),
+        (r"x = 'a # b'", 'x = "c"'),
+        ('x = """a " # b"""  # d', 'x = "c"  # d'),
+        ('x = """a""""" # d', 'x = "c" # d'),
+        (r'x = """a\""" # b""" # d', 'x = "c" # d'),
+        ("x = '''a ' # b''' # d", 'x = "c" # d'),
+        ("x = [\"a # b\", '#'] # d", 'x = "c" # d'),
+        ('x = 1# d "e', 'x = "c"# d "e'),
+        ("x = 1", 'x = "c"'),
+        ("x = 1 # one\u2028two\u0085three", 'x = "c" # one\u2028two\u0085three'),
+    ],
+)
+def test_a_comment_stays_and_a_string_is_none(line: str, then: str) -> None:
+    assert set_values(f"[t]\n{line}\n", {"t.x": "c"}) == f"[t]\n{then}\n"
+
+
+def test_unusual_separators_in_a_comment_are_no_line_ends() -> None:
+    text = "# one\u2028[t]\u0085x = 3\n[t]\ny = 1 # a\u2029x = 2\n"
+    assert set_values(text, {"t.x": 4}) == text + "x = 4\n"
+
+
+@pytest.mark.parametrize(("text", "then"), [("", "\n[t]\nx = 1\n"), ("[t]\r\ny = 1", "[t]\r\ny = 1\r\nx = 1\r\n")])
+def test_a_text_without_a_last_line_ending(text: str, then: str) -> None:
+    assert set_values(text, {"t.x": 1}) == then
+
+
+def test_a_value_of_several_lines_is_not_edited() -> None:
+    with pytest.raises(ValueError, match="values of several lines"):
+        set_values('[t]\nx = """a # b\nc"""\n', {"t.x": 1})
