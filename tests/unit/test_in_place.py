@@ -201,3 +201,20 @@ def test_a_text_without_a_last_line_ending(text: str, then: str) -> None:
 def test_a_value_of_several_lines_is_not_edited() -> None:
     with pytest.raises(ValueError, match="values of several lines"):
         set_values('[t]\nx = """a # b\nc"""\n', {"t.x": 1})
+
+
+@pytest.mark.parametrize(
+    ("words", "said"),
+    [
+        ((), "--in-place: needs --config FILE; give the path"),
+        (("--config", "{job}", "--output", "{job}"), "--in-place and --output name the same file"),
+        (("--config", "{job}.absent"), "absent is not a file"),
+    ],
+)
+def test_what_is_refused_before_the_search(
+    words: tuple[str, ...], said: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    job = tmp_path / "job.toml"
+    job.write_text('base = "debug"\n')
+    assert main(["plan", "--search", "--in-place", *(word.format(job=job) for word in words)]) == 2
+    assert said in capsys.readouterr().err and job.read_text() == 'base = "debug"\n'

@@ -97,6 +97,9 @@ def _check(args: argparse.Namespace) -> None:
     """Refuse options that no mode takes."""
     if args.in_place and not args.search:
         raise ConfigError([ConfigIssue("command line", "--in-place: no layout is searched; add --search")])
+    if args.in_place and None not in (args.output, args.config) and args.output.resolve() == args.config.resolve():
+        what = "--in-place and --output name the same file; leave one of them out"
+        raise ConfigError([ConfigIssue("command line", what)])
     for name, value in (("world-size", args.world_size), ("top", args.top)):
         if value is not None and value < 1:
             raise ConfigError([ConfigIssue("command line", f"--{name} {value}: must be at least 1")])
@@ -184,7 +187,11 @@ def _search(args: argparse.Namespace) -> tuple[dict[str, Any], str]:
     if args.output is not None:
         text += "\n\n" + _write(args, best.choice.values())
     if args.in_place:
-        text += "\n\n" + _write_in_place(args, text_before, best.choice.values())
+        try:
+            text += "\n\n" + _write_in_place(args, text_before, best.choice.values())
+        except ConfigError:
+            print(text, file=sys.stderr)  # the layouts that a long search has found are no less right
+            raise
     layouts = [found.prediction.as_json() | {"layout": found.choice.values()} for found in result.best]
     return best.prediction.as_json() | {
         "layouts": layouts,
@@ -206,7 +213,8 @@ def _to_replace(config: Path | None) -> str:
     from titan.planner.report.replace_file import text_to_replace
 
     if config is None or not config.is_file():
-        what = f"--in-place: --config {config} is not a file; give the path of the TOML to write"
+        given = "needs --config FILE" if config is None else f"--config {config} is not a file"
+        what = f"--in-place: {given}; give the path of the TOML to write"
         raise ConfigError([ConfigIssue("command line", what)])
     return text_to_replace(config)
 
