@@ -148,6 +148,9 @@ def test_a_recomputed_layer_saves_all_but_its_scores() -> None:
         assert again.again == 4 * tokens * heads * seq_len
         # A flash kernel saves one float32 number per token and head instead.
         assert again.least == flash.full - 4 * tokens * heads
+        # Selective mode saves the result of a flash kernel and its statistics, but no product of written scores.
+        plain, selective = layer(seq_len, *SELECTIVE), layer(seq_len, *UNFUSED, *SELECTIVE)
+        assert plain.least - selective.least == 4 * tokens * (job.spec.dim + heads)
 
 
 @pytest.mark.parametrize(("words", "searched"), [((), False), (UNFUSED, True)])
