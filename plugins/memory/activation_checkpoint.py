@@ -3,7 +3,8 @@
 full       each block saves only its input: one more forward of the layers, about a third more FLOPs.
 every_n    the same for every n-th block: memory and FLOPs in proportion.
 selective  the results of matrix products and attention are saved, the cheap operations are recomputed: a few percent
-           more time for most of the memory saving (Chen et al., arXiv 1604.06174).
+           more time for most of the memory saving (Chen et al., arXiv 1604.06174). Batched products are not
+           saved: they make the S x S scores of attention that writes them, and its core is recomputed whole.
 attention  all is saved but the S x S scores of attention, which are recomputed from q, k and v (Korthikanti et al.,
            arXiv 2205.05198, who call it selective; Megatron-LM's "core_attn"). Saves H S numbers per token and layer,
            for 2 S H N FLOPs. Only for attention that writes its scores (`model.attention = "unfused"`): with a flash
@@ -40,7 +41,6 @@ from titan.contracts.base.cost import Attention, Operation, Recompute
 
 _SAVED = {
     torch.ops.aten.mm.default,
-    torch.ops.aten.bmm.default,
     torch.ops.aten.addmm.default,
     torch.ops.aten._scaled_mm.default,
     torch.ops.aten._scaled_dot_product_flash_attention.default,
@@ -50,7 +50,10 @@ _SAVED = {
     torch.ops._c10d_functional.reduce_scatter_tensor.default,
     torch.ops._c10d_functional.all_gather_into_tensor.default,
 }
-"""What selective mode keeps: the operations that are costly to run again, and those that speak to other ranks."""
+"""What selective mode keeps: the operations that are costly to run again, and those that speak to other ranks.
+
+`bmm` is not among them: its results include the S x S scores of attention that writes them.
+"""
 
 
 @dataclass(frozen=True, kw_only=True)

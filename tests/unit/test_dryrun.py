@@ -94,6 +94,15 @@ def test_recomputing_attention_repeats_one_of_its_products_and_saves_no_scores()
     assert (LAYERS - 1) * scores <= saved <= LAYERS * (scores + SEQ * SEQ)
 
 
+def test_selective_mode_repeats_both_products_of_attention_that_writes_its_scores() -> None:
+    job = _job(*ONE, "--model.attention", "unfused", "--plugins.activation_checkpoint.mode", "selective")
+    plain, run = dry_run(_job(*ONE, "--model.attention", "unfused"), 0), dry_run(job, 0)
+    model, hardware = flops_per_token(costs_of(job))
+    assert run.total_flops.recompute == BATCH * SEQ * (hardware - model) == BATCH * SEQ * LAYERS * 4 * SEQ * DIM
+    scores = 4 * job.micro_batch * job.spec.n_heads * SEQ * SEQ
+    assert plain.peak_by_component["saved"] - run.peak_by_component["saved"] >= (LAYERS - 1) * scores
+
+
 def test_shards_and_what_is_gathered() -> None:
     run = dry_run(_job(*TWO), 0)
     assert run.steady["parameters"] == 4 * run.parameters

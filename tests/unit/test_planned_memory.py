@@ -24,6 +24,7 @@ TWO = ("--train.global_batch_size", "16", "--train.micro_batch_size", "2")
 PIPED = ("--mesh.pp", "2", "--mesh.dp_shard", "2", "--train.global_batch_size", "8", "--train.micro_batch_size", "1")
 FULL, SELECTIVE, CORE = (("--plugins.activation_checkpoint.mode", mode) for mode in ("full", "selective", "attention"))
 UNFUSED = ("--model.attention", "unfused")
+SCORES = (*LLAMA, "--data.seq_len", "1024", "--model.max_seq_len", "1024", *UNFUSED)
 
 
 def zero(stage: int, *words: str) -> tuple[str, ...]:
@@ -56,6 +57,10 @@ JOBS = {
     "gpt, tied ends on stages": (*GPT, *BF16, *schedule("1F1B")),
     "scores written": (*GROUPED, *UNFUSED, *BF16, *TWO, *zero(2)),
     "scores written, recomputed": (*GROUPED, *UNFUSED, *BF16, *TWO, *zero(2), *CORE),
+    "long, scores written": (*SCORES, *BF16, *TWO, *zero(2)),
+    "long, scores written, selective": (*SCORES, *BF16, *TWO, *zero(2), *SELECTIVE),
+    "long, scores written, recomputed": (*SCORES, *BF16, *TWO, *zero(2), *CORE),
+    "long, scores written, full": (*SCORES, *BF16, *TWO, *zero(2), *FULL),
     "gpt, tensor parallel, scores recomputed": (*GPT, *UNFUSED, *BF16, *TWO, *sliced(), *CORE),
     "gpt, tensor parallel": (*GPT, *BF16, *TWO, *sliced()),
 }

@@ -26,6 +26,7 @@ from titan.plugins.models.gpt import Gpt
 from titan.plugins.models.llama import Llama
 
 CORE = ("--plugins.activation_checkpoint.mode", "attention")
+SELECTIVE = ("--plugins.activation_checkpoint.mode", "selective")
 UNFUSED = ("--model.attention", "unfused")
 
 
@@ -74,6 +75,13 @@ def test_recomputing_attention_changes_no_bit_and_saves_the_scores(model: type[M
     assert plain[2] - again[2] >= layers * 4 * 2 * heads * 64 * 64
 
 
+@pytest.mark.parametrize("model", [Llama, Gpt])
+def test_selective_recomputation_of_scores_changes_no_bit(model: type[Model]) -> None:
+    plain, again = (_run(model, mode, attention="unfused") for mode in ("", "selective"))
+    assert torch.equal(plain[0], again[0])
+    assert len(plain[1]) == len(again[1]) and all(map(torch.equal, plain[1], again[1]))
+
+
 def test_attention_without_scores_is_left_alone_and_the_run_says_so(capsys: pytest.CaptureFixture) -> None:
     plain, same = (_run(Llama, mode) for mode in ("", "attention"))
     assert plain[2] == same[2] and torch.equal(plain[0], same[0])
@@ -116,6 +124,18 @@ def test_costs_are_one_product_and_the_passes_over_the_scores() -> None:
     assert spent == pytest.approx(job.micro_batches * job.spec.n_layers * once)
 
 
+def test_selective_recomputation_repeats_attention_that_writes_its_scores() -> None:
+    flash, written = (costs_of(job_of(*SELECTIVE, *words)) for words in ((), UNFUSED))
+    [core] = (op for op in written.layer if isinstance(op, Attention))
+    layout, layers = job_of().layout, job_of().spec.n_layers
+    spent = [Planner(CLUSTER).predict(costs, layout).time_s["recompute"] for costs in (flash, written)]
+    forward = Device(CLUSTER).operation(core, written, written.dtype).forward
+    assert spent[1] - spent[0] == pytest.approx(written.micro_batches * layers * forward)
+    models, hardware = zip(*map(flops_per_token, (flash, written)), strict=True)
+    assert hardware[0] == models[0] == models[1]
+    assert hardware[1] - models[1] == 4 * written.seq_len * core.heads * core.head_dim * layers
+
+
 def test_a_recomputed_layer_saves_all_but_its_scores() -> None:
     def layer(seq_len: int, *words: str) -> LayerMemory:
         return LayerMemory(costs_of(job_of("--data.seq_len", str(seq_len), *words)), fused_norms=True)
@@ -128,6 +148,9 @@ def test_a_recomputed_layer_saves_all_but_its_scores() -> None:
         assert again.again == 4 * tokens * heads * seq_len
         # A flash kernel saves one float32 number per token and head instead.
         assert again.least == flash.full - 4 * tokens * heads
+        # Selective mode saves the result of a flash kernel and its statistics, but no product of written scores.
+        plain, selective = layer(seq_len, *SELECTIVE), layer(seq_len, *UNFUSED, *SELECTIVE)
+        assert plain.least - selective.least == 4 * tokens * (job.spec.dim + heads)
 
 
 @pytest.mark.parametrize(("words", "searched"), [((), False), (UNFUSED, True)])

@@ -42,7 +42,9 @@ def attend(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None = None) -> Tenso
 def attend_unfused(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None = None) -> Tensor:
     """The same as `attend`, as separate operations: scores [B, H, S, S] pass through memory in q's dtype.
 
-    Backward needs the softmax of the scores: B H S^2 numbers, which recompute mode "attention" does not keep.
+    Backward needs the softmax of the scores: B H S^2 numbers, which recompute modes "attention" and "selective" do not
+    keep. Its softmax holds two tensors of that size besides: the gradients of the probabilities and of the scores. The
+    scores are not masked in place: they are a view, for which autograd would copy the whole gradient twice more.
     """
     b, heads, s, n = q.shape
     group = heads // k.shape[1]
@@ -50,7 +52,7 @@ def attend_unfused(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None = None) 
         mask = torch.ones(s, s, dtype=torch.bool, device=q.device).tril()
     # The heads of a group look at the same keys: side by side as if they were tokens, they need no copies of them.
     side_by_side = (q / math.sqrt(n)).reshape(b, heads // group, group * s, n)
-    scores = (side_by_side @ k.transpose(-2, -1)).view(b, heads, s, s).masked_fill_(~mask, -math.inf)
+    scores = (side_by_side @ k.transpose(-2, -1)).view(b, heads, s, s).masked_fill(~mask, -math.inf)
     return (scores.softmax(-1).view(b, heads // group, group * s, s) @ v).view(b, heads, s, n)
 
 
@@ -74,7 +76,7 @@ def attention_cost(heads: int, kv_heads: int, head_dim: int, *, scores_written: 
     """The cost of causal attention that saves q, k, v and its output, and what its backward needs besides.
 
     With a flash kernel these are float32 statistics, one per token and head. Attention that writes its scores saves the
-    softmax of the scores in the compute dtype instead: S numbers per token and head.
+    softmax of the scores in the compute dtype instead: S numbers per token and head. Backward holds two copies more.
 
     Args:
         heads, kv_heads: query heads and key-value heads, before any split.
@@ -85,7 +87,10 @@ def attention_cost(heads: int, kv_heads: int, head_dim: int, *, scores_written: 
     statistics = SavedTensor(numel=heads, region="tp_sharded", itemsize=4)
     scores = SavedTensor(numel=heads, region="tp_sharded", scores=True)
     saved = (inputs_and_output, scores if scores_written else statistics)
-    return Attention(heads=heads, kv_heads=kv_heads, head_dim=head_dim, scores_written=scores_written, saved=saved)
+    return Attention(
+        heads=heads, kv_heads=kv_heads, head_dim=head_dim, scores_written=scores_written,
+        scratch=2 * scores_written, saved=saved,
+    )  # fmt: skip
 
 
 class Cache:

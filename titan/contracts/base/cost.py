@@ -83,6 +83,7 @@ class Attention:
 
     heads, kv_heads: query heads and key-value heads, before any split.  head_dim: features per head.
     scores_written: the S x S scores pass through memory, as without a flash kernel (arXiv 2205.14135).
+    scratch: tensors of all S x S scores, in the compute dtype, that backward holds besides the saved ones.
     saved: tensors that the operation saves; with `scores_written`, one of them at least has `scores` set.
     """
 
@@ -90,6 +91,7 @@ class Attention:
     kv_heads: int
     head_dim: int
     scores_written: bool = False
+    scratch: float = 0
     saved: tuple[SavedTensor, ...] = ()
 
 
@@ -261,8 +263,8 @@ class Recompute:
     """Activation recomputation: which layers recompute their activations in backward, and what these layers save.
 
     every: layers whose global number is a multiple of this; 1: all layers.
-    saved: "input": only the layer's input (full recomputation). "products": also the results of matmuls, attention and
-        collectives. "all_but_scores": all but the S x S scores of attention; the core of attention alone is
+    saved: "input": only the layer's input (full recomputation). "products": also the results of matmuls, collectives,
+        and attention that writes no scores. "all_but_scores": all but the S x S scores of attention; only its core is
         recomputed (Megatron's selective recomputation, arXiv 2205.05198). Saves nothing where no scores are written.
     also: tensors that recomputed layers save besides.
     full_layer: the last matmul of what is recomputed runs again too, although backward does not need its result.

@@ -21,7 +21,8 @@ from titan.planner.machine.cluster import Cluster, Products
 BACKWARD_OF_ATTENTION = 2.5
 PASSES_OVER_SCORES = (4.5, 5.5)
 """Elements per score that move through memory, forward and backward, besides the products, in attention that writes its
-scores: the softmax reads and writes (its backward reads two), and so does dropout, with a mask of one byte."""
+scores: the softmax reads and writes (its backward reads two), and so does dropout, with a mask of one byte. titan's own
+kernel has no dropout, but masks the scores in a pass of its own: it reads and writes them once more, 4 and 5 in all."""
 
 
 class Seconds(NamedTuple):
@@ -135,7 +136,7 @@ class Device:
         )
 
     def _passes_over_scores(self, op: Attention, costs: Costs) -> tuple[float, float]:
-        """Seconds of the softmax and the dropout of the scores, forward and backward."""
+        """Seconds of the softmax and the dropout or mask of the scores, forward and backward."""
         scores = costs.share("tp_sharded") * op.heads * costs.seq_len
         forward, backward = (self.moving(passes * scores, costs.itemsize) for passes in PASSES_OVER_SCORES)
         return forward, backward

@@ -166,9 +166,7 @@ class StageMemory:
         if costs.gather is not None:
             self.gathered = sum(self.sizes) * costs.itemsize * (costs.gather.gather_every != "use")
             self.summed = self._summed(costs.gather.reduce_every == "step")
-        self.moments = list(
-            self._moments(self.layer.full if again < len(stage.layers) else self.layer.least, again > 0)
-        )
+        self.moments = list(self._moments(layer.full if again < len(stage.layers) else layer.least, again > 0))
 
     def _summed(self, whole: bool) -> float:
         """Bytes of gradients that earlier micro batches have left; `whole`: unsharded."""
@@ -177,7 +175,7 @@ class StageMemory:
         return sum(self.sizes) * self.costs.reduce_itemsize if whole else self.held["gradients"]
 
     def _moments(self, layer: float, again: bool) -> Iterator[Moment]:
-        """Of a backward: at the loss; in the last layer and in the one before, in the midst and at the end of each."""
+        """Of a backward: at the loss; in each of the last two layers in the midst, in attention's core, at the end."""
         costs, buffers = self.costs, _Buffers(self)
         computed = self.layer.again if again else 0.0
         if self.stage.head:
@@ -188,6 +186,8 @@ class StageMemory:
         gone = self.head
         for number in range(min(2, len(self.stage.layers))):
             yield Moment(gone + self.layer.used, computed + self.layer.midst, *buffers.in_layer(number, ends=False))
+            if core := self.layer.core:
+                yield Moment(gone + self.layer.after_core, computed + core, *buffers.in_layer(number, ends=True))
             gone += layer
             yield Moment(gone, self.layer.hidden * 2, *buffers.in_layer(number, ends=True))
 
@@ -198,12 +198,11 @@ class LayerMemory:
     full: saved tensors of a layer without recomputation.
     least: saved tensors of a layer with recomputation: its input, and results that `Recompute.saved` names.
     again: bytes that recomputation adds to `least` while the layer's backward runs.
-    hidden: the layer's input.
+    hidden: the layer's input.  embeddings, head: saved tensors of the embeddings, and of head and loss.
     used: saved tensors of the layer's last matmul, which are freed first in its backward.
     last: parameters of that matmul, whose gradients exist by then.
-    midst: working set in the middle of a layer's backward: three results as wide as the widest matmul and the hidden
-        state.
-    embeddings, head: saved tensors of the embeddings, and of head and loss.
+    midst: working set amid a layer's backward: three results as wide as the widest matmul and the hidden state.
+    core: working set of the backward of attention with scores.  after_core: saved after attention, freed by then.
 
     costs: sizes and splits.  fused_norms: norms are one kernel, so they save no normalized states.
     """
@@ -230,13 +229,17 @@ class LayerMemory:
         self.last = sum(sliced(shapes(op, costs), 1) for op in linears[-1:])
         widest = max((costs.product(op)[1] for op in linears), default=0.0)
         self.midst = 3 * (widest + costs.dim) * costs.share("seq_full") * costs.itemsize
+        cores = [op for op in costs.layer if isinstance(op, Attention)]
+        copies = [SavedTensor(numel=op.scratch * op.heads, region="tp_sharded", scores=True) for op in cores]
+        self.core = bytes_of(copies, costs)
+        self.after_core = kept_by(costs.layer[costs.layer.index(cores[-1]) :][1:] if cores else (), costs, fused_norms)
 
     def _product(self, op: Operation) -> float:
-        """Bytes of the result of a matmul or of attention."""
+        """Bytes of the result of a matmul, or of attention unless it writes its scores: its products run again."""
         costs = self.costs
         if isinstance(op, Matmul):
             return costs.product(op)[1] * costs.share("seq_full") * costs.itemsize
-        if isinstance(op, Attention):
+        if isinstance(op, Attention) and not op.scores_written:
             return op.heads * (op.head_dim * costs.itemsize + 4) * costs.share("tp_sharded")
         return 0.0
 
@@ -294,11 +297,8 @@ def kept_by(operations: Iterable[Operation], costs: Costs, fused_norms: bool, sc
 def bytes_of(tensors: Iterable[SavedTensor], costs: Costs) -> float:
     """Bytes of saved tensors per micro batch on one rank."""
     return sum(
-        kept.numel
-        * (costs.seq_len if kept.scores else 1)
-        * costs.share(kept.region)
-        * (kept.itemsize or costs.itemsize)
-        for kept in tensors
+        t.numel * (costs.seq_len if t.scores else 1) * costs.share(t.region) * (t.itemsize or costs.itemsize)
+        for t in tensors
     )
 
 

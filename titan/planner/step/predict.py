@@ -374,11 +374,11 @@ def flops_per_token(costs: Costs) -> tuple[float, float]:
 def _recomputed_flops(costs: Costs, layer: float) -> float:
     """FLOPs per token that a recomputed layer repeats; layer: those of its forward."""
     again = costs.recompute
-    if again is None or again.saved == "products":
-        return 0.0
-    if again.saved == "input":
-        return layer
+    if again is None or again.saved == "input":
+        return layer if again else 0.0
     cores = [op for op in costs.layer if isinstance(op, Attention)]
+    if again.saved == "products":
+        return sum(_forward_flops(op, costs) for op in cores if op.scores_written)
     # The scores are one of two products of equal size; backward does not need the result of the other. A flash kernel
     # computes both.
     return sum(_forward_flops(op, costs) * (1 if again.full_layer or not op.scores_written else 0.5) for op in cores)

@@ -86,18 +86,19 @@ class Parts:
         return Seconds(*total)
 
     def _again(self) -> float:
-        """Seconds to recompute what a layer recomputes: all, its elementwise operations, or attention with scores."""
+        """Seconds to recompute what a layer recomputes: all, attention with scores, or elementwise operations too."""
         costs = self.costs
         if costs.recompute is None:
             return 0.0
         if costs.recompute.saved == "input":
             last = [op for op in costs.layer if isinstance(op, Matmul)][-1:] if not costs.recompute.full_layer else []
             return self.layer.forward - self._seconds(last, costs.dtype).forward
+        cores = [op for op in costs.layer if isinstance(op, Attention)]
         if costs.recompute.saved == "all_but_scores":
-            cores = [op for op in costs.layer if isinstance(op, Attention)]
             return sum(self.device.core_again(op, costs, both=costs.recompute.full_layer) for op in cores)
         cheap = [op for op in costs.layer if isinstance(op, Elementwise)]
-        return self._seconds(cheap, costs.dtype).forward
+        written = [op for op in cores if op.scores_written]
+        return self._seconds([*cheap, *written], costs.dtype).forward
 
     def family(self, cost: CollectiveCost) -> str:
         """The name under which a collective's seconds are reported: tp, cp, ep, dp or pp."""
