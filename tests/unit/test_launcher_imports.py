@@ -23,7 +23,7 @@ words = ["--config", "configs/debug.toml", "--mesh.dp_shard", "2"]
 """
 MAINS = {"titan train": 'cli.main(["train", *words])', "run_train.sh": "launch.main(words)"}
 COMPILER = {"torch._dynamo", "torch._inductor", "triton"}
-TRAINER = {"titan.train", "titan.training.build", "titan.inference.generation", "torch.distributed.checkpoint"}
+TRAINER = {"titan.train", "titan.training.build", "titan.inference.generation"}
 
 
 def imported(main: str, gpus: int, monkeypatch: pytest.MonkeyPatch) -> tuple[bool, set[str]]:

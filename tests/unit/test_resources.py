@@ -186,7 +186,7 @@ def test_a_run_binds_its_ranks_once_the_data_is_tokenized(monkeypatch: pytest.Mo
     def wire(*_: object) -> None:
         raise WiredError
 
-    monkeypatch.setattr(build, "together", lambda *_: order.append("data") or (None, None))
+    monkeypatch.setattr(build, "open_data", lambda *_: order.append("data") or (None, None))
     monkeypatch.setattr(build, "stay_near", lambda device: order.append(f"near {device}"))
     monkeypatch.setattr(build, "wire", wire)
     job: Any = SimpleNamespace(comm=SimpleNamespace(init_timeout_s=1.0))
