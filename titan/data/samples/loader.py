@@ -4,6 +4,7 @@ import multiprocessing
 import warnings
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from multiprocessing.connection import wait
 from multiprocessing.process import BaseProcess
 from typing import Any
 
@@ -65,12 +66,12 @@ class Loader:
         self._next += self._numbers.global_batch
         return step
 
-    @staticmethod
-    def _read(batches: "Iterator[_Columns | TitanError]") -> _Columns | TitanError:
+    def _read(self, batches: "Iterator[_Columns | TitanError]") -> _Columns | TitanError:
         try:
             return next(batches)
-        except RuntimeError as error:
-            if "DataLoader worker" not in str(error):
+        except Exception as error:
+            # PyTorch says so itself, or the connection by which a batch is fetched from the process is gone.
+            if not self._children or not wait([child.sentinel for child in self._children], timeout=1.0):
                 raise
             what = "a data loader process was killed, possibly for lack of memory"
             raise ResourceError(f"{what}; set data.workers = 0 to load in the training process") from error
