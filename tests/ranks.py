@@ -25,6 +25,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from datetime import timedelta
 from multiprocessing.connection import Connection, wait
+from multiprocessing.context import ForkServerContext
 from multiprocessing.process import BaseProcess
 from pathlib import Path
 from typing import Any
@@ -128,15 +129,20 @@ def _environment(rank: int, world_size: int, port: int) -> dict[str, str]:
     }  # fmt: skip
 
 
-def fork(main: Callable[..., None], *args: Any) -> BaseProcess:
-    """Start `main(*args)` in a process forked from the warm server."""
+def start_server() -> ForkServerContext:
+    """Start the warm server that processes are forked from, if no server runs yet: a process has one at most."""
     context = multiprocessing.get_context("forkserver")
     context.set_forkserver_preload([WARM])
     path = os.pathsep.join(filter(None, [str(ROOT), os.environ.get("PYTHONPATH")]))
     # The server imports before it learns this process's sys.path, and OpenMP reads its variable once.
     with patch.dict(os.environ, PYTHONPATH=path, OMP_NUM_THREADS="1"):
         multiprocessing.forkserver.ensure_running()
-    process = context.Process(target=main, args=args)
+    return context
+
+
+def fork(main: Callable[..., None], *args: Any) -> BaseProcess:
+    """Start `main(*args)` in a process forked from the warm server."""
+    process = start_server().Process(target=main, args=args)
     process.start()
     return process
 
