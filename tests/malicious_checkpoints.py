@@ -316,6 +316,14 @@ def _strided(size: tuple[int, ...], stride: tuple[int, ...], offset: int = 0) ->
     return _rezipped(_with("data.pkl", file.getvalue()))
 
 
+def _claiming(size: int) -> bytes:
+    """What torch.save leaves, with another size of the storage in the index at its end."""
+    content = bytearray(_rezipped(lambda entries: None))
+    entry = content.rindex(b"archive/data/0") - 46
+    content[entry + 20 : entry + 28] = struct.pack("<2L", size, size)
+    return bytes(content)
+
+
 PAYLOADS: dict[str, tuple[bytes, str]] = {
     "code in the pickle": (_rezipped(_with("data.pkl", pickle.dumps(EVIL, 2))), r"names '(posix|os)\.system'"),
     "code that torch saved": (_saved(EVIL), "asks for|other files"),
@@ -329,6 +337,7 @@ PAYLOADS: dict[str, tuple[bytes, str]] = {
     "a compressed zip": (_rezipped(lambda entries: None, compression=zipfile.ZIP_DEFLATED), "compressed, or too large"),
     "the other byte order": (_rezipped(_with("byteorder", b"big")), "another byte order"),
     "a large pickle": (_rezipped(_with("data.pkl", bytes(1 << 17))), "compressed, or too large"),
+    "a zip that claims gigabytes": (_claiming(3 << 30), "compressed, or too large"),
     "a storage cut short": (_rezipped(_with("data/0", bytes(20))), "is not the tensor"),
     "an odd storage": (_rezipped(_with("data/0", bytes(51))), "is not the tensor"),
     "another shape": (_saved(torch.zeros(4, 3)), "is not the tensor"),

@@ -8,7 +8,7 @@ import shutil
 import socket
 import time
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -465,3 +465,14 @@ def test_shards_are_taken_as_they_are_and_checked(text: Path, cache: Path) -> No
     path.write_bytes(path.read_bytes()[:-1])
     with pytest.raises(DataError, match="is cut short"):
         made(taken, cache)
+
+
+def test_a_node_whose_cache_is_elsewhere_is_told_so(text: Path, tmp_path: Path) -> None:
+    """Its shards are those of rank 0, but rank 0 sends the paths that it found."""
+    dataset = lines(text)
+    found = [
+        replace(shard, path=Path("/absent", shard.path.name))
+        for shard in prepare(dataset, BYTES, cache=tmp_path / "0", workers=1, progress=False)
+    ]
+    with pytest.raises(DataError, match=r"token shards in .*/1/\w+, the node of rank 0 in /absent; set data\.cache to"):
+        preparing.prepare_node(dataset, BYTES, found, cache=tmp_path / "1", workers=1)

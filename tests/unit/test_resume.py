@@ -82,7 +82,7 @@ def test_other_samples_are_refused_or_begun_anew() -> None:
     ):
         compare(saved(), now, "g", False)
     with pytest.raises(ConfigError, match="files of the datasets have changed"):
-        compare(saved(), table(), "g", False)
+        compare(saved(), table("--data.workers", "3", "--data.cache", "/elsewhere"), "g", False)
     changes = compare(saved(), now, "g", True)
     assert changes.other_samples
     assert [sentence.split(",")[0] for sentence in changes.said] == [

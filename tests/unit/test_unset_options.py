@@ -14,6 +14,7 @@ from titan.config import Job, load_job
 from titan.contracts.base import registry
 from titan.errors import PluginError
 from titan.planner.machine.cluster import DeviceMemory
+from titan.planner.step import unset_options
 from titan.planner.step.layout import costs_of
 from titan.planner.step.memory import GIB, peak_bytes
 from titan.planner.step.predict import Planner
@@ -98,6 +99,15 @@ def test_a_model_without_operations_keeps_the_usual_value() -> None:
     vars(job)["spec"] = replace(job.spec, layer_ops=())
     settled, (sentence,) = settle(job, too_small(*SHARDED))
     assert settled is job and "memory cannot be predicted" in sentence
+
+
+def test_costs_that_the_planner_cannot_use_keep_the_usual_value(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A run on GPUs asks for the estimate too, and must train whatever a model states."""
+    job = job_of(*SHARDED)
+    memory = too_small(*SHARDED)
+    monkeypatch.setattr(unset_options, "costs_of", lambda job: replace(costs_of(job), stages=()))
+    settled, (sentence,) = settle(job, memory)
+    assert settled is job and "memory cannot be predicted (ValueError: " in sentence
 
 
 def test_a_checkpoint_resumes_with_either_value() -> None:
