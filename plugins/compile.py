@@ -4,8 +4,6 @@ All blocks share one graph, so the compile time is that of one block (10-20 s co
 the number of layers. Hooks of data parallelism stay outside of the graph. Worth it on GPUs, and on CPUs for long runs.
 
 Limits: modes that capture CUDA graphs are refused where parameters move, as under sharded data parallelism.
-Recomputation of single operations in a compiled block with tensor-parallel (DTensor) parameters fails in PyTorch 2.13
-and is refused.
 """
 
 from collections.abc import Callable, Iterable
@@ -37,16 +35,13 @@ class Compile(Technique):
     search_toggle = True
 
     def check(self, job: Job, spec: ModelSpec) -> Iterable[str]:
-        """Selective recompute inside a graph over sliced parameters; CUDA graphs over parameters that move."""
+        """No CUDA graphs over parameters that move."""
         if self.config.mode in ("reduce-overhead", "max-autotune"):
             for why in job.stating("moves_parameters"):
                 yield (
                     f'mode = "{self.config.mode}" captures CUDA graphs, which replay fixed addresses, but {why}; use '
                     'mode = "max-autotune-no-cudagraphs" or "default"'
                 )
-        if job.layout.role_degree("model") > 1:
-            for how in job.stating("recomputes_operations"):
-                yield f"cannot compile tensor-parallel layers whose operations are recomputed (PyTorch 2.13): {how}"
 
     def cost(self, costs: Costs, job: Job) -> Costs:
         """Elementwise operations of a block are merged."""

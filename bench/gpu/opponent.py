@@ -28,11 +28,11 @@ def main() -> None:
     """Train, print."""
     asked = json.loads(sys.argv[1])
     if asked["device"] == "cpu":
-        _accept_cpu()
+        accept_cpu()
     for name, value in {"RANK": 0, "LOCAL_RANK": 0, "WORLD_SIZE": 1, "MASTER_ADDR": "127.0.0.1"}.items():
         os.environ[name] = str(value)
     os.environ["MASTER_PORT"] = "0"
-    trainer = _trainer(asked)
+    trainer = trainer_of(asked)
     batches = trainer.batch_generator(trainer.dataloader)
     trainer.step = 2  # neither the first step nor one of log_freq: nothing is logged, and nothing waits for the device
 
@@ -59,7 +59,8 @@ def main() -> None:
     os._exit(0)
 
 
-def _trainer(asked: dict[str, Any]) -> Any:
+def trainer_of(asked: dict[str, Any]) -> Any:
+    """torchtitan's Trainer of a Llama of these sizes, on the tokens of one of titan's shards."""
     from torchtitan.components.loss import build_cross_entropy_loss
     from torchtitan.components.lr_scheduler import build_lr_schedulers
     from torchtitan.components.optimizer import build_optimizers
@@ -75,8 +76,8 @@ def _trainer(asked: dict[str, Any]) -> Any:
     spec = TrainSpec(
         model_cls=Transformer, model_args={MODEL: model}, parallelize_fn=parallelize_llama, pipelining_fn=None,
         build_optimizers_fn=build_optimizers, build_lr_schedulers_fn=build_lr_schedulers,
-        build_dataloader_fn=lambda **_: _Tokens(Path(asked["tokens"]), asked["seq_len"]), build_tokenizer_fn=None,
-        build_loss_fn=build_cross_entropy_loss,
+        build_dataloader_fn=lambda **_: _Tokens(Path(asked["tokens"]), asked["seq_len"], asked["batch"]),
+        build_tokenizer_fn=None, build_loss_fn=build_cross_entropy_loss,
     )  # fmt: skip
     register_train_spec(MODEL, spec)
     return Trainer(_config(asked))
@@ -88,32 +89,35 @@ def _config(asked: dict[str, Any]) -> Any:
     config = JobConfig()
     config.model.name, config.model.flavor = MODEL, MODEL
     config.job.dump_folder = asked["folder"]
-    config.training.local_batch_size, config.training.seq_len = 1, asked["seq_len"]
+    config.training.local_batch_size, config.training.seq_len = asked["batch"], asked["seq_len"]
+    config.training.mixed_precision_param = asked["dtype"]
+    config.parallelism.tensor_parallel_degree = asked["tp"]
     config.training.steps = 1_000_000
     config.metrics.log_freq = 1_000_000
     config.optimizer.lr = 3e-4
-    config.compile.enable, config.compile.backend = True, asked["backend"]
+    config.compile.enable, config.compile.backend = bool(asked["backend"]), asked["backend"]
     config.activation_checkpoint.mode = asked["recompute"]
     return config
 
 
 class _Tokens:
-    """The tokens of titan's shard, a sequence after the other, over and over."""
+    """The tokens of titan's shard, a batch of sequences after the other, over and over."""
 
-    def __init__(self, path: Path, seq_len: int) -> None:
-        self._tokens, self._seq_len = open_shard(path).map()[0], seq_len
+    def __init__(self, path: Path, seq_len: int, batch: int) -> None:
+        self._tokens, self._seq_len, self._batch = open_shard(path).map()[0], seq_len, batch
 
     def __iter__(self) -> Iterator[tuple[dict[str, Tensor], Tensor]]:
-        at = 0
+        at, length = 0, self._seq_len * self._batch
         while True:
-            at = at if at + self._seq_len < len(self._tokens) else 0
-            chunk = torch.from_numpy(self._tokens[at : at + self._seq_len + 1].astype("int64"))[None]
-            at += self._seq_len
-            yield {"input": chunk[:, :-1].contiguous()}, chunk[:, 1:].contiguous()
+            at = at if at + length < len(self._tokens) else 0
+            chunk = torch.from_numpy(self._tokens[at : at + length + 1].astype("int64"))
+            at += length
+            tokens, labels = (part.reshape(self._batch, -1) for part in (chunk[:-1].clone(), chunk[1:].clone()))
+            yield {"input": tokens}, labels
 
 
-def _accept_cpu() -> None:
-    """Let torchtitan, which asks for an accelerator when it is imported, take a CPU: for rehearsals."""
+def accept_cpu() -> None:
+    """Let torchtitan, which asks for an accelerator when it is imported, take a CPU."""
     import torch._utils
 
     torch.set_num_threads(1)

@@ -71,6 +71,7 @@ def _ours(setting: Setting, shape: Shape) -> tuple[ModelSpec, dict[str, Any], fl
     return spec, {
         **{name: getattr(spec, name) for name in sizes}, "seq_len": job.data.seq_len, "steps": steps,
         "warm_up": setting.size(2, 1), "device": setting.device.type, "backend": setting.size("inductor", "aot_eager"),
+        "batch": 1, "dtype": "bfloat16", "tp": 1,
         "recompute": keys.get("plugins.activation_checkpoint.mode", "none"), "tokens": str(keys["data.path"]),
         "folder": str(setting.folder / "torchtitan"),
     }, took  # fmt: skip

@@ -10,8 +10,13 @@ The embedding and the head are split by vocabulary; a token that a rank does not
 residuals, the embeddings' output): the sum becomes a reduce-scatter over S, and an all-gather precedes each pair. With
 `loss_parallel` logits stay split over the vocabulary, as DTensors, and the loss sums over ranks without a gather.
 
-The model states how each module is split (`ModelSpec.tensor`); this file translates that into DTensor layouts.
-Parameters without a split are replicated DTensors, so that optimizers and clipping see one kind of tensor.
+The model states how each module is split (`ModelSpec.tensor`). Parameters become DTensors on the axis `tp`, for
+initial values, sharding, optimizers, norms and checkpoints. Arithmetic runs on plain tensors: a module's own forward
+reads this rank's slice of each parameter, and four collectives join the slices. DTensor would dispatch every operation
+in Python; on local tensors a layer costs the host little more than on one rank, and compiles with any recomputation.
+
+Gradients of replicated parameters: a norm under sequence parallelism sees a rank's own positions, a norm of heads a
+rank's own heads, so each rank has a partial sum. These are added up over `tp` once per step, in one all-reduce.
 
 Cost for tp ranks, a micro batch of B x S tokens of width D in e bytes per number:
     memory: parameters, gradients and optimizer state / tp. Activations inside a pair / tp. A pair's input and
@@ -21,7 +26,7 @@ Cost for tp ranks, a micro batch of B x S tokens of width D in e bytes per numbe
         an all-gather and a reduce-scatter in place of each, the same bytes. The embedding (forward) and the head
         (backward) add one all-reduce or such a pair together. Logits: B S V e (tp - 1) / tp if they are gathered,
         3 numbers per token otherwise.
-    once per step: one all-reduce of the gradients of q/k norms, and with sequence_parallel of norms, learned positions.
+    once per step: the all-reduce of replicated parameters' gradients.
 All of this communication is on the critical path: keep tp within a node.
 
 Limits: tp divides n_heads and n_kv_heads, and seq_len with sequence_parallel. Vocabulary and feed-forward width may be
@@ -29,23 +34,25 @@ uneven: the last ranks get less, but every rank must get a part.
 """
 
 import math
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, replace
-from typing import Any, cast
+from functools import cache, partial
+from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.tensor import DTensor, Partial, Replicate, Shard, distribute_tensor
-from torch.distributed.tensor.parallel import ColwiseParallel, ParallelStyle, RowwiseParallel, parallelize_module
+from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
 from torch.distributed.tensor.placement_types import Placement
 
 from titan.contracts import Axis, BuildContext, Costs, Job, ModelPart, ModelSpec, Technique, option, register
 from titan.contracts.base.cost import Collective, CollectiveCost, When, Where
 from titan.contracts.base.spec import TensorStyle, glob_matches, nearest
 from titan.errors import PluginError
+
+ops = torch.ops._c10d_functional
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -70,7 +77,7 @@ class TensorParallel(Technique):
 
     def __init__(self, config: TensorConfig) -> None:
         super().__init__(config)
-        self._parts: list[ModelPart] = []
+        self._partial: list[tuple[nn.Module, str]] = []
 
     def check(self, job: Job, spec: ModelSpec) -> Iterable[str]:
         """Heads, and the positions of a sequence where they are split, must come out even."""
@@ -133,166 +140,208 @@ class TensorParallel(Technique):
                 yield CollectiveCost(axes=("tp",), collective=kind, where=where, when=when, numel=numbers, count=count)
 
     def apply(self, part: ModelPart, context: BuildContext) -> None:
-        """Replace the parameters of one part by their slices, and hook in what joins them.
+        """Slice the parameters of one part, and hook in what joins the ranks.
 
         Raises:
-            PluginError: the model's spec leaves out a parameter, or calls a norm of heads one of hidden states: its
-                gradient would then be a rank's own.
+            PluginError: the model's spec leaves out a parameter, splits a linear whose input no module gathers, or
+                calls a norm of heads one of hidden states: its gradient would then be a rank's own.
         """
         if context.mesh.layout.degree("tp") == 1:
             return
         mesh = context.mesh["tp"]
+        ranks = _Ranks(mesh.get_group().group_name, mesh.size(), mesh.get_local_rank(), self.config.sequence_parallel)
         for name, module in list(part.module.named_modules()):
-            kind = next((kind for glob, kind in context.spec.tensor.items() if glob_matches(glob, name)), None)
-            if kind is not None:
-                _check_norm(kind, name, module, context.spec)
-                # No communication: ranks hold equal whole tensors, or none yet on the meta device.
-                parallelize_module(module, mesh, self._style(kind), src_data_rank=None)
+            style = _style_of(name, context.spec)
+            if style is not None:
+                _check_place(style, name, module, context.spec)
+                self._split(style, module, mesh, ranks)
         part.retie(context.spec)
         left_out = [name for name, parameter in part.parameters() if not isinstance(parameter, DTensor)]
         if left_out:
             raise PluginError(f"ModelSpec.tensor gives no tensor-parallel style for {', '.join(left_out)}")
-        if self.config.sequence_parallel:
-            part.hidden_split *= mesh.size()
-        self._parts.append(part)
+        if ranks.sliced:
+            part.hidden_split *= ranks.size
 
-    def _style(self, kind: TensorStyle) -> ParallelStyle:
-        hidden = Shard(1) if self.config.sequence_parallel else Replicate()
-        split = self.config.loss_parallel
-        match kind:
+    def _split(self, style: TensorStyle, module: nn.Module, mesh: DeviceMesh, ranks: "_Ranks") -> None:
+        """Slice one module's parameters, and hook in what joins the ranks before or after its forward."""
+        if style == "gather":
+            module.register_forward_pre_hook(partial(_enter, ranks))
+            return
+        placements: dict[str, Placement] = dict.fromkeys(module._parameters, Replicate())
+        match style:
             case "column":
-                return ColwiseParallel()
+                placements |= dict.fromkeys(placements, Shard(0))
             case "row":
-                return _Row(output_layouts=hidden)
+                placements |= {"weight": Shard(1)}
+                module.register_forward_hook(partial(_leave, ranks))
             case "embedding":
-                return _Vocabulary(hidden)
-            case "head":
-                logits = Shard(-1) if split else Replicate()
-                return ColwiseParallel(input_layouts=hidden, output_layouts=logits, use_local_output=not split)
-            case "norm":
-                return _Replicated(hidden, hidden)
-            case "qk_norm":
-                # Rows of this rank's heads among those of all heads. Which dimension they lie along is all the same to
-                # what works on the last one.
-                return _Replicated(Shard(0), Shard(0))
+                placements |= dict.fromkeys(placements, Shard(0))
+                module.forward = partial(_look_up, ranks, module)
             case "positions":
-                return _Replicated(Replicate(), hidden)
-            case "gather":
-                return _Gather(hidden)
+                module.register_forward_hook(partial(_own_positions, ranks))
+            case "head":
+                placements |= dict.fromkeys(placements, Shard(0))
+                module.register_forward_pre_hook(partial(_enter, ranks))
+                module.register_forward_hook(partial(_logits, mesh, self.config.loss_parallel))
+        # A row's bias is added once, to the sum over ranks.
+        _slice(module, mesh, placements, added_later=("bias",) if style == "row" else ())
+        if ranks.sliced or style == "qk_norm":
+            self._partial += [(module, name) for name, how in placements.items() if how.is_replicate()]
 
     def after_backward(self) -> None:
-        """Sum, in one all-reduce, the gradients of replicated parameters that saw a rank's own tokens or heads.
-
-        Where data parallelism has wrapped the part, its reduction has done so.
-        """
-        partial = [
-            parameter
-            for part in self._parts
-            for _, parameter in part.parameters()
-            if isinstance(parameter.grad, DTensor) and any(p.is_partial() for p in parameter.grad.placements)
-        ]
-        if not partial:
+        """Sum, in one all-reduce, the gradients of replicated parameters that saw a rank's own tokens or heads."""
+        parameters = [module._parameters[name] for module, name in self._partial]
+        gradients = [p.grad for p in parameters if p is not None and p.grad is not None]
+        if not gradients:
             return
-        gradients = [parameter.grad.to_local() for parameter in partial]  # type: ignore[union-attr]
-        flat = torch.cat([gradient.flatten() for gradient in gradients])
-        mesh = partial[0].device_mesh  # type: ignore[attr-defined]
-        dist.all_reduce(flat, group=mesh.get_group())
-        for parameter, whole in zip(partial, torch.split(flat, [g.numel() for g in gradients]), strict=True):
-            parameter.grad = DTensor.from_local(whole.view(parameter.shape), mesh, [Replicate()], run_check=False)
+        mesh = gradients[0].device_mesh
+        local = [gradient.to_local() for gradient in gradients]
+        flat = torch.cat([gradient.flatten() for gradient in local])
+        dist.all_reduce(flat, group=mesh.get_group("tp"))
+        sums = torch.split(flat, [gradient.numel() for gradient in local])
+        torch._foreach_copy_(local, [whole.view_as(gradient) for whole, gradient in zip(sums, local, strict=True)])
 
 
-def _check_norm(kind: TensorStyle, name: str, module: nn.Module, spec: ModelSpec) -> None:
-    """Refuse a "norm" that cannot be one of hidden states, which a pair of linears would feed with a slice of heads."""
+def _style_of(name: str, spec: ModelSpec) -> TensorStyle | None:
+    return next((style for glob, style in spec.tensor.items() if glob_matches(glob, name)), None)
+
+
+def _check_place(style: TensorStyle, name: str, module: nn.Module, spec: ModelSpec) -> None:
+    """Refuse a linear or norm in a place where its input, or its gradient, would be another than the style says."""
     above = [name[:end] for end, letter in enumerate(name) if letter == "."]
-    inside = any(style == "gather" and glob_matches(glob, n) for glob, style in spec.tensor.items() for n in above)
+    inside = any(_style_of(module_above, spec) == "gather" for module_above in above)
+    if style in ("column", "row", "qk_norm") and not inside:
+        raise PluginError(
+            f'the model\'s spec has {name} as a "{style}", but no module around it is a "gather" in ModelSpec.tensor: '
+            "its input would not be whole"
+        )
     widths = {parameter.shape[-1] for parameter in module.parameters(recurse=False) if parameter.ndim}
-    if kind == "norm" and inside and widths - {spec.dim}:
+    if style == "norm" and inside and widths - {spec.dim}:
         raise PluginError(
             f'the model\'s spec has {name} as a "norm" of hidden states, {spec.dim} wide, but its parameters are '
             f'{", ".join(map(str, sorted(widths)))} wide; a norm of heads is a "qk_norm" in ModelSpec.tensor'
         )
 
 
-class _Row(RowwiseParallel):
-    """Rowwise, for input features that need not come out even: their number is the module's, not tp times a rank's."""
+# --- parameters ---------------------------------------------------------------------------------------------------
+
+
+def _slice(
+    module: nn.Module, mesh: DeviceMesh, placements: Mapping[str, Placement], added_later: tuple[str, ...] = ()
+) -> None:
+    """Make a module's parameters DTensors, of which its own forward reads this rank's slices.
+
+    No communication: ranks hold equal whole tensors, or none yet on the meta device.
+    """
+    for name, placement in placements.items():
+        parameter = module._parameters[name]
+        if parameter is not None:
+            slices = distribute_tensor(parameter, mesh, [placement], src_data_rank=None)
+            module.register_parameter(name, nn.Parameter(slices, requires_grad=parameter.requires_grad))
+    if placements:
+        module.__class__ = _reading_slices(type(module), tuple(placements), added_later)
+
+
+@cache
+def _reading_slices(of: type[nn.Module], names: tuple[str, ...], added_later: tuple[str, ...]) -> type[nn.Module]:
+    """A subclass in which `module.weight` is this rank's slice: one for all layers, as they share a compiled graph."""
+    return type(of.__name__, (of,), {name: property(_reader(name, name in added_later)) for name in names})
+
+
+def _reader(name: str, added_later: bool) -> Callable[[nn.Module], Tensor | None]:
+    def read(module: nn.Module) -> Tensor | None:
+        parameter = module._parameters[name]
+        if parameter is None or parameter.device_mesh.ndim > 1:  # sharded by data parallelism, so not in forward
+            return parameter
+        return None if added_later else parameter.to_local()
+
+    return read
+
+
+# --- hidden states ------------------------------------------------------------------------------------------------
+
+
+class _Ranks(NamedTuple):
+    """The ranks that hold slices: their process group, their number, this one's place.
+
+    sliced: between pairs of linears, each holds S / size positions of the hidden states (sequence parallelism).
+    """
+
+    group: str
+    size: int
+    rank: int
+    sliced: bool
+
+
+def _gather(x: Tensor, ranks: _Ranks) -> Tensor:
+    """[B, S / size, D] of each rank -> [B, S, D], where positions are sliced."""
+    if not ranks.sliced:
+        return x
+    rows = ops.wait_tensor(ops.all_gather_into_tensor(x.contiguous(), ranks.size, ranks.group))
+    return rows.unflatten(0, (ranks.size, -1)).transpose(0, 1).flatten(1, 2)
+
+
+def _sum(x: Tensor, ranks: _Ranks) -> Tensor:
+    """Summands [B, S, D] -> the sum over ranks; of this rank's positions [B, S / size, D], where they are sliced."""
+    if not ranks.sliced:
+        return ops.wait_tensor(ops.all_reduce(x, "sum", ranks.group))
+    rows = x.unflatten(1, (ranks.size, -1)).transpose(0, 1).flatten(0, 1)
+    return ops.wait_tensor(ops.reduce_scatter_tensor(rows.contiguous(), "sum", ranks.size, ranks.group))
+
+
+class _Gathered(torch.autograd.Function):
+    """Hidden states made whole before a pair of linears; each rank's gradient of them is a summand."""
 
     @staticmethod
-    def _prepare_input_fn(
-        input_layouts: Any, desired_input_layouts: Any, mod: Any, inputs: Any, device_mesh: Any
-    ) -> DTensor:
-        shape = torch.Size((*inputs[0].shape[:-1], mod.in_features))
-        stride = torch.empty(shape, device="meta").stride()
-        return DTensor.from_local(inputs[0], device_mesh, input_layouts, run_check=False, shape=shape, stride=stride)
+    def forward(ctx: Any, x: Tensor, ranks: _Ranks) -> Tensor:
+        ctx.ranks = ranks
+        return _gather(x, ranks)
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None]:
+        return _sum(gradient, ctx.ranks), None
 
 
-@dataclass
-class _Vocabulary(ParallelStyle):
-    """A table cut by words: a rank looks up the words it holds, the others count as zero, and ranks are summed.
+class _Summed(torch.autograd.Function):
+    """The sum over ranks after a pair of linears; its gradient is every summand's."""
 
-    DTensor's own lookup makes the gradient of the whole table on every rank. This one's is a slice, as the table is.
-    """
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, ranks: _Ranks) -> Tensor:
+        ctx.ranks = ranks
+        return _sum(x, ranks)
 
-    wanted: Placement
-
-    def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
-        assert isinstance(module, nn.Embedding)
-        words, requires_grad = module.num_embeddings, module.weight.requires_grad
-        slices = distribute_tensor(module.weight, device_mesh, [Shard(0)], src_data_rank=self.src_data_rank)
-        module.weight = nn.Parameter(slices, requires_grad=requires_grad)
-        width = -(-words // device_mesh.size())
-        start = device_mesh.get_local_rank() * width
-
-        def look_up(tokens: Tensor) -> Tensor:
-            here = (tokens >= start) & (tokens < start + width)
-            table = cast(DTensor, module.weight)  # read at each call: sharding replaces it
-            rows = F.embedding(torch.where(here, tokens - start, 0), table.to_local())
-            summands = torch.where(here[..., None], rows, 0.0)
-            # Waited for: the backward of a compiled layer fails on PyTorch 2.13 if its input is still under way.
-            return _laid_out(summands, device_mesh, Partial(), self.wanted).to_local()
-
-        module.forward = look_up  # type: ignore[method-assign, assignment]
-        return module
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None]:
+        return _gather(gradient, ctx.ranks), None
 
 
-@dataclass
-class _Replicated(ParallelStyle):
-    """Whole parameters on every rank. The input comes in one layout, is worked on in another, which the output has too.
-
-    Parameters are DTensors, so the gradient of one that saw a slice of the input knows that it is a partial sum.
-    """
-
-    given: Placement
-    worked_on: Placement
-
-    def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
-        for name, parameter in list(module.named_parameters(recurse=False)):
-            whole = distribute_tensor(parameter, device_mesh, [Replicate()], src_data_rank=self.src_data_rank)
-            module.register_parameter(name, nn.Parameter(whole, requires_grad=parameter.requires_grad))
-
-        def enter(module: nn.Module, args: tuple[Any, ...]) -> tuple[Any, ...]:
-            return (_laid_out(args[0], device_mesh, self.given, self.worked_on), *args[1:])
-
-        def leave(module: nn.Module, args: tuple[Any, ...], output: DTensor) -> Tensor:
-            return output.redistribute(placements=[self.worked_on]).to_local()
-
-        module.register_forward_pre_hook(enter)
-        module.register_forward_hook(leave)
-        return module
+def _enter(ranks: _Ranks, module: nn.Module, args: tuple[Any, ...]) -> tuple[Any, ...]:
+    return (_Gathered.apply(args[0], ranks), *args[1:])
 
 
-@dataclass
-class _Gather(ParallelStyle):
-    """The module's first argument becomes whole once for all linears in it, and so does its gradient's sum."""
-
-    given: Placement
-
-    def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
-        def enter(module: nn.Module, args: tuple[Any, ...]) -> tuple[Any, ...]:
-            return (_laid_out(args[0], device_mesh, self.given, Replicate()), *args[1:])
-
-        module.register_forward_pre_hook(enter)
-        return module
+def _leave(ranks: _Ranks, module: nn.Module, args: tuple[Any, ...], output: Tensor) -> Tensor:
+    total: Tensor = _Summed.apply(output, ranks)
+    bias = module._parameters["bias"]
+    return total if bias is None else total + bias.to_local()
 
 
-def _laid_out(local: Tensor, mesh: DeviceMesh, given: Placement, wanted: Placement) -> DTensor:
-    return DTensor.from_local(local, mesh, [given], run_check=False).redistribute(placements=[wanted])
+def _look_up(ranks: _Ranks, table: nn.Embedding, tokens: Tensor) -> Tensor:
+    """A rank looks up the words that it holds; the others count as zero."""
+    width = -(-table.num_embeddings // ranks.size)
+    index = tokens - ranks.rank * width
+    here = (index >= 0) & (index < width)
+    rows = F.embedding(torch.where(here, index, 0), table.weight)
+    total: Tensor = _Summed.apply(torch.where(here[..., None], rows, 0.0), ranks)
+    return total
+
+
+def _own_positions(ranks: _Ranks, module: nn.Module, args: tuple[Any, ...], output: Tensor) -> Tensor:
+    return output.chunk(ranks.size, dim=1)[ranks.rank] if ranks.sliced else output
+
+
+def _logits(mesh: DeviceMesh, split: bool, module: nn.Linear, args: tuple[Any, ...], output: Tensor) -> Tensor:
+    """[B, S, V], split over V: as a DTensor, or gathered."""
+    shape = torch.Size((*output.shape[:-1], module.out_features))
+    stride = torch.empty(shape, device="meta").stride()
+    logits = DTensor.from_local(output, mesh, [Shard(-1)], run_check=False, shape=shape, stride=stride)
+    return logits if split else logits.redistribute(placements=[Replicate()]).to_local()

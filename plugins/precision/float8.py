@@ -24,9 +24,9 @@ On other hardware products are emulated: the same rounded operands multiplied in
 
 Limits: the curve depends on the layout. A scale covers the tokens of one micro batch on one rank. Only with
 `rowwise_with_gw_hp`, whose scales cover single rows, is the curve independent of how the batch is divided. Slices of
-tensor parallelism share the scale of the whole. With `fsdp_all_gather` weights are rounded once, from fp32, else from
-the run's precision too. A schedule that splits the backward does all its products twice, once in each half. Rowwise
-products come out in bf16 in an fp32 run too.
+tensor parallelism have scales of their own, so no rank waits for another's maximum. With `fsdp_all_gather` a weight has
+one scale, and is rounded once, from fp32, else from the run's precision too. A schedule that splits the backward does
+all its products twice, once in each half. Rowwise products come out in bf16 in an fp32 run too.
 """
 
 import logging

@@ -85,7 +85,7 @@ def test_layouts(recipe: str, degrees: dict[str, int], one_rank, tmp_path: Path)
     reference = one_rank(*float8(recipe), *EMULATED)
     other = train_job(tmp_path, 2, *BASE, *float8(recipe), *EMULATED, *mesh(**degrees))
     assert_close(reference, other, LOSS_RTOL, NORM_RTOL)
-    if recipe != "tensorwise" or "tp" in degrees:
+    if recipe != "tensorwise":  # its scales cover a rank's own tokens, and its own slice of a matrix
         assert_close(reference, other, FIRST_LOSS_RTOL, FIRST_NORM_RTOL, steps=1)
 
 

@@ -54,14 +54,19 @@ def test_drawn(index: int, judge: Judge) -> None:
 def gradient_times_tp() -> None:
     from titan.plugins.parallel.tensor import TensorParallel
 
-    reduce = TensorParallel.after_backward
+    split, reduce = TensorParallel.apply, TensorParallel.after_backward
+    parts = []
+
+    def noted(self: Any, part: Any, context: Any) -> None:
+        parts.append(part)
+        split(self, part, context)
 
     def twice(self: Any) -> None:
         reduce(self)
-        for _, parameter in self._parts[0].parameters():
+        for _, parameter in parts[0].parameters():
             parameter.grad *= 2
 
-    TensorParallel.after_backward = twice
+    TensorParallel.apply, TensorParallel.after_backward = noted, twice
 
 
 def lost_micro_batch() -> None:

@@ -142,9 +142,9 @@ def _tied_and_sliced() -> tuple[bool, list[tuple[int, ...]]]:
     with torch.device("meta"):
         part = ModelPart(model.build())
     TensorParallel(TensorConfig()).apply(part, _context(model))
-    embed = part.module.embed.weight
-    sizes = [tuple(p.to_local().shape) for p in (embed, part.module.layers["1"].ffn.down.weight)]
-    return part.module.output.weight is embed, sizes
+    embed, output = (module._parameters["weight"] for module in (part.module.embed, part.module.output))
+    sizes = [tuple(p.shape) for p in (part.module.embed.weight, part.module.layers["1"].ffn.down.weight)]
+    return output is embed, sizes
 
 
 def test_tied_weights_stay_one_tensor_and_slices_may_be_uneven() -> None:
@@ -180,3 +180,16 @@ def _without_norms() -> None:
 def test_a_parameter_the_plan_forgets_is_refused() -> None:
     with pytest.raises(RankError, match=r"PluginError: .*layers\.0\.attn_norm\.weight, .*norm\.weight"):
         run_ranks(_without_norms, 2)
+
+
+def _without_gather() -> None:
+    model = MODELS["llama, grouped queries"]()
+    context = _context(model)
+    table = {glob: style for glob, style in context.spec.tensor.items() if glob != "layers.*.ffn"}
+    context.spec = dataclasses.replace(context.spec, tensor=table)
+    TensorParallel(TensorConfig()).apply(ModelPart(model.build()), context)
+
+
+def test_a_linear_whose_input_nothing_gathers_is_refused() -> None:
+    with pytest.raises(RankError, match=r'layers\.0\.ffn\.w1 as a "column", but no module around it is a "gather"'):
+        run_ranks(_without_gather, 2)

@@ -130,7 +130,7 @@ class TiedGradients:
     def add(self) -> None:
         """Add them up, in place; a gradient of one stage alone is left."""
         for name in self.names if self.ends else ():
-            gradients = [_local(module.get_parameter(name).grad) for module in self.ends]
+            gradients = [_local(dict(module.named_parameters())[name].grad) for module in self.ends]
             if self.first == self.last:
                 total = gradients[0] + gradients[1]
                 for gradient in gradients:

@@ -117,5 +117,5 @@ class ModelPart:
         for alias, owner in spec.tied:
             (to, to_name), (source, source_name) = alias.rpartition(".")[::2], owner.rpartition(".")[::2]
             if self.holds(to) and self.holds(source):
-                tensor = getattr(self.module.get_submodule(source), source_name)
-                setattr(self.module.get_submodule(to), to_name, tensor)
+                tensor = self.module.get_submodule(source)._parameters[source_name]
+                self.module.get_submodule(to).register_parameter(to_name, tensor)

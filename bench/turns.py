@@ -1,0 +1,117 @@
+"""Tensor-parallel steps of titan and of torchtitan 0.2.2, in turns in the same CPU ranks.
+
+    python -m bench.turns [--tp 2] [--steps 20]
+
+Both train the model of bench/overhead.toml in fp32, eager, with sequence parallelism and a vocabulary-parallel loss.
+Prints the ratio of the median steps and writes all samples under bench/results. Needs torchtitan 0.2.2 and what it
+imports: tyro, datasets, tokenizers, einops, triton.
+"""
+
+import argparse
+import json
+import os
+import statistics
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+from titan.ranks.launcher import let_threads_sleep
+
+let_threads_sleep()  # for both trainers, and before torch is imported
+
+import torch  # noqa: E402
+import torch.distributed as dist  # noqa: E402
+from tqdm import tqdm  # noqa: E402
+
+from bench import results  # noqa: E402
+from bench.gpu import jobs, opponent  # noqa: E402
+from titan.config import Job, load_job  # noqa: E402
+from titan.ranks import process  # noqa: E402
+from titan.ranks.rendezvous import listen  # noqa: E402
+from titan.training import build, trainer  # noqa: E402
+
+CONFIG = Path(__file__).parent / "overhead.toml"
+WARM_UP = 3
+WORDS, TOKENS = 4096, 1 << 19
+
+
+def main() -> None:
+    """Start the ranks, print the ratio, write the results."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--tp", type=int, default=2, help="ranks, all of them tensor-parallel")
+    parser.add_argument("--steps", type=int, default=20, help=f"pairs of measured steps, after {WARM_UP} pairs")
+    parser.add_argument("--folder", help=argparse.SUPPRESS)  # of a rank
+    args = parser.parse_args()
+    if args.folder:
+        _rank(args.tp, args.steps, Path(args.folder))
+        return
+    with tempfile.TemporaryDirectory() as folder:
+        samples = _in_turns(args.tp, Path(folder))
+    ours, theirs = (statistics.median(samples[who]) for who in ("titan_s", "torchtitan_s"))
+    print(f"tp {args.tp}: titan {ours * 1e3:.0f} ms, torchtitan {theirs * 1e3:.0f} ms, speed {theirs / ours:.2f}")
+    print(results.write("turns", {"tp": args.tp, "samples": samples}))
+
+
+def _in_turns(tp: int, folder: Path) -> dict[str, list[float]]:
+    """Seconds of each step of both trainers, from the ranks that this command starts."""
+    jobs.tokens(folder, WORDS, TOKENS)
+    with listen(0) as probe:
+        port = probe.getsockname()[1]
+    place = {"WORLD_SIZE": tp, "LOCAL_WORLD_SIZE": tp, "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port}
+    command = [sys.executable, "-m", "bench.turns", *sys.argv[1:], "--folder", str(folder)]
+    ranks = []
+    for rank in range(tp):
+        own = {key: str(value) for key, value in {**place, "RANK": rank, "LOCAL_RANK": rank}.items()}
+        ranks.append(subprocess.Popen(command, env={**os.environ, **own}))
+    if any([rank.wait() for rank in ranks]):
+        sys.exit("a rank failed")
+    found: dict[str, list[float]] = json.loads((folder / "samples.json").read_text())
+    return found
+
+
+def _rank(tp: int, steps: int, folder: Path) -> None:
+    torch.set_num_threads(1)
+    keys = {
+        "run.dir": folder, "mesh.tp": tp, "model.vocab_size": WORDS, "tokenizer.name": "byte", "data.name": "shards",
+        "data.path": jobs.tokens(folder, WORDS, TOKENS),
+    }  # fmt: skip
+    job = load_job(CONFIG, [word for key, value in keys.items() for word in (f"--{key}", str(value))], tp)
+    run = build.build(job, process.join(job))
+    batches = iter(run.loader)
+    turns: dict[str, Callable[[], object]] = {
+        "titan_s": lambda: float(trainer.step(run, next(batches)).grad_norm),
+        "torchtitan_s": _torchtitan(job, tp, folder),
+    }
+    taken: dict[str, list[float]] = {who: [] for who in turns}
+    for number in tqdm(range(steps + WARM_UP), disable=None if dist.get_rank() == 0 else True):
+        for who, step in turns.items():
+            dist.barrier()
+            began = time.perf_counter()
+            step()
+            if number >= WARM_UP:
+                taken[who].append(time.perf_counter() - began)
+    if dist.get_rank() == 0:
+        (folder / "samples.json").write_text(json.dumps(taken))
+    dist.barrier()
+    os._exit(0)  # two trainers share the process groups, and neither expects the other to close them
+
+
+def _torchtitan(job: Job, tp: int, folder: Path) -> Callable[[], object]:
+    """A step of torchtitan's own Trainer, of the same model and on the same tokens."""
+    opponent.accept_cpu()
+    sizes = ("dim", "n_layers", "n_heads", "n_kv_heads", "ffn_dim", "vocab_size")
+    theirs = opponent.trainer_of({
+        **{name: getattr(job.spec, name) for name in sizes}, "seq_len": job.data.seq_len, "tp": tp, "backend": "",
+        "batch": job.train.global_batch_size, "dtype": "float32", "recompute": "none", "folder": str(folder),
+        "tokens": str(jobs.tokens(folder, WORDS, TOKENS)),
+    })  # fmt: skip
+    batches = theirs.batch_generator(theirs.dataloader)
+    theirs.step = 2  # neither the first step nor one that is logged
+    return lambda: theirs.train_step(batches)
+
+
+if __name__ == "__main__":
+    main()
