@@ -22,16 +22,14 @@ from tests.malicious_checkpoints import (
     COMMAND,
     DATA,
     EVIL,
-    INDEXES,
     METADATA,
     PAYLOADS,
     PICKLES,
-    STATE_TEXTS,
-    STATES,
     Calls,
     place,
     set_at,
 )  # fmt: skip
+from tests.malicious_titan_files import INDEXES, STATE_TEXTS, STATES
 from titan.checkpoint.disk import unpickle
 from titan.errors import CheckpointError
 
