@@ -1,8 +1,7 @@
 """Checkpoints that were damaged: refused by name, or gone back from to the newest sound one, loudly."""
 
 import re
-from collections.abc import Callable, Iterator
-from logging import INFO
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -10,15 +9,6 @@ import torch
 
 from bench.mutations import build, checkpointer
 from titan.errors import CheckpointError
-from titan.log import log
-
-
-@pytest.fixture
-def told(caplog: pytest.LogCaptureFixture) -> Iterator[Callable[[], list[str]]]:
-    """Warnings and errors the run has said so far."""
-    log.addHandler(caplog.handler)
-    yield lambda: list(dict.fromkeys(r.message for r in caplog.records if r.name == log.name and r.levelno > INFO))
-    log.removeHandler(caplog.handler)
 
 
 @pytest.fixture
