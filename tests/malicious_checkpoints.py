@@ -132,11 +132,11 @@ def _resize(size: list[int], chunk: list[int] | None = None) -> Callable[[Metada
     return change
 
 
-def _without_a_piece(metadata: Metadata) -> None:
+def _without_a_chunk(metadata: Metadata) -> None:
     _tensor(metadata).chunks.clear()
 
 
-def _twice_the_piece(metadata: Metadata) -> None:
+def _twice_the_chunk(metadata: Metadata) -> None:
     _tensor(metadata).chunks.append(_chunk(metadata))
 
 
@@ -173,26 +173,26 @@ METADATA: dict[str, tuple[Callable[[Metadata], None], str]] = {
     "a file at the root": (set_at(place, relative_path="/etc/passwd"), "'/etc/passwd', which its manifest does not"),
     "a file below": (set_at(place, relative_path="a/b"), "'a/b', which its manifest does not"),
     "state.json as data": (set_at(place, relative_path="state.json"), "'state.json', which its manifest does not"),
-    "a file that is no text": (set_at(place, relative_path=3), "the file of a piece is no text"),
+    "a file that is no text": (set_at(place, relative_path=3), "the file of a chunk is no text"),
     "a negative offset": (set_at(place, offset=-1), "is somewhere that is no number"),
     "a true offset": (set_at(place, offset=True), "is somewhere that is no number"),
     "an end behind the end": (set_at(place, length=1 << 40), "ends behind the end"),
     "a length of nothing": (set_at(place, length=0), "ends behind the end"),
-    "a transform": (set_at(place, transform_descriptors=["zstd"]), "the place of a piece is no place"),
-    "bytes for two tensors": (_same_bytes, f"two pieces overlap in {DATA}"),
+    "a transform": (set_at(place, transform_descriptors=["zstd"]), "the place of a chunk is no place"),
+    "bytes for two tensors": (_same_bytes, f"two chunks overlap in {DATA}"),
     "a tensor of terabytes": (_resize([1 << 20, 1 << 20]), "larger than its place"),
     "a tensor beyond memory": (_resize([1 << 40, 1 << 40]), "beyond all memory"),
     "an empty tensor beyond memory": (_resize([0, 1 << 61]), "beyond all memory"),
     "many dimensions": (_resize([1] * 100), "a bad size"),
-    "a piece too small": (_resize([3, 5], [3, 4]), "do not make it up"),
-    "a piece that sticks out": (_resize([3, 3], [3, 4]), "do not make it up"),
-    "a piece elsewhere": (set_at(_chunk, offsets=torch.Size([1, 0])), "do not make it up"),
-    "a piece of other dimensions": (_resize([3, 4], [12]), "do not make it up"),
-    "no piece": (_without_a_piece, "has no pieces"),
-    "a piece twice": (_twice_the_piece, "do not make it up"),
+    "a chunk too small": (_resize([3, 5], [3, 4]), "do not make it up"),
+    "a chunk that sticks out": (_resize([3, 3], [3, 4]), "do not make it up"),
+    "a chunk elsewhere": (set_at(_chunk, offsets=torch.Size([1, 0])), "do not make it up"),
+    "a chunk of other dimensions": (_resize([3, 4], [12]), "do not make it up"),
+    "no chunk": (_without_a_chunk, "has no chunks"),
+    "a chunk twice": (_twice_the_chunk, "do not make it up"),
     "an unknown dtype": (lambda m: setattr(_tensor(m).properties, "dtype", torch.qint8), r"names 'torch\.qint8'"),
     "a sparse layout": (lambda m: setattr(_tensor(m).properties, "layout", torch.sparse_coo), "is not strided"),
-    "no places": (lambda m: m.storage_data.clear(), "has no pieces"),
+    "no places": (lambda m: m.storage_data.clear(), "has no chunks"),
 }  # fmt: skip
 """Name -> (change of DCP's metadata, what is said)."""
 
@@ -281,7 +281,7 @@ def main(path: Path) -> None:
     (path / manifest.INDEX).unlink(missing_ok=True)  # where there is one, the metadata is not read
     (path / manifest.METADATA).write_bytes(pickle.dumps(Calls(os.system, ("touch taken-over",))))
     names = [file.name for file in path.iterdir() if file.name != manifest.MANIFEST]
-    manifest.write(path, {name: manifest.piece_of(path / name) for name in names})
+    manifest.write(path, {name: manifest.entry_of(path / name) for name in names})
 
 
 if __name__ == "__main__":

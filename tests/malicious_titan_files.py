@@ -79,7 +79,7 @@ INDEXES: dict[str, tuple[Callable[[bytes], bytes], str]] = {
     "a file before the first": (_index(lambda h, n: _all(n, 0, -1)), "in no file"),
     "a negative place": (_index(lambda h, n: _all(n, 1, -1)), "ends behind the end"),
     "an end behind the end": (_index(lambda h, n: _all(n, 2, (1 << 63) - 1)), "ends behind the end"),
-    "bytes for all tensors": (_index(lambda h, n: _all(n, 1, 0)), "two pieces overlap"),
+    "bytes for all tensors": (_index(lambda h, n: _all(n, 1, 0)), "two chunks overlap"),
 }
 """Name -> (change of the bytes of titan.index, what is said)."""
 

@@ -223,8 +223,8 @@ def _find_and_count(folder: Path) -> tuple[str, list[str], int]:
     from titan.checkpoint.disk import manifest
 
     hashed: list[str] = []
-    read = manifest.piece_of
-    manifest.piece_of = lambda file, *more: hashed.append(file.name) or read(file, *more)  # type: ignore[func-returns-value]
+    read = manifest.entry_of
+    manifest.entry_of = lambda file, *more: hashed.append(file.name) or read(file, *more)  # type: ignore[func-returns-value]
     found = _find(folder, "auto")
     files = list(hashed)
     save(folder, SHARDED)

@@ -109,8 +109,8 @@ def test_a_damaged_one_that_is_named_is_refused(tmp_path: Path) -> None:
 def test_what_was_found_is_verified_once(saved: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     from titan.checkpoint.disk import manifest
 
-    read, hashed = manifest.piece_of, []
-    monkeypatch.setattr(manifest, "piece_of", lambda file, *more: hashed.append(file.name) or read(file, *more))
+    read, hashed = manifest.entry_of, []
+    monkeypatch.setattr(manifest, "entry_of", lambda file, *more: hashed.append(file.name) or read(file, *more))
     again = checkpointer(saved.parent)
     for _ in range(2):
         assert again.find("auto") == saved
