@@ -82,7 +82,7 @@ def load(path: Path) -> None:
 def reseal(path: Path) -> None:
     """Write a manifest that matches the changed files."""
     files = [file for file in path.iterdir() if file.name != MANIFEST]
-    manifest.write(path, {file.name: manifest.piece_of(file) for file in files})
+    manifest.write(path, {file.name: manifest.entry_of(file) for file in files})
 
 
 def mutate(data: bytes, draw: random.Random) -> tuple[str, bytes]:

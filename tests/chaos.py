@@ -26,15 +26,24 @@ import re
 import shutil
 import subprocess
 import sys
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator
 from dataclasses import asdict, dataclass, field, replace
-from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
 import torch
 
-from tests.injection import ERRORS, KINDS, NEVER, Fault, Witness, drawn, rank_of, witnessed
+from tests.chaos_starts import (
+    COMMAND,
+    LAYOUTS,
+    RANKS,
+    Start,
+    drawn_start,
+    flag,
+    layouts_of_starts,
+    with_caches,
+)
+from tests.injection import ERRORS, NEVER, Fault, Witness, witnessed
 from tests.jobs import LLAMA, Outcome, differences, read_rows, run_job, saved_tensors, write_text
 from tests.ranks import ROOT, RankError, run_ranks
 from titan.checkpoint.disk import folder as folders
@@ -46,46 +55,13 @@ FAULTS_A_RUN = 5
 MOST_VIOLATIONS = 20
 PATIENCE_S = 200.0
 
-LAYOUTS: Mapping[str, tuple[int, tuple[str, ...]]] = {
-    "one rank": (1, ()),
-    "dp_shard 2": (2, ("dp_shard",)),
-    "dp_replicate 2": (2, ("dp_replicate",)),
-    "tp 2": (2, ("tp",)),
-    "pp 2": (2, ("pp",)),
-    "dp_shard 2, tp 2": (4, ("dp_shard", "tp")),
-    "dp_shard 2, pp 2": (4, ("dp_shard", "pp")),
-}
-OFTEN = (4, 4, 2, 3, 3, 1, 1)
-"""How often each layout is taken, against the others: four ranks cost most."""
-
-MOMENTS = {"step": 28, "mkdir": 6, "write": 14, "fsync": 14, "cut": 14, "rename": 9, "remove": 24, "read": 9}
-"""Latest event of each kind that a kill waits for."""
-
 IN_USE = "is in use"
 CHANGED, CHANGED_CODE = "changed while", 2
+"""What is said of a second start, and of a corpus that grows."""
+
 GAP = r"\[metrics\.jsonl\] .* misses some rows"
 ASIDE = r"^(put|fsync) .*/(metrics\.jsonl|logs/[^/]*|lock\.json)$"
 """Errors there cost rows, words or counts, never the run."""
-
-"""What is said of a second start, and of a corpus that grows."""
-
-RANKS, LAUNCHER, COMMAND = "ranks", "launcher", "command"
-"""Ways to start a run."""
-
-
-@dataclass(frozen=True)
-class Start:
-    """One start of a run."""
-
-    layout: str
-    way: str
-    fault: Fault
-    words: tuple[str, ...] = ()
-
-    @property
-    def keeps_all(self) -> bool:
-        """Whether the run never removes a checkpoint."""
-        return any(pair == ("--checkpoint.keep_latest", "0") for pair in pairwise(self.words))
 
 
 @dataclass(frozen=True)
@@ -131,20 +107,20 @@ class Hunt:
 
     def run(self, rng: random.Random, faults: int) -> None:
         """One run, with up to `FAULTS_A_RUN` faults."""
-        layouts = _layouts(rng)
+        layouts = layouts_of_starts(rng)
         saving = [
-            *_flag("checkpoint.every", rng.choice((1, 1, 2))),
-            *_flag("checkpoint.async", rng.choice(("true", "false"))),
+            *flag("checkpoint.every", rng.choice((1, 1, 2))),
+            *flag("checkpoint.async", rng.choice(("true", "false"))),
         ]
         rewritten = 0
         if rng.random() < 0.15:
             rewritten = STEPS // 2
-            saving += _flag("checkpoint.keep_latest", 0)
-        starts = [_start(rng, next(layouts), saving) for _ in range(min(faults, FAULTS_A_RUN))]
+            saving += flag("checkpoint.keep_latest", 0)
+        starts = [drawn_start(rng, next(layouts), saving) for _ in range(min(faults, FAULTS_A_RUN))]
         if rewritten:
             # A run that begins again under its old name replaces the checkpoints it finds.
-            before = replace(starts[0], way=RANKS, fault=NEVER, words=(*saving, *_flag("train.steps", rewritten)))
-            anew = (*saving, *_flag("checkpoint.resume", "never"))
+            before = replace(starts[0], way=RANKS, fault=NEVER, words=(*saving, *flag("train.steps", rewritten)))
+            anew = (*saving, *flag("checkpoint.resume", "never"))
             starts[0] = replace(starts[0], fault=Fault("rename", rng.randint(1, 12), 0), words=anew)
             starts.insert(0, before)
         self.chase([*starts, Start(next(layouts), RANKS, NEVER, tuple(saving))], rewritten)
@@ -161,7 +137,7 @@ class Hunt:
         ever: set[Path] = set()
         layouts = set()
         gaps = 0
-        for number, start in enumerate(_with_caches(starts, f"{self.folder}/cache-{name}")):
+        for number, start in enumerate(with_caches(starts, f"{self.folder}/cache-{name}")):
             layouts.add(start.layout)
             lines = _lines(run)
             end = self._once(name, start)
@@ -200,7 +176,7 @@ class Hunt:
         words = [
             "--run.name", name, "--data.path", str(corpus), "--train.steps", str(STEPS),
             "--checkpoint.enabled", "true", "--plugins.path", json.dumps([str(ROOT / "tests" / "plugins")]),
-            "--plugins.fault_injector.enabled", "true", *(word for axis in axes for word in _flag(f"mesh.{axis}", 2)),
+            "--plugins.fault_injector.enabled", "true", *(word for axis in axes for word in flag(f"mesh.{axis}", 2)),
             *start.words,
         ]  # fmt: skip
         places = {"folder": self.folder / name, "corpus": corpus, "note": note, "pipe": pipe}
@@ -322,45 +298,6 @@ def _lost_rows(end: End) -> int:
     return sum(re.search(r"^put .*/metrics\.jsonl$", line) is not None for line in end.struck)
 
 
-def _layouts(rng: random.Random) -> Iterator[str]:
-    """The layout of each start: one for all, or another each time."""
-    fixed = rng.random() < 0.5
-    while True:
-        layout = rng.choices(list(LAYOUTS), OFTEN)[0]
-        yield layout
-        while fixed:
-            yield layout
-
-
-def _start(rng: random.Random, layout: str, words: list[str]) -> Start:
-    ranks = LAYOUTS[layout][0]
-    kind = rng.choices(list(KINDS), list(KINDS.values()))[0]
-    if kind != "kill":
-        return Start(layout, rng.choices((LAUNCHER, COMMAND), (4, 1))[0], drawn(rng, kind, ranks), tuple(words))
-    way = rng.choices((RANKS, LAUNCHER, COMMAND), (7, 2, 1))[0]
-    if rng.random() < 0.25:
-        victims = ("rank", "all") if way != COMMAND else ("rank", "launcher", "all")
-        fault = Fault("outside", rng.randint(1, 150 * ranks), rng.randrange(ranks), rng.choice(victims), slow=0.003)
-    else:
-        point = rng.choice(list(MOMENTS))
-        launched = way == LAUNCHER or (way == COMMAND and ranks > 1)
-        victim = rng.choice(("rank", "launcher")) if launched else "rank"
-        rank = rank_of(rng, point, ranks)
-        fault = Fault(point, rng.randint(1, MOMENTS[point]), rank, victim, rng.choice((0.0, 0.003)))
-    return Start(layout, way, fault, tuple(words))
-
-
-def _with_caches(starts: list[Start], cache: str) -> list[Start]:
-    """A corpus is read while it is tokenized: one that is to grow goes into a new cache, which later starts use."""
-    made: list[Start] = []
-    found: tuple[str, ...] = ()
-    for number, start in enumerate(starts):
-        if start.fault.kind == "growth":
-            found = ("--data.cache", f"{cache}-{number}")
-        made.append(replace(start, words=(*start.words, *found)))
-    return made
-
-
 @contextlib.contextmanager
 def _kept(folder: Path) -> Iterator[None]:
     """What is done to the files of a folder is undone, times included."""
@@ -370,10 +307,6 @@ def _kept(folder: Path) -> Iterator[None]:
         if path.stat().st_size != status.st_size:
             path.write_bytes(data)
             os.utime(path, ns=(status.st_atime_ns, status.st_mtime_ns))
-
-
-def _flag(key: str, value: object) -> list[str]:
-    return [f"--{key}", str(value)]
 
 
 def _lines(run: Path) -> list[str]:

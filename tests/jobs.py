@@ -57,10 +57,11 @@ def run_with_state(folder: str, words: list[str], config: str) -> dict[str, Tens
 def _trained(folder: str, words: list[str], config: str) -> "Run":
     from titan.config import load_job
     from titan.ranks import process
+    from titan.ranks.launch_env import launched_world_size
     from titan.training import build, trainer
 
     overrides = ["--run.dir", folder, "--data.cache", f"{folder}/cache", *words]
-    job = load_job(Path(config), overrides, process.launched_world_size())
+    job = load_job(Path(config), overrides, launched_world_size())
     run = build.build(job, process.join(job))
     trainer.train(run)
     return run

@@ -25,7 +25,8 @@ from titan.errors import (
 from titan.inference import generation
 from titan.planner.machine.cluster import DeviceMemory
 from titan.planner.step.unset_options import settle
-from titan.ranks import preemption, process, watchdog
+from titan.ranks import failure, preemption, process, watchdog
+from titan.ranks.launch_env import launched_world_size
 from titan.training import build, trainer, validation
 from titan.usage import USAGE
 
@@ -42,20 +43,20 @@ def main(argv: Sequence[str] | None = None) -> int:
     with preemption.listening():
         try:
             path, overrides = split_arguments(words)
-            job = load_job(path, overrides, process.launched_world_size())
+            job = load_job(path, overrides, launched_world_size())
             me = process.join(job)
             log.set_up(rank)
             for sentence in said_twice(path, overrides):
                 log.log.info(sentence)
             return _run(_settled(job, me), me)
         except TitanError as error:
-            process.report(error, rank)
+            failure.report(error, rank)
             return error.exit_code
         except KeyboardInterrupt:
             log.log.warning("interrupted")
             return EXIT_FAILED
         except Exception as error:
-            process.tell(error, rank)
+            failure.tell(error, rank)
             watchdog.keep_recording()
             return EXIT_FAILED
         finally:

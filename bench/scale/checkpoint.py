@@ -21,7 +21,7 @@ from torch.distributed.checkpoint.planner import SavePlan, TensorWriteData, Writ
 
 from bench.headlines import PARSE_BEFORE, READ_AFTER
 from titan.checkpoint.disk import index, metadata, plan
-from titan.checkpoint.disk.manifest import Piece
+from titan.checkpoint.disk.manifest import FileEntry
 from titan.checkpoint.disk.plan import Block, Table, Written
 
 PP, TP = 4, 8
@@ -109,7 +109,7 @@ def after(ranks: int, folder: Path) -> dict[str, float]:
     _timed(seconds, "plan a save (first save alone)", began)
     said = [
         Written(
-            {f"__{rank}_0.distcp": Piece(0, "")},
+            {f"__{rank}_0.distcp": FileEntry(0, "")},
             np.column_stack([0 * chosen, np.arange(len(chosen)), 0 * chosen + 1]),
         )
         for rank, chosen in enumerate(made.chosen)
@@ -187,7 +187,7 @@ def _item(name: str, shape: tuple[int, ...], box: Box) -> WriteItem:
 
 def before_load(folder: Path) -> dict[str, float]:
     """Seconds to parse `.metadata`, which every rank did; and how much memory one rank took for it, in GB."""
-    files = {file.name: Piece(file.stat().st_size, "") for file in folder.iterdir()}
+    files = {file.name: FileEntry(file.stat().st_size, "") for file in folder.iterdir()}
     taken = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
     began = time.perf_counter()
     metadata.read_pickled(folder, files)

@@ -21,6 +21,7 @@ from titan.data.samples.stream import MOST_OPEN
 from titan.data.tokens.shards import Shard, ShardWriter
 from titan.data.tokens.tokenize import SHARD_TOKENS
 from titan.ranks import process
+from titan.ranks.launch_env import launched_world_size
 from titan.training.build import open_data
 
 ROOT = Path(__file__).parents[2]
@@ -66,7 +67,7 @@ def _write(folder: Path, shards: int) -> None:
 
 def _opens(words: list[str]) -> tuple[Counter[str], Counter[str]]:
     """On one rank: opens of each shard before the first step, and in the steps."""
-    job = load_job(ROOT / "configs" / "debug.toml", words, process.launched_world_size())
+    job = load_job(ROOT / "configs" / "debug.toml", words, launched_world_size())
     rank = process.join(job)
     opened: Counter[str] = Counter()
 

@@ -6,7 +6,8 @@ from pathlib import Path
 
 import pytest
 
-from tests.chaos import LAUNCHER, RANKS, STEPS, End, Entry, Hunt, Report, Start
+from tests.chaos import STEPS, End, Entry, Hunt, Report
+from tests.chaos_starts import LAUNCHER, RANKS, Start
 from tests.injection import NEVER, Fault
 from tests.jobs import run_job
 from tests.sweeps import but_sweep

@@ -14,113 +14,53 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
-from torch.distributed.tensor import DTensor, Shard
-from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
+from torch.distributed.tensor import DTensor
 
-from tests.jobs import saved_tensors, stored
+from tests.checkpoints import (
+    BOTH,
+    HYBRID,
+    ONE,
+    SCALED,
+    SHARDED,
+    TENSOR,
+    Layout,
+    UnevenToy,
+    adamw,
+    checkpointer_of,
+    local_part,
+    model_on,
+    save,
+    set_known_state,
+)
+from tests.jobs import stored
 from tests.ranks import RankError, run_ranks
-from titan.checkpoint import Checkpointer, rng_state, storage
-from titan.checkpoint.disk import plan
+from titan.checkpoint import rng_state, storage
 from titan.contracts import ModelPart
 from titan.errors import CheckpointError, ConfigError
 
-Layout = tuple[int, int, int]
-"""Degrees of replicated data, sharded data and tensor parallelism."""
-
-ONE, SHARDED, HYBRID, TENSOR, BOTH = (1, 1, 1), (1, 4, 1), (2, 2, 1), (2, 1, 2), (1, 2, 2)
-SCALED = {"exp_avg": 3.0, "exp_avg_sq": 5.0, "max_exp_avg_sq": 7.0}
-
-
-class _Toy(nn.Module):
-    """Sizes that no degree divides: a vocabulary of 251, and 6 rows, of which the fourth of 4 ranks gets none."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.embed = nn.Embedding(251, 6)
-        self.up = nn.Linear(6, 10)
-        self.down = nn.Linear(10, 6)
-        self.norm = nn.LayerNorm(6)
-        self.out = nn.Linear(6, 251, bias=False)
-        self.scale = nn.Parameter(torch.tensor([1.5]))
-        self.register_buffer("seen", torch.arange(3.0))
-
-    def forward(self, tokens: Tensor) -> Tensor:
-        return self.out(self.norm(self.down(self.up(self.embed(tokens)))) * self.scale)
-
-
-TENSOR_PLAN = {
-    "embed": RowwiseParallel(), "up": ColwiseParallel(), "down": RowwiseParallel(),
-    "out": ColwiseParallel(output_layouts=Shard(-1)),
-}  # fmt: skip
-
-
-def _model(layout: Layout) -> _Toy:
-    """The same weights on every layout."""
-    torch.manual_seed(1)
-    model = _Toy()
-    replicate, shard, tensor = layout
-    if tensor > 1:
-        mesh = init_device_mesh("cpu", (replicate * shard, tensor), mesh_dim_names=("shard", "tensor"))
-        parallelize_module(model, mesh["tensor"], TENSOR_PLAN)
-        if shard > 1:
-            fully_shard(model, mesh=mesh["shard"])
-    elif replicate * shard > 1:
-        degrees, names = ((replicate, shard), ("replicate", "shard")) if replicate > 1 else ((shard,), ("shard",))
-        fully_shard(model, mesh=init_device_mesh("cpu", degrees, mesh_dim_names=names))
-    return model
-
-
-def _adamw(model: nn.Module) -> torch.optim.Optimizer:
-    return torch.optim.AdamW(model.parameters(), lr=1e-2, amsgrad=True, foreach=False)
-
-
-def _known_state(model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
-    """Optimizer state that every rank of every layout can tell from its weights alone."""
-    for parameter in model.parameters():
-        slots = {slot: parameter.detach() * factor for slot, factor in SCALED.items()}
-        optimizer.state[parameter] = {**slots, "step": torch.tensor(7.0)}
-
-
-def _checkpointer(folder: Path, asynchronous: bool = False, keep: int = 0) -> Checkpointer:
-    rank, size = (dist.get_rank(), dist.get_world_size()) if dist.is_initialized() else (0, 1)
-    return Checkpointer(folder, keep=keep, asynchronous=asynchronous, rank=rank, world_size=size)
-
-
-def _local(tensor: Tensor) -> Tensor:
-    return (tensor.to_local() if isinstance(tensor, DTensor) else tensor).detach()
-
-
-def _save(folder: Path, layout: Layout, asynchronous: bool = False) -> None:
-    model = _model(layout)
-    optimizer = _adamw(model)
-    _known_state(model, optimizer)
-    checkpointer = _checkpointer(folder, asynchronous)
-    checkpointer.save(7, [ModelPart(model)], optimizer, {"layout": list(layout)})
-    checkpointer.wait()
-
 
 def _load_and_compare(folder: Path, layout: Layout, saved: Layout) -> None:
-    model = _model(layout)
-    expected = {name: _local(tensor).clone() for name, tensor in model.state_dict().items()}
+    model = model_on(layout)
+    expected = {name: local_part(tensor).clone() for name, tensor in model.state_dict().items()}
     for tensor in (*model.parameters(), *model.buffers()):
         tensor.detach().fill_(-1)
-    optimizer = _adamw(model)
-    rest = _checkpointer(folder).load(folder / "step-00000007", [ModelPart(model)], optimizer)
+    optimizer = adamw(model)
+    rest = checkpointer_of(folder).load(folder / "step-00000007", [ModelPart(model)], optimizer)
     assert rest == {"layout": list(saved)}
     assert torch.equal(model.seen, expected["seen"])
     for name, parameter in model.named_parameters():
-        assert torch.equal(_local(parameter), expected[name]), name
+        assert torch.equal(local_part(parameter), expected[name]), name
         state = optimizer.state[parameter]
         assert state.keys() == SCALED.keys() | {"step"}
         assert type(state["step"]) is Tensor and state["step"].item() == 7
         for slot, factor in SCALED.items():
             assert isinstance(state[slot], DTensor) == isinstance(parameter, DTensor)
-            assert torch.equal(_local(state[slot]), expected[name] * factor), (name, slot)
+            assert torch.equal(local_part(state[slot]), expected[name] * factor), (name, slot)
 
 
 def _save_and_load_on_others(folder: Path, saved: Layout) -> None:
     if saved != ONE:
-        _save(folder, saved, asynchronous=True)
+        save(folder, saved, asynchronous=True)
     for layout in (SHARDED, HYBRID, TENSOR, BOTH):
         _load_and_compare(folder, layout, saved)
 
@@ -128,7 +68,7 @@ def _save_and_load_on_others(folder: Path, saved: Layout) -> None:
 @pytest.mark.parametrize("saved", [ONE, SHARDED, HYBRID, TENSOR, BOTH], ids=str)
 def test_saved_on_one_layout_loads_bit_equal_on_another(tmp_path: Path, saved: Layout) -> None:
     if saved == ONE:
-        _save(tmp_path, saved)
+        save(tmp_path, saved)
     run_ranks(_save_and_load_on_others, 4, tmp_path, saved)
     _load_and_compare(tmp_path, ONE, saved)
 
@@ -140,11 +80,11 @@ def _step(model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
 
 
 def _train_while_saving(folder: Path) -> None:
-    model = _model(SHARDED)
-    optimizer = _adamw(model)
+    model = model_on(SHARDED)
+    optimizer = adamw(model)
     _step(model, optimizer)
-    before = {name: _local(parameter).clone() for name, parameter in model.named_parameters()}
-    moments = {name: _local(optimizer.state[p]["exp_avg"]).clone() for name, p in model.named_parameters()}
+    before = {name: local_part(parameter).clone() for name, parameter in model.named_parameters()}
+    moments = {name: local_part(optimizer.state[p]["exp_avg"]).clone() for name, p in model.named_parameters()}
     trained, write = Event(), storage.write
 
     def late(*args: Any) -> Any:
@@ -152,18 +92,18 @@ def _train_while_saving(folder: Path) -> None:
         return write(*args)
 
     storage.write = late
-    checkpointer = _checkpointer(folder, asynchronous=True)
+    checkpointer = checkpointer_of(folder, asynchronous=True)
     checkpointer.save(1, [ModelPart(model)], optimizer, {})
     for _ in range(3):
         _step(model, optimizer)
     trained.set()
     _step(model, optimizer)
     checkpointer.wait()
-    assert not torch.equal(_local(model.up.weight), before["up.weight"])
+    assert not torch.equal(local_part(model.up.weight), before["up.weight"])
     checkpointer.load(folder / "step-00000001", [ModelPart(model)], optimizer)
     for name, parameter in model.named_parameters():
-        assert torch.equal(_local(parameter), before[name])
-        assert torch.equal(_local(optimizer.state[parameter]["exp_avg"]), moments[name])
+        assert torch.equal(local_part(parameter), before[name])
+        assert torch.equal(local_part(optimizer.state[parameter]["exp_avg"]), moments[name])
         assert optimizer.state[parameter]["step"].item() == 1
     _step(model, optimizer)
     assert optimizer.state[model.scale]["step"].item() == 2
@@ -193,9 +133,9 @@ def _save_stages(folder: Path, sharded: bool) -> None:
     model = _Stage(_tied(), [["embed", "first"], ["second", "embed"]][stage])
     if sharded:
         fully_shard(model, mesh=mesh["shard"])
-    optimizer = _adamw(model)
-    _known_state(model, optimizer)
-    _checkpointer(folder).save(7, [ModelPart(model, stage, 2)], optimizer, {})
+    optimizer = adamw(model)
+    set_known_state(model, optimizer)
+    checkpointer_of(folder).save(7, [ModelPart(model, stage, 2)], optimizer, {})
 
 
 @pytest.mark.parametrize("sharded", [False, True])
@@ -205,8 +145,8 @@ def test_stages_save_one_model_and_a_tied_tensor_once(tmp_path: Path, sharded: b
     expected, whole = _tied(), _tied()
     for parameter in whole.parameters():
         parameter.detach().zero_()
-    optimizer = _adamw(whole)
-    _checkpointer(tmp_path).load(tmp_path / "step-00000007", [ModelPart(whole)], optimizer)
+    optimizer = adamw(whole)
+    checkpointer_of(tmp_path).load(tmp_path / "step-00000007", [ModelPart(whole)], optimizer)
     wanted = dict(expected.named_parameters())
     for name, parameter in whole.named_parameters():
         assert torch.equal(parameter, wanted[name])
@@ -216,7 +156,7 @@ def test_stages_save_one_model_and_a_tied_tensor_once(tmp_path: Path, sharded: b
 def _load_stages_without_second(folder: Path) -> str:
     model = _Stage(_tied(), [["embed"], ["first"]][dist.get_rank()])
     with pytest.raises(CheckpointError) as refused:
-        _checkpointer(folder).load(folder / "step-00000007", [ModelPart(model)], _adamw(model))
+        checkpointer_of(folder).load(folder / "step-00000007", [ModelPart(model)], adamw(model))
     return str(refused.value)
 
 
@@ -229,14 +169,14 @@ def test_names_no_rank_wants_are_refused_on_all_ranks(tmp_path: Path) -> None:
 
 def _save_after_validation(folder: Path) -> None:
     torch.manual_seed(1)
-    model = _Toy()
+    model = UnevenToy()
     fully_shard(model, mesh=init_device_mesh("cpu", (2,)), reshard_after_forward=False)
-    optimizer = _adamw(model)
+    optimizer = adamw(model)
     _step(model, optimizer)
     with torch.no_grad():
         model(torch.arange(8).unsqueeze(0))
     assert not isinstance(model.up.weight, DTensor), "validation leaves gathered parameters behind"
-    _checkpointer(folder).save(1, [ModelPart(model)], optimizer, {})
+    checkpointer_of(folder).save(1, [ModelPart(model)], optimizer, {})
     names = stored(folder / "step-00000001").tensors
     assert names["model.up.weight"].chunks == 2
     assert {"optimizer.up.weight.exp_avg", "optimizer.up.weight.step"} <= names.keys()
@@ -247,7 +187,7 @@ def test_save_after_a_forward_without_backward(tmp_path: Path) -> None:
 
 
 def _draw_after(folder: Path, load: bool) -> list[float]:
-    checkpointer, optimizer = _checkpointer(folder), torch.optim.SGD([nn.Parameter(torch.zeros(1))])
+    checkpointer, optimizer = checkpointer_of(folder), torch.optim.SGD([nn.Parameter(torch.zeros(1))])
     torch.manual_seed(dist.get_rank())
     if load:
         return checkpointer.load(folder / "step-00000001", [], optimizer)["rng"]  # type: ignore[no-any-return]
@@ -267,7 +207,7 @@ def _find(folder: Path, resume: str) -> str:
     if dist.get_rank() == 1:
         folder = folder / "not-looked-at"
     try:
-        return str(_checkpointer(folder).find(resume))
+        return str(checkpointer_of(folder).find(resume))
     except ConfigError as error:
         return f"refused: {error}"
 
@@ -275,7 +215,7 @@ def _find(folder: Path, resume: str) -> str:
 def test_rank_0_decides_for_all(tmp_path: Path) -> None:
     absent = run_ranks(_find, 2, tmp_path, "required")
     assert absent == [f'refused: checkpoint.resume = "required": there is no complete checkpoint in {tmp_path}'] * 2
-    _save(tmp_path, ONE)
+    save(tmp_path, ONE)
     assert run_ranks(_find, 2, tmp_path, "auto") == [str(tmp_path / "step-00000007")] * 2
 
 
@@ -283,18 +223,18 @@ def _find_and_count(folder: Path) -> tuple[str, list[str], int]:
     from titan.checkpoint.disk import manifest
 
     hashed: list[str] = []
-    read = manifest.piece_of
-    manifest.piece_of = lambda file, *more: hashed.append(file.name) or read(file, *more)  # type: ignore[func-returns-value]
+    read = manifest.entry_of
+    manifest.entry_of = lambda file, *more: hashed.append(file.name) or read(file, *more)  # type: ignore[func-returns-value]
     found = _find(folder, "auto")
     files = list(hashed)
-    _save(folder, SHARDED)
+    save(folder, SHARDED)
     return found, files, len(hashed) - len(files)
 
 
 def test_ranks_share_what_they_verify_and_read_nothing_they_wrote(tmp_path: Path) -> None:
-    run_ranks(_save, 4, tmp_path, SHARDED)
+    run_ranks(save, 4, tmp_path, SHARDED)
     (tmp_path / "step-00000007").rename(tmp_path / "step-00000006")
-    run_ranks(_save, 4, tmp_path, SHARDED)
+    run_ranks(save, 4, tmp_path, SHARDED)
     data = tmp_path / "step-00000007" / "__2_0.distcp"
     data.write_bytes(data.read_bytes().replace(b"PK", b"KP", 1))
     outcomes = run_ranks(_find_and_count, 4, tmp_path)
@@ -309,11 +249,11 @@ def _fill_disk(folder: Path, asynchronous: bool, full_rank: int) -> Mapping[str,
     # Its shard is larger than any buffer: the disk then fills inside torch.save, which hides the system's error.
     model = nn.Linear(128, 256)
     fully_shard(model, mesh=init_device_mesh("cpu", (2,)))
-    optimizer = _adamw(model)
-    checkpointer = _checkpointer(folder, asynchronous)
+    optimizer = adamw(model)
+    checkpointer = checkpointer_of(folder, asynchronous)
     checkpointer.save(1, [ModelPart(model)], optimizer, {})
     checkpointer.wait()
-    _known_state(model, optimizer)
+    set_known_state(model, optimizer)
     unlimited = resource.getrlimit(resource.RLIMIT_FSIZE)
     if dist.get_rank() == full_rank:
         signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
@@ -341,7 +281,7 @@ def test_disk_full_on_one_rank_is_told_by_all(tmp_path: Path, asynchronous: bool
 
 
 def _die_while_writing(folder: Path) -> None:
-    _save(folder, (1, 2, 1))
+    save(folder, (1, 2, 1))
     write = storage.write
 
     def half(*args: Any) -> Any:
@@ -351,8 +291,8 @@ def _die_while_writing(folder: Path) -> None:
         return written
 
     storage.write = half
-    model = _model((1, 2, 1))
-    _checkpointer(folder, asynchronous=True).save(8, [ModelPart(model)], _adamw(model), {})
+    model = model_on((1, 2, 1))
+    checkpointer_of(folder, asynchronous=True).save(8, [ModelPart(model)], adamw(model), {})
     signal.pause()
 
 
@@ -366,12 +306,12 @@ def test_killed_while_writing_the_last_one_stands(tmp_path: Path) -> None:
 
 
 def _lose_a_peer(folder: Path, asynchronous: bool) -> str:
-    checkpointer = _checkpointer(folder, asynchronous)
+    checkpointer = checkpointer_of(folder, asynchronous)
     if dist.get_rank() == 1:
         return "gone"
-    model = _model(ONE)
+    model = model_on(ONE)
     with pytest.raises(CheckpointError) as refused:
-        checkpointer.save(1, [ModelPart(model)], _adamw(model), {})
+        checkpointer.save(1, [ModelPart(model)], adamw(model), {})
         checkpointer.wait()
     return str(refused.value)
 
@@ -380,57 +320,3 @@ def _lose_a_peer(folder: Path, asynchronous: bool) -> str:
 def test_a_rank_that_is_gone_ends_the_save(tmp_path: Path, asynchronous: bool) -> None:
     told, _ = run_ranks(_lose_a_peer, 2, tmp_path, asynchronous)
     assert told.startswith(f"saving step 1 to {tmp_path} failed: ") and "\n" not in told
-
-
-def _save_whole(folder: Path, layout: Layout) -> dict[str, Tensor]:
-    _save(folder, layout)
-    return dict(_model(ONE).state_dict())
-
-
-@pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
-@pytest.mark.parametrize("layout", [HYBRID, BOTH], ids=str)
-def test_dcp_alone_loads_what_titan_saves(tmp_path: Path, layout: Layout) -> None:
-    import torch.distributed.checkpoint as dcp
-
-    values = run_ranks(_save_whole, 4, tmp_path, layout)[0]
-    found = {f"model.{name}": torch.zeros_like(value) for name, value in values.items()}
-    dcp.load(found, checkpoint_id=tmp_path / "step-00000007", no_dist=True)
-    assert all(torch.equal(found[f"model.{name}"], value) for name, value in values.items())
-    written = [path.stat().st_size for path in sorted((tmp_path / "step-00000007").glob("*.distcp"))]
-    assert len(written) == 4
-    if layout == HYBRID:
-        assert max(written) < 1.2 * min(written), "replicas share the writing"
-
-
-def _save_three(folder: Path) -> list[int]:
-    """How many tables rank 0 gathers for three saves, the last of a model with one tensor more."""
-    made, make = [], plan.make
-    plan.make = lambda tables: (made.append(len(tables)), make(tables))[1]
-    model, checkpointer = _model(SHARDED), _checkpointer(folder)
-    for step in (1, 2):
-        checkpointer.save(step, [ModelPart(model)], _adamw(model), {})
-    if dist.get_rank() == 1:
-        model.register_buffer("more", torch.ones(5))
-    checkpointer.save(3, [ModelPart(model)], _adamw(model), {})
-    plan.make = make
-    return made
-
-
-def test_a_save_is_planned_again_only_when_tensors_change(tmp_path: Path) -> None:
-    assert run_ranks(_save_three, 4, tmp_path) == [[4, 4], [], [], []]
-    assert "model.more" in stored(tmp_path / "step-00000003").tensors
-    assert torch.equal(saved_tensors(tmp_path / "step-00000003")["model.more"], torch.ones(5))
-    assert "model.more" not in stored(tmp_path / "step-00000002").tensors
-
-
-def _save_other_shapes(folder: Path) -> str:
-    model = nn.Linear(3, 4 + dist.get_rank())
-    with pytest.raises(CheckpointError) as refused:
-        _checkpointer(folder).save(1, [ModelPart(model)], _adamw(model), {})
-    return str(refused.value)
-
-
-def test_ranks_whose_tensors_differ_in_shape_are_refused(tmp_path: Path) -> None:
-    told = run_ranks(_save_other_shapes, 2, tmp_path)
-    assert told[0] == told[1] and "model.weight is [4, 3] of torch.float32 and [5, 3] of torch.float32" in told[0]
-    assert list(tmp_path.iterdir()) == []

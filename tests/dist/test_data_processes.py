@@ -13,7 +13,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from tests.unit.test_data_prepare import nothing_kept
+from tests.lines import nothing_kept
 from tests.unit.test_data_samples import count_up, samples, tokens_of
 from tests.unit.test_data_shards import write
 from titan.contracts import Dataset

@@ -15,7 +15,7 @@ import torch.distributed as dist
 
 from tests.ranks import run_ranks as in_a_fresh_process
 from titan import launch
-from titan.ranks import preemption, process, rank_processes
+from titan.ranks import failure, preemption, rank_processes
 from titan.ranks.launch_env import LOCAL, LaunchEnv
 from titan.ranks.launcher import verdict
 from titan.ranks.preemption import Preemption
@@ -130,7 +130,7 @@ def _the_first_to_fail_ends_last() -> list[Ended]:
         dist.init_process_group("gloo")
         store = dist.distributed_c10d._get_default_store()
         if dist.get_rank() == 1:
-            process.tell(ValueError("the cause"), 1)
+            failure.tell(ValueError("the cause"), 1)
             rank_0 = os.pidfd_open(int(store.get("process of rank 0")))
             store.set("rank 1 failed", "")
             select.select([rank_0], [], [])

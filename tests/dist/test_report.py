@@ -9,7 +9,7 @@ import torch.distributed as dist
 from tests.ranks import run_ranks
 from titan import log
 from titan.errors import ConfigError, RankFailedError
-from titan.ranks import first_failure, process, rendezvous
+from titan.ranks import failure, process, rendezvous
 from titan.ranks.launch_env import LOCAL, LaunchEnv
 from titan.ranks.rank_processes import RankProcesses
 
@@ -21,7 +21,7 @@ def reports(text: str, folder: Path, port: int = 0) -> None:
         os.environ.pop("TORCHELASTIC_USE_AGENT_STORE")
         os.environ["MASTER_PORT"] = str(port)
     log.set_up(rank, folder)
-    process.report(ConfigError(text.format(rank)), rank)
+    failure.report(ConfigError(text.format(rank)), rank)
     process.leave()
 
 
@@ -54,7 +54,7 @@ def test_what_each_raises_for_itself_is_printed_by_each(tmp_path: Path, capfd: p
 
 
 def no_rank_0(folder: Path, port: int) -> None:
-    process.ANSWER_S = 0.5
+    failure.ANSWER_S = 0.5
     if os.environ["RANK"] != "0":
         reports("no such text", folder, port)
 
@@ -80,9 +80,9 @@ def test_a_rank_that_nobody_reads_leaves_it_to_another(tmp_path: Path, capfd: py
 
 def dies(folder: Path) -> None:
     """Rank 0 asks, and is gone before it prints."""
-    process.ANSWER_S = 2.0
+    failure.ANSWER_S = 2.0
     if os.environ["RANK"] == "0":
-        assert first_failure.claim(dist.distributed_c10d._get_default_store(), "no such text", 0)
+        assert failure._claim(dist.distributed_c10d._get_default_store(), "no such text", 0)
     dist.barrier()
     if os.environ["RANK"] != "0":
         reports("no such text", folder)
@@ -100,11 +100,11 @@ def joins_late(folder: Path, port: int) -> str:
         return ""
     os.environ.pop("TORCHELASTIC_USE_AGENT_STORE")
     os.environ["MASTER_PORT"] = str(port)
-    process._await_port(LOCAL, port)
+    failure._await_port(LOCAL, port)
     try:
         process.enter(process.here("cpu"), timeout_s=20.0)
     except RankFailedError as error:
-        process.report(error, 1)
+        failure.report(error, 1)
         process.leave()
         return str(error)
     return "joined"
@@ -117,13 +117,13 @@ def test_a_rank_that_joins_hears_that_another_has_failed(tmp_path: Path, capfd: 
 
 
 def _refuses(argv: list[str]) -> int:
-    process.report(ConfigError("no such text" if argv == ["alike"] else f"no GPU {os.environ['RANK']}"), 1)
+    failure.report(ConfigError("no such text" if argv == ["alike"] else f"no GPU {os.environ['RANK']}"), 1)
     return 2
 
 
 def _unforeseen(argv: list[str]) -> int:
     if os.environ["RANK"] == "1":
-        process.tell(KeyError("planted"), 1)
+        failure.tell(KeyError("planted"), 1)
     return 1
 
 

@@ -1,8 +1,7 @@
 """Checkpoints that were damaged: refused by name, or gone back from to the newest sound one, loudly."""
 
 import re
-from collections.abc import Callable, Iterator
-from logging import INFO
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -10,15 +9,6 @@ import torch
 
 from bench.mutations import build, checkpointer
 from titan.errors import CheckpointError
-from titan.log import log
-
-
-@pytest.fixture
-def told(caplog: pytest.LogCaptureFixture) -> Iterator[Callable[[], list[str]]]:
-    """Warnings and errors the run has said so far."""
-    log.addHandler(caplog.handler)
-    yield lambda: list(dict.fromkeys(r.message for r in caplog.records if r.name == log.name and r.levelno > INFO))
-    log.removeHandler(caplog.handler)
 
 
 @pytest.fixture
@@ -119,8 +109,8 @@ def test_a_damaged_one_that_is_named_is_refused(tmp_path: Path) -> None:
 def test_what_was_found_is_verified_once(saved: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     from titan.checkpoint.disk import manifest
 
-    read, hashed = manifest.piece_of, []
-    monkeypatch.setattr(manifest, "piece_of", lambda file, *more: hashed.append(file.name) or read(file, *more))
+    read, hashed = manifest.entry_of, []
+    monkeypatch.setattr(manifest, "entry_of", lambda file, *more: hashed.append(file.name) or read(file, *more))
     again = checkpointer(saved.parent)
     for _ in range(2):
         assert again.find("auto") == saved

@@ -23,7 +23,7 @@ def _make_at(path: Path, serial: int) -> Path:
     (path / METADATA).write_bytes(b"m")
     state = {"format": folders.FORMAT, "step": 1, "serial": serial, "world_size": 1, "saved": "", "torch": ""}
     (path / STATE).write_text(json.dumps(state | {"optimizer": None, "values": {}, "rest": {}}))
-    manifest.write(path, {name: manifest.piece_of(path / name) for name in (METADATA, STATE)})
+    manifest.write(path, {name: manifest.entry_of(path / name) for name in (METADATA, STATE)})
     return path
 
 

@@ -16,7 +16,7 @@ from bench import mutations
 from tests.jobs import stored
 from titan.checkpoint.disk import index, manifest, metadata, plan
 from titan.checkpoint.disk.index import Index, StoredTensor
-from titan.checkpoint.disk.manifest import Piece
+from titan.checkpoint.disk.manifest import FileEntry
 from titan.checkpoint.disk.plan import Block, Table, Written
 from titan.errors import CheckpointError
 from titan.log import log
@@ -79,7 +79,8 @@ def test_each_chunk_is_written_once_by_a_rank_that_holds_it() -> None:
     made = plan.make(tables)
     written = [
         Written(
-            {f"__{rank}_0.distcp": Piece(1000, "")}, np.array([(0, 100 * int(i), 100) for i in chosen]).reshape(-1, 3)
+            {f"__{rank}_0.distcp": FileEntry(1000, "")},
+            np.array([(0, 100 * int(i), 100) for i in chosen]).reshape(-1, 3),
         )
         for rank, chosen in enumerate(made.chosen)
     ]

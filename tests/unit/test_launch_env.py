@@ -10,7 +10,14 @@ import torch.distributed as dist
 from titan import launch
 from titan.errors import ConfigError
 from titan.ranks import process
-from titan.ranks.launch_env import LaunchEnv, drop_rank_variables, find_place, max_restarts, rank_environment
+from titan.ranks.launch_env import (
+    LaunchEnv,
+    drop_rank_variables,
+    find_place,
+    launched_world_size,
+    max_restarts,
+    rank_environment,
+)
 
 
 def _slurm(folder: Path, **env: str) -> dict[str, str]:
@@ -267,8 +274,8 @@ def test_the_only_rank_of_a_run_needs_no_meeting_point(monkeypatch: pytest.Monke
     monkeypatch.setattr(process, "complete_in_order", lambda: None)
 
     def train(words: list[str]) -> int:
-        process.enter(process.Rank(0, process.launched_world_size(), 0, torch.device("cpu")), 1.0)
-        return process.launched_world_size()
+        process.enter(process.Rank(0, launched_world_size(), 0, torch.device("cpu")), 1.0)
+        return launched_world_size()
 
     monkeypatch.setattr(launch, "_train", train)
     assert launch.main([]) == 1

@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 import torch
 
-from tests.unit.test_huggingface import LLAMA, SCALED, convert, loaded
+from tests.huggingface import LLAMA, SCALED, convert, loaded
 from titan.checkpoint.disk import tensor_files
 
 GPT2 = {"n_embd": 32, "n_layer": 2, "n_head": 4, "vocab_size": 257, "n_positions": 64, "initializer_range": 0.2}

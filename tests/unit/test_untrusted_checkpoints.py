@@ -22,16 +22,14 @@ from tests.malicious_checkpoints import (
     COMMAND,
     DATA,
     EVIL,
-    INDEXES,
     METADATA,
     PAYLOADS,
     PICKLES,
-    STATE_TEXTS,
-    STATES,
     Calls,
     place,
     set_at,
 )  # fmt: skip
+from tests.malicious_titan_files import INDEXES, STATE_TEXTS, STATES
 from titan.checkpoint.disk import unpickle
 from titan.errors import CheckpointError
 
@@ -66,8 +64,8 @@ def marker(tmp_path: Path) -> Iterator[Path]:
 def _seal(path: Path) -> None:
     """Write a manifest that matches whatever is there, links followed."""
     contents = {file.name: file.read_bytes() for file in path.iterdir() if file.name != "manifest.json"}
-    pieces = {name: {"size": len(c), "sha256": hashlib.sha256(c).hexdigest()} for name, c in contents.items()}
-    (path / "manifest.json").write_text(json.dumps({"files": pieces}))
+    entries = {name: {"size": len(c), "sha256": hashlib.sha256(c).hexdigest()} for name, c in contents.items()}
+    (path / "manifest.json").write_text(json.dumps({"files": entries}))
 
 
 def _write(file: Path, content: bytes) -> None:
@@ -179,22 +177,22 @@ def test_what_is_no_file(sound: Path, tmp_path: Path, marker: Path, file: str, k
         mutations.load(path)
 
 
-PIECE = {"size": 1, "sha256": "0" * 64}
+ENTRY = {"size": 1, "sha256": "0" * 64}
 
 
 @pytest.mark.parametrize(
     ("changed", "said"),
     [
-        ({"files": {"../x": PIECE}}, r"lists '\.\./x'"),
-        ({"files": {"/etc/passwd": PIECE}}, "lists '/etc/passwd'"),
-        ({"files": {"a/__0_0.distcp": PIECE}}, "lists 'a/__0_0.distcp'"),
-        ({"files": {"__0_0.distcp\n": PIECE}}, "which is not the name of a checkpoint file"),
-        ({"files": {"__\u0660_0.distcp": PIECE}}, "which is not the name of a checkpoint file"),
-        ({"files": {".metadata": PIECE}}, r"lacks \.metadata or state\.json"),
-        ({"files": {".metadata": {**PIECE, "size": -1}}}, "gives an invalid size or sha256"),
-        ({"files": {".metadata": {**PIECE, "size": True}}}, "gives an invalid size or sha256"),
-        ({"files": {".metadata": {**PIECE, "size": 1e999}}}, "gives an invalid size or sha256"),
-        ({"files": {".metadata": {**PIECE, "sha256": "x"}}}, "gives an invalid size or sha256"),
+        ({"files": {"../x": ENTRY}}, r"lists '\.\./x'"),
+        ({"files": {"/etc/passwd": ENTRY}}, "lists '/etc/passwd'"),
+        ({"files": {"a/__0_0.distcp": ENTRY}}, "lists 'a/__0_0.distcp'"),
+        ({"files": {"__0_0.distcp\n": ENTRY}}, "which is not the name of a checkpoint file"),
+        ({"files": {"__\u0660_0.distcp": ENTRY}}, "which is not the name of a checkpoint file"),
+        ({"files": {".metadata": ENTRY}}, r"lacks \.metadata or state\.json"),
+        ({"files": {".metadata": {**ENTRY, "size": -1}}}, "gives an invalid size or sha256"),
+        ({"files": {".metadata": {**ENTRY, "size": True}}}, "gives an invalid size or sha256"),
+        ({"files": {".metadata": {**ENTRY, "size": 1e999}}}, "gives an invalid size or sha256"),
+        ({"files": {".metadata": {**ENTRY, "sha256": "x"}}}, "gives an invalid size or sha256"),
         ({"files": {".metadata": {"size": 1}}}, "must give exactly size and sha256"),
         ({"files": {".metadata": [1]}}, "must give exactly size and sha256"),
         ({"files": []}, "is not a table of files"),

@@ -235,8 +235,8 @@ class Checkpointer:
         return folders.begin(self.folder, step)
 
     def _commit(self, path: Path, step: int, snapshot: Snapshot, written: Sequence[Written], began: float) -> None:
-        pieces = {name: piece for one in written for name, piece in one.files.items()}
-        unseen = [fault for name, fault in manifest.wrong_sizes(path, pieces).items() if name in pieces]
+        entries = {name: entry for one in written for name, entry in one.files.items()}
+        unseen = [fault for name, fault in manifest.wrong_sizes(path, entries).items() if name in entries]
         if unseen:
             raise CheckpointError(
                 f"rank 0 does not see {unseen[0]}, which another rank wrote; "
@@ -253,7 +253,7 @@ class Checkpointer:
             "torch": torch.__version__, "optimizer": snapshot.optimizer, "values": snapshot.values,
             "rest": snapshot.rest,
         })  # fmt: skip
-        manifest.write(path, pieces | {name: manifest.piece_of(path / name) for name in (METADATA, INDEX, STATE)})
+        manifest.write(path, entries | {name: manifest.entry_of(path / name) for name in (METADATA, INDEX, STATE)})
         size = sum(file.stat().st_size for file in path.iterdir()) / 1e6
         self._held()
         final = folders.commit(path)

@@ -45,17 +45,17 @@ class Saved:
         Raises:
             CheckpointError: it is damaged, cannot be read, or is of a format this version does not know; on all ranks.
         """
-        pieces = ranks.first(lambda: folders.check_sizes(path))
-        mine = manifest.share(pieces, ranks.rank, ranks.size)
-        faults = ranks.gather(ranks.each(lambda: manifest.wrong_hashes(path, pieces, mine)))
+        entries = ranks.first(lambda: folders.check_sizes(path))
+        mine = manifest.share(entries, ranks.rank, ranks.size)
+        faults = ranks.gather(ranks.each(lambda: manifest.wrong_hashes(path, entries, mine)))
         found = [fault for some in faults for fault in some]
         if found:
             raise CheckpointError(f"{path} is damaged: {'; '.join(found)}")
-        others = ranks.first(lambda: manifest.unlisted(path, pieces))
+        others = ranks.first(lambda: manifest.unlisted(path, entries))
         if others and ranks.rank == 0:
             log.warning(f"{path} also holds {listed(others)}: not part of the checkpoint, ignored")
         state = ranks.first(lambda: folders.read_state(path))
-        return cls(path, state, ranks.first(lambda: metadata.read(path, pieces)))
+        return cls(path, state, ranks.first(lambda: metadata.read(path, entries)))
 
     @property
     def tensors(self) -> Mapping[str, StoredTensor]:

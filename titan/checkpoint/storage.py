@@ -23,7 +23,7 @@ from torch import Tensor
 
 from titan.checkpoint.disk import plan as plans
 from titan.checkpoint.disk.index import REST, Index
-from titan.checkpoint.disk.manifest import Piece
+from titan.checkpoint.disk.manifest import FileEntry
 from titan.checkpoint.disk.payload import Window, read_tensor
 from titan.checkpoint.disk.plain import size_of
 from titan.checkpoint.disk.plan import Block, SavePlan, Table, Written
@@ -113,7 +113,7 @@ def write(
     Raises:
         OSError: what the file system said.
     """
-    files: dict[str, Piece] = {}
+    files: dict[str, FileEntry] = {}
     places = np.empty((len(names), 3), np.int64)
     left = iter(enumerate(names))
     while (following := next(left, None)) is not None:
@@ -123,7 +123,7 @@ def write(
                 number, tensor = following
                 places[number] = len(files), *file.add(_whole_storage(local[tensor], tensors[tensor]))
                 following = next(left, None) if file.size < FILE_BYTES else None
-        files[name] = file.piece()
+        files[name] = file.entry()
     return Written(files, places)
 
 
@@ -180,9 +180,9 @@ class _DataFile(io.RawIOBase):
         torch.save(tensor, cast(IO[bytes], self))
         return start, self.size - start
 
-    def piece(self) -> Piece:
-        """The file as it was written."""
-        return Piece(self.size, self._digest.hexdigest())
+    def entry(self) -> FileEntry:
+        """What the manifest says of the file."""
+        return FileEntry(self.size, self._digest.hexdigest())
 
 
 def read(path: Path, into: Mapping[str, Tensor], index: Index) -> None:

@@ -31,7 +31,7 @@ _RULE = (
 
 @dataclass(frozen=True)
 class Print:
-    """What tells whether two ranks hold the same of a tensor: its shape, where their piece begins, a hash of it."""
+    """What tells whether two ranks hold the same of a tensor: its shape, where their shard begins, a hash of it."""
 
     shape: tuple[int, ...]
     offsets: tuple[int, ...]
@@ -114,14 +114,14 @@ def _text(value: Any) -> str:
 
 def _check_prints(everyone: Sequence[Mapping[str, Print]]) -> None:
     shapes: dict[str, tuple[int, tuple[int, ...]]] = {}
-    pieces: dict[tuple[str, tuple[int, ...]], tuple[int, str]] = {}
+    shards: dict[tuple[str, tuple[int, ...]], tuple[int, str]] = {}
     for rank, prints in enumerate(everyone):
         for name, one in prints.items():
             first, shape = shapes.setdefault(name, (rank, one.shape))
             if shape != one.shape:
                 what = f"is {list(shape)} on rank {first} and {list(one.shape)} on rank {rank}"
                 raise CheckpointError(f"{_spoken(name)} {what}; {_RULE}")
-            first, digest = pieces.setdefault((name, one.offsets), (rank, one.digest))
+            first, digest = shards.setdefault((name, one.offsets), (rank, one.digest))
             if digest != one.digest:
                 what = f"has other values on rank {rank} than on rank {first}"
                 raise CheckpointError(f"{_spoken(name)} {what}; {_RULE}")

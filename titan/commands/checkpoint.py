@@ -164,7 +164,9 @@ def _is_checkpoint(path: Path) -> bool:
 
 
 def _is_part(file: Path) -> bool:
-    return file.is_file() and (file.name in (manifest.MANIFEST, ".metadata.tmp") or manifest.is_piece(file.name))
+    return file.is_file() and (
+        file.name in (manifest.MANIFEST, ".metadata.tmp") or manifest.is_checkpoint_file(file.name)
+    )
 
 
 def _sound(path: Path) -> bool:
@@ -190,12 +192,12 @@ def _faults(path: Path, read: Callable[[int], object]) -> list[str]:
     if lacks:
         return [f"it lacks {' and '.join(lacks)}"]
     try:
-        pieces = manifest.read(path)
-        wrong = manifest.wrong_sizes(path, pieces)
-        faults = list(wrong.values()) + manifest.wrong_hashes(path, pieces, pieces.keys() - wrong.keys(), read)
+        entries = manifest.read(path)
+        wrong = manifest.wrong_sizes(path, entries)
+        faults = list(wrong.values()) + manifest.wrong_hashes(path, entries, entries.keys() - wrong.keys(), read)
         if not faults:
             folders.read_state(path)
-            where, also = metadata.read(path, pieces), metadata.read_pickled(path, pieces)
+            where, also = metadata.read(path, entries), metadata.read_pickled(path, entries)
             if not where.agrees_with(also):
                 faults.append(f"{manifest.INDEX} and {manifest.METADATA} place tensors differently")
     except CheckpointError as error:

@@ -68,7 +68,7 @@ def run(args: argparse.Namespace) -> int:
 
 def _as_rank(args: argparse.Namespace, _: list[str]) -> int:
     from titan.doctor.examination import examine
-    from titan.ranks import process, watchdog
+    from titan.ranks import failure, process, watchdog
 
     watchdog.answer_to_quit()
     number = int(os.environ.get("RANK", "0"))
@@ -80,15 +80,15 @@ def _as_rank(args: argparse.Namespace, _: list[str]) -> int:
             _hand_out(found, args)
         return EXIT_DONE
     except TitanError as error:
-        process.report(error, number)
+        failure.report(error, number)
         return error.exit_code
     except OSError as error:
-        process.report(TitanError(f"{error.filename or 'a file'}: {error.strerror or error}"), number)
+        failure.report(TitanError(f"{error.filename or 'a file'}: {error.strerror or error}"), number)
         return EXIT_FAILED
     except KeyboardInterrupt:
         return EXIT_FAILED
     except Exception as error:
-        process.tell(error, number)
+        failure.tell(error, number)
         return EXIT_FAILED
     finally:
         process.leave()

@@ -104,12 +104,13 @@ def _open(args: argparse.Namespace, world_size: int) -> "tuple[Any, Job]":
 
 def _as_rank(args: argparse.Namespace, _: list[str]) -> int:
     from titan import log
-    from titan.ranks import process, watchdog
+    from titan.ranks import failure, process, watchdog
+    from titan.ranks.launch_env import launched_world_size
 
     watchdog.answer_to_quit()
     number = int(os.environ.get("RANK", "0"))
     try:
-        path, job = _open(args, process.launched_world_size())
+        path, job = _open(args, launched_world_size())
         me = process.join(job)
         number = me.number
         log.set_up(number)
@@ -118,12 +119,12 @@ def _as_rank(args: argparse.Namespace, _: list[str]) -> int:
             _show(found, args.json)
         return EXIT_DONE
     except TitanError as error:
-        process.report(error, number)
+        failure.report(error, number)
         return error.exit_code
     except KeyboardInterrupt:
         return EXIT_FAILED
     except Exception as error:
-        process.tell(error, number)
+        failure.tell(error, number)
         return EXIT_FAILED
     finally:
         process.leave()

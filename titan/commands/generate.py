@@ -18,7 +18,8 @@ from titan.errors import EXIT_DONE, EXIT_FAILED, ConfigError, ConfigIssue, DataE
 from titan.inference import generation
 from titan.inference.generation import Sampling, Text, Words
 from titan.inference.load_model import Trained, open_job, open_trained
-from titan.ranks import launcher, preemption, process
+from titan.ranks import failure, launcher, preemption, process
+from titan.ranks.launch_env import launched_world_size
 
 HELP = "continue prompts with a trained model"
 DESCRIPTION = f"""{HELP}: a checkpoint, a run (its newest checkpoint), or a Hugging Face folder.
@@ -99,7 +100,7 @@ def run(args: argparse.Namespace) -> int:
     """Generate on this process, or on the ranks that the environment asks for."""
     sampling = _sampling(args)
     place = launcher.place_asked_for()
-    world_size = process.launched_world_size() if place is None else place.world_size
+    world_size = launched_world_size() if place is None else place.world_size
     if STDIN in (args.prompt_file, *(args.prompt or ())) and place is None and world_size > 1:
         raise ConfigError(
             [ConfigIssue("command line", f"{STDIN}: {world_size} ranks cannot all read stdin; use --prompt-file FILE")]
@@ -162,17 +163,17 @@ def _as_rank(request: Request, _: list[str]) -> int:
     rank = int(os.environ.get("RANK", "0"))
     log.set_up(rank)
     try:
-        path, job = open_job(request.checkpoint, request.overrides, process.launched_world_size(), "--checkpoint")
+        path, job = open_job(request.checkpoint, request.overrides, launched_world_size(), "--checkpoint")
         trained = open_trained(path, job, process.join(job))
         _generate(trained, request)
         return EXIT_DONE
     except TitanError as error:
-        process.report(error, rank)
+        failure.report(error, rank)
         return error.exit_code
     except KeyboardInterrupt:
         return EXIT_FAILED
     except Exception as error:
-        process.tell(error, rank)
+        failure.tell(error, rank)
         return EXIT_FAILED
     finally:
         process.leave()

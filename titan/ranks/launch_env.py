@@ -111,6 +111,11 @@ def rank_environment(env: Environment) -> dict[str, str] | None:
     }
 
 
+def launched_world_size() -> int:
+    """Ranks this process was launched among, from the launcher's environment; 1 without one."""
+    return int(os.environ.get("WORLD_SIZE", "1"))
+
+
 def drop_rank_variables(env: MutableMapping[str, str]) -> None:
     """Drop the variables of a rank, in a process that is none or the only one: they may be those of its node."""
     for name in RANK_VARIABLES:

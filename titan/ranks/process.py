@@ -1,39 +1,23 @@
 """The rank, device and process group of this process."""
 
-import contextlib
 import os
 import socket
-import time
-import traceback
-from collections.abc import Callable
 from dataclasses import dataclass
 from datetime import timedelta
-from threading import Thread
-from typing import Any, TypeVar
+from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch._C._distributed_c10d import HashStore, PrefixStore, ProcessGroupGloo, Store
 from torch.distributed.rendezvous import rendezvous
 
-from titan import errors, log
 from titan.config import Job
 from titan.contracts.base.mesh import Mesh
 from titan.device import total_gib
-from titan.errors import ConfigError, RankFailedError, TitanError, say
-from titan.ranks import first_failure, watchdog
+from titan.errors import ConfigError, RankFailedError
+from titan.ranks import failure, watchdog
+from titan.ranks.launch_env import launched_world_size
 from titan.resources import let_segments_expand, raise_descriptor_limit
-
-T = TypeVar("T")
-
-ANSWER_S = 5.0
-"""Longest wait for the store when a rank has failed."""
-
-HEAD_START_S = 0.25
-"""By so much rank 0 is the first to print an error that all ranks have; the others follow within the same time."""
-
-LOOK_S = 0.05
-"""Between two looks of a rank whether its error has been printed."""
 
 
 @dataclass(frozen=True)
@@ -44,11 +28,6 @@ class Rank:
     world_size: int
     local: int
     device: torch.device
-
-
-def launched_world_size() -> int:
-    """Ranks this process was launched among, from the launcher's environment; 1 without one."""
-    return int(os.environ.get("WORLD_SIZE", "1"))
 
 
 def join(job: Job) -> Rank:
@@ -134,8 +113,8 @@ def enter(rank: Rank, timeout_s: float) -> None:
     timeout = timedelta(seconds=timeout_s)
     store: Store = HashStore()
     if {"RANK", "MASTER_ADDR"} <= os.environ.keys():  # MASTER_ADDR alone: the only rank of a run, on a cluster
-        store = PrefixStore(first_failure.attempt(), next(rendezvous("env://", timeout=timeout))[0])
-        if (absent := first_failure.first(store)) is not None:
+        store = PrefixStore(failure.attempt(), next(rendezvous("env://", timeout=timeout))[0])
+        if (absent := failure.first(store)) is not None:
             raise RankFailedError(f"rank {absent} failed before all ranks of the run had met")
     dist.init_process_group(backend, store=store, rank=rank.number, world_size=rank.world_size, timeout=timeout)
 
@@ -195,138 +174,11 @@ def set_timeouts(mesh: Mesh, timeout_s: float) -> None:
         dist.distributed_c10d._set_pg_timeout(timedelta(seconds=timeout_s), group)
 
 
-def report(error: TitanError, rank: int) -> None:
-    """Print an error that ends this rank, once among all ranks that raise the same; each has it in its log.
-
-    Rank 0 prints if it has the error in time, else the first rank that asks the store. A rank without an answer prints.
-    """
-    tell(error, rank)
-    text = str(error)
-    log.log.debug(f"error: {text}")
-    if not _ask(lambda store: _printed_by_another(store, text, rank), not errors.is_shown()):
-        errors.report(error, rank)
-        if errors.is_shown():
-            _ask(lambda store: first_failure.confirm(store, text), None)
-    _ask(lambda store: first_failure.explain(store, rank), None)
-
-
-def _printed_by_another(store: Store, text: str, rank: int) -> bool:
-    ranks = launched_world_size()
-    if rank:
-        time.sleep(HEAD_START_S * (1 + rank / ranks))
-    if errors.is_shown() and first_failure.claim(store, text, rank):
-        return False
-    patience = time.monotonic() + ANSWER_S / 2  # the rank that was to print may be dead, or its terminal closed
-    while not first_failure.confirmed(store, text):
-        if time.monotonic() > patience:
-            return False
-        time.sleep(max(LOOK_S, ranks / 5000))  # a store answers some ten thousand requests per second
-    return True
-
-
-def tell(error: Exception, rank: int) -> None:
-    """Show the stack trace of what ends this rank, once, on the terminal and in its log.
-
-    To be called before anything is closed: other ranks fail as soon as a connection to this one is. What they say of
-    that goes to their logs; on the terminal they name the rank that failed first. A TitanError is for `report`; that
-    this rank failed is known to the others all the same.
-    """
-    if error is _Told.error:
-        return
-    _Told.error = error
-    first = _ask(lambda store: first_failure.report(store, rank), rank)
-    if isinstance(error, TitanError):
-        return
-    trace = "".join(traceback.format_exception(error))
-    log.log.debug(trace)
-    if first != rank and (kept := log.file()) is not None:
-        trace = f"rank {rank} cannot continue without rank {first}; its own stack trace is in {kept}\n"
-    elif dist.is_initialized() and dist.get_world_size() > 1:
-        trace = f"rank {rank} failed:\n{trace}"
-    say(trace.rstrip("\n"))
-
-
-class _Told:
-    """What this rank has told.
-
-    store: where this rank has met the others after its failure.  silent: nobody answers there.
-    """
-
-    error: Exception | None = None
-    store: Store | None = None
-    silent = False
-
-
-def _ask(question: Callable[[Store], T], otherwise: T) -> T:
-    """The store's answer; `otherwise` for a single rank, or where no answer comes within `ANSWER_S`."""
-    if launched_world_size() == 1 or _Told.silent:
-        return otherwise
-    answers: list[T] = []
-
-    def ask() -> None:
-        with contextlib.suppress(RuntimeError, OSError):  # whoever served the store is gone
-            answers.append(question(_store()))
-
-    asking = Thread(target=ask, daemon=True)  # a network that is down answers nothing
-    asking.start()
-    asking.join(ANSWER_S)
-    _Told.silent = not answers
-    return answers[0] if answers else otherwise
-
-
-def _store() -> Store:
-    """The store of the process group; before this rank has joined, the one where the ranks are to meet.
-
-    Raises:
-        RuntimeError, OSError: nobody serves it.
-    """
-    if dist.is_initialized():
-        return dist.distributed_c10d._get_default_store()
-    if _Told.store is None:
-        if not {"RANK", "MASTER_ADDR", "MASTER_PORT"} <= os.environ.keys():
-            raise RuntimeError("there is no store")
-        host, port, serves = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"]), _serves_store()
-        serves &= os.environ["RANK"] == "0"
-        if not serves:
-            _await_port(host, port)
-        limit = timedelta(seconds=ANSWER_S)
-        _Told.store = dist.TCPStore(  # type: ignore[attr-defined]
-            host, port, is_master=serves, wait_for_workers=False, timeout=limit, multi_tenant=True
-        )
-    return _Told.store
-
-
-def _await_port(host: str, port: int) -> None:
-    """Wait until somebody listens. A TCPStore that cannot connect would write a stack trace of C++ to stderr."""
-    patience = time.monotonic() + ANSWER_S
-    while True:
-        try:
-            socket.create_connection((host, port), timeout=ANSWER_S).close()
-            return
-        except OSError:
-            if time.monotonic() > patience:
-                raise
-            time.sleep(LOOK_S)
-
-
-def _serves_store() -> bool:
-    """Whether rank 0 serves the store, and no launcher (titan's or torchrun's)."""
-    return os.environ.get("TORCHELASTIC_USE_AGENT_STORE") != str(True)
-
-
 def leave() -> None:
     """Destroy the default process group, if this process has joined one.
 
-    A rank 0 that serves the store and has failed lets the others ask it first, for `ANSWER_S` at most.
+    A rank 0 that serves the store and has failed lets the others ask it first, for a few seconds at most.
     """
-    if _Told.error is not None:
-        _ask(first_failure.finish, 0)
-        if os.environ.get("RANK") == "0" and _serves_store():
-            _ask(_stay, None)
+    failure.let_others_ask()
     if dist.is_initialized():
         dist.destroy_process_group()
-
-
-def _stay(store: Store) -> None:
-    while first_failure.finished(store) < launched_world_size():
-        time.sleep(LOOK_S)

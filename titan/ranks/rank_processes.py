@@ -26,7 +26,7 @@ from typing import Any
 from torch._C._distributed_c10d import Store
 
 from titan.errors import EXIT_DONE, EXIT_FAILED, EXIT_PREEMPTED, say
-from titan.ranks import first_failure, preemption
+from titan.ranks import failure, preemption
 from titan.ranks.launch_env import LOCAL, Environment, LaunchEnv
 from titan.ranks.rendezvous import NodeLostError, Nodes, listen
 
@@ -298,8 +298,8 @@ def _first_to_fail(store: Store) -> tuple[int | None, int | None]:
     None where there is none, or the store does not answer.
     """
     with contextlib.suppress(RuntimeError):
-        first = first_failure.first(store)
-        return first, first if first is not None and first_failure.explained(store, first) else None
+        first = failure.first(store)
+        return first, first if first is not None and failure.explained(store, first) else None
     return None, None
 
 

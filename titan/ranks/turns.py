@@ -15,7 +15,8 @@ from torch._C._distributed_c10d import PrefixStore
 
 from titan.errors import RankFailedError, TitanError
 from titan.ranks import watchdog
-from titan.ranks.process import Rank, tell
+from titan.ranks.failure import tell
+from titan.ranks.process import Rank
 
 T = TypeVar("T")
 

@@ -11,8 +11,9 @@ from torch import Tensor
 from titan.contracts import Batch
 from titan.errors import CheckpointError, DivergedError, FolderError, PluginError
 from titan.log import log
+from titan.ranks.failure import tell
 from titan.ranks.preemption import Preemption
-from titan.ranks.process import set_timeouts, tell
+from titan.ranks.process import set_timeouts
 from titan.training.build import Core, Run
 from titan.training.engine import valid_tokens
 from titan.training.gradients import clip, global_norm

@@ -41,7 +41,7 @@ FAULTS = (
         "titan/checkpoint/storage.py",
         "if not all(ranks.gather(table == self._table)):",
         "if self._table is None:",
-        ("tests/dist/test_checkpoint.py::test_a_save_is_planned_again_only_when_tensors_change",),
+        ("tests/dist/test_save_plan.py::test_a_save_is_planned_again_only_when_tensors_change",),
     ),
     Fault(
         "a rank that writes chunks of another rank",

@@ -20,7 +20,7 @@ from types import NoneType
 from typing import Any
 
 from titan.checkpoint.disk import manifest
-from titan.checkpoint.disk.manifest import MANIFEST, METADATA, STATE, Piece
+from titan.checkpoint.disk.manifest import MANIFEST, METADATA, STATE, FileEntry
 from titan.checkpoint.disk.plain import read_table
 from titan.errors import CheckpointError, UnreadableError
 from titan.log import log
@@ -114,18 +114,18 @@ def _check_names(path: Path) -> None:
         raise CheckpointError(f"{path} is damaged: it lacks {' and '.join(lacks)}")
 
 
-def check_sizes(path: Path) -> dict[str, Piece]:
+def check_sizes(path: Path) -> dict[str, FileEntry]:
     """What the manifest of a checkpoint lists, all of it there in the size it was written in.
 
     Raises:
         CheckpointError: not so; names each fault.
     """
     _check_names(path)
-    pieces = manifest.read(path)
-    faults = manifest.wrong_sizes(path, pieces)
+    entries = manifest.read(path)
+    faults = manifest.wrong_sizes(path, entries)
     if faults:
         raise CheckpointError(f"{path} is damaged: {'; '.join(faults.values())}")
-    return pieces
+    return entries
 
 
 def survey(folder: Path) -> tuple[list[Path], dict[Path, str]]:

@@ -3,7 +3,8 @@
 DCP's `.metadata` says the same, as a pickle with five objects per chunk, and other readers of DCP use that file. A run
 on 2,048 ranks has millions of chunks: titan reads these arrays instead, in about a thousandth of the time.
 
-The chunks of a tensor are the cells of a grid, so a tensor needs only the positions at which each dimension is cut.
+A chunk is a rectangular part of a tensor, as in DCP. The chunks of a tensor are the cells of a grid, so a tensor needs
+only the positions at which each dimension is cut.
 The file, all numbers little endian:
 
     int64            length of the header in bytes
@@ -229,7 +230,7 @@ def check(index: Index, sizes: Mapping[str, int]) -> None:
     file, start, end = index.file[order], index.start[order], (index.start + index.length)[order]
     shared = np.flatnonzero((file[1:] == file[:-1]) & (end[:-1] > start[1:]))
     if len(shared):
-        raise ValueError(f"two pieces overlap in {index.files[file[shared[0]]]}")
+        raise ValueError(f"two chunks overlap in {index.files[file[shared[0]]]}")
 
 
 def _check_tensor(name: Any, tensor: StoredTensor, index: Index) -> None:
@@ -245,4 +246,4 @@ def _check_tensor(name: Any, tensor: StoredTensor, index: Index) -> None:
             raise ValueError(f"the chunks of {name} do not make it up")
         needed = np.multiply.outer(needed, np.diff(cuts, append=whole))
     if np.any(needed.reshape(-1) > index.length[tensor.first : tensor.first + tensor.chunks]):
-        raise ValueError(f"a piece of {name} is larger than its place")
+        raise ValueError(f"a chunk of {name} is larger than its place")

@@ -28,25 +28,25 @@ _SHOWN = 12
 
 
 @dataclass(frozen=True)
-class Piece:
-    """A file as it was written. size: bytes."""
+class FileEntry:
+    """An entry of a manifest: a file as it was written. size: bytes."""
 
     size: int
     sha256: str
 
 
-def is_piece(name: str) -> bool:
+def is_checkpoint_file(name: str) -> bool:
     """Whether a file's name is one that a manifest lists."""
     return name in (METADATA, INDEX, STATE) or _DATA.fullmatch(name) is not None
 
 
-def data_sizes(pieces: Mapping[str, Piece]) -> dict[str, int]:
+def data_sizes(entries: Mapping[str, FileEntry]) -> dict[str, int]:
     """Bytes of each data file."""
-    return {name: piece.size for name, piece in pieces.items() if _DATA.fullmatch(name)}
+    return {name: entry.size for name, entry in entries.items() if _DATA.fullmatch(name)}
 
 
-def piece_of(file: Path, read: Callable[[int], object] = lambda count: None) -> Piece:
-    """A file as it is; `read` hears how many bytes have been read since it was last told.
+def entry_of(file: Path, read: Callable[[int], object] = lambda count: None) -> FileEntry:
+    """The entry of a file as it is; `read` hears how many bytes have been read since it was last told.
 
     Raises:
         CheckpointError: it cannot be read (UnreadableError: for now).
@@ -59,15 +59,15 @@ def piece_of(file: Path, read: Callable[[int], object] = lambda count: None) -> 
                 read(len(block))
     except OSError as error:
         raise cannot_be_read(file, error) from error
-    return Piece(size, digest.hexdigest())
+    return FileEntry(size, digest.hexdigest())
 
 
-def write(path: Path, pieces: Mapping[str, Piece]) -> None:
+def write(path: Path, entries: Mapping[str, FileEntry]) -> None:
     """Write a checkpoint's manifest, its last file."""
-    write_table(path / MANIFEST, {"files": {name: asdict(pieces[name]) for name in sorted(pieces)}})
+    write_table(path / MANIFEST, {"files": {name: asdict(entries[name]) for name in sorted(entries)}})
 
 
-def read(path: Path) -> dict[str, Piece]:
+def read(path: Path) -> dict[str, FileEntry]:
     """The files a checkpoint is made of, by name.
 
     Raises:
@@ -77,29 +77,29 @@ def read(path: Path) -> dict[str, Piece]:
     files = table.get("files")
     if not isinstance(files, dict) or len(table) != 1:
         raise CheckpointError(f"{path / MANIFEST} is not a table of files")
-    pieces = {}
+    entries = {}
     for name, said in files.items():
-        if not is_piece(name):
+        if not is_checkpoint_file(name):
             raise CheckpointError(f"{path / MANIFEST} lists {name[:200]!r}, which is not the name of a checkpoint file")
         if not isinstance(said, dict) or said.keys() != {"size", "sha256"}:
             raise CheckpointError(f"{path / MANIFEST} must give exactly size and sha256 of {name}")
         size, sha256 = said["size"], said["sha256"]
         if type(size) is not int or size < 0 or not isinstance(sha256, str) or not _HASH.fullmatch(sha256):
             raise CheckpointError(f"{path / MANIFEST} gives an invalid size or sha256 of {name}")
-        pieces[name] = Piece(size, sha256)
-    if not {METADATA, STATE} <= pieces.keys():
+        entries[name] = FileEntry(size, sha256)
+    if not {METADATA, STATE} <= entries.keys():
         raise CheckpointError(f"{path / MANIFEST} lacks {METADATA} or {STATE}")
-    return pieces
+    return entries
 
 
-def wrong_sizes(path: Path, pieces: Mapping[str, Piece]) -> dict[str, str]:
+def wrong_sizes(path: Path, entries: Mapping[str, FileEntry]) -> dict[str, str]:
     """File -> what is seen without reading: missing, of another size, or data that the manifest does not list.
 
     Raises:
         UnreadableError: that cannot be told for now.
     """
     faults = {}
-    for name, piece in pieces.items():
+    for name, entry in entries.items():
         try:
             size = size_of(path / name)
         except UnreadableError:
@@ -107,33 +107,36 @@ def wrong_sizes(path: Path, pieces: Mapping[str, Piece]) -> dict[str, str]:
         except CheckpointError as error:
             faults[name] = str(error)
             continue
-        if size != piece.size:
-            faults[name] = f"{name} has {size:,} bytes, its manifest says {piece.size:,}"
-    extra = [name for name in unlisted(path, pieces) if is_piece(name)]
+        if size != entry.size:
+            faults[name] = f"{name} has {size:,} bytes, its manifest says {entry.size:,}"
+    extra = [name for name in unlisted(path, entries) if is_checkpoint_file(name)]
     return faults | {name: f"{name} is not in its manifest" for name in extra}
 
 
-def unlisted(path: Path, pieces: Mapping[str, Piece]) -> list[str]:
+def unlisted(path: Path, entries: Mapping[str, FileEntry]) -> list[str]:
     """What is in the folder and not of the checkpoint."""
-    return sorted(file.name for file in path.iterdir() if file.name not in pieces and file.name != MANIFEST)
+    return sorted(file.name for file in path.iterdir() if file.name not in entries and file.name != MANIFEST)
 
 
 def wrong_hashes(
-    path: Path, pieces: Mapping[str, Piece], names: Iterable[str], read: Callable[[int], object] = lambda count: None
+    path: Path,
+    entries: Mapping[str, FileEntry],
+    names: Iterable[str],
+    read: Callable[[int], object] = lambda count: None,
 ) -> list[str]:
-    """Which of these files are not what was written; `read` as in `piece_of`.
+    """Which of these files are not what was written; `read` as in `entry_of`.
 
     Raises:
         CheckpointError: one cannot be read.
     """
     faults = []
     for name in names:
-        found, written = piece_of(path / name, read).sha256, pieces[name].sha256
+        found, written = entry_of(path / name, read).sha256, entries[name].sha256
         if found != written:
             faults.append(f"{name} has SHA-256 {found[:_SHOWN]}, its manifest says {written[:_SHOWN]}")
     return faults
 
 
-def share(pieces: Mapping[str, Piece], rank: int, size: int) -> list[str]:
+def share(entries: Mapping[str, FileEntry], rank: int, size: int) -> list[str]:
     """The files that one of `size` ranks verifies: about as many bytes as any other."""
-    return sorted(pieces, key=lambda name: (-pieces[name].size, name))[rank::size]
+    return sorted(entries, key=lambda name: (-entries[name].size, name))[rank::size]

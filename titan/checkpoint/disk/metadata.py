@@ -117,25 +117,25 @@ def _pickle(path: Path, index: Index) -> None:
         os.fsync(file.fileno())
 
 
-def read(path: Path, pieces: Mapping[str, manifest.Piece]) -> Index:
+def read(path: Path, entries: Mapping[str, manifest.FileEntry]) -> Index:
     """Where the tensors of a checkpoint are: from its index, or from `.metadata` where it is of format 1.
 
-    pieces: what its manifest lists.
+    entries: what its manifest lists.
 
     Raises:
-        CheckpointError: it is not what a writer of checkpoints leaves, or does not agree with the pieces.
+        CheckpointError: it is not what a writer of checkpoints leaves, or does not agree with the manifest.
     """
-    if manifest.INDEX in pieces:
-        return indexes.read(path / manifest.INDEX, manifest.data_sizes(pieces))
-    return read_pickled(path, pieces)
+    if manifest.INDEX in entries:
+        return indexes.read(path / manifest.INDEX, manifest.data_sizes(entries))
+    return read_pickled(path, entries)
 
 
-def read_pickled(path: Path, pieces: Mapping[str, manifest.Piece]) -> Index:
+def read_pickled(path: Path, entries: Mapping[str, manifest.FileEntry]) -> Index:
     """The same from `.metadata`, for a checkpoint of either format; takes 0.1 ms per chunk."""
     file = path / manifest.METADATA
     tree = unpickle.read(read_bytes(file, LARGEST), _KNOWN, str(file))
     try:
-        return _index(tree, manifest.data_sizes(pieces))
+        return _index(tree, manifest.data_sizes(entries))
     except ValueError as unlike:
         raise CheckpointError(f"{file} is not valid checkpoint metadata: {unlike}") from unlike
 
@@ -167,7 +167,7 @@ def _index(tree: Any, sizes: Mapping[str, int]) -> Index:
         tensors[name] = StoredTensor(dtype, shape, cuts, len(places))
         places += found
         listed += len(chunks)
-    _require(listed == len(stored), "it has places of pieces that no tensor has")
+    _require(listed == len(stored), "it has places of chunks that no tensor has")
     number = {file: i for i, file in enumerate(sizes)}
     columns = np.array([(number[file], start, length) for file, start, length in places], np.int64).reshape(-1, 3).T
     index = Index(tuple(sizes), tensors, *columns)
@@ -216,13 +216,13 @@ def _stored(tree: Any, sizes: Mapping[str, int]) -> dict[tuple[str, torch.Size],
     places: dict[tuple[str, torch.Size], Place] = {}
     for key, value in _table(tree, "storage_data"):
         index, info = _fields(key, _INDEX), _fields(value, _INFO)
-        _require(info.keys() == {"relative_path", "offset", "length"}, "the place of a piece is no place")
-        name, file = _text(index.get("fqn"), "the name of a piece"), _text(info["relative_path"], "the file of a piece")
+        _require(info.keys() == {"relative_path", "offset", "length"}, "the place of a chunk is no place")
+        name, file = _text(index.get("fqn"), "the name of a chunk"), _text(info["relative_path"], "the file of a chunk")
         start, length = _count(info["offset"], name), _count(info["length"], name)
         _require(file in sizes, f"{name} is in {file[:200]!r}, which its manifest does not list")
         _require(length and start + length <= sizes[file], f"{name} ends behind the end of {file}")
         place = name, _size(index.get("offset"))
-        _require(place not in places, f"a piece of {name} has two places")
+        _require(place not in places, f"a chunk of {name} has two places")
         places[place] = file, start, length
     return places
 
@@ -236,14 +236,14 @@ def _tensor(
     fields = _fields(tree, _TENSOR)
     dtype, shape = _dtype(name, fields.get("properties")), _size(fields.get("size"))
     listed = fields.get("chunks")
-    _require(type(listed) is list and 0 < len(listed) <= len(stored), f"{name} has no pieces")
+    _require(type(listed) is list and 0 < len(listed) <= len(stored), f"{name} has no chunks")
     said = [_fields(each, _CHUNK) for each in listed or ()]
     chunks = [(_size(one.get("offsets")), _size(one.get("sizes"))) for one in said]
     for offsets, sizes in chunks:
         fits = len(offsets) == len(sizes) == len(shape)
         within = fits and all(a + b <= whole for a, b, whole in zip(offsets, sizes, shape, strict=True))
-        _require(within, f"the pieces of {name} do not make it up")
-        _require((name, offsets) in stored, f"a piece of {name} has no place")
+        _require(within, f"the chunks of {name} do not make it up")
+        _require((name, offsets) in stored, f"a chunk of {name} has no place")
     return dtype, shape, chunks
 
 
@@ -254,13 +254,13 @@ def _cells(
     """The cuts of a tensor, and the place of each of its cells. Chunks of ranks without a share hold nothing."""
     whole = torch.Size([0] * len(shape)), shape
     filled = [chunk for chunk in chunks if chunk[1].numel()] if shape.numel() else [whole]
-    _require(filled and (name, filled[0][0]) in stored, f"the pieces of {name} do not make it up")
+    _require(filled and (name, filled[0][0]) in stored, f"the chunks of {name} do not make it up")
     offsets, sizes = (np.array(some, np.int64).reshape(len(filled), len(shape)) for some in zip(*filled, strict=True))
     try:
         cuts, cells = grid(shape, offsets, sizes)
     except ValueError:
-        raise _Unlike(f"the pieces of {name} do not make it up") from None
-    _require(len(np.unique(cells)) == len(filled), f"the pieces of {name} do not make it up")
+        raise _Unlike(f"the chunks of {name} do not make it up") from None
+    _require(len(np.unique(cells)) == len(filled), f"the chunks of {name} do not make it up")
     return cuts, [stored[name, filled[i][0]] for i in np.argsort(cells)]
 
 

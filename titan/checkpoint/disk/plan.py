@@ -17,7 +17,7 @@ import numpy as np
 import torch
 
 from titan.checkpoint.disk.index import DTYPES, Index, Ints, StoredTensor, grid
-from titan.checkpoint.disk.manifest import Piece
+from titan.checkpoint.disk.manifest import FileEntry
 from titan.errors import CheckpointError
 
 
@@ -39,7 +39,7 @@ class Written:
     """What one rank wrote. files: its data files by name.  places: [chunks, 3] of each tensor that the rank was to
     write, in the order of its table: number of the file among these, first byte, length in bytes."""
 
-    files: Mapping[str, Piece]
+    files: Mapping[str, FileEntry]
     places: Ints
 
 

@@ -1,0 +1,132 @@
+"""Small models, their optimizers and checkpoints, of one process and of ranks on any layout."""
+
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard
+from torch.distributed.tensor import DTensor, Shard
+from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
+
+from titan.checkpoint import Checkpointer
+from titan.contracts import ModelPart
+
+
+class Toy(nn.Module):
+    def __init__(self, hidden: int = 6) -> None:
+        super().__init__()
+        self.embed = nn.Embedding(11, hidden)
+        self.out = nn.Linear(hidden, 5)
+        self.register_buffer("seen", torch.zeros(3))
+        self.register_buffer("rope", torch.zeros(4), persistent=False)
+
+    def forward(self, tokens: torch.Tensor) -> torch.Tensor:
+        self.seen += 1
+        return self.out(self.embed(tokens))
+
+
+def made(hidden: int = 6, **adamw: Any) -> tuple[list[ModelPart], torch.optim.Optimizer]:
+    model = Toy(hidden)
+    return [ModelPart(model)], torch.optim.AdamW(model.parameters(), lr=1e-2, **adamw)
+
+
+def train(parts: list[ModelPart], optimizer: torch.optim.Optimizer, steps: int = 1) -> None:
+    for _ in range(steps):
+        parts[0].module(torch.arange(11)).square().sum().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+
+
+def copied(parts: list[ModelPart], optimizer: torch.optim.Optimizer) -> dict[str, torch.Tensor]:
+    state = {name: tensor.clone() for name, tensor in parts[0].module.state_dict().items()}
+    for name, parameter in parts[0].parameters():
+        state |= {f"{name}.{slot}": value.clone() for slot, value in optimizer.state[parameter].items()}
+    return state
+
+
+def assert_same(one: dict[str, torch.Tensor], other: dict[str, torch.Tensor]) -> None:
+    assert one.keys() == other.keys()
+    for name, tensor in one.items():
+        assert tensor.dtype == other[name].dtype and torch.equal(tensor, other[name]), name
+
+
+def steps_in(folder: Path) -> list[int]:
+    return sorted(int(path.name.removeprefix("step-")) for path in folder.iterdir())
+
+
+class UnevenToy(nn.Module):
+    """Sizes that no degree divides: a vocabulary of 251, and 6 rows, of which the fourth of 4 ranks gets none."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embed = nn.Embedding(251, 6)
+        self.up = nn.Linear(6, 10)
+        self.down = nn.Linear(10, 6)
+        self.norm = nn.LayerNorm(6)
+        self.out = nn.Linear(6, 251, bias=False)
+        self.scale = nn.Parameter(torch.tensor([1.5]))
+        self.register_buffer("seen", torch.arange(3.0))
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        return self.out(self.norm(self.down(self.up(self.embed(tokens)))) * self.scale)
+
+
+Layout = tuple[int, int, int]
+"""Degrees of replicated data, sharded data and tensor parallelism."""
+
+ONE, SHARDED, HYBRID, TENSOR, BOTH = (1, 1, 1), (1, 4, 1), (2, 2, 1), (2, 1, 2), (1, 2, 2)
+
+SCALED = {"exp_avg": 3.0, "exp_avg_sq": 5.0, "max_exp_avg_sq": 7.0}
+
+TENSOR_PLAN = {
+    "embed": RowwiseParallel(), "up": ColwiseParallel(), "down": RowwiseParallel(),
+    "out": ColwiseParallel(output_layouts=Shard(-1)),
+}  # fmt: skip
+
+
+def model_on(layout: Layout) -> UnevenToy:
+    """The same weights on every layout."""
+    torch.manual_seed(1)
+    model = UnevenToy()
+    replicate, shard, tensor = layout
+    if tensor > 1:
+        mesh = init_device_mesh("cpu", (replicate * shard, tensor), mesh_dim_names=("shard", "tensor"))
+        parallelize_module(model, mesh["tensor"], TENSOR_PLAN)
+        if shard > 1:
+            fully_shard(model, mesh=mesh["shard"])
+    elif replicate * shard > 1:
+        degrees, names = ((replicate, shard), ("replicate", "shard")) if replicate > 1 else ((shard,), ("shard",))
+        fully_shard(model, mesh=init_device_mesh("cpu", degrees, mesh_dim_names=names))
+    return model
+
+
+def adamw(model: nn.Module) -> torch.optim.Optimizer:
+    return torch.optim.AdamW(model.parameters(), lr=1e-2, amsgrad=True, foreach=False)
+
+
+def set_known_state(model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
+    """Optimizer state that every rank of every layout can tell from its weights alone."""
+    for parameter in model.parameters():
+        slots = {slot: parameter.detach() * factor for slot, factor in SCALED.items()}
+        optimizer.state[parameter] = {**slots, "step": torch.tensor(7.0)}
+
+
+def checkpointer_of(folder: Path, asynchronous: bool = False, keep: int = 0) -> Checkpointer:
+    rank, size = (dist.get_rank(), dist.get_world_size()) if dist.is_initialized() else (0, 1)
+    return Checkpointer(folder, keep=keep, asynchronous=asynchronous, rank=rank, world_size=size)
+
+
+def local_part(tensor: Tensor) -> Tensor:
+    return (tensor.to_local() if isinstance(tensor, DTensor) else tensor).detach()
+
+
+def save(folder: Path, layout: Layout, asynchronous: bool = False) -> None:
+    model = model_on(layout)
+    optimizer = adamw(model)
+    set_known_state(model, optimizer)
+    checkpointer = checkpointer_of(folder, asynchronous)
+    checkpointer.save(7, [ModelPart(model)], optimizer, {"layout": list(layout)})
+    checkpointer.wait()

@@ -1,0 +1,69 @@
+"""The plan of a save: what the ranks agree on, which of them writes what, and that DCP alone can read it."""
+
+from pathlib import Path
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from tests.checkpoints import BOTH, HYBRID, ONE, SHARDED, Layout, adamw, checkpointer_of, model_on, save
+from tests.jobs import saved_tensors, stored
+from tests.ranks import run_ranks
+from titan.checkpoint.disk import plan
+from titan.contracts import ModelPart
+from titan.errors import CheckpointError
+
+
+def _save_whole(folder: Path, layout: Layout) -> dict[str, Tensor]:
+    save(folder, layout)
+    return dict(model_on(ONE).state_dict())
+
+
+@pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
+@pytest.mark.parametrize("layout", [HYBRID, BOTH], ids=str)
+def test_dcp_alone_loads_what_titan_saves(tmp_path: Path, layout: Layout) -> None:
+    import torch.distributed.checkpoint as dcp
+
+    values = run_ranks(_save_whole, 4, tmp_path, layout)[0]
+    found = {f"model.{name}": torch.zeros_like(value) for name, value in values.items()}
+    dcp.load(found, checkpoint_id=tmp_path / "step-00000007", no_dist=True)
+    assert all(torch.equal(found[f"model.{name}"], value) for name, value in values.items())
+    written = [path.stat().st_size for path in sorted((tmp_path / "step-00000007").glob("*.distcp"))]
+    assert len(written) == 4
+    if layout == HYBRID:
+        assert max(written) < 1.2 * min(written), "replicas share the writing"
+
+
+def _save_three(folder: Path) -> list[int]:
+    """How many tables rank 0 gathers for three saves, the last of a model with one tensor more."""
+    made, make = [], plan.make
+    plan.make = lambda tables: (made.append(len(tables)), make(tables))[1]
+    model, checkpointer = model_on(SHARDED), checkpointer_of(folder)
+    for step in (1, 2):
+        checkpointer.save(step, [ModelPart(model)], adamw(model), {})
+    if dist.get_rank() == 1:
+        model.register_buffer("more", torch.ones(5))
+    checkpointer.save(3, [ModelPart(model)], adamw(model), {})
+    plan.make = make
+    return made
+
+
+def test_a_save_is_planned_again_only_when_tensors_change(tmp_path: Path) -> None:
+    assert run_ranks(_save_three, 4, tmp_path) == [[4, 4], [], [], []]
+    assert "model.more" in stored(tmp_path / "step-00000003").tensors
+    assert torch.equal(saved_tensors(tmp_path / "step-00000003")["model.more"], torch.ones(5))
+    assert "model.more" not in stored(tmp_path / "step-00000002").tensors
+
+
+def _save_other_shapes(folder: Path) -> str:
+    model = nn.Linear(3, 4 + dist.get_rank())
+    with pytest.raises(CheckpointError) as refused:
+        checkpointer_of(folder).save(1, [ModelPart(model)], adamw(model), {})
+    return str(refused.value)
+
+
+def test_ranks_whose_tensors_differ_in_shape_are_refused(tmp_path: Path) -> None:
+    told = run_ranks(_save_other_shapes, 2, tmp_path)
+    assert told[0] == told[1] and "model.weight is [4, 3] of torch.float32 and [5, 3] of torch.float32" in told[0]
+    assert list(tmp_path.iterdir()) == []

@@ -1,0 +1,83 @@
+"""Hugging Face folders of small models, written from weights in memory, and read again."""
+
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors.torch import load_file
+from torch import Tensor
+
+from titan import cli
+from titan.checkpoint import conversion, huggingface
+from titan.checkpoint.ranks import Ranks
+from titan.checkpoint.weights import load_weights
+from titan.contracts import Model, Tokenizer
+from titan.contracts.base import registry
+from titan.contracts.base.parts import ModelPart
+from titan.inference.load_model import open_job
+
+SCALED = {
+    "rope_type": "llama3", "factor": 4.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0,
+    "original_max_position_embeddings": 16,
+}  # fmt: skip
+
+LLAMA = {
+    "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2, "num_attention_heads": 4, "vocab_size": 257,
+    "max_position_embeddings": 64, "rms_norm_eps": 1e-5, "initializer_range": 0.2,
+}  # fmt: skip
+
+
+def model_of(folder: Path) -> Model:
+    return open_job(folder, ["--tokenizer.name", "byte"], 1)[1].model
+
+
+def loaded(folder: Path, model: Model | None = None) -> torch.nn.Module:
+    model = model or model_of(folder)
+    module = model.build()
+    for parameter in module.parameters():
+        torch.nn.init.constant_(parameter, float("nan"))
+    load_weights(folder, model, [ModelPart(module)], Ranks(0, 1))
+    return module.eval()
+
+
+def convert(source: Path, to: Path, form: str, *words: str) -> None:
+    words = ("--from", str(source), "--output", str(to), "--format", form, "--tokenizer.name", "byte", *words)
+    assert cli.main(["convert", *words]) == 0
+
+
+class Drawn:
+    """Random weights of a model, in memory."""
+
+    def __init__(self, model: Model, dtype: torch.dtype) -> None:
+        self.shapes, generator = huggingface.shapes_of(model), torch.Generator().manual_seed(1)
+        self.tensors = {name: torch.randn(shape, generator=generator).to(dtype) for name, shape in self.shapes.items()}
+
+    def dtype(self, name: str) -> torch.dtype:
+        return self.tensors[name].dtype
+
+    def read(self, name: str) -> Tensor:
+        return self.tensors[name]
+
+
+def plugin(name: str, **options: Any) -> Model:
+    registry.load_plugins()
+    found = registry.find(Model.kind, name)
+    assert found is not None and issubclass(found, Model)
+    return found(found.Config(**SMALL, **options))
+
+
+SMALL = {"n_layers": 2, "dim": 16, "n_heads": 4, "ffn_dim": 24, "vocab_size": 257, "max_seq_len": 64}
+
+
+def write(to: Path, model: Model, dtype: torch.dtype = torch.float32, shard_bytes: int = 10**9) -> Drawn:
+    registry.load_plugins()
+    byte = registry.find(Tokenizer.kind, "byte")
+    assert byte is not None
+    drawn, tokenizer = Drawn(model, dtype), byte(byte.Config())
+    assert isinstance(tokenizer, Tokenizer)
+    conversion.write_hf(to, drawn, model, tokenizer, None, shard_bytes, lambda: None)
+    return drawn
+
+
+def tensors(folder: Path) -> dict[str, Tensor]:
+    return {name: tensor for file in sorted(folder.glob("*.safetensors")) for name, tensor in load_file(file).items()}

@@ -1,0 +1,197 @@
+"""Saves of one process: which one a run resumes from, and what is left and said when a save fails."""
+
+import errno
+import os
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.checkpoints import checkpointer_of, made, steps_in
+from titan.checkpoint import Checkpointer
+from titan.checkpoint.disk import folder as folders
+from titan.checkpoint.ranks import Ranks
+from titan.errors import CheckpointError, ConfigError, FolderError, UnreadableError
+
+
+def test_find(tmp_path: Path, told: Callable[[], list[str]]) -> None:
+    folder = tmp_path / "checkpoints"
+    checkpointer = checkpointer_of(folder)
+    assert checkpointer.find("auto") is None
+    assert checkpointer.find("never") is None
+    with pytest.raises(ConfigError, match='"required": there is no complete checkpoint'):
+        checkpointer.find("required")
+    parts, optimizer = made()
+    checkpointer.save(1, parts, optimizer, {})
+    checkpointer.save(2, parts, optimizer, {})
+    (folder / "step-00000003.tmp").mkdir()
+    assert checkpointer.find("auto") == checkpointer.find("required") == folder / "step-00000002"
+    assert not (folder / "step-00000003.tmp").exists()
+    assert told() == []
+    assert checkpointer.find("never") is None
+    assert checkpointer.find(str(folder / "step-00000001")) == folder / "step-00000001"
+    aside = f"ignores {folder / 'step-00000002'}, the newest checkpoint of this run"
+    path = str(folder / "step-00000001")
+    assert told() == [f"checkpoint.resume = 'never' {aside}", f"checkpoint.resume = {path!r} {aside}"]
+    with pytest.raises(CheckpointError, match="no such folder"):
+        checkpointer.find(str(tmp_path / "elsewhere"))
+
+
+def test_a_run_that_another_has_overtaken_does_not_save(tmp_path: Path) -> None:
+    """One that was suspended, with its whole machine, while another run has come, saved and gone."""
+    suspended, successor, (parts, optimizer) = checkpointer_of(tmp_path), checkpointer_of(tmp_path, keep=1), made()
+    suspended.find("auto")
+    suspended.save(1, parts, optimizer, {})
+    successor.find("auto")
+    successor.save(2000, parts, optimizer, {})
+    with pytest.raises(CheckpointError, match=r"another run has saved to .* in the meantime"):
+        suspended.save(2, parts, optimizer, {})
+    assert steps_in(tmp_path) == [2000]
+    folders.remove(tmp_path / "step-00002000")
+    successor.save(2001, parts, optimizer, {})
+
+
+@pytest.mark.parametrize("name", ["manifest.json", "state.json", ".metadata", "titan.index", "__0_0.distcp"])
+@pytest.mark.parametrize("call", ["open", "lstat"])
+def test_the_newest_is_not_given_up_for_a_read_that_fails(
+    name: str, call: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A file that a machine does not give for now may be sound; one of another content is damaged."""
+    checkpointer, (parts, optimizer) = checkpointer_of(tmp_path), made()
+    for step in (1, 2):
+        checkpointer.save(step, parts, optimizer, {})
+    doomed, whole, left = tmp_path / "step-00000002" / name, getattr(Path, call), [1]
+
+    def fail(self: Path, *args: Any, **named: Any) -> Any:
+        if self == doomed and left:
+            left.pop()
+            raise OSError(errno.EIO, os.strerror(errno.EIO), str(self))
+        return whole(self, *args, **named)
+
+    with monkeypatch.context() as patched:
+        patched.setattr(Path, call, fail)
+        with pytest.raises(
+            CheckpointError, match=rf"{name} cannot be read: Input/output error; the file may be intact"
+        ):
+            checkpointer.find("auto")
+        left.append(1)
+        if name == "state.json" and call == "open":
+            with pytest.raises(CheckpointError, match=r"saving step 3 .* cannot be read"):
+                checkpointer.save(3, parts, optimizer, {})
+    assert checkpointer.find("auto") == tmp_path / "step-00000002"
+    doomed.write_bytes(doomed.read_bytes()[::-1])
+    assert checkpointer.find("auto") == tmp_path / "step-00000001"
+
+
+def test_a_run_started_again_keeps_what_it_saves_and_goes_on_from_there(tmp_path: Path) -> None:
+    parts, optimizer = made()
+    for step in (900, 1000):
+        checkpointer_of(tmp_path).save(step, parts, optimizer, {})
+    again = checkpointer_of(tmp_path, keep=2)
+    assert again.find("never") is None
+    again.save(10, parts, optimizer, {})
+    assert steps_in(tmp_path) == [10, 1000]
+    assert again.find("auto") == tmp_path / "step-00000010"
+
+
+def test_file_that_is_not_there_is_no_commit(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    from titan.checkpoint import storage
+
+    write = storage.write
+
+    def lose(path: Path, *args: Any) -> Any:
+        written = write(path, *args)
+        (path / "__0_0.distcp").unlink()
+        return written
+
+    monkeypatch.setattr(storage, "write", lose)
+    with pytest.raises(CheckpointError, match=r"__0_0\.distcp is missing"):
+        checkpointer_of(tmp_path).save(1, *made(), {})
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_a_peer_that_dies_while_a_save_is_given_up_is_said(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    from titan.checkpoint import storage
+
+    def full(*_: Any) -> Any:
+        raise OSError(errno.EIO, "Input/output error")
+
+    def leave(_: Path) -> None:
+        monkeypatch.setattr(Ranks, "gather", lose)  # it dies after this, before the outcome is agreed on
+
+    def lose(*_: Any) -> Any:
+        raise RuntimeError("Connection closed by peer [127.0.0.1]:5\nmore")
+
+    monkeypatch.setattr(storage, "write", full)
+    monkeypatch.setattr(folders, "complete", leave)
+    with pytest.raises(CheckpointError) as error:
+        checkpointer_of(tmp_path).save(1, *made(), {})
+    assert str(error.value) == (
+        f"saving step 1 to {tmp_path} failed: rank 0: [Errno 5] Input/output error; then another rank was lost: "
+        "Connection closed by peer [127.0.0.1]:5"
+    )
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_a_save_that_cannot_be_swept_either_says_both(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    from titan.checkpoint import storage
+
+    def fail(*_: Any) -> Any:
+        raise OSError(errno.ESTALE, "Stale file handle")
+
+    monkeypatch.setattr(storage, "write", fail)
+    monkeypatch.setattr(folders, "complete", fail)
+    stale = r"rank 0: \[Errno 116\] Stale file handle"
+    with pytest.raises(CheckpointError, match=f"^saving step 1 to .* failed: {stale}; then sweeping failed: {stale}$"):
+        checkpointer_of(tmp_path).save(1, *made(), {})
+
+
+@pytest.mark.parametrize("lost_at", [1, 2, 3])
+def test_a_folder_that_is_another_runs_now_is_left_as_it_is(tmp_path: Path, lost_at: int) -> None:
+    parts, optimizer = made()
+    checkpointer_of(tmp_path).save(1, parts, optimizer, {})
+    (tmp_path / "step-00000009.tmp").mkdir()  # what the other run is writing, once this one has lost the folder
+    asked = []
+
+    def held() -> None:
+        asked.append(1)
+        if len(asked) >= lost_at:
+            (tmp_path / "step-00000009.tmp").mkdir(exist_ok=True)
+            raise FolderError("taken over by another run")
+
+    checkpointer = Checkpointer(tmp_path, keep=1, asynchronous=False, rank=0, world_size=1, held=held)
+    with pytest.raises(CheckpointError, match=r"^saving step 2 to .* failed: rank 0: taken over by another run$"):
+        checkpointer.save(2, parts, optimizer, {})
+    left = sorted(path.name for path in tmp_path.iterdir())
+    assert [name for name in left if name != "step-00000002.tmp"] == ["step-00000001", "step-00000009.tmp"]
+    assert (tmp_path / "step-00000002.tmp" / "state.json").exists() == (lost_at == 3)
+    with pytest.raises(CheckpointError, match="taken over by another run"):
+        checkpointer.find("auto")
+    assert (tmp_path / "step-00000009.tmp").exists()
+
+
+def test_a_checkpoint_is_saved_though_an_old_one_cannot_be_read(
+    tmp_path: Path, told: Callable[[], list[str]], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def fail(*_: Any) -> None:
+        raise UnreadableError("step-00000001/state.json cannot be read")
+
+    monkeypatch.setattr(folders, "retain", fail)
+    checkpointer_of(tmp_path).save(1, *made(), {})
+    assert steps_in(tmp_path) == [1]
+    assert told() == ["an old checkpoint could not be removed: step-00000001/state.json cannot be read"]
+
+
+def test_an_error_of_the_background_is_raised_once(tmp_path: Path, told: Callable[[], list[str]]) -> None:
+    blocked = tmp_path / "checkpoints"
+    blocked.write_text("a file where a folder should be")
+    checkpointer = checkpointer_of(blocked, asynchronous=True)
+    parts, optimizer = made()
+    checkpointer.save(1, parts, optimizer, {})
+    with pytest.raises(CheckpointError, match=r"saving step 1 to .*checkpoints failed: rank 0: .*there is no complete"):
+        checkpointer.save(2, parts, optimizer, {})
+    checkpointer.wait()
+    checkpointer.save(3, parts, optimizer, {})
+    checkpointer.close()
+    assert [text.split(" to ")[0] for text in told()] == ["saving step 3"]

@@ -1,0 +1,237 @@
+"""Reports the failure of a rank: each error is printed once, and all ranks learn which rank failed first.
+
+The ranks agree by a store. Functions that take one (`store`) take that of the process group, on a rank, or as the
+launcher serves it. They raise RuntimeError if the process that served the store is gone.
+"""
+
+import contextlib
+import hashlib
+import os
+import socket
+import time
+import traceback
+from collections.abc import Callable
+from datetime import timedelta
+from threading import Thread
+from typing import TypeVar
+
+import torch.distributed as dist
+from torch._C._distributed_c10d import PrefixStore, Store
+
+from titan import errors, log
+from titan.errors import TitanError, say
+from titan.ranks.launch_env import launched_world_size
+
+T = TypeVar("T")
+
+ANSWER_S = 5.0
+"""Longest wait for the store when a rank has failed."""
+
+HEAD_START_S = 0.25
+"""By so much rank 0 is the first to print an error that all ranks have; the others follow within the same time."""
+
+LOOK_S = 0.05
+"""Between two looks of a rank whether its error has been printed."""
+
+
+def report(error: TitanError, rank: int) -> None:
+    """Print an error that ends this rank, once among all ranks that raise the same; each has it in its log.
+
+    Rank 0 prints if it has the error in time, else the first rank that asks the store. A rank without an answer prints.
+    """
+    tell(error, rank)
+    text = str(error)
+    log.log.debug(f"error: {text}")
+    if not _ask(lambda store: _printed_by_another(store, text, rank), not errors.is_shown()):
+        errors.report(error, rank)
+        if errors.is_shown():
+            _ask(lambda store: _confirm(store, text), None)
+    _ask(lambda store: _explain(store, rank), None)
+
+
+def _printed_by_another(store: Store, text: str, rank: int) -> bool:
+    ranks = launched_world_size()
+    if rank:
+        time.sleep(HEAD_START_S * (1 + rank / ranks))
+    if errors.is_shown() and _claim(store, text, rank):
+        return False
+    patience = time.monotonic() + ANSWER_S / 2  # the rank that was to print may be dead, or its terminal closed
+    while not _confirmed(store, text):
+        if time.monotonic() > patience:
+            return False
+        time.sleep(max(LOOK_S, ranks / 5000))  # a store answers some ten thousand requests per second
+    return True
+
+
+def tell(error: Exception, rank: int) -> None:
+    """Show the stack trace of what ends this rank, once, on the terminal and in its log.
+
+    To be called before anything is closed: other ranks fail as soon as a connection to this one is. What they say of
+    that goes to their logs; on the terminal they name the rank that failed first. A TitanError is for `report`; that
+    this rank failed is known to the others all the same.
+    """
+    if error is _Told.error:
+        return
+    _Told.error = error
+    earliest = _ask(lambda store: _register(store, rank), rank)
+    if isinstance(error, TitanError):
+        return
+    trace = "".join(traceback.format_exception(error))
+    log.log.debug(trace)
+    if earliest != rank and (kept := log.file()) is not None:
+        trace = f"rank {rank} cannot continue without rank {earliest}; its own stack trace is in {kept}\n"
+    elif dist.is_initialized() and dist.get_world_size() > 1:
+        trace = f"rank {rank} failed:\n{trace}"
+    say(trace.rstrip("\n"))
+
+
+def let_others_ask() -> None:
+    """Before this process leaves the process group: tell the store if this rank has failed.
+
+    A rank 0 that serves the store and has failed lets the others ask it first, for `ANSWER_S` at most.
+    """
+    if _Told.error is not None:
+        _ask(_finish, 0)
+        if os.environ.get("RANK") == "0" and _serves_store():
+            _ask(_stay, None)
+
+
+def _stay(store: Store) -> None:
+    while _finished(store) < launched_world_size():
+        time.sleep(LOOK_S)
+
+
+class _Told:
+    """What this rank has told.
+
+    store: where this rank has met the others after its failure.  silent: nobody answers there.
+    """
+
+    error: Exception | None = None
+    store: Store | None = None
+    silent = False
+
+
+def _ask(question: Callable[[Store], T], otherwise: T) -> T:
+    """The store's answer; `otherwise` for a single rank, or where no answer comes within `ANSWER_S`."""
+    if launched_world_size() == 1 or _Told.silent:
+        return otherwise
+    answers: list[T] = []
+
+    def ask() -> None:
+        with contextlib.suppress(RuntimeError, OSError):  # whoever served the store is gone
+            answers.append(question(_store()))
+
+    asking = Thread(target=ask, daemon=True)  # a network that is down answers nothing
+    asking.start()
+    asking.join(ANSWER_S)
+    _Told.silent = not answers
+    return answers[0] if answers else otherwise
+
+
+def _store() -> Store:
+    """The store of the process group; before this rank has joined, the one where the ranks are to meet.
+
+    Raises:
+        RuntimeError, OSError: nobody serves it.
+    """
+    if dist.is_initialized():
+        return dist.distributed_c10d._get_default_store()
+    if _Told.store is None:
+        if not {"RANK", "MASTER_ADDR", "MASTER_PORT"} <= os.environ.keys():
+            raise RuntimeError("there is no store")
+        host, port, serves = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"]), _serves_store()
+        serves &= os.environ["RANK"] == "0"
+        if not serves:
+            _await_port(host, port)
+        limit = timedelta(seconds=ANSWER_S)
+        _Told.store = dist.TCPStore(  # type: ignore[attr-defined]
+            host, port, is_master=serves, wait_for_workers=False, timeout=limit, multi_tenant=True
+        )
+    return _Told.store
+
+
+def _await_port(host: str, port: int) -> None:
+    """Wait until somebody listens. A TCPStore that cannot connect would write a stack trace of C++ to stderr."""
+    patience = time.monotonic() + ANSWER_S
+    while True:
+        try:
+            socket.create_connection((host, port), timeout=ANSWER_S).close()
+            return
+        except OSError:
+            if time.monotonic() > patience:
+                raise
+            time.sleep(LOOK_S)
+
+
+def _serves_store() -> bool:
+    """Whether rank 0 serves the store, and no launcher (titan's or torchrun's)."""
+    return os.environ.get("TORCHELASTIC_USE_AGENT_STORE") != str(True)
+
+
+# --- the store ------------------------------------------------------------------------------------------------------
+
+
+def attempt() -> str:
+    """The key prefix of this start of the ranks.
+
+    torchrun restarts ranks with the store of the former ones, where Gloo would find the addresses of dead ranks.
+    """
+    return f"attempt {os.environ.get('TORCHELASTIC_RESTART_COUNT', '0')}"
+
+
+def _register(store: Store, rank: int) -> int:
+    """Register the failure of a rank; returns the rank that registered first."""
+    return int(_whole(store).compare_set(_key("first to fail"), "", str(rank)))
+
+
+def first(store: Store) -> int | None:
+    """The rank that failed first; None where none has."""
+    store, key = _whole(store), _key("first to fail")
+    return int(store.get(key)) if store.check([key]) else None
+
+
+def _claim(store: Store, text: str, rank: int) -> bool:
+    """Whether this rank is to print an error, as the first that asks of all ranks with the same text."""
+    return int(_whole(store).compare_set(_key("printer", text), "", str(rank))) == rank
+
+
+def _confirm(store: Store, text: str) -> None:
+    """Tell the other ranks that an error has been printed."""
+    _whole(store).set(_key("printed", text), "")
+
+
+def _confirmed(store: Store, text: str) -> bool:
+    """Whether an error has been printed."""
+    return bool(_whole(store).check([_key("printed", text)]))
+
+
+def _explain(store: Store, rank: int) -> None:
+    """Tell that the error of this rank has been printed, by this rank or by another one."""
+    _whole(store).set(_key(f"explained {rank}"), "")
+
+
+def explained(store: Store, rank: int) -> bool:
+    """Whether the error of a rank has been printed as a message, so that its log says no more."""
+    return bool(_whole(store).check([_key(f"explained {rank}")]))
+
+
+def _finish(store: Store) -> int:
+    """Tell that this rank has failed and asks the store no more; returns how many have told so."""
+    return int(_whole(store).add(_key("finished"), 1))
+
+
+def _finished(store: Store) -> int:
+    """Number of ranks that have failed and ask the store no more."""
+    return int(_whole(store).add(_key("finished"), 0))
+
+
+def _whole(store: Store) -> Store:
+    while isinstance(store, PrefixStore):
+        store = store.underlying_store
+    return store
+
+
+def _key(what: str, text: str = "") -> str:
+    digest = f" {hashlib.sha256(text.encode(errors='replace')).hexdigest()}" if text else ""
+    return f"{attempt()}/{what}{digest}"
