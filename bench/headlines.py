@@ -30,6 +30,39 @@ def timings(found: Found) -> dict[str, tuple[float, float]]:
     }
 
 
+UNSPLIT, STYLES, OURS = "one rank", "DTensor's styles", "titan"
+Halves = dict[str, list[list[float]]]
+"""Of a row of bench.dispatch, by who splits the layer: seconds of each forward, and of each backward."""
+
+
+def dispatch_ms(row: Halves) -> dict[str, list[float]]:
+    """Of a row of bench.dispatch: median milliseconds of forward and of backward, by who splits the layer."""
+    return {who: [1e3 * median(half) for half in halves] for who, halves in row.items()}
+
+
+def dispatch_ratio(row: Halves) -> float:
+    """Of a row of bench.dispatch: milliseconds of a layer by DTensor's styles over those of titan."""
+    medians = dispatch_ms(row)
+    return sum(medians[STYLES]) / sum(medians[OURS])
+
+
+def turns_ms(row: Mapping[str, list[float]]) -> tuple[float, float]:
+    """Of a row of bench.turns: median milliseconds of a step of titan and of torchtitan."""
+    ours, theirs = (1e3 * median(row[who]) for who in ("titan_s", "torchtitan_s"))
+    return ours, theirs
+
+
+def _dispatch(found: Found) -> str:
+    each = ", ".join(f"{name} {dispatch_ratio(row):.2f}" for name, row in found["rows"].items())
+    return f"tp {found['tp']}: host time of a layer by DTensor's styles, relative to titan's: {each}"
+
+
+def _turns(found: Found) -> str:
+    each = ((name, turns_ms(row)) for name, row in found["rows"].items())
+    ratios = ", ".join(f"{name} {theirs / ours:.2f}" for name, (ours, theirs) in each)
+    return f"tp {found['tp']}: speed of titan relative to torchtitan, by sequences x tokens: {ratios}"
+
+
 def _overhead(found: Found) -> str:
     ratios = ", ".join(f"{precision} {ratio:.2f}" for precision, (_, _, ratio) in speeds(found).items())
     start = f"; first step ends {median(found['start_s']):.1f} s after the start" if "start_s" in found else ""
@@ -91,6 +124,8 @@ KINDS: Mapping[str, tuple[str, Callable[[Found], str]]] = {
     "doctor": ("python -m bench.doctor", _doctor),
     "layouts": ("python -m bench.layouts", _layouts),
     "fuzz": ("python -m tests.fuzz", _fuzz),
+    "dispatch": ("python -m bench.dispatch", _dispatch),
+    "turns": ("python -m bench.turns", _turns),
     "chaos": ("python -m bench.chaos", _chaos),
     "scale": ("python -m bench.scale", _scale),
     "mutations": ("python -m bench.mutations", _mutations),

@@ -21,6 +21,7 @@ from bench import results
 SCHEDULES = (
     "GPipe", "1F1B", "LoopedBFS", "Interleaved1F1B", "InterleavedZeroBubble", "ZBVZeroBubble", "DualPipeV"
 )  # fmt: skip
+COMPILED = {"plugins.compile.enabled": "true"}
 LAYOUTS: dict[str, tuple[int, dict[str, object]]] = {
     "dp_shard 2, tp 2, pp 2": (8, {"mesh.dp_shard": 2, "mesh.tp": 2, "mesh.pp": 2}),
     "tp 8": (8, {"mesh.tp": 8}),
@@ -29,8 +30,11 @@ LAYOUTS: dict[str, tuple[int, dict[str, object]]] = {
     "hsdp 2x2": (4, {"mesh.dp_replicate": 2, "mesh.dp_shard": 2}),
     "ddp 4": (4, {"mesh.dp_replicate": 4}),
     "activation checkpointing": (1, {"plugins.activation_checkpoint.mode": "full"}),
-    "compile": (1, {"plugins.compile.enabled": "true"}),
-    "compile, dp_shard 2, tp 2": (4, {"plugins.compile.enabled": "true", "mesh.dp_shard": 2, "mesh.tp": 2}),
+    "compile": (1, COMPILED),
+    "compile, recompute selective, dp_shard 2, tp 2": (
+        4,
+        {**COMPILED, "plugins.activation_checkpoint.mode": "selective", "mesh.dp_shard": 2, "mesh.tp": 2},
+    ),
 }
 RESUMED = {
     "one rank, then dp_shard 2, tp 2, pp 2": ("one rank", "dp_shard 2, tp 2, pp 2"),
@@ -57,7 +61,7 @@ def main() -> None:
             _train(folder, name, *layouts[before], steps)
             rows[name] = _compare(reference, _train(folder, name, *layouts[after], 2 * steps))
     for name, row in rows.items():
-        print(f"{name:<45} loss {row['loss']:.1e}   gradient norm {row['grad_norm']:.1e}")
+        print(f"{name:<48} loss {row['loss']:.1e}   gradient norm {row['grad_norm']:.1e}")
     print(results.write("layouts", {"steps": steps, "largest_relative_difference": rows}))
 
 

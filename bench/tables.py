@@ -17,7 +17,7 @@ from statistics import mean, median
 from typing import Any
 
 from bench import results
-from bench.headlines import KINDS, headline, speeds, timings
+from bench.headlines import KINDS, dispatch_ms, dispatch_ratio, headline, speeds, timings, turns_ms
 
 PAGE = Path(__file__).parents[1] / "docs" / "benchmarks.md"
 PLACE = re.compile(r"(<!-- table: ([\w-]+) -->\n).*?(<!-- end -->)", re.DOTALL)
@@ -112,7 +112,28 @@ def _record(found: Mapping[str, Found], earlier: Iterable[Mapping[str, str]]) ->
     return f"{newest}\nResults that newer ones replaced:\n\n{_table(['kind', 'date', 'commit', 'result'], before)}"
 
 
-TABLES: Mapping[str, Callable[[Found], str]] = {"overhead": _overhead, "planning": _planning, "doctor": _doctor}
+def _dispatch(found: Found) -> str:
+    rows = found["rows"]
+    splits = next(iter(rows.values()))
+    cells = []
+    for name, row in rows.items():
+        halves = (f"{forward:.2f} + {backward:.2f}" for forward, backward in dispatch_ms(row).values())
+        cells.append([name, *halves, f"{dispatch_ratio(row):.2f}"])
+    return _table([f"milliseconds of a layer, tp {found['tp']}", *splits, "ratio"], cells)
+
+
+def _turns(found: Found) -> str:
+    rows = [
+        [name, f"{ours:.0f}", f"{theirs:.0f}", f"{theirs / ours:.2f}"]
+        for name, row in found["rows"].items()
+        for ours, theirs in [turns_ms(row)]
+    ]
+    return _table([f"sequences x tokens per step, tp {found['tp']}", "titan, ms", "torchtitan, ms", "ratio"], rows)
+
+
+TABLES: Mapping[str, Callable[[Found], str]] = {
+    "overhead": _overhead, "planning": _planning, "doctor": _doctor, "dispatch": _dispatch, "turns": _turns
+}  # fmt: skip
 """Name of a table -> what is made of the newest result of that kind."""
 
 if __name__ == "__main__":

@@ -2,9 +2,10 @@
 
     python -m bench.turns [--tp 2] [--steps 20]
 
-Both train the model of bench/overhead.toml in fp32, eager, with sequence parallelism and a vocabulary-parallel loss.
-Prints the ratio of the median steps and writes all samples under bench/results. Needs torchtitan 0.2.2 and what it
-imports: tyro, datasets, tokenizers, einops, triton.
+Both train the model of bench/overhead.toml in fp32, eager, with sequence parallelism and a vocabulary-parallel loss, on
+8 x 512 tokens per step, which the arithmetic takes most of, and on 1 x 128, where the host's share is large. Prints the
+ratios of the median steps and writes all samples under bench/results. Needs torchtitan 0.2.2 and what it imports: tyro,
+datasets, tokenizers, einops, triton.
 """
 
 import argparse
@@ -35,6 +36,9 @@ from titan.training import build, trainer  # noqa: E402
 
 CONFIG = Path(__file__).parent / "overhead.toml"
 WARM_UP = 3
+SHAPES = ((8, 512), (1, 128))
+"""Sequences per step, and their tokens."""
+
 WORDS, TOKENS = 4096, 1 << 19
 
 
@@ -43,25 +47,39 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--tp", type=int, default=2, help="ranks, all of them tensor-parallel")
     parser.add_argument("--steps", type=int, default=20, help=f"pairs of measured steps, after {WARM_UP} pairs")
-    parser.add_argument("--folder", help=argparse.SUPPRESS)  # of a rank
+    parser.add_argument("--rank-of", nargs=3, help=argparse.SUPPRESS)  # folder, sequences, tokens
     args = parser.parse_args()
-    if args.folder:
-        _rank(args.tp, args.steps, Path(args.folder))
+    if args.rank_of:
+        folder, sequences, seq_len = args.rank_of
+        _rank(args.tp, args.steps, Path(folder), int(sequences), int(seq_len))
         return
-    with tempfile.TemporaryDirectory() as folder:
-        samples = _in_turns(args.tp, Path(folder))
-    ours, theirs = (statistics.median(samples[who]) for who in ("titan_s", "torchtitan_s"))
-    print(f"tp {args.tp}: titan {ours * 1e3:.0f} ms, torchtitan {theirs * 1e3:.0f} ms, speed {theirs / ours:.2f}")
-    print(results.write("turns", {"tp": args.tp, "samples": samples}))
+    measured = {}
+    for shape in SHAPES:
+        with tempfile.TemporaryDirectory() as folder:
+            samples = _in_turns(args.tp, Path(folder), *shape)
+        ours, theirs = (statistics.median(samples[who]) * 1e3 for who in ("titan_s", "torchtitan_s"))
+        name = " x ".join(map(str, shape))
+        print(f"tp {args.tp}, {name}: titan {ours:.1f} ms, torchtitan {theirs:.1f} ms, speed {theirs / ours:.2f}")
+        measured[name] = samples
+    print(results.write("turns", {"tp": args.tp, "rows": measured}))
 
 
-def _in_turns(tp: int, folder: Path) -> dict[str, list[float]]:
+def _in_turns(tp: int, folder: Path, sequences: int, seq_len: int) -> dict[str, list[float]]:
     """Seconds of each step of both trainers, from the ranks that this command starts."""
     jobs.tokens(folder, WORDS, TOKENS)
     with listen(0) as probe:
         port = probe.getsockname()[1]
     place = {"WORLD_SIZE": tp, "LOCAL_WORLD_SIZE": tp, "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port}
-    command = [sys.executable, "-m", "bench.turns", *sys.argv[1:], "--folder", str(folder)]
+    command = [
+        sys.executable,
+        "-m",
+        "bench.turns",
+        *sys.argv[1:],
+        "--rank-of",
+        str(folder),
+        str(sequences),
+        str(seq_len),
+    ]
     ranks = []
     for rank in range(tp):
         own = {key: str(value) for key, value in {**place, "RANK": rank, "LOCAL_RANK": rank}.items()}
@@ -72,11 +90,11 @@ def _in_turns(tp: int, folder: Path) -> dict[str, list[float]]:
     return found
 
 
-def _rank(tp: int, steps: int, folder: Path) -> None:
+def _rank(tp: int, steps: int, folder: Path, sequences: int, seq_len: int) -> None:
     torch.set_num_threads(1)
     keys = {
         "run.dir": folder, "mesh.tp": tp, "model.vocab_size": WORDS, "tokenizer.name": "byte", "data.name": "shards",
-        "data.path": jobs.tokens(folder, WORDS, TOKENS),
+        "data.path": jobs.tokens(folder, WORDS, TOKENS), "data.seq_len": seq_len, "train.global_batch_size": sequences,
     }  # fmt: skip
     job = load_job(CONFIG, [word for key, value in keys.items() for word in (f"--{key}", str(value))], tp)
     run = build.build(job, process.join(job))

@@ -82,14 +82,11 @@ class ActivationCheckpoint(Technique):
     )  # fmt: skip
 
     def facts(self) -> dict[Fact, str]:
-        """Selective mode works on operations, and what it keeps serves one backward."""
+        """What selective mode saves serves one backward."""
         if self.config.mode != "selective":
             return {}
         why = '[plugins.activation_checkpoint] mode = "selective"'
-        return {
-            "recomputes_operations": f'{why} recomputes operations; set mode = "full"',
-            "one_backward": f'the activations that {why} saves serve a single backward pass; set mode = "full"',
-        }
+        return {"one_backward": f'the activations that {why} saves serve a single backward pass; set mode = "full"'}
 
     def no_effect(self, spec: ModelSpec) -> Iterable[str]:
         """Mode "attention" where no attention writes its scores."""

@@ -31,6 +31,9 @@ def mesh(**degrees: int) -> list[str]:
 SCORES_RECOMPUTED = ("--model.attention", "unfused", "--plugins.activation_checkpoint.mode", "attention")
 """Against one rank with the kernel that writes no scores: the same numbers within the tolerances."""
 
+COMPILED = ("--plugins.compile.backend", "aot_eager")
+"""Traced and split into forward and backward as for a GPU, but not compiled to kernels, which takes long."""
+
 LAYOUTS = {
     "dp_shard 2": (2, mesh(dp_shard=2)),
     "dp_shard 3": (3, [*mesh(dp_shard=3), "--train.global_batch_size", "6"]),
@@ -62,6 +65,11 @@ LAYOUTS = {
     "recompute full": (1, ["--plugins.activation_checkpoint.mode", "full"]),
     "recompute selective, dp_shard 2": (2, [*mesh(dp_shard=2), "--plugins.activation_checkpoint.mode", "selective"]),
     "recompute every 2, tp 2": (2, [*mesh(tp=2), "--plugins.activation_checkpoint.mode", "every_n"]),
+    "compiled, recompute selective, dp_shard 2, tp 2": (
+        4,
+        [*mesh(dp_shard=2, tp=2), *COMPILED, "--plugins.activation_checkpoint.mode", "selective"],
+    ),
+    "compiled, tp 2, whole sequences": (2, [*mesh(tp=2), *COMPILED, "--plugins.tensor.sequence_parallel", "false"]),
     "recompute attention, tp 2": (2, [*mesh(tp=2), *SCORES_RECOMPUTED]),
     "recompute full, dp_shard 2, pp 2": (4, [*mesh(dp_shard=2, pp=2), "--plugins.activation_checkpoint.mode", "full"]),
 }

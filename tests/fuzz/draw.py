@@ -85,7 +85,7 @@ def _degrees(rng: random.Random, ranks: int) -> dict[str, int]:
     degrees = dict.fromkeys(AXES, 1)
     for prime in (2, 3, 5, 7):
         while ranks % prime == 0:
-            degrees[rng.choice(AXES)] *= prime
+            degrees[rng.choice((*AXES, "tp"))] *= prime
             ranks //= prime
     return degrees
 
@@ -146,7 +146,7 @@ def _block(rng: random.Random, degrees: Mapping[str, int], pipeline: Keys) -> Ke
         keys["plugins.activation_checkpoint.mode"] = mode
     if mode == "every_n":
         keys["plugins.activation_checkpoint.every"] = rng.choice((1, 2, 3))
-    if whole and not (mode == "selective" and degrees["tp"] > 1) and rng.random() < 0.06:
+    if whole and rng.random() < (0.2 if degrees["tp"] > 1 else 0.06):
         alone = max(degrees.values()) == 1  # each rank compiles, which takes long
         keys["plugins.compile.backend"] = "inductor" if alone or rng.random() < 0.1 else "aot_eager"
     return keys

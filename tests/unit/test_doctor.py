@@ -168,10 +168,9 @@ def test_what_whole_layers_take_is_no_part_of_a_join(monkeypatch: pytest.MonkeyP
     clock = SimpleNamespace(
         me=SimpleNamespace(device=torch.device("cpu"), number=1), together=lambda work: Time(next(taken), 0.1)
     )
-    mesh = SimpleNamespace(size=lambda: 2)
+    mesh = SimpleNamespace(size=lambda: 2, get_group=lambda: None)
     monkeypatch.setattr(collective_overhead, "init_device_mesh", lambda *shape, **names: {"node": mesh})
-    for name in ("_split", "_sharded"):
-        monkeypatch.setattr(collective_overhead, name, lambda mesh: None)
+    monkeypatch.setattr(collective_overhead, "_sharded", lambda mesh: None)
     found = {reading.kind: reading for reading in collective_overhead.measure(clock, Layout(2, 2, RANKS))}  # type: ignore[arg-type]
     assert {kind: reading.seconds for kind, reading in found.items()} == {SPLIT: 2.0, GATHERED: 2.0}
     assert all(reading.about == {"ranks": 2} for reading in found.values())

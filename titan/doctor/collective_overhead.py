@@ -8,18 +8,12 @@ its device hides this overhead, so it is measured on CPUs only.
 from collections.abc import Iterator
 
 import torch
+import torch.distributed as dist
+import torch.distributed._functional_collectives as joins
 import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import fully_shard
-from torch.distributed.tensor import Replicate, Shard
-from torch.distributed.tensor.parallel import (
-    ColwiseParallel,
-    PrepareModuleInput,
-    RowwiseParallel,
-    SequenceParallel,
-    parallelize_module,
-)
 
 from titan.doctor.clock import Clock, Time
 from titan.doctor.links import Layout
@@ -36,28 +30,25 @@ SLICE = 16
 
 
 class _Half(nn.Module):
-    """Half a layer: norm, matrix products in and out, residual."""
+    """Half a layer: norm, matrix products in and out, residual.
 
-    def __init__(self, inner: int) -> None:
+    group: over which its linears and the sequence are split; None: on one rank.
+    """
+
+    def __init__(self, group: dist.ProcessGroup | None = None) -> None:
         super().__init__()
+        self.group = group
         self.norm = nn.RMSNorm(SLICE)
-        self.pair = _Pair(inner)
+        self.into = nn.ModuleList(nn.Linear(SLICE, SLICE, bias=False) for _ in range(3))
+        self.out = nn.Linear(SLICE, SLICE, bias=False)
 
     def forward(self, x: Tensor) -> Tensor:
-        y: Tensor = x + self.pair(self.norm(x))
-        return y
-
-
-class _Pair(nn.Module):
-    def __init__(self, inner: int) -> None:
-        super().__init__()
-        self.into = nn.ModuleList(nn.Linear(SLICE, inner, bias=False) for _ in range(3))
-        self.out = nn.Linear(inner, SLICE, bias=False)
-
-    def forward(self, x: Tensor) -> Tensor:
-        gate, up, more = (linear(x) for linear in self.into)
-        y: Tensor = self.out(F.silu(gate) * up + more)
-        return y
+        whole = self.norm(x)
+        if self.group is not None:
+            whole = joins.all_gather_tensor_autograd(whole, 1, self.group)
+        gate, up, more = (linear(whole) for linear in self.into)
+        out: Tensor = self.out(F.silu(gate) * up + more)
+        return x + (out if self.group is None else joins.reduce_scatter_tensor_autograd(out, "sum", 1, self.group))
 
 
 def slots(layout: Layout, device: torch.device) -> int:
@@ -72,7 +63,7 @@ def measure(clock: Clock, layout: Layout) -> Iterator[Reading]:
     mesh = init_device_mesh("cpu", (layout.nodes, layout.per_node), mesh_dim_names=("nodes", "node"))["node"]
     first = layout.names[clock.me.number // layout.per_node * layout.per_node]
     for kind, name, layers, parts in (
-        (SPLIT, "overhead per TP collective", (_split(mesh), _Half(SLICE * mesh.size())), JOINS),
+        (SPLIT, "overhead per TP collective", (_Half(mesh.get_group()), _Half()), JOINS),
         (GATHERED, "overhead per FSDP collective", (_sharded(mesh), _halves()), UNITS * COLLECTIVES),
     ):
         pieces, whole = (_both_ways(clock, layer) for layer in layers)
@@ -88,18 +79,8 @@ def _both_ways(clock: Clock, layer: nn.Module) -> Time:
     return clock.together(lambda: layer(x).sum().backward())
 
 
-def _split(mesh: DeviceMesh) -> nn.Module:
-    """Half a layer with tensor and sequence parallelism over the mesh."""
-    gathers = PrepareModuleInput(input_layouts=Shard(1), desired_input_layouts=Replicate(), use_local_output=False)
-    styles = {
-        "norm": SequenceParallel(use_local_output=True), "pair": gathers, "pair.into.*": ColwiseParallel(),
-        "pair.out": RowwiseParallel(output_layouts=Shard(1)),
-    }  # fmt: skip
-    return parallelize_module(_Half(SLICE * mesh.size()), mesh, styles)
-
-
 def _halves() -> nn.Sequential:
-    return nn.Sequential(*(_Half(SLICE) for _ in range(UNITS)))
+    return nn.Sequential(*(_Half() for _ in range(UNITS)))
 
 
 def _sharded(mesh: DeviceMesh) -> nn.Module:

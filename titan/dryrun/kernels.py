@@ -7,7 +7,6 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 from torch import Tensor
-from torch.distributed.tensor import DTensor, Partial, Replicate, Shard
 
 from titan.device import standing_in_for
 
@@ -47,9 +46,4 @@ def as_on_a_gpu() -> Iterator[None]:
 
 
 def _norm(x: Tensor, normalized_shape: Sequence[int], weight: Tensor | None = None, eps: float | None = None) -> Tensor:
-    rows = x.ndim - len(normalized_shape)
-    if not isinstance(x, DTensor):
-        return _rms_norm(x, weight, rows)
-    slices = [Partial() if isinstance(placement, Shard) else Replicate() for placement in x.placements]
-    local = weight.to_local(grad_placements=slices) if isinstance(weight, DTensor) else weight
-    return DTensor.from_local(_rms_norm(x.to_local(), local, rows), x.device_mesh, x.placements, run_check=False)
+    return _rms_norm(x, weight, x.ndim - len(normalized_shape))

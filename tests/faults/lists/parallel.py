@@ -65,8 +65,8 @@ FAULTS = (
     Fault(
         "a bias added by every rank before the sum over tp",
         "plugins/parallel/tensor.py",
-        "return None if added_later else parameter.to_local()",
-        "return parameter.to_local()",
+        "return None if added_later else _local(parameter)",
+        "return _local(parameter)",
         (f"{TENSOR}[2-gpt, tied, biases]",),
     ),
     Fault(
