@@ -23,6 +23,7 @@ BF16 = ("--plugins.bf16.enabled", "true")
 TWO = ("--train.global_batch_size", "16", "--train.micro_batch_size", "2")
 PIPED = ("--mesh.pp", "2", "--mesh.dp_shard", "2", "--train.global_batch_size", "8", "--train.micro_batch_size", "1")
 FULL, SELECTIVE, CORE = (("--plugins.activation_checkpoint.mode", mode) for mode in ("full", "selective", "attention"))
+WHOLE = ("--plugins.tensor.sequence_parallel", "false")
 UNFUSED = ("--model.attention", "unfused")
 SCORES = (*LLAMA, "--data.seq_len", "1024", "--model.max_seq_len", "1024", *UNFUSED)
 
@@ -50,7 +51,8 @@ JOBS = {
     "tensor parallel": (*LLAMA, *BF16, *TWO, *sliced()),
     "tensor parallel, selective": (*LLAMA, *BF16, *TWO, *sliced(), *SELECTIVE),
     "tensor parallel, full": (*LLAMA, *BF16, *TWO, *sliced(), *FULL),
-    "tensor parallel, whole sequences": (*LLAMA, *BF16, *TWO, *sliced("--plugins.tensor.sequence_parallel", "false")),
+    "tensor parallel, whole sequences": (*LLAMA, *BF16, *TWO, *sliced(*WHOLE)),
+    "tensor parallel, whole sequences, selective": (*LLAMA, *BF16, *TWO, *sliced(*WHOLE), *SELECTIVE),
     "1F1B": (*LLAMA, *BF16, *schedule("1F1B")),
     "interleaved, full": (*LLAMA, *BF16, *schedule("Interleaved1F1B", *FULL)),
     "zero bubble": (*LLAMA, *BF16, *schedule("ZBVZeroBubble")),
