@@ -6,8 +6,8 @@ Lower bounds of the objective, each tighter than the one before:
 2. With options chosen for all techniques but those that cut the model into stages: the same plus communication.
 3. A full layout: the work of its busiest rank without any wait for other ranks.
 
-A full layout that is not pruned is timed stage by stage, dropped if it does not fit into memory, and simulated. The
-search ends when the lowest bound exceeds the worst of the layouts kept, so no layout is missed.
+A full layout that is not pruned is timed stage by stage, dropped if its memory exceeds the limit (`MEMORY_LIMIT`), and
+simulated. The search ends when the lowest bound exceeds the worst of the layouts kept, so no layout is missed.
 
 The cut of the model into stages must follow from the technique's options, the degrees and the micro batch.
 """
@@ -63,7 +63,7 @@ class Result:
 
     layouts: combinations of degrees and micro batch.  by_bound: those of them pruned by lower bound.
     Counts of full layouts (with all options): refused by a plugin's check; slower: pruned by lower bound; too_large:
-    out of memory; simulated.  tightest: (bytes per rank, layout) of the one that exceeds the memory least.
+    memory above the limit; simulated.  tightest: (bytes per rank, layout) of the one that exceeds the limit least.
     """
 
     best: list[Found] = field(default_factory=list)
@@ -86,7 +86,7 @@ def search(
     progress: Callable[[int, int], None] = lambda done, of: None,
     workers: int = 1,
 ) -> Result:
-    """Find the `keep` layouts with the lowest step time, price or energy per step that fit into memory.
+    """Find the `keep` layouts with the lowest step time, price or energy per step whose memory is within the limit.
 
     job: loaded for one rank.  spaces: search spaces, one per number of ranks.  progress: called with (groups done,
     groups in all) of the first worker.  workers: processes that share the groups (Linux only).
@@ -159,7 +159,8 @@ class _Search:
         self.job, self.planner, self.keep, self.objective = job, planner, keep, objective
         self.result = Result()
         self.values: list[float] = []
-        self.memory, self._reserved = (size * GIB for size in planner.cluster.memory[:2])
+        memory = planner.cluster.memory
+        self.limit, self._reserved = memory.limit_gib * GIB, memory.reserved_gib * GIB
         self._waiting: list[_Node] = []
         self._numbers = itertools.count()
         self._alone: dict[tuple[int, int, int], StageCostCache] = {}
@@ -233,7 +234,7 @@ class _Search:
         """These choices: with all of those for techniques that do cut it."""
         alike = self._alike(space, choice)  # made again: few get here, and together they would fill the memory
         assert alike is not None
-        if (least := self._least_memory(alike)) > self.memory:
+        if (least := self._least_memory(alike)) > self.limit:
             self._lacks(least, choice, len(staged))
             return
         costs, (_, busy) = alike.parts.costs, self._least(alike)
@@ -270,7 +271,7 @@ class _Search:
             return
         memory = draft.memory()
         most = max(m.total for m in memory)
-        if most > self.memory:
+        if most > self.limit:
             self._lacks(most, choice, 1)
             return
         result.simulated += 1
