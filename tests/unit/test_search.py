@@ -2,6 +2,7 @@
 
 import itertools
 import json
+import re
 from collections import defaultdict
 from dataclasses import replace
 from pathlib import Path
@@ -30,6 +31,13 @@ VALUES = {
     "price": lambda p: p.price,
     "energy": lambda p: p.energy_j,
 }
+
+
+NOTHING_FITS = re.compile(
+    r"error: no layout fits into 9.5e-05 GiB, 95 % of the device's 0.0001 GiB: (?P<looked>[\d,]+) layouts looked at, "
+    r"(?P<invalid>[\d,]+) invalid, (?P<large>[\d,]+) too large; "
+    r"the smallest needs at least (?P<peak>\S+) GiB per rank: .*\n"
+)
 
 
 def everything(ranks: int, *words: str, cluster: Cluster = CLUSTER) -> list[tuple[Choice, Prediction]]:
@@ -223,18 +231,42 @@ def test_nothing_fits(tmp_path: Path, capsys: pytest.CaptureFixture) -> None:
         '[device]\nname = "small"\nmemory_gib = 0.0001\nbandwidth_gb_s = 1\n'
         '[device.peak_tflops]\nfloat32 = 1\n[[links]]\nname = "wire"\nbandwidth_gb_s = 1\n'
     )
-    words = ["plan", "--config", str(TOML), "--search", "--world-size", "2", "--cluster", str(small)]
+    words = ["plan", "--config", str(TOML), "--search", "--world-size", "2", "--cluster", str(small), *FIXED]
     assert main(words) == 2
-    assert (
-        "no layout fits into 9.5e-05 GiB, 95 % of the device's 0.0001 GiB; the smallest needs"
-        in capsys.readouterr().err
-    )
+    found = NOTHING_FITS.fullmatch(capsys.readouterr().err)
+    assert found
+    looked, invalid, large = (int(found[name].replace(",", "")) for name in ("looked", "invalid", "large"))
+    assert looked == invalid + large and large > 10
+    peaks = [prediction.peak_gib for _, prediction in everything(2, *FIXED)]
+    assert 0 < float(found["peak"]) <= min(peaks) * (1 + 1e-2)
 
 
-def test_a_batch_that_no_layout_divides(capsys: pytest.CaptureFixture) -> None:
-    words = ["plan", "--config", str(TOML), "--search", "--world-size", "7"]
-    assert main([*words, "--train.global_batch_size", "5"]) == 2
-    assert "no valid layout" in capsys.readouterr().err
+def test_every_layout_is_refused(capsys: pytest.CaptureFixture) -> None:
+    words = ["plan", "--config", str(TOML), "--search", "--world-size", "3", "--mesh.tp", "3", *EAGER]
+    assert main(words) == 2
+    counted, _, why = capsys.readouterr().err.partition(" layouts looked at, all of them invalid, the first because: ")
+    assert re.fullmatch(r"error: no valid layout: \d+", counted)
+    assert why.startswith("[model] n_kv_heads = 4 cannot be split over mesh.tp = 3;")
+
+
+@pytest.mark.parametrize(
+    ("words", "said"),
+    [
+        (
+            ["--mesh.tp", "1", "--train.global_batch_size", "5"],
+            "2 splits of 7 ranks over the mesh axes looked at, and none agrees with train.global_batch_size = 5;",
+        ),
+        (
+            ["--mesh.tp", "1", "--train.global_batch_size", "16", "--train.micro_batch_size", "4"],
+            "none agrees with train.global_batch_size = 16 and train.micro_batch_size = 4; global_batch_size must be a",
+        ),
+        (["--mesh.tp", "2"], "7 ranks cannot be split with mesh.tp = 2; change these degrees or --world-size"),
+    ],
+)
+def test_no_degrees_and_micro_batch_belong_together(words: list[str], said: str, capsys: pytest.CaptureFixture) -> None:
+    assert main(["plan", "--config", str(TOML), "--search", "--world-size", "7", *words]) == 2
+    err = capsys.readouterr().err
+    assert "error: no valid layout: " in err and said in err
 
 
 def test_an_axis_that_nobody_owns() -> None:

@@ -178,9 +178,9 @@ def _search(args: argparse.Namespace) -> tuple[dict[str, Any], str]:
             progress=progress,
             workers=min(MOST_WORKERS, cores()),
         )
-    text = render.search_text(result, where, ranks)
     if not result.best:
-        raise ConfigError([ConfigIssue("", render.nothing_fits(result, where))])
+        raise ConfigError([ConfigIssue("", render.nothing_found(result, where, space))])
+    text = render.search_text(result, where, ranks)
     if space.left_out:
         text += f"\n\n{render.left_out_text(space.left_out)}"
     best = result.best[0]

@@ -63,7 +63,9 @@ class Result:
 
     layouts: combinations of degrees and micro batch.  by_bound: those of them pruned by lower bound.
     Counts of full layouts (with all options): refused by a plugin's check; slower: pruned by lower bound; too_large:
-    memory above the limit; simulated.  tightest: (bytes per rank, layout) of the one that exceeds the limit least.
+    memory above the limit; simulated.
+    refusal: what the first check that refused a layout said.
+    tightest: (lower bound of bytes per rank, layout) of the one that exceeds the limit least.
     """
 
     best: list[Found] = field(default_factory=list)
@@ -73,6 +75,7 @@ class Result:
     slower: int = 0
     too_large: int = 0
     simulated: int = 0
+    refusal: str = ""
     tightest: tuple[float, Choice] | None = None
 
 
@@ -131,7 +134,8 @@ def _merged(results: Sequence[Result], keep: int, objective: Objective) -> Resul
         for name in ("layouts", "by_bound", "refused", "slower", "too_large", "simulated")
     }
     tightest = [result.tightest for result in results if result.tightest is not None]
-    return Result(best=best, tightest=min(tightest, key=itemgetter(0), default=None), **counts)
+    refusal = next((result.refusal for result in results if result.refusal), "")
+    return Result(best=best, refusal=refusal, tightest=min(tightest, key=itemgetter(0), default=None), **counts)
 
 
 @cache
@@ -217,7 +221,7 @@ class _Search:
         for options, staged in space.options(layout):
             choice = Choice(layout, micro_batch, options)
             if (alike := self._alike(space, choice)) is None:
-                self.result.refused += len(staged)
+                self._refuse("techniques are missing or conflict", len(staged))
                 continue
             bound = self._value(*self._least(alike), layout)
             self._wait(bound, len(staged), self._look_at_plain, space, choice, staged, cuts)
@@ -241,9 +245,7 @@ class _Search:
         for more in staged:
             one = replace(choice, options=(*choice.options, *more))
             if more not in cuts:
-                job = space.job_of(one)
-                if job is None or not space.allows(job):
-                    self.result.refused += 1
+                if (job := self._valid(space, one)) is None:
                     continue
                 cuts[more] = _places(cut(costs, job).stages)
             least = alike.lower_bound_of(cuts[more](costs.recompute))
@@ -261,9 +263,8 @@ class _Search:
         return self._reserved + total / alike.parts.layout.role_degree("stage")
 
     def _look_at_one(self, space: Space, choice: Choice, alike: StageCostCache) -> None:
-        result, job = self.result, space.job_of(choice)
-        if job is None or not space.allows(job):
-            result.refused += 1
+        result, job = self.result, self._valid(space, choice)
+        if job is None:
             return
         draft = self.planner.draft(cut(alike.parts.costs, job), choice.layout, alike)
         if self._hopeless(self._value(draft.lower_bound_s, draft.busy_s, choice.layout)):
@@ -276,6 +277,19 @@ class _Search:
             return
         result.simulated += 1
         self._keep(Found(choice, draft.finish(memory)))
+
+    def _valid(self, space: Space, choice: Choice) -> Job | None:
+        """The job with this layout; None, and counted, where it is refused."""
+        job = space.job_of(choice)
+        why = "techniques are missing or conflict" if job is None else space.refusal(job)
+        if why:
+            self._refuse(why, 1)
+            return None
+        return job
+
+    def _refuse(self, why: str, count: int) -> None:
+        self.result.refused += count
+        self.result.refusal = self.result.refusal or why
 
     def _lacks(self, most: float, choice: Choice, count: int) -> None:
         self.result.too_large += count
