@@ -236,6 +236,9 @@ def test_nothing_fits(tmp_path: Path, capsys: pytest.CaptureFixture) -> None:
     found = NOTHING_FITS.fullmatch(capsys.readouterr().err)
     assert found
     looked, invalid, large = (int(found[name].replace(",", "")) for name in ("looked", "invalid", "large"))
+    space = load_base(TOML, FIXED).space(2, 0)
+    groups = ((layout, len(space.micro_batches(layout))) for layout in space.layouts())
+    assert looked == sum(sizes * len(staged) for layout, sizes in groups for _, staged in space.options(layout))
     assert looked == invalid + large and large > 10
     peaks = [prediction.peak_gib for _, prediction in everything(2, *FIXED)]
     assert 0 < float(found["peak"]) <= min(peaks) * (1 + 1e-2)
