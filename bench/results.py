@@ -28,6 +28,7 @@ def write(kind: str, measured: dict[str, Any]) -> Path:
         kind: a kind of `bench.headlines.KINDS`.
         measured: plain data.
     """
+    found = {**about(), **measured}  # first: a file written here would be a change since the commit
     FOLDER.mkdir(exist_ok=True)
     path = FOLDER / f"{kind}.json"
     if path.is_file():
@@ -39,7 +40,7 @@ def write(kind: str, measured: dict[str, Any]) -> Path:
         line = {"kind": kind, **{key: replaced[key] for key in ("date", "commit")}, "said": said}
         with (FOLDER / EARLIER).open("a", encoding="utf-8") as file:
             file.write(json.dumps(line) + "\n")
-    path.write_text(as_text({**about(), **measured}), encoding="utf-8")
+    path.write_text(as_text(found), encoding="utf-8")
     return path
 
 

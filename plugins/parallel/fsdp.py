@@ -36,7 +36,7 @@ class Config:
     zero_stage: Literal[1, 2, 3] | None = option(
         None,
         "3: gather parameters for each use; 2: keep them from forward to backward; 1: gather and reduce once per step; "
-        "unset: 1 with several micro batches, 2 with one, the fastest of each; 3 where that would not fit into memory",
+        "unset: 1 with several micro batches, 2 with one, the fastest of each; 3 where memory would run short",
     )
 
 

@@ -20,6 +20,9 @@ BIG = sorted(path for path in (ROOT / "configs").glob("*.toml") if path.stem not
 COMMAND = re.compile(
     r"^#   titan plan --config configs/(\w+)\.toml --cluster ([\w-]+) --search --in-place( --.*)?$", re.M
 )
+PREDICTED = (
+    "# titan plan predicts {step:.2f} s per step, MFU {mfu:.1f} % and a peak of {peak:.1f} GiB of {memory:g} GiB.\n"
+)
 CLOSE = 1.02
 
 
@@ -38,7 +41,10 @@ def test_no_layout_is_more_than_two_percent_faster(path: Path) -> None:
     assert name == path.stem
     planner, job = Planner(cluster.load(where)), load_job(path)
     own = planner.predict(costs_of(job), job.layout)
-    assert own.fits
+    memory = planner.cluster.memory
+    assert own.peak_gib <= memory.limit_gib
+    said = PREDICTED.format(step=own.step_time_s, mfu=100 * own.mfu, peak=own.peak_gib, memory=memory.gib)
+    assert said in path.read_text()
     limit_s = own.step_time_s / CLOSE
     assert not faster(load_base(path, []), planner, job.layout.world_size, limit_s), own.step_time_s
 

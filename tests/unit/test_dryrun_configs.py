@@ -19,7 +19,7 @@ def _short(path: Path) -> Job:
     job = load_job(path)
     stages = job.layout.role_degree("stage")
     each = next((t.config.stages_per_rank for t in job.techniques if hasattr(t.config, "stages_per_rank")), 1)
-    batch = job.micro_batch * job.batch_ranks * stages
+    batch = job.micro_batch * job.batch_ranks * stages * min(each, 2)  # DualPipeV needs one for each of its stages
     words = ("--model.n_layers", f"{stages * each}", "--train.global_batch_size", f"{batch}")
     return load_job(path, [*words, "--train.micro_batch_size", f"{job.micro_batch}"])
 

@@ -6,7 +6,9 @@ import os
 import re
 import select
 import shutil
+import subprocess
 import sys
+from collections.abc import Sequence
 from functools import cache
 from pathlib import Path
 
@@ -17,6 +19,7 @@ from tests.faults.fault import ROOT, Fault
 from tests.faults.trial import Ran, Verdict, verdict
 
 FEWEST = 40
+SWEEP = "tests/unit/test_search.py::test_the_best_are_the_best_of_all_with_compiled_layouts"
 
 
 @cache
@@ -41,6 +44,20 @@ def test_every_fault_can_be_planted_and_names_tests_that_exist() -> None:
             wrong.append(str(error))
         wrong += [f"{fault.name}: {test}: {what}" for test in fault.tests if (what := _misses(test))]
     assert not wrong, "\n".join(wrong)
+
+
+def _left_out(tests: Sequence[str]) -> list[str]:
+    """Of these ids of tests, those that `make test` runs no case of."""
+    command = [sys.executable, "-m", "pytest", "--collect-only", "-q", "-p", "no:cacheprovider", "-m", "not gpu"]
+    done = subprocess.run([*command, *tests], cwd=ROOT, capture_output=True, text=True, timeout=120, check=False)
+    assert done.returncode == 0, done.stdout + done.stderr
+    run = done.stdout.splitlines()
+    return [test for test in tests if not any(f"{case}[".startswith((f"{test}[", f"{test}::")) for case in run)]
+
+
+def test_make_test_runs_the_tests_of_every_fault() -> None:
+    named = sorted({test for fault in FAULTS for test in fault.tests})
+    assert _left_out([SWEEP, *named]) == [SWEEP]
 
 
 def test_faults_are_many_and_differ_and_each_has_a_test() -> None:

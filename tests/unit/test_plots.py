@@ -135,7 +135,7 @@ def test_a_short_schedule_is_drawn_whole(schedule: str, kinds: str, to_rgb: Any)
 
 def test_of_a_long_schedule_beginning_and_end_are_drawn() -> None:
     pytest.importorskip("matplotlib")
-    prediction = _predicted("configs/gpt175b.toml")
+    prediction = _predicted("tests/configs/gpt175b.toml")
     figure = prediction_figure(prediction, FRONTIER)
     *_, first, last = figure.get_axes()
     makespan = prediction.timeline.makespan

@@ -9,6 +9,7 @@ import pytest
 from tests.planned import CLUSTER, TOML, job_of
 from titan.cli import main
 from titan.contracts.base.cost import Recompute
+from titan.planner.report.render import prediction_text
 from titan.planner.step.layout import costs_of, group_of
 from titan.planner.step.predict import Planner, Prediction
 
@@ -175,3 +176,11 @@ def test_wrong_input(words: list[str], said: str, capsys: pytest.CaptureFixture[
 def test_the_table_says_that_a_job_does_not_fit(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["plan", "--config", "llama65b.toml", "--mesh.dp_shard", "1", "--mesh.tp", "1", "--mesh.pp", "1"]) == 0
     assert "does NOT fit" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(("share", "warned"), [(0.94, False), (0.96, True)])
+def test_the_table_warns_of_a_peak_above_the_limit_of_a_search(share: float, warned: bool) -> None:
+    prediction = predicted()
+    device = replace(CLUSTER.device, memory_gib=prediction.peak_gib / share)
+    text = prediction_text(prediction, replace(CLUSTER, device=device), "", None)
+    assert "\nfits: peak " in text and ("\nwarning: less than 5 % of the memory is free" in text) == warned

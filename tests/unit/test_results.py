@@ -84,3 +84,19 @@ def test_a_file_has_a_line_per_row() -> None:
         " ],",
         ' "table": {',
     ]
+
+
+def test_the_commit_is_read_before_a_file_changes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Git would call the commit dirty for what the command itself has written."""
+    monkeypatch.setattr(results, "FOLDER", tmp_path)
+    results.write("overhead", OVERHEAD)
+    before = {path.name: path.read_bytes() for path in tmp_path.iterdir()}
+    about = results.about
+
+    def unchanged() -> dict[str, object]:
+        assert {path.name: path.read_bytes() for path in tmp_path.iterdir()} == before
+        return about()
+
+    monkeypatch.setattr(results, "about", unchanged)
+    results.write("overhead", OVERHEAD)
+    assert results.earlier()

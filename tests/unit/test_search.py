@@ -2,6 +2,7 @@
 
 import itertools
 import json
+import re
 from collections import defaultdict
 from dataclasses import replace
 from pathlib import Path
@@ -14,11 +15,12 @@ from titan.config import Job, load_job
 from titan.contracts.base import registry
 from titan.contracts.base.cost import Costs, Stage
 from titan.errors import ConfigError
-from titan.planner.machine.cluster import Cluster
+from titan.planner.machine.cluster import MEMORY_LIMIT, Cluster
 from titan.planner.search import best_first
 from titan.planner.search.best_first import Objective, _Search, search
 from titan.planner.search.space import Choice, load_base
 from titan.planner.step.layout import costs_of, uncut
+from titan.planner.step.memory import GIB
 from titan.planner.step.predict import Planner, Prediction, stage_loads
 
 EAGER = ("--plugins.compile.enabled=false",)
@@ -29,6 +31,13 @@ VALUES = {
     "price": lambda p: p.price,
     "energy": lambda p: p.energy_j,
 }
+
+
+NOTHING_FITS = re.compile(
+    r"error: no layout fits into 9.5e-05 GiB, 95 % of the device's 0.0001 GiB: (?P<looked>[\d,]+) layouts looked at, "
+    r"(?P<invalid>[\d,]+) invalid, (?P<large>[\d,]+) too large; "
+    r"the smallest needs at least (?P<peak>\S+) GiB per rank: .*\n"
+)
 
 
 def everything(ranks: int, *words: str, cluster: Cluster = CLUSTER) -> list[tuple[Choice, Prediction]]:
@@ -45,8 +54,8 @@ def everything(ranks: int, *words: str, cluster: Cluster = CLUSTER) -> list[tupl
                     except ConfigError:
                         continue
                     prediction = planner.predict(costs_of(job), job.layout)
-                    if prediction.fits:
-                        found.append((choice, prediction))
+                    assert prediction.peak_gib < cluster.memory.limit_gib, "too large, which the caller does not expect"
+                    found.append((choice, prediction))
     return found
 
 
@@ -67,6 +76,19 @@ def test_the_best_are_the_best_of_all(objective: Objective, four_ranks: list[Pre
     assert [VALUES[objective](found.prediction) for found in result.best] == pytest.approx(values[:7], rel=1e-9)
     if objective == "time":
         assert result.by_bound or result.slower, "nothing was ruled out early, so the bounds were not tested"
+
+
+@pytest.mark.parametrize("share", [0.05, 0.5])
+def test_the_best_keep_headroom(share: float, four_ranks: list[Prediction]) -> None:
+    """On devices on which some of the layouts exceed the limit, and others only seem to fit."""
+    below, above = sorted({prediction.peak_gib for prediction in four_ranks})[int(share * len(four_ranks)) :][:2]
+    cluster = replace(CLUSTER, device=replace(CLUSTER.device, memory_gib=(below + above) / 2 / MEMORY_LIMIT))
+    base = load_base(TOML, FIXED)
+    result = search(base.job, Planner(cluster), [base.space(4, 4)], keep=7)
+    within = sorted(p.step_time_s for p in four_ranks if p.peak_gib <= below)
+    fitting = sorted(p.step_time_s for p in four_ranks if p.peak_gib <= cluster.device.memory_gib)
+    assert result.too_large and within[:7] != fitting[:7]
+    assert [found.prediction.step_time_s for found in result.best] == pytest.approx(within[:7], rel=1e-9)
 
 
 @pytest.mark.sweep
@@ -118,15 +140,18 @@ def test_bounds_are_below_the_step_and_near_it() -> None:
 
 def test_no_layout_is_better_than_its_bounds() -> None:
     words = ("--train.global_batch_size=8", "--plugins.bf16.enabled=true", *EAGER)
-    base, cuts = load_base(TOML, words).job, defaultdict(set)
+    base, cuts, ratios = load_base(TOML, words).job, defaultdict(set), []
     runs = [_Search(base, Planner(CLUSTER), 1, objective) for objective in ("time", "price", "energy")]
     alone = replace(costs_of(base), recompute=None, collectives=(), fused=True, update_bytes=0.0)
     for choice, prediction in everything(4, *words):
         job = load_job(TOML, [*words, *choice.words()], 4)
         for run in runs:
             assert max(bounds(run, alone, job)) <= VALUES[run.objective](prediction) * (1 + 1e-9), choice
+        alike = runs[0].planner.stage_costs(uncut(job), job.layout)
+        ratios.append(runs[0]._least_memory(alike) / GIB / prediction.peak_gib)
         of_pipeline = dict(choice.options).get("pipeline")
         cuts[str(choice.layout), choice.micro_batch, of_pipeline].add(costs_of(job).stages)
+    assert 0.9 < max(ratios) <= 1 + 1e-9
     assert len(cuts) > 20
     assert all(len(found) == 1 for found in cuts.values()), "a cut that depends on options of other techniques"
 
@@ -206,15 +231,45 @@ def test_nothing_fits(tmp_path: Path, capsys: pytest.CaptureFixture) -> None:
         '[device]\nname = "small"\nmemory_gib = 0.0001\nbandwidth_gb_s = 1\n'
         '[device.peak_tflops]\nfloat32 = 1\n[[links]]\nname = "wire"\nbandwidth_gb_s = 1\n'
     )
-    words = ["plan", "--config", str(TOML), "--search", "--world-size", "2", "--cluster", str(small)]
+    words = ["plan", "--config", str(TOML), "--search", "--world-size", "2", "--cluster", str(small), *FIXED]
     assert main(words) == 2
-    assert "no layout fits into 0.0001 GiB; the smallest needs" in capsys.readouterr().err
+    found = NOTHING_FITS.fullmatch(capsys.readouterr().err)
+    assert found
+    looked, invalid, large = (int(found[name].replace(",", "")) for name in ("looked", "invalid", "large"))
+    space = load_base(TOML, FIXED).space(2, 0)
+    groups = ((layout, len(space.micro_batches(layout))) for layout in space.layouts())
+    assert looked == sum(sizes * len(staged) for layout, sizes in groups for _, staged in space.options(layout))
+    assert looked == invalid + large and large > 10
+    peaks = [prediction.peak_gib for _, prediction in everything(2, *FIXED)]
+    assert 0 < float(found["peak"]) <= min(peaks) * (1 + 1e-2)
 
 
-def test_a_batch_that_no_layout_divides(capsys: pytest.CaptureFixture) -> None:
-    words = ["plan", "--config", str(TOML), "--search", "--world-size", "7"]
-    assert main([*words, "--train.global_batch_size", "5"]) == 2
-    assert "no valid layout" in capsys.readouterr().err
+def test_every_layout_is_refused(capsys: pytest.CaptureFixture) -> None:
+    words = ["plan", "--config", str(TOML), "--search", "--world-size", "3", "--mesh.tp", "3", *EAGER]
+    assert main(words) == 2
+    counted, _, why = capsys.readouterr().err.partition(" layouts looked at, all of them invalid, the first because: ")
+    assert re.fullmatch(r"error: no valid layout: \d+", counted)
+    assert why.startswith("[model] n_kv_heads = 4 cannot be split over mesh.tp = 3;")
+
+
+@pytest.mark.parametrize(
+    ("words", "said"),
+    [
+        (
+            ["--mesh.tp", "1", "--train.global_batch_size", "5"],
+            "2 splits of 7 ranks over the mesh axes looked at, and none agrees with train.global_batch_size = 5;",
+        ),
+        (
+            ["--mesh.tp", "1", "--train.global_batch_size", "16", "--train.micro_batch_size", "4"],
+            "none agrees with train.global_batch_size = 16 and train.micro_batch_size = 4; global_batch_size must be a",
+        ),
+        (["--mesh.tp", "2"], "7 ranks cannot be split with mesh.tp = 2; change these degrees or --world-size"),
+    ],
+)
+def test_no_degrees_and_micro_batch_belong_together(words: list[str], said: str, capsys: pytest.CaptureFixture) -> None:
+    assert main(["plan", "--config", str(TOML), "--search", "--world-size", "7", *words]) == 2
+    err = capsys.readouterr().err
+    assert "error: no valid layout: " in err and said in err
 
 
 def test_an_axis_that_nobody_owns() -> None:

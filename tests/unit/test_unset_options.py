@@ -1,4 +1,4 @@
-"""Options that a job leaves unset: the usual value where the job fits into memory, the frugal one where it does not."""
+"""Options that a job leaves unset: the usual value where the job is within the limit of memory, else the frugal one."""
 
 import json
 import tomllib
@@ -13,7 +13,7 @@ from titan.cli import main
 from titan.config import Job, load_job
 from titan.contracts.base import registry
 from titan.errors import PluginError
-from titan.planner.machine.cluster import DeviceMemory
+from titan.planner.machine.cluster import MEMORY_LIMIT, DeviceMemory
 from titan.planner.step import unset_options
 from titan.planner.step.layout import costs_of
 from titan.planner.step.memory import GIB, peak_bytes
@@ -31,9 +31,16 @@ def needs(*words: str) -> float:
     return peak_bytes(costs_of(job), job.layout, CLUSTER.memory) / GIB
 
 
+def with_limit(gib: float) -> DeviceMemory:
+    """A device with this limit for what is planned."""
+    return CLUSTER.memory._replace(gib=gib / MEMORY_LIMIT)
+
+
 def too_small(*words: str) -> DeviceMemory:
-    """A device that is a little too small for the job."""
-    return CLUSTER.memory._replace(gib=0.99 * needs(*words))
+    """A device that the job fits into, but with too little memory left."""
+    memory, gib = with_limit(0.99 * needs(*words)), needs(*words)
+    assert memory.limit_gib < gib < memory.gib
+    return memory
 
 
 def stage(job: Job) -> int | None:
@@ -51,7 +58,7 @@ def test_the_estimate_is_the_planners(words: tuple[str, ...]) -> None:
 def test_what_fits_keeps_the_usual_value(words: tuple[str, ...], usual: int) -> None:
     job = job_of(*words)
     gib = needs(*words)
-    settled, (sentence,) = settle(job, CLUSTER.memory._replace(gib=1.01 * gib))
+    settled, (sentence,) = settle(job, with_limit(1.01 * gib))
     assert settled is job and stage(job) is None
     assert f"zero_stage is not set, so zero_stage = {usual}: the job needs" in sentence
 
@@ -68,11 +75,11 @@ def test_what_does_not_fit_gets_the_frugal_value(words: tuple[str, ...]) -> None
 
 def test_it_is_said_that_the_frugal_value_does_not_fit_either() -> None:
     fewest = needs(*SHARDED, "--plugins.fsdp.zero_stage", "3")
-    _, (fits,) = settle(job_of(*SHARDED), CLUSTER.memory._replace(gib=1.001 * fewest))
-    assert fits.endswith(" GiB") and "either" not in fits
-    settled, (sentence,) = settle(job_of(*SHARDED), CLUSTER.memory._replace(gib=0.999 * fewest))
+    _, (fits,) = settle(job_of(*SHARDED), with_limit(1.001 * fewest))
+    assert fits.endswith(" GiB") and "too" not in fits
+    settled, (sentence,) = settle(job_of(*SHARDED), with_limit(0.999 * fewest))
     assert stage(settled) == 3
-    assert sentence.endswith(f" GiB; with it the job needs {fewest:.1f} GiB, which does not fit either")
+    assert sentence.endswith(f" GiB; with it the job needs {fewest:.1f} GiB, which exceeds the limit too")
 
 
 @pytest.mark.parametrize("given", [1, 2, 3])

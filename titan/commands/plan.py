@@ -8,6 +8,7 @@ from typing import Any
 
 from titan.config import Job, load_job, said_twice, without_effect
 from titan.errors import EXIT_DONE, ConfigError, ConfigIssue
+from titan.planner.machine.cluster import MEMORY_LIMIT
 from titan.planner.report import STUDIES
 from titan.ranks.launch_env import cores
 
@@ -36,7 +37,8 @@ built-in cluster (titan plan --list-clusters) or a file; titan doctor measures t
 
 --search covers every layout of --world-size ranks: degrees of all mesh axes, micro batch sizes, and the options that
 plugins offer (pipeline schedules, recomputation, ZeRO stages). Keys given on the command line stay fixed. Techniques
-that change the loss curve are not searched; include one with --plugins.NAME.enabled true.
+that change the loss curve are not searched; include one with --plugins.NAME.enabled true. A layout whose predicted
+peak exceeds {100 * MEMORY_LIMIT:g} % of the memory of a device is not proposed.
 
 --dry-run builds and steps one rank on meta tensors, without allocating memory.
 
@@ -176,9 +178,9 @@ def _search(args: argparse.Namespace) -> tuple[dict[str, Any], str]:
             progress=progress,
             workers=min(MOST_WORKERS, cores()),
         )
-    text = render.search_text(result, where, ranks)
     if not result.best:
-        raise ConfigError([ConfigIssue("", render.nothing_fits(result, where))])
+        raise ConfigError([ConfigIssue("", render.nothing_found(result, where, space))])
+    text = render.search_text(result, where, ranks)
     if space.left_out:
         text += f"\n\n{render.left_out_text(space.left_out)}"
     best = result.best[0]

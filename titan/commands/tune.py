@@ -167,7 +167,7 @@ def _candidates(args: argparse.Namespace, base: "Base", space: "Space", planner:
         return []
     found = search(base.job, planner, [space], keep=(args.trials + 1) // 2)
     if not found.best:
-        _tell(render.nothing_fits(found, planner.cluster))
+        _tell(render.nothing_found(found, planner.cluster, space))
     return [each.choice for each in found.best]
 
 

@@ -190,8 +190,8 @@ class Technique(Plugin):
         Called after the job is loaded, once with each value of `fits`; options that the job sets are left alone.
         job: of this layout.
         fits: True: the values that the technique uses as long as its options are unset. False: the values that need
-            least memory, of the same options. The host sets these where the job would otherwise not fit into the
-            device's memory by the costs that the techniques state.
+            least memory, of the same options. The host sets these where the job would otherwise leave too little of
+            the device's memory free (`DeviceMemory.limit_gib`), by the costs that the techniques state.
         """
         return {}
 

@@ -24,6 +24,12 @@ from titan.errors import ConfigError, ConfigIssue, by_errno, warn_once
 FOLDER = Path(next(iter(titan.configs.__path__))) / "clusters"
 DTYPES = ("float32", "float16", "bfloat16", "float8")
 C = TypeVar("C")
+MEMORY_LIMIT = 0.95
+"""Largest predicted peak of a layout that titan chooses, as a fraction of the device's memory.
+
+Predictions are off by 3.6 % on average for the memory of whole processes (50 rows of grade A, in-sample), and by 7.5 %
+for other figures (docs/validation.md, "Memory"). A layout that fills a device by prediction may run out of memory.
+"""
 
 
 class DeviceMemory(NamedTuple):
@@ -38,6 +44,15 @@ class DeviceMemory(NamedTuple):
     reserved_gib: float = 2.0
     fragmented: float = 0.02
     fused_norms: bool = True
+
+    @property
+    def limit_gib(self) -> float:
+        """Largest predicted peak, in GiB per rank, of a layout that titan chooses."""
+        return MEMORY_LIMIT * self.gib
+
+    def limit_text(self) -> str:
+        """The limit and what it follows from, for messages."""
+        return f"{self.limit_gib:.4g} GiB, {100 * MEMORY_LIMIT:g} % of the device's {self.gib:.4g} GiB"
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -3,8 +3,9 @@
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
-from titan.planner.machine.cluster import Cluster
+from titan.planner.machine.cluster import MEMORY_LIMIT, Cluster
 from titan.planner.search.best_first import Found, Result
+from titan.planner.search.space import Space
 from titan.planner.step.memory import GIB
 from titan.planner.step.predict import Prediction
 
@@ -88,8 +89,14 @@ def _memory(p: Prediction, cluster: Cluster) -> list[str]:
         layers = "+".join(f"{held.start}-{held.stop - 1}" for held in p.layers[first]) if first == last else ""
         name = f"stage {first}" if first == last else f"stages {first}-{last}"
         rows.append([name, *(f"{gib[component]:.2f}" for component in names), f"{gib['total']:.2f}", layers])
-    peak = f"peak {max(m.total for m in p.memory) / GIB:.1f} GiB of {cluster.device.memory_gib:g} GiB"
-    return [*columns(rows), f"fits: {peak}" if p.fits else f"does NOT fit: {peak}"]
+    peak = f"peak {p.peak_gib:.1f} GiB of {cluster.device.memory_gib:g} GiB"
+    said = [f"fits: {peak}"] if p.fits else [f"does NOT fit: {peak}"]
+    if p.fits and p.peak_gib > cluster.memory.limit_gib:
+        said.append(
+            f"warning: less than {100 * (1 - MEMORY_LIMIT):.0f} % of the memory is free, and predictions are off by "
+            f"several percent; --search proposes layouts of at most {cluster.memory.limit_gib:.4g} GiB"
+        )
+    return [*columns(rows), *said]
 
 
 def search_text(result: Result, cluster: Cluster, ranks: int) -> str:
@@ -98,16 +105,16 @@ def search_text(result: Result, cluster: Cluster, ranks: int) -> str:
     counts = (
         f"{result.layouts:,} combinations of degrees and micro batch on {ranks:,} x {cluster.device.name}, "
         f"{result.by_bound:,} pruned by lower bound.\n"
-        f"The others hold {looked:,} layouts: {result.refused:,} invalid, {result.too_large:,} out of memory, "
+        f"The others hold {looked:,} layouts: {result.refused:,} invalid, {result.too_large:,} too large, "
         f"{result.slower:,} pruned by lower bound, {result.simulated:,} simulated."
     )
-    if not result.best:
-        return counts + "\n\n" + nothing_fits(result, cluster)
+    if result.too_large:
+        counts += f"\nToo large: a predicted peak above {cluster.memory.limit_text()}."
     rows, layouts = [["", "step time", "MFU", "peak memory, GiB", "bubble"]], ["layout"]
     for number, found in enumerate(result.best, 1):
         p = found.prediction
-        most = max(m.total for m in p.memory) / GIB
-        rows.append([f"{number}", seconds(p.step_time_s), f"{p.mfu:.1%}", f"{most:.1f}", f"{p.bubble_fraction:.1%}"])
+        shares = f"{p.mfu:.1%}", f"{p.peak_gib:.1f}", f"{p.bubble_fraction:.1%}"
+        rows.append([f"{number}", seconds(p.step_time_s), *shares])
         layouts.append(str(found.choice))
     lines = [f"{line}  {layout}" for line, layout in zip(columns(rows), layouts, strict=True)]
     return "\n".join([counts, "", *lines])
@@ -119,13 +126,35 @@ def left_out_text(names: Sequence[str]) -> str:
     return f"not searched, because they change the loss curve: {', '.join(names)}; include them with {asked}"
 
 
-def nothing_fits(result: Result, cluster: Cluster) -> str:
-    """The reason why a search found no layout, with the layout that needs least memory."""
+def nothing_found(result: Result, cluster: Cluster, space: Space) -> str:
+    """The reason why a search found no layout: how many were looked at, and what each of them lacks."""
+    if not result.layouts:
+        return f"no valid layout: {_no_combination(space)}"
+    looked = f"{result.refused + result.too_large:,} layouts looked at"
     if result.tightest is None:
-        return "no valid layout: train.global_batch_size divides over none of them, or plugins refuse all"
+        return f"no valid layout: {looked}, all of them invalid, the first because: {result.refusal}"
     most, choice = result.tightest
-    memory = f"{cluster.device.memory_gib:g} GiB"
-    return f"no layout fits into {memory}; the smallest needs {most / GIB:.1f} GiB per rank: {choice}"
+    return (
+        f"no layout fits into {cluster.memory.limit_text()}: "
+        f"{looked}, {result.refused:,} invalid, {result.too_large:,} too large; "
+        f"the smallest needs at least {most / GIB:.3g} GiB per rank: {choice}"
+    )
+
+
+def _no_combination(space: Space) -> str:
+    """The reason why no degrees and micro batch of a space belong together."""
+    splits = sum(1 for _ in space.layouts())
+    if not splits:
+        fixed = ", ".join(f"mesh.{axis} = {degree}" for axis, degree in space.degrees.items() if degree != -1)
+        return f"{space.ranks:,} ranks cannot be split with {fixed}; change these degrees or --world-size"
+    sizes = {"global_batch_size": space.job.train.global_batch_size}
+    if "train.micro_batch_size" in space.fixed and space.job.train.micro_batch_size:
+        sizes["micro_batch_size"] = space.job.train.micro_batch_size
+    divided = " and ".join(f"train.{key} = {value:,}" for key, value in sizes.items())
+    return (
+        f"{splits:,} splits of {space.ranks:,} ranks over the mesh axes looked at, and none agrees with {divided}; "
+        f"global_batch_size must be a multiple of data-parallel ranks x micro_batch_size"
+    )
 
 
 def explained(best: Sequence[Found]) -> str:

@@ -6,8 +6,8 @@ Lower bounds of the objective, each tighter than the one before:
 2. With options chosen for all techniques but those that cut the model into stages: the same plus communication.
 3. A full layout: the work of its busiest rank without any wait for other ranks.
 
-A full layout that is not pruned is timed stage by stage, dropped if it does not fit into memory, and simulated. The
-search ends when the lowest bound exceeds the worst of the layouts kept, so no layout is missed.
+A full layout that is not pruned is timed stage by stage, dropped if its memory exceeds the limit (`MEMORY_LIMIT`), and
+simulated. The search ends when the lowest bound exceeds the worst of the layouts kept, so no layout is missed.
 
 The cut of the model into stages must follow from the technique's options, the degrees and the micro batch.
 """
@@ -63,7 +63,9 @@ class Result:
 
     layouts: combinations of degrees and micro batch.  by_bound: those of them pruned by lower bound.
     Counts of full layouts (with all options): refused by a plugin's check; slower: pruned by lower bound; too_large:
-    out of memory; simulated.  tightest: (bytes per rank, layout) of the one that exceeds the memory least.
+    memory above the limit; simulated.
+    refusal: what the first check that refused a layout said.
+    tightest: (lower bound of bytes per rank, layout) of the one that exceeds the limit least.
     """
 
     best: list[Found] = field(default_factory=list)
@@ -73,6 +75,7 @@ class Result:
     slower: int = 0
     too_large: int = 0
     simulated: int = 0
+    refusal: str = ""
     tightest: tuple[float, Choice] | None = None
 
 
@@ -86,7 +89,7 @@ def search(
     progress: Callable[[int, int], None] = lambda done, of: None,
     workers: int = 1,
 ) -> Result:
-    """Find the `keep` layouts with the lowest step time, price or energy per step that fit into memory.
+    """Find the `keep` layouts with the lowest step time, price or energy per step whose memory is within the limit.
 
     job: loaded for one rank.  spaces: search spaces, one per number of ranks.  progress: called with (groups done,
     groups in all) of the first worker.  workers: processes that share the groups (Linux only).
@@ -131,7 +134,8 @@ def _merged(results: Sequence[Result], keep: int, objective: Objective) -> Resul
         for name in ("layouts", "by_bound", "refused", "slower", "too_large", "simulated")
     }
     tightest = [result.tightest for result in results if result.tightest is not None]
-    return Result(best=best, tightest=min(tightest, key=itemgetter(0), default=None), **counts)
+    refusal = next((result.refusal for result in results if result.refusal), "")
+    return Result(best=best, refusal=refusal, tightest=min(tightest, key=itemgetter(0), default=None), **counts)
 
 
 @cache
@@ -159,7 +163,8 @@ class _Search:
         self.job, self.planner, self.keep, self.objective = job, planner, keep, objective
         self.result = Result()
         self.values: list[float] = []
-        self.memory, self._reserved = (size * GIB for size in planner.cluster.memory[:2])
+        memory = planner.cluster.memory
+        self.limit, self._reserved = memory.limit_gib * GIB, memory.reserved_gib * GIB
         self._waiting: list[_Node] = []
         self._numbers = itertools.count()
         self._alone: dict[tuple[int, int, int], StageCostCache] = {}
@@ -216,7 +221,7 @@ class _Search:
         for options, staged in space.options(layout):
             choice = Choice(layout, micro_batch, options)
             if (alike := self._alike(space, choice)) is None:
-                self.result.refused += len(staged)
+                self._refuse("techniques are missing or conflict", len(staged))
                 continue
             bound = self._value(*self._least(alike), layout)
             self._wait(bound, len(staged), self._look_at_plain, space, choice, staged, cuts)
@@ -233,16 +238,14 @@ class _Search:
         """These choices: with all of those for techniques that do cut it."""
         alike = self._alike(space, choice)  # made again: few get here, and together they would fill the memory
         assert alike is not None
-        if (least := self._least_memory(alike)) > self.memory:
+        if (least := self._least_memory(alike)) > self.limit:
             self._lacks(least, choice, len(staged))
             return
         costs, (_, busy) = alike.parts.costs, self._least(alike)
         for more in staged:
             one = replace(choice, options=(*choice.options, *more))
             if more not in cuts:
-                job = space.job_of(one)
-                if job is None or not space.allows(job):
-                    self.result.refused += 1
+                if (job := self._valid(space, one)) is None:
                     continue
                 cuts[more] = _places(cut(costs, job).stages)
             least = alike.lower_bound_of(cuts[more](costs.recompute))
@@ -260,9 +263,8 @@ class _Search:
         return self._reserved + total / alike.parts.layout.role_degree("stage")
 
     def _look_at_one(self, space: Space, choice: Choice, alike: StageCostCache) -> None:
-        result, job = self.result, space.job_of(choice)
-        if job is None or not space.allows(job):
-            result.refused += 1
+        result, job = self.result, self._valid(space, choice)
+        if job is None:
             return
         draft = self.planner.draft(cut(alike.parts.costs, job), choice.layout, alike)
         if self._hopeless(self._value(draft.lower_bound_s, draft.busy_s, choice.layout)):
@@ -270,11 +272,24 @@ class _Search:
             return
         memory = draft.memory()
         most = max(m.total for m in memory)
-        if most > self.memory:
+        if most > self.limit:
             self._lacks(most, choice, 1)
             return
         result.simulated += 1
         self._keep(Found(choice, draft.finish(memory)))
+
+    def _valid(self, space: Space, choice: Choice) -> Job | None:
+        """The job with this layout; None, and counted, where it is refused."""
+        job = space.job_of(choice)
+        why = "techniques are missing or conflict" if job is None else space.refusal(job)
+        if why:
+            self._refuse(why, 1)
+            return None
+        return job
+
+    def _refuse(self, why: str, count: int) -> None:
+        self.result.refused += count
+        self.result.refusal = self.result.refusal or why
 
     def _lacks(self, most: float, choice: Choice, count: int) -> None:
         self.result.too_large += count

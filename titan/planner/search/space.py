@@ -199,10 +199,15 @@ class Space:
         return self._chosen[key]
 
     @staticmethod
-    def allows(job: Job) -> bool:
-        """Whether every technique's `check` accepts the job."""
+    def refusal(job: Job) -> str:
+        """What a technique's `check` says against the job, the first sentence; empty: the job is valid."""
         plan = job.spec
-        return not any(True for t in job.techniques for _ in sentences(t, "check", job, plan))
+        return next((sentence for t in job.techniques for sentence in sentences(t, "check", job, plan)), "")
+
+    @classmethod
+    def allows(cls, job: Job) -> bool:
+        """Whether every technique's `check` accepts the job."""
+        return not cls.refusal(job)
 
     def _instance(self, plugin: type[Technique], options: Options) -> Technique:
         key = (plugin.name, options)

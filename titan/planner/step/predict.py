@@ -64,6 +64,11 @@ class Prediction:
         return self.tokens / self.step_time_s
 
     @property
+    def peak_gib(self) -> float:
+        """Memory of the fullest rank, in GiB."""
+        return max(memory.total for memory in self.memory) / GIB
+
+    @property
     def bubble_fraction(self) -> float:
         """Share of the step in which the rank waits for the work of other ranks."""
         return self.time_s["bubble"] / self.step_time_s

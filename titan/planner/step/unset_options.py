@@ -1,7 +1,8 @@
 """Options that a job leaves unset and that follow from memory: their values by the estimate for one device.
 
 A technique names such options and their values in `Technique.unset_options`. The host takes the usual values where the
-job fits into the device's memory, and those that need less memory where the job does not fit.
+job's predicted peak is within the limit that a search keeps too (`DeviceMemory.limit_gib`), and those that need less
+memory where it is not.
 """
 
 from collections.abc import Mapping
@@ -40,8 +41,8 @@ def settle(job: Job, memory: DeviceMemory | None) -> tuple[Job, list[str]]:
     most = _peak_gib(job, memory)
     if isinstance(most, str):
         return job, [f"{said}: memory cannot be predicted ({most})" for said in _said(usual)]
-    need = f"the job needs {most:.1f} GiB per rank, and a device has {memory.gib:.1f} GiB"
-    if most <= memory.gib:
+    need = f"the job needs {most:.1f} GiB per rank, and the limit is {memory.limit_text()}"
+    if most <= memory.limit_gib:
         return job, [f"{said}: {need}" for said in _said(usual)]
     smaller = _with(job, frugal)
     if refused := [why for t in smaller.techniques for why in sentences(t, "check", smaller, smaller.spec)]:
@@ -49,9 +50,9 @@ def settle(job: Job, memory: DeviceMemory | None) -> tuple[Job, list[str]]:
         return job, [f"{said}: {need}, but {less} is refused: {refused[0]}" for said in _said(usual)]
     said = _said(frugal)
     least = _peak_gib(smaller, memory)
-    if not isinstance(least, str) and least > memory.gib:
+    if not isinstance(least, str) and least > memory.limit_gib:
         with_them = "it" if len(said) == 1 else "all of these values"
-        need += f"; with {with_them} the job needs {least:.1f} GiB, which does not fit either"
+        need += f"; with {with_them} the job needs {least:.1f} GiB, which exceeds the limit too"
     return smaller, [f"{words}: otherwise {need}" for words in said]
 
 

@@ -1,0 +1,102 @@
+"""Commands of titan in processes that have imported nothing but `titan.cli`, as every command does first.
+
+`tests.commands` forks commands from a server that has torch, the plugins and the compiler warm: there, a module that a
+command forgets to import, or imports without need, is not seen.
+"""
+
+import json
+import pkgutil
+import subprocess
+import sys
+from pathlib import Path
+from typing import NamedTuple
+
+import pytest
+
+import titan.commands
+from tests.unit.test_launcher_imports import COMPILER, TRAINER
+
+ROOT = Path(__file__).parents[2]
+RELEASED = ROOT / "tests" / "released"
+(CHECKPOINT,) = RELEASED.glob("26471e7/checkpoints/step-*")
+DEBUG = ["--config", str(ROOT / "configs" / "debug.toml")]
+TEXT = str(RELEASED / "text.txt")
+BYTES = ["--data.name", "text", "--data.path", TEXT, "--tokenizer.name", "byte"]
+BUILDS = {"convert", "eval", "generate"}
+"""Commands that build a model."""
+
+COMMANDS = {
+    "checkpoint": (["verify", str(CHECKPOINT)], 0, "verified"),
+    "config": ([*DEBUG, "--json"], 0, '"n_layers": 4'),
+    "convert": (["--from", str(CHECKPOINT), "--format", "hf", "--output", "hf"], 0, "11 tensors"),
+    "data": (["prepare", *DEBUG, *BYTES], 0, "tokens     831"),
+    "doctor": (["--seconds", "0.1"], 0, "matrix products, float32"),
+    "eval": (["--checkpoint", str(CHECKPOINT), "--data", "text", "--path", TEXT], 0, "perplexity"),
+    "generate": (["--checkpoint", str(CHECKPOINT), "--prompt", "a", "--max-new-tokens", "2"], 0, "a"),
+    "plan": ([*DEBUG, "--search", "--world-size", "2"], 0, "1 pruned by lower bound"),
+    "plugins": (["fsdp"], 0, "technique fsdp"),
+    "tune": ([*DEBUG, "--cluster", "a100-80gb", "--trials", "1", "--timeout", "0.01"], 1, "trials failed (1 timeout)"),
+}  # fmt: skip
+"""Command -> its words, its exit code, and a part of what it prints. The trial of `tune` is killed as it starts."""
+
+ONE_AFTER_THE_OTHER = """
+import json, os, sys, traceback
+from pathlib import Path
+from titan import cli
+
+codes = {}
+for name, words in json.loads(sys.argv[1]).items():
+    if not (process := os.fork()):
+        break
+    codes[name] = os.waitstatus_to_exitcode(os.waitpid(process, 0)[1])
+else:
+    print(json.dumps(codes))
+    sys.exit()
+with open(f"{name}.txt", "w") as file:
+    os.dup2(file.fileno(), 1)
+    os.dup2(file.fileno(), 2)
+try:
+    code = cli.main([name, *words])
+except BaseException:
+    code = traceback.print_exc()
+Path(f"{name}.modules").write_text(" ".join(sys.modules))
+sys.stdout.flush()
+os._exit(99 if code is None else code)  # an end without cleaning up saves half a second per command
+"""
+
+
+class Ran(NamedTuple):
+    """A command's exit code, what it printed, and the modules that it had imported at its end."""
+
+    code: int
+    printed: str
+    modules: set[str]
+
+
+@pytest.fixture(scope="module")
+def ran(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Ran]:
+    folder = tmp_path_factory.mktemp("cold")
+    words = json.dumps({name: words for name, (words, _, _) in COMMANDS.items()})
+    program = [sys.executable, "-c", ONE_AFTER_THE_OTHER, words]
+    done = subprocess.run(program, cwd=folder, capture_output=True, text=True, timeout=200, check=False)
+    assert done.returncode == 0, done.stderr
+    return {
+        name: Ran(
+            code, Path(folder, f"{name}.txt").read_text(), set(Path(folder, f"{name}.modules").read_text().split())
+        )
+        for name, code in json.loads(done.stdout).items()
+    }
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="forks after torch is imported")
+@pytest.mark.parametrize("command", COMMANDS)
+def test_a_command_imports_what_it_uses_and_no_more(command: str, ran: dict[str, Ran]) -> None:
+    _, code, printed = COMMANDS[command]
+    assert ran[command].code == code and printed in ran[command].printed, ran[command].printed
+    assert "Traceback" not in ran[command].printed
+    if command not in BUILDS:
+        assert not ran[command].modules & (COMPILER | TRAINER)
+
+
+def test_every_command_is_started() -> None:
+    assert set(COMMANDS) == {module.name for module in pkgutil.iter_modules(titan.commands.__path__)}
