@@ -104,7 +104,8 @@ def test_compiled_with_single_operations_recomputed(recipe: str, one_rank) -> No
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("recipe", "degrees"), [("rowwise", {}), swept_case(("tensorwise", {"tp": 2}))], ids=str)
+@pytest.mark.sweep
+@pytest.mark.parametrize(("recipe", "degrees"), [("rowwise", {}), ("tensorwise", {"tp": 2})], ids=str)
 def test_compiled_to_kernels(recipe: str, degrees: dict[str, int], one_rank, tmp_path: Path) -> None:
     words = (*float8(recipe), *mesh(**degrees), "--plugins.compile.enabled", "true")
     compiled = train_job(tmp_path, 2 if degrees else 1, *BASE, *words, timeout=400)
