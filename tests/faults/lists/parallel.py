@@ -77,6 +77,16 @@ FAULTS = (
         ("tests/dist/test_tensor.py::test_a_linear_whose_input_nothing_gathers_is_refused",),
     ),
     Fault(
+        "sums over tp sent again by selective recomputation",
+        "plugins/memory/activation_checkpoint.py",
+        "    torch.ops._c10d_functional.all_reduce.default,\n",
+        "",
+        (
+            "tests/unit/test_planned_memory.py::test_collectives_move_the_bytes_of_the_dry_run"
+            "[tensor parallel, whole sequences, selective]",
+        ),
+    ),
+    Fault(
         "words of other ranks looked up in a rank's slice",
         "plugins/parallel/tensor.py",
         "torch.where(here[..., None], rows, 0.0)",
