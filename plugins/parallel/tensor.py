@@ -38,7 +38,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping
 from copy import copy
 from dataclasses import dataclass, replace
 from functools import cache, partial
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -50,10 +50,12 @@ from torch.distributed.tensor.placement_types import Placement
 
 from titan.contracts import Axis, BuildContext, Costs, Job, ModelPart, ModelSpec, Technique, option, register
 from titan.contracts.base.cost import Collective, CollectiveCost, When, Where
+from titan.contracts.base.sharding import Slices, gathered, summed
 from titan.contracts.base.spec import TensorStyle, glob_matches, nearest
 from titan.errors import PluginError
 
-ops = torch.ops._c10d_functional
+UNEQUAL = 1e-2
+"""Relative difference of gradients beyond the rounding of any kernel: summands differ by about their own size."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -78,7 +80,9 @@ class TensorParallel(Technique):
 
     def __init__(self, config: TensorConfig) -> None:
         super().__init__(config)
-        self._partial: list[tuple[nn.Module, str]] = []
+        self._partial: _Replicated = []  # each rank's gradient is a summand
+        self._equal: _Replicated = []  # each rank's gradient is the whole one
+        self._group: dist.ProcessGroup | None = None
 
     def check(self, job: Job, spec: ModelSpec) -> Iterable[str]:
         """Heads, and the positions of a sequence where they are split, must come out even."""
@@ -150,51 +154,90 @@ class TensorParallel(Technique):
         if context.mesh.layout.degree("tp") == 1:
             return
         mesh = context.mesh["tp"]
-        ranks = _Ranks(mesh.get_group().group_name, mesh.size(), mesh.get_local_rank(), self.config.sequence_parallel)
+        self._group = mesh.get_group()
+        group, positions = self._group.group_name, self.config.sequence_parallel
+        slices = Slices(group, mesh.size(), mesh.get_local_rank(), positions)
         for name, module in list(part.module.named_modules()):
             style = _style_of(name, context.spec)
             if style is not None:
                 _check_place(style, name, module, context.spec)
-                self._split(style, module, mesh, ranks)
+                self._split(style, name, module, mesh, slices)
         part.retie(context.spec)
         left_out = [name for name, parameter in part.parameters() if not isinstance(parameter, DTensor)]
         if left_out:
             raise PluginError(f"ModelSpec.tensor gives no tensor-parallel style for {', '.join(left_out)}")
-        if ranks.sliced:
-            part.hidden_split *= ranks.size
+        if slices.positions:
+            part.hidden_split *= slices.size
 
-    def _split(self, style: TensorStyle, module: nn.Module, mesh: DeviceMesh, ranks: "_Ranks") -> None:
+    def _split(self, style: TensorStyle, name: str, module: nn.Module, mesh: DeviceMesh, slices: Slices) -> None:
         """Slice one module's parameters, and hook in what joins the ranks before or after its forward."""
         if style in ("gather", "head"):
-            module.register_forward_pre_hook(partial(_enter, ranks))
+            module.register_forward_pre_hook(partial(_enter, slices))
         match style:
             case "gather":
                 return
             case "row":
-                module.register_forward_hook(partial(_leave, ranks))
+                module.register_forward_hook(partial(_leave, slices))
             case "embedding":
-                module.forward = partial(_look_up, ranks, module)
+                module.forward = partial(_look_up, slices, module)
             case "positions":
-                module.register_forward_hook(partial(_own_positions, ranks))
+                module.register_forward_hook(partial(_own_positions, slices))
             case "head":
                 module.register_forward_hook(partial(_logits, mesh, self.config.loss_parallel))
         placements = _placements(style, module)
-        _slice(module, mesh, placements, added_later=("bias",) if style == "row" else ())
-        if ranks.sliced or style == "qk_norm":
-            self._partial += [(module, name) for name, how in placements.items() if how.is_replicate()]
+        _slice(module, mesh, placements, summand=style == "row" and slices.rank > 0)
+        replicated = [(f"{name}.{own}", module, own) for own, how in placements.items() if how.is_replicate()]
+        if slices.positions or style in ("row", "qk_norm"):
+            self._partial += replicated
+        else:
+            self._equal += replicated
 
     def after_backward(self) -> None:
-        """Sum, in one all-reduce, the gradients of replicated parameters that saw a rank's own tokens or heads."""
-        parameters = [module._parameters[name] for module, name in self._partial]
-        gradients = [p.grad for p in parameters if p is not None and p.grad is not None]
-        if not gradients:
+        """Sum, in one all-reduce, the gradients of replicated parameters that saw a rank's own tokens or heads.
+
+        Raises:
+            PluginError: in the first step, gradients differ that are equal on all ranks if the model's spec is right.
+        """
+        if self._equal:
+            self._check_equal()
+        if gradients := _gradients(self._partial):
+            (sums,) = self._reduced(gradients, dist.ReduceOp.SUM)
+            torch._foreach_copy_(list(gradients.values()), sums)
+
+    def _check_equal(self) -> None:
+        gradients = _gradients(self._equal)
+        self._equal.clear()  # once is enough: what differs is the model's place for a module, not chance
+        if not gradients or next(iter(gradients.values())).device.type == "meta":
             return
-        mesh = gradients[0].device_mesh
-        local = [gradient.to_local() for gradient in gradients]
-        flat = torch.cat([gradient.flatten() for gradient in local])
-        dist.all_reduce(flat, group=mesh.get_group("tp"))
-        sums = torch.split(flat, [gradient.numel() for gradient in local])
-        torch._foreach_copy_(local, [whole.view_as(gradient) for whole, gradient in zip(sums, local, strict=True)])
+        bounds = self._reduced(gradients, dist.ReduceOp.MIN, dist.ReduceOp.MAX)
+        for name, least, most in zip(gradients, *bounds, strict=True):
+            if (most - least).norm() > UNEQUAL * most.norm():
+                raise PluginError(
+                    f"the gradient of {name} differs between the ranks of tp, which must see the same hidden states there: "
+                    "ModelSpec.tensor has the wrong style for its module or one near it, or a forward calls no "
+                    '"gather" or "row" but works on its parameters'
+                )
+
+    def _reduced(self, gradients: Mapping[str, Tensor], *operations: Any) -> list[list[Tensor]]:
+        """The gradients after an all-reduce over tp by each operation, all of them at once."""
+        flat = torch.cat([gradient.flatten() for gradient in gradients.values()])
+        results = []
+        for operation in operations:
+            reduced = flat.clone()
+            dist.all_reduce(reduced, operation, self._group)
+            pieces = torch.split(reduced, [gradient.numel() for gradient in gradients.values()])
+            results.append([piece.view_as(own) for piece, own in zip(pieces, gradients.values(), strict=True)])
+        return results
+
+
+_Replicated = list[tuple[str, nn.Module, str]]
+"""Canonical name, module, and name in the module of parameters that every rank of tp holds whole."""
+
+
+def _gradients(replicated: _Replicated) -> dict[str, Tensor]:
+    """This rank's gradients by name; shards where data parallelism shards them."""
+    parameters = {name: module._parameters[own] for name, module, own in replicated}
+    return {name: p.grad.to_local() for name, p in parameters.items() if p is not None and p.grad is not None}
 
 
 def _style_of(name: str, spec: ModelSpec) -> TensorStyle | None:
@@ -205,6 +248,8 @@ def _check_place(style: TensorStyle, name: str, module: nn.Module, spec: ModelSp
     """Refuse a linear or norm in a place where its input, or its gradient, would be another than the style says."""
     above = [name[:end] for end, letter in enumerate(name) if letter == "."]
     inside = any(_style_of(module_above, spec) == "gather" for module_above in above)
+    if style == "gather" and inside:
+        raise PluginError(f'the model\'s spec has {name} as a "gather", but a module around it gathers already')
     if style in ("column", "row", "qk_norm") and not inside:
         raise PluginError(
             f'the model\'s spec has {name} as a "{style}", but no module around it is a "gather" in ModelSpec.tensor: '
@@ -222,19 +267,19 @@ def _check_place(style: TensorStyle, name: str, module: nn.Module, spec: ModelSp
 
 
 def _placements(style: TensorStyle, module: nn.Module) -> dict[str, Placement]:
-    """How each parameter lies on the ranks. A row's bias is whole: it is added once, to the sum over ranks."""
+    """How each parameter lies on the ranks. A row's bias is whole: one rank adds it, to its summand."""
     if style == "row":
         return {name: Shard(1) if name == "weight" else Replicate() for name in module._parameters}
     split = style in ("column", "embedding", "head")
     return dict.fromkeys(module._parameters, Shard(0) if split else Replicate())
 
 
-def _slice(
-    module: nn.Module, mesh: DeviceMesh, placements: Mapping[str, Placement], added_later: tuple[str, ...] = ()
-) -> None:
+def _slice(module: nn.Module, mesh: DeviceMesh, placements: Mapping[str, Placement], summand: bool) -> None:
     """Make a module's parameters DTensors, of which its own forward reads this rank's slices.
 
     No communication: ranks hold equal whole tensors, or none yet on the meta device.
+
+    summand: the output is a summand of the ranks' sum, to which another rank adds the bias.
     """
     for name, placement in placements.items():
         parameter = module._parameters[name]
@@ -242,21 +287,22 @@ def _slice(
             slices = distribute_tensor(parameter, mesh, [placement], src_data_rank=None)
             module.register_parameter(name, nn.Parameter(slices, requires_grad=parameter.requires_grad))
     if placements:
-        module.__class__ = _reading_slices(type(module), tuple(placements), added_later)
+        module.__class__ = _reading_slices(type(module), tuple(placements), "bias" if summand else "")
 
 
 @cache
-def _reading_slices(of: type[nn.Module], names: tuple[str, ...], added_later: tuple[str, ...]) -> type[nn.Module]:
+def _reading_slices(of: type[nn.Module], names: tuple[str, ...], zero: str) -> type[nn.Module]:
     """A subclass in which `module.weight` is this rank's slice: one for all layers, as they share a compiled graph."""
-    return type(of.__name__, (of,), {name: property(_reader(name, name in added_later)) for name in names})
+    return type(of.__name__, (of,), {name: property(_reader(name, name == zero)) for name in names})
 
 
-def _reader(name: str, added_later: bool) -> Callable[[nn.Module], Tensor | None]:
+def _reader(name: str, zero: bool) -> Callable[[nn.Module], Tensor | None]:
     def read(module: nn.Module) -> Tensor | None:
         parameter = module._parameters[name]
         if parameter is None or parameter.device_mesh.ndim > 1:  # sharded by data parallelism, so not in forward
             return parameter
-        return None if added_later else _local(parameter)
+        local = _local(parameter)
+        return local * 0 if zero else local
 
     return read
 
@@ -281,82 +327,35 @@ def _local(parameter: DTensor) -> Tensor:
 # --- hidden states ------------------------------------------------------------------------------------------------
 
 
-class _Ranks(NamedTuple):
-    """The ranks that hold slices: their process group, their number, this one's place.
+def _enter(slices: Slices, module: nn.Module, args: tuple[Any, ...]) -> tuple[Any, ...]:
+    """Make the first argument whole.
 
-    sliced: between pairs of linears, each holds S / size positions of the hidden states (sequence parallelism).
+    Raises:
+        PluginError: the hidden states are no positional argument, or one of several.
     """
-
-    group: str
-    size: int
-    rank: int
-    sliced: bool
-
-
-def _gather(x: Tensor, ranks: _Ranks) -> Tensor:
-    """[B, S / size, D] of each rank -> [B, S, D], where positions are sliced."""
-    if not ranks.sliced:
-        return x
-    rows = ops.wait_tensor(ops.all_gather_into_tensor(x.contiguous(), ranks.size, ranks.group))
-    return rows.unflatten(0, (ranks.size, -1)).transpose(0, 1).flatten(1, 2)
+    if not args or any(isinstance(more, Tensor) and more.shape == args[0].shape for more in args[1:]):
+        raise PluginError(
+            f'{type(module).__name__} is a "gather" in ModelSpec.tensor: call it with the hidden states as its first '
+            "positional argument, and with no other tensor of their shape"
+        )
+    return (gathered(args[0], slices), *args[1:])
 
 
-def _sum(x: Tensor, ranks: _Ranks) -> Tensor:
-    """Summands [B, S, D] -> the sum over ranks; of this rank's positions [B, S / size, D], where they are sliced."""
-    if not ranks.sliced:
-        return ops.wait_tensor(ops.all_reduce(x, "sum", ranks.group))
-    rows = x.unflatten(1, (ranks.size, -1)).transpose(0, 1).flatten(0, 1)
-    return ops.wait_tensor(ops.reduce_scatter_tensor(rows.contiguous(), "sum", ranks.size, ranks.group))
+def _leave(slices: Slices, module: nn.Module, args: tuple[Any, ...], output: Tensor) -> Tensor:
+    return summed(output, slices)
 
 
-class _Gathered(torch.autograd.Function):
-    """Hidden states made whole before a pair of linears; each rank's gradient of them is a summand."""
-
-    @staticmethod
-    def forward(ctx: Any, x: Tensor, ranks: _Ranks) -> Tensor:
-        ctx.ranks = ranks
-        return _gather(x, ranks)
-
-    @staticmethod
-    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None]:
-        return _sum(gradient, ctx.ranks), None
-
-
-class _Summed(torch.autograd.Function):
-    """The sum over ranks after a pair of linears; its gradient is every summand's."""
-
-    @staticmethod
-    def forward(ctx: Any, x: Tensor, ranks: _Ranks) -> Tensor:
-        ctx.ranks = ranks
-        return _sum(x, ranks)
-
-    @staticmethod
-    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None]:
-        return _gather(gradient, ctx.ranks), None
-
-
-def _enter(ranks: _Ranks, module: nn.Module, args: tuple[Any, ...]) -> tuple[Any, ...]:
-    return (_Gathered.apply(args[0], ranks), *args[1:])
-
-
-def _leave(ranks: _Ranks, module: nn.Module, args: tuple[Any, ...], output: Tensor) -> Tensor:
-    total: Tensor = _Summed.apply(output, ranks)
-    bias = module._parameters.get("bias")
-    return total if bias is None else total + _local(bias)
-
-
-def _look_up(ranks: _Ranks, table: nn.Embedding, tokens: Tensor) -> Tensor:
+def _look_up(slices: Slices, table: nn.Embedding, tokens: Tensor) -> Tensor:
     """A rank looks up the words that it holds; the others count as zero."""
-    width = -(-table.num_embeddings // ranks.size)
-    index = tokens - ranks.rank * width
+    width = -(-table.num_embeddings // slices.size)
+    index = tokens - slices.rank * width
     here = (index >= 0) & (index < width)
     rows = F.embedding(torch.where(here, index, 0), table.weight)
-    total: Tensor = _Summed.apply(torch.where(here[..., None], rows, 0.0), ranks)
-    return total
+    return summed(torch.where(here[..., None], rows, 0.0), slices)
 
 
-def _own_positions(ranks: _Ranks, module: nn.Module, args: tuple[Any, ...], output: Tensor) -> Tensor:
-    return output.chunk(ranks.size, dim=1)[ranks.rank] if ranks.sliced else output
+def _own_positions(slices: Slices, module: nn.Module, args: tuple[Any, ...], output: Tensor) -> Tensor:
+    return output.chunk(slices.size, dim=1)[slices.rank] if slices.positions else output
 
 
 def _logits(mesh: DeviceMesh, split: bool, module: nn.Linear, args: tuple[Any, ...], output: Tensor) -> Tensor:

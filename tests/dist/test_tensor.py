@@ -8,6 +8,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch._dynamo.testing import CompileCounter
 from torch.distributed.tensor import DTensor, distribute_tensor
 from torch.distributed.tensor.debug import CommDebugMode
 
@@ -193,3 +194,72 @@ def _without_gather() -> None:
 def test_a_linear_whose_input_nothing_gathers_is_refused() -> None:
     with pytest.raises(RankError, match=r'layers\.0\.ffn\.w1 as a "column", but no module around it is a "gather"'):
         run_ranks(_without_gather, 2)
+
+
+class _Twice(nn.Module):
+    """A feed-forward with the norm of its input inside: each rank's gradient of that norm is a summand."""
+
+    def __init__(self, ffn: nn.Module, norm: nn.Module) -> None:
+        super().__init__()
+        self.norm, self.w1, self.w2, self.w3 = norm, ffn.w1, ffn.w2, ffn.w3
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.norm(x)
+        return self.w2(nn.functional.silu(self.w1(x)) * self.w3(x))  # type: ignore[no-any-return]
+
+
+def _norm_inside() -> None:
+    model = MODELS["llama, grouped queries"]()
+    whole = _whole(model)
+    for layer in whole.layers.values():
+        layer.ffn, layer.ffn_norm = _Twice(layer.ffn, layer.ffn_norm), nn.Identity()
+    context = _context(model)
+    table = {glob.replace("ffn_norm", "ffn.norm"): style for glob, style in context.spec.tensor.items()}
+    context.spec = dataclasses.replace(context.spec, tensor=table)
+    technique = TensorParallel(TensorConfig(sequence_parallel=False))
+    technique.apply(ModelPart(whole), context)
+    _train(whole)
+    technique.after_backward()
+
+
+def test_a_norm_whose_gradient_differs_between_ranks_is_refused() -> None:
+    with pytest.raises(RankError, match=r"PluginError: the gradient of layers\.0\.ffn\.norm\.weight differs between"):
+        run_ranks(_norm_inside, 2)
+
+
+def _nested() -> None:
+    model = MODELS["llama, grouped queries"]()
+    context = _context(model)
+    context.spec = dataclasses.replace(context.spec, tensor={"layers.*": "gather", **context.spec.tensor})
+    TensorParallel(TensorConfig()).apply(ModelPart(model.build()), context)
+
+
+def test_a_gather_in_a_gather_is_refused() -> None:
+    with pytest.raises(RankError, match=r'layers\.0\.attn as a "gather", but a module around it gathers already'):
+        run_ranks(_nested, 2)
+
+
+def _called(*more: Tensor, **named: Tensor) -> None:
+    model = MODELS["llama, grouped queries"]()
+    part = _split(model, _whole(model), TensorParallel(TensorConfig()))
+    part.module.layers["0"].ffn(*more, **named)
+
+
+@pytest.mark.parametrize(("more", "named"), [((), {"x": torch.zeros(1, 8, 32)}), ((torch.zeros(1, 8, 32),) * 2, {})])
+def test_a_gather_takes_hidden_states_first_and_once(more: tuple[Tensor, ...], named: dict[str, Tensor]) -> None:
+    with pytest.raises(RankError, match=r'FeedForward is a "gather" .*first positional argument'):
+        run_ranks(_called, 2, *more, **named)
+
+
+def _graphs() -> int:
+    counter = CompileCounter()
+    model = MODELS["gpt, tied, biases"]()
+    part = _split(model, _whole(model), TensorParallel(TensorConfig()))
+    for layer in part.module.layers.values():
+        layer.forward = torch.compile(layer.forward, backend=counter, fullgraph=True)
+    _train(part.module)
+    return counter.frame_count
+
+
+def test_layers_share_one_compiled_graph() -> None:
+    assert run_ranks(_graphs, 2) == [1, 1]

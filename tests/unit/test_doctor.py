@@ -168,7 +168,7 @@ def test_what_whole_layers_take_is_no_part_of_a_join(monkeypatch: pytest.MonkeyP
     clock = SimpleNamespace(
         me=SimpleNamespace(device=torch.device("cpu"), number=1), together=lambda work: Time(next(taken), 0.1)
     )
-    mesh = SimpleNamespace(size=lambda: 2, get_group=lambda: None)
+    mesh = SimpleNamespace(size=lambda: 2, get_group=lambda: SimpleNamespace(group_name="0"), get_local_rank=lambda: 1)
     monkeypatch.setattr(collective_overhead, "init_device_mesh", lambda *shape, **names: {"node": mesh})
     monkeypatch.setattr(collective_overhead, "_sharded", lambda mesh: None)
     found = {reading.kind: reading for reading in collective_overhead.measure(clock, Layout(2, 2, RANKS))}  # type: ignore[arg-type]

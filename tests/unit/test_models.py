@@ -1,5 +1,6 @@
 """The models' numbers: sizes as published, and arithmetic held against independent computations."""
 
+import dataclasses
 import math
 
 import pytest
@@ -10,6 +11,7 @@ from tests.unit.test_rope import naive_rope
 from titan.contracts import Model, document_mask
 from titan.contracts.base import options, registry
 from titan.contracts.base.spec import glob_matches, nearest
+from titan.errors import PluginError
 from titan.plugins.models import gpt, llama
 from titan.plugins.models.llama.rope import rope_table
 
@@ -73,7 +75,11 @@ def test_plan_names_what_the_model_has(model: type[Model], preset: str) -> None:
     shallow = sized(model, preset, n_layers=2)
     net, spec = meta(shallow), shallow.spec()
     parameters = [name for name, _ in net.named_parameters()]
-    spec.check_names([name for name, _ in net.named_modules()], parameters)
+    modules = [name for name, _ in net.named_modules()]
+    spec.check_names(modules, parameters)
+    misspelt = dataclasses.replace(spec, tensor={**spec.tensor, "layers.*.attn": "gathr"})  # type: ignore[dict-item]
+    with pytest.raises(PluginError, match=r"gives layers\.\*\.attn the style 'gathr' \(did you mean 'gather'\?\)"):
+        misspelt.check_names(modules, parameters)
     for alias, owner in spec.tied:
         assert net.get_parameter(alias) is net.get_parameter(owner)
         assert alias not in parameters and owner in parameters

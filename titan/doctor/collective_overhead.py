@@ -8,13 +8,12 @@ its device hides this overhead, so it is measured on CPUs only.
 from collections.abc import Iterator
 
 import torch
-import torch.distributed as dist
-import torch.distributed._functional_collectives as joins
 import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import fully_shard
 
+from titan.contracts.base.sharding import Slices, gathered, summed
 from titan.doctor.clock import Clock, Time
 from titan.doctor.links import Layout
 from titan.doctor.report import Reading
@@ -32,23 +31,22 @@ SLICE = 16
 class _Half(nn.Module):
     """Half a layer: norm, matrix products in and out, residual.
 
-    group: over which its linears and the sequence are split; None: on one rank.
+    slices: the ranks over which its linears and the sequence are split; None: on one rank.
     """
 
-    def __init__(self, group: dist.ProcessGroup | None = None) -> None:
+    def __init__(self, slices: Slices | None = None) -> None:
         super().__init__()
-        self.group = group
+        self.slices = slices
         self.norm = nn.RMSNorm(SLICE)
         self.into = nn.ModuleList(nn.Linear(SLICE, SLICE, bias=False) for _ in range(3))
         self.out = nn.Linear(SLICE, SLICE, bias=False)
 
     def forward(self, x: Tensor) -> Tensor:
-        whole = self.norm(x)
-        if self.group is not None:
-            whole = joins.all_gather_tensor_autograd(whole, 1, self.group)
+        normed = self.norm(x)
+        whole = normed if self.slices is None else gathered(normed, self.slices)
         gate, up, more = (linear(whole) for linear in self.into)
         out: Tensor = self.out(F.silu(gate) * up + more)
-        return x + (out if self.group is None else joins.reduce_scatter_tensor_autograd(out, "sum", 1, self.group))
+        return x + (out if self.slices is None else summed(out, self.slices))
 
 
 def slots(layout: Layout, device: torch.device) -> int:
@@ -62,8 +60,9 @@ def measure(clock: Clock, layout: Layout) -> Iterator[Reading]:
         return
     mesh = init_device_mesh("cpu", (layout.nodes, layout.per_node), mesh_dim_names=("nodes", "node"))["node"]
     first = layout.names[clock.me.number // layout.per_node * layout.per_node]
+    slices = Slices(mesh.get_group().group_name, mesh.size(), mesh.get_local_rank(), positions=True)
     for kind, name, layers, parts in (
-        (SPLIT, "overhead per TP collective", (_Half(mesh.get_group()), _Half()), JOINS),
+        (SPLIT, "overhead per TP collective", (_Half(slices), _Half()), JOINS),
         (GATHERED, "overhead per FSDP collective", (_sharded(mesh), _halves()), UNITS * COLLECTIVES),
     ):
         pieces, whole = (_both_ways(clock, layer) for layer in layers)

@@ -79,8 +79,8 @@ def step(run: Core, batches: list[Batch]) -> Stats:
         technique.before_step(run.step + 1)
     run.loss.begin(mesh.sum(valid_tokens(batches), "batch", "sequence"))
     run.engine.forward_backward(batches, run.loss)
-    for technique in techniques:
-        technique.after_backward()
+    for technique in sorted(techniques, key=lambda technique: not technique.axes):
+        technique.after_backward()  # sums over a technique's own axes come first: others then see whole gradients
     loss, norm = run.guard.look(run.step + 1, run.loss.reported, global_norm(run.parts, mesh), mesh)
     if run.job.train.grad_clip:
         clip(run.parts, norm, run.job.train.grad_clip)

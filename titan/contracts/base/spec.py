@@ -9,9 +9,10 @@ from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
 from functools import cached_property, lru_cache
 from itertools import islice
-from typing import TYPE_CHECKING, Literal
+from typing import TYPE_CHECKING, Literal, get_args
 
 from titan.contracts.base.cost import EmbeddingOp, Matmul, Operation
+from titan.contracts.base.options import did_you_mean
 from titan.errors import PluginError
 
 if TYPE_CHECKING:
@@ -206,10 +207,14 @@ class ModelSpec:
         """Check every name and glob of the spec against the names of the whole model.
 
         Raises:
-            PluginError: a glob matches nothing, a module of embeddings or head is missing, or a parameter or buffer has
-                no initial value.
+            PluginError: a glob matches nothing, a tensor style is unknown, a module of embeddings or head is missing,
+                or a parameter or buffer has no initial value.
         """
         modules, parameters, buffers = list(modules), list(parameters), list(buffers)
+        known = get_args(TensorStyle)
+        for glob, style in self.tensor.items():
+            if style not in known:
+                raise PluginError(f"ModelSpec.tensor gives {glob} the style {style!r}{did_you_mean(style, known)}")
         absent = [name for name in (*self.embeddings, self.layers, *self.head) if name not in modules]
         absent += [g for g in self.tensor if not any(glob_matches(g, m) for m in modules)]
         absent += [g for g in (*self.init, *self.no_decay) if not any(glob_matches(g, p) for p in parameters)]
@@ -217,7 +222,7 @@ class ModelSpec:
         if absent:
             raise PluginError(
                 f"the model's spec has names and globs that match nothing in the model: {', '.join(absent)}; "
-                "correct them in ModelSpec"
+                "correct them in ModelSpec (* stands for characters within one dotted part)"
             )
         for name in parameters:
             self.init_of(name)

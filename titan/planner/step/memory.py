@@ -7,7 +7,7 @@ each backward is added, and the largest sum counts.
 """
 
 import math
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 from itertools import accumulate
@@ -35,7 +35,7 @@ GIB = 2.0**30
 Shape = tuple[float, float]
 """Rows and columns of a rank's part of a parameter, before data parallelism slices the rows."""
 
-REGIONS_OF_RESULTS: Mapping[str, Region] = {"all_gather": "seq_full", "all_reduce": "hidden", "reduce_scatter": "hidden"}
+REGIONS_OF_RESULTS: dict[str, Region] = {"all_gather": "seq_full", "all_reduce": "hidden", "reduce_scatter": "hidden"}
 """Where the results of collectives lie that selective recompute keeps."""
 
 
