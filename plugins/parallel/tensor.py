@@ -213,7 +213,7 @@ class TensorParallel(Technique):
         for name, least, most in zip(gradients, *bounds, strict=True):
             if (most - least).norm() > UNEQUAL * most.norm():
                 raise PluginError(
-                    f"the gradient of {name} differs between the ranks of tp, which must see the same hidden states there: "
+                    f"the gradient of {name} differs between the ranks of tp, which must see the same hidden states: "
                     "ModelSpec.tensor has the wrong style for its module or one near it, or a forward calls no "
                     '"gather" or "row" but works on its parameters'
                 )

@@ -76,6 +76,11 @@ def test_a_norm_of_heads_that_is_called_one_of_hidden_states_is_refused(tmp_path
         train_job(tmp_path, 2, *mesh(tp=2), "--model.fault", "norm", config=FRILLS)
 
 
+@pytest.mark.parametrize("words", [(), WHOLE], ids=["slices", "whole sequences"])
+def test_a_technique_without_axes_sees_whole_gradients(words: tuple[str, ...], tmp_path: Path) -> None:
+    train_job(tmp_path, 2, *mesh(tp=2), *words, "--plugins.witness.enabled", "true", config=FRILLS)
+
+
 # --- buffers ------------------------------------------------------------------------------------------------------
 
 

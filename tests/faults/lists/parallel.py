@@ -77,6 +77,13 @@ FAULTS = (
         ("tests/dist/test_tensor.py::test_a_linear_whose_input_nothing_gathers_is_refused",),
     ),
     Fault(
+        "partial sums of gradients shown to techniques without axes",
+        "titan/training/trainer.py",
+        "key=lambda technique: not technique.axes",
+        "key=lambda technique: bool(technique.axes)",
+        ("tests/dist/test_replicas.py::test_a_technique_without_axes_sees_whole_gradients",),
+    ),
+    Fault(
         "sums over tp sent again by selective recomputation",
         "plugins/memory/activation_checkpoint.py",
         "    torch.ops._c10d_functional.all_reduce.default,\n",
