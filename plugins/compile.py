@@ -13,6 +13,10 @@ from typing import Any, Literal
 import torch
 
 from titan.contracts import BuildContext, Costs, Job, ModelPart, ModelSpec, Technique, option, register
+from titan.contracts.base.options import did_you_mean
+
+BACKENDS = ("inductor", "aot_eager", "eager")
+"""Known without asking the compiler, whose import takes a second."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -35,7 +39,10 @@ class Compile(Technique):
     search_toggle = True
 
     def check(self, job: Job, spec: ModelSpec) -> Iterable[str]:
-        """No CUDA graphs over parameters that move."""
+        """A backend that exists, and no CUDA graphs over parameters that move."""
+        name = self.config.backend
+        if name not in BACKENDS and name not in (known := torch.compiler.list_backends(exclude_tags=None)):
+            yield f"backend = {name!r}: no backend of torch.compile{did_you_mean(name, known)}"
         if self.config.mode in ("reduce-overhead", "max-autotune"):
             for why in job.stating("moves_parameters"):
                 yield (

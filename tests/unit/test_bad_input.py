@@ -105,6 +105,7 @@ CASES: dict[str, tuple[str, str, list[str]]] = {
     "sequence longer than the model": ("seq_len = 16", "seq_len = 64", ["[data] seq_len = 64: must be at most the model's max_seq_len, 32"]),
     "two wrappers": ("[plugins]", "[plugins.fsdp]\n[plugins.ddp]", ["[plugins.ddp] and [plugins.fsdp] cannot be enabled together"]),
     "precision without a wrapper": ("[plugins]", "[plugins.bf16]\n[plugins.fsdp]\nenabled = false", ["[plugins.bf16] requires mixed_precision"]),
+    "unknown backend of torch.compile": ("[plugins]", '[plugins.compile]\nbackend = "inducter"', ["backend = 'inducter': no backend of torch.compile (did you mean 'inductor'?)"]),
     "CUDA graphs over parameters that move": ("[plugins]", '[plugins.fsdp]\n[plugins.compile]\nmode = "reduce-overhead"', ['captures CUDA graphs, which replay fixed addresses, but [plugins.fsdp] gathers parameters into newly allocated memory; use mode = "max-autotune-no-cudagraphs"']),
     # files
     "missing text": ("TEXT", "no/such/folder", ["no/such/folder"]),

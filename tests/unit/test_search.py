@@ -244,6 +244,14 @@ def test_nothing_fits(tmp_path: Path, capsys: pytest.CaptureFixture) -> None:
     assert 0 < float(found["peak"]) <= min(peaks) * (1 + 1e-2)
 
 
+def test_tables_that_contradict_a_fixed_option_are_left_out() -> None:
+    space = load_base(TOML, ["--plugins.activation_checkpoint.mode=selective"]).space(2, 0)
+    chosen = {
+        dict(choice)["activation_checkpoint"] for layout in space.layouts() for choice, _ in space.options(layout)
+    }
+    assert chosen == {None, ()}  # off, or as the command line says; every_n would have another mode
+
+
 def test_every_layout_is_refused(capsys: pytest.CaptureFixture) -> None:
     words = ["plan", "--config", str(TOML), "--search", "--world-size", "3", "--mesh.tp", "3", *EAGER]
     assert main(words) == 2

@@ -173,9 +173,12 @@ class Space:
     def _combinations(self, plugin: type[Technique]) -> list[Options]:
         """(option, value) pairs that a technique's search goes through, without what is fixed."""
         if plugin.name not in self._searched:
+            own = self.job.table["plugins"].get(plugin.name, {})
+            fixed = {key: value for key, value in own.items() if f"plugins.{plugin.name}.{key}" in self.fixed}
             free = [
-                tuple((key, value) for key, value in choice.items() if f"plugins.{plugin.name}.{key}" not in self.fixed)
+                tuple((key, value) for key, value in choice.items() if key not in fixed)
                 for choice in tables_with_effect(plugin, self.job.spec)
+                if all(fixed.get(key, value) == value for key, value in choice.items())
             ]
             self._searched[plugin.name] = [options for options in dict.fromkeys(free) if options]
         return self._searched[plugin.name]
