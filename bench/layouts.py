@@ -77,7 +77,7 @@ def _train(folder: str, name: str, ranks: int, keys: dict[str, object], steps: i
     if done.returncode:
         sys.exit(f"{name}: exit code {done.returncode}\n{done.stderr}")
     rows = [json.loads(line) for line in (Path(folder) / name / "metrics.jsonl").read_text().splitlines()]
-    curve = {row["step"]: (row["loss"], row["grad_norm"]) for row in rows}
+    curve = {row["step"]: (row["loss"], row["grad_norm"]) for row in rows if "loss" in row}
     assert sorted(curve) == list(range(1, steps + 1)), f"{name}: rows of steps {sorted(curve)}"
     return curve
 
