@@ -238,7 +238,8 @@ class Technique(Plugin):
         """All micro batches have been added to the gradients; norm, clipping and update follow.
 
         `.grad` of this rank's parameters may be changed in place, or reduced: it is final when all techniques have
-        returned. A gradient must not be left as a partial sum, since the global norm is computed next.
+        returned. A gradient must not be left as a partial sum, since the global norm is computed next. Techniques that
+        own axes come first, so that all others see whole gradients.
         """
 
     def before_update(self, grad_norm: Tensor) -> None:
