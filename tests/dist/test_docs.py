@@ -45,6 +45,7 @@ SWEEP = {
     "NPROC=8 titan doctor": "measures; shown by tests/dist/test_doctor.py",
     "titan plan --config quickstart --cluster here.toml": "reads what the doctor has measured",
     "titan plan --config configs/llama65b.toml --search --world-size 256": "another search is run",
+    "NPROC=2 titan train --config configs/debug.toml --run.name hung": "shown by tests/dist/test_watchdog.py",
 }
 """Commands that take many seconds, and what is left of each in `make test`; none that is left needs their files."""
 
