@@ -6,7 +6,10 @@ Tests run on the CPU, on a GPU node too; those marked `gpu` run with `-m gpu`, w
 
 import faulthandler
 import os
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from functools import cache
+from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -70,3 +73,24 @@ def _plugins_of_a_test_end_with_it() -> Iterator[None]:
     registry._plugins.update(plugins)
     registry._opened.clear()
     registry._opened.update(opened)
+
+
+@pytest.fixture(scope="module")
+def transformers() -> Iterator[Any]:
+    """The package, which then looks for nothing on the network; a test that asks for it is skipped without it."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("HF_HUB_OFFLINE", "1")
+        patch.setenv("TRANSFORMERS_VERBOSITY", "error")
+        yield pytest.importorskip("transformers")
+
+
+@pytest.fixture(scope="session")
+def one_rank(tmp_path_factory: pytest.TempPathFactory) -> Callable[..., Any]:
+    """`one_rank(*words, config=PATH)`: the outcome of a job with these words on one rank, run once a session."""
+    from tests.jobs import train_job  # here: tests that train nothing need none of it
+
+    @cache
+    def outcome(*words: str, **more: Path) -> Any:
+        return train_job(tmp_path_factory.mktemp("one"), 1, *words, **more)
+
+    return outcome

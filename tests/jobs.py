@@ -21,13 +21,18 @@ if TYPE_CHECKING:
     from titan.checkpoint.disk.index import Index
     from titan.training.build import Run
 
-LLAMA, GPT = (Path(__file__).parent / "configs" / f"{name}.toml" for name in ("llama", "gpt"))
+LLAMA, GPT, QWEN3 = (Path(__file__).parent / "configs" / f"{name}.toml" for name in ("llama", "gpt", "qwen3"))
 SAVING = ("--checkpoint.enabled", "true", "--checkpoint.every", "4")
 LOSS_RTOL, NORM_RTOL, WEIGHT_RTOL, WEIGHT_ATOL = 1e-5, 1e-4, 1e-4, 1e-6
 BOUNDS = {"loss": LOSS_RTOL, "validation_loss": LOSS_RTOL, "grad_norm": NORM_RTOL, "tokens": 0.0, "lr": 1e-12}
 
 SELF_SEND = torch.torch_version.TorchVersion(torch.__version__) >= "2.13"
 """Whether a rank can send to itself with gloo, which the V-shaped schedules do as they start."""
+
+
+def mesh(**degrees: int) -> list[str]:
+    """Words of a command line that set degrees of the mesh."""
+    return [word for axis, degree in degrees.items() for word in (f"--mesh.{axis}", str(degree))]
 
 
 @dataclass

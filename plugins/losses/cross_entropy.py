@@ -6,6 +6,8 @@ Maths, for a token with logits x, label y and log Z = log sum_v exp(x_v):
     objective = log Z - x_y + z_loss * (log Z)^2        (z-loss: PaLM, arXiv 2204.02311, section 5)
     d objective / d x_v = softmax(x)_v * (1 + 2 * z_loss * log Z) - [v = y]
 
+With z_loss above 0, rows of metrics have `z_loss`: the mean of z_loss * (log Z)^2 over the tokens since the row before.
+
 Where ranks hold slices of the vocabulary (Megatron-LM, arXiv 1909.08053, section 3), each computes the maximum and
 the sum of exponentials of its slice, and the target's logit if it holds it; two all-reduces combine these. The gradient
 of a slice needs no further communication. Slices may be uneven or empty.
@@ -20,9 +22,9 @@ Limits: sums and gradients are right for labels in [0, vocabulary) and IGNORE. A
 backward cannot be differentiated again. Logits are split on one mesh axis at most.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 import torch.distributed as dist
@@ -30,7 +32,7 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 from torch.distributed.tensor import DTensor
 
-from titan.contracts import IGNORE, Costs, Job, Loss, kind_of, option, register
+from titan.contracts import IGNORE, Costs, Job, Loss, Measure, kind_of, option, register
 from titan.contracts.base.cost import Elementwise, SavedTensor
 from titan.errors import PluginError
 
@@ -54,6 +56,13 @@ class CrossEntropy(Loss):
     name = "cross_entropy"
     Config = Config
     default = True
+    measures: ClassVar = {
+        "z_loss": Measure("what z-loss adds to the objective, in nats per token; absent with z_loss = 0", "mean")
+    }
+
+    def __init__(self, config: Config) -> None:
+        super().__init__(config)
+        self._z_loss: Tensor | None = None  # since the row before: the sum, and the number of tokens
 
     def cost(self, costs: Costs, job: Job) -> Costs:
         """The logits are kept, read twice forward, and read and written backward; labels and three sums per token."""
@@ -76,7 +85,19 @@ class CrossEntropy(Loss):
         local, vocabulary = logits, _Slice(0, logits.shape[-1])
         if isinstance(logits, DTensor):
             local, vocabulary = _slice_of(logits)
-        return _summed_cross_entropy(local.flatten(0, -2), labels.flatten(), vocabulary, self.config.z_loss)
+        coefficient = self.config.z_loss
+        objective, reported, z_loss = _summed_cross_entropy(
+            local.flatten(0, -2), labels.flatten(), vocabulary, coefficient
+        )
+        if coefficient and torch.is_grad_enabled():  # not in validation
+            found = torch.stack([z_loss, (labels != IGNORE).sum()]).double()
+            self._z_loss = found if self._z_loss is None else self._z_loss + found
+        return objective, reported
+
+    def measure(self) -> Mapping[str, Tensor | None]:
+        """The z-loss of the tokens since the row before."""
+        found, self._z_loss = self._z_loss, None
+        return {"z_loss": found}
 
 
 @dataclass(frozen=True)
@@ -101,10 +122,12 @@ def _slice_of(logits: DTensor) -> tuple[Tensor, _Slice]:
 
 
 class _SummedCrossEntropy(torch.autograd.Function):
-    """logits [N, v] of a slice of the vocabulary, labels [N] -> (objective, reported)."""
+    """logits [N, v] of a slice of the vocabulary, labels [N] -> (objective, reported, z-loss)."""
 
     @staticmethod
-    def forward(ctx: Any, logits: Tensor, labels: Tensor, vocabulary: _Slice, z_loss: float) -> tuple[Tensor, Tensor]:
+    def forward(
+        ctx: Any, logits: Tensor, labels: Tensor, vocabulary: _Slice, z_loss: float
+    ) -> tuple[Tensor, Tensor, Tensor]:
         peak, total = _peak_and_sum(logits)
         target = _target_logits(logits, labels, vocabulary.start)
         if vocabulary.group is not None:
@@ -112,15 +135,15 @@ class _SummedCrossEntropy(torch.autograd.Function):
         target.masked_fill_((labels < 0) | (labels >= vocabulary.size), torch.nan)
         valid = labels != IGNORE
         reported = torch.where(valid, total.log() + (peak - target), 0.0).sum()
-        objective = reported + z_loss * torch.where(valid, (peak + total.log()).square(), 0.0).sum()
+        added = z_loss * torch.where(valid, (peak + total.log()).square(), 0.0).sum()
         ctx.save_for_backward(logits, labels, peak, total)
         ctx.start, ctx.z_loss = vocabulary.start, z_loss
-        ctx.mark_non_differentiable(reported)
-        return objective, reported
+        ctx.mark_non_differentiable(reported, added)
+        return reported + added, reported, added
 
     @staticmethod
     @once_differentiable
-    def backward(ctx: Any, grad: Tensor, _: Tensor) -> tuple[Tensor, None, None, None]:
+    def backward(ctx: Any, grad: Tensor, *_: Tensor) -> tuple[Tensor, None, None, None]:
         logits, labels, peak, total = ctx.saved_tensors
         weight = torch.where(labels != IGNORE, grad, 0.0)
         scale = weight * (1 + 2 * ctx.z_loss * (peak + total.log())) / total
@@ -135,7 +158,9 @@ class _SummedCrossEntropy(torch.autograd.Function):
         return result, None, None, None
 
 
-_summed_cross_entropy: Callable[[Tensor, Tensor, _Slice, float], tuple[Tensor, Tensor]] = _SummedCrossEntropy.apply
+_summed_cross_entropy: Callable[[Tensor, Tensor, _Slice, float], tuple[Tensor, Tensor, Tensor]] = (
+    _SummedCrossEntropy.apply
+)
 
 
 def _rows(logits: Tensor) -> int:

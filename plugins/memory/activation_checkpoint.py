@@ -23,6 +23,7 @@ from functools import partial
 from typing import Any, ClassVar, Literal
 
 import torch
+from torch._ops import OpOverload
 from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
 
 from titan.contracts import (
@@ -39,19 +40,17 @@ from titan.contracts import (
 )
 from titan.contracts.base.cost import Attention, Operation, Recompute
 
-_SAVED = {
-    torch.ops.aten.mm.default,
-    torch.ops.aten.addmm.default,
-    torch.ops.aten._scaled_mm.default,
-    torch.ops.aten._scaled_dot_product_flash_attention.default,
-    torch.ops.aten._scaled_dot_product_flash_attention_for_cpu.default,
-    torch.ops.aten._scaled_dot_product_efficient_attention.default,
-    torch.ops.aten._scaled_dot_product_cudnn_attention.default,
-    torch.ops._c10d_functional.all_reduce.default,
-    torch.ops._c10d_functional.reduce_scatter_tensor.default,
-    torch.ops._c10d_functional.all_gather_into_tensor.default,
-}
-"""What selective mode keeps: the operations that are costly to run again, and those that speak to other ranks.
+_SAVED = frozenset(
+    {
+        torch.ops.aten.mm.default,
+        torch.ops.aten.addmm.default,
+        torch.ops.aten._scaled_dot_product_flash_attention.default,
+        torch.ops.aten._scaled_dot_product_flash_attention_for_cpu.default,
+        torch.ops.aten._scaled_dot_product_efficient_attention.default,
+        torch.ops.aten._scaled_dot_product_cudnn_attention.default,
+    }
+)
+"""What selective mode keeps of a model's operations, besides the `costly_operations` of techniques.
 
 `bmm` is not among them: its results include the S x S scores of attention that writes them.
 """
@@ -115,15 +114,17 @@ class ActivationCheckpoint(Technique):
             return
         place: Any = "recompute_ops" if self.config.mode == "selective" else "recompute_block"
         stride = self.config.every if self.config.mode == "every_n" else 1
+        costly = {operation for technique in context.techniques for operation in technique.costly_operations()}
+        wrap = partial(self._wrap, saved=_SAVED | costly)
         for name, _ in part.layers(context.spec):
             if int(name.rpartition(".")[2]) % stride == 0:
-                part.wrap_forward(name, place, self._wrap)
+                part.wrap_forward(name, place, wrap)
 
-    def _wrap(self, forward: Callable[..., Any]) -> Callable[..., Any]:
+    def _wrap(self, forward: Callable[..., Any], saved: frozenset[OpOverload] = frozenset()) -> Callable[..., Any]:
         # A forward draws no random numbers (Model.build; the run refuses one that does): no state to keep for them.
         settings: dict[str, Any] = {"use_reentrant": False, "preserve_rng_state": False}
         if self.config.mode == "selective":
-            settings["context_fn"] = partial(create_selective_checkpoint_contexts, _policy)
+            settings["context_fn"] = partial(create_selective_checkpoint_contexts, partial(_policy, saved))
         return partial(checkpoint, forward, **settings)
 
 
@@ -131,5 +132,5 @@ def _writes_scores(operations: Iterable[Operation]) -> bool:
     return any(isinstance(op, Attention) and op.scores_written for op in operations)
 
 
-def _policy(context: Any, operation: Any, *args: Any, **kwargs: Any) -> CheckpointPolicy:
-    return CheckpointPolicy.MUST_SAVE if operation in _SAVED else CheckpointPolicy.PREFER_RECOMPUTE
+def _policy(saved: frozenset[OpOverload], context: Any, operation: Any, *args: Any, **kwargs: Any) -> CheckpointPolicy:
+    return CheckpointPolicy.MUST_SAVE if operation in saved else CheckpointPolicy.PREFER_RECOMPUTE

@@ -29,8 +29,10 @@ class DistributedDataParallel(Technique):
     name = "ddp"
     Config = Config
     phase = "shard"
-    axes = (Axis(name="dp_replicate", role="batch", topology_order=10, doc="replicas of the model state"),)
-    provides = ("mixed_precision",)
+    axes = (
+        Axis(name="dp_replicate", data="dealt", weights="copies", topology_order=10, doc="replicas of the model state"),
+    )
+    provides = ("mixed_precision", "summed_gradients")
     conflicts: ClassVar = {
         "gathered_parameters": "both wrap the parameters, and the other replicates over dp_replicate too"
     }
@@ -42,8 +44,8 @@ class DistributedDataParallel(Technique):
     def cost(self, costs: Costs, job: Job) -> Costs:
         """One all-reduce of all gradients per step, overlapped with the last backward."""
         summed = CollectiveCost(
-            axes=("dp_replicate",), collective="all_reduce", where="unit", when="backward", numel=1,
-            itemsize=costs.reduce_itemsize, per_parameter=True, overlaps=True, per="step",
+            axes=("dp_replicate", *job.layout.axes_of("sliced")), collective="all_reduce", where="unit",
+            when="backward", numel=1, itemsize=costs.reduce_itemsize, per_parameter=True, overlaps=True, per="step",
         )  # fmt: skip
         return replace(
             costs,
@@ -53,7 +55,8 @@ class DistributedDataParallel(Technique):
 
     def apply(self, part: ModelPart, context: BuildContext) -> None:
         """Wrap each unit of one module, then what is left with the part itself."""
-        settings: dict[str, Any] = {"mesh": context.mesh["dp_replicate"], "mp_policy": context.precision.policy()}
+        replicas = context.mesh.flat(("dp_replicate", *context.mesh.layout.axes_of("sliced")))
+        settings: dict[str, Any] = {"mesh": replicas, "mp_policy": context.precision.policy()}
         for unit in part.units(context.spec):
             if len(unit) == 1:
                 replicate(unit[0], **settings)

@@ -62,14 +62,15 @@ class FullyShardedDataParallel(Technique):
     axes = (
         Axis(
             name="dp_shard",
-            role="batch",
+            data="dealt",
+            weights="copies",
             topology_order=20,
             default=-1,
             doc="ranks that shard one copy of the model state",
         ),
     )
     covers = ("dp_replicate",)
-    provides = ("mixed_precision", "gathered_parameters")
+    provides = ("mixed_precision", "gathered_parameters", "summed_gradients")
     default = True
     search_space: ClassVar = tuple({"zero_stage": stage} for stage in (1, 2, 3))
 
@@ -86,7 +87,7 @@ class FullyShardedDataParallel(Technique):
         return {"moves_parameters": moved, **({"reduces_per_micro_batch": sharded} if stage in (2, 3) else {})}
 
     def _stage_of(self, job: Job) -> int:
-        several = job.micro_batches > 1 or job.layout.role_degree("stage") > 1
+        several = job.micro_batches > 1 or job.layout.degree_of("layers") > 1
         return self.config.zero_stage or (1 if several else 2)
 
     def unset_options(self, job: Job, fits: bool) -> dict[str, Any]:
@@ -94,22 +95,22 @@ class FullyShardedDataParallel(Technique):
         return {"zero_stage": self._stage_of(job) if fits else 3}
 
     def cost(self, costs: Costs, job: Job) -> Costs:
-        """State over dp_shard; gathers and reductions as often as the stage says, beside computation."""
-        stage, shard = self._stage_of(job), ("dp_shard",)
+        """State over dp_shard and axes that slice sequences; gathers and reductions as often as the stage says."""
+        stage, shard = self._stage_of(job), ("dp_shard", *job.layout.axes_of("sliced"))
         state: tuple[Component, ...] = ("parameters", "gradients")
         gathered: tuple[Literal["step", "micro_batch", "use"], ...] = ("step", "micro_batch", "use")
         return replace(
             costs,
             state=tuple(PersistentState(component=component, bytes_per_param=4, axes=shard) for component in state),
             gather=GatherPolicy(gather_every=gathered[stage - 1], reduce_every="step" if stage == 1 else "micro_batch"),
-            collectives=(*costs.collectives, *self._collectives(costs, stage)),
+            collectives=(*costs.collectives, *self._collectives(costs, stage, shard)),
             updated_over=shard,
         )
 
-    def _collectives(self, costs: Costs, stage: int) -> list[CollectiveCost]:
+    def _collectives(self, costs: Costs, stage: int, over: tuple[str, ...]) -> list[CollectiveCost]:
         per: Any = "step" if stage == 1 else "micro_batch"
         settings: dict[str, Any] = {"where": "unit", "per_parameter": True, "overlaps": True}
-        shard: dict[str, Any] = {**settings, "axes": ("dp_shard",), "per": per}
+        shard: dict[str, Any] = {**settings, "axes": over, "per": per}
         found = [CollectiveCost(collective="all_gather", when="forward", numel=1, **shard)]
         if stage == 3:
             found.append(
@@ -122,18 +123,19 @@ class FullyShardedDataParallel(Technique):
         summed: dict[str, Any] = {"when": "backward", "itemsize": costs.reduce_itemsize}
         found.append(CollectiveCost(collective="reduce_scatter", numel=1, **summed, **shard))
         replicas = CollectiveCost(
-            axes=("dp_replicate",), collective="all_reduce", numel=1, sharded_over=("dp_shard",), per="step",
+            axes=("dp_replicate",), collective="all_reduce", numel=1, sharded_over=over, per="step",
             **summed, **settings,
         )  # fmt: skip
         return [*found, replicas]
 
     def apply(self, part: ModelPart, context: BuildContext) -> None:
         """Wrap each unit, then the rest with the part itself."""
-        pipelined = context.job.layout.role_degree("stage") > 1
+        pipelined = context.job.layout.degree_of("layers") > 1
         self._stage = self._stage_of(context.job)
         replicated = context.job.layout.degree("dp_replicate") > 1
+        shards = ("dp_shard", *context.mesh.layout.axes_of("sliced"))
         settings: dict[str, Any] = {
-            "mesh": context.mesh["dp_replicate", "dp_shard"] if replicated else context.mesh["dp_shard"],
+            "mesh": context.mesh.flat(("dp_replicate",), shards) if replicated else context.mesh.flat(shards),
             "mp_policy": context.precision.policy(),
         }
         *units, last = part.units(context.spec)

@@ -44,14 +44,14 @@ import torch
 import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch._ops import OpOverload
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
-from torch.distributed.tensor.placement_types import Placement
 
 from titan.contracts import Axis, BuildContext, Costs, Job, ModelPart, ModelSpec, Technique, option, register
 from titan.contracts.base.cost import Collective, CollectiveCost, When, Where
 from titan.contracts.base.sharding import Slices, gathered, summed
-from titan.contracts.base.spec import TensorStyle, glob_matches, nearest
+from titan.contracts.base.spec import TensorStyle, nearest
 from titan.errors import PluginError
 
 UNEQUAL = 1e-2
@@ -76,7 +76,11 @@ class TensorParallel(Technique):
     Config = TensorConfig
     config: TensorConfig
     phase = "partition"
-    axes = (Axis(name="tp", role="model", topology_order=40, doc="ranks that split every layer's matrices"),)
+    axes = (
+        Axis(
+            name="tp", data="same", weights="slices", topology_order=40, doc="ranks that split every layer's matrices"
+        ),
+    )
 
     def __init__(self, config: TensorConfig) -> None:
         super().__init__(config)
@@ -86,7 +90,7 @@ class TensorParallel(Technique):
 
     def check(self, job: Job, spec: ModelSpec) -> Iterable[str]:
         """Heads, and the positions of a sequence where they are split, must come out even."""
-        tp, others = job.layout.degree("tp"), job.layout.role_degree("sequence")
+        tp, others = job.layout.degree("tp"), job.layout.degree_of("sliced")
         if tp == 1:
             return
         heads = {"n_kv_heads": spec.n_kv_heads, "n_heads": spec.n_heads}
@@ -158,18 +162,21 @@ class TensorParallel(Technique):
         group, positions = self._group.group_name, self.config.sequence_parallel
         slices = Slices(group, mesh.size(), mesh.get_local_rank(), positions)
         for name, module in list(part.module.named_modules()):
-            style = _style_of(name, context.spec)
+            style = context.spec.style_of(name)
             if style is not None:
                 _check_place(style, name, module, context.spec)
-                self._split(style, name, module, mesh, slices)
+                self._split(style, name, module, context.spec, mesh, slices)
         part.retie(context.spec)
         left_out = [name for name, parameter in part.parameters() if not isinstance(parameter, DTensor)]
         if left_out:
             raise PluginError(f"ModelSpec.tensor gives no tensor-parallel style for {', '.join(left_out)}")
         if slices.positions:
             part.hidden_split *= slices.size
+            part.length_multiple *= slices.size
 
-    def _split(self, style: TensorStyle, name: str, module: nn.Module, mesh: DeviceMesh, slices: Slices) -> None:
+    def _split(
+        self, style: TensorStyle, name: str, module: nn.Module, spec: ModelSpec, mesh: DeviceMesh, slices: Slices
+    ) -> None:
         """Slice one module's parameters, and hook in what joins the ranks before or after its forward."""
         if style in ("gather", "head"):
             module.register_forward_pre_hook(partial(_enter, slices))
@@ -183,14 +190,22 @@ class TensorParallel(Technique):
             case "positions":
                 module.register_forward_hook(partial(_own_positions, slices))
             case "head":
-                module.register_forward_hook(partial(_logits, mesh, self.config.loss_parallel))
-        placements = _placements(style, module)
-        _slice(module, mesh, placements, summand=style == "row" and slices.rank > 0)
-        replicated = [(f"{name}.{own}", module, own) for own, how in placements.items() if how.is_replicate()]
-        if slices.positions or style in ("row", "qk_norm"):
-            self._partial += replicated
-        else:
-            self._equal += replicated
+                module.forward = partial(_logits, mesh, self.config.loss_parallel, module)
+        known = {own: spec.parameter(f"{name}.{own}", p.ndim) for own, p in module._parameters.items() if p is not None}
+        dims = {own: facts.dim for own, facts in known.items()}
+        _slice(module, mesh, dims, summand=style == "row" and slices.rank > 0)
+        for own, facts in known.items():
+            if facts.dim is None:  # one rank adds a row's bias, to its summand
+                summands = slices.positions or facts.partial or style == "row"
+                (self._partial if summands else self._equal).append((f"{name}.{own}", module, own))
+
+    def costly_operations(self) -> Iterable[OpOverload]:
+        """The collectives that join slices."""
+        operations = torch.ops._c10d_functional
+        return (
+            operations.all_reduce.default, operations.reduce_scatter_tensor.default,
+            operations.all_gather_into_tensor.default,
+        )  # fmt: skip
 
     def after_backward(self) -> None:
         """Sum, in one all-reduce, the gradients of replicated parameters that saw a rank's own tokens or heads.
@@ -240,14 +255,10 @@ def _gradients(replicated: _Replicated) -> dict[str, Tensor]:
     return {name: p.grad.to_local() for name, p in parameters.items() if p is not None and p.grad is not None}
 
 
-def _style_of(name: str, spec: ModelSpec) -> TensorStyle | None:
-    return next((style for glob, style in spec.tensor.items() if glob_matches(glob, name)), None)
-
-
 def _check_place(style: TensorStyle, name: str, module: nn.Module, spec: ModelSpec) -> None:
     """Refuse a linear or norm in a place where its input, or its gradient, would be another than the style says."""
     above = [name[:end] for end, letter in enumerate(name) if letter == "."]
-    inside = any(_style_of(module_above, spec) == "gather" for module_above in above)
+    inside = any(spec.style_of(module_above) == "gather" for module_above in above)
     if style == "gather" and inside:
         raise PluginError(f'the model\'s spec has {name} as a "gather", but a module around it gathers already')
     if style in ("column", "row", "qk_norm") and not inside:
@@ -266,28 +277,19 @@ def _check_place(style: TensorStyle, name: str, module: nn.Module, spec: ModelSp
 # --- parameters ---------------------------------------------------------------------------------------------------
 
 
-def _placements(style: TensorStyle, module: nn.Module) -> dict[str, Placement]:
-    """How each parameter lies on the ranks. A row's bias is whole: one rank adds it, to its summand."""
-    if style == "row":
-        return {name: Shard(1) if name == "weight" else Replicate() for name in module._parameters}
-    split = style in ("column", "embedding", "head")
-    return dict.fromkeys(module._parameters, Shard(0) if split else Replicate())
-
-
-def _slice(module: nn.Module, mesh: DeviceMesh, placements: Mapping[str, Placement], summand: bool) -> None:
-    """Make a module's parameters DTensors, of which its own forward reads this rank's slices.
+def _slice(module: nn.Module, mesh: DeviceMesh, dims: Mapping[str, int | None], summand: bool) -> None:
+    """Make a module's parameters DTensors along `dims`, of which its own forward reads this rank's slices.
 
     No communication: ranks hold equal whole tensors, or none yet on the meta device.
 
     summand: the output is a summand of the ranks' sum, to which another rank adds the bias.
     """
-    for name, placement in placements.items():
-        parameter = module._parameters[name]
-        if parameter is not None:
-            slices = distribute_tensor(parameter, mesh, [placement], src_data_rank=None)
-            module.register_parameter(name, nn.Parameter(slices, requires_grad=parameter.requires_grad))
-    if placements:
-        module.__class__ = _reading_slices(type(module), tuple(placements), "bias" if summand else "")
+    for name, dim in dims.items():
+        parameter, placement = module.get_parameter(name), Replicate() if dim is None else Shard(dim)
+        slices = distribute_tensor(parameter, mesh, [placement], src_data_rank=None)
+        module.register_parameter(name, nn.Parameter(slices, requires_grad=parameter.requires_grad))
+    if dims:
+        module.__class__ = _reading_slices(type(module), tuple(dims), "bias" if summand else "")
 
 
 @cache
@@ -358,8 +360,9 @@ def _own_positions(slices: Slices, module: nn.Module, args: tuple[Any, ...], out
     return output.chunk(slices.size, dim=1)[slices.rank] if slices.positions else output
 
 
-def _logits(mesh: DeviceMesh, split: bool, module: nn.Linear, args: tuple[Any, ...], output: Tensor) -> Tensor:
-    """[B, S, V], split over V: as a DTensor, or gathered."""
+def _logits(mesh: DeviceMesh, split: bool, module: nn.Linear, hidden: Tensor) -> Tensor:
+    """[B, S, V] of hidden states [B, S, D], split over V: as a DTensor, or gathered."""
+    output: Tensor = type(module).forward(module, hidden)
     shape = torch.Size((*output.shape[:-1], module.out_features))
     stride = torch.empty(shape, device="meta").stride()
     logits = DTensor.from_local(output, mesh, [Shard(-1)], run_check=False, shape=shape, stride=stride)

@@ -96,7 +96,7 @@ class Float8(Technique):
         if not converted:
             yield f"no linear is left to convert: each is in filter or has a size that is no multiple of {_MULTIPLE}"
         yield from _check_slices(job, spec, converted)
-        tokens = job.micro_batch * job.data.seq_len // job.layout.role_degree("sequence")
+        tokens = job.micro_batch * job.data.seq_len // job.layout.degree_of("sliced")
         if self.config.recipe != "rowwise_with_gw_hp" and tokens % _MULTIPLE:
             yield (
                 f"a micro batch of {job.micro_batch} x {job.data.seq_len} tokens is {tokens} per rank, no multiple of "
@@ -170,8 +170,8 @@ def _linears(model: nn.Module, spec: ModelSpec) -> dict[str, nn.Linear]:
 
 def _check_slices(job: Job, spec: ModelSpec, linears: dict[str, nn.Linear]) -> Iterator[str]:
     """Hold the slices that the spec makes of each linear against the multiple; a glob is said once."""
-    axes = {axis: job.layout.degree(axis) for axis in job.layout.of_role("model")}
-    ranks = job.layout.role_degree("model")
+    axes = {axis: job.layout.degree(axis) for axis in job.layout.axes_of("slices")}
+    ranks = job.layout.degree_of("slices")
     said = set()
     for name, linear in linears.items():
         glob, style = next(((g, s) for g, s in spec.tensor.items() if glob_matches(g, name)), ("", None))

@@ -34,12 +34,13 @@ class Console(Tracker):
     default = True
 
     _steps = 0
+    _measures: tuple[str, ...] = ()
     _bar: "tqdm[Any] | None" = None
     _redirected: ExitStack
 
     def start(self, info: RunInfo) -> None:
         """Draw the bar, if stderr is a terminal."""
-        self._steps, self._redirected = info.steps, ExitStack()
+        self._steps, self._measures, self._redirected = info.steps, info.measures, ExitStack()
         if sys.stderr.isatty():
             self._bar = tqdm(total=info.steps, initial=info.start_step, unit="step", desc=info.name, dynamic_ncols=True)
             self._redirected.enter_context(logging_redirect_tqdm([logging.getLogger("titan")]))
@@ -47,11 +48,16 @@ class Console(Tracker):
     def log(self, row: Row) -> None:
         """Print the main values of a row as one line."""
         validation = row.get("validation_loss") is not None
-        line = f"step {row['step']}/{self._steps}  " + (_validation(row) if validation else _training(row, self._steps))
+        line = f"step {row['step']}/{self._steps}  " + (_validation(row) if validation else self._training(row))
         if self._bar is not None:
             self._bar.write(line, file=sys.stderr)
         else:
             print(line, file=sys.stderr, flush=True)
+
+    def _training(self, row: Row) -> str:
+        parts = [_training(row, self._steps)]
+        parts += [f"{name} {value:.4g}" for name in self._measures if (value := row.get(name)) is not None]
+        return "  ".join(parts)
 
     def progress(self, step: int) -> None:
         """Move the progress bar to this step, if there is one."""

@@ -16,7 +16,7 @@ def _tensors() -> list[Tensor]:
 
 
 def _train(tensors: list[Tensor]) -> list[Tensor]:
-    named = [NamedParameter(str(i), nn.Parameter(t), i % 2 == 0) for i, t in enumerate(tensors)]
+    named = [NamedParameter(str(i), nn.Parameter(t), "matrix", i % 2 == 0) for i, t in enumerate(tensors)]
     optimizer = AdamW(Config(lr=0.1)).build(named)
     for _ in range(3):
         for n in named:

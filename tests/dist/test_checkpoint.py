@@ -14,7 +14,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
-from torch.distributed.tensor import DTensor
+from torch.distributed.tensor import DTensor, Shard, distribute_tensor
 
 from tests.checkpoints import (
     BOTH,
@@ -71,6 +71,23 @@ def test_saved_on_one_layout_loads_bit_equal_on_another(tmp_path: Path, saved: L
         save(tmp_path, saved)
     run_ranks(_save_and_load_on_others, 4, tmp_path, saved)
     _load_and_compare(tmp_path, ONE, saved)
+
+
+def _wrong_boxes(shards: int, slices: int, most: int) -> list[int]:
+    """Rows of which this rank holds others than `box_of` says, where FSDP shards slices of tensor parallelism."""
+    mesh, wrong = init_device_mesh("cpu", (shards, slices), mesh_dim_names=("shard", "tensor")), []
+    for rows in range(1, most):
+        linear, values = nn.Linear(2, rows, bias=False), torch.arange(2.0 * rows).view(rows, 2)
+        linear.weight = nn.Parameter(distribute_tensor(values, mesh["tensor"], [Shard(0)], src_data_rank=None))
+        fully_shard(linear, mesh=mesh["shard"])
+        (begin, _), sizes = storage.box_of(linear.weight)
+        if not torch.equal(local_part(linear.weight), values[begin : begin + sizes[0]]):
+            wrong.append(rows)
+    return wrong
+
+
+def test_uneven_shards_of_uneven_slices_are_where_they_are() -> None:
+    assert run_ranks(_wrong_boxes, 6, 3, 2, 20) == [[]] * 6
 
 
 def _step(model: nn.Module, optimizer: torch.optim.Optimizer) -> None:

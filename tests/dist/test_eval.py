@@ -14,6 +14,7 @@ import torch
 from torch import nn
 
 from tests.jobs import LLAMA, SAVING, train_job
+from tests.logits import logits_of
 from tests.ranks import run_ranks
 from titan import cli
 from titan.config import load_job
@@ -81,7 +82,7 @@ def nats_of(model: nn.Module, ids: list[int], length: int, stride: int) -> float
     for end in sorted(set(ends)) if len(ids) > 1 else ():
         window = torch.tensor(ids[max(0, end - length) : end])
         with torch.no_grad():
-            log_p = model(window[None])[0].double().log_softmax(-1)
+            log_p = logits_of(model, window[None])[0].double().log_softmax(-1)
         for place in range(done, end + 1):
             total -= log_p[place - 1 - max(0, end - length), ids[place]].item()
         done = end + 1
@@ -124,7 +125,7 @@ def test_a_text_as_transformers_shifts_its_labels(trained: Trained, tmp_path: Pa
     [found] = trained.eval(data)
     ids = torch.tensor(list(text.encode()))
     with torch.no_grad():
-        right = nn.functional.cross_entropy(trained.model(ids[None])[0, :-1], ids[1:]).item()
+        right = nn.functional.cross_entropy(logits_of(trained.model, ids[None])[0, :-1], ids[1:]).item()
     assert found["loss"] == pytest.approx(right, rel=1e-6)
 
 
@@ -153,7 +154,7 @@ def test_last_words(trained: Trained) -> None:
         asked = len(text.split()[-1]) + 1
         ids = torch.tensor(list(text.encode())[-LENGTH - 1 :])
         with torch.no_grad():
-            log_p = trained.model(ids[None, :-1])[0].double().log_softmax(-1)[-asked:]
+            log_p = logits_of(trained.model, ids[None, :-1])[0].double().log_softmax(-1)[-asked:]
         nats += nn.functional.nll_loss(log_p, ids[-asked:], reduction="sum").item()
         known += bool((log_p.argmax(-1) == ids[-asked:]).all())
         tokens += asked
@@ -177,9 +178,12 @@ def alone(trained: Trained) -> dict[str, dict[str, Any]]:
         ("text", 3, ["--batch-size", "2"]),
         ("last words", 2, ["--mesh.tp", "2", "--batch-size", "2"]),
         ("last words", 3, ["--mesh.pp", "3"]),
+        ("last words", 2, ["--mesh.cp", "2"]),
+        ("text", 8, ["--mesh.cp", "2", "--mesh.tp", "2", "--mesh.pp", "2", "--plugins.context.method", "ulysses"]),
+        ("text", 4, ["--mesh.dp_shard", "2", "--mesh.cp", "2", "--plugins.context.method", "gather"]),
         ("text", 8, ["--mesh.dp_shard", "2", "--mesh.tp", "2", "--mesh.pp", "2", "--batch-size", "1"]),
     ],
-    ids=["dp_shard 3", "tp 2", "pp 3", "dp_shard 2, tp 2, pp 2"],
+    ids=["dp_shard 3", "tp 2", "pp 3", "cp 2", "cp 2, tp 2, pp 2", "dp_shard 2, cp 2", "dp_shard 2, tp 2, pp 2"],
 )
 def test_the_same_at_any_layout(
     what: str, ranks: int, words: list[str], trained: Trained, alone: dict[str, dict[str, Any]]

@@ -19,7 +19,7 @@ import pytest
 import torch
 from torch.distributed.tensor import DTensor
 
-from tests.jobs import LLAMA, Outcome, train_job, write_text
+from tests.jobs import LLAMA, Outcome, mesh, train_job, write_text
 from tests.ranks import run_ranks
 from tests.sweeps import but_sweep, swept_case
 
@@ -32,10 +32,6 @@ EMULATED = ("--plugins.float8.emulate", "always")  # the same numbers wherever t
 GATHERED = ("--plugins.bf16.enabled", "true", "--plugins.float8.fsdp_all_gather", "true")
 LOSS_RTOL, NORM_RTOL = 1e-3, 2e-2
 FIRST_LOSS_RTOL, FIRST_NORM_RTOL = 1e-5, 1e-4
-
-
-def mesh(**degrees: int) -> list[str]:
-    return [word for axis, degree in degrees.items() for word in (f"--mesh.{axis}", str(degree))]
 
 
 def float8(recipe: str) -> list[str]:

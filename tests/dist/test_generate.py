@@ -60,6 +60,9 @@ LAYOUTS = {
     "tp 2, whole logits": (2, ["--mesh.tp", "2", "--plugins.tensor.loss_parallel", "false"]),
     "dp_shard 2": (2, []),
     "dp_shard 2, gathered per use": (2, ["--plugins.fsdp.zero_stage", "3"]),
+    "cp 2, ring": (2, ["--mesh.cp", "2"]),
+    "cp 2, ulysses, tp 2": (4, ["--mesh.cp", "2", "--mesh.tp", "2", "--plugins.context.method", "ulysses"]),
+    "cp 2, gather, pp 2": (4, ["--mesh.cp", "2", "--mesh.pp", "2", "--plugins.context.method", "gather"]),
     "pp 2": (2, ["--mesh.pp", "2"]),
     "pp 2 x tp 2": (4, ["--mesh.pp", "2", "--mesh.tp", "2"]),
 }

@@ -15,7 +15,7 @@ from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, 
 
 from tests.ranks import run_ranks
 from titan.contracts import Axis, ModelPart, Technique
-from titan.contracts.base.mesh import Mesh, lay_out
+from titan.contracts.base.mesh import Layout, Mesh, lay_out
 from titan.contracts.base.spec import ONES, ZEROS, ModelSpec, computed, normal
 from titan.errors import PluginError
 from titan.plugins.models.llama import Llama
@@ -50,8 +50,8 @@ def _mixed() -> tuple[float, float, dict[str, float]]:
         worst[name] = (whole - draw(PLAN.init_of(name), whole.shape, 3, name, whole.device, whole.dtype)).abs().max()
         parameter.grad = parameter.detach().clone() * 2
     axes = [
-        Axis(name="dp", role="batch", topology_order=1, doc=""),
-        Axis(name="tp", role="model", topology_order=2, doc=""),
+        Axis(name="dp", data="dealt", weights="copies", topology_order=1, doc=""),
+        Axis(name="tp", data="same", weights="slices", topology_order=2, doc=""),
     ]
     mesh = Mesh(lay_out(axes, {"dp": 2, "tp": 2}, 4)[0], torch.device("cpu"), rank)
     norm = global_norm([part], mesh)
@@ -99,7 +99,8 @@ def test_a_technique_may_give_values_to_buffers_that_it_registers_later() -> Non
     late = replace(model.spec(), buffers={"layers.*.late": ONES})
     with torch.device("meta"):
         module = model.build()
-    context: Any = SimpleNamespace(spec=late, job=SimpleNamespace(model=model))
+    alone = SimpleNamespace(layout=Layout((), {}))
+    context: Any = SimpleNamespace(spec=late, job=SimpleNamespace(model=model), mesh=alone)
     phases._check_names(module, context)
     context.job.model = SimpleNamespace(spec=lambda: late)
     with pytest.raises(PluginError, match=r"match nothing in the model: layers\.\*\.late"):

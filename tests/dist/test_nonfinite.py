@@ -5,7 +5,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from tests.jobs import SAVING, assert_same_curve, saved_tensors, train_job
+from tests.jobs import SAVING, assert_same_curve, mesh, saved_tensors, train_job
 from tests.ranks import RankError
 from tests.sweeps import swept_case
 
@@ -18,10 +18,6 @@ def inject_nan(*steps: int, what: str = "gradient", rank: int = 0) -> list[str]:
         *TEST_PLUGINS,
         *(word for key, value in own.items() for word in (f"--plugins.inject_nan.{key}", str(value))),
     ]
-
-
-def mesh(**degrees: int) -> list[str]:
-    return [word for axis, degree in degrees.items() for word in (f"--mesh.{axis}", str(degree))]
 
 
 SKIP = ("--train.non_finite", "skip")

@@ -3,30 +3,13 @@
 The weights after ten steps of AdamW hide a gradient that is wrong by a factor; the gradient norm of each step does not.
 """
 
-from functools import cache
 from pathlib import Path
 
 import pytest
 import torch
 
-from tests.jobs import GPT, Outcome, assert_same_curve, train_job
+from tests.jobs import GPT, QWEN3, assert_same_curve, mesh, train_job
 from tests.sweeps import but_sweep, swept_case
-
-
-@pytest.fixture(scope="session")
-def one_rank(tmp_path_factory: pytest.TempPathFactory):
-    """`one_rank(words)`: the outcome of the job with these words on one rank, run once a session."""
-
-    @cache
-    def outcome(*words: str, **more: Path) -> Outcome:
-        return train_job(tmp_path_factory.mktemp("one"), 1, *words, **more)
-
-    return outcome
-
-
-def mesh(**degrees: int) -> list[str]:
-    return [word for axis, degree in degrees.items() for word in (f"--mesh.{axis}", str(degree))]
-
 
 SCORES_RECOMPUTED = ("--model.attention", "unfused", "--plugins.activation_checkpoint.mode", "attention")
 """Against one rank with the kernel that writes no scores: the same numbers within the tolerances."""
@@ -112,6 +95,34 @@ def test_schedules_over_four_stages(schedule: str, one_rank, tmp_path: Path) -> 
 )
 def test_gpt_with_its_tied_head(world_size: int, words: list[str], one_rank, tmp_path: Path) -> None:
     assert_same_curve(one_rank(config=GPT), train_job(tmp_path, world_size, *words, config=GPT))
+
+
+@pytest.mark.parametrize(
+    ("world_size", "words"),
+    [
+        (2, mesh(tp=2)),
+        (2, [*mesh(tp=2), *COMPILED, "--plugins.activation_checkpoint.mode", "selective"]),
+        (4, [*mesh(dp_shard=2, tp=2), "--plugins.tensor.sequence_parallel", "false"]),
+        (4, [*mesh(tp=2, pp=2), "--data.packing", "document_mask"]),
+        swept_case((4, mesh(dp_shard=2, pp=2))),
+    ],
+    ids=lambda value: " ".join(value) if isinstance(value, list) else str(value),
+)
+def test_qwen3_with_norms_of_heads(world_size: int, words: list[str], one_rank, tmp_path: Path) -> None:
+    same = tuple(w for at, word in enumerate(words) if word == "--data.packing" for w in words[at : at + 2])
+    assert_same_curve(one_rank(*same, config=QWEN3), train_job(tmp_path, world_size, *words, config=QWEN3))
+
+
+WINDOW = ("--model.sliding_window", "5", "--data.packing", "document_mask")
+
+
+@pytest.mark.parametrize(
+    ("world_size", "words"),
+    [(2, mesh(tp=2)), (2, mesh(cp=2)), swept_case((4, mesh(dp_shard=2, pp=2)))],
+    ids=lambda value: " ".join(value) if isinstance(value, list) else str(value),
+)
+def test_a_sliding_window(world_size: int, words: list[str], one_rank, tmp_path: Path) -> None:
+    assert_same_curve(one_rank(*WINDOW), train_job(tmp_path, world_size, *WINDOW, *words))
 
 
 @pytest.mark.parametrize("packing", ["document_mask", "pad"])

@@ -13,9 +13,10 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
 from tests.jobs import SELF_SEND
+from tests.logits import logits_of
 from tests.ranks import RankError, run_ranks
 from tests.sweeps import but_sweep
-from titan.contracts import Batch, BuildContext, Mesh, Model, ModelPart, Precision, Technique
+from titan.contracts import Batch, BuildContext, Mesh, Model, ModelPart, ModelSpec, Precision, Technique
 from titan.contracts.base.mesh import Layout
 from titan.contracts.base.spec import normal
 from titan.plugins.losses.cross_entropy import CrossEntropy
@@ -117,8 +118,9 @@ def _context(case: Case, techniques: Sequence[Technique], degrees: dict[str, int
     return BuildContext(job, mesh, replace(model.spec(), init=init), precision, list(techniques))
 
 
-def _loss(tokens: int) -> StepLoss:
+def _loss(tokens: int, parts: Sequence[ModelPart], spec: ModelSpec) -> StepLoss:
     loss = StepLoss(CrossEntropy(CrossEntropy.Config()), torch.device("cpu"))
+    loss.end(parts, spec)
     loss.begin(torch.tensor(tokens))
     return loss
 
@@ -140,8 +142,8 @@ def _run_alone(case: Case, shards: int) -> tuple[ModelPart, float]:
     context = _context(case, [], {})
     (part,) = phases.assemble(context)
     batches = [batch for shard in range(shards) for batch in case.batches(shard, shards)]
-    loss = _loss(sum(int((batch.labels >= 0).sum()) for batch in batches))
-    SequentialEngine(part, []).forward_backward(batches, loss)
+    loss = _loss(sum(int((batch.labels >= 0).sum()) for batch in batches), [part], context.spec)
+    SequentialEngine(part, []).forward_backward(batches)
     return part, loss.reported.item()
 
 
@@ -180,15 +182,15 @@ def _compare(case: Case) -> Found:
     expected_norm = torch.stack([gradient.norm() for gradient in expected.values()]).norm().item()
     parts, context, engine = _assemble(case)
     layout, rank = context.mesh.layout, dist.get_rank()
-    shards = layout.role_degree("batch")
-    batches = case.batches(layout.role_index(rank, "batch"), shards)
+    shards = layout.degree_of("dealt")
+    batches = case.batches(layout.index_of(rank, "dealt"), shards)
     count = torch.tensor([int((batch.labels >= 0).sum()) for batch in batches]).sum()
-    loss = _loss(int(context.mesh.sum(count, "batch")))
+    loss = _loss(int(context.mesh.sum(count, "dealt")), parts, context.spec)
     before = engine.forward(batches[0])
-    engine.forward_backward(batches, loss)
+    engine.forward_backward(batches)
     for technique in context.techniques:
         technique.after_backward()
-    reported = context.mesh.sum(loss.reported, "stage", "batch").item()
+    reported = context.mesh.sum(loss.reported, "layers", "dealt").item()
     differences = {}
     for part in parts:
         for name, parameter in part.parameters():
@@ -202,7 +204,7 @@ def _compare(case: Case) -> Found:
     logits = None
     if before is not None and after is not None:
         with torch.no_grad():
-            wanted = alone.module(batches[0].tokens, batches[0].documents)
+            wanted = logits_of(alone.module, batches[0].tokens, batches[0].documents)
         logits = max((_whole(x) - wanted).abs().max().item() for x in (before, after))
     return Found(reported, expected_loss, norm, expected_norm, differences, logits)
 
@@ -311,13 +313,15 @@ def _same_sums(axis: str, schedules: Sequence[str]) -> dict[str, float]:
     techniques = _techniques(alone)
     context = _context(alone, techniques, alone.degrees)
     (part,) = phases.assemble(context)
-    SequentialEngine(part, techniques).forward_backward(alone.batches(dist.get_rank(), 4), _loss(100))
+    _loss(100, [part], context.spec)
+    SequentialEngine(part, techniques).forward_backward(alone.batches(dist.get_rank(), 4))
     expected = {name: _whole(_gradient(parameter)) for name, parameter in part.parameters()}
     differences = {}
     for schedule in schedules:
         case = Case(axes=(("pp", 2), (axis, 2)), schedule=schedule, bf16=True)
         parts, context, engine = _assemble(case)
-        engine.forward_backward(case.batches(context.mesh.layout.role_index(dist.get_rank(), "batch"), 2), _loss(100))
+        _loss(100, parts, context.spec)
+        engine.forward_backward(case.batches(context.mesh.layout.index_of(dist.get_rank(), "dealt"), 2))
         here = [
             (_whole(_gradient(parameter)) - expected[name]).abs().max() / expected[name].abs().max()
             for part in parts
@@ -338,12 +342,12 @@ def _train(case: Case) -> list[tuple[float, dict[str, Tensor]]]:
     parts, context, engine = _assemble(case)
     optimizer = torch.optim.SGD([p for part in parts for _, p in part.parameters()], lr=3.0, momentum=0.9)
     batches = case.batches(
-        context.mesh.layout.role_index(dist.get_rank(), "batch"), context.mesh.layout.role_degree("batch")
+        context.mesh.layout.index_of(dist.get_rank(), "dealt"), context.mesh.layout.degree_of("dealt")
     )
-    seen = []
+    seen, loss = [], _loss(100, parts, context.spec)
     for _ in range(3):
-        loss = _loss(100)
-        engine.forward_backward(batches, loss)
+        loss.begin(torch.tensor(100))
+        engine.forward_backward(batches)
         for technique in context.techniques:
             technique.after_backward()
         optimizer.step()
@@ -352,7 +356,7 @@ def _train(case: Case) -> list[tuple[float, dict[str, Tensor]]]:
         assert (logits is None) == (parts[-1].stage != parts[-1].stages - 1)
         copies = {f"{part.stage}": part.module.get_parameter("embed.weight") for part in parts if part.holds("embed")}
         whole = {stage: _whole(copy.detach()).clone() for stage, copy in copies.items()}
-        seen.append((context.mesh.sum(loss.reported, "stage", "batch").item(), whole))
+        seen.append((context.mesh.sum(loss.reported, "layers", "dealt").item(), whole))
     return seen
 
 

@@ -132,11 +132,14 @@ def _mesh_like_a_gpu(device: str) -> tuple[list[str], list[int]]:
     _enter()
     dist.barrier()  # so that its connections are there
     before = _held()
-    axes = [Axis(name=name, role="batch", topology_order=place, doc="") for place, name in enumerate("abc")]
+    axes = [
+        Axis(name=name, data="dealt", weights="copies", topology_order=place, doc="")
+        for place, name in enumerate("abc")
+    ]
     groups = []
     for degrees in ({"a": 2, "b": 2, "c": 2}, {"a": 8, "b": 1, "c": 1}):
         layout, _ = lay_out(axes, degrees, 8)
-        groups += mesh.Mesh(layout, torch.device(device), dist.get_rank()).groups()
+        groups += [group for _, group in mesh.Mesh(layout, torch.device(device), dist.get_rank()).groups()]
     held = [now - then for now, then in zip(_held(), before, strict=True)]
     dist.barrier()
     return [dist.get_backend(group) for group in groups], held

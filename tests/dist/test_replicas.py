@@ -14,7 +14,8 @@ import torch
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 
-from tests.jobs import SAVING, Outcome, assert_same_curve, saved_tensors, train_job
+from tests.jobs import QWEN3, SAVING, Outcome, assert_same_curve, mesh, saved_tensors, train_job
+from tests.logits import logits_of
 from tests.ranks import RankError, run_ranks
 from tests.sweeps import but_sweep
 from titan.config import load_job
@@ -22,10 +23,6 @@ from titan.config import load_job
 FRILLS = Path(__file__).parents[1] / "configs" / "frills.toml"
 TEST_PLUGINS = str(Path(__file__).parents[1] / "plugins")
 WHOLE = ("--plugins.tensor.sequence_parallel", "false")
-
-
-def mesh(**degrees: int) -> list[str]:
-    return [word for axis, degree in degrees.items() for word in (f"--mesh.{axis}", str(degree))]
 
 
 @pytest.fixture(scope="module")
@@ -79,6 +76,15 @@ def test_a_norm_of_heads_that_is_called_one_of_hidden_states_is_refused(tmp_path
 @pytest.mark.parametrize("words", [(), WHOLE], ids=["slices", "whole sequences"])
 def test_a_technique_without_axes_sees_whole_gradients(words: tuple[str, ...], tmp_path: Path) -> None:
     train_job(tmp_path, 2, *mesh(tp=2), *words, "--plugins.witness.enabled", "true", config=FRILLS)
+
+
+@pytest.mark.parametrize("words", [(), WHOLE], ids=["slices", "whole sequences"])
+def test_norms_of_heads_have_the_gradients_of_all_heads(words: tuple[str, ...], tmp_path: Path) -> None:
+    """Bit by bit on both ranks: the gradients of every step, and the weights after the last."""
+    witness = ("--plugins.path", TEST_PLUGINS, "--plugins.witness.enabled", "true")
+    outcome = train_job(tmp_path, 2, *mesh(tp=2), *words, *witness, config=QWEN3)
+    assert_same_curve(train_job(tmp_path, 1, config=QWEN3, name="alone"), outcome)
+    assert {f"layers.3.attn.{name}.weight" for name in ("q_norm", "k_norm")} <= outcome.weights.keys()
 
 
 # --- buffers ------------------------------------------------------------------------------------------------------
@@ -149,7 +155,7 @@ def test_saved_where_persistent_and_computed_where_not(one_rank: Outcome, tmp_pa
     plain.load_state_dict(state)
     tokens = torch.arange(32)[None]
     [logits] = run_ranks(_logits, 1, str(tmp_path / "run"), tokens, init=False)
-    assert torch.equal(logits, plain(tokens))
+    assert torch.equal(logits, logits_of(plain, tokens))
 
 
 # --- what a step leaves alone -------------------------------------------------------------------------------------

@@ -6,7 +6,17 @@ from pathlib import Path
 import pytest
 import torch
 
-from tests.jobs import GPT, SAVING, SELF_SEND, Outcome, assert_same_curve, run_with_state, saved_tensors, train_job
+from tests.jobs import (
+    GPT,
+    SAVING,
+    SELF_SEND,
+    Outcome,
+    assert_same_curve,
+    mesh,
+    run_with_state,
+    saved_tensors,
+    train_job,
+)
 from tests.ranks import RankError
 from tests.sweeps import swept_case
 
@@ -20,10 +30,6 @@ def uninterrupted(tmp_path_factory: pytest.TempPathFactory) -> Outcome:
     return train_job(tmp_path_factory.mktemp("whole"), 1)
 
 
-def mesh(**degrees: int) -> list[str]:
-    return [word for axis, degree in degrees.items() for word in (f"--mesh.{axis}", str(degree))]
-
-
 @pytest.mark.parametrize(
     ("before", "after"),
     [
@@ -31,6 +37,8 @@ def mesh(**degrees: int) -> list[str]:
         (mesh(dp_shard=4), mesh(pp=2)),
         swept_case((mesh(dp_shard=2, tp=2, pp=2), mesh())),
         (mesh(pp=4), mesh(tp=2)),
+        (mesh(cp=2, tp=2), mesh(dp_shard=2, pp=2)),
+        (mesh(dp_replicate=2), mesh(cp=4)),
         (mesh(dp_replicate=2, dp_shard=2), mesh(dp_shard=2, pp=2)),
     ],
     ids=lambda words: " ".join(words).replace("--mesh.", "") or "one rank",

@@ -12,6 +12,7 @@ from torch._dynamo.testing import CompileCounter
 from torch.distributed.tensor import DTensor, distribute_tensor
 from torch.distributed.tensor.debug import CommDebugMode
 
+from tests.logits import logits_of
 from tests.ranks import RankError, run_ranks
 from titan.contracts import BuildContext, Mesh, Model, ModelPart, Precision
 from titan.contracts.base.mesh import Layout
@@ -19,6 +20,7 @@ from titan.plugins.losses.cross_entropy import Config as LossConfig
 from titan.plugins.losses.cross_entropy import CrossEntropy
 from titan.plugins.models.gpt import Gpt, GptConfig
 from titan.plugins.models.llama import Llama, LlamaConfig
+from titan.plugins.models.qwen3 import Qwen3, Qwen3Config
 from titan.plugins.parallel.tensor import TensorConfig, TensorParallel
 
 # 251 words and 90 hidden units come out even over neither 2 nor 4 ranks, or only over 2.
@@ -27,6 +29,7 @@ MODELS = {
     "llama, grouped queries": lambda: Llama(LlamaConfig(**SIZES, n_kv_heads=4)),
     "llama, tied": lambda: Llama(LlamaConfig(**SIZES, tied=True)),
     "gpt, tied, biases": lambda: Gpt(GptConfig(**SIZES)),
+    "qwen3, norms of heads": lambda: Qwen3(Qwen3Config(**SIZES, n_kv_heads=4, head_dim=6)),
 }
 
 
@@ -49,7 +52,7 @@ def _micro_batches() -> list[tuple[Tensor, Tensor]]:
 def _train(module: nn.Module) -> float:
     total = 0.0
     for tokens, labels in _micro_batches():
-        loss, _ = CrossEntropy(LossConfig()).compute(module(tokens), labels)
+        loss, _ = CrossEntropy(LossConfig()).compute(logits_of(module, tokens), labels)
         (loss / 50).backward()
         total += loss.item()
     return total
@@ -122,7 +125,7 @@ def _collectives(sequence_parallel: bool) -> list[dict[str, int]]:
     part = _split(model, _whole(model), TensorParallel(TensorConfig(sequence_parallel=sequence_parallel)))
     tokens, labels = _micro_batches()[0]
     with CommDebugMode() as forward:
-        logits = part.module(tokens)
+        logits = logits_of(part.module, tokens)
     loss, _ = CrossEntropy(LossConfig()).compute(logits, labels)
     with CommDebugMode() as backward:
         loss.backward()
@@ -247,7 +250,7 @@ def _called(*more: Tensor, **named: Tensor) -> None:
 
 @pytest.mark.parametrize(("more", "named"), [((), {"x": torch.zeros(1, 8, 32)}), ((torch.zeros(1, 8, 32),) * 2, {})])
 def test_a_gather_takes_hidden_states_first_and_once(more: tuple[Tensor, ...], named: dict[str, Tensor]) -> None:
-    with pytest.raises(RankError, match=r'FeedForward is a "gather" .*first positional argument'):
+    with pytest.raises(RankError, match=r'SwiGLU is a "gather" .*first positional argument'):
         run_ranks(_called, 2, *more, **named)
 
 

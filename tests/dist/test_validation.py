@@ -7,7 +7,8 @@ import pytest
 import torch
 from torch import nn
 
-from tests.jobs import LLAMA, SAVING, Outcome, saved_tensors, train_job, write_text
+from tests.jobs import LLAMA, SAVING, Outcome, mesh, saved_tensors, train_job, write_text
+from tests.logits import logits_of
 from tests.ranks import RankError, run_ranks
 from tests.sweeps import swept_case
 from titan.config import load_job
@@ -46,10 +47,6 @@ def one_rank(tmp_path_factory: pytest.TempPathFactory) -> dict[int, float]:
     return validated(folder / "run")
 
 
-def mesh(**degrees: int) -> list[str]:
-    return [word for axis, degree in degrees.items() for word in (f"--mesh.{axis}", str(degree))]
-
-
 def zero(stage: int) -> list[str]:
     return ["--plugins.fsdp.zero_stage", str(stage)]
 
@@ -76,6 +73,7 @@ def assert_booked(run: Path) -> None:
         (2, mesh(dp_replicate=2)),
         (2, [*mesh(tp=2), "--plugins.activation_checkpoint.mode", "full"]),
         (4, [*mesh(dp_shard=2, pp=2), "--plugins.pipeline.schedule", "ZBVZeroBubble"]),
+        (4, mesh(dp_shard=2, cp=2)),
         swept_case((8, mesh(dp_shard=2, tp=2, pp=2))),
     ],
     ids=lambda words: "" if isinstance(words, int) else " ".join(words).replace("--", ""),
@@ -108,7 +106,7 @@ def direct(outcome: Outcome, folder: Path) -> float:
     picked = [windows[in_epochs(i, len(windows), key=mix(0, 0), shuffle=True)] for i in range(SAMPLES)]
     assert len(windows) > 2 * SAMPLES
     rows = torch.tensor(picked)
-    logits = model(rows[:, :-1])
+    logits = logits_of(model, rows[:, :-1])
     return nn.functional.cross_entropy(logits.flatten(0, 1), rows[:, 1:].flatten()).item()
 
 
@@ -135,7 +133,7 @@ def test_samples_of_uneven_numbers_of_tokens(packing: str, tmp_path: Path) -> No
     for sample in (samples[number] for number in range(SAMPLES)):
         documents = None if sample.documents is None else sample.documents[None]
         nats += nn.functional.cross_entropy(
-            model(sample.tokens[None], documents)[0], sample.labels, reduction="sum"
+            logits_of(model, sample.tokens[None], documents)[0], sample.labels, reduction="sum"
         ).item()
         tokens += (sample.labels >= 0).sum().item()
     assert tokens < SAMPLES * 16

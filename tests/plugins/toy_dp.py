@@ -23,7 +23,9 @@ class ToyDP(Technique):
     name = "toy_dp"
     Config = Config
     phase = "shard"
-    axes = (Axis(name="toy_dp", role="batch", topology_order=5, doc="ranks that see different samples"),)
+    axes = (
+        Axis(name="toy_dp", data="dealt", weights="copies", topology_order=5, doc="ranks that see different samples"),
+    )
 
     def __init__(self, config: Config) -> None:
         super().__init__(config)

@@ -6,6 +6,7 @@ import pytest
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from tests.logits import logits_of
 from tests.planned import CLUSTER, job_of
 from titan.config import Job
 from titan.contracts import Model
@@ -57,7 +58,7 @@ def test_backward_sums_the_gradients_of_states_that_are_used_several_times(model
         module = model(model.Config(n_layers=layers, **size)).build().to_empty(device="cpu")
         for layer in module.layers.values():
             layer.attn_norm, layer.ffn_norm = torch.nn.Identity(), torch.nn.Identity()  # which sum of their own
-        loss = module(torch.zeros(2, 8, dtype=torch.long)).sum()
+        loss = logits_of(module, torch.zeros(2, 8, dtype=torch.long)).sum()
         with Sums((2, 8, 32)) as sums:
             loss.backward()
         found.append(sums.found)
@@ -139,6 +140,109 @@ def test_tensor_parallelism_sends_what_its_docstring_says() -> None:
     assert recomputed["reduce_scatter", "tp"] == sizes * (5 * layers + 2)
     selective = bytes_moved(job_of("--mesh.tp", "4", "--plugins.activation_checkpoint.mode", "selective"))
     assert selective == sent
+
+
+CONTEXT = ("--mesh.cp", "4", "--mesh.dp_shard", "2", "--train.micro_batch_size", "2", "--plugins.bf16.enabled", "true")
+
+
+@pytest.mark.parametrize(
+    ("method", "forward", "backward"),
+    [
+        # Three hops of keys and values each way; of gradients in float32 four, as they end where they began.
+        ("ring", {"send": 3 * 2}, {"send": 3 * 2 + 4 * 4}),
+        # The keys and values of four ranks, and once the gradients of all of them in float32.
+        ("gather", {"all_gather": 4 * 2}, {"all_gather": 4 * 2, "reduce_scatter": 4 * 4}),
+        # Twice as many queries and outputs as keys and values.
+        ("ulysses", {"all_to_all": 3 * 2}, {"all_to_all": 3 * 2}),
+    ],
+)
+def test_context_parallelism_sends_what_its_docstring_says(
+    method: str, forward: dict[str, int], backward: dict[str, int]
+) -> None:
+    """Bytes per number in a rank's keys and values, which have 2 x 4 heads of 8 features at 2 x 16 positions."""
+    words = (*CONTEXT, "--plugins.context.method", method)
+    full = ("--plugins.activation_checkpoint.mode", "full")
+    selective = ("--plugins.activation_checkpoint.mode", "selective")
+    for more, passes in (((), 1), (selective, 1), (full, 2), (("--mesh.tp", "2"), 0.5)):
+        if method == "ulysses" and more == ("--mesh.tp", "2"):
+            continue  # four ranks for two key-value heads: the next test
+        job = job_of(*words, *more)
+        each = 2 * 4 * 8 * 2 * 16 * job.spec.n_layers * job.micro_batches
+        sent = {kind: size for (kind, axis), size in bytes_moved(job).items() if axis == "cp"}
+        slices = min(1, passes)
+        assert sent == {
+            kind: each * (max(1, passes) * forward.get(kind, 0) + backward[kind]) * slices for kind in backward
+        }
+
+
+def test_key_value_heads_that_are_fewer_than_ranks_are_sent_repeatedly() -> None:
+    words = (*CONTEXT, "--plugins.context.method", "ulysses")
+    job = job_of(*words, "--model.n_kv_heads", "2")
+    # Eight query heads and outputs, and four of keys and of values where there are two.
+    each = (8 + 8 + 4 + 4) * 8 * 2 * 16 * 2 * job.spec.n_layers * job.micro_batches
+    assert bytes_moved(job)["all_to_all", "cp"] == 2 * each == bytes_moved(job_of(*words))["all_to_all", "cp"]
+    sliced_ = job_of(*words, "--mesh.tp", "2")  # four kv heads are two per rank of tp, and so four again
+    assert bytes_moved(sliced_)["all_to_all", "cp"] == (8 + 8 + 8 + 8) / (8 + 8 + 4 + 4) * each
+
+
+def test_those_who_sum_gradients_share_state_over_the_ranks_of_a_sequence() -> None:
+    job = job_of("--mesh.cp", "4", "--mesh.dp_shard", "2")
+    costs = costs_of(job)
+    held = Planner(CLUSTER).stage_costs(costs, job.layout).memory(costs.stages[0]).held
+    assert held["parameters"] / job.spec.params == pytest.approx(4 / 8, rel=0.02)
+    assert {axes for _, axes in moved(0, costs, job.layout)} == {("dp_shard", "cp"), ("cp",)}
+    replicas = job_of("--mesh.cp", "2", "--mesh.dp_replicate", "4", "--plugins.ddp.enabled", "true")
+    sums = moved(0, costs_of(replicas), replicas.layout)
+    assert sums["all_reduce", ("dp_replicate", "cp")] == 4 * replicas.spec.params
+
+
+@pytest.mark.parametrize("method", ["ring", "gather", "ulysses"])
+def test_a_rank_keeps_its_positions(method: str) -> None:
+    """All that a layer saves for backward is shared out; ulysses has its output twice, as it exchanges it."""
+    whole = costs_of(job_of(*CONTEXT, "--mesh.cp", "1"))
+    part = costs_of(job_of(*CONTEXT, "--plugins.context.method", method))
+    saved, most = (kept_by(costs.layer, costs, fused_norms=True) for costs in (part, whole))
+    assert saved == most / 4 + (method == "ulysses") * 8 * 8 * 2 * 2 * 16
+    (before,), (after,) = ([op for op in costs.layer if isinstance(op, Attention)] for costs in (whole, part))
+    assert replace(after, blocks=1, copied=(0, 0), scratch=(), saved=before.saved) == before
+    device = Planner(CLUSTER).device
+    assert device.operation(replace(after, copied=(0, 0), blocks=1), part, "bfloat16").forward == pytest.approx(
+        device.operation(before, whole, "bfloat16").forward / 4, rel=1e-12
+    )
+
+
+def test_only_attention_hides_what_goes_round_the_ring() -> None:
+    job = job_of(*CONTEXT, "--data.seq_len", "4096", "--model.max_seq_len", "4096")
+    costs = costs_of(job)
+    (sent,) = [c for c in costs.collectives if c.when == "forward" and c.collective == "send"]
+    for speed, shown in ((1e-6, 1.0), (1e6, 0.0)):
+        links = tuple(replace(link, bandwidth_gb_s=link.bandwidth_gb_s * speed) for link in CLUSTER.links)
+        parts = Planner(replace(CLUSTER, links=links)).stage_costs(costs, job.layout).parts
+        core, all_ = parts.attention.forward * 3 / 4, parts.seconds(sent)
+        exposed = parts.exposed["layer", "forward"]["cp"]
+        # Four blocks of attention, and a send beside each of the first three.
+        assert exposed == pytest.approx(all_ - min(core, all_), rel=1e-6, abs=1e-15)
+        assert exposed / all_ == pytest.approx(shown, abs=1e-3)
+    prediction = Planner(CLUSTER).predict(costs, job.layout)
+    assert prediction.time_s["cp"] > 0 < prediction.overlapped_s["cp"]
+    assert sum(prediction.time_s.values()) == pytest.approx(prediction.step_time_s)
+
+
+def test_a_window_counts_the_keys_within_it() -> None:
+    job = job_of()
+    costs, device = costs_of(job), Planner(CLUSTER).device
+    (core,) = (op for op in costs.layer if isinstance(op, Attention))
+    (narrow,) = (op for op in job_of("--model.sliding_window", "16").spec.layer_ops if isinstance(op, Attention))
+    assert narrow == replace(core, window=16)
+    assert narrow.flops_per_token(64) == core.flops_per_token(64) / 4 == core.flops_per_token(16)
+    spec = replace(job.spec, layer_ops=tuple(narrow if op is core else op for op in job.spec.layer_ops))
+    lost = job.spec.layer_flops_per_token(64) - spec.layer_flops_per_token(64)
+    assert lost == 0.75 * core.flops_per_token(64)
+    # Of 64 x 64 scores half are computed; with a mask all, whatever the window.
+    took = [device.operation(op, costs, "float32").forward for op in (core, narrow)]
+    assert took[1] / took[0] == pytest.approx(2)
+    packed = replace(core, documents=True)
+    assert device.operation(packed, costs, "float32") == device.operation(narrow, costs, "float32")
 
 
 def test_stages_hold_their_own_layers_and_copies_of_a_tied_table() -> None:

@@ -17,7 +17,7 @@ LARGEST = [path for path in CONFIGS if path.stem in ("gpt175b", "gpt1t")]
 
 def _short(path: Path) -> Job:
     job = load_job(path)
-    stages = job.layout.role_degree("stage")
+    stages = job.layout.degree_of("layers")
     each = next((t.config.stages_per_rank for t in job.techniques if hasattr(t.config, "stages_per_rank")), 1)
     batch = job.micro_batch * job.batch_ranks * stages * min(each, 2)  # DualPipeV needs one for each of its stages
     words = ("--model.n_layers", f"{stages * each}", "--train.global_batch_size", f"{batch}")

@@ -26,6 +26,8 @@ from titan.contracts.base.cost import (
 )
 from titan.planner.step.layout import costs_of
 
+AXIS: dict[str, Any] = {"name": "a", "data": "dealt", "weights": "copies", "doc": ""}
+
 
 @pytest.fixture
 def reported(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]):
@@ -63,7 +65,7 @@ def test_a_former_module_is_reported(reported, monkeypatch: pytest.MonkeyPatch) 
 @pytest.mark.parametrize(
     ("former", "present"),
     [
-        (lambda: Axis(name="a", role="batch", depth=3, doc=""), Axis(name="a", role="batch", topology_order=3, doc="")),
+        (lambda: Axis(**AXIS, depth=3), Axis(**AXIS, topology_order=3)),
         (lambda: Precision(param=torch.bfloat16, reduce=torch.float64), Precision(torch.bfloat16, torch.float64)),
         (
             lambda: SavedTensor(numbers=2, bytes=4, region="inner"),

@@ -12,7 +12,7 @@ import torch
 from bench import results
 from tests.fuzz import __main__ as command
 from tests.fuzz import judge as judging
-from tests.fuzz.draw import AXES, FAULTS, SCHEDULES, Drawn, draw
+from tests.fuzz.draw import AXES, FAULTS, METHODS, SCHEDULES, Drawn, draw, models
 from tests.fuzz.judge import JOB, Judge, Verdict, write_documents
 from tests.jobs import Outcome
 from tests.ranks import RankError
@@ -20,17 +20,24 @@ from titan.config import Job, load_job, split_arguments
 from titan.contracts import IGNORE
 from titan.data.samples.samples import Samples
 from titan.data.tokens.shards import open_shards
+from titan.plugins.parallel.context.attention import positions_of
 
 DRAWS = 600
+OPTIONS = frozenset[str]().union(*(model.options for model in models().values()))
 EXPECTED = {
     *(f"{count} ranks" for count in range(1, 9)), *(f"{axis} > 1" for axis in AXES), "hsdp", "dp x tp x pp",
     *(f"schedule {name}" for name in SCHEDULES), *(f"virtual_stages {count}" for count in (1, 2, 3)), "split_points",
-    "5 layers over 4 stages", "dim does not divide over dp_shard", "6 heads, 3 kv heads", "tied head",
+    "5 layers over 4 stages", "dim does not divide over shards", "6 heads, 3 kv heads", "tied head",
     "tied over stages", "accumulation",
     *(f"{key} {value}" for key in ("sequence_parallel", "loss_parallel") for value in ("true", "false")),
     *(f"zero_stage {stage}" for stage in (1, 2, 3)), "mode full", "mode every_n", "mode selective", "backend aot_eager",
-    "name llama", "name gpt", "vocab_size 251", "packing concat", "packing document_mask", "packing pad", "path lively",
-    "path barren", "workers 1", "grad_clip 0", "grad_clip 0.1", "every 2",
+    *(f"name {name}" for name in models()), "vocab_size 251", "packing concat", "packing document_mask", "packing pad",
+    "path lively", "path barren", "workers 1", "grad_clip 0", "grad_clip 0.1", "every 2", "enabled true",
+    "cp 2", "cp 4",
+    *(f"{method} x {axis}" for method in METHODS for axis in AXES if axis != "cp"),
+    *(f"{method} x {what}" for method in METHODS for what in ("documents", "recompute", "compile")),
+    *({"sliding window", *(f"{method} x window" for method in METHODS)} if "sliding_window" in OPTIONS else ()),
+    *(("head_dim",) if "head_dim" in OPTIONS else ()),
 }  # fmt: skip
 
 
@@ -91,11 +98,13 @@ def test_ranks_and_steps_without_a_label(drawn: list[Drawn], judge: Judge) -> No
     for job in (job for job in drawn[:300] if not job.spoilt and job.curve["data.packing"] == "document_mask"):
         loaded = load_job(JOB, judge.words(job), job.ranks)
         batch = loaded.train.global_batch_size
-        empty = torch.tensor(
-            [bool((s.labels == IGNORE).all()) for s in map(_samples(loaded).__getitem__, range(4 * batch))]
-        )
-        shares = empty.view(4, loaded.batch_ranks, -1).all(-1)
-        ranks_without += loaded.batch_ranks > 1 and bool(shares.any())
+        labels = torch.stack([sample.labels for sample in map(_samples(loaded).__getitem__, range(4 * batch))])
+        cp, method = loaded.layout.degree("cp"), job.layout.get("plugins.context.method", "ring")
+        method = method if cp > 1 else "ulysses"  # which takes any length
+        pieces = [labels[:, positions_of(labels.shape[1], rank, cp, method)] for rank in range(cp)]
+        empty = torch.stack([(piece == IGNORE).all(-1) for piece in pieces], -1)
+        shares = empty.view(4, loaded.batch_ranks, -1, cp).all(2).flatten(1)
+        ranks_without += shares.shape[1] > 1 and bool(shares.any())
         steps_without += bool(shares.all(-1).any())
     assert ranks_without >= 10 and steps_without >= 3
 

@@ -2,6 +2,7 @@
 
 import dataclasses
 from collections.abc import Sequence
+from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any
 
@@ -9,14 +10,16 @@ import pytest
 import torch
 from torch import Tensor, nn
 
+from tests.logits import logits_of
 from titan.contracts import BuildContext, Model, ModelPart
-from titan.contracts.base.attention import Cache
-from titan.contracts.base.mesh import Layout
+from titan.contracts.base.mesh import Layout, Mesh
+from titan.contracts.layers.cache import Cache
 from titan.errors import ConfigError, DivergedError
 from titan.inference import generation
 from titan.inference.generation import Sampling, Text, Words
 from titan.plugins.models.gpt import Gpt, GptConfig
 from titan.plugins.models.llama import Llama, LlamaConfig
+from titan.plugins.models.qwen3 import Qwen3, Qwen3Config
 from titan.plugins.tokenizers.byte import END, Byte
 from titan.plugins.tokenizers.byte import Config as ByteConfig
 from titan.training.engine import SequentialEngine, Strict
@@ -25,7 +28,9 @@ SIZES: dict[str, Any] = {"n_layers": 2, "dim": 32, "n_heads": 4, "ffn_dim": 48, 
 MODELS: dict[str, Model] = {
     "llama": Llama(LlamaConfig(**SIZES)),
     "llama, grouped": Llama(LlamaConfig(**SIZES, n_kv_heads=2)),
+    "llama, window": Llama(LlamaConfig(**SIZES, n_kv_heads=2, sliding_window=5)),
     "gpt, grouped": Gpt(GptConfig(**SIZES, n_kv_heads=2)),
+    "qwen3, grouped": Qwen3(Qwen3Config(**SIZES, n_kv_heads=2, head_dim=12)),
 }
 PROMPTS = [list(b"the cat"), list(b"a"), list(b"sat on the"), list(b"on")]
 GREEDY = Sampling(max_new_tokens=8, temperature=0.0)
@@ -42,9 +47,18 @@ def net(model: Model, dtype: torch.dtype = torch.float32) -> nn.Module:
 
 
 def context(model: Model, module: nn.Module) -> BuildContext:
-    mesh = SimpleNamespace(layout=Layout((), {}), device=torch.device("cpu"), rank=0)
-    job = SimpleNamespace(tokenizer=Byte(ByteConfig()), data=SimpleNamespace(seq_len=16), spec=model.spec())
-    made: Any = {"job": job, "mesh": mesh, "spec": model.spec(), "precision": None, "parts": [ModelPart(module)]}
+    mesh, spec = Mesh(Layout((), {}), torch.device("cpu"), 0), model.spec()
+    if isinstance(module, Forgetful):
+        spec = replace(spec, attention=())
+    job = SimpleNamespace(tokenizer=Byte(ByteConfig()), data=SimpleNamespace(seq_len=16), spec=spec)
+    made: Any = {
+        "job": job,
+        "mesh": mesh,
+        "spec": spec,
+        "techniques": (),
+        "precision": None,
+        "parts": [ModelPart(module)],
+    }
     return BuildContext(**made)
 
 
@@ -56,15 +70,15 @@ def run(
 
 
 class Forgetful(nn.Module):
-    """A model that takes no cache."""
+    """A model whose spec names no attention; counts the tokens that it is given."""
 
     def __init__(self, module: nn.Module) -> None:
         super().__init__()
         self.module, self.tokens = module, 0
 
-    def forward(self, x: Tensor, documents: Tensor | None = None) -> Tensor:
+    def forward(self, x: Tensor, positions: Tensor, documents: Tensor | None = None) -> Tensor:
         self.tokens += x.shape[1]
-        return self.module(x, documents)  # type: ignore[no-any-return]
+        return self.module(x, positions, documents)  # type: ignore[no-any-return]
 
 
 # --- the cache ----------------------------------------------------------------------------------------------------
@@ -77,20 +91,21 @@ def test_logits_with_a_cache_are_those_of_the_whole_text(model: Model, dtype: to
     module, lengths = net(model, dtype), [3, 9, 6]
     with torch.no_grad():
         tokens = torch.randint(0, 256, (3, 13), generator=torch.Generator().manual_seed(1))
-        scale = module(tokens).abs().max()
-        expected = module(tokens) / scale
+        whole = logits_of(module, tokens)
+        scale = whole.abs().max()
+        expected = whole / scale
         cache, begun = Cache(16), tokens[:, :9].clone()
         for row, length in enumerate(lengths):
             begun[row, length:] = 77
-        cache.place([0, 0, 0], 9, tokens.device)
-        got = module(begun, None, cache) / scale
+        with cache.attached(module):
+            got = module(begun, cache.place([0, 0, 0], 9, tokens.device)) / scale
         for row, length in enumerate(lengths):
             torch.testing.assert_close(got[row, :length], expected[row, :length], rtol=0, atol=tolerance)
         for step, width in ((0, 1), (1, 2), (3, 1)):
             starts = [length + step for length in lengths]
             window = torch.stack([tokens[row, start : start + width] for row, start in enumerate(starts)])
-            cache.place(starts, width, tokens.device)
-            got = module(window, None, cache) / scale
+            with cache.attached(module):
+                got = module(window, cache.place(starts, width, tokens.device)) / scale
             wanted = torch.stack([expected[row, start : start + width] for row, start in enumerate(starts)])
             torch.testing.assert_close(got, wanted, rtol=0, atol=tolerance)
 
@@ -132,7 +147,7 @@ def test_hidden_states_that_are_split_get_an_even_length(split: int, monkeypatch
     place = Cache.place
     monkeypatch.setattr(Cache, "place", lambda self, *args: widths.append(args[1]) or place(self, *args))
     here = context(model, net(model))
-    here.parts[0].hidden_split = split
+    here.parts[0].length_multiple = split
     texts = generation.generate(here, SequentialEngine(here.parts[0], ()), PROMPTS, GREEDY)
     assert [text.ids for text in texts] == [text.ids for text in run(model, PROMPTS, GREEDY)]
     assert {width % split for width in widths[:8]} == {0}

@@ -26,8 +26,11 @@ from titan.errors import CheckpointError, ConfigError
     [
         ("llama", {"n_kv_heads": 2, "rope_scaling_factor": 2.0}, torch.float32),
         ("llama", {"tied": True}, torch.bfloat16),
+        ("llama", {"sliding_window": 5}, torch.bfloat16),
         ("gpt", {}, torch.bfloat16),
         ("gpt", {"tied": False}, torch.float32),
+        ("qwen3", {"n_kv_heads": 2, "head_dim": 6, "tied": True}, torch.bfloat16),
+        ("qwen3", {"head_dim": 8}, torch.float32),
     ],
 )
 def test_nothing_is_lost_on_the_way(name: str, options: dict[str, Any], dtype: torch.dtype, tmp_path: Path) -> None:
@@ -157,9 +160,13 @@ def test_what_does_not_fit_is_told(spoil: Callable[[dict[str, Tensor]], None], t
         ("llama", {"rope_scaling": {"type": "linear", "factor": 2}}, "rope_scaling rope_type = 'linear': this model"),
         ("llama", {"rope_parameters": {"rope_type": "llama3"}}, "rope_parameters factor: missing"),
         ("llama", {"rope_scaling": [1]}, "rope_scaling = [1]: must be an object"),
+        ("llama", {"model_type": "mistral", "sliding_window": "4k"}, "sliding_window = '4k': must be an integer"),
         ("gpt", {"activation_function": "relu"}, "activation_function = 'relu': this model has 'gelu_new' only"),
         ("gpt", {"scale_attn_by_inverse_layer_idx": True}, "scale_attn_by_inverse_layer_idx = True: this model has"),
         ("gpt", {"n_head": 0}, "n_head = 0: must be an integer of at least 1"),
+        ("qwen3", {"use_sliding_window": True}, "use_sliding_window = True: this model has False only"),
+        ("qwen3", {"head_dim": None}, "head_dim = None: must be an integer of at least 1"),
+        ("qwen3", {"rope_scaling": {"rope_type": "yarn"}}, "rope_scaling rope_type = 'yarn': this model has 'default'"),
     ],
 )
 def test_what_the_model_cannot_do_is_refused(name: str, change: dict[str, Any], told: str) -> None:
@@ -180,7 +187,26 @@ def test_defaults_of_transformers() -> None:
     new = {**sizes, "rope_theta": 1.0, "rope_parameters": {**SCALED, "rope_theta": 5e5}}
     old = {**sizes, "rope_theta": 5e5, "rope_scaling": {**SCALED, "type": "ignored"}}
     assert plugin("llama").from_hf(new) == plugin("llama").from_hf(old)
+    assert plugin("qwen3").from_hf({**sizes, "model_type": "qwen3", "num_attention_heads": 64}) == {
+        "n_layers": 2, "dim": 32, "n_heads": 64, "n_kv_heads": 32, "head_dim": 128, "ffn_dim": 48, "vocab_size": 257,
+        "max_seq_len": 64, "tied": False, "norm_eps": 1e-6, "rope_theta": 10000.0,
+    }  # fmt: skip
     assert plugin("gpt").from_hf(sizes) is None and plugin("llama").from_hf({"model_type": "gpt2"}) is None
+
+
+def test_a_window_is_mistrals() -> None:
+    """Its config.json has one where it says nothing; null, or more than the longest sequence, is no window."""
+    llama, written = plugin("llama", sliding_window=5), {**LLAMA, "model_type": "mistral"}
+    assert (plugin("llama").hf_config() or {})["model_type"] == "llama"
+    assert (llama.hf_config() or {})["architectures"] == ["MistralForCausalLM"]
+    found = [
+        (llama.from_hf({**written, **more}) or {}).get("sliding_window")
+        for more in ({"sliding_window": 5}, {"sliding_window": None}, {"sliding_window": 64})
+    ]
+    assert found == [5, None, None]
+    silent = llama.from_hf({**written, "max_position_embeddings": 8192, "num_attention_heads": 16}) or {}
+    assert (silent["sliding_window"], silent["n_kv_heads"]) == (4096, 8)
+    assert "sliding_window" not in (llama.from_hf({**written, "model_type": "llama", "sliding_window": 5}) or {})
 
 
 def test_another_model_is_told_key_by_key(folder: Path) -> None:

@@ -34,6 +34,7 @@ OPEN_TO_PLUGINS = ("titan.contracts", "titan.errors", "titan.data.tokens")
 ORDINARY_WORDS = {
     ("titan/commands/generate.py", "text"): "a key of the command's JSON",
     ("titan/commands/convert.py", "hf"): "a format",
+    ("titan/contracts/deprecated.py", "context"): "a parameter of hooks",
     ("titan/contracts/technique.py", "compile"): "a phase",
     ("titan/doctor/device.py", "float8"): "a dtype",
     ("titan/dryrun/run.py", "compile"): "a phase",

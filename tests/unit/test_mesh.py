@@ -5,10 +5,10 @@ import pytest
 from titan.contracts.base.mesh import Axis, lay_out
 
 AXES = [
-    Axis(name="tp", role="model", topology_order=40, doc=""),
-    Axis(name="dp_shard", role="batch", topology_order=20, default=-1, doc=""),
-    Axis(name="pp", role="stage", topology_order=0, doc=""),
-    Axis(name="dp_replicate", role="batch", topology_order=10, doc=""),
+    Axis(name="tp", data="same", weights="slices", topology_order=40, doc=""),
+    Axis(name="dp_shard", data="dealt", weights="copies", topology_order=20, default=-1, doc=""),
+    Axis(name="pp", data="same", weights="layers", topology_order=0, doc=""),
+    Axis(name="dp_replicate", data="dealt", weights="copies", topology_order=10, doc=""),
 ]
 
 
@@ -28,8 +28,8 @@ def test_coordinates_count_through_all_ranks() -> None:
 
 def test_roles_number_the_ranks_that_differ_in_them() -> None:
     layout, _ = lay_out(AXES, {"tp": 2, "pp": 2, "dp_replicate": 2, "dp_shard": 3}, 24)
-    assert layout.role_degree("batch") == 6 and layout.role_degree("model", "stage") == 4
-    by_index = [layout.role_index(rank, "batch") for rank in range(24)]
+    assert layout.degree_of("dealt") == 6 and layout.degree_of("slices", "layers") == 4
+    by_index = [layout.index_of(rank, "dealt") for rank in range(24)]
     assert sorted(set(by_index)) == list(range(6)) and all(by_index.count(i) == 4 for i in range(6))
 
 

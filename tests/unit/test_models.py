@@ -7,17 +7,17 @@ import pytest
 import torch
 from torch import Tensor, nn
 
+from tests.logits import logits_of, places
 from tests.unit.test_rope import naive_rope
-from titan.contracts import Model, document_mask
+from titan.contracts import Model
 from titan.contracts.base import options, registry
-from titan.contracts.base.spec import glob_matches, nearest
+from titan.contracts.layers.rotary import rope_table
 from titan.errors import PluginError
-from titan.plugins.models import gpt, llama
-from titan.plugins.models.llama.rope import rope_table
+from titan.plugins.models import gpt, llama, qwen3
 
 torch.set_num_threads(1)
 
-MODELS: list[type[Model]] = [llama.Llama, gpt.Gpt]
+MODELS: list[type[Model]] = [llama.Llama, gpt.Gpt, qwen3.Qwen3]
 PRESETS = [pytest.param(m, preset, id=f"{m.name}-{preset}") for m in MODELS for preset in m.presets]
 
 
@@ -49,6 +49,12 @@ def tokens(model: Model, batch: int = 2, length: int = 24) -> Tensor:
     return torch.randint(0, model.config.vocab_size, (batch, length), generator=g)
 
 
+def table(model: Model, positions: Tensor) -> Tensor | None:
+    """The rotary table that layers of a model are given."""
+    rotary = getattr(model.config, "rotary", None)
+    return None if rotary is None else rope_table(rotary, positions)
+
+
 # --- sizes --------------------------------------------------------------------------------------------------------
 
 
@@ -66,7 +72,10 @@ def test_plan_counts_every_parameter(model: type[Model], preset: str) -> None:
     linears = [m for m in layer.modules() if isinstance(m, nn.Linear)]
     assert spec.matmul_params_per_layer == sum(m.weight.numel() for m in linears)
     assert spec.head_matmul_params == net.get_submodule("output").weight.numel()
-    assert spec.head_dim * spec.n_heads == spec.dim and spec.n_heads % spec.n_kv_heads == 0
+    assert [layer.attn.wq.out_features, layer.attn.wk.out_features] == [
+        spec.head_dim * heads for heads in (spec.n_heads, spec.n_kv_heads)
+    ]
+    assert spec.n_heads % spec.n_kv_heads == 0
     assert list(whole.check()) == []
 
 
@@ -97,10 +106,26 @@ def test_plan_names_what_the_model_has(model: type[Model], preset: str) -> None:
         ("llama3-8b", 8_030_261_248),
         ("llama3-70b", 70_553_706_496),
         ("llama3-405b", 405_853_388_800),
+        ("mistral-7b", 7_241_732_096),
     ],
 )
 def test_llama_sizes_are_the_published_ones(preset: str, params: int) -> None:
     assert sized(llama.Llama, preset).spec().params == params
+
+
+@pytest.mark.parametrize(
+    ("preset", "params"),
+    [
+        ("0.6b", 596_049_920),
+        ("1.7b", 1_720_574_976),
+        ("4b", 4_022_468_096),
+        ("8b", 8_190_735_360),
+        ("14b", 14_768_307_200),
+        ("32b", 32_762_123_264),
+    ],
+)
+def test_qwen3_sizes_are_the_published_ones(preset: str, params: int) -> None:
+    assert sized(qwen3.Qwen3, preset).spec().params == params
 
 
 @pytest.mark.parametrize("preset", [p for p in gpt.Gpt.presets if p not in ("nano", "tiny")])
@@ -128,12 +153,15 @@ def test_presets_are_values_the_options_take(model: type[Model], preset: str) ->
 def test_models_are_registered_by_name() -> None:
     assert registry.find("model", "llama") is llama.Llama
     assert registry.find("model", "gpt") is gpt.Gpt
+    assert registry.find("model", "qwen3") is qwen3.Qwen3
 
 
 # --- initial values and decay -------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize(("model", "added"), [(llama.Llama, {"wo", "w2"}), (gpt.Gpt, {"wo", "down"})])
+@pytest.mark.parametrize(
+    ("model", "added"), [(llama.Llama, {"wo", "w2"}), (gpt.Gpt, {"wo", "down"}), (qwen3.Qwen3, {"wo", "w2"})]
+)
 @pytest.mark.parametrize("tied", [True, False])
 def test_initial_values(model: type[Model], added: set[str], tied: bool) -> None:
     whole = sized(model, "tiny", tied=tied, init_std=0.05)
@@ -150,8 +178,7 @@ def test_initial_values(model: type[Model], added: set[str], tied: bool) -> None
             assert (how.kind, how.std) == ("normal", pytest.approx(std)), name
         if parameter.ndim < 2 or module in ("embed", "positions"):
             undecayed.add(name)
-    names = {n for n, _ in meta(whole).named_parameters()}
-    assert {n for n in names if any(glob_matches(g, n) for g in spec.no_decay)} == undecayed
+    assert {n for n, p in meta(whole).named_parameters() if not spec.decays(n, p.ndim)} == undecayed
 
 
 # --- forward ------------------------------------------------------------------------------------------------------
@@ -163,7 +190,7 @@ def test_initial_values(model: type[Model], added: set[str], tied: bool) -> None
 def test_forward_gives_logits(model: type[Model], kv: int | None, tied: bool) -> None:
     whole = sized(model, "tiny", n_kv_heads=kv, tied=tied)
     net, x = drawn(whole), tokens(whole)
-    logits = net(x)
+    logits = logits_of(net, x)
     assert logits.shape == (2, 24, 257) and logits.dtype == torch.float32
     logits.sum().backward()
     assert [name for name, p in net.named_parameters() if p.grad is None] == []
@@ -177,21 +204,38 @@ def test_later_tokens_do_not_reach_earlier_logits(model: type[Model], packed: bo
     documents = (torch.arange(24) // 16).expand(2, 24) if packed else None
     changed = x.clone()
     changed[:, 12] = (changed[:, 12] + 1) % 257
-    before, after = net(x, documents=documents), net(changed, documents=documents)
+    before, after = logits_of(net, x, documents), logits_of(net, changed, documents)
     assert torch.equal(before[:, :12], after[:, :12])
     seen = slice(12, 16) if packed else slice(12, 24)
     assert ((before[:, seen] - after[:, seen]).abs().amax(-1) > 1e-4).all()
 
 
+@pytest.mark.parametrize("model", [llama.Llama, qwen3.Qwen3])
 @pytest.mark.parametrize("kv", [None, 2])
-def test_llama_packed_documents_equal_documents_alone(kv: int | None) -> None:
-    whole = sized(llama.Llama, "tiny", n_kv_heads=kv)
+def test_packed_documents_equal_documents_alone(model: type[Model], kv: int | None) -> None:
+    whole = sized(model, "tiny", n_kv_heads=kv)
     net, x = drawn(whole), tokens(whole, batch=1)
     lengths = [5, 12, 7]
     documents = torch.repeat_interleave(torch.arange(3), torch.tensor(lengths))[None]
-    alone = torch.cat([net(part) for part in x.split(lengths, dim=1)], dim=1)
-    torch.testing.assert_close(net(x, documents=documents), alone, rtol=1e-5, atol=1e-5)
-    assert (net(x) - alone).abs().max() > 1e-2
+    alone = torch.cat([logits_of(net, part) for part in x.split(lengths, dim=1)], dim=1)
+    torch.testing.assert_close(logits_of(net, x, documents), alone, rtol=1e-5, atol=1e-5)
+    assert (logits_of(net, x) - alone).abs().max() > 1e-2
+
+
+@pytest.mark.parametrize("attention", ["sdpa", "unfused"])
+@pytest.mark.parametrize("packed", [True, False])
+def test_a_window_ends_with_the_token_itself(attention: str, packed: bool) -> None:
+    """In one layer a token reaches exactly the logits of its window: itself and the four after it."""
+    whole = sized(llama.Llama, "tiny", n_layers=1, sliding_window=5, attention=attention)
+    net, x = drawn(whole), tokens(whole)
+    documents = (torch.arange(24) // 12).expand(2, 24) if packed else None
+    changed = x.clone()
+    changed[:, 9] = (changed[:, 9] + 1) % 257
+    moved = (logits_of(net, x, documents) - logits_of(net, changed, documents)).abs().amax((0, 2)) > 1e-4
+    assert moved.nonzero().flatten().tolist() == ([9, 10, 11] if packed else [9, 10, 11, 12, 13])
+    full = drawn(sized(llama.Llama, "tiny", n_layers=1, sliding_window=24, attention=attention))
+    unbounded = drawn(sized(llama.Llama, "tiny", n_layers=1, attention=attention))
+    torch.testing.assert_close(logits_of(full, x, documents), logits_of(unbounded, x, documents))
 
 
 @pytest.mark.parametrize("kv", [None, 2])
@@ -202,11 +246,11 @@ def test_gpt_documents_do_not_see_each_other(kv: int | None) -> None:
     changed = x.clone()
     changed[0, :5] = (changed[0, :5] + 1) % 257
     changed[1, 4] = (changed[1, 4] + 1) % 257
-    before, after = net(x, documents=documents), net(changed, documents=documents)
+    before, after = logits_of(net, x, documents), logits_of(net, changed, documents)
     assert torch.equal(before[0, 5:], after[0, 5:]) and torch.equal(before[1, 10:], after[1, 10:])
     assert (before[0, :5] - after[0, :5]).abs().max() > 1e-3 and (before[1, 4:10] - after[1, 4:10]).abs().max() > 1e-3
     whole_sequence = torch.zeros(2, 24, dtype=torch.int64)
-    torch.testing.assert_close(net(x, documents=whole_sequence), net(x), rtol=1e-5, atol=1e-5)
+    torch.testing.assert_close(logits_of(net, x, whole_sequence), logits_of(net, x), rtol=1e-5, atol=1e-5)
 
 
 @pytest.mark.parametrize("model", MODELS)
@@ -217,7 +261,7 @@ def test_stages_in_turn_equal_the_whole(model: type[Model], tied: bool, packed: 
     spec, x = whole.spec(), tokens(whole)
     documents = (torch.arange(24) // 10).expand(2, 24) if packed else None
     first, last = drawn(whole), drawn(whole)
-    expected = drawn(whole)(x, documents=documents)
+    expected = logits_of(drawn(whole), x, documents)
     for name in spec.head:
         setattr(first, name, None)
     owners = {owner.rpartition(".")[0] for _, owner in spec.tied}
@@ -225,9 +269,9 @@ def test_stages_in_turn_equal_the_whole(model: type[Model], tied: bool, packed: 
         setattr(last, name, None)
     for i in range(spec.n_layers):
         del (last if i < 2 else first).get_submodule(spec.layers)[str(i)]
-    hidden = first(x, documents=documents)
+    hidden = logits_of(first, x, documents)
     assert hidden.shape == (2, 24, 64)
-    assert torch.equal(last(hidden, documents=documents), expected)
+    assert torch.equal(logits_of(last, hidden, documents), expected)
     assert {n for n, _ in last.named_parameters()} < {n for n, _ in drawn(whole).named_parameters()}
 
 
@@ -237,7 +281,8 @@ def test_attention_takes_a_share_of_the_heads(model: type[Model]) -> None:
     whole = sized(model, "tiny", n_kv_heads=4, n_layers=1)
     attn = drawn(whole).get_submodule("layers.0.attn")
     x = torch.randn(2, 24, 64)
-    rest = (rope_table(whole.config, torch.arange(24)), None) if model is llama.Llama else (None,)
+    where = places(x)
+    rest = (where, None, table(whole, where))
     total = torch.zeros(2, 24, 64) if attn.wo.bias is None else attn.wo.bias.expand(2, 24, 64)
     for share in range(2):
         part = drawn(whole).get_submodule("layers.0.attn")
@@ -259,11 +304,11 @@ def test_grouped_heads_equal_repeated_heads(model: type[Model], masked: bool) ->
         for name, p in large.named_parameters():
             source = small.get_parameter(name)
             if name.startswith(("wk", "wv")):
-                source = source.unflatten(0, (2, 8)).repeat_interleave(4, dim=0).flatten(0, 1)
+                source = source.unflatten(0, (2, -1)).repeat_interleave(4, dim=0).flatten(0, 1)
             p.copy_(source)
     x = torch.randn(2, 24, 64)
-    mask = document_mask((torch.arange(24) // 10).expand(2, 24)) if masked else None
-    rest = (rope_table(grouped.config, torch.arange(24)), mask) if model is llama.Llama else (mask,)
+    where, documents = places(x), (torch.arange(24) // 10).expand(2, 24) if masked else None
+    rest = (where, documents, table(grouped, where))
     torch.testing.assert_close(small(x, *rest), large(x, *rest), rtol=1e-5, atol=1e-5)
 
 
@@ -272,7 +317,7 @@ def test_gpt_adds_positions_once() -> None:
     net, x = drawn(whole), tokens(whole)
     seen: list[Tensor] = []
     net.get_submodule("layers.0").register_forward_pre_hook(lambda _, args: seen.append(args[0]))
-    net(x)
+    logits_of(net, x)
     expected = net.get_parameter("embed.weight")[x] + net.get_parameter("positions.weight")[:24]
     torch.testing.assert_close(seen[0], expected, rtol=0, atol=0)
 
@@ -297,7 +342,7 @@ def test_gpt_block_is_the_published_arithmetic() -> None:
     h = x + linear((scores.softmax(-1) @ v).movedim(1, 2).flatten(2), "attn.wo")
     u = linear(norm(h, "ffn_norm"), "ffn.up")
     gelu = 0.5 * u * (1 + torch.tanh(math.sqrt(2 / math.pi) * (u + 0.044715 * u**3)))
-    torch.testing.assert_close(block(x, None), h + linear(gelu, "ffn.down"), rtol=1e-4, atol=1e-4)
+    torch.testing.assert_close(block(x, places(x), None), h + linear(gelu, "ffn.down"), rtol=1e-4, atol=1e-4)
 
 
 def test_llama_block_is_the_published_arithmetic() -> None:
@@ -317,8 +362,8 @@ def test_llama_block_is_the_published_arithmetic() -> None:
     t = norm(h, "ffn_norm")
     gate = t @ w["ffn.w1"].T
     expected = h + (gate * gate.sigmoid() * (t @ w["ffn.w3"].T)) @ w["ffn.w2"].T
-    rope = rope_table(whole.config, torch.arange(24))
-    torch.testing.assert_close(block(x, rope, None), expected, rtol=1e-4, atol=1e-4)
+    rope = table(whole, places(x))
+    torch.testing.assert_close(block(x, places(x), None, rope), expected, rtol=1e-4, atol=1e-4)
 
 
 # --- low precision ------------------------------------------------------------------------------------------------
@@ -333,37 +378,7 @@ def test_bfloat16_stays_bfloat16_and_near_float32(model: type[Model]) -> None:
             how = whole.spec().init_of(name)
             p.normal_(how.value, how.std)
     documents = (torch.arange(24) // 10).expand(2, 24)
-    exact = net(x, documents=documents)
-    logits = net.bfloat16()(x, documents=documents)
+    exact = logits_of(net, x, documents)
+    logits = logits_of(net.bfloat16(), x, documents)
     assert logits.dtype == torch.bfloat16
     assert (logits.float() - exact).std() < 0.01 * exact.std()
-
-
-# --- sizes that cannot work ---------------------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize(
-    ("model", "sizes", "words"),
-    [
-        (llama.Llama, {"dim": 100, "n_heads": 8}, ["dim 100", "n_heads 8", "n_heads 5 or 10, or dim 96 or 112"]),
-        (llama.Llama, {"dim": 24, "n_heads": 8}, ["dim 24", "n_heads 6 or 12, or dim 16 or 32"]),
-        (llama.Llama, {"n_heads": 4, "n_kv_heads": 3}, ["n_heads 4", "n_kv_heads 3", "nearest: 2 or 4"]),
-        (llama.Llama, {"rope_scaling_low": 4.0}, ["rope_scaling_low 4", "rope_scaling_high 4"]),
-        (gpt.Gpt, {"dim": 100, "n_heads": 8}, ["dim 100", "n_heads 8", "n_heads 5 or 10, or dim 96 or 104"]),
-        (gpt.Gpt, {"n_heads": 4, "n_kv_heads": 8}, ["n_kv_heads 8", "nearest: 4"]),
-    ],
-)
-def test_sizes_that_clash_are_named_with_what_fits(model: type[Model], sizes: dict[str, int], words: list[str]) -> None:
-    said = list(model(model.Config(**sizes)).check())
-    assert len(said) == 1
-    assert [word for word in words if word not in said[0]] == []
-
-
-def test_nearest_gives_both_sides_where_there_are_two() -> None:
-    assert nearest(7, lambda n: n % 5 == 0) == "5 or 10"
-    assert nearest(3, lambda n: n % 5 == 0) == "5"
-    assert nearest(7, lambda n: n == 1) == "1"
-    assert nearest(7, lambda n: False) == ""
-    assert nearest(10**18, most=8) == "8"
-    assert nearest(7, step=3) == "6 or 9"
-    assert nearest(10**18 + 1, lambda n: n == 1) == ""

@@ -31,6 +31,13 @@ def test_ranks_of_a_node_cross_the_fabric_together() -> None:
     assert far == pytest.approx(15 / 16 * 1e9 / 5e9)
 
 
+def test_in_an_all_to_all_each_rank_of_a_node_sends_its_own() -> None:
+    """Of 16 ranks, 8 are in the other node, and each rank has one link to them."""
+    near, far = (network().collective("all_to_all", group, 1e9) for group in (Group(16, 1), Group(16, 8)))
+    assert near == pytest.approx(8 / 16 * 1e9 / 5e9)
+    assert far == pytest.approx(15 / 16 * 1e9 / 5e9)
+
+
 def test_the_slowest_level_counts() -> None:
     slow = replace(NODE, bandwidth_gb_s=8.0)
     assert network(slow, FABRIC).collective("all_gather", Group(16, 1), 1e9) == pytest.approx(15 / 16 * 1e9 / 4e9)

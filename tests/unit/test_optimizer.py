@@ -16,8 +16,8 @@ def _parameters() -> list[NamedParameter]:
     generator = torch.Generator().manual_seed(0)
     weight, norm = torch.randn(40, 25, generator=generator), torch.randn(25, generator=generator)
     return [
-        NamedParameter("w.weight", nn.Parameter(weight), True),
-        NamedParameter("n.weight", nn.Parameter(norm), False),
+        NamedParameter("w.weight", nn.Parameter(weight), "matrix", True),
+        NamedParameter("n.weight", nn.Parameter(norm), "vector", False),
     ]
 
 

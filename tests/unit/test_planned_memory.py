@@ -19,13 +19,18 @@ pytestmark = pytest.mark.filterwarnings("ignore:FSDP2-wrapped module")
 LLAMA = ("--model.preset", "mini", "--model.n_layers", "4", "--data.seq_len", "256")
 GROUPED = (*LLAMA, "--model.n_kv_heads", "2")
 GPT = ("--model.name", "gpt", "--model.preset", "nano", "--data.seq_len", "128")
+QWEN3 = ("--model.name", "qwen3", "--model.preset", "nano", "--model.head_dim", "64", "--data.seq_len", "128")
 BF16 = ("--plugins.bf16.enabled", "true")
 TWO = ("--train.global_batch_size", "16", "--train.micro_batch_size", "2")
 PIPED = ("--mesh.pp", "2", "--mesh.dp_shard", "2", "--train.global_batch_size", "8", "--train.micro_batch_size", "1")
 FULL, SELECTIVE, CORE = (("--plugins.activation_checkpoint.mode", mode) for mode in ("full", "selective", "attention"))
 WHOLE = ("--plugins.tensor.sequence_parallel", "false")
 UNFUSED = ("--model.attention", "unfused")
+CONTEXT = (*LLAMA, *BF16, *TWO, "--mesh.cp", "4", "--mesh.dp_shard", "2", "--plugins.fsdp.zero_stage", "2")
 SCORES = (*LLAMA, "--data.seq_len", "1024", "--model.max_seq_len", "1024", *UNFUSED)
+
+LONG = (*LLAMA, "--data.seq_len", "1024", "--model.max_seq_len", "1024")
+PACKED, WINDOW = ("--data.packing", "document_mask"), ("--model.sliding_window", "64")
 
 
 def zero(stage: int, *words: str) -> tuple[str, ...]:
@@ -34,6 +39,10 @@ def zero(stage: int, *words: str) -> tuple[str, ...]:
 
 def sliced(*words: str) -> tuple[str, ...]:
     return ("--mesh.tp", "2", "--mesh.dp_shard", "2", *words)
+
+
+def context(method: str, *words: str) -> tuple[str, ...]:
+    return (*CONTEXT, "--plugins.context.method", method, *words)
 
 
 def schedule(name: str, *words: str) -> tuple[str, ...]:
@@ -53,6 +62,17 @@ JOBS = {
     "tensor parallel, full": (*LLAMA, *BF16, *TWO, *sliced(), *FULL),
     "tensor parallel, whole sequences": (*LLAMA, *BF16, *TWO, *sliced(*WHOLE)),
     "tensor parallel, whole sequences, selective": (*LLAMA, *BF16, *TWO, *sliced(*WHOLE), *SELECTIVE),
+    "ring": context("ring"),
+    "ring, selective": context("ring", *SELECTIVE),
+    "ring, full": context("ring", *FULL),
+    "ring, tensor parallel, grouped heads": context("ring", "--mesh.tp", "2", "--model.n_kv_heads", "2"),
+    "gather": context("gather"),
+    "gather, tensor parallel": context("gather", "--mesh.tp", "2"),
+    "ulysses": context("ulysses"),
+    "ulysses, selective": context("ulysses", *SELECTIVE),
+    "ulysses, full, shared heads": context("ulysses", "--model.n_kv_heads", "2", *FULL),
+    "ring, pipeline": (*context("ring"), "--mesh.pp", "2", "--mesh.dp_shard", "1", "--plugins.fsdp.zero_stage", "1"),
+    "ring, replicas": (*context("ring"), "--mesh.dp_replicate", "2", "--mesh.dp_shard", "2"),
     "1F1B": (*LLAMA, *BF16, *schedule("1F1B")),
     "interleaved, full": (*LLAMA, *BF16, *schedule("Interleaved1F1B", *FULL)),
     "zero bubble": (*LLAMA, *BF16, *schedule("ZBVZeroBubble")),
@@ -65,6 +85,30 @@ JOBS = {
     "long, scores written, full": (*SCORES, *BF16, *TWO, *zero(2), *FULL),
     "gpt, tensor parallel, scores recomputed": (*GPT, *UNFUSED, *BF16, *TWO, *sliced(), *CORE),
     "gpt, tensor parallel": (*GPT, *BF16, *TWO, *sliced()),
+    "documents": (*LLAMA, *BF16, *TWO, *zero(2), *PACKED),
+    "long documents": (*LONG, *BF16, *TWO, *zero(2), *PACKED),
+    "long documents, float32": (*LONG, *TWO, *zero(2), *PACKED),
+    "long documents, grouped heads": (*LONG, *BF16, *TWO, *zero(2), *PACKED, "--model.n_kv_heads", "2"),
+    "long documents, grouped heads, full": (*LONG, *BF16, *TWO, *zero(2), *PACKED, "--model.n_kv_heads", "2", *FULL),
+    "long documents, selective": (*LONG, *BF16, *TWO, *zero(2), *PACKED, *SELECTIVE),
+    "long documents, 1F1B": (*LONG, *BF16, *schedule("1F1B", *PACKED)),
+    "documents, 1F1B, full": (*LLAMA, *BF16, *schedule("1F1B", *PACKED, *FULL)),
+    "long documents, interleaved": (*LONG, *BF16, *schedule("Interleaved1F1B", *PACKED)),
+    "window, grouped heads": (*LONG, *BF16, *TWO, *zero(2), *WINDOW, "--model.n_kv_heads", "2"),
+    "window, 1F1B": (*LONG, *BF16, *schedule("1F1B", *WINDOW)),
+    "ring, documents": context("ring", *PACKED),
+    "ring, window": context("ring", *WINDOW),
+    "gather, documents": context("gather", *PACKED),
+    "ring, long documents": context("ring", *LONG, *PACKED),
+    "gather, long documents": context("gather", *LONG, *PACKED),
+    "ulysses, documents": context("ulysses", *PACKED),
+    "ulysses, long documents, shared heads": context("ulysses", *LONG, *PACKED, "--model.n_kv_heads", "2"),
+    "ulysses, window, full": context("ulysses", *LONG, *WINDOW, *FULL),
+    "norms of heads": (*QWEN3, *BF16, *TWO, *zero(2)),
+    "norms of heads, float32": (*QWEN3, *TWO, *zero(2)),
+    "norms of heads, tensor parallel": (*QWEN3, *BF16, *TWO, *sliced()),
+    "norms of heads, whole sequences, selective": (*QWEN3, *BF16, *TWO, *sliced(*WHOLE), *SELECTIVE),
+    "norms of heads, full": (*QWEN3, *BF16, *TWO, *sliced(), *FULL),
 }
 
 
@@ -74,7 +118,7 @@ def both(request: pytest.FixtureRequest) -> list[tuple[Job, Memory, DryRun]]:
     job = job_of(*request.param)
     planned = Planner(CLUSTER).draft(costs_of(job), job.layout).memory()
     ranks = sorted({0, job.layout.world_size - 1}) if len(planned) > 1 else [0]
-    return [(job, planned[job.layout.role_index(rank, "stage")], dry_run(job, rank)) for rank in ranks]
+    return [(job, planned[job.layout.index_of(rank, "layers")], dry_run(job, rank)) for rank in ranks]
 
 
 def test_memory_is_that_of_the_dry_run(both: list[tuple[Job, Memory, DryRun]]) -> None:
@@ -91,11 +135,15 @@ KINDS = {"all_gather_into_tensor": "all_gather", "reduce_scatter_tensor": "reduc
 def test_collectives_move_the_bytes_of_the_dry_run(both: list[tuple[Job, Memory, DryRun]]) -> None:
     for job, _, exact in both:
         costs = costs_of(job)
-        expected = moved(job.layout.role_index(exact.rank, "stage"), costs, job.layout)
-        counted: Counter[tuple[str, tuple[str, ...]]] = Counter()
+        planned = moved(job.layout.index_of(exact.rank, "layers"), costs, job.layout)
+        # Ring attention sends by an all-to-all in which a rank has something for one other only.
+        expected = {
+            ("all_to_all" if kind == "send" else kind, " x ".join(axes)): size for (kind, axes), size in planned.items()
+        }
+        counted: Counter[tuple[str, str]] = Counter()
         for collective in exact.collectives:
             kind = re.sub(r"^_*|_+$", "", collective.kind)
-            counted[KINDS.get(kind, kind), (collective.axes,)] += collective.bytes * collective.count
+            counted[KINDS.get(kind, kind), collective.axes] += collective.bytes * collective.count
         for key, size in expected.items():
             assert size == pytest.approx(counted[key], rel=0.03), (key, counted)
         forgotten = {
@@ -105,10 +153,23 @@ def test_collectives_move_the_bytes_of_the_dry_run(both: list[tuple[Job, Memory,
         assert sum(forgotten.values()) < 0.005 * sum(counted.values()), forgotten
 
 
+def test_masks_of_long_sequences_are_counted() -> None:
+    long = ("--model.preset", "mistral-7b", "--data.seq_len", "131072", "--model.max_seq_len", "131072", *BF16)
+    words = (*long, "--train.micro_batch_size", "1", "--mesh.cp", "8", "--plugins.context.method", "ulysses", *FULL)
+    job = job_of(*words, "--train.global_batch_size", "1", "--plugins.fsdp.zero_stage", "3", "--mesh.dp_shard", "1")
+    whole = job_of(*words, "--model.sliding_window", "131072")
+    windowed, plain = (Planner(CLUSTER).draft(costs_of(each), each.layout).memory()[0] for each in (job, whole))
+    assert windowed.activations - plain.activations >= 2 * 131072**2
+
+
 def test_flops_are_those_of_the_dry_run(both: list[tuple[Job, Memory, DryRun]]) -> None:
     job, _, exact = both[0]
-    if job.layout.role_degree("stage", "model") > 1:
+    method = job.table["plugins"]["context"]["method"] if job.layout.degree_of("sliced") > 1 else "ulysses"
+    window = job.table["model"].get("sliding_window")  # by usual practice S x window FLOPs, of S x S that are computed
+    if (
+        window or job.layout.degree_of("layers", "slices") > 1 or method != "ulysses"
+    ):  # others leave out part of the square
         return
     forward_and_backward = sum(f.forward + f.backward for f in exact.flops.values())
-    tokens = job.micro_batch * job.data.seq_len * job.micro_batches
+    tokens = job.micro_batch * job.data.seq_len * job.micro_batches / job.layout.degree_of("sliced")
     assert forward_and_backward == pytest.approx(flops_per_token(costs_of(job))[0] * tokens, rel=1e-6)

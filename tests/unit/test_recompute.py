@@ -1,6 +1,7 @@
 """Recomputation of attention alone: numbers, saved bytes, what it costs, and where it has no effect."""
 
 import json
+import weakref
 from collections.abc import Sequence
 from dataclasses import replace
 from types import SimpleNamespace
@@ -10,12 +11,13 @@ import pytest
 import torch
 from torch import Tensor
 
+from tests.logits import logits_of
 from tests.planned import CLUSTER, TOML, job_of
 from titan.cli import main
 from titan.config import without_effect
-from titan.contracts import Model, ModelPart, attend, document_mask
-from titan.contracts.base.attention import AttentionCore, attend_unfused
+from titan.contracts import Batch, Model, ModelPart, attend, document_mask
 from titan.contracts.base.cost import Attention, Recompute
+from titan.contracts.layers.attention import AttentionCore, _shared_mask, attend_unfused
 from titan.planner.machine.kernels import Device
 from titan.planner.search.space import load_base
 from titan.planner.step.layout import costs_of
@@ -50,7 +52,7 @@ def _run(model: type[Model], mode: str, **options: Any) -> tuple[Tensor, list[Te
     parameters = {p.data_ptr() for _, p in part.parameters()}
     if mode:
         technique = ActivationCheckpoint(ActivationCheckpoint.Config(mode=mode))  # type: ignore[arg-type]
-        technique.apply(part, SimpleNamespace(spec=spec))  # type: ignore[arg-type]
+        technique.apply(part, SimpleNamespace(spec=spec, techniques=()))  # type: ignore[arg-type]
     storages: dict[int, int] = {}
 
     def keep(tensor: Tensor) -> Tensor:
@@ -61,7 +63,7 @@ def _run(model: type[Model], mode: str, **options: Any) -> tuple[Tensor, list[Te
 
     tokens = torch.arange(128).view(2, 64) % 251
     with torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor):
-        loss = part.module(tokens).logsumexp(-1).sum()
+        loss = logits_of(part.module, tokens).logsumexp(-1).sum()
     loss.backward()
     return loss.detach(), [p.grad for _, p in part.parameters() if p.grad is not None], sum(storages.values())
 
@@ -82,6 +84,65 @@ def test_selective_recomputation_of_scores_changes_no_bit(model: type[Model]) ->
     assert len(plain[1]) == len(again[1]) and all(map(torch.equal, plain[1], again[1]))
 
 
+def test_no_mask_outlives_the_documents_that_it_is_of() -> None:
+    q, k, v = torch.randn(3, 1, 2, 8, 4, generator=torch.Generator().manual_seed(2))
+    core, positions = AttentionCore(window=3), torch.arange(8)[None]
+    core(q, k, v, positions, torch.arange(8)[None] // 2)
+    near = torch.ones(1, 1, 8, 8, dtype=torch.bool).tril().triu(-2)
+    assert torch.equal(core(q, k, v, positions), attend(q, k, v, near))
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("window, packed", [(0, True), (5, True), (5, False)])
+def test_all_layers_save_one_mask_in_the_compute_dtype(window: int, packed: bool, dtype: torch.dtype) -> None:
+    options = {**Llama.presets["tiny"], "n_layers": 3, "sliding_window": window}
+    net = Llama(Llama.Config(**options)).build().to(dtype)  # type: ignore[arg-type]
+    documents = torch.arange(48).expand(2, 48) // 20 if packed else None
+    saved: list[Tensor] = []
+
+    def keep(tensor: Tensor) -> Tensor:
+        if tensor.shape[-2:] == (48, 48):
+            saved.append(tensor)
+        return tensor
+
+    with torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor):
+        logits_of(net, torch.arange(96).view(2, 48) % 251, documents)
+    assert len(saved) >= 3
+    [size] = {tensor.untyped_storage().data_ptr(): tensor.untyped_storage().nbytes() for tensor in saved}.values()
+    assert size == (2 if packed else 1) * 48 * 48 * dtype.itemsize
+
+
+def test_no_mask_is_held_when_its_documents_are_gone() -> None:
+    q, k, v = torch.randn(3, 1, 2, 8, 4, generator=torch.Generator().manual_seed(2)).requires_grad_()
+    core, positions, documents = AttentionCore(window=3), torch.arange(8)[None], torch.arange(8)[None] // 2
+    core(q, k, v, positions, documents).sum().backward()
+    mask = weakref.ref(_shared_mask(positions, documents, 3, 8, torch.float32))
+    held = mask()
+    assert held is not None and held is _shared_mask(positions, documents, 3, 8, torch.float32)
+    del held, documents
+    assert mask() is None
+
+
+@pytest.mark.parametrize("mode", ["selective", "full"])
+def test_documents_of_two_micro_batches_at_a_time(mode: str) -> None:
+    """As in a pipeline: the second forward comes before the first backward, and makes another mask."""
+    plan = Llama(Llama.Config(**{**Llama.presets["tiny"], "n_layers": 2}))
+    tokens = torch.arange(64).view(1, 64) % 251
+    batches = [Batch(tokens, tokens, torch.arange(64)[None] // size) for size in (20, 7)]
+    gradients = []
+    for recomputed in (False, True):
+        torch.manual_seed(1)
+        part = ModelPart(plan.build())
+        if recomputed:
+            technique = ActivationCheckpoint(ActivationCheckpoint.Config(mode=mode))  # type: ignore[arg-type]
+            technique.apply(part, SimpleNamespace(spec=plan.spec(), techniques=()))  # type: ignore[arg-type]
+        losses = [part.forward(batch.tokens, batch).logsumexp(-1).sum() for batch in batches]
+        for loss in losses:
+            loss.backward()
+        gradients.append([p.grad for _, p in part.parameters()])
+    assert all(map(torch.equal, *gradients))
+
+
 def test_attention_without_scores_is_left_alone_and_the_run_says_so(capsys: pytest.CaptureFixture) -> None:
     plain, same = (_run(Llama, mode) for mode in ("", "attention"))
     assert plain[2] == same[2] and torch.equal(plain[0], same[0])
@@ -100,7 +161,7 @@ def _wrapped(kind: str) -> int:
     plan = Llama(Llama.Config(n_layers=2, attention=kind))  # type: ignore[arg-type]
     part = ModelPart(plan.build())
     technique = ActivationCheckpoint(ActivationCheckpoint.Config(mode="attention"))
-    technique.apply(part, SimpleNamespace(spec=plan.spec()))  # type: ignore[arg-type]
+    technique.apply(part, SimpleNamespace(spec=plan.spec(), techniques=()))  # type: ignore[arg-type]
     cores = [module for module in part.module.modules() if isinstance(module, AttentionCore)]
     assert len(cores) == 2
     return sum("forward" in vars(module) for module in cores)

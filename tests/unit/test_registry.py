@@ -74,7 +74,7 @@ def with_line(line: str) -> str:
 
 def with_axis(*changed: str) -> str:
     """The technique with an axis, some of whose fields are others."""
-    fields = {"name": "'a'", "role": "'batch'", "topology_order": "1", "doc": "''"} | dict(
+    fields = {"name": "'a'", "data": "'dealt'", "weights": "'copies'", "topology_order": "1", "doc": "''"} | dict(
         c.split("=", 1) for c in changed
     )
     return with_line(f"axes = (Axis({', '.join(f'{key}={value}' for key, value in fields.items())}),)")
@@ -124,21 +124,23 @@ def test_plugins_load_from_a_folder(tmp_path: Path) -> None:
         (with_line('covers = "dp_shard"'), "covers = 'dp_shard': must be a tuple or list of str"),
         (with_line('preserves_numerics = "no"'), "preserves_numerics = 'no': must be true or false"),
         (with_line('search_space = ({1: 2},)'), r"search_space = \(\{1: 2\},\): must be a string"),
-        (with_line('axes = Axis(name="a", role="batch", topology_order=1, doc="")'), r"axes = Axis\(.*: must be a tuple or list of Axis"),
+        (with_line('axes = Axis(name="a", data="dealt", weights="copies", topology_order=1, doc="")'), r"axes = Axis\(.*: must be a tuple or list of Axis"),
         (with_line('axes = ("a",)'), r"axes = \('a',\): must be of type Axis"),
         (TECHNIQUE.replace("def before_step", "async def before_step"), r"before_step\(\) is async; it must be an ordinary method"),
         (TECHNIQUE.replace("        pass", "        yield"), r"before_step\(\) contains `yield`, so a call runs nothing"),
         (TECHNIQUE.replace("    def before_step(self, ", "    @staticmethod\n    def before_step(self, "), r"before_step\(\) is a staticmethod; it must be a method that takes self"),
         ("from titan.contracts import register\n@register\ndef misfit(): pass", "@register decorates a class"),
         (with_line('check = ["a"]'), r"check = \['a'\]: must be a method, check\(self, job, spec\)"),
-        (with_line('axes = (Axis(name="tp", role="batch", topology_order=1, doc=""),)'), r"mesh axis 'tp' is already owned by technique 'tensor' in .*tensor\.py"),
-        (with_line('axes = (Axis(name="a", role="batch", topology_order=1, doc=""),) * 2'), "mesh axis 'a' is already owned by technique 'misfit'"),
+        (with_line('axes = (Axis(name="tp", data="dealt", weights="copies", topology_order=1, doc=""),)'), r"mesh axis 'tp' is already owned by technique 'tensor' in .*tensor\.py"),
+        (with_line('axes = (Axis(name="a", data="dealt", weights="copies", topology_order=1, doc=""),) * 2'), "mesh axis 'a' is already owned by technique 'misfit'"),
         (with_line('conflicts = {"fsdpp": "why"}'), r"conflicts: no plugin has the technique or capability 'fsdpp' \(did you mean 'fsdp'\?\)"),
         (with_line('requires = ("mixed_precison",)'), r"requires: no plugin has the technique or capability 'mixed_precison' \(did you mean 'mixed_precision'\?\)"),
         (with_line('covers = ("dp_shared",)'), r"covers: no plugin has the axis 'dp_shared' \(did you mean 'dp_shard'\?\)"),
         (TOKENIZER, r"vocab_size\(\) is a method; it must be a property or a value"),
         (SCHEDULE + SCHEDULE.partition("@register")[2].join(["\n@register", ""]).replace("class Flat", "class Steep"), r"two plugins are called lr_schedule 'misfit': Flat in .*misfit\.py and Steep in"),
-        (with_axis("role='bach'"), r"misfit\.py:18 cannot be imported: ValueError: mesh axis 'a': role = 'bach': must be one of .* \(did you mean 'batch'\?\)"),
+        (with_axis("data='delt'"), r"misfit\.py:18 cannot be imported: ValueError: mesh axis 'a': data = 'delt': must be one of .* \(did you mean 'dealt'\?\)"),
+        (with_axis("role='batch'"), r"misfit\.py:18 cannot be imported: ValueError: mesh axis 'a': role = 'batch': an axis states facts now; write data=\"dealt\", weights=\"copies\""),
+        (with_axis("data='same'"), r"misfit\.py:18 cannot be imported: ValueError: mesh axis 'a': data = \"same\" with weights = \"copies\": its ranks would all do the same work"),
         (with_axis("topology_order='1'"), "mesh axis 'a': topology_order = '1': must be a number"),
         (with_axis("topology_order=float('inf')"), "mesh axis 'a': topology_order = inf: must be a finite number"),
         (with_axis("default=0"), "mesh axis 'a': default = 0: must be at least 1, or -1 for all remaining ranks"),
@@ -282,7 +284,7 @@ BROKEN = {
     "misfit": (TECHNIQUE.replace('"shard"', '"shards"'), "phase = 'shards': must be one of"),
     "clash": (with_line('conflicts = {"nobody": "why"}'), "no plugin has the technique or capability 'nobody'"),
     "axis": (
-        with_line('axes = (Axis(name="tp", role="batch", topology_order=1, doc=""),)'),
+        with_line('axes = (Axis(name="tp", data="dealt", weights="copies", topology_order=1, doc=""),)'),
         "mesh axis 'tp' is already owned by",
     ),
 }

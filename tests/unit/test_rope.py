@@ -6,8 +6,8 @@ import pytest
 import torch
 from torch import Tensor
 
+from titan.contracts.layers.rotary import rope_frequencies, rope_table, rotate
 from titan.plugins.models import llama
-from titan.plugins.models.llama.rope import rope_frequencies, rope_table, rotate
 
 torch.set_num_threads(1)
 
@@ -24,16 +24,16 @@ def naive_rope(x: Tensor, theta: float = 10000.0) -> Tensor:
 
 
 def test_rope_turns_pairs_like_complex_numbers() -> None:
-    config = llama.LlamaConfig(rope_theta=500.0)
+    rotary = llama.LlamaConfig(rope_theta=500.0).rotary
     x = torch.randn(2, 100, 3, 32)
-    table = rope_table(config, torch.arange(128))
+    table = rope_table(rotary, torch.arange(128))
     assert table.shape == (2, 128, 16) and table.dtype == torch.float32
     torch.testing.assert_close(rotate(x, table), naive_rope(x, 500.0), rtol=1e-5, atol=2e-5)
 
 
 def test_rope_turns_bfloat16_in_float32() -> None:
     x = torch.randn(1, 128, 2, 32).bfloat16()
-    table = rope_table(llama.LlamaConfig(), torch.arange(128))
+    table = rope_table(llama.LlamaConfig().rotary, torch.arange(128))
     turned = rotate(x, table)
     assert turned.dtype == torch.bfloat16
     assert torch.equal(turned, rotate(x.float(), table).bfloat16())
@@ -59,4 +59,4 @@ def test_rope_scaling_is_llama_3_1s(factor: float) -> None:
             smooth = (original / wavelength - low) / (high - low)
             expected.append((1 - smooth) * frequency / factor + smooth * frequency)
     assert kinds == {"kept", "slow", "blended"}
-    torch.testing.assert_close(rope_frequencies(config), torch.tensor(expected), rtol=1e-5, atol=0)
+    torch.testing.assert_close(rope_frequencies(config.rotary), torch.tensor(expected), rtol=1e-5, atol=0)

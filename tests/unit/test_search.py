@@ -306,7 +306,7 @@ class Drifting(Technique):
     Config = Config
     phase = "shard"
     preserves_numerics = False
-    axes = (Axis(name="drift", role="batch", topology_order=4, doc="ranks that see other samples"),)
+    axes = (Axis(name="drift", data="dealt", weights="copies", topology_order=4, doc="ranks that see other samples"),)
 '''
 
 

@@ -2,6 +2,7 @@
 
 import json
 from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -115,6 +116,23 @@ def test_pipeline_says_why_a_degree_cannot_work() -> None:
     assert "n_layers = 80 cannot fill 128 stages" in _at(study, 64).refused
 
 
+def test_longer_sequences_are_split_over_more_ranks_at_the_same_tokens() -> None:
+    path = Path("configs/llama3_8b.toml")
+    study = _study("cp", "--data.packing=concat", config=path)
+    assert study.x_label == "mesh.cp" and study.series[:2] == ("8,192 tokens", "16,384 tokens")
+    assert len(study.series) == 6 and {point.x for point in study.points} == {2**i for i in range(7)}
+    words = ("--data.packing=concat", "--data.seq_len=32768", "--model.max_seq_len=32768")
+    words += ("--train.global_batch_size=128", "--train.micro_batch_size=1", "--mesh.cp=4", "--mesh.dp_shard=16")
+    assert _same(_at(study, 4, "32,768 tokens"), _directly(*words, config=path))
+    assert _same(_at(study, 1, "8,192 tokens"), _directly("--data.packing=concat", config=path))
+    assert "must be divisible by the 64 data-parallel ranks" in _at(study, 1, "131,072 tokens").refused
+    peaks = [_at(study, x, "65,536 tokens").values["memory_gib"] for x in (1, 2, 4, 8)]
+    assert peaks == sorted(peaks, reverse=True) and peaks[0] > 1.8 * peaks[1]
+    for point in study.points:
+        if point.values:
+            assert point.values["tokens_per_s"] * point.values["step_time_s"] == pytest.approx(512 * 8192)
+
+
 def test_the_axis_with_most_ranks_shares_the_batch() -> None:
     points = _study("tp", "--mesh.dp_shard=1", "--mesh.dp_replicate=4").points
     assert _xs(points) == [1, 2, 4, 8, 16]
@@ -225,6 +243,9 @@ def test_series_stand_beside_each_other_and_share_a_reason() -> None:
         "2              25.0%*  -",
         "", "*  does not fit into 80 GiB", "-  b 1, 2: no",
     ]  # fmt: skip
+    more = tuple(replace(p, values={**p.values, "memory_gib": 8.0} if p.values else {}) for p in points)
+    two = Study("s", "t", "j", "micro batches", ("bubble_fraction", "memory_gib"), False, 80.0, more).text()
+    assert two.splitlines()[7:11] == ["", "peak memory, GiB:", "micro batches     a   b", "1              8.00   -"]
 
 
 def test_the_command_names_all_studies() -> None:

@@ -9,7 +9,7 @@ from titan.contracts.base.mesh import Layout
 from titan.plugins.models.llama import Llama, LlamaConfig
 from titan.plugins.parallel.tensor import TensorConfig, TensorParallel
 
-CP = Axis(name="cp", role="sequence", topology_order=30, doc="")
+CP = Axis(name="cp", data="sliced", weights="copies", topology_order=30, doc="")
 
 
 def _sentences(tp: int, cp: int = 1, seq_len: int = 16, sequence_parallel: bool = True, **sizes: int) -> list[str]:

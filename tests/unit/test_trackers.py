@@ -1,5 +1,6 @@
 """Trackers: what stands in the files and on the terminal, after a kill and after a resume too."""
 
+import dataclasses
 import errno
 import io
 import json
@@ -227,6 +228,17 @@ def test_a_bar_on_a_terminal_that_lines_and_logging_do_not_cut(tmp_path: Path, m
         assert before.endswith("\r"), "the line stands beside the bar"
         assert "tiny: " in after, "the bar is not drawn again"
     assert log.handlers == [handler]
+
+
+def test_a_line_ends_with_what_plugins_measure(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    tracker = console.Console(console.Config())
+    tracker.start(dataclasses.replace(_info(tmp_path), measures=("z_loss", "absent", "tokens_of_a_kind")))
+    tracker.log({**ROW, "z_loss": 0.312345, "tokens_of_a_kind": 128})
+    tracker.log(VALIDATION)
+    training, validation = capsys.readouterr().err.splitlines()
+    assert training.endswith("  left 00:58  z_loss 0.3123  tokens_of_a_kind 128")
+    assert validation.endswith("perplexity 164")
+    tracker.close()
 
 
 @pytest.mark.parametrize("tracker", [jsonl.Jsonl, tensorboard.TensorBoard, console.Console])

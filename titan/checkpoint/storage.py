@@ -20,6 +20,7 @@ from typing import IO, Any, BinaryIO, cast
 import numpy as np
 import torch
 from torch import Tensor
+from torch.distributed.tensor import DTensor
 
 from titan.checkpoint.disk import plan as plans
 from titan.checkpoint.disk.index import REST, Index
@@ -28,6 +29,7 @@ from titan.checkpoint.disk.payload import Window, read_tensor
 from titan.checkpoint.disk.plain import size_of
 from titan.checkpoint.disk.plan import Block, SavePlan, Table, Written
 from titan.checkpoint.ranks import Ranks
+from titan.contracts.base.sharding import slice_of
 from titan.errors import CheckpointError
 
 FILE_BYTES = 4 << 30
@@ -90,16 +92,22 @@ def _block_of(name: str) -> str:
 def box_of(tensor: Tensor) -> tuple[tuple[int, ...], tuple[int, ...]]:
     """(offsets, sizes) of this rank's part of a tensor; of a tensor without elements, all of it.
 
+    PyTorch's own `__create_chunk_list__` names other rows than a rank holds where FSDP shards uneven slices of tensor
+    parallelism: of 257 rows over 4 x 2 ranks, the last shard of the first slice has 30, not 31.
+
     Raises:
-        CheckpointError: the part is not one box.
+        CheckpointError: what the rank holds is not what its placements say.
     """
-    whole = (0,) * tensor.ndim, tuple(tensor.shape)
-    if not tensor.numel() or not hasattr(tensor, "__create_chunk_list__"):
-        return whole
-    chunks = tensor.__create_chunk_list__()
-    if len(chunks) != 1:
-        raise CheckpointError(f"a tensor {list(tensor.shape)} has {len(chunks)} parts on one rank; 1 can be saved")
-    return tuple(chunks[0].offsets), tuple(chunks[0].sizes)
+    if not tensor.numel() or not isinstance(tensor, DTensor):
+        return (0,) * tensor.ndim, tuple(tensor.shape)
+    part, held = slice_of(torch.empty(tensor.shape, device="meta"), tensor), tensor.to_local().shape
+    if part.shape != held:
+        raise CheckpointError(f"a rank holds {list(held)} of a tensor, but its placements give it {list(part.shape)}")
+    offsets, left = [], int(part.storage_offset())
+    for stride in part.stride():
+        at, left = divmod(left, stride)
+        offsets.append(at)
+    return tuple(offsets), tuple(part.shape)
 
 
 def write(

@@ -19,6 +19,7 @@ from torch import Tensor
 
 from titan.checkpoint.disk.index import MODEL, OPTIMIZER, REST
 from titan.checkpoint.state import TECHNIQUES, TENSOR, Snapshot, separate
+from titan.checkpoint.storage import box_of
 from titan.errors import CheckpointError
 
 PREFIX = f"{REST}{TECHNIQUES}"
@@ -68,10 +69,10 @@ def _is_sharded(tensor: Tensor) -> bool:
 
 
 def _print(tensor: Tensor, values: Tensor) -> Print:
-    offsets = tensor.__create_chunk_list__()[0].offsets if _is_sharded(tensor) else (0,) * tensor.ndim  # type: ignore[attr-defined]
+    offsets, _ = box_of(tensor)
     digest = hashlib.sha256(f"{values.dtype} {list(values.shape)}".encode())
     digest.update(values.detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy().data)
-    return Print(tuple(tensor.shape), tuple(offsets), digest.hexdigest())
+    return Print(tuple(tensor.shape), offsets, digest.hexdigest())
 
 
 def united(everyone: Sequence[Given]) -> dict[str, Any]:

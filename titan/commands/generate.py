@@ -35,7 +35,8 @@ EXAMPLES = """examples:
   NPROC=2 titan generate --checkpoint runs/mine --prompt "import " --mesh.tp 2
 
 environment: NPROC (ranks to start on this node; default: this process alone). Under torchrun or srun
-their ranks are used. Pipeline parallelism (--mesh.pp) works, but without a KV cache: each token recomputes the text.
+their ranks are used. Pipeline and context parallelism (--mesh.pp, --mesh.cp) work, but without a KV cache:
+each token recomputes the text.
 """
 STDIN = "-"
 
@@ -223,5 +224,7 @@ def _result(prompt: str, text: Text, job: Job) -> dict[str, Any]:
 def _close(texts: Sequence[Text], job: Job, seconds: float) -> None:
     count = sum(len(text.tokens) for text in texts)
     print(f"{count} tokens in {seconds:.1f} s, {count / seconds:.1f} tokens/s", file=sys.stderr)
-    if any(text.stopped == "max_seq_len" for text in texts):
-        print(f"stopped at the model's max_seq_len, {job.spec.max_seq_len} tokens with the prompt", file=sys.stderr)
+    if full := [len(text.ids) for text in texts if text.stopped == "max_seq_len"]:
+        most = job.spec.max_seq_len
+        even = f"; this layout splits no more than {max(full)} of them evenly" if max(full) < most else ""
+        print(f"stopped at the model's max_seq_len, {most} tokens with the prompt{even}", file=sys.stderr)

@@ -3,9 +3,11 @@
 import argparse
 import inspect
 import json
+from collections.abc import Mapping
+from dataclasses import asdict
 from typing import Any
 
-from titan.contracts import Model, Technique
+from titan.contracts import Loss, Measure, Model, Technique
 from titan.contracts.base import registry
 from titan.contracts.base.options import REQUIRED, did_you_mean, options_of
 from titan.contracts.base.registry import Plugin
@@ -78,8 +80,15 @@ def _described(plugin: type[Plugin]) -> str:
     if issubclass(plugin, Model) and plugin.presets:
         text.append(f"preset = one of {', '.join(plugin.presets)}")
     if issubclass(plugin, Technique):
-        text += [f"mesh.{axis.name} = {axis.default}   # {axis.role}: {axis.doc}" for axis in plugin.axes]
+        text += [
+            f"mesh.{axis.name} = {axis.default}   # {axis.data}, {axis.weights}: {axis.doc}" for axis in plugin.axes
+        ]
+    text += [f"row key {name}   # {measure.join}: {measure.doc}" for name, measure in _measures(plugin).items()]
     return "\n".join(text)
+
+
+def _measures(plugin: type[Plugin]) -> Mapping[str, Measure]:
+    return plugin.measures if issubclass(plugin, Model | Loss | Technique) else {}
 
 
 def _toml(value: Any) -> str:
@@ -107,7 +116,11 @@ def _as_json(plugin: type[Plugin]) -> dict[str, Any]:
             }
             for o in options_of(plugin.Config)
         ],
+        "measures": {name: asdict(measure) for name, measure in _measures(plugin).items()},
     }
     if issubclass(plugin, Technique):
-        about |= {"phase": plugin.phase, "axes": [{"name": a.name, "role": a.role} for a in plugin.axes]}
+        about |= {
+            "phase": plugin.phase,
+            "axes": [{"name": a.name, "data": a.data, "weights": a.weights} for a in plugin.axes],
+        }
     return about

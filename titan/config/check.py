@@ -30,6 +30,7 @@ def check(job: Job, where: Callable[..., Where]) -> None:
         if job.data.seq_len > spec.max_seq_len:
             what = f"= {job.data.seq_len}: must be at most the model's max_seq_len, {spec.max_seq_len}"
             faults.append(where("data").fault("seq_len", what))
+        faults += _unsliced(job, spec, where("mesh"))
         job.stating("one_backward")  # asked now, so that facts() that states nonsense is refused here
         for technique in job.techniques:
             found = sentences(technique, "check", job, spec)
@@ -53,6 +54,20 @@ def without_effect(job: Job) -> list[str]:
         for technique in job.techniques
         for sentence in sentences(technique, "no_effect", job.spec)
     ]
+
+
+def _unsliced(job: Job, spec: ModelSpec, where: Where) -> list[ConfigIssue]:
+    """What keeps axes above 1 from slicing sequences."""
+    axes = [axis for axis in job.layout.axes_of("sliced") if job.layout.degree(axis) > 1]
+    found = []
+    if len(axes) > 1:
+        found.append(where.fault(axes[1], f"and mesh.{axes[0]} would both slice sequences; set one of them to 1"))
+    if axes and not spec.attention:
+        what = (
+            f"= {job.layout.degree(axes[0])}: slices sequences, but the model names no attention in ModelSpec.attention"
+        )
+        found.append(where.fault(axes[0], what))
+    return found
 
 
 def _absent_folders(job: Job, where: Where) -> list[ConfigIssue]:

@@ -109,14 +109,14 @@ class Job:
     @property
     def batch_ranks(self) -> int:
         """Ranks (or groups of them) that see different samples."""
-        return self.layout.role_degree("batch")
+        return self.layout.degree_of("dealt")
 
     @property
     def micro_batch(self) -> int:
         """Samples (sequences) per forward pass on one rank, chosen here if the TOML leaves it at 0."""
         if self.train.micro_batch_size:
             return self.train.micro_batch_size
-        return choose_micro_batch(self.train.global_batch_size // self.batch_ranks, self.layout.role_degree("stage"))
+        return choose_micro_batch(self.train.global_batch_size // self.batch_ranks, self.layout.degree_of("layers"))
 
     @property
     def micro_batches(self) -> int:

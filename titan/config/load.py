@@ -367,7 +367,7 @@ class _Loader:
                 self.resolved["plugins"][name] = {"enabled": enabled, **resolved_table(config)}
         for technique in techniques:
             self.resolved["plugins"].setdefault(technique.name, {"enabled": True, **resolved_table(technique.config)})
-        self.faults += [ConfigIssue(self.source, sentence) for sentence in agree(techniques)]
+        self.faults += [ConfigIssue(self.source, sentence) for sentence in agree(techniques, known)]
         return layout, tuple(techniques)
 
     def _stated_techniques(self, known: Iterable[type[Technique]]) -> dict[str, tuple[bool, Any]]:
@@ -384,7 +384,7 @@ class _Loader:
         return stated
 
     def _batch(self, train: TrainSection, layout: Layout) -> None:
-        ranks, where = layout.role_degree("batch"), self._where("train")
+        ranks, where = layout.degree_of("dealt"), self._where("train")
         if train.global_batch_size % ranks:
             down = train.global_batch_size // ranks * ranks
             near = f"{down} or {down + ranks}" if down else str(ranks)
@@ -392,7 +392,7 @@ class _Loader:
             self.faults.append(where.fault("global_batch_size", f"= {train.global_batch_size}: {what}"))
             return
         share = train.global_batch_size // ranks
-        micro = train.micro_batch_size or choose_micro_batch(share, layout.role_degree("stage"))
+        micro = train.micro_batch_size or choose_micro_batch(share, layout.degree_of("layers"))
         if share % micro:
             fits = min(divisors(share), key=lambda size: abs(size - micro))
             samples = f"the {share} samples per step per rank ({train.global_batch_size} / {ranks})"

@@ -4,6 +4,7 @@ from collections.abc import Iterable, Mapping, Sequence
 
 from titan.contracts import Technique
 from titan.contracts.base.mesh import Layout
+from titan.contracts.technique import SUMMED_GRADIENTS
 
 
 def chosen_techniques(
@@ -37,7 +38,7 @@ def _stand_ins(
 ) -> list[type[Technique]]:
     """Default providers of capabilities that enabled techniques require and none provides."""
     added: list[type[Technique]] = []
-    for capability in dict.fromkeys(capability for plugin in on for capability in plugin.requires):
+    for capability in dict.fromkeys(capability for plugin in on for capability in _required(plugin)):
         if any(capability in (p.name, *p.provides) for p in (*on, *added)):
             continue
         willing = (p for p in known if p.default and capability in p.provides and stated.get(p.name, True))
@@ -58,7 +59,17 @@ def unattended(
     ]
 
 
-def agree(techniques: Iterable[Technique]) -> list[str]:
+def _required(plugin: type[Technique] | Technique) -> list[str]:
+    """Capabilities that a technique requires: those that it says, and one that an axis of its own implies."""
+    slices = any(axis.data == "sliced" for axis in plugin.axes)
+    return list(dict.fromkeys((*plugin.requires, *([SUMMED_GRADIENTS] if slices else ()))))
+
+
+def _either(names: Iterable[str]) -> str:
+    return " or ".join(f"[plugins.{name}]" for name in sorted(names)) or "a plugin that does"
+
+
+def agree(techniques: Iterable[Technique], known: Iterable[type[Technique]]) -> list[str]:
     """A sentence for each pair of conflicting techniques and each missing requirement."""
     on = {technique.name: technique for technique in techniques}
     provided = {capability for technique in on.values() for capability in technique.provides} | set(on)
@@ -70,9 +81,10 @@ def agree(techniques: Iterable[Technique]) -> list[str]:
         if other != name and against in (other, *that.provides)
     ]
     sentences += [
-        f"[plugins.{name}] requires {capability}, which no enabled technique provides"
+        f"[plugins.{name}] requires {capability}, which no enabled technique provides; "
+        f"enable {_either(plugin.name for plugin in known if capability in (plugin.name, *plugin.provides))}"
         for name, technique in on.items()
-        for capability in technique.requires
+        for capability in _required(technique)
         if capability not in provided
     ]
     for what in ("split", "engine"):

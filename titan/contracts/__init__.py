@@ -6,24 +6,24 @@ A plugin subclasses one of these, sets `name` and `Config`, and carries `@regist
 
 Public methods are hooks: their names and parameters must be those of the contract. Start the names of helpers with an
 underscore. Per kind: `model`, `technique`, `objective` (loss, optimizer, schedule), `text` (tokenizer, dataset),
-`tracker`. In `base`: `spec` (a model as data), `cost` (a step as data), `mesh`, `parts`, `batch`, `options`.
+`tracker` (metrics). In `base`: `spec` (a model as data), `cost` (a step as data), `mesh`, `parts`, `batch`, `options`.
 """
 
 from titan.contracts import deprecated  # noqa: F401 (former names)
-from titan.contracts.base.attention import AttentionCore, Cache, KeyValues, attend, document_mask
 from titan.contracts.base.batch import IGNORE, Batch, Document
 from titan.contracts.base.cost import Costs
-from titan.contracts.base.mesh import Axis, Mesh, Role
+from titan.contracts.base.mesh import Axis, AxisFact, Mesh
 from titan.contracts.base.options import REQUIRED, option
 from titan.contracts.base.parts import ModelPart, Precision, sum_gradients
 from titan.contracts.base.registry import register
 from titan.contracts.base.spec import HfTensor, ModelSpec
 from titan.contracts.job import Fact, Job
+from titan.contracts.layers.attention import AttentionCore, attend, document_mask
 from titan.contracts.model import Model
 from titan.contracts.objective import Loss, LrSchedule, NamedParameter, Optimizer
-from titan.contracts.technique import BuildContext, Engine, LossFn, Phase, Technique
+from titan.contracts.technique import BuildContext, Engine, Phase, Technique
 from titan.contracts.text import Dataset, Tokenizer
-from titan.contracts.tracker import Row, RunInfo, Tracker
+from titan.contracts.tracker import Measure, Row, RunInfo, Tracker
 from titan.device import kind_of
 
 __all__ = [
@@ -31,9 +31,9 @@ __all__ = [
     "REQUIRED",
     "AttentionCore",
     "Axis",
+    "AxisFact",
     "Batch",
     "BuildContext",
-    "Cache",
     "Costs",
     "Dataset",
     "Document",
@@ -41,10 +41,9 @@ __all__ = [
     "Fact",
     "HfTensor",
     "Job",
-    "KeyValues",
     "Loss",
-    "LossFn",
     "LrSchedule",
+    "Measure",
     "Mesh",
     "Model",
     "ModelPart",
@@ -53,7 +52,6 @@ __all__ = [
     "Optimizer",
     "Phase",
     "Precision",
-    "Role",
     "Row",
     "RunInfo",
     "Technique",

@@ -15,6 +15,8 @@ from importlib.machinery import ModuleSpec
 from types import CodeType, ModuleType
 from typing import Any, TypeVar
 
+from torch import Tensor, nn
+
 from titan.contracts import sections
 from titan.contracts.base import cost, mesh, parts, registry, spec
 from titan.contracts.job import Job
@@ -26,7 +28,8 @@ T = TypeVar("T")
 
 MODULES = {
     "titan.batch": "titan.contracts.base.batch",
-    "titan.cache": "titan.contracts.base.attention",
+    "titan.cache": "titan.contracts.layers.cache",
+    "titan.contracts.base.attention": "titan.contracts.layers.attention",
     "titan.contracts.base.plan": "titan.contracts.base.spec",
     "titan.cost": "titan.contracts.base.cost",
     "titan.data.bytepairs": "titan.data.tokens.bytepairs",
@@ -58,6 +61,11 @@ HOOKS: Mapping[type[registry.Plugin], Mapping[str, str]] = {
 PARAMETERS = {"plan": "spec", "world": "context"}
 """Former names of the parameters of a technique's hooks."""
 REGIONS = {"whole": "seq_full", "inner": "tp_sharded"}
+ROLES: Mapping[str, tuple[str, str]] = {
+    "batch": ("dealt", "copies"), "sequence": ("sliced", "copies"), "model": ("same", "slices"),
+    "stage": ("same", "layers"), "expert": ("dealt", "slices"),
+}  # fmt: skip
+"""What the ranks along an axis of a former role see and hold."""
 VALUES = {"region": REGIONS, "where": {"stem": "embeddings"}, "per": {"use": "micro_batch"}}
 """Keyword -> former value -> value."""
 
@@ -151,6 +159,20 @@ def _accepting(function: Callable[..., Any], name: str, names: Mapping[str, str]
     return accepting
 
 
+def _without_role(init: Callable[..., None]) -> Any:
+    """`Axis.__init__`, which says what to write in place of `role`."""
+
+    @functools.wraps(init)
+    def refusing(self: mesh.Axis, **given: Any) -> None:
+        if "role" in given:
+            data, weights = ROLES.get(str(given["role"]), ("...", "..."))
+            what = f'role = {given["role"]!r}: an axis states facts now; write data="{data}", weights="{weights}"'
+            raise ValueError(f"mesh axis {given.get('name')!r}: {what}")
+        init(self, **given)
+
+    return refusing
+
+
 def _present(value: str, values: Mapping[str, str]) -> str:
     if value in values:
         _report(repr(value), repr(values[value]))
@@ -220,11 +242,33 @@ def _present_hooks(plugin: type[registry.Plugin]) -> None:
                 found = True
             elif new in vars(plugin) and any(old in vars(base) for base in own):
                 setattr(plugin, old, vars(plugin)[new])  # for the `super()` of classes below with the former name
+    if issubclass(plugin, Model) and "build" in vars(plugin):
+        plugin.build = _with_positions(plugin.build)  # type: ignore[method-assign]
     if issubclass(plugin, Technique):
         hooks = {name: hook for name, hook in vars(plugin).items() if inspect.isfunction(hook)}
         found |= any([_present_parameters(hook, name) for name, hook in hooks.items() if name[0] != "_"])
         if found and "cost" in hooks and any(_words_of(hook.__code__) & REGIONS.keys() for hook in hooks.values()):
             plugin.cost = _with_former_regions(plugin.cost)  # type: ignore[method-assign]
+
+
+def _with_positions(build: Callable[[Model], nn.Module]) -> Any:
+    """A model's `build`, whose module may have a forward that takes no positions."""
+
+    @functools.wraps(build)
+    def accepting(self: Model) -> nn.Module:
+        module = build(self)
+        own: Any = type(module)
+        if list(inspect.signature(own.forward).parameters)[2:3] == ["documents"]:
+            former = f"forward(x, documents) of {own.__name__} in {inspect.getsourcefile(own)}"
+            _report(former, "forward(x, positions, documents)")
+
+            def forward(self: Any, x: Tensor, positions: Tensor, documents: Tensor | None = None) -> Any:
+                return own.forward(self, x, documents)
+
+            module.__class__ = type(own.__name__, (own,), {"forward": forward})
+        return module
+
+    return accepting
 
 
 def _present_parameters(hook: Any, name: str) -> bool:
@@ -278,6 +322,7 @@ def _install() -> None:
     formerly(sample="sample_prompt")(sections.RunSection)
     formerly(keep="keep_latest", new_data="reset_data")(sections.CheckpointSection)
     formerly(depth="topology_order")(mesh.Axis)
+    mesh.Axis.__init__ = _without_role(mesh.Axis.__init__)  # type: ignore[method-assign]
     formerly(plan="spec")(BuildContext)
     formerly(param="param_dtype", reduce="reduce_dtype")(parts.Precision)
     formerly(stem="embeddings", stem_params="embedding_params", stem_ops="embedding_ops")(spec.ModelSpec)

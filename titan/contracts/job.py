@@ -79,7 +79,7 @@ class Job(Protocol):
 
     @property
     def batch_ranks(self) -> int:
-        """Groups of ranks that see different samples: the product of the degrees of axes with role "batch"."""
+        """Groups of ranks that see different samples: the product of the degrees of axes with data "dealt"."""
 
     @property
     def micro_batch(self) -> int:

@@ -6,10 +6,11 @@ from abc import ABC, abstractmethod
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, ClassVar
 
-from torch import nn
+from torch import Tensor, nn
 
 from titan.contracts.base.registry import Plugin
 from titan.contracts.base.spec import HfTensor, ModelSpec
+from titan.contracts.tracker import Measure
 
 
 class Model(Plugin, ABC):
@@ -22,6 +23,8 @@ class Model(Plugin, ABC):
     section = "model"
     presets: ClassVar[Mapping[str, Mapping[str, Any]]] = {}
     """Published sizes: preset name -> values of Config."""
+    measures: ClassVar[Mapping[str, Measure]] = {}
+    """Numbers that `measure` adds to rows of training, by name."""
 
     def check(self) -> Iterable[str]:
         """Sentences about sizes that cannot work together: values found, values required, and the key to change.
@@ -40,20 +43,32 @@ class Model(Plugin, ABC):
 
         Values of parameters and buffers are lost: `ModelSpec.init` and `ModelSpec.buffers` give the initial values.
 
-        `forward(x, documents=None, cache=None)` is what every pipeline stage runs. x is tokens [B, S] int64 on the
-        first stage, and hidden states [B, S, D] of the compute dtype on the others. Tell the two apart by dtype, not by
+        `forward(x, positions, documents=None)` is what every pipeline stage runs. x is tokens [B, S] int64 on the first
+        stage, and hidden states [B, S, D] of the compute dtype on the others. Tell the two apart by dtype, not by
         the modules of the stage: a later stage may hold an embedding whose weight its head is tied to. Returns logits
         [B, S, V] where the head is present, hidden states [B, S, D] where the head's modules were set to None.
-        `documents` [B, S] int64 numbers the document of each token where attention must not cross documents; else None.
-        S may be this rank's slice of the sequence.
+        `positions` [B, S] int64 are the places of the tokens in their sequences: S may be this rank's slice of a
+        sequence, so a model invents no positions of its own. `documents` [B, T] int64 numbers the document of each
+        place of the whole sequence, where attention must not cross documents; else None. Both go to the modules in
+        which positions see each other, `AttentionCore`s that `ModelSpec.attention` names.
 
         A forward draws no random numbers and writes to no persistent buffer: either would make the curve depend on the
         layout. A training step that finds either raises a PluginError. Collectives are left to techniques.
 
-        With a `cache` the tokens follow those of earlier calls. They are at `cache.positions` [B, S] int64, and in each
-        layer `cache.layer(name).attend(q, k, v)` replaces causal attention; `documents` is then None. A forward without
-        the parameter `cache` generates text too, by recomputing the whole text for each token.
+        Where the spec names attention, text is generated with a key-value cache as its operation. Other models
+        generate text too, by recomputing the whole text for each token.
         """
+
+    def measure(self, module: nn.Module) -> Mapping[str, Tensor | None]:
+        """What one module adds to a row of training: each name in `measures` -> a value, or None.
+
+        As `Technique.measure`, but called for each part of the model that a rank has; their values are joined as
+        those of ranks are. A forward leaves what it measures in attributes of its modules, or in buffers that are not
+        persistent. With sequence parallelism a rank's hidden states are its positions alone: use a mean or a maximum.
+
+        module: as `build` made it, with None for the modules of other stages, and as techniques have changed it.
+        """
+        return {}
 
     hf_ignored: ClassVar[Sequence[str]] = ()
     """Globs of tensors in Hugging Face checkpoints that hold no weights: buffers that old exports wrote."""

@@ -3,15 +3,18 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from typing import ClassVar
 
 import torch
 from torch import Tensor, nn
 
 from titan.contracts.base.cost import Costs
 from titan.contracts.base.registry import Plugin
+from titan.contracts.base.spec import ParameterKind
 from titan.contracts.job import Job
+from titan.contracts.tracker import Measure
 
 
 class Loss(Plugin, ABC):
@@ -19,6 +22,8 @@ class Loss(Plugin, ABC):
 
     kind = "loss"
     section = "loss"
+    measures: ClassVar[Mapping[str, Measure]] = {}
+    """Numbers that `measure` adds to rows of training, by name."""
 
     @abstractmethod
     def compute(self, logits: Tensor, labels: Tensor) -> tuple[Tensor, Tensor]:
@@ -30,9 +35,27 @@ class Loss(Plugin, ABC):
         `objective` is differentiated. `reported` has no graph and is the cross-entropy in nats that the logs show. Both
         are equal on all ranks that split V.
 
-        Called for each micro batch, in training and in validation, on ranks that have the last pipeline stage.
+        Called by `of_hidden`, and in validation and evaluation, on ranks that have the last pipeline stage.
         Collectives are allowed only over the ranks that split V. Draws no random numbers.
         """
+
+    def of_hidden(self, hidden: Tensor, labels: Tensor, project: Callable[[Tensor], Tensor]) -> tuple[Tensor, Tensor]:
+        """The same sums from the hidden states [B, S, D] that the projection to logits is about to be applied to.
+
+        project: hidden states [B, s, D] -> logits [B, s, V], as `compute` takes them. May be called several times, on
+            parts of the positions. So a loss need not make all logits at once.
+
+        Called in training, inside of the forward of the last stage, in place of the projection's own.
+        """
+        return self.compute(project(hidden), labels)
+
+    def measure(self) -> Mapping[str, Tensor | None]:
+        """What this rank adds to a row of training: each name in `measures` -> a value, or None.
+
+        As `Technique.measure`: called on every rank when a row is due. Ranks without the last pipeline stage have
+        computed no loss, so they give None. `compute` is called in validation too, under `torch.no_grad`.
+        """
+        return {}
 
     def cost(self, costs: Costs, job: Job) -> Costs:
         """The cost of a step with this loss's operations at the end of `costs.head`; a changed copy.
@@ -49,11 +72,13 @@ class NamedParameter:
 
     name: canonical name, the same at every layout.
     parameter: as the optimizer updates it: plain, or a DTensor with this rank's shard.
-    decays: whether usual practice decays it; False for globs of `ModelSpec.no_decay`.
+    kind: see `ParameterKind`. A method for matrices leaves tables, the head and vectors to another.
+    decays: whether usual practice decays it: matrices and the head, but for globs of `ModelSpec.no_decay`.
     """
 
     name: str
     parameter: nn.Parameter
+    kind: ParameterKind
     decays: bool
 
 

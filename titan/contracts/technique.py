@@ -7,7 +7,9 @@ once per process that loads the job   check, facts, spec, precision: no process 
 `titan plan`, search, tune            cost: likewise
 `titan plan`, `titan config`, a run   unset_options: likewise
 once per run, on each rank            split or apply (by phase), engine, then state_dict and load_state_dict
+per micro batch, on each rank         batch (by phase)
 per step, on each rank                before_step, before_microbatch, after_backward, before_update, after_step
+per logged row, on each rank          measure
 per save, on each rank                state_dict: no collectives
 at the end of training, on each rank  close: no collectives
 
@@ -18,12 +20,13 @@ evaluation call none of the step hooks. Techniques are called in TOML order, the
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, ClassVar, Literal, Protocol
 
 import torch
 from torch import Tensor, nn
+from torch._ops import OpOverload
 
 from titan.contracts.base.batch import Batch
 from titan.contracts.base.conformance import technique_clashes
@@ -33,9 +36,14 @@ from titan.contracts.base.parts import ModelPart, Precision
 from titan.contracts.base.registry import Plugin
 from titan.contracts.base.spec import ModelSpec
 from titan.contracts.job import Fact, Job
+from titan.contracts.tracker import Measure
 
 Phase = Literal["convert", "split", "partition", "recompute", "compile", "shard", "materialise"]
 """When a technique changes the model, in this order; `titan/training/phases.py` gives the reasons."""
+
+
+SUMMED_GRADIENTS = "summed_gradients"
+"""Capability: sums gradients over all axes that slice sequences. Techniques that own such an axis require it unsaid."""
 
 
 @dataclass
@@ -63,10 +71,6 @@ class BuildContext:
         return self.mesh.device
 
 
-LossFn = Callable[[Tensor, Tensor], Tensor]
-"""(logits [B, S, V], labels [B, S]) -> this micro batch's share of the step's mean objective, a scalar with a graph."""
-
-
 class Engine(Protocol):
     """Runs forward and backward over the micro batches of a step. Made by `Technique.engine`, or the host's own.
 
@@ -74,19 +78,19 @@ class Engine(Protocol):
     step.
     """
 
-    def forward_backward(self, batches: Sequence[Batch], loss: LossFn) -> None:
+    def forward_backward(self, batches: Sequence[Batch]) -> None:
         """Add the gradients of all micro batches to `.grad`; every rank calls it once per step.
 
-        batches: this rank's micro batches, `job.micro_batches` of them, on its device.
-        loss: call it once per micro batch, where logits come out: `loss(logits [B, S, V], labels [B, S])` returns the
-            scalar to differentiate. The scalar is divided by the step's global number of tokens, so gradients are
-            summed, never averaged.
+        batches: this rank's micro batches, `job.micro_batches` of them, on its device, as techniques have cut them.
+
+        The last stage's forward, called with labels, returns the scalar to differentiate (`ModelPart.forward`). It is
+        divided by the step's global number of tokens, so gradients are summed, never averaged.
         Collectives are allowed. Gradients are not cleared, clipped or reduced over data-parallel ranks here, except by
         hooks that a technique has put on the modules.
         """
 
     def forward(self, batch: Batch) -> Tensor | None:
-        """Logits [B, S, V] of a micro batch, without gradients; None on ranks that do not have the last stage.
+        """Logits [B, S, V] of a micro batch, at `batch.positions`; None on ranks that do not have the last stage.
 
         Called under `torch.no_grad` with modules in eval mode, by every rank with a micro batch of its own and the same
         shape.
@@ -108,6 +112,7 @@ class Technique(Plugin):
         suite tests it; a search leaves out layouts with techniques that say False, unless the job asks for them.
     search_toggle: a search for the best layout may switch the technique on and off.
     search_space: tables of options that a search tries.
+    measures: name -> `Measure` of the numbers that `measure` adds to rows of training.
     """
 
     kind = "technique"
@@ -121,6 +126,7 @@ class Technique(Plugin):
     preserves_numerics: ClassVar[bool] = True
     search_toggle: ClassVar[bool] = False
     search_space: ClassVar[Sequence[Mapping[str, Any]]] = ()
+    measures: ClassVar[Mapping[str, Measure]] = {}
     _clashes = staticmethod(technique_clashes)
 
     def check(self, job: Job, spec: ModelSpec) -> Iterable[str]:
@@ -176,7 +182,7 @@ class Technique(Plugin):
 
         Only the planner calls it, once for each layout it considers, so keep it to arithmetic: a search calls it
         thousands of times. A run on GPUs asks the planner for its memory, for `unset_options`. Techniques are called in
-        TOML order, then the loss, the optimizer, and techniques that own an axis of role "stage". What the latter
+        TOML order, then the loss, the optimizer, and techniques that own an axis with weights "layers". What the latter
         change must follow from their options, the degrees and the micro batch alone.
 
         costs: see `Costs` for every field and unit.  job: of this layout; `job.layout.degree(axis)` is the degree of an
@@ -224,6 +230,22 @@ class Technique(Plugin):
         """
         return None
 
+    def batch(self, batch: Batch) -> Batch:
+        """A micro batch as this technique changes it: a copy made by `dataclasses.replace`, or `batch` itself.
+
+        Called on every rank for each micro batch of training, validation, evaluation, generation and the dry run, by
+        phase, before the forward. A technique whose ranks share a sequence returns this rank's positions of it: tokens,
+        labels and positions alike, and documents whole. Samples are not dealt here; the host does that.
+        """
+        return batch
+
+    def costly_operations(self) -> Iterable[OpOverload]:
+        """Operations of this technique's own whose results are dear: recomputation that keeps any keeps these.
+
+        Called after phase `partition`, once per model part.
+        """
+        return ()
+
     def before_step(self, step: int) -> None:
         """A step begins; `step` counts from 1. The micro batches are on the device, gradients are cleared."""
 
@@ -258,6 +280,19 @@ class Technique(Plugin):
         Weights and persistent buffers may be changed here, the same way on every rank that has them. Called before
         metrics, validation and saving.
         """
+
+    def measure(self) -> Mapping[str, Tensor | None]:
+        """What this rank adds to the row of the step just done: each name in `measures` -> a value, or None.
+
+        Called on every rank when a row of training is due, after `after_step`; never in a dry run. Gradients are
+        cleared by then: add up on the device what they tell in earlier hooks.
+
+        A value is a plain tensor on the rank's device, a scalar or, for a mean, [2] (`Join`). None: this rank has no
+        value, such as a pipeline stage without the loss. The row leaves out what no rank has a value of, and a mean
+        whose counts add up to 0. The host joins the values of all ranks and reads them with the loss: do not read one
+        here, which would make the host wait for the device.
+        """
+        return {}
 
     def state_dict(self) -> dict[str, Any]:
         """State that must outlive the process: tables and lists of tensors, and of values that JSON can hold.

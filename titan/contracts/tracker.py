@@ -1,4 +1,4 @@
-"""Trackers: where metrics are sent."""
+"""Metrics: what plugins measure, and trackers, where rows are sent."""
 
 from __future__ import annotations
 
@@ -6,12 +6,52 @@ from abc import ABC, abstractmethod
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal, get_args
 
+from titan.contracts.base.mesh import AxisFact, DataFact, WeightsFact
 from titan.contracts.base.registry import Plugin
 
 Row = Mapping[str, float | int | None]
 """One row of metrics: name -> number. `step` is always there. None: unknown, such as MFU without a known peak."""
+
+Join = Literal["mean", "max", "sum"]
+"""How the values of all ranks become the number of a row.
+
+mean: a value is a tensor [2]: a sum, and the count of what it sums up, such as tokens. All sums are divided by all
+    counts, so it is never a mean of means. Ranks that see the same tokens may all give the same tensor.
+max: a value is a scalar; the largest counts. A value that is NaN makes the number NaN.
+sum: a value is a scalar. Values are added over the axes that state one of the facts in `over`. The ranks along other
+    axes must have equal values, and the first of them counts.
+"""
+
+
+@dataclass(frozen=True)
+class Measure:
+    """A number that a plugin adds to rows of training. The name is its key in `measures` of the plugin's class.
+
+    doc: one line, with the unit; `titan plugins NAME` prints it.  join: see `Join`.
+    over: facts of axes, for "sum" alone: ("dealt", "sliced") for what differs between tokens, "layers" too where each
+        pipeline stage has a share, or only one stage has the value.
+
+    Raises:
+        ValueError: a field has a value that is not allowed.
+    """
+
+    doc: str
+    join: Join
+    over: tuple[AxisFact, ...] = ()
+
+    def __post_init__(self) -> None:
+        facts = {*get_args(DataFact), *get_args(WeightsFact)}
+        if not self.doc.strip() or "\n" in self.doc:
+            raise ValueError(f"Measure: doc = {self.doc!r}: must be one line")
+        if self.join not in get_args(Join):
+            raise ValueError(f"Measure: join = {self.join!r}: must be one of {', '.join(map(repr, get_args(Join)))}")
+        if bool(self.over) != (self.join == "sum") or not facts.issuperset(self.over):
+            told = (
+                'must be a tuple of facts of axes, such as ("dealt", "sliced"), for join = "sum", and empty otherwise'
+            )
+            raise ValueError(f"Measure: over = {self.over!r} with join = {self.join!r}: {told}")
 
 
 @dataclass(frozen=True)
@@ -21,6 +61,7 @@ class RunInfo:
     folder: of the run, which exists.  name: of the run.  config: the resolved TOML, as nested tables.
     start_step: steps already done, 0 for a new run.  steps: of the whole run.
     params: parameters of the whole model.  every: steps between logged rows.
+    measures: names that plugins may add to rows of training.
     """
 
     folder: Path
@@ -30,6 +71,7 @@ class RunInfo:
     steps: int
     params: int
     every: int
+    measures: tuple[str, ...] = ()
 
 
 class Tracker(Plugin, ABC):
@@ -51,7 +93,7 @@ class Tracker(Plugin, ABC):
         """Take a row of metrics; called every `[metrics] every` steps, and for each validation with its own keys.
 
         row: name -> number; `step` is always there, None stands for unknown. Values are plain Python numbers, already
-            read from the device. `Meter.row` (titan/training/metrics.py) states keys and units.
+            read from the device. `Meter.row` (titan/training/metrics.py) states keys and units; plugins add measures.
         """
 
     def progress(self, step: int) -> None:

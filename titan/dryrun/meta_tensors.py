@@ -8,6 +8,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, library, nn
+from torch._library.custom_ops import OPDEFS
 from torch._ops import OpOverload
 from torch.distributed.fsdp._fully_shard._fsdp_param_group import FSDPParamGroup
 from torch.distributed.tensor._sharding_prop import ShardingPropagator
@@ -49,6 +50,9 @@ class MetaTensorMode(TorchDispatchMode):  # type: ignore[no-untyped-call]
         """Run an operation on the meta device, then call `look`."""
         if types and not _PLAIN.issuperset(types):
             return NotImplemented  # a wrapper: it comes again, in the plain tensors it is made of
+        if own := OPDEFS.get(function._schema.name):
+            with self:  # an operation written in Python: what it consists of is seen, one by one
+                return own._init_fn(*args, **(kwargs or {}))
         answer = _ANSWERS.get(function)
         if answer is not None:
             return answer(args)

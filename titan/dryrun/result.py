@@ -65,8 +65,9 @@ class Peak:
 class CollectiveCount:
     """Collectives of one kind and size in one group, in one step of this rank.
 
-    axes: the mesh axes that the group's ranks differ in; "world" for all ranks.  bytes: of one call, of the whole
-    tensor: what an all-gather yields, what a reduce-scatter takes in, what an all-reduce or a send holds.
+    axes: mesh axes that the group's ranks differ in, such as "dp_shard x cp"; "world" for all ranks.
+    bytes: of one call, of the whole tensor: what an all-gather yields, what a reduce-scatter takes in, what an
+        all-reduce, an all-to-all or a send holds.
     """
 
     kind: str

@@ -17,7 +17,8 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor
 
 from titan.config import Job
-from titan.contracts import Batch, Engine, LossFn
+from titan.contracts import Batch, Engine
+from titan.contracts.layers.attention import forget_masks
 from titan.dryrun.kernels import as_on_a_gpu
 from titan.dryrun.memory import locals_of
 from titan.dryrun.meta_tensors import MetaTensorMode, accepted
@@ -50,6 +51,7 @@ def dry_run(job: Job, rank: int, fused: bool = True) -> DryRun:
     if dist.is_initialized():
         what = "this process is in a process group; call dry_run from a process that has none"
         raise ConfigError([ConfigIssue("", what)])
+    forget_masks()  # of an earlier dry run
     mode = MetaTensorMode()
     with _alone_as(rank, world_size), accepted(), ExitStack() as meta:
         # What is there by then is on the meta device, and in the shards that are trained: it needs no other storage.
@@ -101,10 +103,10 @@ class _Followed:
     def __init__(self, engine: Engine, watch: Watch) -> None:
         self._engine, self._watch = engine, watch
 
-    def forward_backward(self, batches: Sequence[Batch], loss: LossFn) -> None:
+    def forward_backward(self, batches: Sequence[Batch]) -> None:
         """As the wrapped engine, with the step position recorded."""
         with self._watch.position.micro_batches():
-            self._engine.forward_backward(batches, self._watch.position.loss(loss))
+            self._engine.forward_backward(batches)
         self._watch.sweep()
 
     def forward(self, batch: Batch) -> Tensor | None:
@@ -120,12 +122,12 @@ def _rehearse(core: Core, mode: MetaTensorMode, fused: bool) -> DryRun:
     gc.disable()  # as in training
     with _progress(job.micro_batches * len(parts)) as advance:
         watch = Watch(parts, advance)
-        inputs = [t for batch in batches for t in (batch.tokens, batch.labels, batch.documents) if t is not None]
+        inputs = [t for batch in batches for t in vars(batch).values() if t is not None]
         watch.hold([p for part in parts for _, p in part.parameters()], PARAMETERS)
         watch.hold([*inputs, *(b for part in parts for b in part.module.buffers())], OTHER)
         watch.hold([v for s in core.optimizer.state.values() for v in s.values() if isinstance(v, Tensor)], OPTIMIZER)
         core.engine = _Followed(core.engine, watch)
-        with as_on_a_gpu() if fused else nullcontext(), watch.watching(mode):
+        with as_on_a_gpu() if fused else nullcontext(), watch.position.loss(job.loss), watch.watching(mode):
             step(core, batches)
         watch.memory.close()
     for technique in reversed(core.context.techniques):
@@ -181,15 +183,13 @@ def _result(core: Core, watch: Watch, fused: bool) -> DryRun:
 
 
 def _collectives(core: Core, watch: Watch) -> tuple[CollectiveCount, ...]:
-    """With the mesh axis of each group, where it is one's."""
+    """With the mesh axes of each group."""
     assert dist.group.WORLD is not None
     groups: dict[str, tuple[str, int]] = {dist.group.WORLD.group_name: ("world", core.rank.world_size)}
-    mesh = core.context.mesh
-    for axis, degree in core.job.layout.degrees.items():
-        if axis in mesh:
-            groups[mesh.group(axis).group_name] = axis, degree
+    for axes, group in core.context.mesh.groups():
+        groups[group.group_name] = axes, group.size()
     found = [
-        CollectiveCount(kind, *groups.get(group, (group, 0)), size, count)
-        for (kind, group, size), count in watch.sent.items()
+        CollectiveCount(kind, *groups.get(name, (name, 0)), size, count)
+        for (kind, name, size), count in watch.sent.items()
     ]
     return tuple(sorted(found, key=lambda c: (c.axes, c.kind, -c.bytes)))

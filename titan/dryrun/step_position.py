@@ -13,7 +13,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn.modules.module import register_module_forward_hook, register_module_forward_pre_hook
 
-from titan.contracts import ModelPart
+from titan.contracts import Loss, ModelPart
 
 Phase = Literal["start", "forward", "recompute", "backward", "update"]
 """start: before the first micro batch.  update: after the last one: norm, clipping, optimizer."""
@@ -94,17 +94,23 @@ class PositionTracker:
         finally:
             self._outside = StepPosition("update", -1, "")
 
-    def loss(self, compute: Callable[[Tensor, Tensor], Tensor]) -> Callable[[Tensor, Tensor], Tensor]:
-        """Wrap the loss function, so that its operations get the module name LOSS."""
+    @contextmanager
+    def loss(self, loss: Loss) -> Iterator[None]:
+        """Give the operations of a loss the module name LOSS while the context is open."""
+        compute = loss.compute
 
-        def named(logits: Tensor, labels: Tensor) -> Tensor:
+        def named(logits: Tensor, labels: Tensor) -> tuple[Tensor, Tensor]:
             self._stack.append(LOSS)
             try:
                 return compute(logits, labels)
             finally:
                 self._stack.pop()
 
-        return named
+        loss.compute = named  # type: ignore[method-assign]
+        try:
+            yield
+        finally:
+            loss.compute = compute  # type: ignore[method-assign]
 
     @contextmanager
     def hooked(self) -> Iterator[None]:

@@ -30,7 +30,7 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor
 
 from titan.config import Job
-from titan.contracts import IGNORE, Batch
+from titan.contracts import IGNORE, Batch, Mesh
 from titan.data.samples.stream import Stream
 from titan.data.tokens.shards import Shard, open_shards
 from titan.errors import ConfigError, DataError
@@ -127,7 +127,7 @@ def last_words(trained: Trained, reading: Reading, watch: Watch) -> Numbers:
         raise ConfigError(f"--last-word needs text, but dataset {dataset.name!r} holds tokens")
     found = islice(_last_words(job, counted), reading.limit or None)
     batches = _dealt(found, trained, reading.batch_size, watch)
-    nats, tokens, known = totals(trained.engine, trained.context, batches, _known_words(job), 3)
+    nats, tokens, known = totals(trained.engine, trained.context, batches, _known_words(job, trained.context.mesh), 3)
     if not counted.documents:
         raise DataError(f"dataset {dataset.name!r} holds no text")
     return {
@@ -210,8 +210,8 @@ def _checked(ids: list[int], job: Job) -> list[int]:
 def _dealt(found: Iterable[Window], trained: Trained, size: int, watch: Watch) -> Iterator[Batch]:
     """This rank's batches of the windows, which are dealt out in turn; as many batches, of one shape, on each rank."""
     layout, left = trained.job.layout, iter(found)
-    ranks, index = trained.job.batch_ranks, layout.role_index(trained.rank.number, "batch")
-    even = math.lcm(ROUND, layout.role_degree("sequence", "model"))
+    ranks, index = trained.job.batch_ranks, layout.index_of(trained.rank.number, "dealt")
+    even = math.lcm(ROUND, trained.parts[0].length_multiple)
     while group := list(islice(left, size * ranks)):
         longest = max(len(window.ids) - 1 for window in group)
         width = min(trained.job.data.seq_len, -(-longest // even) * even)
@@ -231,15 +231,17 @@ def _batch(mine: list[Window], shape: tuple[int, int], trained: Trained) -> Batc
     return Batch(tokens.to(trained.rank.device), labels.to(trained.rank.device))
 
 
-def _known_words(job: Job) -> Score:
-    """Nats, tokens, and the number of rows whose labels are all most probable."""
+def _known_words(job: Job, mesh: Mesh) -> Score:
+    """Nats, tokens, and the number of rows whose labels are all most probable, wherever their positions are."""
     summed = nats_and_tokens(job.loss)
+    counts = mesh.layout.index_of(mesh.rank, "sliced") == 0  # a row is one, on however many ranks it lies
 
     def score(logits: Tensor, labels: Tensor) -> Tensor:
         asked = labels != IGNORE
         whole = logits.full_tensor() if isinstance(logits, DTensor) else logits
         missed = asked & (whole.argmax(-1) != labels)
-        known = (asked.any(-1) & ~missed.any(-1)).sum()
+        all_asked, all_missed = mesh.sum(torch.stack([asked.sum(-1), missed.sum(-1)]), "sliced")
+        known = ((all_asked > 0) & (all_missed == 0)).sum() * counts
         return torch.cat([summed(logits, labels), known.double()[None]])
 
     return score

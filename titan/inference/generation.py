@@ -5,12 +5,11 @@ fewest that hold `top_p` of the remaining probability (nucleus sampling, arXiv 1
 and broadcasts the token, so that all ranks agree. Every text has its own generator, seeded by the user's seed, the
 prompt and the sample's number, so the rest of the batch does not matter.
 
-Cost: with a KV cache, one forward of the prompt and then one token per forward. Without one (the model takes none, or
-the layout splits layers or sequences over ranks), every token costs a forward of the whole text.
+Cost: with a KV cache, one forward of the prompt and then one token per forward. Without one (the model's spec names no
+attention, or the layout splits layers or sequences over ranks), every token costs a forward of the whole text.
 """
 
 import hashlib
-import inspect
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Literal
@@ -22,9 +21,10 @@ from torch.distributed.tensor import DTensor, Shard
 
 from titan.config import Job
 from titan.contracts import Batch, BuildContext, Engine, Tokenizer
-from titan.contracts.base.attention import Cache
+from titan.contracts.layers.cache import Cache, cores_of
 from titan.errors import ConfigError, DivergedError
 from titan.training.engine import SequentialEngine, evaluating
+from titan.training.phases import cut
 
 ROWS = 16
 """Texts that are continued side by side at most; more take turns."""
@@ -228,12 +228,14 @@ class _Model:
 
     def __init__(self, context: BuildContext, engine: Engine) -> None:
         self.context, self.engine, self.end = context, engine, context.job.tokenizer.end
-        in_slices = context.mesh.layout.role_degree("sequence") > 1
         # Where ranks hold slices of a sequence, it must come out even.
-        self.multiple = context.job.data.seq_len if in_slices else context.parts[0].hidden_split
-        self.longest = self.multiple if in_slices else context.spec.max_seq_len // self.multiple * self.multiple
-        takes = "cache" in inspect.signature(context.parts[0].module.forward).parameters
-        self._caching = takes and not in_slices and isinstance(getattr(engine, "inner", engine), SequentialEngine)
+        self.multiple = context.parts[0].length_multiple
+        self.longest = context.spec.max_seq_len // self.multiple * self.multiple
+        in_slices = context.mesh.layout.degree_of("sliced") > 1
+        alone = isinstance(getattr(engine, "inner", engine), SequentialEngine)
+        cores = cores_of(context.parts[0].module)
+        plain = bool(context.spec.attention) and not any(core.computes_its_own for core in cores)
+        self._caching = plain and alone and not in_slices
         self._cache: Cache | None = None
 
     def begin(self, rows: int, length: int) -> None:
@@ -254,28 +256,33 @@ class _Model:
         starts = [max(0, len(row) - width) for row in rows]
         padded = [[*row[start:], *[0] * (width - len(row) + start)] for row, start in zip(rows, starts, strict=True)]
         tokens = torch.tensor(padded, device=self.context.device)
-        if self._cache is not None:
-            self._cache.place(starts, width, tokens.device)
-        logits = self._logits(tokens)
+        batch, logits = self._logits(tokens, starts)
         if logits is None:
             return None
-        last = [len(row) - 1 - start for row, start in zip(rows, starts, strict=True)]
-        return _whole(logits, last)[:, : self.context.job.tokenizer.vocab_size]
+        last = tokens.new_tensor([len(row) - 1 for row in rows])
+        found = _whole(logits, batch.positions == last[:, None])
+        return self.context.mesh.sum(found, "sliced")[:, : self.context.job.tokenizer.vocab_size]
 
-    def _logits(self, tokens: Tensor) -> Tensor | None:
+    def _logits(self, tokens: Tensor, starts: Sequence[int]) -> tuple[Batch, Tensor | None]:
+        """Logits of this rank's positions, and the batch that says which these are."""
         if self._cache is None:
-            return self.engine.forward(Batch(tokens, tokens))
-        logits: Tensor = self.context.parts[0].runner(tokens, None, self._cache)
-        return logits
+            batch = cut(Batch(tokens, tokens), self.context)
+            return batch, self.engine.forward(batch)
+        part = self.context.parts[0]
+        batch = Batch(tokens, tokens, positions=self._cache.place(starts, tokens.shape[1], tokens.device))
+        with self._cache.attached(part.module):
+            return batch, part.forward(tokens, batch)
 
 
-def _whole(logits: Tensor, positions: Sequence[int]) -> Tensor:
-    """[B, S, V], maybe split over V -> [B, V] at these positions of the rows, on every rank."""
-    at = list(range(len(positions))), list(positions)
+def _whole(logits: Tensor, wanted: Tensor) -> Tensor:
+    """[B, S, V], maybe split over V -> [B, V] where `wanted` [B, S] holds, zero in rows where it holds nowhere."""
+    at = wanted.long().argmax(1)
+    rows = torch.arange(len(at), device=at.device)
+    local = logits.to_local() if isinstance(logits, DTensor) else logits
+    local = torch.where(wanted.any(1)[:, None], local[rows, at], 0.0)
     if not isinstance(logits, DTensor):
-        return logits[at]
-    size = torch.Size((len(positions), logits.shape[-1]))
+        return local
+    size = torch.Size((len(at), logits.shape[-1]))
     placements = [Shard(1) if placement.is_shard() else placement for placement in logits.placements]
-    local = logits.to_local()[at].contiguous()
     mesh = logits.device_mesh
     return DTensor.from_local(local, mesh, placements, run_check=False, shape=size, stride=(size[1], 1)).full_tensor()

@@ -170,7 +170,7 @@ def set_timeouts(mesh: Mesh, timeout_s: float) -> None:
 
     The groups of a mesh do not inherit that of the process group of all ranks: PyTorch gives NCCL's its own default.
     """
-    for group in (dist.group.WORLD, *mesh.groups()):
+    for group in (dist.group.WORLD, *(group for _, group in mesh.groups())):
         dist.distributed_c10d._set_pg_timeout(timedelta(seconds=timeout_s), group)
 
 

@@ -21,7 +21,6 @@ from titan.config import Job
 from titan.contracts import BuildContext, Dataset, Engine, ModelPart, NamedParameter, RunInfo, Technique
 from titan.contracts.base.conformance import label
 from titan.contracts.base.mesh import Mesh
-from titan.contracts.base.spec import glob_matches
 from titan.data.samples.loader import Loader
 from titan.data.samples.samples import Samples
 from titan.data.tokens.prepare import prepare, prepare_node
@@ -33,7 +32,7 @@ from titan.resources import stay_near
 from titan.training import phases
 from titan.training.engine import SequentialEngine, StepLoss, Strict
 from titan.training.init import name_seed
-from titan.training.metrics import Meter, Trackers
+from titan.training.metrics import Measures, Meter, Trackers
 from titan.training.nonfinite import NonfiniteGuard
 
 
@@ -49,6 +48,7 @@ class Core:
     optimizer: torch.optim.Optimizer
     loss: StepLoss
     guard: NonfiniteGuard
+    measures: Measures
     step: int = 0
     tokens: int = 0
 
@@ -121,11 +121,11 @@ def _built(job: Job, rank: Rank, lock: FolderLock) -> Run:
     core.step, core.tokens = step, int(rest.get("tokens", 0))
     loader = Loader(
         samples, global_batch=job.train.global_batch_size, micro_batch=job.micro_batch, first=first,
-        index=job.layout.role_index(rank.number, "batch"), ranks=job.batch_ranks, workers=job.data.workers,
+        index=job.layout.index_of(rank.number, "dealt"), ranks=job.batch_ranks, workers=job.data.workers,
         device=rank.device,
     )  # fmt: skip
     trackers = Trackers(job.trackers if rank.number == 0 else ())
-    together(lambda: _begin(job, rank, trackers, _info(job, context, step)), rank, limit_s)
+    together(lambda: _begin(job, rank, trackers, _info(core, step)), rank, limit_s)
     if "rng" in rest:
         set_rng_state(rest["rng"], rank.device)
     return Run(
@@ -143,10 +143,12 @@ def wire(
     parts = phases.assemble(context, materialise)
     engine = next((e for t in context.techniques if (e := t.engine(parts, context)) is not None), None)
     optimizer = job.optimizer.build(named_parameters(parts, context))
+    loss = StepLoss(job.loss, rank.device)
+    loss.end(parts, context.spec)
     return Core(
         job=job, rank=rank, context=context, parts=parts,
         engine=engine or SequentialEngine(parts[0], context.techniques), optimizer=optimizer,
-        loss=StepLoss(job.loss, rank.device), guard=NonfiniteGuard(_limit(job), 0, rank.device),
+        loss=loss, guard=NonfiniteGuard(_limit(job), 0, rank.device), measures=Measures(job, parts, context.mesh),
     )  # fmt: skip
 
 
@@ -261,12 +263,13 @@ def context_of(job: Job, rank: Rank) -> BuildContext:
 
 
 def named_parameters(parts: Sequence[ModelPart], context: BuildContext) -> list[NamedParameter]:
-    """Trainable parameters of this rank, with what the spec says of their decay."""
-
-    def decays(name: str) -> bool:
-        return not any(glob_matches(pattern, name) for pattern in context.spec.no_decay)
-
-    return [NamedParameter(name, p, decays(name)) for part in parts for name, p in part.parameters()]
+    """Trainable parameters of this rank, with what the spec says of them."""
+    spec = context.spec
+    return [
+        NamedParameter(name, p, spec.parameter(name, p.ndim).kind, spec.decays(name, p.ndim))
+        for part in parts
+        for name, p in part.parameters()
+    ]
 
 
 def _restore(core: Core, fingerprint: str, lock: FolderLock) -> tuple[Checkpointer | None, dict[str, Any]]:
@@ -314,8 +317,9 @@ def _first_weights(job: Job, rank: Rank, parts: Sequence[ModelPart]) -> str:
     return f"from {'HF folder' if is_hf(path) else 'checkpoint'} {path}"
 
 
-def _info(job: Job, context: BuildContext, step: int) -> RunInfo:
+def _info(core: Core, step: int) -> RunInfo:
+    job = core.job
     return RunInfo(
         folder=job.folder, name=job.run.name, config=job.table, start_step=step, steps=job.train.steps,
-        params=context.spec.params, every=job.metrics.every,
+        params=core.context.spec.params, every=job.metrics.every, measures=core.measures.names,
     )  # fmt: skip

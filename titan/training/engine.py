@@ -3,13 +3,16 @@
 Strict: wraps any engine, and raises if a pass draws random numbers or writes to a persistent buffer.
 """
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from functools import partial
+from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
-from titan.contracts import IGNORE, Batch, Engine, Loss, LossFn, ModelPart, Technique
+from titan.contracts import IGNORE, Batch, Engine, Loss, ModelPart, Technique
+from titan.contracts.base.spec import ModelSpec
 from titan.errors import PluginError
 
 
@@ -19,18 +22,17 @@ class SequentialEngine:
     def __init__(self, part: ModelPart, techniques: Sequence[Technique]) -> None:
         self.part, self.techniques = part, techniques
 
-    def forward_backward(self, batches: Sequence[Batch], loss: LossFn) -> None:
+    def forward_backward(self, batches: Sequence[Batch]) -> None:
         """Add the gradients of all micro batches."""
         for index, batch in enumerate(batches):
             for technique in self.techniques:
                 technique.before_microbatch(index, len(batches))
-            loss(self.part.runner(batch.tokens, batch.documents), batch.labels).backward()  # type: ignore[no-untyped-call]
+            self.part.forward(batch.tokens, batch, batch.labels).backward()  # type: ignore[no-untyped-call]
 
     @torch.no_grad()
     def forward(self, batch: Batch) -> Tensor | None:
         """Logits [B, S, V] of one micro batch of this rank, without gradients."""
-        logits: Tensor = self.part.runner(batch.tokens, batch.documents)
-        return logits
+        return self.part.forward(batch.tokens, batch)
 
 
 class Strict:
@@ -51,14 +53,14 @@ class Strict:
             if name not in module._non_persistent_buffers_set
         ]
 
-    def forward_backward(self, batches: Sequence[Batch], loss: LossFn) -> None:
+    def forward_backward(self, batches: Sequence[Batch]) -> None:
         """The engine's own.
 
         Raises:
             PluginError: it drew a random number, or wrote to a persistent buffer; names the generator or the buffer.
         """
         generators, buffers = self._generators(), self._written()
-        self.inner.forward_backward(batches, loss)
+        self.inner.forward_backward(batches)
         drawn = [name for name, state in self._generators().items() if not torch.equal(state, generators[name])]
         if drawn:
             raise PluginError(
@@ -110,22 +112,40 @@ def evaluating(parts: Sequence[ModelPart]) -> Iterator[None]:
 class StepLoss:
     """The loss of a step: sums over tokens divided once by the global number of valid tokens, never a mean of means.
 
-    Called by the engine for each micro batch; `reported` adds up the cross-entropy that this rank has seen.
+    It is the end of the last stage: the forward of the projection to logits returns the objective, where the stage is
+    called with labels. So sharding gathers for it, tensor parallelism slices it, and a pipeline runs it. `reported`
+    adds up the cross-entropy that this rank has seen.
     """
 
     def __init__(self, loss: Loss, device: torch.device) -> None:
         self._loss = loss
         self.reported = torch.zeros((), device=device)
         self._tokens = torch.ones((), device=device)
+        self._labels: Tensor | None = None
+
+    def end(self, parts: Sequence[ModelPart], spec: ModelSpec) -> None:
+        """Make this the end of the parts, after the last phase: of the one that holds the projection."""
+        for part in parts:
+            part.runner.register_forward_pre_hook(self._take_labels, with_kwargs=True)
+            if part.holds(spec.head[-1]):
+                projection = part.module.get_submodule(spec.head[-1])
+                projection.forward = partial(self._project, projection.forward)
 
     def begin(self, tokens: Tensor) -> None:
         """Start a step of `tokens` valid tokens over all ranks and micro batches (a scalar on the device)."""
         self.reported = torch.zeros_like(self.reported)
         self._tokens = tokens.clamp(min=1)
 
-    def __call__(self, logits: Tensor, labels: Tensor) -> Tensor:
-        """The objective of a micro batch, as its share of the step's mean."""
-        objective, reported = self._loss.compute(logits, labels)
+    def _take_labels(self, runner: nn.Module, args: Any, kwargs: dict[str, Any]) -> tuple[Any, dict[str, Any]]:
+        self._labels = kwargs.pop("labels", None)
+        return args, kwargs
+
+    def _project(self, project: Callable[[Tensor], Tensor], hidden: Tensor) -> Tensor:
+        """Logits [B, S, V], or the objective of a micro batch as its share of the step's mean."""
+        labels, self._labels = self._labels, None
+        if labels is None:
+            return project(hidden)
+        objective, reported = self._loss.of_hidden(hidden, labels, project)
         self.reported += reported.detach() / self._tokens
         return objective / self._tokens
 

@@ -29,7 +29,7 @@ def global_norm(parts: Iterable[ModelPart], mesh: Mesh) -> Tensor:
         for group in groups:
             dist.all_reduce(squares, group=group)
         total += squares
-    return mesh.sum(total, "stage").sqrt().float()
+    return mesh.sum(total, "layers").sqrt().float()
 
 
 def clip(parts: Iterable[ModelPart], norm: Tensor, limit: float) -> None:

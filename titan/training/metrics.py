@@ -1,17 +1,23 @@
-"""Measurement of steps, and the trackers that log them. Values leave the device only when a row is logged."""
+"""Measurement of steps, by the host and by plugins, and the trackers that log it. Values leave the device with rows."""
 
 import sys
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from typing import Literal, get_args
+from typing import Any, Literal, get_args
 
 import torch
 import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
 
-from titan.contracts import Row, RunInfo, Tracker
+from titan.config import Job
+from titan.contracts import Loss, Measure, Mesh, Model, ModelPart, Row, RunInfo, Technique, Tracker
+from titan.contracts.base.conformance import answer, label
+from titan.contracts.base.mesh import DataFact
+from titan.contracts.base.options import did_you_mean, shown
 from titan.contracts.base.spec import ModelSpec
-from titan.errors import ConfigError, by_errno
+from titan.errors import ConfigError, PluginError, by_errno
 from titan.log import log
 
 PEAK_TFLOPS = {
@@ -148,6 +154,143 @@ def fullest(held_gib: float, world_size: int) -> tuple[float, int]:
     dist.all_reduce(packed, dist.ReduceOp.MAX)
     held_kib, place = divmod(int(packed), RANKS)
     return held_kib / 2**20, RANKS - 1 - place
+
+
+KEYS = frozenset(
+    (
+        "step", "loss", "grad_norm", "lr", "tokens", "tokens_per_s", "tokens_per_s_per_device",
+        "model_tflops_per_device", "mfu", "step_time_s", "data_time_s", "save_time_s", "validation_time_s", "gc_time_s",
+        "peak_memory_gib", "peak_memory_rank", "skipped_updates", "validation_loss", "validation_perplexity", "time",
+    )
+)  # fmt: skip
+"""Keys of rows that are the host's: what plugins measure has other names."""
+
+Measuring = Model | Loss | Technique
+
+
+class Measures:
+    """What plugins measure: asked on all ranks when a row is due, joined in at most two all-reduces per axis.
+
+    Which all-reduces there are follows from the classes of the plugins alone, never from who has a value.
+
+    Raises:
+        PluginError: two plugins measure under one name, or a row has the name already.
+    """
+
+    def __init__(self, job: Job, parts: Sequence[ModelPart], mesh: Mesh) -> None:
+        others: list[Measuring] = [job.loss, *job.techniques]
+        self._asked: list[tuple[Measuring, tuple[nn.Module, ...]]] = [(job.model, (part.module,)) for part in parts]
+        self._asked += [(plugin, ()) for plugin in others]
+        self._owners = _owners([job.model, *others])
+        self._measures = {name: owner.measures[name] for name, owner in self._owners.items()}
+        self._places = {name: place for place, name in enumerate(self._measures)}
+        self._mesh = mesh
+
+    @property
+    def names(self) -> tuple[str, ...]:
+        """Keys that rows may have more."""
+        return tuple(self._measures)
+
+    def joined(self) -> Tensor:
+        """What `row` makes numbers of: the values of all ranks, float64 and flat, on the device. All ranks together.
+
+        Raises:
+            PluginError: a plugin does not return what it declares.
+        """
+        settings: dict[str, Any] = {"dtype": torch.float64, "device": self._mesh.device}
+        # Rows: sums; what they are of, 0 where there are no values; ranks whose value is not counted.
+        sums = torch.zeros(3, len(self._measures), **settings)
+        largest = torch.full((len(self._measures),), -torch.inf, **settings)
+        for plugin, arguments in self._asked:
+            for name, value in self._given(plugin, arguments):
+                place, join = self._places[name], self._measures[name].join
+                if join == "mean":
+                    sums[:2, place] += value
+                elif join == "max":
+                    largest[place] = torch.maximum(largest[place], value)
+                    sums[0, place] += torch.where(value.isnan(), value, 0.0)  # a reduction to the maximum may lose it
+                    sums[1, place] += 1
+                elif self._uncounted(name):
+                    sums[2, place] += 1
+                else:
+                    sums[0, place] += value
+                    sums[1, place] += 1
+        if self._measures:
+            self._mesh.sum(sums, *_ALL_AXES)
+        if any(measure.join == "max" for measure in self._measures.values()):
+            self._mesh.max(largest, *_ALL_AXES)
+        return torch.cat([sums.flatten(), largest])
+
+    def row(self, numbers: Sequence[float]) -> Row:
+        """Name -> number, of the numbers in `joined`; without names that no rank has a value of.
+
+        Raises:
+            PluginError: only ranks that do not count have a value.
+        """
+        count, row = len(self._measures), {}
+        for name, place in self._places.items():
+            total, weight, elsewhere, largest = numbers[place::count]
+            if weight:
+                row[name] = {"sum": total, "mean": total / weight, "max": largest + total}[self._measures[name].join]
+            elif elsewhere:
+                axes = ", ".join(f'{axis} ("{fact}")' for axis, fact in self._equal_along(name).items())
+                raise PluginError(
+                    f"{label(type(self._owners[name]))}: the sum {name!r} takes the first rank along {axes} for all, "
+                    "which has no value, but others have; add the fact of the axis to `over` of its Measure"
+                )
+        return row
+
+    def _uncounted(self, name: str) -> bool:
+        return any(self._mesh.at(axis) for axis in self._equal_along(name))
+
+    def _equal_along(self, name: str) -> dict[str, str]:
+        """Axes along which the values of a sum are taken as equal -> a fact with which they would be summed."""
+        layout = self._mesh.layout
+        summed = layout.axes_of(*self._measures[name].over)
+        others = [axis for axis in layout.axes if layout.degrees[axis.name] > 1 and axis.name not in summed]
+        return {axis.name: axis.weights if axis.data == "same" else axis.data for axis in others}
+
+    def _given(self, plugin: Measuring, arguments: tuple[nn.Module, ...]) -> Iterator[tuple[str, Tensor]]:
+        """The values that this rank has of a plugin, checked, in float64."""
+        found, who = answer(plugin, "measure", Mapping, *arguments), label(type(plugin))  # type: ignore[type-abstract]
+        for name in found:
+            if name not in plugin.measures:
+                hint = did_you_mean(name, plugin.measures)
+                raise PluginError(
+                    f"{who}: measure() returned {name!r}, which its class does not declare in measures{hint}"
+                )
+        for name, measure in plugin.measures.items():
+            if name not in found:
+                raise PluginError(f"{who}: measure() left out {name!r}; return None where this rank has no value")
+            if (value := found[name]) is not None:
+                _check_value(f"{who}: measure() returned for {name!r}", value, measure, self._mesh.device)
+                yield name, value.detach().double()
+
+
+_ALL_AXES = get_args(DataFact)
+"""Every axis states one of them."""
+
+
+def _owners(plugins: Iterable[Measuring]) -> dict[str, Measuring]:
+    owners: dict[str, Measuring] = {}
+    for plugin in plugins:
+        for name in plugin.measures:
+            if name in KEYS or name in owners:
+                by = f"{label(type(owners[name]))} has" if name in owners else "rows of metrics have"
+                raise PluginError(f"{label(type(plugin))}: measures: {by} the name {name!r} already; rename it")
+            owners[name] = plugin
+    return owners
+
+
+def _check_value(what: str, value: Any, measure: Measure, device: torch.device) -> None:
+    shape = (2,) if measure.join == "mean" else ()
+    wanted = f"a {measure.join} needs a plain tensor of shape {list(shape)} on {device}"
+    if not isinstance(value, Tensor):
+        raise PluginError(f"{what} {shown(value)}, of type {type(value).__name__}; {wanted}, or None")
+    if isinstance(value, DTensor):
+        raise PluginError(f"{what} a DTensor; {wanted}: call to_local() or full_tensor()")
+    if value.shape != shape or value.device != device:
+        raise PluginError(f"{what} a tensor of shape {list(value.shape)} on {value.device}; {wanted}")
 
 
 class Trackers:

@@ -34,8 +34,8 @@ class NonfiniteGuard:
         fault is one rank's own and no reduction has spread it.
         """
         flags = [(~value.isfinite()).float() for value in (loss, grad_norm)]
-        sums = mesh.sum(torch.stack([loss, *flags]), "batch", "sequence", "stage")
-        bad = mesh.sum(sums[1:], "model", "expert") > 0
+        sums = mesh.sum(torch.stack([loss, *flags]), "dealt", "sliced", "layers")
+        bad = mesh.sum(sums[1:], "slices") > 0
         loss, grad_norm = torch.stack([sums[0], grad_norm]).masked_fill(bad, math.nan)
         self._bad = bad.any().float()
         self._dropped += self._bad

@@ -18,10 +18,36 @@ from typing import get_args
 import torch
 from torch import nn
 
-from titan.contracts import BuildContext, ModelPart, Phase
+from titan.contracts import AttentionCore, Batch, BuildContext, ModelPart, Phase
+from titan.contracts.base.conformance import answer, label
+from titan.contracts.base.spec import glob_matches
+from titan.errors import PluginError
 from titan.training.init import init_weights
 
 ORDER: tuple[Phase, ...] = get_args(Phase)
+
+
+def cut(whole: Batch, context: BuildContext) -> Batch:
+    """This rank's positions of a micro batch, as the techniques deal with them: the one place that cuts a batch.
+
+    Raises:
+        PluginError: a technique returns tokens, labels and positions of different shapes; or ranks that slice sequences
+            would not have a slice each.
+    """
+    batch = whole
+    for technique in sorted(context.techniques, key=lambda technique: ORDER.index(technique.phase)):
+        batch = answer(technique, "batch", Batch, batch)
+        shapes = [list(tensor.shape) for tensor in (batch.tokens, batch.labels, batch.positions)]
+        if shapes[0] != shapes[1] or shapes[0] != shapes[2]:
+            said = "batch() returned tokens, labels and positions of shapes " + ", ".join(map(str, shapes))
+            raise PluginError(f"{label(type(technique))}: {said}; cut them alike")
+    ranks, length = context.mesh.layout.degree_of("sliced"), whole.tokens.shape[1]
+    if batch.tokens.shape[1] * ranks != length:
+        raise PluginError(
+            f"{batch.tokens.shape[1]} of {length} positions are left to each of {ranks} ranks that slice sequences; "
+            f"batch() of the technique that owns their axis must return 1 in {ranks}"
+        )
+    return batch
 
 
 def materialise(parts: Sequence[ModelPart], context: BuildContext) -> None:
@@ -47,7 +73,10 @@ def assemble(
             if technique.phase != phase:
                 continue
             if phase == "split":
+                multiple = parts[0].length_multiple
                 parts = technique.split(model, context)
+                for part in parts:
+                    part.length_multiple = multiple
             else:
                 for part in parts:
                     technique.apply(part, context)
@@ -65,6 +94,14 @@ def _check_names(model: nn.Module, context: BuildContext) -> None:
 
     They may give values to buffers that they register in a later phase.
     """
+    sliced = context.mesh.layout.degree_of("sliced") > 1
+    for name, module in model.named_modules():
+        named = any(glob_matches(glob, name) for glob in context.spec.attention)
+        if named != isinstance(module, AttentionCore):
+            what = "is no AttentionCore" if named else "is an AttentionCore that no glob of ModelSpec.attention names"
+            raise PluginError(f"the model's spec: {name} {what}, so techniques that replace attention would pass it by")
+        if isinstance(module, AttentionCore) and module.operation is None and sliced:
+            raise PluginError(f"no technique gave {name} an operation that reaches the positions of other ranks")
     own = context.job.model.spec().buffers if context.spec.buffers else {}
     later = {glob for glob in context.spec.buffers if glob not in own}
     replace(context.spec, buffers={g: how for g, how in context.spec.buffers.items() if g not in later}).check_names(

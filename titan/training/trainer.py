@@ -17,6 +17,7 @@ from titan.ranks.process import set_timeouts
 from titan.training.build import Core, Run
 from titan.training.engine import valid_tokens
 from titan.training.gradients import clip, global_norm
+from titan.training.phases import cut
 from titan.training.validation import validate
 
 
@@ -75,10 +76,11 @@ def step(run: Core, batches: list[Batch]) -> Stats:
     consumed = sum(batch.tokens.numel() for batch in batches) * run.job.batch_ranks
     assert consumed == run.job.tokens_per_step, f"a step consumed {consumed} tokens, not {run.job.tokens_per_step}"
     techniques, mesh = run.context.techniques, run.context.mesh
+    batches = [cut(batch, run.context) for batch in batches]
     for technique in techniques:
         technique.before_step(run.step + 1)
-    run.loss.begin(mesh.sum(valid_tokens(batches), "batch", "sequence"))
-    run.engine.forward_backward(batches, run.loss)
+    run.loss.begin(mesh.sum(valid_tokens(batches), "dealt", "sliced"))
+    run.engine.forward_backward(batches)
     for technique in sorted(techniques, key=lambda technique: not technique.axes):
         technique.after_backward()  # sums over a technique's own axes come first: others then see whole gradients
     loss, norm = run.guard.look(run.step + 1, run.loss.reported, global_norm(run.parts, mesh), mesh)
@@ -156,10 +158,11 @@ def _collect_garbage() -> None:
 
 
 def _log(run: Run, stats: Stats) -> None:
-    loss, norm = torch.stack([stats.loss, stats.grad_norm]).tolist()
+    own = torch.stack([stats.loss, stats.grad_norm]).double()
+    loss, norm, *measured = torch.cat([own, run.measures.joined()]).tolist()
     dropped, failure = run.guard.read()
     row = run.meter.row(run.step, loss, norm, stats.lr, run.tokens)
-    run.trackers.log({**row, "skipped_updates": dropped})
+    run.trackers.log({**row, "skipped_updates": dropped, **run.measures.row(measured)})
     if failure is not None:
         raise failure
     if dropped > run.dropped:

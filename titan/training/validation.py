@@ -10,6 +10,7 @@ from titan.contracts import IGNORE, Batch, BuildContext, Engine, Loss
 from titan.data.samples.samples import Sample, Samples
 from titan.training.build import Run
 from titan.training.engine import evaluating
+from titan.training.phases import cut
 
 Score = Callable[[Tensor, Tensor], Tensor]
 """(logits [B, S, V], labels [B, S]) -> values to be summed over all batches, float64 [K]."""
@@ -22,11 +23,12 @@ def totals(engine: Engine, context: BuildContext, batches: Iterable[Batch], scor
     """
     sums = torch.zeros(values, dtype=torch.float64, device=context.device)
     with evaluating(context.parts):
-        for batch in batches:
+        for whole in batches:
+            batch = cut(whole, context)
             logits = engine.forward(batch)
             if logits is not None:
                 sums += score(logits, batch.labels)
-    found: list[float] = context.mesh.sum(sums, "batch", "sequence", "stage").tolist()
+    found: list[float] = context.mesh.sum(sums, "dealt", "sliced", "layers").tolist()
     return found
 
 
@@ -70,7 +72,7 @@ def samples_used(run: Run) -> int:
 def _batches(run: Run, samples: Samples) -> Iterator[Batch]:
     """This rank's micro batches of the samples, shaped as in training; as many on each rank."""
     job, count, size = run.job, samples_used(run), run.job.micro_batch
-    first = job.layout.role_index(run.rank.number, "batch") * size
+    first = job.layout.index_of(run.rank.number, "dealt") * size
     for start in range(first, first + count, size * job.batch_ranks):
         yield _stacked([_sample(samples, number, count) for number in range(start, start + size)], run.rank.device)
 

@@ -81,7 +81,15 @@ class PipelineParallel(Technique):
     Config = PipelineConfig
     config: PipelineConfig
     phase = "split"
-    axes = (Axis(name="pp", role="stage", topology_order=0, doc="pipeline ranks; each holds some of the layers"),)
+    axes = (
+        Axis(
+            name="pp",
+            data="same",
+            weights="layers",
+            topology_order=0,
+            doc="pipeline ranks; each holds some of the layers",
+        ),
+    )
     search_space: ClassVar = (
         *({"schedule": schedule, "virtual_stages": 1} for schedule in ONE_STAGE),
         *({"schedule": schedule, "virtual_stages": v} for schedule in LOOPED for v in (2, 3, 4, 5, 6, 8)),

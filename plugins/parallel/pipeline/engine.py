@@ -11,7 +11,7 @@ from torch.distributed.pipelining import PipelineStage
 from torch.distributed.pipelining.schedules import PipelineScheduleSingle, get_schedule_class
 from torch.distributed.tensor import DTensor
 
-from titan.contracts import Batch, BuildContext, LossFn, ModelPart
+from titan.contracts import Batch, BuildContext, ModelPart
 from titan.errors import PluginError
 
 from .stages import shared_names
@@ -27,20 +27,20 @@ class Pipeline:
         self.context, self.schedule, self.placement = context, schedule, placement
         self.group, self.last = context.mesh.group("pp"), len(placement) - 1
         self._running: tuple[tuple[int, torch.Size], Any] | None = None
-        self._loss: LossFn | None = None
         for stage, part in self.parts.items():
-            part.runner.register_forward_hook(_dense if stage == self.last else self._check_hidden)
+            if stage < self.last:
+                part.runner.register_forward_hook(self._check_hidden)
 
-    def forward_backward(self, batches: Sequence[Batch], loss: LossFn) -> None:
+    def forward_backward(self, batches: Sequence[Batch]) -> None:
         """Add the gradients of all micro batches."""
-        self._loss = loss
         key = len(batches), batches[0].tokens.shape
         if self._running is None or self._running[0] != key:
             self._running = key, self._build(*key)
         tokens = [torch.cat([batch.tokens for batch in batches])] if 0 in self.parts else []
-        labels = torch.cat([batch.labels for batch in batches]) if self.last in self.parts else None
-        documents = [batch.documents for batch in batches if batch.documents is not None]
-        more = {"documents": torch.cat(documents)} if documents else {}
+        labels = torch.cat([batch.labels for batch in batches])
+        more = {"positions": torch.cat([batch.positions for batch in batches]), "labels": labels}
+        if documents := [batch.documents for batch in batches if batch.documents is not None]:
+            more["documents"] = torch.cat(documents)
         self._running[1].step(*tokens, target=labels, return_outputs=False, **more)
 
     @torch.no_grad()
@@ -52,7 +52,7 @@ class Pipeline:
             if stage and self.placement[stage - 1] != here:
                 x = self._hidden(batch.tokens.shape, self.context.device)
                 dist.recv(x, group=self.group, group_src=self.placement[stage - 1])
-            x = part.runner(x, batch.documents)
+            x = part.forward(x, batch)
             if stage < self.last and self.placement[stage + 1] != here:
                 dist.send(x.contiguous(), group=self.group, group_dst=self.placement[stage + 1])
         return x if self.last in self.parts else None
@@ -61,26 +61,20 @@ class Pipeline:
         stages = [self._stage(part, shape) for part in self.parts.values()]
         kind = get_schedule_class(self.schedule)
         held = stages[0] if issubclass(kind, PipelineScheduleSingle) else stages
-        # The loss is divided by the step's tokens already.
-        return kind(held, n_microbatches=micro_batches, loss_fn=self._loss_of, scale_grads=False)
+        # The last stage returns the objective itself, divided by the step's tokens already.
+        return kind(held, n_microbatches=micro_batches, loss_fn=lambda objective, _: objective, scale_grads=False)
 
     def _stage(self, part: ModelPart, shape: torch.Size) -> PipelineStage:
         """Shapes are given: torch would else find them by a run of its own, whose loss would be counted."""
         meta = torch.device("meta")
         hidden = self._hidden(shape, meta).requires_grad_()
-        logits = torch.empty(
-            *shape, self.context.spec.vocab_size, dtype=self.context.precision.param_dtype, device=meta
-        )
+        objective = torch.empty((), device=meta).requires_grad_()
         return _Stage(
             part.runner, part.stage, part.stages, self.context.device,
             input_args=torch.empty(shape, dtype=torch.int64, device=meta) if part.stage == 0 else hidden,
-            output_args=logits.requires_grad_() if part.stage == self.last else hidden,
+            output_args=objective if part.stage == self.last else hidden,
             group=self.group,
         )  # fmt: skip
-
-    def _loss_of(self, logits: Tensor, labels: Tensor) -> Tensor:
-        assert self._loss is not None
-        return self._loss(logits, labels)
 
     def _hidden(self, shape: torch.Size, device: torch.device) -> Tensor:
         """A buffer for the hidden states between stages, of tokens of this shape [B, S]."""
@@ -97,11 +91,6 @@ class Pipeline:
                 f"the model gave hidden states {list(output.shape)} {output.dtype} between stages, but its spec and "
                 f"the precision require {list(shape)} {self.context.precision.param_dtype}"
             )
-
-
-def _dense(runner: nn.Module, args: tuple[Any, ...], logits: Tensor) -> Tensor:
-    """Logits gathered from uneven slices have gaps, and PyTorch 2.11 refuses strides other than those it was told."""
-    return logits.contiguous()
 
 
 class _Stage(PipelineStage):

@@ -107,7 +107,11 @@ def carve(model: nn.Module, spec: ModelSpec, layers: range, *, first: bool, last
     kept = {*(spec.embeddings if first else ()), *spec.layer_names(layers), *(spec.head if last else ())}
     if last:
         kept |= {name for name in spec.embeddings if any(_within(owner, [name]) for owner in shared_names(spec))}
-    module = copy.deepcopy(model)
+    try:
+        module = copy.deepcopy(model)
+    except TypeError as error:
+        what = "a module holds what has no copy, such as a process group: hold its name"
+        raise PluginError(f"the model cannot be cut into stages: {error}; {what}") from error
     for name in {*spec.embeddings, *spec.head, *spec.layer_names()} - kept:
         parent, _, child = name.rpartition(".")
         if parent == spec.layers:

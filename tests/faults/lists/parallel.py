@@ -58,8 +58,8 @@ FAULTS = (
     Fault(
         "gradients of norms of heads summed over tp only where sequences are split",
         "plugins/parallel/tensor.py",
-        'if slices.positions or style in ("row", "qk_norm"):',
-        'if slices.positions or style == "row":',
+        "slices.positions or facts.partial or style",
+        "slices.positions or style",
         ("tests/dist/test_replicas.py::test_the_curve_is_one_ranks_and_replicas_are_equal[tp 2, whole sequences]",),
     ),
     Fault(
@@ -85,9 +85,9 @@ FAULTS = (
     ),
     Fault(
         "sums over tp sent again by selective recomputation",
-        "plugins/memory/activation_checkpoint.py",
-        "    torch.ops._c10d_functional.all_reduce.default,\n",
-        "",
+        "plugins/parallel/tensor.py",
+        "operations.all_reduce.default, operations.reduce_scatter_tensor.default,",
+        "operations.reduce_scatter_tensor.default,",
         (
             "tests/unit/test_planned_memory.py::test_collectives_move_the_bytes_of_the_dry_run"
             "[tensor parallel, whole sequences, selective]",
@@ -138,8 +138,8 @@ FAULTS = (
     Fault(
         "stages after the first not told where documents end",
         "plugins/parallel/pipeline/engine.py",
-        "if documents else {}",
-        "if documents and 0 in self.parts else {}",
+        'more["documents"] = torch.cat(documents)',
+        'more |= {"documents": torch.cat(documents)} if 0 in self.parts else {}',
         ("tests/dist/test_pipeline.py::test_every_stage_is_told_which_document_a_token_is_of",),
     ),
     Fault(
@@ -152,7 +152,7 @@ FAULTS = (
     Fault(
         "ranks of one slice group that read different samples",
         "titan/training/build.py",
-        'index=job.layout.role_index(rank.number, "batch")',
+        'index=job.layout.index_of(rank.number, "dealt")',
         "index=rank.number % job.batch_ranks",
         (f"{PARITY}[dp_shard 2, tp 2]",),
     ),

@@ -86,9 +86,9 @@ FAULTS = (
     ),
     Fault(
         "attention's products counted as causal",
-        "titan/planner/step/predict.py",
-        "return 4.0 * costs.seq_len",
-        "return 2.0 * costs.seq_len",
+        "titan/contracts/base/cost.py",
+        "return 4.0 * self.keys(seq_len)",
+        "return 2.0 * self.keys(seq_len)",
         (f"{COSTS}::test_operations_have_the_parameters_and_flops_of_the_plan",),
     ),
     Fault(

@@ -16,7 +16,7 @@ FAULTS = (
     Fault(
         "a loss averaged by rank, not by token",
         "titan/training/trainer.py",
-        'mesh.sum(valid_tokens(batches), "batch", "sequence")',
+        'mesh.sum(valid_tokens(batches), "dealt", "sliced")',
         "valid_tokens(batches) * run.job.batch_ranks",
         ("tests/dist/test_parity.py::test_packings[pad]",),
     ),
@@ -37,7 +37,7 @@ FAULTS = (
     Fault(
         "gradient norm of one pipeline stage alone",
         "titan/training/gradients.py",
-        'mesh.sum(total, "stage").sqrt()',
+        'mesh.sum(total, "layers").sqrt()',
         "total.sqrt()",
         (f"{PARITY}[pp 2]",),
     ),
@@ -56,6 +56,13 @@ FAULTS = (
         ".clamp(max=1.0)",
         "",
         ("tests/unit/test_step_loss.py::test_gradients_below_the_limit_are_not_clipped",),
+    ),
+    Fault(
+        "gradient clipping at another limit than the TOML's",
+        "titan/training/gradients.py",
+        "(limit / (norm + 1e-6))",
+        "(1.02 * limit / (norm + 1e-6))",
+        ("tests/dist/test_transformers.py::test_same_curve[llama-one rank]",),
     ),
     Fault(
         "a tied head counted twice in the gradient norm",
@@ -94,9 +101,9 @@ FAULTS = (
     ),
     Fault(
         "weight decay on norms",
-        "titan/training/build.py",
-        "NamedParameter(name, p, decays(name))",
-        "NamedParameter(name, p, True)",
+        "titan/contracts/base/spec.py",
+        'return kind in ("matrix", "head") and',
+        "return True or",
         ("tests/unit/test_optimizer.py::test_norms_and_embeddings_are_named_as_not_decayed",),
     ),
     Fault(
@@ -123,7 +130,7 @@ FAULTS = (
     Fault(
         "ranks that do not agree on a NaN",
         "titan/training/nonfinite.py",
-        'bad = mesh.sum(sums[1:], "model", "expert") > 0',
+        'bad = mesh.sum(sums[1:], "slices") > 0',
         "bad = torch.stack(flags) > 0",
         (f"{NONFINITE}::test_skip_at_any_layout[layout1-2-loss]",),
     ),

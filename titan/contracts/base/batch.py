@@ -2,6 +2,7 @@
 
 from dataclasses import dataclass
 
+import torch
 from torch import Tensor
 
 IGNORE = -100
@@ -24,10 +25,17 @@ class Batch:
     """One micro batch on one rank, on the rank's device.
 
     tokens: [B, S] int64.  labels: [B, S] int64, the next token or IGNORE, which counts in no loss.
-    documents: [B, S] int64, the number of each token's document within its sequence; None where attention may cross
-        documents.
+    documents: [B, T] int64, the number of the document at each place of the whole sequence of T tokens; None where
+        attention may cross documents. Stays whole where ranks have slices of the sequence.
+    positions: [B, S] int64, the place of each token in its sequence; by default 0 to S - 1.
     """
 
     tokens: Tensor
     labels: Tensor
     documents: Tensor | None = None
+    positions: Tensor = None  # type: ignore[assignment]
+
+    def __post_init__(self) -> None:
+        if self.positions is None:
+            everywhere = torch.arange(self.tokens.shape[1], device=self.tokens.device).expand(self.tokens.shape)
+            object.__setattr__(self, "positions", everywhere)

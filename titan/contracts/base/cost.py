@@ -39,9 +39,6 @@ Region = Literal["hidden", "seq_full", "tp_sharded", "logits"]
 REGIONS: tuple[Region, ...] = ("hidden", "seq_full", "tp_sharded", "logits")
 
 
-# --- operations ---------------------------------------------------------------------------------------------------
-
-
 @dataclass(frozen=True, kw_only=True)
 class SavedTensor:
     """A tensor that forward saves for backward.
@@ -65,8 +62,7 @@ class Matmul:
     """A linear layer, y = x W: 2 * inputs * outputs FLOPs per token forward, twice that backward.
 
     module: name or glob of the module; `ModelSpec.tensor` says by this name how tensor parallelism splits the weight.
-    inputs, outputs: features, before any split.
-    bias: whether the module has a bias, of `outputs` numbers.
+    inputs, outputs: features, before any split.  bias: whether the module has a bias, of `outputs` numbers.
     saved: tensors that the operation saves, unless another operation states the same tensor.
     """
 
@@ -79,28 +75,46 @@ class Matmul:
 
 @dataclass(frozen=True, kw_only=True)
 class Attention:
-    """Causal attention: 4 S heads head_dim FLOPs per token forward (the full S x S square), 2.5 times that backward.
+    """Causal attention; its backward has 2.5 times the FLOPs of its forward.
 
     heads, kv_heads: query heads and key-value heads, before any split.  head_dim: features per head.
+    window: positions that a token attends to, its own included; 0: all.
+    documents: a token attends to its own document only, by a mask of each sequence; a window is one of all sequences.
+    masked_blocks: where ranks attend block by block, keys per token in blocks that need a mask, 0 without one; these
+        blocks write their scores in float32, some at a time, and save none.
     scores_written: the S x S scores pass through memory, as without a flash kernel (arXiv 2205.14135).
-    scratch: tensors of all S x S scores, in the compute dtype, that backward holds besides the saved ones.
+    blocks: kernels that compute it one after the other.
+    copied: numbers read and written per token besides, to merge blocks or to reorder, forward and backward.
+    scratch: tensors that backward holds while it runs, besides the saved ones.
     saved: tensors that the operation saves; with `scores_written`, one of them at least has `scores` set.
     """
 
     heads: int
     kv_heads: int
     head_dim: int
+    window: int = 0
+    documents: bool = False
+    masked_blocks: float = 0.0
     scores_written: bool = False
-    scratch: float = 0
+    blocks: int = 1
+    copied: tuple[float, float] = (0.0, 0.0)
+    scratch: tuple[SavedTensor, ...] = ()
     saved: tuple[SavedTensor, ...] = ()
+
+    def keys(self, seq_len: int) -> int:
+        """Most keys that a token of a sequence of `seq_len` tokens attends to."""
+        return min(self.window or seq_len, seq_len)
+
+    def flops_per_token(self, seq_len: int) -> float:
+        """FLOPs forward, by usual practice of the full S x S square, or S x window, masked positions included."""
+        return 4.0 * self.keys(seq_len) * self.heads * self.head_dim
 
 
 @dataclass(frozen=True, kw_only=True)
 class Elementwise:
     """An operation limited by memory bandwidth, such as a norm, an activation function or a residual.
 
-    region: the region of the numbers read and written.
-    forward, backward: numbers read and written per token, before any split.
+    region: of the numbers read and written.  forward, backward: how many of them per token, before any split.
     module, params, width: of a norm: its module, its number of weight vectors, and numbers per vector. Every rank of a
         tensor-parallel group holds them.
     scratch: float32 numbers that exist during the operation besides its inputs and outputs, for the whole micro batch.
@@ -139,12 +153,8 @@ def linear(
 ) -> Matmul:
     """A linear layer that saves one tensor, `saved` numbers per token in `region`: its input.
 
-    Args:
-        module: name or glob of the module, as in `Matmul`.
-        inputs, outputs: features, before any split.
-        saved: numbers per token; 0 where another operation has stated the tensor.
-        region: of the saved tensor.
-        bias: whether the module has a bias.
+    module, inputs, outputs, bias: as in `Matmul`.  region: of the saved tensor.
+    saved: numbers per token; 0 where another operation has stated the tensor.
     """
     tensors = (SavedTensor(numel=saved, region=region),) if saved else ()
     return Matmul(module=module, inputs=inputs, outputs=outputs, bias=bias, saved=tensors)
@@ -155,11 +165,8 @@ def norm(module: str, dim: int, vectors: int = 1, statistics: int = 1) -> Elemen
 
     Where the norm runs as several kernels (on a CPU) it also saves the normalized states in float32.
 
-    Args:
-        module: name or glob of the module.
-        dim: features per token.
-        vectors: weight vectors of `dim` numbers: 1 for RMSNorm, 2 for LayerNorm.
-        statistics: 1 for RMSNorm (the scale), 2 for LayerNorm (mean and scale).
+    module: as in `Matmul`.  dim: features per token.  vectors: weight vectors; 1 for RMSNorm, 2 for LayerNorm.
+    statistics: 1 for RMSNorm (the scale), 2 for LayerNorm (mean and scale).
     """
     saved = (
         SavedTensor(numel=dim, region="hidden"),
@@ -177,14 +184,9 @@ def residual(dim: int) -> Elementwise:
 
 
 def shared(dim: int, uses: int) -> Elementwise:
-    """Hidden states of `dim` features that feed `uses` matmuls: backward adds the gradients of all uses.
-
-    Forward costs nothing. Each addition in backward reads two tensors and writes one.
-    """
+    """Hidden states of `dim` features that feed `uses` matmuls: each addition of gradients reads two, writes one."""
     return Elementwise(region="seq_full", forward=0, backward=3 * dim * (uses - 1))
 
-
-# --- state, traffic, recompute ------------------------------------------------------------------------------------
 
 Component = Literal["parameters", "gradients", "optimizer", "buffers"]
 
@@ -221,7 +223,7 @@ class GatherPolicy:
 
 
 Collective = Literal["all_reduce", "all_gather", "reduce_scatter", "all_to_all"]
-Where = Literal["embeddings", "layer", "head", "unit", "step"]
+Where = Literal["embeddings", "layer", "attention", "head", "unit", "step"]
 When = Literal["forward", "recompute", "backward", "update"]
 
 
@@ -229,26 +231,29 @@ When = Literal["forward", "recompute", "backward", "update"]
 class CollectiveCost:
     """A collective over the ranks of `axes`. Groups of one rank cost nothing.
 
-    axes: mesh axes of the group.  collective: its kind.
+    axes: mesh axes of the group.  collective: its kind; "send": every rank sends to the next one of the group.
     where: what the collective belongs to, and so how often it runs: once for the "embeddings", per "layer" or for the
-        "head" of a rank; per shard "unit"; or once per "step" for all parameters of the rank.
+        "head" of a rank; per shard "unit"; once per "step" for all parameters of the rank; or within a layer's
+        "attention", whose result alone selective recomputation saves.
     when: the phase it runs in. "recompute": in backward, for layers that are recomputed from their input.
     numel: numbers of the whole, gathered tensor: per token, or per parameter where `per_parameter` is set. Of an
-        all-gather the output, of a reduce-scatter the input, of an all-reduce the tensor.
-    itemsize: bytes per number; 0: `Costs.itemsize`.
+        all-gather the output, of a reduce-scatter the input, of other kinds the tensor of a rank.
+    region: of which `numel` counts the features.  itemsize: bytes per number; 0: `Costs.itemsize`.
     count: collectives of this kind at each place, such as 2 per layer.
     per_parameter: `numel` is multiplied by the parameters of the unit or rank instead of tokens.
-    overlaps: runs beside computation; only non-overlapped time adds to the step.
+    overlaps: runs beside computation; only non-overlapped time adds to the step. In attention, N collectives run
+        beside the first N of N + 1 equal blocks of it.
     sharded_over: axes over which the tensor is sharded before this collective; the size is divided by their ranks.
     skip_last_unit: not for the last shard unit of a stage, which is still gathered from forward.
     per: "micro_batch": in each micro batch.  "step": once per step, however many micro batches there are.
     """
 
     axes: tuple[str, ...]
-    collective: Collective
+    collective: Collective | Literal["send"]
     where: Where
     when: When
     numel: float
+    region: Region = "seq_full"
     itemsize: float = 0
     count: float = 1
     per_parameter: bool = False
@@ -274,9 +279,6 @@ class Recompute:
     saved: Literal["input", "products", "all_but_scores"] = "input"
     also: tuple[SavedTensor, ...] = ()
     full_layer: bool = False
-
-
-# --- stages and their order ---------------------------------------------------------------------------------------
 
 
 class Action(NamedTuple):
@@ -325,13 +327,11 @@ class Costs:
     splits: region -> ranks that share its numbers, over all mesh axes.
     itemsize: bytes per number of the compute dtype.  reduce_itemsize: bytes per number of gradients in collectives.
     dtype: compute dtype of the layers' matmuls, such as "bfloat16" or "float8".  wide_dtype: of all other matmuls.
-    fused: a compiler fuses elementwise operations.
-    state: memory per parameter that lasts through the step.
+    fused: a compiler fuses elementwise operations.  state: memory per parameter that lasts through the step.
     update_bytes: bytes read and written per parameter in the update; 12 for norm and clipping before any optimizer.
     updated_over: axes whose ranks share the update.
     gather: lifetime of gathered parameters and unreduced gradients; None: nothing is gathered per shard unit.
-    collectives: all collectives of the step except transfers between stages.
-    recompute: activation recomputation; None: none.
+    collectives: all collectives of the step except transfers between stages.  recompute: of activations; None: none.
     stages: stages of the whole pipeline.  order: micro batches per step -> order of actions per pipeline rank.
     pipeline_axis: mesh axis of the pipeline; empty: no transfers.
     blocking: sends and receives hold the rank until the transfer is done, instead of running beside computation.
@@ -378,10 +378,7 @@ class Costs:
         return self.micro_batch * self.seq_len
 
     def share(self, region: Region) -> float:
-        """A rank's number of values per feature of a region: tokens of a micro batch / ranks that share the region.
-
-        `share("tp_sharded") * numel` is what a rank has of a tensor of `numel` features per token.
-        """
+        """Numbers that a rank has per feature of a region: tokens of a micro batch / ranks that share the region."""
         return self.tokens / self.splits[region]
 
     def cut(self, region: Region) -> float:

@@ -1,6 +1,6 @@
-"""The mesh: named axes, each with a role, over the ranks of a run.
+"""The mesh: named axes over the ranks of a run, each with facts about its ranks.
 
-Only the plugin that owns an axis knows it by name. Loss, data and gradient norm ask for roles. `Layout` is arithmetic
+Only the plugin that owns an axis knows it by name. Loss, data and gradient norm ask for facts. `Layout` is arithmetic
 and needs no process group, so the planner uses it; `Mesh` adds the groups.
 """
 
@@ -15,22 +15,30 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 from titan.contracts.base.options import coerce, did_you_mean, shown
 
-Role = Literal["stage", "batch", "sequence", "model", "expert"]
-"""What differs between ranks along an axis.
+DataFact = Literal["same", "dealt", "sliced"]
+"""What the ranks along an axis see: the same samples, other samples, or other positions of the same samples.
 
-stage: the layers (pipeline parallelism).  batch: the samples (data parallelism).
-sequence: the tokens of a sample (context parallelism).  model: the slice of each layer (tensor parallelism).
-expert: the experts, and the samples too (expert parallelism).
+The host deals samples over axes that are "dealt". Tokens and losses are summed over axes that are "dealt" or "sliced".
 """
+
+WeightsFact = Literal["copies", "slices", "layers"]
+"""What the ranks along an axis hold: copies of the weights, slices of the same layers, or other layers.
+
+A gradient is summed over every axis that is "dealt" or "sliced" and along which the parameter is a copy. The global
+norm adds the squares over "slices" and "layers".
+"""
+
+AxisFact = DataFact | WeightsFact
 
 
 @dataclass(frozen=True, kw_only=True)
 class Axis:
     """A mesh axis that a plugin owns. Users set its degree in `[mesh]`.
 
-    name: the TOML key.  role: what ranks along the axis do differently.
+    name: the TOML key.
+    data: which data the ranks along the axis see.  weights: which weights they hold.
     topology_order: position from outer axes (slow links) to inner axes (fast links); ranks along the axis with the
-        largest value are neighbors. Built-in: pp 0, dp_replicate 10, dp_shard 20, tp 40; 30 is for context parallelism.
+        largest value are neighbors. Built-in: pp 0, dp_replicate 10, dp_shard 20, cp 30, tp 40.
     doc: one line for help texts.
     default: degree where the TOML sets none; -1: all remaining ranks (at most one axis of a mesh).
 
@@ -39,7 +47,8 @@ class Axis:
     """
 
     name: str
-    role: Role
+    data: DataFact
+    weights: WeightsFact
     topology_order: float
     doc: str
     default: int = 1
@@ -56,6 +65,12 @@ class Axis:
         if self.default < 1 and self.default != -1:
             what = "must be at least 1, or -1 for all remaining ranks"
             raise ValueError(f"mesh axis {self.name!r}: default = {self.default}: {what}")
+        if (self.data, self.weights) == ("same", "copies"):
+            what = 'data = "same" with weights = "copies": its ranks would all do the same work'
+            raise ValueError(f"mesh axis {self.name!r}: {what}")
+        if self.data == "sliced" and self.weights != "copies":
+            what = f'data = "sliced" with weights = "{self.weights}": ranks that slice sequences must hold "copies"'
+            raise ValueError(f"mesh axis {self.name!r}: {what}")
 
 
 @dataclass(frozen=True)
@@ -77,13 +92,13 @@ class Layout:
         """Degree of an axis; 1 where no plugin owns such an axis."""
         return self.degrees.get(axis, 1)
 
-    def of_role(self, *roles: Role) -> tuple[str, ...]:
-        """Names of the axes that have one of these roles, outer to inner."""
-        return tuple(axis.name for axis in self.axes if axis.role in roles)
+    def axes_of(self, *facts: AxisFact) -> tuple[str, ...]:
+        """Names of the axes that state one of these facts, outer to inner."""
+        return tuple(axis.name for axis in self.axes if axis.data in facts or axis.weights in facts)
 
-    def role_degree(self, *roles: Role) -> int:
-        """Ranks along all axes of these roles: the product of their degrees."""
-        return math.prod(self.degrees[name] for name in self.of_role(*roles))
+    def degree_of(self, *facts: AxisFact) -> int:
+        """Ranks along all axes that state one of these facts: the product of their degrees."""
+        return math.prod(self.degrees[name] for name in self.axes_of(*facts))
 
     def coordinate(self, rank: int) -> dict[str, int]:
         """Coordinates of a rank: axis name -> position, from 0."""
@@ -92,10 +107,10 @@ class Layout:
             rank, at[axis.name] = divmod(rank, self.degrees[axis.name])
         return at
 
-    def role_index(self, rank: int, *roles: Role) -> int:
-        """Position of a rank among the ranks that differ in these roles, from 0."""
+    def index_of(self, rank: int, *facts: AxisFact) -> int:
+        """Position of a rank among the ranks along all axes that state one of these facts, from 0."""
         at, index = self.coordinate(rank), 0
-        for name in self.of_role(*roles):
+        for name in self.axes_of(*facts):
             index = index * self.degrees[name] + at[name]
         return index
 
@@ -156,6 +171,7 @@ class Mesh:
         self.layout, self.device, self.rank = layout, device, rank
         names = tuple(name for name, degree in layout.degrees.items() if degree > 1 or name in keep)
         self._mesh: DeviceMesh | None = None
+        self._flat: dict[tuple[str, ...], DeviceMesh] = {}
         if names:
             shape = tuple(layout.degrees[name] for name in names)
             # An axis of all ranks uses the process group of all, which is there.
@@ -171,6 +187,27 @@ class Mesh:
         assert self._mesh is not None, f"this run has no mesh, so no axis {axes}"
         return self._mesh[axes]
 
+    def flat(self, *dimensions: Sequence[str]) -> DeviceMesh:
+        """A mesh with one dimension for each sequence of axes, of all ranks along them, for DTensor and FSDP.
+
+        Axes that this mesh has left out count as 1. All ranks call it in the same order: several axes become one
+        process group, which is made at the first call.
+        """
+        found = [self._flattened(axes) for axes in dimensions]
+        return found[0] if len(found) == 1 else DeviceMesh._concatenate(found)
+
+    def _flattened(self, axes: Sequence[str]) -> DeviceMesh:
+        """One dimension of all ranks along these axes."""
+        assert self._mesh is not None, "this run has no mesh"
+        there = tuple(axis for axis in axes if axis in self)
+        named = tuple(axis for axis in there if self.layout.degrees[axis] > 1) or there[:1]
+        if len(named) == 1:
+            return self._mesh[named[0]]
+        if named not in self._flat:
+            own = "nccl" if self.device.type == "cuda" else None
+            self._flat[named] = self._mesh[named]._flatten("_".join(named), backend_override=own)
+        return self._flat[named]
+
     def at(self, axis: str) -> int:
         """This rank's coordinate on an axis; 0 where the axis does not exist."""
         return self.layout.coordinate(self.rank).get(axis, 0)
@@ -180,16 +217,30 @@ class Mesh:
         assert self._mesh is not None
         return self._mesh.get_group(axis)
 
-    def groups(self) -> list[dist.ProcessGroup]:
-        """All process groups of this rank, one per axis."""
-        return [] if self._mesh is None else list(self._mesh.get_all_groups())
+    def groups(self) -> list[tuple[str, dist.ProcessGroup]]:
+        """All process groups of this rank: one per axis, and of axes that are one dimension together.
 
-    def sum(self, tensor: torch.Tensor, *roles: Role) -> torch.Tensor:
-        """Sum a tensor in place over the ranks that differ in these roles, and return it.
+        Each with the axes along which its ranks differ: "dp_shard", or "dp_shard x cp".
+        """
+        if self._mesh is None:
+            return []
+        degrees = self.layout.degrees
+        flat = [(" x ".join(a for a in axes if degrees[a] > 1), mesh.get_group()) for axes, mesh in self._flat.items()]
+        return [(axis, self.group(axis)) for axis in self._mesh.mesh_dim_names or ()] + flat
+
+    def sum(self, tensor: torch.Tensor, *facts: AxisFact) -> torch.Tensor:
+        """Sum a tensor in place over the ranks along all axes that state one of these facts, and return it.
 
         All these ranks must call it, in the same order.
         """
-        for axis in self.layout.of_role(*roles):
+        return self._reduce(tensor, dist.ReduceOp.SUM, facts)
+
+    def max(self, tensor: torch.Tensor, *facts: AxisFact) -> torch.Tensor:
+        """The same with the largest value, element by element."""
+        return self._reduce(tensor, dist.ReduceOp.MAX, facts)
+
+    def _reduce(self, tensor: torch.Tensor, operation: Any, facts: Sequence[AxisFact]) -> torch.Tensor:
+        for axis in self.layout.axes_of(*facts):
             if self.layout.degrees[axis] > 1:
-                dist.all_reduce(tensor, group=self.group(axis))
+                dist.all_reduce(tensor, operation, self.group(axis))
         return tensor

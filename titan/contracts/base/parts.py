@@ -5,9 +5,10 @@ from dataclasses import dataclass, field
 from typing import Any, Literal, get_args
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy
 
+from titan.contracts.base.batch import Batch
 from titan.contracts.base.spec import ModelSpec
 
 
@@ -57,6 +58,7 @@ class ModelPart:
     shared: canonical names of tied parameters that another stage counts; left out of the gradient norm here.
     hidden_split: ranks over which the hidden states between layers are split along the sequence. Set by the technique
         that splits them.
+    length_multiple: lengths of sequences must be multiples of this. A technique that splits positions multiplies it.
     runner: the module that an engine calls; a technique may set a wrapper of `module`.
     """
 
@@ -65,11 +67,22 @@ class ModelPart:
     stages: int = 1
     shared: frozenset[str] = frozenset()
     hidden_split: int = 1
+    length_multiple: int = 1
     runner: nn.Module = field(init=False)
 
     def __post_init__(self) -> None:
         self.runner = self.module
         self._wraps: dict[str, dict[str, Wrap]] = {}
+
+    def forward(self, x: Tensor, batch: Batch, labels: Tensor | None = None) -> Tensor:
+        """Run the part on tokens [B, S] or hidden states [B, S, D] of a batch, through `runner`.
+
+        Returns hidden states, and from the last stage logits [B, S, V]. With labels [B, S], the last stage returns the
+        objective instead: a scalar, this micro batch's share of the step's mean.
+        """
+        more = {} if labels is None else {"labels": labels}
+        result: Tensor = self.runner(x, batch.positions, documents=batch.documents, **more)
+        return result
 
     def parameters(self) -> Iterator[tuple[str, nn.Parameter]]:
         """(canonical name, parameter), each tensor once."""

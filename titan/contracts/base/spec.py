@@ -11,7 +11,7 @@ from functools import cached_property, lru_cache
 from itertools import islice
 from typing import TYPE_CHECKING, Literal, get_args
 
-from titan.contracts.base.cost import EmbeddingOp, Matmul, Operation
+from titan.contracts.base.cost import Attention, EmbeddingOp, Matmul, Operation
 from titan.contracts.base.options import did_you_mean
 from titan.errors import PluginError
 
@@ -24,7 +24,7 @@ TensorStyle = Literal["column", "row", "embedding", "positions", "head", "norm",
 column: linear; the output features are split.
 row: linear; the input features are split, and the outputs are summed over ranks.
 embedding: the table is split by vocabulary.
-positions: replicated table of learned positions. Its output [1, S, D] is split on S with sequence parallelism, as the
+positions: replicated table of learned positions. Its output [B, S, D] is split on S with sequence parallelism, as the
     embedding's output is, and whole otherwise.
 head: linear; the output features (the vocabulary) are split. The input is the whole hidden state.
 norm: replicated weights, on the hidden state [B, S, D]; with sequence parallelism, on this rank's slice of S.
@@ -32,6 +32,30 @@ qk_norm: replicated weights, on the last dimension of this rank's heads [..., N]
     is a partial sum, with and without sequence parallelism.
 gather: a module whose first argument must have all positions of the sequence (attention, feed-forward).
 """
+
+ParameterKind = Literal["matrix", "table", "head", "vector"]
+"""What a parameter is to an optimizer.
+
+matrix: the weight of a linear inside of the model, or a stack of such weights.
+table: the weight of an embedding, a row per word or position; also where the head is tied to it.
+head: the weight that projects hidden states to logits, a row per word.
+vector: at most one dimension: weights of norms, biases, scalars.
+"""
+
+
+@dataclass(frozen=True)
+class ParameterFacts:
+    """What a spec says of one parameter.
+
+    kind: see `ParameterKind`.
+    dim: the dimension that heads, hidden units or words lie along, which tensor parallelism splits; None: it stays
+        whole on every rank.
+    partial: it is whole, but each rank of tensor parallelism uses it on its own heads: gradients are partial sums.
+    """
+
+    kind: ParameterKind
+    dim: int | None
+    partial: bool
 
 
 @dataclass(frozen=True)
@@ -90,13 +114,17 @@ class ModelSpec:
     n_heads, n_kv_heads: query heads and key-value heads.  head_dim: features per head.
     ffn_dim: width of the feed-forward that tensor parallelism splits; 0 where it splits none.
     max_seq_len: longest sequence, in tokens.
-    embeddings, head: module names before and after the layers.  layers: name of the ModuleDict of layers, whose keys
+    embeddings, head: module names before and after the layers. The last of the head projects hidden states to logits:
+        the loss is computed where its forward ends.
+    attention: globs of the modules in which positions see each other, each an `AttentionCore`; empty: a model whose
+        positions mix in another way, which neither slices sequences nor caches keys and values.
+    layers: name of the ModuleDict of layers, whose keys
         are global layer numbers. Every parameter is in one of the three.
     tied: (alias, owner) names of parameters that are one tensor; the owner's name is canonical.
     tensor: module glob -> `TensorStyle`, how tensor parallelism treats the module; the first glob that matches counts.
     init: parameter glob -> `Init`; the first glob that matches counts, and every parameter needs one.
     buffers: buffer glob -> `Init`, for persistent and other buffers; matched as in `init`.
-    no_decay: globs of parameters that usual practice exempts from weight decay.
+    no_decay: globs of matrices and heads to exempt from weight decay, as tables and vectors always are.
     layer_params, embedding_params, head_params: parameters of one layer, of the embeddings, of the head. A tied tensor
         counts among the embeddings.
     matmul_params_per_layer, head_matmul_params: parameters that each token is multiplied by: the weights of linears.
@@ -117,6 +145,7 @@ class ModelSpec:
     layers: str = "layers"
     head: tuple[str, ...]
     tied: tuple[tuple[str, str], ...] = ()
+    attention: tuple[str, ...] = ()
     tensor: Mapping[str, TensorStyle]
     init: Mapping[str, Init]
     buffers: Mapping[str, Init] = field(default_factory=dict)
@@ -139,9 +168,11 @@ class ModelSpec:
         """Forward FLOPs of one layer per token: 2 per matmul parameter, plus both products of attention.
 
         Attention counts the full S x S square, 4 * seq_len * heads * head_dim, as in PaLM, appendix B (arXiv
-        2204.02311).
+        2204.02311), or what `layer_ops` state.
         """
-        return 2.0 * self.matmul_params_per_layer + 4.0 * seq_len * self.n_heads * self.head_dim
+        cores = [op.flops_per_token(seq_len) for op in self.layer_ops if isinstance(op, Attention)]
+        square = 4.0 * seq_len * self.n_heads * self.head_dim
+        return 2.0 * self.matmul_params_per_layer + (sum(cores) if cores else square)
 
     def head_flops_per_token(self) -> float:
         """Forward FLOPs of the head per token."""
@@ -178,6 +209,35 @@ class ModelSpec:
             "titan.contracts.base.spec.computed(function of the device), or a constant such as ZEROS"
         )
 
+    def style_of(self, module: str) -> TensorStyle | None:
+        """How tensor parallelism treats a module, by its name; None where no glob of `tensor` matches."""
+        return next((style for glob, style in self.tensor.items() if glob_matches(glob, module)), None)
+
+    def parameter(self, name: str, ndim: int) -> ParameterFacts:
+        """What the spec says of a parameter, by its canonical name and its number of dimensions.
+
+        The kind follows from the tensor style of its module, and where there is none, from `embeddings` and `head`.
+        """
+        style = self.style_of(name.rpartition(".")[0])
+        names = {name}.union(*(pair for pair in self.tied if name in pair))
+        places = {self._place(name.rpartition(".")[0]) for name in names}
+        kinds: tuple[ParameterKind, ...] = ("table", "head", "matrix")  # of a tied tensor, the first of these
+        kind = "vector" if ndim < 2 else next(kind for kind in kinds if kind in places)
+        dim = 0 if style in ("column", "embedding", "head") else 1 if style == "row" and ndim > 1 else None
+        return ParameterFacts(kind, dim, partial=style == "qk_norm")
+
+    def _place(self, module: str) -> Literal["matrix", "table", "head"]:
+        style = self.style_of(module)
+        embedding = any(f"{module}.".startswith(f"{name}.") for name in self.embeddings)
+        if style in ("embedding", "positions") or (style is None and embedding):
+            return "table"
+        return "head" if style == "head" or (style is None and module == self.head[-1]) else "matrix"
+
+    def decays(self, name: str, ndim: int) -> bool:
+        """Whether usual practice decays a parameter: matrices and the head, but for those of `no_decay`."""
+        kind = self.parameter(name, ndim).kind
+        return kind in ("matrix", "head") and not any(glob_matches(glob, name) for glob in self.no_decay)
+
     def layer_names(self, numbers: Iterable[int] | None = None) -> tuple[str, ...]:
         """Module names of the layers with these global numbers; None: of all layers."""
         return tuple(f"{self.layers}.{i}" for i in (range(self.n_layers) if numbers is None else numbers))
@@ -188,9 +248,7 @@ class ModelSpec:
         first, found = f"{self.layers}.0.", {}
         for op in (*self.embedding_ops, *self.layer_ops, *self.head_ops):
             if isinstance(op, Matmul | EmbeddingOp):
-                names = (op.module, first + op.module)
-                fitting = (style for glob, style in self.tensor.items() if any(glob_matches(glob, n) for n in names))
-                found[op.module] = next(fitting, None)
+                found[op.module] = self.style_of(op.module) or self.style_of(first + op.module)
         return found
 
     def shard_units(self) -> tuple[tuple[str, ...], ...]:
@@ -216,7 +274,7 @@ class ModelSpec:
             if style not in known:
                 raise PluginError(f"ModelSpec.tensor gives {glob} the style {style!r}{did_you_mean(style, known)}")
         absent = [name for name in (*self.embeddings, self.layers, *self.head) if name not in modules]
-        absent += [g for g in self.tensor if not any(glob_matches(g, m) for m in modules)]
+        absent += [g for g in (*self.tensor, *self.attention) if not any(glob_matches(g, m) for m in modules)]
         absent += [g for g in (*self.init, *self.no_decay) if not any(glob_matches(g, p) for p in parameters)]
         absent += [g for g in self.buffers if not any(glob_matches(g, b) for b in buffers)]
         if absent:

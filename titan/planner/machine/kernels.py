@@ -6,7 +6,8 @@ is short; or a size is divisible by a small power of two only, so that loads are
 of 16 bytes do not use tensor cores at all. A product takes at least the time of its memory traffic (the roofline of
 Williams et al., CACM 52(4), 2009).
 
-Attention counts needed FLOPs only: half of the square where a kernel skips masked positions. Its backward has 2.5 times
+Attention counts needed FLOPs only: half of the square where a kernel skips masked positions; all where it is given a
+mask, of documents or of a window: no kernel knows which of its blocks are empty. Its backward has 2.5 times
 the FLOPs of its forward (FlashAttention-2, arXiv 2307.08691).
 """
 
@@ -23,6 +24,10 @@ PASSES_OVER_SCORES = (4.5, 5.5)
 """Elements per score that move through memory, forward and backward, besides the products, in attention that writes its
 scores: the softmax reads and writes (its backward reads two), and so does dropout, with a mask of one byte. titan's own
 kernel has no dropout, but masks the scores in a pass of its own: it reads and writes them once more, 4 and 5 in all."""
+
+
+FLOAT32 = 4
+"""Bytes per score in blocks with a mask between ranks."""
 
 
 class Seconds(NamedTuple):
@@ -94,7 +99,7 @@ class Device:
         if isinstance(op, Matmul):
             return self._linear(op, costs, dtype)
         if isinstance(op, Attention):
-            return self._written(op, costs) if op.scores_written else self._attention(op, costs)
+            return self._core(op, costs)
         if isinstance(op, EmbeddingOp):
             numbers = costs.share("hidden") * op.width
             return Seconds(self.moving(2 * numbers, costs.itemsize), 0.0, self.moving(3 * numbers, costs.itemsize))
@@ -112,12 +117,20 @@ class Device:
             self.product(inputs, rows, outputs, dtype, width),
         )
 
+    def _core(self, op: Attention, costs: Costs) -> Seconds:
+        if op.scores_written:
+            return self._written(op, costs)
+        return self._in_parts(op, costs) if op.masked_blocks else self._attention(op, costs)
+
     def _attention(self, op: Attention, costs: Costs) -> Seconds:
-        square = 4.0 * costs.share("tp_sharded") * costs.seq_len * op.heads * op.head_dim
-        needed = square * (0.5 if self.kernels.causal else 1.0) / self.cluster.peak(costs.wide_dtype)
+        # The first positions of a sequence see fewer keys than others: all positions together, half of a square less.
+        seen = costs.seq_len / 2 if self.kernels.causal and not masked(op, costs.seq_len) else costs.seq_len
+        tokens, launches = costs.share("tp_sharded"), op.blocks * self._launch
+        needed = 4.0 * tokens * seen * op.heads * op.head_dim / self.cluster.peak(costs.wide_dtype)
+        forward, backward = (self.moving(tokens * copied, costs.itemsize) for copied in op.copied)
         return Seconds(
-            needed / self.kernels.attention_forward + self._launch,
-            BACKWARD_OF_ATTENTION * needed / self.kernels.attention_backward + self._launch,
+            needed / self.kernels.attention_forward + launches + forward,
+            BACKWARD_OF_ATTENTION * needed / self.kernels.attention_backward + launches + backward,
         )
 
     def _written(self, op: Attention, costs: Costs) -> Seconds:
@@ -126,25 +139,32 @@ class Device:
         forward, backward = self._passes_over_scores(op, costs)
         return Seconds(pair + forward, 2 * pair + backward)
 
+    def _in_parts(self, op: Attention, costs: Costs) -> Seconds:
+        """Attention block by block between ranks, whose blocks with a mask write their scores in float32."""
+        forward, inputs, _ = self._written(op, costs)
+        copied = [self.moving(costs.share("tp_sharded") * numbers, costs.itemsize) for numbers in op.copied]
+        return Seconds(forward + copied[0], inputs + copied[1])
+
     def _products_of_scores(self, op: Attention, costs: Costs) -> tuple[float, float]:
         """Seconds of the product of queries and keys, and of that of scores and values."""
         seq_len, dtype, width = costs.seq_len, costs.wide_dtype, costs.itemsize
-        matrices = costs.share("tp_sharded") * op.heads / seq_len
+        matrices, keys = costs.share("tp_sharded") * op.heads / seq_len, op.masked_blocks or seq_len
         return (
-            self.batched(matrices, seq_len, op.head_dim, seq_len, dtype, width),
-            self.batched(matrices, seq_len, seq_len, op.head_dim, dtype, width),
+            self.batched(matrices, seq_len, op.head_dim, keys, dtype, width),
+            self.batched(matrices, seq_len, keys, op.head_dim, dtype, width),
         )
 
     def _passes_over_scores(self, op: Attention, costs: Costs) -> tuple[float, float]:
         """Seconds of the softmax and the dropout or mask of the scores, forward and backward."""
-        scores = costs.share("tp_sharded") * op.heads * costs.seq_len
-        forward, backward = (self.moving(passes * scores, costs.itemsize) for passes in PASSES_OVER_SCORES)
+        scores = costs.share("tp_sharded") * op.heads * (op.masked_blocks or costs.seq_len)
+        width = FLOAT32 if op.masked_blocks else costs.itemsize
+        forward, backward = (self.moving(passes * scores, width) for passes in PASSES_OVER_SCORES)
         return forward, backward
 
     def core_again(self, op: Attention, costs: Costs, both: bool) -> float:
         """Seconds to recompute attention; both: also the second product of attention that writes its scores."""
         if not op.scores_written:
-            return self._attention(op, costs).forward
+            return self._core(op, costs).forward
         first, last = self._products_of_scores(op, costs)
         return first + last * both + self._passes_over_scores(op, costs)[0]
 
@@ -159,6 +179,11 @@ class Device:
         """Seconds of an optimizer update that moves that many bytes through memory."""
         share = self.kernels.update_bandwidth_efficiency or self.kernels.bandwidth_efficiency
         return bytes_ / (self.cluster.device.bandwidth_gb_s * 1e9 * share)
+
+
+def masked(op: Attention, seq_len: int) -> bool:
+    """Whether attention is one fused operation with a mask: of documents, or of a window shorter than the sequence."""
+    return not (op.scores_written or op.masked_blocks) and (op.documents or op.keys(seq_len) < seq_len)
 
 
 def _even(size: float) -> int:

@@ -3,7 +3,8 @@
 For a tensor of V bytes in a group of n ranks, each rank sends (n - 1) / n V bytes in an all-gather, a reduce-scatter or
 an all-to-all, and twice that in an all-reduce (rings: Patarasu and Yuan, J. Parallel Distrib. Comput. 69, 2009). Where
 a group spans a level of the network, all of its ranks below that level use their links at once: g ranks of a node drive
-g links. Each doubling of the group adds one message latency.
+g links. In an all-to-all each rank sends its own numbers, so what crosses the level is g times as much, too. Each
+doubling of the group adds one message latency.
 """
 
 import math
@@ -37,18 +38,21 @@ class Network:
     def collective(self, kind: Collective, group: Group, bytes_: float) -> float:
         """Seconds of a collective.
 
-        bytes_: size of the whole tensor: the result of an all-gather, the input of a reduce-scatter.
+        bytes_: the whole tensor: the result of an all-gather, the input of a reduce-scatter, a rank's tensor of others.
         """
         if group.size == 1 or not bytes_:
             return 0.0
-        below, slowest, latency = 1, math.inf, 0.0
+        below, slowest, latency, exchange = 1, math.inf, 0.0, 0.0
         for link in self.links:
             here = group.within(link.ranks)
             if here > below:
-                slowest = min(slowest, below * link.bandwidth_gb_s * 1e9 * link.efficiency)
+                rate = link.bandwidth_gb_s * 1e9 * link.efficiency
+                slowest = min(slowest, below * rate)
+                exchange = max(exchange, (here - below) / group.size * bytes_ / rate)
                 latency += math.log2(here / below) * link.latency_us * 1e-6
             below = here
-        return PASSES[kind] * ((group.size - 1) / group.size * bytes_ / slowest + latency)
+        ring = (group.size - 1) / group.size * bytes_ / slowest
+        return PASSES[kind] * ((exchange if kind == "all_to_all" else ring) + latency)
 
     def send(self, group: Group, bytes_: float) -> float:
         """Seconds to send `bytes_` to the next rank of a group, for the slowest pair."""

@@ -1,4 +1,4 @@
 """Predictions as text, tables, plots and studies, and the closed-form formulas."""
 
-STUDIES = ("weak-scaling", "strong-scaling", "bubble", "tp", "pp", "recompute", "micro-batch")
+STUDIES = ("weak-scaling", "strong-scaling", "bubble", "tp", "pp", "cp", "recompute", "micro-batch")
 """Names of the studies of `titan plan --study`; see `titan.planner.report.studies`."""

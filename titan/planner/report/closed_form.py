@@ -88,7 +88,7 @@ def report(
             "textbook": textbook_parameters(spec.n_layers, spec.dim, spec.vocab_size),
         },
         "state": _state(spec, shards, ranks, held),
-        "activations": _activations(spec, seq_len, job.layout.role_degree("model")),
+        "activations": _activations(spec, seq_len, job.layout.degree_of("slices")),
         "flops_per_token": {
             "exact": spec.flops_per_token(seq_len),
             "exact_full_recompute": hardware_flops_per_token(spec, seq_len),
@@ -101,7 +101,7 @@ def report(
 
 def _ranks(job: Job, devices: int | None) -> tuple[int, int]:
     """Ranks that split the model, and how many such groups there are."""
-    shards = job.layout.role_degree("model", "stage")
+    shards = job.layout.degree_of("slices", "layers")
     if devices is None:
         return shards, job.layout.world_size // shards
     if devices % shards:

@@ -1,7 +1,7 @@
 """Studies: a job with one parameter varied; each point is a prediction.
 
 They give the usual figures of papers on scaling (arXiv 2104.04473; Frontier: arXiv 2312.12705) for any job and cluster.
-A study starts from the job's own layout and overrides one or two of its keys; mesh axes are found by their role.
+A study starts from the job's own layout and overrides one or two of its keys; mesh axes are found by their facts.
 Invalid jobs stay in the study, with the reason; so do jobs that do not fit into memory.
 """
 
@@ -15,12 +15,12 @@ from titan.config.renames import renew
 from titan.config.tables import COMMAND_LINE, Table, override
 from titan.contracts import Technique
 from titan.contracts.base import registry
-from titan.contracts.base.mesh import Layout, Role
+from titan.contracts.base.mesh import AxisFact, Layout
 from titan.contracts.base.options import did_you_mean
 from titan.errors import ConfigError, ConfigIssue
 from titan.planner.machine.cluster import Cluster
 from titan.planner.report.study import MEASURES, Point, Study
-from titan.planner.search.space import LARGEST_MICRO_BATCH, tables_with_effect
+from titan.planner.search.space import FEWEST_POSITIONS, LARGEST_MICRO_BATCH, tables_with_effect
 from titan.planner.step.layout import costs_of
 from titan.planner.step.memory import GIB
 from titan.planner.step.predict import Planner, Prediction
@@ -31,7 +31,9 @@ WIDEST = 32
 TIMES_LARGER = 8
 """How much larger than the job scaling goes, where nothing says how many ranks there are."""
 DOUBLINGS = 5
-"""How often the bubble's study doubles the micro batches, beginning with one for each stage."""
+"""How often the bubble's study doubles the micro batches, and that of context parallelism the sequence length."""
+LONGEST = 2**20
+"""Tokens of the longest sequence that is made by doubling."""
 
 
 # --- what is varied -----------------------------------------------------------------------------------------------
@@ -56,16 +58,16 @@ class Base(NamedTuple):
     fixed: frozenset[str]
     ranks: int
 
-    def axis(self, role: Role) -> str:
-        """Name of the mesh axis with this role; of several, the one with the largest degree or with default -1.
+    def axis(self, fact: AxisFact) -> str:
+        """Name of the mesh axis that states this fact; of several, the one with the largest degree or with default -1.
 
         Raises:
             ConfigError: no plugin owns such an axis.
         """
         layout = self.job.layout
-        axes = [axis for axis in layout.axes if axis.role == role]
+        axes = [axis for axis in layout.axes if fact in (axis.data, axis.weights)]
         if not axes:
-            raise ConfigError([ConfigIssue("--study", f"no plugin owns an axis of role {role}")])
+            raise ConfigError([ConfigIssue("--study", f'no plugin owns an axis that is "{fact}"')])
         return max(axes, key=lambda axis: (layout.degrees[axis.name], axis.default == -1)).name
 
 
@@ -75,7 +77,7 @@ Varied = tuple[str, list[Variant]]
 
 def _weak(base: Base) -> Varied:
     """The batch grows with the ranks that share it, so that the share of each stays."""
-    size, axis = base.job.train.global_batch_size, base.axis("batch")
+    size, axis = base.job.train.global_batch_size, base.axis("dealt")
     share = size // base.job.layout.degrees[axis]
     return "ranks", [
         variant._replace(keys={**variant.keys, "train.global_batch_size": share * degree})
@@ -85,7 +87,7 @@ def _weak(base: Base) -> Varied:
 
 def _strong(base: Base) -> Varied:
     """The batch stays, and more ranks share it."""
-    return "ranks", [variant for _, variant in _scaled(base, base.axis("batch"))]
+    return "ranks", [variant for _, variant in _scaled(base, base.axis("dealt"))]
 
 
 def _scaled(base: Base, axis: str) -> Iterator[tuple[int, Variant]]:
@@ -100,16 +102,16 @@ def _scaled(base: Base, axis: str) -> Iterator[tuple[int, Variant]]:
 
 
 def _tensor(base: Base) -> Varied:
-    return _exchanged(base, "model", WIDEST)
+    return _exchanged(base, "slices", WIDEST)
 
 
 def _pipeline(base: Base) -> Varied:
-    return _exchanged(base, "stage", base.job.spec.n_layers)
+    return _exchanged(base, "layers", base.job.spec.n_layers)
 
 
-def _exchanged(base: Base, role: Role, most: int) -> Varied:
+def _exchanged(base: Base, fact: AxisFact, most: int) -> Varied:
     """Degrees of an axis, with the axis that shares the batch taking what is left of the same ranks."""
-    axis, batch, degrees = base.axis(role), base.axis("batch"), base.job.layout.degrees
+    axis, batch, degrees = base.axis(fact), base.axis("dealt"), base.job.layout.degrees
     product = degrees[axis] * degrees[batch]
     return f"mesh.{axis}", [
         Variant(degree, str(degree), {f"mesh.{axis}": degree, f"mesh.{batch}": product // degree})
@@ -119,6 +121,29 @@ def _exchanged(base: Base, role: Role, most: int) -> Varied:
 
 def _divisors(number: int, most: int) -> list[int]:
     return [size for size in range(1, min(number, most) + 1) if number % size == 0]
+
+
+def _context(base: Base) -> Varied:
+    """Degrees of the axis that splits sequences, on the same ranks, for longer and longer sequences.
+
+    The tokens of a step stay, and those of a micro batch while it has several sequences.
+    """
+    job, axis = base.job, base.axis("sliced")
+    (own, batch), most = (job.data.seq_len, job.train.global_batch_size), LONGEST // FEWEST_POSITIONS
+    lengths = [own]
+    while len(lengths) <= DOUBLINGS and 2 * lengths[-1] <= LONGEST and batch % (2 * lengths[-1] // own) == 0:
+        lengths.append(2 * lengths[-1])
+    variants = []
+    for length in lengths:
+        times = length // own
+        keys = {"data.seq_len": length, "train.global_batch_size": batch // times}
+        if job.table["train"]["micro_batch_size"]:
+            keys |= {"train.micro_batch_size": max(1, job.micro_batch // times)}
+        if length > job.spec.max_seq_len:
+            keys["model.max_seq_len"] = length
+        for variant in _exchanged(base, "sliced", most)[1]:
+            variants.append(variant._replace(keys={**variant.keys, **keys}, series=f"{length:,} tokens"))
+    return f"mesh.{axis}", variants
 
 
 def _micro_batch(base: Base) -> Varied:
@@ -142,9 +167,9 @@ def _recompute(base: Base) -> Varied:
 
 def _bubble(base: Base) -> Varied:
     """More and more micro batches, in each of the orders that the pipeline can run them."""
-    job, stages = base.job, base.job.layout.role_degree("stage")
+    job, stages = base.job, base.job.layout.degree_of("layers")
     if stages == 1:
-        axis = base.axis("stage")
+        axis = base.axis("layers")
         raise ConfigError([ConfigIssue("--study", f"bubble: the job has no pipeline; give it one: --mesh.{axis} 4")])
     counts = sorted({job.micro_batches, *(stages * 2**i for i in range(DOUBLINGS + 1))})
     variants = []
@@ -161,7 +186,7 @@ def _orders(base: Base) -> Iterator[tuple[str, dict[str, Any]]]:
 
     The job's own stands for its value; where the command line fixes that option, it is the only one.
     """
-    technique = next(t for t in base.job.techniques if any(axis.role == "stage" for axis in t.axes))
+    technique = next(t for t in base.job.techniques if any(axis.weights == "layers" for axis in t.axes))
     if not technique.search_space:
         yield "", {}
         return
@@ -205,12 +230,14 @@ class Kind(NamedTuple):
 
 SCALING = ("efficiency", "tokens_per_s")
 THROUGHPUT = ("model_tflops_per_device", "memory_gib")
+STEP = ("step_time_s", "memory_gib")
 KINDS: Mapping[str, Kind] = {
     "weak-scaling": Kind("Weak scaling: batch size proportional to the number of ranks", _weak, SCALING, scales=True),
     "strong-scaling": Kind("Strong scaling: fixed batch size", _strong, SCALING, scales=True),
     "bubble": Kind("Pipeline bubble by number of micro batches per step", _bubble, ("bubble_fraction",)),
     "tp": Kind("Throughput by tensor-parallel degree", _tensor, THROUGHPUT),
     "pp": Kind("Throughput by number of pipeline ranks", _pipeline, THROUGHPUT),
+    "cp": Kind("Step by context-parallel degree and sequence length: fixed tokens per step", _context, STEP),
     "recompute": Kind("Memory by recomputation mode", _recompute, THROUGHPUT[::-1], bars=True),
     "micro-batch": Kind("Throughput by micro-batch size", _micro_batch, THROUGHPUT),
 }
@@ -250,7 +277,7 @@ def _base(kind: Kind, config: Path | None, overrides: Sequence[str], world_size:
     base, words = Base(job, fixed, world_size or 0), list(overrides)
     if world_size is None or kind.scales:
         return base, words
-    axis = base.axis("batch")
+    axis = base.axis("dealt")
     words.append(f"--mesh.{axis}={_left(base.job.layout, axis, world_size)}")
     return base._replace(job=load_job(config, words)), words
 

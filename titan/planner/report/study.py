@@ -75,8 +75,8 @@ class Study:
         return {"study": self.name, "title": self.title, "job": self.job, "x": self.x_label, "points": points}
 
     def text(self) -> str:
-        """A table of all measures, or of the first one for several series."""
-        table = self._table() if len(self.series) == 1 else self._table_of_series()
+        """A table of all measures; for several series one table for each measure that is shown."""
+        table = self._table() if len(self.series) == 1 else self._tables_of_series()
         notes = [f"*  does not fit into {self.device_gib:g} GiB"] if any(self._star(p) for p in self.points) else []
         notes += [f"-  {' '.join(filter(None, (name, ', '.join(at))))}: {why}" for (name, why), at in self._refused()]
         return "\n".join([self.title, self.job, "", *table, *(["", *notes] if notes else [])])
@@ -103,12 +103,16 @@ class Study:
         lines = zip(columns(rows), [MEASURES[first].label, *("█" * bar for bar in bars)], strict=True)
         return [f"{line}  {bar}".rstrip() for line, bar in lines]
 
-    def _table_of_series(self) -> list[str]:
-        cells = {(p.label, p.series): _written(p, self.shown[0]) + (self._star(p) or " ") for p in self.points}
-        labels = dict.fromkeys(p.label for p in self.points)
-        rows = [[self.x_label, *(f"{name} " for name in self.series)]]
-        rows += [[label, *(cells[label, name] for name in self.series)] for label in labels]
-        return [f"{MEASURES[self.shown[0]].label}:", *(line.rstrip() for line in columns(rows))]
+    def _tables_of_series(self) -> list[str]:
+        lines: list[str] = []
+        for name in self.shown:
+            cells = {(p.label, p.series): _written(p, name) + (self._star(p) or " ") for p in self.points}
+            labels = dict.fromkeys(p.label for p in self.points)
+            rows = [[self.x_label, *(f"{series} " for series in self.series)]]
+            rows += [[label, *(cells[label, series] for series in self.series)] for label in labels]
+            table = [f"{MEASURES[name].label}:", *(line.rstrip() for line in columns(rows))]
+            lines += [*([""] if lines else []), *table]
+        return lines
 
 
 def _written(point: Point, name: str) -> str:

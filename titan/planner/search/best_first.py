@@ -198,13 +198,13 @@ class _Search:
 
     def _bound(self, alone: Costs, layout: Layout, micro_batch: int) -> float:
         """What a group costs at least: its computation, shared out evenly, none of it twice."""
-        slices, sequence, batch = (layout.role_degree(role) for role in ("model", "sequence", "batch"))
+        slices, sequence, batch = (layout.degree_of(fact) for fact in ("slices", "sliced", "dealt"))
         key = (slices, sequence, micro_batch)
         if key not in self._alone:
             whole = {region: sequence * (1 if region == "seq_full" else slices) for region in REGIONS}
             self._alone[key] = self.planner.stage_costs(replace(alone, splits=whole, micro_batch=micro_batch), layout)
         rounds = self.job.train.global_batch_size / micro_batch / batch
-        return self._value(*self._alone[key].lower_bound(rounds, layout.role_degree("stage")), layout)
+        return self._value(*self._alone[key].lower_bound(rounds, layout.degree_of("layers")), layout)
 
     def _value(self, least: float, busy: float, layout: Layout) -> float:
         """What a step costs at least that takes so long, and in which ranks are at work so long on average."""
@@ -232,7 +232,7 @@ class _Search:
 
     @staticmethod
     def _least(alike: StageCostCache) -> tuple[float, float]:
-        return alike.lower_bound(alike.parts.costs.micro_batches, alike.parts.layout.role_degree("stage"))
+        return alike.lower_bound(alike.parts.costs.micro_batches, alike.parts.layout.degree_of("layers"))
 
     def _look_at_plain(self, space: Space, choice: Choice, staged: Sequence[Chosen], cuts: Cuts) -> None:
         """These choices: with all of those for techniques that do cut it."""
@@ -260,7 +260,7 @@ class _Search:
         whole = alike.memory(alike.parts.costs.stages[0])
         held, working = whole.held, whole.gathered + whole.summed + whole.kept
         total = held["parameters"] + held["optimizer"] + held["buffers"] + max(held["gradients"], working)
-        return self._reserved + total / alike.parts.layout.role_degree("stage")
+        return self._reserved + total / alike.parts.layout.degree_of("layers")
 
     def _look_at_one(self, space: Space, choice: Choice, alike: StageCostCache) -> None:
         result, job = self.result, self._valid(space, choice)

@@ -6,6 +6,7 @@ whether a search may switch it off. Keys fixed by the user stay fixed. A techniq
 """
 
 import itertools
+import math
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
@@ -28,6 +29,8 @@ Options = tuple[tuple[str, Any], ...]
 Chosen = tuple[tuple[str, Options | None], ...]
 LARGEST_MICRO_BATCH = 16
 """Sequences; larger ones fill no device better, and are seldom possible."""
+FEWEST_POSITIONS = 4096
+"""Positions of a sequence per rank; with fewer, communication of keys and values outlasts attention between nodes."""
 
 
 @dataclass(frozen=True)
@@ -120,20 +123,29 @@ class Space:
         owners = [plugin.name for plugin in self._known if axis in plugin.axes]
         if all(owner in self.left_out for owner in owners):
             return [1]
-        most = min(ranks, self.widest or ranks) if axis.role == "model" else ranks
-        if axis.role == "stage":
+        most = min(ranks, self.widest or ranks) if axis.weights == "slices" else ranks
+        if axis.data == "sliced":
+            most = min(most, max(1, self.job.data.seq_len // FEWEST_POSITIONS))
+        if axis.weights == "layers":
             most = min(most, self.job.spec.n_layers)
         return [degree for degree in range(1, most + 1) if ranks % degree == 0]
 
     def micro_batches(self, layout: Layout) -> list[int]:
-        """Micro batch sizes (sequences) that divide a rank's share of the global batch; none if that is no integer."""
-        size, ranks = self.job.train.global_batch_size, layout.role_degree("batch")
+        """Micro batch sizes (sequences) that divide a rank's share of the global batch; none if that is no integer.
+
+        Sizes with a factor g in common with the ranks that split a sequence are left out: g times as many data-parallel
+        ranks with 1/g of either have the same tokens, micro batches and shards per rank, and communicate less.
+        """
+        size, ranks = self.job.train.global_batch_size, layout.degree_of("dealt")
         if size % ranks:
             return []
         if "train.micro_batch_size" in self.fixed and self.job.train.micro_batch_size:
             fits = size // ranks % self.job.train.micro_batch_size == 0
             return [self.job.train.micro_batch_size] if fits else []
-        return [b for b in range(1, min(size // ranks, LARGEST_MICRO_BATCH) + 1) if size // ranks % b == 0]
+        sizes = [b for b in range(1, min(size // ranks, LARGEST_MICRO_BATCH) + 1) if size // ranks % b == 0]
+        if any(f"mesh.{axis}" in self.fixed for axis in layout.axes_of("dealt", "sliced")):
+            return sizes
+        return [b for b in sizes if math.gcd(b, layout.degree_of("sliced")) == 1]
 
     def options(self, layout: Layout) -> Iterator[tuple[Chosen, Sequence[Chosen]]]:
         """Combinations of options at a layout, for all techniques that are on or may be switched on.
@@ -147,7 +159,7 @@ class Space:
         for plugin in [*on, *free]:
             chosen = self._choices(plugin, layout)
             if chosen:
-                (staged if any(axis.role == "stage" for axis in plugin.axes) else plain).append(chosen)
+                (staged if any(axis.weights == "layers" for axis in plugin.axes) else plain).append(chosen)
         stages = list(itertools.product(*staged))
         for combination in itertools.product(*plain):
             yield combination, stages
@@ -197,7 +209,9 @@ class Space:
         key = (tuple(degree > 1 for degree in layout.degrees.values()), switched)
         if key not in self._chosen:
             on = chosen_techniques(self._known, self._switches | dict(switched), layout)
-            astray = unattended(self._known, on, layout) or agree([self._instance(plugin, ()) for plugin in on])
+            astray = unattended(self._known, on, layout) or agree(
+                [self._instance(plugin, ()) for plugin in on], self._known
+            )
             self._chosen[key] = None if astray else on
         return self._chosen[key]
 

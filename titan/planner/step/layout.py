@@ -1,11 +1,13 @@
 """From a job to its `Costs`, and from mesh axes to process groups."""
 
-from collections.abc import Sequence
+import math
+from collections.abc import Iterable, Sequence
+from dataclasses import replace
 
 from titan.config import Job
 from titan.contracts import Loss, Optimizer, Technique
 from titan.contracts.base.conformance import answer
-from titan.contracts.base.cost import Costs, Stage
+from titan.contracts.base.cost import Attention, Costs, Stage
 from titan.contracts.base.mesh import Layout
 from titan.errors import ConfigError, ConfigIssue
 from titan.planner.machine.network import Group
@@ -42,7 +44,7 @@ def _with(plugin: Technique | Loss | Optimizer, costs: Costs, job: Job) -> Costs
 
 
 def _cuts(technique: Technique) -> bool:
-    return any(axis.role == "stage" for axis in technique.axes)
+    return any(axis.weights == "layers" for axis in technique.axes)
 
 
 def _of_model(job: Job) -> Costs:
@@ -51,14 +53,22 @@ def _of_model(job: Job) -> Costs:
         raise ConfigError(
             [ConfigIssue("", f"model {job.model.name}: its spec has no operations; state them in ModelSpec.layer_ops")]
         )
+    layer = spec.layer_ops
+    if job.data.packing == "document_mask":
+        layer = tuple(replace(op, documents=True) if isinstance(op, Attention) else op for op in layer)
     dtype = str(precision.param_dtype).removeprefix("torch.")
     return Costs(
         seq_len=job.data.seq_len, dim=spec.dim, micro_batch=job.micro_batch, micro_batches=job.micro_batches,
-        embeddings=spec.embedding_ops, layer=spec.layer_ops, head=spec.head_ops, tied=bool(spec.tied),
+        embeddings=spec.embedding_ops, layer=layer, head=spec.head_ops, tied=bool(spec.tied),
         styles=spec.styles, itemsize=precision.param_dtype.itemsize, reduce_itemsize=precision.reduce_dtype.itemsize,
         dtype=dtype, wide_dtype=dtype,
         stages=(Stage(0, range(spec.n_layers)),),
     )  # fmt: skip
+
+
+def ranks_of(axes: Iterable[str], layout: Layout) -> int:
+    """Ranks along these axes: the product of their degrees."""
+    return math.prod(layout.degree(axis) for axis in axes)
 
 
 def group_of(axes: Sequence[str], layout: Layout) -> Group:

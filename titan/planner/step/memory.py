@@ -7,10 +7,8 @@ each backward is added, and the largest sum counts.
 """
 
 import math
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
-from functools import lru_cache
-from itertools import accumulate
 from typing import NamedTuple
 
 from titan.contracts.base.cost import (
@@ -22,7 +20,6 @@ from titan.contracts.base.cost import (
     EmbeddingOp,
     Matmul,
     Operation,
-    Order,
     Recompute,
     Region,
     SavedTensor,
@@ -30,13 +27,16 @@ from titan.contracts.base.cost import (
 )
 from titan.contracts.base.mesh import Layout
 from titan.planner.machine.cluster import DeviceMemory
+from titan.planner.machine.kernels import masked
+from titan.planner.step.layout import ranks_of
+from titan.planner.step.schedule import representative
 
 GIB = 2.0**30
 Shape = tuple[float, float]
 """Rows and columns of a rank's part of a parameter, before data parallelism slices the rows."""
 
 REGIONS_OF_RESULTS: dict[str, Region] = {"all_gather": "seq_full", "all_reduce": "hidden", "reduce_scatter": "hidden"}
-"""Where the results of collectives lie that selective recompute keeps."""
+"""Where the results of collectives lie that selective recompute keeps, if not in the region of what is sent."""
 
 
 @dataclass(frozen=True)
@@ -85,6 +85,11 @@ def sliced(tensors: Iterable[Shape], ranks: int) -> float:
     return sum(math.ceil(rows / ranks) * columns for rows, columns in tensors)
 
 
+def parameters_of(operations: Iterable[Operation], costs: Costs) -> float:
+    """Parameters of operations on one rank, before data parallelism splits them."""
+    return sum(sliced(shapes(op, costs), 1) for op in operations)
+
+
 class Tensors:
     """The parameters of a job on one rank, by shard unit: embeddings, layers, and the head with a tied table.
 
@@ -114,11 +119,6 @@ class Tensors:
         return self._sizes[key]
 
 
-def ranks_of(axes: Iterable[str], layout: Layout) -> int:
-    """Ranks along these axes: the product of their degrees."""
-    return math.prod(layout.degree(axis) for axis in axes)
-
-
 class Moment(NamedTuple):
     """A moment within a backward, in bytes.
 
@@ -138,6 +138,8 @@ class StageMemory:
     sizes: parameters per shard unit, unsharded over data-parallel ranks.
     held: component -> bytes of state, all through the step.
     kept: bytes of activations per micro batch in flight.  head: those of the head.
+    mask: bytes of the mask of attention, if one is there all through the step and no micro batch keeps its own.
+    making: bytes to make one: itself, if a micro batch keeps it, and a bool of its size.
     gathered, summed: bytes of gathered parameters and of accumulated gradients of shard units, all through a micro
         batch.
     moments: of a backward.
@@ -162,6 +164,11 @@ class StageMemory:
         self.kept += layer.embeddings * stage.embeddings
         # The first layer's input lies in the buffer that it was received into, the last one's result is sent from.
         self.kept += self.layer.hidden * ((not stage.head) - (not stage.embeddings))
+        # Where all layers recompute, the mask of the last documents is there; that of a window, for all micro batches.
+        own = self.layer.documents and again < len(stage.layers)
+        mask = self.layer.mask * bool(stage.layers)
+        self.kept, self.mask = self.kept + mask * own, mask * (not own)
+        self.making = mask * (own + 1 / costs.itemsize)
         self.gathered = self.summed = 0.0
         if costs.gather is not None:
             self.gathered = sum(self.sizes) * costs.itemsize * (costs.gather.gather_every != "use")
@@ -185,11 +192,12 @@ class StageMemory:
             yield Moment(0.0, words * costs.itemsize + scratch, *buffers.at_loss())
         gone = self.head
         for number in range(min(2, len(self.stage.layers))):
-            yield Moment(gone + self.layer.used, computed + self.layer.midst, *buffers.in_layer(number, ends=False))
-            if core := self.layer.core:
-                yield Moment(gone + self.layer.after_core, computed + core, *buffers.in_layer(number, ends=True))
+            midst, core = computed + self.layer.midst, computed + self.layer.core
+            yield Moment(gone + self.layer.used, midst, *buffers.in_layer(number, self.layer.last))
+            if self.layer.core:
+                yield Moment(gone + self.layer.after_core, core, *buffers.in_layer(number, self.layer.late))
             gone += layer
-            yield Moment(gone, self.layer.hidden * 2, *buffers.in_layer(number, ends=True))
+            yield Moment(gone, self.layer.hidden * 2, *buffers.in_layer(number, buffers.layer))
 
 
 class LayerMemory:
@@ -200,9 +208,10 @@ class LayerMemory:
     again: bytes that recomputation adds to `least` while the layer's backward runs.
     hidden: the layer's input.  embeddings, head: saved tensors of the embeddings, and of head and loss.
     used: saved tensors of the layer's last matmul, which are freed first in its backward.
-    last: parameters of that matmul, whose gradients exist by then.
+    last: parameters of that matmul, whose gradients exist by then.  late: those of all operations after attention.
     midst: working set amid a layer's backward: three results as wide as the widest matmul and the hidden state.
-    core: working set of the backward of attention with scores.  after_core: saved after attention, freed by then.
+    core: what the backward of attention holds besides.  after_core: saved after attention, freed by then.
+    mask: the S x S mask that all layers share, in the compute dtype; 0: none.  documents: each micro batch has its own.
 
     costs: sizes and splits.  fused_norms: norms are one kernel, so they save no normalized states.
     """
@@ -226,13 +235,17 @@ class LayerMemory:
         also = bytes_of(costs.recompute.also, costs) if costs.recompute is not None else 0.0
         self.least, self.again = self.least + also, self.again - also
         self.used = kept_by(linears[-1:], costs, fused_norms)
-        self.last = sum(sliced(shapes(op, costs), 1) for op in linears[-1:])
+        self.last = parameters_of(linears[-1:], costs)
         widest = max((costs.product(op)[1] for op in linears), default=0.0)
         self.midst = 3 * (widest + costs.dim) * costs.share("seq_full") * costs.itemsize
         cores = [op for op in costs.layer if isinstance(op, Attention)]
-        copies = [SavedTensor(numel=op.scratch * op.heads, region="tp_sharded", scores=True) for op in cores]
-        self.core = bytes_of(copies, costs)
-        self.after_core = kept_by(costs.layer[costs.layer.index(cores[-1]) :][1:] if cores else (), costs, fused_norms)
+        self.core = bytes_of((tensor for op in cores for tensor in op.scratch), costs)
+        given = [op for op in cores if masked(op, costs.seq_len)]
+        self.documents = any(op.documents for op in given)
+        sequences = costs.micro_batch if self.documents else bool(given)
+        self.mask = sequences * costs.seq_len**2 * costs.itemsize
+        after = costs.layer[costs.layer.index(cores[-1]) :][1:] if cores else ()
+        self.after_core, self.late = kept_by(after, costs, fused_norms), parameters_of(after, costs)
 
     def _product(self, op: Operation) -> float:
         """Bytes of the result of a matmul, or of attention unless it writes its scores: its products run again."""
@@ -247,9 +260,9 @@ class LayerMemory:
         """Bytes that collectives within a layer's forward return."""
         costs, regions = self.costs, REGIONS_OF_RESULTS
         return sum(
-            cost.count * cost.numel * costs.share(regions[cost.collective]) * costs.itemsize
+            cost.count * cost.numel * costs.share(regions.get(cost.collective, cost.region)) * costs.itemsize
             for cost in costs.collectives
-            if cost.where == "layer" and cost.when == "forward" and cost.collective in regions
+            if cost.where == "layer" and cost.when == "forward"
         )
 
 
@@ -265,23 +278,21 @@ class _Buffers:
         layers = len(stage.stage.layers)
         self.layer = self.sizes[-1 - bool(stage.stage.head)] if layers else 0.0
         self.head = self.sizes[-1] if stage.stage.head else 0.0
-        self.last = stage.layer.last
 
     def at_loss(self) -> tuple[float, float]:
-        """When the gradient of the logits is made."""
+        """When the gradient of the logits is made; the last layer is gathered by then, for its backward."""
         if self.rules is None:
             return 0.0, 0.0
         before = self.sizes[0] if self.rules.reduce_every == "micro_batch" and self.costs.micro_batches > 1 else 0.0
-        return 0.0, self._gathered(self.head) + before * self.costs.reduce_itemsize
+        return 0.0, self._gathered(self.head + self.layer) + before * self.costs.reduce_itemsize
 
-    def in_layer(self, number: int, *, ends: bool) -> tuple[float, float]:
-        """In the midst or at the end of the backward of a layer, counted from the last."""
+    def in_layer(self, number: int, made: float) -> tuple[float, float]:
+        """In the backward of a layer, counted from the last; made: its parameters that have gradients by then."""
         if self.rules is None:
             return 0.0, 0.0
         each = self.costs.micro_batches == 1 or self.rules.reduce_every == "micro_batch"
-        waiting = self.layer if ends or number else self.head
-        gradients = (self.layer if ends else self.last) * self.costs.itemsize
-        return gradients, self._gathered(2 * self.layer) + waiting * self.costs.reduce_itemsize * each
+        waiting = self.layer if number or made == self.layer else self.head
+        return made * self.costs.itemsize, self._gathered(2 * self.layer) + waiting * self.costs.reduce_itemsize * each
 
     def _gathered(self, used: float) -> float:
         assert self.rules is not None
@@ -290,8 +301,15 @@ class _Buffers:
 
 def kept_by(operations: Iterable[Operation], costs: Costs, fused_norms: bool, scores: bool = False) -> float:
     """Bytes that operations save per micro batch on one rank; scores: only those of attention's scores."""
-    found = [kept for op in operations for kept in op.saved if not (kept.unfused and fused_norms)]
+    found = [kept for op in operations for kept in _saved_by(op, costs) if not (kept.unfused and fused_norms)]
     return bytes_of((kept for kept in found if kept.scores or not scores), costs)
+
+
+def _saved_by(op: Operation, costs: Costs) -> tuple[SavedTensor, ...]:
+    """What an operation saves; attention that is given a mask repeats keys and values for each head of a group."""
+    if not isinstance(op, Attention) or not masked(op, costs.seq_len):
+        return op.saved
+    return *op.saved, SavedTensor(numel=2 * (op.heads - op.kv_heads) * op.head_dim, region="tp_sharded")
 
 
 def bytes_of(tensors: Iterable[SavedTensor], costs: Costs) -> float:
@@ -331,34 +349,6 @@ def memory_of(costs: Costs, stages: Sequence[StageMemory], device: DeviceMemory)
     return [_of_place(place, stages, homes, order[place], costs, device) for place in range(places)]
 
 
-def representative(order: Callable[[int], Order], micro_batches: int, stages: int, places: int) -> Order:
-    """An order with the same peak memory as that of all micro batches: of fewer, where more add nothing."""
-    few = 2 * (stages + places)
-    settled = _settled(order, few, places) if micro_batches > few + places else None
-    return settled or _made(order, micro_batches)
-
-
-@lru_cache(maxsize=256)
-def _made(order: Callable[[int], Order], micro_batches: int) -> Order:
-    return order(micro_batches)
-
-
-@lru_cache(maxsize=256)
-def _settled(order: Callable[[int], Order], few: int, places: int) -> Order | None:
-    """The order of a few micro batches, if those of more keep nothing more."""
-    short = order(few)
-    return short if _under_way(short) == _under_way(order(few + places)) else None
-
-
-def _under_way(order: Order) -> list[int]:
-    """For each rank, the most micro batches that it has under way in its stages at a time."""
-    most = []
-    for actions in order:
-        changes = (1 if kind_ == "F" else -1 if kind_ in "BW" else 0 for kind_, _, _ in actions)
-        most.append(max(accumulate(changes), default=0))
-    return most
-
-
 def _of_place(
     place: int,
     stages: Sequence[StageMemory],
@@ -374,10 +364,12 @@ def _of_place(
         for stage in mine
     )
     activations, gradients, buffers = peak(actions, stages)
+    masks = max(stage.mask for stage in mine)
+    activations += masks
     buffers += state["buffers"] + received * (costs.receive_buffers > 0) + sum(stage.gathered for stage in mine)
     gradients += sum(stage.summed for stage in mine) if costs.gather else state["gradients"]
     if activations + gradients + buffers < state["gradients"]:  # the update needs more than any micro batch
-        activations, gradients, buffers = 0.0, state["gradients"], state["buffers"]
+        activations, gradients, buffers = masks, state["gradients"], state["buffers"]
     overhead = device.reserved_gib * GIB + device.fragmented * (activations + buffers)
     return Memory(state["parameters"], gradients, state["optimizer"], activations, buffers, overhead)
 
@@ -389,6 +381,8 @@ def peak(actions: Sequence[Action], stages: Sequence[StageMemory]) -> tuple[floa
     for kind_, number, _ in actions:
         stage = stages[number]
         if kind_ == "F":
+            if now + stage.making > largest:
+                largest, most = now + stage.making, (now + stage.making, 0.0, 0.0)
             now += stage.kept
         elif kind_ != "W":
             for gone, activations, gradients, buffers in stage.moments:

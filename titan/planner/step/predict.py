@@ -289,7 +289,7 @@ class UnscheduledStep:
         ends = [end + once for end, once in zip(timeline.ends, self.once, strict=True)]
         last = max(range(len(ends)), key=ends.__getitem__)
         step, world = self._shared(ends[last], timeline), layout.world_size
-        tokens = costs.tokens * costs.micro_batches * layout.role_degree("batch")
+        tokens = costs.tokens * costs.micro_batches * layout.degree_of("dealt")
         model, hardware = (flops * tokens / step / world / 1e12 for flops in flops_per_token(costs))
         peak = cluster.peak(costs.wide_dtype) / 1e12
         return Prediction(
@@ -392,4 +392,4 @@ def _recomputed_flops(costs: Costs, layer: float) -> float:
 def _forward_flops(op: Operation, costs: Costs) -> float:
     if isinstance(op, Matmul):
         return 2.0 * op.inputs * op.outputs
-    return 4.0 * costs.seq_len * op.heads * op.head_dim if isinstance(op, Attention) else 0.0
+    return op.flops_per_token(costs.seq_len) if isinstance(op, Attention) else 0.0

@@ -11,9 +11,10 @@ Cost: linear in the number of actions.
 """
 
 from collections import deque
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from itertools import islice
+from functools import lru_cache
+from itertools import accumulate, islice
 from operator import itemgetter
 
 from titan.contracts.base.cost import Action, Order
@@ -215,3 +216,31 @@ def _most_kept(actions: Sequence[Action], weight: Sequence[float] | None, pendin
         {stage: counts["F"][stage] - counts["B"][stage] - counts["I"][stage] for stage in stages},
         {stage: counts["I"][stage] - counts["W"][stage] for stage in stages},
     )
+
+
+def representative(order: Callable[[int], Order], micro_batches: int, stages: int, places: int) -> Order:
+    """An order with the same peak memory as that of all micro batches: of fewer, where more add nothing."""
+    few = 2 * (stages + places)
+    settled = _settled(order, few, places) if micro_batches > few + places else None
+    return settled or _made(order, micro_batches)
+
+
+@lru_cache(maxsize=256)
+def _made(order: Callable[[int], Order], micro_batches: int) -> Order:
+    return order(micro_batches)
+
+
+@lru_cache(maxsize=256)
+def _settled(order: Callable[[int], Order], few: int, places: int) -> Order | None:
+    """The order of a few micro batches, if those of more keep nothing more."""
+    short = order(few)
+    return short if _under_way(short) == _under_way(order(few + places)) else None
+
+
+def _under_way(order: Order) -> list[int]:
+    """For each rank, the most micro batches that it has under way in its stages at a time."""
+    most = []
+    for actions in order:
+        changes = (1 if kind_ == "F" else -1 if kind_ in "BW" else 0 for kind_, _, _ in actions)
+        most.append(max(accumulate(changes), default=0))
+    return most

@@ -2,7 +2,8 @@
 
 from titan.contracts.base.cost import CollectiveCost, Costs, Stage
 from titan.contracts.base.mesh import Layout
-from titan.planner.step.memory import Tensors, ranks_of, recomputed
+from titan.planner.step.layout import ranks_of
+from titan.planner.step.memory import Tensors, recomputed
 
 Moved = dict[tuple[str, tuple[str, ...]], float]
 """(collective, axes) -> bytes per step."""
@@ -11,8 +12,8 @@ Moved = dict[tuple[str, tuple[str, ...]], float]
 def moved(place: int, costs: Costs, layout: Layout) -> Moved:
     """Bytes per step of the collectives of a rank at this place of the pipeline.
 
-    Counts the output of an all-gather, the input of a reduce-scatter, and the tensor of an all-reduce. Groups of one
-    rank move nothing.
+    Counts the output of an all-gather, the input of a reduce-scatter, and the tensor of an all-reduce, all-to-all or
+    send. Axes of one rank are left out, and groups of one rank move nothing.
     """
     found: Moved = {}
     tensors = Tensors(costs)
@@ -20,8 +21,8 @@ def moved(place: int, costs: Costs, layout: Layout) -> Moved:
         if stage.rank == place:
             sizes = tensors.sizes(stage, 1)
             for cost in costs.collectives:
-                if ranks_of(cost.axes, layout) > 1:
-                    key = (cost.collective, cost.axes)
+                if axes := tuple(axis for axis in cost.axes if layout.degree(axis) > 1):
+                    key = (cost.collective, axes)
                     of = sizes[-1:] if cost.where == "head" else sizes[:-1] if cost.skip_last_unit else sizes
                     params = sum(of)
                     found[key] = found.get(key, 0.0) + _of(cost, stage, params, costs, layout)
@@ -30,13 +31,15 @@ def moved(place: int, costs: Costs, layout: Layout) -> Moved:
 
 def _of(cost: CollectiveCost, stage: Stage, params: float, costs: Costs, layout: Layout) -> float:
     again = recomputed(stage.layers, costs.recompute) if _joined_again(costs) else 0
+    layers = again if cost.when == "recompute" else len(stage.layers)
     times = {
         "embeddings": int(stage.embeddings),
-        "layer": again if cost.when == "recompute" else len(stage.layers),
+        "layer": layers,
+        "attention": layers,
         "head": int(stage.head),
     }.get(cost.where, 1)
     uses = 1 if cost.per == "step" or cost.where == "step" else costs.micro_batches
-    numbers = params if cost.per_parameter else costs.share("seq_full")
+    numbers = params if cost.per_parameter else costs.share(cost.region)
     size = cost.count * cost.numel * numbers * (cost.itemsize or costs.itemsize)
     return size * times * uses / ranks_of(cost.sharded_over, layout)
 

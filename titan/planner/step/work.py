@@ -10,15 +10,25 @@ from collections.abc import Iterable
 from typing import NamedTuple
 
 from titan.contracts.base.cost import Attention, CollectiveCost, Costs, Elementwise, Matmul, Operation, Stage
-from titan.contracts.base.mesh import Layout, Role
+from titan.contracts.base.mesh import Axis, Layout
 from titan.planner.machine.kernels import Device, Seconds
 from titan.planner.machine.network import Group, Network
-from titan.planner.step.layout import group_of
-from titan.planner.step.memory import Tensors, ranks_of, recomputed
+from titan.planner.step.layout import group_of, ranks_of
+from titan.planner.step.memory import Tensors, recomputed
 
-FAMILY: dict[Role, str] = {"model": "tp", "sequence": "cp", "expert": "ep", "batch": "dp", "stage": "pp"}
-"""Under which name the communication of axes of a role is reported."""
-COMMUNICATION = tuple(FAMILY.values())
+COMMUNICATION = ("tp", "cp", "ep", "dp", "pp")
+"""Under which names communication is reported."""
+
+
+def _family(axis: Axis) -> str:
+    if axis.weights == "layers":
+        return "pp"
+    sliced = axis.weights == "slices"
+    return {"same": "tp", "sliced": "cp", "dealt": "ep" if sliced else "dp"}[axis.data]
+
+
+Families = dict[tuple[str, str], dict[str, float]]
+"""(where, when) -> family -> seconds."""
 
 
 class Unit(NamedTuple):
@@ -44,8 +54,9 @@ class Parts:
     """Seconds of embeddings, one layer and the head per micro batch, whichever stages have them.
 
     embeddings, layer, head: seconds forward, of backward for inputs, and of backward for weights.  tensors: parameters.
-    again: seconds to recompute a layer.
-    exposed: (where, when) -> family -> non-overlapped seconds of collectives between operations, per micro batch.
+    attention: those of the layer that its attention takes.  again: seconds to recompute a layer.
+    exposed, overlapped: (where, when) -> family -> seconds per micro batch of collectives between operations or within
+        attention, that add to the step, and that computation hides.
     unit_collectives: (per, when, collectives) of shard units.  step_collectives: those of the whole step.
 
     like: of a job on the same device; where its operations are equal, they are not timed again.
@@ -53,6 +64,7 @@ class Parts:
 
     embeddings: Seconds
     layer: Seconds
+    attention: Seconds
     head: Seconds
     tensors: Tensors
 
@@ -62,15 +74,17 @@ class Parts:
         self.costs, self.layout, self.device, self.network = costs, layout, device, network
         if like is not None and all(getattr(like.costs, name) == getattr(costs, name) for name in OF_OPERATIONS):
             self.embeddings, self.layer, self.head, self.tensors = like.embeddings, like.layer, like.head, like.tensors
+            self.attention = like.attention
         else:
             self.embeddings = self._seconds(costs.embeddings, costs.wide_dtype)
             self.layer = self._seconds(costs.layer, costs.dtype)
+            self.attention = self._seconds((op for op in costs.layer if isinstance(op, Attention)), costs.dtype)
             self.head = self._seconds(costs.head, costs.wide_dtype)
             self.tensors = Tensors(costs)
         self.again = self._again()
         self._timed: dict[tuple[int, float], float] = {}
-        self._roles = {axis.name: axis.role for axis in layout.axes}
-        self.exposed = self._exposed()
+        self._families = {axis.name: _family(axis) for axis in layout.axes}
+        self.exposed, self.overlapped = self._between_operations()
         units = [cost for cost in costs.collectives if cost.where == "unit"]
         self.unit_collectives = [
             (per, when, [t for t in units if (t.per, t.when) == (per, when)])
@@ -102,7 +116,7 @@ class Parts:
 
     def family(self, cost: CollectiveCost) -> str:
         """The name under which a collective's seconds are reported: tp, cp, ep, dp or pp."""
-        return FAMILY[self._roles[cost.axes[0]]]
+        return self._families[cost.axes[0]]
 
     def seconds(self, cost: CollectiveCost, params: float = 0.0) -> float:
         """Seconds of a collective; `params`: parameters that it moves, where it moves parameters."""
@@ -112,16 +126,18 @@ class Parts:
         return self._timed[key]
 
     def _collective(self, cost: CollectiveCost, params: float) -> float:
-        numbers = params if cost.per_parameter else self.costs.share("seq_full")
+        numbers = params if cost.per_parameter else self.costs.share(cost.region)
         size = cost.numel * numbers * (cost.itemsize or self.costs.itemsize) / ranks_of(cost.sharded_over, self.layout)
         group = group_of(cost.axes, self.layout)
+        if cost.collective == "send":
+            return cost.count * self.network.send(group, size) if group.size > 1 else 0.0
         return cost.count * (self.network.collective(cost.collective, group, size) + self._beyond(cost, group))
 
     def _beyond(self, cost: CollectiveCost, group: Group) -> float:
         """Overhead seconds of a collective, besides its transfer."""
         if group.size == 1:
             return 0.0
-        if self._roles[cost.axes[0]] == "model":
+        if self.family(cost) == "tp":
             return self.device.kernels.tp_overhead_us * 1e-6
         gathers = cost.where == "unit" and cost.collective != "all_reduce"
         return self.device.kernels.fsdp_overhead_us * 1e-6 if gathers else 0.0
@@ -145,25 +161,32 @@ class Parts:
         covered = min(seconds, beside) if all(t.overlaps for t in collectives) else 0.0
         return seconds - covered + self.device.kernels.overlap_slowdown * covered, covered
 
-    def _exposed(self) -> dict[tuple[str, str], dict[str, float]]:
-        """(where, when) -> family -> seconds, of what runs between operations of a micro batch."""
-        found: dict[tuple[str, str], dict[str, float]] = defaultdict(lambda: defaultdict(float))
+    def _between_operations(self) -> tuple[Families, Families]:
+        """`exposed` and `overlapped`."""
+        exposed: Families = defaultdict(lambda: defaultdict(float))
+        overlapped: Families = defaultdict(lambda: defaultdict(float))
         again = self.costs.recompute
         for cost in self.costs.collectives:
             # What selective recompute keeps of a layer includes the results of its collectives.
             kept = cost.when == "recompute" and (again is None or again.saved != "input")
-            if cost.where in ("embeddings", "layer", "head") and not kept:
-                found[cost.where, cost.when][self.family(cost)] += self._seen(cost)
-        return found
+            if cost.where in ("embeddings", "layer", "attention", "head") and not kept:
+                where = "layer" if cost.where == "attention" else cost.where
+                seconds, covered, family = self.seconds(cost), self._covered(cost), self.family(cost)
+                exposed[where, cost.when][family] += seconds - covered * (1 - self.device.kernels.overlap_slowdown)
+                if covered:
+                    overlapped[where, cost.when][family] += covered
+        return exposed, overlapped
 
-    def _seen(self, cost: CollectiveCost) -> float:
-        """Seconds of a collective that add to the step: non-overlapped time, and the slowdown of what it overlaps."""
-        seconds = self.seconds(cost)
-        if not cost.overlaps or cost.where != "layer":
-            return seconds
+    def _covered(self, cost: CollectiveCost) -> float:
+        """Seconds of a collective that overlap computation."""
+        if not cost.overlaps or cost.where not in ("layer", "attention"):
+            return 0.0
         beside = {"forward": self.layer.forward, "recompute": self.again, "backward": self.layer.backward}
-        covered = min(seconds, beside.get(cost.when, 0.0))
-        return seconds - covered * (1 - self.device.kernels.overlap_slowdown)
+        if cost.where == "attention":
+            core = self.attention
+            blocks = {"forward": core.forward, "recompute": core.forward, "backward": core.backward}
+            beside = {when: seconds * cost.count / (cost.count + 1) for when, seconds in blocks.items()}
+        return min(self.seconds(cost), beside.get(cost.when, 0.0))
 
 
 class StageWork:
@@ -207,6 +230,8 @@ class StageWork:
             for family, seconds in self.parts.exposed[where, when].items():
                 self.each[family] += count * seconds
                 total += count * seconds
+            for family, seconds in self.parts.overlapped[where, when].items():
+                self.hidden[family] += count * seconds * self.parts.costs.micro_batches
         return total
 
     def _shard_units(self) -> list[Unit]:

@@ -1,0 +1,92 @@
+"""Each widening of the contract, by a guest from outside (tests/guests): the curve of one rank at other layouts."""
+
+import json
+from pathlib import Path
+
+import pytest
+
+from tests.commands import run_titan
+from tests.jobs import LLAMA, SAVING, assert_same_curve, mesh, train_job
+from tests.planned import CLUSTER
+from tests.ranks import RankError
+from titan.config import load_job
+from titan.errors import ConfigError, PluginError
+from titan.planner.step.layout import costs_of
+from titan.planner.step.predict import Planner, flops_per_token
+
+GUESTS = ("--plugins.path", str(Path(__file__).parents[1] / "guests"))
+PARALLEL = LLAMA.with_name("parallel.toml")
+PACKED = ("--data.packing", "document_mask")
+
+
+@pytest.mark.parametrize(
+    "degrees", [{"slicer": 4}, {"slicer": 2, "tp": 2}, {"slicer": 2, "pp": 2, "dp_shard": 2}], ids=str
+)
+def test_a_sequence_sliced_from_outside(degrees: dict[str, int], one_rank, tmp_path: Path) -> None:
+    ranks = 8 if len(degrees) == 3 else 4
+    assert_same_curve(one_rank(*PACKED), train_job(tmp_path, ranks, *GUESTS, *PACKED, *mesh(**degrees)))
+
+
+@pytest.mark.parametrize(
+    "words", [[], ["--mesh.cp", "2", "--plugins.context.method", "ulysses"]], ids=["alone", "ulysses"]
+)
+def test_another_attention_kernel(words: list[str], one_rank, tmp_path: Path) -> None:
+    ranks = 2 if words else 1
+    assert_same_curve(
+        one_rank(*PACKED), train_job(tmp_path, ranks, *GUESTS, *PACKED, "--plugins.tiled.keys", "5", *words)
+    )
+
+
+@pytest.mark.parametrize(
+    ("words", "said"),
+    [
+        (["--model.sliding_window", "5"], r"technique tiled replaces attention, .* its window of 5 positions"),
+        (["--mesh.cp", "2"], r"techniques \w+ and \w+ both replace attention"),
+    ],
+    ids=["window", "ring"],
+)
+def test_an_operation_that_would_leave_something_out_is_refused(words: list[str], said: str, tmp_path: Path) -> None:
+    with pytest.raises((PluginError, RankError), match=said):
+        train_job(tmp_path, 2 if "--mesh.cp" in words else 1, *GUESTS, "--plugins.tiled.keys", "5", *words)
+
+
+def test_sequences_are_split_by_one_technique() -> None:
+    with pytest.raises(ConfigError, match=r"and mesh\.cp would both slice sequences; set one of them to 1"):
+        load_job(LLAMA, [*GUESTS, "--data.path", "x", *mesh(cp=2, slicer=2)])
+
+
+@pytest.mark.parametrize(
+    "degrees", [{}, {"dp_shard": 2, "tp": 2}, {"pp": 2, "dp_shard": 2}, {"cp": 2, "dp_replicate": 2}], ids=str
+)
+def test_a_loss_without_all_logits(degrees: dict[str, int], one_rank, tmp_path: Path) -> None:
+    words = ["--loss.name", "frugal", *mesh(**degrees)]
+    assert_same_curve(one_rank(), train_job(tmp_path, 4 if degrees else 1, *GUESTS, *words))
+
+
+WHOLE = ["--plugins.tensor.sequence_parallel", "false"]
+
+
+@pytest.mark.parametrize("words", [mesh(tp=2, pp=2), [*mesh(dp_shard=2, tp=2), *WHOLE], mesh(cp=2, pp=2)], ids=" ".join)
+def test_a_model_of_shared_layers(words: list[str], one_rank, tmp_path: Path) -> None:
+    assert_same_curve(one_rank(*PACKED, config=PARALLEL), train_job(tmp_path, 4, *PACKED, *words, config=PARALLEL))
+
+
+def test_a_model_of_shared_layers_is_planned() -> None:
+    job = load_job(PARALLEL, ["--data.path", "nowhere", *mesh(tp=2)], 2)
+    costs, net = costs_of(job), job.model.build()
+    assert job.spec.params == sum(p.numel() for p in net.parameters())
+    assert flops_per_token(costs)[0] == pytest.approx(job.spec.flops_per_token(job.data.seq_len))
+    assert Planner(CLUSTER).predict(costs, job.layout).step_time_s > 0
+
+
+def test_a_model_of_shared_layers_generates_with_a_cache(tmp_path: Path) -> None:
+    """On one rank and on two with a cache, and on four stages and slices without: the same text, beyond the window."""
+    train_job(tmp_path, 1, *SAVING, config=PARALLEL)
+    words = ["generate", "--checkpoint", str(tmp_path / "run"), *GUESTS, "--prompt", "the model", "--json"]
+    words += ["--max-new-tokens", "16", "--temperature", "0", "--run.device", "cpu"]
+    texts = []
+    for ranks, layout in (("1", []), ("2", mesh(tp=2)), ("4", mesh(tp=2, pp=2))):
+        done = run_titan([*words, *layout], tmp_path, {"NPROC": ranks})
+        assert done.returncode == 0, done.stderr
+        texts.append(json.loads(done.stdout)["tokens"])
+    assert len(texts[0]) == 16 and texts[0] == texts[1] == texts[2]

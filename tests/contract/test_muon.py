@@ -1,0 +1,29 @@
+"""An optimizer from outside that treats matrices in a way of their own: one curve at every layout."""
+
+from pathlib import Path
+
+import pytest
+
+from tests.jobs import GPT, LLAMA, SAVING, assert_same_curve, train_job
+
+GUESTS = str(Path(__file__).parents[1] / "guests")
+LAYOUTS = {
+    "fsdp x tp": ("--mesh.tp", "2"),
+    "fsdp x pp": ("--mesh.pp", "2"),
+    "tp x pp": ("--mesh.tp", "2", "--mesh.pp", "2"),
+}
+MUON = ("--plugins.path", GUESTS, "--optimizer.name", "muon")
+
+
+@pytest.mark.parametrize(("config", "lr"), [(LLAMA, "3e-3"), (GPT, "3e-4")], ids=["llama", "gpt, tied"])
+def test_muon_has_one_curve_on_shards_slices_and_stages(config: Path, lr: str, tmp_path: Path) -> None:
+    words = (*MUON, "--optimizer.lr", lr)
+    alone = train_job(tmp_path / "1", 1, *words, config=config)
+    for name, degrees in LAYOUTS.items():
+        assert_same_curve(alone, train_job(tmp_path / name, 4, *words, *degrees, config=config))
+
+
+def test_muon_resumes_on_another_layout(tmp_path: Path) -> None:
+    alone = train_job(tmp_path, 1, *MUON, name="alone")
+    train_job(tmp_path, 4, *MUON, *SAVING, *LAYOUTS["fsdp x tp"], "--train.steps", "4")
+    assert_same_curve(alone, train_job(tmp_path, 4, *MUON, *SAVING, *LAYOUTS["fsdp x pp"]))

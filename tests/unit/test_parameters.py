@@ -1,0 +1,102 @@
+"""What a spec says of each parameter: its kind, the dimension that tensor parallelism splits, whether it decays."""
+
+import dataclasses
+from collections.abc import Mapping
+
+import pytest
+import torch
+
+from titan.contracts import Model, ModelSpec
+from titan.contracts.base.spec import ParameterFacts
+from titan.plugins.models.gpt import Gpt, GptConfig
+from titan.plugins.models.llama import Llama, LlamaConfig
+
+SIZES = {"n_layers": 1, "dim": 16, "n_heads": 2, "vocab_size": 32, "max_seq_len": 8, "ffn_dim": 24}
+
+
+def _facts(model: Model) -> Mapping[str, ParameterFacts]:
+    with torch.device("meta"):
+        module = model.build()
+    spec = model.spec()
+    return {name: spec.parameter(name, p.ndim) for name, p in module.named_parameters()}
+
+
+def test_a_llama() -> None:
+    whole, first, second = (ParameterFacts("matrix", dim, False) for dim in (None, 0, 1))
+    norm = ParameterFacts("vector", None, False)
+    assert whole not in _facts(Llama(LlamaConfig(**SIZES))).values()
+    assert _facts(Llama(LlamaConfig(**SIZES))) == {
+        "embed.weight": ParameterFacts("table", 0, False),
+        "layers.0.attn_norm.weight": norm,
+        **{f"layers.0.attn.{name}.weight": first for name in ("wq", "wk", "wv")},
+        "layers.0.attn.wo.weight": second,
+        "layers.0.ffn_norm.weight": norm,
+        **{f"layers.0.ffn.{name}.weight": first for name in ("w1", "w3")},
+        "layers.0.ffn.w2.weight": second,
+        "norm.weight": norm,
+        "output.weight": ParameterFacts("head", 0, False),
+    }
+
+
+def test_biases_lie_along_the_outputs_of_a_column_and_along_nothing_in_a_row() -> None:
+    facts = _facts(Gpt(GptConfig(**SIZES)))
+    assert facts["layers.0.ffn.up.bias"] == ParameterFacts("vector", 0, False)
+    assert facts["layers.0.ffn.down.bias"] == ParameterFacts("vector", None, False)
+    assert facts["positions.weight"] == ParameterFacts("table", None, False)
+
+
+@pytest.mark.parametrize("owner", ["embed.weight", "output.weight"])
+def test_a_tied_tensor_is_a_table_whichever_name_owns_it(owner: str) -> None:
+    both = ("embed.weight", "output.weight")
+    (alias,) = set(both) - {owner}
+    spec = dataclasses.replace(Gpt(GptConfig(**SIZES)).spec(), tied=((alias, owner),))
+    assert {spec.parameter(name, 2) for name in both} == {ParameterFacts("table", 0, False)}
+
+
+def test_layers_that_are_tied_to_each_other_stay_matrices() -> None:
+    names = ("layers.0.attn.wq.weight", "layers.1.attn.wq.weight")
+    spec = dataclasses.replace(Llama(LlamaConfig(**SIZES)).spec(), tied=(names,))
+    assert {spec.parameter(name, 2) for name in names} == {ParameterFacts("matrix", 0, False)}
+
+
+def _without_styles() -> ModelSpec:
+    return dataclasses.replace(Llama(LlamaConfig(**SIZES)).spec(), tensor={}, embeddings=("embed", "more"))
+
+
+@pytest.mark.parametrize(
+    ("name", "ndim", "kind"),
+    [
+        ("embed.weight", 2, "table"), ("more.words.weight", 2, "table"), ("output.weight", 2, "head"),
+        ("embedding.weight", 2, "matrix"), ("norm.weight", 1, "vector"), ("layers.0.experts", 3, "matrix"),
+        ("layers.0.scale", 0, "vector"), ("output.bias", 1, "vector"),
+    ],
+)  # fmt: skip
+def test_without_styles_places_tell_the_kind(name: str, ndim: int, kind: str) -> None:
+    assert _without_styles().parameter(name, ndim) == ParameterFacts(kind, None, False)  # type: ignore[arg-type]
+
+
+def test_norms_of_heads_are_whole_and_their_gradients_partial() -> None:
+    spec = Llama(LlamaConfig(**SIZES)).spec()
+    spec = dataclasses.replace(spec, tensor={**spec.tensor, "layers.*.attn.q_norm": "qk_norm"})
+    assert spec.parameter("layers.0.attn.q_norm.weight", 1) == ParameterFacts("vector", None, True)
+    assert not spec.parameter("layers.0.attn_norm.weight", 1).partial
+
+
+def test_matrices_and_the_head_decay_but_for_those_that_the_spec_exempts() -> None:
+    spec = Llama(LlamaConfig(**SIZES)).spec()
+    assert spec.decays("layers.0.attn.wq.weight", 2) and spec.decays("output.weight", 2)
+    assert not spec.decays("embed.weight", 2) and not spec.decays("norm.weight", 1)
+    exempt = dataclasses.replace(spec, no_decay=("layers.*.attn.wq.weight",))
+    assert not exempt.decays("layers.0.attn.wq.weight", 2) and exempt.decays("layers.0.attn.wk.weight", 2)
+
+
+@pytest.mark.parametrize("tied", [True, False])
+@pytest.mark.parametrize("model", [(Llama, LlamaConfig), (Gpt, GptConfig)], ids=["llama", "gpt"])
+def test_built_in_models_need_no_exemptions(model: tuple[type[Model], type], tied: bool) -> None:
+    kind, config = model
+    built = kind(config(**SIZES, tied=tied))
+    spec = built.spec()
+    bare = dataclasses.replace(spec, no_decay=())
+    with torch.device("meta"):
+        named = list(built.build().named_parameters())
+    assert [bare.decays(name, p.ndim) for name, p in named] == [spec.decays(name, p.ndim) for name, p in named]

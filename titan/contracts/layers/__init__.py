@@ -1,0 +1,1 @@
+"""Layers that models share: attention, its key-value cache, and their costs."""

@@ -1,0 +1,178 @@
+"""Blocks of layers: attention with its linears, a feed-forward, and the two behind norms, each with its `LayerPart`.
+
+A `LayerPart` says of a part what `ModelSpec` wants to know: its operations, from which its parameters follow, and how
+tensor parallelism treats its modules.
+"""
+
+# B rows, S tokens, D dim, H query heads, K key-value heads, N head_dim, F ffn_dim.
+# Under tensor parallelism H, K and F are a rank's own share: no forward reads them from a config.
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import NamedTuple
+
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from titan.contracts.base.cost import Elementwise, Operation, SavedTensor, linear, norm, residual, shared
+from titan.contracts.base.spec import TensorStyle
+from titan.contracts.layers.attention import AttentionCore, attention_cost
+from titan.contracts.layers.rotary import rotate
+
+
+class LayerPart(NamedTuple):
+    """A part of a layer as data; modules are named from the layer, as in `attn.wq`.
+
+    operations: in forward order; what two operations save is stated at the first of them.
+    tensor: module -> `TensorStyle`.
+    """
+
+    operations: tuple[Operation, ...]
+    tensor: Mapping[str, TensorStyle]
+
+
+# --- attention ----------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, kw_only=True)
+class Heads:
+    """Sizes and options of `SelfAttention`.
+
+    dim: features of a hidden state.  n_heads, n_kv_heads: query heads, and key-value heads, which divide them.
+    head_dim: features per head; n_heads * head_dim need not be dim.
+    bias: the four linears have biases.  rotary: queries and keys are rotated by a `rope_table`.
+    norm_eps: queries and keys of each head pass through an RMSNorm of this eps (arXiv 2302.05442); None: no norm.
+    window: positions that a token attends to, its own included; 0: all before it.
+    unfused: attention that writes its S x S scores.
+    """
+
+    dim: int
+    n_heads: int
+    n_kv_heads: int
+    head_dim: int
+    bias: bool = False
+    rotary: bool = False
+    norm_eps: float | None = None
+    window: int = 0
+    unfused: bool = False
+
+    def part(self) -> LayerPart:
+        """`SelfAttention` as data, under the name `attn`."""
+        d, q, kv, bias = self.dim, self.n_heads * self.head_dim, self.n_kv_heads * self.head_dim, self.bias
+        normed = {"attn.q_norm": self.n_heads, "attn.k_norm": self.n_kv_heads} if self.norm_eps is not None else {}
+        turned = Elementwise(region="tp_sharded", forward=8 * (q + kv), backward=8 * (q + kv))
+        operations = (
+            shared(d, 3),
+            linear("attn.wq", d, q, saved=d, bias=bias),
+            linear("attn.wk", d, kv, bias=bias), linear("attn.wv", d, kv, bias=bias),
+            *(_norm_of_heads(name, heads, self.head_dim) for name, heads in normed.items()),
+            *((turned,) if self.rotary else ()),
+            attention_cost(
+                self.n_heads, self.n_kv_heads, self.head_dim, window=self.window, scores_written=self.unfused
+            ),
+            linear("attn.wo", q, d, bias=bias),
+        )  # fmt: skip
+        tensor: dict[str, TensorStyle] = {
+            "attn": "gather", "attn.wq": "column", "attn.wk": "column", "attn.wv": "column", "attn.wo": "row"
+        }  # fmt: skip
+        return LayerPart(operations, {**tensor, **dict.fromkeys(normed, "qk_norm")})
+
+
+def _norm_of_heads(module: str, heads: int, head_dim: int) -> Elementwise:
+    """An RMSNorm of each head: as `titan.contracts.base.cost.norm`, of a rank's own heads."""
+    numel = heads * head_dim
+    saved = (
+        SavedTensor(numel=numel, region="tp_sharded"),
+        SavedTensor(numel=heads, region="tp_sharded", itemsize=4),
+        SavedTensor(numel=numel, region="tp_sharded", itemsize=4, unfused=True),
+    )
+    return Elementwise(
+        module=module, region="tp_sharded", forward=2 * numel, backward=3 * numel, params=1, width=head_dim, saved=saved
+    )
+
+
+class SelfAttention(nn.Module):
+    """Causal self-attention with its linears, [B, S, D] to [B, S, D]; groups of query heads may share keys and values.
+
+    The attention itself is `core`, which a spec names in `ModelSpec.attention`.
+    """
+
+    def __init__(self, heads: Heads) -> None:
+        super().__init__()
+        d, n = heads.dim, heads.head_dim
+        self.head_dim = n
+        self.wq = nn.Linear(d, heads.n_heads * n, bias=heads.bias)
+        self.wk = nn.Linear(d, heads.n_kv_heads * n, bias=heads.bias)
+        self.wv = nn.Linear(d, heads.n_kv_heads * n, bias=heads.bias)
+        eps = heads.norm_eps
+        self.q_norm = None if eps is None else nn.RMSNorm(n, eps=eps)
+        self.k_norm = None if eps is None else nn.RMSNorm(n, eps=eps)
+        self.wo = nn.Linear(heads.n_heads * n, d, bias=heads.bias)
+        self.core = AttentionCore(window=heads.window, writes_scores=heads.unfused)
+
+    def forward(self, x: Tensor, positions: Tensor, documents: Tensor | None, rope: Tensor | None = None) -> Tensor:
+        """x [B, S, D], positions [B, S], documents [B, T], rope [2, B, S, N/2] -> [B, S, D]."""
+        # S is read from x here and nowhere earlier: the layer's input may be a slice of the sequence, x is whole.
+        b, s, _ = x.shape
+        q, k, v = (w(x).view(b, s, -1, self.head_dim) for w in (self.wq, self.wk, self.wv))
+        if self.q_norm is not None and self.k_norm is not None:
+            q, k = self.q_norm(q), self.k_norm(k)
+        if rope is not None:
+            q, k = rotate(q, rope), rotate(k, rope)
+        q, k, v = (t.transpose(1, 2) for t in (q, k, v))  # B S H N -> B H S N
+        return self.wo(self.core(q, k, v, positions, documents).transpose(1, 2).flatten(2))  # type: ignore[no-any-return]
+
+
+# --- feed-forward -------------------------------------------------------------------------------------------------
+
+
+class SwiGLU(nn.Module):
+    """The gated feed-forward w2(silu(w1 x) * w3 x), [B, S, D] to [B, S, D] (arXiv 2002.05202)."""
+
+    def __init__(self, dim: int, ffn_dim: int) -> None:
+        super().__init__()
+        self.w1 = nn.Linear(dim, ffn_dim, bias=False)
+        self.w2 = nn.Linear(ffn_dim, dim, bias=False)
+        self.w3 = nn.Linear(dim, ffn_dim, bias=False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        """[B, S, D] -> [B, S, D]."""
+        return self.w2(F.silu(self.w1(x)) * self.w3(x))  # type: ignore[no-any-return]
+
+
+def swiglu(dim: int, ffn_dim: int) -> LayerPart:
+    """`SwiGLU` as data, under the name `ffn`."""
+    d, f = dim, ffn_dim
+    saved = (SavedTensor(numel=3 * f, region="tp_sharded"),)
+    operations = (
+        shared(d, 2),
+        linear("ffn.w1", d, f, saved=d), linear("ffn.w3", d, f),
+        Elementwise(region="tp_sharded", forward=5 * f, backward=8 * f, saved=saved),
+        linear("ffn.w2", f, d, saved=f, region="tp_sharded"),
+    )  # fmt: skip
+    return LayerPart(operations, {"ffn": "gather", "ffn.w1": "column", "ffn.w3": "column", "ffn.w2": "row"})
+
+
+# --- the two behind norms -----------------------------------------------------------------------------------------
+
+
+class PreNormLayer(nn.Module):
+    """A layer `h = x + attn(attn_norm(x))`, `y = h + ffn(ffn_norm(h))`."""
+
+    def __init__(self, attn_norm: nn.Module, attn: nn.Module, ffn_norm: nn.Module, ffn: nn.Module) -> None:
+        super().__init__()
+        self.attn_norm, self.attn, self.ffn_norm, self.ffn = attn_norm, attn, ffn_norm, ffn
+
+    def forward(self, x: Tensor, positions: Tensor, documents: Tensor | None, rope: Tensor | None = None) -> Tensor:
+        """x [B, S, D]; the others as `SelfAttention.forward` takes them. Returns [B, S, D]."""
+        h = x + self.attn(self.attn_norm(x), positions, documents, rope)
+        return h + self.ffn(self.ffn_norm(h))  # type: ignore[no-any-return]
+
+
+def pre_norm(dim: int, attn: LayerPart, ffn: LayerPart, *, vectors: int) -> LayerPart:
+    """`PreNormLayer` as data.  vectors: weight vectors of a norm, 1 for RMSNorm and 2 for LayerNorm."""
+    operations = (
+        norm("attn_norm", dim, vectors, vectors), *attn.operations, residual(dim),
+        norm("ffn_norm", dim, vectors, vectors), *ffn.operations, residual(dim),
+    )  # fmt: skip
+    return LayerPart(operations, {"attn_norm": "norm", "ffn_norm": "norm", **attn.tensor, **ffn.tensor})

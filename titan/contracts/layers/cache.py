@@ -1,0 +1,98 @@
+"""A key-value cache: with it, each further token of a text costs only its own forward.
+
+Rows of a batch may have different lengths: each row's tokens have positions of its own, from 0, and a token attends to
+positions up to its own. Padding on the right is harmless: no real token attends to padding, and the row's next real
+tokens overwrite it.
+
+Memory: 2 K N numbers per layer, token and row, in the dtype of the keys, allocated for the longest length at the start.
+A rank with a share of the heads allocates only its share.
+"""
+
+# B rows, S tokens of this forward, T longest length, E positions in use, H query heads, K key-value heads, N head_dim.
+
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from titan.contracts.layers.attention import AttentionCore
+
+
+class Cache:
+    """The key-value cache of one model for one batch of rows; made for one use, of at most `length` tokens per row."""
+
+    def __init__(self, length: int) -> None:
+        self.length, self.end = length, 0
+        self.masks: dict[int, Tensor | None] = {}
+        self._layers: dict[AttentionCore, KeyValues] = {}
+        self._positions, self._first = torch.empty(0), True
+
+    def place(self, starts: Sequence[int], width: int, device: torch.device) -> Tensor:
+        """Positions [B, S] of the tokens of the next forward: row b starts at `starts[b]`, and S = `width`."""
+        self.end = max(starts) + width
+        assert self.end <= self.length, f"a row would hold {self.end} tokens, the cache has room for {self.length}"
+        self._positions = torch.tensor(starts, device=device)[:, None] + torch.arange(width, device=device)
+        self._first = not any(starts)
+        self.masks.clear()
+        return self._positions
+
+    def mask(self, window: int) -> Tensor | None:
+        """Which of the cached positions each token sees, [B, 1, S, E]; None: all rows begin here, without a window."""
+        if window not in self.masks:
+            there, own = torch.arange(self.end, device=self._positions.device), self._positions[..., None]
+            seen = (there <= own) & (there > own - window) if window else there <= own
+            self.masks[window] = None if self._first and not window else seen[:, None]
+        return self.masks[window]
+
+    @contextmanager
+    def attached(self, module: nn.Module) -> Iterator[None]:
+        """Attention of all layers of a model adds to the cache and attends to it, while the context is open."""
+        cores = cores_of(module)
+        before = [core.operation for core in cores]
+        for core in cores:
+            core.operation = self._layers.setdefault(core, KeyValues(self, core.window)).attend
+        try:
+            yield
+        finally:
+            for core, operation in zip(cores, before, strict=True):
+                core.operation = operation
+
+
+def cores_of(module: nn.Module) -> list[AttentionCore]:
+    """The attention of all layers of a model."""
+    return [core for core in module.modules() if isinstance(core, AttentionCore)]
+
+
+class KeyValues:
+    """Keys and values of one layer, [B, K, T, N] each, zero at positions not yet written."""
+
+    def __init__(self, cache: Cache, window: int) -> None:
+        self._cache, self._window = cache, window
+        self._keys = self._values = torch.empty(0)
+
+    def attend(self, q: Tensor, k: Tensor, v: Tensor, positions: Tensor, documents: Tensor | None = None) -> Tensor:
+        """Causal attention of this forward's tokens to themselves and to the cached ones; adds k and v to the cache.
+
+        Shapes as in `AttentionCore.forward`, with rotary embeddings already applied. There are no documents.
+
+        Returns [B, H, S, N], equal to `scaled_dot_product_attention` over the whole rows at once.
+        """
+        cache = self._cache
+        if not self._keys.numel():
+            shape = (*k.shape[:2], cache.length, k.shape[-1])
+            self._keys, self._values = k.new_zeros(shape), v.new_zeros(shape)
+        at = positions[:, None, :, None].expand_as(k)
+        self._keys.scatter_(2, at, k)
+        self._values.scatter_(2, at, v)
+        # The heads of a group look at the same keys: side by side as if they were tokens, they need no copies of them.
+        b, heads, s, n = q.shape
+        group = heads // k.shape[1]
+        mask = cache.mask(self._window)
+        if mask is None:  # plain causal attention, which has the fast kernels
+            return F.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=group > 1)
+        keys, values = self._keys[:, :, : cache.end], self._values[:, :, : cache.end]
+        side_by_side = q.reshape(b, heads // group, group * s, n)
+        mask = mask.repeat(1, 1, group, 1)
+        return F.scaled_dot_product_attention(side_by_side, keys, values, attn_mask=mask).reshape(b, heads, s, n)

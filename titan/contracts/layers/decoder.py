@@ -1,0 +1,199 @@
+"""A decoder: embeddings, a stack of layers, a norm, and the projection to logits; its options, and its `ModelSpec`."""
+
+# B rows, S tokens of this stage, T tokens of the whole sequence, D dim, N head_dim, V vocabulary.
+
+import math
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import dataclass
+from functools import partial
+from typing import Literal
+
+from torch import Tensor, nn
+
+from titan.contracts.base.cost import Attention, Elementwise, EmbeddingOp, Matmul, Operation, linear, norm
+from titan.contracts.base.options import option
+from titan.contracts.base.spec import ONES, ZEROS, Init, ModelSpec, TensorStyle, nearest, normal
+from titan.contracts.layers.blocks import Heads, LayerPart, PreNormLayer, SelfAttention, SwiGLU, pre_norm, swiglu
+from titan.contracts.layers.rotary import Rotary, rope_table
+
+
+@dataclass(frozen=True, kw_only=True)
+class DecoderConfig:
+    """Options that decoders share. A model derives its Config from this class, and may give other defaults."""
+
+    n_layers: int = option(4, "layers", at_least=1, at_most=1024)
+    dim: int = option(128, "hidden size", at_least=1, at_most=2**20)
+    n_heads: int = option(4, "query heads", at_least=1, at_most=2**20)
+    n_kv_heads: int | None = option(None, "key-value heads, one per group of query heads; unset: n_heads", at_least=1)
+    vocab_size: int = option(4097, "token ids", at_least=1, at_most=2**27)
+    max_seq_len: int = option(128, "longest sequence", unit="tokens", at_least=1, at_most=2**30)
+    tied: bool = option(False, "tie the output projection to the embedding table")
+    attention: Literal["sdpa", "unfused"] = option(
+        "sdpa", 'kernel of attention: PyTorch\'s choice for the device, or "unfused", which writes its S x S scores'
+    )
+    norm_eps: float = option(1e-5, "added to the mean square, or to the variance, in norms", above=0)
+    init_std: float = option(
+        0.02,
+        "standard deviation of initial weights; divided by sqrt(2 n_layers) where a layer adds to hidden states",
+        above=0,
+    )
+
+    @property
+    def kv_heads(self) -> int:
+        """Number of key-value heads; n_heads unless n_kv_heads is set."""
+        return self.n_heads if self.n_kv_heads is None else self.n_kv_heads
+
+    def grouping(self) -> Iterable[str]:
+        """A sentence where query heads do not fall into equal groups; a model's `check` yields it."""
+        if self.n_heads % self.kv_heads:
+            kv = nearest(self.kv_heads, lambda k: self.n_heads % k == 0, most=self.n_heads)
+            yield f"n_heads {self.n_heads} must be divisible by n_kv_heads {self.kv_heads}; nearest: {kv}"
+
+
+class Decoder(nn.Module):
+    """The whole model, or what a stage holds of it: absent modules are None, absent layers are not in `layers`.
+
+    Integer x is tokens and goes through the embedding; floating x is hidden states of an earlier stage, also where
+    an embedding is present because the head is tied to it.
+    """
+
+    def __init__(
+        self,
+        config: DecoderConfig,
+        layers: Iterable[nn.Module],
+        norm: nn.Module,
+        *,
+        learned_positions: bool = False,
+        rotary: Rotary | None = None,
+    ) -> None:
+        """Put the modules together.
+
+        layers: called as (x, positions, documents, rope) on hidden states [B, S, D], and return such.
+        norm: of the hidden states after the last layer.
+        learned_positions: a table of `max_seq_len` positions is added to the embedding.
+        rotary: makes the `rope_table` [2, B, S, N/2] of layers; None: they are given None.
+        """
+        super().__init__()
+        self.rotary = rotary
+        self.embed: nn.Embedding | None = nn.Embedding(config.vocab_size, config.dim)
+        self.positions = nn.Embedding(config.max_seq_len, config.dim) if learned_positions else None
+        self.layers = nn.ModuleDict({str(i): layer for i, layer in enumerate(layers)})
+        self.norm: nn.Module | None = norm
+        self.output: nn.Linear | None = nn.Linear(config.dim, config.vocab_size, bias=False)
+        if config.tied:
+            self.output.weight = self.embed.weight
+
+    def forward(self, x: Tensor, positions: Tensor, documents: Tensor | None = None) -> Tensor:
+        """Tokens [B, S] or hidden states [B, S, D] -> logits [B, S, V], or hidden states without the head."""
+        rope = None if self.rotary is None else rope_table(self.rotary, positions)
+        if not x.is_floating_point():
+            assert self.embed is not None, "tokens reached a stage without the embedding"
+            x = self.embed(x) if self.positions is None else self.embed(x) + self.positions(positions)
+        for layer in self.layers.values():
+            x = layer(x, positions, documents, rope)
+        if self.norm is not None:
+            x = self.norm(x)
+        return x if self.output is None else self.output(x)
+
+
+def decoder_spec(
+    config: DecoderConfig, layer: LayerPart, *, ffn_dim: int, vectors: int, learned_positions: bool = False
+) -> ModelSpec:
+    """The spec of a `Decoder` whose layers are all `layer`; its core is named `attn.core`.
+
+    Initial weights are normal with `config.init_std`, smaller by sqrt(2 n_layers) in linears of style "row": these add
+    to the hidden states, whose variance would else grow with depth (GPT-2). Norms and biases do not decay, nor do
+    embeddings.
+
+    Args:
+        config: the options of the model.
+        layer: one layer as data.
+        ffn_dim: as in `ModelSpec`.
+        vectors: weight vectors of the last norm, 1 for RMSNorm and 2 for LayerNorm.
+        learned_positions: as in `Decoder`.
+    """
+    c = config
+    table = EmbeddingOp(module="embed", rows=c.vocab_size, width=c.dim)
+    places = EmbeddingOp(module="positions", rows=c.max_seq_len, width=c.dim)
+    embeddings = (table, places) if learned_positions else (table,)
+    head = (norm("norm", c.dim, vectors, vectors), linear("output", c.dim, c.vocab_size, saved=c.dim))
+    tensor: dict[str, TensorStyle] = {"embed": "embedding", "positions": "positions", "norm": "norm", "output": "head"}
+    if not learned_positions:
+        del tensor["positions"]
+    tensor |= {f"layers.*.{module}": style for module, style in layer.tensor.items()}
+    parameters = dict(_parameters([*embeddings, *(head[:1] if c.tied else head)]))
+    parameters |= {f"layers.*.{name}": kind for name, kind in _parameters(layer.operations)}
+    [core] = (op for op in layer.operations if isinstance(op, Attention))
+    return ModelSpec(
+        n_layers=c.n_layers, dim=c.dim, n_heads=core.heads, n_kv_heads=core.kv_heads, head_dim=core.head_dim,
+        ffn_dim=ffn_dim, vocab_size=c.vocab_size, max_seq_len=c.max_seq_len,
+        embeddings=tuple(op.module for op in embeddings), head=("norm", "output"),
+        tied=(("output.weight", "embed.weight"),) if c.tied else (),
+        tensor=tensor, attention=("layers.*.attn.core",), init=_initial(c, parameters, tensor),
+        layer_params=_numel(layer.operations),
+        embedding_params=_numel(embeddings),
+        head_params=_numel(head[:1] if c.tied else head),
+        matmul_params_per_layer=sum(op.inputs * op.outputs for op in layer.operations if isinstance(op, Matmul)),
+        head_matmul_params=_numel(head[1:]),
+        embedding_ops=embeddings, layer_ops=layer.operations, head_ops=head,
+    )  # fmt: skip
+
+
+# --- RMSNorm and SwiGLU, which several families share --------------------------------------------------------------
+
+
+def gated_decoder(config: DecoderConfig, heads: Heads, ffn_dim: int, rotary: Rotary) -> Decoder:
+    """A decoder of `PreNormLayer`s with RMSNorm, `SelfAttention`, rotary positions and SwiGLU (arXiv 2302.13971)."""
+    norm = partial(nn.RMSNorm, config.dim, eps=config.norm_eps)
+    layers = (
+        PreNormLayer(norm(), SelfAttention(heads), norm(), SwiGLU(config.dim, ffn_dim)) for _ in range(config.n_layers)
+    )
+    return Decoder(config, layers, norm(), rotary=rotary)
+
+
+def gated_spec(config: DecoderConfig, heads: Heads, ffn_dim: int) -> ModelSpec:
+    """The spec of `gated_decoder`."""
+    layer = pre_norm(config.dim, heads.part(), swiglu(config.dim, ffn_dim), vectors=1)
+    return decoder_spec(config, layer, ffn_dim=ffn_dim, vectors=1)
+
+
+_Kind = Literal["matrix", "table", "scale", "bias"]
+
+
+def _parameters(operations: Iterable[Operation]) -> Iterator[tuple[str, _Kind]]:
+    """(name, kind) of the parameters of operations."""
+    for op in operations:
+        match op:
+            case Matmul(bias=bias):
+                yield f"{op.module}.weight", "matrix"
+            case EmbeddingOp():
+                yield f"{op.module}.weight", "table"
+                bias = False
+            case Elementwise(params=vectors) if vectors:
+                yield f"{op.module}.weight", "scale"
+                bias = vectors == 2
+            case _:
+                continue
+        if bias:
+            yield f"{op.module}.bias", "bias"
+
+
+def _initial(c: DecoderConfig, parameters: Mapping[str, _Kind], tensor: Mapping[str, TensorStyle]) -> dict[str, Init]:
+    drawn, added = normal(c.init_std), normal(c.init_std / math.sqrt(2 * c.n_layers))
+    values = {"table": drawn, "scale": ONES, "bias": ZEROS}
+    rows = {f"{module}.weight" for module, style in tensor.items() if style == "row"}
+    return {name: values.get(kind, added if name in rows else drawn) for name, kind in parameters.items()}
+
+
+def _numel(operations: Iterable[Operation]) -> int:
+    """Parameters of operations."""
+    total = 0
+    for op in operations:
+        match op:
+            case Matmul():
+                total += (op.inputs + op.bias) * op.outputs
+            case EmbeddingOp():
+                total += op.rows * op.width
+            case Elementwise():
+                total += op.params * op.width
+    return total
