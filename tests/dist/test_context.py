@@ -1,0 +1,92 @@
+"""Context parallelism: the same curve as one rank, whichever the method and whatever it is combined with."""
+
+import re
+from pathlib import Path
+
+import pytest
+
+from tests.jobs import GPT, LLAMA, QWEN3, assert_same_curve, mesh, train_job
+from tests.sweeps import but_sweep
+from titan.config import load_job
+from titan.errors import ConfigError
+
+
+def by(method: str) -> list[str]:
+    return ["--plugins.context.method", method]
+
+
+METHODS = ("ring", "gather", "ulysses")
+PACKED = ("--data.packing", "document_mask")
+WINDOW = ("--model.sliding_window", "5")
+RECOMPUTE = "--plugins.activation_checkpoint.mode"
+COMPILED = ("--plugins.compile.backend", "aot_eager")
+
+CASES = {
+    **{f"{method}, cp 2, packed": (2, [*mesh(cp=2), *by(method)], PACKED) for method in METHODS},
+    **{f"{method}, cp 4": (4, [*mesh(cp=4), *by(method)], ()) for method in METHODS},
+    **{f"{method}, cp 2, window": (2, [*mesh(cp=2), *by(method)], WINDOW) for method in METHODS},
+    "gather, cp 4, packed, window": (4, [*mesh(cp=4), *by("gather")], (*PACKED, *WINDOW)),
+    "ring, dp 2, tp 2, packed": (8, mesh(dp_shard=2, cp=2, tp=2), PACKED),
+    "ulysses, dp 2, tp 2": (8, [*mesh(dp_shard=2, cp=2, tp=2), *by("ulysses")], ()),
+    "ring, ddp 2": (4, mesh(dp_replicate=2, cp=2), ()),
+    "gather, hsdp": (8, [*mesh(dp_replicate=2, dp_shard=2, cp=2), *by("gather")], ()),
+    "ring, pp 2, selective, packed": (4, [*mesh(pp=2, cp=2), RECOMPUTE, "selective"], PACKED),
+    "ulysses, unfused, attention recomputed": (
+        2, [*mesh(cp=2), *by("ulysses"), "--model.attention", "unfused", RECOMPUTE, "attention"], PACKED,
+    ),
+    "gather, tp 2, selective, compiled": (
+        4, [*mesh(tp=2, cp=2), *by("gather"), RECOMPUTE, "selective", *COMPILED], PACKED,
+    ),
+    "ulysses, pp 2, recompute full, compiled": (
+        4, [*mesh(pp=2, cp=2), *by("ulysses"), RECOMPUTE, "full", *COMPILED], PACKED,
+    ),
+    "ring, compiled": (2, [*mesh(cp=2), *COMPILED], PACKED),
+    "ring, zero 3": (
+        4, [*mesh(dp_shard=2, cp=2), "--plugins.fsdp.zero_stage", "3", "--train.micro_batch_size", "1"], (),
+    ),
+    "ring, zero bubble": (4, [*mesh(pp=2, cp=2), "--plugins.pipeline.schedule", "InterleavedZeroBubble"], PACKED),
+}  # fmt: skip
+SWEPT = (
+    "gather, cp 4", "ulysses, cp 4", "ulysses, dp 2, tp 2", "ring, compiled", "ring, zero 3",
+    "gather, cp 2, window", "ring, zero bubble", "ulysses, unfused, attention recomputed",
+)  # fmt: skip
+
+
+@pytest.mark.parametrize("case", but_sweep(CASES, *SWEPT))
+def test_the_curve_of_one_rank(case: str, one_rank, tmp_path: Path) -> None:
+    world_size, words, same = CASES[case]
+    assert_same_curve(one_rank(*same), train_job(tmp_path, world_size, *words, *same))
+
+
+@pytest.mark.parametrize("config", [GPT, QWEN3], ids=["gpt", "qwen3"])
+@pytest.mark.parametrize("method", but_sweep(METHODS, "gather", "ulysses"))
+def test_other_models(config: Path, method: str, one_rank, tmp_path: Path) -> None:
+    assert_same_curve(
+        one_rank(*PACKED, config=config),
+        train_job(tmp_path, 4, *mesh(cp=2, tp=2), *by(method), *PACKED, config=config),
+    )
+
+
+@pytest.mark.parametrize(
+    ("words", "said"),
+    [
+        (mesh(cp=3), r"\[data\] seq_len = 16 cannot be split into 6 pieces, .* mesh\.cp = 3 .* fits: 12 or 18"),
+        ([*mesh(cp=3), *by("ulysses")], r"cannot be split into 3 pieces, .*; nearest seq_len that fits: 15 or 18"),
+        (
+            [*mesh(cp=8, tp=2), *by("ulysses")],
+            r"cannot deal 2 query heads and 1 key-value heads \(of \[model\] n_heads = 4 over mesh\.tp = 2\) to "
+            r"mesh\.cp = 8 ranks; nearest cp that fits: 2",
+        ),
+        ([*mesh(cp=2), "--model.attention", "unfused"], r"writes no scores; use method = \"ulysses\""),
+        ([*mesh(cp=2), "--model.sliding_window", "17", "--model.max_seq_len", "16"], r"sliding_window 17 .* 16"),
+        (
+            [*mesh(cp=2), "--plugins.fsdp.enabled", "false"],
+            r"\[plugins.context\] requires summed_gradients, which no enabled technique provides",
+        ),
+    ],
+    ids=["ring", "ulysses", "heads", "scores", "window", "sums"],
+)
+def test_what_cannot_be_split_is_refused(words: list[str], said: str) -> None:
+    with pytest.raises(ConfigError) as error:
+        load_job(LLAMA, ["--data.path", "x", *words], world_size=None)
+    assert re.search(said, str(error.value)), error.value

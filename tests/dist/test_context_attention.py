@@ -1,0 +1,305 @@
+"""Attention split over ranks gives one process's output and gradients (plugins/parallel/context/attention.py)."""
+
+import math
+from collections import Counter
+from collections.abc import Callable, Iterator
+from functools import partial
+from typing import Any, NamedTuple
+
+import pytest
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+from torch import Tensor
+from torch._library.custom_ops import OPDEFS
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils.checkpoint import checkpoint, create_selective_checkpoint_contexts
+
+from tests.ranks import run_ranks
+from titan.plugins.parallel.context import blocks
+from titan.plugins.parallel.context.attention import OPERATIONS, Ranks, gather, positions_of, ring, ulysses
+
+T = 48  # chunks of 24, 12, 8 and 6 positions at sizes 1 to 4
+HEADS = 12
+METHODS = ("ring", "gather", "ulysses")
+
+
+class Case(NamedTuple):
+    kv_heads: int = 4
+    head_dim: int = 8
+    batch: int = 1
+    borders: tuple[tuple[int, ...], ...] = ()  # of documents, for each sequence
+    window: int | None = None
+    dtype: torch.dtype = torch.float32
+
+    def documents(self) -> Tensor | None:
+        rows = [[sum(at >= border for border in borders) for at in range(T)] for borders in self.borders]
+        return torch.tensor(rows) if rows else None
+
+    def tensors(self) -> list[Tensor]:
+        """q, k, v and the gradient of the output, of the whole sequence, as models hand them over: transposed views."""
+        draws = torch.Generator().manual_seed(0)
+        heads = (HEADS, self.kv_heads, self.kv_heads, HEADS)
+        shapes = [(self.batch, T, count, self.head_dim) for count in heads]
+        return [torch.randn(shape, generator=draws).to(self.dtype).transpose(1, 2) for shape in shapes]
+
+
+CASES = {
+    "no groups": Case(kv_heads=HEADS),
+    "groups, batch of 2": Case(kv_heads=6, batch=2, head_dim=16),
+    "one key-value head": Case(kv_heads=1),
+    "2 key-value heads": Case(kv_heads=2),
+    "one document": Case(borders=((),)),
+    "documents, borders inside of chunks and on them": Case(batch=2, borders=((5, 12, 24, 31), (1, 8, 36, 47))),
+    "window of the position itself": Case(window=1),
+    "window inside of a chunk": Case(window=5, kv_heads=2),
+    "window of a chunk of 2 ranks": Case(window=12),
+    "window of a chunk of 3 ranks": Case(window=8),
+    "window of a chunk of 4 ranks": Case(window=6),
+    "window one short of a chunk of 2 ranks": Case(window=11),
+    "window of some chunks": Case(window=19, batch=2),
+    "window of all": Case(window=T),
+    "window over documents": Case(window=10, batch=2, borders=((7, 24), (13, 30)), head_dim=16),
+}  # fmt: skip
+
+
+def _mask(documents: Tensor | None, window: int | None) -> Tensor:
+    distance = torch.arange(T)[:, None] - torch.arange(T)
+    seen = (distance >= 0) & (distance < (window or T))
+    return seen if documents is None else seen & (documents[:, None, :, None] == documents[:, None, None, :])
+
+
+def _whole(mask: Tensor, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+    group = q.shape[1] // k.shape[1]
+    k, v = (t.repeat_interleave(group, dim=1) for t in (k, v))
+    return F.scaled_dot_product_attention(q, k, v, attn_mask=mask)
+
+
+def _alone(case: Case, dtype: torch.dtype | None = None) -> list[Tensor]:
+    """Output and gradients of one process."""
+    *inputs, gradient = (t.to(dtype or case.dtype) for t in case.tensors())
+    inputs = [t.requires_grad_() for t in inputs]
+    out = _whole(_mask(case.documents(), case.window), *inputs)
+    return [out.detach(), *torch.autograd.grad(out, inputs, gradient)]
+
+
+def _ranks() -> Ranks:
+    return Ranks(dist.group.WORLD.group_name, dist.get_world_size(), dist.get_rank())
+
+
+def _method(name: str, case: Case) -> Callable[[Tensor, Tensor, Tensor], Tensor]:
+    documents = case.documents()
+    if name == "ulysses":
+        return partial(ulysses, attend=partial(_whole, _mask(documents, case.window)), ranks=_ranks())
+    function = {"ring": ring, "gather": gather}[name]
+    return lambda q, k, v: function(q, k, v, documents, _ranks(), case.window)
+
+
+def _own(name: str, case: Case) -> list[Tensor]:
+    ranks = _ranks()
+    at = positions_of(T, ranks.rank, ranks.size, name)
+    # Indexed along T of [B, T, H, N]: a rank's own are transposed views too.
+    return [t.transpose(1, 2)[:, at].transpose(1, 2) for t in case.tensors()]
+
+
+def _run(name: str, case: Case) -> list[Tensor]:
+    *inputs, gradient = _own(name, case)
+    inputs = [t.requires_grad_() for t in inputs]
+    out = _method(name, case)(*inputs)
+    return [out.detach(), *torch.autograd.grad(out, inputs, gradient)]
+
+
+def _run_all(cases: dict[str, Case]) -> dict[tuple[str, str], list[Tensor]]:
+    pairs = [(name, label) for name in METHODS for label in cases if _fits(name, cases[label].kv_heads)]
+    return {(name, label): _run(name, cases[label]) for name, label in pairs}
+
+
+def _fits(name: str, kv_heads: int) -> bool:
+    size = dist.get_world_size()
+    return name != "ulysses" or kv_heads % size == 0 or size % kv_heads == 0
+
+
+def _joined(name: str, pieces: list[Tensor]) -> Tensor:
+    """The whole sequence in its order, from each rank's positions."""
+    at = torch.cat([positions_of(T, rank, len(pieces), name) for rank in range(len(pieces))])
+    return torch.cat(pieces, dim=2)[:, :, at.argsort()]
+
+
+def _results(size: int, cases: dict[str, Case]) -> Iterator[tuple[str, str, list[Tensor]]]:
+    ranks = run_ranks(_run_all, size, cases)
+    for name, label in ranks[0]:
+        yield (
+            name,
+            label,
+            [_joined(name, list(pieces)) for pieces in zip(*(r[name, label] for r in ranks), strict=True)],
+        )
+
+
+@pytest.mark.parametrize("size", [1, 2, 3, 4])
+def test_output_and_gradients_are_those_of_one_process(size: int) -> None:
+    expected = {label: _alone(case) for label, case in CASES.items()}
+    seen = set()
+    for name, label, results in _results(size, CASES):
+        seen.add(name)
+        for what, result, target in zip(("out", "dq", "dk", "dv"), results, expected[label], strict=True):
+            torch.testing.assert_close(
+                result, target, rtol=1e-5, atol=2e-6, msg=lambda text: f"{name}, {label}, {what}: {text}"  # noqa: B023
+            )  # fmt: skip
+    assert seen == set(METHODS)
+
+
+def test_bf16_is_about_as_near_to_float32_as_one_process_is() -> None:
+    """Twice its error: a block's output and gradients are rounded to bf16 once more than those of the whole are."""
+    cases = {label: case._replace(dtype=torch.bfloat16) for label, case in CASES.items()}
+    for name, label, results in _results(4, cases):
+        alone, targets = _alone(cases[label]), _alone(cases[label], torch.float32)
+        for what, result, one, target in zip(("out", "dq", "dk", "dv"), results, alone, targets, strict=True):
+            error, allowed = (result - target).norm(), 2 * (one - target).norm()
+            assert error <= allowed, f"{name}, {label}, {what}: {error:.2e} > {allowed:.2e}"
+
+
+# --- what autograd, recomputation and compilation make of it --------------------------------------------------------
+
+
+class _Seen(TorchDispatchMode):
+    """Counts the operations in `names`."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.counts: Counter[str] = Counter()
+
+    def __torch_dispatch__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        self.counts[function._schema.name] += 1
+        return function(*args, **kwargs or {})
+
+
+COSTLY = ("titan::ring_attention", "titan::gather_attention", "_c10d_functional::all_to_all_single")
+
+
+def _two_layers(method: Callable[..., Tensor], q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+    return method(method(q, k, v).tanh(), v, k)
+
+
+def _both_ways(forward: Callable[..., Tensor], inputs: list[Tensor], gradient: Tensor) -> tuple[list[Tensor], int]:
+    """Output and gradients, and how many costly operations forward and backward ran."""
+    with _Seen() as seen:
+        out = forward(*inputs)
+        results = [out.detach(), *torch.autograd.grad(out, inputs, gradient)]
+    return results, sum(seen.counts[name] for name in COSTLY)
+
+
+def _transformed(name: str, case: Case) -> dict[str, tuple[list[Tensor], int]]:
+    *inputs, gradient = _own(name, case)
+    inputs = [t.requires_grad_() for t in inputs]
+    gradient = gradient[..., :1].expand_as(gradient)  # as a sum gives it, without memory of its own
+    layers = partial(_two_layers, _method(name, case))
+    contexts = partial(create_selective_checkpoint_contexts, list(OPERATIONS))
+    ways: dict[str, Callable[..., Tensor]] = {
+        "plain": layers,
+        "recomputed": partial(checkpoint, layers, use_reentrant=False),
+        "recomputed in part": partial(checkpoint, layers, use_reentrant=False, context_fn=contexts),
+    }
+    results = {way: _both_ways(forward, inputs, gradient) for way, forward in ways.items()}
+    compiled = torch.compile(layers, fullgraph=True, backend="aot_eager")
+    out = compiled(*inputs)
+    results["compiled"] = [out.detach(), *torch.autograd.grad(out, inputs, gradient)], 0
+    return results
+
+
+def _all_transformed(case: Case) -> dict[str, dict[str, tuple[list[Tensor], int]]]:
+    return {name: _transformed(name, case) for name in METHODS}
+
+
+def test_two_layers_recomputed_and_compiled_give_the_same_numbers() -> None:
+    case = Case(window=19, batch=2, borders=((7, 24), (13, 30)))
+    *inputs, gradient = case.tensors()
+    inputs = [t.requires_grad_() for t in inputs]
+    gradient = gradient[..., :1].expand_as(gradient)
+    out = _two_layers(partial(_whole, _mask(case.documents(), case.window)), *inputs)
+    target = [out.detach(), *torch.autograd.grad(out, inputs, gradient)]
+    ranks = run_ranks(_all_transformed, 2, case)
+    for name in METHODS:
+        for rank in ranks:
+            plain, forwards = rank[name].pop("plain")
+            once = {"ring": 2, "gather": 2, "ulysses": 4}[name]
+            backwards = once if name == "ulysses" else 0  # an all-to-all undoes another
+            # Recomputation stops before the last all-to-all, whose result nobody saved.
+            again = once - 1 if name == "ulysses" else once
+            assert forwards == once + backwards
+            assert rank[name]["recomputed"][1] == forwards + again
+            assert rank[name]["recomputed in part"][1] == forwards
+            for results, _ in rank[name].values():
+                assert all(map(torch.equal, results, plain))
+            rank[name]["plain"] = plain, 0
+        pieces = zip(*(rank[name]["plain"][0] for rank in ranks), strict=True)
+        for result, whole in zip((_joined(name, list(piece)) for piece in pieces), target, strict=True):
+            torch.testing.assert_close(result, whole, rtol=1e-5, atol=2e-6)
+
+
+@pytest.mark.parametrize("label", ["groups, batch of 2", "window over documents"])
+def test_implementations_run_on_meta_tensors(label: str) -> None:
+    """So that a dry run sees the collectives; what compilation assumes of shapes and strides is what they return."""
+    case, ranks = CASES[label], Ranks("", 4, 1)
+    q, k, v, grad = (t[:, :, : T // ranks.size].to("meta") for t in case.tensors())
+    documents = case.documents()
+    rest = (documents if documents is None else documents.to("meta"), *ranks, case.window)
+    expected = {
+        "ring_attention": {"all_to_all_single": 3 + 3 + 4},
+        "gather_attention": {"all_gather_into_tensor": 2, "reduce_scatter_tensor": 1},
+    }
+    for name, collectives in expected.items():
+        forward, backward = (OPDEFS[f"titan::{name}{suffix}"] for suffix in ("", "_backward"))
+        with _Seen() as seen:
+            results = forward._init_fn(q, k, v, *rest)
+            gradients = backward._init_fn(grad, q, k, v, *results, *rest)
+        supposed = forward(q, k, v, *rest), backward(grad, q, k, v, *results, *rest)
+        for real, fake in zip((*results, *gradients), (t for pair in supposed for t in pair), strict=True):
+            assert (real.shape, real.stride(), real.dtype) == (fake.shape, fake.stride(), fake.dtype)
+        counts = {key.removeprefix("_c10d_functional::"): n for key, n in seen.counts.items() if "_c10d" in key}
+        assert counts.pop("wait_tensor") == sum(collectives.values())
+        assert counts == collectives
+
+
+# --- blocks ---------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("size", [1, 2, 3, 4, 7])
+def test_ranks_hold_all_positions_once_and_equal_work(size: int) -> None:
+    length = 4 * size * 3
+    for name in METHODS:
+        held = [positions_of(length, rank, size, name) for rank in range(size)]
+        assert torch.equal(torch.cat(held).sort().values, torch.arange(length))
+    scores = {int((positions_of(length, rank, size, "ring") + 1).sum()) for rank in range(size)}
+    assert len(scores) == 1
+
+
+@pytest.mark.parametrize("most", [1, 100, 2**26], ids=["a query at a time", "some", "all at once"])
+@pytest.mark.parametrize("kv_heads", [4, 2, 1])
+def test_written_blocks_equal_the_fused_kernel(kv_heads: int, most: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(blocks, "MOST_SCORES", most)
+    draws = torch.Generator().manual_seed(1)
+    q, k, v, grad = (torch.randn(2, heads, 10, 8, generator=draws) for heads in (4, kv_heads, kv_heads, 4))
+    seen = torch.ones(1, 1, 10, 10, dtype=torch.bool).tril()
+    for causal, mask in ((False, None), (True, lambda rows: seen[:, :, rows])):
+        fused, written = blocks._forward_fused(q, k, v, causal), blocks._forward_written(q, k, v, mask)
+        torch.testing.assert_close(written, fused, rtol=1e-5, atol=1e-6)
+        # As in a ring, output and log-sum-exp are of more keys than the block's.
+        out, lse = fused[0] * 0.7, fused[1] + 0.3
+        gradients = blocks._backward_fused(grad, q, k, v, out, lse, causal)
+        again = blocks._backward_written(grad, q, k, v, out, lse, mask)
+        torch.testing.assert_close(again, gradients, rtol=1e-5, atol=2e-6)
+
+
+def test_queries_without_a_key_have_no_output() -> None:
+    q = torch.ones(1, 2, 3, 8)
+    seen = torch.tensor([[False, False], [True, True], [False, False]])[None, None]
+    out, lse = blocks._forward_written(q, q[:, :, :2], q[:, :, :2], lambda rows: seen[:, :, rows])
+    assert out[:, :, 1].eq(1).all() and out[:, :, ::2].eq(0).all()
+    assert lse[:, :, ::2].eq(-math.inf).all() and lse[:, :, 1].isfinite().all()
+    total, sums = torch.zeros_like(q), torch.full((1, 2, 3), -math.inf)
+    blocks._merge(total, sums, out, lse)
+    assert torch.equal(total, out) and torch.equal(sums, lse)
+    gradients = blocks._backward_written(
+        q, q, q[:, :, :2], q[:, :, :2], out, sums.nan_to_num(neginf=0.0), lambda rows: seen[:, :, rows]
+    )
+    assert all(gradient.isfinite().all() for gradient in gradients)

@@ -1,0 +1,149 @@
+"""Faults of sequences that are split over ranks: who holds which positions, what is merged, what is counted."""
+
+from tests.faults.fault import Fault
+
+ATTENTION = "tests/dist/test_context_attention.py"
+WHOLE = f"{ATTENTION}::test_output_and_gradients_are_those_of_one_process"
+CURVE = "tests/dist/test_context.py::test_the_curve_of_one_rank"
+EVAL = "tests/dist/test_eval.py::test_the_same_at_any_layout"
+BLOCKS = "plugins/parallel/context/blocks.py"
+OPERATIONS = "plugins/parallel/context/attention.py"
+
+FAULTS = (
+    Fault(
+        "neighbouring chunks of a sequence on each rank, so that the last rank has most to compute",
+        BLOCKS,
+        "return rank, 2 * size - 1 - rank",
+        "return 2 * rank, 2 * rank + 1",
+        (f"{ATTENTION}::test_ranks_hold_all_positions_once_and_equal_work",),
+    ),
+    Fault(
+        "positions of a rank in another order than its attention takes them to be",
+        OPERATIONS,
+        "view(2 * size, -1)[list(chunks_of(rank, size))]",
+        "view(2 * size, -1)[list(chunks_of(rank, size))[::-1]]",
+        (f"{WHOLE}[2]",),
+    ),
+    Fault(
+        "a chunk whose farthest key is one beyond the window attended to as a whole",
+        BLOCKS,
+        "or farthest >= window:",
+        "or farthest > window:",
+        (f"{WHOLE}[2]",),
+    ),
+    Fault(
+        "the row sums of gradient times output left out of the slopes of scores",
+        BLOCKS,
+        "_product(gradient, v.mT).sub_(mean).mul_(softmax)",
+        "_product(gradient, v.mT).mul_(softmax)",
+        (f"{ATTENTION}::test_written_blocks_equal_the_fused_kernel[4-all at once]",),
+    ),
+    Fault(
+        "a block added with the weight of its own softmax, not of that over all keys",
+        BLOCKS,
+        ".add_(block_out * (block_lse - finite).exp_()[..., None])",
+        ".add_(block_out)",
+        (f"{WHOLE}[2]",),
+    ),
+    Fault(
+        "the log-sum-exp of merged blocks not kept",
+        BLOCKS,
+        "    lse.copy_(total)\n",
+        "",
+        (f"{ATTENTION}::test_queries_without_a_key_have_no_output",),
+    ),
+    Fault(
+        "gathered chunks of keys in the order of ranks",
+        OPERATIONS,
+        "torch.cat([*first, *second.flip(0)], dim=-2)",
+        "torch.cat([*first, *second], dim=-2)",
+        (f"{WHOLE}[2]",),
+    ),
+    Fault(
+        "gradients of a block that stay with the rank that computed them",
+        OPERATIONS,
+        "            dkv += gradients.arrived()\n",
+        "            gradients.arrived()\n",
+        (f"{WHOLE}[2]",),
+    ),
+    Fault(
+        "copies of key-value heads dealt to query heads of another group",
+        OPERATIONS,
+        "t.repeat_interleave(copies, dim=1)",
+        "t.repeat(1, copies, 1, 1)",
+        (f"{WHOLE}[4]",),
+    ),
+    Fault(
+        "keys and values sent round again by selective recomputation",
+        OPERATIONS,
+        "    torch.ops.titan.ring_attention.default,\n",
+        "",
+        (f"{ATTENTION}::test_two_layers_recomputed_and_compiled_give_the_same_numbers",),
+    ),
+    Fault(
+        "labels of other positions than a rank's own",
+        "plugins/parallel/context/__init__.py",
+        "labels=batch.labels[:, own]",
+        "labels=batch.labels[:, : len(own)]",
+        (f"{CURVE}[ring, cp 2, packed]",),
+    ),
+    Fault(
+        "positions of a rank numbered from 0",
+        "plugins/parallel/context/__init__.py",
+        "positions=batch.positions[:, own]",
+        "positions=batch.positions[:, : len(own)]",
+        (f"{CURVE}[ring, cp 2, packed]",),
+    ),
+    Fault(
+        "shards whose gradients are not summed over ranks that hold other positions",
+        "plugins/parallel/fsdp.py",
+        'shards = ("dp_shard", *context.mesh.layout.axes_of("sliced"))',
+        'shards = ("dp_shard",)',
+        (f"{CURVE}[ring, cp 2, packed]",),
+    ),
+    Fault(
+        "replicas whose gradients are not summed over ranks that hold other positions",
+        "plugins/parallel/ddp.py",
+        'flat(("dp_replicate", *context.mesh.layout.axes_of("sliced")))',
+        'flat(("dp_replicate",))',
+        (f"{CURVE}[ring, ddp 2]",),
+    ),
+    Fault(
+        "tokens of a step counted before the batch is cut",
+        "titan/training/trainer.py",
+        """\
+    batches = [cut(batch, run.context) for batch in batches]
+    for technique in techniques:
+        technique.before_step(run.step + 1)
+    run.loss.begin(mesh.sum(valid_tokens(batches), "dealt", "sliced"))
+""",
+        """\
+    for technique in techniques:
+        technique.before_step(run.step + 1)
+    run.loss.begin(mesh.sum(valid_tokens(batches), "dealt", "sliced"))
+    batches = [cut(batch, run.context) for batch in batches]
+""",
+        (f"{CURVE}[ring, cp 2, packed]",),
+    ),
+    Fault(
+        "a loss on held-out text summed over one rank's positions",
+        "titan/training/validation.py",
+        'mesh.sum(sums, "dealt", "sliced", "layers")',
+        'mesh.sum(sums, "dealt", "layers")',
+        (f"{EVAL}[dp_shard 2, cp 2]",),
+    ),
+    Fault(
+        "a last word counted on each rank that holds some of its row",
+        "titan/inference/evaluation.py",
+        'counts = mesh.layout.index_of(mesh.rank, "sliced") == 0',
+        "counts = True",
+        (f"{EVAL}[cp 2]",),
+    ),
+    Fault(
+        "a text continued from the last position that each rank holds",
+        "titan/inference/generation.py",
+        "_whole(logits, batch.positions == last[:, None])",
+        "_whole(logits, batch.positions == batch.positions[:, -1:])",
+        ("tests/dist/test_generate.py::test_the_text_is_that_of_one_process[cp 2, ring]",),
+    ),
+)
