@@ -35,8 +35,8 @@ from bench import results
 from bench.headlines import OURS, STYLES, UNSPLIT, Halves, dispatch_ms, dispatch_ratio
 from titan.contracts import BuildContext, ModelPart, Precision
 from titan.contracts.base.mesh import Layout, Mesh
+from titan.contracts.layers.rotary import rope_table
 from titan.plugins.models.llama import Llama, LlamaConfig
-from titan.plugins.models.llama.rope import rope_table
 from titan.plugins.parallel.tensor import TensorConfig, TensorParallel
 
 WIDTHS = ("7b", "13b", "65b")
@@ -105,11 +105,12 @@ def _passes(
     tokens = model.config.max_seq_len
     x = torch.zeros(1, tokens // tp, model.config.dim, device=device, requires_grad=True)
     gradient = torch.zeros_like(x)
-    rope = rope_table(model.config, torch.arange(tokens, device=device))
+    positions = torch.arange(tokens, device=device)[None]
+    rope = rope_table(model.config.rotary, positions)
 
     def run() -> tuple[float, float]:
         began = time.perf_counter()
-        out: Tensor = forward(x, rope, None)
+        out: Tensor = forward(x, positions, None, rope)
         between = time.perf_counter()
         out.backward(gradient)
         ended = time.perf_counter()
@@ -132,7 +133,7 @@ def _styles(model: Llama, module: nn.Module, tp: int) -> nn.Module:
     layer, mesh = module.get_submodule(LAYER), init_device_mesh("cpu", (tp,), mesh_dim_names=("tp",))
     sliced = Shard(1)
     into = PrepareModuleInput(input_layouts=(sliced,), desired_input_layouts=(Replicate(),))
-    others = (None, None, None)  # rope, mask, cache
+    others = (None, None, None)  # positions, documents, rope
     attention = PrepareModuleInput(input_layouts=(sliced, *others), desired_input_layouts=(Replicate(), *others))
     styles = {
         "attn_norm": SequenceParallel(use_local_output=True), "ffn_norm": SequenceParallel(use_local_output=True),

@@ -30,7 +30,8 @@ def timings(found: Found) -> dict[str, tuple[float, float]]:
     }
 
 
-UNSPLIT, STYLES, OURS = "one rank", "DTensor's styles", "titan"
+ONE = "one rank"
+UNSPLIT, STYLES, OURS = ONE, "DTensor's styles", "titan"
 Halves = dict[str, list[list[float]]]
 """Of a row of bench.dispatch, by who splits the layer: seconds of each forward, and of each backward."""
 
@@ -50,6 +51,28 @@ def turns_ms(row: Mapping[str, list[float]]) -> tuple[float, float]:
     """Of a row of bench.turns: median milliseconds of a step of titan and of torchtitan."""
     ours, theirs = (1e3 * median(row[who]) for who in ("titan_s", "torchtitan_s"))
     return ours, theirs
+
+
+def context_rows(found: Found) -> list[list[str]]:
+    """Of bench.context, a row per length and method: both, tokens/s, that relative to one rank, and GiB per rank.
+
+    GiB: the most that a rank of the method held, and how much of it the steps added to what was there before them.
+    """
+    table = []
+    for length, methods in found["rows"].items():
+        seconds = {method: median(of["step_s"]) for method, of in methods.items()}
+        for method, of in methods.items():
+            added = max(peak - before for peak, before in zip(of["peak_gib"], of["before_gib"], strict=True))
+            speeds = f"{int(length) / seconds[method]:.0f}", f"{seconds[ONE] / seconds[method]:.2f}"
+            table.append([length, method, *speeds, f"{max(of['peak_gib']):.2f}", f"{added:.2f}"])
+    return table
+
+
+def _context(found: Found) -> str:
+    *_, longest = found["rows"]
+    rows = [row for row in context_rows(found) if row[0] == longest]
+    each = ", ".join(f"{method} {speed} and {added} GiB" for _, method, _, speed, _, added in rows)
+    return f"cp {found['ranks']}, {longest} tokens: speed relative to one rank, and what steps add to a rank's: {each}"
 
 
 def _dispatch(found: Found) -> str:
@@ -93,6 +116,15 @@ def _layouts(found: Found) -> str:
     return f"{len(rows)} layouts: largest relative difference {loss:.1e} in the loss, {norm:.1e} in the gradient norm"
 
 
+def _transformers(found: Found) -> str:
+    loss, norm, weights = (max(row[key] for row in found["rows"]) for key in ("loss", "grad_norm", "weights"))
+    models = len({row["model"] for row in found["rows"]})
+    return (
+        f"{models} models, {len(found['rows'])} runs, against transformers {found['transformers']}: largest relative "
+        f"difference {loss:.1e} in the loss, {norm:.1e} in the gradient norm; weights {weights:.2f} of the bound"
+    )
+
+
 def _chaos(found: Found) -> str:
     faults = f"{len(found['struck'])} faults, {found['counts']['kind']['kill']} of them kills"
     return f"{faults}, in {found['runs']} runs and {found['starts']} starts: {len(found['violations'])} violations"
@@ -123,9 +155,11 @@ KINDS: Mapping[str, tuple[str, Callable[[Found], str]]] = {
     "planning": ("python -m bench.plan_latency", _planning),
     "doctor": ("python -m bench.doctor", _doctor),
     "layouts": ("python -m bench.layouts", _layouts),
+    "transformers": ("python -m bench.transformers", _transformers),
     "fuzz": ("python -m tests.fuzz", _fuzz),
     "dispatch": ("python -m bench.dispatch", _dispatch),
     "turns": ("python -m bench.turns", _turns),
+    "context": ("python -m bench.context", _context),
     "chaos": ("python -m bench.chaos", _chaos),
     "scale": ("python -m bench.scale", _scale),
     "mutations": ("python -m bench.mutations", _mutations),

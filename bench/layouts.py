@@ -1,6 +1,7 @@
 """Compare the quickstart's loss and gradient norm at many layouts with one rank: largest relative differences.
 
     python -m bench.layouts [--steps 10]
+    python -m bench.layouts --only cp    # the layouts with this text in their names; writes no results
 
 Every layout is a separate run through the launcher, on gloo ranks of this machine. The last rows train half of the
 steps on one layout, resume on another, and train the other half there.
@@ -22,6 +23,7 @@ SCHEDULES = (
     "GPipe", "1F1B", "LoopedBFS", "Interleaved1F1B", "InterleavedZeroBubble", "ZBVZeroBubble", "DualPipeV"
 )  # fmt: skip
 COMPILED = {"plugins.compile.enabled": "true"}
+GATHER, ULYSSES = ({"plugins.context.method": method} for method in ("gather", "ulysses"))
 LAYOUTS: dict[str, tuple[int, dict[str, object]]] = {
     "dp_shard 2, tp 2, pp 2": (8, {"mesh.dp_shard": 2, "mesh.tp": 2, "mesh.pp": 2}),
     "tp 8": (8, {"mesh.tp": 8}),
@@ -35,12 +37,29 @@ LAYOUTS: dict[str, tuple[int, dict[str, object]]] = {
         4,
         {**COMPILED, "plugins.activation_checkpoint.mode": "selective", "mesh.dp_shard": 2, "mesh.tp": 2},
     ),
+    "cp 2, ring": (2, {"mesh.cp": 2}),
+    "cp 4, ring": (4, {"mesh.cp": 4}),
+    "cp 4, gather": (4, {"mesh.cp": 4, **GATHER}),
+    "cp 4, ulysses": (4, {"mesh.cp": 4, **ULYSSES}),
+    "cp 2, tp 2, ulysses": (4, {"mesh.cp": 2, "mesh.tp": 2, **ULYSSES}),
+    "ddp 2, cp 2, gather": (4, {"mesh.dp_replicate": 2, "mesh.cp": 2, **GATHER}),
+    "dp_shard 2, cp 2, tp 2": (8, {"mesh.dp_shard": 2, "mesh.cp": 2, "mesh.tp": 2}),
+    "cp 2, pp 2": (4, {"mesh.cp": 2, "mesh.pp": 2}),
 }
+ENDS = {
+    **LAYOUTS,
+    "one rank": (1, {}),
+    "dp_shard 2, tp 2": (4, {"mesh.dp_shard": 2, "mesh.tp": 2}),
+    "pp 2, dp_shard 2": (4, {"mesh.pp": 2, "mesh.dp_shard": 2}),
+}
+"""What a resumed run may begin or end with."""
 RESUMED = {
     "one rank, then dp_shard 2, tp 2, pp 2": ("one rank", "dp_shard 2, tp 2, pp 2"),
     "dp_shard 2, tp 2, pp 2, then ddp 4": ("dp_shard 2, tp 2, pp 2", "ddp 4"),
     "pp 4, 1F1B, then dp_shard 3": ("pp 4, 1F1B", "dp_shard 3"),
     "tp 8, then one rank": ("tp 8", "one rank"),
+    "cp 4, ring, then dp_shard 2, tp 2": ("cp 4, ring", "dp_shard 2, tp 2"),
+    "pp 2, dp_shard 2, then cp 2, tp 2, ulysses": ("pp 2, dp_shard 2", "cp 2, tp 2, ulysses"),
 }
 Curve = dict[int, tuple[float, float]]
 
@@ -49,20 +68,25 @@ def main() -> None:
     """Run all layouts, print a row per layout, write the results."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--steps", type=int, default=10, help="steps of each run; twice as many for resumed runs")
-    steps = parser.parse_args().steps
-    layouts = {"one rank": (1, {}), **LAYOUTS}
+    parser.add_argument("--only", action="append", default=[], metavar="TEXT", help="layouts with this in their names")
+    given = parser.parse_args()
+    steps = given.steps
+    chosen = [name for name in (*LAYOUTS, *RESUMED) if not given.only or any(part in name for part in given.only)]
     rows: dict[str, dict[str, float]] = {}
     with tempfile.TemporaryDirectory() as folder:
         reference = _train(folder, "reference", 1, {}, steps)
-        for name, (ranks, keys) in tqdm(LAYOUTS.items(), disable=None):
-            rows[name] = _compare(reference, _train(folder, name, ranks, keys, steps))
-        reference = _train(folder, "longer", 1, {}, 2 * steps)
-        for name, (before, after) in tqdm(RESUMED.items(), disable=None):
-            _train(folder, name, *layouts[before], steps)
-            rows[name] = _compare(reference, _train(folder, name, *layouts[after], 2 * steps))
+        longer = _train(folder, "longer", 1, {}, 2 * steps)
+        for name in tqdm(chosen, disable=None):
+            if name in LAYOUTS:
+                rows[name] = _compare(reference, _train(folder, name, *LAYOUTS[name], steps))
+            else:
+                before, after = (ENDS[end] for end in RESUMED[name])
+                _train(folder, name, *before, steps)
+                rows[name] = _compare(longer, _train(folder, name, *after, 2 * steps))
     for name, row in rows.items():
         print(f"{name:<48} loss {row['loss']:.1e}   gradient norm {row['grad_norm']:.1e}")
-    print(results.write("layouts", {"steps": steps, "largest_relative_difference": rows}))
+    if not given.only:
+        print(results.write("layouts", {"steps": steps, "largest_relative_difference": rows}))
 
 
 def _train(folder: str, name: str, ranks: int, keys: dict[str, object], steps: int) -> Curve:

@@ -1,9 +1,9 @@
-"""Writes the tables of docs/benchmarks.md from bench/results.
+"""Writes tables of docs/benchmarks.md and docs/correctness.md from bench/results.
 
     python -m bench.tables [--check]
 
-The page marks the place of each table with a pair of comments, `<!-- table: NAME -->` and `<!-- end -->`; all between
-them is replaced. The rest of the page is prose and stays. --check writes nothing, and exits with 1 if the page differs
+A page marks the place of each table with a pair of comments, `<!-- table: NAME -->` and `<!-- end -->`; all between
+them is replaced. The rest of the page is prose and stays. --check writes nothing, and exits with 1 if a page differs
 from what would be written.
 """
 
@@ -17,28 +17,32 @@ from statistics import mean, median
 from typing import Any
 
 from bench import results
-from bench.headlines import KINDS, dispatch_ms, dispatch_ratio, headline, speeds, timings, turns_ms
+from bench.headlines import KINDS, context_rows, dispatch_ms, dispatch_ratio, headline, speeds, timings, turns_ms
 
-PAGE = Path(__file__).parents[1] / "docs" / "benchmarks.md"
+PAGES = tuple(Path(__file__).parents[1] / "docs" / name for name in ("benchmarks.md", "correctness.md"))
 PLACE = re.compile(r"(<!-- table: ([\w-]+) -->\n).*?(<!-- end -->)", re.DOTALL)
 APART = 0.1
 """Relative difference of two measured step times above which their order is said to count."""
 Found = Mapping[str, Any]
 
 
-def main(arguments: list[str] | None = None, page: Path = PAGE) -> int:
-    """Write the page, or check it; returns the exit code."""
+def main(arguments: list[str] | None = None, pages: Iterable[Path] = PAGES) -> int:
+    """Write the pages, or check them; returns the exit code."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--check", action="store_true", help="write nothing; exit with 1 if the page is out of date")
+    parser.add_argument("--check", action="store_true", help="write nothing; exit with 1 if a page is out of date")
     check = parser.parse_args(arguments).check
-    text = page.read_text(encoding="utf-8")
-    new = written(text)
-    if check:
-        if new != text:
+    stale = False
+    for page in pages:
+        text = page.read_text(encoding="utf-8")
+        new = written(text)
+        if new == text:
+            continue
+        stale = True
+        if check:
             print(f"{page} is out of date; run python -m bench.tables", file=sys.stderr)
-        return int(new != text)
-    page.write_text(new, encoding="utf-8")
-    return 0
+        else:
+            page.write_text(new, encoding="utf-8")
+    return int(check and stale)
 
 
 def written(text: str) -> str:
@@ -131,8 +135,37 @@ def _turns(found: Found) -> str:
     return _table([f"sequences x tokens per step, tp {found['tp']}", "titan, ms", "torchtitan, ms", "ratio"], rows)
 
 
+def _transformers(found: Found) -> str:
+    rows = [
+        [row["model"], row["ranks"], row["layout"], f"{row['loss']:.1e}", f"{row['grad_norm']:.1e}",
+         f"{row['weights']:.2f}"]
+        for row in found["rows"]
+    ]  # fmt: skip
+    head = ["model", "ranks", "layout", "loss", "gradient norm", "weights, share of the bound"]
+    return _table(head, rows) + f"\nOver {found['steps']} steps, against transformers {found['transformers']}.\n"
+
+
+def _context(found: Found) -> str:
+    head = ["tokens", "method", "tokens/s", "relative to one rank", "GiB per rank", "of which steps add"]
+    kernels = {
+        f"- {method}: {', '.join(f'`{name}`' for name in names)}.\n"
+        for methods in found["rows"].values()
+        for method, of in methods.items()
+        if (names := of["kernels"][0])
+    }
+    said = "\nKernels of attention:\n\n" + "".join(sorted(kernels)) if kernels else ""
+    return _table(head, context_rows(found)) + said
+
+
+def _layouts(found: Found) -> str:
+    rows = found["largest_relative_difference"].items()
+    cells = [[name, f"{row['loss']:.1e}", f"{row['grad_norm']:.1e}"] for name, row in rows]
+    return _table(["layout", "loss", "gradient norm"], cells)
+
+
 TABLES: Mapping[str, Callable[[Found], str]] = {
-    "overhead": _overhead, "planning": _planning, "doctor": _doctor, "dispatch": _dispatch, "turns": _turns
+    "overhead": _overhead, "planning": _planning, "doctor": _doctor, "dispatch": _dispatch, "turns": _turns,
+    "transformers": _transformers, "layouts": _layouts, "context": _context,
 }  # fmt: skip
 """Name of a table -> what is made of the newest result of that kind."""
 

@@ -22,11 +22,11 @@ from .rows import Row, Skip
 from .state import SHARDED, held, recompute_of, stages_of
 
 AXES = (
-    Axis(name="pp", role="stage", topology_order=0, doc="stages"),
-    Axis(name="dp_replicate", role="batch", topology_order=10, doc="replicas of state"),
-    Axis(name="dp_shard", role="batch", topology_order=20, doc="shards of state"),
-    Axis(name="cp", role="sequence", topology_order=30, doc="parts of a sequence"),
-    Axis(name="tp", role="model", topology_order=40, doc="parts of a layer"),
+    Axis(name="pp", data="same", weights="layers", topology_order=0, doc="stages"),
+    Axis(name="dp_replicate", data="dealt", weights="copies", topology_order=10, doc="replicas of state"),
+    Axis(name="dp_shard", data="dealt", weights="copies", topology_order=20, doc="shards of state"),
+    Axis(name="cp", data="sliced", weights="copies", topology_order=30, doc="parts of a sequence"),
+    Axis(name="tp", data="same", weights="slices", topology_order=40, doc="parts of a layer"),
 )
 STYLES = {"embed": "embedding", "qkv": "column", "q": "column", "k": "column", "v": "column", "proj": "row",
           "up": "column", "gate": "column", "down": "row", "head": "head"}  # fmt: skip

@@ -73,7 +73,7 @@ def lost_micro_batch() -> None:
     from titan.training.engine import SequentialEngine
 
     whole = SequentialEngine.forward_backward
-    SequentialEngine.forward_backward = lambda self, batches, loss: whole(self, batches[:-1], loss)
+    SequentialEngine.forward_backward = lambda self, batches: whole(self, batches[:-1])
 
 
 def biased_weight() -> None:
@@ -90,21 +90,25 @@ def biased_weight() -> None:
 
 
 def biased_logit() -> None:
-    from titan.training.engine import StepLoss
+    from titan.contracts import Loss
 
-    whole = StepLoss.__call__
+    whole = Loss.of_hidden
 
-    def biased(self: Any, logits: Tensor, labels: Tensor) -> Tensor:
-        return whole(self, logits + 1.0 * (torch.arange(logits.shape[-1]) == 7), labels)
+    def biased(self: Any, hidden: Tensor, labels: Tensor, project: Any) -> Any:
+        def moved(hidden: Tensor) -> Tensor:
+            logits: Tensor = project(hidden)
+            return logits + 1.0 * (torch.arange(logits.shape[-1]) == 7)
 
-    StepLoss.__call__ = biased
+        return whole(self, hidden, labels, moved)
+
+    Loss.of_hidden = biased
 
 
 def shifted_label() -> None:
-    from titan.training.engine import StepLoss
+    from titan.contracts import Loss
 
-    whole = StepLoss.__call__
-    StepLoss.__call__ = lambda self, logits, labels: whole(self, logits, labels.roll(1, 1))
+    whole = Loss.of_hidden
+    Loss.of_hidden = lambda self, hidden, labels, project: whole(self, hidden, labels.roll(1, 1), project)
 
 
 def mean_of_means() -> None:

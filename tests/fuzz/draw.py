@@ -1,16 +1,21 @@
 """A job from (seed, index): first one that is meant to be legal, then, now and then, spoilt."""
 
+import math
 import random
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from functools import cache
+from typing import Any, NamedTuple
 
 from titan.config.job import choose_micro_batch
+from titan.contracts.base import registry
+from titan.contracts.base.options import options_of
 from titan.plugins.parallel.pipeline.stages import ONE_STAGE, SPLIT_BACKWARD, V_SHAPED, takes
 
 Keys = dict[str, Any]
 
-AXES = ("dp_replicate", "dp_shard", "tp", "pp")
+AXES = ("dp_replicate", "dp_shard", "cp", "tp", "pp")
+METHODS = ("ring", "gather", "ulysses")
 SCHEDULES = ("GPipe", "1F1B", "Interleaved1F1B", "LoopedBFS", "InterleavedZeroBubble", "ZBVZeroBubble", "DualPipeV")
 RANKS = {1: 8, 2: 28, 3: 8, 4: 32, 5: 3, 6: 9, 7: 2, 8: 10}
 """World sizes by how often they are drawn, in percent."""
@@ -51,6 +56,26 @@ def _text(value: Any) -> str:
     return ",".join(value) if isinstance(value, tuple) else str(value)
 
 
+class Model(NamedTuple):
+    """What can be drawn of a model: the keys of its options, and whether it has norms of heads."""
+
+    options: frozenset[str]
+    head_norms: bool
+
+
+@cache
+def models() -> Mapping[str, Model]:
+    """titan's models by name."""
+    registry.load_plugins()
+    own = [plugin for plugin in registry.of_kind("model") if plugin.__module__.startswith(f"{registry.BUILT_IN}.")]
+    return {plugin.name: _model_of(plugin) for plugin in own}
+
+
+def _model_of(plugin: Any) -> Model:
+    styles = plugin(plugin.Config()).spec().tensor.values()
+    return Model(frozenset(option.key for option in options_of(plugin.Config)), "qk_norm" in styles)
+
+
 def draw(seed: int, index: int) -> Drawn:
     """The job of this number: the same on every machine."""
     rng = random.Random(f"{seed}/{index}")
@@ -58,17 +83,18 @@ def draw(seed: int, index: int) -> Drawn:
     degrees = _degrees(rng, ranks)
     layout: Keys = {f"mesh.{axis}": degree for axis, degree in degrees.items() if degree > 1}
     layers, pipeline = _pipeline(rng, degrees["pp"])
-    tensor = _tensor(rng, degrees["tp"])
+    tensor, context = _tensor(rng, degrees["tp"]), _context(rng, degrees["cp"])
     batch, micro = _batch(rng, degrees, pipeline)
     layout |= {f"plugins.pipeline.{key}": value for key, value in pipeline.items()}
     layout |= {f"plugins.tensor.{key}": value for key, value in tensor.items()}
+    layout |= {f"plugins.context.{key}": value for key, value in context.items()}
     layout |= micro | _shard(rng, degrees, pipeline) | _block(rng, degrees, pipeline)
     if rng.random() < 0.03:
         layout["data.workers"] = 1
     if rng.random() < 0.03:
         layout["run.deterministic"] = True
-    curve = _model(rng, degrees, layers) | _data(rng, degrees["tp"], tensor) | batch
-    curve["model.max_seq_len"] = curve["data.seq_len"] + rng.choice((0, 0, 3))
+    data = _data(rng, degrees, tensor, context)
+    curve = _model(rng, degrees, context, layers, data["data.seq_len"]) | data | batch
     if rng.random() >= SPOILT:
         return Drawn(seed, index, ranks, curve, layout)
     job = _Job(ranks, curve, layout)
@@ -85,7 +111,7 @@ def _degrees(rng: random.Random, ranks: int) -> dict[str, int]:
     degrees = dict.fromkeys(AXES, 1)
     for prime in (2, 3, 5, 7):
         while ranks % prime == 0:
-            degrees[rng.choice((*AXES, "tp"))] *= prime
+            degrees[rng.choice((*AXES, "cp", "tp"))] *= prime
             ranks //= prime
     return degrees
 
@@ -113,6 +139,18 @@ def _tensor(rng: random.Random, tp: int) -> Keys:
         return {}
     options = ("sequence_parallel", "loss_parallel")
     return {key: rng.random() < 0.5 for key in options if rng.random() < 0.6}
+
+
+def _context(rng: random.Random, cp: int) -> Keys:
+    if cp == 1:  # it may be on all the same
+        return {"enabled": True} if rng.random() < 0.04 else {}
+    method = rng.choice(METHODS)
+    return {} if method == "ring" and rng.random() < 0.5 else {"method": method}
+
+
+def _pieces(cp: int, context: Keys) -> int:
+    """What the length of a sequence is a multiple of."""
+    return cp if cp == 1 or context.get("method") == "ulysses" else 2 * cp
 
 
 def _batch(rng: random.Random, degrees: Mapping[str, int], pipeline: Keys) -> tuple[Keys, Keys]:
@@ -152,27 +190,42 @@ def _block(rng: random.Random, degrees: Mapping[str, int], pipeline: Keys) -> Ke
     return keys
 
 
-def _model(rng: random.Random, degrees: Mapping[str, int], layers: int) -> Keys:
-    family, tp = rng.choice(("llama", "llama", "gpt")), degrees["tp"]
+def _model(rng: random.Random, degrees: Mapping[str, int], context: Keys, layers: int, length: int) -> Keys:
+    family, tp = rng.choice(list(models())), degrees["tp"]
+    has, head_norms = models()[family]
+    shards = degrees["dp_shard"] * degrees["cp"]
+    dealt = degrees["cp"] if context.get("method") == "ulysses" else 1
+    turned = "rope_theta" in has  # rotary embeddings turn pairs of features
     sizes = [
         (heads, kv, width)
         for heads, kv in HEADS
-        for width in range(2, 13, 2 if family == "llama" else 1)
         # A norm over few features turns rounding into large gradients.
-        if heads % tp == kv % tp == 0 and 12 <= heads * width <= 48
+        for width in range(6 if head_norms else 2, 13, 2 if turned else 1)
+        if heads % tp == kv % tp == 0 and 12 <= heads * width <= 48 and _dealt(heads // tp, kv // tp, dealt)
     ]
-    uneven = [size for size in sizes if size[0] * size[2] % degrees["dp_shard"]]
+    uneven = [size for size in sizes if size[0] * size[2] % shards]
     heads, kv, width = rng.choice(uneven if uneven and rng.random() < 0.5 else sizes)
     ffn = rng.choice([width for width in range(3, 61) if (tp - 1) * -(-width // tp) < width])
-    return {
-        "model.name": family, "model.n_layers": layers, "model.dim": heads * width, "model.n_heads": heads,
-        "model.n_kv_heads": kv, "model.ffn_dim": ffn, "model.vocab_size": rng.choice((251, 251, 64, 97)),
-        "model.tied": rng.random() < 0.4, "model.init_std": rng.choice((0.02, 0.1, 0.2)),
+    keys: Keys = {
+        "name": family, "n_layers": layers, "dim": heads * width, "n_heads": heads, "n_kv_heads": kv, "ffn_dim": ffn,
+        "vocab_size": rng.choice((251, 251, 64, 97)), "max_seq_len": length + rng.choice((0, 0, 3)),
+        "tied": rng.random() < 0.4, "init_std": rng.choice((0.02, 0.1, 0.2)),
     }  # fmt: skip
+    if "head_dim" in has and rng.random() < 0.5:
+        keys["head_dim"] = rng.choice((6, 8, 10))
+    if "sliding_window" in has and rng.random() < 0.4:
+        keys["sliding_window"] = rng.randint(1, length)
+    return {f"model.{key}": value for key, value in keys.items()}
 
 
-def _data(rng: random.Random, tp: int, tensor: Keys) -> Keys:
-    step = tp if tensor.get("sequence_parallel", True) else 1
+def _dealt(heads: int, kv_heads: int, ranks: int) -> bool:
+    """Whether each of these ranks gets as many of the heads."""
+    return heads % ranks == 0 and (kv_heads % ranks == 0 or ranks % kv_heads == 0)
+
+
+def _data(rng: random.Random, degrees: Mapping[str, int], tensor: Keys, context: Keys) -> Keys:
+    sliced = degrees["tp"] * degrees["cp"] if tensor.get("sequence_parallel", True) else 1
+    step = math.lcm(sliced, _pieces(degrees["cp"], context))
     keys: Keys = {
         "data.seq_len": step * rng.randint(-(-4 // step), 24 // step),
         "data.packing": rng.choice(("concat", "document_mask", "document_mask", "pad")),
@@ -222,12 +275,31 @@ def _both_wrappers(rng: random.Random, job: _Job) -> None:
 
 
 def _without(rng: random.Random, job: _Job) -> None:
-    job.layout[f"plugins.{rng.choice(('fsdp', 'ddp', 'tensor', 'pipeline'))}.enabled"] = False
+    job.layout[f"plugins.{rng.choice(('fsdp', 'ddp', 'context', 'tensor', 'pipeline'))}.enabled"] = False
 
 
 def _unknown(rng: random.Random, job: _Job) -> None:
     key = rng.choice(("mesh.tpp", "plugins.fsddp.enabled", "train.microbatch", "plugins.pipeline.sched"))
     job.layout[key] = 2
+
+
+def _sliced(job: _Job) -> int:
+    """The degree of cp; on few ranks as many again come for it where there is none."""
+    if "mesh.cp" not in job.layout and job.ranks <= 4:
+        job.layout["mesh.cp"] = 2
+        job.ranks *= 2
+    return int(job.layout.get("mesh.cp", 1))
+
+
+def _positions(rng: random.Random, job: _Job) -> None:
+    cp = _sliced(job)
+    job.curve["data.seq_len"] = 2 * cp * rng.randint(1, 3) + rng.choice((cp, 1, 2 * cp - 1))
+
+
+def _heads_to_deal(rng: random.Random, job: _Job) -> None:
+    _sliced(job)
+    job.layout["plugins.context.method"] = "ulysses"
+    job.curve["model.n_heads"], job.curve["model.n_kv_heads"] = rng.choice(HEADS)
 
 
 FAULTS: Mapping[str, Fault] = {
@@ -250,6 +322,11 @@ FAULTS: Mapping[str, Fault] = {
     "compile": _set("layout", "plugins.compile.backend", ("aot_eager",)),
     "recompute": _set("layout", "plugins.activation_checkpoint.mode", ("full", "every_n", "selective")),
     "sequence split": _set("layout", "plugins.tensor.sequence_parallel", (True, False)),
+    "positions to split": _positions,
+    "heads to deal": _heads_to_deal,
+    "attention method": _set("layout", "plugins.context.method", (*METHODS, "rings")),
+    "window": _set("curve", "model.sliding_window", range(25)),
+    "written scores": _set("curve", "model.attention", ("unfused",)),
     "two wrappers": _both_wrappers,
     "switched off": _without,
     "unknown key": _unknown,
@@ -261,7 +338,8 @@ FAULTS: Mapping[str, Fault] = {
 COUNTED = (
     "model.name", "model.vocab_size", "data.packing", "data.path", "data.workers", "train.grad_clip",
     "validation.every", "plugins.tensor.sequence_parallel", "plugins.tensor.loss_parallel",
-    "plugins.pipeline.schedule", "plugins.pipeline.virtual_stages", "plugins.fsdp.zero_stage",
+    "plugins.context.enabled", "plugins.pipeline.schedule", "plugins.pipeline.virtual_stages",
+    "plugins.fsdp.zero_stage",
     "plugins.activation_checkpoint.mode", "plugins.compile.backend",
 )  # fmt: skip
 """Keys whose values are counted where a job has them."""
@@ -272,18 +350,29 @@ def _features(ranks: int, keys: Mapping[str, Any]) -> frozenset[str]:
     degrees = {axis: of(f"mesh.{axis}", 1) for axis in AXES}
     split = {axis for axis, degree in degrees.items() if degree > 1}
     batch_ranks = max(1, degrees["dp_replicate"] * degrees["dp_shard"])
+    shards = degrees["dp_shard"] * degrees["cp"]
     whether = {
         "hsdp": {"dp_replicate", "dp_shard"} <= split,
         "dp x tp x pp": {"tp", "pp"} <= split and batch_ranks > 1,
-        "dim does not divide over dp_shard": "dp_shard" in split and of("model.dim") % degrees["dp_shard"],
+        "dim does not divide over shards": shards > 1 and of("model.dim") % shards,
         "6 heads, 3 kv heads": (of("model.n_heads"), of("model.n_kv_heads")) == (6, 3),
         "5 layers over 4 stages": of("model.n_layers") == 5 and degrees["pp"] == 4,
         "split_points": of("plugins.pipeline.split_points"),
         "tied head": of("model.tied"),
         "tied over stages": of("model.tied") and "pp" in split,
+        "sliding window": of("model.sliding_window"),
+        "head_dim": of("model.head_dim"),
         "accumulation": "pp" not in split
         and 0 < of("train.micro_batch_size", 0) < of("train.global_batch_size") // batch_ranks,
     }
     found = {name for name, there in whether.items() if there}
     found |= {f"{ranks} ranks", *(f"{axis} > 1" for axis in split)}
+    if "cp" in split:
+        method = of("plugins.context.method", METHODS[0])
+        beside = {
+            **{axis: axis in split for axis in AXES if axis != "cp"},
+            "documents": of("data.packing") == "document_mask", "window": of("model.sliding_window"),
+            "recompute": of("plugins.activation_checkpoint.mode"), "compile": of("plugins.compile.backend"),
+        }  # fmt: skip
+        found |= {f"cp {degrees['cp']}", *(f"{method} x {what}" for what, there in beside.items() if there)}
     return frozenset(found | {f"{key.rpartition('.')[2]} {_text(keys[key])}" for key in COUNTED if key in keys})

@@ -1,0 +1,34 @@
+"""The curve of transformers' own models in a bare loop, and titan's from the same weights, on one rank and on many."""
+
+from collections.abc import Callable
+from functools import cache
+from typing import Any
+
+import pytest
+
+from tests.jobs import assert_same_curve
+from tests.transformers_curve import CASES, CLIP, LAYOUTS, Reference
+
+
+@pytest.fixture(scope="module")
+def references(transformers: Any, tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Reference]:
+    """`references(case)`: the case trained by the bare loop, once."""
+
+    @cache
+    def make(case: str) -> Reference:
+        return Reference(case, tmp_path_factory.mktemp(case))
+
+    return make
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_clipping_scales_some_steps_and_leaves_others(case: str, references: Callable[[str], Reference]) -> None:
+    norms = [row["grad_norm"] for row in references(case).outcome.rows.values()]
+    assert min(norms) < CLIP < max(norms)
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+@pytest.mark.parametrize("case", CASES)
+def test_same_curve(case: str, layout: str, references: Callable[[str], Reference]) -> None:
+    reference = references(case)
+    assert_same_curve(reference.outcome, reference.titan(layout))
