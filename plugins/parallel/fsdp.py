@@ -17,16 +17,24 @@ Limits: a pipeline schedule that splits the backward reduces once per step, so z
 
 import warnings
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any, ClassVar, Literal
 
 from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule, fully_shard
+from torch.distributed.tensor import Shard
 
 from titan.contracts import Axis, BuildContext, Costs, Fact, Job, ModelPart, Technique, option, register, sum_gradients
 from titan.contracts.base.cost import CollectiveCost, Component, GatherPolicy, PersistentState
 
 # Nothing here or in a model writes to an activation in place, which is what this warns of.
 warnings.filterwarnings("ignore", message=r"FSDP2-wrapped module .* returned a view tensor")
+
+
+def _even_dimension(ranks: int, parameter: nn.Parameter) -> Shard:
+    """The first dimension of a rank's slice that shards evenly: a slice of a stack has few rows, and ranks are many."""
+    sizes = parameter.to_local().shape
+    return Shard(next((dim for dim, size in enumerate(sizes) if size % ranks == 0), 0))
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -134,10 +142,17 @@ class FullyShardedDataParallel(Technique):
         self._stage = self._stage_of(context.job)
         replicated = context.job.layout.degree("dp_replicate") > 1
         shards = ("dp_shard", *context.mesh.layout.axes_of("sliced"))
-        settings: dict[str, Any] = {
-            "mesh": context.mesh.flat(("dp_replicate",), shards) if replicated else context.mesh.flat(shards),
-            "mp_policy": context.precision.policy(),
-        }
+        dimensions = (("dp_replicate",), shards) if replicated else (shards,)
+        policy = context.precision.policy()
+        settings: dict[str, Any] = {"mesh": context.mesh.flat(*dimensions), "mp_policy": policy}
+        folded = dict(part.folded(context.mesh))
+        for module, axis in folded.items():
+            mesh = context.mesh.flat(*dimensions, without=axis)
+            placement = partial(_even_dimension, mesh.size(-1))
+            fully_shard(
+                module, mesh=mesh, mp_policy=policy, reshard_after_forward=self._stage == 3,
+                shard_placement_fn=placement,
+            )  # fmt: skip
         *units, last = part.units(context.spec)
         for unit in units:
             fully_shard(unit, reshard_after_forward=self._stage == 3, **settings)

@@ -276,7 +276,7 @@ def _takes_text(hint: Any) -> bool:
 
 
 def _coerce_union(value: Any, args: tuple[Any, ...]) -> Any:
-    if type(None) in args and isinstance(value, CliText) and value == "none":
+    if type(None) in args and (value is None or (isinstance(value, CliText) and value == "none")):
         return None
     if isinstance(value, CliText) and value.startswith("["):
         value = from_text(value)

@@ -67,17 +67,25 @@ def _of_model(job: Job) -> Costs:
 
 
 def ranks_of(axes: Iterable[str], layout: Layout) -> int:
-    """Ranks along these axes: the product of their degrees."""
-    return math.prod(layout.degree(axis) for axis in axes)
+    """Ranks along these axes: the product of their degrees.
+
+    An axis that folds others adds nothing beside them: its ranks are among theirs.
+    """
+    named = set(axes)
+    return math.prod(layout.degree(axis) for axis in named if not named & set(layout.folded(axis)))
 
 
 def group_of(axes: Sequence[str], layout: Layout) -> Group:
-    """Size and stride of a rank's process group along these neighboring axes."""
+    """Size and stride of a rank's process group along these neighboring axes.
+
+    The ranks along an axis that folds others are neighbors among the ranks of these.
+    """
+    spread = {name for axis in axes for name in layout.folded(axis) or (axis,)}
     size = stride = 1
     inside = True
-    for axis in reversed(layout.axes):
-        if axis.name in axes:
+    for axis in reversed(layout.dimensions):
+        if axis.name in spread:
             size, inside = size * layout.degrees[axis.name], False
         elif inside:
             stride *= layout.degrees[axis.name]
-    return Group(size, stride)
+    return Group(min(size, ranks_of(axes, layout)), stride)

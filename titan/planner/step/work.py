@@ -23,8 +23,9 @@ COMMUNICATION = ("tp", "cp", "ep", "dp", "pp")
 def _family(axis: Axis) -> str:
     if axis.weights == "layers":
         return "pp"
-    sliced = axis.weights == "slices"
-    return {"same": "tp", "sliced": "cp", "dealt": "ep" if sliced else "dp"}[axis.data]
+    if axis.weights == "slices":
+        return "tp" if axis.data == "same" else "ep"
+    return "cp" if axis.data == "sliced" else "dp"
 
 
 Families = dict[tuple[str, str], dict[str, float]]
