@@ -21,6 +21,7 @@ from titan.config.techniques import agree, chosen_techniques, unattended
 from titan.contracts import ModelSpec, Technique
 from titan.contracts.base import registry
 from titan.contracts.base.conformance import made, sentences
+from titan.contracts.base.cost import Matmul
 from titan.contracts.base.mesh import Axis, Layout
 from titan.contracts.base.options import coerce, did_you_mean, options_of
 from titan.errors import ConfigError, ConfigIssue
@@ -102,10 +103,17 @@ class Space:
         return said or plugin.name in self._stated
 
     def layouts(self) -> Iterator[Layout]:
-        """Every factorization of the number of ranks over the mesh axes."""
-        axes = self.job.layout.axes
-        for degrees in self._shared_out(axes, self.ranks):
-            yield Layout(axes, dict(zip((axis.name for axis in axes), degrees, strict=True)))
+        """Every factorization of the number of ranks over the mesh axes, with every degree of axes that fold others."""
+        axes, dimensions = self.job.layout.axes, self.job.layout.dimensions
+        folding = [axis for axis in axes if axis.folds]
+        for shared in self._shared_out(dimensions, self.ranks):
+            degrees = dict(zip((axis.name for axis in dimensions), shared, strict=True))
+            ranks = [math.prod(degrees.get(name, 1) for name in axis.folds) for axis in folding]
+            for folds in itertools.product(*map(self._degrees, folding, ranks)):
+                degrees |= zip((axis.name for axis in folding), folds, strict=True)
+                taken = [name for axis, degree in zip(folding, folds, strict=True) if degree > 1 for name in axis.folds]
+                if len(taken) == len(set(taken)):
+                    yield Layout(axes, {axis.name: degrees[axis.name] for axis in axes})
 
     def _shared_out(self, axes: Sequence[Axis], ranks: int) -> Iterator[tuple[int, ...]]:
         if not axes:
@@ -124,6 +132,8 @@ class Space:
         if all(owner in self.left_out for owner in owners):
             return [1]
         most = min(ranks, self.widest or ranks) if axis.weights == "slices" else ranks
+        if axis.folds:  # beyond the largest stack of weights, ranks would hold none
+            most = min(ranks, max((op.stack for op in self.job.spec.layer_ops if isinstance(op, Matmul)), default=1))
         if axis.data == "sliced":
             most = min(most, max(1, self.job.data.seq_len // FEWEST_POSITIONS))
         if axis.weights == "layers":
