@@ -49,7 +49,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
 
 from titan.contracts import Axis, BuildContext, Costs, Job, ModelPart, ModelSpec, Technique, option, register
-from titan.contracts.base.cost import Collective, CollectiveCost, When, Where
+from titan.contracts.base.cost import Collective, CollectiveCost, Matmul, When, Where
 from titan.contracts.base.sharding import Slices, gathered, summed
 from titan.contracts.base.spec import TensorStyle, nearest
 from titan.errors import PluginError
@@ -123,8 +123,9 @@ class TensorParallel(Technique):
 
     def _collectives(self, costs: Costs, spec: ModelSpec) -> Iterator[CollectiveCost]:
         """Pairs are entered and left; each way back sends what the way in received."""
-        styles = [style for glob, style in spec.tensor.items() if glob.startswith(f"{spec.layers}.")]
-        enter, leave = styles.count("gather"), styles.count("row")
+        enter = sum(style == "gather" and glob.startswith(f"{spec.layers}.") for glob, style in spec.tensor.items())
+        rows = (op for op in costs.layer if isinstance(op, Matmul) and costs.style(op.module) == "row")
+        leave = sum(op.of_layers for op in rows)
         yield from self._joins("layer", "forward", costs.dim, enter, leave)
         # What follows the last product that is kept is not computed again.
         yield from self._joins("layer", "recompute", costs.dim, enter, leave - 1)
@@ -138,10 +139,10 @@ class TensorParallel(Technique):
                 axes=("tp",), collective="all_gather", where="head", when="forward", numel=spec.vocab_size
             )
 
-    def _joins(self, where: Where, when: When, numbers: int, gathers: int, sums: int) -> Iterator[CollectiveCost]:
+    def _joins(self, where: Where, when: When, numbers: int, gathers: float, sums: float) -> Iterator[CollectiveCost]:
         """What is made whole is gathered from slices, or was whole already; what is summed is sliced then, or not."""
         sliced = self.config.sequence_parallel
-        joins: dict[Collective, int] = (
+        joins: dict[Collective, float] = (
             {"all_gather": gathers, "reduce_scatter": sums} if sliced else {"all_reduce": sums}
         )
         for kind, count in joins.items():

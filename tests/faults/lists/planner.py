@@ -86,7 +86,7 @@ FAULTS = (
     ),
     Fault(
         "attention's products counted as causal",
-        "titan/contracts/base/cost.py",
+        "titan/contracts/base/cost/operations.py",
         "return 4.0 * self.keys(seq_len)",
         "return 2.0 * self.keys(seq_len)",
         (f"{COSTS}::test_operations_have_the_parameters_and_flops_of_the_plan",),

@@ -11,7 +11,7 @@ from functools import cached_property, lru_cache
 from itertools import islice
 from typing import TYPE_CHECKING, Literal, get_args
 
-from titan.contracts.base.cost import Attention, EmbeddingOp, Matmul, Operation
+from titan.contracts.base.cost import Attention, EmbeddingOp, Matmul, Operation, parameter_count
 from titan.contracts.base.options import did_you_mean
 from titan.errors import PluginError
 
@@ -125,9 +125,10 @@ class ModelSpec:
     init: parameter glob -> `Init`; the first glob that matches counts, and every parameter needs one.
     buffers: buffer glob -> `Init`, for persistent and other buffers; matched as in `init`.
     no_decay: globs of matrices and heads to exempt from weight decay, as tables and vectors always are.
-    layer_params, embedding_params, head_params: parameters of one layer, of the embeddings, of the head. A tied tensor
-        counts among the embeddings.
-    matmul_params_per_layer, head_matmul_params: parameters that each token is multiplied by: the weights of linears.
+    layer_params, embedding_params, head_params: parameters of the mean layer, of the embeddings, of the head. A tied
+        tensor counts among the embeddings. The mean of unequal layers need not be whole; all layers together are.
+    matmul_params_per_layer, head_matmul_params: parameters that each token is multiplied by: the weights of linears. Of
+        a stack of weights, those that a token passes; of unequal layers, the mean.
     embedding_ops, layer_ops, head_ops: operations for the planner (`titan.contracts.base.cost` has a worked layer).
         Modules are named from the whole model in embeddings and head, and from the layer in a layer. Without layer_ops
         the model trains, but `titan plan` refuses it.
@@ -150,10 +151,10 @@ class ModelSpec:
     init: Mapping[str, Init]
     buffers: Mapping[str, Init] = field(default_factory=dict)
     no_decay: tuple[str, ...] = ()
-    layer_params: int
+    layer_params: float
     embedding_params: int
     head_params: int
-    matmul_params_per_layer: int
+    matmul_params_per_layer: float
     head_matmul_params: int
     embedding_ops: tuple[Operation, ...] = ()
     layer_ops: tuple[Operation, ...] = ()
@@ -162,7 +163,20 @@ class ModelSpec:
     @property
     def params(self) -> int:
         """Parameters of the whole model; a tied tensor counts once."""
-        return self.embedding_params + self.n_layers * self.layer_params + self.head_params
+        return self.embedding_params + round(self.n_layers * self.layer_params) + self.head_params
+
+    @cached_property
+    def stacked_params(self) -> int:
+        """Parameters of the whole model in stacks of weights, such as experts, by `layer_ops`."""
+        stacks = (op for op in self.layer_ops if isinstance(op, Matmul) and op.stack > 1)
+        return round(self.n_layers * sum(op.of_layers * parameter_count(op) for op in stacks))
+
+    @cached_property
+    def active_params(self) -> int:
+        """Parameters of the whole model that a token passes: of a stack, the share that it uses."""
+        stacks = (op for op in self.layer_ops if isinstance(op, Matmul) and op.stack > 1)
+        idle = sum(op.of_layers * parameter_count(op) * (1 - op.used / op.stack) for op in stacks)
+        return self.params - round(self.n_layers * idle)
 
     def layer_flops_per_token(self, seq_len: int) -> float:
         """Forward FLOPs of one layer per token: 2 per matmul parameter, plus both products of attention.
@@ -170,7 +184,7 @@ class ModelSpec:
         Attention counts the full S x S square, 4 * seq_len * heads * head_dim, as in PaLM, appendix B (arXiv
         2204.02311), or what `layer_ops` state.
         """
-        cores = [op.flops_per_token(seq_len) for op in self.layer_ops if isinstance(op, Attention)]
+        cores = [op.of_layers * op.flops_per_token(seq_len) for op in self.layer_ops if isinstance(op, Attention)]
         square = 4.0 * seq_len * self.n_heads * self.head_dim
         return 2.0 * self.matmul_params_per_layer + (sum(cores) if cores else square)
 

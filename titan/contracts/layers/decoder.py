@@ -10,7 +10,16 @@ from typing import Literal
 
 from torch import Tensor, nn
 
-from titan.contracts.base.cost import Attention, Elementwise, EmbeddingOp, Matmul, Operation, linear, norm
+from titan.contracts.base.cost import (
+    Attention,
+    Elementwise,
+    EmbeddingOp,
+    Matmul,
+    Operation,
+    linear,
+    norm,
+    parameter_count,
+)
 from titan.contracts.base.options import option
 from titan.contracts.base.spec import ONES, ZEROS, Init, ModelSpec, TensorStyle, nearest, normal
 from titan.contracts.layers.blocks import Heads, LayerPart, PreNormLayer, SelfAttention, SwiGLU, pre_norm, swiglu
@@ -99,7 +108,7 @@ class Decoder(nn.Module):
 def decoder_spec(
     config: DecoderConfig, layer: LayerPart, *, ffn_dim: int, vectors: int, learned_positions: bool = False
 ) -> ModelSpec:
-    """The spec of a `Decoder` whose layers are all `layer`; its core is named `attn.core`.
+    """The spec of a `Decoder` whose mean layer is `layer`; its core is named `attn.core`.
 
     Initial weights are normal with `config.init_std`, smaller by sqrt(2 n_layers) in linears of style "row": these add
     to the hidden states, whose variance would else grow with depth (GPT-2). Norms and biases do not decay, nor do
@@ -107,7 +116,8 @@ def decoder_spec(
 
     Args:
         config: the options of the model.
-        layer: one layer as data.
+        layer: one layer as data; where layers differ, with the operations of all, each with its `of_layers`. The cores
+            have equal heads.
         ffn_dim: as in `ModelSpec`.
         vectors: weight vectors of the last norm, 1 for RMSNorm and 2 for LayerNorm.
         learned_positions: as in `Decoder`.
@@ -123,17 +133,19 @@ def decoder_spec(
     tensor |= {f"layers.*.{module}": style for module, style in layer.tensor.items()}
     parameters = dict(_parameters([*embeddings, *(head[:1] if c.tied else head)]))
     parameters |= {f"layers.*.{name}": kind for name, kind in _parameters(layer.operations)}
-    [core] = (op for op in layer.operations if isinstance(op, Attention))
+    core = next(op for op in layer.operations if isinstance(op, Attention))
     return ModelSpec(
         n_layers=c.n_layers, dim=c.dim, n_heads=core.heads, n_kv_heads=core.kv_heads, head_dim=core.head_dim,
         ffn_dim=ffn_dim, vocab_size=c.vocab_size, max_seq_len=c.max_seq_len,
         embeddings=tuple(op.module for op in embeddings), head=("norm", "output"),
         tied=(("output.weight", "embed.weight"),) if c.tied else (),
         tensor=tensor, attention=("layers.*.attn.core",), init=_initial(c, parameters, tensor),
-        layer_params=_numel(layer.operations),
+        layer_params=sum(op.of_layers * parameter_count(op) for op in layer.operations),
         embedding_params=_numel(embeddings),
         head_params=_numel(head[:1] if c.tied else head),
-        matmul_params_per_layer=sum(op.inputs * op.outputs for op in layer.operations if isinstance(op, Matmul)),
+        matmul_params_per_layer=sum(
+            op.of_layers * op.used * op.inputs * op.outputs for op in layer.operations if isinstance(op, Matmul)
+        ),
         head_matmul_params=_numel(head[1:]),
         embedding_ops=embeddings, layer_ops=layer.operations, head_ops=head,
     )  # fmt: skip
@@ -187,13 +199,4 @@ def _initial(c: DecoderConfig, parameters: Mapping[str, _Kind], tensor: Mapping[
 
 def _numel(operations: Iterable[Operation]) -> int:
     """Parameters of operations."""
-    total = 0
-    for op in operations:
-        match op:
-            case Matmul():
-                total += (op.inputs + op.bias) * op.outputs
-            case EmbeddingOp():
-                total += op.rows * op.width
-            case Elementwise():
-                total += op.params * op.width
-    return total
+    return sum(map(parameter_count, operations))

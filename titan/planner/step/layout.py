@@ -3,6 +3,7 @@
 import math
 from collections.abc import Iterable, Sequence
 from dataclasses import replace
+from typing import NamedTuple
 
 from titan.config import Job
 from titan.contracts import Loss, Optimizer, Technique
@@ -89,3 +90,38 @@ def group_of(axes: Sequence[str], layout: Layout) -> Group:
         elif inside:
             stride *= layout.degrees[axis.name]
     return Group(min(size, ranks_of(axes, layout)), stride)
+
+
+class Sharing(NamedTuple):
+    """Ranks that share parameters along some axes: those outside of stacks, and those of stacks.
+
+    Ranks with other weights of a stack (`Costs.stacks_over`) share none of it.
+    """
+
+    plain: int
+    stacked: int
+
+
+ALONE = Sharing(1, 1)
+
+
+def sharing(axes: Iterable[str], costs: Costs, layout: Layout) -> Sharing:
+    """How many ranks share parameters along these axes, which include all or none of those that an axis folds."""
+    axes = tuple(axes)
+    ranks = ranks_of(axes, layout)
+    return Sharing(ranks, ranks // ranks_of(apart(axes, costs, layout), layout))
+
+
+def apart(axes: Iterable[str], costs: Costs, layout: Layout) -> tuple[str, ...]:
+    """The axes, of these or folding them, along which ranks hold other weights of each stack."""
+    among = set(axes)
+    return tuple(
+        axis
+        for axis in costs.stacks_over
+        if layout.degree(axis) > 1 and (axis in among or among.intersection(layout.folded(axis)))
+    )
+
+
+def narrowed(group: Group, ranks: int) -> Group:
+    """The ranks of a group that hold the same weights of a stack, `ranks` of them: neighbors hold others."""
+    return Group(ranks, group.stride * (group.size // ranks))
