@@ -11,6 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from tests.logits import logits_of
+from titan.commands import generate
 from titan.contracts import BuildContext, Model, ModelPart
 from titan.contracts.base.mesh import Layout, Mesh
 from titan.contracts.layers.cache import Cache
@@ -173,6 +174,32 @@ def test_a_text_stops_where_the_model_ends() -> None:
     texts = run(MODELS["gpt, grouped"], PROMPTS, dataclasses.replace(GREEDY, max_new_tokens=20))
     assert [len(text.ids) for text in texts] == [24, 21, 24, 22]
     assert [text.stopped for text in texts] == ["max_seq_len", "max_new_tokens", "max_seq_len", "max_new_tokens"]
+
+
+def test_a_text_stops_where_the_layout_ends(capsys: pytest.CaptureFixture[str]) -> None:
+    """24 tokens are no multiple of 10, into which this layout splits a text."""
+    model = MODELS["gpt, grouped"]
+    here = context(model, net(model))
+    here.parts[0].length_multiple = 10
+    texts = _all_of(here, PROMPTS)
+    assert [(len(text.ids), text.stopped) for text in texts] == [(20, "max_seq_len")] * 4
+    stopped = "stopped at the model's max_seq_len, 24 tokens with the prompt"
+    generate._close(texts, here.job, 2.0)  # type: ignore[arg-type]
+    told = "60 tokens in 2.0 s, 30.0 tokens/s"
+    assert capsys.readouterr().err == f"{told}\n{stopped}; this layout splits no more than 20 of them evenly\n"
+    here.parts[0].length_multiple = 1
+    generate._close(_all_of(here, PROMPTS[:1]), here.job, 2.0)  # type: ignore[arg-type]
+    assert capsys.readouterr().err.splitlines()[1:] == [stopped]
+    here.parts[0].length_multiple = 10
+    assert len(generation.encode(here.job, "x" * 20)) == 20  # type: ignore[arg-type]
+    with pytest.raises(ConfigError, match="a prompt has 20 tokens; this layout supports at most 20"):
+        _all_of(here, [[120] * 20])
+
+
+def _all_of(here: BuildContext, prompts: Sequence[Sequence[int]]) -> list[Text]:
+    """Texts that end where nothing but their length ends them."""
+    sampling = dataclasses.replace(GREEDY, max_new_tokens=24)
+    return generation.generate(here, SequentialEngine(here.parts[0], ()), prompts, sampling)
 
 
 def test_a_prompt_that_is_too_long_is_refused() -> None:

@@ -53,6 +53,15 @@ def test_a_tied_tensor_is_a_table_whichever_name_owns_it(owner: str) -> None:
     assert {spec.parameter(name, 2) for name in both} == {ParameterFacts("table", 0, False)}
 
 
+@pytest.mark.parametrize("alias", ["layers.0.ffn.w1.weight", "layers.0.ffn.w2.weight"])
+def test_a_matrix_that_is_tied_to_the_head_decays_as_heads_do(alias: str) -> None:
+    """Also where the head owns the tensor, and wherever tensor parallelism splits the matrix."""
+    for tied in ((alias, "output.weight"), ("output.weight", alias)):
+        spec = dataclasses.replace(Llama(LlamaConfig(**SIZES)).spec(), tied=(tied,))
+        assert {spec.parameter(name, 2).kind for name in tied} == {"head"}
+        assert all(spec.decays(name, 2) for name in tied)
+
+
 def test_layers_that_are_tied_to_each_other_stay_matrices() -> None:
     names = ("layers.0.attn.wq.weight", "layers.1.attn.wq.weight")
     spec = dataclasses.replace(Llama(LlamaConfig(**SIZES)).spec(), tied=(names,))
