@@ -12,9 +12,9 @@ from torch import Tensor, nn
 
 from tests.logits import logits_of
 from titan.commands import generate
-from titan.contracts import BuildContext, Model, ModelPart
+from titan.contracts import AttentionCore, BuildContext, Model, ModelPart
 from titan.contracts.base.mesh import Layout, Mesh
-from titan.contracts.layers.cache import Cache
+from titan.contracts.layers.cache import Cache, cores_of
 from titan.errors import ConfigError, DivergedError
 from titan.inference import generation
 from titan.inference.generation import Sampling, Text, Words
@@ -139,6 +139,25 @@ def test_a_run_that_is_held_to_its_contract_generates_with_a_cache_too() -> None
     direct = SequentialEngine(here.parts[0], ())
     held = Strict(direct, here.parts, torch.device("cpu"))
     assert generation._Model(here, held)._caching and generation._Model(here, direct)._caching
+
+
+class Halved(AttentionCore):
+    """Attention of a model's own, of which the cache knows nothing."""
+
+    def attend(self, q: Tensor, k: Tensor, v: Tensor, positions: Tensor, documents: Tensor | None = None) -> Tensor:
+        return super().attend(q, k, v, positions, documents) / 2
+
+
+def test_a_model_with_attention_of_its_own_generates_without_a_cache() -> None:
+    model, module = MODELS["llama"], net(MODELS["llama"])
+    plain = [text.ids for text in run(model, PROMPTS, GREEDY, module)]
+    for core in cores_of(module):
+        core.__class__ = Halved
+    here = context(model, module)
+    assert not generation._Model(here, SequentialEngine(here.parts[0], ()))._caching
+    found = [text.ids for text in run(model, PROMPTS, GREEDY, module)]
+    assert found == [text.ids for text in run(model, PROMPTS, GREEDY, Forgetful(module))]
+    assert found != plain, "half of the attention draws the same text: this test would see little"
 
 
 @pytest.mark.parametrize("split", [4, 8])

@@ -12,6 +12,7 @@ from titan.cli import main
 from titan.config import load_job
 from titan.contracts import Technique
 from titan.contracts.base import registry
+from titan.contracts.base.mesh import Layout
 from titan.errors import ConfigError
 from titan.planner.machine import cluster
 from titan.planner.report import STUDIES
@@ -143,6 +144,14 @@ def test_longer_sequences_leave_a_micro_batch_that_is_not_set_to_each_layout(giv
     sizes = {variant.series: variant.keys.get("train.micro_batch_size") for variant in variants}
     assert list(sizes) == [f"{length} tokens" for length in (32, 64, 128, 256)]
     assert (sizes["32 tokens"], sizes["64 tokens"]) == (given or None, at_64)
+
+
+@pytest.mark.parametrize("name", ["cp", "tp", "pp", "strong-scaling"])
+def test_a_study_of_an_axis_that_no_plugin_owns_is_refused(name: str) -> None:
+    job = replace(job_of(), layout=Layout((), {}))
+    fact = {"cp": "sliced", "tp": "slices", "pp": "layers"}.get(name, "dealt")
+    with pytest.raises(ConfigError, match=f'--study: no plugin owns an axis that is "{fact}"'):
+        KINDS[name].varied(Base(job, frozenset(), 0))
 
 
 def test_the_axis_with_most_ranks_shares_the_batch() -> None:
