@@ -160,6 +160,13 @@ def test_what_does_not_fit_is_told(spoil: Callable[[dict[str, Tensor]], None], t
         ("llama", {"rope_scaling": {"type": "linear", "factor": 2}}, "rope_scaling rope_type = 'linear': this model"),
         ("llama", {"rope_parameters": {"rope_type": "llama3"}}, "rope_parameters factor: missing"),
         ("llama", {"rope_scaling": [1]}, "rope_scaling = [1]: must be an object"),
+        ("llama", {"rope_scaling": {"rope_type": ["llama3"]}}, "rope_scaling rope_type = ['llama3']: this model has"),
+        ("qwen3", {"rope_parameters": {"rope_type": None}}, "rope_parameters rope_type = None: this model has"),
+        (
+            "llama",
+            {"rope_parameters": {"partial_rotary_factor": 0.5}},
+            "rope_parameters partial_rotary_factor = 0.5: this model supports only 1",
+        ),
         ("llama", {"model_type": "mistral", "sliding_window": "4k"}, "sliding_window = '4k': must be an integer"),
         ("gpt", {"activation_function": "relu"}, "activation_function = 'relu': this model has 'gelu_new' only"),
         ("gpt", {"scale_attn_by_inverse_layer_idx": True}, "scale_attn_by_inverse_layer_idx = True: this model has"),

@@ -176,4 +176,11 @@ FAULTS = (
         "return value",
         ("tests/unit/test_huggingface.py::test_nothing_is_lost_on_the_way",),
     ),
+    Fault(
+        "a part of a tensor saved as another part",
+        "titan/checkpoint/storage.py",
+        "if part.shape != held:",
+        "if False:",
+        ("tests/dist/test_save_plan.py::test_a_part_that_is_not_what_its_placements_say_is_refused",),
+    ),
 )

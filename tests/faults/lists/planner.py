@@ -105,4 +105,18 @@ FAULTS = (
         "fits=all(0 * m.total <= cluster",
         (f"{PREDICT}::test_the_table_says_that_a_job_does_not_fit",),
     ),
+    Fault(
+        "a micro batch that nobody set kept through a study of longer sequences",
+        "titan/planner/report/studies.py",
+        'if job.table["train"]["micro_batch_size"]:',
+        "if job.micro_batch:",
+        ("tests/unit/test_studies.py::test_longer_sequences_leave_a_micro_batch_that_is_not_set_to_each_layout",),
+    ),
+    Fault(
+        "a study of an axis that nobody owns ending in a stack trace",
+        "titan/planner/report/studies.py",
+        "        if not axes:\n",
+        "        if axes is None:\n",
+        ("tests/unit/test_studies.py::test_a_study_of_an_axis_that_no_plugin_owns_is_refused",),
+    ),
 )
