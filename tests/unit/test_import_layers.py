@@ -35,6 +35,7 @@ ORDINARY_WORDS = {
     ("titan/commands/generate.py", "text"): "a key of the command's JSON",
     ("titan/commands/convert.py", "hf"): "a format",
     ("titan/contracts/deprecated.py", "context"): "a parameter of hooks",
+    ("titan/contracts/deprecated.py", "expert"): "a former fact of axes",
     ("titan/contracts/technique.py", "compile"): "a phase",
     ("titan/doctor/device.py", "float8"): "a dtype",
     ("titan/dryrun/run.py", "compile"): "a phase",

@@ -73,6 +73,10 @@ def _unsliced(job: Job, spec: ModelSpec, where: Where) -> list[ConfigIssue]:
             f"= {job.layout.degree(axes[0])}: slices sequences, but the model names no attention in ModelSpec.attention"
         )
         found.append(where.fault(axes[0], what))
+    if axes and spec.whole_sequences:
+        found.append(
+            where.fault(axes[0], f"= {job.layout.degree(axes[0])}: slices sequences, but {spec.whole_sequences}")
+        )
     return found
 
 

@@ -188,8 +188,8 @@ class Measures:
 
     @property
     def names(self) -> tuple[str, ...]:
-        """Keys that rows may have more."""
-        return tuple(self._measures)
+        """Keys that rows may have more, without details."""
+        return tuple(name for name, measure in self._measures.items() if not measure.detail)
 
     def joined(self) -> Tensor:
         """What `row` makes numbers of: the values of all ranks, float64 and flat, on the device. All ranks together.

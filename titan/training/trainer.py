@@ -91,6 +91,8 @@ def step(run: Core, batches: list[Batch]) -> Stats:
     lr = _update(run)
     run.step += 1
     run.tokens += consumed
+    for part in run.parts:
+        run.job.model.after_step(part.module, lambda tensor: mesh.sum(tensor, "dealt", "sliced"))
     for technique in techniques:
         technique.after_step(run.step)
     return Stats(loss, norm, lr)

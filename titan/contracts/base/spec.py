@@ -18,10 +18,12 @@ from titan.errors import PluginError
 if TYPE_CHECKING:
     import torch  # a spec is read where torch is not wanted, so it is not imported
 
-TensorStyle = Literal["column", "row", "embedding", "positions", "head", "norm", "qk_norm", "gather"]
+TensorStyle = Literal[
+    "column", "row", "embedding", "positions", "head", "norm", "qk_norm", "gather", "mixture", "summand", "router"
+]
 """How tensor parallelism treats a module. "Split" means over the ranks of the axis tp.
 
-column: linear; the output features are split.
+column: linear, or a stack of linears [E, out, in]; the output features are split.
 row: linear; the input features are split, and the outputs are summed over ranks.
 embedding: the table is split by vocabulary.
 positions: replicated table of learned positions. Its output [B, S, D] is split on S with sequence parallelism, as the
@@ -31,6 +33,9 @@ norm: replicated weights, on the hidden state [B, S, D]; with sequence paralleli
 qk_norm: replicated weights, on the last dimension of this rank's heads [..., N], between column and row. The gradient
     is a partial sum, with and without sequence parallelism.
 gather: a module whose first argument must have all positions of the sequence (attention, feed-forward).
+mixture: a gather whose result [B, S, D] is each rank's summand, and is summed over ranks (experts).
+summand: within a mixture, linear or a stack of linears; the input features are split, and nothing is summed.
+router: within a mixture, replicated weights that decide how summands are weighted. The gradient is a partial sum.
 """
 
 ParameterKind = Literal["matrix", "table", "head", "vector"]
@@ -118,6 +123,8 @@ class ModelSpec:
         the loss is computed where its forward ends.
     attention: globs of the modules in which positions see each other, each an `AttentionCore`; empty: a model whose
         positions mix in another way, which neither slices sequences nor caches keys and values.
+    whole_sequences: what but attention needs all positions of a sequence, with the key to change; axes that slice
+        sequences are then refused with it.
     layers: name of the ModuleDict of layers, whose keys
         are global layer numbers. Every parameter is in one of the three.
     tied: (alias, owner) names of parameters that are one tensor; the owner's name is canonical.
@@ -147,6 +154,7 @@ class ModelSpec:
     head: tuple[str, ...]
     tied: tuple[tuple[str, str], ...] = ()
     attention: tuple[str, ...] = ()
+    whole_sequences: str = ""
     tensor: Mapping[str, TensorStyle]
     init: Mapping[str, Init]
     buffers: Mapping[str, Init] = field(default_factory=dict)
@@ -237,8 +245,10 @@ class ModelSpec:
         places = {self._place(name.rpartition(".")[0]) for name in names}
         kinds: tuple[ParameterKind, ...] = ("table", "head", "matrix")  # of a tied tensor, the first of these
         kind = "vector" if ndim < 2 else next(kind for kind in kinds if kind in places)
-        dim = 0 if style in ("column", "embedding", "head") else 1 if style == "row" and ndim > 1 else None
-        return ParameterFacts(kind, dim, partial=style == "qk_norm")
+        dim = 0 if style in ("column", "embedding", "head") else 1 if style in ("row", "summand") and ndim > 1 else None
+        if ndim == 3 and dim is not None:  # the first dimension is the stack's
+            dim += 1
+        return ParameterFacts(kind, dim, partial=style in ("qk_norm", "router"))
 
     def _place(self, module: str) -> Literal["matrix", "table", "head"]:
         style = self.style_of(module)

@@ -193,7 +193,7 @@ def _parameters(operations: Iterable[Operation]) -> Iterator[tuple[str, _Kind]]:
 def _initial(c: DecoderConfig, parameters: Mapping[str, _Kind], tensor: Mapping[str, TensorStyle]) -> dict[str, Init]:
     drawn, added = normal(c.init_std), normal(c.init_std / math.sqrt(2 * c.n_layers))
     values = {"table": drawn, "scale": ONES, "bias": ZEROS}
-    rows = {f"{module}.weight" for module, style in tensor.items() if style == "row"}
+    rows = {f"{module}.weight" for module, style in tensor.items() if style in ("row", "summand")}
     return {name: values.get(kind, added if name in rows else drawn) for name, kind in parameters.items()}
 
 
