@@ -466,8 +466,9 @@ class Sharing(Technique):
     axes = (Axis(name="shares", weights="slices", folds=("dp_shard", "cp"), topology_order=25, doc="ranks"),)
 
     def check(self, job: Job, spec: ModelSpec) -> Iterable[str]:
-        if 8 % job.layout.degree("shares"):
-            yield "eight experts do not come out even"
+        stacks = {op.stack for op in spec.layer_ops if isinstance(op, Matmul)} - {1} or {1}
+        if any(stack % job.layout.degree("shares") for stack in stacks):
+            yield "the experts do not come out even"
 
     def cost(self, costs: Costs, job: Job) -> Costs:
         sent = tuple(

@@ -205,7 +205,7 @@ def lay_out(
             degrees[axis.name] = math.prod(degrees[name] for name in layout.folded(axis.name))
     if world_size is not None and layout.world_size != world_size:
         return layout, [*faults, ("", _misfit(layout, world_size))]
-    return layout, [*faults, *_unfoldable(layout)]
+    return layout, [*faults, *unfoldable(layout)]
 
 
 def _least(layout: Layout, axis: str) -> int:
@@ -219,7 +219,7 @@ def _least(layout: Layout, axis: str) -> int:
     return least
 
 
-def _unfoldable(layout: Layout) -> Iterator[tuple[str, str]]:
+def unfoldable(layout: Layout) -> Iterator[tuple[str, str]]:
     """(axis, sentence) for each folding axis that does not divide what it folds, or that another divides already."""
     folding = [axis.name for axis in layout.axes if axis.folds and layout.degrees[axis.name] > 1]
     for axis in folding:
