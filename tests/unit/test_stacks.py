@@ -26,7 +26,7 @@ from titan.contracts.base.cost import (
     parameter_count,
 )
 from titan.contracts.base.mesh import Axis, Layout
-from titan.contracts.base.spec import ModelSpec
+from titan.contracts.base.spec import ModelSpec, normal
 from titan.contracts.layers.blocks import Heads, LayerPart, pre_norm, swiglu
 from titan.contracts.layers.decoder import DecoderConfig, decoder_spec
 from titan.planner.machine.network import Group
@@ -113,6 +113,13 @@ def test_mixtral_has_its_parameters_and_passes_a_quarter_of_them() -> None:
     assert spec.stacked_params == stacks
     assert render.active_text(spec) == ["parameters: 12.9 B active of 46.7 B"]
     assert render.active_text(job_of().spec) == []
+
+
+def test_the_elements_of_a_stack_are_drawn_one_by_one() -> None:
+    spec = mixtral()
+    assert spec.init["layers.*.ffn.experts.w1.weight"] == normal(0.02, per_element=True)
+    assert spec.init["layers.*.ffn.experts.w2.weight"] == normal(0.02 / 8, per_element=True)
+    assert spec.init["layers.*.ffn.router.weight"] == normal(0.02)
 
 
 def test_a_token_has_two_flops_per_active_parameter() -> None:
@@ -466,9 +473,9 @@ class Sharing(Technique):
     axes = (Axis(name="shares", weights="slices", folds=("dp_shard", "cp"), topology_order=25, doc="ranks"),)
 
     def check(self, job: Job, spec: ModelSpec) -> Iterable[str]:
-        stacks = [op.stack for op in spec.layer_ops if isinstance(op, Matmul) and op.stack > 1]
-        if not stacks or stacks[0] % job.layout.degree("shares"):
-            yield "experts do not come out even"
+        stacks = {op.stack for op in spec.layer_ops if isinstance(op, Matmul)} - {1} or {1}
+        if any(stack % job.layout.degree("shares") for stack in stacks):
+            yield "the experts do not come out even"
 
     def cost(self, costs: Costs, job: Job) -> Costs:
         sent = tuple(

@@ -108,12 +108,24 @@ def write_hf(
     types = {name: dtype or weights.dtype(tensor.ours[0]) for name, tensor in tensors.items()}
     planned = {name: Planned(shape_in_hf(one, weights.shapes), types[name]) for name, one in tensors.items()}
 
+    stack: dict[str, Tensor] = {}  # at most one, the last that was read: its elements are asked for in turn
+
+    def read(ours: str) -> Tensor:
+        progress()
+        return weights.read(ours)
+
     def value(name: str) -> Tensor:
-        parts = [weights.read(ours).to(types[name]) for ours in tensors[name].ours]
-        for _ in parts:
-            progress()
-        joined = parts[0] if len(parts) == 1 else torch.cat(parts)
-        return joined.T if tensors[name].transposed else joined
+        ours, element = tensors[name].ours, tensors[name].element
+        if ours[0] not in stack:
+            stack.clear()
+        if element is None:
+            parts = [read(one).to(types[name]) for one in ours]
+            whole = parts[0] if len(parts) == 1 else torch.cat(parts)
+        else:
+            if not stack:
+                stack[ours[0]] = read(ours[0])
+            whole = stack[ours[0]][element].to(types[name])
+        return whole.T if tensors[name].transposed else whole
 
     widest = max(types.values(), key=lambda one: one.itemsize)
     ends = {"bos_token_id": None, "eos_token_id": tokenizer.end, "torch_dtype": str(widest).removeprefix("torch.")}

@@ -6,9 +6,10 @@ slice that the rank needs. Imported at first use, as the safetensors library is.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
+from functools import reduce
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -58,23 +59,32 @@ def shapes_of(model: Model) -> dict[str, torch.Size]:
     return {name.removeprefix(MODEL): tensor.shape for name, tensor in tensors.items()}
 
 
-def made_of(model: Model, names: Mapping[str, torch.Size]) -> list[HfTensor]:
-    """The tensors that a Hugging Face folder of the model must have.
+def made_of(model: Model, shapes: Mapping[str, torch.Size]) -> list[HfTensor]:
+    """The tensors that a Hugging Face folder of the model must have; the elements of a stack follow each other.
 
     Raises:
         PluginError: they do not hold each of the model's tensors once.
     """
     tensors = [tensor for tensor in model.hf_tensors() if not tensor.copy]
-    held = sorted(name for tensor in tensors for name in tensor.ours)
-    if held != sorted(names):
-        wrong = sorted({*held} ^ {*names}) or sorted({name for name in held if held.count(name) > 1})
+    stacks = {name for tensor in tensors if tensor.element is not None for name in tensor.ours}
+    wanted = sorted(piece for name, shape in shapes.items() for piece in _pieces(name, shape, name in stacks))
+    held = sorted(name if one.element is None else f"{name}[{one.element}]" for one in tensors for name in one.ours)
+    wrong = sorted({*held} ^ {*wanted}) or sorted({name for name in held if held.count(name) > 1})
+    wrong += [tensor.name for tensor in tensors if tensor.element is not None and len(tensor.ours) > 1]
+    if wrong:
         raise PluginError(f"model {model.name}: hf_tensors() must hold {listed(wrong)} exactly once")
-    return tensors
+    order = {name: place for place, name in reversed([*enumerate(name for one in tensors for name in one.ours)])}
+    return sorted(tensors, key=lambda tensor: order[tensor.ours[0]])
+
+
+def _pieces(name: str, shape: torch.Size, stacked: bool) -> list[str]:
+    return [f"{name}[{number}]" for number in range(shape[0])] if stacked else [name]
 
 
 def shape_in_hf(tensor: HfTensor, shapes: Mapping[str, torch.Size]) -> tuple[int, ...]:
     """The shape a tensor has in the files."""
-    whole = (sum(shapes[name][0] for name in tensor.ours), *shapes[tensor.ours[0]][1:])
+    others = shapes[tensor.ours[0]][1:]
+    whole = (sum(shapes[name][0] for name in tensor.ours), *others) if tensor.element is None else tuple(others)
     return whole[::-1] if tensor.transposed else whole
 
 
@@ -93,10 +103,8 @@ class HfWeights:
         self._stored, extra = _matched(find_tensors(path), [tensor.name for tensor in (*tensors, *copies)])
         extra = [name for name in extra if not _is_ignored(name, model.hf_ignored)]
         self._check(tensors, [tensor for tensor in copies if tensor.name in self._stored], extra)
-        self._places = {name: place for tensor in tensors for name, place in self._cut(tensor)}
-        self._copies = {
-            name: place for tensor in copies if tensor.name in self._stored for name, place in self._cut(tensor)
-        }
+        self._places = self._by_name(tensors)
+        self._copies = self._by_name([tensor for tensor in copies if tensor.name in self._stored])
 
     def _check(self, wanted: Sequence[HfTensor], copies: Sequence[HfTensor], extra: Sequence[str]) -> None:
         unlike, packed = [], []
@@ -116,16 +124,21 @@ class HfWeights:
         if told:
             raise CheckpointError(f"{self.path} does not fit the model: {'; '.join(told)}")
 
-    def _cut(self, tensor: HfTensor) -> Iterator[tuple[str, tuple[HfTensor, int]]]:
-        """(our name, (their tensor, where along dimension 0 ours begins in it))."""
-        start = 0
-        for name in tensor.ours:
-            yield name, (tensor, start)
-            start += self.shapes[name][0]
+    def _by_name(self, tensors: Iterable[HfTensor]) -> dict[str, list[_Place]]:
+        """Our name -> where its values stand: all of them in one tensor, or each element in a tensor of its own."""
+        places: dict[str, list[_Place]] = {}
+        for tensor in tensors:
+            start = 0
+            for name in tensor.ours:
+                places.setdefault(name, []).append(_Place(tensor, start))
+                start += self.shapes[name][0]
+        for several in places.values():
+            several.sort(key=lambda place: place.tensor.element or 0)
+        return places
 
     def dtype(self, name: str) -> torch.dtype:
-        """The type a tensor of ours is stored in."""
-        return TYPES[self._stored[self._places[name][0].name].type]
+        """The type a tensor of ours is stored in; of elements of several types, one that holds the values of all."""
+        return reduce(torch.promote_types, (TYPES[self._stored[p.tensor.name].type] for p in self._places[name]))
 
     def read(self, name: str, bounds: Sequence[slice] | None = None) -> Tensor:
         """One of our tensors in the type it is stored in: whole, or the part within start and stop of each dimension.
@@ -134,19 +147,34 @@ class HfWeights:
             CheckpointError: it cannot be read, or a copy that stands beside it is not the same.
         """
         bounds = [slice(0, size) for size in self.shapes[name]] if bounds is None else bounds
-        tensor, start = self._places[name]
-        value = self._read(tensor, start, bounds)
-        if name in self._copies:
-            copy, start = self._copies[name]
-            if not torch.equal(value, self._read(copy, start, bounds).to(value.dtype)):
-                raise CheckpointError(f"{self.path}: {copy.name} and {tensor.name} differ, but the model ties them")
+        value = self._read(name, self._places[name], bounds)
+        copies = self._copies.get(name)
+        if copies and not torch.equal(value, self._read(name, copies, bounds).to(value.dtype)):
+            names = f"{copies[0].tensor.name} and {self._places[name][0].tensor.name}"
+            raise CheckpointError(f"{self.path}: {names} differ, but the model ties them")
         return value
 
-    def _read(self, tensor: HfTensor, start: int, bounds: Sequence[slice]) -> Tensor:
+    def _read(self, name: str, places: Sequence[_Place], bounds: Sequence[slice]) -> Tensor:
         first, *others = bounds
-        theirs = [slice(start + first.start, start + first.stop), *others]
-        value = self._stored[tensor.name].read(theirs[::-1] if tensor.transposed else theirs)
+        if places[0].tensor.element is None:
+            tensor, start = places[0]
+            return self._piece(tensor, [slice(start + first.start, start + first.stop), *others])
+        sizes = [bound.stop - bound.start for bound in bounds]
+        value = torch.empty(sizes, dtype=self.dtype(name))  # filled element by element: there is no second copy of it
+        for row, place in zip(value, places[first], strict=True):
+            row.copy_(self._piece(place.tensor, others))
+        return value
+
+    def _piece(self, tensor: HfTensor, bounds: Sequence[slice]) -> Tensor:
+        value = self._stored[tensor.name].read(bounds[::-1] if tensor.transposed else bounds)
         return value.T if tensor.transposed else value
+
+
+class _Place(NamedTuple):
+    """Where values of ours stand: their tensor, and where along dimension 0 ours begins in it."""
+
+    tensor: HfTensor
+    start: int
 
 
 def _short(name: str) -> str:

@@ -23,8 +23,8 @@ TensorStyle = Literal[
 ]
 """How tensor parallelism treats a module. "Split" means over the ranks of the axis tp.
 
-column: linear, or a stack of linears [E, out, in]; the output features are split.
-row: linear; the input features are split, and the outputs are summed over ranks.
+column: linear, or stack of linears [E, out, in]; the output features are split.
+row: linear, or stack of linears; the input features are split, and the outputs are summed over ranks.
 embedding: the table is split by vocabulary.
 positions: replicated table of learned positions. Its output [B, S, D] is split on S with sequence parallelism, as the
     embedding's output is, and whole otherwise.
@@ -41,7 +41,7 @@ router: within a mixture, replicated weights that decide how summands are weight
 ParameterKind = Literal["matrix", "table", "head", "vector"]
 """What a parameter is to an optimizer.
 
-matrix: the weight of a linear inside of the model, or a stack of such weights.
+matrix: the weight of a linear inside of the model, or a stack [E, out, in] of such weights.
 table: the weight of an embedding, a row per word or position; also where the head is tied to it.
 head: the weight that projects hidden states to logits, a row per word.
 vector: at most one dimension: weights of norms, biases, scalars.
@@ -70,6 +70,8 @@ class Init:
     kind: "normal": drawn from a normal distribution of mean 0.  "constant": `value` everywhere. "computed": what
         `compute(device)` returns, of the whole tensor's shape, equal on all ranks.
     std: standard deviation.  cut: values beyond this many standard deviations are redrawn.
+    per_element: each element along dimension 0 is drawn from a generator of its own, so that a rank draws only the
+        elements it holds: for stacks [E, ...] of weights.
     value: the constant.
     compute: called on every rank, under no_grad, with the rank's device; no collectives.
     """
@@ -77,13 +79,17 @@ class Init:
     kind: Literal["normal", "constant", "computed"]
     std: float = 0.0
     cut: float = 3.0
+    per_element: bool = False
     value: float = 0.0
     compute: "Callable[[torch.device], torch.Tensor] | None" = None
 
 
-def normal(std: float) -> Init:
-    """A normal distribution of mean 0 and this standard deviation, truncated at three standard deviations."""
-    return Init("normal", std=std)
+def normal(std: float, *, per_element: bool = False) -> Init:
+    """A normal distribution of mean 0 and this standard deviation, truncated at three standard deviations.
+
+    per_element: as in `Init`, for a stack of weights.
+    """
+    return Init("normal", std=std, per_element=per_element)
 
 
 def computed(compute: "Callable[[torch.device], torch.Tensor]") -> Init:
@@ -101,7 +107,9 @@ class HfTensor:
 
     name: as in the safetensors files. Exports of a base model leave out the first dotted part.
     ours: canonical names; several are joined along dimension 0, in this order.
-    transposed: the file has the transpose of our tensor, or of the joined tensor.
+    transposed: the file has the transpose of our tensor, of the joined tensor, or of the element.
+    element: the file has one element along dimension 0 of our only tensor, a stack [E, ...]; None: all of it. As many
+        `HfTensor`s as there are elements make the stack.
     copy: a second name that some files have for the tensor (a tied head). Never written; where read, it must be equal.
     """
 
@@ -109,6 +117,7 @@ class HfTensor:
     ours: tuple[str, ...]
     transposed: bool = False
     copy: bool = False
+    element: int | None = None
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -239,16 +248,16 @@ class ModelSpec:
         """What the spec says of a parameter, by its canonical name and its number of dimensions.
 
         The kind follows from the tensor style of its module, and where there is none, from `embeddings` and `head`.
+        Features lie along the last two dimensions: of three, the first counts the weights of a stack.
         """
         style = self.style_of(name.rpartition(".")[0])
         names = {name}.union(*(pair for pair in self.tied if name in pair))
         places = {self._place(name.rpartition(".")[0]) for name in names}
         kinds: tuple[ParameterKind, ...] = ("table", "head", "matrix")  # of a tied tensor, the first of these
         kind = "vector" if ndim < 2 else next(kind for kind in kinds if kind in places)
-        dim = 0 if style in ("column", "embedding", "head") else 1 if style in ("row", "summand") and ndim > 1 else None
-        if ndim == 3 and dim is not None:  # the first dimension is the stack's
-            dim += 1
-        return ParameterFacts(kind, dim, partial=style in ("qk_norm", "router"))
+        outputs, inputs = max(ndim - 2, 0), ndim - 1 if ndim > 1 else None
+        dims = {"column": outputs, "row": inputs, "summand": inputs, "embedding": 0, "head": 0}
+        return ParameterFacts(kind, dims.get(style or ""), partial=style in ("qk_norm", "router"))
 
     def _place(self, module: str) -> Literal["matrix", "table", "head"]:
         style = self.style_of(module)

@@ -169,7 +169,7 @@ def gated_spec(config: DecoderConfig, heads: Heads, ffn_dim: int) -> ModelSpec:
     return decoder_spec(config, layer, ffn_dim=ffn_dim, vectors=1)
 
 
-_Kind = Literal["matrix", "table", "scale", "bias"]
+_Kind = Literal["matrix", "stack", "table", "scale", "bias"]
 
 
 def _parameters(operations: Iterable[Operation]) -> Iterator[tuple[str, _Kind]]:
@@ -177,7 +177,7 @@ def _parameters(operations: Iterable[Operation]) -> Iterator[tuple[str, _Kind]]:
     for op in operations:
         match op:
             case Matmul(bias=bias):
-                yield f"{op.module}.weight", "matrix"
+                yield f"{op.module}.weight", "stack" if op.stack > 1 else "matrix"
             case EmbeddingOp():
                 yield f"{op.module}.weight", "table"
                 bias = False
@@ -191,10 +191,14 @@ def _parameters(operations: Iterable[Operation]) -> Iterator[tuple[str, _Kind]]:
 
 
 def _initial(c: DecoderConfig, parameters: Mapping[str, _Kind], tensor: Mapping[str, TensorStyle]) -> dict[str, Init]:
-    drawn, added = normal(c.init_std), normal(c.init_std / math.sqrt(2 * c.n_layers))
-    values = {"table": drawn, "scale": ONES, "bias": ZEROS}
+    values = {"table": normal(c.init_std), "scale": ONES, "bias": ZEROS}
     rows = {f"{module}.weight" for module, style in tensor.items() if style in ("row", "summand")}
-    return {name: values.get(kind, added if name in rows else drawn) for name, kind in parameters.items()}
+    added = c.init_std / math.sqrt(2 * c.n_layers)
+
+    def drawn(name: str, kind: _Kind) -> Init:
+        return normal(added if name in rows else c.init_std, per_element=kind == "stack")
+
+    return {name: values.get(kind) or drawn(name, kind) for name, kind in parameters.items()}
 
 
 def _numel(operations: Iterable[Operation]) -> int:
