@@ -51,6 +51,8 @@ def draw(how: Init, shape: torch.Size, seed: int, name: str, device: torch.devic
         return value.to(dtype)
     if how.kind == "constant":
         return torch.full(shape, how.value, device=device, dtype=dtype)
+    if how.kind == "stream":
+        return torch.full(shape, name_seed(seed, name), device=device, dtype=dtype)
     generator = torch.Generator(device=device).manual_seed(name_seed(seed, name))
     tensor = torch.empty(shape, device=device, dtype=dtype)
     bound = how.cut * how.std

@@ -117,6 +117,7 @@ class Elementwise:
     region: of the numbers read and written.  forward, backward: how many of them per token, before any split.
     module, params, width: of a norm: its module, its number of weight vectors, and numbers per vector. Every rank of a
         tensor-parallel group holds them.
+    unfused_bytes: bytes read and written per token besides, in forward, where no compiler fuses the operation.
     scratch: float32 numbers that exist during the operation besides its inputs and outputs, for the whole micro batch.
     saved: tensors that the operation saves.
     """
@@ -127,6 +128,7 @@ class Elementwise:
     module: str = ""
     params: int = 0
     width: int = 0
+    unfused_bytes: float = 0.0
     scratch: float = 0
     saved: tuple[SavedTensor, ...] = ()
 

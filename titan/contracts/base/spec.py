@@ -63,13 +63,14 @@ class Init:
     """The initial value of a parameter or buffer.
 
     kind: "normal": drawn from a normal distribution of mean 0.  "constant": `value` everywhere. "computed": what
-        `compute(device)` returns, of the whole tensor's shape, equal on all ranks.
+        `compute(device)` returns, of the whole tensor's shape, equal on all ranks. "stream": a 63-bit hash of the
+        run's seed and the tensor's name everywhere.
     std: standard deviation.  cut: values beyond this many standard deviations are redrawn.
     value: the constant.
     compute: called on every rank, under no_grad, with the rank's device; no collectives.
     """
 
-    kind: Literal["normal", "constant", "computed"]
+    kind: Literal["normal", "constant", "computed", "stream"]
     std: float = 0.0
     cut: float = 3.0
     value: float = 0.0
@@ -88,6 +89,7 @@ def computed(compute: "Callable[[torch.device], torch.Tensor]") -> Init:
 
 ONES = Init("constant", value=1.0)
 ZEROS = Init("constant", value=0.0)
+STREAM = Init("stream")
 
 
 @dataclass(frozen=True)
@@ -118,6 +120,8 @@ class ModelSpec:
         the loss is computed where its forward ends.
     attention: globs of the modules in which positions see each other, each an `AttentionCore`; empty: a model whose
         positions mix in another way, which neither slices sequences nor caches keys and values.
+    draws: globs of the modules that draw random numbers, each a `titan.contracts.layers.philox.RandomModule`. The
+        forward of a model that names some has an argument `seeds`.
     layers: name of the ModuleDict of layers, whose keys
         are global layer numbers. Every parameter is in one of the three.
     tied: (alias, owner) names of parameters that are one tensor; the owner's name is canonical.
@@ -146,6 +150,7 @@ class ModelSpec:
     head: tuple[str, ...]
     tied: tuple[tuple[str, str], ...] = ()
     attention: tuple[str, ...] = ()
+    draws: tuple[str, ...] = ()
     tensor: Mapping[str, TensorStyle]
     init: Mapping[str, Init]
     buffers: Mapping[str, Init] = field(default_factory=dict)
@@ -204,6 +209,8 @@ class ModelSpec:
         for pattern, how in self.buffers.items():
             if glob_matches(pattern, name):
                 return how
+        if any(glob_matches(f"{glob}.stream", name) for glob in self.draws):
+            return STREAM
         raise PluginError(
             f"the model's spec has no initial value for buffer {name}; give it one in ModelSpec.buffers: "
             "titan.contracts.base.spec.computed(function of the device), or a constant such as ZEROS"
@@ -274,7 +281,8 @@ class ModelSpec:
             if style not in known:
                 raise PluginError(f"ModelSpec.tensor gives {glob} the style {style!r}{did_you_mean(style, known)}")
         absent = [name for name in (*self.embeddings, self.layers, *self.head) if name not in modules]
-        absent += [g for g in (*self.tensor, *self.attention) if not any(glob_matches(g, m) for m in modules)]
+        globs = (*self.tensor, *self.attention, *self.draws)
+        absent += [g for g in globs if not any(glob_matches(g, m) for m in modules)]
         absent += [g for g in (*self.init, *self.no_decay) if not any(glob_matches(g, p) for p in parameters)]
         absent += [g for g in self.buffers if not any(glob_matches(g, b) for b in buffers)]
         if absent:
