@@ -50,7 +50,7 @@ from torch.distributed.tensor import DTensor, Replicate, Shard
 from titan.contracts import Axis, BuildContext, Costs, Job, ModelPart, ModelSpec, Technique, option, register
 from titan.contracts.base.cost import Collective, CollectiveCost, Matmul, When, Where
 from titan.contracts.base.sharding import Slices, gathered, slice_parameters, summed
-from titan.contracts.base.spec import TensorStyle, nearest
+from titan.contracts.base.spec import TensorStyle, glob_matches, nearest
 from titan.contracts.layers.experts import SideLoss
 from titan.errors import PluginError
 
@@ -170,6 +170,8 @@ class TensorParallel(Technique):
             if style is not None:
                 _check_place(style, name, module, context.spec)
                 self._split(style, name, module, context.spec, mesh, slices)
+            elif any(glob_matches(glob, name) for glob in context.spec.draws) and not _inside(name, context.spec):
+                module.register_forward_pre_hook(partial(_draw_own, slices))
         part.retie(context.spec)
         left_out = [name for name, parameter in part.parameters() if not isinstance(parameter, DTensor)]
         if left_out:
@@ -265,9 +267,8 @@ def _gradients(replicated: _Replicated) -> dict[str, Tensor]:
 
 def _check_place(style: TensorStyle, name: str, module: nn.Module, spec: ModelSpec) -> None:
     """Refuse a linear or norm in a place where its input, or its gradient, would be another than the style says."""
-    above = [name[:end] for end, letter in enumerate(name) if letter == "."]
-    around = {spec.style_of(module_above) for module_above in above}
-    inside = not around.isdisjoint(("gather", "mixture"))
+    around = _around(name, spec)
+    inside = _inside(name, spec)
     if style in ("gather", "mixture") and inside:
         raise PluginError(f'the model\'s spec has {name} as a "{style}", but a module around it gathers already')
     if (style in ("summand", "router") and "mixture" not in around) or (style == "row" and "mixture" in around):
@@ -284,6 +285,16 @@ def _check_place(style: TensorStyle, name: str, module: nn.Module, spec: ModelSp
             f'the model\'s spec has {name} as a "norm" of hidden states, {spec.dim} wide, but its parameters are '
             f'{", ".join(map(str, sorted(widths)))} wide; a norm of heads is a "qk_norm" in ModelSpec.tensor'
         )
+
+
+def _around(name: str, spec: ModelSpec) -> set[TensorStyle | None]:
+    """The styles of the modules that a module is part of."""
+    return {spec.style_of(name[:end]) for end, letter in enumerate(name) if letter == "."}
+
+
+def _inside(name: str, spec: ModelSpec) -> bool:
+    """Whether a module is part of one that is given whole hidden states."""
+    return not _around(name, spec).isdisjoint(("gather", "mixture"))
 
 
 # --- hidden states ------------------------------------------------------------------------------------------------
@@ -318,6 +329,12 @@ def _look_up(slices: Slices, table: nn.Embedding, tokens: Tensor) -> Tensor:
 
 def _own_positions(slices: Slices, module: nn.Module, args: tuple[Any, ...], output: Tensor) -> Tensor:
     return output.chunk(slices.size, dim=1)[slices.rank] if slices.positions else output
+
+
+def _draw_own(slices: Slices, module: nn.Module, args: tuple[Any, ...]) -> tuple[Any, ...]:
+    """The hidden states of a module that draws are those of this rank's positions; so be its random numbers."""
+    x, seeds, positions = args
+    return x, seeds, positions.chunk(slices.size, dim=1)[slices.rank] if slices.positions else positions
 
 
 def _logits(mesh: DeviceMesh, split: bool, module: nn.Linear, hidden: Tensor) -> Tensor:

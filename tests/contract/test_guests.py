@@ -72,6 +72,25 @@ def test_a_model_of_shared_layers(words: list[str], one_rank, tmp_path: Path) ->
     assert_same_curve(one_rank(*PACKED, config=PARALLEL), train_job(tmp_path, 4, *PACKED, *words, config=PARALLEL))
 
 
+NOISE = ("--plugins.neftune.alpha", "20")
+COMPILED = ["--plugins.compile.backend", "aot_eager"]
+
+
+@pytest.mark.parametrize(
+    "words",
+    [
+        [*mesh(tp=2, pp=2), "--plugins.activation_checkpoint.mode", "full"],
+        [*mesh(dp_shard=2, tp=2), *WHOLE, *COMPILED],
+        mesh(cp=2, dp_shard=2),
+    ],
+    ids=" ".join,
+)
+def test_noise_from_outside(words: list[str], one_rank, tmp_path: Path) -> None:
+    expected = one_rank(*GUESTS, *NOISE)
+    assert_same_curve(expected, train_job(tmp_path, 4, *GUESTS, *NOISE, *words))
+    assert abs(expected.rows[1]["loss"] / one_rank().rows[1]["loss"] - 1) > 1e-4  # there is noise
+
+
 def test_a_model_of_shared_layers_is_planned() -> None:
     job = load_job(PARALLEL, ["--data.path", "nowhere", *mesh(tp=2)], 2)
     costs, net = costs_of(job), job.model.build()

@@ -69,6 +69,8 @@ def draw(how: Init, shape: torch.Size, seed: int, name: str, device: torch.devic
         return torch.stack([_element(how, shape, seed, name, number, device, dtype) for number in range(shape[0])])
     if how.kind == "constant":
         return torch.full(shape, how.value, device=device, dtype=dtype)
+    if how.kind == "stream":
+        return torch.full(shape, name_seed(seed, name), device=device, dtype=dtype)
     generator = torch.Generator(device=device).manual_seed(name_seed(seed, name))
     tensor = torch.empty(shape, device=device, dtype=dtype)
     bound = how.cut * how.std

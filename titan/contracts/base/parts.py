@@ -83,6 +83,8 @@ class ModelPart:
         objective instead: a scalar, this micro batch's share of the step's mean.
         """
         more = {} if labels is None else {"labels": labels}
+        if batch.seeds is not None:
+            more["seeds"] = batch.seeds
         result: Tensor = self.runner(x, batch.positions, documents=batch.documents, **more)
         return result
 

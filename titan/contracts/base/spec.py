@@ -68,7 +68,8 @@ class Init:
     """The initial value of a parameter or buffer.
 
     kind: "normal": drawn from a normal distribution of mean 0.  "constant": `value` everywhere. "computed": what
-        `compute(device)` returns, of the whole tensor's shape, equal on all ranks.
+        `compute(device)` returns, of the whole tensor's shape, equal on all ranks. "stream": a 63-bit hash of the
+        run's seed and the tensor's name everywhere.
     std: standard deviation.  cut: values beyond this many standard deviations are redrawn.
     per_element: each element along dimension 0 is drawn from a generator of its own, so that a rank draws only the
         elements it holds: for stacks [E, ...] of weights.
@@ -76,7 +77,7 @@ class Init:
     compute: called on every rank, under no_grad, with the rank's device; no collectives.
     """
 
-    kind: Literal["normal", "constant", "computed"]
+    kind: Literal["normal", "constant", "computed", "stream"]
     std: float = 0.0
     cut: float = 3.0
     per_element: bool = False
@@ -99,6 +100,7 @@ def computed(compute: "Callable[[torch.device], torch.Tensor]") -> Init:
 
 ONES = Init("constant", value=1.0)
 ZEROS = Init("constant", value=0.0)
+STREAM = Init("stream")
 
 
 @dataclass(frozen=True)
@@ -134,6 +136,8 @@ class ModelSpec:
         positions mix in another way, which neither slices sequences nor caches keys and values.
     whole_sequences: what but attention needs all positions of a sequence, with the key to change; axes that slice
         sequences are then refused with it.
+    draws: globs of the modules that draw random numbers, each a `titan.contracts.layers.philox.RandomModule`. The
+        forward of a model that names some has an argument `seeds`.
     layers: name of the ModuleDict of layers, whose keys
         are global layer numbers. Every parameter is in one of the three.
     tied: (alias, owner) names of parameters that are one tensor; the owner's name is canonical.
@@ -164,6 +168,7 @@ class ModelSpec:
     tied: tuple[tuple[str, str], ...] = ()
     attention: tuple[str, ...] = ()
     whole_sequences: str = ""
+    draws: tuple[str, ...] = ()
     tensor: Mapping[str, TensorStyle]
     init: Mapping[str, Init]
     buffers: Mapping[str, Init] = field(default_factory=dict)
@@ -235,6 +240,8 @@ class ModelSpec:
         for pattern, how in self.buffers.items():
             if glob_matches(pattern, name):
                 return how
+        if any(glob_matches(f"{glob}.stream", name) for glob in self.draws):
+            return STREAM
         raise PluginError(
             f"the model's spec has no initial value for buffer {name}; give it one in ModelSpec.buffers: "
             "titan.contracts.base.spec.computed(function of the device), or a constant such as ZEROS"
@@ -307,7 +314,8 @@ class ModelSpec:
             if style not in known:
                 raise PluginError(f"ModelSpec.tensor gives {glob} the style {style!r}{did_you_mean(style, known)}")
         absent = [name for name in (*self.embeddings, self.layers, *self.head) if name not in modules]
-        absent += [g for g in (*self.tensor, *self.attention) if not any(glob_matches(g, m) for m in modules)]
+        globs = (*self.tensor, *self.attention, *self.draws)
+        absent += [g for g in globs if not any(glob_matches(g, m) for m in modules)]
         absent += [g for g in (*self.init, *self.no_decay) if not any(glob_matches(g, p) for p in parameters)]
         absent += [g for g in self.buffers if not any(glob_matches(g, b) for b in buffers)]
         if absent:

@@ -131,9 +131,8 @@ class Device:
             numbers = costs.share("hidden") * op.width
             return Seconds(self.moving(2 * numbers, costs.itemsize), 0.0, self.moving(3 * numbers, costs.itemsize))
         tokens = costs.share(op.region) * (self.kernels.fused_traffic_factor if costs.fused else 1.0)
-        return Seconds(
-            self.moving(tokens * op.forward, costs.itemsize), self.moving(tokens * op.backward, costs.itemsize)
-        )
+        forward = op.forward + (0.0 if costs.fused else op.unfused_bytes / costs.itemsize)
+        return Seconds(self.moving(tokens * forward, costs.itemsize), self.moving(tokens * op.backward, costs.itemsize))
 
     def _linear(self, op: Matmul, costs: Costs, dtype: str) -> Seconds:
         rows, width = costs.share("seq_full") * op.used, costs.itemsize
