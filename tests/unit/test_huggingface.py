@@ -3,7 +3,8 @@
 import json
 import shutil
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -17,8 +18,10 @@ from tests.huggingface import LLAMA, SCALED, SMALL, convert, loaded, model_of, p
 from titan import cli
 from titan.checkpoint import conversion, huggingface
 from titan.checkpoint.disk import tensor_files
+from titan.contracts import HfTensor
 from titan.contracts.base import registry
-from titan.errors import CheckpointError, ConfigError
+from titan.errors import CheckpointError, ConfigError, PluginError
+from titan.plugins.models.gpt import Gpt
 
 
 @pytest.mark.parametrize(
@@ -89,6 +92,42 @@ def test_one_tensor_at_a_time(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -
         most[0] = 0
         convert(tmp_path / "hf", tmp_path / f"new-{form}", form)
         assert 1 <= most[0] <= 2
+
+
+class _Fused(Gpt):
+    """A GPT whose queries, keys and values are interleaved by head in the files: [H, 3, N, D] and [H, 3, N]."""
+
+    groups = 4
+
+    def hf_tensors(self) -> Sequence[HfTensor]:
+        return [replace(one, groups=self.groups if len(one.ours) == 3 else 1) for one in super().hf_tensors()]
+
+
+class _Uneven(_Fused):
+    groups = 3
+
+
+def test_heads_may_be_interleaved(tmp_path: Path) -> None:
+    model = _Fused(_Fused.Config(**SMALL))
+    drawn, held = write(tmp_path, model), tensors(tmp_path)
+    weight, bias = (held[f"transformer.h.1.attn.c_attn.{kind}"] for kind in ("weight", "bias"))
+    weights = huggingface.HfWeights(tmp_path, model)
+    for place, name in enumerate(("wq", "wk", "wv")):
+        own, own_bias = (drawn.tensors[f"layers.1.attn.{name}.{kind}"] for kind in ("weight", "bias"))
+        assert torch.equal(weight.T.reshape(4, 3, 4, 16)[:, place], own.view(4, 4, 16))
+        assert torch.equal(bias.view(4, 3, 4)[:, place], own_bias.view(4, 4))
+        for start, stop in ((0, 16), (4, 8), (5, 7), (3, 9), (15, 16)):
+            rows = slice(start, stop)
+            assert torch.equal(weights.read(f"layers.1.attn.{name}.weight", (rows, slice(2, 5))), own[rows, 2:5])
+            assert torch.equal(weights.read(f"layers.1.attn.{name}.bias", (rows,)), own_bias[rows])
+    for name, parameter in loaded(tmp_path, model).named_parameters():
+        assert torch.equal(parameter, drawn.tensors[name]), name
+
+
+def test_groups_must_be_equal(tmp_path: Path) -> None:
+    told = r"cuts layers.0.attn.wk.weight \(16 rows\), .* into 3 groups, which are not equal; groups must"
+    with pytest.raises(PluginError, match=told):
+        write(tmp_path, _Uneven(_Uneven.Config(**SMALL)))
 
 
 def test_the_hub_s_first_gpt2_is_read(tmp_path: Path) -> None:

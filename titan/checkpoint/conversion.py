@@ -21,7 +21,7 @@ from titan.checkpoint.disk import folder as folders
 from titan.checkpoint.disk.folder import HF_CONFIG, is_hf, read_hf_config
 from titan.checkpoint.disk.index import MODEL
 from titan.checkpoint.disk.tensor_files import Planned, write_json, write_tensors
-from titan.checkpoint.huggingface import HfWeights, check_config, made_of, shape_in_hf, shapes_of
+from titan.checkpoint.huggingface import HfWeights, check_config, joined, made_of, shape_in_hf, shapes_of
 from titan.checkpoint.ranks import Ranks
 from titan.checkpoint.restore import Saved, check_weights
 from titan.checkpoint.state import Snapshot
@@ -112,8 +112,7 @@ def write_hf(
         parts = [weights.read(ours).to(types[name]) for ours in tensors[name].ours]
         for _ in parts:
             progress()
-        joined = parts[0] if len(parts) == 1 else torch.cat(parts)
-        return joined.T if tensors[name].transposed else joined
+        return joined(tensors[name], parts)
 
     widest = max(types.values(), key=lambda one: one.itemsize)
     ends = {"bos_token_id": None, "eos_token_id": tokenizer.end, "torch_dtype": str(widest).removeprefix("torch.")}

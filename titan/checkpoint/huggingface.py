@@ -7,6 +7,7 @@ slice that the rank needs. Imported at first use, as the safetensors library is.
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -62,13 +63,18 @@ def made_of(model: Model, names: Mapping[str, torch.Size]) -> list[HfTensor]:
     """The tensors that a Hugging Face folder of the model must have.
 
     Raises:
-        PluginError: they do not hold each of the model's tensors once.
+        PluginError: they do not hold each of the model's tensors once, or cut one into groups that are not equal.
     """
     tensors = [tensor for tensor in model.hf_tensors() if not tensor.copy]
     held = sorted(name for tensor in tensors for name in tensor.ours)
     if held != sorted(names):
         wrong = sorted({*held} ^ {*names}) or sorted({name for name in held if held.count(name) > 1})
         raise PluginError(f"model {model.name}: hf_tensors() must hold {listed(wrong)} exactly once")
+    for tensor in model.hf_tensors():
+        uneven = [f"{name} ({names[name][0]} rows)" for name in tensor.ours if names[name][0] % tensor.groups]
+        if uneven:
+            told = f"hf_tensors() cuts {listed(uneven)} into {tensor.groups} groups, which are not equal"
+            raise PluginError(f"model {model.name}: {told}; groups must divide the rows")
     return tensors
 
 
@@ -76,6 +82,30 @@ def shape_in_hf(tensor: HfTensor, shapes: Mapping[str, torch.Size]) -> tuple[int
     """The shape a tensor has in the files."""
     whole = (sum(shapes[name][0] for name in tensor.ours), *shapes[tensor.ours[0]][1:])
     return whole[::-1] if tensor.transposed else whole
+
+
+def joined(tensor: HfTensor, ours: Sequence[Tensor]) -> Tensor:
+    """The tensor of the files, from those of ours that it consists of, whole and in order."""
+    if len(ours) == 1:
+        whole = ours[0]
+    else:
+        whole = torch.cat([one.reshape(tensor.groups, -1, *one.shape[1:]) for one in ours], dim=1).flatten(0, 1)
+    return whole.T if tensor.transposed else whole
+
+
+@dataclass(frozen=True)
+class _Place:
+    """Where one of our tensors lies in a tensor of the files: `rows` of each `period` rows, from row `start` on."""
+
+    tensor: HfTensor
+    start: int
+    rows: int
+    period: int
+
+    def row(self, ours: int) -> int:
+        """The row there that is this row of ours."""
+        group, row = divmod(ours, self.rows)
+        return group * self.period + self.start + row
 
 
 class HfWeights:
@@ -116,16 +146,16 @@ class HfWeights:
         if told:
             raise CheckpointError(f"{self.path} does not fit the model: {'; '.join(told)}")
 
-    def _cut(self, tensor: HfTensor) -> Iterator[tuple[str, tuple[HfTensor, int]]]:
-        """(our name, (their tensor, where along dimension 0 ours begins in it))."""
-        start = 0
-        for name in tensor.ours:
-            yield name, (tensor, start)
-            start += self.shapes[name][0]
+    def _cut(self, tensor: HfTensor) -> Iterator[tuple[str, _Place]]:
+        """Our names in their tensor, and where each lies."""
+        start, sizes = 0, [self.shapes[name][0] // tensor.groups for name in tensor.ours]
+        for name, rows in zip(tensor.ours, sizes, strict=True):
+            yield name, _Place(tensor, start, rows, sum(sizes))
+            start += rows
 
     def dtype(self, name: str) -> torch.dtype:
         """The type a tensor of ours is stored in."""
-        return TYPES[self._stored[self._places[name][0].name].type]
+        return TYPES[self._stored[self._places[name].tensor.name].type]
 
     def read(self, name: str, bounds: Sequence[slice] | None = None) -> Tensor:
         """One of our tensors in the type it is stored in: whole, or the part within start and stop of each dimension.
@@ -134,19 +164,26 @@ class HfWeights:
             CheckpointError: it cannot be read, or a copy that stands beside it is not the same.
         """
         bounds = [slice(0, size) for size in self.shapes[name]] if bounds is None else bounds
-        tensor, start = self._places[name]
-        value = self._read(tensor, start, bounds)
+        place = self._places[name]
+        value = self._read(place, bounds)
         if name in self._copies:
-            copy, start = self._copies[name]
-            if not torch.equal(value, self._read(copy, start, bounds).to(value.dtype)):
-                raise CheckpointError(f"{self.path}: {copy.name} and {tensor.name} differ, but the model ties them")
+            copy = self._copies[name]
+            if not torch.equal(value, self._read(copy, bounds).to(value.dtype)):
+                told = f"{copy.tensor.name} and {place.tensor.name} differ, but the model ties them"
+                raise CheckpointError(f"{self.path}: {told}")
         return value
 
-    def _read(self, tensor: HfTensor, start: int, bounds: Sequence[slice]) -> Tensor:
+    def _read(self, place: _Place, bounds: Sequence[slice]) -> Tensor:
+        """One read from our first row to our last; where groups of others lie in between, their rows are dropped."""
         first, *others = bounds
-        theirs = [slice(start + first.start, start + first.stop), *others]
-        value = self._stored[tensor.name].read(theirs[::-1] if tensor.transposed else theirs)
-        return value.T if tensor.transposed else value
+        rows = range(first.start, first.stop)
+        theirs = [slice(place.row(rows[0]), place.row(rows[-1]) + 1), *others]
+        transposed = place.tensor.transposed
+        value = self._stored[place.tensor.name].read(theirs[::-1] if transposed else theirs)
+        value = value.T if transposed else value
+        if len(value) == len(rows):
+            return value
+        return value[[place.row(row) - theirs[0].start for row in rows]]
 
 
 def _short(name: str) -> str:

@@ -172,8 +172,15 @@ FAULTS = (
     Fault(
         "a transposed Hugging Face tensor read as it stands",
         "titan/checkpoint/huggingface.py",
-        "return value.T if tensor.transposed else value",
-        "return value",
+        "value = value.T if transposed else value",
+        "value = value",
         ("tests/unit/test_huggingface.py::test_nothing_is_lost_on_the_way",),
+    ),
+    Fault(
+        "heads of a fused Hugging Face tensor read as if they were not interleaved",
+        "titan/checkpoint/huggingface.py",
+        "return group * self.period + self.start + row",
+        "return group * self.rows + self.start + row",
+        ("tests/unit/test_huggingface.py::test_heads_may_be_interleaved",),
     ),
 )

@@ -98,12 +98,15 @@ class HfTensor:
     ours: canonical names; several are joined along dimension 0, in this order.
     transposed: the file has the transpose of our tensor, or of the joined tensor.
     copy: a second name that some files have for the tensor (a tied head). Never written; where read, it must be equal.
+    groups: equal groups of rows, such as heads, into which each of ours is cut; the groups are interleaved. Three
+        tensors [H N, D] and `groups` H are [H, 3, N, D] in the file: each head's rows of all three, then the next's.
     """
 
     name: str
     ours: tuple[str, ...]
     transposed: bool = False
     copy: bool = False
+    groups: int = 1
 
 
 @dataclass(frozen=True, kw_only=True)
