@@ -1,6 +1,6 @@
 """A decoder: embeddings, a stack of layers, a norm, and the projection to logits; its options, and its `ModelSpec`."""
 
-# B rows, S tokens of this stage, T tokens of the whole sequence, D dim, N head_dim, V vocabulary.
+# B rows, S tokens of this stage, T tokens of the whole sequence, D dim, R rotated features of a head, V vocabulary.
 
 import math
 from collections.abc import Iterable, Iterator, Mapping
@@ -71,7 +71,7 @@ class Decoder(nn.Module):
         layers: called as (x, positions, documents, rope) on hidden states [B, S, D], and return such.
         norm: of the hidden states after the last layer.
         learned_positions: a table of `max_seq_len` positions is added to the embedding.
-        rotary: makes the `rope_table` [2, B, S, N/2] of layers; None: they are given None.
+        rotary: makes the `rope_table` [2, B, S, R/2] of layers; None: they are given None.
         """
         super().__init__()
         self.rotary = rotary
