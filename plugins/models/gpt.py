@@ -17,14 +17,12 @@ from dataclasses import dataclass
 from functools import partial
 from typing import Any, ClassVar
 
-import torch.nn.functional as F
-from torch import Tensor, nn
+from torch import nn
 
 from titan.contracts import HfTensor, Model, ModelSpec, option, register
-from titan.contracts.base.cost import Elementwise, SavedTensor, linear
 from titan.contracts.base.spec import nearest
 from titan.contracts.layers import huggingface
-from titan.contracts.layers.blocks import Heads, LayerPart, PreNormLayer, SelfAttention, pre_norm
+from titan.contracts.layers.blocks import FeedForward, Heads, PreNormLayer, SelfAttention, feed_forward, pre_norm
 from titan.contracts.layers.decoder import Decoder, DecoderConfig, decoder_spec
 from titan.contracts.layers.philox import Dropout
 from titan.errors import ConfigError
@@ -63,29 +61,6 @@ class GptConfig(DecoderConfig):
 def _sizes(n_layers: int, dim: int, n_heads: int, vocab_size: int, max_seq_len: int = 2048) -> dict[str, Any]:
     sizes = {"n_layers": n_layers, "dim": dim, "n_heads": n_heads}
     return {**sizes, "vocab_size": vocab_size, "max_seq_len": max_seq_len}
-
-
-class FeedForward(nn.Module):
-    """The feed-forward down(gelu(up x)), [B, S, D] to [B, S, D]."""
-
-    def __init__(self, dim: int, ffn_dim: int) -> None:
-        super().__init__()
-        self.up, self.down = nn.Linear(dim, ffn_dim), nn.Linear(ffn_dim, dim)
-
-    def forward(self, x: Tensor) -> Tensor:
-        """[B, S, D] -> [B, S, D]."""
-        return self.down(F.gelu(self.up(x), approximate="tanh"))  # type: ignore[no-any-return]
-
-
-def _feed_forward(d: int, f: int) -> LayerPart:
-    """`FeedForward` as data."""
-    saved = (SavedTensor(numel=f, region="tp_sharded"),)
-    operations = (
-        linear("ffn.up", d, f, saved=d, bias=True),
-        Elementwise(region="tp_sharded", forward=2 * f, backward=3 * f, saved=saved),
-        linear("ffn.down", f, d, saved=f, region="tp_sharded", bias=True),
-    )
-    return LayerPart(operations, {"ffn": "gather", "ffn.up": "column", "ffn.down": "row"})
 
 
 @register
@@ -127,19 +102,20 @@ class Gpt(Model):
         """Sizes, names and costs of this GPT."""
         c = self.config
         dropout = c.dropout > 0
-        layer = pre_norm(c.dim, c.heads.part(), _feed_forward(c.dim, c.ffn_width), vectors=2, dropout=dropout)
+        layer = pre_norm(c.dim, c.heads.part(), feed_forward(c.dim, c.ffn_width), vectors=2, dropout=dropout)
         return decoder_spec(c, layer, ffn_dim=c.ffn_width, vectors=2, learned_positions=True, dropout=dropout)
 
     def build(self) -> nn.Module:
         """The whole model as an nn.Module; called on the meta device, so nothing is allocated."""
         c = self.config
         norm = partial(nn.LayerNorm, c.dim, eps=c.norm_eps)
+        feed = partial(FeedForward, c.dim, c.ffn_width, approximate="tanh")
 
         def dropout() -> Dropout | None:
             return Dropout(c.dim, c.dropout) if c.dropout else None
 
         layers = (
-            PreNormLayer(norm(), SelfAttention(c.heads), norm(), FeedForward(c.dim, c.ffn_width), dropout(), dropout())
+            PreNormLayer(norm(), SelfAttention(c.heads), norm(), feed(), dropout(), dropout())
             for _ in range(c.n_layers)
         )
         return Decoder(c, layers, norm(), learned_positions=True, dropout=dropout())
@@ -163,16 +139,7 @@ class Gpt(Model):
         """The names of a GPT2LMHeadModel. Its matrices are [in, out], with q, k and v side by side."""
         embeddings = [HfTensor("transformer.wte.weight", ("embed.weight",))]
         embeddings += [HfTensor("transformer.wpe.weight", ("positions.weight",))]
-        layers = [
-            HfTensor(
-                f"transformer.h.{i}.{theirs}.{kind}",
-                tuple(f"layers.{i}.{name}.{kind}" for name in ours),
-                transposed=kind == "weight" and not ours[0].endswith("norm"),
-            )
-            for i in range(self.config.n_layers)
-            for theirs, ours in _HF_LAYER.items()
-            for kind in ("weight", "bias")
-        ]
+        layers = huggingface.biased_tensors("transformer.h", self.config.n_layers, _HF_LAYER, transposed=True)
         norm = [HfTensor(f"transformer.ln_f.{kind}", (f"norm.{kind}",)) for kind in ("weight", "bias")]
         head = ("embed.weight",) if self.config.tied else ("output.weight",)
         return [*embeddings, *layers, *norm, HfTensor("lm_head.weight", head, copy=self.config.tied)]

@@ -3,7 +3,8 @@
 import json
 import shutil
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -17,8 +18,10 @@ from tests.huggingface import LLAMA, SCALED, SMALL, convert, loaded, model_of, p
 from titan import cli
 from titan.checkpoint import conversion, huggingface
 from titan.checkpoint.disk import tensor_files
+from titan.contracts import HfTensor
 from titan.contracts.base import registry
-from titan.errors import CheckpointError, ConfigError
+from titan.errors import CheckpointError, ConfigError, PluginError
+from titan.plugins.models.gpt import Gpt
 
 
 @pytest.mark.parametrize(
@@ -31,6 +34,8 @@ from titan.errors import CheckpointError, ConfigError
         ("gpt", {"tied": False}, torch.float32),
         ("qwen3", {"n_kv_heads": 2, "head_dim": 6, "tied": True}, torch.bfloat16),
         ("qwen3", {"head_dim": 8}, torch.float32),
+        ("neox", {"rotary_pct": 0.5, "parallel_residual": False}, torch.bfloat16),
+        ("neox", {"rotary_pct": 1.0, "tied": True, "rope_theta": 500.0}, torch.float32),
     ],
 )
 def test_nothing_is_lost_on_the_way(name: str, options: dict[str, Any], dtype: torch.dtype, tmp_path: Path) -> None:
@@ -89,6 +94,42 @@ def test_one_tensor_at_a_time(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -
         most[0] = 0
         convert(tmp_path / "hf", tmp_path / f"new-{form}", form)
         assert 1 <= most[0] <= 2
+
+
+class _Fused(Gpt):
+    """A GPT whose queries, keys and values are interleaved by head in the files: [H, 3, N, D] and [H, 3, N]."""
+
+    groups = 4
+
+    def hf_tensors(self) -> Sequence[HfTensor]:
+        return [replace(one, groups=self.groups if len(one.ours) == 3 else 1) for one in super().hf_tensors()]
+
+
+class _Uneven(_Fused):
+    groups = 3
+
+
+def test_heads_may_be_interleaved(tmp_path: Path) -> None:
+    model = _Fused(_Fused.Config(**SMALL))
+    drawn, held = write(tmp_path, model), tensors(tmp_path)
+    weight, bias = (held[f"transformer.h.1.attn.c_attn.{kind}"] for kind in ("weight", "bias"))
+    weights = huggingface.HfWeights(tmp_path, model)
+    for place, name in enumerate(("wq", "wk", "wv")):
+        own, own_bias = (drawn.tensors[f"layers.1.attn.{name}.{kind}"] for kind in ("weight", "bias"))
+        assert torch.equal(weight.T.reshape(4, 3, 4, 16)[:, place], own.view(4, 4, 16))
+        assert torch.equal(bias.view(4, 3, 4)[:, place], own_bias.view(4, 4))
+        for start, stop in ((0, 16), (4, 8), (5, 7), (3, 9), (15, 16)):
+            rows = slice(start, stop)
+            assert torch.equal(weights.read(f"layers.1.attn.{name}.weight", (rows, slice(2, 5))), own[rows, 2:5])
+            assert torch.equal(weights.read(f"layers.1.attn.{name}.bias", (rows,)), own_bias[rows])
+    for name, parameter in loaded(tmp_path, model).named_parameters():
+        assert torch.equal(parameter, drawn.tensors[name]), name
+
+
+def test_groups_must_be_equal(tmp_path: Path) -> None:
+    told = r"cuts layers.0.attn.wk.weight \(16 rows\), .* into 3 groups, which are not equal; groups must"
+    with pytest.raises(PluginError, match=told):
+        write(tmp_path, _Uneven(_Uneven.Config(**SMALL)))
 
 
 def test_the_hub_s_first_gpt2_is_read(tmp_path: Path) -> None:
@@ -174,6 +215,20 @@ def test_what_does_not_fit_is_told(spoil: Callable[[dict[str, Tensor]], None], t
         ("qwen3", {"use_sliding_window": True}, "use_sliding_window = True: this model has False only"),
         ("qwen3", {"head_dim": None}, "head_dim = None: must be an integer of at least 1"),
         ("qwen3", {"rope_scaling": {"rope_type": "yarn"}}, "rope_scaling rope_type = 'yarn': this model has 'default'"),
+        (
+            "qwen3",
+            {"rope_parameters": {"partial_rotary_factor": 0.5}},
+            "rope_parameters partial_rotary_factor = 0.5: this",
+        ),
+        ("neox", {"attention_bias": False}, "attention_bias = False: this model has True only"),
+        ("neox", {"hidden_act": "gelu_fast"}, "hidden_act = 'gelu_fast': this model has 'gelu' only"),
+        (
+            "neox",
+            {"rope_scaling": {"type": "linear", "factor": 2}},
+            "rope_scaling rope_type = 'linear': this model has",
+        ),
+        ("neox", {"rope_parameters": [1]}, "rope_parameters = [1]: must be an object"),
+        ("neox", {"num_attention_heads": None}, "num_attention_heads = None: must be an integer of at least 1"),
     ],
 )
 def test_what_the_model_cannot_do_is_refused(name: str, change: dict[str, Any], told: str) -> None:
@@ -198,6 +253,16 @@ def test_defaults_of_transformers() -> None:
         "n_layers": 2, "dim": 32, "n_heads": 64, "n_kv_heads": 32, "head_dim": 128, "ffn_dim": 48, "vocab_size": 257,
         "max_seq_len": 64, "tied": False, "norm_eps": 1e-6, "rope_theta": 10000.0,
     }  # fmt: skip
+    pythia = {**sizes, "model_type": "gpt_neox", "use_parallel_residual": False}
+    old = plugin("neox").from_hf({**pythia, "rotary_emb_base": 500, "rotary_pct": 0.5})
+    rope = {"rope_type": "default", "rope_theta": 500, "partial_rotary_factor": 0.5}
+    assert old == plugin("neox").from_hf({**pythia, "rope_parameters": rope}) == {
+        "n_layers": 2, "dim": 32, "n_heads": 4, "ffn_dim": 48, "vocab_size": 257, "max_seq_len": 64, "tied": False,
+        "parallel_residual": False, "rotary_pct": 0.5, "rope_theta": 500, "norm_eps": 1e-5,
+    }  # fmt: skip
+    silent = plugin("neox").from_hf({**sizes, "model_type": "gpt_neox"}) or {}
+    assert (silent["parallel_residual"], silent["rotary_pct"], silent["rope_theta"]) == (True, 0.25, 10000.0)
+    assert plugin("neox", n_kv_heads=2).hf_config() is None
     assert plugin("gpt").from_hf(sizes) is None and plugin("llama").from_hf({"model_type": "gpt2"}) is None
 
 

@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from titan.contracts.layers.rotary import rope_frequencies, rope_table, rotate
+from titan.contracts.layers.rotary import Rotary, rope_frequencies, rope_table, rotate
 from titan.plugins.models import llama
 
 torch.set_num_threads(1)
@@ -29,6 +29,15 @@ def test_rope_turns_pairs_like_complex_numbers() -> None:
     table = rope_table(rotary, torch.arange(128))
     assert table.shape == (2, 128, 16) and table.dtype == torch.float32
     torch.testing.assert_close(rotate(x, table), naive_rope(x, 500.0), rtol=1e-5, atol=2e-5)
+
+
+def test_the_first_features_of_a_head_turn_alone() -> None:
+    x = torch.randn(2, 100, 3, 32).bfloat16()
+    table = rope_table(Rotary(head_dim=32, theta=500.0, features=8), torch.arange(128))
+    assert table.shape == (2, 128, 4)
+    turned = rotate(x, table)
+    assert torch.equal(turned[..., 8:], x[..., 8:]) and turned.dtype == torch.bfloat16
+    torch.testing.assert_close(turned[..., :8], naive_rope(x[..., :8].float(), 500.0).bfloat16(), rtol=1e-2, atol=1e-2)
 
 
 def test_rope_turns_bfloat16_in_float32() -> None:

@@ -21,7 +21,7 @@ from titan.checkpoint.disk import folder as folders
 from titan.checkpoint.disk.folder import HF_CONFIG, is_hf, read_hf_config
 from titan.checkpoint.disk.index import MODEL
 from titan.checkpoint.disk.tensor_files import Planned, write_json, write_tensors
-from titan.checkpoint.huggingface import HfWeights, check_config, made_of, shape_in_hf, shapes_of
+from titan.checkpoint.huggingface import HfWeights, check_config, joined, made_of, shape_in_hf, shapes_of
 from titan.checkpoint.ranks import Ranks
 from titan.checkpoint.restore import Saved, check_weights
 from titan.checkpoint.state import Snapshot
@@ -115,17 +115,14 @@ def write_hf(
         return weights.read(ours)
 
     def value(name: str) -> Tensor:
-        ours, element = tensors[name].ours, tensors[name].element
-        if ours[0] not in stack:
+        tensor = tensors[name]
+        if tensor.ours[0] not in stack:
             stack.clear()
-        if element is None:
-            parts = [read(one).to(types[name]) for one in ours]
-            whole = parts[0] if len(parts) == 1 else torch.cat(parts)
-        else:
-            if not stack:
-                stack[ours[0]] = read(ours[0])
-            whole = stack[ours[0]][element].to(types[name])
-        return whole.T if tensors[name].transposed else whole
+        if tensor.element is None:
+            return joined(tensor, [read(ours).to(types[name]) for ours in tensor.ours])
+        if not stack:
+            stack[tensor.ours[0]] = read(tensor.ours[0])
+        return joined(tensor, [stack[tensor.ours[0]][tensor.element].to(types[name])])
 
     widest = max(types.values(), key=lambda one: one.itemsize)
     ends = {"bos_token_id": None, "eos_token_id": tokenizer.end, "torch_dtype": str(widest).removeprefix("torch.")}

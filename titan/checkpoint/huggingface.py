@@ -7,9 +7,10 @@ slice that the rank needs. Imported at first use, as the safetensors library is.
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
 from functools import reduce
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
@@ -63,7 +64,7 @@ def made_of(model: Model, shapes: Mapping[str, torch.Size]) -> list[HfTensor]:
     """The tensors that a Hugging Face folder of the model must have; the elements of a stack follow each other.
 
     Raises:
-        PluginError: they do not hold each of the model's tensors once.
+        PluginError: they do not hold each of the model's tensors once, or cut one into groups that are not equal.
     """
     tensors = [tensor for tensor in model.hf_tensors() if not tensor.copy]
     stacks = {name for tensor in tensors if tensor.element is not None for name in tensor.ours}
@@ -73,6 +74,11 @@ def made_of(model: Model, shapes: Mapping[str, torch.Size]) -> list[HfTensor]:
     wrong += [tensor.name for tensor in tensors if tensor.element is not None and len(tensor.ours) > 1]
     if wrong:
         raise PluginError(f"model {model.name}: hf_tensors() must hold {listed(wrong)} exactly once")
+    for tensor in model.hf_tensors():
+        uneven = [f"{name} ({shapes[name][0]} rows)" for name in tensor.ours if shapes[name][0] % tensor.groups]
+        if uneven:
+            told = f"hf_tensors() cuts {listed(uneven)} into {tensor.groups} groups, which are not equal"
+            raise PluginError(f"model {model.name}: {told}; groups must divide the rows")
     order = {name: place for place, name in reversed([*enumerate(name for one in tensors for name in one.ours)])}
     return sorted(tensors, key=lambda tensor: order[tensor.ours[0]])
 
@@ -86,6 +92,30 @@ def shape_in_hf(tensor: HfTensor, shapes: Mapping[str, torch.Size]) -> tuple[int
     others = shapes[tensor.ours[0]][1:]
     whole = (sum(shapes[name][0] for name in tensor.ours), *others) if tensor.element is None else tuple(others)
     return whole[::-1] if tensor.transposed else whole
+
+
+def joined(tensor: HfTensor, ours: Sequence[Tensor]) -> Tensor:
+    """The tensor of the files, from those of ours that it consists of, whole and in order."""
+    if len(ours) == 1:
+        whole = ours[0]
+    else:
+        whole = torch.cat([one.reshape(tensor.groups, -1, *one.shape[1:]) for one in ours], dim=1).flatten(0, 1)
+    return whole.T if tensor.transposed else whole
+
+
+@dataclass(frozen=True)
+class _Place:
+    """Where one of our tensors lies in a tensor of the files: `rows` of each `period` rows, from row `start` on."""
+
+    tensor: HfTensor
+    start: int
+    rows: int
+    period: int
+
+    def row(self, ours: int) -> int:
+        """The row there that is this row of ours."""
+        group, row = divmod(ours, self.rows)
+        return group * self.period + self.start + row
 
 
 class HfWeights:
@@ -128,10 +158,10 @@ class HfWeights:
         """Our name -> where its values stand: all of them in one tensor, or each element in a tensor of its own."""
         places: dict[str, list[_Place]] = {}
         for tensor in tensors:
-            start = 0
-            for name in tensor.ours:
-                places.setdefault(name, []).append(_Place(tensor, start))
-                start += self.shapes[name][0]
+            start, sizes = 0, [self.shapes[name][0] // tensor.groups for name in tensor.ours]
+            for name, rows in zip(tensor.ours, sizes, strict=True):
+                places.setdefault(name, []).append(_Place(tensor, start, rows, sum(sizes)))
+                start += rows
         for several in places.values():
             several.sort(key=lambda place: place.tensor.element or 0)
         return places
@@ -157,24 +187,22 @@ class HfWeights:
     def _read(self, name: str, places: Sequence[_Place], bounds: Sequence[slice]) -> Tensor:
         first, *others = bounds
         if places[0].tensor.element is None:
-            tensor, start = places[0]
-            return self._piece(tensor, [slice(start + first.start, start + first.stop), *others])
+            return self._rows(places[0], range(first.start, first.stop), others)
         sizes = [bound.stop - bound.start for bound in bounds]
         value = torch.empty(sizes, dtype=self.dtype(name))  # filled element by element: there is no second copy of it
         for row, place in zip(value, places[first], strict=True):
             row.copy_(self._piece(place.tensor, others))
         return value
 
+    def _rows(self, place: _Place, rows: range, others: Sequence[slice]) -> Tensor:
+        """One read from our first row to our last; where groups of others lie in between, their rows are dropped."""
+        start = place.row(rows[0])
+        value = self._piece(place.tensor, [slice(start, place.row(rows[-1]) + 1), *others])
+        return value if len(value) == len(rows) else value[[place.row(row) - start for row in rows]]
+
     def _piece(self, tensor: HfTensor, bounds: Sequence[slice]) -> Tensor:
         value = self._stored[tensor.name].read(bounds[::-1] if tensor.transposed else bounds)
         return value.T if tensor.transposed else value
-
-
-class _Place(NamedTuple):
-    """Where values of ours stand: their tensor, and where along dimension 0 ours begins in it."""
-
-    tensor: HfTensor
-    start: int
 
 
 def _short(name: str) -> str:

@@ -172,8 +172,8 @@ FAULTS = (
     Fault(
         "a transposed Hugging Face tensor read as it stands",
         "titan/checkpoint/huggingface.py",
-        "return value.T if tensor.transposed else value",
-        "return value",
+        "value = value.T if transposed else value",
+        "value = value",
         ("tests/unit/test_huggingface.py::test_nothing_is_lost_on_the_way",),
     ),
     Fault(
@@ -182,5 +182,12 @@ FAULTS = (
         "if part.shape != held:",
         "if False:",
         ("tests/dist/test_save_plan.py::test_a_part_that_is_not_what_its_placements_say_is_refused",),
+    ),
+    Fault(
+        "heads of a fused Hugging Face tensor read as if they were not interleaved",
+        "titan/checkpoint/huggingface.py",
+        "return group * self.period + self.start + row",
+        "return group * self.rows + self.start + row",
+        ("tests/unit/test_huggingface.py::test_heads_may_be_interleaved",),
     ),
 )

@@ -50,6 +50,27 @@ FAULTS = (
         ("tests/unit/test_rope.py::test_rope_turns_pairs_like_complex_numbers",),
     ),
     Fault(
+        "a share of a head's features rotated at the frequencies of the whole head",
+        "titan/contracts/layers/rotary.py",
+        "dtype=torch.float32, device=device) / n)",
+        "dtype=torch.float32, device=device) / rotary.head_dim)",
+        ("tests/unit/test_rope.py::test_the_first_features_of_a_head_turn_alone",),
+    ),
+    Fault(
+        "parallel branches that follow each other",
+        "plugins/models/neox.py",
+        "layer = ParallelLayer if c.parallel_residual else PreNormLayer",
+        "layer = PreNormLayer",
+        (f"{MODELS}::test_neox_block_is_the_published_arithmetic[True]",),
+    ),
+    Fault(
+        "GELU approximated where the published model computes it",
+        "plugins/models/neox.py",
+        'approximate="none"',
+        'approximate="tanh"',
+        ("tests/unit/test_transformers.py::test_same_logits_both_ways[neox]",),
+    ),
+    Fault(
         "rotary angles in bfloat16",
         "titan/contracts/layers/rotary.py",
         "cos, sin = rope[..., : x.shape[1], None, :]",

@@ -113,6 +113,8 @@ class HfTensor:
     element: the file has one element along dimension 0 of our only tensor, a stack [E, ...]; None: all of it. As many
         `HfTensor`s as there are elements make the stack.
     copy: a second name that some files have for the tensor (a tied head). Never written; where read, it must be equal.
+    groups: equal groups of rows, such as heads, into which each of ours is cut; the groups are interleaved. Three
+        tensors [H N, D] and `groups` H are [H, 3, N, D] in the file: each head's rows of all three, then the next's.
     """
 
     name: str
@@ -120,6 +122,7 @@ class HfTensor:
     transposed: bool = False
     copy: bool = False
     element: int | None = None
+    groups: int = 1
 
 
 @dataclass(frozen=True, kw_only=True)

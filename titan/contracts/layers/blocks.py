@@ -4,12 +4,12 @@ A `LayerPart` says of a part what `ModelSpec` wants to know: its operations, fro
 tensor parallelism treats its modules.
 """
 
-# B rows, S tokens, D dim, H query heads, K key-value heads, N head_dim, F ffn_dim.
+# B rows, S tokens, D dim, H query heads, K key-value heads, N head_dim, R rotated features of a head, F ffn_dim.
 # Under tensor parallelism H, K and F are a rank's own share: no forward reads them from a config.
 
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import NamedTuple
+from typing import Literal, NamedTuple
 
 import torch.nn.functional as F
 from torch import Tensor, nn
@@ -43,7 +43,8 @@ class Heads:
 
     dim: features of a hidden state.  n_heads, n_kv_heads: query heads, and key-value heads, which divide them.
     head_dim: features per head; n_heads * head_dim need not be dim.
-    bias: the four linears have biases.  rotary: queries and keys are rotated by a `rope_table`.
+    bias: the four linears have biases.
+    rotary: queries and keys are rotated by a `rope_table`.  rotary_share: of each head's features, those rotated.
     norm_eps: queries and keys of each head pass through an RMSNorm of this eps (arXiv 2302.05442); None: no norm.
     window: positions that a token attends to, its own included; 0: all before it.
     unfused: attention that writes its S x S scores.
@@ -55,6 +56,7 @@ class Heads:
     head_dim: int
     bias: bool = False
     rotary: bool = False
+    rotary_share: float = 1.0
     norm_eps: float | None = None
     window: int = 0
     unfused: bool = False
@@ -63,7 +65,8 @@ class Heads:
         """`SelfAttention` as data, under the name `attn`."""
         d, q, kv, bias = self.dim, self.n_heads * self.head_dim, self.n_kv_heads * self.head_dim, self.bias
         normed = {"attn.q_norm": self.n_heads, "attn.k_norm": self.n_kv_heads} if self.norm_eps is not None else {}
-        turned = Elementwise(region="tp_sharded", forward=8 * (q + kv), backward=8 * (q + kv))
+        moved = 8 * self.rotary_share + 2 * (self.rotary_share < 1)  # what stays is copied beside what is rotated
+        turned = Elementwise(region="tp_sharded", forward=moved * (q + kv), backward=moved * (q + kv))
         operations = (
             shared(d, 3),
             linear("attn.wq", d, q, saved=d, bias=bias),
@@ -114,7 +117,7 @@ class SelfAttention(nn.Module):
         self.core = AttentionCore(window=heads.window, writes_scores=heads.unfused)
 
     def forward(self, x: Tensor, positions: Tensor, documents: Tensor | None, rope: Tensor | None = None) -> Tensor:
-        """x [B, S, D], positions [B, S], documents [B, T], rope [2, B, S, N/2] -> [B, S, D]."""
+        """x [B, S, D], positions [B, S], documents [B, T], rope [2, B, S, R/2] -> [B, S, D]."""
         # S is read from x here and nowhere earlier: the layer's input may be a slice of the sequence, x is whole.
         b, s, _ = x.shape
         q, k, v = (w(x).view(b, s, -1, self.head_dim) for w in (self.wq, self.wk, self.wv))
@@ -154,6 +157,34 @@ def swiglu(dim: int, ffn_dim: int) -> LayerPart:
         linear("ffn.w2", f, d, saved=f, region="tp_sharded"),
     )  # fmt: skip
     return LayerPart(operations, {"ffn": "gather", "ffn.w1": "column", "ffn.w3": "column", "ffn.w2": "row"})
+
+
+class FeedForward(nn.Module):
+    """The feed-forward down(gelu(up x)) with biases, [B, S, D] to [B, S, D].
+
+    approximate: "tanh" for GELU's tanh approximation, as in GPT-2; "none" for GELU itself (arXiv 1606.08415).
+    """
+
+    def __init__(self, dim: int, ffn_dim: int, *, approximate: Literal["tanh", "none"]) -> None:
+        super().__init__()
+        self.up, self.down = nn.Linear(dim, ffn_dim), nn.Linear(ffn_dim, dim)
+        self.approximate = approximate
+
+    def forward(self, x: Tensor) -> Tensor:
+        """[B, S, D] -> [B, S, D]."""
+        return self.down(F.gelu(self.up(x), approximate=self.approximate))  # type: ignore[no-any-return]
+
+
+def feed_forward(dim: int, ffn_dim: int) -> LayerPart:
+    """`FeedForward` as data, under the name `ffn`."""
+    d, f = dim, ffn_dim
+    saved = (SavedTensor(numel=f, region="tp_sharded"),)
+    operations = (
+        linear("ffn.up", d, f, saved=d, bias=True),
+        Elementwise(region="tp_sharded", forward=2 * f, backward=3 * f, saved=saved),
+        linear("ffn.down", f, d, saved=f, region="tp_sharded", bias=True),
+    )
+    return LayerPart(operations, {"ffn": "gather", "ffn.up": "column", "ffn.down": "row"})
 
 
 # --- the two behind norms -----------------------------------------------------------------------------------------

@@ -1,6 +1,6 @@
 """A decoder: embeddings, a stack of layers, a norm, and the projection to logits; its options, and its `ModelSpec`."""
 
-# B rows, S tokens of this stage, T tokens of the whole sequence, D dim, N head_dim, V vocabulary.
+# B rows, S tokens of this stage, T tokens of the whole sequence, D dim, R rotated features of a head, V vocabulary.
 
 import math
 from collections.abc import Iterable, Iterator, Mapping
@@ -83,7 +83,7 @@ class Decoder(nn.Module):
             that draws is trained, its seeds [B] are the fifth argument.
         norm: of the hidden states after the last layer.
         learned_positions: a table of `max_seq_len` positions is added to the embedding.
-        rotary: makes the `rope_table` [2, B, S, N/2] of layers; None: they are given None.
+        rotary: makes the `rope_table` [2, B, S, R/2] of layers; None: they are given None.
         dropout: of the embeddings' sum; None: no dropout.
         """
         super().__init__()

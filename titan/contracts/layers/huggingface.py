@@ -35,6 +35,31 @@ def decoder_tensors(n_layers: int, layer: Mapping[str, str], *, tied: bool) -> S
     return [embed, *layers, norm, head]
 
 
+def biased_tensors(
+    layers: str, n_layers: int, layer: Mapping[str, tuple[str, ...]], *, transposed: bool = False, groups: int = 1
+) -> list[HfTensor]:
+    """Weights and biases of a decoder's layers, named `LAYERS.0.MODULE.weight` and `.bias`.
+
+    Args:
+        layers: what precedes the number of a layer there, such as "transformer.h".
+        n_layers: number of layers.
+        layer: module of a layer there -> modules here; several are joined.
+        transposed: weights of linears are [in, out] there.
+        groups: of joined tensors, as in `HfTensor`.
+    """
+    return [
+        HfTensor(
+            f"{layers}.{i}.{theirs}.{kind}",
+            tuple(f"layers.{i}.{name}.{kind}" for name in ours),
+            transposed=transposed and kind == "weight" and not ours[0].endswith("norm"),
+            groups=groups if len(ours) > 1 else 1,
+        )
+        for i in range(n_layers)
+        for theirs, ours in layer.items()
+        for kind in ("weight", "bias")
+    ]
+
+
 def issue(text: str) -> ConfigIssue:
     """An issue of a config.json; starts with its key."""
     return ConfigIssue("config.json", text)
@@ -59,7 +84,7 @@ def fixed_issues(config: Mapping[str, Any], fixed: Mapping[str, Any]) -> list[Co
 
 
 def read_rope(
-    config: Mapping[str, Any], kinds: Mapping[str, Sequence[str]]
+    config: Mapping[str, Any], kinds: Mapping[str, Sequence[str]], *, partial: bool = False
 ) -> tuple[float, Mapping[str, Any], list[ConfigIssue]]:
     """(theta, scaling, issues) of the rotary keys, as transformers 4 and 5 write them.
 
@@ -68,6 +93,7 @@ def read_rope(
     Args:
         config: a config.json.
         kinds: each `rope_type` that the model supports -> the keys that its table must have.
+        partial: the model may rotate a share of each head, and reads `partial_rotary_factor` itself.
     """
     name = "rope_scaling" if config.get("rope_scaling") else "rope_parameters"
     rope = config.get(name) or {}
@@ -77,7 +103,7 @@ def read_rope(
     kind = rope.get("rope_type", rope.get("type", "default"))
     if not isinstance(kind, str) or kind not in kinds:
         issues.append(issue(f"{name} rope_type = {kind!r}: this model has {' and '.join(map(repr, kinds))} only"))
-    if rope.get("partial_rotary_factor", 1) != 1:
+    if not partial and rope.get("partial_rotary_factor", 1) != 1:
         told = f"partial_rotary_factor = {rope['partial_rotary_factor']!r}: this model supports only 1"
         issues.append(issue(f"{name} {told}"))
     issues += [issue(f"{name} {key}: missing") for key in kinds.get(str(kind), ()) if key not in rope]

@@ -1,11 +1,12 @@
 """Rotary positions (arXiv 2104.09864): pairs of features of queries and keys are rotated by their token's position.
 
-Feature i of a head is paired with feature i + N/2, as in Hugging Face, and rotated by `position * theta ** (-2 i / N)`.
+Feature i of a head is paired with feature i + R/2, as in Hugging Face, and rotated by `position * theta ** (-2 i / R)`:
+the first R features of a head are rotated, as a rule all N, and the others stay as they are.
 Weights in Meta's convention, which pairs neighbors, need their q and k rows permuted first. Tables are built and
 applied in float32.
 """
 
-# B rows, S tokens, H heads, N head_dim.
+# B rows, S tokens, H heads, N head_dim, R rotated features of a head.
 
 import math
 from dataclasses import dataclass
@@ -18,7 +19,8 @@ from torch import Tensor
 class Rotary:
     """Rotary positions of a model.
 
-    head_dim: features per head, an even number.  theta: base of the frequencies.
+    head_dim: features per head.  theta: base of the frequencies.
+    features: features per head that are rotated, from the first on, an even number; None: all.
     scaling_factor: divides low frequencies, as in Llama 3.1 (arXiv 2407.21783); 1: no scaling.
     scaling_low, scaling_high: a frequency is low below `scaling_low` turns within `scaling_original_max` tokens, and
         unscaled above `scaling_high` turns; in between the two are interpolated.
@@ -26,6 +28,7 @@ class Rotary:
 
     head_dim: int
     theta: float
+    features: int | None = None
     scaling_factor: float = 1.0
     scaling_low: float = 1.0
     scaling_high: float = 4.0
@@ -33,8 +36,8 @@ class Rotary:
 
 
 def rope_frequencies(rotary: Rotary, device: torch.device | None = None) -> Tensor:
-    """Radians by which each pair of features is rotated from one position to the next: [N/2], float32."""
-    n = rotary.head_dim
+    """Radians by which each pair of features is rotated from one position to the next: [R/2], float32."""
+    n = rotary.head_dim if rotary.features is None else rotary.features
     frequencies = rotary.theta ** (-torch.arange(0, n, 2, dtype=torch.float32, device=device) / n)
     if rotary.scaling_factor == 1:
         return frequencies
@@ -45,7 +48,7 @@ def rope_frequencies(rotary: Rotary, device: torch.device | None = None) -> Tens
 
 
 def rope_table(rotary: Rotary, positions: Tensor) -> Tensor:
-    """Cosine and sine of positions [S] or [B, S]: [2, S, N/2] or [2, B, S, N/2], float32."""
+    """Cosine and sine of positions [S] or [B, S]: [2, S, R/2] or [2, B, S, R/2], float32."""
     angles = positions[..., None].float() * rope_frequencies(rotary, positions.device)
     return torch.stack((angles.cos(), angles.sin()))
 
@@ -53,5 +56,7 @@ def rope_table(rotary: Rotary, positions: Tensor) -> Tensor:
 def rotate(x: Tensor, rope: Tensor) -> Tensor:
     """Rotate heads x [B, S, H, N] by the first S positions of a `rope_table`; the result has x's dtype."""
     cos, sin = rope[..., : x.shape[1], None, :]
-    first, second = x.chunk(2, dim=-1)  # promoted to the float32 of the table
-    return torch.cat((first * cos - second * sin, second * cos + first * sin), dim=-1).to(x.dtype)
+    turned = 2 * rope.shape[-1]
+    first, second = x[..., :turned].chunk(2, dim=-1)  # promoted to the float32 of the table
+    rotated = torch.cat((first * cos - second * sin, second * cos + first * sin), dim=-1).to(x.dtype)
+    return rotated if turned == x.shape[-1] else torch.cat((rotated, x[..., turned:]), dim=-1)
