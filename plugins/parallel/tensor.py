@@ -47,7 +47,18 @@ from torch._ops import OpOverload
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Replicate, Shard
 
-from titan.contracts import Axis, BuildContext, Costs, Job, ModelPart, ModelSpec, Technique, option, register
+from titan.contracts import (
+    AttentionCore,
+    Axis,
+    BuildContext,
+    Costs,
+    Job,
+    ModelPart,
+    ModelSpec,
+    Technique,
+    option,
+    register,
+)
 from titan.contracts.base.cost import Collective, CollectiveCost, Matmul, When, Where
 from titan.contracts.base.sharding import Slices, gathered, slice_parameters, summed
 from titan.contracts.base.spec import TensorStyle, glob_matches, nearest
@@ -166,6 +177,8 @@ class TensorParallel(Technique):
         group, positions = self._group.group_name, self.config.sequence_parallel
         slices = Slices(group, mesh.size(), mesh.get_local_rank(), positions)
         for name, module in list(part.module.named_modules()):
+            if isinstance(module, AttentionCore):
+                module.first_head += slices.rank * (context.spec.n_heads // slices.size)
             style = context.spec.style_of(name)
             if style is not None:
                 _check_place(style, name, module, context.spec)

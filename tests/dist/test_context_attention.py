@@ -20,10 +20,11 @@ from titan.contracts import Costs
 from titan.contracts.base.cost import Attention
 from titan.plugins.parallel.context import blocks
 from titan.plugins.parallel.context import costs as methods
-from titan.plugins.parallel.context.attention import OPERATIONS, Ranks, gather, positions_of, ring, ulysses
+from titan.plugins.parallel.context.attention import OPERATIONS, Ranks, Scores, gather, positions_of, ring, ulysses
 
 T = 48  # chunks of 24, 12, 8 and 6 positions at sizes 1 to 4
 HEADS = 12
+SLOPES = tuple(2 ** -(head / 3) for head in range(HEADS))
 METHODS = ("ring", "gather", "ulysses")
 
 
@@ -33,6 +34,8 @@ class Case(NamedTuple):
     batch: int = 1
     borders: tuple[tuple[int, ...], ...] = ()  # of documents, for each sequence
     window: int | None = None
+    scale: float | None = None
+    slopes: tuple[float, ...] = ()
     dtype: torch.dtype = torch.float32
 
     def documents(self) -> Tensor | None:
@@ -63,26 +66,37 @@ CASES = {
     "window of some chunks": Case(window=19, batch=2),
     "window of all": Case(window=T),
     "window over documents": Case(window=10, batch=2, borders=((7, 24), (13, 30)), head_dim=16),
+    "scale": Case(scale=0.5),
+    "ALiBi": Case(kv_heads=HEADS, slopes=SLOPES),
+    "ALiBi, groups, window over documents, scale": Case(
+        slopes=SLOPES, scale=0.2, window=10, batch=2, borders=((7, 24), (13, 30))
+    ),
 }  # fmt: skip
 
 
-def _mask(documents: Tensor | None, window: int | None) -> Tensor:
-    distance = torch.arange(T)[:, None] - torch.arange(T)
-    seen = (distance >= 0) & (distance < (window or T))
-    return seen if documents is None else seen & (documents[:, None, :, None] == documents[:, None, None, :])
+def _mask(case: Case, rank: int = 0, size: int = 1) -> Tensor:
+    """Of all positions, for this rank's share of the heads; with slopes what is added to scores."""
+    distance, documents = torch.arange(T)[:, None] - torch.arange(T), case.documents()
+    seen = (distance >= 0) & (distance < (case.window or T))
+    seen = seen if documents is None else seen & (documents[:, None, :, None] == documents[:, None, None, :])
+    if not case.slopes:
+        return seen
+    own = torch.tensor(case.slopes).view(size, -1, 1, 1)[rank]
+    return torch.where(seen, -own * distance, -math.inf)
 
 
-def _whole(mask: Tensor, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+def _whole(mask: Tensor, scale: float | None, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
     group = q.shape[1] // k.shape[1]
     k, v = (t.repeat_interleave(group, dim=1) for t in (k, v))
-    return F.scaled_dot_product_attention(q, k, v, attn_mask=mask)
+    mask = mask if mask.dtype == torch.bool else mask.to(q.dtype)
+    return F.scaled_dot_product_attention(q, k, v, attn_mask=mask, scale=scale)
 
 
 def _alone(case: Case, dtype: torch.dtype | None = None) -> list[Tensor]:
     """Output and gradients of one process."""
     *inputs, gradient = (t.to(dtype or case.dtype) for t in case.tensors())
     inputs = [t.requires_grad_() for t in inputs]
-    out = _whole(_mask(case.documents(), case.window), *inputs)
+    out = _whole(_mask(case), case.scale, *inputs)
     return [out.detach(), *torch.autograd.grad(out, inputs, gradient)]
 
 
@@ -93,9 +107,10 @@ def _ranks() -> Ranks:
 def _method(name: str, case: Case) -> Callable[[Tensor, Tensor, Tensor], Tensor]:
     documents = case.documents()
     if name == "ulysses":
-        return partial(ulysses, attend=partial(_whole, _mask(documents, case.window)), ranks=_ranks())
+        ranks = _ranks()
+        return partial(ulysses, attend=partial(_whole, _mask(case, ranks.rank, ranks.size), case.scale), ranks=ranks)
     function = {"ring": ring, "gather": gather}[name]
-    return lambda q, k, v: function(q, k, v, documents, _ranks(), case.window)
+    return lambda q, k, v: function(q, k, v, documents, _ranks(), Scores(case.window, case.scale, case.slopes))
 
 
 def _own(name: str, case: Case) -> list[Tensor]:
@@ -222,7 +237,7 @@ def test_two_layers_recomputed_and_compiled_give_the_same_numbers() -> None:
     *inputs, gradient = case.tensors()
     inputs = [t.requires_grad_() for t in inputs]
     gradient = gradient[..., :1].expand_as(gradient)
-    out = _two_layers(partial(_whole, _mask(case.documents(), case.window)), *inputs)
+    out = _two_layers(partial(_whole, _mask(case), case.scale), *inputs)
     target = [out.detach(), *torch.autograd.grad(out, inputs, gradient)]
     ranks = run_ranks(_all_transformed, 2, case)
     for name in METHODS:
@@ -243,13 +258,13 @@ def test_two_layers_recomputed_and_compiled_give_the_same_numbers() -> None:
             torch.testing.assert_close(result, whole, rtol=1e-5, atol=2e-6)
 
 
-@pytest.mark.parametrize("label", ["groups, batch of 2", "window over documents"])
+@pytest.mark.parametrize("label", ["groups, batch of 2", "window over documents", "ALiBi"])
 def test_implementations_run_on_meta_tensors(label: str) -> None:
     """So that a dry run sees the collectives; what compilation assumes of shapes and strides is what they return."""
     case, ranks = CASES[label], Ranks("", 4, 1)
     q, k, v, grad = (t[:, :, : T // ranks.size].to("meta") for t in case.tensors())
     documents = case.documents()
-    rest = (documents if documents is None else documents.to("meta"), *ranks, case.window)
+    rest = (documents if documents is None else documents.to("meta"), *ranks, case.window, case.scale, case.slopes)
     expected = {
         "ring_attention": {"all_to_all_single": 3 + 3 + 4},
         "gather_attention": {"all_gather_into_tensor": 2, "reduce_scatter_tensor": 1},
@@ -289,7 +304,7 @@ def test_blocks_are_as_few_and_as_large_as_costs_say(size: int, packed: bool) ->
     costs = Costs(seq_len=length, dim=8, micro_batch=1, micro_batches=1, embeddings=(), layer=(), head=(), styles={})
     op = Attention(heads=2, kv_heads=1, head_dim=4, documents=packed)
     ring, gather = methods.ring(op, size, costs)[0], methods.gather(op, size, costs)[0]
-    sight = blocks._Sight(width, None, torch.zeros(1, length) if packed else None)
+    sight = blocks._Sight(width, torch.zeros(1, length) if packed else None, None, ())
     scores, kernels = [0, 0], [0, 0]
     for rank in range(size):
         own = blocks.chunks_of(rank, size)
@@ -304,6 +319,10 @@ def test_blocks_are_as_few_and_as_large_as_costs_say(size: int, packed: bool) ->
         assert kernels == [ring.blocks, gather.blocks]
 
 
+def _masked(seen: Tensor) -> blocks.Mask:
+    return lambda scores, rows: scores.masked_fill_(~seen[:, :, rows], -math.inf)
+
+
 @pytest.mark.parametrize("most", [1, 100, 2**26], ids=["a query at a time", "some", "all at once"])
 @pytest.mark.parametrize("kv_heads", [4, 2, 1])
 def test_written_blocks_equal_the_fused_kernel(kv_heads: int, most: int, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -311,13 +330,14 @@ def test_written_blocks_equal_the_fused_kernel(kv_heads: int, most: int, monkeyp
     draws = torch.Generator().manual_seed(1)
     q, k, v, grad = (torch.randn(2, heads, 10, 8, generator=draws) for heads in (4, kv_heads, kv_heads, 4))
     seen = torch.ones(1, 1, 10, 10, dtype=torch.bool).tril()
-    for causal, mask in ((False, None), (True, lambda rows: seen[:, :, rows])):
-        fused, written = blocks._forward_fused(q, k, v, causal), blocks._forward_written(q, k, v, mask)
+    for causal, mask, scale in ((False, None, None), (True, _masked(seen), None), (True, _masked(seen), 0.8)):
+        fused = blocks._forward_fused(q, k, v, causal, scale)
+        written = blocks._forward_written(q, k, v, mask, scale)
         torch.testing.assert_close(written, fused, rtol=1e-5, atol=1e-6)
         # As in a ring, output and log-sum-exp are of more keys than the block's.
         out, lse = fused[0] * 0.7, fused[1] + 0.3
-        gradients = blocks._backward_fused(grad, q, k, v, out, lse, causal)
-        again = blocks._backward_written(grad, q, k, v, out, lse, mask)
+        gradients = blocks._backward_fused(grad, q, k, v, out, lse, causal, scale)
+        again = blocks._backward_written(grad, q, k, v, out, lse, mask, scale)
         torch.testing.assert_close(again, gradients, rtol=1e-5, atol=2e-6)
 
 
@@ -344,13 +364,13 @@ def test_every_kind_of_block_may_be_written(label: str, monkeypatch: pytest.Monk
 def test_queries_without_a_key_have_no_output() -> None:
     q = torch.ones(1, 2, 3, 8)
     seen = torch.tensor([[False, False], [True, True], [False, False]])[None, None]
-    out, lse = blocks._forward_written(q, q[:, :, :2], q[:, :, :2], lambda rows: seen[:, :, rows])
+    out, lse = blocks._forward_written(q, q[:, :, :2], q[:, :, :2], _masked(seen), None)
     assert out[:, :, 1].eq(1).all() and out[:, :, ::2].eq(0).all()
     assert lse[:, :, ::2].eq(-math.inf).all() and lse[:, :, 1].isfinite().all()
     total, sums = torch.zeros_like(q), torch.full((1, 2, 3), -math.inf)
     blocks._merge(total, sums, out, lse)
     assert torch.equal(total, out) and torch.equal(sums, lse)
     gradients = blocks._backward_written(
-        q, q, q[:, :, :2], q[:, :, :2], out, sums.nan_to_num(neginf=0.0), lambda rows: seen[:, :, rows]
+        q, q, q[:, :, :2], q[:, :, :2], out, sums.nan_to_num(neginf=0.0), _masked(seen), None
     )
     assert all(gradient.isfinite().all() for gradient in gradients)

@@ -57,7 +57,7 @@ class Slicer(Technique):
             for module in part.module.modules():
                 if isinstance(module, AttentionCore):
                     operation = partial(_attend, context.mesh.group("slicer").group_name, module.window)
-                    module.use(operation, self.name, windows=True)
+                    module.use(operation, self.name, follows=("window",))
 
     def batch(self, batch: Batch) -> Batch:
         def own(whole: Tensor) -> Tensor:

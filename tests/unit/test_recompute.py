@@ -116,9 +116,9 @@ def test_no_mask_is_held_when_its_documents_are_gone() -> None:
     q, k, v = torch.randn(3, 1, 2, 8, 4, generator=torch.Generator().manual_seed(2)).requires_grad_()
     core, positions, documents = AttentionCore(window=3), torch.arange(8)[None], torch.arange(8)[None] // 2
     core(q, k, v, positions, documents).sum().backward()
-    mask = weakref.ref(_shared_mask(positions, documents, 3, 8, torch.float32))
+    mask = weakref.ref(_shared_mask(positions, documents, 3, [], 8, torch.float32))
     held = mask()
-    assert held is not None and held is _shared_mask(positions, documents, 3, 8, torch.float32)
+    assert held is not None and held is _shared_mask(positions, documents, 3, [], 8, torch.float32)
     del held, documents
     assert mask() is None
 

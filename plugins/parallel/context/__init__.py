@@ -55,7 +55,7 @@ from titan.contracts.base.cost import Attention
 from titan.contracts.base.spec import nearest
 
 from . import costs as methods
-from .attention import OPERATIONS, Ranks, gather, positions_of, ring, ulysses
+from .attention import OPERATIONS, Ranks, Scores, gather, positions_of, ring, ulysses
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -98,7 +98,10 @@ class ContextParallel(Technique):
         if method == "ulysses":
             yield from _undealt(cp, job.layout.degree_of("slices"), length, spec)
         elif any(isinstance(op, Attention) and op.scores_written for op in spec.layer_ops):
-            yield f'method = {method!r} computes attention itself and writes no scores; use method = "ulysses"'
+            yield (
+                f"method = {method!r} computes attention itself and writes no scores, as this model's attention does; "
+                'use method = "ulysses"'
+            )
 
     def cost(self, costs: Costs, job: Job) -> Costs:
         """Every tensor has a share of the positions; attention reaches the others as the method says."""
@@ -134,17 +137,21 @@ class ContextParallel(Technique):
             context.mesh.group("cp").group_name, context.mesh.layout.degree("cp"), context.mesh.at("cp")
         )
         part.length_multiple *= self._ranks.size * (1 if self.config.method == "ulysses" else 2)
+        heads = context.spec.n_heads // context.mesh.layout.degree_of("slices") // self._ranks.size
         for module in part.module.modules():
             if isinstance(module, AttentionCore):
-                self._reach(module)
+                self._reach(module, self._ranks.rank * heads)
 
-    def _reach(self, core: AttentionCore) -> None:
+    def _reach(self, core: AttentionCore, first_head: int) -> None:
+        """first_head: of those that ulysses deals to this rank, among the heads that it shares with ranks of cp."""
         if self.config.method == "ulysses":
             before = core.attend if core.operation is None else core.operation
             core.use(partial(_by_heads, self._ranks, before), self.name, wraps=True)
+            core.first_head += first_head
         else:
             method = ring if self.config.method == "ring" else gather
-            core.use(partial(_by_blocks, method, self._ranks, core.window or None), self.name, windows=True)
+            operation = partial(_by_blocks, method, self._ranks, core)
+            core.use(operation, self.name, follows=("window", "scale", "slopes"))
 
     def costly_operations(self) -> Iterable[OpOverload]:
         """Attention over ranks, and the exchanges of ulysses."""
@@ -182,10 +189,11 @@ def _undealt(cp: int, tp: int, length: int, spec: ModelSpec) -> Iterable[str]:
 
 
 def _by_blocks(
-    method: Callable[..., Tensor], ranks: Ranks, window: int | None,
+    method: Callable[..., Tensor], ranks: Ranks, core: AttentionCore,
     q: Tensor, k: Tensor, v: Tensor, positions: Tensor, documents: Tensor | None,
 ) -> Tensor:  # fmt: skip
-    return method(q, k, v, documents, ranks, window)
+    scores = Scores(core.window or None, core.scale, core.own_slopes(q.shape[1]))
+    return method(q, k, v, documents, ranks, scores)
 
 
 def _by_heads(

@@ -19,14 +19,14 @@ Numbers sent per rank, layer and sequence, with E = 2 K S N for the keys and val
 
 # B sequences of T positions, S = T / size positions of a rank, H query heads, K key-value heads, N head_dim.
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, library
 from torch._library.custom_ops import CustomOpDef
 
-from .blocks import Queries, chunks_of
+from .blocks import Queries, Scores, chunks_of
 
 _collectives = torch.ops._c10d_functional
 
@@ -84,10 +84,11 @@ def _own_sum(dkv: Tensor, ranks: Ranks) -> Tensor:
 
 
 def _ring(
-    q: Tensor, k: Tensor, v: Tensor, documents: Tensor | None, group: str, size: int, rank: int, window: int | None
-) -> tuple[Tensor, Tensor]:
+    q: Tensor, k: Tensor, v: Tensor, documents: Tensor | None, group: str, size: int, rank: int,
+    window: int | None, scale: float | None, slopes: Sequence[float],
+) -> tuple[Tensor, Tensor]:  # fmt: skip
     ranks = Ranks(group, size, rank)
-    queries, kv = Queries(q, documents, rank, size, window), torch.stack((k, v))
+    queries, kv = Queries(q, documents, rank, size, Scores(window, scale, slopes)), torch.stack((k, v))
     out, lse = queries.nothing_seen()
     for step in range(size):
         travelling = _Travelling(kv, ranks) if step + 1 < size else None
@@ -99,11 +100,11 @@ def _ring(
 
 def _ring_backward(
     grad: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, documents: Tensor | None,
-    group: str, size: int, rank: int, window: int | None,
+    group: str, size: int, rank: int, window: int | None, scale: float | None, slopes: Sequence[float],
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
     """A block's gradients leave a rank one step after the block, with this rank's share, and end where it came from."""
     ranks = Ranks(group, size, rank)
-    queries, kv = Queries(q, documents, rank, size, window), torch.stack((k, v))
+    queries, kv = Queries(q, documents, rank, size, Scores(window, scale, slopes)), torch.stack((k, v))
     dq = torch.zeros_like(q, dtype=torch.float32)
     gradients: _Travelling | None = None
     for step in range(size):
@@ -120,10 +121,11 @@ def _ring_backward(
 
 
 def _gather(
-    q: Tensor, k: Tensor, v: Tensor, documents: Tensor | None, group: str, size: int, rank: int, window: int | None
-) -> tuple[Tensor, Tensor]:
+    q: Tensor, k: Tensor, v: Tensor, documents: Tensor | None, group: str, size: int, rank: int,
+    window: int | None, scale: float | None, slopes: Sequence[float],
+) -> tuple[Tensor, Tensor]:  # fmt: skip
     ranks = Ranks(group, size, rank)
-    queries = Queries(q, documents, rank, size, window)
+    queries = Queries(q, documents, rank, size, Scores(window, scale, slopes))
     out, lse = queries.nothing_seen()
     queries.attend(_all_chunks(torch.stack((k, v)), ranks), range(2 * size), out, lse)
     return out.to(q.dtype), lse
@@ -131,10 +133,10 @@ def _gather(
 
 def _gather_backward(
     grad: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, documents: Tensor | None,
-    group: str, size: int, rank: int, window: int | None,
+    group: str, size: int, rank: int, window: int | None, scale: float | None, slopes: Sequence[float],
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
     ranks = Ranks(group, size, rank)
-    queries = Queries(q, documents, rank, size, window)
+    queries = Queries(q, documents, rank, size, Scores(window, scale, slopes))
     dq = torch.zeros_like(q, dtype=torch.float32)
     dkv = queries.gradients(_all_chunks(torch.stack((k, v)), ranks), range(2 * size), grad, out, lse, dq)
     return dq.to(q.dtype), _own_sum(dkv, ranks).to(k.dtype)
@@ -155,7 +157,7 @@ def _operation(name: str, forward: Callable[..., Any], backward: Callable[..., A
 
     def differentiate(ctx: Any, grad: Tensor, _: Tensor) -> tuple[Tensor | None, ...]:
         dq, dkv = gradient(grad, *ctx.saved_tensors, *ctx.constants)
-        return dq, dkv[0], dkv[1], *[None] * 5
+        return dq, dkv[0], dkv[1], *[None] * 7
 
     operation.register_fake(lambda q, *_: (torch.empty_like(q), q.new_empty(q.shape[:-1], dtype=torch.float32)))
     gradient.register_fake(lambda _, q, k, *__: (torch.empty_like(q), k.new_empty(2, *k.shape)))
@@ -174,7 +176,7 @@ OPERATIONS = (
 """Operations whose results selective recomputation saves, as they cost much or communicate."""
 
 
-def ring(q: Tensor, k: Tensor, v: Tensor, documents: Tensor | None, ranks: Ranks, window: int | None) -> Tensor:
+def ring(q: Tensor, k: Tensor, v: Tensor, documents: Tensor | None, ranks: Ranks, scores: Scores) -> Tensor:
     """Causal attention of a rank's own positions to all of the sequence's; keys and values go round the ranks.
 
     A block travels while the one before it is computed. All ranks of the group call it, forward and backward.
@@ -185,16 +187,16 @@ def ring(q: Tensor, k: Tensor, v: Tensor, documents: Tensor | None, ranks: Ranks
         documents: [B, T] int64, the document of every position of the sequence, in its order; a position attends to its
             own document only. None: one document.
         ranks: the ranks that hold the sequence.
-        window: a position attends to the last `window` positions, its own included. None: to all before it.
+        scores: what they are besides the products of queries and keys.
 
     Returns [B, H, S, N] in q's dtype.
     """
-    return _RING(q, k, v, documents, *ranks, window)[0]  # type: ignore[no-any-return]
+    return _RING(q, k, v, documents, *ranks, *scores)[0]  # type: ignore[no-any-return]
 
 
-def gather(q: Tensor, k: Tensor, v: Tensor, documents: Tensor | None, ranks: Ranks, window: int | None) -> Tensor:
+def gather(q: Tensor, k: Tensor, v: Tensor, documents: Tensor | None, ranks: Ranks, scores: Scores) -> Tensor:
     """The same as `ring`, from keys and values gathered at once: fewer, larger blocks; 4 B K T N numbers in memory."""
-    return _GATHER(q, k, v, documents, *ranks, window)[0]  # type: ignore[no-any-return]
+    return _GATHER(q, k, v, documents, *ranks, *scores)[0]  # type: ignore[no-any-return]
 
 
 def ulysses(

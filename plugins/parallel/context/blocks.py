@@ -7,8 +7,8 @@ of exponentials; then, in float32,
 
 Backward needs no merge: given o and l, each block's share of the gradients is what the backward of a flash kernel
 computes (arXiv 2307.08691, section 3.1). Blocks without a mask use such a kernel. Masked blocks write their scores, for
-some queries at a time, and so do all blocks where a device has no kernel for the dtype or head_dim. Gradients are
-summed in float32.
+some queries at a time; so do all blocks with ALiBi, and where a device has no kernel for the dtype or head_dim.
+Gradients are summed in float32.
 """
 
 # B sequences, S positions of a rank, C = S / 2 positions of a chunk, H query heads, K key-value heads, N head_dim.
@@ -38,12 +38,26 @@ def chunks_of(rank: int, size: int) -> tuple[int, int]:
 # --- which block of keys a block of queries sees --------------------------------------------------------------------
 
 
+class Scores(NamedTuple):
+    """What scores are besides products of queries and keys, as in `titan.contracts.layers.attention.AttentionCore`.
+
+    window: a position attends to the last `window` positions, its own included. None: to all before it.
+    scale: factor of the products; None: 1 / sqrt(N).
+    slopes: of ALiBi, one for each of the H query heads; empty: nothing is added.
+    """
+
+    window: int | None = None
+    scale: float | None = None
+    slopes: Sequence[float] = ()
+
+
 class _Sight(NamedTuple):
     """Which position attends to which: to itself and earlier ones, of its document, at less than `window` distance."""
 
     width: int  # C
-    window: int | None
     documents: Tensor | None  # [B, T]
+    window: int | None
+    slopes: Sequence[float]
 
     def kind(self, query: int, key: int) -> Kind:
         """How the queries of one chunk see the keys of another."""
@@ -51,20 +65,24 @@ class _Sight(NamedTuple):
         nearest, farthest = (query - key - 1) * self.width + 1, (query - key + 1) * self.width - 1
         if key > query or nearest >= window:
             return "skipped"
-        if self.documents is not None or farthest >= window:
+        if self.documents is not None or self.slopes or farthest >= window:
             return "masked"
         return "causal" if key == query else "full"
 
-    def mask(self, queries: Tensor, keys: Tensor) -> Tensor:
-        """[B or 1, 1, Q, K] bool, True where a query attends to a key, from positions [Q] and [K]."""
+    def mask(self, scores: Tensor, queries: Tensor, keys: Tensor) -> Tensor:
+        """Add biases to scores [B, H, Q, K], and set those to -inf that do not count, in place.
+
+        queries, keys: positions [Q] and [K] int64.
+        """
         distance = queries[:, None] - keys
-        seen = distance >= 0
+        if self.slopes:
+            scores.addcmul_(torch.tensor(self.slopes, device=scores.device)[:, None, None], distance, value=-1)
+        unseen = distance < 0
         if self.window is not None:
-            seen &= distance < self.window
-        if self.documents is None:
-            return seen[None, None]
-        same = self.documents[:, queries, None] == self.documents[:, None, keys]
-        return (seen & same)[:, None]
+            unseen |= distance >= self.window
+        if self.documents is not None:
+            unseen = (unseen | (self.documents[:, queries, None] != self.documents[:, None, keys]))[:, None]
+        return scores.masked_fill_(unseen, -math.inf)
 
 
 class _Block(NamedTuple):
@@ -111,41 +129,41 @@ def _fused(q: Tensor, kind: Kind) -> bool:
     return q.shape[-1] % 8 == 0 and torch.backends.cuda.can_use_flash_attention(parameters)
 
 
-def _forward_fused(q: Tensor, k: Tensor, v: Tensor, causal: bool) -> tuple[Tensor, Tensor]:
+def _forward_fused(q: Tensor, k: Tensor, v: Tensor, causal: bool, scale: float | None) -> tuple[Tensor, Tensor]:
     q, k, v = (t if t.stride(-1) == 1 else t.contiguous() for t in (q, k, v))
     if q.device.type == "cuda":
-        out, lse = _aten._scaled_dot_product_flash_attention(q, k, v, 0.0, causal)[:2]
+        out, lse = _aten._scaled_dot_product_flash_attention(q, k, v, 0.0, causal, scale=scale)[:2]
     else:
-        out, lse = _aten._scaled_dot_product_flash_attention_for_cpu(q, k, v, 0.0, causal)
+        out, lse = _aten._scaled_dot_product_flash_attention_for_cpu(q, k, v, 0.0, causal, scale=scale)
     return out, lse
 
 
 def _backward_fused(
-    grad: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, causal: bool
+    grad: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, causal: bool, scale: float | None
 ) -> tuple[Tensor, Tensor, Tensor]:
     grad, q, k, v, out = (t if t.stride(-1) == 1 else t.contiguous() for t in (grad, q, k, v, out))
     lse = lse.contiguous()
     if q.device.type == "cuda":
         lengths, unused = q.shape[2:3] + k.shape[2:3], q.new_empty(2, dtype=torch.uint64)  # of dropout
         return _aten._scaled_dot_product_flash_attention_backward(  # type: ignore[no-any-return]
-            grad, q, k, v, out, lse, None, None, *lengths, 0.0, causal, unused, unused
+            grad, q, k, v, out, lse, None, None, *lengths, 0.0, causal, unused, unused, scale=scale
         )
     backward = _aten._scaled_dot_product_flash_attention_for_cpu_backward
-    return backward(grad, q, k, v, out, lse, 0.0, causal)  # type: ignore[no-any-return]
+    return backward(grad, q, k, v, out, lse, 0.0, causal, scale=scale)  # type: ignore[no-any-return]
 
 
-Mask = Callable[[slice], Tensor]
-"""Which keys some queries of a block see: [B or 1, 1, Q, K] bool."""
+Mask = Callable[[Tensor, slice], Tensor]
+"""Biases and masks the scores [B, H, Q, K] of some queries of a block, in place."""
 
 
-def _forward_written(q: Tensor, k: Tensor, v: Tensor, mask: Mask | None) -> tuple[Tensor, Tensor]:
+def _forward_written(q: Tensor, k: Tensor, v: Tensor, mask: Mask | None, scale: float | None) -> tuple[Tensor, Tensor]:
     """Attention of q [B, H, Q, N] to k and v [B, K, K', N], and its log-sum-exp [B, H, Q], both float32.
 
     A query that sees no key has output 0 and log-sum-exp -inf.
     """
     outs, sums = [], []
     for rows in _parts(q, k):
-        side_by_side, scores = _scores(q[:, :, rows], k, mask and mask(rows))
+        side_by_side, scores = _scores(q, rows, k, mask, scale)
         lse = scores.logsumexp(-1, keepdim=True)
         scores.sub_(lse.masked_fill(lse == -math.inf, 0.0)).exp_()
         outs.append(_product(scores.view(*side_by_side.shape[:3], -1), v).view(*scores.shape[:3], -1))
@@ -154,21 +172,21 @@ def _forward_written(q: Tensor, k: Tensor, v: Tensor, mask: Mask | None) -> tupl
 
 
 def _backward_written(
-    grad: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, mask: Mask | None
+    grad: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, mask: Mask | None, scale: float | None
 ) -> tuple[Tensor, Tensor, Tensor]:
     """The block's share of the gradients of q, k and v, float32; out and lse are those over all keys."""
     dqs = []
     dk, dv = (torch.zeros_like(t, dtype=torch.float32) for t in (k, v))
     for rows in _parts(q, k):
-        side_by_side, scores = _scores(q[:, :, rows], k, mask and mask(rows))
+        side_by_side, scores = _scores(q, rows, k, mask, scale)
         softmax = scores.sub_(lse[:, :, rows, None]).exp_().view(*side_by_side.shape[:3], -1)
         gradient = grad[:, :, rows].reshape(side_by_side.shape)
         mean = (gradient.float() * out[:, :, rows].reshape(side_by_side.shape)).sum(-1, keepdim=True)
         dv += _product(softmax.mT, gradient)
         # Of the scores before they are scaled.
-        slopes = _product(gradient, v.mT).sub_(mean).mul_(softmax).mul_(q.shape[-1] ** -0.5)
-        dk += _product(slopes.mT, side_by_side)
-        dqs.append(_product(slopes, k).view(*q[:, :, rows].shape))
+        unscaled = _product(gradient, v.mT).sub_(mean).mul_(softmax).mul_(_scale(q, scale))
+        dk += _product(unscaled.mT, side_by_side)
+        dqs.append(_product(unscaled, k).view(*q[:, :, rows].shape))
     return torch.cat(dqs, dim=2), dk, dv
 
 
@@ -179,15 +197,19 @@ def _parts(q: Tensor, k: Tensor) -> list[slice]:
     return [slice(start, min(start + step, length)) for start in range(0, length, step)]
 
 
-def _scores(q: Tensor, k: Tensor, mask: Tensor | None) -> tuple[Tensor, Tensor]:
-    """The queries of a group of heads side by side, [B, K, H / K Q, N], and the scores [B, H, Q, K'] in float32.
+def _scores(q: Tensor, rows: slice, k: Tensor, mask: Mask | None, scale: float | None) -> tuple[Tensor, Tensor]:
+    """Some queries of a group of heads side by side, [B, K, H / K Q, N], and their scores [B, H, Q, K'] in float32.
 
     The heads of a group see the same keys: side by side as if they were positions, they need no copies of them.
     """
-    b, h, length, n = q.shape
-    side_by_side = q.reshape(b, k.shape[1], -1, n)
-    scores = _product(side_by_side, k.mT).mul_(n**-0.5).view(b, h, length, -1)
-    return side_by_side, scores if mask is None else scores.masked_fill_(~mask, -math.inf)
+    b, h, length, n = q[:, :, rows].shape
+    side_by_side = q[:, :, rows].reshape(b, k.shape[1], -1, n)
+    scores = _product(side_by_side, k.mT).mul_(_scale(q, scale)).view(b, h, length, -1)
+    return side_by_side, scores if mask is None else mask(scores, rows)
+
+
+def _scale(q: Tensor, scale: float | None) -> float:
+    return 1 / math.sqrt(q.shape[-1]) if scale is None else scale
 
 
 def _product(a: Tensor, b: Tensor) -> Tensor:
@@ -206,9 +228,9 @@ def _product(a: Tensor, b: Tensor) -> Tensor:
 class Queries:
     """A rank's queries [B, H, S, N] of its two chunks, and which keys they see."""
 
-    def __init__(self, q: Tensor, documents: Tensor | None, rank: int, size: int, window: int | None) -> None:
-        self.q, self.chunks = q, chunks_of(rank, size)
-        self.sight = _Sight(q.shape[2] // 2, window, documents)
+    def __init__(self, q: Tensor, documents: Tensor | None, rank: int, size: int, scores: Scores) -> None:
+        self.q, self.chunks, self.scale = q, chunks_of(rank, size), scores.scale
+        self.sight = _Sight(q.shape[2] // 2, documents, scores.window, scores.slopes)
 
     def nothing_seen(self) -> tuple[Tensor, Tensor]:
         """Output [B, H, S, N] and log-sum-exp [B, H, S] of no keys yet, float32."""
@@ -223,16 +245,16 @@ class Queries:
         if block.kind == "full":
             return None
         queries, keys = self._positions(self.chunks)[block.rows], self._positions(chunks)[block.columns]
-        return lambda rows: self.sight.mask(queries[rows], keys)
+        return lambda scores, rows: self.sight.mask(scores, queries[rows], keys)
 
     def attend(self, kv: Tensor, chunks: Sequence[int], out: Tensor, lse: Tensor) -> None:
         """Merge attention to the keys and values [2, B, K, T', N] of some chunks into out and lse."""
         for block in _blocks(self.sight, self.chunks, chunks):
             q, (k, v) = self.q[:, :, block.rows], kv[..., block.columns, :]
             if _fused(q, block.kind):
-                results = _forward_fused(q, k, v, block.kind == "causal")
+                results = _forward_fused(q, k, v, block.kind == "causal", self.scale)
             else:
-                results = _forward_written(q, k, v, self._mask(block, chunks))
+                results = _forward_written(q, k, v, self._mask(block, chunks), self.scale)
             _merge(out[:, :, block.rows], lse[:, :, block.rows], *results)
 
     def gradients(
@@ -243,11 +265,11 @@ class Queries:
         for block in _blocks(self.sight, self.chunks, chunks):
             rows, columns, kind = block
             k, v = kv[..., columns, :]
-            own, past, total = (t[:, :, rows] for t in (self.q, out, lse))
+            given, own, past, total = (t[:, :, rows] for t in (grad, self.q, out, lse))
             if _fused(own, kind):
-                shares = _backward_fused(grad[:, :, rows], own, k, v, past, total, kind == "causal")
+                shares = _backward_fused(given, own, k, v, past, total, kind == "causal", self.scale)
             else:
-                shares = _backward_written(grad[:, :, rows], own, k, v, past, total, self._mask(block, chunks))
+                shares = _backward_written(given, own, k, v, past, total, self._mask(block, chunks), self.scale)
             for whole, share in zip((dq[:, :, rows], *dkv[..., columns, :]), shares, strict=True):
                 whole += share
         return dkv

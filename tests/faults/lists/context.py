@@ -32,6 +32,13 @@ FAULTS = (
         (f"{WHOLE}[2]",),
     ),
     Fault(
+        "blocks with ALiBi left to a kernel that adds no bias",
+        BLOCKS,
+        "if self.documents is not None or self.slopes or farthest",
+        "if self.documents is not None or farthest",
+        (f"{WHOLE}[2]",),
+    ),
+    Fault(
         "the row sums of gradient times output left out of the slopes of scores",
         BLOCKS,
         "_product(gradient, v.mT).sub_(mean).mul_(softmax)",

@@ -31,9 +31,30 @@ FAULTS = (
     Fault(
         "attention with another scale of its scores",
         "titan/contracts/layers/attention.py",
-        "is_causal=mask is None, enable_gqa=grouped)",
-        "is_causal=mask is None, enable_gqa=grouped, scale=1.01 * q.shape[-1] ** -0.5)",
+        "is_causal=mask is None, scale=scale, enable_gqa=grouped",
+        "is_causal=mask is None, scale=1.01 * q.shape[-1] ** -0.5, enable_gqa=grouped",
         ("tests/dist/test_transformers.py::test_same_curve[llama-one rank]",),
+    ),
+    Fault(
+        "slopes of the model's first heads on each rank that has a share of the heads",
+        "titan/contracts/layers/attention.py",
+        "self.slopes[self.first_head : self.first_head + heads]",
+        "self.slopes[:heads]",
+        ("tests/unit/test_attention.py::test_attention_is_its_definition[slopes-4-]",),
+    ),
+    Fault(
+        "scores with a soft cap after their mask, which then hides nothing",
+        "titan/contracts/layers/attention.py",
+        "    return (scores.softmax(-1)",
+        "    scores = scores.tanh() * soft_cap if soft_cap else scores\n    return (scores.softmax(-1)",
+        ("tests/unit/test_attention.py::test_attention_is_its_definition[soft cap-4-]",),
+    ),
+    Fault(
+        "cached keys without the slopes of their distances",
+        "titan/contracts/layers/cache.py",
+        "            if slopes:\n",
+        "            if slopes and self._first:\n",
+        ("tests/unit/test_attention.py::test_attention_with_a_cache_is_that_of_the_whole_rows[slopes-4]",),
     ),
     Fault(
         "biases taken for matrices, which decay",

@@ -9,18 +9,23 @@ compilation and pipelines need to know nothing of them.
 
 import math
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
+from typing import Literal, get_args
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, library, nn
 
 from titan.contracts.base.cost import Attention, SavedTensor
+from titan.contracts.base.options import did_you_mean
 from titan.errors import PluginError
 
 AttentionOperation = Callable[[Tensor, Tensor, Tensor, Tensor, Tensor | None], Tensor]
 """(q, k, v, positions, documents) -> output, as `AttentionCore.forward` takes and returns them."""
+
+Fact = Literal["window", "scale", "soft_cap", "slopes"]
+"""What an `AttentionCore` may have besides plain causal attention; an operation in its place follows it, or may not."""
 
 
 def document_mask(documents: Tensor) -> Tensor:
@@ -29,56 +34,101 @@ def document_mask(documents: Tensor) -> Tensor:
     return same.tril_()
 
 
-def attend(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None = None) -> Tensor:
+def alibi(slopes: Sequence[float], distance: Tensor) -> Tensor:
+    """What ALiBi adds to scores (arXiv 2108.12409): -slope * distance for each head, float32.
+
+    slopes: of H heads.  distance: [..., Q, K], query positions less key positions. Returns [..., H, Q, K].
+    """
+    heads = torch.tensor(slopes, device=distance.device)
+    return distance.float().unsqueeze(-3) * -heads[:, None, None]
+
+
+def attend(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None = None, *, scale: float | None = None) -> Tensor:
     """Attention of q [B, H, S, N] to k and v [B, K, S, N], H a multiple of K; returns [B, H, S, N] in q's dtype.
 
-    mask: [B or 1, 1, S, S], what is added to the scores, in q's dtype: 0 where a position attends to another, else
-        -inf; or bool, True where it attends, of which PyTorch makes and saves the former in every call. None: causal.
+    mask: [B or 1, H or 1, S, S], what is added to the scores, in q's dtype: 0 or a bias where a position attends to
+        another, else -inf; or bool, True where it attends, of which PyTorch makes and saves the former in every call.
+        None: causal.
+    scale: factor of the products of queries and keys; None: 1 / sqrt(N).
     """
     group = q.shape[1] // k.shape[1]
     if mask is not None and group > 1:
         # The fused CUDA kernel that takes a mask knows no groups; without it the S x S scores are written out.
         k, v = (t.repeat_interleave(group, dim=1) for t in (k, v))
     grouped = group > 1 and mask is None
-    return F.scaled_dot_product_attention(q, k, v, attn_mask=mask, is_causal=mask is None, enable_gqa=grouped)
+    return F.scaled_dot_product_attention(
+        q, k, v, attn_mask=mask, is_causal=mask is None, scale=scale, enable_gqa=grouped
+    )
 
 
-def attend_unfused(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None = None) -> Tensor:
+def attend_unfused(
+    q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None = None, *, scale: float | None = None, soft_cap: float = 0.0
+) -> Tensor:
     """The same as `attend`, as separate operations: scores [B, H, S, S] pass through memory in q's dtype.
 
     Backward needs the softmax of the scores: B H S^2 numbers, which recompute modes "attention" and "selective" do not
-    keep. Its softmax holds two tensors of that size besides: the gradients of the probabilities and of the scores. The
-    scores are not masked in place: they are a view, for which autograd would copy the whole gradient twice more.
+    keep; with a soft cap it needs the tanh too. The softmax's backward holds two tensors of that size besides: the
+    gradients of the probabilities and of the scores. The scores are not masked in place: they are a view, for which
+    autograd would copy the whole gradient twice more.
 
-    mask: [B or 1, 1, S, S] bool, True where a position attends to another; None: causal attention.
+    mask: [B or 1, H or 1, S, S], bool or what is added to the scores, as in `attend`; None: causal attention. With a
+        mask k and v may have another number of positions than q.
+    scale: as in `attend`.
+    soft_cap: c: scaled scores s become c tanh(s / c) before they are masked (Gemma 2, arXiv 2408.00118); 0: they stay.
     """
     b, heads, s, n = q.shape
     group = heads // k.shape[1]
     if mask is None:
         mask = torch.ones(s, s, dtype=torch.bool, device=q.device).tril()
+    factor = (1 / math.sqrt(n) if scale is None else scale) / (soft_cap or 1.0)
     # The heads of a group look at the same keys: side by side as if they were tokens, they need no copies of them.
-    side_by_side = (q / math.sqrt(n)).reshape(b, heads // group, group * s, n)
-    scores = (side_by_side @ k.transpose(-2, -1)).view(b, heads, s, s).masked_fill(~mask, -math.inf)
-    return (scores.softmax(-1).view(b, heads // group, group * s, s) @ v).view(b, heads, s, n)
+    side_by_side = (q * factor).reshape(b, heads // group, group * s, n)
+    scores = (side_by_side @ k.transpose(-2, -1)).view(b, heads, s, -1)
+    if soft_cap:
+        scores = scores.tanh() * soft_cap
+    scores = scores.masked_fill(~mask, -math.inf) if mask.dtype == torch.bool else scores + mask
+    return (scores.softmax(-1).view(b, heads // group, group * s, -1) @ v).view(b, heads, s, n)
 
 
 class AttentionCore(nn.Module):
     """Causal attention of q to k and v, without the linear layers around it.
 
     window: how many positions each attends to, itself included; 0: all that came before.
+    scale: factor of the products of queries and keys; None: 1 / sqrt(N).
+    soft_cap: scaled scores s become soft_cap * tanh(s / soft_cap); 0: they stay. No fused kernel does this, so the core
+        writes its scores.
+    slopes: of ALiBi, one for each query head of the model: -slope * (query position - key position) is added to a score
+        (arXiv 2108.12409); empty: nothing is added.
+    first_head: which of the model's query heads is the first of q. A technique that splits heads adds to it.
     writes_scores: whether the S x S scores are saved for backward, so that recomputing the core saves memory. A model
         whose own attention does so derives its core from this class, and states `scores_written` in its costs.
 
     A class of a model's own may derive from this one and compute another `attend`; techniques then only wrap it.
     """
 
-    def __init__(self, *, window: int = 0, writes_scores: bool = False) -> None:
+    def __init__(
+        self,
+        *,
+        window: int = 0,
+        scale: float | None = None,
+        soft_cap: float = 0.0,
+        slopes: Sequence[float] = (),
+        writes_scores: bool = False,
+    ) -> None:
         super().__init__()
-        self.window, self.writes_scores = window, writes_scores
+        self.window, self.scale, self.soft_cap, self.slopes = window, scale, soft_cap, tuple(slopes)
+        self.writes_scores = writes_scores or soft_cap > 0
+        self.first_head = 0
         self.operation: AttentionOperation | None = None
         self._used_by = ""
 
-    def use(self, operation: AttentionOperation, by: str, *, windows: bool = False, wraps: bool = False) -> None:
+    def own_slopes(self, heads: int) -> tuple[float, ...]:
+        """Slopes of the `heads` query heads that q has; empty where the model has none. For operations, when called."""
+        own = self.slopes[self.first_head : self.first_head + heads]
+        assert len(own) in (0, heads) and bool(own) == bool(self.slopes), "heads beyond those of the model"
+        return own
+
+    def use(self, operation: AttentionOperation, by: str, *, follows: Sequence[Fact] = (), wraps: bool = False) -> None:
         """Compute the output by another operation; for techniques, in phase "convert".
 
         A pipeline copies modules: an operation that holds a module, a technique or a process group is copied with it.
@@ -86,12 +136,13 @@ class AttentionCore(nn.Module):
         Args:
             operation: in place of `attend`.
             by: name of the technique.
-            windows: the operation follows `window`.
+            follows: what the operation does if the core has it. It reads the core's attributes, and `own_slopes`, when
+                it is called.
             wraps: the operation calls the one before, `operation` or `attend`, and so follows all that it does.
 
         Raises:
             PluginError: another technique has replaced the operation, or this one would leave out what the model's
-                attention does.
+                attention does, or `follows` has an unknown name.
         """
         if self._used_by and not wraps:
             raise PluginError(
@@ -102,11 +153,25 @@ class AttentionCore(nn.Module):
             raise PluginError(
                 f"technique {by} replaces attention, but {type(self).__name__} computes attention of its own"
             )
-        if self.window and not (windows or wraps):
+        for fact in follows:
+            if fact not in get_args(Fact):
+                raise PluginError(f"technique {by} follows {fact!r} of attention{did_you_mean(fact, get_args(Fact))}")
+        left_out = [told for fact, told in self._facts().items() if fact not in follows]
+        if left_out and not wraps:
             raise PluginError(
-                f"technique {by} replaces attention, but does not follow its window of {self.window} positions"
+                f"technique {by} replaces attention, but does not follow its {' and its '.join(left_out)}"
             )
         self.operation, self._used_by = operation, by
+
+    def _facts(self) -> Mapping[Fact, str]:
+        """What this core has besides plain causal attention, in words."""
+        found: dict[Fact, tuple[bool, str]] = {
+            "window": (self.window > 0, f"window of {self.window} positions"),
+            "scale": (self.scale is not None, f"scale of {self.scale}"),
+            "soft_cap": (self.soft_cap > 0, f"soft cap of {self.soft_cap}"),
+            "slopes": (bool(self.slopes), f"ALiBi slopes of {len(self.slopes)} heads"),
+        }
+        return {fact: told for fact, (there, told) in found.items() if there}
 
     @property
     def computes_its_own(self) -> bool:
@@ -128,54 +193,71 @@ class AttentionCore(nn.Module):
 
     def attend(self, q: Tensor, k: Tensor, v: Tensor, positions: Tensor, documents: Tensor | None = None) -> Tensor:
         """The same where k and v are of all positions of the sequence, in order."""
-        masked = documents is not None or 0 < self.window < q.shape[2]
-        dtype = torch.bool if self.writes_scores else q.dtype
-        mask = _mask(positions, documents, self.window, q.shape[2], dtype) if masked else None
-        return (attend_unfused if self.writes_scores else attend)(q, k, v, mask)
+        slopes = self.own_slopes(q.shape[1])
+        masked = documents is not None or bool(slopes) or 0 < self.window < q.shape[2]
+        dtype = torch.bool if self.writes_scores and not slopes else q.dtype
+        mask = _mask(positions, documents, self.window, slopes, q.shape[2], dtype) if masked else None
+        if self.writes_scores:
+            return attend_unfused(q, k, v, mask, scale=self.scale, soft_cap=self.soft_cap)
+        return attend(q, k, v, mask, scale=self.scale)
 
 
-def _mask(positions: Tensor, documents: Tensor | None, window: int, length: int, dtype: torch.dtype) -> Tensor:
+def _mask(
+    positions: Tensor, documents: Tensor | None, window: int, slopes: Sequence[float], length: int, dtype: torch.dtype
+) -> Tensor:
     if torch.compiler.is_compiling():
-        return _new_mask(documents, window, length, dtype, positions.device)
-    mask: Tensor = _shared_mask(positions, documents, window, length, dtype)
+        return _new_mask(documents, window, slopes, length, dtype, positions.device)
+    mask: Tensor = _shared_mask(positions, documents, window, slopes, length, dtype)
     return mask
 
 
-_masks: dict[int, tuple[weakref.ref[Tensor] | None, Tensor]] = {}
-"""The last mask of each window, and the documents that it is of; it goes when they do."""
+_masks: dict[tuple[int, tuple[float, ...]], tuple[weakref.ref[Tensor] | None, Tensor]] = {}
+"""The last mask of each window and slopes, and the documents that it is of; it goes when they do."""
 
 
 def forget_masks() -> None:
-    """Free the masks of windows that are held from step to step, as before the first step."""
+    """Free the masks that are held from step to step, of windows and slopes, as before the first step."""
     _masks.clear()
 
 
 def _forget(dead: weakref.ref[Tensor]) -> None:
-    for window in [window for window, (of, _) in _masks.items() if of is dead]:
-        del _masks[window]
+    for kind in [kind for kind, (of, _) in _masks.items() if of is dead]:
+        del _masks[kind]
 
 
 @library.custom_op("titan::attention_mask", mutates_args=())
-def _shared_mask(positions: Tensor, documents: Tensor | None, window: int, length: int, dtype: torch.dtype) -> Tensor:
-    """The mask of a window and documents; layers that are given the same documents share it, recomputed or not.
+def _shared_mask(
+    positions: Tensor, documents: Tensor | None, window: int, slopes: Sequence[float], length: int, dtype: torch.dtype
+) -> Tensor:
+    """The mask of a window, slopes and documents; layers that are given the same documents share it, recomputed or not.
 
     The same tensor for all layers, so that autograd keeps it once. One operation, whether the mask is there or not:
     selective recomputation requires the same operations again, while a pipeline may have made the mask of another micro
     batch in between.
     """
-    device = positions.device
-    of, mask = _masks.get(window, (None, torch.empty(0)))
+    device, kind = positions.device, (window, tuple(slopes))
+    of, mask = _masks.get(kind, (None, torch.empty(0)))
     same = of is None if documents is None else of is not None and of() is documents
     if not same or (mask.shape[-1], mask.dtype, mask.device) != (length, dtype, device):
         del mask
-        _masks.pop(window, None)  # before its successor is made: two at a time may not fit
-        mask = _new_mask(documents, window, length, dtype, device)
-        _masks[window] = None if documents is None else weakref.ref(documents, _forget), mask
+        _masks.pop(kind, None)  # before its successor is made: two at a time may not fit
+        mask = _new_mask(documents, window, slopes, length, dtype, device)
+        _masks[kind] = None if documents is None else weakref.ref(documents, _forget), mask
     return mask
 
 
-def _new_mask(documents: Tensor | None, window: int, length: int, dtype: torch.dtype, device: torch.device) -> Tensor:
-    """As `attend` takes it. In place, as each copy is of S x S: one bool tensor besides the mask at most."""
+def _new_mask(
+    documents: Tensor | None,
+    window: int,
+    slopes: Sequence[float],
+    length: int,
+    dtype: torch.dtype,
+    device: torch.device,
+) -> Tensor:
+    """As `attend` takes it. In place, as each copy is of S x S: one bool tensor besides the mask at most.
+
+    With slopes it is of S x S for each head, and made in float32.
+    """
     if documents is None:
         seen = torch.ones(1, 1, length, length, dtype=torch.bool, device=device).tril_()
     else:
@@ -184,11 +266,14 @@ def _new_mask(documents: Tensor | None, window: int, length: int, dtype: torch.d
         seen.triu_(1 - window)
     if dtype == torch.bool:
         return seen
+    if slopes:
+        at = torch.arange(length, device=device)
+        return alibi(slopes, at[:, None] - at).to(dtype).masked_fill(seen.logical_not_(), -math.inf)
     return torch.zeros(seen.shape, dtype=dtype, device=device).masked_fill_(seen.logical_not_(), -math.inf)
 
 
 def attention_cost(
-    heads: int, kv_heads: int, head_dim: int, *, window: int = 0, scores_written: bool = False
+    heads: int, kv_heads: int, head_dim: int, *, window: int = 0, scores_written: bool = False, soft_cap: bool = False
 ) -> Attention:
     """The cost of causal attention that saves q, k, v and its output, and what its backward needs besides.
 
@@ -200,13 +285,15 @@ def attention_cost(
         head_dim: features per head.
         window: as in `AttentionCore`.
         scores_written: as in `titan.contracts.base.cost.Attention`; whether the model uses `attend_unfused`.
+        soft_cap: whether scores have a soft cap: they are written then, and their tanh is saved too.
     """
     inputs_and_output = SavedTensor(numel=2 * (heads + kv_heads) * head_dim, region="tp_sharded")
     statistics = SavedTensor(numel=heads, region="tp_sharded", itemsize=4)
     scores = SavedTensor(numel=heads, region="tp_sharded", scores=True)
-    saved = (inputs_and_output, scores if scores_written else statistics)
-    scratch = (replace(scores, numel=2 * heads),) if scores_written else ()
+    written = scores_written or soft_cap
+    saved = (inputs_and_output, replace(scores, numel=(1 + soft_cap) * heads) if written else statistics)
+    scratch = (replace(scores, numel=2 * heads),) if written else ()
     return Attention(
-        heads=heads, kv_heads=kv_heads, head_dim=head_dim, window=window, scores_written=scores_written,
-        scratch=scratch, saved=saved,
+        heads=heads, kv_heads=kv_heads, head_dim=head_dim, window=window, scores_written=written, scratch=scratch,
+        saved=saved,
     )  # fmt: skip

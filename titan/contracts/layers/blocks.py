@@ -46,7 +46,7 @@ class Heads:
     bias: the four linears have biases.
     rotary: queries and keys are rotated by a `rope_table`.  rotary_share: of each head's features, those rotated.
     norm_eps: queries and keys of each head pass through an RMSNorm of this eps (arXiv 2302.05442); None: no norm.
-    window: positions that a token attends to, its own included; 0: all before it.
+    window, scale, soft_cap, slopes: as in `AttentionCore`.
     unfused: attention that writes its S x S scores.
     """
 
@@ -59,6 +59,9 @@ class Heads:
     rotary_share: float = 1.0
     norm_eps: float | None = None
     window: int = 0
+    scale: float | None = None
+    soft_cap: float = 0.0
+    slopes: tuple[float, ...] = ()
     unfused: bool = False
 
     def part(self) -> LayerPart:
@@ -74,7 +77,8 @@ class Heads:
             *(_norm_of_heads(name, heads, self.head_dim) for name, heads in normed.items()),
             *((turned,) if self.rotary else ()),
             attention_cost(
-                self.n_heads, self.n_kv_heads, self.head_dim, window=self.window, scores_written=self.unfused
+                self.n_heads, self.n_kv_heads, self.head_dim, window=self.window, scores_written=self.unfused,
+                soft_cap=self.soft_cap > 0,
             ),
             linear("attn.wo", q, d, bias=bias),
         )  # fmt: skip
@@ -114,7 +118,10 @@ class SelfAttention(nn.Module):
         self.q_norm = None if eps is None else nn.RMSNorm(n, eps=eps)
         self.k_norm = None if eps is None else nn.RMSNorm(n, eps=eps)
         self.wo = nn.Linear(heads.n_heads * n, d, bias=heads.bias)
-        self.core = AttentionCore(window=heads.window, writes_scores=heads.unfused)
+        self.core = AttentionCore(
+            window=heads.window, scale=heads.scale, soft_cap=heads.soft_cap, slopes=heads.slopes,
+            writes_scores=heads.unfused,
+        )  # fmt: skip
 
     def forward(self, x: Tensor, positions: Tensor, documents: Tensor | None, rope: Tensor | None = None) -> Tensor:
         """x [B, S, D], positions [B, S], documents [B, T], rope [2, B, S, R/2] -> [B, S, D]."""

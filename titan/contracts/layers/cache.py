@@ -10,6 +10,7 @@ A rank with a share of the heads allocates only its share.
 
 # B rows, S tokens of this forward, T longest length, E positions in use, H query heads, K key-value heads, N head_dim.
 
+import math
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 
@@ -17,7 +18,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from titan.contracts.layers.attention import AttentionCore
+from titan.contracts.layers.attention import AttentionCore, alibi, attend, attend_unfused
 
 
 class Cache:
@@ -25,7 +26,7 @@ class Cache:
 
     def __init__(self, length: int) -> None:
         self.length, self.end = length, 0
-        self.masks: dict[int, Tensor | None] = {}
+        self.masks: dict[tuple[int, tuple[float, ...]], Tensor | None] = {}
         self._layers: dict[AttentionCore, KeyValues] = {}
         self._positions, self._first = torch.empty(0), True
 
@@ -38,13 +39,19 @@ class Cache:
         self.masks.clear()
         return self._positions
 
-    def mask(self, window: int) -> Tensor | None:
-        """Which of the cached positions each token sees, [B, 1, S, E]; None: all rows begin here, without a window."""
-        if window not in self.masks:
+    def mask(self, window: int, slopes: tuple[float, ...], dtype: torch.dtype) -> Tensor | None:
+        """Which of the cached positions each token sees, [B, 1, S, E] bool; or what is added to scores, [B, H, S, E].
+
+        None: all rows begin here, without a window or slopes.
+        """
+        kind = (window, slopes)
+        if kind not in self.masks:
             there, own = torch.arange(self.end, device=self._positions.device), self._positions[..., None]
-            seen = (there <= own) & (there > own - window) if window else there <= own
-            self.masks[window] = None if self._first and not window else seen[:, None]
-        return self.masks[window]
+            seen = ((there <= own) & (there > own - window) if window else there <= own)[:, None]
+            if slopes:
+                seen = alibi(slopes, own - there).to(dtype).masked_fill_(~seen, -math.inf)
+            self.masks[kind] = None if self._first and not window and not slopes else seen
+        return self.masks[kind]
 
     @contextmanager
     def attached(self, module: nn.Module) -> Iterator[None]:
@@ -52,7 +59,7 @@ class Cache:
         cores = cores_of(module)
         before = [core.operation for core in cores]
         for core in cores:
-            core.operation = self._layers.setdefault(core, KeyValues(self, core.window)).attend
+            core.operation = self._layers.setdefault(core, KeyValues(self, core)).attend
         try:
             yield
         finally:
@@ -68,8 +75,8 @@ def cores_of(module: nn.Module) -> list[AttentionCore]:
 class KeyValues:
     """Keys and values of one layer, [B, K, T, N] each, zero at positions not yet written."""
 
-    def __init__(self, cache: Cache, window: int) -> None:
-        self._cache, self._window = cache, window
+    def __init__(self, cache: Cache, core: AttentionCore) -> None:
+        self._cache, self._core = cache, core
         self._keys = self._values = torch.empty(0)
 
     def attend(self, q: Tensor, k: Tensor, v: Tensor, positions: Tensor, documents: Tensor | None = None) -> Tensor:
@@ -77,22 +84,26 @@ class KeyValues:
 
         Shapes as in `AttentionCore.forward`, with rotary embeddings already applied. There are no documents.
 
-        Returns [B, H, S, N], equal to `scaled_dot_product_attention` over the whole rows at once.
+        Returns [B, H, S, N], equal to `AttentionCore.attend` over the whole rows at once.
         """
-        cache = self._cache
+        cache, core = self._cache, self._core
         if not self._keys.numel():
             shape = (*k.shape[:2], cache.length, k.shape[-1])
             self._keys, self._values = k.new_zeros(shape), v.new_zeros(shape)
         at = positions[:, None, :, None].expand_as(k)
         self._keys.scatter_(2, at, k)
         self._values.scatter_(2, at, v)
-        # The heads of a group look at the same keys: side by side as if they were tokens, they need no copies of them.
         b, heads, s, n = q.shape
-        group = heads // k.shape[1]
-        mask = cache.mask(self._window)
+        mask = cache.mask(core.window, core.own_slopes(heads), q.dtype)
+        if mask is not None:
+            k, v = self._keys[:, :, : cache.end], self._values[:, :, : cache.end]
+        if core.soft_cap:
+            return attend_unfused(q, k, v, mask, scale=core.scale, soft_cap=core.soft_cap)
         if mask is None:  # plain causal attention, which has the fast kernels
-            return F.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=group > 1)
-        keys, values = self._keys[:, :, : cache.end], self._values[:, :, : cache.end]
-        side_by_side = q.reshape(b, heads // group, group * s, n)
-        mask = mask.repeat(1, 1, group, 1)
-        return F.scaled_dot_product_attention(side_by_side, keys, values, attn_mask=mask).reshape(b, heads, s, n)
+            return attend(q, k, v, scale=core.scale)
+        # The heads of a group look at the same keys: side by side as if they were tokens, they need no copies of them.
+        groups, group = k.shape[1], heads // k.shape[1]
+        side_by_side = q.reshape(b, groups, group * s, n)
+        mask = mask.reshape(b, groups, group * s, -1) if core.slopes else mask.repeat(1, 1, group, 1)
+        out = F.scaled_dot_product_attention(side_by_side, k, v, attn_mask=mask, scale=core.scale)
+        return out.reshape(b, heads, s, n)
