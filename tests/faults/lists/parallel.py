@@ -64,7 +64,7 @@ FAULTS = (
     ),
     Fault(
         "a bias added by every rank before the sum over tp",
-        "plugins/parallel/tensor.py",
+        "titan/contracts/base/sharding.py",
         "return local * 0 if zero else local",
         "return local",
         (f"{TENSOR}[2-gpt, tied, biases]",),

@@ -165,8 +165,8 @@ FAULTS = (
     Fault(
         "initial weights drawn by shard, not whole",
         "titan/training/init.py",
-        "copy_(slice_of(whole, tensor))",
-        "copy_(whole.flatten()[: tensor.to_local().numel()].view_as(tensor.to_local()))",
+        "return slice_of(whole, like)",
+        "return whole.flatten()[: like._local_tensor.numel()].view(like._local_tensor.shape)",
         (
             "tests/dist/test_gradients.py::test_norm_clipping_and_initial_weights_of_sharded_sliced_and_plain_parameters",
         ),
