@@ -25,7 +25,7 @@ Cost for tp ranks, a micro batch of B x S tokens of width D in e bytes per numbe
     bytes sent per rank and layer: 2 all-reduces forward and 2 backward, 8 B S D e (tp - 1) / tp; with sequence_parallel
         an all-gather and a reduce-scatter in place of each, the same bytes. The embedding (forward) and the head
         (backward) add one all-reduce or such a pair together. Logits: B S V e (tp - 1) / tp if they are gathered,
-        3 numbers per token otherwise.
+        3 numbers per token otherwise. A norm over all heads: 1 number per token forward and 1 backward.
     once per step: the all-reduce of replicated parameters' gradients.
 All of this communication is on the critical path: keep tp within a node.
 
@@ -35,7 +35,6 @@ uneven: the last ranks get less, but every rank must get a part.
 
 import math
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from copy import copy
 from dataclasses import dataclass, replace
 from functools import cache, partial
 from typing import Any
@@ -49,8 +48,8 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
 
 from titan.contracts import Axis, BuildContext, Costs, Job, ModelPart, ModelSpec, Technique, option, register
-from titan.contracts.base.cost import Collective, CollectiveCost, When, Where
-from titan.contracts.base.sharding import Slices, gathered, summed
+from titan.contracts.base.cost import Collective, CollectiveCost, Elementwise, Operation, When, Where
+from titan.contracts.base.sharding import SlicedRMSNorm, Slices, gathered, local_of, summed
 from titan.contracts.base.spec import TensorStyle, nearest
 from titan.errors import PluginError
 
@@ -119,16 +118,22 @@ class TensorParallel(Technique):
         split = {"tp_sharded", *(["hidden"] if self.config.sequence_parallel else [])}
         split |= {"logits"} if self.config.loss_parallel else set()
         splits = {region: ranks * (tp if region in split else 1) for region, ranks in costs.splits.items()}
-        return replace(costs, splits=splits, collectives=(*costs.collectives, *self._collectives(costs, job.spec)))
+        collectives = (*costs.collectives, *self._collectives(costs, job.spec))
+        return replace(costs, splits=splits, collectives=collectives, layer=tuple(_fused(costs)))
 
     def _collectives(self, costs: Costs, spec: ModelSpec) -> Iterator[CollectiveCost]:
         """Pairs are entered and left; each way back sends what the way in received."""
         styles = [style for glob, style in spec.tensor.items() if glob.startswith(f"{spec.layers}.")]
         enter, leave = styles.count("gather"), styles.count("row")
         yield from self._joins("layer", "forward", costs.dim, enter, leave)
-        # What follows the last product that is kept is not computed again.
-        yield from self._joins("layer", "recompute", costs.dim, enter, leave - 1)
+        # What follows the last tensor that is saved is not computed again.
+        yield from self._joins("layer", "recompute", costs.dim, enter, leave - (not costs.needs_last_product))
         yield from self._joins("layer", "backward", costs.dim, leave, enter)
+        for when in ("forward", "recompute", "backward") if "wide_norm" in styles else ():
+            squares = CollectiveCost(
+                axes=("tp",), collective="all_reduce", where="layer", when=when, numel=1, itemsize=4
+            )
+            yield replace(squares, count=styles.count("wide_norm"))
         yield from self._joins("embeddings", "forward", costs.dim, 0, 1)
         yield from self._joins("embeddings", "backward", costs.dim, 1, 0)
         yield from self._joins("head", "forward", costs.dim, 1, 0)
@@ -189,6 +194,8 @@ class TensorParallel(Technique):
                 module.forward = partial(_look_up, slices, module)
             case "positions":
                 module.register_forward_hook(partial(_own_positions, slices))
+            case "wide_norm":
+                module.__class__, module.slices = SlicedRMSNorm, slices
             case "head":
                 module.forward = partial(_logits, mesh, self.config.loss_parallel, module)
         known = {own: spec.parameter(f"{name}.{own}", p.ndim) for own, p in module._parameters.items() if p is not None}
@@ -245,6 +252,13 @@ class TensorParallel(Technique):
         return results
 
 
+def _fused(costs: Costs) -> Iterator[Operation]:
+    """A layer's operations, in which a wide norm saves what one kernel does, on any device."""
+    for op in costs.layer:
+        wide = isinstance(op, Elementwise) and costs.style(op.module) == "wide_norm"
+        yield replace(op, saved=tuple(each for each in op.saved if not each.unfused)) if wide else op
+
+
 _Replicated = list[tuple[str, nn.Module, str]]
 """Canonical name, module, and name in the module of parameters that every rank of tp holds whole."""
 
@@ -261,16 +275,19 @@ def _check_place(style: TensorStyle, name: str, module: nn.Module, spec: ModelSp
     inside = any(spec.style_of(module_above) == "gather" for module_above in above)
     if style == "gather" and inside:
         raise PluginError(f'the model\'s spec has {name} as a "gather", but a module around it gathers already')
-    if style in ("column", "row", "qk_norm") and not inside:
+    if style in ("column", "row", "qk_norm", "wide_norm") and not inside:
         raise PluginError(
             f'the model\'s spec has {name} as a "{style}", but no module around it is a "gather" in ModelSpec.tensor: '
             "its input would not be whole"
         )
+    if style == "wide_norm" and not (type(module) is nn.RMSNorm and module.eps and module.weight is not None):
+        told = f'the model\'s spec has {name} as a "wide_norm", but it is a {type(module).__name__}'
+        raise PluginError(f"{told}; it must be an nn.RMSNorm with a weight and an eps")
     widths = {parameter.shape[-1] for parameter in module.parameters(recurse=False) if parameter.ndim}
     if style == "norm" and inside and widths - {spec.dim}:
         raise PluginError(
             f'the model\'s spec has {name} as a "norm" of hidden states, {spec.dim} wide, but its parameters are '
-            f'{", ".join(map(str, sorted(widths)))} wide; a norm of heads is a "qk_norm" in ModelSpec.tensor'
+            f'{", ".join(map(str, sorted(widths)))} wide; a norm of heads is a "qk_norm" or a "wide_norm" there'
         )
 
 
@@ -303,27 +320,10 @@ def _reader(name: str, zero: bool) -> Callable[[nn.Module], Tensor | None]:
         parameter = module._parameters[name]
         if parameter is None or parameter.device_mesh.ndim > 1:  # sharded by data parallelism, so not in forward
             return parameter
-        local = _local(parameter)
+        local = local_of(parameter)
         return local * 0 if zero else local
 
     return read
-
-
-class _Local(torch.autograd.Function):
-    """`DTensor.to_local` in a fifth of the host's time, for a gradient that is laid out as the parameter is."""
-
-    @staticmethod
-    def forward(ctx: Any, parameter: DTensor) -> Tensor:
-        ctx.spec = parameter._spec
-        return parameter._local_tensor.view_as(parameter._local_tensor)
-
-    @staticmethod
-    def backward(ctx: Any, gradient: Tensor) -> DTensor:
-        return DTensor(gradient.contiguous(), copy(ctx.spec), requires_grad=False)
-
-
-def _local(parameter: DTensor) -> Tensor:
-    return parameter.to_local() if torch.compiler.is_compiling() else _Local.apply(parameter)
 
 
 # --- hidden states ------------------------------------------------------------------------------------------------

@@ -11,14 +11,14 @@ from functools import cached_property, lru_cache
 from itertools import islice
 from typing import TYPE_CHECKING, Literal, get_args
 
-from titan.contracts.base.cost import Attention, EmbeddingOp, Matmul, Operation
+from titan.contracts.base.cost import Attention, Operation
 from titan.contracts.base.options import did_you_mean
 from titan.errors import PluginError
 
 if TYPE_CHECKING:
     import torch  # a spec is read where torch is not wanted, so it is not imported
 
-TensorStyle = Literal["column", "row", "embedding", "positions", "head", "norm", "qk_norm", "gather"]
+TensorStyle = Literal["column", "row", "embedding", "positions", "head", "norm", "qk_norm", "wide_norm", "gather"]
 """How tensor parallelism treats a module. "Split" means over the ranks of the axis tp.
 
 column: linear; the output features are split.
@@ -30,6 +30,8 @@ head: linear; the output features (the vocabulary) are split. The input is the w
 norm: replicated weights, on the hidden state [B, S, D]; with sequence parallelism, on this rank's slice of S.
 qk_norm: replicated weights, on the last dimension of this rank's heads [..., N], between column and row. The gradient
     is a partial sum, with and without sequence parallelism.
+wide_norm: an `nn.RMSNorm` over the features of all heads [B, S, H N], between column and row. Features and weight are
+    split, and ranks sum their squares.
 gather: a module whose first argument must have all positions of the sequence (attention, feed-forward).
 """
 
@@ -226,7 +228,7 @@ class ModelSpec:
         places = {self._place(name.rpartition(".")[0]) for name in names}
         kinds: tuple[ParameterKind, ...] = ("table", "head", "matrix")  # of a tied tensor, the first of these
         kind = "vector" if ndim < 2 else next(kind for kind in kinds if kind in places)
-        dim = 0 if style in ("column", "embedding", "head") else 1 if style == "row" and ndim > 1 else None
+        dim = 0 if style in ("column", "embedding", "head", "wide_norm") else 1 if style == "row" and ndim > 1 else None
         return ParameterFacts(kind, dim, partial=style == "qk_norm")
 
     def _place(self, module: str) -> Literal["matrix", "table", "head"]:
@@ -250,7 +252,7 @@ class ModelSpec:
         """Tensor style per module that an operation names; None where `tensor` has no glob for the module."""
         first, found = f"{self.layers}.0.", {}
         for op in (*self.embedding_ops, *self.layer_ops, *self.head_ops):
-            if isinstance(op, Matmul | EmbeddingOp):
+            if not isinstance(op, Attention) and op.module:
                 found[op.module] = self.style_of(op.module) or self.style_of(first + op.module)
         return found
 

@@ -76,7 +76,8 @@ def shapes(op: Operation, costs: Costs) -> list[Shape]:
         split = costs.cut("tp_sharded") if costs.style(op.module) == "embedding" else 1
         return [(math.ceil(op.rows / split), float(op.width))]
     if isinstance(op, Elementwise):
-        return [(float(op.width), 1.0)] * op.params
+        split = costs.cut("tp_sharded") if costs.style(op.module) == "wide_norm" else 1
+        return [(math.ceil(op.width / split), 1.0)] * op.params
     return []
 
 
