@@ -48,6 +48,7 @@ CASES: Mapping[str, tuple[str, Mapping[str, Any]]] = {
     "gpt2-untied": ("gpt2", {**GPT2, "tie_word_embeddings": False, "n_inner": 48}),
     "qwen3": ("qwen3", {**LLAMA, "head_dim": 12, "num_key_value_heads": 2, "rope_theta": 1e6}),
     "qwen3-tied": ("qwen3", {**LLAMA, "head_dim": 8, "num_key_value_heads": 4, "tie_word_embeddings": True}),
+    "olmo2": ("olmo2", {**LLAMA, "num_key_value_heads": 2, "rope_theta": 5e5}),
     "neox": ("gpt_neox", NEOX),
     "neox-in-turn": (
         "gpt_neox",

@@ -73,7 +73,9 @@ def models() -> Mapping[str, Model]:
 
 def _model_of(plugin: Any) -> Model:
     styles = plugin(plugin.Config()).spec().tensor.values()
-    return Model(frozenset(option.key for option in options_of(plugin.Config)), "qk_norm" in styles)
+    return Model(
+        frozenset(option.key for option in options_of(plugin.Config)), bool({"qk_norm", "wide_norm"} & set(styles))
+    )
 
 
 def draw(seed: int, index: int) -> Drawn:

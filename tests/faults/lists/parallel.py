@@ -7,6 +7,40 @@ TENSOR = "tests/dist/test_tensor.py::test_loss_and_gradients_are_those_of_one_pr
 
 FAULTS = (
     Fault(
+        "a norm over all heads that sees the mean of a rank's own",
+        "titan/contracts/base/sharding.py",
+        "squares = _total(wide.square().sum(-1, keepdim=True), slices)",
+        "squares = slices.size * wide.square().sum(-1, keepdim=True)",
+        ("tests/dist/test_tensor.py::test_loss_and_gradients_are_those_of_one_process[2-olmo2, norms over all heads]",),
+    ),
+    Fault(
+        "a norm over all heads whose gradient leaves out the other ranks",
+        "titan/contracts/base/sharding.py",
+        "products = _total((through * normed).sum(-1, keepdim=True), ctx.slices)",
+        "products = ctx.slices.size * (through * normed).sum(-1, keepdim=True)",
+        ("tests/dist/test_tensor.py::test_loss_and_gradients_are_those_of_one_process[2-olmo2, norms over all heads]",),
+    ),
+    Fault(
+        "a weight over all heads held whole by every rank in the plan",
+        "titan/planner/step/memory.py",
+        'if costs.style(op.module) == "wide_norm" else 1',
+        "if False else 1",
+        (
+            "tests/unit/test_planned_memory.py::"
+            "test_memory_is_that_of_the_dry_run[norms over all heads, tensor parallel]",
+        ),
+    ),
+    Fault(
+        "a recomputed layer whose last product is left out though a norm follows it",
+        "titan/contracts/base/cost.py",
+        "return any(op.saved for op in self.layer[last + 1 :])",
+        "return False",
+        (
+            "tests/unit/test_planned_memory.py::"
+            "test_collectives_move_the_bytes_of_the_dry_run[norms over all heads, grouped, full]",
+        ),
+    ),
+    Fault(
         "gradients averaged over data-parallel ranks",
         "titan/contracts/base/parts.py",
         "module.set_gradient_divide_factor(1.0)",
