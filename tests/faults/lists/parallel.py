@@ -136,6 +136,13 @@ FAULTS = (
         (f"{PARITY}[pp 2]",),
     ),
     Fault(
+        "the first positions' random numbers on all tensor-parallel ranks",
+        "plugins/parallel/tensor.py",
+        "return x, seeds, positions.chunk(slices.size, dim=1)[slices.rank]",
+        "return x, seeds, positions.chunk(slices.size, dim=1)[0]",
+        ("tests/dist/test_dropout.py::test_the_curve_of_one_process[tp 2]",),
+    ),
+    Fault(
         "stages after the first not told where documents end",
         "plugins/parallel/pipeline/engine.py",
         'more["documents"] = torch.cat(documents)',
