@@ -87,6 +87,7 @@ JOBS = {
     "long, scores written, full": (*SCORES, *BF16, *TWO, *zero(2), *FULL),
     "gpt, tensor parallel, scores recomputed": (*GPT, *UNFUSED, *BF16, *TWO, *sliced(), *CORE),
     "gpt, tensor parallel": (*GPT, *BF16, *TWO, *sliced()),
+    "gpt, tensor parallel, dropout": (*GPT, *BF16, *TWO, *sliced(), "--model.dropout", "0.1"),
     "documents": (*LLAMA, *BF16, *TWO, *zero(2), *PACKED),
     "long documents": (*LONG, *BF16, *TWO, *zero(2), *PACKED),
     "long documents, float32": (*LONG, *TWO, *zero(2), *PACKED),
