@@ -43,6 +43,8 @@ class Compile(Technique):
         name = self.config.backend
         if name not in BACKENDS and name not in (known := torch.compiler.list_backends(exclude_tags=None)):
             yield f"backend = {name!r}: no backend of torch.compile{did_you_mean(name, known)}"
+        for why in job.stating("sizes_from_values"):
+            yield f"compiles a block as one graph, but {why}"
         if self.config.mode in ("reduce-overhead", "max-autotune"):
             for why in job.stating("moves_parameters"):
                 yield (

@@ -21,7 +21,9 @@ if TYPE_CHECKING:
     from titan.checkpoint.disk.index import Index
     from titan.training.build import Run
 
-LLAMA, GPT, QWEN3 = (Path(__file__).parent / "configs" / f"{name}.toml" for name in ("llama", "gpt", "qwen3"))
+LLAMA, GPT, QWEN3, NEOX, MOE = (
+    Path(__file__).parent / "configs" / f"{name}.toml" for name in ("llama", "gpt", "qwen3", "neox", "moe")
+)
 SAVING = ("--checkpoint.enabled", "true", "--checkpoint.every", "4")
 LOSS_RTOL, NORM_RTOL, WEIGHT_RTOL, WEIGHT_ATOL = 1e-5, 1e-4, 1e-4, 1e-6
 BOUNDS = {"loss": LOSS_RTOL, "validation_loss": LOSS_RTOL, "grad_norm": NORM_RTOL, "tokens": 0.0, "lr": 1e-12}
@@ -57,6 +59,12 @@ def run_with_state(folder: str, words: list[str], config: str) -> dict[str, Tens
         for part in run.parts
         for name, p in part.parameters()
     )
+
+
+def run_with_biases(folder: str, words: list[str], config: str) -> dict[str, Tensor]:
+    """On one rank: train the job, return the persistent buffers that are biases."""
+    run = _trained(folder, words, config)
+    return {name: b.clone() for part in run.parts for name, b in part.module.named_buffers() if name.endswith("bias")}
 
 
 def _trained(folder: str, words: list[str], config: str) -> "Run":

@@ -28,6 +28,10 @@ GPT2 = {
     "n_embd": 32, "n_layer": 2, "n_head": 4, "vocab_size": 257, "n_positions": 64, "initializer_range": 0.2,
     "embd_pdrop": 0.0, "attn_pdrop": 0.0, "resid_pdrop": 0.0,
 }  # fmt: skip
+NEOX = {
+    "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2, "num_attention_heads": 4, "vocab_size": 257,
+    "max_position_embeddings": 64, "initializer_range": 0.2, "rotary_pct": 0.5,
+}  # fmt: skip
 CASES: Mapping[str, tuple[str, Mapping[str, Any]]] = {
     "llama": ("llama", LLAMA),
     "llama-gqa-scaled": ("llama", {**LLAMA, "num_key_value_heads": 2, "rope_theta": 5e5, "rope_scaling": SCALED}),
@@ -37,6 +41,11 @@ CASES: Mapping[str, tuple[str, Mapping[str, Any]]] = {
     "gpt2-untied": ("gpt2", {**GPT2, "tie_word_embeddings": False, "n_inner": 48}),
     "qwen3": ("qwen3", {**LLAMA, "head_dim": 12, "num_key_value_heads": 2, "rope_theta": 1e6}),
     "qwen3-tied": ("qwen3", {**LLAMA, "head_dim": 8, "num_key_value_heads": 4, "tie_word_embeddings": True}),
+    "neox": ("gpt_neox", NEOX),
+    "neox-in-turn": (
+        "gpt_neox",
+        {**NEOX, "use_parallel_residual": False, "rotary_pct": 0.25, "rotary_emb_base": 500.0},
+    ),
 }
 """Name -> (model_type, config.json). A model that titan learns to read needs one line here."""
 

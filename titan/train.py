@@ -100,8 +100,9 @@ def _end_early(run: build.Run, asked: str) -> int:
 
 
 def _greet(run: build.Run) -> None:
-    job = run.job
-    log.log.info(f"model: {job.model.name}, {run.context.spec.params:,} parameters; layout: {job.layout}")
+    job, spec = run.job, run.context.spec
+    active = f", {spec.active_params:,} active per token" if spec.active_params < spec.params else ""
+    log.log.info(f"model: {job.model.name}, {spec.params:,} parameters{active}; layout: {job.layout}")
     log.log.info(f"techniques: {', '.join(t.name for t in job.techniques) or 'none'}")
     for sentence in without_effect(job):
         log.log.warning(sentence)

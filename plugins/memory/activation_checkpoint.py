@@ -39,6 +39,7 @@ from titan.contracts import (
     register,
 )
 from titan.contracts.base.cost import Attention, Operation, Recompute
+from titan.contracts.layers.experts import stacked_product
 
 _SAVED = frozenset(
     {
@@ -48,6 +49,7 @@ _SAVED = frozenset(
         torch.ops.aten._scaled_dot_product_flash_attention_for_cpu.default,
         torch.ops.aten._scaled_dot_product_efficient_attention.default,
         torch.ops.aten._scaled_dot_product_cudnn_attention.default,
+        stacked_product._opoverload,
     }
 )
 """What selective mode keeps of a model's operations, besides the `costly_operations` of techniques.

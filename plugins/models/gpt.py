@@ -24,6 +24,7 @@ from titan.contracts.base.spec import nearest
 from titan.contracts.layers import huggingface
 from titan.contracts.layers.blocks import FeedForward, Heads, PreNormLayer, SelfAttention, feed_forward, pre_norm
 from titan.contracts.layers.decoder import Decoder, DecoderConfig, decoder_spec
+from titan.contracts.layers.philox import Dropout
 from titan.errors import ConfigError
 
 
@@ -36,6 +37,12 @@ class GptConfig(DecoderConfig):
         128, "longest sequence; number of learned positions", unit="tokens", at_least=1, at_most=2**30
     )
     tied: bool = option(True, "tie the output projection to the embedding table")
+    dropout: float = option(
+        0.0,
+        "probability of dropout after the embeddings, attention and feed-forward, in steps of 2^-16",
+        at_least=0,
+        below=1,
+    )
 
     @property
     def ffn_width(self) -> int:
@@ -94,16 +101,24 @@ class Gpt(Model):
     def spec(self) -> ModelSpec:
         """Sizes, names and costs of this GPT."""
         c = self.config
-        layer = pre_norm(c.dim, c.heads.part(), feed_forward(c.dim, c.ffn_width), vectors=2)
-        return decoder_spec(c, layer, ffn_dim=c.ffn_width, vectors=2, learned_positions=True)
+        dropout = c.dropout > 0
+        layer = pre_norm(c.dim, c.heads.part(), feed_forward(c.dim, c.ffn_width), vectors=2, dropout=dropout)
+        return decoder_spec(c, layer, ffn_dim=c.ffn_width, vectors=2, learned_positions=True, dropout=dropout)
 
     def build(self) -> nn.Module:
         """The whole model as an nn.Module; called on the meta device, so nothing is allocated."""
         c = self.config
         norm = partial(nn.LayerNorm, c.dim, eps=c.norm_eps)
         feed = partial(FeedForward, c.dim, c.ffn_width, approximate="tanh")
-        layers = (PreNormLayer(norm(), SelfAttention(c.heads), norm(), feed()) for _ in range(c.n_layers))
-        return Decoder(c, layers, norm(), learned_positions=True)
+
+        def dropout() -> Dropout | None:
+            return Dropout(c.dim, c.dropout) if c.dropout else None
+
+        layers = (
+            PreNormLayer(norm(), SelfAttention(c.heads), norm(), feed(), dropout(), dropout())
+            for _ in range(c.n_layers)
+        )
+        return Decoder(c, layers, norm(), learned_positions=True, dropout=dropout())
 
     hf_ignored = ("transformer.h.*.attn.bias", "transformer.h.*.attn.masked_bias")
 
@@ -117,7 +132,7 @@ class Gpt(Model):
             "n_layer": c.n_layers, "n_embd": c.dim, "n_head": c.n_heads, "n_inner": c.ffn_width,
             "vocab_size": c.vocab_size, "n_positions": c.max_seq_len, "tie_word_embeddings": c.tied,
             "layer_norm_epsilon": c.norm_eps, "initializer_range": c.init_std,
-            "resid_pdrop": 0.0, "embd_pdrop": 0.0, "attn_pdrop": 0.0,
+            "resid_pdrop": c.dropout, "embd_pdrop": c.dropout, "attn_pdrop": 0.0,
         } | _HF_FIXED  # fmt: skip
 
     def hf_tensors(self) -> Sequence[HfTensor]:

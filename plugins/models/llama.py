@@ -12,7 +12,8 @@ With dim D, H query heads and K key-value heads of N features, ffn_dim F, sequen
 saves 4 D + 2 H N + 2 K N + 4 F numbers per token for backward if RMSNorm is one kernel (CUDA, compiled); the eager
 RMSNorm of a CPU saves 2 D more in float32, 6 D more in bfloat16. The rotary table is N B S floats per forward.
 
-Limits: a sequence is at most `max_seq_len` long. Document masking costs a mask of B S^2 numbers, a window one
+Limits: a sequence is at most `max_seq_len` long. A run from random weights whose window is longer than its sequences is
+refused: it would train a model without one. Document masking costs a mask of B S^2 numbers, a window one
 of S^2, and both repeat grouped K and V for every query head. CUDA has no fused kernel for grouped heads in float32.
 """
 

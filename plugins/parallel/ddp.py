@@ -55,8 +55,10 @@ class DistributedDataParallel(Technique):
 
     def apply(self, part: ModelPart, context: BuildContext) -> None:
         """Wrap each unit of one module, then what is left with the part itself."""
-        replicas = context.mesh.flat(("dp_replicate", *context.mesh.layout.axes_of("sliced")))
-        settings: dict[str, Any] = {"mesh": replicas, "mp_policy": context.precision.policy()}
+        replicas, policy = ("dp_replicate", *context.mesh.layout.axes_of("sliced")), context.precision.policy()
+        for module, axis in part.folded(context.mesh):
+            replicate(module, mesh=context.mesh.flat(replicas, without=axis), mp_policy=policy)
+        settings: dict[str, Any] = {"mesh": context.mesh.flat(replicas), "mp_policy": policy}
         for unit in part.units(context.spec):
             if len(unit) == 1:
                 replicate(unit[0], **settings)

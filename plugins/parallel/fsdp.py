@@ -16,14 +16,23 @@ Limits: a pipeline schedule that splits the backward reduces once per step, so z
 """
 
 import warnings
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any, ClassVar, Literal
 
 from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import FSDPModule, fully_shard
+from torch.distributed.fsdp._fully_shard import _fsdp_common
+from torch.distributed.tensor import Shard
 
 from titan.contracts import Axis, BuildContext, Costs, Fact, Job, ModelPart, Technique, option, register, sum_gradients
 from titan.contracts.base.cost import CollectiveCost, Component, GatherPolicy, PersistentState
+from titan.contracts.base.mesh import Mesh
+
+PerParameter: Any = getattr(_fsdp_common, "ShardPlacementResult", None)
+"""A shard placement with a mesh of its own; None where PyTorch has none yet."""
 
 # Nothing here or in a model writes to an activation in place, which is what this warns of.
 warnings.filterwarnings("ignore", message=r"FSDP2-wrapped module .* returned a view tensor")
@@ -134,10 +143,10 @@ class FullyShardedDataParallel(Technique):
         self._stage = self._stage_of(context.job)
         replicated = context.job.layout.degree("dp_replicate") > 1
         shards = ("dp_shard", *context.mesh.layout.axes_of("sliced"))
-        settings: dict[str, Any] = {
-            "mesh": context.mesh.flat(("dp_replicate",), shards) if replicated else context.mesh.flat(shards),
-            "mp_policy": context.precision.policy(),
-        }
+        dimensions = (("dp_replicate",), shards) if replicated else (shards,)
+        policy = context.precision.policy()
+        settings: dict[str, Any] = {"mesh": context.mesh.flat(*dimensions), "mp_policy": policy}
+        self._shard_folded(part, context.mesh, dimensions, settings)
         *units, last = part.units(context.spec)
         for unit in units:
             fully_shard(unit, reshard_after_forward=self._stage == 3, **settings)
@@ -148,6 +157,29 @@ class FullyShardedDataParallel(Technique):
         self._roots.append(root)
         if pipelined and self._stage > 1:
             part.runner = _Runner(part.module)
+
+    def _shard_folded(
+        self, part: ModelPart, mesh: Mesh, dimensions: Sequence[Sequence[str]], settings: dict[str, Any]
+    ) -> None:
+        """Shard slices along an axis that folds others over what it leaves of them.
+
+        They are gathered with the unit around them. PyTorch 2.11 and 2.12 have one mesh for a unit, so these modules
+        are units of their own there.
+        """
+        folded = part.folded(mesh)
+        meshes = {axis: mesh.flat(*dimensions, without=axis) for _, axis in folded}
+        if folded and PerParameter is not None:
+            infos = {axis: _mesh_info(own) for axis, own in meshes.items()}
+            settings["shard_placement_fn"] = lambda parameter: (
+                PerParameter(_even_dimension(parameter, meshes[axis]), infos[axis])
+                if (axis := mesh.fold_of(parameter))
+                else None
+            )
+            return
+        for module, axis in folded:
+            place = partial(_even_dimension, mesh=meshes[axis])
+            own = {**settings, "mesh": meshes[axis], "shard_placement_fn": place}
+            fully_shard(module, reshard_after_forward=self._stage == 3, **own)
 
     def before_microbatch(self, index: int, count: int) -> None:
         """Stage 1 gathers and reduces once per step; the others shard gradients each time, replicas sum them once."""
@@ -162,3 +194,15 @@ class FullyShardedDataParallel(Technique):
                 root.set_reshard_after_backward(last)
             else:
                 root.set_requires_all_reduce(last)
+
+
+def _even_dimension(parameter: nn.Parameter, mesh: DeviceMesh) -> Shard:
+    """The first dimension of a rank's slice that shards evenly: a slice of a stack has few rows, and ranks are many."""
+    sizes = parameter.to_local().shape
+    return Shard(next((dim for dim, size in enumerate(sizes) if size % mesh.size(-1) == 0), 0))
+
+
+def _mesh_info(mesh: DeviceMesh) -> Any:
+    if mesh.ndim == 1:
+        return _fsdp_common.FSDPMeshInfo(mesh, shard_mesh_dim=0)
+    return _fsdp_common.HSDPMeshInfo(mesh, shard_mesh_dim=1, replicate_mesh_dim=0)

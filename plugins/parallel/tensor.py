@@ -34,10 +34,9 @@ uneven: the last ranks get less, but every rank must get a part.
 """
 
 import math
-from collections.abc import Callable, Iterable, Iterator, Mapping
-from copy import copy
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, replace
-from functools import cache, partial
+from functools import partial
 from typing import Any
 
 import torch
@@ -46,7 +45,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch._ops import OpOverload
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
+from torch.distributed.tensor import DTensor, Replicate, Shard
 
 from titan.contracts import (
     AttentionCore,
@@ -60,9 +59,10 @@ from titan.contracts import (
     option,
     register,
 )
-from titan.contracts.base.cost import Collective, CollectiveCost, When, Where
-from titan.contracts.base.sharding import Slices, gathered, summed
-from titan.contracts.base.spec import TensorStyle, nearest
+from titan.contracts.base.cost import Collective, CollectiveCost, Matmul, When, Where
+from titan.contracts.base.sharding import Slices, gathered, slice_parameters, summed
+from titan.contracts.base.spec import TensorStyle, glob_matches, nearest
+from titan.contracts.layers.experts import SideLoss
 from titan.errors import PluginError
 
 UNEQUAL = 1e-2
@@ -134,8 +134,12 @@ class TensorParallel(Technique):
 
     def _collectives(self, costs: Costs, spec: ModelSpec) -> Iterator[CollectiveCost]:
         """Pairs are entered and left; each way back sends what the way in received."""
-        styles = [style for glob, style in spec.tensor.items() if glob.startswith(f"{spec.layers}.")]
-        enter, leave = styles.count("gather"), styles.count("row")
+        # Layers with globs of their own are entered as often as the others.
+        styles = [style for glob, style in spec.tensor.items() if glob.startswith(f"{spec.layers}.*.")]
+        enter = styles.count("gather") + styles.count("mixture")
+        linears = [(costs.style(op.module), op.of_layers) for op in costs.layer if isinstance(op, Matmul)]
+        leave = sum(share for style, share in linears if style == "row")
+        leave += max((share for style, share in linears if style == "summand"), default=0)
         yield from self._joins("layer", "forward", costs.dim, enter, leave)
         # What follows the last product that is kept is not computed again.
         yield from self._joins("layer", "recompute", costs.dim, enter, leave - 1)
@@ -149,10 +153,10 @@ class TensorParallel(Technique):
                 axes=("tp",), collective="all_gather", where="head", when="forward", numel=spec.vocab_size
             )
 
-    def _joins(self, where: Where, when: When, numbers: int, gathers: int, sums: int) -> Iterator[CollectiveCost]:
+    def _joins(self, where: Where, when: When, numbers: int, gathers: float, sums: float) -> Iterator[CollectiveCost]:
         """What is made whole is gathered from slices, or was whole already; what is summed is sliced then, or not."""
         sliced = self.config.sequence_parallel
-        joins: dict[Collective, int] = (
+        joins: dict[Collective, float] = (
             {"all_gather": gathers, "reduce_scatter": sums} if sliced else {"all_reduce": sums}
         )
         for kind, count in joins.items():
@@ -179,6 +183,8 @@ class TensorParallel(Technique):
             if style is not None:
                 _check_place(style, name, module, context.spec)
                 self._split(style, name, module, context.spec, mesh, slices)
+            elif any(glob_matches(glob, name) for glob in context.spec.draws) and not _inside(name, context.spec):
+                module.register_forward_pre_hook(partial(_draw_own, slices))
         part.retie(context.spec)
         left_out = [name for name, parameter in part.parameters() if not isinstance(parameter, DTensor)]
         if left_out:
@@ -191,13 +197,16 @@ class TensorParallel(Technique):
         self, style: TensorStyle, name: str, module: nn.Module, spec: ModelSpec, mesh: DeviceMesh, slices: Slices
     ) -> None:
         """Slice one module's parameters, and hook in what joins the ranks before or after its forward."""
-        if style in ("gather", "head"):
+        if style in ("gather", "mixture", "head"):
             module.register_forward_pre_hook(partial(_enter, slices))
         match style:
             case "gather":
                 return
-            case "row":
+            case "row" | "mixture":
                 module.register_forward_hook(partial(_leave, slices))
+                for inner in module.modules():
+                    if isinstance(inner, SideLoss):  # its gradients are added up too, as those of a router's weights
+                        inner.share /= slices.size
             case "embedding":
                 module.forward = partial(_look_up, slices, module)
             case "positions":
@@ -206,9 +215,10 @@ class TensorParallel(Technique):
                 module.forward = partial(_logits, mesh, self.config.loss_parallel, module)
         known = {own: spec.parameter(f"{name}.{own}", p.ndim) for own, p in module._parameters.items() if p is not None}
         dims = {own: facts.dim for own, facts in known.items()}
-        _slice(module, mesh, dims, summand=style == "row" and slices.rank > 0)
+        # One rank adds a row's bias, to its summand.
+        slice_parameters(module, mesh, dims, zero="bias" if style == "row" and slices.rank > 0 else "")
         for own, facts in known.items():
-            if facts.dim is None:  # one rank adds a row's bias, to its summand
+            if facts.dim is None:
                 summands = slices.positions or facts.partial or style == "row"
                 (self._partial if summands else self._equal).append((f"{name}.{own}", module, own))
 
@@ -270,10 +280,13 @@ def _gradients(replicated: _Replicated) -> dict[str, Tensor]:
 
 def _check_place(style: TensorStyle, name: str, module: nn.Module, spec: ModelSpec) -> None:
     """Refuse a linear or norm in a place where its input, or its gradient, would be another than the style says."""
-    above = [name[:end] for end, letter in enumerate(name) if letter == "."]
-    inside = any(spec.style_of(module_above) == "gather" for module_above in above)
-    if style == "gather" and inside:
-        raise PluginError(f'the model\'s spec has {name} as a "gather", but a module around it gathers already')
+    around = _around(name, spec)
+    inside = _inside(name, spec)
+    if style in ("gather", "mixture") and inside:
+        raise PluginError(f'the model\'s spec has {name} as a "{style}", but a module around it gathers already')
+    if (style in ("summand", "router") and "mixture" not in around) or (style == "row" and "mixture" in around):
+        place = "inside" if style == "row" else "outside"
+        raise PluginError(f'the model\'s spec has {name} as a "{style}" {place} of a "mixture" in ModelSpec.tensor')
     if style in ("column", "row", "qk_norm") and not inside:
         raise PluginError(
             f'the model\'s spec has {name} as a "{style}", but no module around it is a "gather" in ModelSpec.tensor: '
@@ -287,56 +300,14 @@ def _check_place(style: TensorStyle, name: str, module: nn.Module, spec: ModelSp
         )
 
 
-# --- parameters ---------------------------------------------------------------------------------------------------
+def _around(name: str, spec: ModelSpec) -> set[TensorStyle | None]:
+    """The styles of the modules that a module is part of."""
+    return {spec.style_of(name[:end]) for end, letter in enumerate(name) if letter == "."}
 
 
-def _slice(module: nn.Module, mesh: DeviceMesh, dims: Mapping[str, int | None], summand: bool) -> None:
-    """Make a module's parameters DTensors along `dims`, of which its own forward reads this rank's slices.
-
-    No communication: ranks hold equal whole tensors, or none yet on the meta device.
-
-    summand: the output is a summand of the ranks' sum, to which another rank adds the bias.
-    """
-    for name, dim in dims.items():
-        parameter, placement = module.get_parameter(name), Replicate() if dim is None else Shard(dim)
-        slices = distribute_tensor(parameter, mesh, [placement], src_data_rank=None)
-        module.register_parameter(name, nn.Parameter(slices, requires_grad=parameter.requires_grad))
-    if dims:
-        module.__class__ = _reading_slices(type(module), tuple(dims), "bias" if summand else "")
-
-
-@cache
-def _reading_slices(of: type[nn.Module], names: tuple[str, ...], zero: str) -> type[nn.Module]:
-    """A subclass in which `module.weight` is this rank's slice: one for all layers, as they share a compiled graph."""
-    return type(of.__name__, (of,), {name: property(_reader(name, name == zero)) for name in names})
-
-
-def _reader(name: str, zero: bool) -> Callable[[nn.Module], Tensor | None]:
-    def read(module: nn.Module) -> Tensor | None:
-        parameter = module._parameters[name]
-        if parameter is None or parameter.device_mesh.ndim > 1:  # sharded by data parallelism, so not in forward
-            return parameter
-        local = _local(parameter)
-        return local * 0 if zero else local
-
-    return read
-
-
-class _Local(torch.autograd.Function):
-    """`DTensor.to_local` in a fifth of the host's time, for a gradient that is laid out as the parameter is."""
-
-    @staticmethod
-    def forward(ctx: Any, parameter: DTensor) -> Tensor:
-        ctx.spec = parameter._spec
-        return parameter._local_tensor.view_as(parameter._local_tensor)
-
-    @staticmethod
-    def backward(ctx: Any, gradient: Tensor) -> DTensor:
-        return DTensor(gradient.contiguous(), copy(ctx.spec), requires_grad=False)
-
-
-def _local(parameter: DTensor) -> Tensor:
-    return parameter.to_local() if torch.compiler.is_compiling() else _Local.apply(parameter)
+def _inside(name: str, spec: ModelSpec) -> bool:
+    """Whether a module is part of one that is given whole hidden states."""
+    return not _around(name, spec).isdisjoint(("gather", "mixture"))
 
 
 # --- hidden states ------------------------------------------------------------------------------------------------
@@ -371,6 +342,12 @@ def _look_up(slices: Slices, table: nn.Embedding, tokens: Tensor) -> Tensor:
 
 def _own_positions(slices: Slices, module: nn.Module, args: tuple[Any, ...], output: Tensor) -> Tensor:
     return output.chunk(slices.size, dim=1)[slices.rank] if slices.positions else output
+
+
+def _draw_own(slices: Slices, module: nn.Module, args: tuple[Any, ...]) -> tuple[Any, ...]:
+    """The hidden states of a module that draws are those of this rank's positions; so be its random numbers."""
+    x, seeds, positions = args
+    return x, seeds, positions.chunk(slices.size, dim=1)[slices.rank] if slices.positions else positions
 
 
 def _logits(mesh: DeviceMesh, split: bool, module: nn.Linear, hidden: Tensor) -> Tensor:

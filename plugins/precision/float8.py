@@ -116,9 +116,10 @@ class Float8(Technique):
     def cost(self, costs: Costs, job: Job) -> Costs:
         """The layers' products in float8; each operand passed over for its maximum and its cast.
 
-        Linears that `filter` leaves out are counted as converted.
+        Linears that `filter` leaves out are counted as converted; stacks of weights are no linears.
         """
-        widths = [op.inputs + op.outputs for op in costs.layer if isinstance(op, Matmul)]
+        linears = [op for op in costs.layer if isinstance(op, Matmul) and op.stack == 1]
+        widths = [op.of_layers * op.used * (op.inputs + op.outputs) for op in linears]
         casts = Elementwise(region="tp_sharded", forward=1.5 * sum(widths), backward=1.5 * sum(widths))
         return replace(costs, dtype="float8", layer=(*costs.layer, casts))
 

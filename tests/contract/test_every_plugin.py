@@ -7,8 +7,9 @@ from typing import Any
 
 import pytest
 
-from tests.jobs import Outcome, assert_same_curve, train_job
+from tests.jobs import LLAMA, MOE, assert_same_curve, train_job
 from tests.planned import CLUSTER, job_of
+from titan.config import load_job
 from titan.contracts import Dataset, LrSchedule, Model, Technique, Tokenizer
 from titan.contracts.base import registry
 from titan.contracts.base.options import REQUIRED, Where, as_table, options_of, parse
@@ -117,7 +118,7 @@ def test_datasets_read_in_a_fixed_order(plugin: type[Dataset]) -> None:
 @pytest.mark.parametrize("technique", TECHNIQUES, ids=label)
 def test_a_job_with_it_on_can_be_planned(technique: type[Technique]) -> None:
     words = [*switched_on(technique)[1], "--train.micro_batch_size", "1"]
-    job = job_of(*words)
+    job = load_job(MOE, [*words, "--data.path", "."]) if job_file(technique) == MOE else job_of(*words)
     assert technique.name in [t.name for t in job.techniques]
     prediction = Planner(CLUSTER).predict(costs_of(job), job.layout)
     assert sum(prediction.time_s.values()) == pytest.approx(prediction.step_time_s)
@@ -138,22 +139,24 @@ WORDS: dict[str, tuple[str, ...]] = {"compile": ("--plugins.compile.backend", "a
 
 
 def switched_on(technique: type[Technique]) -> tuple[int, list[str]]:
-    """Ranks and words that switch a technique on: each axis it owns at 2, or its table."""
-    degrees = [word for axis in technique.axes for word in (f"--mesh.{axis.name}", "2")]
-    return 2 ** len(technique.axes), [*degrees, f"--plugins.{technique.name}.enabled", "true"]
+    """Ranks and words that switch a technique on: each axis it owns at 2, and an axis that it folds; or its table."""
+    axes = {name for axis in technique.axes for name in (axis.name, *axis.folds[:1])}
+    degrees = [word for name in sorted(axes) for word in (f"--mesh.{name}", "2")]
+    own = sum(not axis.folds for axis in technique.axes) + any(axis.folds for axis in technique.axes)
+    return 2**own, [*degrees, f"--plugins.{technique.name}.enabled", "true"]
 
 
-@pytest.fixture(scope="module")
-def off(tmp_path_factory: pytest.TempPathFactory) -> Outcome:
-    return train_job(tmp_path_factory.mktemp("off"), 1)
+def job_file(technique: type[Technique]) -> Path:
+    """A job whose model has what the technique shares: an axis that folds others is for stacks of weights."""
+    return MOE if any(axis.folds for axis in technique.axes) else LLAMA
 
 
 @pytest.mark.parametrize("technique", [t for t in TECHNIQUES if t.preserves_numerics], ids=label)
-def test_parity_with_it_off_and_its_checkpoint_loads_without_it(technique, off: Outcome, tmp_path: Path) -> None:
+def test_parity_with_it_off_and_its_checkpoint_loads_without_it(technique, one_rank, tmp_path: Path) -> None:
     ranks, words = switched_on(technique)
     words += WORDS.get(technique.name, ())
-    saving = ("--checkpoint.enabled", "true")
-    half = train_job(tmp_path, ranks, *words, *saving, "--train.steps", "5")
+    saving, file = ("--checkpoint.enabled", "true"), job_file(technique)
+    half = train_job(tmp_path, ranks, *words, *saving, "--train.steps", "5", config=file)
     assert {step: row["tokens"] for step, row in half.rows.items()} == {s: 128 * s for s in range(1, 6)}
-    whole = train_job(tmp_path, 1, *saving)
-    assert_same_curve(off, whole)
+    whole = train_job(tmp_path, 1, *saving, config=file)
+    assert_same_curve(one_rank(config=file), whole)

@@ -1,6 +1,7 @@
 """Each widening of the contract, by a guest from outside (tests/guests): the curve of one rank at other layouts."""
 
 import json
+import math
 from pathlib import Path
 
 import pytest
@@ -15,7 +16,7 @@ from titan.planner.step.layout import costs_of
 from titan.planner.step.predict import Planner, flops_per_token
 
 GUESTS = ("--plugins.path", str(Path(__file__).parents[1] / "guests"))
-PARALLEL = LLAMA.with_name("parallel.toml")
+PARALLEL, STACKED = LLAMA.with_name("parallel.toml"), LLAMA.with_name("stacked.toml")
 PACKED = ("--data.packing", "document_mask")
 
 
@@ -71,6 +72,25 @@ def test_a_model_of_shared_layers(words: list[str], one_rank, tmp_path: Path) ->
     assert_same_curve(one_rank(*PACKED, config=PARALLEL), train_job(tmp_path, 4, *PACKED, *words, config=PARALLEL))
 
 
+NOISE = ("--plugins.neftune.alpha", "20")
+COMPILED = ["--plugins.compile.backend", "aot_eager"]
+
+
+@pytest.mark.parametrize(
+    "words",
+    [
+        [*mesh(tp=2, pp=2), "--plugins.activation_checkpoint.mode", "full"],
+        [*mesh(dp_shard=2, tp=2), *WHOLE, *COMPILED],
+        mesh(cp=2, dp_shard=2),
+    ],
+    ids=" ".join,
+)
+def test_noise_from_outside(words: list[str], one_rank, tmp_path: Path) -> None:
+    expected = one_rank(*GUESTS, *NOISE)
+    assert_same_curve(expected, train_job(tmp_path, 4, *GUESTS, *NOISE, *words))
+    assert abs(expected.rows[1]["loss"] / one_rank().rows[1]["loss"] - 1) > 1e-4  # there is noise
+
+
 def test_a_model_of_shared_layers_is_planned() -> None:
     job = load_job(PARALLEL, ["--data.path", "nowhere", *mesh(tp=2)], 2)
     costs, net = costs_of(job), job.model.build()
@@ -90,3 +110,21 @@ def test_a_model_of_shared_layers_generates_with_a_cache(tmp_path: Path) -> None
         assert done.returncode == 0, done.stderr
         texts.append(json.loads(done.stdout)["tokens"])
     assert len(texts[0]) == 16 and texts[0] == texts[1] == texts[2]
+
+
+FOLDED = [
+    {"dp_shard": 4, "spread": 2},
+    {"dp_shard": 2, "cp": 2, "spread": 4},
+    {"dp_shard": 2, "dp_replicate": 2, "spread": 2},
+    {"dp_shard": 2, "pp": 2, "spread": 2},
+    {"dp_shard": 2, "cp": 2, "dp_replicate": 2, "spread": 2},
+    {"dp_shard": 4, "tp": 2, "spread": 2},
+]
+
+
+@pytest.mark.parametrize("degrees", FOLDED, ids=str)
+def test_stacks_spread_over_ranks_of_other_axes(degrees: dict[str, int], one_rank, tmp_path: Path) -> None:
+    # Tensor parallelism wants every parameter sliced or placed when its turn comes, which is the TOML's.
+    words = [*PACKED, *mesh(**degrees), "--plugins.spread.enabled", "true", *WHOLE]
+    ranks = math.prod(degree for axis, degree in degrees.items() if axis != "spread")
+    assert_same_curve(one_rank(*PACKED, config=STACKED), train_job(tmp_path, ranks, *words, config=STACKED))

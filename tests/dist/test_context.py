@@ -2,13 +2,19 @@
 
 import re
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
+import torch
 
-from tests.jobs import GPT, LLAMA, QWEN3, assert_same_curve, mesh, train_job
+from tests.jobs import GPT, LLAMA, NEOX, QWEN3, assert_same_curve, mesh, train_job
 from tests.sweeps import but_sweep
 from titan.config import load_job
+from titan.contracts import Batch, ModelPart
+from titan.contracts.layers.cache import cores_of
 from titan.errors import ConfigError
+from titan.planner.step.layout import costs_of
 
 
 def by(method: str) -> list[str]:
@@ -58,7 +64,7 @@ def test_the_curve_of_one_rank(case: str, one_rank, tmp_path: Path) -> None:
     assert_same_curve(one_rank(*same), train_job(tmp_path, world_size, *words, *same))
 
 
-@pytest.mark.parametrize("config", [GPT, QWEN3], ids=["gpt", "qwen3"])
+@pytest.mark.parametrize("config", [GPT, QWEN3, NEOX], ids=["gpt", "qwen3", "neox"])
 @pytest.mark.parametrize("method", but_sweep(METHODS, "gather", "ulysses"))
 def test_other_models(config: Path, method: str, one_rank, tmp_path: Path) -> None:
     assert_same_curve(
@@ -77,6 +83,10 @@ def test_other_models(config: Path, method: str, one_rank, tmp_path: Path) -> No
             r"cannot deal 2 query heads and 1 key-value heads \(of \[model\] n_heads = 4 over mesh\.tp = 2\) to "
             r"mesh\.cp = 8 ranks; nearest cp that fits: 2",
         ),
+        (
+            [*mesh(cp=8), *by("ulysses")],
+            r"cannot deal 4 query heads and 2 key-value heads \(of \[model\] n_heads = 4\) to mesh\.cp = 8 ranks",
+        ),
         ([*mesh(cp=2), "--model.attention", "unfused"], r"writes no scores; use method = \"ulysses\""),
         ([*mesh(cp=2), "--model.sliding_window", "17", "--model.max_seq_len", "16"], r"sliding_window 17 .* 16"),
         (
@@ -84,9 +94,34 @@ def test_other_models(config: Path, method: str, one_rank, tmp_path: Path) -> No
             r"\[plugins.context\] requires summed_gradients, which no enabled technique provides",
         ),
     ],
-    ids=["ring", "ulysses", "heads", "scores", "window", "sums"],
+    ids=["ring", "ulysses", "heads", "heads without tp", "scores", "window", "sums"],
 )
 def test_what_cannot_be_split_is_refused(words: list[str], said: str) -> None:
     with pytest.raises(ConfigError) as error:
         load_job(LLAMA, ["--data.path", "x", *words], world_size=None)
     assert re.search(said, str(error.value)), error.value
+
+
+def test_heads_that_tp_cannot_split_are_refused_once() -> None:
+    with pytest.raises(ConfigError) as error:
+        load_job(LLAMA, ["--data.path", "x", *mesh(cp=2, tp=4), *by("ulysses")])
+    (fault,) = error.value.faults
+    assert "[model] n_kv_heads = 2 cannot be split over mesh.tp = 4" in fault.what
+
+
+@pytest.mark.parametrize("method", METHODS)
+def test_one_rank_has_whole_sequences(method: str) -> None:
+    """Of any length and of any heads: a table of options alone changes nothing."""
+    words = ["--data.path", "x", "--data.seq_len", "15", "--model.attention", "unfused", *by(method)]
+    job = load_job(LLAMA, words)
+    [technique] = (t for t in job.techniques if t.name == "context")
+    with torch.device("meta"):
+        part = ModelPart(job.model.build())
+    context: Any = SimpleNamespace(mesh=SimpleNamespace(layout=job.layout))
+    technique.apply(part, context)
+    assert part.length_multiple == 1 and all(core.operation is None for core in cores_of(part.module))
+    tokens = torch.zeros(2, 15, dtype=torch.int64)
+    batch = Batch(tokens, tokens)
+    assert technique.batch(batch) is batch
+    costs = costs_of(load_job(LLAMA, words[:-2]))
+    assert technique.cost(costs, job) == costs

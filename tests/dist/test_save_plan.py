@@ -6,11 +6,14 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import DTensor, Shard
 
 from tests.checkpoints import BOTH, HYBRID, ONE, SHARDED, Layout, adamw, checkpointer_of, model_on, save
 from tests.jobs import saved_tensors, stored
 from tests.ranks import run_ranks
 from titan.checkpoint.disk import plan
+from titan.checkpoint.storage import box_of
 from titan.contracts import ModelPart
 from titan.errors import CheckpointError
 
@@ -67,3 +70,18 @@ def test_ranks_whose_tensors_differ_in_shape_are_refused(tmp_path: Path) -> None
     told = run_ranks(_save_other_shapes, 2, tmp_path)
     assert told[0] == told[1] and "model.weight is [4, 3] of torch.float32 and [5, 3] of torch.float32" in told[0]
     assert list(tmp_path.iterdir()) == []
+
+
+def _box_of_three_rows_of_ten() -> str:
+    mesh = init_device_mesh("cpu", (2,))
+    fits = DTensor.from_local(torch.zeros(5, 2), mesh, [Shard(0)], run_check=False, shape=(10, 2), stride=(2, 1))
+    assert box_of(fits) == ((5 * dist.get_rank(), 0), (5, 2))
+    short = DTensor.from_local(torch.zeros(3, 2), mesh, [Shard(0)], run_check=False, shape=(10, 2), stride=(2, 1))
+    with pytest.raises(CheckpointError) as refused:
+        box_of(short)
+    return str(refused.value)
+
+
+def test_a_part_that_is_not_what_its_placements_say_is_refused() -> None:
+    said = "a rank holds [3, 2] of a tensor, but its placements give it [5, 2]"
+    assert run_ranks(_box_of_three_rows_of_ten, 2) == [said] * 2

@@ -20,6 +20,7 @@ from titan.plugins.losses.cross_entropy import Config as LossConfig
 from titan.plugins.losses.cross_entropy import CrossEntropy
 from titan.plugins.models.gpt import Gpt, GptConfig
 from titan.plugins.models.llama import Llama, LlamaConfig
+from titan.plugins.models.neox import Neox, NeoxConfig
 from titan.plugins.models.qwen3 import Qwen3, Qwen3Config
 from titan.plugins.parallel.tensor import TensorConfig, TensorParallel
 
@@ -29,6 +30,7 @@ MODELS = {
     "llama, grouped queries": lambda: Llama(LlamaConfig(**SIZES, n_kv_heads=4)),
     "llama, tied": lambda: Llama(LlamaConfig(**SIZES, tied=True)),
     "gpt, tied, biases": lambda: Gpt(GptConfig(**SIZES)),
+    "neox, parallel branches": lambda: Neox(NeoxConfig(**SIZES, rotary_pct=0.5)),
     "qwen3, norms of heads": lambda: Qwen3(Qwen3Config(**SIZES, n_kv_heads=4, head_dim=6)),
 }
 

@@ -213,6 +213,8 @@ def _model(rng: random.Random, degrees: Mapping[str, int], context: Keys, layers
     }  # fmt: skip
     if "head_dim" in has and rng.random() < 0.5:
         keys["head_dim"] = rng.choice((6, 8, 10))
+    if "rotary_pct" in has:
+        keys["rotary_pct"] = rng.choice(range(2, width + 1, 2)) / width
     if "sliding_window" in has and rng.random() < 0.4:
         keys["sliding_window"] = rng.randint(1, length)
     return {f"model.{key}": value for key, value in keys.items()}

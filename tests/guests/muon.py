@@ -53,13 +53,15 @@ class _Muon(torch.optim.Optimizer):
 
 
 def _orthogonal(matrix: Tensor) -> Tensor:
-    x = matrix.mT if matrix.shape[0] > matrix.shape[1] else matrix
-    x = x / (x.norm() + 1e-7)
+    """Of a matrix, or of each of a stack [E, rows, columns]."""
+    rows, columns = matrix.shape[-2:]
+    x = matrix.mT if rows > columns else matrix
+    x = x / (x.norm(dim=(-2, -1), keepdim=True) + 1e-7)
     for _ in range(5):
         square = x @ x.mT
         x = 3.4445 * x + (-4.7750 * square + 2.0315 * square @ square) @ x
-    x = x.mT if matrix.shape[0] > matrix.shape[1] else x
-    return 0.2 * max(matrix.shape) ** 0.5 * x
+    x = x.mT if rows > columns else x
+    return 0.2 * max(rows, columns) ** 0.5 * x
 
 
 @register

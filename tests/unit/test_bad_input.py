@@ -103,6 +103,8 @@ CASES: dict[str, tuple[str, str, list[str]]] = {
     "heads over width": ("n_heads = 4", "n_heads = 3", ["dim 32 over n_heads 3", "n_heads 3 must be divisible by n_kv_heads 2"]),
     "kv heads": ("n_kv_heads = 2", "n_kv_heads = 3", ["n_heads 4 must be divisible by n_kv_heads 3"]),
     "sequence longer than the model": ("seq_len = 16", "seq_len = 64", ["[data] seq_len = 64: must be at most the model's max_seq_len, 32"]),
+    "window without a position": ("dim = 32", "dim = 32\nsliding_window = 0", ["[model] sliding_window = 0: must be at least 1, or left out"]),
+    "window longer than the sequence": ("dim = 32", "dim = 32\nsliding_window = 17", ["[data] seq_len = 16: no sequence fills the model's attention window of 17 positions; nearest that fit: seq_len 17, or a window of 16"]),
     "two wrappers": ("[plugins]", "[plugins.fsdp]\n[plugins.ddp]", ["[plugins.ddp] and [plugins.fsdp] cannot be enabled together"]),
     "precision without a wrapper": ("[plugins]", "[plugins.bf16]\n[plugins.fsdp]\nenabled = false", ["[plugins.bf16] requires mixed_precision"]),
     "unknown backend of torch.compile": ("[plugins]", '[plugins.compile]\nbackend = "inducter"', ["backend = 'inducter': no backend of torch.compile (did you mean 'inductor'?)"]),

@@ -13,7 +13,8 @@ from titan.contracts import Model
 from titan.contracts.base import cost, registry
 from titan.contracts.base.cost import Attention, Elementwise, Matmul, Operation, residual
 from titan.planner.step.layout import costs_of
-from titan.planner.step.memory import kept_by, shapes, sliced
+from titan.planner.step.memory import kept_by
+from titan.planner.step.parameters import parameters_of
 from titan.planner.step.predict import Planner, flops_per_token
 from titan.planner.step.traffic import moved
 
@@ -27,7 +28,7 @@ def test_operations_have_the_parameters_and_flops_of_the_plan(plugin: type[Model
     job = job_of("--model.name", plugin.name, "--model.preset", preset, "--data.seq_len", str(spec.max_seq_len))
     costs = costs_of(job)
     params = {
-        part: sum(sliced(shapes(op, costs), 1) for op in ops)
+        part: parameters_of(ops, costs)
         for part, ops in (("embeddings", costs.embeddings), ("layer", costs.layer), ("head", costs.head))
     }
     table = spec.vocab_size * spec.dim
@@ -74,7 +75,7 @@ def test_tensor_parallelism_slices_pairs_and_replicates_norms() -> None:
     norms = 2 * whole.dim
 
     def layer(costs):
-        return sum(sliced(shapes(op, costs), 1) for op in costs.layer)
+        return parameters_of(costs.layer, costs)
 
     assert layer(sliced_) == (layer(whole) - norms) / 4 + norms
     assert sliced_.share("hidden") == whole.share("hidden") / 4

@@ -1,5 +1,6 @@
 """Former names of what plugins are written with: each works, and is reported once, with the present name."""
 
+import copy
 import importlib
 import re
 import sys
@@ -9,6 +10,7 @@ from typing import Any
 
 import pytest
 import torch
+from torch import Tensor, nn
 
 from tests.planned import job_of
 from titan import contracts, errors
@@ -239,6 +241,53 @@ def test_a_model_by_a_former_hook_may_derive_from_a_present_one() -> None:
 
     assert Former(None).spec() == Former(None).plan() == "plan over spec"
     assert Present(None).plan() == "spec"  # type: ignore[attr-defined]
+
+
+class _Whole(nn.Module):
+    """A forward of titan 0.1, whose positions are all of the sequence."""
+
+    def forward(self, x: Tensor, documents: Tensor | None = None) -> tuple[Tensor, Tensor | None]:
+        return x, documents
+
+
+class _Placed(nn.Module):
+    """A present forward, though its documents have another name."""
+
+    def forward(self, x: Tensor, positions: Tensor, of: Tensor | None = None) -> tuple[Tensor, Tensor, Tensor | None]:
+        return x, positions, of
+
+
+class _Bare(nn.Module):
+    """Neither: nothing says that what follows the tokens is documents."""
+
+    def forward(self, x: Tensor, mask: Tensor | None = None) -> tuple[Tensor, Tensor | None]:
+        return x, mask
+
+
+def _built(module: type[nn.Module]) -> nn.Module:
+    class Builder(Model):
+        def build(self) -> nn.Module:
+            return module()
+
+        def spec(self) -> contracts.ModelSpec:
+            raise NotImplementedError
+
+    return Builder(None).build()
+
+
+def test_a_forward_of_tokens_and_documents_alone_is_given_no_positions(reported) -> None:
+    x, positions, documents = torch.zeros(3)
+    former = _built(_Whole)
+    assert reported() == [f"forward(x, documents) of _Whole in {__file__} is now forward(x, positions, documents)"]
+    assert former(x, positions, documents) == (x, documents) and former(x, positions) == (x, None)
+    assert isinstance(former, _Whole) and type(former).__name__ == "_Whole"
+    assert copy.deepcopy(former)(x, positions, documents) == (x, documents), "as a pipeline copies it"
+
+
+@pytest.mark.parametrize("module", [_Placed, _Bare])
+def test_other_forwards_are_left_as_they_are(module: type[nn.Module], reported) -> None:
+    built, (x, positions) = _built(module), torch.zeros(2)
+    assert type(built) is module and built(x, positions)[1] is positions and reported() == []
 
 
 def test_present_names_are_not_reported(reported) -> None:

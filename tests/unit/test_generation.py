@@ -11,14 +11,16 @@ import torch
 from torch import Tensor, nn
 
 from tests.logits import logits_of
-from titan.contracts import BuildContext, Model, ModelPart
+from titan.commands import generate
+from titan.contracts import AttentionCore, BuildContext, Model, ModelPart
 from titan.contracts.base.mesh import Layout, Mesh
-from titan.contracts.layers.cache import Cache
+from titan.contracts.layers.cache import Cache, cores_of
 from titan.errors import ConfigError, DivergedError
 from titan.inference import generation
 from titan.inference.generation import Sampling, Text, Words
 from titan.plugins.models.gpt import Gpt, GptConfig
 from titan.plugins.models.llama import Llama, LlamaConfig
+from titan.plugins.models.neox import Neox, NeoxConfig
 from titan.plugins.models.qwen3 import Qwen3, Qwen3Config
 from titan.plugins.tokenizers.byte import END, Byte
 from titan.plugins.tokenizers.byte import Config as ByteConfig
@@ -31,6 +33,7 @@ MODELS: dict[str, Model] = {
     "llama, window": Llama(LlamaConfig(**SIZES, n_kv_heads=2, sliding_window=5)),
     "gpt, grouped": Gpt(GptConfig(**SIZES, n_kv_heads=2)),
     "qwen3, grouped": Qwen3(Qwen3Config(**SIZES, n_kv_heads=2, head_dim=12)),
+    "neox, grouped": Neox(NeoxConfig(**SIZES, n_kv_heads=2, rotary_pct=0.5)),
 }
 PROMPTS = [list(b"the cat"), list(b"a"), list(b"sat on the"), list(b"on")]
 GREEDY = Sampling(max_new_tokens=8, temperature=0.0)
@@ -140,6 +143,25 @@ def test_a_run_that_is_held_to_its_contract_generates_with_a_cache_too() -> None
     assert generation._Model(here, held)._caching and generation._Model(here, direct)._caching
 
 
+class Halved(AttentionCore):
+    """Attention of a model's own, of which the cache knows nothing."""
+
+    def attend(self, q: Tensor, k: Tensor, v: Tensor, positions: Tensor, documents: Tensor | None = None) -> Tensor:
+        return super().attend(q, k, v, positions, documents) / 2
+
+
+def test_a_model_with_attention_of_its_own_generates_without_a_cache() -> None:
+    model, module = MODELS["llama"], net(MODELS["llama"])
+    plain = [text.ids for text in run(model, PROMPTS, GREEDY, module)]
+    for core in cores_of(module):
+        core.__class__ = Halved
+    here = context(model, module)
+    assert not generation._Model(here, SequentialEngine(here.parts[0], ()))._caching
+    found = [text.ids for text in run(model, PROMPTS, GREEDY, module)]
+    assert found == [text.ids for text in run(model, PROMPTS, GREEDY, Forgetful(module))]
+    assert found != plain, "half of the attention draws the same text: this test would see little"
+
+
 @pytest.mark.parametrize("split", [4, 8])
 def test_hidden_states_that_are_split_get_an_even_length(split: int, monkeypatch: pytest.MonkeyPatch) -> None:
     """8 is longer than some of the prompts and texts."""
@@ -173,6 +195,32 @@ def test_a_text_stops_where_the_model_ends() -> None:
     texts = run(MODELS["gpt, grouped"], PROMPTS, dataclasses.replace(GREEDY, max_new_tokens=20))
     assert [len(text.ids) for text in texts] == [24, 21, 24, 22]
     assert [text.stopped for text in texts] == ["max_seq_len", "max_new_tokens", "max_seq_len", "max_new_tokens"]
+
+
+def test_a_text_stops_where_the_layout_ends(capsys: pytest.CaptureFixture[str]) -> None:
+    """24 tokens are no multiple of 10, into which this layout splits a text."""
+    model = MODELS["gpt, grouped"]
+    here = context(model, net(model))
+    here.parts[0].length_multiple = 10
+    texts = _all_of(here, PROMPTS)
+    assert [(len(text.ids), text.stopped) for text in texts] == [(20, "max_seq_len")] * 4
+    stopped = "stopped at the model's max_seq_len, 24 tokens with the prompt"
+    generate._close(texts, here.job, 2.0)  # type: ignore[arg-type]
+    told = "60 tokens in 2.0 s, 30.0 tokens/s"
+    assert capsys.readouterr().err == f"{told}\n{stopped}; this layout splits no more than 20 of them evenly\n"
+    here.parts[0].length_multiple = 1
+    generate._close(_all_of(here, PROMPTS[:1]), here.job, 2.0)  # type: ignore[arg-type]
+    assert capsys.readouterr().err.splitlines()[1:] == [stopped]
+    here.parts[0].length_multiple = 10
+    assert len(generation.encode(here.job, "x" * 20)) == 20  # type: ignore[arg-type]
+    with pytest.raises(ConfigError, match="a prompt has 20 tokens; this layout supports at most 20"):
+        _all_of(here, [[120] * 20])
+
+
+def _all_of(here: BuildContext, prompts: Sequence[Sequence[int]]) -> list[Text]:
+    """Texts that end where nothing but their length ends them."""
+    sampling = dataclasses.replace(GREEDY, max_new_tokens=24)
+    return generation.generate(here, SequentialEngine(here.parts[0], ()), prompts, sampling)
 
 
 def test_a_prompt_that_is_too_long_is_refused() -> None:

@@ -34,6 +34,8 @@ from titan.plugins.models.gpt import Gpt
         ("gpt", {"tied": False}, torch.float32),
         ("qwen3", {"n_kv_heads": 2, "head_dim": 6, "tied": True}, torch.bfloat16),
         ("qwen3", {"head_dim": 8}, torch.float32),
+        ("neox", {"rotary_pct": 0.5, "parallel_residual": False}, torch.bfloat16),
+        ("neox", {"rotary_pct": 1.0, "tied": True, "rope_theta": 500.0}, torch.float32),
     ],
 )
 def test_nothing_is_lost_on_the_way(name: str, options: dict[str, Any], dtype: torch.dtype, tmp_path: Path) -> None:
@@ -199,6 +201,13 @@ def test_what_does_not_fit_is_told(spoil: Callable[[dict[str, Tensor]], None], t
         ("llama", {"rope_scaling": {"type": "linear", "factor": 2}}, "rope_scaling rope_type = 'linear': this model"),
         ("llama", {"rope_parameters": {"rope_type": "llama3"}}, "rope_parameters factor: missing"),
         ("llama", {"rope_scaling": [1]}, "rope_scaling = [1]: must be an object"),
+        ("llama", {"rope_scaling": {"rope_type": ["llama3"]}}, "rope_scaling rope_type = ['llama3']: this model has"),
+        ("qwen3", {"rope_parameters": {"rope_type": None}}, "rope_parameters rope_type = None: this model has"),
+        (
+            "llama",
+            {"rope_parameters": {"partial_rotary_factor": 0.5}},
+            "rope_parameters partial_rotary_factor = 0.5: this model supports only 1",
+        ),
         ("llama", {"model_type": "mistral", "sliding_window": "4k"}, "sliding_window = '4k': must be an integer"),
         ("gpt", {"activation_function": "relu"}, "activation_function = 'relu': this model has 'gelu_new' only"),
         ("gpt", {"scale_attn_by_inverse_layer_idx": True}, "scale_attn_by_inverse_layer_idx = True: this model has"),
@@ -206,6 +215,20 @@ def test_what_does_not_fit_is_told(spoil: Callable[[dict[str, Tensor]], None], t
         ("qwen3", {"use_sliding_window": True}, "use_sliding_window = True: this model has False only"),
         ("qwen3", {"head_dim": None}, "head_dim = None: must be an integer of at least 1"),
         ("qwen3", {"rope_scaling": {"rope_type": "yarn"}}, "rope_scaling rope_type = 'yarn': this model has 'default'"),
+        (
+            "qwen3",
+            {"rope_parameters": {"partial_rotary_factor": 0.5}},
+            "rope_parameters partial_rotary_factor = 0.5: this",
+        ),
+        ("neox", {"attention_bias": False}, "attention_bias = False: this model has True only"),
+        ("neox", {"hidden_act": "gelu_fast"}, "hidden_act = 'gelu_fast': this model has 'gelu' only"),
+        (
+            "neox",
+            {"rope_scaling": {"type": "linear", "factor": 2}},
+            "rope_scaling rope_type = 'linear': this model has",
+        ),
+        ("neox", {"rope_parameters": [1]}, "rope_parameters = [1]: must be an object"),
+        ("neox", {"num_attention_heads": None}, "num_attention_heads = None: must be an integer of at least 1"),
     ],
 )
 def test_what_the_model_cannot_do_is_refused(name: str, change: dict[str, Any], told: str) -> None:
@@ -230,6 +253,16 @@ def test_defaults_of_transformers() -> None:
         "n_layers": 2, "dim": 32, "n_heads": 64, "n_kv_heads": 32, "head_dim": 128, "ffn_dim": 48, "vocab_size": 257,
         "max_seq_len": 64, "tied": False, "norm_eps": 1e-6, "rope_theta": 10000.0,
     }  # fmt: skip
+    pythia = {**sizes, "model_type": "gpt_neox", "use_parallel_residual": False}
+    old = plugin("neox").from_hf({**pythia, "rotary_emb_base": 500, "rotary_pct": 0.5})
+    rope = {"rope_type": "default", "rope_theta": 500, "partial_rotary_factor": 0.5}
+    assert old == plugin("neox").from_hf({**pythia, "rope_parameters": rope}) == {
+        "n_layers": 2, "dim": 32, "n_heads": 4, "ffn_dim": 48, "vocab_size": 257, "max_seq_len": 64, "tied": False,
+        "parallel_residual": False, "rotary_pct": 0.5, "rope_theta": 500, "norm_eps": 1e-5,
+    }  # fmt: skip
+    silent = plugin("neox").from_hf({**sizes, "model_type": "gpt_neox"}) or {}
+    assert (silent["parallel_residual"], silent["rotary_pct"], silent["rope_theta"]) == (True, 0.25, 10000.0)
+    assert plugin("neox", n_kv_heads=2).hf_config() is None
     assert plugin("gpt").from_hf(sizes) is None and plugin("llama").from_hf({"model_type": "gpt2"}) is None
 
 

@@ -2,7 +2,7 @@
 
 import pytest
 
-from titan.contracts.base.mesh import Axis, lay_out
+from titan.contracts.base.mesh import Axis, DataFact, WeightsFact, lay_out
 
 AXES = [
     Axis(name="tp", data="same", weights="slices", topology_order=40, doc=""),
@@ -46,3 +46,17 @@ def test_roles_number_the_ranks_that_differ_in_them() -> None:
 def test_faults(wanted: dict[str, int], ranks: int | None, words: str) -> None:
     _, faults = lay_out(AXES, wanted, ranks)
     assert len(faults) == 1 and words in faults[0][1]
+
+
+@pytest.mark.parametrize(
+    ("data", "weights", "words"),
+    [
+        ("same", "copies", 'data = "same" with weights = "copies": its ranks would all do the same work'),
+        ("sliced", "slices", 'data = "sliced" with weights = "slices": ranks that slice sequences must hold "copies"'),
+        ("sliced", "layers", 'data = "sliced" with weights = "layers": ranks that slice sequences must hold "copies"'),
+    ],
+)
+def test_facts_that_contradict_each_other(data: DataFact, weights: WeightsFact, words: str) -> None:
+    with pytest.raises(ValueError) as refused:
+        Axis(name="a", data=data, weights=weights, topology_order=0, doc="")
+    assert str(refused.value) == f"mesh axis 'a': {words}"

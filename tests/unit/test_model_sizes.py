@@ -4,7 +4,7 @@ import pytest
 
 from titan.contracts import Model
 from titan.contracts.base.spec import nearest
-from titan.plugins.models import gpt, llama, qwen3
+from titan.plugins.models import gpt, llama, neox, qwen3
 
 
 @pytest.mark.parametrize(
@@ -20,6 +20,14 @@ from titan.plugins.models import gpt, llama, qwen3
         (qwen3.Qwen3, {"dim": 100, "n_heads": 8}, ["dim 100", "n_heads 8", "dim 96 or 112, or set head_dim"]),
         (qwen3.Qwen3, {"dim": 100, "n_heads": 8, "head_dim": 7}, ["head_dim 7", "nearest: 6 or 8"]),
         (qwen3.Qwen3, {"n_heads": 4, "n_kv_heads": 3}, ["n_heads 4", "n_kv_heads 3", "nearest: 2 or 4"]),
+        (neox.Neox, {"dim": 100, "n_heads": 8}, ["dim 100", "n_heads 8", "n_heads 5 or 10, or dim 96 or 104"]),
+        (neox.Neox, {"n_heads": 4, "n_kv_heads": 3}, ["n_heads 4", "n_kv_heads 3", "nearest: 2 or 4"]),
+        (
+            neox.Neox,
+            {"dim": 48},
+            ["rotary_pct 0.25 of dim / n_heads = 12 features rotates 3", "nearest: 2 or 4 features"],
+        ),
+        (neox.Neox, {"rotary_pct": 0.01}, ["rotary_pct 0.01", "32 features rotates 0", "nearest: 2 features"]),
     ],
 )
 def test_sizes_that_clash_are_named_with_what_fits(model: type[Model], sizes: dict[str, int], words: list[str]) -> None:

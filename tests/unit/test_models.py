@@ -13,11 +13,11 @@ from titan.contracts import Model
 from titan.contracts.base import options, registry
 from titan.contracts.layers.rotary import rope_table
 from titan.errors import PluginError
-from titan.plugins.models import gpt, llama, qwen3
+from titan.plugins.models import gpt, llama, neox, qwen3
 
 torch.set_num_threads(1)
 
-MODELS: list[type[Model]] = [llama.Llama, gpt.Gpt, qwen3.Qwen3]
+MODELS: list[type[Model]] = [llama.Llama, gpt.Gpt, qwen3.Qwen3, neox.Neox]
 PRESETS = [pytest.param(m, preset, id=f"{m.name}-{preset}") for m in MODELS for preset in m.presets]
 
 
@@ -128,6 +128,25 @@ def test_qwen3_sizes_are_the_published_ones(preset: str, params: int) -> None:
     assert sized(qwen3.Qwen3, preset).spec().params == params
 
 
+@pytest.mark.parametrize(
+    ("preset", "params"),
+    [
+        ("pythia-70m", 70_426_624),
+        ("pythia-160m", 162_322_944),
+        ("pythia-410m", 405_334_016),
+        ("pythia-1b", 1_011_781_632),
+        ("pythia-1.4b", 1_414_647_808),
+        ("pythia-2.8b", 2_775_208_960),
+        ("pythia-6.9b", 6_857_302_016),
+        ("pythia-12b", 11_846_072_320),
+        ("neox-20b", 20_554_567_680),
+    ],
+)
+def test_neox_sizes_are_the_published_ones(preset: str, params: int) -> None:
+    """Table 1 of arXiv 2304.01373, table 3 of 2204.06745."""
+    assert sized(neox.Neox, preset).spec().params == params
+
+
 @pytest.mark.parametrize("preset", [p for p in gpt.Gpt.presets if p not in ("nano", "tiny")])
 def test_gpt_sizes_are_the_published_ones(preset: str) -> None:
     model = sized(gpt.Gpt, preset)
@@ -154,13 +173,20 @@ def test_models_are_registered_by_name() -> None:
     assert registry.find("model", "llama") is llama.Llama
     assert registry.find("model", "gpt") is gpt.Gpt
     assert registry.find("model", "qwen3") is qwen3.Qwen3
+    assert registry.find("model", "neox") is neox.Neox
 
 
 # --- initial values and decay -------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(
-    ("model", "added"), [(llama.Llama, {"wo", "w2"}), (gpt.Gpt, {"wo", "down"}), (qwen3.Qwen3, {"wo", "w2"})]
+    ("model", "added"),
+    [
+        (llama.Llama, {"wo", "w2"}),
+        (gpt.Gpt, {"wo", "down"}),
+        (qwen3.Qwen3, {"wo", "w2"}),
+        (neox.Neox, {"wo", "down"}),
+    ],
 )
 @pytest.mark.parametrize("tied", [True, False])
 def test_initial_values(model: type[Model], added: set[str], tied: bool) -> None:
@@ -210,7 +236,7 @@ def test_later_tokens_do_not_reach_earlier_logits(model: type[Model], packed: bo
     assert ((before[:, seen] - after[:, seen]).abs().amax(-1) > 1e-4).all()
 
 
-@pytest.mark.parametrize("model", [llama.Llama, qwen3.Qwen3])
+@pytest.mark.parametrize("model", [llama.Llama, qwen3.Qwen3, neox.Neox])
 @pytest.mark.parametrize("kv", [None, 2])
 def test_packed_documents_equal_documents_alone(model: type[Model], kv: int | None) -> None:
     whole = sized(model, "tiny", n_kv_heads=kv)
@@ -362,6 +388,35 @@ def test_llama_block_is_the_published_arithmetic() -> None:
     t = norm(h, "ffn_norm")
     gate = t @ w["ffn.w1"].T
     expected = h + (gate * gate.sigmoid() * (t @ w["ffn.w3"].T)) @ w["ffn.w2"].T
+    rope = table(whole, places(x))
+    torch.testing.assert_close(block(x, places(x), None, rope), expected, rtol=1e-4, atol=1e-4)
+
+
+@pytest.mark.parametrize("parallel", [True, False])
+def test_neox_block_is_the_published_arithmetic(parallel: bool) -> None:
+    whole = sized(neox.Neox, "tiny", n_layers=1, rotary_pct=0.5, parallel_residual=parallel)
+    block = drawn(whole).get_submodule("layers.0")
+    w = dict(block.named_parameters())
+    x = torch.randn(2, 24, 64)
+
+    def norm(t: Tensor, name: str) -> Tensor:
+        centred = t - t.mean(-1, keepdim=True)
+        scale = (centred.pow(2).mean(-1, keepdim=True) + 1e-5).rsqrt()
+        return centred * scale * w[f"{name}.weight"] + w[f"{name}.bias"]
+
+    def linear(t: Tensor, name: str) -> Tensor:
+        return t @ w[f"{name}.weight"].T + w[f"{name}.bias"]
+
+    def turned(t: Tensor) -> Tensor:
+        return torch.cat((naive_rope(t[..., :4]), t[..., 4:]), dim=-1)
+
+    t = norm(x, "attn_norm")
+    q, k, v = (linear(t, f"attn.{n}").unflatten(-1, (8, 8)) for n in ("wq", "wk", "wv"))
+    q, k, v = turned(q).movedim(2, 1), turned(k).movedim(2, 1), v.movedim(2, 1)
+    scores = (q @ k.mT / math.sqrt(8)).masked_fill(~torch.ones(24, 24).tril().bool(), -math.inf)
+    h = x + linear((scores.softmax(-1) @ v).movedim(1, 2).flatten(2), "attn.wo")
+    u = linear(norm(x if parallel else h, "ffn_norm"), "ffn.up")
+    expected = h + linear(0.5 * u * (1 + torch.erf(u / math.sqrt(2))), "ffn.down")
     rope = table(whole, places(x))
     torch.testing.assert_close(block(x, places(x), None, rope), expected, rtol=1e-4, atol=1e-4)
 

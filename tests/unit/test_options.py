@@ -87,6 +87,14 @@ def test_every_fault_is_found_and_placed() -> None:
     ]
 
 
+def test_an_option_that_may_have_no_value_says_how_to_give_none() -> None:
+    _, faults = parse(Config, {"steps": 3, "stage": 4}, HERE)
+    assert [fault.what for fault in faults] == ["[table] stage = 4: must be one of 1, 2, 3, or left out"]
+    _, faults = parse(Config, {"steps": 3, "stage": CliText("4")}, HERE)
+    assert [fault.what for fault in faults] == ["[table] stage = 4: must be one of 1, 2, 3, or none"]
+    assert parse(Config, {"steps": 3, "stage": CliText("none")}, HERE) == (good(), [])
+
+
 def test_nearest_name_or_all_names() -> None:
     assert did_you_mean("tensro", ["tensor", "fsdp"]) == " (did you mean 'tensor'?)"
     assert did_you_mean("zzz", ["tensor", "fsdp"]) == " (known: fsdp, tensor)"

@@ -8,6 +8,7 @@ import torch
 
 from titan.contracts import Model, ModelSpec
 from titan.contracts.base.spec import ParameterFacts
+from titan.errors import PluginError
 from titan.plugins.models.gpt import Gpt, GptConfig
 from titan.plugins.models.llama import Llama, LlamaConfig
 
@@ -51,6 +52,15 @@ def test_a_tied_tensor_is_a_table_whichever_name_owns_it(owner: str) -> None:
     (alias,) = set(both) - {owner}
     spec = dataclasses.replace(Gpt(GptConfig(**SIZES)).spec(), tied=((alias, owner),))
     assert {spec.parameter(name, 2) for name in both} == {ParameterFacts("table", 0, False)}
+
+
+@pytest.mark.parametrize("alias", ["layers.0.ffn.w1.weight", "layers.0.ffn.w2.weight"])
+def test_a_matrix_that_is_tied_to_the_head_decays_as_heads_do(alias: str) -> None:
+    """Also where the head owns the tensor, and wherever tensor parallelism splits the matrix."""
+    for tied in ((alias, "output.weight"), ("output.weight", alias)):
+        spec = dataclasses.replace(Llama(LlamaConfig(**SIZES)).spec(), tied=(tied,))
+        assert {spec.parameter(name, 2).kind for name in tied} == {"head"}
+        assert all(spec.decays(name, 2) for name in tied)
 
 
 def test_layers_that_are_tied_to_each_other_stay_matrices() -> None:
@@ -100,3 +110,22 @@ def test_built_in_models_need_no_exemptions(model: tuple[type[Model], type], tie
     with torch.device("meta"):
         named = list(built.build().named_parameters())
     assert [bare.decays(name, p.ndim) for name, p in named] == [spec.decays(name, p.ndim) for name, p in named]
+
+
+@pytest.mark.parametrize(
+    ("parameters", "buffers", "said"),
+    [
+        (["embed.weight", "layers.0.extra"], [], "no initial value for parameter layers.0.extra; .* ModelSpec.init"),
+        (["embed.weight"], ["layers.0.angles"], "no initial value for buffer layers.0.angles; .* ModelSpec.buffers"),
+    ],
+    ids=["parameter", "buffer"],
+)
+def test_everything_needs_an_initial_value(parameters: list[str], buffers: list[str], said: str) -> None:
+    model = Llama(LlamaConfig(**SIZES))
+    with torch.device("meta"):
+        module = model.build()
+    modules = [name for name, _ in module.named_modules()]
+    own = [name for name, _ in module.named_parameters()]
+    model.spec().check_names(modules, own)
+    with pytest.raises(PluginError, match=said):
+        model.spec().check_names(modules, [*own, *parameters], buffers)

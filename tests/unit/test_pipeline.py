@@ -1,18 +1,20 @@
 """Where the pipeline cuts, what it refuses, and what each stage holds (plugins/parallel/pipeline)."""
 
 from dataclasses import replace
+from functools import partial
 from itertools import pairwise
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
-from torch import nn
+import torch.distributed as dist
+from torch import Tensor, nn
 from torch.distributed.pipelining import schedules as torch_schedules
 from torch.distributed.pipelining._utils import generate_stage_to_rank_mapping
 from torch.torch_version import TorchVersion
 
-from titan.contracts import ModelPart, ModelSpec, Technique
+from titan.contracts import AttentionCore, ModelPart, ModelSpec, Technique
 from titan.contracts.base.mesh import Layout
 from titan.errors import PluginError
 from titan.plugins.compile import Compile
@@ -124,6 +126,26 @@ def test_a_tie_that_the_head_owns_is_refused() -> None:
     spec = replace(model.spec(), tied=(("embed.weight", "output.weight"),))
     with pytest.raises(PluginError, match=r"embed\.weight must be"):
         check_ends(whole, spec)
+
+
+def test_a_module_that_holds_a_process_group_is_refused() -> None:
+    model = Llama(Llama.Config(**Llama.presets["tiny"]))
+    with torch.device("meta"):
+        whole = model.build()
+    core = whole.get_submodule("layers.0.attn.core")
+    assert isinstance(core, AttentionCore)
+    core.use(partial(_over, dist.ProcessGroup(0, 1)), "mine")
+    with pytest.raises(PluginError) as refused:
+        carve(whole, model.spec(), range(1), first=True, last=False)
+    said = str(refused.value)
+    assert said.startswith("the model cannot be cut into stages: cannot pickle ") and "ProcessGroup" in said
+    assert said.endswith("; a module holds what has no copy, such as a process group: hold its name")
+    core.use(partial(_over, "its name"), "mine", wraps=True)
+    carve(whole, model.spec(), range(1), first=True, last=False)
+
+
+def _over(group: Any, q: Tensor, *_: Any) -> Tensor:
+    return q
 
 
 # --- what is refused ----------------------------------------------------------------------------------------------

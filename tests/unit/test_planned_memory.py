@@ -20,6 +20,7 @@ LLAMA = ("--model.preset", "mini", "--model.n_layers", "4", "--data.seq_len", "2
 GROUPED = (*LLAMA, "--model.n_kv_heads", "2")
 GPT = ("--model.name", "gpt", "--model.preset", "nano", "--data.seq_len", "128")
 QWEN3 = ("--model.name", "qwen3", "--model.preset", "nano", "--model.head_dim", "64", "--data.seq_len", "128")
+NEOX = ("--model.name", "neox", "--model.preset", "nano", "--data.seq_len", "128")
 BF16 = ("--plugins.bf16.enabled", "true")
 TWO = ("--train.global_batch_size", "16", "--train.micro_batch_size", "2")
 PIPED = ("--mesh.pp", "2", "--mesh.dp_shard", "2", "--train.global_batch_size", "8", "--train.micro_batch_size", "1")
@@ -104,6 +105,11 @@ JOBS = {
     "ulysses, documents": context("ulysses", *PACKED),
     "ulysses, long documents, shared heads": context("ulysses", *LONG, *PACKED, "--model.n_kv_heads", "2"),
     "ulysses, window, full": context("ulysses", *LONG, *WINDOW, *FULL),
+    "parallel branches": (*NEOX, *BF16, *TWO, *zero(2)),
+    "parallel branches, float32": (*NEOX, *TWO, *zero(2)),
+    "parallel branches, tensor parallel": (*NEOX, *BF16, *TWO, *sliced()),
+    "parallel branches, whole sequences, selective": (*NEOX, *BF16, *TWO, *sliced(*WHOLE), *SELECTIVE),
+    "parallel branches, full": (*NEOX, *BF16, *TWO, *sliced(), *FULL),
     "norms of heads": (*QWEN3, *BF16, *TWO, *zero(2)),
     "norms of heads, float32": (*QWEN3, *TWO, *zero(2)),
     "norms of heads, tensor parallel": (*QWEN3, *BF16, *TWO, *sliced()),

@@ -199,7 +199,7 @@ def test_selective_recomputation_repeats_attention_that_writes_its_scores() -> N
 
 def test_a_recomputed_layer_saves_all_but_its_scores() -> None:
     def layer(seq_len: int, *words: str) -> LayerMemory:
-        return LayerMemory(costs_of(job_of("--data.seq_len", str(seq_len), *words)), fused_norms=True)
+        return LayerMemory(costs_of(job_of("--data.seq_len", str(seq_len), *words)), fused_norms=True, ways=1)
 
     for seq_len in (16, 64):
         flash, written, again = layer(seq_len), layer(seq_len, *UNFUSED), layer(seq_len, *UNFUSED, *CORE)

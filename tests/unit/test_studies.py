@@ -7,14 +7,16 @@ from pathlib import Path
 
 import pytest
 
+from tests.planned import job_of
 from titan.cli import main
 from titan.config import load_job
 from titan.contracts import Technique
 from titan.contracts.base import registry
+from titan.contracts.base.mesh import Layout
 from titan.errors import ConfigError
 from titan.planner.machine import cluster
 from titan.planner.report import STUDIES
-from titan.planner.report.studies import KINDS, run
+from titan.planner.report.studies import KINDS, Base, run
 from titan.planner.report.study import MEASURES, Point, Study
 from titan.planner.step.layout import costs_of
 from titan.planner.step.predict import Planner, Prediction
@@ -131,6 +133,25 @@ def test_longer_sequences_are_split_over_more_ranks_at_the_same_tokens() -> None
     for point in study.points:
         if point.values:
             assert point.values["tokens_per_s"] * point.values["step_time_s"] == pytest.approx(512 * 8192)
+
+
+@pytest.mark.parametrize(("given", "at_64"), [(0, None), (2, 1), (1, 1)], ids=["unset", "two", "one"])
+def test_longer_sequences_leave_a_micro_batch_that_is_not_set_to_each_layout(given: int, at_64: int | None) -> None:
+    job = job_of(
+        f"--train.micro_batch_size={given}", "--data.seq_len=32", "--mesh.dp_shard=2", "--plugins.fsdp.zero_stage=2"
+    )
+    _, variants = KINDS["cp"].varied(Base(job, frozenset(), 0))
+    sizes = {variant.series: variant.keys.get("train.micro_batch_size") for variant in variants}
+    assert list(sizes) == [f"{length} tokens" for length in (32, 64, 128, 256)]
+    assert (sizes["32 tokens"], sizes["64 tokens"]) == (given or None, at_64)
+
+
+@pytest.mark.parametrize("name", ["cp", "tp", "pp", "strong-scaling"])
+def test_a_study_of_an_axis_that_no_plugin_owns_is_refused(name: str) -> None:
+    job = replace(job_of(), layout=Layout((), {}))
+    fact = {"cp": "sliced", "tp": "slices", "pp": "layers"}.get(name, "dealt")
+    with pytest.raises(ConfigError, match=f'--study: no plugin owns an axis that is "{fact}"'):
+        KINDS[name].varied(Base(job, frozenset(), 0))
 
 
 def test_the_axis_with_most_ranks_shares_the_batch() -> None:

@@ -1,5 +1,6 @@
 """`[validation]` as a table of the job, and how documents are cut into windows."""
 
+import math
 import shlex
 from collections.abc import Callable
 from pathlib import Path
@@ -13,6 +14,7 @@ from titan.config.schema import schema
 from titan.errors import ConfigError
 from titan.inference.evaluation import Counted, Window, windows
 from titan.train import evaluation_command
+from titan.training.validation import perplexity
 
 DATA = "--data.path", "x"
 
@@ -155,3 +157,8 @@ def test_words_are_counted_as_lm_eval_counts_them(text: str, words: int) -> None
     counted = Counted()
     counted.add(text)
     assert (counted.words, counted.bytes) == (words, len(text.encode()))
+
+
+def test_a_perplexity_beyond_all_numbers_is_infinite() -> None:
+    assert perplexity(math.log(20)) == pytest.approx(20) and perplexity(1e4) == math.inf
+    assert math.isnan(perplexity(math.nan))

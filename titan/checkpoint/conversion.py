@@ -108,11 +108,21 @@ def write_hf(
     types = {name: dtype or weights.dtype(tensor.ours[0]) for name, tensor in tensors.items()}
     planned = {name: Planned(shape_in_hf(one, weights.shapes), types[name]) for name, one in tensors.items()}
 
+    stack: dict[str, Tensor] = {}  # at most one, the last that was read: its elements are asked for in turn
+
+    def read(ours: str) -> Tensor:
+        progress()
+        return weights.read(ours)
+
     def value(name: str) -> Tensor:
-        parts = [weights.read(ours).to(types[name]) for ours in tensors[name].ours]
-        for _ in parts:
-            progress()
-        return joined(tensors[name], parts)
+        tensor = tensors[name]
+        if tensor.ours[0] not in stack:
+            stack.clear()
+        if tensor.element is None:
+            return joined(tensor, [read(ours).to(types[name]) for ours in tensor.ours])
+        if not stack:
+            stack[tensor.ours[0]] = read(tensor.ours[0])
+        return joined(tensor, [stack[tensor.ours[0]][tensor.element].to(types[name])])
 
     widest = max(types.values(), key=lambda one: one.itemsize)
     ends = {"bos_token_id": None, "eos_token_id": tokenizer.end, "torch_dtype": str(widest).removeprefix("torch.")}

@@ -6,8 +6,9 @@ slice that the rank needs. Imported at first use, as the safetensors library is.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import reduce
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -59,28 +60,37 @@ def shapes_of(model: Model) -> dict[str, torch.Size]:
     return {name.removeprefix(MODEL): tensor.shape for name, tensor in tensors.items()}
 
 
-def made_of(model: Model, names: Mapping[str, torch.Size]) -> list[HfTensor]:
-    """The tensors that a Hugging Face folder of the model must have.
+def made_of(model: Model, shapes: Mapping[str, torch.Size]) -> list[HfTensor]:
+    """The tensors that a Hugging Face folder of the model must have; the elements of a stack follow each other.
 
     Raises:
         PluginError: they do not hold each of the model's tensors once, or cut one into groups that are not equal.
     """
     tensors = [tensor for tensor in model.hf_tensors() if not tensor.copy]
-    held = sorted(name for tensor in tensors for name in tensor.ours)
-    if held != sorted(names):
-        wrong = sorted({*held} ^ {*names}) or sorted({name for name in held if held.count(name) > 1})
+    stacks = {name for tensor in tensors if tensor.element is not None for name in tensor.ours}
+    wanted = sorted(piece for name, shape in shapes.items() for piece in _pieces(name, shape, name in stacks))
+    held = sorted(name if one.element is None else f"{name}[{one.element}]" for one in tensors for name in one.ours)
+    wrong = sorted({*held} ^ {*wanted}) or sorted({name for name in held if held.count(name) > 1})
+    wrong += [tensor.name for tensor in tensors if tensor.element is not None and len(tensor.ours) > 1]
+    if wrong:
         raise PluginError(f"model {model.name}: hf_tensors() must hold {listed(wrong)} exactly once")
     for tensor in model.hf_tensors():
-        uneven = [f"{name} ({names[name][0]} rows)" for name in tensor.ours if names[name][0] % tensor.groups]
+        uneven = [f"{name} ({shapes[name][0]} rows)" for name in tensor.ours if shapes[name][0] % tensor.groups]
         if uneven:
             told = f"hf_tensors() cuts {listed(uneven)} into {tensor.groups} groups, which are not equal"
             raise PluginError(f"model {model.name}: {told}; groups must divide the rows")
-    return tensors
+    order = {name: place for place, name in reversed([*enumerate(name for one in tensors for name in one.ours)])}
+    return sorted(tensors, key=lambda tensor: order[tensor.ours[0]])
+
+
+def _pieces(name: str, shape: torch.Size, stacked: bool) -> list[str]:
+    return [f"{name}[{number}]" for number in range(shape[0])] if stacked else [name]
 
 
 def shape_in_hf(tensor: HfTensor, shapes: Mapping[str, torch.Size]) -> tuple[int, ...]:
     """The shape a tensor has in the files."""
-    whole = (sum(shapes[name][0] for name in tensor.ours), *shapes[tensor.ours[0]][1:])
+    others = shapes[tensor.ours[0]][1:]
+    whole = (sum(shapes[name][0] for name in tensor.ours), *others) if tensor.element is None else tuple(others)
     return whole[::-1] if tensor.transposed else whole
 
 
@@ -123,10 +133,8 @@ class HfWeights:
         self._stored, extra = _matched(find_tensors(path), [tensor.name for tensor in (*tensors, *copies)])
         extra = [name for name in extra if not _is_ignored(name, model.hf_ignored)]
         self._check(tensors, [tensor for tensor in copies if tensor.name in self._stored], extra)
-        self._places = {name: place for tensor in tensors for name, place in self._cut(tensor)}
-        self._copies = {
-            name: place for tensor in copies if tensor.name in self._stored for name, place in self._cut(tensor)
-        }
+        self._places = self._by_name(tensors)
+        self._copies = self._by_name([tensor for tensor in copies if tensor.name in self._stored])
 
     def _check(self, wanted: Sequence[HfTensor], copies: Sequence[HfTensor], extra: Sequence[str]) -> None:
         unlike, packed = [], []
@@ -146,16 +154,21 @@ class HfWeights:
         if told:
             raise CheckpointError(f"{self.path} does not fit the model: {'; '.join(told)}")
 
-    def _cut(self, tensor: HfTensor) -> Iterator[tuple[str, _Place]]:
-        """Our names in their tensor, and where each lies."""
-        start, sizes = 0, [self.shapes[name][0] // tensor.groups for name in tensor.ours]
-        for name, rows in zip(tensor.ours, sizes, strict=True):
-            yield name, _Place(tensor, start, rows, sum(sizes))
-            start += rows
+    def _by_name(self, tensors: Iterable[HfTensor]) -> dict[str, list[_Place]]:
+        """Our name -> where its values stand: all of them in one tensor, or each element in a tensor of its own."""
+        places: dict[str, list[_Place]] = {}
+        for tensor in tensors:
+            start, sizes = 0, [self.shapes[name][0] // tensor.groups for name in tensor.ours]
+            for name, rows in zip(tensor.ours, sizes, strict=True):
+                places.setdefault(name, []).append(_Place(tensor, start, rows, sum(sizes)))
+                start += rows
+        for several in places.values():
+            several.sort(key=lambda place: place.tensor.element or 0)
+        return places
 
     def dtype(self, name: str) -> torch.dtype:
-        """The type a tensor of ours is stored in."""
-        return TYPES[self._stored[self._places[name].tensor.name].type]
+        """The type a tensor of ours is stored in; of elements of several types, one that holds the values of all."""
+        return reduce(torch.promote_types, (TYPES[self._stored[p.tensor.name].type] for p in self._places[name]))
 
     def read(self, name: str, bounds: Sequence[slice] | None = None) -> Tensor:
         """One of our tensors in the type it is stored in: whole, or the part within start and stop of each dimension.
@@ -164,26 +177,32 @@ class HfWeights:
             CheckpointError: it cannot be read, or a copy that stands beside it is not the same.
         """
         bounds = [slice(0, size) for size in self.shapes[name]] if bounds is None else bounds
-        place = self._places[name]
-        value = self._read(place, bounds)
-        if name in self._copies:
-            copy = self._copies[name]
-            if not torch.equal(value, self._read(copy, bounds).to(value.dtype)):
-                told = f"{copy.tensor.name} and {place.tensor.name} differ, but the model ties them"
-                raise CheckpointError(f"{self.path}: {told}")
+        value = self._read(name, self._places[name], bounds)
+        copies = self._copies.get(name)
+        if copies and not torch.equal(value, self._read(name, copies, bounds).to(value.dtype)):
+            names = f"{copies[0].tensor.name} and {self._places[name][0].tensor.name}"
+            raise CheckpointError(f"{self.path}: {names} differ, but the model ties them")
         return value
 
-    def _read(self, place: _Place, bounds: Sequence[slice]) -> Tensor:
-        """One read from our first row to our last; where groups of others lie in between, their rows are dropped."""
+    def _read(self, name: str, places: Sequence[_Place], bounds: Sequence[slice]) -> Tensor:
         first, *others = bounds
-        rows = range(first.start, first.stop)
-        theirs = [slice(place.row(rows[0]), place.row(rows[-1]) + 1), *others]
-        transposed = place.tensor.transposed
-        value = self._stored[place.tensor.name].read(theirs[::-1] if transposed else theirs)
-        value = value.T if transposed else value
-        if len(value) == len(rows):
-            return value
-        return value[[place.row(row) - theirs[0].start for row in rows]]
+        if places[0].tensor.element is None:
+            return self._rows(places[0], range(first.start, first.stop), others)
+        sizes = [bound.stop - bound.start for bound in bounds]
+        value = torch.empty(sizes, dtype=self.dtype(name))  # filled element by element: there is no second copy of it
+        for row, place in zip(value, places[first], strict=True):
+            row.copy_(self._piece(place.tensor, others))
+        return value
+
+    def _rows(self, place: _Place, rows: range, others: Sequence[slice]) -> Tensor:
+        """One read from our first row to our last; where groups of others lie in between, their rows are dropped."""
+        start = place.row(rows[0])
+        value = self._piece(place.tensor, [slice(start, place.row(rows[-1]) + 1), *others])
+        return value if len(value) == len(rows) else value[[place.row(row) - start for row in rows]]
+
+    def _piece(self, tensor: HfTensor, bounds: Sequence[slice]) -> Tensor:
+        value = self._stored[tensor.name].read(bounds[::-1] if tensor.transposed else bounds)
+        return value.T if tensor.transposed else value
 
 
 def _short(name: str) -> str:

@@ -125,7 +125,8 @@ def _plan(args: argparse.Namespace) -> tuple[dict[str, Any], str]:
         plots.draw_prediction(prediction, where, args.plot)
     report = prediction.as_json() | {"cluster": where.name} | ({"budget": budget} if budget else {})
     report |= {"unset_options": chosen}
-    return report, "\n".join([render.prediction_text(prediction, where, str(job.layout), budget), *chosen])
+    text = render.prediction_text(prediction, where, str(job.layout), budget)
+    return report, "\n".join([*render.active_text(job.spec), text, *chosen])
 
 
 def _say_without_effect(job: Job) -> None:

@@ -8,6 +8,7 @@ from pathlib import Path
 from titan.config.job import Job
 from titan.config.tables import COMMAND_LINE
 from titan.contracts.base.conformance import sentences
+from titan.contracts.base.cost import Attention
 from titan.contracts.base.options import Where
 from titan.contracts.base.spec import ModelSpec
 from titan.contracts.sections import RESUME
@@ -17,8 +18,11 @@ _KEY = re.compile(r"\[([\w.]+)\] (\w+)|\b(\w+)\.(\w+)")
 """`[table] key` or `table.key` in a sentence."""
 
 
-def check(job: Job, where: Callable[..., Where]) -> None:
-    """Run the checks of the model and of the enabled techniques. where: gives the place of a table by its name's parts.
+def check(job: Job, where: Callable[..., Where], *, trains: bool = True) -> None:
+    """Run the checks of the model and of the enabled techniques.
+
+    where: gives the place of a table by its name's parts.
+    trains: whether the job trains; else it uses a model, as generation does.
 
     Raises:
         ConfigError: with every fault found.
@@ -30,6 +34,8 @@ def check(job: Job, where: Callable[..., Where]) -> None:
         if job.data.seq_len > spec.max_seq_len:
             what = f"= {job.data.seq_len}: must be at most the model's max_seq_len, {spec.max_seq_len}"
             faults.append(where("data").fault("seq_len", what))
+        if trains:
+            faults += _unfilled(job, spec, where("data"))
         faults += _unsliced(job, spec, where("mesh"))
         job.stating("one_backward")  # asked now, so that facts() that states nonsense is refused here
         for technique in job.techniques:
@@ -67,7 +73,22 @@ def _unsliced(job: Job, spec: ModelSpec, where: Where) -> list[ConfigIssue]:
             f"= {job.layout.degree(axes[0])}: slices sequences, but the model names no attention in ModelSpec.attention"
         )
         found.append(where.fault(axes[0], what))
+    if axes and spec.whole_sequences:
+        found.append(
+            where.fault(axes[0], f"= {job.layout.degree(axes[0])}: slices sequences, but {spec.whole_sequences}")
+        )
     return found
+
+
+def _unfilled(job: Job, spec: ModelSpec, where: Where) -> list[ConfigIssue]:
+    """An attention window that no sequence fills, so that training does not see it; given weights keep their window."""
+    window = max((op.window for op in spec.layer_ops if isinstance(op, Attention)), default=0)
+    length = job.data.seq_len
+    if window <= length or job.checkpoint.init_from:
+        return []
+    fits = f"a window of {length}" if window > spec.max_seq_len else f"seq_len {window}, or a window of {length}"
+    what = f"= {length}: no sequence fills the model's attention window of {window} positions; nearest that fit: {fits}"
+    return [where.fault("seq_len", what)]
 
 
 def _absent_folders(job: Job, where: Where) -> list[ConfigIssue]:

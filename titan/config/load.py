@@ -12,12 +12,7 @@ from titan.config.renames import renew
 from titan.config.sections import ONE_OF, SECTIONS
 from titan.config.tables import Table
 from titan.config.techniques import agree, chosen_techniques, unattended
-from titan.contracts import (
-    Dataset,
-    Model,
-    Technique,
-    Tracker,
-)
+from titan.contracts import Dataset, Model, Technique, Tracker
 from titan.contracts.base import registry
 from titan.contracts.base.conformance import made
 from titan.contracts.base.mesh import Layout, lay_out
@@ -86,12 +81,15 @@ def said_twice(path: Path | None, overrides: Sequence[str] = ()) -> list[str]:
 
 
 def load_table(values: Mapping[str, Any], origin: str, overrides: Sequence[str], world_size: int | None = None) -> Job:
-    """As `load_job`, from a table instead of a file; `origin` names the source of the table in messages."""
+    """A job from a table instead of a file, which uses a model and does not train it.
+
+    origin: names the source of the table in messages.
+    """
     table = Table()
     table.merge(values, origin)
     tables.override(table, overrides)
     registry.load_plugins(plugin_folders(table))
-    return _Loader(table, origin).load(world_size, "unnamed")
+    return _Loader(table, origin).load(world_size, "unnamed", trains=False)
 
 
 def plugin_folders(table: Table) -> tuple[str, ...]:
@@ -112,7 +110,7 @@ class _Loader:
         self.faults: list[ConfigIssue] = []
         self.resolved: dict[str, Any] = {}
 
-    def load(self, world_size: int | None, default_name: str) -> Job:
+    def load(self, world_size: int | None, default_name: str, *, trains: bool = True) -> Job:
         self._unknown_sections()
         self.faults += renew(self.table, self.source)
         run = self._section("run", RunSection)
@@ -137,7 +135,7 @@ class _Loader:
             loss=loss, optimizer=optimizer, lr_schedule=schedule, techniques=techniques, trackers=trackers,
             table=self.resolved,
         )  # fmt: skip
-        check(job, self._where)
+        check(job, self._where, trains=trains)
         return job
 
     def _where(self, *path: str) -> Where:

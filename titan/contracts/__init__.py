@@ -19,6 +19,7 @@ from titan.contracts.base.registry import register
 from titan.contracts.base.spec import HfTensor, ModelSpec
 from titan.contracts.job import Fact, Job
 from titan.contracts.layers.attention import AttentionCore, attend, document_mask
+from titan.contracts.layers.philox import Dropout, RandomModule
 from titan.contracts.model import Model
 from titan.contracts.objective import Loss, LrSchedule, NamedParameter, Optimizer
 from titan.contracts.technique import BuildContext, Engine, Phase, Technique
@@ -37,6 +38,7 @@ __all__ = [
     "Costs",
     "Dataset",
     "Document",
+    "Dropout",
     "Engine",
     "Fact",
     "HfTensor",
@@ -52,6 +54,7 @@ __all__ = [
     "Optimizer",
     "Phase",
     "Precision",
+    "RandomModule",
     "Row",
     "RunInfo",
     "Technique",

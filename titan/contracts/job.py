@@ -17,12 +17,13 @@ from titan.contracts.sections import (
 )
 from titan.contracts.text import Tokenizer
 
-Fact = Literal["reduces_per_micro_batch", "one_backward", "moves_parameters"]
+Fact = Literal["reduces_per_micro_batch", "one_backward", "moves_parameters", "sizes_from_values"]
 """What a technique can state about itself in `Technique.facts`.
 
 reduces_per_micro_batch: it reduces gradients, and frees gathered parameters, in each micro batch.
 one_backward: backward of the inputs and of the weights cannot run apart from each other.
 moves_parameters: parameters have another address in each step's forward pass.
+sizes_from_values: sizes of tensors depend on values of others, which the host reads during a forward.
 """
 
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any, ClassVar
 
 from torch import Tensor, nn
@@ -23,8 +23,8 @@ class Model(Plugin, ABC):
     section = "model"
     presets: ClassVar[Mapping[str, Mapping[str, Any]]] = {}
     """Published sizes: preset name -> values of Config."""
-    measures: ClassVar[Mapping[str, Measure]] = {}
-    """Numbers that `measure` adds to rows of training, by name."""
+    measures: Mapping[str, Measure] = {}
+    """Numbers that `measure` adds to rows of training, by name. A model may have others for each of its configs."""
 
     def check(self) -> Iterable[str]:
         """Sentences about sizes that cannot work together: values found, values required, and the key to change.
@@ -57,6 +57,17 @@ class Model(Plugin, ABC):
 
         Where the spec names attention, text is generated with a key-value cache as its operation. Other models
         generate text too, by recomputing the whole text for each token.
+        """
+
+    def after_step(self, module: nn.Module, total: Callable[[Tensor], Tensor]) -> None:
+        """A step of training is done: weights are updated, or the update was skipped. Persistent buffers may change.
+
+        Called for each part of the model that a rank has, on all ranks of its stage alike, before metrics and saving.
+        A forward leaves what it counts in buffers that are not persistent; where layers are recomputed, their forward
+        runs twice.
+
+        module: as in `measure`.
+        total: adds up a tensor, in place, over all ranks that see other tokens. All ranks call it alike.
         """
 
     def measure(self, module: nn.Module) -> Mapping[str, Tensor | None]:

@@ -30,6 +30,7 @@ class Measure:
     """A number that a plugin adds to rows of training. The name is its key in `measures` of the plugin's class.
 
     doc: one line, with the unit; `titan plugins NAME` prints it.  join: see `Join`.
+    detail: one of many of a kind, such as a number of each layer, which lines on a terminal leave out.
     over: facts of axes, for "sum" alone: ("dealt", "sliced") for what differs between tokens, "layers" too where each
         pipeline stage has a share, or only one stage has the value.
 
@@ -40,6 +41,7 @@ class Measure:
     doc: str
     join: Join
     over: tuple[AxisFact, ...] = ()
+    detail: bool = False
 
     def __post_init__(self) -> None:
         facts = {*get_args(DataFact), *get_args(WeightsFact)}
@@ -61,7 +63,7 @@ class RunInfo:
     folder: of the run, which exists.  name: of the run.  config: the resolved TOML, as nested tables.
     start_step: steps already done, 0 for a new run.  steps: of the whole run.
     params: parameters of the whole model.  every: steps between logged rows.
-    measures: names that plugins may add to rows of training.
+    measures: names that plugins may add to rows of training, but for details (`Measure.detail`).
     """
 
     folder: Path

@@ -151,7 +151,10 @@ def _batches(job: Job, device: torch.device) -> list[Batch]:
         return torch.zeros(shape, dtype=torch.int64, device=device)
 
     isolated = job.data.packing == "document_mask"
-    return [Batch(tokens(), tokens(), tokens() if isolated else None) for _ in range(job.micro_batches)]
+    return [
+        Batch(tokens(), tokens(), tokens() if isolated else None, samples=tokens()[:, 0])
+        for _ in range(job.micro_batches)
+    ]
 
 
 @contextmanager

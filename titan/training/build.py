@@ -21,6 +21,7 @@ from titan.config import Job
 from titan.contracts import BuildContext, Dataset, Engine, ModelPart, NamedParameter, RunInfo, Technique
 from titan.contracts.base.conformance import label
 from titan.contracts.base.mesh import Mesh
+from titan.contracts.layers.experts import SideLoss
 from titan.data.samples.loader import Loader
 from titan.data.samples.samples import Samples
 from titan.data.tokens.prepare import prepare, prepare_node
@@ -145,6 +146,9 @@ def wire(
     optimizer = job.optimizer.build(named_parameters(parts, context))
     loss = StepLoss(job.loss, rank.device)
     loss.end(parts, context.spec)
+    for module in (module for part in parts for module in part.module.modules()):
+        if isinstance(module, SideLoss):
+            module.share /= job.train.global_batch_size
     return Core(
         job=job, rank=rank, context=context, parts=parts,
         engine=engine or SequentialEngine(parts[0], context.techniques), optimizer=optimizer,

@@ -39,8 +39,8 @@ class Strict:
     """An engine whose forward and backward passes must draw no random number and write to no persistent buffer.
 
     Random numbers of PyTorch's default generators depend on the layout, and recomputation draws others than the forward
-    did. A persistent buffer that a forward writes is each rank's own, while a checkpoint keeps one. Both are checked in
-    every step, on the host alone, which takes microseconds.
+    did; a `RandomModule` draws by position instead. A persistent buffer that a forward writes is each rank's own, while
+    a checkpoint keeps one. Both are checked in every step, on the host alone, which takes microseconds.
     """
 
     def __init__(self, engine: Engine, parts: Sequence[ModelPart], device: torch.device) -> None:
@@ -65,8 +65,8 @@ class Strict:
         if drawn:
             raise PluginError(
                 f"forward or backward drew random numbers from the default generator of {' and '.join(drawn)}; these "
-                "differ between layouts and under recomputation. Disable dropout and other noise in the model and in "
-                "techniques' before_microbatch()"
+                "differ between layouts and under recomputation. Draw by position with a titan.contracts.RandomModule, "
+                "and nothing in techniques' before_microbatch()"
             )
         for (name, *_), before, now in zip(self._buffers, buffers, self._written(), strict=True):
             if before != now:

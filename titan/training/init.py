@@ -1,9 +1,11 @@
 """Layout-invariant initial values: each parameter is drawn whole from a generator of its own, then sliced.
 
-The generator is seeded by (seed, canonical name), so no count of ranks, stages or shards enters.
+The generator is seeded by (seed, canonical name), so no count of ranks, stages or shards enters. Of a stack of weights,
+each element has a generator of its own, and a rank draws those of which it holds a part.
 """
 
 import hashlib
+from dataclasses import replace
 
 import torch
 from torch import Tensor
@@ -30,11 +32,25 @@ def init_weights(part: ModelPart, spec: ModelSpec, seed: int) -> None:
 
 
 def _fill(tensor: Tensor, how: Init, seed: int, name: str) -> None:
-    whole = draw(how, tensor.shape, seed, name, tensor.device, tensor.dtype)
-    if isinstance(tensor, DTensor):
-        tensor.to_local().copy_(slice_of(whole, tensor))
-    else:
-        tensor.copy_(whole)
+    local = tensor.to_local() if isinstance(tensor, DTensor) else tensor
+    if not how.per_element:
+        local.copy_(_own(draw(how, tensor.shape, seed, name, tensor.device, tensor.dtype), tensor))
+        return
+    for row, number in enumerate(_elements(tensor)):
+        element = _element(how, tensor.shape, seed, name, number, tensor.device, tensor.dtype)
+        local[row].copy_(_own(element.expand(tensor.shape), tensor)[row])
+
+
+def _own(whole: Tensor, like: Tensor) -> Tensor:
+    """What this rank holds of a whole tensor."""
+    return slice_of(whole, like) if isinstance(like, DTensor) else whole
+
+
+def _elements(tensor: Tensor) -> list[int]:
+    """Numbers along dimension 0 of what this rank holds; empty where it holds nothing."""
+    numbers = torch.arange(tensor.shape[0]).view(-1, *[1] * (tensor.ndim - 1)).expand(tensor.shape)
+    own = _own(numbers, tensor)
+    return own.flatten(1)[:, 0].tolist() if own.numel() else []
 
 
 def draw(how: Init, shape: torch.Size, seed: int, name: str, device: torch.device, dtype: torch.dtype) -> Tensor:
@@ -49,12 +65,23 @@ def draw(how: Init, shape: torch.Size, seed: int, name: str, device: torch.devic
             told = f"{name} with shape {list(value.shape)}, the model has shape {list(shape)}"
             raise PluginError(f"the model's spec computes {told}")
         return value.to(dtype)
+    if how.per_element:
+        return torch.stack([_element(how, shape, seed, name, number, device, dtype) for number in range(shape[0])])
     if how.kind == "constant":
         return torch.full(shape, how.value, device=device, dtype=dtype)
+    if how.kind == "stream":
+        return torch.full(shape, name_seed(seed, name), device=device, dtype=dtype)
     generator = torch.Generator(device=device).manual_seed(name_seed(seed, name))
     tensor = torch.empty(shape, device=device, dtype=dtype)
     bound = how.cut * how.std
     return torch.nn.init.trunc_normal_(tensor, std=how.std, a=-bound, b=bound, generator=generator)
+
+
+def _element(
+    how: Init, shape: torch.Size, seed: int, name: str, number: int, device: torch.device, dtype: torch.dtype
+) -> Tensor:
+    """One element along dimension 0 of a stack of this shape."""
+    return draw(replace(how, per_element=False), shape[1:], seed, f"{name}[{number}]", device, dtype)
 
 
 def name_seed(seed: int, name: str) -> int:

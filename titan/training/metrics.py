@@ -188,8 +188,8 @@ class Measures:
 
     @property
     def names(self) -> tuple[str, ...]:
-        """Keys that rows may have more."""
-        return tuple(self._measures)
+        """Keys that rows may have more, without details."""
+        return tuple(name for name, measure in self._measures.items() if not measure.detail)
 
     def joined(self) -> Tensor:
         """What `row` makes numbers of: the values of all ranks, float64 and flat, on the device. All ranks together.
@@ -247,8 +247,8 @@ class Measures:
         """Axes along which the values of a sum are taken as equal -> a fact with which they would be summed."""
         layout = self._mesh.layout
         summed = layout.axes_of(*self._measures[name].over)
-        others = [axis for axis in layout.axes if layout.degrees[axis.name] > 1 and axis.name not in summed]
-        return {axis.name: axis.weights if axis.data == "same" else axis.data for axis in others}
+        others = [axis for axis in layout.dimensions if layout.degrees[axis.name] > 1 and axis.name not in summed]
+        return {axis.name: axis.weights if axis.data in (None, "same") else axis.data for axis in others}
 
     def _given(self, plugin: Measuring, arguments: tuple[nn.Module, ...]) -> Iterator[tuple[str, Tensor]]:
         """The values that this rank has of a plugin, checked, in float64."""

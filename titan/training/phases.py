@@ -11,6 +11,7 @@ materialise  storage and initial values, when every tensor has the shape and own
 Within a phase the order is the TOML's.
 """
 
+import inspect
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import get_args
@@ -21,6 +22,7 @@ from torch import nn
 from titan.contracts import AttentionCore, Batch, BuildContext, ModelPart, Phase
 from titan.contracts.base.conformance import answer, label
 from titan.contracts.base.spec import glob_matches
+from titan.contracts.layers.philox import RandomModule
 from titan.errors import PluginError
 from titan.training.init import init_weights
 
@@ -95,7 +97,17 @@ def _check_names(model: nn.Module, context: BuildContext) -> None:
     They may give values to buffers that they register in a later phase.
     """
     sliced = context.mesh.layout.degree_of("sliced") > 1
+    draws = context.spec.draws
+    if draws and "seeds" not in inspect.signature(type(model).forward).parameters:
+        raise PluginError(
+            f"the model's spec names modules that draw random numbers, {', '.join(draws)}, but the model's forward has "
+            "no argument `seeds` to pass on to them"
+        )
     for name, module in model.named_modules():
+        if any(glob_matches(glob, name) for glob in draws) != isinstance(module, RandomModule):
+            what = "is a RandomModule that no glob of ModelSpec.draws names"
+            what = what if isinstance(module, RandomModule) else "is named by ModelSpec.draws, but is no RandomModule"
+            raise PluginError(f"the model's spec: {name} {what}, so its random numbers would depend on the layout")
         named = any(glob_matches(glob, name) for glob in context.spec.attention)
         if named != isinstance(module, AttentionCore):
             what = "is no AttentionCore" if named else "is an AttentionCore that no glob of ModelSpec.attention names"

@@ -3,12 +3,13 @@
 import gc
 import time
 from contextlib import ExitStack
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
 
 from titan.contracts import Batch
+from titan.contracts.layers.philox import row_seeds
 from titan.errors import CheckpointError, DivergedError, FolderError, PluginError
 from titan.log import log
 from titan.ranks.failure import tell
@@ -76,7 +77,7 @@ def step(run: Core, batches: list[Batch]) -> Stats:
     consumed = sum(batch.tokens.numel() for batch in batches) * run.job.batch_ranks
     assert consumed == run.job.tokens_per_step, f"a step consumed {consumed} tokens, not {run.job.tokens_per_step}"
     techniques, mesh = run.context.techniques, run.context.mesh
-    batches = [cut(batch, run.context) for batch in batches]
+    batches = [cut(_seeded(batch, run), run.context) for batch in batches]
     for technique in techniques:
         technique.before_step(run.step + 1)
     run.loss.begin(mesh.sum(valid_tokens(batches), "dealt", "sliced"))
@@ -91,9 +92,19 @@ def step(run: Core, batches: list[Batch]) -> Stats:
     lr = _update(run)
     run.step += 1
     run.tokens += consumed
+    for part in run.parts:
+        run.job.model.after_step(part.module, lambda tensor: mesh.sum(tensor, "dealt", "sliced"))
     for technique in techniques:
         technique.after_step(run.step)
     return Stats(loss, norm, lr)
+
+
+def _seeded(batch: Batch, run: Core) -> Batch:
+    """The micro batch with what its modules draw from, where the model draws random numbers."""
+    if not run.context.spec.draws:
+        return batch
+    assert batch.samples is not None, "a micro batch of training has no sample numbers"
+    return replace(batch, seeds=row_seeds(run.step + 1, batch.samples))
 
 
 def _update(run: Core) -> float:

@@ -112,7 +112,7 @@ class ContextParallel(Technique):
         for place, op in enumerate(layer):
             if isinstance(op, Attention):
                 layer[place], sent = self._attention(op, cp, costs, job.layout.degree_of("slices"))
-                collectives += sent
+                collectives += [replace(one, of_layers=op.of_layers) for one in sent]
         splits = {region: ranks * cp for region, ranks in costs.splits.items()}
         return replace(costs, splits=splits, layer=tuple(layer), collectives=tuple(collectives))
 

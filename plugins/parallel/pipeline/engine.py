@@ -41,6 +41,8 @@ class Pipeline:
         more = {"positions": torch.cat([batch.positions for batch in batches]), "labels": labels}
         if documents := [batch.documents for batch in batches if batch.documents is not None]:
             more["documents"] = torch.cat(documents)
+        if seeds := [batch.seeds for batch in batches if batch.seeds is not None]:
+            more["seeds"] = torch.cat(seeds)
         self._running[1].step(*tokens, target=labels, return_outputs=False, **more)
 
     @torch.no_grad()

@@ -163,4 +163,11 @@ FAULTS = (
         "index = index + at[name] * self.degrees[name]",
         ("tests/unit/test_mesh.py::test_roles_number_the_ranks_that_differ_in_them",),
     ),
+    Fault(
+        "a process group in a module ending a pipeline in a stack trace",
+        "plugins/parallel/pipeline/stages.py",
+        "except TypeError as error:",
+        "except ValueError as error:",
+        ("tests/unit/test_pipeline.py::test_a_module_that_holds_a_process_group_is_refused",),
+    ),
 )

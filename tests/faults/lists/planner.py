@@ -86,7 +86,7 @@ FAULTS = (
     ),
     Fault(
         "attention's products counted as causal",
-        "titan/contracts/base/cost.py",
+        "titan/contracts/base/cost/operations.py",
         "return 4.0 * self.keys(seq_len)",
         "return 2.0 * self.keys(seq_len)",
         (f"{COSTS}::test_operations_have_the_parameters_and_flops_of_the_plan",),
@@ -104,5 +104,19 @@ FAULTS = (
         "fits=all(m.total <= cluster",
         "fits=all(0 * m.total <= cluster",
         (f"{PREDICT}::test_the_table_says_that_a_job_does_not_fit",),
+    ),
+    Fault(
+        "a micro batch that nobody set kept through a study of longer sequences",
+        "titan/planner/report/studies.py",
+        'if job.table["train"]["micro_batch_size"]:',
+        "if job.micro_batch:",
+        ("tests/unit/test_studies.py::test_longer_sequences_leave_a_micro_batch_that_is_not_set_to_each_layout",),
+    ),
+    Fault(
+        "a study of an axis that nobody owns ending in a stack trace",
+        "titan/planner/report/studies.py",
+        "        if not axes:\n",
+        "        if axes is None:\n",
+        ("tests/unit/test_studies.py::test_a_study_of_an_axis_that_no_plugin_owns_is_refused",),
     ),
 )

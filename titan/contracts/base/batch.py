@@ -28,12 +28,17 @@ class Batch:
     documents: [B, T] int64, the number of the document at each place of the whole sequence of T tokens; None where
         attention may cross documents. Stays whole where ranks have slices of the sequence.
     positions: [B, S] int64, the place of each token in its sequence; by default 0 to S - 1.
+    samples: [B] int64, the global number of each sample, in the order in which the run consumes them; in training only.
+    seeds: [B] int64, of step and sample: what modules draw from (`titan.contracts.layers.philox`); in training of
+        models that draw, else None.
     """
 
     tokens: Tensor
     labels: Tensor
     documents: Tensor | None = None
     positions: Tensor = None  # type: ignore[assignment]
+    samples: Tensor | None = None
+    seeds: Tensor | None = None
 
     def __post_init__(self) -> None:
         if self.positions is None:

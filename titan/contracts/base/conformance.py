@@ -180,6 +180,7 @@ def technique_clashes(plugin: type[Any], others: Sequence[type[Any]], all_known:
         yield f"{label(plugin)}: phase = {plugin.phase!r}: {rule}"
     if not all_known:
         return
+    yield from _misfolded(plugin, {axis.name: axis for other in (plugin, *others) for axis in other.axes})
     names = {other.name for other in others}
     provided = names | {capability for other in others for capability in other.provides}
     axes = {axis.name for other in others for axis in other.axes}
@@ -190,6 +191,19 @@ def technique_clashes(plugin: type[Any], others: Sequence[type[Any]], all_known:
         for name in getattr(plugin, attribute):
             if name not in known:
                 yield f"{label(plugin)}: {attribute}: no plugin has the {what} {name!r}{did_you_mean(name, known)}"
+
+
+def _misfolded(plugin: type[Any], axes: Mapping[str, Any]) -> Iterator[str]:
+    """Sentences about the axes that those of a technique fold; axes: those of all plugins, by name."""
+    for axis in plugin.axes:
+        for name in axis.folds:
+            what = f"{label(plugin)}: mesh axis {axis.name!r}: folds"
+            if name not in axes:
+                yield f"{what}: no plugin has the axis {name!r}{did_you_mean(name, axes)}"
+            elif axes[name].folds:
+                yield f"{what} {name!r}, which folds other axes itself; name these"
+            elif axes[name].weights != "copies":
+                yield f'{what} {name!r}, whose ranks hold "{axes[name].weights}"; they must hold "copies"'
 
 
 # --- what hooks return ------------------------------------------------------------------------------------------

@@ -159,8 +159,15 @@ def parse(config: type[T], table: Mapping[str, Any], where: "Where") -> tuple[T 
             check_bounds(value, declaration.spec)
             values[declaration.field] = value
         except ValueError as error:
-            faults.append(where.fault(key, f"= {shown(table[key])}: {error}"))
+            faults.append(where.fault(key, f"= {shown(table[key])}: {error}{_or_none(table[key], declaration.hint)}"))
     return (None, faults) if faults else (config(**values), [])
+
+
+def _or_none(value: Any, hint: Any) -> str:
+    """How to give an option no value, where that is allowed; TOML has no word for it."""
+    if type(None) not in typing.get_args(hint):
+        return ""
+    return ", or none" if isinstance(value, CliText) else ", or left out"
 
 
 @dataclass(frozen=True)
@@ -276,7 +283,7 @@ def _takes_text(hint: Any) -> bool:
 
 
 def _coerce_union(value: Any, args: tuple[Any, ...]) -> Any:
-    if type(None) in args and isinstance(value, CliText) and value == "none":
+    if type(None) in args and (value is None or (isinstance(value, CliText) and value == "none")):
         return None
     if isinstance(value, CliText) and value.startswith("["):
         value = from_text(value)

@@ -9,7 +9,9 @@ from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy
 
 from titan.contracts.base.batch import Batch
+from titan.contracts.base.mesh import Mesh
 from titan.contracts.base.spec import ModelSpec
+from titan.errors import PluginError
 
 
 @dataclass(frozen=True)
@@ -81,6 +83,8 @@ class ModelPart:
         objective instead: a scalar, this micro batch's share of the step's mean.
         """
         more = {} if labels is None else {"labels": labels}
+        if batch.seeds is not None:
+            more["seeds"] = batch.seeds
         result: Tensor = self.runner(x, batch.positions, documents=batch.documents, **more)
         return result
 
@@ -97,6 +101,17 @@ class ModelPart:
         here = dict(self.module.named_modules())
         units = [[here[name] for name in unit if name in here] for unit in spec.shard_units()]
         return [unit for unit in units if unit]
+
+    def folded(self, mesh: Mesh) -> list[tuple[nn.Module, str]]:
+        """(module, axis) of the modules whose parameters are all slices along an axis of `mesh` that folds others.
+
+        Such a module is a shard unit of its own, inside of the one around it: its gradients are summed over what the
+        axis leaves of the axes that it folds, `mesh.flat(..., without=axis)`.
+
+        Raises:
+            PluginError: a module has both such slices and parameters of another kind of its own, or of another axis.
+        """
+        return list(_folded(self.module, "", mesh))
 
     def layers(self, spec: ModelSpec) -> list[tuple[str, nn.Module]]:
         """(canonical name, module) of the layers on this part, in order."""
@@ -132,3 +147,21 @@ class ModelPart:
             if self.holds(to) and self.holds(source):
                 tensor = self.module.get_submodule(source)._parameters[source_name]
                 self.module.get_submodule(to).register_parameter(to_name, tensor)
+
+
+def _folded(module: nn.Module, name: str, mesh: Mesh) -> Iterator[tuple[nn.Module, str]]:
+    """The outermost modules in `module`, called `name`, of whose parameters all are slices along one folding axis."""
+    axes = {key: mesh.fold_of(parameter) for key, parameter in module.named_parameters()}
+    if len(set(axes.values())) == 1:
+        if axis := next(iter(axes.values())):
+            yield module, axis
+        return
+    for key, _ in module.named_parameters(recurse=False):
+        if axes[key]:
+            other = next(key for key, axis in axes.items() if axis != axes[key])
+            raise PluginError(
+                f"{name} has {key}, a slice along mesh.{axes[key]}, and {other}, which is none; put slices "
+                "into a module of their own, whose gradients are summed over other ranks"
+            )
+    for child, inner in module.named_children():
+        yield from _folded(inner, f"{name}.{child}".lstrip("."), mesh)

@@ -11,18 +11,20 @@ from functools import cached_property, lru_cache
 from itertools import islice
 from typing import TYPE_CHECKING, Literal, get_args
 
-from titan.contracts.base.cost import Attention, EmbeddingOp, Matmul, Operation
+from titan.contracts.base.cost import Attention, EmbeddingOp, Matmul, Operation, parameter_count
 from titan.contracts.base.options import did_you_mean
 from titan.errors import PluginError
 
 if TYPE_CHECKING:
     import torch  # a spec is read where torch is not wanted, so it is not imported
 
-TensorStyle = Literal["column", "row", "embedding", "positions", "head", "norm", "qk_norm", "gather"]
+TensorStyle = Literal[
+    "column", "row", "embedding", "positions", "head", "norm", "qk_norm", "gather", "mixture", "summand", "router"
+]
 """How tensor parallelism treats a module. "Split" means over the ranks of the axis tp.
 
-column: linear; the output features are split.
-row: linear; the input features are split, and the outputs are summed over ranks.
+column: linear, or stack of linears [E, out, in]; the output features are split.
+row: linear, or stack of linears; the input features are split, and the outputs are summed over ranks.
 embedding: the table is split by vocabulary.
 positions: replicated table of learned positions. Its output [B, S, D] is split on S with sequence parallelism, as the
     embedding's output is, and whole otherwise.
@@ -31,12 +33,15 @@ norm: replicated weights, on the hidden state [B, S, D]; with sequence paralleli
 qk_norm: replicated weights, on the last dimension of this rank's heads [..., N], between column and row. The gradient
     is a partial sum, with and without sequence parallelism.
 gather: a module whose first argument must have all positions of the sequence (attention, feed-forward).
+mixture: a gather whose result [B, S, D] is each rank's summand, and is summed over ranks (experts).
+summand: within a mixture, linear or a stack of linears; the input features are split, and nothing is summed.
+router: within a mixture, replicated weights that decide how summands are weighted. The gradient is a partial sum.
 """
 
 ParameterKind = Literal["matrix", "table", "head", "vector"]
 """What a parameter is to an optimizer.
 
-matrix: the weight of a linear inside of the model, or a stack of such weights.
+matrix: the weight of a linear inside of the model, or a stack [E, out, in] of such weights.
 table: the weight of an embedding, a row per word or position; also where the head is tied to it.
 head: the weight that projects hidden states to logits, a row per word.
 vector: at most one dimension: weights of norms, biases, scalars.
@@ -63,22 +68,29 @@ class Init:
     """The initial value of a parameter or buffer.
 
     kind: "normal": drawn from a normal distribution of mean 0.  "constant": `value` everywhere. "computed": what
-        `compute(device)` returns, of the whole tensor's shape, equal on all ranks.
+        `compute(device)` returns, of the whole tensor's shape, equal on all ranks. "stream": a 63-bit hash of the
+        run's seed and the tensor's name everywhere.
     std: standard deviation.  cut: values beyond this many standard deviations are redrawn.
+    per_element: each element along dimension 0 is drawn from a generator of its own, so that a rank draws only the
+        elements it holds: for stacks [E, ...] of weights.
     value: the constant.
     compute: called on every rank, under no_grad, with the rank's device; no collectives.
     """
 
-    kind: Literal["normal", "constant", "computed"]
+    kind: Literal["normal", "constant", "computed", "stream"]
     std: float = 0.0
     cut: float = 3.0
+    per_element: bool = False
     value: float = 0.0
     compute: "Callable[[torch.device], torch.Tensor] | None" = None
 
 
-def normal(std: float) -> Init:
-    """A normal distribution of mean 0 and this standard deviation, truncated at three standard deviations."""
-    return Init("normal", std=std)
+def normal(std: float, *, per_element: bool = False) -> Init:
+    """A normal distribution of mean 0 and this standard deviation, truncated at three standard deviations.
+
+    per_element: as in `Init`, for a stack of weights.
+    """
+    return Init("normal", std=std, per_element=per_element)
 
 
 def computed(compute: "Callable[[torch.device], torch.Tensor]") -> Init:
@@ -88,6 +100,7 @@ def computed(compute: "Callable[[torch.device], torch.Tensor]") -> Init:
 
 ONES = Init("constant", value=1.0)
 ZEROS = Init("constant", value=0.0)
+STREAM = Init("stream")
 
 
 @dataclass(frozen=True)
@@ -96,7 +109,9 @@ class HfTensor:
 
     name: as in the safetensors files. Exports of a base model leave out the first dotted part.
     ours: canonical names; several are joined along dimension 0, in this order.
-    transposed: the file has the transpose of our tensor, or of the joined tensor.
+    transposed: the file has the transpose of our tensor, of the joined tensor, or of the element.
+    element: the file has one element along dimension 0 of our only tensor, a stack [E, ...]; None: all of it. As many
+        `HfTensor`s as there are elements make the stack.
     copy: a second name that some files have for the tensor (a tied head). Never written; where read, it must be equal.
     groups: equal groups of rows, such as heads, into which each of ours is cut; the groups are interleaved. Three
         tensors [H N, D] and `groups` H are [H, 3, N, D] in the file: each head's rows of all three, then the next's.
@@ -106,6 +121,7 @@ class HfTensor:
     ours: tuple[str, ...]
     transposed: bool = False
     copy: bool = False
+    element: int | None = None
     groups: int = 1
 
 
@@ -121,6 +137,10 @@ class ModelSpec:
         the loss is computed where its forward ends.
     attention: globs of the modules in which positions see each other, each an `AttentionCore`; empty: a model whose
         positions mix in another way, which neither slices sequences nor caches keys and values.
+    whole_sequences: what but attention needs all positions of a sequence, with the key to change; axes that slice
+        sequences are then refused with it.
+    draws: globs of the modules that draw random numbers, each a `titan.contracts.layers.philox.RandomModule`. The
+        forward of a model that names some has an argument `seeds`.
     layers: name of the ModuleDict of layers, whose keys
         are global layer numbers. Every parameter is in one of the three.
     tied: (alias, owner) names of parameters that are one tensor; the owner's name is canonical.
@@ -128,9 +148,10 @@ class ModelSpec:
     init: parameter glob -> `Init`; the first glob that matches counts, and every parameter needs one.
     buffers: buffer glob -> `Init`, for persistent and other buffers; matched as in `init`.
     no_decay: globs of matrices and heads to exempt from weight decay, as tables and vectors always are.
-    layer_params, embedding_params, head_params: parameters of one layer, of the embeddings, of the head. A tied tensor
-        counts among the embeddings.
-    matmul_params_per_layer, head_matmul_params: parameters that each token is multiplied by: the weights of linears.
+    layer_params, embedding_params, head_params: parameters of the mean layer, of the embeddings, of the head. A tied
+        tensor counts among the embeddings. The mean of unequal layers need not be whole; all layers together are.
+    matmul_params_per_layer, head_matmul_params: parameters that each token is multiplied by: the weights of linears. Of
+        a stack of weights, those that a token passes; of unequal layers, the mean.
     embedding_ops, layer_ops, head_ops: operations for the planner (`titan.contracts.base.cost` has a worked layer).
         Modules are named from the whole model in embeddings and head, and from the layer in a layer. Without layer_ops
         the model trains, but `titan plan` refuses it.
@@ -149,14 +170,16 @@ class ModelSpec:
     head: tuple[str, ...]
     tied: tuple[tuple[str, str], ...] = ()
     attention: tuple[str, ...] = ()
+    whole_sequences: str = ""
+    draws: tuple[str, ...] = ()
     tensor: Mapping[str, TensorStyle]
     init: Mapping[str, Init]
     buffers: Mapping[str, Init] = field(default_factory=dict)
     no_decay: tuple[str, ...] = ()
-    layer_params: int
+    layer_params: float
     embedding_params: int
     head_params: int
-    matmul_params_per_layer: int
+    matmul_params_per_layer: float
     head_matmul_params: int
     embedding_ops: tuple[Operation, ...] = ()
     layer_ops: tuple[Operation, ...] = ()
@@ -165,7 +188,20 @@ class ModelSpec:
     @property
     def params(self) -> int:
         """Parameters of the whole model; a tied tensor counts once."""
-        return self.embedding_params + self.n_layers * self.layer_params + self.head_params
+        return self.embedding_params + round(self.n_layers * self.layer_params) + self.head_params
+
+    @cached_property
+    def stacked_params(self) -> int:
+        """Parameters of the whole model in stacks of weights, such as experts, by `layer_ops`."""
+        stacks = (op for op in self.layer_ops if isinstance(op, Matmul) and op.stack > 1)
+        return round(self.n_layers * sum(op.of_layers * parameter_count(op) for op in stacks))
+
+    @cached_property
+    def active_params(self) -> int:
+        """Parameters of the whole model that a token passes: of a stack, the share that it uses."""
+        stacks = (op for op in self.layer_ops if isinstance(op, Matmul) and op.stack > 1)
+        idle = sum(op.of_layers * parameter_count(op) * (1 - op.used / op.stack) for op in stacks)
+        return self.params - round(self.n_layers * idle)
 
     def layer_flops_per_token(self, seq_len: int) -> float:
         """Forward FLOPs of one layer per token: 2 per matmul parameter, plus both products of attention.
@@ -173,7 +209,7 @@ class ModelSpec:
         Attention counts the full S x S square, 4 * seq_len * heads * head_dim, as in PaLM, appendix B (arXiv
         2204.02311), or what `layer_ops` state.
         """
-        cores = [op.flops_per_token(seq_len) for op in self.layer_ops if isinstance(op, Attention)]
+        cores = [op.of_layers * op.flops_per_token(seq_len) for op in self.layer_ops if isinstance(op, Attention)]
         square = 4.0 * seq_len * self.n_heads * self.head_dim
         return 2.0 * self.matmul_params_per_layer + (sum(cores) if cores else square)
 
@@ -207,6 +243,8 @@ class ModelSpec:
         for pattern, how in self.buffers.items():
             if glob_matches(pattern, name):
                 return how
+        if any(glob_matches(f"{glob}.stream", name) for glob in self.draws):
+            return STREAM
         raise PluginError(
             f"the model's spec has no initial value for buffer {name}; give it one in ModelSpec.buffers: "
             "titan.contracts.base.spec.computed(function of the device), or a constant such as ZEROS"
@@ -220,14 +258,16 @@ class ModelSpec:
         """What the spec says of a parameter, by its canonical name and its number of dimensions.
 
         The kind follows from the tensor style of its module, and where there is none, from `embeddings` and `head`.
+        Features lie along the last two dimensions: of three, the first counts the weights of a stack.
         """
         style = self.style_of(name.rpartition(".")[0])
         names = {name}.union(*(pair for pair in self.tied if name in pair))
         places = {self._place(name.rpartition(".")[0]) for name in names}
         kinds: tuple[ParameterKind, ...] = ("table", "head", "matrix")  # of a tied tensor, the first of these
         kind = "vector" if ndim < 2 else next(kind for kind in kinds if kind in places)
-        dim = 0 if style in ("column", "embedding", "head") else 1 if style == "row" and ndim > 1 else None
-        return ParameterFacts(kind, dim, partial=style == "qk_norm")
+        outputs, inputs = max(ndim - 2, 0), ndim - 1 if ndim > 1 else None
+        dims = {"column": outputs, "row": inputs, "summand": inputs, "embedding": 0, "head": 0}
+        return ParameterFacts(kind, dims.get(style or ""), partial=style in ("qk_norm", "router"))
 
     def _place(self, module: str) -> Literal["matrix", "table", "head"]:
         style = self.style_of(module)
@@ -277,7 +317,8 @@ class ModelSpec:
             if style not in known:
                 raise PluginError(f"ModelSpec.tensor gives {glob} the style {style!r}{did_you_mean(style, known)}")
         absent = [name for name in (*self.embeddings, self.layers, *self.head) if name not in modules]
-        absent += [g for g in (*self.tensor, *self.attention) if not any(glob_matches(g, m) for m in modules)]
+        globs = (*self.tensor, *self.attention, *self.draws)
+        absent += [g for g in globs if not any(glob_matches(g, m) for m in modules)]
         absent += [g for g in (*self.init, *self.no_decay) if not any(glob_matches(g, p) for p in parameters)]
         absent += [g for g in self.buffers if not any(glob_matches(g, b) for b in buffers)]
         if absent:

@@ -17,6 +17,7 @@ from torch import Tensor, nn
 from titan.contracts.base.cost import Elementwise, Operation, SavedTensor, linear, norm, residual, shared
 from titan.contracts.base.spec import TensorStyle
 from titan.contracts.layers.attention import AttentionCore, attention_cost
+from titan.contracts.layers.philox import Dropout, dropout_cost
 from titan.contracts.layers.rotary import rotate
 
 
@@ -25,10 +26,12 @@ class LayerPart(NamedTuple):
 
     operations: in forward order; what two operations save is stated at the first of them.
     tensor: module -> `TensorStyle`.
+    draws: modules that draw random numbers.
     """
 
     operations: tuple[Operation, ...]
     tensor: Mapping[str, TensorStyle]
+    draws: tuple[str, ...] = ()
 
 
 # --- attention ----------------------------------------------------------------------------------------------------
@@ -195,22 +198,49 @@ def feed_forward(dim: int, ffn_dim: int) -> LayerPart:
 
 
 class PreNormLayer(nn.Module):
-    """A layer `h = x + attn(attn_norm(x))`, `y = h + ffn(ffn_norm(h))`."""
+    """A layer `h = x + attn(attn_norm(x))`, `y = h + ffn(ffn_norm(h))`, maybe with dropout of what is added to x and h.
 
-    def __init__(self, attn_norm: nn.Module, attn: nn.Module, ffn_norm: nn.Module, ffn: nn.Module) -> None:
+    attn_dropout, ffn_dropout: called on the output of `attn` and of `ffn`; None: no dropout.
+    """
+
+    def __init__(
+        self,
+        attn_norm: nn.Module,
+        attn: nn.Module,
+        ffn_norm: nn.Module,
+        ffn: nn.Module,
+        attn_dropout: Dropout | None = None,
+        ffn_dropout: Dropout | None = None,
+    ) -> None:
         super().__init__()
         self.attn_norm, self.attn, self.ffn_norm, self.ffn = attn_norm, attn, ffn_norm, ffn
+        self.attn_dropout, self.ffn_dropout = attn_dropout, ffn_dropout
 
-    def forward(self, x: Tensor, positions: Tensor, documents: Tensor | None, rope: Tensor | None = None) -> Tensor:
-        """x [B, S, D]; the others as `SelfAttention.forward` takes them. Returns [B, S, D]."""
-        h = x + self.attn(self.attn_norm(x), positions, documents, rope)
-        return h + self.ffn(self.ffn_norm(h))  # type: ignore[no-any-return]
+    def forward(
+        self,
+        x: Tensor,
+        positions: Tensor,
+        documents: Tensor | None,
+        rope: Tensor | None = None,
+        seeds: Tensor | None = None,
+    ) -> Tensor:
+        """x [B, S, D], seeds [B]; the others as `SelfAttention.forward` takes them. Returns [B, S, D]."""
+        added = self.attn(self.attn_norm(x), positions, documents, rope)
+        h = x + (added if self.attn_dropout is None else self.attn_dropout(added, seeds, positions))
+        added = self.ffn(self.ffn_norm(h))
+        return h + (added if self.ffn_dropout is None else self.ffn_dropout(added, seeds, positions))  # type: ignore[no-any-return]
 
 
-def pre_norm(dim: int, attn: LayerPart, ffn: LayerPart, *, vectors: int) -> LayerPart:
-    """`PreNormLayer` as data.  vectors: weight vectors of a norm, 1 for RMSNorm and 2 for LayerNorm."""
+def pre_norm(dim: int, attn: LayerPart, ffn: LayerPart, *, vectors: int, dropout: bool = False) -> LayerPart:
+    """`PreNormLayer` as data.
+
+    vectors: weight vectors of a norm, 1 for RMSNorm and 2 for LayerNorm.  dropout: whether both are there.
+    """
+    added = (*((dropout_cost(dim),) if dropout else ()), residual(dim))
     operations = (
-        norm("attn_norm", dim, vectors, vectors), *attn.operations, residual(dim),
-        norm("ffn_norm", dim, vectors, vectors), *ffn.operations, residual(dim),
+        norm("attn_norm", dim, vectors, vectors), *attn.operations, *added,
+        norm("ffn_norm", dim, vectors, vectors), *ffn.operations, *added,
     )  # fmt: skip
-    return LayerPart(operations, {"attn_norm": "norm", "ffn_norm": "norm", **attn.tensor, **ffn.tensor})
+    tensor: dict[str, TensorStyle] = {"attn_norm": "norm", "ffn_norm": "norm", **attn.tensor, **ffn.tensor}
+    drawn = ("attn_dropout", "ffn_dropout") if dropout else ()
+    return LayerPart(operations, tensor, (*attn.draws, *ffn.draws, *drawn))

@@ -10,10 +10,20 @@ from typing import Literal
 
 from torch import Tensor, nn
 
-from titan.contracts.base.cost import Attention, Elementwise, EmbeddingOp, Matmul, Operation, linear, norm
+from titan.contracts.base.cost import (
+    Attention,
+    Elementwise,
+    EmbeddingOp,
+    Matmul,
+    Operation,
+    linear,
+    norm,
+    parameter_count,
+)
 from titan.contracts.base.options import option
 from titan.contracts.base.spec import ONES, ZEROS, Init, ModelSpec, TensorStyle, nearest, normal
 from titan.contracts.layers.blocks import Heads, LayerPart, PreNormLayer, SelfAttention, SwiGLU, pre_norm, swiglu
+from titan.contracts.layers.philox import Dropout, dropout_cost
 from titan.contracts.layers.rotary import Rotary, rope_table
 
 
@@ -65,41 +75,55 @@ class Decoder(nn.Module):
         *,
         learned_positions: bool = False,
         rotary: Rotary | None = None,
+        dropout: Dropout | None = None,
     ) -> None:
         """Put the modules together.
 
-        layers: called as (x, positions, documents, rope) on hidden states [B, S, D], and return such.
+        layers: called as (x, positions, documents, rope) on hidden states [B, S, D], and return such. While a model
+            that draws is trained, its seeds [B] are the fifth argument.
         norm: of the hidden states after the last layer.
         learned_positions: a table of `max_seq_len` positions is added to the embedding.
         rotary: makes the `rope_table` [2, B, S, R/2] of layers; None: they are given None.
+        dropout: of the embeddings' sum; None: no dropout.
         """
         super().__init__()
         self.rotary = rotary
         self.embed: nn.Embedding | None = nn.Embedding(config.vocab_size, config.dim)
         self.positions = nn.Embedding(config.max_seq_len, config.dim) if learned_positions else None
+        self.embed_dropout = dropout
         self.layers = nn.ModuleDict({str(i): layer for i, layer in enumerate(layers)})
         self.norm: nn.Module | None = norm
         self.output: nn.Linear | None = nn.Linear(config.dim, config.vocab_size, bias=False)
         if config.tied:
             self.output.weight = self.embed.weight
 
-    def forward(self, x: Tensor, positions: Tensor, documents: Tensor | None = None) -> Tensor:
+    def forward(
+        self, x: Tensor, positions: Tensor, documents: Tensor | None = None, seeds: Tensor | None = None
+    ) -> Tensor:
         """Tokens [B, S] or hidden states [B, S, D] -> logits [B, S, V], or hidden states without the head."""
         rope = None if self.rotary is None else rope_table(self.rotary, positions)
         if not x.is_floating_point():
             assert self.embed is not None, "tokens reached a stage without the embedding"
             x = self.embed(x) if self.positions is None else self.embed(x) + self.positions(positions)
+            x = x if self.embed_dropout is None else self.embed_dropout(x, seeds, positions)
+        drawn_from = () if seeds is None else (seeds,)
         for layer in self.layers.values():
-            x = layer(x, positions, documents, rope)
+            x = layer(x, positions, documents, rope, *drawn_from)
         if self.norm is not None:
             x = self.norm(x)
         return x if self.output is None else self.output(x)
 
 
 def decoder_spec(
-    config: DecoderConfig, layer: LayerPart, *, ffn_dim: int, vectors: int, learned_positions: bool = False
+    config: DecoderConfig,
+    layer: LayerPart,
+    *,
+    ffn_dim: int,
+    vectors: int,
+    learned_positions: bool = False,
+    dropout: bool = False,
 ) -> ModelSpec:
-    """The spec of a `Decoder` whose layers are all `layer`; its core is named `attn.core`.
+    """The spec of a `Decoder` whose mean layer is `layer`; its core is named `attn.core`.
 
     Initial weights are normal with `config.init_std`, smaller by sqrt(2 n_layers) in linears of style "row": these add
     to the hidden states, whose variance would else grow with depth (GPT-2). Norms and biases do not decay, nor do
@@ -107,10 +131,12 @@ def decoder_spec(
 
     Args:
         config: the options of the model.
-        layer: one layer as data.
+        layer: one layer as data; where layers differ, with the operations of all, each with its `of_layers`. The cores
+            have equal heads.
         ffn_dim: as in `ModelSpec`.
         vectors: weight vectors of the last norm, 1 for RMSNorm and 2 for LayerNorm.
         learned_positions: as in `Decoder`.
+        dropout: whether the embeddings' sum has dropout.
     """
     c = config
     table = EmbeddingOp(module="embed", rows=c.vocab_size, width=c.dim)
@@ -123,19 +149,23 @@ def decoder_spec(
     tensor |= {f"layers.*.{module}": style for module, style in layer.tensor.items()}
     parameters = dict(_parameters([*embeddings, *(head[:1] if c.tied else head)]))
     parameters |= {f"layers.*.{name}": kind for name, kind in _parameters(layer.operations)}
-    [core] = (op for op in layer.operations if isinstance(op, Attention))
+    draws = [*(["embed_dropout"] if dropout else []), *(f"layers.*.{module}" for module in layer.draws)]
+    core = next(op for op in layer.operations if isinstance(op, Attention))
     return ModelSpec(
         n_layers=c.n_layers, dim=c.dim, n_heads=core.heads, n_kv_heads=core.kv_heads, head_dim=core.head_dim,
         ffn_dim=ffn_dim, vocab_size=c.vocab_size, max_seq_len=c.max_seq_len,
         embeddings=tuple(op.module for op in embeddings), head=("norm", "output"),
         tied=(("output.weight", "embed.weight"),) if c.tied else (),
-        tensor=tensor, attention=("layers.*.attn.core",), init=_initial(c, parameters, tensor),
-        layer_params=_numel(layer.operations),
+        tensor=tensor, attention=("layers.*.attn.core",), draws=tuple(draws), init=_initial(c, parameters, tensor),
+        layer_params=sum(op.of_layers * parameter_count(op) for op in layer.operations),
         embedding_params=_numel(embeddings),
         head_params=_numel(head[:1] if c.tied else head),
-        matmul_params_per_layer=sum(op.inputs * op.outputs for op in layer.operations if isinstance(op, Matmul)),
+        matmul_params_per_layer=sum(
+            op.of_layers * op.used * op.inputs * op.outputs for op in layer.operations if isinstance(op, Matmul)
+        ),
         head_matmul_params=_numel(head[1:]),
-        embedding_ops=embeddings, layer_ops=layer.operations, head_ops=head,
+        embedding_ops=(*embeddings, dropout_cost(c.dim)) if dropout else embeddings,
+        layer_ops=layer.operations, head_ops=head,
     )  # fmt: skip
 
 
@@ -157,7 +187,7 @@ def gated_spec(config: DecoderConfig, heads: Heads, ffn_dim: int) -> ModelSpec:
     return decoder_spec(config, layer, ffn_dim=ffn_dim, vectors=1)
 
 
-_Kind = Literal["matrix", "table", "scale", "bias"]
+_Kind = Literal["matrix", "stack", "table", "scale", "bias"]
 
 
 def _parameters(operations: Iterable[Operation]) -> Iterator[tuple[str, _Kind]]:
@@ -165,7 +195,7 @@ def _parameters(operations: Iterable[Operation]) -> Iterator[tuple[str, _Kind]]:
     for op in operations:
         match op:
             case Matmul(bias=bias):
-                yield f"{op.module}.weight", "matrix"
+                yield f"{op.module}.weight", "stack" if op.stack > 1 else "matrix"
             case EmbeddingOp():
                 yield f"{op.module}.weight", "table"
                 bias = False
@@ -179,21 +209,16 @@ def _parameters(operations: Iterable[Operation]) -> Iterator[tuple[str, _Kind]]:
 
 
 def _initial(c: DecoderConfig, parameters: Mapping[str, _Kind], tensor: Mapping[str, TensorStyle]) -> dict[str, Init]:
-    drawn, added = normal(c.init_std), normal(c.init_std / math.sqrt(2 * c.n_layers))
-    values = {"table": drawn, "scale": ONES, "bias": ZEROS}
-    rows = {f"{module}.weight" for module, style in tensor.items() if style == "row"}
-    return {name: values.get(kind, added if name in rows else drawn) for name, kind in parameters.items()}
+    values = {"table": normal(c.init_std), "scale": ONES, "bias": ZEROS}
+    rows = {f"{module}.weight" for module, style in tensor.items() if style in ("row", "summand")}
+    added = c.init_std / math.sqrt(2 * c.n_layers)
+
+    def drawn(name: str, kind: _Kind) -> Init:
+        return normal(added if name in rows else c.init_std, per_element=kind == "stack")
+
+    return {name: values.get(kind) or drawn(name, kind) for name, kind in parameters.items()}
 
 
 def _numel(operations: Iterable[Operation]) -> int:
     """Parameters of operations."""
-    total = 0
-    for op in operations:
-        match op:
-            case Matmul():
-                total += (op.inputs + op.bias) * op.outputs
-            case EmbeddingOp():
-                total += op.rows * op.width
-            case Elementwise():
-                total += op.params * op.width
-    return total
+    return sum(map(parameter_count, operations))

@@ -62,7 +62,8 @@ class Loader:
             others = multiprocessing.active_children()
             self._batches = self._read_ahead()
             self._children = [child for child in multiprocessing.active_children() if child not in others]
-        step = [self._on_device(self._read(self._batches)) for _ in range(self._numbers.per_step)]
+        starts = self._numbers.starts(self._next)
+        step = [self._on_device(self._read(self._batches), start) for start in starts]
         self._next += self._numbers.global_batch
         return step
 
@@ -108,13 +109,14 @@ class Loader:
                 )
             )
 
-    def _on_device(self, read: _Columns | TitanError) -> Batch:
+    def _on_device(self, read: _Columns | TitanError, start: int) -> Batch:
         if isinstance(read, TitanError):
             raise read
         moved = [None if column is None else column.to(self._device, non_blocking=True) for column in read]
         tokens, labels, documents = moved
         assert tokens is not None and labels is not None
-        return Batch(tokens, labels, documents)
+        samples = torch.arange(start, start + len(tokens), device=self._device)
+        return Batch(tokens, labels, documents, samples=samples)
 
 
 @dataclass(frozen=True)
@@ -127,17 +129,18 @@ class _Numbers:
     index: int
     ranks: int
 
-    @property
-    def per_step(self) -> int:
-        return self.global_batch // (self.micro_batch * self.ranks)
+    def starts(self, first: int) -> range:
+        """The first sample of each micro batch of the step that starts at global sample `first`."""
+        own = self.global_batch // self.ranks
+        start = first + self.index * own
+        return range(start, start + own, self.micro_batch)
 
     def __iter__(self) -> Iterator[list[int]]:
-        start = self.first + self.index * (self.global_batch // self.ranks)
+        first = self.first
         while True:
-            for micro in range(self.per_step):
-                low = start + micro * self.micro_batch
-                yield list(range(low, low + self.micro_batch))
-            start += self.global_batch
+            for start in self.starts(first):
+                yield list(range(start, start + self.micro_batch))
+            first += self.global_batch
 
 
 class _Reader(torch.utils.data.Dataset[Sample]):

@@ -6,6 +6,12 @@ is short; or a size is divisible by a small power of two only, so that loads are
 of 16 bytes do not use tensor cores at all. A product takes at least the time of its memory traffic (the roofline of
 Williams et al., CACM 52(4), 2009).
 
+A stack of weights is one grouped product (MegaBlocks, arXiv 2211.15841): as many products as the rank holds weights,
+each of the tokens that pass its weight. Their tiles share the waves, so small groups waste parts of tiles, not waves. A
+weight is read once per micro batch however few tokens pass it, so with few tokens the product takes the time of its
+weights' bytes. The number of a group's tokens is arbitrary, and grouped kernels are made for that: its alignment costs
+nothing.
+
 Attention counts needed FLOPs only: half of the square where a kernel skips masked positions; all where it is given a
 mask, of documents or of a window: no kernel knows which of its blocks are empty. Its backward has 2.5 times
 the FLOPs of its forward (FlashAttention-2, arXiv 2307.08691).
@@ -51,6 +57,7 @@ class Device:
         self._launch = cluster.kernels.launch_us * 1e-6
         self._bytes_per_s = cluster.device.bandwidth_gb_s * 1e9 * cluster.kernels.bandwidth_efficiency
         self._products: dict[tuple[float, float, float, str, int], float] = {}
+        self._grouped: dict[tuple[float, float, float, float, str, int], float] = {}
         self._points = {dtype: rates.curve() for dtype, rates in cluster.products.items() if rates.points}
 
     def product(self, m: float, k: float, n: float, dtype: str, width: int) -> float:
@@ -62,59 +69,89 @@ class Device:
         return seconds
 
     def _product(self, m: float, k: float, n: float, dtype: str, width: int) -> float:
+        return self._of_groups(1, m, k, n, min(_even(m), _even(k), _even(n)), dtype, width)
+
+    def grouped(self, groups: float, m: float, k: float, n: float, even: int, dtype: str, width: int) -> float:
+        """Seconds of `groups` products [m, k] x [k, n] in one kernel.
+
+        even: the largest power of two that divides the sizes on which the speed of the kernel depends.
+        """
+        key = (groups, m, k, n, dtype, width)
+        seconds = self._grouped.get(key)
+        if seconds is None:
+            seconds = self._grouped[key] = self._of_groups(groups, m, k, n, even, dtype, width)
+        return seconds
+
+    def _of_groups(self, groups: float, m: float, k: float, n: float, even: int, dtype: str, width: int) -> float:
         flops, moved = 2.0 * m * k * n, width * (m * k + k * n + m * n)
         if points := self._points.get(dtype):
-            return flops / _interpolated(points, flops)  # as measured: with all that a product takes
-        return max(flops / self._reached(m, k, n, dtype, width), moved / self._bytes_per_s) + self._launch
+            return groups * (flops / _interpolated(points, flops))  # as measured: with all that a product takes
+        reached = self._reached(groups, m, k, n, even, dtype, width)
+        return groups * max(flops / reached, moved / self._bytes_per_s) + self._launch
 
-    def _reached(self, m: float, k: float, n: float, dtype: str, width: int) -> float:
-        """FLOP/s of a product."""
+    def _reached(self, groups: float, m: float, k: float, n: float, even: int, dtype: str, width: int) -> float:
+        """FLOP/s of a product, or of several in one kernel."""
         rates = self.cluster.products.get(dtype, Products())
-        waste = rates.wave_quantization * self._wasted(m, n, rates.tile)
+        waste = rates.wave_quantization * self._wasted(groups, m, n, rates.tile)
         share: float = rates.efficiency / (1 + waste) * k / (k + rates.k_half)
-        even = min(_even(m), _even(k), _even(n))
         share *= rates.unaligned_factor ** max(0.0, math.log2(rates.aligned / even))
         if even * width % 16:
             share *= rates.unaligned_16b_factor
         return self.cluster.peak(dtype) * share
 
-    def _wasted(self, m: float, n: float, tile: tuple[int, int]) -> float:
+    def _wasted(self, groups: float, m: float, n: float, tile: tuple[int, int]) -> float:
         """Idle compute of partly filled tiles and waves, relative to the work; best of three tile orientations."""
         units, (rows, columns) = self.cluster.device.compute_units, tile
         found = math.inf
         for r, c in ((rows, columns), (columns, rows), (rows, columns // 2)):
-            waves = math.ceil(math.ceil(m / r) * math.ceil(n / c) / units)
-            found = min(found, waves * units * r * c / (m * n) - 1)
+            waves = math.ceil(groups * math.ceil(m / r) * math.ceil(n / c) / units)
+            found = min(found, waves * units * r * c / (groups * m * n) - 1)
         return found
 
     def moving(self, numbers: float, width: float) -> float:
         """Seconds of an operation that moves `numbers` elements of `width` bytes through memory; 0 for none."""
         return numbers * width / self._bytes_per_s + self._launch if numbers else 0.0
 
-    def operation(self, op: Operation, costs: Costs, dtype: str) -> Seconds:
-        """Seconds of one operation for one micro batch on one rank.
+    def operation(self, op: Operation, costs: Costs, dtype: str, ways: int = 1) -> Seconds:
+        """Seconds of one operation for one micro batch on one rank, in the mean layer.
 
         costs: of the job, for the share of tokens and heads per rank.  dtype: that of matrix products.
+        ways: ranks that each hold a part of the weights of a stack.
         """
+        seconds = self._whole(op, costs, dtype, ways)
+        return seconds if op.of_layers == 1 else Seconds(*(op.of_layers * each for each in seconds))
+
+    def _whole(self, op: Operation, costs: Costs, dtype: str, ways: int) -> Seconds:
+        """Seconds of an operation in a layer that has it."""
         if isinstance(op, Matmul):
-            return self._linear(op, costs, dtype)
+            return self._stack(op, costs, ways) if op.stack > 1 else self._linear(op, costs, dtype)
         if isinstance(op, Attention):
             return self._core(op, costs)
         if isinstance(op, EmbeddingOp):
             numbers = costs.share("hidden") * op.width
             return Seconds(self.moving(2 * numbers, costs.itemsize), 0.0, self.moving(3 * numbers, costs.itemsize))
         tokens = costs.share(op.region) * (self.kernels.fused_traffic_factor if costs.fused else 1.0)
-        return Seconds(
-            self.moving(tokens * op.forward, costs.itemsize), self.moving(tokens * op.backward, costs.itemsize)
-        )
+        forward = op.forward + (0.0 if costs.fused else op.unfused_bytes / costs.itemsize)
+        return Seconds(self.moving(tokens * forward, costs.itemsize), self.moving(tokens * op.backward, costs.itemsize))
 
     def _linear(self, op: Matmul, costs: Costs, dtype: str) -> Seconds:
-        rows, width = costs.share("seq_full"), costs.itemsize
+        rows, width = costs.share("seq_full") * op.used, costs.itemsize
         inputs, outputs = costs.product(op)
         return Seconds(
             self.product(rows, inputs, outputs, dtype, width),
             self.product(rows, outputs, inputs, dtype, width),
             self.product(inputs, rows, outputs, dtype, width),
+        )
+
+    def _stack(self, op: Matmul, costs: Costs, ways: int) -> Seconds:
+        """A grouped product. The rank's weights see tokens of all ranks that share the stack, as many as its own."""
+        held, (inputs, outputs) = op.stack / ways, costs.product(op)
+        rows, even = costs.share("seq_full") * op.used / held, min(_even(inputs), _even(outputs))
+        dtype, width = costs.wide_dtype, costs.itemsize
+        return Seconds(
+            self.grouped(held, rows, inputs, outputs, even, dtype, width),
+            self.grouped(held, rows, outputs, inputs, even, dtype, width),
+            self.grouped(held, inputs, rows, outputs, even, dtype, width),
         )
 
     def _core(self, op: Attention, costs: Costs) -> Seconds:
@@ -162,11 +199,11 @@ class Device:
         return forward, backward
 
     def core_again(self, op: Attention, costs: Costs, both: bool) -> float:
-        """Seconds to recompute attention; both: also the second product of attention that writes its scores."""
+        """Seconds to recompute attention in the mean layer; both: also the second product where scores are written."""
         if not op.scores_written:
-            return self._core(op, costs).forward
+            return op.of_layers * self._core(op, costs).forward
         first, last = self._products_of_scores(op, costs)
-        return first + last * both + self._passes_over_scores(op, costs)[0]
+        return op.of_layers * (first + last * both + self._passes_over_scores(op, costs)[0])
 
     def batched(self, matrices: float, m: float, k: float, n: float, dtype: str, width: int) -> float:
         """Seconds of a batched product of `matrices` pairs [m, k] x [k, n]; their tiles share the waves."""

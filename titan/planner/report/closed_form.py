@@ -59,6 +59,8 @@ def report(
 ) -> dict[str, Any]:
     """Every formula for the model of a job, as a JSON object in bytes, FLOPs and seconds.
 
+    FLOPs, time and compute-optimal tokens count the parameters that a token passes, memory counts all.
+
     tokens: training tokens; None: the compute-optimal number.  devices: None: as many as the job's layout has.
     peak_tflops: peak of a device in TFLOP/s; None: no training times.  utilisation: fraction of the peak, with
     recomputation counted where it is done.  held: the job's own model state per parameter, before sharding.
@@ -75,7 +77,7 @@ def report(
     if faults:
         raise ConfigError(faults)
     spec, seq_len = job.spec, job.data.seq_len
-    tokens = optimal_tokens(spec.params) if tokens is None else tokens
+    tokens = optimal_tokens(spec.active_params) if tokens is None else tokens
     shards, ranks = _ranks(job, devices)
     return {
         "model": {
@@ -84,6 +86,7 @@ def report(
         },
         "parameters": {
             "exact": spec.params,
+            "active": spec.active_params,
             "parts": parts(spec),
             "textbook": textbook_parameters(spec.n_layers, spec.dim, spec.vocab_size),
         },
@@ -92,8 +95,8 @@ def report(
         "flops_per_token": {
             "exact": spec.flops_per_token(seq_len),
             "exact_full_recompute": hardware_flops_per_token(spec, seq_len),
-            "6P": 6 * spec.params,
-            "8P": 8 * spec.params,
+            "6P": 6 * spec.active_params,
+            "8P": 8 * spec.active_params,
         },
         "training": _training(spec, seq_len, tokens, shards * ranks, peak_tflops, utilisation),
     }  # fmt: skip
@@ -144,8 +147,8 @@ def _training(
 ) -> dict[str, Any]:
     about: dict[str, Any] = {
         "tokens": tokens,
-        "tokens_per_parameter": tokens / spec.params,
-        "compute_optimal_tokens": optimal_tokens(spec.params),
+        "tokens_per_parameter": tokens / spec.active_params,
+        "compute_optimal_tokens": optimal_tokens(spec.active_params),
         "model_flops": tokens * spec.flops_per_token(seq_len),
         "devices": devices,
         "peak_tflops": peak_tflops,
@@ -153,10 +156,11 @@ def _training(
         "seconds": None,
     }
     if peak_tflops is not None:
-        speed = devices * peak_tflops * 1e12 * utilisation
+        peak = peak_tflops * 1e12
+        speed, active = devices * peak * utilisation, spec.active_params
         about["seconds"] = {
-            "6TP": training_seconds(spec.params, tokens, devices, peak_tflops * 1e12, utilisation),
-            "8TP": training_seconds(spec.params, tokens, devices, peak_tflops * 1e12, utilisation, recompute=True),
+            "6TP": training_seconds(active, tokens, devices, peak, utilisation),
+            "8TP": training_seconds(active, tokens, devices, peak, utilisation, recompute=True),
             "exact": tokens * spec.flops_per_token(seq_len) / speed,
             "exact_full_recompute": tokens * hardware_flops_per_token(spec, seq_len) / speed,
         }
@@ -185,12 +189,13 @@ def _gb(size: float) -> str:
 
 def _parameter_lines(report: Mapping[str, Any]) -> list[str]:
     model, counted = report["model"], report["parameters"]
-    exact, textbook = counted["exact"], counted["textbook"]
+    exact, active, textbook = (counted[key] for key in ("exact", "active", "textbook"))
     sizes = ", ".join(f"{key} {model[key]}" for key in ("layers", "dim", "heads", "kv_heads", "ffn_dim", "vocab_size"))
     return [
         f"Parameters ({sizes})",
         *(_row(name, f"{number:,}", width=22) for name, number in counted["parts"].items() if number),
         _row("total", f"{exact:,}", width=22),
+        *([_row("active per token", f"{active:,}", width=22) + f"  {active / exact:.1%}"] if active < exact else []),
         _row("12 l h^2 + 2 v h", f"{textbook:,}", width=22) + f"  {textbook / exact - 1:+.2%}",
     ]
 

@@ -3,6 +3,7 @@
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
+from titan.contracts.base.spec import ModelSpec
 from titan.planner.machine.cluster import MEMORY_LIMIT, Cluster
 from titan.planner.search.best_first import Found, Result
 from titan.planner.search.space import Space
@@ -50,6 +51,12 @@ def prediction_text(prediction: Prediction, cluster: Cluster, layout: str, budge
         f"{p.hardware_tflops_per_device:.1f} (HFU {p.hfu:.1%}); pipeline bubble {p.bubble_fraction:.1%}",
     ]
     return "\n".join([*head, *_budget(budget), "", *_spent(p), "", *_memory(p, cluster)])
+
+
+def active_text(spec: ModelSpec) -> list[str]:
+    """A line with the active and all parameters of a model: "12.9 B active of 46.7 B"; none where all are active."""
+    active, whole = spec.active_params, spec.params
+    return [f"parameters: {active / 1e9:.3g} B active of {whole / 1e9:.3g} B"] if active < whole else []
 
 
 def seconds(value: float) -> str:

@@ -65,7 +65,7 @@ class Base(NamedTuple):
             ConfigError: no plugin owns such an axis.
         """
         layout = self.job.layout
-        axes = [axis for axis in layout.axes if fact in (axis.data, axis.weights)]
+        axes = [axis for axis in layout.dimensions if fact in (axis.data, axis.weights)]
         if not axes:
             raise ConfigError([ConfigIssue("--study", f'no plugin owns an axis that is "{fact}"')])
         return max(axes, key=lambda axis: (layout.degrees[axis.name], axis.default == -1)).name

@@ -167,7 +167,7 @@ class _Search:
         self.limit, self._reserved = memory.limit_gib * GIB, memory.reserved_gib * GIB
         self._waiting: list[_Node] = []
         self._numbers = itertools.count()
-        self._alone: dict[tuple[int, int, int], StageCostCache] = {}
+        self._alone: dict[tuple[int, ...], StageCostCache] = {}
 
     def through(self, groups: Sequence[Group], progress: Callable[[int, int], None] = lambda done, of: None) -> Result:
         """Expand the node with the lowest bound until no remaining bound is below the worst layout kept."""
@@ -199,10 +199,12 @@ class _Search:
     def _bound(self, alone: Costs, layout: Layout, micro_batch: int) -> float:
         """What a group costs at least: its computation, shared out evenly, none of it twice."""
         slices, sequence, batch = (layout.degree_of(fact) for fact in ("slices", "sliced", "dealt"))
-        key = (slices, sequence, micro_batch)
+        folding = tuple(axis.name for axis in layout.axes if axis.folds)
+        key = (slices, sequence, micro_batch, *(layout.degrees[axis] for axis in folding))
         if key not in self._alone:
             whole = {region: sequence * (1 if region == "seq_full" else slices) for region in REGIONS}
-            self._alone[key] = self.planner.stage_costs(replace(alone, splits=whole, micro_batch=micro_batch), layout)
+            shared = replace(alone, splits=whole, micro_batch=micro_batch, stacks_over=folding)
+            self._alone[key] = self.planner.stage_costs(shared, layout)
         rounds = self.job.train.global_batch_size / micro_batch / batch
         return self._value(*self._alone[key].lower_bound(rounds, layout.degree_of("layers")), layout)
 

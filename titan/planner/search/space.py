@@ -21,7 +21,7 @@ from titan.config.techniques import agree, chosen_techniques, unattended
 from titan.contracts import ModelSpec, Technique
 from titan.contracts.base import registry
 from titan.contracts.base.conformance import made, sentences
-from titan.contracts.base.mesh import Axis, Layout
+from titan.contracts.base.mesh import Axis, Layout, unfoldable
 from titan.contracts.base.options import coerce, did_you_mean, options_of
 from titan.errors import ConfigError, ConfigIssue
 
@@ -87,6 +87,7 @@ class Space:
         self._instances: dict[tuple[str, Options], Technique] = {}
         self._chosen: dict[Any, list[type[Technique]] | None] = {}
         self._searched: dict[str, list[Options]] = {}
+        self._accepted: dict[tuple[str, int], bool] = {}
         self.left_out = tuple(
             p.name for p in self._known if self._is_choice(p) and not (p.preserves_numerics or self._asked(p))
         )
@@ -102,10 +103,16 @@ class Space:
         return said or plugin.name in self._stated
 
     def layouts(self) -> Iterator[Layout]:
-        """Every factorization of the number of ranks over the mesh axes."""
-        axes = self.job.layout.axes
-        for degrees in self._shared_out(axes, self.ranks):
-            yield Layout(axes, dict(zip((axis.name for axis in axes), degrees, strict=True)))
+        """Every factorization of the number of ranks over the mesh axes, with every degree of axes that fold others."""
+        axes, dimensions = self.job.layout.axes, self.job.layout.dimensions
+        for degrees in self._shared_out(dimensions, self.ranks):
+            world = {axis.name: degree for axis, degree in zip(dimensions, degrees, strict=True)}
+            flat = Layout(axes, {axis.name: world.get(axis.name, 1) for axis in axes})
+            folding = [self._folding(axis, flat) if axis.folds else [world[axis.name]] for axis in axes]
+            for chosen in itertools.product(*folding):
+                layout = Layout(axes, dict(zip(flat.degrees, chosen, strict=True)))
+                if not any(unfoldable(layout)):
+                    yield layout
 
     def _shared_out(self, axes: Sequence[Axis], ranks: int) -> Iterator[tuple[int, ...]]:
         if not axes:
@@ -116,6 +123,28 @@ class Space:
             for rest in self._shared_out(axes[1:], ranks // degree):
                 yield (degree, *rest)
 
+    def _folding(self, axis: Axis, layout: Layout) -> list[int]:
+        """Degrees of an axis that folds others: divisors of the ranks of these, which its technique accepts."""
+        ranks = layout.remainder(axis.name)  # the axis has degree 1 in `layout`
+        if self.degrees.get(axis.name) == -1:
+            return [ranks]
+        degrees = self._degrees(axis, ranks)
+        return degrees if f"mesh.{axis.name}" in self.fixed else [n for n in degrees if self._accepts(axis, n)]
+
+    def _accepts(self, axis: Axis, degree: int) -> bool:
+        """Whether the technique of a folding axis accepts a degree on as many ranks: for dense models it may not."""
+        if degree == 1:
+            return True
+        if (axis.name, degree) not in self._accepted:
+            axes, widest = self.job.layout.axes, self.job.layout.folded(axis.name)[0]
+            layout = Layout(axes, {one.name: degree if one.name in (axis.name, widest) else 1 for one in axes})
+            owners = [self._instance(plugin, ()) for plugin in self._known if axis in plugin.axes]
+            others = (t for t in self.job.techniques if t.name not in {owner.name for owner in owners})
+            job = self.job.laid_out(layout, self.job.micro_batch, (*others, *owners))
+            said = [sentence for owner in owners for sentence in sentences(owner, "check", job, job.spec)]
+            self._accepted[axis.name, degree] = not said
+        return self._accepted[axis.name, degree]
+
     def _degrees(self, axis: Axis, ranks: int) -> list[int]:
         if f"mesh.{axis.name}" in self.fixed and self.degrees.get(axis.name, 1) != -1:
             degree = self.degrees.get(axis.name, 1)
@@ -123,7 +152,7 @@ class Space:
         owners = [plugin.name for plugin in self._known if axis in plugin.axes]
         if all(owner in self.left_out for owner in owners):
             return [1]
-        most = min(ranks, self.widest or ranks) if axis.weights == "slices" else ranks
+        most = min(ranks, self.widest or ranks) if (axis.weights, axis.folds) == ("slices", ()) else ranks
         if axis.data == "sliced":
             most = min(most, max(1, self.job.data.seq_len // FEWEST_POSITIONS))
         if axis.weights == "layers":

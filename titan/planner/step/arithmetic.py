@@ -8,6 +8,7 @@ N devices, F peak FLOP/s of one, U the share of it that is reached, T tokens. Ev
 from collections.abc import Mapping
 from typing import NamedTuple
 
+from titan.contracts.base.cost import Matmul
 from titan.contracts.base.spec import ModelSpec
 
 TOKENS_PER_PARAMETER = 20
@@ -48,13 +49,18 @@ def parts(spec: ModelSpec) -> dict[str, int]:
     """Parameters by what they are; the sum is `spec.params`.
 
     matrices: of the layers, l (2 h a d + 2 h k d + n h f): a heads of d features, k key-value heads, n matrices of a
-    feed-forward f wide.  positions: learned positions, and any other parameters beside the embedding table in
-    `spec.embeddings`.
+    feed-forward f wide.  experts: all matrices of stacks, of which a token passes some, with their biases.  positions:
+    learned positions, and any other parameters beside the embedding table in `spec.embeddings`.
     """
     table = spec.head_matmul_params
+    layers = round(spec.n_layers * spec.layer_params)
+    stacks = [op for op in spec.layer_ops if isinstance(op, Matmul) and op.stack > 1]
+    passed = sum(op.of_layers * op.used * op.inputs * op.outputs for op in stacks)
+    matrices = round(spec.n_layers * (spec.matmul_params_per_layer - passed))
     return {
-        "layers: matrices": spec.n_layers * spec.matmul_params_per_layer,
-        "layers: norms and biases": spec.n_layers * (spec.layer_params - spec.matmul_params_per_layer),
+        "layers: matrices": matrices,
+        "layers: experts": spec.stacked_params,
+        "layers: norms and biases": layers - matrices - spec.stacked_params,
         "embedding": table,
         "positions": spec.embedding_params - table,
         "head": 0 if spec.tied else table,

@@ -3,6 +3,7 @@
 import math
 from collections.abc import Iterable, Sequence
 from dataclasses import replace
+from typing import NamedTuple
 
 from titan.config import Job
 from titan.contracts import Loss, Optimizer, Technique
@@ -67,17 +68,60 @@ def _of_model(job: Job) -> Costs:
 
 
 def ranks_of(axes: Iterable[str], layout: Layout) -> int:
-    """Ranks along these axes: the product of their degrees."""
-    return math.prod(layout.degree(axis) for axis in axes)
+    """Ranks along these axes: the product of their degrees.
+
+    An axis that folds others adds nothing beside them: its ranks are among theirs.
+    """
+    named = set(axes)
+    return math.prod(layout.degree(axis) for axis in named if not named & set(layout.folded(axis)))
 
 
 def group_of(axes: Sequence[str], layout: Layout) -> Group:
-    """Size and stride of a rank's process group along these neighboring axes."""
+    """Size and stride of a rank's process group along these neighboring axes.
+
+    The ranks along an axis that folds others are neighbors among the ranks of these.
+    """
+    spread = {name for axis in axes for name in layout.folded(axis) or (axis,)}
     size = stride = 1
     inside = True
-    for axis in reversed(layout.axes):
-        if axis.name in axes:
+    for axis in reversed(layout.dimensions):
+        if axis.name in spread:
             size, inside = size * layout.degrees[axis.name], False
         elif inside:
             stride *= layout.degrees[axis.name]
-    return Group(size, stride)
+    return Group(min(size, ranks_of(axes, layout)), stride)
+
+
+class Sharing(NamedTuple):
+    """Ranks that share parameters along some axes: those outside of stacks, and those of stacks.
+
+    Ranks with other weights of a stack (`Costs.stacks_over`) share none of it.
+    """
+
+    plain: int
+    stacked: int
+
+
+ALONE = Sharing(1, 1)
+
+
+def sharing(axes: Iterable[str], costs: Costs, layout: Layout) -> Sharing:
+    """How many ranks share parameters along these axes, which include all or none of those that an axis folds."""
+    axes = tuple(axes)
+    ranks = ranks_of(axes, layout)
+    return Sharing(ranks, ranks // ranks_of(apart(axes, costs, layout), layout))
+
+
+def apart(axes: Iterable[str], costs: Costs, layout: Layout) -> tuple[str, ...]:
+    """The axes, of these or folding them, along which ranks hold other weights of each stack."""
+    among = set(axes)
+    return tuple(
+        axis
+        for axis in costs.stacks_over
+        if layout.degree(axis) > 1 and (axis in among or among.intersection(layout.folded(axis)))
+    )
+
+
+def narrowed(group: Group, ranks: int) -> Group:
+    """The ranks of a group that hold the same weights of a stack, `ranks` of them: neighbors hold others."""
+    return Group(ranks, group.stride * (group.size // ranks))

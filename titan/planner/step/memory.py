@@ -6,7 +6,6 @@ are the saved tensors of a micro batch times the micro batches in flight. The sc
 each backward is added, and the largest sum counts.
 """
 
-import math
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
@@ -17,7 +16,6 @@ from titan.contracts.base.cost import (
     Component,
     Costs,
     Elementwise,
-    EmbeddingOp,
     Matmul,
     Operation,
     Recompute,
@@ -28,13 +26,11 @@ from titan.contracts.base.cost import (
 from titan.contracts.base.mesh import Layout
 from titan.planner.machine.cluster import DeviceMemory
 from titan.planner.machine.kernels import masked
-from titan.planner.step.layout import ranks_of
+from titan.planner.step.layout import Sharing, ranks_of, sharing
+from titan.planner.step.parameters import Tensors, parameters_of
 from titan.planner.step.schedule import representative
 
 GIB = 2.0**30
-Shape = tuple[float, float]
-"""Rows and columns of a rank's part of a parameter, before data parallelism slices the rows."""
-
 REGIONS_OF_RESULTS: dict[str, Region] = {"all_gather": "seq_full", "all_reduce": "hidden", "reduce_scatter": "hidden"}
 """Where the results of collectives lie that selective recompute keeps, if not in the region of what is sent."""
 
@@ -66,59 +62,6 @@ class Memory:
         return {name: value / GIB for name, value in {**vars(self), "total": self.total}.items()}
 
 
-def shapes(op: Operation, costs: Costs) -> list[Shape]:
-    """(rows, columns) of an operation's parameters on one rank: split by tensor, not yet by data parallelism."""
-    if isinstance(op, Matmul):
-        inputs, outputs = costs.product(op)
-        bias = [(outputs, 1.0)] if op.bias else []
-        return [(math.ceil(outputs), math.ceil(inputs)), *bias]
-    if isinstance(op, EmbeddingOp):
-        split = costs.cut("tp_sharded") if costs.style(op.module) == "embedding" else 1
-        return [(math.ceil(op.rows / split), float(op.width))]
-    if isinstance(op, Elementwise):
-        return [(float(op.width), 1.0)] * op.params
-    return []
-
-
-def sliced(tensors: Iterable[Shape], ranks: int) -> float:
-    """Numbers in the first rank's shards of these tensors, split along their rows over `ranks`."""
-    return sum(math.ceil(rows / ranks) * columns for rows, columns in tensors)
-
-
-def parameters_of(operations: Iterable[Operation], costs: Costs) -> float:
-    """Parameters of operations on one rank, before data parallelism splits them."""
-    return sum(sliced(shapes(op, costs), 1) for op in operations)
-
-
-class Tensors:
-    """The parameters of a job on one rank, by shard unit: embeddings, layers, and the head with a tied table.
-
-    layer: parameters of one layer.
-    """
-
-    def __init__(self, costs: Costs) -> None:
-        self._embeddings = [shapes(op, costs) for op in costs.embeddings]
-        self._layer = [shape for op in costs.layer for shape in shapes(op, costs)]
-        self.layer = sliced(self._layer, 1)
-        self._end = [shape for op in costs.head for shape in shapes(op, costs)]
-        self._table: list[Shape] = []
-        if costs.tied:
-            self._table, self._embeddings = self._embeddings[0], self._embeddings[1:]
-            self._end = [shape for shape in self._end if shape[1] == 1.0]
-        self._sizes: dict[tuple[int, ...], list[float]] = {}
-
-    def sizes(self, stage: Stage, ranks: int) -> list[float]:
-        """Parameters per shard unit of a stage, in forward order, of the first of `ranks` data-parallel ranks."""
-        key = (len(stage.layers), stage.embeddings, stage.head, ranks)
-        if key not in self._sizes:
-            end = [*(self._end if stage.head else ()), *(self._table if stage.embeddings or stage.head else ())]
-            units = [*(self._embeddings if stage.embeddings else ()), end]
-            *embeddings, last = (sliced(unit, ranks) for unit in units)
-            layers = [sliced(self._layer, ranks)] * len(stage.layers)
-            self._sizes[key] = [size for size in (*embeddings, *layers, last) if size]
-        return self._sizes[key]
-
-
 class Moment(NamedTuple):
     """A moment within a backward, in bytes.
 
@@ -147,13 +90,13 @@ class StageMemory:
 
     def __init__(self, stage: Stage, costs: Costs, layout: Layout, tensors: Tensors, layer: "LayerMemory") -> None:
         self.stage, self.costs, self.layer = stage, costs, layer
-        self.sizes = tensors.sizes(stage, 1)
+        self.sizes = [size.total for size in tensors.sizes(stage)]
         self.held: dict[Component, float] = dict.fromkeys(("parameters", "gradients", "optimizer", "buffers"), 0.0)
-        slices: dict[int, tuple[float, float]] = {}
+        slices: dict[Sharing, tuple[float, float]] = {}
         for held in costs.state:
-            ranks = ranks_of(held.axes, layout)
+            ranks = sharing(held.axes, costs, layout)
             if ranks not in slices:
-                each = tensors.sizes(stage, ranks)
+                each = [size.total for size in tensors.sizes(stage, ranks)]
                 slices[ranks] = sum(each), max(each, default=0.0)
             everything, largest = slices[ranks]
             size = min(held.gathered_units * largest, everything) if held.gathered_units else everything
@@ -213,10 +156,13 @@ class LayerMemory:
     core: what the backward of attention holds besides.  after_core: saved after attention, freed by then.
     mask: the S x S mask that all layers share, in the compute dtype; 0: none.  documents: each micro batch has its own.
 
-    costs: sizes and splits.  fused_norms: norms are one kernel, so they save no normalized states.
+    Where layers differ, bytes are those of the mean layer, but for `midst` and `core`, those of the largest operation.
+
+    costs: sizes and splits.  fused_norms: norms are one kernel, so they save no normalized states.  ways: ranks that
+    each hold a part of the weights of every stack.
     """
 
-    def __init__(self, costs: Costs, fused_norms: bool) -> None:
+    def __init__(self, costs: Costs, fused_norms: bool, ways: int) -> None:
         self.costs = costs
         self.embeddings, self.full, self.head = (
             kept_by(ops, costs, fused_norms) for ops in (costs.embeddings, costs.layer, costs.head)
@@ -235,35 +181,35 @@ class LayerMemory:
         also = bytes_of(costs.recompute.also, costs) if costs.recompute is not None else 0.0
         self.least, self.again = self.least + also, self.again - also
         self.used = kept_by(linears[-1:], costs, fused_norms)
-        self.last = parameters_of(linears[-1:], costs)
-        widest = max((costs.product(op)[1] for op in linears), default=0.0)
+        self.last = parameters_of(linears[-1:], costs, ways)
+        widest = max((costs.product(op)[1] * op.used for op in linears), default=0.0)
         self.midst = 3 * (widest + costs.dim) * costs.share("seq_full") * costs.itemsize
         cores = [op for op in costs.layer if isinstance(op, Attention)]
-        self.core = bytes_of((tensor for op in cores for tensor in op.scratch), costs)
+        self.core = max((bytes_of(op.scratch, costs) for op in cores), default=0.0)
         given = [op for op in cores if masked(op, costs.seq_len)]
         self.documents = any(op.documents for op in given)
         sequences = costs.micro_batch if self.documents else bool(given)
         self.mask = sequences * costs.seq_len**2 * costs.itemsize
         after = costs.layer[costs.layer.index(cores[-1]) :][1:] if cores else ()
-        self.after_core, self.late = kept_by(after, costs, fused_norms), parameters_of(after, costs)
+        self.after_core, self.late = kept_by(after, costs, fused_norms), parameters_of(after, costs, ways)
 
     def _product(self, op: Operation) -> float:
         """Bytes of the result of a matmul, or of attention unless it writes its scores: its products run again."""
         costs = self.costs
         if isinstance(op, Matmul):
-            return costs.product(op)[1] * costs.share("seq_full") * costs.itemsize
+            return op.of_layers * (costs.product(op)[1] * op.used * costs.share("seq_full") * costs.itemsize)
         if isinstance(op, Attention) and not op.scores_written:
-            return op.heads * (op.head_dim * costs.itemsize + 4) * costs.share("tp_sharded")
+            return op.of_layers * (op.heads * (op.head_dim * costs.itemsize + 4) * costs.share("tp_sharded"))
         return 0.0
 
     def _received(self) -> float:
         """Bytes that collectives within a layer's forward return."""
-        costs, regions = self.costs, REGIONS_OF_RESULTS
-        return sum(
-            cost.count * cost.numel * costs.share(regions.get(cost.collective, cost.region)) * costs.itemsize
-            for cost in costs.collectives
-            if cost.where == "layer" and cost.when == "forward"
-        )
+        costs, found = self.costs, 0.0
+        for cost in costs.collectives:
+            if cost.where == "layer" and cost.when == "forward":
+                region = REGIONS_OF_RESULTS.get(cost.collective, cost.region)
+                found += cost.of_layers * cost.count * cost.numel * costs.share(region) * costs.itemsize
+        return found
 
 
 class _Buffers:
@@ -301,8 +247,12 @@ class _Buffers:
 
 def kept_by(operations: Iterable[Operation], costs: Costs, fused_norms: bool, scores: bool = False) -> float:
     """Bytes that operations save per micro batch on one rank; scores: only those of attention's scores."""
-    found = [kept for op in operations for kept in _saved_by(op, costs) if not (kept.unfused and fused_norms)]
-    return bytes_of((kept for kept in found if kept.scores or not scores), costs)
+    return sum(
+        op.of_layers * bytes_of([kept], costs)
+        for op in operations
+        for kept in _saved_by(op, costs)
+        if not (kept.unfused and fused_norms) and (kept.scores or not scores)
+    )
 
 
 def _saved_by(op: Operation, costs: Costs) -> tuple[SavedTensor, ...]:
@@ -334,7 +284,8 @@ def recomputed(layers: Sequence[int], recompute: Recompute | None) -> int:
 
 def peak_bytes(costs: Costs, layout: Layout, device: DeviceMemory) -> float:
     """Peak memory of the fullest rank, in bytes."""
-    tensors, layer = Tensors(costs), LayerMemory(costs, device.fused_norms or costs.fused)
+    ways = ranks_of(costs.stacks_over, layout)
+    tensors, layer = Tensors(costs, ways), LayerMemory(costs, device.fused_norms or costs.fused, ways)
     alike = {kind(stage, costs): stage for stage in costs.stages}
     made = {key: StageMemory(stage, costs, layout, tensors, layer) for key, stage in alike.items()}
     stages = [made[kind(stage, costs)] for stage in costs.stages]

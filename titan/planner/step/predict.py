@@ -188,7 +188,7 @@ class StageCostCache:
 
     @cached_property
     def _layer(self) -> LayerMemory:
-        return LayerMemory(self.parts.costs, self._fused_norms)
+        return LayerMemory(self.parts.costs, self._fused_norms, self.parts.ways)
 
     def memory(self, stage: Stage) -> StageMemory:
         """Bytes of a stage: state, activations and working sets."""
@@ -263,9 +263,10 @@ class UnscheduledStep:
         """Lower bound of the step in seconds, under any schedule.
 
         A rank starts when the first micro batch has passed the stages before it. It then has all of its work to do.
-        When only backward of the weights is left, one micro batch still has to pass backward through those stages.
+        When only backward of the weights is left, one micro batch still has to pass backward through those stages, and
+        the first of them to end its step.
         """
-        least, begins, returns = 0.0, 0.0, 0.0
+        least, begins, returns, first = 0.0, 0.0, 0.0, self.once[self.costs.stages[0].rank]
         seen: set[int] = set()
         for stage, work in zip(self.costs.stages, self.work, strict=True):
             if stage.rank not in seen:
@@ -273,7 +274,7 @@ class UnscheduledStep:
                 mine, rounds = self.by_place[stage.rank], self.costs.micro_batches
                 passing = rounds * sum(w.forward + w.inputs for w in mine)
                 weights = rounds * sum(w.weights for w in mine)
-                least = max(least, begins + passing + max(weights, returns) + self.once[stage.rank])
+                least = max(least, begins + passing + max(weights + self.once[stage.rank], returns + first))
             begins, returns = begins + work.forward, returns + work.inputs
         return least
 
@@ -390,6 +391,7 @@ def _recomputed_flops(costs: Costs, layer: float) -> float:
 
 
 def _forward_flops(op: Operation, costs: Costs) -> float:
+    """FLOPs per token of an operation in the mean layer."""
     if isinstance(op, Matmul):
-        return 2.0 * op.inputs * op.outputs
-    return op.flops_per_token(costs.seq_len) if isinstance(op, Attention) else 0.0
+        return op.of_layers * op.flops_per_token()
+    return op.of_layers * op.flops_per_token(costs.seq_len) if isinstance(op, Attention) else 0.0

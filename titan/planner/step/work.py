@@ -13,8 +13,9 @@ from titan.contracts.base.cost import Attention, CollectiveCost, Costs, Elementw
 from titan.contracts.base.mesh import Axis, Layout
 from titan.planner.machine.kernels import Device, Seconds
 from titan.planner.machine.network import Group, Network
-from titan.planner.step.layout import group_of, ranks_of
-from titan.planner.step.memory import Tensors, recomputed
+from titan.planner.step.layout import group_of, narrowed, ranks_of, sharing
+from titan.planner.step.memory import recomputed
+from titan.planner.step.parameters import NONE, Count, Tensors, added
 
 COMMUNICATION = ("tp", "cp", "ep", "dp", "pp")
 """Under which names communication is reported."""
@@ -23,8 +24,9 @@ COMMUNICATION = ("tp", "cp", "ep", "dp", "pp")
 def _family(axis: Axis) -> str:
     if axis.weights == "layers":
         return "pp"
-    sliced = axis.weights == "slices"
-    return {"same": "tp", "sliced": "cp", "dealt": "ep" if sliced else "dp"}[axis.data]
+    if axis.weights == "slices":
+        return "tp" if axis.data == "same" else "ep"
+    return "cp" if axis.data == "sliced" else "dp"
 
 
 Families = dict[tuple[str, str], dict[str, float]]
@@ -38,7 +40,7 @@ class Unit(NamedTuple):
     """
 
     times: int
-    params: float
+    params: Count
     forward: float
     backward: float
 
@@ -50,10 +52,15 @@ OF_OPERATIONS = (
 """What of `Costs` decides how long operations take, and which tensors they have."""
 
 
+def _equal(one: Costs, other: Costs) -> bool:
+    return all(getattr(one, name) == getattr(other, name) for name in OF_OPERATIONS)
+
+
 class Parts:
     """Seconds of embeddings, one layer and the head per micro batch, whichever stages have them.
 
     embeddings, layer, head: seconds forward, of backward for inputs, and of backward for weights.  tensors: parameters.
+    ways: ranks that each hold a part of the weights of every stack.
     attention: those of the layer that its attention takes.  again: seconds to recompute a layer.
     exposed, overlapped: (where, when) -> family -> seconds per micro batch of collectives between operations or within
         attention, that add to the step, and that computation hides.
@@ -72,7 +79,8 @@ class Parts:
         self, costs: Costs, layout: Layout, device: Device, network: Network, like: "Parts | None" = None
     ) -> None:
         self.costs, self.layout, self.device, self.network = costs, layout, device, network
-        if like is not None and all(getattr(like.costs, name) == getattr(costs, name) for name in OF_OPERATIONS):
+        self.ways = ranks_of(costs.stacks_over, layout)
+        if like is not None and like.ways == self.ways and _equal(like.costs, costs):
             self.embeddings, self.layer, self.head, self.tensors = like.embeddings, like.layer, like.head, like.tensors
             self.attention = like.attention
         else:
@@ -80,9 +88,9 @@ class Parts:
             self.layer = self._seconds(costs.layer, costs.dtype)
             self.attention = self._seconds((op for op in costs.layer if isinstance(op, Attention)), costs.dtype)
             self.head = self._seconds(costs.head, costs.wide_dtype)
-            self.tensors = Tensors(costs)
+            self.tensors = Tensors(costs, self.ways)
         self.again = self._again()
-        self._timed: dict[tuple[int, float], float] = {}
+        self._timed: dict[tuple[int, Count], float] = {}
         self._families = {axis.name: _family(axis) for axis in layout.axes}
         self.exposed, self.overlapped = self._between_operations()
         units = [cost for cost in costs.collectives if cost.where == "unit"]
@@ -95,7 +103,7 @@ class Parts:
     def _seconds(self, operations: Iterable[Operation], dtype: str) -> Seconds:
         total = [0.0, 0.0, 0.0]
         for op in operations:
-            for i, seconds in enumerate(self.device.operation(op, self.costs, dtype)):
+            for i, seconds in enumerate(self.device.operation(op, self.costs, dtype, self.ways)):
                 total[i] += seconds
         return Seconds(*total)
 
@@ -118,17 +126,27 @@ class Parts:
         """The name under which a collective's seconds are reported: tp, cp, ep, dp or pp."""
         return self._families[cost.axes[0]]
 
-    def seconds(self, cost: CollectiveCost, params: float = 0.0) -> float:
+    def seconds(self, cost: CollectiveCost, params: Count = NONE) -> float:
         """Seconds of a collective; `params`: parameters that it moves, where it moves parameters."""
         key = (id(cost), params)
         if key not in self._timed:
             self._timed[key] = self._collective(cost, params)
         return self._timed[key]
 
-    def _collective(self, cost: CollectiveCost, params: float) -> float:
-        numbers = params if cost.per_parameter else self.costs.share(cost.region)
-        size = cost.numel * numbers * (cost.itemsize or self.costs.itemsize) / ranks_of(cost.sharded_over, self.layout)
-        group = group_of(cost.axes, self.layout)
+    def _collective(self, cost: CollectiveCost, params: Count) -> float:
+        costs, group = self.costs, group_of(cost.axes, self.layout)
+        shards = sharing(cost.sharded_over, costs, self.layout)
+        if not cost.per_parameter:
+            return self._transfer(cost, group, costs.share(cost.region), shards.plain)
+        seconds = self._transfer(cost, group, params.plain, shards.plain)
+        if params.stacked:  # gathered and reduced by themselves, among the ranks that hold the same weights
+            group = narrowed(group, sharing(cost.axes, costs, self.layout).stacked)
+            seconds += self._transfer(cost, group, params.stacked, shards.stacked)
+        return seconds
+
+    def _transfer(self, cost: CollectiveCost, group: Group, numbers: float, shards: int) -> float:
+        """Seconds in one group.  numbers: tokens or parameters.  shards: ranks that sharded the tensor before."""
+        size = cost.numel * numbers * (cost.itemsize or self.costs.itemsize) / shards
         if cost.collective == "send":
             return cost.count * self.network.send(group, size) if group.size > 1 else 0.0
         return cost.count * (self.network.collective(cost.collective, group, size) + self._beyond(cost, group))
@@ -142,9 +160,11 @@ class Parts:
         gathers = cost.where == "unit" and cost.collective != "all_reduce"
         return self.device.kernels.fsdp_overhead_us * 1e-6 if gathers else 0.0
 
-    def update_s(self, params: float) -> float:
+    def update_s(self, params: Count) -> float:
         """Seconds of the optimizer's update of this many parameters, before they are shared over ranks."""
-        return self.device.update(params / ranks_of(self.costs.updated_over, self.layout) * self.costs.update_bytes)
+        shards = sharing(self.costs.updated_over, self.costs, self.layout)
+        own = params.plain / shards.plain + params.stacked / shards.stacked
+        return self.device.update(own * self.costs.update_bytes)
 
     def layer_unit_s(self) -> tuple[float, float]:
         """Least non-overlapped seconds of gathering and reducing one layer: (per micro batch, per step)."""
@@ -171,7 +191,8 @@ class Parts:
             kept = cost.when == "recompute" and (again is None or again.saved != "input")
             if cost.where in ("embeddings", "layer", "attention", "head") and not kept:
                 where = "layer" if cost.where == "attention" else cost.where
-                seconds, covered, family = self.seconds(cost), self._covered(cost), self.family(cost)
+                seconds, covered = (cost.of_layers * each for each in (self.seconds(cost), self._covered(cost)))
+                family = self.family(cost)
                 exposed[where, cost.when][family] += seconds - covered * (1 - self.device.kernels.overlap_slowdown)
                 if covered:
                     overlapped[where, cost.when][family] += covered
@@ -185,7 +206,8 @@ class Parts:
         if cost.where == "attention":
             core = self.attention
             blocks = {"forward": core.forward, "recompute": core.forward, "backward": core.backward}
-            beside = {when: seconds * cost.count / (cost.count + 1) for when, seconds in blocks.items()}
+            share = sum(op.of_layers for op in self.costs.layer if isinstance(op, Attention))
+            beside = {when: seconds / share * cost.count / (cost.count + 1) for when, seconds in blocks.items()}
         return min(self.seconds(cost), beside.get(cost.when, 0.0))
 
 
@@ -236,7 +258,7 @@ class StageWork:
 
     def _shard_units(self) -> list[Unit]:
         parts, stage = self.parts, self.stage
-        sizes, layers = parts.tensors.sizes(stage, 1), len(stage.layers)
+        sizes, layers = parts.tensors.sizes(stage), len(stage.layers)
         before = len(sizes) - layers - (1 if stage.head or (parts.costs.tied and stage.embeddings) else 0)
         each = 1 / max(before, 1)
         found = [
@@ -279,7 +301,7 @@ class StageWork:
 
     def _once_a_step(self, costs: Costs) -> None:
         parts = self.parts
-        params = sum(unit.times * unit.params for unit in self._units)
+        params = added(Count(*(unit.times * each for each in unit.params)) for unit in self._units)
         for cost in parts.step_collectives:
             self.once[parts.family(cost)] += parts.seconds(cost, params)
         self.once["optimizer"] += parts.update_s(params)

@@ -29,164 +29,40 @@ sum                30,932,992                    17,920 in bf16 and 18 in float3
 
 One rank saves 35,912 x 2,048 = 73,547,776 bytes per micro batch. With tp 2 and sequence_parallel, hidden and tp_sharded
 are split by 2 and seq_full is not: 2,052 + 4,096 + 13,856 = 20,004 bytes per token.
+
+A worked stack: the three matmuls of Mixtral 8x7B's experts, dim 4096, 14,336 hidden units, 8 experts of which a token
+passes 2: `Matmul(inputs=4096, outputs=14336, stack=8, used=2)` and so on. They have 3 x 8 x 4096 x 14336 =
+1,409,286,144 parameters per layer, and 3 x 2 x 2 x 4096 x 14336 = 704,643,072 FLOPs per token forward. Where 4 ranks
+share the stacks (`Costs.stacks_over`), each holds 2 experts, a quarter of the parameters. These see the tokens of 4
+ranks, so the rank's FLOPs are the same, in products with 4 times the rows.
 """
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Literal, NamedTuple
 
-Region = Literal["hidden", "seq_full", "tp_sharded", "logits"]
-REGIONS: tuple[Region, ...] = ("hidden", "seq_full", "tp_sharded", "logits")
+from titan.contracts.base.cost.operations import (
+    REGIONS,
+    Attention,
+    Elementwise,
+    EmbeddingOp,
+    Matmul,
+    Operation,
+    Region,
+    SavedTensor,
+    linear,
+    norm,
+    parameter_count,
+    residual,
+    shared,
+)
 
-
-@dataclass(frozen=True, kw_only=True)
-class SavedTensor:
-    """A tensor that forward saves for backward.
-
-    numel: numbers per token, before any split.
-    region: the region whose ranks share the tensor.
-    itemsize: bytes per number; 0: that of the compute dtype, `Costs.itemsize`.
-    unfused: saved only where the operation runs as several kernels, as norms do on a CPU.
-    scores: S x S scores of attention: `numel` is per token and key position, so it is multiplied by `Costs.seq_len`.
-    """
-
-    numel: float
-    region: Region
-    itemsize: int = 0
-    unfused: bool = False
-    scores: bool = False
-
-
-@dataclass(frozen=True, kw_only=True)
-class Matmul:
-    """A linear layer, y = x W: 2 * inputs * outputs FLOPs per token forward, twice that backward.
-
-    module: name or glob of the module; `ModelSpec.tensor` says by this name how tensor parallelism splits the weight.
-    inputs, outputs: features, before any split.  bias: whether the module has a bias, of `outputs` numbers.
-    saved: tensors that the operation saves, unless another operation states the same tensor.
-    """
-
-    module: str
-    inputs: int
-    outputs: int
-    bias: bool = False
-    saved: tuple[SavedTensor, ...] = ()
-
-
-@dataclass(frozen=True, kw_only=True)
-class Attention:
-    """Causal attention; its backward has 2.5 times the FLOPs of its forward.
-
-    heads, kv_heads: query heads and key-value heads, before any split.  head_dim: features per head.
-    window: positions that a token attends to, its own included; 0: all.
-    documents: a token attends to its own document only, by a mask of each sequence; a window is one of all sequences.
-    masked_blocks: where ranks attend block by block, keys per token in blocks that need a mask, 0 without one; these
-        blocks write their scores in float32, some at a time, and save none.
-    scores_written: the S x S scores pass through memory, as without a flash kernel (arXiv 2205.14135).
-    blocks: kernels that compute it one after the other.
-    copied: numbers read and written per token besides, to merge blocks or to reorder, forward and backward.
-    scratch: tensors that backward holds while it runs, besides the saved ones.
-    saved: tensors that the operation saves; with `scores_written`, one of them at least has `scores` set.
-    """
-
-    heads: int
-    kv_heads: int
-    head_dim: int
-    window: int = 0
-    documents: bool = False
-    masked_blocks: float = 0.0
-    scores_written: bool = False
-    blocks: int = 1
-    copied: tuple[float, float] = (0.0, 0.0)
-    scratch: tuple[SavedTensor, ...] = ()
-    saved: tuple[SavedTensor, ...] = ()
-
-    def keys(self, seq_len: int) -> int:
-        """Most keys that a token of a sequence of `seq_len` tokens attends to."""
-        return min(self.window or seq_len, seq_len)
-
-    def flops_per_token(self, seq_len: int) -> float:
-        """FLOPs forward, by usual practice of the full S x S square, or S x window, masked positions included."""
-        return 4.0 * self.keys(seq_len) * self.heads * self.head_dim
-
-
-@dataclass(frozen=True, kw_only=True)
-class Elementwise:
-    """An operation limited by memory bandwidth, such as a norm, an activation function or a residual.
-
-    region: of the numbers read and written.  forward, backward: how many of them per token, before any split.
-    module, params, width: of a norm: its module, its number of weight vectors, and numbers per vector. Every rank of a
-        tensor-parallel group holds them.
-    scratch: float32 numbers that exist during the operation besides its inputs and outputs, for the whole micro batch.
-    saved: tensors that the operation saves.
-    """
-
-    region: Region
-    forward: float
-    backward: float
-    module: str = ""
-    params: int = 0
-    width: int = 0
-    scratch: float = 0
-    saved: tuple[SavedTensor, ...] = ()
-
-
-@dataclass(frozen=True, kw_only=True)
-class EmbeddingOp:
-    """An embedding lookup: each token reads one row of a table.
-
-    module: name of the module.  rows, width: of the table, before any split.
-    saved: tensors that the operation saves; token ids are not counted.
-    """
-
-    module: str
-    rows: int
-    width: int
-    saved: tuple[SavedTensor, ...] = ()
-
-
-Operation = Matmul | Attention | Elementwise | EmbeddingOp
-
-
-def linear(
-    module: str, inputs: int, outputs: int, *, saved: int = 0, region: Region = "seq_full", bias: bool = False
-) -> Matmul:
-    """A linear layer that saves one tensor, `saved` numbers per token in `region`: its input.
-
-    module, inputs, outputs, bias: as in `Matmul`.  region: of the saved tensor.
-    saved: numbers per token; 0 where another operation has stated the tensor.
-    """
-    tensors = (SavedTensor(numel=saved, region=region),) if saved else ()
-    return Matmul(module=module, inputs=inputs, outputs=outputs, bias=bias, saved=tensors)
-
-
-def norm(module: str, dim: int, vectors: int = 1, statistics: int = 1) -> Elementwise:
-    """A norm of hidden states that saves its input and `statistics` float32 numbers per token.
-
-    Where the norm runs as several kernels (on a CPU) it also saves the normalized states in float32.
-
-    module: as in `Matmul`.  dim: features per token.  vectors: weight vectors; 1 for RMSNorm, 2 for LayerNorm.
-    statistics: 1 for RMSNorm (the scale), 2 for LayerNorm (mean and scale).
-    """
-    saved = (
-        SavedTensor(numel=dim, region="hidden"),
-        SavedTensor(numel=statistics, region="hidden", itemsize=4),
-        SavedTensor(numel=dim, region="hidden", itemsize=4, unfused=True),
-    )
-    return Elementwise(
-        module=module, region="hidden", forward=2 * dim, backward=3 * dim, params=vectors, width=dim, saved=saved
-    )
-
-
-def residual(dim: int) -> Elementwise:
-    """A residual: forward adds a tp pair's input and output; backward adds the gradients of the input's two uses."""
-    return Elementwise(region="hidden", forward=3 * dim, backward=3 * dim)
-
-
-def shared(dim: int, uses: int) -> Elementwise:
-    """Hidden states of `dim` features that feed `uses` matmuls: each addition of gradients reads two, writes one."""
-    return Elementwise(region="seq_full", forward=0, backward=3 * dim * (uses - 1))
-
+__all__ = [
+    "REGIONS", "Action", "Attention", "Collective", "CollectiveCost", "Component", "Costs", "Elementwise",
+    "EmbeddingOp", "GatherPolicy", "Matmul", "Operation", "Order", "PersistentState", "Recompute", "Region",
+    "SavedTensor", "Stage", "When", "Where", "linear", "norm", "one_after_the_other", "parameter_count", "residual",
+    "shared",
+]  # fmt: skip
 
 Component = Literal["parameters", "gradients", "optimizer", "buffers"]
 
@@ -197,7 +73,8 @@ class PersistentState:
 
     component: the entry of the memory report that the bytes belong to.
     bytes_per_param: bytes per parameter, before any split; 4 for float32 master weights, 8 for both moments of AdamW.
-    axes: mesh axes whose ranks share the bytes.
+    axes: mesh axes whose ranks share the bytes. Parameters of stacks are shared by the ranks along these axes that hold
+        the same weights (`Costs.stacks_over`).
     gathered_units: 0: for all parameters of the rank. N: for the N largest shard units only, which are gathered copies.
     """
 
@@ -240,6 +117,7 @@ class CollectiveCost:
         all-gather the output, of a reduce-scatter the input, of other kinds the tensor of a rank.
     region: of which `numel` counts the features.  itemsize: bytes per number; 0: `Costs.itemsize`.
     count: collectives of this kind at each place, such as 2 per layer.
+    of_layers: of a layer or its attention: share of the model's layers that run it, as of operations.
     per_parameter: `numel` is multiplied by the parameters of the unit or rank instead of tokens.
     overlaps: runs beside computation; only non-overlapped time adds to the step. In attention, N collectives run
         beside the first N of N + 1 equal blocks of it.
@@ -256,6 +134,7 @@ class CollectiveCost:
     region: Region = "seq_full"
     itemsize: float = 0
     count: float = 1
+    of_layers: float = 1.0
     per_parameter: bool = False
     overlaps: bool = False
     sharded_over: tuple[str, ...] = ()
@@ -322,11 +201,15 @@ class Costs:
 
     seq_len: tokens per sequence, unsharded.  dim: features of a hidden state.
     micro_batch: sequences per forward on a rank.  micro_batches: forwards per step on a rank.
-    embeddings, layer, head: operations per micro batch of the embeddings, of one layer, and of the head with the loss.
+    embeddings, layer, head: operations per micro batch of the embeddings, of the mean layer, and of the head with the
+        loss. The mean layer has each operation times its `of_layers`.
     styles: module glob -> tensor style (`ModelSpec.styles`).  tied: the head's weight is the embedding table.
     splits: region -> ranks that share its numbers, over all mesh axes.
+    stacks_over: axes whose ranks each hold a part of the weights of every stack (`Matmul.stack`), and send each other
+        the tokens that pass them. State and collectives of these weights are then those of the part.
     itemsize: bytes per number of the compute dtype.  reduce_itemsize: bytes per number of gradients in collectives.
-    dtype: compute dtype of the layers' matmuls, such as "bfloat16" or "float8".  wide_dtype: of all other matmuls.
+    dtype: compute dtype of the layers' matmuls, such as "bfloat16" or "float8".  wide_dtype: of all other matmuls, and
+        of stacks of weights.
     fused: a compiler fuses elementwise operations.  state: memory per parameter that lasts through the step.
     update_bytes: bytes read and written per parameter in the update; 12 for norm and clipping before any optimizer.
     updated_over: axes whose ranks share the update.
@@ -350,6 +233,7 @@ class Costs:
     styles: Mapping[str, str | None]
     tied: bool = False
     splits: Mapping[Region, int] = field(default_factory=lambda: dict.fromkeys(REGIONS, 1))
+    stacks_over: tuple[str, ...] = ()
     itemsize: int = 4
     reduce_itemsize: int = 4
     dtype: str = "float32"
@@ -386,7 +270,10 @@ class Costs:
         return self.splits[region] / self.splits["seq_full"]
 
     def product(self, op: Matmul) -> tuple[float, float]:
-        """(inputs, outputs) of a rank's shard of a linear: column styles split the outputs, row the inputs."""
+        """(inputs, outputs) of a rank's shard of a linear: column styles split the outputs, row the inputs.
+
+        Of a stack, those of each weight.
+        """
         style = self.style(op.module)
         if style == "row":
             return op.inputs / self.cut("tp_sharded"), op.outputs

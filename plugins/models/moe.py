@@ -1,0 +1,379 @@
+"""Mixtures of experts: decoders in which a router sends each token through a few of many feed-forwards.
+
+A layer is `h = x + attn(norm(x))`, `y = h + ffn(norm(h))`. The first `n_dense_layers` have a SwiGLU as `ffn`, the rest
+
+    ffn(x) = shared(x) + sum over the top_k experts e of x:  w_e(x) expert_e(x),
+
+with experts and `shared` SwiGLUs too (arXiv 2101.03961, 2401.06066). Scores s = softmax(R x) or sigmoid(R x), in
+float32, choose the experts; w_e is s_e, or s_e over the sum of the chosen scores with `normalized`. No token is dropped
+(arXiv 2211.15841). Attention and rotary positions are those of `titan.contracts.layers`.
+
+What keeps experts equally busy is `balance`:
+
+bias      a number per expert is added to the scores that choose, not to the weights. After each step it grows by
+          `balance_rate` for experts with fewer tokens than the mean and shrinks for the others (arXiv 2408.15664). The
+          tokens are those of the whole step, so the curve is the same at every layout.
+sequence  balance_rate * sum over experts of f_e P_e is added to the objective, as a mean over sequences: f_e is E / k
+          times the share of a sequence's tokens that chose e, P_e its mean score (arXiv 2412.19437, eq. 17 to 20).
+none      nothing, as for finetuning.
+
+With dim D, E experts of F hidden units, k of them per token, and S shared ones, a mixture has 3 D F (E + S) + D E
+parameters, of which a token is multiplied by 3 D F (k + S) + D E. It saves 2 D k + 4 F (k + S) + D numbers per token.
+
+Limits: a sequence is at most `max_seq_len` long. `balance = "sequence"` needs whole sequences on each rank. Chosen
+experts jump where two scores are equal, so layouts agree to rounding only as long as none are within it.
+"""
+
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from functools import partial
+from typing import Any, ClassVar, Literal
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from titan.contracts import HfTensor, Measure, Model, ModelSpec, option, register
+from titan.contracts.base.cost import Elementwise, Matmul, Operation, SavedTensor, linear, shared
+from titan.contracts.base.spec import ZEROS, TensorStyle, nearest
+from titan.contracts.layers import huggingface
+from titan.contracts.layers.blocks import Heads, LayerPart, PreNormLayer, SelfAttention, SwiGLU, pre_norm, swiglu
+from titan.contracts.layers.decoder import Decoder, DecoderConfig, decoder_spec
+from titan.contracts.layers.experts import Experts, SideLoss, rows_per_expert
+from titan.contracts.layers.rotary import Rotary
+from titan.errors import ConfigError
+
+
+@dataclass(frozen=True, kw_only=True)
+class MixtureConfig(DecoderConfig):
+    """Sizes of a mixture of experts; the defaults are the preset `moe-tiny`."""
+
+    n_experts: int = option(8, "experts per layer", at_least=1, at_most=2**16)
+    top_k: int = option(2, "experts per token", at_least=1, at_most=2**10)
+    n_shared_experts: int = option(0, "experts that every token passes", at_least=0, at_most=2**10)
+    expert_dim: int = option(64, "hidden size of an expert", at_least=1, at_most=2**24)
+    n_dense_layers: int = option(0, "first layers that have one feed-forward in place of experts", at_least=0)
+    ffn_dim: int = option(256, "hidden size of the feed-forward of dense layers", at_least=1, at_most=2**24)
+    router: Literal["softmax", "sigmoid"] = option("softmax", "how the router scores experts")
+    normalized: bool = option(True, "divide the weights of a token's experts by their sum")
+    balance: Literal["bias", "sequence", "none"] = option(
+        "bias", "what keeps experts equally busy: a bias of the choice, a loss per sequence, or nothing"
+    )
+    balance_rate: float = option(1e-3, "step of the bias, or weight of the loss", at_least=0)
+    head_dim: int | None = option(None, "features per head; unset: dim / n_heads", at_least=1, at_most=2**16)
+    qk_norm: bool = option(False, "RMSNorm of each head's queries and keys")
+    rope_theta: float = option(1e6, "base of the rotary frequencies", above=1)
+
+    @property
+    def heads(self) -> Heads:
+        """The attention of a layer."""
+        return Heads(
+            dim=self.dim, n_heads=self.n_heads, n_kv_heads=self.kv_heads,
+            head_dim=self.dim // self.n_heads if self.head_dim is None else self.head_dim,
+            norm_eps=self.norm_eps if self.qk_norm else None, rotary=True, unfused=self.attention == "unfused",
+        )  # fmt: skip
+
+
+class Router(nn.Module):
+    """Chooses experts for each token, and counts what it has chosen.
+
+    bias [E]: added to scores for the choice.  counts [E]: tokens per expert since the step began.  entropy [2]: the sum
+    of the tokens' entropies since the last row of metrics, and their number.
+    """
+
+    weight: nn.Parameter
+    bias: Tensor | None
+    counts: Tensor
+    entropy: Tensor
+
+    def __init__(self, c: MixtureConfig) -> None:
+        super().__init__()
+        self.top_k, self.kind, self.normalized = c.top_k, c.router, c.normalized
+        self.weight = nn.Parameter(torch.empty(c.n_experts, c.dim))
+        self.register_buffer("bias", torch.zeros(c.n_experts) if c.balance == "bias" else None)
+        self.register_buffer("counts", torch.zeros(c.n_experts, dtype=torch.int64), persistent=False)
+        self.register_buffer("entropy", torch.zeros(2, dtype=torch.float64), persistent=False)
+        self.load: Tensor | None = None
+
+    def forward(self, x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        """x [T, D] -> chosen experts [T, k], their weights [T, k], and scores that add up to 1 [T, E], in float32."""
+        logits = F.linear(x.float(), self.weight.float())
+        scores = logits.softmax(-1) if self.kind == "softmax" else logits.sigmoid()
+        chosen = (scores if self.bias is None else scores.detach() + self.bias).topk(self.top_k, dim=-1).indices
+        weights = scores.gather(-1, chosen)
+        if self.normalized:
+            weights = weights / weights.sum(-1, keepdim=True)
+        shares = scores if self.kind == "softmax" else scores / scores.sum(-1, keepdim=True)
+        if self.training:
+            with torch.no_grad():
+                self.counts.add_(rows_per_expert(chosen, len(self.counts)))
+                nats = torch.special.entr(shares).sum()
+                self.entropy.add_(torch.stack([nats, torch.full_like(nats, x.shape[0])]))
+        return chosen, weights, shares
+
+
+class Mixture(nn.Module):
+    """Experts behind a router, beside those that every token passes; [B, S, D] to [B, S, D]."""
+
+    def __init__(self, c: MixtureConfig) -> None:
+        super().__init__()
+        self.router = Router(c)
+        self.experts = Experts(c.n_experts, c.dim, c.expert_dim)
+        self.shared = SwiGLU(c.dim, c.n_shared_experts * c.expert_dim) if c.n_shared_experts else None
+        self.balance = SideLoss() if c.balance == "sequence" else None
+        self.balance_rate = c.balance_rate
+
+    def forward(self, x: Tensor) -> Tensor:
+        """[B, S, D] -> [B, S, D]."""
+        chosen, weights, shares = self.router(x.flatten(0, 1))
+        if self.balance is not None and self.training:
+            weights = self.balance(weights, self.balance_rate * _imbalance(chosen, shares, len(x)))
+        y = self.experts(x.flatten(0, 1), chosen, weights).view_as(x)
+        return y if self.shared is None else y + self.shared(x)
+
+
+def _imbalance(chosen: Tensor, shares: Tensor, sequences: int) -> Tensor:
+    """Sum over sequences of sum_e f_e P_e, 1 for each where its tokens are spread evenly (arXiv 2412.19437, eq. 17)."""
+    stack = shares.shape[-1]
+    f = torch.stack([rows_per_expert(own, stack) for own in chosen.unflatten(0, (sequences, -1)).unbind()])
+    share_of_tokens = f * (stack / (chosen.numel() / sequences))
+    return (share_of_tokens * shares.unflatten(0, (sequences, -1)).mean(1)).sum()
+
+
+def _mixture(c: MixtureConfig) -> LayerPart:
+    """`Mixture` as data, under the name `ffn`."""
+    d, f, k, of = c.dim, c.expert_dim, c.top_k, 1 - c.n_dense_layers / c.n_layers
+    product, elementwise = partial(Matmul, stack=c.n_experts, used=k), partial(Elementwise, region="seq_full")
+    rows, hidden = SavedTensor(numel=d * k, region="seq_full"), partial(SavedTensor, region="tp_sharded")
+    operations: list[Operation] = [
+        shared(d, 2 + bool(c.n_shared_experts)),
+        linear("ffn.router", d, c.n_experts, saved=d),
+        elementwise(forward=2 * d * k, backward=2 * d * k, saved=(rows,)),  # rows sorted by expert
+        product(module="ffn.experts.w1", inputs=d, outputs=f), product(module="ffn.experts.w3", inputs=d, outputs=f),
+        Elementwise(region="tp_sharded", forward=5 * f * k, backward=8 * f * k, saved=(hidden(numel=3 * f * k),)),
+        product(module="ffn.experts.w2", inputs=f, outputs=d, saved=(hidden(numel=f * k),)),
+        elementwise(forward=3 * d * k, backward=3 * d * k, saved=(rows,)),  # weighted and added up
+    ]  # fmt: skip
+    tensor: dict[str, TensorStyle] = {
+        "ffn": "mixture", "ffn.router": "router", "ffn.experts.w1": "column", "ffn.experts.w3": "column",
+        "ffn.experts.w2": "summand",
+    }  # fmt: skip
+    if c.n_shared_experts:
+        always = swiglu(d, c.n_shared_experts * f).operations[1:]
+        operations += [_renamed(op, "ffn.", "ffn.shared.") for op in always]
+        tensor |= {"ffn.shared.w1": "column", "ffn.shared.w3": "column", "ffn.shared.w2": "summand"}
+    return LayerPart(tuple(replace(op, of_layers=of) for op in operations), tensor)
+
+
+def _renamed(op: Operation, old: str, new: str) -> Operation:
+    return replace(op, module=op.module.replace(old, new, 1)) if isinstance(op, Matmul) else op
+
+
+def _sizes(n_layers: int, dim: int, n_heads: int, n_kv_heads: int, **more: Any) -> dict[str, Any]:
+    sizes = {"n_layers": n_layers, "dim": dim, "n_heads": n_heads, "n_kv_heads": n_kv_heads}
+    return {**sizes, "balance": "sequence", "balance_rate": 1e-3, **more}
+
+
+@register
+class MixtureOfExperts(Model):
+    """Mixtures of experts: a router sends each token through a few of many feed-forwards."""
+
+    name = "moe"
+    Config = MixtureConfig
+    config: MixtureConfig
+    presets: ClassVar[Mapping[str, Mapping[str, Any]]] = {
+        "mixtral-8x7b": _sizes(
+            32, 4096, 32, 8, n_experts=8, top_k=2, expert_dim=14336, vocab_size=32000, max_seq_len=32768,
+        ),
+        "qwen3-30b-a3b": _sizes(
+            48, 2048, 32, 4, n_experts=128, top_k=8, expert_dim=768, head_dim=128, qk_norm=True, norm_eps=1e-6,
+            vocab_size=151936, max_seq_len=32768,
+        ),
+        "deepseek-moe-16b": _sizes(
+            28, 2048, 16, 16, n_experts=64, top_k=6, n_shared_experts=2, expert_dim=1408, n_dense_layers=1,
+            ffn_dim=10944, normalized=False, norm_eps=1e-6, rope_theta=1e4, vocab_size=102400, max_seq_len=4096,
+        ),
+        "moe-tiny": {},
+    }  # fmt: skip
+    measures: ClassVar[Mapping[str, Measure]] = {
+        "expert_load": Measure("tokens of the busiest expert of all layers, over the mean of its layer", "max"),
+        "layers.N.expert_load": Measure("the same of layer N", "max", detail=True),
+        "layers.N.router_entropy": Measure("mean entropy of a token's scores in layer N, in nats", "mean", detail=True),
+        "layers.N.dropped_share": Measure("chosen rows of layer N that no expert computed", "mean", detail=True),
+    }
+
+    def __init__(self, config: MixtureConfig) -> None:
+        super().__init__(config)
+        total, each = next(iter(self.measures)), list(self.measures)[1:]
+        numbers = range(config.n_dense_layers, config.n_layers)
+        names = {name.replace("N", str(i)): self.measures[name] for i in numbers for name in each}
+        self.measures = {total: self.measures[total], **names}  # type: ignore[misc]
+
+    def check(self) -> Iterable[str]:
+        """Experts enough for every choice, and heads that rotate and group evenly."""
+        c = self.config
+        if c.top_k > c.n_experts:
+            yield f"top_k {c.top_k} must be at most n_experts {c.n_experts}; nearest: top_k {c.n_experts}"
+        if c.n_dense_layers >= c.n_layers:
+            most = c.n_layers - 1
+            yield f"n_dense_layers {c.n_dense_layers} must be less than n_layers {c.n_layers}; nearest: {most}"
+        if c.head_dim is None and c.dim % (2 * c.n_heads):
+            dims = nearest(c.dim, step=2 * c.n_heads)
+            yield (
+                f"dim {c.dim} over n_heads {c.n_heads} gives no even number of features per head; nearest: dim {dims}, "
+                "or set head_dim"
+            )
+        elif c.heads.head_dim % 2:
+            yield f"head_dim {c.head_dim} must be even; nearest: {nearest(c.heads.head_dim, step=2)}"
+        yield from c.grouping()
+
+    def spec(self) -> ModelSpec:
+        """Sizes, names and costs of this mixture."""
+        c = self.config
+        moe, dense = _mixture(c), swiglu(c.dim, c.ffn_dim)
+        share = c.n_dense_layers / c.n_layers
+        operations = (*moe.operations, *(replace(op, of_layers=share) for op in dense.operations if share))
+        styles = {**dense.tensor, **moe.tensor} if share else moe.tensor
+        layer = pre_norm(c.dim, c.heads.part(), LayerPart(operations, styles), vectors=1)
+        spec = decoder_spec(c, layer, ffn_dim=c.expert_dim, vectors=1)
+        # Both feed-forwards are named `ffn`: that of a dense layer is named with its number, and first.
+        first = {f"layers.{i}.{name}": style for i in range(c.n_dense_layers) for name, style in dense.tensor.items()}
+        own = {f"layers.*.{name}" for name in dense.tensor if name not in moe.tensor}
+        tensor = first | {glob: style for glob, style in spec.tensor.items() if glob not in own}
+        buffers = ["router.counts", "router.entropy", "experts.computed"]
+        buffers += ["router.bias"] if c.balance == "bias" else []
+        whole = 'balance = "sequence" counts the experts of whole sequences; set balance = "bias" in [model]'
+        return replace(
+            spec, tensor=tensor, buffers={f"layers.*.ffn.{name}": ZEROS for name in buffers},
+            whole_sequences=whole if c.balance == "sequence" else "",
+        )  # fmt: skip
+
+    def build(self) -> nn.Module:
+        """The whole model as an nn.Module; called on the meta device, so nothing is allocated."""
+        c = self.config
+        norm = partial(nn.RMSNorm, c.dim, eps=c.norm_eps)
+        layers = (
+            PreNormLayer(norm(), SelfAttention(c.heads), norm(), SwiGLU(c.dim, c.ffn_dim) if dense else Mixture(c))
+            for dense in (i < c.n_dense_layers for i in range(c.n_layers))
+        )
+        return Decoder(c, layers, norm(), rotary=Rotary(head_dim=c.heads.head_dim, theta=c.rope_theta))
+
+    def after_step(self, module: nn.Module, total: Callable[[Tensor], Tensor]) -> None:
+        """Move each layer's bias towards even counts of the step's tokens, over all ranks."""
+        routers = [router for router in module.modules() if isinstance(router, Router)]
+        if not routers:
+            return
+        counts = total(torch.stack([router.counts for router in routers]))
+        for router, own in zip(routers, counts, strict=True):
+            router.load = own
+            router.counts.zero_()
+            if router.bias is not None:
+                router.bias.add_(self.config.balance_rate * torch.sign(own.float().mean() - own))
+
+    def measure(self, module: nn.Module) -> Mapping[str, Tensor | None]:
+        """Loads of the last step; entropies and rows since the last row of metrics."""
+        found: dict[str, Tensor | None] = dict.fromkeys(self.measures)
+        loads = []
+        for number, layer in module.layers.items():
+            if not isinstance(layer.ffn, Mixture):
+                continue
+            router, experts = layer.ffn.router, layer.ffn.experts
+            loads.append(router.load.max() / router.load.double().mean())
+            found[f"layers.{number}.expert_load"] = loads[-1]
+            found[f"layers.{number}.router_entropy"] = router.entropy.clone()
+            chosen = router.entropy[1] * router.top_k
+            found[f"layers.{number}.dropped_share"] = torch.stack([chosen - experts.computed, chosen])
+            router.entropy.zero_()
+            experts.computed.zero_()
+        if loads:
+            found["expert_load"] = torch.stack(loads).max()
+        return found
+
+    def hf_config(self) -> Mapping[str, Any] | None:
+        """A MixtralForCausalLM, or with norms of heads a Qwen3MoeForCausalLM; neither chooses with a bias."""
+        c = self.config
+        if c.balance == "bias" or c.router != "softmax" or c.n_shared_experts:
+            return None
+        shared = {
+            **{theirs: getattr(c, ours) for theirs, ours in _HF_SIZES.items()},
+            "num_key_value_heads": c.kv_heads, "head_dim": c.heads.head_dim, "tie_word_embeddings": c.tied,
+            "rms_norm_eps": c.norm_eps, "initializer_range": c.init_std, "rope_theta": c.rope_theta,
+            "rope_scaling": None, "sliding_window": None, "output_router_logits": False,
+        }  # fmt: skip
+        if c.qk_norm:
+            return shared | {
+                "architectures": ["Qwen3MoeForCausalLM"], "model_type": "qwen3_moe", "num_experts": c.n_experts,
+                "moe_intermediate_size": c.expert_dim, "intermediate_size": c.ffn_dim, "norm_topk_prob": c.normalized,
+                "mlp_only_layers": list(range(c.n_dense_layers)), **_QWEN3_FIXED,
+            }  # fmt: skip
+        if c.n_dense_layers or not c.normalized:
+            return None
+        return shared | {
+            "architectures": ["MixtralForCausalLM"], "model_type": "mixtral", "num_local_experts": c.n_experts,
+            "intermediate_size": c.expert_dim, **_MIXTRAL_FIXED,
+        }  # fmt: skip
+
+    def hf_tensors(self) -> Sequence[HfTensor]:
+        """The names of both, which have a tensor for each expert."""
+        c = self.config
+        attention = {theirs: ours for theirs, ours in huggingface.LAYER.items() if not theirs.startswith("mlp.")}
+        norms = {"self_attn.q_norm": "attn.q_norm", "self_attn.k_norm": "attn.k_norm"} if c.qk_norm else {}
+        tensors = list(huggingface.decoder_tensors(c.n_layers, attention | norms, tied=c.tied))
+        mlp, names = _QWEN3_NAMES if c.qk_norm else _MIXTRAL_NAMES
+        for i in range(c.n_layers):
+            there, here = f"model.layers.{i}.{mlp}", f"layers.{i}.ffn"
+            pairs = tuple(zip(names, ("w1", "w2", "w3"), strict=True))
+            if i < c.n_dense_layers:
+                tensors += [HfTensor(f"{there}.{theirs}.weight", (f"{here}.{ours}.weight",)) for theirs, ours in pairs]
+                continue
+            tensors.append(HfTensor(f"{there}.gate.weight", (f"{here}.router.weight",)))
+            tensors += [
+                HfTensor(f"{there}.experts.{e}.{theirs}.weight", (f"{here}.experts.{ours}.weight",), element=e)
+                for theirs, ours in pairs
+                for e in range(c.n_experts)
+            ]
+        return tensors
+
+    @classmethod
+    def from_hf(cls, config: Mapping[str, Any]) -> Mapping[str, Any] | None:
+        """Sizes of a MixtralForCausalLM or Qwen3MoeForCausalLM of transformers 4 or 5, and their defaults."""
+        qwen3 = config.get("model_type") == "qwen3_moe"
+        if not qwen3 and config.get("model_type") != "mixtral":
+            return None
+        theta, _, wrong = huggingface.read_rope(config, {"default": ()})
+        keys = dict(_HF_SIZES)
+        if qwen3:
+            config = {"num_experts": config.get("num_local_experts", 128), "head_dim": 128, **config}
+            keys |= {"num_experts": "n_experts", "moe_intermediate_size": "expert_dim", "intermediate_size": "ffn_dim"}
+        else:
+            keys |= {"num_local_experts": "n_experts", "intermediate_size": "expert_dim"}
+        issues = [*huggingface.size_issues(config, keys), *wrong]
+        issues += huggingface.fixed_issues(config, _QWEN3_FIXED if qwen3 else _MIXTRAL_FIXED)
+        dense = config.get("mlp_only_layers") or []
+        if dense != list(range(len(dense))):
+            issues.append(huggingface.issue(f"mlp_only_layers = {dense!r}: this model's dense layers are its first"))
+        if issues:
+            raise ConfigError(issues)
+        return {ours: config[theirs] for theirs, ours in keys.items()} | {
+            "n_kv_heads": config.get("num_key_value_heads") or config["num_attention_heads"],
+            "head_dim": config.get("head_dim") or config["hidden_size"] // config["num_attention_heads"],
+            "tied": config.get("tie_word_embeddings", False),
+            "norm_eps": config.get("rms_norm_eps", 1e-6 if qwen3 else 1e-5),
+            "rope_theta": theta, "qk_norm": qwen3, "n_dense_layers": len(dense), "balance": "none",
+            "normalized": config.get("norm_topk_prob", False) if qwen3 else True,
+        }  # fmt: skip
+
+
+_HF_SIZES: Mapping[str, str] = {
+    **{theirs: ours for theirs, ours in huggingface.SIZES.items() if theirs != "intermediate_size"},
+    "num_experts_per_tok": "top_k",
+}
+_MIXTRAL_NAMES = "block_sparse_moe", ("w1", "w2", "w3")
+_QWEN3_NAMES = "mlp", ("gate_proj", "down_proj", "up_proj")
+_MIXTRAL_FIXED: Mapping[str, Any] = {"hidden_act": "silu", "sliding_window": None, "router_jitter_noise": 0.0}
+_QWEN3_FIXED: Mapping[str, Any] = {
+    "hidden_act": "silu",
+    "attention_bias": False,
+    "use_sliding_window": False,
+    "decoder_sparse_step": 1,
+}

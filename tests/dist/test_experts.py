@@ -1,0 +1,148 @@
+"""Mixtures of experts have one curve at any layout, against one rank; and what experts do between steps."""
+
+from itertools import product
+from pathlib import Path
+
+import pytest
+import torch
+
+from tests.jobs import LLAMA, MOE, SAVING, assert_same_curve, mesh, run_with_biases, saved_tensors, train_job
+from titan.config import load_job
+from titan.errors import ConfigError
+
+TWICE = ("--train.micro_batch_size", "1")
+LAYOUTS = {
+    "accumulation": (1, ["--train.micro_batch_size", "2"]),
+    "dp_shard 2": (2, mesh(dp_shard=2)),
+    "tp 2": (2, mesh(tp=2)),
+    "tp 2, whole sequences": (2, [*mesh(tp=2), "--plugins.tensor.sequence_parallel", "false"]),
+    "pp 2": (2, mesh(pp=2)),
+    "cp 2": (2, mesh(cp=2)),
+    "recompute full": (1, ["--plugins.activation_checkpoint.mode", "full"]),
+    "recompute selective": (1, ["--plugins.activation_checkpoint.mode", "selective"]),
+    "compiled": (1, ["--plugins.compile.backend", "aot_eager"]),
+    "compiled, recompute selective": (
+        1,
+        ["--plugins.compile.backend", "aot_eager", "--plugins.activation_checkpoint.mode", "selective"],
+    ),
+}
+BALANCES = ("bias", "sequence")
+
+
+@pytest.mark.parametrize(
+    ("layout", "balance"), [pair for pair in product(LAYOUTS, BALANCES) if pair != ("cp 2", "sequence")]
+)
+def test_one_curve(layout: str, balance: str, one_rank, tmp_path: Path) -> None:
+    world_size, words = LAYOUTS[layout]
+    same = ("--model.balance", balance, "--model.balance_rate", "0.01")
+    assert_same_curve(one_rank(*same, config=MOE), train_job(tmp_path, world_size, *same, *words, config=MOE))
+
+
+ZERO = "--plugins.fsdp.zero_stage"
+RECOMPUTE = "--plugins.activation_checkpoint.mode"
+FOLDED = {
+    "ep 2 of dp_shard 2": (2, mesh(dp_shard=2, ep=2)),
+    "ep 2 of dp_shard 4": (4, mesh(dp_shard=4, ep=2)),
+    "ep 4 of dp_shard 4": (4, mesh(dp_shard=4, ep=4)),
+    "ep 2 of dp_shard 4, zero 1, accumulation": (4, [*mesh(dp_shard=4, ep=2), ZERO, "1", *TWICE]),
+    "ep 2 of dp_shard 4, zero 2, accumulation": (4, [*mesh(dp_shard=4, ep=2), ZERO, "2", *TWICE]),
+    "ep 2 of dp_shard 4, zero 3, accumulation": (4, [*mesh(dp_shard=4, ep=2), ZERO, "3", *TWICE]),
+    "ep 2, recompute full": (2, [*mesh(dp_shard=2, ep=2), RECOMPUTE, "full"]),
+    "ep 2, recompute selective": (2, [*mesh(dp_shard=2, ep=2), RECOMPUTE, "selective"]),
+    "ep 2, tp 2": (4, mesh(dp_shard=2, ep=2, tp=2)),
+    "ep 2, tp 2, whole sequences, recompute selective": (
+        4,
+        [*mesh(dp_shard=2, ep=2, tp=2), "--plugins.tensor.sequence_parallel", "false", RECOMPUTE, "selective"],
+    ),
+    "ep 2, pp 2": (4, mesh(dp_shard=2, ep=2, pp=2)),
+    "ep 2, pp 2, zero bubble": (
+        4,
+        [*mesh(dp_shard=2, ep=2, pp=2), "--plugins.pipeline.schedule", "InterleavedZeroBubble"],
+    ),
+    "ep 4 of dp_shard 2, cp 2": (4, mesh(dp_shard=2, cp=2, ep=4)),
+    "ep 2 of cp 2": (2, mesh(cp=2, ep=2)),
+    "ep 2, hsdp 2x2": (4, mesh(dp_replicate=2, dp_shard=2, ep=2)),
+    "ep 2, dp_shard 2, tp 2, pp 2": (8, mesh(dp_shard=2, ep=2, tp=2, pp=2)),
+    "ep 4 of dp_shard 2, cp 2, tp 2": (8, mesh(dp_shard=2, cp=2, ep=4, tp=2)),
+}
+
+
+@pytest.mark.parametrize("layout", FOLDED)
+def test_folded(layout: str, one_rank, tmp_path: Path) -> None:
+    world_size, words = FOLDED[layout]
+    same = ("--model.balance", "bias", "--model.balance_rate", "0.01")
+    assert_same_curve(one_rank(*same, config=MOE), train_job(tmp_path, world_size, *same, *words, config=MOE))
+
+
+def test_experts_without_tokens(one_rank, tmp_path: Path) -> None:
+    """16 tokens of a step choose among 64 experts: most get none, on all ranks or on some."""
+    same = ("--model.n_experts", "64", "--model.top_k", "1", "--data.seq_len", "2")
+    assert_same_curve(one_rank(*same, config=MOE), train_job(tmp_path, 4, *same, *mesh(dp_shard=4, ep=4), config=MOE))
+
+
+HALF = ("--train.steps", "4")
+
+
+@pytest.mark.parametrize(
+    ("before", "after"),
+    [
+        ((4, mesh(dp_shard=4, ep=4)), (1, [])),
+        ((1, []), (4, mesh(dp_shard=4, ep=4))),
+        ((4, mesh(dp_shard=2, ep=2, tp=2)), (4, mesh(dp_shard=2, ep=2, pp=2))),
+    ],
+    ids=["ep 4, then one rank", "one rank, then ep 4", "ep 2, tp 2, then ep 2, pp 2"],
+)
+def test_resumed(before: tuple[int, list[str]], after: tuple[int, list[str]], one_rank, tmp_path: Path) -> None:
+    """Weights, AdamW's state and the biases of the choice come back at another layout."""
+    same = ("--model.balance_rate", "0.01")
+    train_job(tmp_path, before[0], *same, *before[1], *SAVING, *HALF, config=MOE)
+    assert_same_curve(one_rank(*same, config=MOE), train_job(tmp_path, after[0], *same, *after[1], *SAVING, config=MOE))
+
+
+def test_the_bias_comes_back_with_a_checkpoint(tmp_path: Path) -> None:
+    train_job(tmp_path, 2, *mesh(dp_shard=2, ep=2), *SAVING, *HALF, config=MOE)
+    tensors = saved_tensors(tmp_path / "run" / "checkpoints" / "step-00000004")
+    biases = {name: tensor for name, tensor in tensors.items() if name.endswith("router.bias")}
+    assert sorted(biases) == [f"model.layers.{i}.ffn.router.bias" for i in (1, 2, 3)]
+    moves = torch.cat(list(biases.values())) / 1e-3
+    assert moves.abs().max() >= 1 and torch.allclose(moves, moves.round(), atol=1e-4)
+
+
+def test_ranks_hold_the_same_biases(tmp_path: Path) -> None:
+    """Every rank adds up the counts of all, so none drifts: with cp those of other positions."""
+    words = ("--model.balance_rate", "0.01")
+    one = train_job(tmp_path, 1, *words, config=MOE, name="one", run=run_with_biases).weights
+    many = train_job(
+        tmp_path, 8, *words, *mesh(dp_shard=2, cp=2, ep=2, pp=2), config=MOE, name="many", run=run_with_biases
+    ).weights
+    assert one.keys() == many.keys() and any(tensor.any() for tensor in one.values())
+    assert all(torch.equal(one[name], many[name]) for name in one)
+
+
+REFUSED = {
+    "of 4 experts": (
+        mesh(dp_shard=3, ep=3),
+        MOE,
+        "mesh.ep = 3 cannot share 4 experts evenly; nearest ep that fits: 2 or 4",
+    ),
+    "of ranks": (mesh(dp_shard=2, ep=4), MOE, "ep"),
+    "without experts": (mesh(dp_shard=2, ep=2), LLAMA, "mesh.ep = 2: the model has no experts; set mesh.ep = 1"),
+    "compiled": (
+        [*mesh(dp_shard=2, ep=2), "--plugins.compile.backend", "eager"],
+        MOE,
+        r"\[plugins.compile\]: compiles a block as one graph, but \[plugins.expert\] sends as many rows as the router",
+    ),
+    "sliced sequences": (
+        [*mesh(cp=2), "--model.balance", "sequence"],
+        MOE,
+        'slices sequences, but balance = "sequence" counts the experts of whole sequences; set balance = "bias"',
+    ),
+}
+
+
+@pytest.mark.parametrize("case", REFUSED)
+def test_refused(case: str) -> None:
+    words, config, told = REFUSED[case]
+    ranks = 3 if case == "of 4 experts" else 2
+    with pytest.raises(ConfigError, match=told):
+        load_job(config, [*words, "--data.path", ".", "--train.global_batch_size", "6"], ranks)

@@ -1,0 +1,81 @@
+"""A model from outside whose feed-forward mixes the matrices of a stack: ffn(x) = sum over e of softmax(R x)_e W_e x.
+
+All of a stack [E, D, D] is one parameter, in a module of its own.
+"""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import partial
+
+import torch
+from torch import Tensor, nn
+
+from titan.contracts import Model, ModelSpec, option, register
+from titan.contracts.base.cost import linear
+from titan.contracts.layers.blocks import Heads, LayerPart, PreNormLayer, SelfAttention, pre_norm
+from titan.contracts.layers.decoder import Decoder, DecoderConfig, decoder_spec
+from titan.contracts.layers.rotary import Rotary
+
+
+@dataclass(frozen=True, kw_only=True)
+class Config(DecoderConfig):
+    """Sizes."""
+
+    stacked: int = option(4, "matrices of a stack", at_least=1)
+
+    @property
+    def heads(self) -> Heads:
+        sizes = {"n_heads": self.n_heads, "n_kv_heads": self.kv_heads, "head_dim": self.dim // self.n_heads}
+        return Heads(dim=self.dim, rotary=True, **sizes)
+
+
+class Stack(nn.Module):
+    """The stack [E, D, D] of a layer.  whole: makes all of it from what this rank holds; None: it holds all."""
+
+    def __init__(self, count: int, dim: int) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.empty(count, dim, dim))
+        self.whole: Callable[[Tensor], Tensor] | None = None
+
+    def forward(self, x: Tensor, shares: Tensor) -> Tensor:
+        """x [B, S, D], shares [B, S, E] -> [B, S, D]."""
+        weight = self.weight if self.whole is None else self.whole(self.weight)
+        return torch.einsum("bse,eod,bsd->bso", shares, weight, x)
+
+
+class Mixture(nn.Module):
+    """The feed-forward of a layer."""
+
+    def __init__(self, count: int, dim: int) -> None:
+        super().__init__()
+        self.router, self.stack = nn.Linear(dim, count, bias=False), Stack(count, dim)
+
+    def forward(self, x: Tensor) -> Tensor:
+        """[B, S, D] -> [B, S, D]."""
+        return self.stack(x, self.router(x).softmax(-1))
+
+
+@register
+class Stacked(Model):
+    """A decoder with stacks of matrices."""
+
+    name = "stacked"
+    Config = Config
+    config: Config
+
+    def build(self) -> nn.Module:
+        c = self.config
+        norm = partial(nn.RMSNorm, c.dim, eps=c.norm_eps)
+        layers = [
+            PreNormLayer(norm(), SelfAttention(c.heads), norm(), Mixture(c.stacked, c.dim)) for _ in range(c.n_layers)
+        ]
+        return Decoder(c, layers, norm(), rotary=Rotary(head_dim=c.heads.head_dim, theta=1000.0))
+
+    def spec(self) -> ModelSpec:
+        c = self.config
+        operations = (
+            linear("ffn.router", c.dim, c.stacked, saved=c.dim),
+            linear("ffn.stack", c.dim, c.stacked * c.dim, saved=c.dim),
+        )
+        ffn = LayerPart(operations, {"ffn.router": "norm", "ffn.stack": "norm"})  # whole on every rank of tp
+        return decoder_spec(c, pre_norm(c.dim, c.heads.part(), ffn, vectors=1), ffn_dim=0, vectors=1)

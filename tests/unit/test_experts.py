@@ -1,0 +1,224 @@
+"""Stacks of linears, experts behind a router, losses beside the objective, and what keeps experts equally busy."""
+
+import itertools
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from titan.contracts.layers import experts as layers
+from titan.contracts.layers.experts import Experts, SideLoss, StackedLinear, stacked_product
+from titan.errors import ConfigError, PluginError
+from titan.plugins.models.moe import Mixture, MixtureConfig, MixtureOfExperts, _imbalance
+
+COUNTS = torch.tensor([3, 0, 5, 0])
+
+
+def _stack(inputs: int = 16, outputs: int = 8) -> StackedLinear:
+    linear = StackedLinear(len(COUNTS), inputs, outputs)
+    nn.init.normal_(linear.weight)
+    return linear
+
+
+def test_each_row_passes_the_linear_of_its_expert() -> None:
+    linear, rows = _stack(), torch.randn(8, 16)
+    of = torch.arange(len(COUNTS)).repeat_interleave(COUNTS)
+    wanted = torch.stack([linear.weight[e] @ row for e, row in zip(of, rows, strict=True)])
+    torch.testing.assert_close(linear(rows, COUNTS), wanted)
+
+
+@pytest.mark.parametrize("counts", [COUNTS, torch.zeros(4, dtype=torch.int64)])
+def test_gradients_of_a_stack(counts: Tensor) -> None:
+    rows = torch.randn(int(counts.sum()), 3, dtype=torch.float64, requires_grad=True)
+    weight = torch.randn(4, 3, 2, dtype=torch.float64, requires_grad=True)
+    stacked_product(rows, weight, counts).sum().backward()
+    assert weight.grad is not None and not weight.grad[counts == 0].any()  # zeros, not None: they are to be reduced
+    if len(rows):
+        torch.autograd.gradcheck(lambda r, w: stacked_product(r, w, counts), (rows, weight))
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_one_kernel_and_a_loop_agree(dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The kernel is CUDA's, but PyTorch has it on CPUs too."""
+    linear, rows = _stack().to(dtype), torch.randn(8, 16, dtype=dtype, requires_grad=True)
+    found = []
+    for has_kernel in (False, True):
+        monkeypatch.setattr(layers, "_has_kernel", lambda *tensors, has=has_kernel: has)
+        rows.grad = linear.weight.grad = None
+        result = linear(rows, COUNTS)
+        result.float().square().sum().backward()
+        found.append((result.detach(), rows.grad, linear.weight.grad))
+    for one, other in zip(*found, strict=True):
+        torch.testing.assert_close(one, other)
+
+
+def test_no_kernel_on_a_cpu_nor_for_odd_widths() -> None:
+    assert not layers._has_kernel(torch.randn(8, 16, dtype=torch.bfloat16))
+
+
+def _experts() -> Experts:
+    experts = Experts(4, 6, 5)
+    for parameter in experts.parameters():
+        nn.init.normal_(parameter)
+    return experts
+
+
+def test_a_token_gets_the_weighted_sum_of_its_experts() -> None:
+    experts, x = _experts(), torch.randn(7, 6)
+    chosen = torch.stack([torch.randperm(4)[:2] for _ in range(7)])
+    weights = torch.rand(7, 2)
+    w1, w2, w3 = experts.w1.weight, experts.w2.weight, experts.w3.weight
+
+    def expert(e: int, token: Tensor) -> Tensor:
+        return w2[e] @ (F.silu(w1[e] @ token) * (w3[e] @ token))
+
+    wanted = torch.stack(
+        [
+            sum(weights[t, i] * expert(int(chosen[t, i]), x[t]) for i in range(2))  # type: ignore[misc]
+            for t in range(7)
+        ]
+    )
+    torch.testing.assert_close(experts(x, chosen, weights), wanted)
+    assert experts.computed == 14
+
+
+def test_two_techniques_cannot_both_replace_experts() -> None:
+    experts = _experts()
+    experts.use(experts.compute, "first")
+    with pytest.raises(PluginError, match="techniques first and second both replace what experts compute"):
+        experts.use(experts.compute, "second")
+
+
+def test_a_side_loss_adds_its_share_of_a_gradient() -> None:
+    side, weight = SideLoss(), torch.tensor([2.0, 3.0], requires_grad=True)
+    side.share = 0.25
+    y = side(weight * 5, weight.square().sum())
+    torch.testing.assert_close(y, weight * 5)
+    y.sum().backward()
+    torch.testing.assert_close(weight.grad, 5 + 0.25 * 2 * weight.detach())
+
+
+def test_imbalance_is_one_where_tokens_are_spread_evenly_and_the_stack_where_one_expert_has_all() -> None:
+    even = torch.arange(8).view(-1, 1) % 4
+    uniform = torch.full((8, 4), 0.25)
+    assert _imbalance(even, uniform, 2) == 2  # of two sequences
+    one = torch.tensor([1.0, 0, 0, 0]).expand(8, 4)
+    assert _imbalance(torch.zeros(8, 1, dtype=torch.int64), one, 1) == 4
+
+
+def _model(**config: object) -> tuple[MixtureOfExperts, nn.Module]:
+    model = MixtureOfExperts(MixtureConfig(n_layers=2, dim=16, n_heads=2, vocab_size=11, expert_dim=8, **config))  # type: ignore[arg-type]
+    module = model.build()
+    for parameter in module.parameters():
+        nn.init.normal_(parameter, std=0.3)
+    return model, module
+
+
+def test_the_bias_moves_towards_even_counts_and_changes_the_choice_alone() -> None:
+    model, module = _model(n_experts=4, top_k=1, balance_rate=0.5)
+    router = module.layers["0"].ffn.router
+    router.counts.copy_(torch.tensor([6, 1, 3, 2]))  # 3 on average
+    model.after_step(module, lambda counts: counts)
+    assert router.bias.tolist() == [-0.5, 0.5, 0.0, 0.5] and not router.counts.any()
+    router.bias.copy_(torch.tensor([9.0, 0, 0, 0]))
+    x = torch.randn(5, 16)
+    chosen, weights, shares = router(x)
+    assert not chosen.any()
+    torch.testing.assert_close(shares, (x @ router.weight.T).softmax(-1))
+    assert (weights == 1).all()  # normalized over one expert
+
+
+@pytest.mark.parametrize("router", ["softmax", "sigmoid"])
+@pytest.mark.parametrize("normalized", [True, False])
+def test_weights_are_scores(router: str, normalized: bool) -> None:
+    _, module = _model(n_experts=4, top_k=2, router=router, normalized=normalized, balance="none")
+    own, x = module.layers["0"].ffn.router, torch.randn(5, 16)
+    chosen, weights, shares = own(x)
+    logits = x @ own.weight.T
+    scores = logits.softmax(-1) if router == "softmax" else logits.sigmoid()
+    best = scores.topk(2).values
+    torch.testing.assert_close(weights, best / best.sum(-1, keepdim=True) if normalized else best)
+    torch.testing.assert_close(shares.sum(-1), torch.ones(5))
+    assert chosen.tolist() == scores.topk(2).indices.tolist()
+
+
+def test_rows_of_metrics_name_the_layers_that_have_experts() -> None:
+    model, module = _model(n_dense_layers=1, n_experts=4)
+    tokens = torch.randint(0, 11, (2, 6))
+    module(tokens, torch.arange(6).expand(2, 6))
+    model.after_step(module, lambda counts: counts)
+    found = model.measure(module)
+    assert set(found) == set(model.measures) == {
+        "expert_load", "layers.1.expert_load", "layers.1.router_entropy", "layers.1.dropped_share",
+    }  # fmt: skip
+    assert found["expert_load"] >= 1
+    assert found["layers.1.dropped_share"].tolist() == [0, 24]
+    nats, tokens_seen = found["layers.1.router_entropy"].tolist()
+    assert tokens_seen == 12 and 0 < nats < 12 * torch.tensor(4.0).log()
+    assert model.measure(module)["layers.1.dropped_share"].tolist() == [0, 0]  # counted since the last row
+
+
+def test_an_evaluated_mixture_counts_nothing() -> None:
+    _, module = _model(n_experts=4)
+    module.eval()
+    module(torch.randint(0, 11, (2, 6)), torch.arange(6).expand(2, 6))
+    router = module.layers["0"].ffn.router
+    assert not router.counts.any() and not router.entropy.any() and not module.layers["0"].ffn.experts.computed
+
+
+def test_parameters_are_those_of_the_spec() -> None:
+    for dense, shared, balance in itertools.product((0, 1), (0, 2), ("bias", "none")):
+        model, module = _model(n_dense_layers=dense, n_shared_experts=shared, balance=balance, n_experts=4)
+        spec = model.spec()
+        assert spec.params == sum(p.numel() for p in module.parameters())
+        spec.check_names(
+            (name for name, _ in module.named_modules()),
+            (name for name, _ in module.named_parameters()),
+            (name for name, _ in module.named_buffers(remove_duplicate=False)),
+        )
+
+
+@pytest.mark.parametrize(
+    ("config", "told"),
+    [
+        ({"top_k": 5, "n_experts": 4}, "top_k 5 must be at most n_experts 4; nearest: top_k 4"),
+        ({"n_dense_layers": 2}, "n_dense_layers 2 must be less than n_layers 2; nearest: 1"),
+        ({"head_dim": 7}, "head_dim 7 must be even; nearest: 6 or 8"),
+        ({"n_kv_heads": 3}, "n_heads 2 must be divisible by n_kv_heads 3"),
+    ],
+)
+def test_sizes_that_cannot_work(config: dict[str, object], told: str) -> None:
+    model = MixtureOfExperts(MixtureConfig(n_layers=2, dim=16, n_heads=2, **config))  # type: ignore[arg-type]
+    assert any(told in sentence for sentence in model.check()), list(model.check())
+
+
+@pytest.mark.parametrize(
+    ("preset", "total", "active"),
+    [("mixtral-8x7b", 46.70e9, 12.88e9), ("qwen3-30b-a3b", 30.53e9, 3.35e9), ("deepseek-moe-16b", 16.38e9, 2.83e9)],
+)
+def test_published_sizes(preset: str, total: float, active: float) -> None:
+    """Parameters, as their reports have them; active ones are those that a token passes, with both tables."""
+    model = MixtureOfExperts(MixtureConfig(**MixtureOfExperts.presets[preset]))
+    spec = model.spec()
+    assert spec.params == pytest.approx(total, rel=2e-3)
+    assert spec.active_params == pytest.approx(active, rel=5e-3)
+
+
+def test_a_hugging_face_folder_of_another_architecture() -> None:
+    with pytest.raises(ConfigError, match="mlp_only_layers = \\[3\\]: this model's dense layers are its first"):
+        MixtureOfExperts.from_hf({**_model(qk_norm=True, balance="none")[0].hf_config(), "mlp_only_layers": [3]})
+    assert _model(n_experts=4)[0].hf_config() is None  # a bias of the choice has no place there
+
+
+def test_shared_experts_are_passed_by_every_token() -> None:
+    config = MixtureConfig(dim=16, n_experts=4, expert_dim=8, n_shared_experts=2)
+    mixture = Mixture(config)
+    for parameter in mixture.parameters():
+        nn.init.normal_(parameter, std=0.3)
+    x = torch.randn(1, 3, 16)
+    whole = mixture(x)
+    nn.init.zeros_(mixture.experts.w2.weight)
+    assert mixture.shared is not None
+    torch.testing.assert_close(mixture(x), mixture.shared(x))
+    assert not torch.allclose(whole, mixture.shared(x))

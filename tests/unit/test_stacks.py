@@ -1,0 +1,528 @@
+"""Stacks of weights of which each token passes some, such as experts, and layers of several kinds: by hand.
+
+The numbers of Mixtral 8x7B are those of its paper, 46.7 B parameters of which a token passes 12.9 B (arXiv 2401.04088).
+"""
+
+from collections.abc import Iterator
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from tests.planned import CLUSTER, TOML, job_of
+from tests.unit.test_kernels import KERNELS, PLAIN, costs, device
+from tests.unit.test_search import EAGER, bounds, everything
+from titan.config import Job, load_job
+from titan.contracts import Costs
+from titan.contracts.base import cost, registry
+from titan.contracts.base.cost import (
+    Attention,
+    CollectiveCost,
+    Elementwise,
+    Matmul,
+    Operation,
+    SavedTensor,
+    linear,
+    parameter_count,
+)
+from titan.contracts.base.mesh import Axis, Layout
+from titan.contracts.base.spec import ModelSpec, normal
+from titan.contracts.layers.blocks import Heads, LayerPart, pre_norm, swiglu
+from titan.contracts.layers.decoder import DecoderConfig, decoder_spec
+from titan.planner.machine.network import Group
+from titan.planner.report import closed_form, render
+from titan.planner.search.best_first import _Search, search
+from titan.planner.search.space import load_base
+from titan.planner.step.layout import costs_of, group_of, uncut
+from titan.planner.step.memory import GIB, LayerMemory, kept_by
+from titan.planner.step.parameters import Tensors, parameters_of
+from titan.planner.step.predict import Planner, flops_per_token
+from titan.planner.step.traffic import moved
+
+EP = Axis(name="ep", weights="slices", folds=("dp_shard", "cp"), topology_order=25, doc="ranks that share the experts")
+
+
+def experts(dim: int, width: int, count: int, top: int, of_layers: float = 1.0) -> LayerPart:
+    """A router and gated experts under the name `ffn`, in a share of the layers."""
+    d, f, some = dim, width, {"of_layers": of_layers}
+    routed = (SavedTensor(numel=top * d, region="seq_full"),)
+    stack = {"stack": count, "used": top, **some}
+    activated = Elementwise(
+        region="tp_sharded", forward=5 * top * f, backward=8 * top * f,
+        saved=(SavedTensor(numel=3 * top * f, region="tp_sharded"),), **some,
+    )  # fmt: skip
+    hidden = (SavedTensor(numel=top * f, region="tp_sharded"),)
+    operations: tuple[Operation, ...] = (
+        replace(linear("ffn.router", d, count, saved=d), **some),
+        Matmul(module="ffn.experts.w1", inputs=d, outputs=f, saved=routed, **stack),
+        Matmul(module="ffn.experts.w3", inputs=d, outputs=f, **stack),
+        activated,
+        Matmul(module="ffn.experts.w2", inputs=f, outputs=d, saved=hidden, **stack),
+    )
+    styles = {"ffn": "gather", **{f"ffn.experts.{w}": "row" if w == "w2" else "column" for w in ("w1", "w2", "w3")}}
+    return LayerPart(operations, styles)
+
+
+def spec_of(layers: int, dim: int, heads: Heads, ffn: LayerPart, vocabulary: int, length: int) -> ModelSpec:
+    config = DecoderConfig(
+        n_layers=layers, dim=dim, n_heads=heads.n_heads, n_kv_heads=heads.n_kv_heads, vocab_size=vocabulary,
+        max_seq_len=length,
+    )  # fmt: skip
+    return decoder_spec(config, pre_norm(dim, heads.part(), ffn, vectors=1), ffn_dim=0, vectors=1)
+
+
+def mixtral() -> ModelSpec:
+    heads = Heads(dim=4096, n_heads=32, n_kv_heads=8, head_dim=128, rotary=True)
+    return spec_of(32, 4096, heads, experts(4096, 14336, 8, 2), 32000, 32768)
+
+
+def with_spec(job: Job, spec: ModelSpec) -> Job:
+    vars(job)["spec"] = spec
+    return job
+
+
+def shared(job: Job, ep: int) -> tuple[Costs, Layout]:
+    """A job's costs and layout with stacks shared over `ep` ranks, which send each other both copies of a token."""
+    layout = Layout((*job.layout.axes, EP), {**job.layout.degrees, "ep": ep})
+    whole = costs_of(job)
+    sent = (
+        CollectiveCost(axes=("ep",), collective="all_to_all", where="layer", when=when, numel=2 * whole.dim, count=2)
+        for when in ("forward", "backward")
+    )
+    return replace(whole, stacks_over=("ep",), collectives=(*whole.collectives, *sent)), layout
+
+
+WORDS = ("--data.seq_len", "4096", "--model.max_seq_len", "4096", "--plugins.bf16.enabled", "true")
+WORDS += ("--mesh.dp_shard", "8", "--train.global_batch_size", "16", "--train.micro_batch_size", "1")
+
+
+def sharded(stage: int = 3, *words: str) -> Job:
+    return with_spec(job_of(*WORDS, "--plugins.fsdp.zero_stage", str(stage), *words), mixtral())
+
+
+# --- parameters and FLOPs -----------------------------------------------------------------------------------------
+
+
+def test_mixtral_has_its_parameters_and_passes_a_quarter_of_them() -> None:
+    spec = mixtral()
+    stacks = 32 * 3 * 8 * 4096 * 14336
+    attention = 32 * (2 * 4096 * 4096 + 2 * 4096 * 1024 + 2 * 4096)
+    rest = attention + 32 * 4096 * 8 + 2 * 32000 * 4096 + 4096
+    assert spec.params == stacks + rest == 46_702_792_704
+    assert spec.active_params == stacks // 4 + rest == 12_879_925_248
+    assert spec.stacked_params == stacks
+    assert render.active_text(spec) == ["parameters: 12.9 B active of 46.7 B"]
+    assert render.active_text(job_of().spec) == []
+
+
+def test_the_elements_of_a_stack_are_drawn_one_by_one() -> None:
+    spec = mixtral()
+    assert spec.init["layers.*.ffn.experts.w1.weight"] == normal(0.02, per_element=True)
+    assert spec.init["layers.*.ffn.experts.w2.weight"] == normal(0.02 / 8, per_element=True)
+    assert spec.init["layers.*.ffn.router.weight"] == normal(0.02)
+
+
+def test_a_token_has_two_flops_per_active_parameter() -> None:
+    spec, seq_len = mixtral(), 4096
+    # Norms and the embedding table multiply nothing.
+    multiplied = spec.active_params - (2 * 32 + 1) * 4096 - 32000 * 4096
+    scores = 32 * 4 * seq_len * 32 * 128
+    assert spec.flops_per_token(seq_len) == 3 * (2 * multiplied + scores)
+    costs = costs_of(with_spec(job_of("--data.seq_len", "4096", "--model.max_seq_len", "4096"), spec))
+    assert flops_per_token(costs) == (spec.flops_per_token(seq_len),) * 2
+
+
+def test_the_formulas_count_active_parameters_in_time_and_all_in_memory() -> None:
+    report = closed_form.report(sharded(), peak_tflops=989)
+    assert report["parameters"]["exact"] == sum(report["parameters"]["parts"].values()) == 46_702_792_704
+    assert report["parameters"]["parts"]["layers: experts"] == 32 * 3 * 8 * 4096 * 14336
+    assert report["parameters"]["parts"]["layers: norms and biases"] == 32 * 2 * 4096
+    assert report["flops_per_token"]["6P"] == 6 * 12_879_925_248
+    assert report["training"]["compute_optimal_tokens"] == 20 * 12_879_925_248
+    assert report["state"]["whole_model"]["16"] == 16 * 46_702_792_704
+    text = closed_form.text(report)
+    assert "active per token" in text and "12,879,925,248  27.6%" in text
+    assert "active per token" not in closed_form.text(closed_form.report(job_of()))
+
+
+def test_the_worked_stack_of_the_contract_adds_up() -> None:
+    ffn = [op for op in mixtral().layer_ops if isinstance(op, Matmul) and op.stack > 1]
+    numbers = sum(map(parameter_count, ffn)), sum(op.flops_per_token() for op in ffn)
+    assert numbers == (1_409_286_144, 704_643_072)
+    for number in numbers:
+        assert f"{number:,.0f}" in (cost.__doc__ or "")
+
+
+# --- layers of several kinds --------------------------------------------------------------------------------------
+
+
+def mixed() -> ModelSpec:
+    """One dense layer of four, the others with experts; windows in three of four layers."""
+    heads = Heads(dim=64, n_heads=8, n_kv_heads=4, head_dim=8)
+    dense = swiglu(64, 128)
+    dense = LayerPart(tuple(replace(op, of_layers=0.25) for op in dense.operations), dense.tensor)
+    routed = experts(64, 32, 8, 3, of_layers=0.75)
+    both = LayerPart((*dense.operations, *routed.operations), {**dense.tensor, **routed.tensor})
+    spec = spec_of(4, 64, heads, both, 257, 64)
+    (core,) = (op for op in spec.layer_ops if isinstance(op, Attention))
+    cores = replace(core, window=16, of_layers=0.75), replace(core, of_layers=0.25)
+    place = spec.layer_ops.index(core)
+    return replace(spec, layer_ops=(*spec.layer_ops[:place], *cores, *spec.layer_ops[place + 1 :]))
+
+
+def kinds(spec: ModelSpec) -> dict[tuple[bool, bool], tuple[Operation, ...]]:
+    """(experts, window) -> the operations of a layer that has them, or the others in their place."""
+
+    def fits(op: Operation, routed: bool, windowed: bool) -> bool:
+        if op.of_layers == 1:
+            return True
+        return op.of_layers == (0.75 if (windowed if isinstance(op, Attention) else routed) else 0.25)
+
+    return {
+        (routed, windowed): tuple(replace(op, of_layers=1.0) for op in spec.layer_ops if fits(op, routed, windowed))
+        for routed in (False, True)
+        for windowed in (False, True)
+    }
+
+
+def test_layers_of_several_kinds_have_their_own_parameters_and_flops() -> None:
+    spec = mixed()
+    attention, norms = 2 * 64 * 64 + 2 * 64 * 32, 2 * 64
+    dense, routed = 3 * 64 * 128, 64 * 8 + 8 * 3 * 64 * 32
+    layers = 4 * (attention + norms) + dense + 3 * routed
+    assert spec.params == layers + 2 * 257 * 64 + 64
+    assert spec.active_params == spec.params - 3 * 5 * 3 * 64 * 32
+    windows = 4 * 8 * 8 * (3 * 16 + 64)
+    forward = 2 * (4 * attention + dense + 3 * (64 * 8 + 3 * 3 * 64 * 32)) + windows + 2 * 257 * 64
+    assert spec.flops_per_token(64) == 3 * forward
+    costs = costs_of(with_spec(job_of(), spec))
+    assert flops_per_token(costs)[0] == 3 * forward
+    held = Planner(CLUSTER).stage_costs(costs, job_of().layout).memory(costs.stages[0]).held
+    assert held["parameters"] == 4 * spec.params
+
+
+def test_uneven_shares_of_layers_add_up_to_whole_parameters() -> None:
+    """27 of 28 layers, as in DeepSeekMoE 16B: no float is exact, and their product is."""
+    heads = Heads(dim=2048, n_heads=16, n_kv_heads=16, head_dim=128)
+    routed = experts(2048, 1408, 64, 6, of_layers=27 / 28)
+    dense = swiglu(2048, 10944)
+    operations = (*(replace(op, of_layers=1 / 28) for op in dense.operations), *routed.operations)
+    spec = spec_of(28, 2048, heads, LayerPart(operations, {**dense.tensor, **routed.tensor}), 102400, 4096)
+    ours = 28 * (4 * 2048**2 + 2 * 2048) + 3 * 2048 * 10944 + 27 * (64 * 2048 + 64 * 3 * 2048 * 1408)
+    assert spec.params == ours + 2 * 102400 * 2048 + 2048
+    assert isinstance(spec.params, int) and isinstance(spec.active_params, int)
+    assert spec.active_params == spec.params - 27 * 58 * 3 * 2048 * 1408
+
+
+def test_the_mean_layer_takes_and_saves_the_mean() -> None:
+    spec, planner = mixed(), Planner(CLUSTER)
+    job = with_spec(job_of(), spec)
+    mean = costs_of(job)
+    parts = {kind: replace(mean, layer=operations) for kind, operations in kinds(spec).items()}
+    share = {(routed, windowed): (3 if routed else 1) * (3 if windowed else 1) / 16 for routed, windowed in parts}
+
+    def mean_of(value) -> float:
+        return sum(share[kind] * value(one) for kind, one in parts.items())
+
+    seconds = planner.stage_costs(mean, job.layout).parts.layer
+    for part in ("forward", "inputs", "weights"):
+        expected = mean_of(lambda one: getattr(planner.stage_costs(one, job.layout).parts.layer, part))  # noqa: B023
+        assert getattr(seconds, part) == pytest.approx(expected, rel=1e-12)
+    assert kept_by(mean.layer, mean, True) == pytest.approx(mean_of(lambda one: kept_by(one.layer, one, True)))
+    assert parameters_of(mean.layer, mean) == pytest.approx(mean_of(lambda one: parameters_of(one.layer, one)))
+
+
+def test_the_largest_operation_counts_at_a_moment() -> None:
+    job = with_spec(job_of("--plugins.bf16.enabled", "true"), mixed())
+    costs = costs_of(job)
+    tokens = costs.share("seq_full")
+    # A token has three results of a matrix of 64 outputs; no other operation has more.
+    assert LayerMemory(costs, True, ways=1).midst == 3 * (3 * 64 + 64) * tokens * 2
+    rare = tuple(replace(op, of_layers=0.01) if op.of_layers < 1 else op for op in costs.layer)
+    assert LayerMemory(replace(costs, layer=rare), True, ways=1).midst == 3 * (3 * 64 + 64) * tokens * 2
+    scratch = [
+        replace(op, scratch=(SavedTensor(numel=size, region="tp_sharded"),)) if isinstance(op, Attention) else op
+        for op, size in zip(costs.layer, range(len(costs.layer)), strict=True)
+    ]
+    largest = max(number for number, op in enumerate(costs.layer) if isinstance(op, Attention))
+    assert LayerMemory(replace(costs, layer=tuple(scratch)), True, ways=1).core == largest * tokens * 2
+
+
+def test_results_of_matmuls_that_recomputation_saves_are_those_of_the_mean_layer() -> None:
+    job = with_spec(job_of("--plugins.activation_checkpoint.mode", "selective"), mixed())
+    costs = costs_of(job)
+    least, last = LayerMemory(costs, True, ways=1).least, 4 * costs.share("seq_full")
+    results = [op.of_layers * op.used * op.outputs for op in costs.layer if isinstance(op, Matmul)]
+    assert sum(results) == 64 + 64 + 32 + 32 + 0.25 * (128 + 128 + 64) + 0.75 * (8 + 3 * (32 + 32 + 64))
+    assert least == pytest.approx(last * (64 + sum(results) + 64) + 4 * 8 * costs.share("seq_full"))
+
+
+def test_techniques_keep_what_layers_of_several_kinds_state() -> None:
+    spec = mixed()
+    words = ("--mesh.cp", "2", "--mesh.dp_shard", "2", "--mesh.tp", "2", "--train.micro_batch_size", "2")
+    words += ("--plugins.activation_checkpoint.mode", "full", "--plugins.compile.enabled", "true")
+    costs = costs_of(with_spec(job_of(*words, "--data.seq_len", "64", "--plugins.context.method", "ring"), spec))
+    assert [op.of_layers for op in costs.layer] == [op.of_layers for op in spec.layer_ops]
+    before, after = ([op for op in ops if isinstance(op, Matmul)] for ops in (spec.layer_ops, costs.layer))
+    assert after == before
+    sent = {c.of_layers for c in costs.collectives if c.axes == ("cp",) and c.when == "forward"}
+    assert sent == {0.25, 0.75}
+    # Sums of attention's output, of the dense feed-forward in one layer of four, of the experts in the others.
+    summed = [c for c in costs.collectives if c.axes == ("tp",) and c.where == "layer" and c.when == "forward"]
+    assert {c.collective: c.count for c in summed} == {"all_gather": 2, "reduce_scatter": 2}
+    (first, *_) = (op for op in costs.layer if isinstance(op, Matmul) and op.stack > 1)
+    assert costs.product(first) == (64, 16)
+    assert parameters_of([first], costs) == first.of_layers * 8 * 64 * 16
+
+
+# --- time of a grouped product ------------------------------------------------------------------------------------
+
+STACK = Matmul(module="experts", inputs=4096, outputs=2048, stack=8, used=2)
+
+
+def test_a_grouped_product_takes_the_flops_of_its_tokens() -> None:
+    """32,768 tokens that pass 2 of 8 weights each are 8,192 rows per weight."""
+    seconds = device().operation(STACK, costs(seq_len=32768), "bfloat16")
+    assert seconds.forward == seconds.inputs == seconds.weights == pytest.approx(2 * 65536 * 4096 * 2048 / 50e12)
+
+
+def test_few_tokens_read_the_weights_of_all_experts() -> None:
+    """8 tokens: two rows for each of the 8 weights, which are read whole."""
+    seconds = device().operation(STACK, costs(seq_len=8), "bfloat16")
+    moved = 2 * (16 * 4096 + 8 * 4096 * 2048 + 16 * 2048)
+    assert seconds.forward == seconds.inputs == seconds.weights == pytest.approx(moved / 500e9)
+    apart = device().operation(STACK, costs(seq_len=8), "bfloat16", ways=8)
+    assert apart.forward == pytest.approx(2 * (16 * 4096 + 4096 * 2048 + 16 * 2048) / 500e9)
+
+
+def test_groups_share_a_launch_and_a_wave() -> None:
+    """10 units: two groups of 5 tiles are one wave. A group of half as many rows as a tile takes whole tiles."""
+    waved = device(replace(PLAIN, wave_quantization=1.0), replace(KERNELS, launch_us=7.0))
+    tiles = {"k": 8192, "n": 1280, "even": 64, "dtype": "bfloat16", "width": 1}
+    one = waved.product(256, 8192, 1280, "bfloat16", 1)
+    assert waved.grouped(2, 128, **tiles) == pytest.approx(one)
+    assert waved.grouped(2, 64, **tiles) == pytest.approx(one)
+    # Of half tiles, three waves of half the work.
+    assert waved.grouped(3, 128, **tiles) == pytest.approx(1.5 * one - 3.5e-6)
+
+
+def test_small_experts_are_slower_per_flop() -> None:
+    """By the part of a tile that their tokens leave empty, and by the short reduction of the gradient of weights."""
+    slow = device(replace(PLAIN, wave_quantization=1.0, k_half=512))
+    times = []
+    for stack in (8, 384, 1024):
+        op = replace(STACK, stack=stack)
+        times.append(slow.operation(op, costs(seq_len=16384), "bfloat16"))
+        shared_ = slow.operation(op, costs(seq_len=16384), "bfloat16", ways=8)
+        assert shared_.forward <= times[-1].forward and shared_.weights < times[-1].weights
+    assert times[0].forward < times[1].forward < times[2].forward
+    assert times[0].weights / times[0].forward < times[1].weights / times[1].forward
+
+
+def test_the_number_of_a_groups_tokens_need_not_be_even() -> None:
+    odd = device(replace(PLAIN, aligned=64, unaligned_factor=0.9, unaligned_16b_factor=0.1))
+    even, uneven = (odd.operation(STACK, costs(seq_len=length), "bfloat16") for length in (32768, 32764))
+    assert uneven.forward == pytest.approx(even.forward, rel=1e-3)
+    narrow = odd.operation(replace(STACK, outputs=2048 - 4), costs(seq_len=32768), "bfloat16")
+    assert narrow.forward > 10 * even.forward
+
+
+def test_stacks_run_in_the_precision_beside_that_of_linears() -> None:
+    job = costs(seq_len=32768, dtype="float8")
+    assert device().operation(STACK, job, "float8") == device().operation(STACK, job, "bfloat16")
+
+
+def test_measured_points_are_of_each_product_of_a_group() -> None:
+    measured = device(replace(PLAIN, points=("1e9 10", "1e11 40")))
+    assert measured.grouped(3, 500, 10000, 1000, 8, "bfloat16", 2) == pytest.approx(3 * 1e10 / 25e12)
+
+
+def test_a_module_that_part_of_the_tokens_pass_takes_and_makes_as_much() -> None:
+    whole = Matmul(module="w", inputs=4096, outputs=8192)
+    seconds = [device().operation(op, costs(seq_len=8192), "bfloat16") for op in (whole, replace(whole, used=0.5))]
+    assert seconds[1].forward == pytest.approx(seconds[0].forward / 2)
+
+
+# --- who shares the stacks ----------------------------------------------------------------------------------------
+
+
+def test_the_ranks_that_share_stacks_are_neighbors() -> None:
+    job = job_of("--mesh.dp_shard", "8", "--mesh.tp", "2")
+    layout = Layout((*job.layout.axes, EP), {**job.layout.degrees, "ep": 4})
+    assert group_of(("ep",), layout) == Group(4, 2)
+    assert group_of(("dp_shard",), layout) == Group(8, 2)
+    assert layout.world_size == 16
+
+
+@pytest.mark.parametrize("words", [(), ("--mesh.cp", "2", "--mesh.dp_shard", "4"), ("--mesh.dp_replicate", "2")])
+def test_state_does_not_depend_on_who_shares_the_stacks(words: tuple[str, ...]) -> None:
+    """A rank holds a part of all parameters: fewer experts, each in larger shards."""
+    job, found = sharded(3, *words), []
+    for ep in (1, 2, 8):
+        costs, layout = shared(job, ep)
+        found.append(Planner(CLUSTER).stage_costs(costs, layout).memory(costs.stages[0]).held)
+    assert found[0] == found[1] == found[2]
+    assert found[0]["parameters"] == 4 * job.spec.params / 8
+
+
+def test_gathers_and_reductions_are_of_the_experts_that_ranks_share() -> None:
+    job = sharded(2, "--mesh.cp", "2", "--mesh.dp_shard", "4", "--plugins.context.method", "ulysses")
+    rest, stacks = job.spec.params - job.spec.stacked_params, job.spec.stacked_params
+    both = ("dp_shard", "cp")
+    costs, layout = shared(job, 1)
+    assert moved(0, costs, layout)["reduce_scatter", both] == 4 * 4 * (rest + stacks)
+    for ep, group in ((2, (("dp_shard", "cp / ep"))), (4, ("dp_shard", "cp / ep"))):
+        costs, layout = shared(job, ep)
+        sent = moved(0, costs, layout)
+        assert sent["reduce_scatter", both] == 4 * 4 * rest
+        assert sent["reduce_scatter", group] == 4 * 4 * stacks / ep
+        assert sent["all_gather", both] == 4 * 2 * rest + 2 * 4096 * 32000 + 2 * 4096
+        assert sent["all_gather", group] == 4 * 2 * stacks / ep
+    costs, layout = shared(job, 8)  # nobody has the same experts
+    assert {axes for _, axes in moved(0, costs, layout)} == {both, ("cp",), ("ep",)}
+
+
+def test_replicas_sum_the_shards_of_stacks_too() -> None:
+    costs, layout = shared(sharded(2, "--mesh.dp_replicate", "2"), 4)
+    assert moved(0, costs, layout)["all_reduce", ("dp_replicate",)] == 4 * costs_params(costs, layout) / 8
+
+
+def costs_params(costs: Costs, layout: Layout) -> float:
+    return sum(size.total for size in Tensors(costs, 1).sizes(costs.stages[0]))
+
+
+def test_more_ranks_that_share_stacks_gather_less_and_send_more() -> None:
+    job, seen = sharded(), []
+    for ep in (1, 2, 4, 8):
+        costs, layout = shared(job, ep)
+        prediction = Planner(CLUSTER).predict(costs, layout)
+        gathered = sum(size for (kind, _), size in moved(0, costs, layout).items() if kind == "all_gather")
+        seen.append((gathered, -prediction.time_s["ep"], prediction.memory[0].buffers, prediction.time_s["forward"]))
+        assert sum(prediction.time_s.values()) == pytest.approx(prediction.step_time_s)
+    for column in zip(*seen, strict=True):
+        assert list(column) == sorted(column, reverse=True)
+        assert column[0] > column[-1] or column == column[:1] * 4
+    assert seen[0][1] == 0 > seen[1][1]
+
+
+def test_an_exchange_takes_its_bytes_over_the_slowest_link() -> None:
+    """Of 4,096 tokens twice 4,096 features in two bytes, three quarters go to other ranks; four exchanges per layer."""
+    costs, layout = shared(sharded(), 4)
+    prediction = Planner(CLUSTER).predict(costs, layout)
+    exchange = 3 / 4 * 4096 * 2 * 4096 * 2 / 100e9
+    assert prediction.time_s["ep"] == pytest.approx(costs.micro_batches * 32 * 4 * exchange)
+
+
+def test_stacks_are_gathered_between_nodes_by_ranks_that_hold_the_same() -> None:
+    """Of 8 ranks on two nodes the 4 neighbors hold other experts: pairs gather theirs, each over a link of its own."""
+    costs, layout = shared(sharded(1), 4)
+    parts = Planner(CLUSTER).stage_costs(costs, layout).parts
+    (gather, *_) = (c for c in costs.collectives if c.collective == "all_gather")
+    layer = parts.tensors.layer
+    assert layer.stacked == 3 * 2 * 4096 * 14336
+    whole = 7 / 8 * 2 * layer.plain / 40e9 + 1 / 2 * 2 * layer.stacked / 10e9
+    assert parts.seconds(gather, layer) == pytest.approx(whole)
+
+
+# --- the search ---------------------------------------------------------------------------------------------------
+
+GUEST = '''
+"""A model with experts, and a technique that shares them; both are only planned."""
+
+from collections.abc import Iterable
+from dataclasses import dataclass, replace
+
+from torch import nn
+
+from tests.unit.test_stacks import experts, spec_of
+from titan.contracts import Axis, Costs, Job, Model, ModelSpec, Technique, register
+from titan.contracts.base.cost import CollectiveCost, Matmul
+from titan.contracts.layers.blocks import Heads
+from titan.contracts.layers.decoder import DecoderConfig
+
+
+@register
+class Routed(Model):
+    """Four layers with eight experts."""
+
+    name = "routed"
+    Config = DecoderConfig
+    config: DecoderConfig
+    presets = {"tiny": {}}
+
+    def spec(self) -> ModelSpec:
+        heads = Heads(dim=64, n_heads=8, n_kv_heads=4, head_dim=8)
+        return spec_of(4, 64, heads, experts(64, 256, 8, 2), 257, 64)
+
+    def build(self) -> nn.Module:
+        raise NotImplementedError
+
+
+@dataclass(frozen=True, kw_only=True)
+class Config:
+    """No options."""
+
+
+@register
+class Sharing(Technique):
+    """Shares experts."""
+
+    name = "sharing"
+    Config = Config
+    phase = "partition"
+    axes = (Axis(name="shares", weights="slices", folds=("dp_shard", "cp"), topology_order=25, doc="ranks"),)
+
+    def check(self, job: Job, spec: ModelSpec) -> Iterable[str]:
+        stacks = {op.stack for op in spec.layer_ops if isinstance(op, Matmul)} - {1} or {1}
+        if any(stack % job.layout.degree("shares") for stack in stacks):
+            yield "the experts do not come out even"
+
+    def cost(self, costs: Costs, job: Job) -> Costs:
+        sent = tuple(
+            CollectiveCost(axes=("shares",), collective="all_to_all", where="layer", when=when, numel=128, count=2)
+            for when in ("forward", "recompute", "backward")
+        )
+        return replace(costs, stacks_over=("shares",), collectives=(*costs.collectives, *sent))
+'''
+
+
+@pytest.fixture
+def guest(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[tuple[str, ...]]:
+    """Words that open the guests; other tests do not see them."""
+    (tmp_path / "guest.py").write_text(GUEST)
+    monkeypatch.setattr(registry, "_plugins", dict(registry._plugins))
+    monkeypatch.setattr(registry, "_opened", set(registry._opened))
+    yield (f"--plugins.path={tmp_path}", "--model.name=routed", *EAGER)
+
+
+def test_the_search_shares_stacks_over_ranks_that_come_out_even(guest: tuple[str, ...]) -> None:
+    words = (*guest, "--mesh.tp=1", "--mesh.pp=1", "--mesh.cp=1")
+    layouts = list(load_base(TOML, words).space(32, 4).layouts())
+    assert all(layout.world_size == 32 for layout in layouts)
+    found = {(layout.degrees["dp_shard"], layout.degrees["shares"]) for layout in layouts}
+    shards = (1, 2, 4, 8, 16, 32)
+    assert found == {(n, share) for n in shards for share in (1, 2, 4, 8) if share <= n}  # of eight experts
+    fixed = load_base(TOML, (*words, "--mesh.shares=4")).space(32, 4)
+    assert {(lay.degrees["dp_shard"], lay.degrees["shares"]) for lay in fixed.layouts()} == {
+        (n, 4) for n in (4, 8, 16, 32)
+    }
+    dense = load_base(TOML, (*guest[:1], "--mesh.tp=1", *EAGER)).space(32, 4)
+    assert {layout.degrees["shares"] for layout in dense.layouts()} == {1}
+
+
+def test_no_layout_with_shared_stacks_is_better_than_its_bounds(guest: tuple[str, ...]) -> None:
+    words = (*guest, "--mesh.cp=1", "--mesh.tp=1", "--plugins.bf16.enabled=true", "--train.global_batch_size=8")
+    words += ("--plugins.activation_checkpoint.enabled=false",)
+    base = load_base(TOML, words).job
+    run = _Search(base, Planner(CLUSTER), 1, "time")
+    alone = replace(costs_of(base), recompute=None, collectives=(), fused=True, update_bytes=0.0)
+    found = everything(4, *words)
+    for choice, prediction in found:
+        job = load_job(TOML, [*words, *choice.words()], 4)
+        assert max(bounds(run, alone, job)) <= prediction.step_time_s * (1 + 1e-9), choice
+        alike = run.planner.stage_costs(uncut(job), job.layout)
+        assert run._least_memory(alike) / GIB <= prediction.peak_gib * (1 + 1e-9)
+    assert {choice.layout.degrees["shares"] for choice, _ in found} == {1, 2, 4}
+    best = search(base, Planner(CLUSTER), [load_base(TOML, words).space(4, 4)], keep=5).best
+    values = sorted(prediction.step_time_s for _, prediction in found)
+    assert [f.prediction.step_time_s for f in best] == pytest.approx(values[:5], rel=1e-9)

@@ -1,0 +1,193 @@
+"""The operations of a model, from which its parameters, FLOPs, saved tensors and memory traffic follow.
+
+Layers of a model may differ: the first may be dense and the others have experts, or windows may alternate. The
+operations of a layer are those of the mean layer. Each states in `of_layers` the share of the layers that have it.
+"""
+
+from dataclasses import dataclass
+from typing import Literal
+
+Region = Literal["hidden", "seq_full", "tp_sharded", "logits"]
+REGIONS: tuple[Region, ...] = ("hidden", "seq_full", "tp_sharded", "logits")
+
+
+@dataclass(frozen=True, kw_only=True)
+class SavedTensor:
+    """A tensor that forward saves for backward.
+
+    numel: numbers per token, before any split.
+    region: the region whose ranks share the tensor.
+    itemsize: bytes per number; 0: that of the compute dtype, `Costs.itemsize`.
+    unfused: saved only where the operation runs as several kernels, as norms do on a CPU.
+    scores: S x S scores of attention: `numel` is per token and key position, so it is multiplied by `Costs.seq_len`.
+    """
+
+    numel: float
+    region: Region
+    itemsize: int = 0
+    unfused: bool = False
+    scores: bool = False
+
+
+@dataclass(frozen=True, kw_only=True)
+class Matmul:
+    """A linear layer, y = x W, or a stack of them, of which each token passes some.
+
+    FLOPs per token: 2 * inputs * outputs * used forward, twice that backward.
+
+    module: name or glob of the module; `ModelSpec.tensor` says by this name how tensor parallelism splits the weight.
+    inputs, outputs: features, before any split.  bias: whether the module has a bias, of `outputs` numbers.
+    stack: weights of this size, such as one per expert.  used: how many of them a token passes, such as the top k. Each
+        token has `outputs * used` results. Tokens are assumed to be balanced over the stack.
+    of_layers: share of the model's layers that have the operation.
+    saved: tensors that the operation saves, unless another operation states the same tensor.
+    """
+
+    module: str
+    inputs: int
+    outputs: int
+    bias: bool = False
+    stack: int = 1
+    used: float = 1
+    of_layers: float = 1.0
+    saved: tuple[SavedTensor, ...] = ()
+
+    def flops_per_token(self) -> float:
+        """FLOPs forward."""
+        return 2.0 * self.inputs * self.outputs * self.used
+
+
+@dataclass(frozen=True, kw_only=True)
+class Attention:
+    """Causal attention; its backward has 2.5 times the FLOPs of its forward.
+
+    heads, kv_heads: query heads and key-value heads, before any split.  head_dim: features per head.
+    window: positions that a token attends to, its own included; 0: all.
+    documents: a token attends to its own document only, by a mask of each sequence; a window is one of all sequences.
+    masked_blocks: where ranks attend block by block, keys per token in blocks that need a mask, 0 without one; these
+        blocks write their scores in float32, some at a time, and save none.
+    scores_written: the S x S scores pass through memory, as without a flash kernel (arXiv 2205.14135).
+    blocks: kernels that compute it one after the other.
+    copied: numbers read and written per token besides, to merge blocks or to reorder, forward and backward.
+    scratch: tensors that backward holds while it runs, besides the saved ones.
+    of_layers: share of the model's layers that have the operation.
+    saved: tensors that the operation saves; with `scores_written`, one of them at least has `scores` set.
+    """
+
+    heads: int
+    kv_heads: int
+    head_dim: int
+    window: int = 0
+    documents: bool = False
+    masked_blocks: float = 0.0
+    scores_written: bool = False
+    blocks: int = 1
+    copied: tuple[float, float] = (0.0, 0.0)
+    scratch: tuple[SavedTensor, ...] = ()
+    of_layers: float = 1.0
+    saved: tuple[SavedTensor, ...] = ()
+
+    def keys(self, seq_len: int) -> int:
+        """Most keys that a token of a sequence of `seq_len` tokens attends to."""
+        return min(self.window or seq_len, seq_len)
+
+    def flops_per_token(self, seq_len: int) -> float:
+        """FLOPs forward, by usual practice of the full S x S square, or S x window, masked positions included."""
+        return 4.0 * self.keys(seq_len) * self.heads * self.head_dim
+
+
+@dataclass(frozen=True, kw_only=True)
+class Elementwise:
+    """An operation limited by memory bandwidth, such as a norm, an activation function or a residual.
+
+    region: of the numbers read and written.  forward, backward: how many of them per token, before any split.
+    module, params, width: of a norm: its module, its number of weight vectors, and numbers per vector. Every rank of a
+        tensor-parallel group holds them.
+    unfused_bytes: bytes read and written per token besides, in forward, where no compiler fuses the operation.
+    scratch: float32 numbers that exist during the operation besides its inputs and outputs, for the whole micro batch.
+    of_layers: share of the model's layers that have the operation.
+    saved: tensors that the operation saves.
+    """
+
+    region: Region
+    forward: float
+    backward: float
+    module: str = ""
+    params: int = 0
+    width: int = 0
+    unfused_bytes: float = 0.0
+    scratch: float = 0
+    of_layers: float = 1.0
+    saved: tuple[SavedTensor, ...] = ()
+
+
+@dataclass(frozen=True, kw_only=True)
+class EmbeddingOp:
+    """An embedding lookup: each token reads one row of a table.
+
+    module: name of the module.  rows, width: of the table, before any split.
+    of_layers: share of the model's layers that have the operation; embeddings outside of layers have 1.
+    saved: tensors that the operation saves; token ids are not counted.
+    """
+
+    module: str
+    rows: int
+    width: int
+    of_layers: float = 1.0
+    saved: tuple[SavedTensor, ...] = ()
+
+
+Operation = Matmul | Attention | Elementwise | EmbeddingOp
+
+
+def parameter_count(op: Operation) -> int:
+    """Parameters of an operation in a layer that has it, before any split; of a stack, those of all its weights."""
+    match op:
+        case Matmul():
+            return op.stack * (op.inputs + op.bias) * op.outputs
+        case EmbeddingOp():
+            return op.rows * op.width
+        case Elementwise():
+            return op.params * op.width
+        case Attention():
+            return 0
+
+
+def linear(
+    module: str, inputs: int, outputs: int, *, saved: int = 0, region: Region = "seq_full", bias: bool = False
+) -> Matmul:
+    """A linear layer that saves one tensor, `saved` numbers per token in `region`: its input.
+
+    module, inputs, outputs, bias: as in `Matmul`.  region: of the saved tensor.
+    saved: numbers per token; 0 where another operation has stated the tensor.
+    """
+    tensors = (SavedTensor(numel=saved, region=region),) if saved else ()
+    return Matmul(module=module, inputs=inputs, outputs=outputs, bias=bias, saved=tensors)
+
+
+def norm(module: str, dim: int, vectors: int = 1, statistics: int = 1) -> Elementwise:
+    """A norm of hidden states that saves its input and `statistics` float32 numbers per token.
+
+    Where the norm runs as several kernels (on a CPU) it also saves the normalized states in float32.
+
+    module: as in `Matmul`.  dim: features per token.  vectors: weight vectors; 1 for RMSNorm, 2 for LayerNorm.
+    statistics: 1 for RMSNorm (the scale), 2 for LayerNorm (mean and scale).
+    """
+    saved = (
+        SavedTensor(numel=dim, region="hidden"),
+        SavedTensor(numel=statistics, region="hidden", itemsize=4),
+        SavedTensor(numel=dim, region="hidden", itemsize=4, unfused=True),
+    )
+    return Elementwise(
+        module=module, region="hidden", forward=2 * dim, backward=3 * dim, params=vectors, width=dim, saved=saved
+    )
+
+
+def residual(dim: int) -> Elementwise:
+    """A residual: forward adds a tp pair's input and output; backward adds the gradients of the input's two uses."""
+    return Elementwise(region="hidden", forward=3 * dim, backward=3 * dim)
+
+
+def shared(dim: int, uses: int) -> Elementwise:
+    """Hidden states of `dim` features that feed `uses` matmuls: each addition of gradients reads two, writes one."""
+    return Elementwise(region="seq_full", forward=0, backward=3 * dim * (uses - 1))
