@@ -112,7 +112,7 @@ FAULTS = (
         "tokens of a step counted before the batch is cut",
         "titan/training/trainer.py",
         """\
-    batches = [cut(batch, run.context) for batch in batches]
+    batches = [cut(_seeded(batch, run), run.context) for batch in batches]
     for technique in techniques:
         technique.before_step(run.step + 1)
     run.loss.begin(mesh.sum(valid_tokens(batches), "dealt", "sliced"))
@@ -121,7 +121,7 @@ FAULTS = (
     for technique in techniques:
         technique.before_step(run.step + 1)
     run.loss.begin(mesh.sum(valid_tokens(batches), "dealt", "sliced"))
-    batches = [cut(batch, run.context) for batch in batches]
+    batches = [cut(_seeded(batch, run), run.context) for batch in batches]
 """,
         (f"{CURVE}[ring, cp 2, packed]",),
     ),
