@@ -33,6 +33,7 @@ MODELS: dict[str, Model] = {
     "llama, grouped": Llama(LlamaConfig(**SIZES, n_kv_heads=2)),
     "llama, window": Llama(LlamaConfig(**SIZES, n_kv_heads=2, sliding_window=5)),
     "gpt, grouped": Gpt(GptConfig(**SIZES, n_kv_heads=2)),
+    "gpt, dropout": Gpt(GptConfig(**SIZES, dropout=0.5)),
     "qwen3, grouped": Qwen3(Qwen3Config(**SIZES, n_kv_heads=2, head_dim=12)),
     "olmo2, grouped": Olmo2(Olmo2Config(**SIZES, n_kv_heads=2)),
     "neox, grouped": Neox(NeoxConfig(**SIZES, n_kv_heads=2, rotary_pct=0.5)),
