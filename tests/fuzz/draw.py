@@ -73,7 +73,9 @@ def models() -> Mapping[str, Model]:
 
 def _model_of(plugin: Any) -> Model:
     styles = plugin(plugin.Config()).spec().tensor.values()
-    return Model(frozenset(option.key for option in options_of(plugin.Config)), "qk_norm" in styles)
+    return Model(
+        frozenset(option.key for option in options_of(plugin.Config)), bool({"qk_norm", "wide_norm"} & set(styles))
+    )
 
 
 def draw(seed: int, index: int) -> Drawn:
@@ -95,6 +97,7 @@ def draw(seed: int, index: int) -> Drawn:
         layout["run.deterministic"] = True
     data = _data(rng, degrees, tensor, context)
     curve = _model(rng, degrees, context, layers, data["data.seq_len"]) | data | batch
+    curve |= _noise(random.Random(f"{seed}/{index}/noise"), curve["model.name"])
     if rng.random() >= SPOILT:
         return Drawn(seed, index, ranks, curve, layout)
     job = _Job(ranks, curve, layout)
@@ -218,6 +221,12 @@ def _model(rng: random.Random, degrees: Mapping[str, int], context: Keys, layers
     if "sliding_window" in has and rng.random() < 0.4:
         keys["sliding_window"] = rng.randint(1, length)
     return {f"model.{key}": value for key, value in keys.items()}
+
+
+def _noise(rng: random.Random, family: str) -> Keys:
+    """Dropout, from a generator of its own: a job is otherwise the one that it was before there was dropout."""
+    there = "dropout" in models()[family].options and rng.random() < 0.4
+    return {"model.dropout": rng.choice((0.1, 0.3))} if there else {}
 
 
 def _dealt(heads: int, kv_heads: int, ranks: int) -> bool:
@@ -364,6 +373,7 @@ def _features(ranks: int, keys: Mapping[str, Any]) -> frozenset[str]:
         "tied over stages": of("model.tied") and "pp" in split,
         "sliding window": of("model.sliding_window"),
         "head_dim": of("model.head_dim"),
+        "dropout": of("model.dropout"),
         "accumulation": "pp" not in split
         and 0 < of("train.micro_batch_size", 0) < of("train.global_batch_size") // batch_ranks,
     }

@@ -106,7 +106,7 @@ class Elementwise:
 
     region: of the numbers read and written.  forward, backward: how many of them per token, before any split.
     module, params, width: of a norm: its module, its number of weight vectors, and numbers per vector. Every rank of a
-        tensor-parallel group holds them.
+        tensor-parallel group holds them; of a norm of style "wide_norm", a slice.
     unfused_bytes: bytes read and written per token besides, in forward, where no compiler fuses the operation.
     scratch: float32 numbers that exist during the operation besides its inputs and outputs, for the whole micro batch.
     of_layers: share of the model's layers that have the operation.
