@@ -81,7 +81,7 @@ class Heads:
             *((turned,) if self.rotary else ()),
             attention_cost(
                 self.n_heads, self.n_kv_heads, self.head_dim, window=self.window, scores_written=self.unfused,
-                soft_cap=self.soft_cap > 0,
+                soft_cap=self.soft_cap > 0, biased=bool(self.slopes),
             ),
             linear("attn.wo", q, d, bias=bias),
         )  # fmt: skip
