@@ -3,20 +3,24 @@
 import json
 import math
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from tests.commands import run_titan
-from tests.jobs import LLAMA, SAVING, assert_same_curve, mesh, train_job
+from tests.jobs import LLAMA, SAVING, assert_same_curve, mesh, run_job, train_job
 from tests.planned import CLUSTER
 from tests.ranks import RankError
 from titan.config import load_job
+from titan.contracts.layers.experts import SideLoss
 from titan.errors import ConfigError, PluginError
 from titan.planner.step.layout import costs_of
 from titan.planner.step.predict import Planner, flops_per_token
 
 GUESTS = ("--plugins.path", str(Path(__file__).parents[1] / "guests"))
 PARALLEL, STACKED = LLAMA.with_name("parallel.toml"), LLAMA.with_name("stacked.toml")
+SWITCH = LLAMA.with_name("switch.toml")
+COUNTS = ("most_tokens", "used_experts")
 PACKED = ("--data.packing", "document_mask")
 
 
@@ -128,3 +132,34 @@ def test_stacks_spread_over_ranks_of_other_axes(degrees: dict[str, int], one_ran
     words = [*PACKED, *mesh(**degrees), "--plugins.spread.enabled", "true", *WHOLE]
     ranks = math.prod(degree for axis, degree in degrees.items() if axis != "spread")
     assert_same_curve(one_rank(*PACKED, config=STACKED), train_job(tmp_path, ranks, *words, config=STACKED))
+
+
+SWITCHED = [
+    {"dp_shard": 4, "ep": 4},
+    {"dp_shard": 2, "cp": 2, "ep": 2, "tp": 2},
+    {"dp_shard": 2, "pp": 2, "ep": 2},
+    {"tp": 2, "cp": 2},
+]
+
+
+@pytest.mark.parametrize("degrees", SWITCHED, ids=str)
+def test_a_mixture_from_outside(degrees: dict[str, int], one_rank, tmp_path: Path) -> None:
+    """Its router's loss counts once whatever slices sequences or layers, and its experts travel as the host's do."""
+    ranks = math.prod(degree for axis, degree in degrees.items() if axis != "ep")
+    expected = one_rank(config=SWITCH)
+    found = train_job(tmp_path, ranks, *mesh(**degrees), config=SWITCH)
+    assert_same_curve(expected, found)
+    for step, row in found.rows.items():
+        assert [row[key] for key in COUNTS] == [expected.rows[step][key] for key in COUNTS]
+
+
+def test_a_side_loss_changes_the_curve(one_rank, tmp_path: Path) -> None:
+    alone = train_job(tmp_path, 1, config=SWITCH, run=_without_side_losses)
+    found = one_rank(config=SWITCH)
+    assert alone.rows[1]["loss"] == found.rows[1]["loss"]  # it is not what the logs show
+    assert abs(alone.rows[1]["grad_norm"] / found.rows[1]["grad_norm"] - 1) > 1e-3
+
+
+def _without_side_losses(*args: Any) -> dict[str, Any]:
+    SideLoss.forward = lambda self, x, loss: x  # type: ignore[method-assign]
+    return run_job(*args)

@@ -10,9 +10,9 @@ The unit test `tests/unit/test_faults.py` checks that every fault can still be p
 """
 
 from tests.faults.fault import Fault
-from tests.faults.lists import checkpoint, context, data, inputs, model, parallel, planner, run, training
+from tests.faults.lists import checkpoint, context, data, experts, inputs, model, parallel, planner, run, training
 
 FAULTS: tuple[Fault, ...] = (
-    *training.FAULTS, *model.FAULTS, *parallel.FAULTS, *context.FAULTS, *data.FAULTS, *checkpoint.FAULTS,
+    *training.FAULTS, *model.FAULTS, *parallel.FAULTS, *context.FAULTS, *experts.FAULTS, *data.FAULTS, *checkpoint.FAULTS,
     *run.FAULTS, *inputs.FAULTS, *planner.FAULTS,
 )  # fmt: skip

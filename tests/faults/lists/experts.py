@@ -1,0 +1,93 @@
+"""Faults of mixtures of experts, of the axis that shares them, and of losses beside the objective."""
+
+from tests.faults.fault import Fault
+
+LAYER, MODEL, TECHNIQUE = "titan/contracts/layers/experts.py", "plugins/models/moe.py", "plugins/parallel/expert.py"
+UNIT, DIST = "tests/unit/test_experts.py", "tests/dist/test_experts.py"
+
+FAULTS = (
+    Fault(
+        "results of experts left in the order of the experts",
+        LAYER,
+        "results[back].view",
+        "results.view",
+        (f"{UNIT}::test_a_token_gets_the_weighted_sum_of_its_experts",),
+    ),
+    Fault(
+        "a stack's gradient of weights left transposed",
+        LAYER,
+        "_stacked_outer(rows, gradient, counts) if of_weight",
+        "_stacked_outer(gradient, rows, counts).transpose(1, 2) * 2 if of_weight",
+        (f"{UNIT}::test_gradients_of_a_stack[counts0]",),
+    ),
+    Fault(
+        "a side loss that counts whole on every rank of tp",
+        "plugins/parallel/tensor.py",
+        "inner.share /= slices.size",
+        "inner.share /= 1",
+        (f"{DIST}::test_one_curve[tp 2-sequence]",),
+    ),
+    Fault(
+        "a side loss that is not divided by the sequences of a step",
+        "titan/training/build.py",
+        "module.share /= job.train.global_batch_size",
+        "module.share /= job.micro_batch",
+        (f"{DIST}::test_one_curve[dp_shard 2-sequence]",),
+    ),
+    Fault(
+        "a router's gradients not summed over tp",
+        "titan/contracts/base/spec.py",
+        'partial=style in ("qk_norm", "router")',
+        'partial=style == "qk_norm"',
+        (f"{DIST}::test_one_curve[tp 2-bias]",),
+    ),
+    Fault(
+        "counts of experts not added up over ranks of other positions",
+        "titan/training/trainer.py",
+        'lambda tensor: mesh.sum(tensor, "dealt", "sliced")',
+        'lambda tensor: mesh.sum(tensor, "dealt")',
+        (f"{DIST}::test_ranks_hold_the_same_biases",),
+    ),
+    Fault(
+        "a bias that favors busy experts",
+        MODEL,
+        "own.float().mean() - own",
+        "own - own.float().mean()",
+        (f"{UNIT}::test_the_bias_moves_towards_even_counts_and_changes_the_choice_alone",),
+    ),
+    Fault(
+        "a bias in the weights of experts too",
+        MODEL,
+        "weights = scores.gather(-1, chosen)",
+        "weights = (scores if self.bias is None else scores + self.bias).gather(-1, chosen)",
+        (f"{UNIT}::test_the_bias_moves_towards_even_counts_and_changes_the_choice_alone",),
+    ),
+    Fault(
+        "rows of experts computed in the order of the ranks that sent them",
+        TECHNIQUE,
+        ".argsort(stable=True)",
+        ".argsort(stable=True).sort().values",
+        (f"{DIST}::test_folded[ep 2 of dp_shard 2]",),
+    ),
+    Fault(
+        "gradients of rows that stay where the experts are",
+        TECHNIQUE,
+        "ctx.settings = group, sent, received",
+        "ctx.settings = group, received, sent",
+        (f"{DIST}::test_folded[ep 2 of dp_shard 2]",),
+    ),
+    Fault(
+        "experts sharded over all ranks of data parallelism",
+        "plugins/parallel/fsdp.py",
+        "meshes = {axis: mesh.flat(*dimensions, without=axis) for _, axis in folded}",
+        "meshes = {axis: mesh.flat(*dimensions) for _, axis in folded}",
+        (f"{DIST}::test_folded[ep 2 of dp_shard 4]",),
+    ),
+    Fault(
+        "a mixture whose input ranks of tp do not gather",
+        "plugins/parallel/tensor.py",
+        'if style in ("gather", "mixture", "head"):',
+        'if style in ("gather", "head"):',
+        (f"{DIST}::test_one_curve[tp 2-bias]",),
+    ),
+)
