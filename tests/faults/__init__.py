@@ -13,6 +13,6 @@ from tests.faults.fault import Fault
 from tests.faults.lists import checkpoint, context, data, experts, inputs, model, parallel, planner, run, training
 
 FAULTS: tuple[Fault, ...] = (
-    *training.FAULTS, *model.FAULTS, *parallel.FAULTS, *context.FAULTS, *experts.FAULTS, *data.FAULTS, *checkpoint.FAULTS,
-    *run.FAULTS, *inputs.FAULTS, *planner.FAULTS,
+    *training.FAULTS, *model.FAULTS, *parallel.FAULTS, *context.FAULTS, *experts.FAULTS, *data.FAULTS,
+    *checkpoint.FAULTS, *run.FAULTS, *inputs.FAULTS, *planner.FAULTS,
 )  # fmt: skip
