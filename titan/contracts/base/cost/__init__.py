@@ -270,12 +270,12 @@ class Costs:
         return self.splits[region] / self.splits["seq_full"]
 
     def product(self, op: Matmul) -> tuple[float, float]:
-        """(inputs, outputs) of a rank's shard of a linear: column styles split the outputs, row the inputs.
+        """(inputs, outputs) of a rank's shard of a linear: column styles split the outputs, row and summand the inputs.
 
         Of a stack, those of each weight.
         """
         style = self.style(op.module)
-        if style == "row":
+        if style in ("row", "summand"):
             return op.inputs / self.cut("tp_sharded"), op.outputs
         return op.inputs, op.outputs / (self.cut("tp_sharded") if style in ("column", "head") else 1)
 
