@@ -150,6 +150,16 @@ def _scale(found: Found) -> str:
     )
 
 
+def _experts(found: Found) -> str:
+    said = []
+    for name, run in found["runs"].items():
+        loss = [row["validation_loss"] for row in run["rows"] if "validation_loss" in row][-1]
+        loads = [row["expert_load"] for row in run["rows"] if "expert_load" in row]
+        busiest = f", busiest expert {median(loads[-20:]):.2f} of the mean" if loads else ""
+        said.append(f"{name} {loss:.3f} nats{busiest}")
+    return f"{found['steps']} steps: {'; '.join(said)}"
+
+
 KINDS: Mapping[str, tuple[str, Callable[[Found], str]]] = {
     "overhead": ("python -m bench.overhead", _overhead),
     "planning": ("python -m bench.plan_latency", _planning),
@@ -160,6 +170,7 @@ KINDS: Mapping[str, tuple[str, Callable[[Found], str]]] = {
     "dispatch": ("python -m bench.dispatch", _dispatch),
     "turns": ("python -m bench.turns", _turns),
     "context": ("python -m bench.context", _context),
+    "experts": ("python -m bench.experts", _experts),
     "chaos": ("python -m bench.chaos", _chaos),
     "scale": ("python -m bench.scale", _scale),
     "mutations": ("python -m bench.mutations", _mutations),

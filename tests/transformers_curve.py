@@ -32,6 +32,13 @@ NEOX = {
     "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2, "num_attention_heads": 4, "vocab_size": 257,
     "max_position_embeddings": 64, "initializer_range": 0.2, "rotary_pct": 0.5,
 }  # fmt: skip
+MIXTRAL = {
+    **LLAMA, "num_key_value_heads": 2, "num_local_experts": 4, "num_experts_per_tok": 2, "initializer_range": 0.1,
+}  # fmt: skip
+QWEN3_MOE = {
+    **LLAMA, "head_dim": 12, "num_key_value_heads": 2, "num_experts": 4, "num_experts_per_tok": 2,
+    "moe_intermediate_size": 24, "mlp_only_layers": [0],
+}  # fmt: skip
 CASES: Mapping[str, tuple[str, Mapping[str, Any]]] = {
     "llama": ("llama", LLAMA),
     "llama-gqa-scaled": ("llama", {**LLAMA, "num_key_value_heads": 2, "rope_theta": 5e5, "rope_scaling": SCALED}),
@@ -41,11 +48,15 @@ CASES: Mapping[str, tuple[str, Mapping[str, Any]]] = {
     "gpt2-untied": ("gpt2", {**GPT2, "tie_word_embeddings": False, "n_inner": 48}),
     "qwen3": ("qwen3", {**LLAMA, "head_dim": 12, "num_key_value_heads": 2, "rope_theta": 1e6}),
     "qwen3-tied": ("qwen3", {**LLAMA, "head_dim": 8, "num_key_value_heads": 4, "tie_word_embeddings": True}),
+    "olmo2": ("olmo2", {**LLAMA, "num_key_value_heads": 2, "rope_theta": 5e5}),
     "neox": ("gpt_neox", NEOX),
     "neox-in-turn": (
         "gpt_neox",
         {**NEOX, "use_parallel_residual": False, "rotary_pct": 0.25, "rotary_emb_base": 500.0},
     ),
+    "mixtral": ("mixtral", MIXTRAL),
+    "qwen3-moe": ("qwen3_moe", QWEN3_MOE),
+    "qwen3-moe-normalized": ("qwen3_moe", {**QWEN3_MOE, "norm_topk_prob": True, "num_experts_per_tok": 3}),
 }
 """Name -> (model_type, config.json). A model that titan learns to read needs one line here."""
 
@@ -53,8 +64,20 @@ LAYOUTS: Mapping[str, tuple[int, tuple[str, ...]]] = {
     "one rank": (1, ()),
     "dp_shard 2, tp 2": (4, ("--mesh.dp_shard", "2", "--mesh.tp", "2", "--train.micro_batch_size", "2")),
     "dp_shard 2, pp 2": (4, ("--mesh.dp_shard", "2", "--mesh.pp", "2")),
+    "dp_shard 4, ep 4": (4, ("--mesh.dp_shard", "4", "--mesh.ep", "4")),
 }
 """Name -> (ranks, overrides). With tp, each rank accumulates the gradients of two micro batches."""
+
+
+def runs() -> list[tuple[str, str]]:
+    """(case, layout) of all that is compared: ep where there are experts."""
+    return [
+        (case, layout)
+        for case, (_, options) in CASES.items()
+        for layout in LAYOUTS
+        if "ep" not in layout.split() or any(key.endswith("_experts") for key in options)
+    ]
+
 
 STEPS, BATCH, SEQ_LEN = 8, 8, 32
 LR, BETAS, WEIGHT_DECAY, CLIP = 3e-3, (0.9, 0.95), 0.5, 2.3

@@ -123,7 +123,7 @@ class ActivationCheckpoint(Technique):
                 part.wrap_forward(name, place, wrap)
 
     def _wrap(self, forward: Callable[..., Any], saved: frozenset[OpOverload] = frozenset()) -> Callable[..., Any]:
-        # A forward draws no random numbers (Model.build; the run refuses one that does): no state to keep for them.
+        # A forward draws by position alone (Model.build; the run refuses others): there is no state to keep.
         settings: dict[str, Any] = {"use_reentrant": False, "preserve_rng_state": False}
         if self.config.mode == "selective":
             settings["context_fn"] = partial(create_selective_checkpoint_contexts, partial(_policy, saved))

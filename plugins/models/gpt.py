@@ -2,11 +2,12 @@
 
 A layer is `h = x + attn(norm(x))`, `y = h + ffn(norm(h))`, with `ffn(x) = down(gelu(up x))` and GELU in its tanh
 approximation, as GPT-2 has it. Every layer attends to the whole sequence: GPT-3's sparse attention layers are not
-implemented. There is no dropout.
+implemented. `dropout` is that of GPT-2 and 3 for the embeddings' sum and for what attention and the feed-forward add
+to hidden states; fused attention has no probabilities to drop in memory, so these are kept.
 
 With dim D, H query heads and K key-value heads of N features, ffn_dim F and sequence length S, a layer costs
 12 D^2 + 13 D parameters where F = 4 D and K = H; 2 FLOPs per token forward for each in a matmul, and 4 S H N for
-attention. It saves 4 D + 2 H N + 2 K N + 2 F numbers per token for backward.
+attention. It saves 4 D + 2 H N + 2 K N + 2 F numbers per token for backward, and 2 D bytes with dropout.
 
 Limits: a sequence is at most `max_seq_len` long, and positions count from the start of the sequence, also for
 packed documents. Document masking costs a mask of B S^2 numbers.

@@ -51,9 +51,9 @@ class MixtureConfig(DecoderConfig):
     n_experts: int = option(8, "experts per layer", at_least=1, at_most=2**16)
     top_k: int = option(2, "experts per token", at_least=1, at_most=2**10)
     n_shared_experts: int = option(0, "experts that every token passes", at_least=0, at_most=2**10)
-    expert_dim: int = option(64, "hidden size of an expert", at_least=1, at_most=2**24)
+    expert_dim: int = option(192, "hidden size of an expert", at_least=1, at_most=2**24)
     n_dense_layers: int = option(0, "first layers that have one feed-forward in place of experts", at_least=0)
-    ffn_dim: int = option(256, "hidden size of the feed-forward of dense layers", at_least=1, at_most=2**24)
+    ffn_dim: int = option(384, "hidden size of the feed-forward of dense layers", at_least=1, at_most=2**24)
     router: Literal["softmax", "sigmoid"] = option("softmax", "how the router scores experts")
     normalized: bool = option(True, "divide the weights of a token's experts by their sum")
     balance: Literal["bias", "sequence", "none"] = option(

@@ -25,7 +25,7 @@ Cost for tp ranks, a micro batch of B x S tokens of width D in e bytes per numbe
     bytes sent per rank and layer: 2 all-reduces forward and 2 backward, 8 B S D e (tp - 1) / tp; with sequence_parallel
         an all-gather and a reduce-scatter in place of each, the same bytes. The embedding (forward) and the head
         (backward) add one all-reduce or such a pair together. Logits: B S V e (tp - 1) / tp if they are gathered,
-        3 numbers per token otherwise.
+        3 numbers per token otherwise. A norm over all heads: 1 number per token forward and 1 backward.
     once per step: the all-reduce of replicated parameters' gradients.
 All of this communication is on the critical path: keep tp within a node.
 
@@ -59,8 +59,8 @@ from titan.contracts import (
     option,
     register,
 )
-from titan.contracts.base.cost import Collective, CollectiveCost, Matmul, When, Where
-from titan.contracts.base.sharding import Slices, gathered, slice_parameters, summed
+from titan.contracts.base.cost import Collective, CollectiveCost, Elementwise, Matmul, Operation, When, Where
+from titan.contracts.base.sharding import SlicedRMSNorm, Slices, gathered, slice_parameters, summed
 from titan.contracts.base.spec import TensorStyle, glob_matches, nearest
 from titan.contracts.layers.experts import SideLoss
 from titan.errors import PluginError
@@ -130,7 +130,8 @@ class TensorParallel(Technique):
         split = {"tp_sharded", *(["hidden"] if self.config.sequence_parallel else [])}
         split |= {"logits"} if self.config.loss_parallel else set()
         splits = {region: ranks * (tp if region in split else 1) for region, ranks in costs.splits.items()}
-        return replace(costs, splits=splits, collectives=(*costs.collectives, *self._collectives(costs, job.spec)))
+        collectives = (*costs.collectives, *self._collectives(costs, job.spec))
+        return replace(costs, splits=splits, collectives=collectives, layer=tuple(_fused(costs)))
 
     def _collectives(self, costs: Costs, spec: ModelSpec) -> Iterator[CollectiveCost]:
         """Pairs are entered and left; each way back sends what the way in received."""
@@ -141,9 +142,14 @@ class TensorParallel(Technique):
         leave = sum(share for style, share in linears if style == "row")
         leave += max((share for style, share in linears if style == "summand"), default=0)
         yield from self._joins("layer", "forward", costs.dim, enter, leave)
-        # What follows the last product that is kept is not computed again.
-        yield from self._joins("layer", "recompute", costs.dim, enter, leave - 1)
+        # What follows the last tensor that is saved is not computed again.
+        yield from self._joins("layer", "recompute", costs.dim, enter, leave - (not costs.needs_last_product))
         yield from self._joins("layer", "backward", costs.dim, leave, enter)
+        for when in ("forward", "recompute", "backward") if "wide_norm" in styles else ():
+            squares = CollectiveCost(
+                axes=("tp",), collective="all_reduce", where="layer", when=when, numel=1, itemsize=4
+            )
+            yield replace(squares, count=styles.count("wide_norm"))
         yield from self._joins("embeddings", "forward", costs.dim, 0, 1)
         yield from self._joins("embeddings", "backward", costs.dim, 1, 0)
         yield from self._joins("head", "forward", costs.dim, 1, 0)
@@ -211,6 +217,8 @@ class TensorParallel(Technique):
                 module.forward = partial(_look_up, slices, module)
             case "positions":
                 module.register_forward_hook(partial(_own_positions, slices))
+            case "wide_norm":
+                module.__class__, module.slices = SlicedRMSNorm, slices
             case "head":
                 module.forward = partial(_logits, mesh, self.config.loss_parallel, module)
         known = {own: spec.parameter(f"{name}.{own}", p.ndim) for own, p in module._parameters.items() if p is not None}
@@ -268,6 +276,13 @@ class TensorParallel(Technique):
         return results
 
 
+def _fused(costs: Costs) -> Iterator[Operation]:
+    """A layer's operations, in which a wide norm saves what one kernel does, on any device."""
+    for op in costs.layer:
+        wide = isinstance(op, Elementwise) and costs.style(op.module) == "wide_norm"
+        yield replace(op, saved=tuple(each for each in op.saved if not each.unfused)) if wide else op
+
+
 _Replicated = list[tuple[str, nn.Module, str]]
 """Canonical name, module, and name in the module of parameters that every rank of tp holds whole."""
 
@@ -287,16 +302,19 @@ def _check_place(style: TensorStyle, name: str, module: nn.Module, spec: ModelSp
     if (style in ("summand", "router") and "mixture" not in around) or (style == "row" and "mixture" in around):
         place = "inside" if style == "row" else "outside"
         raise PluginError(f'the model\'s spec has {name} as a "{style}" {place} of a "mixture" in ModelSpec.tensor')
-    if style in ("column", "row", "qk_norm") and not inside:
+    if style in ("column", "row", "qk_norm", "wide_norm") and not inside:
         raise PluginError(
             f'the model\'s spec has {name} as a "{style}", but no module around it is a "gather" in ModelSpec.tensor: '
             "its input would not be whole"
         )
+    if style == "wide_norm" and not (type(module) is nn.RMSNorm and module.eps and module.weight is not None):
+        told = f'the model\'s spec has {name} as a "wide_norm", but it is a {type(module).__name__}'
+        raise PluginError(f"{told}; it must be an nn.RMSNorm with a weight and an eps")
     widths = {parameter.shape[-1] for parameter in module.parameters(recurse=False) if parameter.ndim}
     if style == "norm" and inside and widths - {spec.dim}:
         raise PluginError(
             f'the model\'s spec has {name} as a "norm" of hidden states, {spec.dim} wide, but its parameters are '
-            f'{", ".join(map(str, sorted(widths)))} wide; a norm of heads is a "qk_norm" in ModelSpec.tensor'
+            f'{", ".join(map(str, sorted(widths)))} wide; a norm of heads is a "qk_norm" or a "wide_norm" there'
         )
 
 

@@ -347,7 +347,7 @@ def test_every_kind_of_block_may_be_written(label: str, monkeypatch: pytest.Monk
     case, kinds = CASES[label], set()
     q, k, v, grad = case.tensors()
     own = positions_of(T, 1, 3, "ring")
-    queries = blocks.Queries(q[:, :, own], case.documents(), 1, 3, case.window)
+    queries = blocks.Queries(q[:, :, own], case.documents(), 1, 3, Scores(window=case.window))
 
     def results() -> list[Tensor]:
         out, lse = queries.nothing_seen()

@@ -51,7 +51,7 @@ def test_resumed_on_other_layouts_in_other_micro_batches(one_rank, tmp_path: Pat
 
 
 def test_each_step_draws_anew_and_validation_draws_nothing(tmp_path: Path) -> None:
-    """One sample again and again, which nothing is learned from: what moves the loss is the masks."""
+    """One text again and again, which nothing is learned from: what moves the loss is the masks."""
     (tmp_path / "text").mkdir()
     (tmp_path / "text" / "one.txt").write_text("again and again!")  # 16 bytes and an end: one sample
     write_text(tmp_path / "other")

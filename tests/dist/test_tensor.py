@@ -21,6 +21,7 @@ from titan.plugins.losses.cross_entropy import CrossEntropy
 from titan.plugins.models.gpt import Gpt, GptConfig
 from titan.plugins.models.llama import Llama, LlamaConfig
 from titan.plugins.models.neox import Neox, NeoxConfig
+from titan.plugins.models.olmo2 import Olmo2, Olmo2Config
 from titan.plugins.models.qwen3 import Qwen3, Qwen3Config
 from titan.plugins.parallel.tensor import TensorConfig, TensorParallel
 
@@ -31,6 +32,7 @@ MODELS = {
     "llama, tied": lambda: Llama(LlamaConfig(**SIZES, tied=True)),
     "gpt, tied, biases": lambda: Gpt(GptConfig(**SIZES)),
     "neox, parallel branches": lambda: Neox(NeoxConfig(**SIZES, rotary_pct=0.5)),
+    "olmo2, norms over all heads": lambda: Olmo2(Olmo2Config(**SIZES, n_kv_heads=4)),
     "qwen3, norms of heads": lambda: Qwen3(Qwen3Config(**SIZES, n_kv_heads=4, head_dim=6)),
 }
 
@@ -122,8 +124,8 @@ def test_loss_and_gradients_are_those_of_one_process(tp: int, model: str) -> Non
             assert wrong == {}, options
 
 
-def _collectives(sequence_parallel: bool) -> list[dict[str, int]]:
-    model = MODELS["gpt, tied, biases"]()
+def _collectives(name: str, sequence_parallel: bool) -> list[dict[str, int]]:
+    model = MODELS[name]()
     part = _split(model, _whole(model), TensorParallel(TensorConfig(sequence_parallel=sequence_parallel)))
     tokens, labels = _micro_batches()[0]
     with CommDebugMode() as forward:
@@ -139,8 +141,15 @@ def test_a_layer_communicates_twice_each_way(sequence_parallel: bool) -> None:
     layers_and_ends = 2 * SIZES["n_layers"] + 1
     pair = ("c10d_functional.all_gather_into_tensor", "c10d_functional.reduce_scatter_tensor")
     ops = pair if sequence_parallel else ("c10d_functional.all_reduce",)
-    for rank in run_ranks(_collectives, 2, sequence_parallel):
+    for rank in run_ranks(_collectives, 2, "gpt, tied, biases", sequence_parallel):
         assert rank == [dict.fromkeys(ops, layers_and_ends)] * 2
+
+
+def test_norms_over_all_heads_add_one_sum_each() -> None:
+    """Of queries and of keys, both ways."""
+    pairs, layers = ("all_gather_into_tensor", "reduce_scatter_tensor"), SIZES["n_layers"]
+    expected = {f"c10d_functional.{op}": 2 * layers + 1 for op in pairs} | {"c10d_functional.all_reduce": 2 * layers}
+    assert run_ranks(_collectives, 2, "olmo2, norms over all heads", True) == [[expected] * 2] * 2
 
 
 def _tied_and_sliced() -> tuple[bool, list[tuple[int, ...]]]:
@@ -256,9 +265,9 @@ def test_a_gather_takes_hidden_states_first_and_once(more: tuple[Tensor, ...], n
         run_ranks(_called, 2, *more, **named)
 
 
-def _graphs() -> int:
+def _graphs(name: str) -> int:
     counter = CompileCounter()
-    model = MODELS["gpt, tied, biases"]()
+    model = MODELS[name]()
     part = _split(model, _whole(model), TensorParallel(TensorConfig()))
     for layer in part.module.layers.values():
         layer.forward = torch.compile(layer.forward, backend=counter, fullgraph=True)
@@ -266,5 +275,38 @@ def _graphs() -> int:
     return counter.frame_count
 
 
-def test_layers_share_one_compiled_graph() -> None:
-    assert run_ranks(_graphs, 2) == [1, 1]
+@pytest.mark.parametrize("model", ["gpt, tied, biases", "olmo2, norms over all heads"])
+def test_layers_share_one_compiled_graph(model: str) -> None:
+    assert run_ranks(_graphs, 2, model) == [1, 1]
+
+
+def _wide(norm: nn.Module) -> None:
+    model = MODELS["olmo2, norms over all heads"]()
+    whole = _whole(model)
+    whole.layers["1"].attn.k_norm = norm
+    TensorParallel(TensorConfig()).apply(ModelPart(whole), _context(model))
+
+
+@pytest.mark.parametrize(
+    "norm",
+    [nn.LayerNorm(16), nn.RMSNorm(16), nn.RMSNorm(16, eps=1e-6, elementwise_affine=False)],
+    ids=["mean", "no eps", "no weight"],
+)
+def test_another_norm_over_all_heads_is_refused(norm: nn.Module) -> None:
+    said = (
+        rf'layers\.1\.attn\.k_norm as a "wide_norm", but it is a {type(norm).__name__}; it must be an nn\.RMSNorm with'
+    )
+    with pytest.raises(RankError, match=said):
+        run_ranks(_wide, 2, norm)
+
+
+def _wide_outside() -> None:
+    model = MODELS["olmo2, norms over all heads"]()
+    context = _context(model)
+    context.spec = dataclasses.replace(context.spec, tensor={**context.spec.tensor, "norm": "wide_norm"})
+    TensorParallel(TensorConfig()).apply(ModelPart(model.build()), context)
+
+
+def test_a_norm_over_features_that_nothing_splits_is_refused() -> None:
+    with pytest.raises(RankError, match=r'has norm as a "wide_norm", but no module around it is a "gather"'):
+        run_ranks(_wide_outside, 2)

@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 from tests.jobs import assert_same_curve
-from tests.transformers_curve import CASES, CLIP, LAYOUTS, Reference
+from tests.transformers_curve import CASES, CLIP, Reference, runs
 
 
 @pytest.fixture(scope="module")
@@ -27,8 +27,7 @@ def test_clipping_scales_some_steps_and_leaves_others(case: str, references: Cal
     assert min(norms) < CLIP < max(norms)
 
 
-@pytest.mark.parametrize("layout", LAYOUTS)
-@pytest.mark.parametrize("case", CASES)
+@pytest.mark.parametrize(("case", "layout"), runs())
 def test_same_curve(case: str, layout: str, references: Callable[[str], Reference]) -> None:
     reference = references(case)
     assert_same_curve(reference.outcome, reference.titan(layout))

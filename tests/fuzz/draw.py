@@ -73,7 +73,9 @@ def models() -> Mapping[str, Model]:
 
 def _model_of(plugin: Any) -> Model:
     styles = plugin(plugin.Config()).spec().tensor.values()
-    return Model(frozenset(option.key for option in options_of(plugin.Config)), "qk_norm" in styles)
+    return Model(
+        frozenset(option.key for option in options_of(plugin.Config)), bool({"qk_norm", "wide_norm"} & set(styles))
+    )
 
 
 def draw(seed: int, index: int) -> Drawn:
@@ -95,6 +97,12 @@ def draw(seed: int, index: int) -> Drawn:
         layout["run.deterministic"] = True
     data = _data(rng, degrees, tensor, context)
     curve = _model(rng, degrees, context, layers, data["data.seq_len"]) | data | batch
+    curve |= _noise(random.Random(f"{seed}/{index}/noise"), curve["model.name"])
+    if "n_experts" in models()[curve["model.name"]].options:
+        curve |= _experts(random.Random(f"{seed}/{index}/experts"), degrees, layers)
+        layout |= _shared(random.Random(f"{seed}/{index}/shared"), degrees, curve["model.n_experts"])
+    if "mesh.ep" in layout:
+        layout.pop("plugins.compile.backend", None)
     if rng.random() >= SPOILT:
         return Drawn(seed, index, ranks, curve, layout)
     job = _Job(ranks, curve, layout)
@@ -191,7 +199,8 @@ def _block(rng: random.Random, degrees: Mapping[str, int], pipeline: Keys) -> Ke
 
 
 def _model(rng: random.Random, degrees: Mapping[str, int], context: Keys, layers: int, length: int) -> Keys:
-    family, tp = rng.choice(list(models())), degrees["tp"]
+    several = [name for name, model in models().items() if "n_experts" in model.options]
+    family, tp = rng.choice([*models(), *several]), degrees["tp"]  # an axis is for them alone
     has, head_norms = models()[family]
     shards = degrees["dp_shard"] * degrees["cp"]
     dealt = degrees["cp"] if context.get("method") == "ulysses" else 1
@@ -218,6 +227,33 @@ def _model(rng: random.Random, degrees: Mapping[str, int], context: Keys, layers
     if "sliding_window" in has and rng.random() < 0.4:
         keys["sliding_window"] = rng.randint(1, length)
     return {f"model.{key}": value for key, value in keys.items()}
+
+
+def _noise(rng: random.Random, family: str) -> Keys:
+    """Dropout, from a generator of its own: a job is otherwise the one that it was before there was dropout."""
+    there = "dropout" in models()[family].options and rng.random() < 0.4
+    return {"model.dropout": rng.choice((0.1, 0.3))} if there else {}
+
+
+def _experts(rng: random.Random, degrees: Mapping[str, int], layers: int) -> Keys:
+    """Sizes of a mixture of experts, and what balances it."""
+    experts = rng.choice((2, 4, 4, 6, 8, 12))
+    balances = ("bias", "bias", "none") if degrees["cp"] > 1 else ("bias", "sequence", "none")
+    keys: Keys = {
+        "n_experts": experts, "top_k": rng.randint(1, min(experts, 3)), "n_shared_experts": rng.choice((0, 0, 1, 2)),
+        "expert_dim": rng.choice([w for w in range(3, 30) if (degrees["tp"] - 1) * -(-w // degrees["tp"]) < w]),
+        "n_dense_layers": rng.choice((0, 0, 1)) if layers > 1 else 0, "router": rng.choice(("softmax", "sigmoid")),
+        "normalized": rng.random() < 0.6, "balance": rng.choice(balances), "balance_rate": rng.choice((1e-3, 0.01)),
+        "qk_norm": rng.random() < 0.3,
+    }  # fmt: skip
+    return {f"model.{key}": value for key, value in keys.items()}
+
+
+def _shared(rng: random.Random, degrees: Mapping[str, int], experts: int) -> Keys:
+    """The degree of ep: of dp_shard x cp, and of the experts."""
+    both = math.gcd(degrees["dp_shard"] * degrees["cp"], experts)
+    degree = rng.choice([n for n in range(min(2, both), both + 1) if both % n == 0])
+    return {"mesh.ep": degree} if degree > 1 else {}
 
 
 def _dealt(heads: int, kv_heads: int, ranks: int) -> bool:
@@ -328,6 +364,10 @@ FAULTS: Mapping[str, Fault] = {
     "heads to deal": _heads_to_deal,
     "attention method": _set("layout", "plugins.context.method", (*METHODS, "rings")),
     "window": _set("curve", "model.sliding_window", range(25)),
+    "experts": _set("curve", "model.n_experts", range(1, 10)),
+    "choices": _set("curve", "model.top_k", range(1, 10)),
+    "ranks that share experts": _set("layout", "mesh.ep", (-1, 2, 3, 4)),
+    "balance": _set("curve", "model.balance", ("sequence", "biased")),
     "written scores": _set("curve", "model.attention", ("unfused",)),
     "two wrappers": _both_wrappers,
     "switched off": _without,
@@ -338,8 +378,8 @@ FAULTS: Mapping[str, Fault] = {
 # --- what a job has -----------------------------------------------------------------------------------------------
 
 COUNTED = (
-    "model.name", "model.vocab_size", "data.packing", "data.path", "data.workers", "train.grad_clip",
-    "validation.every", "plugins.tensor.sequence_parallel", "plugins.tensor.loss_parallel",
+    "model.name", "model.vocab_size", "model.balance", "model.router", "data.packing", "data.path", "data.workers",
+    "train.grad_clip", "validation.every", "plugins.tensor.sequence_parallel", "plugins.tensor.loss_parallel",
     "plugins.context.enabled", "plugins.pipeline.schedule", "plugins.pipeline.virtual_stages",
     "plugins.fsdp.zero_stage",
     "plugins.activation_checkpoint.mode", "plugins.compile.backend",
@@ -364,6 +404,9 @@ def _features(ranks: int, keys: Mapping[str, Any]) -> frozenset[str]:
         "tied over stages": of("model.tied") and "pp" in split,
         "sliding window": of("model.sliding_window"),
         "head_dim": of("model.head_dim"),
+        "dropout": of("model.dropout"),
+        "ep > 1": of("mesh.ep"),
+        **{f"ep x {axis}": of("mesh.ep") and axis in split for axis in ("cp", "tp", "pp", "dp_replicate")},
         "accumulation": "pp" not in split
         and 0 < of("train.micro_batch_size", 0) < of("train.global_batch_size") // batch_ranks,
     }

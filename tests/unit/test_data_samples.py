@@ -176,6 +176,16 @@ def test_ranks_share_one_order(many: Samples, ranks: int) -> None:
         assert torch.equal(torch.cat([part[step] for part in parts]), whole[step])
 
 
+@pytest.mark.parametrize(("ranks", "micro"), [(1, 4), (3, 2), (12, 1)])
+def test_batches_know_their_samples(many: Samples, ranks: int, micro: int) -> None:
+    for index in range(ranks):
+        of_rank = loader(many, first=24, index=index, ranks=ranks, micro=micro)
+        for batch in [batch for _ in range(2) for batch in next(of_rank)]:
+            assert batch.samples is not None
+            assert torch.equal(batch.tokens, torch.stack([many[g].tokens for g in batch.samples.tolist()]))
+            assert batch.samples.min() >= 24 and batch.samples.max() < 48
+
+
 @pytest.mark.parametrize("stop", [0, 1, 3])
 def test_going_on_equals_never_having_stopped(many: Samples, stop: int) -> None:
     whole = tokens_of(loader(many), 6)

@@ -21,6 +21,7 @@ from titan.inference.generation import Sampling, Text, Words
 from titan.plugins.models.gpt import Gpt, GptConfig
 from titan.plugins.models.llama import Llama, LlamaConfig
 from titan.plugins.models.neox import Neox, NeoxConfig
+from titan.plugins.models.olmo2 import Olmo2, Olmo2Config
 from titan.plugins.models.qwen3 import Qwen3, Qwen3Config
 from titan.plugins.tokenizers.byte import END, Byte
 from titan.plugins.tokenizers.byte import Config as ByteConfig
@@ -32,7 +33,9 @@ MODELS: dict[str, Model] = {
     "llama, grouped": Llama(LlamaConfig(**SIZES, n_kv_heads=2)),
     "llama, window": Llama(LlamaConfig(**SIZES, n_kv_heads=2, sliding_window=5)),
     "gpt, grouped": Gpt(GptConfig(**SIZES, n_kv_heads=2)),
+    "gpt, dropout": Gpt(GptConfig(**SIZES, dropout=0.5)),
     "qwen3, grouped": Qwen3(Qwen3Config(**SIZES, n_kv_heads=2, head_dim=12)),
+    "olmo2, grouped": Olmo2(Olmo2Config(**SIZES, n_kv_heads=2)),
     "neox, grouped": Neox(NeoxConfig(**SIZES, n_kv_heads=2, rotary_pct=0.5)),
 }
 PROMPTS = [list(b"the cat"), list(b"a"), list(b"sat on the"), list(b"on")]

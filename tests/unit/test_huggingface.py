@@ -34,6 +34,8 @@ from titan.plugins.models.gpt import Gpt
         ("gpt", {"tied": False}, torch.float32),
         ("qwen3", {"n_kv_heads": 2, "head_dim": 6, "tied": True}, torch.bfloat16),
         ("qwen3", {"head_dim": 8}, torch.float32),
+        ("olmo2", {"n_kv_heads": 2}, torch.bfloat16),
+        ("olmo2", {"tied": True, "rope_theta": 500.0}, torch.float32),
         ("neox", {"rotary_pct": 0.5, "parallel_residual": False}, torch.bfloat16),
         ("neox", {"rotary_pct": 1.0, "tied": True, "rope_theta": 500.0}, torch.float32),
     ],
@@ -220,6 +222,10 @@ def test_what_does_not_fit_is_told(spoil: Callable[[dict[str, Tensor]], None], t
             {"rope_parameters": {"partial_rotary_factor": 0.5}},
             "rope_parameters partial_rotary_factor = 0.5: this",
         ),
+        ("olmo2", {"attention_bias": True}, "attention_bias = True: this model has False only"),
+        ("olmo2", {"head_dim": 8}, "head_dim = 8: this model has 4 only"),
+        ("olmo2", {"rope_scaling": {"rope_type": "yarn"}}, "rope_scaling rope_type = 'yarn': this model has 'default'"),
+        ("olmo2", {"hidden_size": 0}, "hidden_size = 0: must be an integer of at least 1"),
         ("neox", {"attention_bias": False}, "attention_bias = False: this model has True only"),
         ("neox", {"hidden_act": "gelu_fast"}, "hidden_act = 'gelu_fast': this model has 'gelu' only"),
         (
@@ -252,6 +258,10 @@ def test_defaults_of_transformers() -> None:
     assert plugin("qwen3").from_hf({**sizes, "model_type": "qwen3", "num_attention_heads": 64}) == {
         "n_layers": 2, "dim": 32, "n_heads": 64, "n_kv_heads": 32, "head_dim": 128, "ffn_dim": 48, "vocab_size": 257,
         "max_seq_len": 64, "tied": False, "norm_eps": 1e-6, "rope_theta": 10000.0,
+    }  # fmt: skip
+    assert plugin("olmo2").from_hf({**sizes, "model_type": "olmo2"}) == {
+        "n_layers": 2, "dim": 32, "n_heads": 4, "n_kv_heads": 4, "ffn_dim": 48, "vocab_size": 257, "max_seq_len": 64,
+        "tied": False, "norm_eps": 1e-5, "rope_theta": 10000.0,
     }  # fmt: skip
     pythia = {**sizes, "model_type": "gpt_neox", "use_parallel_residual": False}
     old = plugin("neox").from_hf({**pythia, "rotary_emb_base": 500, "rotary_pct": 0.5})

@@ -4,7 +4,7 @@ import pytest
 
 from titan.contracts import Model
 from titan.contracts.base.spec import nearest
-from titan.plugins.models import gpt, llama, neox, qwen3
+from titan.plugins.models import gpt, llama, neox, olmo2, qwen3
 
 
 @pytest.mark.parametrize(
@@ -20,6 +20,8 @@ from titan.plugins.models import gpt, llama, neox, qwen3
         (qwen3.Qwen3, {"dim": 100, "n_heads": 8}, ["dim 100", "n_heads 8", "dim 96 or 112, or set head_dim"]),
         (qwen3.Qwen3, {"dim": 100, "n_heads": 8, "head_dim": 7}, ["head_dim 7", "nearest: 6 or 8"]),
         (qwen3.Qwen3, {"n_heads": 4, "n_kv_heads": 3}, ["n_heads 4", "n_kv_heads 3", "nearest: 2 or 4"]),
+        (olmo2.Olmo2, {"dim": 100, "n_heads": 8}, ["dim 100", "n_heads 8", "n_heads 5 or 10, or dim 96 or 112"]),
+        (olmo2.Olmo2, {"n_heads": 4, "n_kv_heads": 3}, ["n_heads 4", "n_kv_heads 3", "nearest: 2 or 4"]),
         (neox.Neox, {"dim": 100, "n_heads": 8}, ["dim 100", "n_heads 8", "n_heads 5 or 10, or dim 96 or 104"]),
         (neox.Neox, {"n_heads": 4, "n_kv_heads": 3}, ["n_heads 4", "n_kv_heads 3", "nearest: 2 or 4"]),
         (

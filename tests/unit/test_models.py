@@ -13,11 +13,11 @@ from titan.contracts import Model
 from titan.contracts.base import options, registry
 from titan.contracts.layers.rotary import rope_table
 from titan.errors import PluginError
-from titan.plugins.models import gpt, llama, neox, qwen3
+from titan.plugins.models import gpt, llama, neox, olmo2, qwen3
 
 torch.set_num_threads(1)
 
-MODELS: list[type[Model]] = [llama.Llama, gpt.Gpt, qwen3.Qwen3, neox.Neox]
+MODELS: list[type[Model]] = [llama.Llama, gpt.Gpt, qwen3.Qwen3, neox.Neox, olmo2.Olmo2]
 PRESETS = [pytest.param(m, preset, id=f"{m.name}-{preset}") for m in MODELS for preset in m.presets]
 
 
@@ -147,6 +147,19 @@ def test_neox_sizes_are_the_published_ones(preset: str, params: int) -> None:
     assert sized(neox.Neox, preset).spec().params == params
 
 
+@pytest.mark.parametrize(
+    ("preset", "params"),
+    [
+        ("olmo2-1b", 1_484_916_736),
+        ("olmo2-7b", 7_298_617_344),
+        ("olmo2-13b", 13_716_198_400),
+        ("olmo2-32b", 32_234_279_936),
+    ],
+)
+def test_olmo2_sizes_are_the_published_ones(preset: str, params: int) -> None:
+    assert sized(olmo2.Olmo2, preset).spec().params == params
+
+
 @pytest.mark.parametrize("preset", [p for p in gpt.Gpt.presets if p not in ("nano", "tiny")])
 def test_gpt_sizes_are_the_published_ones(preset: str) -> None:
     model = sized(gpt.Gpt, preset)
@@ -174,6 +187,7 @@ def test_models_are_registered_by_name() -> None:
     assert registry.find("model", "gpt") is gpt.Gpt
     assert registry.find("model", "qwen3") is qwen3.Qwen3
     assert registry.find("model", "neox") is neox.Neox
+    assert registry.find("model", "olmo2") is olmo2.Olmo2
 
 
 # --- initial values and decay -------------------------------------------------------------------------------------
@@ -186,6 +200,7 @@ def test_models_are_registered_by_name() -> None:
         (gpt.Gpt, {"wo", "down"}),
         (qwen3.Qwen3, {"wo", "w2"}),
         (neox.Neox, {"wo", "down"}),
+        (olmo2.Olmo2, {"wo", "w2"}),
     ],
 )
 @pytest.mark.parametrize("tied", [True, False])
@@ -236,7 +251,7 @@ def test_later_tokens_do_not_reach_earlier_logits(model: type[Model], packed: bo
     assert ((before[:, seen] - after[:, seen]).abs().amax(-1) > 1e-4).all()
 
 
-@pytest.mark.parametrize("model", [llama.Llama, qwen3.Qwen3, neox.Neox])
+@pytest.mark.parametrize("model", [llama.Llama, qwen3.Qwen3, neox.Neox, olmo2.Olmo2])
 @pytest.mark.parametrize("kv", [None, 2])
 def test_packed_documents_equal_documents_alone(model: type[Model], kv: int | None) -> None:
     whole = sized(model, "tiny", n_kv_heads=kv)
@@ -301,7 +316,7 @@ def test_stages_in_turn_equal_the_whole(model: type[Model], tied: bool, packed: 
     assert {n for n, _ in last.named_parameters()} < {n for n, _ in drawn(whole).named_parameters()}
 
 
-@pytest.mark.parametrize("model", MODELS)
+@pytest.mark.parametrize("model", [m for m in MODELS if m is not olmo2.Olmo2])  # whose norms are over all heads
 def test_attention_takes_a_share_of_the_heads(model: type[Model]) -> None:
     """Shares of the heads, each on its own module, add up to the whole: what tensor parallelism counts on."""
     whole = sized(model, "tiny", n_kv_heads=4, n_layers=1)
@@ -329,7 +344,7 @@ def test_grouped_heads_equal_repeated_heads(model: type[Model], masked: bool) ->
     with torch.no_grad():
         for name, p in large.named_parameters():
             source = small.get_parameter(name)
-            if name.startswith(("wk", "wv")):
+            if source.shape != p.shape:  # of wk and wv, and of a norm over all heads of keys
                 source = source.unflatten(0, (2, -1)).repeat_interleave(4, dim=0).flatten(0, 1)
             p.copy_(source)
     x = torch.randn(2, 24, 64)
@@ -421,6 +436,27 @@ def test_neox_block_is_the_published_arithmetic(parallel: bool) -> None:
     torch.testing.assert_close(block(x, places(x), None, rope), expected, rtol=1e-4, atol=1e-4)
 
 
+def test_olmo2_block_is_the_published_arithmetic() -> None:
+    whole = sized(olmo2.Olmo2, "tiny", n_layers=1, n_kv_heads=4)
+    block = drawn(whole).get_submodule("layers.0")
+    w = {name.removesuffix(".weight"): p for name, p in block.named_parameters()}
+    x = torch.randn(2, 24, 64)
+
+    def norm(t: Tensor, name: str) -> Tensor:
+        return t * (t.pow(2).mean(-1, keepdim=True) + 1e-6).rsqrt() * w[name]
+
+    q, k, v = (x @ w[f"attn.{n}"].T for n in ("wq", "wk", "wv"))
+    q, k, v = (t.unflatten(-1, (-1, 8)) for t in (norm(q, "attn.q_norm"), norm(k, "attn.k_norm"), v))
+    q, k = naive_rope(q, 500000.0), naive_rope(k, 500000.0)
+    q, k, v = q.movedim(2, 1), *(t.movedim(2, 1).repeat_interleave(2, dim=1) for t in (k, v))
+    scores = (q @ k.mT / math.sqrt(8)).masked_fill(~torch.ones(24, 24).tril().bool(), -math.inf)
+    h = x + norm((scores.softmax(-1) @ v).movedim(1, 2).flatten(2) @ w["attn.wo"].T, "attn_norm")
+    gate = h @ w["ffn.w1"].T
+    expected = h + norm((gate * gate.sigmoid() * (h @ w["ffn.w3"].T)) @ w["ffn.w2"].T, "ffn_norm")
+    rope = table(whole, places(x))
+    torch.testing.assert_close(block(x, places(x), None, rope), expected, rtol=1e-4, atol=1e-4)
+
+
 # --- low precision ------------------------------------------------------------------------------------------------
 
 
@@ -436,4 +472,6 @@ def test_bfloat16_stays_bfloat16_and_near_float32(model: type[Model]) -> None:
     exact = logits_of(net, x, documents)
     logits = logits_of(net.bfloat16(), x, documents)
     assert logits.dtype == torch.bfloat16
-    assert (logits.float() - exact).std() < 0.01 * exact.std()
+    # Norms after linears enlarge what these round: transformers' OLMo 2 differs by 1.2 % from the same weights.
+    bound = 0.02 if model is olmo2.Olmo2 else 0.01
+    assert (logits.float() - exact).std() < bound * exact.std()

@@ -92,6 +92,12 @@ def test_norms_of_heads_are_whole_and_their_gradients_partial() -> None:
     assert not spec.parameter("layers.0.attn_norm.weight", 1).partial
 
 
+def test_norms_over_all_heads_lie_along_the_heads() -> None:
+    spec = Llama(LlamaConfig(**SIZES)).spec()
+    spec = dataclasses.replace(spec, tensor={**spec.tensor, "layers.*.attn.q_norm": "wide_norm"})
+    assert spec.parameter("layers.0.attn.q_norm.weight", 1) == ParameterFacts("vector", 0, False)
+
+
 def test_matrices_and_the_head_decay_but_for_those_that_the_spec_exempts() -> None:
     spec = Llama(LlamaConfig(**SIZES)).spec()
     assert spec.decays("layers.0.attn.wq.weight", 2) and spec.decays("output.weight", 2)

@@ -2,6 +2,8 @@
 
 import math
 from dataclasses import replace
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 import torch
@@ -10,14 +12,14 @@ from torch import Tensor, nn
 from tests.jobs import GPT
 from tests.planned import job_of
 from titan.config import load_job
-from titan.contracts import BuildContext, Dropout, RandomModule
+from titan.contracts import Batch, BuildContext, Dropout, RandomModule
 from titan.contracts.base.mesh import Layout, Mesh
 from titan.contracts.base.parts import Precision
 from titan.contracts.layers.philox import dropout_cost, philox, row_seeds
 from titan.errors import ConfigError, PluginError
 from titan.planner.step.layout import costs_of
 from titan.plugins.models.gpt import Gpt, GptConfig
-from titan.training import phases
+from titan.training import phases, trainer
 from titan.training.engine import evaluating
 from titan.training.init import name_seed
 
@@ -244,6 +246,16 @@ def test_transformers_is_told() -> None:
     assert [config[f"{name}_pdrop"] for name in ("embd", "resid", "attn")] == [0.125, 0.125, 0.0]
 
 
+def test_a_micro_batch_carries_step_and_samples() -> None:
+    """Samples begin anew where a run's data does; steps go on."""
+    tokens, samples = torch.zeros(2, 4, dtype=torch.int64), torch.tensor([6, 2**32 + 7])
+    batch = Batch(tokens, tokens, samples=samples)
+    for draws in ((), ("embed_dropout",)):
+        run: Any = SimpleNamespace(step=4, context=SimpleNamespace(spec=SimpleNamespace(draws=draws)))
+        seeds = trainer._seeded(batch, run).seeds
+        assert (seeds is None) if not draws else seeds.tolist() == [5 * 2**32 + 6, 5 * 2**32 + 7]
+
+
 class _Deaf(nn.Module):
     """A model whose forward takes no seeds."""
 
@@ -265,7 +277,7 @@ def test_a_model_that_draws_takes_seeds_and_names_what_draws() -> None:
         phases._check_names(module, some)
     with pytest.raises(PluginError, match=r"embed_dropout, .* has no argument `seeds`"):
         phases._check_names(_Deaf(), context)
-    with pytest.raises(PluginError, match=r"norm is named by ModelSpec\.draws, but is no RandomModule"):
+    with pytest.raises(PluginError, match=r"norm is no RandomModule, so"):
         phases._check_names(module, replace(context, spec=replace(spec, draws=(*spec.draws, "norm"))))
 
 

@@ -52,8 +52,10 @@ class Model(Plugin, ABC):
         place of the whole sequence, where attention must not cross documents; else None. Both go to the modules in
         which positions see each other, `AttentionCore`s that `ModelSpec.attention` names.
 
-        A forward draws no random numbers and writes to no persistent buffer: either would make the curve depend on the
-        layout. A training step that finds either raises a PluginError. Collectives are left to techniques.
+        A forward draws random numbers by `RandomModule`s alone. `ModelSpec.draws` names them, and the forward has
+        another argument, `seeds=None` [B] int64, that it passes on to them; None in eval mode, where nothing is drawn.
+        A forward that draws from PyTorch's generators or writes to a persistent buffer would make the curve depend on
+        the layout: a training step that finds either raises a PluginError. Collectives are left to techniques.
 
         Where the spec names attention, text is generated with a key-value cache as its operation. Other models
         generate text too, by recomputing the whole text for each token.

@@ -43,7 +43,9 @@ def _fill(tensor: Tensor, how: Init, seed: int, name: str) -> None:
 
 def _own(whole: Tensor, like: Tensor) -> Tensor:
     """What this rank holds of a whole tensor."""
-    return slice_of(whole, like) if isinstance(like, DTensor) else whole
+    if not isinstance(like, DTensor):
+        return whole
+    return slice_of(whole, like)
 
 
 def _elements(tensor: Tensor) -> list[int]:

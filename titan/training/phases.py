@@ -97,17 +97,8 @@ def _check_names(model: nn.Module, context: BuildContext) -> None:
     They may give values to buffers that they register in a later phase.
     """
     sliced = context.mesh.layout.degree_of("sliced") > 1
-    draws = context.spec.draws
-    if draws and "seeds" not in inspect.signature(type(model).forward).parameters:
-        raise PluginError(
-            f"the model's spec names modules that draw random numbers, {', '.join(draws)}, but the model's forward has "
-            "no argument `seeds` to pass on to them"
-        )
+    _check_draws(model, context.spec.draws)
     for name, module in model.named_modules():
-        if any(glob_matches(glob, name) for glob in draws) != isinstance(module, RandomModule):
-            what = "is a RandomModule that no glob of ModelSpec.draws names"
-            what = what if isinstance(module, RandomModule) else "is named by ModelSpec.draws, but is no RandomModule"
-            raise PluginError(f"the model's spec: {name} {what}, so its random numbers would depend on the layout")
         named = any(glob_matches(glob, name) for glob in context.spec.attention)
         if named != isinstance(module, AttentionCore):
             what = "is no AttentionCore" if named else "is an AttentionCore that no glob of ModelSpec.attention names"
@@ -121,3 +112,17 @@ def _check_names(model: nn.Module, context: BuildContext) -> None:
         (name for name, _ in model.named_parameters()),
         (name for name, _ in model.named_buffers(remove_duplicate=False)),
     )
+
+
+def _check_draws(model: nn.Module, draws: Sequence[str]) -> None:
+    """Hold the globs of modules that draw random numbers against the model: a module left out would have no stream."""
+    if draws and "seeds" not in inspect.signature(type(model).forward).parameters:
+        raise PluginError(
+            f"the model's spec names modules that draw random numbers, {', '.join(draws)}, but the model's forward has "
+            "no argument `seeds` to pass on to them"
+        )
+    for name, module in model.named_modules():
+        named = any(glob_matches(glob, name) for glob in draws)
+        if named != isinstance(module, RandomModule):
+            what = "is no RandomModule" if named else "is a RandomModule that no glob of ModelSpec.draws names"
+            raise PluginError(f"the model's spec: {name} {what}, so its random numbers would depend on the layout")

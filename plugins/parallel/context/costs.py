@@ -62,11 +62,11 @@ def ulysses(op: Attention, ranks: int, slices: int) -> Cost:
 
 
 def _by_blocks(op: Attention, ranks: int, costs: Costs, columns: float) -> Attention:
-    """The operation where documents or a window give blocks a mask; columns: scores per row of the largest block.
+    """The operation where documents, biases or a window give blocks a mask; columns: scores per row of the largest.
 
     Of 4 cp^2 blocks of chunks, cp (2 cp + 1) are not skipped: those of keys up to the queries' own, and near enough.
     """
-    if not op.documents and op.keys(costs.seq_len) == costs.seq_len:
+    if not (op.documents or op.biased) and op.keys(costs.seq_len) == costs.seq_len:
         return op
     keys = costs.seq_len * (2 * ranks + 1) / (4 * ranks)
     if op.window:

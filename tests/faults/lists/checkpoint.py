@@ -172,8 +172,8 @@ FAULTS = (
     Fault(
         "a transposed Hugging Face tensor read as it stands",
         "titan/checkpoint/huggingface.py",
-        "value = value.T if transposed else value",
-        "value = value",
+        "return value.T if tensor.transposed else value",
+        "return value",
         ("tests/unit/test_huggingface.py::test_nothing_is_lost_on_the_way",),
     ),
     Fault(

@@ -111,15 +111,15 @@ FAULTS = (
     Fault(
         "replicas whose gradients are not summed over ranks that hold other positions",
         "plugins/parallel/ddp.py",
-        'flat(("dp_replicate", *context.mesh.layout.axes_of("sliced")))',
-        'flat(("dp_replicate",))',
+        'replicas, policy = ("dp_replicate", *context.mesh.layout.axes_of("sliced")),',
+        'replicas, policy = ("dp_replicate",),',
         (f"{CURVE}[ring, ddp 2]",),
     ),
     Fault(
         "tokens of a step counted before the batch is cut",
         "titan/training/trainer.py",
         """\
-    batches = [cut(batch, run.context) for batch in batches]
+    batches = [cut(_seeded(batch, run), run.context) for batch in batches]
     for technique in techniques:
         technique.before_step(run.step + 1)
     run.loss.begin(mesh.sum(valid_tokens(batches), "dealt", "sliced"))
@@ -128,7 +128,7 @@ FAULTS = (
     for technique in techniques:
         technique.before_step(run.step + 1)
     run.loss.begin(mesh.sum(valid_tokens(batches), "dealt", "sliced"))
-    batches = [cut(batch, run.context) for batch in batches]
+    batches = [cut(_seeded(batch, run), run.context) for batch in batches]
 """,
         (f"{CURVE}[ring, cp 2, packed]",),
     ),

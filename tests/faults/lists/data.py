@@ -23,15 +23,15 @@ FAULTS = (
     Fault(
         "ranks that read the same samples",
         "titan/data/samples/loader.py",
-        "start = self.first + self.index * (self.global_batch // self.ranks)",
-        "start = self.first",
+        "start = first + self.index * own",
+        "start = first",
         (f"{SAMPLES}::test_ranks_share_one_order",),
     ),
     Fault(
         "an order of samples that differs between ranks",
         "titan/data/samples/loader.py",
-        "low = start + micro * self.micro_batch",
-        "low = start + (micro if self.index == 0 else self.per_step - 1 - micro) * self.micro_batch",
+        "return range(start, start + own, self.micro_batch)",
+        "return range(start, start + own, self.micro_batch)[:: -1 if self.index else 1]",
         (f"{SAMPLES}::test_ranks_share_one_order",),
     ),
     Fault(

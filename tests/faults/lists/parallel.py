@@ -7,6 +7,40 @@ TENSOR = "tests/dist/test_tensor.py::test_loss_and_gradients_are_those_of_one_pr
 
 FAULTS = (
     Fault(
+        "a norm over all heads that sees the mean of a rank's own",
+        "titan/contracts/base/sharding.py",
+        "squares = _total(wide.square().sum(-1, keepdim=True), slices)",
+        "squares = slices.size * wide.square().sum(-1, keepdim=True)",
+        ("tests/dist/test_tensor.py::test_loss_and_gradients_are_those_of_one_process[2-olmo2, norms over all heads]",),
+    ),
+    Fault(
+        "a norm over all heads whose gradient leaves out the other ranks",
+        "titan/contracts/base/sharding.py",
+        "products = _total((through * normed).sum(-1, keepdim=True), ctx.slices)",
+        "products = ctx.slices.size * (through * normed).sum(-1, keepdim=True)",
+        ("tests/dist/test_tensor.py::test_loss_and_gradients_are_those_of_one_process[2-olmo2, norms over all heads]",),
+    ),
+    Fault(
+        "a weight over all heads held whole by every rank in the plan",
+        "titan/planner/step/parameters.py",
+        'if costs.style(op.module) == "wide_norm" else 1',
+        "if False else 1",
+        (
+            "tests/unit/test_planned_memory.py::"
+            "test_memory_is_that_of_the_dry_run[norms over all heads, tensor parallel]",
+        ),
+    ),
+    Fault(
+        "a recomputed layer whose last product is left out though a norm follows it",
+        "titan/contracts/base/cost/__init__.py",
+        "return any(op.saved for op in self.layer[last + 1 :])",
+        "return False",
+        (
+            "tests/unit/test_planned_memory.py::"
+            "test_collectives_move_the_bytes_of_the_dry_run[norms over all heads, grouped, full]",
+        ),
+    ),
+    Fault(
         "gradients averaged over data-parallel ranks",
         "titan/contracts/base/parts.py",
         "module.set_gradient_divide_factor(1.0)",
@@ -64,7 +98,7 @@ FAULTS = (
     ),
     Fault(
         "a bias added by every rank before the sum over tp",
-        "plugins/parallel/tensor.py",
+        "titan/contracts/base/sharding.py",
         "return local * 0 if zero else local",
         "return local",
         (f"{TENSOR}[2-gpt, tied, biases]",),
@@ -134,6 +168,13 @@ FAULTS = (
         "scale_grads=False",
         "scale_grads=True",
         (f"{PARITY}[pp 2]",),
+    ),
+    Fault(
+        "the first positions' random numbers on all tensor-parallel ranks",
+        "plugins/parallel/tensor.py",
+        "return x, seeds, positions.chunk(slices.size, dim=1)[slices.rank]",
+        "return x, seeds, positions.chunk(slices.size, dim=1)[0]",
+        ("tests/dist/test_dropout.py::test_the_curve_of_one_process[tp 2]",),
     ),
     Fault(
         "stages after the first not told where documents end",

@@ -165,8 +165,8 @@ FAULTS = (
     Fault(
         "initial weights drawn by shard, not whole",
         "titan/training/init.py",
-        "copy_(slice_of(whole, tensor))",
-        "copy_(whole.flatten()[: tensor.to_local().numel()].view_as(tensor.to_local()))",
+        "return slice_of(whole, like)",
+        "return whole.flatten()[: like._local_tensor.numel()].view(like._local_tensor.shape)",
         (
             "tests/dist/test_gradients.py::test_norm_clipping_and_initial_weights_of_sharded_sliced_and_plain_parameters",
         ),
@@ -184,6 +184,51 @@ FAULTS = (
         "if drawn:",
         "if False:",
         ("tests/dist/test_replicas.py::test_a_forward_that_draws_random_numbers_is_refused[one rank]",),
+    ),
+    Fault(
+        "random numbers that are the same in every step",
+        "titan/training/trainer.py",
+        "row_seeds(run.step + 1, batch.samples)",
+        "row_seeds(1, batch.samples)",
+        ("tests/unit/test_philox.py::test_a_micro_batch_carries_step_and_samples",),
+    ),
+    Fault(
+        "samples numbered by rank",
+        "titan/data/samples/loader.py",
+        "samples = torch.arange(start, start + len(tokens), device=self._device)",
+        "samples = torch.arange(len(tokens), device=self._device)",
+        (
+            "tests/unit/test_data_samples.py::test_batches_know_their_samples[3-2]",
+            "tests/dist/test_dropout.py::test_the_curve_of_one_process[dp_shard 2]",
+        ),
+    ),
+    Fault(
+        "one stream of random numbers for all modules",
+        "titan/training/init.py",
+        "torch.full(shape, name_seed(seed, name), device=device, dtype=dtype)",
+        "torch.full(shape, name_seed(seed, ''), device=device, dtype=dtype)",
+        ("tests/unit/test_philox.py::test_each_module_has_a_stream_of_its_own",),
+    ),
+    Fault(
+        "one round of Philox too few",
+        "titan/contracts/layers/philox.py",
+        "_ROUNDS = 10",
+        "_ROUNDS = 9",
+        ("tests/unit/test_philox.py::test_a_number_is_a_function_of_where_it_is_used",),
+    ),
+    Fault(
+        "dropout that makes the mean smaller by 6e-5",
+        "titan/contracts/layers/philox.py",
+        "x * (2**16 / (2**16 - self._zeroed))",
+        "x * (2**16 / (2**16 - self._zeroed + 2))",
+        ("tests/unit/test_philox.py::test_dropout_keeps_the_mean[0.5]",),
+    ),
+    Fault(
+        "dropout in evaluation",
+        "titan/contracts/layers/philox.py",
+        "if not self.training:",
+        "if False:",
+        ("tests/unit/test_philox.py::test_no_dropout_in_evaluation",),
     ),
     Fault(
         "validation that draws random numbers",

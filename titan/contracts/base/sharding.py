@@ -91,7 +91,7 @@ def _reader(name: str, ndim: int, zero: bool) -> Callable[[nn.Module], Tensor | 
         parameter: Any = module._parameters[name]
         if parameter is None or parameter.device_mesh.ndim > ndim:
             return parameter  # type: ignore[no-any-return]
-        local = _local(parameter)
+        local = local_of(parameter)
         return local * 0 if zero else local
 
     return read
@@ -110,9 +110,9 @@ class _Local(torch.autograd.Function):
         return DTensor(gradient.contiguous(), copy(ctx.spec), requires_grad=False)  # type: ignore[no-untyped-call]
 
 
-def _local(parameter: DTensor) -> Tensor:
-    local: Tensor = parameter.to_local() if torch.compiler.is_compiling() else _Local.apply(parameter)  # type: ignore[no-untyped-call]
-    return local
+def local_of(parameter: DTensor) -> Tensor:
+    """This rank's shard of a parameter, for whose gradient a shard is enough."""
+    return parameter.to_local() if torch.compiler.is_compiling() else _Local.apply(parameter)  # type: ignore[no-untyped-call]
 
 
 # --- hidden states ------------------------------------------------------------------------------------------------
@@ -163,6 +163,51 @@ summed: Callable[[Tensor, Slices], Tensor] = _Summed.apply
 """Summands [B, S, D] -> their sum over ranks, of the positions that this rank holds; the gradient is gathered."""
 
 
+class _Normed(torch.autograd.Function):
+    """y = w x / sqrt(mean of squares + eps); the mean, and that of the products dy w y in backward, is of all ranks."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, weight: Tensor, eps: float, width: int, slices: Slices) -> Tensor:
+        wide = x.float()
+        squares = _total(wide.square().sum(-1, keepdim=True), slices)
+        scale = torch.rsqrt(squares / width + eps)
+        ctx.save_for_backward(x, weight, scale)
+        ctx.width, ctx.slices = width, slices
+        return (wide * scale * weight).to(x.dtype)
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, Tensor, None, None, None]:
+        x, weight, scale = ctx.saved_tensors
+        normed, through = x.float() * scale, gradient * weight.float()
+        products = _total((through * normed).sum(-1, keepdim=True), ctx.slices)
+        of_x = scale * (through - normed * (products / ctx.width))
+        return of_x.to(x.dtype), (gradient * normed).flatten(0, -2).sum(0).to(weight.dtype), None, None, None
+
+
+normed: Callable[[Tensor, Tensor, float | None, int, Slices], Tensor] = _Normed.apply
+"""(x [..., F], weight [F], eps, features of all ranks, ranks) -> RMSNorm over the features of all ranks [..., F]."""
+
+
+class SlicedRMSNorm(nn.RMSNorm):
+    """An RMSNorm (arXiv 1910.07467) over features that are split over ranks; `weight` is this rank's slice.
+
+    Both forward and backward sum one float32 number per position over the ranks.
+
+    slices: the ranks.
+    """
+
+    slices: Slices
+
+    def forward(self, x: Tensor) -> Tensor:
+        """This rank's features [..., F], before and after."""
+        return normed(x, self.weight, self.eps, self.normalized_shape[0], self.slices)
+
+
+def _total(x: Tensor, slices: Slices) -> Tensor:
+    total: Tensor = ops.wait_tensor(ops.all_reduce(x, "sum", slices.group))
+    return total
+
+
 def _gather(x: Tensor, slices: Slices) -> Tensor:
     if not slices.positions:
         return x
@@ -173,7 +218,5 @@ def _gather(x: Tensor, slices: Slices) -> Tensor:
 def _sum(x: Tensor, slices: Slices) -> Tensor:
     if slices.positions:
         rows = torch.cat(x.chunk(slices.size, dim=1))
-        total: Tensor = ops.reduce_scatter_tensor(rows, "sum", slices.size, slices.group)
-    else:
-        total = ops.all_reduce(x, "sum", slices.group)
-    return ops.wait_tensor(total)  # type: ignore[no-any-return]
+        return ops.wait_tensor(ops.reduce_scatter_tensor(rows, "sum", slices.size, slices.group))  # type: ignore[no-any-return]
+    return _total(x, slices)

@@ -11,7 +11,7 @@ from functools import cached_property, lru_cache
 from itertools import islice
 from typing import TYPE_CHECKING, Literal, get_args
 
-from titan.contracts.base.cost import Attention, EmbeddingOp, Matmul, Operation, parameter_count
+from titan.contracts.base.cost import Attention, Matmul, Operation, parameter_count
 from titan.contracts.base.options import did_you_mean
 from titan.errors import PluginError
 
@@ -19,8 +19,9 @@ if TYPE_CHECKING:
     import torch  # a spec is read where torch is not wanted, so it is not imported
 
 TensorStyle = Literal[
-    "column", "row", "embedding", "positions", "head", "norm", "qk_norm", "gather", "mixture", "summand", "router"
-]
+    "column", "row", "embedding", "positions", "head", "norm", "qk_norm", "wide_norm", "gather", "mixture", "summand",
+    "router",
+]  # fmt: skip
 """How tensor parallelism treats a module. "Split" means over the ranks of the axis tp.
 
 column: linear, or stack of linears [E, out, in]; the output features are split.
@@ -32,6 +33,8 @@ head: linear; the output features (the vocabulary) are split. The input is the w
 norm: replicated weights, on the hidden state [B, S, D]; with sequence parallelism, on this rank's slice of S.
 qk_norm: replicated weights, on the last dimension of this rank's heads [..., N], between column and row. The gradient
     is a partial sum, with and without sequence parallelism.
+wide_norm: an `nn.RMSNorm` over the features of all heads [B, S, H N], between column and row. Features and weight are
+    split, and ranks sum their squares.
 gather: a module whose first argument must have all positions of the sequence (attention, feed-forward).
 mixture: a gather whose result [B, S, D] is each rank's summand, and is summed over ranks (experts).
 summand: within a mixture, linear or a stack of linears; the input features are split, and nothing is summed.
@@ -266,7 +269,7 @@ class ModelSpec:
         kinds: tuple[ParameterKind, ...] = ("table", "head", "matrix")  # of a tied tensor, the first of these
         kind = "vector" if ndim < 2 else next(kind for kind in kinds if kind in places)
         outputs, inputs = max(ndim - 2, 0), ndim - 1 if ndim > 1 else None
-        dims = {"column": outputs, "row": inputs, "summand": inputs, "embedding": 0, "head": 0}
+        dims = {"column": outputs, "row": inputs, "summand": inputs, "embedding": 0, "head": 0, "wide_norm": 0}
         return ParameterFacts(kind, dims.get(style or ""), partial=style in ("qk_norm", "router"))
 
     def _place(self, module: str) -> Literal["matrix", "table", "head"]:
@@ -290,7 +293,7 @@ class ModelSpec:
         """Tensor style per module that an operation names; None where `tensor` has no glob for the module."""
         first, found = f"{self.layers}.0.", {}
         for op in (*self.embedding_ops, *self.layer_ops, *self.head_ops):
-            if isinstance(op, Matmul | EmbeddingOp):
+            if not isinstance(op, Attention) and op.module:
                 found[op.module] = self.style_of(op.module) or self.style_of(first + op.module)
         return found
 

@@ -273,7 +273,14 @@ def _new_mask(
 
 
 def attention_cost(
-    heads: int, kv_heads: int, head_dim: int, *, window: int = 0, scores_written: bool = False, soft_cap: bool = False
+    heads: int,
+    kv_heads: int,
+    head_dim: int,
+    *,
+    window: int = 0,
+    scores_written: bool = False,
+    soft_cap: bool = False,
+    biased: bool = False,
 ) -> Attention:
     """The cost of causal attention that saves q, k, v and its output, and what its backward needs besides.
 
@@ -286,6 +293,7 @@ def attention_cost(
         window: as in `AttentionCore`.
         scores_written: as in `titan.contracts.base.cost.Attention`; whether the model uses `attend_unfused`.
         soft_cap: whether scores have a soft cap: they are written then, and their tanh is saved too.
+        biased: whether heads have ALiBi slopes: their mask is of S x S for each head.
     """
     inputs_and_output = SavedTensor(numel=2 * (heads + kv_heads) * head_dim, region="tp_sharded")
     statistics = SavedTensor(numel=heads, region="tp_sharded", itemsize=4)
@@ -294,6 +302,6 @@ def attention_cost(
     saved = (inputs_and_output, replace(scores, numel=(1 + soft_cap) * heads) if written else statistics)
     scratch = (replace(scores, numel=2 * heads),) if written else ()
     return Attention(
-        heads=heads, kv_heads=kv_heads, head_dim=head_dim, window=window, scores_written=written, scratch=scratch,
-        saved=saved,
+        heads=heads, kv_heads=kv_heads, head_dim=head_dim, window=window, biased=biased, soft_cap=soft_cap,
+        scores_written=written, scratch=scratch, saved=saved,
     )  # fmt: skip

@@ -46,6 +46,7 @@ class Heads:
     bias: the four linears have biases.
     rotary: queries and keys are rotated by a `rope_table`.  rotary_share: of each head's features, those rotated.
     norm_eps: queries and keys of each head pass through an RMSNorm of this eps (arXiv 2302.05442); None: no norm.
+    wide_norm: this norm is over the features of all heads together (arXiv 2501.00656).
     window, scale, soft_cap, slopes: as in `AttentionCore`.
     unfused: attention that writes its S x S scores.
     """
@@ -58,6 +59,7 @@ class Heads:
     rotary: bool = False
     rotary_share: float = 1.0
     norm_eps: float | None = None
+    wide_norm: bool = False
     window: int = 0
     scale: float | None = None
     soft_cap: float = 0.0
@@ -67,37 +69,38 @@ class Heads:
     def part(self) -> LayerPart:
         """`SelfAttention` as data, under the name `attn`."""
         d, q, kv, bias = self.dim, self.n_heads * self.head_dim, self.n_kv_heads * self.head_dim, self.bias
-        normed = {"attn.q_norm": self.n_heads, "attn.k_norm": self.n_kv_heads} if self.norm_eps is not None else {}
+        norms = {"attn.q_norm": q, "attn.k_norm": kv} if self.norm_eps is not None else {}
+        wide = self.wide_norm
         moved = 8 * self.rotary_share + 2 * (self.rotary_share < 1)  # what stays is copied beside what is rotated
         turned = Elementwise(region="tp_sharded", forward=moved * (q + kv), backward=moved * (q + kv))
         operations = (
             shared(d, 3),
             linear("attn.wq", d, q, saved=d, bias=bias),
             linear("attn.wk", d, kv, bias=bias), linear("attn.wv", d, kv, bias=bias),
-            *(_norm_of_heads(name, heads, self.head_dim) for name, heads in normed.items()),
+            *(_norm_of_heads(name, numel, numel if wide else self.head_dim) for name, numel in norms.items()),
             *((turned,) if self.rotary else ()),
             attention_cost(
                 self.n_heads, self.n_kv_heads, self.head_dim, window=self.window, scores_written=self.unfused,
-                soft_cap=self.soft_cap > 0,
+                soft_cap=self.soft_cap > 0, biased=bool(self.slopes),
             ),
             linear("attn.wo", q, d, bias=bias),
         )  # fmt: skip
         tensor: dict[str, TensorStyle] = {
             "attn": "gather", "attn.wq": "column", "attn.wk": "column", "attn.wv": "column", "attn.wo": "row"
         }  # fmt: skip
-        return LayerPart(operations, {**tensor, **dict.fromkeys(normed, "qk_norm")})
+        return LayerPart(operations, {**tensor, **dict.fromkeys(norms, "wide_norm" if wide else "qk_norm")})
 
 
-def _norm_of_heads(module: str, heads: int, head_dim: int) -> Elementwise:
-    """An RMSNorm of each head: as `titan.contracts.base.cost.norm`, of a rank's own heads."""
-    numel = heads * head_dim
+def _norm_of_heads(module: str, numel: int, width: int) -> Elementwise:
+    """An RMSNorm of a rank's own heads of `numel` features in all, `width` at a time: as that of hidden states."""
+    statistics = SavedTensor(numel=numel / width, region="tp_sharded" if width < numel else "seq_full", itemsize=4)
     saved = (
         SavedTensor(numel=numel, region="tp_sharded"),
-        SavedTensor(numel=heads, region="tp_sharded", itemsize=4),
+        statistics,
         SavedTensor(numel=numel, region="tp_sharded", itemsize=4, unfused=True),
     )
     return Elementwise(
-        module=module, region="tp_sharded", forward=2 * numel, backward=3 * numel, params=1, width=head_dim, saved=saved
+        module=module, region="tp_sharded", forward=2 * numel, backward=3 * numel, params=1, width=width, saved=saved
     )
 
 
@@ -115,8 +118,9 @@ class SelfAttention(nn.Module):
         self.wk = nn.Linear(d, heads.n_kv_heads * n, bias=heads.bias)
         self.wv = nn.Linear(d, heads.n_kv_heads * n, bias=heads.bias)
         eps = heads.norm_eps
-        self.q_norm = None if eps is None else nn.RMSNorm(n, eps=eps)
-        self.k_norm = None if eps is None else nn.RMSNorm(n, eps=eps)
+        self.wide_norm = heads.wide_norm
+        self.q_norm = None if eps is None else nn.RMSNorm(n * heads.n_heads if heads.wide_norm else n, eps=eps)
+        self.k_norm = None if eps is None else nn.RMSNorm(n * heads.n_kv_heads if heads.wide_norm else n, eps=eps)
         self.wo = nn.Linear(heads.n_heads * n, d, bias=heads.bias)
         self.core = AttentionCore(
             window=heads.window, scale=heads.scale, soft_cap=heads.soft_cap, slopes=heads.slopes,
@@ -127,13 +131,22 @@ class SelfAttention(nn.Module):
         """x [B, S, D], positions [B, S], documents [B, T], rope [2, B, S, R/2] -> [B, S, D]."""
         # S is read from x here and nowhere earlier: the layer's input may be a slice of the sequence, x is whole.
         b, s, _ = x.shape
-        q, k, v = (w(x).view(b, s, -1, self.head_dim) for w in (self.wq, self.wk, self.wv))
-        if self.q_norm is not None and self.k_norm is not None:
-            q, k = self.q_norm(q), self.k_norm(k)
+        q, k, v = self.wq(x), self.wk(x), self.wv(x)
+        if self.wide_norm:
+            q, k = self._normed(q, k)
+        q, k, v = (t.view(b, s, -1, self.head_dim) for t in (q, k, v))
+        if not self.wide_norm:
+            q, k = self._normed(q, k)
         if rope is not None:
             q, k = rotate(q, rope), rotate(k, rope)
         q, k, v = (t.transpose(1, 2) for t in (q, k, v))  # B S H N -> B H S N
         return self.wo(self.core(q, k, v, positions, documents).transpose(1, 2).flatten(2))  # type: ignore[no-any-return]
+
+    def _normed(self, q: Tensor, k: Tensor) -> tuple[Tensor, Tensor]:
+        """Queries and keys after their norms over the last dimension, where there are norms."""
+        if self.q_norm is None or self.k_norm is None:
+            return q, k
+        return self.q_norm(q), self.k_norm(k)
 
 
 # --- feed-forward -------------------------------------------------------------------------------------------------

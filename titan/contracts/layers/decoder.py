@@ -16,6 +16,7 @@ from titan.contracts.base.cost import (
     EmbeddingOp,
     Matmul,
     Operation,
+    SavedTensor,
     linear,
     norm,
     parameter_count,
@@ -76,6 +77,9 @@ class Decoder(nn.Module):
         learned_positions: bool = False,
         rotary: Rotary | None = None,
         dropout: Dropout | None = None,
+        embed_norm: nn.Module | None = None,
+        embed_scale: float = 1.0,
+        logit_cap: float = 0.0,
     ) -> None:
         """Put the modules together.
 
@@ -85,15 +89,20 @@ class Decoder(nn.Module):
         learned_positions: a table of `max_seq_len` positions is added to the embedding.
         rotary: makes the `rope_table` [2, B, S, R/2] of layers; None: they are given None.
         dropout: of the embeddings' sum; None: no dropout.
+        embed_norm: of the embeddings' sum; None: no norm.
+        embed_scale: factor of the embedding, rounded to the compute dtype.
+        logit_cap: c: logits x become c tanh(x / c); 0: they stay.
         """
         super().__init__()
         self.rotary = rotary
         self.embed: nn.Embedding | None = nn.Embedding(config.vocab_size, config.dim)
         self.positions = nn.Embedding(config.max_seq_len, config.dim) if learned_positions else None
+        self.embed_norm, self.embed_scale = embed_norm, embed_scale
         self.embed_dropout = dropout
         self.layers = nn.ModuleDict({str(i): layer for i, layer in enumerate(layers)})
         self.norm: nn.Module | None = norm
-        self.output: nn.Linear | None = nn.Linear(config.dim, config.vocab_size, bias=False)
+        head = partial(CappedLinear, logit_cap) if logit_cap else partial(nn.Linear, bias=False)
+        self.output: nn.Linear | None = head(config.dim, config.vocab_size)
         if config.tied:
             self.output.weight = self.embed.weight
 
@@ -104,7 +113,10 @@ class Decoder(nn.Module):
         rope = None if self.rotary is None else rope_table(self.rotary, positions)
         if not x.is_floating_point():
             assert self.embed is not None, "tokens reached a stage without the embedding"
-            x = self.embed(x) if self.positions is None else self.embed(x) + self.positions(positions)
+            x = self.embed(x)
+            x = x if self.embed_scale == 1 else x * x.new_full((), self.embed_scale)
+            x = x if self.positions is None else x + self.positions(positions)
+            x = x if self.embed_norm is None else self.embed_norm(x)
             x = x if self.embed_dropout is None else self.embed_dropout(x, seeds, positions)
         drawn_from = () if seeds is None else (seeds,)
         for layer in self.layers.values():
@@ -112,6 +124,22 @@ class Decoder(nn.Module):
         if self.norm is not None:
             x = self.norm(x)
         return x if self.output is None else self.output(x)
+
+
+class CappedLinear(nn.Linear):
+    """A projection to logits with a soft cap, cap * tanh(W x / cap) (Gemma 2, arXiv 2408.00118), without a bias.
+
+    The cap is part of the module, so a loss that projects some positions at a time, or on slices of the vocabulary, has
+    it too.
+    """
+
+    def __init__(self, cap: float, inputs: int, outputs: int) -> None:
+        super().__init__(inputs, outputs, bias=False)
+        self.cap = cap
+
+    def forward(self, x: Tensor) -> Tensor:
+        """[B, S, D] -> [B, S, V]."""
+        return self.cap * (super().forward(x) / self.cap).tanh()
 
 
 def decoder_spec(
@@ -122,6 +150,9 @@ def decoder_spec(
     vectors: int,
     learned_positions: bool = False,
     dropout: bool = False,
+    embed_norm: bool = False,
+    embed_scale: bool = False,
+    logit_cap: bool = False,
 ) -> ModelSpec:
     """The spec of a `Decoder` whose mean layer is `layer`; its core is named `attn.core`.
 
@@ -134,18 +165,22 @@ def decoder_spec(
         layer: one layer as data; where layers differ, with the operations of all, each with its `of_layers`. The cores
             have equal heads.
         ffn_dim: as in `ModelSpec`.
-        vectors: weight vectors of the last norm, 1 for RMSNorm and 2 for LayerNorm.
-        learned_positions: as in `Decoder`.
+        vectors: weight vectors of the last norm, and of that of the embeddings: 1 for RMSNorm, 2 for LayerNorm.
+        learned_positions, embed_norm, embed_scale, logit_cap: as in `Decoder`; whether it has each.
         dropout: whether the embeddings' sum has dropout.
     """
     c = config
-    table = EmbeddingOp(module="embed", rows=c.vocab_size, width=c.dim)
-    places = EmbeddingOp(module="positions", rows=c.max_seq_len, width=c.dim)
-    embeddings = (table, places) if learned_positions else (table,)
+    before: dict[str, tuple[Operation, TensorStyle, bool]] = {
+        "embed": (EmbeddingOp(module="embed", rows=c.vocab_size, width=c.dim), "embedding", True),
+        "positions": (EmbeddingOp(module="positions", rows=c.max_seq_len, width=c.dim), "positions", learned_positions),
+        "embed_norm": (norm("embed_norm", c.dim, vectors, vectors), "norm", embed_norm),
+    }
+    before = {name: entry for name, entry in before.items() if entry[-1]}
+    embeddings = tuple(op for op, *_ in before.values())
+    scaled = (Elementwise(region="hidden", forward=2 * c.dim, backward=2 * c.dim),) if embed_scale else ()
     head = (norm("norm", c.dim, vectors, vectors), linear("output", c.dim, c.vocab_size, saved=c.dim))
-    tensor: dict[str, TensorStyle] = {"embed": "embedding", "positions": "positions", "norm": "norm", "output": "head"}
-    if not learned_positions:
-        del tensor["positions"]
+    tensor: dict[str, TensorStyle] = {name: style for name, (_, style, _) in before.items()}
+    tensor |= {"norm": "norm", "output": "head"}
     tensor |= {f"layers.*.{module}": style for module, style in layer.tensor.items()}
     parameters = dict(_parameters([*embeddings, *(head[:1] if c.tied else head)]))
     parameters |= {f"layers.*.{name}": kind for name, kind in _parameters(layer.operations)}
@@ -154,7 +189,7 @@ def decoder_spec(
     return ModelSpec(
         n_layers=c.n_layers, dim=c.dim, n_heads=core.heads, n_kv_heads=core.kv_heads, head_dim=core.head_dim,
         ffn_dim=ffn_dim, vocab_size=c.vocab_size, max_seq_len=c.max_seq_len,
-        embeddings=tuple(op.module for op in embeddings), head=("norm", "output"),
+        embeddings=tuple(before), head=("norm", "output"),
         tied=(("output.weight", "embed.weight"),) if c.tied else (),
         tensor=tensor, attention=("layers.*.attn.core",), draws=tuple(draws), init=_initial(c, parameters, tensor),
         layer_params=sum(op.of_layers * parameter_count(op) for op in layer.operations),
@@ -164,9 +199,15 @@ def decoder_spec(
             op.of_layers * op.used * op.inputs * op.outputs for op in layer.operations if isinstance(op, Matmul)
         ),
         head_matmul_params=_numel(head[1:]),
-        embedding_ops=(*embeddings, dropout_cost(c.dim)) if dropout else embeddings,
-        layer_ops=layer.operations, head_ops=head,
+        embedding_ops=(*embeddings, *scaled, *((dropout_cost(c.dim),) if dropout else ())),
+        layer_ops=layer.operations, head_ops=(*head, *((_cap(c.vocab_size),) if logit_cap else ())),
     )  # fmt: skip
+
+
+def _cap(words: int) -> Elementwise:
+    """The soft cap of `CappedLinear`: three passes, of which the tanh is saved."""
+    saved = (SavedTensor(numel=words, region="logits"),)
+    return Elementwise(region="logits", forward=6 * words, backward=7 * words, saved=saved)
 
 
 # --- RMSNorm and SwiGLU, which several families share --------------------------------------------------------------

@@ -25,10 +25,10 @@ _KEY_STEPS = (0x9E3779B9, 0xBB67AE85)
 _ROUNDS = 10
 
 
-def philox(counter: Sequence[Tensor | int], key: Sequence[Tensor]) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+def philox(counter: Sequence[Tensor], key: Sequence[Tensor]) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """Philox4x32-10: four random words from a counter of four words and a key of two.
 
-    counter, key: int64 tensors of words from 0 to 2^32 - 1, of shapes that broadcast; of a counter also plain integers.
+    counter, key: int64 tensors of words from 0 to 2^32 - 1, of shapes that broadcast.
 
     Returns int64 tensors of words. Products of two words wrap in int64, which leaves their bits right.
     """
@@ -36,11 +36,11 @@ def philox(counter: Sequence[Tensor | int], key: Sequence[Tensor]) -> tuple[Tens
     k0, k1 = key
     for _ in range(_ROUNDS):
         first, second = c0 * _MULTIPLIERS[0], c2 * _MULTIPLIERS[1]
-        # Low halves are not cut to 32 bits before they are used up: the next round's are.
+        # c1 and c3 keep more than 32 bits: the next round cuts what it makes of them.
         c0, c1 = ((second >> 32) ^ (c1 ^ k0)) & _WORD, second
         c2, c3 = ((first >> 32) ^ (c3 ^ k1)) & _WORD, first
         k0, k1 = (k0 + _KEY_STEPS[0]) & _WORD, (k1 + _KEY_STEPS[1]) & _WORD
-    return c0, c1 & _WORD, c2, c3 & _WORD  # type: ignore[return-value]
+    return c0, c1 & _WORD, c2, c3 & _WORD
 
 
 def row_seeds(step: int, samples: Tensor) -> Tensor:
@@ -56,13 +56,13 @@ def _random_words(stream: Tensor, seeds: Tensor, positions: Tensor, calls: int) 
 
 
 _drawn = library.custom_op("titan::random_words", _random_words, mutates_args=())
-"""The same as one operation where nothing is compiled: selective recomputation spends 10 us on each of a layer's."""
+"""The same as one operation, where nothing is compiled: selective recomputation spends 10 us on each it sees."""
 
 _drawn.register_fake(_random_words)
 
 
 class RandomModule(nn.Module):
-    """A module whose forward draws random numbers by position; named by `ModelSpec.draws`, and by nothing else.
+    """A module whose forward draws random numbers by position. `ModelSpec.draws` names all modules that do.
 
     A forward is called as `forward(x, seeds, positions)`: x [B, S, W], seeds [B] int64 from `row_seeds`, and the
     positions [B, S] of x in their sequences. Seeds are None in evaluation. Two modules draw different numbers, and one

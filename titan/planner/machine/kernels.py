@@ -13,7 +13,7 @@ weights' bytes. The number of a group's tokens is arbitrary, and grouped kernels
 nothing.
 
 Attention counts needed FLOPs only: half of the square where a kernel skips masked positions; all where it is given a
-mask, of documents or of a window: no kernel knows which of its blocks are empty. Its backward has 2.5 times
+mask, of documents, a window or ALiBi: no kernel knows which of its blocks are empty. Its backward has 2.5 times
 the FLOPs of its forward (FlashAttention-2, arXiv 2307.08691).
 """
 
@@ -31,6 +31,8 @@ PASSES_OVER_SCORES = (4.5, 5.5)
 scores: the softmax reads and writes (its backward reads two), and so does dropout, with a mask of one byte. titan's own
 kernel has no dropout, but masks the scores in a pass of its own: it reads and writes them once more, 4 and 5 in all."""
 
+PASSES_OF_SOFT_CAP = (4.0, 5.0)
+"""The same of a soft cap besides: a tanh and a factor, each in a pass of its own; the tanh's backward reads two."""
 
 FLOAT32 = 4
 """Bytes per score in blocks with a mask between ranks."""
@@ -164,7 +166,8 @@ class Device:
         seen = costs.seq_len / 2 if self.kernels.causal and not masked(op, costs.seq_len) else costs.seq_len
         tokens, launches = costs.share("tp_sharded"), op.blocks * self._launch
         needed = 4.0 * tokens * seen * op.heads * op.head_dim / self.cluster.peak(costs.wide_dtype)
-        forward, backward = (self.moving(tokens * copied, costs.itemsize) for copied in op.copied)
+        biases = op.biased * op.heads * costs.seq_len
+        forward, backward = (self.moving(tokens * (copied + biases), costs.itemsize) for copied in op.copied)
         return Seconds(
             needed / self.kernels.attention_forward + launches + forward,
             BACKWARD_OF_ATTENTION * needed / self.kernels.attention_backward + launches + backward,
@@ -195,7 +198,10 @@ class Device:
         """Seconds of the softmax and the dropout or mask of the scores, forward and backward."""
         scores = costs.share("tp_sharded") * op.heads * (op.masked_blocks or costs.seq_len)
         width = FLOAT32 if op.masked_blocks else costs.itemsize
-        forward, backward = (self.moving(passes * scores, width) for passes in PASSES_OVER_SCORES)
+        capped = PASSES_OF_SOFT_CAP if op.soft_cap else (0.0, 0.0)
+        forward, backward = (
+            self.moving(sum(passes) * scores, width) for passes in zip(PASSES_OVER_SCORES, capped, strict=True)
+        )
         return forward, backward
 
     def core_again(self, op: Attention, costs: Costs, both: bool) -> float:
@@ -219,8 +225,8 @@ class Device:
 
 
 def masked(op: Attention, seq_len: int) -> bool:
-    """Whether attention is one fused operation with a mask: of documents, or of a window shorter than the sequence."""
-    return not (op.scores_written or op.masked_blocks) and (op.documents or op.keys(seq_len) < seq_len)
+    """Whether attention is one fused operation with a mask: of documents, biases, or a window below the sequence."""
+    return not (op.scores_written or op.masked_blocks) and (op.documents or op.biased or op.keys(seq_len) < seq_len)
 
 
 def _even(size: float) -> int:

@@ -186,10 +186,12 @@ class LayerMemory:
         self.midst = 3 * (widest + costs.dim) * costs.share("seq_full") * costs.itemsize
         cores = [op for op in costs.layer if isinstance(op, Attention)]
         self.core = max((bytes_of(op.scratch, costs) for op in cores), default=0.0)
-        given = [op for op in cores if masked(op, costs.seq_len)]
+        # Attention that writes its scores adds biases too; its masks without them are of bool, and left out.
+        given = [op for op in cores if masked(op, costs.seq_len) or (op.biased and not op.masked_blocks)]
         self.documents = any(op.documents for op in given)
         sequences = costs.micro_batch if self.documents else bool(given)
-        self.mask = sequences * costs.seq_len**2 * costs.itemsize
+        heads = max((op.heads / costs.splits["tp_sharded"] if op.biased else 1.0 for op in given), default=0.0)
+        self.mask = sequences * heads * costs.seq_len**2 * costs.itemsize
         after = costs.layer[costs.layer.index(cores[-1]) :][1:] if cores else ()
         self.after_core, self.late = kept_by(after, costs, fused_norms), parameters_of(after, costs, ways)
 

@@ -55,7 +55,8 @@ def shapes(op: Operation, costs: Costs, ways: int = 1) -> list[Shape]:
         split = costs.cut("tp_sharded") if costs.style(op.module) == "embedding" else 1
         return [Shape(math.ceil(op.rows / split), float(op.width), share=op.of_layers)]
     if isinstance(op, Elementwise):
-        return [Shape(float(op.width), 1.0, share=op.of_layers)] * op.params
+        split = costs.cut("tp_sharded") if costs.style(op.module) == "wide_norm" else 1
+        return [Shape(float(math.ceil(op.width / split)), 1.0, share=op.of_layers)] * op.params
     return []
 
 

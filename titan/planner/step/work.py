@@ -113,7 +113,8 @@ class Parts:
         if costs.recompute is None:
             return 0.0
         if costs.recompute.saved == "input":
-            last = [op for op in costs.layer if isinstance(op, Matmul)][-1:] if not costs.recompute.full_layer else []
+            again = costs.recompute.full_layer or costs.needs_last_product
+            last = [] if again else [op for op in costs.layer if isinstance(op, Matmul)][-1:]
             return self.layer.forward - self._seconds(last, costs.dtype).forward
         cores = [op for op in costs.layer if isinstance(op, Attention)]
         if costs.recompute.saved == "all_but_scores":

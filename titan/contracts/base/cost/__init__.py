@@ -119,8 +119,7 @@ class CollectiveCost:
     count: collectives of this kind at each place, such as 2 per layer.
     of_layers: of a layer or its attention: share of the model's layers that run it, as of operations.
     per_parameter: `numel` is multiplied by the parameters of the unit or rank instead of tokens.
-    overlaps: runs beside computation; only non-overlapped time adds to the step. In attention, N collectives run
-        beside the first N of N + 1 equal blocks of it.
+    overlaps: runs beside computation; only the rest adds to the step. In attention, N run beside N of N + 1 blocks.
     sharded_over: axes over which the tensor is sharded before this collective; the size is divided by their ranks.
     skip_last_unit: not for the last shard unit of a stage, which is still gathered from forward.
     per: "micro_batch": in each micro batch.  "step": once per step, however many micro batches there are.
@@ -163,8 +162,7 @@ class Recompute:
 class Action(NamedTuple):
     """One action of a rank in a pipeline schedule.
 
-    kind: F forward; B the whole backward; I backward of the inputs; W backward of the weights (zero bubble schedules,
-        arXiv 2401.10241).
+    kind: F forward; B the whole backward; I backward of inputs; W backward of weights (zero bubble, arXiv 2401.10241).
     stage: global number of the stage.  micro_batch: number within the step, from 0.
     """
 
@@ -270,14 +268,19 @@ class Costs:
         return self.splits[region] / self.splits["seq_full"]
 
     def product(self, op: Matmul) -> tuple[float, float]:
-        """(inputs, outputs) of a rank's shard of a linear: column styles split the outputs, row and summand the inputs.
+        """(inputs, outputs) of a rank's shard of a linear: column styles split the outputs, row the inputs.
 
         Of a stack, those of each weight.
         """
-        style = self.style(op.module)
-        if style in ("row", "summand"):
-            return op.inputs / self.cut("tp_sharded"), op.outputs
-        return op.inputs, op.outputs / (self.cut("tp_sharded") if style in ("column", "head") else 1)
+        style, ranks = self.style(op.module), self.cut("tp_sharded")
+        rows, columns = style in ("row", "summand"), style in ("column", "head")
+        return op.inputs / (ranks if rows else 1), op.outputs / (ranks if columns else 1)
+
+    @property
+    def needs_last_product(self) -> bool:
+        """Whether backward of a layer needs the result of its last matmul, as that of a norm after it does."""
+        last = max((at for at, op in enumerate(self.layer) if isinstance(op, Matmul)), default=0)
+        return any(op.saved for op in self.layer[last + 1 :])
 
     def style(self, module: str) -> str | None:
         """The tensor style of a module; None where the spec has none."""

@@ -64,6 +64,8 @@ class Attention:
     heads, kv_heads: query heads and key-value heads, before any split.  head_dim: features per head.
     window: positions that a token attends to, its own included; 0: all.
     documents: a token attends to its own document only, by a mask of each sequence; a window is one of all sequences.
+    biased: each head adds a bias of its own to its scores (ALiBi): the mask is of all heads.
+    soft_cap: scores pass through a tanh, so they are written.
     masked_blocks: where ranks attend block by block, keys per token in blocks that need a mask, 0 without one; these
         blocks write their scores in float32, some at a time, and save none.
     scores_written: the S x S scores pass through memory, as without a flash kernel (arXiv 2205.14135).
@@ -79,6 +81,8 @@ class Attention:
     head_dim: int
     window: int = 0
     documents: bool = False
+    biased: bool = False
+    soft_cap: bool = False
     masked_blocks: float = 0.0
     scores_written: bool = False
     blocks: int = 1
@@ -102,7 +106,7 @@ class Elementwise:
 
     region: of the numbers read and written.  forward, backward: how many of them per token, before any split.
     module, params, width: of a norm: its module, its number of weight vectors, and numbers per vector. Every rank of a
-        tensor-parallel group holds them.
+        tensor-parallel group holds them; of a norm of style "wide_norm", a slice.
     unfused_bytes: bytes read and written per token besides, in forward, where no compiler fuses the operation.
     scratch: float32 numbers that exist during the operation besides its inputs and outputs, for the whole micro batch.
     of_layers: share of the model's layers that have the operation.
