@@ -280,7 +280,7 @@ def test_a_model_without_operations_is_refused() -> None:
 
 
 def test_the_worked_layer_of_the_contract_adds_up() -> None:
-    """The numbers in the docstring of titan/contracts/base/cost.py."""
+    """The numbers in the docstring of titan/contracts/base/cost/__init__.py."""
     words = ("--model.name", "llama", "--model.dim", "1024", "--model.n_heads", "16", "--model.n_kv_heads", "4")
     words += ("--model.ffn_dim", "2816", "--model.max_seq_len", "2048", "--data.seq_len", "2048")
     words += ("--train.micro_batch_size", "1", "--plugins.bf16.enabled", "true")

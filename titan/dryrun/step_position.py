@@ -2,7 +2,7 @@
 
 In forward, module hooks give the module. In backward, autograd does: each forward operation is recorded under the
 sequence number of its autograd node, and the node that runs backward is looked up. Operations inside a node that run
-with gradients enabled are recomputation.
+with gradients enabled, or in a module's forward, are recomputation.
 """
 
 from collections.abc import Callable, Iterator, Sequence
@@ -66,7 +66,7 @@ class PositionTracker:
             if self._stack or torch.is_grad_enabled():
                 return self._note(self._place("forward", self._micro_batch, self._inner()))
             return self._back
-        if torch.is_grad_enabled():
+        if torch.is_grad_enabled() or self._stack:
             return self._note(self._place("recompute", self._back.micro_batch, self._inner() or self._back.module))
         origin = self._noted.get(node._sequence_nr())
         if origin is not None:

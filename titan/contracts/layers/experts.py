@@ -27,10 +27,11 @@ ExpertOperation = Callable[[Tensor, Tensor], Tensor]
 def stacked_product(rows: Tensor, weight: Tensor, counts: Tensor) -> Tensor:
     """Each row times the matrix of its expert: rows [R, in], weight [E, in, out], counts [E] int64 -> [R, out].
 
-    One operation whatever the counts are, so it compiles, and is known without numbers on the meta device.
+    One operation whatever the counts are, so it compiles, and is known without numbers on the meta device: there one
+    matrix stands for all, with the same FLOPs.
     """
     if rows.is_meta:
-        return rows.new_empty(rows.shape[0], weight.shape[2])
+        return rows.mm(weight[0])
     if _has_kernel(rows, weight):
         return torch._grouped_mm(rows, weight, offs=_ends(counts))
     pieces = zip(torch.split(rows, counts.tolist()), weight, strict=True)
@@ -41,7 +42,8 @@ def stacked_product(rows: Tensor, weight: Tensor, counts: Tensor) -> Tensor:
 def _stacked_outer(left: Tensor, right: Tensor, counts: Tensor) -> Tensor:
     """Of each expert, the sum over its rows of their outer products: [R, a], [R, b], [E] -> [E, a, b]."""
     if left.is_meta:
-        return left.new_empty(counts.shape[0], left.shape[1], right.shape[1])
+        one = left.t().mm(right)
+        return one.new_empty(counts.shape[0], *one.shape)
     if _has_kernel(left, right):
         return torch._grouped_mm(left.t(), right, offs=_ends(counts))
     pieces = zip(*(torch.split(rows, counts.tolist()) for rows in (left, right)), strict=True)
