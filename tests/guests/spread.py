@@ -36,7 +36,9 @@ class Spread(Technique):
 
     def check(self, job: Job, spec: ModelSpec) -> Iterable[str]:
         ranks, count = job.layout.degree("spread"), getattr(job.model.config, "stacked", 0)
-        if ranks > 1 and count % ranks:
+        if ranks > 1 and not count:
+            yield f"mesh.spread = {ranks}: model {job.model.name} has no stacks; set mesh.spread = 1"
+        elif count % ranks:
             near = nearest(ranks, lambda n: count % n == 0, most=count)
             yield f"[model] stacked = {count} cannot be spread over mesh.spread = {ranks} ranks; nearest: {near}"
 
