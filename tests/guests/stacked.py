@@ -46,7 +46,7 @@ class Stack(nn.Module):
     def forward(self, x: Tensor, shares: Tensor) -> Tensor:
         """x [B, S, D], shares [B, S, E] -> [B, S, D]."""
         weight = self.weight if self.whole is None else self.whole(self.weight)
-        return torch.einsum("bse,eod,bsd->bso", shares, weight, x)
+        return (torch.einsum("eod,bsd->bseo", weight, x) * shares[..., None]).sum(-2)
 
 
 class Mixture(nn.Module):
