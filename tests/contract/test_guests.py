@@ -8,11 +8,12 @@ from typing import Any
 import pytest
 
 from tests.commands import run_titan
-from tests.jobs import LLAMA, SAVING, assert_same_curve, mesh, run_job, train_job
+from tests.jobs import LLAMA, SAVING, Outcome, assert_same_curve, mesh, run_job, train_job
 from tests.planned import CLUSTER
 from tests.ranks import RankError
 from titan.config import load_job
 from titan.contracts.layers.experts import SideLoss
+from titan.dryrun.run import dry_run
 from titan.errors import ConfigError, PluginError
 from titan.planner.step.layout import costs_of
 from titan.planner.step.predict import Planner, flops_per_token
@@ -116,22 +117,52 @@ def test_a_model_of_shared_layers_generates_with_a_cache(tmp_path: Path) -> None
     assert len(texts[0]) == 16 and texts[0] == texts[1] == texts[2]
 
 
-FOLDED = [
-    {"dp_shard": 4, "spread": 2},
-    {"dp_shard": 2, "cp": 2, "spread": 4},
-    {"dp_shard": 2, "dp_replicate": 2, "spread": 2},
-    {"dp_shard": 2, "pp": 2, "spread": 2},
-    {"dp_shard": 2, "cp": 2, "dp_replicate": 2, "spread": 2},
-    {"dp_shard": 4, "tp": 2, "spread": 2},
-]
+FIRST = ("--plugins.spread.enabled", "true")
+"""Tensor parallelism wants every parameter placed when its turn comes: the technique of stacks stands above it."""
+SWEPT = pytest.mark.sweep
 
 
-@pytest.mark.parametrize("degrees", FOLDED, ids=str)
-def test_stacks_spread_over_ranks_of_other_axes(degrees: dict[str, int], one_rank, tmp_path: Path) -> None:
-    # Tensor parallelism wants every parameter sliced or placed when its turn comes, which is the TOML's.
-    words = [*PACKED, *mesh(**degrees), "--plugins.spread.enabled", "true", *WHOLE]
+@pytest.mark.parametrize(
+    ("degrees", "words"),
+    [
+        ({"dp_shard": 4, "spread": 2}, ["--plugins.fsdp.zero_stage", "3"]),
+        ({"dp_shard": 2, "cp": 2, "spread": 4}, []),
+        ({"dp_shard": 2, "dp_replicate": 2, "spread": 2}, ["--train.micro_batch_size", "1"]),
+        pytest.param({"dp_shard": 2, "pp": 2, "spread": 2}, [], marks=SWEPT),
+        pytest.param({"dp_shard": 4, "tp": 2, "spread": 2}, [*FIRST, *WHOLE], marks=SWEPT),
+        pytest.param({"dp_shard": 4, "spread": 2}, ["--plugins.fsdp.zero_stage", "2"], marks=SWEPT),
+        pytest.param(
+            {"dp_shard": 2, "cp": 2, "dp_replicate": 2, "spread": 2},
+            ["--plugins.fsdp.zero_stage", "2", "--train.micro_batch_size", "1"],
+            marks=SWEPT,
+        ),
+        ({"cp": 2, "dp_replicate": 2, "spread": 2}, ["--plugins.ddp.enabled", "true"]),
+        pytest.param({"cp": 4, "spread": 2}, ["--plugins.ddp.enabled", "true"], marks=SWEPT),
+    ],
+    ids=str,
+)
+def test_stacks_spread_over_ranks_of_other_axes(
+    degrees: dict[str, int], words: list[str], one_rank, tmp_path: Path
+) -> None:
     ranks = math.prod(degree for axis, degree in degrees.items() if axis != "spread")
+    words = [*PACKED, *mesh(**degrees), *words]
     assert_same_curve(one_rank(*PACKED, config=STACKED), train_job(tmp_path, ranks, *words, config=STACKED))
+
+
+def test_stacks_are_saved_and_resumed_spread_otherwise(one_rank, tmp_path: Path) -> None:
+    def run(until: int, **degrees: int) -> Outcome:
+        words = [*PACKED, *SAVING, "--checkpoint.every", "3", "--train.steps", str(until), *mesh(**degrees)]
+        return train_job(tmp_path, 4, *words, config=STACKED)
+
+    run(3, dp_shard=4, spread=2)
+    run(6, dp_shard=2, dp_replicate=2)
+    assert_same_curve(one_rank(*PACKED, config=STACKED), run(10, dp_shard=2, cp=2, spread=4))
+
+
+def test_stacks_are_rehearsed() -> None:
+    job = load_job(STACKED, ["--data.path", "nowhere", *mesh(dp_shard=2, dp_replicate=2, cp=2, spread=2)], 8)
+    found = {c.axes for c in dry_run(job, 5).collectives}
+    assert {"spread", "dp_shard x cp / spread", "dp_shard x cp"} <= found
 
 
 SWITCHED = [

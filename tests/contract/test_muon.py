@@ -4,7 +4,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.jobs import GPT, LLAMA, SAVING, assert_same_curve, train_job
+from tests.jobs import GPT, LLAMA, SAVING, assert_same_curve, mesh, train_job
 
 GUESTS = str(Path(__file__).parents[1] / "guests")
 LAYOUTS = {
@@ -27,3 +27,9 @@ def test_muon_resumes_on_another_layout(tmp_path: Path) -> None:
     alone = train_job(tmp_path, 1, *MUON, name="alone")
     train_job(tmp_path, 4, *MUON, *SAVING, *LAYOUTS["fsdp x tp"], "--train.steps", "4")
     assert_same_curve(alone, train_job(tmp_path, 4, *MUON, *SAVING, *LAYOUTS["fsdp x pp"]))
+
+
+def test_muon_takes_each_matrix_of_a_stack(tmp_path: Path) -> None:
+    config = LLAMA.with_name("stacked.toml")
+    alone = train_job(tmp_path / "1", 1, *MUON, config=config)
+    assert_same_curve(alone, train_job(tmp_path / "4", 4, *MUON, *mesh(dp_shard=4, spread=2), config=config))

@@ -9,10 +9,10 @@ from dataclasses import dataclass, replace
 from functools import partial
 
 from torch import Tensor, nn
-from torch.distributed._functional_collectives import all_gather_tensor_autograd
 from torch.distributed.tensor import Shard, distribute_tensor
 
 from titan.contracts import Axis, BuildContext, Job, ModelPart, ModelSpec, Technique, register
+from titan.contracts.base.sharding import Slices, gathered
 from titan.contracts.base.spec import nearest
 
 
@@ -36,7 +36,9 @@ class Spread(Technique):
 
     def check(self, job: Job, spec: ModelSpec) -> Iterable[str]:
         ranks, count = job.layout.degree("spread"), getattr(job.model.config, "stacked", 0)
-        if ranks > 1 and count % ranks:
+        if ranks > 1 and not count:
+            yield f"mesh.spread = {ranks}: model {job.model.name} has no stacks; set mesh.spread = 1"
+        elif count % ranks:
             near = nearest(ranks, lambda n: count % n == 0, most=count)
             yield f"[model] stacked = {count} cannot be spread over mesh.spread = {ranks} ranks; nearest: {near}"
 
@@ -49,11 +51,14 @@ class Spread(Technique):
         if "spread" not in context.mesh:
             return
         mesh = context.mesh["spread"]
+        slices = Slices(context.mesh.group("spread").group_name, mesh.size(), mesh.get_local_rank(), positions=True)
         for _, layer in part.layers(context.spec):
             module = layer.get_submodule("ffn.stack")
             module.weight = nn.Parameter(distribute_tensor(module.weight, mesh, [Shard(0)], src_data_rank=None))
-            module.whole = partial(_gather, context.mesh.group("spread").group_name)
+            module.whole = partial(_gather, slices)
 
 
-def _gather(group: str, weight: Tensor) -> Tensor:
-    return all_gather_tensor_autograd(weight.to_local(), 0, group)
+def _gather(slices: Slices, weight: Tensor) -> Tensor:
+    """All elements [E, ...] from those of this rank; gradients are summed over ranks, each of which gets its own."""
+    own = weight.to_local()
+    return gathered(own.flatten(1)[None], slices)[0].unflatten(1, own.shape[1:])

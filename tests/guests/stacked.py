@@ -1,20 +1,26 @@
 """A model from outside whose feed-forward mixes the matrices of a stack: ffn(x) = sum over e of softmax(R x)_e W_e x.
 
-All of a stack [E, D, D] is one parameter, in a module of its own.
+All of a stack [E, D, D] is one parameter, in a module of its own. Its elements are drawn one by one, and each is a
+tensor of a Hugging Face folder, transposed.
 """
 
-from collections.abc import Callable
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
 from functools import partial
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from titan.contracts import Model, ModelSpec, option, register
+from titan.contracts import HfTensor, Model, ModelSpec, option, register
 from titan.contracts.base.cost import linear
+from titan.contracts.base.spec import normal
+from titan.contracts.layers import huggingface
 from titan.contracts.layers.blocks import Heads, LayerPart, PreNormLayer, SelfAttention, pre_norm
 from titan.contracts.layers.decoder import Decoder, DecoderConfig, decoder_spec
 from titan.contracts.layers.rotary import Rotary
+
+SIZES = ("n_layers", "dim", "n_heads", "vocab_size", "max_seq_len", "tied", "stacked")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -40,7 +46,7 @@ class Stack(nn.Module):
     def forward(self, x: Tensor, shares: Tensor) -> Tensor:
         """x [B, S, D], shares [B, S, E] -> [B, S, D]."""
         weight = self.weight if self.whole is None else self.whole(self.weight)
-        return torch.einsum("bse,eod,bsd->bso", shares, weight, x)
+        return (torch.einsum("eod,bsd->bseo", weight, x) * shares[..., None]).sum(-2)
 
 
 class Mixture(nn.Module):
@@ -78,4 +84,27 @@ class Stacked(Model):
             linear("ffn.stack", c.dim, c.stacked * c.dim, saved=c.dim),
         )
         ffn = LayerPart(operations, {"ffn.router": "norm", "ffn.stack": "norm"})  # whole on every rank of tp
-        return decoder_spec(c, pre_norm(c.dim, c.heads.part(), ffn, vectors=1), ffn_dim=0, vectors=1)
+        spec = decoder_spec(c, pre_norm(c.dim, c.heads.part(), ffn, vectors=1), ffn_dim=0, vectors=1)
+        stacks = {"layers.*.ffn.stack.weight": normal(c.init_std, per_element=True)}
+        return replace(spec, init={**spec.init, **stacks})
+
+    def hf_config(self) -> Mapping[str, Any]:
+        c = self.config
+        return {"model_type": "stacked", **{key: getattr(c, key) for key in SIZES}, "n_kv_heads": c.kv_heads}
+
+    def hf_tensors(self) -> Sequence[HfTensor]:
+        modules = {theirs: ours for theirs, ours in huggingface.LAYER.items() if not theirs.startswith("mlp.")}
+        modules["mlp.gate"] = "ffn.router"
+        # Element by element, then layer by layer: the stacks lie across the files.
+        elements = [
+            HfTensor(f"model.layers.{i}.mlp.{e}", (f"layers.{i}.ffn.stack.weight",), transposed=True, element=e)
+            for e in reversed(range(self.config.stacked))
+            for i in range(self.config.n_layers)
+        ]
+        return [*elements, *huggingface.decoder_tensors(self.config.n_layers, modules, tied=self.config.tied)]
+
+    @classmethod
+    def from_hf(cls, config: Mapping[str, Any]) -> Mapping[str, Any] | None:
+        if config.get("model_type") != "stacked":
+            return None
+        return {key: config[key] for key in (*SIZES, "n_kv_heads")}

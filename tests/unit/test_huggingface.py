@@ -23,6 +23,8 @@ from titan.contracts.base import registry
 from titan.errors import CheckpointError, ConfigError, PluginError
 from titan.plugins.models.gpt import Gpt
 
+GUESTS = ("--plugins.path", str(Path(__file__).parents[1] / "guests"))
+
 
 @pytest.mark.parametrize(
     ("name", "options", "dtype"),
@@ -363,3 +365,121 @@ def test_pickles_are_not_read(folder: Path) -> None:
 def test_a_run_cannot_start_from_nothing(capsys: pytest.CaptureFixture[str]) -> None:
     assert cli.main(["config", "--checkpoint.init_from=/no/such"]) == 2
     assert "[checkpoint] init_from = '/no/such': no such folder" in capsys.readouterr().err
+
+
+@pytest.fixture
+def stacked() -> Any:
+    """A model whose stacks [3, 16, 16] are three tensors each of a folder."""
+    registry.load_plugins([Path(__file__).parents[1] / "guests"])
+    model: Any = registry.find("model", "stacked")
+    sizes = {key: value for key, value in SMALL.items() if key != "ffn_dim"}
+    return model(model.Config(**sizes, n_kv_heads=2, stacked=3))
+
+
+def test_elements_of_a_stack_are_tensors_of_their_own(stacked: Any, tmp_path: Path) -> None:
+    drawn = write(tmp_path / "hf", stacked, torch.bfloat16, shard_bytes=1500)
+    held = tensors(tmp_path / "hf")
+    index = json.loads((tmp_path / "hf" / tensor_files.INDEX).read_text())["weight_map"]
+    for layer in range(2):
+        own = drawn.tensors[f"layers.{layer}.ffn.stack.weight"]
+        names = [f"model.layers.{layer}.mlp.{element}" for element in range(3)]
+        assert all(torch.equal(held[name], own[element].T) for element, name in enumerate(names))
+        assert len({index[name] for name in names}) == 2  # one stack lies in several files
+    convert(tmp_path / "hf", tmp_path / "dcp", "dcp", *GUESTS)
+    convert(tmp_path / "dcp", tmp_path / "again", "hf", *GUESTS)
+    again, module = tensors(tmp_path / "again"), loaded(tmp_path / "again", stacked)
+    assert again.keys() == held.keys() and all(torch.equal(again[name], tensor) for name, tensor in held.items())
+    for name, parameter in module.named_parameters():
+        assert torch.equal(parameter, drawn.tensors[name].float()), name
+
+
+def test_part_of_a_stack_reads_the_elements_that_it_has(
+    stacked: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    drawn = write(tmp_path / "hf", stacked)
+    weights, name = huggingface.HfWeights(tmp_path / "hf", stacked), "layers.1.ffn.stack.weight"
+    read: list[str] = []
+    stored = tensor_files.Stored.read
+    monkeypatch.setattr(tensor_files.Stored, "read", lambda one, *given: read.append(one.name) or stored(one, *given))
+    part = weights.read(name, [slice(1, 3), slice(2, 7), slice(0, 16)])
+    assert torch.equal(part, drawn.tensors[name][1:3, 2:7])
+    assert read == ["model.layers.1.mlp.1", "model.layers.1.mlp.2"]
+
+
+def test_a_stack_is_read_once_to_be_written(stacked: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    write(tmp_path / "hf", stacked)
+    names: list[str] = []
+    read = huggingface.HfWeights.read
+    monkeypatch.setattr(huggingface.HfWeights, "read", lambda weights, name: names.append(name) or read(weights, name))
+    convert(tmp_path / "hf", tmp_path / "again", "hf", *GUESTS)
+    assert sorted(names) == sorted(huggingface.shapes_of(stacked))
+
+
+def test_elements_may_have_types_of_their_own(stacked: Any, tmp_path: Path) -> None:
+    drawn = write(tmp_path / "hf", stacked, torch.bfloat16)
+    held = tensors(tmp_path / "hf")
+    held["model.layers.0.mlp.1"] = held["model.layers.0.mlp.1"].float() + 1e-4
+    save_file(held, tmp_path / "hf" / tensor_files.SINGLE)
+    weights, name = huggingface.HfWeights(tmp_path / "hf", stacked), "layers.0.ffn.stack.weight"
+    stack = weights.read(name)
+    assert weights.dtype(name) is stack.dtype is torch.float32
+    assert torch.equal(stack[1].T, held["model.layers.0.mlp.1"]) and torch.equal(
+        stack[0], drawn.tensors[name][0].float()
+    )
+
+
+def _lacks_elements(held: dict[str, Tensor]) -> None:
+    del held["model.layers.0.mlp.2"], held["model.layers.1.mlp.0"]
+
+
+def _has_one_more(held: dict[str, Tensor]) -> None:
+    held["model.layers.0.mlp.3"] = held["model.layers.0.mlp.2"].clone()
+
+
+def _has_a_narrow_one(held: dict[str, Tensor]) -> None:
+    held["model.layers.1.mlp.1"] = held["model.layers.1.mlp.1"][:9].clone()
+
+
+@pytest.mark.parametrize(
+    ("spoil", "told"),
+    [
+        (
+            _lacks_elements,
+            r"it lacks model\.layers\.\S+, model\.layers\.\d\.mlp\.\d$",
+        ),
+        (_has_one_more, r"the model lacks model\.layers\.0\.mlp\.3"),
+        (_has_a_narrow_one, r"shapes differ in model\.layers\.1\.mlp\.1 \(\[9, 16\] there, \[16, 16\] here\)"),
+    ],
+)
+def test_elements_that_do_not_fit_are_told(
+    spoil: Callable[[dict[str, Tensor]], None], told: str, stacked: Any, tmp_path: Path
+) -> None:
+    write(tmp_path / "hf", stacked)
+    held = tensors(tmp_path / "hf")
+    spoil(held)
+    save_file(held, tmp_path / "hf" / tensor_files.SINGLE)
+    with pytest.raises(CheckpointError, match=told):
+        loaded(tmp_path / "hf", stacked)
+
+
+@pytest.mark.parametrize(
+    ("change", "told"),
+    [
+        (lambda all_of: all_of[:-1], r"must hold layers\.0\.ffn\.stack\.weight\[0\] exactly once"),
+        (lambda all_of: [*all_of, all_of[-1]], r"must hold layers\.0\.ffn\.stack\.weight\[0\] exactly once"),
+        (lambda all_of: [*all_of, replace(all_of[-1], element=3)], r"must hold layers\.0\.ffn\.stack\.weight\[3\]"),
+        (
+            lambda all_of: [*all_of, replace(all_of[-1], element=None)],
+            r"must hold .*stack\.weight exactly",
+        ),
+        (lambda all_of: [*all_of, replace(all_of[-1], ours=all_of[-1].ours * 2)], r"must hold .*stack\.weight\[0\]"),
+    ],
+    ids=["missing", "twice", "beyond", "whole", "joined"],
+)
+def test_a_model_must_hold_each_element_once(change: Any, told: str, stacked: Any, monkeypatch: Any) -> None:
+    elements = sorted(
+        stacked.hf_tensors(), key=lambda one: (one.element != 0, "layers.0" not in one.name), reverse=True
+    )
+    monkeypatch.setattr(type(stacked), "hf_tensors", lambda _: change(elements))
+    with pytest.raises(PluginError, match=told):
+        huggingface.made_of(stacked, huggingface.shapes_of(stacked))

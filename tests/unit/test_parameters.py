@@ -46,6 +46,12 @@ def test_biases_lie_along_the_outputs_of_a_column_and_along_nothing_in_a_row() -
     assert facts["positions.weight"] == ParameterFacts("table", None, False)
 
 
+def test_features_of_a_stack_lie_along_its_last_two_dimensions() -> None:
+    spec = Llama(LlamaConfig(**SIZES)).spec()
+    assert spec.parameter("layers.0.ffn.w1.weight", 3) == ParameterFacts("matrix", 1, False)
+    assert spec.parameter("layers.0.ffn.w2.weight", 3) == ParameterFacts("matrix", 2, False)
+
+
 @pytest.mark.parametrize("owner", ["embed.weight", "output.weight"])
 def test_a_tied_tensor_is_a_table_whichever_name_owns_it(owner: str) -> None:
     both = ("embed.weight", "output.weight")

@@ -80,6 +80,11 @@ def with_axis(*changed: str) -> str:
     return with_line(f"axes = (Axis({', '.join(f'{key}={value}' for key, value in fields.items())}),)")
 
 
+def with_fold(name: str) -> str:
+    """The technique with an axis that folds another."""
+    return with_axis("data=None", "weights='slices'", f"folds=({name!r},)")
+
+
 def load(tmp_path: Path, text: str, name: str) -> None:
     (tmp_path / f"{name}.py").write_text(text.replace("NAME", name))
     registry.load_plugins([tmp_path])
@@ -148,6 +153,9 @@ def test_plugins_load_from_a_folder(tmp_path: Path) -> None:
         (with_axis("default=True"), "mesh axis 'a': default = True: must be an integer"),
         (with_axis("name='a-b'"), "mesh axis 'a-b': name: must be a Python identifier"),
         (with_axis("name=1"), "mesh axis 1: name = 1: must be a string"),
+        (with_fold("dp_shared"), r"mesh axis 'a': folds: no plugin has the axis 'dp_shared' \(did you mean 'dp_shard'\?\)"),
+        (with_fold("tp"), r"mesh axis 'a': folds 'tp', whose ranks hold \"slices\"; they must hold \"copies\""),
+        (with_fold("a"), r"mesh axis 'a': folds 'a', which folds other axes itself; name these"),
         (SCHEDULE.replace("x: int", "x int"), r"misfit\.py:9 cannot be imported: SyntaxError: invalid syntax"),
         (SCHEDULE + "\ndef f():\n    return torch.zeros(2) @ torch.zeros(3)\nf()\n", r"plugin /.*misfit\.py:22 cannot be imported: RuntimeError: .*add --traceback for the whole stack"),
         (SCHEDULE + "\nraise SystemExit(3)\n", r"misfit\.py:21 cannot be imported: SystemExit: 3"),

@@ -347,8 +347,9 @@ class Mesh:
 
     def group(self, axis: str) -> dist.ProcessGroup:
         """The process group along an axis of degree above 1; for tensors on the device of the mesh."""
-        assert self._mesh is not None
-        return self._folds.get(axis, self._mesh).get_group(axis)  # without a sub-mesh: a dry run has no numbers for it
+        mesh = self._folds.get(axis, self._mesh)
+        assert mesh is not None
+        return mesh.get_group(axis)
 
     def groups(self) -> list[tuple[str, dist.ProcessGroup]]:
         """All process groups of this rank: one per axis, and of axes that are one dimension together.

@@ -158,7 +158,7 @@ def _folded(module: nn.Module, name: str, mesh: Mesh) -> Iterator[tuple[nn.Modul
         return
     for key, _ in module.named_parameters(recurse=False):
         if axes[key]:
-            other = next(key for key, axis in axes.items() if axis != axes[key])
+            other = next(one for one, axis in axes.items() if axis != axes[key])
             raise PluginError(
                 f"{name} has {key}, a slice along mesh.{axes[key]}, and {other}, which is none; put slices "
                 "into a module of their own, whose gradients are summed over other ranks"
