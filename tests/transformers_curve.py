@@ -28,6 +28,9 @@ GPT2 = {
     "n_embd": 32, "n_layer": 2, "n_head": 4, "vocab_size": 257, "n_positions": 64, "initializer_range": 0.2,
     "embd_pdrop": 0.0, "attn_pdrop": 0.0, "resid_pdrop": 0.0,
 }  # fmt: skip
+BLOOM = {
+    "hidden_size": 32, "n_layer": 2, "n_head": 4, "vocab_size": 257, "initializer_range": 0.2, "seq_length": 64,
+}  # fmt: skip
 NEOX = {
     "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2, "num_attention_heads": 4, "vocab_size": 257,
     "max_position_embeddings": 64, "initializer_range": 0.2, "rotary_pct": 0.5,
@@ -49,6 +52,8 @@ CASES: Mapping[str, tuple[str, Mapping[str, Any]]] = {
     "qwen3": ("qwen3", {**LLAMA, "head_dim": 12, "num_key_value_heads": 2, "rope_theta": 1e6}),
     "qwen3-tied": ("qwen3", {**LLAMA, "head_dim": 8, "num_key_value_heads": 4, "tie_word_embeddings": True}),
     "olmo2": ("olmo2", {**LLAMA, "num_key_value_heads": 2, "rope_theta": 5e5}),
+    "bloom": ("bloom", BLOOM),
+    "bloom-untied": ("bloom", {**BLOOM, "n_head": 8, "hidden_size": 48, "tie_word_embeddings": False}),
     "neox": ("gpt_neox", NEOX),
     "neox-in-turn": (
         "gpt_neox",

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import torch
 
-from tests.jobs import GPT, LLAMA, NEOX, OLMO2, QWEN3, assert_same_curve, mesh, train_job
+from tests.jobs import BLOOM, GPT, LLAMA, NEOX, OLMO2, QWEN3, assert_same_curve, mesh, train_job
 from tests.sweeps import but_sweep
 from titan.config import load_job
 from titan.contracts import Batch, ModelPart
@@ -64,7 +64,7 @@ def test_the_curve_of_one_rank(case: str, one_rank, tmp_path: Path) -> None:
     assert_same_curve(one_rank(*same), train_job(tmp_path, world_size, *words, *same))
 
 
-@pytest.mark.parametrize("config", [GPT, QWEN3, NEOX, OLMO2], ids=["gpt", "qwen3", "neox", "olmo2"])
+@pytest.mark.parametrize("config", [GPT, QWEN3, NEOX, OLMO2, BLOOM], ids=["gpt", "qwen3", "neox", "olmo2", "bloom"])
 @pytest.mark.parametrize("method", but_sweep(METHODS, "gather", "ulysses"))
 def test_other_models(config: Path, method: str, one_rank, tmp_path: Path) -> None:
     assert_same_curve(

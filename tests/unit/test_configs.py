@@ -33,6 +33,7 @@ def _job(name: str) -> Job:
         ("llama65b", 2048, 65.29),
         ("llama3_8b", 64, 8.03),
         ("qwen3_8b", 64, 8.19),
+        ("bloom176b", 384, 176.2),
         ("gpt22b", 16, 22.1),
         ("gpt175b", 128, 174.6),
         ("gpt1t", 1024, 1008),
@@ -44,7 +45,7 @@ def test_ranks_and_parameters(name: str, ranks: int, billions: float) -> None:
     assert job.spec.params / 1e9 == pytest.approx(billions, rel=5e-3)
 
 
-@pytest.mark.parametrize("name", ["llama7b", "llama13b", "llama33b", "llama65b", "llama3_8b", "qwen3_8b"])
+@pytest.mark.parametrize("name", ["llama7b", "llama13b", "llama33b", "llama65b", "llama3_8b", "qwen3_8b", "bloom176b"])
 def test_these_take_four_million_tokens_a_step(name: str) -> None:
     assert _job(name).tokens_per_step == 4 * MILLION
 

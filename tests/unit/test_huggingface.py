@@ -38,6 +38,8 @@ GUESTS = ("--plugins.path", str(Path(__file__).parents[1] / "guests"))
         ("qwen3", {"head_dim": 8}, torch.float32),
         ("olmo2", {"n_kv_heads": 2}, torch.bfloat16),
         ("olmo2", {"tied": True, "rope_theta": 500.0}, torch.float32),
+        ("bloom", {}, torch.bfloat16),
+        ("bloom", {"tied": False}, torch.float32),
         ("neox", {"rotary_pct": 0.5, "parallel_residual": False}, torch.bfloat16),
         ("neox", {"rotary_pct": 1.0, "tied": True, "rope_theta": 500.0}, torch.float32),
     ],
@@ -228,6 +230,13 @@ def test_what_does_not_fit_is_told(spoil: Callable[[dict[str, Tensor]], None], t
         ("olmo2", {"head_dim": 8}, "head_dim = 8: this model has 4 only"),
         ("olmo2", {"rope_scaling": {"rope_type": "yarn"}}, "rope_scaling rope_type = 'yarn': this model has 'default'"),
         ("olmo2", {"hidden_size": 0}, "hidden_size = 0: must be an integer of at least 1"),
+        (
+            "bloom",
+            {"apply_residual_connection_post_layernorm": True},
+            "apply_residual_connection_post_layernorm = True: this model has False only",
+        ),
+        ("bloom", {"n_head": 0}, "n_head = 0: must be an integer of at least 1"),
+        ("bloom", {"seq_length": "2k"}, "seq_length = '2k': must be an integer of at least 1"),
         ("neox", {"attention_bias": False}, "attention_bias = False: this model has True only"),
         ("neox", {"hidden_act": "gelu_fast"}, "hidden_act = 'gelu_fast': this model has 'gelu' only"),
         (
@@ -275,6 +284,11 @@ def test_defaults_of_transformers() -> None:
     silent = plugin("neox").from_hf({**sizes, "model_type": "gpt_neox"}) or {}
     assert (silent["parallel_residual"], silent["rotary_pct"], silent["rope_theta"]) == (True, 0.25, 10000.0)
     assert plugin("neox", n_kv_heads=2).hf_config() is None
+    published = {"model_type": "bloom", "n_embed": 32, "num_attention_heads": 4, "n_layer": 2, "vocab_size": 257}
+    assert plugin("bloom").from_hf(published) == {
+        "n_layers": 2, "dim": 32, "n_heads": 4, "vocab_size": 257, "max_seq_len": 2048, "tied": True, "norm_eps": 1e-5,
+    }  # fmt: skip
+    assert plugin("bloom", n_kv_heads=2).hf_config() is plugin("bloom", ffn_dim=40).hf_config() is None
     assert plugin("gpt").from_hf(sizes) is None and plugin("llama").from_hf({"model_type": "gpt2"}) is None
 
 

@@ -13,11 +13,11 @@ from titan.contracts import Model
 from titan.contracts.base import options, registry
 from titan.contracts.layers.rotary import rope_table
 from titan.errors import PluginError
-from titan.plugins.models import gpt, llama, neox, olmo2, qwen3
+from titan.plugins.models import bloom, gpt, llama, neox, olmo2, qwen3
 
 torch.set_num_threads(1)
 
-MODELS: list[type[Model]] = [llama.Llama, gpt.Gpt, qwen3.Qwen3, neox.Neox, olmo2.Olmo2]
+MODELS: list[type[Model]] = [llama.Llama, gpt.Gpt, qwen3.Qwen3, neox.Neox, olmo2.Olmo2, bloom.Bloom]
 PRESETS = [pytest.param(m, preset, id=f"{m.name}-{preset}") for m in MODELS for preset in m.presets]
 
 
@@ -150,6 +150,31 @@ def test_neox_sizes_are_the_published_ones(preset: str, params: int) -> None:
 @pytest.mark.parametrize(
     ("preset", "params"),
     [
+        ("bloom-560m", 559_214_592),
+        ("bloom-1b1", 1_065_314_304),
+        ("bloom-1b7", 1_722_408_960),
+        ("bloom-3b", 3_002_557_440),
+        ("bloom-7b1", 7_069_016_064),
+        ("bloom-176b", 176_247_271_424),
+    ],
+)
+def test_bloom_sizes_are_the_published_ones(preset: str, params: int) -> None:
+    """Table 5 of arXiv 2211.05100, and the published weights."""
+    assert sized(bloom.Bloom, preset).spec().params == params
+
+
+def test_bloom_slopes_are_those_of_alibi() -> None:
+    """Section 3 of arXiv 2108.12409 for powers of two; its authors' interleaving for 12 and 112."""
+    assert bloom.slopes(8) == tuple(2.0**-i for i in range(1, 9))
+    assert bloom.slopes(1) == (2.0**-8,)
+    assert bloom.slopes(12) == (*(2.0**-i for i in range(1, 9)), 2**-0.5, 2**-1.5, 2**-2.5, 2**-3.5)
+    most = bloom.slopes(112)
+    assert len(set(most)) == 112 and most[63] == 2.0**-8 and most[64] == 2 ** -(1 / 16)
+
+
+@pytest.mark.parametrize(
+    ("preset", "params"),
+    [
         ("olmo2-1b", 1_484_916_736),
         ("olmo2-7b", 7_298_617_344),
         ("olmo2-13b", 13_716_198_400),
@@ -188,6 +213,7 @@ def test_models_are_registered_by_name() -> None:
     assert registry.find("model", "qwen3") is qwen3.Qwen3
     assert registry.find("model", "neox") is neox.Neox
     assert registry.find("model", "olmo2") is olmo2.Olmo2
+    assert registry.find("model", "bloom") is bloom.Bloom
 
 
 # --- initial values and decay -------------------------------------------------------------------------------------
@@ -201,6 +227,7 @@ def test_models_are_registered_by_name() -> None:
         (qwen3.Qwen3, {"wo", "w2"}),
         (neox.Neox, {"wo", "down"}),
         (olmo2.Olmo2, {"wo", "w2"}),
+        (bloom.Bloom, {"wo", "down"}),
     ],
 )
 @pytest.mark.parametrize("tied", [True, False])
@@ -251,7 +278,7 @@ def test_later_tokens_do_not_reach_earlier_logits(model: type[Model], packed: bo
     assert ((before[:, seen] - after[:, seen]).abs().amax(-1) > 1e-4).all()
 
 
-@pytest.mark.parametrize("model", [llama.Llama, qwen3.Qwen3, neox.Neox, olmo2.Olmo2])
+@pytest.mark.parametrize("model", [llama.Llama, qwen3.Qwen3, neox.Neox, olmo2.Olmo2, bloom.Bloom])
 @pytest.mark.parametrize("kv", [None, 2])
 def test_packed_documents_equal_documents_alone(model: type[Model], kv: int | None) -> None:
     whole = sized(model, "tiny", n_kv_heads=kv)
@@ -331,6 +358,7 @@ def test_attention_takes_a_share_of_the_heads(model: type[Model]) -> None:
             own, part_own = getattr(attn, name), getattr(part, name)
             part_own.weight = nn.Parameter(own.weight.chunk(2)[share])
             part_own.bias = None if own.bias is None else nn.Parameter(own.bias.chunk(2)[share])
+        part.core.first_head = 4 * share
         part.wo.weight, part.wo.bias = nn.Parameter(attn.wo.weight.chunk(2, dim=1)[share]), None
         total = total + part(x, *rest)
     torch.testing.assert_close(total, attn(x, *rest), rtol=1e-5, atol=1e-5)
@@ -434,6 +462,30 @@ def test_neox_block_is_the_published_arithmetic(parallel: bool) -> None:
     expected = h + linear(0.5 * u * (1 + torch.erf(u / math.sqrt(2))), "ffn.down")
     rope = table(whole, places(x))
     torch.testing.assert_close(block(x, places(x), None, rope), expected, rtol=1e-4, atol=1e-4)
+
+
+def test_bloom_block_is_the_published_arithmetic() -> None:
+    whole = sized(bloom.Bloom, "tiny", n_layers=1, n_heads=6, dim=48)
+    net = drawn(whole)
+    w = dict(net.named_parameters())
+    x = tokens(whole)
+
+    def norm(t: Tensor, name: str) -> Tensor:
+        return nn.functional.layer_norm(t, (48,), w[f"{name}.weight"], w[f"{name}.bias"], 1e-5)
+
+    def linear(t: Tensor, name: str) -> Tensor:
+        return t @ w[f"layers.0.{name}.weight"].T + w[f"layers.0.{name}.bias"]
+
+    h = norm(w["embed.weight"][x], "embed_norm")
+    t = norm(h, "layers.0.attn_norm")
+    q, k, v = (linear(t, f"attn.{n}").unflatten(-1, (6, 8)).movedim(2, 1) for n in ("wq", "wk", "wv"))
+    # As transformers has it: biases by the key's place alone, which the softmax does not tell from distances.
+    bias = torch.tensor(bloom.slopes(6))[:, None, None] * torch.arange(24.0)
+    scores = (q @ k.mT / math.sqrt(8) + bias).masked_fill(~torch.ones(24, 24).tril().bool(), -math.inf)
+    h = h + linear((scores.softmax(-1) @ v).movedim(1, 2).flatten(2), "attn.wo")
+    u = linear(norm(h, "layers.0.ffn_norm"), "ffn.up")
+    h = h + linear(0.5 * u * (1 + torch.tanh(math.sqrt(2 / math.pi) * (u + 0.044715 * u**3))), "ffn.down")
+    torch.testing.assert_close(logits_of(net, x), norm(h, "norm") @ w["embed.weight"].T, rtol=1e-4, atol=1e-4)
 
 
 def test_olmo2_block_is_the_published_arithmetic() -> None:
