@@ -1,5 +1,7 @@
 """Compare the quickstart's loss and gradient norm at many layouts with one rank: largest relative differences.
 
+Rows with `ep` train the preset `moe-tiny` of `moe` in place of the quickstart's model, against one rank of it.
+
     python -m bench.layouts [--steps 10]
     python -m bench.layouts --only cp    # the layouts with this text in their names; writes no results
 
@@ -13,6 +15,7 @@ import os
 import subprocess
 import sys
 import tempfile
+from functools import cache
 from pathlib import Path
 
 from tqdm import tqdm
@@ -24,6 +27,7 @@ SCHEDULES = (
 )  # fmt: skip
 COMPILED = {"plugins.compile.enabled": "true"}
 GATHER, ULYSSES = ({"plugins.context.method": method} for method in ("gather", "ulysses"))
+EXPERTS = {"model.name": "moe", "model.preset": "moe-tiny"}
 LAYOUTS: dict[str, tuple[int, dict[str, object]]] = {
     "dp_shard 2, tp 2, pp 2": (8, {"mesh.dp_shard": 2, "mesh.tp": 2, "mesh.pp": 2}),
     "tp 8": (8, {"mesh.tp": 8}),
@@ -45,12 +49,19 @@ LAYOUTS: dict[str, tuple[int, dict[str, object]]] = {
     "ddp 2, cp 2, gather": (4, {"mesh.dp_replicate": 2, "mesh.cp": 2, **GATHER}),
     "dp_shard 2, cp 2, tp 2": (8, {"mesh.dp_shard": 2, "mesh.cp": 2, "mesh.tp": 2}),
     "cp 2, pp 2": (4, {"mesh.cp": 2, "mesh.pp": 2}),
+    "ep 2 of dp_shard 2": (2, {**EXPERTS, "mesh.dp_shard": 2, "mesh.ep": 2}),
+    "ep 2 of dp_shard 4": (4, {**EXPERTS, "mesh.dp_shard": 4, "mesh.ep": 2}),
+    "ep 4 of dp_shard 4": (4, {**EXPERTS, "mesh.dp_shard": 4, "mesh.ep": 4}),
+    "ep 4 of dp_shard 2, cp 2": (4, {**EXPERTS, "mesh.dp_shard": 2, "mesh.cp": 2, "mesh.ep": 4}),
+    "ep 2, dp_shard 2, tp 2": (4, {**EXPERTS, "mesh.dp_shard": 2, "mesh.ep": 2, "mesh.tp": 2}),
+    "ep 2, dp_shard 2, pp 2": (4, {**EXPERTS, "mesh.dp_shard": 2, "mesh.ep": 2, "mesh.pp": 2}),
 }
 ENDS = {
     **LAYOUTS,
     "one rank": (1, {}),
     "dp_shard 2, tp 2": (4, {"mesh.dp_shard": 2, "mesh.tp": 2}),
     "pp 2, dp_shard 2": (4, {"mesh.pp": 2, "mesh.dp_shard": 2}),
+    "one rank of experts": (1, EXPERTS),
 }
 """What a resumed run may begin or end with."""
 RESUMED = {
@@ -60,6 +71,8 @@ RESUMED = {
     "tp 8, then one rank": ("tp 8", "one rank"),
     "cp 4, ring, then dp_shard 2, tp 2": ("cp 4, ring", "dp_shard 2, tp 2"),
     "pp 2, dp_shard 2, then cp 2, tp 2, ulysses": ("pp 2, dp_shard 2", "cp 2, tp 2, ulysses"),
+    "ep 4, then one rank": ("ep 4 of dp_shard 4", "one rank of experts"),
+    "one rank, then ep 4": ("one rank of experts", "ep 4 of dp_shard 4"),
 }
 Curve = dict[int, tuple[float, float]]
 
@@ -74,15 +87,19 @@ def main() -> None:
     chosen = [name for name in (*LAYOUTS, *RESUMED) if not given.only or any(part in name for part in given.only)]
     rows: dict[str, dict[str, float]] = {}
     with tempfile.TemporaryDirectory() as folder:
-        reference = _train(folder, "reference", 1, {}, steps)
-        longer = _train(folder, "longer", 1, {}, 2 * steps)
+
+        @cache
+        def reference(experts: bool, steps: int) -> Curve:
+            return _train(folder, f"reference-{experts}-{steps}", 1, EXPERTS if experts else {}, steps)
+
         for name in tqdm(chosen, disable=None):
             if name in LAYOUTS:
-                rows[name] = _compare(reference, _train(folder, name, *LAYOUTS[name], steps))
+                ends, whole = [LAYOUTS[name]], steps
             else:
-                before, after = (ENDS[end] for end in RESUMED[name])
-                _train(folder, name, *before, steps)
-                rows[name] = _compare(longer, _train(folder, name, *after, 2 * steps))
+                ends, whole = [ENDS[end] for end in RESUMED[name]], 2 * steps
+                _train(folder, name, *ends[0], steps)
+            found = _train(folder, name, *ends[-1], whole)
+            rows[name] = _compare(reference("model.name" in ends[-1][1], whole), found)
     for name, row in rows.items():
         print(f"{name:<48} loss {row['loss']:.1e}   gradient norm {row['grad_norm']:.1e}")
     if not given.only:

@@ -76,12 +76,14 @@ class ExpertParallel(Technique):
         if job.layout.degree("ep") == 1:
             return costs
         kinds: tuple[When, ...] = ("forward", "recompute", "backward")
-        # All linears of an expert are given the same rows, whose width is the hidden state's.
-        rows = max(op.used * op.of_layers * costs.dim for op in costs.layer if isinstance(op, Matmul) and op.stack > 1)
+        stack = _stacks(job.spec)[0]  # all linears of an expert have the same rows, as wide as a hidden state
         travels = (
-            CollectiveCost(axes=("ep",), collective="all_to_all", where="layer", when=when, numel=rows, count=2)
+            CollectiveCost(
+                axes=("ep",), collective="all_to_all", where="layer", when=when, numel=stack.used * costs.dim, count=2,
+                of_layers=stack.of_layers,
+            )
             for when in kinds
-        )
+        )  # fmt: skip
         return replace(costs, stacks_over=(*costs.stacks_over, "ep"), collectives=(*costs.collectives, *travels))
 
     def apply(self, part: ModelPart, context: BuildContext) -> None:
