@@ -21,9 +21,9 @@ if TYPE_CHECKING:
     from titan.checkpoint.disk.index import Index
     from titan.training.build import Run
 
-LLAMA, GPT, QWEN3, NEOX, OLMO2, MOE, BLOOM = (
+LLAMA, GPT, QWEN3, NEOX, OLMO2, MOE, BLOOM, GEMMA = (
     Path(__file__).parent / "configs" / f"{name}.toml"
-    for name in ("llama", "gpt", "qwen3", "neox", "olmo2", "moe", "bloom")
+    for name in ("llama", "gpt", "qwen3", "neox", "olmo2", "moe", "bloom", "gemma")
 )
 SAVING = ("--checkpoint.enabled", "true", "--checkpoint.every", "4")
 LOSS_RTOL, NORM_RTOL, WEIGHT_RTOL, WEIGHT_ATOL = 1e-5, 1e-4, 1e-4, 1e-6

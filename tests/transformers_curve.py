@@ -31,6 +31,11 @@ GPT2 = {
 BLOOM = {
     "hidden_size": 32, "n_layer": 2, "n_head": 4, "vocab_size": 257, "initializer_range": 0.2, "seq_length": 64,
 }  # fmt: skip
+GEMMA = {
+    **LLAMA, "num_hidden_layers": 3, "num_key_value_heads": 2, "head_dim": 12, "sliding_window": 5,
+    "query_pre_attn_scalar": 8, "attn_logit_softcapping": 2.0, "final_logit_softcapping": 3.0,
+    "tie_word_embeddings": True, "hidden_act": "gelu_pytorch_tanh",
+}  # fmt: skip
 NEOX = {
     "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2, "num_attention_heads": 4, "vocab_size": 257,
     "max_position_embeddings": 64, "initializer_range": 0.2, "rotary_pct": 0.5,
@@ -54,6 +59,11 @@ CASES: Mapping[str, tuple[str, Mapping[str, Any]]] = {
     "olmo2": ("olmo2", {**LLAMA, "num_key_value_heads": 2, "rope_theta": 5e5}),
     "bloom": ("bloom", BLOOM),
     "bloom-untied": ("bloom", {**BLOOM, "n_head": 8, "hidden_size": 48, "tie_word_embeddings": False}),
+    "gemma2": ("gemma2", GEMMA),
+    "gemma2-uncapped": (
+        "gemma2",
+        {**GEMMA, "attn_logit_softcapping": None, "final_logit_softcapping": None, "head_dim": 8, "sliding_window": 9},
+    ),
     "neox": ("gpt_neox", NEOX),
     "neox-in-turn": (
         "gpt_neox",

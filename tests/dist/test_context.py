@@ -93,8 +93,12 @@ def test_other_models(config: Path, method: str, one_rank, tmp_path: Path) -> No
             [*mesh(cp=2), "--plugins.fsdp.enabled", "false"],
             r"\[plugins.context\] requires summed_gradients, which no enabled technique provides",
         ),
+        (
+            [*mesh(cp=2), *by("gather"), "--model.name", "gemma", "--model.sliding_window", "8"],
+            r"method = 'gather' has no soft cap on scores, as the model has; use method = \"ulysses\"",
+        ),
     ],
-    ids=["ring", "ulysses", "heads", "heads without tp", "scores", "window", "sums"],
+    ids=["ring", "ulysses", "heads", "heads without tp", "scores", "window", "sums", "soft caps"],
 )
 def test_what_cannot_be_split_is_refused(words: list[str], said: str) -> None:
     with pytest.raises(ConfigError) as error:

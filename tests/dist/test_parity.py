@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from tests.jobs import BLOOM, GPT, NEOX, OLMO2, QWEN3, assert_same_curve, mesh, train_job
+from tests.jobs import BLOOM, GEMMA, GPT, NEOX, OLMO2, QWEN3, assert_same_curve, mesh, train_job
 from tests.sweeps import but_sweep, swept_case
 
 SCORES_RECOMPUTED = ("--model.attention", "unfused", "--plugins.activation_checkpoint.mode", "attention")
@@ -152,6 +152,7 @@ def test_olmo2_with_norms_over_all_heads(world_size: int, words: list[str], one_
         (2, mesh(tp=2)),
         (2, [*mesh(tp=2), *COMPILED, "--plugins.activation_checkpoint.mode", "selective"]),
         (4, [*mesh(tp=2, pp=2), "--data.packing", "document_mask"]),
+        (4, [*mesh(tp=2, cp=2), "--plugins.context.method", "ulysses"]),
         swept_case((4, [*mesh(dp_shard=2, tp=2), "--plugins.tensor.sequence_parallel", "false"])),
         swept_case((2, [*mesh(tp=2), "--model.attention", "unfused", "--data.packing", "document_mask"])),
         swept_case((2, [*mesh(pp=2), "--model.tied", "false"])),
@@ -162,6 +163,24 @@ def test_bloom_with_slopes_of_heads(world_size: int, words: list[str], one_rank,
     curve = ("--data.packing", "--model.attention", "--model.tied")
     same = tuple(w for at, word in enumerate(words) if word in curve for w in words[at : at + 2])
     assert_same_curve(one_rank(*same, config=BLOOM), train_job(tmp_path, world_size, *words, config=BLOOM))
+
+
+@pytest.mark.parametrize(
+    ("world_size", "words"),
+    [
+        (2, mesh(tp=2)),
+        (2, [*mesh(cp=2), "--plugins.context.method", "ulysses", "--data.packing", "document_mask"]),
+        (4, [*mesh(tp=2, pp=2), "--plugins.tensor.loss_parallel", "false"]),
+        swept_case((2, [*mesh(tp=2), *COMPILED, "--plugins.activation_checkpoint.mode", "attention"])),
+        swept_case((2, [*mesh(cp=2), "--model.attention_cap", "0"])),
+        swept_case((2, [*mesh(pp=2), "--model.tied", "false"])),
+    ],
+    ids=lambda value: " ".join(value) if isinstance(value, list) else str(value),
+)
+def test_gemma_with_soft_caps(world_size: int, words: list[str], one_rank, tmp_path: Path) -> None:
+    curve = ("--data.packing", "--model.attention_cap", "--model.tied")
+    same = tuple(w for at, word in enumerate(words) if word in curve for w in words[at : at + 2])
+    assert_same_curve(one_rank(*same, config=GEMMA), train_job(tmp_path, world_size, *words, config=GEMMA))
 
 
 WINDOW = ("--model.sliding_window", "5", "--data.packing", "document_mask")

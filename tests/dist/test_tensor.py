@@ -19,6 +19,7 @@ from titan.contracts.base.mesh import Layout
 from titan.plugins.losses.cross_entropy import Config as LossConfig
 from titan.plugins.losses.cross_entropy import CrossEntropy
 from titan.plugins.models.bloom import Bloom, BloomConfig
+from titan.plugins.models.gemma import Gemma, GemmaConfig
 from titan.plugins.models.gpt import Gpt, GptConfig
 from titan.plugins.models.llama import Llama, LlamaConfig
 from titan.plugins.models.neox import Neox, NeoxConfig
@@ -33,6 +34,7 @@ MODELS = {
     "llama, tied": lambda: Llama(LlamaConfig(**SIZES, tied=True)),
     "gpt, tied, biases": lambda: Gpt(GptConfig(**SIZES)),
     "bloom, slopes of heads": lambda: Bloom(BloomConfig(**SIZES)),
+    "gemma, soft caps": lambda: Gemma(GemmaConfig(**SIZES, n_kv_heads=4, head_dim=6, sliding_window=5)),
     "neox, parallel branches": lambda: Neox(NeoxConfig(**SIZES, rotary_pct=0.5)),
     "olmo2, norms over all heads": lambda: Olmo2(Olmo2Config(**SIZES, n_kv_heads=4)),
     "qwen3, norms of heads": lambda: Qwen3(Qwen3Config(**SIZES, n_kv_heads=4, head_dim=6)),

@@ -224,6 +224,9 @@ def _model(rng: random.Random, degrees: Mapping[str, int], context: Keys, layers
         keys["head_dim"] = rng.choice((6, 8, 10))
     if "rotary_pct" in has:
         keys["rotary_pct"] = rng.choice(range(2, width + 1, 2)) / width
+    if "attention_cap" in has:  # blocks of keys that are passed round or gathered have no soft caps
+        keys["attention_cap"] = rng.choice((0.0, 2.0)) if dealt == degrees["cp"] else 0.0
+        keys |= {"logit_cap": rng.choice((0.0, 3.0)), "sliding_window": length}
     if "sliding_window" in has and rng.random() < 0.4:
         keys["sliding_window"] = rng.randint(1, length)
     return {f"model.{key}": value for key, value in keys.items()}

@@ -22,7 +22,7 @@ from titan.data.samples.samples import Samples
 from titan.data.tokens.shards import open_shards
 from titan.plugins.parallel.context.attention import positions_of
 
-DRAWS = 600
+DRAWS = 800
 OPTIONS = frozenset[str]().union(*(model.options for model in models().values()))
 EXPECTED = {
     *(f"{count} ranks" for count in range(1, 9)), *(f"{axis} > 1" for axis in AXES), "hsdp", "dp x tp x pp",

@@ -19,6 +19,7 @@ from titan.errors import ConfigError, DivergedError
 from titan.inference import generation
 from titan.inference.generation import Sampling, Text, Words
 from titan.plugins.models.bloom import Bloom, BloomConfig
+from titan.plugins.models.gemma import Gemma, GemmaConfig
 from titan.plugins.models.gpt import Gpt, GptConfig
 from titan.plugins.models.llama import Llama, LlamaConfig
 from titan.plugins.models.neox import Neox, NeoxConfig
@@ -38,6 +39,7 @@ MODELS: dict[str, Model] = {
     "qwen3, grouped": Qwen3(Qwen3Config(**SIZES, n_kv_heads=2, head_dim=12)),
     "olmo2, grouped": Olmo2(Olmo2Config(**SIZES, n_kv_heads=2)),
     "bloom, grouped": Bloom(BloomConfig(**{**SIZES, "dim": 64, "n_heads": 8}, n_kv_heads=4)),
+    "gemma, grouped": Gemma(GemmaConfig(**SIZES, n_kv_heads=2, head_dim=12, sliding_window=5, query_scale=7)),
     "neox, grouped": Neox(NeoxConfig(**SIZES, n_kv_heads=2, rotary_pct=0.5)),
 }
 PROMPTS = [list(b"the cat"), list(b"a"), list(b"sat on the"), list(b"on")]

@@ -39,6 +39,8 @@ GUESTS = ("--plugins.path", str(Path(__file__).parents[1] / "guests"))
         ("olmo2", {"n_kv_heads": 2}, torch.bfloat16),
         ("olmo2", {"tied": True, "rope_theta": 500.0}, torch.float32),
         ("bloom", {}, torch.bfloat16),
+        ("gemma", {"n_kv_heads": 2, "head_dim": 6, "query_scale": 9}, torch.bfloat16),
+        ("gemma", {"tied": False, "attention_cap": 0.0, "logit_cap": 0.0}, torch.float32),
         ("bloom", {"tied": False}, torch.float32),
         ("neox", {"rotary_pct": 0.5, "parallel_residual": False}, torch.bfloat16),
         ("neox", {"rotary_pct": 1.0, "tied": True, "rope_theta": 500.0}, torch.float32),
@@ -230,6 +232,10 @@ def test_what_does_not_fit_is_told(spoil: Callable[[dict[str, Tensor]], None], t
         ("olmo2", {"head_dim": 8}, "head_dim = 8: this model has 4 only"),
         ("olmo2", {"rope_scaling": {"rope_type": "yarn"}}, "rope_scaling rope_type = 'yarn': this model has 'default'"),
         ("olmo2", {"hidden_size": 0}, "hidden_size = 0: must be an integer of at least 1"),
+        ("gemma", {"hidden_activation": "gelu"}, "hidden_activation = 'gelu': this model has 'gelu_pytorch_tanh' only"),
+        ("gemma", {"query_pre_attn_scalar": 1.5}, "query_pre_attn_scalar = 1.5: must be an integer of at least 1"),
+        ("gemma", {"layer_types": ["full_attention"] * 2}, "layer_types: this model has sliding_attention and full"),
+        ("gemma", {"use_bidirectional_attention": True}, "use_bidirectional_attention = True: this model has False"),
         (
             "bloom",
             {"apply_residual_connection_post_layernorm": True},
@@ -284,6 +290,11 @@ def test_defaults_of_transformers() -> None:
     silent = plugin("neox").from_hf({**sizes, "model_type": "gpt_neox"}) or {}
     assert (silent["parallel_residual"], silent["rotary_pct"], silent["rope_theta"]) == (True, 0.25, 10000.0)
     assert plugin("neox", n_kv_heads=2).hf_config() is None
+    assert plugin("gemma").from_hf({**sizes, "model_type": "gemma2"}) == {
+        "n_layers": 2, "dim": 32, "n_heads": 4, "n_kv_heads": 4, "head_dim": 256, "ffn_dim": 48, "vocab_size": 257,
+        "max_seq_len": 64, "sliding_window": 4096, "tied": True, "norm_eps": 1e-6, "rope_theta": 10000.0,
+        "query_scale": None, "attention_cap": 50.0, "logit_cap": 30.0,
+    }  # fmt: skip
     published = {"model_type": "bloom", "n_embed": 32, "num_attention_heads": 4, "n_layer": 2, "vocab_size": 257}
     assert plugin("bloom").from_hf(published) == {
         "n_layers": 2, "dim": 32, "n_heads": 4, "vocab_size": 257, "max_seq_len": 2048, "tied": True, "norm_eps": 1e-5,

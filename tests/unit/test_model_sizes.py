@@ -4,7 +4,7 @@ import pytest
 
 from titan.contracts import Model
 from titan.contracts.base.spec import nearest
-from titan.plugins.models import bloom, gpt, llama, neox, olmo2, qwen3
+from titan.plugins.models import bloom, gemma, gpt, llama, neox, olmo2, qwen3
 
 
 @pytest.mark.parametrize(
@@ -24,6 +24,8 @@ from titan.plugins.models import bloom, gpt, llama, neox, olmo2, qwen3
         (olmo2.Olmo2, {"n_heads": 4, "n_kv_heads": 3}, ["n_heads 4", "n_kv_heads 3", "nearest: 2 or 4"]),
         (bloom.Bloom, {"dim": 100, "n_heads": 8}, ["dim 100", "n_heads 8", "n_heads 5 or 10, or dim 96 or 104"]),
         (bloom.Bloom, {"n_heads": 4, "n_kv_heads": 3}, ["n_heads 4", "n_kv_heads 3", "nearest: 2 or 4"]),
+        (gemma.Gemma, {"dim": 36, "n_heads": 4}, ["dim 36 over n_heads 4", "nearest: dim 32 or 40, or set head_dim"]),
+        (gemma.Gemma, {"head_dim": 5}, ["head_dim 5 must be even; nearest: 4 or 6"]),
         (neox.Neox, {"dim": 100, "n_heads": 8}, ["dim 100", "n_heads 8", "n_heads 5 or 10, or dim 96 or 104"]),
         (neox.Neox, {"n_heads": 4, "n_kv_heads": 3}, ["n_heads 4", "n_kv_heads 3", "nearest: 2 or 4"]),
         (

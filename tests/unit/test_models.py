@@ -9,15 +9,16 @@ from torch import Tensor, nn
 
 from tests.logits import logits_of, places
 from tests.unit.test_rope import naive_rope
-from titan.contracts import Model
+from titan.contracts import AttentionCore, Model
 from titan.contracts.base import options, registry
+from titan.contracts.base.cost import Attention
 from titan.contracts.layers.rotary import rope_table
 from titan.errors import PluginError
-from titan.plugins.models import bloom, gpt, llama, neox, olmo2, qwen3
+from titan.plugins.models import bloom, gemma, gpt, llama, neox, olmo2, qwen3
 
 torch.set_num_threads(1)
 
-MODELS: list[type[Model]] = [llama.Llama, gpt.Gpt, qwen3.Qwen3, neox.Neox, olmo2.Olmo2, bloom.Bloom]
+MODELS: list[type[Model]] = [llama.Llama, gpt.Gpt, qwen3.Qwen3, neox.Neox, olmo2.Olmo2, bloom.Bloom, gemma.Gemma]
 PRESETS = [pytest.param(m, preset, id=f"{m.name}-{preset}") for m in MODELS for preset in m.presets]
 
 
@@ -163,6 +164,26 @@ def test_bloom_sizes_are_the_published_ones(preset: str, params: int) -> None:
     assert sized(bloom.Bloom, preset).spec().params == params
 
 
+@pytest.mark.parametrize(
+    ("preset", "params"),
+    [("gemma-2-2b", 2_614_341_888), ("gemma-2-9b", 9_241_705_984), ("gemma-2-27b", 27_227_128_320)],
+)
+def test_gemma_sizes_are_the_published_ones(preset: str, params: int) -> None:
+    """The published weights; table 2 of arXiv 2408.00118 without padding."""
+    assert sized(gemma.Gemma, preset).spec().params == params
+
+
+@pytest.mark.parametrize(("layers", "windowed"), [(1, 1.0), (3, 2 / 3), (4, 0.5)])
+def test_gemma_states_its_windows_by_their_share_of_the_layers(layers: int, windowed: float) -> None:
+    spec = sized(gemma.Gemma, "tiny", n_layers=layers).spec()
+    cores = [op for op in spec.layer_ops if isinstance(op, Attention)]
+    assert [op.window for op in cores] == [16, 0][: len(cores)] and all(op.soft_cap for op in cores)
+    assert [op.of_layers for op in cores] == pytest.approx([windowed, 1 - windowed][: len(cores)])
+    built = [core.window for core in sized(gemma.Gemma, "tiny", n_layers=layers).build().modules()
+             if isinstance(core, AttentionCore)]  # fmt: skip
+    assert built == [0 if number % 2 else 16 for number in range(layers)]
+
+
 def test_bloom_slopes_are_those_of_alibi() -> None:
     """Section 3 of arXiv 2108.12409 for powers of two; its authors' interleaving for 12 and 112."""
     assert bloom.slopes(8) == tuple(2.0**-i for i in range(1, 9))
@@ -214,6 +235,7 @@ def test_models_are_registered_by_name() -> None:
     assert registry.find("model", "neox") is neox.Neox
     assert registry.find("model", "olmo2") is olmo2.Olmo2
     assert registry.find("model", "bloom") is bloom.Bloom
+    assert registry.find("model", "gemma") is gemma.Gemma
 
 
 # --- initial values and decay -------------------------------------------------------------------------------------
@@ -228,6 +250,7 @@ def test_models_are_registered_by_name() -> None:
         (neox.Neox, {"wo", "down"}),
         (olmo2.Olmo2, {"wo", "w2"}),
         (bloom.Bloom, {"wo", "down"}),
+        (gemma.Gemma, {"wo", "w2"}),
     ],
 )
 @pytest.mark.parametrize("tied", [True, False])
@@ -238,7 +261,8 @@ def test_initial_values(model: type[Model], added: set[str], tied: bool) -> None
     for name, parameter in meta(whole).named_parameters():
         how, module = spec.init_of(name), name.split(".")[-2]
         if "norm" in module and name.endswith("weight"):
-            assert (how.kind, how.value) == ("constant", 1.0), name
+            factor = 0.0 if model is gemma.Gemma else 1.0  # 1 + weight
+            assert (how.kind, how.value) == ("constant", factor), name
         elif name.endswith("bias"):
             assert (how.kind, how.value) == ("constant", 0.0), name
         else:
@@ -462,6 +486,35 @@ def test_neox_block_is_the_published_arithmetic(parallel: bool) -> None:
     expected = h + linear(0.5 * u * (1 + torch.erf(u / math.sqrt(2))), "ffn.down")
     rope = table(whole, places(x))
     torch.testing.assert_close(block(x, places(x), None, rope), expected, rtol=1e-4, atol=1e-4)
+
+
+def test_gemma_block_is_the_published_arithmetic() -> None:
+    whole = sized(gemma.Gemma, "tiny", n_layers=1, query_scale=9, attention_cap=2.0, logit_cap=3.0, sliding_window=5)
+    net = drawn(whole)
+    w = dict(net.named_parameters())
+    x = tokens(whole)
+
+    def norm(t: Tensor, name: str) -> Tensor:
+        return t * (t.square().mean(-1, keepdim=True) + 1e-6).rsqrt() * (1 + w[f"{name}.weight"])
+
+    def linear(t: Tensor, name: str) -> Tensor:
+        return t @ w[f"layers.0.{name}.weight"].T
+
+    h = w["embed.weight"][x] * 8  # sqrt(64)
+    t = norm(h, "layers.0.attn_norm")
+    q, k, v = (linear(t, f"attn.{n}").unflatten(-1, (-1, 16)) for n in ("wq", "wk", "wv"))
+    q, k, v = naive_rope(q).movedim(2, 1), naive_rope(k).movedim(2, 1), v.movedim(2, 1)
+    k, v = (t.repeat_interleave(2, dim=1) for t in (k, v))
+    near = torch.ones(24, 24).tril().triu(-4).bool()
+    scores = (2 * (q @ k.mT / 3 / 2).tanh()).masked_fill(~near, -math.inf)
+    out = linear((scores.softmax(-1) @ v).movedim(1, 2).flatten(2), "attn.wo")
+    h = h + norm(out, "layers.0.attn_out_norm")
+    t = norm(h, "layers.0.ffn_norm")
+    u = linear(t, "ffn.w1")
+    gate = 0.5 * u * (1 + torch.tanh(math.sqrt(2 / math.pi) * (u + 0.044715 * u**3)))
+    h = h + norm(linear(gate * linear(t, "ffn.w3"), "ffn.w2"), "layers.0.ffn_out_norm")
+    expected = 3 * (norm(h, "norm") @ w["embed.weight"].T / 3).tanh()
+    torch.testing.assert_close(logits_of(net, x), expected, rtol=1e-4, atol=1e-4)
 
 
 def test_bloom_block_is_the_published_arithmetic() -> None:

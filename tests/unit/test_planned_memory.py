@@ -23,6 +23,7 @@ GPT = ("--model.name", "gpt", "--model.preset", "nano", "--data.seq_len", "128")
 QWEN3 = ("--model.name", "qwen3", "--model.preset", "nano", "--model.head_dim", "64", "--data.seq_len", "128")
 OLMO2 = ("--model.name", "olmo2", "--model.preset", "nano", "--data.seq_len", "128")
 BLOOM = ("--model.name", "bloom", "--model.preset", "nano", "--model.tied", "false", "--data.seq_len", "128")
+GEMMA = ("--model.name", "gemma", "--model.preset", "nano", "--model.tied", "false", "--data.seq_len", "128")
 NEOX = ("--model.name", "neox", "--model.preset", "nano", "--data.seq_len", "128")
 BF16 = ("--plugins.bf16.enabled", "true")
 TWO = ("--train.global_batch_size", "16", "--train.micro_batch_size", "2")
@@ -122,6 +123,10 @@ JOBS = {
     "norms over all heads, tensor parallel, float32": (*OLMO2, *TWO, *sliced()),
     "norms over all heads, whole sequences, selective": (*OLMO2, *BF16, *TWO, *sliced(*WHOLE), *SELECTIVE),
     "norms over all heads, grouped, full": (*OLMO2, *BF16, *TWO, *sliced(*FULL), "--model.n_kv_heads", "2"),
+    "soft caps": (*GEMMA, *BF16, *TWO, *zero(2)),
+    "soft caps, float32": (*GEMMA, *TWO, *zero(2)),
+    "soft caps, tensor parallel": (*GEMMA, *BF16, *TWO, *sliced()),
+    "soft caps, full": (*GEMMA, *BF16, *TWO, *sliced(), *FULL),
     "slopes": (*BLOOM, *BF16, *TWO, *zero(2)),
     "slopes, float32": (*BLOOM, *TWO, *zero(2)),
     "slopes, tensor parallel": (*BLOOM, *BF16, *TWO, *sliced()),

@@ -23,10 +23,10 @@ number, and E = 2 B K N S / cp numbers in the keys and values of a rank:
 Ring's sends run beside attention to the block at hand. They outlast it where S / cp is below about K e / H times the
 device's FLOP/s over a link's bytes/s: 2,000 positions for Llama 3 8B between nodes of H100. Gather and ulysses are on
 the critical path. Ring and gather compute blocks that documents or a window cut without a fused kernel; they make no
-S x S mask. Ulysses makes those of whole sequences, as without cp.
+S x S mask. Ulysses makes those of whole sequences, as without cp. With ALiBi all blocks are computed without one.
 
 Limits: ring and gather need seq_len to be a multiple of 2 cp; ulysses a multiple of cp, and heads that it can deal: cp
-divides n_heads / tp, and n_kv_heads / tp divides cp or is divided by it.
+divides n_heads / tp, and n_kv_heads / tp divides cp or is divided by it. Ring and gather have no soft caps of scores.
 """
 
 from collections.abc import Callable, Iterable
@@ -97,11 +97,10 @@ class ContextParallel(Technique):
             )
         if method == "ulysses":
             yield from _undealt(cp, job.layout.degree_of("slices"), length, spec)
+        elif any(isinstance(op, Attention) and op.soft_cap for op in spec.layer_ops):
+            yield f'method = {method!r} has no soft cap on scores, as the model has; use method = "ulysses"'
         elif any(isinstance(op, Attention) and op.scores_written for op in spec.layer_ops):
-            yield (
-                f"method = {method!r} computes attention itself and writes no scores, as this model's attention does; "
-                'use method = "ulysses"'
-            )
+            yield f'method = {method!r} computes attention itself and writes no scores; use method = "ulysses"'
 
     def cost(self, costs: Costs, job: Job) -> Costs:
         """Every tensor has a share of the positions; attention reaches the others as the method says."""
