@@ -39,7 +39,7 @@ from titan.contracts.base.spec import ZEROS, TensorStyle, nearest
 from titan.contracts.layers import huggingface
 from titan.contracts.layers.blocks import Heads, LayerPart, PreNormLayer, SelfAttention, SwiGLU, pre_norm, swiglu
 from titan.contracts.layers.decoder import Decoder, DecoderConfig, decoder_spec
-from titan.contracts.layers.experts import Experts, SideLoss, rows_per_expert
+from titan.contracts.layers.experts import Experts, SideLoss, is_recomputed, rows_per_expert
 from titan.contracts.layers.rotary import Rotary
 from titan.errors import ConfigError
 
@@ -104,7 +104,7 @@ class Router(nn.Module):
         if self.normalized:
             weights = weights / weights.sum(-1, keepdim=True)
         shares = scores if self.kind == "softmax" else scores / scores.sum(-1, keepdim=True)
-        if self.training:
+        if self.training and not is_recomputed():
             with torch.no_grad():
                 self.counts.add_(rows_per_expert(chosen, len(self.counts)))
                 nats = torch.special.entr(shares).sum()
@@ -187,7 +187,7 @@ class MixtureOfExperts(Model):
         ),
         "qwen3-30b-a3b": _sizes(
             48, 2048, 32, 4, n_experts=128, top_k=8, expert_dim=768, head_dim=128, qk_norm=True, norm_eps=1e-6,
-            vocab_size=151936, max_seq_len=32768,
+            ffn_dim=6144, vocab_size=151936, max_seq_len=32768,
         ),
         "deepseek-moe-16b": _sizes(
             28, 2048, 16, 16, n_experts=64, top_k=6, n_shared_experts=2, expert_dim=1408, n_dense_layers=1,
@@ -344,7 +344,8 @@ class MixtureOfExperts(Model):
         keys = dict(_HF_SIZES)
         if qwen3:
             config = {"num_experts": config.get("num_local_experts", 128), "head_dim": 128, **config}
-            keys |= {"num_experts": "n_experts", "moe_intermediate_size": "expert_dim", "intermediate_size": "ffn_dim"}
+            keys |= {"num_experts": "n_experts", "moe_intermediate_size": "expert_dim"}
+            keys |= {"intermediate_size": "ffn_dim"} if config.get("mlp_only_layers") else {}
         else:
             keys |= {"num_local_experts": "n_experts", "intermediate_size": "expert_dim"}
         issues = [*huggingface.size_issues(config, keys), *wrong]

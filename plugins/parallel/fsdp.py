@@ -25,7 +25,7 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import FSDPModule, fully_shard
 from torch.distributed.fsdp._fully_shard import _fsdp_common
-from torch.distributed.tensor import Shard
+from torch.distributed.tensor import DTensor, Shard
 
 from titan.contracts import Axis, BuildContext, Costs, Fact, Job, ModelPart, Technique, option, register, sum_gradients
 from titan.contracts.base.cost import CollectiveCost, Component, GatherPolicy, PersistentState
@@ -146,6 +146,7 @@ class FullyShardedDataParallel(Technique):
         dimensions = (("dp_replicate",), shards) if replicated else (shards,)
         policy = context.precision.policy()
         settings: dict[str, Any] = {"mesh": context.mesh.flat(*dimensions), "mp_policy": policy}
+        settings["shard_placement_fn"] = partial(_even_dimension, mesh=settings["mesh"])
         self._shard_folded(part, context.mesh, dimensions, settings)
         *units, last = part.units(context.spec)
         for unit in units:
@@ -173,7 +174,7 @@ class FullyShardedDataParallel(Technique):
             settings["shard_placement_fn"] = lambda parameter: (
                 PerParameter(_even_dimension(parameter, meshes[axis]), infos[axis])
                 if (axis := mesh.fold_of(parameter))
-                else None
+                else _even_dimension(parameter, settings["mesh"])
             )
             return
         for module, axis in folded:
@@ -196,10 +197,21 @@ class FullyShardedDataParallel(Technique):
                 root.set_requires_all_reduce(last)
 
 
-def _even_dimension(parameter: nn.Parameter, mesh: DeviceMesh) -> Shard:
-    """The first dimension of a rank's slice that shards evenly: a slice of a stack has few rows, and ranks are many."""
-    sizes = parameter.to_local().shape
-    return Shard(next((dim for dim, size in enumerate(sizes) if size % mesh.size(-1) == 0), 0))
+def _even_dimension(parameter: nn.Parameter, mesh: DeviceMesh) -> Shard | None:
+    """Of a stack of weights the first dimension that shards evenly: its elements are few, and ranks are many.
+
+    None: the first dimension, as for all else. Every rank has the same answer, however its own slice came out.
+    """
+    if parameter.ndim < 3:
+        return None
+    sizes = list(parameter.shape)
+    mesh_of = parameter.device_mesh.shape if isinstance(parameter, DTensor) else ()
+    placements = zip(parameter.placements, mesh_of, strict=True) if mesh_of else ()
+    for placement, ranks in placements:
+        if isinstance(placement, Shard):
+            sizes[placement.dim] = 0 if sizes[placement.dim] % ranks else sizes[placement.dim] // ranks
+    ranks = mesh.size(-1)
+    return Shard(next((dim for dim, size in enumerate(sizes) if size and size % ranks == 0), 0))
 
 
 def _mesh_info(mesh: DeviceMesh) -> Any:

@@ -113,6 +113,9 @@ class TensorParallel(Technique):
         for key, count, thing in (("vocab_size", spec.vocab_size, "word"), ("ffn_dim", spec.ffn_dim, "hidden unit")):
             if count and (tp - 1) * -(-count // tp) >= count:
                 yield f"[model] {key} = {count} leaves some of the mesh.tp = {tp} ranks without a {thing}"
+        for module, width in _widths(spec).items():
+            if (tp - 1) * -(-width // tp) >= width:
+                yield f"[model] {module} has {width} features: some of the mesh.tp = {tp} ranks would be left without"
         seq_len, ranks = job.data.seq_len, tp * others
         if self.config.sequence_parallel and seq_len % ranks:
             lengths = nearest(seq_len, step=ranks)
@@ -274,6 +277,13 @@ class TensorParallel(Technique):
             pieces = torch.split(reduced, [gradient.numel() for gradient in gradients.values()])
             results.append([piece.view_as(own) for piece, own in zip(pieces, gradients.values(), strict=True)])
         return results
+
+
+def _widths(spec: ModelSpec) -> dict[str, int]:
+    """Linears whose features are split, and are neither of heads nor as many as `ffn_dim` -> their features."""
+    heads = {spec.n_heads * spec.head_dim, spec.n_kv_heads * spec.head_dim, spec.ffn_dim}
+    columns = (op for op in spec.layer_ops if isinstance(op, Matmul) and spec.styles[op.module] == "column")
+    return {op.module: op.outputs for op in columns if op.outputs not in heads}
 
 
 def _fused(costs: Costs) -> Iterator[Operation]:

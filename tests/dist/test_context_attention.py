@@ -304,7 +304,7 @@ def test_blocks_are_as_few_and_as_large_as_costs_say(size: int, packed: bool) ->
     costs = Costs(seq_len=length, dim=8, micro_batch=1, micro_batches=1, embeddings=(), layer=(), head=(), styles={})
     op = Attention(heads=2, kv_heads=1, head_dim=4, documents=packed)
     ring, gather = methods.ring(op, size, costs)[0], methods.gather(op, size, costs)[0]
-    sight = blocks._Sight(width, torch.zeros(1, length) if packed else None, None, ())
+    sight = blocks._Sight(width, torch.zeros(1, length) if packed else None, None, None)
     scores, kernels = [0, 0], [0, 0]
     for rank in range(size):
         own = blocks.chunks_of(rank, size)

@@ -16,7 +16,7 @@ from titan.contracts.base.cost import Elementwise, Matmul, SavedTensor, linear, 
 from titan.contracts.base.spec import ZEROS
 from titan.contracts.layers.blocks import Heads, LayerPart, PreNormLayer, SelfAttention, pre_norm
 from titan.contracts.layers.decoder import Decoder, DecoderConfig, decoder_spec
-from titan.contracts.layers.experts import Experts, SideLoss, rows_per_expert
+from titan.contracts.layers.experts import Experts, SideLoss, is_recomputed, rows_per_expert
 from titan.contracts.layers.rotary import Rotary
 
 
@@ -47,8 +47,9 @@ class Switch(nn.Module):
         """[B, S, D] -> [B, S, D]."""
         logits = self.router(x.flatten(0, 1)).float()
         weights, chosen = logits.softmax(-1).max(-1, keepdim=True)
-        if self.training:
+        if self.training and not is_recomputed():
             self.counts.add_(rows_per_expert(chosen, len(self.counts)))
+        if self.training:
             weights = self.side(weights, 0.1 * logits.logsumexp(-1).square().sum())
         return self.experts(x.flatten(0, 1), chosen, weights).view_as(x)
 

@@ -65,8 +65,8 @@ class Model(Plugin, ABC):
         """A step of training is done: weights are updated, or the update was skipped. Persistent buffers may change.
 
         Called for each part of the model that a rank has, on all ranks of its stage alike, before metrics and saving.
-        A forward leaves what it counts in buffers that are not persistent; where layers are recomputed, their forward
-        runs twice.
+        A forward leaves what it counts in buffers that are not persistent. Where layers are recomputed, it runs again:
+        ask `titan.contracts.layers.experts.is_recomputed`.
 
         module: as in `measure`.
         total: adds up a tensor, in place, over all ranks that see other tokens. All ranks call it alike.

@@ -57,7 +57,7 @@ class _Sight(NamedTuple):
     width: int  # C
     documents: Tensor | None  # [B, T]
     window: int | None
-    slopes: Sequence[float]
+    slopes: Tensor | None  # [H]
 
     def kind(self, query: int, key: int) -> Kind:
         """How the queries of one chunk see the keys of another."""
@@ -65,7 +65,7 @@ class _Sight(NamedTuple):
         nearest, farthest = (query - key - 1) * self.width + 1, (query - key + 1) * self.width - 1
         if key > query or nearest >= window:
             return "skipped"
-        if self.documents is not None or self.slopes or farthest >= window:
+        if self.documents is not None or self.slopes is not None or farthest >= window:
             return "masked"
         return "causal" if key == query else "full"
 
@@ -75,8 +75,8 @@ class _Sight(NamedTuple):
         queries, keys: positions [Q] and [K] int64.
         """
         distance = queries[:, None] - keys
-        if self.slopes:
-            scores.addcmul_(torch.tensor(self.slopes, device=scores.device)[:, None, None], distance, value=-1)
+        if self.slopes is not None:
+            scores.addcmul_(self.slopes[:, None, None], distance, value=-1)
         unseen = distance < 0
         if self.window is not None:
             unseen |= distance >= self.window
@@ -230,7 +230,9 @@ class Queries:
 
     def __init__(self, q: Tensor, documents: Tensor | None, rank: int, size: int, scores: Scores) -> None:
         self.q, self.chunks, self.scale = q, chunks_of(rank, size), scores.scale
-        self.sight = _Sight(q.shape[2] // 2, documents, scores.window, scores.slopes)
+        # Made once: a copy to a device holds up the host.
+        slopes = torch.tensor(scores.slopes, device=q.device) if scores.slopes else None
+        self.sight = _Sight(q.shape[2] // 2, documents, scores.window, slopes)
 
     def nothing_seen(self) -> tuple[Tensor, Tensor]:
         """Output [B, H, S, N] and log-sum-exp [B, H, S] of no keys yet, float32."""

@@ -107,6 +107,11 @@ class _Stage(PipelineStage):
         super().backward_weight_one_chunk(bwd_chunk_id, last_backward)
         if isinstance(self.submod, FSDPModule):
             self.submod._get_fsdp_state()._root_post_backward_final_callback()
+            return
+        for parameter in self.submod.parameters():
+            # A whole backward would lay it out as the parameter; fused optimizers read both as they lie in memory.
+            if parameter.grad is not None and parameter.grad.stride() != parameter.stride():
+                parameter.grad = torch.empty_like(parameter).copy_(parameter.grad)
 
 
 class TiedGradients:

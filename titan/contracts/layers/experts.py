@@ -70,7 +70,8 @@ def _gradients(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, Tensor | None
     gradient = gradient.contiguous()
     return (
         stacked_product(gradient, weight.transpose(1, 2), counts) if of_rows else None,
-        _stacked_outer(rows, gradient, counts) if of_weight else None,
+        # Laid out as the parameter [E, out, in] is, of which `weight` is a view.
+        _stacked_outer(gradient, rows.contiguous(), counts).transpose(1, 2) if of_weight else None,
         None,
     )
 
@@ -158,9 +159,17 @@ class Experts(nn.Module):
 
     def compute(self, rows: Tensor, counts: Tensor) -> Tensor:
         """Results [R, D] of rows [R, D] sorted by expert; counts [E] of the experts whose weights this rank holds."""
-        if self.training:
+        if self.training and not is_recomputed():
             self.computed.add_(rows.shape[0])
         return self.w2(F.silu(self.w1(rows, counts)) * self.w3(rows, counts), counts)  # type: ignore[no-any-return]
+
+
+def is_recomputed() -> bool:
+    """Whether the forward under way runs again, for a backward: what it counts has been counted.
+
+    A pipeline may run it once or twice more. Within a compiled block the answer is no.
+    """
+    return not torch.compiler.is_compiling() and torch._C._current_graph_task_id() != -1
 
 
 def rows_per_expert(chosen: Tensor, stack: int) -> Tensor:
