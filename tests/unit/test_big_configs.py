@@ -16,8 +16,8 @@ from titan.planner.step.layout import costs_of
 from titan.planner.step.predict import Planner
 
 ROOT = Path(__file__).parents[2]
-SMALL = ("quickstart", "debug", "debug3d")
-BIG = sorted(path for path in (ROOT / "configs").glob("*.toml") if path.stem not in SMALL)
+SMALL, PUBLISHED = ("quickstart", "debug", "debug3d"), ("bloom176b",)
+BIG = sorted(path for path in (ROOT / "configs").glob("*.toml") if path.stem not in (*SMALL, *PUBLISHED))
 COMMAND = re.compile(
     r"^#   titan plan --config configs/(\w+)\.toml --cluster ([\w-]+) --search --in-place( --.*)?$", re.M
 )
@@ -44,6 +44,17 @@ def test_each_fits_and_says_what_is_predicted(path: Path) -> None:
     own, memory = planner.predict(costs_of(job), job.layout), planner.cluster.memory
     assert own.peak_gib <= memory.limit_gib
     said = PREDICTED.format(step=own.step_time_s, mfu=100 * own.mfu, peak=own.peak_gib, memory=memory.gib)
+    assert said in path.read_text()
+
+
+def test_the_published_layout_of_bloom_is_planned_as_its_file_says() -> None:
+    path = ROOT / "configs" / "bloom176b.toml"
+    job = load_job(path)
+    found = Planner(cluster.load("a100-80gb")).predict(costs_of(job), job.layout)
+    below = f"{100 * (1 - found.step_time_s / 105.2):.1f} % below the published time"
+    said = (
+        f"{found.step_time_s:.2f} s per step, {below}, MFU {100 * found.mfu:.1f} % and a peak of {found.peak_gib:.1f}"
+    )
     assert said in path.read_text()
 
 

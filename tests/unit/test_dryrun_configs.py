@@ -20,7 +20,9 @@ def _short(path: Path) -> Job:
     stages = job.layout.degree_of("layers")
     each = next((t.config.stages_per_rank for t in job.techniques if hasattr(t.config, "stages_per_rank")), 1)
     batch = job.micro_batch * job.batch_ranks * stages * min(each, 2)  # DualPipeV needs one for each of its stages
-    words = ("--model.n_layers", f"{stages * each}", "--train.global_batch_size", f"{batch}")
+    words = ["--model.n_layers", f"{stages * each}", "--train.global_batch_size", f"{batch}"]
+    if any(getattr(t.config, "split_points", None) for t in job.techniques):
+        words += ["--plugins.pipeline.split_points", ""]
     return load_job(path, [*words, "--train.micro_batch_size", f"{job.micro_batch}"])
 
 

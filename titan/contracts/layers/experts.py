@@ -66,7 +66,7 @@ def _keep(ctx: Any, inputs: tuple[Tensor, Tensor, Tensor], output: Tensor) -> No
 
 def _gradients(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, Tensor | None, None]:
     rows, weight, counts = ctx.saved_tensors
-    of_rows, of_weight, _ = ctx.needs_input_grad
+    of_rows, of_weight = (_is_wanted(ctx, place) for place in (0, 1))
     gradient = gradient.contiguous()
     return (
         stacked_product(gradient, weight.transpose(1, 2), counts) if of_rows else None,
@@ -74,6 +74,14 @@ def _gradients(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, Tensor | None
         _stacked_outer(gradient, rows.contiguous(), counts).transpose(1, 2) if of_weight else None,
         None,
     )
+
+
+def _is_wanted(ctx: Any, place: int) -> bool:
+    """Whether the backward under way uses the gradient of an input: a pipeline may ask for rows now, weights later."""
+    if torch.compiler.is_compiling() or not ctx.needs_input_grad[place]:
+        return bool(ctx.needs_input_grad[place])
+    node = ctx.next_functions[place][0]  # of a leaf the engine does not tell
+    return node.name().endswith("AccumulateGrad") or torch._C._will_engine_execute_node(node)
 
 
 stacked_product.register_autograd(_gradients, setup_context=_keep)
