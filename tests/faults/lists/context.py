@@ -34,7 +34,7 @@ FAULTS = (
     Fault(
         "blocks with ALiBi left to a kernel that adds no bias",
         BLOCKS,
-        "if self.documents is not None or self.slopes or farthest",
+        "if self.documents is not None or self.slopes is not None or farthest",
         "if self.documents is not None or farthest",
         (f"{WHOLE}[2]",),
     ),
