@@ -140,6 +140,8 @@ def test_any_part_of_a_batch_draws_its_own_numbers() -> None:
     assert torch.equal(part, whole[rows][:, columns])
 
 
+# Inductor imports parts of PyTorch that PyTorch itself warns of.
+@pytest.mark.filterwarnings("ignore:.torch.jit.script_method. is deprecated")
 @pytest.mark.parametrize("backend", ["aot_eager", pytest.param("inductor", marks=pytest.mark.sweep)])
 @pytest.mark.parametrize("width", [W, 7])
 def test_compiled_numbers_are_the_same(backend: str, width: int) -> None:
