@@ -40,6 +40,7 @@ from titan.contracts.layers import huggingface
 from titan.contracts.layers.blocks import Heads, LayerPart, PreNormLayer, SelfAttention, SwiGLU, pre_norm, swiglu
 from titan.contracts.layers.decoder import Decoder, DecoderConfig, decoder_spec
 from titan.contracts.layers.experts import Experts, SideLoss, is_recomputed, rows_per_expert
+from titan.contracts.layers.philox import Jitter, jitter_cost
 from titan.contracts.layers.rotary import Rotary
 from titan.errors import ConfigError
 
@@ -60,6 +61,9 @@ class MixtureConfig(DecoderConfig):
         "bias", "what keeps experts equally busy: a bias of the choice, a loss per sequence, or nothing"
     )
     balance_rate: float = option(1e-3, "step of the bias, or weight of the loss", at_least=0)
+    router_jitter: float = option(
+        0.0, "in training, what the router sees is multiplied by random numbers within this of 1", at_least=0, at_most=1
+    )
     head_dim: int | None = option(None, "features per head; unset: dim / n_heads", at_least=1, at_most=2**16)
     qk_norm: bool = option(False, "RMSNorm of each head's queries and keys")
     rope_theta: float = option(1e6, "base of the rotary frequencies", above=1)
@@ -117,15 +121,17 @@ class Mixture(nn.Module):
 
     def __init__(self, c: MixtureConfig) -> None:
         super().__init__()
+        self.jitter = Jitter(c.dim, c.router_jitter) if c.router_jitter else None
         self.router = Router(c)
         self.experts = Experts(c.n_experts, c.dim, c.expert_dim)
         self.shared = SwiGLU(c.dim, c.n_shared_experts * c.expert_dim) if c.n_shared_experts else None
         self.balance = SideLoss() if c.balance == "sequence" else None
         self.balance_rate = c.balance_rate
 
-    def forward(self, x: Tensor) -> Tensor:
-        """[B, S, D] -> [B, S, D]."""
-        chosen, weights, shares = self.router(x.flatten(0, 1))
+    def forward(self, x: Tensor, *drawn_from: Any) -> Tensor:
+        """[B, S, D] -> [B, S, D]; with jitter also the seeds [B] and positions [B, S]."""
+        seen = x if self.jitter is None else self.jitter(x, *drawn_from)
+        chosen, weights, shares = self.router(seen.flatten(0, 1))
         if self.balance is not None and self.training:
             weights = self.balance(weights, self.balance_rate * _imbalance(chosen, shares, len(x)))
         y = self.experts(x.flatten(0, 1), chosen, weights).view_as(x)
@@ -146,7 +152,7 @@ def _mixture(c: MixtureConfig) -> LayerPart:
     product, elementwise = partial(Matmul, stack=c.n_experts, used=k), partial(Elementwise, region="seq_full")
     rows, hidden = SavedTensor(numel=d * k, region="seq_full"), partial(SavedTensor, region="tp_sharded")
     operations: list[Operation] = [
-        shared(d, 2 + bool(c.n_shared_experts)),
+        shared(d, 2 + bool(c.n_shared_experts)), *((jitter_cost(d),) if c.router_jitter else ()),
         linear("ffn.router", d, c.n_experts, saved=d),
         elementwise(forward=2 * d * k, backward=2 * d * k, saved=(rows,)),  # rows sorted by expert
         product(module="ffn.experts.w1", inputs=d, outputs=f), product(module="ffn.experts.w3", inputs=d, outputs=f),
@@ -162,7 +168,8 @@ def _mixture(c: MixtureConfig) -> LayerPart:
         always = swiglu(d, c.n_shared_experts * f).operations[1:]
         operations += [_renamed(op, "ffn.", "ffn.shared.") for op in always]
         tensor |= {"ffn.shared.w1": "column", "ffn.shared.w3": "column", "ffn.shared.w2": "summand"}
-    return LayerPart(tuple(replace(op, of_layers=of) for op in operations), tensor)
+    draws = ("ffn.jitter",) if c.router_jitter else ()
+    return LayerPart(tuple(replace(op, of_layers=of) for op in operations), tensor, draws)
 
 
 def _renamed(op: Operation, old: str, new: str) -> Operation:
@@ -234,7 +241,7 @@ class MixtureOfExperts(Model):
         share = c.n_dense_layers / c.n_layers
         operations = (*moe.operations, *(replace(op, of_layers=share) for op in dense.operations if share))
         styles = {**dense.tensor, **moe.tensor} if share else moe.tensor
-        layer = pre_norm(c.dim, c.heads.part(), LayerPart(operations, styles), vectors=1)
+        layer = pre_norm(c.dim, c.heads.part(), LayerPart(operations, styles, moe.draws), vectors=1)
         spec = decoder_spec(c, layer, ffn_dim=c.expert_dim, vectors=1)
         # Both feed-forwards are named `ffn`: that of a dense layer is named with its number, and first.
         first = {f"layers.{i}.{name}": style for i in range(c.n_dense_layers) for name, style in dense.tensor.items()}
@@ -253,7 +260,13 @@ class MixtureOfExperts(Model):
         c = self.config
         norm = partial(nn.RMSNorm, c.dim, eps=c.norm_eps)
         layers = (
-            PreNormLayer(norm(), SelfAttention(c.heads), norm(), SwiGLU(c.dim, c.ffn_dim) if dense else Mixture(c))
+            PreNormLayer(
+                norm(),
+                SelfAttention(c.heads),
+                norm(),
+                SwiGLU(c.dim, c.ffn_dim) if dense else Mixture(c),
+                ffn_draws=c.router_jitter > 0 and not dense,
+            )
             for dense in (i < c.n_dense_layers for i in range(c.n_layers))
         )
         return Decoder(c, layers, norm(), rotary=Rotary(head_dim=c.heads.head_dim, theta=c.rope_theta))

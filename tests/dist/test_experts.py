@@ -77,6 +77,24 @@ def test_folded(layout: str, one_rank, tmp_path: Path) -> None:
     assert_same_curve(one_rank(*same, config=MOE), train_job(tmp_path, world_size, *same, *words, config=MOE))
 
 
+JITTERED = {
+    "accumulation, compiled": (1, ["--train.micro_batch_size", "2", "--plugins.compile.backend", "aot_eager"]),
+    "cp 2, recompute selective": (2, [*mesh(cp=2), RECOMPUTE, "selective"]),
+    "tp 2, pp 2": (4, mesh(tp=2, pp=2)),
+    "ep 2, tp 2, recompute full": (4, [*mesh(dp_shard=2, ep=2, tp=2), RECOMPUTE, "full"]),
+}
+
+
+@pytest.mark.parametrize("layout", JITTERED)
+def test_jitter(layout: str, one_rank, tmp_path: Path) -> None:
+    """What the routers see is multiplied by the same random numbers at any layout."""
+    world_size, words = JITTERED[layout]
+    same = ("--model.router_jitter", "0.2")
+    plain, jittered = one_rank(config=MOE), one_rank(*same, config=MOE)
+    assert abs(plain.rows[1]["loss"] - jittered.rows[1]["loss"]) > 1e-5
+    assert_same_curve(jittered, train_job(tmp_path, world_size, *same, *words, config=MOE))
+
+
 def test_experts_without_tokens(one_rank, tmp_path: Path) -> None:
     """16 tokens of a step choose among 64 experts: most get none, on all ranks or on some."""
     same = ("--model.n_experts", "64", "--model.top_k", "1", "--data.seq_len", "2")

@@ -233,9 +233,13 @@ def _model(rng: random.Random, degrees: Mapping[str, int], context: Keys, layers
 
 
 def _noise(rng: random.Random, family: str) -> Keys:
-    """Dropout, from a generator of its own: a job is otherwise the one that it was before there was dropout."""
-    there = "dropout" in models()[family].options and rng.random() < 0.4
-    return {"model.dropout": rng.choice((0.1, 0.3))} if there else {}
+    """Dropout or jitter, from a generator of its own: a job is otherwise the one that it was before these."""
+    has = models()[family].options
+    return {
+        f"model.{key}": rng.choice((0.1, 0.3))
+        for key in ("dropout", "router_jitter")
+        if key in has and rng.random() < 0.4
+    }
 
 
 def _experts(rng: random.Random, degrees: Mapping[str, int], layers: int) -> Keys:
@@ -408,6 +412,7 @@ def _features(ranks: int, keys: Mapping[str, Any]) -> frozenset[str]:
         "sliding window": of("model.sliding_window"),
         "head_dim": of("model.head_dim"),
         "dropout": of("model.dropout"),
+        "jitter": of("model.router_jitter"),
         "ep > 1": of("mesh.ep"),
         **{f"ep x {axis}": of("mesh.ep") and axis in split for axis in ("cp", "tp", "pp", "dp_replicate")},
         "accumulation": "pp" not in split

@@ -15,7 +15,7 @@ from titan.config import load_job
 from titan.contracts import Batch, BuildContext, Dropout, RandomModule
 from titan.contracts.base.mesh import Layout, Mesh
 from titan.contracts.base.parts import Precision
-from titan.contracts.layers.philox import dropout_cost, philox, row_seeds
+from titan.contracts.layers.philox import Jitter, dropout_cost, philox, row_seeds
 from titan.errors import ConfigError, PluginError
 from titan.planner.step.layout import costs_of
 from titan.plugins.models.gpt import Gpt, GptConfig
@@ -181,6 +181,16 @@ def test_gradients_pass_where_features_did_and_a_byte_is_saved(dtype: torch.dtyp
     assert torch.equal(x.grad == 0, y == 0) and torch.equal(x.grad.unique(), y.new_tensor([0, 1 / (1 - 0.375)]))
     [stated] = dropout_cost(W).saved
     assert sum(tensor.nbytes for tensor in saved if tensor.ndim) == stated.numel * stated.itemsize * B * S
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_jitter_is_uniform_around_one_and_absent_in_evaluation(dtype: torch.dtype) -> None:
+    module, x = _named(Jitter(64, 0.25)), torch.ones(8, 128, 64, dtype=dtype)
+    factors = module(x, row_seeds(3, torch.arange(8)), torch.arange(128).expand(8, 128))
+    assert factors.dtype == torch.float32 and factors.min() >= 0.75 and factors.max() < 1.25
+    assert factors.max() - factors.min() > 0.499  # of 65,536 numbers
+    assert abs(factors.mean() - 1) < 4 * 0.5 / 12**0.5 / factors.numel() ** 0.5
+    assert module.eval()(x, None, torch.arange(128).expand(8, 128)) is x
 
 
 def test_no_dropout_in_evaluation() -> None:

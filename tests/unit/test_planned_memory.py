@@ -138,6 +138,7 @@ JOBS = {
     "parallel branches, whole sequences, selective": (*NEOX, *BF16, *TWO, *sliced(*WHOLE), *SELECTIVE),
     "parallel branches, full": (*NEOX, *BF16, *TWO, *sliced(), *FULL),
     "experts": (*MOE, *BF16, *TWO, *zero(2), "--mesh.ep", "1"),
+    "experts, jitter": (*MOE, *BF16, *TWO, *zero(2), "--model.router_jitter", "0.1"),
     "experts, zero 1": (*MOE, *BF16, *TWO, *zero(1)),
     "experts, zero 2": (*MOE, *BF16, *TWO, *zero(2)),
     "experts, zero 3": (*MOE, *BF16, *TWO, *zero(3)),

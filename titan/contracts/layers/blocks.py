@@ -214,6 +214,7 @@ class PreNormLayer(nn.Module):
     """A layer `h = x + attn(attn_norm(x))`, `y = h + ffn(ffn_norm(h))`, maybe with dropout of what is added to x and h.
 
     attn_dropout, ffn_dropout: called on the output of `attn` and of `ffn`; None: no dropout.
+    ffn_draws: `ffn` draws random numbers itself, and is called as (x, seeds, positions).
     """
 
     def __init__(
@@ -224,10 +225,12 @@ class PreNormLayer(nn.Module):
         ffn: nn.Module,
         attn_dropout: Dropout | None = None,
         ffn_dropout: Dropout | None = None,
+        *,
+        ffn_draws: bool = False,
     ) -> None:
         super().__init__()
         self.attn_norm, self.attn, self.ffn_norm, self.ffn = attn_norm, attn, ffn_norm, ffn
-        self.attn_dropout, self.ffn_dropout = attn_dropout, ffn_dropout
+        self.attn_dropout, self.ffn_dropout, self.ffn_draws = attn_dropout, ffn_dropout, ffn_draws
 
     def forward(
         self,
@@ -240,7 +243,7 @@ class PreNormLayer(nn.Module):
         """x [B, S, D], seeds [B]; the others as `SelfAttention.forward` takes them. Returns [B, S, D]."""
         added = self.attn(self.attn_norm(x), positions, documents, rope)
         h = x + (added if self.attn_dropout is None else self.attn_dropout(added, seeds, positions))
-        added = self.ffn(self.ffn_norm(h))
+        added = self.ffn(self.ffn_norm(h), *((seeds, positions) if self.ffn_draws else ()))
         return h + (added if self.ffn_dropout is None else self.ffn_dropout(added, seeds, positions))  # type: ignore[no-any-return]
 
 

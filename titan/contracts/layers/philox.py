@@ -136,8 +136,28 @@ class Dropout(RandomModule):
         return torch.where(kept, x * (2**16 / (2**16 - self._zeroed)), 0.0)
 
 
+class Jitter(RandomModule):
+    """Multiplies features by random factors near 1 while training, as of what a router sees (arXiv 2101.03961).
+
+        y = x (1 + jitter (2 u - 1)), u uniform from 0 to below 1
+
+    In evaluation y = x.
+    """
+
+    def __init__(self, width: int, jitter: float) -> None:
+        """Args: width: features of x.  jitter: the most that a factor differs from 1."""
+        super().__init__(width)
+        self._jitter = jitter
+
+    def forward(self, x: Tensor, seeds: Tensor | None, positions: Tensor) -> Tensor:
+        """x [B, S, W], seeds [B], positions [B, S] -> [B, S, W], in float32 while training."""
+        if not self.training:
+            return x
+        return x.float() * (1 + self._jitter * (2 * self.uniform(x, seeds, positions) - 1))
+
+
 _UNFUSED_BYTES = 180
-"""Bytes per number of `Dropout` that separate integer operations move: 0.125 calls of 7.5 rounds at 176 bytes."""
+"""Bytes per number of `random_bits16` that separate integer operations move: 0.125 calls of 7.5 rounds at 176 bytes."""
 
 
 def dropout_cost(dim: int) -> Elementwise:
@@ -145,4 +165,12 @@ def dropout_cost(dim: int) -> Elementwise:
     mask = SavedTensor(numel=dim, region="hidden", itemsize=1)
     return Elementwise(
         region="hidden", forward=2 * dim, backward=2 * dim, unfused_bytes=_UNFUSED_BYTES * dim, saved=(mask,)
+    )
+
+
+def jitter_cost(dim: int) -> Elementwise:
+    """`Jitter` of hidden states inside a mixture, where they are whole: the factors are saved in float32."""
+    factors = SavedTensor(numel=dim, region="seq_full", itemsize=4)
+    return Elementwise(
+        region="seq_full", forward=4 * dim, backward=4 * dim, unfused_bytes=2 * _UNFUSED_BYTES * dim, saved=(factors,)
     )
