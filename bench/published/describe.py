@@ -149,9 +149,9 @@ def file_of(name: str) -> Path:
 
 
 def all_devices() -> dict[str, Cluster]:
-    """All cluster files that rows can use, by name."""
+    """All cluster files that rows can use, and those that repeat their constants, by name."""
     files = {entry[key] for entry in _fabrics()["device"] for key in ("cluster", "cudnn") if key in entry}
-    return {name: _load(name) for name in sorted(files)}
+    return {name: _load(name) for name in sorted(files.union(_fabrics()["repeated"]))}
 
 
 @cache

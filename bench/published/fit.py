@@ -24,6 +24,7 @@ from .rows import Row, Skip, measured, read
 A100, V100, HBM2E = ("a100-40gb", "a100-80gb"), ("v100-32gb", "v100-16gb"), ("h100-96gb-500w",)
 H100 = ("h100", "h100-cudnn", "h200")
 LIKE_H100 = (*HBM2E, "b200")
+ON_OMNI_PATH = ("a100-80gb-omnipath",)
 
 
 @dataclass(frozen=True)
@@ -80,16 +81,16 @@ CONSTANTS = (
     *_constants_of(A100, {
         "products.efficiency": (0.5, 0.95), "kernels.bandwidth_efficiency": (0.6, 0.95),
         "products.small_batch_factor": (0.02, 1.0),
-    }),
+    }, lent=ON_OMNI_PATH),
     *_constants_of(A100, {
         "products.wave_quantization": (0.0, 1.0), "products.k_half": (0, 300), "products.unaligned_factor": (0.6, 1.0),
         "products.unaligned_16b_factor": (0.02, 1.0), "kernels.launch_us": (0, 15),
         "kernels.overlap_slowdown": (0.0, 1.0),
-    }, lent=(*V100, *H100, *LIKE_H100, "mi250x-frontier")),
+    }, lent=(*ON_OMNI_PATH, *V100, *H100, *LIKE_H100, "mi250x-frontier")),
     *_constants_of(A100, {
         "kernels.attention_forward": (0.15, 0.8), "kernels.attention_backward": (0.15, 0.8),
         "link.efficiency": (0.4, 0.9),
-    }, lent=V100),
+    }, lent=(*ON_OMNI_PATH, *V100)),
     *_constants_of(V100, {"products.efficiency": (0.5, 0.95), "kernels.bandwidth_efficiency": (0.6, 0.95)}),
     *_constants_of(
         H100, {**HOPPER, "products.float8.efficiency": (0.2, 0.95), "link.efficiency": (0.4, 0.9)}, lent=LIKE_H100
@@ -99,7 +100,7 @@ CONSTANTS = (
     ),
     *_constants_of(HBM2E, {"products.bfloat16.efficiency": (0.2, 0.95), "products.float8.efficiency": (0.1, 0.95)}),
     *(Constant((), f"fabric.{name}.{key}", *between, lent=lent)
-      for name, lent in ((OMNI_PATH, ()), (REPAIRED, ()), (HDR, A100), (INFINIBAND, (*H100, *LIKE_H100)))
+      for name, lent in ((OMNI_PATH, ()), (REPAIRED, ON_OMNI_PATH), (HDR, A100), (INFINIBAND, (*H100, *LIKE_H100)))
       for key, between in SHARES.items()),
     *(Constant((), f"fabric.{name}.{key}", *between) for name in (FAST_ROCE, ROCE)
       for key, between in {"efficiency": (0.1, 1.0), **LATENCY}.items()),
