@@ -114,6 +114,8 @@ class FullyShardedDataParallel(Technique):
             gather=GatherPolicy(gather_every=gathered[stage - 1], reduce_every="step" if stage == 1 else "micro_batch"),
             collectives=(*costs.collectives, *self._collectives(costs, stage, shard)),
             updated_over=shard,
+            # Stages 2 and 3 add what they have reduced: a shard, beside computation.
+            accumulate_bytes=costs.accumulate_bytes if stage == 1 else 0.0,
         )
 
     def _collectives(self, costs: Costs, stage: int, over: tuple[str, ...]) -> list[CollectiveCost]:

@@ -63,8 +63,23 @@ def _of_model(job: Job) -> Costs:
         embeddings=spec.embedding_ops, layer=layer, head=spec.head_ops, tied=bool(spec.tied),
         styles=spec.styles, itemsize=precision.param_dtype.itemsize, reduce_itemsize=precision.reduce_dtype.itemsize,
         dtype=dtype, wide_dtype=dtype,
+        accumulate_bytes=accumulated(
+            precision.param_dtype.itemsize, precision.reduce_dtype.itemsize, job.micro_batches
+        ),
         stages=(Stage(0, range(spec.n_layers)),),
     )  # fmt: skip
+
+
+def accumulated(itemsize: int, reduce_itemsize: int, micro_batches: int) -> float:
+    """Mean bytes per parameter and micro batch to add gradients of `itemsize` bytes to sums of `reduce_itemsize`.
+
+    The first micro batch adds nothing: its gradients become the sum, and are cast where the sum is wider. Each later
+    one reads its gradient and the sum, and writes the sum.
+    """
+    if micro_batches == 1:
+        return 0.0
+    cast = (itemsize + reduce_itemsize) * (itemsize != reduce_itemsize)
+    return (cast + (micro_batches - 1) * (itemsize + 2 * reduce_itemsize)) / micro_batches
 
 
 def ranks_of(axes: Iterable[str], layout: Layout) -> int:

@@ -47,7 +47,7 @@ class Unit(NamedTuple):
 
 OF_OPERATIONS = (
     "embeddings", "layer", "head", "styles", "tied", "splits", "seq_len", "micro_batch", "itemsize", "dtype",
-    "wide_dtype", "fused",
+    "wide_dtype", "fused", "accumulate_bytes",
 )  # fmt: skip
 """What of `Costs` decides how long operations take, and which tensors they have."""
 
@@ -59,7 +59,8 @@ def _equal(one: Costs, other: Costs) -> bool:
 class Parts:
     """Seconds of embeddings, one layer and the head per micro batch, whichever stages have them.
 
-    embeddings, layer, head: seconds forward, of backward for inputs, and of backward for weights.  tensors: parameters.
+    embeddings, layer, head: seconds forward, of backward for inputs, and of backward for weights; the layer's with
+        adding its gradients to those of earlier micro batches.  tensors: parameters.
     ways: ranks that each hold a part of the weights of every stack.
     attention: those of the layer that its attention takes.  again: seconds to recompute a layer.
     exposed, overlapped: (where, when) -> family -> seconds per micro batch of collectives between operations or within
@@ -84,11 +85,12 @@ class Parts:
             self.embeddings, self.layer, self.head, self.tensors = like.embeddings, like.layer, like.head, like.tensors
             self.attention = like.attention
         else:
+            self.tensors = Tensors(costs, self.ways)
             self.embeddings = self._seconds(costs.embeddings, costs.wide_dtype)
             self.layer = self._seconds(costs.layer, costs.dtype)
+            self.layer = self.layer._replace(weights=self.layer.weights + self.adding_s(self.tensors.layer))
             self.attention = self._seconds((op for op in costs.layer if isinstance(op, Attention)), costs.dtype)
             self.head = self._seconds(costs.head, costs.wide_dtype)
-            self.tensors = Tensors(costs, self.ways)
         self.again = self._again()
         self._timed: dict[tuple[int, Count], float] = {}
         self._families = {axis.name: _family(axis) for axis in layout.axes}
@@ -106,6 +108,10 @@ class Parts:
             for i, seconds in enumerate(self.device.operation(op, self.costs, dtype, self.ways)):
                 total[i] += seconds
         return Seconds(*total)
+
+    def adding_s(self, params: Count) -> float:
+        """Seconds per micro batch to add the gradients of these parameters to those of earlier micro batches."""
+        return self.device.moving(params.total * (self.costs.accumulate_bytes > 0), self.costs.accumulate_bytes)
 
     def _again(self) -> float:
         """Seconds to recompute what a layer recomputes: all, attention with scores, or elementwise operations too."""
@@ -231,6 +237,7 @@ class StageWork:
         self.each: dict[str, float] = defaultdict(float)
         self.once: dict[str, float] = defaultdict(float)
         self.hidden: dict[str, float] = defaultdict(float)
+        compute[2] += parts.adding_s(self._of_ends())
         self.each["forward"], self.each["backward"] = compute[0], compute[1] + compute[2]
         self.each["recompute"] = again * parts.again
         self.forward = compute[0] + self._between("forward")
@@ -239,6 +246,12 @@ class StageWork:
         self._units = self._shard_units()
         self._overlapped()
         self._once_a_step(costs)
+
+    def _of_ends(self) -> Count:
+        """Parameters of the stage's embeddings and head; a tied table counts once."""
+        sizes, layers = self.parts.tensors.sizes(self.stage), len(self.stage.layers)
+        whole, layer = added(sizes), self.parts.tensors.layer
+        return Count(whole.plain - layers * layer.plain, whole.stacked - layers * layer.stacked)
 
     def _between(self, when: str) -> float:
         """Non-overlapped seconds of collectives between operations, per micro batch; added to `each` by family."""

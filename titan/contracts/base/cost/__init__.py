@@ -209,6 +209,8 @@ class Costs:
     dtype: compute dtype of the layers' matmuls, such as "bfloat16" or "float8".  wide_dtype: of all other matmuls, and
         of stacks of weights.
     fused: a compiler fuses elementwise operations.  state: memory per parameter that lasts through the step.
+    accumulate_bytes: bytes read and written per parameter and micro batch, in the mean, to add the gradients of a micro
+        batch to those of the ones before; of all parameters of a rank, before data parallelism splits them.
     update_bytes: bytes read and written per parameter in the update; 12 for norm and clipping before any optimizer.
     updated_over: axes whose ranks share the update.
     gather: lifetime of gathered parameters and unreduced gradients; None: nothing is gathered per shard unit.
@@ -241,6 +243,7 @@ class Costs:
         PersistentState(component="parameters", bytes_per_param=4),
         PersistentState(component="gradients", bytes_per_param=4),
     )
+    accumulate_bytes: float = 0.0
     update_bytes: float = 12.0
     updated_over: tuple[str, ...] = ()
     gather: GatherPolicy | None = None
