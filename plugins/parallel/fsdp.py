@@ -28,7 +28,7 @@ from torch.distributed.fsdp._fully_shard import _fsdp_common
 from torch.distributed.tensor import DTensor, Shard
 
 from titan.contracts import Axis, BuildContext, Costs, Fact, Job, ModelPart, Technique, option, register, sum_gradients
-from titan.contracts.base.cost import CollectiveCost, Component, GatherPolicy, PersistentState
+from titan.contracts.base.cost import CollectiveCost, GatherPolicy
 from titan.contracts.base.mesh import Mesh
 
 PerParameter: Any = getattr(_fsdp_common, "ShardPlacementResult", None)
@@ -106,11 +106,10 @@ class FullyShardedDataParallel(Technique):
     def cost(self, costs: Costs, job: Job) -> Costs:
         """State over dp_shard and axes that slice sequences; gathers and reductions as often as the stage says."""
         stage, shard = self._stage_of(job), ("dp_shard", *job.layout.axes_of("sliced"))
-        state: tuple[Component, ...] = ("parameters", "gradients")
         gathered: tuple[Literal["step", "micro_batch", "use"], ...] = ("step", "micro_batch", "use")
         return replace(
             costs,
-            state=tuple(PersistentState(component=component, bytes_per_param=4, axes=shard) for component in state),
+            state=tuple(replace(each, axes=(*each.axes, *shard)) for each in costs.state),
             gather=GatherPolicy(gather_every=gathered[stage - 1], reduce_every="step" if stage == 1 else "micro_batch"),
             collectives=(*costs.collectives, *self._collectives(costs, stage, shard)),
             updated_over=shard,

@@ -61,6 +61,8 @@ def schedule(name: str, *words: str) -> tuple[str, ...]:
 
 JOBS = {
     "zero 1, two micro batches": (*LLAMA, *BF16, *TWO, *zero(1)),
+    "zero 1, average of weights": (*LLAMA, *BF16, *TWO, *zero(1), "--plugins.ema.enabled", "true"),
+    "tensor parallel, average of weights": (*LLAMA, *BF16, *TWO, *sliced(), "--plugins.ema.enabled", "true"),
     "zero 2, two micro batches": (*LLAMA, *BF16, *TWO, *zero(2)),
     "zero 3, two micro batches": (*LLAMA, *BF16, *TWO, *zero(3)),
     "zero 3, one micro batch, selective": (*LLAMA, *BF16, *zero(3), *SELECTIVE),

@@ -25,6 +25,7 @@ from titan.checkpoint.huggingface import HfWeights, check_config, joined, made_o
 from titan.checkpoint.ranks import Ranks
 from titan.checkpoint.restore import Saved, check_weights
 from titan.checkpoint.state import Snapshot
+from titan.checkpoint.weights import refuse_technique
 from titan.errors import CheckpointError, ConfigError
 
 if TYPE_CHECKING:
@@ -53,10 +54,10 @@ class SavedWeights:
         CheckpointError: it cannot be read, or does not fit the model.
     """
 
-    def __init__(self, path: Path, model: Model) -> None:
+    def __init__(self, path: Path, model: Model, technique: str = "") -> None:
         self.shapes = shapes_of(model)
         self._ranks = Ranks(0, 1)
-        self._saved = Saved.open(path, self._ranks)
+        self._saved = Saved.open(path, self._ranks).with_weights_of(technique)
         wanted = {MODEL + name: torch.empty(shape, device="meta") for name, shape in self.shapes.items()}
         check_weights(self._saved, wanted, self._ranks)
 
@@ -71,15 +72,16 @@ class SavedWeights:
         return tensor
 
 
-def open_weights(path: Path, model: Model) -> Weights:
-    """The weights of a Hugging Face folder or a checkpoint.
+def open_weights(path: Path, model: Model, technique: str = "") -> Weights:
+    """The weights of a Hugging Face folder or a checkpoint; of the latter maybe those that a technique keeps.
 
     Raises:
         CheckpointError: they cannot be read, or do not fit the model.
         ConfigError: a config.json is of another model.
     """
     if not is_hf(path):
-        return SavedWeights(path, model)
+        return SavedWeights(path, model, technique)
+    refuse_technique(path, technique)
     check_config(read_hf_config(path), model, path)
     return HfWeights(path, model)
 

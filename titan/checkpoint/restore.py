@@ -6,7 +6,7 @@ Imported at first use, as DTensor is.
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -17,7 +17,7 @@ from torch.distributed.tensor import DTensor
 from titan.checkpoint import storage
 from titan.checkpoint.disk import folder as folders
 from titan.checkpoint.disk import manifest, metadata
-from titan.checkpoint.disk.index import MODEL, OPTIMIZER, Index, StoredTensor
+from titan.checkpoint.disk.index import MODEL, OPTIMIZER, REST, Index, StoredTensor
 from titan.checkpoint.ranks import Ranks
 from titan.checkpoint.state import TECHNIQUES, firsts, model_tensors, rejoin, trained
 from titan.checkpoint.techniques import tensors_in, without
@@ -28,6 +28,9 @@ if TYPE_CHECKING:
     from titan.contracts import ModelPart
 
 _SHOWN = 10
+
+WEIGHTS = "weights"
+"""The table in a technique's state with weights that may be used in place of the trained ones."""
 
 
 @dataclass(frozen=True)
@@ -61,6 +64,24 @@ class Saved:
     def tensors(self) -> Mapping[str, StoredTensor]:
         """Name -> shape, dtype and cuts of each tensor in the checkpoint."""
         return self.index.tensors
+
+    def with_weights_of(self, technique: str) -> Saved:
+        """The same with the weights that a technique keeps in place of those that were trained; "": itself.
+
+        Raises:
+            CheckpointError: the technique keeps none; names those that do.
+        """
+        if not technique:
+            return self
+        kept: dict[str, dict[str, StoredTensor]] = {}
+        for name, entry in self.tensors.items():
+            owner, _, parameter = name.removeprefix(f"{REST}{TECHNIQUES}.").partition(f".{WEIGHTS}.")
+            if name.startswith(f"{REST}{TECHNIQUES}.") and parameter:
+                kept.setdefault(owner, {})[MODEL + parameter] = entry
+        if technique not in kept:
+            whose = f"those of {', '.join(sorted(kept))}" if kept else "none but those that were trained"
+            raise CheckpointError(f"{self.path} has no weights of {technique!r}; it has {whose}")
+        return replace(self, index=replace(self.index, tensors={**self.tensors, **kept[technique]}))
 
     def read(self, into: Mapping[str, Tensor], ranks: Ranks) -> None:
         """Fill tensors in place, all ranks together; each reads its shards.
@@ -139,13 +160,13 @@ def _allocated(saved: Saved, name: str, like: Tensor | None) -> Tensor:
     return torch.empty_like(like.detach(), dtype=stored.dtype)
 
 
-def load_weights(path: Path, parts: Sequence[ModelPart], ranks: Ranks) -> None:
-    """Fill the parts' tensors alone from a checkpoint.
+def load_weights(path: Path, parts: Sequence[ModelPart], ranks: Ranks, technique: str = "") -> None:
+    """Fill the parts' tensors alone from a checkpoint, with the weights that a technique keeps, if one is named.
 
     Raises:
         CheckpointError: it cannot be read or does not fit.
     """
-    saved = Saved.open(path, ranks)
+    saved = Saved.open(path, ranks).with_weights_of(technique)
     holders = model_tensors(parts)
     weights = firsts(holders)
     check_weights(saved, weights, ranks)

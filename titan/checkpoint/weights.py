@@ -62,14 +62,23 @@ def stored_config(path: Path) -> dict[str, Any]:
     return config
 
 
-def load_weights(path: Path, model: Model, parts: Sequence[ModelPart], ranks: Ranks) -> None:
+def load_weights(path: Path, model: Model, parts: Sequence[ModelPart], ranks: Ranks, technique: str = "") -> None:
     """Fill the parts' tensors, in place, at any layout; all ranks together.
+
+    technique: whose weights to take in place of the trained ones (see `Technique.state_dict`).
 
     Raises:
         CheckpointError: a tensor is absent, left over, or of another shape; something cannot be read.
         ConfigError: a config.json is of another model.
     """
     if is_hf(path):
+        refuse_technique(path, technique)
         huggingface.load(path, model, parts, ranks)
     else:
-        restore.load_weights(path, parts, ranks)
+        restore.load_weights(path, parts, ranks, technique)
+
+
+def refuse_technique(path: Path, technique: str) -> None:
+    """Raise a CheckpointError where a technique's weights are asked of a Hugging Face folder."""
+    if technique:
+        raise CheckpointError(f"{path} is a Hugging Face folder, which has no weights of {technique!r}")

@@ -25,6 +25,10 @@ Optimizer state is not converted. Start a run from the result with --checkpoint.
 Memory holds one tensor at a time."""
     parser.add_argument("--from", type=Path, required=True, metavar="DIR", dest="source", help="weights to convert")
     parser.add_argument(
+        "--weights", default="", metavar="NAME",
+        help="take the weights that a technique of the run has kept, such as ema; default: those that were trained",
+    )  # fmt: skip
+    parser.add_argument(
         "--output", type=Path, required=True, metavar="DIR", help="folder to write; it must be absent or empty"
     )
     parser.add_argument("--format", choices=("hf", "dcp"), required=True, help="hf: Hugging Face; dcp: titan's own")
@@ -64,7 +68,7 @@ def _convert(args: argparse.Namespace) -> dict[str, Any]:
     from titan.checkpoint import conversion
 
     path, job = _open(args)
-    weights = conversion.open_weights(path, job.model)
+    weights = conversion.open_weights(path, job.model, args.weights)
     dtype = {None: None, "float32": torch.float32, "bfloat16": torch.bfloat16}[args.dtype]
     talks = sys.stderr.isatty()
     with tqdm(total=len(weights.shapes), unit=" tensors", leave=False, disable=not talks) as bar:

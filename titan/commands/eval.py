@@ -45,6 +45,10 @@ every token of that word is the most probable one; word_perplexity is LAMBADA's 
     parser.add_argument(
         "--checkpoint", required=True, metavar="DIR", help="a run, a checkpoint or a Hugging Face folder"
     )
+    parser.add_argument(
+        "--weights", default="", metavar="NAME",
+        help="take the weights that a technique of the run has kept, such as ema; default: those that were trained",
+    )  # fmt: skip
     parser.add_argument("--data", required=True, metavar="NAME", help="dataset: text, jsonl, shards, ...")
     parser.add_argument("--path", action="append", metavar="P", help="files of the dataset; may be repeated")
     parser.add_argument("--last-word", action="store_true", help="score only the last word of each document")
@@ -140,7 +144,7 @@ def _measure(args: argparse.Namespace, path: Any, job: "Job", me: Any) -> dict[s
     reading = Reading(
         stride=args.stride or 0, first_token=args.first_token, batch_size=args.batch_size, limit=args.limit or 0
     )
-    trained = open_trained(path, job, me)
+    trained = open_trained(path, job, me, args.weights)
     shown = me.number == 0 and sys.stderr.isatty()
     with tqdm(unit=" tokens", unit_scale=True, desc="predicted", leave=False, disable=not shown) as bar:
         found = (last_words if args.last_word else evaluate)(trained, reading, bar.update)

@@ -46,6 +46,7 @@ class Request:
     """What every rank is to do. prompts: words and ids of each."""
 
     checkpoint: str
+    weights: str
     overrides: Sequence[str]
     prompts: Sequence[tuple[str, tuple[int, ...]]]
     sampling: Sampling
@@ -62,6 +63,10 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         metavar="DIR",
         help="model and tokenizer: a checkpoint, a run or a Hugging Face folder",
     )
+    parser.add_argument(
+        "--weights", default="", metavar="NAME",
+        help="take the weights that a technique of the run has kept, such as ema; default: those that were trained",
+    )  # fmt: skip
     prompts = parser.add_mutually_exclusive_group(required=True)
     prompts.add_argument(
         "--prompt", action="append", metavar="TEXT", help="text to continue; may be repeated; -: read stdin"
@@ -109,7 +114,7 @@ def run(args: argparse.Namespace) -> int:
     # Here too, and not on the ranks alone, so that what is wrong is said once.
     _, job = open_job(args.checkpoint, args.overrides, world_size, "--checkpoint")
     prompts = [(prompt, generation.encode(job, prompt)) for prompt in _prompts(args)]
-    request = Request(args.checkpoint, args.overrides, prompts, sampling, args.json)
+    request = Request(args.checkpoint, args.weights, args.overrides, prompts, sampling, args.json)
     if place is None:
         return _as_rank(request, [])
     return launcher.start(functools.partial(_as_rank, request), [], place)
@@ -165,7 +170,7 @@ def _as_rank(request: Request, _: list[str]) -> int:
     log.set_up(rank)
     try:
         path, job = open_job(request.checkpoint, request.overrides, launched_world_size(), "--checkpoint")
-        trained = open_trained(path, job, process.join(job))
+        trained = open_trained(path, job, process.join(job), request.weights)
         _generate(trained, request)
         return EXIT_DONE
     except TitanError as error:

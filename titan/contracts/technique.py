@@ -302,6 +302,9 @@ class Technique(Plugin):
         from any rank that returns it, a DTensor with all its shards. A value that several ranks return under one key is
         saved once and must be the same on all of them; otherwise the save fails, naming technique, key and ranks. So
         name state of a layer or parameter after it: canonical names are the same at every layout.
+
+        A table `weights` of tensors under canonical names of parameters is a second set of weights:
+        `titan eval`, `titan generate` and `titan convert` use it with `--weights NAME`.
         """
         return {}
 

@@ -14,10 +14,10 @@ COMPONENTS = (PARAMETERS, GRADIENTS, OPTIMIZER, SAVED, TRANSIENT, GATHERED, COMM
 """Components of memory; their sum is the total.
 
 parameters: this rank's shards.  gradients: of parameters, sharded or not, in the dtype of computation and in that of
-accumulation.  optimizer: optimizer state.  saved: saved activations: made in forward (or recomputation) and alive at
-the next backward operation.  transient: all other results of operations.  gathered: unsharded parameters that modules
-compute with.  communication: send and receive buffers of collectives and pipelines.  other: tokens of the micro
-batches, module buffers, counters.
+accumulation.  optimizer: state of the optimizer and of techniques.  saved: saved activations: made in forward (or
+recomputation) and alive at the next backward operation.  transient: all other results of operations.  gathered:
+unsharded parameters that modules compute with.  communication: send and receive buffers of collectives and pipelines.
+other: tokens of the micro batches, module buffers, counters.
 """
 
 POINTS = 400

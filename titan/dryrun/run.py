@@ -16,6 +16,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 
+from titan.checkpoint.techniques import tensors_in
 from titan.config import Job
 from titan.contracts import Batch, Engine
 from titan.contracts.layers.attention import forget_masks
@@ -126,6 +127,8 @@ def _rehearse(core: Core, mode: MetaTensorMode, fused: bool) -> DryRun:
         watch.hold([p for part in parts for _, p in part.parameters()], PARAMETERS)
         watch.hold([*inputs, *(b for part in parts for b in part.module.buffers())], OTHER)
         watch.hold([v for s in core.optimizer.state.values() for v in s.values() if isinstance(v, Tensor)], OPTIMIZER)
+        kept = {technique.name: technique.state_dict() for technique in core.context.techniques}
+        watch.hold([*tensors_in(kept, core.rank.number).values()], OPTIMIZER)
         core.engine = _Followed(core.engine, watch)
         with as_on_a_gpu() if fused else nullcontext(), watch.position.loss(job.loss), watch.watching(mode):
             step(core, batches)

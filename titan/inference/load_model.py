@@ -101,14 +101,16 @@ def _tokenizer_table(path: Path) -> dict[str, Any] | None:
     return None
 
 
-def open_trained(path: Path, job: Job, rank: Rank) -> Trained:
+def open_trained(path: Path, job: Job, rank: Rank, technique: str = "") -> Trained:
     """Build the model of a job on this rank and give it the weights of a folder; all ranks together.
+
+    technique: whose weights to take in place of the trained ones.
 
     Raises:
         CheckpointError: the weights cannot be read or do not fit.
     """
     context = context_of(job, rank)
     parts = phases.assemble(context)
-    load_weights(path, job.model, parts, Ranks(rank.number, rank.world_size))
+    load_weights(path, job.model, parts, Ranks(rank.number, rank.world_size), technique)
     engine = next((e for t in context.techniques if (e := t.engine(parts, context)) is not None), None)
     return Trained(job, rank, context, parts, engine or SequentialEngine(parts[0], context.techniques))
