@@ -146,7 +146,7 @@ REFUSED = {
         MOE,
         "mesh.ep = 3 cannot share 4 experts evenly; nearest ep that fits: 2 or 4",
     ),
-    "of ranks": (mesh(dp_shard=2, ep=4), MOE, "ep"),
+    "of ranks": (mesh(dp_shard=2, ep=4), MOE, "ep = 4: must divide the ranks of the axes that it folds"),
     "without experts": (mesh(dp_shard=2, ep=2), LLAMA, "mesh.ep = 2: the model has no experts; set mesh.ep = 1"),
     "compiled": (
         [*mesh(dp_shard=2, ep=2), "--plugins.compile.backend", "eager"],
