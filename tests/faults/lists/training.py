@@ -4,6 +4,7 @@ from tests.faults.fault import Fault
 
 PARITY = "tests/dist/test_parity.py::test_llama"
 NONFINITE = "tests/dist/test_nonfinite.py"
+EMA = "plugins/optimizers/ema.py"
 
 FAULTS = (
     Fault(
@@ -278,5 +279,26 @@ FAULTS = (
         "    except OverflowError:\n",
         "    except ZeroDivisionError:\n",
         ("tests/unit/test_validation.py::test_a_perplexity_beyond_all_numbers_is_infinite",),
+    ),
+    Fault(
+        "an average of weights that keeps the share of the new ones",
+        EMA,
+        "_local(self._weights), 1 - decay)",
+        "_local(self._weights), decay)",
+        ("tests/dist/test_ema.py::test_the_recurrence",),
+    ),
+    Fault(
+        "an average of weights that a resume begins anew",
+        EMA,
+        "saved.get(name, self._weights[name])",
+        "self._weights[name]",
+        ("tests/dist/test_ema.py::test_resumed_at_another_layout_and_switched_on_late",),
+    ),
+    Fault(
+        "--weights that evaluates the trained ones",
+        "titan/checkpoint/restore.py",
+        "{**self.tensors, **kept[technique]}",
+        "{**kept[technique], **self.tensors}",
+        ("tests/dist/test_ema.py::test_the_commands_use_it",),
     ),
 )
