@@ -42,7 +42,7 @@ from titan.contracts.layers.decoder import Decoder, DecoderConfig, decoder_spec
 from titan.contracts.layers.experts import Experts, SideLoss, is_recomputed, rows_per_expert
 from titan.contracts.layers.philox import Jitter, jitter_cost
 from titan.contracts.layers.rotary import Rotary
-from titan.errors import ConfigError
+from titan.errors import ConfigError, ConfigIssue
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -259,17 +259,15 @@ class MixtureOfExperts(Model):
         """The whole model as an nn.Module; called on the meta device, so nothing is allocated."""
         c = self.config
         norm = partial(nn.RMSNorm, c.dim, eps=c.norm_eps)
-        layers = (
-            PreNormLayer(
-                norm(),
-                SelfAttention(c.heads),
-                norm(),
-                SwiGLU(c.dim, c.ffn_dim) if dense else Mixture(c),
-                ffn_draws=c.router_jitter > 0 and not dense,
-            )
-            for dense in (i < c.n_dense_layers for i in range(c.n_layers))
+
+        def layer(number: int) -> nn.Module:
+            ffn = SwiGLU(c.dim, c.ffn_dim) if number < c.n_dense_layers else Mixture(c)
+            draws = isinstance(ffn, Mixture) and ffn.jitter is not None
+            return PreNormLayer(norm(), SelfAttention(c.heads), norm(), ffn, ffn_draws=draws)
+
+        return Decoder(
+            c, map(layer, range(c.n_layers)), norm(), rotary=Rotary(head_dim=c.heads.head_dim, theta=c.rope_theta)
         )
-        return Decoder(c, layers, norm(), rotary=Rotary(head_dim=c.heads.head_dim, theta=c.rope_theta))
 
     def after_step(self, module: nn.Module, total: Callable[[Tensor], Tensor]) -> None:
         """Move each layer's bias towards even counts of the step's tokens, over all ranks."""
@@ -302,11 +300,21 @@ class MixtureOfExperts(Model):
             found["expert_load"] = torch.stack(loads).max()
         return found
 
-    def hf_config(self) -> Mapping[str, Any] | None:
+    def hf_config(self) -> Mapping[str, Any]:
         """A MixtralForCausalLM, or with norms of heads a Qwen3MoeForCausalLM; neither chooses with a bias."""
         c = self.config
-        if c.balance == "bias" or c.router != "softmax" or c.n_shared_experts:
-            return None
+        wanted = {"balance": ("sequence", "none"), "router": ("softmax",), "n_shared_experts": (0,)}
+        wanted |= {} if c.qk_norm else {"n_dense_layers": (0,), "normalized": (True,)}
+        theirs = "Qwen3MoeForCausalLM" if c.qk_norm else "MixtralForCausalLM"
+        wrong = [
+            ConfigIssue(
+                "", f"[model] {key} = {value!r}: {theirs} of transformers has only {' or '.join(map(repr, fits))}"
+            )
+            for key, fits in wanted.items()
+            if (value := getattr(c, key)) not in fits
+        ]
+        if wrong:
+            raise ConfigError(wrong)
         shared = {
             **{theirs: getattr(c, ours) for theirs, ours in _HF_SIZES.items()},
             "num_key_value_heads": c.kv_heads, "head_dim": c.heads.head_dim, "tie_word_embeddings": c.tied,
@@ -315,14 +323,12 @@ class MixtureOfExperts(Model):
         }  # fmt: skip
         if c.qk_norm:
             return shared | {
-                "architectures": ["Qwen3MoeForCausalLM"], "model_type": "qwen3_moe", "num_experts": c.n_experts,
+                "architectures": [theirs], "model_type": "qwen3_moe", "num_experts": c.n_experts,
                 "moe_intermediate_size": c.expert_dim, "intermediate_size": c.ffn_dim, "norm_topk_prob": c.normalized,
                 "mlp_only_layers": list(range(c.n_dense_layers)), **_QWEN3_FIXED,
             }  # fmt: skip
-        if c.n_dense_layers or not c.normalized:
-            return None
         return shared | {
-            "architectures": ["MixtralForCausalLM"], "model_type": "mixtral", "num_local_experts": c.n_experts,
+            "architectures": [theirs], "model_type": "mixtral", "num_local_experts": c.n_experts,
             "intermediate_size": c.expert_dim, **_MIXTRAL_FIXED,
         }  # fmt: skip
 
@@ -353,7 +359,7 @@ class MixtureOfExperts(Model):
         qwen3 = config.get("model_type") == "qwen3_moe"
         if not qwen3 and config.get("model_type") != "mixtral":
             return None
-        theta, _, wrong = huggingface.read_rope(config, {"default": ()})
+        theta, _, wrong = huggingface.read_rope(config, {"default": ()}, theta=1e4 if qwen3 else 1e6)
         keys = dict(_HF_SIZES)
         if qwen3:
             config = {"num_experts": config.get("num_local_experts", 128), "head_dim": 128, **config}

@@ -208,7 +208,13 @@ def test_published_sizes(preset: str, total: float, active: float) -> None:
 def test_a_hugging_face_folder_of_another_architecture() -> None:
     with pytest.raises(ConfigError, match="mlp_only_layers = \\[3\\]: this model's dense layers are its first"):
         MixtureOfExperts.from_hf({**_model(qk_norm=True, balance="none")[0].hf_config(), "mlp_only_layers": [3]})
-    assert _model(n_experts=4)[0].hf_config() is None  # a bias of the choice has no place there
+    with pytest.raises(ConfigError, match=r"balance = 'bias': Mixtral.* has only 'sequence' or 'none'"):
+        _model(n_experts=4)[0].hf_config()
+    with pytest.raises(ConfigError, match=r"router = 'sigmoid': Qwen3Moe.* has only 'softmax'"):
+        _model(qk_norm=True, balance="none", router="sigmoid")[0].hf_config()
+    mixtral = _model(balance="none")[0].hf_config()
+    del mixtral["rope_theta"]
+    assert MixtureOfExperts.from_hf(mixtral)["rope_theta"] == 1e6  # what transformers takes where none is said
 
 
 def test_shared_experts_are_passed_by_every_token() -> None:

@@ -87,7 +87,11 @@ class Model(Plugin, ABC):
     """Globs of tensors in Hugging Face checkpoints that hold no weights: buffers that old exports wrote."""
 
     def hf_config(self) -> Mapping[str, Any] | None:
-        """The config.json with which transformers builds the same model; None where it has no such architecture."""
+        """The config.json with which transformers builds the same model; None where it has no such architecture.
+
+        Raises:
+            ConfigError: it has one, but not with these options; names each with its value and those that it has.
+        """
         return None
 
     def hf_tensors(self) -> Sequence[HfTensor]:

@@ -227,8 +227,9 @@ def unfoldable(layout: Layout) -> Iterator[tuple[str, str]]:
         ranks = math.prod(layout.degrees[name] for name in folded)
         if ranks % degree:
             of = layout.product(folded) or " x ".join(f"{name} 1" for name in folded) or "no axis"
+            of += f" = {ranks}" if " x " in of else ""
             near = nearest(degree, partial(_divides, ranks), most=ranks)
-            yield axis, f"= {degree}: must divide the ranks of the axes that it folds, {of} = {ranks}; nearest: {near}"
+            yield axis, f"= {degree}: must divide the ranks of the axes that it folds, {of}; nearest: {near}"
     for first, second in combinations(folding, 2):
         if both := set(layout.folded(first)) & set(layout.folded(second)):
             what = f"mesh.{first} divides the ranks of {' and '.join(sorted(both))} already; set one of them to 1"

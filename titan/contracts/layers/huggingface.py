@@ -84,7 +84,7 @@ def fixed_issues(config: Mapping[str, Any], fixed: Mapping[str, Any]) -> list[Co
 
 
 def read_rope(
-    config: Mapping[str, Any], kinds: Mapping[str, Sequence[str]], *, partial: bool = False
+    config: Mapping[str, Any], kinds: Mapping[str, Sequence[str]], *, partial: bool = False, theta: float = 1e4
 ) -> tuple[float, Mapping[str, Any], list[ConfigIssue]]:
     """(theta, scaling, issues) of the rotary keys, as transformers 4 and 5 write them.
 
@@ -94,6 +94,7 @@ def read_rope(
         config: a config.json.
         kinds: each `rope_type` that the model supports -> the keys that its table must have.
         partial: the model may rotate a share of each head, and reads `partial_rotary_factor` itself.
+        theta: what transformers takes where the config says none.
     """
     name = "rope_scaling" if config.get("rope_scaling") else "rope_parameters"
     rope = config.get(name) or {}
@@ -107,5 +108,5 @@ def read_rope(
         told = f"partial_rotary_factor = {rope['partial_rotary_factor']!r}: this model supports only 1"
         issues.append(issue(f"{name} {told}"))
     issues += [issue(f"{name} {key}: missing") for key in kinds.get(str(kind), ()) if key not in rope]
-    theta = rope.get("rope_theta") or config.get("rope_theta") or 10000.0
-    return theta, {} if kind == "default" else rope, issues
+    found = rope.get("rope_theta") or config.get("rope_theta") or theta
+    return found, {} if kind == "default" else rope, issues
