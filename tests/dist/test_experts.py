@@ -10,6 +10,7 @@ from tests.jobs import LLAMA, MOE, SAVING, assert_same_curve, mesh, run_with_bia
 from titan.config import load_job
 from titan.errors import ConfigError
 
+SPLITS_EXPERTS = torch.torch_version.TorchVersion(torch.__version__) >= "2.13"
 TWICE = ("--train.micro_batch_size", "1")
 LAYOUTS = {
     "accumulation": (1, ["--train.micro_batch_size", "2"]),
@@ -72,6 +73,8 @@ FOLDED = {
 
 @pytest.mark.parametrize("layout", FOLDED)
 def test_folded(layout: str, one_rank, tmp_path: Path) -> None:
+    if "zero bubble" in layout and not SPLITS_EXPERTS:
+        pytest.skip("this PyTorch splits no backward of experts")
     world_size, words = FOLDED[layout]
     same = ("--model.balance", "bias", "--model.balance_rate", "0.01")
     assert_same_curve(one_rank(*same, config=MOE), train_job(tmp_path, world_size, *same, *words, config=MOE))

@@ -15,6 +15,7 @@ from torch.distributed.pipelining._utils import generate_stage_to_rank_mapping
 from torch.torch_version import TorchVersion
 
 from titan.contracts import AttentionCore, ModelPart, ModelSpec, Technique
+from titan.contracts.base.cost import Matmul
 from titan.contracts.base.mesh import Layout
 from titan.errors import PluginError
 from titan.plugins.compile import Compile
@@ -291,3 +292,15 @@ def test_a_tied_head_that_is_sharded_needs_a_torch_that_gathers_it_for_each_back
     assert _check(SMALL, 2, schedule="GPipe", techniques=(sharder,)) == []
     assert _check(tied, 2, schedule="1F1B", techniques=(sharder,)) == []
     assert _check(tied, 2, schedule="GPipe", techniques=(_technique(FullyShardedDataParallel, zero_stage=1),)) == []
+
+
+@pytest.mark.parametrize("version, refused", [("2.12.1", True), ("2.13.0", False)])
+def test_the_backward_of_experts_is_split_by_a_torch_that_can(
+    version: str, refused: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(torch, "__version__", TorchVersion(version))
+    experts = Matmul(module="ffn.experts.w1", inputs=8, outputs=8, stack=4, used=2)
+    mixture = replace(SMALL, layer_ops=(*SMALL.layer_ops, experts))
+    texts = _check(mixture, 2, schedule="InterleavedZeroBubble")
+    assert [f"PyTorch {version} cannot do for experts" in text for text in texts] == [True] * refused
+    assert _check(mixture, 2, schedule="1F1B") == _check(SMALL, 2, schedule="InterleavedZeroBubble") == []

@@ -43,7 +43,7 @@ from torch import nn
 from torch.torch_version import TorchVersion
 
 from titan.contracts import Axis, BuildContext, Costs, Engine, Job, ModelPart, ModelSpec, Technique, option, register
-from titan.contracts.base.cost import Order, Stage
+from titan.contracts.base.cost import Matmul, Order, Stage
 from titan.contracts.base.spec import nearest
 
 from .orders import order
@@ -161,6 +161,11 @@ class PipelineParallel(Technique):
                 yield f"{own} splits the backward pass, and {why}, or use '1F1B' or 'Interleaved1F1B'"
             for why in job.stating("reduces_per_micro_batch"):
                 yield f"{own} splits the backward pass, so gradients are reduced once per step; {why}"
+            if old and any(isinstance(op, Matmul) and op.stack > 1 for op in spec.layer_ops):
+                yield (
+                    f"{own} splits the backward pass, which PyTorch {torch.__version__} cannot do for experts; use "
+                    "'1F1B' or 'Interleaved1F1B', or PyTorch 2.13"
+                )
         elif old and spec.tied and self.config.schedule != "1F1B":
             for why in job.stating("reduces_per_micro_batch"):
                 yield (
