@@ -22,7 +22,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 --from may be a Hugging Face folder (config.json and safetensors), a checkpoint, or a run (its newest checkpoint).
 Optimizer state is not converted. Start a run from the result with --checkpoint.init_from, or load it with transformers.
-Memory holds one tensor at a time."""
+A Hugging Face folder with a tokenizer that no plugin reads needs --tokenizer.name NAME. Memory holds one tensor at a
+time."""
     parser.add_argument("--from", type=Path, required=True, metavar="DIR", dest="source", help="weights to convert")
     parser.add_argument(
         "--weights", default="", metavar="NAME",
