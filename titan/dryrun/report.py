@@ -76,5 +76,6 @@ def _collectives(run: DryRun) -> list[str]:
 
 def _flops(run: DryRun) -> list[str]:
     total = run.total_flops
-    words = f"forward {total.forward:.4g}, backward {total.backward:.4g}, recomputation {total.recompute:.4g}"
+    words = f"forward {total.forward:.4g}, backward {total.backward:.4g}"
+    words += f", recomputation and attention scores again {total.recompute:.4g}"
     return [f"FLOPs per step on this rank: {total.total:.4g} ({words})"]
