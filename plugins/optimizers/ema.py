@@ -8,6 +8,8 @@ Optim. 30 (1992); of networks: arXiv 2411.18704.
 
 The average changes nothing of the training. Checkpoints have it, at any layout; `titan eval`, `titan generate` and
 `titan convert` use it with `--weights ema`. Switched on in a resumed run, it begins as the weights of that moment.
+Buffers, such as the bias of a router, are used as they were trained. What a technique with a later table changes after
+a step is averaged one step later.
 
 Cost: 4 bytes per parameter on the rank that holds the parameter; one pass over weights and average per step (12 bytes
 read and written per parameter); no communication.

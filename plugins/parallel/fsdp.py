@@ -109,7 +109,7 @@ class FullyShardedDataParallel(Technique):
         gathered: tuple[Literal["step", "micro_batch", "use"], ...] = ("step", "micro_batch", "use")
         return replace(
             costs,
-            state=tuple(replace(each, axes=(*each.axes, *shard)) for each in costs.state),
+            state=tuple(replace(each, axes=tuple(dict.fromkeys((*each.axes, *shard)))) for each in costs.state),
             gather=GatherPolicy(gather_every=gathered[stage - 1], reduce_every="step" if stage == 1 else "micro_batch"),
             collectives=(*costs.collectives, *self._collectives(costs, stage, shard)),
             updated_over=shard,

@@ -76,11 +76,15 @@ class Saved:
         kept: dict[str, dict[str, StoredTensor]] = {}
         for name, entry in self.tensors.items():
             owner, _, parameter = name.removeprefix(f"{REST}{TECHNIQUES}.").partition(f".{WEIGHTS}.")
-            if name.startswith(f"{REST}{TECHNIQUES}.") and parameter:
+            if name.startswith(f"{REST}{TECHNIQUES}.") and parameter and "." not in owner:
                 kept.setdefault(owner, {})[MODEL + parameter] = entry
         if technique not in kept:
             whose = f"those of {', '.join(sorted(kept))}" if kept else "none but those that were trained"
             raise CheckpointError(f"{self.path} has no weights of {technique!r}; it has {whose}")
+        trained = {name for name in self.tensors if name.startswith(MODEL)} - kept[technique].keys()
+        if trained:
+            names = listed(name.removeprefix(MODEL) for name in trained)
+            log.info(f"weights of {technique}: it keeps none of {names}, which are as they were trained")
         return replace(self, index=replace(self.index, tensors={**self.tensors, **kept[technique]}))
 
     def read(self, into: Mapping[str, Tensor], ranks: Ranks) -> None:

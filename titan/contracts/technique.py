@@ -13,9 +13,9 @@ per logged row, on each rank          measure
 per save, on each rank                state_dict: no collectives
 at the end of training, on each rank  close: no collectives
 
-`titan plan --dry-run` calls the hooks of the build and of one step with tensors on the meta device and collectives that
-return at once: a number that a hook reads from a tensor there is always 1. Validation, generation and
-evaluation call none of the step hooks. Techniques are called in TOML order, then those without a table, by name.
+`titan plan --dry-run` calls the hooks of the build and of one step, and `state_dict`, with tensors on the meta device
+and collectives that return at once: a number that a hook reads from a tensor there is always 1. Validation, generation
+and evaluation call none of the step hooks. Techniques are called in TOML order, then those without a table, by name.
 """
 
 from __future__ import annotations

@@ -27,7 +27,7 @@ from titan.dryrun.result import CollectiveCount, DryRun, Flops, Peak, add_up
 from titan.dryrun.watch import OPTIMIZER, OTHER, PARAMETERS, Watch
 from titan.errors import ConfigError, ConfigIssue
 from titan.ranks.process import Rank
-from titan.training.build import Core, wire
+from titan.training.build import Core, state_now, wire
 from titan.training.nonfinite import NonfiniteGuard
 from titan.training.trainer import step
 
@@ -127,7 +127,7 @@ def _rehearse(core: Core, mode: MetaTensorMode, fused: bool) -> DryRun:
         watch.hold([p for part in parts for _, p in part.parameters()], PARAMETERS)
         watch.hold([*inputs, *(b for part in parts for b in part.module.buffers())], OTHER)
         watch.hold([v for s in core.optimizer.state.values() for v in s.values() if isinstance(v, Tensor)], OPTIMIZER)
-        kept = {technique.name: technique.state_dict() for technique in core.context.techniques}
+        kept = {technique.name: state_now(technique) for technique in core.context.techniques}
         watch.hold([*tensors_in(kept, core.rank.number).values()], OPTIMIZER)
         core.engine = _Followed(core.engine, watch)
         with as_on_a_gpu() if fused else nullcontext(), watch.position.loss(job.loss), watch.watching(mode):

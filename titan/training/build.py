@@ -292,7 +292,7 @@ def _restore(core: Core, fingerprint: str, lock: FolderLock) -> tuple[Checkpoint
         log.log.info(f"weights: {_first_weights(job, rank, parts)}")
         return checkpointer, {}
     changes = compare(stored_rest(path), job.table, fingerprint, section.reset_data)
-    states = {technique.name: _state_now(technique) for technique in core.context.techniques}
+    states = {technique.name: state_now(technique) for technique in core.context.techniques}
     rest = checkpointer.load(path, parts, core.optimizer, states)
     unused = "; checkpoint.init_from is ignored, because the run has a checkpoint" if section.init_from else ""
     log.log.info(f"weights: from {path}, step {rest.get('step', 0)}{unused}")
@@ -301,7 +301,7 @@ def _restore(core: Core, fingerprint: str, lock: FolderLock) -> tuple[Checkpoint
     return checkpointer, {**rest, "data": {}} if changes.other_samples else rest
 
 
-def _state_now(technique: Technique) -> dict[str, Any]:
+def state_now(technique: Technique) -> dict[str, Any]:
     """What a technique holds before it is given anything: it names the tensors that this rank is to get back."""
     try:
         return technique.state_dict()

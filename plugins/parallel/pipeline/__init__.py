@@ -40,7 +40,6 @@ from typing import TYPE_CHECKING, ClassVar, Literal
 
 import torch
 from torch import nn
-from torch.torch_version import TorchVersion
 
 from titan.contracts import Axis, BuildContext, Costs, Engine, Job, ModelPart, ModelSpec, Technique, option, register
 from titan.contracts.base.cost import Matmul, Order, Stage
@@ -254,4 +253,4 @@ def _nearest_batch(schedule: str, ranks: int, unit: int, size: int) -> str:
 
 @cache
 def _before_2_13(version: str) -> bool:
-    return TorchVersion(version) < "2.13"
+    return tuple(map(int, version.split(".")[:2])) < (2, 13)  # 2.13.0a0 has it
