@@ -54,7 +54,7 @@ def _trained(name: str, words: tuple[str, ...], steps: int, folder: Path) -> dic
     said = ("--run.dir", str(folder), "--run.name", name, "--train.steps", str(steps), "--checkpoint.enabled", "false")
     # As the quickstart says, a narrow model learns faster from larger initial weights.
     same = ("--model.init_std", "0.04", "--lr_schedule.warmup_steps", str(WARMUP))
-    same += ("--lr_schedule.decay_steps", str(steps - WARMUP))
+    same += ("--lr_schedule.decay_steps", str(max(1, steps - WARMUP)))
     command = [sys.executable, "-m", "titan.train", "--config", str(CONFIG), *words, *same, *said, *EVERY_STEP]
     subprocess.run(command, check=True, stdout=sys.stderr)
     lines = (folder / name / "metrics.jsonl").read_text(encoding="utf-8").splitlines()
