@@ -97,6 +97,7 @@ class TensorParallel(Technique):
         super().__init__(config)
         self._partial: _Replicated = []  # each rank's gradient is a summand
         self._equal: _Replicated = []  # each rank's gradient is the whole one
+        self._checked = False
         self._group: dist.ProcessGroup | None = None
 
     def check(self, job: Job, spec: ModelSpec) -> Iterable[str]:
@@ -244,18 +245,24 @@ class TensorParallel(Technique):
     def after_backward(self) -> None:
         """Sum, in one all-reduce, the gradients of replicated parameters that saw a rank's own tokens or heads.
 
+        The others are equal up to rounding: ranks may have tuned their kernels otherwise. They become their mean, so
+        that replicas never drift apart.
+
         Raises:
             PluginError: in the first step, gradients differ that are equal on all ranks if the model's spec is right.
         """
-        if self._equal:
+        if not self._checked:
             self._check_equal()
-        if gradients := _gradients(self._partial):
+        equal = _gradients(self._equal)
+        if equal:
+            torch._foreach_div_(list(equal.values()), dist.get_world_size(self._group))
+        if gradients := _gradients(self._partial) | equal:
             (sums,) = self._reduced(gradients, dist.ReduceOp.SUM)
             torch._foreach_copy_(list(gradients.values()), sums)
 
     def _check_equal(self) -> None:
         gradients = _gradients(self._equal)
-        self._equal.clear()  # once is enough: what differs is the model's place for a module, not chance
+        self._checked = True  # once is enough: what differs is the model's place for a module, not chance
         if not gradients or next(iter(gradients.values())).device.type == "meta":
             return
         bounds = self._reduced(gradients, dist.ReduceOp.MIN, dist.ReduceOp.MAX)

@@ -245,6 +245,27 @@ def test_a_norm_whose_gradient_differs_between_ranks_is_refused() -> None:
         run_ranks(_norm_inside, 2)
 
 
+def _rounded_otherwise() -> tuple[dict[str, Tensor], dict[str, Tensor]]:
+    """The gradients of the norms before ranks differ by rounding, and after the technique has joined them."""
+    model = MODELS["llama, grouped queries"]()
+    technique = TensorParallel(TensorConfig(sequence_parallel=False))
+    module = _split(model, _whole(model), technique).module
+    _train(module)
+    norms = {name: p.grad.to_local() for name, p in module.named_parameters() if "norm" in name}
+    before = {name: gradient.clone() for name, gradient in norms.items()}
+    for gradient in norms.values():
+        gradient.mul_(1 + 1e-6 * dist.get_rank())
+    technique.after_backward()
+    return before, norms
+
+
+def test_replicas_that_rounding_sets_apart_are_joined() -> None:
+    (before, first), (_, second) = run_ranks(_rounded_otherwise, 2)
+    assert len(first) == 5 and all(torch.equal(first[name], second[name]) for name in first)
+    for name, gradient in first.items():
+        torch.testing.assert_close(gradient, before[name], rtol=1e-6, atol=0)
+
+
 def _nested() -> None:
     model = MODELS["llama, grouped queries"]()
     context = _context(model)
