@@ -83,8 +83,11 @@ def united(everyone: Sequence[Given]) -> dict[str, Any]:
     """
     tables: dict[str, Any] = {}
     givers: dict[tuple[str, ...], int] = {}
+    seen: list[Mapping[str, Any]] = []  # most ranks of a stage give the same
     for rank, one in enumerate(everyone):
-        _unite(tables, one.tables, rank, givers)
+        if one.tables not in seen:
+            _unite(tables, one.tables, rank, givers)
+            seen.append(one.tables)
     _check_prints([one.prints for one in everyone])
     return tables
 
