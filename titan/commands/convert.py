@@ -27,7 +27,7 @@ time."""
     parser.add_argument("--from", type=Path, required=True, metavar="DIR", dest="source", help="weights to convert")
     parser.add_argument(
         "--weights", default="", metavar="NAME",
-        help="take the weights that a technique of the run has kept, such as ema; default: those that were trained",
+        help="take the weights that this technique has kept beside those that were trained, which are the default",
     )  # fmt: skip
     parser.add_argument(
         "--output", type=Path, required=True, metavar="DIR", help="folder to write; it must be absent or empty"

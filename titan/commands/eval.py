@@ -47,7 +47,7 @@ every token of that word is the most probable one; word_perplexity is LAMBADA's 
     )
     parser.add_argument(
         "--weights", default="", metavar="NAME",
-        help="take the weights that a technique of the run has kept, such as ema; default: those that were trained",
+        help="take the weights that this technique has kept beside those that were trained, which are the default",
     )  # fmt: skip
     parser.add_argument("--data", required=True, metavar="NAME", help="dataset: text, jsonl, shards, ...")
     parser.add_argument("--path", action="append", metavar="P", help="files of the dataset; may be repeated")

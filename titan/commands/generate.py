@@ -65,7 +65,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     )
     parser.add_argument(
         "--weights", default="", metavar="NAME",
-        help="take the weights that a technique of the run has kept, such as ema; default: those that were trained",
+        help="take the weights that this technique has kept beside those that were trained, which are the default",
     )  # fmt: skip
     prompts = parser.add_mutually_exclusive_group(required=True)
     prompts.add_argument(
