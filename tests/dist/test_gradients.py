@@ -118,4 +118,4 @@ class Forgetful(Technique):
 
 def test_a_state_that_cannot_be_asked_for_before_it_is_loaded_names_its_technique() -> None:
     with pytest.raises(PluginError, match=r"technique 'forgetful' in .*: state_dict\(\) raised .*before load"):
-        build._state_now(Forgetful(None))
+        build.state_now(Forgetful(None))

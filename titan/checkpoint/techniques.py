@@ -12,7 +12,7 @@ import hashlib
 import json
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -30,13 +30,15 @@ _RULE = (
 )
 
 
-@dataclass(frozen=True)
-class Print:
-    """What tells whether two ranks hold the same of a tensor: its shape, where their shard begins, a hash of it."""
+class Print(NamedTuple):
+    """What tells whether two ranks hold the same of a tensor: its shape, where their shard begins, a hash of it.
+
+    Small, because rank 0 is sent those of every rank at each save.
+    """
 
     shape: tuple[int, ...]
     offsets: tuple[int, ...]
-    digest: str
+    digest: bytes
 
 
 @dataclass(frozen=True)
@@ -70,9 +72,9 @@ def _is_sharded(tensor: Tensor) -> bool:
 
 def _print(tensor: Tensor, values: Tensor) -> Print:
     offsets, _ = box_of(tensor)
-    digest = hashlib.sha256(f"{values.dtype} {list(values.shape)}".encode())
+    digest = hashlib.blake2b(f"{values.dtype} {list(values.shape)}".encode(), digest_size=16)
     digest.update(values.detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy().data)
-    return Print(tuple(tensor.shape), offsets, digest.hexdigest())
+    return Print(tuple(tensor.shape), offsets, digest.digest())
 
 
 def united(everyone: Sequence[Given]) -> dict[str, Any]:
@@ -83,11 +85,11 @@ def united(everyone: Sequence[Given]) -> dict[str, Any]:
     """
     tables: dict[str, Any] = {}
     givers: dict[tuple[str, ...], int] = {}
-    seen: list[Mapping[str, Any]] = []  # most ranks of a stage give the same
+    seen: set[str] = set()  # most ranks of a stage give the same
     for rank, one in enumerate(everyone):
-        if one.tables not in seen:
+        if (text := _text(one.tables)) not in seen:
             _unite(tables, one.tables, rank, givers)
-            seen.append(one.tables)
+            seen.add(text)
     _check_prints([one.prints for one in everyone])
     return tables
 
@@ -118,7 +120,7 @@ def _text(value: Any) -> str:
 
 def _check_prints(everyone: Sequence[Mapping[str, Print]]) -> None:
     shapes: dict[str, tuple[int, tuple[int, ...]]] = {}
-    shards: dict[tuple[str, tuple[int, ...]], tuple[int, str]] = {}
+    shards: dict[tuple[str, tuple[int, ...]], tuple[int, bytes]] = {}
     for rank, prints in enumerate(everyone):
         for name, one in prints.items():
             first, shape = shapes.setdefault(name, (rank, one.shape))
