@@ -38,6 +38,9 @@ import os, pathlib, signal, sys
 life = pathlib.Path(os.environ["LIVES"], os.environ["RANK"])
 life.write_text(life.read_text() + "x" if life.exists() else "x")
 if os.environ["CODE"].isdecimal():
+    own, both = life.read_text(), [life.with_name(rank) for rank in "01"]
+    while not all(other.exists() and len(other.read_text()) >= len(own) for other in both):
+        os.sched_yield()  # a rank that ends has the other one killed, which may not have begun
     sys.exit(int(os.environ["CODE"]))
 for number in (signal.SIGTERM, signal.SIGUSR1):
     signal.signal(number, lambda *_: sys.exit(75))

@@ -74,7 +74,7 @@ def test_all_that_it_folds_and_as_few_as_it_needs(
     [
         ({"ep": 3, "cp": 2}, 8, "ep", "= 3: must divide the ranks of the axes that it folds, dp_shard 4 x cp 2 = 8; "
                                       "nearest: 2 or 4"),
-        ({"ep": 16}, 8, "ep", "dp_shard 8 = 8; nearest: 8"),
+        ({"ep": 16}, 8, "ep", "dp_shard 8; nearest: 8"),
         ({"ep": 2, "tp": 2}, 2, "ep", "dp_shard 1 x cp 1 = 1; nearest: 1"),
         ({"ep": 0}, 8, "ep", "= 0: must be a positive degree"),
         ({"ep": 3, "tp": 3}, 8, "", "tp 3 = 3 ranks, but 8 were launched; launch 3 ranks"),
@@ -139,7 +139,7 @@ def test_a_study_of_slices_is_one_of_tensor_parallelism() -> None:
 @pytest.mark.parametrize(
     ("degrees", "words"),
     [
-        ({"spread": 3}, r"\[mesh\] spread = 3: must divide the ranks .* dp_shard 4 = 4; nearest: 2 or 4"),
+        ({"spread": 3}, r"\[mesh\] spread = 3: must divide the ranks .* dp_shard 4; nearest: 2 or 4"),
         ({"spread": 2, "model": "llama"}, r"mesh\.spread = 2: model llama has no stacks"),
     ],
 )

@@ -130,7 +130,7 @@ FAULTS = (
     Fault(
         "gradients accepted that differ between ranks which should agree",
         "plugins/parallel/tensor.py",
-        "        if self._equal:\n            self._check_equal()\n",
+        "        if not self._checked:\n            self._check_equal()\n",
         "",
         ("tests/dist/test_tensor.py::test_a_norm_whose_gradient_differs_between_ranks_is_refused",),
     ),

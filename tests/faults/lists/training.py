@@ -227,8 +227,8 @@ FAULTS = (
     Fault(
         "dropout in evaluation",
         "titan/contracts/layers/philox.py",
-        "if not self.training:",
-        "if False:",
+        "if not self.training:\n            return x\n        kept",
+        "if False:\n            return x\n        kept",
         ("tests/unit/test_philox.py::test_no_dropout_in_evaluation",),
     ),
     Fault(
