@@ -44,7 +44,8 @@ SWEEP = {
     "NPROC=2 titan tune": "shown by tests/dist/test_tune.py",
     "NPROC=8 titan doctor": "measures; shown by tests/dist/test_doctor.py",
     "titan plan --config quickstart --cluster here.toml": "reads what the doctor has measured",
-    "titan plan --config configs/llama65b.toml --search --world-size 256": "another search is run",
+    "titan plan --config configs/llama65b.toml --search --world-size 256": "tests/unit/test_big_configs.py searches",
+    "titan plan --config configs/llama65b.toml --cluster h100 --world-size 512 --search": "the same",
     "NPROC=2 titan train --config configs/debug.toml --run.name hung": "shown by tests/dist/test_watchdog.py",
 }
 """Commands that take many seconds, and what is left of each in `make test`; none that is left needs their files."""

@@ -7,6 +7,7 @@ import pytest
 import torch
 
 from tests.jobs import LLAMA, MOE, SAVING, assert_same_curve, mesh, run_with_biases, saved_tensors, train_job
+from tests.sweeps import but_sweep
 from titan.config import load_job
 from titan.errors import ConfigError
 
@@ -71,7 +72,13 @@ FOLDED = {
 }
 
 
-@pytest.mark.parametrize("layout", FOLDED)
+SWEPT = (
+    "ep 2 of dp_shard 4, zero 3, accumulation", "ep 2, tp 2, whole sequences, recompute selective",
+    "more ranks than experts, tp 2", "ep 4 of dp_shard 2, cp 2, tp 2",
+)  # fmt: skip
+
+
+@pytest.mark.parametrize("layout", but_sweep(FOLDED, *SWEPT))
 def test_folded(layout: str, one_rank, tmp_path: Path) -> None:
     if "zero bubble" in layout and not SPLITS_EXPERTS:
         pytest.skip("this PyTorch splits no backward of experts")
@@ -88,7 +95,7 @@ JITTERED = {
 }
 
 
-@pytest.mark.parametrize("layout", JITTERED)
+@pytest.mark.parametrize("layout", but_sweep(JITTERED, "ep 2, tp 2, recompute full"))
 def test_jitter(layout: str, one_rank, tmp_path: Path) -> None:
     """What the routers see is multiplied by the same random numbers at any layout."""
     world_size, words = JITTERED[layout]
