@@ -24,7 +24,8 @@ from titan.checkpoint.disk.manifest import INDEX, METADATA, STATE
 from titan.checkpoint.disk.plain import write_table
 from titan.checkpoint.disk.plan import Written
 from titan.checkpoint.ranks import RankFailure, Ranks
-from titan.checkpoint.state import TECHNIQUES, Snapshot, Staging, collect, optimizer_state
+from titan.checkpoint.state import TECHNIQUES, Snapshot, Stacks, Staging, collect, optimizer_state
+from titan.contracts.base.mesh import Mesh
 from titan.device import on_this_device
 from titan.errors import CheckpointError, ConfigError, FolderError, UnreadableError
 from titan.log import log
@@ -42,17 +43,19 @@ class Checkpointer:
     asynchronous: write in the background, from a copy in host memory as large as a rank's share of the state.
     timeout_s: a load or save that takes longer ends the process, with its stacks shown.
     held: called on rank 0 before a save changes the folder; raises FolderError where it is no longer this run's.
+    mesh: of the run; None: no rank has weights of its own, nor state of techniques.
     """
 
     def __init__(
         self, folder: Path, *, keep: int, asynchronous: bool, rank: int, world_size: int, timeout_s: float = 1800.0,
-        held: Callable[[], None] = lambda: None,
+        held: Callable[[], None] = lambda: None, mesh: Mesh | None = None,
     ) -> None:  # fmt: skip
         self.folder, self.keep, self.asynchronous, self.timeout_s = folder, keep, asynchronous, timeout_s
         self._held = held
         self._ranks = Ranks(rank, world_size, patience=2 * timeout_s)  # the limit, which shows stacks, comes first
         self._planner = storage.Planner(self._ranks)
         self._staging = Staging()
+        self._stacks = Stacks(mesh)
         self._writer: Thread | None = None
         self._failure: Exception | None = None
         self._saved: Saved | None = None
@@ -139,16 +142,17 @@ class Checkpointer:
         with self._limit(f"loading the checkpoint {path}"):
             found, self._saved = self._saved, None
             saved = found if found is not None and found.path == path else self._open(path)
-            rest: dict[str, Any] = restore.load(saved, parts, optimizer, self._ranks, states)
+            rest: dict[str, Any] = restore.load(saved, parts, optimizer, self._ranks, states, self._stacks)
         return rest
 
-    def check(self, parts: Sequence[ModelPart], optimizer: torch.optim.Optimizer) -> None:
-        """Look at the optimizer's state as soon as there is some, not first at a save hours later.
+    def check(self, parts: Sequence[ModelPart], optimizer: torch.optim.Optimizer, states: Mapping[str, Any]) -> None:
+        """Look at the state of the optimizer and of techniques as soon as there is some, not at a save hours later.
 
         Raises:
             PluginError: it cannot be saved.
         """
         optimizer_state(parts, optimizer)
+        self._stacks.check(states)
 
     def save(
         self, step: int, parts: Sequence[ModelPart], optimizer: torch.optim.Optimizer, rest: Mapping[str, Any]
@@ -164,7 +168,7 @@ class Checkpointer:
         """
         self.wait()
         began = time.perf_counter()
-        snapshot = collect(parts, optimizer, rest, self._ranks.rank)
+        snapshot = collect(parts, optimizer, rest, self._ranks.rank, self._stacks)
         if not self.asynchronous:
             self._write_in_time(step, snapshot, began)
             return
@@ -218,7 +222,7 @@ class Checkpointer:
             everyone = ranks.gather_first(ranks.each(lambda: techniques.given(snapshot)))
             tables = ranks.each(lambda: techniques.united(everyone))
             path = ranks.first(lambda: self._begin(step))
-            names = self._planner.choose(snapshot.tensors)
+            names = self._planner.choose(snapshot.tensors, snapshot.stacked)
             written = ranks.each(lambda: storage.write(path, ranks.rank, names, snapshot.tensors, snapshot.local))
             all_written = ranks.gather_first(written)
             values = {name: value for one in ranks.gather_first(snapshot.values) for name, value in one.items()}
@@ -245,10 +249,11 @@ class Checkpointer:
         self._held()
         assert self._planner.plan is not None
         where = self._planner.plan.index(written)
+        stacked = any(tensor.stacked for tensor in where.tensors.values())
         index.write(path / INDEX, where)
         metadata.write(path, where)
         write_table(path / STATE, {
-            "format": folders.FORMAT, "step": step, "serial": self._serial(),
+            "format": folders.STACKED if stacked else folders.FORMAT, "step": step, "serial": self._serial(),
             "world_size": self._ranks.size, "saved": time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime()),
             "torch": torch.__version__, "optimizer": snapshot.optimizer, "values": snapshot.values,
             "rest": snapshot.rest,

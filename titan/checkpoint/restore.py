@@ -5,8 +5,9 @@ Imported at first use, as DTensor is.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -19,7 +20,7 @@ from titan.checkpoint.disk import folder as folders
 from titan.checkpoint.disk import manifest, metadata
 from titan.checkpoint.disk.index import MODEL, OPTIMIZER, REST, Index, StoredTensor
 from titan.checkpoint.ranks import Ranks
-from titan.checkpoint.state import TECHNIQUES, firsts, model_tensors, rejoin, trained
+from titan.checkpoint.state import TECHNIQUES, Place, Stacks, firsts, model_tensors, rejoin, trained
 from titan.checkpoint.techniques import tensors_in, without
 from titan.errors import CheckpointError
 from titan.log import log
@@ -28,6 +29,9 @@ if TYPE_CHECKING:
     from titan.contracts import ModelPart
 
 _SHOWN = 10
+_NOWHERE = Place("", 0, 0, "mean")
+_TOGETHER = 1 << 27
+"""Numbers that are read of one rank after the other and added up, in float64: a file is opened once for all of them."""
 
 WEIGHTS = "weights"
 """The table in a technique's state with weights that may be used in place of the trained ones."""
@@ -60,10 +64,10 @@ class Saved:
         state = ranks.first(lambda: folders.read_state(path))
         return cls(path, state, ranks.first(lambda: metadata.read(path, entries)))
 
-    @property
+    @cached_property
     def tensors(self) -> Mapping[str, StoredTensor]:
-        """Name -> shape, dtype and cuts of each tensor in the checkpoint."""
-        return self.index.tensors
+        """Name -> shape, dtype and cuts of each tensor in the checkpoint; of a stacked one, those of one rank's."""
+        return {name: one.of(0) if one.stacked else one for name, one in self.index.tensors.items()}
 
     def with_weights_of(self, technique: str) -> Saved:
         """The same with the weights that a technique keeps in place of those that were trained; "": itself.
@@ -74,7 +78,7 @@ class Saved:
         if not technique:
             return self
         kept: dict[str, dict[str, StoredTensor]] = {}
-        for name, entry in self.tensors.items():
+        for name, entry in self.index.tensors.items():
             owner, _, parameter = name.removeprefix(f"{REST}{TECHNIQUES}.").partition(f".{WEIGHTS}.")
             if name.startswith(f"{REST}{TECHNIQUES}.") and parameter and "." not in owner:
                 kept.setdefault(owner, {})[MODEL + parameter] = entry
@@ -85,15 +89,46 @@ class Saved:
         if trained:
             names = listed(name.removeprefix(MODEL) for name in trained)
             log.info(f"weights of {technique}: it keeps none of {names}, which are as they were trained")
-        return replace(self, index=replace(self.index, tensors={**self.tensors, **kept[technique]}))
+        return replace(self, index=replace(self.index, tensors={**self.index.tensors, **kept[technique]}))
 
-    def read(self, into: Mapping[str, Tensor], ranks: Ranks) -> None:
+    def read(self, into: Mapping[str, Tensor], ranks: Ranks, places: Mapping[str, Place] | None = None) -> None:
         """Fill tensors in place, all ranks together; each reads its shards.
+
+        Of tensors that ranks had each of their own, this rank gets its own where as many ranks have one now, and else
+        their mean, or its share of their sum.
+        places: by name, of those that this rank is to have of its own.
 
         Raises:
             CheckpointError: one cannot be read, on some rank.
         """
-        ranks.each(lambda: storage.read(self.path, into, self.index))
+        ranks.each(lambda: self._read(into, places or {}))
+
+    def _read(self, into: Mapping[str, Tensor], places: Mapping[str, Place]) -> None:
+        stored, joined = dict(self.index.tensors), dict[str, tuple[int, Place]]()
+        for name in (name for name, tensor in into.items() if tensor.numel()):
+            saved, place = stored[name].shape[0] if stored[name].stacked else 1, places.get(name, _NOWHERE)
+            if stored[name].stacked and saved == place.ranks:
+                stored[name] = stored[name].of(place.rank)
+            elif stored[name].stacked or (place.join == "sum" and place.ranks > 1):
+                joined[name] = saved, place
+        whole = {name: tensor for name, tensor in into.items() if name not in joined}
+        storage.read(self.path, whole, replace(self.index, tensors=stored))
+        for saved, names in _alike({name: (before, into[name]) for name, (before, _) in joined.items()}):
+            parts = [saved if joined[name][1].join == "mean" else joined[name][1].ranks for name in names]
+            self._read_joined({name: into[name] for name in names}, saved, parts)
+
+    def _read_joined(self, into: Mapping[str, Tensor], saved: int, parts: Sequence[int]) -> None:
+        """Fill tensors with the sum over those that `saved` ranks had, divided by `parts`; of integers, the first."""
+        ones = {name: torch.empty_like(tensor) for name, tensor in into.items()}
+        totals = [torch.zeros_like(_values(tensor), dtype=torch.float64) for tensor in into.values()]
+        for rank in range(saved):
+            stored = {name: self.index.tensors[name] for name in into}
+            stored = {name: entry.of(rank) if entry.stacked else entry for name, entry in stored.items()}
+            storage.read(self.path, ones, replace(self.index, tensors=stored))
+            for total, one in zip(totals, ones.values(), strict=True):
+                total += _values(one) if one.is_floating_point() or not rank else 0
+        for tensor, total, part in zip(into.values(), totals, parts, strict=True):
+            _values(tensor).copy_(total / part if tensor.is_floating_point() else total)
 
     def empty(self, name: str, device: torch.device | str = "cpu") -> Tensor:
         """A plain tensor to read one of its tensors into.
@@ -109,13 +144,31 @@ class Saved:
         return torch.empty(entry.shape, dtype=entry.dtype, device=device)
 
 
+def _alike(joined: Mapping[str, tuple[int, Tensor]]) -> Iterator[tuple[int, list[str]]]:
+    """(ranks that saved one each, names of tensors) in groups of at most `_TOGETHER` numbers, or of one tensor."""
+    for saved in sorted({saved for saved, _ in joined.values()}):
+        group: list[str] = []
+        numbers = 0
+        for name, (before, tensor) in joined.items():
+            if before == saved:
+                if group and numbers + _values(tensor).numel() > _TOGETHER:
+                    yield saved, group
+                    group, numbers = [], 0
+                group, numbers = [*group, name], numbers + _values(tensor).numel()
+        yield saved, group
+
+
+def _values(tensor: Tensor) -> Tensor:
+    return tensor.to_local() if isinstance(tensor, DTensor) else tensor
+
+
 def load(
     saved: Saved, parts: Sequence[ModelPart], optimizer: torch.optim.Optimizer, ranks: Ranks,
-    states: Mapping[str, Any] | None = None,
+    states: Mapping[str, Any] | None = None, stacks: Stacks | None = None,
 ) -> Any:  # fmt: skip
     """Fill the parts' tensors and the optimizer's state from a checkpoint; returns the rest of the state.
 
-    states: what techniques hold now (see `Checkpointer.load`).
+    states: what techniques hold now (see `Checkpointer.load`).  stacks: of this run's mesh.
 
     Raises:
         CheckpointError: it cannot be read or does not fit.
@@ -128,12 +181,39 @@ def load(
     rest, others = _rest(saved, states, ranks)
     into = weights | others
     into |= {f"{OPTIMIZER}{name}.{slot}": value for name, one in slots.items() for slot, value in one.items()}
-    saved.read(into, ranks)
+    places = stacks.places(into, states or {}) if stacks else {}
+    _tell_joined(saved, places)
+    saved.read(into, ranks, places)
     _copy_to_others(holders)
-    _give(optimizer, updated, slots, saved.state["values"])
+    _give(optimizer, updated, slots, _numbers(saved, stacks or Stacks(None)))
     if not any(name.startswith(OPTIMIZER) for name in saved.tensors):
         log.info(f"optimizer: {saved.path} holds no optimizer state; the optimizer starts from zero")
     return rest
+
+
+def _numbers(saved: Saved, stacks: Stacks) -> dict[str, Any]:
+    """`NAME.SLOT` -> number of the optimizer's state for this rank."""
+    workers = max((one.shape[0] for name, one in saved.index.tensors.items() if _of_worker(name, one)), default=1)
+    values = saved.state["values"]
+    if workers == 1:
+        return dict(values)
+    mine = stacks.numbered("", workers)
+    return {name.removeprefix(mine): value for name, value in values.items() if name.startswith(mine)}
+
+
+def _of_worker(name: str, stored: StoredTensor) -> bool:
+    return name.startswith(MODEL) and stored.stacked
+
+
+def _tell_joined(saved: Saved, places: Mapping[str, Place]) -> None:
+    """Say once of each axis that its ranks' own tensors become those of more or fewer ranks."""
+    changes = set()
+    for name, place in places.items():
+        before = saved.index.tensors[name].shape[0] if saved.index.tensors[name].stacked else 1
+        changes |= {(before, place.ranks, place.axis, place.join)} if before != place.ranks else set()
+    for before, now, axis, join in sorted(changes):
+        what = {"mean": "their mean goes to each", "sum": "their sum is shared among"}[join]
+        log.info(f"{axis}: {before} ranks had tensors of their own; {what} of {now}")
 
 
 def _rest(saved: Saved, states: Mapping[str, Any] | None, ranks: Ranks) -> tuple[Any, dict[str, Tensor]]:

@@ -6,14 +6,18 @@ the whole model, so neither stages nor shards show in it.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import TYPE_CHECKING, Any, Literal, NamedTuple, TypeVar
 
 import torch
 from torch import Tensor
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor, Shard
 
 from titan.checkpoint.disk.index import MODEL, OPTIMIZER, REST
+from titan.contracts.base.mesh import Mesh
+from titan.contracts.technique import Alike, Own, PerRank
 from titan.errors import CheckpointError, PluginError
 
 if TYPE_CHECKING:
@@ -26,17 +30,14 @@ TECHNIQUES = "techniques"
 TENSOR, _OWN = "$tensor", "$own"
 
 
-class Own(dict[str, Tensor]):
-    """Tensors in the state that are each rank's own. As many ranks get them back, others an empty table."""
-
-
 @dataclass(frozen=True)
 class Snapshot:
     """One rank's state at one step.
 
     tensors: what is saved, for shape and placement.  local: this rank's own values of each (a DTensor's shard).
-    values: `NAME.SLOT` -> number, the part of the optimizer's state that is no tensor.
+    values: `NAME.SLOT` -> number, the part of the optimizer's state that is no tensor; of workers `WORKER.NAME.SLOT`.
     optimizer: its class, None without its state.  rest: the other state as JSON, tensors replaced by where they stand.
+    stacked: names of the tensors that are [ranks, ...] of tensors that each rank along an axis has of its own.
     """
 
     tensors: Mapping[str, Tensor]
@@ -44,6 +45,7 @@ class Snapshot:
     values: Mapping[str, Any]
     optimizer: str | None
     rest: Any
+    stacked: frozenset[str] = frozenset()
 
 
 def model_tensors(parts: Iterable[ModelPart]) -> dict[str, list[Tensor]]:
@@ -201,14 +203,122 @@ def set_rng_state(states: Mapping[str, Tensor], device: torch.device) -> None:
         ) from error
 
 
-def collect(parts: Sequence[ModelPart], optimizer: torch.optim.Optimizer, rest: Any, rank: int) -> Snapshot:
+class Place(NamedTuple):
+    """Where a rank is among those that each have a tensor of their own, and what a load at another number gives them.
+
+    axis: along which they are.  join: see `PerRank`.
+    """
+
+    axis: str
+    rank: int
+    ranks: int
+    join: Literal["mean", "sum"]
+
+
+class Stacks:
+    """Which tensors each rank along an axis has of its own, and all of these as one tensor, [ranks, ...].
+
+    With an axis whose ranks have weights of their own: weights, optimizer state, and what techniques do not say is
+    alike. On any mesh, what techniques say is each rank's.
+    """
+
+    def __init__(self, mesh: Mesh | None) -> None:
+        self._mesh = mesh
+        self._meshes: dict[DeviceMesh | None, DeviceMesh] = {}
+
+    def places(self, names: Iterable[str], techniques: Mapping[str, Any]) -> dict[str, Place]:
+        """Name -> this rank's place, of those tensors that ranks have each of their own.
+
+        techniques: their state, by name.
+        """
+        if self._mesh is None:
+            return {}
+        said = dict(_said(techniques, f"{REST}{TECHNIQUES}"))
+        found = {name: self._place_of(name, said.get(name), self._mesh) for name in names}
+        return {name: place for name, place in found.items() if place is not None}
+
+    def check(self, techniques: Mapping[str, Any]) -> None:
+        """Hold what techniques say against the mesh.
+
+        Raises:
+            PluginError: ranks have state of their own along an axis, and workers weights of their own.
+        """
+        self.places((name for name, _ in _said(techniques, f"{REST}{TECHNIQUES}")), techniques)
+
+    def _place_of(self, name: str, said: PerRank | Alike | None, mesh: Mesh) -> Place | None:
+        workers = mesh.layout.worker_axis
+        if isinstance(said, PerRank):
+            if workers and mesh.layout.degree(said.axis) > 1 and said.axis != workers:
+                at = f"mesh.{said.axis} = {mesh.layout.degree(said.axis)}"
+                what = f"mesh.{workers} = {mesh.layout.workers} gives ranks weights of their own; set one of them to 1"
+                raise PluginError(f"{name.removeprefix(REST)} is each rank's own along {at}, and {what}")
+            if not workers or said.axis == workers:
+                return Place(said.axis, mesh.at(said.axis), mesh.layout.degree(said.axis), said.join)
+        if workers and not isinstance(said, Alike) and name.startswith((MODEL, OPTIMIZER, f"{REST}{TECHNIQUES}.")):
+            return Place(workers, mesh.at(workers), mesh.layout.workers, "mean")
+        return None
+
+    def numbered(self, name: str, workers: int | None = None) -> str:
+        """Under which name this rank's worker saves a number of the optimizer's state; by itself without workers.
+
+        workers: that have saved it; the first one's, where they are not as many as there are now.
+        """
+        now = 1 if self._mesh is None else self._mesh.layout.workers
+        place = self._mesh.at(self._mesh.layout.worker_axis) if self._mesh and workers in (None, now) else 0
+        return f"{place}.{name}" if (now if workers is None else workers) > 1 else name
+
+    def stack(self, tensor: Tensor, axis: str) -> Tensor:
+        """[ranks along the axis, ...], of which this rank has its own; shares the values of `tensor`."""
+        assert self._mesh is not None
+        over = tensor.device_mesh if isinstance(tensor, DTensor) else None
+        placements = [_behind(placement) for placement in tensor.placements] if isinstance(tensor, DTensor) else []
+        names = (over.mesh_dim_names or ()) if over is not None else ()
+        if axis in names:  # said to be copies along it
+            mesh, placements[names.index(axis)] = over, Shard(0)
+        else:
+            if over not in self._meshes:
+                along = self._mesh[axis]
+                self._meshes[over] = along if over is None else DeviceMesh._concatenate([along, over])
+            mesh, placements = self._meshes[over], [Shard(0), *placements]
+        shape, stride = (self._mesh.layout.degree(axis), *tensor.shape), (tensor.numel(), *tensor.stride())
+        local = tensor.to_local() if isinstance(tensor, DTensor) else tensor
+        return DTensor.from_local(
+            local[None], mesh, placements, run_check=False, shape=torch.Size(shape), stride=stride
+        )  # fmt: skip
+
+
+def _said(state: Any, path: str) -> Iterator[tuple[str, PerRank | Alike]]:
+    """Name of a tensor -> the table that says of whom it is."""
+    for key, value in state.items() if isinstance(state, Mapping) else ():
+        if isinstance(value, PerRank | Alike):
+            yield from ((f"{path}.{key}.{name}", value) for name in value)
+        else:
+            yield from _said(value, f"{path}.{key}")
+
+
+def _behind(placement: Any) -> Any:
+    """The same placement of a tensor that has got one more dimension before its others."""
+    if not placement.is_shard() and not hasattr(placement, "split_factor"):
+        return placement
+    factor = {"split_factor": placement.split_factor} if hasattr(placement, "split_factor") else {}
+    return type(placement)(placement.dim + 1, **factor)
+
+
+def collect(
+    parts: Sequence[ModelPart], optimizer: torch.optim.Optimizer, rest: Any, rank: int, stacks: Stacks | None = None
+) -> Snapshot:
     """This rank's state as it is now; nothing is copied, so it holds only until training goes on."""
     tensors = firsts(model_tensors(parts))
     slots, values = optimizer_state(parts, optimizer)
     plain, others = separate(rest, rank)
     tensors |= slots | others
+    stacks = stacks or Stacks(None)
+    places = stacks.places(tensors, rest.get(TECHNIQUES, {}))
+    stacked = {name: stacks.stack(tensors[name], place.axis) for name, place in places.items() if place.ranks > 1}
+    tensors |= stacked
     local = {name: _local(tensor) for name, tensor in tensors.items()}
-    return Snapshot(tensors, local, values, type(optimizer).__name__, plain)
+    values = {stacks.numbered(name): value for name, value in values.items()}
+    return Snapshot(tensors, local, values, type(optimizer).__name__, plain, frozenset(stacked))
 
 
 def _local(tensor: Tensor) -> Tensor:

@@ -12,7 +12,7 @@ import io
 import itertools
 import json
 import os
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import IO, Any, BinaryIO, cast
@@ -46,14 +46,16 @@ class Planner:
         self.plan: SavePlan | None = None
         """On rank 0."""
 
-    def choose(self, tensors: Mapping[str, Tensor]) -> list[str]:
+    def choose(self, tensors: Mapping[str, Tensor], stacked: Collection[str] = ()) -> list[str]:
         """The names of the tensors of which this rank writes its part. Called by all ranks together.
+
+        stacked: those of which each rank along an axis has one of its own, [ranks, ...] together.
 
         Raises:
             RankFailure: the tensors of the ranks do not make up whole ones.
         """
         ranks = self._ranks
-        table = ranks.each(lambda: table_of(tensors))
+        table = ranks.each(lambda: table_of(tensors, stacked))
         if not all(ranks.gather(table == self._table)):
             tables = ranks.gather_first(table)
             self.plan = ranks.each(lambda: plans.make(tables) if ranks.rank == 0 else None)
@@ -63,7 +65,7 @@ class Planner:
         return [names[number] for number in self._mine]
 
 
-def table_of(tensors: Mapping[str, Tensor]) -> Table:
+def table_of(tensors: Mapping[str, Tensor], stacked: Collection[str] = ()) -> Table:
     """Names, types, shapes and this rank's part of each tensor, plain or DTensor; in the order given."""
     known: dict[Any, list[int]] = {}
 
@@ -78,7 +80,7 @@ def table_of(tensors: Mapping[str, Tensor]) -> Table:
     blocks = []
     for _, names in itertools.groupby(tensors, key=_block_of):
         some = {name: tensors[name] for name in names}
-        header = [[name, str(tensor.dtype), list(tensor.shape)] for name, tensor in some.items()]
+        header = [[name, str(t.dtype), list(t.shape), *[True] * (name in stacked)] for name, t in some.items()]
         boxes = [number for tensor in some.values() for number in numbers(tensor)]
         blocks.append(Block(json.dumps(header).encode(), np.array(boxes, np.int64).tobytes()))
     return tuple(blocks)
@@ -240,7 +242,8 @@ def _read_chunk(
     stored = index.tensors[name]
     where, start, length = index.place(stored.first + number)
     offsets, sizes = stored.cell(number)
-    values = read_tensor(Window(file, start, length), stored.dtype, sizes, f"{name} in {where}")
+    there = (1, *sizes) if stored.one else sizes
+    values = read_tensor(Window(file, start, length), stored.dtype, there, f"{name} in {where}").reshape(sizes)
     target = tensor.detach()
     target = target.to_local() if hasattr(target, "to_local") else target
     for dim, (mine, theirs, size) in enumerate(zip(origin, offsets, sizes, strict=True)):

@@ -9,7 +9,7 @@ from typing import Any, get_args
 
 from titan.contracts import Dataset, Fact, Loss, LrSchedule, Model, Optimizer, Precision, Technique, Tokenizer, Tracker
 from titan.contracts.base.conformance import answer, label
-from titan.contracts.base.mesh import Layout
+from titan.contracts.base.layout import Layout
 from titan.contracts.base.options import did_you_mean
 from titan.contracts.base.spec import ModelSpec
 from titan.contracts.deprecated import formerly

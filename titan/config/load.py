@@ -15,7 +15,7 @@ from titan.config.techniques import agree, chosen_techniques, unattended
 from titan.contracts import Dataset, Model, Technique, Tracker
 from titan.contracts.base import registry
 from titan.contracts.base.conformance import made
-from titan.contracts.base.mesh import Layout, lay_out
+from titan.contracts.base.layout import Layout, lay_out
 from titan.contracts.base.options import (
     Spec,
     Where,

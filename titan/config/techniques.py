@@ -3,7 +3,7 @@
 from collections.abc import Iterable, Mapping, Sequence
 
 from titan.contracts import Technique
-from titan.contracts.base.mesh import Layout
+from titan.contracts.base.layout import Layout
 from titan.contracts.technique import SUMMED_GRADIENTS
 
 
@@ -73,13 +73,14 @@ def agree(techniques: Iterable[Technique], known: Iterable[type[Technique]]) -> 
     """A sentence for each pair of conflicting techniques and each missing requirement."""
     on = {technique.name: technique for technique in techniques}
     provided = {capability for technique in on.values() for capability in technique.provides} | set(on)
-    sentences = [
-        f"[plugins.{name}] and [plugins.{other}] cannot be enabled together: {why}"
+    clashes = {  # by pair, as both may say so
+        frozenset((name, other)): f"[plugins.{name}] and [plugins.{other}] cannot be enabled together: {why}"
         for name, technique in on.items()
         for against, why in technique.conflicts.items()
         for other, that in on.items()
         if other != name and against in (other, *that.provides)
-    ]
+    }
+    sentences = list(clashes.values())
     sentences += [
         f"[plugins.{name}] requires {capability}, which no enabled technique provides; "
         f"enable {_either(plugin.name for plugin in known if capability in (plugin.name, *plugin.provides))}"

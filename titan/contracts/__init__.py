@@ -12,7 +12,8 @@ underscore. Per kind: `model`, `technique`, `objective` (loss, optimizer, schedu
 from titan.contracts import deprecated  # noqa: F401 (former names)
 from titan.contracts.base.batch import IGNORE, Batch, Document
 from titan.contracts.base.cost import Costs
-from titan.contracts.base.mesh import Axis, AxisFact, Mesh
+from titan.contracts.base.layout import Axis, AxisFact
+from titan.contracts.base.mesh import Mesh
 from titan.contracts.base.options import REQUIRED, option
 from titan.contracts.base.parts import ModelPart, Precision, sum_gradients
 from titan.contracts.base.registry import register
@@ -22,7 +23,7 @@ from titan.contracts.layers.attention import AttentionCore, attend, document_mas
 from titan.contracts.layers.philox import Dropout, RandomModule
 from titan.contracts.model import Model
 from titan.contracts.objective import Loss, LrSchedule, NamedParameter, Optimizer
-from titan.contracts.technique import BuildContext, Engine, Phase, Technique
+from titan.contracts.technique import Alike, BuildContext, Engine, Own, PerRank, Phase, Technique
 from titan.contracts.text import Dataset, Tokenizer
 from titan.contracts.tracker import Measure, Row, RunInfo, Tracker
 from titan.device import kind_of
@@ -30,6 +31,7 @@ from titan.device import kind_of
 __all__ = [
     "IGNORE",
     "REQUIRED",
+    "Alike",
     "AttentionCore",
     "Axis",
     "AxisFact",
@@ -52,6 +54,8 @@ __all__ = [
     "ModelSpec",
     "NamedParameter",
     "Optimizer",
+    "Own",
+    "PerRank",
     "Phase",
     "Precision",
     "RandomModule",

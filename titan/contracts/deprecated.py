@@ -18,7 +18,7 @@ from typing import Any, TypeVar
 from torch import Tensor, nn
 
 from titan.contracts import sections
-from titan.contracts.base import cost, mesh, parts, registry, spec
+from titan.contracts.base import cost, layout, parts, registry, spec
 from titan.contracts.job import Job
 from titan.contracts.model import Model
 from titan.contracts.technique import BuildContext, Technique
@@ -36,7 +36,7 @@ MODULES = {
     "titan.data.exchange": "titan.data.tokens.exchange",
     "titan.data.files": "titan.data.tokens.files",
     "titan.data.shards": "titan.data.tokens.shards",
-    "titan.mesh": "titan.contracts.base.mesh",
+    "titan.mesh": "titan.contracts.base.layout",
     "titan.options": "titan.contracts.base.options",
     "titan.parts": "titan.contracts.base.parts",
     "titan.plan": "titan.contracts.base.spec",
@@ -163,7 +163,7 @@ def _without_role(init: Callable[..., None]) -> Any:
     """`Axis.__init__`, which says what to write in place of `role`."""
 
     @functools.wraps(init)
-    def refusing(self: mesh.Axis, **given: Any) -> None:
+    def refusing(self: layout.Axis, **given: Any) -> None:
         if "role" in given:
             data, weights = ROLES.get(str(given["role"]), ("...", "..."))
             what = f'role = {given["role"]!r}: an axis states facts now; write data="{data}", weights="{weights}"'
@@ -321,8 +321,8 @@ def _install() -> None:
     plugin.__init_subclass__ = classmethod(_init_subclass)
     formerly(sample="sample_prompt")(sections.RunSection)
     formerly(keep="keep_latest", new_data="reset_data")(sections.CheckpointSection)
-    formerly(depth="topology_order")(mesh.Axis)
-    mesh.Axis.__init__ = _without_role(mesh.Axis.__init__)  # type: ignore[method-assign]
+    formerly(depth="topology_order")(layout.Axis)
+    layout.Axis.__init__ = _without_role(layout.Axis.__init__)  # type: ignore[method-assign]
     formerly(plan="spec")(BuildContext)
     formerly(param="param_dtype", reduce="reduce_dtype")(parts.Precision)
     formerly(stem="embeddings", stem_params="embedding_params", stem_ops="embedding_ops")(spec.ModelSpec)

@@ -3,7 +3,7 @@
 from collections.abc import Mapping
 from typing import Any, Literal, Protocol
 
-from titan.contracts.base.mesh import Layout
+from titan.contracts.base.layout import Layout
 from titan.contracts.base.spec import ModelSpec
 from titan.contracts.model import Model
 from titan.contracts.sections import (
@@ -17,13 +17,15 @@ from titan.contracts.sections import (
 )
 from titan.contracts.text import Tokenizer
 
-Fact = Literal["reduces_per_micro_batch", "one_backward", "moves_parameters", "sizes_from_values"]
+Fact = Literal["reduces_per_micro_batch", "one_backward", "moves_parameters", "sizes_from_values", "own_pace"]
 """What a technique can state about itself in `Technique.facts`.
 
 reduces_per_micro_batch: it reduces gradients, and frees gathered parameters, in each micro batch.
 one_backward: backward of the inputs and of the weights cannot run apart from each other.
 moves_parameters: parameters have another address in each step's forward pass.
 sizes_from_values: sizes of tensors depend on values of others, which the host reads during a forward.
+own_pace: workers, along an axis with weights of their own, are at different steps. They meet only where all ranks
+    validate or save, and at the end (`Technique.meet`). Rows have the numbers of the first worker.
 """
 
 

@@ -6,16 +6,18 @@ same point, so a collective over any group of `context.mesh` is allowed:
 once per process that loads the job   check, facts, spec, precision: no process group, no tensors, no collectives
 `titan plan`, search, tune            cost: likewise
 `titan plan`, `titan config`, a run   unset_options: likewise
-once per run, on each rank            split or apply (by phase), engine, then state_dict and load_state_dict
+once per run, on each rank            split or apply (by phase), engine, optimizer, then state_dict and load_state_dict
 per micro batch, on each rank         batch (by phase)
 per step, on each rank                before_step, before_microbatch, after_backward, before_update, after_step
 per logged row, on each rank          measure
+per meeting, on each rank             meet: where workers keep their own pace
 per save, on each rank                state_dict: no collectives
 at the end of training, on each rank  close: no collectives
 
 `titan plan --dry-run` calls the hooks of the build and of one step, and `state_dict`, with tensors on the meta device
 and collectives that return at once: a number that a hook reads from a tensor there is always 1. Validation, generation
-and evaluation call none of the step hooks. Techniques are called in TOML order, then those without a table, by name.
+and evaluation call none of the step hooks. Techniques are called in TOML order, then those without a table, by name;
+for `batch` and `cost`, by phase first.
 """
 
 from __future__ import annotations
@@ -31,11 +33,13 @@ from torch._ops import OpOverload
 from titan.contracts.base.batch import Batch
 from titan.contracts.base.conformance import technique_clashes
 from titan.contracts.base.cost import Costs
-from titan.contracts.base.mesh import Axis, Mesh
+from titan.contracts.base.layout import Axis
+from titan.contracts.base.mesh import Mesh
 from titan.contracts.base.parts import ModelPart, Precision
 from titan.contracts.base.registry import Plugin
 from titan.contracts.base.spec import ModelSpec
 from titan.contracts.job import Fact, Job
+from titan.contracts.objective import NamedParameter
 from titan.contracts.tracker import Measure
 
 Phase = Literal["convert", "split", "partition", "recompute", "compile", "shard", "materialise"]
@@ -44,6 +48,36 @@ Phase = Literal["convert", "split", "partition", "recompute", "compile", "shard"
 
 SUMMED_GRADIENTS = "summed_gradients"
 """Capability: sums gradients over all axes that slice sequences. Techniques that own such an axis require it unsaid."""
+
+
+class PerRank(dict[str, Tensor]):
+    """A table in a technique's state whose tensors each rank along a mesh axis has of its own, such as an error.
+
+    They are saved together, [ranks, ...]. A load at the same degree of the axis gives each rank its own; at another
+    degree, all ranks get the mean of what was saved, or their share of its sum.
+
+    tensors: by name; plain, or DTensors placed as this rank's part of the model is.
+    axis: name of the axis.
+    join: "mean"; or "sum": the sum over the ranks along the axis stays what it was.
+    """
+
+    def __init__(self, tensors: Mapping[str, Tensor], axis: str, join: Literal["mean", "sum"] = "mean") -> None:
+        super().__init__(tensors)
+        self.axis, self.join = axis, join
+
+
+class Own(dict[str, Tensor]):
+    """A table of tensors that belong to one rank of one layout, under keys that are the same on all ranks.
+
+    A load gives them back on as many ranks, an empty table on more or fewer. It does not compare layouts.
+    """
+
+
+class Alike(dict[str, Tensor]):
+    """A table in a technique's state whose tensors are equal along an axis with weights of their own; saved once.
+
+    Of all other tensors a checkpoint has each worker's, as of the weights. Without such an axis, a table as any other.
+    """
 
 
 @dataclass
@@ -181,9 +215,10 @@ class Technique(Plugin):
         """The cost of a step as this technique changes it: a copy made by `dataclasses.replace`, or `costs` itself.
 
         Only the planner calls it, once for each layout it considers, so keep it to arithmetic: a search calls it
-        thousands of times. A run on GPUs asks the planner for its memory, for `unset_options`. Techniques are called in
-        TOML order, then the loss, the optimizer, and techniques that own an axis with weights "layers". What the latter
-        change must follow from their options, the degrees and the micro batch alone.
+        thousands of times. A run on GPUs asks the planner for its memory, for `unset_options`. Techniques are called by
+        phase, within a phase in TOML order: what comes after phase `shard`, such as an exchange of weights, is given
+        `costs.updated_over`. Then come the loss, the optimizer, and techniques that own an axis with weights "layers".
+        What the latter change must follow from their options, the degrees and the micro batch alone.
 
         costs: see `Costs` for every field and unit.  job: of this layout; `job.layout.degree(axis)` is the degree of an
             axis.
@@ -230,6 +265,19 @@ class Technique(Plugin):
         """
         return None
 
+    def optimizer(
+        self, optimizer: torch.optim.Optimizer, parameters: Sequence[NamedParameter]
+    ) -> torch.optim.Optimizer:
+        """The run's optimizer as this technique changes it: one that wraps it, or `optimizer` itself.
+
+        Called on every rank after `engine`, in TOML order, each technique with the result of the one before, and with
+        what the job's optimizer was built from. A wrapper has `param_groups` and `state` of the wrapped one, and keeps
+        what it adds there, under a slot name of its own for each parameter: so a checkpoint has it under canonical
+        names, at any layout. `step()` is not called where loss or gradient norm are not finite: no collectives in it
+        over an axis with weights of their own, whose ranks judge each for themselves.
+        """
+        return optimizer
+
     def batch(self, batch: Batch) -> Batch:
         """A micro batch as this technique changes it: a copy made by `dataclasses.replace`, or `batch` itself.
 
@@ -261,7 +309,7 @@ class Technique(Plugin):
 
         `.grad` of this rank's parameters may be changed in place, or reduced: it is final when all techniques have
         returned. A gradient must not be left as a partial sum, since the global norm is computed next. Techniques that
-        own axes come first, so that all others see whole gradients.
+        own or cover axes come first, so that all others see whole gradients; among them the latest phase comes first.
         """
 
     def before_update(self, grad_norm: Tensor) -> None:
@@ -279,6 +327,14 @@ class Technique(Plugin):
 
         Weights and persistent buffers may be changed here, the same way on every rank that has them. Called before
         metrics, validation and saving.
+        """
+
+    def meet(self, step: int) -> None:
+        """All ranks have done step `step`, and are about to validate, to save, or to end.
+
+        Called only where a technique states `own_pace`, before each of these: the first point since the last one where
+        workers may wait for each other, and where collectives over all ranks are allowed. Weights may be changed here,
+        the same way on every rank that has them.
         """
 
     def measure(self) -> Mapping[str, Tensor | None]:
@@ -301,7 +357,8 @@ class Technique(Plugin):
         Each rank returns the part it has. Tables are merged key by key over all ranks. A tensor is saved under its keys
         from any rank that returns it, a DTensor with all its shards. A value that several ranks return under one key is
         saved once and must be the same on all of them; otherwise the save fails, naming technique, key and ranks. So
-        name state of a layer or parameter after it: canonical names are the same at every layout.
+        name state of a layer or parameter after it: canonical names are the same at every layout. `PerRank`, `Own`
+        and `Alike` are tables of tensors that ranks hold each of their own, or alike, where that must be said.
 
         A table `weights` of tensors under canonical names of parameters is a second set of weights:
         `titan eval`, `titan generate` and `titan convert` use it with `--weights NAME`.

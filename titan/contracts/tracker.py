@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal, get_args
 
-from titan.contracts.base.mesh import AxisFact, DataFact, WeightsFact
+from titan.contracts.base.layout import AxisFact, DataFact, WeightsFact
 from titan.contracts.base.registry import Plugin
 
 Row = Mapping[str, float | int | None]

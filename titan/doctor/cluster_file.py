@@ -7,11 +7,11 @@ from typing import Any
 
 import torch
 
+from titan.contracts.base.collectives import PASSES, sent_bytes
 from titan.doctor.collective_overhead import GATHERED, SPLIT
 from titan.doctor.device import LAUNCH, PRODUCTS
 from titan.doctor.links import Layout
 from titan.doctor.report import Row, line
-from titan.planner.machine.network import PASSES
 from titan.ranks.launch_env import cores
 from titan.training.metrics import peak_tflops
 
@@ -112,8 +112,7 @@ def _link(rows: Sequence[Row], group: str, pairs: str) -> dict[str, Any]:
         if kind == "send":
             messages.append((1.0, size, row.middle))
         else:
-            passes = PASSES[kind]
-            collectives.append((passes * math.log2(ranks), passes * (ranks - 1) / ranks * size, row.middle))
+            collectives.append((PASSES[kind] * math.log2(ranks), sent_bytes(kind, size, ranks), row.middle))
     latency, collective = _line(collectives)
     _, message = _line(messages)
     best = max(collective, message)

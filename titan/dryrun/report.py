@@ -71,6 +71,7 @@ def _collectives(run: DryRun) -> list[str]:
             f"  {kind} over {axes} ({size} ranks): {count} calls, {_size(moved)}"
             for (kind, axes, size), (count, moved) in sums.items()
         ),
+        *([f"  bytes that this rank sends: {_size(run.bytes_sent)}"] if sums else []),
     ]
 
 

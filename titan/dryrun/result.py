@@ -68,12 +68,14 @@ class CollectiveCount:
     axes: mesh axes that the group's ranks differ in, such as "dp_shard x cp"; "world" for all ranks.
     bytes: of one call, of the whole tensor: what an all-gather yields, what a reduce-scatter takes in, what an
         all-reduce, an all-to-all or a send holds.
+    sent: bytes of them that this rank sends in one call (`bytes_to_others`).
     """
 
     kind: str
     axes: str
     group_size: int
     bytes: int
+    sent: float
     count: int
 
 
@@ -129,14 +131,19 @@ class DryRun:
         return sum(self.steady.values())
 
     @property
+    def bytes_sent(self) -> float:
+        """Bytes that this rank sends to others; the metric of that name is the mean over ranks."""
+        return sum(each.count * each.sent for each in self.collectives)
+
+    @property
     def total_flops(self) -> Flops:
         """FLOPs of all modules of this rank together."""
         of = self.flops.values()
         return Flops(sum(f.forward for f in of), sum(f.backward for f in of), sum(f.recompute for f in of))
 
     def as_json(self) -> dict[str, Any]:
-        """The dry run for `--json`: all fields, peak_bytes, steady_bytes and total_flops."""
-        totals = {"peak_bytes": self.peak_bytes, "steady_bytes": self.steady_bytes}
+        """The dry run for `--json`: all fields, peak_bytes, steady_bytes, bytes_sent and total_flops."""
+        totals = {"peak_bytes": self.peak_bytes, "steady_bytes": self.steady_bytes, "bytes_sent": self.bytes_sent}
         return {**asdict(self), **totals, "total_flops": asdict(self.total_flops)}
 
 

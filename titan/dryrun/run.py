@@ -57,7 +57,7 @@ def dry_run(job: Job, rank: int, fused: bool = True) -> DryRun:
     with _alone_as(rank, world_size), accepted(), ExitStack() as meta:
         # What is there by then is on the meta device, and in the shards that are trained: it needs no other storage.
         core = wire(job, Rank(rank, world_size, 0, torch.device("cpu")), lambda *_: meta.enter_context(mode))
-        core.guard = _Trusting(1, 0, core.rank.device)
+        core.guard = _Trusting(1, 0, core.context.mesh)
         return _rehearse(core, mode, fused)
 
 
@@ -195,7 +195,7 @@ def _collectives(core: Core, watch: Watch) -> tuple[CollectiveCount, ...]:
     for axes, group in core.context.mesh.groups():
         groups[group.group_name] = axes, group.size()
     found = [
-        CollectiveCount(kind, *groups.get(name, (name, 0)), size, count)
-        for (kind, name, size), count in watch.sent.items()
+        CollectiveCount(kind, *groups.get(name, (name, 0)), size, sent, count)
+        for (kind, name, size, sent), count in watch.sent.items()
     ]
     return tuple(sorted(found, key=lambda c: (c.axes, c.kind, -c.bytes)))

@@ -10,6 +10,7 @@ from torch import Tensor, nn
 from torch._ops import OpOverload
 
 from titan.contracts import ModelPart
+from titan.contracts.base import collectives
 from titan.dryrun import work
 from titan.dryrun.memory import Account, locals_of
 from titan.dryrun.meta_tensors import MetaTensorMode
@@ -27,7 +28,8 @@ _CAST = torch.ops.aten._to_copy
 class Watch:
     """Observes the steps of these model parts.
 
-    memory: recorded storages.  flops: FLOPs by module and phase.  sent: calls by (collective, group name, bytes).
+    memory: recorded storages.  flops: FLOPs by module and phase.  sent: calls by (collective,
+    group name, bytes, bytes that this rank sends).
     """
 
     def __init__(self, parts: Sequence[ModelPart], on_micro_batch: Callable[[], object]) -> None:
@@ -35,7 +37,7 @@ class Watch:
         self.memory = Account()
         self.position = PositionTracker(parts, self._see_gathered, on_micro_batch)
         self.flops: dict[str, Counter[str]] = defaultdict(Counter)
-        self.sent: Counter[tuple[str, str, int]] = Counter()
+        self.sent: Counter[tuple[str, str, int, float]] = Counter()
         self._swept = False
         self._idle: set[object] = set()  # operations that add nothing but their results
         self._computing: dict[int, nn.Parameter] = {}
@@ -54,11 +56,13 @@ class Watch:
             return
         if packet is _CAST:
             self._see_cast(args[0], out)
-        elif not (work.is_collective(function) or work.computes(packet)):
+        elif not (collectives.is_collective(function) or work.computes(packet)):
             self._idle.add(packet)
-        if work.is_collective(function):
-            self.sent[work.kind_of(function), work.group_of(args), work.payload(args, out)] += 1
-            for tensor in work.tensors_of(args) if work.in_place(function) else ():
+        if collectives.is_collective(function):
+            group, kind = collectives.group_of(args), collectives.kind_of(function)
+            sent = collectives.bytes_to_others(function, (*args, out), group.size(), group.rank())
+            self.sent[kind, group.group_name, collectives.payload(args, out), sent] += 1
+            for tensor in collectives.tensors_of(args) if collectives.in_place(function) else ():
                 self.memory.tag(tensor, COMMUNICATION)
             return
         flops, again = work.flops_of(function, args, kwargs, out)

@@ -13,7 +13,8 @@ A signal that comes during step n is therefore acted upon after step n + 1 at th
 whichever is later, while steps keep their length; one that comes before the first step, after the first. A run that is
 asked to stop always does a step first, so that it makes progress.
 
-Cost: an all-reduce of 16 bytes per second or per step, whichever is rarer, overlapped with the step.
+Cost: an all-reduce of 16 bytes per second or per step, whichever is rarer, overlapped with the step. Workers that are
+at different steps ask each other by the store instead (`PacedPreemption`): two messages per worker and step.
 """
 
 import contextlib
@@ -26,6 +27,7 @@ from types import FrameType
 
 import torch
 import torch.distributed as dist
+from torch._C._distributed_c10d import Store
 
 SIGNALS = (signal.SIGTERM, signal.SIGUSR1)
 STARTED = "TITAN_STARTED"
@@ -108,10 +110,7 @@ class Preemption:
             self._asked.wait()
             self._asked = None
             self._every = self._until_next(int(self._shared[1]))
-        reason = _REASONS[int(self._shared[0])]
-        if reason in signal.Signals.__members__:
-            _noted.add(signal.Signals[reason])
-        return reason
+        return _told(int(self._shared[0]))
 
     def _lap_us(self) -> int:
         """Mean length of the steps since this rank asked last, with all that came between them; begins the next lap."""
@@ -131,3 +130,55 @@ class Preemption:
         if _noted:
             return max(_REASONS.index(signal.Signals(number).name) for number in _noted)
         return _REASONS.index("run.max_minutes" if time.monotonic() > self._ends else "")
+
+
+class PacedPreemption(Preemption):
+    """The same where workers are at different steps, and are never to wait for each other; `ask` before each step.
+
+    The store has the last step that any worker has promised to make. Before each step, the first rank of a worker
+    promises the step after it. Once a worker has written there why to stop, no promise is made any more: all workers
+    stop after the last promised step, which none of them can have passed.
+
+    mates: the ranks of this worker, for tensors in host memory.  store: of all ranks.  step: the steps done.
+    """
+
+    def __init__(self, mates: dist.ProcessGroup, store: Store, step: int, max_minutes: float) -> None:
+        super().__init__(mates.size(), max_minutes)
+        self._mates, self._store, self._step = mates, store, step
+        self._seen = ""  # what the store had last: the last promised step, and the reason to stop after it
+        self._reason = 0
+        self._shared = torch.zeros(3, dtype=torch.int64)  # this worker's reason; the last step and the reason for it
+
+    def ask(self, *, now: bool = False) -> None:
+        """Before a step: promise the next one, and begin to tell the ranks of this worker."""
+        self._step += 1
+        last, why = self._promise() if self._mates.rank() == 0 else (0, 0)
+        self._shared[0], self._shared[1], self._shared[2] = self._mine(), last, why
+        self._asked = dist.all_reduce(self._shared, dist.ReduceOp.MAX, self._mates, async_op=True)
+
+    def due(self) -> str:
+        """After the step: what asks the run to stop, after the same step on all workers; empty to go on."""
+        assert self._asked is not None
+        self._asked.wait()
+        self._reason, last, why = self._shared.tolist()
+        return _told(why) if why and self._step >= last else ""
+
+    def _promise(self) -> tuple[int, int]:
+        """The last promised step, and the reason to stop after it, 0 for none."""
+        while True:
+            last, why = (int(word) for word in self._seen.split()) if self._seen else (0, 0)
+            if why:
+                return last, why
+            wanted = f"{last} {self._reason}" if self._reason else f"{max(last, self._step + 1)} 0"
+            if wanted == self._seen:
+                return last, 0
+            found = self._store.compare_set("promised", self._seen, wanted).decode()
+            self._seen = found
+
+
+def _told(reason: int) -> str:
+    """The name of a reason. That of a signal counts as heard by this rank, too."""
+    name = _REASONS[reason]
+    if name in signal.Signals.__members__:
+        _noted.add(signal.Signals[name])
+    return name

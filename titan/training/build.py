@@ -4,11 +4,13 @@ import os
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
 import tomli_w
 import torch
+import torch.distributed as dist
 
 from titan import log
 from titan.checkpoint import Checkpointer, rng_state, set_rng_state
@@ -19,7 +21,7 @@ from titan.checkpoint.resume import compare
 from titan.checkpoint.weights import find_weights, load_weights, stored_rest
 from titan.config import Job
 from titan.contracts import BuildContext, Dataset, Engine, ModelPart, NamedParameter, RunInfo, Technique
-from titan.contracts.base.conformance import label
+from titan.contracts.base.conformance import answer, label
 from titan.contracts.base.mesh import Mesh
 from titan.contracts.layers.experts import SideLoss
 from titan.data.samples.loader import Loader
@@ -35,11 +37,15 @@ from titan.training.engine import SequentialEngine, StepLoss, Strict
 from titan.training.init import name_seed
 from titan.training.metrics import Measures, Meter, Trackers
 from titan.training.nonfinite import NonfiniteGuard
+from titan.training.sent_bytes import SentBytes
 
 
 @dataclass(kw_only=True)
 class Core:
-    """Everything a step needs, wired. `step` and `tokens` count what is done, over all ranks and earlier processes."""
+    """Everything a step needs, wired. `step` and `tokens` count what is done, over all ranks and earlier processes.
+
+    sent: counts the bytes of steps; None: nobody asked.
+    """
 
     job: Job
     rank: Rank
@@ -50,13 +56,18 @@ class Core:
     loss: StepLoss
     guard: NonfiniteGuard
     measures: Measures
+    sent: SentBytes | None
     step: int = 0
     tokens: int = 0
 
 
 @dataclass(kw_only=True)
 class Run(Core):
-    """A step's needs, and what hangs on a run of them. whole: the state is that of a finished step."""
+    """A step's needs, and what hangs on a run of them.
+
+    whole: the state is that of a finished step.
+    mates: where workers keep their own pace, the ranks of this rank's worker, for tensors in host memory; else None.
+    """
 
     loader: Loader
     trackers: Trackers
@@ -64,10 +75,15 @@ class Run(Core):
     checkpointer: Checkpointer | None
     lock: FolderLock
     validation_samples: Samples | None
+    mates: dist.ProcessGroup | None
     dropped: int = 0
     saved: int = field(default=0)
     whole: bool = True
     validation_loss: float | None = None
+
+    def techniques_state(self) -> dict[str, object]:
+        """What each technique returns as its state, by name."""
+        return {technique.name: technique.state_dict() for technique in self.context.techniques}
 
     def rest(self) -> dict[str, object]:
         """What a checkpoint holds beside weights and optimizer state.
@@ -81,7 +97,7 @@ class Run(Core):
             "tokens": self.tokens,
             "dropped": self.guard.check(),
             "data": self.loader.state_dict(),
-            "techniques": {technique.name: technique.state_dict() for technique in self.context.techniques},
+            "techniques": self.techniques_state(),
             "rng": rng_state(self.rank.device),
         }
 
@@ -117,7 +133,8 @@ def _built(job: Job, rank: Rank, lock: FolderLock) -> Run:
     for technique in context.techniques:
         technique.load_state_dict(rest.get("techniques", {}).get(technique.name, {}))
     dropped = int(rest.get("dropped", 0))
-    core.guard = NonfiniteGuard(_limit(job), dropped, rank.device)
+    fresh = not core.optimizer.state and not job.stating("own_pace")
+    core.guard = NonfiniteGuard(_limit(job), dropped, context.mesh, fresh=fresh)
     core.engine = Strict(core.engine, core.parts, rank.device)
     core.step, core.tokens = step, int(rest.get("tokens", 0))
     loader = Loader(
@@ -127,13 +144,27 @@ def _built(job: Job, rank: Rank, lock: FolderLock) -> Run:
     )  # fmt: skip
     trackers = Trackers(job.trackers if rank.number == 0 else ())
     together(lambda: _begin(job, rank, trackers, _info(core, step)), rank, limit_s)
+    mates = _mates(job, rank)
     if "rng" in rest:
         set_rng_state(rest["rng"], rank.device)
     return Run(
         **vars(core), loader=loader, trackers=trackers,
-        meter=Meter(context.spec, job.data.seq_len, rank.world_size, rank.device, job.metrics.peak_tflops),
+        meter=Meter(context.spec, job.data.seq_len, rank.world_size, rank.device, job.metrics.peak_tflops, mates),
         checkpointer=checkpointer, dropped=dropped, validation_samples=validation_samples, saved=step, lock=lock,
+        mates=mates,
     )  # fmt: skip
+
+
+def _mates(job: Job, rank: Rank) -> dist.ProcessGroup | None:
+    """The ranks that are at the same step as this one; None: all are."""
+    axis = job.layout.worker_axis
+    if not (axis and job.stating("own_pace")):
+        return None
+    at = [job.layout.coordinate(number)[axis] for number in range(rank.world_size)]
+    mates = [number for number, worker in enumerate(at) if worker == at[rank.number]]
+    timeout = timedelta(seconds=job.comm.init_timeout_s)
+    group: dist.ProcessGroup = dist.new_group(mates, timeout, backend="gloo", use_local_synchronization=True)
+    return group
 
 
 def wire(
@@ -143,16 +174,21 @@ def wire(
     context = context_of(job, rank)
     parts = phases.assemble(context, materialise)
     engine = next((e for t in context.techniques if (e := t.engine(parts, context)) is not None), None)
-    optimizer = job.optimizer.build(named_parameters(parts, context))
+    named = named_parameters(parts, context)
+    optimizer = job.optimizer.build(named)
+    for technique in context.techniques:
+        optimizer = answer(technique, "optimizer", torch.optim.Optimizer, optimizer, named)
     loss = StepLoss(job.loss, rank.device)
     loss.end(parts, context.spec)
     for module in (module for part in parts for module in part.module.modules()):
         if isinstance(module, SideLoss):
-            module.share /= job.train.global_batch_size
+            module.share /= job.train.global_batch_size // job.layout.workers
+    sent = SentBytes(context.mesh) if job.metrics.bytes_sent else None
     return Core(
-        job=job, rank=rank, context=context, parts=parts,
+        job=job, rank=rank, context=context, parts=parts, sent=sent,
         engine=engine or SequentialEngine(parts[0], context.techniques), optimizer=optimizer,
-        loss=loss, guard=NonfiniteGuard(_limit(job), 0, rank.device), measures=Measures(job, parts, context.mesh),
+        loss=loss, guard=NonfiniteGuard(_limit(job), 0, context.mesh),
+        measures=Measures(job, parts, context.mesh, sent),
     )  # fmt: skip
 
 
@@ -286,6 +322,7 @@ def _restore(core: Core, fingerprint: str, lock: FolderLock) -> tuple[Checkpoint
     checkpointer = Checkpointer(
         job.folder / "checkpoints", keep=section.keep_latest, asynchronous=section.asynchronous, rank=rank.number,
         world_size=rank.world_size, timeout_s=job.comm.checkpoint_timeout_s, held=lock.check,
+        mesh=core.context.mesh,
     )  # fmt: skip
     path = checkpointer.find(section.resume)
     if path is None:

@@ -14,11 +14,12 @@ from torch.distributed.tensor import DTensor
 from titan.config import Job
 from titan.contracts import Loss, Measure, Mesh, Model, ModelPart, Row, RunInfo, Technique, Tracker
 from titan.contracts.base.conformance import answer, label
-from titan.contracts.base.mesh import DataFact
+from titan.contracts.base.layout import DataFact
 from titan.contracts.base.options import did_you_mean, shown
 from titan.contracts.base.spec import ModelSpec
 from titan.errors import ConfigError, PluginError, by_errno
 from titan.log import log
+from titan.training.sent_bytes import SentBytes
 
 PEAK_TFLOPS = {
     "V100": 125.0,
@@ -61,11 +62,16 @@ class Meter:
 
     The speed of a row is over all of the wall clock since the row before, saves, validations and garbage collection
     included; how many of the seconds these took stands beside it. The loss and the norm are those of its own step.
+
+    mates: where workers keep their own pace, the ranks of this one; else None.
     """
 
-    def __init__(self, spec: ModelSpec, seq_len: int, devices: int, device: torch.device, stated_peak: float) -> None:
+    def __init__(
+        self, spec: ModelSpec, seq_len: int, devices: int, device: torch.device, stated_peak: float,
+        mates: dist.ProcessGroup | None = None,
+    ) -> None:  # fmt: skip
         self._flops_per_token = spec.flops_per_token(seq_len)
-        self._devices, self._device = devices, device
+        self._devices, self._device, self._mates = devices, device, mates
         self._peak = peak_tflops(device, stated_peak)
         began = time.perf_counter()
         self._epoch = time.time() - began
@@ -109,7 +115,7 @@ class Meter:
         seconds = now - self._since
         per_s = self._tokens / seconds
         tflops = per_s * self._flops_per_token / self._devices / 1e12
-        memory_gib, fullest_rank = fullest(peak_memory_gib(self._device), self._devices)
+        memory_gib, fullest_rank = fullest(peak_memory_gib(self._device), self._devices, self._mates)
         row: Row = {
             "step": step,
             "loss": loss,
@@ -141,8 +147,8 @@ def peak_memory_gib(device: torch.device) -> float:
     return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * unit / 2**30
 
 
-def fullest(held_gib: float, world_size: int) -> tuple[float, int]:
-    """The most that a rank holds, in GiB, and the lowest rank that holds as much; the same on all ranks.
+def fullest(held_gib: float, world_size: int, mates: dist.ProcessGroup | None = None) -> tuple[float, int]:
+    """The most that a rank holds, in GiB, and the lowest rank that holds as much; the same on all ranks (`mates`).
 
     held_gib: what this rank holds. One all-reduce of 8 bytes from host memory, which all ranks take part in: no device
     is waited for, and no rank longer than a step makes it wait anyway. Exact to a KiB, up to 8 PiB and `RANKS` ranks.
@@ -151,7 +157,7 @@ def fullest(held_gib: float, world_size: int) -> tuple[float, int]:
         return held_gib, 0
     # KiB above, ranks below, counted down so that the largest number is of the lowest rank among equals.
     packed = torch.tensor(round(held_gib * 2**20) * RANKS + RANKS - 1 - dist.get_rank())
-    dist.all_reduce(packed, dist.ReduceOp.MAX)
+    dist.all_reduce(packed, dist.ReduceOp.MAX, mates)
     held_kib, place = divmod(int(packed), RANKS)
     return held_kib / 2**20, RANKS - 1 - place
 
@@ -160,28 +166,33 @@ KEYS = frozenset(
     (
         "step", "loss", "grad_norm", "lr", "tokens", "tokens_per_s", "tokens_per_s_per_device",
         "model_tflops_per_device", "mfu", "step_time_s", "data_time_s", "save_time_s", "validation_time_s", "gc_time_s",
-        "peak_memory_gib", "peak_memory_rank", "skipped_updates", "validation_loss", "validation_perplexity", "time",
+        "peak_memory_gib", "peak_memory_rank", "skipped_updates", "bytes_sent", "validation_loss",
+        "validation_perplexity", "time",
     )
 )  # fmt: skip
 """Keys of rows that are the host's: what plugins measure has other names."""
 
-Measuring = Model | Loss | Technique
+Measuring = Model | Loss | Technique | SentBytes
 
 
 class Measures:
     """What plugins measure: asked on all ranks when a row is due, joined in at most two all-reduces per axis.
 
     Which all-reduces there are follows from the classes of the plugins alone, never from who has a value.
+    sent: the host's own count of bytes, where the job asks for it.
 
     Raises:
         PluginError: two plugins measure under one name, or a row has the name already.
     """
 
-    def __init__(self, job: Job, parts: Sequence[ModelPart], mesh: Mesh) -> None:
+    def __init__(self, job: Job, parts: Sequence[ModelPart], mesh: Mesh, sent: SentBytes | None = None) -> None:
         others: list[Measuring] = [job.loss, *job.techniques]
+        self._owners = _owners([job.model, *others])
+        if sent is not None:
+            others.append(sent)
+            self._owners |= dict.fromkeys(sent.measures, sent)
         self._asked: list[tuple[Measuring, tuple[nn.Module, ...]]] = [(job.model, (part.module,)) for part in parts]
         self._asked += [(plugin, ()) for plugin in others]
-        self._owners = _owners([job.model, *others])
         self._measures = {name: owner.measures[name] for name, owner in self._owners.items()}
         self._places = {name: place for place, name in enumerate(self._measures)}
         self._mesh = mesh
@@ -191,8 +202,10 @@ class Measures:
         """Keys that rows may have more, without details."""
         return tuple(name for name, measure in self._measures.items() if not measure.detail)
 
-    def joined(self) -> Tensor:
+    def joined(self, *, apart: bool = False) -> Tensor:
         """What `row` makes numbers of: the values of all ranks, float64 and flat, on the device. All ranks together.
+
+        apart: workers keep their own pace; the values are those of this rank's worker.
 
         Raises:
             PluginError: a plugin does not return what it declares.
@@ -215,10 +228,11 @@ class Measures:
                 else:
                     sums[0, place] += value
                     sums[1, place] += 1
+        axes = get_args(DataFact) if apart else _ALL_AXES
         if self._measures:
-            self._mesh.sum(sums, *_ALL_AXES)
+            self._mesh.sum(sums, *axes)
         if any(measure.join == "max" for measure in self._measures.values()):
-            self._mesh.max(largest, *_ALL_AXES)
+            self._mesh.max(largest, *axes)
         return torch.cat([sums.flatten(), largest])
 
     def row(self, numbers: Sequence[float]) -> Row:
@@ -267,8 +281,15 @@ class Measures:
                 yield name, value.detach().double()
 
 
-_ALL_AXES = get_args(DataFact)
+_ALL_AXES = (*get_args(DataFact), "own")
 """Every axis states one of them."""
+
+
+def of_workers(axis: str, found: Sequence[Sequence[float]]) -> Row:
+    """`loss_worker_0` and so on: [loss, gradient norm] of each rank along an axis; empty where that has no name."""
+    return {f"{what}_{axis}_{worker}": value
+            for worker, pair in enumerate(found if axis else ())
+            for what, value in zip(("loss", "grad_norm"), pair, strict=True)}  # fmt: skip
 
 
 def _owners(plugins: Iterable[Measuring]) -> dict[str, Measuring]:

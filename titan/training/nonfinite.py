@@ -16,26 +16,36 @@ from titan.errors import DivergedError
 class NonfiniteGuard:
     """Watches loss and gradient norm of every step.
 
+    Each worker judges its own steps; too many in a row on one of them end the run.
+
     limit: dropped updates in a row that end the run.  dropped: how many there were in earlier processes.
+    fresh: the optimizer has no state yet. Its first update is made by all workers or by none, so that all of them have
+        state afterwards: a checkpoint holds each worker's. False where workers keep their own pace.
     """
 
-    def __init__(self, limit: int, dropped: int, device: torch.device) -> None:
-        self._limit = limit
+    def __init__(self, limit: int, dropped: int, mesh: Mesh, *, fresh: bool = True) -> None:
+        self._limit, self._mesh, device = limit, mesh, mesh.device
+        self._first = fresh and bool(mesh.layout.worker_axis)
+        dropped = 0 if mesh.at(mesh.layout.worker_axis) else dropped  # the workers' are added up
         self._bad = torch.zeros((), device=device)
         self._dropped = torch.full((), float(dropped), dtype=torch.float64, device=device)
         self._in_a_row = torch.zeros((), device=device)
         self._longest = torch.zeros((), device=device)
         self._last = torch.full((3,), math.nan, dtype=torch.float64, device=device)
 
-    def look(self, step: int, loss: Tensor, grad_norm: Tensor, mesh: Mesh) -> tuple[Tensor, Tensor]:
+    def look(self, step: int, loss: Tensor, grad_norm: Tensor) -> tuple[Tensor, Tensor]:
         """Judge a step before its update, by this rank's share of the loss and its view of the gradient norm.
 
-        Returns both for the whole run, NaN where any rank had no finite number: all ranks judge alike, also when a
-        fault is one rank's own and no reduction has spread it.
+        Returns both for the whole model, NaN where any of its ranks had no finite number: all of these judge alike,
+        also when a fault is one rank's own and no reduction has spread it.
         """
+        mesh = self._mesh
         flags = [(~value.isfinite()).float() for value in (loss, grad_norm)]
         sums = mesh.sum(torch.stack([loss, *flags]), "dealt", "sliced", "layers")
         bad = mesh.sum(sums[1:], "slices") > 0
+        if self._first:
+            bad = mesh.sum(bad.float(), "own") > 0
+            self._first = bool(bad.any())
         loss, grad_norm = torch.stack([sums[0], grad_norm]).masked_fill(bad, math.nan)
         self._bad = bad.any().float()
         self._dropped += self._bad
@@ -57,12 +67,15 @@ class NonfiniteGuard:
             return
         optimizer.step()
 
-    def read(self) -> tuple[int, DivergedError | None]:
+    def read(self, *, apart: bool = False) -> tuple[int, DivergedError | None]:
         """Updates dropped in this process and earlier ones, and what to raise where there were too many in a row.
 
-        Waits for the device.
+        All ranks together; waits for the device. apart: workers keep their own pace; each reads its own.
         """
-        dropped, longest, step, loss, norm = torch.stack([self._dropped, self._longest.double(), *self._last]).tolist()
+        here = torch.stack([self._dropped, self._longest.double(), *self._last])
+        workers: list[list[float]] = (here[None] if apart else self._mesh.of_workers(here)).tolist()
+        dropped = sum(worker[0] for worker in workers)
+        _, longest, step, loss, norm = max(workers, key=lambda worker: worker[1])
         if longest < self._limit:
             return int(dropped), None
         many = self._limit > 1

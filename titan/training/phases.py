@@ -19,7 +19,7 @@ from typing import get_args
 import torch
 from torch import nn
 
-from titan.contracts import AttentionCore, Batch, BuildContext, ModelPart, Phase
+from titan.contracts import AttentionCore, Batch, BuildContext, ModelPart, Phase, Technique
 from titan.contracts.base.conformance import answer, label
 from titan.contracts.base.spec import glob_matches
 from titan.contracts.layers.philox import RandomModule
@@ -50,6 +50,18 @@ def cut(whole: Batch, context: BuildContext) -> Batch:
             f"batch() of the technique that owns their axis must return 1 in {ranks}"
         )
     return batch
+
+
+def reducing(techniques: Sequence[Technique]) -> list[Technique]:
+    """Techniques in the order in which `after_backward` is called.
+
+    First those that own or cover axes, the latest phase first, as data-parallel wrappers sum gradients in the backward
+    pass: replicas are summed before the copies and halves within each are, which end up with the same bits. Then the
+    others, which see whole gradients.
+    """
+    owners = [technique for technique in techniques if technique.axes or technique.covers]
+    owners.sort(key=lambda technique: ORDER.index(technique.phase), reverse=True)
+    return [*owners, *(technique for technique in techniques if technique not in owners)]
 
 
 def materialise(parts: Sequence[ModelPart], context: BuildContext) -> None:

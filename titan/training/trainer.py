@@ -2,10 +2,11 @@
 
 import gc
 import time
-from contextlib import ExitStack
+from contextlib import ExitStack, nullcontext
 from dataclasses import dataclass, replace
 
 import torch
+import torch.distributed as dist
 from torch import Tensor
 
 from titan.contracts import Batch
@@ -13,12 +14,13 @@ from titan.contracts.layers.philox import row_seeds
 from titan.errors import CheckpointError, DivergedError, FolderError, PluginError
 from titan.log import log
 from titan.ranks.failure import tell
-from titan.ranks.preemption import Preemption
+from titan.ranks.preemption import PacedPreemption, Preemption
 from titan.ranks.process import set_timeouts
 from titan.training.build import Core, Run
 from titan.training.engine import valid_tokens
 from titan.training.gradients import clip, global_norm
-from titan.training.phases import cut
+from titan.training.metrics import of_workers
+from titan.training.phases import cut, reducing
 from titan.training.validation import validate
 
 
@@ -41,7 +43,7 @@ def train(run: Run) -> str:
     gc.disable()  # each rank collecting at its own time makes stragglers; all do it together in `after_step`
     try:
         set_timeouts(run.context.mesh, run.job.comm.init_timeout_s)
-        preemption = Preemption(run.rank.world_size, run.job.run.max_minutes)
+        preemption = _preemption(run)
         batches = iter(run.loader)
         while run.step < run.job.train.steps and not asked:
             preemption.ask(now=_pauses(run, run.step) or _pauses(run, run.step + 1))
@@ -49,19 +51,16 @@ def train(run: Run) -> str:
             micro_batches = next(batches)
             waited = time.perf_counter() - waited
             run.whole = False
-            stats = step(run, micro_batches)
+            with run.sent.counting() if run.sent is not None else nullcontext():
+                stats = step(run, micro_batches)
             run.whole = True
             if run.step == first + 1:
                 set_timeouts(run.context.mesh, run.job.comm.timeout_s)
-                if run.checkpointer is not None:
-                    run.checkpointer.check(run.parts, run.optimizer)
+                _check_state(run)
             after_step(run, stats, waited)
             asked = preemption.due()
-        save(run)
-        if run.checkpointer is not None:
-            run.checkpointer.wait()
-        preemption.ask(now=True)
-        return asked or preemption.due()
+        asked_late = _finish(run)
+        return asked or asked_late
     except Exception as error:
         tell(error, run.rank.number)
         _rescue(run, error)
@@ -70,6 +69,36 @@ def train(run: Run) -> str:
         gc.unfreeze()
         gc.enable()
         close(run)
+
+
+def _preemption(run: Run) -> Preemption:
+    limit = run.job.run.max_minutes
+    if run.mates is None:
+        return Preemption(run.rank.world_size, limit)
+    return PacedPreemption(run.mates, dist.distributed_c10d._get_default_store(), run.step, limit)
+
+
+def _finish(run: Run) -> str:
+    """After the last step, on all ranks together: save; returns what has asked to stop by then."""
+    _meet(run)
+    save(run)
+    if run.checkpointer is not None:
+        run.checkpointer.wait()
+    preemption = Preemption(run.rank.world_size, run.job.run.max_minutes)
+    preemption.ask(now=True)
+    return preemption.due()
+
+
+def _check_state(run: Run) -> None:
+    """Refuse state that cannot be saved when there is some for the first time."""
+    if run.checkpointer is not None:
+        run.checkpointer.check(run.parts, run.optimizer, run.techniques_state())
+
+
+def _meet(run: Run) -> None:
+    """Before all ranks do something together, where workers keep their own pace."""
+    for technique in run.context.techniques if run.mates is not None else ():
+        technique.meet(run.step)
 
 
 def step(run: Core, batches: list[Batch]) -> Stats:
@@ -82,9 +111,9 @@ def step(run: Core, batches: list[Batch]) -> Stats:
         technique.before_step(run.step + 1)
     run.loss.begin(mesh.sum(valid_tokens(batches), "dealt", "sliced"))
     run.engine.forward_backward(batches)
-    for technique in sorted(techniques, key=lambda technique: not technique.axes):
-        technique.after_backward()  # sums over a technique's own axes come first: others then see whole gradients
-    loss, norm = run.guard.look(run.step + 1, run.loss.reported, global_norm(run.parts, mesh), mesh)
+    for technique in reducing(techniques):
+        technique.after_backward()
+    loss, norm = run.guard.look(run.step + 1, run.loss.reported, global_norm(run.parts, mesh))
     if run.job.train.grad_clip:
         clip(run.parts, norm, run.job.train.grad_clip)
     for technique in techniques:
@@ -121,7 +150,7 @@ def _update(run: Core) -> float:
 
 
 def after_step(run: Run, stats: Stats, waited: float) -> None:
-    """What hangs on a step, in this order: count, log, validate, collect garbage, save.
+    """What hangs on a step, in this order: count, log, meet, validate, collect garbage, save.
 
     Raises:
         FolderError: the folder is no longer this run's; on rank 0.
@@ -132,6 +161,8 @@ def after_step(run: Run, stats: Stats, waited: float) -> None:
     every, steps = run.job.metrics.every, run.job.train.steps
     if run.step % every == 0 or run.step in (1, steps):
         _log(run, stats)
+    if _pauses(run, run.step):
+        _meet(run)
     if _validates(run, run.step):
         with run.meter.beside("validation"):
             validate(run)
@@ -169,11 +200,14 @@ def _collect_garbage() -> None:
 
 
 def _log(run: Run, stats: Stats) -> None:
+    mesh, apart = run.context.mesh, run.mates is not None
     own = torch.stack([stats.loss, stats.grad_norm]).double()
-    loss, norm, *measured = torch.cat([own, run.measures.joined()]).tolist()
-    dropped, failure = run.guard.read()
+    workers = own[None] if apart else mesh.of_workers(own)
+    loss, norm, *measured = torch.cat([workers.mean(0), run.measures.joined(apart=apart)]).tolist()
+    dropped, failure = run.guard.read(apart=apart)
     row = run.meter.row(run.step, loss, norm, stats.lr, run.tokens)
-    run.trackers.log({**row, "skipped_updates": dropped, **run.measures.row(measured)})
+    each = of_workers("" if apart else mesh.layout.worker_axis, workers.tolist())
+    run.trackers.log({**row, "skipped_updates": dropped, **each, **run.measures.row(measured)})
     if failure is not None:
         raise failure
     if dropped > run.dropped:
@@ -216,3 +250,5 @@ def close(run: Run) -> None:
         for technique in run.context.techniques:
             closing.callback(technique.close)
         closing.callback(run.loader.close)
+        if run.sent is not None:
+            closing.callback(run.sent.close)

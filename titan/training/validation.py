@@ -28,7 +28,7 @@ def totals(engine: Engine, context: BuildContext, batches: Iterable[Batch], scor
             logits = engine.forward(batch)
             if logits is not None:
                 sums += score(logits, batch.labels)
-    found: list[float] = context.mesh.sum(sums, "dealt", "sliced", "layers").tolist()
+    found: list[float] = context.mesh.sum(sums, "dealt", "sliced", "layers", "own").tolist()
     return found
 
 
@@ -70,11 +70,16 @@ def samples_used(run: Run) -> int:
 
 
 def _batches(run: Run, samples: Samples) -> Iterator[Batch]:
-    """This rank's micro batches of the samples, shaped as in training; as many on each rank."""
-    job, count, size = run.job, samples_used(run), run.job.micro_batch
-    first = job.layout.index_of(run.rank.number, "dealt") * size
-    for start in range(first, first + count, size * job.batch_ranks):
-        yield _stacked([_sample(samples, number, count) for number in range(start, start + size)], run.rank.device)
+    """This rank's micro batches of the samples, shaped as in training; as many on each rank.
+
+    Samples go to workers in turn, so that each worker's weights see the same ones at any layout inside of it.
+    """
+    job, layout, count, size = run.job, run.job.layout, samples_used(run), run.job.micro_batch
+    worker, workers = layout.index_of(run.rank.number, "own"), layout.workers
+    first = layout.index_within_worker(run.rank.number, "dealt") * size
+    for start in range(first, first + -(-count // workers), size * job.batch_ranks // workers):
+        numbers = [number * workers + worker for number in range(start, start + size)]
+        yield _stacked([_sample(samples, number, count) for number in numbers], run.rank.device)
 
 
 def _sample(samples: Samples, number: int, count: int) -> Sample:

@@ -29,7 +29,11 @@ HF_CONFIG = "config.json"
 """The file that makes a folder one of Hugging Face's."""
 
 FORMAT = 2
-"""Number of the layout of a checkpoint's folder. Those before it are read too; a later one is refused."""
+"""Number of the layout of a checkpoint's folder in which no rank has a tensor of its own."""
+
+STACKED = 3
+"""Of one with stacked tensors (`titan.checkpoint.disk.index`), which earlier versions would take for larger ones. All
+numbers up to this one are read; a later one is refused."""
 
 _STEP = re.compile(r"step-\d{8}", re.ASCII)
 _UNFINISHED = re.compile(r"(step-\d{8})(\.replaced|\.removed(?:-[0-9a-f]{8})?)?\.tmp", re.ASCII)
@@ -83,8 +87,8 @@ def read_state(path: Path) -> dict[str, Any]:
     """
     state = read_table(path / STATE)
     found = state.get("format")
-    if type(found) is not int or not 1 <= found <= FORMAT:
-        raise CheckpointError(f"{path} has format {str(found)[:20]}; this version reads 1 to {FORMAT}")
+    if type(found) is not int or not 1 <= found <= STACKED:
+        raise CheckpointError(f"{path} has format {str(found)[:20]}; this version reads 1 to {STACKED}")
     wrong = [name for name, types in _FIELDS.items() if type(state.get(name)) not in types]
     if not wrong:
         rest, values = state["rest"], state["values"]

@@ -8,7 +8,8 @@ only the positions at which each dimension is cut.
 The file, all numbers little endian:
 
     int64            length of the header in bytes
-    header           JSON: `files`, names of the data files; `tensors`, [name, dtype, shape, cuts per dimension] of each
+    header           JSON: `files`, names of the data files; `tensors`, [name, dtype, shape, cuts by dimension] of each,
+                     with `true` behind these where it is stacked
     int64 [cuts]     of each tensor and dimension, the offsets at which cells begin
     int64 [chunks]   of each cell (row-major, tensor by tensor): the number of its file
     int64 [chunks]   the first byte of the chunk in that file
@@ -22,7 +23,7 @@ import json
 import math
 import os
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -61,12 +62,24 @@ _INT = np.dtype("<i8")
 
 @dataclass(frozen=True)
 class StoredTensor:
-    """A tensor of a checkpoint. cuts: of each dimension, the offsets at which cells begin.  first: its first chunk."""
+    """A tensor of a checkpoint.
+
+    cuts: of each dimension, the offsets at which cells begin.  first: its first chunk.
+    stacked: it is [ranks, ...], of which each rank along an axis saved one, a tensor of its own.
+    one: it is one of these, without that dimension; its chunks have it, of size 1.
+    """
 
     dtype: torch.dtype
     shape: torch.Size
     cuts: tuple[Ints, ...]
     first: int
+    stacked: bool = False
+    one: bool = False
+
+    def of(self, rank: int) -> StoredTensor:
+        """Of a stacked one, the tensor of that rank along the axis."""
+        own = StoredTensor(self.dtype, self.shape[1:], self.cuts[1:], 0, one=True)
+        return replace(own, first=self.first + rank * own.chunks)
 
     @property
     def chunks(self) -> int:
@@ -155,7 +168,7 @@ def grid(shape: Sequence[int], offsets: Ints, sizes: Ints) -> tuple[tuple[Ints, 
 def write(path: Path, index: Index) -> None:
     """Write the index to a file, and wait until it is on the disk."""
     said = [
-        [name, str(tensor.dtype), list(tensor.shape), [len(cuts) for cuts in tensor.cuts]]
+        [name, str(tensor.dtype), list(tensor.shape), [len(cuts) for cuts in tensor.cuts], *[True] * tensor.stacked]
         for name, tensor in index.tensors.items()
     ]
     header = json.dumps({"files": list(index.files), "tensors": said}).encode()
@@ -193,14 +206,17 @@ def _parsed(data: bytes) -> Index:
         raise ValueError("its header names no files and tensors")
     tensors: dict[str, StoredTensor] = {}
     at = chunks = 0
-    for name, dtype, shape, counts in said:
-        if name in tensors or type(shape) is not list or type(counts) is not list or len(shape) != len(counts):
+    for name, dtype, shape, counts, *stacked in said:
+        lists = type(shape) is list and type(counts) is list and len(shape) == len(counts)
+        if name in tensors or not lists or stacked not in ([], [True]):
             raise ValueError("a tensor's entry is wrong")
         if not all(type(number) is int and number >= 0 for number in (*shape, *counts)):
             raise ValueError(f"{name} has a size that is no number")
         ends = list(itertools.accumulate(counts, initial=at))
         cuts = tuple(numbers[a:b] for a, b in itertools.pairwise(ends))
-        tensors[name] = StoredTensor(DTYPES[dtype], torch.Size(shape), cuts, chunks)
+        if stacked and not (shape and (counts[0] == shape[0] or 0 in shape[1:])):
+            raise ValueError(f"{name} is stacked, but not by rank")
+        tensors[name] = StoredTensor(DTYPES[dtype], torch.Size(shape), cuts, chunks, bool(stacked))
         at, chunks = ends[-1], chunks + math.prod(counts)
     if len(numbers) != at + 3 * chunks:
         raise ValueError(f"it has {len(numbers):,} numbers, not the {at + 3 * chunks:,} of its header")

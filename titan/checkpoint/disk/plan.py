@@ -23,8 +23,9 @@ from titan.errors import CheckpointError
 
 @dataclass(frozen=True)
 class Block:
-    """Some of the tensors that one rank holds. header: JSON, [name, dtype, shape] of each.  boxes: int64, the offsets
-    and sizes of the part of each tensor that the rank holds. Headers that many ranks have alike are read once."""
+    """Some of the tensors that one rank holds. header: JSON, [name, dtype, shape] of each, and `true` where it is
+    stacked.  boxes: int64, the offsets and sizes of the part of each tensor that the rank holds. Headers that many
+    ranks have alike are read once."""
 
     header: bytes
     boxes: bytes
@@ -74,9 +75,9 @@ def make(tables: Sequence[Table]) -> SavePlan:
     load = np.zeros(len(tables), np.int64)
     for name, held in sorted(_by_name(tables).items(), key=lambda one: (-one[1].elements, one[0])):
         if len(held.kinds) > 1:
-            told = " and ".join(f"{list(shape)} of {dtype}" for dtype, shape in sorted(held.kinds))
+            told = " and ".join(f"{list(shape)} of {dtype}" for dtype, shape, _ in sorted(held.kinds))
             raise CheckpointError(f"{name} is {told} on different ranks; a checkpoint holds one tensor per name")
-        [(dtype, shape)] = held.kinds
+        [(dtype, shape, stacked)] = held.kinds
         rows = held.rows()
         dims = len(shape)
         try:
@@ -91,7 +92,7 @@ def make(tables: Sequence[Table]) -> SavePlan:
         ranks.append(rows[chosen, 0])
         items.append(rows[chosen, 1])
         cells.append(first + np.arange(len(holders)))
-        tensors[name] = StoredTensor(DTYPES[dtype], torch.Size(shape), cuts, first)
+        tensors[name] = StoredTensor(DTYPES[dtype], torch.Size(shape), cuts, first, stacked)
         first += len(holders)
     rank, item, chunk = (np.concatenate([np.empty(0, np.int64), *some]) for some in (ranks, items, cells))
     order = np.lexsort((item, rank))
@@ -100,20 +101,20 @@ def make(tables: Sequence[Table]) -> SavePlan:
 
 
 class _Held:
-    """The boxes of one tensor on all ranks. kinds: (dtype, shape) as ranks say, one if they agree."""
+    """The boxes of one tensor on all ranks. kinds: (dtype, shape, stacked) as ranks say, one if they agree."""
 
     def __init__(self) -> None:
-        self.kinds: set[tuple[str, tuple[int, ...]]] = set()
+        self.kinds: set[tuple[str, tuple[int, ...], bool]] = set()
         self._rows: list[Ints] = []
 
     @property
     def elements(self) -> int:
         """Of the whole tensor."""
-        return max(math.prod(shape) for _, shape in self.kinds)
+        return max(math.prod(shape) for _, shape, _ in self.kinds)
 
-    def add(self, dtype: str, shape: tuple[int, ...], places: Ints, boxes: Ints) -> None:
+    def add(self, kind: tuple[str, tuple[int, ...], bool], places: Ints, boxes: Ints) -> None:
         """places: [ranks, 2], rank and number in its table.  boxes: [ranks, 2 x dimensions], offsets and sizes."""
-        self.kinds.add((dtype, shape))
+        self.kinds.add(kind)
         self._rows.append(np.concatenate([places, boxes], axis=1))
 
     def rows(self) -> Ints:
@@ -139,9 +140,9 @@ def _by_name(tables: Sequence[Table]) -> dict[str, _Held]:
         boxes = np.stack([np.frombuffer(numbers, np.int64) for _, _, numbers in holders])
         places = np.array([(rank, first) for rank, first, _ in holders])
         at = 0
-        for number, (name, dtype, shape) in enumerate(said[header]):
+        for number, (name, dtype, shape, *stacked) in enumerate(said[header]):
             end = at + 2 * len(shape)
             held = found.setdefault(name, _Held())
-            held.add(dtype, tuple(shape), places + np.array([0, number]), boxes[:, at:end])
+            held.add((dtype, tuple(shape), bool(stacked)), places + np.array([0, number]), boxes[:, at:end])
             at = end
     return found

@@ -22,7 +22,10 @@ class Document:
 
 @dataclass(frozen=True)
 class Batch:
-    """One micro batch on one rank, on the rank's device.
+    """One micro batch on one rank, on the rank's device. The host makes it; `Technique.batch` returns changed copies.
+
+    B is `job.micro_batch`. T is `job.data.seq_len`, and S is T where no technique has cut the sequence, otherwise the
+    positions that this rank has.
 
     tokens: [B, S] int64.  labels: [B, S] int64, the next token or IGNORE, which counts in no loss.
     documents: [B, T] int64, the number of the document at each place of the whole sequence of T tokens; None where

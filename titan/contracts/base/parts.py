@@ -55,7 +55,8 @@ operations, so this wrapper is inside; recomputing a whole layer calls the compi
 class ModelPart:
     """The modules of one pipeline stage on this rank; the whole model where there is no pipeline.
 
-    module: on the meta device until phase `materialise`; modules of other stages are None.
+    module: on the meta device until phase `materialise`; modules of other stages are None. Submodules may be replaced
+        in phases before that, under the same names.
     stage: global number of the stage.  stages: of the whole pipeline.
     shared: canonical names of tied parameters that another stage counts; left out of the gradient norm here.
     hidden_split: ranks over which the hidden states between layers are split along the sequence. Set by the technique
@@ -89,7 +90,11 @@ class ModelPart:
         return result
 
     def parameters(self) -> Iterator[tuple[str, nn.Parameter]]:
-        """(canonical name, parameter), each tensor once."""
+        """(canonical name, parameter) of this part, each tensor once; a DTensor where a technique has sharded it.
+
+        Techniques replace parameters, and titan allocates them before phase `materialise`. A technique of an earlier
+        phase keeps the part, and asks again in each hook; what it kept of this iterator is not what is trained.
+        """
         return self.module.named_parameters()
 
     def holds(self, name: str) -> bool:

@@ -2,6 +2,30 @@
 
 Names of modules and parameters are canonical: those of the whole model. `layers.7.attn.wq.weight` has this name on
 every rank, at every layout. Patterns are globs in which `*` stands for characters within one dotted part.
+
+A worked spec: two layers x + down(gelu(up(norm(x)))), dim 64 and 256 hidden units, 1,000 words, no attention::
+
+    ModelSpec(
+        n_layers=2, dim=64, n_heads=64, n_kv_heads=64, head_dim=0, ffn_dim=256, vocab_size=1000, max_seq_len=128,
+        embeddings=("embed",), head=("norm", "output"),      # modules before and after the ModuleDict `layers`
+        tensor={
+            "embed": "embedding", "layers.*.norm": "norm", "layers.*.ffn": "gather", "layers.*.ffn.up": "column",
+            "layers.*.ffn.down": "row", "norm": "norm", "output": "head",
+        },
+        init={
+            "layers.*.norm.weight": ONES, "norm.weight": ONES,
+            "*.weight": normal(0.02), "layers.*.ffn.*.weight": normal(0.02),
+        },
+        layer_params=2 * 64 * 256 + 64, embedding_params=64_000, head_params=64_000 + 64,
+        matmul_params_per_layer=2 * 64 * 256, head_matmul_params=64_000,
+        embedding_ops=(EmbeddingOp(module="embed", rows=1000, width=64),),
+        layer_ops=(
+            norm("norm", 64), linear("ffn.up", 64, 256, saved=64),
+            Elementwise(region="tp_sharded", forward=512, backward=768),
+            linear("ffn.down", 256, 64, saved=256, region="tp_sharded"), residual(64),
+        ),
+        head_ops=(norm("norm", 64), linear("output", 64, 1000, saved=64)),
+    )
 """
 
 import re
@@ -133,7 +157,8 @@ class ModelSpec:
     """A model as data: sizes, names, tensor parallelism, initial values, and costs.
 
     n_layers: layers.  dim: features of a hidden state.  vocab_size: rows of the embedding.
-    n_heads, n_kv_heads: query heads and key-value heads.  head_dim: features per head.
+    n_heads, n_kv_heads: query heads and key-value heads.  head_dim: features per head. A model without attention gives
+        dim, dim and 0: tensor parallelism needs a number that its degree divides, and no FLOPs of attention count.
     ffn_dim: width of the feed-forward that tensor parallelism splits; 0 where it splits none.
     max_seq_len: longest sequence, in tokens.
     embeddings, head: module names before and after the layers. The last of the head projects hidden states to logits:

@@ -35,6 +35,13 @@ passes 2: `Matmul(inputs=4096, outputs=14336, stack=8, used=2)` and so on. They 
 1,409,286,144 parameters per layer, and 3 x 2 x 2 x 4096 x 14336 = 704,643,072 FLOPs per token forward. Where 4 ranks
 share the stacks (`Costs.stacks_over`), each holds 2 experts, a quarter of the parameters. These see the tokens of 4
 ranks, so the rank's FLOPs are the same, in products with 4 times the rows.
+
+A worked technique: data parallelism that sums whole gradients over 4 ranks of an axis `crew`, once per step. Its `cost`
+returns `replace(costs, collectives=(*costs.collectives, summed))` with `summed = CollectiveCost(axes=("crew",),
+collective="all_reduce", where="step", when="update", numel=1, itemsize=4, per_parameter=True)`: one number of 4 bytes
+per parameter of the rank. Of 1e9 parameters a ring sends 2 x (4 - 1) / 4 x 4 bytes x 1e9 = 6 GB per rank and step. An
+optimizer with one float32 number of state per parameter adds `PersistentState(component="optimizer", bytes_per_param=4,
+axes=costs.updated_over)`, and to `update_bytes` 4 for each number that its update reads or writes per parameter.
 """
 
 from collections.abc import Callable, Mapping, Sequence
@@ -116,7 +123,7 @@ class CollectiveCost:
     numel: numbers of the whole, gathered tensor: per token, or per parameter where `per_parameter` is set. Of an
         all-gather the output, of a reduce-scatter the input, of other kinds the tensor of a rank.
     region: of which `numel` counts the features.  itemsize: bytes per number; 0: `Costs.itemsize`.
-    count: collectives of this kind at each place, such as 2 per layer.
+    count: collectives of this kind at each place, such as 2 per layer; below 1: their mean, such as 1/16 per step.
     of_layers: of a layer or its attention: share of the model's layers that run it, as of operations.
     per_parameter: `numel` is multiplied by the parameters of the unit or rank instead of tokens.
     overlaps: runs beside computation; only the rest adds to the step. In attention, N run beside N of N + 1 blocks.
@@ -213,6 +220,8 @@ class Costs:
         batch to those of the ones before; of all parameters of a rank, before data parallelism splits them.
     update_bytes: bytes read and written per parameter in the update; 12 for norm and clipping before any optimizer.
     updated_over: axes whose ranks share the update.
+    after_update_bytes: bytes per parameter, shared over `updated_over`, that exist only after the update, when
+        gradients and activations are gone, such as the buffers of an exchange of weights.
     gather: lifetime of gathered parameters and unreduced gradients; None: nothing is gathered per shard unit.
     collectives: all collectives of the step except transfers between stages.  recompute: of activations; None: none.
     stages: stages of the whole pipeline.  order: micro batches per step -> order of actions per pipeline rank.
@@ -246,6 +255,7 @@ class Costs:
     accumulate_bytes: float = 0.0
     update_bytes: float = 12.0
     updated_over: tuple[str, ...] = ()
+    after_update_bytes: float = 0.0
     gather: GatherPolicy | None = None
     collectives: tuple[CollectiveCost, ...] = ()
     recompute: Recompute | None = None

@@ -1,0 +1,41 @@
+"""Workers at their own pace: nothing joins them between meetings, and a signal stops all of them after one step."""
+
+from pathlib import Path
+
+import pytest
+
+from tests.contract.test_guests import GUESTS
+from tests.jobs import SAVING, mesh, stored
+from tests.signals import job
+from titan import train
+from titan.checkpoint.disk.folder import complete
+from titan.testing.jobs import read_rows, train_job
+from titan.testing.ranks import run_ranks
+
+STROLL = "--plugins.strollers.head_start"
+
+
+@pytest.mark.parametrize(("ranks", "words"), [(2, mesh(stroller=2)), (4, mesh(stroller=2, dp_shard=2))])
+def test_nothing_joins_workers_between_meetings(ranks: int, words: list[str], tmp_path: Path) -> None:
+    """The first does four steps, with a row of each, before the second begins; both meet at a save and at the end."""
+    run = train_job(tmp_path, ranks, *GUESTS, *SAVING, *words, STROLL, "4", "--train.steps", "6")
+    assert sorted(run.rows) == [1, 2, 3, 4, 5, 6]
+    assert all("loss_stroller_0" not in row for row in run.rows.values())
+    for step in (4, 6):
+        path = tmp_path / "run" / "checkpoints" / f"step-{step:08}"
+        assert stored(path).tensors["model.norm.weight"].shape[0] == 2
+
+
+def _main(argv: list[str]) -> int:
+    return train.main(argv)
+
+
+@pytest.mark.parametrize(("ranks", "words", "rank"), [(2, (), 0), (4, ("--mesh.tp", "2"), 1)])
+def test_a_signal_stops_all_after_one_step(ranks: int, words: tuple[str, ...], rank: int, tmp_path: Path) -> None:
+    """Heard by a rank of the first worker before its step 3, when the other has not begun: promised are five steps."""
+    argv = job(tmp_path, "--mesh.stroller", "2", *words, STROLL, "3", rank=rank, step=3)
+    argv[argv.index("--plugins.path") + 1] = f'["{tmp_path}/plugins", "{GUESTS[1]}"]'
+    assert run_ranks(_main, ranks, argv, init=False, timeout=60) == [75] * ranks
+    [kept] = complete(tmp_path / "run" / "checkpoints")
+    assert kept.name == "step-00000005" and max(read_rows(tmp_path / "run")) == 5
+    assert run_ranks(_main, ranks, argv, init=False, timeout=60) == [0] * ranks

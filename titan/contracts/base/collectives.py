@@ -1,0 +1,113 @@
+"""Collectives as PyTorch's dispatcher sees them: their kind, group and size, and the bytes that a rank sends.
+
+`sent_bytes` is the one rule for bytes on the wire: of the metric `bytes_sent`, of the dry run, and of predicted times.
+"""
+
+from collections.abc import Mapping
+from functools import cache
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch._C import _distributed_c10d as _c10d
+from torch._ops import OpOverload
+from torch.utils._pytree import tree_leaves
+
+PASSES: Mapping[str, float] = {"all_reduce": 2.0, "all_gather": 1.0, "reduce_scatter": 1.0, "all_to_all": 1.0}
+"""Kind -> how often a ring passes the whole tensor around."""
+
+_SILENT = ("recv", "recv_any_source", "barrier", "monitored_barrier")
+"""Kinds in which a rank sends no numbers."""
+
+_KINDS = {
+    "allreduce": "all_reduce",
+    "allreduce_coalesced": "all_reduce",
+    "allgather": "all_gather",
+    "allgather_base": "all_gather",
+    "allgather_coalesced": "all_gather",
+    "allgather_into_tensor_coalesced": "all_gather",
+    "all_gather_into_tensor": "all_gather",
+    "reduce_scatter_base": "reduce_scatter",
+    "reduce_scatter_tensor": "reduce_scatter",
+    "reduce_scatter_tensor_coalesced": "reduce_scatter",
+    "alltoall": "all_to_all",
+    "alltoall_base": "all_to_all",
+    "all_to_all_single": "all_to_all",
+}
+"""PyTorch's names of the same collective; names that are not listed stay."""
+
+_LOCAL = ("_c10d_functional::wait_tensor", "_c10d_functional::_wrap_tensor_autograd")
+"""Functional-collective operations that do not communicate."""
+
+
+def is_collective(operation: OpOverload) -> bool:
+    """Whether an operation communicates with other ranks."""
+    return operation.namespace in ("c10d", "_c10d_functional") and operation._schema.name not in _LOCAL
+
+
+def in_place(operation: OpOverload) -> bool:
+    """Whether a collective writes to buffers passed in, as those of FSDP and the pipeline do."""
+    return operation.namespace == "c10d"
+
+
+@cache
+def kind_of(operation: OpOverload) -> str:
+    """Name of a collective: all_reduce, all_gather, reduce_scatter, all_to_all, broadcast, send, recv, ..."""
+    name = operation._schema.name.rpartition("::")[2].strip("_").removesuffix("_out")
+    return _KINDS.get(name, name)
+
+
+def group_of(args: Any) -> dist.ProcessGroup:
+    """The process group in a collective's arguments."""
+    for arg in reversed(args):
+        if isinstance(arg, str):
+            return _c10d._resolve_process_group(arg)  # type: ignore[arg-type, unused-ignore]
+        if isinstance(arg, torch.ScriptObject) and "ProcessGroup" in str(arg._type()):
+            return dist.ProcessGroup.unbox(arg)
+    raise AssertionError("a collective without a process group")
+
+
+def tensors_of(values: Any) -> list[Tensor]:
+    """The tensors in arguments or results, nested containers included."""
+    return [leaf for leaf in tree_leaves(values) if isinstance(leaf, Tensor)]
+
+
+def payload(args: Any, out: Any) -> int:
+    """Bytes of a collective's whole tensor: the result of an all-gather, the input of a reduce-scatter."""
+    groups = (values for values in (*args, out) if isinstance(values, (Tensor, list, tuple)))
+    return max((sum(t.nbytes for t in tensors_of(group)) for group in groups), default=0)
+
+
+def sent_bytes(kind: str, whole: float, ranks: int) -> float:
+    """Bytes that a rank sends in a collective, the mean over the ranks of its group.
+
+    whole: bytes of the whole tensor (`payload`).  ranks: of the group.
+
+    All-gather, reduce-scatter, all-to-all, broadcast and reduce: (n - 1) / n of the tensor. All-reduce: twice that.
+    These are what rings send (Patarasu and Yuan, J. Parallel Distrib. Comput. 69, 2009), and the least that any
+    algorithm sends. A send: the tensor. A receive or a barrier: nothing. Headers and retries are not counted.
+    """
+    if kind == "send":
+        return whole
+    if kind in _SILENT:
+        return 0.0
+    return PASSES.get(kind, 1.0) * (ranks - 1) / ranks * whole
+
+
+def bytes_to_others(operation: OpOverload, args: Any, ranks: int, rank: int) -> float:
+    """`sent_bytes` of a collective that this rank calls with these arguments.
+
+    ranks, rank: of its group. Exact for an all-to-all, whose shares may differ: all but what stays on this rank.
+    """
+    kind = kind_of(operation)
+    if kind == "all_to_all":
+        given = {argument.name: value for argument, value in zip(operation._schema.arguments, args, strict=False)}
+        if "input_tensors" in given:
+            return float(sum(tensor.nbytes for place, tensor in enumerate(given["input_tensors"]) if place != rank))
+        whole: int = given["input"].nbytes
+        splits = given["input_split_sizes"]
+        return float(whole * (1 - splits[rank] / max(1, sum(splits)))) if splits else sent_bytes(kind, whole, ranks)
+    if kind in ("gather", "scatter"):  # the rank with all pieces sees them; a piece leaves every rank but one
+        return sent_bytes(kind, min(size for values in args if (size := payload([values], ()))), ranks)
+    return sent_bytes(kind, payload(args, ()), ranks)
