@@ -2,11 +2,13 @@
 
 import argparse
 import json
+import math
 import sys
 from pathlib import Path
 from typing import Any
 
 from titan.config import Job, load_job, said_twice, without_effect
+from titan.config.load import QUICKSTART
 from titan.errors import EXIT_DONE, ConfigError, ConfigIssue
 from titan.planner.machine.cluster import MEMORY_LIMIT
 from titan.planner.report import STUDIES
@@ -31,6 +33,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
   titan plan --config configs/llama65b.toml --dry-run --rank 2047 memory of one rank, op by op
   titan plan --formulas --model.name gpt --model.preset 175b      closed-form estimates of the model
   titan plan --config configs/gpt175b.toml --study tp --plot throughput.png
+  titan plan --config configs/debug3d.toml --draw layout.svg      which rank holds what, and sends what to whom
 
 Nothing is trained and no data is read: a laptop predicts runs on thousands of GPUs. --cluster takes the name of a
 built-in cluster (titan plan --list-clusters) or a file; titan doctor measures this machine and writes such a file.
@@ -70,10 +73,23 @@ docs/planning.md explains the model behind the predictions, docs/validation.md c
     alone.add_argument("--devices", type=int, metavar="N", help="number of devices; default: those of the layout")
     alone.add_argument("--peak-tflops", type=float, metavar="F", help="peak TFLOP/s per device, for training times")
     alone.add_argument("--utilisation", type=float, default=0.45, metavar="U", help="share of the peak; default: 0.45")
+    _add_fabric(parser.add_argument_group("with --study fabric"))
     parser.add_argument("--tokens", type=float, metavar="T", help="training tokens; adds total time, price and energy")
     parser.add_argument("--plot", type=Path, metavar="FILE", help="plot memory, step time and schedule, or the study")
+    parser.add_argument("--draw", type=Path, metavar="FILE", help="draw what each rank holds and sends, as .svg")
     parser.add_argument("--json", action="store_true", help="print one JSON object")
     parser.set_defaults(takes_overrides=True)
+
+
+def _add_fabric(fabric: argparse._ArgumentGroup) -> None:
+    fabric.add_argument(
+        "--against", type=Path, action="append", default=[], metavar="FILE",
+        help="TOML of a job that reaches the same loss by sending less; may be repeated",
+    )  # fmt: skip
+    fabric.add_argument(
+        "--steps-ratio", action="append", default=[], metavar="NAME=R",
+        help="measured steps to the same loss of FILE NAME.toml, relative to the job of --config; default: 1",
+    )  # fmt: skip
 
 
 def run(args: argparse.Namespace) -> int:
@@ -99,6 +115,14 @@ def _check(args: argparse.Namespace) -> None:
     """Refuse options that no mode takes."""
     if args.in_place and not args.search:
         raise ConfigError([ConfigIssue("command line", "--in-place: no layout is searched; add --search")])
+    modes = ("search", "dry_run", "formulas", "study", "list_clusters")
+    if args.draw is not None and (other := next((name for name in modes if getattr(args, name)), "")):
+        what = f"--draw with --{other.replace('_', '-')}: --draw goes with one predicted job; leave one of them out"
+        raise ConfigError([ConfigIssue("command line", what)])
+    for name, values in (("against", args.against), ("steps-ratio", args.steps_ratio)):
+        if values and args.study != "fabric":
+            what = f"--{name}: no jobs are compared; add --study fabric"
+            raise ConfigError([ConfigIssue("command line", what)])
     if args.in_place and None not in (args.output, args.config) and args.output.resolve() == args.config.resolve():
         what = "--in-place and --output name the same file; leave one of them out"
         raise ConfigError([ConfigIssue("command line", what)])
@@ -123,6 +147,10 @@ def _plan(args: argparse.Namespace) -> tuple[dict[str, Any], str]:
         from titan.planner.report import plots
 
         plots.draw_prediction(prediction, where, args.plot)
+    if args.draw is not None:
+        from titan.planner.picture.draw import draw_layout
+
+        draw_layout(job, where, args.draw)
     report = prediction.as_json() | {"cluster": where.name} | ({"budget": budget} if budget else {})
     report |= {"unset_options": chosen}
     text = render.prediction_text(prediction, where, str(job.layout), budget)
@@ -232,12 +260,31 @@ def _write_in_place(args: argparse.Namespace, text: str, values: dict[str, Any])
 
 def _study(args: argparse.Namespace) -> tuple[dict[str, Any], str]:
     from titan.planner.machine import cluster
-    from titan.planner.report import plots, studies
+    from titan.planner.report import fabric, plots, studies
+    from titan.planner.report.study import Study
 
-    study = studies.run(args.study, args.config, args.overrides, cluster.load(args.cluster), args.world_size)
+    where = cluster.load(args.cluster)
+    if args.study == "fabric":
+        given = args.config or QUICKSTART, args.against, dict(map(_ratio, args.steps_ratio))
+        study: Study = fabric.run(*given, args.overrides, where, args.world_size)
+    else:
+        study = studies.run(args.study, args.config, args.overrides, where, args.world_size)
     if args.plot is not None:
         plots.draw_study(study, args.plot)
     return study.as_json(), study.text()
+
+
+def _ratio(word: str) -> tuple[str, float]:
+    """The name and number of `NAME=R`."""
+    name, _, value = word.partition("=")
+    try:
+        ratio = float(value)
+    except ValueError:
+        ratio = 0.0
+    if not 0 < ratio < math.inf:
+        what = f"--steps-ratio {word}: must be NAME=R with a number above 0, such as diloco=1.08"
+        raise ConfigError([ConfigIssue("command line", what)])
+    return name, ratio
 
 
 def _exact(args: argparse.Namespace) -> tuple[dict[str, Any], str]:

@@ -5,6 +5,8 @@
     [kernels]                fractions of the peaks that kernels reach, and fixed overheads in microseconds
     [kernels.matmul.DTYPE]   efficiency of matrix multiplications, or measured points
     [[links]]                network levels from inner to outer: bandwidth, latency, efficiency
+    [between_sites]          optional: one more level, between sites of some nodes each
+    base                     optional: another cluster, whose keys hold where this file has none
 
 `configs/clusters` holds the clusters that come with titan; `titan doctor --output FILE` measures one and writes its
 file.
@@ -12,7 +14,7 @@ file.
 
 import tomllib
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import cached_property
 from pathlib import Path
 from typing import Any, NamedTuple, TypeVar
@@ -150,6 +152,25 @@ class Link:
     p2p_efficiency: float = option(1.0, "fraction of the bandwidth that a send between two ranks reaches", above=0)
 
 
+@dataclass(frozen=True, kw_only=True)
+class Sites:
+    """`[between_sites]`: a level above the last of `[[links]]`, which then connects the nodes of one site."""
+
+    nodes_per_site: int = option(REQUIRED, "nodes of a site", at_least=1)
+    bandwidth_gbit_s: float = option(
+        REQUIRED, "bandwidth of a site per direction, which its ranks share", unit="Gbit/s", above=0
+    )
+    latency_ms: float = option(0.0, "latency of one message", unit="ms", at_least=0)
+
+    def above(self, links: Sequence[Link]) -> tuple[Link, ...]:
+        """These links, and the level between sites."""
+        ranks = links[0].ranks * self.nodes_per_site
+        outer = Link(
+            name="between sites", bandwidth_gb_s=self.bandwidth_gbit_s / 8 / ranks, latency_us=1e3 * self.latency_ms
+        )
+        return (*links[:-1], replace(links[-1], ranks=ranks), outer)
+
+
 FORMER_KEYS: Mapping[type, Mapping[str, str]] = {
     Device: {"units": "compute_units", "processors": "full_speed_ranks"},
     Products: {
@@ -226,14 +247,27 @@ def load(name: str) -> Cluster:
     Raises:
         ConfigError: no such file, or the file has errors; lists all of them.
     """
+    return from_table(*_read(name, "--cluster"))
+
+
+def _read(name: str, asked: str) -> tuple[dict[str, Any], str]:
+    """(table, file) of a cluster by its name or file. asked: where the name stands, for messages."""
     path = next((path for path in (Path(name).expanduser(), FOLDER / f"{name}.toml") if path.is_file()), None)
     if path is None:
-        raise ConfigError([ConfigIssue("--cluster", f"{name}: no such file or cluster{did_you_mean(name, names())}")])
+        raise ConfigError([ConfigIssue(asked, f"{name}: no such file or cluster{did_you_mean(name, names())}")])
     try:
-        table = tomllib.loads(path.read_text(encoding="utf-8"))
+        return tomllib.loads(path.read_text(encoding="utf-8")), str(path)
     except (OSError, UnicodeDecodeError, tomllib.TOMLDecodeError) as error:
         raise by_errno(error, ConfigError([ConfigIssue(str(path), f"cannot be read as TOML: {error}")])) from None
-    return from_table(table, str(path))
+
+
+def _over(base: Mapping[str, Any], table: Mapping[str, Any]) -> dict[str, Any]:
+    """A table over another: tables merge, any other value replaces."""
+    merged = dict(base)
+    for key, value in table.items():
+        under = base.get(key)
+        merged[key] = _over(under, value) if isinstance(under, Mapping) and isinstance(value, Mapping) else value
+    return merged
 
 
 def from_table(table: Mapping[str, Any], place: str) -> Cluster:
@@ -243,7 +277,12 @@ def from_table(table: Mapping[str, Any], place: str) -> Cluster:
         ConfigError: the table has errors; lists all of them.
     """
     reader = _Reader(place)
-    known = ("name", "source", "device", "kernels", "links")
+    if "base" in table:
+        base, _ = _read(str(table["base"]), f"{place}: base")
+        if "base" in base:
+            raise ConfigError([ConfigIssue(place, f"base = {table['base']!r}: has a base itself; name that one")])
+        table = _over(base, {key: value for key, value in table.items() if key != "base"})
+    known = ("name", "source", "device", "kernels", "links", "between_sites")
     for key in table:
         if key not in known:
             reader.faults.append(ConfigIssue(place, f"{key}: unknown key{did_you_mean(key, known)}"))
@@ -253,6 +292,12 @@ def from_table(table: Mapping[str, Any], place: str) -> Cluster:
     products = {d: reader.parse(Products, t, f"kernels.matmul.{d}") for d, t in kernels.pop("matmul", {}).items()}
     links = [reader.parse(Link, link, f"links.{i}") for i, link in enumerate(table.get("links", ()))]
     parsed = reader.parse(Device, device, "device"), reader.parse(Kernels, kernels, "kernels")
+    if "between_sites" in table:
+        sites = reader.parse(Sites, table["between_sites"], "between_sites")
+        if not reader.faults and (len(links) < 2 or not links[0].ranks):
+            what = "needs two [[links]], the first with the ranks of a node; add them"
+            reader.faults.append(ConfigIssue(place, f"[between_sites] {what}"))
+        links = links if reader.faults else [*sites.above(links)]
     if reader.faults:
         raise ConfigError(reader.faults)
     if reader.renamed:
@@ -283,7 +328,7 @@ class _Reader:
     def _present(self, config: type[C], values: Mapping[str, Any], where: Where) -> dict[str, Any]:
         """The table under present keys."""
         found = dict(values)
-        for former, key in FORMER_KEYS[config].items():
+        for former, key in FORMER_KEYS.get(config, {}).items():
             if former not in values:
                 continue
             if key in values:

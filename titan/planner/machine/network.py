@@ -8,13 +8,11 @@ doubling of the group adds one message latency.
 """
 
 import math
-from collections.abc import Mapping
 from dataclasses import dataclass
 
+from titan.contracts.base.collectives import PASSES
 from titan.contracts.base.cost import Collective
 from titan.planner.machine.cluster import Cluster, Link
-
-PASSES: Mapping[Collective, float] = {"all_reduce": 2.0, "all_gather": 1.0, "reduce_scatter": 1.0, "all_to_all": 1.0}
 
 
 @dataclass(frozen=True)

@@ -78,6 +78,7 @@ def report(
         raise ConfigError(faults)
     spec, seq_len = job.spec, job.data.seq_len
     tokens = optimal_tokens(spec.active_params) if tokens is None else tokens
+    devices = job.layout.world_size if devices is None else devices
     shards, ranks = _ranks(job, devices)
     return {
         "model": {
@@ -98,20 +99,19 @@ def report(
             "6P": 6 * spec.active_params,
             "8P": 8 * spec.active_params,
         },
-        "training": _training(spec, seq_len, tokens, shards * ranks, peak_tflops, utilisation),
+        "training": _training(spec, seq_len, tokens, devices, peak_tflops, utilisation),
     }  # fmt: skip
 
 
-def _ranks(job: Job, devices: int | None) -> tuple[int, int]:
-    """Ranks that split the model, and how many such groups there are."""
-    shards = job.layout.degree_of("slices", "layers")
-    if devices is None:
-        return shards, job.layout.world_size // shards
-    if devices % shards:
-        near = nearest(devices, step=shards)
-        what = f"--devices {devices}: must be a multiple of the {shards} model-parallel ranks; nearest: {near}"
+def _ranks(job: Job, devices: int) -> tuple[int, int]:
+    """Ranks that split the model, and how many such groups may share its state: those of a worker."""
+    shards, workers = job.layout.degree_of("slices", "layers"), job.layout.workers
+    if devices % (shards * workers):
+        near = nearest(devices, step=shards * workers)
+        of = f"{shards} model-parallel ranks" + (f" x {workers} workers" if workers > 1 else "")
+        what = f"--devices {devices}: must be a multiple of the {of}; nearest: {near}"
         raise ConfigError([ConfigIssue("command line", what)])
-    return shards, devices // shards
+    return shards, devices // (shards * workers)
 
 
 def _state(spec: ModelSpec, shards: int, ranks: int, held: Iterable[PersistentState]) -> dict[str, Any]:

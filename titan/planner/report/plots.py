@@ -20,6 +20,8 @@ if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
 SUFFIXES = (".png", ".svg", ".pdf")
+OF_MAGNITUDES = ("tokens_per_s", "time_to_loss_s")
+"""Measures with a logarithmic axis."""
 LEGIBLE = 120
 """Actions of a rank that can be told apart across the page."""
 NUMBERED = 40
@@ -204,7 +206,7 @@ def study_figure(study: Study) -> "Figure":
         axes.set(xlabel=study.x_label, ylabel=MEASURES[name].label)
         if MEASURES[name].form.endswith("%"):
             axes.yaxis.set_major_formatter(lambda value, _: f"{value:.0%}")
-        if name == "tokens_per_s":
+        if name in OF_MAGNITUDES:
             axes.set_yscale("log")
         else:
             axes.set_ylim(bottom=0)

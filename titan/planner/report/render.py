@@ -18,6 +18,7 @@ NAMES = {
     "cp": "context-parallel communication",
     "ep": "expert-parallel communication",
     "dp": "data-parallel communication",
+    "worker": "exchange between workers",
     "pp": "pipeline communication",
     "bubble": "pipeline bubble",
     "optimizer": "optimizer update",
@@ -127,10 +128,10 @@ def search_text(result: Result, cluster: Cluster, ranks: int) -> str:
     return "\n".join([counts, "", *lines])
 
 
-def left_out_text(names: Sequence[str]) -> str:
+def left_out_text(left_out: Mapping[str, str]) -> str:
     """The techniques that a search skips because they change the loss curve, and the options that include them."""
-    asked = ", ".join(f"--plugins.{name}.enabled true" for name in names)
-    return f"not searched, because they change the loss curve: {', '.join(names)}; include them with {asked}"
+    asked = ", ".join(left_out.values())
+    return f"not searched, because they change the loss curve: {', '.join(left_out)}; include them with {asked}"
 
 
 def nothing_found(result: Result, cluster: Cluster, space: Space) -> str:

@@ -15,10 +15,11 @@ from titan.config.renames import renew
 from titan.config.tables import COMMAND_LINE, Table, override
 from titan.contracts import Technique
 from titan.contracts.base import registry
-from titan.contracts.base.mesh import AxisFact, Layout
+from titan.contracts.base.layout import AxisFact, Layout
 from titan.contracts.base.options import did_you_mean
 from titan.errors import ConfigError, ConfigIssue
 from titan.planner.machine.cluster import Cluster
+from titan.planner.report import STUDIES
 from titan.planner.report.study import MEASURES, Point, Study
 from titan.planner.search.space import FEWEST_POSITIONS, LARGEST_MICRO_BATCH, tables_with_effect
 from titan.planner.step.layout import costs_of
@@ -253,7 +254,7 @@ def run(name: str, config: Path | None, overrides: Sequence[str], cluster: Clust
         ConfigError: no such study, the job is invalid, or the study has fewer than two points to compare.
     """
     if name not in KINDS:
-        raise ConfigError([ConfigIssue("--study", f"{name}: no such study{did_you_mean(name, KINDS)}")])
+        raise ConfigError([ConfigIssue("--study", f"{name}: no such study{did_you_mean(name, STUDIES)}")])
     kind, planner = KINDS[name], Planner(cluster)
     base, words = _base(kind, config, overrides, world_size)
     x_label, variants = kind.varied(base)
@@ -301,13 +302,14 @@ def _point(variant: Variant, config: Path | None, words: Sequence[str], planner:
         return Point(variant.x, variant.label, variant.series, {}, False, why)
     job, _ = settle(loaded, planner.cluster.memory)
     prediction = planner.predict(costs_of(job), job.layout)
-    return Point(variant.x, variant.label, variant.series, _values(prediction), prediction.fits)
+    return Point(variant.x, variant.label, variant.series, values_of(prediction), prediction.fits)
 
 
-def _values(prediction: Prediction) -> dict[str, float]:
+def values_of(prediction: Prediction) -> dict[str, float]:
+    """The measures of a study that a prediction has."""
     fullest = max(prediction.memory, key=lambda memory: memory.total)
     own = {"activations_gib": fullest.activations / GIB, "memory_gib": fullest.total / GIB}
-    return {name: own[name] if name in own else getattr(prediction, name) for name in MEASURES if name != "efficiency"}
+    return own | {name: getattr(prediction, name) for name in MEASURES if hasattr(prediction, name)}
 
 
 def _with_efficiency(points: tuple[Point, ...]) -> tuple[Point, ...]:

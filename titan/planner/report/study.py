@@ -18,6 +18,7 @@ class Measure(NamedTuple):
 
 
 MEASURES = {
+    "time_to_loss_s": Measure("step time x steps ratio, s", ".4g"),
     "step_time_s": Measure("step time, s", ".4g"),
     "tokens_per_s": Measure("tokens/s", ",.0f"),
     "efficiency": Measure("efficiency", ".1%"),

@@ -26,7 +26,7 @@ from typing import Any, Literal, NamedTuple
 
 from titan.config import Job
 from titan.contracts.base.cost import REGIONS, Costs, Recompute, Stage
-from titan.contracts.base.mesh import Layout
+from titan.contracts.base.layout import Layout
 from titan.planner.search.space import Choice, Chosen, Space
 from titan.planner.step.layout import costs_of, cut, uncut
 from titan.planner.step.memory import GIB

@@ -2,7 +2,8 @@
 
 Plugins define it: each axis belongs to a plugin, and each technique declares the options that a search tries, and
 whether a search may switch it off. Keys fixed by the user stay fixed. A technique that changes the loss curve
-(`preserves_numerics = False`) is not searched unless the job or the command line asks for it.
+(`preserves_numerics = False`) is not searched unless the job or the command line asks for it. An axis whose ranks have
+weights of their own keeps the job's degree: the curve follows from it.
 """
 
 import itertools
@@ -14,14 +15,14 @@ from pathlib import Path
 from typing import Any
 
 from titan.config import Job, load_job
-from titan.config.load import plugin_folders
+from titan.config.load import BUILT_IN, QUICKSTART, plugin_folders
 from titan.config.renames import renew
-from titan.config.tables import COMMAND_LINE, Table, override
+from titan.config.tables import COMMAND_LINE, Table, override, read
 from titan.config.techniques import agree, chosen_techniques, unattended
 from titan.contracts import ModelSpec, Technique
 from titan.contracts.base import registry
 from titan.contracts.base.conformance import made, sentences
-from titan.contracts.base.mesh import Axis, Layout, unfoldable
+from titan.contracts.base.layout import Axis, Layout, unfoldable
 from titan.contracts.base.options import coerce, did_you_mean, options_of
 from titan.errors import ConfigError, ConfigIssue
 
@@ -67,9 +68,10 @@ class Choice:
 class Space:
     """All layouts of a job on `ranks` ranks.
 
-    job: loaded for one rank.  fixed: dotted keys that keep the job's value (mesh axes: the value in `degrees`).
+    job: loaded for one rank of a worker.
+    fixed: dotted keys that keep the job's value (mesh axes: the value in `degrees`).
     widest: largest tensor-parallel degree, usually the ranks per node; 0: no limit.
-    left_out: names of techniques that are not searched because they change the loss curve.
+    left_out: techniques that are not searched because they change the loss curve: name -> words that include it.
     """
 
     def __init__(
@@ -88,13 +90,21 @@ class Space:
         self._chosen: dict[Any, list[type[Technique]] | None] = {}
         self._searched: dict[str, list[Options]] = {}
         self._accepted: dict[tuple[str, int], bool] = {}
-        self.left_out = tuple(
-            p.name for p in self._known if self._is_choice(p) and not (p.preserves_numerics or self._asked(p))
-        )
+        self.left_out = {
+            p.name: self._asking(p)
+            for p in self._known
+            if self._is_choice(p) and not (p.preserves_numerics or self._asked(p))
+        }
 
     @staticmethod
     def _is_choice(plugin: type[Technique]) -> bool:
         return bool(plugin.search_toggle or plugin.axes)
+
+    @staticmethod
+    def _asking(plugin: type[Technique]) -> str:
+        """Words of a command line that include a technique."""
+        own = next((axis.name for axis in plugin.axes if axis.weights == "own"), "")
+        return f"--mesh.{own} N" if own else f"--plugins.{plugin.name}.enabled true"
 
     def _asked(self, plugin: type[Technique]) -> bool:
         """Whether the job has it on, or the command line speaks of it or of its axes."""
@@ -278,8 +288,9 @@ def tables_with_effect(plugin: type[Technique], spec: ModelSpec) -> list[Mapping
 
 @dataclass(frozen=True)
 class Base:
-    """A job loaded for one rank, the dotted keys that the command line fixes, and the degrees of its mesh axes.
+    """A job loaded for one rank of a worker, the dotted keys that stay fixed, and the degrees of its mesh axes.
 
+    fixed: those of the command line, and axes with weights of their own: the curve follows from the job's degree.
     overrides: the command line's `--key=value` words, in the present spelling.
     """
 
@@ -296,6 +307,8 @@ class Base:
 def load_base(path: Path | None, overrides: Sequence[str]) -> Base:
     """Load a job without its layout; layout keys in `overrides` are fixed in the search.
 
+    An axis with weights of their own keeps the job's degree.
+
     path: TOML; None: quickstart.  overrides: `--key=value` words.
 
     Raises:
@@ -305,13 +318,16 @@ def load_base(path: Path | None, overrides: Sequence[str]) -> Base:
     override(given, overrides)
     keys = [key for key in given.origins if not isinstance(given.at(*key), dict)]
     words = [f"--{'.'.join(key)}={given.at(*key)}" for key in keys if key[0] != "mesh"]
-    registry.load_plugins(plugin_folders(given))
+    registry.load_plugins(plugin_folders(read(path or QUICKSTART, overrides, BUILT_IN)))
     axes = [axis for p in registry.of_kind(Technique.kind) if issubclass(p, Technique) for axis in p.axes]
-    # The plugins that the file itself brings may own more axes; a job for one rank has them all at 1 by default.
-    alone = [f"--mesh.{axis.name}=1" for axis in axes]
+    kept = [axis.name for axis in axes if axis.weights == "own"]
+    words += [f"--{'.'.join(key)}={given.at(*key)}" for key in keys if key[0] == "mesh" and key[1] in kept]
+    alone = [f"--mesh.{axis.name}=1" for axis in axes if axis.name not in kept]
     sizes = [word for word in words if word.startswith("--train.micro_batch_size=")] or ["--train.micro_batch_size=1"]
-    job = load_job(path, [*words, *alone, *sizes], 1)
+    job = load_job(path, [*words, *alone, *sizes])
     degrees = {axis: _degree(axis, value, job.layout) for axis, value in given.at("mesh").items()}
+    own = [axis.name for technique in job.techniques for axis in technique.axes if axis.weights == "own"]
+    degrees = {axis: job.layout.degree(axis) for axis in own} | degrees
     # Which plugin's options a word sets follows from the names in the file.
     tables = {section: table for section, table in job.table.items() if isinstance(table, dict) and "name" in table}
     named = {(section, "name"): table["name"] for section, table in tables.items() if not given.at(section, "name")}
@@ -319,7 +335,7 @@ def load_base(path: Path | None, overrides: Sequence[str]) -> Base:
         given.put(key, name, "")
     renew(given, COMMAND_LINE)
     keys = [key for key in given.origins if key not in named and not isinstance(given.at(*key), dict)]
-    fixed = frozenset(".".join(key) for key in keys)
+    fixed = frozenset(".".join(key) for key in keys) | {f"mesh.{axis}" for axis in own}
     return Base(job, fixed, degrees, tuple(f"--{'.'.join(key)}={given.at(*key)}" for key in keys))
 
 

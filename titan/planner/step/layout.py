@@ -3,15 +3,17 @@
 import math
 from collections.abc import Iterable, Sequence
 from dataclasses import replace
-from typing import NamedTuple
+from typing import NamedTuple, get_args
 
 from titan.config import Job
-from titan.contracts import Loss, Optimizer, Technique
+from titan.contracts import Loss, Optimizer, Phase, Technique
 from titan.contracts.base.conformance import answer
 from titan.contracts.base.cost import Attention, Costs, Stage
-from titan.contracts.base.mesh import Layout
+from titan.contracts.base.layout import Layout
 from titan.errors import ConfigError, ConfigIssue
 from titan.planner.machine.network import Group
+
+PHASES: tuple[Phase, ...] = get_args(Phase)
 
 
 def costs_of(job: Job) -> Costs:
@@ -26,7 +28,7 @@ def costs_of(job: Job) -> Costs:
 def uncut(job: Job) -> Costs:
     """The costs of a job before the model is split into pipeline stages."""
     costs = _of_model(job)
-    for technique in job.techniques:
+    for technique in sorted(job.techniques, key=lambda technique: PHASES.index(technique.phase)):
         if not _cuts(technique):
             costs = _with(technique, costs, job)
     return _with(job.optimizer, _with(job.loss, costs, job), job)

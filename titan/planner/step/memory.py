@@ -23,7 +23,7 @@ from titan.contracts.base.cost import (
     SavedTensor,
     Stage,
 )
-from titan.contracts.base.mesh import Layout
+from titan.contracts.base.layout import Layout
 from titan.planner.machine.cluster import DeviceMemory
 from titan.planner.machine.kernels import masked
 from titan.planner.step.layout import Sharing, ranks_of, sharing
@@ -81,6 +81,7 @@ class StageMemory:
     sizes: parameters per shard unit, unsharded over data-parallel ranks.
     held: component -> bytes of state, all through the step.
     kept: bytes of activations per micro batch in flight.  head: those of the head.
+    after: bytes that exist only after the update.
     mask: bytes of the mask of attention, if one is there all through the step and no micro batch keeps its own.
     making: bytes to make one: itself, if a micro batch keeps it, and a bool of its size.
     gathered, summed: bytes of gathered parameters and of accumulated gradients of shard units, all through a micro
@@ -101,6 +102,8 @@ class StageMemory:
             everything, largest = slices[ranks]
             size = min(held.gathered_units * largest, everything) if held.gathered_units else everything
             self.held[held.component] += held.bytes_per_param * size
+        updated = tensors.sizes(stage, sharing(costs.updated_over, costs, layout))
+        self.after = costs.after_update_bytes * sum(size.total for size in updated)
         self.head = layer.head * stage.head
         again = recomputed(stage.layers, costs.recompute)
         self.kept = (len(stage.layers) - again) * self.layer.full + again * self.layer.least + self.head
@@ -323,6 +326,9 @@ def _of_place(
     gradients += sum(stage.summed for stage in mine) if costs.gather else state["gradients"]
     if activations + gradients + buffers < state["gradients"]:  # the update needs more than any micro batch
         activations, gradients, buffers = masks, state["gradients"], state["buffers"]
+    after = state["buffers"] + sum(stage.after for stage in mine)
+    if activations + gradients + buffers < after:
+        activations, gradients, buffers = 0.0, 0.0, after
     overhead = device.reserved_gib * GIB + device.fragmented * (activations + buffers)
     return Memory(state["parameters"], gradients, state["optimizer"], activations, buffers, overhead)
 

@@ -14,7 +14,7 @@ from functools import cached_property
 from typing import Any, NamedTuple
 
 from titan.contracts.base.cost import Attention, Costs, Matmul, Operation, Recompute, Stage
-from titan.contracts.base.mesh import Layout
+from titan.contracts.base.layout import Layout
 from titan.planner.machine.cluster import Cluster
 from titan.planner.machine.cluster import Device as Device_
 from titan.planner.machine.kernels import Device

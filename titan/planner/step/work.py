@@ -10,20 +10,22 @@ from collections.abc import Iterable
 from typing import NamedTuple
 
 from titan.contracts.base.cost import Attention, CollectiveCost, Costs, Elementwise, Matmul, Operation, Stage
-from titan.contracts.base.mesh import Axis, Layout
+from titan.contracts.base.layout import Axis, Layout
 from titan.planner.machine.kernels import Device, Seconds
 from titan.planner.machine.network import Group, Network
 from titan.planner.step.layout import group_of, narrowed, ranks_of, sharing
 from titan.planner.step.memory import recomputed
 from titan.planner.step.parameters import NONE, Count, Tensors, added
 
-COMMUNICATION = ("tp", "cp", "ep", "dp", "pp")
+COMMUNICATION = ("tp", "cp", "ep", "dp", "worker", "pp")
 """Under which names communication is reported."""
 
 
 def _family(axis: Axis) -> str:
     if axis.weights == "layers":
         return "pp"
+    if axis.weights == "own":
+        return "worker"
     if axis.weights == "slices":
         return "tp" if axis.data == "same" else "ep"
     return "cp" if axis.data == "sliced" else "dp"
@@ -130,7 +132,7 @@ class Parts:
         return self._seconds([*cheap, *written], costs.dtype).forward
 
     def family(self, cost: CollectiveCost) -> str:
-        """The name under which a collective's seconds are reported: tp, cp, ep, dp or pp."""
+        """The name under which a collective's seconds are reported, one of `COMMUNICATION`."""
         return self._families[cost.axes[0]]
 
     def seconds(self, cost: CollectiveCost, params: Count = NONE) -> float:

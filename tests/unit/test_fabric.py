@@ -1,0 +1,138 @@
+"""The study `fabric`: jobs that send less against one that does not, over the bandwidth of the outermost link."""
+
+import json
+import re
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from tests.planned import CLUSTER, TOML
+from titan.cli import main
+from titan.config import load_job
+from titan.errors import ConfigError
+from titan.planner.report.fabric import GBIT_S, TIME, Fabric, run
+from titan.planner.step.layout import costs_of
+from titan.planner.step.predict import Planner
+
+SIZES = "[model]\ndim = 512\nffn_dim = 1024\n[train]\nglobal_batch_size = 256\nmicro_batch_size = 32\n"
+
+
+@pytest.fixture(scope="module")
+def ways(tmp_path_factory: pytest.TempPathFactory) -> list[Path]:
+    """A job on two nodes, `together`, and one with a worker on each, `seldom`."""
+    folder, layouts = tmp_path_factory.mktemp("ways"), {
+        "together": "[mesh]\ndp_shard = 8\n",
+        "seldom": "[mesh]\nworker = 2\ndp_shard = 4\n[plugins.local_steps]\nevery = 16\n",
+    }  # fmt: skip
+    for name, layout in layouts.items():
+        (folder / f"{name}.toml").write_text(f'base = "{TOML}"\n{SIZES}{layout}')
+    return [folder / f"{name}.toml" for name in layouts]
+
+
+def study(ways: list[Path], ratio: float | None = None, *words: str) -> Fabric:
+    ratios = {} if ratio is None else {"seldom": ratio}
+    return run(ways[0], ways[1:], ratios, words, CLUSTER, None)
+
+
+def seconds(path: Path, gbit_s: float) -> float:
+    """Of a step, with this bandwidth for the four ranks of a node."""
+    inner, outer = CLUSTER.links
+    job = load_job(path)
+    slower = replace(CLUSTER, links=(inner, replace(outer, bandwidth_gb_s=gbit_s / 8 / 4)))
+    return Planner(slower).predict(costs_of(job), job.layout).step_time_s
+
+
+def test_each_point_is_the_step_at_its_bandwidth_times_the_ratio_of_steps(ways: list[Path]) -> None:
+    found = study(ways, 1.25)
+    assert found.x_label == "Gbit/s per 4 ranks" and found.series == ("together", "seldom")
+    assert [point.x for point in found.points[::2]] == sorted({*GBIT_S, 320})  # the cluster's own, 10 GB/s per rank
+    for point in found.points:
+        step = seconds(next(path for path in ways if path.stem == point.series), point.x)
+        ratio = 1.25 if point.series == "seldom" else 1
+        assert point.values["step_time_s"] == pytest.approx(step, rel=1e-9)
+        assert point.values[TIME] == pytest.approx(step * ratio, rel=1e-9)
+
+
+def test_a_way_wins_below_the_bandwidth_at_which_both_take_equally_long(ways: list[Path]) -> None:
+    found = study(ways, 1.25)
+    below = found.wins_below["seldom"]
+    assert 0.2 < below < 320
+    assert 1.25 * seconds(ways[1], below) == pytest.approx(seconds(ways[0], below), rel=1e-4)
+    assert 1.25 * seconds(ways[1], below / 2) < seconds(ways[0], below / 2)
+    last = found.text().splitlines()[-1]
+    assert last == f"seldom: faster below {below:.3g} Gbit/s; 1.25 x the steps of together (given)"
+    assert study(ways, 1.5).wins_below["seldom"] < below
+
+
+@pytest.mark.parametrize(
+    ("ratio", "said"),
+    [
+        (1e6, "seldom: faster at no bandwidth shown; 1e+06 x the steps of together (given)"),
+        (1e-6, "seldom: faster at every bandwidth shown; 1e-06 x the steps of together (given)"),
+        (None, "1 x the steps of together (not given: measure it and add --steps-ratio seldom=R)"),
+    ],
+)
+def test_what_is_not_given_and_what_never_changes_is_said(ratio: float | None, said: str, ways: list[Path]) -> None:
+    assert study(ways, ratio).text().splitlines()[-1].endswith(said)
+
+
+def test_a_job_alone_is_shown_over_the_bandwidth(ways: list[Path]) -> None:
+    alone = run(ways[0], [], {}, (), CLUSTER, None)
+    times = [point.values[TIME] for point in alone.points]
+    assert times == sorted(times, reverse=True) and "faster" not in alone.text()
+
+
+def test_the_command(ways: list[Path], capsys: pytest.CaptureFixture[str]) -> None:
+    words = ["plan", "--config", str(ways[0]), "--study", "fabric", "--against", str(ways[1]), "--cluster", "h100"]
+    assert main([*words, "--steps-ratio", "seldom=1.5", "--json"]) == 0
+    found = json.loads(capsys.readouterr().out)
+    assert found["steps_ratio"] == {"together": None, "seldom": 1.5} and found["study"] == "fabric"
+    first = {point["series"]: point for point in found["points"][:2]}
+    assert first["seldom"][TIME] == pytest.approx(1.5 * first["seldom"]["step_time_s"], rel=1e-9)
+    assert (found["wins_below_gbit_s"]["seldom"] > 0.1) == (first["seldom"][TIME] < first["together"][TIME])
+
+
+def test_the_figure_has_a_line_for_each_way(ways: list[Path]) -> None:
+    pytest.importorskip("matplotlib")
+    from titan.planner.report.plots import study_figure
+
+    [axes] = study_figure(study(ways)).axes
+    assert axes.get_yscale() == "log" and axes.get_xscale() == "log"
+    assert axes.get_ylabel() == "step time x steps ratio, s"
+    assert {"together", "seldom"} <= set(axes.get_legend_handles_labels()[1])
+
+
+def test_jobs_that_cannot_be_compared_are_refused(ways: list[Path], tmp_path: Path) -> None:
+    other = tmp_path / "other.toml"
+    other.write_text(f'base = "{ways[1]}"\n[train]\nglobal_batch_size = 512\n')
+    with pytest.raises(ConfigError, match=r"other has 32,768 tokens per step, and together 16,384; set its train\."):
+        run(ways[0], [other], {}, (), CLUSTER, None)
+    with pytest.raises(ConfigError, match="two files are named together; rename one"):
+        run(ways[0], [ways[0]], {}, (), CLUSTER, None)
+    with pytest.raises(ConfigError, match=r"seldon: no file of --against has this name.*seldom"):
+        run(ways[0], ways[1:], {"seldon": 2}, (), CLUSTER, None)
+
+
+@pytest.mark.parametrize(
+    ("words", "said"),
+    [
+        (
+            ["--study", "fabric", "--steps-ratio", "seldom"],
+            "--steps-ratio seldom: must be NAME=R with a number above 0",
+        ),
+        (["--study", "fabric", "--steps-ratio", "seldom=-1"], "must be NAME=R with a number above 0"),
+        (["--study", "tp", "--against", "other.toml"], "--against: no jobs are compared; add --study fabric"),
+        (["--steps-ratio", "seldom=2"], "--steps-ratio: no jobs are compared; add --study fabric"),
+    ],
+)
+def test_wrong_words_are_refused(words: list[str], said: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["plan", "--config", str(TOML), *words]) == 2
+    assert said in capsys.readouterr().err
+
+
+def test_the_documentation_shows_what_the_command_prints(capsys: pytest.CaptureFixture[str]) -> None:
+    page = (Path(__file__).parents[2] / "docs" / "planning.md").read_text()
+    [(words, shown)] = re.findall(r"^titan (plan .*--study fabric .*)\n```\n\n```\n([^`]*)```", page, re.M)
+    assert main(words.split()) == 0
+    assert capsys.readouterr().out == shown

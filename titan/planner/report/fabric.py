@@ -1,0 +1,170 @@
+"""The study `fabric`: from which bandwidth on it is worth sending less.
+
+Jobs are given as TOMLs: the one of `--config`, and others (`--against`) that reach the same loss by sending less, such
+as workers that exchange weights seldom. Of each, over the bandwidth of the outermost link:
+
+    time to the same loss = step time x steps ratio
+
+Step times are predicted. The steps ratio, steps to the same loss over those of the first job, cannot be: it is measured
+and given, or taken for 1, and the report says which.
+"""
+
+import math
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+from titan.config import load_job
+from titan.contracts.base.cost import Costs
+from titan.contracts.base.layout import Layout
+from titan.contracts.base.options import did_you_mean
+from titan.errors import ConfigError, ConfigIssue
+from titan.planner.machine.cluster import Cluster
+from titan.planner.report.studies import values_of
+from titan.planner.report.study import Point, Study
+from titan.planner.step.layout import costs_of
+from titan.planner.step.predict import Planner
+from titan.planner.step.unset_options import settle
+
+GBIT_S = (0.1, 0.2, 0.5, 1, 2, 5, 10, 20, 50, 100, 200, 400)
+"""Bandwidths of the study, besides the cluster's own."""
+HALVINGS = 20
+"""Of the interval in which two ways take equally long: to less than 0.001 %."""
+TIME = "time_to_loss_s"
+
+
+@dataclass(frozen=True)
+class Way:
+    """A job of the study. name: of its file.  ratio: of its steps to those of the first job; None: not given."""
+
+    name: str
+    costs: Costs
+    layout: Layout
+    ratio: float | None
+
+    @property
+    def steps(self) -> float:
+        """The steps ratio that the study takes."""
+        return 1.0 if self.ratio is None else self.ratio
+
+
+@dataclass(frozen=True)
+class Fabric(Study):
+    """A study of bandwidth.
+
+    ratios: way -> steps ratio; None: not given.
+    wins_below: way -> Gbit/s below which it is faster than the first way; 0: at none that the study shows.
+    """
+
+    ratios: Mapping[str, float | None]
+    wins_below: Mapping[str, float]
+
+    def as_json(self) -> dict[str, Any]:
+        """The study for `--json`, with steps ratios and the bandwidths below which each way wins."""
+        return super().as_json() | {"steps_ratio": self.ratios, "wins_below_gbit_s": self.wins_below}
+
+    def text(self) -> str:
+        """The tables, and a line for each way but the first."""
+        first, *others = self.ratios
+        lines = [self._said(name, first) for name in others]
+        return "\n".join([super().text(), *(["", *lines] if lines else [])])
+
+    def _said(self, name: str, first: str) -> str:
+        ratio, below = self.ratios[name], self.wins_below[name]
+        steps = f"{1 if ratio is None else ratio:g} x the steps of {first}"
+        steps += f" (not given: measure it and add --steps-ratio {name}=R)" if ratio is None else " (given)"
+        faster = f"faster below {below:.3g} Gbit/s"
+        if below >= max(point.x for point in self.points):
+            faster = "faster at every bandwidth shown"
+        return f"{name}: {faster if below else 'faster at no bandwidth shown'}; {steps}"
+
+
+def run(
+    config: Path, against: Sequence[Path], ratios: Mapping[str, float], overrides: Sequence[str], cluster: Cluster,
+    world_size: int | None,
+) -> Fabric:  # fmt: skip
+    """Predict the jobs of several TOMLs over the bandwidth of the cluster's outermost link.
+
+    against: the other jobs.  ratios: name of such a file, without its suffix -> steps ratio.  overrides: `--key=value`
+    words, for every job.  world_size: ranks of every job; None: those of its layout.
+
+    Raises:
+        ConfigError: a job is invalid, two have one name, or they differ in tokens per step; or a ratio belongs to none.
+    """
+    first, *others = ways = _ways([config, *against], ratios, overrides, cluster, world_size)
+    ranks = cluster.links[-2].ranks if len(cluster.links) > 1 else 1
+    own = cluster.links[-1].bandwidth_gb_s * 8 * ranks
+    planners = {gbit_s: Planner(_with_bandwidth(cluster, gbit_s / 8 / ranks)) for gbit_s in sorted({*GBIT_S, own})}
+    points = tuple(_point(way, gbit_s, planner) for gbit_s, planner in planners.items() for way in ways)
+
+    def gain(way: Way, gbit_s: float) -> float:
+        planner = planners.get(gbit_s) or Planner(_with_bandwidth(cluster, gbit_s / 8 / ranks))
+        return _seconds(first, planner) - _seconds(way, planner)
+
+    below = {way.name: _wins_below(partial(gain, way), [*planners]) for way in others}
+    title = f"Time to the same loss by bandwidth of the outermost link, {cluster.links[-1].name}"
+    return Fabric(
+        name="fabric", title=title, job=f"{config.stem}, {first.layout}, {cluster.name}",
+        x_label=f"Gbit/s per {'rank' if ranks == 1 else f'{ranks} ranks'}", shown=(TIME,), bars=False,
+        device_gib=cluster.device.memory_gib, points=points, ratios={way.name: way.ratio for way in ways},
+        wins_below=below,
+    )  # fmt: skip
+
+
+def _ways(
+    configs: Sequence[Path], ratios: Mapping[str, float], overrides: Sequence[str], cluster: Cluster,
+    world_size: int | None,
+) -> list[Way]:  # fmt: skip
+    names, tokens = [config.stem for config in configs], dict[str, int]()
+    faults = [
+        ConfigIssue("--steps-ratio", f"{name}: no file of --against has this name{did_you_mean(name, names[1:])}")
+        for name in ratios
+        if name not in names[1:]
+    ]
+    if twice := next((name for name in names if names.count(name) > 1), ""):
+        faults.append(ConfigIssue("--against", f"two files are named {twice}; rename one of them"))
+    ways = []
+    for config in () if faults else configs:
+        job, _ = settle(load_job(config, overrides, world_size), cluster.memory)
+        ways.append(Way(config.stem, costs_of(job), job.layout, ratios.get(config.stem)))
+        tokens[config.stem] = job.tokens_per_step
+    for name, count in tokens.items():
+        if count != tokens[names[0]]:
+            what = f"{name} has {count:,} tokens per step, and {names[0]} {tokens[names[0]]:,}"
+            faults.append(ConfigIssue("--against", f"{what}; set its train.global_batch_size or data.seq_len to agree"))
+    if faults:
+        raise ConfigError(faults)
+    return ways
+
+
+def _with_bandwidth(cluster: Cluster, gb_s: float) -> Cluster:
+    """The cluster with this bandwidth per rank of the outermost link, in GB/s."""
+    *inner, outer = cluster.links
+    return replace(cluster, links=(*inner, replace(outer, bandwidth_gb_s=gb_s)))
+
+
+def _seconds(way: Way, planner: Planner) -> float:
+    return planner.predict(way.costs, way.layout).step_time_s * way.steps
+
+
+def _point(way: Way, gbit_s: float, planner: Planner) -> Point:
+    prediction = planner.predict(way.costs, way.layout)
+    values = values_of(prediction) | {TIME: prediction.step_time_s * way.steps}
+    return Point(gbit_s, f"{gbit_s:g}", way.name, values, prediction.fits)
+
+
+def _wins_below(gain: Callable[[float], float], grid: Sequence[float]) -> float:
+    """The largest bandwidth with a gain; 0: none of the grid has one.
+
+    gain: bandwidth -> seconds gained.  grid: bandwidths in order, of which neighbors have one change of sign at most.
+    """
+    winning = [number for number, at in enumerate(grid) if gain(at) > 0]
+    if not winning or winning[-1] == len(grid) - 1:
+        return grid[-1] if winning else 0.0
+    low, high = grid[winning[-1]], grid[winning[-1] + 1]
+    for _ in range(HALVINGS):
+        middle = math.sqrt(low * high)
+        low, high = (middle, high) if gain(middle) > 0 else (low, middle)
+    return low
