@@ -1,0 +1,178 @@
+"""Parameter servers: data parallelism at staleness 0, exact; and what staleness allows, and what it does not."""
+
+import shutil
+from collections.abc import Iterable
+from pathlib import Path
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from tests.contract.test_guests import GUESTS
+from tests.dist.test_local_steps import assert_same_losses_and_weights
+from tests.dist.test_nonfinite import SKIP, inject_nan
+from tests.jobs import LLAMA, SAVING, mesh
+from tests.signals import end, job, launch
+from titan.config import load_job
+from titan.contracts import NamedParameter
+from titan.errors import ConfigError
+from titan.plugins.parallel.parameter_server.server import Arrival, Order, Server
+from titan.testing.jobs import read_rows, saved_tensors, train_job
+from titan.testing.ranks import RankError
+
+FREE = ("--train.grad_clip", "0")
+SGD = ("--optimizer.name", "sgd", "--optimizer.lr", "0.1", "--optimizer.momentum", "0.9")
+STATE = "rest.techniques.parameter_server.optimizer."
+STRAGGLER = ("--plugins.path", str(Path(__file__).parents[1] / "plugins" / "straggler.py"))
+
+
+def serving(servers: int = 1, staleness: int = 0) -> list[str]:
+    """Words of a command line that set options of the technique."""
+    given = {"servers": servers, "staleness": staleness}
+    return [word for name, value in given.items() for word in (f"--plugins.parameter_server.{name}", str(value))]
+
+
+@pytest.mark.parametrize(
+    ("ranks", "words", "servers", "same"),
+    [
+        (4, mesh(worker=4), 3, SGD),
+        (4, mesh(worker=2, tp=2), 1, ()),
+        (4, mesh(worker=2, pp=2), 2, ("--model.tied", "true")),
+    ],
+    ids=str,
+)
+def test_staleness_0_is_data_parallelism(
+    ranks: int, words: list[str], servers: int, same: tuple[str, ...], tmp_path: Path
+) -> None:
+    """Loss, of the workers' mean, and weights, as of one process; ranks that hold the same weight agree to the bit."""
+    one = train_job(tmp_path, 1, *same, *FREE, name="one")
+    many = train_job(tmp_path, ranks, *same, *FREE, *words, *serving(servers), name="many")
+    assert_same_losses_and_weights(one, many)
+
+
+def test_state_comes_back_at_any_number_of_workers_and_servers(tmp_path: Path) -> None:
+    """AdamW, from 2 workers of 2 ranks with 2 servers to as many workers as there are ranks, 4, with 1 server."""
+    same = [*SAVING, *FREE, "--checkpoint.keep_latest", "0", "--train.steps", "6"]
+    one = train_job(tmp_path, 1, *same, name="one")
+    train_job(tmp_path, 4, *same, *mesh(worker=2, dp_shard=2), *serving(2))
+    shutil.rmtree(tmp_path / "run" / "checkpoints" / "step-00000006")
+    many = train_job(tmp_path, 4, *same, *mesh(worker=-1, dp_shard=1), *serving())
+    assert_same_losses_and_weights(one, many)
+    assert STATE + "exp_avg.norm.weight" in saved_tensors(tmp_path / "run" / "checkpoints" / "step-00000006")
+
+
+@pytest.mark.parametrize(("ranks", "words", "servers"), [(2, mesh(worker=2), 1), (4, mesh(worker=2, tp=2), 2)])
+def test_a_slow_worker_slows_nobody_within_the_bound(
+    ranks: int, words: list[str], servers: int, tmp_path: Path
+) -> None:
+    """At staleness 2 the first worker begins its third step, and no fourth, while the second is before its first.
+
+    A save has every push, and all ranks the same weights, to the bit, also those that ranks of a worker hold alike.
+    """
+    slow = [*STRAGGLER, "--plugins.straggler.until", "3"]
+    run = train_job(tmp_path, ranks, *SAVING, *words, *serving(servers, 2), *slow, "--train.steps", "5")
+    saved = saved_tensors(tmp_path / "run" / "checkpoints" / "step-00000004")
+    assert float(saved[STATE + "step.norm.weight"]) == 2 * 4
+    assert sorted(run.rows) == [1, 2, 3, 4, 5]
+    assert run.rows[1]["push_delay"] == 0 and all("push_delay_max" in row for row in run.rows.values())
+
+
+def test_who_is_waited_for_too_long_is_named(tmp_path: Path) -> None:
+    slow = [*STRAGGLER, "--plugins.straggler.at", "2", "--comm.timeout_s", "2"]
+    with pytest.raises(RankError, match="worker 0 waits for worker 1, which has done 1 steps"):
+        train_job(tmp_path, 2, *mesh(worker=2), *serving(), *slow)
+
+
+def test_a_nan_of_one_worker_pushes_nothing(tmp_path: Path) -> None:
+    """The others' gradients count as ever."""
+    words = [*SAVING, *mesh(worker=2), *serving(), *inject_nan(2, rank=1), "--train.steps", "4"]
+    run = train_job(tmp_path, 2, *words, *SKIP)
+    assert [run.rows[step]["skipped_updates"] for step in (1, 2, 3, 4)] == [0, 1, 1, 1]
+    assert all(weight.isfinite().all() for weight in run.weights.values())
+    assert float(saved_tensors(tmp_path / "run" / "checkpoints" / "step-00000004")[STATE + "step.norm.weight"]) == 4
+
+
+def _said(order: Order, arrivals: Iterable[tuple[int, int]], bound: int) -> list[list[str]]:
+    return [
+        [f"{what} {worker}" for what, worker in order.after(Arrival(worker, step, 1, bound))]
+        for worker, step in arrivals
+    ]
+
+
+def test_the_order_of_a_synchronous_step_is_that_of_the_workers() -> None:
+    order = Order(3, 0)
+    assert _said(order, [(2, 5), (0, 5), (1, 5)], 0) == [
+        [], [], ["add 0", "add 1", "add 2", "update 1", "answer 0", "answer 1", "answer 2"],
+    ]  # fmt: skip
+
+
+def test_a_pull_waits_at_the_bound_and_not_before() -> None:
+    """At staleness 1, as recorded by the clocks of two workers; the pull of a meeting waits for all."""
+    order = Order(2, 1)
+    first = _said(order, [(0, 8), (0, 9)], 1)
+    assert first == [["add 0", "update 0", "answer 0"], ["add 0", "update 0"]]
+    assert _said(order, [(1, 8)], 1) == [["add 1", "update 1", "answer 0", "answer 1"]]
+    assert list(order.after(Arrival(0, 9, 0, 0))) == []
+    assert _said(order, [(1, 9)], 1) == [["add 1", "update 1", "answer 0", "answer 1"]]
+    assert order.clocks == {0: 9, 1: 9}
+
+
+class _Alone(Server):
+    """Sends nothing."""
+
+    def _send(self, worker: int, head: Tensor, weights: Tensor | None = None) -> None: ...
+
+
+def test_a_late_push_counts_the_less() -> None:
+    """Of 2 workers, against plain arithmetic: a rate of lr / max(2, d), with d the pushes since the worker's pull."""
+    flat = torch.zeros(3)
+    named = NamedParameter("w", nn.Parameter(flat), "vector", False)
+    server = _Alone([named], lambda given: torch.optim.SGD([one.parameter for one in given], 0.5), flat, 2, lambda _: 1)
+    server.allocate()
+    weights, pulled, updates = torch.zeros(3), [0, 0], 0
+    with torch.no_grad():
+        for step, worker in enumerate((0, 0, 0, 1, 0), 1):
+            gradient = torch.tensor([1.0, -2.0, 0.25]) * (step + worker)
+            server.flats[worker].copy_(gradient)
+            server.arrive(Arrival(worker, step, 1))
+            for what in ("add", "update", "answer"):
+                server.do(what, worker)  # type: ignore[arg-type]
+            weights = weights - 0.5 / max(2, updates - pulled[worker]) * gradient
+            updates += 1
+            pulled[worker] = updates
+            torch.testing.assert_close(flat, weights)
+            torch.testing.assert_close(server.flats[worker], weights)
+
+
+@pytest.mark.parametrize(
+    ("words", "told"),
+    [
+        ([*mesh(worker=2), *serving(3)], "servers = 3: at most one per worker and per layer, so 2"),
+        (serving(), "mesh.worker = 1: needs at least 2 workers"),
+        ([*mesh(worker=2), *serving(1, -1)], "staleness"),
+        ([*mesh(worker=2), *serving(), "--plugins.local_steps.every", "2"], "both join the weights of mesh.worker"),
+    ],
+)
+def test_what_cannot_work_is_refused(words: list[str], told: str) -> None:
+    with pytest.raises(ConfigError, match=told):
+        load_job(LLAMA, ["--data.path", "text", *words], 2 if "--mesh.worker" in words else 1)
+
+
+def test_optimizers_that_servers_cannot_have_are_refused(tmp_path: Path) -> None:
+    """One around the workers' optimizer; one that updates a matrix as a whole, of which ranks have slices."""
+    lookahead = [*GUESTS, *mesh(worker=2), *serving(), "--plugins.lookahead.every", "2"]
+    with pytest.raises(RankError, match=r"\[plugins.lookahead\] changes the optimizer of workers"):
+        train_job(tmp_path, 2, *lookahead)
+    muon = [*GUESTS, *mesh(worker=2, dp_shard=2), *serving(), "--optimizer.name", "muon"]
+    with pytest.raises(RankError, match=r"updates the numbers of .* together"):
+        train_job(tmp_path, 4, *muon)
+
+
+def test_a_worker_that_dies_costs_the_steps_since_the_last_save(tmp_path: Path) -> None:
+    """The launcher ends the other ranks, whose threads wait for it, and begins again from the newest checkpoint."""
+    once = str(tmp_path / "once")
+    words = [*mesh(worker=2), *serving(1, 1), "--checkpoint.every", "2", "--checkpoint.async", "false"]
+    argv = job(tmp_path, *words, rank=1, step=4, signal="SIGKILL", once=once)
+    code, said = end(launch(argv, NPROC=2, MAX_RESTARTS=1))
+    assert code == 0 and "rank 1 was killed by SIGKILL" in said, said
+    assert "step-00000002, step 2" in said and sorted(read_rows(tmp_path / "run")) == list(range(1, 11))
