@@ -32,7 +32,7 @@ class DistributedDataParallel(Technique):
     axes = (
         Axis(name="dp_replicate", data="dealt", weights="copies", topology_order=10, doc="replicas of the model state"),
     )
-    provides = ("mixed_precision", "summed_gradients")
+    provides = ("mixed_precision", "summed_gradients", "summed_replicas")
     conflicts: ClassVar = {
         "gathered_parameters": "both wrap the parameters, and the other replicates over dp_replicate too"
     }

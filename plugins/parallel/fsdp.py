@@ -2,7 +2,8 @@
 
 Parameters, gradients and optimizer state of each unit (a layer, the embedding, the head) are split over the ranks of
 `dp_shard`; a unit is gathered when it is used and its gradients are reduce-scattered. With `dp_replicate` above 1 the
-shards are replicated and gradients are all-reduced between the replicas. ZeRO: arXiv 1910.02054; FSDP: 2304.11277.
+shards are replicated and gradients are all-reduced between the replicas, unless another technique provides
+`summed_replicas`: it then finds its replica's sum in `.grad`. ZeRO: arXiv 1910.02054; FSDP: 2304.11277.
 
 Cost per rank for P parameters over n ranks: state P/n; `zero_stage` 3 gathers P twice per micro batch (for forward and
 for backward) and reduces P once; 2 gathers once and keeps P from forward to backward; 1 gathers and reduces once per
@@ -111,13 +112,13 @@ class FullyShardedDataParallel(Technique):
             costs,
             state=tuple(replace(each, axes=tuple(dict.fromkeys((*each.axes, *shard)))) for each in costs.state),
             gather=GatherPolicy(gather_every=gathered[stage - 1], reduce_every="step" if stage == 1 else "micro_batch"),
-            collectives=(*costs.collectives, *self._collectives(costs, stage, shard)),
+            collectives=(*costs.collectives, *self._collectives(costs, stage, shard, _replicates(job))),
             updated_over=shard,
             # Stages 2 and 3 add what they have reduced: a shard, beside computation.
             accumulate_bytes=costs.accumulate_bytes if stage == 1 else 0.0,
         )
 
-    def _collectives(self, costs: Costs, stage: int, over: tuple[str, ...]) -> list[CollectiveCost]:
+    def _collectives(self, costs: Costs, stage: int, over: tuple[str, ...], replicated: bool) -> list[CollectiveCost]:
         per: Any = "step" if stage == 1 else "micro_batch"
         settings: dict[str, Any] = {"where": "unit", "per_parameter": True, "overlaps": True}
         shard: dict[str, Any] = {**settings, "axes": over, "per": per}
@@ -132,6 +133,8 @@ class FullyShardedDataParallel(Technique):
             found.append(CollectiveCost(collective="all_gather", when="backward", numel=1, **again))
         summed: dict[str, Any] = {"when": "backward", "itemsize": costs.reduce_itemsize}
         found.append(CollectiveCost(collective="reduce_scatter", numel=1, **summed, **shard))
+        if not replicated:
+            return found
         replicas = CollectiveCost(
             axes=("dp_replicate",), collective="all_reduce", numel=1, sharded_over=over, per="step",
             **summed, **settings,
@@ -142,7 +145,7 @@ class FullyShardedDataParallel(Technique):
         """Wrap each unit, then the rest with the part itself."""
         pipelined = context.job.layout.degree_of("layers") > 1
         self._stage = self._stage_of(context.job)
-        replicated = context.job.layout.degree("dp_replicate") > 1
+        replicated = _replicates(context.job)
         shards = ("dp_shard", *context.mesh.layout.axes_of("sliced"))
         dimensions = (("dp_replicate",), shards) if replicated else (shards,)
         policy = context.precision.policy()
@@ -196,6 +199,11 @@ class FullyShardedDataParallel(Technique):
                 root.set_reshard_after_backward(last)
             else:
                 root.set_requires_all_reduce(last)
+
+
+def _replicates(job: Job) -> bool:
+    """Whether gradients are summed over replicas here, and not by a technique that does only that."""
+    return job.layout.degree("dp_replicate") > 1 and not job.provides("summed_replicas")
 
 
 def _even_dimension(parameter: nn.Parameter, mesh: DeviceMesh) -> Shard | None:
