@@ -44,12 +44,14 @@ from tests.chaos_starts import (
     with_caches,
 )
 from tests.injection import ERRORS, NEVER, Fault, Witness, witnessed
-from tests.jobs import LLAMA, Outcome, differences, read_rows, run_job, saved_tensors, write_text
-from tests.ranks import ROOT, RankError, run_ranks
+from tests.jobs import LLAMA
 from titan.checkpoint.disk import folder as folders
 from titan.ranks import launcher, rank_processes
 from titan.ranks.launch_env import LOCAL, LaunchEnv
+from titan.testing.jobs import Outcome, differences, read_rows, run_job, saved_tensors, write_text
+from titan.testing.ranks import RankError, run_ranks
 
+ROOT = Path(__file__).parents[1]
 STEPS = 12
 FAULTS_A_RUN = 5
 MOST_VIOLATIONS = 20

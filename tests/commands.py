@@ -1,4 +1,4 @@
-"""Commands of titan in tests, each in a process forked from a server that has torch warm (`tests.ranks`).
+"""Commands of titan in tests, each in a process forked from a server that has torch warm (`titan.testing.ranks`).
 
 What differs from a command that is typed: nothing is imported anew, which takes two seconds and more for each process.
 Tests of what a start imports, of scripts and of signals to a process group start the real command.
@@ -13,7 +13,7 @@ from pathlib import Path
 
 import torch
 
-from tests.ranks import fork, live_no_longer_than_the_test
+from titan.testing.ranks import fork, live_no_longer_than_the_test
 
 TIMEOUT_S = 250.0
 

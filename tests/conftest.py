@@ -7,8 +7,6 @@ Tests run on the CPU, on a GPU node too; those marked `gpu` run with `-m gpu`, w
 import faulthandler
 import os
 from collections.abc import Callable, Iterator
-from functools import cache
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -85,12 +83,8 @@ def transformers() -> Iterator[Any]:
 
 
 @pytest.fixture(scope="session")
-def one_rank(tmp_path_factory: pytest.TempPathFactory) -> Callable[..., Any]:
+def one_rank() -> Callable[..., Any]:
     """`one_rank(*words, config=PATH)`: the outcome of a job with these words on one rank, run once a session."""
-    from tests.jobs import train_job  # here: tests that train nothing need none of it
+    from titan.testing.jobs import one_rank  # here: tests that train nothing need none of it
 
-    @cache
-    def outcome(*words: str, **more: Path) -> Any:
-        return train_job(tmp_path_factory.mktemp("one"), 1, *words, **more)
-
-    return outcome
+    return one_rank

@@ -6,7 +6,8 @@ import subprocess
 import sys
 from pathlib import Path
 
-from tests.jobs import LLAMA, write_text
+from tests.jobs import LLAMA
+from titan.testing.jobs import write_text
 
 TEST_PLUGIN = Path(__file__).parent / "plugins" / "send_signal.py"
 

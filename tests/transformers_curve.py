@@ -17,10 +17,10 @@ import torch
 from torch import Tensor, nn
 
 from tests.huggingface import LLAMA, SCALED, loaded
-from tests.jobs import Outcome, train_job, write_text
 from titan.config import load_job
 from titan.inference.load_model import open_job
 from titan.ranks.process import Rank
+from titan.testing.jobs import Outcome, train_job, write_text
 from titan.training.build import open_samples
 
 BASE = Path(__file__).parent / "configs" / "base.toml"

@@ -8,19 +8,19 @@ from typing import Any
 import pytest
 
 from tests.commands import run_titan
-from tests.jobs import LLAMA, SAVING, Outcome, assert_same_curve, mesh, run_job, train_job
+from tests.jobs import CONFIGS, LLAMA, SAVING, mesh
 from tests.planned import CLUSTER
-from tests.ranks import RankError
 from titan.config import load_job
 from titan.contracts.layers.experts import SideLoss
 from titan.dryrun.run import dry_run
 from titan.errors import ConfigError, PluginError
 from titan.planner.step.layout import costs_of
 from titan.planner.step.predict import Planner, flops_per_token
+from titan.testing.jobs import Outcome, assert_same_curve, run_job, train_job
+from titan.testing.ranks import RankError
 
 GUESTS = ("--plugins.path", str(Path(__file__).parents[1] / "guests"))
-PARALLEL, STACKED = LLAMA.with_name("parallel.toml"), LLAMA.with_name("stacked.toml")
-SWITCH = LLAMA.with_name("switch.toml")
+PARALLEL, STACKED, SWITCH = (CONFIGS / f"{name}.toml" for name in ("parallel", "stacked", "switch"))
 COUNTS = ("most_tokens", "used_experts")
 PACKED = ("--data.packing", "document_mask")
 

@@ -4,7 +4,8 @@ from pathlib import Path
 
 import pytest
 
-from tests.jobs import GPT, LLAMA, SAVING, assert_same_curve, mesh, train_job
+from tests.jobs import CONFIGS, GPT, LLAMA, SAVING, mesh
+from titan.testing.jobs import assert_same_curve, train_job
 
 GUESTS = str(Path(__file__).parents[1] / "guests")
 LAYOUTS = {
@@ -30,6 +31,6 @@ def test_muon_resumes_on_another_layout(tmp_path: Path) -> None:
 
 
 def test_muon_takes_each_matrix_of_a_stack(tmp_path: Path) -> None:
-    config = LLAMA.with_name("stacked.toml")
+    config = CONFIGS / "stacked.toml"
     alone = train_job(tmp_path / "1", 1, *MUON, config=config)
     assert_same_curve(alone, train_job(tmp_path / "4", 4, *MUON, *mesh(dp_shard=4, spread=2), config=config))

@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 from tests.commands import run_titan
-from tests.jobs import assert_same_curve, train_job, write_text
+from titan.testing.jobs import assert_same_curve, train_job, write_text
 
 ROOT = Path(__file__).parents[2]
 OUTSIDE = ROOT / "tests" / "configs" / "outside.toml"

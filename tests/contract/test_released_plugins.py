@@ -11,9 +11,9 @@ from pathlib import Path
 import pytest
 
 from tests.commands import run_titan
-from tests.contract import test_every_plugin as suite
-from tests.jobs import train_job
 from titan.contracts.base import registry
+from titan.testing.contract import OF_OPTIONS, Subject
+from titan.testing.jobs import train_job
 
 ROOT = Path(__file__).parents[2]
 OUTSIDE = ROOT / "tests" / "configs" / "outside.toml"
@@ -83,13 +83,11 @@ def plugins(monkeypatch: pytest.MonkeyPatch, former: Path) -> list[type[registry
     return [plugin for plugin in registry.every() if plugin not in before]
 
 
-def test_they_pass_the_contract_suite(plugins: list[type[registry.Plugin]]) -> None:
+def test_they_pass_the_contract_suite(plugins: list[type[registry.Plugin]], tmp_path: Path) -> None:
     assert sorted(plugin.name for plugin in plugins) == ["averager", "crew", "heavyball", "ledger"]
     for plugin in plugins:
-        suite.test_options_are_documented_and_survive_a_round_trip(plugin)
-        suite.test_options_are_frozen(plugin)
-        suite.test_bad_values_are_refused(plugin)
-        suite.test_unknown_options_are_refused(plugin)
+        for check in OF_OPTIONS:
+            check(Subject(plugin), tmp_path)
 
 
 def test_they_are_listed(former: Path) -> None:

@@ -2,7 +2,7 @@
 
 import pytest
 
-from tests.ranks import start_server
+from titan.testing.ranks import start_server
 
 
 @pytest.fixture(scope="session", autouse=True)

@@ -5,9 +5,9 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
 
-from tests.ranks import run_ranks
 from titan.contracts import NamedParameter
 from titan.plugins.optimizers.adamw import AdamW, Config
+from titan.testing.ranks import run_ranks
 
 
 def _tensors() -> list[Tensor]:

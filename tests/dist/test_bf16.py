@@ -6,8 +6,9 @@ from pathlib import Path
 import pytest
 import torch
 
-from tests.jobs import SAVING, Outcome, saved_tensors, train_job
+from tests.jobs import SAVING
 from tests.sweeps import swept_case
+from titan.testing.jobs import Outcome, saved_tensors, train_job
 
 BF16 = ("--plugins.bf16.enabled", "true")
 LOSS_RTOL, NORM_RTOL = 2e-3, 2e-2

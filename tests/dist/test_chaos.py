@@ -9,9 +9,9 @@ import pytest
 from tests.chaos import STEPS, End, Entry, Hunt, Report
 from tests.chaos_starts import LAUNCHER, RANKS, Start
 from tests.injection import NEVER, Fault
-from tests.jobs import run_job
 from tests.sweeps import but_sweep
 from titan.checkpoint.disk import folder as folders
+from titan.testing.jobs import run_job
 
 pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="needs /proc and the parent death signal")
 

@@ -33,10 +33,10 @@ from tests.checkpoints import (
     set_known_state,
 )
 from tests.jobs import stored
-from tests.ranks import RankError, run_ranks
 from titan.checkpoint import rng_state, storage
 from titan.contracts import ModelPart
 from titan.errors import CheckpointError, ConfigError
+from titan.testing.ranks import RankError, run_ranks
 
 
 def _load_and_compare(folder: Path, layout: Layout, saved: Layout) -> None:

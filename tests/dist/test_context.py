@@ -8,13 +8,14 @@ from typing import Any
 import pytest
 import torch
 
-from tests.jobs import BLOOM, GPT, LLAMA, NEOX, OLMO2, QWEN3, assert_same_curve, mesh, train_job
+from tests.jobs import BLOOM, GPT, LLAMA, NEOX, OLMO2, QWEN3, mesh
 from tests.sweeps import but_sweep
 from titan.config import load_job
 from titan.contracts import Batch, ModelPart
 from titan.contracts.layers.cache import cores_of
 from titan.errors import ConfigError
 from titan.planner.step.layout import costs_of
+from titan.testing.jobs import assert_same_curve, train_job
 
 
 def by(method: str) -> list[str]:

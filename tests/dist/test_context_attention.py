@@ -15,12 +15,12 @@ from torch._library.custom_ops import OPDEFS
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.checkpoint import checkpoint, create_selective_checkpoint_contexts
 
-from tests.ranks import run_ranks
 from titan.contracts import Costs
 from titan.contracts.base.cost import Attention
 from titan.plugins.parallel.context import blocks
 from titan.plugins.parallel.context import costs as methods
 from titan.plugins.parallel.context.attention import OPERATIONS, Ranks, Scores, gather, positions_of, ring, ulysses
+from titan.testing.ranks import run_ranks
 
 T = 48  # chunks of 24, 12, 8 and 6 positions at sizes 1 to 4
 HEADS = 12

@@ -9,9 +9,10 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from tests.jobs import GPT, LLAMA, SAVING, read_rows, train_job
-from tests.ranks import run_ranks
+from tests.jobs import GPT, LLAMA, SAVING
 from titan import cli
+from titan.testing.jobs import read_rows, train_job
+from titan.testing.ranks import run_ranks
 
 
 def test_a_sharded_checkpoint_there_and_back(tmp_path: Path) -> None:

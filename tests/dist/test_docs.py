@@ -1,4 +1,4 @@
-"""Every command that the documentation shows is run, with the complete plugins that it shows.
+"""Every command that README, CONTRIBUTING and docs/*.md show is run, with the complete plugins that they show.
 
 Training commands run as written, but for two steps and in folders of the test's. A line that is nothing but a command
 of titan runs in a warm process (`tests.commands`); what else a line holds, a shell does. The first `./run_train.sh` is
@@ -20,12 +20,16 @@ import pytest
 from tests.commands import run_titan
 from tests.sweeps import swept_case
 from titan.contracts import Dataset, Loss, LrSchedule, Model, Optimizer, Technique, Tokenizer, Tracker
+from titan.skeletons.write import skeleton
+from titan.testing import assert_same_curve, train_job
 
 ROOT = Path(__file__).parents[2]
 PAGES = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted((ROOT / "docs").glob("*.md"))]
 
-SHORT = "configs/debug.toml"
+SHORT = re.compile(r"--config (configs/debug\.toml|debug) ")
 """A run that takes seconds as it is."""
+
+NEW = re.compile(r"titan plugins new ([a-z]\w*) --kind ([a-z]\w*)")
 
 NOT_RUN = {
     "make test": "this is it",
@@ -36,6 +40,7 @@ NOT_RUN = {
     "python -m bench": "the same",
     "python -m tests.faults": "takes half an hour; tests/unit/test_faults.py plants one",
     "python -m tests.fuzz": "takes half an hour; a sample of it is a test of its own",
+    "python -m pytest test_": "tests/contract/test_skeletons.py runs them",
 }
 
 SWEEP = {
@@ -71,6 +76,9 @@ def place(tmp_path_factory: pytest.TempPathFactory) -> Path:
     for page in PAGES:
         for name, code in re.findall(complete, page.read_text(), re.S):
             (place / name).write_text(code)
+    for page in PAGES:
+        for name, kind in NEW.findall(page.read_text()):
+            (place / f"{name}.py").write_text(skeleton("plugin", kind, name))
     for folder in ("configs", "tests"):
         (place / folder).symlink_to(ROOT / folder)
     (place / "run_train.sh").symlink_to(ROOT / "run_train.sh")
@@ -82,9 +90,10 @@ def cases() -> list[Any]:
 
 
 @pytest.mark.parametrize("command", cases())
-def test_command(command: str, place: Path) -> None:
+def test_command(command: str, place: Path, tmp_path: Path) -> None:
+    place = tmp_path if NEW.match(command) else place
     run, fails, _ = command.partition(' || echo "exit code $?"')
-    if SHORT not in run and ("run_train.sh" in run or "titan train" in run):
+    if not SHORT.search(run) and ("run_train.sh" in run or "titan train" in run):
         run += " --train.steps 2 --run.dir runs --checkpoint.every 1000"
     reads = ("--data", "run_train.sh", "titan train", "titan tune", "data prepare")
     if any(word in run for word in reads):
@@ -106,21 +115,38 @@ def _done(run: str, place: Path) -> "subprocess.CompletedProcess[str]":
     return subprocess.run(run, shell=True, cwd=place, env=environment, capture_output=True, text=True, timeout=250)
 
 
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.stem)
+def test_a_new_plugin_is_shown_as_it_is_written(page: Path) -> None:
+    shown = re.findall(
+        r"`titan plugins new (\w+) --kind (\w+)` writes [^`]*`\w+\.py`[^`]*```python\n(.*?)```", page.read_text(), re.S
+    )
+    assert len(shown) == (page.stem in ("plugins", "plugin_model", "plugin_technique"))
+    for name, kind, code in shown:
+        assert code == skeleton("plugin", kind, name), f"{page.name}: copy the file that the command writes"
+
+
 def test_there_are_commands() -> None:
     assert len(commands()) >= 8
     assert all(any(line.startswith(known) for line in commands()) for known in SWEEP)
 
 
 def test_pages_point_at_files_that_exist() -> None:
-    for page in PAGES:
-        named = re.findall(r"`((?:titan|plugins|configs|docs|tests|bench|scripts)/[\w./]+\.\w+)`", page.read_text())
+    for page in (*PAGES, *(ROOT / "docs").glob("*/*.md")):
+        named = re.findall(
+            r"`((?:titan|plugins|configs|docs|tests|bench|scripts|examples)/[\w./]+\.\w+)`", page.read_text()
+        )
         for name in named:
             assert (ROOT / name).exists(), f"{page.name} names {name}"
 
 
+def test_the_parallelism_that_is_shown_keeps_the_curve(place: Path, one_rank, tmp_path: Path) -> None:
+    words = ("--plugins.path", str(place / "my_plugins" / "my_dp.py"), "--mesh.my_dp", "2")
+    assert_same_curve(one_rank(), train_job(tmp_path, 2, *words))
+
+
 @pytest.mark.parametrize("contract", [Dataset, Loss, LrSchedule, Model, Optimizer, Technique, Tokenizer, Tracker])
 def test_the_tables_of_hooks_are_complete(contract: type) -> None:
-    page = (ROOT / "docs" / "plugins.md").read_text()
-    rows = [line for line in page.partition("## Hooks")[2].partition("## Writing")[0].splitlines() if line[:1] == "|"]
+    page = (ROOT / "docs" / "plugin_technique.md").read_text()
+    rows = [line for line in page.partition("## Hooks")[2].splitlines() if line[:1] == "|"]
     hooks = {name for name in vars(contract) if name[0] != "_" and inspect.isroutine(getattr(contract, name))}
     assert hooks <= set(re.findall(r"\w+", " ".join(rows)))

@@ -12,10 +12,10 @@ from unittest.mock import patch
 import pytest
 import torch.distributed as dist
 
-from tests.ranks import run_ranks
 from titan import cli
 from titan.doctor import clock, device, links
 from titan.planner.machine import cluster
+from titan.testing.ranks import run_ranks
 
 SLOW = 40
 

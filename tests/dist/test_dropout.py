@@ -5,8 +5,9 @@ from pathlib import Path
 import pytest
 
 from tests.dist.test_parity import COMPILED
-from tests.jobs import GPT, SAVING, SELF_SEND, assert_same_curve, mesh, train_job, write_text
+from tests.jobs import GPT, SAVING, SELF_SEND, mesh
 from tests.sweeps import but_sweep
+from titan.testing.jobs import assert_same_curve, train_job, write_text
 
 DROPOUT = ("--model.dropout", "0.2")
 FULL, SELECTIVE = (("--plugins.activation_checkpoint.mode", mode) for mode in ("full", "selective"))

@@ -9,7 +9,8 @@ import torch
 from torch import Tensor
 
 from tests.commands import run_titan
-from tests.jobs import LLAMA, MOE, SAVING, WEIGHT_ATOL, WEIGHT_RTOL, mesh, saved_tensors, train_job
+from tests.jobs import LLAMA, MOE, SAVING, mesh
+from titan.testing.jobs import WEIGHT_ATOL, WEIGHT_RTOL, saved_tensors, train_job
 
 EMA = ("--plugins.ema.decay", "0.5")
 TRAINED, AVERAGED = "model.", "rest.techniques.ema.weights."

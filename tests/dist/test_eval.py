@@ -13,12 +13,13 @@ import pytest
 import torch
 from torch import nn
 
-from tests.jobs import LLAMA, SAVING, train_job
+from tests.jobs import LLAMA, SAVING
 from tests.logits import logits_of
-from tests.ranks import run_ranks
 from titan import cli
 from titan.config import load_job
 from titan.data.tokens.shards import ShardWriter
+from titan.testing.jobs import train_job
+from titan.testing.ranks import run_ranks
 
 TEXTS = ["one two three four five six seven", "x", "Zwölf Boxkämpfer jagen Viktor.\n quer\tüber", "one two" * 9, " \n"]
 END, LENGTH = 256, 16

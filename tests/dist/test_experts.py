@@ -6,10 +6,11 @@ from pathlib import Path
 import pytest
 import torch
 
-from tests.jobs import LLAMA, MOE, SAVING, assert_same_curve, mesh, run_with_biases, saved_tensors, train_job
+from tests.jobs import LLAMA, MOE, SAVING, mesh, run_with_biases
 from tests.sweeps import but_sweep
 from titan.config import load_job
 from titan.errors import ConfigError
+from titan.testing.jobs import assert_same_curve, saved_tensors, train_job
 
 SPLITS_EXPERTS = torch.torch_version.TorchVersion(torch.__version__) >= "2.13"
 TWICE = ("--train.micro_batch_size", "1")

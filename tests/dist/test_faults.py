@@ -9,7 +9,8 @@ import pytest
 import torch
 
 from tests.commands import run_titan
-from tests.jobs import LLAMA, train_job, write_text
+from tests.jobs import LLAMA
+from titan.testing.jobs import train_job, write_text
 
 
 def launch(folder: Path, *words: str, limit_kib: int | None = None) -> subprocess.CompletedProcess[str]:

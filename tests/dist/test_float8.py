@@ -19,9 +19,10 @@ import pytest
 import torch
 from torch.distributed.tensor import DTensor
 
-from tests.jobs import LLAMA, Outcome, mesh, train_job, write_text
-from tests.ranks import run_ranks
+from tests.jobs import LLAMA, mesh
 from tests.sweeps import but_sweep, swept_case
+from titan.testing.jobs import Outcome, train_job, write_text
+from titan.testing.ranks import run_ranks
 
 pytestmark = pytest.mark.skipif(find_spec("torchao") is None, reason="torchao is not installed")
 

@@ -8,11 +8,12 @@ from pathlib import Path
 import pytest
 from torch import Tensor
 
-from tests.jobs import LLAMA, SAVING, run_job, train_job, write_text
-from tests.ranks import RankError, run_ranks
+from tests.jobs import LLAMA, SAVING
 from titan import train
 from titan.checkpoint.disk.lock import FolderLock
 from titan.errors import TitanError
+from titan.testing.jobs import run_job, train_job, write_text
+from titan.testing.ranks import RankError, run_ranks
 from titan.training import build
 
 

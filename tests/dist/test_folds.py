@@ -11,11 +11,12 @@ from torch import Tensor, nn
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import Replicate, Shard, distribute_tensor
 
-from tests.ranks import run_ranks
 from titan.contracts import Axis, ModelPart
-from titan.contracts.base.mesh import Mesh, lay_out
+from titan.contracts.base.layout import lay_out
+from titan.contracts.base.mesh import Mesh
 from titan.contracts.base.spec import ModelSpec, normal
 from titan.errors import PluginError
+from titan.testing.ranks import run_ranks
 from titan.training import init
 from titan.training.gradients import global_norm
 

@@ -16,8 +16,8 @@ from torch import Tensor
 
 from tests.fuzz.draw import draw
 from tests.fuzz.judge import Judge
-from tests.jobs import Outcome, differences, run_job, train_job
 from tests.sweeps import swept_case
+from titan.testing.jobs import Outcome, differences, run_job, train_job
 
 SEED = 2026
 JOBS = 40

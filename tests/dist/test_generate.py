@@ -11,9 +11,10 @@ from typing import Any
 
 import pytest
 
-from tests.jobs import LLAMA, train_job
-from tests.ranks import run_ranks
+from tests.jobs import LLAMA
 from titan.inference.generation import Sampling
+from titan.testing.jobs import train_job
+from titan.testing.ranks import run_ranks
 
 PROMPTS = ["the model", "a", "its loss falls", ""]
 SAMPLINGS = [Sampling(max_new_tokens=12, temperature=0.0), Sampling(max_new_tokens=12, temperature=1.0, top_k=50)]

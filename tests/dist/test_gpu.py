@@ -4,7 +4,8 @@ from pathlib import Path
 
 import pytest
 
-from tests.jobs import SAVING, assert_same_curve, run_with_state, train_job
+from tests.jobs import SAVING, run_with_state
+from titan.testing.jobs import assert_same_curve, train_job
 
 DEVICES = ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)]
 

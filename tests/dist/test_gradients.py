@@ -13,12 +13,13 @@ from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 
-from tests.ranks import run_ranks
 from titan.contracts import Axis, ModelPart, Technique
-from titan.contracts.base.mesh import Layout, Mesh, lay_out
+from titan.contracts.base.layout import Layout, lay_out
+from titan.contracts.base.mesh import Mesh
 from titan.contracts.base.spec import ONES, ZEROS, ModelSpec, computed, normal
 from titan.errors import PluginError
 from titan.plugins.models.llama import Llama
+from titan.testing.ranks import run_ranks
 from titan.training import build, phases
 from titan.training.gradients import clip, global_norm
 from titan.training.init import draw, init_weights

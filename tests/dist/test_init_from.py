@@ -5,9 +5,10 @@ from typing import Any
 
 import pytest
 
-from tests.jobs import GPT, SAVING, SELF_SEND, Outcome, assert_same_curve, read_rows, run_with_state, train_job
+from tests.jobs import GPT, SAVING, SELF_SEND, run_with_state
 from tests.sweeps import swept_case
 from titan import cli
+from titan.testing.jobs import Outcome, assert_same_curve, read_rows, train_job
 
 STEPS = ("--train.steps", "3")
 

@@ -13,13 +13,13 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from tests.ranks import run_ranks as in_a_fresh_process
 from titan import launch
 from titan.ranks import failure, preemption, rank_processes
 from titan.ranks.launch_env import LOCAL, LaunchEnv
 from titan.ranks.launcher import verdict
 from titan.ranks.preemption import Preemption
 from titan.ranks.rank_processes import Ended, Entry, RankProcesses
+from titan.testing.ranks import run_ranks as in_a_fresh_process
 
 
 def _children(entry: Entry, ranks: int, fork: bool = True) -> RankProcesses:

@@ -10,10 +10,10 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import Shard, distribute_tensor
 from torch.distributed.tensor.debug import CommDebugMode
 
-from tests.ranks import run_ranks
 from titan.contracts import IGNORE
 from titan.errors import PluginError
 from titan.plugins.losses.cross_entropy import Config, CrossEntropy
+from titan.testing.ranks import run_ranks
 
 BATCH, SEQ = 2, 5
 

@@ -5,9 +5,10 @@ from pathlib import Path
 import pytest
 import torch
 
-from tests.jobs import SAVING, assert_same_curve, mesh, saved_tensors, train_job
-from tests.ranks import RankError
+from tests.jobs import SAVING, mesh
 from tests.sweeps import swept_case
+from titan.testing.jobs import assert_same_curve, saved_tensors, train_job
+from titan.testing.ranks import RankError
 
 TEST_PLUGINS = ("--plugins.path", str(Path(__file__).parents[1] / "plugins"))
 

@@ -10,11 +10,12 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 
-from tests.jobs import SAVING, train_job
-from tests.ranks import RankError, run_ranks
+from tests.jobs import SAVING
 from titan.checkpoint import Checkpointer
 from titan.contracts import ModelPart
 from titan.errors import CheckpointError, PluginError
+from titan.testing.jobs import train_job
+from titan.testing.ranks import RankError, run_ranks
 
 OUTSIDE = Path(__file__).parents[1] / "configs" / "outside.toml"
 

@@ -8,8 +8,9 @@ from pathlib import Path
 import pytest
 import torch
 
-from tests.jobs import BLOOM, GEMMA, GPT, NEOX, OLMO2, QWEN3, assert_same_curve, mesh, train_job
+from tests.jobs import BLOOM, GEMMA, GPT, NEOX, OLMO2, QWEN3, mesh
 from tests.sweeps import but_sweep, swept_case
+from titan.testing.jobs import assert_same_curve, train_job
 
 SCORES_RECOMPUTED = ("--model.attention", "unfused", "--plugins.activation_checkpoint.mode", "attention")
 """Against one rank with the kernel that writes no scores: the same numbers within the tolerances."""

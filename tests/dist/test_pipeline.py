@@ -14,10 +14,9 @@ from torch.distributed.tensor import DTensor
 
 from tests.jobs import SELF_SEND
 from tests.logits import logits_of
-from tests.ranks import RankError, run_ranks
 from tests.sweeps import but_sweep
 from titan.contracts import Batch, BuildContext, Mesh, Model, ModelPart, ModelSpec, Precision, Technique
-from titan.contracts.base.mesh import Layout
+from titan.contracts.base.layout import Layout
 from titan.contracts.base.spec import normal
 from titan.plugins.losses.cross_entropy import CrossEntropy
 from titan.plugins.memory.activation_checkpoint import ActivationCheckpoint
@@ -29,6 +28,7 @@ from titan.plugins.parallel.pipeline import PipelineParallel
 from titan.plugins.parallel.pipeline.stages import takes
 from titan.plugins.parallel.tensor import TensorParallel
 from titan.plugins.precision.bf16 import BFloat16
+from titan.testing.ranks import RankError, run_ranks
 from titan.training import phases
 from titan.training.engine import SequentialEngine, StepLoss
 from titan.training.gradients import global_norm

@@ -12,14 +12,14 @@ from typing import Any
 import pytest
 import torch.distributed as dist
 
-from tests.jobs import Outcome, read_rows, train_job
-from tests.ranks import run_ranks
 from tests.signals import end, job, launch
 from tests.sweeps import swept_case
 from titan import train
 from titan.checkpoint.disk.folder import complete
 from titan.ranks import preemption
 from titan.ranks.preemption import Preemption, listening
+from titan.testing.jobs import Outcome, read_rows, train_job
+from titan.testing.ranks import run_ranks
 
 PIPELINE = ("--mesh.dp_shard", "2", "--mesh.pp", "2")
 

@@ -16,13 +16,13 @@ from torch.distributed.device_mesh import init_device_mesh
 
 from bench.scale import sockets
 from tests.jobs import LLAMA
-from tests.ranks import run_ranks
 from titan.checkpoint.ranks import Ranks
 from titan.config import load_job
 from titan.contracts.base import mesh
-from titan.contracts.base.mesh import Axis, lay_out
+from titan.contracts.base.layout import Axis, lay_out
 from titan.errors import ConfigError
 from titan.ranks import process
+from titan.testing.ranks import run_ranks
 from titan.training import metrics
 
 

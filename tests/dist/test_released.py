@@ -6,9 +6,9 @@ from pathlib import Path
 
 import pytest
 
-from tests.jobs import LOSS_RTOL, read_rows
-from tests.ranks import run_ranks
 from titan import train
+from titan.testing.jobs import LOSS_RTOL, read_rows
+from titan.testing.ranks import run_ranks
 
 RELEASED = Path(__file__).parents[1] / "released"
 

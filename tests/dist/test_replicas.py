@@ -14,11 +14,12 @@ import torch
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 
-from tests.jobs import QWEN3, SAVING, Outcome, assert_same_curve, mesh, saved_tensors, train_job
+from tests.jobs import QWEN3, SAVING, mesh
 from tests.logits import logits_of
-from tests.ranks import RankError, run_ranks
 from tests.sweeps import but_sweep
 from titan.config import load_job
+from titan.testing.jobs import Outcome, assert_same_curve, saved_tensors, train_job
+from titan.testing.ranks import RankError, run_ranks
 
 FRILLS = Path(__file__).parents[1] / "configs" / "frills.toml"
 TEST_PLUGINS = str(Path(__file__).parents[1] / "plugins")

@@ -6,12 +6,12 @@ from pathlib import Path
 import pytest
 import torch.distributed as dist
 
-from tests.ranks import run_ranks
 from titan import log
 from titan.errors import ConfigError, RankFailedError
 from titan.ranks import failure, process, rendezvous
 from titan.ranks.launch_env import LOCAL, LaunchEnv
 from titan.ranks.rank_processes import RankProcesses
+from titan.testing.ranks import run_ranks
 
 
 def reports(text: str, folder: Path, port: int = 0) -> None:

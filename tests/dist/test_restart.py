@@ -12,8 +12,7 @@ from unittest.mock import patch
 import pytest
 import torch.distributed as dist
 
-from tests.jobs import LLAMA, read_rows, train_job
-from tests.ranks import run_ranks as in_a_fresh_process
+from tests.jobs import LLAMA
 from tests.signals import end, job
 from tests.signals import launch as start
 from titan import launch
@@ -22,6 +21,8 @@ from titan.errors import ConfigError
 from titan.ranks import launcher, process, rendezvous
 from titan.ranks.launch_env import LOCAL, LaunchEnv
 from titan.ranks.rank_processes import Entry, RankProcesses
+from titan.testing.jobs import read_rows, train_job
+from titan.testing.ranks import run_ranks as in_a_fresh_process
 
 
 def _children(entry: Entry, ranks: int) -> RankProcesses:

@@ -6,19 +6,10 @@ from pathlib import Path
 import pytest
 import torch
 
-from tests.jobs import (
-    GPT,
-    SAVING,
-    SELF_SEND,
-    Outcome,
-    assert_same_curve,
-    mesh,
-    run_with_state,
-    saved_tensors,
-    train_job,
-)
-from tests.ranks import RankError
+from tests.jobs import GPT, SAVING, SELF_SEND, mesh, run_with_state
 from tests.sweeps import swept_case
+from titan.testing.jobs import Outcome, assert_same_curve, saved_tensors, train_job
+from titan.testing.ranks import RankError
 
 SAME = ("loss", "grad_norm", "lr", "tokens")
 HALF = ("--train.steps", "5")

@@ -10,12 +10,13 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Shard
 
 from tests.checkpoints import BOTH, HYBRID, ONE, SHARDED, Layout, adamw, checkpointer_of, model_on, save
-from tests.jobs import saved_tensors, stored
-from tests.ranks import run_ranks
+from tests.jobs import stored
 from titan.checkpoint.disk import plan
 from titan.checkpoint.storage import box_of
 from titan.contracts import ModelPart
 from titan.errors import CheckpointError
+from titan.testing.jobs import saved_tensors
+from titan.testing.ranks import run_ranks
 
 
 def _save_whole(folder: Path, layout: Layout) -> dict[str, Tensor]:

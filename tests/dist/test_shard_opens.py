@@ -9,14 +9,15 @@ from pathlib import Path
 import pytest
 
 from bench.scale.shards import measure
-from tests.jobs import LLAMA, write_text
-from tests.ranks import run_ranks
+from tests.jobs import LLAMA
 from tests.unit.test_data_shards import write
 from titan.config import load_job
 from titan.data.samples.loader import Loader
 from titan.data.samples.samples import Samples
 from titan.errors import DataError
 from titan.ranks import process
+from titan.testing.jobs import write_text
+from titan.testing.ranks import run_ranks
 from titan.training.build import open_data
 
 RANKS, SHARDS, TOKENS, LENGTH, STEPS, BATCH = 4, 12, 40, 16, 3, 8

@@ -6,11 +6,11 @@ from pathlib import Path
 
 import pytest
 
-from tests.jobs import read_rows, train_job
 from tests.signals import job as arguments
 from tests.slurm import ROOT, Job, Slurm
 from tests.sweeps import swept_case
 from titan.ranks import rendezvous
+from titan.testing.jobs import read_rows, train_job
 
 TEMPLATE = str(ROOT / "configs" / "launch" / "slurm-nvidia.sh")
 

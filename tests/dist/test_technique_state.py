@@ -11,11 +11,12 @@ from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import Shard, distribute_tensor
 
-from tests.jobs import SAVING, Outcome, assert_same_curve, saved_tensors, train_job
-from tests.ranks import RankError, run_ranks
+from tests.jobs import SAVING
 from tests.sweeps import swept_case
 from titan.checkpoint import Checkpointer
 from titan.errors import CheckpointError
+from titan.testing.jobs import Outcome, assert_same_curve, saved_tensors, train_job
+from titan.testing.ranks import RankError, run_ranks
 
 ECHO = ("--plugins.path", str(Path(__file__).parents[1] / "plugins"), "--plugins.echo.enabled", "true")
 HALF = ("--train.steps", "4")

@@ -13,9 +13,8 @@ from torch.distributed.tensor import DTensor, distribute_tensor
 from torch.distributed.tensor.debug import CommDebugMode
 
 from tests.logits import logits_of
-from tests.ranks import RankError, run_ranks
 from titan.contracts import BuildContext, Mesh, Model, ModelPart, Precision
-from titan.contracts.base.mesh import Layout
+from titan.contracts.base.layout import Layout
 from titan.plugins.losses.cross_entropy import Config as LossConfig
 from titan.plugins.losses.cross_entropy import CrossEntropy
 from titan.plugins.models.bloom import Bloom, BloomConfig
@@ -26,6 +25,7 @@ from titan.plugins.models.neox import Neox, NeoxConfig
 from titan.plugins.models.olmo2 import Olmo2, Olmo2Config
 from titan.plugins.models.qwen3 import Qwen3, Qwen3Config
 from titan.plugins.parallel.tensor import TensorConfig, TensorParallel
+from titan.testing.ranks import RankError, run_ranks
 
 # 251 words and 90 hidden units come out even over neither 2 nor 4 ranks, or only over 2.
 SIZES: dict[str, Any] = {"n_layers": 2, "dim": 32, "n_heads": 8, "vocab_size": 251, "max_seq_len": 16, "ffn_dim": 90}

@@ -6,8 +6,9 @@ from typing import Any
 
 import torch.distributed as dist
 
-from tests.jobs import LLAMA, run_job, write_text
-from tests.ranks import run_ranks
+from tests.jobs import LLAMA
+from titan.testing.jobs import run_job, write_text
+from titan.testing.ranks import run_ranks
 from titan.training import trainer
 
 

@@ -12,12 +12,13 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from tests.jobs import LLAMA, write_text
-from tests.ranks import RankError, run_ranks
+from tests.jobs import LLAMA
 from titan import train
 from titan.errors import ConfigError, RankFailedError
 from titan.ranks import turns
 from titan.ranks.process import Rank
+from titan.testing.jobs import write_text
+from titan.testing.ranks import RankError, run_ranks
 
 TIMEOUT_S = 0.5
 """Of a collective."""

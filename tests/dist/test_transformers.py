@@ -6,8 +6,8 @@ from typing import Any
 
 import pytest
 
-from tests.jobs import assert_same_curve
 from tests.transformers_curve import CASES, CLIP, Reference, runs
+from titan.testing.jobs import assert_same_curve
 
 
 @pytest.fixture(scope="module")

@@ -7,7 +7,8 @@ from pathlib import Path
 import pytest
 
 from tests.commands import run_titan
-from tests.jobs import LLAMA, read_rows, write_text
+from tests.jobs import LLAMA
+from titan.testing.jobs import read_rows, write_text
 
 pytest.importorskip("optuna")
 

@@ -5,9 +5,10 @@ from pathlib import Path
 import pytest
 from torch import Tensor
 
-from tests.jobs import SAVING, assert_same_curve, run_job, train_job
-from tests.ranks import RankError
+from tests.jobs import SAVING
 from titan.errors import DataError
+from titan.testing.jobs import assert_same_curve, run_job, train_job
+from titan.testing.ranks import RankError
 
 VALIDATING = ("--validation.every", "5", "--validation.name", "text", "--validation.glob", "*.txt")
 

@@ -4,12 +4,12 @@ import torch
 import torch.distributed as dist
 
 from tests.planned import job_of
-from tests.ranks import run_ranks
 from titan import train
 from titan.planner.machine.cluster import DeviceMemory
 from titan.planner.step.layout import costs_of
 from titan.planner.step.memory import GIB, peak_bytes
 from titan.ranks import process
+from titan.testing.ranks import run_ranks
 
 WORDS = ("--mesh.dp_shard", "2", "--train.global_batch_size", "8", "--train.micro_batch_size", "2")
 

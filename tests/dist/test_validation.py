@@ -7,13 +7,14 @@ import pytest
 import torch
 from torch import nn
 
-from tests.jobs import LLAMA, SAVING, Outcome, mesh, saved_tensors, train_job, write_text
+from tests.jobs import LLAMA, SAVING, mesh
 from tests.logits import logits_of
-from tests.ranks import RankError, run_ranks
 from tests.sweeps import swept_case
 from titan.config import load_job
 from titan.data.samples.order import in_epochs, mix
 from titan.ranks import process
+from titan.testing.jobs import Outcome, saved_tensors, train_job, write_text
+from titan.testing.ranks import RankError, run_ranks
 from titan.training import build, trainer
 from titan.training.build import open_validation
 from titan.training.validation import validate

@@ -11,12 +11,13 @@ from pathlib import Path
 import pytest
 import torch.distributed as dist
 
-from tests.jobs import LLAMA, run_job, write_text
-from tests.ranks import RankError, run_ranks
+from tests.jobs import LLAMA
 from titan.checkpoint import storage
 from titan.errors import EXIT_FAILED
 from titan.ranks import launcher, rank_processes, watchdog
 from titan.ranks.launch_env import LOCAL, LaunchEnv
+from titan.testing.jobs import run_job, write_text
+from titan.testing.ranks import RankError, run_ranks
 
 TEST_PLUGINS = Path(__file__).parents[1] / "plugins"
 

@@ -4,15 +4,27 @@
     python -m tests.faults --only "micro batch"   # those with these words in their names
     python -m tests.faults --list                 # names and tests, runs nothing
 
-A fault is a small change of one file (`fault.py`). The lists in `lists/` follow the packages. Each fault names the
+A fault is a small change of one file. The lists in `lists/` follow the packages. Each fault names the
 narrowest tests that notice it. The same tests also run without a fault, as a test that fails anyway catches nothing.
 The unit test `tests/unit/test_faults.py` checks that every fault can still be planted, without running any.
 """
 
-from tests.faults.fault import Fault
-from tests.faults.lists import checkpoint, context, data, experts, inputs, model, parallel, planner, run, training
+from tests.faults.lists import (
+    checkpoint,
+    context,
+    data,
+    experts,
+    inputs,
+    model,
+    parallel,
+    planner,
+    run,
+    training,
+    workers,
+)
+from titan.testing.faults import Fault
 
 FAULTS: tuple[Fault, ...] = (
-    *training.FAULTS, *model.FAULTS, *parallel.FAULTS, *context.FAULTS, *experts.FAULTS, *data.FAULTS,
-    *checkpoint.FAULTS, *run.FAULTS, *inputs.FAULTS, *planner.FAULTS,
+    *training.FAULTS, *model.FAULTS, *parallel.FAULTS, *context.FAULTS, *experts.FAULTS, *workers.FAULTS,
+    *data.FAULTS, *checkpoint.FAULTS, *run.FAULTS, *inputs.FAULTS, *planner.FAULTS,
 )  # fmt: skip

@@ -11,8 +11,8 @@ from concurrent.futures import ThreadPoolExecutor, as_completed
 from pathlib import Path
 
 from tests.faults import FAULTS, trial
-from tests.faults.fault import Fault
 from tests.faults.trial import Verdict
+from titan.testing.faults import Fault
 
 
 def main(argv: Sequence[str] | None = None) -> int:

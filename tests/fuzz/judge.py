@@ -16,10 +16,10 @@ import torch
 
 from tests.fuzz.draw import Drawn, words
 from tests.fuzz.plugins.digits import END
-from tests.jobs import Outcome, deviations, differences, train_job
 from titan.config import load_job
 from titan.data.tokens.shards import ShardWriter
 from titan.errors import ConfigError
+from titan.testing.jobs import Outcome, deviations, differences, train_job
 
 JOB = Path(__file__).with_name("job.toml")
 TOKENS = 2000
@@ -31,7 +31,7 @@ MOST = 12
 
 @dataclass(frozen=True)
 class Verdict:
-    """What became of a job. reason: why it was refused, or what went wrong. worst: see `tests.jobs.deviations`."""
+    """What became of a job. reason: why it was refused, or what went wrong. worst: see `jobs.deviations`."""
 
     kind: Literal["agreed", "refused", "failed"]
     reason: str = ""

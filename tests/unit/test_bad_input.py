@@ -7,9 +7,9 @@ from pathlib import Path
 
 import pytest
 
-from tests.jobs import write_text
 from titan import cli
 from titan.errors import EXIT_WRONG_INPUT
+from titan.testing.jobs import write_text
 
 GOOD = """
 [model]

@@ -9,13 +9,15 @@ from typing import Any
 import pytest
 import torch
 from torch import nn
+from torch.distributed.tensor import Replicate, Shard
+from torch.distributed.tensor.placement_types import _StridedShard
 
 from bench.mutations import reseal
 from tests.checkpoints import Toy, assert_same, checkpointer_of, copied, made, steps_in, train
 from tests.jobs import stored
 from titan.checkpoint import Own, rng_state, set_rng_state
 from titan.checkpoint.disk.index import DTYPES
-from titan.checkpoint.state import rejoin, separate
+from titan.checkpoint.state import _behind, rejoin, separate
 from titan.checkpoint.techniques import without
 from titan.contracts import ModelPart
 from titan.errors import CheckpointError, PluginError
@@ -234,3 +236,10 @@ def test_a_list_keeps_what_is_beside_a_tensor_of_other_ranks() -> None:
     elsewhere = {"$tensor": "rest.techniques.t.elsewhere"}
     table = {"t": {"both": [elsewhere, 3.0], "alone": [elsewhere], "value": 1}}
     assert without(table, {"rest.techniques.t.elsewhere"}) == {"t": {"both": [elsewhere, 3.0], "value": 1}}
+
+
+def test_placements_behind_one_more_dimension() -> None:
+    """Of shards within shards too, which is how a matrix lies that tensor and data parallelism split along one side."""
+    assert [_behind(each) for each in (Shard(1), Replicate())] == [Shard(2), Replicate()]
+    found = _behind(_StridedShard(0, split_factor=2))
+    assert (type(found), found.dim, found.split_factor) == (_StridedShard, 1, 2)

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from titan.contracts import Axis, Batch, Technique
-from titan.contracts.base.mesh import Layout
+from titan.contracts.base.layout import Layout
 from titan.errors import PluginError
 from titan.training.phases import cut
 

@@ -15,8 +15,8 @@ from pathlib import Path
 import pytest
 
 from tests.faults import FAULTS, __main__, trial
-from tests.faults.fault import ROOT, Fault
-from tests.faults.trial import Ran, Verdict, verdict
+from tests.faults.trial import ROOT, Ran, Verdict, verdict
+from titan.testing.faults import FAILED, Fault
 
 FEWEST = 40
 SWEEP = "tests/unit/test_search.py::test_the_best_are_the_best_of_all_with_compiled_layouts"
@@ -39,7 +39,7 @@ def test_every_fault_can_be_planted_and_names_tests_that_exist() -> None:
     wrong = []
     for fault in FAULTS:
         try:
-            assert fault.planted() != (ROOT / fault.file).read_text(encoding="utf-8"), fault.name
+            assert fault.planted(ROOT) != (ROOT / fault.file).read_text(encoding="utf-8"), fault.name
         except ValueError as error:
             wrong.append(str(error))
         wrong += [f"{fault.name}: {test}: {what}" for test in fault.tests if (what := _misses(test))]
@@ -118,7 +118,7 @@ def test_a_process_that_outlives_its_tests_is_ended(tree: Path) -> None:
 
 def test_packages_from_elsewhere_are_refused(tree: Path) -> None:
     ran = trial.run_tests(tree, ["tests/test_value.py"])  # without its link, titan.plugins is that of the environment
-    assert ran.code not in (0, trial.FAILED) and "titan.plugins was imported from" in ran.output
+    assert ran.code not in (0, FAILED) and "titan.plugins was imported from" in ran.output
 
 
 def test_a_hang_and_an_end_without_a_failed_test_catch_nothing() -> None:

@@ -6,17 +6,17 @@ from typing import Any
 
 import pytest
 
-from tests.jobs import LLAMA, mesh
+from tests.jobs import CONFIGS, LLAMA, mesh
 from titan.cli import main
 from titan.config import load_job
-from titan.contracts.base.mesh import Axis, Layout, lay_out
+from titan.contracts.base.layout import Axis, Layout, lay_out
 from titan.errors import ConfigError
 from titan.planner.machine.network import Group
 from titan.planner.report.studies import Base
 from titan.planner.search.space import load_base
 from titan.planner.step.layout import group_of, ranks_of
 
-STACKED, GUESTS = LLAMA.with_name("stacked.toml"), ("--plugins.path", str(Path(__file__).parents[1] / "guests"))
+STACKED, GUESTS = CONFIGS / "stacked.toml", ("--plugins.path", str(Path(__file__).parents[1] / "guests"))
 AXES = [
     Axis(name="tp", data="same", weights="slices", topology_order=40, doc=""),
     Axis(name="ep", weights="slices", folds=("dp_shard", "cp", "absent"), topology_order=25, doc=""),

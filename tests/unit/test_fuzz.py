@@ -14,13 +14,13 @@ from tests.fuzz import __main__ as command
 from tests.fuzz import judge as judging
 from tests.fuzz.draw import AXES, FAULTS, METHODS, SCHEDULES, Drawn, draw, models
 from tests.fuzz.judge import JOB, Judge, Verdict, write_documents
-from tests.jobs import Outcome
-from tests.ranks import RankError
 from titan.config import Job, load_job, split_arguments
 from titan.contracts import IGNORE
 from titan.data.samples.samples import Samples
 from titan.data.tokens.shards import open_shards
 from titan.plugins.parallel.context.attention import positions_of
+from titan.testing.jobs import Outcome
+from titan.testing.ranks import RankError
 
 DRAWS = 800
 OPTIONS = frozenset[str]().union(*(model.options for model in models().values()))

@@ -13,7 +13,8 @@ from torch import Tensor, nn
 from tests.logits import logits_of
 from titan.commands import generate
 from titan.contracts import AttentionCore, BuildContext, Model, ModelPart
-from titan.contracts.base.mesh import Layout, Mesh
+from titan.contracts.base.layout import Layout
+from titan.contracts.base.mesh import Mesh
 from titan.contracts.layers.cache import Cache, cores_of
 from titan.errors import ConfigError, DivergedError
 from titan.inference import generation

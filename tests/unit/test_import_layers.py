@@ -49,6 +49,7 @@ ORDINARY_WORDS = {
     ("plugins/data/parquet.py", "text"): "a column",
     ("plugins/precision/float8.py", "compile"): "a phase",
     ("plugins/schedules/wsd.py", "linear"): "the shape of a decay",
+    ("titan/testing/jobs.py", "text"): "a folder of the jobs",
     ("titan/train.py", "tensorboard"): "the program of that name",
 }
 """Words that are a plugin's name too, or another plugin's, reviewed: (file, word) -> the ordinary meaning there."""

@@ -8,8 +8,8 @@ from pathlib import Path
 import pytest
 import torch
 
-from tests import jobs
-from tests.jobs import Outcome, assert_same_curve, deviations, differences, read_rows, train_job
+from titan.testing import jobs
+from titan.testing.jobs import Outcome, assert_same_curve, deviations, differences, read_rows, train_job
 
 
 @pytest.fixture

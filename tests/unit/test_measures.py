@@ -12,13 +12,13 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.tensor import distribute_tensor
 
-from tests.ranks import run_ranks
 from titan.contracts import Axis, Measure, Mesh, ModelPart, Technique
 from titan.contracts.base import conformance
-from titan.contracts.base.mesh import Layout
+from titan.contracts.base.layout import Layout
 from titan.errors import PluginError
 from titan.plugins.losses.cross_entropy import Config, CrossEntropy
 from titan.plugins.models.llama import Llama, LlamaConfig
+from titan.testing.ranks import run_ranks
 from titan.training.metrics import KEYS, Measures
 
 DECLARED = {

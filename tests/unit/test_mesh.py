@@ -2,7 +2,7 @@
 
 import pytest
 
-from titan.contracts.base.mesh import Axis, DataFact, WeightsFact, lay_out
+from titan.contracts.base.layout import Axis, DataFact, WeightsFact, lay_out
 
 AXES = [
     Axis(name="tp", data="same", weights="slices", topology_order=40, doc=""),
@@ -52,6 +52,11 @@ def test_faults(wanted: dict[str, int], ranks: int | None, words: str) -> None:
     ("data", "weights", "words"),
     [
         ("same", "copies", 'data = "same" with weights = "copies": its ranks would all do the same work'),
+        (
+            "same",
+            "own",
+            'data = "same" with weights = "own": ranks with weights of their own must see other samples, "dealt"',
+        ),
         ("sliced", "slices", 'data = "sliced" with weights = "slices": ranks that slice sequences must hold "copies"'),
         ("sliced", "layers", 'data = "sliced" with weights = "layers": ranks that slice sequences must hold "copies"'),
     ],

@@ -1,4 +1,4 @@
-"""AdamW: the update, what is decayed, what is said, what the state holds."""
+"""AdamW and SGD: the update, what is decayed, what is said, what the state holds."""
 
 from types import SimpleNamespace
 
@@ -9,6 +9,7 @@ from torch import nn
 from titan.contracts import ModelPart, NamedParameter
 from titan.plugins.models.llama import Llama
 from titan.plugins.optimizers.adamw import AdamW, Config
+from titan.plugins.optimizers.sgd import SGD
 from titan.training.build import named_parameters
 
 
@@ -81,3 +82,20 @@ def test_norms_and_embeddings_are_named_as_not_decayed() -> None:
     part, context = ModelPart(model.build()), SimpleNamespace(spec=model.spec())
     names = {named.name for named in named_parameters([part], context) if not named.decays}  # type: ignore[arg-type]
     assert names == {name for name, _ in part.parameters() if "norm" in name or name == "embed.weight"}
+
+
+@pytest.mark.parametrize("momentum", [0.0, 0.9])
+def test_sgd_follows_the_formula_and_decays_matrices_alone(momentum: float) -> None:
+    named = _parameters()
+    optimizer = SGD(SGD.Config(lr=0.02, momentum=momentum, weight_decay=0.3)).build(named)
+    expected = [n.parameter.detach().double() for n in named]
+    sums = [torch.zeros_like(w) for w in expected]
+    for t in (1, 2, 3):
+        for i, n in enumerate(named):
+            n.parameter.grad = torch.cos(n.parameter.detach() * t)
+            gradient = n.parameter.grad.double() + (0.3 if n.decays else 0.0) * expected[i]
+            sums[i] = momentum * sums[i] + gradient
+            expected[i] = expected[i] - 0.02 * sums[i]
+        optimizer.step()
+    for n, w in zip(named, expected, strict=True):
+        torch.testing.assert_close(n.parameter.detach().double(), w, rtol=1e-5, atol=1e-6)

@@ -1,12 +1,15 @@
 """What a spec says of each parameter: its kind, the dimension that tensor parallelism splits, whether it decays."""
 
 import dataclasses
+import inspect
 from collections.abc import Mapping
 
 import pytest
 import torch
 
 from titan.contracts import Model, ModelSpec
+from titan.contracts.base import cost
+from titan.contracts.base import spec as spec_module
 from titan.contracts.base.spec import ParameterFacts
 from titan.errors import PluginError
 from titan.plugins.models.gpt import Gpt, GptConfig
@@ -141,3 +144,14 @@ def test_everything_needs_an_initial_value(parameters: list[str], buffers: list[
     model.spec().check_names(modules, own)
     with pytest.raises(PluginError, match=said):
         model.spec().check_names(modules, [*own, *parameters], buffers)
+
+
+def test_the_worked_spec_of_the_docstring_counts_what_its_operations_state() -> None:
+    text = inspect.getdoc(spec_module).partition("::\n")[2]
+    names = {**vars(cost), **vars(spec_module)}
+    spec = eval("\n".join(line for line in text.splitlines() if line.startswith("    ")).strip(), names)
+    totals = [sum(map(cost.parameter_count, ops)) for ops in (spec.embedding_ops, spec.layer_ops, spec.head_ops)]
+    assert totals == [spec.embedding_params, spec.layer_params, spec.head_params]
+    for name in ("embed.weight", "layers.1.norm.weight", "layers.1.ffn.up.weight", "norm.weight", "output.weight"):
+        assert spec.init_of(name)
+    assert spec.style_of("layers.1.ffn.down") == "row" and spec.layer_flops_per_token(128) == 2 * 2 * 64 * 256

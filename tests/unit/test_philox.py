@@ -13,7 +13,8 @@ from tests.jobs import GPT
 from tests.planned import job_of
 from titan.config import load_job
 from titan.contracts import Batch, BuildContext, Dropout, RandomModule
-from titan.contracts.base.mesh import Layout, Mesh
+from titan.contracts.base.layout import Layout
+from titan.contracts.base.mesh import Mesh
 from titan.contracts.base.parts import Precision
 from titan.contracts.layers.philox import Jitter, dropout_cost, philox, row_seeds
 from titan.errors import ConfigError, PluginError

@@ -16,7 +16,7 @@ from torch.torch_version import TorchVersion
 
 from titan.contracts import AttentionCore, ModelPart, ModelSpec, Technique
 from titan.contracts.base.cost import Matmul
-from titan.contracts.base.mesh import Layout
+from titan.contracts.base.layout import Layout
 from titan.errors import PluginError
 from titan.plugins.compile import Compile
 from titan.plugins.memory.activation_checkpoint import ActivationCheckpoint

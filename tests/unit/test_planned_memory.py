@@ -12,7 +12,7 @@ from titan.dryrun import DryRun, dry_run
 from titan.planner.step.layout import costs_of
 from titan.planner.step.memory import Memory
 from titan.planner.step.predict import Planner, flops_per_token
-from titan.planner.step.traffic import moved
+from titan.planner.step.traffic import moved, passed_on
 
 # What the plugin says to this warning, pytest takes back before each test.
 pytestmark = pytest.mark.filterwarnings("ignore:FSDP2-wrapped module")
@@ -30,6 +30,7 @@ TWO = ("--train.global_batch_size", "16", "--train.micro_batch_size", "2")
 PIPED = ("--mesh.pp", "2", "--mesh.dp_shard", "2", "--train.global_batch_size", "8", "--train.micro_batch_size", "1")
 FULL, SELECTIVE, CORE = (("--plugins.activation_checkpoint.mode", mode) for mode in ("full", "selective", "attention"))
 WHOLE = ("--plugins.tensor.sequence_parallel", "false")
+NESTEROV = ("--plugins.local_steps.outer", "nesterov")
 UNFUSED = ("--model.attention", "unfused")
 CONTEXT = (*LLAMA, *BF16, *TWO, "--mesh.cp", "4", "--mesh.dp_shard", "2", "--plugins.fsdp.zero_stage", "2")
 SCORES = (*LLAMA, "--data.seq_len", "1024", "--model.max_seq_len", "1024", *UNFUSED)
@@ -49,6 +50,11 @@ def zero(stage: int, *words: str) -> tuple[str, ...]:
 
 def sliced(*words: str) -> tuple[str, ...]:
     return ("--mesh.tp", "2", "--mesh.dp_shard", "2", *words)
+
+
+def workers(*words: str, exchange: str = "fp32") -> tuple[str, ...]:
+    given = ("--plugins.local_steps.every", "1", "--plugins.local_steps.exchange", exchange)
+    return ("--mesh.worker", "2", *given, *words)
 
 
 def context(method: str, *words: str) -> tuple[str, ...]:
@@ -152,6 +158,14 @@ JOBS = {
     "experts, ulysses": (*MOE, *BF16, *TWO, *zero(2), "--mesh.cp", "2", "--plugins.context.method", "ulysses"),
     "experts, replicas": (*MOE, *BF16, *TWO, *zero(2), "--mesh.dp_replicate", "2"),
     "experts, 1F1B": (*MOE, *BF16, *schedule("1F1B", "--mesh.dp_shard", "4", "--train.global_batch_size", "16")),
+    "workers, zero 1": (*LLAMA, *BF16, *TWO, *workers("--mesh.dp_shard", "2", "--plugins.fsdp.zero_stage", "1")),
+    "workers alone": (*LLAMA, *BF16, *TWO, *workers("--mesh.worker", "4")),
+    "workers, int8": (*LLAMA, *BF16, *TWO, *workers(exchange="int8")),
+    "workers, nesterov": (*LLAMA, *BF16, *TWO, *workers(*NESTEROV)),
+    "workers, nesterov in int4, tensor parallel": (
+        *(*LLAMA, *BF16, *TWO, *workers("--mesh.tp", "2", *NESTEROV, exchange="int4")),
+    ),
+    "workers, 1F1B": (*LLAMA, *BF16, *schedule("1F1B", *workers(), "--train.global_batch_size", "16")),
     "norms of heads": (*QWEN3, *BF16, *TWO, *zero(2)),
     "norms of heads, float32": (*QWEN3, *TWO, *zero(2)),
     "norms of heads, tensor parallel": (*QWEN3, *BF16, *TWO, *sliced()),
@@ -166,7 +180,9 @@ def both(request: pytest.FixtureRequest) -> list[tuple[Job, Memory, DryRun]]:
     job = job_of(*request.param)
     planned = Planner(CLUSTER).draft(costs_of(job), job.layout).memory()
     ranks = sorted({0, job.layout.world_size - 1}) if len(planned) > 1 else [0]
-    return [(job, planned[job.layout.index_of(rank, "layers")], dry_run(job, rank)) for rank in ranks]
+    # A job of its own for each rank, as in a run: techniques have state.
+    exact = [dry_run(job_of(*request.param), rank) for rank in ranks]
+    return [(job, planned[job.layout.index_of(run.rank, "layers")], run) for run in exact]
 
 
 def test_memory_is_that_of_the_dry_run(both: list[tuple[Job, Memory, DryRun]]) -> None:
@@ -192,6 +208,9 @@ def test_collectives_move_the_bytes_of_the_dry_run(both: list[tuple[Job, Memory,
         for collective in exact.collectives:
             kind = re.sub(r"^_*|_+$", "", collective.kind)
             counted[KINDS.get(kind, kind), collective.axes] += collective.bytes * collective.count
+        between_stages = passed_on(job.layout.index_of(exact.rank, "layers"), costs, job.layout)
+        if not costs.tied:  # gradients of a table on two stages are not counted, nor the few numbers of a norm
+            assert counted["send", costs.pipeline_axis] == pytest.approx(between_stages, rel=1e-3)
         beside = ("all_reduce", "tp")  # of norms over all heads; what is forgotten is of the same size
         few = {key: size for key, size in expected.items() if key == beside and size < 0.02 * sum(counted.values())}
         for key, size in expected.items():

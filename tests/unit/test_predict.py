@@ -136,7 +136,7 @@ def test_the_command_prints_what_scripts_rely_on(capsys: pytest.CaptureFixture[s
         "world_size", "step_time_s", "tokens_per_s", "tokens_per_s_per_device", "model_tflops_per_device",
         "hardware_tflops_per_device", "mfu", "hfu", "bubble_fraction", "fits", "time_s", "stages",
     }  # fmt: skip
-    keys = {"forward", "backward", "recompute", "tp", "cp", "ep", "dp", "pp", "bubble", "optimizer"}
+    keys = {"forward", "backward", "recompute", "tp", "cp", "ep", "dp", "worker", "pp", "bubble", "optimizer"}
     assert set(report["time_s"]) == keys
     assert sum(report["time_s"].values()) == pytest.approx(report["step_time_s"])
     assert len(report["stages"]) == 2

@@ -90,7 +90,10 @@ def _checkout(root: Path, page: str, code: str) -> Path:
 
 def test_a_long_sentence_is_found(tmp_path: Path) -> None:
     long = "Word" + " word" * 30 + "."
-    assert list(long_sentences(_checkout(tmp_path, f"Short. {long}", ""))) == [f"docs/a.md: 31 words: {long}"]
+    root = _checkout(tmp_path, f"Short. {long}", "")
+    (root / "docs" / "inner").mkdir()
+    (root / "docs" / "inner" / "b.md").write_text(long)
+    assert list(long_sentences(root)) == [f"docs/{page}.md: 31 words: {long}" for page in ("a", "inner/b")]
 
 
 @pytest.mark.parametrize(

@@ -1,4 +1,4 @@
-"""The harness that every test with ranks stands on: `tests.ranks`."""
+"""The harness that every test with ranks stands on: `titan.testing.ranks`."""
 
 import os
 import sys
@@ -10,7 +10,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from tests.ranks import RankError, run_ranks
+from titan.testing.ranks import RankError, run_ranks
 
 
 def _identity() -> tuple[int, int, str, int]:

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.jobs import LLAMA
+from tests.jobs import CONFIGS, LLAMA
 from titan.config import load_job
 from titan.contracts.base import registry
 from titan.errors import ConfigError, PluginError, TitanError
@@ -190,7 +190,8 @@ def test_commands_that_train_nothing_start_without_the_compiler() -> None:
 @pytest.mark.parametrize(
     ("old", "new"),
     [
-        *((f"titan.{name}", f"titan.contracts.base.{name}") for name in ("cost", "mesh", "options")),
+        *((f"titan.{name}", f"titan.contracts.base.{name}") for name in ("cost", "options")),
+        ("titan.mesh", "titan.contracts.base.layout"),
         ("titan.plan", "titan.contracts.base.spec"),
         *((f"titan.data.{name}", f"titan.data.tokens.{name}") for name in ("bytepairs", "exchange", "files", "shards")),
     ],
@@ -258,7 +259,7 @@ def test_what_a_hook_returns_is_checked(hook: str, body: str, message: str, tmp_
 
 @pytest.mark.parametrize("hook", ["check", "spec"])
 def test_a_model_is_named_whose_hook_returns_nothing(hook: str, tmp_path: Path) -> None:
-    plugin = (LLAMA.parents[1] / "plugins" / "averager.py").read_text().replace('name = "averager"', 'name = "vague"')
+    plugin = (CONFIGS.parent / "plugins" / "averager.py").read_text().replace('name = "averager"', 'name = "vague"')
     hooks = f"    def {hook}(self):\n        pass\n\n    def build"
     load(
         tmp_path,

@@ -12,13 +12,13 @@ from typing import Any
 import pytest
 import torch
 
-from tests.ranks import run_ranks
 from titan.checkpoint.disk.lock import FolderLock
 from titan.errors import EXIT_DONE
 from titan.ranks import launcher, process
 from titan.ranks.launch_env import LaunchEnv
 from titan.ranks.rank_processes import RankProcesses
 from titan.resources import ALLOCATOR, DESCRIPTORS, _cores_near, let_segments_expand, raise_descriptor_limit, stay_near
+from titan.testing.ranks import run_ranks
 from titan.training import build
 
 Limits = tuple[int, int]

@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 
 from bench import results, tables
-from bench.headlines import KINDS, headline
+from bench.headlines import KINDS, comm_rows, headline
 
 OVERHEAD = {
     "fp32": {"bare_s": [2.0, 1.0, 3.0], "titan_s": [1.0, 1.0, 1.0]},
@@ -65,6 +65,18 @@ def test_a_result_replaces_the_last_one_and_keeps_what_it_said(tmp_path: Path, m
     assert "bf16 1.50; first step ends 4.0 s after the start" in headline(
         "overhead", dict(results.newest())["overhead"]
     )
+
+
+def test_methods_are_measured_by_the_all_reduce_of_as_many_ranks() -> None:
+    base = {"ranks": 4, "baseline": "all-reduce", "loss": [9.0, 3.0], "bytes_sent": [100, 100], "step_s": [1.0, 2.0]}
+    wide = {**base, "ranks": 8, "baseline": "wide", "bytes_sent": [200, 200]}
+    lazy = {**wide, "loss": [9.0, 4.0], "bytes_sent": [0, 100], "step_s": [1.0, 5.0]}
+    runs = {"all-reduce": base, "wide": wide, "lazy": lazy}
+    for name, value in (("all-reduce", 3.5), ("wide", 3.25), ("lazy", 3.75)):
+        runs[name] = {**runs[name], "validation": [[1, 9.0], [2, value]]}
+    assert comm_rows({"steps": 2, "runs": runs})["lazy"] == {
+        "ranks": 8, "bytes": 50, "share": 0.25, "loss": 4.0, "validation": 3.75, "further": 0.5, "time": 2.0
+    }  # fmt: skip
 
 
 def test_a_file_has_a_line_per_row() -> None:

@@ -25,7 +25,7 @@ from titan.contracts.base.cost import (
     linear,
     parameter_count,
 )
-from titan.contracts.base.mesh import Axis, Layout
+from titan.contracts.base.layout import Axis, Layout
 from titan.contracts.base.spec import ModelSpec, normal
 from titan.contracts.layers.blocks import Heads, LayerPart, pre_norm, swiglu
 from titan.contracts.layers.decoder import DecoderConfig, decoder_spec

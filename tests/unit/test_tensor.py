@@ -5,7 +5,7 @@ from types import SimpleNamespace
 import pytest
 
 from titan.contracts import Axis
-from titan.contracts.base.mesh import Layout
+from titan.contracts.base.layout import Layout
 from titan.plugins.models.llama import Llama, LlamaConfig
 from titan.plugins.parallel.tensor import TensorConfig, TensorParallel
 

@@ -3,7 +3,6 @@
 import os
 import re
 import shlex
-import shutil
 import subprocess
 import sys
 import tomllib
@@ -13,22 +12,14 @@ from pathlib import Path
 
 import pytest
 
+from tests.wheels import build
+
 ROOT = Path(__file__).parents[2]
-SOURCES = ("titan", "plugins", "configs", "pyproject.toml", "setup.py", "README.md", "LICENSE")
-BUILD = "from setuptools import build_meta; build_meta.build_wheel('wheel')"
 
 
 @pytest.fixture(scope="module")
 def wheel(tmp_path_factory: pytest.TempPathFactory) -> zipfile.ZipFile:
-    folder = tmp_path_factory.mktemp("wheel")
-    for name in SOURCES:
-        if (ROOT / name).is_dir():
-            shutil.copytree(ROOT / name, folder / name, ignore=shutil.ignore_patterns("__pycache__"))
-        else:
-            shutil.copy(ROOT / name, folder / name)
-    subprocess.run([sys.executable, "-W", "ignore", "-c", BUILD], cwd=folder, check=True, capture_output=True)
-    [built] = (folder / "wheel").glob("titan_train-*.whl")
-    return zipfile.ZipFile(built)
+    return zipfile.ZipFile(build(tmp_path_factory.mktemp("wheel")))
 
 
 def test_holds_every_source_config_and_vocabulary(wheel: zipfile.ZipFile) -> None:

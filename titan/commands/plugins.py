@@ -1,24 +1,50 @@
-"""`titan plugins`: list all plugins, or print the documentation and options of one."""
+"""`titan plugins`: list all plugins, print the documentation and options of one, or write a new one."""
 
 import argparse
 import inspect
 import json
+import shlex
+import sys
 from collections.abc import Mapping
 from dataclasses import asdict
+from importlib.util import find_spec
+from pathlib import Path
 from typing import Any
 
 from titan.contracts import Loss, Measure, Model, Technique
 from titan.contracts.base import registry
 from titan.contracts.base.options import REQUIRED, did_you_mean, options_of
 from titan.contracts.base.registry import Plugin
-from titan.errors import ConfigError, ConfigIssue
+from titan.errors import ConfigError, ConfigIssue, install
+from titan.skeletons.write import KINDS, write
 
-HELP = "list all plugins, one line each, or print the documentation and options of one"
+HELP = "list all plugins, print the documentation and options of one, or write a new one"
+
+NEW = "new"
+
+NEW_HELP = """\
+A new plugin:
+  titan plugins new NAME --kind KIND                 write NAME.py and test_NAME.py here: working code to change
+  titan plugins new NAME --kind KIND --package DIR   write a package that pip installs, with the plugin and its test
+  KIND is one of {kinds}.
+  No file is overwritten. The commands that test the plugin and train with it are printed.
+"""
+
+NEW_USAGE = "titan plugins new NAME --kind KIND [--package DIR]"
+
+USES = {kind: (f"--{kind}.name", NEW) for kind in ("model", "optimizer", "lr_schedule", "loss", "tokenizer")} | {
+    "dataset": ("--data.name", NEW, "--data.path", ".", "--data.glob", "*.py"),
+    "technique": (f"--plugins.{NEW}.enabled", "true"),
+    "tracker": (f"--metrics.{NEW}.enabled", "true"),
+}
+"""Kind -> overrides of a job that uses a plugin called new."""
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """Add the plugin's name (none: list all plugins) and the form of the output."""
-    parser.add_argument("name", nargs="?", help="plugin to describe; default: list all")
+    """Add the plugin's name (none: list all plugins), the form of the output, and what a new plugin is to be."""
+    parser.epilog = NEW_HELP.format(kinds=", ".join(KINDS))
+    parser.add_argument("name", nargs="?", help="plugin to describe; default: list all; new: write a new one")
+    parser.add_argument("new_name", nargs="?", metavar="NAME", help="with new: name of the new plugin")
     parser.add_argument(
         "--path",
         action="append",
@@ -27,10 +53,16 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         help="also load plugins from this folder or .py file; may be repeated",
     )
     parser.add_argument("--json", action="store_true", help="one JSON object")
+    parser.add_argument("--kind", choices=KINDS, metavar="KIND", help="with new: kind of the new plugin")
+    parser.add_argument("--package", type=Path, metavar="DIR", help="with new: folder of a package to write")
 
 
 def run(args: argparse.Namespace) -> int:
-    """Print the list, or the description of one plugin."""
+    """Print the list, or the description of one plugin; or write a new one."""
+    if args.name == NEW:
+        return _write_new(args)
+    if args.new_name or args.kind or args.package:
+        raise ConfigError([ConfigIssue("command line", f"NAME, --kind and --package follow {NEW}: {NEW_USAGE}")])
     registry.load_plugins(args.path)
     chosen = [plugin for plugin in registry.every() if args.name in (None, plugin.name)]
     if not chosen:
@@ -42,6 +74,29 @@ def run(args: argparse.Namespace) -> int:
         _list(chosen)
     else:
         print("\n\n".join(_described(plugin) for plugin in chosen))
+    return 0
+
+
+def _write_new(args: argparse.Namespace) -> int:
+    """Write a skeleton, and print its files and the commands that test it and train with it."""
+    if not args.new_name or not args.kind:
+        lacks = "--kind" if args.new_name else "NAME"
+        raise ConfigError([ConfigIssue("command line", f"{lacks} is missing: {NEW_USAGE}; KIND: {', '.join(KINDS)}")])
+    files = write(args.kind, args.new_name, args.package)
+    if args.json:
+        print(json.dumps({"files": [str(path) for path in files]}, indent=2))
+        return 0
+    print("\n".join(f"wrote {path}" for path in files))
+    python = [sys.executable, "-m"]
+    if find_spec("pytest") is None:
+        print(install("testing"))
+    if args.package:
+        print(shlex.join([*python, "pip", "install", "-e", str(args.package)]))
+        print(shlex.join([*python, "pytest", str(args.package)]))
+    else:
+        words = [word.replace(NEW, args.new_name) for word in USES[args.kind]]
+        print(shlex.join([*python, "pytest", str(files[-1])]))
+        print(shlex.join(["titan", "train", "--plugins.path", str(files[0]), *words, "--train.steps", "20"]))
     return 0
 
 

@@ -1,6 +1,6 @@
 """Faults of saving, loading and resuming, and of reading untrusted files."""
 
-from tests.faults.fault import Fault
+from titan.testing.faults import Fault
 
 FOLDER = "tests/unit/test_checkpoint_folder.py"
 BITS = "tests/dist/test_resume.py::test_on_the_same_layout_bit_for_bit[-]"

@@ -1,6 +1,6 @@
 """Faults of sequences that are split over ranks: who holds which positions, what is merged, what is counted."""
 
-from tests.faults.fault import Fault
+from titan.testing.faults import Fault
 
 ATTENTION = "tests/dist/test_context_attention.py"
 WHOLE = f"{ATTENTION}::test_output_and_gradients_are_those_of_one_process"
@@ -135,8 +135,8 @@ FAULTS = (
     Fault(
         "a loss on held-out text summed over one rank's positions",
         "titan/training/validation.py",
-        'mesh.sum(sums, "dealt", "sliced", "layers")',
-        'mesh.sum(sums, "dealt", "layers")',
+        'mesh.sum(sums, "dealt", "sliced", "layers", "own")',
+        'mesh.sum(sums, "dealt", "layers", "own")',
         (f"{EVAL}[dp_shard 2, cp 2]",),
     ),
     Fault(

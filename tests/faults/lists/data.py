@@ -1,6 +1,6 @@
 """Faults of the data: order, packing, mixture, the cursor, and agreement between ranks."""
 
-from tests.faults.fault import Fault
+from titan.testing.faults import Fault
 
 SAMPLES = "tests/unit/test_data_samples.py"
 ORDER = "tests/unit/test_data_order.py"

@@ -1,6 +1,6 @@
 """Faults of mixtures of experts, of the axis that shares them, and of losses beside the objective."""
 
-from tests.faults.fault import Fault
+from titan.testing.faults import Fault
 
 LAYER, MODEL, TECHNIQUE = "titan/contracts/layers/experts.py", "plugins/models/moe.py", "plugins/parallel/expert.py"
 UNIT, DIST = "tests/unit/test_experts.py", "tests/dist/test_experts.py"

@@ -1,8 +1,8 @@
 """Faults of what is read from a user: options, files, layouts, plugins."""
 
-from tests.faults.fault import Fault
+from titan.testing.faults import Fault
 
-CONTRACT = "tests/contract/test_every_plugin.py"
+CONTRACT = "tests/contract/test_every_plugin.py::test_contract[optimizer-adamw-{}]"
 
 FAULTS = (
     Fault(
@@ -10,14 +10,14 @@ FAULTS = (
         "titan/contracts/base/options.py",
         "check_bounds(value, declaration.spec)",
         "pass",
-        (f"{CONTRACT}::test_bad_values_are_refused",),
+        (CONTRACT.format("bad_values_are_refused"),),
     ),
     Fault(
         "an unknown key accepted",
         "titan/contracts/base/options.py",
         "for key in table if key not in declared]",
         "for key in table if key == declared]",
-        (f"{CONTRACT}::test_unknown_options_are_refused",),
+        (CONTRACT.format("unknown_options_are_refused"),),
     ),
     Fault(
         "true accepted as 1",
@@ -35,7 +35,7 @@ FAULTS = (
     ),
     Fault(
         "a layout of another number of ranks accepted",
-        "titan/contracts/base/mesh.py",
+        "titan/contracts/base/layout.py",
         "layout.world_size != world_size:",
         "layout.world_size < 0:",
         ("tests/unit/test_mesh.py::test_faults",),
@@ -63,14 +63,14 @@ FAULTS = (
     ),
     Fault(
         "an axis whose ranks all do the same work accepted",
-        "titan/contracts/base/mesh.py",
+        "titan/contracts/base/layout.py",
         'if (self.data, self.weights) == ("same", "copies"):',
         "if False:",
         ("tests/unit/test_mesh.py::test_facts_that_contradict_each_other",),
     ),
     Fault(
         "ranks that slice sequences and hold slices of weights accepted",
-        "titan/contracts/base/mesh.py",
+        "titan/contracts/base/layout.py",
         'if self.data == "sliced" and self.weights != "copies":',
         'if self.data == "sliced" and self.weights == "layers":',
         ("tests/unit/test_mesh.py::test_facts_that_contradict_each_other",),

@@ -1,6 +1,6 @@
 """Faults of models, precision, recomputation and text generation."""
 
-from tests.faults.fault import Fault
+from titan.testing.faults import Fault
 
 MODELS = "tests/unit/test_models.py"
 RECOMPUTED = "tests/unit/test_dryrun.py::test_every_second_block_is_recomputed_and_selective_mode_repeats_no_product"

@@ -1,8 +1,9 @@
 """Faults of the parallelisms: which gradients are summed over which ranks, and who holds what."""
 
-from tests.faults.fault import Fault
+from titan.testing.faults import Fault
 
 PARITY = "tests/dist/test_parity.py::test_llama"
+COMPRESSED = "tests/dist/test_compressed.py"
 TENSOR = "tests/dist/test_tensor.py::test_loss_and_gradients_are_those_of_one_process"
 
 FAULTS = (
@@ -57,8 +58,8 @@ FAULTS = (
     Fault(
         "replicas of tensor-parallel shards that do not sum their gradients",
         "plugins/parallel/fsdp.py",
-        'replicated = context.job.layout.degree("dp_replicate") > 1',
-        'replicated = context.job.layout.degree("dp_replicate") > 1 and context.job.layout.degree("tp") == 1',
+        "replicated = _replicates(context.job)",
+        'replicated = _replicates(context.job) and context.job.layout.degree("tp") == 1',
         (f"{PARITY}[hsdp 2x2, tp 2]",),
     ),
     Fault(
@@ -112,9 +113,9 @@ FAULTS = (
     ),
     Fault(
         "partial sums of gradients shown to techniques without axes",
-        "titan/training/trainer.py",
-        "key=lambda technique: not technique.axes",
-        "key=lambda technique: bool(technique.axes)",
+        "titan/training/phases.py",
+        "return [*owners, *(technique for technique in techniques if technique not in owners)]",
+        "return [*(technique for technique in techniques if technique not in owners), *owners]",
         ("tests/dist/test_replicas.py::test_a_technique_without_axes_sees_whole_gradients",),
     ),
     Fault(
@@ -199,7 +200,7 @@ FAULTS = (
     ),
     Fault(
         "a rank's index among others in the wrong order",
-        "titan/contracts/base/mesh.py",
+        "titan/contracts/base/layout.py",
         "index = index * self.degrees[name] + at[name]",
         "index = index + at[name] * self.degrees[name]",
         ("tests/unit/test_mesh.py::test_roles_number_the_ranks_that_differ_in_them",),
@@ -217,5 +218,61 @@ FAULTS = (
         "_gradients(self._partial) | equal",
         "_gradients(self._partial)",
         ("tests/dist/test_tensor.py::test_replicas_that_rounding_sets_apart_are_joined",),
+    ),
+    Fault(
+        "replicas summed by sharded data parallelism although they are exchanged compressed",
+        "plugins/parallel/fsdp.py",
+        ' and not job.provides("summed_replicas")',
+        "",
+        (f"{COMPRESSED}::test_where_all_is_sent_the_curve_is_one_processs[hsdp 2x2, accumulation, zero 3]",),
+    ),
+    Fault(
+        "hooks that sum over replicas called after those that sum within one",
+        "titan/training/phases.py",
+        "ORDER.index(technique.phase), reverse=True)",
+        "ORDER.index(technique.phase))",
+        ("tests/unit/test_phases.py::test_sums_over_replicas_come_before_those_within_one_and_before_all_who_look",),
+    ),
+    Fault(
+        "a compressed gradient without what earlier steps have left",
+        "plugins/parallel/compressed/__init__.py",
+        "torch.where(finite, gradient + errors[name], 0.0)",
+        "torch.where(finite, gradient, 0.0)",
+        (f"{COMPRESSED}::test_after_each_step_what_arrived_and_what_is_left_add_up[topk]",),
+    ),
+    Fault(
+        "errors of compression that a step with a NaN changes",
+        "plugins/parallel/compressed/__init__.py",
+        "torch.where(finite, whole[name] - sent[name], errors[name], out=errors[name])",
+        "torch.sub(whole[name], sent[name], out=errors[name])",
+        (f"{COMPRESSED}::test_a_step_that_is_not_finite_leaves_errors_as_they_were[sign]",),
+    ),
+    Fault(
+        "errors of compression that each of more replicas takes over whole",
+        "plugins/parallel/compressed/__init__.py",
+        'join="sum"',
+        'join="mean"',
+        (f"{COMPRESSED}::test_the_sum_of_errors_is_kept_at_another_layout",),
+    ),
+    Fault(
+        "learned positions compressed before the ranks of tp have added up their gradients",
+        "plugins/parallel/compressed/__init__.py",
+        "copied = name in tied or _is_copied(parameter)",
+        "copied = name in tied",
+        (f"{COMPRESSED}::test_the_update_and_what_is_left_are_the_gradient",),
+    ),
+    Fault(
+        "8-bit sums whose second rounding is lost",
+        "plugins/parallel/compressed/methods.py",
+        "sent[replicas.rank] -= total - integers * scales",
+        "sent[replicas.rank] -= 0",
+        (f"{COMPRESSED}::test_what_is_sent_and_what_is_left_add_up_to_the_gradients[int8]",),
+    ),
+    Fault(
+        "random places that each replica draws for itself",
+        "plugins/parallel/compressed/methods.py",
+        'random.Random(f"{name} {step}")',
+        "random.Random()",
+        (f"{COMPRESSED}::test_random_places_are_each_ranks_come_once_and_change",),
     ),
 )

@@ -1,12 +1,49 @@
 """Faults of the planner: times, memory, communication, bounds of the search."""
 
-from tests.faults.fault import Fault
+from titan.testing.faults import Fault
 
 COSTS = "tests/unit/test_costs.py"
 PREDICT = "tests/unit/test_predict.py"
 SEARCH = "tests/unit/test_search.py::test_bounds_are_below_the_step_and_near_it"
 
+WORKERS = "tests/unit/test_planned_workers.py"
+
 FAULTS = (
+    Fault(
+        "an exchange that is stated before the shards",
+        "titan/planner/step/layout.py",
+        "PHASES.index(technique.phase)",
+        "0",
+        (f"{WORKERS}::test_an_exchange_follows_the_shards_whatever_the_order_of_tables",),
+    ),
+    Fault(
+        "memory without the buffers of an exchange",
+        "titan/planner/step/memory.py",
+        "if activations + gradients + buffers < after:",
+        "if False:",
+        ("tests/unit/test_planned_memory.py::test_memory_is_that_of_the_dry_run[workers, int8]",),
+    ),
+    Fault(
+        "a study of bandwidth without the ratio of steps",
+        "titan/planner/report/fabric.py",
+        "prediction.step_time_s * way.steps",
+        "prediction.step_time_s",
+        ("tests/unit/test_fabric.py::test_each_point_is_the_step_at_its_bandwidth_times_the_ratio_of_steps",),
+    ),
+    Fault(
+        "a site whose ranks each have its whole bandwidth",
+        "titan/planner/machine/cluster.py",
+        "self.bandwidth_gbit_s / 8 / ranks",
+        "self.bandwidth_gbit_s / 8",
+        ("tests/unit/test_cluster.py::test_sites_are_one_more_level_whose_bandwidth_the_ranks_of_a_site_share",),
+    ),
+    Fault(
+        "a search through numbers of workers",
+        "titan/planner/search/space.py",
+        'if axis.weights == "own"]\n    degrees = ',
+        "if False]\n    degrees = ",
+        (f"{WORKERS}::test_a_search_keeps_the_workers_of_the_job",),
+    ),
     Fault(
         "a bound of the search above the step",
         "titan/planner/search/best_first.py",
@@ -58,10 +95,13 @@ FAULTS = (
     ),
     Fault(
         "an all-reduce at the price of a reduce-scatter",
-        "titan/planner/machine/network.py",
+        "titan/contracts/base/collectives.py",
         '"all_reduce": 2.0',
         '"all_reduce": 1.0',
-        (f"{PREDICT}::test_collectives_take_their_bytes_over_the_slowest_link",),
+        (
+            f"{PREDICT}::test_collectives_take_their_bytes_over_the_slowest_link",
+            "tests/dist/test_bytes_sent.py::test_whoever_issues_a_collective",
+        ),
     ),
     Fault(
         "a collective over the fastest link of its group",
@@ -118,5 +158,33 @@ FAULTS = (
         "        if not axes:\n",
         "        if axes is None:\n",
         ("tests/unit/test_studies.py::test_a_study_of_an_axis_that_no_plugin_owns_is_refused",),
+    ),
+    Fault(
+        "a picture whose groups forget who holds the same stacks",
+        "titan/planner/picture/holdings.py",
+        "if axis.name not in spread] + list(among.apart)",
+        "if axis.name not in spread]",
+        ("tests/unit/test_layout_picture.py::test_groups_are_those_of_the_mesh",),
+    ),
+    Fault(
+        "a picture with shards of stacks over all ranks that share the rest",
+        "titan/planner/picture/holdings.py",
+        "found = Part(number, layout.remainder(axis)).within(found)",
+        "found = _part(layout, rank, among).within(found)",
+        ("tests/unit/test_layout_picture.py::test_a_cell_says_what_the_rank_holds",),
+    ),
+    Fault(
+        "a picture that leaves out what stages send",
+        "titan/planner/picture/holdings.py",
+        "    if len(places) > 1:\n",
+        "    if len(places) > 9:\n",
+        ("tests/unit/test_layout_picture.py::test_every_exchange_of_the_planner_is_drawn",),
+    ),
+    Fault(
+        "bytes between stages counted in one direction",
+        "titan/planner/step/traffic.py",
+        "link.count(place) for link",
+        "(link[0] == place) for link",
+        ("tests/unit/test_planned_memory.py::test_collectives_move_the_bytes_of_the_dry_run[1F1B]",),
     ),
 )

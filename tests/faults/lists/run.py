@@ -1,6 +1,6 @@
 """Faults around a run: signals, exit codes, time limits, the launcher, Slurm."""
 
-from tests.faults.fault import Fault
+from titan.testing.faults import Fault
 
 PREEMPTION = "tests/dist/test_preemption.py"
 LAUNCH = "tests/dist/test_launch.py"

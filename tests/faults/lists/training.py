@@ -1,10 +1,11 @@
 """Faults of the training step: loss, gradients, optimizer, schedule, NaN, random numbers, validation."""
 
-from tests.faults.fault import Fault
+from titan.testing.faults import Fault
 
 PARITY = "tests/dist/test_parity.py::test_llama"
 NONFINITE = "tests/dist/test_nonfinite.py"
 EMA = "plugins/optimizers/ema.py"
+SENT = "tests/dist/test_bytes_sent.py"
 
 FAULTS = (
     Fault(
@@ -145,8 +146,8 @@ FAULTS = (
     Fault(
         "skipped updates forgotten on resume",
         "titan/training/build.py",
-        "NonfiniteGuard(_limit(job), dropped, rank.device)",
-        "NonfiniteGuard(_limit(job), 0, rank.device)",
+        "NonfiniteGuard(_limit(job), dropped, context.mesh,",
+        "NonfiniteGuard(_limit(job), 0, context.mesh,",
         (f"{NONFINITE}::test_the_count_outlives_the_process",),
     ),
     Fault(
@@ -297,8 +298,29 @@ FAULTS = (
     Fault(
         "--weights that evaluates the trained ones",
         "titan/checkpoint/restore.py",
-        "{**self.tensors, **kept[technique]}",
-        "{**kept[technique], **self.tensors}",
+        "{**self.index.tensors, **kept[technique]}",
+        "{**kept[technique], **self.index.tensors}",
         ("tests/dist/test_ema.py::test_the_commands_use_it",),
+    ),
+    Fault(
+        "bytes of rows and saves counted as those of steps",
+        "titan/training/sent_bytes.py",
+        "self._counts = False\n        self._steps",
+        "pass\n        self._steps",
+        (f"{SENT}::test_an_all_reduce_of_the_gradients_and_nothing_beside_the_steps",),
+    ),
+    Fault(
+        "bytes counted above autograd, where DTensor's are not seen",
+        "titan/training/sent_bytes.py",
+        'kernel, "BackendSelect"',
+        'kernel, "Autograd"',
+        (f"{SENT}::test_whoever_issues_a_collective", f"{SENT}::test_ranks_send_what_the_dry_run_says[tp 2]"),
+    ),
+    Fault(
+        "bytes of an all-to-all shared evenly whatever its splits",
+        "titan/contracts/base/collectives.py",
+        "if splits else sent_bytes(kind, whole, ranks)",
+        "if not splits else sent_bytes(kind, whole, ranks)",
+        (f"{SENT}::test_whoever_issues_a_collective",),
     ),
 )

@@ -1,4 +1,4 @@
-"""What the fork server of `tests.ranks` has done before it forks a rank: imports, plugins too, and one training step.
+"""What the fork server of `ranks.py` has done before it forks a rank: imports, plugins too, and one training step.
 
 Compiled and float8 jobs import the compiler, 550 modules that take a rank 0.8 s: it is here already.
 
@@ -6,10 +6,10 @@ The step runs under a fake process group so that everything torch imports or bui
 world has a size no test has: what DTensor remembers about this mesh is then never taken for a test's mesh.
 """
 
+import contextlib
 import faulthandler  # noqa: F401
 import tempfile  # noqa: F401
 
-import pytest  # noqa: F401
 import torch
 import torch._dynamo
 import torch._functorch.aot_autograd
@@ -27,6 +27,9 @@ from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from titan.contracts.base import registry
 from titan.training import trainer  # noqa: F401
+
+with contextlib.suppress(ImportError):  # ranks import the module of their test, and so pytest, where it is installed
+    import pytest  # noqa: F401
 
 WORLD_SIZE = 62
 

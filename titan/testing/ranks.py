@@ -1,10 +1,11 @@
-"""Tests with many ranks, in milliseconds: fresh processes forked from a server that has torch warm (`tests.warm`).
+"""Tests with many ranks, in milliseconds: fresh processes, forked from a server that has torch warm (`warm.py`).
 
     def _sum(value: float) -> float: ...        # at module level: the ranks import it by name
 
     assert run_ranks(_sum, 4, 1.0) == [4.0] * 4
 
-Every call has ranks, a store and ports of its own; nothing of one call is seen by the next.
+Every call has ranks, a store and ports of its own; nothing of one call is seen by the next. A script, unlike a test,
+makes its calls below `if __name__ == "__main__":`, because ranks import it.
 """
 
 import contextlib
@@ -33,12 +34,14 @@ from unittest.mock import patch
 
 import torch
 import torch.distributed as dist
+from torch.distributed import TCPStore  # type: ignore[attr-defined]
 
 from titan.ranks.process import complete_in_order
 
 HOST = "127.0.0.1"
-ROOT = Path(__file__).parent.parent
-WARM = "tests.warm"
+ROOT = Path(__file__).parents[2]
+"""Where the package titan lies, which the server imports too: a checkout, or site-packages."""
+WARM = "titan.testing.warm"
 DYING = 10.0
 """Seconds a rank has to write its stacks and die, once told to."""
 
@@ -102,7 +105,7 @@ def run_ranks(
         RankError: a rank raised (the first one counts, the others are ended at once), died, or had not answered after
             `timeout` seconds; then it holds the stacks of all threads of all ranks that were still there.
     """
-    store = dist.TCPStore(HOST, 0, is_master=True, wait_for_workers=False)
+    store = TCPStore(HOST, 0, is_master=True, wait_for_workers=False)
     call = pickle.dumps((function, args, kwargs))
     with tempfile.TemporaryDirectory(prefix="ranks-") as outputs:
         ranks: list[_Rank] = []
@@ -133,7 +136,7 @@ def start_server() -> ForkServerContext:
     """Start the warm server that processes are forked from, if no server runs yet: a process has one at most."""
     context = multiprocessing.get_context("forkserver")
     context.set_forkserver_preload([WARM])
-    path = os.pathsep.join(filter(None, [str(ROOT), os.environ.get("PYTHONPATH")]))
+    path = os.pathsep.join(filter(None, [os.environ.get("PYTHONPATH"), str(ROOT)]))
     # The server imports before it learns this process's sys.path, and OpenMP reads its variable once.
     with patch.dict(os.environ, PYTHONPATH=path, OMP_NUM_THREADS="1"):
         multiprocessing.forkserver.ensure_running()
@@ -160,7 +163,7 @@ def _collect(ranks: Sequence[_Rank], timeout: float) -> list[_Answer]:
     answers: dict[int, _Answer] = {}
     while len(answers) < len(ranks):
         missing = [rank for rank in ranks if rank.number not in answers]
-        handles = {handle: rank for rank in missing for handle in (rank.inbox, rank.process.sentinel)}
+        handles: dict[Any, _Rank] = {h: rank for rank in missing for h in (rank.inbox, rank.process.sentinel)}
         ready = {handles[handle].number for handle in wait(list(handles), max(0.0, deadline - time.monotonic()))}
         if not ready and not _failures(answers):
             raise RankError(_stacks(missing, timeout))

@@ -1,0 +1,1 @@
+"""The test of each skeleton: what `titan plugins new` writes beside the plugin."""

@@ -1,0 +1,148 @@
+"""Faults planted in a copy of a package, to see that a test notices them.
+
+    assert_caught(Path(__file__).parents[1], "src/mine/scale.py", "* scale", "/ scale", "tests/test_scale.py")
+
+A fault is a small change of one source file. A test that passes with the fault, or fails without it, catches nothing.
+"""
+
+import contextlib
+import os
+import re
+import shutil
+import signal
+import subprocess
+import sys
+import tempfile
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from importlib.util import find_spec
+from pathlib import Path
+
+from titan.errors import install
+
+LIMIT_S = 400.0
+"""Longest run of the tests of one fault."""
+
+FAILED = 1
+"""pytest's exit code when tests ran and some failed."""
+
+_NOT_COPIED = shutil.ignore_patterns(".git", ".venv", ".*_cache", "__pycache__", "*.egg-info", "build", "runs")
+_LINE = re.compile(r"(?:FAILED|ERROR) (\S+?\.py(?:::.+?)?)(?: - .*)?$", re.MULTILINE)
+
+
+@dataclass(frozen=True)
+class Fault:
+    """A change of a source file that a test must notice.
+
+    name: what is wrong then.  file: below the root of the package.  old: text that stands in the file once.
+    new: its replacement.  tests: ids of the tests that notice it, the narrowest there are; each passes without it.
+    """
+
+    name: str
+    file: str
+    old: str
+    new: str
+    tests: tuple[str, ...]
+
+    def planted(self, root: Path) -> str:
+        """The text of the file with the fault.
+
+        Raises:
+            ValueError: the old text does not stand there exactly once, or the new text makes no Python module.
+        """
+        text = (root / self.file).read_text(encoding="utf-8")
+        if (count := text.count(self.old)) != 1:
+            raise ValueError(f"{self.name}: {self.file} has {self.old!r} {count} times, required: once; adapt `old`")
+        changed = text.replace(self.old, self.new)
+        try:
+            compile(changed, self.file, "exec")
+        except SyntaxError as error:
+            raise ValueError(f"{self.name}: {self.file} does not compile with the fault: {error}") from None
+        return changed
+
+    def plant(self, root: Path) -> None:
+        """Write the fault into a copy of the package."""
+        changed = self.planted(root)
+        (root / self.file).write_text(changed, encoding="utf-8")
+
+
+def assert_caught(package: Path, file: str, old: str, new: str, test: str) -> None:
+    """Assert that a test passes as the package is, and fails where `new` replaces `old` in one of its files.
+
+    Both runs are in a copy of the package, whose modules come before those that are installed.
+
+    Args:
+        package: folder of the package, or of a single plugin file and its test. Modules lie in it or in its src/.
+        file: the source file, below the folder.
+        old: text that stands in the file once.
+        new: its replacement.
+        test: id of a test, below the folder, as for pytest.
+
+    Raises:
+        AssertionError: the test fails without the fault, or does not fail with it; holds the end of pytest's output.
+        ValueError: see `Fault.planted`.
+        ModuleNotFoundError: pytest is not installed.
+    """
+    if find_spec("pytest") is None:
+        raise ModuleNotFoundError(f"assert_caught runs pytest, which is not installed; run {install('testing')}")
+    fault = Fault(f"{old!r} replaced by {new!r}", file, old, new, (test,))
+    with tempfile.TemporaryDirectory(prefix="fault-", ignore_cleanup_errors=True) as place:
+        root = Path(shutil.copytree(package, Path(place, package.name), ignore=_NOT_COPIED, symlinks=True))
+        path = os.pathsep.join(filter(None, [str(root / "src"), str(root), os.environ.get("PYTHONPATH")]))
+        # No compiled modules: one of the same second and size would be taken for that of the changed source.
+        own = {"PYTHONPATH": path, "PYTHONDONTWRITEBYTECODE": "1"}
+        sound = run_tests(root, fault.tests, environment=own)
+        assert sound.code == 0, f"{test} fails without a fault:\n{last_lines(sound.output)}"
+        fault.plant(root)
+        ran = run_tests(root, fault.tests, "-x", environment=own)
+    assert ran.code == FAILED and ran.failed, f"{test} does not fail with {fault.name}:\n{last_lines(ran.output)}"
+
+
+@dataclass(frozen=True)
+class Ran:
+    """What pytest did. code: its exit code, or None past the limit.  failed: ids of tests that failed."""
+
+    code: int | None
+    failed: tuple[str, ...]
+    output: str
+
+
+def run_tests(
+    root: Path, tests: Iterable[str], *words: str, environment: Mapping[str, str], limit_s: float = LIMIT_S
+) -> Ran:
+    """Run tests in a copy of a package, and end what they leave behind.
+
+    words: further arguments of pytest.  environment: variables over those of this process.
+    """
+    command = [sys.executable, "-m", "pytest", "-q", "--tb=line", "-rfE", "-p", "no:cacheprovider", *words, *tests]
+    variables = {**os.environ, "COLUMNS": "1000", **environment}
+    with tempfile.TemporaryFile("w+") as file:
+        process = subprocess.Popen(
+            command, cwd=root, env=variables, stdout=file, stderr=subprocess.STDOUT, start_new_session=True
+        )
+        try:
+            code: int | None = process.wait(limit_s)
+        except BaseException as error:
+            os.killpg(process.pid, signal.SIGKILL)  # its session: pytest and what its tests have started
+            process.wait()
+            if not isinstance(error, subprocess.TimeoutExpired):
+                raise
+            code = None
+        finally:
+            _end_leftovers(root)
+        file.seek(0)
+        output = file.read()
+    return Ran(code, tuple(_LINE.findall(output)), output)
+
+
+def _end_leftovers(root: Path) -> None:
+    """Kill processes that work in this copy: with some faults, ranks outlive the tests. Needs /proc, as on Linux."""
+    for place in Path("/proc").glob("[0-9]*"):
+        with contextlib.suppress(OSError):
+            if (place / "cwd").readlink().is_relative_to(root):
+                os.kill(int(place.name), signal.SIGKILL)
+
+
+def last_lines(output: str) -> str:
+    """The end of pytest's output, where it says what failed."""
+    return "\n".join(re.sub(" {3,}", "  ", line) for line in output.strip().splitlines()[-20:])
