@@ -160,6 +160,36 @@ def _experts(found: Found) -> str:
     return f"{found['steps']} steps: {'; '.join(said)}"
 
 
+def comm_rows(found: Found) -> dict[str, dict[str, float]]:
+    """Of bench.comm, by method: bytes per step, losses at the end, and all of these relative to its all-reduce.
+
+    loss: mean of the last tenth of the steps.  share, time: of the all-reduce's bytes and median step time.
+    further: validation loss above that of the all-reduce.
+    """
+    rows = {}
+    for name, run in found["runs"].items():
+        base = found["runs"][run["baseline"]]
+        last = max(1, found["steps"] // 10)
+        rows[name] = {
+            "ranks": run["ranks"],
+            "bytes": mean(run["bytes_sent"]),
+            "share": sum(run["bytes_sent"]) / sum(base["bytes_sent"]),
+            "loss": mean(run["loss"][-last:]),
+            "validation": run["validation"][-1][1],
+            "further": run["validation"][-1][1] - base["validation"][-1][1],
+            "time": median(run["step_s"]) / median(base["step_s"]),
+        }
+    return rows
+
+
+def _comm(found: Found) -> str:
+    rows = comm_rows(found)
+    base = next(iter(rows))
+    each = (f"{name} {row['share']:.3g} ({row['further']:+.3f} nats)" for name, row in rows.items() if name != base)
+    sent = f"{base} sends {rows[base]['bytes'] / 1e6:.1f} MB per step and rank"
+    return f"{found['steps']} steps, {sent}; of that, and validation loss beside its own: {', '.join(each)}"
+
+
 KINDS: Mapping[str, tuple[str, Callable[[Found], str]]] = {
     "overhead": ("python -m bench.overhead", _overhead),
     "planning": ("python -m bench.plan_latency", _planning),
@@ -171,6 +201,7 @@ KINDS: Mapping[str, tuple[str, Callable[[Found], str]]] = {
     "turns": ("python -m bench.turns", _turns),
     "context": ("python -m bench.context", _context),
     "experts": ("python -m bench.experts", _experts),
+    "comm": ("python -m bench.comm", _comm),
     "chaos": ("python -m bench.chaos", _chaos),
     "scale": ("python -m bench.scale", _scale),
     "mutations": ("python -m bench.mutations", _mutations),

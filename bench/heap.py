@@ -34,11 +34,12 @@ from torch import Tensor
 from tqdm import tqdm
 
 from bench import results
-from tests.jobs import run_job, train_job
-from tests.ranks import ROOT, RankError, run_ranks
 from titan.ranks import process
+from titan.testing.jobs import run_job, train_job
+from titan.testing.ranks import RankError, run_ranks
 
 ALLOCATORS = {"glibc": {}, "checked": {"LD_PRELOAD": "libc_malloc_debug.so.0", "MALLOC_CHECK_": "3"}}
+ROOT = Path(__file__).parents[1]
 TIMEOUT_S = 600.0
 SHOWN, WIDTH = 40, 160
 """Lines of a rank's stacks that the results keep, and characters of each."""

@@ -6,8 +6,8 @@
 
 tests/unit/test_prose.py holds these rules:
 
-- No sentence of README.md, CONTRIBUTING.md and docs/*.md has more than 30 words. Code blocks, tables and headings are
-  not counted; a span of inline code is one word.
+- No sentence of README.md, CONTRIBUTING.md and docs/**/*.md has more than 30 words. Code blocks, tables and headings
+  are not counted; a span of inline code is one word.
 - No name in titan/ and plugins/, no help text and no error message uses a word of the house metaphor.
 - The subject of a commit is `area: imperative object`, of at most 72 characters.
 
@@ -35,7 +35,7 @@ DEFINITIONS = (ast.FunctionDef, ast.AsyncFunctionDef, ast.ClassDef)
 
 def long_sentences(root: Path) -> Iterator[str]:
     """`file: number of words: sentence` for each sentence of the documentation with more than `MOST_WORDS` words."""
-    for file in (root / "README.md", root / "CONTRIBUTING.md", *sorted(root.glob("docs/*.md"))):
+    for file in (root / "README.md", root / "CONTRIBUTING.md", *sorted(root.glob("docs/**/*.md"))):
         for sentence in sentences(file.read_text()):
             if (words := count(sentence)) > MOST_WORDS:
                 yield f"{file.relative_to(root)}: {words} words: {sentence}"

@@ -1,4 +1,4 @@
-"""Writes tables of docs/benchmarks.md and docs/correctness.md from bench/results.
+"""Writes the tables of docs/benchmarks.md, correctness.md and communication.md from bench/results.
 
     python -m bench.tables [--check]
 
@@ -17,9 +17,21 @@ from statistics import mean, median
 from typing import Any
 
 from bench import results
-from bench.headlines import KINDS, context_rows, dispatch_ms, dispatch_ratio, headline, speeds, timings, turns_ms
+from bench.headlines import (
+    KINDS,
+    comm_rows,
+    context_rows,
+    dispatch_ms,
+    dispatch_ratio,
+    headline,
+    speeds,
+    timings,
+    turns_ms,
+)
 
-PAGES = tuple(Path(__file__).parents[1] / "docs" / name for name in ("benchmarks.md", "correctness.md"))
+PAGES = tuple(
+    Path(__file__).parents[1] / "docs" / name for name in ("benchmarks.md", "correctness.md", "communication.md")
+)
 PLACE = re.compile(r"(<!-- table: ([\w-]+) -->\n).*?(<!-- end -->)", re.DOTALL)
 APART = 0.1
 """Relative difference of two measured step times above which their order is said to count."""
@@ -163,9 +175,20 @@ def _layouts(found: Found) -> str:
     return _table(["layout", "loss", "gradient norm"], cells)
 
 
+def _comm(found: Found) -> str:
+    head = ["method", "ranks", "MB per step and rank", "share of all-reduce", "training loss", "validation loss",
+            "above all-reduce", "step time, relative"]  # fmt: skip
+    rows = [
+        [name, row["ranks"], f"{row['bytes'] / 1e6:.3g}", f"{row['share']:.3g}", f"{row['loss']:.3f}",
+         f"{row['validation']:.3f}", f"{row['further']:+.3f}", f"{row['time']:.2f}"]
+        for name, row in comm_rows(found).items()
+    ]  # fmt: skip
+    return _table(head, rows) + f"\nOver {found['steps']} steps.\n"
+
+
 TABLES: Mapping[str, Callable[[Found], str]] = {
     "overhead": _overhead, "planning": _planning, "doctor": _doctor, "dispatch": _dispatch, "turns": _turns,
-    "transformers": _transformers, "layouts": _layouts, "context": _context,
+    "transformers": _transformers, "layouts": _layouts, "context": _context, "comm": _comm,
 }  # fmt: skip
 """Name of a table -> what is made of the newest result of that kind."""
 

@@ -17,8 +17,8 @@ import transformers
 from tqdm import tqdm
 
 from bench import results
-from tests.jobs import deviations
 from tests.transformers_curve import CASES, LAYOUTS, STEPS, Reference, runs
+from titan.testing.jobs import deviations
 
 
 def main() -> None:

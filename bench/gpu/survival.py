@@ -6,8 +6,8 @@ from bench.gpu import jobs, reference
 from bench.gpu.jobs import Keys
 from bench.gpu.records import Row
 from bench.gpu.setting import Setting
-from tests.jobs import saved_tensors
 from titan.errors import EXIT_DONE, EXIT_FAILED, EXIT_PREEMPTED
+from titan.testing.jobs import saved_tensors
 
 STOP, NAN = 8, 13
 """The step before which SIGTERM comes, and the step whose gradient is spoilt."""

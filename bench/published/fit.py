@@ -12,7 +12,7 @@ from dataclasses import dataclass, replace
 from typing import Any, ClassVar
 
 from titan.contracts.base.cost import Costs
-from titan.contracts.base.mesh import Layout
+from titan.contracts.base.layout import Layout
 from titan.planner.machine.cluster import Cluster
 from titan.planner.step.predict import Planner, Prediction
 from titan.planner.step.steady_state import Steps

@@ -15,7 +15,7 @@ from titan.contracts.base.cost import (
     Region,
     SavedTensor,
 )  # fmt: skip
-from titan.contracts.base.mesh import Axis, Layout
+from titan.contracts.base.layout import Axis, Layout
 
 from .describe import Framework
 from .rows import Row, Skip

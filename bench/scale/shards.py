@@ -13,7 +13,6 @@ from collections import Counter
 from pathlib import Path
 from typing import Any
 
-from tests.ranks import run_ranks
 from titan.config import load_job
 from titan.data.samples.loader import Loader
 from titan.data.samples.samples import Samples
@@ -22,6 +21,7 @@ from titan.data.tokens.shards import Shard, ShardWriter
 from titan.data.tokens.tokenize import SHARD_TOKENS
 from titan.ranks import process
 from titan.ranks.launch_env import launched_world_size
+from titan.testing.ranks import run_ranks
 from titan.training.build import open_data
 
 ROOT = Path(__file__).parents[2]
