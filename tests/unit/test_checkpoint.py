@@ -6,18 +6,18 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from torch import nn
-from torch.distributed.tensor import Replicate, Shard
-from torch.distributed.tensor.placement_types import _StridedShard
 
 from bench.mutations import reseal
 from tests.checkpoints import Toy, assert_same, checkpointer_of, copied, made, steps_in, train
 from tests.jobs import stored
 from titan.checkpoint import Own, rng_state, set_rng_state
 from titan.checkpoint.disk.index import DTYPES
-from titan.checkpoint.state import _behind, rejoin, separate
+from titan.checkpoint.state import Stacked, rejoin, separate
+from titan.checkpoint.storage import box_of, table_of
 from titan.checkpoint.techniques import without
 from titan.contracts import ModelPart
 from titan.errors import CheckpointError, PluginError
@@ -238,8 +238,12 @@ def test_a_list_keeps_what_is_beside_a_tensor_of_other_ranks() -> None:
     assert without(table, {"rest.techniques.t.elsewhere"}) == {"t": {"both": [elsewhere, 3.0], "value": 1}}
 
 
-def test_placements_behind_one_more_dimension() -> None:
-    """Of shards within shards too, which is how a matrix lies that tensor and data parallelism split along one side."""
-    assert [_behind(each) for each in (Shard(1), Replicate())] == [Shard(2), Replicate()]
-    found = _behind(_StridedShard(0, split_factor=2))
-    assert (type(found), found.dim, found.split_factor) == (_StridedShard, 1, 2)
+def test_a_tensor_of_its_own_has_a_box_among_those_of_other_ranks() -> None:
+    """Of a plain one and of one of no elements; and a table tells it from a plain tensor of the same shape."""
+    assert box_of(Stacked(torch.zeros(3, 5), 2, 4)) == ((2, 0, 0), (1, 3, 5))
+    assert box_of(Stacked(torch.zeros(0, 5), 2, 4)) == ((0, 0, 0), (4, 0, 5))
+    [block] = table_of({"model.own": Stacked(torch.zeros(5), 1, 3), "model.plain": torch.zeros(3, 5)})
+    assert json.loads(block.header) == [
+        ["model.own", "torch.float32", [3, 5], True], ["model.plain", "torch.float32", [3, 5]],
+    ]  # fmt: skip
+    assert np.frombuffer(block.boxes, np.int64).tolist() == [1, 0, 1, 5, 0, 0, 3, 5]

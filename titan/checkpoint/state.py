@@ -12,8 +12,6 @@ from typing import TYPE_CHECKING, Any, Literal, NamedTuple, TypeVar
 
 import torch
 from torch import Tensor
-from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.tensor import DTensor, Shard
 
 from titan.checkpoint.disk.index import MODEL, OPTIMIZER, REST
 from titan.contracts.base.mesh import Mesh
@@ -34,18 +32,17 @@ TENSOR, _OWN = "$tensor", "$own"
 class Snapshot:
     """One rank's state at one step.
 
-    tensors: what is saved, for shape and placement.  local: this rank's own values of each (a DTensor's shard).
+    tensors: what is saved, for shape and placement.  local: this rank's own values of each (a DTensor's shard; of one
+        that is stacked, [1, ...]).
     values: `NAME.SLOT` -> number, the part of the optimizer's state that is no tensor; of workers `WORKER.NAME.SLOT`.
     optimizer: its class, None without its state.  rest: the other state as JSON, tensors replaced by where they stand.
-    stacked: names of the tensors that are [ranks, ...] of tensors that each rank along an axis has of its own.
     """
 
-    tensors: Mapping[str, Tensor]
+    tensors: Mapping[str, Tensor | Stacked]
     local: Mapping[str, Tensor]
     values: Mapping[str, Any]
     optimizer: str | None
     rest: Any
-    stacked: frozenset[str] = frozenset()
 
 
 def model_tensors(parts: Iterable[ModelPart]) -> dict[str, list[Tensor]]:
@@ -215,8 +212,26 @@ class Place(NamedTuple):
     join: Literal["mean", "sum"]
 
 
+class Stacked(NamedTuple):
+    """A tensor [ranks, ...], seen from a rank that has one of these. own: that one, plain or a DTensor."""
+
+    own: Tensor
+    rank: int
+    ranks: int
+
+    @property
+    def shape(self) -> torch.Size:
+        """Of the whole."""
+        return torch.Size((self.ranks, *self.own.shape))
+
+    @property
+    def dtype(self) -> torch.dtype:
+        """Of all of them."""
+        return self.own.dtype
+
+
 class Stacks:
-    """Which tensors each rank along an axis has of its own, and all of these as one tensor, [ranks, ...].
+    """Which tensors each rank along an axis has of its own; a checkpoint has them as one, [ranks, ...].
 
     With an axis whose ranks have weights of their own: weights, optimizer state, and what techniques do not say is
     alike. On any mesh, what techniques say is each rank's.
@@ -224,7 +239,6 @@ class Stacks:
 
     def __init__(self, mesh: Mesh | None) -> None:
         self._mesh = mesh
-        self._meshes: dict[DeviceMesh | None, DeviceMesh] = {}
 
     def places(self, names: Iterable[str], techniques: Mapping[str, Any]) -> dict[str, Place]:
         """Name -> this rank's place, of those tensors that ranks have each of their own.
@@ -252,10 +266,12 @@ class Stacks:
                 at = f"mesh.{said.axis} = {mesh.layout.degree(said.axis)}"
                 what = f"mesh.{workers} = {mesh.layout.workers} gives ranks weights of their own; set one of them to 1"
                 raise PluginError(f"{name.removeprefix(REST)} is each rank's own along {at}, and {what}")
-            if not workers or said.axis == workers:
+            if not workers:
                 return Place(said.axis, mesh.at(said.axis), mesh.layout.degree(said.axis), said.join)
+            if said.axis == workers:
+                return Place(workers, mesh.worker, mesh.workers, said.join)
         if workers and not isinstance(said, Alike) and name.startswith((MODEL, OPTIMIZER, f"{REST}{TECHNIQUES}.")):
-            return Place(workers, mesh.at(workers), mesh.layout.workers, "mean")
+            return Place(workers, mesh.worker, mesh.workers, "mean")
         return None
 
     def numbered(self, name: str, workers: int | None = None) -> str:
@@ -263,28 +279,9 @@ class Stacks:
 
         workers: that have saved it; the first one's, where they are not as many as there are now.
         """
-        now = 1 if self._mesh is None else self._mesh.layout.workers
-        place = self._mesh.at(self._mesh.layout.worker_axis) if self._mesh and workers in (None, now) else 0
+        now = 1 if self._mesh is None else self._mesh.workers
+        place = self._mesh.worker if self._mesh and workers in (None, now) else 0
         return f"{place}.{name}" if (now if workers is None else workers) > 1 else name
-
-    def stack(self, tensor: Tensor, axis: str) -> Tensor:
-        """[ranks along the axis, ...], of which this rank has its own; shares the values of `tensor`."""
-        assert self._mesh is not None
-        over = tensor.device_mesh if isinstance(tensor, DTensor) else None
-        placements = [_behind(placement) for placement in tensor.placements] if isinstance(tensor, DTensor) else []
-        names = (over.mesh_dim_names or ()) if over is not None else ()
-        if axis in names:  # said to be copies along it
-            mesh, placements[names.index(axis)] = over, Shard(0)
-        else:
-            if over not in self._meshes:
-                along = self._mesh[axis]
-                self._meshes[over] = along if over is None else DeviceMesh._concatenate([along, over])
-            mesh, placements = self._meshes[over], [Shard(0), *placements]
-        shape, stride = (self._mesh.layout.degree(axis), *tensor.shape), (tensor.numel(), *tensor.stride())
-        local = tensor.to_local() if isinstance(tensor, DTensor) else tensor
-        return DTensor.from_local(
-            local[None], mesh, placements, run_check=False, shape=torch.Size(shape), stride=stride
-        )  # fmt: skip
 
 
 def _said(state: Any, path: str) -> Iterator[tuple[str, PerRank | Alike]]:
@@ -296,29 +293,20 @@ def _said(state: Any, path: str) -> Iterator[tuple[str, PerRank | Alike]]:
             yield from _said(value, f"{path}.{key}")
 
 
-def _behind(placement: Any) -> Any:
-    """The same placement of a tensor that has got one more dimension before its others."""
-    if not placement.is_shard() and not hasattr(placement, "split_factor"):
-        return placement
-    factor = {"split_factor": placement.split_factor} if hasattr(placement, "split_factor") else {}
-    return type(placement)(placement.dim + 1, **factor)
-
-
 def collect(
     parts: Sequence[ModelPart], optimizer: torch.optim.Optimizer, rest: Any, rank: int, stacks: Stacks | None = None
 ) -> Snapshot:
     """This rank's state as it is now; nothing is copied, so it holds only until training goes on."""
-    tensors = firsts(model_tensors(parts))
     slots, values = optimizer_state(parts, optimizer)
     plain, others = separate(rest, rank)
-    tensors |= slots | others
+    tensors = firsts(model_tensors(parts)) | slots | others
     stacks = stacks or Stacks(None)
     places = stacks.places(tensors, rest.get(TECHNIQUES, {}))
-    stacked = {name: stacks.stack(tensors[name], place.axis) for name, place in places.items() if place.ranks > 1}
-    tensors |= stacked
-    local = {name: _local(tensor) for name, tensor in tensors.items()}
+    stacked = {name: place for name, place in places.items() if place.ranks > 1}
+    local = {name: _local(tensor)[None] if name in stacked else _local(tensor) for name, tensor in tensors.items()}
     values = {stacks.numbered(name): value for name, value in values.items()}
-    return Snapshot(tensors, local, values, type(optimizer).__name__, plain, frozenset(stacked))
+    united = tensors | {name: Stacked(tensors[name], place.rank, place.ranks) for name, place in stacked.items()}
+    return Snapshot(united, local, values, type(optimizer).__name__, plain)
 
 
 def _local(tensor: Tensor) -> Tensor:

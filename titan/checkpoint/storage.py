@@ -11,8 +11,9 @@ import hashlib
 import io
 import itertools
 import json
+import math
 import os
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import IO, Any, BinaryIO, cast
@@ -29,6 +30,7 @@ from titan.checkpoint.disk.payload import Window, read_tensor
 from titan.checkpoint.disk.plain import size_of
 from titan.checkpoint.disk.plan import Block, SavePlan, Table, Written
 from titan.checkpoint.ranks import Ranks
+from titan.checkpoint.state import Stacked
 from titan.contracts.base.sharding import slice_of
 from titan.errors import CheckpointError
 
@@ -46,16 +48,14 @@ class Planner:
         self.plan: SavePlan | None = None
         """On rank 0."""
 
-    def choose(self, tensors: Mapping[str, Tensor], stacked: Collection[str] = ()) -> list[str]:
+    def choose(self, tensors: Mapping[str, Tensor | Stacked]) -> list[str]:
         """The names of the tensors of which this rank writes its part. Called by all ranks together.
-
-        stacked: those of which each rank along an axis has one of its own, [ranks, ...] together.
 
         Raises:
             RankFailure: the tensors of the ranks do not make up whole ones.
         """
         ranks = self._ranks
-        table = ranks.each(lambda: table_of(tensors, stacked))
+        table = ranks.each(lambda: table_of(tensors))
         if not all(ranks.gather(table == self._table)):
             tables = ranks.gather_first(table)
             self.plan = ranks.each(lambda: plans.make(tables) if ranks.rank == 0 else None)
@@ -65,13 +65,14 @@ class Planner:
         return [names[number] for number in self._mine]
 
 
-def table_of(tensors: Mapping[str, Tensor], stacked: Collection[str] = ()) -> Table:
+def table_of(tensors: Mapping[str, Tensor | Stacked]) -> Table:
     """Names, types, shapes and this rank's part of each tensor, plain or DTensor; in the order given."""
     known: dict[Any, list[int]] = {}
 
-    def numbers(tensor: Tensor) -> list[int]:
+    def numbers(tensor: Tensor | Stacked) -> list[int]:
         # Many tensors are sharded alike, and PyTorch takes 0.1 ms to say how.
-        key = tensor.shape, getattr(tensor, "device_mesh", None), getattr(tensor, "placements", None)
+        own, rank = (tensor.own, tensor.rank) if isinstance(tensor, Stacked) else (tensor, None)
+        key = tensor.shape, rank, getattr(own, "device_mesh", None), getattr(own, "placements", None)
         if key not in known:
             offsets, sizes = box_of(tensor)
             known[key] = [*offsets, *sizes]
@@ -80,7 +81,7 @@ def table_of(tensors: Mapping[str, Tensor], stacked: Collection[str] = ()) -> Ta
     blocks = []
     for _, names in itertools.groupby(tensors, key=_block_of):
         some = {name: tensors[name] for name in names}
-        header = [[name, str(t.dtype), list(t.shape), *[True] * (name in stacked)] for name, t in some.items()]
+        header = [[name, str(t.dtype), list(t.shape), *[True] * isinstance(t, Stacked)] for name, t in some.items()]
         boxes = [number for tensor in some.values() for number in numbers(tensor)]
         blocks.append(Block(json.dumps(header).encode(), np.array(boxes, np.int64).tobytes()))
     return tuple(blocks)
@@ -91,7 +92,7 @@ def _block_of(name: str) -> str:
     return ".".join(name.split(".")[: 2 if name.startswith(REST) else 1])
 
 
-def box_of(tensor: Tensor) -> tuple[tuple[int, ...], tuple[int, ...]]:
+def box_of(tensor: Tensor | Stacked) -> tuple[tuple[int, ...], tuple[int, ...]]:
     """(offsets, sizes) of this rank's part of a tensor; of a tensor without elements, all of it.
 
     PyTorch's own `__create_chunk_list__` names other rows than a rank holds where FSDP shards uneven slices of tensor
@@ -100,20 +101,23 @@ def box_of(tensor: Tensor) -> tuple[tuple[int, ...], tuple[int, ...]]:
     Raises:
         CheckpointError: what the rank holds is not what its placements say.
     """
+    if isinstance(tensor, Stacked):
+        offsets, sizes = box_of(tensor.own)
+        return ((tensor.rank, *offsets), (1, *sizes)) if tensor.own.numel() else ((0, *offsets), tuple(tensor.shape))
     if not tensor.numel() or not isinstance(tensor, DTensor):
         return (0,) * tensor.ndim, tuple(tensor.shape)
     part, held = slice_of(torch.empty(tensor.shape, device="meta"), tensor), tensor.to_local().shape
     if part.shape != held:
         raise CheckpointError(f"a rank holds {list(held)} of a tensor, but its placements give it {list(part.shape)}")
-    offsets, left = [], int(part.storage_offset())
+    firsts, left = [], int(part.storage_offset())
     for stride in part.stride():
         at, left = divmod(left, stride)
-        offsets.append(at)
-    return tuple(offsets), tuple(part.shape)
+        firsts.append(at)
+    return tuple(firsts), tuple(part.shape)
 
 
 def write(
-    path: Path, rank: int, names: Sequence[str], tensors: Mapping[str, Tensor], local: Mapping[str, Tensor]
+    path: Path, rank: int, names: Sequence[str], tensors: Mapping[str, Tensor | Stacked], local: Mapping[str, Tensor]
 ) -> Written:
     """Write this rank's part of the tensors of these names; the data is on disk when it returns.
 
@@ -137,9 +141,9 @@ def write(
     return Written(files, places)
 
 
-def _whole_storage(values: Tensor, tensor: Tensor) -> Tensor:
+def _whole_storage(values: Tensor, tensor: Tensor | Stacked) -> Tensor:
     """Values on the CPU that fill their storage: torch.save writes the storage, not the view."""
-    if not tensor.numel():
+    if not math.prod(tensor.shape):
         return torch.empty(tensor.shape, dtype=tensor.dtype)  # a sharded one is stored whole
     values = values.detach().cpu().contiguous()
     return values if values.untyped_storage().nbytes() == values.nbytes else values.clone()

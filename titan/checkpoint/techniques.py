@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 
 from titan.checkpoint.disk.index import MODEL, OPTIMIZER, REST
-from titan.checkpoint.state import TECHNIQUES, TENSOR, Snapshot, separate
+from titan.checkpoint.state import TECHNIQUES, TENSOR, Snapshot, Stacked, separate
 from titan.checkpoint.storage import box_of
 from titan.errors import CheckpointError
 
@@ -60,17 +60,21 @@ def _told_apart(snapshot: Snapshot) -> Iterator[str]:
     for name, tensor in snapshot.tensors.items():
         if name.startswith(f"{PREFIX}.") and snapshot.local[name].numel():
             yield name
-        elif name.startswith(OPTIMIZER) and tensor.ndim and not _is_sharded(tensor):
+        elif name.startswith(OPTIMIZER) and _own(tensor).ndim and not _is_sharded(tensor):
             parameter = name.removeprefix(OPTIMIZER).rpartition(".")[0]
             if _is_sharded(snapshot.tensors[MODEL + parameter]):
                 yield name
 
 
-def _is_sharded(tensor: Tensor) -> bool:
-    return hasattr(tensor, "to_local")
+def _own(tensor: Tensor | Stacked) -> Tensor:
+    return tensor.own if isinstance(tensor, Stacked) else tensor
 
 
-def _print(tensor: Tensor, values: Tensor) -> Print:
+def _is_sharded(tensor: Tensor | Stacked) -> bool:
+    return hasattr(_own(tensor), "to_local")
+
+
+def _print(tensor: Tensor | Stacked, values: Tensor) -> Print:
     offsets, _ = box_of(tensor)
     digest = hashlib.blake2b(f"{values.dtype} {list(values.shape)}".encode(), digest_size=16)
     digest.update(values.detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy().data)
