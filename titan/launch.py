@@ -92,7 +92,8 @@ def _launch(words: list[str], place: LaunchEnv, restarts: int) -> int:
             f'MAX_RESTARTS = {restarts}: restarts need checkpoints; set [checkpoint] enabled = true and resume = "auto"'
         )
         raise ConfigError([ConfigIssue("environment", what)])
-    return start(_train, words, place, restarts, job.folder / "logs", fork_with=("titan.train",))
+    logs, expendable = job.folder / "logs", job.expendable
+    return start(_train, words, place, restarts, logs, fork_with=("titan.train",), expendable=expendable)
 
 
 if __name__ == "__main__":

@@ -2,6 +2,7 @@
 
 import shutil
 from collections.abc import Iterable
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -11,8 +12,9 @@ from torch import Tensor, nn
 from tests.contract.test_guests import GUESTS
 from tests.dist.test_local_steps import assert_same_losses_and_weights
 from tests.dist.test_nonfinite import SKIP, inject_nan
-from tests.jobs import LLAMA, SAVING, mesh
+from tests.jobs import LLAMA, SAVING, mesh, stored
 from tests.signals import end, job, launch
+from titan.checkpoint import storage
 from titan.config import load_job
 from titan.contracts import NamedParameter
 from titan.errors import ConfigError
@@ -23,7 +25,8 @@ from titan.testing.ranks import RankError
 FREE = ("--train.grad_clip", "0")
 SGD = ("--optimizer.name", "sgd", "--optimizer.lr", "0.1", "--optimizer.momentum", "0.9")
 STATE = "rest.techniques.parameter_server.optimizer."
-STRAGGLER = ("--plugins.path", str(Path(__file__).parents[1] / "plugins" / "straggler.py"))
+PLUGINS = Path(__file__).parents[1] / "plugins"
+STRAGGLER = ("--plugins.path", str(PLUGINS / "straggler.py"))
 
 
 def serving(servers: int = 1, staleness: int = 0) -> list[str]:
@@ -168,11 +171,99 @@ def test_optimizers_that_servers_cannot_have_are_refused(tmp_path: Path) -> None
         train_job(tmp_path, 4, *muon)
 
 
-def test_a_worker_that_dies_costs_the_steps_since_the_last_save(tmp_path: Path) -> None:
+def test_a_server_that_dies_costs_the_steps_since_the_last_save(tmp_path: Path) -> None:
     """The launcher ends the other ranks, whose threads wait for it, and begins again from the newest checkpoint."""
     once = str(tmp_path / "once")
     words = [*mesh(worker=2), *serving(1, 1), "--checkpoint.every", "2", "--checkpoint.async", "false"]
-    argv = job(tmp_path, *words, rank=1, step=4, signal="SIGKILL", once=once)
+    argv = job(tmp_path, *words, rank=0, step=4, signal="SIGKILL", once=once)
     code, said = end(launch(argv, NPROC=2, MAX_RESTARTS=1))
-    assert code == 0 and "rank 1 was killed by SIGKILL" in said, said
+    assert code == 0 and "rank 0 was killed by SIGKILL" in said, said
     assert "step-00000002, step 2" in said and sorted(read_rows(tmp_path / "run")) == list(range(1, 11))
+
+
+def _of_each_worker(path: Path, name: str) -> list[Tensor]:
+    index = stored(path)
+    entry = index.tensors[name]
+    found = []
+    for one in [entry.of(worker) for worker in range(entry.shape[0])] if entry.stacked else [entry]:
+        tensor = torch.empty(one.shape)
+        storage.read(path, {name: tensor}, replace(index, tensors={name: one}))
+        found.append(tensor)
+    return found
+
+
+@pytest.mark.parametrize(
+    ("words", "servers", "of_one", "left"),
+    [(mesh(worker=4), 2, "rank 3", 3), (mesh(worker=2, tp=2), 1, "ranks 2, 3", 1)],
+    ids=["workers of a rank", "a worker of two ranks"],
+)
+def test_a_worker_that_dies_is_gone_and_not_the_run(
+    words: list[str], servers: int, of_one: str, left: int, tmp_path: Path
+) -> None:
+    """Its last rank is killed before step 4 of 10, while a save is in flight: the others validate and save, and end.
+
+    All samples are validated, on the weights that are saved, and the run comes back at another layout.
+    """
+    text = ("--validation.name", "text", "--validation.path", str(tmp_path / "text"), "--validation.samples", "0")
+    saves = ("--checkpoint.every", "2", "--validation.every", "10", *text)
+    argv = job(tmp_path, *words, *serving(servers, 1), *saves, rank=3, step=4, signal="SIGKILL")
+    code, said = end(launch(argv, NPROC=4))
+    workers = int(words[words.index("--mesh.worker") + 1])
+    assert code == 0 and f"the run goes on without its worker, {of_one}" in said, said
+    assert f"worker {workers - 1} of {workers} is gone; the run goes on with {left}, without their samples" in said
+    rows = read_rows(tmp_path / "run")
+    assert sorted(rows) == list(range(1, 11))
+    whole = 8 * 16
+    assert rows[10]["tokens"] - rows[9]["tokens"] == whole * left / workers
+    path = tmp_path / "run" / "checkpoints" / "step-00000010"
+    first, *others = _of_each_worker(path, "model.norm.weight")
+    assert len(others) == left - 1 and all(torch.equal(first, other) for other in others)
+    unchanged = ("--optimizer.lr", "1e-30", "--train.steps", "1", "--validation.every", "1")
+    one = train_job(tmp_path, 1, "--checkpoint.init_from", str(path), *unchanged, *text, name="one")
+    assert rows[10]["validation_loss"] == pytest.approx(one.rows[1]["validation_loss"], rel=1e-6)
+    again = [*argv, "--train.steps", "12", "--mesh.worker", "2", "--mesh.tp", "1", *serving(1, 1)]
+    code, said = end(launch([*again, "--plugins.send_signal.step", "99"], NPROC=2))
+    assert code == 0 and "step-00000010, step 10" in said and max(read_rows(tmp_path / "run")) == 12, said
+
+
+def test_no_worker_goes_on_while_a_rank_copies_what_is_saved(tmp_path: Path) -> None:
+    """Its pushes would change what another rank is copying."""
+    slow = ["--plugins.path", str(PLUGINS / "slow_copy.py"), "--plugins.slow_copy.at", "2"]
+    words = [*mesh(worker=2), *serving(1, 2), *slow, *SAVING, "--checkpoint.every", "2", "--train.steps", "4"]
+    assert sorted(train_job(tmp_path, 2, *words).rows) == [1, 2, 3, 4]
+
+
+def test_nobody_waits_for_a_worker_that_is_gone() -> None:
+    """At staleness 1, also one that dies before anybody has pushed; the last answer that others wait for is given."""
+    order = Order(3, 1)
+    assert list(order.lose(2)) == [("lose", 2)]
+    assert _said(order, [(0, 8), (0, 9)], 1) == [["add 0", "update 0", "answer 0"], ["add 0", "update 0"]]
+    assert list(order.lose(1)) == [("lose", 1), ("answer", 0)]
+    assert order.clocks == {0: 9} and not order.waiting
+
+
+def test_a_push_that_did_not_come_whole_counts_as_zeros_and_fewer_workers_push_at_a_larger_rate() -> None:
+    """Of 4 workers, one that a rank of the server has not heard of before it died; then rates of lr / 3."""
+    flat = torch.ones(2)
+    named = NamedParameter("w", nn.Parameter(flat), "vector", False)
+    rates: list[int] = []
+
+    def rate(step: int) -> float:
+        rates.append(step)
+        return 1.0
+
+    server = _Alone([named], lambda given: torch.optim.SGD([one.parameter for one in given], 3.0), flat, 4, rate, (3,))
+    server.allocate()
+    with torch.no_grad():
+        for arrival in (Arrival(0, 7, 1), Arrival(3, -1)):
+            server.flats[arrival.worker].fill_(0.5)
+            server.arrive(arrival)
+        for what, worker in (("add", 0), ("update", 0), ("answer", 0), ("add", 3), ("update", 3), ("lose", 3)):
+            server.do(what, worker)  # type: ignore[arg-type]
+        torch.testing.assert_close(flat, torch.ones(2) - 3 / 4 * 0.5)
+        server.flats[1].fill_(1.0)
+        server.arrive(Arrival(1, 9, 1))
+        for what in ("add", "update", "answer"):
+            server.do(what, 1)  # type: ignore[arg-type]
+        torch.testing.assert_close(flat, torch.ones(2) - 3 / 4 * 0.5 - 3 / 3)
+    assert server.gone == {3} and rates == [7, 7, 9]

@@ -178,6 +178,22 @@ class Checkpointer:
         self._writer = Thread(target=write, args=(step, snapshot, began), name="checkpoint", daemon=True)
         self._writer.start()
 
+    def go_on_with(self, ranks: Sequence[int]) -> None:
+        """Go on with these ranks alone, as the others are gone; called by each of them.
+
+        A save in flight may have failed for want of the others. That is told, and its files are removed.
+        """
+        try:
+            self.wait()
+        except CheckpointError as failure:
+            log.warning(str(failure))
+        self._ranks.go_on_with(ranks)
+        self._ranks.first(self._sweep)
+
+    def _sweep(self) -> None:
+        self._held()
+        folders.tidy(self.folder)
+
     def wait(self) -> None:
         """Return when no save is in flight.
 
@@ -222,7 +238,7 @@ class Checkpointer:
             everyone = ranks.gather_first(ranks.each(lambda: techniques.given(snapshot)))
             tables = ranks.each(lambda: techniques.united(everyone))
             path = ranks.first(lambda: self._begin(step))
-            names = self._planner.choose(snapshot.tensors, snapshot.stacked)
+            names = self._planner.choose(snapshot.tensors)
             written = ranks.each(lambda: storage.write(path, ranks.rank, names, snapshot.tensors, snapshot.local))
             all_written = ranks.gather_first(written)
             values = {name: value for one in ranks.gather_first(snapshot.values) for name, value in one.items()}
@@ -232,6 +248,7 @@ class Checkpointer:
         except RankFailure as failure:
             raise CheckpointError(self._give_up_together(step, str(failure), failure.disk_full)) from failure
         except RuntimeError as error:  # torch's word for a rank that died or is late
+            ranks.leave()
             raise CheckpointError(f"saving step {step} to {self.folder} failed: {_first_line(error)}") from error
 
     def _begin(self, step: int) -> Path:
@@ -289,6 +306,7 @@ class Checkpointer:
         except RankFailure as failure:
             then = f"sweeping failed: {failure}"
         except RuntimeError as error:
+            self._ranks.leave()
             then = f"another rank was lost: {_first_line(error)}"
         return f"saving step {step} to {self.folder} failed: {told}; then {then}"
 

@@ -1,15 +1,20 @@
 """Collectives of a checkpoint's save or load: a failure on one rank is raised on all, so that none hangs."""
 
+import contextlib
 import errno
 from collections.abc import Callable, Sequence
 from datetime import timedelta
 from typing import Any, TypeVar, cast
 
+import torch
 import torch.distributed as dist
 
 from titan.errors import CheckpointError, UnreadableError
 
 T = TypeVar("T")
+
+LAST = 1
+"""Tag of a message that is never sent."""
 
 _FULL = {errno.ENOSPC, errno.EDQUOT, errno.EFBIG}
 
@@ -34,8 +39,41 @@ class Ranks:
 
     def __init__(self, rank: int, size: int, patience: float = 1800.0) -> None:
         self.rank, self.size = rank, size
-        wait = timedelta(seconds=patience)
-        self.group = dist.new_group(backend="gloo", timeout=wait) if dist.is_initialized() else None
+        self._wait = timedelta(seconds=patience)
+        self._group = dist.new_group(backend="gloo", timeout=self._wait) if dist.is_initialized() else None
+        self._left = False
+        self._former: list[dist.ProcessGroup | None] = []
+
+    @property
+    def group(self) -> dist.ProcessGroup | None:
+        """Of all of them; None: this rank is alone.
+
+        Raises:
+            RuntimeError: this rank has left.
+        """
+        if self._left:
+            raise RuntimeError("this rank has left the group for checkpoints")
+        return self._group
+
+    def leave(self) -> None:
+        """After a collective failed, as a rank is gone: close the connections, so that all others fail too.
+
+        They would wait for this rank, as long as their patience lasts. Gloo closes all connections of a group where a
+        receive is late. Nobody sends what is waited for here. To destroy the group would close them too, but it waits,
+        holding the GIL, for a thread that may need the GIL to end (2.13).
+        """
+        for neighbor in {(self.rank + 1) % self.size, (self.rank - 1) % self.size} - {self.rank}:
+            with contextlib.suppress(RuntimeError):
+                late = dist.irecv(torch.empty(1), group=self.group, group_src=neighbor, tag=LAST)
+                assert late is not None
+                late.wait(timedelta(milliseconds=1))
+        self._left = True
+
+    def go_on_with(self, ranks: Sequence[int]) -> None:
+        """From now on only these, rank 0 among them; called by each of them. They are counted anew, in this order."""
+        self._former.append(self._group)  # see `leave`
+        self._group = dist.new_group(list(ranks), self._wait, backend="gloo")
+        self.rank, self.size, self._left = dist.get_rank(self._group), len(ranks), False
 
     def gather(self, value: T) -> list[T]:
         """Everybody's value, by rank, on all ranks."""

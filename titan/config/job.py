@@ -91,6 +91,18 @@ class Job:
         return facts
 
     @cached_property
+    def expendable(self) -> list[frozenset[int]]:
+        """The ranks of each worker that may die without ending the run."""
+        axis = self.layout.worker_axis
+        if not (axis and self.stating("own_pace")):
+            return []
+        ranks: dict[int, list[int]] = {}
+        for rank in range(self.layout.world_size):
+            ranks.setdefault(self.layout.coordinate(rank)[axis], []).append(rank)
+        workers = {worker for one in self.techniques for worker in answer(one, "expendable", tuple, self)}
+        return [frozenset(ranks[worker]) for worker in sorted(workers)]
+
+    @cached_property
     def precision(self) -> Precision:
         """The run's precision as the techniques that are on change it."""
         precision = Precision()

@@ -22,7 +22,7 @@ for `batch` and `cost`, by phase first.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, ClassVar, Literal, Protocol
 
@@ -211,6 +211,14 @@ class Technique(Plugin):
         """
         return precision
 
+    def expendable(self, job: Job) -> tuple[int, ...]:
+        """Workers, by their place along the axis with weights of their own, that may die without ending the run.
+
+        Called in every process that loads the job, where the technique states `own_pace`. The first worker is none of
+        them. Needs no process group. See `meet`.
+        """
+        return ()
+
     def cost(self, costs: Costs, job: Job) -> Costs:
         """The cost of a step as this technique changes it: a copy made by `dataclasses.replace`, or `costs` itself.
 
@@ -329,13 +337,17 @@ class Technique(Plugin):
         metrics, validation and saving.
         """
 
-    def meet(self, step: int) -> None:
+    def meet(self, step: int) -> Collection[int] | None:
         """All ranks have done step `step`, and are about to validate, to save, or to end.
 
         Called only where a technique states `own_pace`, before each of these: the first point since the last one where
         workers may wait for each other, and where collectives over all ranks are allowed. Weights may be changed here,
         the same way on every rank that has them.
+
+        Returns the `expendable` workers that have died so far, as the ranks of the first worker know; what rank 0 says
+        counts. The host goes on without them: `context.mesh` reduces over the workers that are there.
         """
+        return None
 
     def measure(self) -> Mapping[str, Tensor | None]:
         """What this rank adds to the row of the step just done: each name in `measures` -> a value, or None.

@@ -1,4 +1,5 @@
-"""Reports the failure of a rank: each error is printed once, and all ranks learn which rank failed first.
+"""Reports the failure of a rank: each error is printed once, and all ranks learn which rank failed first. Some failures
+do not end the run: those of workers that are `Expendable`.
 
 The ranks agree by a store. Functions that take one (`store`) take that of the process group, on a rank, or as the
 launcher serves it. They raise RuntimeError if the process that served the store is gone.
@@ -10,7 +11,7 @@ import os
 import socket
 import time
 import traceback
-from collections.abc import Callable
+from collections.abc import Callable, Collection, Iterable, Sequence
 from datetime import timedelta
 from threading import Thread
 from typing import TypeVar
@@ -191,6 +192,27 @@ def first(store: Store) -> int | None:
     return int(store.get(key)) if store.check([key]) else None
 
 
+def begin(store: Store) -> None:
+    """Tell that all ranks have begun to train: from now on the run may lose workers that are expendable."""
+    _whole(store).set(_key("begun"), "")
+
+
+def begun(store: Store) -> bool:
+    """Whether all ranks have begun to train."""
+    return bool(_whole(store).check([_key("begun")]))
+
+
+def agreed(store: Store, meeting: int, rank: int, gone: Collection[int]) -> list[int]:
+    """At a meeting: the workers that are gone, as rank 0 says, which hears of them; waits for rank 0.
+
+    meeting: its number.
+    """
+    key = f"gone at meeting {meeting}"
+    if rank == 0:
+        store.set(key, " ".join(map(str, sorted(gone))))
+    return [int(worker) for worker in store.get(key).split()]
+
+
 def _claim(store: Store, text: str, rank: int) -> bool:
     """Whether this rank is to print an error, as the first that asks of all ranks with the same text."""
     return int(_whole(store).compare_set(_key("printer", text), "", str(rank))) == rank
@@ -235,3 +257,47 @@ def _whole(store: Store) -> Store:
 def _key(what: str, text: str = "") -> str:
     digest = f" {hashlib.sha256(text.encode(errors='replace')).hexdigest()}" if text else ""
     return f"{attempt()}/{what}{digest}"
+
+
+# --- workers that a run can lose --------------------------------------------------------------------------------------
+
+
+class Expendable:
+    """The ranks of each worker that may die without ending the run, once all ranks have begun to train.
+
+    A worker is lost whole: the ranks of one need each other in every step.
+    """
+
+    def __init__(self, workers: Sequence[frozenset[int]] = ()) -> None:
+        self.lost: set[int] = set()
+        """The ranks of workers that are gone."""
+        self._worker_of = {rank: worker for worker in workers for rank in worker}
+
+    def __bool__(self) -> bool:
+        return bool(self._worker_of)
+
+    def lose(self, ranks: Iterable[int], cause: object, store: Store | None) -> bool:
+        """Whether the run goes on without these ranks, which have died; says so once of each worker.
+
+        cause: how they died, for people.  store: where ranks tell that they have begun; None: it does not answer.
+        """
+        ranks = set(ranks) - self.lost
+        if not ranks:
+            return True
+        if not ranks <= self._worker_of.keys() or store is None or not _begun(store):
+            return False
+        for worker in {self._worker_of[rank] for rank in ranks}:
+            self.lost |= worker
+            say(f"warning: {cause}; the run goes on without its worker, {_named(sorted(worker))}")
+        return True
+
+
+def _begun(store: Store) -> bool:
+    try:
+        return begun(store)
+    except RuntimeError:
+        return False
+
+
+def _named(ranks: Sequence[int]) -> str:
+    return f"rank {ranks[0]}" if len(ranks) == 1 else f"ranks {', '.join(map(str, ranks))}"

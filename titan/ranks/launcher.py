@@ -9,6 +9,7 @@ from pathlib import Path
 
 from titan.errors import EXIT_FAILED, EXIT_PREEMPTED, EXIT_WRONG_INPUT, say
 from titan.ranks import rendezvous, slurm
+from titan.ranks.failure import Expendable
 from titan.ranks.launch_env import (
     LaunchEnv,
     cores,
@@ -57,11 +58,13 @@ def start(
     restarts: int = 0,
     logs: Path | None = None,
     fork_with: Sequence[str] = (),
+    expendable: Sequence[frozenset[int]] = (),
 ) -> int:
     """Run `sys.exit(entry(words))` as each rank of this node; the exit code of the run.
 
     logs: where ranks write theirs.  fork_with: modules that ranks need. Forked ranks find them imported; spawned ranks
-    inherit no module, so this process imports none for them.
+    inherit no module, so this process imports none for them.  expendable: the ranks of each worker that may die
+    without ending the run.
 
     Raises:
         TitanError: the nodes of the run do not find together.
@@ -73,7 +76,7 @@ def start(
         for module in ("torch._dynamo", *fork_with):  # every optimizer imports torch._dynamo
             importlib.import_module(module)
     with rendezvous.meet(place) as others:
-        children = RankProcesses(entry, words, place, forkable, others)
+        children = RankProcesses(entry, words, place, forkable, others, expendable=Expendable(expendable))
         return children.follow() if place.node else _lead(children, restarts, logs)
 
 
@@ -84,7 +87,7 @@ def _lead(children: RankProcesses, restarts: int, logs: Path | None) -> int:
             if attempt:
                 say(f"restart {attempt} of {restarts}: all ranks resume from the newest checkpoint")
             ended = children.lead()
-            code = verdict(ended, children.heard, children.lost, logs, children.explained)
+            code = verdict(ended, children.heard, children.missed, logs, children.explained)
             if children.stuck:
                 code = EXIT_FAILED
             if code != EXIT_FAILED or children.heard or children.lost or children.stuck:

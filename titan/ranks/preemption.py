@@ -83,11 +83,12 @@ class Preemption:
     """What asks the run to stop, agreed on by all ranks in the process group of all; `ask` and `due` around each step.
 
     max_minutes: since the command was started, on whichever rank's clock comes first; 0 for no limit.
+    group: the ranks that are to agree, in place of all.
     """
 
-    def __init__(self, world_size: int, max_minutes: float) -> None:
+    def __init__(self, world_size: int, max_minutes: float, group: dist.ProcessGroup | None = None) -> None:
         self._ends = float(os.environ.get(STARTED, _imported)) + 60 * max_minutes if max_minutes else float("inf")
-        self._alone = world_size == 1
+        self._alone, self._group = world_size == 1, group
         self._shared = torch.zeros(2, dtype=torch.int64)  # the gravest reason, and the longest step in us
         self._asked: dist.Work | None = None
         self._asked_at = time.monotonic()
@@ -102,7 +103,7 @@ class Preemption:
             self._shared[0] = self._mine()
         elif now or self._steps - self._asked_in >= self._every:
             self._shared[0], self._shared[1] = self._mine(), self._lap_us()
-            self._asked = dist.all_reduce(self._shared, dist.ReduceOp.MAX, async_op=True)
+            self._asked = dist.all_reduce(self._shared, dist.ReduceOp.MAX, self._group, async_op=True)
 
     def due(self) -> str:
         """After the step: the name of what asks the run to stop, the same on all ranks; empty to go on."""
@@ -143,8 +144,8 @@ class PacedPreemption(Preemption):
     """
 
     def __init__(self, mates: dist.ProcessGroup, store: Store, step: int, max_minutes: float) -> None:
-        super().__init__(mates.size(), max_minutes)
-        self._mates, self._store, self._step = mates, store, step
+        super().__init__(mates.size(), max_minutes, mates)
+        self._store, self._step = store, step
         self._seen = ""  # what the store had last: the last promised step, and the reason to stop after it
         self._reason = 0
         self._shared = torch.zeros(3, dtype=torch.int64)  # this worker's reason; the last step and the reason for it
@@ -152,9 +153,9 @@ class PacedPreemption(Preemption):
     def ask(self, *, now: bool = False) -> None:
         """Before a step: promise the next one, and begin to tell the ranks of this worker."""
         self._step += 1
-        last, why = self._promise() if self._mates.rank() == 0 else (0, 0)
+        last, why = self._promise() if dist.get_rank(self._group) == 0 else (0, 0)
         self._shared[0], self._shared[1], self._shared[2] = self._mine(), last, why
-        self._asked = dist.all_reduce(self._shared, dist.ReduceOp.MAX, self._mates, async_op=True)
+        self._asked = dist.all_reduce(self._shared, dist.ReduceOp.MAX, self._group, async_op=True)
 
     def due(self) -> str:
         """After the step: what asks the run to stop, after the same step on all workers; empty to go on."""

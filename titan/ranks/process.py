@@ -174,11 +174,26 @@ def set_timeouts(mesh: Mesh, timeout_s: float) -> None:
         dist.distributed_c10d._set_pg_timeout(timedelta(seconds=timeout_s), group)
 
 
+class _Peers:
+    """Whether some of this rank's peers have died, without whom the run has gone on."""
+
+    lost = False
+
+
+def lose_peers() -> None:
+    """Note that the run goes on without some ranks, for which NCCL would wait when this one leaves."""
+    _Peers.lost = True
+
+
 def leave() -> None:
     """Destroy the default process group, if this process has joined one.
 
     A rank 0 that serves the store and has failed lets the others ask it first, for a few seconds at most.
     """
     failure.let_others_ask()
-    if dist.is_initialized():
+    if not dist.is_initialized():
+        return
+    if _Peers.lost and torch.cuda.is_available():
+        dist.distributed_c10d._abort_process_group()
+    else:
         dist.destroy_process_group()

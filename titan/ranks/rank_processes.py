@@ -15,7 +15,7 @@ import signal
 import socket
 import sys
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from multiprocessing import connection, resource_tracker
 from multiprocessing.process import BaseProcess
@@ -27,6 +27,7 @@ from torch._C._distributed_c10d import Store
 
 from titan.errors import EXIT_DONE, EXIT_FAILED, EXIT_PREEMPTED, say
 from titan.ranks import failure, preemption
+from titan.ranks.failure import Expendable
 from titan.ranks.launch_env import LOCAL, Environment, LaunchEnv
 from titan.ranks.rendezvous import NodeLostError, Nodes, listen
 
@@ -77,6 +78,8 @@ class RankProcesses:
     folder. Once there are any, this process ends with `EXIT_FAILED`, whatever it is told to end with.
 
     explained: on node 0, the rank that failed first, if its error has been printed as a message.
+
+    expendable: workers whose death does not end the run.
     """
 
     entry: Entry
@@ -91,6 +94,8 @@ class RankProcesses:
     _told: connection.Connection | None = None
     _first_to_fail: int | None = None
     explained: int | None = None
+    expendable: Expendable = field(default_factory=Expendable)
+    _store: Store | None = None
 
     @contextlib.contextmanager
     def hearing(self) -> Iterator[None]:
@@ -116,7 +121,8 @@ class RankProcesses:
         """On node 0: all ranks of the run live once; how they ended: the rank that told the store first that it failed,
         then this node's in the order they ended, then those of other nodes.
 
-        Those that outlive a failed one are killed after `GRACE_S` and are not listed.
+        Those that outlive a failed one are killed after `GRACE_S` and are not listed, nor are those of workers that the
+        run has gone on without.
         """
         self._elsewhere.clear()
         with _listening(self.place) as listening:
@@ -127,12 +133,19 @@ class RankProcesses:
             if node not in self._elsewhere:
                 self._hear(node)
         all_ended = sum((self._elsewhere[node] for node in sorted(self._elsewhere)), ended)
-        return sorted(all_ended, key=lambda end: end.rank != self._first_to_fail)
+        kept = [end for end in all_ended if end.rank not in self.expendable.lost]
+        return sorted(kept, key=lambda end: end.rank != self._first_to_fail)
 
     @property
     def lost(self) -> list[int]:
         """On node 0: nodes whose launcher is gone."""
         return sorted(set(range(1, self.place.nodes)) - set(self.nodes.links))
+
+    @property
+    def missed(self) -> list[int]:
+        """Those of them without which the run does not go on."""
+        of_node = {node: range(node * self.place.ranks, (node + 1) * self.place.ranks) for node in self.lost}
+        return [node for node, ranks in of_node.items() if not self.expendable.lost.issuperset(ranks)]
 
     def follow(self) -> int:
         """On another node: do as node 0 says; the exit code of the run, which it says in the end.
@@ -154,11 +167,16 @@ class RankProcesses:
         with contextlib.ExitStack() as stack:
             stack.callback(self._kill)
             self._start(port)
-            store = None if listening is None else stack.enter_context(_store_served(listening))
+            self.expendable.lost.clear()
+            if listening is not None:
+                self._store = stack.enter_context(_store_served(listening))
+            elif self.expendable:
+                self._store = _store_of(self.place.host, port)
             ended = self._wait()
             self._hear_ranks()
-            if store is not None:
-                self._first_to_fail, self.explained = _first_to_fail(store)
+            if listening is not None and self._store is not None:
+                self._first_to_fail, self.explained = _first_to_fail(self._store)
+            self._store = None
             return ended
 
     def _start(self, port: int) -> None:
@@ -209,11 +227,19 @@ class RankProcesses:
                     lost |= self._hear(links.pop(handle))
                     continue
                 ended.append(self._end(running.pop(handle)))
-            if deadline is None and (lost or any(end.failed for end in ended)):
+                lost |= ended[-1].failed and not self._spare([ended[-1].rank], ended[-1])
+            if deadline is None and lost:
                 deadline = time.monotonic() + GRACE_S
                 if self.place.node == 0:
                     self.nodes.tell({"stop": True})
         return ended
+
+    def _spare(self, ranks: Iterable[int], cause: object) -> bool:
+        """Whether the run goes on without these ranks; then what this node has of their workers ends too."""
+        spared = self.expendable.lose(ranks, cause, self._store)
+        for rank in self.expendable.lost & self._processes.keys():
+            self._processes[rank].kill()
+        return spared
 
     def _end(self, rank: int) -> Ended:
         """How a rank ended that has closed its files, as a process does shortly before it is gone."""
@@ -233,13 +259,14 @@ class RankProcesses:
         try:
             said = self.nodes.hear(node)
         except NodeLostError:
-            return True
+            ranks = range(node * self.place.ranks, (node + 1) * self.place.ranks)
+            return not self._spare(ranks, f"the launcher of node {node} no longer responds")
         if "ended" not in said:
             return True
         self._elsewhere[node] = [Ended(rank, code) for rank, code in said["ended"]]
         self.heard |= set(said["heard"])
         self.stuck |= set(said["stuck"])
-        return any(end.failed for end in self._elsewhere[node])
+        return not all(self._spare([end.rank], end) for end in self._elsewhere[node] if end.failed)
 
 
 def _be_rank(entry: Entry, argv: list[str], environment: Environment, parent: int, tell: connection.Connection) -> None:
@@ -280,6 +307,15 @@ def _listening(place: LaunchEnv) -> socket.socket:
     """Where the store will be served. It listens before any rank starts, so the port is never free for others, and
     ranks that are early wait in its queue."""
     return listen(0) if place.nodes > 1 else socket.create_server((LOCAL, 0), backlog=128)
+
+
+def _store_of(host: str, port: int) -> Store | None:
+    """The store that node 0 serves; None where it does not."""
+    from torch.distributed import TCPStore  # type: ignore[attr-defined]
+
+    with contextlib.suppress(RuntimeError):
+        return TCPStore(host, port, is_master=False, wait_for_workers=False)
+    return None
 
 
 @contextlib.contextmanager

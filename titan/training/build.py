@@ -67,6 +67,8 @@ class Run(Core):
 
     whole: the state is that of a finished step.
     mates: where workers keep their own pace, the ranks of this rank's worker, for tensors in host memory; else None.
+    remaining: the ranks that are there, for tensors in host memory, once the run has lost workers; None: all are.
+    meetings: how often workers that keep their own pace have met.
     """
 
     loader: Loader
@@ -76,6 +78,8 @@ class Run(Core):
     lock: FolderLock
     validation_samples: Samples | None
     mates: dist.ProcessGroup | None
+    remaining: dist.ProcessGroup | None = None
+    meetings: int = 0
     dropped: int = 0
     saved: int = field(default=0)
     whole: bool = True

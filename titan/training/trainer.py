@@ -2,8 +2,10 @@
 
 import gc
 import time
+from collections.abc import Collection
 from contextlib import ExitStack, nullcontext
 from dataclasses import dataclass, replace
+from datetime import timedelta
 
 import torch
 import torch.distributed as dist
@@ -13,9 +15,9 @@ from titan.contracts import Batch
 from titan.contracts.layers.philox import row_seeds
 from titan.errors import CheckpointError, DivergedError, FolderError, PluginError
 from titan.log import log
-from titan.ranks.failure import tell
+from titan.ranks.failure import agreed, begin, tell
 from titan.ranks.preemption import PacedPreemption, Preemption
-from titan.ranks.process import set_timeouts
+from titan.ranks.process import lose_peers, set_timeouts
 from titan.training.build import Core, Run
 from titan.training.engine import valid_tokens
 from titan.training.gradients import clip, global_norm
@@ -44,6 +46,8 @@ def train(run: Run) -> str:
     try:
         set_timeouts(run.context.mesh, run.job.comm.init_timeout_s)
         preemption = _preemption(run)
+        if run.rank.number == 0 and run.job.expendable:
+            begin(dist.distributed_c10d._get_default_store())
         batches = iter(run.loader)
         while run.step < run.job.train.steps and not asked:
             preemption.ask(now=_pauses(run, run.step) or _pauses(run, run.step + 1))
@@ -84,7 +88,7 @@ def _finish(run: Run) -> str:
     save(run)
     if run.checkpointer is not None:
         run.checkpointer.wait()
-    preemption = Preemption(run.rank.world_size, run.job.run.max_minutes)
+    preemption = Preemption(run.rank.world_size, run.job.run.max_minutes, run.remaining)
     preemption.ask(now=True)
     return preemption.due()
 
@@ -97,8 +101,32 @@ def _check_state(run: Run) -> None:
 
 def _meet(run: Run) -> None:
     """Before all ranks do something together, where workers keep their own pace."""
-    for technique in run.context.techniques if run.mates is not None else ():
-        technique.meet(run.step)
+    if run.mates is None:
+        return
+    gone = {worker for technique in run.context.techniques for worker in technique.meet(run.step) or ()}
+    if run.job.expendable:
+        run.meetings += 1
+        store = dist.distributed_c10d._get_default_store()
+        _go_on_without(run, agreed(store, run.meetings, run.rank.number, gone))
+
+
+def _go_on_without(run: Run, gone: Collection[int]) -> None:
+    """The ranks that are there meet without those of workers that are gone, from now on."""
+    mesh = run.context.mesh
+    if mesh.workers == run.job.layout.workers - len(gone):
+        return
+    ranks = mesh.lose(gone)
+    lose_peers()
+    set_timeouts(mesh, run.job.comm.timeout_s)
+    if run.checkpointer is not None:
+        run.checkpointer.go_on_with(ranks)
+    limit = timedelta(seconds=run.job.comm.timeout_s)
+    run.remaining = dist.new_group(ranks, limit, backend="gloo")
+    workers = "worker" if len(gone) == 1 else "workers"
+    log.warning(
+        f"step {run.step}: {workers} {', '.join(map(str, gone))} of {run.job.layout.workers} "
+        f"{'is' if len(gone) == 1 else 'are'} gone; the run goes on with {mesh.workers}, without their samples"
+    )
 
 
 def step(run: Core, batches: list[Batch]) -> Stats:
@@ -120,7 +148,7 @@ def step(run: Core, batches: list[Batch]) -> Stats:
         technique.before_update(norm)
     lr = _update(run)
     run.step += 1
-    run.tokens += consumed
+    run.tokens += _tokens(run)
     for part in run.parts:
         run.job.model.after_step(part.module, lambda tensor: mesh.sum(tensor, "dealt", "sliced"))
     for technique in techniques:
@@ -134,6 +162,11 @@ def _seeded(batch: Batch, run: Core) -> Batch:
         return batch
     assert batch.samples is not None, "a micro batch of training has no sample numbers"
     return replace(batch, seeds=row_seeds(run.step + 1, batch.samples))
+
+
+def _tokens(run: Core) -> int:
+    """Of a step of the workers that are there."""
+    return run.job.tokens_per_step // run.job.layout.workers * run.context.mesh.workers
 
 
 def _update(run: Core) -> float:
@@ -156,7 +189,7 @@ def after_step(run: Run, stats: Stats, waited: float) -> None:
         FolderError: the folder is no longer this run's; on rank 0.
     """
     run.lock.check_known()
-    run.meter.add(run.job.tokens_per_step, waited)
+    run.meter.add(_tokens(run), waited)
     run.trackers.progress(run.step)
     every, steps = run.job.metrics.every, run.job.train.steps
     if run.step % every == 0 or run.step in (1, steps):
@@ -220,6 +253,8 @@ def save(run: Run) -> None:
     if run.checkpointer is not None and run.saved != run.step:
         with run.meter.beside("save"):
             run.checkpointer.save(run.step, run.parts, run.optimizer, run.rest())
+            if run.mates is not None:  # what a worker sends in its next step may change the state of a rank that copies
+                dist.all_reduce(torch.zeros(1), group=run.remaining)
         run.saved = run.step
 
 

@@ -75,9 +75,9 @@ def _batches(run: Run, samples: Samples) -> Iterator[Batch]:
     Samples go to workers in turn, so that each worker's weights see the same ones at any layout inside of it.
     """
     job, layout, count, size = run.job, run.job.layout, samples_used(run), run.job.micro_batch
-    worker, workers = layout.index_of(run.rank.number, "own"), layout.workers
+    worker, workers = run.context.mesh.worker, run.context.mesh.workers
     first = layout.index_within_worker(run.rank.number, "dealt") * size
-    for start in range(first, first + -(-count // workers), size * job.batch_ranks // workers):
+    for start in range(first, first + -(-count // workers), size * job.batch_ranks // layout.workers):
         numbers = [number * workers + worker for number in range(start, start + size)]
         yield _stacked([_sample(samples, number, count) for number in numbers], run.rank.device)
 

@@ -27,18 +27,23 @@ way, which nothing hides; host memory: P numbers on a worker, on a server K + 2 
 optimizer's state.
 The update runs on the CPU of the server, once per push (s = 0: per step).
 
-Limits: servers belong on reliable nodes: a rank that dies ends the run, which restarts from the newest checkpoint.
-Optimizers must update each number of a weight by itself where ranks of a worker hold slices (AdamW, SGD). Persistent
-buffers, such as the bias of a router, are each worker's own. With s > 0 momentum and AdamW's moments decay with each
-push, K times per step. A missing gradient counts as one of zeros. The planner
-counts the optimizer's state on all workers. Checkpoints of a run without servers are weights to it: use them with
-checkpoint.init_from, and the other way round.
+A worker that dies, with s > 0, is gone, not the run: servers forget it, K is the number of workers that are there, and
+its samples are left out. A checkpoint has as many workers as were there. A worker is gone when one of its ranks is: the
+launcher ends the others. What ends the run all the same, to restart from the newest checkpoint: the death of a worker
+that is a server, and one while all meet (while they validate, or copy what is saved). A node that loses its network or
+its power closes no connection: it counts as late, which `[comm] timeout_s` bounds. torchrun ends all ranks with one.
+
+Limits: optimizers must update each number of a weight by itself where ranks of a worker hold slices (AdamW, SGD).
+Persistent buffers, such as the bias of a router, are each worker's own. With s > 0 momentum and AdamW's moments decay
+with each push, K times per step. A missing gradient counts as one of zeros. A server has a thread, a connection and a
+gradient per worker, so there are at most 1,024. The planner counts the optimizer's state on all workers. Checkpoints of
+a run without servers are weights to it: use them with checkpoint.init_from, and the other way round.
 """
 
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from copy import copy
 from dataclasses import dataclass, replace
 from datetime import timedelta
@@ -67,6 +72,7 @@ from titan.contracts import (
 from titan.contracts.base.cost import CollectiveCost
 from titan.errors import ConfigError, RankFailedError
 from titan.plugins.parallel.parameter_server.server import (
+    DONE,
     HELLO,
     PUSH,
     Arrival,
@@ -76,6 +82,8 @@ from titan.plugins.parallel.parameter_server.server import (
     received,
 )
 from titan.plugins.parallel.parameter_server.slots import probed
+
+MOST_WORKERS = 1024
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -139,6 +147,8 @@ class ParameterServer(Technique):
     def check(self, job: Job, spec: ModelSpec) -> Iterable[str]:
         """Several workers, and a layer for each server."""
         servers, workers = self.config.servers, job.layout.degree("worker")
+        if workers > MOST_WORKERS:
+            yield f"mesh.worker = {workers}: a server has a thread for each worker, so at most {MOST_WORKERS}"
         if workers == 1:
             yield "mesh.worker = 1: needs at least 2 workers; set mesh.worker, or disable parameter_server"
         elif servers > min(workers, spec.n_layers):
@@ -152,6 +162,10 @@ class ParameterServer(Technique):
         """Workers at different steps, unless they are synchronous."""
         way_out = "[plugins.parameter_server] staleness lets workers keep their own pace; set staleness = 0"
         return {"own_pace": way_out} if self.config.staleness else {}
+
+    def expendable(self, job: Job) -> tuple[int, ...]:
+        """The workers that are no servers, where workers keep their own pace."""
+        return tuple(range(self.config.servers, job.layout.degree("worker"))) if self.config.staleness else ()
 
     def cost(self, costs: Costs, job: Job) -> Costs:
         """All of a server's traffic: what the other workers push to it, and then pull from it."""
@@ -198,7 +212,7 @@ class ParameterServer(Technique):
             ]
             self._slots = probed(build, [named[name] for name in share])
             workers, job = context.mesh.layout.degree("worker"), context.job
-            self._server = Server(masters, build, flat, workers, partial(_factor, job))
+            self._server = Server(masters, build, flat, workers, partial(_factor, job), self.expendable(job))
         return OptimizerOnServers(optimizer, self._note)
 
     # --- the state ------------------------------------------------------------------------------------------------
@@ -280,9 +294,10 @@ class ParameterServer(Technique):
         if self._links is not None:  # else nobody serves: a dry run
             self._exchange(step, pushed, self.config.staleness)
 
-    def meet(self, step: int) -> None:
+    def meet(self, step: int) -> Collection[int]:
         """Pull the weights with every push of every worker."""
         self._exchange(step, False, 0)
+        return () if self._server is None else self._server.gone
 
     @torch.no_grad()
     def _exchange(self, step: int, pushed: bool, bound: int) -> None:
@@ -343,7 +358,7 @@ class ParameterServer(Technique):
         for server in range(self.config.servers):
             if server != self._links.worker:
                 with contextlib.suppress(RuntimeError):  # it has failed: it waits for nobody
-                    self._links.send(torch.tensor([-1, 0, 0]), self._ranks[server], PUSH)
+                    self._links.send(torch.tensor([DONE, 0, 0]), self._ranks[server], PUSH)
         if self._server is not None:
             self._server.close()
 

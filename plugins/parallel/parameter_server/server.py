@@ -6,8 +6,9 @@ pull weights of one version, and weights that several ranks hold stay the same o
 
 from __future__ import annotations
 
+import contextlib
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from datetime import timedelta
 from queue import Empty, Queue
 from threading import Thread
@@ -23,15 +24,18 @@ from titan.errors import RankFailedError
 PUSH, ANSWER, ORDER, HELLO = 1, 2, 3, 4
 """Tags: what a message between two ranks is."""
 
-KINDS = ("add", "update", "answer", "end")
-Kind = Literal["add", "update", "answer", "end"]
+KINDS = ("add", "update", "answer", "lose", "end")
+Kind = Literal["add", "update", "answer", "lose", "end"]
+
+DONE = -1
+"""In place of a step: a worker says no more, as the run ends or as it has died."""
 
 JOIN_S = 2.0
 """At the end of a run, how long a server's threads have to hear that all workers are done."""
 
 
 class Arrival(NamedTuple):
-    """What a worker says after a step. step: the steps it has done; -1: no more.  pushed: with a gradient.
+    """What a worker says after a step. step: the steps it has done, or `DONE`.  pushed: with a gradient.
 
     bound: the pull is to have the pushes of all workers up to step - bound.
     """
@@ -48,7 +52,7 @@ class Order:
     def __init__(self, workers: int, staleness: int) -> None:
         self.clocks: dict[int, int] = {}
         self.waiting: dict[int, int] = {}  # worker -> the step that all are to have pushed before it is answered
-        self._workers, self._staleness = workers, staleness
+        self._there, self._staleness = set(range(workers)), staleness
         self._held: set[int] = set()
         self._before = 0
 
@@ -61,7 +65,7 @@ class Order:
         """(what, worker): add a worker's gradient, update with what was added, or answer a worker's pull."""
         worker, step, pushed, bound = arrival
         if not self.clocks:  # all begin at the same step
-            self.clocks = dict.fromkeys(range(self._workers), step - 1)
+            self.clocks = dict.fromkeys(self._there, step - 1)
             self._before = step - 1
         self.clocks[worker], self.waiting[worker] = step, step - bound
         if pushed:
@@ -70,7 +74,18 @@ class Order:
             yield from (("add", one) for one in sorted(self._held))
             self._held.clear()
             yield "update", worker
-        slowest = min(self.clocks.values())
+        yield from self._answers()
+
+    def lose(self, worker: int) -> Iterator[tuple[Kind, int]]:
+        """The same when a worker is done: nobody waits for it any more. Not at staleness 0."""
+        self._there.discard(worker)
+        for table in (self.clocks, self.waiting):
+            table.pop(worker, None)
+        yield "lose", worker
+        yield from self._answers()
+
+    def _answers(self) -> Iterator[tuple[Kind, int]]:
+        slowest = min(self.clocks.values(), default=0)
         for one in sorted(one for one, wanted in self.waiting.items() if wanted <= slowest):
             del self.waiting[one]
             yield "answer", one
@@ -102,23 +117,25 @@ class Server:
     """This rank's share of the weights, and the threads that serve it.
 
     parameters: the share, plain and in host memory; updated in place.  flat: all of them, one after the other.
-    rate: step -> factor of the peak learning rates.
+    rate: step -> factor of the peak learning rates.  expendable: workers without which the others go on.
+    gone: those of them that have died.
     """
 
     def __init__(
         self, parameters: Sequence[NamedParameter], build: Callable[[Sequence[NamedParameter]], torch.optim.Optimizer],
-        flat: Tensor, workers: int, rate: Callable[[int], float],
+        flat: Tensor, workers: int, rate: Callable[[int], float], expendable: Collection[int] = (),
     ) -> None:  # fmt: skip
         self.parameters: Mapping[str, nn.Parameter] = {named.name: named.parameter for named in parameters}
         self.optimizer = build(parameters) if parameters else None
         self.flats: dict[int, Tensor] = {}
         self._answers: Queue[Tensor | Exception] = Queue()
-        self._flat, self._workers, self._rate = flat, workers, rate
+        self.gone: set[int] = set()
+        self._flat, self._workers, self._rate, self._expendable = flat, workers, rate, expendable
         self._arrived: dict[int, Queue[Arrival]] = {worker: Queue() for worker in range(workers)}
         self._open: dict[int, Arrival] = {}
         self._inbox: Queue[Arrival] = Queue()
         self._added: list[int] = []
-        self._updates = 0
+        self._updates = self._step = 0
         self._pulled = dict.fromkeys(range(workers), 0)  # the number of updates that a worker's weights have
         self._delay = dict.fromkeys(range(workers), 0)
         self._threads: list[Thread] = []
@@ -144,7 +161,7 @@ class Server:
 
     def close(self) -> None:
         """The worker of this rank is done; return when all are, or when that takes too long: some have failed."""
-        self.arrive(Arrival(self._links.worker, -1))
+        self.arrive(Arrival(self._links.worker, DONE))
         ends = time.monotonic() + JOIN_S
         for thread in self._threads:
             thread.join(max(0.0, ends - time.monotonic()))
@@ -187,7 +204,10 @@ class Server:
                     links.receive(self.flats[worker], rank, PUSH)
                 self.arrive(Arrival(worker, step, pushed, bound))
         except RuntimeError as error:
-            raise RankFailedError(f"rank {rank} of worker {worker} has left its parameter server: {error}") from error
+            if worker not in self._expendable:
+                what = f"rank {rank} of worker {worker} has left its parameter server"
+                raise RankFailedError(f"{what}: {error}") from error
+            self.arrive(Arrival(worker, DONE))
 
     def _apply(self) -> None:
         lead = self._links.mates[0] == self._links.clients[self._links.worker]
@@ -200,12 +220,18 @@ class Server:
         if what == "update":
             self._update()
             return
+        if what == "lose":
+            self.gone.add(worker)
+            self._open.pop(worker, None)
+            return
         if worker not in self._open:
             self._open[worker] = self._arrived[worker].get()
-        if what == "add":
-            self._added.append(worker)
-        else:
+        if what == "answer":
             self._answer(worker)
+            return
+        self._added.append(worker)
+        if self._open[worker].step == DONE:  # it died between the pushes of its ranks, and its rank here was to come
+            self.flats[worker].zero_()
 
     def _decided(self) -> Iterator[tuple[Kind, int]]:
         """On the first rank of a server: what is to be done, which the other ranks are told first."""
@@ -216,8 +242,11 @@ class Server:
             except Empty:
                 self._tell_late()
                 return
-            left -= arrival.step < 0
-            for what, worker in self._order.after(arrival) if arrival.step >= 0 else ():
+            done = arrival.step == DONE
+            left -= done
+            if done and arrival.worker not in self._expendable:
+                continue
+            for what, worker in self._order.lose(arrival.worker) if done else self._order.after(arrival):
                 self._tell(what, worker)
                 yield what, worker
         self._tell("end", 0)
@@ -235,7 +264,10 @@ class Server:
             yield KINDS[kind], worker
 
     def _update(self) -> None:
-        """A step with the mean of the gradients added, at the rate of lr * their number / max(workers, delay)."""
+        """A step with the mean of the gradients added, at the rate of lr * their number / max(workers, delay).
+
+        Of the workers that are there.
+        """
         first, *others = self._added
         self._gradient.copy_(self.flats[first])
         for worker in others:
@@ -244,7 +276,8 @@ class Server:
         for worker in self._added:
             self._delay[worker] = self._updates - self._pulled[worker]
         delay = max(self._delay[worker] for worker in self._added)
-        factor = self._rate(self._open[first].step) * len(self._added) / max(self._workers, delay)
+        self._step = max(self._open[first].step, 0) or self._step
+        factor = self._rate(self._step) * len(self._added) / max(self._workers - len(self.gone), delay)
         if self.optimizer is not None:
             for group in self.optimizer.param_groups:
                 group["lr"] = group.setdefault("peak_lr", group["lr"]) * factor
@@ -256,7 +289,9 @@ class Server:
         self._open.pop(worker)
         self._pulled[worker] = self._updates
         self.flats[worker].copy_(self._flat)
-        self._send(worker, torch.tensor([-1, 0, self._delay[worker]]), self.flats[worker])
+        # It may have died since it has asked.
+        with contextlib.suppress(RuntimeError) if worker in self._expendable else contextlib.nullcontext():
+            self._send(worker, torch.tensor([-1, 0, self._delay[worker]]), self.flats[worker])
 
     def _tell_late(self) -> None:
         """Tell those who wait for whom they do."""

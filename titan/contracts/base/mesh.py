@@ -1,6 +1,6 @@
 """The mesh: the process groups of a layout, on one rank. The host reduces by facts of axes, plugins over their own."""
 
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from typing import Any
 
 import torch
@@ -30,6 +30,8 @@ class Mesh:
         self._mesh: DeviceMesh | None = None
         self._flat: dict[tuple[str, ...], DeviceMesh] = {}
         self._folds: dict[str, DeviceMesh] = {}
+        self._there = list(range(layout.workers))
+        self._remaining: dist.ProcessGroup | None = None
         if names:
             shape = tuple(degrees[name] for name in names)
             backends = self._backends(names, shape)
@@ -113,9 +115,39 @@ class Mesh:
 
     def group(self, axis: str) -> dist.ProcessGroup:
         """The process group along an axis of degree above 1; for tensors on the device of the mesh."""
+        if self._remaining is not None and axis == self.layout.worker_axis:
+            return self._remaining
         mesh = self._folds.get(axis, self._mesh)
         assert mesh is not None
         return mesh.get_group(axis)
+
+    @property
+    def workers(self) -> int:
+        """Workers that are there: all of the layout's, but for those that the run has lost; 1 without such an axis."""
+        return len(self._there)
+
+    @property
+    def worker(self) -> int:
+        """This rank's worker, counted among those that are there, from 0."""
+        return self._there.index(self.at(self.layout.worker_axis))
+
+    def lose(self, workers: Collection[int]) -> list[int]:
+        """Go on without workers whose ranks are gone; returns the ranks that remain.
+
+        From now on reductions over the axis with weights of their own are those of the remaining workers. All remaining
+        ranks must call it, at the same point. New groups of theirs are named by a count, which is the same on all of
+        them; by the ranks, as `use_local_synchronization` does, names depend on how many groups each has destroyed.
+
+        workers: by their place along the axis.
+        """
+        axis = self.layout.worker_axis
+        ranks = dist.get_process_group_ranks(self.group(axis))
+        remaining = [rank for worker, rank in zip(self._there, ranks, strict=True) if worker not in workers]
+        self._there = [worker for worker in self._there if worker not in workers]
+        own = "nccl" if self.device.type == "cuda" else None
+        self._remaining = dist.new_group(remaining, backend=own)
+        everyone = range(self.layout.world_size)
+        return [rank for rank in everyone if self.layout.coordinate(rank)[axis] in self._there]
 
     def groups(self) -> list[tuple[str, dist.ProcessGroup]]:
         """All process groups of this rank: one per axis, and of axes that are one dimension together.
@@ -162,7 +194,7 @@ class Mesh:
         """
         if not (axis := self.layout.worker_axis):
             return tensor[None]
-        found = tensor.new_empty(self.layout.workers, *tensor.shape)
+        found = tensor.new_empty(self.workers, *tensor.shape)
         dist.all_gather(list(found), tensor.contiguous(), self.group(axis))
         return found
 
