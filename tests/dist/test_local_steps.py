@@ -172,7 +172,9 @@ def _gone_back(folder: Path, name: str, step: int, to: str) -> Path:
 @pytest.mark.parametrize(
     ("options", "layout"),
     [
-        ({"exchange": "int8"}, mesh(dp_replicate=2)),
+        ({}, mesh(dp_replicate=2)),
+        # Quantised where all sums keep their order: else a number between two levels may go to either.
+        ({"exchange": "int8"}, mesh(pp=2)),
         ({"exchange": "int4", "outer": "nesterov", "offload": "true"}, mesh(pp=2)),
         ({"outer": "nesterov", "fragments": 3}, mesh(tp=2)),
         ({}, mesh(dp_shard=2, tp=2)),
