@@ -39,6 +39,7 @@ Limits: one axis whose ranks drift per run. A worker waits for its neighbors at 
 c is not clipped. "exponential" and "one_peer" send one way: their W is not symmetric, as the proofs for tracking ask.
 """
 
+import logging
 import math
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -53,6 +54,8 @@ from torch.nn.functional import pad
 from titan.contracts import BuildContext, Costs, Job, Measure, ModelPart, ModelSpec, Technique, option, register
 from titan.contracts.base.cost import CollectiveCost, PersistentState
 from titan.contracts.base.spec import nearest
+
+_log = logging.getLogger("titan.gossip")
 
 BUCKET = 2**24
 """Numbers that are sent at a time, or those of one tensor: there is memory of so many for each neighbor, and as many
@@ -149,6 +152,8 @@ class Gossip(Technique):
     @torch.no_grad()
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Those that were saved; tracking begins with zeros."""
+        if self._context.mesh.layout.degree("worker") == 1:
+            _log.warning("[plugins.gossip] mesh.worker = 1, so there are no neighbors to average with; set it above 1")
         for kept, saved in ((self._summed, state.get("summed", {})), (self._tracked, state.get("tracked", {}))):
             for name, tensor in zip(self._names, kept, strict=False):
                 if name in saved:

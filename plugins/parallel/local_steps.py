@@ -29,6 +29,7 @@ curve is one at any layout only within what the format loses. A router's bias is
 that mixtures with one are near data parallelism with H 1, not equal to it. `every`, changed on a resume, counts anew.
 """
 
+import logging
 import math
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from copy import copy
@@ -55,6 +56,8 @@ from titan.contracts import (
     register,
 )
 from titan.contracts.base.cost import Collective, CollectiveCost, PersistentState
+
+_log = logging.getLogger("titan.local_steps")
 
 BLOCK = 256
 """Numbers with a scale of their own in a quantised exchange."""
@@ -211,6 +214,9 @@ class LocalSteps(Technique):
     @torch.no_grad()
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """The saved state. Where nothing was agreed on, the workers agree on the mean of their weights now."""
+        if self._context.mesh.layout.degree("worker") == 1:
+            left = "the outer step is the worker's own" if self.config.outer == "nesterov" else "nothing changes"
+            _log.warning(f"[plugins.local_steps] mesh.worker = 1, so nothing is exchanged and {left}; set it above 1")
         agreed: Mapping[str, Tensor] = state.get("agreed", {})
         if self._agreed.keys() - agreed.keys():
             self._agree(self._weights)

@@ -268,6 +268,12 @@ def test_momentum_of_nothing_has_no_effect() -> None:
     assert not list(Gossip(replace(config, tracking=True)).no_effect(job_of().spec))
 
 
+def test_a_worker_alone_is_told(tmp_path: Path, capfd) -> None:
+    train_job(tmp_path, 1, *words_of("ring"), "--train.steps", "2")
+    said = "warning: [plugins.gossip] mesh.worker = 1, so there are no neighbors to average with; set it above 1"
+    assert capfd.readouterr().out.count(said) == 1
+
+
 def test_a_torus_of_a_prime_number_is_refused() -> None:
     with pytest.raises(ConfigError, match=r"a grid of at least 2 x 2 workers is required; set mesh.worker = 6 or 8"):
         load_job(LLAMA, ["--data.path", "text", *mesh(worker=7), *words_of("torus"), "--train.global_batch_size", "7"])

@@ -254,6 +254,20 @@ def test_what_cannot_work_is_refused(words: list[str], told: str) -> None:
         load_job(LLAMA, ["--data.path", "text", *mesh(worker=2), *words], 2)
 
 
+@pytest.mark.parametrize(
+    ("outer", "left"), [("average", "nothing changes"), ("nesterov", "the outer step is the worker's own")]
+)
+def test_a_worker_alone_is_told(outer: str, left: str, tmp_path: Path, capfd) -> None:
+    """And so it is: the weights are those of a run without local steps, but for the outer step."""
+    same = ("--train.steps", "2")
+    plain = train_job(tmp_path, 1, *same, name="plain").weights
+    assert "mesh.worker" not in capfd.readouterr().out
+    alone = train_job(tmp_path, 1, *local(1, outer=outer), *same).weights
+    said = f"warning: [plugins.local_steps] mesh.worker = 1, so nothing is exchanged and {left}; set it above 1"
+    assert capfd.readouterr().out.count(said) == 1
+    assert all(weight.equal(plain[name]) for name, weight in alone.items()) == (outer == "average")
+
+
 def test_replicas_agree_whatever_slices_the_rest(tmp_path: Path) -> None:
     """Quantised, with norms that both ranks of tp hold and a table that both stages hold: the weights are checked."""
     words = [*mesh(worker=2, tp=2, pp=2), *local(2, exchange="int4"), "--model.tied", "true", "--train.steps", "4"]
