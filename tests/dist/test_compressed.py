@@ -401,6 +401,20 @@ def test_factors_begin_anew_at_another_layout(tmp_path: Path, capfd) -> None:
     assert said in capfd.readouterr().out
 
 
+@pytest.mark.parametrize(
+    ("words", "said"),
+    [
+        (on("powersgd", rank=999), "warning: [plugins.compressed_gradients] rank = 999: factors would be no smaller"),
+        (on("sign", warmup_steps=2), "warning: [plugins.compressed_gradients] warmup_steps = 2 and train.steps = 2"),
+        ([*on("powersgd", rank=4), PLUGIN + "warmup_steps", "1"], ""),
+    ],
+)
+def test_options_that_leave_nothing_compressed_are_told(words: list[str], said: str, tmp_path: Path, capfd) -> None:
+    train_job(tmp_path, 2, *words, *mesh(dp_replicate=2), "--train.steps", "2")
+    told = [line for line in capfd.readouterr().out.splitlines() if "warning: [plugins.compressed_gradients]" in line]
+    assert len(told) == bool(said) and all(said in line for line in told)
+
+
 # --- steps of a run --------------------------------------------------------------------------------------
 
 

@@ -117,6 +117,7 @@ class CompressedGradients(Technique):
         self._replicas: Replicas | None = None
         self._matrices: dict[str, _Matrix] = {}
         self._plain: list[tuple[str, nn.Parameter]] = []
+        self._too_small: list[Tensor] = []  # of these, shards of matrices that would be sent in no fewer numbers
         self._errors: dict[str, Tensor] = {}  # of all matrices until it is known whose errors were saved
         self._owed: list[str] = []
         self._step = 0
@@ -180,10 +181,13 @@ class CompressedGradients(Technique):
             if parameter.ndim > 1 and name not in self._errors:
                 self._errors[name] = torch.zeros_like(parameter.detach())
             copied = name in tied or _is_copied(parameter)
-            if degree > 1 and parameter.ndim > 1 and not copied and self._compresses(_local(parameter)):
+            compressible = degree > 1 and parameter.ndim > 1 and not copied and _local(parameter).numel() > 0
+            if compressible and self._compresses(_local(parameter)):
                 self._matrices[name] = _Matrix(parameter, self._errors[name])
-            else:
-                self._plain.append((name, parameter))
+                continue
+            self._plain.append((name, parameter))
+            if compressible:
+                self._too_small.append(_local(parameter))
         if isinstance(self._method, PowerSGD):
             for name, matrix in self._matrices.items():
                 self._method.begin(name, _local(matrix.parameter))
@@ -196,8 +200,8 @@ class CompressedGradients(Technique):
 
     def _compresses(self, shard: Tensor) -> bool:
         """Whether a shard is sent in fewer numbers than it has."""
-        if not shard.numel() or self.config.method != "powersgd":
-            return bool(shard.numel())
+        if self.config.method != "powersgd":
+            return True
         rows, columns = shard.shape[-2:]
         return self.config.rank * (rows + columns) < rows * columns
 
@@ -302,12 +306,30 @@ class CompressedGradients(Technique):
                 self._method.restore(state["factors"]["flat"])
             else:
                 _log.info(f"compressed_gradients: the factors of {state['layout']} begin anew on {self._layout}")
+        self._say(self._replicas)
+
+    def _say(self, replicas: Replicas) -> None:
+        """Tell what is compressed, and warn where options leave little of it."""
+        assert self._context is not None
         compressed = sum(_local(matrix.parameter).numel() for matrix in self._matrices.values())
         numbers = compressed + sum(_local(parameter).numel() for _, parameter in self._plain)
         _log.info(
-            f"compressed_gradients: {self.config.method} between {self._replicas.size} replicas, of "
+            f"compressed_gradients: {self.config.method} between {replicas.size} replicas, of "
             f"{compressed / max(numbers, 1):.1%} of this rank's gradients"
         )
+        whole = sum(shard.numel() for shard in self._too_small)
+        if whole > compressed:  # single matrices are small at any rank, such as those of routers
+            _log.warning(
+                f"[plugins.compressed_gradients] rank = {self.config.rank}: factors would be no smaller than "
+                f"{len(self._too_small)} of {len(self._too_small) + len(self._matrices)} matrices, with "
+                f"{whole / numbers:.1%} of this rank's gradients, which are sent as they are; set a lower rank"
+            )
+        warmup, steps = self.config.warmup_steps, self._context.job.train.steps
+        if warmup >= steps:
+            _log.warning(
+                f"[plugins.compressed_gradients] warmup_steps = {warmup} and train.steps = {steps}: all steps are of "
+                "the warm-up, which compresses nothing; set fewer warmup_steps"
+            )
 
 
 def _method(config: Config) -> Method:
