@@ -5,13 +5,14 @@ import re
 import shlex
 import subprocess
 import sys
+import tomllib
 from pathlib import Path
 
 import pytest
 
 from tests.commands import run_titan
 from tests.sweeps import but_sweep
-from titan.skeletons.write import FOLDER, KINDS
+from titan.skeletons.write import FOLDER, KINDS, skeleton
 
 RUNS = "curve or layouts or run or row or average or documents"
 """Words in the names of tests that train."""
@@ -77,6 +78,54 @@ def test_a_package_is_complete(tmp_path: Path) -> None:
     assert commands == ["pip install -e clamp", "pytest clamp"]
 
 
+@pytest.mark.parametrize("ending", ["\n", "\r\n"])
+def test_a_package_takes_another_plugin(ending: str, tmp_path: Path) -> None:
+    new = ("plugins", "new")
+    assert run_titan([*new, "first", "--kind", "loss", "--package", "mine"], tmp_path).returncode == 0
+    project = tmp_path / "mine" / "pyproject.toml"
+    before = project.read_bytes().replace(b"\n", ending.encode())
+    project.write_bytes(before)
+    done = run_titan([*new, "second", "--kind", "tracker", "--package", "mine"], tmp_path)
+    assert done.returncode == 0, done.stderr
+    own, test = "mine/src/titan_first/second.py", "mine/tests/test_second.py"
+    assert done.stdout.splitlines()[:3] == [
+        f"wrote {own}", f"wrote {test}", "added second to the entry points in mine/pyproject.toml"
+    ]  # fmt: skip
+    assert "class Second(Tracker)" in (tmp_path / own).read_text() and (tmp_path / test).is_file()
+    after = project.read_bytes()
+    line = f'second = "titan_first.second"{ending}'.encode()
+    assert after.replace(line, b"") == before and after != before
+    entries = tomllib.loads(after.decode())["project"]["entry-points"]["titan.plugins"]
+    assert entries == {"first": "titan_first.first", "second": "titan_first.second"}
+    again = run_titan([*new, "second", "--kind", "tracker", "--package", "mine"], tmp_path)
+    assert again.returncode == 2 and "has an entry second in [project.entry-points" in again.stderr
+
+
+@pytest.mark.parametrize(
+    ("project", "said"),
+    [
+        ("[project]\nname = 'x'\n", "mine/pyproject.toml: has no entries in a table [project.entry-points."),
+        ("[project.entry-points.'titan.plugins']\na = 'gone.a'\n", "there is no folder mine/src/gone"),
+        ("[project", "mine/pyproject.toml: is no TOML"),
+    ],
+)
+def test_a_package_of_another_form_is_left_as_it_is(project: str, said: str, tmp_path: Path) -> None:
+    (tmp_path / "mine").mkdir()
+    (tmp_path / "mine" / "pyproject.toml").write_text(project)
+    done = run_titan(["plugins", "new", "second", "--kind", "loss", "--package", "mine"], tmp_path)
+    assert done.returncode == 2 and said in done.stderr, done.stderr
+    assert [path.name for path in tmp_path.rglob("*")] == ["mine", "pyproject.toml"]
+    assert (tmp_path / "mine" / "pyproject.toml").read_text() == project
+
+
+def test_a_name_that_a_plugin_of_the_path_has_is_taken(tmp_path: Path) -> None:
+    (tmp_path / "plugins").mkdir()
+    (tmp_path / "plugins" / "mine.py").write_text(skeleton("plugin", "loss", "mine"))
+    done = run_titan(["plugins", "new", "mine", "--kind", "loss", "--path", "plugins"], tmp_path)
+    assert done.returncode == 2 and "plugin name 'mine' is taken by the loss Mine" in done.stderr
+    assert [path.name for path in tmp_path.iterdir()] == ["plugins"]
+
+
 @pytest.mark.parametrize(
     ("words", "said"),
     [
@@ -86,6 +135,7 @@ def test_a_package_is_complete(tmp_path: Path) -> None:
         (["Bad-name", "--kind", "loss"], "plugin name 'Bad-name' must be lower-case letters"),
         (["class", "--kind", "loss"], "plugin name 'class' must be"),
         (["../x", "--kind", "loss"], "plugin name '../x' must be"),
+        (["new", "--kind", "loss"], "plugin name 'new' is what `titan plugins` takes for"),
         (["test_x", "--kind", "loss"], "begins with test_, so pytest would take the plugin for a test"),
         (["every", "--kind", "tracker"], "'every' is a key of [metrics], where a tracker has its table"),
         (["path", "--kind", "technique"], "'path' is a key of [plugins], where a technique has its table"),

@@ -16,18 +16,20 @@ from titan.contracts.base import registry
 from titan.contracts.base.options import REQUIRED, did_you_mean, options_of
 from titan.contracts.base.registry import Plugin
 from titan.errors import ConfigError, ConfigIssue, install
-from titan.skeletons.write import KINDS, write
+from titan.skeletons.write import KINDS, RESERVED, write
 
 HELP = "list all plugins, print the documentation and options of one, or write a new one"
 
-NEW = "new"
+NEW = RESERVED
 
 NEW_HELP = """\
 A new plugin:
   titan plugins new NAME --kind KIND                 write NAME.py and test_NAME.py here: working code to change
-  titan plugins new NAME --kind KIND --package DIR   write a package that pip installs, with the plugin and its test
+  titan plugins new NAME --kind KIND --package DIR   write a package that pip installs, with the plugin and its test;
+                                                     or add both to such a package, and an entry to its pyproject.toml
   KIND is one of {kinds}.
-  No file is overwritten. The commands that test the plugin and train with it are printed.
+  No file is overwritten, and no name that --path takes is given. The commands that test the plugin and train with it
+  are printed.
 """
 
 NEW_USAGE = "titan plugins new NAME --kind KIND [--package DIR]"
@@ -54,7 +56,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     )
     parser.add_argument("--json", action="store_true", help="one JSON object")
     parser.add_argument("--kind", choices=KINDS, metavar="KIND", help="with new: kind of the new plugin")
-    parser.add_argument("--package", type=Path, metavar="DIR", help="with new: folder of a package to write")
+    parser.add_argument(
+        "--package", type=Path, metavar="DIR", help="with new: folder of a package to write, or to add to"
+    )
 
 
 def run(args: argparse.Namespace) -> int:
@@ -82,11 +86,14 @@ def _write_new(args: argparse.Namespace) -> int:
     if not args.new_name or not args.kind:
         lacks = "--kind" if args.new_name else "NAME"
         raise ConfigError([ConfigIssue("command line", f"{lacks} is missing: {NEW_USAGE}; KIND: {', '.join(KINDS)}")])
-    files = write(args.kind, args.new_name, args.package)
+    written = write(args.kind, args.new_name, args.package, args.path)
+    files, extended = [str(path) for path in written.files], written.extended
     if args.json:
-        print(json.dumps({"files": [str(path) for path in files]}, indent=2))
+        print(json.dumps({"files": files} | ({"extended": str(extended)} if extended else {}), indent=2))
         return 0
     print("\n".join(f"wrote {path}" for path in files))
+    if extended:
+        print(f"added {args.new_name} to the entry points in {extended}")
     python = [sys.executable, "-m"]
     if find_spec("pytest") is None:
         print(install("testing"))
@@ -95,8 +102,8 @@ def _write_new(args: argparse.Namespace) -> int:
         print(shlex.join([*python, "pytest", str(args.package)]))
     else:
         words = [word.replace(NEW, args.new_name) for word in USES[args.kind]]
-        print(shlex.join([*python, "pytest", str(files[-1])]))
-        print(shlex.join(["titan", "train", "--plugins.path", str(files[0]), *words, "--train.steps", "20"]))
+        print(shlex.join([*python, "pytest", files[-1]]))
+        print(shlex.join(["titan", "train", "--plugins.path", files[0], *words, "--train.steps", "20"]))
     return 0
 
 
