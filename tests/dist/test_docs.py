@@ -79,7 +79,7 @@ def place(tmp_path_factory: pytest.TempPathFactory) -> Path:
     for page in PAGES:
         for name, kind in NEW.findall(page.read_text()):
             (place / f"{name}.py").write_text(skeleton("plugin", kind, name))
-    for folder in ("configs", "tests"):
+    for folder in ("bench", "configs", "tests"):
         (place / folder).symlink_to(ROOT / folder)
     (place / "run_train.sh").symlink_to(ROOT / "run_train.sh")
     return place

@@ -12,6 +12,7 @@ from titan.cli import main
 from titan.config import load_job
 from titan.errors import ConfigError
 from titan.planner.report.fabric import GBIT_S, TIME, Fabric, run
+from titan.planner.report.steps_ratios import read, steps_ratios
 from titan.planner.step.layout import costs_of
 from titan.planner.step.predict import Planner
 
@@ -79,8 +80,25 @@ def test_what_is_not_given_and_what_never_changes_is_said(ratio: float | None, s
 
 def test_a_job_alone_is_shown_over_the_bandwidth(ways: list[Path]) -> None:
     alone = run(ways[0], [], {}, (), CLUSTER, None)
-    times = [point.values[TIME] for point in alone.points]
-    assert times == sorted(times, reverse=True) and "faster" not in alone.text()
+    times = [point.values["step_time_s"] for point in alone.points]
+    assert times == sorted(times, reverse=True) and times[0] > times[-1]
+    assert "faster" not in alone.text() and "steps ratio" not in alone.text() and not alone.notes
+
+
+@pytest.mark.parametrize("against", [False, True])
+def test_a_job_inside_of_a_node_is_said_to_use_no_outermost_link(against: bool, ways: list[Path]) -> None:
+    seldom = ways[1:] if against else []
+    words = () if against else ("--mesh.dp_shard=4",)
+    job = ways[0] if not against else ways[0].with_name("inside.toml")
+    if against:
+        job.write_text(f'base = "{ways[0]}"\n[mesh]\ndp_shard = 4\n')
+    found = run(job, seldom, {}, words, CLUSTER, None)
+    times = {point.values["step_time_s"] for point in found.points if point.series == job.stem}
+    assert len(times) == 1
+    [note] = found.notes
+    assert note.startswith(f"{job.stem}: no bandwidth changes its time, because a job of 4 ranks sends nothing over")
+    assert note.endswith("outer, which joins groups of 4 ranks") and note == found.text().splitlines()[-1]
+    assert found.as_json()["notes"] == [note]
 
 
 def test_the_command(ways: list[Path], capsys: pytest.CaptureFixture[str]) -> None:
@@ -91,6 +109,73 @@ def test_the_command(ways: list[Path], capsys: pytest.CaptureFixture[str]) -> No
     first = {point["series"]: point for point in found["points"][:2]}
     assert first["seldom"][TIME] == pytest.approx(1.5 * first["seldom"]["step_time_s"], rel=1e-9)
     assert (found["wins_below_gbit_s"]["seldom"] > 0.1) == (first["seldom"][TIME] < first["together"][TIME])
+
+
+LOSSES = {"together": [9.0, 8, 7, 6, 5, 4], "seldom": [9, 8.5, 8, 7.5, 7, 6.5], "lost": [9, 9, 9, 9, 9, 9]}
+
+
+def runs(folder: Path, **losses: object) -> Path:
+    """A file of runs with these losses, each beside "together"."""
+    table = {name: {"baseline": "together", "loss": each} for name, each in {**LOSSES, **losses}.items()}
+    (folder / "comm.json").write_text(json.dumps({"runs": table}))
+    return folder / "comm.json"
+
+
+def test_ratios_are_read_from_losses(tmp_path: Path) -> None:
+    """6.5 after six steps, and below it after four; 9 after one. What is faster has a ratio below 1."""
+    found = read(runs(tmp_path, faster=[9, 6, 3, 2, 2, 2], longer=[9 - 5 / 30 * n for n in range(31)]))
+    assert found["together"] == 1 and found["seldom"] == 6 / 4 and found["lost"] == 1 and found["faster"] == 3 / 6
+    # Means of three losses: the last is 9 - 5 / 30 * 29, and together's losses reach it with the sixth.
+    assert found["longer"] == 5.17  # 31 / 6
+
+
+def test_losses_are_smoothed(tmp_path: Path) -> None:
+    """Means of three: the last is 9 - 0.05 * 28, which the faster run reaches with step 16. One low loss is none."""
+    fast, slow = ([9 - fall * step for step in range(30)] for fall in (0.1, 0.05))
+    dipped = [loss - 2 * (step == 5) for step, loss in enumerate(slow)]
+    found = read(runs(tmp_path, together=fast, slow=slow, dipped=dipped))
+    assert found["slow"] == found["dipped"] == 1.88  # 30 / 16
+
+
+def test_a_run_of_the_file_belongs_to_the_job_of_its_name(tmp_path: Path) -> None:
+    file = runs(tmp_path)
+    assert steps_ratios([], file, ["seldom", "other"]) == {"seldom": 1.5}
+    assert steps_ratios(["seldom=2", "other=seldom"], file, ["seldom", "other"]) == {"seldom": 2, "other": 1.5}
+    assert steps_ratios(["other=1.25"], None, ["other"]) == {"other": 1.25}
+    with pytest.raises(
+        ConfigError, match=r"has no run named other; say --steps-ratio NAME=RUN with one of its runs: to"
+    ):
+        steps_ratios([], file, ["other"])
+    with pytest.raises(
+        ConfigError, match=r"seldon: must be NAME=R .*, or a run of --steps-ratios \(did you mean 'seldom"
+    ):
+        steps_ratios(["seldom=seldon"], file, ["seldom"])
+
+
+@pytest.mark.parametrize(
+    "text", ["{", "[]", '{"runs": {"a": {"loss": [1]}}}', '{"runs": {"a": {"baseline": "a", "loss": []}}}',
+             '{"runs": {"a": {"baseline": "a", "loss": [NaN]}}}', '{"runs": {"a": {"baseline": "a", "loss": [null]}}}'],
+)  # fmt: skip
+def test_a_file_of_another_kind_is_refused(text: str, tmp_path: Path) -> None:
+    (tmp_path / "x.json").write_text(text)
+    with pytest.raises(ConfigError, match=r"x\.json: expected JSON with runs"):
+        read(tmp_path / "x.json")
+
+
+def test_the_file_of_the_bench_is_read() -> None:
+    found = read(Path(__file__).parents[2] / "bench" / "results" / "comm.json")
+    assert found["all-reduce"] == 1 and found["int8"] == pytest.approx(1, abs=0.05)
+    assert 1 < found["local-sgd-4"] < found["local-sgd-16"] < found["randk"]
+
+
+def test_the_command_reads_measured_ratios(
+    ways: list[Path], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    words = ["plan", "--config", str(ways[0]), "--study", "fabric", "--against", str(ways[1]), "--cluster", "h100"]
+    assert main([*words, "--steps-ratios", str(runs(tmp_path)), "--json"]) == 0
+    assert json.loads(capsys.readouterr().out)["steps_ratio"] == {"together": None, "seldom": 1.5}
+    assert main([*words, "--steps-ratios", str(tmp_path / "gone.json")]) == 2
+    assert "--steps-ratios: " in (told := capsys.readouterr().err) and "gone.json: No such file" in told
 
 
 def test_the_figure_has_a_line_for_each_way(ways: list[Path]) -> None:
@@ -123,6 +208,7 @@ def test_jobs_that_cannot_be_compared_are_refused(ways: list[Path], tmp_path: Pa
         ),
         (["--study", "fabric", "--steps-ratio", "seldom=-1"], "must be NAME=R with a number above 0"),
         (["--study", "tp", "--against", "other.toml"], "--against: no jobs are compared; add --study fabric"),
+        (["--steps-ratios", "comm.json"], "--steps-ratios: no jobs are compared; add --study fabric"),
         (["--steps-ratio", "seldom=2"], "--steps-ratio: no jobs are compared; add --study fabric"),
     ],
 )

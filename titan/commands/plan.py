@@ -2,7 +2,6 @@
 
 import argparse
 import json
-import math
 import sys
 from pathlib import Path
 from typing import Any
@@ -90,6 +89,11 @@ def _add_fabric(fabric: argparse._ArgumentGroup) -> None:
         "--steps-ratio", action="append", default=[], metavar="NAME=R",
         help="measured steps to the same loss of FILE NAME.toml, relative to the job of --config; default: 1",
     )  # fmt: skip
+    fabric.add_argument(
+        "--steps-ratios", type=Path, metavar="FILE",
+        help="JSON of runs with their losses, as bench.comm writes it; R above may then be the name of a run, which is "
+        "by default that of the job",
+    )  # fmt: skip
 
 
 def run(args: argparse.Namespace) -> int:
@@ -119,7 +123,8 @@ def _check(args: argparse.Namespace) -> None:
     if args.draw is not None and (other := next((name for name in modes if getattr(args, name)), "")):
         what = f"--draw with --{other.replace('_', '-')}: --draw goes with one predicted job; leave one of them out"
         raise ConfigError([ConfigIssue("command line", what)])
-    for name, values in (("against", args.against), ("steps-ratio", args.steps_ratio)):
+    compares = {"against": args.against, "steps-ratio": args.steps_ratio, "steps-ratios": args.steps_ratios}
+    for name, values in compares.items():
         if values and args.study != "fabric":
             what = f"--{name}: no jobs are compared; add --study fabric"
             raise ConfigError([ConfigIssue("command line", what)])
@@ -261,30 +266,20 @@ def _write_in_place(args: argparse.Namespace, text: str, values: dict[str, Any])
 def _study(args: argparse.Namespace) -> tuple[dict[str, Any], str]:
     from titan.planner.machine import cluster
     from titan.planner.report import fabric, plots, studies
+    from titan.planner.report.steps_ratios import steps_ratios
     from titan.planner.report.study import Study
 
     where = cluster.load(args.cluster)
     if args.study == "fabric":
-        given = args.config or QUICKSTART, args.against, dict(map(_ratio, args.steps_ratio))
-        study: Study = fabric.run(*given, args.overrides, where, args.world_size)
+        ratios = steps_ratios(args.steps_ratio, args.steps_ratios, [path.stem for path in args.against])
+        study: Study = fabric.run(
+            args.config or QUICKSTART, args.against, ratios, args.overrides, where, args.world_size
+        )
     else:
         study = studies.run(args.study, args.config, args.overrides, where, args.world_size)
     if args.plot is not None:
         plots.draw_study(study, args.plot)
     return study.as_json(), study.text()
-
-
-def _ratio(word: str) -> tuple[str, float]:
-    """The name and number of `NAME=R`."""
-    name, _, value = word.partition("=")
-    try:
-        ratio = float(value)
-    except ValueError:
-        ratio = 0.0
-    if not 0 < ratio < math.inf:
-        what = f"--steps-ratio {word}: must be NAME=R with a number above 0, such as diloco=1.08"
-        raise ConfigError([ConfigIssue("command line", what)])
-    return name, ratio
 
 
 def _exact(args: argparse.Namespace) -> tuple[dict[str, Any], str]:

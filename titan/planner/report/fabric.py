@@ -56,19 +56,22 @@ class Fabric(Study):
 
     ratios: way -> steps ratio; None: not given.
     wins_below: way -> Gbit/s below which it is faster than the first way; 0: at none that the study shows.
+    notes: a sentence for each way whose time no bandwidth changes.
     """
 
     ratios: Mapping[str, float | None]
     wins_below: Mapping[str, float]
+    notes: tuple[str, ...]
 
     def as_json(self) -> dict[str, Any]:
         """The study for `--json`, with steps ratios and the bandwidths below which each way wins."""
-        return super().as_json() | {"steps_ratio": self.ratios, "wins_below_gbit_s": self.wins_below}
+        more = {"steps_ratio": self.ratios, "wins_below_gbit_s": self.wins_below, "notes": list(self.notes)}
+        return super().as_json() | more
 
     def text(self) -> str:
-        """The tables, and a line for each way but the first."""
+        """The tables, a line for each way but the first, and the notes."""
         first, *others = self.ratios
-        lines = [self._said(name, first) for name in others]
+        lines = [*(self._said(name, first) for name in others), *self.notes]
         return "\n".join([super().text(), *(["", *lines] if lines else [])])
 
     def _said(self, name: str, first: str) -> str:
@@ -97,20 +100,35 @@ def run(
     ranks = cluster.links[-2].ranks if len(cluster.links) > 1 else 1
     own = cluster.links[-1].bandwidth_gb_s * 8 * ranks
     planners = {gbit_s: Planner(_with_bandwidth(cluster, gbit_s / 8 / ranks)) for gbit_s in sorted({*GBIT_S, own})}
-    points = tuple(_point(way, gbit_s, planner) for gbit_s, planner in planners.items() for way in ways)
+    points = tuple(
+        _point(way, gbit_s, planner, compared=bool(others)) for gbit_s, planner in planners.items() for way in ways
+    )
 
     def gain(way: Way, gbit_s: float) -> float:
         planner = planners.get(gbit_s) or Planner(_with_bandwidth(cluster, gbit_s / 8 / ranks))
         return _seconds(first, planner) - _seconds(way, planner)
 
     below = {way.name: _wins_below(partial(gain, way), [*planners]) for way in others}
-    title = f"Time to the same loss by bandwidth of the outermost link, {cluster.links[-1].name}"
+    shown, what = (TIME, "Time to the same loss") if others else ("step_time_s", "Step time")
+    title = f"{what} by bandwidth of the outermost link, {cluster.links[-1].name}"
     return Fabric(
         name="fabric", title=title, job=f"{config.stem}, {first.layout}, {cluster.name}",
-        x_label=f"Gbit/s per {'rank' if ranks == 1 else f'{ranks} ranks'}", shown=(TIME,), bars=False,
+        x_label=f"Gbit/s per {'rank' if ranks == 1 else f'{ranks} ranks'}", shown=(shown,), bars=False,
         device_gib=cluster.device.memory_gib, points=points, ratios={way.name: way.ratio for way in ways},
-        wins_below=below,
+        wins_below=below, notes=tuple(_inside(way, ranks, cluster) for way in ways if way.layout.world_size <= ranks),
     )  # fmt: skip
+
+
+def _inside(way: Way, ranks: int, cluster: Cluster) -> str:
+    """Why no bandwidth changes the time of a way that fits inside of what the outermost link joins.
+
+    ranks: of each of these groups.
+    """
+    size, groups = way.layout.world_size, "single ranks" if ranks == 1 else f"groups of {ranks} ranks"
+    return (
+        f"{way.name}: no bandwidth changes its time, because a job of {size} {'rank' if size == 1 else 'ranks'} sends "
+        f"nothing over the outermost link, {cluster.links[-1].name}, which joins {groups}"
+    )
 
 
 def _ways(
@@ -149,9 +167,10 @@ def _seconds(way: Way, planner: Planner) -> float:
     return planner.predict(way.costs, way.layout).step_time_s * way.steps
 
 
-def _point(way: Way, gbit_s: float, planner: Planner) -> Point:
+def _point(way: Way, gbit_s: float, planner: Planner, *, compared: bool) -> Point:
+    """compared: with other ways; alone, a way has no steps ratio, and the column would repeat its step time."""
     prediction = planner.predict(way.costs, way.layout)
-    values = values_of(prediction) | {TIME: prediction.step_time_s * way.steps}
+    values = values_of(prediction) | ({TIME: prediction.step_time_s * way.steps} if compared else {})
     return Point(gbit_s, f"{gbit_s:g}", way.name, values, prediction.fits)
 
 
