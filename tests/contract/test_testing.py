@@ -10,7 +10,8 @@ from titan.testing import assert_caught, check_plugin, checks, make_plugin, one_
 
 HEAD = """
 from dataclasses import dataclass
-from titan.contracts import LrSchedule, Technique, option, register
+from typing import Literal
+from titan.contracts import REQUIRED, LrSchedule, Technique, option, register
 
 """
 CONFIG = """
@@ -101,6 +102,52 @@ def test_a_name_of_two_kinds(plugin: Path) -> None:
         make_plugin("wrong", *words, kind="technique", share=2.0)
 
 
+REQUIRED_OPTIONS = """
+@dataclass(frozen=True, kw_only=True)
+class Config:
+    mode: Literal["slow", "fast"] = option(REQUIRED, "mode")
+    on: bool = option(REQUIRED, "flag")
+    names: tuple[str, ...] | None = option(REQUIRED, "names")
+    betas: tuple[float, float] = option(REQUIRED, "shares", at_least=0, below=1)
+    share: float = option(REQUIRED, "share", above=0.25, below=0.75)
+    few: int = option(REQUIRED, "number", at_most=4)
+    least: float = option(REQUIRED, "number", above=10)
+
+"""
+
+
+def test_options_that_are_required_have_values_within_their_bounds(plugin: Path, tmp_path: Path) -> None:
+    plugin.write_text(HEAD + REQUIRED_OPTIONS + SCHEDULE.replace("VALUE", "1.0"))
+    check_plugin("wrong", tmp_path / "all", "--plugins.path", str(plugin))
+    config = make_plugin("wrong", "--plugins.path", str(plugin), few=3).config
+    assert (config.mode, config.on, config.names, config.few, config.share) == ("slow", True, ("x",), 3, 0.5)
+    words = (f"--plugins.path={plugin}", "--lr_schedule.mode", "fast", "--lr_schedule.few=2")
+    config = make_plugin("wrong", *words).config
+    assert (config.mode, config.few) == ("fast", 2)
+    with pytest.raises(ValueError, match=r"few.*= 5.*at most 4"):
+        make_plugin("wrong", *words, "--lr_schedule.few", "5")
+
+
+def test_a_dataset_is_read_where_words_say_what_it_requires(tmp_path: Path) -> None:
+    (tmp_path / "text").mkdir()
+    (tmp_path / "text" / "a.txt").write_text("a text")
+    names = [[check.run.__name__ for check in checks("text", *words, kind="dataset")]
+             for words in ((), ("--data.path", str(tmp_path / "text")))]  # fmt: skip
+    assert names[1] == [*names[0], "files_are_read_in_a_fixed_order"]
+    check_plugin("text", tmp_path / "all", "--data.path", str(tmp_path / "text"), kind="dataset")
+
+
+@pytest.mark.parametrize("peak", [2000, 20_000])
+def test_a_schedule_reaches_its_peak_in_a_long_run(peak: int, plugin: Path, tmp_path: Path) -> None:
+    plugin.write_text(HEAD + CONFIG + SCHEDULE.replace("VALUE", f"min(1.0, step / {peak})"))
+    checked = {check.run.__name__: check for check in checks("wrong", "--plugins.path", str(plugin))}
+    if peak == 2000:
+        checked["factors_stay_between_0_and_1"](tmp_path)
+    else:
+        with pytest.raises(AssertionError, match="no factor of 10,000 steps is 1, the largest"):
+            checked["factors_stay_between_0_and_1"](tmp_path)
+
+
 def test_an_outcome_tells_what_was_logged(tmp_path: Path) -> None:
     outcome = train_job(tmp_path, 2, "--mesh.dp_shard", "2", "--train.steps", "2")
     assert outcome.folder == tmp_path / "run" and (outcome.folder / "config.toml").is_file()
@@ -110,7 +157,7 @@ def test_an_outcome_tells_what_was_logged(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("source", [".", "src"])
-def test_assert_caught(source: str, tmp_path: Path) -> None:
+def test_assert_caught(source: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     package = tmp_path / "package"
     (package / source).mkdir(parents=True)
     (package / source / "value_of_one.py").write_text("VALUE = 1  # one\nOTHER = 2\n")
@@ -118,11 +165,12 @@ def test_assert_caught(source: str, tmp_path: Path) -> None:
         "from value_of_one import VALUE\n\ndef test_value():\n    assert VALUE == 1\n"
     )
     file = f"{source}/value_of_one.py"
-    assert_caught(package, file, "VALUE = 1", "VALUE = 3", "test_value.py")
+    monkeypatch.chdir(package)
+    assert_caught(Path(), file, "VALUE = 1", "VALUE = 3", "test_value.py")
     with pytest.raises(AssertionError, match=r"(?s)does not fail with 'OTHER = 2' replaced.*1 passed"):
         assert_caught(package, file, "OTHER = 2", "OTHER = 3", "test_value.py::test_value")
     with pytest.raises(ValueError, match="has 'absent' 0 times"):
-        assert_caught(package, file, "absent", "x", "test_value.py")
+        assert_caught(package, file, "absent", "x", "no_such_test.py")  # before any test is run
     (package / source / "value_of_one.py").write_text("VALUE = 4\n")
     with pytest.raises(AssertionError, match=r"(?s)test_value.py fails without a fault.*assert 4 == 1"):
         assert_caught(package, file, "VALUE = 4", "VALUE = 1", "test_value.py")

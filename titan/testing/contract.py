@@ -9,20 +9,32 @@ arithmetic of a plugin needs a test of its own.
 """
 
 import dataclasses
-import itertools
 import typing
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from titan.contracts import Dataset, Loss, LrSchedule, Model, Optimizer, Technique, Tokenizer
+from titan.contracts import Dataset, Loss, LrSchedule, Model, Optimizer, Technique, Tokenizer, Tracker
 from titan.contracts.base import registry
-from titan.contracts.base.options import REQUIRED, Where, as_table, did_you_mean, options_of, parse
+from titan.contracts.base.options import (
+    REQUIRED,
+    CliText,
+    Spec,
+    Where,
+    as_table,
+    check_bounds,
+    did_you_mean,
+    options_of,
+    parse,
+)
 from titan.contracts.base.registry import Plugin
 from titan.testing.jobs import JOB, assert_same_curve, one_rank, train_job
 
 PATH = "--plugins.path"
+
+SCHEDULE_STEPS = 10_000
+"""Steps of the run whose learning rates are checked: more than a warmup takes."""
 
 CLUSTER = "h100"
 """Cluster file for which jobs are planned."""
@@ -37,15 +49,19 @@ class Subject:
     config: Path = JOB
 
     @property
-    def required(self) -> dict[str, Any]:
-        """Values for the options that a user must give."""
-        stand_in = {str: "x", int: 8, float: 1.0}
-        given = {}
-        for option in options_of(self.plugin.Config):
-            if option.default is REQUIRED:
-                kinds = [kind for kind in (option.hint, *typing.get_args(option.hint)) if kind in stand_in]
-                given[option.key] = stand_in[kinds[0]]
-        return given
+    def given(self) -> dict[str, Any]:
+        """Values that `words` give to the plugin's options."""
+        own = issubclass(self.plugin, Technique | Tracker)  # several are used together, each with its own table
+        table = f"--{self.plugin.section}.{self.plugin.name}" if own else f"--{self.plugin.section}"
+        words = dict(_pairs(self.words))
+        keys = (option.key for option in options_of(self.plugin.Config))
+        return {key: CliText(words[f"{table}.{key}"]) for key in keys if f"{table}.{key}" in words}
+
+    @property
+    def stand_ins(self) -> dict[str, Any]:
+        """Values for the options that a user must give, and `words` do not."""
+        missing = (option for option in options_of(self.plugin.Config) if option.default is REQUIRED)
+        return {option.key: _value(option.hint, option.spec) for option in missing if option.key not in self.given}
 
     @property
     def off(self) -> list[str]:
@@ -71,8 +87,9 @@ class Subject:
         return 1 << at_two
 
     def parsed(self, **given: object) -> tuple[Any, list[Any]]:
-        """The plugin's options from these values and those required, and the errors found."""
-        config, faults = parse(self.plugin.Config, {**self.required, **given}, Where(self.plugin.section))
+        """The plugin's options from these values, else those of `words`, else stand-ins; and the errors found."""
+        values = {**self.stand_ins, **self.given, **given}
+        config, faults = parse(self.plugin.Config, values, Where(self.plugin.section))
         return config, list(faults)
 
 
@@ -124,13 +141,14 @@ def check_plugin(name: str, folder: Path, *words: str, kind: str = "", config: P
 def make_plugin(name: str, *words: str, kind: str = "", **options: object) -> Any:
     """An instance of a plugin with these options, to call its hooks in a test of its arithmetic.
 
-    name, words, kind: as in `checks`.  options: values as in a TOML; options that are required have stand-ins.
+    name, words, kind: as in `checks`.  options: values as in a TOML. One that is required, and given neither here nor
+        in `words`, has a stand-in.
 
     Raises:
         ValueError: as `checks`; or the options are wrong.
         PluginError: a plugin cannot be loaded.
     """
-    subject = Subject(_found(name, kind, words))
+    subject = Subject(_found(name, kind, words), words)
     config, faults = subject.parsed(**options)
     if faults:
         raise ValueError("; ".join(str(fault) for fault in faults))
@@ -151,7 +169,15 @@ def _found(name: str, kind: str, words: Iterable[str]) -> type[Plugin]:
 
 def _places(words: Iterable[str]) -> list[str]:
     """The folders and files that overrides load plugins from."""
-    return [value for key, value in itertools.pairwise(words) if key == PATH]
+    return [value for key, value in _pairs(words) if key == PATH]
+
+
+def _pairs(words: Iterable[str]) -> Iterator[tuple[str, str]]:
+    """(--key, value) of overrides: `--key value` and `--key=value`."""
+    rest = iter(words)
+    for word in rest:
+        key, equals, value = word.partition("=")
+        yield key, value if equals else next(rest, "")
 
 
 def _checks(subject: Subject) -> Iterator[Check]:
@@ -161,9 +187,9 @@ def _checks(subject: Subject) -> Iterator[Check]:
         yield Check(presets_are_valid, subject)
     if issubclass(plugin, LrSchedule):
         yield Check(factors_stay_between_0_and_1, subject)
-    if issubclass(plugin, Tokenizer) and not subject.required:
+    if issubclass(plugin, Tokenizer) and not subject.stand_ins:
         yield Check(text_is_given_back, subject)
-    if issubclass(plugin, Dataset) and not subject.required:
+    if issubclass(plugin, Dataset) and not subject.stand_ins:
         yield Check(files_are_read_in_a_fixed_order, subject)
     if issubclass(plugin, Model | Optimizer | Loss | Technique):
         yield Check(job_can_be_planned, subject)
@@ -174,6 +200,34 @@ def _checks(subject: Subject) -> Iterator[Check]:
             yield Check(curve_stays_and_checkpoint_loads_without_it, subject)
     if issubclass(plugin, Model | Optimizer | Loss):
         yield Check(curve_is_the_same_on_two_ranks, subject)
+
+
+# --- values of options --------------------------------------------------------------------------------------------
+
+
+def _value(hint: Any, spec: Spec) -> Any:
+    """A value of this type and within these bounds, as in a TOML."""
+    arguments = [each for each in typing.get_args(hint) if each not in (type(None), Ellipsis)]
+    if typing.get_origin(hint) is tuple:
+        return [_value(each, spec) for each in arguments]
+    if arguments:  # a Literal or a union
+        return arguments[0] if typing.get_origin(hint) is typing.Literal else _value(arguments[0], spec)
+    return _number(hint, spec) if hint in (int, float) else {str: "x", bool: True}.get(hint)
+
+
+def _number(kind: type[float], spec: Spec) -> float:
+    """A usual number if the bounds allow it, else one beside or between them."""
+    bounds = [bound for bound in (spec.at_least, spec.above, spec.at_most, spec.below) if bound is not None]
+    tries = [8 if kind is int else 1.0, *(bound + off for bound in bounds for off in (0, 1, -1)), sum(bounds) / 2]
+    return next((kind(value) for value in tries if kind(value) == value and _allowed(value, spec)), tries[0])
+
+
+def _allowed(value: float, spec: Spec) -> bool:
+    try:
+        check_bounds(value, spec)
+    except ValueError:
+        return False
+    return True
 
 
 # --- options ------------------------------------------------------------------------------------------------------
@@ -250,8 +304,10 @@ def factors_stay_between_0_and_1(subject: Subject, folder: Path) -> None:
     """A schedule's factors are from 0 to 1, the first is above 0, and one is 1."""
     assert issubclass(subject.plugin, LrSchedule)
     schedule = subject.plugin(subject.parsed()[0])
-    factors = [schedule.factor(step, 40) for step in range(1, 41)]
-    assert all(0 <= factor <= 1 for factor in factors) and factors[0] > 0 and max(factors) == 1, factors
+    factors = [schedule.factor(step, SCHEDULE_STEPS) for step in range(1, SCHEDULE_STEPS + 1)]
+    assert not (beyond := [factor for factor in factors if not 0 <= factor <= 1]), f"beyond 0 to 1: {beyond[:9]}"
+    assert factors[0] > 0, "the factor of the first step is 0"
+    assert max(factors) == 1, f"no factor of {SCHEDULE_STEPS:,} steps is 1, the largest is {max(factors)}"
 
 
 def text_is_given_back(subject: Subject, folder: Path) -> None:

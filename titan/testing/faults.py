@@ -85,7 +85,9 @@ def assert_caught(package: Path, file: str, old: str, new: str, test: str) -> No
     """
     if find_spec("pytest") is None:
         raise ModuleNotFoundError(f"assert_caught runs pytest, which is not installed; run {install('testing')}")
+    package = package.resolve()  # "." has no name
     fault = Fault(f"{old!r} replaced by {new!r}", file, old, new, (test,))
+    fault.planted(package)
     with tempfile.TemporaryDirectory(prefix="fault-", ignore_cleanup_errors=True) as place:
         root = Path(shutil.copytree(package, Path(place, package.name), ignore=_NOT_COPIED, symlinks=True))
         path = os.pathsep.join(filter(None, [str(root / "src"), str(root), os.environ.get("PYTHONPATH")]))
