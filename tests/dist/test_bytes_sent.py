@@ -1,5 +1,6 @@
 """The metric `bytes_sent`: what real ranks send is what arithmetic and the dry run say, at any layout."""
 
+import re
 import threading
 from collections import defaultdict
 from pathlib import Path
@@ -14,6 +15,7 @@ from torch.distributed import _functional_collectives as functional
 from tests.jobs import LLAMA, SAVING, mesh
 from titan.config import load_job
 from titan.contracts import Axis, Mesh
+from titan.contracts.base import collectives
 from titan.contracts.base.mesh import Layout
 from titan.dryrun import DryRun, dry_run
 from titan.testing.jobs import train_job
@@ -87,6 +89,12 @@ def _issued() -> dict[str, float]:
         x = torch.ones(4, requires_grad=True)
         functional.all_gather_tensor_autograd(x, 0, all_ranks).sum().backward()
 
+    def scattered() -> None:
+        dist.scatter(torch.empty_like(ours), [ours.clone() for _ in range(ranks)] if rank == 0 else None)
+
+    def nothing() -> None:
+        dist.gather(torch.empty(0), [torch.empty(0) for _ in range(ranks)] if rank == 0 else None)
+
     def neighbors() -> None:
         ops = [dist.P2POp(dist.isend, ours, after), dist.P2POp(dist.irecv, torch.empty_like(ours), before)]
         for work in dist.batch_isend_irecv(ops):
@@ -109,6 +117,8 @@ def _issued() -> dict[str, float]:
         "shifted": lambda: dist.all_to_all_single(torch.empty_like(ours), ours, from_last, to_next),
         "broadcast": lambda: dist.broadcast(ours, 0),
         "gather": lambda: dist.gather(ours, [torch.empty_like(ours) for _ in range(ranks)] if rank == 0 else None),
+        "scatter": scattered,
+        "gather of nothing": nothing,
         "neighbors": neighbors,
         "barrier": dist.barrier,
     }
@@ -126,13 +136,24 @@ def _issued() -> dict[str, float]:
     return found
 
 
+def test_every_operation_of_pytorch_has_a_kind() -> None:
+    """A dry run meets functional collectives by their own names."""
+    names = filter(re.compile("(c10d|_c10d_functional)::[a-z_]+").fullmatch, torch._C._dispatch_get_all_op_names())
+    operations = [getattr(getattr(torch.ops, name), of).default for name, of in (each.split("::") for each in names)]
+    kinds = {str(one): collectives.kind_of(one) for one in operations if collectives.is_collective(one)}
+    known = {*collectives.PASSES, "broadcast", "reduce", "gather", "scatter", "send", *collectives._SILENT}
+    assert {name: kind for name, kind in kinds.items() if kind not in known} == {}
+    assert kinds["_c10d_functional.all_reduce_coalesced.default"] == "all_reduce"
+
+
 def test_whoever_issues_a_collective() -> None:
     tensor = 4 * 12  # bytes
     share = 2 / 3 * tensor
     wanted = {
         "all_reduce": 2 * share, "thread": 2 * share, "no grad": 2 * share, "inference": 2 * share,
         "functional": 2 * share, "backward": 2 * share, "reduce_scatter": share, "all_to_all": share,
-        "shifted": tensor, "broadcast": share, "gather": share, "neighbors": tensor, "barrier": 0,
+        "shifted": tensor, "broadcast": share, "gather": share, "scatter": share, "gather of nothing": 0,
+        "neighbors": tensor, "barrier": 0,
     }  # fmt: skip
     for found in run_ranks(_issued, 3):
         assert found == pytest.approx(wanted)

@@ -23,22 +23,26 @@ _SILENT = ("recv", "recv_any_source", "barrier", "monitored_barrier")
 _KINDS = {
     "allreduce": "all_reduce",
     "allreduce_coalesced": "all_reduce",
+    "all_reduce_coalesced": "all_reduce",
     "allgather": "all_gather",
     "allgather_base": "all_gather",
     "allgather_coalesced": "all_gather",
     "allgather_into_tensor_coalesced": "all_gather",
     "all_gather_into_tensor": "all_gather",
+    "all_gather_into_tensor_coalesced": "all_gather",
     "reduce_scatter_base": "reduce_scatter",
     "reduce_scatter_tensor": "reduce_scatter",
     "reduce_scatter_tensor_coalesced": "reduce_scatter",
     "alltoall": "all_to_all",
     "alltoall_base": "all_to_all",
     "all_to_all_single": "all_to_all",
+    "isend": "send",
+    "irecv": "recv",
 }
 """PyTorch's names of the same collective; names that are not listed stay."""
 
-_LOCAL = ("_c10d_functional::wait_tensor", "_c10d_functional::_wrap_tensor_autograd")
-"""Functional-collective operations that do not communicate."""
+_LOCAL = ("_c10d_functional::wait_tensor", "_c10d_functional::_wrap_tensor_autograd", "c10d::check_for_nan")
+"""Operations of these namespaces that do not communicate."""
 
 
 def is_collective(operation: OpOverload) -> bool:
@@ -85,8 +89,9 @@ def sent_bytes(kind: str, whole: float, ranks: int) -> float:
     whole: bytes of the whole tensor (`payload`).  ranks: of the group.
 
     All-gather, reduce-scatter, all-to-all, broadcast and reduce: (n - 1) / n of the tensor. All-reduce: twice that.
-    These are what rings send (Patarasu and Yuan, J. Parallel Distrib. Comput. 69, 2009), and the least that any
-    algorithm sends. A send: the tensor. A receive or a barrier: nothing. Headers and retries are not counted.
+    It is the least that ranks can send where no switch adds for them: what rings send (Patarasu and Yuan, J. Parallel
+    Distrib. Comput. 69, 2009), and in an all-to-all each rank to each other one. A send: the tensor. A receive or a
+    barrier: nothing. Headers and retries are not counted.
     """
     if kind == "send":
         return whole
@@ -109,5 +114,5 @@ def bytes_to_others(operation: OpOverload, args: Any, ranks: int, rank: int) -> 
         splits = given["input_split_sizes"]
         return float(whole * (1 - splits[rank] / max(1, sum(splits)))) if splits else sent_bytes(kind, whole, ranks)
     if kind in ("gather", "scatter"):  # the rank with all pieces sees them; a piece leaves every rank but one
-        return sent_bytes(kind, min(size for values in args if (size := payload([values], ()))), ranks)
+        return sent_bytes(kind, min((size for values in args if (size := payload([values], ()))), default=0), ranks)
     return sent_bytes(kind, payload(args, ()), ranks)
