@@ -5,6 +5,7 @@ Tests run on the CPU, on a GPU node too; those marked `gpu` run with `-m gpu`, w
 """
 
 import faulthandler
+import gc
 import os
 from collections.abc import Callable, Iterator
 from typing import Any
@@ -59,6 +60,13 @@ def pytest_runtest_protocol(item: pytest.Item) -> Iterator[None]:
         return (yield)
     finally:
         faulthandler.cancel_dump_traceback_later()
+
+
+@pytest.fixture(autouse=True)
+def _collections_pass_over_what_is_imported() -> None:
+    """Hundreds of tests collect garbage, as dry runs do; among all that pytest and torch hold, each takes half a second."""
+    gc.collect()
+    gc.freeze()
 
 
 @pytest.fixture(autouse=True)

@@ -14,6 +14,7 @@ class _Knot:
 
 def test_what_lives_long_is_looked_at_once_and_young_garbage_always() -> None:
     gc.disable()
+    gc.unfreeze()  # as in a run that begins
     try:
         trainer._collect_garbage()
         frozen = gc.get_freeze_count()

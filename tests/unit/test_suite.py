@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.sweeps import but_sweep
+from tests.sweeps import but_sweep, sweep_but
 
 ROOT = Path(__file__).parents[2]
 
@@ -62,9 +62,16 @@ def test_cases_of_a_sweep_are_marked_and_the_others_are_not() -> None:
     first, second = but_sweep([(1, {"a": 2}), (3, {})], (3, {}))
     assert first == (1, {"a": 2})
     assert second.values == (3, {}) and [mark.name for mark in second.marks] == ["sweep"]
+    assert sweep_but("ab", "a") == but_sweep("ab", "b")
 
 
 @pytest.mark.parametrize(("swept", "said"), [(("c",), "no case of the test"), (("a", "b"), "at least one case")])
 def test_a_sweep_of_no_case_or_of_every_case_is_refused(swept: tuple[str, ...], said: str) -> None:
     with pytest.raises(AssertionError, match=said):
         but_sweep("ab", *swept)
+
+
+@pytest.mark.parametrize(("kept", "said"), [(("c",), "no case of the test"), ((), "at least one case")])
+def test_what_is_kept_of_a_sweep_is_a_case_and_not_nothing(kept: tuple[str, ...], said: str) -> None:
+    with pytest.raises(AssertionError, match=said):
+        sweep_but("ab", *kept)
