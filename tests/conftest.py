@@ -64,7 +64,7 @@ def pytest_runtest_protocol(item: pytest.Item) -> Iterator[None]:
 
 @pytest.fixture(autouse=True)
 def _collections_pass_over_what_is_imported() -> None:
-    """Hundreds of tests collect garbage, as dry runs do; among all that pytest and torch hold, each takes half a second."""
+    """Dry runs collect garbage, and going through all that pytest and torch hold takes longer than a small one."""
     gc.collect()
     gc.freeze()
 

@@ -10,6 +10,7 @@ import pytest
 from tests.commands import run_titan
 from tests.jobs import CONFIGS, LLAMA, SAVING, mesh
 from tests.planned import CLUSTER
+from tests.sweeps import swept_case
 from titan.config import load_job
 from titan.contracts.layers.experts import SideLoss
 from titan.dryrun.run import dry_run
@@ -26,7 +27,7 @@ PACKED = ("--data.packing", "document_mask")
 
 
 @pytest.mark.parametrize(
-    "degrees", [{"slicer": 4}, {"slicer": 2, "tp": 2}, {"slicer": 2, "pp": 2, "dp_shard": 2}], ids=str
+    "degrees", [{"slicer": 4}, {"slicer": 2, "tp": 2}, swept_case({"slicer": 2, "pp": 2, "dp_shard": 2})], ids=str
 )
 def test_a_sequence_sliced_from_outside(degrees: dict[str, int], one_rank, tmp_path: Path) -> None:
     ranks = 8 if len(degrees) == 3 else 4
@@ -62,7 +63,9 @@ def test_sequences_are_split_by_one_technique() -> None:
 
 
 @pytest.mark.parametrize(
-    "degrees", [{}, {"dp_shard": 2, "tp": 2}, {"pp": 2, "dp_shard": 2}, {"cp": 2, "dp_replicate": 2}], ids=str
+    "degrees",
+    [{}, {"dp_shard": 2, "tp": 2}, *map(swept_case, [{"pp": 2, "dp_shard": 2}, {"cp": 2, "dp_replicate": 2}])],
+    ids=str,
 )
 def test_a_loss_without_all_logits(degrees: dict[str, int], one_rank, tmp_path: Path) -> None:
     words = ["--loss.name", "frugal", *mesh(**degrees)]
@@ -72,7 +75,11 @@ def test_a_loss_without_all_logits(degrees: dict[str, int], one_rank, tmp_path: 
 WHOLE = ["--plugins.tensor.sequence_parallel", "false"]
 
 
-@pytest.mark.parametrize("words", [mesh(tp=2, pp=2), [*mesh(dp_shard=2, tp=2), *WHOLE], mesh(cp=2, pp=2)], ids=" ".join)
+@pytest.mark.parametrize(
+    "words",
+    [mesh(tp=2, pp=2), swept_case([*mesh(dp_shard=2, tp=2), *WHOLE]), swept_case(mesh(cp=2, pp=2))],
+    ids=" ".join,
+)
 def test_a_model_of_shared_layers(words: list[str], one_rank, tmp_path: Path) -> None:
     assert_same_curve(one_rank(*PACKED, config=PARALLEL), train_job(tmp_path, 4, *PACKED, *words, config=PARALLEL))
 
@@ -85,7 +92,7 @@ COMPILED = ["--plugins.compile.backend", "aot_eager"]
     "words",
     [
         [*mesh(tp=2, pp=2), "--plugins.activation_checkpoint.mode", "full"],
-        [*mesh(dp_shard=2, tp=2), *WHOLE, *COMPILED],
+        swept_case([*mesh(dp_shard=2, tp=2), *WHOLE, *COMPILED]),
         mesh(cp=2, dp_shard=2),
     ],
     ids=" ".join,
@@ -119,7 +126,6 @@ def test_a_model_of_shared_layers_generates_with_a_cache(tmp_path: Path) -> None
 
 FIRST = ("--plugins.spread.enabled", "true")
 """Tensor parallelism wants every parameter placed when its turn comes: the technique of stacks stands above it."""
-SWEPT = pytest.mark.sweep
 
 
 @pytest.mark.parametrize(
@@ -127,17 +133,18 @@ SWEPT = pytest.mark.sweep
     [
         ({"dp_shard": 4, "spread": 2}, ["--plugins.fsdp.zero_stage", "3"]),
         ({"dp_shard": 2, "cp": 2, "spread": 4}, []),
-        ({"dp_shard": 2, "dp_replicate": 2, "spread": 2}, ["--train.micro_batch_size", "1"]),
-        pytest.param({"dp_shard": 2, "pp": 2, "spread": 2}, [], marks=SWEPT),
-        pytest.param({"dp_shard": 4, "tp": 2, "spread": 2}, [*FIRST, *WHOLE], marks=SWEPT),
-        pytest.param({"dp_shard": 4, "spread": 2}, ["--plugins.fsdp.zero_stage", "2"], marks=SWEPT),
-        pytest.param(
-            {"dp_shard": 2, "cp": 2, "dp_replicate": 2, "spread": 2},
-            ["--plugins.fsdp.zero_stage", "2", "--train.micro_batch_size", "1"],
-            marks=SWEPT,
+        swept_case(({"dp_shard": 2, "dp_replicate": 2, "spread": 2}, ["--train.micro_batch_size", "1"])),
+        swept_case(({"dp_shard": 2, "pp": 2, "spread": 2}, [])),
+        swept_case(({"dp_shard": 4, "tp": 2, "spread": 2}, [*FIRST, *WHOLE])),
+        swept_case(({"dp_shard": 4, "spread": 2}, ["--plugins.fsdp.zero_stage", "2"])),
+        swept_case(
+            (
+                {"dp_shard": 2, "cp": 2, "dp_replicate": 2, "spread": 2},
+                ["--plugins.fsdp.zero_stage", "2", "--train.micro_batch_size", "1"],
+            )
         ),
         ({"cp": 2, "dp_replicate": 2, "spread": 2}, ["--plugins.ddp.enabled", "true"]),
-        pytest.param({"cp": 4, "spread": 2}, ["--plugins.ddp.enabled", "true"], marks=SWEPT),
+        swept_case(({"cp": 4, "spread": 2}, ["--plugins.ddp.enabled", "true"])),
     ],
     ids=str,
 )
@@ -167,7 +174,7 @@ def test_stacks_are_rehearsed() -> None:
 
 SWITCHED = [
     {"dp_shard": 4, "ep": 4},
-    {"dp_shard": 2, "cp": 2, "ep": 2, "tp": 2},
+    swept_case({"dp_shard": 2, "cp": 2, "ep": 2, "tp": 2}),
     {"dp_shard": 2, "pp": 2, "ep": 2},
     {"tp": 2, "cp": 2},
 ]

@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from tests.jobs import LLAMA, MOE, SAVING, mesh, run_with_biases
-from tests.sweeps import but_sweep
+from tests.sweeps import but_sweep, sweep_but, swept_case
 from titan.config import load_job
 from titan.errors import ConfigError
 from titan.testing.jobs import assert_same_curve, saved_tensors, train_job
@@ -32,9 +32,15 @@ LAYOUTS = {
 BALANCES = ("bias", "sequence")
 
 
-@pytest.mark.parametrize(
-    ("layout", "balance"), [pair for pair in product(LAYOUTS, BALANCES) if pair != ("cp 2", "sequence")]
-)
+PAIRS = [pair for pair in product(LAYOUTS, BALANCES) if pair != ("cp 2", "sequence")]
+KEPT = (
+    ("accumulation", "bias"), ("dp_shard 2", "sequence"), ("tp 2", "bias"), ("tp 2", "sequence"),
+    ("tp 2, whole sequences", "bias"), ("pp 2", "sequence"), ("cp 2", "bias"), ("recompute full", "sequence"),
+    ("compiled, recompute selective", "bias"),
+)  # fmt: skip
+
+
+@pytest.mark.parametrize(("layout", "balance"), sweep_but(PAIRS, *KEPT))
 def test_one_curve(layout: str, balance: str, one_rank, tmp_path: Path) -> None:
     world_size, words = LAYOUTS[layout]
     same = ("--model.balance", balance, "--model.balance_rate", "0.01")
@@ -74,8 +80,10 @@ FOLDED = {
 
 
 SWEPT = (
-    "ep 2 of dp_shard 4, zero 3, accumulation", "ep 2, tp 2, whole sequences, recompute selective",
-    "more ranks than experts, tp 2", "ep 4 of dp_shard 2, cp 2, tp 2",
+    "ep 4 of dp_shard 4", "ep 2 of dp_shard 4, zero 1, accumulation", "ep 2 of dp_shard 4, zero 3, accumulation",
+    "ep 2, recompute full", "ep 2, tp 2, whole sequences, recompute selective", "ep 2, pp 2",
+    "pp 2, zero bubble, nothing sharded", "more ranks than experts, tp 2", "ep 2 of cp 2",
+    "ep 2, dp_shard 2, tp 2, pp 2", "ep 4 of dp_shard 2, cp 2, tp 2",
 )  # fmt: skip
 
 
@@ -96,7 +104,7 @@ JITTERED = {
 }
 
 
-@pytest.mark.parametrize("layout", but_sweep(JITTERED, "ep 2, tp 2, recompute full"))
+@pytest.mark.parametrize("layout", sweep_but(JITTERED, "cp 2, recompute selective", "tp 2, pp 2"))
 def test_jitter(layout: str, one_rank, tmp_path: Path) -> None:
     """What the routers see is multiplied by the same random numbers at any layout."""
     world_size, words = JITTERED[layout]
@@ -119,7 +127,7 @@ HALF = ("--train.steps", "4")
     ("before", "after"),
     [
         ((4, mesh(dp_shard=4, ep=4)), (1, [])),
-        ((1, []), (4, mesh(dp_shard=4, ep=4))),
+        swept_case(((1, []), (4, mesh(dp_shard=4, ep=4)))),
         ((4, mesh(dp_shard=2, ep=2, tp=2)), (4, mesh(dp_shard=2, ep=2, pp=2))),
     ],
     ids=["ep 4, then one rank", "one rank, then ep 4", "ep 2, tp 2, then ep 2, pp 2"],

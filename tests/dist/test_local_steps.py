@@ -13,6 +13,7 @@ from torch import Tensor
 from tests.commands import run_titan
 from tests.dist.test_nonfinite import SKIP, inject_nan
 from tests.jobs import LLAMA, MOE, SAVING, SELF_SEND, mesh, stored
+from tests.sweeps import swept_case
 from titan.config import load_job
 from titan.errors import ConfigError
 from titan.plugins.parallel.local_steps import BLOCK, LocalSteps, _decoded, _encoded
@@ -70,7 +71,7 @@ def test_an_exchange_after_every_step_is_data_parallelism(
 @pytest.mark.parametrize(
     ("ranks", "words", "config"),
     [
-        (8, mesh(worker=2, dp_shard=2, tp=2), LLAMA),
+        swept_case((8, mesh(worker=2, dp_shard=2, tp=2), LLAMA)),
         (4, [*mesh(worker=2, pp=2), "--model.tied", "true"], LLAMA),
         (4, mesh(worker=2, dp_replicate=2), LLAMA),
         (4, mesh(worker=2, dp_shard=2, ep=2), MOE),
@@ -177,7 +178,7 @@ def _gone_back(folder: Path, name: str, step: int, to: str) -> Path:
         ({"exchange": "int8"}, mesh(pp=2)),
         ({"exchange": "int4", "outer": "nesterov", "offload": "true"}, mesh(pp=2)),
         ({"outer": "nesterov", "fragments": 3}, mesh(tp=2)),
-        ({}, mesh(dp_shard=2, tp=2)),
+        swept_case(({}, mesh(dp_shard=2, tp=2))),
     ],
 )
 def test_gone_on_from_the_middle_of_h_nothing_is_lost(

@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from tests.jobs import BLOOM, GEMMA, GPT, NEOX, OLMO2, QWEN3, mesh
-from tests.sweeps import but_sweep, swept_case
+from tests.sweeps import but_sweep, sweep_but, swept_case
 from titan.testing.jobs import assert_same_curve, train_job
 
 SCORES_RECOMPUTED = ("--model.attention", "unfused", "--plugins.activation_checkpoint.mode", "attention")
@@ -60,7 +60,15 @@ LAYOUTS = {
 GLOBAL_BATCH = "--train.global_batch_size"
 
 
-@pytest.mark.parametrize("layout", but_sweep(LAYOUTS, "ddp 2, pp 2", "pp 2, dp_shard 2, zero 2"))
+SWEPT = (
+    "hsdp 2x2", "pp 4", "dp_shard 2, tp 2, pp 2", "ddp 2, pp 2", "accumulation, dp_shard 2, zero 2",
+    "pp 2, dp_shard 2, zero 2", "recompute selective, dp_shard 2", "compiled, tp 2, whole sequences",
+    "recompute full, dp_shard 2, pp 2",
+)  # fmt: skip
+"""Pairs of what other layouts have alone."""
+
+
+@pytest.mark.parametrize("layout", but_sweep(LAYOUTS, *SWEPT))
 def test_llama(layout: str, one_rank, tmp_path: Path) -> None:
     world_size, words = LAYOUTS[layout]
     # What the run is a function of stays the same on one rank; the layout and the micro batch do not.
@@ -79,7 +87,7 @@ SCHEDULES = {
 }
 
 
-@pytest.mark.parametrize("schedule", but_sweep(SCHEDULES, "GPipe", "LoopedBFS", "InterleavedZeroBubble", "DualPipeV"))
+@pytest.mark.parametrize("schedule", sweep_but(SCHEDULES, "Interleaved1F1B", "ZBVZeroBubble"))
 def test_schedules_over_four_stages(schedule: str, one_rank, tmp_path: Path) -> None:
     if schedule in ("ZBVZeroBubble", "DualPipeV") and not torch.cuda.is_available() and torch.__version__ < "2.13":
         pytest.skip("gloo of this PyTorch cannot send to itself")
@@ -91,7 +99,7 @@ def test_schedules_over_four_stages(schedule: str, one_rank, tmp_path: Path) -> 
 
 @pytest.mark.parametrize(
     ("world_size", "words"),
-    [(2, mesh(tp=2)), (2, mesh(pp=2)), (4, mesh(dp_shard=2, pp=2)), swept_case((4, mesh(dp_shard=2, tp=2)))],
+    [(2, mesh(tp=2)), (2, mesh(pp=2)), *map(swept_case, [(4, mesh(dp_shard=2, pp=2)), (4, mesh(dp_shard=2, tp=2))])],
     ids=lambda value: " ".join(value) if isinstance(value, list) else str(value),
 )
 def test_gpt_with_its_tied_head(world_size: int, words: list[str], one_rank, tmp_path: Path) -> None:
@@ -101,8 +109,8 @@ def test_gpt_with_its_tied_head(world_size: int, words: list[str], one_rank, tmp
 @pytest.mark.parametrize(
     ("world_size", "words"),
     [
-        (2, mesh(tp=2)),
-        (2, [*mesh(tp=2), *COMPILED, "--plugins.activation_checkpoint.mode", "selective"]),
+        swept_case((2, mesh(tp=2))),
+        swept_case((2, [*mesh(tp=2), *COMPILED, "--plugins.activation_checkpoint.mode", "selective"])),
         (4, [*mesh(dp_shard=2, tp=2), "--plugins.tensor.sequence_parallel", "false"]),
         (4, [*mesh(tp=2, pp=2), "--data.packing", "document_mask"]),
         swept_case((4, mesh(dp_shard=2, pp=2))),
@@ -118,7 +126,7 @@ def test_qwen3_with_norms_of_heads(world_size: int, words: list[str], one_rank, 
     ("world_size", "words"),
     [
         (2, mesh(tp=2)),
-        (4, [*mesh(tp=2, pp=2), "--plugins.tensor.sequence_parallel", "false"]),
+        swept_case((4, [*mesh(tp=2, pp=2), "--plugins.tensor.sequence_parallel", "false"])),
         swept_case((2, [*mesh(tp=2), *COMPILED, "--plugins.activation_checkpoint.mode", "selective"])),
         swept_case((4, mesh(dp_shard=2, pp=2))),
     ],
@@ -131,8 +139,8 @@ def test_neox_with_parallel_branches(world_size: int, words: list[str], one_rank
 @pytest.mark.parametrize(
     ("world_size", "words"),
     [
-        (2, mesh(tp=2)),
-        (2, [*mesh(tp=2), *COMPILED, "--plugins.activation_checkpoint.mode", "selective"]),
+        swept_case((2, mesh(tp=2))),
+        swept_case((2, [*mesh(tp=2), *COMPILED, "--plugins.activation_checkpoint.mode", "selective"])),
         (4, [*mesh(dp_shard=2, tp=2), "--plugins.tensor.sequence_parallel", "false"]),
         (4, [*mesh(tp=2, pp=2), "--data.packing", "document_mask"]),
         swept_case((2, [*mesh(tp=2), "--plugins.activation_checkpoint.mode", "full"])),
@@ -151,8 +159,8 @@ def test_olmo2_with_norms_over_all_heads(world_size: int, words: list[str], one_
     ("world_size", "words"),
     [
         (2, mesh(tp=2)),
-        (2, [*mesh(tp=2), *COMPILED, "--plugins.activation_checkpoint.mode", "selective"]),
-        (4, [*mesh(tp=2, pp=2), "--data.packing", "document_mask"]),
+        swept_case((2, [*mesh(tp=2), *COMPILED, "--plugins.activation_checkpoint.mode", "selective"])),
+        swept_case((4, [*mesh(tp=2, pp=2), "--data.packing", "document_mask"])),
         (4, [*mesh(tp=2, cp=2), "--plugins.context.method", "ulysses"]),
         swept_case((4, [*mesh(dp_shard=2, tp=2), "--plugins.tensor.sequence_parallel", "false"])),
         swept_case((2, [*mesh(tp=2), "--model.attention", "unfused", "--data.packing", "document_mask"])),
@@ -171,7 +179,7 @@ def test_bloom_with_slopes_of_heads(world_size: int, words: list[str], one_rank,
     [
         (2, mesh(tp=2)),
         (2, [*mesh(cp=2), "--plugins.context.method", "ulysses", "--data.packing", "document_mask"]),
-        (4, [*mesh(tp=2, pp=2), "--plugins.tensor.loss_parallel", "false"]),
+        swept_case((4, [*mesh(tp=2, pp=2), "--plugins.tensor.loss_parallel", "false"])),
         swept_case((2, [*mesh(tp=2), *COMPILED, "--plugins.activation_checkpoint.mode", "attention"])),
         swept_case((2, [*mesh(cp=2), "--model.attention_cap", "0"])),
         swept_case((2, [*mesh(pp=2), "--model.tied", "false"])),

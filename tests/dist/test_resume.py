@@ -24,13 +24,13 @@ def uninterrupted(tmp_path_factory: pytest.TempPathFactory) -> Outcome:
 @pytest.mark.parametrize(
     ("before", "after"),
     [
-        (mesh(), mesh(dp_shard=2, tp=2)),
+        swept_case((mesh(), mesh(dp_shard=2, tp=2))),
         (mesh(dp_shard=4), mesh(pp=2)),
         swept_case((mesh(dp_shard=2, tp=2, pp=2), mesh())),
-        (mesh(pp=4), mesh(tp=2)),
+        swept_case((mesh(pp=4), mesh(tp=2))),
         (mesh(cp=2, tp=2), mesh(dp_shard=2, pp=2)),
-        (mesh(dp_replicate=2), mesh(cp=4)),
-        (mesh(dp_replicate=2, dp_shard=2), mesh(dp_shard=2, pp=2)),
+        swept_case((mesh(dp_replicate=2), mesh(cp=4))),
+        swept_case((mesh(dp_replicate=2, dp_shard=2), mesh(dp_shard=2, pp=2))),
     ],
     ids=lambda words: " ".join(words).replace("--mesh.", "") or "one rank",
 )
@@ -46,10 +46,10 @@ def test_on_another_layout(before: list[str], after: list[str], uninterrupted: O
     ("words", "more"),
     [
         ([], []),
-        ([], ["--data.workers", "1"]),
+        swept_case(([], ["--data.workers", "1"])),
         (mesh(dp_shard=2), ["--checkpoint.async", "false"]),
         swept_case((mesh(dp_shard=2, pp=2), ["--data.workers", "1"])),
-        (mesh(tp=2), []),
+        swept_case((mesh(tp=2), [])),
     ],
     ids=" ".join,
 )
@@ -137,11 +137,11 @@ def tied(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Outcome]:
 @pytest.mark.parametrize(
     ("schedule", "wider", "other"),
     [
-        ("1F1B", {}, mesh(dp_shard=2)),
+        swept_case(("1F1B", {}, mesh(dp_shard=2))),
         swept_case(("GPipe", {}, mesh(tp=2))),
         ("Interleaved1F1B", {}, mesh()),
         swept_case(("LoopedBFS", {}, mesh(dp_replicate=2))),
-        ("InterleavedZeroBubble", {}, mesh(pp=2)),
+        swept_case(("InterleavedZeroBubble", {}, mesh(pp=2))),
         pytest.param("ZBVZeroBubble", {"dp_shard": 2}, mesh(pp=2), marks=V_SHAPED),
         pytest.param("DualPipeV", {"tp": 2}, mesh(dp_shard=2, tp=2), marks=(V_SHAPED, pytest.mark.sweep)),
     ],

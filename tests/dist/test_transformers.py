@@ -6,6 +6,7 @@ from typing import Any
 
 import pytest
 
+from tests.sweeps import sweep_but
 from tests.transformers_curve import CASES, CLIP, Reference, runs
 from titan.testing.jobs import assert_same_curve
 
@@ -27,7 +28,14 @@ def test_clipping_scales_some_steps_and_leaves_others(case: str, references: Cal
     assert min(norms) < CLIP < max(norms)
 
 
-@pytest.mark.parametrize(("case", "layout"), runs())
+KEPT = [
+    *((case, "one rank") for case in CASES),
+    ("llama", "dp_shard 2, tp 2"), ("gpt2", "dp_shard 2, pp 2"), ("mixtral", "dp_shard 4, ep 4"),
+]  # fmt: skip
+"""Other tests compare each of titan's models at these layouts with itself on one rank."""
+
+
+@pytest.mark.parametrize(("case", "layout"), sweep_but(runs(), *KEPT))
 def test_same_curve(case: str, layout: str, references: Callable[[str], Reference]) -> None:
     reference = references(case)
     assert_same_curve(reference.outcome, reference.titan(layout))

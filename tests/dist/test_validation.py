@@ -68,10 +68,10 @@ def assert_booked(run: Path) -> None:
     ("ranks", "words"),
     [
         (1, ["--plugins.compile.backend", "aot_eager", "--train.micro_batch_size", "4"]),
-        (2, [*mesh(dp_shard=2), *zero(1), "--train.micro_batch_size", "2"]),
-        (2, mesh(dp_shard=2)),
+        swept_case((2, [*mesh(dp_shard=2), *zero(1), "--train.micro_batch_size", "2"])),
+        swept_case((2, mesh(dp_shard=2))),
         (3, [*mesh(dp_shard=3), *zero(3), "--train.global_batch_size", "6"]),
-        (2, mesh(dp_replicate=2)),
+        swept_case((2, mesh(dp_replicate=2))),
         (2, [*mesh(tp=2), "--plugins.activation_checkpoint.mode", "full"]),
         (4, [*mesh(dp_shard=2, pp=2), "--plugins.pipeline.schedule", "ZBVZeroBubble"]),
         (4, mesh(dp_shard=2, cp=2)),

@@ -98,7 +98,10 @@ def test_slurm_nvidia_starts_a_launcher_per_node(slurm: Slurm, stub: Path) -> No
 
 
 @pytest.mark.parametrize("binding", [{}, {"GPU_BINDING": "--gpu-bind=none"}], ids=["one GPU per task", "all GPUs"])
-def test_slurm_amd_starts_a_rank_per_gpu(binding: dict[str, str], slurm: Slurm, stub: Path) -> None:
+def test_slurm_amd_starts_a_rank_per_gpu(
+    binding: dict[str, str], slurm: Slurm, stub: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.delenv("OMP_NUM_THREADS", raising=False)  # the file keeps what is set
     file = str(FOLDER / "slurm-amd.sh")
     [job] = slurm.submit("--ntasks-per-node=2", file, "--a.b", "1", TITAN_PYTHON=str(stub), **binding)
     ranks = said(job)
