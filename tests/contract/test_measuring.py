@@ -7,6 +7,7 @@ from pathlib import Path
 import pytest
 
 from tests.commands import run_titan
+from tests.sweeps import sweep_but
 from titan.testing.jobs import train_job, write_text
 from titan.training.metrics import KEYS
 
@@ -53,7 +54,7 @@ MEASURED_AT = {
 }
 
 
-@pytest.mark.parametrize("name", MEASURED_AT)
+@pytest.mark.parametrize("name", sweep_but(MEASURED_AT, "dp 2, cp 2", "pp 2, tp 2, stages interleaved, recomputed"))
 def test_four_ranks_measure_the_same(name: str, measured_alone: dict[int, dict[str, float]], tmp_path: Path) -> None:
     rows = train_job(tmp_path, 4, *MEASURING, *MEASURED_AT[name]).rows
     assert rows.keys() == measured_alone.keys()

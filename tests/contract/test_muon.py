@@ -5,6 +5,7 @@ from pathlib import Path
 import pytest
 
 from tests.jobs import CONFIGS, GPT, LLAMA, SAVING, mesh
+from tests.sweeps import swept_case
 from titan.testing.jobs import assert_same_curve, train_job
 
 GUESTS = str(Path(__file__).parents[1] / "guests")
@@ -16,7 +17,7 @@ LAYOUTS = {
 MUON = ("--plugins.path", GUESTS, "--optimizer.name", "muon")
 
 
-@pytest.mark.parametrize(("config", "lr"), [(LLAMA, "3e-3"), (GPT, "3e-4")], ids=["llama", "gpt, tied"])
+@pytest.mark.parametrize(("config", "lr"), [(LLAMA, "3e-3"), swept_case((GPT, "3e-4"))], ids=["llama", "gpt, tied"])
 def test_muon_has_one_curve_on_shards_slices_and_stages(config: Path, lr: str, tmp_path: Path) -> None:
     words = (*MUON, "--optimizer.lr", lr)
     alone = train_job(tmp_path / "1", 1, *words, config=config)

@@ -11,6 +11,7 @@ from torch import Tensor
 from tests.contract.test_guests import GUESTS
 from tests.dist.test_nonfinite import SKIP, TEST_PLUGINS, inject_nan
 from tests.jobs import SAVING, mesh, stored
+from tests.sweeps import swept_case
 from titan.testing.jobs import assert_same_curve, saved_tensors, train_job
 from titan.testing.ranks import RankError
 
@@ -104,7 +105,7 @@ def test_two_axes_with_weights_of_their_own_are_refused(tmp_path: Path) -> None:
         train_job(tmp_path, 4, *GUESTS, *mesh(colony=2, worker=2))
 
 
-@pytest.mark.parametrize("words", [mesh(dp_shard=2), mesh(tp=2), mesh(pp=2)], ids=str)
+@pytest.mark.parametrize("words", [mesh(dp_shard=2), swept_case(mesh(tp=2)), swept_case(mesh(pp=2))], ids=str)
 def test_an_optimizer_around_the_optimizer(words: list[str], one_rank, tmp_path: Path) -> None:
     """One curve at any layout and through a resume, with the slow weights in the checkpoint."""
     one = one_rank(*GUESTS, *LOOKAHEAD)

@@ -6,7 +6,6 @@ from collections import Counter
 import pytest
 
 from tests.planned import CLUSTER, job_of
-from tests.sweeps import sweep_but
 from titan.config import Job
 from titan.contracts.base.cost import Matmul
 from titan.dryrun import DryRun, dry_run
@@ -174,32 +173,15 @@ JOBS = {
     "norms of heads, full": (*QWEN3, *BF16, *TWO, *sliced(), *FULL),
 }
 
-KEPT = (
-    "zero 1, average of weights", "zero 2, two micro batches", "zero 3, full recompute",
-    "zero 3, one micro batch, selective", "float32", "tensor parallel", "tensor parallel, whole sequences, selective",
-    "ring", "ring, tensor parallel, grouped heads", "ring, pipeline", "ring, replicas", "ring, documents",
-    "gather, tensor parallel", "ulysses, full, shared heads", "ulysses, long documents, shared heads",
-    "1F1B", "interleaved, full", "zero bubble", "gpt, tied ends on stages", "gpt, tensor parallel, dropout",
-    "scores written, recomputed", "long, scores written", "long documents, grouped heads", "documents, 1F1B, full",
-    "window, grouped heads", "norms after, selective", "norms over all heads, tensor parallel",
-    "norms over all heads, grouped, full", "soft caps, tensor parallel", "slopes, tensor parallel",
-    "slopes, documents, full", "parallel branches, whole sequences, selective",
-    "experts, jitter", "experts, zero 3, full", "experts, dense and shared ones", "experts, tensor parallel",
-    "experts, ulysses", "experts, 1F1B", "workers, zero 1", "workers, int8",
-    "workers, nesterov in int4, tensor parallel", "norms of heads, whole sequences, selective",
-)  # fmt: skip
-"""Of each model, layout, schedule, kind of recomputation and packing one; the others are pairs of these."""
 
-
-@pytest.fixture(scope="module", params=sweep_but(JOBS, *KEPT))
+@pytest.fixture(scope="module", params=JOBS.values(), ids=JOBS.keys())
 def both(request: pytest.FixtureRequest) -> list[tuple[Job, Memory, DryRun]]:
     """The first and the last rank of a job, planned and dry-run."""
-    words = JOBS[request.param]
-    job = job_of(*words)
+    job = job_of(*request.param)
     planned = Planner(CLUSTER).draft(costs_of(job), job.layout).memory()
     ranks = sorted({0, job.layout.world_size - 1}) if len(planned) > 1 else [0]
     # A job of its own for each rank, as in a run: techniques have state.
-    exact = [dry_run(job_of(*words), rank) for rank in ranks]
+    exact = [dry_run(job_of(*request.param), rank) for rank in ranks]
     return [(job, planned[job.layout.index_of(run.rank, "layers")], run) for run in exact]
 
 
