@@ -52,6 +52,11 @@ SWEEP = {
     "titan plan --config configs/llama65b.toml --search --world-size 256": "tests/unit/test_big_configs.py searches",
     "titan plan --config configs/llama65b.toml --cluster h100 --world-size 512 --search": "the same",
     "NPROC=2 titan train --config configs/debug.toml --run.name hung": "shown by tests/dist/test_watchdog.py",
+    "titan train --train.steps 50 --run.name adamw": "the first command by another name",
+    "NPROC=2 titan train --plugins.path heavyball.py": "the same on one rank",
+    "NPROC=2 MAX_RESTARTS=1 titan train": "shown by tests/dist/test_restart.py",
+    "titan train --config configs/debug.toml --run.name slow": "shown by tests/dist/test_watchdog.py",
+    "titan train --config configs/debug.toml --run.name nan": "shown by tests/dist/test_nonfinite.py",
 }
 """Commands that take many seconds, and what is left of each in `make test`; none that is left needs their files."""
 
