@@ -33,7 +33,10 @@ LAYOUTS = {
     "cp 2, tp 2": (4, mesh(cp=2, tp=2)),
     "dp_shard 2, tp 2, pp 2": (8, mesh(dp_shard=2, tp=2, pp=2)),
 }
-SWEPT = ("ddp 2", "cp 2, gather", "recompute full, pp 2, interleaved", "accumulation, dp_shard 2", "cp 2, tp 2")
+SWEPT = (
+    "ddp 2", "cp 2, gather", "recompute full, pp 2, interleaved", "accumulation, dp_shard 2", "cp 2, tp 2",
+    "dp_shard 2, tp 2, pp 2",
+)  # fmt: skip
 
 
 @pytest.mark.parametrize("layout", but_sweep(LAYOUTS, *SWEPT))

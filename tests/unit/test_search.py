@@ -138,6 +138,7 @@ def test_bounds_are_below_the_step_and_near_it() -> None:
         assert max(under) <= step * (1 + 1e-9), schedule
 
 
+@pytest.mark.sweep
 def test_no_layout_is_better_than_its_bounds() -> None:
     words = ("--train.global_batch_size=8", "--plugins.bf16.enabled=true", *EAGER)
     base, cuts, ratios = load_base(TOML, words).job, defaultdict(set), []
@@ -156,6 +157,7 @@ def test_no_layout_is_better_than_its_bounds() -> None:
     assert all(len(found) == 1 for found in cuts.values()), "a cut that depends on options of other techniques"
 
 
+@pytest.mark.sweep
 def test_the_best_are_the_best_where_ranks_share_processors() -> None:
     words, shared = ("--mesh.tp=1", *EAGER), replace(CLUSTER, device=replace(CLUSTER.device, full_speed_ranks=2))
     base = load_base(TOML, words)
