@@ -57,13 +57,24 @@ def test_each_point_is_the_step_at_its_bandwidth_times_the_ratio_of_steps(ways: 
 
 def test_a_way_wins_below_the_bandwidth_at_which_both_take_equally_long(ways: list[Path]) -> None:
     found = study(ways, 1.25)
-    below = found.wins_below["seldom"]
-    assert 0.2 < below < 320
+    assert found.wins["seldom"] is not None
+    least, below = found.wins["seldom"]
+    assert least == GBIT_S[0] and 0.2 < below < 320
     assert 1.25 * seconds(ways[1], below) == pytest.approx(seconds(ways[0], below), rel=1e-4)
     assert 1.25 * seconds(ways[1], below / 2) < seconds(ways[0], below / 2)
     last = found.text().splitlines()[-1]
     assert last == f"seldom: faster below {below:.3g} Gbit/s; 1.25 x the steps of together (given)"
-    assert study(ways, 1.5).wins_below["seldom"] < below
+    later = study(ways, 1.5).wins["seldom"]
+    assert later is not None and later[1] < below
+
+
+def test_a_way_that_sends_more_wins_above_a_bandwidth(ways: list[Path]) -> None:
+    """The same jobs the other way round: where the one begins to win, the other ends."""
+    of_seldom, found = study(ways, 1.25).wins["seldom"], run(ways[1], ways[:1], {"together": 0.8}, (), CLUSTER, None)
+    assert of_seldom is not None and found.wins["together"] is not None
+    above, most = found.wins["together"]
+    assert above == pytest.approx(of_seldom[1], rel=1e-4) and most == GBIT_S[-1]
+    assert found.text().splitlines()[-1].startswith(f"together: faster above {above:.3g} Gbit/s; 0.8 x the steps")
 
 
 @pytest.mark.parametrize(
@@ -108,7 +119,7 @@ def test_the_command(ways: list[Path], capsys: pytest.CaptureFixture[str]) -> No
     assert found["steps_ratio"] == {"together": None, "seldom": 1.5} and found["study"] == "fabric"
     first = {point["series"]: point for point in found["points"][:2]}
     assert first["seldom"][TIME] == pytest.approx(1.5 * first["seldom"]["step_time_s"], rel=1e-9)
-    assert (found["wins_below_gbit_s"]["seldom"] > 0.1) == (first["seldom"][TIME] < first["together"][TIME])
+    assert bool(found["wins_gbit_s"]["seldom"]) == (first["seldom"][TIME] < first["together"][TIME])
 
 
 LOSSES = {"together": [9.0, 8, 7, 6, 5, 4], "seldom": [9, 8.5, 8, 7.5, 7, 6.5], "lost": [9, 9, 9, 9, 9, 9]}

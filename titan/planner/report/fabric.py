@@ -55,17 +55,17 @@ class Fabric(Study):
     """A study of bandwidth.
 
     ratios: way -> steps ratio; None: not given.
-    wins_below: way -> Gbit/s below which it is faster than the first way; 0: at none that the study shows.
+    wins: way -> the smallest and the largest Gbit/s shown at which it is faster than the first way; None: at none.
     notes: a sentence for each way whose time no bandwidth changes.
     """
 
     ratios: Mapping[str, float | None]
-    wins_below: Mapping[str, float]
+    wins: Mapping[str, tuple[float, float] | None]
     notes: tuple[str, ...]
 
     def as_json(self) -> dict[str, Any]:
-        """The study for `--json`, with steps ratios and the bandwidths below which each way wins."""
-        more = {"steps_ratio": self.ratios, "wins_below_gbit_s": self.wins_below, "notes": list(self.notes)}
+        """The study for `--json`, with steps ratios and the bandwidths between which each way wins."""
+        more = {"steps_ratio": self.ratios, "wins_gbit_s": self.wins, "notes": list(self.notes)}
         return super().as_json() | more
 
     def text(self) -> str:
@@ -75,13 +75,17 @@ class Fabric(Study):
         return "\n".join([super().text(), *(["", *lines] if lines else [])])
 
     def _said(self, name: str, first: str) -> str:
-        ratio, below = self.ratios[name], self.wins_below[name]
+        ratio = self.ratios[name]
         steps = f"{1 if ratio is None else ratio:g} x the steps of {first}"
         steps += f" (not given: measure it and add --steps-ratio {name}=R)" if ratio is None else " (given)"
-        faster = f"faster below {below:.3g} Gbit/s"
-        if below >= max(point.x for point in self.points):
-            faster = "faster at every bandwidth shown"
-        return f"{name}: {faster if below else 'faster at no bandwidth shown'}; {steps}"
+        return f"{name}: faster {self._where(name)}; {steps}"
+
+    def _where(self, name: str) -> str:
+        if (found := self.wins[name]) is None:
+            return "at no bandwidth shown"
+        lowest, highest = (end(point.x for point in self.points) for end in (min, max))
+        ends = [f"above {found[0]:.3g}"] * (found[0] > lowest) + [f"below {found[1]:.3g}"] * (found[1] < highest)
+        return f"{' and '.join(ends)} Gbit/s" if ends else "at every bandwidth shown"
 
 
 def run(
@@ -108,14 +112,14 @@ def run(
         planner = planners.get(gbit_s) or Planner(_with_bandwidth(cluster, gbit_s / 8 / ranks))
         return _seconds(first, planner) - _seconds(way, planner)
 
-    below = {way.name: _wins_below(partial(gain, way), [*planners]) for way in others}
+    wins = {way.name: _wins(partial(gain, way), [*planners]) for way in others}
     shown, what = (TIME, "Time to the same loss") if others else ("step_time_s", "Step time")
     title = f"{what} by bandwidth of the outermost link, {cluster.links[-1].name}"
     return Fabric(
         name="fabric", title=title, job=f"{config.stem}, {first.layout}, {cluster.name}",
         x_label=f"Gbit/s per {'rank' if ranks == 1 else f'{ranks} ranks'}", shown=(shown,), bars=False,
         device_gib=cluster.device.memory_gib, points=points, ratios={way.name: way.ratio for way in ways},
-        wins_below=below, notes=tuple(_inside(way, ranks, cluster) for way in ways if way.layout.world_size <= ranks),
+        wins=wins, notes=tuple(_inside(way, ranks, cluster) for way in ways if way.layout.world_size <= ranks),
     )  # fmt: skip
 
 
@@ -174,16 +178,22 @@ def _point(way: Way, gbit_s: float, planner: Planner, *, compared: bool) -> Poin
     return Point(gbit_s, f"{gbit_s:g}", way.name, values, prediction.fits)
 
 
-def _wins_below(gain: Callable[[float], float], grid: Sequence[float]) -> float:
-    """The largest bandwidth with a gain; 0: none of the grid has one.
+def _wins(gain: Callable[[float], float], grid: Sequence[float]) -> tuple[float, float] | None:
+    """The smallest and the largest bandwidth with a gain; None: none of the grid has one.
 
     gain: bandwidth -> seconds gained.  grid: bandwidths in order, of which neighbors have one change of sign at most.
     """
     winning = [number for number, at in enumerate(grid) if gain(at) > 0]
-    if not winning or winning[-1] == len(grid) - 1:
-        return grid[-1] if winning else 0.0
-    low, high = grid[winning[-1]], grid[winning[-1] + 1]
+    if not winning:
+        return None
+    first, last = winning[0], winning[-1]
+    low = _edge(gain, grid[first], grid[first - 1]) if first else grid[0]
+    return low, _edge(gain, grid[last], grid[last + 1]) if last + 1 < len(grid) else grid[-1]
+
+
+def _edge(gain: Callable[[float], float], inside: float, outside: float) -> float:
+    """The last bandwidth with a gain, from one that has a gain to one that has none."""
     for _ in range(HALVINGS):
-        middle = math.sqrt(low * high)
-        low, high = (middle, high) if gain(middle) > 0 else (low, middle)
-    return low
+        middle = math.sqrt(inside * outside)
+        inside, outside = (middle, outside) if gain(middle) > 0 else (inside, middle)
+    return inside
