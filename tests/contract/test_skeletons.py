@@ -136,6 +136,8 @@ def test_a_name_that_a_plugin_of_the_path_has_is_taken(tmp_path: Path) -> None:
         (["class", "--kind", "loss"], "plugin name 'class' must be"),
         (["../x", "--kind", "loss"], "plugin name '../x' must be"),
         (["new", "--kind", "loss"], "plugin name 'new' is what `titan plugins` takes for"),
+        (["true", "--kind", "loss"], "would give the class True, a name that its file uses for something else"),
+        (["feed_forward", "--kind", "model"], "would give the class FeedForward"),
         (["test_x", "--kind", "loss"], "begins with test_, so pytest would take the plugin for a test"),
         (["every", "--kind", "tracker"], "'every' is a key of [metrics], where a tracker has its table"),
         (["path", "--kind", "technique"], "'path' is a key of [plugins], where a technique has its table"),

@@ -112,6 +112,8 @@ def _unfit(kind: str, name: str, paths: Iterable[str]) -> str:
     registry.load_plugins(paths)
     if owner := registry.find(kind, name):
         return f"is taken by the {kind} {owner.__qualname__} of {owner.__module__}; choose another name"
+    if keyword.iskeyword(_class(name)) or re.search(rf"\b{_class(name)}\b", _template("plugin", kind)):
+        return f"would give the class {_class(name)}, a name that its file uses for something else; choose another name"
     if find_spec(name) is not None:
         return "is the name of a Python module that is installed, which the file would hide; choose another name"
     return ""
@@ -179,6 +181,12 @@ def _entries(text: str) -> dict[str, str]:
 
 def skeleton(part: str, kind: str, name: str) -> str:
     """The text of a skeleton under another name: example becomes my_plugin, Example MyPlugin."""
-    text = (FOLDER / part / f"{kind}.py").read_text(encoding="utf-8")
-    words = "".join(word.capitalize() for word in name.split("_"))
-    return re.sub(r"\bExample\b", words, re.sub(r"\bexample\b", name, text))
+    return re.sub(r"\bExample\b", _class(name), re.sub(r"\bexample\b", name, _template(part, kind)))
+
+
+def _template(part: str, kind: str) -> str:
+    return (FOLDER / part / f"{kind}.py").read_text(encoding="utf-8")
+
+
+def _class(name: str) -> str:
+    return "".join(word.capitalize() for word in name.split("_"))
