@@ -8,7 +8,8 @@ bytes. `python -m bench.tables` then writes the table of docs/communication.md.
 
 Limits: one seed, a model of 2.8 M parameters, one machine. Ranks share its cores, so a step time shows what a method
 costs the CPU and no network; what a method gains over a slow link is its bytes. Runs follow each other, so step times
-also show what else the machine did.
+also show what else the machine did. Each step has a row, for which gossip compares all weights: its time has that too.
+Where workers keep their own pace (`server-2`), losses and bytes are those of the first worker, which is the server.
 """
 
 import argparse
@@ -76,6 +77,10 @@ METHODS = {
     "diloco-16-int4": _local(**NESTEROV, exchange="int4"),
     **{method: _compressed(method) for method in ("powersgd", "topk", "randk", "sign", "int8")},
     **{f"gossip-{graph}": _gossip(graph) for graph in ("ring", "exponential", "one_peer")},
+    **{
+        f"server-{staleness}": Method({"mesh.worker": 4, "plugins.parameter_server.staleness": staleness})
+        for staleness in (0, 2)
+    },
     "all-reduce-8": Method({"mesh.dp_replicate": 8}, 8, "all-reduce-8"),
     "gossip-torus-8": _gossip("torus", 8, "all-reduce-8"),
 }
