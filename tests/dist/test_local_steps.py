@@ -213,6 +213,9 @@ def test_another_number_of_workers_begins_with_the_mean(tmp_path: Path) -> None:
         found = saved_tensors(tmp_path / "again" / "checkpoints" / f"step-{2 * step:08}")
         for name in (name for name in mean if name.startswith("model.")):
             torch.testing.assert_close(found[name], mean[name], rtol=1e-6, atol=1e-7, msg=name)
+    said = (tmp_path / "again" / "logs" / "rank-0.log").read_text()
+    for axis, before, now in (("worker", 4, 2), ("worker", 2, 8), ("workers", 8, 1)):
+        assert f"{axis}: {before} ranks had tensors of their own; their mean goes to each of {now}" in said
 
 
 def test_mean_of_the_workers_is_what_commands_use(tmp_path: Path) -> None:

@@ -30,6 +30,7 @@ if TYPE_CHECKING:
 
 _SHOWN = 10
 _NOWHERE = Place("", 0, 0, "mean")
+_ALL_ALIKE = Place("workers", 0, 1, "mean")
 _TOGETHER = 1 << 27
 """Numbers that are read of one rank after the other and added up, in float64: a file is opened once for all of them."""
 
@@ -182,7 +183,7 @@ def load(
     into = weights | others
     into |= {f"{OPTIMIZER}{name}.{slot}": value for name, one in slots.items() for slot, value in one.items()}
     places = stacks.places(into, states or {}) if stacks else {}
-    _tell_joined(saved, places)
+    _tell_joined(saved, into, places)
     saved.read(into, ranks, places)
     _copy_to_others(holders)
     _give(optimizer, updated, slots, _numbers(saved, stacks or Stacks(None)))
@@ -205,11 +206,15 @@ def _of_worker(name: str, stored: StoredTensor) -> bool:
     return name.startswith(MODEL) and stored.stacked
 
 
-def _tell_joined(saved: Saved, places: Mapping[str, Place]) -> None:
-    """Say once of each axis that its ranks' own tensors become those of more or fewer ranks."""
+def _tell_joined(saved: Saved, into: Iterable[str], places: Mapping[str, Place]) -> None:
+    """Say once of each axis that its ranks' own tensors become those of more or fewer ranks.
+
+    into: names of what is loaded.
+    """
     changes = set()
-    for name, place in places.items():
+    for name in into:
         before = saved.index.tensors[name].shape[0] if saved.index.tensors[name].stacked else 1
+        place = places.get(name, _ALL_ALIKE)
         changes |= {(before, place.ranks, place.axis, place.join)} if before != place.ranks else set()
     for before, now, axis, join in sorted(changes):
         what = {"mean": "their mean goes to each", "sum": "their sum is shared among"}[join]
