@@ -297,9 +297,10 @@ def collect(
     parts: Sequence[ModelPart], optimizer: torch.optim.Optimizer, rest: Any, rank: int, stacks: Stacks | None = None
 ) -> Snapshot:
     """This rank's state as it is now; nothing is copied, so it holds only until training goes on."""
+    tensors = firsts(model_tensors(parts))  # first: it may put back what the optimizer's state is found by
     slots, values = optimizer_state(parts, optimizer)
     plain, others = separate(rest, rank)
-    tensors = firsts(model_tensors(parts)) | slots | others
+    tensors |= slots | others
     stacks = stacks or Stacks(None)
     places = stacks.places(tensors, rest.get(TECHNIQUES, {}))
     stacked = {name: place for name, place in places.items() if place.ranks > 1}
