@@ -103,7 +103,11 @@ class Preemption:
             self._shared[0] = self._mine()
         elif now or self._steps - self._asked_in >= self._every:
             self._shared[0], self._shared[1] = self._mine(), self._lap_us()
-            self._asked = dist.all_reduce(self._shared, dist.ReduceOp.MAX, self._group, async_op=True)
+            self._share()
+
+    def _share(self) -> None:
+        """Begin to agree: on the largest of each number."""
+        self._asked = dist.all_reduce(self._shared, dist.ReduceOp.MAX, self._group, async_op=True)
 
     def due(self) -> str:
         """After the step: the name of what asks the run to stop, the same on all ranks; empty to go on."""
@@ -155,7 +159,7 @@ class PacedPreemption(Preemption):
         self._step += 1
         last, why = self._promise() if dist.get_rank(self._group) == 0 else (0, 0)
         self._shared[0], self._shared[1], self._shared[2] = self._mine(), last, why
-        self._asked = dist.all_reduce(self._shared, dist.ReduceOp.MAX, self._group, async_op=True)
+        self._share()
 
     def due(self) -> str:
         """After the step: what asks the run to stop, after the same step on all workers; empty to go on."""

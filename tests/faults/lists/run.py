@@ -16,8 +16,8 @@ FAULTS = (
     Fault(
         "a signal to one rank that the others do not hear of",
         "titan/ranks/preemption.py",
-        "dist.ReduceOp.MAX, async_op=True",
-        "dist.ReduceOp.MIN, async_op=True",
+        "dist.ReduceOp.MAX, self._group, async_op=True",
+        "dist.ReduceOp.MIN, self._group, async_op=True",
         (f"{PREEMPTION}::test_a_signal_to_one_rank[tp]",),
     ),
     Fault(

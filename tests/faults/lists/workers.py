@@ -160,8 +160,8 @@ FAULTS = (
     Fault(
         "a late push at the full rate",
         SERVER,
-        "/ max(self._workers, delay)",
-        "/ self._workers",
+        "/ max(self._workers - len(self.gone), delay)",
+        "/ (self._workers - len(self.gone))",
         (f"{SERVED}::test_a_late_push_counts_the_less",),
     ),
     Fault(
