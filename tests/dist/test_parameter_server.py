@@ -1,12 +1,14 @@
 """Parameter servers: data parallelism at staleness 0, exact; and what staleness allows, and what it does not."""
 
 import shutil
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 
 import pytest
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 
 from tests.contract.test_guests import GUESTS
@@ -18,7 +20,7 @@ from titan.checkpoint import storage
 from titan.config import load_job
 from titan.contracts import NamedParameter
 from titan.errors import ConfigError
-from titan.plugins.parallel.parameter_server.server import Arrival, Order, Server
+from titan.plugins.parallel.parameter_server.server import Arrival, Links, Order, Server
 from titan.testing.jobs import read_rows, saved_tensors, train_job
 from titan.testing.ranks import RankError
 
@@ -120,6 +122,10 @@ def test_a_pull_waits_at_the_bound_and_not_before() -> None:
     assert order.clocks == {0: 9, 1: 9}
 
 
+def _sgd(lr: float, parameters: Sequence[NamedParameter]) -> torch.optim.Optimizer:
+    return torch.optim.SGD([one.parameter for one in parameters], lr)
+
+
 class _Alone(Server):
     """Sends nothing."""
 
@@ -130,7 +136,7 @@ def test_a_late_push_counts_the_less() -> None:
     """Of 2 workers, against plain arithmetic: a rate of lr / max(2, d), with d the pushes since the worker's pull."""
     flat = torch.zeros(3)
     named = NamedParameter("w", nn.Parameter(flat), "vector", False)
-    server = _Alone([named], lambda given: torch.optim.SGD([one.parameter for one in given], 0.5), flat, 2, lambda _: 1)
+    server = _Alone([named], partial(_sgd, 0.5), flat, 2, lambda _: 1)
     server.allocate()
     weights, pulled, updates = torch.zeros(3), [0, 0], 0
     with torch.no_grad():
@@ -193,37 +199,45 @@ def _of_each_worker(path: Path, name: str) -> list[Tensor]:
 
 
 @pytest.mark.parametrize(
-    ("words", "servers", "of_one", "left"),
-    [(mesh(worker=4), 2, "rank 3", 3), (mesh(worker=2, tp=2), 1, "ranks 2, 3", 1)],
-    ids=["workers of a rank", "a worker of two ranks"],
+    ("words", "servers", "ranks", "when", "of_one"),
+    [(mesh(worker=4), 2, 4, "before", "rank 3"), (mesh(worker=3, tp=2), 1, 6, "after", "ranks 4, 5")],
+    ids=["workers of a rank", "workers of two ranks"],
 )
 def test_a_worker_that_dies_is_gone_and_not_the_run(
-    words: list[str], servers: int, of_one: str, left: int, tmp_path: Path
+    words: list[str], servers: int, ranks: int, when: str, of_one: str, tmp_path: Path
 ) -> None:
-    """Its last rank is killed before step 4 of 10, while a save is in flight: the others validate and save, and end.
+    """Its last rank is killed before step 4 of 10, while a save is in flight; or after it, while the other rank pushes.
 
-    All samples are validated, on the weights that are saved, and the run comes back at another layout.
+    The others validate and save, and end. All samples are validated, on the weights that are saved, and the run comes
+    back at another layout.
     """
     text = ("--validation.name", "text", "--validation.path", str(tmp_path / "text"), "--validation.samples", "0")
-    saves = ("--checkpoint.every", "2", "--validation.every", "10", *text)
-    argv = job(tmp_path, *words, *serving(servers, 1), *saves, rank=3, step=4, signal="SIGKILL")
-    code, said = end(launch(argv, NPROC=4))
+    same = ("--checkpoint.every", "2", "--validation.every", "10", "--train.global_batch_size", "12", *text)
+    argv = job(tmp_path, *words, *serving(servers, 1), *same, rank=ranks - 1, step=4, signal="SIGKILL", when=when)
+    code, said = end(launch(argv, NPROC=ranks))
     workers = int(words[words.index("--mesh.worker") + 1])
     assert code == 0 and f"the run goes on without its worker, {of_one}" in said, said
-    assert f"worker {workers - 1} of {workers} is gone; the run goes on with {left}, without their samples" in said
+    gone = f"worker {workers - 1} of {workers} is gone; the run goes on with {workers - 1}, without their samples"
+    assert gone in said
     rows = read_rows(tmp_path / "run")
     assert sorted(rows) == list(range(1, 11))
-    whole = 8 * 16
-    assert rows[10]["tokens"] - rows[9]["tokens"] == whole * left / workers
+    assert rows[10]["tokens"] - rows[9]["tokens"] == 12 * 16 * (workers - 1) / workers
     path = tmp_path / "run" / "checkpoints" / "step-00000010"
     first, *others = _of_each_worker(path, "model.norm.weight")
-    assert len(others) == left - 1 and all(torch.equal(first, other) for other in others)
+    assert len(others) == workers - 2 and all(torch.equal(first, other) for other in others)
     unchanged = ("--optimizer.lr", "1e-30", "--train.steps", "1", "--validation.every", "1")
     one = train_job(tmp_path, 1, "--checkpoint.init_from", str(path), *unchanged, *text, name="one")
     assert rows[10]["validation_loss"] == pytest.approx(one.rows[1]["validation_loss"], rel=1e-6)
     again = [*argv, "--train.steps", "12", "--mesh.worker", "2", "--mesh.tp", "1", *serving(1, 1)]
     code, said = end(launch([*again, "--plugins.send_signal.step", "99"], NPROC=2))
     assert code == 0 and "step-00000010, step 10" in said and max(read_rows(tmp_path / "run")) == 12, said
+
+
+def test_a_worker_that_ends_the_run_on_purpose_ends_it(tmp_path: Path) -> None:
+    """By a loss that is not finite, which `non_finite = "stop"` does not allow on any worker."""
+    argv = job(tmp_path, *mesh(worker=3), *serving(1, 1), "--train.global_batch_size", "6", *inject_nan(4, rank=2))
+    code, said = end(launch(argv, NPROC=3))
+    assert code == 1 and "step 4 gave loss" in said and "goes on without its worker" not in said, said
 
 
 def test_no_worker_goes_on_while_a_rank_copies_what_is_saved(tmp_path: Path) -> None:
@@ -242,28 +256,49 @@ def test_nobody_waits_for_a_worker_that_is_gone() -> None:
     assert order.clocks == {0: 9} and not order.waiting
 
 
-def test_a_push_that_did_not_come_whole_counts_as_zeros_and_fewer_workers_push_at_a_larger_rate() -> None:
-    """Of 4 workers, one that a rank of the server has not heard of before it died; then rates of lr / 3."""
-    flat = torch.ones(2)
-    named = NamedParameter("w", nn.Parameter(flat), "vector", False)
-    rates: list[int] = []
+class _First(_Alone):
+    """The first of the two ranks of a server that is worker 0 of 4, of which workers 2 and 3 may die."""
 
-    def rate(step: int) -> float:
-        rates.append(step)
-        return 1.0
+    def __init__(self, flat: Tensor, rates: list[int]) -> None:
+        def rate(step: int) -> float:
+            rates.append(step)
+            return 1.0
 
-    server = _Alone([named], lambda given: torch.optim.SGD([one.parameter for one in given], 3.0), flat, 4, rate, (3,))
-    server.allocate()
-    with torch.no_grad():
-        for arrival in (Arrival(0, 7, 1), Arrival(3, -1)):
-            server.flats[arrival.worker].fill_(0.5)
-            server.arrive(arrival)
-        for what, worker in (("add", 0), ("update", 0), ("answer", 0), ("add", 3), ("update", 3), ("lose", 3)):
-            server.do(what, worker)  # type: ignore[arg-type]
-        torch.testing.assert_close(flat, torch.ones(2) - 3 / 4 * 0.5)
-        server.flats[1].fill_(1.0)
-        server.arrive(Arrival(1, 9, 1))
-        for what in ("add", "update", "answer"):
-            server.do(what, 1)  # type: ignore[arg-type]
-        torch.testing.assert_close(flat, torch.ones(2) - 3 / 4 * 0.5 - 3 / 3)
-    assert server.gone == {3} and rates == [7, 7, 9]
+        named = NamedParameter("w", nn.Parameter(flat), "vector", False)
+        super().__init__(
+            [named], lambda given: torch.optim.SGD([one.parameter for one in given], 3.0), flat, 4, rate, (2, 3)
+        )
+        self.allocate()
+        self._links, self._order = Links(dist.GroupMember.NON_GROUP_MEMBER, 0, [0, 2, 4, 6], [0, 1]), Order(4, 5)
+        self._limits_s = 60.0, 60.0
+
+    def _tell(self, what: str, worker: int) -> None: ...
+
+    def hears(self, *heard: tuple[bool, Arrival]) -> list[str]:
+        """What it decides and does then; the others are done."""
+        for here, arrival in heard:
+            if here:
+                self._arrived[arrival.worker].put(arrival)
+            self._inbox.put((here, arrival))
+        for worker in range(4):
+            self._inbox.put((False, Arrival(worker, -1)))
+        done = []
+        with torch.no_grad():
+            for what, worker in self._decided():
+                self.do(what, worker)
+                done.append(f"{what} {worker}")
+        return done
+
+
+def test_a_push_counts_when_all_ranks_of_the_server_have_it() -> None:
+    """Of worker 3, which dies, one rank has pushed; worker 2 dies later. Its whole push counts, of four workers."""
+    flat, rates = torch.ones(2), []
+    server = _First(flat, rates)
+    for worker in (2, 3):
+        server.flats[worker].fill_(0.5)
+    half, whole = Arrival(3, 7, 1, 5), Arrival(2, 7, 1, 5)
+    assert server.hears((True, half), (True, whole), (False, Arrival(3, -1)), (False, Arrival(2, 7))) == [
+        "lose 3", "add 2", "update 2", "answer 2", "lose 2",
+    ]  # fmt: skip
+    torch.testing.assert_close(flat, torch.ones(2) - 3 / 3 * 0.5)
+    assert server.gone == {2, 3} and rates == [7]

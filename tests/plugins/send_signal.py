@@ -18,6 +18,7 @@ class Config:
     to: Literal["rank", "group", "launcher", "nobody"] = option(
         "rank", "who gets it: the rank, its whole group, the launcher; nobody: somebody else sends it, or has sent it"
     )
+    when: Literal["before", "after"] = option("before", "the step, or the step after which it rings")
     times: int = option(1, "how often, one after the other")
     once: str = option("", "file that is made when it rings, and keeps it from ringing again; empty: no such")
 
@@ -32,6 +33,14 @@ class SendSignal(Technique):
     preserves_numerics = True
 
     def before_step(self, step: int) -> None:
+        if self.config.when == "before":
+            self._at(step)
+
+    def after_step(self, step: int) -> None:
+        if self.config.when == "after":
+            self._at(step)
+
+    def _at(self, step: int) -> None:
         config = self.config
         if step != config.step or int(os.environ.get("RANK", "0")) != config.rank:
             return

@@ -218,7 +218,8 @@ def _tell_joined(saved: Saved, into: Iterable[str], places: Mapping[str, Place])
         changes |= {(before, place.ranks, place.axis, place.join)} if before != place.ranks else set()
     for before, now, axis, join in sorted(changes):
         what = {"mean": "their mean goes to each", "sum": "their sum is shared among"}[join]
-        log.info(f"{axis}: {before} ranks had tensors of their own; {what} of {now}")
+        ranks = "1 rank" if before == 1 else f"{before} ranks"
+        log.info(f"{axis}: {ranks} had tensors of their own; {what} of {now}")
 
 
 def _rest(saved: Saved, states: Mapping[str, Any] | None, ranks: Ranks) -> tuple[Any, dict[str, Tensor]]:
@@ -311,7 +312,8 @@ def _check_optimizer(saved: Saved, optimizer: torch.optim.Optimizer) -> None:
     before, now = saved.state.get("optimizer"), type(optimizer).__name__
     if before is not None and before != now:
         raise CheckpointError(
-            f"checkpoint {saved.path} holds optimizer state of {before}, but this run's optimizer is {now}"
+            f"checkpoint {saved.path} holds optimizer state of {before}, but this run's optimizer is {now}; to begin "
+            "with its weights alone, start another run with checkpoint.init_from"
         )
 
 

@@ -10,7 +10,7 @@ from typing import Any, get_args
 from titan.contracts import Dataset, Fact, Loss, LrSchedule, Model, Optimizer, Precision, Technique, Tokenizer, Tracker
 from titan.contracts.base.conformance import answer, label
 from titan.contracts.base.layout import Layout
-from titan.contracts.base.options import did_you_mean
+from titan.contracts.base.options import did_you_mean, shown
 from titan.contracts.base.spec import ModelSpec
 from titan.contracts.deprecated import formerly
 from titan.contracts.sections import (
@@ -92,15 +92,23 @@ class Job:
 
     @cached_property
     def expendable(self) -> list[frozenset[int]]:
-        """The ranks of each worker that may die without ending the run."""
+        """The ranks of each worker that may die without ending the run.
+
+        Raises:
+            PluginError: a technique names workers that are none, or the first one.
+        """
         axis = self.layout.worker_axis
         if not (axis and self.stating("own_pace")):
             return []
         ranks: dict[int, list[int]] = {}
         for rank in range(self.layout.world_size):
             ranks.setdefault(self.layout.coordinate(rank)[axis], []).append(rank)
-        workers = {worker for one in self.techniques for worker in answer(one, "expendable", tuple, self)}
-        return [frozenset(ranks[worker]) for worker in sorted(workers)]
+        found = {one.name: answer(one, "expendable", tuple, self) for one in self.techniques}
+        for name, workers in found.items():
+            if wrong := [worker for worker in workers if worker not in range(1, len(ranks))]:
+                what = f"must be workers from 1 to {len(ranks) - 1}, as the others need the first"
+                raise PluginError(f"technique {name!r}: expendable() returned {shown(wrong[0])}; {what}")
+        return [frozenset(ranks[worker]) for worker in sorted({one for some in found.values() for one in some})]
 
     @cached_property
     def precision(self) -> Precision:

@@ -20,7 +20,7 @@ import torch.distributed as dist
 from torch._C._distributed_c10d import PrefixStore, Store
 
 from titan import errors, log
-from titan.errors import TitanError, say
+from titan.errors import RankFailedError, TitanError, say
 from titan.ranks.launch_env import launched_world_size
 
 T = TypeVar("T")
@@ -75,6 +75,8 @@ def tell(error: Exception, rank: int) -> None:
         return
     _Told.error = error
     earliest = _ask(lambda store: _register(store, rank), rank)
+    if isinstance(error, TitanError):
+        _ask(lambda store: _whole(store).set(_key(f"kind {rank}"), _kind(error)), None)
     if isinstance(error, TitanError):
         return
     trace = "".join(traceback.format_exception(error))
@@ -262,41 +264,83 @@ def _key(what: str, text: str = "") -> str:
 # --- workers that a run can lose --------------------------------------------------------------------------------------
 
 
+FOLLOWS, DECIDED = "follows", "decided"
+"""Kinds of a foreseen failure: of a rank that misses another one; and of one that the run is to end with."""
+
+
+def _kind(error: TitanError) -> str:
+    return FOLLOWS if isinstance(error, RankFailedError) else DECIDED
+
+
 class Expendable:
     """The ranks of each worker that may die without ending the run, once all ranks have begun to train.
 
-    A worker is lost whole: the ranks of one need each other in every step.
+    A worker is lost whole: the ranks of one need each other in every step. It is lost by a signal, or by an error that
+    nobody has foreseen, such as one of a device. What ends a run on purpose, such as a loss that is not finite, ends it
+    on any rank.
+
+    store: where ranks tell that they have begun, and how they fail; None: nobody serves it.
+    lost: the ranks of workers that are gone.
     """
 
     def __init__(self, workers: Sequence[frozenset[int]] = ()) -> None:
+        self.store: Store | None = None
         self.lost: set[int] = set()
-        """The ranks of workers that are gone."""
         self._worker_of = {rank: worker for worker in workers for rank in worker}
+        self._begun = False
 
     def __bool__(self) -> bool:
         return bool(self._worker_of)
 
-    def lose(self, ranks: Iterable[int], cause: object, store: Store | None) -> bool:
+    def __contains__(self, rank: int) -> bool:
+        return rank in self._worker_of
+
+    def start(self, store: Store | None) -> None:
+        """All ranks start, again perhaps."""
+        self.store, self._begun = store, False
+        self.lost.clear()
+
+    def stop(self) -> None:
+        """Nobody serves the store any more. That all had begun is remembered: other nodes may tell of losses later."""
+        self._has_begun()
+        self.store = None
+
+    def lose(self, ranks: Iterable[int], cause: object) -> bool:
         """Whether the run goes on without these ranks, which have died; says so once of each worker.
 
-        cause: how they died, for people.  store: where ranks tell that they have begun; None: it does not answer.
+        cause: how they died, for people.
         """
         ranks = set(ranks) - self.lost
         if not ranks:
             return True
-        if not ranks <= self._worker_of.keys() or store is None or not _begun(store):
+        kinds = [self._kind_of(rank) for rank in sorted(ranks)]
+        if not ranks <= self._worker_of.keys() or DECIDED in kinds or not self._has_begun():
             return False
         for worker in {self._worker_of[rank] for rank in ranks}:
             self.lost |= worker
-            say(f"warning: {cause}; the run goes on without its worker, {_named(sorted(worker))}")
+            if FOLLOWS not in kinds:
+                say(f"warning: {cause}; the run goes on without its worker, {_named(sorted(worker))}")
+        self._forget_first()
         return True
 
+    def _has_begun(self) -> bool:
+        if self.store is not None and not self._begun:
+            with contextlib.suppress(RuntimeError):
+                self._begun = begun(self.store)
+        return self._begun
 
-def _begun(store: Store) -> bool:
-    try:
-        return begun(store)
-    except RuntimeError:
-        return False
+    def _kind_of(self, rank: int) -> str:
+        key = _key(f"kind {rank}")
+        with contextlib.suppress(RuntimeError):
+            if self.store is not None and _whole(self.store).check([key]):
+                return _whole(self.store).get(key).decode()
+        return ""
+
+    def _forget_first(self) -> None:
+        """A failure that comes now is not for want of these ranks."""
+        with contextlib.suppress(RuntimeError):
+            if self.store is not None and first(self.store) in self.lost:
+                _whole(self.store).delete_key(_key("first to fail"))
 
 
 def _named(ranks: Sequence[int]) -> str:

@@ -40,7 +40,9 @@ def join(job: Job) -> Rank:
     if job.run.deterministic:
         os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")  # cuBLAS asks for it, before its first use
         torch.use_deterministic_algorithms(True)
-    watchdog.record_collectives(rank.number, job.folder / "logs", nccl=rank.device.type == "cuda")
+    # A rank whose collective is late has NCCL's recorders of all ranks write, and then end their processes.
+    nccl = rank.device.type == "cuda" and not job.expendable
+    watchdog.record_collectives(rank.number, job.folder / "logs", nccl=nccl)
     enter(rank, job.comm.init_timeout_s)
     if rank.device.type == "cuda" and (gpu := _identity(torch.cuda.get_device_properties(rank.device))):
         claim(f"{socket.gethostname()} {gpu}", rank.number, dist.distributed_c10d._get_default_store())

@@ -15,7 +15,7 @@ import signal
 import socket
 import sys
 import time
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from multiprocessing import connection, resource_tracker
 from multiprocessing.process import BaseProcess
@@ -95,7 +95,6 @@ class RankProcesses:
     _first_to_fail: int | None = None
     explained: int | None = None
     expendable: Expendable = field(default_factory=Expendable)
-    _store: Store | None = None
 
     @contextlib.contextmanager
     def hearing(self) -> Iterator[None]:
@@ -167,16 +166,17 @@ class RankProcesses:
         with contextlib.ExitStack() as stack:
             stack.callback(self._kill)
             self._start(port)
-            self.expendable.lost.clear()
+            store = None
             if listening is not None:
-                self._store = stack.enter_context(_store_served(listening))
+                store = stack.enter_context(_store_served(listening))
             elif self.expendable:
-                self._store = _store_of(self.place.host, port)
+                store = _store_of(self.place.host, port)
+            self.expendable.start(store)
             ended = self._wait()
             self._hear_ranks()
-            if listening is not None and self._store is not None:
-                self._first_to_fail, self.explained = _first_to_fail(self._store)
-            self._store = None
+            self.expendable.stop()
+            if listening is not None and store is not None:
+                self._first_to_fail, self.explained = _first_to_fail(store)
             return ended
 
     def _start(self, port: int) -> None:
@@ -221,14 +221,14 @@ class RankProcesses:
             if not ready:
                 _ask_for_stacks({rank: self._processes[rank] for rank in running.values()})
                 break
-            lost = False
-            for handle in ready:
+            lost = deadline is not None
+            for handle in sorted(ready, key=lambda handle: running.get(handle, -1) in self.expendable):
                 if handle in links:
                     lost |= self._hear(links.pop(handle))
                     continue
                 ended.append(self._end(running.pop(handle)))
-                lost |= ended[-1].failed and not self._spare([ended[-1].rank], ended[-1])
-            if deadline is None and lost:
+                lost |= ended[-1].failed and (lost or not self._spare([ended[-1].rank], ended[-1]))
+            if deadline is None and (lost or self._only_expendable(running.values(), ended)):
                 deadline = time.monotonic() + GRACE_S
                 if self.place.node == 0:
                     self.nodes.tell({"stop": True})
@@ -236,10 +236,15 @@ class RankProcesses:
 
     def _spare(self, ranks: Iterable[int], cause: object) -> bool:
         """Whether the run goes on without these ranks; then what this node has of their workers ends too."""
-        spared = self.expendable.lose(ranks, cause, self._store)
+        spared = self.expendable.lose(ranks, cause)
         for rank in self.expendable.lost & self._processes.keys():
             self._processes[rank].kill()
         return spared
+
+    def _only_expendable(self, running: Iterable[int], ended: Sequence[Ended]) -> bool:
+        """Whether all ranks that the run needs have ended, on the only node; what is left of lost workers may hang."""
+        needed_one = any(end.rank not in self.expendable for end in ended)
+        return self.place.nodes == 1 and needed_one and all(rank in self.expendable for rank in running)
 
     def _end(self, rank: int) -> Ended:
         """How a rank ended that has closed its files, as a process does shortly before it is gone."""

@@ -63,6 +63,7 @@ class Meter:
     The speed of a row is over all of the wall clock since the row before, saves, validations and garbage collection
     included; how many of the seconds these took stands beside it. The loss and the norm are those of its own step.
 
+    devices: of the run; fewer once it has lost workers.
     mates: where workers keep their own pace, the ranks of this one; else None.
     """
 
@@ -71,7 +72,7 @@ class Meter:
         mates: dist.ProcessGroup | None = None,
     ) -> None:  # fmt: skip
         self._flops_per_token = spec.flops_per_token(seq_len)
-        self._devices, self._device, self._mates = devices, device, mates
+        self.devices, self._device, self._mates = devices, device, mates
         self._peak = peak_tflops(device, stated_peak)
         began = time.perf_counter()
         self._epoch = time.time() - began
@@ -114,8 +115,8 @@ class Meter:
         now = time.perf_counter()
         seconds = now - self._since
         per_s = self._tokens / seconds
-        tflops = per_s * self._flops_per_token / self._devices / 1e12
-        memory_gib, fullest_rank = fullest(peak_memory_gib(self._device), self._devices, self._mates)
+        tflops = per_s * self._flops_per_token / self.devices / 1e12
+        memory_gib, fullest_rank = fullest(peak_memory_gib(self._device), self.devices, self._mates)
         row: Row = {
             "step": step,
             "loss": loss,
@@ -123,7 +124,7 @@ class Meter:
             "lr": lr,
             "tokens": tokens,
             "tokens_per_s": per_s,
-            "tokens_per_s_per_device": per_s / self._devices,
+            "tokens_per_s_per_device": per_s / self.devices,
             "model_tflops_per_device": tflops,
             "mfu": tflops / self._peak if self._peak else None,
             "step_time_s": seconds / max(self._steps, 1),

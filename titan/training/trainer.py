@@ -117,6 +117,7 @@ def _go_on_without(run: Run, gone: Collection[int]) -> None:
         return
     ranks = mesh.lose(gone)
     lose_peers()
+    run.meter.devices = len(ranks)
     set_timeouts(mesh, run.job.comm.timeout_s)
     if run.checkpointer is not None:
         run.checkpointer.go_on_with(ranks)

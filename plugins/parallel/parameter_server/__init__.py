@@ -297,7 +297,7 @@ class ParameterServer(Technique):
     def meet(self, step: int) -> Collection[int]:
         """Pull the weights with every push of every worker."""
         self._exchange(step, False, 0)
-        return () if self._server is None else self._server.gone
+        return () if self._server is None else frozenset(self._server.gone)
 
     @torch.no_grad()
     def _exchange(self, step: int, pushed: bool, bound: int) -> None:

@@ -1,14 +1,15 @@
 """A server: the order in which pushes are applied and pulls answered, and the rank that does so.
 
 The first rank of a server decides the order, and the other ranks of the same server follow it: so all ranks of a worker
-pull weights of one version, and weights that several ranks hold stay the same on all of them.
+pull weights of one version, and weights that several ranks hold stay the same on all of them. It decides when all of
+them have heard the worker: where one dies between the pushes of its ranks, its gradient counts nowhere.
 """
 
 from __future__ import annotations
 
 import contextlib
 import time
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from datetime import timedelta
 from queue import Empty, Queue
 from threading import Thread
@@ -21,7 +22,7 @@ from torch import Tensor, nn
 from titan.contracts import NamedParameter
 from titan.errors import RankFailedError
 
-PUSH, ANSWER, ORDER, HELLO = 1, 2, 3, 4
+PUSH, ANSWER, ORDER, HELLO, HEARD = 1, 2, 3, 4, 5
 """Tags: what a message between two ranks is."""
 
 KINDS = ("add", "update", "answer", "lose", "end")
@@ -133,9 +134,11 @@ class Server:
         self._flat, self._workers, self._rate, self._expendable = flat, workers, rate, expendable
         self._arrived: dict[int, Queue[Arrival]] = {worker: Queue() for worker in range(workers)}
         self._open: dict[int, Arrival] = {}
-        self._inbox: Queue[Arrival] = Queue()
+        self._said: dict[int, Arrival] = {}  # on the rank that decides: what this rank has heard last,
+        self._heard = dict.fromkeys(range(workers), 0)  # and how many ranks of the server have, since the last decision
+        self._inbox: Queue[tuple[bool, Arrival]] = Queue()  # heard by this rank, or by another one of the server
         self._added: list[int] = []
-        self._updates = self._step = 0
+        self._updates = 0
         self._pulled = dict.fromkeys(range(workers), 0)  # the number of updates that a worker's weights have
         self._delay = dict.fromkeys(range(workers), 0)
         self._threads: list[Thread] = []
@@ -146,7 +149,9 @@ class Server:
         self.allocate()
         device = torch.cuda.current_device() if torch.cuda.is_initialized() else None  # type: ignore[no-untyped-call]
         remote = [worker for worker in range(self._workers) if worker != links.worker]
-        for act, *arguments in ((self._apply,), *((self._hear, worker) for worker in remote)):
+        mates = links.mates[1:] if self._leads else ()
+        hearing = [*((self._hear, worker) for worker in remote), *((self._hear_mate, rank) for rank in mates)]
+        for act, *arguments in ((self._apply,), *hearing):
             thread = Thread(target=self._or_fail, args=(device, act, *arguments), daemon=True)
             thread.start()
             self._threads.append(thread)
@@ -169,7 +174,7 @@ class Server:
     def arrive(self, arrival: Arrival) -> None:
         """What a worker says; its gradient is in `flats`."""
         self._arrived[arrival.worker].put(arrival)
-        self._inbox.put(arrival)
+        self._inbox.put((True, arrival))
 
     def answer(self, limit_s: float) -> list[int]:
         """What the worker of this rank is answered; the weights are in `flats`. Raises what a thread has."""
@@ -202,17 +207,34 @@ class Server:
                 step, pushed, bound = links.receive(torch.empty(3, dtype=torch.int64), rank, PUSH).tolist()
                 if pushed and self._flat.numel():
                     links.receive(self.flats[worker], rank, PUSH)
-                self.arrive(Arrival(worker, step, pushed, bound))
+                self._pass_on(Arrival(worker, step, pushed, bound))
         except RuntimeError as error:
             if worker not in self._expendable:
                 what = f"rank {rank} of worker {worker} has left its parameter server"
                 raise RankFailedError(f"{what}: {error}") from error
-            self.arrive(Arrival(worker, DONE))
+            self._pass_on(Arrival(worker, DONE))
+
+    def _pass_on(self, arrival: Arrival) -> None:
+        """Of a worker on other ranks, to the thread that applies, and to the rank that decides."""
+        self.arrive(arrival)
+        if not self._leads:
+            self._links.send(torch.tensor([arrival.worker, arrival.step]), self._links.mates[0], HEARD)
+
+    def _hear_mate(self, rank: int) -> None:
+        """On the first rank: receive what another rank of this server has heard, until all workers are done."""
+        left = self._workers - 1
+        while left:
+            worker, step = self._links.receive(torch.empty(2, dtype=torch.int64), rank, HEARD).tolist()
+            left -= step == DONE
+            self._inbox.put((False, Arrival(worker, step)))
+
+    @property
+    def _leads(self) -> bool:
+        return self._links.mates[0] == self._links.clients[self._links.worker]
 
     def _apply(self) -> None:
-        lead = self._links.mates[0] == self._links.clients[self._links.worker]
         with torch.no_grad():
-            for what, worker in self._decided() if lead else self._told():
+            for what, worker in self._decided() if self._leads else self._told():
                 self.do(what, worker)
 
     def do(self, what: Kind, worker: int) -> None:
@@ -226,30 +248,44 @@ class Server:
             return
         if worker not in self._open:
             self._open[worker] = self._arrived[worker].get()
-        if what == "answer":
+        if what == "add":
+            self._added.append(worker)
+        else:
             self._answer(worker)
-            return
-        self._added.append(worker)
-        if self._open[worker].step == DONE:  # it died between the pushes of its ranks, and its rank here was to come
-            self.flats[worker].zero_()
 
     def _decided(self) -> Iterator[tuple[Kind, int]]:
         """On the first rank of a server: what is to be done, which the other ranks are told first."""
-        left = self._workers
+        left = set(range(self._workers))
         while left:
             try:
-                arrival = self._inbox.get(timeout=self._limits_s[self._order.begun] if self._order.waiting else None)
+                limit_s = self._limits_s[self._order.begun] if self._order.waiting else None
+                here, arrival = self._inbox.get(timeout=limit_s)
             except Empty:
                 self._tell_late()
                 return
-            done = arrival.step == DONE
-            left -= done
-            if done and arrival.worker not in self._expendable:
-                continue
-            for what, worker in self._order.lose(arrival.worker) if done else self._order.after(arrival):
+            for what, worker in self._following(here, arrival, left):
                 self._tell(what, worker)
                 yield what, worker
         self._tell("end", 0)
+
+    def _following(self, here: bool, arrival: Arrival, left: set[int]) -> Iterable[tuple[Kind, int]]:
+        """What to do when a rank of this server has heard a worker.
+
+        here: this rank has.  left: workers that are not done; one that is gets removed.
+        """
+        worker = arrival.worker
+        if worker not in left:
+            return ()
+        if arrival.step == DONE:
+            left.remove(worker)
+            return self._order.lose(worker) if worker in self._expendable else ()
+        if here:
+            self._said[worker] = arrival
+        self._heard[worker] += 1
+        if self._heard[worker] < (1 if worker == self._links.worker else len(self._links.mates)):
+            return ()
+        self._heard[worker] = 0
+        return self._order.after(self._said[worker])
 
     def _tell(self, what: Kind, worker: int) -> None:
         for rank in self._links.mates[1:]:
@@ -276,8 +312,7 @@ class Server:
         for worker in self._added:
             self._delay[worker] = self._updates - self._pulled[worker]
         delay = max(self._delay[worker] for worker in self._added)
-        self._step = max(self._open[first].step, 0) or self._step
-        factor = self._rate(self._step) * len(self._added) / max(self._workers - len(self.gone), delay)
+        factor = self._rate(self._open[first].step) * len(self._added) / max(self._workers - len(self.gone), delay)
         if self.optimizer is not None:
             for group in self.optimizer.param_groups:
                 group["lr"] = group.setdefault("peak_lr", group["lr"]) * factor
@@ -297,7 +332,8 @@ class Server:
         """Tell those who wait for whom they do."""
         slowest = min(self._order.clocks, key=lambda worker: self._order.clocks[worker])
         for worker in self._order.waiting:
-            self._send(worker, torch.tensor([slowest, self._order.clocks[slowest], 0]))
+            with contextlib.suppress(RuntimeError):  # one that is gone keeps no other from hearing it
+                self._send(worker, torch.tensor([slowest, self._order.clocks[slowest], 0]))
 
     def _send(self, worker: int, head: Tensor, weights: Tensor | None = None) -> None:
         if worker == self._links.worker:
@@ -319,6 +355,6 @@ def received(group: dist.ProcessGroup, tensor: Tensor, source: int, limit_s: flo
         assert work is not None
         work.wait(timedelta(seconds=limit_s))
     except RuntimeError as error:
-        what = f"the parameter server on rank {source} is gone, or did not answer within {limit_s:g} s"
-        raise RankFailedError(f"{what}: {error}") from error
+        what = f"did not answer within {limit_s:g} s" if "Timed out" in str(error) else "is gone"
+        raise RankFailedError(f"the parameter server on rank {source} {what}: {error}") from error
     return tensor

@@ -135,19 +135,22 @@ class Mesh:
         """Go on without workers whose ranks are gone; returns the ranks that remain.
 
         From now on reductions over the axis with weights of their own are those of the remaining workers. All remaining
-        ranks must call it, at the same point. New groups of theirs are named by a count, which is the same on all of
-        them; by the ranks, as `use_local_synchronization` does, names depend on how many groups each has destroyed.
+        ranks must call it, at the same point; each makes the groups of all, as PyTorch names groups by their number.
+        By their ranks, as `use_local_synchronization` does, names depend on how many groups a rank has destroyed.
 
         workers: by their place along the axis.
         """
-        axis = self.layout.worker_axis
-        ranks = dist.get_process_group_ranks(self.group(axis))
-        remaining = [rank for worker, rank in zip(self._there, ranks, strict=True) if worker not in workers]
         self._there = [worker for worker in self._there if worker not in workers]
-        own = "nccl" if self.device.type == "cuda" else None
-        self._remaining = dist.new_group(remaining, backend=own)
-        everyone = range(self.layout.world_size)
-        return [rank for rank in everyone if self.layout.coordinate(rank)[axis] in self._there]
+        axis, own = self.layout.worker_axis, "nccl" if self.device.type == "cuda" else None
+        groups: dict[tuple[int, ...], list[int]] = {}  # by the place inside of a worker
+        for rank in range(self.layout.world_size):
+            at = self.layout.coordinate(rank)
+            if at.pop(axis) in self._there:
+                groups.setdefault(tuple(at.values()), []).append(rank)
+        for ranks in groups.values():
+            group = dist.new_group(ranks, backend=own)
+            self._remaining = group if self.rank in ranks else self._remaining
+        return sorted(rank for ranks in groups.values() for rank in ranks)
 
     def groups(self) -> list[tuple[str, dist.ProcessGroup]]:
         """All process groups of this rank: one per axis, and of axes that are one dimension together.

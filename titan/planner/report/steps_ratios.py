@@ -29,8 +29,7 @@ def steps_ratios(words: Sequence[str], file: Path | None, names: Sequence[str]) 
     """
     measured = {} if file is None else read(file)
     found = {name: measured[name] for name in names if name in measured}
-    unused = file is not None and not found and not any(_value(word) in measured for word in words)
-    if unused:
+    if file is not None and not found and not words:
         what = f"{file} has no run named {' or '.join(names)}; say --steps-ratio NAME=RUN with one of its runs: "
         raise ConfigError([ConfigIssue("--steps-ratios", what + ", ".join(measured))])
     return found | dict(_pair(word, measured) for word in words)
