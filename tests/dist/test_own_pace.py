@@ -3,16 +3,21 @@
 from pathlib import Path
 
 import pytest
+import torch
+import torch.distributed as dist
 
 from tests.contract.test_guests import GUESTS
-from tests.jobs import SAVING, mesh, stored
+from tests.jobs import LLAMA, SAVING, mesh, stored
 from tests.signals import job
 from titan import train
 from titan.checkpoint.disk.folder import complete
+from titan.config import load_job
+from titan.contracts.base.mesh import Mesh
 from titan.testing.jobs import read_rows, train_job
 from titan.testing.ranks import run_ranks
 
 STROLL = "--plugins.strollers.head_start"
+BATCH = ("--train.global_batch_size", "6")
 
 
 @pytest.mark.parametrize(("ranks", "words"), [(2, mesh(stroller=2)), (4, mesh(stroller=2, dp_shard=2))])
@@ -24,6 +29,23 @@ def test_nothing_joins_workers_between_meetings(ranks: int, words: list[str], tm
     for step in (4, 6):
         path = tmp_path / "run" / "checkpoints" / f"step-{step:08}"
         assert stored(path).tensors["model.norm.weight"].shape[0] == 2
+
+
+def _summed_by_those_that_remain() -> tuple[int, int, list[int], float]:
+    """Of 3 workers of 2 ranks the last is lost; a sum over workers, of the numbers of the ranks."""
+    layout = load_job(LLAMA, ["--data.path", "text", *mesh(stroller=3, tp=2), *GUESTS, *BATCH], 6).layout
+    mesh_of_run, rank = Mesh(layout, torch.device("cpu"), dist.get_rank()), dist.get_rank()
+    if rank >= 4:
+        return (-1, -1, [], 0.0)
+    ranks = mesh_of_run.lose([2])
+    total = mesh_of_run.sum(torch.tensor([float(rank)]), "own").item()
+    return mesh_of_run.worker, mesh_of_run.workers, ranks, total
+
+
+def test_workers_that_remain_meet_each_at_its_place() -> None:
+    found = run_ranks(_summed_by_those_that_remain, 6, timeout=60)
+    everyone = [0, 1, 2, 3]
+    assert found[:4] == [(0, 2, everyone, 2.0), (0, 2, everyone, 4.0), (1, 2, everyone, 2.0), (1, 2, everyone, 4.0)]
 
 
 def _main(argv: list[str]) -> int:

@@ -285,6 +285,8 @@ class _First(_Alone):
         done = []
         with torch.no_grad():
             for what, worker in self._decided():
+                said = worker in self._open or not self._arrived[worker].empty()
+                assert said or what in ("update", "lose"), f"{what} {worker}: would wait for ever"
                 self.do(what, worker)
                 done.append(f"{what} {worker}")
         return done

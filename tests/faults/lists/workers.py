@@ -211,7 +211,7 @@ FAULTS = (
         "titan/contracts/base/mesh.py",
         "for ranks in groups.values():\n            group",
         "for ranks in [one for one in groups.values() if self.rank in one]:\n            group",
-        (f"{SERVED}::test_a_worker_that_dies_is_gone_and_not_the_run",),
+        (f"{PACE}::test_workers_that_remain_meet_each_at_its_place",),
     ),
     Fault(
         "a run that goes on after a loss that is not finite",
