@@ -5,9 +5,10 @@ from pathlib import Path
 
 import pytest
 import torch.distributed as dist
+from torch._C._distributed_c10d import HashStore
 
 from titan import log
-from titan.errors import ConfigError, RankFailedError
+from titan.errors import ConfigError, DivergedError, RankFailedError
 from titan.ranks import failure, process, rendezvous
 from titan.ranks.launch_env import LOCAL, LaunchEnv
 from titan.ranks.rank_processes import RankProcesses
@@ -136,3 +137,26 @@ def _led(argv: list[str]) -> int | None:
 def test_the_launcher_knows_of_what_has_been_printed() -> None:
     assert run_ranks(_led, 1, ["alike"], init=False) == [1]
     assert run_ranks(_led, 1, [], init=False) == [None], "a stack trace; the log has what went before it"
+
+
+def test_which_deaths_a_run_outlives(capfd: pytest.CaptureFixture[str]) -> None:
+    """Of whole workers, once all have begun; also told by another node when nobody serves the store any more."""
+    store, runs = HashStore(), failure.Expendable([frozenset({rank, rank + 1}) for rank in (2, 4, 6, 8)])
+    runs.start(store)
+    assert not runs.lose([2], "rank 2 was killed")  # before the first step
+    failure.begin(store)
+    assert not runs.lose([1], "rank 1 was killed") and not runs.lose([1, 2], "node 0 is gone")
+    failure._register(store, 3)
+    assert runs.lose([2], "rank 2 was killed") and runs.lost == {2, 3} and runs.lose([3], "its mate")
+    assert failure.first(store) is None, "what fails now would be said to miss rank 3"
+    for rank, error in ((4, DivergedError("nan")), (6, RankFailedError("rank 0 is gone"))):
+        store.set(failure._key(f"kind {rank}"), failure._kind(error))
+    assert not runs.lose([4], "rank 4 failed") and runs.lose([6], "rank 6 failed")
+    runs.stop()
+    assert runs.lose([9], "rank 9 was killed") and not runs.lose([0], "rank 0 was killed")
+    assert capfd.readouterr().err.splitlines() == [
+        "warning: rank 2 was killed; the run goes on without its worker, ranks 2, 3",
+        "warning: rank 9 was killed; the run goes on without its worker, ranks 8, 9",
+    ]
+    runs.start(HashStore())
+    assert not runs.lost and not runs.lose([2], "rank 2 was killed")
