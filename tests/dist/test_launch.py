@@ -313,3 +313,21 @@ def test_a_wrong_environment_is_said_without_a_trace(
     monkeypatch.setenv("NPROC", "none")
     assert launch.main([]) == 2
     assert capsys.readouterr().err == "error: environment: NPROC = 'none': must be an integer of at least 1\n"
+
+
+def _an_expendable_rank_hangs() -> tuple[list[Ended], int]:
+    def entry(argv: list[str]) -> int:
+        if os.environ["RANK"] == "1":
+            signal.pause()
+        return 0
+
+    rank_processes.GRACE_S = 0.1
+    children = _children(entry, 2)
+    children.expendable = failure.Expendable([frozenset({1})])
+    ended = children.lead()
+    return ended, verdict(ended, children.heard, children.missed, None)
+
+
+def test_a_rank_that_the_run_can_lose_is_not_waited_for() -> None:
+    """All others have ended, and well: a worker that has failed may hang as it leaves its dead mates."""
+    assert in_a_fresh_process(_an_expendable_rank_hangs, 1, init=False, timeout=60) == [([Ended(0, 0)], 0)]
