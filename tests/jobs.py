@@ -1,5 +1,6 @@
 """The jobs of the repository's own tests, and what their ranks return beside weights; `titan.testing` trains them."""
 
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -44,6 +45,18 @@ def run_with_biases(folder: str, words: list[str], config: str) -> dict[str, Ten
     """On one rank: train the job, return the persistent buffers that are biases."""
     run = trained(folder, words, config)
     return {name: b.clone() for part in run.parts for name, b in part.module.named_buffers() if name.endswith("bias")}
+
+
+def of_each_worker(path: Path, name: str) -> list[Tensor]:
+    """What a checkpoint holds of a tensor: that of each worker, or the one that all share."""
+    from titan.checkpoint import storage
+
+    index = stored(path)
+    entry, found = index.tensors[name], []
+    for one in [entry.of(worker) for worker in range(entry.shape[0])] if entry.stacked else [entry]:
+        found.append(torch.empty(one.shape, dtype=one.dtype))
+        storage.read(path, {name: found[-1]}, replace(index, tensors={name: one}))
+    return found
 
 
 def stored(path: Path) -> "Index":

@@ -2,7 +2,6 @@
 
 import shutil
 from collections.abc import Iterable, Sequence
-from dataclasses import replace
 from functools import partial
 from pathlib import Path
 
@@ -14,9 +13,8 @@ from torch import Tensor, nn
 from tests.contract.test_guests import GUESTS
 from tests.dist.test_local_steps import assert_same_losses_and_weights
 from tests.dist.test_nonfinite import SKIP, inject_nan
-from tests.jobs import LLAMA, SAVING, mesh, stored
+from tests.jobs import LLAMA, SAVING, mesh, of_each_worker
 from tests.signals import end, job, launch
-from titan.checkpoint import storage
 from titan.config import load_job
 from titan.contracts import NamedParameter
 from titan.errors import ConfigError
@@ -187,17 +185,6 @@ def test_a_server_that_dies_costs_the_steps_since_the_last_save(tmp_path: Path) 
     assert "step-00000002, step 2" in said and sorted(read_rows(tmp_path / "run")) == list(range(1, 11))
 
 
-def _of_each_worker(path: Path, name: str) -> list[Tensor]:
-    index = stored(path)
-    entry = index.tensors[name]
-    found = []
-    for one in [entry.of(worker) for worker in range(entry.shape[0])] if entry.stacked else [entry]:
-        tensor = torch.empty(one.shape)
-        storage.read(path, {name: tensor}, replace(index, tensors={name: one}))
-        found.append(tensor)
-    return found
-
-
 @pytest.mark.parametrize(
     ("words", "servers", "ranks", "when", "of_one"),
     [(mesh(worker=4), 2, 4, "before", "rank 3"), (mesh(worker=3, tp=2), 1, 6, "after", "ranks 4, 5")],
@@ -223,7 +210,7 @@ def test_a_worker_that_dies_is_gone_and_not_the_run(
     assert sorted(rows) == list(range(1, 11))
     assert rows[10]["tokens"] - rows[9]["tokens"] == 12 * 16 * (workers - 1) / workers
     path = tmp_path / "run" / "checkpoints" / "step-00000010"
-    first, *others = _of_each_worker(path, "model.norm.weight")
+    first, *others = of_each_worker(path, "model.norm.weight")
     assert len(others) == workers - 2 and all(torch.equal(first, other) for other in others)
     unchanged = ("--optimizer.lr", "1e-30", "--train.steps", "1", "--validation.every", "1")
     one = train_job(tmp_path, 1, "--checkpoint.init_from", str(path), *unchanged, *text, name="one")
