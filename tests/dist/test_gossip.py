@@ -12,7 +12,7 @@ from torch import Tensor
 
 from tests.dist.test_local_steps import SGD, _gone_back, assert_same_losses_and_weights
 from tests.dist.test_nonfinite import SKIP, inject_nan
-from tests.jobs import LLAMA, MOE, SAVING, SELF_SEND, mesh, run_with_state, stored
+from tests.jobs import LLAMA, MOE, SAVING, SELF_SEND, mesh, of_each_worker, run_with_state, stored
 from tests.planned import CLUSTER, job_of
 from tests.sweeps import swept_case
 from titan.config import load_job
@@ -26,6 +26,8 @@ from titan.testing.jobs import assert_same_curve, saved_tensors, train_job
 from titan.testing.ranks import run_ranks
 
 GRAPHS = get_args(get_type_hints(Gossip.Config)["graph"])
+WIDTH = 64
+"""Of the layer whose steps are compared: sums in another order are then not all the same by chance."""
 SIX = ("--train.global_batch_size", "6", "--train.micro_batch_size", "1")
 V_SHAPED = ("--plugins.pipeline.schedule", "ZBVZeroBubble", "--train.micro_batch_size", "1")
 TIED = ("--model.tied", "true")
@@ -88,12 +90,12 @@ def _mixed_steps(config: dict[str, Any], gradients: Tensor, steps: int) -> tuple
     from titan.contracts.base.layout import Axis, lay_out
     from titan.contracts.base.mesh import Mesh
 
-    gossip.BUCKET = 12  # weight and bias, then the buffer
+    gossip.BUCKET = 2 * WIDTH + 2  # weight and bias, then the buffer
     rank, workers = dist.get_rank(), dist.get_world_size()
     axis = Axis(name="worker", data="dealt", weights="own", topology_order=0, doc="")
     layout, _ = lay_out([axis], {"worker": workers}, workers)
     technique = Gossip(Gossip.Config(**config))
-    model = nn.Linear(5, 2)
+    model = nn.Linear(WIDTH, 2)
     model.register_buffer("count", torch.zeros(3))
     model.register_buffer("whole", torch.zeros((), dtype=torch.int64))
     for parameter in model.parameters():
@@ -134,10 +136,10 @@ def _mixed_steps(config: dict[str, Any], gradients: Tensor, steps: int) -> tuple
 )
 def test_the_steps_are_those_of_the_papers(config: dict[str, Any], workers: int) -> None:
     """Against the recurrences in float64, and the distance from the mean; one worker leaves out its third step."""
-    gradients = torch.randn(6, workers, 2, 5, generator=torch.Generator().manual_seed(0))
+    gradients = torch.randn(6, workers, 2, WIDTH, generator=torch.Generator().manual_seed(0))
     gradients[2, 1] = torch.nan
     ranks = run_ranks(_mixed_steps, workers, config, gradients, 6)
-    weights, tracked, summed = (np.zeros((workers, 10)) for _ in range(3))
+    weights, tracked, summed = (np.zeros((workers, 2 * WIDTH)) for _ in range(3))
     count = np.zeros((workers, 3))
     for step in range(6):
         given = gradients[step].flatten(1).double().numpy()
@@ -153,10 +155,17 @@ def test_the_steps_are_those_of_the_papers(config: dict[str, Any], workers: int)
             wanted = np.concatenate([weights[worker], count[worker]])
             np.testing.assert_allclose(found[step].double(), wanted, rtol=1e-5, atol=1e-6)
         total, numbers = torch.stack([measured[step] for _, measured in ranks]).sum(0).tolist()
-        assert numbers == 12 * workers
-        wanted = np.square(weights - weights.mean(0)).sum() / 12 / workers  # the bias is 0 on all
+        assert numbers == (2 * WIDTH + 2) * workers
+        wanted = np.square(weights - weights.mean(0)).sum() / (2 * WIDTH + 2) / workers  # the bias is 0 on all
         assert total / numbers == pytest.approx(wanted, rel=1e-5, abs=1e-12)
     assert all(torch.equal(found[-1], ranks[0][0][-1]) for found, _ in ranks)
+
+
+def test_a_mean_over_all_has_the_same_bits_on_each() -> None:
+    """A ring of three, in steps before the last."""
+    gradients = torch.randn(2, 3, 2, WIDTH, generator=torch.Generator().manual_seed(0))
+    (first, _), *others = run_ranks(_mixed_steps, 3, {"graph": "ring"}, gradients, 6)
+    assert all(torch.equal(one, other) for found, _ in others for one, other in zip(first, found, strict=True))
 
 
 @pytest.mark.parametrize(
@@ -232,6 +241,8 @@ def test_another_number_of_workers_begins_with_the_mean(tmp_path: Path) -> None:
     middle = _gone_back(tmp_path, "run", 2, "again")
     assert stored(middle).tensors["model.norm.weight"].stacked
     mean = saved_tensors(middle)
+    for name in (name for name in mean if name.startswith("model.")):
+        mean[name] = torch.stack(of_each_worker(middle, name)).double().mean(0).float()
     for steps, workers in ((4, 2), (6, 8)):
         train_job(tmp_path, workers, *mesh(worker=workers), *same, *still, "--train.steps", str(steps), name="again")
         found = saved_tensors(tmp_path / "again" / "checkpoints" / f"step-{steps:08}")

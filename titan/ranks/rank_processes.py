@@ -214,14 +214,13 @@ class RankProcesses:
         running: dict[Any, int] = {process.sentinel: rank for rank, process in self._processes.items()}
         links: dict[Any, int] = {link: node for node, link in self.nodes.links.items()}
         ended: list[Ended] = []
-        deadline = None
+        deadline, lost = None, False
         while running:
             patience = None if deadline is None else max(0.0, deadline - time.monotonic())
             ready = connection.wait([*running, *links], patience)
             if not ready:
                 _ask_for_stacks({rank: self._processes[rank] for rank in running.values()})
                 break
-            lost = deadline is not None
             for handle in sorted(ready, key=lambda handle: running.get(handle, -1) in self.expendable):
                 if handle in links:
                     lost |= self._hear(links.pop(handle))

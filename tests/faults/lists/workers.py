@@ -141,7 +141,7 @@ FAULTS = (
         GOSSIP,
         "total, *others = parts\n",
         "total, *others = parts[at:] + parts[:at]\n",
-        (f"{MIXED}::test_the_steps_are_those_of_the_papers[ring-]",),
+        (f"{MIXED}::test_a_mean_over_all_has_the_same_bits_on_each",),
     ),
     Fault(
         "gossip with one copy of a tied table, where a rank of a V-shaped schedule has two",
