@@ -12,7 +12,7 @@ from typing import Any, Literal
 
 import torch
 
-from titan.contracts import BuildContext, Costs, Job, ModelPart, ModelSpec, Technique, option, register
+from titan.contracts import BuildContext, Costs, Fact, Job, ModelPart, ModelSpec, Technique, option, register
 from titan.contracts.base.options import did_you_mean
 
 BACKENDS = ("inductor", "aot_eager", "eager")
@@ -37,6 +37,20 @@ class Compile(Technique):
     Config = Config
     phase = "compile"
     search_toggle = True
+    provides = ("compiled_layers",)
+
+    def facts(self) -> dict[Fact, str]:
+        """Other backends than PyTorch's compiler run a layer's graph as it is."""
+        if self.config.backend == "inductor":
+            return {}
+        name = self.config.backend
+        facts: dict[Fact, str] = {
+            "skips_inductor": f'[plugins.compile] backend = "{name}" does not use it; set backend = "inductor"'
+        }
+        if name == "eager":
+            why = '[plugins.compile] backend = "eager" runs layers as autograd does; set backend = "inductor"'
+            facts["unpartitioned"] = why
+        return facts
 
     def check(self, job: Job, spec: ModelSpec) -> Iterable[str]:
         """A backend that exists, and no CUDA graphs over parameters that move."""

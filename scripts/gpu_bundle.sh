@@ -6,7 +6,7 @@
 # which torchtitan imports and the benchmark does not use), bench/, tests/, and reference/ (the CPU's checkpoint and
 # curves). There:
 #   cd FOLDER && python -m pip install --no-index --no-deps wheels/*.whl && export PYTHONPATH=$PWD/stubs
-#   python -m bench.gpu --part 1 --reference reference --output results      and so on with parts 2 and 3
+#   python -m bench.gpu --part 1 --reference reference --output results      and so on with parts 2 to 4
 #   python -m pytest -m gpu tests/dist/test_gpu.py tests/unit/test_float8.py
 set -euo pipefail
 

@@ -26,6 +26,11 @@ def total_gib(device: torch.device) -> float | None:
     return torch.cuda.get_device_properties(device).total_memory / 2**30 if device.type == "cuda" else None
 
 
+def device_name(device: torch.device) -> str:
+    """What PyTorch calls the model of a GPU; of another kind of device, the kind."""
+    return torch.cuda.get_device_name(device) if device.type == "cuda" else device.type
+
+
 @contextmanager
 def standing_in_for(kind: str) -> Iterator[None]:
     """Let every device be of this kind meanwhile, as far as `kind_of` is asked."""

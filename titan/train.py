@@ -7,13 +7,16 @@ import shlex
 import shutil
 import sys
 from collections.abc import Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 from titan import log
 from titan.checkpoint.disk.folder import step_folder
 from titan.config import Job, load_job, said_twice, split_arguments, without_effect
+from titan.contracts.base.cost import PredictedStep
 from titan.contracts.base.options import as_table, options_of
+from titan.device import device_name, total_gib
 from titan.errors import (
     EXIT_DONE,
     EXIT_FAILED,
@@ -24,10 +27,13 @@ from titan.errors import (
 )
 from titan.inference import generation
 from titan.planner.machine.cluster import DeviceMemory
-from titan.planner.step.unset_options import settle
+from titan.planner.machine.host import check_this_machine
+from titan.planner.step.unset_options import kept_on_host_gib, settle
 from titan.ranks import failure, preemption, process, watchdog
 from titan.ranks.launch_env import launched_world_size
+from titan.ranks.turns import together
 from titan.training import build, trainer, validation
+from titan.training.engine import weights_to_use
 from titan.usage import USAGE
 
 
@@ -65,24 +71,40 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 def _settled(job: Job, me: process.Rank) -> Job:
     """The job with what the memory of the devices decides; the same on all ranks."""
-    gib = process.smallest_memory_gib(me)
-    job, chosen = settle(job, None if gib is None else DeviceMemory(gib))
+    least = process.smallest_memory_gib(me)
+    job, chosen = settle(job, None if least is None else DeviceMemory(least))
     for sentence in chosen:
         log.log.info(sentence)
+    ranks = int(os.environ.get("LOCAL_WORLD_SIZE", 1))  # not every launcher says: then at least this one
+    if gib := kept_on_host_gib(job):
+        together(lambda: check_this_machine(gib, ranks), me, job.comm.init_timeout_s)
     return job
 
 
 def _run(job: Job, me: process.Rank) -> int:
-    run = build.build(job, me)
+    run = build.build(job, me, partial(_predicted, job, me))
     _greet(run)
     asked = trainer.train(run)
     if run.step < job.train.steps:
         return _end_early(run, asked)
     if job.run.sample_prompt and not asked:
-        text = generation.sample(run.context, run.engine, job.run.sample_prompt, job.run.seed)
+        with weights_to_use(run.optimizer):
+            text = generation.sample(run.context, run.engine, job.run.sample_prompt, job.run.seed)
         log.log.info(f"\nsample after step {run.step}:\n{job.run.sample_prompt}{text}\n")
     _part(run)
     return EXIT_DONE
+
+
+def _predicted(job: Job, me: process.Rank, name: str) -> PredictedStep | None:
+    """The step of this job that `titan plan --cluster` predicts; see `BuildContext.predict`."""
+    from titan.planner.machine import cluster
+    from titan.planner.step.layout import costs_of
+    from titan.planner.step.predict import Planner
+
+    if name := name or cluster.of_device(device_name(me.device), total_gib(me.device) or 0.0):
+        where = cluster.load(name)
+        return PredictedStep(cluster=where.name, time_s=Planner(where).predict(costs_of(job), job.layout).time_s)
+    return None
 
 
 def _end_early(run: build.Run, asked: str) -> int:

@@ -9,6 +9,11 @@ attention  all is saved but the S x S scores of attention, which are recomputed 
            arXiv 2205.05198, who call it selective; Megatron-LM's "core_attn"). Saves H S numbers per token and layer,
            for 2 S H N FLOPs. Only for attention that writes its scores (`model.attention = "unfused"`): with a flash
            kernel, which recomputes them itself, the mode has no effect, and the run says so at its start.
+budget     within each compiled block the compiler saves what takes longest to compute, up to the share `budget` of what
+           it would save otherwise (PyTorch's activation_memory_budget, a knapsack); at 0 the block's input alone. The
+           planner counts all of the share, and time in proportion to the rest: upper bounds.
+auto       the first of none, attention, selective, every_n with 4 and with 2, and full with which the job fits by the
+           plan. A run says at its start which one it is. Where the device's memory is not known, none.
 
 With tensor parallelism, selective mode saves the partial sums of row-wise products as well as their reduced results,
 [B, S, D] twice per layer, although backward reads neither. PyTorch would otherwise recompute the product; saving its
@@ -23,6 +28,7 @@ from functools import partial
 from typing import Any, ClassVar, Literal
 
 import torch
+from torch._functorch import config as functorch
 from torch._ops import OpOverload
 from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
 
@@ -58,16 +64,24 @@ _SAVED = frozenset(
 """
 
 
+_NOTHING = ("none", "auto")
+"""Modes that recompute nothing; the host replaces "auto" where memory is short."""
+
+
 @dataclass(frozen=True, kw_only=True)
 class Config:
     """Options of `[plugins.activation_checkpoint]`: what is recomputed in backward."""
 
-    mode: Literal["full", "every_n", "selective", "attention"] = option(
+    mode: Literal["full", "every_n", "selective", "attention", "budget", "auto", "none"] = option(
         "full",
-        "recompute all blocks, every n-th block, all operations but matrix products and attention, or attention alone",
+        "recompute all blocks, every n-th block, all operations but matrix products and attention, attention alone, "
+        "what the compiler chooses, the least of these that fits, or nothing",
         former_values={"every": "every_n"},
     )
     every: int = option(2, 'mode "every_n": n; 2 recomputes every second block', unit="blocks", at_least=1)
+    budget: float = option(
+        0.5, 'mode "budget": share of what compiled blocks would save that they may save', at_least=0, at_most=1
+    )
 
 
 @register
@@ -90,6 +104,23 @@ class ActivationCheckpoint(Technique):
         why = '[plugins.activation_checkpoint] mode = "selective"'
         return {"one_backward": f'the activations that {why} saves serve a single backward pass; set mode = "full"'}
 
+    def check(self, job: Job, spec: ModelSpec) -> Iterable[str]:
+        """A budget is the compiler's."""
+        if self.config.mode != "budget":
+            return
+        if not any(technique.phase == "compile" for technique in job.techniques):
+            yield 'mode = "budget" is chosen by a compiler, but no technique compiles blocks; enable one that does'
+        for why in job.stating("unpartitioned"):
+            yield f'mode = "budget" needs a compiler that chooses what is saved, but {why}'
+
+    def unset_options(self, job: Job) -> list[dict[str, Any]]:
+        """Mode "auto": from no recomputation to that of all blocks, by the FLOPs that are repeated."""
+        if self.config.mode != "auto":
+            return []
+        scores: list[dict[str, Any]] = [{"mode": "attention"}] if _writes_scores(job.spec.layer_ops) else []
+        blocks = [{"mode": "every_n", "every": 4}, {"mode": "every_n", "every": 2}, {"mode": "full"}]
+        return [{"mode": "none"}, *scores, {"mode": "selective"}, *blocks]
+
     def no_effect(self, spec: ModelSpec) -> Iterable[str]:
         """Mode "attention" where no attention writes its scores."""
         if self.config.mode == "attention" and not _writes_scores(spec.layer_ops):
@@ -99,7 +130,11 @@ class ActivationCheckpoint(Technique):
             )
 
     def cost(self, costs: Costs, job: Job) -> Costs:
-        """Layers keep their input, the products of selective mode, or all but scores; the others are recomputed."""
+        """Layers keep their input, products, a share, or all but scores; the others are recomputed."""
+        if self.config.mode in _NOTHING:
+            return costs
+        if self.config.mode == "budget":
+            return replace(costs, recompute=Recompute(saved="share", share=self.config.budget))
         if self.config.mode == "attention":
             again = Recompute(saved="all_but_scores") if _writes_scores(costs.layer) else None
             return replace(costs, recompute=again)
@@ -109,10 +144,16 @@ class ActivationCheckpoint(Technique):
 
     def apply(self, part: ModelPart, context: BuildContext) -> None:
         """Wrap the forward of the blocks of this model part, every n-th with `every_n`; or of their attention cores."""
+        if self.config.mode in _NOTHING:
+            return
         if self.config.mode == "attention":
             for name, module in part.module.named_modules():
                 if isinstance(module, AttentionCore) and module.writes_scores:
                     part.wrap_forward(name, "recompute_ops", self._wrap)
+            return
+        if self.config.mode == "budget":
+            for name, _ in part.layers(context.spec):
+                part.wrap_forward(name, "recompute_block", partial(_within_budget, self.config.budget))
             return
         place: Any = "recompute_ops" if self.config.mode == "selective" else "recompute_block"
         stride = self.config.every if self.config.mode == "every_n" else 1
@@ -128,6 +169,20 @@ class ActivationCheckpoint(Technique):
         if self.config.mode == "selective":
             settings["context_fn"] = partial(create_selective_checkpoint_contexts, partial(_policy, saved))
         return partial(checkpoint, forward, **settings)
+
+
+def _within_budget(budget: float, forward: Callable[..., Any]) -> Callable[..., Any]:
+    """A compiled forward; what it saves is chosen when it is compiled, in its first call."""
+
+    chosen: dict[str, Any] = {"activation_memory_budget": budget}
+    if hasattr(functorch, "unsafe_treat_script_objects_as_zero_size"):  # process groups, which hold no tensors
+        chosen["unsafe_treat_script_objects_as_zero_size"] = True
+
+    def limited(*args: Any, **kwargs: Any) -> Any:
+        with functorch.patch(chosen):
+            return forward(*args, **kwargs)
+
+    return limited
 
 
 def _writes_scores(operations: Iterable[Operation]) -> bool:

@@ -153,7 +153,7 @@ def _mixture(c: MixtureConfig) -> LayerPart:
     rows, hidden = SavedTensor(numel=d * k, region="seq_full"), partial(SavedTensor, region="tp_sharded")
     operations: list[Operation] = [
         shared(d, 2 + bool(c.n_shared_experts)), *((jitter_cost(d),) if c.router_jitter else ()),
-        linear("ffn.router", d, c.n_experts, saved=d),
+        replace(linear("ffn.router", d, c.n_experts), saved=(SavedTensor(numel=d, region="seq_full", itemsize=4),)),
         elementwise(forward=2 * d * k, backward=2 * d * k, saved=(rows,)),  # rows sorted by expert
         product(module="ffn.experts.w1", inputs=d, outputs=f), product(module="ffn.experts.w3", inputs=d, outputs=f),
         Elementwise(region="tp_sharded", forward=5 * f * k, backward=8 * f * k, saved=(hidden(numel=3 * f * k),)),

@@ -7,7 +7,7 @@ Weight decay leaves out norms, biases and embeddings unless `decay_all` is set; 
 parameters are decayed.
 
 Cost: 8 bytes per parameter of fp32 state on the rank that holds the parameter; one pass over weights, gradients and
-state (28 bytes read and written per parameter); no communication.
+state (28 bytes read and written per parameter); half of both where weights are stored in 16 bits; no communication.
 Limits: building it imports torch's compiler, about one second.
 """
 
@@ -43,6 +43,8 @@ class AdamW(Optimizer):
 
     name = "adamw"
     Config = Config
+    separable = True
+    takes_grad_scale = True
     default = True
 
     def build(self, parameters: Sequence[NamedParameter]) -> torch.optim.Optimizer:
@@ -64,9 +66,10 @@ class AdamW(Optimizer):
         )  # fmt: skip
 
     def cost(self, costs: Costs, job: Job) -> Costs:
-        """Two float32 means a parameter; weight, gradient and both means read, all but the gradient written."""
-        state = PersistentState(component="optimizer", bytes_per_param=8, axes=costs.updated_over)
-        return replace(costs, state=(*costs.state, state), update_bytes=costs.update_bytes + 28)
+        """Two means a parameter, of its dtype; weight, gradient and both means read, all but the gradient written."""
+        size = costs.store_itemsize
+        state = PersistentState(component="optimizer", bytes_per_param=2 * size, axes=costs.updated_over)
+        return replace(costs, state=(*costs.state, state), update_bytes=costs.update_bytes + 7 * size)
 
     def describe(self, parameters: Sequence[NamedParameter]) -> str:
         """For example `adamw: 4.2 M parameters decayed by 0.1 in 28 tensors; 0.5 M in 10 (...) not`."""

@@ -49,15 +49,15 @@ class WeightAverage(Technique):
         self._averages: dict[str, Tensor] = {}
 
     def cost(self, costs: Costs, job: Job) -> Costs:
-        """A float32 number per parameter; it and the weight are read, and it is written."""
+        """A float32 number per parameter, whatever the weight's dtype; both are read, and the average is written."""
         state = PersistentState(component="optimizer", bytes_per_param=4, axes=costs.updated_over)
-        return replace(costs, state=(*costs.state, state), update_bytes=costs.update_bytes + 12)
+        return replace(costs, state=(*costs.state, state), update_bytes=costs.update_bytes + 8 + costs.store_itemsize)
 
     def apply(self, part: ModelPart, context: BuildContext) -> None:
         """Make room for the averages of one part's parameters, sharded as these are."""
         for name, parameter in part.parameters():
             self._weights[name] = parameter
-            self._averages[name] = torch.empty_like(parameter.detach())
+            self._averages[name] = torch.empty_like(parameter.detach(), dtype=torch.float32)
 
     @torch.no_grad()
     def load_state_dict(self, state: dict[str, Any]) -> None:
@@ -71,10 +71,15 @@ class WeightAverage(Technique):
         return {"weights": dict(self._averages)}
 
     @torch.no_grad()
-    def after_step(self, step: int) -> None:
+    def after_step(self, step: int, updated: Tensor) -> None:
         """Move the averages towards the weights."""
         decay = min(self.config.decay, (1 + step) / (10 + step))
-        torch._foreach_lerp_(_local(self._averages), _local(self._weights), 1 - decay)
+        averages, weights = _local(self._averages), _local(self._weights)
+        if all(weight.dtype == torch.float32 for weight in weights):
+            torch._foreach_lerp_(averages, weights, 1 - decay)
+            return
+        for average, weight in zip(averages, weights, strict=True):  # one copy in float32 at a time
+            average.lerp_(weight.float(), 1 - decay)
 
 
 def _local(tensors: Mapping[str, Tensor]) -> list[Tensor]:

@@ -34,6 +34,7 @@ class SGD(Optimizer):
 
     name = "sgd"
     Config = Config
+    separable = True
     config: Config
 
     def build(self, parameters: Sequence[NamedParameter]) -> torch.optim.Optimizer:
@@ -48,7 +49,8 @@ class SGD(Optimizer):
 
     def cost(self, costs: Costs, job: Job) -> Costs:
         """The running sum, if there is one; weight and gradient read, the weight written."""
+        size = costs.store_itemsize
         if not self.config.momentum:
-            return replace(costs, update_bytes=costs.update_bytes + 12)
-        state = PersistentState(component="optimizer", bytes_per_param=4, axes=costs.updated_over)
-        return replace(costs, state=(*costs.state, state), update_bytes=costs.update_bytes + 20)
+            return replace(costs, update_bytes=costs.update_bytes + 3 * size)
+        state = PersistentState(component="optimizer", bytes_per_param=size, axes=costs.updated_over)
+        return replace(costs, state=(*costs.state, state), update_bytes=costs.update_bytes + 5 * size)

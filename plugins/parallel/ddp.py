@@ -50,7 +50,7 @@ class DistributedDataParallel(Technique):
         return replace(
             costs,
             collectives=(*costs.collectives, summed),
-            gather=GatherPolicy(gather_every="micro_batch", reduce_every="step"),
+            gather=GatherPolicy(gather_every="micro_batch", reduce_every="step", sums_replicas=True),
         )
 
     def apply(self, part: ModelPart, context: BuildContext) -> None:

@@ -24,7 +24,7 @@ from typing import Any, ClassVar, Literal
 
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.fsdp import FSDPModule, fully_shard
+from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, fully_shard
 from torch.distributed.fsdp._fully_shard import _fsdp_common
 from torch.distributed.tensor import DTensor, Shard
 
@@ -100,19 +100,21 @@ class FullyShardedDataParallel(Technique):
         several = job.micro_batches > 1 or job.layout.degree_of("layers") > 1
         return self.config.zero_stage or (1 if several else 2)
 
-    def unset_options(self, job: Job, fits: bool) -> dict[str, Any]:
+    def unset_options(self, job: Job) -> list[dict[str, Any]]:
         """The fastest stage, or the one that holds least."""
-        return {"zero_stage": self._stage_of(job) if fits else 3}
+        return [{"zero_stage": self._stage_of(job)}, {"zero_stage": 3}]
 
     def cost(self, costs: Costs, job: Job) -> Costs:
         """State over dp_shard and axes that slice sequences; gathers and reductions as often as the stage says."""
         stage, shard = self._stage_of(job), ("dp_shard", *job.layout.axes_of("sliced"))
         gathered: tuple[Literal["step", "micro_batch", "use"], ...] = ("step", "micro_batch", "use")
+        every: Literal["step", "micro_batch"] = "step" if stage == 1 else "micro_batch"
+        replicated = _replicates(job)
         return replace(
             costs,
             state=tuple(replace(each, axes=tuple(dict.fromkeys((*each.axes, *shard)))) for each in costs.state),
-            gather=GatherPolicy(gather_every=gathered[stage - 1], reduce_every="step" if stage == 1 else "micro_batch"),
-            collectives=(*costs.collectives, *self._collectives(costs, stage, shard, _replicates(job))),
+            gather=GatherPolicy(gather_every=gathered[stage - 1], reduce_every=every, sums_replicas=replicated),
+            collectives=(*costs.collectives, *self._collectives(costs, stage, shard, replicated)),
             updated_over=shard,
             # Stages 2 and 3 add what they have reduced: a shard, beside computation.
             accumulate_bytes=costs.accumulate_bytes if stage == 1 else 0.0,
@@ -151,6 +153,8 @@ class FullyShardedDataParallel(Technique):
         policy = context.precision.policy()
         settings: dict[str, Any] = {"mesh": context.mesh.flat(*dimensions), "mp_policy": policy}
         settings["shard_placement_fn"] = partial(_even_dimension, mesh=settings["mesh"])
+        if context.job.stating("weights_on_host"):
+            settings["offload_policy"] = CPUOffloadPolicy(pin_memory=context.device.type != "cpu")
         self._shard_folded(part, context.mesh, dimensions, settings)
         *units, last = part.units(context.spec)
         for unit in units:

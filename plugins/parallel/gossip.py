@@ -98,7 +98,9 @@ class Gossip(Technique):
         self._tracked: list[Tensor] = []
 
     def check(self, job: Job, spec: ModelSpec) -> Iterable[str]:
-        """A torus needs rows and columns."""
+        """A torus needs rows and columns; means of weights need float32."""
+        for why in job.stating("narrow_weights"):
+            yield f"workers average their weights, which takes float32: {why}"
         workers = job.layout.degree("worker")
         if self.config.graph == "torus" and workers > 1 and _height(workers) == 1:
             near = nearest(workers, lambda number: _height(number) > 1)
@@ -175,7 +177,7 @@ class Gossip(Technique):
             gradient.copy_(c)
 
     @torch.no_grad()
-    def after_step(self, step: int) -> None:
+    def after_step(self, step: int, updated: Tensor) -> None:
         """Average weights, buffers and tracked gradients with the neighbors; at the last step over all workers."""
         workers = self._context.mesh.layout.degree("worker")
         last = step == self._context.job.train.steps

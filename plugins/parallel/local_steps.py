@@ -117,7 +117,9 @@ class LocalSteps(Technique):
         self._drift: Tensor | None = None
 
     def check(self, job: Job, spec: ModelSpec) -> Iterable[str]:
-        """Fragments need a step and a layer each."""
+        """Fragments need a step and a layer each; means of weights need float32."""
+        for why in job.stating("narrow_weights"):
+            yield f"workers average their weights, which takes float32: {why}"
         config = self.config
         most = min(config.every, spec.n_layers)
         if config.fragments > most:
@@ -231,7 +233,7 @@ class LocalSteps(Technique):
     # --- the exchange ---------------------------------------------------------------------------------------------
 
     @torch.no_grad()
-    def after_step(self, step: int) -> None:
+    def after_step(self, step: int, updated: Tensor) -> None:
         """Exchange the fragments whose turn it is."""
         every, count, last = self.config.every, self.config.fragments, self._context.job.train.steps
         if not self._due:

@@ -42,7 +42,7 @@ class Colony(Technique):
             self._steps[name].copy_(steps)
 
     @torch.no_grad()
-    def after_step(self, step):
+    def after_step(self, step, updated):
         mesh = self._context.mesh
         for name, parameter in self._weights.items():
             self._steps[name] += mesh.at("dp_replicate") + 1

@@ -49,5 +49,8 @@ class Lookahead(Technique):
     phase = "materialise"
     preserves_numerics = False
 
+    def facts(self):
+        return {"wraps_optimizer": "[plugins.lookahead] steps around the optimizer; switch it off"}
+
     def optimizer(self, optimizer, parameters):
         return _Slow(optimizer, self.config)

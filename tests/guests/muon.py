@@ -3,7 +3,7 @@
     b = momentum b + g;   w = w - lr * 0.2 sqrt(max(rows, columns)) * U V^T,    b = U S V^T
 
 U V^T is approximated by five Newton-Schulz iterations. The factor gives updates the root mean square of AdamW's
-(arXiv 2502.16982). A matrix is gathered for it, and each rank keeps its shard of the result.
+(arXiv 2502.16982). Each rank gathers every matrix for it, and keeps its shard of the result.
 """
 
 from collections.abc import Sequence
@@ -68,7 +68,7 @@ def _orthogonal(matrix: Tensor) -> Tensor:
 class Muon(Optimizer):
     """Orthogonal updates of matrices; AdamW for embeddings, head, norms and biases."""
 
-    name = "muon"
+    name = "whole_muon"
     Config = Config
 
     def build(self, parameters: Sequence[NamedParameter]) -> torch.optim.Optimizer:

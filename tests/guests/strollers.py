@@ -44,7 +44,7 @@ class Strollers(Technique):
         elif self._context.mesh.at("stroller") and step == 1 and self.config.head_start:
             store.wait(["ahead"])
 
-    def after_step(self, step):
+    def after_step(self, step, updated):
         self._done = step
 
     def state_dict(self):

@@ -219,7 +219,7 @@ class FaultInjector(Technique):
     def before_update(self, grad_norm: Any) -> None:
         self._moment("before an update")
 
-    def after_step(self, step: int) -> None:
+    def after_step(self, step: int, updated: Any) -> None:
         self._moment(f"after step {step}")
 
     def _moment(self, name: str) -> None:

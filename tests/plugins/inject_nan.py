@@ -27,13 +27,13 @@ class InjectNan(Technique):
 
     def apply(self, part: ModelPart, context: BuildContext) -> None:
         self._part, self._loss, self._step = part, context.job.loss, 0
-        compute = self._loss.compute
+        of_hidden = self._loss.of_hidden
 
-        def spoilt(logits, labels):
-            objective, reported = compute(logits, labels)
+        def spoilt(*given):
+            objective, reported = of_hidden(*given)
             return objective, reported + torch.inf if self._now("loss") else reported
 
-        self._loss.compute = spoilt
+        self._loss.of_hidden = spoilt
 
     def _now(self, what: str) -> bool:
         return self.config.what == what and self._step in self.config.steps and dist.get_rank() == self.config.rank

@@ -6,6 +6,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
 
+from torch import Tensor
+
 from titan.contracts import Technique, option, register
 from titan.ranks import preemption
 
@@ -36,7 +38,7 @@ class SendSignal(Technique):
         if self.config.when == "before":
             self._at(step)
 
-    def after_step(self, step: int) -> None:
+    def after_step(self, step: int, updated: Tensor) -> None:
         if self.config.when == "after":
             self._at(step)
 

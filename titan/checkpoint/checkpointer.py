@@ -40,7 +40,8 @@ class Checkpointer:
     """The checkpoints of a run. Every method is called by all ranks, at the same place of the program.
 
     folder: where they stand, on a file system that all ranks share.  keep: complete ones kept, 0 for all.
-    asynchronous: write in the background, from a copy in host memory as large as a rank's share of the state.
+    asynchronous: write in the background, from a copy in host memory as large as a rank's share of the state. A GPU
+        with room clones the state, and sends the clone there while it computes.
     timeout_s: a load or save that takes longer ends the process, with its stacks shown.
     held: called on rank 0 before a save changes the folder; raises FolderError where it is no longer this run's.
     mesh: of the run; None: no rank has weights of its own, nor state of techniques.
@@ -124,7 +125,7 @@ class Checkpointer:
 
     def load(
         self, path: Path, parts: Sequence[ModelPart], optimizer: torch.optim.Optimizer,
-        states: Mapping[str, Any] | None = None,
+        states: Mapping[str, Any] | None = None, changed: Sequence[str] = (),
     ) -> dict[str, Any]:  # fmt: skip
         """Read weights and optimizer state in place, for any layout; returns the rest as it was given to `save`.
 
@@ -132,6 +133,7 @@ class Checkpointer:
         states: what techniques hold now, by name. Of the table `techniques` theirs alone comes back, a tensor to the
             ranks that name it here, as a DTensor where it is one here, and to all where none names it; None: all of it.
             Other tensors of the rest come back on the CPU, whole.
+        changed: keys with both values, named where the optimizer's state does not fit.
 
         Raises:
             CheckpointError: it is damaged, cannot be read, or does not fit the model or the optimizer; no run goes on.
@@ -142,7 +144,7 @@ class Checkpointer:
         with self._limit(f"loading the checkpoint {path}"):
             found, self._saved = self._saved, None
             saved = found if found is not None and found.path == path else self._open(path)
-            rest: dict[str, Any] = restore.load(saved, parts, optimizer, self._ranks, states, self._stacks)
+            rest: dict[str, Any] = restore.load(saved, parts, optimizer, self._ranks, states, self._stacks, changed)
         return rest
 
     def check(self, parts: Sequence[ModelPart], optimizer: torch.optim.Optimizer, states: Mapping[str, Any]) -> None:
@@ -157,7 +159,8 @@ class Checkpointer:
     def save(
         self, step: int, parts: Sequence[ModelPart], optimizer: torch.optim.Optimizer, rest: Mapping[str, Any]
     ) -> None:
-        """Save the state after a step. In the background mode it returns when the state is copied.
+        """Save the state after a step. In the background mode it returns when the state is copied, on a GPU with
+        room for that when a clone is under way there.
 
         rest: tables, lists, strings, numbers and tensors, the same on every rank but for `Own` tables and the table
             `techniques`, of which each rank gives what it has (`titan.checkpoint.techniques`).
@@ -172,10 +175,10 @@ class Checkpointer:
         if not self.asynchronous:
             self._write_in_time(step, snapshot, began)
             return
-        snapshot = self._staging.copy(snapshot)
+        snapshot, finish = self._staging.copy(snapshot)
         # A daemon, so that a run that dies of something else does not wait for it: an unfinished save is no loss.
         write = on_this_device(self._write_aside)
-        self._writer = Thread(target=write, args=(step, snapshot, began), name="checkpoint", daemon=True)
+        self._writer = Thread(target=write, args=(step, snapshot, began, finish), name="checkpoint", daemon=True)
         self._writer.start()
 
     def go_on_with(self, ranks: Sequence[int]) -> None:
@@ -214,8 +217,9 @@ class Checkpointer:
         except CheckpointError as failure:
             log.error(str(failure))
 
-    def _write_aside(self, step: int, snapshot: Snapshot, began: float) -> None:
+    def _write_aside(self, step: int, snapshot: Snapshot, began: float, finish: Callable[[], None]) -> None:
         try:
+            finish()
             self._write_in_time(step, snapshot, began)
         except Exception as failure:
             self._failure = failure

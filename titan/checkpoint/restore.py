@@ -5,7 +5,7 @@ Imported at first use, as DTensor is.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 from pathlib import Path
@@ -165,11 +165,11 @@ def _values(tensor: Tensor) -> Tensor:
 
 def load(
     saved: Saved, parts: Sequence[ModelPart], optimizer: torch.optim.Optimizer, ranks: Ranks,
-    states: Mapping[str, Any] | None = None, stacks: Stacks | None = None,
+    states: Mapping[str, Any] | None = None, stacks: Stacks | None = None, changed: Sequence[str] = (),
 ) -> Any:  # fmt: skip
     """Fill the parts' tensors and the optimizer's state from a checkpoint; returns the rest of the state.
 
-    states: what techniques hold now (see `Checkpointer.load`).  stacks: of this run's mesh.
+    states, changed: see `Checkpointer.load`.  stacks: of this run's mesh.
 
     Raises:
         CheckpointError: it cannot be read or does not fit.
@@ -177,8 +177,8 @@ def load(
     holders, updated = model_tensors(parts), trained(parts, optimizer)
     weights = firsts(holders)
     check_weights(saved, weights, ranks)
-    ranks.each(lambda: _check_optimizer(saved, optimizer))
-    slots = _empty_slots(saved, firsts(updated))
+    ranks.each(lambda: _check_optimizer(saved, optimizer, changed))
+    slots = _empty_slots(saved, firsts(updated), getattr(optimizer, "state_like", torch.empty_like))
     rest, others = _rest(saved, states, ranks)
     into = weights | others
     into |= {f"{OPTIMIZER}{name}.{slot}": value for name, one in slots.items() for slot, value in one.items()}
@@ -308,19 +308,27 @@ def listed(names: Iterable[str]) -> str:
     return ", ".join(ordered[:_SHOWN]) + (f" and {more} more" if more > 0 else "")
 
 
-def _check_optimizer(saved: Saved, optimizer: torch.optim.Optimizer) -> None:
+def _check_optimizer(saved: Saved, optimizer: torch.optim.Optimizer, changed: Sequence[str]) -> None:
     before, now = saved.state.get("optimizer"), type(optimizer).__name__
     if before is not None and before != now:
+        why = f" ({'; '.join(changed)})" if changed else ""
         raise CheckpointError(
-            f"checkpoint {saved.path} holds optimizer state of {before}, but this run's optimizer is {now}; to begin "
-            "with its weights alone, start another run with checkpoint.init_from"
+            f"checkpoint {saved.path} holds optimizer state of {before}, but this run's optimizer is {now}{why}; "
+            "restore the old values, or start another run with checkpoint.init_from to keep the weights alone"
         )
 
 
-def _empty_slots(saved: Saved, updated: Mapping[str, tuple[Tensor, dict[str, Any]]]) -> dict[str, dict[str, Any]]:
+def _empty_slots(
+    saved: Saved,
+    updated: Mapping[str, tuple[Tensor, dict[str, Any]]],
+    make: Callable[..., Tensor],
+) -> dict[str, dict[str, Any]]:
     """Parameter -> slot -> tensor to read into, for all optimizer state the checkpoint has of these parameters.
 
-    Made from the checkpoint alone: an optimizer step on zero gradients would make it too, and count as a step.
+    make: as `torch.empty_like`.
+
+    Made from the checkpoint alone: an optimizer step on zero gradients would make it too, and count as a step. State in
+    the dtype that the weights had there gets the one that they have here, as an optimizer makes it.
     """
     slots: dict[str, dict[str, Any]] = {}
     for name, entry in saved.tensors.items():
@@ -328,7 +336,8 @@ def _empty_slots(saved: Saved, updated: Mapping[str, tuple[Tensor, dict[str, Any
         if name.startswith(OPTIMIZER) and parameter in updated:
             like, group = updated[parameter]
             if entry.shape == like.shape and slot != "step":
-                value = torch.empty_like(like.detach(), dtype=entry.dtype)
+                as_weight = entry.dtype == saved.tensors[MODEL + parameter].dtype
+                value = make(like.detach(), dtype=like.dtype if as_weight else entry.dtype)
             else:
                 # torch.optim keeps counts in host memory, except where its kernel reads them on the device.
                 near = bool(entry.shape) or group.get("fused") or group.get("capturable")

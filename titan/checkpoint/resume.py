@@ -1,4 +1,5 @@
-"""Resuming under a changed TOML: which keys may change freely, which take effect from now on, which are refused.
+"""Resuming under a changed TOML: which keys may change freely, which take effect from now on or not at all, which are
+refused.
 
 On resume, changed keys that affect training are logged or rejected, with both values. Keys that only say how and where
 a run is carried out leave the curve as it is, and are not mentioned.
@@ -6,13 +7,15 @@ a run is carried out leave the curve as it is, and are not mentioned.
 A key or section that the saving version did not have counts as having today's default.
 """
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 from titan.config.defaults import filled
-from titan.contracts import Technique
+from titan.config.sections import declared_tables
+from titan.contracts import Optimizer, Technique
 from titan.contracts.base import registry
+from titan.contracts.base.options import options_of
 from titan.errors import ConfigError, ConfigIssue
 
 Table = Mapping[str, Any]
@@ -34,6 +37,7 @@ MEANING = {
     "train.global_batch_size": "the next step takes that many samples",
 }
 FROM_HERE_ON = "takes effect at the next step"
+NEW_RUNS = "sets what a new run begins with; the state in the checkpoint takes precedence"
 
 
 @dataclass(frozen=True)
@@ -50,10 +54,14 @@ class Change:
 
 @dataclass(frozen=True)
 class Changes:
-    """What has changed since a checkpoint: sentences for the start of the run, and whether the samples are others."""
+    """What has changed since a checkpoint: sentences for the start of the run, and whether the samples are others.
+
+    updates: keys with both values that may explain why the optimizer's state is another.
+    """
 
     said: tuple[str, ...] = ()
     other_samples: bool = False
+    updates: tuple[str, ...] = ()
 
 
 def compare(saved: Mapping[str, Any], now: Table, fingerprint: str, reset_data: bool) -> Changes:
@@ -86,10 +94,12 @@ def compare(saved: Mapping[str, Any], now: Table, fingerprint: str, reset_data: 
         )
     if refused:
         raise ConfigError(refused)
-    said = [f"{change}: {MEANING.get(change.key, FROM_HERE_ON)}" for change in changes if _takes_effect(change)]
+    meaning = {**dict.fromkeys(_initial(now), NEW_RUNS), **MEANING}
+    changes = [change for change in changes if _takes_effect(change)]
+    said = [f"{change}: {meaning.get(change.key, FROM_HERE_ON)}" for change in changes]
     if other_data:
         said.append("the samples differ from those of the checkpoint; the data restarts at its first sample")
-    return Changes(tuple(said), other_data)
+    return Changes(tuple(said), other_data, tuple(map(str, _of_updates(changes))))
 
 
 def changed(before: Table, now: Table, at: str = "") -> Iterator[Change]:
@@ -113,6 +123,19 @@ def _plain(value: Any) -> Any:
 
 def _in(change: Change, keys: tuple[str, ...]) -> bool:
     return any(change.key == key or (key.endswith(".") and change.key.startswith(key)) for key in keys)
+
+
+def _initial(now: Table) -> Iterator[str]:
+    """Keys of a job whose values only new runs read."""
+    for path, config in declared_tables(now):
+        yield from (".".join(map(str, (*path, each.key))) for each in options_of(config) if each.spec.initial)
+
+
+def _of_updates(changes: Sequence[Change]) -> Iterator[Change]:
+    """Changes of techniques and of the optimizer; of these its name alone, where that is another."""
+    name = f"{Optimizer.section}.name"
+    own = name if any(change.key == name for change in changes) else f"{Optimizer.section}."
+    yield from (change for change in changes if _in(change, (own, f"{Technique.section}.")))
 
 
 def _takes_effect(change: Change) -> bool:

@@ -316,9 +316,53 @@ def _local(tensor: Tensor) -> Tensor:
     values: Tensor = tensor.to_local() if hasattr(tensor, "to_local") else tensor
     if type(values) is Tensor:
         return values
-    plain = torch.empty(values.shape, dtype=values.dtype, device=values.device)
+    plain = torch.empty(values.shape, dtype=values.dtype)  # on the host: it may be larger than what is kept
     plain.copy_(values)
     return plain
+
+
+class Aside:
+    """Copies from a GPU to host memory beside what it computes next, where its memory has room for a clone.
+
+    device: the GPU.  module: `torch.cuda`.
+    """
+
+    def __init__(self, device: torch.device, module: Any) -> None:
+        self._device, self._module, self._stream = device, module, module.Stream(device)
+        self._cloned = 0
+
+    def copy(self, pairs: Sequence[tuple[Tensor, Tensor]]) -> Callable[[], None]:
+        """Begin to copy (to, from) pairs as they are now; training may then go on. Returns what waits for the copies.
+
+        Without memory for a clone, it returns when the copies are done.
+        """
+        computing, size = self._module.current_stream(self._device), sum(source.nbytes for _, source in pairs)
+        fits = size <= CLONE_SHARE * self._available()
+        self._cloned = size if fits else 0
+        clones = [(to, source.clone() if fits else source) for to, source in pairs]
+        self._stream.wait_stream(computing)
+        with self._module.stream(self._stream):
+            for to, source in clones:
+                to.copy_(source, non_blocking=True)
+
+        def finish() -> None:
+            self._stream.synchronize()
+            clones.clear()  # not before: the computing stream may then write to their memory
+
+        if not fits:
+            finish()
+        return finish
+
+    def _available(self) -> float:
+        """Bytes of memory that PyTorch has not even cached, as the next step needs again what it has; but for the last
+        clone's, which is cached since."""
+        cached: int = self._module.memory_reserved(self._device) - self._module.memory_allocated(self._device)
+        free: int = self._module.mem_get_info(self._device)[0]
+        return free + min(self._cloned, cached)
+
+
+CLONE_SHARE = 0.8
+"""Share of the available memory that a clone may take; the rest is for a validation, or groups that first send now."""
 
 
 @dataclass
@@ -326,15 +370,23 @@ class Staging:
     """Host memory that snapshots are copied into; kept from save to save, because page-locked memory is slow to get."""
 
     buffers: dict[str, Tensor] = field(default_factory=dict)
+    _aside: Aside | None = None
 
-    def copy(self, snapshot: Snapshot) -> Snapshot:
-        """The snapshot with values of its own in host memory, which training no longer changes."""
+    def copy(self, snapshot: Snapshot) -> tuple[Snapshot, Callable[[], None]]:
+        """The snapshot with values of its own in host memory, which training no longer changes.
+
+        They are there when the second has been called, from any thread.
+        """
         self.buffers = {name: self._buffer(name, tensor) for name, tensor in snapshot.local.items()}
+        copied = replace(snapshot, local=self.buffers)
+        on_device = [(self.buffers[name], tensor) for name, tensor in snapshot.local.items() if tensor.is_cuda]
         for name, tensor in snapshot.local.items():
-            self.buffers[name].copy_(tensor, non_blocking=True)
-        if any(tensor.is_cuda for tensor in snapshot.local.values()):
-            torch.cuda.current_stream().synchronize()
-        return replace(snapshot, local=self.buffers)
+            if not tensor.is_cuda:
+                self.buffers[name].copy_(tensor)
+        if not on_device:
+            return copied, lambda: None
+        self._aside = self._aside or Aside(on_device[0][1].device, torch.cuda)
+        return copied, self._aside.copy(on_device)
 
     def _buffer(self, name: str, like: Tensor) -> Tensor:
         kept = self.buffers.get(name)

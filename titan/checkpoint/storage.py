@@ -14,6 +14,7 @@ import json
 import math
 import os
 from collections.abc import Iterator, Mapping, Sequence
+from concurrent.futures import Executor, Future, ThreadPoolExecutor
 from contextlib import contextmanager
 from pathlib import Path
 from typing import IO, Any, BinaryIO, cast
@@ -36,6 +37,14 @@ from titan.errors import CheckpointError
 
 FILE_BYTES = 4 << 30
 """A data file that has reached this size gets no further chunk, so that few ranks can verify the files of many."""
+
+HASHED_ASIDE = 1 << 16
+"""Bytes of a write from which on it is hashed on another thread; a smaller one is hashed before a thread wakes up."""
+
+SYNCED_EARLY = 8 << 20
+"""Bytes written after which a sync begins on another thread, so that the one at the end of the file is short."""
+
+_sync_data = getattr(os, "fdatasync", os.fsync)  # macOS has no fdatasync
 
 
 class Planner:
@@ -150,10 +159,17 @@ def _whole_storage(values: Tensor, tensor: Tensor | Stacked) -> Tensor:
 
 
 class _DataFile(io.RawIOBase):
-    """A data file that is hashed while it is written. size: bytes so far."""
+    """A data file that is hashed and synced while it is written. size: bytes so far.
 
-    def __init__(self, file: BinaryIO) -> None:
-        self._file, self._digest, self.size = file, hashlib.sha256(), 0
+    Hash, write and sync let other threads run. A write returns when its bytes are hashed: they are the tensor's own
+    memory, of which no copy is made.
+    """
+
+    def __init__(self, file: BinaryIO, aside: Executor) -> None:
+        self._file, self._aside, self._digest, self.size = file, aside, hashlib.sha256(), 0
+        self._sync: Future[None] = Future()
+        self._sync.set_result(None)
+        self._sync_begun = 0
         self._error: OSError | None = None
 
     @classmethod
@@ -164,11 +180,12 @@ class _DataFile(io.RawIOBase):
         Raises:
             OSError: what the file system said; torch.save wraps it.
         """
-        with path.open("wb") as file:
-            data = cls(file)
+        with path.open("wb") as file, ThreadPoolExecutor(2, "checkpoint file") as aside:
+            data = cls(file, aside)
             try:
                 yield data
                 file.flush()
+                data._sync.result()  # an error of the disk is told to one sync, and the next one succeeds
                 os.fsync(file.fileno())
             except Exception as error:
                 raise (data._error or error) from error
@@ -179,14 +196,31 @@ class _DataFile(io.RawIOBase):
 
     def write(self, data: Any, /) -> int:
         """Append bytes."""
+        hashed = self._aside.submit(self._digest.update, data) if len(data) >= HASHED_ASIDE else None
         try:
             self._file.write(data)
+            self._sync_early(self.size + len(data))
         except OSError as error:
             self._error = error
             raise
-        self._digest.update(data)
+        finally:
+            if hashed is not None:
+                hashed.result()
+        if hashed is None:
+            self._digest.update(data)
         self.size += len(data)
         return len(data)
+
+    def _sync_early(self, size: int) -> None:
+        """Begin to sync what is written, `size` bytes, where enough of it is new and no sync is under way.
+
+        Raises:
+            OSError: what the file system said to the sync before.
+        """
+        if size - self._sync_begun >= SYNCED_EARLY and self._sync.done():
+            self._sync.result()
+            self._sync = self._aside.submit(_sync_data, self._file.fileno())
+            self._sync_begun = size
 
     def add(self, tensor: Tensor) -> tuple[int, int]:
         """Append a tensor; returns its first byte and its length in bytes."""

@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from titan.config import Job, load_job, said_twice, without_effect
+from titan.config.groups import listed
 from titan.config.load import QUICKSTART
 from titan.errors import EXIT_DONE, ConfigError, ConfigIssue
 from titan.planner.machine.cluster import MEMORY_LIMIT
@@ -159,7 +160,7 @@ def _plan(args: argparse.Namespace) -> tuple[dict[str, Any], str]:
     report = prediction.as_json() | {"cluster": where.name} | ({"budget": budget} if budget else {})
     report |= {"unset_options": chosen}
     text = render.prediction_text(prediction, where, str(job.layout), budget)
-    return report, "\n".join([*render.active_text(job.spec), text, *chosen])
+    return report, "\n".join([*render.active_text(job.spec), text, *listed(job.optimizer), *chosen])
 
 
 def _say_without_effect(job: Job) -> None:
@@ -285,6 +286,7 @@ def _study(args: argparse.Namespace) -> tuple[dict[str, Any], str]:
 def _exact(args: argparse.Namespace) -> tuple[dict[str, Any], str]:
     from titan.dryrun import dry_run, report
     from titan.planner.machine import cluster
+    from titan.planner.machine.host import short_of
     from titan.planner.step.unset_options import settle
 
     memory = cluster.load(args.cluster).memory
@@ -294,7 +296,9 @@ def _exact(args: argparse.Namespace) -> tuple[dict[str, Any], str]:
         raise ConfigError([ConfigIssue("command line", what)])
     _say_without_effect(job)
     run = dry_run(job, args.rank)
-    return run.as_json() | {"unset_options": chosen}, "\n".join([report(run), *chosen])
+    short = short_of(memory, [run.host_bytes], job.layout.world_size)
+    said = [f"does NOT fit: {short}"] if short else []
+    return run.as_json() | {"unset_options": chosen}, "\n".join([report(run), *said, *chosen])
 
 
 def _model_only(args: argparse.Namespace) -> tuple[dict[str, Any], str]:

@@ -5,6 +5,7 @@ from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 
+from titan.config import groups
 from titan.config.job import Job
 from titan.config.tables import COMMAND_LINE
 from titan.contracts.base.conformance import sentences
@@ -37,6 +38,7 @@ def check(job: Job, where: Callable[..., Where], *, trains: bool = True) -> None
         if trains:
             faults += _unfilled(job, spec, where("data"))
         faults += _unsliced(job, spec, where("mesh"))
+        faults += groups.check(job.optimizer, job, where) if trains else []
         job.stating("one_backward")  # asked now, so that facts() that states nonsense is refused here
         for technique in job.techniques:
             found = sentences(technique, "check", job, spec)

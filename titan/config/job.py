@@ -74,6 +74,21 @@ class Job:
             spec = answer(technique, "spec", ModelSpec, spec)
         return spec
 
+    @property
+    def separable_updates(self) -> bool:
+        """Whether the optimizer can update some parameters before others."""
+        return self.optimizer.separable
+
+    @cached_property
+    def clips_apart(self) -> bool:
+        """Whether clipping is a pass over all gradients, as the optimizer does not clip or a technique sees them."""
+        sees = any(type(technique).before_update is not Technique.before_update for technique in self.techniques)
+        return sees or bool(self.stating("wraps_optimizer")) or not self.optimizer.takes_grad_scale
+
+    def lr_factor(self, step: int) -> float:
+        """The schedule's factor of the peak rate for the update of a step, counted from 1."""
+        return self.lr_schedule.factor(step, self.train.steps)
+
     def provides(self, capability: str) -> bool:
         """Whether a technique that is on provides this capability."""
         return any(capability in technique.provides for technique in self.techniques)

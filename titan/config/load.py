@@ -5,7 +5,7 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 import titan.configs
-from titan.config import tables
+from titan.config import groups, tables
 from titan.config.check import check
 from titan.config.job import Job, Source, choose_micro_batch, divisors
 from titan.config.renames import renew
@@ -46,8 +46,9 @@ OTHERS = ("mesh", "plugins")
 _SHARED = {
     "data": [*(option.key for option in options_of(DataSection)), "weight", "mixture"],
     "validation": [option.key for option in options_of(ValidationSection)],
+    "optimizer": ["groups"],
 }
-"""Keys of tables that titan shares with a dataset."""
+"""Keys of tables that titan shares with a plugin."""
 
 WEIGHT = Spec("share of the samples that an entry of a mixture gives", above=0, at_most=1e9)
 
@@ -117,7 +118,9 @@ class _Loader:
         train = self._section("train", TrainSection)
         checkpoint = self._section("checkpoint", CheckpointSection)
         comm = self._section("comm", CommSection)
+        entries = groups.take(self.table)
         model, tokenizer, loss, optimizer, schedule = (self._one_of(contract) for contract in ONE_OF)
+        optimizer = groups.grouped(optimizer, entries, self._where, self.faults, self.resolved)
         data, sources = self._data()
         validation, validation_data = self._validation()
         metrics, trackers = self._metrics()
@@ -139,9 +142,8 @@ class _Loader:
         return job
 
     def _where(self, *path: str) -> Where:
-        return Where(
-            ".".join(path), self.source, self.table.origins_in(*path), _SHARED.get(".".join(path).split(".")[0], ())
-        )
+        table = ".".join(path)
+        return Where(table, self.source, self.table.origins_in(*path), _SHARED.get(table.split(".")[0], ()))
 
     def _unknown_sections(self) -> None:
         known = {*SECTIONS, *OTHERS, *(contract.section for contract in ONE_OF)}

@@ -5,8 +5,9 @@ import typing
 from collections.abc import Iterable
 from typing import Any, Literal, Union
 
+from titan.config.groups import WORDS
 from titan.config.sections import ONE_OF, SECTIONS
-from titan.contracts import Dataset, Model, Technique, Tracker
+from titan.contracts import Dataset, Model, Optimizer, Technique, Tracker
 from titan.contracts.base import registry
 from titan.contracts.base.options import REQUIRED, Option, options_of
 from titan.contracts.base.registry import Plugin
@@ -22,6 +23,7 @@ def schema() -> JsonSchema:
     }
     properties |= {name: _table(options_of(section)) for name, section in SECTIONS.items()}
     properties |= {contract.section: _one_of(contract) for contract in ONE_OF}
+    properties["optimizer"]["properties"]["groups"] = _groups()
     properties["data"] = _data()
     properties["validation"]["properties"] |= _one_of(Dataset)["properties"]
     techniques = [plugin for plugin in registry.of_kind(Technique.kind) if issubclass(plugin, Technique)]
@@ -65,6 +67,14 @@ def _one_of(contract: type[Plugin]) -> JsonSchema:
     if presets:
         merged["preset"] = {"enum": presets}
     return {"type": "object", "additionalProperties": False, "properties": merged}
+
+
+def _groups() -> JsonSchema:
+    """Groups of parameters: `match`, and the options of an optimizer."""
+    options = {key: found for key, found in _one_of(Optimizer)["properties"].items() if key != "name"}
+    match = {"description": f"globs of parameters, or any of {', '.join(WORDS)}", "type": ["string", "array"]}
+    entry = {"type": "object", "additionalProperties": False, "properties": {"match": match, **options}}
+    return {"type": "array", "items": entry}
 
 
 def _data() -> JsonSchema:

@@ -55,6 +55,10 @@ def _all_tables(job: Mapping[str, Any]) -> Iterator[tuple[At, type]]:
     yield from (((name,), section) for name, section in SECTIONS.items())
     for contract in ONE_OF:
         yield from _of_plugin(job, contract, contract.section)
+    groups, name = table_at(job, ("optimizer", "groups")), table_at(job, ("optimizer", "name"))
+    optimizer = registry.default_of("optimizer") if name is None else registry.find("optimizer", str(name))
+    if optimizer is not None and isinstance(groups, list):
+        yield from ((("optimizer", "groups", number), optimizer.Config) for number in range(len(groups)))
     mixture = table_at(job, ("data", "mixture"))
     if isinstance(mixture, list):
         for number in range(len(mixture)):

@@ -4,6 +4,7 @@ from collections.abc import Iterable, Mapping, Sequence
 
 from titan.contracts import Technique
 from titan.contracts.base.layout import Layout
+from titan.contracts.base.registry import lacking
 from titan.contracts.technique import SUMMED_GRADIENTS
 
 
@@ -65,10 +66,6 @@ def _required(plugin: type[Technique] | Technique) -> list[str]:
     return list(dict.fromkeys((*plugin.requires, *([SUMMED_GRADIENTS] if slices else ()))))
 
 
-def _either(names: Iterable[str]) -> str:
-    return " or ".join(f"[plugins.{name}]" for name in sorted(names)) or "a plugin that does"
-
-
 def agree(techniques: Iterable[Technique], known: Iterable[type[Technique]]) -> list[str]:
     """A sentence for each pair of conflicting techniques and each missing requirement."""
     on = {technique.name: technique for technique in techniques}
@@ -82,8 +79,7 @@ def agree(techniques: Iterable[Technique], known: Iterable[type[Technique]]) -> 
     }
     sentences = list(clashes.values())
     sentences += [
-        f"[plugins.{name}] requires {capability}, which no enabled technique provides; "
-        f"enable {_either(plugin.name for plugin in known if capability in (plugin.name, *plugin.provides))}"
+        f"[plugins.{name}] {lacking(capability, known)}"
         for name, technique in on.items()
         for capability in _required(technique)
         if capability not in provided

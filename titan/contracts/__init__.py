@@ -18,11 +18,22 @@ from titan.contracts.base.options import REQUIRED, option
 from titan.contracts.base.parts import ModelPart, Precision, sum_gradients
 from titan.contracts.base.registry import register
 from titan.contracts.base.spec import HfTensor, ModelSpec
+from titan.contracts.host import host_like, locals_of, on_host, with_inner
 from titan.contracts.job import Fact, Job
+from titan.contracts.joined import with_switches
 from titan.contracts.layers.attention import AttentionCore, attend, document_mask
 from titan.contracts.layers.philox import Dropout, RandomModule
 from titan.contracts.model import Model
-from titan.contracts.objective import Loss, LrSchedule, NamedParameter, Optimizer
+from titan.contracts.objective import (
+    Loss,
+    LrSchedule,
+    NamedParameter,
+    Optimizer,
+    Projection,
+    groups_of,
+    only,
+    update_some,
+)
 from titan.contracts.technique import Alike, BuildContext, Engine, Own, PerRank, Phase, Technique
 from titan.contracts.text import Dataset, Tokenizer
 from titan.contracts.tracker import Measure, Row, RunInfo, Tracker
@@ -58,6 +69,7 @@ __all__ = [
     "PerRank",
     "Phase",
     "Precision",
+    "Projection",
     "RandomModule",
     "Row",
     "RunInfo",
@@ -66,8 +78,16 @@ __all__ = [
     "Tracker",
     "attend",
     "document_mask",
+    "groups_of",
+    "host_like",
     "kind_of",
+    "locals_of",
+    "on_host",
+    "only",
     "option",
     "register",
     "sum_gradients",
+    "update_some",
+    "with_inner",
+    "with_switches",
 ]  # fmt: skip

@@ -245,10 +245,27 @@ def _present_hooks(plugin: type[registry.Plugin]) -> None:
     if issubclass(plugin, Model) and "build" in vars(plugin):
         plugin.build = _with_positions(plugin.build)  # type: ignore[method-assign]
     if issubclass(plugin, Technique):
+        if "after_step" in vars(plugin):
+            plugin.after_step = _with_updated(plugin.after_step)  # type: ignore[method-assign]
         hooks = {name: hook for name, hook in vars(plugin).items() if inspect.isfunction(hook)}
         found |= any([_present_parameters(hook, name) for name, hook in hooks.items() if name[0] != "_"])
         if found and "cost" in hooks and any(_words_of(hook.__code__) & REGIONS.keys() for hook in hooks.values()):
             plugin.cost = _with_former_regions(plugin.cost)  # type: ignore[method-assign]
+
+
+def _with_updated(hook: Any) -> Any:
+    """A technique's `after_step`, which may take the step alone."""
+    if not inspect.isfunction(hook) or list(inspect.signature(hook).parameters) != ["self", "step"]:
+        return hook
+    _report("Technique.after_step(step)", "after_step(step, updated)")
+
+    @functools.wraps(hook)
+    def after_step(self: Technique, step: int, updated: Tensor | None = None) -> None:
+        hook(self, step)
+
+    present: Any = after_step
+    present.__signature__ = inspect.signature(Technique.after_step)
+    return present
 
 
 def _with_positions(build: Callable[[Model], nn.Module]) -> Any:

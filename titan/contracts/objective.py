@@ -2,19 +2,66 @@
 
 from __future__ import annotations
 
+import json
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import ClassVar
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor, nn
 
 from titan.contracts.base.cost import Costs
+from titan.contracts.base.options import as_table
 from titan.contracts.base.registry import Plugin
 from titan.contracts.base.spec import ParameterKind
 from titan.contracts.job import Job
 from titan.contracts.tracker import Measure
+
+
+@dataclass(frozen=True)
+class Projection:
+    """The projection as a function: hidden states [B, s, D] -> logits [B, s, V], as `Loss.compute` takes them.
+
+    module: whose forward it is, with its parameters as they are during that forward: gathered, or a rank's slice.
+    forward: the function.  words: V.
+    factor: by which the objective will be multiplied before its backward, a loss scale included; None: not known. A
+        loss that makes gradients in the forward rounds them as a backward would, if it makes them with this factor.
+    """
+
+    module: nn.Module
+    forward: Callable[[Tensor], Tensor]
+    words: int
+    factor: Tensor | None = None
+
+    def __call__(self, hidden: Tensor) -> Tensor:
+        """Logits of some of the positions."""
+        return self.forward(hidden)
+
+    def parameters(self) -> list[Tensor]:
+        """What the forward computes with now: plain tensors, or DTensors that hold a rank's slice."""
+        return list(self.module.parameters())
+
+    @property
+    def weight(self) -> Tensor | None:
+        """W [V, D], plain, where logits are hidden states times its transpose and nothing else; None elsewhere."""
+        linear, own = getattr(self.forward, "__func__", None) is nn.Linear.forward, self.parameters()
+        alone = linear and len(own) == 1 and own[0] is self.module.weight
+        return self.module.weight if alone and type(self.module.weight) is nn.Parameter else None
+
+    @contextmanager
+    def computing_with(self, stand_ins: Mapping[Tensor, Tensor]) -> Iterator[None]:
+        """Let the forward compute with other tensors in place of its parameters while the context is open."""
+        held = [own for module in self.module.modules() for own in [module._parameters] if own]
+        before = [dict(own) for own in held]
+        for own in held:
+            own.update({name: stand_ins.get(p, p) for name, p in own.items() if p is not None})  # type: ignore[misc]
+        try:
+            yield
+        finally:
+            for own, parameters in zip(held, before, strict=True):
+                own.update(parameters)
 
 
 class Loss(Plugin, ABC):
@@ -39,11 +86,11 @@ class Loss(Plugin, ABC):
         Collectives are allowed only over the ranks that split V. Draws no random numbers.
         """
 
-    def of_hidden(self, hidden: Tensor, labels: Tensor, project: Callable[[Tensor], Tensor]) -> tuple[Tensor, Tensor]:
+    def of_hidden(self, hidden: Tensor, labels: Tensor, project: Projection) -> tuple[Tensor, Tensor]:
         """The same sums from the hidden states [B, S, D] that the projection to logits is about to be applied to.
 
-        project: hidden states [B, s, D] -> logits [B, s, V], as `compute` takes them. May be called several times, on
-            parts of the positions. So a loss need not make all logits at once.
+        project: may be called several times, on parts of the positions, so that a loss need not make all logits at
+            once. It also has the parameters, for a loss that makes their gradients itself.
 
         Called in training, inside of the forward of the last stage, in place of the projection's own.
         """
@@ -87,19 +134,43 @@ class Optimizer(Plugin, ABC):
 
     kind = "optimizer"
     section = "optimizer"
+    separable: ClassVar[bool] = False
+    """Whether the update of a parameter depends on its own gradient and state alone, and needs no collective.
+
+    `update_some` may then update some parameters before others, as techniques do that hold state or gradients of a few
+    at a time.
+    """
+    takes_grad_scale: ClassVar[bool] = False
+    """Whether the host may leave it to `step()` to clip gradients and to skip an update.
+
+    As PyTorch's fused optimizers, what `build` returns then has the attribute `_step_supports_amp_scaling = True`. Its
+    `step()` divides gradients by its attribute `grad_scale` and does nothing where its attribute `found_inf` is 1. Both
+    are float32 scalars on the device, and absent before they are first set.
+    """
 
     @abstractmethod
     def build(self, parameters: Sequence[NamedParameter]) -> torch.optim.Optimizer:
         """An optimizer over these parameters, plain or DTensors. Each group's `lr` is the peak rate.
 
         Called once on every rank with the parameters of its parts, materialized, before a checkpoint is loaded. In each
-        step the trainer sets `lr` to peak times the schedule's factor, calls `step()` with clipped gradients, then
-        `zero_grad()`. `step()` is skipped where loss or gradient norm are not finite. Collectives are allowed in
-        `step()`.
+        step the trainer sets `lr` to peak times the schedule's factor, calls `step()` with clipped gradients (or with
+        `grad_scale`, see `takes_grad_scale`), then `zero_grad()`. `step()` is skipped where loss or gradient norm are
+        not finite. Collectives are allowed in `step()`.
 
         State tensors have the shape and placement of their parameter, or are scalars, so that a checkpoint loads at any
-        layout.
+        layout. A tensor of another shape is plain, whole and the same on all ranks that hold the parameter.
+
+        An optimizer that trains other weights than those to use defines `eval()` and `train()`: the first puts the
+        weights to use into the parameters, the second those to train, to the bit. The host calls them around
+        validation and saves and before the end, and `train()` after a checkpoint is loaded; no collectives.
         """
+
+    def check(self, job: Job) -> Iterable[str]:
+        """Sentences about what cannot work in this job; each names value found, value required, and the key.
+
+        As `Technique.check`: called after the job is parsed. Needs no process group.
+        """
+        return ()
 
     def cost(self, costs: Costs, job: Job) -> Costs:
         """The cost of a step with this optimizer's state and update; a changed copy.
@@ -112,9 +183,59 @@ class Optimizer(Plugin, ABC):
     def describe(self, parameters: Sequence[NamedParameter]) -> str:
         """One line for the start of the run, such as which parameters decay and how many; empty for none.
 
-        Called once on every rank with the same parameters as `build`; no collectives.
+        By default the name, the number of parameters, and the options. Called once on every rank with the same
+        parameters as `build`; no collectives.
         """
-        return ""
+        millions = sum(named.parameter.numel() for named in parameters) / 1e6
+        options = "".join(f", {key} = {json.dumps(value)}" for key, value in as_table(self.config).items())
+        return f"{self.name}: {millions:.3g} M parameters in {len(parameters)} tensors{options}"
+
+
+Group = dict[str, Any]
+"""Of `param_groups`: "params" and their options."""
+
+
+def groups_of(optimizer: torch.optim.Optimizer) -> dict[nn.Parameter, Group]:
+    """The group of each parameter, as `update_some` finds it."""
+    return {parameter: group for group in optimizer.param_groups for parameter in group["params"]}
+
+
+def update_some(
+    optimizer: torch.optim.Optimizer,
+    parameters: Iterable[nn.Parameter],
+    groups: Mapping[nn.Parameter, Group] | None = None,
+) -> None:
+    """Step a separable optimizer for these of its parameters alone; the others, and their state, stay as they are.
+
+    Called with each parameter once, in any division, it does what one `optimizer.step()` does. The step's own
+    `optimizer.step()` follows, by which state that goes to the host's memory has arrived.
+
+    groups: `groups_of(optimizer)`, for those who call it for a few parameters at a time: without, each call goes
+        through all parameters.
+    """
+    with only(optimizer, parameters, groups):
+        optimizer.step()
+
+
+@contextmanager
+def only(
+    optimizer: torch.optim.Optimizer,
+    parameters: Iterable[nn.Parameter],
+    groups: Mapping[nn.Parameter, Group] | None = None,
+) -> Iterator[None]:
+    """A separable optimizer has these of its parameters alone while the context is open; arguments: `update_some`."""
+    found = groups_of(optimizer) if groups is None else groups
+    everything = [group["params"] for group in optimizer.param_groups]
+    try:
+        for group in optimizer.param_groups:
+            group["params"] = []
+        for parameter in dict.fromkeys(parameters):
+            if parameter in found:
+                found[parameter]["params"].append(parameter)
+        yield
+    finally:
+        for group, all_of_it in zip(optimizer.param_groups, everything, strict=True):
+            group["params"] = all_of_it
 
 
 class LrSchedule(Plugin, ABC):

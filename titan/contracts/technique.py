@@ -8,7 +8,8 @@ once per process that loads the job   check, facts, spec, precision: no process 
 `titan plan`, `titan config`, a run   unset_options: likewise
 once per run, on each rank            split or apply (by phase), engine, optimizer, then state_dict and load_state_dict
 per micro batch, on each rank         batch (by phase)
-per step, on each rank                before_step, before_microbatch, after_backward, before_update, after_step
+per step, on each rank                before_step, before_microbatch, objective, after_backward, overflow_expected,
+                                      before_update, after_step
 per logged row, on each rank          measure
 per meeting, on each rank             meet: where workers keep their own pace
 per save, on each rank                state_dict: no collectives
@@ -22,7 +23,7 @@ for `batch` and `cost`, by phase first.
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, ClassVar, Literal, Protocol
 
@@ -32,7 +33,7 @@ from torch._ops import OpOverload
 
 from titan.contracts.base.batch import Batch
 from titan.contracts.base.conformance import technique_clashes
-from titan.contracts.base.cost import Costs
+from titan.contracts.base.cost import Costs, PredictedStep
 from titan.contracts.base.layout import Axis
 from titan.contracts.base.mesh import Mesh
 from titan.contracts.base.parts import ModelPart, Precision
@@ -44,7 +45,6 @@ from titan.contracts.tracker import Measure
 
 Phase = Literal["convert", "split", "partition", "recompute", "compile", "shard", "materialise"]
 """When a technique changes the model, in this order; `titan/training/phases.py` gives the reasons."""
-
 
 SUMMED_GRADIENTS = "summed_gradients"
 """Capability: sums gradients over all axes that slice sequences. Techniques that own such an axis require it unsaid."""
@@ -90,6 +90,7 @@ class BuildContext:
     precision: dtypes of compute and gradient reduction, with the changes of all techniques.
     techniques: those that are on, in TOML order.
     parts: the model parts of this rank, in stage order; empty until phase `split` is over.
+    predict: the step that `titan plan --cluster` predicts; "": on titan's cluster of this device; None: there is none.
     """
 
     job: Job
@@ -98,6 +99,7 @@ class BuildContext:
     precision: Precision
     techniques: Sequence[Technique] = field(default_factory=list)
     parts: Sequence[ModelPart] = ()
+    predict: Callable[[str], PredictedStep | None] = lambda cluster: None
 
     @property
     def device(self) -> torch.device:
@@ -108,8 +110,7 @@ class BuildContext:
 class Engine(Protocol):
     """Runs forward and backward over the micro batches of a step. Made by `Technique.engine`, or the host's own.
 
-    Neither method may draw from PyTorch's default generators or write to a persistent buffer: the host checks each
-    step.
+    Neither method may draw from PyTorch's default generators or write to a persistent buffer: each step is checked.
     """
 
     def forward_backward(self, batches: Sequence[Batch]) -> None:
@@ -126,8 +127,7 @@ class Engine(Protocol):
     def forward(self, batch: Batch) -> Tensor | None:
         """Logits [B, S, V] of a micro batch, at `batch.positions`; None on ranks that do not have the last stage.
 
-        Called under `torch.no_grad` with modules in eval mode, by every rank with a micro batch of its own and the same
-        shape.
+        Called under `torch.no_grad` in eval mode, by every rank with a micro batch of its own and the same shape.
         """
 
 
@@ -167,9 +167,6 @@ class Technique(Plugin):
         """Sentences about what cannot work in this job; each names value found, value required, and the key.
 
         Called after the job is parsed, in every process that loads it, and for each layout that a search considers.
-        job: with all sizes and degrees.
-        spec: the model's, as all techniques have changed it.
-
         Needs no process group. May build the model under `torch.device("meta")`.
         """
         return ()
@@ -178,18 +175,15 @@ class Technique(Plugin):
         """Sentences about options that change nothing for this model; each names value found and the key.
 
         Called when a run starts and when a job is planned, which print the sentences, and for each table of
-        `search_space`, which a search then leaves out. Never refuses a job; `check` does.
+        `search_space`, which a search then leaves out. Never refuses a job; `check` does. Builds nothing.
         spec: the model's, as all techniques have changed it.
-
-        Needs no process group, builds nothing.
         """
         return ()
 
     def facts(self) -> dict[Fact, str]:
         """What other techniques must take into account: fact (see `Fact`) -> a sentence with the key to change.
 
-        Called where another technique or the planner asks `job.stating(fact)`, before anything is built. May depend on
-        options.
+        Called by `job.stating(fact)`, before anything is built. May depend on options.
         """
         if self.phase == "compile":
             return {"one_backward": f"[plugins.{self.name}] compiles it as one; switch {self.name} off"}
@@ -214,8 +208,7 @@ class Technique(Plugin):
     def expendable(self, job: Job) -> tuple[int, ...]:
         """Workers, by their place along the axis with weights of their own, that may die without ending the run.
 
-        Called in every process that loads the job, where the technique states `own_pace`. The first worker is none of
-        them. Needs no process group. See `meet`.
+        Called in every process that loads the job, where the technique states `own_pace`. Not the first. See `meet`.
         """
         return ()
 
@@ -228,21 +221,20 @@ class Technique(Plugin):
         `costs.updated_over`. Then come the loss, the optimizer, and techniques that own an axis with weights "layers".
         What the latter change must follow from their options, the degrees and the micro batch alone.
 
-        costs: see `Costs` for every field and unit.  job: of this layout; `job.layout.degree(axis)` is the degree of an
-            axis.
+        costs: see `Costs` for every field and unit.  job: of this layout.
         """
         return costs
 
-    def unset_options(self, job: Job, fits: bool) -> dict[str, Any]:
-        """Values of options whose default is None, and for which memory decides: option -> value; empty: none.
+    def unset_options(self, job: Job) -> list[dict[str, Any]]:
+        """Values of options that the job leaves to memory, None or "auto": tables, the fastest first; or none.
 
-        Called after the job is loaded, once with each value of `fits`; options that the job sets are left alone.
+        Called after the job is loaded. The technique uses the values of the first table as long as its options are
+        unset. The host sets the first one with which the job leaves enough of the device's memory free
+        (`DeviceMemory.limit_gib`), by the costs that techniques state. Where several techniques have tables, it takes
+        those that are fewest places down, all added up. A table that `check` refuses is skipped.
         job: of this layout.
-        fits: True: the values that the technique uses as long as its options are unset. False: the values that need
-            least memory, of the same options. The host sets these where the job would otherwise leave too little of
-            the device's memory free (`DeviceMemory.limit_gib`), by the costs that the techniques state.
         """
-        return {}
+        return []
 
     def apply(self, part: ModelPart, context: BuildContext) -> None:
         """Change one model part, in this technique's phase; called on every rank, for each of its parts in stage order.
@@ -260,8 +252,8 @@ class Technique(Plugin):
     def split(self, model: nn.Module, context: BuildContext) -> list[ModelPart]:
         """Phase `split` only, in place of `apply`: the parts of the model that this rank trains, in stage order.
 
-        Called once on every rank; needs no collectives. Only one technique may define it. model is the whole model on
-        the meta device. Set modules of other stages to None, and drop the layers of other stages from their ModuleDict.
+        Called once on every rank. Only one technique may define it. model is the whole model on the meta device. Set
+        modules of other stages to None, and drop the layers of other stages from their ModuleDict.
         """
         return [ModelPart(model)]
 
@@ -278,11 +270,13 @@ class Technique(Plugin):
     ) -> torch.optim.Optimizer:
         """The run's optimizer as this technique changes it: one that wraps it, or `optimizer` itself.
 
-        Called on every rank after `engine`, in TOML order, each technique with the result of the one before, and with
-        what the job's optimizer was built from. A wrapper has `param_groups` and `state` of the wrapped one, and keeps
-        what it adds there, under a slot name of its own for each parameter: so a checkpoint has it under canonical
-        names, at any layout. `step()` is not called where loss or gradient norm are not finite: no collectives in it
-        over an axis with weights of their own, whose ranks judge each for themselves.
+        Called on every rank after `engine`, each technique with the result of the one before, and with what the job's
+        optimizer was built from: in TOML order, but the later for the facts `state_on_host` and `updates_in_backward`.
+        Who returns a wrapper states the fact `wraps_optimizer`. It has `param_groups` and `state` of the wrapped one,
+        and its `eval` and `train` where it has these (`Optimizer.build`). It keeps what it adds there, by a slot name
+        of its own per parameter: so a checkpoint has it under canonical names, at any layout. One that keeps state
+        elsewhere than the parameter has `state_like`. `step()` is not called where loss or gradient norm are not
+        finite: no collectives in it over an axis with weights of their own, whose ranks judge each for themselves.
         """
         return optimizer
 
@@ -302,6 +296,15 @@ class Technique(Plugin):
         """
         return ()
 
+    def objective(self, objective: Tensor) -> Tensor:
+        """The scalar that is differentiated, as this technique changes it, such as by a loss scale; or itself.
+
+        Called in TOML order with a micro batch's share of the step's mean, in the forward of the last stage, and with
+        what a `SideLoss` adds, in any stage, maybe compiled: no collectives, no reading on the host. Undo in
+        `after_backward` what this does to gradients. Logged losses stay as they are.
+        """
+        return objective
+
     def before_step(self, step: int) -> None:
         """A step begins; `step` counts from 1. The micro batches are on the device, gradients are cleared."""
 
@@ -317,24 +320,30 @@ class Technique(Plugin):
 
         `.grad` of this rank's parameters may be changed in place, or reduced: it is final when all techniques have
         returned. A gradient must not be left as a partial sum, since the global norm is computed next. Techniques that
-        own or cover axes come first, so that all others see whole gradients; among them the latest phase comes first.
+        change the objective come first, then those that own or cover axes, the latest phase first.
         """
+
+    def overflow_expected(self) -> Tensor | None:
+        """Whether a step that is not finite does not end the run now, whatever `train.non_finite` is; None: it may.
+
+        A bool scalar on the device, equal on all ranks of a worker. The update is skipped and counted all the same.
+        """
+        return None
 
     def before_update(self, grad_norm: Tensor) -> None:
-        """Gradients are clipped, and the optimizer is about to step.
+        """Gradients are clipped, and the optimizer is about to step, unless loss or norm are not finite.
 
         grad_norm: global norm before clipping, a float32 scalar on the device, equal on all ranks; NaN where any rank's
-            norm is not finite.
-
-        Reading grad_norm on the host makes the host wait for the device. The update of a step with a loss or norm that
-        is not finite is skipped.
+            norm is not finite. Reading it on the host makes the host wait for the device.
         """
 
-    def after_step(self, step: int) -> None:
+    def after_step(self, step: int, updated: Tensor) -> None:
         """Step `step` is done: weights are updated (or the update was skipped) and gradients are cleared.
 
         Weights and persistent buffers may be changed here, the same way on every rank that has them. Called before
         metrics, validation and saving.
+        updated: whether loss and norm were finite, so that weights are updated by them; a bool scalar on the device,
+            equal on all ranks of a worker.
         """
 
     def meet(self, step: int) -> Collection[int] | None:
@@ -343,7 +352,6 @@ class Technique(Plugin):
         Called only where a technique states `own_pace`, before each of these: the first point since the last one where
         workers may wait for each other, and where collectives over all ranks are allowed. Weights may be changed here,
         the same way on every rank that has them.
-
         Returns the `expendable` workers that have died so far, as the ranks of the first worker know; what rank 0 says
         counts. The host goes on without them: `context.mesh` reduces over the workers that are there.
         """
@@ -357,8 +365,7 @@ class Technique(Plugin):
 
         A value is a plain tensor on the rank's device, a scalar or, for a mean, [2] (`Join`). None: this rank has no
         value, such as a pipeline stage without the loss. The row leaves out what no rank has a value of, and a mean
-        whose counts add up to 0. The host joins the values of all ranks and reads them with the loss: do not read one
-        here, which would make the host wait for the device.
+        whose counts add up to 0. The host joins the values of all ranks and reads them with the loss: read none here.
         """
         return {}
 
@@ -383,8 +390,7 @@ class Technique(Plugin):
         Called once per run, after weights and optimizer state are loaded and before the first step. Values come from
         all ranks. A tensor is loaded on the ranks whose own `state_dict` names it at this moment: as shards of the
         DTensor named there, or else whole, plain and on the CPU. A tensor that no rank names is loaded on every rank,
-        so a technique with large state should make its tensors before the first step. Keys that were not saved are
-        absent.
+        so make large ones before the first step. Keys that were not saved are absent.
         """
 
     def close(self) -> None:

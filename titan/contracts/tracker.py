@@ -1,12 +1,15 @@
-"""Metrics: what plugins measure, and trackers, where rows are sent."""
+"""Metrics: what plugins measure, trackers, where rows are sent, and the phases of a step in a profiler's trace."""
 
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Mapping
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal, get_args
+
+import torch
 
 from titan.contracts.base.layout import AxisFact, DataFact, WeightsFact
 from titan.contracts.base.registry import Plugin
@@ -103,3 +106,17 @@ class Tracker(Plugin, ABC):
 
     def close(self) -> None:
         """The run ends, by its last step or by an error."""
+
+
+StepPhase = Literal["data", "forward and backward", "gradients", "optimizer"]
+"""What the host annotates in a step: the wait for the loader; the passes of all micro batches; what techniques reduce
+after these; the update."""
+
+
+def annotated(phase: StepPhase) -> AbstractContextManager[Any]:
+    """The body is this phase of a step in the trace of torch.profiler, under the name `titan: PHASE`.
+
+    Without a profiler it costs 0.1 us, of the 30 us of a `record_function`.
+    """
+    recorded = torch._C._autograd._profiler_enabled()
+    return torch.profiler.record_function(f"titan: {phase}") if recorded else nullcontext()

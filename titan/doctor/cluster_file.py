@@ -9,7 +9,7 @@ import torch
 
 from titan.contracts.base.collectives import PASSES, sent_bytes
 from titan.doctor.collective_overhead import GATHERED, SPLIT
-from titan.doctor.device import LAUNCH, PRODUCTS
+from titan.doctor.device import FROM_HOST, LAUNCH, PRODUCTS
 from titan.doctor.links import Layout
 from titan.doctor.report import Row, line
 from titan.ranks.launch_env import cores
@@ -36,7 +36,7 @@ def table(rows: Sequence[Row], layout: Layout, device: torch.device, name: str, 
     return {
         "name": f"{name}, ranks: {layout.world_size}", "source": source,
         "device": {
-            "name": name, "bandwidth_gb_s": _digits(large), **_about(device, layout),
+            "name": name, "bandwidth_gb_s": _digits(large), **_about(device, layout), **_of_host(kinds),
             "peak_tflops": {dtype: _digits(peak) for dtype, peak in peaks.items()},
         },
         "kernels": {
@@ -92,6 +92,12 @@ def _about(device: torch.device, layout: Layout) -> Mapping[str, Any]:
         return {"memory_gib": _digits(found.total_memory / 2**30), "compute_units": found.multi_processor_count}
     memory = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") / 2**30
     return {"memory_gib": _digits(memory / layout.per_node), "full_speed_ranks": cores()}
+
+
+def _of_host(kinds: Mapping[str, Row]) -> Mapping[str, float]:
+    """The rate of copies from the host, which all ranks made at once; nothing on a CPU, which makes none."""
+    row = kinds.get(FROM_HOST)
+    return {} if row is None else {"host_gb_s": _digits(row.shown(row.middle))}
 
 
 def _links(rows: Sequence[Row], layout: Layout) -> Iterable[dict[str, Any]]:

@@ -17,7 +17,7 @@ SIZES = {
 }
 """Sizes of matrix products by device type: rows (tokens); columns and reduction length (features)."""
 
-DTYPES = {"cpu": ("float32", "bfloat16"), "cuda": ("float32", "bfloat16", "float16", "float8")}
+DTYPES = {"cpu": ("float32", "bfloat16", "float16"), "cuda": ("float32", "bfloat16", "float16", "float8")}
 LAYER_NUMBERS = {"cpu": 1 << 20, "cuda": 1 << 26}
 ATTENTION = {"cpu": (2, 8, 256, 32), "cuda": (2, 16, 4096, 128)}
 """Batch, heads, sequence length, head dimension: usual sizes on that device; smaller ones reach less."""
@@ -29,7 +29,7 @@ NORM_NUMBERS, ACTIVATION_NUMBERS = 5, 13
 """Elements read and written per element of the result, forward and backward, as the cost model counts them: a norm is
 one kernel, an activation several."""
 
-PRODUCTS, LAUNCH = "matrix products in ", "launch overhead"
+PRODUCTS, LAUNCH, FROM_HOST = "matrix products in ", "launch overhead", "host-to-device copies"
 """Kinds of readings, the first with a dtype behind."""
 
 WIDER = 2
@@ -150,7 +150,7 @@ def from_host(clock: Clock, subject: str) -> Reading:
     there = torch.empty(64 << 20, dtype=torch.uint8, device=clock.me.device)
     here = torch.empty(64 << 20, dtype=torch.uint8, pin_memory=True)
     took = clock.each(lambda: there.copy_(here, non_blocking=True))
-    return _reading("host-to-device copies", "host-to-device copy, 64 MiB pinned", subject, took, here.numel(), "GB/s")
+    return _reading(FROM_HOST, "host-to-device copy, 64 MiB pinned", subject, took, here.numel(), "GB/s")
 
 
 def on_disk(clock: Clock, subject: str, folder: Path) -> Reading:

@@ -11,7 +11,6 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 from titan.dryrun.step_position import StepPosition
 
@@ -116,14 +115,3 @@ class Account:
             yield
         finally:
             torch.UntypedStorage.resize_ = original  # type: ignore[method-assign]
-
-
-def locals_of(tensor: Tensor) -> Iterator[Tensor]:
-    """Yield the plain local tensors of a tensor: itself, or the inner tensors of a wrapper such as DTensor."""
-    if not is_traceable_wrapper_subclass(tensor):
-        yield tensor
-        return
-    for name in tensor.__tensor_flatten__()[0]:
-        held = getattr(tensor, name)
-        if isinstance(held, Tensor):
-            yield from locals_of(held)

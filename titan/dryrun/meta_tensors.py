@@ -147,20 +147,25 @@ _ANSWERS: dict[Any, Callable[[Any], Any]] = {_ITEM: _item, _LIFT: _lifted}
 def accepted() -> Iterator[None]:
     """Make PyTorch accept meta tensors as real ones while the context is open.
 
-    FSDP rejects them as not materialized, and fused optimizers as an unsupported device. DTensor runs an operation on
+    FSDP rejects them as not materialized, and fused optimizers as an unsupported device. From 2.15 on FSDP records the
+    stream that uses a gradient, of which only CPU tensors need none. DTensor runs an operation on
     global tensors to infer the shape of its result; the mode is off meanwhile, as no such tensor exists in a step.
     """
     optimizers = import_module("torch.optim.optimizer")
+    collectives = import_module("torch.distributed.fsdp._fully_shard._fsdp_collectives")
     patches: list[tuple[Any, str, Callable[[Any], Any]]] = [
         (ShardingPropagator, "_propagate_tensor_meta_non_cached", _unseen),
         (ShardingPropagator, "propagate_op_sharding_non_cached", _unseen),
         (FSDPParamGroup, "_validate_no_meta_params", lambda _: lambda group: None),
+        (FSDPParamGroup, "_validate_cpu_offload_params", lambda _: lambda group: None),
         (
             optimizers,
             "_get_fused_kernels_supported_devices",
             lambda asked: lambda: [*asked(), "meta"],
         ),
     ]
+    if hasattr(collectives, "record_grad_output_stream"):
+        patches.append((collectives, "record_grad_output_stream", lambda _: lambda buffer, stream: None))
     originals = [getattr(owner, name) for owner, name, _ in patches]
     for (owner, name, instead), original in zip(patches, originals, strict=True):
         setattr(owner, name, instead(original))

@@ -38,7 +38,8 @@ def _memory(run: DryRun) -> list[str]:
     for name in COMPONENTS:
         sizes = run.at_peak[name], run.peak_by_component[name], run.steady[name]
         lines.append(f"{name:14}{_size(sizes[0]):>14}{_size(sizes[1]):>14}{_size(sizes[2]):>15}")
-    return [*lines, f"{'total':14}{_size(run.peak_bytes):>14}{'':14}{_size(run.steady_bytes):>15}"]
+    lines.append(f"{'total':14}{_size(run.peak_bytes):>14}{'':14}{_size(run.steady_bytes):>15}")
+    return [*lines, *([f"in the host's memory besides: {_size(run.host_bytes)}"] if run.host_bytes else [])]
 
 
 def _top_allocations(run: DryRun) -> list[str]:

@@ -8,7 +8,7 @@ from typing import Any
 
 from titan.dryrun.memory import SAVED, TRANSIENT, Storage
 from titan.dryrun.step_position import StepPosition
-from titan.dryrun.watch import COMMUNICATION, GATHERED, GRADIENTS, OPTIMIZER, OTHER, PARAMETERS
+from titan.dryrun.watch import COMMUNICATION, GATHERED, GRADIENTS, HOST, OPTIMIZER, OTHER, PARAMETERS
 
 COMPONENTS = (PARAMETERS, GRADIENTS, OPTIMIZER, SAVED, TRANSIENT, GATHERED, COMMUNICATION, OTHER)
 """Components of memory; their sum is the total.
@@ -102,6 +102,7 @@ class DryRun:
 
     parameters: elements that this rank holds.  steady: memory between steps.  at_peak: memory at the peak of the total;
     its sum is `peak_bytes`.  peak_by_component: the peak of each component, at whatever moment it occurs.
+    host_bytes: peak of what techniques keep in the host's memory (`host_like`), which is in no other figure.
     timeline: up to POINTS intervals of the step, in order.  top_allocations: what is allocated at the peak, largest
     first.  flops: by module.  notes: differences between the dry run and a real run.
     """
@@ -114,6 +115,7 @@ class DryRun:
     at_peak: Mapping[str, int]
     peak_by_component: Mapping[str, int]
     peak: Peak
+    host_bytes: int
     timeline: tuple[Point, ...]
     top_allocations: tuple[Allocation, ...]
     collectives: tuple[CollectiveCount, ...]
@@ -155,6 +157,7 @@ class Memory:
     at_peak: Mapping[str, int]
     peak_by_component: Mapping[str, int]
     peak: StepPosition
+    host: int
     timeline: tuple[Point, ...]
     top_allocations: tuple[Allocation, ...]
 
@@ -164,8 +167,13 @@ def add_up(changes: Sequence[tuple[Storage, int, StepPosition]]) -> Memory:
     now, most = dict.fromkeys(COMPONENTS, 0), dict.fromkeys(COMPONENTS, 0)
     total, highest, at, peak, at_peak = 0, -1, -1, StepPosition("start", -1, ""), dict(now)
     intervals: list[tuple[StepPosition, int]] = []
+    host = host_peak = 0
     for index, (storage, delta, place) in enumerate(changes):
         what = storage.what()
+        if what == HOST:
+            host += delta
+            host_peak = max(host_peak, host)
+            continue
         now[what] += delta
         most[what] = max(most[what], now[what])
         total += delta
@@ -175,7 +183,7 @@ def add_up(changes: Sequence[tuple[Storage, int, StepPosition]]) -> Memory:
             intervals[-1] = place, max(total, intervals[-1][1])
         else:
             intervals.append((place, total))
-    return Memory(now, at_peak, most, peak, _thinned(intervals), _top_allocations(changes[: at + 1]))
+    return Memory(now, at_peak, most, peak, host_peak, _thinned(intervals), _top_allocations(changes[: at + 1]))
 
 
 def _thinned(intervals: Sequence[tuple[StepPosition, int]]) -> tuple[Point, ...]:
@@ -197,7 +205,7 @@ def _top_allocations(changes: Sequence[tuple[Storage, int, StepPosition]]) -> tu
     sizes: Counter[Kind] = Counter()
     counts: Counter[Kind] = Counter()
     for storage, size in alive.items():
-        if size:
+        if size and storage.what() != HOST:
             module = re.sub(r"(?<=\.)\d+(?=\.|$)", "*", storage.born.module)
             dtype = str(storage.dtype).removeprefix("torch.")
             key = storage.what(), module, storage.op, tuple(int(n) for n in storage.shape), dtype

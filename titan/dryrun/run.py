@@ -19,9 +19,10 @@ from torch.distributed.tensor import DTensor
 from titan.checkpoint.techniques import tensors_in
 from titan.config import Job
 from titan.contracts import Batch, Engine
+from titan.contracts.host import locals_of
 from titan.contracts.layers.attention import forget_masks
+from titan.device import standing_in_for
 from titan.dryrun.kernels import as_on_a_gpu
-from titan.dryrun.memory import locals_of
 from titan.dryrun.meta_tensors import MetaTensorMode, accepted
 from titan.dryrun.result import CollectiveCount, DryRun, Flops, Peak, add_up
 from titan.dryrun.watch import OPTIMIZER, OTHER, PARAMETERS, Watch
@@ -54,7 +55,8 @@ def dry_run(job: Job, rank: int, fused: bool = True) -> DryRun:
         raise ConfigError([ConfigIssue("", what)])
     forget_masks()  # of an earlier dry run
     mode = MetaTensorMode()
-    with _alone_as(rank, world_size), accepted(), ExitStack() as meta:
+    stands = standing_in_for("cuda") if fused else nullcontext()
+    with _alone_as(rank, world_size), accepted(), stands, ExitStack() as meta:
         # What is there by then is on the meta device, and in the shards that are trained: it needs no other storage.
         core = wire(job, Rank(rank, world_size, 0, torch.device("cpu")), lambda *_: meta.enter_context(mode))
         core.guard = _Trusting(1, 0, core.context.mesh)
@@ -122,7 +124,7 @@ def _rehearse(core: Core, mode: MetaTensorMode, fused: bool) -> DryRun:
     gc.collect()
     gc.disable()  # as in training
     with _progress(job.micro_batches * len(parts)) as advance:
-        watch = Watch(parts, advance)
+        watch = Watch(parts, advance, hosted=bool(job.stating("weights_on_host")))
         inputs = [t for batch in batches for t in vars(batch).values() if t is not None]
         watch.hold([p for part in parts for _, p in part.parameters()], PARAMETERS)
         watch.hold([*inputs, *(b for part in parts for b in part.module.buffers())], OTHER)
@@ -177,7 +179,7 @@ def _result(core: Core, watch: Watch, fused: bool) -> DryRun:
     return DryRun(
         rank=core.rank.number, world_size=core.rank.world_size, stages=tuple(part.stage for part in core.parts),
         parameters=sum(local.numel() for p in held.values() for local in locals_of(p)),
-        steady=memory.steady, at_peak=memory.at_peak, peak=Peak(*memory.peak),
+        steady=memory.steady, at_peak=memory.at_peak, peak=Peak(*memory.peak), host_bytes=memory.host,
         peak_by_component=memory.peak_by_component, timeline=memory.timeline,
         top_allocations=memory.top_allocations, collectives=_collectives(core, watch),
         flops={

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn.modules.module import register_module_forward_hook, register_module_forward_pre_hook
 
-from titan.contracts import Loss, ModelPart
+from titan.contracts import Loss, ModelPart, Projection
 
 Phase = Literal["start", "forward", "recompute", "backward", "update"]
 """start: before the first micro batch.  update: after the last one: norm, clipping, optimizer."""
@@ -53,6 +53,7 @@ class PositionTracker:
         self.in_node = False
         self._outside: StepPosition | None = StepPosition("start", -1, "")
         self._noted: dict[int, StepPosition] = {}
+        self._at_loss = False
         self._known: dict[StepPosition, StepPosition] = {}
         self._micro_batch, self._back = -1, StepPosition("backward", -1, "")
 
@@ -62,7 +63,7 @@ class PositionTracker:
             return self._outside
         node = torch._C._current_autograd_node()
         self.in_node = node is not None
-        if node is None:
+        if node is None or self._at_loss:  # a loss may differentiate within the forward, chunk by chunk
             if self._stack or torch.is_grad_enabled():
                 return self._note(self._place("forward", self._micro_batch, self._inner()))
             return self._back
@@ -96,8 +97,8 @@ class PositionTracker:
 
     @contextmanager
     def loss(self, loss: Loss) -> Iterator[None]:
-        """Give the operations of a loss the module name LOSS while the context is open."""
-        compute = loss.compute
+        """Give the operations of a loss the module name LOSS, and the phase "forward", while the context is open."""
+        compute, of_hidden = loss.compute, loss.of_hidden
 
         def named(logits: Tensor, labels: Tensor) -> tuple[Tensor, Tensor]:
             self._stack.append(LOSS)
@@ -106,11 +107,18 @@ class PositionTracker:
             finally:
                 self._stack.pop()
 
-        loss.compute = named  # type: ignore[method-assign]
+        def ended(hidden: Tensor, labels: Tensor, project: Projection) -> tuple[Tensor, Tensor]:
+            self._at_loss = True
+            try:
+                return of_hidden(hidden, labels, project)
+            finally:
+                self._at_loss = False
+
+        loss.compute, loss.of_hidden = named, ended  # type: ignore[method-assign]
         try:
             yield
         finally:
-            loss.compute = compute  # type: ignore[method-assign]
+            loss.compute, loss.of_hidden = compute, of_hidden  # type: ignore[method-assign]
 
     @contextmanager
     def hooked(self) -> Iterator[None]:

@@ -11,13 +11,14 @@ from torch._ops import OpOverload
 
 from titan.contracts import ModelPart
 from titan.contracts.base import collectives
+from titan.contracts.host import allocating_on_host, locals_of, on_host
 from titan.dryrun import work
-from titan.dryrun.memory import Account, locals_of
+from titan.dryrun.memory import Account
 from titan.dryrun.meta_tensors import MetaTensorMode
 from titan.dryrun.step_position import PositionTracker
 
 PARAMETERS, GRADIENTS, OPTIMIZER = "parameters", "gradients", "optimizer"
-GATHERED, COMMUNICATION, OTHER = "gathered", "communication", "other"
+GATHERED, COMMUNICATION, OTHER, HOST = "gathered", "communication", "other", "host"
 
 PERSISTENT = "persistent"
 """What stands for an operation where a tensor exists before the step."""
@@ -26,14 +27,15 @@ _CAST = torch.ops.aten._to_copy
 
 
 class Watch:
-    """Observes the steps of these model parts.
+    """Observes the steps of these model parts. hosted: weights, gradients and state are in the host's memory.
 
     memory: recorded storages.  flops: FLOPs by module and phase.  sent: calls by (collective,
     group name, bytes, bytes that this rank sends).
     """
 
-    def __init__(self, parts: Sequence[ModelPart], on_micro_batch: Callable[[], object]) -> None:
+    def __init__(self, parts: Sequence[ModelPart], on_micro_batch: Callable[[], object], hosted: bool = False) -> None:
         self.parts = parts
+        self._trained = {"parameters": HOST, "gradients": HOST, "optimizer": HOST} if hosted else {}
         self.memory = Account()
         self.position = PositionTracker(parts, self._see_gathered, on_micro_batch)
         self.flops: dict[str, Counter[str]] = defaultdict(Counter)
@@ -51,7 +53,7 @@ class Watch:
         made = (out,) if isinstance(out, Tensor) else out if isinstance(out, (tuple, list)) else ()
         for tensor in made:
             if isinstance(tensor, Tensor):
-                self.memory.add(tensor, packet.__name__)
+                self.memory.add(tensor, packet.__name__, HOST if allocating_on_host() else "")
         if packet in self._idle:
             return
         if packet is _CAST:
@@ -73,10 +75,10 @@ class Watch:
     # --- what a storage is for ------------------------------------------------------------------------------------
 
     def hold(self, tensors: Sequence[Tensor], component: str) -> None:
-        """Record tensors that exist before the step, with their component."""
+        """Record tensors that exist before the step, with their component; those of techniques on the host as such."""
         for tensor in tensors:
             for local in locals_of(tensor):
-                self.memory.add(local, PERSISTENT, component)
+                self.memory.add(local, PERSISTENT, HOST if on_host(local) else self._trained.get(component, component))
 
     def _see_gathered(self, module: nn.Module) -> None:
         """Tag the unsharded parameters that a module computes with, and watch for their gradients."""
@@ -112,7 +114,10 @@ class Watch:
         held = [parameter for part in self.parts for _, parameter in part.parameters()]
         for parameter in held:
             for local in locals_of(parameter):
-                self.memory.tag(local, PARAMETERS)
+                self.memory.tag(local, self._trained.get(PARAMETERS, PARAMETERS))
+            if self._trained and parameter.grad is not None:
+                for local in locals_of(parameter.grad):
+                    self.memory.tag(local, HOST, ("", COMMUNICATION, GRADIENTS))
         for parameter in (*held, *self._computing.values()):
             self._see_gradient(parameter)
 

@@ -353,7 +353,7 @@ def job_can_be_planned(subject: Subject, folder: Path) -> None:
     from titan.planner.step.layout import costs_of
     from titan.planner.step.predict import Planner
 
-    words = [*subject.on, "--train.micro_batch_size", "1", "--data.path", "."]
+    words = [*subject.on, "--data.path", "."]
     job = load_job(subject.config, words)
     if issubclass(subject.plugin, Technique):
         assert subject.plugin.name in [technique.name for technique in job.techniques], "the technique is not on"

@@ -12,7 +12,7 @@ import functools
 import json
 import math
 import tempfile
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -196,17 +196,22 @@ def assert_same_curve(reference: Outcome, other: Outcome) -> None:
     assert reference.rows and reference.weights, "nothing was compared"
 
 
-def differences(reference: Outcome, other: Outcome) -> list[str]:
-    """What lies outside the tolerance table, a line each; empty when the curves are the same."""
-    found = []
+def differences(reference: Outcome, other: Outcome, rows_only: Mapping[str, float] | None = None) -> list[str]:
+    """What lies outside the tolerance table, a line each; empty when the curves are the same.
+
+    rows_only: bounds of another precision, in place of those of `BOUNDS`; weights are not compared then.
+    """
+    found, bounds = [], {**BOUNDS, **(rows_only or {})}
     if reference.rows.keys() != other.rows.keys():
         found.append(f"steps {sorted(reference.rows)} against {sorted(other.rows)}")
     for step in sorted(reference.rows.keys() & other.rows.keys()):
         rows = reference.rows[step], other.rows[step]
-        for key in BOUNDS.keys() & (rows[0].keys() | rows[1].keys()):
-            ours, theirs = (row.get(key, math.nan) for row in rows)
-            if not math.isclose(ours, theirs, rel_tol=BOUNDS[key], abs_tol=0):
+        for key in bounds.keys() & (rows[0].keys() | rows[1].keys()):
+            ours, theirs = (_finite(row.get(key, math.nan)) for row in rows)
+            if not math.isclose(ours, theirs, rel_tol=bounds[key], abs_tol=0):
                 found.append(f"step {step}: {key} {ours} against {theirs}")
+    if rows_only is not None:
+        return found
     if reference.weights.keys() != other.weights.keys():
         found.append(f"parameters differ: {sorted(reference.weights.keys() ^ other.weights.keys())}")
     for name in reference.weights.keys() & other.weights.keys():
@@ -218,11 +223,16 @@ def differences(reference: Outcome, other: Outcome) -> list[str]:
     return found
 
 
+def _finite(value: float | None) -> float:
+    """A number of a row, in which null stands for one that is not finite."""
+    return math.inf if value is None else value
+
+
 def deviations(reference: Outcome, other: Outcome) -> dict[str, float]:
     """How far apart they are: loss and grad_norm relatively, at the worst step; weights as a share of their bound."""
     steps = reference.rows.keys() & other.rows.keys()
     found = {
-        key: max(_relative(reference.rows[step][key], other.rows[step][key]) for step in steps)
+        key: max(_relative(_finite(reference.rows[step][key]), _finite(other.rows[step][key])) for step in steps)
         for key in ("loss", "grad_norm")
     }
     moved = [

@@ -22,6 +22,7 @@ from titan.checkpoint.weights import find_weights, load_weights, stored_rest
 from titan.config import Job
 from titan.contracts import BuildContext, Dataset, Engine, ModelPart, NamedParameter, RunInfo, Technique
 from titan.contracts.base.conformance import answer, label
+from titan.contracts.base.cost import PredictedStep
 from titan.contracts.base.mesh import Mesh
 from titan.contracts.layers.experts import SideLoss
 from titan.data.samples.loader import Loader
@@ -106,8 +107,10 @@ class Run(Core):
         }
 
 
-def build(job: Job, rank: Rank) -> Run:
+def build(job: Job, rank: Rank, predict: Callable[[str], PredictedStep | None] | None = None) -> Run:
     """Wire the run of a job on this rank; goes on from a checkpoint where the job says so.
+
+    predict: for techniques that ask for it (`BuildContext.predict`).
 
     The run's folder is held from before anything is written there until `trainer.close`.
 
@@ -120,25 +123,26 @@ def build(job: Job, rank: Rank) -> Run:
     lock = FolderLock(job.folder)
     try:
         together(lambda: _open_folder(job, rank, lock), rank, job.comm.init_timeout_s)
-        return _built(job, rank, lock)
+        return _built(job, rank, lock, predict)
     except BaseException:
         lock.release()
         raise
 
 
-def _built(job: Job, rank: Rank, lock: FolderLock) -> Run:
+def _built(job: Job, rank: Rank, lock: FolderLock, predict: Callable[[str], PredictedStep | None] | None) -> Run:
     limit_s = job.comm.init_timeout_s
     samples, validation_samples = open_data(job, rank)
     stay_near(rank.device)  # not before: tokenizing uses all cores
     core = wire(job, rank)
     context = core.context
+    context.predict = predict or context.predict
     checkpointer, rest = _restore(core, samples.fingerprint, lock)
     step, first = int(rest.get("step", 0)), int(rest.get("data", {}).get("samples", 0))
     for technique in context.techniques:
         technique.load_state_dict(rest.get("techniques", {}).get(technique.name, {}))
     dropped = int(rest.get("dropped", 0))
     fresh = not core.optimizer.state and not job.stating("own_pace")
-    core.guard = NonfiniteGuard(_limit(job), dropped, context.mesh, fresh=fresh)
+    core.guard = _guard(job, dropped, context.mesh, fresh=fresh)
     core.engine = Strict(core.engine, core.parts, rank.device)
     core.step, core.tokens = step, int(rest.get("tokens", 0))
     loader = Loader(
@@ -180,25 +184,44 @@ def wire(
     engine = next((e for t in context.techniques if (e := t.engine(parts, context)) is not None), None)
     named = named_parameters(parts, context)
     optimizer = job.optimizer.build(named)
-    for technique in context.techniques:
-        optimizer = answer(technique, "optimizer", torch.optim.Optimizer, optimizer, named)
-    loss = StepLoss(job.loss, rank.device)
+    for technique in phases.wrapping(context.techniques):
+        optimizer = _wrapped(technique, optimizer, named)
+    loss = StepLoss(job.loss, rank.device, context.techniques)
     loss.end(parts, context.spec)
     for module in (module for part in parts for module in part.module.modules()):
         if isinstance(module, SideLoss):
             module.share /= job.train.global_batch_size // job.layout.workers
+            module.changed = loss.changed
     sent = SentBytes(context.mesh) if job.metrics.bytes_sent else None
     return Core(
         job=job, rank=rank, context=context, parts=parts, sent=sent,
         engine=engine or SequentialEngine(parts[0], context.techniques), optimizer=optimizer,
-        loss=loss, guard=NonfiniteGuard(_limit(job), 0, context.mesh),
+        loss=loss, guard=_guard(job, 0, context.mesh),
         measures=Measures(job, parts, context.mesh, sent),
     )  # fmt: skip
 
 
-def _limit(job: Job) -> int:
-    """Dropped updates in a row that end the run."""
-    return job.train.non_finite_limit if job.train.non_finite == "skip" else 1
+def _wrapped(
+    technique: Technique, inner: torch.optim.Optimizer, named: Sequence[NamedParameter]
+) -> torch.optim.Optimizer:
+    """The optimizer as a technique changes it; it must not hide itself, nor that it has other weights to use."""
+    optimizer = answer(technique, "optimizer", torch.optim.Optimizer, inner, named)
+    if optimizer is not inner and "wraps_optimizer" not in technique.facts():
+        raise PluginError(
+            f'{label(type(technique))}: optimizer() returned another one, but facts() does not state "wraps_optimizer"'
+        )
+    if hasattr(inner, "eval") and not hasattr(optimizer, "eval"):
+        raise PluginError(
+            f"{label(type(technique))}: optimizer() returned one without eval() and train(), by which "
+            f"{type(inner).__name__} puts weights to use into the parameters; pass them on, or use another optimizer"
+        )
+    return optimizer
+
+
+def _guard(job: Job, dropped: int, mesh: Mesh, *, fresh: bool = True) -> NonfiniteGuard:
+    limit = job.train.non_finite_limit if job.train.non_finite == "skip" else 1
+    known, made = job.stating("scales_loss"), job.stating("updates_in_backward")
+    return NonfiniteGuard(limit, dropped, mesh, fresh=fresh, known=known, made=made)
 
 
 def _open_folder(job: Job, rank: Rank, lock: FolderLock) -> None:
@@ -334,7 +357,9 @@ def _restore(core: Core, fingerprint: str, lock: FolderLock) -> tuple[Checkpoint
         return checkpointer, {}
     changes = compare(stored_rest(path), job.table, fingerprint, section.reset_data)
     states = {technique.name: state_now(technique) for technique in core.context.techniques}
-    rest = checkpointer.load(path, parts, core.optimizer, states)
+    rest = checkpointer.load(path, parts, core.optimizer, states, changes.updates)
+    if hasattr(core.optimizer, "train"):
+        core.optimizer.train()
     unused = "; checkpoint.init_from is ignored, because the run has a checkpoint" if section.init_from else ""
     log.log.info(f"weights: from {path}, step {rest.get('step', 0)}{unused}")
     for sentence in changes.said:

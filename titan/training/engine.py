@@ -5,15 +5,17 @@ Strict: wraps any engine, and raises if a pass draws random numbers or writes to
 
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from dataclasses import replace
 from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from titan.contracts import IGNORE, Batch, Engine, Loss, ModelPart, Technique
+from titan.contracts import IGNORE, Batch, Engine, Loss, ModelPart, Projection, Technique
 from titan.contracts.base.spec import ModelSpec
 from titan.errors import PluginError
+from titan.training.phases import changes_objective
 
 
 class SequentialEngine:
@@ -109,16 +111,32 @@ def evaluating(parts: Sequence[ModelPart]) -> Iterator[None]:
             part.release()
 
 
+@contextmanager
+def weights_to_use(optimizer: torch.optim.Optimizer) -> Iterator[None]:
+    """The parameters are those to evaluate and to save, where an optimizer trains others (see `Optimizer.build`)."""
+    switches: Any = optimizer if hasattr(optimizer, "eval") else None
+    if switches is not None:
+        switches.eval()
+    try:
+        yield
+    finally:
+        if switches is not None:
+            switches.train()
+
+
 class StepLoss:
     """The loss of a step: sums over tokens divided once by the global number of valid tokens, never a mean of means.
 
     It is the end of the last stage: the forward of the projection to logits returns the objective, where the stage is
     called with labels. So sharding gathers for it, tensor parallelism slices it, and a pipeline runs it. `reported`
     adds up the cross-entropy that this rank has seen.
+
+    changed: what the techniques do to the objective before it is differentiated; `reported` is left as it is.
     """
 
-    def __init__(self, loss: Loss, device: torch.device) -> None:
+    def __init__(self, loss: Loss, device: torch.device, techniques: Sequence[Technique] = ()) -> None:
         self._loss = loss
+        self.changed = objective_of(techniques)
         self.reported = torch.zeros((), device=device)
         self._tokens = torch.ones((), device=device)
         self._labels: Tensor | None = None
@@ -129,7 +147,8 @@ class StepLoss:
             part.runner.register_forward_pre_hook(self._take_labels, with_kwargs=True)
             if part.holds(spec.head[-1]):
                 projection = part.module.get_submodule(spec.head[-1])
-                projection.forward = partial(self._project, projection.forward)
+                whole = Projection(projection, projection.forward, spec.vocab_size)
+                projection.forward = partial(self._project, whole)
 
     def begin(self, tokens: Tensor) -> None:
         """Start a step of `tokens` valid tokens over all ranks and micro batches (a scalar on the device)."""
@@ -140,14 +159,27 @@ class StepLoss:
         self._labels = kwargs.pop("labels", None)
         return args, kwargs
 
-    def _project(self, project: Callable[[Tensor], Tensor], hidden: Tensor) -> Tensor:
+    def _project(self, project: Projection, hidden: Tensor) -> Tensor:
         """Logits [B, S, V], or the objective of a micro batch as its share of the step's mean."""
         labels, self._labels = self._labels, None
         if labels is None:
             return project(hidden)
+        project = replace(project, factor=self.changed(1 / self._tokens))
         objective, reported = self._loss.of_hidden(hidden, labels, project)
         self.reported += reported.detach() / self._tokens
-        return objective / self._tokens
+        return self.changed(objective / self._tokens)
+
+
+def objective_of(techniques: Sequence[Technique]) -> Callable[[Tensor], Tensor]:
+    """The hooks `objective` of these techniques, one after the other; nothing but calls, as compiled blocks have it."""
+    hooks = [technique.objective for technique in techniques if changes_objective(technique)]
+
+    def changed(objective: Tensor) -> Tensor:
+        for hook in hooks:
+            objective = hook(objective)
+        return objective
+
+    return changed
 
 
 def valid_tokens(batches: Sequence[Batch]) -> Tensor:

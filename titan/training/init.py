@@ -17,27 +17,32 @@ from titan.contracts.base.spec import Init, ModelSpec
 from titan.errors import PluginError
 
 
-def init_weights(part: ModelPart, spec: ModelSpec, seed: int) -> None:
+def init_weights(part: ModelPart, spec: ModelSpec, seed: int, device: torch.device | None = None) -> None:
     """Give every parameter and buffer of the part its initial value, in place.
+
+    device: whose generators draw; None: each tensor's own.
 
     Raises:
         PluginError: the spec has no value for one, or computes it in another shape.
     """
     with torch.no_grad():
         for name, parameter in part.parameters():
-            _fill(parameter, spec.init_of(name), seed, name)
+            _fill(parameter, spec.init_of(name), seed, name, device)
         # One that several modules share has become a tensor of each.
         for name, buffer in part.module.named_buffers(remove_duplicate=False):
-            _fill(buffer, spec.init_of_buffer(name), seed, name)
+            _fill(buffer, spec.init_of_buffer(name), seed, name, device)
 
 
-def _fill(tensor: Tensor, how: Init, seed: int, name: str) -> None:
+def _fill(tensor: Tensor, how: Init, seed: int, name: str, device: torch.device | None) -> None:
+    """Values are drawn in float32 at least: a tensor of fewer bits holds the same ones, rounded to nearest."""
+    device = device or tensor.device
     local = tensor.to_local() if isinstance(tensor, DTensor) else tensor
+    dtype = torch.promote_types(tensor.dtype, torch.float32) if tensor.is_floating_point() else tensor.dtype
     if not how.per_element:
-        local.copy_(_own(draw(how, tensor.shape, seed, name, tensor.device, tensor.dtype), tensor))
+        local.copy_(_own(draw(how, tensor.shape, seed, name, device, dtype), tensor))
         return
     for row, number in enumerate(_elements(tensor)):
-        element = _element(how, tensor.shape, seed, name, number, tensor.device, tensor.dtype)
+        element = _element(how, tensor.shape, seed, name, number, device, dtype)
         local[row].copy_(_own(element.expand(tensor.shape), tensor)[row])
 
 

@@ -5,6 +5,7 @@ logged, and before a checkpoint is written, so that no checkpoint of a diverged 
 """
 
 import math
+from collections.abc import Sequence
 
 import torch
 from torch import Tensor
@@ -21,9 +22,15 @@ class NonfiniteGuard:
     limit: dropped updates in a row that end the run.  dropped: how many there were in earlier processes.
     fresh: the optimizer has no state yet. Its first update is made by all workers or by none, so that all of them have
         state afterwards: a checkpoint holds each worker's. False where workers keep their own pace.
+    known: sentences about the job for whoever reads that it has ended.
+    made: sentences about why updates are made before they are judged; empty: they are not.
     """
 
-    def __init__(self, limit: int, dropped: int, mesh: Mesh, *, fresh: bool = True) -> None:
+    def __init__(
+        self, limit: int, dropped: int, mesh: Mesh, *, fresh: bool = True, known: Sequence[str] = (),
+        made: Sequence[str] = (),
+    ) -> None:  # fmt: skip
+        self._known, self._made = known, made
         self._limit, self._mesh, device = limit, mesh, mesh.device
         self._first = fresh and bool(mesh.layout.worker_axis)
         dropped = 0 if mesh.at(mesh.layout.worker_axis) else dropped  # the workers' are added up
@@ -33,8 +40,13 @@ class NonfiniteGuard:
         self._longest = torch.zeros((), device=device)
         self._last = torch.full((3,), math.nan, dtype=torch.float64, device=device)
 
-    def look(self, step: int, loss: Tensor, grad_norm: Tensor) -> tuple[Tensor, Tensor]:
+    def look(
+        self, step: int, loss: Tensor, grad_norm: Tensor, expected: Sequence[Tensor] = ()
+    ) -> tuple[Tensor, Tensor]:
         """Judge a step before its update, by this rank's share of the loss and its view of the gradient norm.
+
+        expected: what techniques say (`Technique.overflow_expected`). If any is true, a bad step is dropped as others
+            are, but counts as none of those in a row.
 
         Returns both for the whole model, NaN where any of its ranks had no finite number: all of these judge alike,
         also when a fault is one rank's own and no reduction has spread it.
@@ -49,11 +61,17 @@ class NonfiniteGuard:
         loss, grad_norm = torch.stack([sums[0], grad_norm]).masked_fill(bad, math.nan)
         self._bad = bad.any().float()
         self._dropped += self._bad
-        self._in_a_row = (self._in_a_row + 1) * self._bad
+        counts = self._bad * (~torch.stack(list(expected)).any()).float() if expected else self._bad
+        self._in_a_row = (self._in_a_row + counts) * self._bad
         self._longest = torch.maximum(self._longest, self._in_a_row)
         here = torch.stack([torch.full_like(self._dropped, step), loss.double(), grad_norm.double()])
-        self._last = torch.where(self._bad > 0, here, self._last)
+        self._last = torch.where(counts > 0, here, self._last)
         return loss, grad_norm
+
+    @property
+    def updates(self) -> Tensor:
+        """Whether the step just judged is to be updated by: a bool scalar on the device."""
+        return self._bad == 0
 
     def update(self, optimizer: torch.optim.Optimizer) -> None:
         """Step the optimizer, unless the step just judged was bad: then nothing of its state changes.
@@ -78,11 +96,12 @@ class NonfiniteGuard:
         _, longest, step, loss, norm = max(workers, key=lambda worker: worker[1])
         if longest < self._limit:
             return int(dropped), None
-        many = self._limit > 1
+        many, known = self._limit > 1, "".join(f"; {sentence}" for sentence in (*self._made, *self._known))
         row = f"{self._limit} steps in a row, the last of them " if many else ""
-        advice = "" if many else '; set train.non_finite = "skip" to continue with the next batch'
+        advice = "" if many or self._made else '; set train.non_finite = "skip" to continue with the next batch'
+        update = "its update was made all the same" if self._made else "its update was skipped"
         return int(dropped), DivergedError(
-            f"{row}step {step:.0f} gave loss {loss:g} and gradient norm {norm:g}; its update was skipped{advice}"
+            f"{row}step {step:.0f} gave loss {loss:g} and gradient norm {norm:g}; {update}{known}{advice}"
         )
 
     def check(self) -> int:

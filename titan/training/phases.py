@@ -55,21 +55,47 @@ def cut(whole: Batch, context: BuildContext) -> Batch:
 def reducing(techniques: Sequence[Technique]) -> list[Technique]:
     """Techniques in the order in which `after_backward` is called.
 
-    First those that own or cover axes, the latest phase first, as data-parallel wrappers sum gradients in the backward
-    pass: replicas are summed before the copies and halves within each are, which end up with the same bits. Then the
-    others, which see whole gradients.
+    First those that change the objective: what they undo then, nobody sees in a gradient. Then those that own or cover
+    axes, the latest phase first, as data-parallel wrappers sum gradients in the backward pass: replicas are summed
+    before the copies and halves within each are, which end up with the same bits. Then the others, which see whole
+    gradients.
     """
-    owners = [technique for technique in techniques if technique.axes or technique.covers]
+    first = [technique for technique in techniques if changes_objective(technique)]
+    owners = [technique for technique in techniques if (technique.axes or technique.covers) and technique not in first]
     owners.sort(key=lambda technique: ORDER.index(technique.phase), reverse=True)
-    return [*owners, *(technique for technique in techniques if technique not in owners)]
+    others = [technique for technique in techniques if technique not in first and technique not in owners]
+    return [*first, *owners, *others]
+
+
+def wrapping(techniques: Sequence[Technique]) -> list[Technique]:
+    """The techniques in the order in which they change the optimizer, whatever the TOML's is.
+
+    State in the host's memory comes to the device for what is wrapped, so who brings it wraps the others. Who steps the
+    optimizer within the backward pass steps what all of them have made.
+    """
+
+    def place(technique: Technique) -> tuple[bool, bool]:
+        facts = technique.facts()
+        return "updates_in_backward" in facts, "state_on_host" in facts
+
+    return sorted(techniques, key=place)
+
+
+def changes_objective(technique: Technique) -> bool:
+    """Whether a technique has the hook `objective`."""
+    return type(technique).objective is not Technique.objective
 
 
 def materialise(parts: Sequence[ModelPart], context: BuildContext) -> None:
-    """Storage on the device of this rank, and layout-invariant initial values."""
+    """Storage on the device of this rank, of weights on the host where they are to be, and layout-invariant values."""
     for part in parts:
-        part.module.to_empty(device=context.device)
+        buffers = [(module, name) for module in part.module.modules() for name in module._buffers]
+        part.module.to_empty(device="cpu" if context.job.stating("weights_on_host") else context.device)
+        for module, name in buffers:
+            if (buffer := module._buffers[name]) is not None and buffer.device != context.device:
+                module._buffers[name] = torch.empty_like(buffer, device=context.device)
         part.retie(context.spec)
-        init_weights(part, context.spec, context.job.run.seed)
+        init_weights(part, context.spec, context.job.run.seed, context.device)
 
 
 def assemble(
@@ -81,6 +107,8 @@ def assemble(
     """
     with torch.device("meta"):
         model = context.job.model.build()
+    for parameter in model.parameters():  # each once, so that tied ones stay one; buffers keep what they are made in
+        parameter.data = parameter.data.to(context.precision.store_dtype)
     parts = [ModelPart(model)]
     for phase in ORDER:
         for technique in context.techniques:

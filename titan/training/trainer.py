@@ -13,14 +13,15 @@ from torch import Tensor
 
 from titan.contracts import Batch
 from titan.contracts.layers.philox import row_seeds
+from titan.contracts.tracker import annotated
 from titan.errors import CheckpointError, DivergedError, FolderError, PluginError
 from titan.log import log
 from titan.ranks.failure import agreed, begin, tell
 from titan.ranks.preemption import PacedPreemption, Preemption
 from titan.ranks.process import lose_peers, set_timeouts
 from titan.training.build import Core, Run
-from titan.training.engine import valid_tokens
-from titan.training.gradients import clip, global_norm
+from titan.training.engine import valid_tokens, weights_to_use
+from titan.training.gradients import clip, clip_divisor, global_norm
 from titan.training.metrics import of_workers
 from titan.training.phases import cut, reducing
 from titan.training.validation import validate
@@ -52,7 +53,8 @@ def train(run: Run) -> str:
         while run.step < run.job.train.steps and not asked:
             preemption.ask(now=_pauses(run, run.step) or _pauses(run, run.step + 1))
             waited = time.perf_counter()
-            micro_batches = next(batches)
+            with annotated("data"):
+                micro_batches = next(batches)
             waited = time.perf_counter() - waited
             run.whole = False
             with run.sent.counting() if run.sent is not None else nullcontext():
@@ -136,25 +138,40 @@ def step(run: Core, batches: list[Batch]) -> Stats:
     assert consumed == run.job.tokens_per_step, f"a step consumed {consumed} tokens, not {run.job.tokens_per_step}"
     techniques, mesh = run.context.techniques, run.context.mesh
     batches = [cut(_seeded(batch, run), run.context) for batch in batches]
+    lr = _set_rates(run)
     for technique in techniques:
         technique.before_step(run.step + 1)
     run.loss.begin(mesh.sum(valid_tokens(batches), "dealt", "sliced"))
-    run.engine.forward_backward(batches)
-    for technique in reducing(techniques):
-        technique.after_backward()
-    loss, norm = run.guard.look(run.step + 1, run.loss.reported, global_norm(run.parts, mesh))
+    with annotated("forward and backward"):
+        run.engine.forward_backward(batches)
+    with annotated("gradients"):
+        for technique in reducing(techniques):
+            technique.after_backward()
+    expected = [flag for technique in techniques if (flag := technique.overflow_expected()) is not None]
+    loss, norm = run.guard.look(run.step + 1, run.loss.reported, global_norm(run.parts, mesh), expected)
     if run.job.train.grad_clip:
-        clip(run.parts, norm, run.job.train.grad_clip)
+        _clip(run, norm)
     for technique in techniques:
         technique.before_update(norm)
-    lr = _update(run)
+    with annotated("optimizer"):
+        run.guard.update(run.optimizer)
+    run.optimizer.zero_grad()
     run.step += 1
     run.tokens += _tokens(run)
     for part in run.parts:
         run.job.model.after_step(part.module, lambda tensor: mesh.sum(tensor, "dealt", "sliced"))
+    updated = run.guard.updates
     for technique in techniques:
-        technique.after_step(run.step)
+        technique.after_step(run.step, updated)
     return Stats(loss, norm, lr)
+
+
+def _clip(run: Core, norm: Tensor) -> None:
+    """Leave it to the update, which reads all gradients anyway, where nobody sees them before; or clip them here."""
+    if getattr(run.optimizer, "_step_supports_amp_scaling", False) and not run.job.clips_apart:
+        run.optimizer.grad_scale = clip_divisor(norm, run.job.train.grad_clip)  # type: ignore[attr-defined]
+    else:
+        clip(run.parts, norm, run.job.train.grad_clip)
 
 
 def _seeded(batch: Batch, run: Core) -> Batch:
@@ -170,16 +187,14 @@ def _tokens(run: Core) -> int:
     return run.job.tokens_per_step // run.job.layout.workers * run.context.mesh.workers
 
 
-def _update(run: Core) -> float:
-    """Step the optimizer at this step's rate; returns the largest rate of its groups."""
+def _set_rates(run: Core) -> float:
+    """Give the optimizer's groups the rates of the step that begins; returns the largest."""
     factor = run.job.lr_schedule.factor(run.step + 1, run.job.train.steps)
     rates = []
     for group in run.optimizer.param_groups:
         group.setdefault("peak_lr", group["lr"])
         group["lr"] = group["peak_lr"] * factor
         rates.append(float(group["lr"]))
-    run.guard.update(run.optimizer)
-    run.optimizer.zero_grad()
     return max(rates)
 
 
@@ -252,7 +267,7 @@ def _log(run: Run, stats: Stats) -> None:
 def save(run: Run) -> None:
     """Save the state after this step, once."""
     if run.checkpointer is not None and run.saved != run.step:
-        with run.meter.beside("save"):
+        with run.meter.beside("save"), weights_to_use(run.optimizer):
             run.checkpointer.save(run.step, run.parts, run.optimizer, run.rest())
             if run.mates is not None:  # what a worker sends in its next step may change the state of a rank that copies
                 dist.all_reduce(torch.zeros(1), group=run.remaining)

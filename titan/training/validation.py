@@ -9,7 +9,7 @@ from torch import Tensor
 from titan.contracts import IGNORE, Batch, BuildContext, Engine, Loss
 from titan.data.samples.samples import Sample, Samples
 from titan.training.build import Run
-from titan.training.engine import evaluating
+from titan.training.engine import evaluating, weights_to_use
 from titan.training.phases import cut
 
 Score = Callable[[Tensor, Tensor], Tensor]
@@ -45,7 +45,8 @@ def validate(run: Run) -> None:
     """Measure the loss on the validation split: to the trackers, and to `run.validation_loss`, in nats per token."""
     assert run.validation_samples is not None
     batches = _batches(run, run.validation_samples)
-    nats, tokens = totals(run.engine, run.context, batches, nats_and_tokens(run.job.loss), 2)
+    with weights_to_use(run.optimizer):
+        nats, tokens = totals(run.engine, run.context, batches, nats_and_tokens(run.job.loss), 2)
     run.validation_loss = nats / max(tokens, 1.0)
     row = {
         "step": run.step,

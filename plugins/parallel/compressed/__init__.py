@@ -124,7 +124,9 @@ class CompressedGradients(Technique):
         self._own: Tensor | None = None
 
     def check(self, job: Job, spec: ModelSpec) -> Iterable[str]:
-        """Ranks with weights of their own exchange no gradients."""
+        """Ranks with weights of their own exchange no gradients; errors need float32."""
+        for why in job.stating("narrow_weights"):
+            yield f"errors add up what gradients lose, which takes float32: {why}"
         if job.layout.degree_of("own") > 1 and job.layout.degree(_AXIS) > 1:
             axis = job.layout.worker_axis
             yield (

@@ -44,6 +44,7 @@ from titan.contracts import (
     Batch,
     BuildContext,
     Costs,
+    Fact,
     Job,
     ModelPart,
     ModelSpec,
@@ -82,6 +83,13 @@ class ContextParallel(Technique):
         super().__init__(config)
         self._ranks = Ranks("", 1, 0)
         self._own: dict[tuple[int, torch.device], Tensor] = {}
+
+    def facts(self) -> dict[Fact, str]:
+        """Ring and gather compute attention themselves."""
+        if self.config.method == "ulysses":
+            return {}
+        why = f'[plugins.context] method = "{self.config.method}" computes attention itself; set method = "ulysses"'
+        return {"computes_attention": why}
 
     def check(self, job: Job, spec: ModelSpec) -> Iterable[str]:
         """Positions and heads must come out even, and attention must be the host's module."""

@@ -70,7 +70,7 @@ from titan.contracts import (
     register,
 )
 from titan.contracts.base.cost import CollectiveCost
-from titan.errors import ConfigError, RankFailedError
+from titan.errors import RankFailedError
 from titan.plugins.parallel.parameter_server.server import (
     DONE,
     HELLO,
@@ -145,7 +145,15 @@ class ParameterServer(Technique):
         return [{} for _ in range(self.config.servers)]
 
     def check(self, job: Job, spec: ModelSpec) -> Iterable[str]:
-        """Several workers, and a layer for each server."""
+        """Several workers, and a layer for each server; servers add up in float32."""
+        for why in job.stating("narrow_weights"):
+            yield f"servers add gradients to weights, which takes float32: {why}"
+        for technique in job.techniques:
+            if technique is not self and {"wraps_optimizer", "updates_in_backward"} & technique.facts().keys():
+                yield (
+                    f"[plugins.{technique.name}] changes the optimizer of workers, but the servers have the optimizer; "
+                    f"disable one of {technique.name} and parameter_server"
+                )
         servers, workers = self.config.servers, job.layout.degree("worker")
         if workers > MOST_WORKERS:
             yield f"mesh.worker = {workers}: a server has a thread for each worker, so at most {MOST_WORKERS}"
@@ -161,7 +169,8 @@ class ParameterServer(Technique):
     def facts(self) -> dict[Fact, str]:
         """Workers at different steps, unless they are synchronous."""
         way_out = "[plugins.parameter_server] staleness lets workers keep their own pace; set staleness = 0"
-        return {"own_pace": way_out} if self.config.staleness else {}
+        wraps = "[plugins.parameter_server] pushes gradients instead of an update; switch it off"
+        return {"wraps_optimizer": wraps, **({"own_pace": way_out} if self.config.staleness else {})}
 
     def expendable(self, job: Job) -> tuple[int, ...]:
         """The workers that are no servers, where workers keep their own pace."""
@@ -181,12 +190,6 @@ class ParameterServer(Technique):
     def apply(self, part: ModelPart, context: BuildContext) -> None:
         """Note the weights of one part by server: layers in turn, the head with the last, all else with the first."""
         self._context = context
-        for technique in context.techniques:
-            if technique is not self and type(technique).optimizer is not Technique.optimizer:
-                raise ConfigError(
-                    f"[plugins.{technique.name}] changes the optimizer of workers, but with [plugins.parameter_server] "
-                    f"the servers have the optimizer; disable one of {technique.name} and parameter_server"
-                )
         layers = [f"{name}." for name in context.spec.layer_names()]
         for name, parameter in part.parameters():
             if not parameter.requires_grad:
@@ -288,7 +291,7 @@ class ParameterServer(Technique):
                 else:
                     one.copy_(_local(parameter.grad).flatten())
 
-    def after_step(self, step: int) -> None:
+    def after_step(self, step: int, updated: Tensor) -> None:
         """Push, and pull as soon as the bound allows."""
         pushed, self._pushes = self._pushes, False
         if self._links is not None:  # else nobody serves: a dry run

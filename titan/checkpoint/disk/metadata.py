@@ -267,7 +267,8 @@ def _cells(
 def _dtype(name: str, tree: Any) -> torch.dtype:
     """The type, from properties of which nothing else is used."""
     good = type(tree) is Record and tree.maker == _PROPERTIES and tree.args == ()
-    _require(good and type(tree.state) is tuple and len(tree.state) == 5, f"{name} has no properties")
+    # A sixth, from PyTorch 2.15 on, has the strides of the tensor that was saved, which its file does not have.
+    _require(good and type(tree.state) is tuple and len(tree.state) in (5, 6), f"{name} has no properties")
     dtype, layout, *_ = tree.state
     _require(type(dtype) is Name and dtype.full in DTYPES, f"{name} has no dtype")
     _require(type(layout) is Record and layout.args == ("torch.strided",), f"{name} is not strided")

@@ -1,10 +1,13 @@
 """Collectives as PyTorch's dispatcher sees them: their kind, group and size, and the bytes that a rank sends.
 
 `sent_bytes` is the one rule for bytes on the wire: of the metric `bytes_sent`, of the dry run, and of predicted times.
+`around_each` is the one place where the collectives of a process pass.
 """
 
-from collections.abc import Mapping
-from functools import cache
+import re
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import AbstractContextManager, ExitStack
+from functools import cache, partial
 from typing import Any
 
 import torch
@@ -116,3 +119,53 @@ def bytes_to_others(operation: OpOverload, args: Any, ranks: int, rank: int) -> 
     if kind in ("gather", "scatter"):  # the rank with all pieces sees them; a piece leaves every rank but one
         return sent_bytes(kind, min((size for values in args if (size := payload([values], ()))), default=0), ranks)
     return sent_bytes(kind, payload(args, ()), ranks)
+
+
+Around = Callable[[OpOverload, Sequence[Any], dist.ProcessGroup], AbstractContextManager[Any]]
+"""(operation, its arguments, its group) -> a context in which the collective is called; from any thread."""
+
+_BELOW = torch._C._dispatch_keyset_full_after(torch._C.DispatchKey.BackendSelect)
+_around: list[Around] = []
+_kernels: list[Any] = []
+
+
+def around_each(around: Around) -> Callable[[], None]:
+    """Let each collective of this process pass `around`, until the function that this returns is called.
+
+    Whoever issues a collective (FSDP, DTensor, compiled code, a plugin, autograd's threads), it passes PyTorch's
+    dispatcher as an operation of the namespace `c10d`; functional collectives too. A kernel there calls `around`, and
+    dispatches on. Its key is BackendSelect, which every call has, from any thread and on any device, and for which no
+    collective has a kernel of its own. The key of autograd would miss what DTensor sends; a dispatch mode would cost
+    every operation. A kernel in place of the device's own would hold Python's lock while it runs, which ends in a
+    deadlock.
+    """
+    if not _around:
+        _kernels.append(_passed())
+    _around.append(around)
+
+    def stop() -> None:
+        _around.remove(around)
+        if not _around:
+            _kernels.pop()._destroy()
+
+    return stop
+
+
+def _passed() -> Any:
+    kernels: Any = torch.library.Library("c10d", "IMPL")  # type: ignore[no-untyped-call]
+    for name in filter(re.compile("c10d::[a-z_]+").fullmatch, torch._C._dispatch_get_all_op_names()):
+        operation = getattr(torch.ops.c10d, name.removeprefix("c10d::")).default
+        arguments = enumerate(operation._schema.arguments)
+        place = next((place for place, of in arguments if "ProcessGroup" in str(of.type)), None)
+        if place is not None:
+            kernel = partial(_pass, operation, place)
+            kernels.impl(operation._schema.name, kernel, "BackendSelect", with_keyset=True)
+    return kernels
+
+
+def _pass(operation: OpOverload, place: int, keys: Any, *args: Any) -> Any:
+    """A collective that has its group at this place of its arguments goes on to the device's kernel."""
+    with ExitStack() as contexts:
+        for around in tuple(_around):
+            contexts.enter_context(around(operation, args, dist.ProcessGroup.unbox(args[place])))
+        return operation.redispatch(keys & _BELOW, *args)

@@ -78,6 +78,17 @@ class Axis:
         if what := self._contradiction():
             raise ValueError(f"mesh axis {self.name!r}: {what}")
 
+    @property
+    def family(self) -> str:
+        """What communication along the axis is reported as: "tp", "cp", "ep", "dp", "worker" or "pp"."""
+        if self.weights == "layers":
+            return "pp"
+        if self.weights == "own":
+            return "worker"
+        if self.weights == "slices":
+            return "tp" if self.data == "same" else "ep"
+        return "cp" if self.data == "sliced" else "dp"
+
     def _contradiction(self) -> str:
         """What does not go together in the facts; empty where all does."""
         if self.folds and self.data is not None:

@@ -47,6 +47,8 @@ class Spec:
 
     path: the value is a file, folder or glob, or several, unless it is one of `words`.
     formerly: the TOML key that the option had before; "": none.  former_values: former value -> present value.
+    initial: the value is what a new run begins with; on a resume the state in the checkpoint counts.
+    over: an option of an optimizer that this one takes the place of for some parameters.
     """
 
     doc: str
@@ -59,6 +61,8 @@ class Spec:
     words: tuple[str, ...] = ()
     formerly: str = ""
     former_values: Mapping[str, Any] = dataclasses.field(default_factory=dict)
+    initial: bool = False
+    over: str = ""
 
 
 def option(
@@ -75,6 +79,8 @@ def option(
     key: str = "",
     formerly: str = "",
     former_values: Mapping[str, Any] | None = None,
+    initial: bool = False,
+    over: str = "",
 ) -> T:
     """Declare one option of a frozen dataclass.
 
@@ -85,8 +91,11 @@ def option(
     `formerly` is a former key of the option, and `former_values` maps former values (strings) to present ones. Both
     still work, with one line of warning. The former and the present key in one file are refused; of two files, or of a
     file and the command line, the upper one counts under either name.
+
+    `initial` marks a value that only a new run reads; a resume under another value says that. `over` names an option of
+    an optimizer that this one takes the place of for some parameters. A group that states that one alone unsets this.
     """
-    spec = Spec(doc, unit, at_least, above, at_most, below, path, words, formerly, former_values or {})
+    spec = Spec(doc, unit, at_least, above, at_most, below, path, words, formerly, former_values or {}, initial, over)
     metadata = {_KEY: spec, "key": key}
     if default is REQUIRED:
         return typing.cast(T, dataclasses.field(metadata=metadata))

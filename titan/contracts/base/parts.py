@@ -20,12 +20,14 @@ class Precision:
 
     param_dtype: of parameters and activations in forward and backward.
     reduce_dtype: of gradients while they are summed over micro batches and ranks.
+    store_dtype: of parameters between uses, and so of their gradients once these are reduced. Buffers keep their own.
 
-    Master weights, optimizer state, loss and gradient norm stay in float32.
+    Loss and gradient norm stay in float32, and so do master weights and optimizer state where `store_dtype` does.
     """
 
     param_dtype: torch.dtype = torch.float32
     reduce_dtype: torch.dtype = torch.float32
+    store_dtype: torch.dtype = torch.float32
 
     def policy(self) -> MixedPrecisionPolicy:
         """The same for FSDP2. Inputs are not cast: a model that passes float32 between modules does so on purpose."""
@@ -62,6 +64,8 @@ class ModelPart:
     hidden_split: ranks over which the hidden states between layers are split along the sequence. Set by the technique
         that splits them.
     length_multiple: lengths of sequences must be multiples of this. A technique that splits positions multiplies it.
+    used_gradients: canonical name -> norm of this rank's share of a gradient, a float32 scalar on the device, of those
+        that a technique has used and freed during backward.
     runner: the module that an engine calls; a technique may set a wrapper of `module`.
     """
 
@@ -71,6 +75,7 @@ class ModelPart:
     shared: frozenset[str] = frozenset()
     hidden_split: int = 1
     length_multiple: int = 1
+    used_gradients: dict[str, Tensor] = field(default_factory=dict)
     runner: nn.Module = field(init=False)
 
     def __post_init__(self) -> None:

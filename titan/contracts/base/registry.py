@@ -127,6 +127,17 @@ def of_kind(kind: str) -> list[type[Plugin]]:
     return [plugin for plugin in every() if plugin.kind == kind]
 
 
+def lacking(capability: str, known: Iterable[type[Plugin]] | None = None) -> str:
+    """What is said where no enabled technique provides a capability: which of the known ones to enable.
+
+    known: None: all techniques that are registered.
+    """
+    among = of_kind("technique") if known is None else known
+    having = sorted(p.name for p in among if capability in (p.name, *getattr(p, "provides", ())))
+    enable = " or ".join(f"[plugins.{name}]" for name in having) or "a plugin that does"
+    return f"requires {capability}, which no enabled technique provides; enable {enable}"
+
+
 def default_of(kind: str) -> type[Plugin] | None:
     """The plugin of a kind that is used when the TOML names none."""
     return next((plugin for plugin in of_kind(kind) if plugin.default), None)

@@ -26,10 +26,25 @@ def slice_of(whole: Tensor, like: DTensor) -> Tensor:
         if isinstance(placement, Replicate):
             continue
         assert hasattr(placement, "dim"), f"cannot slice for {placement}"
-        pieces = piece.chunk(mesh.size(dim), dim=placement.dim)
-        at = mesh.get_local_rank(dim)
-        piece = pieces[at] if at < len(pieces) else piece.narrow(placement.dim, 0, 0)
+        size = piece.shape[placement.dim]
+        each = -(-size // mesh.size(dim))  # as torch.chunk, which makes a tensor for every rank
+        start = mesh.get_local_rank(dim) * each
+        count = max(0, min(each, size - start))
+        piece = piece.narrow(placement.dim, start if count else 0, count)
     return piece
+
+
+def start_of(tensor: Tensor) -> tuple[int, ...]:
+    """Along each dimension, the place in the whole at which what this rank has of a tensor begins; from metadata alone.
+
+    tensor: plain, which is the whole, or a DTensor. Of an empty shard, places mean nothing.
+    """
+    whole = torch.empty(tensor.shape, device="meta")
+    offset, starts = slice_of(whole, tensor).storage_offset() if isinstance(tensor, DTensor) else 0, []
+    for stride in whole.stride():
+        starts.append(offset // stride)
+        offset %= stride
+    return tuple(starts)
 
 
 def _is_strided(placement: Placement) -> bool:
@@ -122,12 +137,15 @@ class Slices(NamedTuple):
     """The ranks that share the linears of a layer: their process group, their number, and this one's place.
 
     positions: between pairs of linears, each rank holds S / size positions of a sequence (arXiv 2205.05198); else all.
+    pipelined: collectives are written as PyTorch's pass for asynchronous tensor parallelism looks for them: what is
+        gathered or scattered is split and joined (torch/_inductor/fx_passes/micro_pipeline_tp.py).
     """
 
     group: str
     size: int
     rank: int
     positions: bool
+    pipelined: bool = False
 
 
 class _Gathered(torch.autograd.Function):
@@ -212,7 +230,9 @@ def _gather(x: Tensor, slices: Slices) -> Tensor:
     if not slices.positions:
         return x
     rows: Tensor = ops.wait_tensor(ops.all_gather_into_tensor(x.contiguous(), slices.size, slices.group))
-    return rows.view(slices.size, *x.shape).transpose(0, 1).flatten(1, 2)
+    if len(x) == 1 and not slices.pipelined:
+        return rows.view(1, -1, x.shape[-1])  # without the copy that torch.cat would make of a single sequence
+    return torch.cat(rows.chunk(slices.size), dim=1)
 
 
 def _sum(x: Tensor, slices: Slices) -> Tensor:

@@ -190,16 +190,16 @@ def rows_per_expert(chosen: Tensor, stack: int) -> Tensor:
 
 
 class _WithLoss(torch.autograd.Function):
-    """Hidden states, and a loss whose gradient is a constant however the hidden states are used."""
+    """Hidden states, and a summand of the objective, whose gradient is 1 however the hidden states are used."""
 
     @staticmethod
-    def forward(ctx: Any, x: Tensor, loss: Tensor, share: float) -> Tensor:
-        ctx.share, ctx.dtype = share, loss.dtype
+    def forward(ctx: Any, x: Tensor, summand: Tensor) -> Tensor:
+        ctx.dtype = summand.dtype
         return x.view_as(x)
 
     @staticmethod
-    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, Tensor, None]:
-        return gradient, torch.full((), ctx.share, dtype=ctx.dtype, device=gradient.device), None
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, Tensor]:
+        return gradient, torch.ones((), dtype=ctx.dtype, device=gradient.device)
 
 
 class SideLoss(nn.Module):
@@ -208,12 +208,18 @@ class SideLoss(nn.Module):
     share: what the sum over a rank's sequences is multiplied by. The host sets it to one over the sequences of a step,
         so the objective has the mean over them. A technique whose ranks all compute the loss alike, and add up
         gradients, divides it by their number.
+    changed: what techniques do to the objective, such as to scale it (`Technique.objective`). The host sets it.
     """
 
     def __init__(self) -> None:
         super().__init__()
         self.share = 1.0
+        self.changed: Callable[[Tensor], Tensor] = _unchanged
 
     def forward(self, x: Tensor, loss: Tensor) -> Tensor:
         """x, any tensor that the objective depends on; loss, a scalar, the sum over the sequences of this forward."""
-        return _WithLoss.apply(x, loss, self.share)  # type: ignore[no-any-return,no-untyped-call]
+        return _WithLoss.apply(x, self.changed(loss * self.share))  # type: ignore[no-any-return,no-untyped-call]
+
+
+def _unchanged(objective: Tensor) -> Tensor:
+    return objective

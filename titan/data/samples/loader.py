@@ -48,6 +48,7 @@ class Loader:
     ) -> None:
         assert global_batch % (micro_batch * ranks) == 0 and 0 <= index < ranks
         self._samples, self._device = samples, device
+        self._copies = Copies(device)
         self.workers = workers if workers is not None else GPU_WORKERS if device.type != "cpu" else 0
         self._numbers = _Numbers(first, global_batch, micro_batch, index, ranks)
         self._next = first
@@ -112,11 +113,42 @@ class Loader:
     def _on_device(self, read: _Columns | TitanError, start: int) -> Batch:
         if isinstance(read, TitanError):
             raise read
-        moved = [None if column is None else column.to(self._device, non_blocking=True) for column in read]
-        tokens, labels, documents = moved
-        assert tokens is not None and labels is not None
+        tokens, labels, documents = self._copies(read)
         samples = torch.arange(start, start + len(tokens), device=self._device)
         return Batch(tokens, labels, documents, samples=samples)
+
+
+class Copies:
+    """Copies of batches to the device, beside what it computes.
+
+    The host prepares a step while the device still computes the one before. On the stream that computes, the copy would
+    be behind all of that. On a stream of its own it is done by then, and the computation waits for an event that has
+    passed.
+    """
+
+    def __init__(self, device: torch.device) -> None:
+        self._device, self._stream = device, None
+        self._module: Any = torch.cuda if device.type == "cuda" else None
+
+    def __call__(self, columns: _Columns) -> _Columns:
+        """The columns on the device, to be used by its current stream."""
+        if self._module is None:
+            return self._moved(columns)
+        if self._stream is None:
+            self._stream = self._module.Stream(self._device)
+        computing = self._module.current_stream(self._device)
+        with self._module.stream(self._stream):
+            moved = self._moved(columns)
+        computing.wait_stream(self._stream)
+        for column in moved:
+            if column is not None:  # its memory is the copying stream's, which would write to it again
+                column.record_stream(computing)
+        return moved
+
+    def _moved(self, columns: _Columns) -> _Columns:
+        to: dict[str, Any] = {"device": self._device, "non_blocking": True}
+        tokens, labels, documents = columns
+        return tokens.to(**to), labels.to(**to), None if documents is None else documents.to(**to)
 
 
 @dataclass(frozen=True)

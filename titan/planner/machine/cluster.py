@@ -12,6 +12,7 @@
 file.
 """
 
+import re
 import tomllib
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
@@ -34,18 +35,25 @@ for other figures (docs/validation.md, "Memory"). A layout that fills a device b
 """
 
 
+SAME_MEMORY = 0.1
+"""Up to this difference, relative to a cluster file's, a device of the same model has the memory of that file."""
+
+
 class DeviceMemory(NamedTuple):
     """Memory of one device. The defaults are those of every GPU in `configs/clusters`.
 
     gib: available to processes, in GiB.  reserved_gib: of it, used by the driver and communicators.
     fragmented: fraction of activations and buffers lost to allocator fragmentation.  fused_norms: a norm is one kernel
     and saves only its input.
+    host_gib: of a node's host, in GiB, which its ranks share; 0: not known.  ranks_per_node: 0: all ranks.
     """
 
     gib: float
     reserved_gib: float = 2.0
     fragmented: float = 0.02
     fused_norms: bool = True
+    host_gib: float = 0.0
+    ranks_per_node: int = 0
 
     @property
     def limit_gib(self) -> float:
@@ -68,6 +76,18 @@ class Device:
     bandwidth_gb_s: float = option(REQUIRED, "peak memory bandwidth", unit="GB/s", above=0)
     full_speed_ranks: int = option(
         0, "ranks per node that can run at full speed at once; more ranks share that speed; 0: all", at_least=0
+    )
+    host_memory_gib: float = option(
+        0.0, "memory of a node's host, for what is offloaded; 0: not known", unit="GiB", at_least=0
+    )
+    host_update_gb_s: float = option(
+        25.0,
+        "host memory bandwidth that each rank's update on the host reaches, all ranks active",
+        unit="GB/s",
+        above=0,
+    )
+    host_gb_s: float = option(
+        25.0, "bandwidth between one rank's device and the host, per direction, all ranks active", unit="GB/s", above=0
     )
     compute_units: int = option(1, "units (SMs, CUs) that the tiles of one product are distributed over", at_least=1)
     power_w: float = option(0.0, "power under load", unit="W", at_least=0)
@@ -220,7 +240,14 @@ class Cluster:
     def memory(self) -> DeviceMemory:
         """The memory of one device."""
         device = self.device
-        return DeviceMemory(device.memory_gib, device.reserved_gib, device.fragmented, self.kernels.fused_norms)
+        return DeviceMemory(
+            device.memory_gib,
+            device.reserved_gib,
+            device.fragmented,
+            self.kernels.fused_norms,
+            device.host_memory_gib,
+            self.ranks_per_node,
+        )
 
     def peak(self, dtype: str) -> float:
         """Dense peak of a dtype ("bfloat16") in FLOP/s.
@@ -237,6 +264,18 @@ class Cluster:
 def names() -> list[str]:
     """Names of the cluster files that come with titan, sorted."""
     return sorted(file.stem for file in FOLDER.glob("*.toml"))
+
+
+def of_device(device: str, memory_gib: float) -> str:
+    """Name of the cluster file that comes with titan for a device, as PyTorch names it; empty: there is none.
+
+    Devices are told apart by model and memory. Of several files, the one with the shortest name is the plain one.
+    """
+    for name in sorted(names(), key=lambda name: (len(name), name)):
+        own = load(name).device
+        if re.split("[- ]", own.name)[0] in device and abs(memory_gib / own.memory_gib - 1) < SAME_MEMORY:
+            return name
+    return ""
 
 
 def load(name: str) -> Cluster:

@@ -13,7 +13,8 @@ weights' bytes. The number of a group's tokens is arbitrary, and grouped kernels
 nothing.
 
 Attention counts needed FLOPs only: half of the square where a kernel skips masked positions; all where it is given a
-mask, of documents, a window or ALiBi: no kernel knows which of its blocks are empty. Its backward has 2.5 times
+mask, of documents, a window or ALiBi: no kernel knows which of its blocks are empty. A kernel that follows a window
+itself (`Attention.skips`) skips what it hides; documents count as long as the sequence. Its backward has 2.5 times
 the FLOPs of its forward (FlashAttention-2, arXiv 2307.08691).
 """
 
@@ -137,7 +138,7 @@ class Device:
         return Seconds(self.moving(tokens * forward, costs.itemsize), self.moving(tokens * op.backward, costs.itemsize))
 
     def _linear(self, op: Matmul, costs: Costs, dtype: str) -> Seconds:
-        rows, width = costs.share("seq_full") * op.used, costs.itemsize
+        rows, width, dtype = costs.share("seq_full") * op.used, costs.itemsize, op.dtype or dtype
         inputs, outputs = costs.product(op)
         return Seconds(
             self.product(rows, inputs, outputs, dtype, width),
@@ -162,8 +163,8 @@ class Device:
         return self._in_parts(op, costs) if op.masked_blocks else self._attention(op, costs)
 
     def _attention(self, op: Attention, costs: Costs) -> Seconds:
-        # The first positions of a sequence see fewer keys than others: all positions together, half of a square less.
-        seen = costs.seq_len / 2 if self.kernels.causal and not masked(op, costs.seq_len) else costs.seq_len
+        whole = masked(op, costs.seq_len) or not (self.kernels.causal or op.skips)
+        seen = costs.seq_len if whole else op.mean_keys(costs.seq_len)
         tokens, launches = costs.share("tp_sharded"), op.blocks * self._launch
         needed = 4.0 * tokens * seen * op.heads * op.head_dim / self.cluster.peak(costs.wide_dtype)
         biases = op.biased * op.heads * costs.seq_len
@@ -223,10 +224,16 @@ class Device:
         share = self.kernels.update_bandwidth_efficiency or self.kernels.bandwidth_efficiency
         return bytes_ / (self.cluster.device.bandwidth_gb_s * 1e9 * share)
 
+    def to_host(self, bytes_: float) -> float:
+        """Seconds to copy that many bytes between the device and its host, one way."""
+        return bytes_ / (self.cluster.device.host_gb_s * 1e9)
+
 
 def masked(op: Attention, seq_len: int) -> bool:
     """Whether attention is one fused operation with a mask: of documents, biases, or a window below the sequence."""
-    return not (op.scores_written or op.masked_blocks) and (op.documents or op.biased or op.keys(seq_len) < seq_len)
+    if op.scores_written or op.masked_blocks or op.skips:
+        return False
+    return op.documents or op.biased or op.keys(seq_len) < seq_len
 
 
 def _even(size: float) -> int:

@@ -9,7 +9,7 @@ from typing import NamedTuple
 
 from titan.contracts.base.cost import Costs
 from titan.contracts.base.layout import Layout
-from titan.planner.step.traffic import Among, exchanged, passed_on
+from titan.planner.picture.traffic import Among, exchanged, passed_on
 
 
 class Part(NamedTuple):

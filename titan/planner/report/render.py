@@ -5,6 +5,7 @@ from typing import Any
 
 from titan.contracts.base.spec import ModelSpec
 from titan.planner.machine.cluster import MEMORY_LIMIT, Cluster
+from titan.planner.machine.host import short_of
 from titan.planner.search.best_first import Found, Result
 from titan.planner.search.space import Space
 from titan.planner.step.memory import GIB
@@ -84,7 +85,7 @@ def _spent(p: Prediction) -> list[str]:
 
 
 def _memory(p: Prediction, cluster: Cluster) -> list[str]:
-    names = [name for name in p.memory[0].gib() if name != "total"]
+    names = [name for name in max((memory.gib() for memory in p.memory), key=len) if name != "total"]
     rows = [["GiB per rank", *names, "total", "layers"]]
     alike: list[tuple[int, int]] = []
     for place, memory in enumerate(p.memory):
@@ -96,9 +97,10 @@ def _memory(p: Prediction, cluster: Cluster) -> list[str]:
         gib = p.memory[first].gib()
         layers = "+".join(f"{held.start}-{held.stop - 1}" for held in p.layers[first]) if first == last else ""
         name = f"stage {first}" if first == last else f"stages {first}-{last}"
-        rows.append([name, *(f"{gib[component]:.2f}" for component in names), f"{gib['total']:.2f}", layers])
+        rows.append([name, *(f"{gib.get(component, 0.0):.2f}" for component in names), f"{gib['total']:.2f}", layers])
     peak = f"peak {p.peak_gib:.1f} GiB of {cluster.device.memory_gib:g} GiB"
-    said = [f"fits: {peak}"] if p.fits else [f"does NOT fit: {peak}"]
+    short = short_of(cluster.memory, [memory.host for memory in p.memory], p.world_size)
+    said = [f"fits: {peak}" if p.fits else "; ".join([f"does NOT fit: {peak}", *([short] if short else [])])]
     if p.fits and p.peak_gib > cluster.memory.limit_gib:
         said.append(
             f"warning: less than {100 * (1 - MEMORY_LIMIT):.0f} % of the memory is free, and predictions are off by "
@@ -117,7 +119,8 @@ def search_text(result: Result, cluster: Cluster, ranks: int) -> str:
         f"{result.slower:,} pruned by lower bound, {result.simulated:,} simulated."
     )
     if result.too_large:
-        counts += f"\nToo large: a predicted peak above {cluster.memory.limit_text()}."
+        counts += f"\nToo large: a predicted peak above {cluster.memory.limit_text()}"
+        counts += f", or too much in the host's memory, as {result.host_short}." if result.host_short else "."
     rows, layouts = [["", "step time", "MFU", "peak memory, GiB", "bubble"]], ["layout"]
     for number, found in enumerate(result.best, 1):
         p = found.prediction
@@ -139,6 +142,9 @@ def nothing_found(result: Result, cluster: Cluster, space: Space) -> str:
     if not result.layouts:
         return f"no valid layout: {_no_combination(space)}"
     looked = f"{result.refused + result.too_large:,} layouts looked at"
+    if result.host_short:
+        counted = f"{looked}, {result.refused:,} invalid, {result.too_large:,} too large"
+        return f"no layout fits into the memory of devices and host: {counted}; {result.host_short}"
     if result.tightest is None:
         return f"no valid layout: {looked}, all of them invalid, the first because: {result.refusal}"
     most, choice = result.tightest

@@ -27,6 +27,7 @@ from typing import Any, Literal, NamedTuple
 from titan.config import Job
 from titan.contracts.base.cost import REGIONS, Costs, Recompute, Stage
 from titan.contracts.base.layout import Layout
+from titan.planner.machine.host import short_of
 from titan.planner.search.space import Choice, Chosen, Space
 from titan.planner.step.layout import costs_of, cut, uncut
 from titan.planner.step.memory import GIB
@@ -63,9 +64,10 @@ class Result:
 
     layouts: combinations of degrees and micro batch.  by_bound: those of them pruned by lower bound.
     Counts of full layouts (with all options): refused by a plugin's check; slower: pruned by lower bound; too_large:
-    memory above the limit; simulated.
+    memory above the limit, or more in the host's memory than it has; simulated.
     refusal: what the first check that refused a layout said.
     tightest: (lower bound of bytes per rank, layout) of the one that exceeds the limit least.
+    host_short: what the host's memory lacks for the first layout that fits into the devices.
     """
 
     best: list[Found] = field(default_factory=list)
@@ -77,6 +79,7 @@ class Result:
     simulated: int = 0
     refusal: str = ""
     tightest: tuple[float, Choice] | None = None
+    host_short: str = ""
 
 
 def search(
@@ -135,7 +138,9 @@ def _merged(results: Sequence[Result], keep: int, objective: Objective) -> Resul
     }
     tightest = [result.tightest for result in results if result.tightest is not None]
     refusal = next((result.refusal for result in results if result.refusal), "")
-    return Result(best=best, refusal=refusal, tightest=min(tightest, key=itemgetter(0), default=None), **counts)
+    least = min(tightest, key=itemgetter(0), default=None)
+    host_short = next((result.host_short for result in results if result.host_short), "")
+    return Result(best=best, refusal=refusal, tightest=least, host_short=host_short, **counts)
 
 
 @cache
@@ -276,6 +281,10 @@ class _Search:
         most = max(m.total for m in memory)
         if most > self.limit:
             self._lacks(most, choice, 1)
+            return
+        if short := short_of(self.planner.cluster.memory, [m.host for m in memory], choice.layout.world_size):
+            result.too_large += 1
+            result.host_short = result.host_short or f"{choice}: {short}"
             return
         result.simulated += 1
         self._keep(Found(choice, draft.finish(memory)))

@@ -8,7 +8,7 @@ from typing import NamedTuple, get_args
 from titan.config import Job
 from titan.contracts import Loss, Optimizer, Phase, Technique
 from titan.contracts.base.conformance import answer
-from titan.contracts.base.cost import Attention, Costs, Stage
+from titan.contracts.base.cost import Attention, Costs, PersistentState, Stage
 from titan.contracts.base.layout import Layout
 from titan.errors import ConfigError, ConfigIssue
 from titan.planner.machine.network import Group
@@ -31,7 +31,12 @@ def uncut(job: Job) -> Costs:
     for technique in sorted(job.techniques, key=lambda technique: PHASES.index(technique.phase)):
         if not _cuts(technique):
             costs = _with(technique, costs, job)
-    return _with(job.optimizer, _with(job.loss, costs, job), job)
+    costs = _with(job.loss, costs, job)
+    after = _with(job.optimizer, costs, job)
+    if costs.optimizer_on_host:
+        own = len(costs.state)
+        after = replace(after, state=(*after.state[:own], *(replace(each, on_host=True) for each in after.state[own:])))
+    return after
 
 
 def cut(costs: Costs, job: Job) -> Costs:
@@ -59,17 +64,33 @@ def _of_model(job: Job) -> Costs:
     layer = spec.layer_ops
     if job.data.packing == "document_mask":
         layer = tuple(replace(op, documents=True) if isinstance(op, Attention) else op for op in layer)
-    dtype = str(precision.param_dtype).removeprefix("torch.")
+    dtype, stored = str(precision.param_dtype).removeprefix("torch."), precision.store_dtype.itemsize
     return Costs(
         seq_len=job.data.seq_len, dim=spec.dim, micro_batch=job.micro_batch, micro_batches=job.micro_batches,
         embeddings=spec.embedding_ops, layer=layer, head=spec.head_ops, tied=bool(spec.tied),
         styles=spec.styles, itemsize=precision.param_dtype.itemsize, reduce_itemsize=precision.reduce_dtype.itemsize,
-        dtype=dtype, wide_dtype=dtype,
+        store_itemsize=stored, dtype=dtype, wide_dtype=dtype,
+        state=(
+            PersistentState(component="parameters", bytes_per_param=stored),
+            PersistentState(component="gradients", bytes_per_param=stored),
+        ),
+        gradients_freed=True, update_bytes=_clip_passes(job) * stored,
         accumulate_bytes=accumulated(
             precision.param_dtype.itemsize, precision.reduce_dtype.itemsize, job.micro_batches
         ),
         stages=(Stage(0, range(spec.n_layers)),),
     )  # fmt: skip
+
+
+def _clip_passes(job: Job) -> float:
+    """Reads and writes of each gradient for norm and clipping, beside the update's own read.
+
+    The norm reads it. Clipping reads and writes it, where it is a pass of its own; in an update that takes
+    `grad_scale`, it only adds a write, as PyTorch's fused kernels store the gradient that they have scaled.
+    """
+    if not job.train.grad_clip:
+        return 1.0
+    return 3.0 if job.clips_apart else 2.0
 
 
 def accumulated(itemsize: int, reduce_itemsize: int, micro_batches: int) -> float:

@@ -6,33 +6,19 @@ are the saved tensors of a micro batch times the micro batches in flight. The sc
 each backward is added, and the largest sum counts.
 """
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
-from titan.contracts.base.cost import (
-    Action,
-    Attention,
-    Component,
-    Costs,
-    Elementwise,
-    Matmul,
-    Operation,
-    Recompute,
-    Region,
-    SavedTensor,
-    Stage,
-)
+from titan.contracts.base.cost import Action, Component, Costs, Elementwise, Matmul, Stage
 from titan.contracts.base.layout import Layout
 from titan.planner.machine.cluster import DeviceMemory
-from titan.planner.machine.kernels import masked
+from titan.planner.step.activations import LayerMemory, recomputed
 from titan.planner.step.layout import Sharing, ranks_of, sharing
-from titan.planner.step.parameters import Tensors, parameters_of
+from titan.planner.step.parameters import Tensors, state_bytes
 from titan.planner.step.schedule import representative
 
 GIB = 2.0**30
-REGIONS_OF_RESULTS: dict[str, Region] = {"all_gather": "seq_full", "all_reduce": "hidden", "reduce_scatter": "hidden"}
-"""Where the results of collectives lie that selective recompute keeps, if not in the region of what is sent."""
 
 
 @dataclass(frozen=True)
@@ -43,6 +29,7 @@ class Memory:
     activations: saved tensors, and the working set of the operation at the peak.
     buffers: gathered parameters, gradients during reduction, and receive buffers for hidden states.
     overhead: what the allocator loses to fragmentation, and what driver and communicators allocate.
+    host: in the host's memory, which the total leaves out.
     """
 
     parameters: float
@@ -51,15 +38,17 @@ class Memory:
     activations: float
     buffers: float
     overhead: float
+    host: float = 0.0
 
     @property
     def total(self) -> float:
-        """Sum of all fields, in bytes."""
+        """Bytes on the device: the sum of all fields but `host`."""
         return self.parameters + self.gradients + self.optimizer + self.activations + self.buffers + self.overhead
 
     def gib(self) -> dict[str, float]:
-        """All fields and the total, in GiB."""
-        return {name: value / GIB for name, value in {**vars(self), "total": self.total}.items()}
+        """All fields and the total, in GiB; `host` only where there is some."""
+        fields = {**vars(self), "total": self.total}
+        return {name: value / GIB for name, value in fields.items() if value or name != "host"}
 
 
 class Moment(NamedTuple):
@@ -78,36 +67,35 @@ class Moment(NamedTuple):
 class StageMemory:
     """Bytes of one stage: state, activations per micro batch, and temporary memory of a backward.
 
-    sizes: parameters per shard unit, unsharded over data-parallel ranks.
-    held: component -> bytes of state, all through the step.
+    sizes: parameters per shard unit, unsharded over data-parallel ranks.  shards: of them, what the rank updates.
+    held: component -> bytes of state, all through the step.  hosted: of it, those in the host's memory.
     kept: bytes of activations per micro batch in flight.  head: those of the head.
     after: bytes that exist only after the update.
     mask: bytes of the mask of attention, if one is there all through the step and no micro batch keeps its own.
     making: bytes to make one: itself, if a micro batch keeps it, and a bool of its size.
     gathered, summed: bytes of gathered parameters and of accumulated gradients of shard units, all through a micro
         batch.
-    moments: of a backward.
+    moments: of a backward.  reductions: those of a step's last one besides, where gradients are reduced once per step.
+    later: moments of all backwards but the step's first.  left: bytes of gradients that exist from the first one on.
+        Without a `GatherPolicy`, the first backward makes them layer by layer, and others add to them.
+    scratch: bytes on the device that the update takes besides state.
     """
 
-    def __init__(self, stage: Stage, costs: Costs, layout: Layout, tensors: Tensors, layer: "LayerMemory") -> None:
+    def __init__(self, stage: Stage, costs: Costs, layout: Layout, tensors: Tensors, layer: LayerMemory) -> None:
         self.stage, self.costs, self.layer = stage, costs, layer
         self.sizes = [size.total for size in tensors.sizes(stage)]
         self.held: dict[Component, float] = dict.fromkeys(("parameters", "gradients", "optimizer", "buffers"), 0.0)
-        slices: dict[Sharing, tuple[float, float]] = {}
+        self.hosted = dict(self.held)
         for held in costs.state:
-            ranks = sharing(held.axes, costs, layout)
-            if ranks not in slices:
-                each = [size.total for size in tensors.sizes(stage, ranks)]
-                slices[ranks] = sum(each), max(each, default=0.0)
-            everything, largest = slices[ranks]
-            size = min(held.gathered_units * largest, everything) if held.gathered_units else everything
-            self.held[held.component] += held.bytes_per_param * size
-        updated = tensors.sizes(stage, sharing(costs.updated_over, costs, layout))
-        self.after = costs.after_update_bytes * sum(size.total for size in updated)
+            place = self.held if not held.on_host else self.hosted
+            place[held.component] += state_bytes(held, stage, costs, layout, tensors)
+        self.shards = [size.total for size in tensors.sizes(stage, sharing(costs.updated_over, costs, layout))]
+        self.after = costs.after_update_bytes * sum(self.shards)
+        self.scratch = self._scratch(tensors, sharing(costs.updated_over, costs, layout))
         self.head = layer.head * stage.head
         again = recomputed(stage.layers, costs.recompute)
-        self.kept = (len(stage.layers) - again) * self.layer.full + again * self.layer.least + self.head
-        self.kept += layer.embeddings * stage.embeddings
+        self.offloaded = self._hosted(stage.layers)
+        self.kept = self._saved(stage.layers) + self.head + layer.embeddings * stage.embeddings
         # The first layer's input lies in the buffer that it was received into, the last one's result is sent from.
         self.kept += self.layer.hidden * ((not stage.head) - (not stage.embeddings))
         # Where all layers recompute, the mask of the last documents is there; that of a window, for all micro batches.
@@ -119,102 +107,117 @@ class StageMemory:
         if costs.gather is not None:
             self.gathered = sum(self.sizes) * costs.itemsize * (costs.gather.gather_every != "use")
             self.summed = self._summed(costs.gather.reduce_every == "step")
-        self.moments = list(self._moments(layer.full if again < len(stage.layers) else layer.least, again > 0))
+        self.moments = list(self._moments())
+        once = costs.gather is not None and costs.gather.reduce_every == "step" and costs.micro_batches > 1
+        reductions = list(self._reductions())
+        self.reductions = reductions if once else []
+        self.moments += [] if once else reductions
+        if self.scratch and not _Buffers(self).pile_up:  # a tensor is updated as soon as its gradient is there
+            ready = reductions or [Moment(0.0, 0.0)]
+            self.moments += [each._replace(buffers=each.buffers + self.scratch) for each in ready]
+        self.left, self.later = 0.0, self.moments
+        if costs.gather is None and costs.gradients_freed:
+            self._add_ends()
+        elif costs.gather is None:
+            self.summed = self.held["gradients"]
+
+    def _add_ends(self) -> None:
+        """Where the first backward makes gradients that others add to: set `left` and `later`; add both kinds' ends.
+
+        The gradient of an embedding table is whole before it is added to that of an earlier micro batch. A tied head's
+        gradient waits for it, and their sum is a third tensor.
+        """
+        self.left, table = self.held["gradients"], _Buffers(self).table
+        waits = table * (self.costs.tied and self.stage.head)
+        self.later = [moment._replace(gradients=waits * (moment.gone > 0)) for moment in self.moments]
+        for moments, gradients in ((self.moments, self.left + 2 * waits), (self.later, table + 2 * waits)):
+            moments.append(Moment(self.kept, self.layer.hidden, gradients))
+
+    def _saved(self, layers: Sequence[int]) -> float:
+        """Bytes on the device that these layers save per micro batch."""
+        again = recomputed(layers, self.costs.recompute)
+        kept, least = self.layer.full - self.layer.hosted, self.layer.least - self.layer.hosted_again
+        return (len(layers) - again) * kept + again * least
+
+    def _hosted(self, layers: Sequence[int]) -> float:
+        """Bytes in the host's memory that these layers save per micro batch."""
+        again = recomputed(layers, self.costs.recompute)
+        return (len(layers) - again) * self.layer.hosted + again * self.layer.hosted_again
 
     def _summed(self, whole: bool) -> float:
         """Bytes of gradients that earlier micro batches have left; `whole`: unsharded."""
-        if self.costs.micro_batches == 1:
+        costs = self.costs
+        if costs.micro_batches == 1:
             return 0.0
-        return sum(self.sizes) * self.costs.reduce_itemsize if whole else self.held["gradients"]
+        if whole:
+            return sum(self.sizes) * costs.reduce_itemsize
+        narrow = costs.reduce_itemsize != costs.store_itemsize
+        if costs.gather is not None and costs.gather.sums_replicas and narrow:
+            return sum(self.shards) * costs.reduce_itemsize
+        return self.held["gradients"]
 
-    def _moments(self, layer: float, again: bool) -> Iterator[Moment]:
-        """Of a backward: at the loss; in each of the last two layers in the midst, in attention's core, at the end."""
-        costs, buffers = self.costs, _Buffers(self)
-        computed = self.layer.again if again else 0.0
+    def _moments(self) -> Iterator[Moment]:
+        """Of a backward: at the loss, and in those layers where memory may be highest.
+
+        These are the last two, where most is saved. Where gradients pile up until the backward ends, they are the first
+        two as well.
+        """
+        costs, layers = self.costs, self.stage.layers
         if self.stage.head:
             tokens = costs.share("seq_full") / costs.loss_chunks
             words = sum(costs.product(op)[1] for op in costs.head if isinstance(op, Matmul)) * tokens
-            scratch = 4 * sum(op.scratch for op in costs.head if isinstance(op, Elementwise))
-            yield Moment(0.0, words * costs.itemsize + scratch, *buffers.at_loss())
-        gone = self.head
-        for number in range(min(2, len(self.stage.layers))):
-            midst, core = computed + self.layer.midst, computed + self.layer.core
-            yield Moment(gone + self.layer.used, midst, *buffers.in_layer(number, self.layer.last))
-            if self.layer.core:
-                yield Moment(gone + self.layer.after_core, core, *buffers.in_layer(number, self.layer.late))
-            gone += layer
-            yield Moment(gone, self.layer.hidden * 2, *buffers.in_layer(number, buffers.layer))
+            others = [op for op in costs.head if isinstance(op, Elementwise)]
+            scratch = 4 * max((max(op.scratch, op.fixed_scratch) for op in others), default=0)
+            fetched = self._hosted(layers[-1:])
+            yield Moment(0.0, words * costs.itemsize + scratch + fetched, *_Buffers(self).at_loss())
+        count = len(layers)
+        first = {count - 2, count - 1} if costs.gather is None and costs.gradients_freed else set[int]()
+        for number in ({0, 1} | first) & set(range(count)):
+            yield from self._in_layer(number)
 
+    def _in_layer(self, number: int) -> Iterator[Moment]:
+        """Of the backward of a layer, counted from the last one: in its midst, in attention's core, at its end."""
+        layers, layer, buffers = self.stage.layers, self.layer, _Buffers(self)
+        here = len(layers) - 1 - number
+        again = layer.again * recomputed(layers[here : here + 1], self.costs.recompute)
+        gone, ahead = self.head + self._saved(layers[here + 1 :]), self._hosted(layers[max(here - 1, 0) : here])
+        fetched = ahead + self._hosted(layers[here : here + 1])
+        yield Moment(gone + layer.used, again + layer.midst + fetched, *buffers.in_layer(number, layer.last))
+        if layer.core:
+            yield Moment(gone + layer.after_core, again + layer.core + fetched, *buffers.in_layer(number, layer.late))
+        gone = self.head + self._saved(layers[here:])
+        yield Moment(gone, layer.hidden * 2 + ahead, *buffers.in_layer(number, buffers.layer))
 
-class LayerMemory:
-    """Bytes of one micro batch in one layer on one rank, and the saved tensors of embeddings and head.
+    def _scratch(self, tensors: Tensors, ranks: Sharing) -> float:
+        """`scratch`; ranks: those that share the update."""
+        scratch = self.costs.update_scratch
+        if scratch is None or self.costs.update_on_host:
+            return 0.0
+        sizes = tensors.sizes(self.stage, ranks, scratch.kinds)
+        numel = sum(size.total for size in sizes) if scratch.all_at_once else tensors.largest(self.stage, ranks)
+        return scratch.bytes_per_param * min(numel, scratch.at_most or numel)
 
-    full: saved tensors of a layer without recomputation.
-    least: saved tensors of a layer with recomputation: its input, and results that `Recompute.saved` names.
-    again: bytes that recomputation adds to `least` while the layer's backward runs.
-    hidden: the layer's input.  embeddings, head: saved tensors of the embeddings, and of head and loss.
-    used: saved tensors of the layer's last matmul, which are freed first in its backward.
-    last: parameters of that matmul, whose gradients exist by then.  late: those of all operations after attention.
-    midst: working set amid a layer's backward: three results as wide as the widest matmul and the hidden state.
-    core: what the backward of attention holds besides.  after_core: saved after attention, freed by then.
-    mask: the S x S mask that all layers share, in the compute dtype; 0: none.  documents: each micro batch has its own.
+    def _reductions(self) -> Iterator[Moment]:
+        """When gradients of the head, of the first layer, and of the unit that is reduced last are reduced.
 
-    Where layers differ, bytes are those of the mean layer, but for `midst` and `core`, those of the largest operation.
-
-    costs: sizes and splits.  fused_norms: norms are one kernel, so they save no normalized states.  ways: ranks that
-    each hold a part of the weights of every stack.
-    """
-
-    def __init__(self, costs: Costs, fused_norms: bool, ways: int) -> None:
-        self.costs = costs
-        self.embeddings, self.full, self.head = (
-            kept_by(ops, costs, fused_norms) for ops in (costs.embeddings, costs.layer, costs.head)
-        )
-        self.hidden = self.least = costs.dim * costs.share("hidden") * costs.itemsize
-        linears = [op for op in costs.layer if isinstance(op, Matmul)]
-        self.again = self.full - self.hidden
-        if costs.recompute is not None and costs.recompute.saved == "all_but_scores":
-            self.again = kept_by(costs.layer, costs, fused_norms, scores=True)
-            self.least = self.full - self.again
-        if costs.recompute is not None and costs.recompute.saved == "products":
-            results = sum(self._product(op) for op in costs.layer)
-            self.least += results + self._received()
-            # Results that only recompute needed are let go of as it comes by, all but the last.
-            self.again -= results - self._product(linears[-1])
-        also = bytes_of(costs.recompute.also, costs) if costs.recompute is not None else 0.0
-        self.least, self.again = self.least + also, self.again - also
-        self.used = kept_by(linears[-1:], costs, fused_norms)
-        self.last = parameters_of(linears[-1:], costs, ways)
-        widest = max((costs.product(op)[1] * op.used for op in linears), default=0.0)
-        self.midst = 3 * (widest + costs.dim) * costs.share("seq_full") * costs.itemsize
-        cores = [op for op in costs.layer if isinstance(op, Attention)]
-        self.core = max((bytes_of(op.scratch, costs) for op in cores), default=0.0)
-        # Attention that writes its scores adds biases too; its masks without them are of bool, and left out.
-        given = [op for op in cores if masked(op, costs.seq_len) or (op.biased and not op.masked_blocks)]
-        self.documents = any(op.documents for op in given)
-        sequences = costs.micro_batch if self.documents else bool(given)
-        heads = max((op.heads / costs.splits["tp_sharded"] if op.biased else 1.0 for op in given), default=0.0)
-        self.mask = sequences * heads * costs.seq_len**2 * costs.itemsize
-        after = costs.layer[costs.layer.index(cores[-1]) :][1:] if cores else ()
-        self.after_core, self.late = kept_by(after, costs, fused_norms), parameters_of(after, costs, ways)
-
-    def _product(self, op: Operation) -> float:
-        """Bytes of the result of a matmul, or of attention unless it writes its scores: its products run again."""
-        costs = self.costs
-        if isinstance(op, Matmul):
-            return op.of_layers * (costs.product(op)[1] * op.used * costs.share("seq_full") * costs.itemsize)
-        if isinstance(op, Attention) and not op.scores_written:
-            return op.of_layers * (op.heads * (op.head_dim * costs.itemsize + 4) * costs.share("tp_sharded"))
-        return 0.0
-
-    def _received(self) -> float:
-        """Bytes that collectives within a layer's forward return."""
-        costs, found = self.costs, 0.0
-        for cost in costs.collectives:
-            if cost.where == "layer" and cost.when == "forward":
-                region = REGIONS_OF_RESULTS.get(cost.collective, cost.region)
-                found += cost.of_layers * cost.count * cost.numel * costs.share(region) * costs.itemsize
-        return found
+        A pipeline that reduces once per step does so after its last backward, the first unit first.
+        """
+        costs, buffers, units = self.costs, _Buffers(self), list(range(len(self.sizes)))
+        if costs.gather is None:
+            return
+        if costs.pipeline_axis and costs.gather.reduce_every == "step":
+            for unit in {0, units[-1]}:
+                yield Moment(self.kept, 0.0, *buffers.reduced(units[: unit + 1]))
+            return
+        if costs.tied and self.stage.head:
+            units = [units[-1], *units[:-1]]
+        elif self.stage.head:
+            yield Moment(self.head, self.layer.hidden, *buffers.reduced(units[:-2:-1]))
+        if self.stage.layers and self.stage.embeddings:
+            first = units[-len(self.stage.layers) - bool(self.stage.head and not costs.tied) :]
+            gone = self.kept - self.layer.embeddings
+            yield Moment(gone, self.layer.hidden, *buffers.reduced(first[::-1]))
+        yield Moment(self.kept, self.layer.hidden, *buffers.reduced(units[::-1]))
 
 
 class _Buffers:
@@ -225,54 +228,81 @@ class _Buffers:
     """
 
     def __init__(self, stage: StageMemory) -> None:
-        self.costs, self.rules, self.sizes = stage.costs, stage.costs.gather, stage.sizes
-        layers = len(stage.stage.layers)
-        self.layer = self.sizes[-1 - bool(stage.stage.head)] if layers else 0.0
+        self.stage, self.costs, self.rules, self.sizes = stage, stage.costs, stage.costs.gather, stage.sizes
+        self._each = self.costs.micro_batches == 1 or (self.rules and self.rules.reduce_every) == "micro_batch"
+        self._alone = stage.shards == stage.sizes
+        layers, last = len(stage.stage.layers), stage.stage.head or (self.costs.tied and stage.stage.embeddings)
+        self.layer = self.sizes[-1 - last] if layers else 0.0
         self.head = self.sizes[-1] if stage.stage.head else 0.0
+        self._before = len(self.sizes) - layers - last
+        gradients = [held for held in self.costs.state if held.component == "gradients" and not held.on_host]
+        self._width = sum(held.bytes_per_param for held in gradients)
+        self.pile_up = not any(held.gathered_units for held in gradients)
+
+    @property
+    def table(self) -> float:
+        """Bytes of the gradient of the largest embedding table."""
+        tables = self.sizes[: self._before]
+        if self.costs.tied and self.stage.stage.embeddings:
+            tables = [*tables, self.sizes[-1]]
+        return max(tables, default=0.0) * self._width
 
     def at_loss(self) -> tuple[float, float]:
-        """When the gradient of the logits is made; the last layer is gathered by then, for its backward."""
+        """When the gradient of the logits is made; in backward the last layer is gathered by then.
+
+        In forward, the head has just been copied out of the buffer that it was gathered into.
+        """
         if self.rules is None:
             return 0.0, 0.0
         before = self.sizes[0] if self.rules.reduce_every == "micro_batch" and self.costs.micro_batches > 1 else 0.0
-        return 0.0, self._gathered(self.head + self.layer) + before * self.costs.reduce_itemsize
+        forward = self.costs.loss_in_forward
+        received = self.head * self.costs.itemsize * (forward and self.rules.gather_every != "step")
+        gathered = self._gathered(self.head + self.layer * (not forward))
+        return 0.0, gathered + received + before * self.costs.reduce_itemsize
 
     def in_layer(self, number: int, made: float) -> tuple[float, float]:
         """In the backward of a layer, counted from the last; made: its parameters that have gradients by then."""
-        if self.rules is None:
+        if self.rules is None and not self.costs.gradients_freed:
             return 0.0, 0.0
-        each = self.costs.micro_batches == 1 or self.rules.reduce_every == "micro_batch"
+        if self.rules is None:
+            done = (self.head + number * self.layer) * self.pile_up
+            return min((done + made) * self._width, self.stage.held["gradients"]), 0.0
         waiting = self.layer if number or made == self.layer else self.head
-        return made * self.costs.itemsize, self._gathered(2 * self.layer) + waiting * self.costs.reduce_itemsize * each
+        return made * self.costs.itemsize, self._gathered(
+            2 * self.layer
+        ) + waiting * self.costs.reduce_itemsize * self._each
+
+    def reduced(self, units: Sequence[int]) -> tuple[float, float]:
+        """When the gradients of the last of these units are reduced, after those of the others.
+
+        The unit's own gradients are there in the compute dtype, or as they were added up, copied for the reduction, and
+        reduced, before they are rounded to the dtype that they are stored in. A rank alone divides another copy, when
+        it has freed its own. The gathered parameters of all of them are gone.
+        """
+        costs, stage, unit = self.costs, self.stage, units[-1]
+        if self.rules is None or not stage.held["gradients"]:
+            return 0.0, 0.0
+        narrow, several = costs.reduce_itemsize != costs.store_itemsize, costs.micro_batches > 1
+        made, shards = self.sizes[unit], sum(stage.shards[each] for each in units)
+        sums = shards if self.rules.sums_replicas else stage.shards[unit]
+        if several and self._each:  # what is added to has been counted
+            kept = 0.0
+            wide = stage.shards[unit] * costs.reduce_itemsize * narrow * (not self.rules.sums_replicas)
+            stored = shards * costs.store_itemsize * narrow * self.rules.sums_replicas
+        else:
+            kept = sum(self.sizes[each] for each in units) * costs.reduce_itemsize * several
+            wide, stored = sums * costs.reduce_itemsize * narrow, shards * costs.store_itemsize
+        own = made * (costs.reduce_itemsize if several and not self._each else costs.itemsize)
+        if self._alone:
+            own = max(made * costs.reduce_itemsize - made * costs.store_itemsize * narrow, 0.0)
+        stored = min(stored, stage.held["gradients"])
+        gathered = stage.gathered and sum(self.sizes[each] for each in units) * costs.itemsize
+        ahead = self._gathered(self.layer) if len(units) == 1 else 0.0
+        return own + stored - kept, made * costs.reduce_itemsize + wide + ahead - gathered
 
     def _gathered(self, used: float) -> float:
         assert self.rules is not None
         return used * self.costs.itemsize if self.rules.gather_every == "use" else 0.0
-
-
-def kept_by(operations: Iterable[Operation], costs: Costs, fused_norms: bool, scores: bool = False) -> float:
-    """Bytes that operations save per micro batch on one rank; scores: only those of attention's scores."""
-    return sum(
-        op.of_layers * bytes_of([kept], costs)
-        for op in operations
-        for kept in _saved_by(op, costs)
-        if not (kept.unfused and fused_norms) and (kept.scores or not scores)
-    )
-
-
-def _saved_by(op: Operation, costs: Costs) -> tuple[SavedTensor, ...]:
-    """What an operation saves; attention that is given a mask repeats keys and values for each head of a group."""
-    if not isinstance(op, Attention) or not masked(op, costs.seq_len):
-        return op.saved
-    return *op.saved, SavedTensor(numel=2 * (op.heads - op.kv_heads) * op.head_dim, region="tp_sharded")
-
-
-def bytes_of(tensors: Iterable[SavedTensor], costs: Costs) -> float:
-    """Bytes of saved tensors per micro batch on one rank."""
-    return sum(
-        t.numel * (costs.seq_len if t.scores else 1) * costs.share(t.region) * (t.itemsize or costs.itemsize)
-        for t in tensors
-    )
 
 
 def kind(stage: Stage, costs: Costs) -> tuple[int, ...]:
@@ -280,21 +310,18 @@ def kind(stage: Stage, costs: Costs) -> tuple[int, ...]:
     return len(stage.layers), recomputed(stage.layers, costs.recompute), stage.embeddings, stage.head
 
 
-def recomputed(layers: Sequence[int], recompute: Recompute | None) -> int:
-    """How many of these layers, given by global number, are recomputed."""
-    if recompute is None:
-        return 0
-    return len(layers) if recompute.every == 1 else sum(layer % recompute.every == 0 for layer in layers)
-
-
 def peak_bytes(costs: Costs, layout: Layout, device: DeviceMemory) -> float:
     """Peak memory of the fullest rank, in bytes."""
+    return max(memory.total for memory in memories(costs, layout, device))
+
+
+def memories(costs: Costs, layout: Layout, device: DeviceMemory) -> list[Memory]:
+    """Peak memory on the ranks of each pipeline rank, first to last."""
     ways = ranks_of(costs.stacks_over, layout)
     tensors, layer = Tensors(costs, ways), LayerMemory(costs, device.fused_norms or costs.fused, ways)
     alike = {kind(stage, costs): stage for stage in costs.stages}
     made = {key: StageMemory(stage, costs, layout, tensors, layer) for key, stage in alike.items()}
-    stages = [made[kind(stage, costs)] for stage in costs.stages]
-    return max(memory.total for memory in memory_of(costs, stages, device))
+    return memory_of(costs, [made[kind(stage, costs)] for stage in costs.stages], device)
 
 
 def memory_of(costs: Costs, stages: Sequence[StageMemory], device: DeviceMemory) -> list[Memory]:
@@ -306,13 +333,9 @@ def memory_of(costs: Costs, stages: Sequence[StageMemory], device: DeviceMemory)
 
 
 def _of_place(
-    place: int,
-    stages: Sequence[StageMemory],
-    homes: Sequence[int],
-    actions: Sequence[Action],
-    costs: Costs,
+    place: int, stages: Sequence[StageMemory], homes: Sequence[int], actions: Sequence[Action], costs: Costs,
     device: DeviceMemory,
-) -> Memory:
+) -> Memory:  # fmt: skip
     mine = [stage for stage, home in zip(stages, homes, strict=True) if home == place]
     state = {name: sum(stage.held[name] for stage in mine) for name in mine[0].held}
     received = sum(
@@ -323,31 +346,51 @@ def _of_place(
     masks = max(stage.mask for stage in mine)
     activations += masks
     buffers += state["buffers"] + received * (costs.receive_buffers > 0) + sum(stage.gathered for stage in mine)
-    gradients += sum(stage.summed for stage in mine) if costs.gather else state["gradients"]
-    if activations + gradients + buffers < state["gradients"]:  # the update needs more than any micro batch
-        activations, gradients, buffers = masks, state["gradients"], state["buffers"]
+    gradients += sum(stage.summed for stage in mine)
+    hosted = sum(sum(stage.hosted.values()) for stage in mine) + _most_offloaded(actions, stages)
+    update = min(costs.update_buffers, sum(stage.hosted["optimizer"] for stage in mine))
+    together = costs.update_scratch is not None and costs.update_scratch.all_at_once
+    update += state["buffers"] + (sum if together else max)(stage.scratch for stage in mine)
+    if activations + gradients + buffers < masks + state["gradients"] + update:  # more than in any micro batch
+        activations, gradients, buffers = masks, state["gradients"], update
     after = state["buffers"] + sum(stage.after for stage in mine)
     if activations + gradients + buffers < after:
         activations, gradients, buffers = 0.0, 0.0, after
     overhead = device.reserved_gib * GIB + device.fragmented * (activations + buffers)
-    return Memory(state["parameters"], gradients, state["optimizer"], activations, buffers, overhead)
+    return Memory(state["parameters"], gradients, state["optimizer"], activations, buffers, overhead, hosted)
+
+
+def _most_offloaded(actions: Sequence[Action], stages: Sequence[StageMemory]) -> float:
+    """Bytes in the host's memory of the saved tensors of a rank's layers, when they are most."""
+    now = most = 0.0
+    for kind_, number, _ in actions:
+        now += stages[number].offloaded * ((kind_ == "F") - (kind_ in "BW"))
+        most = max(most, now)
+    return most
 
 
 def peak(actions: Sequence[Action], stages: Sequence[StageMemory]) -> tuple[float, float, float]:
     """(activations, gradients, buffers) in bytes at a rank's worst moment, over its actions in order."""
-    now, most = 0.0, (0.0, 0.0, 0.0)
-    largest = 0.0
-    for kind_, number, _ in actions:
+    now = left = largest = 0.0
+    most = (0.0, 0.0, 0.0)
+    begun: set[int] = set()
+    last = {number: index for index, (kind_, number, _) in enumerate(actions) if kind_ in "BW"}
+    for index, (kind_, number, _) in enumerate(actions):
         stage = stages[number]
+        moments = (stage.later if number in begun else stage.moments) if kind_ in "BI" else []
+        if index == last.get(number):
+            moments = [*moments, *stage.reductions]
         if kind_ == "F":
-            if now + stage.making > largest:
-                largest, most = now + stage.making, (now + stage.making, 0.0, 0.0)
+            if now + stage.making + left > largest:
+                largest, most = now + stage.making + left, (now + stage.making, left, 0.0)
             now += stage.kept
-        elif kind_ != "W":
-            for gone, activations, gradients, buffers in stage.moments:
-                here = now - gone + activations + gradients + buffers
-                if here > largest:
-                    largest, most = here, (now - gone + activations, gradients, buffers)
+        for gone, activations, gradients, buffers in moments:
+            here = now - gone + activations + gradients + buffers + left
+            if here > largest:
+                largest, most = here, (now - gone + activations, gradients + left, buffers)
+        if kind_ in "BI" and number not in begun:
+            begun.add(number)
+            left += stage.left
         if kind_ in "BW":
             now -= stage.kept
     return most

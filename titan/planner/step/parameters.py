@@ -6,23 +6,24 @@ differ, counts are of the mean layer.
 """
 
 import math
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from typing import NamedTuple
 
-from titan.contracts.base.cost import Costs, Elementwise, EmbeddingOp, Matmul, Operation, Stage
-from titan.planner.step.layout import ALONE, Sharing
+from titan.contracts.base.cost import Costs, Elementwise, EmbeddingOp, Kind, Matmul, Operation, PersistentState, Stage
+from titan.contracts.base.layout import Layout
+from titan.planner.step.layout import ALONE, Sharing, sharing
 
 
 class Shape(NamedTuple):
     """A rank's part of a parameter, before data parallelism slices the rows.
 
     rows, columns: its sizes; those of a stack have their rows in one tensor.
-    stacked: it is of a stack of weights.  share: of the layers that have it.
+    kind: of the parameter.  share: of the layers that have it.
     """
 
     rows: float
     columns: float
-    stacked: bool = False
+    kind: Kind
     share: float = 1.0
 
 
@@ -48,23 +49,26 @@ def shapes(op: Operation, costs: Costs, ways: int = 1) -> list[Shape]:
     """
     if isinstance(op, Matmul):
         inputs, outputs = costs.product(op)
-        stacked, weights = op.stack > 1, op.stack / ways if op.stack > 1 else 1
-        bias = [Shape(weights * outputs, 1.0, stacked, op.of_layers)] if op.bias else []
-        return [Shape(weights * math.ceil(outputs), math.ceil(inputs), stacked, op.of_layers), *bias]
+        weights = op.stack / ways if op.stack > 1 else 1
+        kind: Kind = "stack" if op.stack > 1 else "matrix"
+        bias = [Shape(weights * outputs, 1.0, "stack" if op.stack > 1 else "vector", op.of_layers)] if op.bias else []
+        return [Shape(weights * math.ceil(outputs), math.ceil(inputs), kind, op.of_layers), *bias]
     if isinstance(op, EmbeddingOp):
         split = costs.cut("tp_sharded") if costs.style(op.module) == "embedding" else 1
-        return [Shape(math.ceil(op.rows / split), float(op.width), share=op.of_layers)]
+        return [Shape(math.ceil(op.rows / split), float(op.width), "table", op.of_layers)]
     if isinstance(op, Elementwise):
         split = costs.cut("tp_sharded") if costs.style(op.module) == "wide_norm" else 1
-        return [Shape(float(math.ceil(op.width / split)), 1.0, share=op.of_layers)] * op.params
+        return [Shape(float(math.ceil(op.width / split)), 1.0, "vector", op.of_layers)] * op.params
     return []
 
 
-def sliced(tensors: Iterable[Shape], ranks: Sharing = ALONE) -> Count:
-    """Numbers in the first rank's shards of these tensors, split along their rows."""
+def sliced(tensors: Iterable[Shape], ranks: Sharing = ALONE, kinds: Sequence[Kind] = ()) -> Count:
+    """Numbers in the first rank's shards of these tensors, split along their rows; kinds: of these alone, if any."""
     counts = [0.0, 0.0]
-    for rows, columns, stacked, share in tensors:
-        counts[stacked] += share * (math.ceil(rows / ranks[stacked]) * columns)
+    for rows, columns, kind, share in tensors:
+        if not kinds or kind in kinds:
+            stacked = kind == "stack"
+            counts[stacked] += share * (math.ceil(rows / ranks[stacked]) * columns)
     return Count(*counts)
 
 
@@ -85,23 +89,41 @@ class Tensors:
         self._embeddings = [shapes(op, costs) for op in costs.embeddings]
         self._layer = [shape for op in costs.layer for shape in shapes(op, costs, ways)]
         self.layer = sliced(self._layer)
-        self._end = [shape for op in costs.head for shape in shapes(op, costs)]
+        end = [shape for op in costs.head for shape in shapes(op, costs)]
+        self._end = [shape._replace(kind="head") if shape.kind == "matrix" else shape for shape in end]
         self._table: list[Shape] = []
         if costs.tied:
             self._table, self._embeddings = self._embeddings[0], self._embeddings[1:]
             self._end = [shape for shape in self._end if shape.columns == 1.0]
-        self._sizes: dict[tuple[int, bool, bool, Sharing], list[Count]] = {}
+        self._sizes: dict[tuple[int, bool, bool, Sharing, Sequence[Kind]], list[Count]] = {}
 
-    def sizes(self, stage: Stage, ranks: Sharing = ALONE) -> list[Count]:
-        """Parameters per shard unit of a stage, in forward order, of the first of the ranks that share them."""
-        key = (len(stage.layers), stage.embeddings, stage.head, ranks)
+    def largest(self, stage: Stage, ranks: Sharing = ALONE) -> float:
+        """Numbers in the largest tensor of a stage, of the first of the ranks that share it."""
+        ends = [*(self._embeddings if stage.embeddings else ()), self._end if stage.head else ()]
+        tensors = [shape for unit in ends for shape in unit] + self._layer * bool(stage.layers)
+        tensors += self._table * (stage.embeddings or stage.head)
+        return max((sliced([shape._replace(share=1.0)], ranks).total for shape in tensors), default=0.0)
+
+    def sizes(self, stage: Stage, ranks: Sharing = ALONE, kinds: tuple[Kind, ...] = ()) -> list[Count]:
+        """Parameters per shard unit of a stage, in forward order, of the first of the ranks that share them.
+
+        kinds: of these kinds alone; empty: of all. Units without any are left out.
+        """
+        key = (len(stage.layers), stage.embeddings, stage.head, ranks, kinds)
         if key not in self._sizes:
             end = [*(self._end if stage.head else ()), *(self._table if stage.embeddings or stage.head else ())]
             units = [*(self._embeddings if stage.embeddings else ()), end]
-            *embeddings, last = (sliced(unit, ranks) for unit in units)
-            layers = [sliced(self._layer, ranks)] * len(stage.layers)
+            *embeddings, last = (sliced(unit, ranks, kinds) for unit in units)
+            layers = [sliced(self._layer, ranks, kinds)] * len(stage.layers)
             self._sizes[key] = [size for size in (*embeddings, *layers, last) if size.total]
         return self._sizes[key]
+
+
+def state_bytes(held: PersistentState, stage: Stage, costs: Costs, layout: Layout, tensors: Tensors) -> float:
+    """Bytes of state on one rank of a stage."""
+    sizes = [size.total for size in tensors.sizes(stage, sharing(held.axes, costs, layout), held.kinds)]
+    numel = min(held.gathered_units * max(sizes, default=0.0), sum(sizes)) if held.gathered_units else sum(sizes)
+    return held.bytes_per_param * numel
 
 
 def added(counts: Iterable[Count]) -> Count:

@@ -17,10 +17,12 @@ from titan.contracts.base.cost import Attention, Costs, Matmul, Operation, Recom
 from titan.contracts.base.layout import Layout
 from titan.planner.machine.cluster import Cluster
 from titan.planner.machine.cluster import Device as Device_
+from titan.planner.machine.host import short_of
 from titan.planner.machine.kernels import Device
 from titan.planner.machine.network import Network
+from titan.planner.step.activations import LayerMemory, recomputed
 from titan.planner.step.layout import group_of
-from titan.planner.step.memory import GIB, LayerMemory, Memory, StageMemory, kind, memory_of, recomputed
+from titan.planner.step.memory import GIB, Memory, StageMemory, kind, memory_of
 from titan.planner.step.schedule import Timeline, simulate
 from titan.planner.step.steady_state import Steps
 from titan.planner.step.work import COMMUNICATION, Parts, StageWork
@@ -36,7 +38,7 @@ class Prediction:
     time_s: purpose -> seconds on the rank that ends last; the sum is step_time_s.
     overlapped_s: family -> seconds of communication that overlap computation on that rank.
     memory: per pipeline rank.  layers: per pipeline rank, the layers of its stages.
-    fits: whether every rank's memory fits into the device.
+    fits: whether every rank's memory fits into the device, and what it keeps on the host into that of the node.
     energy_j, price: joules and price of a step over all ranks; 0 where the cluster file has no power or price. Ranks
         that wait for work draw idle power, others full power.
     timeline: of the simulated schedule.
@@ -147,7 +149,7 @@ class StageCostCache:
         self.embeddings_s, self.head_s = sum(parts.embeddings) + embeddings, sum(parts.head) + head
         self.layer_s = sum(parts.layer) + layer + unit
         self.again_s = parts.again + seen.get(("layer", "recompute"), 0.0)
-        self.once_s = once + parts.update_s(parts.tensors.layer)
+        self.once_s = once + parts.layer_update_s()
         self._work: dict[tuple[int, ...], StageWork] = {}
         self._memory: dict[tuple[int, ...], StageMemory] = {}
 
@@ -194,8 +196,7 @@ class StageCostCache:
         """Bytes of a stage: state, activations and working sets."""
         key = kind(stage, self.parts.costs)
         if key not in self._memory:
-            costs, layout = self.parts.costs, self.parts.layout
-            self._memory[key] = StageMemory(stage, costs, layout, self.parts.tensors, self._layer)
+            self._memory[key] = StageMemory(stage, self.parts.costs, self.parts.layout, self.parts.tensors, self._layer)
         return self._memory[key]
 
 
@@ -302,7 +303,8 @@ class UnscheduledStep:
             layers=tuple(tuple(s.layers for s in costs.stages if s.rank == place) for place in range(len(by_place))),
             energy_j=_energy(cluster.device, timeline, step, world),
             price=cluster.device.price * world * step / 3600,
-            fits=all(m.total <= cluster.device.memory_gib * GIB for m in memory), timeline=timeline,
+            fits=all(m.total <= cluster.device.memory_gib * GIB for m in memory)
+            and not short_of(cluster.memory, [m.host for m in memory], world), timeline=timeline,
         )  # fmt: skip
 
     def _shared(self, end: float, timeline: Timeline) -> float:
@@ -380,11 +382,11 @@ def flops_per_token(costs: Costs) -> tuple[float, float]:
 def _recomputed_flops(costs: Costs, layer: float) -> float:
     """FLOPs per token that a recomputed layer repeats; layer: those of its forward."""
     again = costs.recompute
-    if again is None or again.saved == "input":
-        return layer if again else 0.0
+    if again is None or again.saved in ("input", "share"):
+        return (1 - again.share) * layer if again else 0.0
     cores = [op for op in costs.layer if isinstance(op, Attention)]
     if again.saved == "products":
-        return sum(_forward_flops(op, costs) for op in cores if op.scores_written)
+        return sum(_forward_flops(op, costs) for op in cores if not op.is_product)
     # The scores are one of two products of equal size; backward does not need the result of the other. A flash kernel
     # computes both.
     return sum(_forward_flops(op, costs) * (1 if again.full_layer or not op.scores_written else 0.5) for op in cores)

@@ -10,25 +10,15 @@ from collections.abc import Iterable
 from typing import NamedTuple
 
 from titan.contracts.base.cost import Attention, CollectiveCost, Costs, Elementwise, Matmul, Operation, Stage
-from titan.contracts.base.layout import Axis, Layout
+from titan.contracts.base.layout import Layout
 from titan.planner.machine.kernels import Device, Seconds
 from titan.planner.machine.network import Group, Network
+from titan.planner.step.activations import LayerMemory, recomputed
 from titan.planner.step.layout import group_of, narrowed, ranks_of, sharing
-from titan.planner.step.memory import recomputed
-from titan.planner.step.parameters import NONE, Count, Tensors, added
+from titan.planner.step.parameters import NONE, Count, Tensors, added, state_bytes
 
 COMMUNICATION = ("tp", "cp", "ep", "dp", "worker", "pp")
 """Under which names communication is reported."""
-
-
-def _family(axis: Axis) -> str:
-    if axis.weights == "layers":
-        return "pp"
-    if axis.weights == "own":
-        return "worker"
-    if axis.weights == "slices":
-        return "tp" if axis.data == "same" else "ep"
-    return "cp" if axis.data == "sliced" else "dp"
 
 
 Families = dict[tuple[str, str], dict[str, float]]
@@ -95,7 +85,7 @@ class Parts:
             self.head = self._seconds(costs.head, costs.wide_dtype)
         self.again = self._again()
         self._timed: dict[tuple[int, Count], float] = {}
-        self._families = {axis.name: _family(axis) for axis in layout.axes}
+        self._families = {axis.name: axis.family for axis in layout.axes}
         self.exposed, self.overlapped = self._between_operations()
         units = [cost for cost in costs.collectives if cost.where == "unit"]
         self.unit_collectives = [
@@ -120,6 +110,8 @@ class Parts:
         costs = self.costs
         if costs.recompute is None:
             return 0.0
+        if costs.recompute.saved == "share":
+            return (1 - costs.recompute.share) * self.layer.forward
         if costs.recompute.saved == "input":
             again = costs.recompute.full_layer or costs.needs_last_product
             last = [] if again else [op for op in costs.layer if isinstance(op, Matmul)][-1:]
@@ -128,8 +120,8 @@ class Parts:
         if costs.recompute.saved == "all_but_scores":
             return sum(self.device.core_again(op, costs, both=costs.recompute.full_layer) for op in cores)
         cheap = [op for op in costs.layer if isinstance(op, Elementwise)]
-        written = [op for op in cores if op.scores_written]
-        return self._seconds([*cheap, *written], costs.dtype).forward
+        cores_again = [op for op in cores if not op.is_product]
+        return self._seconds([*cheap, *cores_again], costs.dtype).forward
 
     def family(self, cost: CollectiveCost) -> str:
         """The name under which a collective's seconds are reported, one of `COMMUNICATION`."""
@@ -169,11 +161,43 @@ class Parts:
         gathers = cost.where == "unit" and cost.collective != "all_reduce"
         return self.device.kernels.fsdp_overhead_us * 1e-6 if gathers else 0.0
 
-    def update_s(self, params: Count) -> float:
-        """Seconds of the optimizer's update of this many parameters, before they are shared over ranks."""
+    def update_s(self, params: Count, hosted: float) -> float:
+        """Seconds of the optimizer's update of this many parameters, before they are shared over ranks.
+
+        hosted: bytes of state that come from the host and go back.
+        """
         shards = sharing(self.costs.updated_over, self.costs, self.layout)
         own = params.plain / shards.plain + params.stacked / shards.stacked
-        return self.device.update(own * self.costs.update_bytes)
+        if self.costs.update_on_host:
+            return own * self.costs.update_bytes / (self.device.cluster.device.host_update_gb_s * 1e9)
+        # The link works both ways at once, beside the update.
+        return max(self.device.update(own * self.costs.update_bytes), self.device.to_host(hosted))
+
+    def hosted(self, stage: Stage) -> float:
+        """Bytes of a stage's state in the host's memory, on one rank."""
+        there = (held for held in self.costs.state if held.on_host)
+        return sum(state_bytes(held, stage, self.costs, self.layout, self.tensors) for held in there)
+
+    def layer_update_s(self) -> float:
+        """Seconds of the optimizer's update of one layer."""
+        return self.update_s(self.tensors.layer, self.hosted(Stage(0, range(1), embeddings=False, head=False)))
+
+    def matrix_s(self, layers: int) -> float:
+        """Seconds of the matrix products of the update of that many layers, on the rank with most of them.
+
+        A matrix is not divided: the rank has its share of all, and at least the longest.
+        """
+        work, costs = self.costs.matrix_work, self.costs
+        if work is None:
+            return 0.0
+        total = longest = 0.0
+        for op in costs.layer:
+            if isinstance(op, Matmul):
+                m, n = sorted((op.inputs, op.outputs))
+                flops_per_s = 2.0 * m * m * n / self.device.product(m, n, m, costs.wide_dtype, costs.itemsize)
+                seconds = (work.square * m * m * n + work.cube * m**3) / flops_per_s
+                total, longest = total + layers * op.of_layers * op.stack * seconds, max(longest, seconds)
+        return max(total / ranks_of(work.over, self.layout), longest) if layers else 0.0
 
     def layer_unit_s(self) -> tuple[float, float]:
         """Least non-overlapped seconds of gathering and reducing one layer: (per micro batch, per step)."""
@@ -195,23 +219,29 @@ class Parts:
         exposed: Families = defaultdict(lambda: defaultdict(float))
         overlapped: Families = defaultdict(lambda: defaultdict(float))
         again = self.costs.recompute
+        free = self._seconds_of_layer()  # what one collective overlaps is not there for the next one
         for cost in self.costs.collectives:
             # What selective recompute keeps of a layer includes the results of its collectives.
             kept = cost.when == "recompute" and (again is None or again.saved != "input")
             if cost.where in ("embeddings", "layer", "attention", "head") and not kept:
                 where = "layer" if cost.where == "attention" else cost.where
-                seconds, covered = (cost.of_layers * each for each in (self.seconds(cost), self._covered(cost)))
-                family = self.family(cost)
+                seconds, family = cost.of_layers * self.seconds(cost), self.family(cost)
+                covered = min(cost.of_layers * self._covered(cost), free.get(cost.when, 0.0))
+                free[cost.when] = free.get(cost.when, 0.0) - covered
                 exposed[where, cost.when][family] += seconds - covered * (1 - self.device.kernels.overlap_slowdown)
                 if covered:
                     overlapped[where, cost.when][family] += covered
         return exposed, overlapped
 
+    def _seconds_of_layer(self) -> dict[str, float]:
+        """Phase -> seconds of computation in one layer."""
+        return {"forward": self.layer.forward, "recompute": self.again, "backward": self.layer.backward}
+
     def _covered(self, cost: CollectiveCost) -> float:
-        """Seconds of a collective that overlap computation."""
+        """Seconds of a collective that overlap computation, if nothing else does."""
         if not cost.overlaps or cost.where not in ("layer", "attention"):
             return 0.0
-        beside = {"forward": self.layer.forward, "recompute": self.again, "backward": self.layer.backward}
+        beside = self._seconds_of_layer()
         if cost.where == "attention":
             core = self.attention
             blocks = {"forward": core.forward, "recompute": core.forward, "backward": core.backward}
@@ -242,12 +272,29 @@ class StageWork:
         compute[2] += parts.adding_s(self._of_ends())
         self.each["forward"], self.each["backward"] = compute[0], compute[1] + compute[2]
         self.each["recompute"] = again * parts.again
+        waits = self._waits_for_host(layers, again)
+        for number, when in enumerate(("forward", "backward")):
+            compute[number] += waits[number]
+            self.each[when] += waits[number]
         self.forward = compute[0] + self._between("forward")
         self.inputs = compute[1] + self.each["recompute"] + self._between("backward") + self._between("recompute")
         self.weights = compute[2]
         self._units = self._shard_units()
         self._overlapped()
         self._once_a_step(costs)
+
+    def _waits_for_host(self, layers: int, again: int) -> tuple[float, float]:
+        """Seconds, forward and backward, by which copies of saved tensors take longer than the layers beside them."""
+        parts = self.parts
+        if not parts.costs.activations_on_host:
+            return 0.0, 0.0
+        memory = LayerMemory(parts.costs, parts.device.kernels.fused_norms or parts.costs.fused, parts.ways)
+        waits = [0.0, 0.0]
+        for count, size, more in ((layers - again, memory.hosted, 0.0), (again, memory.hosted_again, parts.again)):
+            copied = parts.device.to_host(size)
+            waits[0] += count * max(0.0, copied - parts.layer.forward)
+            waits[1] += count * max(0.0, copied - parts.layer.backward - more)
+        return waits[0], waits[1]
 
     def _of_ends(self) -> Count:
         """Parameters of the stage's embeddings and head; a tied table counts once."""
@@ -319,5 +366,7 @@ class StageWork:
         parts = self.parts
         params = added(Count(*(unit.times * each for each in unit.params)) for unit in self._units)
         for cost in parts.step_collectives:
-            self.once[parts.family(cost)] += parts.seconds(cost, params)
-        self.once["optimizer"] += parts.update_s(params)
+            moved = added(parts.tensors.sizes(self.stage, kinds=cost.kinds)) if cost.kinds else params
+            self.once[parts.family(cost)] += parts.seconds(cost, moved)
+        self.once["optimizer"] += parts.update_s(params, parts.hosted(self.stage))
+        self.once["optimizer"] += parts.matrix_s(len(self.stage.layers))

@@ -41,7 +41,7 @@ class Example(Technique):
         self._average |= {name: weight.detach().clone() for name, weight in weights.items()}
 
     @torch.no_grad()
-    def after_step(self, step: int) -> None:
+    def after_step(self, step: int, updated: Tensor) -> None:
         """The weights are updated."""
         for name, weight in self._weights.items():
             self._average[name].mul_(self.config.decay).add_(weight, alpha=1 - self.config.decay)

@@ -53,6 +53,7 @@ from titan.contracts.base.cost.operations import (
     Attention,
     Elementwise,
     EmbeddingOp,
+    Kind,
     Matmul,
     Operation,
     Region,
@@ -66,9 +67,9 @@ from titan.contracts.base.cost.operations import (
 
 __all__ = [
     "REGIONS", "Action", "Attention", "Collective", "CollectiveCost", "Component", "Costs", "Elementwise",
-    "EmbeddingOp", "GatherPolicy", "Matmul", "Operation", "Order", "PersistentState", "Recompute", "Region",
-    "SavedTensor", "Stage", "When", "Where", "linear", "norm", "one_after_the_other", "parameter_count", "residual",
-    "shared",
+    "EmbeddingOp", "GatherPolicy", "Kind", "Matmul", "MatrixWork", "Operation", "Order", "PersistentState",
+    "Recompute", "Region", "SavedTensor", "Stage", "UpdateScratch", "When", "Where", "linear", "norm",
+    "one_after_the_other", "parameter_count", "residual", "shared",
 ]  # fmt: skip
 
 Component = Literal["parameters", "gradients", "optimizer", "buffers"]
@@ -82,13 +83,60 @@ class PersistentState:
     bytes_per_param: bytes per parameter, before any split; 4 for float32 master weights, 8 for both moments of AdamW.
     axes: mesh axes whose ranks share the bytes. Parameters of stacks are shared by the ranks along these axes that hold
         the same weights (`Costs.stacks_over`).
+    on_host: in the host's memory, not in the device's.
     gathered_units: 0: for all parameters of the rank. N: for the N largest shard units only, which are gathered copies.
+    kinds: of these kinds of parameters alone; empty: of all.
     """
 
     component: Component
     bytes_per_param: float
     axes: tuple[str, ...] = ()
     gathered_units: float = 0
+    on_host: bool = False
+    kinds: tuple[Kind, ...] = ()
+
+
+@dataclass(frozen=True, kw_only=True)
+class MatrixWork:
+    """Matrix products of an update, each matrix on one of the ranks that share it.
+
+    square, cube: FLOPs of the update of a matrix m x n, m <= n, are square m^2 n + cube m^3; of a stack, of each of its
+        weights.
+    over: axes to whose ranks matrices are dealt, by their FLOPs.
+    """
+
+    square: float
+    cube: float
+    over: tuple[str, ...] = ()
+
+
+@dataclass(frozen=True, kw_only=True)
+class UpdateScratch:
+    """Memory of an update besides weights, gradients and state, which is freed when the update is done.
+
+    bytes_per_param: bytes per parameter of those that are updated at once.
+    all_at_once: these are all parameters of the rank; otherwise, those of the largest tensor.
+    at_most: parameters that are updated at once at most; 0: no limit.
+    kinds: with `all_at_once`, parameters of these kinds alone; empty: of all.
+    """
+
+    bytes_per_param: float
+    all_at_once: bool = False
+    at_most: float = 0
+    kinds: tuple[Kind, ...] = ()
+
+
+@dataclass(frozen=True, kw_only=True)
+class PredictedStep:
+    """The step of a job as `titan plan` predicts it.
+
+    cluster: name of the cluster that it is predicted for.
+    time_s: seconds on the rank that ends last, which add up to the step, by purpose: "forward", "backward",
+        "recompute", "optimizer", "bubble", and for communication that is not overlapped `Axis.family`.
+    """
+
+    cluster: str
+    time_s: Mapping[str, float]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -100,10 +148,13 @@ class GatherPolicy:
         "micro_batch": from forward until the end of backward (ZeRO 2).  "step": all through the step (ZeRO 1).
     reduce_every: "micro_batch": gradients are reduced after each micro batch, and only the shard is added up.
         "step": reduced once; until then the rank adds up unsharded gradients.
+    sums_replicas: reduced gradients are also summed over replicas; in the dtype of the reduction, those of all units
+        stay until the backward ends.
     """
 
     gather_every: Literal["use", "micro_batch", "step"]
     reduce_every: Literal["micro_batch", "step"]
+    sums_replicas: bool = False
 
 
 Collective = Literal["all_reduce", "all_gather", "reduce_scatter", "all_to_all"]
@@ -128,6 +179,7 @@ class CollectiveCost:
     per_parameter: `numel` is multiplied by the parameters of the unit or rank instead of tokens.
     overlaps: runs beside computation; only the rest adds to the step. In attention, N run beside N of N + 1 blocks.
     sharded_over: axes over which the tensor is sharded before this collective; the size is divided by their ranks.
+    kinds: with `per_parameter` once per step: parameters of these kinds alone; empty: of all.
     skip_last_unit: not for the last shard unit of a stage, which is still gathered from forward.
     per: "micro_batch": in each micro batch.  "step": once per step, however many micro batches there are.
     """
@@ -142,6 +194,7 @@ class CollectiveCost:
     count: float = 1
     of_layers: float = 1.0
     per_parameter: bool = False
+    kinds: tuple[Kind, ...] = ()
     overlaps: bool = False
     sharded_over: tuple[str, ...] = ()
     skip_last_unit: bool = False
@@ -154,14 +207,17 @@ class Recompute:
 
     every: layers whose global number is a multiple of this; 1: all layers.
     saved: "input": only the layer's input (full recomputation). "products": also the results of matmuls, collectives,
-        and attention that writes no scores. "all_but_scores": all but the S x S scores of attention; only its core is
-        recomputed (Megatron's selective recomputation, arXiv 2205.05198). Saves nothing where no scores are written.
+        and attention, but for one that writes scores or is `compiled`. "all_but_scores": all but the S x S scores of
+        attention; only its core is recomputed (Megatron's selective recomputation, arXiv 2205.05198). Saves nothing
+        where no scores are written. "share": the input, and the share `share` of all else; the FLOPs of the rest are
+        repeated in proportion.
     also: tensors that recomputed layers save besides.
     full_layer: the last matmul of what is recomputed runs again too, although backward does not need its result.
     """
 
     every: int = 1
-    saved: Literal["input", "products", "all_but_scores"] = "input"
+    saved: Literal["input", "products", "all_but_scores", "share"] = "input"
+    share: float = 0.0
     also: tuple[SavedTensor, ...] = ()
     full_layer: bool = False
 
@@ -213,15 +269,25 @@ class Costs:
     stacks_over: axes whose ranks each hold a part of the weights of every stack (`Matmul.stack`), and send each other
         the tokens that pass them. State and collectives of these weights are then those of the part.
     itemsize: bytes per number of the compute dtype.  reduce_itemsize: bytes per number of gradients in collectives.
+    store_itemsize: bytes per number of stored weights, of reduced gradients, and of optimizer state.
     dtype: compute dtype of the layers' matmuls, such as "bfloat16" or "float8".  wide_dtype: of all other matmuls, and
         of stacks of weights.
     fused: a compiler fuses elementwise operations.  state: memory per parameter that lasts through the step.
+    gradients_freed: gradients are freed after the update, so that each step makes them anew; False: their buffers last.
     accumulate_bytes: bytes read and written per parameter and micro batch, in the mean, to add the gradients of a micro
         batch to those of the ones before; of all parameters of a rank, before data parallelism splits them.
-    update_bytes: bytes read and written per parameter in the update; 12 for norm and clipping before any optimizer.
-    updated_over: axes whose ranks share the update.
+    update_bytes: bytes read and written per parameter in the update; before any optimizer
+        those of norm and clipping, 4 to 12.
+    updated_over: axes whose ranks share the update.  matrix_work: matrix products of the update; None: it has none.
     after_update_bytes: bytes per parameter, shared over `updated_over`, that exist only after the update, when
         gradients and activations are gone, such as the buffers of an exchange of weights.
+    optimizer_on_host: the state that the optimizer adds is in the host's memory, and each update brings it to the
+        device and back.
+    update_on_host: the host makes the update, in its memory.
+    activations_on_host: saved tensors of layers with at least this share of the bytes of the layer's input are in the
+        host's memory, but for those of two layers; 0: none are.
+    update_scratch: memory that the update takes besides state; None: too little to count.
+    update_buffers: bytes on the device that the update takes at most to bring state from the host and back.
     gather: lifetime of gathered parameters and unreduced gradients; None: nothing is gathered per shard unit.
     collectives: all collectives of the step except transfers between stages.  recompute: of activations; None: none.
     stages: stages of the whole pipeline.  order: micro batches per step -> order of actions per pipeline rank.
@@ -230,6 +296,7 @@ class Costs:
     receive_buffers: micro batches per neighbor for which a stage has allocated receive buffers.
     sent_over: axes whose ranks each send a slice of the hidden states to the next stage, and gather the slices there.
     loss_chunks: parts of a micro batch's tokens in which head and loss run, one after the other.
+    loss_in_forward: the head's gradients are made in its forward, right after the logits of the same tokens.
     """
 
     seq_len: int
@@ -245,6 +312,7 @@ class Costs:
     stacks_over: tuple[str, ...] = ()
     itemsize: int = 4
     reduce_itemsize: int = 4
+    store_itemsize: int = 4
     dtype: str = "float32"
     wide_dtype: str = "float32"
     fused: bool = False
@@ -252,10 +320,17 @@ class Costs:
         PersistentState(component="parameters", bytes_per_param=4),
         PersistentState(component="gradients", bytes_per_param=4),
     )
+    gradients_freed: bool = False
     accumulate_bytes: float = 0.0
     update_bytes: float = 12.0
     updated_over: tuple[str, ...] = ()
+    matrix_work: MatrixWork | None = None
     after_update_bytes: float = 0.0
+    optimizer_on_host: bool = False
+    update_scratch: UpdateScratch | None = None
+    update_buffers: float = 0.0
+    update_on_host: bool = False
+    activations_on_host: float = 0.0
     gather: GatherPolicy | None = None
     collectives: tuple[CollectiveCost, ...] = ()
     recompute: Recompute | None = None
@@ -266,6 +341,7 @@ class Costs:
     receive_buffers: int = 0
     sent_over: tuple[str, ...] = ()
     loss_chunks: int = 1
+    loss_in_forward: bool = False
 
     @property
     def tokens(self) -> int:

@@ -11,6 +11,10 @@ Region = Literal["hidden", "seq_full", "tp_sharded", "logits"]
 REGIONS: tuple[Region, ...] = ("hidden", "seq_full", "tp_sharded", "logits")
 
 
+Kind = Literal["matrix", "stack", "table", "head", "vector"]
+"""What a parameter is, as in `ParameterKind`, in which "matrix" has stacks of weights too."""
+
+
 @dataclass(frozen=True, kw_only=True)
 class SavedTensor:
     """A tensor that forward saves for backward.
@@ -40,6 +44,7 @@ class Matmul:
     stack: weights of this size, such as one per expert.  used: how many of them a token passes, such as the top k. Each
         token has `outputs * used` results. Tokens are assumed to be balanced over the stack.
     of_layers: share of the model's layers that have the operation.
+    dtype: of the product, such as "float8"; empty: that of `Costs`.
     saved: tensors that the operation saves, unless another operation states the same tensor.
     """
 
@@ -50,6 +55,7 @@ class Matmul:
     stack: int = 1
     used: float = 1
     of_layers: float = 1.0
+    dtype: str = ""
     saved: tuple[SavedTensor, ...] = ()
 
     def flops_per_token(self) -> float:
@@ -68,7 +74,9 @@ class Attention:
     soft_cap: scores pass through a tanh, so they are written.
     masked_blocks: where ranks attend block by block, keys per token in blocks that need a mask, 0 without one; these
         blocks write their scores in float32, some at a time, and save none.
+    skips: the kernel itself leaves out what documents or a window hide, and is given no mask.
     scores_written: the S x S scores pass through memory, as without a flash kernel (arXiv 2205.14135).
+    compiled: a kernel of the compiler, whose result is computed again where recomputation saves products.
     blocks: kernels that compute it one after the other.
     copied: numbers read and written per token besides, to merge blocks or to reorder, forward and backward.
     scratch: tensors that backward holds while it runs, besides the saved ones.
@@ -84,16 +92,28 @@ class Attention:
     biased: bool = False
     soft_cap: bool = False
     masked_blocks: float = 0.0
+    skips: bool = False
     scores_written: bool = False
+    compiled: bool = False
     blocks: int = 1
     copied: tuple[float, float] = (0.0, 0.0)
     scratch: tuple[SavedTensor, ...] = ()
     of_layers: float = 1.0
     saved: tuple[SavedTensor, ...] = ()
 
+    @property
+    def is_product(self) -> bool:
+        """Whether its result is among the products that `Recompute.saved` names."""
+        return not (self.scores_written or self.compiled)
+
     def keys(self, seq_len: int) -> int:
         """Most keys that a token of a sequence of `seq_len` tokens attends to."""
         return min(self.window or seq_len, seq_len)
+
+    def mean_keys(self, seq_len: int) -> float:
+        """Keys that a position of a sequence attends to in the mean, in one document: early positions see fewer."""
+        keys = self.keys(seq_len)
+        return keys - keys * keys / (2 * seq_len)
 
     def flops_per_token(self, seq_len: int) -> float:
         """FLOPs forward, by usual practice of the full S x S square, or S x window, masked positions included."""
@@ -109,6 +129,7 @@ class Elementwise:
         tensor-parallel group holds them; of a norm of style "wide_norm", a slice.
     unfused_bytes: bytes read and written per token besides, in forward, where no compiler fuses the operation.
     scratch: float32 numbers that exist during the operation besides its inputs and outputs, for the whole micro batch.
+    fixed_scratch: the same where they do not depend on tokens, such as copies of a weight; the larger of both counts.
     of_layers: share of the model's layers that have the operation.
     saved: tensors that the operation saves.
     """
@@ -121,6 +142,7 @@ class Elementwise:
     width: int = 0
     unfused_bytes: float = 0.0
     scratch: float = 0
+    fixed_scratch: float = 0
     of_layers: float = 1.0
     saved: tuple[SavedTensor, ...] = ()
 

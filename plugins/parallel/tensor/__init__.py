@@ -27,7 +27,7 @@ Cost for tp ranks, a micro batch of B x S tokens of width D in e bytes per numbe
         (backward) add one all-reduce or such a pair together. Logits: B S V e (tp - 1) / tp if they are gathered,
         3 numbers per token otherwise. A norm over all heads: 1 number per token forward and 1 backward.
     once per step: the all-reduce of replicated parameters' gradients.
-All of this communication is on the critical path: keep tp within a node.
+All of this communication is on the critical path: keep tp within a node. `async_tp` hides a part (pipelined.py).
 
 Limits: tp divides n_heads and n_kv_heads, and seq_len with sequence_parallel. Vocabulary and feed-forward width may be
 uneven: the last ranks get less, but every rank must get a part.
@@ -41,11 +41,10 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-import torch.nn.functional as F
 from torch import Tensor, nn
 from torch._ops import OpOverload
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.tensor import DTensor, Replicate, Shard
+from torch.distributed.tensor import DTensor
 
 from titan.contracts import (
     AttentionCore,
@@ -60,10 +59,12 @@ from titan.contracts import (
     register,
 )
 from titan.contracts.base.cost import Collective, CollectiveCost, Elementwise, Matmul, Operation, When, Where
-from titan.contracts.base.sharding import SlicedRMSNorm, Slices, gathered, slice_parameters, summed
+from titan.contracts.base.sharding import SlicedRMSNorm, Slices, slice_parameters
 from titan.contracts.base.spec import TensorStyle, glob_matches, nearest
 from titan.contracts.layers.experts import SideLoss
 from titan.errors import PluginError
+
+from . import joins, pipelined
 
 UNEQUAL = 1e-2
 """Relative difference of gradients beyond the rounding of any kernel: summands differ by about their own size."""
@@ -77,6 +78,9 @@ class TensorConfig:
         True, "sequence parallelism: between split matrices a rank holds S / tp positions of each sequence"
     )
     loss_parallel: bool = option(True, "keep logits split over the vocabulary; the loss must accept DTensors")
+    async_tp: bool = option(
+        False, "asynchronous tensor parallelism: compiled layers overlap collectives with matmuls (CUDA, within a node)"
+    )
 
 
 @register
@@ -103,6 +107,8 @@ class TensorParallel(Technique):
     def check(self, job: Job, spec: ModelSpec) -> Iterable[str]:
         """Heads, and the positions of a sequence where they are split, must come out even."""
         tp, others = job.layout.degree("tp"), job.layout.degree_of("sliced")
+        if self.config.async_tp:
+            yield from pipelined.refusals(job, self.config.sequence_parallel)
         if tp == 1:
             return
         heads = {"n_kv_heads": spec.n_kv_heads, "n_heads": spec.n_heads}
@@ -134,7 +140,9 @@ class TensorParallel(Technique):
         split = {"tp_sharded", *(["hidden"] if self.config.sequence_parallel else [])}
         split |= {"logits"} if self.config.loss_parallel else set()
         splits = {region: ranks * (tp if region in split else 1) for region, ranks in costs.splits.items()}
-        collectives = (*costs.collectives, *self._collectives(costs, job.spec))
+        sent = self._collectives(costs, job.spec)
+        sent = pipelined.partly_hidden(sent, costs) if self.config.async_tp else sent
+        collectives = (*costs.collectives, *sent)
         return replace(costs, splits=splits, collectives=collectives, layer=tuple(_fused(costs)))
 
     def _collectives(self, costs: Costs, spec: ModelSpec) -> Iterator[CollectiveCost]:
@@ -166,10 +174,10 @@ class TensorParallel(Technique):
     def _joins(self, where: Where, when: When, numbers: int, gathers: float, sums: float) -> Iterator[CollectiveCost]:
         """What is made whole is gathered from slices, or was whole already; what is summed is sliced then, or not."""
         sliced = self.config.sequence_parallel
-        joins: dict[Collective, float] = (
+        counts: dict[Collective, float] = (
             {"all_gather": gathers, "reduce_scatter": sums} if sliced else {"all_reduce": sums}
         )
-        for kind, count in joins.items():
+        for kind, count in counts.items():
             if count:
                 yield CollectiveCost(axes=("tp",), collective=kind, where=where, when=when, numel=numbers, count=count)
 
@@ -185,7 +193,9 @@ class TensorParallel(Technique):
         mesh = context.mesh["tp"]
         self._group = mesh.get_group()
         group, positions = self._group.group_name, self.config.sequence_parallel
-        slices = Slices(group, mesh.size(), mesh.get_local_rank(), positions)
+        slices = Slices(group, mesh.size(), mesh.get_local_rank(), positions, self.config.async_tp)
+        if self.config.async_tp:
+            pipelined.enable(self._group, context)
         for name, module in list(part.module.named_modules()):
             if isinstance(module, AttentionCore):
                 module.first_head += slices.rank * (context.spec.n_heads // slices.size)
@@ -194,7 +204,7 @@ class TensorParallel(Technique):
                 _check_place(style, name, module, context.spec)
                 self._split(style, name, module, context.spec, mesh, slices)
             elif any(glob_matches(glob, name) for glob in context.spec.draws) and not _inside(name, context.spec):
-                module.register_forward_pre_hook(partial(_draw_own, slices))
+                module.register_forward_pre_hook(partial(joins.draw_own, slices))
         part.retie(context.spec)
         left_out = [name for name, parameter in part.parameters() if not isinstance(parameter, DTensor)]
         if left_out:
@@ -208,23 +218,23 @@ class TensorParallel(Technique):
     ) -> None:
         """Slice one module's parameters, and hook in what joins the ranks before or after its forward."""
         if style in ("gather", "mixture", "head"):
-            module.register_forward_pre_hook(partial(_enter, slices))
+            module.register_forward_pre_hook(partial(joins.enter, slices))
         match style:
             case "gather":
                 return
             case "row" | "mixture":
-                module.register_forward_hook(partial(_leave, slices))
+                module.register_forward_hook(partial(joins.leave, slices))
                 for inner in module.modules():
                     if isinstance(inner, SideLoss):  # its gradients are added up too, as those of a router's weights
                         inner.share /= slices.size
             case "embedding":
-                module.forward = partial(_look_up, slices, module)
+                module.forward = partial(joins.look_up, slices, module)
             case "positions":
-                module.register_forward_hook(partial(_own_positions, slices))
+                module.register_forward_hook(partial(joins.own_positions, slices))
             case "wide_norm":
                 module.__class__, module.slices = SlicedRMSNorm, slices
             case "head":
-                module.forward = partial(_logits, mesh, self.config.loss_parallel, module)
+                module.forward = partial(joins.logits, mesh, self.config.loss_parallel, module)
         known = {own: spec.parameter(f"{name}.{own}", p.ndim) for own, p in module._parameters.items() if p is not None}
         dims = {own: facts.dim for own, facts in known.items()}
         # One rank adds a row's bias, to its summand.
@@ -275,8 +285,8 @@ class TensorParallel(Technique):
                 )
 
     def _reduced(self, gradients: Mapping[str, Tensor], *operations: Any) -> list[list[Tensor]]:
-        """The gradients after an all-reduce over tp by each operation, all of them at once."""
-        flat = torch.cat([gradient.flatten() for gradient in gradients.values()])
+        """The gradients after an all-reduce over tp by each operation, in float32, all of them at once."""
+        flat = torch.cat([gradient.flatten().float() for gradient in gradients.values()])
         results = []
         for operation in operations:
             reduced = flat.clone()
@@ -343,52 +353,3 @@ def _around(name: str, spec: ModelSpec) -> set[TensorStyle | None]:
 def _inside(name: str, spec: ModelSpec) -> bool:
     """Whether a module is part of one that is given whole hidden states."""
     return not _around(name, spec).isdisjoint(("gather", "mixture"))
-
-
-# --- hidden states ------------------------------------------------------------------------------------------------
-
-
-def _enter(slices: Slices, module: nn.Module, args: tuple[Any, ...]) -> tuple[Any, ...]:
-    """Make the first argument whole.
-
-    Raises:
-        PluginError: the hidden states are no positional argument, or one of several.
-    """
-    if not args or any(isinstance(more, Tensor) and more.shape == args[0].shape for more in args[1:]):
-        raise PluginError(
-            f'{type(module).__name__} is a "gather" in ModelSpec.tensor: call it with the hidden states as its first '
-            "positional argument, and with no other tensor of their shape"
-        )
-    return (gathered(args[0], slices), *args[1:])
-
-
-def _leave(slices: Slices, module: nn.Module, args: tuple[Any, ...], output: Tensor) -> Tensor:
-    return summed(output, slices)
-
-
-def _look_up(slices: Slices, table: nn.Embedding, tokens: Tensor) -> Tensor:
-    """A rank looks up the words that it holds; the others count as zero."""
-    width = -(-table.num_embeddings // slices.size)
-    index = tokens - slices.rank * width
-    here = (index >= 0) & (index < width)
-    rows = F.embedding(torch.where(here, index, 0), table.weight)
-    return summed(torch.where(here[..., None], rows, 0.0), slices)
-
-
-def _own_positions(slices: Slices, module: nn.Module, args: tuple[Any, ...], output: Tensor) -> Tensor:
-    return output.chunk(slices.size, dim=1)[slices.rank] if slices.positions else output
-
-
-def _draw_own(slices: Slices, module: nn.Module, args: tuple[Any, ...]) -> tuple[Any, ...]:
-    """The hidden states of a module that draws are those of this rank's positions; so be its random numbers."""
-    x, seeds, positions = args
-    return x, seeds, positions.chunk(slices.size, dim=1)[slices.rank] if slices.positions else positions
-
-
-def _logits(mesh: DeviceMesh, split: bool, module: nn.Linear, hidden: Tensor) -> Tensor:
-    """[B, S, V] of hidden states [B, S, D], split over V: as a DTensor, or gathered."""
-    output: Tensor = type(module).forward(module, hidden)
-    shape = torch.Size((*output.shape[:-1], module.out_features))
-    stride = torch.empty(shape, device="meta").stride()
-    logits = DTensor.from_local(output, mesh, [Shard(-1)], run_check=False, shape=shape, stride=stride)
-    return logits if split else logits.redistribute(placements=[Replicate()]).to_local()

@@ -6,8 +6,8 @@ from typing import NamedTuple
 
 from titan.contracts.base.cost import CollectiveCost, Costs, Stage
 from titan.contracts.base.layout import Layout
+from titan.planner.step.activations import recomputed
 from titan.planner.step.layout import apart, ranks_of, sharing
-from titan.planner.step.memory import recomputed
 from titan.planner.step.parameters import Count, Tensors, added
 
 Moved = dict[tuple[str, tuple[str, ...]], float]
@@ -50,6 +50,7 @@ def exchanged(place: int, costs: Costs, layout: Layout) -> dict[tuple[str, Among
             for cost in costs.collectives:
                 if axes := tuple(axis for axis in cost.axes if layout.degree(axis) > 1):
                     of = sizes[-1:] if cost.where == "head" else sizes[:-1] if cost.skip_last_unit else sizes
+                    of = tensors.sizes(stage, kinds=cost.kinds) if cost.kinds else of
                     for among, numbers in _numbers(cost, axes, added(of), costs, layout):
                         key = (cost.collective, among)
                         found[key] = found.get(key, 0.0) + numbers * _each(cost, stage, costs)

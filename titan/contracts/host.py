@@ -1,0 +1,72 @@
+"""Tensors that a technique keeps in the host's memory to spare the device's.
+
+All of them are made by `host_like`, for two reasons: they are page-locked where copies can then run beside computation,
+and a dry run, whose tensors have no device, can leave them out of the device's memory.
+"""
+
+import weakref
+from collections.abc import Callable, Iterator
+from contextvars import ContextVar
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.utils._python_dispatch import is_traceable_wrapper_subclass
+
+_on_host: dict[int, Any] = {}
+_allocating: ContextVar[bool] = ContextVar("_allocating", default=False)
+
+
+def with_inner(tensor: Tensor, change: Callable[[Tensor], Tensor]) -> Tensor:
+    """A tensor of the same kind whose plain inner tensors, such as a DTensor's shard, are `change` of its own.
+
+    Of a plain tensor, `change(tensor)`.
+    """
+    if not is_traceable_wrapper_subclass(tensor):
+        return change(tensor)
+    names, context = tensor.__tensor_flatten__()
+    inner = {name: getattr(tensor, name) for name in names}
+    inner = {name: with_inner(one, change) if isinstance(one, Tensor) else one for name, one in inner.items()}
+    made: Tensor = type(tensor).__tensor_unflatten__(inner, context, tensor.shape, tensor.stride())
+    return made
+
+
+def locals_of(tensor: Tensor) -> Iterator[Tensor]:
+    """Yield the plain local tensors of a tensor: itself, or the inner tensors of a wrapper such as DTensor."""
+    if not is_traceable_wrapper_subclass(tensor):
+        yield tensor
+        return
+    for name in tensor.__tensor_flatten__()[0]:
+        held = getattr(tensor, name)
+        if isinstance(held, Tensor):
+            yield from locals_of(held)
+
+
+def host_like(tensor: Tensor) -> Tensor:
+    """An uninitialised tensor like this one in the host's memory; a DTensor with its shard there.
+
+    Page-locked where `tensor` is on an accelerator.
+    """
+    return with_inner(tensor, _plain_host_like)
+
+
+def _plain_host_like(tensor: Tensor) -> Tensor:
+    token = _allocating.set(True)
+    try:
+        made = torch.empty_like(tensor, device="cpu", pin_memory=tensor.device.type not in ("cpu", "meta"))
+    finally:
+        _allocating.reset(token)
+    storage = made.untyped_storage()
+    key = storage._cdata
+    _on_host[key] = weakref.ref(storage, lambda _: _on_host.pop(key, None))
+    return made
+
+
+def on_host(tensor: Tensor) -> bool:
+    """Whether `host_like` made the storage of this tensor, or of its shard."""
+    return any(plain.untyped_storage()._cdata in _on_host for plain in locals_of(tensor))
+
+
+def allocating_on_host() -> bool:
+    """Whether what is being allocated at this moment belongs to `host_like`."""
+    return _allocating.get()

@@ -1,0 +1,79 @@
+"""Several optimizers of torch as one: what groups of parameters, and optimizers that treat kinds apart, are made of."""
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+
+
+class JoinedOptimizer(torch.optim.Optimizer):
+    """Optimizers over parameters of their own, stepped one after the other.
+
+    `param_groups` are theirs, in order, and `state` is one table for all of them, so state is found by parameter,
+    however parameters are divided. Skipping on the device is passed on. The class has the name of the first one's, by
+    which a checkpoint knows whose state it holds.
+
+    optimizers: one that is itself joined stands for those that it is made of, as each writes to the table by itself.
+    """
+
+    def __init__(self, optimizers: Sequence[torch.optim.Optimizer]) -> None:
+        groups = [group for optimizer in optimizers for group in optimizer.param_groups]
+        super().__init__(groups, {})
+        self.param_groups = groups
+        members = [one.optimizers if isinstance(one, JoinedOptimizer) else (one,) for one in optimizers]
+        self.optimizers: tuple[torch.optim.Optimizer, ...] = tuple(member for some in members for member in some)
+        for optimizer in self.optimizers:
+            self.state.update(optimizer.state)
+            optimizer.state = self.state
+        # Only where all can: one that asks the host whether to step would step on its own.
+        self._step_supports_amp_scaling = all(
+            getattr(optimizer, "_step_supports_amp_scaling", False) for optimizer in self.optimizers
+        )
+        makers = [getattr(optimizer, "state_like", None) for optimizer in self.optimizers]
+        if all(makers):  # the others' state would not be where they look for it
+            self.state_like = makers[0]
+
+    def step(self, closure: Any = None) -> Any:
+        """Step each; what the guard or a scaler of gradients has set here is set there."""
+        for optimizer in self.optimizers:
+            for name in ("found_inf", "grad_scale"):
+                if hasattr(self, name):
+                    setattr(optimizer, name, getattr(self, name))
+            optimizer.step()
+
+
+class SwitchingOptimizer(JoinedOptimizer):
+    """The same where one of them has other weights for evaluation than those it trains."""
+
+    def eval(self) -> None:
+        """Weights for evaluation."""
+        for optimizer in self.optimizers:
+            if hasattr(optimizer, "eval"):
+                optimizer.eval()
+
+    def train(self) -> None:
+        """The weights that are trained."""
+        for optimizer in self.optimizers:
+            if hasattr(optimizer, "train"):
+                optimizer.train()
+
+
+def with_switches(outer: torch.optim.Optimizer, inner: torch.optim.Optimizer) -> torch.optim.Optimizer:
+    """`outer`, which wraps `inner`, with the `eval`, `train` and `state_like` of it, if it has them."""
+    for name in ("eval", "train", "state_like"):
+        if hasattr(inner, name):
+            setattr(outer, name, getattr(inner, name))
+    return outer
+
+
+def joined(optimizers: Sequence[torch.optim.Optimizer], name: str = "") -> torch.optim.Optimizer:
+    """These optimizers as one; the only one as it is.
+
+    name: of the class, for checkpoints; "": the first one's.
+    """
+    name = name or type(optimizers[0]).__name__
+    if len(optimizers) == 1 and type(optimizers[0]).__name__ == name:
+        return optimizers[0]
+    kind = SwitchingOptimizer if any(hasattr(optimizer, "eval") for optimizer in optimizers) else JoinedOptimizer
+    made: torch.optim.Optimizer = type(name, (kind,), {"__doc__": kind.__doc__})(optimizers)
+    return made

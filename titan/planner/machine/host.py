@@ -1,0 +1,58 @@
+"""The memory of a node's host, for what techniques keep there instead of on the devices."""
+
+from collections.abc import Sequence
+from pathlib import Path
+
+from titan.errors import ConfigError, ConfigIssue
+from titan.planner.machine.cluster import DeviceMemory
+
+GIB = 2.0**30
+
+
+def short_of(memory: DeviceMemory, bytes_: Sequence[float], world_size: int) -> str:
+    """Why a node's host has too little memory; empty: it has enough, or the cluster file does not tell.
+
+    bytes_: kept in the host's memory, per rank of some stages; the largest counts for all ranks of the node.
+    """
+    each, available = max(bytes_, default=0.0) / GIB, memory.host_gib
+    ranks = min(memory.ranks_per_node or world_size, world_size)
+    if not available or each * ranks <= available:
+        return ""
+    return _too_little(each, ranks, available, "[device] host_memory_gib of the cluster file")
+
+
+def check_this_machine(
+    each_gib: float, ranks: int, meminfo: Path = Path("/proc/meminfo"), limit: Path = Path("/sys/fs/cgroup/memory.max")
+) -> None:
+    """Hold what `ranks` ranks will keep, each so many GiB, against the memory that this machine has available.
+
+    limit: of the container's memory, in bytes. Nothing is compared with what the machine does not tell.
+
+    Raises:
+        ConfigError: it has too little.
+    """
+    for available, said in ((_available_gib(meminfo), f"MemAvailable of {meminfo}"), (_limit_gib(limit), f"{limit}")):
+        if available is not None and each_gib * ranks > available:
+            raise ConfigError([ConfigIssue("", _too_little(each_gib, ranks, available, said))])
+
+
+def _too_little(each_gib: float, ranks: int, available_gib: float, said: str) -> str:
+    return (
+        f"techniques keep {each_gib * ranks:.4g} GiB in the host's memory, {each_gib:.4g} GiB for each of {ranks} "
+        f"ranks of a node, but {said} = {available_gib:.4g} GiB; offload less, shard over more ranks, or use more nodes"
+    )
+
+
+def _limit_gib(path: Path) -> float | None:
+    try:
+        return int(path.read_text()) / GIB
+    except (OSError, ValueError):  # "max": there is none
+        return None
+
+
+def _available_gib(meminfo: Path) -> float | None:
+    try:
+        fields = dict(line.split(":", 1) for line in meminfo.read_text().splitlines())
+        return int(fields["MemAvailable"].split()[0]) * 1024 / GIB
+    except (OSError, KeyError, ValueError, IndexError):
+        return None
