@@ -1,0 +1,1 @@
+"""Which kernel computes attention."""

@@ -1,0 +1,344 @@
+"""Causal attention in bfloat16 on CPUs with AVX-512 BF16, by a kernel of titan's own: `cpu_kernel.cpp`.
+
+softmax(scale q k^T) v over the positions that a query sees: its own document's up to its own, within a window.
+
+FlashAttention-2 (arXiv 2307.08691) with bfloat16 products (vdpbf16ps) and float32 sums; backward recomputes the weights
+P from the log-sum-exp. With D = rowsum(dO O):
+
+    dV = P^T dO,    dS = P (dO V^T - D),    dQ = scale dS K,    dK = scale dS^T Q,
+
+of a key-value head summed over the queries that share it. Blocks of 64 x 64 in which no query sees a key are skipped.
+
+The kernel has a plain C interface, so it needs a C++ compiler, but neither PyTorch's headers nor OpenMP's. Compiled in
+some seconds when it is first asked for, it is kept in `titan/kernels` of XDG_CACHE_HOME, by default `~/.cache`, or
+else in a temporary folder of this user. Its name depends on the source, the compiler and its flags. It runs on the
+threads of the OpenMP library that PyTorch has loaded, as many as PyTorch uses.
+
+Cost: saves q, k, v, the output and 4 bytes per query and head. A thread takes a key-value head with its queries: 4 S N
+bytes in forward, 26 S N in backward. Where there are few heads for the threads, these share copies of whole tensors: k
+and v in forward, twice q, k and the gradient of the output, and v, in backward, which then has 7 products, not 5.
+
+Limits: head_dim a multiple of 16 up to 256; a positive scale; documents are runs of equal numbers. Results do not
+depend on the number of threads. As with other kernels, NaN in a value reaches a few queries before it.
+"""
+
+import contextlib
+import ctypes
+import fcntl
+import functools
+import hashlib
+import logging
+import math
+import os
+import shlex
+import shutil
+import stat
+import subprocess
+import tempfile
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, library
+
+_log = logging.getLogger("titan.attention")
+
+_SOURCE = Path(__file__).with_suffix(".cpp")
+_FEATURES = ("avx512f", "avx512bw", "avx512dq", "avx512vl", "avx512_bf16")
+_FLAGS = (
+    "-std=c++17", "-O3", "-shared", "-fPIC", "-pthread", "-mfma",
+    *(f"-m{feature.replace('_', '')}" for feature in _FEATURES),
+)  # fmt: skip
+_MOST_FEATURES = 256
+_DIGEST_BYTES = 32
+_COMPILER_SECONDS = 300
+
+
+# --- the library ----------------------------------------------------------------------------------------------------
+
+
+class _View(ctypes.Structure):
+    """`View` of the source."""
+
+    _fields_ = (
+        ("data", ctypes.c_void_p), ("batch", ctypes.c_int64), ("head", ctypes.c_int64), ("row", ctypes.c_int64)
+    )  # fmt: skip
+
+
+class _Problem(ctypes.Structure):
+    """`Problem` of the source."""
+
+    _fields_ = (
+        *((name, ctypes.c_int64) for name in ("batch", "heads", "kv_heads", "length", "width", "window")),
+        ("scale", ctypes.c_float),
+        ("threads", ctypes.c_int32),
+        *((name, ctypes.c_void_p) for name in ("parallel", "documents", "lse")),
+        *((name, _View) for name in ("q", "k", "v", "out", "grad", "dq", "dk", "dv")),
+    )
+
+
+class _AbsentError(Exception):
+    """The kernel cannot be had on this machine; says why."""
+
+
+def why_not(device: torch.device, dtype: torch.dtype, head_dim: int) -> str:
+    """Why the kernel cannot compute attention of such tensors here, as a sentence; empty: it can.
+
+    Compiles the kernel where that has not been done, which takes some seconds.
+    """
+    if device.type != "cpu":
+        return f"the kernel is for CPUs, not for device {device.type}"
+    if dtype != torch.bfloat16:
+        return f"the kernel computes in bfloat16, not in {str(dtype).removeprefix('torch.')}"
+    if head_dim % 16 or not 0 < head_dim <= _MOST_FEATURES:
+        return f"the kernel is for heads of a multiple of 16 features, at most {_MOST_FEATURES}, not of {head_dim}"
+    found = _library()
+    return found if isinstance(found, str) else ""
+
+
+@functools.cache
+def _library() -> ctypes.CDLL | str:
+    """The kernel, or why there is none; found out once per process."""
+    try:
+        _check_cpu()
+        compiler, cache = _compiler(), _cache()
+        try:
+            return _opened(compiler, cache)
+        except OSError as error:
+            return _opened_elsewhere(compiler, cache, error)
+    except _AbsentError as error:
+        return str(error)
+
+
+def _cache() -> Path:
+    """Where compiled kernels are kept. The XDG rule ignores a path that is not absolute."""
+    named = Path(os.environ.get("XDG_CACHE_HOME", ""))
+    return (named if named.is_absolute() else Path.home() / ".cache") / "titan" / "kernels"
+
+
+def _opened_elsewhere(compiler: list[str], cache: Path, error: OSError) -> ctypes.CDLL:
+    """The library from a temporary folder, where the cache cannot be written, as in a read-only home."""
+    at = f" ({error.filename})" if error.filename else ""
+    why = f"the kernel cannot be kept in {cache}: {error.strerror or error}{at}"
+    try:
+        temporary = Path(tempfile.gettempdir())
+    except FileNotFoundError as second:
+        raise _AbsentError(f"{why}; nor elsewhere: {second.strerror}; set XDG_CACHE_HOME") from None
+    folder = temporary / f"titan-kernels-{os.getuid()}"
+    try:
+        folder.mkdir(mode=0o700, exist_ok=True)
+        found = folder.lstat()
+        # Anyone may write to the folder above, and the library's code is executed.
+        if not stat.S_ISDIR(found.st_mode) or found.st_uid != os.getuid() or found.st_mode & 0o022:
+            raise _AbsentError(f"{why}; nor in {folder}, which others can write: set XDG_CACHE_HOME")
+        return _opened(compiler, folder)
+    except OSError as second:
+        raise _AbsentError(f"{why}; nor in {folder}: {second.strerror or second}; set XDG_CACHE_HOME") from None
+
+
+def _check_cpu() -> None:
+    """Linux says what a CPU has, once for each of them."""
+    try:
+        lines = Path("/proc/cpuinfo").read_text(encoding="utf-8").splitlines()
+    except OSError:
+        lines = []
+    flags = next((line.split() for line in lines if line.startswith("flags")), [])
+    if lacking := [feature for feature in _FEATURES if feature not in flags]:
+        raise _AbsentError(f"this CPU lacks {', '.join(lacking)}")
+
+
+def _compiler() -> list[str]:
+    """The command of the compiler that CXX names, or of the first that is there."""
+    named = shlex.split(os.environ.get("CXX", ""))
+    for command in [named] if named else [["g++"], ["clang++"], ["c++"]]:
+        if shutil.which(command[0]):
+            return command
+    looked = named[0] if named else "g++, clang++, c++"
+    raise _AbsentError(f"no C++ compiler was found ({looked}); install one, or name it in CXX")
+
+
+def _opened(compiler: list[str], folder: Path) -> ctypes.CDLL:
+    """The library from the cache, made there first if it is absent or damaged, by one process of those that ask."""
+    about = [_SOURCE.read_bytes(), *map(os.fsencode, (*compiler, _answer([*compiler, "--version"]), *_FLAGS))]
+    path = folder / f"attention-{hashlib.sha256(b'|'.join(about)).hexdigest()[:32]}.so"
+    if not _is_whole(path):
+        folder.mkdir(parents=True, exist_ok=True)
+        with _locked(path.with_suffix(".lock")):
+            if not _is_whole(path):
+                _compile(compiler, path)
+    try:
+        return ctypes.CDLL(str(path))
+    except OSError as error:
+        raise _AbsentError(f"the kernel cannot be loaded: {error}") from None
+
+
+def _is_whole(path: Path) -> bool:
+    """Whether a library ends with the digest of all before it. The loader ignores it, but dies of half a file."""
+    try:
+        content = path.read_bytes()
+    except FileNotFoundError:
+        return False
+    return hashlib.sha256(content[:-_DIGEST_BYTES]).digest() == content[-_DIGEST_BYTES:]
+
+
+@contextlib.contextmanager
+def _locked(path: Path) -> Iterator[None]:
+    """Wait for other processes that compile; on file systems without locks, each of them compiles."""
+    with path.open("w") as file:
+        with contextlib.suppress(OSError):
+            fcntl.flock(file, fcntl.LOCK_EX)
+        yield
+
+
+def _compile(compiler: list[str], path: Path) -> None:
+    """Make the library under another name, and rename it when it is whole."""
+    began = time.monotonic()
+    with tempfile.TemporaryDirectory(dir=path.parent, prefix="unfinished-") as folder:
+        made = Path(folder) / "kernel.so"
+        _answer([*compiler, *_FLAGS, "-o", str(made), str(_SOURCE)])
+        with made.open("ab") as file:
+            file.write(hashlib.sha256(made.read_bytes()).digest())
+        made.replace(path)
+    _log.info(f"attention: compiled the CPU kernel by {compiler[0]} in {time.monotonic() - began:.1f} s: {path}")
+
+
+def _answer(command: list[str]) -> str:
+    """What a command of the compiler prints.
+
+    Raises:
+        _AbsentError: it fails; holds the first lines of what it said.
+    """
+    try:
+        done = subprocess.run(
+            command, env={**os.environ, "LC_ALL": "C"}, capture_output=True, timeout=_COMPILER_SECONDS, check=False,
+            text=True, errors="replace", stdin=subprocess.DEVNULL,
+        )  # fmt: skip
+    except subprocess.TimeoutExpired:
+        raise _AbsentError(f"{command[0]} took more than {_COMPILER_SECONDS} s to compile the kernel") from None
+    if done.returncode:
+        said = " | ".join(line.strip() for line in done.stderr.splitlines()[:3])
+        raise _AbsentError(f"{command[0]} cannot compile the kernel (exit code {done.returncode}): {said}")
+    return done.stdout
+
+
+@functools.cache
+def _parallel() -> int:
+    """Address of GOMP_parallel of the OpenMP library that PyTorch has loaded; 0: the kernel starts threads itself."""
+    # A second OpenMP library would have threads of its own, which spin beside those of the first.
+    function = getattr(ctypes.CDLL(None), "GOMP_parallel", None)
+    return 0 if function is None else ctypes.cast(function, ctypes.c_void_p).value or 0
+
+
+# --- operations -----------------------------------------------------------------------------------------------------
+
+
+def cpu_attention(
+    q: Tensor, k: Tensor, v: Tensor, *, scale: float | None = None, window: int = 0, documents: Tensor | None = None
+) -> Tensor:
+    """Causal attention of q [B, H, S, N] to k and v [B, K, S, N], H a multiple of K; returns [B, H, S, N] in bfloat16.
+
+    The result lies in memory as [B, S, H, N], as PyTorch's does.
+
+    Args:
+        q, k, v: bfloat16, for which `why_not` has no objection.
+        scale: factor of the products of queries and keys, above 0; None: 1 / sqrt(N).
+        window: positions that a query sees, its own among them; 0: all up to its own.
+        documents: [B, S] int64; a query sees those before it up to where the number changes. None: all.
+
+    Raises:
+        ValueError: shapes, dtypes, scale or window are others.
+        RuntimeError: the kernel is not there (`why_not`).
+    """
+    scale = 1 / math.sqrt(q.shape[-1]) if scale is None else scale
+    batch, heads, length, width = q.shape
+    if k.shape != v.shape or k.shape != (batch, k.shape[1], length, width) or heads % k.shape[1]:
+        raise ValueError(f"q {list(q.shape)}, k {list(k.shape)}, v {list(v.shape)}: not [B, H, S, N] and [B, K, S, N]")
+    if width % 16 or not 0 < width <= _MOST_FEATURES or {q.dtype, k.dtype, v.dtype} != {torch.bfloat16}:
+        raise ValueError(f"{q.dtype} with {width} features per head: not bfloat16 with a multiple of 16 up to 256")
+    if documents is not None and (documents.shape != (batch, length) or documents.dtype != torch.int64):
+        raise ValueError(f"documents {list(documents.shape)} of {documents.dtype}: not {[batch, length]} of int64")
+    if not scale > 0 or window < 0:
+        raise ValueError(f"scale {scale}, window {window}: not above 0, and not 0 or more")
+    out: Tensor = _attention(q, k, v, documents, scale, window)[0]
+    return out
+
+
+@library.custom_op("titan::cpu_attention", mutates_args=())
+def _attention(
+    q: Tensor, k: Tensor, v: Tensor, documents: Tensor | None, scale: float, window: int
+) -> tuple[Tensor, Tensor]:
+    """(output as of `cpu_attention`, natural log of the sums of the softmax [B, H, S] float32)."""
+    if q.is_meta:
+        return torch.ops.aten._scaled_dot_product_flash_attention_for_cpu(q, k, v, 0.0, True, scale=scale)[:2]  # type: ignore[no-any-return]
+    out, lse = _results(q, k, v, documents, scale, window)
+    _call("titan_attention_forward", documents, scale, window, lse, q=q, k=k, v=v, out=out)
+    return out, lse
+
+
+@library.custom_op("titan::cpu_attention_backward", mutates_args=())
+def _attention_backward(
+    grad: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, documents: Tensor | None, scale: float,
+    window: int,
+) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
+    """Gradients of q, k and v."""
+    if q.is_meta:
+        operation = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward
+        return operation(grad, q, k, v, out, lse, 0.0, True, scale=scale)  # type: ignore[no-any-return]
+    dq, dk, dv = _like(q), _like(k), _like(v)
+    tensors = {"q": q, "k": k, "v": v, "out": out, "grad": grad, "dq": dq, "dk": dk, "dv": dv}
+    _call("titan_attention_backward", documents, scale, window, lse, **tensors)
+    return dq, dk, dv
+
+
+def _like(x: Tensor) -> Tensor:
+    """A tensor for results of x's shape [B, H, S, N], which lies in memory as [B, S, H, N], as models use it next."""
+    batch, heads, length, width = x.shape
+    return x.new_empty(batch, length, heads, width).transpose(1, 2)
+
+
+@_attention.register_fake
+def _results(
+    q: Tensor, k: Tensor, v: Tensor, documents: Tensor | None, scale: float, window: int
+) -> tuple[Tensor, Tensor]:
+    return _like(q), q.new_empty(q.shape[:3], dtype=torch.float32)
+
+
+@_attention_backward.register_fake
+def _(grad: Tensor, q: Tensor, k: Tensor, v: Tensor, *_: Any) -> tuple[Tensor, Tensor, Tensor]:
+    return _like(q), _like(k), _like(v)
+
+
+def _keep(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> None:
+    q, k, v, documents, *ctx.constants = inputs
+    ctx.save_for_backward(q, k, v, *output, documents)
+    ctx.mark_non_differentiable(output[1])
+
+
+def _gradients(ctx: Any, grad: Tensor, _: Tensor) -> tuple[Tensor | None, ...]:
+    return *_attention_backward(grad, *ctx.saved_tensors, *ctx.constants), None, None, None
+
+
+_attention.register_autograd(_gradients, setup_context=_keep)
+
+OPERATIONS = (torch.ops.titan.cpu_attention.default,)
+"""Operations whose results selective recomputation saves."""
+
+
+def _call(name: str, documents: Tensor | None, scale: float, window: int, lse: Tensor, **tensors: Tensor) -> None:
+    """Call a function of the library; the tensors are those of its `Problem`."""
+    found = _library()
+    if isinstance(found, str):
+        raise RuntimeError(found)
+    # Rows must not have gaps between their numbers; what lies between rows, heads and sequences does not matter.
+    kept = {key: x if x.stride(-1) == 1 else x.contiguous() for key, x in tensors.items()}
+    documents = None if documents is None else documents.contiguous()
+    batch, heads, length, width = tensors["q"].shape
+    problem = _Problem(
+        batch, heads, tensors["k"].shape[1], length, width, window, scale, torch.get_num_threads(), _parallel(),
+        0 if documents is None else documents.data_ptr(), lse.data_ptr(),
+        **{key: _View(x.data_ptr(), *x.stride()[:3]) for key, x in kept.items()},
+    )  # fmt: skip
+    if getattr(found, name)(ctypes.byref(problem)):
+        raise MemoryError(f"{name}: no memory for copies of {list(tensors['q'].shape)} and its keys and values")

@@ -1,0 +1,516 @@
+"""The attention kernel for CPUs: against float32, its operations under PyTorch, and where it is absent."""
+
+import errno
+import math
+import os
+import subprocess
+import sys
+import tempfile
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from functools import partial
+from pathlib import Path
+from typing import NamedTuple
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+from torch.library import opcheck
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
+
+from titan.dryrun.meta_tensors import MetaTensorMode
+from titan.dryrun.work import attention_flops, flops_of
+from titan.plugins.attention import cpu_kernel
+from titan.plugins.attention.cpu_kernel import OPERATIONS, cpu_attention, why_not
+
+CPU = torch.device("cpu")
+SLACK = 2.0
+"""Errors may be as large as PyTorch's own in bfloat16, times this."""
+
+
+class Shape(NamedTuple):
+    """B, H, K, S, N, and what a query sees."""
+
+    batch: int
+    heads: int
+    kv_heads: int
+    length: int
+    width: int
+    window: int = 0
+    scale: float | None = None
+    documents: int = 0
+    """Mean length; 0: one document."""
+
+
+SHAPES = (
+    Shape(2, 4, 4, 128, 32),
+    Shape(1, 2, 1, 70, 16),
+    Shape(2, 6, 2, 200, 64),
+    Shape(1, 2, 2, 257, 128, window=100),
+    Shape(1, 2, 2, 300, 48, documents=20),
+    Shape(2, 4, 2, 333, 80, window=17, documents=60),
+    Shape(1, 1, 1, 1, 32),
+    Shape(1, 2, 2, 15, 112, scale=0.3),
+    Shape(1, 3, 3, 130, 96, scale=4.0),
+    Shape(1, 2, 1, 100, 256),
+)
+
+
+@pytest.fixture
+def kernel() -> None:
+    """Skips the test where the kernel is absent."""
+    if why := why_not(CPU, torch.bfloat16, 32):
+        pytest.skip(why)
+
+
+def _tensors(shape: Shape, seed: int = 0) -> tuple[list[Tensor], Tensor | None]:
+    """q, k, v and the gradient of the output, as models lay them out, [B, S, H, N]; and the documents."""
+    drawn = torch.Generator().manual_seed(seed)
+    batch, heads, kv_heads, length, width, *_ = shape
+    made = [
+        torch.randn(batch, length, h, width, generator=drawn).bfloat16().transpose(1, 2)
+        for h in (heads, kv_heads, kv_heads, heads)
+    ]
+    if not shape.documents:
+        return made, None
+    begins = torch.rand(batch, length, generator=drawn) < 1 / shape.documents
+    return made, begins.cumsum(-1)
+
+
+def _seen(shape: Shape, documents: Tensor | None) -> Tensor:
+    """Which position sees which, [1 or B, 1, S, S] bool."""
+    seen = torch.ones(shape.length, shape.length, dtype=torch.bool).tril()
+    if shape.window:
+        seen = seen.triu(1 - shape.window)
+    if documents is None:
+        return seen[None, None]
+    return seen & (documents[:, None, :, None] == documents[:, None, None, :])
+
+
+def _plainly(shape: Shape, tensors: list[Tensor], documents: Tensor | None) -> list[Tensor]:
+    """Output and gradients in float32, by separate operations."""
+    q, k, v = (tensor.float().requires_grad_() for tensor in tensors[:3])
+    keys, values = (tensor.repeat_interleave(shape.heads // shape.kv_heads, 1) for tensor in (k, v))
+    scores = q @ keys.mT * (shape.width**-0.5 if shape.scale is None else shape.scale)
+    out = scores.masked_fill(~_seen(shape, documents), -math.inf).softmax(-1) @ values
+    return [out.detach(), *torch.autograd.grad(out, (q, k, v), tensors[3].float())]
+
+
+def _by(operation: Callable[..., Tensor], tensors: list[Tensor]) -> list[Tensor]:
+    """Output and gradients of an operation of q, k and v."""
+    inputs = [tensor.detach().requires_grad_() for tensor in tensors[:3]]
+    out = operation(*inputs)
+    return [out.detach(), *torch.autograd.grad(out, inputs, tensors[3])]
+
+
+def _by_kernel(shape: Shape, tensors: list[Tensor], documents: Tensor | None) -> list[Tensor]:
+    operation = partial(cpu_attention, scale=shape.scale, window=shape.window, documents=documents)
+    return _by(operation, tensors)
+
+
+def _by_pytorch(shape: Shape, tensors: list[Tensor], documents: Tensor | None) -> list[Tensor]:
+    masked = bool(shape.window) or documents is not None
+    group = shape.heads // shape.kv_heads
+
+    def operation(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        k, v = (tensor.repeat_interleave(group, 1) for tensor in (k, v))
+        mask = _seen(shape, documents) if masked else None
+        return F.scaled_dot_product_attention(q, k, v, attn_mask=mask, is_causal=not masked, scale=shape.scale)
+
+    return _by(operation, tensors)
+
+
+def _errors(found: list[Tensor], wanted: list[Tensor]) -> list[float]:
+    return [float((one.float() - other).norm()) for one, other in zip(found, wanted, strict=True)]
+
+
+# --- numbers --------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.usefixtures("kernel")
+@pytest.mark.parametrize("shape", SHAPES, ids=str)
+def test_no_further_from_float32_than_pytorch(shape: Shape) -> None:
+    tensors, documents = _tensors(shape)
+    wanted = _plainly(shape, tensors, documents)
+    ours = _errors(_by_kernel(shape, tensors, documents), wanted)
+    theirs = _errors(_by_pytorch(shape, tensors, documents), wanted)
+    # Gradients that are zero in exact numbers are a difference of two equal sums, which are not equal in all bits.
+    least = [1e-6 * float(tensor.norm() + tensor.numel() ** 0.5) for tensor in wanted]
+    assert all(own <= SLACK * other + tiny for own, other, tiny in zip(ours, theirs, least, strict=True)), (
+        ours,
+        theirs,
+    )
+
+
+@pytest.mark.usefixtures("kernel")
+@pytest.mark.parametrize("sees", ["window", "documents"])
+def test_rows_that_see_only_themselves_return_their_value(sees: str) -> None:
+    shape = Shape(2, 4, 2, 100, 32)
+    tensors, _ = _tensors(shape)
+    more = {"window": 1} if sees == "window" else {"documents": torch.arange(100).expand(2, -1)}
+    out, dq, dk, dv = _by(partial(cpu_attention, **more), tensors)
+    assert torch.equal(out, tensors[2].repeat_interleave(2, 1))
+    assert dq.abs().max() < 1e-5 and dk.abs().max() < 1e-5
+    torch.testing.assert_close(dv, tensors[3].float().unflatten(1, (2, 2)).sum(2).bfloat16(), rtol=0, atol=0)
+
+
+@pytest.mark.usefixtures("kernel")
+def test_scores_that_grow_along_the_sequence() -> None:
+    """Each block of keys raises the maximum, and what was summed before shrinks."""
+    shape = Shape(1, 2, 2, 400, 32)
+    tensors, _ = _tensors(shape)
+    tensors[0] = tensors[0].abs()
+    tensors[1] = (tensors[1].abs() * torch.linspace(0.1, 8, 400)[:, None]).bfloat16()
+    wanted = _plainly(shape, tensors, None)
+    ours, theirs = (_errors(by(shape, tensors, None), wanted) for by in (_by_kernel, _by_pytorch))
+    assert all(own <= SLACK * other for own, other in zip(ours, theirs, strict=True)), (ours, theirs)
+
+
+@pytest.mark.usefixtures("kernel")
+def test_the_log_of_the_sums_is_natural() -> None:
+    (q, k, v, _), _ = _tensors(Shape(1, 2, 2, 90, 32))
+    _, lse = OPERATIONS[0](q, k, v, None, 0.25, 0)
+    scores = (q.float() @ k.float().mT * 0.25).masked_fill(torch.ones(90, 90).triu(1).bool(), -math.inf)
+    torch.testing.assert_close(lse, scores.logsumexp(-1), rtol=2e-6, atol=2e-6)
+
+
+@pytest.mark.usefixtures("kernel")
+@pytest.mark.parametrize("shape", [Shape(1, 4, 2, 200, 32), Shape(2, 2, 2, 150, 64, window=70, documents=50)], ids=str)
+def test_the_same_bits_with_any_number_of_threads_and_in_every_run(
+    shape: Shape, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """With many threads for few heads, gradients of keys and of queries are computed apart."""
+    tensors, documents = _tensors(shape)
+    before, first = torch.get_num_threads(), _by_kernel(shape, tensors, documents)
+    for threads, address in ((1, None), (3, None), (16, None), (5, 0)):  # 0: threads that the kernel starts itself
+        with monkeypatch.context() as patch:
+            if address is not None:
+                patch.setattr(cpu_kernel, "_parallel", lambda: 0)
+            torch.set_num_threads(threads)
+            try:
+                again = _by_kernel(shape, tensors, documents)
+            finally:
+                torch.set_num_threads(before)
+        assert all(map(torch.equal, again, first)), threads
+
+
+@pytest.mark.usefixtures("kernel")
+def test_the_same_bits_however_tensors_lie_in_memory() -> None:
+    shape = Shape(2, 4, 2, 100, 32)
+    tensors, _ = _tensors(shape)
+    first = _by_kernel(shape, tensors, None)
+    layouts: list[Callable[[Tensor], Tensor]] = [
+        Tensor.contiguous,
+        lambda x: x.permute(3, 2, 1, 0).contiguous().permute(3, 2, 1, 0),
+        lambda x: F.pad(x, (8, 24))[..., 8:-24],
+    ]
+    for layout in layouts:
+        assert all(map(torch.equal, _by_kernel(shape, [layout(x) for x in tensors], None), first))
+    one = tensors[0][:, :1]
+    tensors[0] = one.expand(-1, 4, -1, -1)
+    wanted = _by_kernel(shape, [tensors[0].contiguous(), *tensors[1:]], None)
+    assert all(map(torch.equal, _by_kernel(shape, tensors, None), wanted))
+
+
+@pytest.mark.usefixtures("kernel")
+def test_blocks_in_which_nothing_is_seen_are_not_read() -> None:
+    """NaN in a document is in its own results, and in none of the next, which begins at a block of its own."""
+    shape = Shape(1, 2, 2, 256, 32)
+    (q, k, v, grad), _ = _tensors(shape)
+    for tensor in (q, k, v):
+        tensor[:, :, :128] = math.nan
+    documents = (torch.arange(256) >= 128).long()[None]
+    for name, more in (("documents", {"documents": documents}), ("window", {"window": 64})):
+        clean = 128 if name == "documents" else 192
+        results = _by(partial(cpu_attention, **more), [q, k, v, grad])
+        assert all(one[:, :, clean:].isfinite().all() for one in results), name
+        assert all(one[:, :, :64].isnan().all() for one in results), name
+
+
+# --- operations -----------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.usefixtures("kernel")
+@pytest.mark.parametrize("documents", [False, True])
+def test_pytorch_finds_no_fault_in_the_operation(documents: bool) -> None:
+    tensors, ids = _tensors(Shape(2, 4, 2, 70, 32, documents=20 * documents))
+    inputs = [tensor.requires_grad_() for tensor in tensors[:3]]
+    opcheck(OPERATIONS[0], (*inputs, ids, 0.2, 30))
+
+
+@pytest.mark.usefixtures("kernel")
+def test_compiled_as_one_graph() -> None:
+    shape = Shape(2, 4, 2, 70, 32, window=30, documents=20)
+    tensors, documents = _tensors(shape)
+    operation = partial(cpu_attention, window=30, documents=documents)
+    compiled = torch.compile(operation, fullgraph=True, backend="aot_eager")
+    assert all(map(torch.equal, _by(compiled, tensors), _by(operation, tensors)))
+
+
+class _Calls(TorchDispatchMode):
+    """Counts the forward operations."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.count = 0
+
+    def __torch_dispatch__(self, function, types, args=(), kwargs=None):
+        self.count += function is OPERATIONS[0]
+        return function(*args, **(kwargs or {}))
+
+
+@pytest.mark.usefixtures("kernel")
+@pytest.mark.parametrize(("selective", "calls"), [(True, 1), (False, 2)])
+def test_recomputation_keeps_the_result_if_it_is_told_to(selective: bool, calls: int) -> None:
+    def policy(context, operation, *args, **kwargs) -> CheckpointPolicy:
+        return CheckpointPolicy.MUST_SAVE if operation in OPERATIONS else CheckpointPolicy.PREFER_RECOMPUTE
+
+    tensors, _ = _tensors(Shape(1, 2, 2, 70, 32))
+    more = {"context_fn": partial(create_selective_checkpoint_contexts, policy)} if selective else {}
+
+    def layer(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        return cpu_attention(q.sin(), k, v).cos()
+
+    with _Calls() as seen:
+        results = _by(partial(checkpoint, layer, use_reentrant=False, **more), tensors)
+    assert seen.count == calls
+    assert all(map(torch.equal, results, _by(layer, tensors)))
+
+
+def test_a_dry_run_counts_the_flops_of_attention() -> None:
+    """No kernel is needed: the tensors have no numbers."""
+    found = []
+    mode = MetaTensorMode()
+    mode.look = lambda *seen: found.append(flops_of(*seen))
+    with mode:
+        q, k, v = (torch.empty(2, h, 100, 32, dtype=torch.bfloat16, requires_grad=True) for h in (4, 2, 2))
+        out = cpu_attention(q, k, v, window=10, documents=torch.zeros(2, 100, dtype=torch.int64))
+        out.sum().backward()
+    assert [tensor.shape for tensor in (out, q.grad, k.grad)] == [q.shape, q.shape, k.shape]
+    one = attention_flops(q.shape, k.shape, v.shape, (1, 0))
+    assert [flops for flops in found if flops[0]] == [(2 * one, 0), (5 * one, one)]
+
+
+@pytest.mark.parametrize(
+    ("change", "said"),
+    [
+        ({"q": torch.zeros(1, 3, 8, 32).bfloat16()}, r"q \[1, 3, 8, 32\], k \[1, 2, 8, 32\]"),
+        ({"v": torch.zeros(1, 2, 9, 32).bfloat16()}, r"v \[1, 2, 9, 32\]: not"),
+        ({"k": torch.zeros(1, 2, 8, 32)}, "not bfloat16"),
+        (dict.fromkeys("qkv", torch.zeros(1, 2, 8, 24).bfloat16()), "24 features per head"),
+        ({"scale": -1.0}, "scale -1.0"),
+        ({"window": -1}, "window -1"),
+        ({"documents": torch.zeros(1, 7, dtype=torch.int64)}, r"documents \[1, 7\]"),
+        ({"documents": torch.zeros(1, 8)}, "documents .* of torch.float32"),
+    ],
+)
+def test_what_it_cannot_compute_is_refused(change: dict, said: str) -> None:
+    given = {**dict.fromkeys("qkv", torch.zeros(1, 2, 8, 32).bfloat16()), **change}
+    with pytest.raises(ValueError, match=said):
+        cpu_attention(**given)
+
+
+# --- the library ----------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("device", "dtype", "width", "said"),
+    [
+        ("cuda", torch.bfloat16, 32, "the kernel is for CPUs, not for device cuda"),
+        ("cpu", torch.float32, 32, "the kernel computes in bfloat16, not in float32"),
+        ("cpu", torch.bfloat16, 24, "a multiple of 16 features, at most 256, not of 24"),
+        ("cpu", torch.bfloat16, 272, "a multiple of 16 features, at most 256, not of 272"),
+    ],
+)
+def test_why_not(device: str, dtype: torch.dtype, width: int, said: str) -> None:
+    assert said in why_not(torch.device(device), dtype, width)
+
+
+WITHOUT_THREADS = """
+import resource, torch
+from titan.plugins.attention import cpu_kernel
+q = torch.randn(2, 4, 64, 32, dtype=torch.bfloat16)
+torch.set_num_threads(1)
+expected = cpu_kernel.cpu_attention(q, q, q)
+torch.set_num_threads(4)
+cpu_kernel._parallel = lambda: 0
+size = int(open("/proc/self/statm").read().split()[0]) * resource.getpagesize()
+resource.setrlimit(resource.RLIMIT_AS, (size + 2**20, resource.RLIM_INFINITY))  # less than a thread's stack
+assert torch.equal(cpu_kernel.cpu_attention(q, q, q), expected)
+"""
+
+
+def test_a_machine_without_more_threads_computes_with_those_it_has(kernel: None) -> None:
+    done = subprocess.run([sys.executable, "-c", WITHOUT_THREADS], capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr
+
+
+@pytest.fixture
+def anew(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[Path]:
+    """An empty cache, on a CPU that is said to have all; what the process had loaded is back at the end."""
+    loaded = cpu_kernel._library()
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
+    monkeypatch.setattr(cpu_kernel, "_FEATURES", ())
+    cpu_kernel._library.cache_clear()
+    yield tmp_path / "cache" / "titan" / "kernels"
+    cpu_kernel._library.cache_clear()
+    with monkeypatch.context() as patch:
+        patch.setattr(cpu_kernel, "_check_cpu", lambda: None)
+        patch.setattr(cpu_kernel, "_compiler", lambda: [])
+        patch.setattr(cpu_kernel, "_opened", lambda *_: loaded)
+        cpu_kernel._library()
+
+
+def _why() -> str:
+    return why_not(CPU, torch.bfloat16, 32)
+
+
+def _script(path: Path, text: str) -> str:
+    path.write_text(f"#!/bin/sh\n{text}\n")
+    path.chmod(0o755)
+    return str(path)
+
+
+def test_without_the_instructions(anew: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(cpu_kernel, "_FEATURES", ("avx512f_of_tomorrow", "avx1024"))
+    assert _why() == "this CPU lacks avx512f_of_tomorrow, avx1024"
+    tensors, _ = _tensors(Shape(1, 1, 1, 8, 32))
+    with pytest.raises(RuntimeError, match="this CPU lacks"):
+        cpu_attention(*tensors[:3])
+
+
+def test_without_a_compiler(anew: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("CXX", "no-such-compiler -flag")
+    assert _why() == "no C++ compiler was found (no-such-compiler); install one, or name it in CXX"
+    cpu_kernel._library.cache_clear()
+    monkeypatch.delenv("CXX")
+    monkeypatch.setenv("PATH", "")
+    assert _why() == "no C++ compiler was found (g++, clang++, c++); install one, or name it in CXX"
+
+
+def test_with_a_compiler_that_fails(anew: Path, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    lines = "\n".join(f"echo line {number} >&2" for number in range(5))
+    broken = _script(tmp_path / "c++", f'test "$1" = --version && exit 0\n{lines}\nexit 3')
+    monkeypatch.setenv("CXX", broken)
+    assert _why() == f"{broken} cannot compile the kernel (exit code 3): line 0 | line 1 | line 2"
+    assert not list(anew.glob("*.so")) and not list(anew.glob("unfinished*"))
+
+
+def test_with_a_compiler_that_hangs(anew: Path, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setattr(cpu_kernel, "_COMPILER_SECONDS", 0.1)
+    monkeypatch.setenv("CXX", _script(tmp_path / "c++", "exec sleep 60"))
+    assert "took more than 0.1 s to compile the kernel" in _why()
+
+
+def test_with_a_compiler_that_makes_no_library(anew: Path, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setenv(
+        "CXX", _script(tmp_path / "c++", 'while test $# -gt 1; do test "$1" = -o && echo x > "$2"; shift; done')
+    )
+    assert "the kernel cannot be loaded" in _why()
+
+
+def test_with_a_cache_that_cannot_be_written(anew: Path, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    (tmp_path / "cache").write_text("a file")
+    (tmp_path / f"titan-kernels-{os.getuid()}").write_text("another")
+    monkeypatch.setenv("CXX", _script(tmp_path / "c++", "exit 0"))
+    assert _why().startswith(f"the kernel cannot be kept in {anew}: ") and _why().endswith("; set XDG_CACHE_HOME")
+
+
+def test_the_cache_is_in_the_home_unless_the_environment_names_another(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("HOME", "/home/me")
+    for named, folder in (("/scratch", "/scratch"), ("", "/home/me/.cache"), ("relative", "/home/me/.cache")):
+        monkeypatch.setenv("XDG_CACHE_HOME", named)
+        assert cpu_kernel._cache() == Path(folder, "titan", "kernels")
+
+
+@pytest.fixture
+def compiler(kernel: None, anew: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[[], int]:
+    """A compiler in the place of the machine's, of what it would make; says how often it has compiled."""
+    small, calls = tmp_path / "made.so", tmp_path / "calls"
+    source = tmp_path / "small.cpp"
+    source.write_text('extern "C" int titan_attention_forward(const void*) { return 1; }')
+    subprocess.run([*cpu_kernel._compiler(), "-shared", "-fPIC", "-o", small, source], check=True)
+    calls.write_text("")
+    copy = f'while test $# -gt 1; do test "$1" = -o && cp {small} "$2"; shift; done'
+    text = f'test "$1" = --version && exit 0\necho compiled >> {calls}\nsleep 0.2\n{copy}'
+    monkeypatch.setenv("CXX", _script(tmp_path / "c++", text))
+    return lambda: len(calls.read_text().splitlines())
+
+
+def test_compiled_once_and_kept(compiler: Callable[[], int], anew: Path) -> None:
+    for _ in range(2):
+        cpu_kernel._library.cache_clear()
+        assert _why() == ""
+    assert compiler() == 1
+    assert [path.suffix for path in sorted(anew.iterdir())] == [".lock", ".so"]
+
+
+def test_a_home_that_cannot_be_written_has_the_library_in_a_folder_of_this_user(
+    compiler: Callable[[], int], tmp_path: Path
+) -> None:
+    (tmp_path / "cache").write_text("a file")
+    own = tmp_path / f"titan-kernels-{os.getuid()}"
+    for _ in range(2):
+        cpu_kernel._library.cache_clear()
+        assert _why() == ""
+    assert compiler() == 1 and own.stat().st_mode & 0o777 == 0o700
+    own.chmod(0o777)
+    cpu_kernel._library.cache_clear()
+    assert f"; nor in {own}, which others can write: set XDG_CACHE_HOME" in _why()
+    real = own.rename(tmp_path / "real")
+    real.chmod(0o700)
+    own.symlink_to(real)
+    cpu_kernel._library.cache_clear()
+    assert f"; nor in {own}, which others can write: set XDG_CACHE_HOME" in _why()
+
+
+def test_a_machine_where_nothing_can_be_written_has_no_kernel(
+    anew: Path, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    def nowhere() -> str:
+        raise FileNotFoundError(errno.ENOENT, "No usable temporary directory found in ['/tmp']")
+
+    (tmp_path / "cache").write_text("a file")
+    monkeypatch.setenv("CXX", _script(tmp_path / "c++", "exit 0"))
+    monkeypatch.setattr(tempfile, "gettempdir", nowhere)
+    assert _why().startswith(f"the kernel cannot be kept in {anew}: ")
+    assert _why().endswith("; nor elsewhere: No usable temporary directory found in ['/tmp']; set XDG_CACHE_HOME")
+
+
+@pytest.mark.parametrize("damage", [lambda content: content[:5000], lambda content: b"", lambda content: content[::-1]])
+def test_a_damaged_library_is_made_again(
+    damage: Callable[[bytes], bytes], compiler: Callable[[], int], anew: Path
+) -> None:
+    assert _why() == ""
+    [path] = anew.glob("*.so")
+    whole = path.read_bytes()
+    path.unlink()  # the loaded one stays as it is
+    path.write_bytes(damage(whole))
+    cpu_kernel._library.cache_clear()
+    assert _why() == "" and compiler() == 2
+    assert path.read_bytes() == whole
+
+
+def test_another_source_is_another_library(
+    compiler: Callable[[], int], anew: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    assert _why() == ""
+    monkeypatch.setattr(cpu_kernel, "_SOURCE", tmp_path / "small.cpp")
+    cpu_kernel._library.cache_clear()
+    assert _why() == "" and compiler() == 2 and len(list(anew.glob("*.so"))) == 2
+
+
+def test_of_those_that_ask_at_once_one_compiles(compiler: Callable[[], int], anew: Path) -> None:
+    with ThreadPoolExecutor(4) as pool:
+        opened = list(pool.map(lambda _: cpu_kernel._opened(cpu_kernel._compiler(), anew), range(4)))
+    assert len(opened) == 4 and compiler() == 1
+
+
+def test_short_memory_is_said(compiler: Callable[[], int]) -> None:
+    """The small library returns 1, as the kernel does."""
+    tensors, _ = _tensors(Shape(1, 1, 1, 8, 32))
+    with pytest.raises(MemoryError, match=r"titan_attention_forward: no memory for copies of \[1, 1, 8, 32\]"):
+        cpu_attention(*tensors[:3])
