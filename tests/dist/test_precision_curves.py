@@ -1,0 +1,142 @@
+"""Fifty steps in each precision stay near those in the precision that it stands in for, at every layout.
+
+A precision rounds, so its curve is another one. What must hold is that it learns as fast. The measure is `apart`: the
+largest difference of the losses, each a mean over the last ten steps, in nats per token. To add a precision, add a line
+to `CURVES` and one to the table of docs/correctness.md. `python -m tests.dist.test_precision_curves NAME` prints what a
+precision measures; its bound is about twice the largest figure.
+"""
+
+import sys
+from collections.abc import Sequence
+from functools import cache
+from importlib.util import find_spec
+from itertools import product
+from pathlib import Path
+from tempfile import TemporaryDirectory
+from typing import NamedTuple
+
+import pytest
+
+from tests.jobs import mesh
+from tests.sweeps import sweep_but
+from titan.testing.jobs import Outcome, train_job
+
+STEPS, SMOOTHED = 50, 10
+BASE = tuple(
+    "--model.n_layers 2 --model.dim 64 --model.ffn_dim 128 --data.seq_len 32 --optimizer.lr 2e-3 "
+    f"--train.steps {STEPS}".split()
+)
+FP32: tuple[str, ...] = ()
+BF16 = ("--plugins.bf16.enabled", "true")
+LAYOUTS = {"one": {}, "dp": {"dp_shard": 2}, "tp": {"tp": 2}, "pp": {"pp": 2}}
+
+
+class Curve(NamedTuple):
+    """A precision, what it is held against on one rank, and how far apart the two may be.
+
+    words: overrides that set it.
+    reference: overrides of the precision that it stands in for.
+    bound: largest `apart` at any layout, nats; about twice what was measured.
+    kept: the layout that `make test` trains; the others are left to the sweep.
+    needs: package without which it cannot be trained.
+    """
+
+    words: tuple[str, ...]
+    reference: tuple[str, ...]
+    bound: float
+    kept: str = "one"
+    needs: str = "torch"
+
+
+WORDS = ("--model.vocab_size", "320")
+"""Multiples of 32 for each of two ranks, as `KEYS` makes of the keys."""
+KEYS = ("--model.n_kv_heads", "4")
+HEAD = (*WORDS, "--plugins.float8.head", "true")
+
+
+def float8(*words: str) -> tuple[str, ...]:
+    return (*BF16, "--plugins.float8.emulate", "always", *words)
+
+
+def pure(rounding: str) -> tuple[str, ...]:
+    return (*BF16, "--plugins.bf16.pure", "true", "--plugins.bf16.rounding", rounding)
+
+
+CURVES = {
+    "bf16": Curve(BF16, FP32, 0.003, kept="tp"),
+    "fp16": Curve(("--plugins.fp16.enabled", "true"), FP32, 0.0001, kept="pp"),
+    "pure bf16, nearest": Curve(pure("nearest"), BF16, 0.06),
+    "pure bf16, stochastic": Curve(pure("stochastic"), BF16, 0.0035, kept="tp"),
+    "pure bf16, kahan": Curve(pure("kahan"), BF16, 0.0016, kept="dp"),
+    "float8 tensorwise": Curve(float8(), BF16, 0.005, kept="dp", needs="torchao"),
+    "float8 tensorwise, gathered": Curve(
+        float8("--plugins.float8.fsdp_all_gather", "true"), BF16, 0.006, kept="pp", needs="torchao"
+    ),
+    "float8 rowwise": Curve(float8("--plugins.float8.recipe", "rowwise"), BF16, 0.002, kept="tp", needs="torchao"),
+    "float8 rowwise_with_gw_hp": Curve(
+        float8("--plugins.float8.recipe", "rowwise_with_gw_hp"), BF16, 0.002, needs="torchao"
+    ),
+    "float8 tensorwise, head": Curve(float8(*HEAD), (*BF16, *WORDS), 0.004, kept="tp", needs="torchao"),
+    "float8 rowwise, head": Curve(
+        float8(*HEAD, "--plugins.float8.recipe", "rowwise"), (*BF16, *WORDS), 0.0075, kept="pp", needs="torchao"
+    ),
+    "mxfp8": Curve(
+        float8(*KEYS, "--plugins.float8.recipe", "mxfp8"), (*BF16, *KEYS), 0.0055, kept="dp", needs="torchao"
+    ),
+    "mxfp8, head": Curve(
+        float8(*KEYS, *HEAD, "--plugins.float8.recipe", "mxfp8"),
+        (*BF16, *KEYS, *WORDS),
+        0.009,
+        kept="tp",
+        needs="torchao",
+    ),
+}
+CASES = list(product(CURVES, LAYOUTS))
+
+
+@cache
+def trained(words: Sequence[str], layout: str) -> Outcome:
+    degrees = LAYOUTS[layout]
+    with TemporaryDirectory(prefix="curve-") as folder:
+        return train_job(Path(folder), 2 if degrees else 1, *BASE, *words, *mesh(**degrees))
+
+
+def apart(reference: Outcome, other: Outcome) -> float:
+    """The largest difference of the two losses, smoothed over the last ten steps, in nats per token."""
+    pairs = zip(_smoothed(reference.loss), _smoothed(other.loss), strict=True)
+    return max(abs(ours - theirs) for ours, theirs in pairs)
+
+
+def _smoothed(losses: list[float]) -> list[float]:
+    return [sum(losses[end - SMOOTHED : end]) / SMOOTHED for end in range(SMOOTHED, len(losses) + 1)]
+
+
+def measure(name: str, layout: str) -> float:
+    """How far a precision is from its reference on one rank, at a layout."""
+    return apart(trained(CURVES[name].reference, "one"), trained(CURVES[name].words, layout))
+
+
+@pytest.mark.parametrize(
+    ("name", "layout"), sweep_but(CASES, *((name, curve.kept) for name, curve in CURVES.items())), ids=str
+)
+def test_fifty_steps_stay_near_the_precision_it_stands_in_for(name: str, layout: str) -> None:
+    curve = CURVES[name]
+    if find_spec(curve.needs) is None:
+        pytest.skip(f"{curve.needs} is not installed")
+    reference = trained(curve.reference, "one")
+    assert len(reference.loss) == STEPS and reference.loss[0] - reference.loss[-1] > 1, "the reference has to learn"
+    found = measure(name, layout)
+    assert 0 < found < curve.bound, f"{name} at {layout}: {found:.4f} nats from its reference, bound {curve.bound}"
+
+
+def test_the_measure_tells_a_slower_curve_from_a_rounded_one() -> None:
+    slower = trained((*BF16, "--optimizer.lr", "1.8e-3"), "one")
+    # What rounds updates to nearest loses some of them, and is itself slower.
+    bounds = [curve.bound for name, curve in CURVES.items() if "nearest" not in name]
+    assert apart(trained(BF16, "one"), slower) > 10 * max(bounds)
+
+
+if __name__ == "__main__":
+    for name, layout in CASES:
+        if name.startswith(tuple(sys.argv[1:]) or ""):
+            print(f"{name}, {layout}: {measure(name, layout):.4f} nats, bound {CURVES[name].bound}", flush=True)
