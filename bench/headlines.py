@@ -1,6 +1,7 @@
 """One line per kind of benchmark result: what a file of bench/results says."""
 
 from collections.abc import Callable, Mapping
+from importlib import import_module
 from statistics import mean, median
 from typing import Any
 
@@ -14,11 +15,12 @@ TOKENS = 8 * 512
 
 
 def speeds(found: Found) -> dict[str, tuple[float, float, float]]:
-    """Of bench.overhead: precision -> (tokens/s of the bare loop, of titan, their ratio), by median step times."""
+    """Of bench.overhead: case -> (tokens/s of the bare loop, of titan, their ratio), by median step times."""
     table = {}
-    for precision in ("fp32", "bf16"):
-        bare, ours = (median(found[precision][who]) for who in ("bare_s", "titan_s"))
-        table[precision] = (TOKENS / bare, TOKENS / ours, bare / ours)
+    for case, samples in found.items():
+        if isinstance(samples, Mapping) and "bare_s" in samples:
+            bare, ours = (median(samples[who]) for who in ("bare_s", "titan_s"))
+            table[case] = (TOKENS / bare, TOKENS / ours, bare / ours)
     return table
 
 
@@ -45,6 +47,15 @@ def dispatch_ratio(row: Halves) -> float:
     """Of a row of bench.dispatch: milliseconds of a layer by DTensor's styles over those of titan."""
     medians = dispatch_ms(row)
     return sum(medians[STYLES]) / sum(medians[OURS])
+
+
+SDPA, KERNEL = "SDPA", "kernel"
+
+
+def kernel_ratios(row: Halves) -> list[float]:
+    """Of a row of bench.cpu_attention: median time of SDPA over that of the kernel, in forward and in backward."""
+    medians = dispatch_ms(row)
+    return [theirs / ours for theirs, ours in zip(medians[SDPA], medians[KERNEL], strict=True)]
 
 
 def turns_ms(row: Mapping[str, list[float]]) -> tuple[float, float]:
@@ -80,10 +91,37 @@ def _dispatch(found: Found) -> str:
     return f"tp {found['tp']}: host time of a layer by DTensor's styles, relative to titan's: {each}"
 
 
+def _cpu_attention(found: Found) -> str:
+    each = ((name, *kernel_ratios(row)) for name, row in found["rows"].items())
+    return f"speed relative to SDPA, forward and backward: {'; '.join(f'{n}: {f:.1f}, {b:.1f}' for n, f, b in each)}"
+
+
+def attention_ms(row: Mapping[str, list[float]]) -> tuple[float, float]:
+    """Of a row of bench.attention: median milliseconds with a mask, and document by document."""
+    masked, apart = (1e3 * median(row[kind]) for kind in ("mask", "documents"))
+    return masked, apart
+
+
+def _attention(found: Found) -> str:
+    each = ((name, attention_ms(row)) for name, row in found["rows"].items())
+    ratios = "; ".join(f"{name} {masked / apart:.1f}" for name, (masked, apart) in each)
+    return f"{found['tokens']:,} tokens, speed of attention by document relative to a mask: {ratios}"
+
+
 def _turns(found: Found) -> str:
     each = ((name, turns_ms(row)) for name, row in found["rows"].items())
     ratios = ", ".join(f"{name} {theirs / ours:.2f}" for name, (ours, theirs) in each)
     return f"tp {found['tp']}: speed of titan relative to torchtitan, by sequences x tokens: {ratios}"
+
+
+def _loss(found: Found) -> str:
+    whole, chunks = (
+        {key: median(of) for key, of in found["rows"][name].items()} for name in ("all logits", "in chunks")
+    )
+    ratios = ", ".join(
+        f"{key} {chunks[of] / whole[of]:.2f}" for key, of in (("CPU time", "cpu_s"), ("memory", "peak_gib"))
+    )
+    return f"{found['words']:,} words, {found['tokens']:,} tokens: steps in chunks, relative to all logits: {ratios}"
 
 
 def _overhead(found: Found) -> str:
@@ -190,6 +228,39 @@ def _comm(found: Found) -> str:
     return f"{found['steps']} steps, {sent}; of that, and validation loss beside its own: {', '.join(each)}"
 
 
+SAVINGS = {
+    "time": "seconds", "memory": "peak_mb", "planned time": "planned_s", "planned memory": "planned_gib",
+    "dry run": "dry_run_gib",
+}  # fmt: skip
+"""Words for what a row of bench.savings has -> its key."""
+
+
+def savings(rows: Mapping[str, Found]) -> dict[str, list[float]]:
+    """Of a table of bench.savings, by job: `SAVINGS`, relative to the first job; of step times the medians."""
+    table = {job: [median(found) if isinstance(found := row[key], list) else found for key in SAVINGS.values()]
+             for job, row in rows.items()}  # fmt: skip
+    plain = next(iter(table.values()))
+    return {job: [one / other for one, other in zip(row, plain, strict=True)] for job, row in table.items()}
+
+
+def _savings(found: Found) -> str:
+    said = []
+    for rows in found["tables"].values():
+        _, *others = savings(rows).items()
+        said += [f"{job} {time:.2f} and {memory:.2f}" for job, (time, memory, *_) in others]
+    return f"step time and peak memory relative to the plain way: {', '.join(said)}"
+
+
+def _figures(kind: str) -> Callable[[Found], str]:
+    """What a benchmark's own `figures` say of its targets."""
+
+    def said(found: Found) -> str:
+        rows = import_module(f"bench.{kind}").figures(found)  # here: it imports this module, through bench.results
+        return "; ".join(f"{what}: {measured}" for what, target, measured, _ in rows if target)
+
+    return said
+
+
 KINDS: Mapping[str, tuple[str, Callable[[Found], str]]] = {
     "overhead": ("python -m bench.overhead", _overhead),
     "planning": ("python -m bench.plan_latency", _planning),
@@ -198,10 +269,15 @@ KINDS: Mapping[str, tuple[str, Callable[[Found], str]]] = {
     "transformers": ("python -m bench.transformers", _transformers),
     "fuzz": ("python -m tests.fuzz", _fuzz),
     "dispatch": ("python -m bench.dispatch", _dispatch),
+    "attention": ("python -m bench.attention", _attention),
+    "loss": ("python -m bench.loss", _loss),
     "turns": ("python -m bench.turns", _turns),
     "context": ("python -m bench.context", _context),
+    "cpu_attention": ("python -m bench.cpu_attention", _cpu_attention),
     "experts": ("python -m bench.experts", _experts),
     "comm": ("python -m bench.comm", _comm),
+    "savings": ("python -m bench.savings", _savings),
+    **{kind: (f"python -m bench.{kind}", _figures(kind)) for kind in ("peers", "startup", "saves", "data", "memory")},
     "chaos": ("python -m bench.chaos", _chaos),
     "scale": ("python -m bench.scale", _scale),
     "mutations": ("python -m bench.mutations", _mutations),

@@ -16,14 +16,18 @@ from pathlib import Path
 from statistics import mean, median
 from typing import Any
 
+from bench import __main__ as targets
 from bench import results
 from bench.headlines import (
     KINDS,
+    SAVINGS,
+    attention_ms,
     comm_rows,
     context_rows,
     dispatch_ms,
     dispatch_ratio,
     headline,
+    savings,
     speeds,
     timings,
     turns_ms,
@@ -67,7 +71,8 @@ def written(text: str) -> str:
 
     def table(place: re.Match[str]) -> str:
         name = place[2]
-        made = _record(found, results.earlier()) if name == "record" else TABLES[name](found[name])
+        whole = {"record": lambda: _record(found, results.earlier()), "targets": _targets}
+        made = whole[name]() if name in whole else TABLES[name](found[name])
         return f"{place[1]}\n{made}\n{place[3]}"
 
     return PLACE.sub(table, text)
@@ -117,6 +122,12 @@ def _doctor(found: Found) -> str:
     return f"{_table(head, rows)}\n{said}"
 
 
+def _targets() -> str:
+    """What `make bench` prints."""
+    head, *rows = targets.rows_of(targets.RUNS)
+    return _table(head, rows)
+
+
 def _record(found: Mapping[str, Found], earlier: Iterable[Mapping[str, str]]) -> str:
     """The newest result of each kind, and what replaced ones said."""
     rows = [
@@ -136,6 +147,15 @@ def _dispatch(found: Found) -> str:
         halves = (f"{forward:.2f} + {backward:.2f}" for forward, backward in dispatch_ms(row).values())
         cells.append([name, *halves, f"{dispatch_ratio(row):.2f}"])
     return _table([f"milliseconds of a layer, tp {found['tp']}", *splits, "ratio"], cells)
+
+
+def _attention(found: Found) -> str:
+    rows = [
+        [name, f"{masked:.0f}", f"{apart:.0f}", f"{masked / apart:.1f}"]
+        for name, row in found["rows"].items()
+        for masked, apart in [attention_ms(row)]
+    ]
+    return _table([f"{found['tokens']:,} tokens", "with a mask, ms", "by document, ms", "ratio"], rows)
 
 
 def _turns(found: Found) -> str:
@@ -169,6 +189,27 @@ def _context(found: Found) -> str:
     return _table(head, context_rows(found)) + said
 
 
+def _peers(found: Found) -> str:
+    cells = []
+    for case, rows in found["rows"].items():
+        ours = median(rows["titan"]["seconds"])
+        for name, row in rows.items():
+            taken = median(row["seconds"])
+            cells.append([case, name, f"{taken:.2f}", f"{ours / taken:.2f}", f"{row['peak_gib']:.2f}"])
+    head = ["", "trainer", "seconds per step", "speed relative to titan", "GiB, the largest rank"]
+    versions = ", ".join(f"{name} {version}" for name, version in found["versions"].items() if name != "system")
+    return _table(head, cells) + f"\nMedians of {found['steps']} steps; {versions}.\n"
+
+
+def _savings(found: Found) -> str:
+    head = ["", *SAVINGS]
+    tables = []
+    for name, rows in found["tables"].items():
+        cells = [[f"{job}", *(f"{ratio:.2f}" for ratio in ratios)] for job, ratios in savings(rows).items()]
+        tables.append(f"{name.capitalize()}:\n\n{_table(head, cells)}")
+    return "\n".join(tables)
+
+
 def _layouts(found: Found) -> str:
     rows = found["largest_relative_difference"].items()
     cells = [[name, f"{row['loss']:.1e}", f"{row['grad_norm']:.1e}"] for name, row in rows]
@@ -188,7 +229,8 @@ def _comm(found: Found) -> str:
 
 TABLES: Mapping[str, Callable[[Found], str]] = {
     "overhead": _overhead, "planning": _planning, "doctor": _doctor, "dispatch": _dispatch, "turns": _turns,
-    "transformers": _transformers, "layouts": _layouts, "context": _context, "comm": _comm,
+    "transformers": _transformers, "layouts": _layouts, "context": _context, "comm": _comm, "savings": _savings,
+    "attention": _attention, "peers": _peers,
 }  # fmt: skip
 """Name of a table -> what is made of the newest result of that kind."""
 

@@ -1,8 +1,9 @@
 """Check and measure titan on one CUDA device.
 
     python -m bench.gpu --part 1        checks: parity with the CPU, resume, SIGTERM, NaN, waits of the host
-    python -m bench.gpu --part 2        device: rates, attention, loss, head; a profile, saves, packed documents
+    python -m bench.gpu --part 2        device: rates, attention, loss, head; a profile, saves
     python -m bench.gpu --part 3        speed: Llama 3.2 1B and 3B, in turns with torchtitan; float8
+    python -m bench.gpu --part 4        savings: packed documents, float8 at 3B, offloading, 8-bit state, ...
     python -m bench.gpu --rehearse      every measurement on this CPU in tiny sizes; its figures mean nothing
 
 Each part begins no measurement that would not end within --minutes (9). It appends each result to
@@ -33,6 +34,7 @@ from bench.gpu.measurements import MEASUREMENTS  # noqa: E402
 from bench.gpu.records import Measurement, Results, Row  # noqa: E402
 from bench.gpu.setting import Setting  # noqa: E402
 
+PARTS = (1, 2, 3, 4)
 OVERRUN_S = 20.0
 """Longest time that a measurement may go beyond the end of its part."""
 
@@ -61,7 +63,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 def _arguments(argv: Sequence[str] | None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--part", type=int, nargs="+", choices=(1, 2, 3), default=(1, 2, 3))
+    parser.add_argument("--part", type=int, nargs="+", choices=PARTS, default=PARTS)
     parser.add_argument("--rehearse", action="store_true", help="on the CPU, in tiny sizes")
     parser.add_argument("--minutes", type=float, default=9.0, help="longest time of a part")
     parser.add_argument("--only", nargs="+", default=(), choices=[one.name for one in MEASUREMENTS], metavar="NAME")

@@ -11,10 +11,12 @@ from torch.profiler import ProfilerActivity, profile
 
 from bench.gpu.records import Row
 from bench.gpu.setting import Setting
+from titan.contracts import Projection
 from titan.doctor import device as doctor
 from titan.doctor.clock import Clock
 from titan.doctor.report import rows
 from titan.plugins.losses.cross_entropy import CrossEntropy
+from titan.plugins.losses.cross_entropy.rows import Slice, loss_and_gradient
 from titan.ranks import process
 
 SLOT_S = 0.5
@@ -101,6 +103,34 @@ def loss(setting: Setting) -> Iterator[Row]:
     yield Row("largest difference of a gradient", worst, "(at most 0.01)", worst <= 0.01)
 
 
+def passes(setting: Setting) -> Iterator[Row]:
+    """titan's passes over logits in bf16, which leave their gradient in their place."""
+    count, words = setting.size((8192, 128_256), (64, 1000))
+    logits = torch.randn(count, words, device=setting.device, dtype=torch.bfloat16)
+    labels, factor = torch.randint(words, (count,), device=setting.device), torch.ones((), device=setting.device)
+    seconds = setting.median(lambda: loss_and_gradient(logits, logits, labels, Slice(0, words), 0.0, factor))
+    yield Row("logits become gradients", 1e3 * seconds, "ms (at most 3)", setting.rehearse or seconds <= 3e-3)
+    yield Row("moved, by count", 2 * logits.nbytes / 1e9, "GB")
+    yield Row("rate", 2 * logits.nbytes / seconds / 1e12, "TB/s")
+
+
+def fused_loss(setting: Setting) -> Iterator[Row]:
+    """titan's head and loss in bf16, both ways, beside the products of the head."""
+    count, width, words = setting.size((8192, 2048, 128_256), (64, 64, 1000))
+    head = nn.Linear(width, words, bias=False, device=setting.device, dtype=torch.bfloat16)
+    hidden = torch.randn(1, count, width, device=setting.device, dtype=torch.bfloat16).requires_grad_()
+    labels, factor = torch.randint(words, (1, count), device=setting.device), torch.ones((), device=setting.device)
+    upstream = torch.ones(1, count, words, device=setting.device, dtype=torch.bfloat16)
+    products = _both_ways(lambda: head(hidden), (hidden, head.weight), upstream)
+    yield Row("products alone", 1e3 * setting.median(products), "ms")
+    project = Projection(head, head.forward, words, factor)
+    for name, size in {"in chunks": None, "all logits at once": count}.items():
+        ours = CrossEntropy(CrossEntropy.Config(chunk_tokens=size))
+        both = _grad(lambda loss=ours: loss.of_hidden(hidden, labels, project)[0], (hidden, head.weight))
+        yield Row(name, 1e3 * setting.median(both), "ms")
+        yield Row(f"{name}: peak memory", setting.peak_gib(both), "GiB")
+
+
 def head(setting: Setting) -> Iterator[Row]:
     """The output matrix alone, both ways, in bf16 and in float8: what a float8 head would win."""
     from torchao.float8 import Float8LinearConfig, convert_to_float8_training
@@ -139,7 +169,7 @@ def _both_ways(forward: Callable[[], Tensor], inputs: tuple[Tensor, ...], grad: 
     return lambda: torch.autograd.grad(forward(), inputs, grad)
 
 
-def _grad(value: Callable[[], Tensor], of: Tensor) -> Callable[[], object]:
+def _grad(value: Callable[[], Tensor], of: Tensor | tuple[Tensor, ...]) -> Callable[[], object]:
     return lambda: torch.autograd.grad(value(), of)
 
 

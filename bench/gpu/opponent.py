@@ -1,4 +1,4 @@
-"""One run of torchtitan 0.2.2 for `bench.gpu.turns`, in a process of its own.
+"""One run of torchtitan 0.2.2 for `bench.gpu.turns`, in a process of its own; and its Trainer, for other benchmarks.
 
     python -m bench.gpu.opponent '{"dim": 2048, ...}'
 
@@ -11,13 +11,14 @@ import os
 import statistics
 import sys
 import time
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
+from torch.distributed.fsdp import FSDPModule
 
 from titan.data.tokens.shards import open_shard
 
@@ -29,9 +30,7 @@ def main() -> None:
     asked = json.loads(sys.argv[1])
     if asked["device"] == "cpu":
         accept_cpu()
-    for name, value in {"RANK": 0, "LOCAL_RANK": 0, "WORLD_SIZE": 1, "MASTER_ADDR": "127.0.0.1"}.items():
-        os.environ[name] = str(value)
-    os.environ["MASTER_PORT"] = "0"
+    be_alone()
     trainer = trainer_of(asked)
     batches = trainer.batch_generator(trainer.dataloader)
     trainer.step = 2  # neither the first step nor one of log_freq: nothing is logged, and nothing waits for the device
@@ -60,10 +59,15 @@ def main() -> None:
 
 
 def trainer_of(asked: dict[str, Any]) -> Any:
-    """torchtitan's Trainer of a Llama of these sizes, on the tokens of one of titan's shards."""
+    """torchtitan's Trainer of a Llama of these sizes, on the tokens of one of titan's shards.
+
+    asked: sizes of the model, seq_len, batch (sequences per data-parallel rank), tokens, folder, dtype, backend ("":
+        not compiled), recompute, and degrees of dp, tp and pp (1F1B, one sequence per micro batch).
+    """
     from torchtitan.components.loss import build_cross_entropy_loss
     from torchtitan.components.lr_scheduler import build_lr_schedulers
     from torchtitan.components.optimizer import build_optimizers
+    from torchtitan.distributed.pipeline_parallel import pipeline_llm
     from torchtitan.models.llama3 import Transformer, TransformerModelArgs, parallelize_llama
     from torchtitan.protocols.train_spec import TrainSpec, register_train_spec
     from torchtitan.train import Trainer
@@ -74,13 +78,23 @@ def trainer_of(asked: dict[str, Any]) -> Any:
         **sizes, multiple_of=asked["ffn_dim"], ffn_dim_multiplier=asked["ffn_dim"] / widened, rope_theta=500000
     )
     spec = TrainSpec(
-        model_cls=Transformer, model_args={MODEL: model}, parallelize_fn=parallelize_llama, pipelining_fn=None,
+        model_cls=Transformer, model_args={MODEL: model}, parallelize_fn=parallelize_llama, pipelining_fn=pipeline_llm,
         build_optimizers_fn=build_optimizers, build_lr_schedulers_fn=build_lr_schedulers,
-        build_dataloader_fn=lambda **_: _Tokens(Path(asked["tokens"]), asked["seq_len"], asked["batch"]),
+        build_dataloader_fn=lambda **_: Tokens(Path(asked["tokens"]), asked["seq_len"], asked["batch"]),
         build_tokenizer_fn=None, build_loss_fn=build_cross_entropy_loss,
     )  # fmt: skip
     register_train_spec(MODEL, spec)
-    return Trainer(_config(asked))
+    trainer = Trainer(_config(asked))
+    if torch.device(trainer.device).type == "cpu":
+        _sum_by_gloo(trainer.model_parts)
+    return trainer
+
+
+def _sum_by_gloo(parts: Iterable[nn.Module]) -> None:
+    """Let FSDP2 sum without a factor in the reduction: gloo has none."""
+    for module in (module for part in parts for module in part.modules()):
+        if isinstance(module, FSDPModule):
+            module.set_force_sum_reduction_for_comms(True)
 
 
 def _config(asked: dict[str, Any]) -> Any:
@@ -91,7 +105,9 @@ def _config(asked: dict[str, Any]) -> Any:
     config.job.dump_folder = asked["folder"]
     config.training.local_batch_size, config.training.seq_len = asked["batch"], asked["seq_len"]
     config.training.mixed_precision_param = asked["dtype"]
-    config.parallelism.tensor_parallel_degree = asked["tp"]
+    config.parallelism.data_parallel_shard_degree = asked.get("dp", 1)
+    config.parallelism.tensor_parallel_degree = asked.get("tp", 1)
+    config.parallelism.pipeline_parallel_degree = asked.get("pp", 1)
     config.training.steps = 1_000_000
     config.metrics.log_freq = 1_000_000
     config.optimizer.lr = 3e-4
@@ -100,7 +116,7 @@ def _config(asked: dict[str, Any]) -> Any:
     return config
 
 
-class _Tokens:
+class Tokens:
     """The tokens of titan's shard, a batch of sequences after the other, over and over."""
 
     def __init__(self, path: Path, seq_len: int, batch: int) -> None:
@@ -114,6 +130,12 @@ class _Tokens:
             at += length
             tokens, labels = (part.reshape(self._batch, -1) for part in (chunk[:-1].clone(), chunk[1:].clone()))
             yield {"input": tokens}, labels
+
+
+def be_alone() -> None:
+    """Say that this process is the only rank, as torchrun would."""
+    alone = {"RANK": 0, "LOCAL_RANK": 0, "WORLD_SIZE": 1, "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": 0}
+    os.environ.update({name: str(value) for name, value in alone.items()})
 
 
 def accept_cpu() -> None:

@@ -17,7 +17,7 @@ from bench.gpu.setting import Setting
 LOSS_RTOL, NORM_RTOL = 1e-5, 1e-4
 """Of docs/correctness.md."""
 
-BANDS = {"bf16": (2e-3, 2e-2), "float8": (1e-2, 1e-1)}
+BANDS = {"bf16": (2e-3, 2e-2), "fp16": (2e-4, 5e-3), "float8": (1e-2, 1e-1)}
 """Largest relative difference of loss and gradient norm from the fp32 curve, at any of 20 steps."""
 
 FP32: dict[str, tuple[str, Keys]] = {
@@ -58,6 +58,11 @@ def bf16(setting: Setting) -> Iterator[Row]:
     for name, keys in {"eager": {}, "compiled": {"plugins.compile.backend": backend}}.items():
         keys = {"plugins.bf16.enabled": True, **keys}
         yield from _against(setting, f"bf16, {name}", "untied", keys, BANDS["bf16"])
+
+
+def fp16(setting: Setting) -> Iterator[Row]:
+    """fp16 with its loss scale, eager."""
+    yield from _against(setting, "fp16", "untied", {"plugins.fp16.enabled": True}, BANDS["fp16"])
 
 
 def float8(setting: Setting) -> Iterator[Row]:

@@ -10,11 +10,21 @@ import torch
 from bench.gpu import jobs
 from bench.gpu.records import Row
 from bench.gpu.setting import Setting
-from bench.gpu.shapes import B1, Shape, flops_per_step, keys_of, mfu
+from bench.gpu.shapes import B1, B3, Shape, flops_per_step, keys_of, mfu
 from titan.training import build, trainer
 
 STEPS = 10
 FLOAT8 = {"plugins.float8.recipe": "tensorwise"}, {"plugins.float8.recipe": "rowwise"}
+LESS: Mapping[str, Mapping[str, object]] = {
+    "optimizer on the host": {"plugins.offload.optimizer": True},
+    "activations on the host": {"plugins.offload.optimizer": False, "plugins.offload.activations": True},
+    "parameters on the host": {"plugins.offload.parameters": True, "plugins.fsdp.enabled": True},
+    "8-bit state": {"optimizer.name": "adamw_8bit"},
+    "updates in backward": {"plugins.update_in_backward.enabled": True, "train.grad_clip": 0},
+    "pure bf16": {"plugins.bf16.pure": True},
+    "half of what the compiler would save": {"plugins.activation_checkpoint.mode": "budget"},
+}
+"""What each leaves on the device, by name."""
 
 
 def b1(setting: Setting) -> Iterator[Row]:
@@ -35,9 +45,23 @@ def recompute(setting: Setting) -> Iterator[Row]:
 
 
 def packed(setting: Setting) -> Iterator[Row]:
-    """1 B with attention within documents, and over the whole sample."""
-    for packing in ("concat", "document_mask"):
-        yield from _speed(setting, B1, {"data.packing": packing}, f"{packing}: ")
+    """1 B over the whole sample, and within documents: with a mask, and by the operation that titan picks."""
+    documents = {"data.packing": "document_mask"}
+    ways = {"streamed": {}, "a mask": documents, "no mask": {**documents, "plugins.attention.enabled": True}}
+    for name, keys in ways.items():
+        yield from _speed(setting, B1, keys, f"{name}: ")
+
+
+def float8_3b(setting: Setting) -> Iterator[Row]:
+    """3 B in bf16, and with the products of its layers in float8."""
+    for keys in ({}, *FLOAT8):
+        yield from _speed(setting, B3, keys, f"{keys.get('plugins.float8.recipe', 'bf16')}: ")
+
+
+def memory(setting: Setting) -> Iterator[Row]:
+    """1 B with less on the device, as each technique means it."""
+    for name, keys in LESS.items():
+        yield from _speed(setting, B1, keys, f"{name}: ")
 
 
 def _speed(setting: Setting, shape: Shape, keys: Mapping[str, object], label: str = "") -> Iterator[Row]:
@@ -66,6 +90,19 @@ def speed_rows(
     yield Row(f"{label}peak memory reserved", reserved, "GiB")
 
 
+def loader(setting: Setting) -> Iterator[Row]:
+    """Tokens/s of the loader alone, its batches on the device, beside those of training 1 B."""
+    for packing in ("concat", "document_mask"):
+        with jobs.open_run(setting, jobs.SPEED, "loader", {**keys_of(setting, B1), "data.packing": packing}) as run:
+            batches = iter(run.loader)
+            next(batches)  # starts the processes that read ahead
+            count = setting.size(500, 4)
+            seconds = setting.timed(lambda: [next(batches) for _ in range(count)]) / count  # noqa: B023  called at once
+            step = statistics.median(jobs.step_seconds(setting, run, setting.size(5, 1), warm_up=setting.size(3, 1)))
+            yield Row(f"{packing}: loader", run.job.tokens_per_step / seconds, "tokens/s")
+            yield Row(f"{packing}: loader, relative to training", step / seconds)
+
+
 def saves(setting: Setting) -> Iterator[Row]:
     """A save in the background of 0.8 B with optimizer state: what it stalls, slows and writes; and a load."""
     layers = setting.size({"model.n_layers": 4}, {})
@@ -75,7 +112,7 @@ def saves(setting: Setting) -> Iterator[Row]:
         before = statistics.median(jobs.step_seconds(setting, run, 5))
         yield Row("step", before, "s")
         for which in ("first", "second"):
-            yield from _save(setting, run, which)
+            yield from _save(setting, run, which, before)
         yield Row("step after the saves", statistics.median(jobs.step_seconds(setting, run, 5, warm_up=0)), "s")
         path = run.checkpointer.find("required")
         assert path is not None
@@ -83,7 +120,7 @@ def saves(setting: Setting) -> Iterator[Row]:
         yield Row("load, after the files were hashed", _bytes(path) / seconds / 1e9, "GB/s")
 
 
-def _save(setting: Setting, run: build.Run, which: str) -> Iterator[Row]:
+def _save(setting: Setting, run: build.Run, which: str, step: float) -> Iterator[Row]:
     assert run.checkpointer is not None
     writing: list[float] = []
     began = time.perf_counter()
@@ -94,6 +131,7 @@ def _save(setting: Setting, run: build.Run, which: str) -> Iterator[Row]:
     seconds = time.perf_counter() - began
     path = sorted(run.checkpointer.folder.glob("step-*"))[-1]
     yield Row(f"{which} save: stall", stall, "s")
+    yield Row(f"{which} save: stall, share of a step", stall / step)
     yield Row(f"{which} save: step while writing", statistics.median(writing) if writing else None, "s")
     yield Row(f"{which} save: written and synced", _bytes(path) / seconds / 1e9, "GB/s")
     run.step += not writing  # a save of the same step would be left out

@@ -98,8 +98,8 @@ WHY = """## Where predictions miss
 - Identical rows of the Omni-Path cluster differ by 3 to 7 %. Rows from before its nodes were repaired take about six
   seconds per step longer, at every layout. They are described as a separate fabric.
 - BLOOM's run (h136) took 105.22 s per step and is predicted at 103.70 s. titan's own job at its layout,
-  `configs/bloom176b.toml`, is predicted at 96.89 s on the same cluster. titan recomputes no last product of a layer
-  (6.90 s), and reduces gradients beside computation (3.26 s). Sliced sends and fused operations save the run 3.35 s.
+  `configs/bloom176b.toml`, is predicted at 96.95 s on the same cluster. titan recomputes no last product of a layer
+  (6.87 s), and reduces gradients beside computation (3.26 s). Sliced sends and fused operations save the run 3.38 s.
 - Full recomputation in runs with `DEFAULT` mixed precision is assumed to stop early, as PyTorch does from 2.1 on. This
   is inferred from their throughput, not stated. The same holds for the losses that their metrics recompute.
 - nanotron's rows do not state recomputation, and two of them run at a third of the speed of the others.

@@ -1,0 +1,131 @@
+"""Steps of titan and of other trainers in turns: the same model, tokens, optimizer and clipping, each in its own loop.
+
+    python -m bench.peers [--steps 6] [--only TEXT] [--list]
+
+One rank, in fp32 and in bf16 with compilation: a bare PyTorch loop, torchtitan, Hugging Face's Trainer and LitGPT; and
+titan with its own attention kernel too, where the CPU has AVX-512 BF16. Two
+ranks, in fp32: torchtitan with FSDP, tensor parallelism and a pipeline (1F1B, 4 micro batches). Each rank is a process
+of its own; while one trainer takes a step, all others wait. Prints the ratio of median step times, and the most memory
+that a rank has held. Writes all samples under bench/results. Linux only.
+
+Trainers that are not installed are left out, and said. All of them:
+    pip install transformers accelerate litgpt torchtitan==0.2.2 tyro datasets tokenizers einops triton
+"""
+
+import argparse
+import platform
+import sys
+import tempfile
+from collections.abc import Mapping
+from importlib.metadata import PackageNotFoundError, version
+from importlib.util import find_spec
+from pathlib import Path
+from statistics import median
+from typing import Any
+
+from titan.ranks.launcher import let_threads_sleep
+
+let_threads_sleep()  # for the processes that this one starts
+
+import torch  # noqa: E402
+from tqdm import tqdm  # noqa: E402
+
+from bench import results  # noqa: E402
+from bench.peers import COMPILED, KERNEL, OURS, speeds  # noqa: E402
+from bench.peers.cases import CASES, SEQ_LEN, SEQUENCES, SIZES, Case  # noqa: E402
+from bench.peers.turns import Trainer  # noqa: E402
+from titan.plugins.attention.cpu_kernel import why_not  # noqa: E402
+
+NEEDS: Mapping[str, tuple[str, ...]] = {
+    OURS: (), KERNEL: (), "bare": (),
+    "torchtitan": ("torchtitan", "tyro", "datasets", "tokenizers", "einops", "triton"),
+    "huggingface": ("transformers", "accelerate"), "litgpt": ("litgpt",),
+}  # fmt: skip
+"""Trainer -> packages that it needs; but for titan's second one, each is a module of this package."""
+
+ON_SEVERAL_RANKS = (OURS, "torchtitan")
+WARM_UP = 2
+HEAD_DIM = SIZES["dim"] // SIZES["n_heads"]
+
+
+def main() -> None:
+    """Measure all cases, print ratios, write the results."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--steps", type=int, default=6, help=f"measured steps of each trainer, after {WARM_UP}")
+    parser.add_argument("--only", default="", metavar="TEXT", help="cases with this in their name")
+    parser.add_argument("--list", action="store_true", help="print the cases and their trainers, measure nothing")
+    args = parser.parse_args()
+    chosen = [case for case in CASES if args.only in case.name]
+    if args.list:
+        for case in chosen:
+            print(f"{case.name}: {', '.join(trainers_of(case))}")
+        return
+    absent = {name: [each for each in needed if find_spec(each) is None] for name, needed in NEEDS.items()}
+    for name, packages in absent.items():
+        if packages:
+            print(f"{name} is left out: no {', '.join(packages)}; `python -m bench.peers --help` has what to install")
+    measured = {}
+    for case in chosen:
+        names = [name for name in trainers_of(case) if not absent[name]]
+        measured[case.name] = _measure(case, names, args.steps)
+        print("\n".join(lines(case.name, measured[case.name])))
+    if not args.only:
+        found = {"steps": args.steps, "versions": versions(), "tokens": SEQUENCES * SEQ_LEN, "rows": measured}
+        print(results.write("peers", found))
+
+
+def trainers_of(case: Case) -> list[str]:
+    """Who is compared in a case."""
+    kernel = case.name == COMPILED and not why_not(torch.device("cpu"), torch.bfloat16, HEAD_DIM)
+    everyone = [name for name in NEEDS if name != KERNEL or kernel]
+    return everyone if case.ranks == 1 else [name for name in everyone if name in ON_SEVERAL_RANKS]
+
+
+def lines(case: str, rows: Mapping[str, Any]) -> list[str]:
+    """A line per trainer: seconds, speed of titan over it, memory of a rank."""
+    faster = {OURS: 1.0, KERNEL: float("nan"), **speeds(rows)}
+    return [
+        f"{case}: {name} {median(row['seconds']):.2f} s, speed of titan over it {faster[name]:.2f}, "
+        f"{row['peak_gib']:.2f} GiB"
+        for name, row in rows.items()
+    ]
+
+
+def versions() -> dict[str, str]:
+    """Of the trainers that are installed, and of the system."""
+    found = {"system": platform.platform()}
+    for name in ("torchtitan", "transformers", "accelerate", "litgpt"):
+        try:
+            found[name] = version(name)
+        except PackageNotFoundError:
+            continue
+    return found
+
+
+def _measure(case: Case, names: list[str], steps: int) -> dict[str, dict[str, Any]]:
+    rows: dict[str, dict[str, Any]] = {name: {"seconds": []} for name in names}
+    with tempfile.TemporaryDirectory() as folder:
+        trainers: dict[str, Trainer] = {}
+        try:
+            for name in names:
+                below = Path(folder) / name
+                below.mkdir()
+                module, asked = (OURS, {"kernel": True}) if name == KERNEL else (name, {})
+                trainers[name] = Trainer(f"bench.peers.{module}", {**case.asked(below), **asked}, case.ranks)
+                trainers[name].seconds()  # it is ready; others that start would take its cores
+            for number in tqdm(range(steps + WARM_UP), desc=case.name, disable=None):
+                for name, trainer in trainers.items():
+                    trainer.go()
+                    seconds = trainer.seconds()
+                    if number >= WARM_UP:
+                        rows[name]["seconds"].append(seconds)
+            for name, trainer in trainers.items():
+                rows[name]["peak_gib"] = trainer.peak_gib()
+        finally:
+            for trainer in trainers.values():
+                trainer.close()
+    return rows
+
+
+if __name__ == "__main__":
+    sys.exit(main())
