@@ -40,13 +40,11 @@ class Compile(Technique):
     provides = ("compiled_layers",)
 
     def facts(self) -> dict[Fact, str]:
-        """Other backends than PyTorch's compiler run a layer's graph as it is."""
-        if self.config.backend == "inductor":
-            return {}
-        name = self.config.backend
-        facts: dict[Fact, str] = {
-            "skips_inductor": f'[plugins.compile] backend = "{name}" does not use it; set backend = "inductor"'
-        }
+        """A layer's backward is one; other backends than PyTorch's compiler run its graph as it is."""
+        facts, name = super().facts(), self.config.backend
+        if name != "inductor":
+            what = f'[plugins.compile] backend = "{name}" does not use it; set backend = "inductor"'
+            facts["skips_inductor"] = what
         if name == "eager":
             why = '[plugins.compile] backend = "eager" runs layers as autograd does; set backend = "inductor"'
             facts["unpartitioned"] = why
