@@ -17,11 +17,18 @@ registry.load_plugins()
 EVERY = [plugin for plugin in registry.every() if plugin.__module__.startswith("titan.plugins.")]
 
 # Some techniques need room to work in, or cost too much to be run in every mode here; their own tests do.
-WORDS: dict[str, tuple[str, ...]] = {"compile": ("--plugins.compile.backend", "aot_eager")}
+WORDS: dict[str, tuple[str, ...]] = {
+    "attention": ("--plugins.attention.backend", "math"),  # auto leaves plain attention on a CPU alone
+    "compile": ("--plugins.compile.backend", "aot_eager"),
+    "schedule_free_adamw": ("--lr_schedule.name", "constant"),
+}
+JOBS = {"update_in_backward": CONFIGS / "one_update.toml"}
 
 
 def job_file(plugin: type[Plugin]) -> Path:
     """A job whose model has what a technique shares: an axis that folds others is for stacks of weights."""
+    if plugin.name in JOBS:
+        return JOBS[plugin.name]
     if issubclass(plugin, Model):
         return CONFIGS / f"{plugin.name}.toml" if plugin.name != "llama" else LLAMA
     return MOE if issubclass(plugin, Technique) and any(axis.folds for axis in plugin.axes) else LLAMA

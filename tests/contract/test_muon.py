@@ -14,7 +14,7 @@ LAYOUTS = {
     "fsdp x pp": ("--mesh.pp", "2"),
     "tp x pp": ("--mesh.tp", "2", "--mesh.pp", "2"),
 }
-MUON = ("--plugins.path", GUESTS, "--optimizer.name", "muon")
+MUON = ("--plugins.path", GUESTS, "--optimizer.name", "whole_muon")
 
 
 @pytest.mark.parametrize(("config", "lr"), [(LLAMA, "3e-3"), swept_case((GPT, "3e-4"))], ids=["llama", "gpt, tied"])

@@ -155,13 +155,18 @@ def _results(size: int, cases: dict[str, Case]) -> Iterator[tuple[str, str, list
 
 @pytest.mark.parametrize("size", [1, 2, 3, 4])
 def test_output_and_gradients_are_those_of_one_process(size: int) -> None:
+    """Gradients of scores are differences of two products; which of their roundings cancel depends on the CPU."""
     expected = {label: _alone(case) for label, case in CASES.items()}
     seen = set()
     for name, label, results in _results(size, CASES):
         seen.add(name)
+        q, _, v, gradient = CASES[label].tensors()
+        products = (gradient @ v.repeat_interleave(HEADS // v.shape[1], dim=1).mT).abs().max().item()
+        slope = 2 * torch.finfo(torch.float32).eps * products * (CASES[label].scale or CASES[label].head_dim ** -0.5)
         for what, result, target in zip(("out", "dq", "dk", "dv"), results, expected[label], strict=True):
+            atol = 2e-6 if what in ("out", "dv") else max(2e-6, slope * q.abs().max().item())
             torch.testing.assert_close(
-                result, target, rtol=1e-5, atol=2e-6, msg=lambda text: f"{name}, {label}, {what}: {text}"  # noqa: B023
+                result, target, rtol=1e-5, atol=atol, msg=lambda text: f"{name}, {label}, {what}: {text}"  # noqa: B023
             )  # fmt: skip
     assert seen == set(METHODS)
 

@@ -41,6 +41,8 @@ NOT_RUN = {
     "python -m tests.faults": "takes half an hour; tests/unit/test_faults.py plants one",
     "python -m tests.fuzz": "takes half an hour; a sample of it is a test of its own",
     "python -m pytest test_": "tests/contract/test_skeletons.py runs them",
+    "python -m venv other": "for another PyTorch, which CI does not install",
+    "other/bin/": "the same",
 }
 
 SWEEP = {
@@ -76,7 +78,7 @@ def place(tmp_path_factory: pytest.TempPathFactory) -> Path:
     shutil.copy(ROOT / "README.md", place)
     (place / "my_plugins").mkdir()
     (plugin,) = re.findall(r"```python\n(.*?)```", (ROOT / "README.md").read_text(), re.S)
-    (place / "my_plugins" / "lion.py").write_text(plugin)
+    (place / "my_plugins" / "signum.py").write_text(plugin)
     complete = r"Save as `(my_plugins/\w+\.py)`:\n\n```python\n(.*?)```"
     for page in PAGES:
         for name, code in re.findall(complete, page.read_text(), re.S):

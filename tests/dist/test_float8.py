@@ -19,9 +19,10 @@ import pytest
 import torch
 from torch.distributed.tensor import DTensor
 
+from tests.dist.test_validation import validated, validation
 from tests.jobs import LLAMA, mesh
 from tests.sweeps import but_sweep, sweep_but, swept_case
-from titan.testing.jobs import Outcome, train_job, write_text
+from titan.testing.jobs import Outcome, run_job, train_job, write_text
 from titan.testing.ranks import run_ranks
 
 pytestmark = pytest.mark.skipif(find_spec("torchao") is None, reason="torchao is not installed")
@@ -101,6 +102,23 @@ def test_compiled_with_single_operations_recomputed(recipe: str, one_rank) -> No
     assert_equal(one_rank(*float8(recipe)), one_rank(*float8(recipe), *compiled))
 
 
+HEAD = ("--plugins.float8.head", "true", "--model.vocab_size", "320", "--model.n_kv_heads", "4")
+MX = (*EMULATED, *HEAD, "--data.seq_len", "32", *float8("mxfp8"))
+
+
+def test_mxfp8_and_its_head_compiled_with_single_operations_recomputed(one_rank) -> None:
+    compiled = ("--plugins.compile.backend", "aot_eager", "--plugins.activation_checkpoint.mode", "selective")
+    assert_equal(one_rank(*MX), one_rank(*MX, *compiled))
+
+
+def test_a_head_whose_logits_are_split_over_ranks(one_rank, tmp_path: Path) -> None:
+    """A row's scale covers one token in x and one word in W, so the first step is that of one rank."""
+    words = (*EMULATED, *HEAD, *float8("rowwise_with_gw_hp"))
+    sliced = train_job(tmp_path, 2, *BASE, *words, *mesh(tp=2))
+    assert_close(one_rank(*words), sliced, LOSS_RTOL, NORM_RTOL)
+    assert_close(one_rank(*words), sliced, FIRST_LOSS_RTOL, FIRST_NORM_RTOL, steps=1)
+
+
 @pytest.mark.slow
 @pytest.mark.sweep
 @pytest.mark.parametrize(("recipe", "degrees"), [("rowwise", {}), ("tensorwise", {"tp": 2})], ids=str)
@@ -134,6 +152,11 @@ def test_layouts_of_gathered_weights(ranks: int, words: list[str], one_rank, tmp
     assert_close(one_rank(*GATHERED), train_job(tmp_path, ranks, *BASE, *GATHERED, *words), LOSS_RTOL, NORM_RTOL)
 
 
+def test_a_head_beside_gathered_weights(one_rank, tmp_path: Path) -> None:
+    words = (*GATHERED, *EMULATED, *HEAD)
+    assert_close(one_rank(*words), train_job(tmp_path, 2, *BASE, *words, *mesh(dp_shard=2)), LOSS_RTOL, NORM_RTOL)
+
+
 def scales_after_training(words: list[str]) -> list[tuple[str, float, float]]:
     """Of each weight on this rank: name, the scale its shard will be cast with, 448 over the maximum of the whole."""
     from titan.config import load_job
@@ -143,6 +166,10 @@ def scales_after_training(words: list[str]) -> list[tuple[str, float, float]]:
 
     run = build.build(job := load_job(LLAMA, words, launched_world_size()), process.join(job))
     trainer.train(run)
+    held: list[Any] = [weight._local_tensor for part in run.parts for _, weight in part.parameters()]
+    assert all(getattr(local, "_precomputed_scale", None) is None for local in held), "a sample would be scaled by it"
+    for technique in run.context.techniques:  # as before a step that came now
+        technique.before_step(run.step + 1)
     found = []
     for part in run.parts:
         for name, weight in part.parameters():
@@ -165,6 +192,23 @@ def test_one_scale_a_weight_is_ready_on_every_rank(other: str, tmp_path: Path) -
         assert len(scales) == 7 * held
         for name, scale, expected in scales:
             assert math.isclose(scale, expected, rel_tol=1e-6), name
+
+
+def _scaled_as_gathered(folder: str, words: list[str], config: str) -> dict[str, torch.Tensor]:
+    """On one rank: a run without scales made beforehand, as torchao makes them of the weights that it gathers."""
+    from titan.plugins.precision.float8 import Float8
+
+    Float8._scale = lambda self: None  # type: ignore[method-assign]
+    return run_job(folder, words, config)
+
+
+def test_weights_for_evaluation_have_scales_of_their_own(tmp_path: Path) -> None:
+    switching = ("--optimizer.name", "schedule_free_adamw", "--lr_schedule.name", "constant", "--optimizer.lr", "1e-2")
+    words = (*BASE, *GATHERED, *EMULATED, *switching, *validation(tmp_path))
+    before = train_job(tmp_path, 1, *words, name="before")
+    gathered = train_job(tmp_path, 1, *words, name="gathered", run=_scaled_as_gathered)
+    assert_equal(before, gathered)
+    assert len(losses := validated(before.folder)) == 5 and losses == validated(gathered.folder)
 
 
 def test_a_checkpoint_goes_on_exactly_and_is_read_without_float8(tmp_path: Path) -> None:

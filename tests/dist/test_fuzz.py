@@ -5,6 +5,7 @@ the jobs: `python -m tests.fuzz`.
 """
 
 from collections.abc import Callable
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -93,25 +94,25 @@ def biased_weight() -> None:
 
 
 def biased_logit() -> None:
-    from titan.contracts import Loss
+    from titan.plugins.losses.cross_entropy import CrossEntropy
 
-    whole = Loss.of_hidden
+    whole = CrossEntropy.of_hidden
 
     def biased(self: Any, hidden: Tensor, labels: Tensor, project: Any) -> Any:
         def moved(hidden: Tensor) -> Tensor:
             logits: Tensor = project(hidden)
             return logits + 1.0 * (torch.arange(logits.shape[-1]) == 7)
 
-        return whole(self, hidden, labels, moved)
+        return whole(self, hidden, labels, replace(project, forward=moved))
 
-    Loss.of_hidden = biased
+    CrossEntropy.of_hidden = biased
 
 
 def shifted_label() -> None:
-    from titan.contracts import Loss
+    from titan.plugins.losses.cross_entropy import CrossEntropy
 
-    whole = Loss.of_hidden
-    Loss.of_hidden = lambda self, hidden, labels, project: whole(self, hidden, labels.roll(1, 1), project)
+    whole = CrossEntropy.of_hidden
+    CrossEntropy.of_hidden = lambda self, hidden, labels, project: whole(self, hidden, labels.roll(1, 1), project)
 
 
 def mean_of_means() -> None:

@@ -116,7 +116,7 @@ def _mixed_steps(config: dict[str, Any], gradients: Tensor, steps: int) -> tuple
             if gradient.isfinite().all():
                 model.weight -= 0.1 * model.weight.grad
             model.count += rank
-        technique.after_step(step)
+        technique.after_step(step, gradient.isfinite().all())
         found.append(torch.cat([model.weight.detach().flatten(), model.count]))
         distance = technique.measure()["consensus_distance"]
         assert distance is not None

@@ -11,6 +11,7 @@ from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor
+from torch.distributed.tensor.debug import CommDebugMode
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 
 from titan.contracts import Axis, ModelPart, Technique
@@ -68,6 +69,34 @@ def test_norm_clipping_and_initial_weights_of_sharded_sliced_and_plain_parameter
         assert abs(norm / expected - 1) < 1e-6
         assert abs(clipped / 0.25 - 1) < 1e-5
         assert worst == dict.fromkeys(worst, 0.0) and len(worst) == 6
+
+
+def _without(missing: list[str], ranks: tuple[int, ...]) -> tuple[float, int]:
+    """The norm where some ranks lack some gradients, and how many all-reduces it has taken."""
+    both = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "tp"))
+    module = _module()
+    parallelize_module(module, both["tp"], {"0": ColwiseParallel(), "1": RowwiseParallel()})
+    fully_shard(module[0], mesh=both["dp"])
+    fully_shard(module[1], mesh=both["dp"])
+    part = ModelPart(module)
+    for name, parameter in part.parameters():
+        nn.init.ones_(parameter)
+        if name not in missing or dist.get_rank() not in ranks:
+            parameter.grad = torch.ones_like(parameter.detach())
+    with CommDebugMode() as counter:
+        norm = global_norm([part], SimpleNamespace(device=torch.device("cpu"), sum=lambda tensor, *_: tensor))  # type: ignore[arg-type]
+    return float(norm), counter.get_total_counts()
+
+
+@pytest.mark.parametrize("ranks", [(), (3,), (0, 1, 2, 3)])
+def test_one_all_reduce_per_group_whoever_has_a_gradient(ranks: tuple[int, ...]) -> None:
+    module = _module()
+    numbers = sum(p.numel() for p in module.parameters())
+    found = run_ranks(_without, 4, ["0.bias", "1.bias", "2.bias"], ranks)
+    assert [collectives for _, collectives in found] == [2] * 4
+    if len(ranks) != 1:
+        numbers -= 7 + 3 + 1 if ranks else 0
+        assert [norm for norm, _ in found] == pytest.approx([numbers**0.5] * 4, rel=1e-6)
 
 
 def test_drawn_by_name_and_seed_alone() -> None:

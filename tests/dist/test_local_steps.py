@@ -118,7 +118,7 @@ def _outer_steps(
     for step, drift in enumerate(drifts, 1):
         with torch.no_grad():
             model.weight += drift[dist.get_rank()]
-        technique.after_step(step)
+        technique.after_step(step, torch.tensor(True))
         due.append(technique.state_dict()["due"])
     return model.weight.detach(), due
 

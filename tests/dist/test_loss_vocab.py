@@ -1,21 +1,23 @@
 """Cross-entropy over a split vocabulary is the one of the whole: value, gradient, on every rank."""
 
+from typing import Any
 from unittest.mock import patch
 
 import pytest
 import torch
 import torch.distributed as dist
-from torch import Tensor
+from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.tensor import Shard, distribute_tensor
+from torch.distributed.tensor import DTensor, Shard, distribute_tensor
 from torch.distributed.tensor.debug import CommDebugMode
 
-from titan.contracts import IGNORE
+from titan.contracts import IGNORE, Projection
+from titan.contracts.base.sharding import local_of
 from titan.errors import PluginError
 from titan.plugins.losses.cross_entropy import Config, CrossEntropy
 from titan.testing.ranks import run_ranks
 
-BATCH, SEQ = 2, 5
+BATCH, SEQ, DIM = 2, 5, 6
 
 
 def _inputs(vocab: int) -> tuple[Tensor, Tensor]:
@@ -76,6 +78,52 @@ def _sent(vocab: int) -> tuple[int, int]:
 
 def test_three_numbers_a_token_are_sent_and_nothing_else() -> None:
     assert run_ranks(_sent, 2, 64) == [(2, 3 * BATCH * SEQ)] * 2
+
+
+def _head(vocab: int) -> nn.Linear:
+    head = nn.Linear(DIM, vocab, bias=False)
+    nn.init.normal_(head.weight, generator=torch.Generator().manual_seed(5))
+    return head
+
+
+def _of_hidden(vocab: int, z_loss: float, chunk: int, split: bool) -> tuple[dict[str, Tensor], int]:
+    """Sums and gradients of hidden states and of the head's weight, whole or in slices; the calls of all-reduce."""
+    head, forward = _head(vocab), None
+    if split:
+        mesh = init_device_mesh("cpu", (dist.get_world_size(),))
+        head.weight = nn.Parameter(distribute_tensor(head.weight.detach(), mesh, [Shard(0)]))
+
+        def forward(hidden: Tensor) -> Tensor:
+            logits = hidden @ local_of(head.weight).t()
+            whole = torch.empty(*logits.shape[:-1], vocab, device="meta")
+            layout: dict[str, Any] = {"shape": whole.shape, "stride": whole.stride()}
+            return DTensor.from_local(logits, mesh, [Shard(-1)], run_check=False, **layout)
+
+    _, labels = _inputs(vocab)
+    labels[1] = IGNORE  # chunks without a label reduce all the same
+    hidden = torch.randn(BATCH, SEQ, DIM, generator=torch.Generator().manual_seed(6)).requires_grad_()
+    loss = CrossEntropy(Config(z_loss=z_loss, chunk_tokens=chunk))
+    with patch.object(dist, "all_reduce", wraps=dist.all_reduce) as reduce:
+        objective, reported = loss.of_hidden(hidden, labels, Projection(head, forward or head.forward, vocab))
+    (objective / 7).backward()
+    assert hidden.grad is not None
+    if split:
+        dist.all_reduce(hidden.grad)  # each rank has the part of its words
+    gradient = head.weight.grad.full_tensor() if split else head.weight.grad  # type: ignore[union-attr]
+    found = {"objective": objective.detach(), "reported": reported, "hidden": hidden.grad, "weight": gradient}
+    return found, reduce.call_count
+
+
+@pytest.mark.parametrize("z_loss", [0.0, 0.01])
+@pytest.mark.parametrize(("vocab", "ranks"), [(251, 4), (9, 4)], ids=["uneven", "empty-slice"])
+def test_chunks_of_a_split_head_are_the_whole(vocab: int, ranks: int, z_loss: float) -> None:
+    whole, _ = _of_hidden(vocab, z_loss, BATCH * SEQ, split=False)
+    for found, reductions in run_ranks(_of_hidden, ranks, vocab, z_loss, 3, True):
+        assert reductions == 2 * 4  # of 10 tokens, whether or not a chunk has labels
+        for name, expected in whole.items():
+            torch.testing.assert_close(
+                found[name], expected, rtol=1e-6, atol=1e-6, msg=lambda said, of=name: f"{of}: {said}"
+            )
 
 
 def _split_over_the_sequence() -> str:

@@ -158,6 +158,7 @@ def test_a_late_push_counts_the_less() -> None:
         (serving(), "mesh.worker = 1: needs at least 2 workers"),
         ([*mesh(worker=2), *serving(1, -1)], "staleness"),
         ([*mesh(worker=2), *serving(), "--plugins.local_steps.every", "2"], "both join the weights of mesh.worker"),
+        ([*mesh(worker=2), *serving(), "--plugins.offload.optimizer", "true"], "offload] changes the optimizer of"),
     ],
 )
 def test_what_cannot_work_is_refused(words: list[str], told: str) -> None:
@@ -170,9 +171,18 @@ def test_optimizers_that_servers_cannot_have_are_refused(tmp_path: Path) -> None
     lookahead = [*GUESTS, *mesh(worker=2), *serving(), "--plugins.lookahead.every", "2"]
     with pytest.raises(RankError, match=r"\[plugins.lookahead\] changes the optimizer of workers"):
         train_job(tmp_path, 2, *lookahead)
-    muon = [*GUESTS, *mesh(worker=2, dp_shard=2), *serving(), "--optimizer.name", "muon"]
+    muon = [*GUESTS, *mesh(worker=2, dp_shard=2), *serving(), "--optimizer.name", "whole_muon"]
     with pytest.raises(RankError, match=r"updates the numbers of .* together"):
         train_job(tmp_path, 4, *muon)
+
+
+def test_techniques_that_leave_the_optimizer_alone_go_with_servers(tmp_path: Path) -> None:
+    """Both have the hook `optimizer`, and change nothing by it here."""
+    bf16 = ["--plugins.bf16.enabled", "true", "--plugins.offload.optimizer", "false"]
+    activations = ["--plugins.offload.activations", "true"]
+    found = train_job(tmp_path, 2, *mesh(worker=2), *serving(), *bf16, *activations, "--train.steps", "3")
+    plain = train_job(tmp_path, 2, *mesh(worker=2), *serving(), "--train.steps", "3", name="plain")
+    assert found.loss == pytest.approx(plain.loss, rel=5e-3)
 
 
 def test_a_server_that_dies_costs_the_steps_since_the_last_save(tmp_path: Path) -> None:

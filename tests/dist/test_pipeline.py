@@ -113,13 +113,14 @@ def _context(case: Case, techniques: Sequence[Technique], degrees: dict[str, int
         precision = technique.precision(precision)
     job: Any = SimpleNamespace(
         model=model, layout=layout, micro_batches=case.micro_batches,
-        run=SimpleNamespace(seed=5), data=SimpleNamespace(seq_len=LENGTH),
+        run=SimpleNamespace(seed=5), data=SimpleNamespace(seq_len=LENGTH), stating=lambda fact: (),
     )  # fmt: skip
     return BuildContext(job, mesh, replace(model.spec(), init=init), precision, list(techniques))
 
 
-def _loss(tokens: int, parts: Sequence[ModelPart], spec: ModelSpec) -> StepLoss:
-    loss = StepLoss(CrossEntropy(CrossEntropy.Config()), torch.device("cpu"))
+def _loss(tokens: int, parts: Sequence[ModelPart], spec: ModelSpec, chunk: int = 7) -> StepLoss:
+    """Some tokens at a time."""
+    loss = StepLoss(CrossEntropy(CrossEntropy.Config(chunk_tokens=chunk)), torch.device("cpu"))
     loss.end(parts, spec)
     loss.begin(torch.tensor(tokens))
     return loss
@@ -142,7 +143,8 @@ def _run_alone(case: Case, shards: int) -> tuple[ModelPart, float]:
     context = _context(case, [], {})
     (part,) = phases.assemble(context)
     batches = [batch for shard in range(shards) for batch in case.batches(shard, shards)]
-    loss = _loss(sum(int((batch.labels >= 0).sum()) for batch in batches), [part], context.spec)
+    tokens = sum(int((batch.labels >= 0).sum()) for batch in batches)
+    loss = _loss(tokens, [part], context.spec, chunk=batches[0].labels.numel())
     SequentialEngine(part, []).forward_backward(batches)
     return part, loss.reported.item()
 

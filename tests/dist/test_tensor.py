@@ -1,4 +1,4 @@
-"""Tensor parallelism gives one process's loss and gradients, whatever it splits (plugins/parallel/tensor.py)."""
+"""Tensor parallelism gives one process's loss and gradients, whatever it splits (plugins/parallel/tensor)."""
 
 import dataclasses
 import itertools
@@ -338,3 +338,25 @@ def _wide_outside() -> None:
 def test_a_norm_over_features_that_nothing_splits_is_refused() -> None:
     with pytest.raises(RankError, match=r'has norm as a "wide_norm", but no module around it is a "gather"'):
         run_ranks(_wide_outside, 2)
+
+
+def _summands() -> list[Tensor]:
+    generator = torch.Generator().manual_seed(0)
+    return [torch.randn(1000, generator=generator).bfloat16() for _ in range(4)]
+
+
+def _summed() -> Tensor:
+    """Partial gradients in bf16 of a thousand numbers on 4 ranks, added up."""
+    technique = TensorParallel(TensorConfig())
+    technique._group = dist.group.WORLD
+    own = _summands()[dist.get_rank()]
+    (sums,) = technique._reduced({"w": own}, dist.ReduceOp.SUM)
+    torch._foreach_copy_([own], sums)
+    return own
+
+
+def test_narrow_gradients_are_added_up_in_float32() -> None:
+    """Rounded to bfloat16 once, whatever the number of ranks."""
+    expected = torch.stack(_summands()).float().sum(0)
+    for own in run_ranks(_summed, 4):
+        torch.testing.assert_close(own.float(), expected, rtol=2**-8, atol=1e-6)

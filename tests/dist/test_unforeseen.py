@@ -3,6 +3,7 @@
 from pathlib import Path
 
 import pytest
+import torch
 from torch import Tensor
 
 from tests.jobs import SAVING
@@ -26,15 +27,15 @@ def broken_between(folder: str, words: list[str], config: str) -> dict[str, Tens
 
 def broken_within(folder: str, words: list[str], config: str) -> dict[str, Tensor]:
     """Raises in step 5, after the optimizer has stepped and before the step is counted."""
-    from titan.training import trainer
+    from titan.training.nonfinite import NonfiniteGuard
 
-    update = trainer._update
+    update, steps = NonfiniteGuard.update, iter(range(100))
 
-    def fail(run: trainer.Core) -> float:
-        rate = update(run)
-        return rate if run.step < 4 else {}["planted"]
+    def fail(guard: NonfiniteGuard, optimizer: torch.optim.Optimizer) -> None:
+        update(guard, optimizer)
+        return None if next(steps) < 4 else {}["planted"]
 
-    trainer._update = fail
+    NonfiniteGuard.update = fail  # type: ignore[method-assign]
     return run_job(folder, words, config)
 
 

@@ -12,19 +12,24 @@ The unit test `tests/unit/test_faults.py` checks that every fault can still be p
 from tests.faults.lists import (
     checkpoint,
     context,
+    cpu_attention,
     data,
     experts,
     inputs,
     model,
+    offload,
     parallel,
     planner,
+    profile,
     run,
     training,
+    updates,
     workers,
 )
 from titan.testing.faults import Fault
 
 FAULTS: tuple[Fault, ...] = (
     *training.FAULTS, *model.FAULTS, *parallel.FAULTS, *context.FAULTS, *experts.FAULTS, *workers.FAULTS,
-    *data.FAULTS, *checkpoint.FAULTS, *run.FAULTS, *inputs.FAULTS, *planner.FAULTS,
+    *data.FAULTS, *checkpoint.FAULTS, *run.FAULTS, *inputs.FAULTS, *planner.FAULTS, *offload.FAULTS,
+    *cpu_attention.FAULTS, *updates.FAULTS, *profile.FAULTS,
 )  # fmt: skip

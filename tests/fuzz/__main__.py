@@ -14,6 +14,7 @@ from tqdm import tqdm
 from bench import results
 from tests.fuzz.draw import Drawn, draw
 from tests.fuzz.judge import Judge, Verdict
+from tests.fuzz.savings import arithmetic
 
 
 def main() -> int:
@@ -57,13 +58,18 @@ def _row(drawn: Drawn, verdict: Verdict) -> str:
 def _summary(seed: int, judged: Mapping[int, tuple[Drawn, Verdict]], seconds: float) -> dict[str, object]:
     kinds = Counter(verdict.kind for _, verdict in judged.values())
     agreed = [(drawn, verdict.worst) for drawn, verdict in judged.values() if verdict.kind == "agreed"]
+    worst: dict[str, list[Mapping[str, float]]] = {}
+    for drawn, deviations in agreed:
+        worst.setdefault(arithmetic(drawn.curve), []).append(deviations)
     features = Counter(feature for drawn, _ in agreed for feature in drawn.features)
     refused = Counter(_gist(verdict.reason) for _, verdict in judged.values() if verdict.kind == "refused")
-    quantities = agreed[0][1] if agreed else ()
     return {
         "seed": seed, "jobs": len(judged), "agreed": kinds["agreed"], "refused": kinds["refused"],
         "failed": kinds["failed"], "seconds": round(seconds),
-        "largest_deviation": {quantity: max(worst[quantity] for _, worst in agreed) for quantity in quantities},
+        "largest_deviation": {
+            kind: {quantity: max(one[quantity] for one in all_of) for quantity in all_of[0]}
+            for kind, all_of in sorted(worst.items())
+        },
         "agreed_with": dict(sorted(features.items())),
         "refused_for": dict(refused.most_common()),
         "rows": [_row(*pair) for pair in judged.values()],

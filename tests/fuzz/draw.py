@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from functools import cache
 from typing import Any, NamedTuple
 
+from tests.fuzz import savings
 from titan.config.job import choose_micro_batch
 from titan.contracts.base import registry
 from titan.contracts.base.options import options_of
@@ -103,6 +104,7 @@ def draw(seed: int, index: int) -> Drawn:
         layout |= _shared(random.Random(f"{seed}/{index}/shared"), degrees, curve["model.n_experts"])
     if "mesh.ep" in layout:
         layout.pop("plugins.compile.backend", None)
+    savings.save(random.Random(f"{seed}/{index}/savings"), curve, layout)
     if rng.random() >= SPOILT:
         return Drawn(seed, index, ranks, curve, layout)
     job = _Job(ranks, curve, layout)
@@ -323,6 +325,11 @@ def _without(rng: random.Random, job: _Job) -> None:
     job.layout[f"plugins.{rng.choice(('fsdp', 'ddp', 'context', 'tensor', 'pipeline'))}.enabled"] = False
 
 
+def _saving(rng: random.Random, job: _Job) -> None:
+    key = rng.choice(list(savings.SPOILT))
+    job.curve[key] = rng.choice(savings.SPOILT[key])
+
+
 def _unknown(rng: random.Random, job: _Job) -> None:
     key = rng.choice(("mesh.tpp", "plugins.fsddp.enabled", "train.microbatch", "plugins.pipeline.sched"))
     job.layout[key] = 2
@@ -377,6 +384,7 @@ FAULTS: Mapping[str, Fault] = {
     "balance": _set("curve", "model.balance", ("sequence", "biased")),
     "written scores": _set("curve", "model.attention", ("unfused",)),
     "two wrappers": _both_wrappers,
+    "saving": _saving,
     "switched off": _without,
     "unknown key": _unknown,
 }
@@ -428,4 +436,5 @@ def _features(ranks: int, keys: Mapping[str, Any]) -> frozenset[str]:
             "recompute": of("plugins.activation_checkpoint.mode"), "compile": of("plugins.compile.backend"),
         }  # fmt: skip
         found |= {f"cp {degrees['cp']}", *(f"{method} x {what}" for what, there in beside.items() if there)}
-    return frozenset(found | {f"{key.rpartition('.')[2]} {_text(keys[key])}" for key in COUNTED if key in keys})
+    found |= {f"{key.rpartition('.')[2]} {_text(keys[key])}" for key in COUNTED if key in keys}
+    return frozenset(found | savings.features(keys))

@@ -14,6 +14,7 @@ from typing import Any, Literal
 
 import torch
 
+from tests.fuzz import savings
 from tests.fuzz.draw import Drawn, words
 from tests.fuzz.plugins.digits import END
 from titan.config import load_job
@@ -96,9 +97,11 @@ class Judge:
                 outcome = self._train(drawn.ranks, self.words(drawn), f"job-{drawn.index}")
         except AssertionError as error:  # a rank raised or hung, or ranks disagree
             return Verdict("failed", str(error))
-        if found := differences(reference, outcome):
+        bounds = savings.BOUNDS[savings.arithmetic(drawn.curve)]
+        if found := differences(reference, outcome, bounds):
             return Verdict("failed", "\n".join(found[:MOST]))
-        return Verdict("agreed", "", deviations(reference, outcome))
+        apart = deviations(reference, outcome)
+        return Verdict("agreed", "", {key: apart[key] for key in apart if bounds is None or key != "weights"})
 
     def _reference(self, curve: Mapping[str, Any]) -> Outcome:
         given = self._curve(curve)

@@ -90,7 +90,7 @@ CASES: dict[str, tuple[str, str, list[str]]] = {
     "no steps": ("steps = 2", "steps = 0", ["[train] steps = 0: must be at least 1"]),
     "beta of one": ("lr = 3e-3", "lr = 3e-3\nbetas = [0.9, 1.0]", ["[optimizer] betas = [0.9, 1.0]: must be below 1"]),
     "one of": ("seq_len = 16", 'seq_len = 16\npacking = "tight"', ["[data] packing = 'tight': must be one of 'concat', 'document_mask', 'pad'"]),
-    "one of, near": ("[plugins]", '[plugins.activation_checkpoint]\nmode = "ful"', ["must be one of 'full', 'every_n', 'selective', 'attention' (did you mean 'full'?)"]),
+    "one of, near": ("[plugins]", '[plugins.activation_checkpoint]\nmode = "ful"', ["must be one of 'full', 'every_n', 'selective', 'attention', 'budget', 'auto', 'none' (did you mean 'full'?)"]),
     "zero stage 4": ("[plugins]", "[plugins.fsdp]\nzero_stage = 4", ["[plugins.fsdp] zero_stage = 4: must be one of 1, 2, 3"]),
     "degree zero": ("[mesh]", "[mesh]\ntp = 0", ["[mesh] tp = 0: must be a positive degree"]),
     "two axes take the rest": ("[mesh]", "[mesh]\ndp_shard = -1\ntp = -1", ["only one axis can take all remaining ranks"]),
@@ -107,6 +107,8 @@ CASES: dict[str, tuple[str, str, list[str]]] = {
     "window longer than the sequence": ("dim = 32", "dim = 32\nsliding_window = 17", ["[data] seq_len = 16: no sequence fills the model's attention window of 17 positions; nearest that fit: seq_len 17, or a window of 16"]),
     "two wrappers": ("[plugins]", "[plugins.fsdp]\n[plugins.ddp]", ["[plugins.ddp] and [plugins.fsdp] cannot be enabled together"]),
     "precision without a wrapper": ("[plugins]", "[plugins.bf16]\n[plugins.fsdp]\nenabled = false", ["[plugins.bf16] requires mixed_precision"]),
+    "two dtypes of compute": ("[plugins]", "[plugins.bf16]\n[plugins.fp16]", ["[plugins.fp16] and [plugins.bf16] cannot be enabled together: both set the dtype of forward and backward"]),
+    "a loss scale that rounds": ("[plugins]", "[plugins.fp16]\ninit_scale = 1000", ["[plugins.fp16]: init_scale = 1000: must be a power of 2; nearest below: 512"]),
     "unknown backend of torch.compile": ("[plugins]", '[plugins.compile]\nbackend = "inducter"', ["backend = 'inducter': no backend of torch.compile (did you mean 'inductor'?)"]),
     "CUDA graphs over parameters that move": ("[plugins]", '[plugins.fsdp]\n[plugins.compile]\nmode = "reduce-overhead"', ['captures CUDA graphs, which replay fixed addresses, but [plugins.fsdp] gathers parameters into newly allocated memory; use mode = "max-autotune-no-cudagraphs"']),
     # files

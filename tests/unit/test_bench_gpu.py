@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from bench.gpu import __main__ as command
-from bench.gpu import jobs, shapes, steps
+from bench.gpu import jobs, shapes, speed, steps
 from bench.gpu.measurements import MEASUREMENTS
 from bench.gpu.records import Measurement, Results, Row
 from bench.gpu.setting import Setting
@@ -51,7 +51,7 @@ def test_a_check_that_did_not_pass_is_a_fault_and_is_taken_again(tmp_path: Path)
 
 def test_names_are_unique_and_each_part_fits_its_time() -> None:
     assert len({one.name for one in MEASUREMENTS}) == len(MEASUREMENTS)
-    for part in (1, 2, 3):
+    for part in (1, 2, 3, 4):
         assert 0 < sum(one.seconds for one in MEASUREMENTS if one.part == part) < 9 * 60
 
 
@@ -84,3 +84,13 @@ def test_a_rehearsal_goes_on_where_the_last_one_ended(
     names = [json.loads(line)["name"] for line in (tmp_path / "results.jsonl").read_text().splitlines()]
     assert names == [name for name in sorted([*first, *more]) for _ in range(2)]
     assert f"{len(first + more)} measurements, 0 not passed" in capsys.readouterr().out
+
+
+@pytest.mark.slow
+def test_the_loader_is_measured_beside_training(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(shapes.REHEARSED, "plugins.compile.enabled", False)  # tracing warns, an error in tests
+    rows = {row.label: row.value for row in speed.loader(Setting(tmp_path, tmp_path, rehearse=True))}
+    for packing in ("concat", "document_mask"):
+        rate, ratio = rows.pop(f"{packing}: loader"), rows.pop(f"{packing}: loader, relative to training")
+        assert rate > ratio > 0, "training takes more than one token per second"
+    assert not rows

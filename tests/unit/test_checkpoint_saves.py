@@ -2,16 +2,20 @@
 
 import errno
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
 from tests.checkpoints import checkpointer_of, made, steps_in
 from titan.checkpoint import Checkpointer
 from titan.checkpoint.disk import folder as folders
 from titan.checkpoint.ranks import Ranks
+from titan.checkpoint.state import Aside, Snapshot
+from titan.contracts import ModelPart
 from titan.errors import CheckpointError, ConfigError, FolderError, UnreadableError
 
 
@@ -195,3 +199,84 @@ def test_an_error_of_the_background_is_raised_once(tmp_path: Path, told: Callabl
     checkpointer.save(3, parts, optimizer, {})
     checkpointer.close()
     assert [text.split(" to ")[0] for text in told()] == ["saving step 3"]
+
+
+class _Gpu:
+    """In place of `torch.cuda`, on tensors of the CPU; `trains` runs before the stream that copies begins."""
+
+    def __init__(self, free: int, trains: Callable[[], object]) -> None:
+        self.free, self.cached, self._trains = free, 0, trains
+        self.asked: list[str] = []
+
+    def Stream(self, device: torch.device) -> "_Gpu":
+        return self
+
+    def current_stream(self, device: torch.device) -> str:
+        return "computing"
+
+    def mem_get_info(self, device: torch.device) -> tuple[int, int]:
+        return self.free, 10**9
+
+    def memory_reserved(self, device: torch.device) -> int:
+        return 500 + self.cached
+
+    def memory_allocated(self, device: torch.device) -> int:
+        return 500
+
+    def wait_stream(self, other: str) -> None:
+        self.asked.append(f"wait for {other}")
+
+    @contextmanager
+    def stream(self, stream: "_Gpu") -> Iterator[None]:
+        self.asked.append("copy")
+        self._trains()
+        yield
+
+    def synchronize(self) -> None:
+        self.asked.append("synchronize")
+
+
+@pytest.mark.parametrize(("free", "clones"), [(1000, True), (900, False)])
+def test_a_gpu_with_room_goes_on_while_a_clone_of_its_state_is_copied(free: int, clones: bool) -> None:
+    state = [torch.full((100,), 1.0), torch.full((50,), 2.0, dtype=torch.float64)]  # 800 bytes
+    host = [torch.zeros_like(tensor) for tensor in state]
+    gpu = _Gpu(free, lambda: [tensor.mul_(3) for tensor in state if clones])
+    finish = Aside(torch.device("cpu"), gpu).copy(list(zip(host, state, strict=True)))
+    assert gpu.asked == ["wait for computing", "copy"] + ["synchronize"] * (not clones)
+    finish()
+    assert gpu.asked[-1] == "synchronize" and [tensor[0].item() for tensor in host] == [1.0, 2.0]
+
+
+def test_the_next_clone_takes_the_memory_of_the_last_one() -> None:
+    state = [torch.ones(100)]  # 400 bytes
+    gpu = _Gpu(600, lambda: None)
+    aside = Aside(torch.device("cpu"), gpu)
+    pairs = [(torch.zeros_like(tensor), tensor) for tensor in state]
+    aside.copy(pairs)()
+    gpu.free, gpu.cached, gpu.asked = 200, 400, []  # freed, but PyTorch keeps it
+    aside.copy(pairs)
+    assert "synchronize" not in gpu.asked
+    gpu.cached = 0  # something else has taken it
+    aside.copy(pairs)
+    assert "synchronize" in gpu.asked
+
+
+def test_the_thread_that_writes_waits_for_the_copy_first(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    found: list[float] = []
+    checkpointer = Checkpointer(tmp_path, keep=1, asynchronous=True, rank=0, world_size=1)
+    copy = checkpointer._staging.copy
+
+    def late(snapshot: Snapshot) -> tuple[Snapshot, Callable[[], None]]:
+        copied, _ = copy(snapshot)
+        weight = copied.local["model.weight"]
+        weight.zero_()
+        return copied, lambda: weight.fill_(7.0)
+
+    monkeypatch.setattr(checkpointer._staging, "copy", late)
+    monkeypatch.setattr(
+        checkpointer, "write", lambda step, snapshot, began: found.append(snapshot.local["model.weight"][0, 0].item())
+    )
+    module = torch.nn.Linear(2, 2, bias=False)
+    checkpointer.save(1, [ModelPart(module)], torch.optim.SGD(module.parameters()), {})
+    checkpointer.wait()
+    assert found == [7.0]

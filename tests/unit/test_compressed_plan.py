@@ -7,8 +7,8 @@ import pytest
 from tests.planned import job_of
 from titan.dryrun import dry_run
 from titan.errors import ConfigError
+from titan.planner.picture.traffic import moved
 from titan.planner.step.layout import costs_of
-from titan.planner.step.traffic import moved
 from titan.training.phases import reducing
 
 # What the plugin says to this warning, pytest takes back before each test.

@@ -11,12 +11,13 @@ from tests.planned import CLUSTER, job_of
 from titan.config import Job
 from titan.contracts import Model
 from titan.contracts.base import cost, registry
-from titan.contracts.base.cost import Attention, Elementwise, Matmul, Operation, residual
+from titan.contracts.base.cost import Attention, Elementwise, Matmul, Operation, PersistentState, residual
+from titan.planner.picture.traffic import moved
+from titan.planner.step import layout
+from titan.planner.step.activations import kept_by
 from titan.planner.step.layout import costs_of
-from titan.planner.step.memory import kept_by
 from titan.planner.step.parameters import parameters_of
 from titan.planner.step.predict import Planner, flops_per_token
-from titan.planner.step.traffic import moved
 
 registry.load_plugins()
 MODELS = [(plugin, preset) for plugin in registry.of_kind("model") for preset in plugin.presets]
@@ -106,6 +107,32 @@ def test_state_in_bytes_a_parameter(words: tuple[str, ...], parameters: int, gra
     each = [held[component] / job.spec.params for component in ("parameters", "gradients", "optimizer")]
     # Of 257 words, a quarter of the ranks hold one more than the others.
     assert each == pytest.approx((parameters, gradients, optimizer), rel=0.01)
+
+
+def test_state_of_some_parameters_on_the_host_takes_the_time_of_their_bytes() -> None:
+    job = job_of("--model.preset", "mini")
+    costs = costs_of(job)
+    means = PersistentState(component="optimizer", bytes_per_param=8, kinds=("vector",), on_host=True)
+    costs = replace(costs, state=(*(each for each in costs.state if each.component != "optimizer"), means))
+    slow = replace(CLUSTER, device=replace(CLUSTER.device, host_gb_s=1e-6))
+    alike = Planner(slow).stage_costs(costs, job.layout)
+    hosted = alike.memory(costs.stages[0]).hosted["optimizer"]
+    assert hosted == 8 * (2 * job.spec.n_layers + 1) * job.spec.dim
+    assert alike.work(costs.stages[0]).once["optimizer"] == pytest.approx(hosted / 1e3)
+    assert alike.once_s == pytest.approx(8 * 2 * job.spec.dim / 1e3)
+
+
+def test_collectives_of_a_layer_overlap_no_more_than_the_layer() -> None:
+    job = job_of("--mesh.tp", "2")
+    costs = costs_of(job)
+    each = replace(next(c for c in costs.collectives if (c.where, c.when) == ("layer", "forward")), overlaps=True)
+    some = {}
+    for numel in (1, 1e9):  # of a few bytes, and of more than the layer takes
+        parts = Planner(CLUSTER).stage_costs(replace(costs, collectives=2 * (replace(each, numel=numel),)), job.layout)
+        some[numel] = sum(parts.parts.overlapped["layer", "forward"].values()), parts.parts.layer.forward
+        seconds = parts.parts.seconds(replace(each, numel=numel))
+        assert some[numel][0] == pytest.approx(min(2 * seconds, some[numel][1]))
+    assert some[1][0] < some[1][1] and some[1e9][0] == some[1e9][1]
 
 
 def bytes_moved(job: Job, place: int = 0) -> dict[tuple[str, str], float]:
@@ -301,3 +328,25 @@ def _flops(op: Operation, seq_len: int) -> int:
     if isinstance(op, Matmul):
         return 2 * op.inputs * op.outputs
     return 4 * seq_len * op.heads * op.head_dim if isinstance(op, Attention) else 0
+
+
+CLIPPING = {
+    "the update's": ((), 2),
+    "none": (("--train.grad_clip", "0"), 1),
+    "of groups": (("--optimizer.groups", "[{match = 'head', lr = 1e-3}]"), 2),
+    "not fused": (("--optimizer.name", "sgd"), 3),
+    "before state is fetched": (("--plugins.offload.optimizer", "true"), 3),
+    "before weights are rounded": (("--plugins.bf16.pure", "true"), 3),
+    "weights are not rounded": (("--plugins.bf16.pure", "true", "--plugins.bf16.rounding", "nearest"), 2),
+    "gradients are seen": (("--mesh.worker", "2", "--plugins.gossip.tracking", "true"), 3),
+    "gradients are pushed": (("--mesh.worker", "2", "--plugins.parameter_server.enabled", "true"), 3),
+}
+
+
+@pytest.mark.parametrize("case", CLIPPING)
+def test_passes_over_gradients_for_norm_and_clipping(case: str) -> None:
+    words, passes = CLIPPING[case]
+    job = job_of(*words)
+    assert layout._clip_passes(job) == passes
+    bare = layout._of_model(job)
+    assert bare.update_bytes == passes * bare.store_itemsize

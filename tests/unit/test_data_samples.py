@@ -3,6 +3,9 @@
 import hashlib
 import pickle
 from collections import Counter
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -11,7 +14,7 @@ import torch
 
 from tests.unit.test_data_shards import DOCUMENTS, write
 from titan.contracts import IGNORE
-from titan.data.samples.loader import Loader
+from titan.data.samples.loader import Copies, Loader
 from titan.data.samples.samples import Packing, Sample, Samples
 from titan.data.tokens import shards as tokens
 from titan.data.tokens.shards import Shard, open_shard, open_shards
@@ -224,6 +227,64 @@ def test_the_loader_leaves_the_random_state_alone(many: Samples) -> None:
     before = torch.get_rng_state()
     tokens_of(loader(many), 2)
     assert torch.equal(torch.get_rng_state(), before)
+
+
+class _Streams:
+    """In place of `torch.cuda`: notes what is asked of two streams, in order."""
+
+    def __init__(self) -> None:
+        self.asked: list[str] = []
+        self._current = "compute"
+
+    def Stream(self, device: torch.device) -> "_Stream":
+        return _Stream("copy", self)
+
+    def current_stream(self, device: torch.device) -> "_Stream":
+        return _Stream(self._current, self)
+
+    @contextmanager
+    def stream(self, stream: "_Stream") -> Iterator[None]:
+        self._current, before = stream.name, self._current
+        yield
+        self._current = before
+
+
+@dataclass
+class _Stream:
+    name: str
+    streams: _Streams
+
+    def wait_stream(self, other: "_Stream") -> None:
+        self.streams.asked.append(f"{self.name} waits for {other.name}")
+
+
+@dataclass
+class _Pinned:
+    """A column that is copied, and then used."""
+
+    name: str
+    streams: _Streams
+
+    def to(self, device: torch.device, non_blocking: bool) -> "_Pinned":
+        self.streams.asked.append(f"{self.name} on {self.streams._current}{'' if non_blocking else ', waited for'}")
+        return self
+
+    def record_stream(self, stream: _Stream) -> None:
+        self.streams.asked.append(f"{self.name} is used by {stream.name}")
+
+
+def test_a_gpu_copies_batches_beside_what_it_computes() -> None:
+    copies, streams = Copies(torch.device("cuda", 0)), _Streams()
+    copies._module = streams
+    tokens, labels = _Pinned("tokens", streams), _Pinned("labels", streams)
+    for _ in range(2):
+        streams.asked.clear()
+        assert copies((tokens, labels, None)) == (tokens, labels, None)  # type: ignore[arg-type, comparison-overlap]
+        assert streams.asked == [
+            *("tokens on copy", "labels on copy", "compute waits for copy"),
+            *("tokens is used by compute", "labels is used by compute"),
+        ]
+        assert streams.current_stream(CPU).name == "compute"
 
 
 def test_samples_pickle_without_their_maps(many: Samples) -> None:

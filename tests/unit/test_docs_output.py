@@ -15,7 +15,7 @@ from titan.contracts.layers.blocks import PreNormLayer
 from titan.skeletons.write import skeleton
 
 ROOT = Path(__file__).parents[2]
-PAGES = ("README.md", "docs/hpc.md", "docs/reliability.md")
+PAGES = ("README.md", "docs/hpc.md", "docs/profile.md", "docs/reliability.md")
 VALUES = ("exported", "nan", "File")  # plain words too: a folder, a number, the start of a line of a stack
 HOLE = "\0"
 

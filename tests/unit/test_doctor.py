@@ -16,6 +16,7 @@ from titan.contracts.base.cost import Collective
 from titan.doctor import cluster_file, collective_overhead, device
 from titan.doctor.clock import Time
 from titan.doctor.collective_overhead import GATHERED, SPLIT
+from titan.doctor.device import FROM_HOST
 from titan.doctor.links import MOST_ROUNDS, Layout
 from titan.doctor.report import Reading, Row, line, outliers, rows
 from titan.planner.machine import cluster
@@ -246,7 +247,18 @@ def test_the_file_says_what_was_measured(tmp_path: Path) -> None:
 def test_one_rank_has_no_links() -> None:
     layout = Layout(1, 1, RANKS)
     rows_ = measured(layout, with_links(cluster.Link(name="none", bandwidth_gb_s=1.0)))
-    assert cluster_file.table(rows_, layout, torch.device("cpu"), "a CPU", "")["links"] == []
+    table = cluster_file.table(rows_, layout, torch.device("cpu"), "a CPU", "")
+    assert table["links"] == [] and "host_gb_s" not in table["device"]
+
+
+def test_copies_from_the_host_are_written() -> None:
+    layout = Layout(1, 1, RANKS)
+    rows_ = measured(layout, with_links(cluster.Link(name="none", bandwidth_gb_s=1.0)))
+    seconds = {"rank 0": 0.1, "rank 1": 0.2, "rank 2": 0.4}
+    spreads = dict.fromkeys(seconds, 0.0)
+    rows_.append(Row(kind=FROM_HOST, name="a copy", work=4e9, unit="GB/s", about={}, seconds=seconds, spreads=spreads))
+    table = cluster_file.table(rows_, layout, torch.device("cpu"), "a GPU", "")
+    assert cluster.from_table(table, "there").device.host_gb_s == 20.0
 
 
 # --- the command line ---------------------------------------------------------------------------------------------

@@ -2,6 +2,7 @@
 
 import ast
 import sys
+from collections import Counter
 from dataclasses import replace
 from importlib.util import find_spec
 from types import SimpleNamespace
@@ -10,17 +11,23 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor, nn
+from torch._dynamo.backends.common import aot_autograd
+from torch._functorch.aot_autograd import make_boxed_func
+from torch._functorch.partitioners import min_cut_rematerialization_partition
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from tests.jobs import LLAMA
 from titan.config import load_job
 from titan.contracts import BuildContext, ModelPart, ModelSpec, Precision
 from titan.errors import ConfigError, install
+from titan.plugins.memory import activation_checkpoint
 from titan.plugins.models.llama import Llama, LlamaConfig
 from titan.plugins.precision import float8
 from titan.plugins.precision.float8 import Float8, Float8Config
 
 needs_torchao = pytest.mark.skipif(find_spec("torchao") is None, reason="torchao is not installed")
 RECIPES = ("tensorwise", "rowwise", "rowwise_with_gw_hp")
+MX = ("mxfp8", "mxfp8_with_gw_hp")
 SIZES: dict[str, Any] = {"n_layers": 2, "dim": 64, "n_heads": 4, "n_kv_heads": 2, "ffn_dim": 128, "vocab_size": 256}
 LINEARS = {
     f"layers.{layer}.{kind}"
@@ -46,6 +53,16 @@ def convert(sizes: dict[str, Any] | None = None, **options: Any) -> nn.Module:
 
 def converted(module: nn.Module) -> dict[str, Any]:
     return {name: found for name, found in module.named_modules() if type(found).__name__ == "Float8Linear"}
+
+
+def linears(module: nn.Module) -> dict[str, Any]:
+    """Converted linears, in float8 or MXFP8."""
+    names = ("Float8Linear", "MXFP8Linear")
+    return {name: found for name, found in module.named_modules() if type(found).__name__ in names}
+
+
+def _refuse(*args: Any, **kwargs: Any) -> Tensor:
+    raise NotImplementedError("no such product here")
 
 
 # --- what is converted --------------------------------------------------------------------------------------------
@@ -77,15 +94,12 @@ def test_weights_are_cast_before_the_gather_only_where_asked_for() -> None:
 
 @needs_torchao
 def test_products_are_emulated_where_the_device_has_none(monkeypatch: pytest.MonkeyPatch) -> None:
-    def refuse(*args: Any, **kwargs: Any) -> Tensor:
-        raise NotImplementedError("no such product here")
-
     def emulated(**options: Any) -> set[bool]:
         return {linear.config.emulate for linear in converted(convert(**options)).values()}
 
     assert emulated(emulate="always") == {True}
     assert emulated(emulate="auto") == {not _has_products("tensorwise")}
-    monkeypatch.setattr(torch, "_scaled_mm", refuse)
+    monkeypatch.setattr(torch, "_scaled_mm", _refuse)
     assert emulated(emulate="auto") == {True}
 
 
@@ -101,13 +115,167 @@ def test_what_is_recomputed_in_a_compiled_block_rounds_as_before(recipe: str) ->
             assert inductor.emulate_precision_casts is expected
 
 
+@needs_torchao
+@pytest.mark.parametrize("recipe", [*RECIPES, *MX])
+def test_the_head_is_converted_on_request(recipe: Any) -> None:
+    assert "output" not in linears(convert(recipe=recipe, emulate="always"))
+    found = linears(convert({"vocab_size": 320}, recipe=recipe, head=True, emulate="always"))
+    assert found.keys() == {*LINEARS, "output"}
+
+
+@needs_torchao
+def test_a_head_is_gathered_in_the_runs_precision() -> None:
+    """A loss that makes the gradients itself computes with parameters of its own."""
+    head = linears(convert(head=True, fsdp_all_gather=True))["output"]
+    assert type(head.weight.data) is Tensor and head.config.pad_inner_dim
+
+
+@needs_torchao
+@pytest.mark.parametrize("recipe", [*RECIPES, *MX])
+def test_a_head_projects_any_number_of_tokens(recipe: Any) -> None:
+    """With the products of this CPU where it has them: their sizes are checked there."""
+    module = nn.Module()
+    with torch.device("meta"):
+        module.output = nn.Linear(64, 96, bias=False)
+    emulate = recipe in MX or not _has_products(recipe)
+    spec: Any = SimpleNamespace(head=("norm", "output"), layers="layers", tied=(), layer_names=tuple)
+    options: Any = {"recipe": recipe, "head": True, "emulate": "always" if emulate else "auto"}
+    Float8(Float8Config(**options)).apply(ModelPart(module), context(spec))
+    module.output.to_empty(device="cpu").bfloat16()
+    nn.init.normal_(module.output.weight)
+    x = torch.randn(1, 21, 64, dtype=torch.bfloat16)
+    module.output(x).sum().backward()
+    expected = x.sum((0, 1)).float().expand(96, 64)
+    assert error(module.output.weight.grad.float(), expected) < 0.1
+
+
+@needs_torchao
+def test_a_device_without_products_is_told_or_refused(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr(torch, "_scaled_mm", _refuse)
+    convert(emulate="auto")
+    warnings = [record for record in caplog.records if record.levelname != "DEBUG"]  # which an earlier run may log too
+    assert [(record.levelname, record.message) for record in warnings] == [
+        (
+            "WARNING",
+            "float8 makes this run slower: products are emulated in float32, as they need a GPU of CUDA capability 8.9 "
+            "or higher and this device is a cpu; remove [plugins.float8] for speed",
+        )
+    ]
+    with pytest.raises(ConfigError) as refused:
+        convert(emulate="never")
+    assert str(refused.value) == (
+        "[plugins.float8] recipe = 'tensorwise' needs matrix products of a GPU of CUDA capability 8.9 or higher, but "
+        'this device is a cpu; use another device or recipe, or set emulate = "always" to rehearse it'
+    )
+
+
+@needs_torchao
+@pytest.mark.parametrize("recipe", ["tensorwise", "rowwise", "rowwise_with_gw_hp"])
+def test_a_cpu_has_products_of_tensors_and_rows(recipe: Any, caplog: pytest.LogCaptureFixture) -> None:
+    """What docs/design.md says of PyTorch 2.13."""
+    convert(recipe=recipe, emulate="never")
+    convert(recipe=recipe, emulate="auto")
+    assert [record.message for record in caplog.records if record.levelname != "DEBUG"] == []
+
+
+@needs_torchao
+@pytest.mark.parametrize("emulate", ["auto", "never"])
+def test_mxfp8_is_refused_on_a_device_without_it(emulate: Any) -> None:
+    with pytest.raises(ConfigError, match=r"needs .* 10\.0 or higher, in bf16, but this device is a cpu; use another"):
+        convert(recipe="mxfp8", emulate=emulate)
+    convert(recipe="mxfp8", emulate="always")
+
+
+@needs_torchao
+def test_a_gpu_of_less_capability_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda _: (9, 0))
+    monkeypatch.setattr(torch.cuda, "get_device_name", lambda _: "NVIDIA H100")
+    gpu: Any = SimpleNamespace(device=torch.device("cuda"))
+    said = float8._lacks(replace(context(Llama(LlamaConfig(**SIZES)).spec()), mesh=gpu), Float8Config(recipe="mxfp8"))
+    assert said == "a NVIDIA H100 of capability 9.0"
+
+
+# --- what is recomputed -------------------------------------------------------------------------------------------
+
+
+class Count(TorchDispatchMode):
+    """Counts operations on plain tensors."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.found: Counter[Any] = Counter()
+
+    def __torch_dispatch__(self, operation: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if any("Float8" in kind.__name__ for kind in types):
+            return NotImplemented
+        self.found[operation] += 1
+        return operation(*args, **(kwargs or {}))
+
+
+def recomputing(recipe: Any, saving: bool) -> tuple[Any, set[Any]]:
+    """A forward of two float8 linears under selective recomputation, and the maxima that are saved or not."""
+    emulate = not _has_products(recipe)
+    layers = nn.Sequential(nn.Linear(64, 64, bias=False), nn.ReLU(), nn.Linear(64, 64, bias=False)).bfloat16()
+    config = Float8Config(recipe=recipe)
+    float8._convert(layers, {"0", "2"}, config, emulate)
+    costly = set(Float8(config).costly_operations())
+    policy = activation_checkpoint.ActivationCheckpoint(activation_checkpoint.Config(mode="selective"))
+    saved = activation_checkpoint._SAVED | (costly if saving else set())
+    return policy._wrap(layers.forward, saved=saved), costly
+
+
+def inputs() -> Tensor:
+    return torch.randn(32, 64, dtype=torch.bfloat16, requires_grad=True)
+
+
+PRODUCTS = (torch.ops.aten.mm.default, torch.ops.aten._scaled_mm.default)
+
+
+@needs_torchao
+@pytest.mark.parametrize("recipe", RECIPES)
+def test_selective_recomputation_repeats_no_product_and_no_maximum(recipe: str) -> None:
+    """Two linears have four products in a backward; each needs maxima of its own, which no forward has."""
+    maxima = {}
+    for saving in (False, True):
+        forward, costly = recomputing(recipe, saving)
+        y = forward(inputs())
+        with Count() as backward:
+            y.backward(torch.ones_like(y))
+        assert sum(backward.found[operation] for operation in PRODUCTS) == 4
+        maxima[saving] = sum(backward.found[operation] for operation in costly)
+    assert maxima[False] - maxima[True] == 4, "x and W of two linears"
+
+
+@needs_torchao
+@pytest.mark.parametrize("recipe", RECIPES)
+def test_nor_does_it_where_it_is_compiled(recipe: str) -> None:
+    found = {}
+    for saving in (False, True):
+        forward, costly = recomputing(recipe, saving)
+        graphs: list[Counter[Any]] = []
+
+        def count(graph: Any, _: Any, graphs: list[Counter[Any]] = graphs) -> Any:
+            graphs.append(Counter(node.target for node in graph.graph.nodes))
+            return make_boxed_func(graph)
+
+        backend = aot_autograd(fw_compiler=count, bw_compiler=count, partition_fn=min_cut_rematerialization_partition)
+        y = torch.compile(forward, backend=backend)(inputs())
+        y.backward(torch.ones_like(y))
+        backward = graphs[1]
+        assert sum(backward[operation] for operation in PRODUCTS) == 4
+        found[saving] = sum(backward[operation] for operation in costly)
+    # One scale serves both directions; a row's does not, so a backward needs no maximum of the forward.
+    assert found[False] - found[True] == (2 if recipe == "tensorwise" else 0), found
+
+
 # --- the products -------------------------------------------------------------------------------------------------
 
 
-def _has_products(recipe: str) -> bool:
+def _has_products(recipe: Any) -> bool:
     spec = Llama(LlamaConfig(**SIZES)).spec()
-    config = float8._torchao().Float8LinearConfig.from_recipe_name(recipe)
-    return float8._multiplies(context(spec), config)
+    return not float8._lacks(context(spec), Float8Config(recipe=recipe))
 
 
 def products(recipe: str, dtype: torch.dtype, emulate: bool, device: str = "cpu") -> list[Tensor]:
@@ -163,6 +331,32 @@ def test_products_of_the_device_are_the_emulated_ones(recipe: str, device: str) 
         assert error(got.cpu(), expected) < 1e-2
 
 
+def in_blocks(tensor: Tensor) -> Tensor:
+    """The numbers that MXFP8 has for a matrix: in rows, 32 share the least power of 2 with which none exceeds 448."""
+    blocks = tensor.double().unflatten(-1, (-1, 32))
+    scale = torch.exp2((blocks.abs().amax(-1, keepdim=True) / 448).log2().ceil())
+    return ((blocks / scale).float().to(torch.float8_e4m3fn).double() * scale).flatten(-2)
+
+
+@needs_torchao
+@pytest.mark.parametrize("recipe", MX)
+def test_products_in_blocks_are_those_of_plain_arithmetic(recipe: Any) -> None:
+    """Each operand in blocks along the sum of its product: rows of x and W, columns of W and g, tokens of g and x."""
+    generator = torch.Generator().manual_seed(3)
+    weight, x, g = (torch.randn(*size, generator=generator) for size in ((96, 64), (32, 64), (32, 96)))
+    x[0] *= 1e5
+    layer = nn.Sequential(nn.Linear(64, 96, bias=False))
+    layer[0].weight = nn.Parameter(weight)
+    float8._convert(layer, {"0"}, Float8Config(recipe=recipe), emulate=True)
+    given = x.clone().requires_grad_()
+    y = layer(given)
+    y.backward(g)
+    expected = [in_blocks(x) @ in_blocks(weight).T, in_blocks(g) @ in_blocks(weight.T).T]
+    expected += [g.T.double() @ x.double() if recipe == "mxfp8_with_gw_hp" else in_blocks(g.T) @ in_blocks(x.T).T]
+    for got, plain in zip((y, given.grad, layer[0].weight.grad), expected, strict=True):
+        assert error(got.detach().double(), plain) < 1e-6
+
+
 # --- what is refused ----------------------------------------------------------------------------------------------
 
 BASE = [word for key, value in SIZES.items() for word in (f"--model.{key}", str(value)) if key != "vocab_size"]
@@ -213,6 +407,12 @@ def test_a_float8_gather_needs_one_scale_and_something_to_gather() -> None:
     assert sentences(*asked, "--plugins.float8.recipe", "rowwise", "--mesh.dp_shard", "2", ranks=2) == [
         "fsdp_all_gather needs recipe = \"tensorwise\": with 'rowwise' a shard has many scales"
     ]
+    sharded = (*asked, "--mesh.dp_shard", "2", "--plugins.fsdp.zero_stage", "3")
+    assert sentences(*sharded, "--plugins.offload.parameters", "true", ranks=2) == [
+        "fsdp_all_gather scales shards on the device; set it to false, or: [plugins.offload] parameters = true keeps "
+        "weights on the host; set it to false"
+    ]
+    assert sentences(*sharded, "--plugins.offload.optimizer", "true", ranks=2) == []
 
 
 @needs_torchao
@@ -239,3 +439,42 @@ def test_a_filter_must_name_something_and_leave_something() -> None:
     ]
     nothing = "no linear is left to convert: each is in filter or has a size that is no multiple of 16"
     assert sentences("--plugins.float8.filter", "layers.*.attn.*,layers.*.ffn.*") == [nothing]
+
+
+HEAD = ("--plugins.float8.head", "true")
+
+
+@needs_torchao
+def test_a_head_must_be_of_its_own_plain_and_even() -> None:
+    assert sentences(*HEAD, "--model.vocab_size", "320", "--mesh.tp", "2", ranks=2) == []
+    assert sentences(*HEAD, "--model.vocab_size", "320", "--model.tied", "true") == [
+        "head = true needs a head of its own, but output.weight is embed.weight; untie them, or set head = false"
+    ]
+    assert sentences(*HEAD) == [
+        "head = true: output has 64 x 257 features, which must be multiples of 16; nearest [model] vocab_size that "
+        "fits: 256 or 272, or set head = false"
+    ]
+    assert sentences(*HEAD, "--model.vocab_size", "272", "--mesh.tp", "2", ranks=2) == [
+        "output: 272 output features over mesh.tp = 2 must be a multiple of 16 per rank; nearest that fits: 1 or 17, "
+        "or set head = false"
+    ]
+    capped = nn.Linear(64, 320)
+    capped.__class__ = type("CappedLinear", (nn.Linear,), {})
+    spec = Llama(LlamaConfig(**(SIZES | {"vocab_size": 320}))).spec()
+    assert Float8(Float8Config(head=True))._wrong_head(capped, spec) == (
+        "head = true needs output to be an nn.Linear, but it is a CappedLinear; set head = false"
+    )
+
+
+@needs_torchao
+def test_blocks_of_32_must_come_out_even() -> None:
+    mx = ("--plugins.float8.recipe", "mxfp8", "--plugins.float8.emulate", "always")
+    assert sentences(*mx) == []
+    (sentence,) = sentences(*mx, "--data.seq_len", "12", "--train.micro_batch_size", "4")
+    assert sentence.startswith("a micro batch of 4 x 12 tokens is 48 per rank, no multiple of 32")
+    assert sentence.endswith('recipe = "mxfp8_with_gw_hp"')
+    refused = sentences(*mx, "--mesh.tp", "4", "--model.n_kv_heads", "4", ranks=4)
+    assert refused[0].startswith("layers.*.attn.wq: 64 output features over mesh.tp = 4 must be a multiple of 32")
+    assert sentences(*mx, "--plugins.float8.fsdp_all_gather", "true", "--mesh.dp_shard", "2", ranks=2) == [
+        "fsdp_all_gather needs recipe = \"tensorwise\": with 'mxfp8' a shard has many scales"
+    ]

@@ -5,8 +5,9 @@ import importlib
 import re
 import sys
 from dataclasses import replace
+from inspect import signature
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 import pytest
 import torch
@@ -241,6 +242,24 @@ def test_a_model_by_a_former_hook_may_derive_from_a_present_one() -> None:
 
     assert Former(None).spec() == Former(None).plan() == "plan over spec"
     assert Present(None).plan() == "spec"  # type: ignore[attr-defined]
+
+
+def test_a_former_after_step_takes_the_step_alone(reported) -> None:
+    class Former(Technique):
+        seen: ClassVar[list[int]] = []
+
+        @torch.no_grad()
+        def after_step(self, step: int) -> None:  # type: ignore[override]
+            self.seen.append(step)
+
+    class Below(Former):
+        def after_step(self, step: int) -> None:  # type: ignore[override]
+            super().after_step(step + 1)  # type: ignore[call-arg]
+
+    assert reported() == ["Technique.after_step(step) is now after_step(step, updated)"]
+    assert signature(Below.after_step) == signature(Former.after_step) == signature(Technique.after_step)
+    Below(None).after_step(3, torch.tensor(True))
+    assert Former.seen == [4]
 
 
 class _Whole(nn.Module):

@@ -38,12 +38,14 @@ ORDINARY_WORDS = {
     ("titan/contracts/deprecated.py", "expert"): "a former fact of axes",
     ("titan/contracts/technique.py", "compile"): "a phase",
     ("titan/doctor/device.py", "float8"): "a dtype",
+    ("titan/config/groups.py", "expert"): "a stack of weights, to the match of a group",
     ("titan/dryrun/run.py", "compile"): "a phase",
     ("titan/planner/machine/cluster.py", "float8"): "a dtype",
     ("titan/contracts/base/cost/__init__.py", "linear"): "a function that states a linear layer",
     ("titan/contracts/base/parts.py", "compile"): "the moment when a wrapper is put around a forward",
     ("titan/training/init.py", "constant"): "a way to fill a new weight",
     ("titan/contracts/base/spec.py", "constant"): "a way to fill a new weight",
+    ("plugins/memory/activation_checkpoint.py", "compile"): "a phase",
     ("plugins/data/jsonl.py", "jsonl"): "the ending of a file's name",
     ("plugins/data/jsonl.py", "text"): "a key of a line",
     ("plugins/data/parquet.py", "text"): "a column",
@@ -51,6 +53,13 @@ ORDINARY_WORDS = {
     ("plugins/schedules/wsd.py", "linear"): "the shape of a decay",
     ("titan/testing/jobs.py", "text"): "a folder of the jobs",
     ("titan/train.py", "tensorboard"): "the program of that name",
+    ("titan/contracts/base/cost/__init__.py", "attention"): "what a collective belongs to",
+    ("titan/doctor/cluster_file.py", "attention"): "a kernel that is timed",
+    ("titan/doctor/device.py", "attention"): "a kernel that is timed",
+    ("titan/planner/picture/traffic.py", "attention"): "what a collective belongs to",
+    ("titan/planner/step/work.py", "attention"): "what a collective belongs to",
+    ("plugins/memory/activation_checkpoint.py", "attention"): "a mode",
+    ("plugins/parallel/context/costs.py", "attention"): "what a collective belongs to",
 }
 """Words that are a plugin's name too, or another plugin's, reviewed: (file, word) -> the ordinary meaning there."""
 

@@ -18,8 +18,8 @@ from titan.dryrun.run import _alone_as
 from titan.planner.machine import cluster
 from titan.planner.picture.draw import MOST_CELLS, draw_layout, layout_picture
 from titan.planner.picture.holdings import exchanges, groups, holdings
+from titan.planner.picture.traffic import Among, moved, passed_on
 from titan.planner.step.layout import costs_of
-from titan.planner.step.traffic import Among, moved, passed_on
 
 ROOT = Path(__file__).parents[2]
 PAGES = ROOT / "docs" / "parallelism"

@@ -1,12 +1,13 @@
 """AdamW and SGD: the update, what is decayed, what is said, what the state holds."""
 
+from collections.abc import Iterator
 from types import SimpleNamespace
 
 import pytest
 import torch
 from torch import nn
 
-from titan.contracts import ModelPart, NamedParameter
+from titan.contracts import ModelPart, NamedParameter, groups_of, update_some
 from titan.plugins.models.llama import Llama
 from titan.plugins.optimizers.adamw import AdamW, Config
 from titan.plugins.optimizers.sgd import SGD
@@ -99,3 +100,40 @@ def test_sgd_follows_the_formula_and_decays_matrices_alone(momentum: float) -> N
         optimizer.step()
     for n, w in zip(named, expected, strict=True):
         torch.testing.assert_close(n.parameter.detach().double(), w, rtol=1e-5, atol=1e-6)
+
+
+@pytest.mark.parametrize("plugin", [AdamW(Config()), SGD(SGD.Config(momentum=0.9))], ids=["adamw", "sgd"])
+def test_updates_of_some_parameters_after_others_are_those_of_one_step(plugin: AdamW | SGD) -> None:
+    assert plugin.separable
+    whole, divided = _parameters(), _parameters()
+    optimizers = [plugin.build(named) for named in (whole, divided)]
+    for step in (1, 2):
+        for named in (*whole, *divided):
+            named.parameter.grad = torch.cos(named.parameter.detach() * step)
+        optimizers[0].step()
+        untouched = divided[0].parameter.detach().clone()
+        update_some(optimizers[1], [divided[1].parameter])
+        assert torch.equal(divided[0].parameter, untouched)
+        update_some(optimizers[1], [divided[0].parameter])
+        assert all(torch.equal(a.parameter, b.parameter) for a, b in zip(whole, divided, strict=True))
+    assert sum(len(group["params"]) for group in optimizers[1].param_groups) == 2
+
+
+def test_updates_of_a_few_parameters_at_a_time_go_through_all_of_them_once() -> None:
+    """Each group's list is put aside and put back as it is, and not looked through."""
+
+    class Unread(list[nn.Parameter]):
+        def __iter__(self) -> Iterator[nn.Parameter]:
+            raise AssertionError("all parameters for the update of one")
+
+    named = _parameters()
+    optimizer = SGD(SGD.Config(lr=0.5, weight_decay=0.0)).build(named)
+    groups = groups_of(optimizer)
+    for group in optimizer.param_groups:
+        group["params"] = Unread(group["params"])
+    one, other = (each.parameter for each in named)
+    before = [one.detach().clone(), other.detach().clone()]
+    one.grad, other.grad = torch.ones_like(one), torch.ones_like(other)
+    update_some(optimizer, [one, nn.Parameter(torch.ones(3))], groups)
+    assert torch.equal(one, before[0] - 0.5) and torch.equal(other, before[1])
+    assert all(type(group["params"]) is Unread for group in optimizer.param_groups)

@@ -1,5 +1,7 @@
 """The order in which techniques' hooks are called within a step."""
 
+from torch import Tensor
+
 from titan.contracts import Axis, Technique
 from titan.training.phases import reducing
 
@@ -25,8 +27,20 @@ class _Covers(Technique):
     covers = ("some",)
 
 
+class _Scales(Technique):
+    phase = "shard"
+
+    def objective(self, objective: Tensor) -> Tensor:
+        return 2 * objective
+
+
 def test_sums_over_replicas_come_before_those_within_one_and_before_all_who_look() -> None:
     given = [_Looks(None), _Slices(None), _Covers(None), _Wraps(None), _Looks(None)]
     found = reducing(given)
     assert [type(technique) for technique in found] == [_Covers, _Wraps, _Slices, _Looks, _Looks]
     assert found[3:] == [given[0], given[4]]
+
+
+def test_what_is_done_to_the_objective_is_undone_before_anyone_sees_a_gradient() -> None:
+    found = reducing([_Looks(None), _Covers(None), _Scales(None)])
+    assert [type(technique) for technique in found] == [_Scales, _Covers, _Looks]

@@ -2,6 +2,7 @@
 
 import re
 from collections import Counter
+from importlib.util import find_spec
 
 import pytest
 
@@ -9,10 +10,10 @@ from tests.planned import CLUSTER, job_of
 from titan.config import Job
 from titan.contracts.base.cost import Matmul
 from titan.dryrun import DryRun, dry_run
+from titan.planner.picture.traffic import moved, passed_on
 from titan.planner.step.layout import costs_of
 from titan.planner.step.memory import Memory
 from titan.planner.step.predict import Planner, flops_per_token
-from titan.planner.step.traffic import moved, passed_on
 
 # What the plugin says to this warning, pytest takes back before each test.
 pytestmark = pytest.mark.filterwarnings("ignore:FSDP2-wrapped module")
@@ -26,11 +27,14 @@ BLOOM = ("--model.name", "bloom", "--model.preset", "nano", "--model.tied", "fal
 GEMMA = ("--model.name", "gemma", "--model.preset", "nano", "--model.tied", "false", "--data.seq_len", "128")
 NEOX = ("--model.name", "neox", "--model.preset", "nano", "--data.seq_len", "128")
 BF16 = ("--plugins.bf16.enabled", "true")
+PURE = ("--plugins.bf16.pure", "true", "--plugins.bf16.rounding")
 TWO = ("--train.global_batch_size", "16", "--train.micro_batch_size", "2")
 PIPED = ("--mesh.pp", "2", "--mesh.dp_shard", "2", "--train.global_batch_size", "8", "--train.micro_batch_size", "1")
 FULL, SELECTIVE, CORE = (("--plugins.activation_checkpoint.mode", mode) for mode in ("full", "selective", "attention"))
 WHOLE = ("--plugins.tensor.sequence_parallel", "false")
 NESTEROV = ("--plugins.local_steps.outer", "nesterov")
+WITHIN = ("--plugins.update_in_backward.enabled", "true", "--train.grad_clip", "0")
+FEW = ("--data.seq_len", "16")
 UNFUSED = ("--model.attention", "unfused")
 CONTEXT = (*LLAMA, *BF16, *TWO, "--mesh.cp", "4", "--mesh.dp_shard", "2", "--plugins.fsdp.zero_stage", "2")
 SCORES = (*LLAMA, "--data.seq_len", "1024", "--model.max_seq_len", "1024", *UNFUSED)
@@ -40,8 +44,25 @@ MOE += ("--model.n_layers", "4", "--model.expert_dim", "256", "--model.vocab_siz
 MOE += ("--model.max_seq_len", "256", "--data.seq_len", "256", "--mesh.ep", "2")
 DENSE = ("--model.n_dense_layers", "1", "--model.n_shared_experts", "2", "--model.ffn_dim", "512")
 
+WIDE = ("--model.preset", "mini", "--model.dim", "1024", "--model.n_layers", "8", "--model.n_heads", "16")
+WIDE += ("--model.ffn_dim", "2816", "--model.vocab_size", "32000", "--data.seq_len", "64")
+WIDE += ("--train.global_batch_size", "1", "--train.micro_batch_size", "1")
+TINY = ("--model.preset", "mini", "--model.n_layers", "8", "--model.vocab_size", "1024", "--data.seq_len", "32")
+TINY += ("--train.global_batch_size", "4", "--train.micro_batch_size", "1")
+TABLE = (*TINY, "--model.n_layers", "4", "--model.vocab_size", "32768")
+REPLICAS = ("--mesh.dp_shard", "2", "--mesh.dp_replicate", "2", "--plugins.fsdp.zero_stage", "3")
+SHARDS = ("--mesh.dp_shard", "2", "--plugins.fsdp.zero_stage", "3", "--train.global_batch_size", "2")
+WORDS = (*LLAMA, "--model.vocab_size", "65536", "--train.global_batch_size", "256", "--train.micro_batch_size", "32")
+HEAD = ("--plugins.float8.head", "true")
+MX = (*HEAD, "--plugins.float8.recipe", "mxfp8", "--plugins.float8.emulate", "always")
+MUON, LION = (("--optimizer.name", name) for name in ("muon", "lion"))
+BITS = ("--optimizer.name", "adamw_8bit")
+UPDATED = (*LLAMA, *FEW, "--train.global_batch_size", "1", "--train.micro_batch_size", "1")
+FREE = ("--optimizer.name", "schedule_free_adamw", "--lr_schedule.name", "constant")
+
 LONG = (*LLAMA, "--data.seq_len", "1024", "--model.max_seq_len", "1024")
 PACKED, WINDOW = ("--data.packing", "document_mask"), ("--model.sliding_window", "64")
+AUTO, MATH = (("--plugins.attention.backend", backend) for backend in ("auto", "math"))
 
 
 def zero(stage: int, *words: str) -> tuple[str, ...]:
@@ -67,6 +88,18 @@ def schedule(name: str, *words: str) -> tuple[str, ...]:
 
 JOBS = {
     "zero 1, two micro batches": (*LLAMA, *BF16, *TWO, *zero(1)),
+    "pure, zero 1": (*LLAMA, *PURE, "stochastic", *TWO, *zero(1)),
+    "pure, zero 3, compensated, average of weights": (
+        *LLAMA,
+        *PURE,
+        "kahan",
+        *TWO,
+        *zero(3),
+        "--plugins.ema.enabled",
+        "true",
+    ),
+    "pure, 1F1B, to nearest": (*LLAMA, *PURE, "nearest", *schedule("1F1B")),
+    "pure, the update needs most": (*LLAMA, *PURE, "kahan", *sliced("--mesh.dp_shard", "1"), "--data.seq_len", "16"),
     "zero 1, average of weights": (*LLAMA, *BF16, *TWO, *zero(1), "--plugins.ema.enabled", "true"),
     "tensor parallel, average of weights": (*LLAMA, *BF16, *TWO, *sliced(), "--plugins.ema.enabled", "true"),
     "zero 2, two micro batches": (*LLAMA, *BF16, *TWO, *zero(2)),
@@ -74,10 +107,14 @@ JOBS = {
     "zero 3, one micro batch, selective": (*LLAMA, *BF16, *zero(3), *SELECTIVE),
     "zero 3, full recompute": (*LLAMA, *BF16, *TWO, *zero(3), *FULL),
     "float32": (*LLAMA, *TWO, *zero(2)),
+    "float32, stages": (*LLAMA, *PIPED, "--mesh.dp_shard", "1"),
+    "float32, stages, a table's two gradients": (*GPT, *FEW, *PIPED, "--mesh.dp_shard", "1"),
+    "float32, tensor parallel, one micro batch": (*LLAMA, "--mesh.tp", "2", "--train.global_batch_size", "2"),
     "grouped heads": (*GROUPED, *BF16, *TWO, *zero(2)),
     "tensor parallel": (*LLAMA, *BF16, *TWO, *sliced()),
     "tensor parallel, selective": (*LLAMA, *BF16, *TWO, *sliced(), *SELECTIVE),
     "tensor parallel, full": (*LLAMA, *BF16, *TWO, *sliced(), *FULL),
+    "tensor parallel, four ranks, many words": (*LLAMA, *BF16, *TWO, "--mesh.tp", "4", "--model.vocab_size", "32000"),
     "tensor parallel, whole sequences": (*LLAMA, *BF16, *TWO, *sliced(*WHOLE)),
     "tensor parallel, whole sequences, selective": (*LLAMA, *BF16, *TWO, *sliced(*WHOLE), *SELECTIVE),
     "ring": context("ring"),
@@ -123,6 +160,18 @@ JOBS = {
     "ulysses, documents": context("ulysses", *PACKED),
     "ulysses, long documents, shared heads": context("ulysses", *LONG, *PACKED, "--model.n_kv_heads", "2"),
     "ulysses, window, full": context("ulysses", *LONG, *WINDOW, *FULL),
+    "long documents, grouped heads, no mask": (
+        *(*LONG, *BF16, *TWO, *zero(2), *PACKED, "--model.n_kv_heads", "2", *AUTO),
+    ),
+    "long documents, no mask, float32": (*LONG, *TWO, *zero(2), *PACKED, *AUTO),
+    "long documents, no mask, selective": (*LONG, *BF16, *TWO, *zero(2), *PACKED, *SELECTIVE, *AUTO),
+    "long documents, no mask, 1F1B": (*LONG, *BF16, *schedule("1F1B", *PACKED, *AUTO)),
+    "window, no mask": (*LONG, *BF16, *TWO, *zero(2), *WINDOW, *AUTO),
+    "long, math, recomputed": (*LONG, *BF16, *TWO, *zero(2), *CORE, *MATH),
+    "ulysses, long documents, no mask": ("--plugins.attention.backend", "varlen", *context("ulysses", *LONG, *PACKED)),
+    "ring, documents, backend unchanged": context("ring", *PACKED, *AUTO),
+    "soft caps, no scores": (*GEMMA, "--model.head_dim", "32", *BF16, *TWO, *zero(2), *AUTO),
+    "slopes, no mask": (*BLOOM, *BF16, *TWO, *zero(2), *AUTO),
     "norms after": (*OLMO2, *BF16, *TWO, *zero(2)),
     "norms after, float32": (*OLMO2, *TWO, *zero(2)),
     "norms after, selective": (*OLMO2, *BF16, *TWO, *zero(2), *SELECTIVE),
@@ -166,12 +215,56 @@ JOBS = {
         *(*LLAMA, *BF16, *TWO, *workers("--mesh.tp", "2", *NESTEROV, exchange="int4")),
     ),
     "workers, 1F1B": (*LLAMA, *BF16, *schedule("1F1B", *workers(), "--train.global_batch_size", "16")),
+    "updates in backward": (*LLAMA, *BF16, *zero(2), *WITHIN),
+    "updates in backward, zero 3, few tokens": (*LLAMA, *FEW, *BF16, *zero(3), *WITHIN),
+    "updates in backward, float32, few tokens": (*LLAMA, *FEW, *zero(2), *WITHIN),
+    "pure, updates in backward, zero 3, few tokens": (*LLAMA, *FEW, *PURE, "nearest", *zero(3), *WITHIN),
+    "wide, few tokens, zero 3": (*WIDE, *BF16, *zero(3, "--train.global_batch_size", "4")),
+    "wide, few tokens, zero 2, pure": (*WIDE, *PURE, "nearest", *zero(2, "--train.global_batch_size", "4")),
+    "updates in backward, replicas": (*TINY, *BF16, *REPLICAS, *WITHIN),
+    "pure, updates in backward, replicas": (*TINY, *PURE, "nearest", *REPLICAS, *WITHIN),
+    "pure, replicas": (*TABLE, *PURE, "nearest", *REPLICAS),
+    "pure, replicas, two micro batches": (
+        *(*TABLE, *PURE, "nearest", *REPLICAS, "--plugins.fsdp.zero_stage", "2", "--train.global_batch_size", "8"),
+    ),
+    "pure, whole replicas": (*(*TINY, *PURE, "nearest", "--plugins.ddp.enabled", "true", "--mesh.dp_replicate", "4"),),
+    "sums of a large table, once per step": (*TABLE, *BF16, "--mesh.dp_shard", "2", "--plugins.fsdp.zero_stage", "1"),
+    "pure, sums of a large table, once per step": (*TABLE, *PURE, "nearest", "--mesh.dp_shard", "2"),
+    "sums of a large table, one rank per stage": (*TABLE, *BF16, "--mesh.pp", "2"),
+    "pure, the first layer's sums": (*TINY, *PURE, "nearest", *SHARDS, "--model.n_layers", "16"),
+    "many words": (*WORDS, *zero(2)),
+    "many words, zero 3": (*WORDS, *BF16, *zero(3)),
+    "many words, tensor parallel": (*WORDS, *BF16, *sliced()),
+    "many words, 1F1B": (
+        *WORDS,
+        *BF16,
+        *schedule("1F1B", "--train.micro_batch_size", "16", "--train.global_batch_size", "128"),
+    ),
+    "many words, logits kept": (*WORDS, *BF16, *zero(2), "--loss.chunk_tokens", "8192"),
+    "muon, zero 2": (*LLAMA, *BF16, *TWO, *zero(2), *MUON),
+    "muon, tied, tensor parallel": (*GPT, *BF16, *TWO, *sliced(), *MUON),
+    "muon, replicas": (*LLAMA, *BF16, *TWO, *MUON, "--mesh.dp_replicate", "2", "--mesh.dp_shard", "2"),
+    "muon, experts": (*MOE, *BF16, *TWO, *zero(2), *MUON),
+    "muon, 1F1B": (*LLAMA, *BF16, *schedule("1F1B", *MUON)),
+    "lion": (*LLAMA, *BF16, *TWO, *sliced(), *LION),
+    "schedule-free": (*LLAMA, *BF16, *TWO, *sliced(), *FREE),
     "norms of heads": (*QWEN3, *BF16, *TWO, *zero(2)),
     "norms of heads, float32": (*QWEN3, *TWO, *zero(2)),
     "norms of heads, tensor parallel": (*QWEN3, *BF16, *TWO, *sliced()),
     "norms of heads, whole sequences, selective": (*QWEN3, *BF16, *TWO, *sliced(*WHOLE), *SELECTIVE),
     "norms of heads, full": (*QWEN3, *BF16, *TWO, *sliced(), *FULL),
 }
+
+if find_spec("torchao") is not None:
+    JOBS |= {
+        "many words, head in float8": (*WORDS, *BF16, *zero(2), *HEAD),
+        "many words, head in mxfp8": (*WORDS, *BF16, *zero(2), *MX),
+        "many words, head in float8, logits kept": (*WORDS, *BF16, *zero(2), *HEAD, "--loss.chunk_tokens", "8192"),
+        "head in float8, in small chunks": (
+            *(*TABLE, *BF16, *HEAD, "--mesh.dp_shard", "2", "--data.seq_len", "256", "--loss.chunk_tokens", "64"),
+            *("--train.micro_batch_size", "2"),
+        ),
+    }
 
 
 @pytest.fixture(scope="module", params=JOBS.values(), ids=JOBS.keys())
@@ -224,6 +317,31 @@ def test_collectives_move_the_bytes_of_the_dry_run(both: list[tuple[Job, Memory,
         assert sum(forgotten.values()) < 0.005 * sum(counted.values()), forgotten
 
 
+ALONE = {
+    "bf16": (*WIDE, *BF16),
+    "pure": (*WIDE, *PURE, "nearest"),
+    "float32": WIDE,
+    "float32, tied": (*GPT, *FEW, "--train.global_batch_size", "2", "--train.micro_batch_size", "2"),
+    "float32, tied, micro batches": (*GPT, *FEW, *TWO),
+    "few tokens, lion": (*UPDATED, *LION),
+    "few tokens, lion, updates in backward": (*UPDATED, *LION, *WITHIN),
+    "few tokens, schedule-free": (*UPDATED, *FREE),
+    "few tokens, adafactor": (*UPDATED, "--optimizer.name", "adafactor"),
+    "few tokens, muon": (*UPDATED, *MUON),
+    "few tokens, muon, shards": (*UPDATED, *MUON, "--mesh.dp_shard", "4", "--train.global_batch_size", "4"),
+    "few tokens, 8 bits, a large table": (*UPDATED, *BITS, "--model.vocab_size", "65536"),
+    "few tokens, 8 bits, pure": (*UPDATED, *BITS, *PURE, "nearest"),
+    "few tokens, 8 bits, updates in backward": (*UPDATED, *BITS, *WITHIN),
+}
+
+
+@pytest.mark.parametrize("words", ALONE.values(), ids=ALONE.keys())
+def test_a_rank_alone_makes_and_sums_gradients(words: tuple[str, ...]) -> None:
+    job = job_of(*words)
+    planned, exact = Planner(CLUSTER).draft(costs_of(job), job.layout).memory()[0], dry_run(job, 0)
+    assert planned.total - planned.overhead == pytest.approx(exact.peak_bytes, rel=0.03)
+
+
 def test_masks_of_long_sequences_are_counted() -> None:
     long = ("--model.preset", "mistral-7b", "--data.seq_len", "131072", "--model.max_seq_len", "131072", *BF16)
     words = (*long, "--train.micro_batch_size", "1", "--mesh.cp", "8", "--plugins.context.method", "ulysses", *FULL)
@@ -247,3 +365,8 @@ def test_flops_are_those_of_the_dry_run(both: list[tuple[Job, Memory, DryRun]]) 
     # The weighted sum of the results of experts is a product too, which no formula counts.
     weighted = sum(6 * op.used * op.outputs * op.of_layers * job.spec.n_layers for op in stacks)
     assert forward_and_backward == pytest.approx((flops_per_token(costs_of(job))[0] + weighted) * tokens, rel=1e-6)
+
+
+def test_a_run_says_that_updates_in_backward_save_nothing_between_replicas(caplog: pytest.LogCaptureFixture) -> None:
+    dry_run(job_of(*TINY, "--model.n_layers", "1", *BF16, *REPLICAS, *WITHIN), 0)
+    assert "update_in_backward saves no memory with mesh.dp_replicate = 2" in caplog.text

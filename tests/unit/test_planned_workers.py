@@ -10,11 +10,11 @@ import pytest
 from tests.planned import CLUSTER, TOML, job_of
 from titan.cli import main
 from titan.errors import ConfigError
+from titan.planner.picture.traffic import moved
 from titan.planner.report import closed_form
 from titan.planner.search.space import load_base
 from titan.planner.step.layout import costs_of
 from titan.planner.step.predict import Planner, Prediction
-from titan.planner.step.traffic import moved
 
 STEPS = "--plugins.local_steps."
 WORKERS = ("--mesh.worker", "2", "--mesh.dp_shard", "4", "--train.global_batch_size", "16")

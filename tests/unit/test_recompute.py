@@ -18,11 +18,14 @@ from titan.config import without_effect
 from titan.contracts import Batch, Model, ModelPart, attend, document_mask
 from titan.contracts.base.cost import Attention, Recompute
 from titan.contracts.layers.attention import AttentionCore, _shared_mask, attend_unfused
+from titan.planner.machine.cluster import MEMORY_LIMIT
 from titan.planner.machine.kernels import Device
 from titan.planner.search.space import load_base
+from titan.planner.step.activations import LayerMemory
 from titan.planner.step.layout import costs_of
-from titan.planner.step.memory import LayerMemory
+from titan.planner.step.memory import GIB, peak_bytes
 from titan.planner.step.predict import Planner, flops_per_token
+from titan.planner.step.unset_options import settle
 from titan.plugins.memory.activation_checkpoint import ActivationCheckpoint
 from titan.plugins.models.gpt import Gpt
 from titan.plugins.models.llama import Llama
@@ -226,3 +229,86 @@ def test_a_search_tries_the_mode_where_it_has_an_effect(words: Sequence[str], se
         if name == "activation_checkpoint"
     }
     assert ((("mode", "attention"),) in tried) is searched and (("mode", "full"),) in tried
+
+
+def _compiled(budget: float) -> tuple[Tensor, list[Tensor], int]:
+    """As `_run`, of one compiled layer under a budget."""
+    torch.compiler.reset()
+    config = Llama.Config(**{**Llama.presets["tiny"], "n_layers": 1})  # type: ignore[arg-type]
+    torch.manual_seed(1)
+    part, spec = ModelPart(Llama(config).build()), Llama(config).spec()
+    part.wrap_forward("layers.0", "compile", lambda f: torch.compile(f, backend="aot_eager_decomp_partition"))
+    technique = ActivationCheckpoint(ActivationCheckpoint.Config(mode="budget", budget=budget))
+    technique.apply(part, SimpleNamespace(spec=spec, techniques=()))  # type: ignore[arg-type]
+    sizes: dict[int, int] = {}
+
+    def keep(tensor: Tensor) -> Tensor:
+        sizes[tensor.untyped_storage().data_ptr()] = tensor.untyped_storage().nbytes()
+        return tensor
+
+    with torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor):
+        loss = logits_of(part.module, torch.arange(128).view(2, 64) % 251).logsumexp(-1).sum()
+    loss.backward()
+    return loss.detach(), [p.grad for _, p in part.parameters() if p.grad is not None], sum(sizes.values())
+
+
+@pytest.mark.filterwarnings("ignore")  # PyTorch's compiler reads .grad, and what PyTorch deprecates
+def test_a_compiler_saves_less_on_a_smaller_budget_and_computes_the_same() -> None:
+    runs = [_compiled(budget) for budget in (1.0, 0.5, 0.0)]
+    saved = [run[2] for run in runs]
+    assert saved[0] > saved[1] > saved[2]
+    for loss, gradients, _ in runs[1:]:
+        torch.testing.assert_close((loss, gradients), runs[0][:2], rtol=1e-6, atol=1e-7)
+
+
+def test_a_budget_needs_a_compiler(capsys: pytest.CaptureFixture) -> None:
+    words = ["plan", "--config", str(TOML), "--plugins.activation_checkpoint.mode", "budget"]
+    assert main(words) == 2
+    assert 'mode = "budget" is chosen by a compiler, but no technique compiles blocks' in capsys.readouterr().err
+    assert main([*words, "--plugins.compile.enabled", "true"]) == 0
+    capsys.readouterr()
+    assert main([*words, "--plugins.compile.backend", "eager"]) == 2
+    assert "needs a compiler that chooses what is saved, but" in capsys.readouterr().err
+
+
+def test_a_budget_is_planned_between_all_and_nothing() -> None:
+    def planned(*words: str) -> tuple[float, float]:
+        job = job_of("--plugins.compile.enabled", "true", *words)
+        predicted = Planner(CLUSTER).predict(costs_of(job), job.layout)
+        return predicted.memory[0].activations, predicted.step_time_s
+
+    def within(budget: float) -> tuple[float, float]:
+        words = ("--plugins.activation_checkpoint.mode", "budget", "--plugins.activation_checkpoint.budget")
+        return planned(*words, str(budget))
+
+    assert within(1.0) == planned()
+    full = planned("--plugins.activation_checkpoint.mode", "full")
+    assert within(0.0)[0] == pytest.approx(full[0], rel=1e-9)
+    (most, fast), (half, between), (least, slow) = map(within, (1.0, 0.5, 0.0))
+    assert most > half > least and fast < between < slow
+
+
+AUTO = ("--plugins.activation_checkpoint.mode", "auto")
+
+
+def _gib(*words: str) -> float:
+    job = job_of(*words)
+    return peak_bytes(costs_of(job), job.layout, CLUSTER.memory) / GIB
+
+
+def test_auto_is_the_least_recomputation_that_fits() -> None:
+    modes = ["none", "selective", "full"]
+    sizes = [_gib(*AUTO[:1], mode) for mode in modes]
+    assert sizes == sorted(sizes, reverse=True) and sizes[0] == _gib(*AUTO)
+    for mode, size in zip(modes, sizes, strict=True):
+        job, said = settle(job_of(*AUTO), CLUSTER.memory._replace(gib=1.0001 * size / MEMORY_LIMIT))
+        chosen = next(t.config for t in job.techniques if t.name == "activation_checkpoint")
+        assert chosen.mode == (mode if mode != "none" else "auto")
+        [sentence] = [words for words in said if "activation_checkpoint" in words]
+        assert f'mode is "auto", so mode = "{mode}": ' in sentence and "GiB" in sentence
+
+
+def test_auto_recomputes_nothing_where_memory_is_not_known() -> None:
+    job, said = settle(job_of(*AUTO), None)
+    assert costs_of(job).recompute is None
+    assert any('mode is "auto", so mode = "none": the memory of the device is not known' in words for words in said)

@@ -136,7 +136,7 @@ def test_plugins_load_from_a_folder(tmp_path: Path) -> None:
         (TECHNIQUE.replace("    def before_step(self, ", "    @staticmethod\n    def before_step(self, "), r"before_step\(\) is a staticmethod; it must be a method that takes self"),
         ("from titan.contracts import register\n@register\ndef misfit(): pass", "@register decorates a class"),
         (with_line('check = ["a"]'), r"check = \['a'\]: must be a method, check\(self, job, spec\)"),
-        (with_line('axes = (Axis(name="tp", data="dealt", weights="copies", topology_order=1, doc=""),)'), r"mesh axis 'tp' is already owned by technique 'tensor' in .*tensor\.py"),
+        (with_line('axes = (Axis(name="tp", data="dealt", weights="copies", topology_order=1, doc=""),)'), r"mesh axis 'tp' is already owned by technique 'tensor' in .*tensor/__init__\.py"),
         (with_line('axes = (Axis(name="a", data="dealt", weights="copies", topology_order=1, doc=""),) * 2'), "mesh axis 'a' is already owned by technique 'misfit'"),
         (with_line('conflicts = {"fsdpp": "why"}'), r"conflicts: no plugin has the technique or capability 'fsdpp' \(did you mean 'fsdp'\?\)"),
         (with_line('requires = ("mixed_precison",)'), r"requires: no plugin has the technique or capability 'mixed_precison' \(did you mean 'mixed_precision'\?\)"),

@@ -192,5 +192,5 @@ def test_a_run_binds_its_ranks_once_the_data_is_tokenized(monkeypatch: pytest.Mo
     job: Any = SimpleNamespace(comm=SimpleNamespace(init_timeout_s=1.0))
     rank = process.Rank(0, 1, 0, torch.device("cuda", 3))
     with pytest.raises(WiredError):
-        build._built(job, rank, FolderLock(Path()))
+        build._built(job, rank, FolderLock(Path()), None)
     assert order == ["data", "near cuda:3"]

@@ -66,6 +66,26 @@ def test_what_takes_effect_is_said(words: tuple[str, ...], said: str) -> None:
     assert not changes.other_samples
 
 
+def test_what_only_new_runs_read_is_not_said_to_take_effect() -> None:
+    on = ("--plugins.fp16.enabled", "true")
+    changes = compare(saved(config=table(*on)), table(*on, "--plugins.fp16.init_scale", "256"), "f", False)
+    assert changes.said == (
+        "plugins.fp16.init_scale = 256.0, the checkpoint has 65536.0: sets what a new run begins with; the state in "
+        "the checkpoint takes precedence",
+    )
+
+
+def test_changes_that_explain_another_state_of_the_optimizer() -> None:
+    now = table(
+        "--optimizer.name", "lion", "--optimizer.lr", "1e-3", "--plugins.bf16.pure", "true", "--train.steps", "9"
+    )
+    assert compare(saved(), now, "f", False).updates == (
+        "optimizer.name = 'lion', the checkpoint has 'adamw'", "plugins.bf16 = on, the checkpoint has unset"
+    )  # fmt: skip
+    (lr,) = compare(saved(), table("--optimizer.lr", "1e-3"), "f", False).updates
+    assert lr == "optimizer.lr = 0.001, the checkpoint has 0.004"
+
+
 def test_another_model_is_refused() -> None:
     with pytest.raises(ConfigError) as error:
         compare(saved(), table("--model.dim", "64", "--model.norm_eps", "1e-6"), "f", False)

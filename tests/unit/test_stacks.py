@@ -30,14 +30,15 @@ from titan.contracts.base.spec import ModelSpec, normal
 from titan.contracts.layers.blocks import Heads, LayerPart, pre_norm, swiglu
 from titan.contracts.layers.decoder import DecoderConfig, decoder_spec
 from titan.planner.machine.network import Group
+from titan.planner.picture.traffic import moved
 from titan.planner.report import closed_form, render
 from titan.planner.search.best_first import _Search, search
 from titan.planner.search.space import load_base
+from titan.planner.step.activations import LayerMemory, kept_by
 from titan.planner.step.layout import costs_of, group_of, uncut
-from titan.planner.step.memory import GIB, LayerMemory, kept_by
+from titan.planner.step.memory import GIB
 from titan.planner.step.parameters import Tensors, parameters_of
 from titan.planner.step.predict import Planner, flops_per_token
-from titan.planner.step.traffic import moved
 
 EP = Axis(name="ep", weights="slices", folds=("dp_shard", "cp"), topology_order=25, doc="ranks that share the experts")
 
@@ -237,9 +238,9 @@ def test_the_largest_operation_counts_at_a_moment() -> None:
     costs = costs_of(job)
     tokens = costs.share("seq_full")
     # A token has three results of a matrix of 64 outputs; no other operation has more.
-    assert LayerMemory(costs, True, ways=1).midst == 3 * (3 * 64 + 64) * tokens * 2
+    assert LayerMemory(costs, True, ways=1).midst == (3 * 3 * 64 + 64) * tokens * 2
     rare = tuple(replace(op, of_layers=0.01) if op.of_layers < 1 else op for op in costs.layer)
-    assert LayerMemory(replace(costs, layer=rare), True, ways=1).midst == 3 * (3 * 64 + 64) * tokens * 2
+    assert LayerMemory(replace(costs, layer=rare), True, ways=1).midst == (3 * 3 * 64 + 64) * tokens * 2
     scratch = [
         replace(op, scratch=(SavedTensor(numel=size, region="tp_sharded"),)) if isinstance(op, Attention) else op
         for op, size in zip(costs.layer, range(len(costs.layer)), strict=True)
@@ -397,7 +398,8 @@ def test_more_ranks_that_share_stacks_gather_less_and_send_more() -> None:
         costs, layout = shared(job, ep)
         prediction = Planner(CLUSTER).predict(costs, layout)
         gathered = sum(size for (kind, _), size in moved(0, costs, layout).items() if kind == "all_gather")
-        seen.append((gathered, -prediction.time_s["ep"], prediction.memory[0].buffers, prediction.time_s["forward"]))
+        figures = gathered, -prediction.time_s["ep"], prediction.memory[0].buffers, prediction.time_s["forward"]
+        seen.append([float(f"{figure:.12g}") for figure in figures])  # sums in another order
         assert sum(prediction.time_s.values()) == pytest.approx(prediction.step_time_s)
     for column in zip(*seen, strict=True):
         assert list(column) == sorted(column, reverse=True)

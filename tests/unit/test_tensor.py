@@ -1,13 +1,19 @@
 """What `[plugins.tensor]` refuses before anything starts."""
 
+import re
+from contextlib import nullcontext
 from types import SimpleNamespace
 
 import pytest
 
+from titan.config import load_job
 from titan.contracts import Axis
 from titan.contracts.base.layout import Layout
+from titan.errors import ConfigError
+from titan.planner.step.layout import costs_of
 from titan.plugins.models.llama import Llama, LlamaConfig
 from titan.plugins.parallel.tensor import TensorConfig, TensorParallel
+from titan.testing.jobs import JOB
 
 CP = Axis(name="cp", data="sliced", weights="copies", topology_order=30, doc="")
 
@@ -58,3 +64,74 @@ def test_every_rank_needs_a_hidden_unit() -> None:
     expected = "[model] ffn_dim = 15 leaves some of the mesh.tp = 6 ranks without a hidden unit"
     assert _sentences(6, seq_len=18, ffn_dim=15) == [expected]
     assert _sentences(6, seq_len=18, ffn_dim=16) == []
+
+
+# --- asynchronous tensor parallelism ------------------------------------------------------------------------------
+
+FLOAT8 = ("--plugins.float8.recipe", "rowwise_with_gw_hp", "--model.dim", "64", "--model.ffn_dim", "128")
+AUTO = ("--run.device", "auto", "--data.path", "any")
+ASYNC = ("--mesh.tp", "2", "--plugins.tensor.async_tp", "true", "--plugins.compile.enabled", "true")
+
+
+@pytest.mark.parametrize(
+    ("words", "sentence"),
+    [
+        (("--mesh.tp", "1"), "async_tp = true needs mesh.tp above 1, as one rank sends nothing; set async_tp = false"),
+        (("--run.device", "cpu"), 'async_tp = true needs GPUs, and [run] device = "cpu"; set async_tp = false'),
+        (
+            ("--plugins.tensor.sequence_parallel", "false"),
+            "async_tp = true pipelines all-gathers and reduce-scatters; sequence_parallel = false makes none",
+        ),
+        (
+            ("--plugins.compile.enabled", "false"),
+            "async_tp = true requires compiled_layers, which no enabled technique provides; enable [plugins.compile]",
+        ),
+        (
+            ("--plugins.compile.backend", "aot_eager"),
+            'layers, and [plugins.compile] backend = "aot_eager" does not use it; set backend = "inductor"',
+        ),
+    ],
+    ids=lambda value: " ".join(value) if isinstance(value, tuple) else "",
+)
+def test_what_cannot_be_pipelined_is_refused(words: tuple[str, ...], sentence: str) -> None:
+    with pytest.raises(ConfigError, match=re.escape(sentence)):
+        load_job(JOB, [*AUTO, *ASYNC, *words])
+
+
+@pytest.mark.parametrize(
+    ("per_node", "degrees", "refused"),
+    [("", {"tp": 4}, False), ("8", {"tp": 4}, False), ("2", {"tp": 4}, True), ("6", {"tp": 4}, True)],
+)
+def test_ranks_of_tp_share_a_node(
+    per_node: str, degrees: dict[str, int], refused: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("LOCAL_WORLD_SIZE", per_node) if per_node else monkeypatch.delenv("LOCAL_WORLD_SIZE", False)
+    words = [word for axis, degree in degrees.items() for word in (f"--mesh.{axis}", str(degree))]
+    sentence = f"needs the 4 ranks of mesh.tp in one node, and nodes have {per_node} ranks; lower mesh.tp"
+    with pytest.raises(ConfigError, match=sentence) if refused else nullcontext():
+        load_job(JOB, [*AUTO, *ASYNC, "--model.n_kv_heads", "4", *words])
+
+
+def _shares(*words: str) -> dict[tuple[str, str, bool], float]:
+    """(collective, phase, overlaps) of a layer over tp -> how many there are."""
+    job = load_job(JOB, [*AUTO, "--mesh.tp", "2", *words])
+    found: dict[tuple[str, str, bool], float] = {}
+    for cost in costs_of(job).collectives:
+        if cost.axes == ("tp",) and cost.where == "layer":
+            key = (cost.collective, cost.when, cost.overlaps)
+            found[key] = found.get(key, 0) + cost.count
+    return found
+
+
+def test_a_plan_hides_half_of_what_the_compiler_pipelines() -> None:
+    without, with_it = _shares(), _shares(*ASYNC)
+    halved = [("all_gather", "forward"), ("all_gather", "backward"), ("reduce_scatter", "forward")]
+    for kind, when in halved:
+        assert without[kind, when, False] == 2
+        assert with_it[kind, when, False] == with_it[kind, when, True] == 1
+    assert with_it["reduce_scatter", "backward", False] == 2
+    assert sum(with_it.values()) == sum(without.values())
+
+
+def test_a_plan_hides_nothing_beside_products_in_float8() -> None:
+    assert not any(overlaps for *_, overlaps in _shares(*ASYNC, *FLOAT8))

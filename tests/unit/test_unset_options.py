@@ -165,8 +165,8 @@ class Choosy(Technique):
     Config = Config
     phase = "materialise"
 
-    def unset_options(self, job, fits):
-        return {"chunks": 1 if fits else 8}
+    def unset_options(self, job):
+        return [{"chunks": 1}, {"chunks": 8}]
 '''
 
 

@@ -6,8 +6,23 @@ FOLDER = "tests/unit/test_checkpoint_folder.py"
 BITS = "tests/dist/test_resume.py::test_on_the_same_layout_bit_for_bit[-]"
 SYNC = "tests/unit/test_checkpoint_sync.py::test_what_is_synced_before_and_after_a_checkpoint_gets_its_name"
 PICKLES = "tests/unit/test_untrusted_checkpoints.py::test_pickles_in_place_of_the_metadata"
+CLONED = "tests/unit/test_checkpoint_saves.py"
 
 FAULTS = (
+    Fault(
+        "a state that training changes while a GPU copies it",
+        "titan/checkpoint/state.py",
+        "source.clone() if fits else source",
+        "source",
+        (f"{CLONED}::test_a_gpu_with_room_goes_on_while_a_clone_of_its_state_is_copied",),
+    ),
+    Fault(
+        "a GPU's state that is written before it is copied",
+        "titan/checkpoint/checkpointer.py",
+        "            finish()\n",
+        "",
+        (f"{CLONED}::test_the_thread_that_writes_waits_for_the_copy_first",),
+    ),
     Fault(
         "random state not restored",
         "titan/training/build.py",
@@ -60,8 +75,8 @@ FAULTS = (
     Fault(
         "a background save of weights that training has changed since",
         "titan/checkpoint/state.py",
-        "return replace(snapshot, local=self.buffers)",
-        "return snapshot",
+        "copied = replace(snapshot, local=self.buffers)",
+        "copied = snapshot",
         ("tests/unit/test_checkpoint.py::test_background_save_holds_the_values_of_its_step",),
     ),
     Fault(
@@ -147,6 +162,20 @@ FAULTS = (
         "if _in(change, FIXED)",
         "if False",
         ("tests/unit/test_resume.py::test_another_model_is_refused",),
+    ),
+    Fault(
+        "another optimizer refused without the keys that changed",
+        "titan/training/build.py",
+        "core.optimizer, states, changes.updates)",
+        "core.optimizer, states)",
+        ("tests/dist/test_pure_bf16.py::test_weights_of_fp32_and_back_and_for_others",),
+    ),
+    Fault(
+        "an option of new runs said to change a resumed one",
+        "titan/checkpoint/resume.py",
+        "{**dict.fromkeys(_initial(now), NEW_RUNS), **MEANING}",
+        "MEANING",
+        ("tests/unit/test_resume.py::test_what_only_new_runs_read_is_not_said_to_take_effect",),
     ),
     Fault(
         "a pickle that names any function accepted",

@@ -120,11 +120,13 @@ FAULTS = (
         "titan/training/trainer.py",
         """\
     batches = [cut(_seeded(batch, run), run.context) for batch in batches]
+    lr = _set_rates(run)
     for technique in techniques:
         technique.before_step(run.step + 1)
     run.loss.begin(mesh.sum(valid_tokens(batches), "dealt", "sliced"))
 """,
         """\
+    lr = _set_rates(run)
     for technique in techniques:
         technique.before_step(run.step + 1)
     run.loss.begin(mesh.sum(valid_tokens(batches), "dealt", "sliced"))

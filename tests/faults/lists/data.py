@@ -21,6 +21,20 @@ FAULTS = (
         (f"{SAMPLES}::test_going_on_equals_never_having_stopped",),
     ),
     Fault(
+        "a computation that does not wait for its batch",
+        "titan/data/samples/loader.py",
+        "computing.wait_stream(self._stream)",
+        "assert computing",
+        (f"{SAMPLES}::test_a_gpu_copies_batches_beside_what_it_computes",),
+    ),
+    Fault(
+        "memory of a batch given away while it is computed with",
+        "titan/data/samples/loader.py",
+        "if column is not None:",
+        "if column is None:",
+        (f"{SAMPLES}::test_a_gpu_copies_batches_beside_what_it_computes",),
+    ),
+    Fault(
         "ranks that read the same samples",
         "titan/data/samples/loader.py",
         "start = first + self.index * own",

@@ -49,7 +49,7 @@ FAULTS = (
     ),
     Fault(
         "heads that tensor parallelism cannot split accepted",
-        "plugins/parallel/tensor.py",
+        "plugins/parallel/tensor/__init__.py",
         'yield f"[model] {key} = {count} cannot be split over',
         'yield from () and f"[model] {key} = {count} cannot be split over',
         ("tests/unit/test_tensor.py::test_heads_must_come_out_even_and_the_nearest_degrees_are_named",),

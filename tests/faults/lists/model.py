@@ -4,7 +4,9 @@ from titan.testing.faults import Fault
 
 MODELS = "tests/unit/test_models.py"
 RECOMPUTED = "tests/unit/test_dryrun.py::test_every_second_block_is_recomputed_and_selective_mode_repeats_no_product"
+PURE, PURE_RUNS = "tests/unit/test_pure_bf16.py", "tests/dist/test_pure_bf16.py"
 FLOAT8 = "tests/unit/test_float8.py"
+BACKENDS = "tests/unit/test_attention_backends.py"
 
 FAULTS = (
     Fault(
@@ -65,7 +67,7 @@ FAULTS = (
     ),
     Fault(
         "slopes of a rank of tp counted from the model's first head",
-        "plugins/parallel/tensor.py",
+        "plugins/parallel/tensor/__init__.py",
         "module.first_head += slices.rank *",
         "module.first_head += 0 *",
         ("tests/dist/test_parity.py::test_bloom_with_slopes_of_heads",),
@@ -150,8 +152,8 @@ FAULTS = (
     Fault(
         "a float32 master copy lost under bf16",
         "titan/training/phases.py",
-        "part.module.to_empty(device=context.device)",
-        "part.module.to(context.precision.param_dtype).to_empty(device=context.device)",
+        "part.module.to_empty(",
+        "part.module.to(context.precision.param_dtype).to_empty(",
         ("tests/dist/test_bf16.py::test_weights_and_optimizer_state_stay_float32",),
     ),
     Fault(
@@ -162,6 +164,62 @@ FAULTS = (
         ("tests/dist/test_pipeline.py::test_bf16_gradients_are_summed_in_fp32_by_every_schedule[dp_shard]",),
     ),
     Fault(
+        "gradients that keep the loss scale",
+        "plugins/precision/fp16.py",
+        "(1 / self._scale).to(",
+        "torch.ones(()).to(",
+        ("tests/dist/test_fp16.py::test_losses_and_norms_are_those_of_float32_whatever_the_scale",),
+    ),
+    Fault(
+        "a loss scale that counts its updates anew on a resume",
+        "plugins/precision/fp16.py",
+        'self._updates.fill_(math.floor(state["updates"]))',
+        "self._updates.fill_(0)",
+        ("tests/dist/test_fp16.py::test_a_resumed_run_goes_on_with_its_scale[dp 2, then pp 2]",),
+    ),
+    Fault(
+        "stochastic rounding that always rounds towards 0",
+        "plugins/precision/bf16.py",
+        "((wide.view(torch.int32) + bits) & ~0xFFFF)",
+        "(wide.view(torch.int32) & ~0xFFFF)",
+        (f"{PURE}::test_the_mean_of_roundings_is_the_number",),
+    ),
+    Fault(
+        "random bits by the place in a rank's shard",
+        "plugins/precision/bf16.py",
+        "list(start_of(like)) or [0]",
+        "[0] * max(like.ndim, 1)",
+        (f"{PURE_RUNS}::test_an_update_has_the_same_bits_however_weights_are_sharded[stochastic]",),
+    ),
+    Fault(
+        "a compensation that no update takes back",
+        "plugins/precision/bf16.py",
+        "return value + held[COMPENSATION] if COMPENSATION in held else value",
+        "return value",
+        (f"{PURE}::test_kahan_keeps_16_bits_of_the_weight",),
+    ),
+    Fault(
+        "initial values drawn in the few bits that they are stored in",
+        "titan/training/init.py",
+        "dtype = torch.promote_types(tensor.dtype, torch.float32) if tensor.is_floating_point() else tensor.dtype",
+        "dtype = tensor.dtype",
+        (f"{PURE_RUNS}::test_all_but_counts_is_bf16_and_initial_values_are_those_of_fp32_rounded",),
+    ),
+    Fault(
+        "8-bit state taken for floats where weights are rounded",
+        "plugins/precision/bf16.py",
+        " and next(locals_of(value)).dtype == value.dtype",
+        "",
+        (f"{PURE}::test_state_in_8_bits_is_left_to_its_optimizer",),
+    ),
+    Fault(
+        "the loss scale left on the device of the model where gradients are on the host",
+        "plugins/precision/fp16.py",
+        ".to(own[0].device)",
+        "",
+        ("tests/unit/test_fp16.py::test_the_factor_is_where_the_gradients_are",),
+    ),
+    Fault(
         "float8 in the head",
         "plugins/precision/float8.py",
         "isinstance(module, nn.Linear) and name.startswith(layers) and",
@@ -169,11 +227,46 @@ FAULTS = (
         (f"{FLOAT8}::test_the_linears_of_layers_are_converted_and_nothing_is_renamed",),
     ),
     Fault(
+        "a validation with float8 scales of other weights",
+        "plugins/precision/float8.py",
+        "if not torch.is_grad_enabled():",
+        "if False:",
+        ("tests/dist/test_float8.py::test_weights_for_evaluation_have_scales_of_their_own",),
+    ),
+    Fault(
         "float8's filter ignored",
         "plugins/precision/float8.py",
         "return even and not any(glob_matches(glob, name) for glob in self.config.filter)",
         "return even",
         (f"{FLOAT8}::test_what_the_filter_names_and_what_is_uneven_stays",),
+    ),
+    Fault(
+        "a float8 head asked for and left as it is",
+        "plugins/precision/float8.py",
+        "_convert(part.module, {context.spec.head[-1]}, head, emulate, pad=True)",
+        "pass",
+        (f"{FLOAT8}::test_the_head_is_converted_on_request[tensorwise]",),
+    ),
+    Fault(
+        "maxima of float8 operands computed again under selective recomputation",
+        "plugins/precision/float8.py",
+        "return () if self.config.mx else (torch.ops.aten.max.default, torch.ops.aten.amax.default)",
+        "return ()",
+        (f"{FLOAT8}::test_selective_recomputation_repeats_no_product_and_no_maximum[tensorwise]",),
+    ),
+    Fault(
+        "MXFP8 emulated unasked",
+        "plugins/precision/float8.py",
+        'if said and (self.config.emulate == "never" or self.config.mx):',
+        'if said and self.config.emulate == "never":',
+        (f"{FLOAT8}::test_mxfp8_is_refused_on_a_device_without_it[auto]",),
+    ),
+    Fault(
+        "float8's filter left out of the plan",
+        "plugins/precision/float8.py",
+        "kept = sum(any(glob_matches(glob, name) for glob in self.config.filter) for name in names) / len(names)",
+        "kept = 0.0",
+        ("tests/unit/test_float8_costs.py::test_the_linears_that_are_converted_and_no_others",),
     ),
     Fault(
         "every block recomputed where every n-th was asked for",
@@ -258,5 +351,47 @@ FAULTS = (
         "            self.init_of(name)\n",
         "            pass\n",
         ("tests/unit/test_parameters.py::test_everything_needs_an_initial_value",),
+    ),
+    Fault(
+        "a window that is one position too wide within a document",
+        "plugins/attention/backend/by_document.py",
+        "triu_(0)",
+        "triu_(-1)",
+        (f"{BACKENDS}::test_document_by_document_is_attention_with_a_mask[{{'window': 3}}-4-documents]",),
+    ),
+    Fault(
+        "gradients of the last piece of a window's queries alone",
+        "plugins/attention/backend/by_document.py",
+        "part + one[0] if window else one[0]",
+        "one[0]",
+        (f"{BACKENDS}::test_a_long_document_is_cut_into_pieces_that_see_their_window",),
+    ),
+    Fault(
+        "a document that goes on in the next row where both have its number",
+        "plugins/attention/backend/by_document.py",
+        "(0, 1), value=True)",
+        "(0, 1), value=False)",
+        (f"{BACKENDS}::test_documents_are_read_once_and_forgotten_with_them",),
+    ),
+    Fault(
+        "gradients by the statistics of the first row's documents",
+        "plugins/attention/backend/by_document.py",
+        "lse[None, :, row, queries].contiguous()",
+        "lse[None, :, 0, queries].contiguous()",
+        (f"{BACKENDS}::test_document_by_document_is_attention_with_a_mask[{{}}-4-documents]",),
+    ),
+    Fault(
+        "a kernel for GPUs accepted on a CPU",
+        "plugins/attention/backend/choice.py",
+        'if needs.device and setting.device not in ("", needs.device):',
+        "if False:",
+        (f"{BACKENDS}::test_what_this_machine_cannot_do_is_refused_when_the_model_is_built",),
+    ),
+    Fault(
+        "a window planned with a mask where the kernel skips",
+        "titan/planner/machine/kernels.py",
+        "or op.masked_blocks or op.skips:",
+        "or op.masked_blocks:",
+        (f"{BACKENDS}::test_a_kernel_that_skips_takes_the_time_of_the_keys_that_are_seen",),
     ),
 )

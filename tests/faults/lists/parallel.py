@@ -8,6 +8,27 @@ TENSOR = "tests/dist/test_tensor.py::test_loss_and_gradients_are_those_of_one_pr
 
 FAULTS = (
     Fault(
+        "asynchronous tensor parallelism without the compiler's pass",
+        "plugins/parallel/tensor/pipelined.py",
+        "inductor._micro_pipeline_tp = True",
+        "inductor._micro_pipeline_tp = False",
+        ("tests/dist/test_async_tp.py::test_the_group_of_tp_shares_its_memory",),
+    ),
+    Fault(
+        "asynchronous tensor parallelism over ranks of several nodes",
+        "plugins/parallel/tensor/pipelined.py",
+        "return per_node % inner != 0",
+        "return False",
+        ("tests/unit/test_tensor.py::test_ranks_of_tp_share_a_node[2-degrees2-True]",),
+    ),
+    Fault(
+        "a plan that hides reduce-scatters of backward beside products",
+        "plugins/parallel/tensor/pipelined.py",
+        """("all_gather", "forward"), ("all_gather", "backward"), ("reduce_scatter", "forward"),""",
+        """("all_gather", "forward"), ("reduce_scatter", "backward"), ("reduce_scatter", "forward"),""",
+        ("tests/unit/test_tensor.py::test_a_plan_hides_half_of_what_the_compiler_pipelines",),
+    ),
+    Fault(
         "a norm over all heads that sees the mean of a rank's own",
         "titan/contracts/base/sharding.py",
         "squares = _total(wide.square().sum(-1, keepdim=True), slices)",
@@ -85,14 +106,14 @@ FAULTS = (
     ),
     Fault(
         "gradients of replicated norms not summed over tp",
-        "plugins/parallel/tensor.py",
+        "plugins/parallel/tensor/__init__.py",
         "torch._foreach_copy_(list(gradients.values()), sums)",
         "pass",
         (f"{TENSOR}[2-llama, grouped queries]",),
     ),
     Fault(
         "gradients of norms of heads summed over tp only where sequences are split",
-        "plugins/parallel/tensor.py",
+        "plugins/parallel/tensor/__init__.py",
         "slices.positions or facts.partial or style",
         "slices.positions or style",
         ("tests/dist/test_replicas.py::test_the_curve_is_one_ranks_and_replicas_are_equal[tp 2, whole sequences]",),
@@ -106,7 +127,7 @@ FAULTS = (
     ),
     Fault(
         "a split linear accepted where nothing gathers its input",
-        "plugins/parallel/tensor.py",
+        "plugins/parallel/tensor/__init__.py",
         "and not inside:",
         "and False:",
         ("tests/dist/test_tensor.py::test_a_linear_whose_input_nothing_gathers_is_refused",),
@@ -114,13 +135,13 @@ FAULTS = (
     Fault(
         "partial sums of gradients shown to techniques without axes",
         "titan/training/phases.py",
-        "return [*owners, *(technique for technique in techniques if technique not in owners)]",
-        "return [*(technique for technique in techniques if technique not in owners), *owners]",
+        "return [*first, *owners, *others]",
+        "return [*first, *others, *owners]",
         ("tests/dist/test_replicas.py::test_a_technique_without_axes_sees_whole_gradients",),
     ),
     Fault(
         "sums over tp sent again by selective recomputation",
-        "plugins/parallel/tensor.py",
+        "plugins/parallel/tensor/__init__.py",
         "operations.all_reduce.default, operations.reduce_scatter_tensor.default,",
         "operations.reduce_scatter_tensor.default,",
         (
@@ -130,28 +151,28 @@ FAULTS = (
     ),
     Fault(
         "gradients accepted that differ between ranks which should agree",
-        "plugins/parallel/tensor.py",
+        "plugins/parallel/tensor/__init__.py",
         "        if not self._checked:\n            self._check_equal()\n",
         "",
         ("tests/dist/test_tensor.py::test_a_norm_whose_gradient_differs_between_ranks_is_refused",),
     ),
     Fault(
         "words of other ranks looked up in a rank's slice",
-        "plugins/parallel/tensor.py",
+        "plugins/parallel/tensor/joins.py",
         "torch.where(here[..., None], rows, 0.0)",
         "rows",
         (f"{TENSOR}[2-llama, grouped queries]",),
     ),
     Fault(
         "a tied head untied by tensor parallelism",
-        "plugins/parallel/tensor.py",
+        "plugins/parallel/tensor/__init__.py",
         "part.retie(context.spec)",
         "pass",
         ("tests/dist/test_tensor.py::test_tied_weights_stay_one_tensor_and_slices_may_be_uneven",),
     ),
     Fault(
         "a softmax by each rank's own largest logit",
-        "plugins/losses/cross_entropy.py",
+        "plugins/losses/cross_entropy/rows.py",
         "dist.all_reduce(highest, dist.ReduceOp.MAX, group)",
         "pass",
         ("tests/dist/test_loss_vocab.py::test_split_is_whole[0.0-uneven]",),
@@ -172,7 +193,7 @@ FAULTS = (
     ),
     Fault(
         "the first positions' random numbers on all tensor-parallel ranks",
-        "plugins/parallel/tensor.py",
+        "plugins/parallel/tensor/joins.py",
         "return x, seeds, positions.chunk(slices.size, dim=1)[slices.rank]",
         "return x, seeds, positions.chunk(slices.size, dim=1)[0]",
         ("tests/dist/test_dropout.py::test_the_curve_of_one_process[tp 2]",),
@@ -214,7 +235,7 @@ FAULTS = (
     ),
     Fault(
         "replicas of tp that rounding may set apart",
-        "plugins/parallel/tensor.py",
+        "plugins/parallel/tensor/__init__.py",
         "_gradients(self._partial) | equal",
         "_gradients(self._partial)",
         ("tests/dist/test_tensor.py::test_replicas_that_rounding_sets_apart_are_joined",),
@@ -274,5 +295,12 @@ FAULTS = (
         'random.Random(f"{name} {step}")',
         "random.Random()",
         (f"{COMPRESSED}::test_random_places_are_each_ranks_come_once_and_change",),
+    ),
+    Fault(
+        "slices cut one row short where ranks do not divide the rows",
+        "titan/contracts/base/sharding.py",
+        "each = -(-size // mesh.size(dim))",
+        "each = size // mesh.size(dim)",
+        ("tests/unit/test_slices.py::test_a_slice_is_that_of_chunk",),
     ),
 )

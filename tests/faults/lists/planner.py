@@ -8,7 +8,39 @@ SEARCH = "tests/unit/test_search.py::test_bounds_are_below_the_step_and_near_it"
 
 WORKERS = "tests/unit/test_planned_workers.py"
 
+MEMORY = "tests/unit/test_planned_memory.py::test_memory_is_that_of_the_dry_run"
+
+SAVINGS = "tests/unit/test_savings_memory.py::test_predicted_memory_is_that_of_the_dry_run"
+
 FAULTS = (
+    Fault(
+        "the cast of a head's weight that shrinks with a loss's chunks",
+        "plugins/precision/float8.py",
+        "fixed_scratch=each * weight",
+        "fixed_scratch=0",
+        (f"{MEMORY}[head in float8, in small chunks]",),
+    ),
+    Fault(
+        "memory without the sums that wait for the end of a backward",
+        "titan/planner/step/memory.py",
+        "sums = shards if self.rules.sums_replicas else",
+        "sums = 0.0 if self.rules.sums_replicas else",
+        (f"{MEMORY}[pure, replicas]",),
+    ),
+    Fault(
+        "memory without the reductions at the end of a step",
+        "titan/planner/step/memory.py",
+        "moments = [*moments, *stage.reductions]",
+        "moments = [*moments]",
+        (f"{MEMORY}[sums of a large table, one rank per stage]",),
+    ),
+    Fault(
+        "gradients of replicas that are planned as freed in backward",
+        "plugins/memory/update_in_backward.py",
+        "costs.gather.sums_replicas and costs.reduce_itemsize == costs.store_itemsize",
+        "False",
+        (f"{MEMORY}[updates in backward, replicas]",),
+    ),
     Fault(
         "an exchange that is stated before the shards",
         "titan/planner/step/layout.py",
@@ -73,6 +105,34 @@ FAULTS = (
         ("tests/unit/test_planned_memory.py::test_memory_is_that_of_the_dry_run[1F1B]",),
     ),
     Fault(
+        "memory without what the update works with",
+        "titan/planner/step/memory.py",
+        "(sum if together else max)(",
+        "0.0 * (sum if together else max)(",
+        (f"{SAVINGS}[few tokens-adamw_8bit]",),
+    ),
+    Fault(
+        "gradients planned before their layers' backward",
+        "titan/planner/step/memory.py",
+        "done = (self.head + number * self.layer) * self.pile_up",
+        "done = sum(self.sizes) * self.pile_up",
+        (f"{SAVINGS}[float32-activation_checkpoint, full]",),
+    ),
+    Fault(
+        "a stride of split logits that a dry run counts as memory",
+        "plugins/parallel/tensor/joins.py",
+        "stride = tuple(math.prod(shape[dim + 1 :]) for dim in range(len(shape)))",
+        'stride = torch.empty(shape, device="meta").stride()',
+        (f"{MEMORY}[tensor parallel, four ranks, many words]",),
+    ),
+    Fault(
+        "two collectives that overlap the same seconds of a layer",
+        "titan/planner/step/work.py",
+        "free[cost.when] = free.get(cost.when, 0.0) - covered",
+        "pass",
+        ("tests/unit/test_costs.py::test_collectives_of_a_layer_overlap_no_more_than_the_layer",),
+    ),
+    Fault(
         "memory without optimizer state",
         "titan/planner/step/memory.py",
         "self.parameters + self.gradients + self.optimizer +",
@@ -82,8 +142,8 @@ FAULTS = (
     Fault(
         "optimizer state that is not sharded",
         "plugins/optimizers/adamw.py",
-        "bytes_per_param=8, axes=costs.updated_over",
-        "bytes_per_param=8, axes=()",
+        "bytes_per_param=2 * size, axes=costs.updated_over",
+        "bytes_per_param=2 * size, axes=()",
         (f"{COSTS}::test_state_in_bytes_a_parameter",),
     ),
     Fault(
@@ -119,7 +179,7 @@ FAULTS = (
     ),
     Fault(
         "recomputation of every block where every n-th was asked for",
-        "titan/planner/step/memory.py",
+        "titan/planner/step/activations.py",
         "return len(layers) if recompute.every == 1 else",
         "return len(layers) if every >= 1 else",
         (f"{PREDICT}::test_full_recompute_is_another_forward_but_for_the_last_product",),
@@ -182,9 +242,54 @@ FAULTS = (
     ),
     Fault(
         "bytes between stages counted in one direction",
-        "titan/planner/step/traffic.py",
+        "titan/planner/picture/traffic.py",
         "link.count(place) for link",
         "(link[0] == place) for link",
         ("tests/unit/test_planned_memory.py::test_collectives_move_the_bytes_of_the_dry_run[1F1B]",),
+    ),
+    Fault(
+        "a search that proposes what the host has no memory for",
+        "titan/planner/search/best_first.py",
+        "if short := short_of(",
+        'if short := "" and short_of(',
+        ("tests/unit/test_offload.py::test_layouts_that_the_host_has_too_little_memory_for_are_left_out",),
+    ),
+    Fault(
+        "options that memory decides without the host's memory",
+        "titan/planner/step/unset_options.py",
+        " and not self.host_short",
+        "",
+        ("tests/unit/test_offload.py::test_a_host_with_too_little_memory_decides_options_that_are_not_set",),
+    ),
+    Fault(
+        "what a head takes for a whole micro batch, where the loss projects some tokens at a time",
+        "plugins/losses/cross_entropy/__init__.py",
+        "default=0) / chunks",
+        "default=0)",
+        ("tests/unit/test_planned_memory.py::test_memory_is_that_of_the_dry_run[many words, head in float8]",),
+    ),
+    Fault(
+        "a compiled kernel of attention whose result selective recomputation saves",
+        "titan/contracts/base/cost/operations.py",
+        "not (self.scores_written or self.compiled)",
+        "not self.scores_written",
+        (
+            "tests/unit/test_attention_backends.py::"
+            "test_a_compiled_kernel_runs_again_where_recomputation_saves_products",
+        ),
+    ),
+    Fault(
+        "updates within the backward whose gradients are planned on the device, though offloaded",
+        "plugins/memory/update_in_backward.py",
+        "replace(held, axes=costs.updated_over, gathered_units=1)",
+        "replace(held, axes=costs.updated_over, gathered_units=1, on_host=False)",
+        ("tests/unit/test_offload.py::test_gradients_that_updates_within_the_backward_leave_are_in_the_same_place",),
+    ),
+    Fault(
+        "memory without the reduction of the first layer's gradients",
+        "titan/planner/step/memory.py",
+        "        if self.stage.layers and self.stage.embeddings:\n",
+        "        if False:\n",
+        ("tests/unit/test_planned_memory.py::test_memory_is_that_of_the_dry_run[pure, the first layer's sums]",),
     ),
 )

@@ -90,8 +90,8 @@ FAULTS = (
     Fault(
         "an optimizer around the optimizer that is not used",
         "titan/training/build.py",
-        'optimizer = answer(technique, "optimizer", torch.optim.Optimizer, optimizer, named)',
-        'answer(technique, "optimizer", torch.optim.Optimizer, optimizer, named)',
+        "optimizer = _wrapped(technique, optimizer, named)",
+        "_wrapped(technique, optimizer, named)",
         (f"{OWN}::test_an_optimizer_around_the_optimizer",),
     ),
     Fault(

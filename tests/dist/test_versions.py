@@ -1,0 +1,67 @@
+"""The table of docs/versions.md, on the PyTorch that is here: what works trains as eager training does."""
+
+from pathlib import Path
+
+import pytest
+import torch
+
+from tests.jobs import LLAMA, MOE, mesh
+from tests.sweeps import sweep_but
+from titan.testing.jobs import assert_same_curve, one_rank, train_job
+
+PAGE = Path(__file__).parents[2] / "docs" / "versions.md"
+
+GRAPHS = ("--plugins.compile.backend", "aot_eager")
+"""Traced and split into forward and backward as for kernels, which take long to make."""
+KERNELS = ("--plugins.compile.enabled", "true", "--model.n_layers", "2")
+
+
+def _recompute(mode: str) -> tuple[str, ...]:
+    return ("--plugins.activation_checkpoint.mode", mode)
+
+
+def _schedule(name: str) -> tuple[str, ...]:
+    return (*mesh(pp=2), "--plugins.pipeline.schedule", name)
+
+
+CASES: dict[str, tuple[int, tuple[str, ...], tuple[str, ...], Path]] = {
+    "eager, sharded": (2, tuple(mesh(dp_shard=2)), (), LLAMA),
+    "compile, to kernels": (1, KERNELS, KERNELS[2:], LLAMA),
+    "compile, tensor parallel": (2, (*mesh(tp=2), *GRAPHS), (), LLAMA),
+    "compile, tensor parallel, recompute selective": (2, (*mesh(tp=2), *GRAPHS, *_recompute("selective")), (), LLAMA),
+    "compile, tensor parallel, recompute full": (2, (*mesh(tp=2), *GRAPHS, *_recompute("full")), (), LLAMA),
+    "compile, 1F1B": (2, (*_schedule("1F1B"), *GRAPHS), (), LLAMA),
+    "compile, Interleaved1F1B": (2, (*_schedule("Interleaved1F1B"), *GRAPHS), (), LLAMA),
+    "compile, InterleavedZeroBubble": (2, (*_schedule("InterleavedZeroBubble"), *GRAPHS), (), LLAMA),
+    "ZBVZeroBubble": (2, _schedule("ZBVZeroBubble"), (), LLAMA),
+    "DualPipeV": (2, _schedule("DualPipeV"), (), LLAMA),
+    "experts, InterleavedZeroBubble": (2, _schedule("InterleavedZeroBubble"), (), MOE),
+}  # fmt: skip
+"""Row of the table -> ranks, words, words of the job on one rank that it must equal, and config of both."""
+
+
+def _table() -> dict[str, dict[str, str]]:
+    """Case -> version -> cell."""
+    lines = [line.strip("|").split("|") for line in PAGE.read_text().splitlines() if line.startswith("|")]
+    (_, *versions), _, *rows = [[cell.strip() for cell in line] for line in lines]
+    return {name: dict(zip(versions, cells, strict=True)) for name, *cells in rows}
+
+
+def test_the_table_has_every_case_and_no_other_word() -> None:
+    table = _table()
+    assert list(table) == list(CASES)
+    assert {cell for cells in table.values() for cell in cells.values()} <= {"works", "not run"}
+
+
+KEPT = ("compile, InterleavedZeroBubble",)
+"""What no other test trains."""
+
+
+@pytest.mark.parametrize("case", sweep_but(CASES, *KEPT))
+def test_each_case_is_what_the_table_says(case: str, tmp_path: Path) -> None:
+    version = ".".join(torch.__version__.split(".")[:2])
+    cells = _table()[case]
+    if cells.get(version, "not run") == "not run":
+        pytest.skip(f"the table says nothing of PyTorch {version}")
+    ranks, words, same, config = CASES[case]
+    assert_same_curve(one_rank(*same, config=config), train_job(tmp_path, ranks, *words, config=config))

@@ -1,0 +1,47 @@
+"""Faults of the attention kernel for CPUs: what it is given, what is kept of it, and when it is made anew."""
+
+from titan.testing.faults import Fault
+
+TESTS = "tests/unit/test_cpu_attention.py"
+KERNEL = "plugins/attention/cpu_kernel.py"
+
+FAULTS = (
+    Fault(
+        "a library taken from a temporary folder that others can write",
+        KERNEL,
+        "found.st_uid != os.getuid() or found.st_mode & 0o022",
+        "found.st_uid != os.getuid()",
+        (f"{TESTS}::test_a_home_that_cannot_be_written_has_the_library_in_a_folder_of_this_user",),
+    ),
+    Fault(
+        "a damaged library of the cache loaded as it is",
+        KERNEL,
+        "return hashlib.sha256(content[:-_DIGEST_BYTES]).digest() == content[-_DIGEST_BYTES:]",
+        "return True",
+        (f"{TESTS}::test_a_damaged_library_is_made_again",),
+    ),
+    Fault(
+        "documents that the kernel is not told of",
+        KERNEL,
+        "0 if documents is None else documents.data_ptr()",
+        "0",
+        (
+            f"{TESTS}::test_no_further_from_float32_than_pytorch",
+            f"{TESTS}::test_blocks_in_which_nothing_is_seen_are_not_read",
+        ),
+    ),
+    Fault(
+        "a tensor with gaps within its rows given to the kernel as it is",
+        KERNEL,
+        "{key: x if x.stride(-1) == 1 else x.contiguous() for",
+        "{key: x for",
+        (f"{TESTS}::test_the_same_bits_however_tensors_lie_in_memory",),
+    ),
+    Fault(
+        "a kernel of an older source taken for that of the present one",
+        KERNEL,
+        "about = [_SOURCE.read_bytes(), ",
+        "about = [",
+        (f"{TESTS}::test_another_source_is_another_library",),
+    ),
+)
