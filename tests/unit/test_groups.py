@@ -119,8 +119,9 @@ def test_an_option_of_a_group_counts_before_what_takes_its_place_in_the_table() 
     ],
 )  # fmt: skip
 def test_bad_groups_are_refused_with_a_sentence(groups: str, said: str) -> None:
-    with pytest.raises(ConfigError, match=re.escape(said)):
+    with pytest.raises(ConfigError, match=re.escape(said)) as raised:
         _job(groups)
+    assert "command line: " in str(raised.value), "which set the groups"
 
 
 @pytest.mark.parametrize("name", ["lion", "adafactor", "adamw_8bit", "schedule_free_adamw", "sgd"])

@@ -202,7 +202,8 @@ def check(optimizer: Optimizer, job: Job, where: Callable[..., Where]) -> list[C
 
 
 def _place(where: Callable[..., Where], number: int) -> Where:
-    return replace(where(f"{Optimizer.section}.groups.{number}"), shared=("match",))
+    source = where(Optimizer.section).origin("groups")  # of all of them: they are replaced at once
+    return replace(where(f"{Optimizer.section}.groups.{number}"), source=source, shared=("match",))
 
 
 def _group(plugin: Optimizer, entry: Mapping[str, Any], where: Where, faults: list[ConfigIssue]) -> Group | None:
