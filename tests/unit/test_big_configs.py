@@ -95,11 +95,12 @@ SHORTEST = [path for path in BIG if path.stem in ("diloco7b", "llama3_8b", "llam
 
 @pytest.mark.parametrize("path", sweep_but(BIG, *SHORTEST), ids=lambda path: path.stem)
 def test_no_layout_is_more_than_two_percent_faster(path: Path) -> None:
-    ((_, where, _),) = COMMAND.findall(path.read_text())
+    ((_, where, words),) = COMMAND.findall(path.read_text())
     planner, job = Planner(cluster.load(where)), load_job(path)
     own = planner.predict(costs_of(job), job.layout)
     limit_s = own.step_time_s / CLOSE
-    assert not faster(load_base(path, []), planner, job.layout.world_size, limit_s), own.step_time_s
+    pairs = [f"{key}={value}" for key, value in zip(words.split()[::2], words.split()[1::2], strict=True)]
+    assert not faster(load_base(path, pairs), planner, job.layout.world_size, limit_s), own.step_time_s
 
 
 def test_a_slow_layout_is_found_out() -> None:
