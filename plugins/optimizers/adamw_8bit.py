@@ -66,6 +66,7 @@ class AdamW8Bit(Optimizer):
     """Adam with decoupled weight decay and 8-bit state; norms, biases and embeddings are not decayed."""
 
     name = "adamw_8bit"
+    preserves_numerics = False
     Config = Config
     separable = True
     config: Config

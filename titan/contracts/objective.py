@@ -134,6 +134,11 @@ class Optimizer(Plugin, ABC):
 
     kind = "optimizer"
     section = "optimizer"
+    preserves_numerics: ClassVar[bool] = True
+    """Whether float32 training has the same curve at any layout, within the tolerances of docs/correctness.md.
+
+    The contract suite tests it. False where state is rounded: what falls the other way at another layout moves weights.
+    """
     separable: ClassVar[bool] = False
     """Whether the update of a parameter depends on its own gradient and state alone, and needs no collective.
 
