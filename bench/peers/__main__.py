@@ -1,6 +1,6 @@
 """Steps of titan and of other trainers in turns: the same model, tokens, optimizer and clipping, each in its own loop.
 
-    python -m bench.peers [--steps 6] [--only TEXT] [--list]
+    python -m bench.peers [--steps 6] [--only TEXT] [--skip TEXT] [--list]
 
 One rank, in fp32 and in bf16 with compilation: a bare PyTorch loop, torchtitan, Hugging Face's Trainer and LitGPT; and
 titan with its own attention kernel too, where the CPU has AVX-512 BF16. Two
@@ -53,9 +53,10 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--steps", type=int, default=6, help=f"measured steps of each trainer, after {WARM_UP}")
     parser.add_argument("--only", default="", metavar="TEXT", help="cases with this in their name")
+    parser.add_argument("--skip", metavar="TEXT", help="not cases with this in their name: bf16 on a CPU without it")
     parser.add_argument("--list", action="store_true", help="print the cases and their trainers, measure nothing")
     args = parser.parse_args()
-    chosen = [case for case in CASES if args.only in case.name]
+    chosen = [case for case in CASES if args.only in case.name and not (args.skip and args.skip in case.name)]
     if args.list:
         for case in chosen:
             print(f"{case.name}: {', '.join(trainers_of(case))}")
