@@ -10,9 +10,10 @@ from tests.planned import CLUSTER, job_of
 from titan.config import Job
 from titan.contracts.base.cost import Matmul
 from titan.dryrun import DryRun, dry_run
+from titan.planner.machine.cluster import DeviceMemory
 from titan.planner.picture.traffic import moved, passed_on
 from titan.planner.step.layout import costs_of
-from titan.planner.step.memory import Memory
+from titan.planner.step.memory import Memory, memories
 from titan.planner.step.predict import Planner, flops_per_token
 
 # What the plugin says to this warning, pytest takes back before each test.
@@ -339,6 +340,16 @@ ALONE = {
 def test_a_rank_alone_makes_and_sums_gradients(words: tuple[str, ...]) -> None:
     job = job_of(*words)
     planned, exact = Planner(CLUSTER).draft(costs_of(job), job.layout).memory()[0], dry_run(job, 0)
+    assert planned.total - planned.overhead == pytest.approx(exact.peak_bytes, rel=0.03)
+
+
+@pytest.mark.parametrize("precision", [(), BF16], ids=["float32", "bf16"])
+@pytest.mark.parametrize("model", [LLAMA, GPT, NEOX, OLMO2, QWEN3, GEMMA], ids=lambda words: words[1])
+def test_norms_save_on_a_cpu_what_several_kernels_do(model: tuple[str, ...], precision: tuple[str, ...]) -> None:
+    words = (*model, *precision, "--train.global_batch_size", "16", "--train.micro_batch_size", "16")
+    job = job_of(*words)
+    (planned,) = memories(costs_of(job), job.layout, DeviceMemory(0.0, fused_norms=False))
+    exact = dry_run(job_of(*words), 0, fused=False)
     assert planned.total - planned.overhead == pytest.approx(exact.peak_bytes, rel=0.03)
 
 

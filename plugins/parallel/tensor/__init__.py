@@ -307,7 +307,8 @@ def _fused(costs: Costs) -> Iterator[Operation]:
     """A layer's operations, in which a wide norm saves what one kernel does, on any device."""
     for op in costs.layer:
         wide = isinstance(op, Elementwise) and costs.style(op.module) == "wide_norm"
-        yield replace(op, saved=tuple(each for each in op.saved if not each.unfused)) if wide else op
+        saved = tuple(replace(kept, kernels="any") for kept in op.saved if kept.kernels != "several")
+        yield replace(op, saved=saved) if wide else op
 
 
 _Replicated = list[tuple[str, nn.Module, str]]

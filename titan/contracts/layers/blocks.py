@@ -14,7 +14,16 @@ from typing import Literal, NamedTuple
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from titan.contracts.base.cost import Elementwise, Operation, SavedTensor, linear, norm, residual, shared
+from titan.contracts.base.cost import (
+    Elementwise,
+    Operation,
+    SavedTensor,
+    linear,
+    norm,
+    residual,
+    saved_by_rms_norm,
+    shared,
+)
 from titan.contracts.base.spec import TensorStyle
 from titan.contracts.layers.attention import AttentionCore, attention_cost
 from titan.contracts.layers.philox import Dropout, dropout_cost
@@ -94,14 +103,10 @@ class Heads:
 def _norm_of_heads(module: str, numel: int, width: int) -> Elementwise:
     """An RMSNorm of a rank's own heads of `numel` features in all, `width` at a time: as that of hidden states."""
     statistics = SavedTensor(numel=numel / width, region="tp_sharded" if width < numel else "seq_full", itemsize=4)
-    saved = (
-        SavedTensor(numel=numel, region="tp_sharded"),
-        statistics,
-        SavedTensor(numel=numel, region="tp_sharded", itemsize=4, unfused=True),
-    )
     return Elementwise(
-        module=module, region="tp_sharded", forward=2 * numel, backward=3 * numel, params=1, width=width, saved=saved
-    )
+        module=module, region="tp_sharded", forward=2 * numel, backward=3 * numel, params=1, width=width,
+        saved=saved_by_rms_norm(numel, statistics, "tp_sharded"),
+    )  # fmt: skip
 
 
 class SelfAttention(nn.Module):

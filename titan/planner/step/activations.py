@@ -99,11 +99,12 @@ def kept_by(
     scores: only those of attention's scores.  hosted: only those in the host's memory.
     """
     smallest = costs.activations_on_host * costs.dim * costs.share("hidden") * costs.itemsize if hosted else 0.0
+    elsewhere = "several" if fused_norms else "one"
     return sum(
         op.of_layers * bytes_of([kept], costs)
         for op in operations
         for kept in _saved_by(op, costs)
-        if not (kept.unfused and fused_norms) and (kept.scores or not scores) and bytes_of([kept], costs) >= smallest
+        if kept.kernels != elsewhere and (kept.scores or not scores) and bytes_of([kept], costs) >= smallest
     )
 
 

@@ -22,14 +22,14 @@ class SavedTensor:
     numel: numbers per token, before any split.
     region: the region whose ranks share the tensor.
     itemsize: bytes per number; 0: that of the compute dtype, `Costs.itemsize`.
-    unfused: saved only where the operation runs as several kernels, as norms do on a CPU.
+    kernels: saved only where the operation runs as one kernel, or only where as several, as RMSNorm does on a CPU.
     scores: S x S scores of attention: `numel` is per token and key position, so it is multiplied by `Costs.seq_len`.
     """
 
     numel: float
     region: Region
     itemsize: int = 0
-    unfused: bool = False
+    kernels: Literal["any", "one", "several"] = "any"
     scores: bool = False
 
 
@@ -194,19 +194,24 @@ def linear(
 def norm(module: str, dim: int, vectors: int = 1, statistics: int = 1) -> Elementwise:
     """A norm of hidden states that saves its input and `statistics` float32 numbers per token.
 
-    Where the norm runs as several kernels (on a CPU) it also saves the normalized states in float32.
-
     module: as in `Matmul`.  dim: features per token.  vectors: weight vectors; 1 for RMSNorm, 2 for LayerNorm.
-    statistics: 1 for RMSNorm (the scale), 2 for LayerNorm (mean and scale).
+    statistics: 1 for RMSNorm (the scale), 2 for LayerNorm (mean and scale), which is one kernel on a CPU too.
     """
-    saved = (
-        SavedTensor(numel=dim, region="hidden"),
-        SavedTensor(numel=statistics, region="hidden", itemsize=4),
-        SavedTensor(numel=dim, region="hidden", itemsize=4, unfused=True),
-    )
+    found = SavedTensor(numel=statistics, region="hidden", itemsize=4)
+    layer_norm = (SavedTensor(numel=dim, region="hidden"), found)
+    saved = layer_norm if statistics == 2 else saved_by_rms_norm(dim, found)
     return Elementwise(
         module=module, region="hidden", forward=2 * dim, backward=3 * dim, params=vectors, width=dim, saved=saved
     )
+
+
+def saved_by_rms_norm(numel: float, scales: SavedTensor, region: Region = "hidden") -> tuple[SavedTensor, ...]:
+    """Its input of `numel` numbers per token and its scales.
+
+    As several kernels it saves two tensors in float32 instead of the input: the input, and the input times the scales.
+    """
+    wide = SavedTensor(numel=numel, region=region, itemsize=4, kernels="several")
+    return SavedTensor(numel=numel, region=region, kernels="one"), scales, wide, wide
 
 
 def residual(dim: int) -> Elementwise:
