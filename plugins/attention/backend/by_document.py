@@ -25,10 +25,10 @@ from torch import Tensor, library
 
 from titan.contracts import AttentionCore
 from titan.contracts.layers.attention import attend
+from titan.contracts.layers.products import attention_backward
 
 _aten = torch.ops.aten
 _flash_cpu = _aten._scaled_dot_product_flash_attention_for_cpu
-_flash_cpu_backward = _aten._scaled_dot_product_flash_attention_for_cpu_backward
 
 # A graph cannot replay what the host does with the documents' values.
 _TAGS = (torch.Tag.cudagraph_unsafe,)
@@ -159,7 +159,7 @@ def _by_document_backward(
         mask, places = masks.of(queries, keys), (queries, queries, keys, keys, queries)
         own = [t[row : row + 1, :, at] for t, at in zip((grad, q, k, v, out), places, strict=True)]
         sums = lse[None, :, row, queries].contiguous()
-        found = _flash_cpu_backward(*own, sums, 0.0, mask is None, attn_mask=mask, scale=scale)
+        found = attention_backward(*own, sums, mask is None, mask, scale)
         made[0][row, :, queries] = found[0][0]
         for whole, one in zip(made[1:], found[1:], strict=True):
             part = whole[row, :, keys]

@@ -15,6 +15,7 @@ from torch.autograd.function import once_differentiable
 from torch.distributed.tensor import DTensor
 
 from titan.contracts import Projection
+from titan.contracts.layers.products import in_float32, product
 
 from .rows import Slice, local_of, loss_and_gradient
 
@@ -78,15 +79,17 @@ class _OfMatrix:
         self._logits = states.new_empty(min(size, len(states)), len(weight))
         self._of_states = torch.empty_like(states)
         # A sum over tokens is beyond float16 sooner than its product with the loss scale is.
-        wide = torch.float32 if weight.dtype == torch.float16 else weight.dtype
+        wide = torch.float32 if weight.dtype == torch.float16 or in_float32(weight) else weight.dtype
         self._of_weight = torch.empty_like(self.weight, dtype=wide, memory_format=torch.contiguous_format)
 
     def take(self, at: slice, labels: Tensor, z_loss: float, factor: Tensor) -> tuple[Tensor, Tensor]:
         states = self.states[at]
-        logits = torch.mm(states, self.weight.t(), out=self._logits[: len(states)])
+        logits = product(states, self.weight.t(), out=self._logits[: len(states)])
         sums = loss_and_gradient(logits, logits, labels, Slice(0, len(self.weight)), z_loss, factor)
-        torch.mm(logits, self.weight, out=self._of_states[at])
+        product(logits, self.weight, out=self._of_states[at])
         total, first = self._of_weight, at.start == 0  # of which nothing may be read before the first chunk
+        if in_float32(states):
+            logits, states = logits.float(), states.float()
         if total.dtype == states.dtype:
             torch.addmm(total, logits.t(), states, beta=int(not first), out=total)
         elif first:

@@ -21,6 +21,8 @@ from typing import Literal, NamedTuple
 import torch
 from torch import Tensor
 
+from titan.contracts.layers.products import attention_backward
+
 _aten = torch.ops.aten
 
 MOST_SCORES = 2**26
@@ -148,8 +150,7 @@ def _backward_fused(
         return _aten._scaled_dot_product_flash_attention_backward(  # type: ignore[no-any-return]
             grad, q, k, v, out, lse, None, None, *lengths, 0.0, causal, unused, unused, scale=scale
         )
-    backward = _aten._scaled_dot_product_flash_attention_for_cpu_backward
-    return backward(grad, q, k, v, out, lse, 0.0, causal, scale=scale)  # type: ignore[no-any-return]
+    return attention_backward(grad, q, k, v, out, lse, causal, None, scale)
 
 
 Mask = Callable[[Tensor, slice], Tensor]

@@ -14,6 +14,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, library, nn
 
+from titan.contracts.layers.products import in_float32, is_wanted
 from titan.errors import PluginError
 
 ExpertOperation = Callable[[Tensor, Tensor], Tensor]
@@ -32,6 +33,9 @@ def stacked_product(rows: Tensor, weight: Tensor, counts: Tensor) -> Tensor:
     """
     if rows.is_meta:
         return rows.mm(weight[0])
+    if in_float32(rows):
+        wide: Tensor = stacked_product(rows.float(), weight.float(), counts)
+        return wide.to(rows.dtype)
     if _has_kernel(rows, weight):
         return torch._grouped_mm(rows, weight, offs=_ends(counts))
     pieces = zip(torch.split(rows, counts.tolist()), weight, strict=True)
@@ -44,6 +48,9 @@ def _stacked_outer(left: Tensor, right: Tensor, counts: Tensor) -> Tensor:
     if left.is_meta:
         one = left.t().mm(right)
         return one.new_empty(counts.shape[0], *one.shape)
+    if in_float32(left):
+        wide: Tensor = _stacked_outer(left.float(), right.float(), counts)
+        return wide.to(left.dtype)
     if _has_kernel(left, right):
         return torch._grouped_mm(left.t(), right, offs=_ends(counts))
     pieces = zip(*(torch.split(rows, counts.tolist()) for rows in (left, right)), strict=True)
@@ -66,7 +73,7 @@ def _keep(ctx: Any, inputs: tuple[Tensor, Tensor, Tensor], output: Tensor) -> No
 
 def _gradients(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, Tensor | None, None]:
     rows, weight, counts = ctx.saved_tensors
-    of_rows, of_weight = (_is_wanted(ctx, place) for place in (0, 1))
+    of_rows, of_weight = (is_wanted(ctx, place) for place in (0, 1))
     gradient = gradient.contiguous()
     return (
         stacked_product(gradient, weight.transpose(1, 2), counts) if of_rows else None,
@@ -74,14 +81,6 @@ def _gradients(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, Tensor | None
         _stacked_outer(gradient, rows.contiguous(), counts).transpose(1, 2) if of_weight else None,
         None,
     )
-
-
-def _is_wanted(ctx: Any, place: int) -> bool:
-    """Whether the backward under way uses the gradient of an input: a pipeline may ask for rows now, weights later."""
-    if torch.compiler.is_compiling() or not ctx.needs_input_grad[place]:
-        return bool(ctx.needs_input_grad[place])
-    node = ctx.next_functions[place][0]  # of a leaf the engine does not tell
-    return node.name().endswith("AccumulateGrad") or torch._C._will_engine_execute_node(node)
 
 
 stacked_product.register_autograd(_gradients, setup_context=_keep)

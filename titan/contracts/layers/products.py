@@ -1,0 +1,107 @@
+"""Products of bf16 matrices on CPUs that have no instructions for them: in float32, rounded once.
+
+A product in bf16 is summed in float32 and rounded at its end, wherever it is computed. So operands that are widened
+first, which loses nothing, give the same numbers but for the order of a sum. PyTorch multiplies bf16 matrices number by
+number where oneDNN does not, on CPUs without AVX-512, so that a product in float32 takes a fraction of the time, with
+all casts (`python -m bench.overhead`). The backward of attention consists of such products too.
+
+Cost: for a moment, 4 bytes for each number of operands and results. Selective recomputation keeps products before they
+are rounded. A plan and a dry run, which are of a GPU, count neither.
+"""
+
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+LACKS_BF16 = torch.backends.cpu.get_cpu_capability() == "AVX2"
+"""Whether this machine's CPU has no instructions for products in bf16."""
+
+
+def in_float32(tensor: Tensor) -> bool:
+    """Whether products of tensors like this one are to be computed in float32; on the meta device none is."""
+    return tensor.dtype == torch.bfloat16 and tensor.device.type == "cpu" and LACKS_BF16
+
+
+def is_wanted(ctx: Any, place: int) -> bool:
+    """Whether the backward under way uses the gradient of an input: a pipeline may ask for rows now, weights later."""
+    if torch.compiler.is_compiling() or not ctx.needs_input_grad[place]:
+        return bool(ctx.needs_input_grad[place])
+    node = ctx.next_functions[place][0]  # of a leaf the engine does not tell
+    return node.name().endswith("AccumulateGrad") or torch._C._will_engine_execute_node(node)
+
+
+def product(a: Tensor, b: Tensor, out: Tensor) -> Tensor:
+    """a b, written to `out` [R, C], which it returns; a [R, K], b [K, C], without a graph."""
+    return out.copy_(a.float() @ b.float()) if in_float32(a) else torch.mm(a, b, out=out)
+
+
+class _Linear(torch.autograd.Function):
+    """As `F.linear`; saves what that saves."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+        ctx.save_for_backward(x, weight)
+        return F.linear(x.float(), weight.float(), None if bias is None else bias.float()).to(x.dtype)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, Tensor | None, Tensor | None]:
+        x, weight = ctx.saved_tensors
+        of_x, of_weight, of_bias = (is_wanted(ctx, place) for place in range(3))
+        wide = grad.flatten(0, -2).float()
+        return (
+            (wide @ weight.float()).view_as(x).to(x.dtype) if of_x else None,
+            (wide.t() @ x.flatten(0, -2).float()).to(weight.dtype) if of_weight else None,
+            wide.sum(0).to(grad.dtype) if of_bias else None,
+        )
+
+
+def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
+    """x W^T + b, in float32 where `in_float32` says so; x [..., D], W [F, D], b [F]."""
+    if in_float32(x):
+        # A view: of a leaf, autograd does not tell whether its gradient is wanted.
+        y: Tensor = _Linear.apply(x, weight.view_as(weight), bias)  # type: ignore[no-untyped-call]
+        return y
+    return F.linear(x, weight, bias)
+
+
+_flash = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu
+_flash_backward = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward
+
+
+class _Attention(torch.autograd.Function):
+    """PyTorch's flash kernel for CPUs, whose backward is computed in float32."""
+
+    @staticmethod
+    def forward(ctx: Any, q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, scale: float | None) -> Tensor:
+        out, lse = _flash(q, k, v, 0.0, mask is None, attn_mask=mask, scale=scale)
+        ctx.save_for_backward(q, k, v, out, lse, mask)
+        ctx.scale = scale
+        return out  # type: ignore[no-any-return]
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
+        q, k, v, out, lse, mask = ctx.saved_tensors
+        return *attention_backward(grad, q, k, v, out, lse, mask is None, mask, ctx.scale), None, None
+
+
+def attention(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, scale: float | None) -> Tensor:
+    """As `attend`, on a CPU: q [B, H, S, N], k and v [B, K, S, N], mask [B or 1, H or 1, S, S] in q's dtype."""
+    out: Tensor = _Attention.apply(q, k, v, mask, scale)  # type: ignore[no-untyped-call]
+    return out
+
+
+def attention_backward(
+    grad: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, causal: bool, mask: Tensor | None,
+    scale: float | None,
+) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
+    """Gradients of q, k and v by PyTorch's flash kernel for CPUs, in float32 where `in_float32` says so.
+
+    grad, out: [B, H, S, N].  lse: log of the sums of the softmax, [B, H, S], float32.  mask: instead of `causal`.
+    """
+    given, dtype = (grad, q, k, v, out), q.dtype
+    if in_float32(q):
+        given, mask = tuple(t.float() for t in given), None if mask is None else mask.float()  # type: ignore[assignment]
+    of_q, of_k, of_v = _flash_backward(*given, lse, 0.0, causal, attn_mask=mask, scale=scale)
+    return of_q.to(dtype), of_k.to(dtype), of_v.to(dtype)
