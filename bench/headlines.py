@@ -10,9 +10,6 @@ Found = Mapping[str, Any]
 PARSE_BEFORE, READ_AFTER = "parse .metadata, before on every rank", "read and check the index, on rank 0"
 """Of bench.scale, in seconds."""
 
-TOKENS = 8 * 512
-"""Tokens of a step of bench.overhead."""
-
 
 def speeds(found: Found) -> dict[str, tuple[float, float, float]]:
     """Of bench.overhead: case -> (tokens/s of the bare loop, of titan, their ratio), by median step times."""
@@ -20,7 +17,7 @@ def speeds(found: Found) -> dict[str, tuple[float, float, float]]:
     for case, samples in found.items():
         if isinstance(samples, Mapping) and "bare_s" in samples:
             bare, ours = (median(samples[who]) for who in ("bare_s", "titan_s"))
-            table[case] = (TOKENS / bare, TOKENS / ours, bare / ours)
+            table[case] = (samples["tokens"] / bare, samples["tokens"] / ours, bare / ours)
     return table
 
 

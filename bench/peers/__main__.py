@@ -1,12 +1,12 @@
 """Steps of titan and of other trainers in turns: the same model, tokens, optimizer and clipping, each in its own loop.
 
-    python -m bench.peers [--steps 6] [--only TEXT] [--skip TEXT] [--list]
+    python -m bench.peers [--steps 6] [--only TEXT] [--list]
 
 One rank, in fp32 and in bf16 with compilation: a bare PyTorch loop, torchtitan, Hugging Face's Trainer and LitGPT; and
-titan with its own attention kernel too, where the CPU has AVX-512 BF16. Two
-ranks, in fp32: torchtitan with FSDP, tensor parallelism and a pipeline (1F1B, 4 micro batches). Each rank is a process
-of its own; while one trainer takes a step, all others wait. Prints the ratio of median step times, and the most memory
-that a rank has held. Writes all samples under bench/results. Linux only.
+titan with its own attention kernel too, where the CPU has AVX-512 BF16; on a CPU without bf16, one sequence per step.
+Two ranks, in fp32: torchtitan with FSDP, tensor parallelism and a pipeline (1F1B, 4 micro batches). Each rank is a
+process of its own; while one trainer takes a step, all others wait. Prints the ratio of median step times, and the most
+memory that a rank has held. Writes all samples under bench/results. Linux only.
 
 Trainers that are not installed are left out, and said. All of them:
     pip install transformers accelerate litgpt torchtitan==0.2.2 tyro datasets tokenizers einops triton
@@ -32,7 +32,7 @@ from tqdm import tqdm  # noqa: E402
 
 from bench import results  # noqa: E402
 from bench.peers import COMPILED, KERNEL, OURS, speeds  # noqa: E402
-from bench.peers.cases import CASES, SEQ_LEN, SEQUENCES, SIZES, Case  # noqa: E402
+from bench.peers.cases import CASES, SEQ_LEN, SIZES, Case  # noqa: E402
 from bench.peers.turns import Trainer  # noqa: E402
 from titan.plugins.attention.cpu_kernel import why_not  # noqa: E402
 
@@ -53,10 +53,9 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--steps", type=int, default=6, help=f"measured steps of each trainer, after {WARM_UP}")
     parser.add_argument("--only", default="", metavar="TEXT", help="cases with this in their name")
-    parser.add_argument("--skip", metavar="TEXT", help="not cases with this in their name: bf16 on a CPU without it")
     parser.add_argument("--list", action="store_true", help="print the cases and their trainers, measure nothing")
     args = parser.parse_args()
-    chosen = [case for case in CASES if args.only in case.name and not (args.skip and args.skip in case.name)]
+    chosen = [case for case in CASES if args.only in case.name]
     if args.list:
         for case in chosen:
             print(f"{case.name}: {', '.join(trainers_of(case))}")
@@ -71,7 +70,12 @@ def main() -> None:
         measured[case.name] = _measure(case, names, args.steps)
         print("\n".join(lines(case.name, measured[case.name])))
     if not args.only:
-        found = {"steps": args.steps, "versions": versions(), "tokens": SEQUENCES * SEQ_LEN, "rows": measured}
+        found = {
+            "steps": args.steps,
+            "versions": versions(),
+            "tokens": {case.name: case.sequences * SEQ_LEN for case in chosen},
+            "rows": measured,
+        }
         print(results.write("peers", found))
 
 
