@@ -248,6 +248,20 @@ def _savings(found: Found) -> str:
     return f"step time and peak memory relative to the plain way: {', '.join(said)}"
 
 
+def counted(rows: Mapping[str, Mapping[str, float]]) -> dict[str, tuple[float, float]]:
+    """Of a table of bench.counted, by job: step time and memory, relative to the first job."""
+    plain = next(iter(rows.values()))
+    return {job: (row["seconds"] / plain["seconds"], row["gib"] / plain["gib"]) for job, row in rows.items()}
+
+
+def _counted(found: Found) -> str:
+    said = []
+    for rows in found["tables"].values():
+        _, *others = counted(rows).items()
+        said += [f"{job} {time:.2f} and {memory:.2f}" for job, (time, memory) in others]
+    return f"predicted step time and memory on {found['cluster']}, relative to the plain way: {', '.join(said)}"
+
+
 def _figures(kind: str) -> Callable[[Found], str]:
     """What a benchmark's own `figures` say of its targets."""
 
@@ -274,6 +288,7 @@ KINDS: Mapping[str, tuple[str, Callable[[Found], str]]] = {
     "experts": ("python -m bench.experts", _experts),
     "comm": ("python -m bench.comm", _comm),
     "savings": ("python -m bench.savings", _savings),
+    "counted": ("python -m bench.counted", _counted),
     **{kind: (f"python -m bench.{kind}", _figures(kind)) for kind in ("peers", "startup", "saves", "data", "memory")},
     "chaos": ("python -m bench.chaos", _chaos),
     "scale": ("python -m bench.scale", _scale),

@@ -72,16 +72,25 @@ def earlier() -> list[dict[str, str]]:
 
 def about() -> dict[str, Any]:
     """Commit, date, versions and machine."""
-    git = ["git", "-C", str(FOLDER.parent), "describe", "--always", "--dirty"]
-    try:
-        commit = subprocess.run(git, capture_output=True, text=True, check=False).stdout.strip()
-    except FileNotFoundError:  # a machine without git
-        commit = ""
     return {
-        "commit": commit or "unknown",
+        "commit": _commit() or "unknown",
         "date": time.strftime("%Y-%m-%dT%H:%M:%S"),
         "torch": torch.__version__,
         "python": platform.python_version(),
         "cores": os.cpu_count(),
         "device": torch.cuda.get_device_name() if torch.cuda.is_available() else platform.processor() or "cpu",
     }
+
+
+def _commit() -> str:
+    """Of the code, with "-dirty" where it has changed since; results that other benchmarks wrote do not count."""
+    try:
+        changed = _git("status", "--porcelain", "--untracked-files=no", "--", ":/", ":(top,exclude)bench/results")
+        return _git("describe", "--always") + ("-dirty" if changed else "")
+    except FileNotFoundError:  # a machine without git
+        return ""
+
+
+def _git(*words: str) -> str:
+    command = ["git", "-C", str(FOLDER.parent), *words]
+    return subprocess.run(command, capture_output=True, text=True, check=False).stdout.strip()

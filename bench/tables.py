@@ -24,6 +24,7 @@ from bench.headlines import (
     attention_ms,
     comm_rows,
     context_rows,
+    counted,
     dispatch_ms,
     dispatch_ratio,
     headline,
@@ -211,6 +212,16 @@ def _savings(found: Found) -> str:
     return "\n".join(tables)
 
 
+def _counted(found: Found) -> str:
+    tables = []
+    for name, rows in found["tables"].items():
+        plain, ratios = next(iter(rows.values())), counted(rows)
+        cells = [[job, f"{time:.2f}", f"{memory:.2f}"] for job, (time, memory) in ratios.items()]
+        head = [f"{name} ({1e3 * plain['seconds']:,.0f} ms, {plain['gib']:.1f} GiB)", "time", "memory"]
+        tables.append(_table(head, cells))
+    return "\n".join(tables)
+
+
 def _layouts(found: Found) -> str:
     rows = found["largest_relative_difference"].items()
     cells = [[name, f"{row['loss']:.1e}", f"{row['grad_norm']:.1e}"] for name, row in rows]
@@ -231,7 +242,7 @@ def _comm(found: Found) -> str:
 TABLES: Mapping[str, Callable[[Found], str]] = {
     "overhead": _overhead, "planning": _planning, "doctor": _doctor, "dispatch": _dispatch, "turns": _turns,
     "transformers": _transformers, "layouts": _layouts, "context": _context, "comm": _comm, "savings": _savings,
-    "attention": _attention, "peers": _peers,
+    "attention": _attention, "peers": _peers, "counted": _counted,
 }  # fmt: skip
 """Name of a table -> what is made of the newest result of that kind."""
 

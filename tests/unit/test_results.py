@@ -9,8 +9,8 @@ from bench import results, tables
 from bench.headlines import KINDS, comm_rows, headline
 
 OVERHEAD = {
-    "fp32": {"bare_s": [2.0, 1.0, 3.0], "titan_s": [1.0, 1.0, 1.0]},
-    "bf16": {"bare_s": [1.0], "titan_s": [2.0]},
+    "fp32": {"tokens": 512, "bare_s": [2.0, 1.0, 3.0], "titan_s": [1.0, 1.0, 1.0]},
+    "bf16": {"tokens": 512, "bare_s": [1.0], "titan_s": [2.0]},
 }
 
 
@@ -54,7 +54,7 @@ def test_a_result_replaces_the_last_one_and_keeps_what_it_said(tmp_path: Path, m
     assert path.name == "overhead.json" and results.earlier() == []
     first = json.loads(path.read_text(encoding="utf-8"))
     assert first.items() >= OVERHEAD.items() and first["torch"]
-    faster = {**OVERHEAD, "bf16": {"bare_s": [3.0], "titan_s": [2.0]}, "start_s": [4.0]}
+    faster = {**OVERHEAD, "bf16": {"tokens": 512, "bare_s": [3.0], "titan_s": [2.0]}, "start_s": [4.0]}
     assert results.write("overhead", faster) == path
     [one] = results.earlier()
     assert one == {
