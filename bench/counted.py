@@ -20,7 +20,6 @@ from titan.planner.step.predict import Planner
 
 CONFIG = Path(__file__).parent / "gpu" / "speed.toml"
 PACKED = words(data__packing="document_mask")
-WITHIN = words(plugins__update_in_backward__enabled="true", train__grad_clip=0)
 
 
 def model(preset: str, tokens: int, batch: int = 1, **more: object) -> list[str]:
@@ -41,7 +40,6 @@ TABLES: Mapping[str, tuple[int, Words, Mapping[str, Words]]] = {
             "not compiled": words(plugins__compile__enabled="false"),
             "activation_checkpoint, selective": recompute("selective"),
             "activation_checkpoint, full": recompute("full"),
-            "update_in_backward": WITHIN,
             "adamw_8bit": words(optimizer__name="adamw_8bit"),
             "pure, nearest": pure("nearest"),
             "pure, stochastic": pure("stochastic"),
@@ -49,6 +47,11 @@ TABLES: Mapping[str, tuple[int, Words, Mapping[str, Words]]] = {
             "offload, activations": offload(optimizer=False, activations=True),
             "muon": words(optimizer__name="muon"),
         },
+    ),
+    "1B, 64 tokens, without clipping, one GPU": (
+        1,
+        model("llama3-1b", 64, train__grad_clip=0),
+        {"plain": [], "update_in_backward": words(plugins__update_in_backward__enabled="true")},
     ),
     "1B, packed documents of 8,192 tokens, one GPU": (
         1,

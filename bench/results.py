@@ -78,8 +78,12 @@ def about() -> dict[str, Any]:
         "torch": torch.__version__,
         "python": platform.python_version(),
         "cores": os.cpu_count(),
-        "device": torch.cuda.get_device_name() if torch.cuda.is_available() else platform.processor() or "cpu",
+        "device": torch.cuda.get_device_name() if torch.cuda.is_available() else _cpu(),
     }
+
+
+def _cpu() -> str:
+    return f"cpu, {torch.backends.cpu.get_cpu_capability()}"
 
 
 def _commit() -> str:

@@ -38,7 +38,7 @@ class Case:
     @property
     def sequences(self) -> int:
         """Per step, over all ranks."""
-        return 1 if self.bf16 and LACKS_BF16 else SEQUENCES
+        return 1 if self.bf16 and self.ranks == 1 and LACKS_BF16 else SEQUENCES
 
     def asked(self, folder: Path) -> dict[str, Any]:
         """The same for the process of a trainer, as JSON takes it; makes the tokens."""

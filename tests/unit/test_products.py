@@ -3,6 +3,7 @@
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -12,12 +13,13 @@ from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.checkpoint import checkpoint
 
-from plugins.losses.cross_entropy.fused import fused
 from tests.jobs import LLAMA, MOE
 from titan.contracts.layers import products
 from titan.contracts.layers.attention import attend, document_mask
 from titan.contracts.layers.experts import stacked_product
 from titan.contracts.objective import Projection
+from titan.plugins.losses.cross_entropy.fused import fused
+from titan.plugins.precision.bf16 import BFloat16, Config
 from titan.testing.jobs import train_job, trained
 
 STEP = 2.0**-8
@@ -107,6 +109,22 @@ def test_gradients_of_attention_are_those_of_double_precision(kv_heads: int, mas
         assert (one - other).norm() < 3 * STEP * other.norm()
 
 
+@pytest.mark.parametrize(
+    ("width", "turned", "learned"), [(16, True, False), (8, False, False), (16, False, True)],
+    ids=["strides", "another width of values", "a mask with a gradient"],
+)  # fmt: skip
+def test_attention_leaves_to_pytorch_what_the_kernel_does_not_take(width: int, turned: bool, learned: bool) -> None:
+    q, v, mask = _drawn(1, 4, 16, 16), _drawn(1, 4, 16, width), _drawn(1, 4, 16, 16)
+    inputs = [q, v, mask] if learned else [q, v]
+
+    def attended(q: Tensor, v: Tensor, *masks: Tensor) -> Tensor:
+        return attend(q.mT if turned else q, q, v, *masks)
+
+    found, exact = _gradients(attended, *inputs), _gradients(attended, *(each.double() for each in inputs))
+    for one, other in zip(found, exact, strict=True):
+        assert (one - other).norm() < 4 * STEP * other.norm()
+
+
 def test_rows_of_experts_are_rounded_once() -> None:
     counts = torch.tensor([5, 0, 2])
     inputs = [_drawn(7, 24), _drawn(3, 24, 40)]
@@ -128,6 +146,19 @@ def test_the_fused_loss_and_its_gradients() -> None:
     assert [each.dtype for each in found[1:]] == [torch.bfloat16] * 2
     for one, other in zip(found, exact, strict=True):
         assert (one - other).norm() < 3 * STEP * other.norm()
+
+
+def test_linears_change_on_such_a_cpu_alone_and_a_forward_that_was_replaced_stays(in_float32: bool) -> None:
+    plain, replaced = nn.Linear(8, 8), nn.Linear(8, 8)
+    replaced.forward = lambda x: x
+    job = SimpleNamespace(spec=None, run=SimpleNamespace(seed=0))
+    part = SimpleNamespace(layers=lambda spec: [("layers.0", nn.Sequential(plain, replaced))])
+    for kind, changes in (("cpu", in_float32), ("cuda", False)):
+        context = SimpleNamespace(job=job, device=torch.device(kind))
+        plain.__class__ = nn.Linear
+        BFloat16(Config()).apply(part, context)  # type: ignore[arg-type]
+        assert (type(plain) is not nn.Linear) is changes
+        assert type(replaced) is nn.Linear
 
 
 def test_nothing_is_widened_on_the_meta_device_nor_in_other_precisions() -> None:

@@ -8,6 +8,7 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 
+from titan.contracts.layers.products import product
 from titan.doctor.clock import Clock, Time
 from titan.doctor.report import Reading
 
@@ -78,7 +79,7 @@ def _linear(clock: Clock, rows: int, features: int, dtype: str) -> Any:
     x, w, dy = (
         torch.randn(n, features, device=clock.me.device, dtype=getattr(torch, dtype)) for n in (rows, features, rows)
     )
-    return lambda: (x @ w.t(), dy @ w, dy.t() @ x)
+    return lambda: (product(x, w.t()), product(dy, w), product(dy.t(), x))
 
 
 def _float8(clock: Clock, rows: int, features: int) -> Any:

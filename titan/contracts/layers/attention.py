@@ -19,7 +19,7 @@ from torch import Tensor, library, nn
 
 from titan.contracts.base.cost import Attention, SavedTensor
 from titan.contracts.base.options import did_you_mean
-from titan.contracts.layers.products import attention, in_float32
+from titan.contracts.layers.products import attention, takes
 from titan.errors import PluginError
 
 AttentionOperation = Callable[[Tensor, Tensor, Tensor, Tensor, Tensor | None], Tensor]
@@ -56,7 +56,7 @@ def attend(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None = None, *, scale
     if mask is not None and group > 1:
         # The fused CUDA kernel that takes a mask knows no groups; without it the S x S scores are written out.
         k, v = (t.repeat_interleave(group, dim=1) for t in (k, v))
-    if q.requires_grad and in_float32(q) and (mask is None or mask.dtype == q.dtype):
+    if takes(q, k, v, mask):
         return attention(q, k, v, mask, scale)
     grouped = group > 1 and mask is None
     return F.scaled_dot_product_attention(

@@ -14,7 +14,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, library, nn
 
-from titan.contracts.layers.products import in_float32, is_wanted
+from titan.contracts.layers.products import is_wanted, product
 from titan.errors import PluginError
 
 ExpertOperation = Callable[[Tensor, Tensor], Tensor]
@@ -33,13 +33,10 @@ def stacked_product(rows: Tensor, weight: Tensor, counts: Tensor) -> Tensor:
     """
     if rows.is_meta:
         return rows.mm(weight[0])
-    if in_float32(rows):
-        wide: Tensor = stacked_product(rows.float(), weight.float(), counts)
-        return wide.to(rows.dtype)
     if _has_kernel(rows, weight):
         return torch._grouped_mm(rows, weight, offs=_ends(counts))
     pieces = zip(torch.split(rows, counts.tolist()), weight, strict=True)
-    return torch.cat([piece @ matrix for piece, matrix in pieces])
+    return torch.cat([product(piece, matrix) for piece, matrix in pieces])
 
 
 @library.custom_op("titan::stacked_outer", mutates_args=())
@@ -48,13 +45,10 @@ def _stacked_outer(left: Tensor, right: Tensor, counts: Tensor) -> Tensor:
     if left.is_meta:
         one = left.t().mm(right)
         return one.new_empty(counts.shape[0], *one.shape)
-    if in_float32(left):
-        wide: Tensor = _stacked_outer(left.float(), right.float(), counts)
-        return wide.to(left.dtype)
     if _has_kernel(left, right):
         return torch._grouped_mm(left.t(), right, offs=_ends(counts))
     pieces = zip(*(torch.split(rows, counts.tolist()) for rows in (left, right)), strict=True)
-    return torch.stack([a.t() @ b for a, b in pieces])
+    return torch.stack([product(a.t(), b) for a, b in pieces])
 
 
 @stacked_product.register_fake

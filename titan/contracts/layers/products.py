@@ -6,17 +6,23 @@ number where oneDNN does not, on CPUs without AVX-512, so that a product in floa
 all casts (`python -m bench.overhead`). The backward of attention consists of such products too.
 
 Cost: for a moment, 4 bytes for each number of operands and results. Selective recomputation keeps products before they
-are rounded. A plan and a dry run, which are of a GPU, count neither.
+are rounded. Plans and dry runs count neither: those of such a CPU in bf16 are too low.
+
+Limits: validation's logits, heads that are split, capped or not in chunks, and attention that writes its scores are
+still multiplied in bf16.
 """
 
+import platform
 from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-LACKS_BF16 = torch.backends.cpu.get_cpu_capability() == "AVX2"
-"""Whether this machine's CPU has no instructions for products in bf16."""
+LACKS_BF16 = platform.machine() in ("x86_64", "AMD64") and not (
+    torch._C._has_mkldnn and torch.ops.mkldnn._is_mkldnn_bf16_supported()
+)
+"""Whether oneDNN multiplies no bf16 matrices on this machine's CPU."""
 
 
 def in_float32(tensor: Tensor) -> bool:
@@ -32,9 +38,12 @@ def is_wanted(ctx: Any, place: int) -> bool:
     return node.name().endswith("AccumulateGrad") or torch._C._will_engine_execute_node(node)
 
 
-def product(a: Tensor, b: Tensor, out: Tensor) -> Tensor:
-    """a b, written to `out` [R, C], which it returns; a [R, K], b [K, C], without a graph."""
-    return out.copy_(a.float() @ b.float()) if in_float32(a) else torch.mm(a, b, out=out)
+def product(a: Tensor, b: Tensor, out: Tensor | None = None) -> Tensor:
+    """a b in their dtype, written to `out` [R, C] if that is given; a [R, K], b [K, C]. Without a graph."""
+    if not in_float32(a):
+        return torch.mm(a, b) if out is None else torch.mm(a, b, out=out)
+    wide = a.float() @ b.float()
+    return wide.to(a.dtype) if out is None else out.copy_(wide)
 
 
 class _Linear(torch.autograd.Function):
@@ -49,17 +58,17 @@ class _Linear(torch.autograd.Function):
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, Tensor | None, Tensor | None]:
         x, weight = ctx.saved_tensors
         of_x, of_weight, of_bias = (is_wanted(ctx, place) for place in range(3))
-        wide = grad.flatten(0, -2).float()
+        wide = grad.reshape(-1, grad.shape[-1]).float()
         return (
             (wide @ weight.float()).view_as(x).to(x.dtype) if of_x else None,
-            (wide.t() @ x.flatten(0, -2).float()).to(weight.dtype) if of_weight else None,
+            (wide.t() @ x.reshape(-1, x.shape[-1]).float()).to(weight.dtype) if of_weight else None,
             wide.sum(0).to(grad.dtype) if of_bias else None,
         )
 
 
 def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
     """x W^T + b, in float32 where `in_float32` says so; x [..., D], W [F, D], b [F]."""
-    if in_float32(x):
+    if in_float32(x) and in_float32(weight):
         # A view: of a leaf, autograd does not tell whether its gradient is wanted.
         y: Tensor = _Linear.apply(x, weight.view_as(weight), bias)  # type: ignore[no-untyped-call]
         return y
@@ -86,8 +95,15 @@ class _Attention(torch.autograd.Function):
         return *attention_backward(grad, q, k, v, out, lse, mask is None, mask, ctx.scale), None, None
 
 
+def takes(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None) -> bool:
+    """Whether `attention` is for these: training in bf16 on such a CPU, and what the kernel reads."""
+    dense = all(t.stride(-1) == 1 and t.shape[-1] == q.shape[-1] for t in (q, k, v))
+    plain = mask is None or (mask.dtype == q.dtype and mask.stride(-1) == 1 and not mask.requires_grad)
+    return in_float32(q) and q.requires_grad and q.ndim == 4 and dense and plain
+
+
 def attention(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, scale: float | None) -> Tensor:
-    """As `attend`, on a CPU: q [B, H, S, N], k and v [B, K, S, N], mask [B or 1, H or 1, S, S] in q's dtype."""
+    """As `attend`, where `takes` says so: q [B, H, S, N]; k, v [B, K, S, N]; mask [B or 1, H or 1, S, S] or None."""
     out: Tensor = _Attention.apply(q, k, v, mask, scale)  # type: ignore[no-untyped-call]
     return out
 
