@@ -38,7 +38,6 @@ PAGES = tuple(
     Path(__file__).parents[1] / "docs" / name for name in ("benchmarks.md", "correctness.md", "communication.md")
 )
 PLACE = re.compile(r"(<!-- table: ([\w-]+) -->\n).*?(<!-- end -->)", re.DOTALL)
-MISSING = "Not measured yet.\n"
 APART = 0.1
 """Relative difference of two measured step times above which their order is said to count."""
 Found = Mapping[str, Any]
@@ -74,7 +73,7 @@ def written(text: str) -> str:
     def table(place: re.Match[str]) -> str:
         name = place[2]
         whole = {"record": lambda: _record(found, results.earlier()), "targets": _targets}
-        made = whole[name]() if name in whole else TABLES[name](found[name]) if name in found else MISSING
+        made = whole[name]() if name in whole else TABLES[name](found[name])
         return f"{place[1]}\n{made}\n{place[3]}"
 
     return PLACE.sub(table, text)

@@ -40,7 +40,7 @@ def test_prose_between_tables_stays() -> None:
 
 def test_each_file_is_the_newest_of_a_known_kind() -> None:
     newest = dict(results.newest())
-    assert set(newest) <= set(KINDS)
+    assert set(newest) == set(KINDS)
     for kind, found in newest.items():
         assert headline(kind, found)
         for one in results.earlier():
