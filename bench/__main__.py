@@ -36,6 +36,8 @@ def main() -> int:
     parser.add_argument("--table", action="store_true", help="measure nothing: the table of the results that are there")
     args = parser.parse_args()
     chosen = [name for name in RUNS if args.only in name]
+    if not chosen:
+        parser.error(f"--only {args.only}: no benchmark has this in its name; they are {', '.join(RUNS)}")
     codes = dict.fromkeys(chosen, 0) if args.table else {name: _run(name) for name in chosen}
     print("\n".join(aligned(rows_of(name for name, code in codes.items() if not code))))
     for name, code in codes.items():

@@ -68,7 +68,7 @@ docs/planning.md explains the model behind the predictions, docs/validation.md c
         "--in-place", action="store_true", help="write the best layout into the file of --config, and keep its comments"
     )
     exact = parser.add_argument_group("with --dry-run")
-    exact.add_argument("--rank", type=int, default=0, metavar="R", help="rank to build; default: 0")
+    exact.add_argument("--rank", type=int, metavar="R", help="rank to build; default: 0")
     alone = parser.add_argument_group("with --formulas")
     alone.add_argument("--devices", type=int, metavar="N", help="number of devices; default: those of the layout")
     alone.add_argument("--peak-tflops", type=float, metavar="F", help="peak TFLOP/s per device, for training times")
@@ -120,6 +120,8 @@ def _check(args: argparse.Namespace) -> None:
     """Refuse options that no mode takes."""
     if args.in_place and not args.search:
         raise ConfigError([ConfigIssue("command line", "--in-place: no layout is searched; add --search")])
+    if args.rank is not None and not args.dry_run:
+        raise ConfigError([ConfigIssue("command line", "--rank: no rank is built; add --dry-run")])
     modes = ("search", "dry_run", "formulas", "study", "list_clusters")
     if args.draw is not None and (other := next((name for name in modes if getattr(args, name)), "")):
         what = f"--draw with --{other.replace('_', '-')}: --draw goes with one predicted job; leave one of them out"
@@ -291,11 +293,12 @@ def _exact(args: argparse.Namespace) -> tuple[dict[str, Any], str]:
 
     memory = cluster.load(args.cluster).memory
     job, chosen = settle(load_job(args.config, args.overrides, args.world_size), memory)
-    if not 0 <= args.rank < job.layout.world_size:
-        what = f"--rank {args.rank}: the layout has ranks 0 to {job.layout.world_size - 1}"
+    rank = args.rank or 0
+    if not 0 <= rank < job.layout.world_size:
+        what = f"--rank {rank}: the layout has ranks 0 to {job.layout.world_size - 1}"
         raise ConfigError([ConfigIssue("command line", what)])
     _say_without_effect(job)
-    run = dry_run(job, args.rank)
+    run = dry_run(job, rank)
     short = short_of(memory, [run.host_bytes], job.layout.world_size)
     said = [f"does NOT fit: {short}"] if short else []
     return run.as_json() | {"unset_options": chosen}, "\n".join([report(run), *said, *chosen])

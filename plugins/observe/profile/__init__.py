@@ -110,13 +110,12 @@ class Profile(Technique):
 
     def check(self, job: Job, spec: ModelSpec) -> Iterable[str]:
         """Ranks that exist."""
-        if self.config.ranks == () or any(
-            not 0 <= rank < job.layout.world_size for rank in self.config.ranks if isinstance(rank, int)
-        ):
-            yield (
-                f"ranks = {list(self.config.ranks)}: the layout has ranks 0 to {job.layout.world_size - 1}; name at "
-                'least one of them, or set ranks = "auto"'
-            )
+        last = job.layout.world_size - 1
+        unknown = [rank for rank in self.config.ranks if isinstance(rank, int) and not 0 <= rank <= last]
+        if unknown:
+            yield f'ranks has {unknown}, and the layout has ranks 0 to {last}; name these alone, or set ranks = "auto"'
+        elif not self.config.ranks:
+            yield f'ranks is empty; name some of ranks 0 to {last}, or set ranks = "auto"'
 
     def apply(self, part: ModelPart, context: BuildContext) -> None:
         """Nothing of the model changes."""
