@@ -163,6 +163,7 @@ def test_a_budget_of_tokens(capsys: pytest.CaptureFixture[str]) -> None:
         (["--cluster", "a100-80"], "a100-80: no such file or cluster (did you mean 'a100-80gb'?)"),
         (["--cluster", "v100-32gb", "--plugins.bf16.enabled", "true"], "has no bfloat16 (it has float32, float16)"),
         (["--dry-run", "--rank", "1"], "--rank 1: the layout has ranks 0 to 0"),
+        (["--rank", "0"], "--rank: no rank is built; add --dry-run"),
         (["--search", "--top", "0"], "command line: --top 0: must be at least 1"),
         (["--search", "--world-size", "0"], "command line: --world-size 0: must be at least 1"),
         (["--study", "weak-scaling", "--world-size", "0"], "command line: --world-size 0: must be at least 1"),

@@ -438,8 +438,8 @@ def test_the_size_of_a_trace_is_that_of_its_json(recording: Recording, tmp_path:
     [
         (("from_step", "0"), "from_step = 0: must be at least 1"),
         (("steps", "0"), "steps = 0: must be at least 1"),
-        (("ranks", "0,4"), "ranks has [4], and the layout has ranks 0 to 3; name these alone, or set ranks ="),
-        (("ranks", "[]"), "ranks = []: the layout has ranks 0 to 3"),
+        (("ranks", "0,4"), "ranks has [4], and the layout has ranks 0 to 3; leave them out, or set ranks ="),
+        (("ranks", "[]"), "ranks is empty; name some of ranks 0 to 3"),
         (("ranks", "some"), "ranks = some: must be one of 'auto', 'all', or must be an integer"),
     ],
 )

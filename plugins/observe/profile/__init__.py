@@ -113,7 +113,7 @@ class Profile(Technique):
         last = job.layout.world_size - 1
         unknown = [rank for rank in self.config.ranks if isinstance(rank, int) and not 0 <= rank <= last]
         if unknown:
-            yield f'ranks has {unknown}, and the layout has ranks 0 to {last}; name these alone, or set ranks = "auto"'
+            yield f'ranks has {unknown}, and the layout has ranks 0 to {last}; leave them out, or set ranks = "auto"'
         elif not self.config.ranks:
             yield f'ranks is empty; name some of ranks 0 to {last}, or set ranks = "auto"'
 
