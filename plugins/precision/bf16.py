@@ -149,7 +149,7 @@ class BFloat16(Technique):
         self._seed = context.job.run.seed
         if not (products.LACKS_BF16 and context.device.type == "cpu"):
             return
-        for _, layer in part.layers(context.job.spec):
+        for _, layer in part.layers(context.spec):
             for module in layer.modules():
                 own = getattr(module.forward, "__func__", None)  # not what has been put around it
                 if isinstance(module, nn.Linear) and own is nn.Linear.forward:

@@ -151,10 +151,10 @@ def test_the_fused_loss_and_its_gradients() -> None:
 def test_linears_change_on_such_a_cpu_alone_and_a_forward_that_was_replaced_stays(in_float32: bool) -> None:
     plain, replaced = nn.Linear(8, 8), nn.Linear(8, 8)
     replaced.forward = lambda x: x
-    job = SimpleNamespace(spec=None, run=SimpleNamespace(seed=0))
+    job = SimpleNamespace(run=SimpleNamespace(seed=0))
     part = SimpleNamespace(layers=lambda spec: [("layers.0", nn.Sequential(plain, replaced))])
     for kind, changes in (("cpu", in_float32), ("cuda", False)):
-        context = SimpleNamespace(job=job, device=torch.device(kind))
+        context = SimpleNamespace(job=job, spec=None, device=torch.device(kind))
         plain.__class__ = nn.Linear
         BFloat16(Config()).apply(part, context)  # type: ignore[arg-type]
         assert (type(plain) is not nn.Linear) is changes
