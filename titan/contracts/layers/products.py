@@ -97,9 +97,11 @@ class _Attention(torch.autograd.Function):
 
 def takes(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None) -> bool:
     """Whether `attention` is for these: training in bf16 on such a CPU, and what the kernel reads."""
+    if not (in_float32(q) and q.requires_grad and q.ndim == 4):
+        return False
     dense = all(t.stride(-1) == 1 and t.shape[-1] == q.shape[-1] for t in (q, k, v))
     plain = mask is None or (mask.dtype == q.dtype and mask.stride(-1) == 1 and not mask.requires_grad)
-    return in_float32(q) and q.requires_grad and q.ndim == 4 and dense and plain
+    return dense and plain
 
 
 def attention(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, scale: float | None) -> Tensor:
