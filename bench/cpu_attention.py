@@ -1,10 +1,11 @@
-"""Attention in bfloat16 on this CPU: PyTorch's SDPA against titan's kernel, in turns in one process.
+"""Attention on this CPU: PyTorch's SDPA against titan's kernels, in turns in one process.
 
     python -m bench.cpu_attention [--threads 1] [--repeats 40]
 
-A row is a shape with a number of threads: forward, and backward of the same result. Documents are for SDPA a mask, made
-before, as the layers of a model share one. Prints median milliseconds and their ratios, and writes all samples under
-bench/results. Needs a CPU with AVX-512 BF16 and a C++ compiler.
+A row is a dtype and a shape with a number of threads: forward, and backward of the same result. Documents are for SDPA
+a mask, made before, as the layers of a model share one. Prints median milliseconds and their ratios, and writes all
+samples under bench/results. Needs a CPU with AVX2 and a C++ compiler. On a CPU without bf16, titan calls SDPA's
+backward in float32, and so does this.
 """
 
 import argparse
@@ -53,35 +54,38 @@ SHAPES = (
 )
 
 
+DTYPES = (torch.float32, torch.bfloat16)
+
+
 def main() -> None:
     """Measure all rows, print the table, write the results."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--threads", type=int, nargs="+", default=[1], help="threads of both, as a rank has")
     parser.add_argument("--repeats", type=int, default=40, help=f"measured passes of each, after {WARM_UP}")
     args = parser.parse_args()
-    if why := why_not(torch.device("cpu"), torch.bfloat16, SHAPES[0].width):
+    if why := why_not(torch.device("cpu"), torch.float32, SHAPES[0].width):
         sys.exit(why)
     measured: dict[str, Halves] = {}
-    rows = [(shape, threads) for threads in args.threads for shape in SHAPES]
-    for shape, threads in tqdm(rows, disable=None):
-        name = f"{shape}, {threads} thread{'s' * (threads > 1)}"
+    rows = [(dtype, shape, threads) for dtype in DTYPES for threads in args.threads for shape in SHAPES]
+    for dtype, shape, threads in tqdm(rows, disable=None):
+        name = f"{str(dtype).removeprefix('torch.')}, {shape}, {threads} thread{'s' * (threads > 1)}"
         torch.set_num_threads(threads)
-        measured[name] = _row(shape, args.repeats)
+        measured[name] = _row(dtype, shape, args.repeats)
         forward, backward = kernel_ratios(measured[name])
         print(f"{name}: forward {forward:.1f} times as fast, backward {backward:.1f}")
     print(results.write("cpu_attention", {"rows": measured}))
 
 
-def _row(shape: Shape, repeats: int) -> Halves:
+def _row(dtype: torch.dtype, shape: Shape, repeats: int) -> Halves:
     """Seconds of each forward and each backward of both, taken in turns."""
     inputs = [
-        torch.randn(shape.batch, shape.length, heads, shape.width, dtype=torch.bfloat16).transpose(1, 2)
+        torch.randn(shape.batch, shape.length, heads, shape.width, dtype=dtype).transpose(1, 2)
         for heads in (shape.heads, shape.kv_heads, shape.kv_heads, shape.heads)
     ]
     documents = mask = None
     if shape.document:
         documents = (torch.arange(shape.length) // shape.document).expand(shape.batch, -1)
-        mask = torch.zeros(shape.batch, 1, shape.length, shape.length, dtype=torch.bfloat16)
+        mask = torch.zeros(shape.batch, 1, shape.length, shape.length, dtype=dtype)
         mask.masked_fill_(~document_mask(documents), float("-inf"))
     turns = {SDPA: partial(attend, mask=mask), KERNEL: partial(cpu_attention, documents=documents)}
     taken: Halves = {who: [[], []] for who in turns}

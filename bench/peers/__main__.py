@@ -2,11 +2,12 @@
 
     python -m bench.peers [--steps 6] [--only TEXT] [--list]
 
-One rank, in fp32 and in bf16 with compilation: a bare PyTorch loop, torchtitan, Hugging Face's Trainer and LitGPT; and
-titan with its own attention kernel too, where the CPU has AVX-512 BF16; on a CPU without bf16, one sequence per step.
-Two ranks, in fp32: torchtitan with FSDP, tensor parallelism and a pipeline (1F1B, 4 micro batches). Each rank is a
-process of its own; while one trainer takes a step, all others wait. Prints the ratio of median step times, and the most
-memory that a rank has held. Writes all samples under bench/results. Linux only.
+One rank, in fp32 and in bf16 with compilation, where a CPU without bf16 takes one sequence per step: a bare PyTorch
+loop, torchtitan, Hugging Face's Trainer and LitGPT. Two ranks, in fp32: torchtitan with FSDP, tensor parallelism and a
+pipeline (1F1B, 4 micro batches). titan takes part twice, without and with its attention kernel (`[plugins.attention]`),
+where the CPU has AVX2. Each rank is a process of its own; while one trainer takes a step, all others wait. Prints the
+ratio of median step times, and the most memory that a rank has held. Writes all samples under bench/results. Linux
+only.
 
 Trainers that are not installed are left out, and said. All of them:
     pip install transformers accelerate litgpt torchtitan==0.2.2 tyro datasets tokenizers einops triton
@@ -31,7 +32,7 @@ import torch  # noqa: E402
 from tqdm import tqdm  # noqa: E402
 
 from bench import results  # noqa: E402
-from bench.peers import COMPILED, KERNEL, OURS, speeds  # noqa: E402
+from bench.peers import KERNEL, OURS, speeds  # noqa: E402
 from bench.peers.cases import CASES, SEQ_LEN, SIZES, Case  # noqa: E402
 from bench.peers.turns import Trainer  # noqa: E402
 from titan.plugins.attention.cpu_kernel import why_not  # noqa: E402
@@ -43,7 +44,7 @@ NEEDS: Mapping[str, tuple[str, ...]] = {
 }  # fmt: skip
 """Trainer -> packages that it needs; but for titan's second one, each is a module of this package."""
 
-ON_SEVERAL_RANKS = (OURS, "torchtitan")
+ON_SEVERAL_RANKS = (OURS, KERNEL, "torchtitan")
 WARM_UP = 2
 HEAD_DIM = SIZES["dim"] // SIZES["n_heads"]
 
@@ -81,7 +82,8 @@ def main() -> None:
 
 def trainers_of(case: Case) -> list[str]:
     """Who is compared in a case."""
-    kernel = case.name == COMPILED and not why_not(torch.device("cpu"), torch.bfloat16, HEAD_DIM)
+    dtype = torch.bfloat16 if case.bf16 else torch.float32
+    kernel = not why_not(torch.device("cpu"), dtype, HEAD_DIM)
     everyone = [name for name in NEEDS if name != KERNEL or kernel]
     return everyone if case.ranks == 1 else [name for name in everyone if name in ON_SEVERAL_RANKS]
 

@@ -1,22 +1,27 @@
-"""Causal attention in bfloat16 on CPUs with AVX-512 BF16, by a kernel of titan's own: `cpu_kernel.cpp`.
+"""Causal attention on CPUs by kernels of titan's own: `cpu_kernel_bfloat16.cpp` and `cpu_kernel_float32.cpp`.
 
 softmax(scale q k^T) v over the positions that a query sees: its own document's up to its own, within a window.
 
-FlashAttention-2 (arXiv 2307.08691) with bfloat16 products (vdpbf16ps) and float32 sums; backward recomputes the weights
-P from the log-sum-exp. With D = rowsum(dO O):
+FlashAttention-2 (arXiv 2307.08691); backward recomputes the weights P from the log-sum-exp. With D = rowsum(dO O):
 
     dV = P^T dO,    dS = P (dO V^T - D),    dQ = scale dS K,    dK = scale dS^T Q,
 
 of a key-value head summed over the queries that share it. Blocks of 64 x 64 in which no query sees a key are skipped.
+One kernel multiplies in bfloat16 and adds in float32, on CPUs with AVX-512 BF16 (vdpbf16ps). The other computes in
+float32 on those with AVX2 and FMA; where the first cannot be had, it computes bfloat16 too, and rounds results.
 
-The kernel has a plain C interface, so it needs a C++ compiler, but neither PyTorch's headers nor OpenMP's. Compiled in
+A kernel has a plain C interface, so it needs a C++ compiler, but neither PyTorch's headers nor OpenMP's. Compiled in
 some seconds when it is first asked for, it is kept in `titan/kernels` of XDG_CACHE_HOME, by default `~/.cache`, or
 else in a temporary folder of this user. Its name depends on the source, the compiler and its flags. It runs on the
 threads of the OpenMP library that PyTorch has loaded, as many as PyTorch uses.
 
-Cost: saves q, k, v, the output and 4 bytes per query and head. A thread takes a key-value head with its queries: 4 S N
-bytes in forward, 26 S N in backward. Where there are few heads for the threads, these share copies of whole tensors: k
-and v in forward, twice q, k and the gradient of the output, and v, in backward, which then has 7 products, not 5.
+Cost: saves q, k, v, the output and 4 bytes per query and head.
+    bfloat16   A thread takes a key-value head with its queries: 4 S N bytes in forward, 26 S N in backward. Where there
+               are few heads for the threads, these share copies of whole tensors: k and v in forward, twice q, k and
+               the gradient of the output, and v, in backward, which then has 7 products, not 5.
+    float32    Copies k and v in forward. In backward a thread takes a head of queries: 36 S N bytes; where heads share
+               keys, all of these keep their own gradients of keys and values, 8 B H S N bytes, to the end. For bfloat16
+               it has copies of all tensors and results in float32.
 
 Limits: head_dim a multiple of 16 up to 256; a positive scale; documents are runs of equal numbers. Results do not
 depend on the number of threads. As with other kernels, NaN in a value reaches a few queries before it.
@@ -38,19 +43,21 @@ import tempfile
 import time
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, library
 
 _log = logging.getLogger("titan.attention")
 
-_SOURCE = Path(__file__).with_suffix(".cpp")
-_FEATURES = ("avx512f", "avx512bw", "avx512dq", "avx512vl", "avx512_bf16")
-_FLAGS = (
-    "-std=c++17", "-O3", "-shared", "-fPIC", "-pthread", "-mfma",
-    *(f"-m{feature.replace('_', '')}" for feature in _FEATURES),
-)  # fmt: skip
+_FOLDER = Path(__file__).parent
+_FLAGS = ("-std=c++17", "-O3", "-shared", "-fPIC", "-pthread")
+_FEATURES = {
+    torch.bfloat16: ("fma", "avx512f", "avx512bw", "avx512dq", "avx512vl", "avx512_bf16"),
+    torch.float32: ("fma", "avx2"),
+}
+"""What the kernel of a dtype needs of a CPU, as Linux calls it; compilers know it without underscores."""
+
 _MOST_FEATURES = 256
 _DIGEST_BYTES = 32
 _COMPILER_SECONDS = 300
@@ -90,26 +97,45 @@ def why_not(device: torch.device, dtype: torch.dtype, head_dim: int) -> str:
     """
     if device.type != "cpu":
         return f"the kernel is for CPUs, not for device {device.type}"
-    if dtype != torch.bfloat16:
-        return f"the kernel computes in bfloat16, not in {str(dtype).removeprefix('torch.')}"
+    if dtype not in _FEATURES:
+        return f"the kernels compute in bfloat16 and float32, not in {str(dtype).removeprefix('torch.')}"
     if head_dim % 16 or not 0 < head_dim <= _MOST_FEATURES:
         return f"the kernel is for heads of a multiple of 16 features, at most {_MOST_FEATURES}, not of {head_dim}"
-    found = _library()
+    found = _library(_computed_in(dtype))
     return found if isinstance(found, str) else ""
 
 
+def _computed_in(dtype: torch.dtype) -> torch.dtype:
+    """The dtype of the kernel for tensors of a dtype."""
+    return torch.float32 if isinstance(_library(dtype), str) else dtype
+
+
 @functools.cache
-def _library() -> ctypes.CDLL | str:
-    """The kernel, or why there is none; found out once per process."""
+def _library(dtype: torch.dtype) -> ctypes.CDLL | str:
+    """The kernel of a dtype, or why there is none; found out once per process."""
     try:
-        _check_cpu()
-        compiler, cache = _compiler(), _cache()
+        _check_cpu(_FEATURES[dtype])
+        build, cache = _build(dtype), _cache()
         try:
-            return _opened(compiler, cache)
+            return _opened(build, cache)
         except OSError as error:
-            return _opened_elsewhere(compiler, cache, error)
+            return _opened_elsewhere(build, cache, error)
     except _AbsentError as error:
         return str(error)
+
+
+class _Build(NamedTuple):
+    """How a kernel is made: the command of a compiler, its flags, and the source."""
+
+    compiler: list[str]
+    flags: list[str]
+    source: Path
+
+
+def _build(dtype: torch.dtype) -> _Build:
+    features = (f"-m{feature.replace('_', '')}" for feature in _FEATURES[dtype])
+    source = _FOLDER / f"cpu_kernel_{str(dtype).removeprefix('torch.')}.cpp"
+    return _Build(_compiler(), [*_FLAGS, *features], source)
 
 
 def _cache() -> Path:
@@ -118,7 +144,7 @@ def _cache() -> Path:
     return (named if named.is_absolute() else Path.home() / ".cache") / "titan" / "kernels"
 
 
-def _opened_elsewhere(compiler: list[str], cache: Path, error: OSError) -> ctypes.CDLL:
+def _opened_elsewhere(build: _Build, cache: Path, error: OSError) -> ctypes.CDLL:
     """The library from a temporary folder, where the cache cannot be written, as in a read-only home."""
     at = f" ({error.filename})" if error.filename else ""
     why = f"the kernel cannot be kept in {cache}: {error.strerror or error}{at}"
@@ -133,19 +159,19 @@ def _opened_elsewhere(compiler: list[str], cache: Path, error: OSError) -> ctype
         # Anyone may write to the folder above, and the library's code is executed.
         if not stat.S_ISDIR(found.st_mode) or found.st_uid != os.getuid() or found.st_mode & 0o022:
             raise _AbsentError(f"{why}; nor in {folder}, which others can write: set XDG_CACHE_HOME")
-        return _opened(compiler, folder)
+        return _opened(build, folder)
     except OSError as second:
         raise _AbsentError(f"{why}; nor in {folder}: {second.strerror or second}; set XDG_CACHE_HOME") from None
 
 
-def _check_cpu() -> None:
+def _check_cpu(features: tuple[str, ...]) -> None:
     """Linux says what a CPU has, once for each of them."""
     try:
         lines = Path("/proc/cpuinfo").read_text(encoding="utf-8").splitlines()
     except OSError:
         lines = []
     flags = next((line.split() for line in lines if line.startswith("flags")), [])
-    if lacking := [feature for feature in _FEATURES if feature not in flags]:
+    if lacking := [feature for feature in features if feature not in flags]:
         raise _AbsentError(f"this CPU lacks {', '.join(lacking)}")
 
 
@@ -159,15 +185,17 @@ def _compiler() -> list[str]:
     raise _AbsentError(f"no C++ compiler was found ({looked}); install one, or name it in CXX")
 
 
-def _opened(compiler: list[str], folder: Path) -> ctypes.CDLL:
+def _opened(build: _Build, folder: Path) -> ctypes.CDLL:
     """The library from the cache, made there first if it is absent or damaged, by one process of those that ask."""
-    about = [_SOURCE.read_bytes(), *map(os.fsencode, (*compiler, _answer([*compiler, "--version"]), *_FLAGS))]
+    compiler, flags, source = build
+    words = (*compiler, _answer([*compiler, "--version"]), *flags)
+    about = [source.read_bytes(), (_FOLDER / "cpu_kernel.h").read_bytes(), *map(os.fsencode, words)]
     path = folder / f"attention-{hashlib.sha256(b'|'.join(about)).hexdigest()[:32]}.so"
     if not _is_whole(path):
         folder.mkdir(parents=True, exist_ok=True)
         with _locked(path.with_suffix(".lock")):
             if not _is_whole(path):
-                _compile(compiler, path)
+                _compile(build, path)
     try:
         return ctypes.CDLL(str(path))
     except OSError as error:
@@ -192,16 +220,17 @@ def _locked(path: Path) -> Iterator[None]:
         yield
 
 
-def _compile(compiler: list[str], path: Path) -> None:
+def _compile(build: _Build, path: Path) -> None:
     """Make the library under another name, and rename it when it is whole."""
     began = time.monotonic()
     with tempfile.TemporaryDirectory(dir=path.parent, prefix="unfinished-") as folder:
         made = Path(folder) / "kernel.so"
-        _answer([*compiler, *_FLAGS, "-o", str(made), str(_SOURCE)])
+        _answer([*build.compiler, *build.flags, "-o", str(made), str(build.source)])
         with made.open("ab") as file:
             file.write(hashlib.sha256(made.read_bytes()).digest())
         made.replace(path)
-    _log.info(f"attention: compiled the CPU kernel by {compiler[0]} in {time.monotonic() - began:.1f} s: {path}")
+    seconds = time.monotonic() - began
+    _log.info(f"attention: compiled {build.source.name} by {build.compiler[0]} in {seconds:.1f} s: {path}")
 
 
 def _answer(command: list[str]) -> str:
@@ -237,12 +266,12 @@ def _parallel() -> int:
 def cpu_attention(
     q: Tensor, k: Tensor, v: Tensor, *, scale: float | None = None, window: int = 0, documents: Tensor | None = None
 ) -> Tensor:
-    """Causal attention of q [B, H, S, N] to k and v [B, K, S, N], H a multiple of K; returns [B, H, S, N] in bfloat16.
+    """Causal attention of q [B, H, S, N] to k and v [B, K, S, N], H a multiple of K; returns [B, H, S, N].
 
     The result lies in memory as [B, S, H, N], as PyTorch's does.
 
     Args:
-        q, k, v: bfloat16, for which `why_not` has no objection.
+        q, k, v: of one dtype, for which `why_not` has no objection.
         scale: factor of the products of queries and keys, above 0; None: 1 / sqrt(N).
         window: positions that a query sees, its own among them; 0: all up to its own.
         documents: [B, S] int64; a query sees those before it up to where the number changes. None: all.
@@ -255,8 +284,9 @@ def cpu_attention(
     batch, heads, length, width = q.shape
     if k.shape != v.shape or k.shape != (batch, k.shape[1], length, width) or heads % k.shape[1]:
         raise ValueError(f"q {list(q.shape)}, k {list(k.shape)}, v {list(v.shape)}: not [B, H, S, N] and [B, K, S, N]")
-    if width % 16 or not 0 < width <= _MOST_FEATURES or {q.dtype, k.dtype, v.dtype} != {torch.bfloat16}:
-        raise ValueError(f"{q.dtype} with {width} features per head: not bfloat16 with a multiple of 16 up to 256")
+    if width % 16 or not 0 < width <= _MOST_FEATURES or q.dtype not in _FEATURES or not q.dtype == k.dtype == v.dtype:
+        dtypes = f"{q.dtype}, {k.dtype}, {v.dtype} with {width} features per head"
+        raise ValueError(f"{dtypes}: not all bfloat16 or all float32, with a multiple of 16 up to 256")
     if documents is not None and (documents.shape != (batch, length) or documents.dtype != torch.int64):
         raise ValueError(f"documents {list(documents.shape)} of {documents.dtype}: not {[batch, length]} of int64")
     if not scale > 0 or window < 0:
@@ -272,6 +302,9 @@ def _attention(
     """(output as of `cpu_attention`, natural log of the sums of the softmax [B, H, S] float32)."""
     if q.is_meta:
         return torch.ops.aten._scaled_dot_product_flash_attention_for_cpu(q, k, v, 0.0, True, scale=scale)[:2]  # type: ignore[no-any-return]
+    if (wide := _computed_in(q.dtype)) != q.dtype:
+        out, lse = _attention(q.to(wide), k.to(wide), v.to(wide), documents, scale, window)
+        return out.to(q.dtype), lse
     out, lse = _results(q, k, v, documents, scale, window)
     _call("titan_attention_forward", documents, scale, window, lse, q=q, k=k, v=v, out=out)
     return out, lse
@@ -286,6 +319,10 @@ def _attention_backward(
     if q.is_meta:
         operation = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward
         return operation(grad, q, k, v, out, lse, 0.0, True, scale=scale)  # type: ignore[no-any-return]
+    if (wide := _computed_in(q.dtype)) != q.dtype:
+        given = [tensor.to(wide) for tensor in (grad, q, k, v, out)]
+        dq, dk, dv = _attention_backward(*given, lse, documents, scale, window)
+        return dq.to(q.dtype), dk.to(q.dtype), dv.to(q.dtype)
     dq, dk, dv = _like(q), _like(k), _like(v)
     tensors = {"q": q, "k": k, "v": v, "out": out, "grad": grad, "dq": dq, "dk": dk, "dv": dv}
     _call("titan_attention_backward", documents, scale, window, lse, **tensors)
@@ -328,7 +365,7 @@ OPERATIONS = (torch.ops.titan.cpu_attention.default,)
 
 def _call(name: str, documents: Tensor | None, scale: float, window: int, lse: Tensor, **tensors: Tensor) -> None:
     """Call a function of the library; the tensors are those of its `Problem`."""
-    found = _library()
+    found = _library(tensors["q"].dtype)
     if isinstance(found, str):
         raise RuntimeError(found)
     # Rows must not have gaps between their numbers; what lies between rows, heads and sequences does not matter.

@@ -71,7 +71,8 @@ def test_validation_sees_documents_and_a_sample_has_none(tmp_path: Path) -> None
     assert_same_curve(plain, ours)
 
 
-BF16 = ("--plugins.bf16.enabled", "true", "--model.dim", "64", *PACKED)
+WIDE = ("--model.dim", "64", *PACKED)
+BF16 = ("--plugins.bf16.enabled", "true", *WIDE)
 OWN: dict[str, tuple[int, list[str], tuple[str, ...]]] = {
     "window": (1, [], WINDOW),
     "selective": (1, [RECOMPUTE, "selective"], ()),
@@ -90,3 +91,13 @@ def test_titans_own_kernel_in_bfloat16(case: str, one_rank: Any, tmp_path: Path)
     assert "attention: cpu, the fastest in bfloat16" in (ours.folder / "logs" / "rank-0.log").read_text()
     assert ours.loss == pytest.approx(reference.loss, rel=6e-5)
     assert ours.grad_norm == pytest.approx(reference.grad_norm, rel=1e-3)
+
+
+@pytest.mark.parametrize("case", sweep_but(OWN, "window", "pp 2, full"))
+def test_titans_own_kernel_in_float32(case: str, one_rank: Any, tmp_path: Path) -> None:
+    if why := own_kernel().why_not(torch.device("cpu"), torch.float32, 16):
+        pytest.skip(why)
+    ranks, words, same = OWN[case]
+    ours = train_job(tmp_path, ranks, *WIDE, *same, *by("auto"), *words)
+    assert "attention: cpu, the fastest in float32" in (ours.folder / "logs" / "rank-0.log").read_text()
+    assert_same_curve(one_rank(*WIDE, *same), ours)

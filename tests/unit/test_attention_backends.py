@@ -202,9 +202,11 @@ CHOICES = {
     "scores written": ({"has": PACKED, "written": True}, "sdpa"),
     "sliced": ({"has": PACKED, "sliced": ("cp",)}, "sdpa"),
     "not known, documents": ({"device": "", "has": PACKED}, "varlen"),
-    "cpu, plain": ({"device": "cpu", "dtype": torch.float32}, "sdpa"),
-    "cpu, documents": ({"device": "cpu", "dtype": torch.float32, "has": PACKED}, "documents"),
-    "cpu, window": ({"device": "cpu", "dtype": torch.float32, "has": ("window",)}, "sdpa"),
+    "cpu, float16": ({"device": "cpu", "dtype": torch.float16}, "sdpa"),
+    "cpu, float16, documents": ({"device": "cpu", "dtype": torch.float16, "has": PACKED}, "documents"),
+    "cpu, float16, window": ({"device": "cpu", "dtype": torch.float16, "has": ("window",)}, "sdpa"),
+    "cpu, float32": ({"device": "cpu", "dtype": torch.float32}, "cpu"),
+    "cpu, float32, documents": ({"device": "cpu", "dtype": torch.float32, "has": PACKED}, "cpu"),
     "cpu, documents and slopes": ({"device": "cpu", "has": ("documents", "ALiBi slopes")}, "sdpa"),
     "cpu, bfloat16": ({"device": "cpu"}, "cpu"),
     "cpu, bfloat16, window": ({"device": "cpu", "has": ("window",)}, "cpu"),
@@ -269,8 +271,8 @@ REFUSED = [
     (LLAMA, backend("documents", *CUDA), r'backend = "documents" is for CPUs, and the run is on GPUs'),
     (
         LLAMA,
-        backend("cpu", *CPU),
-        r'backend = "cpu" computes in bfloat16, and the run in float32; add \[plugins.bf16\]',
+        backend("cpu", *CPU, "--plugins.fp16.enabled", "true"),
+        r'backend = "cpu" computes in bfloat16 or float32, and the run in float16; add \[plugins.bf16\]',
     ),
     (LLAMA, backend("documents", "--model.attention", "unfused"), r'writes no scores, and model.attention = "unfused"'),
     (
@@ -360,8 +362,10 @@ def test_the_log_says_what_was_taken_and_why(caplog: pytest.LogCaptureFixture) -
     _applied(load_job(LLAMA, backend("auto", *ISOLATED)))
     _applied(load_job(LLAMA, backend("auto", *ISOLATED, *mesh(cp=2)), 2))
     assert caplog.messages == [
-        "attention: documents, for documents without a mask", "attention: sdpa, as mesh.cp has an operation of its own"
-    ]  # fmt: skip
+        "attention: documents, for documents without a mask; titan's own kernel cannot be used: the kernel is for "
+        "heads of a multiple of 16 features, at most 256, not of 8",
+        "attention: sdpa, as mesh.cp has an operation of its own",
+    ]
 
 
 def test_math_writes_scores_and_sdpa_changes_nothing() -> None:
@@ -386,7 +390,8 @@ def _core_of(*words: str) -> Attention:
 def test_a_plan_takes_an_unknown_device_for_a_gpu() -> None:
     window = ("--model.sliding_window", "8", "--model.dim", "256", "--plugins.attention.backend", "auto")
     assert not masked(_core_of(*window, *BF16), 64)
-    assert masked(_core_of(*window, *CPU), 64)
+    assert masked(_core_of(*window, *CPU, "--model.n_heads", "32"), 64)  # heads of 8 features
+    assert not masked(_core_of(*window, *CPU), 64)
     assert not masked(_core_of(*window, *CPU, *BF16), 64)
 
 

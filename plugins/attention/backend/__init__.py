@@ -12,7 +12,7 @@ titan writes the S x S scores. `backend` takes another operation, for all layers
     varlen      FlashAttention's kernel of variable lengths, on GPUs: documents and windows without a mask
     flex        `flex_attention`: a kernel compiled for the documents, window, slopes and soft cap, on GPUs
     documents   PyTorch's CPU kernel, one document after the other, without a mask
-    cpu         titan's kernel in bfloat16, on CPUs with AVX-512 BF16
+    cpu         titan's kernels in bfloat16 and float32, on CPUs with AVX2 or AVX-512 BF16
     auto        the best that device, dtype and model allow; which one, the log says
 
 `auto` takes on a GPU `varlen` for documents and windows in half precision, `flex` for those in float32, slopes and

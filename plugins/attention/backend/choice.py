@@ -38,7 +38,7 @@ BACKENDS: dict[str, Backend] = {
     "varlen": Backend("cuda", _HALF, _PACKED, _FLASH, masked=False),
     "flex": Backend("cuda", follows=_ALL, heads=(1, 16, 256), masked=False),
     "documents": Backend("cpu", follows=_PACKED, masked=False),
-    "cpu": Backend("cpu", (torch.bfloat16,), _PACKED, (16, 16, 256), masked=False),
+    "cpu": Backend("cpu", (torch.bfloat16, torch.float32), _PACKED, (16, 16, 256), masked=False),
 }
 _DEVICES = {"cpu": "CPUs", "cuda": "GPUs"}
 
@@ -125,8 +125,8 @@ def best(setting: Setting) -> tuple[Name, str]:
     special = " and ".join(setting.has)
     if setting.device == "cpu":
         if not any(unfit("cpu", setting)):
-            return "cpu", "the fastest in bfloat16 on this CPU"
-        kernel = setting.here and setting.dtype == torch.bfloat16 and _no_kernel(setting)
+            return "cpu", f"the fastest in {_name(setting.dtype)} on this CPU"
+        kernel = setting.here and setting.dtype in BACKENDS["cpu"].dtypes and _no_kernel(setting)
         lacking = f"; titan's own kernel cannot be used: {kernel}" if kernel else ""
         if "documents" in setting.has and not any(unfit("documents", setting)):
             return "documents", f"for {special} without a mask{lacking}"

@@ -26,7 +26,7 @@ FAULTS = (
         "0 if documents is None else documents.data_ptr()",
         "0",
         (
-            f"{TESTS}::test_no_further_from_float32_than_pytorch",
+            f"{TESTS}::test_no_further_from_exact_numbers_than_pytorch",
             f"{TESTS}::test_blocks_in_which_nothing_is_seen_are_not_read",
         ),
     ),
@@ -40,7 +40,7 @@ FAULTS = (
     Fault(
         "a kernel of an older source taken for that of the present one",
         KERNEL,
-        "about = [_SOURCE.read_bytes(), ",
+        "about = [source.read_bytes(), ",
         "about = [",
         (f"{TESTS}::test_another_source_is_another_library",),
     ),
