@@ -29,5 +29,5 @@ format:  ## mend what ruff can mend
 	@$(in_env) ruff check --fix .
 	@$(in_env) ruff format .
 
-bench:  ## measure on this CPU what has a target, beside other trainers that are installed (20 to 25 minutes)
+bench:  ## measure on this CPU what has a target, beside other trainers that are installed (20 to 30 minutes)
 	@$(in_env) bench $(ARGS)

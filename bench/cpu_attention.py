@@ -26,7 +26,7 @@ from tqdm import tqdm  # noqa: E402
 from bench import results  # noqa: E402
 from bench.headlines import KERNEL, SDPA, Halves, kernel_ratios  # noqa: E402
 from titan.contracts.layers.attention import attend, document_mask  # noqa: E402
-from titan.plugins.attention.cpu_kernel import cpu_attention, why_not  # noqa: E402
+from titan.plugins.attention.cpu_kernel import computed_in, cpu_attention, why_not  # noqa: E402
 
 WARM_UP = 3
 
@@ -68,7 +68,8 @@ def main() -> None:
     measured: dict[str, Halves] = {}
     rows = [(dtype, shape, threads) for dtype in DTYPES for threads in args.threads for shape in SHAPES]
     for dtype, shape, threads in tqdm(rows, disable=None):
-        name = f"{str(dtype).removeprefix('torch.')}, {shape}, {threads} thread{'s' * (threads > 1)}"
+        by = "" if computed_in(dtype) == dtype else " by the kernel of float32"
+        name = f"{str(dtype).removeprefix('torch.')}{by}, {shape}, {threads} thread{'s' * (threads > 1)}"
         torch.set_num_threads(threads)
         measured[name] = _row(dtype, shape, args.repeats)
         forward, backward = kernel_ratios(measured[name])

@@ -32,7 +32,7 @@ import torch  # noqa: E402
 from tqdm import tqdm  # noqa: E402
 
 from bench import results  # noqa: E402
-from bench.peers import KERNEL, OURS, speeds  # noqa: E402
+from bench.peers import KERNEL, OURS  # noqa: E402
 from bench.peers.cases import CASES, SEQ_LEN, SIZES, Case  # noqa: E402
 from bench.peers.turns import Trainer  # noqa: E402
 from titan.plugins.attention.cpu_kernel import why_not  # noqa: E402
@@ -90,9 +90,9 @@ def trainers_of(case: Case) -> list[str]:
 
 def lines(case: str, rows: Mapping[str, Any]) -> list[str]:
     """A line per trainer: seconds, speed of titan over it, memory of a rank."""
-    faster = {OURS: 1.0, KERNEL: float("nan"), **speeds(rows)}
+    own = median(rows[OURS]["seconds"])
     return [
-        f"{case}: {name} {median(row['seconds']):.2f} s, speed of titan over it {faster[name]:.2f}, "
+        f"{case}: {name} {(took := median(row['seconds'])):.2f} s, speed of titan over it {took / own:.2f}, "
         f"{row['peak_gib']:.2f} GiB"
         for name, row in rows.items()
     ]

@@ -8,7 +8,9 @@ FlashAttention-2 (arXiv 2307.08691); backward recomputes the weights P from the 
 
 of a key-value head summed over the queries that share it. Blocks of 64 x 64 in which no query sees a key are skipped.
 One kernel multiplies in bfloat16 and adds in float32, on CPUs with AVX-512 BF16 (vdpbf16ps). The other computes in
-float32 on those with AVX2 and FMA; where the first cannot be had, it computes bfloat16 too, and rounds results.
+float32 on those with AVX2 and FMA, and bfloat16 too where the first lacks instructions, and rounds results. Its
+vectors have 256 bits. It has been measured on AVX2 alone (`python -m bench.cpu_attention`), so `auto` leaves float32 to
+PyTorch on a CPU with AVX-512.
 
 A kernel has a plain C interface, so it needs a C++ compiler, but neither PyTorch's headers nor OpenMP's. Compiled in
 some seconds when it is first asked for, it is kept in `titan/kernels` of XDG_CACHE_HOME, by default `~/.cache`, or
@@ -22,6 +24,7 @@ Cost: saves q, k, v, the output and 4 bytes per query and head.
     float32    Copies k and v in forward. In backward a thread takes a head of queries: 36 S N bytes; where heads share
                keys, all of these keep their own gradients of keys and values, 8 B H S N bytes, to the end. For bfloat16
                it has copies of all tensors and results in float32.
+Plans and dry runs count none of these copies.
 
 Limits: head_dim a multiple of 16 up to 256; a positive scale; documents are runs of equal numbers. Results do not
 depend on the number of threads. As with other kernels, NaN in a value reaches a few queries before it.
@@ -101,20 +104,28 @@ def why_not(device: torch.device, dtype: torch.dtype, head_dim: int) -> str:
         return f"the kernels compute in bfloat16 and float32, not in {str(dtype).removeprefix('torch.')}"
     if head_dim % 16 or not 0 < head_dim <= _MOST_FEATURES:
         return f"the kernel is for heads of a multiple of 16 features, at most {_MOST_FEATURES}, not of {head_dim}"
-    found = _library(_computed_in(dtype))
+    found = _library(computed_in(dtype))
     return found if isinstance(found, str) else ""
 
 
-def _computed_in(dtype: torch.dtype) -> torch.dtype:
+def outdone(dtype: torch.dtype) -> str:
+    """Why PyTorch's kernel may be faster here, as a sentence; empty: it is not."""
+    if dtype == torch.float32 and not _lacking(("avx512f",)):
+        return "the kernel has vectors of 256 bits in float32, and this CPU has some of 512"
+    return ""
+
+
+def computed_in(dtype: torch.dtype) -> torch.dtype:
     """The dtype of the kernel for tensors of a dtype."""
-    return torch.float32 if isinstance(_library(dtype), str) else dtype
+    return torch.float32 if _lacking(_FEATURES[dtype]) else dtype
 
 
 @functools.cache
 def _library(dtype: torch.dtype) -> ctypes.CDLL | str:
     """The kernel of a dtype, or why there is none; found out once per process."""
     try:
-        _check_cpu(_FEATURES[dtype])
+        if lacking := _lacking(_FEATURES[dtype]):
+            raise _AbsentError(f"this CPU lacks {', '.join(lacking)}")
         build, cache = _build(dtype), _cache()
         try:
             return _opened(build, cache)
@@ -164,15 +175,15 @@ def _opened_elsewhere(build: _Build, cache: Path, error: OSError) -> ctypes.CDLL
         raise _AbsentError(f"{why}; nor in {folder}: {second.strerror or second}; set XDG_CACHE_HOME") from None
 
 
-def _check_cpu(features: tuple[str, ...]) -> None:
-    """Linux says what a CPU has, once for each of them."""
+@functools.cache
+def _lacking(features: tuple[str, ...]) -> list[str]:
+    """Those that this CPU does not have. Linux says what it has, once for each core."""
     try:
         lines = Path("/proc/cpuinfo").read_text(encoding="utf-8").splitlines()
     except OSError:
         lines = []
     flags = next((line.split() for line in lines if line.startswith("flags")), [])
-    if lacking := [feature for feature in features if feature not in flags]:
-        raise _AbsentError(f"this CPU lacks {', '.join(lacking)}")
+    return [feature for feature in features if feature not in flags]
 
 
 def _compiler() -> list[str]:
@@ -302,7 +313,7 @@ def _attention(
     """(output as of `cpu_attention`, natural log of the sums of the softmax [B, H, S] float32)."""
     if q.is_meta:
         return torch.ops.aten._scaled_dot_product_flash_attention_for_cpu(q, k, v, 0.0, True, scale=scale)[:2]  # type: ignore[no-any-return]
-    if (wide := _computed_in(q.dtype)) != q.dtype:
+    if (wide := computed_in(q.dtype)) != q.dtype:
         out, lse = _attention(q.to(wide), k.to(wide), v.to(wide), documents, scale, window)
         return out.to(q.dtype), lse
     out, lse = _results(q, k, v, documents, scale, window)
@@ -319,7 +330,7 @@ def _attention_backward(
     if q.is_meta:
         operation = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward
         return operation(grad, q, k, v, out, lse, 0.0, True, scale=scale)  # type: ignore[no-any-return]
-    if (wide := _computed_in(q.dtype)) != q.dtype:
+    if (wide := computed_in(q.dtype)) != q.dtype:
         given = [tensor.to(wide) for tensor in (grad, q, k, v, out)]
         dq, dk, dv = _attention_backward(*given, lse, documents, scale, window)
         return dq.to(q.dtype), dk.to(q.dtype), dv.to(q.dtype)

@@ -27,9 +27,10 @@ constexpr float POLYNOMIAL[] = {1.5345811e-4f, 1.3399931e-3f, 9.6184891e-3f, 5.5
 
 // --- vectors --------------------------------------------------------------------------------------------------------
 
-// 2^x with a relative error of one rounding; 2^-126 for x below that.
+// 2^x with a relative error of one rounding; 0 for x below -126.5.
 inline Vector exp2(Vector x) {
-    x = _mm256_max_ps(_mm256_set1_ps(-126.0f), x);  // NaN stays: the second operand is returned
+    // The factor for -127 is 0, as all bits of its exponent are. Of two operands, one of them NaN, max has the second.
+    x = _mm256_max_ps(_mm256_set1_ps(-127.0f), x);
     const Vector whole = _mm256_round_ps(x, _MM_FROUND_TO_NEAREST_INT | _MM_FROUND_NO_EXC);
     const Vector f = _mm256_sub_ps(x, whole);
     Vector p = _mm256_set1_ps(POLYNOMIAL[0]);

@@ -18,7 +18,7 @@ EVERY = [plugin for plugin in registry.every() if plugin.__module__.startswith("
 
 # Some techniques need room to work in, or cost too much to be run in every mode here; their own tests do.
 WORDS: dict[str, tuple[str, ...]] = {
-    "attention": ("--plugins.attention.backend", "math"),  # auto leaves plain attention on a CPU alone
+    "attention": ("--plugins.attention.backend", "math"),  # auto leaves heads of 8 features on a CPU alone
     "compile": ("--plugins.compile.backend", "aot_eager"),
     "schedule_free_adamw": ("--lr_schedule.name", "constant"),
 }

@@ -223,7 +223,7 @@ def kernel(monkeypatch: pytest.MonkeyPatch) -> SimpleNamespace:
     ) -> Tensor:
         return AttentionCore(window=window, scale=scale)(q, k, v, torch.arange(q.shape[2])[None], documents)
 
-    stands_in = SimpleNamespace(why_not=lambda *_: "", cpu_attention=computed)
+    stands_in = SimpleNamespace(why_not=lambda *_: "", outdone=lambda _: "", cpu_attention=computed)
     monkeypatch.setitem(sys.modules, "titan.plugins.attention.cpu_kernel", stands_in)  # type: ignore[arg-type]
     return stands_in
 
@@ -236,8 +236,16 @@ def test_auto_takes_the_best_of_its_setting(changes: dict[str, Any], chosen: str
 def test_auto_does_without_a_kernel_that_this_cpu_cannot_run(kernel: SimpleNamespace) -> None:
     kernel.why_not = lambda *_: "this CPU lacks avx512_bf16"
     assert choice.best(PLAIN._replace(device="cpu", has=PACKED))[0] == "documents"
-    assert "cannot be used: this CPU lacks avx512_bf16" in choice.best(PLAIN._replace(device="cpu"))[1]
+    assert "is not used: this CPU lacks avx512_bf16" in choice.best(PLAIN._replace(device="cpu"))[1]
     assert choice.best(PLAIN._replace(device="cpu", has=PACKED, here=False))[0] == "cpu"
+    kernel.why_not, kernel.outdone = (lambda *_: ""), lambda _: "this CPU has wider vectors"
+    assert choice.best(PLAIN._replace(device="cpu"))[1].endswith("is not used: this CPU has wider vectors")
+    assert not list(choice.unfit("cpu", PLAIN._replace(device="cpu")))  # it may be asked for
+
+
+def test_auto_compiles_no_kernel_that_the_job_could_not_use(kernel: SimpleNamespace) -> None:
+    kernel.why_not = lambda *_: pytest.fail("asked for a kernel")
+    assert choice.best(PLAIN._replace(device="cpu", has=("a soft cap",)))[0] == "sdpa"
 
 
 def test_titans_own_kernel_is_given_what_the_core_has(kernel: SimpleNamespace) -> None:
@@ -343,7 +351,7 @@ class _Own(AttentionCore):
         return v
 
 
-def test_attention_that_is_computed_in_another_way_already_is_left_alone_or_refused() -> None:
+def test_attention_that_iscomputed_in_another_way_already_is_left_alone_or_refused() -> None:
     taken = AttentionCore()
     taken.use(lambda *args: args[2], "another")
     documents = load_job(LLAMA, backend("documents", *ISOLATED))
@@ -362,8 +370,7 @@ def test_the_log_says_what_was_taken_and_why(caplog: pytest.LogCaptureFixture) -
     _applied(load_job(LLAMA, backend("auto", *ISOLATED)))
     _applied(load_job(LLAMA, backend("auto", *ISOLATED, *mesh(cp=2)), 2))
     assert caplog.messages == [
-        "attention: documents, for documents without a mask; titan's own kernel cannot be used: the kernel is for "
-        "heads of a multiple of 16 features, at most 256, not of 8",
+        "attention: documents, for documents without a mask",
         "attention: sdpa, as mesh.cp has an operation of its own",
     ]
 

@@ -1,4 +1,4 @@
-"""`python -m bench.saves`, `bench.data`, `bench.memory`: their figures, and a tiny run of the parts of each."""
+"""`python -m bench.peers`, `bench.saves`, `bench.data`, `bench.memory`: their figures, and tiny runs of their parts."""
 
 import os
 from pathlib import Path
@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from bench import data, memory, saves
+from bench import data, memory, peers, saves
 from bench.gpu import jobs
 
 TINY = {
@@ -19,6 +19,28 @@ WORDS = [word for key, value in TINY.items() for word in (f"--{key}", str(value)
 def _met(figures: list[tuple[str, str, str, bool | None]]) -> dict[str, bool | None]:
     assert len({what for what, *_ in figures}) == len(figures)
     return {what: met for what, _, _, met in figures}
+
+
+def test_figures_of_peers_are_of_titan_without_and_with_its_kernel() -> None:
+    def rows(**seconds: float) -> dict[str, Any]:
+        return {name: {"seconds": [took, took, 99.0]} for name, took in seconds.items()}
+
+    alone = rows(titan=2.0, bare=2.2, torchtitan=1.0)
+    both = alone | {peers.KERNEL: {"seconds": [1.0]}}
+    on_two = rows(titan=2.0, torchtitan=2.0) | {peers.KERNEL: {"seconds": [1.0]}}
+    compiled = both | rows(litgpt=1.8)
+    found = {"rows": {"fp32": both, "alone": alone, "pp 2": on_two, peers.COMPILED: compiled}}
+    assert [(what, measured, met) for what, _, measured, met in peers.figures(found)] == [
+        ("fp32: speed over a bare loop", "1.10", True),
+        ("fp32: the same with titan's kernel", "2.20", True),
+        ("alone: speed over a bare loop", "1.10", True),
+        ("alone: the same with titan's kernel", "not here", None),
+        ("pp 2: speed over torchtitan", "1.00", False),
+        ("pp 2: the same with titan's kernel", "2.00", True),
+        ("bf16, compiled: speed over a bare loop", "1.10", True),
+        ("bf16, compiled: speed over the best peer", "0.50", False),
+        ("bf16, compiled: the same with titan's kernel", "1.00", False),
+    ]
 
 
 def _saves(titan_s: float, stall_s: float) -> dict[str, Any]:

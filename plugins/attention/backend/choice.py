@@ -124,10 +124,11 @@ def best(setting: Setting) -> tuple[Name, str]:
         return "sdpa", kept
     special = " and ".join(setting.has)
     if setting.device == "cpu":
-        if not any(unfit("cpu", setting)):
-            return "cpu", f"the fastest in {_name(setting.dtype)} on this CPU"
-        kernel = setting.here and setting.dtype in BACKENDS["cpu"].dtypes and _no_kernel(setting)
-        lacking = f"; titan's own kernel cannot be used: {kernel}" if kernel else ""
+        lacking = ""
+        if not any(unfit("cpu", setting._replace(here=False))):
+            if not setting.here or not (why := _no_kernel(setting) or own_kernel().outdone(setting.dtype)):
+                return "cpu", f"the fastest in {_name(setting.dtype)} on this CPU"
+            lacking = f"; titan's own kernel is not used: {why}"
         if "documents" in setting.has and not any(unfit("documents", setting)):
             return "documents", f"for {special} without a mask{lacking}"
         plain = f"the only one on CPUs for {special}" if special else "PyTorch's own choice for plain attention"

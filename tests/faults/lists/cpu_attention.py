@@ -44,4 +44,18 @@ FAULTS = (
         "about = [",
         (f"{TESTS}::test_another_source_is_another_library",),
     ),
+    Fault(
+        "a kernel of an older header taken for that of the present one",
+        KERNEL,
+        '(_FOLDER / "cpu_kernel.h").read_bytes(), *map',
+        "*map",
+        (f"{TESTS}::test_another_source_is_another_library",),
+    ),
+    Fault(
+        "attention in bfloat16 that is computed in float32 and not rounded",
+        KERNEL,
+        "return out.to(q.dtype), lse",
+        "return out, lse",
+        (f"{TESTS}::test_bfloat16_by_the_kernel_of_float32_is_rounded_once",),
+    ),
 )
