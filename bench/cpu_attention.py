@@ -63,6 +63,8 @@ def main() -> None:
     parser.add_argument("--threads", type=int, nargs="+", default=[1], help="threads of both, as a rank has")
     parser.add_argument("--repeats", type=int, default=40, help=f"measured passes of each, after {WARM_UP}")
     args = parser.parse_args()
+    if min(*args.threads, args.repeats) < 1:
+        parser.error("--threads and --repeats are at least 1")
     if why := why_not(torch.device("cpu"), torch.float32, SHAPES[0].width):
         sys.exit(why)
     measured: dict[str, Halves] = {}

@@ -170,6 +170,8 @@ def main() -> None:
         _job(json.loads(args.job))
         return
     chosen = {name: table for name, table in TABLES.items() if args.only in name}
+    if not chosen:
+        parser.error(f"--only {args.only}: no table has this in its name; they are {', '.join(TABLES)}")
     if args.list:
         for name, (_, jobs) in chosen.items():
             print(f"{name}: {', '.join(jobs)}")

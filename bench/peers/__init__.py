@@ -33,12 +33,12 @@ def figures(found: Mapping[str, Any]) -> list[tuple[str, str, str, bool | None]]
         if case == COMPILED:
             asked.append((f"{case}: speed over a bare loop", OF_BARE, others.get("bare")))
             asked.append((f"{case}: speed over the best peer", OF_PEERS, _least(others)))
-            asked.append((f"{case}: the same with titan's kernel", WITH_KERNEL, _least(own)))
+            asked.append((f"{case}: with titan's kernel, speed over the best peer", WITH_KERNEL, _least(own)))
             continue
         other, target = ("bare", OF_BARE) if "bare" in others else ("torchtitan", OF_TORCHTITAN)
         over = "a bare loop" if other == "bare" else other
         asked.append((f"{case}: speed over {over}", target, others.get(other)))
-        asked.append((f"{case}: the same with titan's kernel", target, own.get(other)))
+        asked.append((f"{case}: with titan's kernel, speed over {over}", target, own.get(other)))
     return [
         (
             what,

@@ -57,6 +57,8 @@ def main() -> None:
     parser.add_argument("--list", action="store_true", help="print the cases and their trainers, measure nothing")
     args = parser.parse_args()
     chosen = [case for case in CASES if args.only in case.name]
+    if not chosen:
+        parser.error(f"--only {args.only}: no case has this in its name; they are {', '.join(c.name for c in CASES)}")
     if args.list:
         for case in chosen:
             print(f"{case.name}: {', '.join(trainers_of(case))}")

@@ -258,7 +258,7 @@ def _answer(command: list[str]) -> str:
     except subprocess.TimeoutExpired:
         raise _AbsentError(f"{command[0]} took more than {_COMPILER_SECONDS} s to compile the kernel") from None
     if done.returncode:
-        said = " | ".join(line.strip() for line in done.stderr.splitlines()[:3])
+        said = " | ".join(line.strip() for line in done.stderr.splitlines()[:3]) or "it said nothing"
         raise _AbsentError(f"{command[0]} cannot compile the kernel (exit code {done.returncode}): {said}")
     return done.stdout
 

@@ -32,14 +32,14 @@ def test_figures_of_peers_are_of_titan_without_and_with_its_kernel() -> None:
     found = {"rows": {"fp32": both, "alone": alone, "pp 2": on_two, peers.COMPILED: compiled}}
     assert [(what, measured, met) for what, _, measured, met in peers.figures(found)] == [
         ("fp32: speed over a bare loop", "1.10", True),
-        ("fp32: the same with titan's kernel", "2.20", True),
+        ("fp32: with titan's kernel, speed over a bare loop", "2.20", True),
         ("alone: speed over a bare loop", "1.10", True),
-        ("alone: the same with titan's kernel", "not here", None),
+        ("alone: with titan's kernel, speed over a bare loop", "not here", None),
         ("pp 2: speed over torchtitan", "1.00", False),
-        ("pp 2: the same with titan's kernel", "2.00", True),
+        ("pp 2: with titan's kernel, speed over torchtitan", "2.00", True),
         ("bf16, compiled: speed over a bare loop", "1.10", True),
         ("bf16, compiled: speed over the best peer", "0.50", False),
-        ("bf16, compiled: the same with titan's kernel", "1.00", False),
+        ("bf16, compiled: with titan's kernel, speed over the best peer", "1.00", False),
     ]
 
 

@@ -93,10 +93,8 @@ def unfit(backend: str, setting: Setting) -> Iterator[str]:
     if needs.dtypes and setting.dtype not in needs.dtypes:
         names, dtype = (" or ".join(map(_name, needs.dtypes)), _name(setting.dtype))
         yield f'{asked} computes in {names}, and the run in {dtype}; add [plugins.bf16], or set backend = "auto"'
-    multiple, least, most = needs.heads
-    if setting.head_dim % multiple or not least <= setting.head_dim <= most:
-        said = f"from {least} to {most}" + (f" in steps of {multiple}" if multiple > 1 else "")
-        yield f'{asked} needs heads of {said} features, and the model has {setting.head_dim}; set backend = "auto"'
+    if why := _no_heads(backend, setting):
+        yield f'{asked} {why}; set backend = "auto"'
     if left_out := [word for word in setting.has if word not in needs.follows]:
         yield f'{asked} does not follow {" and ".join(left_out)}, which the job has; set backend = "auto"'
     if setting.written and backend not in ("sdpa", "math"):
@@ -105,6 +103,15 @@ def unfit(backend: str, setting: Setting) -> Iterator[str]:
         yield f'{asked} is not deterministic, and [run] deterministic = true; set backend = "auto"'
     if backend == "cpu" and setting.here and setting.device == "cpu" and (why := _no_kernel(setting)):
         yield f'{asked} cannot be used: {why}; set backend = "auto"'
+
+
+def _no_heads(backend: str, setting: Setting) -> str:
+    """Why the heads of a model are none for a backend; empty: they are."""
+    multiple, least, most = BACKENDS[backend].heads
+    if setting.head_dim % multiple == 0 and least <= setting.head_dim <= most:
+        return ""
+    steps = f" in steps of {multiple}" if multiple > 1 else ""
+    return f"needs heads of {least} to {most} features{steps}, and the model has {setting.head_dim}"
 
 
 def _name(dtype: torch.dtype) -> str:
@@ -124,11 +131,15 @@ def best(setting: Setting) -> tuple[Name, str]:
         return "sdpa", kept
     special = " and ".join(setting.has)
     if setting.device == "cpu":
-        lacking = ""
-        if not any(unfit("cpu", setting._replace(here=False))):
-            if not setting.here or not (why := _no_kernel(setting) or own_kernel().outdone(setting.dtype)):
+        plain = setting._replace(here=False)
+        why = ""
+        if not any(unfit("cpu", plain)):
+            why = (_no_kernel(setting) or own_kernel().outdone(setting.dtype)) if setting.here else ""
+            if not why:
                 return "cpu", f"the fastest in {_name(setting.dtype)} on this CPU"
-            lacking = f"; titan's own kernel is not used: {why}"
+        elif not any(unfit("cpu", plain._replace(head_dim=BACKENDS["cpu"].heads[0]))):
+            why = f"it {_no_heads('cpu', setting)}"
+        lacking = f"; titan's own kernel is not used: {why}" if why else ""
         if "documents" in setting.has and not any(unfit("documents", setting)):
             return "documents", f"for {special} without a mask{lacking}"
         plain = f"the only one on CPUs for {special}" if special else "PyTorch's own choice for plain attention"
