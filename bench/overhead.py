@@ -44,7 +44,7 @@ LEAST = 1.0
 
 BF16 = ("--plugins.bf16.enabled", "true")
 COMPILED = (*BF16, "--plugins.compile.enabled", "true")
-OWN_KERNEL = ("--plugins.attention.enabled", "true")
+OWN_KERNEL = ("--plugins.attention.backend", "cpu")
 CASES: Mapping[str, tuple[str, ...]] = {
     "fp32": (),
     "fp32, [plugins.attention]": OWN_KERNEL,

@@ -44,7 +44,7 @@ def words_of(asked: dict[str, Any]) -> list[str]:
         **{f"model.{size}": asked[size] for size in SIZES},
         **{f"mesh.{axis}": asked[name] for name, axis in AXES.items() if name in asked},
         "plugins.bf16.enabled": str(asked["dtype"] == "bfloat16").lower(),
-        "plugins.attention.enabled": str("kernel" in asked).lower(),
+        **({"plugins.attention.backend": "cpu"} if "kernel" in asked else {}),
         "plugins.compile.enabled": str(bool(asked["backend"])).lower(),
     }  # fmt: skip
     return [word for key, value in keys.items() for word in (f"--{key}", str(value))]
