@@ -21,23 +21,19 @@ import time
 from pathlib import Path
 from typing import Any
 
-from titan.ranks.launcher import let_threads_sleep
+import torch
+import torch.distributed as dist
+from torch.profiler import ProfilerActivity, profile
+from tqdm import tqdm
 
-let_threads_sleep()  # before torch is imported
-
-import torch  # noqa: E402
-import torch.distributed as dist  # noqa: E402
-from torch.profiler import ProfilerActivity, profile  # noqa: E402
-from tqdm import tqdm  # noqa: E402
-
-from bench import results  # noqa: E402
-from bench.gpu import jobs  # noqa: E402
-from bench.headlines import ONE, context_rows  # noqa: E402
-from titan.config import load_job  # noqa: E402
-from titan.ranks import process  # noqa: E402
-from titan.ranks.rendezvous import listen  # noqa: E402
-from titan.training import build, trainer  # noqa: E402
-from titan.training.metrics import peak_memory_gib  # noqa: E402
+from bench import results
+from bench.gpu import jobs
+from bench.headlines import ONE, context_rows
+from titan.config import load_job
+from titan.ranks import process
+from titan.ranks.rendezvous import listen
+from titan.training import build, trainer
+from titan.training.metrics import peak_memory_gib
 
 CONFIG = Path(__file__).parent / "overhead.toml"
 LENGTHS = (1024, 2048, 4096)

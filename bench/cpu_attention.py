@@ -15,18 +15,14 @@ from collections.abc import Callable
 from functools import partial
 from typing import NamedTuple
 
-from titan.ranks.launcher import let_threads_sleep
+import torch
+from torch import Tensor
+from tqdm import tqdm
 
-let_threads_sleep()  # as in a training run, and before torch is imported
-
-import torch  # noqa: E402
-from torch import Tensor  # noqa: E402
-from tqdm import tqdm  # noqa: E402
-
-from bench import results  # noqa: E402
-from bench.headlines import KERNEL, SDPA, Halves, kernel_ratios  # noqa: E402
-from titan.contracts.layers.attention import attend, document_mask  # noqa: E402
-from titan.plugins.attention.cpu_kernel import computed_in, cpu_attention, why_not  # noqa: E402
+from bench import results
+from bench.headlines import KERNEL, SDPA, Halves, kernel_ratios
+from titan.contracts.layers.attention import attend, document_mask
+from titan.plugins.attention.cpu_kernel import computed_in, cpu_attention, why_not
 
 WARM_UP = 3
 

@@ -18,18 +18,14 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
-from titan.ranks.launcher import let_threads_sleep
+from tqdm import tqdm
 
-let_threads_sleep()  # before torch is imported
-
-from tqdm import tqdm  # noqa: E402
-
-from bench import results  # noqa: E402
-from bench.gpu import jobs  # noqa: E402
-from titan.config import Job, load_job  # noqa: E402
-from titan.data.samples.loader import Loader  # noqa: E402
-from titan.ranks import process  # noqa: E402
-from titan.training import build, trainer  # noqa: E402
+from bench import results
+from bench.gpu import jobs
+from titan.config import Job, load_job
+from titan.data.samples.loader import Loader
+from titan.ranks import process
+from titan.training import build, trainer
 
 CONFIG = Path(__file__).parent / "overhead.toml"
 PACKINGS = ("concat", "document_mask")

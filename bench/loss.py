@@ -14,20 +14,16 @@ import time
 from pathlib import Path
 from typing import Any
 
-from titan.ranks.launcher import let_threads_sleep
+import torch
+from tqdm import tqdm
 
-let_threads_sleep()  # before torch is imported
-
-import torch  # noqa: E402
-from tqdm import tqdm  # noqa: E402
-
-from bench import results  # noqa: E402
-from bench.gpu import jobs  # noqa: E402
-from titan.config import load_job  # noqa: E402
-from titan.contracts import Loss  # noqa: E402
-from titan.plugins.losses.cross_entropy import Config, CrossEntropy  # noqa: E402
-from titan.ranks import process  # noqa: E402
-from titan.training import build, trainer  # noqa: E402
+from bench import results
+from bench.gpu import jobs
+from titan.config import load_job
+from titan.contracts import Loss
+from titan.plugins.losses.cross_entropy import Config, CrossEntropy
+from titan.ranks import process
+from titan.training import build, trainer
 
 CONFIG = Path(__file__).parent / "overhead.toml"
 WORDS, TOKENS, WARM_UP = 32_000, 1 << 18, 1

@@ -26,24 +26,20 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from titan.ranks.launcher import let_threads_sleep
+import torch
+from tqdm import tqdm
 
-let_threads_sleep()  # before torch is imported
-
-import torch  # noqa: E402
-from tqdm import tqdm  # noqa: E402
-
-from bench import results  # noqa: E402
-from bench.gpu import jobs  # noqa: E402
-from titan.config import load_job  # noqa: E402
-from titan.dryrun import dry_run  # noqa: E402
-from titan.planner.machine.cluster import DeviceMemory  # noqa: E402
-from titan.planner.step.layout import costs_of  # noqa: E402
-from titan.planner.step.memory import memories  # noqa: E402
-from titan.ranks import process  # noqa: E402
-from titan.ranks.launch_env import launched_world_size  # noqa: E402
-from titan.ranks.rendezvous import listen  # noqa: E402
-from titan.training import build, trainer  # noqa: E402
+from bench import results
+from bench.gpu import jobs
+from titan.config import load_job
+from titan.dryrun import dry_run
+from titan.planner.machine.cluster import DeviceMemory
+from titan.planner.step.layout import costs_of
+from titan.planner.step.memory import memories
+from titan.ranks import process
+from titan.ranks.launch_env import launched_world_size
+from titan.ranks.rendezvous import listen
+from titan.training import build, trainer
 
 CONFIG = Path(__file__).parent / "overhead.toml"
 WARM_UP = 2

@@ -19,23 +19,19 @@ from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
-from titan.ranks.launcher import let_threads_sleep
+import torch
+import torch.nn.functional as F
+from tqdm import tqdm
 
-let_threads_sleep()  # for both loops, and before torch is imported
-
-import torch  # noqa: E402
-import torch.nn.functional as F  # noqa: E402
-from tqdm import tqdm  # noqa: E402
-
-from bench import results  # noqa: E402
-from bench.headlines import speeds  # noqa: E402
-from titan.config import Job, load_job  # noqa: E402
-from titan.contracts import Batch, ModelPart  # noqa: E402
-from titan.contracts.layers.products import LACKS_BF16  # noqa: E402
-from titan.plugins.attention.cpu_kernel import why_not  # noqa: E402
-from titan.ranks import process  # noqa: E402
-from titan.training import build, trainer  # noqa: E402
-from titan.training.init import init_weights  # noqa: E402
+from bench import results
+from bench.headlines import speeds
+from titan.config import Job, load_job
+from titan.contracts import Batch, ModelPart
+from titan.contracts.layers.products import LACKS_BF16
+from titan.plugins.attention.cpu_kernel import why_not
+from titan.ranks import process
+from titan.training import build, trainer
+from titan.training.init import init_weights
 
 CONFIG = Path(__file__).parent / "overhead.toml"
 HEAD_DIM = 32

@@ -22,19 +22,15 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
-from titan.ranks.launcher import let_threads_sleep
+import torch
+import torch.distributed.checkpoint.state_dict_saver as dcp
+from tqdm import tqdm
 
-let_threads_sleep()  # before torch is imported
-
-import torch  # noqa: E402
-import torch.distributed.checkpoint.state_dict_saver as dcp  # noqa: E402
-from tqdm import tqdm  # noqa: E402
-
-from bench import results  # noqa: E402
-from bench.gpu import jobs  # noqa: E402
-from titan.config import load_job  # noqa: E402
-from titan.ranks import process  # noqa: E402
-from titan.training import build, trainer  # noqa: E402
+from bench import results
+from bench.gpu import jobs
+from titan.config import load_job
+from titan.ranks import process
+from titan.training import build, trainer
 
 CONFIG = Path(__file__).parent / "overhead.toml"
 WORDS, TOKENS = 4097, 1 << 20

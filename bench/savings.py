@@ -25,21 +25,17 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from titan.ranks.launcher import let_threads_sleep
+from tqdm import tqdm
 
-let_threads_sleep()  # before torch is imported
-
-from tqdm import tqdm  # noqa: E402
-
-from bench import results  # noqa: E402
-from bench.headlines import SAVINGS, savings  # noqa: E402
-from titan.config import load_job  # noqa: E402
-from titan.dryrun import dry_run  # noqa: E402
-from titan.planner.machine import cluster  # noqa: E402
-from titan.planner.step.layout import costs_of  # noqa: E402
-from titan.planner.step.predict import Planner  # noqa: E402
-from titan.ranks import process  # noqa: E402
-from titan.training import build, trainer  # noqa: E402
+from bench import results
+from bench.headlines import SAVINGS, savings
+from titan.config import load_job
+from titan.dryrun import dry_run
+from titan.planner.machine import cluster
+from titan.planner.step.layout import costs_of
+from titan.planner.step.predict import Planner
+from titan.ranks import process
+from titan.training import build, trainer
 
 CONFIG = Path(__file__).parent / "overhead.toml"
 WARM_UP = 2

@@ -18,17 +18,13 @@ from importlib.util import find_spec
 from pathlib import Path
 from statistics import median
 
-from titan.ranks.launcher import let_threads_sleep
+from tqdm import tqdm
 
-let_threads_sleep()  # before torch is imported
-
-from tqdm import tqdm  # noqa: E402
-
-from bench import results  # noqa: E402
-from bench.gpu import opponent  # noqa: E402
-from bench.peers.cases import Case  # noqa: E402
-from bench.peers.titan import words_of  # noqa: E402
-from bench.peers.turns import share_cores  # noqa: E402
+from bench import results
+from bench.gpu import opponent
+from bench.peers.cases import Case
+from bench.peers.titan import words_of
+from bench.peers.turns import share_cores
 
 CASES = (Case("1 rank"), Case("8 ranks", ranks=8, degrees={"dp": 2, "tp": 2, "pp": 2}))
 TARGETS = {"1 rank": 0.5, "8 ranks": 0.25}

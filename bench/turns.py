@@ -19,20 +19,16 @@ import time
 from collections.abc import Callable
 from pathlib import Path
 
-from titan.ranks.launcher import let_threads_sleep
+import torch
+import torch.distributed as dist
+from tqdm import tqdm
 
-let_threads_sleep()  # for both trainers, and before torch is imported
-
-import torch  # noqa: E402
-import torch.distributed as dist  # noqa: E402
-from tqdm import tqdm  # noqa: E402
-
-from bench import results  # noqa: E402
-from bench.gpu import jobs, opponent  # noqa: E402
-from titan.config import Job, load_job  # noqa: E402
-from titan.ranks import process  # noqa: E402
-from titan.ranks.rendezvous import listen  # noqa: E402
-from titan.training import build, trainer  # noqa: E402
+from bench import results
+from bench.gpu import jobs, opponent
+from titan.config import Job, load_job
+from titan.ranks import process
+from titan.ranks.rendezvous import listen
+from titan.training import build, trainer
 
 CONFIG = Path(__file__).parent / "overhead.toml"
 WARM_UP = 3

@@ -28,7 +28,6 @@ from titan.errors import (
     take_traceback_flag,
     warn_once,
 )
-from titan.ranks.launcher import let_threads_sleep
 
 TRAIN = "train"
 OVERRIDE = re.compile(r"--[^\s.=]+(\.[^\s.=]+)+(=|$)")
@@ -52,7 +51,6 @@ def main(argv: Sequence[str] | None = None) -> int:
     """
     stand_in_for_closed()
     words = take_traceback_flag(sys.argv[1:] if argv is None else argv)
-    let_threads_sleep()
     parser = _Parser(prog="titan", description="A PyTorch-native trainer for large language models.")
     parser.add_argument("--version", action="version", version=f"titan {__version__}")
     parser.add_argument(TRACEBACK_FLAG, action="store_true", help="show stack traces of errors")

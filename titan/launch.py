@@ -25,7 +25,7 @@ from titan.errors import (
 )
 from titan.ranks import preemption
 from titan.ranks.launch_env import LaunchEnv, drop_rank_variables, find_place, max_restarts, rank_environment
-from titan.ranks.launcher import again_by_slurm, let_threads_sleep, start
+from titan.ranks.launcher import again_by_slurm, start
 from titan.usage import USAGE
 
 HELP = "train a model; the same as ./run_train.sh (see titan train --help)"
@@ -47,7 +47,6 @@ def main(argv: Sequence[str] | None = None) -> int:
     """Train on this node's ranks; the run's exit code. Arguments are those of `titan train`."""
     stand_in_for_closed()
     words = take_traceback_flag(sys.argv[1:] if argv is None else argv)
-    let_threads_sleep()
     try:
         if {"-h", "--help"} & set(words):
             return _train(words)

@@ -22,17 +22,13 @@ from contextlib import contextmanager, redirect_stderr
 from pathlib import Path
 from typing import Any
 
-from titan.ranks.launcher import let_threads_sleep
+import torch
 
-let_threads_sleep()  # before torch is imported
-
-import torch  # noqa: E402
-
-from bench import results  # noqa: E402
-from bench.gpu import reference  # noqa: E402
-from bench.gpu.measurements import MEASUREMENTS  # noqa: E402
-from bench.gpu.records import Measurement, Results, Row  # noqa: E402
-from bench.gpu.setting import Setting  # noqa: E402
+from bench import results
+from bench.gpu import reference
+from bench.gpu.measurements import MEASUREMENTS
+from bench.gpu.records import Measurement, Results, Row
+from bench.gpu.setting import Setting
 
 PARTS = (1, 2, 3, 4)
 OVERRUN_S = 20.0

@@ -24,18 +24,14 @@ from pathlib import Path
 from statistics import median
 from typing import Any
 
-from titan.ranks.launcher import let_threads_sleep
+import torch
+from tqdm import tqdm
 
-let_threads_sleep()  # for the processes that this one starts
-
-import torch  # noqa: E402
-from tqdm import tqdm  # noqa: E402
-
-from bench import results  # noqa: E402
-from bench.peers import KERNEL, OURS  # noqa: E402
-from bench.peers.cases import CASES, SEQ_LEN, SIZES, Case  # noqa: E402
-from bench.peers.turns import Trainer  # noqa: E402
-from titan.plugins.attention.cpu_kernel import why_not  # noqa: E402
+from bench import results
+from bench.peers import KERNEL, OURS
+from bench.peers.cases import CASES, SEQ_LEN, SIZES, Case
+from bench.peers.turns import Trainer
+from titan.plugins.attention.cpu_kernel import why_not
 
 NEEDS: Mapping[str, tuple[str, ...]] = {
     OURS: (), KERNEL: (), "bare": (),

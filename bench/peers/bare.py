@@ -3,17 +3,13 @@
 import json
 import sys
 
-from titan.ranks.launcher import let_threads_sleep
+import torch
 
-let_threads_sleep()  # before torch is imported
-
-import torch  # noqa: E402
-
-from bench.overhead import bare_loop  # noqa: E402
-from bench.peers.cases import batches  # noqa: E402
-from bench.peers.titan import job_of  # noqa: E402
-from bench.peers.turns import Waiting, share_cores  # noqa: E402
-from titan.contracts import Batch  # noqa: E402
+from bench.overhead import bare_loop
+from bench.peers.cases import batches
+from bench.peers.titan import job_of
+from bench.peers.turns import Waiting, share_cores
+from titan.contracts import Batch
 
 
 def main() -> None:

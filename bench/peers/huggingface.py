@@ -5,15 +5,11 @@ import sys
 from collections.abc import Iterator
 from typing import Any
 
-from titan.ranks.launcher import let_threads_sleep
+from torch import Tensor
+from transformers import LlamaConfig, LlamaForCausalLM, Trainer, TrainingArguments
 
-let_threads_sleep()  # before torch is imported
-
-from torch import Tensor  # noqa: E402
-from transformers import LlamaConfig, LlamaForCausalLM, Trainer, TrainingArguments  # noqa: E402
-
-from bench.peers.cases import batches  # noqa: E402
-from bench.peers.turns import Waiting, share_cores  # noqa: E402
+from bench.peers.cases import batches
+from bench.peers.turns import Waiting, share_cores
 
 
 class _Peer(Trainer):

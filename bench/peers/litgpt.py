@@ -5,19 +5,15 @@ import sys
 from collections.abc import Iterator
 from pathlib import Path
 
-from titan.ranks.launcher import let_threads_sleep
+import lightning
+import torch
+from litgpt.args import EvalArgs, TrainArgs
+from litgpt.model import GPT, Config
+from litgpt.pretrain import fit, initialize_weights
+from torch import Tensor
 
-let_threads_sleep()  # before torch is imported
-
-import lightning  # noqa: E402
-import torch  # noqa: E402
-from litgpt.args import EvalArgs, TrainArgs  # noqa: E402
-from litgpt.model import GPT, Config  # noqa: E402
-from litgpt.pretrain import fit, initialize_weights  # noqa: E402
-from torch import Tensor  # noqa: E402
-
-from bench.peers.cases import batches  # noqa: E402
-from bench.peers.turns import Waiting, share_cores  # noqa: E402
+from bench.peers.cases import batches
+from bench.peers.turns import Waiting, share_cores
 
 
 def main() -> None:

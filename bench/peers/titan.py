@@ -4,16 +4,12 @@ import json
 import sys
 from typing import Any
 
-from titan.ranks.launcher import let_threads_sleep
-
-let_threads_sleep()  # before torch is imported
-
-from bench.overhead import CONFIG  # noqa: E402
-from bench.peers.cases import SIZES  # noqa: E402
-from bench.peers.turns import Waiting, share_cores  # noqa: E402
-from titan.config import Job, load_job  # noqa: E402
-from titan.ranks import process  # noqa: E402
-from titan.training import build, trainer  # noqa: E402
+from bench.overhead import CONFIG
+from bench.peers.cases import SIZES
+from bench.peers.turns import Waiting, share_cores
+from titan.config import Job, load_job
+from titan.ranks import process
+from titan.training import build, trainer
 
 AXES = {"dp": "dp_shard", "tp": "tp", "pp": "pp"}
 

@@ -3,12 +3,8 @@
 import json
 import sys
 
-from titan.ranks.launcher import let_threads_sleep
-
-let_threads_sleep()  # before torch is imported
-
-from bench.gpu.opponent import accept_cpu, be_alone, trainer_of  # noqa: E402
-from bench.peers.turns import Waiting, share_cores  # noqa: E402
+from bench.gpu.opponent import accept_cpu, be_alone, trainer_of
+from bench.peers.turns import Waiting, share_cores
 
 
 def main() -> None:

@@ -49,3 +49,27 @@ def test_a_launcher_that_spawns_imports_neither_compiler_nor_trainer(
 def test_a_launcher_that_forks_imports_what_its_ranks_need(monkeypatch: pytest.MonkeyPatch) -> None:
     fork, modules = imported("titan train", 0, monkeypatch)
     assert fork and modules >= TRAINER | {"torch._dynamo"}
+
+
+AT_TORCH = """
+import importlib, os, sys
+
+class Look:
+    def find_spec(self, name, *_):
+        if name == "torch":
+            print(os.environ.get("GOMP_SPINCOUNT"))
+            sys.exit()
+
+sys.meta_path.insert(0, Look())
+importlib.import_module(sys.argv[1])
+"""
+
+
+@pytest.mark.parametrize("command", ["titan.launch", "titan.train", "titan.cli", "bench.loss"])
+def test_how_threads_wait_is_set_before_torch_is_imported(command: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """OpenMP's library reads it when torch loads it, once."""
+    monkeypatch.delenv("GOMP_SPINCOUNT", raising=False)
+    run = [sys.executable, "-c", AT_TORCH, command]
+    assert subprocess.run(run, capture_output=True, text=True, check=True).stdout == "10000\n"
+    monkeypatch.setenv("GOMP_SPINCOUNT", "7")
+    assert subprocess.run(run, capture_output=True, text=True, check=True).stdout == "7\n"

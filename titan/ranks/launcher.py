@@ -23,15 +23,6 @@ from titan.ranks.rank_processes import Ended, Entry, RankProcesses
 from titan.resources import raise_descriptor_limit
 
 
-def let_threads_sleep() -> None:
-    """Let OpenMP's threads give up their core soon when they wait. To be called before torch is imported.
-
-    By default they spin, for long; on cores that others use too, a thread that spins keeps the one it waits for from
-    running. A step of the quickstart on two cores, beside other work: 0.16 s, and up to 3.5 s with the default.
-    """
-    os.environ.setdefault("GOMP_SPINCOUNT", "10000")
-
-
 def place_asked_for() -> LaunchEnv | None:
     """Where NPROC or NNODES ask for ranks to be started; None where this process is a rank, or all there is to be.
 

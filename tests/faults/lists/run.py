@@ -7,6 +7,13 @@ LAUNCH = "tests/dist/test_launch.py"
 
 FAULTS = (
     Fault(
+        "OpenMP's threads that spin while they wait",
+        "titan/__init__.py",
+        'os.environ.setdefault("GOMP_SPINCOUNT", "10000")',
+        'os.environ.get("GOMP_SPINCOUNT", "10000")',
+        ("tests/unit/test_launcher_imports.py::test_how_threads_wait_is_set_before_torch_is_imported",),
+    ),
+    Fault(
         "a preemption signal lost",
         "titan/ranks/preemption.py",
         "_noted.add(number)",
