@@ -9,8 +9,8 @@ FlashAttention-2 (arXiv 2307.08691); backward recomputes the weights P from the 
 of a key-value head summed over the queries that share it. Blocks of 64 x 64 in which no query sees a key are skipped.
 One kernel multiplies in bfloat16 and adds in float32, on CPUs with AVX-512 BF16 (vdpbf16ps). The other computes in
 float32 on those with AVX2 and FMA, and bfloat16 too where the first lacks instructions, and rounds results. Its
-vectors have 256 bits. It has been measured on AVX2 alone (`python -m bench.cpu_attention`), so `auto` leaves float32 to
-PyTorch on a CPU with AVX-512.
+vectors have 256 bits. It has been measured on AVX2 alone (`python -m bench.cpu_attention`), so `auto` leaves to
+PyTorch what it would compute on a CPU with AVX-512.
 
 A kernel has a plain C interface, so it needs a C++ compiler, but neither PyTorch's headers nor OpenMP's. Compiled in
 some seconds when it is first asked for, it is kept in `titan/kernels` of XDG_CACHE_HOME, by default `~/.cache`, or
@@ -110,7 +110,7 @@ def why_not(device: torch.device, dtype: torch.dtype, head_dim: int) -> str:
 
 def outdone(dtype: torch.dtype) -> str:
     """Why PyTorch's kernel may be faster here, as a sentence; empty: it is not."""
-    if dtype == torch.float32 and not _lacking(("avx512f",)):
+    if computed_in(dtype) == torch.float32 and not _lacking(("avx512f",)):
         return "the kernel has vectors of 256 bits in float32, and this CPU has some of 512"
     return ""
 

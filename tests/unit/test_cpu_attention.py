@@ -347,6 +347,16 @@ def test_why_not(device: str, dtype: torch.dtype, width: int, said: str) -> None
     assert said in why_not(torch.device(device), dtype, width)
 
 
+@pytest.mark.parametrize("bf16", [False, True])
+def test_pytorch_has_what_256_bits_would_compute_on_a_cpu_with_512(bf16: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    has = {"fma", "avx2", "avx512f", *(cpu_kernel._FEATURES[torch.bfloat16] if bf16 else ())}
+    monkeypatch.setattr(cpu_kernel, "_lacking", lambda features: sorted(set(features) - has))
+    assert "vectors of 256 bits in float32" in cpu_kernel.outdone(torch.float32)
+    assert bool(cpu_kernel.outdone(torch.bfloat16)) is not bf16
+    has -= {"avx512f"}
+    assert not cpu_kernel.outdone(torch.float32) and not cpu_kernel.outdone(torch.bfloat16)
+
+
 WITHOUT_THREADS = """
 import resource, torch
 from titan.plugins.attention import cpu_kernel
