@@ -1,8 +1,9 @@
-"""What a process takes of its machine: file descriptors, GPU memory, and the CPU cores near its GPU.
+"""What a process takes of its machine: file descriptors, memory, and the CPU cores near its GPU.
 
 Each is a default: where the user or a scheduler has chosen, that choice stands.
 """
 
+import ctypes
 import os
 import resource
 import sys
@@ -17,6 +18,12 @@ DESCRIPTORS = 1 << 20
 
 ALLOCATOR = ("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF", "PYTORCH_HIP_ALLOC_CONF")
 """Environment variables with options of PyTorch's allocator on GPUs. The first one is the name since PyTorch 2.9."""
+
+HOST_ALLOCATOR = ("MALLOC_TRIM_THRESHOLD_", "MALLOC_MMAP_MAX_", "MALLOC_MMAP_THRESHOLD_", "GLIBC_TUNABLES")
+"""Environment variables with options of glibc's allocator."""
+
+_TRIM_THRESHOLD, _MMAP_MAX = -1, -4
+"""`mallopt`'s numbers: the most freed memory to keep, where -1 is all, and how many blocks may be mapped."""
 
 
 def raise_descriptor_limit() -> None:
@@ -41,6 +48,18 @@ def let_segments_expand() -> None:
     """
     if torch.version.hip is None and not any(name in os.environ for name in ALLOCATOR):
         os.environ[ALLOCATOR[0]] = "expandable_segments:True"
+
+
+def keep_freed_memory() -> None:
+    """Keep the host memory that a step frees for the next one, as PyTorch's allocators on GPUs do.
+
+    glibc gives large blocks back to the system, which then clears every page of the next ones, by a fault each. Does
+    nothing where the user has set any of `HOST_ALLOCATOR`, and where the C library is another.
+    """
+    mallopt = getattr(ctypes.CDLL(None), "mallopt", None)
+    if mallopt is not None and not any(name in os.environ for name in HOST_ALLOCATOR):
+        mallopt(_TRIM_THRESHOLD, -1)
+        mallopt(_MMAP_MAX, 0)
 
 
 def stay_near(device: torch.device, system: Path = Path("/sys")) -> set[int]:

@@ -1,5 +1,6 @@
 """What a process takes of its machine, `titan.resources`, and that ranks and launchers do."""
 
+import ctypes
 import os
 import resource
 import sys
@@ -17,7 +18,16 @@ from titan.errors import EXIT_DONE
 from titan.ranks import launcher, process
 from titan.ranks.launch_env import LaunchEnv
 from titan.ranks.rank_processes import RankProcesses
-from titan.resources import ALLOCATOR, DESCRIPTORS, _cores_near, let_segments_expand, raise_descriptor_limit, stay_near
+from titan.resources import (
+    ALLOCATOR,
+    DESCRIPTORS,
+    HOST_ALLOCATOR,
+    _cores_near,
+    keep_freed_memory,
+    let_segments_expand,
+    raise_descriptor_limit,
+    stay_near,
+)
 from titan.testing.ranks import run_ranks
 from titan.training import build
 
@@ -107,6 +117,47 @@ def test_segments_of_a_gpu_expand(monkeypatch: pytest.MonkeyPatch) -> None:
 def _segments() -> list[bool]:
     held = torch.ones(2**20, device=process.here("cuda").device)
     return [segment["is_expandable"] for segment in torch.cuda.memory_snapshot() if held.numel()]
+
+
+@pytest.mark.skipif(not hasattr(ctypes.CDLL(None), "mallopt"), reason="the C library is not glibc")
+@pytest.mark.parametrize(("chosen", "kept"), [({}, 256), ({HOST_ALLOCATOR[0]: "1048576"}, 0)], ids=["default", "set"])
+def test_a_rank_on_a_cpu_keeps_the_memory_that_it_frees(chosen: dict[str, str], kept: int) -> None:
+    """In a process of its own, as what is set stays set."""
+    assert run_ranks(_mib_kept, 1, 256, chosen, init=False) == [kept]
+
+
+def _mib_kept(mib: int, chosen: dict[str, str]) -> int:
+    """Of a block of this size that was held and freed, what the process still holds, in steps of 16 MiB."""
+    for name in HOST_ALLOCATOR:
+        os.environ.pop(name, None)
+    os.environ.update(chosen)
+    process.here("cpu")
+    before = _resident_mib()
+    torch.ones(mib << 18)
+    return 16 * round((_resident_mib() - before) / 16)
+
+
+def _resident_mib() -> int:
+    return int(Path("/proc/self/statm").read_text().split()[1]) * resource.getpagesize() >> 20
+
+
+@pytest.mark.parametrize("name", HOST_ALLOCATOR)
+def test_what_the_user_has_set_of_the_host_s_allocator_stands(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    calls: list[tuple[int, int]] = []
+    monkeypatch.setattr(ctypes, "CDLL", lambda _: SimpleNamespace(mallopt=lambda *given: calls.append(given)))
+    for each in HOST_ALLOCATOR:
+        monkeypatch.delenv(each, raising=False)
+    keep_freed_memory()
+    assert calls
+    calls.clear()
+    monkeypatch.setenv(name, "")
+    keep_freed_memory()
+    assert not calls
+
+
+def test_another_c_library_is_left_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(ctypes, "CDLL", lambda _: SimpleNamespace())
+    keep_freed_memory()
 
 
 GPU = SimpleNamespace(pci_domain_id=1, pci_bus_id=0xC1, pci_device_id=2)

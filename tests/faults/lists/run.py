@@ -14,6 +14,13 @@ FAULTS = (
         ("tests/unit/test_launcher_imports.py::test_how_threads_wait_is_set_before_torch_is_imported",),
     ),
     Fault(
+        "freed host memory given back after each step",
+        "titan/resources.py",
+        "mallopt(_MMAP_MAX, 0)",
+        "pass",
+        ("tests/unit/test_resources.py::test_a_rank_on_a_cpu_keeps_the_memory_that_it_frees[default]",),
+    ),
+    Fault(
         "a preemption signal lost",
         "titan/ranks/preemption.py",
         "_noted.add(number)",
