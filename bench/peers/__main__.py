@@ -9,8 +9,8 @@ where the CPU has AVX2. Each rank is a process of its own; while one trainer tak
 ratio of median step times, and the most memory that a rank has held. Writes all samples under bench/results. Linux
 only.
 
-Trainers that are not installed are left out, and said. All of them:
-    pip install transformers accelerate litgpt torchtitan==0.2.2 tyro datasets tokenizers einops triton
+Trainers that are not installed are left out, and said. All of them, where LitGPT needs NumPy 1 and so an older pyarrow:
+    pip install transformers accelerate litgpt torchtitan==0.2.2 tyro datasets 'pyarrow<26' tokenizers einops triton
 """
 
 import argparse
