@@ -4,10 +4,11 @@
 
 Both are titan's step of one and the same run, on the CPU with one thread: llama of bench/overhead.toml, 8 x 512 tokens,
 with 32,000 words. Prints the ratio of the median steps and of what they held at most, and writes all samples under
-bench/results. Reads /proc: Linux alone.
+bench/results. Reads /proc and needs glibc: Linux alone.
 """
 
 import argparse
+import ctypes
 import statistics
 import tempfile
 import time
@@ -79,8 +80,9 @@ def _in_turns(losses: dict[str, Loss], steps: int, folder: Path) -> dict[str, di
     }
     for number in tqdm(range(steps + WARM_UP), disable=None):
         for name, run.loss._loss in losses.items():
-            Path("/proc/self/clear_refs").write_text("5")  # the most memory so far is forgotten
             batch = next(batches)
+            ctypes.CDLL(None).malloc_trim(0)  # what the other step has freed is not held by this one
+            Path("/proc/self/clear_refs").write_text("5")  # the most memory so far is forgotten
             began, used = time.perf_counter(), time.process_time()
             loss = float(trainer.step(run, batch).loss)
             ended = time.perf_counter() - began, time.process_time() - used, _peak_gib(), loss

@@ -9,8 +9,8 @@ FlashAttention-2 (arXiv 2307.08691); backward recomputes the weights P from the 
 of a key-value head summed over the queries that share it. Blocks of 64 x 64 in which no query sees a key are skipped.
 One kernel multiplies in bfloat16 and adds in float32, on CPUs with AVX-512 BF16 (vdpbf16ps). The other computes in
 float32 on those with AVX2 and FMA, and bfloat16 too where the first lacks instructions, and rounds results. Its
-vectors have 256 bits. It has been measured on AVX2 alone (`python -m bench.cpu_attention`), so `auto` leaves to
-PyTorch what it would compute on a CPU with AVX-512.
+vectors have 256 bits, and it has been measured where a CPU computes no more at once, with AVX2 and on AMD's Zen 4
+(`python -m bench.cpu_attention`): `auto` leaves to PyTorch what it would compute on other CPUs with AVX-512.
 
 A kernel has a plain C interface, so it needs a C++ compiler, but neither PyTorch's headers nor OpenMP's. Compiled in
 some seconds when it is first asked for, it is kept in `titan/kernels` of XDG_CACHE_HOME, by default `~/.cache`, or
@@ -110,7 +110,9 @@ def why_not(device: torch.device, dtype: torch.dtype, head_dim: int) -> str:
 
 def outdone(dtype: torch.dtype) -> str:
     """Why PyTorch's kernel may be faster here, as a sentence; empty: it is not."""
-    if computed_in(dtype) == torch.float32 and not _lacking(("avx512f",)):
+    # AMD's family 25 is Zen 3, which has no AVX-512, and Zen 4, which takes its vectors in halves.
+    halves = (_core().get("vendor_id"), _core().get("cpu family")) == ("AuthenticAMD", "25")
+    if computed_in(dtype) == torch.float32 and not _lacking(("avx512f",)) and not halves:
         return "the kernel has vectors of 256 bits in float32, and this CPU has some of 512"
     return ""
 
@@ -175,15 +177,20 @@ def _opened_elsewhere(build: _Build, cache: Path, error: OSError) -> ctypes.CDLL
         raise _AbsentError(f"{why}; nor in {folder}: {second.strerror or second}; set XDG_CACHE_HOME") from None
 
 
-@functools.cache
 def _lacking(features: tuple[str, ...]) -> list[str]:
-    """Those that this CPU does not have. Linux says what it has, once for each core."""
-    try:
-        lines = Path("/proc/cpuinfo").read_text(encoding="utf-8").splitlines()
-    except OSError:
-        lines = []
-    flags = next((line.split() for line in lines if line.startswith("flags")), [])
+    """Those that this CPU does not have."""
+    flags = _core().get("flags", "").split()
     return [feature for feature in features if feature not in flags]
+
+
+@functools.cache
+def _core() -> dict[str, str]:
+    """What Linux says of the first core."""
+    try:
+        first = Path("/proc/cpuinfo").read_text(encoding="utf-8").partition("\n\n")[0]
+    except OSError:
+        return {}
+    return {name.strip(): value.strip() for name, _, value in (line.partition(":") for line in first.splitlines())}
 
 
 def _compiler() -> list[str]:

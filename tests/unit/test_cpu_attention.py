@@ -347,14 +347,38 @@ def test_why_not(device: str, dtype: torch.dtype, width: int, said: str) -> None
     assert said in why_not(torch.device(device), dtype, width)
 
 
-@pytest.mark.parametrize("bf16", [False, True])
-def test_pytorch_has_what_256_bits_would_compute_on_a_cpu_with_512(bf16: bool, monkeypatch: pytest.MonkeyPatch) -> None:
-    has = {"fma", "avx2", "avx512f", *(cpu_kernel._FEATURES[torch.bfloat16] if bf16 else ())}
-    monkeypatch.setattr(cpu_kernel, "_lacking", lambda features: sorted(set(features) - has))
-    assert "vectors of 256 bits in float32" in cpu_kernel.outdone(torch.float32)
-    assert bool(cpu_kernel.outdone(torch.bfloat16)) is not bf16
-    has -= {"avx512f"}
-    assert not cpu_kernel.outdone(torch.float32) and not cpu_kernel.outdone(torch.bfloat16)
+WIDE = {"fma", "avx2", "avx512f"}
+BF16 = {*WIDE, *cpu_kernel._FEATURES[torch.bfloat16]}
+
+
+@pytest.mark.parametrize(
+    ("flags", "vendor", "family", "outdone"),
+    [
+        ({"fma", "avx2"}, "GenuineIntel", "6", []),
+        (WIDE, "GenuineIntel", "6", [torch.float32, torch.bfloat16]),
+        (BF16, "GenuineIntel", "6", [torch.float32]),
+        (BF16, "AuthenticAMD", "26", [torch.float32]),
+        (BF16, "AuthenticAMD", "25", []),
+    ],
+    ids=["256 bits", "no bf16", "bf16", "Zen 5", "Zen 4"],
+)
+def test_pytorch_has_what_256_bits_would_compute_on_a_cpu_with_512(
+    flags: set[str], vendor: str, family: str, outdone: list[torch.dtype], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    core = {"flags": " ".join(flags), "vendor_id": vendor, "cpu family": family}
+    monkeypatch.setattr(cpu_kernel, "_core", lambda: core)
+    assert [dtype for dtype in (torch.float32, torch.bfloat16) if cpu_kernel.outdone(dtype)] == outdone
+    assert all("256 bits in float32" in cpu_kernel.outdone(dtype) for dtype in outdone)
+
+
+def test_a_cpu_that_linux_does_not_describe_lacks_everything(monkeypatch: pytest.MonkeyPatch) -> None:
+    def absent(*_: object, **__: object) -> str:
+        raise FileNotFoundError
+
+    monkeypatch.setattr(Path, "read_text", absent)
+    assert cpu_kernel._core.__wrapped__() == {}
+    monkeypatch.setattr(cpu_kernel, "_core", dict)
+    assert "this CPU lacks fma, avx2" in cpu_kernel._library.__wrapped__(torch.float32)
 
 
 WITHOUT_THREADS = """

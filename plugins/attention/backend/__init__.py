@@ -32,9 +32,9 @@ kernel in the first step.
 
 Limits: `flash`, `cudnn` and `varlen` are for half precision and heads of a multiple of 8 features, 256 at most; `flash`
 and `cudnn` for plain causal attention; `varlen`, `documents` and `cpu` for no slopes and soft caps. `cpu` is for heads
-of a multiple of 16 features, 256 at most, and `auto` leaves float32 to SDPA on a CPU with AVX-512. `cudnn` is not for
-`run.deterministic`. In a pipeline on GPUs, `varlen` waits in the forward of each micro batch. `flex` recomputed in mode
-"selective" is computed again: that mode keeps no results of compiled kernels. Ring and gathered context parallelism
+of a multiple of 16 features, 256 at most; `auto` leaves float32 to SDPA on CPUs with AVX-512 other than Zen 4. `cudnn`
+is not for `run.deterministic`. In a pipeline on GPUs, `varlen` waits in the forward of each micro batch. `flex` is
+computed again by mode "selective", which keeps no results of compiled kernels. Ring and gathered context parallelism
 replace attention too, and are refused beside a backend that does. The kernels for GPUs have been compared with plain
 attention only where tests marked `gpu` were run. A key-value cache computes attention of its own.
 
