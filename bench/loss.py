@@ -8,7 +8,6 @@ bench/results. Reads /proc and needs glibc: Linux alone.
 """
 
 import argparse
-import ctypes
 import statistics
 import tempfile
 import time
@@ -20,6 +19,7 @@ from tqdm import tqdm
 
 from bench import results
 from bench.gpu import jobs
+from bench.peak import forget_peak, peak_mib
 from titan.config import load_job
 from titan.contracts import Loss
 from titan.plugins.losses.cross_entropy import Config, CrossEntropy
@@ -78,25 +78,22 @@ def _in_turns(losses: dict[str, Loss], steps: int, folder: Path) -> dict[str, di
     taken: dict[str, dict[str, list[float]]] = {
         name: {"wall_s": [], "cpu_s": [], "peak_gib": [], "loss": []} for name in losses
     }
-    for number in tqdm(range(steps + WARM_UP), disable=None):
+    for number in tqdm(range(WARM_UP + steps), disable=None):
         for name, run.loss._loss in losses.items():
             batch = next(batches)
-            ctypes.CDLL(None).malloc_trim(0)  # what the other step has freed is not held by this one
-            Path("/proc/self/clear_refs").write_text("5")  # the most memory so far is forgotten
             began, used = time.perf_counter(), time.process_time()
             loss = float(trainer.step(run, batch).loss)
-            ended = time.perf_counter() - began, time.process_time() - used, _peak_gib(), loss
-            for samples, value in zip(taken[name].values(), ended, strict=True):
-                samples += [value] * (number >= WARM_UP)
+            ended = {"wall_s": time.perf_counter() - began, "cpu_s": time.process_time() - used, "loss": loss}
+            for key, value in ended.items():
+                taken[name][key] += [value] * (number >= WARM_UP)
+    for name, run.loss._loss in losses.items():  # beside the times: what is given back must be had again
+        batch = next(batches)
+        forget_peak()
+        trainer.step(run, batch)
+        taken[name]["peak_gib"].append(peak_mib() / 1024)
     trainer.close(run)
     process.leave()
     return taken
-
-
-def _peak_gib() -> float:
-    """The most memory of this process since it was last forgotten."""
-    status = Path("/proc/self/status").read_text().splitlines()
-    return int(next(line for line in status if line.startswith("VmHWM")).split()[1]) / 2**20
 
 
 if __name__ == "__main__":

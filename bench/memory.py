@@ -16,7 +16,6 @@ import argparse
 import gc
 import json
 import os
-import re
 import statistics
 import subprocess
 import sys
@@ -31,6 +30,7 @@ from tqdm import tqdm
 
 from bench import results
 from bench.gpu import jobs
+from bench.peak import forget_peak, peak_mib, status_mib
 from titan.config import load_job
 from titan.dryrun import dry_run
 from titan.planner.machine.cluster import DeviceMemory
@@ -193,7 +193,7 @@ def peaks(words: Sequence[str], steps: int) -> list[float]:
     """Train this rank of a job; MiB of its process in each measured step, beyond those before the model was built."""
     job = load_job(CONFIG, words, launched_world_size())
     rank = process.join(job)
-    before = _status("VmRSS")
+    before = status_mib("VmRSS")
     run = build.build(job, rank)
     gc.disable()  # as in training
     try:
@@ -206,16 +206,9 @@ def peaks(words: Sequence[str], steps: int) -> list[float]:
 
 def _peak_of_a_step(run: build.Run) -> float:
     batch = next(run.loader)
-    Path("/proc/self/clear_refs").write_text("5")  # the peak counts from here
+    forget_peak()
     float(trainer.step(run, batch).grad_norm)
-    return _status("VmHWM")
-
-
-def _status(key: str) -> float:
-    """A size of this process in MiB."""
-    found = re.search(rf"^{key}:\s+(\d+) kB", Path("/proc/self/status").read_text(), re.MULTILINE)
-    assert found is not None, f"/proc/self/status has no {key}"
-    return int(found[1]) / 1024
+    return peak_mib()
 
 
 if __name__ == "__main__":

@@ -16,7 +16,6 @@ import argparse
 import gc
 import json
 import os
-import re
 import subprocess
 import sys
 import tempfile
@@ -29,6 +28,7 @@ from tqdm import tqdm
 
 from bench import results
 from bench.headlines import SAVINGS, savings
+from bench.peak import forget_peak, peak_mib, status_mib
 from titan.config import load_job
 from titan.dryrun import dry_run
 from titan.planner.machine import cluster
@@ -258,28 +258,21 @@ def _job(own: Words) -> None:
     answers = os.fdopen(os.dup(1), "w", buffering=1)
     os.dup2(2, 1)  # what the run prints is no answer
     job = load_job(CONFIG, [*own], 1)
-    before = _status("VmRSS")
+    before = status_mib("VmRSS")
     run = build.build(job, process.join(job))
     batches = iter(run.loader)
     answers.write("ready\n")
     for line in sys.stdin:
         what = line.strip()
         if what == "peak":
-            answers.write(f"{_status('VmHWM') - before}\n")
+            answers.write(f"{(peak_mib() - before) * 1.024**2}\n")
             continue
         if what == "reset":
-            Path("/proc/self/clear_refs").write_text("5")  # the peak counts from here
+            forget_peak()
         batch = next(batches)
         began = time.perf_counter()
         float(trainer.step(run, batch).grad_norm)
         answers.write(f"{time.perf_counter() - began}\n")
-
-
-def _status(key: str) -> float:
-    """A size of this process in MB."""
-    found = re.search(rf"^{key}:\s+(\d+) kB", Path("/proc/self/status").read_text(), re.MULTILINE)
-    assert found is not None, f"/proc/self/status has no {key}"
-    return int(found[1]) / 1e3
 
 
 if __name__ == "__main__":

@@ -19,8 +19,8 @@ DESCRIPTORS = 1 << 20
 ALLOCATOR = ("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF", "PYTORCH_HIP_ALLOC_CONF")
 """Environment variables with options of PyTorch's allocator on GPUs. The first one is the name since PyTorch 2.9."""
 
-HOST_ALLOCATOR = ("MALLOC_TRIM_THRESHOLD_", "MALLOC_MMAP_MAX_", "MALLOC_MMAP_THRESHOLD_", "GLIBC_TUNABLES")
-"""Environment variables with options of glibc's allocator."""
+HOST_ALLOCATOR = ("MALLOC_TRIM_THRESHOLD_", "MALLOC_MMAP_MAX_", "MALLOC_MMAP_THRESHOLD_")
+"""Environment variables with options of glibc's allocator. `GLIBC_TUNABLES` can have them too."""
 
 _TRIM_THRESHOLD, _MMAP_MAX = -1, -4
 """`mallopt`'s numbers: the most freed memory to keep, where -1 is all, and how many blocks may be mapped."""
@@ -50,14 +50,16 @@ def let_segments_expand() -> None:
         os.environ[ALLOCATOR[0]] = "expandable_segments:True"
 
 
-def keep_freed_memory() -> None:
-    """Keep the host memory that a step frees for the next one, as PyTorch's allocators on GPUs do.
+def keep_freed_memory(device: torch.device) -> None:
+    """On a CPU, keep the host memory that a step frees for the next one, as PyTorch's allocators on GPUs do.
 
-    glibc gives large blocks back to the system, which then clears every page of the next ones, by a fault each. Does
-    nothing where the user has set any of `HOST_ALLOCATOR`, and where the C library is another.
+    glibc gives large blocks back to the system, which then clears every page of the next ones, by a fault each. From
+    now on the process holds the most that it ever needs at once. Does nothing where the user has set any of
+    `HOST_ALLOCATOR` or a tunable of malloc, and where the C library is another.
     """
     mallopt = getattr(ctypes.CDLL(None), "mallopt", None)
-    if mallopt is not None and not any(name in os.environ for name in HOST_ALLOCATOR):
+    chosen = any(name in os.environ for name in HOST_ALLOCATOR) or "malloc." in os.environ.get("GLIBC_TUNABLES", "")
+    if device.type == "cpu" and mallopt is not None and not chosen:
         mallopt(_TRIM_THRESHOLD, -1)
         mallopt(_MMAP_MAX, 0)
 

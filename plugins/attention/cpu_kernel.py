@@ -112,7 +112,7 @@ def outdone(dtype: torch.dtype) -> str:
     """Why PyTorch's kernel may be faster here, as a sentence; empty: it is not."""
     # AMD's family 25 is Zen 3, which has no AVX-512, and Zen 4, which takes its vectors in halves.
     halves = (_core().get("vendor_id"), _core().get("cpu family")) == ("AuthenticAMD", "25")
-    if computed_in(dtype) == torch.float32 and not _lacking(("avx512f",)) and not halves:
+    if computed_in(dtype) == torch.float32 and not _lacking(("avx512f",)) and not (halves and dtype == torch.float32):
         return "the kernel has vectors of 256 bits in float32, and this CPU has some of 512"
     return ""
 
@@ -179,8 +179,8 @@ def _opened_elsewhere(build: _Build, cache: Path, error: OSError) -> ctypes.CDLL
 
 def _lacking(features: tuple[str, ...]) -> list[str]:
     """Those that this CPU does not have."""
-    flags = _core().get("flags", "").split()
-    return [feature for feature in features if feature not in flags]
+    flags = f" {_core().get('flags', '')} "
+    return [feature for feature in features if f" {feature} " not in flags]
 
 
 @functools.cache

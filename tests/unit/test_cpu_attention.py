@@ -359,8 +359,9 @@ BF16 = {*WIDE, *cpu_kernel._FEATURES[torch.bfloat16]}
         (BF16, "GenuineIntel", "6", [torch.float32]),
         (BF16, "AuthenticAMD", "26", [torch.float32]),
         (BF16, "AuthenticAMD", "25", []),
+        (WIDE, "AuthenticAMD", "25", [torch.bfloat16]),
     ],
-    ids=["256 bits", "no bf16", "bf16", "Zen 5", "Zen 4"],
+    ids=["256 bits", "no bf16", "bf16", "Zen 5", "Zen 4", "Zen 4, no bf16"],
 )
 def test_pytorch_has_what_256_bits_would_compute_on_a_cpu_with_512(
     flags: set[str], vendor: str, family: str, outdone: list[torch.dtype], monkeypatch: pytest.MonkeyPatch

@@ -2,6 +2,7 @@
 
 import ctypes
 import os
+import re
 import resource
 import sys
 import threading
@@ -28,6 +29,7 @@ from titan.resources import (
     raise_descriptor_limit,
     stay_near,
 )
+from titan.testing.jobs import run_job, train_job
 from titan.testing.ranks import run_ranks
 from titan.training import build
 
@@ -127,37 +129,67 @@ def test_a_rank_on_a_cpu_keeps_the_memory_that_it_frees(chosen: dict[str, str], 
 
 
 def _mib_kept(mib: int, chosen: dict[str, str]) -> int:
-    """Of a block of this size that was held and freed, what the process still holds, in steps of 16 MiB."""
-    for name in HOST_ALLOCATOR:
+    """Of a block of this size that was held and freed, what the process still holds, in steps of 32 MiB."""
+    torch.set_num_threads(1)
+    for name in (*HOST_ALLOCATOR, "GLIBC_TUNABLES"):
         os.environ.pop(name, None)
     os.environ.update(chosen)
-    process.here("cpu")
+    keep_freed_memory(torch.device("cpu"))
     before = _resident_mib()
     torch.ones(mib << 18)
-    return 16 * round((_resident_mib() - before) / 16)
+    return 32 * round((_resident_mib() - before) / 32)
 
 
 def _resident_mib() -> int:
-    return int(Path("/proc/self/statm").read_text().split()[1]) * resource.getpagesize() >> 20
+    """Counted page by page; what `statm` has may be late."""
+    found = re.search(r"^Rss:\s+(\d+) kB", Path("/proc/self/smaps_rollup").read_text(), re.MULTILINE)
+    assert found
+    return int(found[1]) >> 10
 
 
-@pytest.mark.parametrize("name", HOST_ALLOCATOR)
-def test_what_the_user_has_set_of_the_host_s_allocator_stands(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    calls: list[tuple[int, int]] = []
-    monkeypatch.setattr(ctypes, "CDLL", lambda _: SimpleNamespace(mallopt=lambda *given: calls.append(given)))
-    for each in HOST_ALLOCATOR:
-        monkeypatch.delenv(each, raising=False)
-    keep_freed_memory()
-    assert calls
-    calls.clear()
-    monkeypatch.setenv(name, "")
-    keep_freed_memory()
-    assert not calls
+KEPT = [(-1, -1), (-4, 0)]
+"""What malloc.h calls M_TRIM_THRESHOLD: nothing is given back; and M_MMAP_MAX: nothing has a mapping of its own."""
+
+
+@pytest.mark.parametrize(
+    ("given", "calls"),
+    [
+        ({}, KEPT),
+        *(({name: ""}, []) for name in HOST_ALLOCATOR),
+        ({"GLIBC_TUNABLES": "glibc.pthread.rseq=0:glibc.malloc.trim_threshold=1"}, []),
+        ({"GLIBC_TUNABLES": "glibc.pthread.rseq=0"}, KEPT),
+    ],
+)
+def test_what_the_user_has_set_of_the_host_s_allocator_stands(
+    given: dict[str, str], calls: list[tuple[int, int]], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    made: list[tuple[int, int]] = []
+    monkeypatch.setattr(ctypes, "CDLL", lambda _: SimpleNamespace(mallopt=lambda *numbers: made.append(numbers)))
+    for name in (*HOST_ALLOCATOR, "GLIBC_TUNABLES"):
+        monkeypatch.delenv(name, raising=False)
+    for name, value in given.items():
+        monkeypatch.setenv(name, value)
+    keep_freed_memory(torch.device("cuda"))
+    assert not made
+    keep_freed_memory(torch.device("cpu"))
+    assert made == calls
+
+
+def _keeping(folder: str, words: list[str], config: str) -> dict[str, torch.Tensor]:
+    kept: list[str] = []
+    build.keep_freed_memory = lambda device: kept.append(device.type)  # type: ignore[attr-defined]
+    weights = run_job(folder, words, config)
+    assert kept == ["cpu"]
+    return weights
+
+
+def test_a_run_keeps_memory_once_it_is_built(tmp_path: Path) -> None:
+    assert train_job(tmp_path, 1, "--train.steps", "1", run=_keeping).weights
 
 
 def test_another_c_library_is_left_alone(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(ctypes, "CDLL", lambda _: SimpleNamespace())
-    keep_freed_memory()
+    keep_freed_memory(torch.device("cpu"))
 
 
 GPU = SimpleNamespace(pci_domain_id=1, pci_bus_id=0xC1, pci_device_id=2)

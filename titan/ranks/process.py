@@ -17,7 +17,7 @@ from titan.device import total_gib
 from titan.errors import ConfigError, RankFailedError
 from titan.ranks import failure, watchdog
 from titan.ranks.launch_env import launched_world_size
-from titan.resources import keep_freed_memory, let_segments_expand, raise_descriptor_limit
+from titan.resources import let_segments_expand, raise_descriptor_limit
 
 
 @dataclass(frozen=True)
@@ -66,9 +66,7 @@ def here(wanted: str) -> Rank:
     """
     number, local = int(os.environ.get("RANK", "0")), int(os.environ.get("LOCAL_RANK", "0"))
     rank = Rank(number, launched_world_size(), local, _device(wanted, local))
-    if rank.device.type == "cpu":
-        keep_freed_memory()
-    else:
+    if rank.device.type != "cpu":
         let_segments_expand()
         torch.accelerator.set_device_index(rank.device.index)
     return rank

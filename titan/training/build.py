@@ -32,7 +32,7 @@ from titan.data.tokens.shards import Shard
 from titan.errors import ConfigError, ConfigIssue, PluginError, by_errno
 from titan.ranks.process import Rank
 from titan.ranks.turns import from_first, together
-from titan.resources import stay_near
+from titan.resources import keep_freed_memory, stay_near
 from titan.training import phases
 from titan.training.engine import SequentialEngine, StepLoss, Strict
 from titan.training.init import name_seed
@@ -155,6 +155,7 @@ def _built(job: Job, rank: Rank, lock: FolderLock, predict: Callable[[str], Pred
     mates = _mates(job, rank)
     if "rng" in rest:
         set_rng_state(rest["rng"], rank.device)
+    keep_freed_memory(rank.device)  # not before: what tokenizing and loading took for a while is given back
     return Run(
         **vars(core), loader=loader, trackers=trackers,
         meter=Meter(context.spec, job.data.seq_len, rank.world_size, rank.device, job.metrics.peak_tflops, mates),

@@ -21,6 +21,13 @@ FAULTS = (
         ("tests/unit/test_resources.py::test_a_rank_on_a_cpu_keeps_the_memory_that_it_frees[default]",),
     ),
     Fault(
+        "a run that keeps no freed memory",
+        "titan/training/build.py",
+        "keep_freed_memory(rank.device)",
+        "pass",
+        ("tests/unit/test_resources.py::test_a_run_keeps_memory_once_it_is_built",),
+    ),
+    Fault(
         "a preemption signal lost",
         "titan/ranks/preemption.py",
         "_noted.add(number)",
