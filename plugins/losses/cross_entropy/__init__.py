@@ -27,7 +27,7 @@ with one pass over logits less. (To make logits again in the backward would hold
 products.) The gradient of W is read and written once per chunk: 2 numbers moved for 2 c operations of its product. In
 bf16 its sum over chunks is rounded as often; in float16 it is summed in fp32. Other projections hold a second chunk,
 and a second gradient of W. On one CPU core, steps of a llama with 8 layers of 256, 4,096 tokens and 32,000 words took
-0.95 of the CPU time and 0.63 of the memory that they take with all logits at once (`bench.loss`).
+1.02 of the CPU time and 0.63 of the memory that they take with all logits at once (`bench.loss`).
 Communication if the vocabulary is split: 12 bytes per token, in two all-reduces per chunk.
 
 Limits: where a pipeline schedule has several micro batches between forward and backward of the last stage, such as
