@@ -21,6 +21,7 @@ from typing import Any
 from tqdm import tqdm
 
 from bench import results
+from bench.arguments import count
 from bench.gpu import jobs
 from titan.config import Job, load_job
 from titan.data.samples.loader import Loader
@@ -54,7 +55,7 @@ Figure = tuple[str, str, str, bool | None]
 def main() -> None:
     """Measure the loader, print the figures, write the results."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--steps", type=int, default=10, help="turns of each packing, and starts of each dataset")
+    parser.add_argument("--steps", type=count, default=10, help="turns of each packing, and starts of each dataset")
     args = parser.parse_args()
     with tempfile.TemporaryDirectory(prefix="data-") as folder:
         found = measure(Path(folder), args.steps)

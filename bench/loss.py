@@ -18,6 +18,7 @@ import torch
 from tqdm import tqdm
 
 from bench import results
+from bench.arguments import count
 from bench.gpu import jobs
 from bench.peak import forget_peak, peak_mib
 from titan.config import load_job
@@ -38,7 +39,7 @@ MICRO_BATCH = 8 * 512
 def main() -> None:
     """Train in turns, print the ratios, write the results."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--steps", type=int, default=8, help=f"pairs of measured steps, after {WARM_UP} pair")
+    parser.add_argument("--steps", type=count, default=8, help=f"pairs of measured steps, after {WARM_UP} pair")
     args = parser.parse_args()
     torch.set_num_threads(1)
     losses: dict[str, Loss] = {

@@ -29,6 +29,7 @@ import torch
 from tqdm import tqdm
 
 from bench import results
+from bench.arguments import count
 from bench.gpu import jobs
 from bench.peak import forget_peak, peak_mib, status_mib
 from titan.config import load_job
@@ -84,7 +85,7 @@ Figure = tuple[str, str, str, bool | None]
 def main() -> None:
     """Predict and measure all jobs, print the figures, write the results."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--steps", type=int, default=3, help=f"measured steps of each job, after {WARM_UP}")
+    parser.add_argument("--steps", type=count, default=3, help=f"measured steps of each job, after {WARM_UP}")
     parser.add_argument("--only", default="", metavar="TEXT", help="jobs with this in their name")
     parser.add_argument("--rank-of", help=argparse.SUPPRESS)
     args = parser.parse_args()

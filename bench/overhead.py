@@ -24,6 +24,7 @@ import torch.nn.functional as F
 from tqdm import tqdm
 
 from bench import results
+from bench.arguments import count
 from bench.headlines import speeds
 from titan.config import Job, load_job
 from titan.contracts import Batch, ModelPart
@@ -57,7 +58,7 @@ SEQUENCES = {"fp32": 8, "fp32, [plugins.attention]": 8}
 def main() -> None:
     """Measure both loops and the start-up time, print ratios, write the results."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--steps", type=int, default=20, help="pairs of measured steps, after two warm-up pairs")
+    parser.add_argument("--steps", type=count, default=20, help="pairs of measured steps, after two warm-up pairs")
     parser.add_argument("--no-start", action="store_true", help="do not measure the start-up time")
     args = parser.parse_args()
     measured: dict[str, Any] = {}

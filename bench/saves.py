@@ -27,6 +27,7 @@ import torch.distributed.checkpoint.state_dict_saver as dcp
 from tqdm import tqdm
 
 from bench import results
+from bench.arguments import count
 from bench.gpu import jobs
 from titan.config import load_job
 from titan.ranks import process
@@ -56,7 +57,7 @@ Figure = tuple[str, str, str, bool | None]
 def main() -> None:
     """Measure the saves, print the figures, write the results."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--steps", type=int, default=10, help="measured saves of each kind, after one")
+    parser.add_argument("--steps", type=count, default=10, help="measured saves of each kind, after one")
     parser.add_argument("--folder", type=Path, default=Path(), help="where checkpoints are written for a while")
     args = parser.parse_args()
     with tempfile.TemporaryDirectory(prefix="saves-", dir=args.folder) as folder:

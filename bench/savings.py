@@ -27,6 +27,7 @@ from typing import Any
 from tqdm import tqdm
 
 from bench import results
+from bench.arguments import count
 from bench.headlines import SAVINGS, savings
 from bench.peak import forget_peak, peak_mib, status_mib
 from titan.config import load_job
@@ -157,7 +158,7 @@ TABLES: Mapping[str, tuple[Words, Mapping[str, Words]]] = {
 def main() -> None:
     """Measure all tables, print them, write the results."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--steps", type=int, default=12, help=f"measured steps of each job, after {WARM_UP}")
+    parser.add_argument("--steps", type=count, default=12, help=f"measured steps of each job, after {WARM_UP}")
     parser.add_argument("--only", default="", metavar="TEXT", help="tables with this in their name")
     parser.add_argument("--list", action="store_true", help="print the tables and their jobs, measure nothing")
     parser.add_argument("--job", help=argparse.SUPPRESS)

@@ -21,6 +21,7 @@ from statistics import median
 from tqdm import tqdm
 
 from bench import results
+from bench.arguments import count
 from bench.gpu import opponent
 from bench.peers.cases import Case
 from bench.peers.titan import words_of
@@ -38,7 +39,7 @@ LEFT_OUT = 2
 def main() -> None:
     """Start both in turns, print the ratios, write the results."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--turns", type=int, default=3, help="starts of each trainer")
+    parser.add_argument("--turns", type=count, default=3, help="starts of each trainer")
     parser.add_argument("--torchtitan", help=argparse.SUPPRESS)
     args = parser.parse_args()
     if args.torchtitan:

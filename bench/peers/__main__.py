@@ -28,6 +28,7 @@ import torch
 from tqdm import tqdm
 
 from bench import results
+from bench.arguments import count
 from bench.peers import KERNEL, OURS
 from bench.peers.cases import CASES, SEQ_LEN, SIZES, Case
 from bench.peers.turns import Trainer
@@ -48,7 +49,7 @@ HEAD_DIM = SIZES["dim"] // SIZES["n_heads"]
 def main() -> None:
     """Measure all cases, print ratios, write the results."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--steps", type=int, default=6, help=f"measured steps of each trainer, after {WARM_UP}")
+    parser.add_argument("--steps", type=count, default=6, help=f"measured steps of each trainer, after {WARM_UP}")
     parser.add_argument("--only", default="", metavar="TEXT", help="cases with this in their name")
     parser.add_argument("--list", action="store_true", help="print the cases and their trainers, measure nothing")
     args = parser.parse_args()
