@@ -1,15 +1,10 @@
-"""The attention kernels for CPUs: against exact numbers, their operations under PyTorch, and where they are absent."""
+"""The attention kernels for CPUs: against exact numbers, and their operations under PyTorch."""
 
-import errno
 import math
-import os
 import subprocess
 import sys
-import tempfile
-from collections.abc import Callable, Iterator
-from concurrent.futures import ThreadPoolExecutor
+from collections.abc import Callable
 from functools import partial
-from pathlib import Path
 from typing import NamedTuple
 
 import pytest
@@ -250,6 +245,25 @@ def test_blocks_in_which_nothing_is_seen_are_not_read(dtype: torch.dtype) -> Non
         assert all(one[:, :, :64].isnan().all() for one in results), name
 
 
+WITHOUT_THREADS = """
+import resource, torch
+from titan.plugins.attention import cpu_kernel
+q = torch.randn(2, 4, 64, 32, dtype=torch.bfloat16)
+torch.set_num_threads(1)
+expected = cpu_kernel.cpu_attention(q, q, q)
+torch.set_num_threads(4)
+cpu_kernel._parallel = lambda: 0
+size = int(open("/proc/self/statm").read().split()[0]) * resource.getpagesize()
+resource.setrlimit(resource.RLIMIT_AS, (size + 2**20, resource.RLIM_INFINITY))  # less than a thread's stack
+assert torch.equal(cpu_kernel.cpu_attention(q, q, q), expected)
+"""
+
+
+def test_a_machine_without_more_threads_computes_with_those_it_has(kernel: None) -> None:
+    done = subprocess.run([sys.executable, "-c", WITHOUT_THREADS], capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr
+
+
 # --- operations -----------------------------------------------------------------------------------------------------
 
 
@@ -329,250 +343,3 @@ def test_what_it_cannot_compute_is_refused(change: dict, said: str) -> None:
     given = {**dict.fromkeys("qkv", torch.zeros(1, 2, 8, 32).bfloat16()), **change}
     with pytest.raises(ValueError, match=said):
         cpu_attention(**given)
-
-
-# --- the library ----------------------------------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize(
-    ("device", "dtype", "width", "said"),
-    [
-        ("cuda", torch.bfloat16, 32, "the kernel is for CPUs, not for device cuda"),
-        ("cpu", torch.float16, 32, "the kernels compute in bfloat16 and float32, not in float16"),
-        ("cpu", torch.bfloat16, 24, "a multiple of 16 features, at most 256, not of 24"),
-        ("cpu", torch.bfloat16, 272, "a multiple of 16 features, at most 256, not of 272"),
-    ],
-)
-def test_why_not(device: str, dtype: torch.dtype, width: int, said: str) -> None:
-    assert said in why_not(torch.device(device), dtype, width)
-
-
-WIDE = {"fma", "avx2", "avx512f"}
-BF16 = {*WIDE, *cpu_kernel._FEATURES[torch.bfloat16]}
-
-
-@pytest.mark.parametrize(
-    ("flags", "vendor", "family", "outdone"),
-    [
-        ({"fma", "avx2"}, "GenuineIntel", "6", []),
-        (WIDE, "GenuineIntel", "6", [torch.float32, torch.bfloat16]),
-        (BF16, "GenuineIntel", "6", [torch.float32]),
-        (BF16, "AuthenticAMD", "26", [torch.float32]),
-        (BF16, "AuthenticAMD", "25", []),
-        (WIDE, "AuthenticAMD", "25", [torch.bfloat16]),
-    ],
-    ids=["256 bits", "no bf16", "bf16", "Zen 5", "Zen 4", "Zen 4, no bf16"],
-)
-def test_pytorch_has_what_256_bits_would_compute_on_a_cpu_with_512(
-    flags: set[str], vendor: str, family: str, outdone: list[torch.dtype], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    core = {"flags": " ".join(flags), "vendor_id": vendor, "cpu family": family}
-    monkeypatch.setattr(cpu_kernel, "_core", lambda: core)
-    assert [dtype for dtype in (torch.float32, torch.bfloat16) if cpu_kernel.outdone(dtype)] == outdone
-    assert all("256 bits in float32" in cpu_kernel.outdone(dtype) for dtype in outdone)
-
-
-def test_a_cpu_that_linux_does_not_describe_lacks_everything(monkeypatch: pytest.MonkeyPatch) -> None:
-    def absent(*_: object, **__: object) -> str:
-        raise FileNotFoundError
-
-    monkeypatch.setattr(Path, "read_text", absent)
-    assert cpu_kernel._core.__wrapped__() == {}
-    monkeypatch.setattr(cpu_kernel, "_core", dict)
-    assert "this CPU lacks fma, avx2" in cpu_kernel._library.__wrapped__(torch.float32)
-
-
-WITHOUT_THREADS = """
-import resource, torch
-from titan.plugins.attention import cpu_kernel
-q = torch.randn(2, 4, 64, 32, dtype=torch.bfloat16)
-torch.set_num_threads(1)
-expected = cpu_kernel.cpu_attention(q, q, q)
-torch.set_num_threads(4)
-cpu_kernel._parallel = lambda: 0
-size = int(open("/proc/self/statm").read().split()[0]) * resource.getpagesize()
-resource.setrlimit(resource.RLIMIT_AS, (size + 2**20, resource.RLIM_INFINITY))  # less than a thread's stack
-assert torch.equal(cpu_kernel.cpu_attention(q, q, q), expected)
-"""
-
-
-def test_a_machine_without_more_threads_computes_with_those_it_has(kernel: None) -> None:
-    done = subprocess.run([sys.executable, "-c", WITHOUT_THREADS], capture_output=True, text=True, check=False)
-    assert done.returncode == 0, done.stderr
-
-
-@pytest.fixture
-def anew(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[Path]:
-    """An empty cache, on a CPU that is said to have all; what the process had loaded is back at the end."""
-    loaded = {dtype: cpu_kernel._library(dtype) for dtype in cpu_kernel._FEATURES}
-    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
-    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
-    monkeypatch.setattr(cpu_kernel, "_FEATURES", dict.fromkeys(loaded, ()))
-    cpu_kernel._library.cache_clear()
-    yield tmp_path / "cache" / "titan" / "kernels"
-    cpu_kernel._library.cache_clear()
-    with monkeypatch.context() as patch:
-        patch.setattr(cpu_kernel, "_lacking", lambda _: [])
-        for dtype, library in loaded.items():
-            patch.setattr(cpu_kernel, "_compiler", lambda: [])
-            patch.setattr(cpu_kernel, "_opened", lambda *_, found=library: found)
-            cpu_kernel._library(dtype)
-
-
-def _why() -> str:
-    return why_not(CPU, torch.bfloat16, 32)
-
-
-def _script(path: Path, text: str) -> str:
-    path.write_text(f"#!/bin/sh\n{text}\n")
-    path.chmod(0o755)
-    return str(path)
-
-
-def test_without_the_instructions(anew: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    lacking = {torch.bfloat16: ("avx512f_of_tomorrow",), torch.float32: ("avx3", "avx1024")}
-    monkeypatch.setattr(cpu_kernel, "_FEATURES", lacking)
-    assert _why() == "this CPU lacks avx3, avx1024"  # of the kernel that needs less
-    tensors, _ = _tensors(Shape(1, 1, 1, 8, 32))
-    with pytest.raises(RuntimeError, match="this CPU lacks"):
-        cpu_attention(*tensors[:3])
-
-
-def test_without_a_compiler(anew: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("CXX", "no-such-compiler -flag")
-    assert _why() == "no C++ compiler was found (no-such-compiler); install one, or name it in CXX"
-    cpu_kernel._library.cache_clear()
-    monkeypatch.delenv("CXX")
-    monkeypatch.setenv("PATH", "")
-    assert _why() == "no C++ compiler was found (g++, clang++, c++); install one, or name it in CXX"
-
-
-def test_with_a_compiler_that_fails(anew: Path, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    lines = "\n".join(f"echo line {number} >&2" for number in range(5))
-    broken = _script(tmp_path / "c++", f'test "$1" = --version && exit 0\n{lines}\nexit 3')
-    monkeypatch.setenv("CXX", broken)
-    assert _why() == f"{broken} cannot compile the kernel (exit code 3): line 0 | line 1 | line 2"
-    assert not list(anew.glob("*.so")) and not list(anew.glob("unfinished*"))
-
-
-def test_with_a_compiler_that_hangs(anew: Path, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    monkeypatch.setattr(cpu_kernel, "_COMPILER_SECONDS", 0.1)
-    monkeypatch.setenv("CXX", _script(tmp_path / "c++", "exec sleep 60"))
-    assert "took more than 0.1 s to compile the kernel" in _why()
-
-
-def test_with_a_compiler_that_makes_no_library(anew: Path, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    monkeypatch.setenv(
-        "CXX", _script(tmp_path / "c++", 'while test $# -gt 1; do test "$1" = -o && echo x > "$2"; shift; done')
-    )
-    assert "the kernel cannot be loaded" in _why()
-
-
-def test_with_a_cache_that_cannot_be_written(anew: Path, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    (tmp_path / "cache").write_text("a file")
-    (tmp_path / f"titan-kernels-{os.getuid()}").write_text("another")
-    monkeypatch.setenv("CXX", _script(tmp_path / "c++", "exit 0"))
-    assert _why().startswith(f"the kernel cannot be kept in {anew}: ") and _why().endswith("; set XDG_CACHE_HOME")
-
-
-def test_the_cache_is_in_the_home_unless_the_environment_names_another(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("HOME", "/home/me")
-    for named, folder in (("/scratch", "/scratch"), ("", "/home/me/.cache"), ("relative", "/home/me/.cache")):
-        monkeypatch.setenv("XDG_CACHE_HOME", named)
-        assert cpu_kernel._cache() == Path(folder, "titan", "kernels")
-
-
-@pytest.fixture
-def compiler(kernel: None, anew: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[[], int]:
-    """A compiler in the place of the machine's, of what it would make; says how often it has compiled."""
-    small, calls = tmp_path / "made.so", tmp_path / "calls"
-    source = tmp_path / "small.cpp"
-    source.write_text('extern "C" int titan_attention_forward(const void*) { return 1; }')
-    subprocess.run([*cpu_kernel._compiler(), "-shared", "-fPIC", "-o", small, source], check=True)
-    calls.write_text("")
-    copy = f'while test $# -gt 1; do test "$1" = -o && cp {small} "$2"; shift; done'
-    text = f'test "$1" = --version && exit 0\necho compiled >> {calls}\nsleep 0.2\n{copy}'
-    monkeypatch.setenv("CXX", _script(tmp_path / "c++", text))
-    return lambda: len(calls.read_text().splitlines())
-
-
-def test_compiled_once_and_kept(compiler: Callable[[], int], anew: Path) -> None:
-    for _ in range(2):
-        cpu_kernel._library.cache_clear()
-        assert _why() == ""
-    assert compiler() == 1
-    assert [path.suffix for path in sorted(anew.iterdir())] == [".lock", ".so"]
-
-
-def test_a_home_that_cannot_be_written_has_the_library_in_a_folder_of_this_user(
-    compiler: Callable[[], int], tmp_path: Path
-) -> None:
-    (tmp_path / "cache").write_text("a file")
-    own = tmp_path / f"titan-kernels-{os.getuid()}"
-    for _ in range(2):
-        cpu_kernel._library.cache_clear()
-        assert _why() == ""
-    assert compiler() == 1 and own.stat().st_mode & 0o777 == 0o700
-    own.chmod(0o777)
-    cpu_kernel._library.cache_clear()
-    assert f"; nor in {own}, which others can write: set XDG_CACHE_HOME" in _why()
-    real = own.rename(tmp_path / "real")
-    real.chmod(0o700)
-    own.symlink_to(real)
-    cpu_kernel._library.cache_clear()
-    assert f"; nor in {own}, which others can write: set XDG_CACHE_HOME" in _why()
-
-
-def test_a_machine_where_nothing_can_be_written_has_no_kernel(
-    anew: Path, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
-) -> None:
-    def nowhere() -> str:
-        raise FileNotFoundError(errno.ENOENT, "No usable temporary directory found in ['/tmp']")
-
-    (tmp_path / "cache").write_text("a file")
-    monkeypatch.setenv("CXX", _script(tmp_path / "c++", "exit 0"))
-    monkeypatch.setattr(tempfile, "gettempdir", nowhere)
-    assert _why().startswith(f"the kernel cannot be kept in {anew}: ")
-    assert _why().endswith("; nor elsewhere: No usable temporary directory found in ['/tmp']; set XDG_CACHE_HOME")
-
-
-@pytest.mark.parametrize("damage", [lambda content: content[:5000], lambda content: b"", lambda content: content[::-1]])
-def test_a_damaged_library_is_made_again(
-    damage: Callable[[bytes], bytes], compiler: Callable[[], int], anew: Path
-) -> None:
-    assert _why() == ""
-    [path] = anew.glob("*.so")
-    whole = path.read_bytes()
-    path.unlink()  # the loaded one stays as it is
-    path.write_bytes(damage(whole))
-    cpu_kernel._library.cache_clear()
-    assert _why() == "" and compiler() == 2
-    assert path.read_bytes() == whole
-
-
-def test_another_source_is_another_library(
-    compiler: Callable[[], int], anew: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    assert _why() == ""
-    names = ("cpu_kernel_bfloat16.cpp", "cpu_kernel.h")
-    for name in names:
-        (tmp_path / name).write_bytes((cpu_kernel._FOLDER / name).read_bytes())
-    monkeypatch.setattr(cpu_kernel, "_FOLDER", tmp_path)
-    for made, name in enumerate(names, start=2):
-        with (tmp_path / name).open("a") as source:
-            source.write("// another\n")
-        cpu_kernel._library.cache_clear()
-        assert _why() == "" and compiler() == made and len(list(anew.glob("*.so"))) == made
-
-
-def test_of_those_that_ask_at_once_one_compiles(compiler: Callable[[], int], anew: Path) -> None:
-    with ThreadPoolExecutor(4) as pool:
-        opened = list(pool.map(lambda _: cpu_kernel._opened(cpu_kernel._build(torch.float32), anew), range(4)))
-    assert len(opened) == 4 and compiler() == 1
-
-
-def test_short_memory_is_said(compiler: Callable[[], int]) -> None:
-    """The small library returns 1, as the kernel does."""
-    tensors, _ = _tensors(Shape(1, 1, 1, 8, 32))
-    with pytest.raises(MemoryError, match=r"titan_attention_forward: no memory for copies of \[1, 1, 8, 32\]"):
-        cpu_attention(*tensors[:3])

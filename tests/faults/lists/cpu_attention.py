@@ -3,6 +3,7 @@
 from titan.testing.faults import Fault
 
 TESTS = "tests/unit/test_cpu_attention.py"
+LIBRARY = "tests/unit/test_cpu_kernel_library.py"
 KERNEL = "plugins/attention/cpu_kernel.py"
 
 FAULTS = (
@@ -11,14 +12,14 @@ FAULTS = (
         KERNEL,
         "found.st_uid != os.getuid() or found.st_mode & 0o022",
         "found.st_uid != os.getuid()",
-        (f"{TESTS}::test_a_home_that_cannot_be_written_has_the_library_in_a_folder_of_this_user",),
+        (f"{LIBRARY}::test_a_home_that_cannot_be_written_has_the_library_in_a_folder_of_this_user",),
     ),
     Fault(
         "a damaged library of the cache loaded as it is",
         KERNEL,
         "return hashlib.sha256(content[:-_DIGEST_BYTES]).digest() == content[-_DIGEST_BYTES:]",
         "return True",
-        (f"{TESTS}::test_a_damaged_library_is_made_again",),
+        (f"{LIBRARY}::test_a_damaged_library_is_made_again",),
     ),
     Fault(
         "documents that the kernel is not told of",
@@ -42,14 +43,14 @@ FAULTS = (
         KERNEL,
         "about = [source.read_bytes(), ",
         "about = [",
-        (f"{TESTS}::test_another_source_is_another_library",),
+        (f"{LIBRARY}::test_another_source_is_another_library",),
     ),
     Fault(
         "a kernel of an older header taken for that of the present one",
         KERNEL,
         '(_FOLDER / "cpu_kernel.h").read_bytes(), *map',
         "*map",
-        (f"{TESTS}::test_another_source_is_another_library",),
+        (f"{LIBRARY}::test_another_source_is_another_library",),
     ),
     Fault(
         "attention in bfloat16 that is computed in float32 and not rounded",
