@@ -56,6 +56,11 @@ def test_pytorch_has_what_256_bits_would_compute_on_a_cpu_with_512(
     assert all("256 bits in float32" in cpu_kernel.outdone(dtype) for dtype in outdone)
 
 
+def test_an_instruction_is_not_another_that_begins_alike(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(cpu_kernel, "_core", lambda: {"flags": "fma4 avx2 avx512_fp16"})
+    assert cpu_kernel._lacking(("fma", "avx2", "avx512_fp1")) == ["fma", "avx512_fp1"]
+
+
 def test_a_cpu_that_linux_does_not_describe_lacks_everything(monkeypatch: pytest.MonkeyPatch) -> None:
     def absent(*_: object, **__: object) -> str:
         raise FileNotFoundError
