@@ -28,7 +28,7 @@ from titan.errors import (
 from titan.inference import generation
 from titan.planner.machine.cluster import DeviceMemory
 from titan.planner.machine.host import check_this_machine
-from titan.planner.step.unset_options import kept_on_host_gib, settle
+from titan.planner.search.unset_options import kept_on_host_gib, settle
 from titan.ranks import failure, preemption, process, watchdog
 from titan.ranks.launch_env import launched_world_size
 from titan.ranks.turns import together

@@ -19,9 +19,9 @@ from titan.planner.machine.host import check_this_machine, short_of
 from titan.planner.report.render import prediction_text
 from titan.planner.search.best_first import search
 from titan.planner.search.space import load_base
+from titan.planner.search.unset_options import kept_on_host_gib, settle
 from titan.planner.step.layout import costs_of
 from titan.planner.step.predict import Planner
-from titan.planner.step.unset_options import kept_on_host_gib, settle
 from titan.plugins.memory.offload.activations import Offloader, _Layer
 from titan.plugins.memory.offload.link import Pairs, Way
 from titan.plugins.memory.offload.state import streamed

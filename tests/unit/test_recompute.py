@@ -21,11 +21,11 @@ from titan.contracts.layers.attention import AttentionCore, _shared_mask, attend
 from titan.planner.machine.cluster import MEMORY_LIMIT
 from titan.planner.machine.kernels import Device
 from titan.planner.search.space import load_base
+from titan.planner.search.unset_options import settle
 from titan.planner.step.activations import LayerMemory
 from titan.planner.step.layout import costs_of
 from titan.planner.step.memory import GIB, peak_bytes
 from titan.planner.step.predict import Planner, flops_per_token
-from titan.planner.step.unset_options import settle
 from titan.plugins.memory.activation_checkpoint import ActivationCheckpoint
 from titan.plugins.models.gpt import Gpt
 from titan.plugins.models.llama import Llama

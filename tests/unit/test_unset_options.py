@@ -14,11 +14,11 @@ from titan.config import Job, load_job
 from titan.contracts.base import registry
 from titan.errors import PluginError
 from titan.planner.machine.cluster import MEMORY_LIMIT, DeviceMemory
-from titan.planner.step import unset_options
+from titan.planner.search import unset_options
+from titan.planner.search.unset_options import settle
 from titan.planner.step.layout import costs_of
 from titan.planner.step.memory import GIB, peak_bytes
 from titan.planner.step.predict import Planner
-from titan.planner.step.unset_options import settle
 
 SHARDED = ("--mesh.dp_shard", "4", "--train.global_batch_size", "16", "--train.micro_batch_size", "2")
 PIPED = ("--mesh.pp", "2", "--mesh.dp_shard", "2", "--train.global_batch_size", "8", "--train.micro_batch_size", "1")

@@ -13,7 +13,7 @@ from titan.config.schema import schema
 from titan.device import total_gib
 from titan.planner.machine import cluster
 from titan.planner.machine.cluster import DeviceMemory
-from titan.planner.step.unset_options import settle
+from titan.planner.search.unset_options import settle
 
 HELP = "print the resolved job of a TOML with all defaults, or the JSON Schema for editors"
 

@@ -142,9 +142,9 @@ def _check(args: argparse.Namespace) -> None:
 def _plan(args: argparse.Namespace) -> tuple[dict[str, Any], str]:
     from titan.planner.machine import cluster
     from titan.planner.report import render
+    from titan.planner.search.unset_options import settle
     from titan.planner.step.layout import costs_of
     from titan.planner.step.predict import Planner
-    from titan.planner.step.unset_options import settle
 
     where = cluster.load(args.cluster)
     job, chosen = settle(load_job(args.config, args.overrides, args.world_size), where.memory)
@@ -289,7 +289,7 @@ def _exact(args: argparse.Namespace) -> tuple[dict[str, Any], str]:
     from titan.dryrun import dry_run, report
     from titan.planner.machine import cluster
     from titan.planner.machine.host import short_of
-    from titan.planner.step.unset_options import settle
+    from titan.planner.search.unset_options import settle
 
     memory = cluster.load(args.cluster).memory
     job, chosen = settle(load_job(args.config, args.overrides, args.world_size), memory)

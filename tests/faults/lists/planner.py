@@ -22,7 +22,7 @@ FAULTS = (
     ),
     Fault(
         "memory without the sums that wait for the end of a backward",
-        "titan/planner/step/memory.py",
+        "titan/planner/step/stage_memory.py",
         "sums = shards if self.rules.sums_replicas else",
         "sums = 0.0 if self.rules.sums_replicas else",
         (f"{MEMORY}[pure, replicas]",),
@@ -113,7 +113,7 @@ FAULTS = (
     ),
     Fault(
         "gradients planned before their layers' backward",
-        "titan/planner/step/memory.py",
+        "titan/planner/step/stage_memory.py",
         "done = (self.head + number * self.layer) * self.pile_up",
         "done = sum(self.sizes) * self.pile_up",
         (f"{SAVINGS}[float32-activation_checkpoint, full]",),
@@ -256,7 +256,7 @@ FAULTS = (
     ),
     Fault(
         "options that memory decides without the host's memory",
-        "titan/planner/step/unset_options.py",
+        "titan/planner/search/unset_options.py",
         " and not self.host_short",
         "",
         ("tests/unit/test_offload.py::test_a_host_with_too_little_memory_decides_options_that_are_not_set",),
@@ -287,7 +287,7 @@ FAULTS = (
     ),
     Fault(
         "memory without the reduction of the first layer's gradients",
-        "titan/planner/step/memory.py",
+        "titan/planner/step/stage_memory.py",
         "        if self.stage.layers and self.stage.embeddings:\n",
         "        if False:\n",
         ("tests/unit/test_planned_memory.py::test_memory_is_that_of_the_dry_run[pure, the first layer's sums]",),

@@ -296,7 +296,7 @@ FAULTS = (
     ),
     Fault(
         "more recomputation than a job needs to fit",
-        "titan/planner/step/unset_options.py",
+        "titan/planner/search/unset_options.py",
         "            if less_need.fits(memory):\n                break",
         "            if False:\n                break",
         ("tests/unit/test_recompute.py::test_auto_is_the_least_recomputation_that_fits",),

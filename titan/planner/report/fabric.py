@@ -24,9 +24,9 @@ from titan.errors import ConfigError, ConfigIssue
 from titan.planner.machine.cluster import Cluster
 from titan.planner.report.studies import values_of
 from titan.planner.report.study import Point, Study
+from titan.planner.search.unset_options import settle
 from titan.planner.step.layout import costs_of
 from titan.planner.step.predict import Planner
-from titan.planner.step.unset_options import settle
 
 GBIT_S = (0.1, 0.2, 0.5, 1, 2, 5, 10, 20, 50, 100, 200, 400)
 """Bandwidths of the study, besides the cluster's own."""

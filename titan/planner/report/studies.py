@@ -22,10 +22,10 @@ from titan.planner.machine.cluster import Cluster
 from titan.planner.report import STUDIES
 from titan.planner.report.study import MEASURES, Point, Study
 from titan.planner.search.space import FEWEST_POSITIONS, LARGEST_MICRO_BATCH, tables_with_effect
+from titan.planner.search.unset_options import settle
 from titan.planner.step.layout import costs_of
 from titan.planner.step.memory import GIB
 from titan.planner.step.predict import Planner, Prediction
-from titan.planner.step.unset_options import settle
 
 WIDEST = 32
 """Largest degree of the ranks that split a layer; wider groups leave nodes and only get slower."""

@@ -22,8 +22,9 @@ from titan.planner.machine.kernels import Device
 from titan.planner.machine.network import Network
 from titan.planner.step.activations import LayerMemory, recomputed
 from titan.planner.step.layout import group_of
-from titan.planner.step.memory import GIB, Memory, StageMemory, kind, memory_of
+from titan.planner.step.memory import GIB, Memory, kind, memory_of
 from titan.planner.step.schedule import Timeline, simulate
+from titan.planner.step.stage_memory import StageMemory
 from titan.planner.step.steady_state import Steps
 from titan.planner.step.work import COMMUNICATION, Parts, StageWork
 
