@@ -142,7 +142,7 @@ def predicted(words: Sequence[str], ranks: int) -> tuple[Predicted, Predicted]:
     planned, exact = {}, {}
     for kind, fused in KINDS.items():
         by_place = memories(costs, job.layout, DeviceMemory(0.0, fused_norms=fused))
-        planned[kind] = [(by_place[at].total - by_place[at].overhead) / 2**20 for at in places]
+        planned[kind] = [by_place[at].allocated / 2**20 for at in places]
         # A job of its own for each rank, as in a run: techniques have state.
         runs = [dry_run(load_job(CONFIG, words, ranks), rank, fused) for rank in range(ranks)]
         exact[kind] = [run.peak_bytes / 2**20 for run in runs]

@@ -246,7 +246,7 @@ def _predicted(own: Words) -> dict[str, float]:
     (memory,) = step.memory
     return {
         "planned_s": step.step_time_s,
-        "planned_gib": (memory.total - memory.overhead) / 2**30,
+        "planned_gib": memory.allocated / 2**30,
         "dry_run_gib": exact.peak_bytes / 2**30,
     }
 

@@ -85,7 +85,7 @@ def memory(case: Case, world: World) -> tuple[float, str, bool]:
     )
 
     def most(ranks: Sequence[Memory], reserved_gib: float, lost: float) -> float:
-        return max(m.total - m.overhead + lost * _of_a_step(m) for m in ranks) / GIB + reserved_gib
+        return max(m.allocated + lost * _of_a_step(m) for m in ranks) / GIB + reserved_gib
 
     has = planner.cluster.device.memory_gib
     gib = most(shows[:1] if kind.get("first") else shows, kind["reserved_gib"], kind["fragmented"])

@@ -141,7 +141,7 @@ def test_the_command_prints_what_scripts_rely_on(capsys: pytest.CaptureFixture[s
     assert sum(report["time_s"].values()) == pytest.approx(report["step_time_s"])
     assert len(report["stages"]) == 2
     memory = report["stages"][0]["memory_gib"]
-    parts = {"parameters", "gradients", "optimizer", "activations", "buffers", "overhead"}
+    parts = {"parameters", "gradients", "optimizer", "activations", "buffers", "cached", "overhead"}
     assert set(memory) == parts | {"total"}
     assert sum(memory[part] for part in parts) == pytest.approx(memory["total"])
     assert report["stages"][0]["layers"] == [[0, 1]]

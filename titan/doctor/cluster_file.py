@@ -91,7 +91,7 @@ def _about(device: torch.device, layout: Layout) -> Mapping[str, Any]:
         found = torch.cuda.get_device_properties(device)
         return {"memory_gib": _digits(found.total_memory / 2**30), "compute_units": found.multi_processor_count}
     memory = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") / 2**30
-    return {"memory_gib": _digits(memory / layout.per_node), "full_speed_ranks": cores()}
+    return {"memory_gib": _digits(memory / layout.per_node), "stream_pools": False, "full_speed_ranks": cores()}
 
 
 def _of_host(kinds: Mapping[str, Row]) -> Mapping[str, float]:

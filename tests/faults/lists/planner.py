@@ -133,6 +133,13 @@ FAULTS = (
         ("tests/unit/test_costs.py::test_collectives_of_a_layer_overlap_no_more_than_the_layer",),
     ),
     Fault(
+        "memory without the pool of the reductions' stream",
+        "titan/planner/step/memory.py",
+        "if costs.gather is not None and device.stream_pools:",
+        "if False:",
+        ("tests/unit/test_stream_pools.py::test_each_stream_reserves_its_own_peak[1B, eager]",),
+    ),
+    Fault(
         "memory without optimizer state",
         "titan/planner/step/memory.py",
         "self.parameters + self.gradients + self.optimizer +",

@@ -34,7 +34,6 @@ Predictions are off by 3.6 % on average for the memory of whole processes (50 ro
 for other figures (docs/validation.md, "Memory"). A layout that fills a device by prediction may run out of memory.
 """
 
-
 SAME_MEMORY = 0.1
 """Up to this difference, relative to a cluster file's, a device of the same model has the memory of that file."""
 
@@ -44,7 +43,7 @@ class DeviceMemory(NamedTuple):
 
     gib: available to processes, in GiB.  reserved_gib: of it, used by the driver and communicators.
     fragmented: fraction of activations and buffers lost to allocator fragmentation.  fused_norms: a norm is one kernel
-    and saves only its input.
+    and saves only its input.  stream_pools: the allocator keeps a pool per stream.
     host_gib: of a node's host, in GiB, which its ranks share; 0: not known.  ranks_per_node: 0: all ranks.
     """
 
@@ -52,6 +51,7 @@ class DeviceMemory(NamedTuple):
     reserved_gib: float = 2.0
     fragmented: float = 0.02
     fused_norms: bool = True
+    stream_pools: bool = True
     host_gib: float = 0.0
     ranks_per_node: int = 0
 
@@ -73,6 +73,7 @@ class Device:
     memory_gib: float = option(REQUIRED, "memory available to processes", unit="GiB", above=0)
     reserved_gib: float = option(0.0, "part of it used by the driver and communicators", unit="GiB", at_least=0)
     fragmented: float = option(0.0, "fraction of activations and buffers lost to allocator fragmentation", at_least=0)
+    stream_pools: bool = option(True, "the allocator keeps a pool of memory per stream, as on GPUs; false on a CPU")
     bandwidth_gb_s: float = option(REQUIRED, "peak memory bandwidth", unit="GB/s", above=0)
     full_speed_ranks: int = option(
         0, "ranks per node that can run at full speed at once; more ranks share that speed; 0: all", at_least=0
@@ -245,6 +246,7 @@ class Cluster:
             device.reserved_gib,
             device.fragmented,
             self.kernels.fused_norms,
+            device.stream_pools,
             device.host_memory_gib,
             self.ranks_per_node,
         )

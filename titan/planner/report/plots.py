@@ -28,7 +28,7 @@ NUMBERED = 40
 """Actions of a rank that leave room for the numbers of their micro batches."""
 COMPONENTS = {
     "parameters": "#4878a8", "gradients": "#e49444", "optimizer": "#85b6b2", "activations": "#d1615d",
-    "buffers": "#a87c9f", "overhead": "#bab0ab",
+    "buffers": "#a87c9f", "cached": "#d4a6c8", "overhead": "#bab0ab",
 }  # fmt: skip
 ACTIONS = {
     "F": ("forward", "#3b78b5"),

@@ -26,7 +26,9 @@ class Memory:
     parameters, gradients, optimizer: state, after sharding.
     activations: saved tensors, and the working set of the operation at the peak.
     buffers: gathered parameters, gradients during reduction, and receive buffers for hidden states.
-    overhead: what the allocator loses to fragmentation, and what driver and communicators allocate.
+    cached: what PyTorch's allocator reserves and no tensor uses at the peak: fragmentation, and free blocks of a
+        stream's pool, which other streams cannot use. The pool of FSDP's copies for all-gathers is left out.
+    overhead: what driver and communicators allocate.
     host: in the host's memory, which the total leaves out.
     """
 
@@ -35,13 +37,24 @@ class Memory:
     optimizer: float
     activations: float
     buffers: float
+    cached: float
     overhead: float
     host: float = 0.0
 
     @property
     def total(self) -> float:
-        """Bytes on the device: the sum of all fields but `host`."""
-        return self.parameters + self.gradients + self.optimizer + self.activations + self.buffers + self.overhead
+        """Bytes of the process on the device: the sum of all fields but `host`."""
+        return self.reserved + self.overhead
+
+    @property
+    def allocated(self) -> float:
+        """Bytes of tensors at the peak: `torch.cuda.max_memory_allocated`."""
+        return self.parameters + self.gradients + self.optimizer + self.activations + self.buffers
+
+    @property
+    def reserved(self) -> float:
+        """Bytes that PyTorch's allocator takes from the device: `torch.cuda.max_memory_reserved`."""
+        return self.allocated + self.cached
 
     def gib(self) -> dict[str, float]:
         """All fields and the total, in GiB; `host` only where there is some."""
@@ -86,11 +99,12 @@ def _of_place(
         (costs.receive_buffers + 1) * stage.layer.hidden * ((not stage.stage.embeddings) + (not stage.stage.head))
         for stage in mine
     )
-    activations, gradients, buffers = peak(actions, stages)
+    (activations, gradients, buffers), computing = peak(actions, stages)
     masks = max(stage.mask for stage in mine)
     activations += masks
-    buffers += state["buffers"] + received * (costs.receive_buffers > 0) + sum(stage.gathered for stage in mine)
-    gradients += sum(stage.summed for stage in mine)
+    always = state["buffers"] + received * (costs.receive_buffers > 0) + sum(stage.gathered for stage in mine)
+    buffers, gradients = buffers + always, gradients + sum(stage.summed for stage in mine)
+    computing += masks + always + sum(stage.summed - stage.sharded for stage in mine)
     hosted = sum(sum(stage.hosted.values()) for stage in mine) + _most_offloaded(actions, stages)
     update = min(costs.update_buffers, sum(stage.hosted["optimizer"] for stage in mine))
     together = costs.update_scratch is not None and costs.update_scratch.all_at_once
@@ -100,8 +114,13 @@ def _of_place(
     after = state["buffers"] + sum(stage.after for stage in mine)
     if activations + gradients + buffers < after:
         activations, gradients, buffers = 0.0, 0.0, after
-    overhead = device.reserved_gib * GIB + device.fragmented * (activations + buffers)
-    return Memory(state["parameters"], gradients, state["optimizer"], activations, buffers, overhead, hosted)
+    cached = device.fragmented * (activations + buffers)
+    if costs.gather is not None and device.stream_pools:
+        sharded = sum(stage.sharded for stage in mine)
+        reducing = max(state["gradients"], sharded + max(stage.reducing for stage in mine))
+        cached += max(computing, masks + update, after) + reducing - (activations + gradients + buffers)
+    overhead = device.reserved_gib * GIB
+    return Memory(state["parameters"], gradients, state["optimizer"], activations, buffers, cached, overhead, hosted)
 
 
 def _most_offloaded(actions: Sequence[Action], stages: Sequence[StageMemory]) -> float:
@@ -113,9 +132,12 @@ def _most_offloaded(actions: Sequence[Action], stages: Sequence[StageMemory]) ->
     return most
 
 
-def peak(actions: Sequence[Action], stages: Sequence[StageMemory]) -> tuple[float, float, float]:
-    """(activations, gradients, buffers) in bytes at a rank's worst moment, over its actions in order."""
-    now = left = largest = 0.0
+def peak(actions: Sequence[Action], stages: Sequence[StageMemory]) -> tuple[tuple[float, float, float], float]:
+    """Peaks of a rank in bytes, over its actions in order, besides what is there all through the step.
+
+    ((activations, gradients, buffers) at its worst moment, the peak of what is outside the stream of reductions).
+    """
+    now = left = largest = computing = 0.0
     most = (0.0, 0.0, 0.0)
     begun: set[int] = set()
     last = {number: index for index, (kind_, number, _) in enumerate(actions) if kind_ in "BW"}
@@ -127,9 +149,12 @@ def peak(actions: Sequence[Action], stages: Sequence[StageMemory]) -> tuple[floa
         if kind_ == "F":
             if now + stage.making + left > largest:
                 largest, most = now + stage.making + left, (now + stage.making, left, 0.0)
+            computing = max(computing, now + stage.making)
             now += stage.kept
-        for gone, activations, gradients, buffers in moments:
+        for gone, activations, gradients, buffers, reducing in moments:
             here = now - gone + activations + gradients + buffers + left
+            if here - reducing > computing:
+                computing = here - reducing
             if here > largest:
                 largest, most = here, (now - gone + activations, gradients + left, buffers)
         if kind_ in "BI" and number not in begun:
@@ -137,4 +162,4 @@ def peak(actions: Sequence[Action], stages: Sequence[StageMemory]) -> tuple[floa
             left += stage.left
         if kind_ in "BW":
             now -= stage.kept
-    return most
+    return most, computing

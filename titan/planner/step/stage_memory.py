@@ -19,12 +19,14 @@ class Moment(NamedTuple):
 
     gone: activations of the micro batch that are freed by then.
     activations, gradients, buffers: temporary memory at that moment.
+    reducing: of it, what FSDP allocates in the stream of its reductions.
     """
 
     gone: float
     activations: float
     gradients: float = 0.0
     buffers: float = 0.0
+    reducing: float = 0.0
 
 
 class StageMemory:
@@ -38,6 +40,7 @@ class StageMemory:
     making: bytes to make one: itself, if a micro batch keeps it, and a bool of its size.
     gathered, summed: bytes of gathered parameters and of accumulated gradients of shard units, all through a micro
         batch.
+    sharded: of `summed`, bytes that FSDP allocates in the stream of its reductions.  reducing: most others there.
     moments: of a backward.  reductions: those of a step's last one besides, where gradients are reduced once per step.
     later: moments of all backwards but the step's first.  left: bytes of gradients that exist from the first one on.
         Without a `GatherPolicy`, the first backward makes them layer by layer, and others add to them.
@@ -78,6 +81,8 @@ class StageMemory:
         if self.scratch and not _Buffers(self).pile_up:  # a tensor is updated as soon as its gradient is there
             ready = reductions or [Moment(0.0, 0.0)]
             self.moments += [each._replace(buffers=each.buffers + self.scratch) for each in ready]
+        self.sharded = self.summed * (costs.gather is not None and costs.gather.reduce_every == "micro_batch")
+        self.reducing = max((each.reducing for each in (*self.moments, *self.reductions)), default=0.0)
         self.left, self.later = 0.0, self.moments
         if costs.gather is None and costs.gradients_freed:
             self._add_ends()
@@ -168,19 +173,20 @@ class StageMemory:
         costs, buffers, units = self.costs, _Buffers(self), list(range(len(self.sizes)))
         if costs.gather is None:
             return
-        if costs.pipeline_axis and costs.gather.reduce_every == "step":
+        # A search makes one of these for pipelines of any schedule, so the stage says whether it is one of several.
+        if not (self.stage.embeddings and self.stage.head) and costs.gather.reduce_every == "step":
             for unit in {0, units[-1]}:
-                yield Moment(self.kept, 0.0, *buffers.reduced(units[: unit + 1]))
+                yield from buffers.reduced(self.kept, 0.0, units[: unit + 1])
             return
         if costs.tied and self.stage.head:
             units = [units[-1], *units[:-1]]
         elif self.stage.head:
-            yield Moment(self.head, self.layer.hidden, *buffers.reduced(units[:-2:-1]))
+            yield from buffers.reduced(self.head, self.layer.hidden, units[:-2:-1])
         if self.stage.layers and self.stage.embeddings:
             first = units[-len(self.stage.layers) - bool(self.stage.head and not costs.tied) :]
             gone = self.kept - self.layer.embeddings
-            yield Moment(gone, self.layer.hidden, *buffers.reduced(first[::-1]))
-        yield Moment(self.kept, self.layer.hidden, *buffers.reduced(units[::-1]))
+            yield from buffers.reduced(gone, self.layer.hidden, first[::-1])
+        yield from buffers.reduced(self.kept, self.layer.hidden, units[::-1])
 
 
 class _Buffers:
@@ -213,13 +219,13 @@ class _Buffers:
     def at_loss(self) -> tuple[float, float]:
         """When the gradient of the logits is made; in backward the last layer is gathered by then.
 
-        In forward, the head has just been copied out of the buffer that it was gathered into.
+        In forward, several ranks have just copied the head out of the buffer that they gathered it into.
         """
         if self.rules is None:
             return 0.0, 0.0
         before = self.sizes[0] if self.rules.reduce_every == "micro_batch" and self.costs.micro_batches > 1 else 0.0
         forward = self.costs.loss_in_forward
-        received = self.head * self.costs.itemsize * (forward and self.rules.gather_every != "step")
+        received = self.head * self.costs.itemsize * (forward and self.rules.gather_every != "step" and not self._alone)
         gathered = self._gathered(self.head + self.layer * (not forward))
         return 0.0, gathered + received + before * self.costs.reduce_itemsize
 
@@ -235,8 +241,10 @@ class _Buffers:
             2 * self.layer
         ) + waiting * self.costs.reduce_itemsize * self._each
 
-    def reduced(self, units: Sequence[int]) -> tuple[float, float]:
+    def reduced(self, gone: float, activations: float, units: Sequence[int]) -> Iterator[Moment]:
         """When the gradients of the last of these units are reduced, after those of the others.
+
+        gone, activations: as in `Moment`.
 
         The unit's own gradients are there in the compute dtype, or as they were added up, copied for the reduction, and
         reduced, before they are rounded to the dtype that they are stored in. A rank alone divides another copy, when
@@ -244,7 +252,8 @@ class _Buffers:
         """
         costs, stage, unit = self.costs, self.stage, units[-1]
         if self.rules is None or not stage.held["gradients"]:
-            return 0.0, 0.0
+            yield Moment(gone, activations)
+            return
         narrow, several = costs.reduce_itemsize != costs.store_itemsize, costs.micro_batches > 1
         made, shards = self.sizes[unit], sum(stage.shards[each] for each in units)
         sums = shards if self.rules.sums_replicas else stage.shards[unit]
@@ -256,12 +265,16 @@ class _Buffers:
             kept = sum(self.sizes[each] for each in units) * costs.reduce_itemsize * several
             wide, stored = sums * costs.reduce_itemsize * narrow, shards * costs.store_itemsize
         own = made * (costs.reduce_itemsize if several and not self._each else costs.itemsize)
-        if self._alone:
-            own = max(made * costs.reduce_itemsize - made * costs.store_itemsize * narrow, 0.0)
         stored = min(stored, stage.held["gradients"])
         gathered = stage.gathered and sum(self.sizes[each] for each in units) * costs.itemsize
-        ahead = self._gathered(self.layer) if len(units) == 1 else 0.0
-        return own + stored - kept, made * costs.reduce_itemsize + wide + ahead - gathered
+        copied = made * costs.reduce_itemsize + (self._gathered(self.layer) if len(units) == 1 else 0.0) - gathered
+        if self._alone:
+            before = max(stored - stage.shards[unit] * costs.store_itemsize, 0.0)
+            yield Moment(gone, activations, own + before - kept, copied, before)
+            divided = max(made * costs.reduce_itemsize - made * costs.store_itemsize * narrow, 0.0)
+            yield Moment(gone, activations, divided + stored - kept, copied + wide, divided + stored + wide)
+        else:
+            yield Moment(gone, activations, own + stored - kept, copied + wide, stored + wide)
 
     def _gathered(self, used: float) -> float:
         assert self.rules is not None
