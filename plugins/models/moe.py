@@ -34,7 +34,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from titan.contracts import HfTensor, Measure, Model, ModelSpec, option, register
-from titan.contracts.base.cost import Elementwise, Matmul, Operation, SavedTensor, linear, shared
+from titan.contracts.base.cost import Elementwise, Matmul, Operation, SavedTensor, linear, saved_by_gate, shared
 from titan.contracts.base.spec import ZEROS, TensorStyle, nearest
 from titan.contracts.layers import huggingface
 from titan.contracts.layers.blocks import Heads, LayerPart, PreNormLayer, SelfAttention, SwiGLU, pre_norm, swiglu
@@ -156,7 +156,7 @@ def _mixture(c: MixtureConfig) -> LayerPart:
         replace(linear("ffn.router", d, c.n_experts), saved=(SavedTensor(numel=d, region="seq_full", itemsize=4),)),
         elementwise(forward=2 * d * k, backward=2 * d * k, saved=(rows,)),  # rows sorted by expert
         product(module="ffn.experts.w1", inputs=d, outputs=f), product(module="ffn.experts.w3", inputs=d, outputs=f),
-        Elementwise(region="tp_sharded", forward=5 * f * k, backward=8 * f * k, saved=(hidden(numel=3 * f * k),)),
+        Elementwise(region="tp_sharded", forward=5 * f * k, backward=8 * f * k, saved=saved_by_gate(f * k)),
         product(module="ffn.experts.w2", inputs=f, outputs=d, saved=(hidden(numel=f * k),)),
         elementwise(forward=3 * d * k, backward=3 * d * k, saved=(rows,)),  # weighted and added up
     ]  # fmt: skip

@@ -22,7 +22,13 @@ ONCE = ("--train.global_batch_size", "1")
 COMPILED = ("--plugins.compile.enabled", "true")
 EAGER = ("--plugins.compile.enabled", "false")
 SHARDED = ("--plugins.fsdp.zero_stage", "1")
+SHORT = ("--data.seq_len", "2048")
 RESERVED = {
+    "1B": ((*B1, *ONCE, *COMPILED), 31.32, 36.92),
+    "1B, micro batches": ((*B1, *FOUR_TIMES, *COMPILED), 35.92, 42.09),
+    "1B, short": ((*B1, *ONCE, *COMPILED, *SHORT), 24.34, 29.93),
+    "8B, 8 layers": ((*B8, *ONCE, *COMPILED), 49.95, 61.40),
+    "8B, 8 layers, micro batches": ((*B8, *FOUR_TIMES, *COMPILED), 58.41, 70.15),
     "1B, eager": ((*B1, *ONCE, *EAGER), 33.32, 38.95),
     "3B, full recomputation": ((*B3, *ONCE, *COMPILED, *FULL), 56.71, 64.48),
     "3B, selective recomputation": ((*B3, *ONCE, *COMPILED, *SELECTIVE), 57.33, 71.60),

@@ -21,6 +21,7 @@ from titan.contracts.base.cost import (
     linear,
     norm,
     residual,
+    saved_by_gate,
     saved_by_rms_norm,
     shared,
 )
@@ -174,11 +175,10 @@ class SwiGLU(nn.Module):
 def swiglu(dim: int, ffn_dim: int) -> LayerPart:
     """`SwiGLU` as data, under the name `ffn`."""
     d, f = dim, ffn_dim
-    saved = (SavedTensor(numel=3 * f, region="tp_sharded"),)
     operations = (
         shared(d, 2),
         linear("ffn.w1", d, f, saved=d), linear("ffn.w3", d, f),
-        Elementwise(region="tp_sharded", forward=5 * f, backward=8 * f, saved=saved),
+        Elementwise(region="tp_sharded", forward=5 * f, backward=8 * f, saved=saved_by_gate(f)),
         linear("ffn.w2", f, d, saved=f, region="tp_sharded"),
     )  # fmt: skip
     return LayerPart(operations, {"ffn": "gather", "ffn.w1": "column", "ffn.w3": "column", "ffn.w2": "row"})

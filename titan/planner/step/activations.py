@@ -105,6 +105,7 @@ def kept_by(
         for op in operations
         for kept in _saved_by(op, costs)
         if kept.kernels != elsewhere and (kept.scores or not scores) and bytes_of([kept], costs) >= smallest
+        if not (kept.unfused and costs.fused)
     )
 
 

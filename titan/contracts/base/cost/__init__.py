@@ -62,6 +62,7 @@ from titan.contracts.base.cost.operations import (
     norm,
     parameter_count,
     residual,
+    saved_by_gate,
     saved_by_rms_norm,
     shared,
 )
@@ -70,7 +71,7 @@ __all__ = [
     "REGIONS", "Action", "Attention", "Collective", "CollectiveCost", "Component", "Costs", "Elementwise",
     "EmbeddingOp", "GatherPolicy", "Kind", "Matmul", "MatrixWork", "Operation", "Order", "PersistentState",
     "Recompute", "Region", "SavedTensor", "Stage", "UpdateScratch", "When", "Where", "linear", "norm",
-    "one_after_the_other", "parameter_count", "residual", "saved_by_rms_norm", "shared",
+    "one_after_the_other", "parameter_count", "residual", "saved_by_gate", "saved_by_rms_norm", "shared",
 ]  # fmt: skip
 
 Component = Literal["parameters", "gradients", "optimizer", "buffers"]

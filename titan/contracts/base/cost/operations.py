@@ -24,6 +24,7 @@ class SavedTensor:
     itemsize: bytes per number; 0: that of the compute dtype, `Costs.itemsize`.
     kernels: saved only where the operation runs as one kernel, or only where as several, as RMSNorm does on a CPU.
     scores: S x S scores of attention: `numel` is per token and key position, so it is multiplied by `Costs.seq_len`.
+    unfused: saved only where no compiler fuses the operation; a compiled backward computes it again, as silu(w1 x).
     """
 
     numel: float
@@ -31,6 +32,7 @@ class SavedTensor:
     itemsize: int = 0
     kernels: Literal["any", "one", "several"] = "any"
     scores: bool = False
+    unfused: bool = False
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -202,6 +204,13 @@ def norm(module: str, dim: int, vectors: int = 1, statistics: int = 1) -> Elemen
     saved = layer_norm if statistics == 2 else saved_by_rms_norm(dim, found)
     return Elementwise(
         module=module, region="hidden", forward=2 * dim, backward=3 * dim, params=vectors, width=dim, saved=saved
+    )
+
+
+def saved_by_gate(numel: float) -> tuple[SavedTensor, ...]:
+    """What act(w1 x) * w3 x saves, each of `numel` numbers per token: both inputs, and act(w1 x) if not compiled."""
+    return SavedTensor(numel=2 * numel, region="tp_sharded"), SavedTensor(
+        numel=numel, region="tp_sharded", unfused=True
     )
 
 
