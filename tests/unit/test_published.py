@@ -109,7 +109,7 @@ def test_devices_and_frameworks_are_found_by_what_rows_call_them() -> None:
     assert device_of(row(), megatron) == "a100-80gb"
     assert device_of(row(gpu="A100-40GB", gpu_mem_gb=40), megatron) == "a100-40gb"
     nemo = framework_of(row(framework="NeMo 24.07"))
-    assert device_of(row(gpu="H100"), nemo) == "h100-cudnn" and device_of(row(gpu="H100"), megatron) == "h100"
+    assert device_of(row(gpu="H100"), nemo) == "h100-cudnn" and device_of(row(gpu="H100"), megatron) == "h100-flash2"
     assert framework_of(row(framework="torchtitan FSDP2 +torch.compile")).compiled
     assert framework_of(row(framework=None)).name == "any other"
 
