@@ -9,11 +9,10 @@ world has a size no test has: what DTensor remembers about this mesh is then nev
 import contextlib
 import faulthandler  # noqa: F401
 import tempfile  # noqa: F401
+from importlib import import_module
+from unittest.mock import patch
 
 import torch
-import torch._dynamo
-import torch._functorch.aot_autograd
-import torch._inductor.pattern_matcher
 import torch.distributed as dist
 import torch.distributed.checkpoint
 import torch.distributed.checkpoint.state_dict
@@ -32,6 +31,7 @@ with contextlib.suppress(ImportError):  # ranks import the module of their test,
     import pytest  # noqa: F401
 
 WORLD_SIZE = 62
+COMPILER = ("torch._dynamo", "torch._functorch.aot_autograd", "torch._inductor.pattern_matcher")
 
 
 def _step() -> None:
@@ -50,5 +50,9 @@ def _step() -> None:
 registry.load_plugins()
 torch.set_num_threads(1)
 dist.init_process_group("fake", rank=0, world_size=WORLD_SIZE, store=FakeStore())
-_step()
+# Whoever asks for CUDA's devices can use none in a process that it forks.
+with patch.object(torch.cuda, "is_available", return_value=False):
+    for module in COMPILER:
+        import_module(module)
+    _step()
 dist.destroy_process_group()
