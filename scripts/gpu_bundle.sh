@@ -1,13 +1,10 @@
 #!/usr/bin/env bash
-# Collects what `python -m bench.gpu` and `pytest -m gpu` need on a machine without a network that has PyTorch, pytest,
-# tiktoken, tensorboard and safetensors:
+# Collects what scripts/gpu_call.sh needs on a machine that has a GPU, PyTorch, pytest with xdist, tiktoken, tensorboard,
+# safetensors and tokenizers, and no network:
 #   scripts/gpu_bundle.sh [FOLDER [PYTHON_VERSION]]        default: gpu-bundle 3.12
 # FOLDER then has wheels/ (titan-train, torchtitan, torchao and others; no PyTorch), stubs/ (a stand-in for `datasets`,
-# which torchtitan imports and the benchmark does not use), bench/, tests/, and reference/ (the CPU's checkpoint and
-# curves). There:
-#   cd FOLDER && python -m pip install --no-index --no-deps wheels/*.whl && export PYTHONPATH=$PWD/stubs
-#   python -m bench.gpu --part 1 --reference reference --output results      and so on with parts 2 to 4
-#   python -m pytest -m gpu tests/dist/test_gpu.py tests/unit/test_float8.py
+# which torchtitan imports and the benchmark does not use), bench/ (with the results that need not be measured again),
+# tests/, commit (of this repository), and reference/ (the CPU's checkpoint and curves).
 set -euo pipefail
 
 root=$(cd -- "$(dirname -- "${BASH_SOURCE[0]}")/.." && pwd)
@@ -21,6 +18,7 @@ python=$("$root/scripts/python.sh" float8)
 pip=("$python" -m pip)
 "$python" -m pip --version >/dev/null 2>&1 || pip=(python3 -m pip)
 
+rm -f -- "$folder"/wheels/titan_train-*.whl
 "${pip[@]}" wheel -q --no-deps --wheel-dir "$folder/wheels" "$root"
 platforms=()
 for glibc in manylinux_2_28 manylinux_2_24 manylinux_2_17 manylinux2014; do
@@ -28,7 +26,7 @@ for glibc in manylinux_2_28 manylinux_2_24 manylinux_2_17 manylinux2014; do
 done
 "${pip[@]}" download -q --no-deps --only-binary=:all: --python-version "$version" "${platforms[@]}" \
     --dest "$folder/wheels" \
-    "torchtitan==0.2.2" "torchdata>=0.11" "torchao>=0.18,<0.19" tomli_w tqdm tyro docstring-parser typeguard einops tokenizers
+    "torchtitan==0.2.2" "torchdata>=0.11" "torchao>=0.18,<0.19" tomli_w tqdm tyro docstring-parser typeguard einops
 
 cat >"$folder/stubs/datasets/__init__.py" <<'END'
 """Stands in for the package of this name: importable, with nothing to load."""
@@ -46,7 +44,9 @@ for name in bench tests; do
     cp -r -- "$root/$name" "$folder/$name"
 done
 find "$folder/bench" "$folder/tests" -name __pycache__ -prune -exec rm -rf -- {} +
-(cd -- "$root" && "$python" -m bench.gpu --reference-only --reference "$folder/reference" --output "$folder/reference")
+git -C "$root" describe --always --dirty >"$folder/commit"
+(cd -- "$root" && "$python" -m bench.gpu --rehearse --reference-only --reference "$folder/reference" --scratch "$folder/reference" \
+    --results "$folder/reference/gpu.jsonl")
 
 mib=$(du -sm -- "$folder" | cut -f1)
 echo "$folder: $mib MiB"

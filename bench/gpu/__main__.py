@@ -1,133 +1,162 @@
 """Check and measure titan on one CUDA device.
 
-    python -m bench.gpu --part 1        checks: parity with the CPU, resume, SIGTERM, NaN, waits of the host
-    python -m bench.gpu --part 2        device: rates, attention, loss, head; a profile, saves
-    python -m bench.gpu --part 3        speed: Llama 3.2 1B and 3B, in turns with torchtitan; float8
-    python -m bench.gpu --part 4        savings: packed documents, float8 at 3B, offloading, 8-bit state, ...
-    python -m bench.gpu --rehearse      every measurement on this CPU in tiny sizes; its figures mean nothing
+    python -m bench.gpu                          all measurements that have no result for this device
+    python -m bench.gpu --call a --seconds 150   the first visit to a borrowed device: does it run, how fast
+    python -m bench.gpu --call b --seconds 400   the second one: parity, torchtitan, float8, kernels
+    python -m bench.gpu --table                  print what is measured, and measure nothing
+    python -m bench.gpu --predict                write the planner's predictions of the measured jobs
+    python -m bench.gpu --rehearse               every measurement on this CPU in tiny sizes; its figures mean nothing
 
-Each part begins no measurement that would not end within --minutes (9). It appends each result to
-OUTPUT/results.jsonl. The same command, started again, takes the measurements that are missing or failed. Exit code 0:
-every measurement of the chosen parts has a result, and every check passed.
+Each measurement runs in a process of its own, under a time limit. Its rows are appended to --results and synced as soon
+as they are there. What has a result for this device and version of PyTorch, there or in bench/results/gpu.jsonl, is
+not measured again without --again. Exit code 0: every chosen measurement has a result, and every check passed.
 """
 
 import argparse
-import faulthandler
 import os
+import shutil
+import subprocess
 import sys
 import time
-import traceback
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager, redirect_stderr
+from collections.abc import Sequence
+from functools import partial
+from importlib import import_module
 from pathlib import Path
 from typing import Any
 
 import torch
 
 from bench import results
-from bench.gpu import reference
-from bench.gpu.measurements import MEASUREMENTS
-from bench.gpu.records import Measurement, Results, Row
+from bench.gpu import isolated, predictions, reference
+from bench.gpu.measurements import CALLS, MEASUREMENTS
+from bench.gpu.records import Measurement, Results, faults, table
 from bench.gpu.setting import Setting
+from titan.contracts.base import registry
+from titan.resources import let_segments_expand
 
-PARTS = (1, 2, 3, 4)
-OVERRUN_S = 20.0
-"""Longest time that a measurement may go beyond the end of its part."""
+COMMITTED = results.FOLDER / "gpu.jsonl"
+"""Results of devices, over all visits."""
+
+OVERRUN = 3
+"""How often the expected time of a measurement it may take."""
+
+REHEARSAL_S = 600.0
+"""Time that a measurement may take in a rehearsal."""
+
+LEAST_S = 10.0
+"""A deadline that leaves less than this is over."""
 
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Measure; returns the exit code."""
     args = _arguments(argv)
-    if not args.rehearse and not args.reference_only and not torch.cuda.is_available():
-        print("error: no CUDA device; --rehearse takes every measurement on the CPU", file=sys.stderr)
-        return 2
-    output = args.output or Path("runs") / ("gpu-rehearsal" if args.rehearse else "gpu")
-    setting = Setting(output.absolute(), (args.reference or output / "reference").absolute(), args.rehearse)
+    if args.predict:
+        print(predictions.write())
+        return 0
+    # Before anything touches the device. The processes of measurements, and other trainers in them, inherit both.
+    let_segments_expand()
+    os.environ["PYTORCH_NVML_BASED_CUDA_CHECK"] = "1"  # whether there is a GPU is then asked without touching it
+    registry.load_plugins()  # once, for all processes; as the compiler, which is imported in 1 to 2 s
+    import_module("torch._dynamo")
     if args.rehearse:
         torch.set_num_threads(1)  # tiny tensors: threads that wait for each other take longer than the work
-    with _quietly(setting):
-        reference.make(setting)
+    setting = _setting(args)
     if args.reference_only:
         return 0
-    kept = Results(setting.folder, _about(setting))
-    wanted = [one for one in MEASUREMENTS if one.part in args.part and (not args.only or one.name in args.only)]
+    machine = isolated.call(partial(_machine, args.rehearse), setting.log, 120.0)
+    if machine["device"].startswith("cpu") and not args.rehearse:
+        print("error: no CUDA device; --rehearse takes every measurement on the CPU", file=sys.stderr)
+        return 2
+    about = {"device": machine.pop("device"), "torch": machine.pop("torch"), "rehearsal": args.rehearse}
+    earlier = [COMMITTED] if args.results.absolute() != COMMITTED else []
+    kept = Results(args.results, about, machine, earlier)
+    wanted = [one for one in MEASUREMENTS if one.call in args.call and (not args.only or one.name in args.only)]
     if not args.table:
-        for part in args.part:
-            _measure([one for one in wanted if one.part == part], kept, setting, 60 * args.minutes)
-    return _summary(wanted, kept, args.table)
+        _measure(wanted, kept, setting, args.seconds, again=args.again)
+    return _summary(wanted, kept, args)
 
 
 def _arguments(argv: Sequence[str] | None) -> argparse.Namespace:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--part", type=int, nargs="+", choices=PARTS, default=PARTS)
-    parser.add_argument("--rehearse", action="store_true", help="on the CPU, in tiny sizes")
-    parser.add_argument("--minutes", type=float, default=9.0, help="longest time of a part")
+    parser = argparse.ArgumentParser(
+        prog="python -m bench.gpu", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--call", nargs="+", choices=CALLS, default=CALLS, help="parts of the list; default: all")
     parser.add_argument("--only", nargs="+", default=(), choices=[one.name for one in MEASUREMENTS], metavar="NAME")
-    parser.add_argument("--output", type=Path, help="folder of results and runs; default runs/gpu")
-    parser.add_argument("--reference", type=Path, help="folder of the CPU's checkpoint and curves; made where absent")
+    parser.add_argument("--again", action="store_true", help="also what has a result")
+    parser.add_argument("--seconds", type=float, default=3600.0, help="deadline of the whole call; default: 3600")
+    parser.add_argument("--results", type=Path, metavar="FILE", help="file to append to; default: runs/gpu/gpu.jsonl")
+    parser.add_argument("--scratch", type=Path, metavar="DIR", help="folder of runs, tokens and checkpoints")
+    parser.add_argument("--reference", type=Path, metavar="DIR", help="the CPU's checkpoint and curves, made if absent")
     parser.add_argument("--reference-only", action="store_true", help="make that folder and measure nothing")
     parser.add_argument("--table", action="store_true", help="print what is measured, and measure nothing")
-    return parser.parse_args(argv)
+    parser.add_argument("--predict", action="store_true", help="plan each measured job, and measure nothing")
+    parser.add_argument("--rehearse", action="store_true", help="on the CPU, in tiny sizes")
+    args = parser.parse_args(argv)
+    folder = Path("runs") / ("gpu-rehearsal" if args.rehearse else "gpu")
+    args.results = args.results or folder / "gpu.jsonl"
+    args.scratch = (args.scratch or folder).absolute()
+    args.reference = (args.reference or args.scratch / "reference").absolute()
+    return args
 
 
-def _about(setting: Setting) -> dict[str, Any]:
-    """What makes results comparable: others are not counted as measured."""
-    about = results.about()
-    return {"rehearsal": setting.rehearse, "device": about["device"], "torch": about["torch"]}
+def _setting(args: argparse.Namespace) -> Setting:
+    """The setting, with the CPU's curves made if they are absent."""
+    setting = Setting(args.scratch, args.reference, args.results.absolute().with_name("log.txt"), args.rehearse)
+    setting.folder.mkdir(parents=True, exist_ok=True)
+    isolated.call(partial(reference.make, setting), setting.log, 600.0)
+    return setting
 
 
-def _measure(wanted: Sequence[Measurement], kept: Results, setting: Setting, seconds: float) -> None:
-    """Take what is still to be taken, as far as the time goes; a part that overruns it ends with all stacks shown."""
-    ends = time.monotonic() + seconds
-    if not setting.rehearse:
-        faulthandler.dump_traceback_later(seconds + OVERRUN_S, exit=True)
-    for one in kept.order(wanted):
-        if not setting.rehearse and time.monotonic() + one.seconds > ends:
+def _machine(rehearse: bool) -> dict[str, Any]:
+    """What identifies a result: the device and versions. Touches the device."""
+    machine = {key: value for key, value in results.about().items() if key in ("commit", "torch", "python", "device")}
+    if rehearse:
+        return {**machine, "device": "cpu"}
+    query = ["nvidia-smi", "--query-gpu=driver_version,power.limit,clocks.max.sm", "--format=csv,noheader"]
+    driver = subprocess.run(query, capture_output=True, text=True).stdout.strip() if shutil.which(query[0]) else ""
+    return {**machine, "cuda": torch.version.cuda, "cudnn": torch.backends.cudnn.version(), "driver": driver}
+
+
+def _measure(wanted: Sequence[Measurement], kept: Results, setting: Setting, seconds: float, *, again: bool) -> None:
+    """Take what is still to be taken, as far as the time goes. One failure does not end the others."""
+    deadline = time.monotonic() + seconds
+    for one in wanted if again else kept.order(wanted):
+        left = deadline - time.monotonic() - isolated.GRACE_S
+        if left < max(LEAST_S, 0 if setting.rehearse else one.seconds):
             print(f"{one.name}: left for the next start, it takes {one.seconds:.0f} s", flush=True)
             continue
         kept.began(one)
-        began, rows = time.monotonic(), list[Row]()
-        failure = _taken(one, setting, rows)
-        kept.ended(one, rows, time.monotonic() - began, failure)
-        print(kept.table(one), flush=True)
-    if not setting.rehearse:
-        faulthandler.cancel_dump_traceback_later()
+        began, failure = time.monotonic(), ""
+        try:
+            limit = REHEARSAL_S if setting.rehearse else OVERRUN * one.seconds
+            isolated.call(partial(_rows_of, one, setting, kept), setting.log, min(left, limit))
+        except isolated.CallError as error:
+            failure = str(error)
+        kept.ended(one, time.monotonic() - began, failure)
+        print(table(one, kept.last()[one.name]), flush=True)
 
 
-def _taken(one: Measurement, setting: Setting, rows: list[Row]) -> str:
-    """Collect the rows of a measurement; returns what it failed of. One failure does not end the others."""
-    try:
-        with _quietly(setting):
-            for row in one.measure(setting):
-                rows.append(row)  # one by one: a failure keeps those before it
-        return ""
-    except Exception as error:
-        traceback.print_exc()
-        return f"{type(error).__name__}: {error}".partition("\n")[0]
-    finally:
-        setting.free()
+def _rows_of(one: Measurement, setting: Setting, kept: Results) -> None:
+    print(f"---- {one.name}", flush=True)
+    for row in one.measure(setting):
+        kept.add(one, row)
 
 
-@contextmanager
-def _quietly(setting: Setting) -> Iterator[None]:
-    """What runs say goes to log.txt: the terminal is for the table."""
-    setting.folder.mkdir(parents=True, exist_ok=True)
-    with (setting.folder / "log.txt").open("a") as log, redirect_stderr(log):
-        yield
-
-
-def _summary(wanted: Sequence[Measurement], kept: Results, whole: bool) -> int:
-    if whole:
-        print("\n".join(kept.table(one) for one in wanted))
-    faults = kept.faults(wanted)
-    if kept.about["rehearsal"]:
+def _summary(wanted: Sequence[Measurement], kept: Results, args: argparse.Namespace) -> int:
+    last = kept.last()
+    if args.table:
+        print("\n".join(table(one, last.get(one.name)) for one in wanted))
+    missing = faults(wanted, last)
+    if args.rehearse:
         print("\nrehearsal: tiny models on a CPU, whatever the labels say; the figures mean nothing")
-    print(f"\n{len(wanted)} measurements, {len(faults)} not passed or not measured; {kept.path}")
-    print("\n".join(f"  {fault}" for fault in faults))
-    return 1 if faults else 0
+    else:
+        print(f"\n{predictions.table(kept.about['device'], last)}")
+    print(f"\n{len(wanted)} measurements, {len(missing)} not passed or not measured; {kept.path}")
+    print("\n".join(f"  {fault}" for fault in missing))
+    return 1 if missing else 0
 
 
 if __name__ == "__main__":
     code = main()
     sys.stdout.flush()
-    os._exit(code)  # a device in a bad state can hang at exit
+    os._exit(code)

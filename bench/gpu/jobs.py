@@ -1,8 +1,6 @@
 """Training jobs of the measurements, in this process on one device."""
 
-import gc
 import json
-import time
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
@@ -11,9 +9,11 @@ from typing import Any
 import numpy as np
 import torch
 
-from bench.gpu.setting import Setting
+from bench.gpu.setting import Setting, no_garbage
 from titan.config import load_job
 from titan.data.tokens.shards import ShardWriter
+from titan.planner.machine.cluster import DeviceMemory
+from titan.planner.search.unset_options import settle
 from titan.ranks import process
 from titan.train import main as train_main
 from titan.training import build, trainer
@@ -30,20 +30,24 @@ BYTE = 257
 def arguments(setting: Setting, name: str, keys: Keys) -> list[str]:
     """The command line of a job called `name`, below the setting's folder."""
     own = {"run.dir": setting.folder / "runs", "run.name": name, "run.device": setting.device.type, **keys}
-    return [word for key, value in own.items() for word in (f"--{key}", _word(value))]
+    return [each for key, value in own.items() for each in (f"--{key}", word(value))]
 
 
-def _word(value: object) -> str:
+def word(value: object) -> str:
+    """A value as a word of a command line."""
     return json.dumps(value) if isinstance(value, (bool, list)) else str(value)
 
 
 @contextmanager
 def open_run(setting: Setting, config: Path, name: str, keys: Keys) -> Iterator[build.Run]:
-    """Build the run of a job, and close it afterwards."""
+    """Build the run of a job as `titan.train` does, and close it afterwards."""
     setting.free()  # the run before is garbage by now, and not yet while the body of its `with` could still name it
     job = load_job(config, arguments(setting, name, keys), 1)
     rank = process.join(job)
     try:
+        least = process.smallest_memory_gib(rank)
+        job, chosen = settle(job, None if least is None else DeviceMemory(least))
+        print(*chosen, sep="\n", flush=True)
         run = build.build(job, rank)
         try:
             yield run
@@ -91,26 +95,12 @@ def tokens(folder: Path, vocab_size: int, count: int) -> Path:
 
 
 def step_seconds(setting: Setting, run: build.Run, steps: int, warm_up: int = 3) -> list[float]:
-    """Seconds of each step, the device waited for around each; the next batch and no logging included."""
+    """Seconds of consecutive steps, queued one after the other; the next batch included, no row of metrics."""
     batches = iter(run.loader)
-    gc.disable()
-    try:
+    with no_garbage():
         for _ in range(warm_up):
             trainer.step(run, next(batches))
-        return [setting.timed(lambda: trainer.step(run, next(batches))) for _ in range(steps)]
-    finally:
-        gc.enable()
-
-
-def seconds_in_a_row(setting: Setting, run: build.Run, steps: int) -> float:
-    """Seconds per step of steps queued one after the other, the device waited for once at their end."""
-    batches = iter(run.loader)
-    setting.synchronize()
-    began = time.perf_counter()
-    for _ in range(steps):
-        trainer.step(run, next(batches))
-    setting.synchronize()
-    return (time.perf_counter() - began) / steps
+        return setting.each(lambda: trainer.step(run, next(batches)), steps)
 
 
 def same_bits(one: Mapping[str, torch.Tensor], other: Mapping[str, torch.Tensor]) -> list[str]:

@@ -1,6 +1,7 @@
 """Single operations: rates of the device, attention kernels, the loss and the head at a real vocabulary."""
 
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -12,6 +13,7 @@ from torch.profiler import ProfilerActivity, profile
 from bench.gpu.records import Row
 from bench.gpu.setting import Setting
 from titan.contracts import Projection
+from titan.contracts.layers.experts import stacked_product
 from titan.doctor import device as doctor
 from titan.doctor.clock import Clock
 from titan.doctor.report import rows
@@ -142,11 +144,34 @@ def head(setting: Setting) -> Iterator[Row]:
     for name in ("bf16", "tensorwise", "rowwise"):
         model = nn.Sequential(nn.Linear(width, words, bias=False, device=setting.device, dtype=torch.bfloat16))
         if name != "bf16":
-            config = Float8LinearConfig.from_recipe_name(name)
+            # CPUs of PyTorch 2.11 have no product with a scale per row.
+            config = replace(Float8LinearConfig.from_recipe_name(name), emulate=setting.rehearse)
             model = convert_to_float8_training(model, config=config)
         compiled = torch.compile(model, backend=setting.size("inductor", "aot_eager"))
         seconds = setting.median(_both_ways(lambda f=compiled: f(x), (x, *model.parameters()), grad))
         yield Row(f"{name}: forward and backward", flops / seconds / 1e12, "TFLOP/s")
+
+
+def experts(setting: Setting) -> Iterator[Row]:
+    """The product of experts in bf16, one of them without tokens, and its gradients, against float32 on the CPU."""
+    stack, width = setting.size((8, 512), (4, 16))
+    counts = torch.arange(stack) * 100 + 3
+    counts[stack // 2] = 0
+    draws = torch.Generator().manual_seed(3)
+    shapes = (int(counts.sum()), width), (stack, 2 * width, width)
+    inputs = [torch.randn(shape, generator=draws).bfloat16() for shape in shapes]
+    grad = torch.randn(shapes[0][0], 2 * width, generator=draws).bfloat16()
+    found = []
+    for device, dtype in (("cpu", torch.float32), (setting.device, torch.bfloat16)):
+        rows, weight = (each.to(device, dtype).requires_grad_() for each in inputs)
+        out = stacked_product(rows, weight.transpose(1, 2), counts.to(device))
+        gradients = torch.autograd.grad(out, (rows, weight), grad.to(device, dtype))
+        found.append([each.detach().float().cpu() for each in (out, *gradients)])
+    for name, exact, ours in zip(("result", "gradient of rows", "gradient of weights"), *found, strict=True):
+        apart = ((ours - exact).norm() / exact.norm()).item()
+        yield Row(f"{name}: relative difference", apart, "(at most 0.01)", passed=apart <= 0.01)
+    empty = found[1][2][stack // 2].abs().max().item()
+    yield Row("largest gradient of the expert without tokens", empty, "(0)", passed=empty == 0)
 
 
 def _heads(setting: Setting, counts: tuple[int, int, int], length: int, width: int) -> tuple[Tensor, ...]:

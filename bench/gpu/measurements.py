@@ -1,34 +1,73 @@
-"""The list of measurements, in the order in which a part takes them; seconds are estimates for one H100."""
+"""The list of measurements, in the order in which a call takes them; seconds are estimates for one H100.
 
-from bench.gpu import kernels, parity, speed, steps, survival, turns
+Call a shows on a first visit whether titan runs there and how fast, call b compares it with torchtitan and with the
+CPU, call c is the rest.
+"""
+
+from bench.gpu import kernels, parity, steps, suite, survival
 from bench.gpu.records import Measurement
+from bench.gpu.speed import compiled, loader, saves, speeds
+from bench.gpu.steps import profiled
+from bench.gpu.turns import turns
+
+CALLS = ("a", "b", "c")
+COMPILED = (
+    "1B", "1B at 2,048 tokens", "8B's shape", "3B, selective recomputation", "1B, float8 tensorwise",
+    "1B, float8 rowwise", "8B's shape, float8 tensorwise", "8B's shape, float8 rowwise", "1B, documents, a mask",
+    "1B, documents, varlen", "experts",
+)  # fmt: skip
 
 MEASUREMENTS = (
-    Measurement("generators", 1, 5, "does attention without dropout draw random numbers?", kernels.generators),
-    Measurement("parity", 1, 120, "fp32 against the CPU's curve: largest relative difference", parity.fp32),
-    Measurement("parity-bf16", 1, 30, "bf16 against the fp32 curve: largest relative difference", parity.bf16),
-    Measurement("recompute", 1, 90, "1B with recomputation", speed.recompute),
-    Measurement("parity-float8", 1, 90, "float8 against the fp32 curve: largest relative difference", parity.float8),
-    Measurement("parity-fp16", 1, 30, "fp16 against the fp32 curve: largest relative difference", parity.fp16),
-    Measurement("resume", 1, 30, "a run in two pieces against one in one piece, to the bit", survival.resume),
-    Measurement("sigterm", 1, 30, "SIGTERM, and the same command again", survival.sigterm),
-    Measurement("nan", 1, 30, "a NaN in a gradient", survival.nan),
-    Measurement("waits", 1, 30, "does the host wait for the device between rows of metrics?", steps.no_waiting),
-    Measurement("rates", 2, 60, "products, attention, copies, launches, as in titan doctor", kernels.rates),
-    Measurement("attention", 2, 40, "attention backends at 8,192 tokens, grouped heads", kernels.attention),
-    Measurement("loss", 2, 20, "the loss alone at 8,192 x 128,256", kernels.loss),
-    Measurement("passes", 2, 10, "the passes over logits at 8,192 x 128,256", kernels.passes),
-    Measurement("fused-loss", 2, 20, "head and loss at 8,192 x 2,048 x 128,256", kernels.fused_loss),
-    Measurement("head", 2, 60, "the head alone in bf16 and float8", kernels.head),
-    Measurement("profile", 2, 60, "three steps of 1B: idle share and top kernels", steps.profiled),
-    Measurement("garbage", 2, 45, "collection of garbage beside a run", steps.garbage),
-    Measurement("saves", 2, 120, "saves in the background, and a load", speed.saves),
-    Measurement("loader", 2, 40, "the loader's tokens/s beside those of training 1B", speed.loader),
-    Measurement("1B", 3, 45, "Llama 3.2 1B, untied, at 8,192 tokens", speed.b1),
-    Measurement("turns-1B", 3, 150, "1B in turns with torchtitan", turns.b1),
-    Measurement("turns-3B", 3, 200, "3B in turns with torchtitan", turns.b3),
-    Measurement("float8", 3, 110, "1B with layers in float8, the head in bf16", speed.float8),
-    Measurement("packed", 4, 90, "1B with attention within documents, with a mask and without", speed.packed),
-    Measurement("float8-3B", 4, 200, "3B in bf16 and with layers in float8", speed.float8_3b),
-    Measurement("memory", 4, 240, "1B with less on the device: state, weights, activations, gradients", speed.memory),
-)
+    Measurement("generators", "a", 10, "does attention without dropout draw random numbers?", kernels.generators),
+    Measurement("speed-1B", "a", 40, "Llama 3.2 1B, untied, at 8,192 tokens, bf16, compiled", speeds("1B")),
+    Measurement("profile", "a", 15, "three steps of 1B: idle share and top kernels", profiled("1B")),
+    Measurement("waits", "a", 20, "does the host wait for the device between rows of metrics?", steps.no_waiting),
+    Measurement("tests", "a", 45, "pytest -m gpu", suite.gpu_tests),
+    Measurement("caches", "b", 40, "the first step of one layer of each job, not compiled before", compiled(COMPILED)),
+    Measurement("parity", "b", 40, "fp32 against the CPU's curve: largest relative difference", parity.fp32),
+    Measurement("parity-bf16", "b", 10, "bf16 against the fp32 curve: largest relative difference", parity.bf16),
+    Measurement("turns-1B", "b", 65, "1B in turns with torchtitan", turns("1B")),
+    Measurement("speed-1B-more", "b", 25, "1B otherwise", speeds("1B, 4 micro batches", "1B at 2,048 tokens")),
+    Measurement("turns-8B", "b", 40, "8 layers of 8B in turns with torchtitan", turns("8B's shape", 1)),
+    Measurement("speed-8B-more", "b", 15, "8 layers of 8B otherwise", speeds("8B's shape, 4 micro batches")),
+    Measurement(
+        "float8", "b", 50, "layers in float8, the head in bf16",
+        speeds("8B's shape, float8 tensorwise", "8B's shape, float8 rowwise", "1B, float8 tensorwise",
+               "1B, float8 rowwise"),
+    ),
+    Measurement(
+        "turns-3B", "b", 35, "3B with selective recomputation in turns with torchtitan",
+        turns("3B, selective recomputation", 1),
+    ),
+    Measurement("speed-3B-more", "b", 15, "3B otherwise", speeds("3B, selective, 4 micro batches")),
+    Measurement("attention", "b", 10, "attention backends at 8,192 tokens, grouped heads", kernels.attention),
+    Measurement("rates", "b", 20, "products, attention, copies, launches, as in titan doctor", kernels.rates),
+    Measurement("resume", "b", 10, "a run in two pieces against one in one piece, to the bit", survival.resume),
+    Measurement("sigterm", "b", 10, "SIGTERM, and the same command again", survival.sigterm),
+    Measurement("nan", "b", 10, "a NaN in a gradient", survival.nan),
+    Measurement(
+        "packed", "b", 25, "1B with attention within documents",
+        speeds("1B, documents, varlen", "1B, documents, a mask"),
+    ),
+    Measurement("experts", "b", 10, "experts in bf16, one without tokens", kernels.experts),
+    Measurement("speed-experts", "b", 15, "4 layers of Qwen 3 30B A3B", speeds("experts")),
+    Measurement("fused-loss", "b", 15, "head and loss at 8,192 x 2,048 x 128,256", kernels.fused_loss),
+    Measurement("profiles", "c", 40, "profiles of other jobs", profiled("8B's shape", "3B, selective recomputation")),
+    Measurement("passes", "c", 10, "the passes over logits at 8,192 x 128,256", kernels.passes),
+    Measurement("loss", "c", 20, "the loss alone at 8,192 x 128,256", kernels.loss),
+    Measurement("head", "c", 60, "the head alone in bf16 and float8", kernels.head),
+    Measurement("saves", "c", 120, "saves in the background, and a load", saves),
+    Measurement("parity-float8", "c", 40, "float8 against the fp32 curve: largest relative difference", parity.float8),
+    Measurement("parity-fp16", "c", 20, "fp16 against the fp32 curve: largest relative difference", parity.fp16),
+    Measurement("loader", "c", 40, "the loader's tokens/s beside those of training 1B", loader),
+    Measurement("garbage", "c", 45, "collection of garbage beside a run", steps.garbage),
+    Measurement(
+        "recompute", "c", 60, "1B with recomputation, and not compiled",
+        speeds("1B, selective recomputation", "1B, full recomputation", "1B, not compiled"),
+    ),
+    Measurement(
+        "memory", "c", 120, "1B with less on the device",
+        speeds("1B, optimizer on the host", "1B, activations on the host", "1B, 8-bit state",
+               "1B, updates in backward", "1B, pure bf16"),
+    ),
+)  # fmt: skip

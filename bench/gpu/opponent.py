@@ -1,17 +1,13 @@
-"""One run of torchtitan 0.2.2 for `bench.gpu.turns`, in a process of its own; and its Trainer, for other benchmarks.
+"""Steps of torchtitan 0.2.2, and its Trainer for other benchmarks.
 
-    python -m bench.gpu.opponent '{"dim": 2048, ...}'
-
-Prints one JSON object: seconds of the first step, of each step, and of steps in a row. The model, the tokens, AdamW,
-clipping and compilation by block are those of titan's job; everything else is torchtitan's own Trainer.
+The model, the tokens, AdamW, clipping and compilation by block are those of titan's job; everything else is
+torchtitan's own Trainer.
 """
 
-import json
 import os
-import statistics
-import sys
 import time
 from collections.abc import Iterable, Iterator
+from contextlib import nullcontext
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -20,49 +16,47 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule
 
+from bench.gpu.setting import Setting, no_garbage
 from titan.data.tokens.shards import open_shard
 
 MODEL = "titan_bench"
 
 
-def main() -> None:
-    """Train, print."""
-    asked = json.loads(sys.argv[1])
-    if asked["device"] == "cpu":
+def steps_of(asked: dict[str, Any]) -> dict[str, Any]:
+    """Train in this process, which must not have touched the device; as `bench.gpu.speed.steps_of`.
+
+    asked: as `trainer_of`, and device, steps, warm_up.
+    """
+    began = time.perf_counter()
+    cpu = asked["device"] == "cpu"
+    if cpu:
         accept_cpu()
     be_alone()
     trainer = trainer_of(asked)
     batches = trainer.batch_generator(trainer.dataloader)
     trainer.step = 2  # neither the first step nor one of log_freq: nothing is logged, and nothing waits for the device
-
-    def step() -> None:
-        trainer.train_step(batches)
-
-    def timed(count: int) -> float:
-        wait()
-        began = time.perf_counter()
-        for _ in range(count):
-            step()
-        wait()
-        return (time.perf_counter() - began) / count
-
-    wait = torch.cuda.synchronize if asked["device"] == "cuda" else lambda: None
-    first = timed(1)
-    for _ in range(asked["warm_up"]):
-        step()
-    each = [timed(1) for _ in range(asked["steps"])]
-    found = {"first_s": first, "step_s": statistics.median(each), "in_a_row_s": timed(asked["steps"])}
-    if asked["device"] == "cuda":
-        found["reserved_gib"] = torch.cuda.max_memory_reserved() / 2**30
-    print(json.dumps(found), flush=True)
-    os._exit(0)
+    nowhere = Path(asked["folder"])
+    setting = Setting(nowhere, nowhere, nowhere / "log.txt", rehearse=cpu)
+    trainer.train_step(batches)
+    setting.synchronize()
+    first = time.perf_counter() - began
+    with no_garbage():
+        for _ in range(asked["warm_up"]):
+            trainer.train_step(batches)
+        taken = setting.each(lambda: trainer.train_step(batches), asked["steps"])
+    return {
+        "first_s": first, "steps_s": taken,
+        "allocated_gib": None if cpu else torch.cuda.max_memory_allocated() / 2**30,
+        "reserved_gib": None if cpu else torch.cuda.max_memory_reserved() / 2**30,
+    }  # fmt: skip
 
 
 def trainer_of(asked: dict[str, Any]) -> Any:
     """torchtitan's Trainer of a Llama of these sizes, on the tokens of one of titan's shards.
 
     asked: sizes of the model, seq_len, batch (sequences per data-parallel rank), tokens, folder, dtype, backend ("":
-        not compiled), recompute, and degrees of dp, tp and pp (1F1B, one sequence per micro batch).
+        not compiled), recompute, degrees of dp, tp and pp (1F1B, one sequence per micro batch), micro_batches, and
+        fully_shard: wrap the model of one rank in it too, as torchtitan does for several.
     """
     from torchtitan.components.loss import build_cross_entropy_loss
     from torchtitan.components.lr_scheduler import build_lr_schedulers
@@ -78,16 +72,34 @@ def trainer_of(asked: dict[str, Any]) -> Any:
         **sizes, multiple_of=asked["ffn_dim"], ffn_dim_multiplier=asked["ffn_dim"] / widened, rope_theta=500000
     )
     spec = TrainSpec(
-        model_cls=Transformer, model_args={MODEL: model}, parallelize_fn=parallelize_llama, pipelining_fn=pipeline_llm,
+        model_cls=Transformer, model_args={MODEL: model}, pipelining_fn=pipeline_llm,
+        parallelize_fn=_wrapping if asked.get("fully_shard") else parallelize_llama,
         build_optimizers_fn=build_optimizers, build_lr_schedulers_fn=build_lr_schedulers,
         build_dataloader_fn=lambda **_: Tokens(Path(asked["tokens"]), asked["seq_len"], asked["batch"]),
         build_tokenizer_fn=None, build_loss_fn=build_cross_entropy_loss,
     )  # fmt: skip
     register_train_spec(MODEL, spec)
     trainer = Trainer(_config(asked))
+    if asked.get("fully_shard"):
+        trainer.maybe_enable_amp = nullcontext()  # `fully_shard` casts
     if torch.device(trainer.device).type == "cpu":
         _sum_by_gloo(trainer.model_parts)
     return trainer
+
+
+def _wrapping(model: nn.Module, parallel_dims: Any, job_config: Any) -> nn.Module:
+    """torchtitan's `parallelize_llama`, and its `fully_shard` where that leaves it out: on one rank."""
+    from torch.distributed.device_mesh import init_device_mesh
+    from torchtitan.config import TORCH_DTYPE_MAP
+    from torchtitan.models.llama3.infra.parallelize import apply_fsdp, parallelize_llama
+    from torchtitan.tools.utils import device_type
+
+    model = parallelize_llama(model, parallel_dims, job_config)
+    dtypes = (job_config.training.mixed_precision_param, job_config.training.mixed_precision_reduce)
+    apply_fsdp(
+        model, init_device_mesh(device_type, (1,)), *(TORCH_DTYPE_MAP[dtype] for dtype in dtypes), pp_enabled=False
+    )
+    return model
 
 
 def _sum_by_gloo(parts: Iterable[nn.Module]) -> None:
@@ -113,6 +125,9 @@ def _config(asked: dict[str, Any]) -> Any:
     config.optimizer.lr = 3e-4
     config.compile.enable, config.compile.backend = bool(asked["backend"]), asked["backend"]
     config.activation_checkpoint.mode = asked["recompute"]
+    config.activation_checkpoint.selective_ac_option = "op"
+    if "micro_batches" in asked:
+        config.training.global_batch_size = asked["batch"] * asked["micro_batches"]
     return config
 
 
@@ -152,7 +167,3 @@ def accept_cpu() -> None:
     }  # fmt: skip
     for name, value in absent.items():
         setattr(torch.cpu, name, value)
-
-
-if __name__ == "__main__":
-    main()

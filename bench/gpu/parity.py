@@ -4,18 +4,21 @@ In fp32 with TF32 off a device must stay within the tolerances of docs/correctne
 CPU. A lower precision has a band around the fp32 curve: wide enough for its rounding, too narrow for a wrong scale.
 """
 
-from collections.abc import Iterator
-from contextlib import contextmanager
+from collections.abc import Iterator, Mapping
+from functools import partial
 
 import torch
 
-from bench.gpu import jobs, reference
+from bench.gpu import isolated, jobs, reference
 from bench.gpu.jobs import Keys
 from bench.gpu.records import Row
 from bench.gpu.setting import Setting
 
 LOSS_RTOL, NORM_RTOL = 1e-5, 1e-4
 """Of docs/correctness.md."""
+
+LIMIT_S, AT_ONCE = 150.0, 6
+"""Of a job, which takes little of a GPU; and how many jobs share one."""
 
 BANDS = {"bf16": (2e-3, 2e-2), "fp16": (2e-4, 5e-3), "float8": (1e-2, 1e-1)}
 """Largest relative difference of loss and gradient norm from the fp32 curve, at any of 20 steps."""
@@ -44,59 +47,60 @@ FP32: dict[str, tuple[str, Keys]] = {
 
 def fp32(setting: Setting) -> Iterator[Row]:
     """Every job of `FP32`."""
-    with _no_tf32():
-        for name, (curve, keys) in FP32.items():
-            # One job compiles to code in a rehearsal too; a CPU would take a minute for each of the others.
-            if setting.rehearse and "plugins.compile.enabled" in keys and name != "compiled":
-                keys = {**keys, "plugins.compile.backend": "aot_eager"}
-            yield from _against(setting, name, curve, keys, (LOSS_RTOL, NORM_RTOL))
+    # One job compiles to code in a rehearsal too; a CPU would take a minute for each of the others.
+    slow = {"plugins.compile.backend": "aot_eager"} if setting.rehearse else {}
+    yield from _against(setting, {
+        name: (curve, {**keys, **(slow if "plugins.compile.enabled" in keys and name != "compiled" else {})})
+        for name, (curve, keys) in FP32.items()
+    }, (LOSS_RTOL, NORM_RTOL))  # fmt: skip
 
 
 def bf16(setting: Setting) -> Iterator[Row]:
     """bf16, eager and compiled."""
-    backend = setting.size("inductor", "aot_eager")
-    for name, keys in {"eager": {}, "compiled": {"plugins.compile.backend": backend}}.items():
-        keys = {"plugins.bf16.enabled": True, **keys}
-        yield from _against(setting, f"bf16, {name}", "untied", keys, BANDS["bf16"])
+    keys: Keys = {"plugins.bf16.enabled": True}
+    compiled = {**keys, "plugins.compile.backend": setting.size("inductor", "aot_eager")}
+    jobs_ = {"bf16, eager": ("untied", keys), "bf16, compiled": ("untied", compiled)}
+    yield from _against(setting, jobs_, BANDS["bf16"])
 
 
 def fp16(setting: Setting) -> Iterator[Row]:
     """fp16 with its loss scale, eager."""
-    yield from _against(setting, "fp16", "untied", {"plugins.fp16.enabled": True}, BANDS["fp16"])
+    yield from _against(setting, {"fp16": ("untied", {"plugins.fp16.enabled": True})}, BANDS["fp16"])
 
 
 def float8(setting: Setting) -> Iterator[Row]:
     """float8 in each recipe, compiled as it is meant to be used."""
-    backend = setting.size("inductor", "aot_eager")
-    for recipe in ("tensorwise", "rowwise", "rowwise_with_gw_hp"):
-        keys = {
-            "plugins.bf16.enabled": True, "plugins.compile.enabled": True, "plugins.compile.backend": backend,
-            "plugins.float8.recipe": recipe, "plugins.float8.emulate": setting.size("auto", "always"),
-        }  # fmt: skip
-        yield from _against(setting, f"float8, {recipe}", "untied", keys, BANDS["float8"])
+    keys: Keys = {
+        "plugins.bf16.enabled": True, "plugins.compile.enabled": True,
+        "plugins.compile.backend": setting.size("inductor", "aot_eager"),
+        "plugins.float8.emulate": setting.size("auto", "always"),
+    }  # fmt: skip
+    recipes = ("tensorwise", "rowwise", "rowwise_with_gw_hp")
+    jobs_ = {f"float8, {recipe}": ("untied", {**keys, "plugins.float8.recipe": recipe}) for recipe in recipes}
+    yield from _against(setting, jobs_, BANDS["float8"])
 
 
-def _against(setting: Setting, name: str, curve: str, keys: Keys, bounds: tuple[float, float]) -> Iterator[Row]:
-    """Largest relative differences of loss and gradient norm, over all steps."""
+def _against(setting: Setting, jobs_: Mapping[str, tuple[str, Keys]], bounds: tuple[float, float]) -> Iterator[Row]:
+    """Largest relative differences of loss and gradient norm over all steps; each job in a process of its own."""
+    works = [partial(_differences, setting, name, curve, keys) for name, (curve, keys) in jobs_.items()]
+    for index, worst in isolated.calls(works, setting.log, LIMIT_S, setting.size(AT_ONCE, 1)):
+        name = list(jobs_)[index]
+        if isinstance(worst, isolated.CallError):
+            yield Row(f"{name}: loss", str(worst), passed=False)
+            continue
+        for key, value, bound in zip(("loss", "grad_norm"), worst, bounds, strict=True):
+            yield Row(f"{name}: {key}", value, f"(at most {bound:g})", value <= bound)
+
+
+def _differences(setting: Setting, name: str, curve: str, keys: Keys) -> list[float]:
+    """Largest relative difference of the loss, and of the gradient norm, from the CPU's curve."""
     steps = setting.size(20, 5)
     theirs = {step: row for step, row in reference.curve(setting, curve).items() if step <= steps}
+    torch.set_float32_matmul_precision("highest")  # fp32 products in fp32
     ours = jobs.train(setting, f"parity {name}", {**reference.keys_of(setting, curve), "train.steps": steps, **keys})
     assert ours.keys() == theirs.keys(), f"{name}: steps {sorted(ours)}, the CPU's curve has {sorted(theirs)}"
-    for key, bound in zip(("loss", "grad_norm"), bounds, strict=True):
-        worst = max(_apart(ours[step][key], theirs[step][key]) for step in theirs)
-        yield Row(f"{name}: {key}", worst, f"(at most {bound:g})", worst <= bound)
+    return [max(_apart(ours[step][key], theirs[step][key]) for step in theirs) for key in ("loss", "grad_norm")]
 
 
 def _apart(ours: float | None, theirs: float) -> float:
     return float("inf") if ours is None else abs(ours / theirs - 1)
-
-
-@contextmanager
-def _no_tf32() -> Iterator[None]:
-    """fp32 products in fp32."""
-    before = torch.get_float32_matmul_precision()
-    torch.set_float32_matmul_precision("highest")
-    try:
-        yield
-    finally:
-        torch.set_float32_matmul_precision(before)

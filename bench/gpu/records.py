@@ -1,14 +1,14 @@
-"""What a measurement is, what it yields, and the file that keeps results over interrupted starts.
+"""What a measurement is, what it yields, and the files that keep results over interrupted calls.
 
-`results.jsonl` is only ever appended to: one record when a measurement begins, one when it ends. A process that is
-killed therefore loses the measurement it was in, and no other.
+A file of results is only ever appended to, one line of JSON at a time, each synced to disk: one when a measurement
+begins, one for each of its rows, one when it ends. Whatever ends a process, the rows that it had are kept.
 """
 
 import json
 import os
 import time
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import asdict, dataclass
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -17,112 +17,148 @@ from bench.gpu.setting import Setting
 
 @dataclass(frozen=True)
 class Row:
-    """One line of a table. passed: the outcome of a check; None for a measurement, of which nothing is required."""
+    """One line of a table.
+
+    passed: the outcome of a check; None for a measurement, of which nothing is required.  samples: what `value` is the
+    median of, in the same unit.
+    """
 
     label: str
     value: float | str | None
     unit: str = ""
     passed: bool | None = None
+    samples: tuple[float, ...] = ()
 
 
 @dataclass(frozen=True)
 class Measurement:
-    """A named measurement of a part.
+    """A named measurement of a call.
 
-    seconds: expected on one H100, so that a part does not begin what it cannot end.  what: one line for the reader.
+    seconds: expected on one H100; a measurement that would not end in time is not begun, and one that takes
+    `OVERRUN` times as long is ended.  summary: one line for the reader.
     measure: yields rows; rows that it has yielded count even if it then fails.
     """
 
     name: str
-    part: int
+    call: str
     seconds: float
-    what: str
+    summary: str
     measure: Callable[[Setting], Iterator[Row]]
 
 
-class Results:
-    """The records of `folder`/results.jsonl that were taken on this machine's device with this PyTorch."""
+@dataclass
+class Record:
+    """The last attempt at a measurement on this device. status: "began", "done" or "failed"."""
 
-    def __init__(self, folder: Path, about: Mapping[str, Any]) -> None:
-        folder.mkdir(parents=True, exist_ok=True)
-        self.path, self.about = folder / "results.jsonl", dict(about)
-        self._last: dict[str, dict[str, Any]] = {}
-        if self.path.exists() and not self.path.read_bytes().endswith(b"\n"):
-            with self.path.open("a") as file:  # a killed process has torn its last line
+    status: str
+    head: Mapping[str, Any]
+    rows: list[Row] = field(default_factory=list)
+    failure: str = ""
+    seconds: float = 0.0
+
+
+class Results:
+    """Records of one device: those of `earlier` files, and of the file that this process appends to.
+
+    about: keys that a record must have in common with this device: device, torch, rehearsal.  versions: what else the
+    record of a beginning says.
+    """
+
+    def __init__(
+        self, path: Path, about: Mapping[str, Any], versions: Mapping[str, Any], earlier: Iterable[Path] = ()
+    ) -> None:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        self.path, self.about, self.versions, self._earlier = path, dict(about), dict(versions), list(earlier)
+        if path.exists() and not path.read_bytes().endswith(b"\n"):
+            with path.open("a") as file:  # a killed process has torn its last line
                 file.write("\n")
-        for record in _read(self.path):
-            if all(record.get(key) == value for key, value in self.about.items()):
-                self._last[record["name"]] = record
+
+    def last(self) -> dict[str, Record]:
+        """The last attempt at each measurement, by name."""
+        lines = (line for path in [*self._earlier, self.path] for line in read(path))
+        return attempts(line for line in lines if all(line.get(key) == value for key, value in self.about.items()))
 
     def order(self, measurements: Iterable[Measurement]) -> list[Measurement]:
         """Those that are still to be taken: new ones first, failed ones next, those that ended a process last."""
-        turns = {None: 0, "failed": 1, "began": 2}
-        open_ = [one for one in measurements if self.status(one.name) != "done"]
-        return sorted(open_, key=lambda one: turns[self.status(one.name)])
-
-    def status(self, name: str) -> str | None:
-        """ "began", "done", "failed", or None for a measurement without a record."""
-        return str(self._last[name]["status"]) if name in self._last else None
+        turns, last = {"": 0, "failed": 1, "began": 2}, self.last()
+        open_ = [(last[one.name].status if one.name in last else "", one) for one in measurements]
+        return [one for status, one in sorted(open_, key=lambda each: turns.get(each[0], 3)) if status != "done"]
 
     def began(self, one: Measurement) -> None:
         """Note that a measurement begins."""
-        self._append({"name": one.name, "part": one.part, "status": "began"})
+        self._append({"name": one.name, "event": "began", "call": one.call, **self.versions})
 
-    def ended(self, one: Measurement, rows: Sequence[Row], seconds: float, failure: str = "") -> None:
-        """Note what it yielded. It has failed also where one of its checks did not pass, and is taken again then."""
-        passed = not failure and all(row.passed is not False for row in rows)
-        self._append({
-            "name": one.name, "part": one.part, "status": "done" if passed else "failed", "failure": failure,
-            "seconds": round(seconds, 2), "rows": [asdict(row) for row in rows],
-        })  # fmt: skip
+    def add(self, one: Measurement, row: Row) -> None:
+        """Keep a row."""
+        self._append({"name": one.name, "event": "row", **{k: v for k, v in asdict(row).items() if v not in ("", ())}})
 
-    def _append(self, record: dict[str, Any]) -> None:
-        record = {**self.about, "time": time.strftime("%Y-%m-%dT%H:%M:%S"), **record}
+    def ended(self, one: Measurement, seconds: float, failure: str = "") -> None:
+        """Note the end. A measurement has failed also where one of its checks did not pass; it is taken again then."""
+        passed = not failure and all(row.passed is not False for row in self.last()[one.name].rows)
+        status = "done" if passed else "failed"
+        end = {"event": "ended", "status": status, "failure": failure, "seconds": round(seconds, 2)}
+        self._append({"name": one.name, **end})
+
+    def _append(self, record: Mapping[str, Any]) -> None:
+        line = json.dumps({**record, **self.about, "time": time.strftime("%Y-%m-%dT%H:%M:%S")}) + "\n"
         with self.path.open("a") as file:
-            file.write(json.dumps(record) + "\n")
+            file.write(line)
             file.flush()
             os.fsync(file.fileno())
-        self._last[record["name"]] = record
-
-    def table(self, one: Measurement) -> str:
-        """A measurement as text."""
-        record = self._last.get(one.name)
-        if record is None:
-            return f"{one.name}: not measured"
-        if record["status"] == "began":
-            return f"{one.name}: began and never ended"
-        head = f"{one.name}  ({record['seconds']:.0f} s)  {one.what}"
-        lines = [head, *(_line(Row(**row)) for row in record["rows"])]
-        return "\n".join([*lines, f"  FAILED: {record['failure']}"] if record["failure"] else lines)
-
-    def faults(self, measurements: Iterable[Measurement]) -> list[str]:
-        """What is not as it should be: no result, a failure, or a row that did not pass."""
-        found = []
-        for one in measurements:
-            record = self._last.get(one.name, {"status": "not measured"})
-            if record["status"] in ("not measured", "began"):
-                found.append(f"{one.name}: {record['status']}")
-                continue
-            found += [f"{one.name}: {record['failure']}"] if record["failure"] else []
-            rows = (Row(**row) for row in record["rows"])
-            found += [f"{one.name}: {row.label}: {_shown(row)}" for row in rows if row.passed is False]
-        return found
 
 
-def _read(path: Path) -> Iterator[dict[str, Any]]:
-    """Whole records; a line torn by a killed process is passed over."""
-    for line in path.read_text().splitlines() if path.exists() else ():
+def attempts(lines: Iterable[Mapping[str, Any]]) -> dict[str, Record]:
+    """The last attempt at each measurement, from lines in the order in which they were written."""
+    last: dict[str, Record] = {}
+    for line in lines:
+        if line["event"] == "began":
+            last[line["name"]] = Record("began", line)
+        elif line["name"] in last and line["event"] == "row":
+            row = {key: line[key] for key in ("label", "value", "unit", "passed") if key in line}
+            last[line["name"]].rows.append(Row(**row, samples=tuple(line.get("samples", ()))))
+        elif line["name"] in last:
+            record = last[line["name"]]
+            record.status, record.failure, record.seconds = line["status"], line["failure"], line["seconds"]
+    return last
+
+
+def read(path: Path) -> Iterator[dict[str, Any]]:
+    """The lines of a file of results; one torn by a killed process is passed over."""
+    for line in path.read_text(encoding="utf-8").splitlines() if path.exists() else ():
         try:
             yield json.loads(line)
         except json.JSONDecodeError:
             continue
 
 
+def table(one: Measurement, record: Record | None) -> str:
+    """A measurement as text."""
+    if record is None:
+        return f"{one.name}: not measured"
+    ended = f"{record.seconds:.0f} s" if record.status != "began" else "began and never ended"
+    lines = [f"{one.name}  ({ended})  {one.summary}", *map(_line, record.rows)]
+    return "\n".join([*lines, f"  FAILED: {record.failure}"] if record.failure else lines)
+
+
+def faults(measurements: Iterable[Measurement], last: Mapping[str, Record]) -> list[str]:
+    """What is not as it should be: no result, a failure, or a row that did not pass."""
+    found = []
+    for one in measurements:
+        record = last.get(one.name)
+        if record is None or record.status == "began":
+            found.append(f"{one.name}: {record.status if record else 'not measured'}")
+            continue
+        found += [f"{one.name}: {record.failure}"] if record.failure else []
+        found += [f"{one.name}: {row.label}: {shown(row)}" for row in record.rows if row.passed is False]
+    return found
+
+
 def _line(row: Row) -> str:
     verdict = {None: "", True: "  ok", False: "  FAILED"}[row.passed]
-    return f"  {row.label:<58} {_shown(row):>22}{verdict}"
+    return f"  {row.label:<58} {shown(row):>22}{verdict}"
 
 
-def _shown(row: Row) -> str:
+def shown(row: Row) -> str:
+    """Value and unit."""
     value = "-" if row.value is None else f"{row.value:.4g}" if isinstance(row.value, float) else str(row.value)
     return f"{value} {row.unit}".rstrip()

@@ -1,9 +1,11 @@
 """Where measurements are taken, and how pieces of work are timed there."""
 
 import gc
+import itertools
 import statistics
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TypeVar
@@ -11,17 +13,21 @@ from typing import TypeVar
 import torch
 
 T = TypeVar("T")
+AHEAD_CYCLES = 40_000_000
+"""Clock cycles, some 20 ms, for which a device waits while the host queues the calls that are timed."""
 
 
 @dataclass(frozen=True)
 class Setting:
-    """folder: for runs, tokens and checkpoints.  reference: the folder of the CPU's curves.
+    """folder: scratch, for runs, tokens and checkpoints.  reference: the folder of the CPU's curves.
 
-    rehearse: take every measurement on the CPU, in tiny sizes; the figures mean nothing.
+    log: file for what measurements print.  rehearse: take every measurement on the CPU, in tiny sizes; the figures
+    mean nothing.
     """
 
     folder: Path
     reference: Path
+    log: Path
     rehearse: bool
 
     @property
@@ -46,12 +52,30 @@ class Setting:
         self.synchronize()
         return time.perf_counter() - began
 
+    def each(self, work: Callable[[], object], calls: int, *, ahead: bool = False) -> list[float]:
+        """Seconds of consecutive calls, queued one after the other, between events that the device records.
+
+        ahead: let the device wait until the host has queued them all, so that the host's time does not count.
+        """
+        if self.rehearse:
+            return [self.timed(work) for _ in range(calls)]
+        marks = [torch.cuda.Event(enable_timing=True) for _ in range(calls + 1)]
+        self.synchronize()
+        if ahead:
+            torch.cuda._sleep(AHEAD_CYCLES)
+        marks[0].record()
+        for mark in marks[1:]:
+            work()
+            mark.record()
+        self.synchronize()
+        return [first.elapsed_time(second) / 1e3 for first, second in itertools.pairwise(marks)]
+
     def median(self, work: Callable[[], object], calls: int = 10, warm_up: int = 3) -> float:
-        """Median seconds of a call."""
+        """Median seconds of a call on the device, without the host's time."""
         calls, warm_up = self.size((calls, warm_up), (2, 1))
         for _ in range(warm_up):
             work()
-        return statistics.median(self.timed(work) for _ in range(calls))
+        return statistics.median(self.each(work, calls, ahead=True))
 
     def peak_gib(self, work: Callable[[], object]) -> float | None:
         """Most memory that a call has allocated beyond what was there; None on a CPU."""
@@ -65,9 +89,19 @@ class Setting:
         return (torch.cuda.max_memory_allocated() - before) / 2**30
 
     def free(self) -> None:
-        """Give back what the last measurement has left."""
+        """Give back what the last job has left."""
         torch.compiler.reset()
         gc.collect()
         if not self.rehearse:
             torch.cuda.empty_cache()
-            torch.cuda.reset_peak_memory_stats()
+
+
+@contextmanager
+def no_garbage() -> Iterator[None]:
+    """Without automatic collections of garbage, as in a run and in torchtitan's."""
+    gc.collect()
+    gc.disable()
+    try:
+        yield
+    finally:
+        gc.enable()

@@ -1,99 +1,83 @@
-"""Whole steps of Llama 3.2 1B with an untied head, on random tokens: bf16, float8, recomputation, packing, saves."""
+"""Whole steps of the jobs of `bench.gpu.shapes`, each in a process of its own; the loader, and saves."""
 
 import statistics
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Sequence
+from functools import partial
 from pathlib import Path
+from typing import Any
 
 import torch
 
-from bench.gpu import jobs
+from bench.gpu import isolated, jobs
 from bench.gpu.records import Row
-from bench.gpu.setting import Setting
-from bench.gpu.shapes import B1, B3, Shape, flops_per_step, keys_of, mfu
+from bench.gpu.setting import Setting, no_garbage
+from bench.gpu.shapes import JOBS, flops_per_step, keys_of, mfu
 from titan.training import build, trainer
 
 STEPS = 10
-FLOAT8 = {"plugins.float8.recipe": "tensorwise"}, {"plugins.float8.recipe": "rowwise"}
-LESS: Mapping[str, Mapping[str, object]] = {
-    "optimizer on the host": {"plugins.offload.optimizer": True},
-    "activations on the host": {"plugins.offload.optimizer": False, "plugins.offload.activations": True},
-    "parameters on the host": {"plugins.offload.parameters": True, "plugins.fsdp.enabled": True},
-    "8-bit state": {"optimizer.name": "adamw_8bit"},
-    "updates in backward": {"plugins.update_in_backward.enabled": True, "train.grad_clip": 0},
-    "pure bf16": {"plugins.bf16.pure": True},
-    "half of what the compiler would save": {"plugins.activation_checkpoint.mode": "budget"},
-}
-"""What each leaves on the device, by name."""
+LIMIT_S = 240.0
+AT_ONCE = 6
+"""Processes that compile beside each other: of the cores of a usual host of one GPU, some two or three each."""
 
 
-def b1(setting: Setting) -> Iterator[Row]:
-    """1 B at 8,192 tokens, bf16, compiled."""
-    yield from _speed(setting, B1, {})
+def speeds(*names: str) -> Callable[[Setting], Iterator[Row]]:
+    """The measurement of these jobs, one after the other. One that fails does not end the others."""
+
+    def measure(setting: Setting) -> Iterator[Row]:
+        for name in names:
+            try:
+                taken = isolated.call(partial(steps_of, setting, name), setting.log, LIMIT_S)
+            except isolated.CallError as error:
+                yield Row(f"{name}: step", str(error), passed=False)
+                continue
+            yield from rows(name, taken)
+
+    return measure
 
 
-def float8(setting: Setting) -> Iterator[Row]:
-    """1 B with the products of its layers in float8, the head in bf16."""
-    for keys in FLOAT8:
-        yield from _speed(setting, B1, keys, str(keys["plugins.float8.recipe"]) + ": ")
+def steps_of(setting: Setting, name: str) -> dict[str, Any]:
+    """Measure a job, in a process that has not touched the device.
 
-
-def recompute(setting: Setting) -> Iterator[Row]:
-    """1 B with each mode of recomputation."""
-    for mode in ("selective", "full"):
-        yield from _speed(setting, B1, {"plugins.activation_checkpoint.mode": mode}, f"{mode}: ")
-
-
-def packed(setting: Setting) -> Iterator[Row]:
-    """1 B over the whole sample, and within documents: with a mask, and by the operation that titan picks."""
-    documents = {"data.packing": "document_mask"}
-    ways = {"streamed": {}, "a mask": documents, "no mask": {**documents, "plugins.attention.enabled": True}}
-    for name, keys in ways.items():
-        yield from _speed(setting, B1, keys, f"{name}: ")
-
-
-def float8_3b(setting: Setting) -> Iterator[Row]:
-    """3 B in bf16, and with the products of its layers in float8."""
-    for keys in ({}, *FLOAT8):
-        yield from _speed(setting, B3, keys, f"{keys.get('plugins.float8.recipe', 'bf16')}: ")
-
-
-def memory(setting: Setting) -> Iterator[Row]:
-    """1 B with less on the device, as each technique means it."""
-    for name, keys in LESS.items():
-        yield from _speed(setting, B1, keys, f"{name}: ")
-
-
-def _speed(setting: Setting, shape: Shape, keys: Mapping[str, object], label: str = "") -> Iterator[Row]:
-    """Seconds per step, tokens/s, both MFUs and peak memory of a job."""
+    Returns "first_s": from the start of the build to the end of the first step; "steps_s", seconds of steps;
+    "tokens" per step, "mfu" by how attention is counted, "allocated_gib" and "reserved_gib", and "sizes" of the model.
+    """
+    shape, steps = JOBS[name], setting.size(STEPS, 2)
     began = time.perf_counter()
-    with jobs.open_run(setting, jobs.SPEED, f"speed {shape.name}", {**keys_of(setting, shape), **keys}) as run:
-        first = setting.timed(lambda: trainer.step(run, next(iter(run.loader))))
-        yield Row(f"{label}start to end of the first step", time.perf_counter() - began, "s")
-        each = jobs.step_seconds(setting, run, setting.size(STEPS, 2), warm_up=setting.size(3, 1))
-        row = jobs.seconds_in_a_row(setting, run, setting.size(STEPS, 2))
-        yield from speed_rows(setting, run, first, each, row, label)
+    with jobs.open_run(setting, jobs.SPEED, name, keys_of(setting, shape)) as run:
+        trainer.step(run, next(iter(run.loader)))
+        setting.synchronize()
+        first = time.perf_counter() - began
+        taken = jobs.step_seconds(setting, run, steps, warm_up=setting.size(2, 1))
+        flops = flops_per_step(run.context.spec, run.job.data.seq_len, shape.micro_batches)
+        step = statistics.median(taken)
+        sizes = ("dim", "n_layers", "n_heads", "n_kv_heads", "ffn_dim", "vocab_size")
+        return {
+            "first_s": first, "steps_s": taken, "tokens": run.job.tokens_per_step,
+            "mfu": {counted: mfu(setting, each, step) for counted, each in flops.items()},
+            "allocated_gib": None if setting.rehearse else torch.cuda.max_memory_allocated() / 2**30,
+            "reserved_gib": None if setting.rehearse else torch.cuda.max_memory_reserved() / 2**30,
+            "sizes": {key: getattr(run.context.spec, key, None) for key in sizes},
+        }  # fmt: skip
 
 
-def speed_rows(
-    setting: Setting, run: build.Run, first: float, each: list[float], in_a_row: float, label: str
-) -> Iterator[Row]:
+def rows(name: str, taken: dict[str, Any]) -> Iterator[Row]:
     """The figures of a job's steps."""
-    seq_len, middle = run.job.data.seq_len, statistics.median(each)
-    yield Row(f"{label}first step", first, "s")
-    yield Row(f"{label}step, device waited for around each", middle, "s")
-    yield Row(f"{label}step, queued one after the other", in_a_row, "s")
-    yield Row(f"{label}tokens/s", run.job.tokens_per_step / in_a_row, "tokens/s")
-    for counted, flops in flops_per_step(run.context.spec, seq_len).items():
-        yield Row(f"{label}MFU, {counted} attention", mfu(setting, flops, in_a_row))
-    reserved = None if setting.rehearse else torch.cuda.max_memory_reserved() / 2**30
-    yield Row(f"{label}peak memory reserved", reserved, "GiB")
+    step = statistics.median(taken["steps_s"])
+    yield Row(f"{name}: step", step, "s", samples=tuple(round(each, 5) for each in taken["steps_s"]))
+    yield Row(f"{name}: tokens/s", taken["tokens"] / step, "tokens/s")
+    for counted, share in taken["mfu"].items():
+        yield Row(f"{name}: MFU, {counted} attention", share)
+    yield Row(f"{name}: peak allocated", taken["allocated_gib"], "GiB")
+    yield Row(f"{name}: peak reserved", taken["reserved_gib"], "GiB")
+    yield Row(f"{name}: start of the build to the end of the first step", taken["first_s"], "s")
 
 
 def loader(setting: Setting) -> Iterator[Row]:
     """Tokens/s of the loader alone, its batches on the device, beside those of training 1 B."""
     for packing in ("concat", "document_mask"):
-        with jobs.open_run(setting, jobs.SPEED, "loader", {**keys_of(setting, B1), "data.packing": packing}) as run:
+        keys = {**keys_of(setting, JOBS["1B"]), "data.packing": packing}
+        with jobs.open_run(setting, jobs.SPEED, "loader", keys) as run:
             batches = iter(run.loader)
             next(batches)  # starts the processes that read ahead
             count = setting.size(500, 4)
@@ -104,10 +88,10 @@ def loader(setting: Setting) -> Iterator[Row]:
 
 
 def saves(setting: Setting) -> Iterator[Row]:
-    """A save in the background of 0.8 B with optimizer state: what it stalls, slows and writes; and a load."""
+    """Saves in the background of 0.8 B with optimizer state: what they stall, slow down and write; and a load."""
     layers = setting.size({"model.n_layers": 4}, {})
-    keys = {**keys_of(setting, B1), **layers, "checkpoint.enabled": True, "checkpoint.keep_latest": 1}
-    with jobs.open_run(setting, jobs.SPEED, "saves", {**keys, "checkpoint.resume": "never"}) as run:
+    keys = {**keys_of(setting, JOBS["1B"]), **layers, "checkpoint.enabled": True, "checkpoint.keep_latest": 1}
+    with jobs.open_run(setting, jobs.SPEED, "saves", {**keys, "checkpoint.resume": "never"}) as run, no_garbage():
         assert run.checkpointer is not None
         before = statistics.median(jobs.step_seconds(setting, run, 5))
         yield Row("step", before, "s")
@@ -139,3 +123,29 @@ def _save(setting: Setting, run: build.Run, which: str, step: float) -> Iterator
 
 def _bytes(path: Path) -> int:
     return sum(file.stat().st_size for file in path.rglob("*") if file.is_file())
+
+
+def compiled(names: Sequence[str]) -> Callable[[Setting], Iterator[Row]]:
+    """The measurement that fills the compiler's caches for these jobs, several at a time.
+
+    A block is compiled by itself, so one layer and a small vocabulary will do.
+    """
+
+    def measure(setting: Setting) -> Iterator[Row]:
+        small = {"model.n_layers": 1, "model.vocab_size": 512, "data.path": jobs.tokens(setting.folder, 512, 1 << 16)}
+        works = [partial(_compiled, setting, name, {} if setting.rehearse else small) for name in names]
+        for index, seconds in isolated.calls(works, setting.log, LIMIT_S, setting.size(AT_ONCE, 1)):
+            failed = isinstance(seconds, isolated.CallError)
+            value = str(seconds) if failed else seconds
+            yield Row(f"{names[index]}: one layer, first step", value, "" if failed else "s", False if failed else None)
+
+    return measure
+
+
+def _compiled(setting: Setting, name: str, small: dict[str, object]) -> float:
+    began = time.perf_counter()
+    keys = {**keys_of(setting, JOBS[name]), **small}
+    with jobs.open_run(setting, jobs.SPEED, f"compiled {name}", keys) as run:
+        trainer.step(run, next(iter(run.loader)))
+        setting.synchronize()
+    return time.perf_counter() - began

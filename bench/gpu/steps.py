@@ -3,18 +3,20 @@
 import gc
 import time
 from collections import Counter
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
+from functools import partial
 from typing import Any
 
 import torch
 from torch.profiler import ProfilerActivity, profile
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from bench.gpu import jobs, reference
+from bench.gpu import isolated, jobs, reference, speed
 from bench.gpu.records import Row
 from bench.gpu.setting import Setting
-from bench.gpu.shapes import B1, keys_of
+from bench.gpu.shapes import JOBS as SPEED_JOBS
+from bench.gpu.shapes import keys_of
 from titan.training import trainer
 
 WAITING = ("aten::_local_scalar_dense", "aten::nonzero", "aten::masked_select")
@@ -69,23 +71,36 @@ def _waits_are_errors(setting: Setting) -> Iterator[None]:
         torch.cuda.set_sync_debug_mode("default")
 
 
-def profiled(setting: Setting) -> Iterator[Row]:
-    """Three steps of 1 B: the share of time in which the device idles, and the kernels that take most of it."""
+def profiled(*names: str) -> Callable[[Setting], Iterator[Row]]:
+    """The measurement of the share of time in which the device idles, and of the kernels that take most of it."""
+
+    def measure(setting: Setting) -> Iterator[Row]:
+        for name in names:
+            for label, value, unit in isolated.call(partial(_profile, setting, name), setting.log, speed.LIMIT_S):
+                yield Row(f"{name}: {label}", value, unit)
+
+    return measure
+
+
+def _profile(setting: Setting, name: str) -> list[tuple[str, float, str]]:
+    """Three steps of a job: seconds, idle share, and the share of each of the longest kernels."""
     kind, steps = setting.size(ProfilerActivity.CUDA, ProfilerActivity.CPU), 3
     device = setting.size(torch.autograd.DeviceType.CUDA, torch.autograd.DeviceType.CPU)
-    with jobs.open_run(setting, jobs.SPEED, "profile", keys_of(setting, B1)) as run:
+    with jobs.open_run(setting, jobs.SPEED, "profile", keys_of(setting, SPEED_JOBS[name])) as run:
         jobs.step_seconds(setting, run, 1)
         with profile(activities=[kind]) as seen:
-            seconds = jobs.seconds_in_a_row(setting, run, steps)
+            seconds = sum(jobs.step_seconds(setting, run, steps, warm_up=0)) / steps
     events = [event for event in seen.events() if event.device_type == device and not event.is_user_annotation]
     busy = covered((event.time_range.start, event.time_range.end) for event in events) / 1e6 / steps
-    yield Row("seconds per step, profiled", seconds, "s")
-    yield Row("share of it in which the device idles", 1 - busy / seconds)
+    found = [("seconds per step, profiled", seconds, "s"), ("share in which the device idles", 1 - busy / seconds, "")]
     time_of: Counter[str] = Counter()
+    count_of: Counter[str] = Counter()
     for event in events:
-        time_of[event.name[:48]] += event.time_range.elapsed_us()
-    for name, microseconds in time_of.most_common(12):
-        yield Row(name, microseconds / 1e6 / steps / seconds, "of a step")
+        time_of[event.name[:80]] += event.time_range.elapsed_us()
+        count_of[event.name[:80]] += 1
+    for kernel, microseconds in time_of.most_common(16):
+        found.append((f"{count_of[kernel] // steps} x {kernel}", microseconds / 1e6 / steps / seconds, "of a step"))
+    return found
 
 
 def covered(spans: Iterable[tuple[float, float]]) -> float:
@@ -99,7 +114,7 @@ def covered(spans: Iterable[tuple[float, float]]) -> float:
 
 def garbage(setting: Setting) -> Iterator[Row]:
     """A collection of all objects, and one of young objects after `gc.freeze()`, beside a built run."""
-    with jobs.open_run(setting, jobs.SPEED, "garbage", keys_of(setting, B1)) as run:
+    with jobs.open_run(setting, jobs.SPEED, "garbage", keys_of(setting, SPEED_JOBS["1B"])) as run:
         jobs.step_seconds(setting, run, 1, warm_up=2)
         yield Row("objects that Python tracks", len(gc.get_objects()))
         yield Row("collection of all", 1e3 * _seconds_of(gc.collect), "ms")

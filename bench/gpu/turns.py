@@ -1,87 +1,82 @@
-"""Whole steps of titan and torchtitan in turns: the same untied model, tokens, optimizer and compilation by block."""
+"""Whole steps of titan and torchtitan in turns: the same untied model, tokens, optimizer and compilation by block.
+
+torchtitan does not wrap a model for one GPU in `fully_shard`: it keeps parameters and gradients in float32 and computes
+in autocast. titan wraps it, as on any number of ranks. So torchtitan runs in both forms.
+
+Selective recomputation is what each trainer means by it: titan keeps the results of all matrix products, torchtitan of
+every second one.
+"""
 
 import importlib.util
-import json
 import statistics
-import subprocess
-import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from functools import partial
 from typing import Any
 
-from bench.gpu import jobs
+from bench.gpu import isolated, opponent, speed
 from bench.gpu.records import Row
 from bench.gpu.setting import Setting
-from bench.gpu.shapes import B1, B3, Shape, flops_per_step, keys_of, mfu
-from titan.contracts import ModelSpec
-from titan.training import trainer
+from bench.gpu.shapes import JOBS, keys_of
 
-TURNS = 2
 NEEDED = ("torchtitan", "tyro", "datasets", "tokenizers", "einops")
 """datasets may be a stub: torchtitan imports it, and this comparison reads no text."""
 
-
-def b1(setting: Setting) -> Iterator[Row]:
-    """1 B at 8,192."""
-    yield from _turns(setting, B1)
+FORMS = {"torchtitan": False, "torchtitan, fully_shard": True}
+"""The forms of torchtitan, and whether each wraps the model in `fully_shard` on one rank."""
 
 
-def b3(setting: Setting) -> Iterator[Row]:
-    """3 B at 4,096."""
-    yield from _turns(setting, B3)
+def turns(name: str, count: int = 2, forms: tuple[str, ...] = tuple(FORMS)) -> Callable[[Setting], Iterator[Row]]:
+    """The measurement of a job of `JOBS` in turns with these forms of torchtitan, each turn a process of its own."""
+    return lambda setting: _turns(setting, name, count, forms)
 
 
-def _turns(setting: Setting, shape: Shape) -> Iterator[Row]:
-    absent = [name for name in NEEDED if importlib.util.find_spec(name) is None]
-    failure = f"cannot be imported: no {', '.join(absent)}" if absent else ""
-    ours, theirs = list[float](), list[float]()
-    for _ in range(TURNS):
-        spec, asked, took = _ours(setting, shape)
-        ours.append(took)
-        if failure:
-            break
-        setting.free()  # the GPU is torchtitan's now
-        try:
-            theirs.append(_theirs(asked)["in_a_row_s"])
-        except RuntimeError as error:
-            failure = str(error)
-    yield from _rows(setting, spec, asked["seq_len"], "titan", ours)
-    if failure:
-        yield Row("torchtitan", failure, passed=None if absent else False)
-        return
-    yield from _rows(setting, spec, asked["seq_len"], "torchtitan", theirs)
-    yield Row("speed of titan over torchtitan", statistics.median(theirs) / statistics.median(ours))
+def _turns(setting: Setting, name: str, count: int, forms: tuple[str, ...]) -> Iterator[Row]:
+    absent = [module for module in NEEDED if importlib.util.find_spec(module) is None]
+    taken: dict[str, list[dict[str, Any]]] = {"": [], **{form: [] for form in ([] if absent else forms)}}
+    failures = {"torchtitan": f"cannot be imported: no {', '.join(absent)}"} if absent else {}
+    for _ in range(count):
+        for who in [each for each in taken if each not in failures]:
+            work = partial(speed.steps_of, setting, name)
+            if who:
+                work = partial(opponent.steps_of, _asked(setting, name, taken[""][0]["sizes"], FORMS[who]))
+            try:
+                taken[who].append(isolated.call(work, setting.log, speed.LIMIT_S))
+            except isolated.CallError as error:
+                if not who:
+                    raise
+                failures[who] = str(error)
+    ours = _joined(taken.pop(""))
+    yield from speed.rows(name, ours)
+    for who, theirs in taken.items():
+        if who not in failures:
+            yield from _rows(f"{name}, {who}", _joined(theirs), ours)
+    for who, failure in failures.items():
+        yield Row(f"{name}, {who}", failure, passed=None if absent else False)
 
 
-def _rows(setting: Setting, spec: ModelSpec, seq_len: int, who: str, taken: list[float]) -> Iterator[Row]:
-    step = statistics.median(taken)
-    yield Row(f"{who}: step, by turn", ", ".join(f"{one:.4f}" for one in taken), "s")
-    yield Row(f"{who}: tokens/s", seq_len / step, "tokens/s")
-    for counted, flops in flops_per_step(spec, seq_len).items():
-        yield Row(f"{who}: MFU, {counted} attention", mfu(setting, flops, step))
+def _rows(name: str, theirs: dict[str, Any], ours: dict[str, Any]) -> Iterator[Row]:
+    step, mine = (statistics.median(taken["steps_s"]) for taken in (theirs, ours))
+    yield Row(f"{name}: step", step, "s", samples=tuple(round(each, 5) for each in theirs["steps_s"]))
+    for counted, share in ours["mfu"].items():
+        yield Row(f"{name}: MFU, {counted} attention", share * mine / step if share else None)
+    for key in ("allocated", "reserved"):
+        yield Row(f"{name}: peak {key}", theirs[f"{key}_gib"], "GiB")
+    yield Row(f"{name}: speed of titan relative to it", step / mine)
 
 
-def _ours(setting: Setting, shape: Shape) -> tuple[ModelSpec, dict[str, Any], float]:
-    """titan's turn: its spec, what torchtitan is to be asked, and seconds per step."""
-    keys, steps = keys_of(setting, shape), setting.size(10, 2)
-    with jobs.open_run(setting, jobs.SPEED, f"turn {shape.name}", keys) as run:
-        for _ in range(setting.size(3, 1)):
-            trainer.step(run, next(iter(run.loader)))
-        took, spec, job = jobs.seconds_in_a_row(setting, run, steps), run.context.spec, run.job
-    sizes = ("dim", "n_layers", "n_heads", "n_kv_heads", "ffn_dim", "vocab_size")
-    return spec, {
-        **{name: getattr(spec, name) for name in sizes}, "seq_len": job.data.seq_len, "steps": steps,
-        "warm_up": setting.size(2, 1), "device": setting.device.type, "backend": setting.size("inductor", "aot_eager"),
-        "batch": 1, "dtype": "bfloat16", "tp": 1,
-        "recompute": keys.get("plugins.activation_checkpoint.mode", "none"), "tokens": str(keys["data.path"]),
-        "folder": str(setting.folder / "torchtitan"),
-    }, took  # fmt: skip
+def _asked(setting: Setting, name: str, sizes: dict[str, int], fully_shard: bool) -> dict[str, Any]:
+    """What `opponent.steps_of` is asked: the job of titan's turn."""
+    shape = JOBS[name]
+    keys = keys_of(setting, shape)
+    recompute = keys.get("plugins.activation_checkpoint.mode", "none")
+    return {
+        **sizes, "seq_len": keys["data.seq_len"], "batch": 1, "micro_batches": shape.micro_batches,
+        "steps": setting.size(speed.STEPS, 2), "warm_up": setting.size(2, 1), "device": setting.device.type,
+        "dtype": "bfloat16", "backend": setting.size("inductor", "aot_eager"), "recompute": recompute,
+        "fully_shard": fully_shard, "tokens": str(keys["data.path"]), "folder": str(setting.folder / "torchtitan"),
+    }  # fmt: skip
 
 
-def _theirs(asked: dict[str, Any]) -> dict[str, float]:
-    """torchtitan's turn."""
-    command = [sys.executable, "-m", "bench.gpu.opponent", json.dumps(asked)]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=400)
-    if done.returncode:
-        raise RuntimeError(f"torchtitan: exit code {done.returncode}: {done.stderr.strip().splitlines()[-1:]}")
-    found: dict[str, float] = json.loads(done.stdout.splitlines()[-1])
-    return found
+def _joined(turns_taken: list[dict[str, Any]]) -> dict[str, Any]:
+    """The turns of one trainer as one: all its steps, and what else the last turn said."""
+    return {**turns_taken[-1], "steps_s": [step for turn in turns_taken for step in turn["steps_s"]]}

@@ -1,58 +1,191 @@
-"""`python -m bench.gpu`: the results file over interrupted starts, its arithmetic, and a rehearsal of some of it."""
+"""`python -m bench.gpu`: results over interrupted calls, a process per measurement, predictions, and a rehearsal."""
 
 import json
-from collections.abc import Iterator
+import os
+import signal
+import threading
+import time
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
+import torch
 
 from bench.gpu import __main__ as command
-from bench.gpu import jobs, shapes, speed, steps
-from bench.gpu.measurements import MEASUREMENTS
+from bench.gpu import isolated, jobs, predictions, records, shapes, speed, steps
+from bench.gpu.measurements import CALLS, MEASUREMENTS
 from bench.gpu.records import Measurement, Results, Row
 from bench.gpu.setting import Setting
 from tests.sweeps import swept_case
 from titan.plugins.models.llama import Llama
+from titan.resources import ALLOCATOR
 
 HERE = {"rehearsal": True, "device": "a CPU", "torch": "2"}
+SEEN = Row("speed", 1.0, "TFLOP/s", samples=(0.9, 1.0, 1.1))
+
+
+@pytest.fixture(autouse=True)
+def _environment_of_a_call_ends_with_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in (*ALLOCATOR, "PYTORCH_NVML_BASED_CUDA_CHECK"):
+        monkeypatch.setenv(name, "")
+        monkeypatch.delenv(name)
 
 
 def _rows(_: Setting) -> Iterator[Row]:
-    yield Row("speed", 1.0, "TFLOP/s")
+    yield SEEN
     yield Row("check", "no", passed=False)
 
 
-def _measurements(*names: str) -> list[Measurement]:
-    return [Measurement(name, 1, 1.0, "", _rows) for name in names]
+def _measurement(name: str, measure: Callable[[Setting], Iterator[Row]] = _rows, seconds: float = 1.0) -> Measurement:
+    return Measurement(name, "a", seconds, "", measure)
+
+
+def _results(folder: Path, **about: object) -> Results:
+    return Results(folder / "gpu.jsonl", {**HERE, **about}, {"commit": "abc"})
 
 
 def test_a_second_start_takes_new_ones_then_failed_ones_then_those_that_ended_the_process(tmp_path: Path) -> None:
-    done, failed, killed, new = every = _measurements("done", "failed", "killed", "new")
-    results = Results(tmp_path, HERE)
+    done, failed, killed, new = every = [_measurement(name) for name in ("done", "failed", "killed", "new")]
+    results = _results(tmp_path)
     for one in (done, failed, killed):
         results.began(one)
-    results.ended(done, [Row("a", 1.0)], 1.0)
-    results.ended(failed, [Row("b", 2.0)], 1.0, "RuntimeError: out of memory")
+        results.add(one, SEEN)
+    results.ended(done, 1.0)
+    results.ended(failed, 1.0, "RuntimeError: out of memory")
     results.path.write_text(results.path.read_text() + '{"name": "torn')
-    again = Results(tmp_path, HERE)
+    again = _results(tmp_path)
     assert again.order(every) == [new, failed, killed]
-    assert again.faults(every) == ["failed: RuntimeError: out of memory", "killed: began", "new: not measured"]
-    assert "FAILED: RuntimeError: out of memory" in again.table(failed) and " 2" in again.table(failed)
-    again.ended(new, [], 1.0)
-    assert Results(tmp_path, HERE).status("new") == "done"
-    assert Results(tmp_path, {**HERE, "device": "an H100"}).order(every) == every
+    last = again.last()
+    assert records.faults(every, last) == ["failed: RuntimeError: out of memory", "killed: began", "new: not measured"]
+    assert last["killed"].rows == [SEEN] and last["killed"].head["commit"] == "abc"
+    assert "FAILED: RuntimeError: out of memory" in records.table(failed, last["failed"])
+    again.began(new)
+    again.ended(new, 1.0)
+    assert _results(tmp_path).last()["new"].status == "done"
+    assert _results(tmp_path, device="an H100").order(every) == every
 
 
 def test_a_check_that_did_not_pass_is_a_fault_and_is_taken_again(tmp_path: Path) -> None:
-    (one,), results = _measurements("one"), Results(tmp_path, HERE)
-    results.ended(one, list(_rows(Setting(tmp_path, tmp_path, True))), 1.0)
-    assert results.order([one]) == [one] and results.faults([one]) == ["one: check: no"]
+    one, results = _measurement("one"), _results(tmp_path)
+    results.began(one)
+    results.add(one, Row("check", "no", passed=False))
+    results.ended(one, 1.0)
+    assert results.order([one]) == [one] and records.faults([one], results.last()) == ["one: check: no"]
 
 
-def test_names_are_unique_and_each_part_fits_its_time() -> None:
+def test_results_of_earlier_visits_count(tmp_path: Path) -> None:
+    one, earlier = _measurement("one"), _results(tmp_path)
+    earlier.began(one)
+    earlier.ended(one, 1.0)
+    results = Results(tmp_path / "new.jsonl", HERE, {}, [earlier.path])
+    assert not results.order([one]) and not results.path.exists()
+
+
+def test_names_are_unique_and_the_calls_fit_their_time() -> None:
     assert len({one.name for one in MEASUREMENTS}) == len(MEASUREMENTS)
-    for part in (1, 2, 3, 4):
-        assert 0 < sum(one.seconds for one in MEASUREMENTS if one.part == part) < 9 * 60
+    for call, most in zip(CALLS, (150, 470, 600), strict=True):
+        assert 0 < sum(one.seconds for one in MEASUREMENTS if one.call == call) <= most
+
+
+# --- a process per measurement --------------------------------------------------------------------------------------
+
+
+def test_a_call_returns_what_it_computes_and_prints_to_the_log(tmp_path: Path) -> None:
+    def work() -> list[int]:
+        print("hello", flush=True)
+        return [os.getpid()]
+
+    (pid,) = isolated.call(work, tmp_path / "log.txt", 60.0)
+    assert pid != os.getpid() and (tmp_path / "log.txt").read_text() == "hello\n"
+
+
+def _fails() -> None:
+    raise RuntimeError("CUDA error: device-side assert triggered\nmore lines")
+
+
+@pytest.mark.parametrize(
+    ("work", "message"),
+    [
+        (_fails, "^RuntimeError: CUDA error: device-side assert triggered$"),
+        (lambda: os.kill(os.getpid(), signal.SIGKILL), "^killed by SIGKILL$"),
+        (lambda: os._exit(3), "^exit code 3$"),
+    ],
+)
+def test_a_call_without_a_result_says_why(work: Callable[[], object], message: str, tmp_path: Path) -> None:
+    with pytest.raises(isolated.CallError, match=message):
+        isolated.call(work, tmp_path / "log.txt", 60.0)
+
+
+def test_a_call_that_hangs_shows_its_stacks_and_those_of_a_call_within_and_ends_both(tmp_path: Path) -> None:
+    log = tmp_path / "log.txt"
+
+    def hangs_within() -> None:
+        (tmp_path / "pid").write_text(str(os.getpid()))
+        threading.Event().wait()
+
+    with pytest.raises(isolated.CallError, match="took longer than 1 s"):
+        isolated.call(lambda: isolated.call(hangs_within, log, 60.0), log, 1.0)
+    assert "hangs_within" in log.read_text() and "has_ended" in log.read_text()
+    deadline = time.monotonic() + 30
+    while os.path.exists(f"/proc/{(tmp_path / 'pid').read_text()}"):
+        assert time.monotonic() < deadline, "the call within goes on"
+
+
+def test_calls_run_beside_each_other_and_one_that_fails_ends_no_other(tmp_path: Path) -> None:
+    meeting = tmp_path / "meeting"
+    meeting.mkdir()
+
+    def meets(number: int) -> int:
+        (meeting / str(number)).touch()
+        while len(list(meeting.iterdir())) < 2:
+            time.sleep(0.01)
+        return number
+
+    works = [lambda: meets(0), lambda: meets(1), _fails]
+    results = dict(isolated.calls(works, tmp_path / "log.txt", 60.0, at_once=2))
+    assert results[0] == 0 and results[1] == 1 and isinstance(results[2], isolated.CallError)
+
+
+def test_a_fault_or_a_kill_ends_one_measurement_and_a_second_start_takes_only_what_is_missing(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    taken = tmp_path / "taken"
+
+    def good(_: Setting) -> Iterator[Row]:
+        with taken.open("a") as file:
+            file.write("good\n")
+        yield SEEN
+
+    def killed(_: Setting) -> Iterator[Row]:
+        yield SEEN
+        os.kill(os.getpid(), signal.SIGKILL)
+
+    def broken(_: Setting) -> Iterator[Row]:
+        yield Row("before the fault", 2.0)
+        raise torch.AcceleratorError("CUDA error: an illegal memory access was encountered")
+
+    planted = (
+        _measurement("killed", killed), _measurement("broken", broken), _measurement("good", good),
+        _measurement("too long", good, seconds=1e9),
+    )  # fmt: skip
+    monkeypatch.setattr(command, "MEASUREMENTS", planted)
+    monkeypatch.setattr(command.reference, "make", lambda _: None)
+    monkeypatch.setattr(command, "_machine", lambda _: {"device": "cuda", "torch": "2", "commit": "abc"})
+    words = ["--results", str(tmp_path / "gpu.jsonl"), "--scratch", str(tmp_path), "--seconds", "60"]
+    for count in (1, 1):
+        assert command.main(words) == 1
+        assert taken.read_text().count("good") == count
+    last = records.attempts(records.read(tmp_path / "gpu.jsonl"))
+    assert [last[name].status for name in ("killed", "broken", "good")] == ["failed", "failed", "done"]
+    assert last["killed"].rows == [SEEN] and last["killed"].failure == "killed by SIGKILL"
+    assert last["broken"].rows and "illegal memory access" in last["broken"].failure
+    printed = capsys.readouterr().out
+    assert "too long: left for the next start" in printed and "4 measurements, 3 not passed" in printed
+    assert command.main([*words, "--again", "--only", "good"]) == 0
+    assert taken.read_text().count("good") == 2
+
+
+# --- jobs and predictions -------------------------------------------------------------------------------------------
 
 
 def test_spans_that_overlap_count_once() -> None:
@@ -71,25 +204,53 @@ def test_tokens_are_the_same_each_time(tmp_path: Path) -> None:
     assert first.read_bytes() == second.read_bytes()
 
 
+def test_a_table_has_the_newest_prediction_that_is_older_than_the_measurement(tmp_path: Path) -> None:
+    path = tmp_path / "predictions.jsonl"
+    lines = [
+        {"cluster": cluster, "job": "1B", "date": date, "step_s": step, "allocated_gib": 1.0, "reserved_gib": 1.0}
+        for cluster, date, step in (
+            ("h100", "2026-01-01", 0.3), ("h100", "2026-01-02", 0.2), ("h100", "2026-01-04", 0.1),
+            ("h200", "2026-01-02", 9.0),
+        )
+    ]  # fmt: skip
+    path.write_text("".join(json.dumps(line) + "\n" for line in lines))
+    rows = [Row("1B: step", 0.25, "s"), Row("1B: peak reserved", None, "GiB")]
+    last = {"speed": records.Record("done", {"time": "2026-01-03"}, rows)}
+    table = predictions.table("NVIDIA H100 80GB HBM3", last, path)
+    assert table.splitlines()[2:] == ["| 1B | step | 0.2 s | 0.25 s | 0.80 |"]
+
+
+@pytest.mark.parametrize("cluster", predictions.CLUSTERS)
+def test_every_measured_job_fits_by_its_plan(cluster: str) -> None:
+    limit = predictions.cluster.load(cluster).memory.limit_gib
+    for name, shape in shapes.JOBS.items():
+        planned = predictions.predicted(cluster, shape)
+        assert planned["allocated_gib"] < planned["reserved_gib"] < limit and planned["step_s"] > 0, name
+
+
+# --- rehearsals -----------------------------------------------------------------------------------------------------
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize(
-    ("first", "more"), [(["generators"], ["nan"]), swept_case((["generators", "loss"], ["waits", "nan"]))]
+    ("first", "more"), [(["generators"], ["experts"]), swept_case((["generators", "loss"], ["waits", "nan"]))]
 )
 def test_a_rehearsal_goes_on_where_the_last_one_ended(
     first: list[str], more: list[str], tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    words = ["--rehearse", "--output", str(tmp_path)]
+    words = ["--rehearse", "--scratch", str(tmp_path), "--results", str(tmp_path / "gpu.jsonl")]
     assert command.main([*words, "--only", *first]) == 0
     assert command.main([*words, "--only", *first, *more]) == 0
-    names = [json.loads(line)["name"] for line in (tmp_path / "results.jsonl").read_text().splitlines()]
-    assert names == [name for name in sorted([*first, *more]) for _ in range(2)]
+    began = [line["name"] for line in records.read(tmp_path / "gpu.jsonl") if line["event"] == "began"]
+    assert sorted(began) == sorted([*first, *more])
     assert f"{len(first + more)} measurements, 0 not passed" in capsys.readouterr().out
 
 
 @pytest.mark.slow
 def test_the_loader_is_measured_beside_training(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(shapes.REHEARSED, "plugins.compile.enabled", False)  # tracing warns, an error in tests
-    rows = {row.label: row.value for row in speed.loader(Setting(tmp_path, tmp_path, rehearse=True))}
+    setting = Setting(tmp_path, tmp_path, tmp_path / "log.txt", rehearse=True)
+    rows = {row.label: row.value for row in speed.loader(setting)}
     for packing in ("concat", "document_mask"):
         rate, ratio = rows.pop(f"{packing}: loader"), rows.pop(f"{packing}: loader, relative to training")
         assert rate > ratio > 0, "training takes more than one token per second"

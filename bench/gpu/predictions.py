@@ -1,0 +1,73 @@
+"""What `titan plan` says of each measured job, kept from before it was measured, and both side by side.
+
+bench/results/gpu_predictions.jsonl is only appended to: a line per cluster and job, with commit and date. A table shows
+the newest prediction that is older than the measurement.
+"""
+
+import json
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+from bench import results
+from bench.gpu import jobs
+from bench.gpu.records import Record, Row, read
+from bench.gpu.shapes import JOBS, Shape
+from titan.config import load_job
+from titan.planner.machine import cluster
+from titan.planner.search.unset_options import settle
+from titan.planner.step.layout import costs_of
+from titan.planner.step.memory import GIB
+from titan.planner.step.predict import Planner
+
+PATH = results.FOLDER / "gpu_predictions.jsonl"
+CLUSTERS = ("h100", "h200")
+QUANTITIES = {"step_s": "step", "allocated_gib": "peak allocated", "reserved_gib": "peak reserved"}
+"""Keys of a prediction, and the labels of the rows with the same measured."""
+
+
+def write(path: Path = PATH) -> Path:
+    """Append the predictions of every job on each cluster; returns the file."""
+    about = results.about()
+    with path.open("a", encoding="utf-8") as file:
+        for name in CLUSTERS:
+            for job, shape in JOBS.items():
+                line = {"cluster": name, "job": job, **predicted(name, shape)}
+                file.write(json.dumps({**line, "commit": about["commit"], "date": about["date"]}) + "\n")
+    return path
+
+
+def predicted(name: str, shape: Shape) -> dict[str, float]:
+    """Seconds, MFU and memory of a step on a cluster."""
+    words = [word for key, value in shape.plan_keys().items() for word in (f"--{key}", jobs.word(value))]
+    where = cluster.load(name)
+    job, _ = settle(load_job(jobs.SPEED, words, 1), where.memory)
+    planned = Planner(where).predict(costs_of(job), job.layout)
+    (memory,) = planned.memory
+    return {
+        "step_s": round(planned.step_time_s, 5), "mfu": round(planned.mfu, 4),
+        "allocated_gib": round(memory.allocated / GIB, 2), "reserved_gib": round(memory.reserved / GIB, 2),
+    }  # fmt: skip
+
+
+def table(device: str, last: Mapping[str, Record], path: Path = PATH) -> str:
+    """The predicted and measured figures of a device as a table of Markdown; a line where there is nothing measured."""
+    memory_gib = 140 if "H200" in device else 80
+    name = cluster.of_device(device, memory_gib) or CLUSTERS[0]
+    lines = list(_lines(name, last, [line for line in read(path) if line["cluster"] == name]))
+    if not lines:
+        return "no measured job has a prediction"
+    head = "| job | quantity | predicted | measured | predicted / measured |\n|---|---|---|---|---|"
+    return "\n".join([head, *lines])
+
+
+def _lines(name: str, last: Mapping[str, Record], made: list[dict[str, Any]]) -> Iterator[str]:
+    measured = {row.label: (row, record.head["time"]) for record in last.values() for row in record.rows}
+    for job in JOBS:
+        for key, label in QUANTITIES.items():
+            row, when = measured.get(f"{job}: {label}", (Row("", None), ""))
+            before = [line for line in made if line["job"] == job and line["date"] <= when]
+            if before and isinstance(row.value, float):
+                said = before[-1][key]
+                unit = f" {row.unit}".rstrip()
+                yield f"| {job} | {label} | {said:.4g}{unit} | {row.value:.4g}{unit} | {said / row.value:.2f} |"

@@ -1,0 +1,38 @@
+"""The tests that need a GPU, run by pytest in several processes."""
+
+import subprocess
+import sys
+import xml.etree.ElementTree as xml
+from collections.abc import Iterator
+from pathlib import Path
+
+from bench.gpu.records import Row
+from bench.gpu.setting import Setting
+
+TESTS = Path(__file__).parents[2] / "tests"
+PROCESSES = 6
+
+
+def gpu_tests(setting: Setting) -> Iterator[Row]:
+    """Every test marked `gpu`; a rehearsal only collects them."""
+    files = sorted(str(file) for file in TESTS.rglob("test_*.py") if "mark.gpu" in file.read_text(encoding="utf-8"))
+    report = setting.folder / "tests.xml"
+    ways = ["--collect-only"] if setting.rehearse else ["-n", str(PROCESSES), f"--junitxml={report}"]
+    command = [sys.executable, "-m", "pytest", "-q", "-m", "gpu", "-p", "no:cacheprovider", *ways, *files]
+    done = subprocess.run(command, cwd=TESTS.parent, capture_output=True, text=True)
+    print(done.stdout, done.stderr, flush=True)
+    if setting.rehearse:
+        count = sum("::" in line for line in done.stdout.splitlines())
+        yield Row("tests marked gpu", float(count), passed=done.returncode == 0 and count > 0)
+        return
+    cases = list(xml.parse(report).iter("testcase"))
+    for case in cases:
+        if (fault := _fault(case)) is not None:
+            yield Row(f"{case.get('classname')}::{case.get('name')}", fault, passed=False)
+    passed = sum(_fault(case) is None and case.find("skipped") is None for case in cases)
+    yield Row(f"of {len(cases)} tests marked gpu passed", float(passed), passed=passed == len(cases) > 0)
+
+
+def _fault(case: xml.Element) -> str | None:
+    found = next((each for kind in ("failure", "error") if (each := case.find(kind)) is not None), None)
+    return None if found is None else (found.get("message") or "failed").partition("\n")[0][:200]
