@@ -73,7 +73,7 @@ def earlier() -> list[dict[str, str]]:
 def about() -> dict[str, Any]:
     """Commit, date, versions and machine."""
     return {
-        "commit": _commit() or os.environ.get("TITAN_COMMIT", "unknown"),  # a copy without git is told
+        "commit": os.environ.get("TITAN_COMMIT") or _commit() or "unknown",  # a copy of the code is told
         "date": time.strftime("%Y-%m-%dT%H:%M:%S"),
         "torch": torch.__version__,
         "python": platform.python_version(),
