@@ -1,6 +1,7 @@
 """The harness that every test with ranks stands on: `titan.testing.ranks`."""
 
 import os
+import subprocess
 import sys
 import threading
 import time
@@ -99,3 +100,18 @@ def test_ranks_stand_where_the_test_stands_and_are_heard(
     monkeypatch.chdir(tmp_path)
     assert run_ranks(_say, 2, "hello") == [str(tmp_path)] * 2
     assert capfd.readouterr().out == "--- rank 0\nhello 0\n--- rank 1\nhello 1\n"
+
+
+def test_the_server_of_ranks_does_not_ask_for_gpus() -> None:
+    """Whoever has asked CUDA for its devices can use none in a process that it forks."""
+    code = """
+import torch
+asked = []
+torch.cuda.is_available = lambda: asked.append("is_available")
+torch.cuda.device_count = lambda: asked.append("device_count") or 0
+torch._C._ensureCUDADeviceGuardSet = lambda: asked.append("a guard of devices")
+import titan.testing.warm
+assert not asked, asked
+"""
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr

@@ -50,8 +50,11 @@ def _step() -> None:
 registry.load_plugins()
 torch.set_num_threads(1)
 dist.init_process_group("fake", rank=0, world_size=WORLD_SIZE, store=FakeStore())
-# Whoever asks for CUDA's devices can use none in a process that it forks.
-with patch.object(torch.cuda, "is_available", return_value=False):
+# Whoever asks CUDA for its devices can use none in a process that it forks. Modes of fake tensors ask by the second.
+with (
+    patch.object(torch.cuda, "is_available", return_value=False),
+    patch.object(torch._C, "_ensureCUDADeviceGuardSet", create=True),
+):
     for module in COMPILER:
         import_module(module)
     _step()
