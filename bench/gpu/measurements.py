@@ -11,48 +11,42 @@ from bench.gpu.steps import profiled
 from bench.gpu.turns import turns
 
 CALLS = ("a", "b", "c")
-COMPILED = (
-    "1B", "1B at 2,048 tokens", "8B's shape", "3B, selective recomputation", "1B, float8 tensorwise",
-    "1B, float8 rowwise", "8B's shape, float8 tensorwise", "8B's shape, float8 rowwise", "1B, documents, a mask",
-    "1B, documents, varlen", "experts",
+FLOAT8 = (
+    "8B's shape, float8 tensorwise", "8B's shape, float8 rowwise", "1B, float8 tensorwise", "1B, float8 rowwise",
 )  # fmt: skip
+PACKED = "1B, documents, varlen", "1B, documents, a mask"
+COMPILED = "1B", "1B at 2,048 tokens", "8B's shape", "3B, selective recomputation", *FLOAT8, *PACKED, "experts"
 
 MEASUREMENTS = (
     Measurement("generators", "a", 10, "does attention without dropout draw random numbers?", kernels.generators),
-    Measurement("speed-1B", "a", 40, "Llama 3.2 1B, untied, at 8,192 tokens, bf16, compiled", speeds("1B")),
-    Measurement("profile", "a", 15, "three steps of 1B: idle share and top kernels", profiled("1B")),
-    Measurement("waits", "a", 20, "does the host wait for the device between rows of metrics?", steps.no_waiting),
+    Measurement("speed-1B", "a", 30, "Llama 3.2 1B, untied, at 8,192 tokens, bf16, compiled", speeds("1B")),
+    Measurement("profile", "a", 20, "three steps of 1B: idle share and top kernels", profiled("1B")),
+    Measurement("waits", "a", 25, "does the host wait for the device between rows of metrics?", steps.no_waiting),
     Measurement("tests", "a", 45, "pytest -m gpu", suite.gpu_tests),
-    Measurement("caches", "b", 40, "the first step of one layer of each job, not compiled before", compiled(COMPILED)),
-    Measurement("parity", "b", 40, "fp32 against the CPU's curve: largest relative difference", parity.fp32),
-    Measurement("parity-bf16", "b", 10, "bf16 against the fp32 curve: largest relative difference", parity.bf16),
-    Measurement("turns-1B", "b", 65, "1B in turns with torchtitan", turns("1B")),
-    Measurement("speed-1B-more", "b", 25, "1B otherwise", speeds("1B, 4 micro batches", "1B at 2,048 tokens")),
-    Measurement("turns-8B", "b", 40, "8 layers of 8B in turns with torchtitan", turns("8B's shape", 1)),
-    Measurement("speed-8B-more", "b", 15, "8 layers of 8B otherwise", speeds("8B's shape, 4 micro batches")),
-    Measurement(
-        "float8", "b", 50, "layers in float8, the head in bf16",
-        speeds("8B's shape, float8 tensorwise", "8B's shape, float8 rowwise", "1B, float8 tensorwise",
-               "1B, float8 rowwise"),
-    ),
-    Measurement(
-        "turns-3B", "b", 35, "3B with selective recomputation in turns with torchtitan",
-        turns("3B, selective recomputation", 1),
-    ),
-    Measurement("speed-3B-more", "b", 15, "3B otherwise", speeds("3B, selective, 4 micro batches")),
-    Measurement("attention", "b", 10, "attention backends at 8,192 tokens, grouped heads", kernels.attention),
-    Measurement("rates", "b", 20, "products, attention, copies, launches, as in titan doctor", kernels.rates),
     Measurement("resume", "b", 10, "a run in two pieces against one in one piece, to the bit", survival.resume),
     Measurement("sigterm", "b", 10, "SIGTERM, and the same command again", survival.sigterm),
     Measurement("nan", "b", 10, "a NaN in a gradient", survival.nan),
-    Measurement(
-        "packed", "b", 25, "1B with attention within documents",
-        speeds("1B, documents, varlen", "1B, documents, a mask"),
-    ),
+    Measurement("parity", "b", 50, "fp32 against the CPU's curve: largest relative difference", parity.fp32),
+    Measurement("parity-bf16", "b", 20, "bf16 against the fp32 curve: largest relative difference", parity.bf16),
+    Measurement("attention", "b", 10, "attention backends at 8,192 tokens, grouped heads", kernels.attention),
+    Measurement("rates", "b", 20, "products, attention, copies, launches, as in titan doctor", kernels.rates),
     Measurement("experts", "b", 10, "experts in bf16, one without tokens", kernels.experts),
+    Measurement("fused-loss", "b", 10, "head and loss at 8,192 x 2,048 x 128,256", kernels.fused_loss),
+    Measurement("caches", "b", 60, "the first step of one layer of each job, not compiled before", compiled(*COMPILED)),
+    Measurement("turns-1B", "b", 60, "1B in turns with torchtitan", turns("1B", 1)),
+    Measurement("turns-8B", "b", 50, "8 layers of 8B in turns with torchtitan", turns("8B's shape", 1)),
+    Measurement("float8", "b", 60, "layers in float8, the head in bf16", speeds(*FLOAT8)),
+    Measurement("profile-8B", "b", 20, "three steps of 8 layers of 8B", profiled("8B's shape")),
+    Measurement(
+        "turns-3B", "b", 50, "3B with selective recomputation in turns with torchtitan",
+        turns("3B, selective recomputation", 1),
+    ),
+    Measurement("packed", "b", 30, "1B with attention within documents", speeds(*PACKED)),
+    Measurement("speed-1B-more", "b", 35, "1B otherwise", speeds("1B, 4 micro batches", "1B at 2,048 tokens")),
+    Measurement("speed-8B-more", "b", 25, "8 layers of 8B otherwise", speeds("8B's shape, 4 micro batches")),
+    Measurement("speed-3B-more", "b", 25, "3B otherwise", speeds("3B, selective, 4 micro batches")),
     Measurement("speed-experts", "b", 15, "4 layers of Qwen 3 30B A3B", speeds("experts")),
-    Measurement("fused-loss", "b", 15, "head and loss at 8,192 x 2,048 x 128,256", kernels.fused_loss),
-    Measurement("profiles", "c", 40, "profiles of other jobs", profiled("8B's shape", "3B, selective recomputation")),
+    Measurement("profile-3B", "c", 20, "three steps of 3B", profiled("3B, selective recomputation")),
     Measurement("passes", "c", 10, "the passes over logits at 8,192 x 128,256", kernels.passes),
     Measurement("loss", "c", 20, "the loss alone at 8,192 x 128,256", kernels.loss),
     Measurement("head", "c", 60, "the head alone in bf16 and float8", kernels.head),

@@ -1,5 +1,6 @@
 """The tests that need a GPU, run by pytest in several processes."""
 
+import os
 import subprocess
 import sys
 import xml.etree.ElementTree as xml
@@ -18,8 +19,19 @@ def gpu_tests(setting: Setting) -> Iterator[Row]:
     files = sorted(str(file) for file in TESTS.rglob("test_*.py") if "mark.gpu" in file.read_text(encoding="utf-8"))
     report = setting.folder / "tests.xml"
     ways = ["--collect-only"] if setting.rehearse else ["-n", str(PROCESSES), f"--junitxml={report}"]
-    command = [sys.executable, "-m", "pytest", "-q", "-m", "gpu", "-p", "no:cacheprovider", *ways, *files]
-    done = subprocess.run(command, cwd=TESTS.parent, capture_output=True, text=True)
+    # Warnings of other versions are no failures, and no plugin is loaded that lies on a machine by chance.
+    options = [
+        f"--rootdir={TESTS.parent}",
+        "-p",
+        "xdist.plugin",
+        "-p",
+        "no:cacheprovider",
+        "-o",
+        "filterwarnings=default",
+    ]
+    command = [sys.executable, "-m", "pytest", "-q", "-m", "gpu", *options, *ways, *files]
+    alone = {**os.environ, "PYTEST_DISABLE_PLUGIN_AUTOLOAD": "1"}
+    done = subprocess.run(command, cwd=TESTS.parent, env=alone, capture_output=True, text=True)
     print(done.stdout, done.stderr, flush=True)
     if setting.rehearse:
         count = sum("::" in line for line in done.stdout.splitlines())
