@@ -16,6 +16,7 @@ holds at degree 1 too, so that a lower precision means the same on one rank as o
 Limits: a pipeline schedule that splits the backward reduces once per step, so zero_stage 2 and 3 are refused with it.
 """
 
+import math
 import warnings
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
@@ -118,6 +119,7 @@ class FullyShardedDataParallel(Technique):
             updated_over=shard,
             # Stages 2 and 3 add what they have reduced: a shard, beside computation.
             accumulate_bytes=costs.accumulate_bytes if stage == 1 else 0.0,
+            copied_bytes=_copied(costs, stage, replicated) if math.prod(map(job.layout.degree, shard)) == 1 else 0.0,
         )
 
     def _collectives(self, costs: Costs, stage: int, over: tuple[str, ...], replicated: bool) -> list[CollectiveCost]:
@@ -162,7 +164,9 @@ class FullyShardedDataParallel(Technique):
         # What the forward ends with, the backward begins with: gathering it again would only cost.
         fully_shard(last, reshard_after_forward=False, **settings)
         root = fully_shard(part.module, reshard_after_forward=False, **settings)
-        sum_gradients(root)
+        # A rank alone sums nothing; told to, PyTorch (2.11 to 2.13) copies each of its gradients again, divided by 1.
+        if settings["mesh"].size() > 1:
+            sum_gradients(root)
         self._roots.append(root)
         if pipelined and self._stage > 1:
             part.runner = _Runner(part.module)
@@ -203,6 +207,20 @@ class FullyShardedDataParallel(Technique):
                 root.set_reshard_after_backward(last)
             else:
                 root.set_requires_all_reduce(last)
+
+
+def _copied(costs: Costs, stage: int, replicated: bool) -> float:
+    """Mean bytes per parameter and micro batch that a group of one rank copies, where FSDP2 has collectives for it.
+
+    A gather casts the stored parameters and copies the result. A reduction copies gradients into its own dtype, copies
+    that, and divides it where there are replicas; stages 2 and 3 then add it to the sum of earlier micro batches.
+    """
+    once = 1 / costs.micro_batches
+    gathers, reductions = {1: (once, once), 2: (1.0, 1.0), 3: (2.0, 1.0)}[stage]
+    gather = costs.store_itemsize + 3 * costs.itemsize
+    added = 3 * costs.store_itemsize * (1 - once) * (stage > 1)
+    reduction = costs.itemsize + (5 if replicated else 3) * costs.reduce_itemsize
+    return gathers * gather + reductions * reduction + added
 
 
 def _replicates(job: Job) -> bool:

@@ -247,8 +247,8 @@ class _Buffers:
         gone, activations: as in `Moment`.
 
         The unit's own gradients are there in the compute dtype, or as they were added up, copied for the reduction, and
-        reduced, before they are rounded to the dtype that they are stored in. A rank alone divides another copy, when
-        it has freed its own. The gathered parameters of all of them are gone.
+        reduced, before they are rounded to the dtype that they are stored in. A rank that shards with no other has
+        freed its own by then, but divides another copy where there are replicas. The gathered parameters are gone.
         """
         costs, stage, unit = self.costs, self.stage, units[-1]
         if self.rules is None or not stage.held["gradients"]:
@@ -272,6 +272,7 @@ class _Buffers:
             before = max(stored - stage.shards[unit] * costs.store_itemsize, 0.0)
             yield Moment(gone, activations, own + before - kept, copied, before)
             divided = max(made * costs.reduce_itemsize - made * costs.store_itemsize * narrow, 0.0)
+            divided *= self.rules.sums_replicas
             yield Moment(gone, activations, divided + stored - kept, copied + wide, divided + stored + wide)
         else:
             yield Moment(gone, activations, own + stored - kept, copied + wide, stored + wide)

@@ -39,7 +39,7 @@ class Unit(NamedTuple):
 
 OF_OPERATIONS = (
     "embeddings", "layer", "head", "styles", "tied", "splits", "seq_len", "micro_batch", "itemsize", "dtype",
-    "wide_dtype", "fused", "accumulate_bytes",
+    "wide_dtype", "fused", "accumulate_bytes", "copied_bytes",
 )  # fmt: skip
 """What of `Costs` decides how long operations take, and which tensors they have."""
 
@@ -102,8 +102,9 @@ class Parts:
         return Seconds(*total)
 
     def adding_s(self, params: Count) -> float:
-        """Seconds per micro batch to add the gradients of these parameters to those of earlier micro batches."""
-        return self.device.moving(params.total * (self.costs.accumulate_bytes > 0), self.costs.accumulate_bytes)
+        """Seconds per micro batch to copy these parameters and their gradients, and to add these to earlier ones."""
+        bytes_ = self.costs.accumulate_bytes + self.costs.copied_bytes
+        return self.device.moving(params.total * (bytes_ > 0), bytes_)
 
     def _again(self) -> float:
         """Seconds to recompute what a layer recomputes: all, attention with scores, or elementwise operations too."""

@@ -278,6 +278,7 @@ class Costs:
     gradients_freed: gradients are freed after the update, so that each step makes them anew; False: their buffers last.
     accumulate_bytes: bytes read and written per parameter and micro batch, in the mean, to add the gradients of a micro
         batch to those of the ones before; of all parameters of a rank, before data parallelism splits them.
+    copied_bytes: the same, to copy parameters and gradients where a group of one rank gathers and reduces them.
     update_bytes: bytes read and written per parameter in the update; before any optimizer
         those of norm and clipping, 4 to 12.
     updated_over: axes whose ranks share the update.  matrix_work: matrix products of the update; None: it has none.
@@ -324,6 +325,7 @@ class Costs:
     )
     gradients_freed: bool = False
     accumulate_bytes: float = 0.0
+    copied_bytes: float = 0.0
     update_bytes: float = 12.0
     updated_over: tuple[str, ...] = ()
     matrix_work: MatrixWork | None = None
