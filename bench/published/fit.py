@@ -24,8 +24,8 @@ from .rows import Row, Skip, measured, read
 A100, V100, HBM2E = ("a100-40gb", "a100-80gb"), ("v100-32gb", "v100-16gb"), ("h100-96gb-500w",)
 H100 = ("h100-flash2", "h100-cudnn", "h200-flash2")
 LIKE_H100 = (*HBM2E, "b200")
-DEFAULT_KERNEL = ("h100", "h200")
-"""The files of `configs/clusters`, whose attention is an estimate for PyTorch's default kernel, fitted to no row."""
+MEASURED = ("h100", "h200")
+"""Files of `configs/clusters` whose kernels `python -m bench.gpu` measures; of them only the network is fitted."""
 ON_OMNI_PATH = ("a100-80gb-omnipath",)
 
 
@@ -74,7 +74,6 @@ LATENCY = {"latency_us": (1.0, 500.0)}
 OMNI_PATH, REPAIRED = "Omni-Path 4 x 100 Gb/s, before node repair", "Omni-Path 4 x 100 Gb/s"
 HDR, INFINIBAND = "InfiniBand HDR", "InfiniBand"
 FAST_ROCE, ROCE = "RoCE 8 x 200 Gb/s", "RoCE 4 x 100 Gb/s"
-LENT_BY_H100 = (*LIKE_H100, *DEFAULT_KERNEL)
 
 CONSTANTS = (
     *_constants_of(A100, {
@@ -85,26 +84,28 @@ CONSTANTS = (
         "products.wave_quantization": (0.0, 1.0), "products.k_half": (0, 300), "products.unaligned_factor": (0.6, 1.0),
         "products.unaligned_16b_factor": (0.02, 1.0), "kernels.launch_us": (0, 15),
         "kernels.overlap_slowdown": (0.0, 1.0),
-    }, lent=(*ON_OMNI_PATH, *V100, *H100, *LENT_BY_H100, "mi250x-frontier")),
+    }, lent=(*ON_OMNI_PATH, *V100, *H100, *LIKE_H100, "mi250x-frontier")),
     *_constants_of(A100, {
         "kernels.attention_forward": (0.15, 0.8), "kernels.attention_backward": (0.15, 0.8),
         "link.efficiency": (0.4, 0.9),
     }, lent=(*ON_OMNI_PATH, *V100)),
     *_constants_of(V100, {"products.efficiency": (0.5, 0.95), "kernels.bandwidth_efficiency": (0.6, 0.95)}),
-    *_constants_of(H100, {"products.bfloat16.efficiency": (0.3, 0.95)}, lent=LENT_BY_H100),
+    *_constants_of(H100, {"products.bfloat16.efficiency": (0.3, 0.95)}, lent=LIKE_H100),
     *_constants_of(
         H100, {"kernels.attention_forward": (0.08, 0.8), "kernels.attention_backward": (0.08, 0.8)}, lent=LIKE_H100
     ),
     *_constants_of(H100, {
         "kernels.bandwidth_efficiency": (0.6, 0.95), "products.float8.efficiency": (0.2, 0.95),
         "link.efficiency": (0.4, 0.9),
-    }, lent=LENT_BY_H100),
+    }, lent=LIKE_H100),
     *_constants_of(
         ("h100-cudnn",), {"kernels.attention_forward": (0.1, 0.9), "kernels.attention_backward": (0.1, 0.9)}
     ),
     *_constants_of(HBM2E, {"products.bfloat16.efficiency": (0.2, 0.95), "products.float8.efficiency": (0.1, 0.95)}),
     *(Constant((), f"fabric.{name}.{key}", *between, lent=lent)
-      for name, lent in ((OMNI_PATH, ()), (REPAIRED, ON_OMNI_PATH), (HDR, A100), (INFINIBAND, (*H100, *LENT_BY_H100)))
+      for name, lent in (
+          (OMNI_PATH, ()), (REPAIRED, ON_OMNI_PATH), (HDR, A100), (INFINIBAND, (*H100, *LIKE_H100, *MEASURED))
+      )
       for key, between in SHARES.items()),
     *(Constant((), f"fabric.{name}.{key}", *between) for name in (FAST_ROCE, ROCE)
       for key, between in {"efficiency": (0.1, 1.0), **LATENCY}.items()),

@@ -86,5 +86,5 @@ def test_gpus_gain_what_products_gain_less_casts(name: str) -> None:
     recipes = [seconds("--plugins.float8.recipe", recipe) for recipe in ("tensorwise", "rowwise")]
     some = seconds("--plugins.float8.filter", "layers.*.ffn.*")
     without = seconds()
-    assert 1.05 < without / recipes[1] < without / recipes[0] < 1.5
+    assert 1.0 < without / recipes[1] < without / recipes[0] < 1.5
     assert recipes[0] < some < without

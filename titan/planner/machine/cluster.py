@@ -22,7 +22,7 @@ from typing import Any, NamedTuple, TypeVar
 
 import titan.configs
 from titan.contracts.base.options import REQUIRED, Where, did_you_mean, option, parse
-from titan.errors import ConfigError, ConfigIssue, by_errno, warn_once
+from titan.errors import ConfigError, ConfigIssue, by_errno
 
 FOLDER = Path(next(iter(titan.configs.__path__))) / "clusters"
 DTYPES = ("float32", "float16", "bfloat16", "float8")
@@ -138,6 +138,9 @@ class Kernels:
         0.3, "fraction of the peak that attention reaches in forward, counting needed FLOPs only", above=0
     )
     attention_backward: float = option(0.25, "fraction of the peak that attention reaches in backward", above=0)
+    attention_half: float = option(
+        0.0, "features per head at which attention reaches half of these fractions; 0: all for any head", at_least=0
+    )
     causal: bool = option(True, "attention kernels skip masked positions")
     bandwidth_efficiency: float = option(
         0.8, "fraction of the memory bandwidth that elementwise operations reach", above=0
@@ -190,29 +193,6 @@ class Sites:
             name="between sites", bandwidth_gb_s=self.bandwidth_gbit_s / 8 / ranks, latency_us=1e3 * self.latency_ms
         )
         return (*links[:-1], replace(links[-1], ranks=ranks), outer)
-
-
-FORMER_KEYS: Mapping[type, Mapping[str, str]] = {
-    Device: {"units": "compute_units", "processors": "full_speed_ranks"},
-    Products: {
-        "quantised": "wave_quantization",
-        "depth": "k_half",
-        "unaligned": "unaligned_factor",
-        "odd": "unaligned_16b_factor",
-        "few": "small_batch_max",
-        "few_between": "small_batch_dims",
-        "few_kept": "small_batch_factor",
-    },
-    Kernels: {
-        "bandwidth": "bandwidth_efficiency",
-        "update_bandwidth": "update_bandwidth_efficiency",
-        "merged": "fused_traffic_factor",
-        "join_us": "tp_overhead_us",
-        "gather_us": "fsdp_overhead_us",
-    },
-    Link: {"gb_s": "bandwidth_gb_s", "pair_efficiency": "p2p_efficiency"},
-}
-"""Former keys of cluster files and the present ones. A file with former keys loads, with one warning."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -283,8 +263,6 @@ def of_device(device: str, memory_gib: float) -> str:
 def load(name: str) -> Cluster:
     """Read a cluster file, or the one of that name that comes with titan.
 
-    A file with former keys (FORMER_KEYS) loads, with one line of warning on stderr per process.
-
     Raises:
         ConfigError: no such file, or the file has errors; lists all of them.
     """
@@ -341,8 +319,6 @@ def from_table(table: Mapping[str, Any], place: str) -> Cluster:
         links = links if reader.faults else [*sites.above(links)]
     if reader.faults:
         raise ConfigError(reader.faults)
-    if reader.renamed:
-        warn_once(f"{place} has former names of keys; rename {', '.join(reader.renamed)}")
     return Cluster(
         name=str(table.get("name", Path(place).stem)), source=str(table.get("source", "")), device=parsed[0],
         peak_tflops=peaks, kernels=parsed[1], products=products, links=tuple(links), place=place,
@@ -350,34 +326,20 @@ def from_table(table: Mapping[str, Any], place: str) -> Cluster:
 
 
 class _Reader:
-    """Parses tables; collects their faults and the former keys they use ("old to new", each once)."""
+    """Parses tables; collects their faults."""
 
     def __init__(self, place: str) -> None:
         self.place = place
         self.faults: list[ConfigIssue] = []
-        self.renamed: dict[str, None] = {}
 
     def parse(self, config: type[C], values: Mapping[str, Any], table: str) -> Any:
         where = Where(table, self.place)
         if not isinstance(values, Mapping):
             self.faults.append(where.fault("", f"= {values!r}: must be a table"))
             return None
-        parsed, faults = parse(config, self._present(config, values, where), where)
+        parsed, faults = parse(config, values, where)
         self.faults += faults
         return parsed
-
-    def _present(self, config: type[C], values: Mapping[str, Any], where: Where) -> dict[str, Any]:
-        """The table under present keys."""
-        found = dict(values)
-        for former, key in FORMER_KEYS.get(config, {}).items():
-            if former not in values:
-                continue
-            if key in values:
-                what = f"is the former name of {key}, and both are given; delete {former}"
-                self.faults.append(where.fault(former, what))
-            self.renamed[f"{former} to {key}"] = None
-            found.setdefault(key, found.pop(former))
-        return found
 
     def numbers(self, values: Mapping[str, Any], table: str) -> dict[str, float]:
         """TFLOP/s by dtype."""

@@ -167,6 +167,7 @@ class Device:
         seen = costs.seq_len if whole else op.mean_keys(costs.seq_len)
         tokens, launches = costs.share("tp_sharded"), op.blocks * self._launch
         needed = 4.0 * tokens * seen * op.heads * op.head_dim / self.cluster.peak(costs.wide_dtype)
+        needed *= 1 + self.kernels.attention_half / op.head_dim
         biases = op.biased * op.heads * costs.seq_len
         forward, backward = (self.moving(tokens * (copied + biases), costs.itemsize) for copied in op.copied)
         return Seconds(
