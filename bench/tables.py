@@ -1,4 +1,4 @@
-"""Writes the tables of docs/benchmarks.md, correctness.md and communication.md from bench/results.
+"""Writes the tables of docs/benchmarks.md, correctness.md, communication.md and gpu.md from bench/results.
 
     python -m bench.tables [--check]
 
@@ -18,6 +18,7 @@ from typing import Any
 
 from bench import __main__ as targets
 from bench import results
+from bench.gpu.page import TABLES as GPU_TABLES
 from bench.headlines import (
     KINDS,
     SAVINGS,
@@ -35,7 +36,8 @@ from bench.headlines import (
 )
 
 PAGES = tuple(
-    Path(__file__).parents[1] / "docs" / name for name in ("benchmarks.md", "correctness.md", "communication.md")
+    Path(__file__).parents[1] / "docs" / name
+    for name in ("benchmarks.md", "correctness.md", "communication.md", "gpu.md")
 )
 PLACE = re.compile(r"(<!-- table: ([\w-]+) -->\n).*?(<!-- end -->)", re.DOTALL)
 APART = 0.1
@@ -72,7 +74,7 @@ def written(text: str) -> str:
 
     def table(place: re.Match[str]) -> str:
         name = place[2]
-        whole = {"record": lambda: _record(found, results.earlier()), "targets": _targets}
+        whole = {"record": lambda: _record(found, results.earlier()), "targets": _targets, **GPU_TABLES}
         made = whole[name]() if name in whole else TABLES[name](found[name])
         return f"{place[1]}\n{made}\n{place[3]}"
 

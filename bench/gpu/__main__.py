@@ -29,13 +29,11 @@ import torch
 from bench import results
 from bench.gpu import isolated, predictions, reference
 from bench.gpu.measurements import CALLS, MEASUREMENTS
+from bench.gpu.page import COMMITTED
 from bench.gpu.records import Measurement, Results, faults, table
 from bench.gpu.setting import Setting
 from titan.contracts.base import registry
 from titan.resources import let_segments_expand
-
-COMMITTED = results.FOLDER / "gpu.jsonl"
-"""Results of devices, over all visits."""
 
 OVERRUN = 3
 """How often the expected time of a measurement it may take."""

@@ -43,6 +43,11 @@ NOT_RUN = {
     "python -m pytest test_": "tests/contract/test_skeletons.py runs them",
     "python -m venv other": "for another PyTorch, which CI does not install",
     "other/bin/": "the same",
+    "python=$(scripts/python.sh float8 dev)": "of the command below it",
+    "$python -m bench.gpu": "needs a GPU; tests/unit/test_bench_gpu.py rehearses it",
+    "python -m bench.gpu": "the same",
+    "scripts/gpu_bundle.sh": "downloads wheels",
+    "scripts/gpu_call.sh": "needs what that makes, and a GPU",
 }
 
 SWEEP = {
