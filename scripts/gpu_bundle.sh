@@ -6,7 +6,14 @@
 # which torchtitan imports and the benchmark does not use), bench/ (with the results that need not be measured again),
 # tests/, commit (of this repository), and reference/ (the CPU's checkpoint and curves).
 set -euo pipefail
+unset CDPATH
 
+case ${1-} in -*)
+    sed -n '2,/^set/s/^# \{0,1\}//p' -- "${BASH_SOURCE[0]}"
+    [[ $1 == -h || $1 == --help ]]
+    exit
+    ;;
+esac
 root=$(cd -- "$(dirname -- "${BASH_SOURCE[0]}")/.." && pwd)
 folder=${1:-gpu-bundle}
 version=${2:-3.12}
@@ -18,7 +25,7 @@ python=$("$root/scripts/python.sh" float8)
 pip=("$python" -m pip)
 "$python" -m pip --version >/dev/null 2>&1 || pip=(python3 -m pip)
 
-rm -f -- "$folder"/wheels/titan_train-*.whl
+rm -f -- "$folder"/wheels/*.whl
 "${pip[@]}" wheel -q --no-deps --wheel-dir "$folder/wheels" "$root"
 platforms=()
 for glibc in manylinux_2_28 manylinux_2_24 manylinux_2_17 manylinux2014; do

@@ -51,6 +51,9 @@ def main(argv: Sequence[str] | None = None) -> int:
     if args.predict:
         print(predictions.write())
         return 0
+    if sys.platform != "linux":
+        print("error: measurements need Linux, to end the processes that they start", file=sys.stderr)
+        return 2
     # Before anything touches the device. The processes of measurements, and other trainers in them, inherit both.
     let_segments_expand()
     os.environ["PYTORCH_NVML_BASED_CUDA_CHECK"] = "1"  # whether there is a GPU is then asked without touching it

@@ -46,32 +46,36 @@ class Call:
         log.parent.mkdir(parents=True, exist_ok=True)
         sys.stdout.flush()
         sys.stderr.flush()
+        parent = os.getpid()
         with warnings.catch_warnings():  # Python 3.12 warns where there are threads: none of them is needed below
             warnings.simplefilter("ignore", DeprecationWarning)
             self._pid = os.fork()
         if self._pid == 0:
-            self._run(work, log)
+            self._run(work, log, parent)
         self._ended = os.pidfd_open(self._pid)
 
-    def _run(self, work: Callable[[], Any], log: Path) -> NoReturn:
+    def _run(self, work: Callable[[], Any], log: Path, parent: int) -> NoReturn:
         """In the new process, which is a copy of its parent: nothing may return from here."""
-        answer: dict[str, Any]
         try:
             os.setpgid(0, 0)
             ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
+            if os.getppid() != parent:
+                os._exit(1)  # it had died before it was to take this process along
             file = log.open("a", buffering=1)
             os.dup2(file.fileno(), 1)
             os.dup2(file.fileno(), 2)
             sys.stdout = sys.stderr = file
             faulthandler.enable(file)
             faulthandler.register(STACKS, file)  # the timer of faulthandler does not survive a fork
-            answer = {"value": work()}
+            answer = json.dumps({"value": work()})
         except BaseException as error:
             traceback.print_exc()
-            answer = {"failure": f"{type(error).__name__}: {error}".partition("\n")[0]}
-        json.dump(answer, self._answer)
-        self._answer.flush()
-        os._exit(0)  # a device in a bad state can hang at exit
+            answer = json.dumps({"failure": f"{type(error).__name__}: {error}".partition("\n")[0]})
+        try:
+            self._answer.write(answer)
+            self._answer.flush()
+        finally:
+            os._exit(0)  # a device in a bad state can hang at exit
 
     def result(self) -> Any:
         """Wait for the call, and end all that its process has started.
@@ -85,21 +89,32 @@ class Call:
                 with suppress(ProcessLookupError):
                     os.kill(pid, STACKS)
             self._has_ended(GRACE_S)
-        with suppress(ProcessLookupError):
-            os.killpg(self._pid, signal.SIGKILL)
+        self._end()
         status = os.waitstatus_to_exitcode(os.waitpid(self._pid, 0)[1])
         os.close(self._ended)
         with self._answer:
             self._answer.seek(0)
             written = self._answer.read()
-        if ended and status == 0 and written:
-            answer = json.loads(written)
-            if "failure" in answer:
-                raise CallError(answer["failure"])
-            return answer["value"]
         if not ended:
             raise CallError(f"took longer than {self._limit_s:.0f} s; the log has its stacks")
-        raise CallError(f"killed by {signal.Signals(-status).name}" if status < 0 else f"exit code {status}")
+        if status:
+            raise CallError(f"killed by {signal.Signals(-status).name}" if status < 0 else f"exit code {status}")
+        try:
+            answer = json.loads(written)
+        except ValueError:
+            raise CallError("its result could not be written") from None
+        if "failure" in answer:
+            raise CallError(answer["failure"])
+        return answer["value"]
+
+    def _end(self) -> None:
+        """Kill the process, its group, and all that they have started, in whatever group and session."""
+        pids = list(_descendants(self._pid))
+        with suppress(ProcessLookupError):
+            os.killpg(self._pid, signal.SIGKILL)
+        for pid in pids:
+            with suppress(ProcessLookupError):
+                os.kill(pid, signal.SIGKILL)
 
     def _has_ended(self, wait_s: float) -> bool:
         return bool(select.select([self._ended], [], [], wait_s)[0])

@@ -56,7 +56,8 @@ def trainer_of(asked: dict[str, Any]) -> Any:
 
     asked: sizes of the model, seq_len, batch (sequences per data-parallel rank), tokens, folder, dtype, backend ("":
         not compiled), recompute, degrees of dp, tp and pp (1F1B, one sequence per micro batch), micro_batches, and
-        fully_shard: wrap the model of one rank in it too, as torchtitan does for several.
+        reshard: wrap the model of one rank in `fully_shard` too, as torchtitan does for several, with this
+        fsdp_reshard_after_forward; empty: do not.
     """
     from torchtitan.components.loss import build_cross_entropy_loss
     from torchtitan.components.lr_scheduler import build_lr_schedulers
@@ -73,14 +74,14 @@ def trainer_of(asked: dict[str, Any]) -> Any:
     )
     spec = TrainSpec(
         model_cls=Transformer, model_args={MODEL: model}, pipelining_fn=pipeline_llm,
-        parallelize_fn=_wrapping if asked.get("fully_shard") else parallelize_llama,
+        parallelize_fn=_wrapping if asked.get("reshard") else parallelize_llama,
         build_optimizers_fn=build_optimizers, build_lr_schedulers_fn=build_lr_schedulers,
         build_dataloader_fn=lambda **_: Tokens(Path(asked["tokens"]), asked["seq_len"], asked["batch"]),
         build_tokenizer_fn=None, build_loss_fn=build_cross_entropy_loss,
     )  # fmt: skip
     register_train_spec(MODEL, spec)
     trainer = Trainer(_config(asked))
-    if asked.get("fully_shard"):
+    if asked.get("reshard"):
         trainer.maybe_enable_amp = nullcontext()  # `fully_shard` casts
     if torch.device(trainer.device).type == "cpu":
         _sum_by_gloo(trainer.model_parts)
@@ -97,8 +98,9 @@ def _wrapping(model: nn.Module, parallel_dims: Any, job_config: Any) -> nn.Modul
     model = parallelize_llama(model, parallel_dims, job_config)
     dtypes = (job_config.training.mixed_precision_param, job_config.training.mixed_precision_reduce)
     apply_fsdp(
-        model, init_device_mesh(device_type, (1,)), *(TORCH_DTYPE_MAP[dtype] for dtype in dtypes), pp_enabled=False
-    )
+        model, init_device_mesh(device_type, (1,)), *(TORCH_DTYPE_MAP[dtype] for dtype in dtypes), pp_enabled=False,
+        reshard_after_forward_policy=job_config.parallelism.fsdp_reshard_after_forward,
+    )  # fmt: skip
     return model
 
 
@@ -120,6 +122,7 @@ def _config(asked: dict[str, Any]) -> Any:
     config.parallelism.data_parallel_shard_degree = asked.get("dp", 1)
     config.parallelism.tensor_parallel_degree = asked.get("tp", 1)
     config.parallelism.pipeline_parallel_degree = asked.get("pp", 1)
+    config.parallelism.fsdp_reshard_after_forward = asked.get("reshard") or "default"
     config.training.steps = 1_000_000
     config.metrics.log_freq = 1_000_000
     config.optimizer.lr = 3e-4

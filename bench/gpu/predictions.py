@@ -52,16 +52,15 @@ def predicted(name: str, shape: Shape) -> dict[str, float]:
 
 def table(device: str, last: Mapping[str, Record], path: Path = PATH) -> str:
     """The predicted and measured figures of a device as a table of Markdown; a line where there is nothing measured."""
-    memory_gib = 140 if "H200" in device else 80
-    name = cluster.of_device(device, memory_gib) or CLUSTERS[0]
-    lines = list(_lines(name, last, [line for line in read(path) if line["cluster"] == name]))
+    name = next((name for name in CLUSTERS if name.upper() in device), "")
+    lines = list(_lines(last, [line for line in read(path) if line["cluster"] == name]))
     if not lines:
-        return "no measured job has a prediction"
+        return "No measured job has a prediction for this device."
     head = "| job | quantity | predicted | measured | predicted / measured |\n|---|---|---|---|---|"
     return "\n".join([head, *lines])
 
 
-def _lines(name: str, last: Mapping[str, Record], made: list[dict[str, Any]]) -> Iterator[str]:
+def _lines(last: Mapping[str, Record], made: list[dict[str, Any]]) -> Iterator[str]:
     measured = {row.label: (row, record.head["time"]) for record in last.values() for row in record.rows}
     for job in JOBS:
         for key, label in QUANTITIES.items():

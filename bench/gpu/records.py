@@ -69,9 +69,6 @@ class Results:
     ) -> None:
         path.parent.mkdir(parents=True, exist_ok=True)
         self.path, self.about, self.versions, self._earlier = path, dict(about), dict(versions), list(earlier)
-        if path.exists() and not path.read_bytes().endswith(b"\n"):
-            with path.open("a") as file:  # a killed process has torn its last line
-                file.write("\n")
 
     def last(self) -> dict[str, Record]:
         """The last attempt at each measurement, by name."""
@@ -101,17 +98,19 @@ class Results:
 
     def _append(self, record: Mapping[str, Any]) -> None:
         line = json.dumps({**record, **self.about, "time": time.strftime("%Y-%m-%dT%H:%M:%S")}) + "\n"
+        torn = self.path.exists() and not self.path.read_bytes().endswith(b"\n")  # by a process that was killed
         with self.path.open("a") as file:
-            file.write(line)
+            file.write("\n" * torn + line)
             file.flush()
             os.fsync(file.fileno())
 
 
 def attempts(lines: Iterable[Mapping[str, Any]]) -> dict[str, Record]:
-    """The last attempt at each measurement, from lines in the order in which they were written."""
+    """The last attempt at each measurement, the newest one last, from lines in the order in which they were written."""
     last: dict[str, Record] = {}
     for line in lines:
         if line["event"] == "began":
+            last.pop(line["name"], None)
             last[line["name"]] = Record("began", line)
         elif line["name"] in last and line["event"] == "row":
             row = {key: line[key] for key in ("label", "value", "unit", "passed") if key in line}

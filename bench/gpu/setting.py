@@ -99,9 +99,11 @@ class Setting:
 @contextmanager
 def no_garbage() -> Iterator[None]:
     """Without automatic collections of garbage, as in a run and in torchtitan's."""
+    was = gc.isenabled()
     gc.collect()
     gc.disable()
     try:
         yield
     finally:
-        gc.enable()
+        if was:
+            gc.enable()

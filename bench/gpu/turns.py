@@ -1,7 +1,8 @@
 """Whole steps of titan and torchtitan in turns: the same untied model, tokens, optimizer and compilation by block.
 
 torchtitan does not wrap a model for one GPU in `fully_shard`: it keeps parameters and gradients in float32 and computes
-in autocast. titan wraps it, as on any number of ranks. So torchtitan runs in both forms.
+in autocast. titan wraps it, as on any number of ranks. So torchtitan runs in both forms, and wrapped in two: by default
+it gathers the parameters of a block again for its backward, while titan keeps them (`zero_stage = 2`).
 
 Selective recomputation is what each trainer means by it: titan keeps the results of all matrix products, torchtitan of
 every second one.
@@ -21,8 +22,8 @@ from bench.gpu.shapes import JOBS, keys_of
 NEEDED = ("torchtitan", "tyro", "datasets", "tokenizers", "einops")
 """datasets may be a stub: torchtitan imports it, and this comparison reads no text."""
 
-FORMS = {"torchtitan": False, "torchtitan, fully_shard": True}
-"""The forms of torchtitan, and whether each wraps the model in `fully_shard` on one rank."""
+FORMS = {"torchtitan": "", "torchtitan, fully_shard": "default", "torchtitan, fully_shard, gathered once": "never"}
+"""The forms of torchtitan, and how each reshards after a forward in `fully_shard` on one rank; empty: not wrapped."""
 
 
 def turns(name: str, count: int = 2, forms: tuple[str, ...] = tuple(FORMS)) -> Callable[[Setting], Iterator[Row]]:
@@ -64,7 +65,7 @@ def _rows(name: str, theirs: dict[str, Any], ours: dict[str, Any]) -> Iterator[R
     yield Row(f"{name}: speed of titan relative to it", step / mine)
 
 
-def _asked(setting: Setting, name: str, sizes: dict[str, int], fully_shard: bool) -> dict[str, Any]:
+def _asked(setting: Setting, name: str, sizes: dict[str, int], reshard: str) -> dict[str, Any]:
     """What `opponent.steps_of` is asked: the job of titan's turn."""
     shape = JOBS[name]
     keys = keys_of(setting, shape)
@@ -73,7 +74,7 @@ def _asked(setting: Setting, name: str, sizes: dict[str, int], fully_shard: bool
         **sizes, "seq_len": keys["data.seq_len"], "batch": 1, "micro_batches": shape.micro_batches,
         "steps": setting.size(speed.STEPS, 2), "warm_up": setting.size(2, 1), "device": setting.device.type,
         "dtype": "bfloat16", "backend": setting.size("inductor", "aot_eager"), "recompute": recompute,
-        "fully_shard": fully_shard, "tokens": str(keys["data.path"]), "folder": str(setting.folder / "torchtitan"),
+        "reshard": reshard, "tokens": str(keys["data.path"]), "folder": str(setting.folder / "torchtitan"),
     }  # fmt: skip
 
 
