@@ -213,14 +213,16 @@ def _copied(costs: Costs, stage: int, replicated: bool) -> float:
     """Mean bytes per parameter and micro batch that a group of one rank copies, where FSDP2 has collectives for it.
 
     A gather casts the stored parameters and copies the result. A reduction copies gradients into its own dtype, copies
-    that, and divides it where there are replicas; stages 2 and 3 then add it to the sum of earlier micro batches.
+    that, divides it where there are replicas, and casts it to the dtype that is stored. Stages 2 and 3 then add it to
+    the sum of earlier micro batches; stage 1 has added them before. Experts that are sharded by themselves, by one rank
+    of many, are left out.
     """
-    once = 1 / costs.micro_batches
+    width, reduce, store, once = costs.itemsize, costs.reduce_itemsize, costs.store_itemsize, 1 / costs.micro_batches
     gathers, reductions = {1: (once, once), 2: (1.0, 1.0), 3: (2.0, 1.0)}[stage]
-    gather = costs.store_itemsize + 3 * costs.itemsize
-    added = 3 * costs.store_itemsize * (1 - once) * (stage > 1)
-    reduction = costs.itemsize + (5 if replicated else 3) * costs.reduce_itemsize
-    return gathers * gather + reductions * reduction + added
+    made = reduce if stage == 1 and costs.micro_batches > 1 else width
+    reduction = made + (5 if replicated else 3) * reduce + (reduce + store) * (reduce != store)
+    added = 3 * (reduce if replicated else store) * (1 - once) * (stage > 1)
+    return gathers * (store + 3 * width) + reductions * reduction + added
 
 
 def _replicates(job: Job) -> bool:
