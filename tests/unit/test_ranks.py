@@ -110,6 +110,7 @@ asked = []
 torch.cuda.is_available = lambda: asked.append("is_available")
 torch.cuda.device_count = lambda: asked.append("device_count") or 0
 torch._C._ensureCUDADeviceGuardSet = lambda: asked.append("a guard of devices")
+torch._C._accelerator_getAccelerator = lambda: torch.device("cuda")  # as in a build for CUDA
 import titan.testing.warm
 assert not asked, asked
 """
