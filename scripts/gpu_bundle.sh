@@ -19,8 +19,14 @@ folder=${1:-gpu-bundle}
 version=${2:-3.12}
 most_mib=60
 
+# It is emptied of what an earlier bundle had, so it must not be anything else.
+if [ -e "$folder" ] && [ ! -f "$folder/commit" ] && [ -n "$(ls -A -- "$folder")" ]; then
+    echo "error: $folder has other files than a bundle; name another folder" >&2
+    exit 2
+fi
 mkdir -p -- "$folder/wheels" "$folder/stubs/datasets"
 folder=$(cd -- "$folder" && pwd)
+git -C "$root" describe --always --dirty >"$folder/commit"
 python=$("$root/scripts/python.sh" float8)
 pip=("$python" -m pip)
 "$python" -m pip --version >/dev/null 2>&1 || pip=(python3 -m pip)
@@ -51,7 +57,6 @@ for name in bench tests; do
     cp -r -- "$root/$name" "$folder/$name"
 done
 find "$folder/bench" "$folder/tests" -name __pycache__ -prune -exec rm -rf -- {} +
-git -C "$root" describe --always --dirty >"$folder/commit"
 (cd -- "$root" && "$python" -m bench.gpu --rehearse --reference-only --reference "$folder/reference" --scratch "$folder/reference" \
     --results "$folder/reference/gpu.jsonl")
 

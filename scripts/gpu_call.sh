@@ -7,7 +7,7 @@
 set -euo pipefail
 unset CDPATH
 
-if [ $# -lt 4 ] || [[ ! $4 =~ ^[0-9]+$ ]]; then
+if [ $# -lt 4 ] || [[ ! $3 =~ ^[abc]$ || ! $4 =~ ^[1-9][0-9]*$ ]]; then
     sed -n '2,6s/^# \{0,1\}//p' -- "${BASH_SOURCE[0]}"
     [[ ${1-} == -h || ${1-} == --help ]] || exit 2
     exit 0

@@ -13,12 +13,14 @@ not measured again without --again. Exit code 0: every chosen measurement has a 
 """
 
 import argparse
+import fcntl
 import os
 import shutil
 import subprocess
 import sys
 import time
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import ExitStack, contextmanager
 from functools import partial
 from importlib import import_module
 from pathlib import Path
@@ -30,7 +32,7 @@ from bench import results
 from bench.gpu import isolated, predictions, reference
 from bench.gpu.measurements import CALLS, MEASUREMENTS
 from bench.gpu.page import COMMITTED
-from bench.gpu.records import Measurement, Results, faults, table
+from bench.gpu.records import Measurement, Results, attempts, faults, read, table
 from bench.gpu.setting import Setting
 from titan.contracts.base import registry
 from titan.resources import let_segments_expand
@@ -48,9 +50,15 @@ LEAST_S = 10.0
 def main(argv: Sequence[str] | None = None) -> int:
     """Measure; returns the exit code."""
     args = _arguments(argv)
+    wanted = [one for one in MEASUREMENTS if one.call in args.call and (not args.only or one.name in args.only)]
     if args.predict:
-        print(predictions.write())
+        print(f"appended to {predictions.write()}")
         return 0
+    if args.table:
+        return _tables(wanted, args.results)
+    if not wanted:
+        print(f"error: --only {' '.join(args.only)}: none of them is in call {' '.join(args.call)}", file=sys.stderr)
+        return 2
     if sys.platform != "linux":
         print("error: measurements need Linux, to end the processes that they start", file=sys.stderr)
         return 2
@@ -61,7 +69,21 @@ def main(argv: Sequence[str] | None = None) -> int:
     import_module("torch._dynamo")
     if args.rehearse:
         torch.set_num_threads(1)  # tiny tensors: threads that wait for each other take longer than the work
-    setting = _setting(args)
+    try:
+        with _alone(args):
+            return _run(args, wanted)
+    except KeyboardInterrupt:
+        print(f"interrupted; the same command goes on from {args.results}", file=sys.stderr)
+        return 130
+    except (OSError, UnicodeDecodeError) as error:
+        print(f"error: {error}; choose other --results, --scratch or --reference", file=sys.stderr)
+        return 2
+
+
+def _run(args: argparse.Namespace, wanted: Sequence[Measurement]) -> int:
+    deadline = time.monotonic() + args.seconds
+    setting = Setting(args.scratch, args.reference, args.results.absolute().with_name("log.txt"), args.rehearse)
+    isolated.call(partial(reference.make, setting), setting.log, 600.0)
     if args.reference_only:
         return 0
     machine = isolated.call(partial(_machine, args.rehearse), setting.log, 120.0)
@@ -71,10 +93,26 @@ def main(argv: Sequence[str] | None = None) -> int:
     about = {"device": machine.pop("device"), "torch": machine.pop("torch"), "rehearsal": args.rehearse}
     earlier = [COMMITTED] if args.results.absolute() != COMMITTED else []
     kept = Results(args.results, about, machine, earlier)
-    wanted = [one for one in MEASUREMENTS if one.call in args.call and (not args.only or one.name in args.only)]
-    if not args.table:
-        _measure(wanted, kept, setting, args.seconds, again=args.again)
+    _measure(wanted, kept, setting, deadline, again=args.again)
     return _summary(wanted, kept, args)
+
+
+@contextmanager
+def _alone(args: argparse.Namespace) -> Iterator[None]:
+    """Hold the folders of results and scratch against another start.
+
+    Raises:
+        BlockingIOError: another start has one of them.
+    """
+    with ExitStack() as locks:
+        for folder in {args.results.absolute().parent, args.scratch}:
+            folder.mkdir(parents=True, exist_ok=True)
+            file = locks.enter_context((folder / ".lock").open("w"))
+            try:
+                fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            except BlockingIOError:
+                raise BlockingIOError(f"another start of bench.gpu uses {folder}") from None
+        yield
 
 
 def _arguments(argv: Sequence[str] | None) -> argparse.Namespace:
@@ -84,13 +122,19 @@ def _arguments(argv: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument("--call", nargs="+", choices=CALLS, default=CALLS, help="parts of the list; default: all")
     parser.add_argument("--only", nargs="+", default=(), choices=[one.name for one in MEASUREMENTS], metavar="NAME")
     parser.add_argument("--again", action="store_true", help="also what has a result")
-    parser.add_argument("--seconds", type=float, default=3600.0, help="deadline of the whole call; default: 3600")
+    parser.add_argument(
+        "--seconds", type=_positive, default=3600.0,
+        help="deadline of the measurements, from the start of the command, whose imports take some more; default: 3600",
+    )  # fmt: skip
     parser.add_argument("--results", type=Path, metavar="FILE", help="file to append to; default: runs/gpu/gpu.jsonl")
     parser.add_argument("--scratch", type=Path, metavar="DIR", help="folder of runs, tokens and checkpoints")
     parser.add_argument("--reference", type=Path, metavar="DIR", help="the CPU's checkpoint and curves, made if absent")
     parser.add_argument("--reference-only", action="store_true", help="make that folder and measure nothing")
     parser.add_argument("--table", action="store_true", help="print what is measured, and measure nothing")
-    parser.add_argument("--predict", action="store_true", help="plan each measured job, and measure nothing")
+    parser.add_argument(
+        "--predict", action="store_true",
+        help="append the planner's predictions of each job to bench/results/gpu_predictions.jsonl, and measure nothing",
+    )  # fmt: skip
     parser.add_argument("--rehearse", action="store_true", help="on the CPU, in tiny sizes")
     args = parser.parse_args(argv)
     folder = Path("runs") / ("gpu-rehearsal" if args.rehearse else "gpu")
@@ -100,12 +144,19 @@ def _arguments(argv: Sequence[str] | None) -> argparse.Namespace:
     return args
 
 
-def _setting(args: argparse.Namespace) -> Setting:
-    """The setting, with the CPU's curves made if they are absent."""
-    setting = Setting(args.scratch, args.reference, args.results.absolute().with_name("log.txt"), args.rehearse)
-    setting.folder.mkdir(parents=True, exist_ok=True)
-    isolated.call(partial(reference.make, setting), setting.log, 600.0)
-    return setting
+def _positive(word: str) -> float:
+    """Seconds above 0.
+
+    Raises:
+        argparse.ArgumentTypeError: they are not.
+    """
+    try:
+        seconds = float(word)
+    except ValueError:
+        seconds = 0.0
+    if not 0 < seconds < float("inf"):
+        raise argparse.ArgumentTypeError(f"{word} is not a number of seconds above 0")
+    return seconds
 
 
 def _machine(rehearse: bool) -> dict[str, Any]:
@@ -118,10 +169,12 @@ def _machine(rehearse: bool) -> dict[str, Any]:
     return {**machine, "cuda": torch.version.cuda, "cudnn": torch.backends.cudnn.version(), "driver": driver}
 
 
-def _measure(wanted: Sequence[Measurement], kept: Results, setting: Setting, seconds: float, *, again: bool) -> None:
+def _measure(wanted: Sequence[Measurement], kept: Results, setting: Setting, deadline: float, *, again: bool) -> None:
     """Take what is still to be taken, as far as the time goes. One failure does not end the others."""
-    deadline = time.monotonic() + seconds
-    for one in wanted if again else kept.order(wanted):
+    chosen = list(wanted) if again else kept.order(wanted)
+    if known := [one.name for one in wanted if one not in chosen]:
+        print(f"already measured on this device (--again measures anyway): {', '.join(known)}", flush=True)
+    for one in chosen:
         left = deadline - time.monotonic() - isolated.GRACE_S
         if left < max(LEAST_S, 0 if setting.rehearse else one.seconds):
             print(f"{one.name}: left for the next start, it takes {one.seconds:.0f} s", flush=True)
@@ -143,10 +196,20 @@ def _rows_of(one: Measurement, setting: Setting, kept: Results) -> None:
         kept.add(one, row)
 
 
+def _tables(wanted: Sequence[Measurement], path: Path) -> int:
+    """Print what there is of each device, in the file and among the committed results; touches no device."""
+    lines = [line for file in dict.fromkeys([COMMITTED, path.absolute()]) for line in read(file)]
+    for device in dict.fromkeys(line["device"] + " (rehearsal)" * line["rehearsal"] for line in lines):
+        last = attempts(line for line in lines if line["device"] + " (rehearsal)" * line["rehearsal"] == device)
+        print(f"{device}\n" + "\n".join(table(one, last.get(one.name)) for one in wanted) + "\n")
+        print(f"{predictions.table(device, last)}\n")
+    if not lines:
+        print(f"nothing is measured: neither {path} nor {COMMITTED} has results")
+    return 0
+
+
 def _summary(wanted: Sequence[Measurement], kept: Results, args: argparse.Namespace) -> int:
     last = kept.last()
-    if args.table:
-        print("\n".join(table(one, last.get(one.name)) for one in wanted))
     missing = faults(wanted, last)
     if args.rehearse:
         print("\nrehearsal: tiny models on a CPU, whatever the labels say; the figures mean nothing")

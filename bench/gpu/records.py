@@ -122,12 +122,14 @@ def attempts(lines: Iterable[Mapping[str, Any]]) -> dict[str, Record]:
 
 
 def read(path: Path) -> Iterator[dict[str, Any]]:
-    """The lines of a file of results; one torn by a killed process is passed over."""
-    for line in path.read_text(encoding="utf-8").splitlines() if path.exists() else ():
+    """The lines of a file of results; one that is none, torn by a killed process, is passed over."""
+    for line in path.read_text(encoding="utf-8", errors="replace").splitlines() if path.exists() else ():
         try:
-            yield json.loads(line)
+            record = json.loads(line)
         except json.JSONDecodeError:
             continue
+        if isinstance(record, dict):
+            yield record
 
 
 def table(one: Measurement, record: Record | None) -> str:

@@ -1,5 +1,6 @@
 """Resume to the bit, a stop by SIGTERM, and NaN."""
 
+import shutil
 from collections.abc import Iterator
 
 from bench.gpu import jobs, reference
@@ -15,6 +16,7 @@ STOP, NAN = 8, 13
 
 def resume(setting: Setting) -> Iterator[Row]:
     """20 steps against 10, a new start and 10 more: weights, optimizer state and rows."""
+    _forget(setting, "undisturbed", "resumed")
     keys = _keys(setting)
     codes = [jobs.start(setting, "undisturbed", keys)]
     codes += [jobs.start(setting, "resumed", {**keys, "train.steps": steps}) for steps in (10, 20)]
@@ -24,8 +26,8 @@ def resume(setting: Setting) -> Iterator[Row]:
 
 def sigterm(setting: Setting) -> Iterator[Row]:
     """SIGTERM in the run; the same command ends it as if nothing had been."""
-    if not (setting.folder / "runs" / "undisturbed" / "checkpoints").exists():
-        jobs.start(setting, "undisturbed", _keys(setting))
+    _forget(setting, "undisturbed", "signalled")
+    jobs.start(setting, "undisturbed", _keys(setting))
     keys = {**_keys(setting), **_plugin("send_signal"), "plugins.send_signal.step": STOP}
     first = jobs.start(setting, "signalled", {**keys, "plugins.send_signal.once": setting.folder / "rang"})
     yield Row("exit code after SIGTERM", first, passed=first == EXIT_PREEMPTED)
@@ -36,6 +38,7 @@ def sigterm(setting: Setting) -> Iterator[Row]:
 
 def nan(setting: Setting) -> Iterator[Row]:
     """A NaN in a gradient: the run stops and saves nothing of it, or skips that update and goes on."""
+    _forget(setting, "nan", "nan-skipped")
     keys = {**_keys(setting), **_plugin("inject_nan"), "plugins.inject_nan.steps": [NAN]}
     code = jobs.start(setting, "nan", keys)
     yield Row("exit code", code, passed=code == EXIT_FAILED)
@@ -46,6 +49,13 @@ def nan(setting: Setting) -> Iterator[Row]:
     yield Row(
         "with non_finite = skip: exit code, skipped updates", f"{code}, {skipped}", passed=(code, skipped) == (0, 1)
     )
+
+
+def _forget(setting: Setting, *names: str) -> None:
+    """Remove what an earlier start has left of these runs: they would go on from it."""
+    for name in names:
+        shutil.rmtree(setting.folder / "runs" / name, ignore_errors=True)
+    (setting.folder / "rang").unlink(missing_ok=True)
 
 
 def _keys(setting: Setting) -> dict[str, object]:

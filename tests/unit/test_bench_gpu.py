@@ -1,5 +1,6 @@
 """`python -m bench.gpu`: results over interrupted calls, a process per measurement, predictions, and a rehearsal."""
 
+import fcntl
 import json
 import os
 import signal
@@ -185,6 +186,7 @@ def test_a_fault_or_a_kill_ends_one_measurement_and_a_second_start_takes_only_wh
     assert last["killed"].rows == [SEEN] and last["killed"].failure == "killed by SIGKILL"
     assert last["broken"].rows and "illegal memory access" in last["broken"].failure
     printed = capsys.readouterr().out
+    assert "already measured on this device (--again measures anyway): good" in printed
     assert "too long: left for the next start" in printed and "4 measurements, 3 not passed" in printed
     assert command.main([*words, "--again", "--only", "good"]) == 0
     assert taken.read_text().count("good") == 2
@@ -260,3 +262,39 @@ def test_the_loader_is_measured_beside_training(tmp_path: Path, monkeypatch: pyt
         rate, ratio = rows.pop(f"{packing}: loader"), rows.pop(f"{packing}: loader, relative to training")
         assert rate > ratio > 0, "training takes more than one token per second"
     assert not rows
+
+
+@pytest.mark.parametrize(
+    ("words", "said"),
+    [
+        (["--only", "memory", "--call", "a"], "--only memory: none of them is in call a"),
+        (["--results", "/proc/none/gpu.jsonl"], "choose other --results"),
+    ],
+)
+def test_what_cannot_be_measured_is_refused(words: list[str], said: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert command.main(words) == 2
+    assert said in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("seconds", ["0", "-4", "nan", "inf", "soon"])
+def test_a_deadline_is_above_0(seconds: str, capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit, match="2"):
+        command.main(["--seconds", seconds])
+    assert f"{seconds} is not a number of seconds above 0" in capsys.readouterr().err
+
+
+def test_two_starts_do_not_share_a_folder(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    with (tmp_path / ".lock").open("w") as file:
+        fcntl.flock(file, fcntl.LOCK_EX)
+        assert command.main(["--rehearse", "--results", str(tmp_path / "gpu.jsonl"), "--scratch", str(tmp_path)]) == 2
+    assert f"another start of bench.gpu uses {tmp_path}" in capsys.readouterr().err
+
+
+def test_a_table_touches_no_device(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    path = tmp_path / "gpu.jsonl"
+    path.write_text('42\n{"name": "torn')
+    results = Results(path, {**HERE, "rehearsal": False, "device": "NVIDIA H100 80GB HBM3"}, {"commit": "abc"})
+    results.began(MEASUREMENTS[1])
+    results.add(MEASUREMENTS[1], Row("1B: step", 0.2, "s"))
+    assert command.main(["--table", "--results", str(path)]) == 0
+    assert "NVIDIA H100 80GB HBM3\n" in (printed := capsys.readouterr().out) and "| 1B | step |" in printed

@@ -98,6 +98,10 @@ def _memory(p: Prediction, cluster: Cluster) -> list[str]:
         layers = "+".join(f"{held.start}-{held.stop - 1}" for held in p.layers[first]) if first == last else ""
         name = f"stage {first}" if first == last else f"stages {first}-{last}"
         rows.append([name, *(f"{gib.get(component, 0.0):.2f}" for component in names), f"{gib['total']:.2f}", layers])
+    fullest = max(p.memory, key=lambda memory: memory.total)
+    tensors = (
+        f"of it {fullest.allocated / GIB:.1f} GiB allocated to tensors and {fullest.reserved / GIB:.1f} GiB reserved"
+    )
     peak = f"peak {p.peak_gib:.1f} GiB of {cluster.device.memory_gib:g} GiB"
     short = short_of(cluster.memory, [memory.host for memory in p.memory], p.world_size)
     said = [f"fits: {peak}" if p.fits else "; ".join([f"does NOT fit: {peak}", *([short] if short else [])])]
@@ -106,7 +110,7 @@ def _memory(p: Prediction, cluster: Cluster) -> list[str]:
             f"warning: less than {100 * (1 - MEMORY_LIMIT):.0f} % of the memory is free, and predictions are off by "
             f"several percent; --search proposes layouts of at most {cluster.memory.limit_gib:.4g} GiB"
         )
-    return [*columns(rows), *said]
+    return [*columns(rows), said[0], tensors, *said[1:]]
 
 
 def search_text(result: Result, cluster: Cluster, ranks: int) -> str:
