@@ -20,6 +20,8 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any, NoReturn
 
+import torch
+
 GRACE_S = 2.0
 """Time that a process has beyond its limit, to print its stacks."""
 
@@ -67,6 +69,9 @@ class Call:
             sys.stdout = sys.stderr = file
             faulthandler.enable(file)
             faulthandler.register(STACKS, file)  # the timer of faulthandler does not survive a fork
+            # PyTorch makes its pool of threads anew when it is first asked for after a fork. Where several threads of a
+            # backward ask at once, some find none and abort the process (2.11).
+            torch.set_num_threads(torch.get_num_threads())
             answer = json.dumps({"value": work()})
         except BaseException as error:
             traceback.print_exc()

@@ -6,6 +6,7 @@ working set of each backward is added, and the largest sum counts.
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Any
 
 from titan.contracts.base.cost import Action, Costs, Stage
 from titan.contracts.base.layout import Layout
@@ -60,6 +61,11 @@ class Memory:
         """All fields and the total, in GiB; `host` only where there is some."""
         fields = {**vars(self), "total": self.total}
         return {name: value / GIB for name, value in fields.items() if value or name != "host"}
+
+    def as_json(self) -> dict[str, Any]:
+        """What `titan plan --json` prints of a stage's memory, in GiB."""
+        sums = {"allocated_gib": self.allocated / GIB, "reserved_gib": self.reserved / GIB}
+        return {"memory_gib": self.gib(), **sums}
 
 
 def kind(stage: Stage, costs: Costs) -> tuple[int, ...]:

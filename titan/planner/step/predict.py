@@ -94,12 +94,7 @@ class Prediction:
             "time_s": self.time_s,
             "overlapped_s": self.overlapped_s,
             "stages": [
-                {
-                    "memory_gib": memory.gib(),
-                    "allocated_gib": memory.allocated / GIB,
-                    "reserved_gib": memory.reserved / GIB,
-                    "layers": [list(layers) for layers in held],
-                }
+                {**memory.as_json(), "layers": [list(layers) for layers in held]}
                 for memory, held in zip(self.memory, self.layers, strict=True)
             ],
         }
