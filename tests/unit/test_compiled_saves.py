@@ -7,12 +7,12 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from plugins.models.gemma import GeGLU
 from tests.planned import job_of
 from titan.contracts.layers.blocks import FeedForward, LayerPart, SwiGLU, feed_forward, swiglu
 from titan.contracts.layers.experts import Experts
 from titan.planner.step.activations import kept_by
 from titan.planner.step.layout import costs_of
+from titan.plugins.models.gemma import GeGLU
 
 # PyTorch imports functions of its own that it calls deprecated when it compiles for the first time.
 pytestmark = pytest.mark.filterwarnings("ignore:.torch.jit:DeprecationWarning")

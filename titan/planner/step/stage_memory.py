@@ -230,16 +230,18 @@ class _Buffers:
         return 0.0, gathered + received + before * self.costs.reduce_itemsize
 
     def in_layer(self, number: int, made: float) -> tuple[float, float]:
-        """In the backward of a layer, counted from the last; made: its parameters that have gradients by then."""
+        """In the backward of a layer, counted from the last; made: its parameters that have gradients by then.
+
+        The next layer is gathered ahead, but not where one rank shards alone: FSDP2 has no collective to start then.
+        """
         if self.rules is None and not self.costs.gradients_freed:
             return 0.0, 0.0
         if self.rules is None:
             done = (self.head + number * self.layer) * self.pile_up
             return min((done + made) * self._width, self.stage.held["gradients"]), 0.0
         waiting = self.layer if number or made == self.layer else self.head
-        return made * self.costs.itemsize, self._gathered(
-            2 * self.layer
-        ) + waiting * self.costs.reduce_itemsize * self._each
+        gathered = self._gathered(self.layer if self._alone else 2 * self.layer)
+        return made * self.costs.itemsize, gathered + waiting * self.costs.reduce_itemsize * self._each
 
     def reduced(self, gone: float, activations: float, units: Sequence[int]) -> Iterator[Moment]:
         """When the gradients of the last of these units are reduced, after those of the others.
