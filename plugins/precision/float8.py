@@ -184,7 +184,9 @@ class Float8(Technique):
         words = sum(op.outputs for op in head if isinstance(op, Matmul) and op.dtype)
         weight = sum(op.inputs * op.outputs for op in head if isinstance(op, Matmul) and op.dtype)
         each = _copies(self.config) / slices
-        copies = replace(self._casts(head, tokens), scratch=each * words * tokens, fixed_scratch=each * weight)
+        widened = costs.itemsize / 4 / slices * (self.config.emulate == "always")  # an emulated product's weight
+        fixed = (each + widened) * weight
+        copies = replace(self._casts(head, tokens), scratch=each * words * tokens, fixed_scratch=fixed)
         return replace(
             costs, layer=(*layer, self._casts(layer, tokens)), head=(*head, copies) if self.config.head else head
         )
