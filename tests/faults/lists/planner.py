@@ -16,7 +16,7 @@ FAULTS = (
     Fault(
         "the cast of a head's weight that shrinks with a loss's chunks",
         "plugins/precision/float8.py",
-        "fixed_scratch=each * weight",
+        "fixed_scratch=fixed",
         "fixed_scratch=0",
         (f"{MEMORY}[head in float8, in small chunks]",),
     ),
