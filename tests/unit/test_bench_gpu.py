@@ -271,8 +271,10 @@ def test_the_loader_is_measured_beside_training(tmp_path: Path, monkeypatch: pyt
         (["--results", "/proc/none/gpu.jsonl"], "choose other --results"),
     ],
 )
-def test_what_cannot_be_measured_is_refused(words: list[str], said: str, capsys: pytest.CaptureFixture[str]) -> None:
-    assert command.main(words) == 2
+def test_what_cannot_be_measured_is_refused(
+    words: list[str], said: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert command.main([*words, "--scratch", str(tmp_path)]) == 2
     assert said in capsys.readouterr().err
 
 
