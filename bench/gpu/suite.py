@@ -19,7 +19,7 @@ def gpu_tests(setting: Setting) -> Iterator[Row]:
     files = sorted(str(file) for file in TESTS.rglob("test_*.py") if "mark.gpu" in file.read_text(encoding="utf-8"))
     report = setting.folder / "tests.xml"
     report.unlink(missing_ok=True)  # of an earlier start
-    ways = ["--collect-only"] if setting.rehearse else ["-n", str(PROCESSES), f"--junitxml={report}"]
+    ways = ["-q", "--collect-only"] if setting.rehearse else ["-v", "-n", str(PROCESSES), f"--junitxml={report}"]
     # Warnings of other versions are no failures, and no plugin is loaded that lies on a machine by chance.
     options = [
         f"--rootdir={TESTS.parent}",
@@ -30,7 +30,7 @@ def gpu_tests(setting: Setting) -> Iterator[Row]:
         "-o",
         "filterwarnings=default",
     ]
-    command = [sys.executable, "-m", "pytest", "-q", "-m", "gpu", *options, *ways, *files]
+    command = [sys.executable, "-m", "pytest", "-m", "gpu", *options, *ways, *files]
     alone = {**os.environ, "PYTEST_DISABLE_PLUGIN_AUTOLOAD": "1"}
     done = subprocess.run(command, cwd=TESTS.parent, env=alone, capture_output=True, text=True)
     print(done.stdout, done.stderr, flush=True)
