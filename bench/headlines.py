@@ -141,6 +141,13 @@ def _doctor(found: Found) -> str:
     )
 
 
+def _tests(found: Found) -> str:
+    return (
+        f"{found['tests']} tests in {found['wall_s']:.0f} s: {found['worker_s']:.0f} s of workers, "
+        f"{found['cpu_s']:.0f} s of CPU; the cores idled for {found['idle']:.0%}"
+    )
+
+
 def _fuzz(found: Found) -> str:
     return f"{found['jobs']} jobs: {found['agreed']} agreed, {found['refused']} refused, {found['failed']} failed"
 
@@ -279,6 +286,7 @@ KINDS: Mapping[str, tuple[str, Callable[[Found], str]]] = {
     "layouts": ("python -m bench.layouts", _layouts),
     "transformers": ("python -m bench.transformers", _transformers),
     "fuzz": ("python -m tests.fuzz", _fuzz),
+    "tests": ("python -m tests.cost --write", _tests),
     "dispatch": ("python -m bench.dispatch", _dispatch),
     "attention": ("python -m bench.attention", _attention),
     "loss": ("python -m bench.loss", _loss),

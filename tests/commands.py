@@ -9,6 +9,7 @@ import subprocess
 import sys
 import tempfile
 from collections.abc import Mapping, Sequence
+from importlib import import_module
 from pathlib import Path
 
 import torch
@@ -19,9 +20,15 @@ TIMEOUT_S = 250.0
 
 
 def run_titan(
-    words: Sequence[str], folder: Path, environment: Mapping[str, str] | None = None, timeout: float = TIMEOUT_S
+    words: Sequence[str],
+    folder: Path,
+    environment: Mapping[str, str] | None = None,
+    timeout: float = TIMEOUT_S,
+    module: str = "titan.cli",
 ) -> subprocess.CompletedProcess[str]:
     """`titan WORDS` in `folder`, with these variables over those of the test; its exit code, stdout and stderr.
+
+    module: whose `main` is called with the words.
 
     Raises:
         TimeoutExpired: it had not ended after `timeout` seconds; then it is killed, and its ranks die with it.
@@ -29,7 +36,7 @@ def run_titan(
     variables = {**os.environ, "OMP_NUM_THREADS": "1", **(environment or {})}
     with tempfile.TemporaryDirectory(prefix="command-") as place:
         outputs = [Path(place, name) for name in ("stdout", "stderr")]
-        process = fork(_be_the_command, list(words), folder, variables, outputs)
+        process = fork(_be_the_command, module, list(words), folder, variables, outputs)
         try:
             process.join(timeout)
             said = [path.read_text(errors="replace") if path.exists() else "" for path in outputs]
@@ -41,7 +48,9 @@ def run_titan(
             process.join()
 
 
-def _be_the_command(words: list[str], folder: Path, variables: dict[str, str], outputs: list[Path]) -> None:
+def _be_the_command(
+    module: str, words: list[str], folder: Path, variables: dict[str, str], outputs: list[Path]
+) -> None:
     live_no_longer_than_the_test()
     for number, output in enumerate(outputs, start=1):
         with output.open("w") as file:
@@ -51,6 +60,4 @@ def _be_the_command(words: list[str], folder: Path, variables: dict[str, str], o
     os.environ.update(variables)
     torch.set_num_threads(1)
     sys.argv = ["titan", *words]
-    from titan import cli
-
-    sys.exit(cli.main(words))
+    sys.exit(import_module(module).main(words))

@@ -1,5 +1,6 @@
 """The jobs of the repository's own tests, and what their ranks return beside weights; `titan.testing` trains them."""
 
+from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -17,6 +18,8 @@ LLAMA = JOB
 GPT, QWEN3, NEOX, OLMO2, MOE, BLOOM, GEMMA = (
     CONFIGS / f"{name}.toml" for name in ("gpt", "qwen3", "neox", "olmo2", "moe", "bloom", "gemma")
 )
+FOUR_LAYERS = ("--model.n_layers", "4")
+"""For schedules with two stages a rank: the jobs have two layers."""
 SAVING = ("--checkpoint.enabled", "true", "--checkpoint.every", "4")
 
 SELF_SEND = torch.torch_version.TorchVersion(torch.__version__) >= "2.13"
@@ -26,6 +29,11 @@ SELF_SEND = torch.torch_version.TorchVersion(torch.__version__) >= "2.13"
 def mesh(**degrees: int) -> list[str]:
     """Words of a command line that set degrees of the mesh."""
     return [word for axis, degree in degrees.items() for word in (f"--mesh.{axis}", str(degree))]
+
+
+def settings(words: Sequence[str], *keys: str) -> tuple[str, ...]:
+    """Of a layout's words those that set one of these keys: what the run is a function of, on one rank too."""
+    return tuple(word for at, key in enumerate(words) if key in keys for word in words[at : at + 2])
 
 
 def run_with_state(folder: str, words: list[str], config: str) -> dict[str, Tensor]:

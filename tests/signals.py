@@ -9,6 +9,9 @@ from pathlib import Path
 from tests.jobs import LLAMA
 from titan.testing.jobs import write_text
 
+TEN = ("--train.steps", "10")
+"""Steps enough for a signal, a save and a resume."""
+
 TEST_PLUGIN = Path(__file__).parent / "plugins" / "send_signal.py"
 
 
@@ -22,7 +25,7 @@ def job(folder: Path, *more: str, **signal: object) -> list[str]:
     return [
         "--config", str(LLAMA), "--run.dir", str(folder), "--run.name", "run", "--data.cache", f"{folder}/cache",
         "--data.path", f"{folder}/text", "--plugins.path", f"{folder}/plugins", "--checkpoint.enabled", "true",
-        *options, *more,
+        *TEN, *options, *more,
     ]  # fmt: skip
 
 

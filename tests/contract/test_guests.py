@@ -27,7 +27,9 @@ PACKED = ("--data.packing", "document_mask")
 
 
 @pytest.mark.parametrize(
-    "degrees", [{"slicer": 4}, {"slicer": 2, "tp": 2}, swept_case({"slicer": 2, "pp": 2, "dp_shard": 2})], ids=str
+    "degrees",
+    [swept_case({"slicer": 4}), {"slicer": 2, "tp": 2}, swept_case({"slicer": 2, "pp": 2, "dp_shard": 2})],
+    ids=str,
 )
 def test_a_sequence_sliced_from_outside(degrees: dict[str, int], one_rank, tmp_path: Path) -> None:
     ranks = 8 if len(degrees) == 3 else 4
@@ -93,7 +95,7 @@ COMPILED = ["--plugins.compile.backend", "aot_eager"]
     [
         [*mesh(tp=2, pp=2), "--plugins.activation_checkpoint.mode", "full"],
         swept_case([*mesh(dp_shard=2, tp=2), *WHOLE, *COMPILED]),
-        mesh(cp=2, dp_shard=2),
+        swept_case(mesh(cp=2, dp_shard=2)),
     ],
     ids=" ".join,
 )
@@ -132,7 +134,7 @@ FIRST = ("--plugins.spread.enabled", "true")
     ("degrees", "words"),
     [
         ({"dp_shard": 4, "spread": 2}, ["--plugins.fsdp.zero_stage", "3"]),
-        ({"dp_shard": 2, "cp": 2, "spread": 4}, []),
+        swept_case(({"dp_shard": 2, "cp": 2, "spread": 4}, [])),
         swept_case(({"dp_shard": 2, "dp_replicate": 2, "spread": 2}, ["--train.micro_batch_size", "1"])),
         swept_case(({"dp_shard": 2, "pp": 2, "spread": 2}, [])),
         swept_case(({"dp_shard": 4, "tp": 2, "spread": 2}, [*FIRST, *WHOLE])),
@@ -143,7 +145,7 @@ FIRST = ("--plugins.spread.enabled", "true")
                 ["--plugins.fsdp.zero_stage", "2", "--train.micro_batch_size", "1"],
             )
         ),
-        ({"cp": 2, "dp_replicate": 2, "spread": 2}, ["--plugins.ddp.enabled", "true"]),
+        swept_case(({"cp": 2, "dp_replicate": 2, "spread": 2}, ["--plugins.ddp.enabled", "true"])),
         swept_case(({"cp": 4, "spread": 2}, ["--plugins.ddp.enabled", "true"])),
     ],
     ids=str,
@@ -156,14 +158,15 @@ def test_stacks_spread_over_ranks_of_other_axes(
     assert_same_curve(one_rank(*PACKED, config=STACKED), train_job(tmp_path, ranks, *words, config=STACKED))
 
 
+@pytest.mark.sweep
 def test_stacks_are_saved_and_resumed_spread_otherwise(one_rank, tmp_path: Path) -> None:
     def run(until: int, **degrees: int) -> Outcome:
-        words = [*PACKED, *SAVING, "--checkpoint.every", "3", "--train.steps", str(until), *mesh(**degrees)]
+        words = [*PACKED, *SAVING, "--checkpoint.every", "2", "--train.steps", str(until), *mesh(**degrees)]
         return train_job(tmp_path, 4, *words, config=STACKED)
 
-    run(3, dp_shard=4, spread=2)
-    run(6, dp_shard=2, dp_replicate=2)
-    assert_same_curve(one_rank(*PACKED, config=STACKED), run(10, dp_shard=2, cp=2, spread=4))
+    run(2, dp_shard=4, spread=2)
+    run(4, dp_shard=2, dp_replicate=2)
+    assert_same_curve(one_rank(*PACKED, config=STACKED), run(6, dp_shard=2, cp=2, spread=4))
 
 
 def test_stacks_are_rehearsed() -> None:
@@ -175,7 +178,7 @@ def test_stacks_are_rehearsed() -> None:
 SWITCHED = [
     {"dp_shard": 4, "ep": 4},
     swept_case({"dp_shard": 2, "cp": 2, "ep": 2, "tp": 2}),
-    {"dp_shard": 2, "pp": 2, "ep": 2},
+    swept_case({"dp_shard": 2, "pp": 2, "ep": 2}),
     {"tp": 2, "cp": 2},
 ]
 

@@ -5,7 +5,7 @@ from pathlib import Path
 import pytest
 
 from tests.jobs import CONFIGS, GPT, LLAMA, SAVING, mesh
-from tests.sweeps import swept_case
+from tests.sweeps import sweep_but, swept_case
 from titan.testing.jobs import assert_same_curve, train_job
 
 GUESTS = str(Path(__file__).parents[1] / "guests")
@@ -18,13 +18,14 @@ MUON = ("--plugins.path", GUESTS, "--optimizer.name", "whole_muon")
 
 
 @pytest.mark.parametrize(("config", "lr"), [(LLAMA, "3e-3"), swept_case((GPT, "3e-4"))], ids=["llama", "gpt, tied"])
-def test_muon_has_one_curve_on_shards_slices_and_stages(config: Path, lr: str, tmp_path: Path) -> None:
+@pytest.mark.parametrize("layout", sweep_but(LAYOUTS, "tp x pp"))
+def test_muon_has_one_curve_on_shards_slices_and_stages(layout: str, config: Path, lr: str, tmp_path: Path) -> None:
     words = (*MUON, "--optimizer.lr", lr)
     alone = train_job(tmp_path / "1", 1, *words, config=config)
-    for name, degrees in LAYOUTS.items():
-        assert_same_curve(alone, train_job(tmp_path / name, 4, *words, *degrees, config=config))
+    assert_same_curve(alone, train_job(tmp_path / "4", 4, *words, *LAYOUTS[layout], config=config))
 
 
+@pytest.mark.sweep
 def test_muon_resumes_on_another_layout(tmp_path: Path) -> None:
     alone = train_job(tmp_path, 1, *MUON, name="alone")
     train_job(tmp_path, 4, *MUON, *SAVING, *LAYOUTS["fsdp x tp"], "--train.steps", "4")

@@ -11,6 +11,7 @@ from pathlib import Path
 import pytest
 
 from tests.commands import run_titan
+from tests.sweeps import swept_case
 from titan.testing.jobs import assert_same_curve, train_job, write_text
 
 ROOT = Path(__file__).parents[2]
@@ -25,7 +26,11 @@ def alone(tmp_path_factory: pytest.TempPathFactory):
 
 @pytest.mark.parametrize(
     ("world_size", "degrees"),
-    [(2, {"toy_dp": 2}), (4, {"toy_dp": 4}), (4, {"toy_dp": 2, "dp_shard": 2}), (4, {"toy_dp": 2, "pp": 2})],
+    [
+        (2, {"toy_dp": 2}),
+        *map(swept_case, [(4, {"toy_dp": 4}), (4, {"toy_dp": 2, "dp_shard": 2})]),
+        (4, {"toy_dp": 2, "pp": 2}),
+    ],
     ids=str,
 )
 def test_parity(world_size: int, degrees: dict[str, int], alone, tmp_path: Path) -> None:
@@ -35,7 +40,7 @@ def test_parity(world_size: int, degrees: dict[str, int], alone, tmp_path: Path)
 
 def test_resumes_on_another_layout(alone, tmp_path: Path) -> None:
     saving = ("--checkpoint.enabled", "true")
-    train_job(tmp_path, 2, "--mesh.toy_dp", "2", *saving, "--train.steps", "5", config=OUTSIDE)
+    train_job(tmp_path, 2, "--mesh.toy_dp", "2", *saving, "--train.steps", "3", config=OUTSIDE)
     assert_same_curve(alone, train_job(tmp_path, 4, "--mesh.toy_dp", "4", *saving, config=OUTSIDE))
 
 
@@ -60,6 +65,7 @@ def test_a_written_job_finds_its_plugins(tmp_path: Path) -> None:
     assert job["mesh"]["toy_dp"] == 2 and job["model"]["name"] == "averager"
 
 
+@pytest.mark.sweep
 def test_what_a_run_prints_at_its_end_can_be_pasted_elsewhere(tmp_path: Path) -> None:
     folder, here = tmp_path / "a b", tmp_path / "here"
     (folder / "plugins").mkdir(parents=True)

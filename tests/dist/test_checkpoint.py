@@ -65,7 +65,10 @@ def _save_and_load_on_others(folder: Path, saved: Layout) -> None:
         _load_and_compare(folder, layout, saved)
 
 
-@pytest.mark.parametrize("saved", [ONE, SHARDED, HYBRID, TENSOR, BOTH], ids=str)
+SWEPT = [pytest.param(layout, marks=pytest.mark.sweep) for layout in (ONE, HYBRID, BOTH)]
+
+
+@pytest.mark.parametrize("saved", [SHARDED, TENSOR, *SWEPT], ids=str)
 def test_saved_on_one_layout_loads_bit_equal_on_another(tmp_path: Path, saved: Layout) -> None:
     if saved == ONE:
         save(tmp_path, saved)

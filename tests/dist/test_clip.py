@@ -43,7 +43,7 @@ def _whole(parameter: Tensor) -> Tensor:
     return (held.full_tensor() if hasattr(held, "full_tensor") else held).clone()
 
 
-@pytest.mark.parametrize("layout", but_sweep(LAYOUTS, "ddp 2", "pp 2"))
+@pytest.mark.parametrize("layout", but_sweep(LAYOUTS, "ddp 2", "pp 2", "tp 2"))
 def test_same_bits_in_the_update_and_before_it(layout: str, tmp_path: Path) -> None:
     ranks, words = LAYOUTS[layout]
     runs = [train_job(tmp_path, ranks, *words, *CLIPPED, name=run.__name__, run=run) for run in (within, before)]

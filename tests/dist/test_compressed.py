@@ -201,7 +201,10 @@ LAYOUTS: dict[str, tuple[int, str, list[str], Path]] = {
     "ep 2 of dp_shard 2": (4, "topk", mesh(dp_replicate=2, dp_shard=2, ep=2), MOE),
     "dp_shard 2, tp 2, integers": (8, "int8", mesh(dp_replicate=2, dp_shard=2, tp=2), LLAMA),
 }
-SWEPT = ("replicas alone", "hsdp 2x2, accumulation, zero 1", "dp_shard 2, tp 2, integers")
+SWEPT = (
+    "replicas alone", "hsdp 2x2, accumulation, zero 1", "dp_shard 2, tp 2, integers", "tp 2, learned positions",
+    "ep 2 of dp_shard 2", "cp 2",
+)  # fmt: skip
 
 
 @pytest.mark.parametrize("layout", but_sweep(LAYOUTS, *SWEPT))
@@ -217,6 +220,7 @@ def test_where_all_is_sent_the_curve_is_one_processs(layout: str, one_rank, tmp_
     assert_same_curve(one_rank(*same, config=config), many)
 
 
+@pytest.mark.sweep
 def test_bf16_means_what_it_means_on_one_rank(one_rank, tmp_path: Path) -> None:
     """Within the bounds of docs/correctness.md for bf16."""
     bf16 = ("--plugins.bf16.enabled", "true")
@@ -237,7 +241,7 @@ LOSSY = {
 FAST = ("--optimizer.name", "sgd", "--optimizer.lr", "0.1", "--optimizer.momentum", "0")
 
 
-@pytest.mark.parametrize("method", LOSSY)
+@pytest.mark.parametrize("method", but_sweep(LOSSY, "randk", "sign", "topk"))
 def test_replicas_stay_equal_and_what_is_left_is_measured(method: str, one_rank, tmp_path: Path) -> None:
     """`train_job` compares them bit by bit."""
     words, options = LOSSY[method]
@@ -247,7 +251,7 @@ def test_replicas_stay_equal_and_what_is_left_is_measured(method: str, one_rank,
     one = one_rank(*batch, *FAST, *(TIED if "--model.tied" in words else ()))
     apart = {step: abs(row["loss"] / one.rows[step]["loss"] - 1) for step, row in many.rows.items()}
     assert max(apart[1], apart[2], apart[3]) < 1e-5  # both steps of the warm-up, and what these have led to
-    assert 1e-6 < max(apart.values()) < 0.2 and many.rows[10]["loss"] < many.rows[1]["loss"]
+    assert 1e-6 < max(apart.values()) < 0.2 and many.rows[6]["loss"] < many.rows[1]["loss"]
     for step, row in many.rows.items():
         assert ("compression_error" in row) == (step > 2) and row.get("compression_error", 1) > 1e-3
 
@@ -283,8 +287,8 @@ def own_tensors(path: Path) -> dict[str, Tensor]:
     ("ranks", "words", "method", "config"),
     [
         (4, mesh(dp_replicate=2, dp_shard=2), "int8", LLAMA),
-        (4, mesh(dp_replicate=2, tp=2), "sign", GPT),
-        (4, mesh(dp_replicate=2, dp_shard=2, ep=2), "powersgd", MOE),
+        swept_case((4, mesh(dp_replicate=2, tp=2), "sign", GPT)),
+        swept_case((4, mesh(dp_replicate=2, dp_shard=2, ep=2), "powersgd", MOE)),
         (4, [*mesh(dp_replicate=2, pp=2), *TIED], "topk", LLAMA),
     ],
     ids=lambda value: " ".join(value) if isinstance(value, list) else None,
@@ -315,12 +319,20 @@ def test_the_update_and_what_is_left_are_the_gradient(
 
 @pytest.mark.parametrize("method", ["powersgd", swept_case("randk")])
 def test_resumed_at_the_same_layout_bit_for_bit(method: str, tmp_path: Path) -> None:
-    words = [*mesh(dp_replicate=2, dp_shard=2), *on(method, density=0.05), *SAVING, "--train.steps", "8"]
+    words = [
+        *mesh(dp_replicate=2, dp_shard=2),
+        *on(method, density=0.05),
+        *SAVING,
+        "--checkpoint.every",
+        "2",
+        "--train.steps",
+        "4",
+    ]
     whole = train_job(tmp_path, 4, *words, name="whole")
-    train_job(tmp_path, 4, *words, "--train.steps", "4", name="halves")
+    train_job(tmp_path, 4, *words, "--train.steps", "2", name="halves")
     halves = train_job(tmp_path, 4, *words, name="halves")
     assert [name for name in whole.weights if not whole.weights[name].equal(halves.weights[name])] == []
-    ours, theirs = (own_tensors(tmp_path / name / "checkpoints" / "step-00000008") for name in ("whole", "halves"))
+    ours, theirs = (own_tensors(tmp_path / name / "checkpoints" / "step-00000004") for name in ("whole", "halves"))
     kept = {name for name in ours if "compressed_gradients" in name}
     assert kept and [name for name in kept if not ours[name].equal(theirs[name])] == []
 
@@ -357,7 +369,9 @@ def _held(folder: str, words: list[str], config: str) -> dict[str, Tensor]:
     return found
 
 
-@pytest.mark.parametrize("degrees", [{"dp_replicate": 4}, {"dp_replicate": 2, "tp": 2}, {"dp_shard": 2}], ids=str)
+@pytest.mark.parametrize(
+    "degrees", [*map(swept_case, [{"dp_replicate": 4}, {"dp_replicate": 2, "tp": 2}]), {"dp_shard": 2}], ids=str
+)
 def test_the_sum_of_errors_is_kept_at_another_layout(degrees: dict[str, int], tmp_path: Path, capfd) -> None:
     words = [*on("topk", density=0.05), *SAVING, "--train.steps", "4"]
     train_job(tmp_path, 4, *words, *mesh(dp_replicate=2, dp_shard=2))
@@ -375,6 +389,7 @@ def test_the_sum_of_errors_is_kept_at_another_layout(degrees: dict[str, int], tm
     assert (told in capfd.readouterr().out) == (replicas != 2)
 
 
+@pytest.mark.sweep
 @pytest.mark.parametrize("degrees", [{}, {"dp_replicate": 2, "pp": 2}], ids=["one rank", "pp 2, a tied head"])
 def test_what_is_not_compressed_here_is_paid_with_the_first_step(degrees: dict[str, int], tmp_path: Path) -> None:
     """With rate 1: the weights are lower by the errors than those of a run that goes on without the plugin."""
@@ -455,7 +470,7 @@ def _shard(tensor: Tensor) -> Tensor:
     return tensor.detach().to_local() if isinstance(tensor, DTensor) else tensor.detach()
 
 
-@pytest.mark.parametrize("method", but_sweep(ALL, "randk", "int8"))
+@pytest.mark.parametrize("method", but_sweep(ALL, "randk", "int8", "sign", "powersgd"))
 def test_after_each_step_what_arrived_and_what_is_left_add_up(method: str, tmp_path: Path) -> None:
     words = [*mesh(dp_replicate=2, dp_shard=2), *on(method, rank=2, warmup_steps=1)]
     train_job(tmp_path, 4, *words, run=_add_up)
@@ -503,7 +518,7 @@ def _after_a_nan(folder: str, words: list[str], config: str) -> dict[str, Tensor
     return {}
 
 
-@pytest.mark.parametrize("method", but_sweep(ALL, "randk", "topk"))
+@pytest.mark.parametrize("method", but_sweep(ALL, "randk", "topk", "int8"))
 def test_a_step_that_is_not_finite_leaves_errors_as_they_were(method: str, tmp_path: Path) -> None:
     words = [*mesh(dp_replicate=2, dp_shard=2), *on(method, rank=2), "--train.non_finite", "skip"]
     train_job(tmp_path, 4, *words, run=_after_a_nan)

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import torch
 
-from tests.jobs import BLOOM, GPT, LLAMA, NEOX, OLMO2, QWEN3, mesh
+from tests.jobs import BLOOM, FOUR_LAYERS, GPT, LLAMA, NEOX, OLMO2, QWEN3, mesh
 from tests.sweeps import sweep_but
 from titan.config import load_job
 from titan.contracts import Batch, ModelPart
@@ -52,12 +52,13 @@ CASES = {
     "ring, zero 3": (
         4, [*mesh(dp_shard=2, cp=2), "--plugins.fsdp.zero_stage", "3", "--train.micro_batch_size", "1"], (),
     ),
-    "ring, zero bubble": (4, [*mesh(pp=2, cp=2), "--plugins.pipeline.schedule", "InterleavedZeroBubble"], PACKED),
+    "ring, zero bubble": (
+        4, [*mesh(pp=2, cp=2), "--plugins.pipeline.schedule", "InterleavedZeroBubble"], (*PACKED, *FOUR_LAYERS),
+    ),
 }  # fmt: skip
 KEPT = (
-    *(f"{method}, cp 2, packed" for method in METHODS), "ring, cp 4", "ring, cp 2, window",
-    "gather, cp 4, packed, window", "ring, dp 2, tp 2, packed", "ring, ddp 2", "ring, pp 2, selective, packed",
-    "ulysses, pp 2, recompute full, compiled",
+    *(f"{method}, cp 2, packed" for method in METHODS), "ring, cp 2, window",
+    "ring, ddp 2", "ring, pp 2, selective, packed",
 )  # fmt: skip
 
 
@@ -72,14 +73,13 @@ MODELS = list(product(METHODS, (GPT, QWEN3, NEOX, OLMO2, BLOOM)))
 
 @pytest.mark.parametrize(
     ("method", "config"),
-    sweep_but(MODELS, ("ring", GPT), ("ring", OLMO2), ("ring", BLOOM)),
+    sweep_but(MODELS, ("ring", GPT)),
     ids=lambda value: value.stem if isinstance(value, Path) else value,
 )
 def test_other_models(method: str, config: Path, one_rank, tmp_path: Path) -> None:
-    assert_same_curve(
-        one_rank(*PACKED, config=config),
-        train_job(tmp_path, 4, *mesh(cp=2, tp=2), *by(method), *PACKED, config=config),
-    )
+    same = (*PACKED, "--optimizer.eps", "1e-4")  # of gradients near 0, AdamW would make steps of their rounding
+    many = train_job(tmp_path, 4, *mesh(cp=2, tp=2), *by(method), *same, config=config)
+    assert_same_curve(one_rank(*same, config=config), many)
 
 
 @pytest.mark.parametrize(

@@ -10,6 +10,7 @@ import torch
 from safetensors.torch import load_file
 
 from tests.jobs import GPT, LLAMA, SAVING
+from tests.sweeps import swept_case
 from titan import cli
 from titan.testing.jobs import read_rows, train_job
 from titan.testing.ranks import run_ranks
@@ -26,7 +27,7 @@ def test_a_sharded_checkpoint_there_and_back(tmp_path: Path) -> None:
     for theirs, ours in {
         "model.embed_tokens.weight": "embed.weight",
         "model.layers.0.self_attn.k_proj.weight": "layers.0.attn.wk.weight",
-        "model.layers.3.mlp.down_proj.weight": "layers.3.ffn.w2.weight",
+        "model.layers.1.mlp.down_proj.weight": "layers.1.ffn.w2.weight",
         "model.norm.weight": "norm.weight",
         "lm_head.weight": "output.weight",
     }.items():
@@ -63,7 +64,7 @@ def _eval(checkpoint: str, text: str) -> float:
     return loss
 
 
-@pytest.mark.parametrize("config", [LLAMA, GPT], ids=["llama", "gpt"])
+@pytest.mark.parametrize("config", [LLAMA, swept_case(GPT)], ids=["llama", "gpt"])
 def test_transformers_finds_the_loss_that_eval_finds(config: Path, tmp_path: Path) -> None:
     pytest.importorskip("tokenizers")
     words = ("--tokenizer.name", "bpe", "--model.vocab_size", "4097", "--model.max_seq_len", "128")

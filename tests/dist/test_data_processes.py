@@ -71,6 +71,7 @@ def _kill_a_loader_process(folder: Path, outbox: Connection) -> None:
     outbox.send(str(error.value) if ended else "the other process still runs")
 
 
+@pytest.mark.sweep
 def test_a_killed_loader_process_ends_the_others(tmp_path: Path) -> None:
     """In a process of its own: PyTorch leaves files open where a process that reads for it was killed."""
     what = "a data loader process was killed, possibly for lack of memory; set data.workers = 0 "
@@ -221,7 +222,7 @@ KILLED = """
 """
 
 
-@pytest.mark.parametrize("call", but_sweep([2, 6, 21, 30, 31], 6, 30))
+@pytest.mark.parametrize("call", but_sweep([2, 6, 21, 30, 31], 6, 21, 30))
 def test_killed_at_any_moment_is_complete_or_absent(text: Path, tmp_path: Path, call: int) -> None:
     """Kills the preparer at its `call`-th step that reaches the disk, then prepares again."""
     dataset, cache = Text(TextConfig(path=str(text))), tmp_path / "cache"

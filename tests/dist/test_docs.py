@@ -51,21 +51,32 @@ NOT_RUN = {
 }
 
 SWEEP = {
+    "titan plan --config configs/gpt175b.toml --cluster mi250x-frontier --study": "tests/unit/test_studies.py",
+    "NPROC=4 titan train --config debug --run.name primer": "a model of README trains on four ranks",
+    "titan generate --checkpoint runs/primer": "reads what that has trained",
+    "titan train --plugins.path heavyball.py --optimizer.name heavyball --train.steps 50": "many steps",
+    "NPROC=4 titan train --config configs/debug.toml --run.name profiled": "shown by tests/dist/test_profile.py",
+    "titan train --config configs/debug.toml --run.name limited": "takes its minutes; tests/dist/test_preemption.py",
+    "titan train --config configs/debug.toml --run.name untrusted": "shown by tests/unit/test_untrusted_checkpoints.py",
+    "python -m tests.malicious_checkpoints": "the same",
+    "titan generate --checkpoint runs/untrusted": "the same",
+    "titan train --config debug --run.name average": "the README's plugin trains",
+    "NPROC=4 titan train --config debug --run.name average": "goes on from what that has trained",
     "NPROC=8 ./run_train.sh": "eight ranks train in tests/dist/test_parity.py",
     "NPROC=2 configs/launch/torchrun.sh": "shown by tests/dist/test_torchrun.py",
-    "NPROC=2 titan tune": "shown by tests/dist/test_tune.py",
+    "NPROC=2 titan tune": "as tests/dist/test_tune.py, a sweep too",
     "NPROC=8 titan doctor": "measures; shown by tests/dist/test_doctor.py",
     "titan plan --config quickstart --cluster here.toml": "reads what the doctor has measured",
     "titan plan --config configs/llama65b.toml --search --world-size 256": "tests/unit/test_big_configs.py searches",
     "titan plan --config configs/llama65b.toml --cluster h100 --world-size 512 --search": "the same",
     "NPROC=2 titan train --config configs/debug.toml --run.name hung": "shown by tests/dist/test_watchdog.py",
     "titan train --train.steps 50 --run.name adamw": "the first command by another name",
-    "NPROC=2 titan train --plugins.path heavyball.py": "the same on one rank",
+    "NPROC=2 titan train --plugins.path heavyball.py": "the same on two ranks",
     "NPROC=2 MAX_RESTARTS=1 titan train": "shown by tests/dist/test_restart.py",
     "titan train --config configs/debug.toml --run.name slow": "shown by tests/dist/test_watchdog.py",
     "titan train --config configs/debug.toml --run.name nan": "shown by tests/dist/test_nonfinite.py",
 }
-"""Commands that take many seconds, and what is left of each in `make test`; none that is left needs their files."""
+"""Commands that take many seconds, and why `make test` can do without; none that is left needs their files."""
 
 
 def commands() -> list[str]:

@@ -5,7 +5,7 @@ from pathlib import Path
 import pytest
 
 from tests.dist.test_parity import COMPILED
-from tests.jobs import GPT, SAVING, SELF_SEND, mesh
+from tests.jobs import FOUR_LAYERS, GPT, SAVING, SELF_SEND, mesh, settings
 from tests.sweeps import but_sweep
 from titan.testing.jobs import assert_same_curve, train_job, write_text
 
@@ -19,13 +19,13 @@ LAYOUTS = {
     "tp 2": (2, mesh(tp=2)),
     "tp 2, whole sequences": (2, [*mesh(tp=2), "--plugins.tensor.sequence_parallel", "false"]),
     "pp 2": (2, mesh(pp=2)),
-    "pp 2, ZBV": (2, [*mesh(pp=2), SCHEDULE, "ZBVZeroBubble"]),
+    "pp 2, ZBV": (2, [*mesh(pp=2), *FOUR_LAYERS, SCHEDULE, "ZBVZeroBubble"]),
     "cp 2, ring": (2, mesh(cp=2)),
     "cp 2, gather": (2, [*mesh(cp=2), "--plugins.context.method", "gather"]),
     "cp 2, ulysses": (2, [*mesh(cp=2), "--plugins.context.method", "ulysses"]),
     "recompute full": (1, [*FULL]),
     "recompute selective": (1, [*SELECTIVE]),
-    "recompute full, pp 2, interleaved": (2, [*mesh(pp=2), *FULL, SCHEDULE, "Interleaved1F1B"]),
+    "recompute full, pp 2, interleaved": (2, [*mesh(pp=2), *FOUR_LAYERS, *FULL, SCHEDULE, "Interleaved1F1B"]),
     "compiled": (1, [*COMPILED]),
     "compiled, recompute selective, tp 2": (2, [*mesh(tp=2), *COMPILED, *SELECTIVE]),
     "accumulation": (1, ["--train.micro_batch_size", "2"]),
@@ -34,7 +34,8 @@ LAYOUTS = {
     "dp_shard 2, tp 2, pp 2": (8, mesh(dp_shard=2, tp=2, pp=2)),
 }
 SWEPT = (
-    "ddp 2", "cp 2, gather", "recompute full, pp 2, interleaved", "accumulation, dp_shard 2", "cp 2, tp 2",
+    "ddp 2", "compiled", "compiled, recompute selective, tp 2", "tp 2, whole sequences",
+    "cp 2, ulysses", "cp 2, gather", "recompute full, pp 2, interleaved", "accumulation, dp_shard 2", "cp 2, tp 2",
     "dp_shard 2, tp 2, pp 2",
 )  # fmt: skip
 
@@ -44,13 +45,14 @@ def test_the_curve_of_one_process(layout: str, one_rank, tmp_path: Path) -> None
     if "ZBV" in layout and not SELF_SEND:
         pytest.skip("this PyTorch runs no V-shaped schedule on the CPU")
     ranks, words = LAYOUTS[layout]
-    assert_same_curve(one_rank(*DROPOUT, config=GPT), train_job(tmp_path, ranks, *DROPOUT, *words, config=GPT))
+    one = one_rank(*DROPOUT, *settings(words, "--model.n_layers"), config=GPT)
+    assert_same_curve(one, train_job(tmp_path, ranks, *DROPOUT, *words, config=GPT))
 
 
 def test_resumed_on_other_layouts_in_other_micro_batches(one_rank, tmp_path: Path) -> None:
     words = (*DROPOUT, *SAVING)
     train_job(tmp_path, 2, *words, *mesh(dp_shard=2), "--train.steps", "3", config=GPT)
-    train_job(tmp_path, 2, *words, *mesh(tp=2), "--train.micro_batch_size", "4", "--train.steps", "7", config=GPT)
+    train_job(tmp_path, 2, *words, *mesh(tp=2), "--train.micro_batch_size", "4", "--train.steps", "5", config=GPT)
     assert_same_curve(one_rank(*DROPOUT, config=GPT), train_job(tmp_path, 2, *words, *mesh(pp=2), config=GPT))
 
 

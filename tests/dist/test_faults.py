@@ -10,6 +10,7 @@ import torch
 
 from tests.commands import run_titan
 from tests.jobs import LLAMA
+from tests.sweeps import swept_case
 from titan.testing.jobs import train_job, write_text
 
 
@@ -28,7 +29,7 @@ def launch(folder: Path, *words: str, limit_kib: int | None = None) -> subproces
     return subprocess.run(script, env=environment, capture_output=True, text=True, timeout=250)
 
 
-@pytest.mark.parametrize("asynchronous", ["true", "false"])
+@pytest.mark.parametrize("asynchronous", ["true", swept_case("false")])
 def test_disk_full_while_saving(asynchronous: str, tmp_path: Path) -> None:
     saving = ("--checkpoint.enabled", "true", "--checkpoint.async", asynchronous)
     first = launch(tmp_path, *saving, "--train.steps", "2")

@@ -21,8 +21,8 @@ from tests.sweeps import swept_case
 from titan.testing.jobs import Outcome, differences, run_job, train_job
 
 SEED = 2026
-JOBS = 40
-FIRST = 20
+JOBS = 30
+FIRST = 10
 MOST_RANKS = 4
 
 

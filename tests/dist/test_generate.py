@@ -12,6 +12,7 @@ from typing import Any
 import pytest
 
 from tests.jobs import LLAMA
+from tests.sweeps import but_sweep
 from titan.inference.generation import Sampling
 from titan.testing.jobs import train_job
 from titan.testing.ranks import run_ranks
@@ -69,7 +70,10 @@ LAYOUTS = {
 }
 
 
-@pytest.mark.parametrize("layout", LAYOUTS)
+SWEPT = ("tp 2, whole sequences", "tp 2, whole logits", "dp_shard 2", "cp 2, ulysses, tp 2", "pp 2 x tp 2")
+
+
+@pytest.mark.parametrize("layout", but_sweep(LAYOUTS, *SWEPT))
 def test_the_text_is_that_of_one_process(layout: str, checkpoint: str, one_process: list[list[int]]) -> None:
     ranks, words = LAYOUTS[layout]
     assert run_ranks(_texts, ranks, checkpoint, words, init=False) == [one_process] * ranks

@@ -34,7 +34,7 @@ def test_a_resumed_run_has_the_bits_of_an_undisturbed_one(tmp_path: Path, device
     pieces = train_job(tmp_path, 1, *words, name="pieces", run=run_with_state)
     assert whole.weights.keys() == pieces.weights.keys()
     assert all(whole.weights[name].equal(pieces.weights[name]) for name in whole.weights)
-    assert [whole.rows[step]["loss"] for step in range(1, 11)] == [pieces.rows[step]["loss"] for step in range(1, 11)]
+    assert [whole.rows[step]["loss"] for step in range(1, 7)] == [pieces.rows[step]["loss"] for step in range(1, 7)]
 
 
 PACKED = ("--data.packing", "document_mask", "--model.dim", "64")

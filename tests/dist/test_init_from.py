@@ -5,17 +5,19 @@ from typing import Any
 
 import pytest
 
-from tests.jobs import GPT, SAVING, SELF_SEND, run_with_state
+from tests.jobs import FOUR_LAYERS, GPT, SAVING, SELF_SEND, run_with_state
 from tests.sweeps import swept_case
 from titan import cli
 from titan.testing.jobs import Outcome, assert_same_curve, read_rows, train_job
 
-STEPS = ("--train.steps", "3")
+STEPS = (*FOUR_LAYERS, "--train.steps", "3")
 
 
 def start(folder: Path, config: Path) -> Path:
     """Hugging Face folder of a model that was trained for two steps, and is no other run's first."""
-    run = train_job(folder, 1, *SAVING, "--train.steps", "2", "--run.seed", "5", config=config, name="before")
+    run = train_job(
+        folder, 1, *SAVING, *FOUR_LAYERS, "--train.steps", "2", "--run.seed", "5", config=config, name="before"
+    )
     assert len(run.rows) == 2
     words = ("--from", str(folder / "before"), "--output", str(folder / "hf"), "--format", "hf", "--shard-size", "2e-5")
     assert cli.main(["convert", *words]) == 0
@@ -41,7 +43,7 @@ def gpt(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Outcome]:
 
 def test_the_first_loss_is_that_of_the_weights(llama: tuple[Path, Outcome], tmp_path: Path) -> None:
     given, curve = llama
-    drawn = train_job(tmp_path, 1, "--train.steps", "1")
+    drawn = train_job(tmp_path, 1, *STEPS, "--train.steps", "1")
     assert abs(curve.rows[1]["loss"] - drawn.rows[1]["loss"]) > 0.01
     saved = given.parent / "before"
     assert_same_curve(curve, train_job(tmp_path, 1, *STEPS, "--checkpoint.init_from", str(saved), name="dcp"))
@@ -82,7 +84,7 @@ def train_on(mesh: dict[str, int], given: Path, folder: Path, *words: str, **mor
 def test_a_run_that_has_begun_goes_on_with_its_own(llama: tuple[Path, Outcome], tmp_path: Path) -> None:
     given, _ = llama
     words = (*SAVING, "--checkpoint.init_from", str(given))
-    train_job(tmp_path, 1, *words, "--train.steps", "2")
+    train_job(tmp_path, 1, *words, *STEPS, "--train.steps", "2")
     train_job(tmp_path, 1, *words, *STEPS)
     assert list(read_rows(tmp_path / "run")) == [1, 2, 3]
     told = (tmp_path / "run" / "logs" / "rank-0.log").read_text()

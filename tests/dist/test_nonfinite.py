@@ -35,7 +35,7 @@ def test_skip_at_any_layout(layout: list[str], ranks: int, what: str, tmp_path: 
     key = "grad_norm" if what == "gradient" else "loss"
     for outcome in (one, many):
         assert [step for step, row in outcome.rows.items() if row[key] is None] == [2, 5]
-        assert outcome.rows[10]["skipped_updates"] == 2
+        assert outcome.rows[6]["skipped_updates"] == 2
         assert all(weight.isfinite().all() for weight in outcome.weights.values())
         for row in outcome.rows.values():
             row["loss"], row["grad_norm"] = row["loss"] or 0.0, row["grad_norm"] or 0.0
@@ -62,7 +62,7 @@ def test_stop_names_the_step_and_saves_nothing_of_it(what: str, logged: int, tmp
 def test_too_many_in_a_row(tmp_path: Path) -> None:
     limit = ("--train.non_finite_limit", "3")
     outcome = train_job(tmp_path, 1, *inject_nan(2, 3, 5, 6), *SKIP, *limit, name="few")
-    assert outcome.rows[10]["skipped_updates"] == 4
+    assert outcome.rows[6]["skipped_updates"] == 4
     with pytest.raises(RankError, match="3 steps in a row, the last of them step 6 gave"):
         train_job(tmp_path, 1, *inject_nan(4, 5, 6), *SKIP, *limit, name="many")
 
@@ -70,11 +70,11 @@ def test_too_many_in_a_row(tmp_path: Path) -> None:
 def test_the_count_outlives_the_process(tmp_path: Path) -> None:
     words = (*inject_nan(2), *SKIP, *SAVING)
     train_job(tmp_path, 1, *words, "--train.steps", "4")
-    assert train_job(tmp_path, 1, *words).rows[10]["skipped_updates"] == 1
+    assert train_job(tmp_path, 1, *words).rows[6]["skipped_updates"] == 1
 
 
 def test_an_optimizer_that_cannot_skip_by_itself(tmp_path: Path) -> None:
     words = ("--model.name", "llama", "--optimizer.name", "heavyball", "--optimizer.lr", "0.05", *TEST_PLUGINS)
     one = train_job(tmp_path, 1, *words, *inject_nan(2), *SKIP, name="one")
     assert all(weight.isfinite().all() for weight in one.weights.values())
-    assert one.rows[10]["skipped_updates"] == 1
+    assert one.rows[6]["skipped_updates"] == 1

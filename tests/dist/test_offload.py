@@ -8,7 +8,7 @@ import torch
 from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule
 
 from tests.dist.test_validation import validation
-from tests.jobs import SAVING, mesh
+from tests.jobs import FOUR_LAYERS, SAVING, mesh
 from tests.sweeps import but_sweep, sweep_but
 from titan.testing.jobs import Outcome, assert_same_curve, saved_tensors, train_job, trained
 
@@ -37,7 +37,7 @@ def assert_saved_equal(ours: Outcome, theirs: Outcome, step: int) -> None:
     assert [name for name in one if not torch.equal(one[name], other[name])] == []
 
 
-@pytest.mark.parametrize("layout", but_sweep(LAYOUTS, "ddp 2"))
+@pytest.mark.parametrize("layout", but_sweep(LAYOUTS, "ddp 2", "tp 2", "pp 2"))
 def test_state_of_the_optimizer(layout: str, tmp_path: Path) -> None:
     ranks, words = LAYOUTS[layout]
     plain = train_job(tmp_path, ranks, *words, *SHORT, name="plain")
@@ -53,11 +53,11 @@ MODES = {
     "zero 3": (2, [*mesh(dp_shard=2), "--plugins.fsdp.zero_stage", "3", "--train.micro_batch_size", "2"]),
     "tp 2": (2, mesh(tp=2)),
     "pp 2": (2, mesh(pp=2)),
-    "split backward": (2, [*mesh(pp=2), "--plugins.pipeline.schedule", "InterleavedZeroBubble"]),
+    "split backward": (2, [*mesh(pp=2), *FOUR_LAYERS, "--plugins.pipeline.schedule", "InterleavedZeroBubble"]),
 }
 
 
-@pytest.mark.parametrize("mode", but_sweep(MODES, "full", "compiled, selective", "tp 2"))
+@pytest.mark.parametrize("mode", but_sweep(MODES, "full", "compiled, selective", "tp 2", "zero 3", "split backward"))
 def test_what_layers_save(mode: str, tmp_path: Path) -> None:
     ranks, words = MODES[mode]
     runs = [train_job(tmp_path, ranks, *words, "--train.steps", "3", *more, name=f"{len(more)}") for more in OFF_AND_ON]
@@ -73,7 +73,7 @@ SHARDED = {
 }
 
 
-@pytest.mark.parametrize("layout", but_sweep(SHARDED, "hsdp"))
+@pytest.mark.parametrize("layout", but_sweep(SHARDED, "hsdp", "pp 2"))
 def test_weights(layout: str, tmp_path: Path) -> None:
     ranks, words = SHARDED[layout]
     words = [*words, *SHORT, *PARAMETERS]
@@ -104,7 +104,7 @@ SWITCHED = list(product((True, False), (True, False)))
 def test_resumed_bit_for_bit_with_offloading_and_without(before: bool, after: bool, tmp_path: Path) -> None:
     whole = train_job(tmp_path, 1, *SAVING, name="whole")
     train_job(tmp_path, 1, *SHORT, *(OPTIMIZER if before else ()), name="pieces")
-    assert_saved_equal(whole, train_job(tmp_path, 1, *SAVING, *(OPTIMIZER if after else ()), name="pieces"), 10)
+    assert_saved_equal(whole, train_job(tmp_path, 1, *SAVING, *(OPTIMIZER if after else ()), name="pieces"), 6)
 
 
 def test_resumed_at_another_layout(tmp_path: Path) -> None:
@@ -122,7 +122,7 @@ SWITCHING = ("--optimizer.name", "schedule_free_adamw", "--lr_schedule.name", "c
 HOSTED = {"optimizer": OPTIMIZER, "parameters": (*PARAMETERS[:2], "--plugins.offload.parameters", "true")}
 
 
-@pytest.mark.parametrize("what", HOSTED)
+@pytest.mark.parametrize("what", but_sweep(HOSTED, "parameters"))
 def test_an_optimizer_with_other_weights_for_evaluation(what: str, tmp_path: Path) -> None:
     """Validated, saved, and resumed."""
     words, given = (*SWITCHING, *validation(tmp_path, every=2), *SAVING, *PARAMETERS[:2]), HOSTED[what]

@@ -23,7 +23,7 @@ MUON, LION, ADAFACTOR = (("--optimizer.name", name) for name in ("muon", "lion",
 FREE = ("--optimizer.name", "schedule_free_adamw", *CONSTANT)
 _VECTORS = '{match = ["table", "vector"], lr = 1e-3, weight_decay = 0.2}'
 GROUPS = ("--optimizer.groups", f'[{_VECTORS}, {{match = "layers.*.attn.wq.weight", betas = [0.5, 0.9]}}]')
-SIZE = ("--optimizer.lr", "3e-3")
+SIZE = ("--optimizer.lr", "1e-3")
 MUON_GROUPS = (*MUON, *SIZE, "--optimizer.groups", '[{match = ["head", "layers.*.attn.wq.weight"], lr = 1e-3}]')
 LAYOUTS = {
     "dp 2": (2, mesh(dp_shard=2)),
@@ -38,7 +38,7 @@ LAYOUTS = {
 }
 OPTIMIZERS = {"muon": (*MUON, *SIZE), "adafactor": ADAFACTOR, "groups": GROUPS, "free": FREE, "lion": LION}
 RESUMED = {**OPTIMIZERS, "muon with groups": MUON_GROUPS}
-KEPT = ["muon: dp 2, tp 2", "muon: hsdp 2 x 2", "adafactor: dp 2, tp 2", "groups: tp 2, pp 2"]
+KEPT = ["muon: hsdp 2 x 2", "adafactor: dp 2"]
 CASES = [f"{optimizer}: {layout}" for optimizer in OPTIMIZERS for layout in LAYOUTS]
 
 
@@ -148,7 +148,7 @@ def _weights(folder: Path, step: int) -> dict[str, Tensor]:
 SWEPT = [swept_case(name) for name in ("muon", "adafactor", "lion", "groups")]
 
 
-@pytest.mark.parametrize("optimizer", ["muon with groups", "free", *SWEPT])
+@pytest.mark.parametrize("optimizer", ["muon with groups", swept_case("free"), *SWEPT])
 def test_resumed_at_another_layout(optimizer: str, tmp_path: Path) -> None:
     words = (*RESUMED[optimizer], *SAVING)
     alone = train_job(tmp_path, 1, *words, name="alone")
@@ -156,15 +156,15 @@ def test_resumed_at_another_layout(optimizer: str, tmp_path: Path) -> None:
     assert_same_curve(alone, train_job(tmp_path, 2, *words, *mesh(pp=2)))
 
 
-@pytest.mark.parametrize("optimizer", ["muon", "free", swept_case("adafactor")])
+@pytest.mark.parametrize("optimizer", ["muon", swept_case("free"), swept_case("adafactor")])
 def test_resumed_at_the_same_layout_to_the_bit(optimizer: str, tmp_path: Path) -> None:
     words = (*OPTIMIZERS[optimizer], *SAVING, *mesh(dp_shard=2))
     train_job(tmp_path, 2, *words, name="whole")
     train_job(tmp_path, 2, *words, "--train.steps", "4", name="halves")
     train_job(tmp_path, 2, *words, name="halves")
-    once, resumed = (_weights(tmp_path / name, 10) for name in ("whole", "halves"))
+    once, resumed = (_weights(tmp_path / name, 6) for name in ("whole", "halves"))
     state = [name for name in once if name.startswith(("model.", "optimizer."))]
-    assert once.keys() == resumed.keys() and len(state) > 80
+    assert once.keys() == resumed.keys() and len(state) > 40
     assert all(torch.equal(once[name], resumed[name]) for name in state)
 
 
@@ -177,7 +177,7 @@ def test_an_update_that_is_skipped_changes_nothing(optimizer: str, tmp_path: Pat
     train_job(tmp_path, 2, *words, *bad, *saving, *mesh(dp_shard=2), "--train.steps", "3")
     before, after = (_weights(tmp_path / "run", step) for step in (2, 3))
     state = [name for name in before if name.startswith(("model.", "optimizer."))]
-    assert len(state) > 40 and all(torch.equal(before[name], after[name]) for name in state)
+    assert len(state) > 20 and all(torch.equal(before[name], after[name]) for name in state)
 
 
 # --- weights to use -------------------------------------------------------------------------------------------------

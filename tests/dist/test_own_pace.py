@@ -9,6 +9,7 @@ import torch.distributed as dist
 from tests.contract.test_guests import GUESTS
 from tests.jobs import LLAMA, SAVING, mesh, stored
 from tests.signals import job
+from tests.sweeps import swept_case
 from titan import train
 from titan.checkpoint.disk.folder import complete
 from titan.config import load_job
@@ -20,7 +21,7 @@ STROLL = "--plugins.strollers.head_start"
 BATCH = ("--train.global_batch_size", "6")
 
 
-@pytest.mark.parametrize(("ranks", "words"), [(2, mesh(stroller=2)), (4, mesh(stroller=2, dp_shard=2))])
+@pytest.mark.parametrize(("ranks", "words"), [(2, mesh(stroller=2)), swept_case((4, mesh(stroller=2, dp_shard=2)))])
 def test_nothing_joins_workers_between_meetings(ranks: int, words: list[str], tmp_path: Path) -> None:
     """The first does four steps, with a row of each, before the second begins; both meet at a save and at the end."""
     run = train_job(tmp_path, ranks, *GUESTS, *SAVING, *words, STROLL, "4", "--train.steps", "6")
@@ -52,12 +53,16 @@ def _main(argv: list[str]) -> int:
     return train.main(argv)
 
 
-@pytest.mark.parametrize(("ranks", "words", "rank"), [(2, (), 0), (4, ("--mesh.tp", "2"), 1)])
+@pytest.mark.parametrize(("ranks", "words", "rank"), [(2, (), 0), swept_case((4, ("--mesh.tp", "2"), 1))])
 def test_a_signal_stops_all_after_one_step(ranks: int, words: tuple[str, ...], rank: int, tmp_path: Path) -> None:
-    """Heard by a rank of the first worker before its step 3, when the other has not begun: promised are five steps."""
+    """Heard by a rank of the first worker before its step 3, when the other has not begun: promised are five steps.
+
+    The other may make more of them, and promise more, before it hears of it; both stop after the same one.
+    """
     argv = job(tmp_path, "--mesh.stroller", "2", *words, STROLL, "3", rank=rank, step=3)
     argv[argv.index("--plugins.path") + 1] = f'["{tmp_path}/plugins", "{GUESTS[1]}"]'
     assert run_ranks(_main, ranks, argv, init=False, timeout=60) == [75] * ranks
     [kept] = complete(tmp_path / "run" / "checkpoints")
-    assert kept.name == "step-00000005" and max(read_rows(tmp_path / "run")) == 5
+    step = max(read_rows(tmp_path / "run"))
+    assert kept.name == f"step-{step:08}" and 5 <= step < 10
     assert run_ranks(_main, ranks, argv, init=False, timeout=60) == [0] * ranks

@@ -10,19 +10,15 @@ import sys
 from collections.abc import Iterator
 from functools import cache
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
 
 from tests.commands import run_titan
-from tests.sweeps import but_sweep
 from titan.cli import main
 
 ROOT = Path(__file__).parents[2]
 PAGES = ROOT / "docs" / "parallelism"
-KEPT = "data.md"
-"""The page whose runs `make test` makes; the others' are of the sweep."""
 _BLOCKS = re.compile(r"^```(\w*)\n(.*?)^```$", re.S | re.M)
 _ROW = re.compile(r"(step \d+/\d+)  loss ([\d.]+)  grad norm ([\d.]+)")
 
@@ -77,13 +73,9 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return tmp_path_factory.mktemp("runs")
 
 
-def runs() -> list[Any]:
-    every = of_kind("titan train ")
-    return but_sweep(every, *(one for one in every if one[0] != KEPT))
-
-
 @pytest.mark.skipif(torch.__version__ < "2.13", reason="initial weights differ before PyTorch 2.13")
-@pytest.mark.parametrize(("page", "lines", "printed"), runs(), ids=lambda value: str(value)[:12])
+@pytest.mark.sweep
+@pytest.mark.parametrize(("page", "lines", "printed"), of_kind("titan train "), ids=lambda value: str(value)[:12])
 def test_a_run_prints_the_losses_of_the_page(page: str, lines: list[str], printed: list[str], folder: Path) -> None:
     wanted = [row for row in map(_ROW.fullmatch, printed) if row]
     assert len(wanted) == len(printed) >= 2, page

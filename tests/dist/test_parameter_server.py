@@ -13,8 +13,9 @@ from torch import Tensor, nn
 from tests.contract.test_guests import GUESTS
 from tests.dist.test_local_steps import assert_same_losses_and_weights
 from tests.dist.test_nonfinite import SKIP, inject_nan
-from tests.jobs import LLAMA, SAVING, mesh, of_each_worker
+from tests.jobs import FOUR_LAYERS, LLAMA, SAVING, mesh, of_each_worker
 from tests.signals import end, job, launch
+from tests.sweeps import swept_case
 from titan.config import load_job
 from titan.contracts import NamedParameter
 from titan.errors import ConfigError
@@ -38,7 +39,7 @@ def serving(servers: int = 1, staleness: int = 0) -> list[str]:
 @pytest.mark.parametrize(
     ("ranks", "words", "servers", "same"),
     [
-        (4, mesh(worker=4), 3, SGD),
+        swept_case((4, mesh(worker=4), 3, (*SGD, *FOUR_LAYERS))),
         (4, mesh(worker=2, tp=2), 1, ()),
         (4, mesh(worker=2, pp=2), 2, ("--model.tied", "true")),
     ],
@@ -64,7 +65,9 @@ def test_state_comes_back_at_any_number_of_workers_and_servers(tmp_path: Path) -
     assert STATE + "exp_avg.norm.weight" in saved_tensors(tmp_path / "run" / "checkpoints" / "step-00000006")
 
 
-@pytest.mark.parametrize(("ranks", "words", "servers"), [(2, mesh(worker=2), 1), (4, mesh(worker=2, tp=2), 2)])
+@pytest.mark.parametrize(
+    ("ranks", "words", "servers"), [swept_case((2, mesh(worker=2), 1)), (4, mesh(worker=2, tp=2), 2)]
+)
 def test_a_slow_worker_slows_nobody_within_the_bound(
     ranks: int, words: list[str], servers: int, tmp_path: Path
 ) -> None:
@@ -154,7 +157,7 @@ def test_a_late_push_counts_the_less() -> None:
 @pytest.mark.parametrize(
     ("words", "told"),
     [
-        ([*mesh(worker=2), *serving(3)], "servers = 3: at most one per worker and per layer, so 2"),
+        ([*mesh(worker=2), *FOUR_LAYERS, *serving(3)], "servers = 3: at most one per worker and per layer, so 2"),
         (serving(), "mesh.worker = 1: needs at least 2 workers"),
         ([*mesh(worker=2), *serving(1, -1)], "staleness"),
         ([*mesh(worker=2), *serving(), "--plugins.local_steps.every", "2"], "both join the weights of mesh.worker"),
@@ -185,6 +188,7 @@ def test_techniques_that_leave_the_optimizer_alone_go_with_servers(tmp_path: Pat
     assert found.loss == pytest.approx(plain.loss, rel=5e-3)
 
 
+@pytest.mark.sweep
 def test_a_server_that_dies_costs_the_steps_since_the_last_save(tmp_path: Path) -> None:
     """The launcher ends the other ranks, whose threads wait for it, and begins again from the newest checkpoint."""
     once = str(tmp_path / "once")
@@ -197,7 +201,7 @@ def test_a_server_that_dies_costs_the_steps_since_the_last_save(tmp_path: Path) 
 
 @pytest.mark.parametrize(
     ("words", "servers", "ranks", "when", "of_one"),
-    [(mesh(worker=4), 2, 4, "before", "rank 3"), (mesh(worker=3, tp=2), 1, 6, "after", "ranks 4, 5")],
+    [(mesh(worker=4), 2, 4, "before", "rank 3"), swept_case((mesh(worker=3, tp=2), 1, 6, "after", "ranks 4, 5"))],
     ids=["workers of a rank", "workers of two ranks"],
 )
 def test_a_worker_that_dies_is_gone_and_not_the_run(

@@ -14,7 +14,7 @@ from torch.distributed.tensor import DTensor
 
 from tests.jobs import SELF_SEND
 from tests.logits import logits_of
-from tests.sweeps import but_sweep
+from tests.sweeps import but_sweep, swept_case
 from titan.contracts import Batch, BuildContext, Mesh, Model, ModelPart, ModelSpec, Precision, Technique
 from titan.contracts.base.layout import Layout
 from titan.contracts.base.spec import normal
@@ -288,17 +288,20 @@ def test_sharded_stages_reduce_gradients_once_or_per_micro_batch() -> None:
     )
 
 
+@pytest.mark.sweep
 def test_replicated_stages_reduce_gradients_once() -> None:
     axes = (("pp", 2), ("dp_replicate", 2))
     names = ("1F1B", "LoopedBFS", "InterleavedZeroBubble", "ZBVZeroBubble")
     _check(*(Case(axes=axes, schedule=name, tied=True) for name in names if name in SCHEDULES))
 
 
+@pytest.mark.sweep
 def test_stages_may_be_split_by_tensor_parallelism() -> None:
     names = ("1F1B", "Interleaved1F1B", "InterleavedZeroBubble", "DualPipeV")
     _check(*(Case(axes=(("pp", 2), ("tp", 2)), schedule=name, tied=True) for name in names if name in SCHEDULES))
 
 
+@pytest.mark.sweep
 def test_three_parallelisms_at_once() -> None:
     names = ("1F1B", "Interleaved1F1B", "ZBVZeroBubble")
     axes = (("pp", 2), ("dp_shard", 2), ("tp", 2))
@@ -366,7 +369,7 @@ def _train_all(cases: Sequence[Case]) -> list[list[tuple[float, dict[str, Tensor
     return [_train(case) for case in cases]
 
 
-@pytest.mark.parametrize("axes", [(("pp", 2),), (("pp", 2), ("dp_shard", 2))], ids=["plain", "sharded"])
+@pytest.mark.parametrize("axes", [(("pp", 2),), swept_case(((("pp", 2), ("dp_shard", 2)),))], ids=["plain", "sharded"])
 def test_training_goes_the_same_way_under_every_schedule_and_tied_weights_stay_one(axes: Any) -> None:
     cases = [Case(axes=axes, schedule=schedule, model="gpt", tied=True) for schedule in SCHEDULES]
     curves = []

@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 import torch.distributed as dist
 
-from tests.signals import end, job, launch
+from tests.signals import TEN, end, job, launch
 from tests.sweeps import swept_case
 from titan import train
 from titan.checkpoint.disk.folder import complete
@@ -58,7 +58,7 @@ def test_sigterm_to_the_launcher(tmp_path: Path) -> None:
     assert first.count("[run] sample is now sample_prompt") == 1  # by one of the launcher and its ranks
     code, second = end(launch(argv, NPROC_PER_NODE=2))
     assert code == 0 and f"step-0000000{step}, step {step}" in second and "sample after step 10" in second, second
-    assert_whole(tmp_path, train_job(tmp_path, 2, "--mesh.dp_shard", "2", name="whole"))
+    assert_whole(tmp_path, train_job(tmp_path, 2, "--mesh.dp_shard", "2", *TEN, name="whole"))
 
 
 @pytest.mark.parametrize(
@@ -74,7 +74,7 @@ def test_a_signal_to_one_rank(
     assert f"preempted by {name} at step 5" in capfd.readouterr().out
     assert saved(tmp_path) == ["step-00000005"]
     assert on_ranks(ranks, argv) == {0}
-    assert_whole(tmp_path, train_job(tmp_path, ranks, *layout, name="whole"))
+    assert_whole(tmp_path, train_job(tmp_path, ranks, *layout, *TEN, name="whole"))
 
 
 def _leading_a_session(argv: list[str]) -> int:
@@ -82,7 +82,7 @@ def _leading_a_session(argv: list[str]) -> int:
     return train.main(argv)
 
 
-@pytest.mark.parametrize("name", ["SIGTERM", "SIGUSR1"])
+@pytest.mark.parametrize("name", [swept_case("SIGTERM"), "SIGUSR1"])
 def test_a_signal_to_every_process_of_a_rank(name: str, tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
     """What Slurm does: the loader's workers get it too, and must outlive it."""
     argv = job(tmp_path, "--data.workers", "2", signal=name, to="group")
@@ -99,7 +99,7 @@ def test_a_time_limit_that_is_over_at_once(tmp_path: Path, capfd: pytest.Capture
         assert f"preempted by run.max_minutes at step {step}" in capfd.readouterr().out
         assert saved(tmp_path)[-1] == f"step-0000000{step}"
     assert on_ranks(4, argv) == {0}
-    assert_whole(tmp_path, train_job(tmp_path, 4, *PIPELINE, "--train.steps", "3", name="whole"))
+    assert_whole(tmp_path, train_job(tmp_path, 4, *PIPELINE, *TEN, "--train.steps", "3", name="whole"))
 
 
 def test_a_time_limit_that_is_never_reached(tmp_path: Path) -> None:

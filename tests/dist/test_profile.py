@@ -19,7 +19,7 @@ FROM_3 = ("--plugins.profile.from_step", "3", "--plugins.profile.steps", "2")
 EACH = ("--train.steps", "6", "--metrics.every", "1")
 LAYOUTS = {
     "one rank": (1, []),
-    "dp_shard 2, tp 2": (4, mesh(dp_shard=2, tp=2)),
+    "dp_shard 2, tp 2": pytest.param(4, mesh(dp_shard=2, tp=2), marks=pytest.mark.sweep),
     "pp 2, bytes counted": (2, [*mesh(pp=2), "--metrics.bytes_sent", "true"]),
     "compiled": pytest.param(1, ["--plugins.compile.enabled", "true"], marks=pytest.mark.sweep),
 }

@@ -84,7 +84,7 @@ def _sharded(rounding: str) -> list[dict[str, Tensor]]:
     return [*found, _updated({"matrix": _strided(mesh)}, rounding)]
 
 
-@pytest.mark.parametrize("rounding", ["stochastic", "kahan"])
+@pytest.mark.parametrize("rounding", ["stochastic", swept_case("kahan")])
 def test_an_update_has_the_same_bits_however_weights_are_sharded(rounding: str) -> None:
     expected = _updated(_whole(), rounding)
     drawn = torch.cat([expected[f"{name}.w"].flatten() for name in SHAPES]).float()
@@ -115,9 +115,9 @@ def assert_near(one: Outcome, other: Outcome) -> None:
     ("world_size", "words"),
     [
         (2, mesh(dp_shard=2)),
-        (2, mesh(tp=2)),
+        swept_case((2, mesh(tp=2))),
         swept_case((2, mesh(dp_replicate=2))),
-        (2, [*mesh(pp=2), "--model.tied", "true"]),
+        swept_case((2, [*mesh(pp=2), "--model.tied", "true"])),
         swept_case((4, mesh(dp_replicate=2, dp_shard=2))),
         swept_case((2, mesh(cp=2))),
         swept_case((8, mesh(dp_shard=2, tp=2, pp=2))),
@@ -171,7 +171,7 @@ def test_resumed_to_the_bit(rounding: str, words: list[str], ranks: int, tmp_pat
     train_job(tmp_path, ranks, *same, name="whole")
     train_job(tmp_path, ranks, *same, "--train.steps", "5", name="pieces")
     train_job(tmp_path, ranks, *same, name="pieces")
-    ours, theirs = (saved_tensors(tmp_path / name / "checkpoints" / "step-00000010") for name in ("whole", "pieces"))
+    ours, theirs = (saved_tensors(tmp_path / name / "checkpoints" / "step-00000006") for name in ("whole", "pieces"))
     assert ours.keys() == theirs.keys() and any(name.startswith("optimizer.") for name in ours)
     assert [name for name in ours if not torch.equal(ours[name], theirs[name])] == []
 
@@ -203,7 +203,7 @@ def test_weights_of_fp32_and_back_and_for_others(tmp_path: Path) -> None:
     assert len(train_job(tmp_path, 1, *pure("nearest"), *SAVING, "--train.steps", "8", name="fp32").rows) == 8
     held = saved_tensors(tmp_path / "fp32" / "checkpoints" / "step-00000008")
     assert {t.dtype for n, t in held.items() if n.startswith(("model.", "optimizer.")) and t.ndim} == {torch.bfloat16}
-    assert len(train_job(tmp_path, 1, *SAVING, name="fp32").rows) == 10
+    assert len(train_job(tmp_path, 1, *SAVING, "--train.steps", "10", name="fp32").rows) == 10
     why = r"is AdamWRounded\w+ \(plugins\.bf16 = on, the checkpoint has unset\); restore the old values"
     with pytest.raises(Exception, match=f"holds optimizer state of AdamW, but this run's optimizer {why}"):
         train_job(tmp_path, 1, *pure(), *SAVING, "--train.steps", "12", name="fp32")
@@ -215,18 +215,18 @@ def test_weights_of_fp32_and_back_and_for_others(tmp_path: Path) -> None:
     assert all(torch.equal(weight, rounded.weights[name]) for name, weight in given.weights.items())
 
 
-@pytest.mark.parametrize("optimizer", ["adafactor", "adamw_8bit"])
+@pytest.mark.parametrize("optimizer", [swept_case("adafactor"), "adamw_8bit"])
 def test_float32_state_stays_where_a_resumed_run_turns_pure_on_or_off(optimizer: str, tmp_path: Path) -> None:
     """Row and column sums, and means of few numbers; means that are kept as codes begin at 4,096 numbers."""
     same = (*SAVING, "--optimizer.name", optimizer, "--model.dim", "72")
-    mixed = train_job(tmp_path, 1, *same, name="mixed").loss
+    mixed = train_job(tmp_path, 1, *same, "--train.steps", "9", name="mixed").loss
     for steps, words in enumerate([(), pure("nearest"), ()], 1):
         found = train_job(tmp_path, 1, *same, *words, "--train.steps", str(3 * steps), name="run")
         held = saved_tensors(tmp_path / "run" / "checkpoints" / f"step-{3 * steps:08}")
         slots = {n: t for n, t in held.items() if n.startswith("optimizer.") and t.ndim}
-        assert len(slots) > 40 and {t.dtype for t in slots.values()} == {torch.float32}
+        assert len(slots) > 20 and {t.dtype for t in slots.values()} == {torch.float32}
         assert all(t.isfinite().all() for t in slots.values())
-    assert found.loss == pytest.approx(mixed[:9], rel=10 * LOSS_RTOL)
+    assert found.loss == pytest.approx(mixed, rel=10 * LOSS_RTOL)
 
 
 def test_an_average_of_pure_weights_is_fp32(tmp_path: Path) -> None:

@@ -13,7 +13,7 @@ import pytest
 import torch.distributed as dist
 
 from tests.jobs import LLAMA
-from tests.signals import end, job
+from tests.signals import TEN, end, job
 from tests.signals import launch as start
 from titan import launch
 from titan.config import load_job
@@ -173,7 +173,7 @@ def test_two_nodes_start_again_together(tmp_path: Path) -> None:
     assert f"error: rank 3 was killed by SIGKILL (out of memory?); its log: {tmp_path}/run/logs/rank-3.log" in first
     assert "restart 1 of 2" in first and "restart 2" not in first
     assert "step-00000004, step 4" in first
-    whole = train_job(tmp_path, 4, *layout, name="whole").rows
+    whole = train_job(tmp_path, 4, *layout, *TEN, name="whole").rows
     rows = read_rows(tmp_path / "run")
     assert {step: row["loss"] for step, row in rows.items()} == {step: row["loss"] for step, row in whole.items()}
 

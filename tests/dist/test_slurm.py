@@ -6,6 +6,7 @@ from pathlib import Path
 
 import pytest
 
+from tests.signals import TEN
 from tests.signals import job as arguments
 from tests.slurm import ROOT, Job, Slurm
 from tests.sweeps import sweep_but, swept_case
@@ -39,6 +40,7 @@ def preempted(job: Job, name: str, since: int) -> int:
     return step
 
 
+@pytest.mark.sweep
 def test_a_job_comes_back_until_it_is_cancelled_or_done(tmp_path: Path, slurm: Slurm) -> None:
     """The run waits before step 4 for whoever cancels it, and before step 7 for the end of its time."""
     first = submit(slurm, arguments(tmp_path, to="nobody"))
@@ -60,7 +62,7 @@ def test_a_job_comes_back_until_it_is_cancelled_or_done(tmp_path: Path, slurm: S
         "scontrol requeue 42: asking Slurm to run this job again; it will resume from its checkpoint\n" in second.lines
     )
 
-    rows, whole = read_rows(tmp_path / "run"), train_job(tmp_path, 2, "--mesh.dp_shard", "2", name="whole").rows
+    rows, whole = read_rows(tmp_path / "run"), train_job(tmp_path, 2, "--mesh.dp_shard", "2", *TEN, name="whole").rows
     assert {step: row["loss"] for step, row in rows.items()} == {step: row["loss"] for step, row in whole.items()}
 
 
@@ -114,7 +116,8 @@ def test_a_task_of_an_array_is_queued_again_alone(tmp_path: Path, slurm: Slurm) 
 
 
 @pytest.mark.parametrize(
-    ("sent", "restarts"), [([], 1), swept_case((["USR1"], 1)), (["USR1", "TERM"], 0), swept_case((["TERM", "USR1"], 0))]
+    ("sent", "restarts"),
+    [swept_case(([], 1)), swept_case((["USR1"], 1)), (["USR1", "TERM"], 0), swept_case((["TERM", "USR1"], 0))],
 )
 def test_a_signal_that_cancels_wins(sent: list[str], restarts: int, tmp_path: Path, slurm: Slurm) -> None:
     """To a process that is the only rank; without a signal, a time limit of the run's own made room."""
@@ -133,6 +136,7 @@ def test_srun_ends_with_the_highest_exit_code(codes: str, ends: int, tmp_path: P
     assert (job.code, job.restarts) == ((0, 1) if ends == 75 else (ends, 0)), job.lines
 
 
+@pytest.mark.sweep
 def test_what_all_tasks_of_srun_refuse_is_printed_once(tmp_path: Path, slurm: Slurm) -> None:
     """For real, of one task per rank; the exit code is that of wrong input."""
     words = ["--config", f"{ROOT}/configs/debug.toml", "--train.stepz", "3", "--run.dir", str(tmp_path)]

@@ -11,7 +11,7 @@ from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import Shard, distribute_tensor
 
-from tests.jobs import SAVING
+from tests.jobs import FOUR_LAYERS, SAVING
 from tests.sweeps import swept_case
 from titan.checkpoint import Checkpointer
 from titan.errors import CheckpointError
@@ -19,13 +19,15 @@ from titan.testing.jobs import Outcome, assert_same_curve, saved_tensors, train_
 from titan.testing.ranks import RankError, run_ranks
 
 ECHO = ("--plugins.path", str(Path(__file__).parents[1] / "plugins"), "--plugins.echo.enabled", "true")
-HALF = ("--train.steps", "4")
+HALF = ("--train.steps", "2")
 
 
 def train(folder: Path, degrees: dict[str, int], *words: str, name: str = "run") -> Outcome:
     mesh = [word for axis, degree in degrees.items() for word in (f"--mesh.{axis}", str(degree))]
     ranks = torch.Size(degrees.values()).numel()
-    return train_job(folder, ranks, *mesh, *ECHO, "--train.steps", "8", *SAVING, *words, name=name)
+    return train_job(
+        folder, ranks, *mesh, *ECHO, "--train.steps", "4", *SAVING, "--checkpoint.every", "2", *words, name=name
+    )
 
 
 @pytest.fixture(scope="module")
@@ -37,8 +39,8 @@ def alone(tmp_path_factory: pytest.TempPathFactory) -> Outcome:
     ("before", "after"),
     [
         ({"pp": 2}, {}),
-        ({}, {"pp": 2}),
-        ({"dp_shard": 2, "pp": 2}, {"tp": 2}),
+        swept_case(({}, {"pp": 2})),
+        swept_case(({"dp_shard": 2, "pp": 2}, {"tp": 2})),
         swept_case(({"tp": 2}, {"dp_shard": 2, "pp": 2})),
     ],
     ids=str,
@@ -53,7 +55,7 @@ def test_on_the_same_layout_bit_for_bit(alone: Outcome, tmp_path: Path) -> None:
     assert_same_curve(alone, whole)
     train(tmp_path, {"dp_shard": 2, "pp": 2}, *HALF, name="pieces")
     train(tmp_path, {"dp_shard": 2, "pp": 2}, name="pieces")
-    last = (tmp_path / name / "checkpoints" / "step-00000008" for name in ("whole", "pieces"))
+    last = (tmp_path / name / "checkpoints" / "step-00000004" for name in ("whole", "pieces"))
     ours, theirs = (saved_tensors(path) for path in last)
     kept = {name for name in ours if name.startswith("rest.techniques.echo.kept.")}
     assert kept == {f"rest.techniques.echo.kept.{name}" for name in whole.weights}
@@ -61,17 +63,18 @@ def test_on_the_same_layout_bit_for_bit(alone: Outcome, tmp_path: Path) -> None:
     assert [name for name in ours if not torch.equal(ours[name], theirs[name])] == []
 
 
-def test_tensors_that_no_rank_names_yet_go_to_all(alone: Outcome, tmp_path: Path) -> None:
-    late = ("--plugins.echo.late", "true")
+def test_tensors_that_no_rank_names_yet_go_to_all(tmp_path: Path) -> None:
+    late = (*FOUR_LAYERS, "--plugins.echo.late", "true")
+    alone = train(tmp_path, {}, *FOUR_LAYERS, name="alone")
     train(tmp_path, {"pp": 2}, *late, *HALF)
-    train(tmp_path, {"pp": 4}, *late, "--train.steps", "6")
+    train(tmp_path, {"pp": 4}, *late, "--train.steps", "3")
     assert_same_curve(alone, train(tmp_path, {}, *late))
 
 
 def test_values_of_all_ranks_are_in_the_file(tmp_path: Path) -> None:
     names = train(tmp_path, {"pp": 2}, *HALF).weights
-    saved = json.loads((tmp_path / "run" / "checkpoints" / "step-00000004" / "state.json").read_text())
-    assert saved["rest"]["techniques"]["echo"]["heard"] == dict.fromkeys(names, 4)
+    saved = json.loads((tmp_path / "run" / "checkpoints" / "step-00000002" / "state.json").read_text())
+    assert saved["rest"]["techniques"]["echo"]["heard"] == dict.fromkeys(names, 2)
 
 
 def _save(folder: Path, states: list[Any], sharded: bool = False) -> str:

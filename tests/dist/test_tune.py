@@ -17,6 +17,7 @@ def _titan(folder: Path, *words: str) -> "subprocess.CompletedProcess[str]":
     return run_titan(words, folder, {"NPROC": "2"}, timeout=200)
 
 
+@pytest.mark.sweep
 def test_tune(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     for name in ("RANK", "WORLD_SIZE", "NNODES"):
         monkeypatch.delenv(name, raising=False)

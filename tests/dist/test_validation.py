@@ -7,7 +7,7 @@ import pytest
 import torch
 from torch import nn
 
-from tests.jobs import LLAMA, SAVING, mesh
+from tests.jobs import FOUR_LAYERS, LLAMA, SAVING, mesh, settings
 from tests.logits import logits_of
 from tests.sweeps import swept_case
 from titan.config import load_job
@@ -67,13 +67,14 @@ def assert_booked(run: Path) -> None:
 @pytest.mark.parametrize(
     ("ranks", "words"),
     [
-        (1, ["--plugins.compile.backend", "aot_eager", "--train.micro_batch_size", "4"]),
+        swept_case((1, ["--plugins.compile.backend", "aot_eager", "--train.micro_batch_size", "4"])),
         swept_case((2, [*mesh(dp_shard=2), *zero(1), "--train.micro_batch_size", "2"])),
         swept_case((2, mesh(dp_shard=2))),
         (3, [*mesh(dp_shard=3), *zero(3), "--train.global_batch_size", "6"]),
         swept_case((2, mesh(dp_replicate=2))),
         (2, [*mesh(tp=2), "--plugins.activation_checkpoint.mode", "full"]),
-        (4, [*mesh(dp_shard=2, pp=2), "--plugins.pipeline.schedule", "ZBVZeroBubble"]),
+        swept_case((4, [*mesh(dp_shard=2, pp=2), *FOUR_LAYERS, "--plugins.pipeline.schedule", "ZBVZeroBubble"])),
+        (2, mesh(pp=2)),
         (4, mesh(dp_shard=2, cp=2)),
         swept_case((8, mesh(dp_shard=2, tp=2, pp=2))),
     ],
@@ -93,7 +94,10 @@ def test_training_does_not_notice(ranks: int, words: list[str], tmp_path: Path, 
     assert fullest <= set(range(ranks)) and all(row["peak_memory_gib"] > 0 for row in with_it.rows.values())
     found = validated(tmp_path / "with")
     assert sorted(found) == [1, 2, 3, 4, 5]
-    if "--train.global_batch_size" not in words:
+    if layers := settings(words, "--model.n_layers"):
+        alone = train_job(tmp_path, 1, *layers, *STEPS, *validation(tmp_path), name="alone")
+        assert found == pytest.approx(validated(alone.folder), rel=1e-5)
+    elif "--train.global_batch_size" not in words:
         assert found == pytest.approx(one_rank, rel=1e-5)
 
 

@@ -5,7 +5,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from tests.jobs import LLAMA, MOE, mesh
+from tests.jobs import FOUR_LAYERS, LLAMA, MOE, mesh
 from tests.sweeps import sweep_but
 from titan.testing.jobs import assert_same_curve, one_rank, train_job
 
@@ -21,7 +21,7 @@ def _recompute(mode: str) -> tuple[str, ...]:
 
 
 def _schedule(name: str) -> tuple[str, ...]:
-    return (*mesh(pp=2), "--plugins.pipeline.schedule", name)
+    return (*mesh(pp=2), *FOUR_LAYERS, "--plugins.pipeline.schedule", name)
 
 
 CASES: dict[str, tuple[int, tuple[str, ...], tuple[str, ...], Path]] = {
@@ -30,11 +30,11 @@ CASES: dict[str, tuple[int, tuple[str, ...], tuple[str, ...], Path]] = {
     "compile, tensor parallel": (2, (*mesh(tp=2), *GRAPHS), (), LLAMA),
     "compile, tensor parallel, recompute selective": (2, (*mesh(tp=2), *GRAPHS, *_recompute("selective")), (), LLAMA),
     "compile, tensor parallel, recompute full": (2, (*mesh(tp=2), *GRAPHS, *_recompute("full")), (), LLAMA),
-    "compile, 1F1B": (2, (*_schedule("1F1B"), *GRAPHS), (), LLAMA),
-    "compile, Interleaved1F1B": (2, (*_schedule("Interleaved1F1B"), *GRAPHS), (), LLAMA),
-    "ZBVZeroBubble": (2, _schedule("ZBVZeroBubble"), (), LLAMA),
-    "DualPipeV": (2, _schedule("DualPipeV"), (), LLAMA),
-    "experts, InterleavedZeroBubble": (2, _schedule("InterleavedZeroBubble"), (), MOE),
+    "compile, 1F1B": (2, (*_schedule("1F1B"), *GRAPHS), FOUR_LAYERS, LLAMA),
+    "compile, Interleaved1F1B": (2, (*_schedule("Interleaved1F1B"), *GRAPHS), FOUR_LAYERS, LLAMA),
+    "ZBVZeroBubble": (2, _schedule("ZBVZeroBubble"), FOUR_LAYERS, LLAMA),
+    "DualPipeV": (2, _schedule("DualPipeV"), FOUR_LAYERS, LLAMA),
+    "experts, InterleavedZeroBubble": (2, _schedule("InterleavedZeroBubble"), FOUR_LAYERS, MOE),
 }  # fmt: skip
 """Row of the table -> ranks, words, words of the job on one rank that it must equal, and config of both."""
 

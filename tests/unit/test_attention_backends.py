@@ -16,6 +16,7 @@ from torch.utils.checkpoint import checkpoint
 
 from tests.jobs import BLOOM, GEMMA, LLAMA, mesh
 from tests.planned import CLUSTER, job_of
+from tests.sweeps import swept_case
 from titan.config import Job, load_job
 from titan.contracts import AttentionCore
 from titan.contracts.base.cost import Attention
@@ -112,7 +113,7 @@ def test_documents_are_read_once_and_forgotten_with_them() -> None:
 
 
 @pytest.mark.parametrize("packed", [False, True], ids=["", "documents"])
-@pytest.mark.parametrize("kv_heads", [4, 2])
+@pytest.mark.parametrize("kv_heads", [swept_case(4), 2])
 @pytest.mark.parametrize("options", FLEXIBLE, ids=str)
 @pytest.mark.filterwarnings("ignore:.*should not be instantiated:DeprecationWarning")  # of PyTorch, while it compiles
 def test_flex_applies_what_a_core_has(

@@ -19,6 +19,7 @@ from bench.gpu import isolated, jobs, predictions, records, shapes, speed, steps
 from bench.gpu.measurements import CALLS, MEASUREMENTS
 from bench.gpu.records import Measurement, Results, Row
 from bench.gpu.setting import Setting
+from tests.commands import run_titan
 from tests.sweeps import swept_case
 from titan.plugins.models.llama import Llama
 from titan.resources import ALLOCATOR
@@ -242,15 +243,15 @@ def test_every_measured_job_fits_by_its_plan(cluster: str) -> None:
 @pytest.mark.parametrize(
     ("first", "more"), [(["generators"], ["experts"]), swept_case((["generators", "loss"], ["waits", "nan"]))]
 )
-def test_a_rehearsal_goes_on_where_the_last_one_ended(
-    first: list[str], more: list[str], tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    words = ["--rehearse", "--scratch", str(tmp_path), "--results", str(tmp_path / "gpu.jsonl")]
-    assert command.main([*words, "--only", *first]) == 0
-    assert command.main([*words, "--only", *first, *more]) == 0
+def test_a_rehearsal_goes_on_where_the_last_one_ended(first: list[str], more: list[str], tmp_path: Path) -> None:
+    """In processes that have done nothing else, as whatever is measured is forked from them."""
+    words = ["--rehearse", "--scratch", str(tmp_path), "--results", str(tmp_path / "gpu.jsonl"), "--only", *first]
+    for given in (words, [*words, *more]):
+        done = run_titan(given, tmp_path, module="bench.gpu.__main__")
+        assert done.returncode == 0, (done.stdout, done.stderr, (tmp_path / "log.txt").read_text())
     began = [line["name"] for line in records.read(tmp_path / "gpu.jsonl") if line["event"] == "began"]
     assert sorted(began) == sorted([*first, *more])
-    assert f"{len(first + more)} measurements, 0 not passed" in capsys.readouterr().out
+    assert f"{len(first + more)} measurements, 0 not passed" in done.stdout
 
 
 @pytest.mark.slow

@@ -12,7 +12,9 @@ from titan.config import Job, load_job
 from titan.dryrun import dry_run
 
 CONFIGS = sorted((Path(__file__).parents[2] / "configs").glob("*.toml"))
-LARGEST = [path for path in CONFIGS if path.stem in ("gpt175b", "gpt1t")]
+LARGEST = [
+    path for path in CONFIGS if path.stem in ("gpt175b", "gpt1t", "llama33b", "qwen3_8b", "mixtral8x7b", "llama13b")
+]
 
 
 def _short(path: Path) -> Job:

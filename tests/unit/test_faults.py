@@ -46,18 +46,19 @@ def test_every_fault_can_be_planted_and_names_tests_that_exist() -> None:
     assert not wrong, "\n".join(wrong)
 
 
-def _left_out(tests: Sequence[str]) -> list[str]:
-    """Of these ids of tests, those that `make test` runs no case of."""
-    command = [sys.executable, "-m", "pytest", "--collect-only", "-q", "-p", "no:cacheprovider", "-m", "not gpu"]
-    done = subprocess.run([*command, *tests], cwd=ROOT, capture_output=True, text=True, timeout=120, check=False)
-    assert done.returncode == 0, done.stdout + done.stderr
-    run = done.stdout.splitlines()
+def _missing(tests: Sequence[str], run: Sequence[str]) -> list[str]:
     return [test for test in tests if not any(f"{case}[".startswith((f"{test}[", f"{test}::")) for case in run)]
 
 
-def test_make_test_runs_the_tests_of_every_fault() -> None:
-    named = sorted({test for fault in FAULTS for test in fault.tests})
-    assert _left_out([SWEEP, *named]) == [SWEEP]
+def test_make_test_runs_the_tests_of_every_fault(request: pytest.FixtureRequest) -> None:
+    tests = [SWEEP, *sorted({test for fault in FAULTS for test in fault.tests})]
+    run = [item.nodeid for item in request.session.items if not item.get_closest_marker("gpu")]
+    if _missing(tests, run) != [SWEEP]:  # a part of the tests runs here
+        command = [sys.executable, "-m", "pytest", "--collect-only", "-q", "-p", "no:cacheprovider", "-m", "not gpu"]
+        done = subprocess.run([*command, *tests], cwd=ROOT, capture_output=True, text=True, timeout=120, check=False)
+        assert done.returncode == 0, done.stdout + done.stderr
+        run = [line for line in done.stdout.splitlines() if "::" in line]
+    assert _missing(tests, run) == [SWEEP]
 
 
 def test_faults_are_many_and_differ_and_each_has_a_test() -> None:

@@ -69,6 +69,7 @@ def test_everything_is_drawn(drawn: list[Drawn]) -> None:
     assert {fault for job in drawn for fault in job.spoilt} == FAULTS.keys()
 
 
+@pytest.mark.sweep
 def test_every_job_is_taken_or_refused_in_words(drawn: list[Drawn], judge: Judge) -> None:
     verdicts = [judge.refused(job) for job in drawn]
     failed = [f"{job}\n{v.reason}" for job, v in zip(drawn, verdicts, strict=True) if v and v.kind == "failed"]

@@ -12,7 +12,7 @@ from titan import cli
 from titan.config import load_job, said_twice
 from titan.errors import ConfigError
 
-SMALL = "n_layers = 4, dim = 32, n_heads = 4, n_kv_heads = 2, ffn_dim = 48, vocab_size = 257, max_seq_len = 32"
+SMALL = "n_layers = 2, dim = 32, n_heads = 4, n_kv_heads = 2, ffn_dim = 48, vocab_size = 257, max_seq_len = 32"
 
 
 def resolved(capsys: pytest.CaptureFixture[str], *words: str) -> tuple[dict[str, Any], str]:
@@ -76,7 +76,7 @@ def test_a_preset_of_a_file_wins_over_its_base_and_not_over_its_own_keys(tmp_pat
     config = load_job(job).model.config
     assert (config.n_layers, config.dim, config.n_kv_heads) == (6, 4096, None)
     assert said_twice(job) == [
-        f"[model] preset = '7b' ({job}) overrides what files below it set: {SMALL.removeprefix('n_layers = 4, ')}"
+        f"[model] preset = '7b' ({job}) overrides what files below it set: {SMALL.removeprefix('n_layers = 2, ')}"
     ]
     assert load_job(job, ["--model.dim", "8192"]).model.config.dim == 8192
     assert said_twice(LLAMA) == said_twice(None, ["--train.steps", "3"]) == []

@@ -8,6 +8,7 @@ from pathlib import Path
 
 import pytest
 
+from tests.commands import run_titan
 from tests.jobs import CONFIGS, LLAMA
 from titan.config import load_job
 from titan.contracts.base import registry
@@ -333,10 +334,8 @@ def test_a_name_that_an_entry_point_claims_too_is_an_error_where_it_is_asked_for
 
 def test_traceback_shows_all_of_an_error(tmp_path: Path) -> None:
     (tmp_path / "bad.py").write_text("def inner():\n    raise ValueError('deep')\n\n\ninner()\n")
-    command = [sys.executable, "-m", "titan.cli", "plugins", "--path", str(tmp_path / "bad.py")]
-    plain, full = (
-        subprocess.run([*command, *more], capture_output=True, text=True, timeout=100) for more in ([], ["--traceback"])
-    )
+    words = ["plugins", "--path", str(tmp_path / "bad.py")]
+    plain, full = (run_titan([*words, *more], tmp_path) for more in ([], ["--traceback"]))
     error = f"error: plugin {tmp_path}/bad.py:2 cannot be imported: ValueError: deep"
     assert plain.returncode == full.returncode == 2
     assert plain.stderr.startswith(error) and "Traceback" not in plain.stderr

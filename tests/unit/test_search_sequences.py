@@ -41,6 +41,7 @@ def test_a_split_sequence_gains_nothing_that_a_smaller_micro_batch_has_not() -> 
     assert best.prediction.step_time_s <= split.best[0].prediction.step_time_s
 
 
+@pytest.mark.sweep
 def test_no_layout_of_split_sequences_is_better_than_its_bounds() -> None:
     words = ("--data.seq_len=16384", "--model.max_seq_len=16384", "--train.global_batch_size=3", *EAGER)
     words += ("--plugins.bf16.enabled=true", "--plugins.activation_checkpoint.enabled=false")

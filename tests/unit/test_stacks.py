@@ -512,6 +512,7 @@ def test_the_search_shares_stacks_over_ranks_that_come_out_even(guest: tuple[str
     assert {layout.degrees["shares"] for layout in dense.layouts()} == {1}
 
 
+@pytest.mark.sweep
 def test_no_layout_with_shared_stacks_is_better_than_its_bounds(guest: tuple[str, ...]) -> None:
     words = (*guest, "--mesh.cp=1", "--mesh.tp=1", "--plugins.bf16.enabled=true", "--train.global_batch_size=8")
     words += ("--plugins.activation_checkpoint.enabled=false",)

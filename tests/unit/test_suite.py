@@ -44,6 +44,7 @@ def _options() -> list[str]:
     return str(line).split()
 
 
+@pytest.mark.sweep
 def test_a_test_that_hangs_is_named_with_its_stacks_and_ends_the_session(tmp_path: Path) -> None:
     (tmp_path / "pytest.ini").touch()
     (tmp_path / "conftest.py").write_text(CONFTEST)

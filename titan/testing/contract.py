@@ -367,19 +367,19 @@ def job_can_be_planned(subject: Subject, folder: Path) -> None:
 
 
 def curve_stays_and_checkpoint_loads_without_it(subject: Subject, folder: Path) -> None:
-    """Five steps with a technique on, then the rest without it on one rank: the curve of a job without it."""
+    """Three steps with a technique on, then the rest without it on one rank: the curve of a job without it."""
     saving = ("--checkpoint.enabled", "true")
     expected = one_rank(*subject.off, config=subject.config)
-    half = train_job(folder, subject.ranks, *subject.on, *saving, "--train.steps", "5", config=subject.config)
-    tokens = [{step: row["tokens"] for step, row in run.rows.items() if step <= 5} for run in (half, expected)]
+    half = train_job(folder, subject.ranks, *subject.on, *saving, "--train.steps", "3", config=subject.config)
+    tokens = [{step: row["tokens"] for step, row in run.rows.items() if step <= 3} for run in (half, expected)]
     assert tokens[0] == tokens[1], f"tokens by step: {tokens[0]} with it, {tokens[1]} without"
     whole = train_job(folder, 1, *subject.off, *saving, config=subject.config)
     assert_same_curve(expected, whole)
 
 
 def curve_is_the_same_on_two_ranks(subject: Subject, folder: Path) -> None:
-    """Five steps on two ranks with sharded parameters, then the rest on one rank: the curve of one rank."""
+    """Three steps on two ranks with sharded parameters, then the rest on one rank: the curve of one rank."""
     saving = ("--checkpoint.enabled", "true")
     expected = one_rank(*subject.on, config=subject.config)
-    train_job(folder, 2, *subject.on, "--mesh.dp_shard", "2", *saving, "--train.steps", "5", config=subject.config)
+    train_job(folder, 2, *subject.on, "--mesh.dp_shard", "2", *saving, "--train.steps", "3", config=subject.config)
     assert_same_curve(expected, train_job(folder, 1, *subject.on, *saving, config=subject.config))

@@ -27,7 +27,7 @@ if TYPE_CHECKING:
     from titan.training.build import Run
 
 JOB = Path(__file__).with_name("llama.toml")
-"""A llama of four layers over bytes: ten steps of eight sequences of 16 tokens, in fp32."""
+"""A llama of two layers over bytes: six steps of eight sequences of 16 tokens, in fp32."""
 
 LOSS_RTOL, NORM_RTOL, WEIGHT_RTOL, WEIGHT_ATOL = 1e-5, 1e-4, 1e-4, 1e-6
 BOUNDS = {"loss": LOSS_RTOL, "validation_loss": LOSS_RTOL, "grad_norm": NORM_RTOL, "tokens": 0.0, "lr": 1e-12}

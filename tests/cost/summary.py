@@ -1,0 +1,55 @@
+"""A pytest plugin that ends a session with its dearest files and its total, beside those that are committed.
+
+Seconds are those of workers: two of them spend two in a second. `python -m tests.cost --write` commits others.
+"""
+
+from collections import defaultdict
+from collections.abc import Mapping
+from typing import Any
+
+import pytest
+
+from bench.results import about
+from tests.cost import kept
+
+SHOWN = 10
+GROWTH = 1.2
+"""More than this times the committed seconds is said to have grown."""
+
+WHOLE = 0.9
+"""A session with at least this share of the committed tests is compared as a whole."""
+
+
+def pytest_terminal_summary(terminalreporter: Any, config: pytest.Config) -> None:
+    """Print the table, where there is a committed one."""
+    if (committed := kept()) is None or config.option.markexpr or config.option.collectonly:
+        return
+    reports = [each for reports in terminalreporter.stats.values() for each in reports if hasattr(each, "duration")]
+    seconds: dict[str, float] = defaultdict(float)
+    for report in reports:
+        seconds[report.nodeid.partition("::")[0]] += report.duration
+    tests = len({report.nodeid for report in reports})
+    terminalreporter.section("cost", sep="-")
+    for line in summary(seconds, tests, committed):
+        terminalreporter.write_line(line)
+
+
+def summary(seconds: Mapping[str, float], tests: int, committed: Mapping[str, Any]) -> list[str]:
+    """The lines of a session: file -> seconds, the tests that it ran, and the cost that is committed."""
+    former = {file: cost[0] for file, cost in committed["files"].items()}
+    dearest = sorted(seconds, key=lambda file: -seconds[file])[:SHOWN]
+    wide = max(map(len, dearest), default=0)
+    lines = [f"{file:{wide}} {seconds[file]:7.1f} s, committed {former.get(file, 0.0):7.1f} s" for file in dearest]
+    if tests < WHOLE * committed["tests"]:
+        return [*lines, f"{tests} of some {committed['tests']} tests: the total is compared when all run"]
+    total, before = sum(seconds.values()), sum(former.values())
+    lines.append(f"{tests} tests {total:.0f} s, committed {committed['tests']} tests {before:.0f} s")
+    here = about()
+    if any(committed[key] != here[key] for key in ("device", "cores")):
+        lines.append(f"committed was measured on another machine: {committed['cores']} cores, {committed['device']}")
+    elif total > GROWTH * before:
+        lines.append(
+            f"the tests take {total / before:.2f} times the committed seconds, more than {GROWTH:g}: make them "
+            "cheaper, or say why and run python -m tests.cost --write"
+        )
+    return lines

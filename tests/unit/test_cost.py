@@ -1,0 +1,79 @@
+"""What the tests cost: seconds by kind of work, sums by file, and the end of `make test` beside what is committed."""
+
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from bench.results import about
+from tests.cost.__main__ import WORKERS, _summed
+from tests.cost.clock import Clock
+from tests.cost.summary import summary
+
+
+def test_each_moment_counts_for_the_innermost_kind(monkeypatch: pytest.MonkeyPatch) -> None:
+    now = [0.0]
+    monkeypatch.setattr(time, "monotonic", lambda: now[0])
+    monkeypatch.setattr(time, "process_time", lambda: now[0] / 2)
+    clock = Clock()
+
+    def work(seconds: float) -> None:
+        now[0] += seconds
+
+    save = clock.wrapped(work, "saves")
+    work(1)
+    with clock.counting("steps"):
+        work(2)
+        save(4)
+        work(8)
+    with pytest.raises(KeyError), clock.counting("build"):
+        work(16)
+        raise KeyError
+    work(32)
+    assert clock.take() == {"rest": [33, 16.5], "steps": [10, 5], "saves": [4, 2], "build": [16, 8]}
+    work(64)
+    assert clock.take() == {"rest": [64, 32]}
+
+
+def test_ranks_count_for_the_test_that_started_them() -> None:
+    lines: list[dict[str, Any]] = [
+        {"test": "a.py::one", "wall": 3.0, "spent": {"waiting for ranks": [2.0, 0.1]}, "commands_cpu": 0.0},
+        *({"test": "a.py::one", "rank": str(rank), "spent": {"steps": [2.0, 1.5]}} for rank in (0, 1)),
+        {"test": "b.py::two", "wall": 5.0, "spent": {"commands": [4.0, 0.0], "rest": [1.0, 1.0]}, "commands_cpu": 2.0},
+    ]
+    found = _summed(lines, 6.0, 0.25)
+    assert list(found["files"].items()) == [("b.py", [5.0, 3.0, 1]), ("a.py", [3.0, 3.1, 1])]
+    assert found["worker_s"] == 8 and found["cpu_s"] == 6.1 and found["tests"] == 2 and found["idle"] == 0.25
+    assert found["kinds"]["steps"] == [4.0, 3.0] and found["kinds"]["commands"] == [4.0, 2.0]
+
+
+COMMITTED = {**about(), "files": {"a.py": [100.0, 90.0, 6], "b.py": [20.0, 9.0, 4]}, "tests": 10}
+
+
+def test_a_session_ends_with_its_dearest_files_beside_the_committed_seconds() -> None:
+    said = summary({"b.py": 30.0, "a.py": 110.0}, 10, COMMITTED)
+    assert said == [
+        "a.py   110.0 s, committed   100.0 s",
+        "b.py    30.0 s, committed    20.0 s",
+        "10 tests 140 s, committed 10 tests 120 s",
+    ]
+
+
+def test_growth_by_more_than_a_fifth_is_said() -> None:
+    *_, said = summary({"a.py": 121.0, "new.py": 25.0}, 11, COMMITTED)
+    assert said.startswith("the tests take 1.22 times the committed seconds, more than 1.2")
+
+
+def test_a_part_of_the_tests_is_not_compared_with_all() -> None:
+    assert summary({"a.py": 1000.0}, 8, COMMITTED)[1:] == ["8 of some 10 tests: the total is compared when all run"]
+
+
+def test_seconds_of_another_machine_are_not_called_growth() -> None:
+    said = summary({"a.py": 1000.0}, 10, {**COMMITTED, "device": "another"})
+    assert said[-1].startswith("committed was measured on another machine") and "times" not in "".join(said)
+
+
+def test_it_runs_the_tests_as_make_does() -> None:
+    makefile = (Path(__file__).parents[2] / "Makefile").read_text(encoding="utf-8")
+    assert f"in_two = {' '.join(WORKERS)} " in makefile
