@@ -287,7 +287,7 @@ def own_tensors(path: Path) -> dict[str, Tensor]:
     ("ranks", "words", "method", "config"),
     [
         (4, mesh(dp_replicate=2, dp_shard=2), "int8", LLAMA),
-        swept_case((4, mesh(dp_replicate=2, tp=2), "sign", GPT)),
+        (4, mesh(dp_replicate=2, tp=2), "sign", GPT),
         swept_case((4, mesh(dp_replicate=2, dp_shard=2, ep=2), "powersgd", MOE)),
         (4, [*mesh(dp_replicate=2, pp=2), *TIED], "topk", LLAMA),
     ],
