@@ -17,6 +17,7 @@ written or listed has the present one. A plugin outside this repository renames 
 
 import dataclasses
 import difflib
+import functools
 import inspect
 import math
 import os
@@ -120,6 +121,11 @@ def options_of(config: type) -> tuple[Option, ...]:
         TypeError: it is not a frozen keyword-only dataclass, a field lacks its `option(...)`, or a former key is the
             key of another option.
     """
+    return _read(config)
+
+
+@functools.cache  # half of the time in which a job is loaded would go into reading type hints again and again
+def _read(config: type) -> tuple[Option, ...]:
     params = getattr(config, "__dataclass_params__", None)
     if params is None or not params.frozen or not all(field.kw_only for field in dataclasses.fields(config)):
         raise TypeError(f"{config.__qualname__} must be a @dataclass(frozen=True, kw_only=True)")
@@ -285,10 +291,8 @@ def coerce(value: Any, hint: Any) -> Any:
 
 
 def _takes_text(hint: Any) -> bool:
-    origin = typing.get_origin(hint)
-    return (
-        hint is str or origin is tuple or (origin is Literal and all(isinstance(a, str) for a in typing.get_args(hint)))
-    )
+    origin, args = typing.get_origin(hint), typing.get_args(hint)
+    return hint is str or origin is tuple or (origin is Literal and all(isinstance(a, str) for a in args))
 
 
 def _coerce_union(value: Any, args: tuple[Any, ...]) -> Any:
@@ -321,7 +325,6 @@ def _coerce_tuple(value: Any, args: tuple[Any, ...]) -> tuple[Any, ...]:
 
 
 _PLAIN = {bool: "true or false", int: "an integer", float: "a number", str: "a string"}
-
 
 LARGEST = 2**63 - 1
 """TOML's integers have 64 bits. Python's have no end, and arithmetic on them neither."""
@@ -364,12 +367,8 @@ def check_bounds(value: Any, spec: Spec) -> None:
 
 def as_table(config: Any) -> dict[str, Any]:
     """A config dataclass as a TOML table: keys in declared order, None left out."""
-    table = {}
-    for declared in options_of(type(config)):
-        value = getattr(config, declared.field)
-        if value is not None:
-            table[declared.key] = list(value) if isinstance(value, tuple) else value
-    return table
+    table = {declared.key: getattr(config, declared.field) for declared in options_of(type(config))}
+    return {key: list(one) if isinstance(one, tuple) else one for key, one in table.items() if one is not None}
 
 
 def resolved_table(config: Any) -> dict[str, Any]:
