@@ -7,6 +7,9 @@ ARGS ?=
 in_two = -n 2 --dist loadfile --no-loadscope-reorder --max-worker-restart 0 -p tests.cost.summary
 in_env = python=$$(scripts/python.sh dev float8 hf plot tune wandb) && "$$python" -m
 
+# Hundreds of processes of the tests would each compile what they import.
+unexport PYTHONDONTWRITEBYTECODE
+
 .DEFAULT_GOAL := help
 .PHONY: help test sweep check format bench
 

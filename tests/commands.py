@@ -8,9 +8,13 @@ import os
 import subprocess
 import sys
 import tempfile
+import threading
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from importlib import import_module
+from multiprocessing.process import BaseProcess
 from pathlib import Path
+from typing import TextIO
 
 import torch
 
@@ -46,6 +50,36 @@ def run_titan(
         finally:
             process.kill()
             process.join()
+
+
+@dataclass
+class Launched:
+    """A command under way, in a process forked from the warm server. stderr: its words, as they come."""
+
+    process: BaseProcess
+    stderr: TextIO
+
+    def end(self, timeout: float = TIMEOUT_S) -> tuple[int, str]:
+        """Its exit code, and what it has said since. All that write to its stderr have ended then."""
+        watch = threading.Timer(timeout, self.process.kill)
+        watch.start()
+        with self.stderr:
+            said = self.stderr.read()
+        self.process.join()
+        watch.cancel()
+        assert self.process.exitcode is not None
+        return self.process.exitcode, said
+
+
+def launch(words: Sequence[str], **environment: object) -> Launched:
+    """`titan.launch` with these words and variables, started; its stdout is lost, and it has no terminal."""
+    variables = {**os.environ, "OMP_NUM_THREADS": "1", **{name: str(value) for name, value in environment.items()}}
+    with tempfile.TemporaryDirectory(prefix="command-") as place:
+        said = Path(place, "stderr")
+        os.mkfifo(said)
+        outputs = [Path(os.devnull), said]
+        process = fork(_be_the_command, "titan.launch", list(words), Path.cwd(), variables, outputs)
+        return Launched(process, said.open())
 
 
 def _be_the_command(

@@ -6,6 +6,7 @@ Tests run on the CPU, on a GPU node too; those marked `gpu` run with `-m gpu`, w
 
 import faulthandler
 import gc
+import logging
 import os
 from collections.abc import Callable, Iterator
 from typing import Any
@@ -20,6 +21,10 @@ LIMIT_SLOW = 900.0
 """Seconds a test may take before every thread's stack is printed and the session ends; ranks end with it."""
 
 torch.set_num_threads(1)
+
+for _logger in logging.root.manager.loggerDict.values():
+    if isinstance(_logger, logging.Logger):
+        _logger.propagate = True  # or pytest adds its handlers to torch's 54 loggers, each, three times a test: 4 ms
 
 _terminal = pytest.StashKey[int]()
 

@@ -1,9 +1,6 @@
 """Tiny jobs as commands, in which one rank sends a signal at a chosen step (tests/plugins/send_signal.py)."""
 
-import os
 import shutil
-import subprocess
-import sys
 from pathlib import Path
 
 from tests.jobs import LLAMA
@@ -27,16 +24,3 @@ def job(folder: Path, *more: str, **signal: object) -> list[str]:
         "--data.path", f"{folder}/text", "--plugins.path", f"{folder}/plugins", "--checkpoint.enabled", "true",
         *TEN, *options, *more,
     ]  # fmt: skip
-
-
-def launch(argv: list[str], **env: object) -> subprocess.Popen[str]:
-    """Start the command itself, with its words in a pipe."""
-    command = [sys.executable, "-P", "-m", "titan.launch", *argv]
-    environment = {**os.environ, "OMP_NUM_THREADS": "1", **{name: str(value) for name, value in env.items()}}
-    return subprocess.Popen(command, env=environment, stderr=subprocess.PIPE, text=True)
-
-
-def end(process: subprocess.Popen[str]) -> tuple[int, str]:
-    """The exit code of a command, and what it said."""
-    said = process.communicate(timeout=250)[1]
-    return process.returncode, said

@@ -36,17 +36,16 @@ def test_weights_of_their_own_at_any_layout_inside(tmp_path: Path) -> None:
 
 def test_weights_of_their_own_are_saved_stacked_and_come_back(tmp_path: Path) -> None:
     """Each to its own, at another layout inside; the mean to another number of them."""
-    whole = train_job(tmp_path, 2, *EACH, *mesh(colony=2), "--train.steps", "6", name="whole")
-    train_job(tmp_path, 2, *EACH, *mesh(colony=2), "--train.steps", "6", name="run")
+    whole = train_job(tmp_path, 2, *EACH, *mesh(colony=2))
     for step in (4, 5, 6):
         _remove(tmp_path / "run" / "checkpoints" / f"step-{step:08}")
     assert stored(tmp_path / "run" / "checkpoints" / "step-00000003").tensors["model.norm.weight"].shape[0] == 2
-    again = train_job(tmp_path, 4, *EACH, *mesh(colony=2, tp=2), "--train.steps", "6")
+    again = train_job(tmp_path, 4, *EACH, *mesh(colony=2, tp=2))
     assert_same_curve(whole, again)
 
     mean = saved(tmp_path, 5)
     _remove(tmp_path / "run" / "checkpoints" / "step-00000006")
-    still = ["--optimizer.lr", "1e-30", "--optimizer.weight_decay", "0", "--train.steps", "6"]
+    still = ["--optimizer.lr", "1e-30", "--optimizer.weight_decay", "0"]
     train_job(tmp_path, 4, *EACH, *mesh(colony=4), *still)
     for name, tensor in saved(tmp_path, 6).items():
         if name.startswith("model."):

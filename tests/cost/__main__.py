@@ -33,7 +33,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     with tempfile.TemporaryDirectory(prefix="test-cost-") as folder:
         began, busy = time.perf_counter(), _busy()
         command = [sys.executable, "-m", "pytest", *WORKERS, "-p", "tests.cost.inside", *given.words]
-        code = subprocess.run(command, cwd=ROOT, env={**os.environ, FOLDER: folder}).returncode
+        code = subprocess.run(command, cwd=ROOT, env={**_environment(), FOLDER: folder}).returncode
         measured = _summed(_lines(Path(folder)), time.perf_counter() - began, _idle(busy))
     print(_table(measured))
     if given.write:
@@ -51,6 +51,10 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--write", action="store_true", help="keep it in bench/results/tests.json")
     parser.add_argument("words", nargs="*", metavar="-- WORD", help="for pytest: paths, -k, -m sweep")
     return parser
+
+
+def _environment() -> dict[str, str]:
+    return {name: value for name, value in os.environ.items() if name != "PYTHONDONTWRITEBYTECODE"}  # as `make` does
 
 
 def _lines(folder: Path) -> list[dict[str, Any]]:

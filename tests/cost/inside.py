@@ -38,6 +38,7 @@ def pytest_configure() -> None:
     ranks._rank_main = counted_rank  # type: ignore[assignment]
     _clock.wrap(ranks, "_collect", "waiting for ranks")
     _clock.wrap(commands, "run_titan", "commands")
+    _clock.wrap(commands.Launched, "end", "commands")
     commands.fork = _fork_counted  # type: ignore[assignment]
     _clock.wrap(subprocess.Popen, "communicate", "commands")
     _clock.wrap(subprocess.Popen, "wait", "commands")

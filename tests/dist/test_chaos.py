@@ -24,9 +24,8 @@ def hunting(tmp_path_factory: pytest.TempPathFactory) -> Hunt:
 
 
 @pytest.mark.sweep
-@pytest.mark.parametrize("seed", range(2))
-def test_ten_faults(seed: int, hunting: Hunt) -> None:
-    report = hunting.hunt(10, seed)
+def test_ten_faults(hunting: Hunt) -> None:
+    report = hunting.hunt(10, seed=0)
     assert not report.violations, "\n".join(report.violations)
     assert len(report.struck) == 10
 

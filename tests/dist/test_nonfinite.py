@@ -53,10 +53,10 @@ def test_a_skipped_update_changes_nothing(tmp_path: Path) -> None:
 @pytest.mark.parametrize(("what", "logged"), [("gradient", 1), ("loss", 1), ("loss", 10)])
 def test_stop_names_the_step_and_saves_nothing_of_it(what: str, logged: int, tmp_path: Path) -> None:
     words = (*SAVING, "--checkpoint.every", "2", "--metrics.every", str(logged))
-    with pytest.raises(RankError, match=r"step 6 gave loss .* its update was skipped"):
-        train_job(tmp_path, 2, *mesh(dp_shard=2), *inject_nan(6, what=what, rank=1), *words)
+    with pytest.raises(RankError, match=r"step 4 gave loss .* its update was skipped"):
+        train_job(tmp_path, 2, *mesh(dp_shard=2), *inject_nan(4, what=what, rank=1), *words)
     saved = sorted(path.name for path in (tmp_path / "run" / "checkpoints").iterdir())
-    assert saved == ["step-00000002", "step-00000004"]
+    assert saved == ["step-00000002"]
 
 
 def test_too_many_in_a_row(tmp_path: Path) -> None:

@@ -39,7 +39,12 @@ LAYOUTS = {
 OPTIMIZERS = {"muon": (*MUON, *SIZE), "adafactor": ADAFACTOR, "groups": GROUPS, "free": FREE, "lion": LION}
 RESUMED = {**OPTIMIZERS, "muon with groups": MUON_GROUPS}
 KEPT = ["muon: hsdp 2 x 2", "adafactor: dp 2"]
-CASES = [f"{optimizer}: {layout}" for optimizer in OPTIMIZERS for layout in LAYOUTS]
+WIDEST = ("hsdp 2 x 2, tp 2", "tp 2, pp 2")
+CASES = [
+    *(f"{optimizer}: {layout}" for optimizer in ("muon", "adafactor") for layout in LAYOUTS),
+    *(f"{optimizer}: {layout}" for optimizer in ("groups", "free", "lion") for layout in WIDEST),
+]
+"""Those that look at whole matrices or at rows and columns everywhere; those that update each number alone at two."""
 
 
 # --- every way to lie on a mesh ---------------------------------------------------------------------------------------

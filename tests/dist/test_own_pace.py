@@ -1,5 +1,7 @@
 """Workers at their own pace: nothing joins them between meetings, and a signal stops all of them after one step."""
 
+import os
+import signal
 from pathlib import Path
 
 import pytest
@@ -14,6 +16,7 @@ from titan import train
 from titan.checkpoint.disk.folder import complete
 from titan.config import load_job
 from titan.contracts.base.mesh import Mesh
+from titan.ranks.preemption import PacedPreemption, listening
 from titan.testing.jobs import read_rows, train_job
 from titan.testing.ranks import run_ranks
 
@@ -47,6 +50,32 @@ def test_workers_that_remain_meet_each_at_its_place() -> None:
     found = run_ranks(_summed_by_those_that_remain, 6, timeout=60)
     everyone = [0, 1, 2, 3]
     assert found[:4] == [(0, 2, everyone, 2.0), (0, 2, everyone, 4.0), (1, 2, everyone, 2.0), (1, 2, everyone, 4.0)]
+
+
+def _stopped_after(ahead: int) -> int:
+    """The first worker does `ahead` steps, then the other is sent a signal in its first; the last step of each."""
+    rank = dist.get_rank()
+    alone = [dist.new_group([number]) for number in range(2)][rank]
+    with listening():
+        question = PacedPreemption(alone, dist.distributed_c10d._get_default_store(), 0, max_minutes=0)
+        if rank == 1:
+            dist.barrier()
+        for step in range(1, 20):
+            question.ask()
+            if rank == 1 and step == 1:
+                os.kill(os.getpid(), signal.SIGTERM)
+            if question.due():
+                break
+            if rank == 0 and step == ahead:
+                dist.barrier()
+                dist.barrier()  # until the other has stopped
+    if rank == 1:
+        dist.barrier()
+    return step
+
+
+def test_workers_stop_after_the_last_step_that_one_has_promised() -> None:
+    assert run_ranks(_stopped_after, 2, 5) == [6, 6]
 
 
 def _main(argv: list[str]) -> int:

@@ -2,7 +2,6 @@
 
 import os
 import signal
-import subprocess
 import threading
 from contextlib import suppress
 from pathlib import Path
@@ -12,7 +11,8 @@ from typing import Any
 import pytest
 import torch.distributed as dist
 
-from tests.signals import TEN, end, job, launch
+from tests.commands import launch
+from tests.signals import TEN, job
 from tests.sweeps import swept_case
 from titan import train
 from titan.checkpoint.disk.folder import complete
@@ -47,7 +47,7 @@ def test_sigterm_to_the_launcher(tmp_path: Path) -> None:
     """Twice, while the checkpoints of every step are on their way to the disk."""
     saving = ("--checkpoint.every", "1", "--checkpoint.async", "true")
     argv = job(tmp_path, "--mesh.dp_shard", "2", *saving, "--run.sample", "the", to="launcher", times=2)
-    code, first = end(launch(argv, NPROC=2))
+    code, first = launch(argv, NPROC=2).end()
     assert code == 75, first
     # It comes during step 4 of the rank that calls for it; the other one may not have begun that step.
     step = 4 if "at step 4" in first else 5
@@ -56,7 +56,7 @@ def test_sigterm_to_the_launcher(tmp_path: Path) -> None:
     assert first.splitlines()[-1] == said and "sample after" not in first
     assert saved(tmp_path) == [f"step-0000000{step - 1}", f"step-0000000{step}"]
     assert first.count("[run] sample is now sample_prompt") == 1  # by one of the launcher and its ranks
-    code, second = end(launch(argv, NPROC_PER_NODE=2))
+    code, second = launch(argv, NPROC_PER_NODE=2).end()
     assert code == 0 and f"step-0000000{step}, step {step}" in second and "sample after step 10" in second, second
     assert_whole(tmp_path, train_job(tmp_path, 2, "--mesh.dp_shard", "2", *TEN, name="whole"))
 
@@ -93,13 +93,13 @@ def test_a_signal_to_every_process_of_a_rank(name: str, tmp_path: Path, capfd: p
 
 def test_a_time_limit_that_is_over_at_once(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
     """A step is done all the same, so that a run that is queued again and again gets on."""
-    argv = job(tmp_path, *PIPELINE, "--run.max_minutes", "1e-9", "--train.steps", "3")
+    argv = job(tmp_path, "--mesh.pp", "2", "--run.max_minutes", "1e-9", "--train.steps", "3")
     for step in (1, 2):
-        assert on_ranks(4, argv) == {75}
+        assert on_ranks(2, argv) == {75}
         assert f"preempted by run.max_minutes at step {step}" in capfd.readouterr().out
         assert saved(tmp_path)[-1] == f"step-0000000{step}"
-    assert on_ranks(4, argv) == {0}
-    assert_whole(tmp_path, train_job(tmp_path, 4, *PIPELINE, *TEN, "--train.steps", "3", name="whole"))
+    assert on_ranks(2, argv) == {0}
+    assert_whole(tmp_path, train_job(tmp_path, 2, "--mesh.pp", "2", *TEN, "--train.steps", "3", name="whole"))
 
 
 def test_a_time_limit_that_is_never_reached(tmp_path: Path) -> None:
@@ -146,18 +146,16 @@ def test_signals_are_noted_while_somebody_listens() -> None:
 @pytest.mark.parametrize("ranks", [swept_case(1), 2])
 def test_signals_after_the_save_do_not_change_the_exit_code(ranks: int, tmp_path: Path) -> None:
     """To the launcher, which passes them on, until all are gone."""
-    process = launch(job(tmp_path, "--mesh.dp_shard", str(ranks), to="rank"), NPROC=ranks)
-    assert process.stderr is not None
+    launched = launch(job(tmp_path, "--mesh.dp_shard", str(ranks), to="rank"), NPROC=ranks)
     said = []
     while not any("preempted by" in line for line in said):
-        said.append(process.stderr.readline())
+        said.append(launched.stderr.readline())
         assert said[-1], said
-    while process.poll() is None:
-        process.send_signal(signal.SIGTERM)
-        with suppress(subprocess.TimeoutExpired):
-            process.wait(0.02)
-    process.stderr.close()
-    assert process.returncode == 75, said
+    while launched.process.is_alive():
+        with suppress(ProcessLookupError):
+            os.kill(launched.process.pid or 0, signal.SIGTERM)
+        launched.process.join(0.02)
+    assert launched.end()[0] == 75, said
 
 
 class _Clock:

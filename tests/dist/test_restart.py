@@ -12,9 +12,9 @@ from unittest.mock import patch
 import pytest
 import torch.distributed as dist
 
+from tests.commands import launch as start
 from tests.jobs import LLAMA
-from tests.signals import TEN, end, job
-from tests.signals import launch as start
+from tests.signals import TEN, job
 from titan import launch
 from titan.config import load_job
 from titan.errors import ConfigError
@@ -132,7 +132,7 @@ def test_a_file_system_that_fails_at_the_start_is_tried_again(tmp_path: Path) ->
     """Rank 0 tokenizes, and the other one ends with it; the words that rank 0 says are those of any wrong file."""
     argv = job(tmp_path, "--mesh.dp_shard", "2", "--train.steps", "1", "--data.name", "stale", to="nobody", rank=2)
     (tmp_path / "plugins" / "stale.py").write_text(STALE)
-    code, said = end(start(argv, NPROC=2, MAX_RESTARTS=1))
+    code, said = start(argv, NPROC=2, MAX_RESTARTS=1).end()
     assert code == 0, said
     assert f"error: cannot tokenize into the cache {tmp_path}/cache: Stale file handle (" in said
     assert "restart 1 of 1" in said and sorted(read_rows(tmp_path / "run")) == [1]
@@ -168,7 +168,7 @@ def test_two_nodes_start_again_together(tmp_path: Path) -> None:
     argv = job(tmp_path, *layout, *saving, step=6, rank=3, signal="SIGKILL", once=tmp_path / "rung")
     places = {"NNODES": 2, "MASTER_ADDR": LOCAL, "MASTER_PORT": _free_port(), "NPROC": 2, "MAX_RESTARTS": 2}
     launchers = [start(argv, **places, NODE_RANK=node) for node in (1, 0)]
-    (second_code, second), (first_code, first) = (end(launcher) for launcher in launchers)
+    (second_code, second), (first_code, first) = (launcher.end() for launcher in launchers)
     assert (first_code, second_code) == (0, 0), first + second
     assert f"error: rank 3 was killed by SIGKILL (out of memory?); its log: {tmp_path}/run/logs/rank-3.log" in first
     assert "restart 1 of 2" in first and "restart 2" not in first

@@ -28,7 +28,7 @@ def uninterrupted(tmp_path_factory: pytest.TempPathFactory) -> Outcome:
         (mesh(dp_shard=4), mesh(pp=2)),
         swept_case((mesh(dp_shard=2, tp=2, pp=2), mesh())),
         swept_case((mesh(pp=4), mesh(tp=2))),
-        (mesh(cp=2, tp=2), mesh(dp_shard=2, pp=2)),
+        swept_case((mesh(cp=2, tp=2), mesh(dp_shard=2, pp=2))),
         swept_case((mesh(dp_replicate=2), mesh(cp=4))),
         swept_case((mesh(dp_replicate=2, dp_shard=2), mesh(dp_shard=2, pp=2))),
     ],
@@ -47,7 +47,7 @@ def test_on_another_layout(before: list[str], after: list[str], uninterrupted: O
     [
         ([], []),
         swept_case(([], ["--data.workers", "1"])),
-        (mesh(dp_shard=2), ["--checkpoint.async", "false"]),
+        swept_case((mesh(dp_shard=2), ["--checkpoint.async", "false"])),
         swept_case((mesh(dp_shard=2, pp=2), ["--data.workers", "1"])),
         swept_case((mesh(tp=2), [])),
     ],

@@ -107,6 +107,7 @@ def script(folder: Path, python: str, shell: str = "titan") -> str:
     return str(path)
 
 
+@pytest.mark.sweep
 def test_a_task_of_an_array_is_queued_again_alone(tmp_path: Path, slurm: Slurm) -> None:
     """The last task, which has the number of the array."""
     train = '75 if os.environ["SLURM_ARRAY_TASK_ID"] + life == "20" else 0'
@@ -159,6 +160,7 @@ sys.exit(start(lambda words: 2 * int(os.environ["RANK"]), [], find_place(os.envi
 """
 
 
+@pytest.mark.sweep
 def test_a_launcher_per_node_ends_with_the_code_of_the_run(tmp_path: Path, slurm: Slurm) -> None:
     """On both nodes: 2, because rank 1, of the other node, found wrong input."""
     with rendezvous.listen(0) as listening:

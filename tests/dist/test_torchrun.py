@@ -19,7 +19,7 @@ LAUNCH = Path(__file__).parents[2] / "configs" / "launch" / "torchrun.sh"
     [
         swept_case((("--train.steps", "2"), 0, "step-00000002")),
         swept_case((("--train.steps", "no"), 1, "exitcode: 2")),
-        (("--run.max_minutes", "0.001"), 1, "exitcode: 75"),
+        swept_case((("--run.max_minutes", "0.001"), 1, "exitcode: 75")),
     ],
     ids=["done", "wrong input", "preempted"],
 )

@@ -20,7 +20,6 @@ from bench.gpu.measurements import CALLS, MEASUREMENTS
 from bench.gpu.records import Measurement, Results, Row
 from bench.gpu.setting import Setting
 from tests.commands import run_titan
-from tests.sweeps import swept_case
 from titan.plugins.models.llama import Llama
 from titan.resources import ALLOCATOR
 
@@ -240,11 +239,10 @@ def test_every_measured_job_fits_by_its_plan(cluster: str) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(
-    ("first", "more"), [(["generators"], ["experts"]), swept_case((["generators", "loss"], ["waits", "nan"]))]
-)
-def test_a_rehearsal_goes_on_where_the_last_one_ended(first: list[str], more: list[str], tmp_path: Path) -> None:
+@pytest.mark.sweep
+def test_a_rehearsal_goes_on_where_the_last_one_ended(tmp_path: Path) -> None:
     """In processes that have done nothing else, as whatever is measured is forked from them."""
+    first, more = ["generators", "loss"], ["experts", "waits", "nan"]
     words = ["--rehearse", "--scratch", str(tmp_path), "--results", str(tmp_path / "gpu.jsonl"), "--only", *first]
     for given in (words, [*words, *more]):
         done = run_titan(given, tmp_path, module="bench.gpu.__main__")

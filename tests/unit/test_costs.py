@@ -268,6 +268,8 @@ def test_a_window_counts_the_keys_within_it() -> None:
     spec = replace(job.spec, layer_ops=tuple(narrow if op is core else op for op in job.spec.layer_ops))
     lost = job.spec.layer_flops_per_token(64) - spec.layer_flops_per_token(64)
     assert lost == 0.75 * core.flops_per_token(64)
+    unstated = replace(job.spec, layer_ops=tuple(op for op in job.spec.layer_ops if op is not core))
+    assert unstated.layer_flops_per_token(64) == job.spec.layer_flops_per_token(64)
     # Of 64 x 64 scores half are computed; with a mask all, whatever the window.
     took = [device.operation(op, costs, "float32").forward for op in (core, narrow)]
     assert took[1] / took[0] == pytest.approx(2)

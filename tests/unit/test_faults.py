@@ -16,6 +16,7 @@ import pytest
 
 from tests.faults import FAULTS, __main__, trial
 from tests.faults.trial import ROOT, Ran, Verdict, verdict
+from tests.sweeps import swept_case
 from titan.testing.faults import FAILED, Fault
 
 FEWEST = 40
@@ -92,8 +93,8 @@ def tree(tmp_path: Path) -> Path:
     ("old", "new", "by", "why"),
     [
         ("= 1", "= 2", "tests/test_value.py::test_value", ""),
-        ("# one", "# two", "", "all its tests pass"),
-        ("VALUE", "OTHER", "", "pytest exit code 2"),  # a module that cannot be imported is no test that failed
+        swept_case(("# one", "# two", "", "all its tests pass")),
+        swept_case(("VALUE", "OTHER", "", "pytest exit code 2")),  # a module that cannot be imported is no failed test
     ],
 )
 def test_a_fault_is_caught_by_a_test_that_fails(old: str, new: str, by: str, why: str, tree: Path) -> None:

@@ -17,6 +17,7 @@ from torch._functorch.partitioners import min_cut_rematerialization_partition
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from tests.jobs import LLAMA
+from tests.sweeps import sweep_but
 from titan.config import load_job
 from titan.contracts import BuildContext, ModelPart, ModelSpec, Precision
 from titan.errors import ConfigError, install
@@ -249,7 +250,7 @@ def test_selective_recomputation_repeats_no_product_and_no_maximum(recipe: str) 
 
 
 @needs_torchao
-@pytest.mark.parametrize("recipe", RECIPES)
+@pytest.mark.parametrize("recipe", sweep_but(RECIPES, "rowwise"))
 def test_nor_does_it_where_it_is_compiled(recipe: str) -> None:
     found = {}
     for saving in (False, True):

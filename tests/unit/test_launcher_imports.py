@@ -5,6 +5,8 @@ import sys
 
 import pytest
 
+from tests.sweeps import sweep_but
+
 UNTIL_RANKS_START = """
 import pickle, sys
 from titan import cli, launch
@@ -36,7 +38,7 @@ def imported(main: str, gpus: int, monkeypatch: pytest.MonkeyPatch) -> tuple[boo
     return fork == "True", set(modules)
 
 
-@pytest.mark.parametrize("main", MAINS)
+@pytest.mark.parametrize("main", sweep_but(MAINS, "run_train.sh"))
 def test_a_launcher_that_spawns_imports_neither_compiler_nor_trainer(
     main: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:

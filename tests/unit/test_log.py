@@ -11,6 +11,7 @@ from pathlib import Path
 
 import pytest
 
+from tests.sweeps import swept_case
 from titan import log
 
 GONE = """
@@ -64,7 +65,7 @@ with open({str(told)!r}, "w") as file:
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="needs /dev/full")
-@pytest.mark.parametrize("words", [["config", "--config", "configs/debug.toml"], ["plugins", "--json"]])
+@pytest.mark.parametrize("words", [["config", "--config", "configs/debug.toml"], swept_case(["plugins", "--json"])])
 def test_output_that_cannot_be_written_is_an_error_of_one_line(words: list[str]) -> None:
     command = [sys.executable, "-m", "titan.cli", *words]
     with open("/dev/full", "w") as full:

@@ -102,6 +102,7 @@ def test_ranks_stand_where_the_test_stands_and_are_heard(
     assert capfd.readouterr().out == "--- rank 0\nhello 0\n--- rank 1\nhello 1\n"
 
 
+@pytest.mark.sweep
 def test_the_server_of_ranks_does_not_ask_for_gpus() -> None:
     """Whoever has asked CUDA for its devices can use none in a process that it forks."""
     code = """

@@ -58,7 +58,7 @@ def everything(ranks: int, *words: str, cluster: Cluster = CLUSTER) -> list[tupl
     return found
 
 
-FIXED = ("--train.global_batch_size=8", "--plugins.fsdp.zero_stage=1", *EAGER)
+FIXED = ("--train.global_batch_size=4", "--plugins.fsdp.zero_stage=1", *EAGER)
 
 
 @pytest.fixture(scope="module")
@@ -168,7 +168,7 @@ def test_the_best_are_the_best_where_ranks_share_processors() -> None:
 
 def test_workers_find_what_one_process_finds(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(best_first, "FEW", 2)
-    base = load_base(TOML, ["--train.global_batch_size=16"])
+    base = load_base(TOML, ["--train.global_batch_size=8", *EAGER])
     alone, shared = (
         search(base.job, Planner(CLUSTER), [base.space(8, 4)], keep=20, workers=workers) for workers in (1, 3)
     )

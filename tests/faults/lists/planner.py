@@ -203,7 +203,7 @@ FAULTS = (
         "titan/contracts/base/cost/operations.py",
         "return 4.0 * self.keys(seq_len)",
         "return 2.0 * self.keys(seq_len)",
-        (f"{COSTS}::test_operations_have_the_parameters_and_flops_of_the_plan",),
+        ("tests/unit/test_arithmetic.py::test_megatrons_flops_are_the_plans",),
     ),
     Fault(
         "a pipeline without a bubble",

@@ -246,6 +246,6 @@ FAULTS = (
         "titan/ranks/preemption.py",
         'if why and self._step >= last else ""',
         'if why else ""',
-        (f"{PACE}::test_a_signal_stops_all_after_one_step",),
+        (f"{PACE}::test_workers_stop_after_the_last_step_that_one_has_promised",),
     ),
 )
