@@ -19,7 +19,7 @@ help:  ## list the targets
 test:  ## run the tests that guard a change
 	@$(in_env) pytest $(in_two) $(ARGS)
 
-sweep:  ## run the sweeps: more cases of what the tests show, a few of each kind of which are among the tests
+sweep:  ## run the sweeps: more cases of what the tests show, and some that take long
 	@$(in_env) pytest $(in_two) -m sweep $(ARGS)
 
 check:  ## ruff, mypy --strict on titan/, and the rules for imports, prose and commits

@@ -1,17 +1,20 @@
 """Commands of titan in tests, each in a process forked from a server that has torch warm (`titan.testing.ranks`).
 
 What differs from a command that is typed: nothing is imported anew, which takes two seconds and more for each process.
-Tests of what a start imports, of scripts and of signals to a process group start the real command.
+Tests of what a start imports, of scripts and of how a process ends start the real command.
 """
 
+import multiprocessing
 import os
 import subprocess
 import sys
 import tempfile
 import threading
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from importlib import import_module
+from multiprocessing.connection import Connection
 from multiprocessing.process import BaseProcess
 from pathlib import Path
 from typing import TextIO
@@ -59,27 +62,48 @@ class Launched:
     process: BaseProcess
     stderr: TextIO
 
-    def end(self, timeout: float = TIMEOUT_S) -> tuple[int, str]:
+    def end(self) -> tuple[int, str]:
         """Its exit code, and what it has said since. All that write to its stderr have ended then."""
-        watch = threading.Timer(timeout, self.process.kill)
-        watch.start()
-        with self.stderr:
-            said = self.stderr.read()
+        said = self.stderr.read()
         self.process.join()
-        watch.cancel()
         assert self.process.exitcode is not None
         return self.process.exitcode, said
 
 
-def launch(words: Sequence[str], **environment: object) -> Launched:
-    """`titan.launch` with these words and variables, started; its stdout is lost, and it has no terminal."""
+@contextmanager
+def launched(words: Sequence[str], **environment: object) -> Iterator[Launched]:
+    """`titan.launch` with these words and variables, for the length of a block; its stdout is lost.
+
+    It is killed at the end of the block, or after `TIMEOUT_S`; its ranks die with it.
+    """
     variables = {**os.environ, "OMP_NUM_THREADS": "1", **{name: str(value) for name, value in environment.items()}}
-    with tempfile.TemporaryDirectory(prefix="command-") as place:
-        said = Path(place, "stderr")
-        os.mkfifo(said)
-        outputs = [Path(os.devnull), said]
-        process = fork(_be_the_command, "titan.launch", list(words), Path.cwd(), variables, outputs)
-        return Launched(process, said.open())
+    inbox, outbox = multiprocessing.Pipe(duplex=False)
+    process = fork(_be_launched, list(words), variables, outbox)
+    outbox.close()
+    limit = threading.Timer(TIMEOUT_S, process.kill)
+    limit.start()
+    try:
+        with inbox, open(inbox.fileno(), closefd=False) as stderr:
+            yield Launched(process, stderr)
+    finally:
+        limit.cancel()
+        process.kill()
+        process.join()
+
+
+def launch(words: Sequence[str], **environment: object) -> tuple[int, str]:
+    """The exit code of `titan.launch` with these words and variables, and what it has said on stderr."""
+    with launched(words, **environment) as command:
+        return command.end()
+
+
+def _be_launched(words: list[str], variables: dict[str, str], stderr: Connection) -> None:
+    live_no_longer_than_the_test()
+    with open(os.devnull, "w") as nothing:
+        os.dup2(nothing.fileno(), 1)
+    os.dup2(stderr.fileno(), 2)
+    stderr.close()
+    _call_main("titan.launch", words, variables)
 
 
 def _be_the_command(
@@ -90,6 +114,10 @@ def _be_the_command(
         with output.open("w") as file:
             os.dup2(file.fileno(), number)
     os.chdir(folder)
+    _call_main(module, words, variables)
+
+
+def _call_main(module: str, words: list[str], variables: dict[str, str]) -> None:
     os.environ.clear()
     os.environ.update(variables)
     torch.set_num_threads(1)

@@ -33,7 +33,9 @@ def pytest_configure(config: pytest.Config) -> None:
     """Declare the markers, and keep the real stderr: the one a test sees is captured, and lost at a hard end."""
     config.addinivalue_line("markers", "gpu: needs a CUDA device; runs with -m gpu alone")
     config.addinivalue_line("markers", f"slow: may take minutes, up to {LIMIT_SLOW:g} s; leave out with -m 'not slow'")
-    config.addinivalue_line("markers", "sweep: one more case of what another test shows; runs with -m sweep")
+    config.addinivalue_line(
+        "markers", "sweep: one more case of what another test shows, or a dear one; runs with -m sweep"
+    )
     config.stash[_terminal] = os.dup(2)
     if config.option.markexpr != "gpu":
         os.environ["CUDA_VISIBLE_DEVICES"] = ""  # also for the ranks and commands that tests start

@@ -1,6 +1,7 @@
 """What `titan plugins new` writes passes the test that it writes beside it, and nothing is overwritten."""
 
 import json
+import re
 import shlex
 import subprocess
 import sys
@@ -37,6 +38,10 @@ def passed(folder: str, *words: str) -> str:
 def test_each_kind_has_a_skeleton_and_a_test() -> None:
     for part in ("plugin", "test"):
         assert {path.stem for path in (FOLDER / part).glob("*.py")} == {*KINDS, "__init__"}
+
+
+def test_a_skeleton_passes_its_tests(commands: dict[str, list[str]]) -> None:
+    assert re.search(r"^[4-9] passed", passed(commands[""][0], "test_my_loss.py"), re.MULTILINE)
 
 
 @pytest.mark.sweep

@@ -38,6 +38,7 @@ def pytest_configure() -> None:
     ranks._rank_main = counted_rank  # type: ignore[assignment]
     _clock.wrap(ranks, "_collect", "waiting for ranks")
     _clock.wrap(commands, "run_titan", "commands")
+    _clock.wrap(commands, "launch", "commands")
     _clock.wrap(commands.Launched, "end", "commands")
     commands.fork = _fork_counted  # type: ignore[assignment]
     _clock.wrap(subprocess.Popen, "communicate", "commands")
@@ -78,7 +79,7 @@ def counted_rank(task: Any, outbox: Connection) -> None:
 
 
 def counted_command(test: str, folder: str, main: Callable[..., None], *args: Any) -> None:
-    """What a command of `run_titan` runs: itself, with its CPU time and that of its processes written."""
+    """What a command of `tests.commands` runs: itself, with its CPU time and that of its processes written."""
     try:
         main(*args)
     finally:

@@ -70,7 +70,8 @@ FOLDED = {
         2,
         [*mesh(pp=2), *FOUR_LAYERS, "--plugins.pipeline.schedule", "InterleavedZeroBubble"],
     ),
-    "more ranks than experts, tp 2": (8, mesh(dp_shard=4, tp=2)),
+    "more ranks than experts": (8, mesh(dp_shard=8)),
+    "as many ranks as experts, tp 2": (8, mesh(dp_shard=4, tp=2)),
     "ep 2 of cp 2": (2, mesh(cp=2, ep=2)),
     "ep 2, hsdp 2x2": (4, mesh(dp_replicate=2, dp_shard=2, ep=2)),
     "ep 2, dp_shard 2, tp 2, pp 2": (8, mesh(dp_shard=2, ep=2, tp=2, pp=2)),
@@ -82,7 +83,8 @@ SWEPT = (
     "ep 2 of dp_shard 4, zero 2, accumulation", "ep 2, recompute selective", "ep 2, pp 2, zero bubble",
     "ep 2, hsdp 2x2", "ep 4 of dp_shard 4", "ep 2 of dp_shard 4, zero 1, accumulation",
     "ep 2 of dp_shard 4, zero 3, accumulation", "ep 2, tp 2, whole sequences, recompute selective",
-    "pp 2, zero bubble, nothing sharded", "more ranks than experts, tp 2", "ep 2 of cp 2",
+    "pp 2, zero bubble, nothing sharded", "more ranks than experts",
+    "as many ranks as experts, tp 2", "ep 2 of cp 2",
     "ep 2, dp_shard 2, tp 2, pp 2", "ep 4 of dp_shard 2, cp 2, tp 2",
 )  # fmt: skip
 

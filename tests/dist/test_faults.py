@@ -54,7 +54,7 @@ def test_a_shard_that_was_cut_short(tmp_path: Path) -> None:
 
 
 def test_deterministic_runs_are_bit_identical(tmp_path: Path) -> None:
-    words = ("--run.deterministic", "true", "--mesh.tp", "2")
+    words = ("--run.deterministic", "true", "--mesh.dp_shard", "2")
     first, second = (train_job(tmp_path, 2, *words, name=name) for name in ("first", "second"))
     assert all(torch.equal(first.weights[name], second.weights[name]) for name in first.weights)
     assert [row["grad_norm"] for row in first.rows.values()] == [row["grad_norm"] for row in second.rows.values()]

@@ -228,12 +228,12 @@ def test_weights_for_evaluation_have_scales_of_their_own(tmp_path: Path) -> None
 
 
 def test_a_checkpoint_goes_on_exactly_and_is_read_without_float8(tmp_path: Path) -> None:
-    """The scale of the first step after a resume is the one of the whole weight again, not of a rank's shard."""
-    layout = (*BASE, *GATHERED, *mesh(dp_shard=2))
+    """Four ranks, so that a scale of the first step after a resume must be the one of the whole weight again."""
+    layout = (*BASE, *GATHERED, *mesh(dp_shard=2, tp=2))
     saving = ("--checkpoint.enabled", "true", "--checkpoint.async", "false")
-    whole = train_job(tmp_path, 2, *layout, name="whole")
-    train_job(tmp_path, 2, *layout, *saving, "--train.steps", "3", name="half")
-    half = train_job(tmp_path, 2, *layout, *saving, name="half")
+    whole = train_job(tmp_path, 4, *layout, name="whole")
+    train_job(tmp_path, 4, *layout, *saving, "--train.steps", "3", name="half")
+    half = train_job(tmp_path, 4, *layout, *saving, name="half")
     assert_equal(whole, half)
     # A process that never imports torchao.
     plain = train_job(tmp_path, 1, *BASE, *saving, "--plugins.bf16.enabled", "true", "--train.steps", "6", name="half")

@@ -195,7 +195,7 @@ def test_a_server_that_dies_costs_the_steps_since_the_last_save(tmp_path: Path) 
     once = str(tmp_path / "once")
     words = [*mesh(worker=2), *serving(1, 1), "--checkpoint.every", "2", "--checkpoint.async", "false"]
     argv = job(tmp_path, *words, rank=0, step=4, signal="SIGKILL", once=once)
-    code, said = launch(argv, NPROC=2, MAX_RESTARTS=1).end()
+    code, said = launch(argv, NPROC=2, MAX_RESTARTS=1)
     assert code == 0 and "rank 0 was killed by SIGKILL" in said, said
     assert "step-00000002, step 2" in said and sorted(read_rows(tmp_path / "run")) == list(range(1, 11))
 
@@ -216,7 +216,7 @@ def test_a_worker_that_dies_is_gone_and_not_the_run(
     text = ("--validation.name", "text", "--validation.path", str(tmp_path / "text"), "--validation.samples", "0")
     same = ("--checkpoint.every", "2", "--validation.every", "10", "--train.global_batch_size", "12", *text)
     argv = job(tmp_path, *words, *serving(servers, 1), *same, rank=ranks - 1, step=4, signal="SIGKILL", when=when)
-    code, said = launch(argv, NPROC=ranks).end()
+    code, said = launch(argv, NPROC=ranks)
     workers = int(words[words.index("--mesh.worker") + 1])
     assert code == 0 and f"the run goes on without its worker, {of_one}" in said, said
     gone = f"worker {workers - 1} of {workers} is gone; the run goes on with {workers - 1}, without their samples"
@@ -231,14 +231,14 @@ def test_a_worker_that_dies_is_gone_and_not_the_run(
     one = train_job(tmp_path, 1, "--checkpoint.init_from", str(path), *unchanged, *text, name="one")
     assert rows[10]["validation_loss"] == pytest.approx(one.rows[1]["validation_loss"], rel=1e-6)
     again = [*argv, "--train.steps", "12", "--mesh.worker", "2", "--mesh.tp", "1", *serving(1, 1)]
-    code, said = launch([*again, "--plugins.send_signal.step", "99"], NPROC=2).end()
+    code, said = launch([*again, "--plugins.send_signal.step", "99"], NPROC=2)
     assert code == 0 and "step-00000010, step 10" in said and max(read_rows(tmp_path / "run")) == 12, said
 
 
 def test_a_worker_that_ends_the_run_on_purpose_ends_it(tmp_path: Path) -> None:
     """By a loss that is not finite, which `non_finite = "stop"` does not allow on any worker."""
     argv = job(tmp_path, *mesh(worker=3), *serving(1, 1), "--train.global_batch_size", "6", *inject_nan(4, rank=2))
-    code, said = launch(argv, NPROC=3).end()
+    code, said = launch(argv, NPROC=3)
     assert code == 1 and "step 4 gave loss" in said and "goes on without its worker" not in said, said
 
 

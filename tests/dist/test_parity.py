@@ -126,6 +126,7 @@ def test_qwen3_with_norms_of_heads(world_size: int, words: list[str], one_rank, 
     ("world_size", "words"),
     [
         (2, mesh(tp=2)),
+        swept_case((2, [*mesh(tp=2), *COMPILED, "--plugins.activation_checkpoint.mode", "selective"])),
         swept_case((4, [*mesh(tp=2, pp=2), "--plugins.tensor.sequence_parallel", "false"])),
     ],
     ids=lambda value: " ".join(value) if isinstance(value, list) else str(value),
@@ -157,6 +158,7 @@ def test_olmo2_with_norms_over_all_heads(world_size: int, words: list[str], one_
     ("world_size", "words"),
     [
         (2, mesh(tp=2)),
+        swept_case((2, [*mesh(tp=2), *COMPILED, "--plugins.activation_checkpoint.mode", "selective"])),
         swept_case((4, [*mesh(tp=2, pp=2), "--data.packing", "document_mask"])),
         (4, [*mesh(tp=2, cp=2), "--plugins.context.method", "ulysses"]),
         swept_case((4, [*mesh(dp_shard=2, tp=2), "--plugins.tensor.sequence_parallel", "false"])),

@@ -37,7 +37,7 @@ class Curve(NamedTuple):
     words: overrides that set it.
     reference: overrides of the precision that it stands in for.
     bound: largest `apart` at any layout, nats; about twice what was measured.
-    kept: the layout that `make test` trains; the others are left to the sweep, all of them where it is "".
+    kept: a layout that `make test` trains; the sweep trains one, too.
     needs: package without which it cannot be trained.
     """
 

@@ -12,10 +12,10 @@ from unittest.mock import patch
 import pytest
 import torch.distributed as dist
 
-from tests.commands import launch as start
+from tests.commands import launch, launched
 from tests.jobs import LLAMA
 from tests.signals import TEN, job
-from titan import launch
+from titan import launch as command
 from titan.config import load_job
 from titan.errors import ConfigError
 from titan.ranks import launcher, process, rendezvous
@@ -91,14 +91,14 @@ def _led_how(how: str, folder: Path) -> tuple[int, str]:
 
 
 def test_one_rank_that_may_start_again_is_a_child(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(launch, "_launch", lambda words, place, restarts: 40 + 10 * place.world_size + restarts)
+    monkeypatch.setattr(command, "_launch", lambda words, place, restarts: 40 + 10 * place.world_size + restarts)
     monkeypatch.setattr(os, "environ", {"NPROC": "1", "MAX_RESTARTS": "3"})
-    assert launch.main([]) == 53
+    assert command.main([]) == 53
 
 
 def test_restarts_need_a_run_that_goes_on(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
     monkeypatch.setattr(os, "environ", {**os.environ, "NPROC": "1", "MAX_RESTARTS": "3"})
-    assert launch.main(["--config", str(LLAMA), "--data.path", "x", "--checkpoint.enabled", "false"]) == 2
+    assert command.main(["--config", str(LLAMA), "--data.path", "x", "--checkpoint.enabled", "false"]) == 2
     said = 'MAX_RESTARTS = 3: restarts need checkpoints; set [checkpoint] enabled = true and resume = "auto"\n'
     assert capsys.readouterr().err == f"error: environment: {said}"
 
@@ -132,7 +132,7 @@ def test_a_file_system_that_fails_at_the_start_is_tried_again(tmp_path: Path) ->
     """Rank 0 tokenizes, and the other one ends with it; the words that rank 0 says are those of any wrong file."""
     argv = job(tmp_path, "--mesh.dp_shard", "2", "--train.steps", "1", "--data.name", "stale", to="nobody", rank=2)
     (tmp_path / "plugins" / "stale.py").write_text(STALE)
-    code, said = start(argv, NPROC=2, MAX_RESTARTS=1).end()
+    code, said = launch(argv, NPROC=2, MAX_RESTARTS=1)
     assert code == 0, said
     assert f"error: cannot tokenize into the cache {tmp_path}/cache: Stale file handle (" in said
     assert "restart 1 of 1" in said and sorted(read_rows(tmp_path / "run")) == [1]
@@ -167,8 +167,8 @@ def test_two_nodes_start_again_together(tmp_path: Path) -> None:
     saving = ("--checkpoint.every", "4", "--checkpoint.async", "false")
     argv = job(tmp_path, *layout, *saving, step=6, rank=3, signal="SIGKILL", once=tmp_path / "rung")
     places = {"NNODES": 2, "MASTER_ADDR": LOCAL, "MASTER_PORT": _free_port(), "NPROC": 2, "MAX_RESTARTS": 2}
-    launchers = [start(argv, **places, NODE_RANK=node) for node in (1, 0)]
-    (second_code, second), (first_code, first) = (launcher.end() for launcher in launchers)
+    with launched(argv, **places, NODE_RANK=1) as other:
+        (first_code, first), (second_code, second) = launch(argv, **places, NODE_RANK=0), other.end()
     assert (first_code, second_code) == (0, 0), first + second
     assert f"error: rank 3 was killed by SIGKILL (out of memory?); its log: {tmp_path}/run/logs/rank-3.log" in first
     assert "restart 1 of 2" in first and "restart 2" not in first

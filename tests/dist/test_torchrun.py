@@ -9,17 +9,17 @@ from pathlib import Path
 import pytest
 
 from tests.signals import job
-from tests.sweeps import swept_case
 
 LAUNCH = Path(__file__).parents[2] / "configs" / "launch" / "torchrun.sh"
 
 
+@pytest.mark.sweep
 @pytest.mark.parametrize(
     ("more", "code", "said"),
     [
-        swept_case((("--train.steps", "2"), 0, "step-00000002")),
-        swept_case((("--train.steps", "no"), 1, "exitcode: 2")),
-        swept_case((("--run.max_minutes", "0.001"), 1, "exitcode: 75")),
+        (("--train.steps", "2"), 0, "step-00000002"),
+        (("--train.steps", "no"), 1, "exitcode: 2"),
+        (("--run.max_minutes", "0.001"), 1, "exitcode: 75"),
     ],
     ids=["done", "wrong input", "preempted"],
 )

@@ -270,7 +270,7 @@ if find_spec("torchao") is not None:
 
 
 KEPT = {
-    "zero bubble", "lion", "gpt, tensor parallel, dropout", "many words, head in mxfp8",
+    "gather", "zero bubble", "lion", "gpt, tensor parallel, dropout", "many words, head in mxfp8",
     "float32, stages, a table's two gradients", "tensor parallel, four ranks, many words",
     "tensor parallel, whole sequences, selective", "ring, tensor parallel, grouped heads", "1F1B", "interleaved, full",
     "ulysses, window, full", "long documents, no mask, selective", "slopes, documents, full",
@@ -279,7 +279,7 @@ KEPT = {
     "pure, the first layer's sums", "updates in backward, replicas", "sums of a large table, one rank per stage",
     "muon, tied, tensor parallel", "many words, head in float8", "head in float8, in small chunks",
 }  # fmt: skip
-"""What planted faults name, and each method and kind of optimizer once."""
+"""What planted faults name, each method and each kind of optimizer but those of `ALONE` once."""
 
 
 @pytest.fixture(

@@ -267,7 +267,10 @@ def live_no_longer_than_the_test() -> None:
         wait([parent.sentinel])
         os._exit(1)
 
+    # Signals are for the main thread: one that it blocks is not to end the process by way of this one.
+    before = signal.pthread_sigmask(signal.SIG_BLOCK, signal.valid_signals())
     threading.Thread(target=watch, daemon=True).start()
+    signal.pthread_sigmask(signal.SIG_SETMASK, before)
 
 
 def _write_to(output: Path) -> None:
