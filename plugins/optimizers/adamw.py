@@ -13,12 +13,10 @@ Limits: building it imports torch's compiler, about one second.
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from typing import Any
 
 import torch
-from torch.distributed.tensor import DTensor
 
-from titan.contracts import Costs, Job, NamedParameter, Optimizer, option, register
+from titan.contracts import Costs, Job, NamedParameter, Optimizer, optimizers, option, register
 from titan.contracts.base.cost import PersistentState
 
 
@@ -48,19 +46,14 @@ class AdamW(Optimizer):
     default = True
 
     def build(self, parameters: Sequence[NamedParameter]) -> torch.optim.Optimizer:
-        """An AdamW with a group for each kind of parameter that cannot share one.
-
-        Decayed or not; and plain tensors and each mesh of DTensors by themselves, as one fused call takes one kind.
-        """
-        groups: dict[tuple[bool, Any], list[torch.nn.Parameter]] = {}
+        """An AdamW with a group of what is decayed, and one of what is not."""
+        groups: dict[bool, list[torch.nn.Parameter]] = {}
         for named in parameters:
-            data = named.parameter.data
-            mesh = data.device_mesh if isinstance(data, DTensor) else None
-            groups.setdefault((self._decays(named), mesh), []).append(named.parameter)
-        return torch.optim.AdamW(
+            groups.setdefault(self._decays(named), []).append(named.parameter)
+        return optimizers.AdamW(
             [
                 {"params": group, "weight_decay": self.config.weight_decay if decays else 0.0}
-                for (decays, _), group in groups.items()
+                for decays, group in groups.items()
             ],
             lr=self.config.lr, betas=self.config.betas, eps=self.config.eps, fused=True,
         )  # fmt: skip

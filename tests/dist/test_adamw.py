@@ -18,6 +18,7 @@ def _tensors() -> list[Tensor]:
 def _train(tensors: list[Tensor]) -> list[Tensor]:
     named = [NamedParameter(str(i), nn.Parameter(t), "matrix", i % 2 == 0) for i, t in enumerate(tensors)]
     optimizer = AdamW(Config(lr=0.1)).build(named)
+    assert [len(group["params"]) for group in optimizer.param_groups] == [3, 2]
     for _ in range(3):
         for n in named:
             n.parameter.grad = torch.cos(n.parameter.detach())

@@ -15,8 +15,8 @@ from titan.config import Job, load_job
 from titan.config.groups import GroupedOptimizer, listed
 from titan.config.schema import schema
 from titan.contracts import NamedParameter, update_some
-from titan.contracts.joined import JoinedOptimizer, joined
 from titan.contracts.objective import Optimizer
+from titan.contracts.optimizers import JoinedOptimizer, joined
 from titan.errors import ConfigError
 from titan.testing.jobs import JOB
 

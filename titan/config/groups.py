@@ -27,8 +27,8 @@ from titan.contracts.base.options import (
     shown,
 )
 from titan.contracts.base.spec import ParameterKind, glob_matches
-from titan.contracts.joined import joined
 from titan.contracts.objective import NamedParameter
+from titan.contracts.optimizers import joined
 from titan.errors import ConfigIssue, warn_once
 
 Word = Literal["matrix", "table", "head", "vector", "expert"]

@@ -20,7 +20,6 @@ from titan.contracts.base.registry import register
 from titan.contracts.base.spec import HfTensor, ModelSpec
 from titan.contracts.host import host_like, locals_of, on_host, with_inner
 from titan.contracts.job import Fact, Job
-from titan.contracts.joined import with_switches
 from titan.contracts.layers.attention import AttentionCore, attend, document_mask
 from titan.contracts.layers.philox import Dropout, RandomModule
 from titan.contracts.model import Model
@@ -34,6 +33,7 @@ from titan.contracts.objective import (
     only,
     update_some,
 )
+from titan.contracts.optimizers import with_switches
 from titan.contracts.technique import Alike, BuildContext, Engine, Own, PerRank, Phase, Technique
 from titan.contracts.text import Dataset, Tokenizer
 from titan.contracts.tracker import Measure, Row, RunInfo, Tracker

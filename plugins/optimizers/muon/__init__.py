@@ -30,12 +30,10 @@ from typing import Any, Literal
 
 import torch
 from torch import Tensor
-from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.tensor import DTensor
 
 from titan.contracts import Costs, Job, NamedParameter, Optimizer, option, register
 from titan.contracts.base.cost import CollectiveCost, MatrixWork, PersistentState, UpdateScratch
-from titan.contracts.joined import joined
+from titan.contracts.optimizers import AdamW, joined
 
 from .dealing import TOGETHER, batches, local
 
@@ -90,16 +88,16 @@ class Muon(Optimizer):
             options = self.config
             rate = options.lr if options.adamw_lr is None else options.adamw_lr
             settings: dict[str, Any] = {"lr": rate, "betas": options.adamw_betas, "eps": options.adamw_eps}
-            found.append(torch.optim.AdamW(groups, fused=True, **settings))
+            found.append(AdamW(groups, fused=True, **settings))
         return joined(found, "Muon")
 
     def _adamw_groups(self, parameters: Sequence[NamedParameter]) -> list[dict[str, Any]]:
-        """Decayed or not; plain tensors and each mesh of DTensors by themselves: a fused call takes one kind."""
-        options, found = self.config, dict[tuple[bool, Any], list[torch.nn.Parameter]]()
+        """What is decayed, and what is not."""
+        options, found = self.config, dict[bool, list[torch.nn.Parameter]]()
         decay = options.weight_decay if options.adamw_weight_decay is None else options.adamw_weight_decay
         for named in parameters:
-            found.setdefault((named.decays, _mesh_of(named.parameter)), []).append(named.parameter)
-        return [{"params": group, "weight_decay": decay * decays} for (decays, _), group in found.items()]
+            found.setdefault(named.decays, []).append(named.parameter)
+        return [{"params": group, "weight_decay": decay * decays} for decays, group in found.items()]
 
     def cost(self, costs: Costs, job: Job) -> Costs:
         """Momentum of matrices, AdamW's means of the rest; iterations on one rank a matrix; shards there and back."""
@@ -145,10 +143,6 @@ class Muon(Optimizer):
 
 def _is_matrix(named: NamedParameter) -> bool:
     return named.kind == "matrix" and named.parameter.ndim in (2, 3)
-
-
-def _mesh_of(tensor: Tensor) -> DeviceMesh | None:
-    return tensor.device_mesh if isinstance(tensor, DTensor) else None
 
 
 class _Matrices(torch.optim.Optimizer):

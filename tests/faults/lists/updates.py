@@ -9,7 +9,7 @@ CHUNKS = "tests/unit/test_loss_chunks.py"
 FAULTS = (
     Fault(
         "groups that do not hear of a factor of the gradients",
-        "titan/contracts/joined.py",
+        "titan/contracts/optimizers.py",
         '("found_inf", "grad_scale")',
         '("found_inf",)',
         ("tests/dist/test_clip.py::test_same_bits_in_the_update_and_before_it[groups]",),
@@ -163,7 +163,7 @@ FAULTS = (
     ),
     Fault(
         "a bad step not passed on to each of joined optimizers",
-        "titan/contracts/joined.py",
+        "titan/contracts/optimizers.py",
         "if hasattr(self, name):",
         "if False:",
         ("tests/unit/test_groups.py::test_joined_optimizers_are_one_with_one_state",),
@@ -177,7 +177,7 @@ FAULTS = (
     ),
     Fault(
         "state of joined optimizers that are joined left with them",
-        "titan/contracts/joined.py",
+        "titan/contracts/optimizers.py",
         "one.optimizers if isinstance(one, JoinedOptimizer) else (one,)",
         "(one,)",
         ("tests/unit/test_groups.py::test_joined_optimizers_of_joined_ones_have_one_state_too",),

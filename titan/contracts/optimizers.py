@@ -1,9 +1,27 @@
-"""Several optimizers of torch as one: what groups of parameters, and optimizers that treat kinds apart, are made of."""
+"""What optimizers are made of: PyTorch's AdamW on shards, and several optimizers as one, for groups of parameters."""
 
 from collections.abc import Sequence
 from typing import Any
 
 import torch
+from torch.distributed.tensor import DTensor
+
+
+class AdamW(torch.optim.AdamW):
+    """AdamW whose kernel is given the local tensors of DTensors, of any meshes and plain ones beside, in one call.
+
+    The update of a number needs that number alone. DTensor would take one mesh at a time and derive the placements of
+    all operands before the first update, in time that grows with the square of their number (PyTorch 2.13). State is
+    that of the base class: DTensors placed as their parameters.
+    """
+
+    def _init_group(self, group: dict[str, Any], *lists: list[Any]) -> Any:
+        complex_too = super()._init_group(group, *lists)  # type: ignore[no-untyped-call]
+        for parameter, gradient in zip(lists[0], lists[1], strict=True):
+            assert not isinstance(parameter, DTensor) or gradient.placements == parameter.placements, "not summed"
+        for tensors in lists:
+            tensors[:] = [tensor.to_local() if isinstance(tensor, DTensor) else tensor for tensor in tensors]
+        return complex_too
 
 
 class JoinedOptimizer(torch.optim.Optimizer):
