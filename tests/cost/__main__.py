@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from bench import results
-from tests.cost import KIND
+from tests.cost import KIND, pace_ms
 from tests.cost.inside import FOLDER, KINDS
 
 ROOT = Path(__file__).parents[2]
@@ -31,10 +31,12 @@ def main(argv: Sequence[str] | None = None) -> int:
         print("error: the idle share of the cores is read from /proc/stat, of Linux", file=sys.stderr)
         return 2
     with tempfile.TemporaryDirectory(prefix="test-cost-") as folder:
+        paces = [pace_ms()]
         began, busy = time.perf_counter(), _busy()
         command = [sys.executable, "-m", "pytest", *WORKERS, "-p", "tests.cost.inside", *given.words]
         code = subprocess.run(command, cwd=ROOT, env={**_environment(), FOLDER: folder}).returncode
         measured = _summed(_lines(Path(folder)), time.perf_counter() - began, _idle(busy))
+        measured["pace_ms"] = sum([*paces, pace_ms()]) / 2
     print(_table(measured))
     if given.write:
         if given.words or code:
@@ -106,7 +108,8 @@ def _rounded(values: Iterable[float]) -> list[float]:
 def _table(found: dict[str, Any]) -> str:
     lines = [
         f"{found['tests']} tests: {found['wall_s']:.0f} s, {found['worker_s']:.0f} s of workers, "
-        f"{found['cpu_s']:.0f} s of CPU; the cores idle for {found['idle']:.0%}",
+        f"{found['cpu_s']:.0f} s of CPU; the cores idle for {found['idle']:.0%}; a million additions take "
+        f"{found['pace_ms']:.1f} ms",
         f"\n{'kind of work, in all processes':40} {'wall, s':>9} {'CPU, s':>9}",
         *(f"{kind:40} {wall:9.1f} {cpu:9.1f}" for kind, (wall, cpu) in found["kinds"].items()),
         f"\n{'file':40} {'worker, s':>9} {'CPU, s':>9} {'tests':>6}",

@@ -72,7 +72,6 @@ SWEEP = {
     "NPROC=2 titan train --config configs/debug.toml --run.name hung": "shown by tests/dist/test_watchdog.py",
     "titan train --train.steps 50 --run.name adamw": "the first command by another name",
     "NPROC=2 titan train --plugins.path heavyball.py": "the same on two ranks",
-    "titan train --checkpoint.init_from quickstart-hf": "shown by tests/dist/test_init_from.py",
     "titan train --data.name text --data.path README.md": "the first command on another text",
     "NPROC=2 MAX_RESTARTS=1 titan train": "shown by tests/dist/test_restart.py",
     "titan train --config configs/debug.toml --run.name slow": "shown by tests/dist/test_watchdog.py",
