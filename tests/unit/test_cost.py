@@ -48,30 +48,35 @@ def test_ranks_count_for_the_test_that_started_them() -> None:
     assert found["kinds"]["steps"] == [4.0, 3.0] and found["kinds"]["commands"] == [4.0, 2.0]
 
 
-COMMITTED = {**about(), "files": {"a.py": [100.0, 90.0, 6], "b.py": [20.0, 9.0, 4]}, "tests": 10}
+COMMITTED = {**about(), "files": {"a.py": [100.0, 90.0, 6], "b.py": [20.0, 9.0, 4]}, "tests": 10, "pace_ms": 50.0}
 
 
 def test_a_session_ends_with_its_dearest_files_beside_the_committed_seconds() -> None:
-    said = summary({"b.py": 30.0, "a.py": 110.0}, 10, COMMITTED)
+    said = summary({"b.py": 30.0, "a.py": 110.0}, 10, COMMITTED, 60.0)
     assert said == [
         "a.py   110.0 s, committed   100.0 s",
         "b.py    30.0 s, committed    20.0 s",
         "10 tests 140 s, committed 10 tests 120 s",
+        "the machine took 1.20 times as long for the same as when that was measured",
     ]
 
 
 def test_growth_by_more_than_a_fifth_is_said() -> None:
-    *_, said = summary({"a.py": 121.0, "new.py": 25.0}, 11, COMMITTED)
-    assert said.startswith("the tests take 1.22 times the committed seconds, more than 1.2")
+    seconds = {"a.py": 121.0, "new.py": 25.0}
+    *_, said = summary(seconds, 11, COMMITTED, 50.0)
+    assert said.startswith("the tests take 1.22 times the committed seconds, more than 1.2 at this speed")
+    assert not any("cheaper" in line for line in summary(seconds, 11, COMMITTED, 52.0))
 
 
 def test_a_part_of_the_tests_is_not_compared_with_all() -> None:
-    assert summary({"a.py": 1000.0}, 8, COMMITTED)[1:] == ["8 of some 10 tests: the total is compared when all run"]
+    assert summary({"a.py": 1000.0}, 8, COMMITTED, 50.0)[1:] == [
+        "8 of some 10 tests: the total is compared when all run"
+    ]
 
 
 def test_seconds_of_another_machine_are_not_called_growth() -> None:
-    said = summary({"a.py": 1000.0}, 10, {**COMMITTED, "device": "another"})
-    assert said[-1].startswith("committed was measured on another machine") and "times" not in "".join(said)
+    said = summary({"a.py": 1000.0}, 10, {**COMMITTED, "device": "another"}, 50.0)
+    assert said[-1].startswith("committed was measured on another machine") and "cheaper" not in "".join(said)
 
 
 def test_it_runs_the_tests_as_make_does() -> None:
