@@ -30,27 +30,45 @@ def main(argv: Sequence[str] | None = None) -> int:
     if sys.platform != "linux":
         print("error: the idle share of the cores is read from /proc/stat, of Linux", file=sys.stderr)
         return 2
+    if given.write and given.words:
+        print("error: --write keeps the cost of all of `make test`; leave out the words", file=sys.stderr)
+        return 2
+    try:
+        code, measured = _measured(given.words)
+    except KeyboardInterrupt:
+        print("interrupted; nothing is kept", file=sys.stderr)
+        return 130
+    if not measured["tests"]:
+        print("error: no test ran, so nothing was measured; do the paths and words after -- exist?", file=sys.stderr)
+        return code or 2
+    print(_table(measured))
+    if given.write:
+        if code:
+            print("error: a test failed, so the cost is not kept", file=sys.stderr)
+            return code
+        print(results.write(KIND, measured))
+    return code
+
+
+def _measured(words: Sequence[str]) -> tuple[int, dict[str, Any]]:
+    """pytest's exit code for the tests that `words` name, and what they cost."""
     with tempfile.TemporaryDirectory(prefix="test-cost-") as folder:
         paces = [pace_ms()]
         began, busy = time.perf_counter(), _busy()
-        command = [sys.executable, "-m", "pytest", *WORKERS, "-p", "tests.cost.inside", *given.words]
+        command = [sys.executable, "-m", "pytest", *WORKERS, "-p", "tests.cost.inside", *words]
         code = subprocess.run(command, cwd=ROOT, env={**_environment(), FOLDER: folder}).returncode
         measured = _summed(_lines(Path(folder)), time.perf_counter() - began, _idle(busy))
         measured["pace_ms"] = sum([*paces, pace_ms()]) / 2
-    print(_table(measured))
-    if given.write:
-        if given.words or code:
-            print("--write keeps the cost of `make test`: all tests, none of which fails; not kept", file=sys.stderr)
-            return code or 2
-        print(results.write(KIND, measured))
-    return code
+    return code, measured
 
 
 def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
         prog="python -m tests.cost", description="run the tests as `make test` does, and say where their time goes"
     )
-    parser.add_argument("--write", action="store_true", help="keep it in bench/results/tests.json")
+    parser.add_argument(
+        "--write", action="store_true", help="keep it in bench/results/tests.json; all tests run and pass"
+    )
     parser.add_argument("words", nargs="*", metavar="-- WORD", help="for pytest: paths, -k, -m sweep")
     return parser
 
