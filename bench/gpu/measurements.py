@@ -64,4 +64,8 @@ MEASUREMENTS = (
         speeds("1B, optimizer on the host", "1B, activations on the host", "1B, 8-bit state",
                "1B, updates in backward", "1B, pure bf16"),
     ),
+    Measurement(
+        "profile-more", "c", 120, "three steps of each job that takes longer than planned",
+        profiled("1B at 2,048 tokens", "8B's shape, float8 tensorwise", "1B, 8-bit state", "1B, optimizer on the host"),
+    ),
 )  # fmt: skip
