@@ -145,15 +145,16 @@ class _Former:
 
 def _accepting(function: Callable[..., Any], name: str, names: Mapping[str, str]) -> Callable[..., Any]:
     """A function that takes former keywords and former values of its keywords too."""
+    former = names.keys()
 
     @functools.wraps(function)
     def accepting(*args: Any, **given: Any) -> Any:
-        for old in [name for name in given if name in names]:
+        for old in given.keys() & former:
             _report(f"{name}({old}=)", f"{names[old]}=")
             given[names[old]] = given.pop(old)
-        for keyword, values in VALUES.items():
-            if isinstance(given.get(keyword), str):
-                given[keyword] = _present(given[keyword], values)
+        for keyword in given.keys() & VALUES.keys():
+            if isinstance(given[keyword], str):
+                given[keyword] = _present(given[keyword], VALUES[keyword])
         return function(*args, **given)
 
     return accepting

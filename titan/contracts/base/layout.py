@@ -10,7 +10,7 @@ are neighbors. What the axis leaves of the axes it folds, its remainder, are the
 import math
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from functools import partial
+from functools import cached_property, partial
 from itertools import combinations
 from typing import Literal, get_args, get_type_hints
 
@@ -116,7 +116,7 @@ class Layout:
     axes: tuple[Axis, ...]
     degrees: Mapping[str, int]
 
-    @property
+    @cached_property
     def dimensions(self) -> tuple[Axis, ...]:
         """The axes whose degrees multiply to the world: all but those that fold others."""
         return tuple(axis for axis in self.axes if not axis.folds)
@@ -154,7 +154,7 @@ class Layout:
     def folded(self, axis: str) -> tuple[str, ...]:
         """Names of the axes of this layout that an axis folds, outer to inner; empty where it folds none."""
         folds = next((one.folds for one in self.axes if one.name == axis), ())
-        return tuple(one.name for one in self.dimensions if one.name in folds)
+        return tuple(one.name for one in self.dimensions if one.name in folds) if folds else ()
 
     def remainder(self, axis: str) -> int:
         """Ranks that a folding axis leaves of those it folds: they hold the same slices along it."""

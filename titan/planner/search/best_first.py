@@ -16,6 +16,7 @@ import bisect
 import gc
 import heapq
 import itertools
+import math
 import multiprocessing
 import sys
 from collections.abc import Callable, Iterator, Sequence
@@ -277,7 +278,8 @@ class _Search:
         if self._hopeless(self._value(draft.lower_bound_s, draft.busy_s, choice.layout)):
             result.slower += 1
             return
-        memory = draft.memory()
+        # One that is too large counts as `tightest` alone: not where a rank has more than the tightest so far.
+        memory = draft.memory(most=result.tightest[0] if result.tightest else math.inf)
         most = max(m.total for m in memory)
         if most > self.limit:
             self._lacks(most, choice, 1)

@@ -4,6 +4,7 @@ Activations are the saved tensors of a micro batch times the micro batches in fl
 working set of each backward is added, and the largest sum counts.
 """
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -87,12 +88,22 @@ def memories(costs: Costs, layout: Layout, device: DeviceMemory) -> list[Memory]
     return memory_of(costs, [made[kind(stage, costs)] for stage in costs.stages], device)
 
 
-def memory_of(costs: Costs, stages: Sequence[StageMemory], device: DeviceMemory) -> list[Memory]:
-    """Peak memory on the ranks of each pipeline rank, first to last; `stages` in the order of `costs.stages`."""
+def memory_of(
+    costs: Costs, stages: Sequence[StageMemory], device: DeviceMemory, most: float = math.inf
+) -> list[Memory]:
+    """Peak memory on the ranks of each pipeline rank, first to last; `stages` in the order of `costs.stages`.
+
+    most: bytes; a pipeline rank that needs more is the last one looked at.
+    """
     homes = [stage.rank for stage in costs.stages]
     places = 1 + max(homes)
     order = representative(costs.order, costs.micro_batches, len(stages), places)
-    return [_of_place(place, stages, homes, order[place], costs, device) for place in range(places)]
+    found: list[Memory] = []
+    for place in range(places):
+        found.append(_of_place(place, stages, homes, order[place], costs, device))
+        if found[-1].total > most:
+            break
+    return found
 
 
 def _of_place(

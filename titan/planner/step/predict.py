@@ -255,10 +255,10 @@ class UnscheduledStep:
             self.by_place[stage.rank].append(work)
         self.once = [sum(sum(w.once.values()) for w in mine) for mine in self.by_place]
 
-    def memory(self) -> list[Memory]:
-        """Peak memory of each pipeline rank."""
+    def memory(self, most: float = math.inf) -> list[Memory]:
+        """Peak memory of each pipeline rank, first to last; none after one that needs more than `most` bytes."""
         stages = [self._alike.memory(stage) for stage in self.costs.stages]
-        return memory_of(self.costs, stages, self.planner.cluster.memory)
+        return memory_of(self.costs, stages, self.planner.cluster.memory, most)
 
     @property
     def lower_bound_s(self) -> float:
