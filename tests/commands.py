@@ -32,18 +32,20 @@ def run_titan(
     environment: Mapping[str, str] | None = None,
     timeout: float = TIMEOUT_S,
     module: str = "titan.cli",
+    typed: str = "",
 ) -> subprocess.CompletedProcess[str]:
     """`titan WORDS` in `folder`, with these variables over those of the test; its exit code, stdout and stderr.
 
-    module: whose `main` is called with the words.
+    module: whose `main` is called with the words.  typed: on its stdin, which ends after that.
 
     Raises:
         TimeoutExpired: it had not ended after `timeout` seconds; then it is killed, and its ranks die with it.
     """
     variables = {**os.environ, "OMP_NUM_THREADS": "1", **(environment or {})}
     with tempfile.TemporaryDirectory(prefix="command-") as place:
-        outputs = [Path(place, name) for name in ("stdout", "stderr")]
-        process = fork(_be_the_command, module, list(words), folder, variables, outputs)
+        stdin, *outputs = (Path(place, name) for name in ("stdin", "stdout", "stderr"))
+        stdin.write_text(typed)
+        process = fork(_be_the_command, module, list(words), folder, variables, stdin, outputs)
         try:
             process.join(timeout)
             said = [path.read_text(errors="replace") if path.exists() else "" for path in outputs]
@@ -107,9 +109,12 @@ def _be_launched(words: list[str], variables: dict[str, str], stderr: Connection
 
 
 def _be_the_command(
-    module: str, words: list[str], folder: Path, variables: dict[str, str], outputs: list[Path]
+    module: str, words: list[str], folder: Path, variables: dict[str, str], stdin: Path, outputs: list[Path]
 ) -> None:
     live_no_longer_than_the_test()
+    with stdin.open() as file:
+        os.dup2(file.fileno(), 0)
+    sys.stdin = os.fdopen(0, closefd=False)  # multiprocessing has put another one in its place
     for number, output in enumerate(outputs, start=1):
         with output.open("w") as file:
             os.dup2(file.fileno(), number)

@@ -4,13 +4,12 @@ import contextlib
 import io
 import json
 import os
-import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
 import pytest
 
+from tests.commands import run_titan
 from tests.jobs import LLAMA
 from tests.sweeps import but_sweep
 from titan.inference.generation import Sampling
@@ -186,10 +185,7 @@ def test_wrong_input_is_one_sentence(words: list[str], code: int, said: str, che
 
 def test_nproc_starts_ranks_and_stdin_is_a_prompt(checkpoint: str, one_process: list[list[int]]) -> None:
     words = ["--checkpoint", checkpoint, "--prompt", "-", "--max-new-tokens", "12", "--temperature", "0", "--json"]
-    done = subprocess.run(
-        [sys.executable, "-P", "-m", "titan.cli", "generate", *words, "--mesh.tp", "2", "--run.device", "cpu"],
-        input=PROMPTS[0], capture_output=True, text=True, timeout=200,
-        env={**os.environ, "NPROC": "2", "OMP_NUM_THREADS": "1"},
-    )  # fmt: skip
+    words = ["generate", *words, "--mesh.tp", "2", "--run.device", "cpu"]
+    done = run_titan(words, Path.cwd(), {"NPROC": "2"}, typed=PROMPTS[0])
     assert done.returncode == 0, done.stderr
     assert json.loads(done.stdout)["tokens"] == one_process[0]

@@ -46,9 +46,8 @@ def test_on_another_layout(before: list[str], after: list[str], uninterrupted: O
     ("words", "more"),
     [
         ([], []),
-        swept_case(([], ["--data.workers", "1"])),
         swept_case((mesh(dp_shard=2), ["--checkpoint.async", "false"])),
-        swept_case((mesh(dp_shard=2, pp=2), ["--data.workers", "1"])),
+        swept_case((mesh(dp_shard=2), ["--data.workers", "1"])),
         swept_case((mesh(tp=2), [])),
     ],
     ids=" ".join,

@@ -20,7 +20,7 @@ from titan.testing.jobs import write_text
 from titan.testing.ranks import run_ranks
 from titan.training.build import open_data
 
-RANKS, SHARDS, TOKENS, LENGTH, STEPS, BATCH = 4, 12, 40, 16, 3, 8
+RANKS, SHARDS, TOKENS, LENGTH, STEPS, BATCH = 2, 12, 40, 16, 3, 8
 ORDERED = ["--data.name", "shards", "--data.shuffle", "false", "--data.seq_len", str(LENGTH)]
 
 
@@ -66,7 +66,7 @@ def _counted(words: list[str], workers: int) -> tuple[Counter[str], Counter[str]
     loader = _loader(samples, rank, workers)
     for step in range(STEPS):
         first = (step * BATCH + rank.number * BATCH // RANKS) * LENGTH
-        assert next(loader)[0].tokens.flatten().tolist() == [n % 250 for n in range(first, first + 2 * LENGTH)]
+        assert next(loader)[0].tokens.flatten().tolist() == [n % 250 for n in range(first, first + BATCH // RANKS * LENGTH)]
     loader.close()
     return at_start, opened.folders, opened.files
 

@@ -63,6 +63,7 @@ def start(code: str, restarts: int, folder: Path) -> "subprocess.Popen[str]":
     )
 
 
+@pytest.mark.sweep
 def test_restarts_and_signals(tmp_path: Path) -> None:
     """It starts ranks again whatever they fail with, also where that cannot help, but not after a signal."""
     failing = {code: start(code, 1, tmp_path) for code in ("1", "2", "75")}

@@ -104,6 +104,7 @@ def test_a_fault_is_caught_by_a_test_that_fails(old: str, new: str, by: str, why
     assert (tree / "titan" / "value.py").read_text() == before
 
 
+@pytest.mark.sweep
 @pytest.mark.skipif(sys.platform != "linux", reason="needs /proc")
 def test_a_process_that_outlives_its_tests_is_ended(tree: Path) -> None:
     root = trial.copied(tree.parent / "copy", tree)
@@ -118,6 +119,7 @@ def test_a_process_that_outlives_its_tests_is_ended(tree: Path) -> None:
         os.close(ended)
 
 
+@pytest.mark.sweep
 def test_packages_from_elsewhere_are_refused(tree: Path) -> None:
     ran = trial.run_tests(tree, ["tests/test_value.py"])  # without its link, titan.plugins is that of the environment
     assert ran.code not in (0, FAILED) and "titan.plugins was imported from" in ran.output

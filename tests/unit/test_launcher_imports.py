@@ -24,7 +24,8 @@ words = ["--config", "configs/debug.toml", "--mesh.dp_shard", "2"]
 {main}
 """
 MAINS = {"titan train": 'cli.main(["train", *words])', "run_train.sh": "launch.main(words)"}
-COMPILER = {"torch._dynamo", "torch._inductor", "triton"}
+COMPILER = {"torch._dynamo", "torch._inductor", "torch.distributed.pipelining", "triton"}
+"""Takes a second to import; plugins that need it import it where they use it."""
 TRAINER = {"titan.train", "titan.training.build", "titan.inference.generation"}
 
 

@@ -3,8 +3,6 @@
 import importlib
 import json
 import pkgutil
-import subprocess
-import sys
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -13,6 +11,7 @@ from typing import Any, Literal
 import pytest
 
 import titan.commands
+from tests.commands import run_titan
 from titan import cli
 from titan.checkpoint.resume import Changes, compare
 from titan.config import load_job
@@ -166,8 +165,8 @@ def test_a_line_is_said_once_on_one_rank(monkeypatch: pytest.MonkeyPatch, capsys
     for _ in range(2):
         load_job(None, ["--run.sample", "a"])
     assert capsys.readouterr().err.count("sample_prompt") == 1
-    program = "from titan.config import load_job; load_job(None, ['--run.sample', 'a', '--checkpoint.keep', '1'])"
-    said = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True).stderr
+    words = ["config", "--config", "debug", "--run.sample", "a", "--checkpoint.keep", "1"]
+    said = run_titan(words, Path.cwd()).stderr
     assert said == "warning: [checkpoint] keep is now keep_latest (command line)\n"  # the rest was said here
     for variable in ("RANK", "NODE_RANK", "SLURM_PROCID"):
         monkeypatch.setenv(variable, "1")
