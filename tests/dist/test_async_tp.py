@@ -42,6 +42,7 @@ def _on_the_cpu() -> torch.library.Library:
 
 def _pipelined(folder: str, words: list[str], config: str) -> dict[str, Tensor]:
     """On one rank: train the job as on a GPU, with the graphs' collectives as expected."""
+    from torch._functorch import config as autograd
     from torch._inductor import config as inductor
     from torch._inductor.fx_passes import post_grad
     from torch.distributed import _symmetric_memory as symmetric
@@ -54,7 +55,7 @@ def _pipelined(folder: str, words: list[str], config: str) -> dict[str, Tensor]:
         found.append(_collectives(graph))
 
     kernels = _on_the_cpu()
-    inductor.force_disable_caches = True  # the pass does not run for a graph that is known
+    inductor.fx_graph_cache = autograd.enable_autograd_cache = False  # the pass does not run for a graph that is known
     with (
         patch.object(post_grad, "micro_pipeline_tp_pass", seen),
         patch.object(dist, "is_nccl_available", lambda: True),

@@ -45,6 +45,7 @@ MOMENTS = {
 """In a run that begins anew over six checkpoints of its own, one after the other."""
 
 
+@pytest.mark.sweep
 def test_the_worst_moments(hunting: Hunt) -> None:
     kills = list(MOMENTS.values())
     starts = [Start("one rank", LAUNCHER if kill.victim == "launcher" else RANKS, kill, SAVING) for kill in kills]

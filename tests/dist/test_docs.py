@@ -1,8 +1,8 @@
 """Every command that README, CONTRIBUTING and docs/*.md show is run, with the complete plugins that they show.
 
-Training commands run as written, but for two steps and in folders of the test's. A line that is nothing but a command
-of titan runs in a warm process (`tests.commands`); what else a line holds, a shell does. The first `./run_train.sh` is
-the script itself; with arguments it is `titan train`, which it starts.
+Training commands run as written, but for two steps and in folders of the test's; `LESS` shortens others. A line that is
+nothing but a command of titan runs in a warm process (`tests.commands`); what else a line holds, a shell does. The
+first `./run_train.sh` is the script itself; with arguments it is `titan train`, which it starts.
 """
 
 import inspect
@@ -30,6 +30,13 @@ SHORT = re.compile(r"--config (configs/debug\.toml|debug) ")
 """A run that takes seconds as it is."""
 
 NEW = re.compile(r"titan plugins new ([a-z]\w*) --kind ([a-z]\w*)")
+
+LESS = {
+    "configs/llama65b.toml": ("--search", "--search --mesh.tp 8 --mesh.pp 4"),
+    "titan doctor --output": ("NPROC=8", "NPROC=2"),
+    "titan tune --config": ("--trials 3", "--trials 1"),
+}
+"""A part of a command -> a word of it, and what stands for that word: fewer layouts, ranks, trials."""
 
 NOT_RUN = {
     "make test": "this is it",
@@ -117,6 +124,8 @@ def cases() -> list[Any]:
 def test_command(command: str, place: Path, tmp_path: Path) -> None:
     place = tmp_path if NEW.match(command) else place
     run, fails, _ = command.partition(' || echo "exit code $?"')
+    for part, (word, shorter) in LESS.items():
+        run = run.replace(word, shorter) if part in run else run
     if not SHORT.search(run) and ("run_train.sh" in run or "titan train" in run):
         run += " --train.steps 2 --run.dir runs --checkpoint.every 1000"
     reads = ("--data", "run_train.sh", "titan train", "titan tune", "data prepare")

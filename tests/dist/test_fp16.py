@@ -10,7 +10,7 @@ import pytest
 from tests.dist.test_nonfinite import inject_nan
 from tests.jobs import FOUR_LAYERS, MOE, SAVING, mesh
 from tests.signals import TEN
-from tests.sweeps import but_sweep, sweep_but
+from tests.sweeps import but_sweep, sweep_but, swept_case
 from titan.testing.jobs import Outcome, one_rank, read_rows, saved_tensors, train_job
 from titan.testing.ranks import RankError
 
@@ -109,7 +109,7 @@ def test_a_scale_that_overflows_falls_until_it_fits(tmp_path: Path) -> None:
     assert outcome.rows[1]["loss"] == pytest.approx(first, rel=LOSS_RTOL) and row["loss"] < first
 
 
-@pytest.mark.parametrize("what", ["gradient", "loss"])
+@pytest.mark.parametrize("what", [swept_case("gradient"), "loss"])
 def test_at_the_least_scale_a_step_that_is_not_finite_ends_the_run(what: str, tmp_path: Path) -> None:
     words = (*FP16, "--plugins.fp16.init_scale", "4", *inject_nan(3, 4, 6, what=what, rank=1))
     said = r"step 6 gave loss .* its update was skipped; \[plugins.fp16\] scales the loss, by 1 at the least"

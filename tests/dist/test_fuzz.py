@@ -21,7 +21,7 @@ from tests.sweeps import swept_case
 from titan.testing.jobs import Outcome, differences, run_job, train_job
 
 SEED = 2026
-JOBS = 20
+JOBS = 15
 FIRST = 10
 MOST_RANKS = 4
 

@@ -51,7 +51,7 @@ def test_the_first_loss_is_that_of_the_weights(llama: tuple[Path, Outcome], tmp_
 
 @pytest.mark.parametrize(
     "mesh",
-    [{"dp_shard": 2}, {"tp": 2}, {"pp": 2}, swept_case({"dp_shard": 2, "tp": 2, "pp": 2})],
+    [swept_case({"dp_shard": 2}), {"tp": 2}, {"pp": 2}, swept_case({"dp_shard": 2, "tp": 2, "pp": 2})],
     ids=lambda mesh: " ".join(mesh),
 )
 def test_llama_on_layouts(mesh: dict[str, int], llama: tuple[Path, Outcome], tmp_path: Path) -> None:

@@ -72,7 +72,7 @@ def test_an_exchange_after_every_step_is_data_parallelism(
     ("ranks", "words", "config"),
     [
         swept_case((8, mesh(worker=2, dp_shard=2, tp=2), LLAMA)),
-        (4, [*mesh(worker=2, pp=2), "--model.tied", "true"], LLAMA),
+        swept_case((4, [*mesh(worker=2, pp=2), "--model.tied", "true"], LLAMA)),
         swept_case((4, mesh(worker=2, dp_replicate=2), LLAMA)),
         (4, mesh(worker=2, dp_shard=2, ep=2), MOE),
     ],

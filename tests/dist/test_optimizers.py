@@ -28,7 +28,6 @@ MUON_GROUPS = (*MUON, *SIZE, "--optimizer.groups", '[{match = ["head", "layers.*
 LAYOUTS = {
     "dp 2": (2, mesh(dp_shard=2)),
     "ddp 2": (2, mesh(dp_replicate=2)),
-    "tp 2": (2, mesh(tp=2)),
     "dp 2, tp 2": (4, mesh(dp_shard=2, tp=2)),
     "hsdp 2 x 2": (4, mesh(dp_replicate=2, dp_shard=2)),
     "tp 2, pp 2": (4, mesh(tp=2, pp=2)),
@@ -41,10 +40,13 @@ RESUMED = {**OPTIMIZERS, "muon with groups": MUON_GROUPS}
 KEPT = ["muon: hsdp 2 x 2", "adafactor: dp 2"]
 WIDEST = ("hsdp 2 x 2, tp 2", "tp 2, pp 2")
 CASES = [
-    *(f"{optimizer}: {layout}" for optimizer in ("muon", "adafactor") for layout in LAYOUTS),
+    *KEPT,
+    *(f"{optimizer}: {layout}" for optimizer in ("muon", "adafactor") for layout in ("dp 3", "cp 2, zero 3", *WIDEST)),
+    "muon: dp 2, tp 2",
+    "adafactor: ddp 2",
     *(f"{optimizer}: {layout}" for optimizer in ("groups", "free", "lion") for layout in WIDEST),
 ]
-"""Those that look at whole matrices or at rows and columns everywhere; those that update each number alone at two."""
+"""Those that look at whole matrices or at rows and columns at six; those that update each number alone at two."""
 
 
 # --- every way to lie on a mesh ---------------------------------------------------------------------------------------

@@ -109,7 +109,6 @@ def test_gpt_with_its_tied_head(world_size: int, words: list[str], one_rank, tmp
 @pytest.mark.parametrize(
     ("world_size", "words"),
     [
-        swept_case((2, mesh(tp=2))),
         swept_case((2, [*mesh(tp=2), *COMPILED, "--plugins.activation_checkpoint.mode", "selective"])),
         swept_case((4, [*mesh(dp_shard=2, tp=2), "--plugins.tensor.sequence_parallel", "false"])),
         (4, [*mesh(tp=2, pp=2), "--data.packing", "document_mask"]),
@@ -138,13 +137,11 @@ def test_neox_with_parallel_branches(world_size: int, words: list[str], one_rank
 @pytest.mark.parametrize(
     ("world_size", "words"),
     [
-        swept_case((2, mesh(tp=2))),
         swept_case((4, [*mesh(dp_shard=2, tp=2), "--plugins.tensor.sequence_parallel", "false"])),
         (4, [*mesh(tp=2, pp=2), "--data.packing", "document_mask"]),
         swept_case((2, [*mesh(tp=2), "--plugins.activation_checkpoint.mode", "full"])),
         swept_case((2, [*mesh(tp=2), *COMPILED, "--plugins.tensor.sequence_parallel", "false"])),
         swept_case((4, [*mesh(tp=2, pp=2), *FOUR_LAYERS, "--plugins.pipeline.schedule", "InterleavedZeroBubble"])),
-        swept_case((4, mesh(dp_shard=2, pp=2))),
     ],
     ids=lambda value: " ".join(value) if isinstance(value, list) else str(value),
 )

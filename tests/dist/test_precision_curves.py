@@ -64,8 +64,8 @@ def pure(rounding: str) -> tuple[str, ...]:
 
 CURVES = {
     "bf16": Curve(BF16, FP32, 0.003, kept=True),
-    "fp16": Curve(("--plugins.fp16.enabled", "true"), FP32, 0.0001, kept=True),
-    "pure bf16, nearest": Curve(pure("nearest"), BF16, 0.06, kept=True),
+    "fp16": Curve(("--plugins.fp16.enabled", "true"), FP32, 0.0001),
+    "pure bf16, nearest": Curve(pure("nearest"), BF16, 0.06),
     "pure bf16, stochastic": Curve(pure("stochastic"), BF16, 0.0035, kept=True),
     "pure bf16, kahan": Curve(pure("kahan"), BF16, 0.0016),
     "float8 tensorwise": Curve(float8(), BF16, 0.005, needs="torchao"),

@@ -66,7 +66,9 @@ def _counted(words: list[str], workers: int) -> tuple[Counter[str], Counter[str]
     loader = _loader(samples, rank, workers)
     for step in range(STEPS):
         first = (step * BATCH + rank.number * BATCH // RANKS) * LENGTH
-        assert next(loader)[0].tokens.flatten().tolist() == [n % 250 for n in range(first, first + BATCH // RANKS * LENGTH)]
+        assert next(loader)[0].tokens.flatten().tolist() == [
+            n % 250 for n in range(first, first + BATCH // RANKS * LENGTH)
+        ]
     loader.close()
     return at_start, opened.folders, opened.files
 

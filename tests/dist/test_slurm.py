@@ -183,12 +183,12 @@ MANY_TASKS = ALONE.format("SLURM_NTASKS = 8", "NPROC to the number of ranks that
     [
         (FOUR, "srun titan", [f"rank {rank} of 4" for rank in range(4)]),
         (FOUR, "NPROC=1 srun --ntasks-per-node=1 titan", ["node 0 of 2", "node 1 of 2"]),
-        (FOUR, "NPROC=1 srun --ntasks=1 titan", ["node 0 of 1"]),
+        swept_case((FOUR, "NPROC=1 srun --ntasks=1 titan", ["node 0 of 1"])),
         (["--nodes=2"], "NPROC=1 titan", [MANY_NODES]),
         (["--ntasks-per-node=8"], "titan", [MANY_TASKS]),
-        (["--ntasks-per-node=8"], "NPROC=8 titan", ["node 0 of 1"]),
+        swept_case((["--ntasks-per-node=8"], "NPROC=8 titan", ["node 0 of 1"])),
         (["--nodes=2"], "NPROC=8 NNODES=1 titan", ["node 0 of 1"]),
-        (["--nodes=1"], "NPROC=1 titan", ["node 0 of 1"]),
+        swept_case((["--nodes=1"], "NPROC=1 titan", ["node 0 of 1"])),
         (["--nodes=1", "--ntasks=1"], "titan", ["node 0 of 1"]),
     ],
 )  # fmt: skip

@@ -126,6 +126,7 @@ def sticking() -> None:
     turns.together(lambda: threading.Event().wait() if dist.get_rank() == 1 else None, me(), 0.3)
 
 
+@pytest.mark.sweep
 def test_one_that_is_stuck_in_the_last_turn_ends_with_its_stacks() -> None:
     with pytest.raises(RankError, match=r"rank 1 of 2 ended with exit code 1") as told:
         run_ranks(sticking, 2, timeout=30)

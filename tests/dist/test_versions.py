@@ -6,7 +6,6 @@ import pytest
 import torch
 
 from tests.jobs import FOUR_LAYERS, LLAMA, MOE, mesh
-from tests.sweeps import sweep_but
 from titan.testing.jobs import assert_same_curve, one_rank, train_job
 
 PAGE = Path(__file__).parents[2] / "docs" / "versions.md"
@@ -52,11 +51,8 @@ def test_the_table_has_every_case_and_no_other_word() -> None:
     assert {cell for cells in table.values() for cell in cells.values()} <= {"works", "not run"}
 
 
-KEPT = ("compile, Interleaved1F1B",)
-"""What no other test trains."""
-
-
-@pytest.mark.parametrize("case", sweep_but(CASES, *KEPT))
+@pytest.mark.sweep
+@pytest.mark.parametrize("case", CASES)
 def test_each_case_is_what_the_table_says(case: str, tmp_path: Path) -> None:
     version = ".".join(torch.__version__.split(".")[:2])
     cells = _table()[case]

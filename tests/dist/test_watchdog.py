@@ -50,7 +50,7 @@ def _log(folder: Path, rank: int) -> str:
     [
         ("write", "true", "saving step 2 to"),
         swept_case(("write", "false", "saving step 2 to")),
-        ("read", "true", "loading the checkpoint"),
+        swept_case(("read", "true", "loading the checkpoint")),
     ],
     ids=["save in the background", "save", "load"],
 )
