@@ -149,12 +149,13 @@ def _accepting(function: Callable[..., Any], name: str, names: Mapping[str, str]
 
     @functools.wraps(function)
     def accepting(*args: Any, **given: Any) -> Any:
-        for old in given.keys() & former:
-            _report(f"{name}({old}=)", f"{names[old]}=")
-            given[names[old]] = given.pop(old)
-        for keyword in given.keys() & VALUES.keys():
-            if isinstance(given[keyword], str):
-                given[keyword] = _present(given[keyword], VALUES[keyword])
+        if not former.isdisjoint(given):
+            for old in [name for name in given if name in names]:
+                _report(f"{name}({old}=)", f"{names[old]}=")
+                given[names[old]] = given.pop(old)
+        for keyword, values in VALUES.items():
+            if keyword in given and isinstance(given[keyword], str):
+                given[keyword] = _present(given[keyword], values)
         return function(*args, **given)
 
     return accepting
