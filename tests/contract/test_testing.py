@@ -6,6 +6,7 @@ from pathlib import Path
 
 import pytest
 
+from tests.sweeps import swept_case
 from titan.testing import assert_caught, check_plugin, checks, make_plugin, one_rank, train_job
 
 HEAD = """
@@ -156,7 +157,7 @@ def test_an_outcome_tells_what_was_logged(tmp_path: Path) -> None:
     assert outcome.weights.keys() == one_rank().weights.keys()
 
 
-@pytest.mark.parametrize("source", [".", "src"])
+@pytest.mark.parametrize("source", [".", swept_case("src")])
 def test_assert_caught(source: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     package = tmp_path / "package"
     (package / source).mkdir(parents=True)

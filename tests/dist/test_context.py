@@ -57,7 +57,7 @@ CASES = {
 }  # fmt: skip
 KEPT = (
     *(f"{method}, cp 2, packed" for method in METHODS), "ring, cp 2, window",
-    "ring, ddp 2", "ring, pp 2, selective, packed",
+    "ring, ddp 2",
 )  # fmt: skip
 
 

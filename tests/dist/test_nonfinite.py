@@ -27,7 +27,12 @@ SKIP = ("--train.non_finite", "skip")
 @pytest.mark.parametrize("what", ["gradient", "loss"])
 @pytest.mark.parametrize(
     ("layout", "ranks"),
-    [(mesh(dp_shard=2), 2), (mesh(dp_replicate=2), 2), (mesh(pp=2), 2), swept_case((mesh(dp_shard=2, tp=2), 4))],
+    [
+        swept_case((mesh(dp_shard=2), 2)),
+        (mesh(dp_replicate=2), 2),
+        (mesh(pp=2), 2),
+        swept_case((mesh(dp_shard=2, tp=2), 4)),
+    ],
 )
 def test_skip_at_any_layout(layout: list[str], ranks: int, what: str, tmp_path: Path) -> None:
     one = train_job(tmp_path, 1, *inject_nan(2, 5, what=what), *SKIP, name="one")

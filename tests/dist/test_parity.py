@@ -65,7 +65,7 @@ SWEPT = (
     "hsdp 2x2", "pp 4", "dp_shard 2, tp 2, pp 2", "accumulation, dp_shard 2, zero 2",
     "pp 2, dp_shard 2, zero 2", "recompute selective, dp_shard 2", "compiled, recompute selective, dp_shard 2, tp 2",
     "dp_shard 3", "accumulation, dp_shard 2, zero 1", "pp 2, dp_shard 2, zero 3",
-    "recompute full, dp_shard 2, pp 2",
+    "recompute full, dp_shard 2, pp 2", "compiled, tp 2, whole sequences",
 )  # fmt: skip
 """Pairs of what other layouts have alone."""
 
@@ -194,7 +194,7 @@ WINDOW = ("--model.sliding_window", "5", "--data.packing", "document_mask")
 
 @pytest.mark.parametrize(
     ("world_size", "words"),
-    [(2, mesh(tp=2)), (2, mesh(cp=2)), swept_case((4, mesh(dp_shard=2, pp=2)))],
+    [(2, mesh(tp=2)), swept_case((2, mesh(cp=2))), swept_case((4, mesh(dp_shard=2, pp=2)))],
     ids=lambda value: " ".join(value) if isinstance(value, list) else str(value),
 )
 def test_a_sliding_window(world_size: int, words: list[str], one_rank, tmp_path: Path) -> None:

@@ -251,6 +251,7 @@ def test_every_schedule_runs_a_number_of_micro_batches_that_ranks_do_not_divide(
     _check(*(Case(axes=(("pp", pp),), schedule=name, layers=8, micro_batches=count) for name in names))
 
 
+@pytest.mark.sweep
 def test_stages_may_be_uneven_or_chosen_and_as_many_a_rank_as_wanted() -> None:
     _check(
         Case(axes=(("pp", 4),), layers=5),
