@@ -1,7 +1,8 @@
 """A pytest plugin that ends a session with its dearest files and its total, beside those that are committed.
 
 Seconds are those of workers: two of them spend two in a second. The speed of the machine counts, measured as the
-session begins and ends. `python -m tests.cost --write` commits others.
+session begins and ends; the faster one, as workers may still be ending then. `python -m tests.cost --write` commits
+others.
 """
 
 from collections import defaultdict
@@ -40,7 +41,7 @@ def pytest_terminal_summary(terminalreporter: Any, config: pytest.Config) -> Non
         seconds[report.nodeid.partition("::")[0]] += report.duration
     tests = len({report.nodeid for report in reports})
     terminalreporter.section("cost", sep="-")
-    for line in summary(seconds, tests, committed, (config.stash[_pace] + pace_ms()) / 2):
+    for line in summary(seconds, tests, committed, min(config.stash[_pace], pace_ms())):
         terminalreporter.write_line(line)
 
 

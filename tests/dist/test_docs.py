@@ -33,7 +33,7 @@ NEW = re.compile(r"titan plugins new ([a-z]\w*) --kind ([a-z]\w*)")
 
 LESS = {
     "configs/llama65b.toml": ("--search", "--search --mesh.tp 8 --mesh.pp 4"),
-    "titan doctor --output": ("NPROC=8", "NPROC=2"),
+    "NPROC=8 titan doctor --output": ("--output", "--seconds 0.1 --output"),
     "titan tune --config": ("--trials 3", "--trials 1"),
 }
 """A part of a command -> a word of it, and what stands for that word: fewer layouts, ranks, trials."""
@@ -47,7 +47,7 @@ NOT_RUN = {
     "python -m bench": "the same",
     "python -m tests.faults": "takes half an hour; tests/unit/test_faults.py plants one",
     "python -m tests.fuzz": "takes half an hour; a sample of it is a test of its own",
-    "python -m pytest test_": "tests/contract/test_skeletons.py runs them, most in its sweep",
+    "python -m pytest test_": "tests/contract/test_skeletons.py runs them in its sweep",
     "python -m venv other": "for another PyTorch, which CI does not install",
     "other/bin/": "the same",
     "python=$(scripts/python.sh float8 dev)": "of the command below it",
@@ -161,6 +161,7 @@ def test_a_new_plugin_is_shown_as_it_is_written(page: Path) -> None:
 def test_there_are_commands() -> None:
     assert len(commands()) >= 8
     assert all(any(line.startswith(known) for line in commands()) for known in SWEEP)
+    assert all(any(part in line and word in line for line in commands()) for part, (word, _) in LESS.items())
 
 
 def test_pages_point_at_files_that_exist() -> None:

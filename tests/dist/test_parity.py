@@ -65,7 +65,7 @@ SWEPT = (
     "hsdp 2x2", "pp 4", "dp_shard 2, tp 2, pp 2", "accumulation, dp_shard 2, zero 2",
     "pp 2, dp_shard 2, zero 2", "recompute selective, dp_shard 2", "compiled, recompute selective, dp_shard 2, tp 2",
     "dp_shard 3", "accumulation, dp_shard 2, zero 1", "pp 2, dp_shard 2, zero 3",
-    "recompute full, dp_shard 2, pp 2", "compiled, tp 2, whole sequences",
+    "recompute full, dp_shard 2, pp 2",
 )  # fmt: skip
 """Pairs of what other layouts have alone."""
 

@@ -1,4 +1,4 @@
-"""Fifty steps in each precision stay near those in the precision that it stands in for, at every layout.
+"""Fifty steps in each precision stay near those in the precision that it stands in for, on one rank or several.
 
 A precision rounds, so its curve is another one. What must hold is that it learns as fast. The measure is `apart`: the
 largest difference of the losses, each a mean over the last ten steps, in nats per token. To add a precision, add a line
@@ -94,8 +94,10 @@ WIDE = [
     ("pure bf16, stochastic", "dp"),
     ("float8 tensorwise, gathered", "dp"),
     ("float8 rowwise", "tp"),
+    ("mxfp8", "pp"),
+    ("mxfp8, head", "dp"),
 ]
-"""What other tests hold against one process at every layout; here fifty steps of it."""
+"""Each kind of rounding at a layout; `measure` gives the figures of all."""
 CASES = [*KEPT, *((name, "one") for name, curve in CURVES.items() if not curve.kept), *WIDE]
 
 

@@ -145,8 +145,7 @@ def test_signals_are_noted_while_somebody_listens() -> None:
     assert alone.due() == ""
 
 
-@pytest.mark.sweep
-@pytest.mark.parametrize("ranks", [1, 2])
+@pytest.mark.parametrize("ranks", [swept_case(1), 2])
 def test_signals_after_the_save_do_not_change_the_exit_code(ranks: int, tmp_path: Path) -> None:
     """To the launcher, which passes them on, until all are gone; the real one, as an interpreter takes long to end."""
     words = job(tmp_path, "--mesh.dp_shard", str(ranks), to="rank")

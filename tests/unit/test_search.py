@@ -20,7 +20,7 @@ from titan.planner.search import best_first
 from titan.planner.search.best_first import Objective, _Search, search
 from titan.planner.search.space import Choice, load_base
 from titan.planner.step.layout import costs_of, uncut
-from titan.planner.step.predict import Planner, Prediction, stage_loads
+from titan.planner.step.predict import Planner, Prediction, UnscheduledStep, stage_loads
 
 EAGER = ("--plugins.compile.enabled=false",)
 """Halves the layouts, where compiled ones would show nothing more."""
@@ -78,8 +78,11 @@ def test_the_best_are_the_best_of_all(objective: Objective, four_ranks: list[Pre
 
 
 @pytest.mark.parametrize("share", [0.05, 0.5])
-def test_the_best_keep_headroom(share: float, four_ranks: list[Prediction]) -> None:
-    """On devices on which some of the layouts exceed the limit, and others only seem to fit."""
+def test_the_best_keep_headroom(share: float, four_ranks: list[Prediction], monkeypatch: pytest.MonkeyPatch) -> None:
+    """On devices on which some of the layouts exceed the limit, and others only seem to fit.
+
+    What is too large is counted, and the tightest of it found, as if all stages of each were looked at.
+    """
     below, above = sorted({prediction.peak_gib for prediction in four_ranks})[int(share * len(four_ranks)) :][:2]
     cluster = replace(CLUSTER, device=replace(CLUSTER.device, memory_gib=(below + above) / 2 / MEMORY_LIMIT))
     base = load_base(TOML, FIXED)
@@ -88,6 +91,9 @@ def test_the_best_keep_headroom(share: float, four_ranks: list[Prediction]) -> N
     fitting = sorted(p.step_time_s for p in four_ranks if p.peak_gib <= cluster.device.memory_gib)
     assert result.too_large and within[:7] != fitting[:7]
     assert [found.prediction.step_time_s for found in result.best] == pytest.approx(within[:7], rel=1e-9)
+    memory = UnscheduledStep.memory
+    monkeypatch.setattr(UnscheduledStep, "memory", lambda step, most: memory(step))
+    assert search(base.job, Planner(cluster), [base.space(4, 4)], keep=7) == result
 
 
 @pytest.mark.sweep

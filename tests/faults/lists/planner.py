@@ -262,6 +262,13 @@ FAULTS = (
         ("tests/unit/test_planned_memory.py::test_collectives_move_the_bytes_of_the_dry_run[1F1B]",),
     ),
     Fault(
+        "a search that takes the first stage that is too large for the fullest",
+        "titan/planner/search/best_first.py",
+        "most=result.tightest[0] if result.tightest else math.inf",
+        "most=self.limit",
+        ("tests/unit/test_search.py::test_the_best_keep_headroom",),
+    ),
+    Fault(
         "a search that proposes what the host has no memory for",
         "titan/planner/search/best_first.py",
         "if short := short_of(",

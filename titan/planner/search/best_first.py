@@ -278,7 +278,7 @@ class _Search:
         if self._hopeless(self._value(draft.lower_bound_s, draft.busy_s, choice.layout)):
             result.slower += 1
             return
-        # One that is too large counts as `tightest` alone: not where a rank has more than the tightest so far.
+        # Too large, it matters as `tightest` alone: no use to look on once a rank has more than that one.
         memory = draft.memory(most=result.tightest[0] if result.tightest else math.inf)
         most = max(m.total for m in memory)
         if most > self.limit:
