@@ -389,8 +389,9 @@ def test_the_sum_of_errors_is_kept_at_another_layout(degrees: dict[str, int], tm
     assert (told in capfd.readouterr().out) == (replicas != 2)
 
 
-@pytest.mark.sweep
-@pytest.mark.parametrize("degrees", [{}, {"dp_replicate": 2, "pp": 2}], ids=["one rank", "pp 2, a tied head"])
+@pytest.mark.parametrize(
+    "degrees", [{}, swept_case({"dp_replicate": 2, "pp": 2})], ids=["one rank", "pp 2, a tied head"]
+)
 def test_what_is_not_compressed_here_is_paid_with_the_first_step(degrees: dict[str, int], tmp_path: Path) -> None:
     """With rate 1: the weights are lower by the errors than those of a run that goes on without the plugin."""
     same = (*LR_1, *TIED, *SAVING, "--checkpoint.every", "1")

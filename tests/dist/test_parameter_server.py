@@ -84,7 +84,6 @@ def test_a_slow_worker_slows_nobody_within_the_bound(
     assert run.rows[1]["push_delay"] == 0 and all("push_delay_max" in row for row in run.rows.values())
 
 
-@pytest.mark.sweep
 def test_who_is_waited_for_too_long_is_named(tmp_path: Path) -> None:
     slow = [*STRAGGLER, "--plugins.straggler.at", "2", "--comm.timeout_s", "2"]
     with pytest.raises(RankError, match="worker 0 waits for worker 1, which has done 1 steps"):

@@ -147,11 +147,11 @@ def tied(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Outcome]:
     ("schedule", "wider", "other"),
     [
         swept_case(("1F1B", {}, mesh(dp_shard=2))),
-        ("GPipe", {}, mesh(tp=2)),
+        swept_case(("GPipe", {}, mesh(tp=2))),
         swept_case(("Interleaved1F1B", {}, mesh())),
         swept_case(("LoopedBFS", {}, mesh(dp_replicate=2))),
         swept_case(("InterleavedZeroBubble", {}, mesh(pp=2))),
-        pytest.param("ZBVZeroBubble", {"dp_shard": 2}, mesh(pp=2), marks=(V_SHAPED, pytest.mark.sweep)),
+        pytest.param("ZBVZeroBubble", {"dp_shard": 2}, mesh(pp=2), marks=V_SHAPED),
         pytest.param("DualPipeV", {"tp": 2}, mesh(dp_shard=2, tp=2), marks=(V_SHAPED, pytest.mark.sweep)),
     ],
 )
