@@ -145,16 +145,14 @@ class _Former:
 
 def _accepting(function: Callable[..., Any], name: str, names: Mapping[str, str]) -> Callable[..., Any]:
     """A function that takes former keywords and former values of its keywords too."""
-    former = names.keys()
 
     @functools.wraps(function)
     def accepting(*args: Any, **given: Any) -> Any:
-        if not former.isdisjoint(given):
-            for old in [name for name in given if name in names]:
-                _report(f"{name}({old}=)", f"{names[old]}=")
-                given[names[old]] = given.pop(old)
+        for old in [name for name in given if name in names]:
+            _report(f"{name}({old}=)", f"{names[old]}=")
+            given[names[old]] = given.pop(old)
         for keyword, values in VALUES.items():
-            if keyword in given and isinstance(given[keyword], str):
+            if isinstance(given.get(keyword), str):
                 given[keyword] = _present(given[keyword], values)
         return function(*args, **given)
 

@@ -8,8 +8,8 @@ import inspect
 import traceback
 import typing
 from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from functools import cached_property
-from types import TracebackType
 from typing import Any, ClassVar, Literal, TypeVar, cast
 
 from titan.contracts.base.options import coerce, did_you_mean, options_of, shown
@@ -256,21 +256,14 @@ def sentences(plugin: Any, hook: str, *args: Any) -> list[str]:
     return said
 
 
-class _asked:  # noqa: N801: stands for a function; those of contextlib take longer than most hooks
+@contextmanager
+def _asked(plugin: type, hook: str) -> Iterator[None]:
     """Name the plugin, its hook and the line where the hook fails."""
-
-    def __init__(self, plugin: type, hook: str) -> None:
-        self.plugin, self.hook = plugin, hook
-
-    def __enter__(self) -> None:
-        pass
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, stack: TracebackType | None
-    ) -> None:
-        if not isinstance(error, Exception) or isinstance(error, TitanError):
-            return
-        last = traceback.extract_tb(stack)[-1]
+    try:
+        yield
+    except TitanError:
+        raise
+    except Exception as error:
+        last = traceback.extract_tb(error.__traceback__)[-1]
         what = f"{type(error).__name__}: {error}, at {last.filename}:{last.lineno}"
-        said = f"{label(self.plugin)}: {self.hook}() raised {what} (add --traceback for the whole stack)"
-        raise PluginError(said) from error
+        raise PluginError(f"{label(plugin)}: {hook}() raised {what} (add --traceback for the whole stack)") from error
