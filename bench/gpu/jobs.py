@@ -8,6 +8,7 @@ from typing import Any
 
 import numpy as np
 import torch
+import torch.distributed as dist
 
 from bench.gpu.setting import Setting, no_garbage
 from titan.config import load_job
@@ -39,11 +40,14 @@ def word(value: object) -> str:
 
 
 @contextmanager
-def open_run(setting: Setting, config: Path, name: str, keys: Keys) -> Iterator[build.Run]:
-    """Build the run of a job as `titan.train` does, and close it afterwards."""
+def open_run(setting: Setting, config: Path, name: str, keys: Keys, ranks: int = 1) -> Iterator[build.Run]:
+    """Build the run of a job as `titan.train` does, and close it afterwards.
+
+    ranks: of the job. This process is the first; the others are faked, and collectives with them return at once.
+    """
     setting.free()  # the run before is garbage by now, and not yet while the body of its `with` could still name it
-    job = load_job(config, arguments(setting, name, keys), 1)
-    rank = process.join(job)
+    job = load_job(config, arguments(setting, name, keys), ranks)
+    rank = process.join(job) if ranks == 1 else _first_of(ranks, setting)
     try:
         least = process.smallest_memory_gib(rank)
         job, chosen = settle(job, None if least is None else DeviceMemory(least))
@@ -55,6 +59,14 @@ def open_run(setting: Setting, config: Path, name: str, keys: Keys) -> Iterator[
             trainer.close(run)
     finally:
         process.leave()
+
+
+def _first_of(ranks: int, setting: Setting) -> process.Rank:
+    """The first of these ranks. It is called the only one, as nobody will come whom it could wait for."""
+    from torch.testing._internal.distributed.fake_pg import FakeStore
+
+    dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=ranks)
+    return process.here(setting.device.type)
 
 
 def train(setting: Setting, name: str, keys: Keys) -> Curve:

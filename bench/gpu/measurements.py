@@ -65,6 +65,11 @@ MEASUREMENTS = (
                "1B, updates in backward", "1B, pure bf16"),
     ),
     Measurement(
+        "memory-8B", "c", 80, "one rank of eight that train 8B, the others faked",
+        speeds("8B, dp_shard 8, 7 ranks faked", "8B, dp_shard 4, tp 2, 7 ranks faked"),
+    ),
+    Measurement("profile-bf16", "c", 35, "three steps of 1B in pure bf16", profiled("1B, pure bf16")),
+    Measurement(
         "profile-more", "c", 130, "three steps of each job that takes longer than planned",
         profiled("1B at 2,048 tokens", "8B's shape, float8 tensorwise", "1B, 8-bit state", "1B, optimizer on the host"),
     ),

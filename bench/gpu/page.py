@@ -36,7 +36,7 @@ def speeds() -> str:
 
 def _speeds(last: Mapping[str, Record]) -> Iterator[str]:
     rows = {row.label: row for record in last.values() for row in record.rows}
-    yield "| job | trainer | step, s | tokens/s | MFU | allocated, GiB | reserved, GiB | titan relative to it |"
+    yield "| job | trainer | step, s | tokens/s per GPU | MFU | allocated, GiB | reserved, GiB | titan relative to it |"
     yield "|---|---|---|---|---|---|---|---|"
     for job, shape in JOBS.items():
         for who in ("", *FORMS):
@@ -48,7 +48,7 @@ def _speeds(last: Mapping[str, Record]) -> Iterator[str]:
                 continue
             ratio = rows.get(f"{name}: speed of titan relative to it")
             relative = f"{ratio.value:.2f}" if ratio and isinstance(ratio.value, float) else ""
-            tokens = shape.seq_len * shape.micro_batches / step
+            tokens = shape.seq_len * shape.micro_batches / shape.ranks / step
             yield (
                 f"| {job} | {who or 'titan'} | {step:.4f} | {tokens:,.0f} | {100 * mfu:.1f} % | {allocated:.1f} "
                 f"| {reserved:.1f} | {relative} |"

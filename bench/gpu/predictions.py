@@ -19,6 +19,7 @@ from titan.planner.search.unset_options import settle
 from titan.planner.step.layout import costs_of
 from titan.planner.step.memory import GIB
 from titan.planner.step.predict import Planner
+from titan.planner.step.work import COMMUNICATION
 
 PATH = results.FOLDER / "gpu_predictions.jsonl"
 CLUSTERS = ("h100", "h200")
@@ -38,14 +39,15 @@ def write(path: Path = PATH) -> Path:
 
 
 def predicted(name: str, shape: Shape) -> dict[str, float]:
-    """Seconds, MFU and memory of a step on a cluster."""
+    """Seconds, MFU and memory of a step of one rank on a cluster, without communication, as other ranks are faked."""
     words = [word for key, value in shape.plan_keys().items() for word in (f"--{key}", jobs.word(value))]
     where = cluster.load(name)
-    job, _ = settle(load_job(jobs.SPEED, words, 1), where.memory)
+    job, _ = settle(load_job(jobs.SPEED, words, shape.ranks), where.memory)
     planned = Planner(where).predict(costs_of(job), job.layout)
     (memory,) = planned.memory
+    alone_s = planned.step_time_s - sum(planned.time_s[purpose] for purpose in COMMUNICATION)
     return {
-        "step_s": round(planned.step_time_s, 5), "mfu": round(planned.mfu, 4),
+        "step_s": round(alone_s, 5), "mfu": round(planned.mfu * planned.step_time_s / alone_s, 4),
         "allocated_gib": round(memory.allocated / GIB, 2), "reserved_gib": round(memory.reserved / GIB, 2),
     }  # fmt: skip
 

@@ -14,15 +14,17 @@ MICRO_BATCHES = 4
 
 @dataclass(frozen=True)
 class Shape:
-    """A job of one rank: a preset with a head of its own, at a sequence length.
+    """A job: a preset with a head of its own, at a sequence length.
 
     micro_batches: sequences of a step, one a micro batch.  keys: what else its TOML says.
+    ranks: of which the first is measured, and the others are faked: a step has no communication.
     """
 
     preset: str
     seq_len: int
     micro_batches: int = 1
     keys: Mapping[str, object] = field(default_factory=dict)
+    ranks: int = 1
 
     def plan_keys(self) -> dict[str, object]:
         """Its keys, but for the tokens: what a plan needs."""
@@ -67,6 +69,8 @@ JOBS: dict[str, Shape] = {
         ONE_B, 8192, keys={"plugins.update_in_backward.enabled": True, "train.grad_clip": 0}
     ),
     "1B, pure bf16": Shape(ONE_B, 8192, keys={"plugins.bf16.pure": True}),
+    "8B, dp_shard 8, 7 ranks faked": Shape(EIGHT_B, 8192, 8, {"mesh.dp_shard": 8}, ranks=8),
+    "8B, dp_shard 4, tp 2, 7 ranks faked": Shape(EIGHT_B, 8192, 4, {"mesh.dp_shard": 4, "mesh.tp": 2}, ranks=8),
 }
 """By name. Each is planned (`bench.gpu.predictions`) and measured (`bench.gpu.speed`, `bench.gpu.turns`)."""
 
@@ -93,7 +97,7 @@ def tokens(setting: Setting) -> Path:
     return jobs.tokens(setting.folder, words, setting.size(1 << 21, 1 << 14))
 
 
-def flops_per_step(spec: ModelSpec, seq_len: int, samples: int = 1) -> dict[str, float]:
+def flops_per_step(spec: ModelSpec, seq_len: int, samples: float = 1) -> dict[str, float]:
     """FLOPs of forward and backward, by how attention is counted.
 
     "full": the whole square, as `metrics.jsonl` and torchtitan count.  "causal": the half that is needed.

@@ -40,16 +40,17 @@ def steps_of(setting: Setting, name: str) -> dict[str, Any]:
     """Measure a job, in a process that has not touched the device.
 
     Returns "first_s": from the start of the build to the end of the first step; "steps_s", seconds of steps;
-    "tokens" per step, "mfu" by how attention is counted, "allocated_gib" and "reserved_gib", and "sizes" of the model.
+    "tokens" per step, over all ranks; "mfu" by how attention is counted; "allocated_gib" and "reserved_gib", and
+    "sizes" of the model.
     """
     shape, steps = JOBS[name], setting.size(STEPS, 2)
     began = time.perf_counter()
-    with jobs.open_run(setting, jobs.SPEED, name, keys_of(setting, shape)) as run:
+    with jobs.open_run(setting, jobs.SPEED, name, keys_of(setting, shape), shape.ranks) as run:
         trainer.step(run, next(iter(run.loader)))
         setting.synchronize()
         first = time.perf_counter() - began
         taken = jobs.step_seconds(setting, run, steps, warm_up=setting.size(2, 1))
-        flops = flops_per_step(run.context.spec, run.job.data.seq_len, shape.micro_batches)
+        flops = flops_per_step(run.context.spec, run.job.data.seq_len, shape.micro_batches / shape.ranks)
         step = statistics.median(taken)
         sizes = ("dim", "n_layers", "n_heads", "n_kv_heads", "ffn_dim", "vocab_size")
         return {

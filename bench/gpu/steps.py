@@ -86,7 +86,8 @@ def _profile(setting: Setting, name: str) -> list[tuple[str, float, str]]:
     """Three steps of a job: seconds, idle share, and the share of each of the longest kernels."""
     kind, steps = setting.size(ProfilerActivity.CUDA, ProfilerActivity.CPU), 3
     device = setting.size(torch.autograd.DeviceType.CUDA, torch.autograd.DeviceType.CPU)
-    with jobs.open_run(setting, jobs.SPEED, "profile", keys_of(setting, SPEED_JOBS[name])) as run:
+    shape = SPEED_JOBS[name]
+    with jobs.open_run(setting, jobs.SPEED, "profile", keys_of(setting, shape), shape.ranks) as run:
         jobs.step_seconds(setting, run, 1)
         with profile(activities=[kind]) as seen:
             seconds = sum(jobs.step_seconds(setting, run, steps, warm_up=0)) / steps
