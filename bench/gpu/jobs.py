@@ -12,6 +12,7 @@ import torch.distributed as dist
 
 from bench.gpu.setting import Setting, no_garbage
 from titan.config import load_job
+from titan.contracts.base import mesh
 from titan.data.tokens.shards import ShardWriter
 from titan.planner.machine.cluster import DeviceMemory
 from titan.planner.search.unset_options import settle
@@ -62,10 +63,11 @@ def open_run(setting: Setting, config: Path, name: str, keys: Keys, ranks: int =
 
 
 def _first_of(ranks: int, setting: Setting) -> process.Rank:
-    """The first of these ranks. It is called the only one, as nobody will come whom it could wait for."""
+    """The first of these ranks. It is told that it is the only one, as nobody will come whom it could wait for."""
     from torch.testing._internal.distributed.fake_pg import FakeStore
 
     dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=ranks)
+    mesh.ON_GPUS = "fake"
     return process.here(setting.device.type)
 
 

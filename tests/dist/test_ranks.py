@@ -125,10 +125,9 @@ def _mesh_like_a_gpu(device: str) -> tuple[list[str], list[int]]:
 
     def faked(kind: str, shape: tuple[int, ...], *, backend_override: Any, **more: Any) -> Any:
         assert kind == device
-        names = None if backend_override is None else {axis: _NCCL[name] for axis, name in backend_override.items()}
-        return make("cpu", shape, backend_override=names, **more)
+        return make("cpu", shape, backend_override=backend_override, **more)
 
-    mesh.init_device_mesh = faked  # type: ignore[assignment]
+    mesh.init_device_mesh, mesh.ON_GPUS = faked, "fake"  # type: ignore[assignment]
     _enter()
     dist.barrier()  # so that its connections are there
     before = _held()
@@ -143,9 +142,6 @@ def _mesh_like_a_gpu(device: str) -> tuple[list[str], list[int]]:
     held = [now - then for now, then in zip(_held(), before, strict=True)]
     dist.barrier()
     return [dist.get_backend(group) for group in groups], held
-
-
-_NCCL = {"nccl": "fake"}
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="counts /proc/self/fd")

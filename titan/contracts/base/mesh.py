@@ -12,6 +12,9 @@ from torch.distributed.tensor import DTensor
 from titan.contracts.base.layout import AxisFact, Layout
 from titan.errors import PluginError
 
+ON_GPUS = "nccl"
+"""The backend of groups of ranks on GPUs; RCCL, AMD's, has the same name."""
+
 
 class Mesh:
     """A layout with its process groups, on one rank.
@@ -46,7 +49,7 @@ class Mesh:
     def _backends(self, names: Sequence[str], shape: Sequence[int]) -> Any:
         """Dimension -> backend of its group. One of all ranks uses the process group of all, which is there."""
         world = self.layout.world_size
-        own = {name: "nccl" for name, size in zip(names, shape, strict=True) if size < world}
+        own = {name: ON_GPUS for name, size in zip(names, shape, strict=True) if size < world}
         return own if self.device.type == "cuda" and own else None
 
     def __contains__(self, axis: str) -> bool:
@@ -87,7 +90,7 @@ class Mesh:
         if len(key) == 1:
             return pieces[key[0]]
         if key not in self._flat:
-            own = "nccl" if self.device.type == "cuda" else None
+            own = ON_GPUS if self.device.type == "cuda" else None
             self._flat[key] = _beside(list(pieces.values()))._flatten("_".join(key), backend_override=own)
         return self._flat[key]
 
@@ -141,7 +144,7 @@ class Mesh:
         workers: by their place along the axis.
         """
         self._there = [worker for worker in self._there if worker not in workers]
-        axis, own = self.layout.worker_axis, "nccl" if self.device.type == "cuda" else None
+        axis, own = self.layout.worker_axis, ON_GPUS if self.device.type == "cuda" else None
         groups: dict[tuple[int, ...], list[int]] = {}  # by the place inside of a worker
         for rank in range(self.layout.world_size):
             at = self.layout.coordinate(rank)
