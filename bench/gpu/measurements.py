@@ -70,6 +70,9 @@ MEASUREMENTS = (
     ),
     Measurement("profile-bf16", "c", 35, "three steps of 1B in pure bf16", profiled("1B, pure bf16")),
     Measurement(
+        "profile-ranks", "c", 40, "three steps of one rank of eight", profiled("8B, dp_shard 8, 7 ranks faked")
+    ),
+    Measurement(
         "profile-more", "c", 130, "three steps of each job that takes longer than planned",
         profiled("1B at 2,048 tokens", "8B's shape, float8 tensorwise", "1B, 8-bit state", "1B, optimizer on the host"),
     ),
