@@ -135,10 +135,8 @@ FIRST = ("--plugins.spread.enabled", "true")
     [
         ({"dp_shard": 4, "spread": 2}, ["--plugins.fsdp.zero_stage", "3"]),
         swept_case(({"dp_shard": 2, "cp": 2, "spread": 4}, [])),
-        swept_case(({"dp_shard": 2, "dp_replicate": 2, "spread": 2}, ["--train.micro_batch_size", "1"])),
         swept_case(({"dp_shard": 2, "pp": 2, "spread": 2}, [])),
         swept_case(({"dp_shard": 4, "tp": 2, "spread": 2}, [*FIRST, *WHOLE])),
-        swept_case(({"dp_shard": 4, "spread": 2}, ["--plugins.fsdp.zero_stage", "2"])),
         swept_case(
             (
                 {"dp_shard": 2, "cp": 2, "dp_replicate": 2, "spread": 2},
@@ -146,7 +144,6 @@ FIRST = ("--plugins.spread.enabled", "true")
             )
         ),
         swept_case(({"cp": 2, "dp_replicate": 2, "spread": 2}, ["--plugins.ddp.enabled", "true"])),
-        swept_case(({"cp": 4, "spread": 2}, ["--plugins.ddp.enabled", "true"])),
     ],
     ids=str,
 )

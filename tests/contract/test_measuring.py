@@ -46,7 +46,6 @@ def test_one_rank_measures_what_it_sees(measured_alone: dict[int, dict[str, floa
 
 MEASURED_AT = {
     "dp 2, pp 2": ("--mesh.pp", "2"),
-    "dp 2, tp 2": ("--mesh.tp", "2"),
     "dp 2, tp 2, whole sequences": ("--mesh.tp", "2", "--plugins.tensor.sequence_parallel", "false"),
     "dp 2, cp 2": ("--mesh.cp", "2"),
     "pp 2, tp 2, stages interleaved, recomputed": (

@@ -22,9 +22,7 @@ def by(backend: str) -> list[str]:
 
 
 CASES: dict[str, tuple[int, list[str], tuple[str, ...], Path]] = {
-    "documents": (1, by("documents"), PACKED, LLAMA),
     "documents, window": (1, by("documents"), (*PACKED, *WINDOW), LLAMA),
-    "documents, selective": (1, [*by("documents"), RECOMPUTE, "selective"], PACKED, LLAMA),
     "documents, full, compiled": (1, [*by("documents"), RECOMPUTE, "full", *COMPILED], PACKED, LLAMA),
     "documents, tp 2, selective, compiled": (
         2, [*by("documents"), *mesh(tp=2), RECOMPUTE, "selective", *COMPILED], PACKED, LLAMA,
@@ -37,7 +35,6 @@ CASES: dict[str, tuple[int, list[str], tuple[str, ...], Path]] = {
     "auto, ring": (2, [*by("auto"), *mesh(cp=2)], PACKED, LLAMA),
     "auto": (1, by("auto"), (*PACKED, *WINDOW), LLAMA),
     "auto, gemma": (1, by("auto"), PACKED, GEMMA),
-    "math": (1, by("math"), (), LLAMA),
     "math, tp 2, attention recomputed, window": (
         2, [*by("math"), *mesh(tp=2), RECOMPUTE, "attention"], (*PACKED, *WINDOW), LLAMA,
     ),

@@ -519,7 +519,7 @@ def _after_a_nan(folder: str, words: list[str], config: str) -> dict[str, Tensor
     return {}
 
 
-@pytest.mark.parametrize("method", but_sweep(ALL, "randk", "topk", "int8"))
+@pytest.mark.parametrize("method", ["powersgd", "sign", swept_case("randk")])
 def test_a_step_that_is_not_finite_leaves_errors_as_they_were(method: str, tmp_path: Path) -> None:
     words = [*mesh(dp_replicate=2, dp_shard=2), *on(method, rank=2), "--train.non_finite", "skip"]
     train_job(tmp_path, 4, *words, run=_after_a_nan)

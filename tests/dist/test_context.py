@@ -30,11 +30,10 @@ COMPILED = ("--plugins.compile.backend", "aot_eager")
 
 CASES = {
     **{f"{method}, cp 2, packed": (2, [*mesh(cp=2), *by(method)], PACKED) for method in METHODS},
-    **{f"{method}, cp 4": (4, [*mesh(cp=4), *by(method)], ()) for method in METHODS},
-    **{f"{method}, cp 2, window": (2, [*mesh(cp=2), *by(method)], WINDOW) for method in METHODS},
+    **{f"{method}, cp 4": (4, [*mesh(cp=4), *by(method)], ()) for method in ("ring", "ulysses")},
+    **{f"{method}, cp 2, window": (2, [*mesh(cp=2), *by(method)], WINDOW) for method in ("ring", "ulysses")},
     "gather, cp 4, packed, window": (4, [*mesh(cp=4), *by("gather")], (*PACKED, *WINDOW)),
     "ring, dp 2, tp 2, packed": (8, mesh(dp_shard=2, cp=2, tp=2), PACKED),
-    "ulysses, dp 2, tp 2": (8, [*mesh(dp_shard=2, cp=2, tp=2), *by("ulysses")], ()),
     "ring, ddp 2": (4, mesh(dp_replicate=2, cp=2), ()),
     "gather, hsdp": (8, [*mesh(dp_replicate=2, dp_shard=2, cp=2), *by("gather")], ()),
     "ring, pp 2, selective, packed": (4, [*mesh(pp=2, cp=2), RECOMPUTE, "selective"], PACKED),
@@ -68,10 +67,9 @@ def test_the_curve_of_one_rank(case: str, one_rank, tmp_path: Path) -> None:
 
 
 MODELS = [
-    *((method, config) for method in ("ring", "ulysses") for config in (GPT, OLMO2)),
-    *((method, config) for method in ("gather", "ulysses") for config in (QWEN3, NEOX)),
+    ("ring", GPT), ("ulysses", GPT), ("ring", OLMO2), ("gather", QWEN3), ("ulysses", NEOX),
     *((method, BLOOM) for method in METHODS),
-]
+]  # fmt: skip
 """Each method with several; slopes, which are added to scores, with each."""
 
 

@@ -1,6 +1,6 @@
 """Every command that README, CONTRIBUTING and docs/*.md show is run, with the complete plugins that they show.
 
-Training commands run as written, but for two steps and in folders of the test's; `LESS` shortens others. A line that is
+Training commands run as written, but for one step and in folders of the test's; `LESS` shortens others. A line that is
 nothing but a command of titan runs in a warm process (`tests.commands`); what else a line holds, a shell does. The
 first `./run_train.sh` is the script itself; with arguments it is `titan train`, which it starts.
 """
@@ -35,8 +35,9 @@ LESS = {
     "configs/llama65b.toml": ("--search", "--search --mesh.tp 8 --mesh.pp 4"),
     "NPROC=8 titan doctor --output": ("--output", "--seconds 0.1 --output"),
     "titan tune --config": ("--trials 3", "--trials 1"),
+    "--run.max_minutes 0.2": ("max_minutes 0.2", "max_minutes 0.1"),
 }
-"""A part of a command -> a word of it, and what stands for that word: fewer layouts, ranks, trials."""
+"""A part of a command -> a word of it, and what stands for that word: fewer layouts, ranks, trials, minutes."""
 
 NOT_RUN = {
     "make test": "this is it",
@@ -127,7 +128,7 @@ def test_command(command: str, place: Path, tmp_path: Path) -> None:
     for part, (word, shorter) in LESS.items():
         run = run.replace(word, shorter) if part in run else run
     if not SHORT.search(run) and ("run_train.sh" in run or "titan train" in run):
-        run += " --train.steps 2 --run.dir runs --checkpoint.every 1000"
+        run += " --train.steps 1 --run.dir runs --checkpoint.every 1000"
     reads = ("--data", "run_train.sh", "titan train", "titan tune", "data prepare")
     if any(word in run for word in reads):
         run += " --data.cache cache"

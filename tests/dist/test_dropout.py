@@ -15,7 +15,6 @@ SCHEDULE = "--plugins.pipeline.schedule"
 
 LAYOUTS = {
     "dp_shard 2": (2, mesh(dp_shard=2)),
-    "ddp 2": (2, mesh(dp_replicate=2)),
     "tp 2": (2, mesh(tp=2)),
     "tp 2, whole sequences": (2, [*mesh(tp=2), "--plugins.tensor.sequence_parallel", "false"]),
     "pp 2": (2, mesh(pp=2)),
@@ -26,17 +25,13 @@ LAYOUTS = {
     "recompute full": (1, [*FULL]),
     "recompute selective": (1, [*SELECTIVE]),
     "recompute full, pp 2, interleaved": (2, [*mesh(pp=2), *FOUR_LAYERS, *FULL, SCHEDULE, "Interleaved1F1B"]),
-    "compiled": (1, [*COMPILED]),
     "compiled, recompute selective, tp 2": (2, [*mesh(tp=2), *COMPILED, *SELECTIVE]),
     "accumulation": (1, ["--train.micro_batch_size", "2"]),
-    "accumulation, dp_shard 2": (2, [*mesh(dp_shard=2), "--train.micro_batch_size", "1"]),
-    "cp 2, tp 2": (4, mesh(cp=2, tp=2)),
     "dp_shard 2, tp 2, pp 2": (8, mesh(dp_shard=2, tp=2, pp=2)),
 }
 SWEPT = (
-    "ddp 2", "compiled", "compiled, recompute selective, tp 2", "tp 2, whole sequences",
-    "cp 2, ulysses", "cp 2, gather", "recompute full, pp 2, interleaved", "accumulation, dp_shard 2", "cp 2, tp 2",
-    "dp_shard 2, tp 2, pp 2",
+    "compiled, recompute selective, tp 2", "tp 2, whole sequences", "cp 2, ulysses", "cp 2, gather",
+    "recompute full, pp 2, interleaved", "dp_shard 2, tp 2, pp 2",
 )  # fmt: skip
 
 

@@ -24,18 +24,14 @@ LAYOUTS = {
     "tp 2": (2, mesh(tp=2)),
     "pp 2": (2, mesh(pp=2)),
     "cp 2": (2, mesh(cp=2)),
-    "accumulation": (1, ["--train.micro_batch_size", "1"]),
-    "accumulation, zero 2": (2, ["--train.micro_batch_size", "1", "--plugins.fsdp.zero_stage", "2"]),
     "accumulation, zero 3": (2, ["--train.micro_batch_size", "1", "--plugins.fsdp.zero_stage", "3"]),
     "compiled, recompute": (1, [*COMPILED, *RECOMPUTE]),
     "dp 2, tp 2, pp 2": (8, mesh(dp_shard=2, tp=2, pp=2)),
 }
 SWEPT = (
     "replicas 2",
-    "accumulation",
     "compiled, recompute",
     "cp 2",
-    "accumulation, zero 2",
     "accumulation, zero 3",
     "dp 2, tp 2, pp 2",
 )

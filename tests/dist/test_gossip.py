@@ -202,7 +202,6 @@ def test_tracked_momentum_is_the_optimizers(one_rank, tmp_path: Path) -> None:
     [
         (8, mesh(worker=4, tp=2), LLAMA),
         swept_case((8, [*mesh(worker=4, pp=2), *TIED], LLAMA)),
-        swept_case((8, mesh(worker=4, dp_replicate=2), LLAMA)),
         swept_case((8, mesh(worker=2, dp_shard=2, tp=2), LLAMA)),
         swept_case((8, mesh(worker=4, dp_shard=2, ep=2), MOE)),
     ],

@@ -27,8 +27,6 @@ SIZE = ("--optimizer.lr", "1e-3")
 MUON_GROUPS = (*MUON, *SIZE, "--optimizer.groups", '[{match = ["head", "layers.*.attn.wq.weight"], lr = 1e-3}]')
 LAYOUTS = {
     "dp 2": (2, mesh(dp_shard=2)),
-    "ddp 2": (2, mesh(dp_replicate=2)),
-    "dp 2, tp 2": (4, mesh(dp_shard=2, tp=2)),
     "hsdp 2 x 2": (4, mesh(dp_replicate=2, dp_shard=2)),
     "tp 2, pp 2": (4, mesh(tp=2, pp=2)),
     "hsdp 2 x 2, tp 2": (8, mesh(dp_replicate=2, dp_shard=2, tp=2)),
@@ -41,12 +39,14 @@ KEPT = ["muon: hsdp 2 x 2", "adafactor: dp 2"]
 WIDEST = ("hsdp 2 x 2, tp 2", "tp 2, pp 2")
 CASES = [
     *KEPT,
-    *(f"{optimizer}: {layout}" for optimizer in ("muon", "adafactor") for layout in ("dp 3", "cp 2, zero 3", *WIDEST)),
-    "muon: dp 2, tp 2",
-    "adafactor: ddp 2",
-    *(f"{optimizer}: {layout}" for optimizer in ("groups", "free", "lion") for layout in WIDEST),
+    *(f"{optimizer}: {layout}" for optimizer in ("muon", "adafactor") for layout in WIDEST),
+    "muon: dp 3",
+    "adafactor: cp 2, zero 3",
+    "groups: tp 2, pp 2",
+    "free: hsdp 2 x 2, tp 2",
+    "lion: tp 2, pp 2",
 ]
-"""Those that look at whole matrices or at rows and columns at six; those that update each number alone at two."""
+"""Those that look at whole matrices or at rows and columns at four; those that update each number alone at one."""
 
 
 # --- every way to lie on a mesh ---------------------------------------------------------------------------------------
@@ -130,11 +130,10 @@ def test_one_curve_at_any_layout(case: str, tmp_path: Path) -> None:
     "words",
     [
         mesh(dp_replicate=2, dp_shard=2, ep=2),
-        swept_case(mesh(dp_shard=4, ep=2)),
         swept_case(mesh(dp_shard=4)),
         swept_case(mesh(dp_shard=2, ep=2, tp=2)),
     ],
-    ids=["hsdp, ep 2", "dp 4, ep 2", "dp 4", "dp 2, ep 2, tp 2"],
+    ids=["hsdp, ep 2", "dp 4", "dp 2, ep 2, tp 2"],
 )
 @pytest.mark.parametrize("optimizer", ["muon", swept_case("adafactor")])
 def test_one_curve_of_experts(optimizer: str, words: list[str], tmp_path: Path) -> None:
@@ -152,10 +151,7 @@ def _weights(folder: Path, step: int) -> dict[str, Tensor]:
     return saved_tensors(folder / "checkpoints" / f"step-{step:08}")
 
 
-SWEPT = [swept_case(name) for name in ("muon", "adafactor", "lion", "groups")]
-
-
-@pytest.mark.parametrize("optimizer", ["muon with groups", swept_case("free"), *SWEPT])
+@pytest.mark.parametrize("optimizer", ["muon with groups", swept_case("adafactor"), swept_case("groups")])
 def test_resumed_at_another_layout(optimizer: str, tmp_path: Path) -> None:
     words = (*RESUMED[optimizer], *SAVING)
     alone = train_job(tmp_path, 1, *words, name="alone")

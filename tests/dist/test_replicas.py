@@ -38,10 +38,6 @@ LAYOUTS = {
         4,
         [*mesh(tp=4), *WHOLE, "--train.micro_batch_size", "2", "--plugins.activation_checkpoint.mode", "full"],
     ),
-    "dp_shard 2, tp 2, whole sequences, accumulation": (
-        4,
-        [*mesh(dp_shard=2, tp=2), *WHOLE, "--train.micro_batch_size", "2"],
-    ),
     "hsdp 2x2, tp 2, whole sequences": (8, [*mesh(dp_replicate=2, dp_shard=2, tp=2), *WHOLE]),
     "ddp 2, tp 2, pp 2": (8, mesh(dp_replicate=2, tp=2, pp=2)),
     "tp 2, pp 2, whole sequences, split backward": (
@@ -53,7 +49,6 @@ LAYOUTS = {
 
 SWEEP = (
     "tp 2, pp 2, whole sequences, split backward",
-    "dp_shard 2, tp 2, whole sequences, accumulation",
     "tp 4, whole sequences, accumulation, recompute",
     "hsdp 2x2, tp 2, whole sequences",
     "ddp 2, tp 2, pp 2",

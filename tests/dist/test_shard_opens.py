@@ -10,6 +10,7 @@ import pytest
 
 from bench.scale.shards import measure
 from tests.jobs import LLAMA
+from tests.sweeps import swept_case
 from tests.unit.test_data_shards import write
 from titan.config import load_job
 from titan.data.samples.loader import Loader
@@ -80,7 +81,7 @@ def needed(rank: int) -> set[str]:
     return {f"train-{token // TOKENS:02}.bin" for token in tokens}
 
 
-@pytest.mark.parametrize("workers", [0, 1])
+@pytest.mark.parametrize("workers", [0, swept_case(1)])
 def test_each_header_is_read_once_and_a_rank_maps_what_its_samples_need(tmp_path: Path, workers: int) -> None:
     train, validation = shards_of(tmp_path / "train", SHARDS), shards_of(tmp_path / "validation", 2)
     words = [*ORDERED, "--data.path", str(train), "--mesh.dp_shard", str(RANKS), "--run.dir", str(tmp_path)]

@@ -32,8 +32,13 @@ KEPT = [
     *((case, "one rank") for case in CASES),
     ("llama", "dp_shard 2, tp 2"), ("gpt2", "dp_shard 2, pp 2"), ("mixtral", "dp_shard 4, ep 4"),
 ]  # fmt: skip
-SWEPT = [(case, ("dp_shard 2, tp 2", "dp_shard 2, pp 2")[at % 2]) for at, case in enumerate(CASES)]
-"""One layout of each: other tests compare each of titan's models with itself on one rank at many more."""
+VARIANTS = ("-tied", "-untied", "-uncapped", "-in-turn", "-normalized")
+SWEPT = [
+    (case, ("dp_shard 2, tp 2", "dp_shard 2, pp 2")[at % 2])
+    for at, case in enumerate(CASES)
+    if not case.endswith(VARIANTS)
+]
+"""One layout of each family: other tests compare each of titan's models with itself on one rank at many more."""
 
 
 @pytest.mark.parametrize(("case", "layout"), sweep_but([run for run in runs() if run in KEPT + SWEPT], *KEPT))

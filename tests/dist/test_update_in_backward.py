@@ -27,7 +27,7 @@ LAYOUTS = {
 }
 
 
-@pytest.mark.parametrize("layout", but_sweep(LAYOUTS, "offloaded, pure", "dp_shard 2"))
+@pytest.mark.parametrize("layout", but_sweep(LAYOUTS, "fsdp", "dp_shard 2", "cp 2, zero 3", "offloaded, pure"))
 def test_the_bits_are_those_of_updates_after_the_backward_pass(layout: str, tmp_path: Path) -> None:
     ranks, words = LAYOUTS[layout]
     after = train_job(tmp_path, ranks, *UNCLIPPED, *words, name="after", run=run_with_state)
