@@ -44,10 +44,11 @@ def word(value: object) -> str:
 def open_run(setting: Setting, config: Path, name: str, keys: Keys, ranks: int = 1) -> Iterator[build.Run]:
     """Build the run of a job as `titan.train` does, and close it afterwards.
 
-    ranks: of the job. This process is the first; the others are faked, and collectives with them return at once.
+    ranks: of the job. This process is the first, and the others are faked: a gather copies this rank's own piece into
+        each place, and all other collectives leave their results as they were, so the numbers mean nothing.
     """
     setting.free()  # the run before is garbage by now, and not yet while the body of its `with` could still name it
-    job = load_job(config, arguments(setting, name, keys), ranks)
+    job, on_gpus = load_job(config, arguments(setting, name, keys), ranks), mesh.ON_GPUS
     rank = process.join(job) if ranks == 1 else _first_of(ranks, setting)
     try:
         least = process.smallest_memory_gib(rank)
@@ -60,6 +61,7 @@ def open_run(setting: Setting, config: Path, name: str, keys: Keys, ranks: int =
             trainer.close(run)
     finally:
         process.leave()
+        mesh.ON_GPUS = on_gpus
 
 
 def _first_of(ranks: int, setting: Setting) -> process.Rank:

@@ -48,7 +48,7 @@ def _speeds(last: Mapping[str, Record]) -> Iterator[str]:
                 continue
             ratio = rows.get(f"{name}: speed of titan relative to it")
             relative = f"{ratio.value:.2f}" if ratio and isinstance(ratio.value, float) else ""
-            tokens = shape.seq_len * shape.micro_batches / shape.ranks / step
+            tokens = shape.seq_len * shape.sequences / shape.ranks / step
             yield (
                 f"| {job} | {who or 'titan'} | {step:.4f} | {tokens:,.0f} | {100 * mfu:.1f} % | {allocated:.1f} "
                 f"| {reserved:.1f} | {relative} |"

@@ -16,13 +16,13 @@ MICRO_BATCHES = 4
 class Shape:
     """A job: a preset with a head of its own, at a sequence length.
 
-    micro_batches: sequences of a step, one a micro batch.  keys: what else its TOML says.
-    ranks: of which the first is measured, and the others are faked: a step has no communication.
+    sequences: of a step over all ranks; a micro batch is one.  keys: what else its TOML says.
+    ranks: of which the first is measured, and the others are faked.
     """
 
     preset: str
     seq_len: int
-    micro_batches: int = 1
+    sequences: int = 1
     keys: Mapping[str, object] = field(default_factory=dict)
     ranks: int = 1
 
@@ -30,7 +30,7 @@ class Shape:
         """Its keys, but for the tokens: what a plan needs."""
         return {
             "model.preset": self.preset, "model.tied": False, "data.seq_len": self.seq_len,
-            "train.global_batch_size": self.micro_batches, "train.micro_batch_size": 1, **self.keys,
+            "train.global_batch_size": self.sequences, "train.micro_batch_size": 1, **self.keys,
         }  # fmt: skip
 
 

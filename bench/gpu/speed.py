@@ -40,8 +40,8 @@ def steps_of(setting: Setting, name: str) -> dict[str, Any]:
     """Measure a job, in a process that has not touched the device.
 
     Returns "first_s": from the start of the build to the end of the first step; "steps_s", seconds of steps;
-    "tokens" per step, over all ranks; "mfu" by how attention is counted; "allocated_gib" and "reserved_gib", and
-    "sizes" of the model.
+    "tokens" per step and rank; "dropped": updates that were not made, for want of finite gradients; "mfu" by how
+    attention is counted; "allocated_gib" and "reserved_gib", and "sizes" of the model.
     """
     shape, steps = JOBS[name], setting.size(STEPS, 2)
     began = time.perf_counter()
@@ -50,11 +50,12 @@ def steps_of(setting: Setting, name: str) -> dict[str, Any]:
         setting.synchronize()
         first = time.perf_counter() - began
         taken = jobs.step_seconds(setting, run, steps, warm_up=setting.size(2, 1))
-        flops = flops_per_step(run.context.spec, run.job.data.seq_len, shape.micro_batches / shape.ranks)
+        flops = flops_per_step(run.context.spec, run.job.data.seq_len, shape.sequences / shape.ranks)
         step = statistics.median(taken)
         sizes = ("dim", "n_layers", "n_heads", "n_kv_heads", "ffn_dim", "vocab_size")
         return {
-            "first_s": first, "steps_s": taken, "tokens": run.job.tokens_per_step,
+            "first_s": first, "steps_s": taken, "tokens": run.job.tokens_per_step // shape.ranks,
+            "dropped": run.guard.read()[0],
             "mfu": {counted: mfu(setting, each, step) for counted, each in flops.items()},
             "allocated_gib": None if setting.rehearse else torch.cuda.max_memory_allocated() / 2**30,
             "reserved_gib": None if setting.rehearse else torch.cuda.max_memory_reserved() / 2**30,
@@ -67,6 +68,7 @@ def rows(name: str, taken: dict[str, Any]) -> Iterator[Row]:
     step = statistics.median(taken["steps_s"])
     yield Row(f"{name}: step", step, "s", samples=tuple(round(each, 5) for each in taken["steps_s"]))
     yield Row(f"{name}: tokens/s", taken["tokens"] / step, "tokens/s")
+    yield Row(f"{name}: updates dropped", taken["dropped"], passed=not taken["dropped"])
     for counted, share in taken["mfu"].items():
         yield Row(f"{name}: MFU, {counted} attention", share)
     yield Row(f"{name}: peak allocated", taken["allocated_gib"], "GiB")
