@@ -13,7 +13,7 @@ from tests.commands import run_titan
 from titan.skeletons.write import FOLDER, KINDS, skeleton
 
 SHOWN = ("model", "technique", "optimizer")
-"""Kinds that pages of the documentation write and train with, in tests/dist/test_docs.py."""
+"""Kinds that pages of the documentation train with, in tests/dist/test_docs.py: here their command is read alone."""
 
 
 @pytest.fixture(scope="module")
@@ -40,6 +40,15 @@ def test_skeletons_pass_their_tests(commands: dict[str, list[str]]) -> None:
     command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", "-W", "error"]
     done = subprocess.run(command, cwd=commands[""][0], capture_output=True, text=True, timeout=280)
     assert done.returncode == 0, done.stdout[-4000:]
+
+
+@pytest.mark.sweep
+@pytest.mark.parametrize("kind", SHOWN)
+def test_the_printed_command_is_a_job(kind: str, commands: dict[str, list[str]]) -> None:
+    _, train, *words = commands[kind]
+    read = run_titan(["config", *words], Path(commands[""][0]))
+    assert train == "train" and read.returncode == 0, read.stderr
+    assert f"my_{kind}" in read.stdout
 
 
 @pytest.mark.sweep

@@ -27,11 +27,12 @@ LAYOUTS = {
     "recompute full, pp 2, interleaved": (2, [*mesh(pp=2), *FOUR_LAYERS, *FULL, SCHEDULE, "Interleaved1F1B"]),
     "compiled, recompute selective, tp 2": (2, [*mesh(tp=2), *COMPILED, *SELECTIVE]),
     "accumulation": (1, ["--train.micro_batch_size", "2"]),
+    "cp 2, tp 2": (4, mesh(cp=2, tp=2)),
     "dp_shard 2, tp 2, pp 2": (8, mesh(dp_shard=2, tp=2, pp=2)),
 }
 SWEPT = (
     "compiled, recompute selective, tp 2", "tp 2, whole sequences", "cp 2, ulysses", "cp 2, gather",
-    "recompute full, pp 2, interleaved", "dp_shard 2, tp 2, pp 2",
+    "recompute full, pp 2, interleaved", "cp 2, tp 2", "dp_shard 2, tp 2, pp 2",
 )  # fmt: skip
 
 

@@ -54,7 +54,6 @@ def test_forked_ranks_meet() -> None:
     assert sorted(ended, key=lambda end: end.rank) == [Ended(rank, 0 + 1 + 2 + 3) for rank in range(4)]
 
 
-@pytest.mark.sweep
 def test_spawned_ranks_meet() -> None:
     [ended] = in_a_fresh_process(_spawned, 1, init=False)
     assert sorted(ended, key=lambda end: end.rank) == [Ended(rank, 0 + 1) for rank in range(2)]

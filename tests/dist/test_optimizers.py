@@ -151,7 +151,7 @@ def _weights(folder: Path, step: int) -> dict[str, Tensor]:
     return saved_tensors(folder / "checkpoints" / f"step-{step:08}")
 
 
-@pytest.mark.parametrize("optimizer", ["muon with groups", swept_case("adafactor"), swept_case("groups")])
+@pytest.mark.parametrize("optimizer", ["muon with groups", *map(swept_case, ("adafactor", "free", "groups"))])
 def test_resumed_at_another_layout(optimizer: str, tmp_path: Path) -> None:
     words = (*RESUMED[optimizer], *SAVING)
     alone = train_job(tmp_path, 1, *words, name="alone")

@@ -34,7 +34,7 @@ LAYOUTS = {
     "dp_shard 2, tp 2, pp 2": (8, mesh(dp_shard=2, tp=2, pp=2)),
     "ddp 2, pp 2": (4, mesh(dp_replicate=2, pp=2)),
     "accumulation": (1, ["--train.micro_batch_size", "2"]),
-    "accumulation, dp_shard 2, zero 1": (2, [*mesh(dp_shard=2), "--train.micro_batch_size", "1"]),
+    "accumulation, hsdp 2x2, zero 1": (4, [*mesh(dp_replicate=2, dp_shard=2), "--train.micro_batch_size", "1"]),
     "accumulation, hsdp 2x2, zero 3": (
         4,
         [*mesh(dp_replicate=2, dp_shard=2), "--train.micro_batch_size", "1", "--plugins.fsdp.zero_stage", "3"],
@@ -56,9 +56,9 @@ CURVE = ("--train.global_batch_size", "--model.n_layers", "--model.tied", "--mod
 
 SWEPT = (
     "ddp 2, pp 2", "pp 4", "dp_shard 2, tp 2, pp 2", "compiled, recompute selective, dp_shard 2, tp 2", "dp_shard 3",
-    "accumulation, dp_shard 2, zero 1", "pp 2, dp_shard 2, zero 3", "recompute full, dp_shard 2, pp 2",
+    "accumulation, hsdp 2x2, zero 1", "pp 2, dp_shard 2, zero 3", "recompute full, dp_shard 2, pp 2",
 )  # fmt: skip
-"""Pairs of what other layouts have alone."""
+"""Each combines what other layouts have singly."""
 
 
 @pytest.mark.parametrize("layout", but_sweep(LAYOUTS, *SWEPT))

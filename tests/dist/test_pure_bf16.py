@@ -135,7 +135,7 @@ def test_experts(tmp_path: Path) -> None:
     assert_near(one, train_job(tmp_path, 4, *pure(), *mesh(dp_shard=2, ep=2, tp=2), config=MOE))
 
 
-@pytest.mark.parametrize("stage", ["2", swept_case("3")])
+@pytest.mark.parametrize("stage", [swept_case("1"), "2", swept_case("3")])
 def test_micro_batches(stage: str, one_rank: Outcome, tmp_path: Path) -> None:
     """Four of one sample: summed in fp32 by stage 1, and shards in bf16 by 2 and 3, within the same bounds."""
     words = ("--train.micro_batch_size", "1", "--plugins.fsdp.zero_stage", stage)

@@ -121,7 +121,7 @@ def test_a_task_of_an_array_is_queued_again_alone(tmp_path: Path, slurm: Slurm) 
     [swept_case((["USR1"], 1)), (["USR1", "TERM"], 0), swept_case((["TERM", "USR1"], 0))],
 )
 def test_a_signal_that_cancels_wins(sent: list[str], restarts: int, tmp_path: Path, slurm: Slurm) -> None:
-    """To a process that is the only rank; without a signal, a time limit of the run's own made room."""
+    """To a process that is the only rank."""
     train = f'0 if life == "1" else 75 + 0 * len([os.kill(os.getpid(), signal.Signals["SIG" + n]) for n in {sent}])'
     [job] = slurm.submit(script(tmp_path, TRAINS.format(train=train), "exec titan"), NPROC="1")
     assert job.await_end() == ("COMPLETED" if restarts else "FAILED"), job.lines
