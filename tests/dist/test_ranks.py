@@ -3,6 +3,7 @@
 import importlib
 import os
 import sys
+import time
 from datetime import timedelta
 from pathlib import Path
 from types import SimpleNamespace
@@ -86,6 +87,29 @@ def _connections(eager: bool) -> int:
     found = _sockets() - before
     dist.barrier()
     return found
+
+
+def _hears_that_the_first_is_gone() -> float:
+    """Seconds until this rank knows that rank 0, which it would send something to, has left."""
+    _enter()
+    ranks = Ranks(dist.get_rank(), dist.get_world_size())
+    ranks.connect()
+    group = ranks.group
+    if dist.get_rank() == 0:
+        ranks.leave()
+    dist.barrier()
+    began = time.monotonic()
+    if dist.get_rank() > 0:
+        with pytest.raises(RuntimeError):
+            dist.gather(torch.ones(1), dst=0, group=group)
+    waited = time.monotonic() - began
+    dist.barrier()
+    return waited
+
+
+def test_ranks_that_are_connected_hear_at_once_of_one_that_is_gone() -> None:
+    """Of six, rank 3 is the one that nothing but a gather connects with rank 0. It would wait for a minute."""
+    assert max(run_ranks(_hears_that_the_first_is_gone, 6, init=False, timeout=50.0)) < 10
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="counts /proc/self/fd")

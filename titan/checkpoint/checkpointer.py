@@ -181,6 +181,10 @@ class Checkpointer:
         self._writer = Thread(target=write, args=(step, snapshot, began, finish), name="checkpoint", daemon=True)
         self._writer.start()
 
+    def connect(self) -> None:
+        """Connect the ranks before any of them can be lost, where the others are to notice that at once."""
+        self._ranks.connect()
+
     def go_on_with(self, ranks: Sequence[int]) -> None:
         """Go on with these ranks alone, as the others are gone; called by each of them.
 

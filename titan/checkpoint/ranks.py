@@ -55,6 +55,15 @@ class Ranks:
             raise RuntimeError("this rank has left the group for checkpoints")
         return self._group
 
+    def connect(self) -> None:
+        """Exchange something with each rank that a save exchanges something with, so that all connections are there.
+
+        Gloo connects two ranks when they first exchange data, and one of them waits for the other to begin. It would
+        wait a minute and more for a rank that is gone or has left, as no connection is there that could be closed.
+        """
+        self.gather_first(None)
+        self.first(lambda: None)
+
     def leave(self) -> None:
         """After a collective failed, as a rank is gone: close the connections, so that all others fail too.
 
@@ -74,6 +83,7 @@ class Ranks:
         self._former.append(self._group)  # see `leave`
         self._group = dist.new_group(list(ranks), self._wait, backend="gloo")
         self.rank, self.size, self._left = dist.get_rank(self._group), len(ranks), False
+        self.connect()
 
     def gather(self, value: T) -> list[T]:
         """Everybody's value, by rank, on all ranks."""

@@ -352,6 +352,8 @@ def _restore(core: Core, fingerprint: str, lock: FolderLock) -> tuple[Checkpoint
         world_size=rank.world_size, timeout_s=job.comm.checkpoint_timeout_s, held=lock.check,
         mesh=core.context.mesh,
     )  # fmt: skip
+    if job.expendable:
+        checkpointer.connect()
     path = checkpointer.find(section.resume)
     if path is None:
         log.log.info(f"weights: {_first_weights(job, rank, parts)}")

@@ -24,6 +24,13 @@ FAULTS = (
         (f"{CLONED}::test_the_thread_that_writes_waits_for_the_copy_first",),
     ),
     Fault(
+        "ranks that connect to rank 0 when they save first",
+        "titan/checkpoint/ranks.py",
+        "        self.gather_first(None)\n        self.first(lambda: None)\n",
+        "        self.first(lambda: None)\n",
+        ("tests/dist/test_ranks.py::test_ranks_that_are_connected_hear_at_once_of_one_that_is_gone",),
+    ),
+    Fault(
         "random state not restored",
         "titan/training/build.py",
         'if "rng" in rest:',
