@@ -64,13 +64,18 @@ def steps_of(setting: Setting, name: str) -> dict[str, Any]:
 
 
 def rows(name: str, taken: dict[str, Any]) -> Iterator[Row]:
-    """The figures of a job's steps."""
-    step = statistics.median(taken["steps_s"])
-    yield Row(f"{name}: step", step, "s", samples=tuple(round(each, 5) for each in taken["steps_s"]))
-    yield Row(f"{name}: tokens/s", taken["tokens"] / step, "tokens/s")
-    yield Row(f"{name}: updates dropped", taken["dropped"], passed=not taken["dropped"])
-    for counted, share in taken["mfu"].items():
-        yield Row(f"{name}: MFU, {counted} attention", share)
+    """The figures of a job's steps; of steps that made no update, the memory alone.
+
+    Where ranks are faked, numbers that nobody has reduced may not be finite: that is no fault of the job.
+    """
+    dropped = taken["dropped"]
+    yield Row(f"{name}: updates dropped", dropped, passed=not dropped if JOBS[name].ranks == 1 else None)
+    if not dropped:
+        step = statistics.median(taken["steps_s"])
+        yield Row(f"{name}: step", step, "s", samples=tuple(round(each, 5) for each in taken["steps_s"]))
+        yield Row(f"{name}: tokens/s", taken["tokens"] / step, "tokens/s")
+        for counted, share in taken["mfu"].items():
+            yield Row(f"{name}: MFU, {counted} attention", share)
     yield Row(f"{name}: peak allocated", taken["allocated_gib"], "GiB")
     yield Row(f"{name}: peak reserved", taken["reserved_gib"], "GiB")
     yield Row(f"{name}: start of the build to the end of the first step", taken["first_s"], "s")
