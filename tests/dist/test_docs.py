@@ -34,10 +34,9 @@ NEW = re.compile(r"titan plugins new ([a-z]\w*) --kind ([a-z]\w*)")
 LESS = {
     "configs/llama65b.toml": ("--search", "--search --mesh.tp 8 --mesh.pp 4"),
     "NPROC=8 titan doctor --output": ("--output", "--seconds 0.1 --output"),
-    "titan tune --config": ("--trials 3", "--trials 1"),
     "--run.max_minutes 0.2": ("max_minutes 0.2", "max_minutes 0.1"),
 }
-"""A part of a command -> a word of it, and what stands for that word: fewer layouts, ranks, trials, minutes."""
+"""A part of a command -> a word of it, and what stands for that word: fewer layouts, seconds, minutes."""
 
 NOT_RUN = {
     "make test": "this is it",
@@ -49,6 +48,10 @@ NOT_RUN = {
     "python -m tests.faults": "takes half an hour; tests/unit/test_faults.py plants one",
     "python -m tests.fuzz": "takes half an hour; a sample of it is a test of its own",
     "python -m pytest test_": "tests/contract/test_skeletons.py runs them in its sweep",
+    "titan train --plugins.path heavyball.py": "tests/contract/test_installed.py follows that page in its sweep",
+    "titan train --train.steps 50 --run.name adamw": "the same",
+    "NPROC=2 titan train --plugins.path heavyball.py": "the same",
+    "NPROC=2 titan tune": "tests/dist/test_tune.py tunes in its sweep",
     "python -m venv other": "for another PyTorch, which CI does not install",
     "other/bin/": "the same",
     "python=$(scripts/python.sh float8 dev)": "of the command below it",
@@ -62,7 +65,6 @@ SWEEP = {
     "titan plan --config configs/gpt175b.toml --cluster mi250x-frontier --study": "tests/unit/test_studies.py",
     "NPROC=4 titan train --config debug --run.name primer": "a model of README trains on four ranks",
     "titan generate --checkpoint runs/primer": "reads what that has trained",
-    "titan train --plugins.path heavyball.py --optimizer.name heavyball --train.steps 50": "many steps",
     "NPROC=4 titan train --config configs/debug.toml --run.name profiled": "shown by tests/dist/test_profile.py",
     "titan train --config configs/debug.toml --run.name limited": "takes its minutes; tests/dist/test_preemption.py",
     "titan train --config configs/debug.toml --run.name untrusted": "shown by tests/unit/test_untrusted_checkpoints.py",
@@ -72,14 +74,11 @@ SWEEP = {
     "NPROC=4 titan train --config debug --run.name average": "goes on from what that has trained",
     "NPROC=8 ./run_train.sh": "eight ranks train in tests/dist/test_parity.py",
     "NPROC=2 configs/launch/torchrun.sh": "as tests/dist/test_torchrun.py, a sweep too",
-    "NPROC=2 titan tune": "as tests/dist/test_tune.py, a sweep too",
     "NPROC=8 titan doctor": "measures; shown by tests/dist/test_doctor.py",
     "titan plan --config quickstart --cluster here.toml": "reads what the doctor has measured",
     "titan plan --config configs/llama65b.toml --search --world-size 256": "tests/unit/test_big_configs.py searches",
     "titan plan --config configs/llama65b.toml --cluster h100 --world-size 512 --search": "the same",
     "NPROC=2 titan train --config configs/debug.toml --run.name hung": "shown by tests/dist/test_watchdog.py",
-    "titan train --train.steps 50 --run.name adamw": "the first command by another name",
-    "NPROC=2 titan train --plugins.path heavyball.py": "the same on two ranks",
     "titan train --data.name text --data.path README.md": "the first command on another text",
     "NPROC=2 MAX_RESTARTS=1 titan train": "shown by tests/dist/test_restart.py",
     "titan train --config configs/debug.toml --run.name slow": "shown by tests/dist/test_watchdog.py",
