@@ -83,13 +83,13 @@ def main(argv: Sequence[str] | None = None) -> int:
 def _run(args: argparse.Namespace, wanted: Sequence[Measurement]) -> int:
     deadline = time.monotonic() + args.seconds
     setting = Setting(args.scratch, args.reference, args.results.absolute().with_name("log.txt"), args.rehearse)
+    machine = isolated.call(partial(_machine, args.rehearse), setting.log, 120.0)
+    if machine["device"].startswith("cpu") and not (args.rehearse or args.reference_only):
+        print("error: no CUDA device; --rehearse takes every measurement on the CPU", file=sys.stderr)
+        return 2
     isolated.call(partial(reference.make, setting), setting.log, 600.0)
     if args.reference_only:
         return 0
-    machine = isolated.call(partial(_machine, args.rehearse), setting.log, 120.0)
-    if machine["device"].startswith("cpu") and not args.rehearse:
-        print("error: no CUDA device; --rehearse takes every measurement on the CPU", file=sys.stderr)
-        return 2
     about = {"device": machine.pop("device"), "torch": machine.pop("torch"), "rehearsal": args.rehearse}
     earlier = [COMMITTED] if args.results.absolute() != COMMITTED else []
     kept = Results(args.results, about, machine, earlier)
@@ -120,14 +120,23 @@ def _arguments(argv: Sequence[str] | None) -> argparse.Namespace:
         prog="python -m bench.gpu", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument("--call", nargs="+", choices=CALLS, default=CALLS, help="parts of the list; default: all")
-    parser.add_argument("--only", nargs="+", default=(), choices=[one.name for one in MEASUREMENTS], metavar="NAME")
+    parser.add_argument(
+        "--only",
+        nargs="+",
+        default=(),
+        choices=[one.name for one in MEASUREMENTS],
+        metavar="NAME",
+        help="measurements, by the names in the table of checks of docs/gpu.md; default: all",
+    )
     parser.add_argument("--again", action="store_true", help="also what has a result")
     parser.add_argument(
         "--seconds", type=_positive, default=3600.0,
         help="deadline of the measurements, from the start of the command, whose imports take some more; default: 3600",
     )  # fmt: skip
     parser.add_argument("--results", type=Path, metavar="FILE", help="file to append to; default: runs/gpu/gpu.jsonl")
-    parser.add_argument("--scratch", type=Path, metavar="DIR", help="folder of runs, tokens and checkpoints")
+    parser.add_argument(
+        "--scratch", type=Path, metavar="DIR", help="folder of runs, tokens and checkpoints; default: runs/gpu"
+    )
     parser.add_argument("--reference", type=Path, metavar="DIR", help="the CPU's checkpoint and curves, made if absent")
     parser.add_argument("--reference-only", action="store_true", help="make that folder and measure nothing")
     parser.add_argument("--table", action="store_true", help="print what is measured, and measure nothing")

@@ -40,6 +40,9 @@ def pytest_terminal_summary(terminalreporter: Any, config: pytest.Config) -> Non
     for report in reports:
         seconds[report.nodeid.partition("::")[0]] += report.duration
     tests = len({report.nodeid for report in reports})
+    if not tests:
+        terminalreporter.write_line("error: no test ran; do the paths and words of ARGS exist?", red=True)
+        return
     terminalreporter.section("cost", sep="-")
     for line in summary(seconds, tests, committed, min(config.stash[_pace], pace_ms())):
         terminalreporter.write_line(line)

@@ -3,6 +3,7 @@
 import argparse
 import json
 import os
+import signal
 import sys
 import tempfile
 import time
@@ -23,6 +24,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         print(f"--only {' '.join(given.only)}: no such fault; --list prints their names", file=sys.stderr)
         return 2
     if given.list:
+        signal.signal(signal.SIGPIPE, signal.SIG_DFL)  # `--list | head` ends it
         for fault in wanted:
             print(f"{fault.name}\n    {fault.file}\n    " + "\n    ".join(fault.tests))
         return 0

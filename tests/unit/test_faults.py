@@ -64,7 +64,10 @@ def test_make_test_runs_the_tests_of_every_fault(request: pytest.FixtureRequest)
 
 def test_faults_are_many_and_differ_and_each_has_a_test() -> None:
     assert len(FAULTS) >= FEWEST
-    assert f"plants {len(FAULTS)} faults" in (ROOT / "docs" / "correctness.md").read_text(encoding="utf-8")
+    page = (ROOT / "docs" / "correctness.md").read_text(encoding="utf-8")
+    assert f"plants {len(FAULTS)} faults" in page
+    counts = re.findall(r"^\| [\w ]+ \| (\d+) \|", page.partition("| part | faults |")[2].partition("\n\n")[0], re.M)
+    assert sum(map(int, counts)) == len(FAULTS)
     assert len({fault.name for fault in FAULTS}) == len({(f.file, f.old, f.new) for f in FAULTS}) == len(FAULTS)
     assert all(fault.tests and fault.file.startswith(("titan/", "plugins/")) for fault in FAULTS)
 
