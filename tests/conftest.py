@@ -76,10 +76,15 @@ def _collections_pass_over_what_is_imported() -> None:
     gc.freeze()
 
 
-@pytest.fixture(autouse=True)
-def _plugins_of_a_test_end_with_it() -> Iterator[None]:
-    """What a test loads from outside, the next one does not find: an axis more is another space of layouts."""
+@pytest.fixture(scope="session")
+def _builtin_plugins() -> None:
+    """Loaded once: each time, all are held against each other."""
     registry.load_plugins()
+
+
+@pytest.fixture(autouse=True)
+def _plugins_of_a_test_end_with_it(_builtin_plugins: None) -> Iterator[None]:
+    """What a test loads from outside, the next one does not find: an axis more is another space of layouts."""
     plugins, opened = dict(registry._plugins), set(registry._opened)
     yield
     registry._plugins.clear()
