@@ -8,7 +8,8 @@ import faulthandler
 import gc
 import logging
 import os
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -108,3 +109,20 @@ def one_rank() -> Callable[..., Any]:
     from titan.testing.jobs import one_rank  # here: tests that train nothing need none of it
 
     return one_rank
+
+
+@pytest.fixture
+def same_curve(one_rank: Callable[..., Any], tmp_path: Path) -> Callable[..., Any]:
+    """`same_curve(RANKS, WORDS, ONE, config=PATH)`: the outcome of three steps, whose curve is that of one rank.
+
+    WORDS are those of the job, ONE those of the job on one rank: what its curve is a function of.
+    """
+    from tests.jobs import LLAMA, THREE_STEPS
+    from titan.testing.jobs import assert_same_curve, train_job
+
+    def same(ranks: int, words: Sequence[str], one: Sequence[str] = (), config: Path = LLAMA) -> Any:
+        outcome = train_job(tmp_path, ranks, *THREE_STEPS, *words, config=config)
+        assert_same_curve(one_rank(*THREE_STEPS, *one, config=config), outcome)
+        return outcome
+
+    return same

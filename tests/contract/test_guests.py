@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from tests.commands import run_titan
-from tests.jobs import CONFIGS, LLAMA, SAVING, mesh
+from tests.jobs import CONFIGS, LLAMA, SAVING, THREE_STEPS, mesh
 from tests.planned import CLUSTER
 from tests.sweeps import swept_case
 from titan.config import load_job
@@ -31,19 +31,16 @@ PACKED = ("--data.packing", "document_mask")
     [swept_case({"slicer": 4}), {"slicer": 2, "tp": 2}, swept_case({"slicer": 2, "pp": 2, "dp_shard": 2})],
     ids=str,
 )
-def test_a_sequence_sliced_from_outside(degrees: dict[str, int], one_rank, tmp_path: Path) -> None:
+def test_a_sequence_sliced_from_outside(degrees: dict[str, int], same_curve) -> None:
     ranks = 8 if len(degrees) == 3 else 4
-    assert_same_curve(one_rank(*PACKED), train_job(tmp_path, ranks, *GUESTS, *PACKED, *mesh(**degrees)))
+    same_curve(ranks, [*GUESTS, *PACKED, *mesh(**degrees)], PACKED)
 
 
 @pytest.mark.parametrize(
     "words", [[], ["--mesh.cp", "2", "--plugins.context.method", "ulysses"]], ids=["alone", "ulysses"]
 )
-def test_another_attention_kernel(words: list[str], one_rank, tmp_path: Path) -> None:
-    ranks = 2 if words else 1
-    assert_same_curve(
-        one_rank(*PACKED), train_job(tmp_path, ranks, *GUESTS, *PACKED, "--plugins.tiled.keys", "5", *words)
-    )
+def test_another_attention_kernel(words: list[str], same_curve) -> None:
+    same_curve(2 if words else 1, [*GUESTS, *PACKED, "--plugins.tiled.keys", "5", *words], PACKED)
 
 
 @pytest.mark.parametrize(
@@ -69,9 +66,8 @@ def test_sequences_are_split_by_one_technique() -> None:
     [{"dp_shard": 2, "tp": 2}, *map(swept_case, [{"pp": 2, "dp_shard": 2}, {"cp": 2, "dp_replicate": 2}])],
     ids=str,
 )
-def test_a_loss_without_all_logits(degrees: dict[str, int], one_rank, tmp_path: Path) -> None:
-    words = ["--loss.name", "frugal", *mesh(**degrees)]
-    assert_same_curve(one_rank(), train_job(tmp_path, 4, *GUESTS, *words))
+def test_a_loss_without_all_logits(degrees: dict[str, int], same_curve) -> None:
+    same_curve(4, [*GUESTS, "--loss.name", "frugal", *mesh(**degrees)])
 
 
 WHOLE = ["--plugins.tensor.sequence_parallel", "false"]
@@ -82,8 +78,8 @@ WHOLE = ["--plugins.tensor.sequence_parallel", "false"]
     [mesh(tp=2, pp=2), swept_case([*mesh(dp_shard=2, tp=2), *WHOLE]), swept_case(mesh(cp=2, pp=2))],
     ids=" ".join,
 )
-def test_a_model_of_shared_layers(words: list[str], one_rank, tmp_path: Path) -> None:
-    assert_same_curve(one_rank(*PACKED, config=PARALLEL), train_job(tmp_path, 4, *PACKED, *words, config=PARALLEL))
+def test_a_model_of_shared_layers(words: list[str], same_curve) -> None:
+    same_curve(4, [*PACKED, *words], PACKED, PARALLEL)
 
 
 NOISE = ("--plugins.neftune.alpha", "20")
@@ -99,10 +95,9 @@ COMPILED = ["--plugins.compile.backend", "aot_eager"]
     ],
     ids=" ".join,
 )
-def test_noise_from_outside(words: list[str], one_rank, tmp_path: Path) -> None:
-    expected = one_rank(*GUESTS, *NOISE)
-    assert_same_curve(expected, train_job(tmp_path, 4, *GUESTS, *NOISE, *words))
-    assert abs(expected.rows[1]["loss"] / one_rank().rows[1]["loss"] - 1) > 1e-4  # there is noise
+def test_noise_from_outside(words: list[str], one_rank, same_curve) -> None:
+    noisy = same_curve(4, [*GUESTS, *NOISE, *words], (*GUESTS, *NOISE))
+    assert abs(noisy.rows[1]["loss"] / one_rank(*THREE_STEPS).rows[1]["loss"] - 1) > 1e-4  # there is noise
 
 
 def test_a_model_of_shared_layers_is_planned() -> None:
@@ -147,12 +142,9 @@ FIRST = ("--plugins.spread.enabled", "true")
     ],
     ids=str,
 )
-def test_stacks_spread_over_ranks_of_other_axes(
-    degrees: dict[str, int], words: list[str], one_rank, tmp_path: Path
-) -> None:
+def test_stacks_spread_over_ranks_of_other_axes(degrees: dict[str, int], words: list[str], same_curve) -> None:
     ranks = math.prod(degree for axis, degree in degrees.items() if axis != "spread")
-    words = [*PACKED, *mesh(**degrees), *words]
-    assert_same_curve(one_rank(*PACKED, config=STACKED), train_job(tmp_path, ranks, *words, config=STACKED))
+    same_curve(ranks, [*PACKED, *mesh(**degrees), *words], PACKED, STACKED)
 
 
 @pytest.mark.sweep

@@ -14,7 +14,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.fx import Graph
 
-from tests.jobs import mesh
+from tests.jobs import THREE_STEPS, mesh
 from titan.cli import main
 from titan.device import standing_in_for
 from titan.testing.jobs import assert_same_curve, run_job, train_job
@@ -71,8 +71,8 @@ def _pipelined(folder: str, words: list[str], config: str) -> dict[str, Tensor]:
 
 @pytest.mark.sweep
 def test_all_gathers_and_forwards_reduce_scatters_join_products(one_rank, tmp_path: Path) -> None:
-    words = ("--train.micro_batch_size", "4")
-    assert_same_curve(one_rank(), train_job(tmp_path, 2, *mesh(tp=2), *ON, *words, run=_pipelined))
+    words = (*THREE_STEPS, "--train.micro_batch_size", "4")
+    assert_same_curve(one_rank(*THREE_STEPS), train_job(tmp_path, 2, *mesh(tp=2), *ON, *words, run=_pipelined))
 
 
 def test_ranks_without_gpus_are_refused(tmp_path: Path) -> None:

@@ -49,11 +49,9 @@ KEPT = (
 
 
 @pytest.mark.parametrize("case", sweep_but(CASES, *KEPT))
-def test_the_curve_without_the_technique(case: str, one_rank: Any, tmp_path: Path) -> None:
+def test_the_curve_without_the_technique(case: str, same_curve: Any) -> None:
     ranks, words, same, config = CASES[case]
-    reference: Outcome = one_rank(*same, config=config)
-    outcome = train_job(tmp_path, ranks, *words, *same, config=config)
-    assert_same_curve(reference, outcome)
+    outcome: Outcome = same_curve(ranks, [*words, *same], same, config)
     if words[1] != "auto":
         assert f"attention: {words[1]}, as the job says" in (outcome.folder / "logs" / "rank-0.log").read_text()
 
@@ -91,10 +89,9 @@ def test_titans_own_kernel_in_bfloat16(case: str, one_rank: Any, tmp_path: Path)
 
 
 @pytest.mark.parametrize("case", sweep_but(OWN, "window", "pp 2, full"))
-def test_titans_own_kernel_in_float32(case: str, one_rank: Any, tmp_path: Path) -> None:
+def test_titans_own_kernel_in_float32(case: str, same_curve: Any) -> None:
     if why := own_kernel().why_not(torch.device("cpu"), torch.float32, 16):
         pytest.skip(why)
     ranks, words, same = OWN[case]
-    ours = train_job(tmp_path, ranks, *WIDE, *same, *by("cpu"), *words)
+    ours = same_curve(ranks, [*WIDE, *same, *by("cpu"), *words], (*WIDE, *same))
     assert "attention: cpu, as the job says" in (ours.folder / "logs" / "rank-0.log").read_text()
-    assert_same_curve(one_rank(*WIDE, *same), ours)

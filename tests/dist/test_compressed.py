@@ -10,11 +10,11 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 
-from tests.jobs import GPT, LLAMA, MOE, SAVING, mesh
+from tests.jobs import GPT, LLAMA, MOE, SAVING, mesh, settings
 from tests.sweeps import but_sweep, swept_case
 from titan.contracts import Technique
 from titan.plugins.parallel.compressed import methods
-from titan.testing.jobs import assert_same_curve, saved_tensors, train_job
+from titan.testing.jobs import saved_tensors, train_job
 from titan.testing.ranks import run_ranks
 
 PLUGIN = "--plugins.compressed_gradients."
@@ -208,16 +208,10 @@ SWEPT = (
 
 
 @pytest.mark.parametrize("layout", but_sweep(LAYOUTS, *SWEPT))
-def test_where_all_is_sent_the_curve_is_one_processs(layout: str, one_rank, tmp_path: Path) -> None:
+def test_where_all_is_sent_the_curve_is_one_processs(layout: str, same_curve) -> None:
     ranks, method, words, config = LAYOUTS[layout]
-    same = tuple(
-        word
-        for at, key in enumerate(words)
-        if key in ("--train.global_batch_size", "--model.tied")
-        for word in words[at : at + 2]
-    )
-    many = train_job(tmp_path, ranks, *words, *on(method, **ALL[method]), config=config)
-    assert_same_curve(one_rank(*same, config=config), many)
+    same = settings(words, "--train.global_batch_size", "--model.tied")
+    same_curve(ranks, [*words, *on(method, **ALL[method])], same, config)
 
 
 @pytest.mark.sweep

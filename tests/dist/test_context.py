@@ -15,7 +15,6 @@ from titan.contracts import Batch, ModelPart
 from titan.contracts.layers.cache import cores_of
 from titan.errors import ConfigError
 from titan.planner.step.layout import costs_of
-from titan.testing.jobs import assert_same_curve, train_job
 
 
 def by(method: str) -> list[str]:
@@ -61,9 +60,9 @@ KEPT = (
 
 
 @pytest.mark.parametrize("case", sweep_but(CASES, *KEPT))
-def test_the_curve_of_one_rank(case: str, one_rank, tmp_path: Path) -> None:
-    world_size, words, same = CASES[case]
-    assert_same_curve(one_rank(*same), train_job(tmp_path, world_size, *words, *same))
+def test_the_curve_of_one_rank(case: str, same_curve) -> None:
+    ranks, words, same = CASES[case]
+    same_curve(ranks, [*words, *same], same)
 
 
 MODELS = [
@@ -78,10 +77,9 @@ MODELS = [
     sweep_but(MODELS, ("ring", GPT)),
     ids=lambda value: value.stem if isinstance(value, Path) else value,
 )
-def test_other_models(method: str, config: Path, one_rank, tmp_path: Path) -> None:
+def test_other_models(method: str, config: Path, same_curve) -> None:
     same = (*PACKED, "--optimizer.eps", "1e-4")  # of gradients near 0, AdamW would make steps of their rounding
-    many = train_job(tmp_path, 4, *mesh(cp=2, tp=2), *by(method), *same, config=config)
-    assert_same_curve(one_rank(*same, config=config), many)
+    same_curve(4, [*mesh(cp=2, tp=2), *by(method), *same], same, config)
 
 
 @pytest.mark.parametrize(

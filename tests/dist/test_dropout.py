@@ -37,12 +37,11 @@ SWEPT = (
 
 
 @pytest.mark.parametrize("layout", but_sweep(LAYOUTS, *SWEPT))
-def test_the_curve_of_one_process(layout: str, one_rank, tmp_path: Path) -> None:
+def test_the_curve_of_one_process(layout: str, same_curve) -> None:
     if "ZBV" in layout and not SELF_SEND:
         pytest.skip("this PyTorch runs no V-shaped schedule on the CPU")
     ranks, words = LAYOUTS[layout]
-    one = one_rank(*DROPOUT, *settings(words, "--model.n_layers"), config=GPT)
-    assert_same_curve(one, train_job(tmp_path, ranks, *DROPOUT, *words, config=GPT))
+    same_curve(ranks, [*DROPOUT, *words], (*DROPOUT, *settings(words, "--model.n_layers")), GPT)
 
 
 def test_resumed_on_other_layouts_in_other_micro_batches(one_rank, tmp_path: Path) -> None:

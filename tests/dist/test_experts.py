@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from tests.jobs import FOUR_LAYERS, LLAMA, MOE, SAVING, mesh, run_with_biases, settings
+from tests.jobs import FOUR_LAYERS, LLAMA, MOE, SAVING, THREE_STEPS, mesh, run_with_biases, settings
 from tests.sweeps import but_sweep, sweep_but, swept_case
 from titan.config import load_job
 from titan.errors import ConfigError
@@ -47,10 +47,10 @@ KEPT = (
 
 
 @pytest.mark.parametrize(("layout", "balance"), sweep_but(PAIRS, *KEPT))
-def test_one_curve(layout: str, balance: str, one_rank, tmp_path: Path) -> None:
-    world_size, words = LAYOUTS[layout]
+def test_one_curve(layout: str, balance: str, same_curve) -> None:
+    ranks, words = LAYOUTS[layout]
     same = ("--model.balance", balance, "--model.balance_rate", "0.01")
-    assert_same_curve(one_rank(*same, config=MOE), train_job(tmp_path, world_size, *same, *words, config=MOE))
+    same_curve(ranks, [*same, *words], same, MOE)
 
 
 ZERO = "--plugins.fsdp.zero_stage"
@@ -90,13 +90,12 @@ SWEPT = (
 
 
 @pytest.mark.parametrize("layout", but_sweep(FOLDED, *SWEPT))
-def test_folded(layout: str, one_rank, tmp_path: Path) -> None:
+def test_folded(layout: str, same_curve) -> None:
     if "zero bubble" in layout and not SPLITS_EXPERTS:
         pytest.skip("this PyTorch splits no backward of experts")
-    world_size, words = FOLDED[layout]
+    ranks, words = FOLDED[layout]
     same = ("--model.balance", "bias", "--model.balance_rate", "0.01")
-    one = one_rank(*same, *settings(words, "--model.n_layers"), config=MOE)
-    assert_same_curve(one, train_job(tmp_path, world_size, *same, *words, config=MOE))
+    same_curve(ranks, [*same, *words], (*same, *settings(words, "--model.n_layers")), MOE)
 
 
 JITTERED = {
@@ -107,19 +106,19 @@ JITTERED = {
 
 
 @pytest.mark.parametrize("layout", sweep_but(JITTERED, "cp 2, recompute selective"))
-def test_jitter(layout: str, one_rank, tmp_path: Path) -> None:
+def test_jitter(layout: str, one_rank, same_curve) -> None:
     """What the routers see is multiplied by the same random numbers at any layout."""
-    world_size, words = JITTERED[layout]
+    ranks, words = JITTERED[layout]
     same = (*FOUR_LAYERS, "--model.router_jitter", "0.2")
-    plain, jittered = one_rank(*FOUR_LAYERS, config=MOE), one_rank(*same, config=MOE)
+    jittered = same_curve(ranks, [*same, *words], same, MOE)
+    plain = one_rank(*FOUR_LAYERS, "--train.steps", "1", config=MOE)
     assert abs(plain.rows[1]["loss"] - jittered.rows[1]["loss"]) > 1e-5
-    assert_same_curve(jittered, train_job(tmp_path, world_size, *same, *words, config=MOE))
 
 
-def test_experts_without_tokens(one_rank, tmp_path: Path) -> None:
+def test_experts_without_tokens(same_curve) -> None:
     """16 tokens of a step choose among 64 experts: most get none, on all ranks or on some."""
     same = ("--model.n_experts", "64", "--model.top_k", "1", "--data.seq_len", "2")
-    assert_same_curve(one_rank(*same, config=MOE), train_job(tmp_path, 4, *same, *mesh(dp_shard=4, ep=4), config=MOE))
+    same_curve(4, [*same, *mesh(dp_shard=4, ep=4)], same, MOE)
 
 
 HALF = ("--train.steps", "4")
@@ -152,7 +151,7 @@ def test_the_bias_comes_back_with_a_checkpoint(tmp_path: Path) -> None:
 
 def test_ranks_hold_the_same_biases(tmp_path: Path) -> None:
     """Every rank adds up the counts of all, so none drifts: with cp those of other positions."""
-    words = ("--model.balance_rate", "0.01")
+    words = ("--model.balance_rate", "0.01", *THREE_STEPS)
     one = train_job(tmp_path, 1, *words, config=MOE, name="one", run=run_with_biases).weights
     many = train_job(
         tmp_path, 8, *words, *mesh(dp_shard=2, cp=2, ep=2, pp=2), config=MOE, name="many", run=run_with_biases

@@ -12,7 +12,18 @@ from torch import Tensor
 
 from tests.dist.test_local_steps import SGD, _gone_back, assert_same_losses_and_weights
 from tests.dist.test_nonfinite import SKIP, inject_nan
-from tests.jobs import FOUR_LAYERS, LLAMA, MOE, SAVING, SELF_SEND, mesh, of_each_worker, run_with_state, stored
+from tests.jobs import (
+    FOUR_LAYERS,
+    LLAMA,
+    MOE,
+    SAVING,
+    SELF_SEND,
+    THREE_STEPS,
+    mesh,
+    of_each_worker,
+    run_with_state,
+    stored,
+)
 from tests.planned import CLUSTER, job_of
 from tests.sweeps import swept_case
 from titan.config import load_job
@@ -186,8 +197,8 @@ def test_an_exact_mean_after_every_step_is_data_parallelism(
     ranks: int, words: list[str], same: tuple[str, ...], one_rank, tmp_path: Path
 ) -> None:
     """Loss and weights; both copies of a tied table on a rank of a V-shaped schedule have the same bits."""
-    many = train_job(tmp_path, ranks, *SGD, *same, *words, run=run_with_state)
-    assert_same_losses_and_weights(one_rank(*SGD, *same), many)
+    many = train_job(tmp_path, ranks, *THREE_STEPS, *SGD, *same, *words, run=run_with_state)
+    assert_same_losses_and_weights(one_rank(*THREE_STEPS, *SGD, *same), many)
 
 
 def test_tracked_momentum_is_the_optimizers(one_rank, tmp_path: Path) -> None:

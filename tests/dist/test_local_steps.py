@@ -12,7 +12,7 @@ from torch import Tensor
 
 from tests.commands import run_titan
 from tests.dist.test_nonfinite import SKIP, inject_nan
-from tests.jobs import FOUR_LAYERS, LLAMA, MOE, SAVING, SELF_SEND, mesh, of_each_worker, stored
+from tests.jobs import FOUR_LAYERS, LLAMA, MOE, SAVING, SELF_SEND, THREE_STEPS, mesh, of_each_worker, stored
 from tests.sweeps import swept_case
 from titan.config import load_job
 from titan.errors import ConfigError
@@ -63,8 +63,8 @@ def assert_same_losses_and_weights(one: Outcome, other: Outcome) -> None:
 def test_an_exchange_after_every_step_is_data_parallelism(
     ranks: int, words: list[str], outer: list[str], tmp_path: Path
 ) -> None:
-    one = train_job(tmp_path, 1, *SGD, name="one")
-    many = train_job(tmp_path, ranks, *SGD, *words, *outer, name="many")
+    one = train_job(tmp_path, 1, *THREE_STEPS, *SGD, name="one")
+    many = train_job(tmp_path, ranks, *THREE_STEPS, *SGD, *words, *outer, name="many")
     assert_same_losses_and_weights(one, many)
 
 

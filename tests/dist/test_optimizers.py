@@ -14,7 +14,7 @@ from tests.jobs import LLAMA, MOE, SAVING, mesh
 from tests.sweeps import swept_case
 from titan.contracts import NamedParameter
 from titan.testing import make_plugin
-from titan.testing.jobs import assert_same_curve, one_rank, saved_tensors, train_job, whole
+from titan.testing.jobs import assert_same_curve, saved_tensors, train_job, whole
 from titan.testing.ranks import RankError, run_ranks
 
 PLUGINS, GUESTS = (str(Path(__file__).parents[1] / name) for name in ("plugins", "guests"))
@@ -119,11 +119,11 @@ def test_each_matrix_is_computed_once_and_ranks_have_equal_work() -> None:
 
 
 @pytest.mark.parametrize("case", [case if case in KEPT else swept_case(case) for case in CASES])
-def test_one_curve_at_any_layout(case: str, tmp_path: Path) -> None:
+def test_one_curve_at_any_layout(case: str, same_curve) -> None:
     optimizer, _, layout = case.partition(": ")
     ranks, words = LAYOUTS[layout]
     same = (*OPTIMIZERS[optimizer], *words[2:]) if layout == "dp 3" else OPTIMIZERS[optimizer]
-    assert_same_curve(one_rank(*same), train_job(tmp_path, ranks, *OPTIMIZERS[optimizer], *words))
+    same_curve(ranks, [*OPTIMIZERS[optimizer], *words], same)
 
 
 @pytest.mark.parametrize(
@@ -136,15 +136,15 @@ def test_one_curve_at_any_layout(case: str, tmp_path: Path) -> None:
     ids=["hsdp, ep 2", "dp 4", "dp 2, ep 2, tp 2"],
 )
 @pytest.mark.parametrize("optimizer", ["muon", swept_case("adafactor")])
-def test_one_curve_of_experts(optimizer: str, words: list[str], tmp_path: Path) -> None:
+def test_one_curve_of_experts(optimizer: str, words: list[str], same_curve) -> None:
     own = ("--optimizer.name", optimizer)
-    assert_same_curve(one_rank(*own, config=MOE), train_job(tmp_path, 4, *own, *words, config=MOE))
+    same_curve(4, [*own, *words], own, MOE)
 
 
-def test_stacks_that_a_number_of_ranks_does_not_divide(tmp_path: Path) -> None:
+def test_stacks_that_a_number_of_ranks_does_not_divide(same_curve) -> None:
     """Three ranks cut each of four experts: the pieces travel."""
     words = (*MUON, "--train.global_batch_size", "12")
-    assert_same_curve(one_rank(*words, config=MOE), train_job(tmp_path, 3, *words, *mesh(dp_shard=3), config=MOE))
+    same_curve(3, [*words, *mesh(dp_shard=3)], words, MOE)
 
 
 def _weights(folder: Path, step: int) -> dict[str, Tensor]:

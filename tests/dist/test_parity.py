@@ -1,16 +1,13 @@
-"""The same curve at any layout: loss and gradient norm of every step, and the weights after six, against one rank.
+"""The same curve at any layout: loss and gradient norm of each of three steps, and the weights, against one rank.
 
-The weights after six steps of AdamW hide a gradient that is wrong by a factor; the gradient norm of each step does not.
+The weights after steps of AdamW hide a gradient that is wrong by a factor; the gradient norm of each step does not.
 """
-
-from pathlib import Path
 
 import pytest
 import torch
 
 from tests.jobs import BLOOM, FOUR_LAYERS, GEMMA, GPT, NEOX, OLMO2, QWEN3, mesh, settings
 from tests.sweeps import but_sweep, sweep_but, swept_case
-from titan.testing.jobs import assert_same_curve, train_job
 
 SCORES_RECOMPUTED = ("--model.attention", "unfused", "--plugins.activation_checkpoint.mode", "attention")
 """Against one rank with the kernel that writes no scores: the same numbers within the tolerances."""
@@ -62,9 +59,9 @@ SWEPT = (
 
 
 @pytest.mark.parametrize("layout", but_sweep(LAYOUTS, *SWEPT))
-def test_llama(layout: str, one_rank, tmp_path: Path) -> None:
-    world_size, words = LAYOUTS[layout]
-    assert_same_curve(one_rank(*settings(words, *CURVE)), train_job(tmp_path, world_size, *words))
+def test_llama(layout: str, same_curve) -> None:
+    ranks, words = LAYOUTS[layout]
+    same_curve(ranks, words, settings(words, *CURVE))
 
 
 SCHEDULES = {
@@ -79,52 +76,48 @@ SCHEDULES = {
 
 
 @pytest.mark.parametrize("schedule", sweep_but(SCHEDULES, "ZBVZeroBubble"))
-def test_schedules_over_four_stages(schedule: str, one_rank, tmp_path: Path) -> None:
+def test_schedules_over_four_stages(schedule: str, same_curve) -> None:
     if schedule in ("ZBVZeroBubble", "DualPipeV") and not torch.cuda.is_available() and torch.__version__ < "2.13":
         pytest.skip("gloo of this PyTorch cannot send to itself")
     words = ("--model.n_layers", "8")
-    assert_same_curve(
-        one_rank(*words), train_job(tmp_path, 4, *words, *mesh(pp=4), "--plugins.pipeline.schedule", schedule)
-    )
+    same_curve(4, [*words, *mesh(pp=4), "--plugins.pipeline.schedule", schedule], words)
 
 
 @pytest.mark.parametrize(
-    ("world_size", "words"),
+    ("ranks", "words"),
     [(2, mesh(tp=2)), (2, mesh(pp=2)), swept_case((4, mesh(dp_shard=2, pp=2)))],
     ids=lambda value: " ".join(value) if isinstance(value, list) else str(value),
 )
-def test_gpt_with_its_tied_head(world_size: int, words: list[str], one_rank, tmp_path: Path) -> None:
-    assert_same_curve(one_rank(config=GPT), train_job(tmp_path, world_size, *words, config=GPT))
+def test_gpt_with_its_tied_head(ranks: int, words: list[str], same_curve) -> None:
+    same_curve(ranks, words, config=GPT)
 
 
 @pytest.mark.parametrize(
-    ("world_size", "words"),
+    ("ranks", "words"),
     [
         swept_case((2, [*mesh(tp=2), *COMPILED, "--plugins.activation_checkpoint.mode", "selective"])),
         (4, [*mesh(tp=2, pp=2), "--data.packing", "document_mask"]),
     ],
     ids=lambda value: " ".join(value) if isinstance(value, list) else str(value),
 )
-def test_qwen3_with_norms_of_heads(world_size: int, words: list[str], one_rank, tmp_path: Path) -> None:
-    assert_same_curve(
-        one_rank(*settings(words, *CURVE), config=QWEN3), train_job(tmp_path, world_size, *words, config=QWEN3)
-    )
+def test_qwen3_with_norms_of_heads(ranks: int, words: list[str], same_curve) -> None:
+    same_curve(ranks, words, settings(words, *CURVE), QWEN3)
 
 
 @pytest.mark.parametrize(
-    ("world_size", "words"),
+    ("ranks", "words"),
     [
         (2, mesh(tp=2)),
         swept_case((2, [*mesh(tp=2), *COMPILED, "--plugins.activation_checkpoint.mode", "selective"])),
     ],
     ids=lambda value: " ".join(value) if isinstance(value, list) else str(value),
 )
-def test_neox_with_parallel_branches(world_size: int, words: list[str], one_rank, tmp_path: Path) -> None:
-    assert_same_curve(one_rank(config=NEOX), train_job(tmp_path, world_size, *words, config=NEOX))
+def test_neox_with_parallel_branches(ranks: int, words: list[str], same_curve) -> None:
+    same_curve(ranks, words, config=NEOX)
 
 
 @pytest.mark.parametrize(
-    ("world_size", "words"),
+    ("ranks", "words"),
     [
         (4, [*mesh(tp=2, pp=2), "--data.packing", "document_mask"]),
         swept_case((2, [*mesh(tp=2), *COMPILED, "--plugins.tensor.sequence_parallel", "false"])),
@@ -132,14 +125,12 @@ def test_neox_with_parallel_branches(world_size: int, words: list[str], one_rank
     ],
     ids=lambda value: " ".join(value) if isinstance(value, list) else str(value),
 )
-def test_olmo2_with_norms_over_all_heads(world_size: int, words: list[str], one_rank, tmp_path: Path) -> None:
-    assert_same_curve(
-        one_rank(*settings(words, *CURVE), config=OLMO2), train_job(tmp_path, world_size, *words, config=OLMO2)
-    )
+def test_olmo2_with_norms_over_all_heads(ranks: int, words: list[str], same_curve) -> None:
+    same_curve(ranks, words, settings(words, *CURVE), OLMO2)
 
 
 @pytest.mark.parametrize(
-    ("world_size", "words"),
+    ("ranks", "words"),
     [
         (2, mesh(tp=2)),
         swept_case((2, [*mesh(tp=2), *COMPILED, "--plugins.activation_checkpoint.mode", "selective"])),
@@ -149,15 +140,12 @@ def test_olmo2_with_norms_over_all_heads(world_size: int, words: list[str], one_
     ],
     ids=lambda value: " ".join(value) if isinstance(value, list) else str(value),
 )
-def test_bloom_with_slopes_of_heads(world_size: int, words: list[str], one_rank, tmp_path: Path) -> None:
-    assert_same_curve(
-        one_rank(*settings(words, *CURVE, "--model.attention"), config=BLOOM),
-        train_job(tmp_path, world_size, *words, config=BLOOM),
-    )
+def test_bloom_with_slopes_of_heads(ranks: int, words: list[str], same_curve) -> None:
+    same_curve(ranks, words, settings(words, *CURVE, "--model.attention"), BLOOM)
 
 
 @pytest.mark.parametrize(
-    ("world_size", "words"),
+    ("ranks", "words"),
     [
         (2, mesh(tp=2)),
         (2, [*mesh(cp=2), "--plugins.context.method", "ulysses", "--data.packing", "document_mask"]),
@@ -168,26 +156,24 @@ def test_bloom_with_slopes_of_heads(world_size: int, words: list[str], one_rank,
     ],
     ids=lambda value: " ".join(value) if isinstance(value, list) else str(value),
 )
-def test_gemma_with_soft_caps(world_size: int, words: list[str], one_rank, tmp_path: Path) -> None:
-    assert_same_curve(
-        one_rank(*settings(words, *CURVE), config=GEMMA), train_job(tmp_path, world_size, *words, config=GEMMA)
-    )
+def test_gemma_with_soft_caps(ranks: int, words: list[str], same_curve) -> None:
+    same_curve(ranks, words, settings(words, *CURVE), GEMMA)
 
 
 WINDOW = ("--model.sliding_window", "5", "--data.packing", "document_mask")
 
 
 @pytest.mark.parametrize(
-    ("world_size", "words"),
+    ("ranks", "words"),
     [(2, mesh(tp=2)), swept_case((2, mesh(cp=2)))],
     ids=lambda value: " ".join(value) if isinstance(value, list) else str(value),
 )
-def test_a_sliding_window(world_size: int, words: list[str], one_rank, tmp_path: Path) -> None:
-    assert_same_curve(one_rank(*WINDOW), train_job(tmp_path, world_size, *WINDOW, *words))
+def test_a_sliding_window(ranks: int, words: list[str], same_curve) -> None:
+    same_curve(ranks, [*WINDOW, *words], WINDOW)
 
 
 @pytest.mark.parametrize("packing", [swept_case("document_mask"), "pad"])
-def test_packings(packing: str, one_rank, tmp_path: Path) -> None:
+def test_packings(packing: str, same_curve) -> None:
     """Of sequences so long that one in nine is the last of its document, and has padding."""
     words = ("--data.packing", packing, "--data.seq_len", "128", "--model.max_seq_len", "128")
-    assert_same_curve(one_rank(*words), train_job(tmp_path, 4, *words, *mesh(dp_shard=2, pp=2)))
+    same_curve(4, [*words, *mesh(dp_shard=2, pp=2)], words)

@@ -9,7 +9,7 @@ import torch
 from tests.jobs import LLAMA, MOE, SAVING, mesh, run_with_state
 from tests.sweeps import but_sweep
 from titan.cli import main
-from titan.testing.jobs import assert_same_curve, one_rank, train_job
+from titan.testing.jobs import assert_same_curve, train_job
 from titan.testing.ranks import RankError
 
 WITHIN = ("--plugins.update_in_backward.enabled", "true")
@@ -38,9 +38,8 @@ def test_the_bits_are_those_of_updates_after_the_backward_pass(layout: str, tmp_
         assert torch.equal(within.weights[name], tensor), name
 
 
-def test_experts_and_one_rank(tmp_path: Path) -> None:
-    one = one_rank(*UNCLIPPED, config=MOE)
-    assert_same_curve(one, train_job(tmp_path, 2, *UNCLIPPED, *WITHIN, *mesh(dp_shard=2, ep=2), config=MOE))
+def test_experts_and_one_rank(same_curve) -> None:
+    same_curve(2, [*UNCLIPPED, *WITHIN, *mesh(dp_shard=2, ep=2)], UNCLIPPED, MOE)
 
 
 def test_a_resumed_run_goes_on_as_if_it_had_not_stopped(tmp_path: Path) -> None:

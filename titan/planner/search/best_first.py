@@ -98,6 +98,7 @@ def search(
     job: loaded for one rank.  spaces: search spaces, one per number of ranks.  progress: called with (groups done,
     groups in all) of the first worker.  workers: processes that share the groups (Linux only).
     """
+    frozen = gc.get_freeze_count()
     gc.freeze()  # what has been imported is not gone through at each collection, nor copied where workers are forked
     try:
         run = _Search(job, planner, keep, objective)
@@ -106,7 +107,8 @@ def search(
             return run.through(groups, progress)
         return _merged(_shared_out(run, groups, progress, workers), keep, objective)
     finally:
-        gc.unfreeze()
+        if not frozen:  # or the caller's would thaw with it
+            gc.unfreeze()
 
 
 def _shared_out(
