@@ -6,7 +6,6 @@ import pytest
 import torch
 
 from tests.jobs import FOUR_LAYERS, LLAMA, MOE, mesh
-from titan.testing.jobs import assert_same_curve, one_rank, train_job
 
 PAGE = Path(__file__).parents[2] / "docs" / "versions.md"
 
@@ -53,10 +52,10 @@ def test_the_table_has_every_case_and_no_other_word() -> None:
 
 @pytest.mark.sweep
 @pytest.mark.parametrize("case", CASES)
-def test_each_case_is_what_the_table_says(case: str, tmp_path: Path) -> None:
+def test_each_case_is_what_the_table_says(case: str, same_curve) -> None:
     version = ".".join(torch.__version__.split(".")[:2])
     cells = _table()[case]
     if cells.get(version, "not run") == "not run":
         pytest.skip(f"the table says nothing of PyTorch {version}")
     ranks, words, same, config = CASES[case]
-    assert_same_curve(one_rank(*same, config=config), train_job(tmp_path, ranks, *words, config=config))
+    same_curve(ranks, words, same, config)
