@@ -117,12 +117,12 @@ def same_curve(one_rank: Callable[..., Any], tmp_path: Path) -> Callable[..., An
 
     WORDS are those of the job, ONE those of the job on one rank: what its curve is a function of.
     """
-    from tests.jobs import LLAMA, THREE_STEPS
+    from tests.jobs import DECAYING, LLAMA, THREE_STEPS
     from titan.testing.jobs import assert_same_curve, train_job
 
     def same(ranks: int, words: Sequence[str], one: Sequence[str] = (), config: Path = LLAMA) -> Any:
-        outcome = train_job(tmp_path, ranks, *THREE_STEPS, *words, config=config)
-        assert_same_curve(one_rank(*THREE_STEPS, *one, config=config), outcome)
+        outcome = train_job(tmp_path, ranks, *THREE_STEPS, *DECAYING, *words, config=config)
+        assert_same_curve(one_rank(*THREE_STEPS, *DECAYING, *one, config=config), outcome)
         return outcome
 
     return same

@@ -22,6 +22,8 @@ FOUR_LAYERS = ("--model.n_layers", "4")
 """For schedules with two stages a rank: the jobs have two layers."""
 THREE_STEPS = ("--train.steps", "3")
 """Enough for a curve at another layout: a wrong gradient shows in its norm, a wrong update in the next step's loss."""
+DECAYING = ("--optimizer.weight_decay", "1")
+"""So much that weights after three steps show a decay that is missing: they shrink by 7e-4."""
 SAVING = ("--checkpoint.enabled", "true", "--checkpoint.every", "4")
 
 SELF_SEND = torch.torch_version.TorchVersion(torch.__version__) >= "2.13"

@@ -13,7 +13,7 @@ from titan.testing.jobs import assert_same_curve, train_job
 from titan.testing.ranks import RankError
 
 WITHIN = ("--plugins.update_in_backward.enabled", "true")
-UNCLIPPED = ("--train.grad_clip", "0", "--train.steps", "6")
+UNCLIPPED = ("--train.grad_clip", "0")
 OFFLOADED = ("--plugins.offload.optimizer", "true", "--plugins.offload.buffer_mib", "0.02")
 BF16 = ("--plugins.bf16.enabled", "true")
 LAYOUTS = {
