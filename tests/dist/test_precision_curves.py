@@ -94,9 +94,8 @@ WIDE = [
     ("pure bf16, stochastic", "dp"),
     ("float8 tensorwise, gathered", "dp"),
     ("float8 rowwise", "tp"),
-    ("mxfp8", "pp"),
 ]
-"""Each kind of rounding at a layout; `measure` gives the figures of all."""
+"""Roundings at layouts; `measure` gives the figures of all."""
 ALONE = [(name, "one") for name, curve in CURVES.items() if not curve.kept and name not in dict(WIDE)]
 CASES = [*KEPT, *ALONE, *WIDE]
 

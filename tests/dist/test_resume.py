@@ -54,7 +54,7 @@ def test_on_another_layout(before: list[str], after: list[str], uninterrupted: O
 def test_on_the_same_layout_bit_for_bit(words: list[str], more: list[str], tmp_path: Path) -> None:
     ranks = torch.Size(int(word) for word in words[1::2]).numel()
     whole = train_job(tmp_path, ranks, *words, *more, *SAVING, name="whole")
-    for steps in ("2", "4"):
+    for steps in ("4",) if more else ("2", "4"):
         train_job(tmp_path, ranks, *words, *more, *SAVING, "--train.steps", steps, name="pieces")
     resumed = train_job(tmp_path, ranks, *words, *more, *SAVING, name="pieces")
     for step in whole.rows:

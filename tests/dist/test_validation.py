@@ -73,7 +73,6 @@ def assert_booked(run: Path) -> None:
         swept_case((2, [*mesh(tp=2), "--plugins.activation_checkpoint.mode", "full"])),
         swept_case((4, [*mesh(dp_shard=2, pp=2), *FOUR_LAYERS, "--plugins.pipeline.schedule", "ZBVZeroBubble"])),
         (2, mesh(pp=2)),
-        swept_case((8, mesh(dp_shard=2, tp=2, pp=2))),
     ],
     ids=lambda words: "" if isinstance(words, int) else " ".join(words).replace("--", ""),
 )
