@@ -19,6 +19,9 @@ from titan.testing.faults import Fault
 def main(argv: Sequence[str] | None = None) -> int:
     """Plant the faults one at a time, print who caught them; 1 when one escaped or a test fails without a fault."""
     given = _parser().parse_args(argv)
+    if given.jobs < 1 or "" in given.only:
+        print("error: --jobs is at least 1, and --only a part of a fault's name", file=sys.stderr)
+        return 2
     wanted = [fault for fault in FAULTS if not given.only or any(part in fault.name for part in given.only)]
     if not wanted:
         print(f"--only {' '.join(given.only)}: no such fault; --list prints their names", file=sys.stderr)
@@ -40,7 +43,9 @@ def _parser() -> argparse.ArgumentParser:
     )
     parser.add_argument("--only", action="append", default=[], metavar="TEXT", help="faults with this in their name")
     parser.add_argument("--list", action="store_true", help="print the faults and their tests, run nothing")
-    parser.add_argument("--jobs", type=int, default=min(2, os.cpu_count() or 1), help="faults tried at a time")
+    parser.add_argument(
+        "--jobs", type=int, default=min(2, os.cpu_count() or 1), help="faults tried at a time, at least 1 (%(default)s)"
+    )
     parser.add_argument("--json", action="store_true", help="print one JSON object to stdout; progress goes to stderr")
     parser.add_argument(
         "--skip-sound", action="store_true", help="do not run the tests without faults first; they are known to pass"

@@ -163,3 +163,4 @@ def test_the_command_names_what_escapes_and_ends_with_1(monkeypatch: pytest.Monk
     assert __main__.main(["--only", FAULTS[0].name]) == 1
     assert "tests fail without a fault" in capsys.readouterr().out
     assert __main__.main(["--only", "no fault has this name"]) == 2
+    assert __main__.main(["--only", ""]) == __main__.main(["--jobs", "0"]) == 2
