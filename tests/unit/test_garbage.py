@@ -1,7 +1,13 @@
-"""When the training loop collects garbage."""
+"""When the training loop collects garbage, and what the search leaves frozen."""
 
 import gc
 
+import pytest
+
+from tests.planned import CLUSTER, TOML
+from titan.planner.search.best_first import search
+from titan.planner.search.space import load_base
+from titan.planner.step.predict import Planner
 from titan.training import trainer
 
 
@@ -27,3 +33,12 @@ def test_what_lives_long_is_looked_at_once_and_young_garbage_always() -> None:
     finally:
         gc.unfreeze()
         gc.enable()
+
+
+@pytest.mark.parametrize("frozen", [True, False])
+def test_what_the_caller_of_a_search_froze_stays_so(frozen: bool) -> None:
+    base = load_base(TOML, ["--train.global_batch_size=8"])
+    if not frozen:
+        gc.unfreeze()
+    search(base.job, Planner(CLUSTER), [base.space(1, 0)])
+    assert (gc.get_freeze_count() > 0) == frozen

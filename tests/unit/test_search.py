@@ -1,6 +1,5 @@
 """The search finds what going through every layout finds, keeps what is fixed, and says why there is none."""
 
-import gc
 import itertools
 import json
 import re
@@ -182,15 +181,6 @@ def test_workers_find_what_one_process_finds(monkeypatch: pytest.MonkeyPatch) ->
     assert [str(f.choice) for f in shared.best] == [str(f.choice) for f in alone.best]
     assert [f.prediction for f in shared.best] == [f.prediction for f in alone.best]
     assert shared.layouts == alone.layouts
-
-
-@pytest.mark.parametrize("frozen", [True, False])
-def test_what_the_caller_froze_stays_so(frozen: bool) -> None:
-    base = load_base(TOML, ["--train.global_batch_size=8", *EAGER])
-    if not frozen:
-        gc.unfreeze()
-    search(base.job, Planner(CLUSTER), [base.space(1, 0)])
-    assert (gc.get_freeze_count() > 0) == frozen
 
 
 def test_compiled_blocks_are_searched_and_a_switch_without_options_is_tried_both_ways() -> None:
