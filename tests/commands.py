@@ -21,9 +21,16 @@ from typing import TextIO
 
 import torch
 
+from titan.ranks import rendezvous
 from titan.testing.ranks import fork, live_no_longer_than_the_test
 
 TIMEOUT_S = 250.0
+
+
+def free_port() -> int:
+    """A port that nobody has: for launchers and ranks that are told where to meet."""
+    with rendezvous.listen(0) as listening:
+        return int(listening.getsockname()[1])
 
 
 def run_titan(

@@ -88,6 +88,12 @@ class ResourceError(TitanError):
     """The machine or its file system failed, not the input: the same command may succeed later."""
 
 
+class PreemptedError(TitanError):
+    """A signal asked the run to stop while there was nothing to save; the same command goes on from where it was."""
+
+    exit_code = EXIT_PREEMPTED
+
+
 class DivergedError(TitanError):
     """The loss or a gradient is NaN or infinite."""
 

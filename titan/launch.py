@@ -23,9 +23,8 @@ from titan.errors import (
     stand_in_for_closed,
     take_traceback_flag,
 )
-from titan.ranks import preemption
-from titan.ranks.launch_env import LaunchEnv, drop_rank_variables, find_place, max_restarts, rank_environment
-from titan.ranks.launcher import again_by_slurm, start
+from titan.ranks.launch_env import STARTED, LaunchEnv, drop_rank_variables, find_place, max_restarts, rank_environment
+from titan.ranks.meeting import signals
 from titan.usage import USAGE
 
 HELP = "train a model; the same as ./run_train.sh (see titan train --help)"
@@ -50,20 +49,28 @@ def main(argv: Sequence[str] | None = None) -> int:
     try:
         if {"-h", "--help"} & set(words):
             return _train(words)
-        mine = rank_environment(os.environ)
-        if mine is not None:
-            os.environ.update(mine)
-            return _train_here(words, first=os.environ["RANK"] == "0")
-        place, restarts = find_place(os.environ), max_restarts(os.environ)
-        drop_rank_variables(os.environ)
-        if place.world_size > 1 or restarts:
-            return _launch(words, place, restarts)
-        return _train_here(words, first=True)
+        with signals.listening():  # first of all: what is imported now takes seconds
+            code = _start(words)
+            if code == EXIT_PREEMPTED:
+                signals.hear_no_more()
+            return code
     except TitanError as error:
         report(error)
         return error.exit_code
     except KeyboardInterrupt:
         return EXIT_FAILED
+
+
+def _start(words: list[str]) -> int:
+    mine = rank_environment(os.environ)
+    if mine is not None:
+        os.environ.update(mine)
+        return _train_here(words, first=os.environ["RANK"] == "0")
+    place, restarts = find_place(os.environ), max_restarts(os.environ)
+    drop_rank_variables(os.environ)
+    if place.world_size > 1 or restarts:
+        return _launch(words, place, restarts)
+    return _train_here(words, first=True)
 
 
 def _train(words: list[str]) -> int:
@@ -74,16 +81,16 @@ def _train(words: list[str]) -> int:
 
 def _train_here(words: list[str], first: bool) -> int:
     """Be a rank, in this process; the first one of a run asks Slurm to run it again."""
-    with preemption.listening():
-        code = again_by_slurm(_train(words), preemption.heard(), first)
-        if code == EXIT_PREEMPTED:
-            preemption.hear_no_more()
-        return code
+    from titan.ranks.launcher import again_by_slurm
+
+    return again_by_slurm(_train(words), signals.heard(), first)
 
 
 def _launch(words: list[str], place: LaunchEnv, restarts: int) -> int:
-    os.environ[preemption.STARTED] = str(time.monotonic())
+    os.environ[STARTED] = str(time.monotonic())
     from titan.config import load_job, split_arguments
+    from titan.ranks.launcher import start
+    from titan.ranks.meeting.same_job import statement_of
 
     job = load_job(*split_arguments(words), place.world_size)
     if restarts and not job.checkpoint.goes_on:
@@ -91,8 +98,10 @@ def _launch(words: list[str], place: LaunchEnv, restarts: int) -> int:
             f'MAX_RESTARTS = {restarts}: restarts need checkpoints; set [checkpoint] enabled = true and resume = "auto"'
         )
         raise ConfigError([ConfigIssue("environment", what)])
-    logs, expendable = job.folder / "logs", job.expendable
-    return start(_train, words, place, restarts, logs, fork_with=("titan.train",), expendable=expendable)
+    return start(
+        _train, words, place, statement_of(job), restarts, job.folder / "logs", fork_with=("titan.train",),
+        expendable=job.expendable, limit_s=job.comm.init_timeout_s,
+    )  # fmt: skip
 
 
 if __name__ == "__main__":

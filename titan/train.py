@@ -28,10 +28,11 @@ from titan.errors import (
 from titan.inference import generation
 from titan.planner.machine.cluster import DeviceMemory
 from titan.planner.machine.host import check_this_machine
-from titan.planner.search.unset_options import kept_on_host_gib, settle
-from titan.ranks import failure, preemption, process, watchdog
+from titan.planner.search.unset_options import choose, kept_on_host_gib, with_options
+from titan.ranks import failure, process, watchdog
 from titan.ranks.launch_env import launched_world_size
-from titan.ranks.turns import together
+from titan.ranks.meeting import signals
+from titan.ranks.turns import from_first, together
 from titan.training import build, trainer, validation
 from titan.training.engine import weights_to_use
 from titan.usage import USAGE
@@ -46,15 +47,11 @@ def main(argv: Sequence[str] | None = None) -> int:
         return EXIT_DONE
     watchdog.answer_to_quit()
     rank = int(os.environ.get("RANK", "0"))
-    with preemption.listening():
+    with signals.listening():
         try:
-            path, overrides = split_arguments(words)
-            job = load_job(path, overrides, launched_world_size())
-            me = process.join(job)
-            log.set_up(rank)
-            for sentence in said_twice(path, overrides):
-                log.log.info(sentence)
-            return _run(_settled(job, me), me)
+            with signals.raised("before training began"):
+                run = _built(words, rank)
+            return _run(run)
         except TitanError as error:
             failure.report(error, rank)
             return error.exit_code
@@ -69,11 +66,24 @@ def main(argv: Sequence[str] | None = None) -> int:
             process.leave()
 
 
+def _built(words: list[str], rank: int) -> build.Run:
+    path, overrides = split_arguments(words)
+    job = load_job(path, overrides, launched_world_size())
+    me = process.join(job)
+    log.set_up(rank)
+    for sentence in said_twice(path, overrides):
+        log.log.info(sentence)
+    job = _settled(job, me)
+    return build.build(job, me, partial(_predicted, job, me))
+
+
 def _settled(job: Job, me: process.Rank) -> Job:
-    """The job with what the memory of the devices decides; the same on all ranks."""
+    """The job with what the memory of the devices decides; rank 0 decides for all."""
     least = process.smallest_memory_gib(me)
-    job, chosen = settle(job, None if least is None else DeviceMemory(least))
-    for sentence in chosen:
+    memory = None if least is None else DeviceMemory(least)
+    values, sentences = from_first(lambda: choose(job, memory), me)
+    job = with_options(job, values)
+    for sentence in sentences:
         log.log.info(sentence)
     ranks = int(os.environ.get("LOCAL_WORLD_SIZE", 1))  # not every launcher says: then at least this one
     if gib := kept_on_host_gib(job):
@@ -81,8 +91,8 @@ def _settled(job: Job, me: process.Rank) -> Job:
     return job
 
 
-def _run(job: Job, me: process.Rank) -> int:
-    run = build.build(job, me, partial(_predicted, job, me))
+def _run(run: build.Run) -> int:
+    job = run.job
     _greet(run)
     asked = trainer.train(run)
     if run.step < job.train.steps:

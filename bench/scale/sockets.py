@@ -7,7 +7,7 @@ and uses them as a run does: an all-reduce per group, a gather to all ranks and 
 import importlib
 import multiprocessing
 import os
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from datetime import timedelta
 from multiprocessing.connection import Connection
 from typing import Any
@@ -85,14 +85,13 @@ def _used(backend: str, stores: list["_Counting"]) -> Counts:
     """
     importlib.import_module("torch.testing._internal.distributed.fake_pg")  # registers the backend "fake"
     held = _held()
-    meet = process.rendezvous
+    open_store = process.open_store
 
-    def counted(*words: Any, **more: Any) -> Iterator[tuple[Store, int, int]]:
-        for store, rank, size in meet(*words, **more):
-            stores.append(_Counting(store))
-            yield stores[-1], rank, size
+    def counted(limit_s: float) -> Store:
+        stores.append(_Counting(open_store(limit_s)))
+        return stores[-1]
 
-    process.rendezvous = counted
+    process.open_store = counted
     process.enter(process.here("cpu"), timeout_s=60.0)
     size = dist.get_world_size()
     own: Any = dict.fromkeys(AXES, backend)
@@ -135,6 +134,9 @@ class _Counting(Store):
 
     def add(self, key: str, value: int) -> int:
         return self._store.add(key, value)
+
+    def compare_set(self, key: str, expected: str, wanted: str) -> bytes:
+        return self._store.compare_set(key, expected, wanted)
 
     def check(self, keys: Sequence[str]) -> bool:
         return self._store.check(list(keys))

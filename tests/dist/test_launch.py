@@ -15,9 +15,10 @@ import torch.distributed as dist
 
 from tests.sweeps import swept_case
 from titan import launch
-from titan.ranks import failure, preemption, rank_processes
+from titan.ranks import failure, rank_processes
 from titan.ranks.launch_env import LOCAL, LaunchEnv
 from titan.ranks.launcher import verdict
+from titan.ranks.meeting import signals
 from titan.ranks.preemption import Preemption
 from titan.ranks.rank_processes import Ended, Entry, RankProcesses
 from titan.testing.ranks import run_ranks as in_a_fresh_process
@@ -111,7 +112,7 @@ def _one_is_terminated() -> set[int]:
             os.kill(os.getpid(), signal.SIGUSR1)
             os.kill(os.getpid(), signal.SIGTERM)
         question.ask()
-        return 75 if question.due() == "SIGTERM" and preemption.heard() >= {signal.SIGTERM} else 1
+        return 75 if question.due() == "SIGTERM" and signals.heard() >= {signal.SIGTERM} else 1
 
     processes = _children(entry, 2)
     assert [ended.code for ended in processes.lead()] == [75, 75]
@@ -149,7 +150,7 @@ def test_the_first_to_fail_is_named_whoever_ends_first() -> None:
 
 
 def _is_asked_to_stop(argv: list[str]) -> int:
-    while not preemption.heard():  # the launcher passes the signal on once all ranks are there
+    while not signals.heard():  # the launcher passes the signal on once all ranks are there
         os.sched_yield()
     question = Preemption(1, max_minutes=0)
     question.ask()

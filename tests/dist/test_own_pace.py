@@ -16,7 +16,8 @@ from titan import train
 from titan.checkpoint.disk.folder import complete
 from titan.config import load_job
 from titan.contracts.base.mesh import Mesh
-from titan.ranks.preemption import PacedPreemption, listening
+from titan.ranks.meeting.signals import listening
+from titan.ranks.preemption import PacedPreemption
 from titan.testing.jobs import read_rows, train_job
 from titan.testing.ranks import run_ranks
 

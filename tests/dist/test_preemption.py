@@ -19,7 +19,9 @@ from tests.sweeps import swept_case
 from titan import train
 from titan.checkpoint.disk.folder import complete
 from titan.ranks import preemption
-from titan.ranks.preemption import Preemption, listening
+from titan.ranks.meeting import signals
+from titan.ranks.meeting.signals import listening
+from titan.ranks.preemption import Preemption
 from titan.testing.jobs import Outcome, read_rows, train_job
 from titan.testing.ranks import run_ranks
 
@@ -131,7 +133,7 @@ def test_a_run_that_is_done_is_not_preempted_but_brief(tmp_path: Path, capfd: py
 
 
 def test_signals_are_noted_while_somebody_listens() -> None:
-    handlers = [signal.getsignal(number) for number in preemption.SIGNALS]
+    handlers = [signal.getsignal(number) for number in signals.SIGNALS]
     with listening():
         alone = Preemption(1, max_minutes=0)
         alone.ask()
@@ -140,7 +142,7 @@ def test_signals_are_noted_while_somebody_listens() -> None:
         assert alone.due() == "", "what comes after the question is for the next one"
         alone.ask()
         assert alone.due() == "SIGUSR1"
-    assert [signal.getsignal(number) for number in preemption.SIGNALS] == handlers
+    assert [signal.getsignal(number) for number in signals.SIGNALS] == handlers
     alone.ask()
     assert alone.due() == ""
 

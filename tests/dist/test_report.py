@@ -1,16 +1,19 @@
 """An error that all ranks raise alike is printed once, and is not lost if the rank that was to print it cannot."""
 
 import os
+import time
 from pathlib import Path
 
 import pytest
 import torch.distributed as dist
 from torch._C._distributed_c10d import HashStore
 
+from tests.commands import free_port
 from titan import log
 from titan.errors import ConfigError, DivergedError, RankFailedError
-from titan.ranks import failure, process, rendezvous
+from titan.ranks import failure, process
 from titan.ranks.launch_env import LOCAL, LaunchEnv
+from titan.ranks.meeting.store import await_port
 from titan.ranks.rank_processes import RankProcesses
 from titan.testing.ranks import run_ranks
 
@@ -28,11 +31,6 @@ def reports(text: str, folder: Path, port: int = 0) -> None:
 
 def printed(capfd: pytest.CaptureFixture[str]) -> list[str]:
     return [line for line in capfd.readouterr().out.splitlines() if "error: " in line]
-
-
-def free_port() -> int:
-    with rendezvous.listen(0) as listening:
-        return int(listening.getsockname()[1])
 
 
 @pytest.mark.parametrize("joined", [True, False], ids=["joined", "before they join"])
@@ -101,7 +99,7 @@ def joins_late(folder: Path, port: int) -> str:
         return ""
     os.environ.pop("TORCHELASTIC_USE_AGENT_STORE")
     os.environ["MASTER_PORT"] = str(port)
-    failure._await_port(LOCAL, port)
+    await_port(LOCAL, port, time.monotonic() + 20.0)
     try:
         process.enter(process.here("cpu"), timeout_s=20.0)
     except RankFailedError as error:

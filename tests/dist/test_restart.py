@@ -1,24 +1,19 @@
-"""Ranks start again after a dead one, on one node and on several, whose launchers find together."""
+"""Ranks start again after a dead one, on one node and on several."""
 
-import json
 import os
 import signal
-import socket
-import threading
-from multiprocessing.connection import Connection
 from pathlib import Path
 from unittest.mock import patch
 
 import pytest
 import torch.distributed as dist
 
-from tests.commands import launch, launched
+from tests.commands import free_port, launch, launched
 from tests.jobs import LLAMA
 from tests.signals import TEN, job
 from titan import launch as command
 from titan.config import load_job
-from titan.errors import ConfigError
-from titan.ranks import launcher, process, rendezvous
+from titan.ranks import launcher, process
 from titan.ranks.launch_env import LOCAL, LaunchEnv
 from titan.ranks.rank_processes import Entry, RankProcesses
 from titan.testing.jobs import read_rows, train_job
@@ -156,17 +151,12 @@ def test_ranks_that_torchrun_starts_again_do_not_meet_the_dead(tmp_path: Path) -
 # --- several nodes --------------------------------------------------------------------------------------------------
 
 
-def _free_port() -> int:
-    with rendezvous.listen(0) as listening:
-        return int(listening.getsockname()[1])
-
-
 def test_two_nodes_start_again_together(tmp_path: Path) -> None:
     """The last rank, on the other node, is killed once; the run goes on from step 4 and ends on the same curve."""
     layout = ("--mesh.dp_shard", "2", "--mesh.pp", "2")
     saving = ("--checkpoint.every", "4", "--checkpoint.async", "false")
     argv = job(tmp_path, *layout, *saving, step=6, rank=3, signal="SIGKILL", once=tmp_path / "rung")
-    places = {"NNODES": 2, "MASTER_ADDR": LOCAL, "MASTER_PORT": _free_port(), "NPROC": 2, "MAX_RESTARTS": 2}
+    places = {"NNODES": 2, "MASTER_ADDR": LOCAL, "MASTER_PORT": free_port(), "NPROC": 2, "MAX_RESTARTS": 2}
     with launched(argv, **places, NODE_RANK=1) as other:
         (first_code, first), (second_code, second) = launch(argv, **places, NODE_RANK=0), other.end()
     assert (first_code, second_code) == (0, 0), first + second
@@ -176,75 +166,3 @@ def test_two_nodes_start_again_together(tmp_path: Path) -> None:
     whole = train_job(tmp_path, 4, *layout, *TEN, name="whole").rows
     rows = read_rows(tmp_path / "run")
     assert {step: row["loss"] for step, row in rows.items()} == {step: row["loss"] for step, row in whole.items()}
-
-
-def _met(place: LaunchEnv) -> tuple[threading.Thread, list[object]]:
-    """Node 0 in a thread: what it heard from each of the others after they had met, or its error."""
-    heard: list[object] = []
-
-    def gather() -> None:
-        try:
-            with rendezvous.meet(place) as others:
-                heard.extend(others.hear(node) for node in sorted(others.links))
-        except (ConfigError, rendezvous.NodeLostError) as error:
-            heard.append(str(error))
-
-    thread = threading.Thread(target=gather)
-    thread.start()
-    return thread, heard
-
-
-def _say(port: int, message: bytes) -> Connection:
-    while True:
-        try:
-            link = Connection(socket.create_connection((LOCAL, port)).detach())
-            break
-        except ConnectionRefusedError:
-            continue  # node 0 is on its way
-    link.send_bytes(message)
-    return link
-
-
-def test_connections_that_are_no_launcher_are_rejected() -> None:
-    port = _free_port()
-    thread, heard = _met(LaunchEnv(2, 0, 1, LOCAL, port))
-    probes = [_say(port, message) for message in (b"GET / HTTP/1.1", b"[1]", b'{"node": 1}')]
-    with rendezvous.meet(LaunchEnv(2, 1, 1, LOCAL, port)) as others:
-        others.tell({"ended": []})
-        thread.join()
-    assert heard == [{"ended": []}]
-    for probe in probes:
-        probe.close()
-
-
-def test_a_node_that_is_gone() -> None:
-    port = _free_port()
-    thread, heard = _met(LaunchEnv(2, 0, 1, LOCAL, port))
-    with rendezvous.meet(LaunchEnv(2, 1, 1, LOCAL, port)):
-        pass
-    thread.join()
-    assert heard == ["the launcher of node 1 no longer responds"]
-
-
-@pytest.mark.parametrize(
-    ("hello", "said"),
-    [
-        ({"node": 1, "nodes": 3, "ranks": 4}, "NNODES = 3 on node 1, but 2 on node 0"),
-        ({"node": 1, "nodes": 2, "ranks": 8}, "NPROC = 8 on node 1, but 4 on node 0"),
-        ({"node": 0, "nodes": 2, "ranks": 4}, "NODE_RANK = 0 is set on two nodes; each node needs its own"),
-    ],
-)
-def test_nodes_that_do_not_fit_together(hello: dict[str, int], said: str) -> None:
-    port = _free_port()
-    thread, heard = _met(LaunchEnv(2, 0, 4, LOCAL, port))
-    link = _say(port, json.dumps(hello).encode())
-    thread.join()
-    assert heard == [f"environment: {said}"]
-    link.close()
-
-
-def test_a_port_that_is_taken() -> None:
-    with rendezvous.listen(0) as taken:
-        port = taken.getsockname()[1]
-        with pytest.raises(ConfigError, match=f"MASTER_PORT = {port}: Address already in use"):
-            rendezvous.meet(LaunchEnv(2, 0, 1, LOCAL, port)).__enter__()

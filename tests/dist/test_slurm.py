@@ -71,12 +71,12 @@ def test_a_job_comes_back_until_it_is_cancelled_or_done(tmp_path: Path, slurm: S
 TRAINS = """\
 import os, signal, sys
 from titan import launch
-from titan.ranks import preemption
+from titan.ranks.meeting import signals
 
 life = os.environ["SLURM_RESTART_COUNT"]
 
 def train(words):
-    with preemption.listening():
+    with signals.listening():
         return {train}
 
 launch._train = train
@@ -156,8 +156,9 @@ LEADS = """\
 import os, sys
 from titan.ranks.launch_env import find_place
 from titan.ranks.launcher import start
+from titan.ranks.meeting.same_job import Statement
 
-sys.exit(start(lambda words: 2 * int(os.environ["RANK"]), [], find_place(os.environ)))
+sys.exit(start(lambda words: 2 * int(os.environ["RANK"]), [], find_place(os.environ), Statement()))
 """
 
 

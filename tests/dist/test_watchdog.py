@@ -17,6 +17,7 @@ from titan.checkpoint import storage
 from titan.errors import EXIT_FAILED
 from titan.ranks import launcher, rank_processes, watchdog
 from titan.ranks.launch_env import LOCAL, LaunchEnv
+from titan.ranks.meeting.same_job import Statement
 from titan.testing.jobs import run_job, write_text
 from titan.testing.ranks import RankError, run_ranks
 
@@ -109,7 +110,7 @@ def _launched(argv: list[str]) -> int:
     from titan.train import main
 
     rank_processes.GRACE_S = 0.5
-    return launcher.start(main, argv, LaunchEnv(1, 0, 2, LOCAL, 0))
+    return launcher.start(main, argv, LaunchEnv(1, 0, 2, LOCAL, 0), Statement())
 
 
 def test_a_rank_that_hangs_in_training(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:

@@ -9,7 +9,7 @@ from typing import Literal
 from torch import Tensor
 
 from titan.contracts import Technique, option, register
-from titan.ranks import preemption
+from titan.ranks.meeting import signals
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -60,7 +60,7 @@ class SendSignal(Technique):
         whom = {"rank": os.getpid(), "group": -os.getpgrp(), "launcher": os.getppid()}
         if self.config.to != "nobody":
             os.kill(whom[self.config.to], signal.Signals[self.config.signal])
-        if self.config.to != "nobody" or not preemption.heard():
+        if self.config.to != "nobody" or not signals.heard():
             os.read(heard, 1)
         signal.set_wakeup_fd(before)
         os.close(heard)

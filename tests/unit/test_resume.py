@@ -5,9 +5,10 @@ from typing import Any
 
 import pytest
 
-from titan.checkpoint.resume import Changes, changed, compare
+from titan.checkpoint.resume import Changes, compare
 from titan.checkpoint.weights import stored_rest
 from titan.config import load_job
+from titan.config.tables import differences
 from titan.errors import CheckpointError, ConfigError
 
 QUICK = Path(__file__).parents[2] / "configs" / "quickstart.toml"
@@ -114,10 +115,13 @@ def test_data_is_reset_once() -> None:
     assert compare(saved(), table("--checkpoint.reset_data", "true"), "f", True) == Changes()
 
 
-def test_a_mixture_is_compared_whole() -> None:
+def test_a_mixture_is_compared_entry_by_entry() -> None:
     one, other = [{"name": "text", "weight": 1.0}], [{"name": "text", "weight": 2.0}]
-    (change,) = changed({"data": {"mixture": one}}, {"data": {"mixture": other}})
-    assert str(change) == f"data.mixture = {other!r}, the checkpoint has {one!r}"
+    assert list(differences({"data": {"mixture": one}}, {"data": {"mixture": other}})) == [
+        ("data.mixture.0.weight", 1.0, 2.0)
+    ]
+    both = [*one, *other]
+    assert list(differences({"data": {"mixture": one}}, {"data": {"mixture": both}})) == [("data.mixture", one, both)]
 
 
 def lacking(*path: str) -> dict[str, Any]:
@@ -176,7 +180,7 @@ def test_a_config_of_another_world_is_compared_all_the_same(config: dict[str, An
 
 
 def test_tuples_come_back_as_lists() -> None:
-    assert list(changed({"a": [1, 2]}, {"a": (1, 2)})) == []
+    assert list(differences({"a": [1, 2]}, {"a": (1, 2)})) == []
 
 
 @pytest.mark.parametrize(

@@ -13,6 +13,7 @@ from typing import Any
 
 from titan.config.defaults import filled
 from titan.config.sections import declared_tables
+from titan.config.tables import Difference, differences
 from titan.contracts import Optimizer, Technique
 from titan.contracts.base import registry
 from titan.contracts.base.options import options_of
@@ -36,20 +37,9 @@ MEANING = {
     "train.steps": "the run now ends at that step; a schedule that depends on the last step changes from here on",
     "train.global_batch_size": "the next step takes that many samples",
 }
+ANOTHER_MODEL = "restore the old value, or set another --run.name"
 FROM_HERE_ON = "takes effect at the next step"
 NEW_RUNS = "sets what a new run begins with; the state in the checkpoint takes precedence"
-
-
-@dataclass(frozen=True)
-class Change:
-    """A key with the value the checkpoint was saved under and the one it has now; None where it is absent."""
-
-    key: str
-    before: Any
-    now: Any
-
-    def __str__(self) -> str:
-        return f"{self.key} = {_shown(self.now)}, the checkpoint has {_shown(self.before)}"
 
 
 @dataclass(frozen=True)
@@ -74,17 +64,15 @@ def compare(saved: Mapping[str, Any], now: Table, fingerprint: str, reset_data: 
     """
     if "config" not in saved:
         return Changes()
-    changes = list(changed(filled(saved["config"]), now))
+    changes = list(differences(filled(saved["config"]), now))
     other_data = saved.get("data", {}).get("fingerprint", fingerprint) != fingerprint
     refused = [
-        ConfigIssue(
-            "", f"{change}: the checkpoint is of another model; restore the old value, or set another --run.name"
-        )
+        ConfigIssue("", f"{_sentence(change)}: the checkpoint is of another model; {ANOTHER_MODEL}")
         for change in changes
         if _in(change, FIXED)
     ]
     if other_data and not reset_data:
-        keys = [str(change) for change in changes if _in(change, DATA) and not _in(change, FREE)]
+        keys = [_sentence(change) for change in changes if _in(change, DATA) and not _in(change, FREE)]
         why = ", ".join(keys) or "files of the datasets have changed"
         what = "the samples differ from those of the checkpoint"
         refused.append(
@@ -96,32 +84,17 @@ def compare(saved: Mapping[str, Any], now: Table, fingerprint: str, reset_data: 
         raise ConfigError(refused)
     meaning = {**dict.fromkeys(_initial(now), NEW_RUNS), **MEANING}
     changes = [change for change in changes if _takes_effect(change)]
-    said = [f"{change}: {meaning.get(change.key, FROM_HERE_ON)}" for change in changes]
+    said = [f"{_sentence(change)}: {meaning.get(change.key, FROM_HERE_ON)}" for change in changes]
     if other_data:
         said.append("the samples differ from those of the checkpoint; the data restarts at its first sample")
-    return Changes(tuple(said), other_data, tuple(map(str, _of_updates(changes))))
+    return Changes(tuple(said), other_data, tuple(map(_sentence, _of_updates(changes))))
 
 
-def changed(before: Table, now: Table, at: str = "") -> Iterator[Change]:
-    """Every key of two nested tables that is not the same in both. A section that one of them lacks is empty there."""
-    for key in dict.fromkeys((*before, *now)):
-        mine, theirs, path = now.get(key), before.get(key), f"{at}{key}"
-        if not at and isinstance(mine or theirs, Mapping):
-            mine, theirs = mine or {}, theirs or {}
-        if isinstance(mine, Mapping) and isinstance(theirs, Mapping):
-            yield from changed(theirs, mine, f"{path}.")
-        elif _plain(mine) != _plain(theirs):
-            yield Change(path, theirs, mine)
+def _sentence(change: Difference) -> str:
+    return f"{change.key} = {_shown(change.now)}, the checkpoint has {_shown(change.before)}"
 
 
-def _plain(value: Any) -> Any:
-    """A value as JSON gives it back."""
-    if isinstance(value, Mapping):
-        return {key: _plain(item) for key, item in value.items()}
-    return [_plain(item) for item in value] if isinstance(value, (list, tuple)) else value
-
-
-def _in(change: Change, keys: tuple[str, ...]) -> bool:
+def _in(change: Difference, keys: tuple[str, ...]) -> bool:
     return any(change.key == key or (key.endswith(".") and change.key.startswith(key)) for key in keys)
 
 
@@ -131,14 +104,14 @@ def _initial(now: Table) -> Iterator[str]:
         yield from (".".join(map(str, (*path, each.key))) for each in options_of(config) if each.spec.initial)
 
 
-def _of_updates(changes: Sequence[Change]) -> Iterator[Change]:
+def _of_updates(changes: Sequence[Difference]) -> Iterator[Difference]:
     """Changes of techniques and of the optimizer; of these its name alone, where that is another."""
     name = f"{Optimizer.section}.name"
     own = name if any(change.key == name for change in changes) else f"{Optimizer.section}."
     yield from (change for change in changes if _in(change, (own, f"{Technique.section}.")))
 
 
-def _takes_effect(change: Change) -> bool:
+def _takes_effect(change: Difference) -> bool:
     section, _, rest = change.key.partition(".")
     if section == Technique.section:
         name = rest.partition(".")[0]

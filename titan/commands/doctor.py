@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING
 from titan.errors import EXIT_DONE, EXIT_FAILED, ConfigError, ConfigIssue, TitanError
 from titan.ranks import launcher
 from titan.ranks.launch_env import LaunchEnv
+from titan.ranks.meeting.same_job import Statement, versions
 
 if TYPE_CHECKING:
     from titan.doctor.examination import Examination
@@ -63,7 +64,11 @@ def run(args: argparse.Namespace) -> int:
     place: LaunchEnv | None = launcher.place_asked_for()
     if place is None:
         return _as_rank(args, [])
-    return launcher.start(functools.partial(_as_rank, args), [], place)
+    return launcher.start(functools.partial(_as_rank, args), [], place, _statement(args))
+
+
+def _statement(args: argparse.Namespace) -> "Statement":
+    return Statement({"doctor": {"seconds": args.seconds}}, {}, versions())
 
 
 def _as_rank(args: argparse.Namespace, _: list[str]) -> int:
@@ -74,7 +79,7 @@ def _as_rank(args: argparse.Namespace, _: list[str]) -> int:
     number = int(os.environ.get("RANK", "0"))
     try:
         me = process.here("auto")
-        process.enter(me, TIMEOUT_S)
+        process.enter(me, TIMEOUT_S, _statement(args))
         found = examine(me, args.seconds, args.disk)
         if found is not None:
             _hand_out(found, args)

@@ -12,6 +12,8 @@ from titan.errors import EXIT_DONE, EXIT_FAILED, ConfigError, ConfigIssue, Titan
 from titan.ranks import launcher
 
 if TYPE_CHECKING:
+    from pathlib import Path
+
     from titan.config import Job
 
 HELP = "measure the loss, perplexity and bits per byte of a trained model on text"
@@ -83,9 +85,17 @@ def run(args: argparse.Namespace) -> int:
     place = launcher.place_asked_for()
     if place is None:
         return _as_rank(args, [])
-    _, job = _open(args, place.world_size)  # what is wrong is said once, before there are ranks
+    from titan.ranks.meeting.same_job import statement_of
+
+    path, job = _open(args, place.world_size)  # what is wrong is said once, before there are ranks
     job.sources[0].plugin.files()
-    return launcher.start(functools.partial(_as_rank, args), [], place)
+    return launcher.start(functools.partial(_as_rank, args), [], place, statement_of(job, **_stated(args, path)))
+
+
+def _stated(args: argparse.Namespace, path: "Path") -> dict[str, Any]:
+    """What all nodes must have beside the job; hosts may have the checkpoint at different paths."""
+    keys = ("weights", "last_word", "stride", "first_token", "batch_size", "limit")
+    return {"checkpoint": path.name} | {key: getattr(args, key) for key in keys}
 
 
 def _open(args: argparse.Namespace, world_size: int) -> "tuple[Any, Job]":
@@ -115,7 +125,7 @@ def _as_rank(args: argparse.Namespace, _: list[str]) -> int:
     number = int(os.environ.get("RANK", "0"))
     try:
         path, job = _open(args, launched_world_size())
-        me = process.join(job)
+        me = process.join(job, **_stated(args, path))
         number = me.number
         log.set_up(number)
         found = _measure(args, path, job, me)

@@ -8,7 +8,7 @@ import signal
 import sys
 import time
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
@@ -18,8 +18,10 @@ from titan.errors import EXIT_DONE, EXIT_FAILED, ConfigError, ConfigIssue, DataE
 from titan.inference import generation
 from titan.inference.generation import Sampling, Text, Words
 from titan.inference.load_model import Trained, open_job, open_trained
-from titan.ranks import failure, launcher, preemption, process
+from titan.ranks import failure, launcher, process
 from titan.ranks.launch_env import launched_world_size
+from titan.ranks.meeting import signals
+from titan.ranks.meeting.same_job import statement_of
 
 HELP = "continue prompts with a trained model"
 DESCRIPTION = f"""{HELP}: a checkpoint, a run (its newest checkpoint), or a Hugging Face folder.
@@ -51,6 +53,11 @@ class Request:
     prompts: Sequence[tuple[str, tuple[int, ...]]]
     sampling: Sampling
     json: bool
+
+    def stated(self, path: Path) -> dict[str, Any]:
+        """What all nodes must have beside the job; hosts may have the checkpoint at different paths."""
+        prompts = [ids for _, ids in self.prompts]
+        return {"checkpoint": path.name, "weights": self.weights, "prompts": prompts, **asdict(self.sampling)}
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -112,12 +119,12 @@ def run(args: argparse.Namespace) -> int:
             [ConfigIssue("command line", f"{STDIN}: {world_size} ranks cannot all read stdin; use --prompt-file FILE")]
         )
     # Here too, and not on the ranks alone, so that what is wrong is said once.
-    _, job = open_job(args.checkpoint, args.overrides, world_size, "--checkpoint")
+    path, job = open_job(args.checkpoint, args.overrides, world_size, "--checkpoint")
     prompts = [(prompt, generation.encode(job, prompt)) for prompt in _prompts(args)]
     request = Request(args.checkpoint, args.weights, args.overrides, prompts, sampling, args.json)
     if place is None:
         return _as_rank(request, [])
-    return launcher.start(functools.partial(_as_rank, request), [], place)
+    return launcher.start(functools.partial(_as_rank, request), [], place, statement_of(job, **request.stated(path)))
 
 
 def _sampling(args: argparse.Namespace) -> Sampling:
@@ -164,13 +171,13 @@ def _read(source: str) -> str:
 
 
 def _as_rank(request: Request, _: list[str]) -> int:
-    for number in preemption.SIGNALS:  # there is nothing to save
+    for number in signals.SIGNALS:  # there is nothing to save
         signal.signal(number, signal.SIG_DFL)
     rank = int(os.environ.get("RANK", "0"))
     log.set_up(rank)
     try:
         path, job = open_job(request.checkpoint, request.overrides, launched_world_size(), "--checkpoint")
-        trained = open_trained(path, job, process.join(job), request.weights)
+        trained = open_trained(path, job, process.join(job, **request.stated(path)), request.weights)
         _generate(trained, request)
         return EXIT_DONE
     except TitanError as error:

@@ -1,10 +1,10 @@
-"""TOML files and overrides merged into one table that records which file set each key."""
+"""TOML files and overrides merged into one table that records which file set each key; differences of two tables."""
 
 import tomllib
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from titan.contracts.base.options import CliText, absolute
 from titan.errors import ConfigError, ConfigIssue, by_errno
@@ -205,3 +205,45 @@ def _overrides(words: Sequence[str]) -> Iterator[tuple[Path_, CliText]]:
         yield tuple(name.split(".")), CliText(value)
     if faults:
         raise ConfigError(faults)
+
+
+class Difference(NamedTuple):
+    """A key of two tables with its value in each; None where it is absent."""
+
+    key: str
+    before: Any
+    now: Any
+
+
+def differences(before: Mapping[str, Any], now: Mapping[str, Any]) -> Iterator[Difference]:
+    """Every key of two jobs whose values JSON would write differently. A section that one of them lacks is empty.
+
+    Lists of equally many tables are compared entry by entry, with keys such as `data.mixture.1.weight`.
+    """
+    for section in dict.fromkeys((*before, *now)):
+        sections = [job.get(section) for job in (before, now)]
+        if any(isinstance(values, Mapping) for values in sections):
+            sections = [values or {} for values in sections]
+        yield from _within(section, *sections)
+
+
+def _within(key: str, before: Any, now: Any) -> Iterator[Difference]:
+    before, now = plain(before), plain(now)
+    if _is_tables(before) and _is_tables(now) and len(before) == len(now):
+        before, now = ({str(place): table for place, table in enumerate(tables)} for tables in (before, now))
+    if isinstance(before, Mapping) and isinstance(now, Mapping):
+        for name in dict.fromkeys((*before, *now)):
+            yield from _within(f"{key}.{name}", before.get(name), now.get(name))
+    elif before != now:
+        yield Difference(key, before, now)
+
+
+def _is_tables(value: Any) -> bool:
+    return isinstance(value, list) and bool(value) and all(isinstance(entry, Mapping) for entry in value)
+
+
+def plain(value: Any) -> Any:
+    """A value as JSON gives it back."""
+    if isinstance(value, Mapping):
+        return {key: plain(item) for key, item in value.items()}
+    return [plain(item) for item in value] if isinstance(value, (list, tuple)) else value

@@ -8,12 +8,9 @@ launcher serves it. They raise RuntimeError if the process that served the store
 import contextlib
 import hashlib
 import os
-import socket
 import time
 import traceback
 from collections.abc import Callable, Collection, Iterable, Sequence
-from datetime import timedelta
-from threading import Thread
 from typing import TypeVar
 
 import torch.distributed as dist
@@ -22,6 +19,7 @@ from torch._C._distributed_c10d import PrefixStore, Store
 from titan import errors, log
 from titan.errors import RankFailedError, TitanError, say
 from titan.ranks.launch_env import launched_world_size
+from titan.ranks.meeting.store import in_time, open_store, serves_store
 
 T = TypeVar("T")
 
@@ -95,7 +93,7 @@ def let_others_ask() -> None:
     """
     if _Told.error is not None:
         _ask(_finish, 0)
-        if os.environ.get("RANK") == "0" and _serves_store():
+        if os.environ.get("RANK") == "0" and serves_store():
             _ask(_stay, None)
 
 
@@ -107,11 +105,10 @@ def _stay(store: Store) -> None:
 class _Told:
     """What this rank has told.
 
-    store: where this rank has met the others after its failure.  silent: nobody answers there.
+    silent: nobody answers at the store.
     """
 
     error: Exception | None = None
-    store: Store | None = None
     silent = False
 
 
@@ -119,57 +116,24 @@ def _ask(question: Callable[[Store], T], otherwise: T) -> T:
     """The store's answer; `otherwise` for a single rank, or where no answer comes within `ANSWER_S`."""
     if launched_world_size() == 1 or _Told.silent:
         return otherwise
-    answers: list[T] = []
-
-    def ask() -> None:
-        with contextlib.suppress(RuntimeError, OSError):  # whoever served the store is gone
-            answers.append(question(_store()))
-
-    asking = Thread(target=ask, daemon=True)  # a network that is down answers nothing
-    asking.start()
-    asking.join(ANSWER_S)
-    _Told.silent = not answers
-    return answers[0] if answers else otherwise
+    try:
+        return in_time(lambda: question(_store()), ANSWER_S)  # a network that is down answers nothing
+    except (TitanError, RuntimeError, OSError):  # whoever served the store is gone
+        _Told.silent = True
+        return otherwise
 
 
 def _store() -> Store:
     """The store of the process group; before this rank has joined, the one where the ranks are to meet.
 
     Raises:
-        RuntimeError, OSError: nobody serves it.
+        TitanError, RuntimeError, OSError: nobody serves it.
     """
     if dist.is_initialized():
         return dist.distributed_c10d._get_default_store()
-    if _Told.store is None:
-        if not {"RANK", "MASTER_ADDR", "MASTER_PORT"} <= os.environ.keys():
-            raise RuntimeError("there is no store")
-        host, port, serves = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"]), _serves_store()
-        serves &= os.environ["RANK"] == "0"
-        if not serves:
-            _await_port(host, port)
-        limit = timedelta(seconds=ANSWER_S)
-        _Told.store = dist.TCPStore(  # type: ignore[attr-defined]
-            host, port, is_master=serves, wait_for_workers=False, timeout=limit, multi_tenant=True
-        )
-    return _Told.store
-
-
-def _await_port(host: str, port: int) -> None:
-    """Wait until somebody listens. A TCPStore that cannot connect would write a stack trace of C++ to stderr."""
-    patience = time.monotonic() + ANSWER_S
-    while True:
-        try:
-            socket.create_connection((host, port), timeout=ANSWER_S).close()
-            return
-        except OSError:
-            if time.monotonic() > patience:
-                raise
-            time.sleep(LOOK_S)
-
-
-def _serves_store() -> bool:
-    """Whether rank 0 serves the store, and no launcher (titan's or torchrun's)."""
-    return os.environ.get("TORCHELASTIC_USE_AGENT_STORE") != str(True)
+    if not {"RANK", "MASTER_ADDR", "MASTER_PORT"} <= os.environ.keys():
+        raise RuntimeError("there is no store")
+    return open_store(ANSWER_S)
 
 
 # --- the store ------------------------------------------------------------------------------------------------------

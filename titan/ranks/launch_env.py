@@ -19,6 +19,9 @@ HOST = ("MASTER_ADDR", "PET_MASTER_ADDR")
 MEETING_PORT = ("MASTER_PORT", "PET_MASTER_PORT")
 """Each in order of precedence: the user's own, Kubeflow's (the arguments of torchrun), Slurm's."""
 
+STARTED = "TITAN_STARTED"
+"""By which ranks know when the command was started, in seconds of the monotonic clock."""
+
 RANK_VARIABLES = ("RANK", "WORLD_SIZE", "LOCAL_RANK")
 
 STEP_TASKS = "SLURM_STEP_NUM_TASKS"
@@ -93,7 +96,8 @@ def rank_environment(env: Environment) -> dict[str, str] | None:
     if "RANK" in env and "WORLD_SIZE" in env and not _rank_is_of_node(env):
         _refuse_doubt(env)
         _refuse_restarts(env, "RANK is set, so titan does not start the ranks; use --max-restarts of torchrun")
-        return {}
+        host = env.get("MASTER_ADDR", "")
+        return {} if plain_host(host) == host else {"MASTER_ADDR": plain_host(host)}
     env = _own(env)
     nodes = _number(env, NODES, 1, at_least=1)
     tasks = _number(env, (STEP_TASKS,), 1, at_least=1)
@@ -222,7 +226,12 @@ def _meeting_point(env: Environment) -> tuple[str, int]:
     job = env.get("SLURM_JOB_ID", "")
     default = SLURM_PORTS[int(job) % len(SLURM_PORTS)] if job.isdecimal() else PORT
     port = _number(env, MEETING_PORT, default, at_least=1)
-    return next((env[name] for name in HOST if env.get(name)), "") or _first_slurm_host(env), port
+    return plain_host(next((env[name] for name in HOST if env.get(name)), "")) or _first_slurm_host(env), port
+
+
+def plain_host(host: str) -> str:
+    """A host without the brackets by which an IPv6 address is told from its port."""
+    return host[1:-1] if host.startswith("[") and host.endswith("]") else host
 
 
 def _first_slurm_host(env: Environment) -> str:

@@ -7,7 +7,7 @@ import sys
 from collections.abc import Collection, Sequence
 from pathlib import Path
 
-from titan.errors import EXIT_FAILED, EXIT_PREEMPTED, EXIT_WRONG_INPUT, say
+from titan.errors import EXIT_FAILED, EXIT_PREEMPTED, EXIT_WRONG_INPUT, PreemptedError, say
 from titan.ranks import rendezvous, slurm
 from titan.ranks.failure import Expendable
 from titan.ranks.launch_env import (
@@ -19,6 +19,8 @@ from titan.ranks.launch_env import (
     rank_environment,
     ranks_asked_for,
 )
+from titan.ranks.meeting import signals
+from titan.ranks.meeting.same_job import Statement
 from titan.ranks.rank_processes import Ended, Entry, RankProcesses
 from titan.resources import raise_descriptor_limit
 
@@ -46,19 +48,22 @@ def start(
     entry: Entry,
     words: list[str],
     place: LaunchEnv,
+    statement: Statement,
     restarts: int = 0,
     logs: Path | None = None,
     fork_with: Sequence[str] = (),
     expendable: Sequence[frozenset[int]] = (),
+    limit_s: float = rendezvous.JOIN_S,
 ) -> int:
     """Run `sys.exit(entry(words))` as each rank of this node; the exit code of the run.
 
+    statement: of the job, which all nodes must have.  limit_s: longest wait for the other nodes.
     logs: where ranks write theirs.  fork_with: modules that ranks need. Forked ranks find them imported; spawned ranks
     inherit no module, so this process imports none for them.  expendable: the ranks of each worker that may die
     without ending the run.
 
     Raises:
-        TitanError: the nodes of the run do not find together.
+        TitanError: the nodes of the run do not find together, or a signal came before they did.
     """
     raise_descriptor_limit()
     os.environ.setdefault("OMP_NUM_THREADS", str(max(1, cores() // place.ranks)))
@@ -66,9 +71,13 @@ def start(
     if forkable:
         for module in ("torch._dynamo", *fork_with):  # every optimizer imports torch._dynamo
             importlib.import_module(module)
-    with rendezvous.meet(place) as others:
-        children = RankProcesses(entry, words, place, forkable, others, expendable=Expendable(expendable))
-        return children.follow() if place.node else _lead(children, restarts, logs)
+    try:
+        with rendezvous.meet(place, statement, limit_s) as others:
+            children = RankProcesses(entry, words, place, forkable, others, expendable=Expendable(expendable))
+            return children.follow() if place.node else _lead(children, restarts, logs)
+    except PreemptedError as error:
+        say(str(error))
+        return again_by_slurm(error.exit_code, signals.heard(), first=place.node == 0)
 
 
 def _lead(children: RankProcesses, restarts: int, logs: Path | None) -> int:

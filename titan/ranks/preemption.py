@@ -1,8 +1,8 @@
 """Preemption: when a scheduler or a time limit asks any rank to stop, all ranks stop after the same step.
 
-A handler only records SIGTERM and SIGUSR1; the step or save in progress continues. The ranks agree on the most severe
-signal that any of them has recorded: an all-reduce over gloo, from host memory, begun before a step and read after it,
-so that no device is waited for and all ranks read the same.
+A handler only records SIGTERM and SIGUSR1 (`meeting.signals`); the step or save in progress continues. The ranks
+agree on the most severe signal that any of them has recorded: an all-reduce over gloo, from host memory, begun before a
+step and read after it, so that no device is waited for and all ranks read the same.
 
 The same all-reduce agrees on the length of a step, that of the slowest rank, and so on the number of steps until the
 next one: as many as fit into `INTERVAL_S`, at most `MOST_STEPS`, and at most twice as many as before. Each of the first
@@ -10,28 +10,23 @@ next one: as many as fit into `INTERVAL_S`, at most `MOST_STEPS`, and at most tw
 a validation or a save, and the step after such a step. Steps of a second or longer all ask.
 
 A signal that comes during step n is therefore acted upon after step n + 1 at the latest, or within about two seconds,
-whichever is later, while steps keep their length; one that comes before the first step, after the first. A run that is
-asked to stop always does a step first, so that it makes progress.
+whichever is later, while steps keep their length. A run that is asked to stop while it trains always does a step
+first, so that it makes progress. A signal that comes before training begins ends the run at once (`signals.raised`).
 
 Cost: an all-reduce of 16 bytes per second or per step, whichever is rarer, overlapped with the step. Workers that are
 at different steps ask each other by the store instead (`PacedPreemption`): two messages per worker and step.
 """
 
-import contextlib
 import os
 import signal
-import threading
 import time
-from collections.abc import Iterator
-from types import FrameType
 
 import torch
 import torch.distributed as dist
 from torch._C._distributed_c10d import Store
 
-SIGNALS = (signal.SIGTERM, signal.SIGUSR1)
-STARTED = "TITAN_STARTED"
-"""Environment variable by which ranks know when the command was started, in seconds of the monotonic clock."""
+from titan.ranks.launch_env import STARTED
+from titan.ranks.meeting import signals
 
 _REASONS = ("", "run.max_minutes", "SIGUSR1", "SIGTERM")
 """What asks a run to stop, the gravest last: it is the one that counts. After SIGTERM nobody wants the run to go on."""
@@ -45,38 +40,7 @@ FIRST_STEPS = 10
 MOST_STEPS = 25
 """Between two questions, in case steps become much longer than they were when the ranks agreed on the next one."""
 
-_noted: set[int] = set()
 _imported = time.monotonic()
-
-
-@contextlib.contextmanager
-def listening() -> Iterator[None]:
-    """Note `SIGNALS` instead of dying of them; outside of the main thread, where none can be caught, do nothing."""
-    if threading.current_thread() is not threading.main_thread():
-        yield
-        return
-    before = {number: signal.signal(number, _note) for number in SIGNALS}
-    try:
-        yield
-    finally:
-        for number, handler in before.items():
-            signal.signal(number, handler)
-        if _note not in before.values():  # else somebody further up listens, too
-            _noted.clear()
-
-
-def _note(number: int, _: FrameType | None) -> None:
-    _noted.add(number)
-
-
-def hear_no_more() -> None:
-    """Before a process that was asked to stop ends: one more signal must not turn its exit code into that of a kill."""
-    signal.pthread_sigmask(signal.SIG_BLOCK, SIGNALS)
-
-
-def heard() -> frozenset[int]:
-    """The signals that this rank, or by the agreement of all ranks another one, was sent while this one listens."""
-    return frozenset(_noted)
 
 
 class Preemption:
@@ -132,9 +96,7 @@ class Preemption:
         return max(1, min(fit, MOST_STEPS, 2 * self._every))
 
     def _mine(self) -> int:
-        if _noted:
-            return max(_REASONS.index(signal.Signals(number).name) for number in _noted)
-        return _REASONS.index("run.max_minutes" if time.monotonic() > self._ends else "")
+        return _REASONS.index(signals.gravest() or ("run.max_minutes" if time.monotonic() > self._ends else ""))
 
 
 class PacedPreemption(Preemption):
@@ -185,5 +147,5 @@ def _told(reason: int) -> str:
     """The name of a reason. That of a signal counts as heard by this rank, too."""
     name = _REASONS[reason]
     if name in signal.Signals.__members__:
-        _noted.add(signal.Signals[name])
+        signals.note(signal.Signals[name])
     return name

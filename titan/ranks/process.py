@@ -1,7 +1,13 @@
-"""The rank, device and process group of this process."""
+"""The rank, device and process group of this process.
 
+All ranks come together at the store before they make a group, and compare their jobs there. They look, instead of
+waiting in native code: so they hear signals, and learn at once of a rank that has failed.
+"""
+
+import json
 import os
 import socket
+import time
 from dataclasses import dataclass
 from datetime import timedelta
 from typing import Any
@@ -9,15 +15,22 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch._C._distributed_c10d import HashStore, PrefixStore, ProcessGroupGloo, Store
-from torch.distributed.rendezvous import rendezvous
 
 from titan.config import Job
 from titan.contracts.base.mesh import Mesh
 from titan.device import total_gib
 from titan.errors import ConfigError, RankFailedError
+from titan.log import log
 from titan.ranks import failure, watchdog
 from titan.ranks.launch_env import launched_world_size
+from titan.ranks.meeting.same_job import Statement, misfits, refusal, remarks, statement_of
+from titan.ranks.meeting.store import open_store
 from titan.resources import let_segments_expand, raise_descriptor_limit
+
+LOOKS_PER_S = 5000
+"""Most looks of all ranks together at the store, which answers some ten thousand."""
+
+_JOB, _ARRIVED, _VERDICT, _ALL = "job", "arrived", "verdict", "all"
 
 
 @dataclass(frozen=True)
@@ -30,11 +43,13 @@ class Rank:
     device: torch.device
 
 
-def join(job: Job) -> Rank:
+def join(job: Job, **options: Any) -> Rank:
     """Take this process's place: choose its device and enter the process group.
 
+    options: of a command that uses the job; the same on all ranks, as the job is.
+
     Raises:
-        ConfigError: the job asks for a device this machine does not have.
+        ConfigError: the job asks for a device this machine does not have; or ranks state different jobs, on all ranks.
     """
     rank = here(job.run.device)
     if job.run.deterministic:
@@ -43,7 +58,8 @@ def join(job: Job) -> Rank:
     # A rank whose collective is late has NCCL's recorders of all ranks write, and then end their processes.
     nccl = rank.device.type == "cuda" and not job.expendable
     watchdog.record_collectives(rank.number, job.folder / "logs", nccl=nccl)
-    enter(rank, job.comm.init_timeout_s)
+    statement = statement_of(job, rank.device.type, **options) if rank.world_size > 1 else None
+    enter(rank, job.comm.init_timeout_s, statement)
     if rank.device.type == "cuda" and (gpu := _identity(torch.cuda.get_device_properties(rank.device))):
         claim(f"{socket.gethostname()} {gpu}", rank.number, dist.distributed_c10d._get_default_store())
     return rank
@@ -99,14 +115,17 @@ def claim(device: str, rank: int, store: Store) -> None:
         )
 
 
-def enter(rank: Rank, timeout_s: float) -> None:
-    """Join the process group of all ranks. timeout_s: longest wait of its collectives.
+def enter(rank: Rank, timeout_s: float, statement: Statement | None = None) -> None:
+    """Join the process group of all ranks.
+
+    timeout_s: longest wait for the other ranks, and of collectives.  statement: of the job, which all must have.
 
     Gloo connects two ranks when they first exchange data, not all ranks with all ranks at once: a group of N ranks
     would otherwise open N - 1 sockets per rank, and publish and read N addresses per rank through the store.
 
     Raises:
-        RankFailedError: another rank has failed before it came here.
+        ConfigError: MASTER_ADDR or MASTER_PORT is wrong, or ranks state different jobs.
+        RankFailedError: another rank has failed before it came here, or has not come.
     """
     raise_descriptor_limit()
     os.environ.setdefault("TORCH_GLOO_LAZY_INIT", "1")
@@ -115,10 +134,61 @@ def enter(rank: Rank, timeout_s: float) -> None:
     timeout = timedelta(seconds=timeout_s)
     store: Store = HashStore()
     if {"RANK", "MASTER_ADDR"} <= os.environ.keys():  # MASTER_ADDR alone: the only rank of a run, on a cluster
-        store = PrefixStore(failure.attempt(), next(rendezvous("env://", timeout=timeout))[0])
+        began = time.monotonic()
+        store = PrefixStore(failure.attempt(), open_store(timeout_s))
+        assemble(store, rank.number, rank.world_size, timeout_s - (time.monotonic() - began), statement)
+    dist.init_process_group(backend, store=store, rank=rank.number, world_size=rank.world_size, timeout=timeout)
+
+
+def assemble(store: Store, rank: int, world_size: int, limit_s: float, statement: Statement | None = None) -> None:
+    """Wait until all ranks are there and none states another job than rank 0.
+
+    statement: of this rank's job; None on all ranks: there is nothing to compare.
+
+    Raises:
+        ConfigError: a rank states another job; on all ranks.
+        RankFailedError: a rank has failed, or they are not all there within the limit.
+    """
+    if rank == 0:
+        store.set(_JOB, "" if statement is None else statement.text)
+    store.set(f"here {rank}", "")
+    began, compared, pause = time.monotonic(), False, max(0.005, world_size / LOOKS_PER_S)
+    while True:
+        if not compared and store.check([_JOB]):
+            compared = True
+            _compare(store, rank, statement)
+            if store.add(_ARRIVED, 1) == world_size:
+                store.compare_set(_VERDICT, "", _ALL)
+        if store.check([_VERDICT]):
+            break
         if (absent := failure.first(store)) is not None:
             raise RankFailedError(f"rank {absent} failed before all ranks of the run had met")
-    dist.init_process_group(backend, store=store, rank=rank.number, world_size=rank.world_size, timeout=timeout)
+        if time.monotonic() - began > limit_s:
+            raise RankFailedError(_missing(store, rank, world_size, limit_s))
+        time.sleep(max(pause, min(1.0, (time.monotonic() - began) / 10)))
+    if (verdict := store.get(_VERDICT).decode()) != _ALL:
+        raise ConfigError(json.loads(verdict))
+
+
+def _compare(store: Store, rank: int, ours: Statement | None) -> None:
+    """Hold this rank's statement against that of rank 0; the first misfit is the verdict for all ranks."""
+    text = store.get(_JOB).decode()
+    if ours is None or text == ours.text:
+        return
+    theirs = Statement.read(json.loads(text))
+    if sentences := misfits(ours, theirs, f"rank {rank}", "rank 0"):
+        store.compare_set(_VERDICT, "", json.dumps(str(refusal(sentences))))
+    for sentence in remarks(ours, theirs, f"rank {rank}", "rank 0"):
+        log.warning(sentence)
+
+
+def _missing(store: Store, rank: int, world_size: int, limit_s: float) -> str:
+    """Who has not come: rank 0 looks for each, the others count, so that the store is asked few questions."""
+    if rank:
+        return f"not all {world_size} ranks came within {limit_s:g} s (comm.init_timeout_s); rank 0 says which"
+    absent = [str(number) for number in range(world_size) if not store.check([f"here {number}"])]
+    listed = ", ".join(absent[:8]) + (f" and {len(absent) - 8} more" if len(absent) > 8 else "")
+    return f"ranks {listed} of {world_size} did not come within {limit_s:g} s (comm.init_timeout_s)"
 
 
 _make_gloo: Any = ProcessGroupGloo.__init__

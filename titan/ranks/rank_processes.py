@@ -26,9 +26,10 @@ from typing import Any
 from torch._C._distributed_c10d import Store
 
 from titan.errors import EXIT_DONE, EXIT_FAILED, EXIT_PREEMPTED, say
-from titan.ranks import failure, preemption
+from titan.ranks import failure
 from titan.ranks.failure import Expendable
 from titan.ranks.launch_env import LOCAL, Environment, LaunchEnv
+from titan.ranks.meeting import signals
 from titan.ranks.rendezvous import NodeLostError, Nodes, listen
 
 GRACE_S = 10.0
@@ -98,13 +99,14 @@ class RankProcesses:
 
     @contextlib.contextmanager
     def hearing(self) -> Iterator[None]:
-        """Pass SIGTERM, SIGINT and SIGUSR1 on to the ranks instead of dying of them."""
+        """Pass SIGTERM, SIGINT and SIGUSR1 on to the ranks instead of dying of them; also what has come before."""
+        self.heard |= signals.heard()
         before = {number: signal.signal(number, self._pass_on) for number in PASSED_ON}
         try:
             yield
         finally:
             if self.heard:
-                preemption.hear_no_more()
+                signals.hear_no_more()
             for number, handler in before.items():
                 signal.signal(number, handler)
 
@@ -152,8 +154,8 @@ class RankProcesses:
         Raises:
             NodeLostError: node 0 is gone.
         """
-        said = self.nodes.hear(0)
         with self.hearing():
+            said = self.nodes.hear(0)
             while "end" not in said:
                 if "meet" in said:  # or else an old "stop", which has crossed our last report
                     ended = self._live(said["meet"])
@@ -226,6 +228,7 @@ class RankProcesses:
                     lost |= self._hear(links.pop(handle))
                     continue
                 ended.append(self._end(running.pop(handle)))
+                self._share_signals(ended[-1])
                 lost |= ended[-1].failed and (lost or not self._spare([ended[-1].rank], ended[-1]))
             if deadline is None and (lost or self._only_expendable(running.values(), ended)):
                 deadline = time.monotonic() + GRACE_S
@@ -254,9 +257,16 @@ class RankProcesses:
     def _hear_ranks(self) -> None:
         """Which signals the ranks that have ended were sent."""
         assert self._told is not None
-        with self._told, contextlib.suppress(EOFError):
+        with contextlib.suppress(EOFError):
             while self._told.poll():
                 self.heard |= set(self._told.recv_bytes())
+
+    def _share_signals(self, end: Ended) -> None:
+        """Pass on what one rank alone was sent and has ended by: before they train, ranks do not agree on signals."""
+        if end.code == EXIT_PREEMPTED:
+            self._hear_ranks()
+            for number in tuple(self.heard):
+                self._pass_on(number)
 
     def _hear(self, node: int) -> bool:
         """Hear what a node has to say in an attempt, one thing at most; whether the attempt is lost by that."""
@@ -282,11 +292,11 @@ def _be_rank(entry: Entry, argv: list[str], environment: Environment, parent: in
     os.environ.update(environment)
     _take_threads()
     signal.signal(signal.SIGINT, signal.default_int_handler)
-    with preemption.listening():
+    with signals.listening():
         signal.pthread_sigmask(signal.SIG_UNBLOCK, PASSED_ON)
         code = entry(argv)
-        tell.send_bytes(bytes(preemption.heard()))
-        preemption.hear_no_more()
+        tell.send_bytes(bytes(signals.heard()))
+        signals.hear_no_more()
         sys.exit(code)
 
 

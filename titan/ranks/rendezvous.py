@@ -3,10 +3,18 @@
 The launchers are connected in a star, over TCP, at the host and port that are given to all of them. Messages are JSON
 objects:
 
-    {"node", "nodes", "ranks"}   to node 0, first of all {"meet": port}               from node 0: start your ranks;
-    they meet at this port of its host {"stop": true}               from node 0: a rank elsewhere has failed, yours
-    cannot finish {"ended", "heard", "stuck"}  to node 0: how your ranks ended, which signals you were sent, which ranks
-    survived SIGKILL {"end": code}                from node 0: the exit code of the run
+    {"node", "nodes", "ranks", "statement"}
+                                 to node 0, first of all: who this is, and of which job (`titan.ranks.meeting.same_job`)
+    {"joined": true}             from node 0: this launcher is one of the run
+    {"refused": why}             from node 0: it is not
+    {"meet": port}               from node 0: start your ranks; they meet at this port of its host
+    {"stop": true}               from node 0: a rank elsewhere has failed, yours cannot finish
+    {"ended", "heard", "stuck"}  to node 0: how your ranks ended, which signals you were sent, which ranks survived
+                                 SIGKILL
+    {"end": code}                from node 0: the exit code of the run
+
+Until all are there, node 0 reads from its callers as bytes come. Whoever says something else, or nothing, is let go and
+keeps nobody waiting. A launcher of another run is refused alone; one of the same run that states another job ends it.
 
 Node 0 starts an attempt only when all have told it how the last one ended, and each attempt has a store and a port of
 its own: no rank of an earlier one can get into it.
@@ -17,25 +25,31 @@ from __future__ import annotations
 import contextlib
 import json
 import socket
+import struct
 import sys
 import time
 from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field
 from multiprocessing.connection import Connection, wait
 from typing import Any
 
 from titan.errors import ConfigError, ConfigIssue, TitanError, say
 from titan.ranks.launch_env import LaunchEnv
+from titan.ranks.meeting import signals
+from titan.ranks.meeting.same_job import Statement, misfits, other_run, refusal, remarks
+from titan.ranks.meeting.store import RESOLVE_S, check_host
 
 JOIN_S = 1800.0
-"""Longest wait for the other nodes to connect."""
+"""Longest wait for the other nodes, where no job says another."""
 
 HELLO_S = 10.0
-"""Longest wait for the first message of a new connection; without one it is no launcher of this run, and is closed."""
+"""Longest wait for the first message of a new connection, and for its answer."""
 
 LONGEST = 1 << 20
 """Bytes of a message at most."""
 
-RETRY_S = 0.2
+LOOK_S = 0.2
+"""Between two looks for a signal, or tries to connect."""
 
 Message = dict[str, Any]
 
@@ -76,20 +90,34 @@ class Nodes:
 
 
 @contextlib.contextmanager
-def meet(place: LaunchEnv) -> Iterator[Nodes]:
+def meet(place: LaunchEnv, statement: Statement, limit_s: float = JOIN_S) -> Iterator[Nodes]:
     """Find the other launchers; on a single node there are none.
 
+    statement: of the job that this node is to run.  limit_s: longest wait for the others.
+
     Raises:
-        ConfigError: the port is taken, or the nodes do not fit together.
-        NodeLostError: some node was not there within `JOIN_S`.
+        ConfigError: the port is taken, the host's name does not resolve, or the nodes do not state the same job.
+        NodeLostError: some node was not there within the limit.
+        PreemptedError: a signal came while this node waited.
     """
     if place.nodes == 1:
         yield Nodes({})
         return
-    links = _join(place) if place.node else _gather(place)
+    links: dict[int, Connection] = {}
     with contextlib.ExitStack() as stack:
-        for link in links.values():
-            stack.enter_context(link)
+        try:
+            with signals.raised("while waiting for other nodes"):
+                check_host(place.host, place.port, limit_s=min(limit_s, RESOLVE_S))
+                if place.node:
+                    links[0] = _join(place, statement, limit_s)
+                else:
+                    _Gathering(place, statement, links).gather(limit_s)
+        except TitanError as error:
+            Nodes(links).tell({"end": error.exit_code})
+            raise
+        finally:
+            for link in links.values():
+                stack.enter_context(link)
         yield Nodes(links)
 
 
@@ -104,65 +132,226 @@ def listen(port: int) -> socket.socket:
     return socket.create_server(("", port), family=family, backlog=1024, dualstack_ipv6=dual)
 
 
-def _gather(place: LaunchEnv) -> dict[int, Connection]:
-    links: dict[int, Connection] = {}
-    say(f"waiting for {place.nodes - 1} other nodes at {place.host}:{place.port}")
+# --- node 0 -----------------------------------------------------------------------------------------------------------
+
+
+class _UnknownCallerError(Exception):
+    """A caller is no launcher."""
+
+
+@dataclass
+class _Caller:
+    """A connection that has not said yet who it is; read as bytes come, without waiting for any."""
+
+    link: socket.socket
+    address: str
+    deadline: float
+    bytes: bytearray = field(default_factory=bytearray)
+
+    def read(self) -> Message | None:
+        """What has come of the first message; None while it is not complete.
+
+        Raises:
+            _UnknownCallerError: it is none of a launcher's, or the caller has left.
+        """
+        try:
+            chunk = self.link.recv(1 << 16)
+        except BlockingIOError:
+            return None
+        except OSError as error:
+            raise _UnknownCallerError from error
+        self.bytes += chunk
+        if not chunk:
+            raise _UnknownCallerError
+        if len(self.bytes) < _LENGTH.size:
+            return None
+        (length,) = _LENGTH.unpack_from(self.bytes)
+        if not 0 < length <= LONGEST or len(self.bytes) > _LENGTH.size + length:
+            raise _UnknownCallerError
+        return _checked(bytes(self.bytes[_LENGTH.size :])) if len(self.bytes) == _LENGTH.size + length else None
+
+
+_LENGTH = struct.Struct("!i")
+"""What `Connection` sends before a message."""
+
+
+def _checked(text: bytes) -> Message:
     try:
-        server = listen(place.port)
-    except OSError as error:
-        raise ConfigError([ConfigIssue("environment", f"MASTER_PORT = {place.port}: {error.strerror}")]) from None
-    deadline = time.monotonic() + JOIN_S
-    with server:
-        while len(links) < place.nodes - 1:
-            if not wait([server], max(0.0, deadline - time.monotonic())):
-                absent = sorted(set(range(1, place.nodes)) - set(links))
-                raise NodeLostError(f"nodes {absent} did not connect within {JOIN_S:g} s")
-            link = _connection(server.accept()[0])
-            if (hello := _hello(link)) is None:
-                link.close()
-                continue
-            _check(hello, place, links)
-            links[hello["node"]] = link
-    return links
+        hello: Message = json.loads(text)
+        hello["statement"] = Statement.read(hello["statement"])
+        numbers = [hello[name] for name in ("node", "nodes", "ranks")]
+    except (ValueError, KeyError, TypeError) as error:
+        raise _UnknownCallerError from error
+    if not all(type(number) is int for number in numbers) or not 0 <= hello["node"] < hello["nodes"]:
+        raise _UnknownCallerError
+    return hello
 
 
-def _hello(link: Connection) -> Message | None:
-    """What a launcher says first; None from anybody else."""
-    with contextlib.suppress(EOFError, OSError, ValueError):
-        if link.poll(HELLO_S):
-            said = _read(link)
-            return said if {"node", "nodes", "ranks"} <= said.keys() else None
-    return None
+class _Gathering:
+    """Node 0 while the others come; `links` has those that are there."""
+
+    def __init__(self, place: LaunchEnv, statement: Statement, links: dict[int, Connection]) -> None:
+        self._place, self._statement, self._links = place, statement, links
+        self._callers: dict[socket.socket, _Caller] = {}
+        self._refused: set[str] = set()
+
+    def gather(self, limit_s: float) -> None:
+        """Wait for all nodes.
+
+        Raises:
+            ConfigError: the port is taken, or a node of this run states another job.
+            NodeLostError: some node was not there in time.
+        """
+        place = self._place
+        say(f"waiting for {place.nodes - 1} other nodes at {place.host}:{place.port}")
+        try:
+            server = listen(place.port)
+        except OSError as error:
+            raise ConfigError([ConfigIssue("environment", f"MASTER_PORT = {place.port}: {error.strerror}")]) from None
+        server.setblocking(False)
+        deadline = time.monotonic() + limit_s
+        with server:
+            try:
+                while len(self._links) < place.nodes - 1:
+                    self._look(server)
+                    if time.monotonic() > deadline:
+                        absent = sorted(set(range(1, place.nodes)) - set(self._links))
+                        raise NodeLostError(f"nodes {absent} did not connect within {limit_s:g} s")
+            finally:
+                for link in self._callers:
+                    link.close()
+
+    def _look(self, server: socket.socket) -> None:
+        """Hear whoever has something to say, for a moment."""
+        ready = wait([server, *self._callers, *self._links.values()], LOOK_S)
+        for node in [node for node, link in self._links.items() if link in ready]:
+            self._links.pop(node).close()  # a node has nothing to say yet: it has left
+            say(f"node {node} has left; waiting for it again")
+        for caller in [caller for link, caller in self._callers.items() if link in ready]:
+            self._hear(caller)
+        for caller in [caller for caller in self._callers.values() if time.monotonic() > caller.deadline]:
+            self._ignore(caller)
+        if server in ready:
+            with contextlib.suppress(OSError):  # whoever called has left
+                called, address = server.accept()
+                called.setblocking(False)
+                self._callers[called] = _Caller(called, address[0].removeprefix("::ffff:"), time.monotonic() + HELLO_S)
+
+    def _hear(self, caller: _Caller) -> None:
+        try:
+            hello = caller.read()
+        except _UnknownCallerError:
+            self._ignore(caller)
+            return
+        if hello is not None:
+            del self._callers[caller.link]
+            self._judge(hello, caller.address, _connection(caller.link))
+
+    def _ignore(self, caller: _Caller) -> None:
+        self._callers.pop(caller.link).link.close()
+        self._say_once(f"ignored a connection from {caller.address} that is no launcher of this run")
+
+    def _judge(self, hello: Message, address: str, link: Connection) -> None:
+        """Take a launcher into the run, or refuse it.
+
+        Raises:
+            ConfigError: it is of this run, but states another job.
+        """
+        node, theirs = hello["node"], hello["statement"]
+        faults = misfits(theirs, self._statement, f"node {node}", "node 0")
+        if other_run(theirs, self._statement):
+            where = f"{self._place.host}:{self._place.port}"
+            why = f"another run waits at MASTER_ADDR and MASTER_PORT, {where}; give each run a port of its own"
+            _answer(link, {"refused": "\n".join([why, *faults])})
+            link.close()
+            self._say_once(f"refused node {node} of another run, at {address} ({faults[0]})")
+            return
+        if error := self._misplaced(hello) or (refusal(faults) if faults else None):
+            _answer(link, {"refused": str(error)})
+            link.close()
+            raise error
+        for sentence in remarks(theirs, self._statement, f"node {node}", "node 0"):
+            say(f"warning: {sentence}")
+        _answer(link, {"joined": True})
+        self._links[node] = link
+
+    def _misplaced(self, hello: Message) -> ConfigError | None:
+        node, place = hello["node"], self._place
+        for name, value, ours in (("NNODES", hello["nodes"], place.nodes), ("NPROC", hello["ranks"], place.ranks)):
+            if value != ours:
+                what = f"{name} = {value} on node {node}, but {ours} on node 0"
+                return ConfigError([ConfigIssue("environment", what)])
+        if node in (0, *self._links):
+            what = f"NODE_RANK = {node} is set on two nodes; each node needs its own"
+            return ConfigError([ConfigIssue("environment", what)])
+        return None
+
+    def _say_once(self, sentence: str) -> None:
+        if sentence not in self._refused:
+            self._refused.add(sentence)
+            say(f"warning: {sentence}")
 
 
-def _check(hello: Message, place: LaunchEnv, links: Mapping[int, Connection]) -> None:
-    node = hello["node"]
-    for name, value, ours in (("NNODES", hello["nodes"], place.nodes), ("NPROC", hello["ranks"], place.ranks)):
-        if value != ours:
-            raise ConfigError([ConfigIssue("environment", f"{name} = {value} on node {node}, but {ours} on node 0")])
-    if node in (0, *links):
-        raise ConfigError(
-            [ConfigIssue("environment", f"NODE_RANK = {node} is set on two nodes; each node needs its own")]
-        )
+def _answer(link: Connection, message: Message) -> None:
+    with contextlib.suppress(OSError):
+        link.send_bytes(json.dumps(message).encode())
 
 
-def _join(place: LaunchEnv) -> dict[int, Connection]:
-    deadline, told = time.monotonic() + JOIN_S, False
+# --- the other nodes --------------------------------------------------------------------------------------------------
+
+
+def _join(place: LaunchEnv, statement: Statement, limit_s: float) -> Connection:
+    """Connect to node 0, which takes this launcher into the run.
+
+    Raises:
+        ConfigError: node 0 refuses this launcher, or what listens there is no launcher.
+        NodeLostError: node 0 was not there in time.
+    """
+    deadline, told = time.monotonic() + limit_s, False
     while True:
         try:
             link = _connection(socket.create_connection((place.host, place.port), timeout=HELLO_S))
-            break
-        except OSError as error:
+            if _is_taken(link, place, statement):
+                return link
+            error: Exception = ConnectionError("the connection was closed")
+        except OSError as failure:
+            error = failure
+        if time.monotonic() > deadline:
+            where = f"{place.host}:{place.port}"
+            raise NodeLostError(
+                f"node 0 did not answer at {where} within {limit_s:g} s ({error}); check MASTER_ADDR"
+            ) from None
+        if not told:
+            say(f"waiting for node 0 at {place.host}:{place.port} ({error})")
+        told = True
+        time.sleep(LOOK_S)
+
+
+def _is_taken(link: Connection, place: LaunchEnv, statement: Statement) -> bool:
+    """Whether node 0 takes this launcher into the run; False: the connection was closed, perhaps by an earlier run's.
+
+    Raises:
+        ConfigError: node 0 refuses this launcher, or what listens there is no launcher.
+    """
+    hello = {"node": place.node, "nodes": place.nodes, "ranks": place.ranks, "statement": json.loads(statement.text)}
+    try:
+        link.send_bytes(json.dumps(hello).encode())
+        deadline = time.monotonic() + HELLO_S
+        while not link.poll(LOOK_S):
             if time.monotonic() > deadline:
-                raise NodeLostError(
-                    f"node 0 did not answer at {place.host}:{place.port} within {JOIN_S:g} s; check MASTER_ADDR"
-                ) from None
-            if not told:
-                say(f"waiting for node 0 at {place.host}:{place.port} ({error})")
-            told = True
-            time.sleep(RETRY_S)
-    link.send_bytes(json.dumps({"node": place.node, "nodes": place.nodes, "ranks": place.ranks}).encode())
-    return {0: link}
+                raise ValueError("no answer")
+        message = _read(link)
+    except (EOFError, ConnectionError, BrokenPipeError):
+        link.close()
+        return False
+    except (OSError, ValueError):
+        link.close()
+        what = f"MASTER_ADDR = {place.host}, MASTER_PORT = {place.port}: what listens there is no launcher of titan"
+        raise ConfigError([ConfigIssue("environment", f"{what}; give the run a port that no program has")]) from None
+    if "refused" in message:
+        link.close()
+        raise ConfigError(str(message["refused"]))
+    return True
 
 
 def _connection(connected: socket.socket) -> Connection:

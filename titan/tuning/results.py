@@ -6,12 +6,13 @@ search is refused.
 
 import json
 import os
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any, Literal
 
 from titan.config.renames import renewed_job, renewed_keys
+from titan.config.tables import differences
 from titan.errors import ConfigError, ConfigIssue, by_errno
 
 Objective = Literal["tflops", "tokens", "tokens-per-joule"]
@@ -134,7 +135,9 @@ class Results:
                 raise ConfigError([ConfigIssue(str(self.path), what)]) from None
 
     def _same(self, then: Mapping[str, Any], now: Mapping[str, Any]) -> None:
-        changed = list(_differences(then, now))
+        changed = [
+            f"{key} was {json.dumps(before)}, is {json.dumps(value)}" for key, before, value in differences(then, now)
+        ]
         if changed:
             more = f", and {len(changed) - 3} more" if len(changed) > 3 else ""
             what = f"holds results of another search: {'; '.join(changed[:3])}{more}; give another --results file"
@@ -145,11 +148,3 @@ def _in_present_spelling(search: Mapping[str, Any]) -> dict[str, Any]:
     """What is searched, as this version would have written it."""
     fixed = sorted(renewed_keys(dict.fromkeys(search["fixed"], "")))
     return {**search, "fixed": fixed, "job": renewed_job(search["job"])}
-
-
-def _differences(then: Any, now: Any, key: str = "") -> Iterator[str]:
-    if isinstance(then, Mapping) and isinstance(now, Mapping):
-        for name in [*then, *(name for name in now if name not in then)]:
-            yield from _differences(then.get(name), now.get(name), f"{key}.{name}" if key else name)
-    elif then != now:
-        yield f"{key} was {json.dumps(then)}, is {json.dumps(now)}"

@@ -29,7 +29,7 @@ FAULTS = (
     ),
     Fault(
         "a preemption signal lost",
-        "titan/ranks/preemption.py",
+        "titan/ranks/meeting/signals.py",
         "_noted.add(number)",
         "pass",
         (f"{PREEMPTION}::test_signals_are_noted_while_somebody_listens",),

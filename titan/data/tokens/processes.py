@@ -7,7 +7,7 @@ from multiprocessing import forkserver, resource_tracker
 from multiprocessing.context import BaseContext
 from threading import Thread
 
-from titan.ranks.preemption import SIGNALS
+from titan.ranks.meeting.signals import SIGNALS
 
 
 def context() -> BaseContext:

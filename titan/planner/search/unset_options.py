@@ -38,49 +38,55 @@ class _Need(NamedTuple):
 
 
 def settle(job: Job, memory: DeviceMemory | None) -> tuple[Job, list[str]]:
-    """The job with values for options that memory decides, and one sentence per such option.
+    """The job with what `choose` decides, and its sentences."""
+    values, sentences = choose(job, memory)
+    return with_options(job, values), sentences
+
+
+def choose(job: Job, memory: DeviceMemory | None) -> tuple[Values, list[str]]:
+    """Values for options that memory decides, for `with_options`, and one sentence per such option.
 
     job: an option that it sets keeps its value.  memory: of one device; None: not known, so nothing is decided.
 
-    The usual values stay unset in the returned job, so that they still follow the layout of whoever reads its resolved
-    table. Values that memory forced are set there. The result depends on the arguments alone.
+    The usual values are left out, so that they still follow the layout of whoever reads the job's resolved table. Only
+    values that memory forced are there. The result depends on the arguments alone.
 
     Raises:
         PluginError: `unset_options` fails, or names an option that the technique does not have.
     """
     usual, *smaller = _combined(_tables(job))
     if not usual:
-        return job, []
+        return {}, []
     if memory is None:
-        return job, [f"{said}: the memory of the device is not known" for said in _said(job, usual)]
+        return {}, [f"{said}: the memory of the device is not known" for said in _said(job, usual)]
     most = _need(job, memory)
     if isinstance(most, str):
-        return job, [f"{said}: memory cannot be predicted ({most})" for said in _said(job, usual)]
+        return {}, [f"{said}: memory cannot be predicted ({most})" for said in _said(job, usual)]
     need = f"the job needs {most.gib:.1f} GiB per rank, and the limit is {memory.limit_text()}"
     need += most.host_short and f"; {most.host_short}"
     if most.fits(memory):
-        return job, [f"{said}: {need}" for said in _said(job, usual)]
-    refused, best = "", (most, job, usual)
+        return {}, [f"{said}: {need}" for said in _said(job, usual)]
+    refused, best = "", (most, usual)
     for values in smaller:
-        other = _with(job, values)
+        other = with_options(job, values)
         if found := [why for t in other.techniques for why in sentences(t, "check", other, other.spec)]:
             less = ", ".join(f"{key} = {_text(value)}" for table in values.values() for key, value in table.items())
             refused = f", but {less} is refused: {found[0]}"
             continue
         less_need = _need(other, memory)
         if not isinstance(less_need, str) and (less_need.fits(memory) or less_need.gib <= best[0].gib):
-            best = less_need, other, values
+            best = less_need, values
             if less_need.fits(memory):
                 break
-    least, job_then, values = best
+    least, values = best
     said = _said(job, values)
     if values is usual:
-        return job, [f"{words}: {need}{refused}" for words in said]
+        return {}, [f"{words}: {need}{refused}" for words in said]
     if not least.fits(memory):
         with_them = "it" if len(said) == 1 else "all of these values"
         too = f"the job needs {least.gib:.1f} GiB, which exceeds the limit too"
         need += f"; with {with_them} {too if least.gib > memory.limit_gib else least.host_short}"
-    return job_then, [f"{words}: otherwise {need}" for words in said]
+    return values, [f"{words}: otherwise {need}" for words in said]
 
 
 def _combined(tables: Mapping[str, Sequence[Mapping[str, Any]]]) -> Iterator[Values]:
@@ -142,8 +148,10 @@ def _tables(job: Job) -> dict[str, list[dict[str, Any]]]:
     return found
 
 
-def _with(job: Job, values: Values) -> Job:
+def with_options(job: Job, values: Values) -> Job:
     """The job with these options set, also in its resolved table."""
+    if not values:
+        return job
     techniques, plugins = [], dict(job.table[Technique.section])
     for technique in job.techniques:
         if options := values.get(technique.name):

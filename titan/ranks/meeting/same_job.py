@@ -1,0 +1,176 @@
+"""What the nodes and ranks of a run must have in common, compared before anything is built.
+
+Each states the job as its TOML and command line give it, the plugins that the job uses, and its versions. These may
+differ: paths of files that each host opens itself, `data.cache`, `data.workers`, `data.prepare_workers`,
+`plugins.path`, and the tables of trackers. What a node would choose from its hardware is not part of it: rank 0
+chooses.
+"""
+
+import hashlib
+import importlib.metadata
+import json
+import platform
+import sys
+from collections.abc import Iterator, Mapping
+from dataclasses import asdict, dataclass, field
+from functools import cached_property
+from pathlib import Path
+from typing import Any
+
+from titan.config import Job
+from titan.config.sections import declared_tables, table_at
+from titan.config.tables import differences, plain
+from titan.contracts import Tracker
+from titan.contracts.base import registry
+from titan.contracts.base.options import options_of
+from titan.contracts.base.registry import Plugin
+from titan.errors import ConfigError, ConfigIssue
+
+OF_HOST = frozenset({("data", "cache"), ("data", "workers"), ("data", "prepare_workers"), ("plugins", "path")})
+"""Keys that say how a host does its part."""
+
+OF_RUN = frozenset({("run", "dir"), ("checkpoint", "init_from"), ("checkpoint", "resume")})
+"""Paths that are the run's: its folder, and what rank 0 alone looks for."""
+
+PACKAGES = ("torch", "torchdata", "numpy", "safetensors", "tokenizers", "transformers", "torchao", "triton")
+
+FOLDER = ("run.dir", "run.name")
+"""Keys that make up the run's folder: by other ones, a launcher is another run's."""
+
+
+@dataclass(frozen=True)
+class Statement:
+    """What a node or a rank states.
+
+    job: nested keys and values, as JSON has them.  plugins: kind and name -> hash of the files.  versions: by package.
+    """
+
+    job: Mapping[str, Any] = field(default_factory=dict)
+    plugins: Mapping[str, str] = field(default_factory=dict)
+    versions: Mapping[str, str] = field(default_factory=dict)
+
+    @cached_property
+    def text(self) -> str:
+        """As JSON."""
+        return json.dumps(asdict(self), sort_keys=True)
+
+    @staticmethod
+    def read(values: Any) -> "Statement":
+        """From what JSON gives back.
+
+        Raises:
+            ValueError: it is no statement.
+        """
+        names = ("job", "plugins", "versions")
+        if not isinstance(values, dict) or not all(isinstance(values.get(name), dict) for name in names):
+            raise ValueError("no statement of a job")
+        return Statement(*(values[name] for name in names))
+
+
+def statement_of(job: Job, device: str = "", **options: Any) -> Statement:
+    """What this process states of a job.
+
+    device: the type that this rank has found; empty: not chosen yet.  options: of a command that uses the job.
+    """
+    table = plain(job.table)
+    for at, config in declared_tables(job.table):
+        section = table_at(table, at)
+        for option in options_of(config):
+            key = (*at, option.key)
+            if key in OF_HOST or (option.spec.path and key not in OF_RUN):
+                section.pop(option.key, None)
+    table["plugins"].pop("path", None)
+    for tracker in registry.of_kind(Tracker.kind):
+        table["metrics"].pop(tracker.name, None)
+    if device:
+        table["run"]["device"] = device
+    if options:
+        table["options"] = plain(options)
+    return Statement(table, dict(_plugins_of(job)), versions())
+
+
+def versions() -> dict[str, str]:
+    """The versions that results may depend on."""
+    found = {"Python": platform.python_version()}
+    for package in PACKAGES:
+        try:
+            found[package] = importlib.metadata.version(package)
+        except importlib.metadata.PackageNotFoundError:
+            continue
+    return found
+
+
+def _plugins_of(job: Job) -> Iterator[tuple[str, str]]:
+    validation = () if job.validation_data is None else (job.validation_data,)
+    sources = (source.plugin for source in job.sources)
+    singles = (job.model, job.tokenizer, job.loss, job.optimizer, job.lr_schedule)
+    for plugin in (*singles, *sources, *validation, *job.techniques):
+        yield f"{plugin.kind} {plugin.name}", _hash(type(plugin))
+
+
+def _hash(plugin: type[Plugin]) -> str:
+    """Of the files that a plugin's class and those it derives from are in; of a package, of all its files."""
+    digest = hashlib.sha256()
+    for base in plugin.__mro__:
+        module = sys.modules.get(base.__module__)
+        file = getattr(module, "__file__", None)
+        if file is None or base.__module__.startswith(("titan.contracts", "abc")):
+            continue
+        files = [Path(file)]
+        if hasattr(module, "__path__"):
+            files = sorted(path for path in Path(file).parent.rglob("*") if path.is_file())
+        for path in files:
+            if "__pycache__" not in path.parts:
+                digest.update(path.name.encode() + b"\0" + path.read_bytes() + b"\0")
+    return digest.hexdigest()[:16]
+
+
+# --- comparison ------------------------------------------------------------------------------------------------------
+
+
+def other_run(theirs: Statement, ours: Statement) -> bool:
+    """Whether the two are of runs with folders of their own."""
+    return any(key in FOLDER for key, *_ in differences(ours.job, theirs.job))
+
+
+def misfits(theirs: Statement, ours: Statement, they: str, we: str) -> list[str]:
+    """Why the two cannot be of one run: a sentence for each key, plugin or version. they, we: "node 3", "rank 0"."""
+    sentences = [
+        f"{key} = {_shown(value)} on {they}, but {_shown(wanted)} on {we}"
+        for key, wanted, value in differences(ours.job, theirs.job)
+    ]
+    for plugin, wanted in ours.plugins.items():
+        if (value := theirs.plugins.get(plugin)) not in (None, wanted):
+            sentences.append(f"{plugin}: its files have the hash {value} on {they}, but {wanted} on {we}")
+    minors = [_minor(statement.versions.get("torch", "")) for statement in (theirs, ours)]
+    if minors[0] != minors[1]:
+        sentences.append(f"PyTorch {theirs.versions.get('torch')} on {they}, but {ours.versions.get('torch')} on {we}")
+    return sentences
+
+
+def refusal(sentences: list[str]) -> ConfigError:
+    """The error of ranks or nodes that do not fit."""
+    *others, last = sentences
+    advice = "start all nodes with the same config, options and software"
+    return ConfigError([ConfigIssue("", sentence) for sentence in (*others, f"{last}; {advice}")])
+
+
+def remarks(theirs: Statement, ours: Statement, they: str, we: str) -> list[str]:
+    """What differs in versions and may stand: a sentence for each package."""
+    packages = dict.fromkeys((*ours.versions, *theirs.versions))
+    pairs = ((package, theirs.versions.get(package), ours.versions.get(package)) for package in packages)
+    return [
+        f"{package} is {value or 'not installed'} on {they}, but {wanted or 'not installed'} on {we}"
+        for package, value, wanted in pairs
+        if value != wanted
+    ]
+
+
+def _minor(version: str) -> list[str]:
+    return version.split(".")[:2]
+
+
+def _shown(value: Any) -> str:
+    if value is None:
+        return "not set"
+    return json.dumps(value) if not isinstance(value, str) else repr(value)

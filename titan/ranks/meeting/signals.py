@@ -1,0 +1,85 @@
+"""The signals that ask a run to stop: noted until somebody asks, or raised where nothing is under way.
+
+This file imports no torch: a command hears signals before it imports what takes seconds.
+"""
+
+import contextlib
+import signal
+import threading
+from collections.abc import Iterator
+from types import FrameType
+
+from titan.errors import PreemptedError
+
+SIGNALS = (signal.SIGTERM, signal.SIGUSR1)
+
+_noted: set[int] = set()
+
+
+class _Raising:
+    """Whether a signal raises; what it interrupts, for the message."""
+
+    activity = ""
+
+
+@contextlib.contextmanager
+def listening() -> Iterator[None]:
+    """Note `SIGNALS` instead of dying of them; outside of the main thread, where none can be caught, do nothing."""
+    if threading.current_thread() is not threading.main_thread():
+        yield
+        return
+    before = {number: signal.signal(number, _note) for number in SIGNALS}
+    try:
+        yield
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)
+        if _note not in before.values():  # else somebody further up listens, too
+            _noted.clear()
+
+
+@contextlib.contextmanager
+def raised(activity: str) -> Iterator[None]:
+    """Raise `PreemptedError` in the body when a signal comes, or has come: nothing in it has to be finished.
+
+    activity: ends the message, as in "while waiting for node 0". A signal raises once; a second one is noted alone, so
+    that it does not interrupt what the first one has ended.
+    """
+    _Raising.activity = activity
+    try:
+        if _noted:
+            _raise()
+        yield
+    finally:
+        _Raising.activity = ""
+
+
+def _note(number: int, _: FrameType | None) -> None:
+    note(number)
+    if _Raising.activity:
+        _raise()
+
+
+def _raise() -> None:
+    activity, _Raising.activity = _Raising.activity, ""
+    raise PreemptedError(f"preempted by {gravest()} {activity}; to go on, run the same command")
+
+
+def note(number: int) -> None:
+    """Note a signal; also one that another rank was sent, once all have agreed on its effect."""
+    _noted.add(number)
+
+
+def gravest() -> str:
+    """The name of the gravest signal noted: after SIGTERM nobody wants the run to go on. Empty where there is none."""
+    return next((number.name for number in SIGNALS if number in _noted), "")
+
+
+def heard() -> frozenset[int]:
+    """The signals that this rank, or by the agreement of all ranks another one, was sent while this one listens."""
+    return frozenset(_noted)
+
+
+def hear_no_more() -> None:
+    """Before a process that was asked to stop ends: one more signal must not turn its exit code into that of a kill."""
+    signal.pthread_sigmask(signal.SIG_BLOCK, SIGNALS)

@@ -1,0 +1,144 @@
+"""The store where the ranks of a run meet: found within a limit, and in time for signals to be heard meanwhile."""
+
+import errno
+import os
+import socket
+import time
+from collections.abc import Callable
+from datetime import timedelta
+from threading import Thread
+from typing import TypeVar
+
+from torch._C._distributed_c10d import Store
+
+from titan.errors import ConfigError, ConfigIssue, RankFailedError
+
+T = TypeVar("T")
+
+LOOK_S = 0.05
+"""Between two looks: whether somebody listens, or native code has returned."""
+
+RESOLVE_S = 30.0
+"""Longest wait until a host name resolves: that of a pod or a node that boots is known a little later."""
+
+
+_opened: dict[tuple[str, int], Store] = {}
+"""What this process has opened: rank 0 could not listen twice."""
+
+
+def in_time(work: Callable[[], T], limit_s: float) -> T:
+    """The result of work that blocks in native code, on a thread of its own: this one hears signals meanwhile.
+
+    Raises:
+        TimeoutError: it took longer; the thread is left behind.
+        Exception: whatever the work raises.
+    """
+    results: list[T] = []
+    errors: list[Exception] = []
+
+    def run() -> None:
+        try:
+            results.append(work())
+        except Exception as error:
+            errors.append(error)
+
+    thread, deadline = Thread(target=run, daemon=True), time.monotonic() + limit_s
+    thread.start()
+    while thread.is_alive():
+        thread.join(LOOK_S)
+        if time.monotonic() > deadline and thread.is_alive():
+            raise TimeoutError
+    if errors:
+        raise errors[0]
+    return results[0]
+
+
+def check_host(host: str, port: int, limit_s: float = RESOLVE_S) -> None:
+    """Wait until the name of a host resolves.
+
+    Raises:
+        ConfigError: it does not within the limit.
+    """
+    deadline, why = time.monotonic() + limit_s, "no answer"
+    while True:
+        try:
+            in_time(lambda: socket.getaddrinfo(host, port, type=socket.SOCK_STREAM), deadline - time.monotonic())
+            return
+        except OSError as error:  # TimeoutError too
+            why = getattr(error, "strerror", None) or why
+            if time.monotonic() > deadline:
+                what = f"MASTER_ADDR = {host}: this host could not resolve that name within {limit_s:g} s ({why})"
+                raise ConfigError(
+                    [ConfigIssue("environment", f"{what}; set it to the name or address of node 0")]
+                ) from None
+        time.sleep(LOOK_S)
+
+
+def serves_store() -> bool:
+    """Whether rank 0 serves the store, and no launcher (titan's or torchrun's)."""
+    return os.environ.get("TORCHELASTIC_USE_AGENT_STORE") != str(True)
+
+
+def open_store(limit_s: float) -> Store:
+    """The store at MASTER_ADDR and MASTER_PORT, which rank 0 serves unless a launcher does.
+
+    Raises:
+        ConfigError: the host name does not resolve, the port is taken, or what answers there is no store.
+        RankFailedError: nobody listens there within the limit.
+    """
+    host, port = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])
+    if (host, port) in _opened:
+        return _opened[host, port]
+    deadline, serves = time.monotonic() + limit_s, serves_store() and os.environ["RANK"] == "0"
+    check_host(host, port, min(RESOLVE_S, limit_s))
+    if serves:
+        _check_free(port)
+    else:
+        await_port(host, port, deadline)
+    left = max(1.0, deadline - time.monotonic())
+    try:
+        _opened[host, port] = in_time(lambda: _connect(host, port, serves, left), left + LOOK_S)
+        return _opened[host, port]
+    except (TimeoutError, RuntimeError) as error:
+        why = "within" if isinstance(error, TimeoutError) else f"({str(error).splitlines()[0]}) within"
+        what = (
+            f"MASTER_ADDR = {host}, MASTER_PORT = {port}: what listens there did not answer as the store of the ranks"
+        )
+        raise ConfigError(
+            [ConfigIssue("environment", f"{what} {why} {limit_s:g} s; give the run a port that no program has")]
+        ) from None
+
+
+def _connect(host: str, port: int, serves: bool, limit_s: float) -> Store:
+    from torch.distributed import TCPStore  # type: ignore[attr-defined]
+
+    limit = timedelta(seconds=limit_s)
+    store: Store = TCPStore(host, port, is_master=serves, wait_for_workers=False, timeout=limit, multi_tenant=True)
+    return store
+
+
+def _check_free(port: int) -> None:
+    """Have the error of a port that is taken in words."""
+    with socket.socket() as probe:
+        probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        try:
+            probe.bind(("", port))
+        except OSError as error:
+            if error.errno not in (errno.EADDRINUSE, errno.EACCES):
+                return
+            what = f"MASTER_PORT = {port}: {error.strerror}; choose a port that no program on the host of rank 0 has"
+            raise ConfigError([ConfigIssue("environment", what)]) from None
+
+
+def await_port(host: str, port: int, deadline: float) -> None:
+    """Wait until somebody listens. A TCPStore that cannot connect would write a stack trace of C++ to stderr."""
+    began = time.monotonic()
+    while True:
+        try:
+            socket.create_connection((host, port), timeout=max(LOOK_S, deadline - time.monotonic())).close()
+            return
+        except OSError as error:
+            if time.monotonic() > deadline:
+                what = f"rank 0 did not listen at {host}:{port} within {deadline - began:.0f} s ({error})"
+                raise RankFailedError(f"{what}; check MASTER_ADDR, MASTER_PORT and rank 0") from None
+            time.sleep(LOOK_S)
