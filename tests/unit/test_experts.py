@@ -10,7 +10,8 @@ from torch import Tensor, nn
 from titan.contracts.layers import experts as layers
 from titan.contracts.layers.experts import Experts, SideLoss, StackedLinear, stacked_product
 from titan.errors import ConfigError, PluginError
-from titan.plugins.models.moe import Mixture, MixtureConfig, MixtureOfExperts, _imbalance
+from titan.plugins.models.moe import MixtureOfExperts
+from titan.plugins.models.moe.mixture import Mixture, MixtureConfig, _imbalance
 
 COUNTS = torch.tensor([3, 0, 5, 0])
 

@@ -2,7 +2,8 @@
 
 from titan.testing.faults import Fault
 
-LAYER, MODEL, TECHNIQUE = "titan/contracts/layers/experts.py", "plugins/models/moe.py", "plugins/parallel/expert.py"
+LAYER, TECHNIQUE = "titan/contracts/layers/experts.py", "plugins/parallel/expert.py"
+MODEL, ROUTER = "plugins/models/moe/__init__.py", "plugins/models/moe/mixture.py"
 UNIT, DIST = "tests/unit/test_experts.py", "tests/dist/test_experts.py"
 
 FAULTS = (
@@ -57,7 +58,7 @@ FAULTS = (
     ),
     Fault(
         "a bias in the weights of experts too",
-        MODEL,
+        ROUTER,
         "weights = scores.gather(-1, chosen)",
         "weights = (scores if self.bias is None else scores + self.bias).gather(-1, chosen)",
         (f"{UNIT}::test_the_bias_moves_towards_even_counts_and_changes_the_choice_alone",),

@@ -1,0 +1,115 @@
+"""A mixture's options and modules: the router, the experts behind it, and what keeps these equally busy."""
+
+from dataclasses import dataclass
+from typing import Any, Literal
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from titan.contracts import option
+from titan.contracts.layers.blocks import Heads, SwiGLU
+from titan.contracts.layers.decoder import DecoderConfig
+from titan.contracts.layers.experts import Experts, SideLoss, is_recomputed, rows_per_expert
+from titan.contracts.layers.philox import Jitter
+
+
+@dataclass(frozen=True, kw_only=True)
+class MixtureConfig(DecoderConfig):
+    """Sizes of a mixture of experts; the defaults are the preset `moe-tiny`."""
+
+    n_experts: int = option(8, "experts per layer", at_least=1, at_most=2**16)
+    top_k: int = option(2, "experts per token", at_least=1, at_most=2**10)
+    n_shared_experts: int = option(0, "experts that every token passes", at_least=0, at_most=2**10)
+    expert_dim: int = option(192, "hidden size of an expert", at_least=1, at_most=2**24)
+    n_dense_layers: int = option(0, "first layers that have one feed-forward in place of experts", at_least=0)
+    ffn_dim: int = option(384, "hidden size of the feed-forward of dense layers", at_least=1, at_most=2**24)
+    router: Literal["softmax", "sigmoid"] = option("softmax", "how the router scores experts")
+    normalized: bool = option(True, "divide the weights of a token's experts by their sum")
+    balance: Literal["bias", "sequence", "none"] = option(
+        "bias", "what keeps experts equally busy: a bias of the choice, a loss per sequence, or nothing"
+    )
+    balance_rate: float = option(1e-3, "step of the bias, or weight of the loss", at_least=0)
+    router_jitter: float = option(
+        0.0, "in training, what the router sees is multiplied by random numbers within this of 1", at_least=0, at_most=1
+    )
+    head_dim: int | None = option(None, "features per head; unset: dim / n_heads", at_least=1, at_most=2**16)
+    qk_norm: bool = option(False, "RMSNorm of each head's queries and keys")
+    rope_theta: float = option(1e6, "base of the rotary frequencies", above=1)
+
+    @property
+    def heads(self) -> Heads:
+        """The attention of a layer."""
+        return Heads(
+            dim=self.dim, n_heads=self.n_heads, n_kv_heads=self.kv_heads,
+            head_dim=self.dim // self.n_heads if self.head_dim is None else self.head_dim,
+            norm_eps=self.norm_eps if self.qk_norm else None, rotary=True, unfused=self.attention == "unfused",
+        )  # fmt: skip
+
+
+class Router(nn.Module):
+    """Chooses experts for each token, and counts what it has chosen.
+
+    bias [E]: added to scores for the choice.  counts [E]: tokens per expert since the step began.  entropy [2]: the sum
+    of the tokens' entropies since the last row of metrics, and their number.
+    """
+
+    weight: nn.Parameter
+    bias: Tensor | None
+    counts: Tensor
+    entropy: Tensor
+
+    def __init__(self, c: MixtureConfig) -> None:
+        super().__init__()
+        self.top_k, self.kind, self.normalized = c.top_k, c.router, c.normalized
+        self.weight = nn.Parameter(torch.empty(c.n_experts, c.dim))
+        self.register_buffer("bias", torch.zeros(c.n_experts) if c.balance == "bias" else None)
+        self.register_buffer("counts", torch.zeros(c.n_experts, dtype=torch.int64), persistent=False)
+        self.register_buffer("entropy", torch.zeros(2, dtype=torch.float64), persistent=False)
+        self.load: Tensor | None = None
+
+    def forward(self, x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        """x [T, D] -> chosen experts [T, k], their weights [T, k], and scores that add up to 1 [T, E], in float32."""
+        logits = F.linear(x.float(), self.weight.float())
+        scores = logits.softmax(-1) if self.kind == "softmax" else logits.sigmoid()
+        chosen = (scores if self.bias is None else scores.detach() + self.bias).topk(self.top_k, dim=-1).indices
+        weights = scores.gather(-1, chosen)
+        if self.normalized:
+            weights = weights / weights.sum(-1, keepdim=True)
+        shares = scores if self.kind == "softmax" else scores / scores.sum(-1, keepdim=True)
+        if self.training and not is_recomputed():
+            with torch.no_grad():
+                self.counts.add_(rows_per_expert(chosen, len(self.counts)))
+                nats = torch.special.entr(shares).sum()
+                self.entropy.add_(torch.stack([nats, torch.full_like(nats, x.shape[0])]))
+        return chosen, weights, shares
+
+
+class Mixture(nn.Module):
+    """Experts behind a router, beside those that every token passes; [B, S, D] to [B, S, D]."""
+
+    def __init__(self, c: MixtureConfig) -> None:
+        super().__init__()
+        self.jitter = Jitter(c.dim, c.router_jitter) if c.router_jitter else None
+        self.router = Router(c)
+        self.experts = Experts(c.n_experts, c.dim, c.expert_dim)
+        self.shared = SwiGLU(c.dim, c.n_shared_experts * c.expert_dim) if c.n_shared_experts else None
+        self.balance = SideLoss() if c.balance == "sequence" else None
+        self.balance_rate = c.balance_rate
+
+    def forward(self, x: Tensor, *drawn_from: Any) -> Tensor:
+        """[B, S, D] -> [B, S, D]; with jitter also the seeds [B] and positions [B, S]."""
+        seen = x if self.jitter is None else self.jitter(x, *drawn_from)
+        chosen, weights, shares = self.router(seen.flatten(0, 1))
+        if self.balance is not None and self.training:
+            weights = self.balance(weights, self.balance_rate * _imbalance(chosen, shares, len(x)))
+        y = self.experts(x.flatten(0, 1), chosen, weights).view_as(x)
+        return y if self.shared is None else y + self.shared(x)
+
+
+def _imbalance(chosen: Tensor, shares: Tensor, sequences: int) -> Tensor:
+    """Sum over sequences of sum_e f_e P_e, 1 for each where its tokens are spread evenly (arXiv 2412.19437, eq. 17)."""
+    stack = shares.shape[-1]
+    f = torch.stack([rows_per_expert(own, stack) for own in chosen.unflatten(0, (sequences, -1)).unbind()])
+    share_of_tokens = f * (stack / (chosen.numel() / sequences))
+    return (share_of_tokens * shares.unflatten(0, (sequences, -1)).mean(1)).sum()
