@@ -115,6 +115,40 @@ def test_jitter(layout: str, one_rank, same_curve) -> None:
     assert differences(plain, jittered), "a curve without jitter is another one"
 
 
+FULL, PADDED = ("--data.seq_len", "16"), ("--data.seq_len", "32")
+PADDINGS = {
+    "one rank, sequence, sigmoid": (1, ["--train.micro_batch_size", "2", "--model.router", "sigmoid"], "sequence"),
+    "one rank, none": (1, [], "none"),
+    "compiled": (1, ["--plugins.compile.backend", "aot_eager", RECOMPUTE, "selective"], "bias"),
+    "recompute full": (1, [RECOMPUTE, "full"], "sequence"),
+    "ep 2, tp 2, jitter": (4, [*mesh(dp_shard=2, ep=2, tp=2), "--model.router_jitter", "0.2"], "bias"),
+    "tp 2, sequence": (2, mesh(tp=2), "sequence"),
+    "tp 2, whole sequences": (2, [*mesh(tp=2), "--plugins.tensor.sequence_parallel", "false"], "bias"),
+    "pp 2": (2, [*mesh(pp=2), *TWICE], "sequence"),
+    "cp 2": (2, mesh(cp=2), "bias"),
+    "two workers": (2, [*mesh(worker=2), "--plugins.local_steps.every", "2"], "bias"),
+}
+
+
+@pytest.mark.parametrize("layout", sweep_but(PADDINGS, "ep 2, tp 2, jitter", "pp 2", "cp 2"))
+def test_padding_takes_no_part(layout: str, tmp_path: Path) -> None:
+    """Samples of a document of as many tokens each: half padding at a layout, without padding on one rank."""
+    ranks, words, balance = PADDINGS[layout]
+    (tmp_path / "text").mkdir()
+    for number in range(24):
+        letters = torch.randint(97, 123, (16,), generator=torch.Generator().manual_seed(number))
+        (tmp_path / "text" / f"{number:02}.txt").write_bytes(bytes(letters.tolist()))
+    same = (*THREE_STEPS, "--model.balance", balance, "--model.balance_rate", "0.01", "--data.packing", "pad")
+    workers = words if "workers" in layout else []
+    alone = [*settings(words, "--model.router", "--model.router_jitter"), *workers]
+    one = train_job(tmp_path, ranks if workers else 1, *same, *alone, *FULL, config=MOE, name="full")
+    padded = train_job(tmp_path, ranks, *same, *words, *PADDED, config=MOE, name="padded")
+    for step, row in padded.rows.items():
+        assert row.pop("tokens") == 2 * one.rows[step].pop("tokens")
+        assert row["expert_load"] == pytest.approx(one.rows[step]["expert_load"])
+    assert_same_curve(one, padded)
+
+
 def test_experts_without_tokens(same_curve) -> None:
     """16 tokens of a step choose among 64 experts: most get none, on all ranks or on some."""
     same = ("--model.n_experts", "64", "--model.top_k", "1", "--data.seq_len", "2")

@@ -21,7 +21,7 @@ from tests.sweeps import but_sweep, swept_case
 from titan.testing.jobs import Outcome, differences, run_job, train_job
 
 SEED = 2026
-JOBS = 9
+JOBS = 11
 MOST_RANKS = 4
 
 

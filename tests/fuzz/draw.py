@@ -101,6 +101,7 @@ def draw(seed: int, index: int) -> Drawn:
     curve |= _noise(random.Random(f"{seed}/{index}/noise"), curve["model.name"])
     if "n_experts" in models()[curve["model.name"]].options:
         curve |= _experts(random.Random(f"{seed}/{index}/experts"), degrees, layers)
+        curve |= _padding(random.Random(f"{seed}/{index}/padding"))
         layout |= _shared(random.Random(f"{seed}/{index}/shared"), degrees, curve["model.n_experts"])
     if "mesh.ep" in layout:
         layout.pop("plugins.compile.backend", None)
@@ -256,6 +257,11 @@ def _experts(rng: random.Random, degrees: Mapping[str, int], layers: int) -> Key
         "qk_norm": rng.random() < 0.3,
     }  # fmt: skip
     return {f"model.{key}": value for key, value in keys.items()}
+
+
+def _padding(rng: random.Random) -> Keys:
+    """Documents of uneven length, one per sample, more often than of other models: only experts count tokens."""
+    return {"data.packing": "pad"} if rng.random() < 0.3 else {}
 
 
 def _shared(rng: random.Random, degrees: Mapping[str, int], experts: int) -> Keys:
@@ -421,6 +427,7 @@ def _features(ranks: int, keys: Mapping[str, Any]) -> frozenset[str]:
         "head_dim": of("model.head_dim"),
         "dropout": of("model.dropout"),
         "jitter": of("model.router_jitter"),
+        "padded experts": of("model.n_experts") and of("data.packing") == "pad",
         "ep > 1": of("mesh.ep"),
         **{f"ep x {axis}": of("mesh.ep") and axis in split for axis in ("cp", "tp", "pp", "dp_replicate")},
         "accumulation": "pp" not in split

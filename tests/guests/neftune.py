@@ -49,5 +49,5 @@ class Neftune(Technique):
 def _add_noise(layer, args):
     if not layer.training:
         return args
-    x, positions, documents, rope, seeds = args
-    return layer.noise(x, seeds, positions), positions, documents, rope, seeds
+    x, positions, documents, rope, seeds, *more = args
+    return layer.noise(x, seeds, positions), positions, documents, rope, seeds, *more

@@ -43,14 +43,15 @@ class Switch(nn.Module):
         self.register_buffer("seen", torch.zeros(c.experts))
         self.register_buffer("counts", torch.zeros(c.experts, dtype=torch.int64), persistent=False)
 
-    def forward(self, x: Tensor) -> Tensor:
+    def forward(self, x: Tensor, seeds: Tensor | None, positions: Tensor, real: Tensor | None) -> Tensor:
         """[B, S, D] -> [B, S, D]."""
         logits = self.router(x.flatten(0, 1)).float()
         weights, chosen = logits.softmax(-1).max(-1, keepdim=True)
         if self.training and not is_recomputed():
-            self.counts.add_(rows_per_expert(chosen, len(self.counts)))
+            self.counts.add_(rows_per_expert(chosen, len(self.counts), None if real is None else real.flatten()))
         if self.training:
-            weights = self.side(weights, 0.1 * logits.logsumexp(-1).square().sum())
+            squares = logits.logsumexp(-1).square()
+            weights = self.side(weights, 0.1 * (squares if real is None else squares * real.flatten()).sum())
         return self.experts(x.flatten(0, 1), chosen, weights).view_as(x)
 
 
@@ -69,8 +70,12 @@ class SwitchModel(Model):
     def build(self) -> nn.Module:
         c = self.config
         norm = partial(nn.RMSNorm, c.dim, eps=c.norm_eps)
-        layers = [PreNormLayer(norm(), SelfAttention(c.heads), norm(), Switch(c)) for _ in range(c.n_layers)]
-        return Decoder(c, layers, norm(), rotary=Rotary(head_dim=c.heads.head_dim, theta=1000.0))
+        layers = [
+            PreNormLayer(norm(), SelfAttention(c.heads), norm(), Switch(c), ffn_by_token=True)
+            for _ in range(c.n_layers)
+        ]
+        rotary = Rotary(head_dim=c.heads.head_dim, theta=1000.0)
+        return Decoder(c, layers, norm(), rotary=rotary, tells_padding=True)
 
     def spec(self) -> ModelSpec:
         c = self.config

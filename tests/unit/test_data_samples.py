@@ -42,7 +42,7 @@ def count_up(path: Path, tokens: int, start: int = 0) -> list[Path]:
 
 
 def as_lists(sample: Sample) -> list[Any]:
-    return [None if column is None else column.tolist() for column in sample]
+    return [None if column is None else column.tolist() for column in sample[:3]]
 
 
 def test_concatenated_windows_meet_without_gap(shards: list[Path]) -> None:
@@ -52,6 +52,7 @@ def test_concatenated_windows_meet_without_gap(shards: list[Path]) -> None:
     assert as_lists(packed[1]) == [[4, 0, 5, 6], [0, 5, 6, 7], None]
     assert as_lists(packed[2]) == as_lists(packed[0])
     assert all(column.dtype == torch.int64 for column in packed[0] if column is not None)
+    assert packed[0].length is None and samples((shards, 1.0), packing="document_mask")[0].length is None
 
 
 @pytest.mark.parametrize(("packing", "then"), [("concat", "stream"), ("document_mask", "isolate"), ("pad", "pad")])
@@ -80,6 +81,15 @@ def test_pad_gives_a_document_a_sample_and_cuts_long_ones(shards: list[Path]) ->
     assert as_lists(packed[1]) == [[4, 0, 0, 0], [0, IGNORE, IGNORE, IGNORE], None]
     assert as_lists(packed[2]) == [[5, 6, 7, 8], [6, 7, 8, 9], None]
     assert as_lists(packed[3]) == [[9, 0, 0, 0], [0, IGNORE, IGNORE, IGNORE], None]
+    assert [packed[g].length for g in range(4)] == [3, 1, 4, 1]  # what is only a label is no input
+
+
+def test_batches_say_how_long_padded_samples_are(shards: list[Path]) -> None:
+    """Always there with this packing: a graph is compiled for tensors that are there, or not."""
+    first, second = (next(loader(samples((shards, 1.0), packing=packing)))[0] for packing in ("pad", "concat"))
+    assert first.lengths is not None and first.lengths.dtype == torch.int64
+    assert first.lengths.tolist() == (first.labels != IGNORE).sum(1).tolist()
+    assert second.lengths is None
 
 
 @pytest.mark.parametrize("seq_len", [2, 3, 5, 6, 11])
@@ -279,7 +289,7 @@ def test_a_gpu_copies_batches_beside_what_it_computes() -> None:
     tokens, labels = _Pinned("tokens", streams), _Pinned("labels", streams)
     for _ in range(2):
         streams.asked.clear()
-        assert copies((tokens, labels, None)) == (tokens, labels, None)  # type: ignore[arg-type, comparison-overlap]
+        assert copies((tokens, labels, None, None)) == (tokens, labels, None, None)  # type: ignore[arg-type, comparison-overlap]
         assert streams.asked == [
             *("tokens on copy", "labels on copy", "compute waits for copy"),
             *("tokens is used by compute", "labels is used by compute"),

@@ -7,6 +7,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from tests.sweeps import swept_case
 from titan.contracts.layers import experts as layers
 from titan.contracts.layers.experts import Experts, SideLoss, StackedLinear, stacked_product
 from titan.errors import ConfigError, PluginError
@@ -101,11 +102,64 @@ def test_a_side_loss_adds_its_share_of_a_gradient() -> None:
 
 
 def test_imbalance_is_one_where_tokens_are_spread_evenly_and_the_stack_where_one_expert_has_all() -> None:
-    even = torch.arange(8).view(-1, 1) % 4
-    uniform = torch.full((8, 4), 0.25)
-    assert _imbalance(even, uniform, 2) == 2  # of two sequences
-    one = torch.tensor([1.0, 0, 0, 0]).expand(8, 4)
-    assert _imbalance(torch.zeros(8, 1, dtype=torch.int64), one, 1) == 4
+    even = torch.arange(8).view(2, 4, 1) % 4
+    uniform = torch.full((2, 4, 4), 0.25)
+    assert _imbalance(even, uniform) == 2  # of two sequences
+    one = torch.tensor([1.0, 0, 0, 0]).expand(1, 8, 4)
+    assert _imbalance(torch.zeros(1, 8, 1, dtype=torch.int64), one) == 4
+
+
+def test_imbalance_of_padded_sequences_is_that_of_their_tokens() -> None:
+    """By the formula, token by token; padding has scores that would show."""
+    lengths, k, experts = (5, 2, 8), 2, 4
+    shares = torch.rand(3, 8, experts).softmax(-1)
+    chosen = shares.topk(k).indices
+    wanted = 0.0
+    for row, length in enumerate(lengths):
+        for e in range(experts):
+            f = experts / (k * length) * sum(int((chosen[row, t] == e).sum()) for t in range(length))
+            wanted += f * sum(float(shares[row, t, e]) for t in range(length)) / length
+    real = torch.arange(8) < torch.tensor(lengths)[:, None]
+    torch.testing.assert_close(_imbalance(chosen, shares, real), torch.tensor(wanted))
+
+
+@pytest.mark.parametrize(
+    ("router", "balance"), [("softmax", "bias"), ("sigmoid", "sequence"), swept_case(("softmax", "sequence"))]
+)
+def test_padding_takes_no_part_in_counts_entropies_and_gradients(router: str, balance: str) -> None:
+    """Two padded samples together have what both have, each alone and as long as it is."""
+    model, module = _model(n_experts=4, router=router, balance=balance, balance_rate=0.1, n_shared_experts=1)
+    own = module.layers["0"].ffn.router
+    tokens, positions, lengths = torch.randint(1, 11, (2, 6)), torch.arange(6).expand(2, 6), torch.tensor([2, 5])
+    real = positions < lengths[:, None]
+    tokens[~real] = 0
+
+    def run(given: Tensor, places: Tensor, mask: Tensor, lengths: Tensor | None = None) -> None:
+        (module(given, places, lengths=lengths).logsumexp(-1) * mask).sum().backward()
+
+    def ended() -> tuple[list[int], dict[str, Tensor | None], list[Tensor]]:
+        counts = own.counts.tolist()
+        model.after_step(module, lambda counts: counts)
+        gradients = [parameter.grad.clone() for parameter in module.parameters()]
+        module.zero_grad()
+        for name, buffer in module.named_buffers():
+            if name.endswith("router.bias"):
+                buffer.zero_()
+        return counts, {**model.measure(module)}, gradients
+
+    run(tokens, positions, real, lengths)
+    counts, measured, gradients = ended()
+    for row, length in enumerate(lengths.tolist()):
+        run(tokens[row : row + 1, :length], positions[:1, :length], real[row : row + 1, :length])
+    counts_alone, measured_alone, gradients_alone = ended()
+    assert counts == counts_alone and sum(counts) == 2 * 7
+    assert measured["expert_load"] == measured_alone["expert_load"]
+    entropy, entropy_alone = (each["layers.0.router_entropy"] for each in (measured, measured_alone))
+    assert entropy is not None and entropy[1] == 7
+    torch.testing.assert_close(entropy.float(), entropy_alone.float())
+    assert measured["layers.0.dropped_share"].tolist() == [0, 24], "rows of padding are routed and computed"
+    for ours, theirs in zip(gradients, gradients_alone, strict=True):
+        torch.testing.assert_close(ours, theirs, rtol=1e-4, atol=1e-6)
 
 
 def _model(**config: object) -> tuple[MixtureOfExperts, nn.Module]:

@@ -29,7 +29,7 @@ EXPECTED = {
     *(f"{count} ranks" for count in range(1, 9)), *(f"{axis} > 1" for axis in AXES), "hsdp", "dp x tp x pp",
     *(f"schedule {name}" for name in SCHEDULES), *(f"virtual_stages {count}" for count in (1, 2, 3)), "split_points",
     "5 layers over 4 stages", "dim does not divide over shards", "6 heads, 3 kv heads", "tied head",
-    "tied over stages", "accumulation", "dropout", "jitter",
+    "tied over stages", "accumulation", "dropout", "jitter", "padded experts",
     *(f"{key} {value}" for key in ("sequence_parallel", "loss_parallel") for value in ("true", "false")),
     *(f"zero_stage {stage}" for stage in (1, 2, 3)), "mode full", "mode every_n", "mode selective", "backend aot_eager",
     *(f"name {name}" for name in models()), "vocab_size 251", "packing concat", "packing document_mask", "packing pad",

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from tests.jobs import GPT
 from tests.planned import job_of
 from titan.config import load_job
-from titan.contracts import Batch, BuildContext, Dropout, RandomModule
+from titan.contracts import Batch, BuildContext, Dropout, ModelPart, RandomModule
 from titan.contracts.base.layout import Layout
 from titan.contracts.base.mesh import Mesh
 from titan.contracts.base.parts import Precision
@@ -267,6 +267,15 @@ def test_a_micro_batch_carries_step_and_samples() -> None:
         run: Any = SimpleNamespace(step=4, context=SimpleNamespace(spec=SimpleNamespace(draws=draws)))
         seeds = trainer._seeded(batch, run).seeds
         assert (seeds is None) if not draws else seeds.tolist() == [5 * 2**32 + 6, 5 * 2**32 + 7]
+
+
+def test_a_forward_is_given_what_it_has_an_argument_for() -> None:
+    tokens, lengths = torch.zeros(2, 4, dtype=torch.int64), torch.tensor([1, 4])
+    batch = Batch(tokens, tokens, lengths=lengths, seeds=torch.tensor([3, 5]))
+    with torch.device("meta"):
+        decoder = Gpt(GptConfig(**SIZES)).build()
+    assert ModelPart(decoder).inputs(batch).keys() == {"seeds", "lengths"}
+    assert ModelPart(_Deaf()).inputs(batch) == {}
 
 
 class _Deaf(nn.Module):

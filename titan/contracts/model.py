@@ -52,6 +52,10 @@ class Model(Plugin, ABC):
         place of the whole sequence, where attention must not cross documents; else None. Both go to the modules in
         which positions see each other, `AttentionCore`s that `ModelSpec.attention` names.
 
+        A forward with an argument `lengths=None` is given `Batch.lengths` in it, in training, where samples are padded.
+        Padding has no labels, and causal attention does not see it. So only a model that shares numbers over tokens,
+        such as counts of tokens per expert, needs it: those at `positions < lengths[:, None]` are to be counted.
+
         A forward draws random numbers by `RandomModule`s alone. `ModelSpec.draws` names them, and the forward has
         another argument, `seeds=None` [B] int64, that it passes on to them; None in eval mode, where nothing is drawn.
         A forward that draws from PyTorch's generators or writes to a persistent buffer would make the curve depend on

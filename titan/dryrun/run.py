@@ -155,11 +155,14 @@ def _batches(job: Job, device: torch.device) -> list[Batch]:
     def tokens() -> Tensor:
         return torch.zeros(shape, dtype=torch.int64, device=device)
 
-    isolated = job.data.packing == "document_mask"
+    isolated, padded = (job.data.packing == packing for packing in ("document_mask", "pad"))
     return [
-        Batch(tokens(), tokens(), tokens() if isolated else None, samples=tokens()[:, 0])
+        Batch(
+            tokens(), tokens(), tokens() if isolated else None, tokens()[:, 0] if padded else None,
+            samples=tokens()[:, 0],
+        )
         for _ in range(job.micro_batches)
-    ]
+    ]  # fmt: skip
 
 
 @contextmanager

@@ -1,13 +1,13 @@
 """Loss on samples of the validation split: the same samples each time, and the same value at any layout."""
 
 import math
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator
 
 import torch
 from torch import Tensor
 
 from titan.contracts import IGNORE, Batch, BuildContext, Engine, Loss
-from titan.data.samples.samples import Sample, Samples
+from titan.data.samples.samples import Sample, Samples, stacked, to_device
 from titan.training.build import Run
 from titan.training.engine import evaluating, weights_to_use
 from titan.training.phases import cut
@@ -80,19 +80,11 @@ def _batches(run: Run, samples: Samples) -> Iterator[Batch]:
     first = layout.index_within_worker(run.rank.number, "dealt") * size
     for start in range(first, first + -(-count // workers), size * job.batch_ranks // layout.workers):
         numbers = [number * workers + worker for number in range(start, start + size)]
-        yield _stacked([_sample(samples, number, count) for number in numbers], run.rank.device)
+        rows = stacked([_sample(samples, number, count) for number in numbers])
+        yield Batch(*to_device(rows, run.rank.device))
 
 
 def _sample(samples: Samples, number: int, count: int) -> Sample:
     """A sample; beyond the last, one without labels, so that all ranks run as many forwards."""
     sample = samples[min(number, count - 1)]
     return sample if number < count else sample._replace(labels=torch.full_like(sample.labels, IGNORE))
-
-
-def _stacked(rows: Sequence[Sample], device: torch.device) -> Batch:
-    documents = [row.documents for row in rows if row.documents is not None]
-    return Batch(
-        torch.stack([row.tokens for row in rows]).to(device),
-        torch.stack([row.labels for row in rows]).to(device),
-        torch.stack(documents).to(device) if documents else None,
-    )

@@ -17,6 +17,9 @@ sequence  balance_rate * sum over experts of f_e P_e is added to the objective, 
           times the share of a sequence's tokens that chose e, P_e its mean score (arXiv 2412.19437, eq. 17 to 20).
 none      nothing, as for finetuning.
 
+Padding (`data.packing = "pad"`) is routed and computed as tokens are, but takes no part in `balance` and in measures:
+f, P, counts and entropies are those of tokens, whether these have labels or not.
+
 With dim D, E experts of F hidden units, k of them per token, and S shared ones, a mixture has 3 D F (E + S) + D E
 parameters, of which a token is multiplied by 3 D F (k + S) + D E. It saves 2 D k + 4 F (k + S) + D numbers per token.
 
@@ -146,7 +149,7 @@ class MixtureOfExperts(Model):
         first = {f"layers.{i}.{name}": style for i in range(c.n_dense_layers) for name, style in dense.tensor.items()}
         own = {f"layers.*.{name}" for name in dense.tensor if name not in moe.tensor}
         tensor = first | {glob: style for glob, style in spec.tensor.items() if glob not in own}
-        buffers = ["router.counts", "router.entropy", "experts.computed"]
+        buffers = ["router.counts", "router.entropy", "router.routed", "experts.computed"]
         buffers += ["router.bias"] if c.balance == "bias" else []
         whole = 'balance = "sequence" counts the experts of whole sequences; set balance = "bias" in [model]'
         return replace(
@@ -161,12 +164,10 @@ class MixtureOfExperts(Model):
 
         def layer(number: int) -> nn.Module:
             ffn = SwiGLU(c.dim, c.ffn_dim) if number < c.n_dense_layers else Mixture(c)
-            draws = isinstance(ffn, Mixture) and ffn.jitter is not None
-            return PreNormLayer(norm(), SelfAttention(c.heads), norm(), ffn, ffn_draws=draws)
+            return PreNormLayer(norm(), SelfAttention(c.heads), norm(), ffn, ffn_by_token=isinstance(ffn, Mixture))
 
-        return Decoder(
-            c, map(layer, range(c.n_layers)), norm(), rotary=Rotary(head_dim=c.heads.head_dim, theta=c.rope_theta)
-        )
+        rotary = Rotary(head_dim=c.heads.head_dim, theta=c.rope_theta)
+        return Decoder(c, map(layer, range(c.n_layers)), norm(), rotary=rotary, tells_padding=True)
 
     def after_step(self, module: nn.Module, total: Callable[[Tensor], Tensor]) -> None:
         """Move each layer's bias towards even counts of the step's tokens, over all ranks."""
@@ -191,10 +192,10 @@ class MixtureOfExperts(Model):
             loads.append(router.load.max() / router.load.double().mean())
             found[f"layers.{number}.expert_load"] = loads[-1]
             found[f"layers.{number}.router_entropy"] = router.entropy.clone()
-            chosen = router.entropy[1] * router.top_k
-            found[f"layers.{number}.dropped_share"] = torch.stack([chosen - experts.computed, chosen])
-            router.entropy.zero_()
-            experts.computed.zero_()
+            lost = router.routed - experts.computed
+            found[f"layers.{number}.dropped_share"] = torch.stack([lost, router.routed])
+            for counted in (router.entropy, router.routed, experts.computed):
+                counted.zero_()
         if loads:
             found["expert_load"] = torch.stack(loads).max()
         return found

@@ -1,7 +1,7 @@
 """A mixture's options and modules: the router, the experts behind it, and what keeps these equally busy."""
 
 from dataclasses import dataclass
-from typing import Any, Literal
+from typing import Literal
 
 import torch
 import torch.nn.functional as F
@@ -48,16 +48,18 @@ class MixtureConfig(DecoderConfig):
 
 
 class Router(nn.Module):
-    """Chooses experts for each token, and counts what it has chosen.
+    """Chooses experts for each token, and counts what it has chosen; padding is routed, but not counted.
 
     bias [E]: added to scores for the choice.  counts [E]: tokens per expert since the step began.  entropy [2]: the sum
-    of the tokens' entropies since the last row of metrics, and their number.
+    of the tokens' entropies since the last row of metrics, and their number.  routed: rows chosen since then, those of
+    padding too.
     """
 
     weight: nn.Parameter
     bias: Tensor | None
     counts: Tensor
     entropy: Tensor
+    routed: Tensor
 
     def __init__(self, c: MixtureConfig) -> None:
         super().__init__()
@@ -66,10 +68,14 @@ class Router(nn.Module):
         self.register_buffer("bias", torch.zeros(c.n_experts) if c.balance == "bias" else None)
         self.register_buffer("counts", torch.zeros(c.n_experts, dtype=torch.int64), persistent=False)
         self.register_buffer("entropy", torch.zeros(2, dtype=torch.float64), persistent=False)
+        self.register_buffer("routed", torch.zeros((), dtype=torch.float64), persistent=False)
         self.load: Tensor | None = None
 
-    def forward(self, x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        """x [T, D] -> chosen experts [T, k], their weights [T, k], and scores that add up to 1 [T, E], in float32."""
+    def forward(self, x: Tensor, real: Tensor | None = None) -> tuple[Tensor, Tensor, Tensor]:
+        """x [T, D] -> chosen experts [T, k], their weights [T, k], and scores that add up to 1 [T, E], in float32.
+
+        real: [T] bool, false at padding; None: nothing is padding.
+        """
         logits = F.linear(x.float(), self.weight.float())
         scores = logits.softmax(-1) if self.kind == "softmax" else logits.sigmoid()
         chosen = (scores if self.bias is None else scores.detach() + self.bias).topk(self.top_k, dim=-1).indices
@@ -79,9 +85,12 @@ class Router(nn.Module):
         shares = scores if self.kind == "softmax" else scores / scores.sum(-1, keepdim=True)
         if self.training and not is_recomputed():
             with torch.no_grad():
-                self.counts.add_(rows_per_expert(chosen, len(self.counts)))
-                nats = torch.special.entr(shares).sum()
-                self.entropy.add_(torch.stack([nats, torch.full_like(nats, x.shape[0])]))
+                self.counts.add_(rows_per_expert(chosen, len(self.counts), real))
+                nats = torch.special.entr(shares)
+                nats = (nats if real is None else torch.where(real[:, None], nats, 0.0)).sum()
+                tokens = torch.full_like(nats, x.shape[0]) if real is None else real.sum().to(nats.dtype)
+                self.entropy.add_(torch.stack([nats, tokens]))
+                self.routed.add_(chosen.numel())
         return chosen, weights, shares
 
 
@@ -97,19 +106,33 @@ class Mixture(nn.Module):
         self.balance = SideLoss() if c.balance == "sequence" else None
         self.balance_rate = c.balance_rate
 
-    def forward(self, x: Tensor, *drawn_from: Any) -> Tensor:
-        """[B, S, D] -> [B, S, D]; with jitter also the seeds [B] and positions [B, S]."""
-        seen = x if self.jitter is None else self.jitter(x, *drawn_from)
-        chosen, weights, shares = self.router(seen.flatten(0, 1))
+    def forward(
+        self, x: Tensor, seeds: Tensor | None = None, positions: Tensor | None = None, real: Tensor | None = None
+    ) -> Tensor:
+        """[B, S, D] -> [B, S, D]; with jitter also the seeds [B] and positions [B, S].
+
+        real: [B, S] bool, false at padding; None: nothing is padding.
+        """
+        seen = x if self.jitter is None else self.jitter(x, seeds, positions)
+        chosen, weights, shares = self.router(seen.flatten(0, 1), None if real is None else real.flatten())
         if self.balance is not None and self.training:
-            weights = self.balance(weights, self.balance_rate * _imbalance(chosen, shares, len(x)))
+            imbalance = _imbalance(*(each.unflatten(0, x.shape[:2]) for each in (chosen, shares)), real)
+            weights = self.balance(weights, self.balance_rate * imbalance)
         y = self.experts(x.flatten(0, 1), chosen, weights).view_as(x)
         return y if self.shared is None else y + self.shared(x)
 
 
-def _imbalance(chosen: Tensor, shares: Tensor, sequences: int) -> Tensor:
-    """Sum over sequences of sum_e f_e P_e, 1 for each where its tokens are spread evenly (arXiv 2412.19437, eq. 17)."""
+def _imbalance(chosen: Tensor, shares: Tensor, real: Tensor | None = None) -> Tensor:
+    """Sum over sequences of sum_e f_e P_e, 1 for each where its tokens are spread evenly (arXiv 2412.19437, eq. 17).
+
+    chosen: [B, S, k].  shares: [B, S, E].  real: [B, S] bool, false at padding, of which f and P take no part.
+    """
     stack = shares.shape[-1]
-    f = torch.stack([rows_per_expert(own, stack) for own in chosen.unflatten(0, (sequences, -1)).unbind()])
-    share_of_tokens = f * (stack / (chosen.numel() / sequences))
-    return (share_of_tokens * shares.unflatten(0, (sequences, -1)).mean(1)).sum()
+    masks = [None] * len(chosen) if real is None else real.unbind()
+    f = torch.stack([rows_per_expert(each, stack, mask) for each, mask in zip(chosen.unbind(), masks, strict=True)])
+    if real is None:
+        tokens, means = chosen.shape[1], shares.mean(1)
+    else:
+        tokens = real.sum(1, keepdim=True).clamp(min=1)
+        means = torch.where(real[..., None], shares, 0.0).sum(1) / tokens
+    return (f * (stack / (chosen.shape[-1] * tokens)) * means).sum()

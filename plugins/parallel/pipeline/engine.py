@@ -39,10 +39,8 @@ class Pipeline:
         tokens = [torch.cat([batch.tokens for batch in batches])] if 0 in self.parts else []
         labels = torch.cat([batch.labels for batch in batches])
         more = {"positions": torch.cat([batch.positions for batch in batches]), "labels": labels}
-        if documents := [batch.documents for batch in batches if batch.documents is not None]:
-            more["documents"] = torch.cat(documents)
-        if seeds := [batch.seeds for batch in batches if batch.seeds is not None]:
-            more["seeds"] = torch.cat(seeds)
+        inputs = [next(iter(self.parts.values())).inputs(batch) for batch in batches]
+        more |= {name: torch.cat([each[name] for each in inputs]) for name in inputs[0]}
         self._running[1].step(*tokens, target=labels, return_outputs=False, **more)
 
     @torch.no_grad()

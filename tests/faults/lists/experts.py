@@ -5,6 +5,7 @@ from titan.testing.faults import Fault
 LAYER, TECHNIQUE = "titan/contracts/layers/experts.py", "plugins/parallel/expert.py"
 MODEL, ROUTER = "plugins/models/moe/__init__.py", "plugins/models/moe/mixture.py"
 UNIT, DIST = "tests/unit/test_experts.py", "tests/dist/test_experts.py"
+PADDED = f"{UNIT}::test_padding_takes_no_part_in_counts_entropies_and_gradients[softmax-bias]"
 
 FAULTS = (
     Fault(
@@ -97,5 +98,40 @@ FAULTS = (
         "(2 * self.uniform(x, seeds, positions) - 1)",
         "(self.uniform(x, seeds, positions) - 1)",
         ("tests/unit/test_philox.py::test_jitter_is_uniform_around_one_and_absent_in_evaluation[dtype0]",),
+    ),
+    Fault(
+        "padding counted among the tokens of experts",
+        ROUTER,
+        "rows_per_expert(chosen, len(self.counts), real)",
+        "rows_per_expert(chosen, len(self.counts))",
+        (PADDED,),
+    ),
+    Fault(
+        "entropies of padding too",
+        ROUTER,
+        "nats if real is None else torch.where(real[:, None], nats, 0.0)",
+        "nats",
+        (PADDED,),
+    ),
+    Fault(
+        "rows of padding computed, but not among those that are routed",
+        ROUTER,
+        "self.routed.add_(chosen.numel())",
+        "self.routed.add_(chosen.numel() if real is None else real.sum() * self.top_k)",
+        (PADDED,),
+    ),
+    Fault(
+        "scores of padding in the loss per sequence",
+        ROUTER,
+        "torch.where(real[..., None], shares, 0.0).sum(1) / tokens",
+        "shares.mean(1)",
+        (f"{UNIT}::test_imbalance_of_padded_sequences_is_that_of_their_tokens",),
+    ),
+    Fault(
+        "padding found by the place on a rank, not in the sequence",
+        "titan/contracts/layers/decoder.py",
+        "positions < lengths[:, None]",
+        "positions.argsort(1) < lengths[:, None]",
+        (f"{DIST}::test_padding_takes_no_part[cp 2]",),
     ),
 )

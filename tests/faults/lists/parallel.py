@@ -201,9 +201,16 @@ FAULTS = (
     Fault(
         "stages after the first not told where documents end",
         "plugins/parallel/pipeline/engine.py",
-        'more["documents"] = torch.cat(documents)',
-        'more |= {"documents": torch.cat(documents)} if 0 in self.parts else {}',
+        "for name in inputs[0]}",
+        'for name in inputs[0] if name != "documents" or 0 in self.parts}',
         ("tests/dist/test_pipeline.py::test_every_stage_is_told_which_document_a_token_is_of",),
+    ),
+    Fault(
+        "stages after the first not told where padding begins",
+        "plugins/parallel/pipeline/engine.py",
+        "for name in inputs[0]}",
+        'for name in inputs[0] if name != "lengths" or 0 in self.parts}',
+        ("tests/dist/test_experts.py::test_padding_takes_no_part[pp 2]",),
     ),
     Fault(
         "weight gradients of a split backward pass summed in bf16",

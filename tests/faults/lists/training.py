@@ -182,8 +182,8 @@ FAULTS = (
     Fault(
         "samples numbered by rank",
         "titan/data/samples/loader.py",
-        "samples = torch.arange(start, start + len(tokens), device=self._device)",
-        "samples = torch.arange(len(tokens), device=self._device)",
+        "samples = torch.arange(start, start + len(columns[0]), device=self._device)",
+        "samples = torch.arange(len(columns[0]), device=self._device)",
         (
             "tests/unit/test_data_samples.py::test_batches_know_their_samples[3-2]",
             "tests/dist/test_dropout.py::test_the_curve_of_one_process[dp_shard 2]",

@@ -30,6 +30,8 @@ class Batch:
     tokens: [B, S] int64.  labels: [B, S] int64, the next token or IGNORE, which counts in no loss.
     documents: [B, T] int64, the number of the document at each place of the whole sequence of T tokens; None where
         attention may cross documents. Stays whole where ranks have slices of the sequence.
+    lengths: [B] int64, tokens of each whole sequence that are no padding, which follows them: those at positions below.
+        None where the job's packing never pads. Labels do not tell: a token may have none, as in a prompt.
     positions: [B, S] int64, the place of each token in its sequence; by default 0 to S - 1.
     samples: [B] int64, the global number of each sample, in the order in which the run consumes them; in training only.
     seeds: [B] int64, of step and sample: what modules draw from (`titan.contracts.layers.philox`); in training of
@@ -39,6 +41,7 @@ class Batch:
     tokens: Tensor
     labels: Tensor
     documents: Tensor | None = None
+    lengths: Tensor | None = None
     positions: Tensor = None  # type: ignore[assignment]
     samples: Tensor | None = None
     seeds: Tensor | None = None

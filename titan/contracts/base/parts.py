@@ -1,5 +1,6 @@
 """The parts of a model on one rank, and the precision of compute and reduction."""
 
+import inspect
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from typing import Any, Literal, get_args
@@ -80,6 +81,8 @@ class ModelPart:
 
     def __post_init__(self) -> None:
         self.runner = self.module
+        arguments = inspect.signature(type(self.module).forward).parameters
+        self._inputs = [name for name in ("documents", "seeds", "lengths") if name in arguments]
         self._wraps: dict[str, dict[str, Wrap]] = {}
 
     def forward(self, x: Tensor, batch: Batch, labels: Tensor | None = None) -> Tensor:
@@ -89,10 +92,12 @@ class ModelPart:
         objective instead: a scalar, this micro batch's share of the step's mean.
         """
         more = {} if labels is None else {"labels": labels}
-        if batch.seeds is not None:
-            more["seeds"] = batch.seeds
-        result: Tensor = self.runner(x, batch.positions, documents=batch.documents, **more)
+        result: Tensor = self.runner(x, batch.positions, **self.inputs(batch), **more)
         return result
+
+    def inputs(self, batch: Batch) -> dict[str, Tensor]:
+        """Of a batch what the model's forward takes beside x and positions, by the name of its argument."""
+        return {name: value for name in self._inputs if (value := getattr(batch, name)) is not None}
 
     def parameters(self) -> Iterator[tuple[str, nn.Parameter]]:
         """(canonical name, parameter) of this part, each tensor once; a DTensor where a technique has sharded it.

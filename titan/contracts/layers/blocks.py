@@ -219,7 +219,8 @@ class PreNormLayer(nn.Module):
     """A layer `h = x + attn(attn_norm(x))`, `y = h + ffn(ffn_norm(h))`, maybe with dropout of what is added to x and h.
 
     attn_dropout, ffn_dropout: called on the output of `attn` and of `ffn`; None: no dropout.
-    ffn_draws: `ffn` draws random numbers itself, and is called as (x, seeds, positions).
+    ffn_by_token: `ffn` draws random numbers by position, or counts tokens. It is called as (x, seeds, positions, real),
+        as any module must be whose numbers are the same at every layout and however samples are padded.
     """
 
     def __init__(
@@ -231,11 +232,11 @@ class PreNormLayer(nn.Module):
         attn_dropout: Dropout | None = None,
         ffn_dropout: Dropout | None = None,
         *,
-        ffn_draws: bool = False,
+        ffn_by_token: bool = False,
     ) -> None:
         super().__init__()
         self.attn_norm, self.attn, self.ffn_norm, self.ffn = attn_norm, attn, ffn_norm, ffn
-        self.attn_dropout, self.ffn_dropout, self.ffn_draws = attn_dropout, ffn_dropout, ffn_draws
+        self.attn_dropout, self.ffn_dropout, self.ffn_by_token = attn_dropout, ffn_dropout, ffn_by_token
 
     def forward(
         self,
@@ -244,11 +245,12 @@ class PreNormLayer(nn.Module):
         documents: Tensor | None,
         rope: Tensor | None = None,
         seeds: Tensor | None = None,
+        real: Tensor | None = None,
     ) -> Tensor:
-        """x [B, S, D], seeds [B]; the others as `SelfAttention.forward` takes them. Returns [B, S, D]."""
+        """x [B, S, D], seeds [B], real [B, S] false at padding; the others as of `SelfAttention`. Returns [B, S, D]."""
         added = self.attn(self.attn_norm(x), positions, documents, rope)
         h = x + (added if self.attn_dropout is None else self.attn_dropout(added, seeds, positions))
-        added = self.ffn(self.ffn_norm(h), *((seeds, positions) if self.ffn_draws else ()))
+        added = self.ffn(self.ffn_norm(h), *((seeds, positions, real) if self.ffn_by_token else ()))
         return h + (added if self.ffn_dropout is None else self.ffn_dropout(added, seeds, positions))  # type: ignore[no-any-return]
 
 

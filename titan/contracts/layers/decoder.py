@@ -80,11 +80,14 @@ class Decoder(nn.Module):
         embed_norm: nn.Module | None = None,
         embed_scale: float = 1.0,
         logit_cap: float = 0.0,
+        tells_padding: bool = False,
     ) -> None:
         """Put the modules together.
 
         layers: called as (x, positions, documents, rope) on hidden states [B, S, D], and return such. While a model
             that draws is trained, its seeds [B] are the fifth argument.
+        tells_padding: where samples are padded, the sixth argument of layers is a mask [B, S], true at tokens. For
+            layers that share numbers over tokens: attention is causal, so none of the others need to know.
         norm: of the hidden states after the last layer.
         learned_positions: a table of `max_seq_len` positions is added to the embedding.
         rotary: makes the `rope_table` [2, B, S, R/2] of layers; None: they are given None.
@@ -98,7 +101,7 @@ class Decoder(nn.Module):
         self.embed: nn.Embedding | None = nn.Embedding(config.vocab_size, config.dim)
         self.positions = nn.Embedding(config.max_seq_len, config.dim) if learned_positions else None
         self.embed_norm, self.embed_scale = embed_norm, embed_scale
-        self.embed_dropout = dropout
+        self.embed_dropout, self.tells_padding = dropout, tells_padding
         self.layers = nn.ModuleDict({str(i): layer for i, layer in enumerate(layers)})
         self.norm: nn.Module | None = norm
         head = partial(CappedLinear, logit_cap) if logit_cap else partial(nn.Linear, bias=False)
@@ -107,7 +110,12 @@ class Decoder(nn.Module):
             self.output.weight = self.embed.weight
 
     def forward(
-        self, x: Tensor, positions: Tensor, documents: Tensor | None = None, seeds: Tensor | None = None
+        self,
+        x: Tensor,
+        positions: Tensor,
+        documents: Tensor | None = None,
+        seeds: Tensor | None = None,
+        lengths: Tensor | None = None,
     ) -> Tensor:
         """Tokens [B, S] or hidden states [B, S, D] -> logits [B, S, V], or hidden states without the head."""
         rope = None if self.rotary is None else rope_table(self.rotary, positions)
@@ -118,9 +126,11 @@ class Decoder(nn.Module):
             x = x if self.positions is None else x + self.positions(positions)
             x = x if self.embed_norm is None else self.embed_norm(x)
             x = x if self.embed_dropout is None else self.embed_dropout(x, seeds, positions)
-        drawn_from = () if seeds is None else (seeds,)
+        more: tuple[Tensor | None, ...] = () if seeds is None else (seeds,)
+        if self.tells_padding and lengths is not None:
+            more = (seeds, positions < lengths[:, None])
         for layer in self.layers.values():
-            x = layer(x, positions, documents, rope, *drawn_from)
+            x = layer(x, positions, documents, rope, *more)
         if self.norm is not None:
             x = self.norm(x)
         return x if self.output is None else self.output(x)

@@ -173,10 +173,14 @@ def is_recomputed() -> bool:
     return not torch.compiler.is_compiling() and torch._C._current_graph_task_id() != -1
 
 
-def rows_per_expert(chosen: Tensor, stack: int) -> Tensor:
-    """How many tokens have chosen each expert: [T, k] int64 -> [E] int64."""
+def rows_per_expert(chosen: Tensor, stack: int, real: Tensor | None = None) -> Tensor:
+    """How many tokens have chosen each expert: [T, k] int64 -> [E] int64.
+
+    real: [T] bool, false at tokens that are not counted, such as padding; None: all are.
+    """
     flat = chosen.flatten()
-    return torch.zeros(stack, dtype=torch.int64, device=flat.device).scatter_add_(0, flat, torch.ones_like(flat))
+    ones = torch.ones_like(flat) if real is None else real[:, None].expand(chosen.shape).flatten().to(flat.dtype)
+    return torch.zeros(stack, dtype=torch.int64, device=flat.device).scatter_add_(0, flat, ones)
 
 
 # --- losses beside the objective ----------------------------------------------------------------------------------

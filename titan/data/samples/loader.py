@@ -9,17 +9,14 @@ from multiprocessing.process import BaseProcess
 from typing import Any
 
 import torch
-from torch import Tensor
 
 from titan.contracts import Batch
-from titan.data.samples.samples import Sample, Samples
+from titan.data.samples.samples import Columns, Sample, Samples, stacked, to_device
 from titan.data.tokens.processes import context, end_with_parent
 from titan.errors import ResourceError, TitanError
 
 GPU_WORKERS = 2
 """Loader processes of a rank on a GPU: while one waits for the file system, the other has the next batch ready."""
-
-_Columns = tuple[Tensor, Tensor, Tensor | None]
 
 
 class Loader:
@@ -52,7 +49,7 @@ class Loader:
         self.workers = workers if workers is not None else GPU_WORKERS if device.type != "cpu" else 0
         self._numbers = _Numbers(first, global_batch, micro_batch, index, ranks)
         self._next = first
-        self._batches: Iterator[_Columns | TitanError] | None = None
+        self._batches: Iterator[Columns | TitanError] | None = None
         self._children: list[BaseProcess] = []
 
     def __iter__(self) -> "Loader":
@@ -68,7 +65,7 @@ class Loader:
         self._next += self._numbers.global_batch
         return step
 
-    def _read(self, batches: "Iterator[_Columns | TitanError]") -> _Columns | TitanError:
+    def _read(self, batches: "Iterator[Columns | TitanError]") -> Columns | TitanError:
         try:
             return next(batches)
         except Exception as error:
@@ -110,12 +107,12 @@ class Loader:
                 )
             )
 
-    def _on_device(self, read: _Columns | TitanError, start: int) -> Batch:
+    def _on_device(self, read: Columns | TitanError, start: int) -> Batch:
         if isinstance(read, TitanError):
             raise read
-        tokens, labels, documents = self._copies(read)
-        samples = torch.arange(start, start + len(tokens), device=self._device)
-        return Batch(tokens, labels, documents, samples=samples)
+        columns = self._copies(read)
+        samples = torch.arange(start, start + len(columns[0]), device=self._device)
+        return Batch(*columns, samples=samples)
 
 
 class Copies:
@@ -130,25 +127,20 @@ class Copies:
         self._device, self._stream = device, None
         self._module: Any = torch.cuda if device.type == "cuda" else None
 
-    def __call__(self, columns: _Columns) -> _Columns:
+    def __call__(self, columns: Columns) -> Columns:
         """The columns on the device, to be used by its current stream."""
         if self._module is None:
-            return self._moved(columns)
+            return to_device(columns, self._device)
         if self._stream is None:
             self._stream = self._module.Stream(self._device)
         computing = self._module.current_stream(self._device)
         with self._module.stream(self._stream):
-            moved = self._moved(columns)
+            moved = to_device(columns, self._device)
         computing.wait_stream(self._stream)
         for column in moved:
             if column is not None:  # its memory is the copying stream's, which would write to it again
                 column.record_stream(computing)
         return moved
-
-    def _moved(self, columns: _Columns) -> _Columns:
-        to: dict[str, Any] = {"device": self._device, "non_blocking": True}
-        tokens, labels, documents = columns
-        return tokens.to(**to), labels.to(**to), None if documents is None else documents.to(**to)
 
 
 @dataclass(frozen=True)
@@ -184,22 +176,16 @@ class _Reader(torch.utils.data.Dataset[Sample]):
     def __getitem__(self, g: int) -> Sample:
         return self._samples[g]
 
-    def __getitems__(self, numbers: Sequence[int]) -> _Columns | TitanError:
+    def __getitems__(self, numbers: Sequence[int]) -> Columns | TitanError:
         try:
-            read = [self._samples[g] for g in numbers]
+            return stacked([self._samples[g] for g in numbers])
         except TitanError as error:
             return error
-        documents = [sample.documents for sample in read if sample.documents is not None]
-        return (
-            torch.stack([sample.tokens for sample in read]),
-            torch.stack([sample.labels for sample in read]),
-            torch.stack(documents) if documents else None,
-        )
 
 
 def _begin(_: int) -> None:
     end_with_parent()
 
 
-def _as_read(read: _Columns | TitanError) -> _Columns | TitanError:
+def _as_read(read: Columns | TitanError) -> Columns | TitanError:
     return read

@@ -21,11 +21,39 @@ _IN_FINGERPRINT: Mapping[Packing, str] = {"concat": "stream", "document_mask": "
 
 
 class Sample(NamedTuple):
-    """tokens [S], labels [S] (the next token, or IGNORE), documents [S] or None; int64."""
+    """tokens [S], labels [S] (the next token, or IGNORE), documents [S] or None; int64.
+
+    length: tokens that are no padding, which follows them; None where the packing never pads.
+    """
 
     tokens: Tensor
     labels: Tensor
-    documents: Tensor | None
+    documents: Tensor | None = None
+    length: int | None = None
+
+
+Columns = tuple[Tensor, Tensor, Tensor | None, Tensor | None]
+"""tokens, labels, documents and lengths of a micro batch, as `Batch` has them."""
+
+
+def stacked(samples: Sequence[Sample]) -> Columns:
+    """A micro batch of samples of one packing."""
+    documents = [sample.documents for sample in samples if sample.documents is not None]
+    lengths = [sample.length for sample in samples if sample.length is not None]
+    return (
+        torch.stack([sample.tokens for sample in samples]),
+        torch.stack([sample.labels for sample in samples]),
+        torch.stack(documents) if documents else None,
+        torch.tensor(lengths) if lengths else None,
+    )
+
+
+def to_device(columns: Columns, device: torch.device) -> Columns:
+    """Copies on the device; from pinned memory the host does not wait for them."""
+    to: dict[str, Any] = {"device": device, "non_blocking": True}
+    tokens, labels, *others = columns
+    documents, lengths = (None if column is None else column.to(**to) for column in others)
+    return tokens.to(**to), labels.to(**to), documents, lengths
 
 
 class Windows:
@@ -45,7 +73,7 @@ class Windows:
         ids = self._stream.read(start, start + self._length + 1)
         tokens, labels = ids[:-1], ids[1:].copy()
         if not self._isolate:
-            return Sample(torch.from_numpy(tokens), torch.from_numpy(labels), None)
+            return Sample(torch.from_numpy(tokens), torch.from_numpy(labels))
         ends = self._stream.ends(start, start + self._length) - start
         labels[ends - 1] = IGNORE
         documents = np.searchsorted(ends, np.arange(self._length), side="right")
@@ -54,6 +82,8 @@ class Windows:
 
 class Pieces:
     """One document per sample, a longer one in pieces of S labels; what is left over holds the end id, without labels.
+
+    The end id of a document is the label of its last token, and no token itself: `length` counts labels.
 
     Maps every shard once to count its pieces. A pickled copy has the counts, and maps a shard when it is read. Takes 8
     bytes of memory per document of the shards that were read.
@@ -89,7 +119,7 @@ class Pieces:
         tokens = np.full(self._length, ids[-1])  # short pieces are a document's last, so their last id is the end
         labels = np.full(self._length, IGNORE)
         tokens[:known], labels[:known] = ids[:-1], ids[1:]
-        return Sample(torch.from_numpy(tokens), torch.from_numpy(labels), None)
+        return Sample(torch.from_numpy(tokens), torch.from_numpy(labels), length=known)
 
 
 class Samples(Dataset[Sample]):
