@@ -271,6 +271,7 @@ def test_a_nan_of_one_worker_stays_its_own(tmp_path: Path) -> None:
     words = [*mesh(worker=2), *TRACKING, *inject_nan(2, rank=1), "--train.steps", "4"]
     found = train_job(tmp_path, 2, *words, *SKIP)
     assert [found.rows[step]["skipped_updates"] for step in (1, 2, 3, 4)] == [0, 1, 1, 1]
+    assert [found.rows[step]["valid_tokens"] for step in (1, 2, 3, 4)] == [128, 192, 320, 448]
     assert found.rows[2]["grad_norm_worker_1"] is None and found.rows[2]["grad_norm_worker_0"] is not None
     assert all(weight.isfinite().all() for weight in found.weights.values())
 

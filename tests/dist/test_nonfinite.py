@@ -41,6 +41,10 @@ def test_skip_at_any_layout(layout: list[str], ranks: int, what: str, tmp_path: 
     for outcome in (one, many):
         assert [step for step, row in outcome.rows.items() if row[key] is None] == [2, 5]
         assert outcome.rows[6]["skipped_updates"] == 2
+        learnt, consumed = (
+            [row[key] // (8 * 16) for row in outcome.rows.values()] for key in ("valid_tokens", "tokens")
+        )
+        assert learnt == [1, 1, 2, 3, 3, 4] and consumed == [1, 2, 3, 4, 5, 6]
         assert all(weight.isfinite().all() for weight in outcome.weights.values())
         for row in outcome.rows.values():
             row["loss"], row["grad_norm"] = row["loss"] or 0.0, row["grad_norm"] or 0.0
@@ -75,7 +79,8 @@ def test_too_many_in_a_row(tmp_path: Path) -> None:
 def test_the_count_outlives_the_process(tmp_path: Path) -> None:
     words = (*inject_nan(2), *SKIP, *SAVING)
     train_job(tmp_path, 1, *words, "--train.steps", "4")
-    assert train_job(tmp_path, 1, *words).rows[6]["skipped_updates"] == 1
+    row = train_job(tmp_path, 1, *words).rows[6]
+    assert (row["skipped_updates"], row["valid_tokens"]) == (1, 5 * 8 * 16)
 
 
 def test_an_optimizer_that_cannot_skip_by_itself(tmp_path: Path) -> None:

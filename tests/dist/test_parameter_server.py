@@ -95,6 +95,7 @@ def test_a_nan_of_one_worker_pushes_nothing(tmp_path: Path) -> None:
     words = [*SAVING, *mesh(worker=2), *serving(), *inject_nan(2, rank=1), "--train.steps", "4"]
     run = train_job(tmp_path, 2, *words, *SKIP)
     assert [run.rows[step]["skipped_updates"] for step in (1, 2, 3, 4)] == [0, 1, 1, 1]
+    assert [run.rows[step]["valid_tokens"] for step in (1, 2, 3, 4)] == [128, 192, 320, 448]
     assert all(weight.isfinite().all() for weight in run.weights.values())
     assert float(saved_tensors(tmp_path / "run" / "checkpoints" / "step-00000004")[STATE + "step.norm.weight"]) == 4
 
@@ -223,7 +224,8 @@ def test_a_worker_that_dies_is_gone_and_not_the_run(
     assert gone in said
     rows = read_rows(tmp_path / "run")
     assert sorted(rows) == list(range(1, 11))
-    assert rows[10]["tokens"] - rows[9]["tokens"] == 12 * 16 * (workers - 1) / workers
+    for key in ("tokens", "valid_tokens"):
+        assert rows[10][key] - rows[9][key] == 12 * 16 * (workers - 1) / workers
     path = tmp_path / "run" / "checkpoints" / "step-00000010"
     first, *others = of_each_worker(path, "model.norm.weight")
     assert len(others) == workers - 2 and all(torch.equal(first, other) for other in others)

@@ -220,7 +220,7 @@ def _rows(held: tuple[tuple[float, float], ...]) -> list[tuple[float, int]]:
     found = []
     for gib in held:
         metrics.peak_memory_gib = lambda device, gib=gib: gib[dist.get_rank()]
-        row = meter.row(1, 1.0, 1.0, 1e-3, 128)
+        row = meter.row(1, 1.0, 1.0, 1e-3, 128, 96)
         found.append((row["peak_memory_gib"], row["peak_memory_rank"]))
     return found
 

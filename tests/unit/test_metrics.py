@@ -45,7 +45,7 @@ def meter(device: str) -> Meter:
 
 
 def row(meter: Meter) -> dict[str, float]:
-    return dict(meter.row(10, 1.0, 1.0, 1e-3, 10 * TOKENS))
+    return dict(meter.row(10, 1.0, 1.0, 1e-3, 10 * TOKENS, 0))
 
 
 @pytest.mark.parametrize("device", ["cpu", "cuda"])

@@ -8,13 +8,17 @@ import torch
 from titan.contracts.base.layout import Layout
 from titan.contracts.base.mesh import Mesh
 from titan.errors import DivergedError
-from titan.training.nonfinite import NonfiniteGuard
+from titan.training.nonfinite import Counts, NonfiniteGuard
 
 NOT, EXPECTED = torch.tensor(False), torch.tensor(True)
 
 
-def _guard(limit: int, *made: str) -> NonfiniteGuard:
-    return NonfiniteGuard(limit, 0, Mesh(Layout((), {}), torch.device("cpu"), 0), known=["all is scaled"], made=made)
+_NOTHING = Counts()
+
+
+def _guard(limit: int, *made: str, before: Counts = _NOTHING) -> NonfiniteGuard:
+    mesh = Mesh(Layout((), {}), torch.device("cpu"), 0)
+    return NonfiniteGuard(limit, before, mesh, known=["all is scaled"], made=made)
 
 
 def _look(guard: NonfiniteGuard, step: int, norm: float, *expected: torch.Tensor) -> bool:
@@ -26,7 +30,7 @@ def test_an_expected_step_is_dropped_and_counted_but_ends_nothing() -> None:
     guard = _guard(1)
     assert [_look(guard, step, math.inf, NOT, EXPECTED) for step in (1, 2)] == [False, False]
     assert _look(guard, 3, 1.0, NOT, EXPECTED)
-    assert guard.check() == 2
+    assert guard.check().dropped == 2
     assert not _look(guard, 4, math.inf, NOT, NOT)
     with pytest.raises(DivergedError, match=r"^step 4 gave loss 5 and .* nan; .* skipped; all is scaled; set"):
         guard.check()
@@ -44,11 +48,19 @@ def test_expected_steps_are_none_of_those_in_a_row_and_do_not_part_them() -> Non
     guard = _guard(2)
     assert not _look(guard, 1, math.nan, NOT)
     assert not _look(guard, 2, math.nan, EXPECTED)
-    assert guard.check() == 2
+    assert guard.check().dropped == 2
     assert not _look(guard, 3, math.nan, NOT)
     with pytest.raises(DivergedError, match="2 steps in a row, the last of them step 3 gave"):
         guard.check()
     again = _guard(2)
     for step, norm in enumerate((math.nan, 1.0, math.nan), 1):
         _look(again, step, norm, NOT)
-    assert again.check() == 2
+    assert again.check().dropped == 2
+
+
+def test_tokens_of_updates_that_are_made_are_counted() -> None:
+    guard = _guard(9, before=Counts(dropped=2, valid_tokens=2**40 + 1))
+    for step, (norm, tokens) in enumerate(((1.0, 5), (math.nan, 7), (2.0, 0), (3.0, 11)), 1):
+        _look(guard, step, norm)
+        guard.count(torch.tensor(tokens))
+    assert guard.check() == Counts(dropped=3, valid_tokens=2**40 + 1 + 16)

@@ -16,7 +16,15 @@ from titan.errors import CheckpointError
 if TYPE_CHECKING:
     from titan.contracts import Model, ModelPart
 
-_KINDS = {"config": dict, "step": int, "tokens": int, "dropped": int, "data": dict, "techniques": dict}
+_KINDS = {
+    "config": dict,
+    "step": int,
+    "tokens": int,
+    "dropped": int,
+    "valid_tokens": int,
+    "data": dict,
+    "techniques": dict,
+}
 """What a run counts on in the rest of a checkpoint, where it is there."""
 
 

@@ -29,7 +29,7 @@ from titan.dryrun.watch import OPTIMIZER, OTHER, PARAMETERS, Watch
 from titan.errors import ConfigError, ConfigIssue
 from titan.ranks.process import Rank
 from titan.training.build import Core, state_now, wire
-from titan.training.nonfinite import NonfiniteGuard
+from titan.training.nonfinite import Counts, NonfiniteGuard
 from titan.training.trainer import step
 
 _EAGER = "note: compiled blocks ran eagerly; torch.compile fuses operations, so it saves fewer activations"
@@ -59,7 +59,7 @@ def dry_run(job: Job, rank: int, fused: bool = True) -> DryRun:
     with _alone_as(rank, world_size), accepted(), stands, ExitStack() as meta:
         # What is there by then is on the meta device, and in the shards that are trained: it needs no other storage.
         core = wire(job, Rank(rank, world_size, 0, torch.device("cpu")), lambda *_: meta.enter_context(mode))
-        core.guard = _Trusting(1, 0, core.context.mesh)
+        core.guard = _Trusting(1, Counts(), core.context.mesh)
         return _rehearse(core, mode, fused)
 
 

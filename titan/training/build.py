@@ -37,7 +37,7 @@ from titan.training import phases
 from titan.training.engine import SequentialEngine, StepLoss, Strict
 from titan.training.init import name_seed
 from titan.training.metrics import Measures, Meter, Trackers
-from titan.training.nonfinite import NonfiniteGuard
+from titan.training.nonfinite import Counts, NonfiniteGuard
 from titan.training.sent_bytes import SentBytes
 
 
@@ -100,7 +100,7 @@ class Run(Core):
             "config": self.job.table,
             "step": self.step,
             "tokens": self.tokens,
-            "dropped": self.guard.check(),
+            **self.guard.check()._asdict(),
             "data": self.loader.state_dict(),
             "techniques": self.techniques_state(),
             "rng": rng_state(self.rank.device),
@@ -140,9 +140,9 @@ def _built(job: Job, rank: Rank, lock: FolderLock, predict: Callable[[str], Pred
     step, first = int(rest.get("step", 0)), int(rest.get("data", {}).get("samples", 0))
     for technique in context.techniques:
         technique.load_state_dict(rest.get("techniques", {}).get(technique.name, {}))
-    dropped = int(rest.get("dropped", 0))
+    before = Counts(*(int(rest.get(name, 0)) for name in Counts._fields))
     fresh = not core.optimizer.state and not job.stating("own_pace")
-    core.guard = _guard(job, dropped, context.mesh, fresh=fresh)
+    core.guard = _guard(job, before, context.mesh, fresh=fresh)
     core.engine = Strict(core.engine, core.parts, rank.device)
     core.step, core.tokens = step, int(rest.get("tokens", 0))
     loader = Loader(
@@ -159,7 +159,7 @@ def _built(job: Job, rank: Rank, lock: FolderLock, predict: Callable[[str], Pred
     return Run(
         **vars(core), loader=loader, trackers=trackers,
         meter=Meter(context.spec, job.data.seq_len, rank.world_size, rank.device, job.metrics.peak_tflops, mates),
-        checkpointer=checkpointer, dropped=dropped, validation_samples=validation_samples, saved=step, lock=lock,
+        checkpointer=checkpointer, dropped=before.dropped, validation_samples=validation_samples, saved=step, lock=lock,
         mates=mates,
     )  # fmt: skip
 
@@ -197,7 +197,7 @@ def wire(
     return Core(
         job=job, rank=rank, context=context, parts=parts, sent=sent,
         engine=engine or SequentialEngine(parts[0], context.techniques), optimizer=optimizer,
-        loss=loss, guard=_guard(job, 0, context.mesh),
+        loss=loss, guard=_guard(job, Counts(), context.mesh),
         measures=Measures(job, parts, context.mesh, sent),
     )  # fmt: skip
 
@@ -219,10 +219,10 @@ def _wrapped(
     return optimizer
 
 
-def _guard(job: Job, dropped: int, mesh: Mesh, *, fresh: bool = True) -> NonfiniteGuard:
+def _guard(job: Job, before: Counts, mesh: Mesh, *, fresh: bool = True) -> NonfiniteGuard:
     limit = job.train.non_finite_limit if job.train.non_finite == "skip" else 1
     known, made = job.stating("scales_loss"), job.stating("updates_in_backward")
-    return NonfiniteGuard(limit, dropped, mesh, fresh=fresh, known=known, made=made)
+    return NonfiniteGuard(limit, before, mesh, fresh=fresh, known=known, made=made)
 
 
 def _open_folder(job: Job, rank: Rank, lock: FolderLock) -> None:

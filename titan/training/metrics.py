@@ -105,9 +105,11 @@ class Meter:
         finally:
             self._beside[what] += time.perf_counter() - began
 
-    def row(self, step: int, loss: float, grad_norm: float, lr: float, tokens: int) -> Row:
-        """The row of a step, with `tokens` consumed since the very start; begins the next. All ranks together.
+    def row(self, step: int, loss: float, grad_norm: float, lr: float, tokens: int, valid_tokens: int) -> Row:
+        """The row of a step; begins the next. All ranks together.
 
+        tokens: positions consumed since the very start, padding and what has no label included.
+        valid_tokens: of these, those that were learnt from: with a label, in steps whose update was made.
         tokens_per_s and what follows from it, step_time_s: over all of the seconds since the row before.  data_time_s:
         waited for data, per step.  save_time_s, validation_time_s, gc_time_s: spent on these, in all since then.
         peak_memory_gib, peak_memory_rank: of the rank that has held most (`fullest`).
@@ -123,6 +125,7 @@ class Meter:
             "grad_norm": grad_norm,
             "lr": lr,
             "tokens": tokens,
+            "valid_tokens": valid_tokens,
             "tokens_per_s": per_s,
             "tokens_per_s_per_device": per_s / self.devices,
             "model_tflops_per_device": tflops,
@@ -165,7 +168,7 @@ def fullest(held_gib: float, world_size: int, mates: dist.ProcessGroup | None = 
 
 KEYS = frozenset(
     (
-        "step", "loss", "grad_norm", "lr", "tokens", "tokens_per_s", "tokens_per_s_per_device",
+        "step", "loss", "grad_norm", "lr", "tokens", "valid_tokens", "tokens_per_s", "tokens_per_s_per_device",
         "model_tflops_per_device", "mfu", "step_time_s", "data_time_s", "save_time_s", "validation_time_s", "gc_time_s",
         "peak_memory_gib", "peak_memory_rank", "skipped_updates", "bytes_sent", "validation_loss",
         "validation_perplexity", "time",

@@ -6,6 +6,7 @@ logged, and before a checkpoint is written, so that no checkpoint of a diverged 
 
 import math
 from collections.abc import Sequence
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -14,12 +15,19 @@ from titan.contracts.base.mesh import Mesh
 from titan.errors import DivergedError
 
 
+class Counts(NamedTuple):
+    """Since the very start. dropped: updates.  valid_tokens: learnt from by the updates that were made."""
+
+    dropped: int = 0
+    valid_tokens: int = 0
+
+
 class NonfiniteGuard:
-    """Watches loss and gradient norm of every step.
+    """Watches loss and gradient norm of every step; counts dropped updates, and the tokens that others learn from.
 
     Each worker judges its own steps; too many in a row on one of them end the run.
 
-    limit: dropped updates in a row that end the run.  dropped: how many there were in earlier processes.
+    limit: dropped updates in a row that end the run.  before: what earlier processes have counted.
     fresh: the optimizer has no state yet. Its first update is made by all workers or by none, so that all of them have
         state afterwards: a checkpoint holds each worker's. False where workers keep their own pace.
     known: sentences about the job for whoever reads that it has ended.
@@ -27,17 +35,18 @@ class NonfiniteGuard:
     """
 
     def __init__(
-        self, limit: int, dropped: int, mesh: Mesh, *, fresh: bool = True, known: Sequence[str] = (),
+        self, limit: int, before: Counts, mesh: Mesh, *, fresh: bool = True, known: Sequence[str] = (),
         made: Sequence[str] = (),
     ) -> None:  # fmt: skip
         self._known, self._made = known, made
         self._limit, self._mesh, device = limit, mesh, mesh.device
         self._first = fresh and bool(mesh.layout.worker_axis)
-        dropped = 0 if mesh.at(mesh.layout.worker_axis) else dropped  # the workers' are added up
+        dropped = 0 if mesh.at(mesh.layout.worker_axis) else before.dropped  # the workers' are added up
         self._bad = torch.zeros((), device=device)
         self._dropped = torch.full((), float(dropped), dtype=torch.float64, device=device)
         self._in_a_row = torch.zeros((), device=device)
         self._longest = torch.zeros((), device=device)
+        self._tokens = torch.full((), float(before.valid_tokens), dtype=torch.float64, device=device)
         self._last = torch.full((3,), math.nan, dtype=torch.float64, device=device)
 
     def look(
@@ -68,6 +77,13 @@ class NonfiniteGuard:
         self._last = torch.where(counts > 0, here, self._last)
         return loss, grad_norm
 
+    def count(self, tokens: Tensor) -> None:
+        """Count the valid tokens of the step just judged, an int64 scalar, unless its update is dropped.
+
+        tokens: of this rank's worker. The others count for as many, so the mean over the workers is the sum of theirs.
+        """
+        self._tokens += torch.where(self.updates, tokens * self._mesh.workers, 0)
+
     @property
     def updates(self) -> Tensor:
         """Whether the step just judged is to be updated by: a bool scalar on the device."""
@@ -85,32 +101,33 @@ class NonfiniteGuard:
             return
         optimizer.step()
 
-    def read(self, *, apart: bool = False) -> tuple[int, DivergedError | None]:
-        """Updates dropped in this process and earlier ones, and what to raise where there were too many in a row.
+    def read(self, *, apart: bool = False) -> tuple[Counts, DivergedError | None]:
+        """What this process and earlier ones have counted, and what to raise where too many in a row were dropped.
 
         All ranks together; waits for the device. apart: workers keep their own pace; each reads its own.
         """
-        here = torch.stack([self._dropped, self._longest.double(), *self._last])
+        here = torch.stack([self._dropped, self._tokens, self._longest.double(), *self._last])
         workers: list[list[float]] = (here[None] if apart else self._mesh.of_workers(here)).tolist()
-        dropped = sum(worker[0] for worker in workers)
-        _, longest, step, loss, norm = max(workers, key=lambda worker: worker[1])
+        dropped, tokens, *_ = map(sum, zip(*workers, strict=True))
+        counts = Counts(int(dropped), round(tokens / len(workers)))
+        longest, step, loss, norm = max((worker[2:] for worker in workers), key=lambda worker: worker[0])
         if longest < self._limit:
-            return int(dropped), None
+            return counts, None
         many, known = self._limit > 1, "".join(f"; {sentence}" for sentence in (*self._made, *self._known))
         row = f"{self._limit} steps in a row, the last of them " if many else ""
         advice = "" if many or self._made else '; set train.non_finite = "skip" to continue with the next batch'
         update = "its update was made all the same" if self._made else "its update was skipped"
-        return int(dropped), DivergedError(
+        return counts, DivergedError(
             f"{row}step {step:.0f} gave loss {loss:g} and gradient norm {norm:g}; {update}{known}{advice}"
         )
 
-    def check(self) -> int:
-        """Updates dropped in this process and earlier ones.
+    def check(self) -> Counts:
+        """What this process and earlier ones have counted.
 
         Raises:
-            DivergedError: there were too many in a row.
+            DivergedError: too many updates in a row were dropped.
         """
-        dropped, failure = self.read()
+        counts, failure = self.read()
         if failure is not None:
             raise failure
-        return dropped
+        return counts

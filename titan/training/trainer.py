@@ -141,7 +141,8 @@ def step(run: Core, batches: list[Batch]) -> Stats:
     lr = _set_rates(run)
     for technique in techniques:
         technique.before_step(run.step + 1)
-    run.loss.begin(mesh.sum(valid_tokens(batches), "dealt", "sliced"))
+    valid = mesh.sum(valid_tokens(batches), "dealt", "sliced")
+    run.loss.begin(valid)
     with annotated("forward and backward"):
         run.engine.forward_backward(batches)
     with annotated("gradients"):
@@ -149,6 +150,7 @@ def step(run: Core, batches: list[Batch]) -> Stats:
             technique.after_backward()
     expected = [flag for technique in techniques if (flag := technique.overflow_expected()) is not None]
     loss, norm = run.guard.look(run.step + 1, run.loss.reported, global_norm(run.parts, mesh), expected)
+    run.guard.count(valid)
     if run.job.train.grad_clip:
         _clip(run, norm)
     for technique in techniques:
@@ -253,8 +255,8 @@ def _log(run: Run, stats: Stats) -> None:
     own = torch.stack([stats.loss, stats.grad_norm]).double()
     workers = own[None] if apart else mesh.of_workers(own)
     loss, norm, *measured = torch.cat([workers.mean(0), run.measures.joined(apart=apart)]).tolist()
-    dropped, failure = run.guard.read(apart=apart)
-    row = run.meter.row(run.step, loss, norm, stats.lr, run.tokens)
+    (dropped, valid), failure = run.guard.read(apart=apart)
+    row = run.meter.row(run.step, loss, norm, stats.lr, run.tokens, valid)
     each = of_workers("" if apart else mesh.layout.worker_axis, workers.tolist())
     run.trackers.log({**row, "skipped_updates": dropped, **each, **run.measures.row(measured)})
     if failure is not None:

@@ -123,13 +123,13 @@ FAULTS = (
     lr = _set_rates(run)
     for technique in techniques:
         technique.before_step(run.step + 1)
-    run.loss.begin(mesh.sum(valid_tokens(batches), "dealt", "sliced"))
+    valid = mesh.sum(valid_tokens(batches), "dealt", "sliced")
 """,
         """\
     lr = _set_rates(run)
     for technique in techniques:
         technique.before_step(run.step + 1)
-    run.loss.begin(mesh.sum(valid_tokens(batches), "dealt", "sliced"))
+    valid = mesh.sum(valid_tokens(batches), "dealt", "sliced")
     batches = [cut(_seeded(batch, run), run.context) for batch in batches]
 """,
         (f"{CURVE}[ring, cp 2, packed]",),

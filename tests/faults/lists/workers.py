@@ -25,10 +25,17 @@ FAULTS = (
         (f"{OWN}::test_weights_of_their_own_at_any_layout_inside",),
     ),
     Fault(
+        "tokens of the first worker alone",
+        "titan/training/nonfinite.py",
+        "round(tokens / len(workers))",
+        "round(workers[0][1])",
+        (f"{STEPS}::test_a_nan_of_one_worker_skips_its_update_alone",),
+    ),
+    Fault(
         "skipped updates of the first worker alone",
         "titan/training/nonfinite.py",
-        "dropped = sum(worker[0] for worker in workers)",
-        "dropped = workers[0][0]",
+        "Counts(int(dropped),",
+        "Counts(int(workers[0][0]),",
         (f"{STEPS}::test_a_nan_of_one_worker_skips_its_update_alone",),
     ),
     Fault(
