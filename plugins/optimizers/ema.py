@@ -1,6 +1,6 @@
 """Exponential moving average of the weights: a second set, smoother than the last, that is often better to use.
 
-    after step t:   a = d a + (1 - d) w,   d = min(decay, (1 + t) / (10 + t))
+    after step t:   a = d a + (1 - d) w,   d = min(decay, (1 + t) / (10 + t));   a stays where the update is skipped
 
 a begins as the initial weights, which the smaller d of the first steps forgets soon, as in TensorFlow. At decay 0.999
 it is about the mean of the last thousand steps. Averages of iterates of SGD: Polyak and Juditsky, SIAM J. Control
@@ -72,14 +72,10 @@ class WeightAverage(Technique):
 
     @torch.no_grad()
     def after_step(self, step: int, updated: Tensor) -> None:
-        """Move the averages towards the weights."""
-        decay = min(self.config.decay, (1 + step) / (10 + step))
-        averages, weights = _local(self._averages), _local(self._weights)
-        if all(weight.dtype == torch.float32 for weight in weights):
-            torch._foreach_lerp_(averages, weights, 1 - decay)
-            return
-        for average, weight in zip(averages, weights, strict=True):  # one copy in float32 at a time
-            average.lerp_(weight.float(), 1 - decay)
+        """Move the averages towards the weights, unless these have not moved."""
+        share = torch.where(updated, 1 - min(self.config.decay, (1 + step) / (10 + step)), 0.0)
+        for average, weight in zip(_local(self._averages), _local(self._weights), strict=True):
+            average.lerp_(weight.float(), share.to(average.device))  # one copy in float32 at a time
 
 
 def _local(tensors: Mapping[str, Tensor]) -> list[Tensor]:

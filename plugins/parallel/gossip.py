@@ -35,6 +35,8 @@ Cost for P parameters: (n - 1) P numbers sent per step, twice as many with track
 them. Tracking: 8 bytes per parameter, where the worker's weights lie. A row of metrics: (K-1)/K P numbers sent, for the
 distance from the mean. The last step: 2 (K-1)/K P. Validation is the mean over the workers, each on its share.
 
+A worker whose update is skipped averages as ever, with the weights and the c that it has.
+
 Limits: one axis whose ranks drift per run. A worker waits for its neighbors at each step, so the slowest sets the pace.
 c is not clipped. "exponential" and "one_peer" send one way: their W is not symmetric, as the proofs for tracking ask.
 """

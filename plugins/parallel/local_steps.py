@@ -16,6 +16,9 @@ a run exchanges everything.
 
 With plain SGD, H 1, no clipping and workers with as many valid tokens each, "average" is data parallelism.
 
+Exchanges follow the number of the step. A worker whose update is skipped takes part with the weights that it has, and
+the outer momentum moves with each exchange.
+
 Checkpoints hold the weights and optimizer state of each worker, and once what they agreed on. Another number of workers
 begins with the mean; the outer momentum goes on. A save between two exchanges loses nothing.
 

@@ -34,13 +34,13 @@ number exist besides, or 12.4 with mxfp8, of the tokens that the loss projects a
 of a layer before it is gathered, half of bf16's bytes, with one all-reduce for the scales of all weights, per step and
 per batch of a validation. Selective recomputation saves products, and maxima of tensors and rows.
 
-Limits: the curve depends on the layout. A scale covers the tokens of one micro batch on one rank; in the head, those
-that the loss projects at once. Only with `rowwise_with_gw_hp` and `mxfp8_with_gw_hp`, whose scales stay within rows, is
-the curve independent of how the batch is divided. Slices of tensor parallelism have scales of their own, so no rank
-waits for another's maximum. With `fsdp_all_gather` a weight has one scale, and is rounded once, from fp32, else from
-the run's precision too. A schedule that splits the backward does all its products twice, once in each half. Rowwise
-products come out in bf16 in an fp32 run too. A tied head, or one with a soft cap, is not converted. The plan counts
-float8 products at the cluster file's rate for float8, and does not ask whether its device has mxfp8.
+Limits: the curve depends on the layout. A scale covers the tokens of one micro batch on one rank, padding too; in the
+head, those that the loss projects at once. Only with `rowwise_with_gw_hp` and `mxfp8_with_gw_hp`, whose scales stay
+within rows, is the curve independent of how the batch is divided. Slices of tensor parallelism have scales of their
+own, so no rank waits for another's maximum. With `fsdp_all_gather` a weight has one scale, and is rounded once, from
+fp32, else from the run's precision too. A schedule that splits the backward does all its products twice, once in each
+half. Rowwise products come out in bf16 in an fp32 run too. A tied head, or one with a soft cap, is not converted. The
+plan counts float8 products at the cluster file's rate for float8, and does not ask whether its device has mxfp8.
 """
 
 import logging

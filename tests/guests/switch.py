@@ -99,9 +99,9 @@ class SwitchModel(Model):
         spec = decoder_spec(c, pre_norm(d, c.heads.part(), ffn, vectors=1), ffn_dim=f, vectors=1)
         return replace(spec, buffers={f"layers.*.ffn.{name}": ZEROS for name in ("seen", "counts", "experts.computed")})
 
-    def after_step(self, module: nn.Module, total: Callable[[Tensor], Tensor]) -> None:
+    def after_step(self, module: nn.Module, total: Callable[[Tensor], Tensor], updated: Tensor) -> None:
         for switch in _switches(module):
-            switch.seen.add_(total(switch.counts))
+            switch.seen.add_(total(switch.counts) * updated)
             switch.counts.zero_()
 
     def measure(self, module: nn.Module) -> dict[str, Tensor | None]:

@@ -15,6 +15,7 @@ from titan.plugins.models.moe import MixtureOfExperts
 from titan.plugins.models.moe.mixture import Mixture, MixtureConfig, _imbalance
 
 COUNTS = torch.tensor([3, 0, 5, 0])
+UPDATED, SKIPPED = torch.tensor(True), torch.tensor(False)
 
 
 def _stack(inputs: int = 16, outputs: int = 8) -> StackedLinear:
@@ -139,7 +140,7 @@ def test_padding_takes_no_part_in_counts_entropies_and_gradients(router: str, ba
 
     def ended() -> tuple[list[int], dict[str, Tensor | None], list[Tensor]]:
         counts = own.counts.tolist()
-        model.after_step(module, lambda counts: counts)
+        model.after_step(module, lambda counts: counts, UPDATED)
         gradients = [parameter.grad.clone() for parameter in module.parameters()]
         module.zero_grad()
         for name, buffer in module.named_buffers():
@@ -174,7 +175,7 @@ def test_the_bias_moves_towards_even_counts_and_changes_the_choice_alone() -> No
     model, module = _model(n_experts=4, top_k=1, balance_rate=0.5, normalized=False)
     router = module.layers["0"].ffn.router
     router.counts.copy_(torch.tensor([6, 1, 3, 2]))  # 3 on average
-    model.after_step(module, lambda counts: counts)
+    model.after_step(module, lambda counts: counts, UPDATED)
     assert router.bias.tolist() == [-0.5, 0.5, 0.0, 0.5] and not router.counts.any()
     router.bias.copy_(torch.tensor([9.0, 0, 0, 0]))
     x = torch.randn(5, 16)
@@ -202,7 +203,7 @@ def test_rows_of_metrics_name_the_layers_that_have_experts() -> None:
     model, module = _model(n_dense_layers=1, n_experts=4)
     tokens = torch.randint(0, 11, (2, 6))
     module(tokens, torch.arange(6).expand(2, 6))
-    model.after_step(module, lambda counts: counts)
+    model.after_step(module, lambda counts: counts, UPDATED)
     found = model.measure(module)
     assert set(found) == set(model.measures) == {
         "expert_load", "layers.1.expert_load", "layers.1.router_entropy", "layers.1.dropped_share",
@@ -212,6 +213,26 @@ def test_rows_of_metrics_name_the_layers_that_have_experts() -> None:
     nats, tokens_seen = found["layers.1.router_entropy"].tolist()
     assert tokens_seen == 12 and 0 < nats < 12 * torch.tensor(4.0).log()
     assert model.measure(module)["layers.1.dropped_share"].tolist() == [0, 0]  # counted since the last row
+
+
+def test_a_skipped_step_moves_no_bias_and_leaves_no_trace_in_rows() -> None:
+    """Even where all that its forward has counted is NaN, or of choices among NaN."""
+    model, module = _model(n_experts=4, balance_rate=0.5)
+    router = module.layers["0"].ffn.router
+    tokens, positions = torch.randint(0, 11, (2, 6)), torch.arange(6).expand(2, 6)
+    module(tokens, positions)
+    model.after_step(module, lambda counts: counts, UPDATED)
+    bias, load = router.bias.clone(), router.load.clone()
+    assert bias.any()
+    nn.init.constant_(module.embed.weight, torch.nan)
+    module(tokens, positions)
+    assert router.counts.any() and router.entropy.isnan().any()
+    model.after_step(module, lambda counts: counts, SKIPPED)
+    assert torch.equal(router.bias, bias) and not router.counts.any() and not router.entropy.any()
+    found = model.measure(module)
+    assert found["layers.0.expert_load"] == load.max() / load.double().mean()
+    assert found["layers.0.router_entropy"].isfinite().all() and found["layers.0.router_entropy"][1] == 12
+    assert found["layers.0.dropped_share"].tolist() == [0, 48], "rows of both steps are computed"
 
 
 def test_an_evaluated_mixture_counts_nothing() -> None:

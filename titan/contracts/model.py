@@ -65,7 +65,7 @@ class Model(Plugin, ABC):
         generate text too, by recomputing the whole text for each token.
         """
 
-    def after_step(self, module: nn.Module, total: Callable[[Tensor], Tensor]) -> None:
+    def after_step(self, module: nn.Module, total: Callable[[Tensor], Tensor], updated: Tensor) -> None:
         """A step of training is done: weights are updated, or the update was skipped. Persistent buffers may change.
 
         Called for each part of the model that a rank has, on all ranks of its stage alike, before metrics and saving.
@@ -74,6 +74,8 @@ class Model(Plugin, ABC):
 
         module: as in `measure`.
         total: adds up a tensor, in place, over all ranks that see other tokens. All ranks call it alike.
+        updated: as in `Technique.after_step`. A skipped step leaves persistent buffers as they were, by arithmetic on
+            the device, such as `torch.where`: what its forward has counted may come from NaN.
         """
 
     def measure(self, module: nn.Module) -> Mapping[str, Tensor | None]:

@@ -333,8 +333,8 @@ class Technique(Plugin):
     def before_update(self, grad_norm: Tensor) -> None:
         """Gradients are clipped, and the optimizer is about to step, unless loss or norm are not finite.
 
-        grad_norm: global norm before clipping, a float32 scalar on the device, equal on all ranks; NaN where any rank's
-            norm is not finite. Reading it on the host makes the host wait for the device.
+        grad_norm: global norm before clipping, a float32 scalar on the device, equal on all ranks; NaN where the update
+            is skipped. Reading it on the host makes the host wait for the device.
         """
 
     def after_step(self, step: int, updated: Tensor) -> None:
@@ -343,7 +343,7 @@ class Technique(Plugin):
         Weights and persistent buffers may be changed here, the same way on every rank that has them. Called before
         metrics, validation and saving.
         updated: whether loss and norm were finite, so that weights are updated by them; a bool scalar on the device,
-            equal on all ranks of a worker.
+            equal on all ranks of a worker. Where it is false, state that follows updates stays, by `torch.where`.
         """
 
     def meet(self, step: int) -> Collection[int] | None:

@@ -153,16 +153,16 @@ def step(run: Core, batches: list[Batch]) -> Stats:
     run.guard.count(valid)
     if run.job.train.grad_clip:
         _clip(run, norm)
+    updated = run.guard.updates
     for technique in techniques:
-        technique.before_update(norm)
+        technique.before_update(torch.where(updated, norm, torch.nan))
     with annotated("optimizer"):
         run.guard.update(run.optimizer)
     run.optimizer.zero_grad()
     run.step += 1
     run.tokens += _tokens(run)
     for part in run.parts:
-        run.job.model.after_step(part.module, lambda tensor: mesh.sum(tensor, "dealt", "sliced"))
-    updated = run.guard.updates
+        run.job.model.after_step(part.module, lambda tensor: mesh.sum(tensor, "dealt", "sliced"), updated)
     for technique in techniques:
         technique.after_step(run.step, updated)
     return Stats(loss, norm, lr)

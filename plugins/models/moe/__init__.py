@@ -149,7 +149,7 @@ class MixtureOfExperts(Model):
         first = {f"layers.{i}.{name}": style for i in range(c.n_dense_layers) for name, style in dense.tensor.items()}
         own = {f"layers.*.{name}" for name in dense.tensor if name not in moe.tensor}
         tensor = first | {glob: style for glob, style in spec.tensor.items() if glob not in own}
-        buffers = ["router.counts", "router.entropy", "router.routed", "experts.computed"]
+        buffers = [f"router.{name}" for name in ("counts", "entropy", "entropies", "routed")] + ["experts.computed"]
         buffers += ["router.bias"] if c.balance == "bias" else []
         whole = 'balance = "sequence" counts the experts of whole sequences; set balance = "bias" in [model]'
         return replace(
@@ -169,20 +169,20 @@ class MixtureOfExperts(Model):
         rotary = Rotary(head_dim=c.heads.head_dim, theta=c.rope_theta)
         return Decoder(c, map(layer, range(c.n_layers)), norm(), rotary=rotary, tells_padding=True)
 
-    def after_step(self, module: nn.Module, total: Callable[[Tensor], Tensor]) -> None:
-        """Move each layer's bias towards even counts of the step's tokens, over all ranks."""
+    def after_step(self, module: nn.Module, total: Callable[[Tensor], Tensor], updated: Tensor) -> None:
+        """Move each layer's bias towards even counts of the step's tokens, over all ranks; not if it was skipped."""
         routers = [router for router in module.modules() if isinstance(router, Router)]
         if not routers:
             return
         counts = total(torch.stack([router.counts for router in routers]))
         for router, own in zip(routers, counts, strict=True):
-            router.load = own
-            router.counts.zero_()
+            router.end_step(own, updated)
             if router.bias is not None:
-                router.bias.add_(self.config.balance_rate * torch.sign(own.float().mean() - own))
+                move = self.config.balance_rate * torch.sign(own.float().mean() - own)
+                router.bias.add_(torch.where(updated, move, 0.0))
 
     def measure(self, module: nn.Module) -> Mapping[str, Tensor | None]:
-        """Loads of the last step; entropies and rows since the last row of metrics."""
+        """Loads of the last step that was not skipped; entropies of such, and rows of all, since the last row."""
         found: dict[str, Tensor | None] = dict.fromkeys(self.measures)
         loads = []
         for number, layer in module.layers.items():
@@ -191,10 +191,10 @@ class MixtureOfExperts(Model):
             router, experts = layer.ffn.router, layer.ffn.experts
             loads.append(router.load.max() / router.load.double().mean())
             found[f"layers.{number}.expert_load"] = loads[-1]
-            found[f"layers.{number}.router_entropy"] = router.entropy.clone()
+            found[f"layers.{number}.router_entropy"] = router.entropies.clone()
             lost = router.routed - experts.computed
             found[f"layers.{number}.dropped_share"] = torch.stack([lost, router.routed])
-            for counted in (router.entropy, router.routed, experts.computed):
+            for counted in (router.entropies, router.routed, experts.computed):
                 counted.zero_()
         if loads:
             found["expert_load"] = torch.stack(loads).max()

@@ -51,14 +51,16 @@ class Router(nn.Module):
     """Chooses experts for each token, and counts what it has chosen; padding is routed, but not counted.
 
     bias [E]: added to scores for the choice.  counts [E]: tokens per expert since the step began.  entropy [2]: the sum
-    of the tokens' entropies since the last row of metrics, and their number.  routed: rows chosen since then, those of
-    padding too.
+    of the tokens' entropies since then, and their number.  entropies [2]: the same since the last row of metrics, of
+    steps that were not skipped.  routed: rows chosen since that row, those of padding too.  load [E]: tokens per expert
+    of the last step that was not skipped, over all ranks.
     """
 
     weight: nn.Parameter
     bias: Tensor | None
     counts: Tensor
     entropy: Tensor
+    entropies: Tensor
     routed: Tensor
 
     def __init__(self, c: MixtureConfig) -> None:
@@ -68,6 +70,7 @@ class Router(nn.Module):
         self.register_buffer("bias", torch.zeros(c.n_experts) if c.balance == "bias" else None)
         self.register_buffer("counts", torch.zeros(c.n_experts, dtype=torch.int64), persistent=False)
         self.register_buffer("entropy", torch.zeros(2, dtype=torch.float64), persistent=False)
+        self.register_buffer("entropies", torch.zeros(2, dtype=torch.float64), persistent=False)
         self.register_buffer("routed", torch.zeros((), dtype=torch.float64), persistent=False)
         self.load: Tensor | None = None
 
@@ -92,6 +95,13 @@ class Router(nn.Module):
                 self.entropy.add_(torch.stack([nats, tokens]))
                 self.routed.add_(chosen.numel())
         return chosen, weights, shares
+
+    def end_step(self, counts: Tensor, updated: Tensor) -> None:
+        """Begin anew to count. counts [E]: of all ranks.  updated: a bool scalar; of a skipped step nothing stays."""
+        self.load = counts if self.load is None else torch.where(updated, counts, self.load)
+        self.entropies.add_(torch.where(updated, self.entropy, 0.0))
+        self.counts.zero_()
+        self.entropy.zero_()
 
 
 class Mixture(nn.Module):

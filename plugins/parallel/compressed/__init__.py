@@ -29,11 +29,12 @@ Checkpoints have every replica's errors. At another number of replicas their sum
 compressed at a layout is paid with the first step. PowerSGD's factors come back at the same layout, bit for bit, and
 begin anew at another, as the log says. A run that is resumed without this technique drops the errors.
 
-Limits: the curve is not that of the sum, and depends on the layout, as shards are compressed each for itself. Sharding
-makes matrices flat, which leaves PowerSGD less to save. Replicas add up in one order and are equal bit for bit if
-their devices compute alike: use one kind of device. `sign` sends more than an all-reduce from 64 replicas on, `topk`
-where density x replicas is above 1. 1-bit Adam also stops AdamW's second moments after its warm-up; here AdamW sees
-signs, which make all second moments of a tensor alike: prefer `sgd` with `sign`.
+Limits: a loss that is not finite beside finite gradients skips the update after the exchange, so errors have moved by
+then, and what was sent is lost. The curve is not that of the sum, and depends on the layout, as shards are compressed
+each for itself. Sharding makes matrices flat, which leaves PowerSGD less to save. Replicas add up in one order and are
+equal bit for bit if their devices compute alike: use one kind of device. `sign` sends more than an all-reduce from 64
+replicas on, `topk` where density x replicas is above 1. 1-bit Adam also stops AdamW's second moments after its warm-up;
+here AdamW sees signs, which make all second moments of a tensor alike: prefer `sgd` with `sign`.
 """
 
 import logging

@@ -5,6 +5,7 @@ from titan.testing.faults import Fault
 LAYER, TECHNIQUE = "titan/contracts/layers/experts.py", "plugins/parallel/expert.py"
 MODEL, ROUTER = "plugins/models/moe/__init__.py", "plugins/models/moe/mixture.py"
 UNIT, DIST = "tests/unit/test_experts.py", "tests/dist/test_experts.py"
+SKIPPED = "tests/contract/test_skipped_steps.py"
 PADDED = f"{UNIT}::test_padding_takes_no_part_in_counts_entropies_and_gradients[softmax-bias]"
 
 FAULTS = (
@@ -133,5 +134,19 @@ FAULTS = (
         "positions < lengths[:, None]",
         "positions.argsort(1) < lengths[:, None]",
         (f"{DIST}::test_padding_takes_no_part[cp 2]",),
+    ),
+    Fault(
+        "a bias moved by a step that is skipped",
+        MODEL,
+        "torch.where(updated, move, 0.0)",
+        "move",
+        (f"{SKIPPED}::test_a_skipped_step_changes_nothing[moe]", f"{SKIPPED}::test_each_worker_skips_its_own_steps"),
+    ),
+    Fault(
+        "entropies of a step that is skipped in the row",
+        ROUTER,
+        "torch.where(updated, self.entropy, 0.0)",
+        "self.entropy",
+        (f"{UNIT}::test_a_skipped_step_moves_no_bias_and_leaves_no_trace_in_rows",),
     ),
 )

@@ -4,6 +4,7 @@ from titan.testing.faults import Fault
 
 PARITY = "tests/dist/test_parity.py::test_llama"
 NONFINITE = "tests/dist/test_nonfinite.py"
+SKIPPED = "tests/contract/test_skipped_steps.py"
 SENT = "tests/dist/test_bytes_sent.py"
 
 FAULTS = (
@@ -127,6 +128,27 @@ FAULTS = (
         "(~torch.stack(list(expected)).any()).float()",
         "torch.stack(list(expected)).any().float()",
         ("tests/dist/test_fp16.py::test_an_overflow_on_one_rank_is_skipped_by_all[dp 2]",),
+    ),
+    Fault(
+        "an average moved by a step that is skipped",
+        "plugins/optimizers/ema.py",
+        "torch.where(updated, 1 - min(self.config.decay, (1 + step) / (10 + step)), 0.0)",
+        "torch.tensor(1 - min(self.config.decay, (1 + step) / (10 + step)))",
+        (f"{SKIPPED}::test_a_skipped_step_changes_nothing[ema]",),
+    ),
+    Fault(
+        "a norm told before the update that is skipped for its loss",
+        "titan/training/trainer.py",
+        "before_update(torch.where(updated, norm, torch.nan))",
+        "before_update(norm)",
+        (f"{SKIPPED}::test_a_loss_that_is_not_finite_skips_what_techniques_do_before_the_update",),
+    ),
+    Fault(
+        "errors of compressed gradients lost with a step that is skipped",
+        "plugins/parallel/compressed/__init__.py",
+        "torch.where(finite, whole[name] - sent[name], errors[name], out=errors[name])",
+        "errors[name].copy_(whole[name] - sent[name])",
+        (f"{SKIPPED}::test_a_skipped_step_changes_nothing[compressed_gradients]",),
     ),
     Fault(
         "tokens of skipped steps counted as learnt from",

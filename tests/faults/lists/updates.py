@@ -73,8 +73,8 @@ FAULTS = (
     Fault(
         "an average of weights that keeps the share of the new ones",
         EMA,
-        "torch._foreach_lerp_(averages, weights, 1 - decay)",
-        "torch._foreach_lerp_(averages, weights, decay)",
+        "torch.where(updated, 1 - min(",
+        "torch.where(updated, min(",
         ("tests/dist/test_ema.py::test_the_recurrence",),
     ),
     Fault(

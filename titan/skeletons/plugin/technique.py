@@ -9,6 +9,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.distributed.tensor import DTensor
 
 from titan.contracts import BuildContext, Costs, Job, ModelPart, Technique, option, register
 from titan.contracts.base.cost import PersistentState
@@ -42,9 +43,13 @@ class Example(Technique):
 
     @torch.no_grad()
     def after_step(self, step: int, updated: Tensor) -> None:
-        """The weights are updated."""
+        """The weights are updated; after NaN they are not, and the average stays too, without a wait of the host."""
+        share = torch.where(updated, 1 - self.config.decay, 0.0)
         for name, weight in self._weights.items():
-            self._average[name].mul_(self.config.decay).add_(weight, alpha=1 - self.config.decay)
+            average = self._average[name]
+            if isinstance(weight, DTensor) and isinstance(average, DTensor):
+                average, weight = average.to_local(), weight.to_local()
+            average.lerp_(weight, share)
 
     def state_dict(self) -> dict[str, Any]:
         """Under names that are the same at every layout. `titan eval --weights example` reads a table `weights`."""
