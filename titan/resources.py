@@ -101,3 +101,12 @@ def _numbers(path: Path) -> set[int]:
     """The numbers of a list like 0-3,8."""
     spans = [span.partition("-") for span in path.read_text().strip().split(",") if span]
     return {number for first, _, last in spans for number in range(int(first), int(last or first) + 1)}
+
+
+def process_state(pid: int | None) -> str:
+    """What the system says a process does: "D (disk sleep)" is the wait that no signal ends."""
+    try:
+        status = Path(f"/proc/{pid}/status").read_text()
+    except OSError:
+        return "in an unknown state"
+    return next(line for line in status.splitlines() if line.startswith("State:")).removeprefix("State:").strip()

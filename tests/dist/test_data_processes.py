@@ -2,12 +2,16 @@
 
 import multiprocessing
 import os
+import pickle
 import select
 import signal
 import subprocess
 import sys
 import textwrap
+import threading
+from collections.abc import Callable
 from multiprocessing.connection import Connection
+from multiprocessing.reduction import ForkingPickler
 from pathlib import Path
 
 import pytest
@@ -19,15 +23,16 @@ from tests.unit.test_data_samples import count_up, samples, tokens_of
 from tests.unit.test_data_shards import write
 from titan.contracts import Dataset
 from titan.contracts.base import registry
-from titan.data.samples.loader import Loader
-from titan.data.samples.samples import Samples
+from titan.data.samples.loader import NO_LIMIT, Limit, Loader, _Sent
+from titan.data.samples.samples import Sample, Samples
 from titan.data.tokens import tokenize, unfinished
 from titan.data.tokens.prepare import prepare
-from titan.errors import DataError, ResourceError
+from titan.errors import DataError, PreemptedError, ResourceError
 from titan.plugins.data.text import Config as TextConfig
 from titan.plugins.data.text import Text
 from titan.plugins.tokenizers.byte import Byte
 from titan.plugins.tokenizers.byte import Config as ByteConfig
+from titan.ranks.meeting import signals
 
 BYTES = Byte(ByteConfig())
 
@@ -54,6 +59,65 @@ def test_workers_change_nothing_and_faults_keep_their_words(tmp_path: Path) -> N
     with pytest.raises(DataError, match=r"^shard .*bad\.bin: token 100 is 77, outside the vocabulary of 77; make"):
         next(faulty)
     faulty.close()
+
+
+class Silent:
+    """Samples of which those from number `since` on never come; `first` is called when one is asked for."""
+
+    fingerprint = "f"
+
+    def __init__(self, since: int, first: Callable[[], None] = lambda: None) -> None:
+        self.since, self.first, self.ends = since, first, threading.Event()
+
+    def __getitem__(self, g: int) -> Sample:
+        if g == self.since:
+            self.first()
+        if g >= self.since:
+            self.ends.wait()
+        return Sample(torch.tensor([g, g]), torch.tensor([g, g]), None)
+
+
+def silent_loader(source: Silent, limits: tuple[Limit, Limit]) -> Loader:
+    cpu, sizes = torch.device("cpu"), {"global_batch": 2, "micro_batch": 2, "first": 0, "index": 0, "ranks": 1}
+    return Loader(source, **sizes, workers=0, device=cpu, limits=limits)  # type: ignore[arg-type]
+
+
+def test_data_that_do_not_come_end_the_wait(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("titan.data.samples.loader.LOOK_S", 0.02)
+    source = Silent(2)
+    waits = silent_loader(source, ((60.0, "comm.init_timeout_s"), (0.1, "comm.timeout_s")))
+    assert next(waits)[0].tokens.tolist() == [[0, 0], [1, 1]]
+    said = r"no data for a step within 0.1 s \(comm.timeout_s\); the training process reads"
+    with pytest.raises(ResourceError, match=said):
+        next(waits)
+    source.ends.set()
+
+
+def test_a_signal_ends_the_wait_for_data(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("titan.data.samples.loader.LOOK_S", 0.02)
+    monkeypatch.setattr("titan.data.samples.loader.PATIENCE_S", 0.1)
+    source = Silent(2, lambda: os.kill(os.getpid(), signal.SIGTERM))
+    waits = silent_loader(source, (NO_LIMIT, NO_LIMIT))
+    with signals.listening():
+        next(waits)
+        with pytest.raises(PreemptedError, match="preempted by SIGTERM while waiting for data"):
+            next(waits)
+    source.ends.set()
+
+
+def test_batches_of_processes_need_no_shared_memory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A process whose tensors find no room in /dev/shm prints so, and its batch never comes."""
+    source = samples((count_up(tmp_path / "a.bin", 201), 1.0), shuffle=False, vocab_size=1000, packing="pad")
+    expected = loader(source, 0)._start()()
+    process = loader(source, 1)
+    sent = process._start()()
+    assert isinstance(sent, _Sent)
+    for share in ("_share_fd_cpu_", "_share_filename_cpu_"):
+        monkeypatch.delattr(torch.UntypedStorage, share)
+    arrived = pickle.loads(bytes(ForkingPickler.dumps(sent))).columns()
+    assert all(a is b is None or torch.equal(a, b) for a, b in zip(arrived, expected, strict=True))
+    arrived[0].zero_()  # nobody else has this memory
+    process.close()
 
 
 def _kill_a_loader_process(folder: Path, outbox: Connection) -> None:

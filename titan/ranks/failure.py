@@ -17,7 +17,7 @@ import torch.distributed as dist
 from torch._C._distributed_c10d import PrefixStore, Store
 
 from titan import errors, log
-from titan.errors import RankFailedError, TitanError, say
+from titan.errors import PreemptedError, RankFailedError, TitanError, say
 from titan.ranks.launch_env import launched_world_size
 from titan.ranks.meeting.store import in_time, open_store, serves_store
 
@@ -228,12 +228,19 @@ def _key(what: str, text: str = "") -> str:
 # --- workers that a run can lose --------------------------------------------------------------------------------------
 
 
-FOLLOWS, DECIDED = "follows", "decided"
-"""Kinds of a foreseen failure: of a rank that misses another one; and of one that the run is to end with."""
+FOLLOWS, DECIDED, STOPPED = "follows", "decided", "stopped"
+"""Kinds of a foreseen failure: of a rank that misses another one; of one that the run is to end with; and of one that
+was asked to stop where it cannot go on, so that the run ends as a preempted one."""
 
 
 def _kind(error: TitanError) -> str:
-    return FOLLOWS if isinstance(error, RankFailedError) else DECIDED
+    return FOLLOWS if isinstance(error, RankFailedError) else STOPPED if isinstance(error, PreemptedError) else DECIDED
+
+
+def kind_of(store: Store, rank: int) -> str:
+    """The kind of a rank's failure; empty where it has told none."""
+    store, key = _whole(store), _key(f"kind {rank}")
+    return store.get(key).decode() if store.check([key]) else ""
 
 
 class Expendable:
@@ -278,7 +285,7 @@ class Expendable:
         if not ranks:
             return True
         kinds = [self._kind_of(rank) for rank in sorted(ranks)]
-        if not ranks <= self._worker_of.keys() or DECIDED in kinds or not self._has_begun():
+        if not ranks <= self._worker_of.keys() or {DECIDED, STOPPED} & set(kinds) or not self._has_begun():
             return False
         for worker in {self._worker_of[rank] for rank in ranks}:
             self.lost |= worker
@@ -294,10 +301,8 @@ class Expendable:
         return self._begun
 
     def _kind_of(self, rank: int) -> str:
-        key = _key(f"kind {rank}")
         with contextlib.suppress(RuntimeError):
-            if self.store is not None and _whole(self.store).check([key]):
-                return _whole(self.store).get(key).decode()
+            return "" if self.store is None else kind_of(self.store, rank)
         return ""
 
     def _forget_first(self) -> None:

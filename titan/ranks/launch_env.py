@@ -22,6 +22,9 @@ MEETING_PORT = ("MASTER_PORT", "PET_MASTER_PORT")
 STARTED = "TITAN_STARTED"
 """By which ranks know when the command was started, in seconds of the monotonic clock."""
 
+SCONTROL_S = 60.0
+"""Longest wait for scontrol, which asks nobody about a node list."""
+
 RANK_VARIABLES = ("RANK", "WORLD_SIZE", "LOCAL_RANK")
 
 STEP_TASKS = "SLURM_STEP_NUM_TASKS"
@@ -260,7 +263,11 @@ def _hosts(env: Environment, listed: str) -> list[str]:
     tool = shutil.which("scontrol", path=env.get("PATH", ""))
     if tool is None:
         return []
-    shown = subprocess.run([tool, "show", "hostnames", listed], capture_output=True, text=True, check=False)
+    words = [tool, "show", "hostnames", listed]
+    try:
+        shown = subprocess.run(words, capture_output=True, text=True, check=False, timeout=SCONTROL_S)
+    except subprocess.TimeoutExpired:
+        return []
     return shown.stdout.split() if shown.returncode == 0 else []
 
 

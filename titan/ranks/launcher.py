@@ -88,6 +88,8 @@ def _lead(children: RankProcesses, restarts: int, logs: Path | None) -> int:
                 say(f"restart {attempt} of {restarts}: all ranks resume from the newest checkpoint")
             ended = children.lead()
             code = verdict(ended, children.heard, children.missed, logs, children.explained)
+            if code == EXIT_FAILED and children.stopped and not children.missed:
+                code = EXIT_PREEMPTED
             if code == EXIT_FAILED and children.expendable.lost:
                 say("error: the run ends with its workers: it lost them while all met, or a rank failed that it needs")
             if children.stuck:

@@ -19,7 +19,6 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from multiprocessing import connection, resource_tracker
 from multiprocessing.process import BaseProcess
-from pathlib import Path
 from types import FrameType
 from typing import Any
 
@@ -31,6 +30,7 @@ from titan.ranks.failure import Expendable
 from titan.ranks.launch_env import LOCAL, Environment, LaunchEnv
 from titan.ranks.meeting import signals
 from titan.ranks.rendezvous import NodeLostError, Nodes, listen
+from titan.resources import process_state
 
 GRACE_S = 10.0
 """After a rank failed the others cannot finish; this long they may say so before they are killed."""
@@ -79,6 +79,7 @@ class RankProcesses:
     folder. Once there are any, this process ends with `EXIT_FAILED`, whatever it is told to end with.
 
     explained: on node 0, the rank that failed first, if its error has been printed as a message.
+    stopped: on node 0, whether that rank was asked to stop, and so the run is preempted.
 
     expendable: workers whose death does not end the run.
     """
@@ -95,6 +96,7 @@ class RankProcesses:
     _told: connection.Connection | None = None
     _first_to_fail: int | None = None
     explained: int | None = None
+    stopped: bool = False
     expendable: Expendable = field(default_factory=Expendable)
 
     @contextlib.contextmanager
@@ -178,7 +180,7 @@ class RankProcesses:
             self._hear_ranks()
             self.expendable.stop()
             if listening is not None and store is not None:
-                self._first_to_fail, self.explained = _first_to_fail(store)
+                self._first_to_fail, self.explained, self.stopped = _first_to_fail(store)
             return ended
 
     def _start(self, port: int) -> None:
@@ -205,7 +207,7 @@ class RankProcesses:
             process.kill()
         for rank in _still_there(self._processes, KILLED_S):
             pid = self._processes[rank].pid
-            there = f"rank {rank}, process {pid}, still exists {KILLED_S:g} s after SIGKILL: {_state(pid)}"
+            there = f"rank {rank}, process {pid}, still exists {KILLED_S:g} s after SIGKILL: {process_state(pid)}"
             say(f"error: {there}. It may still write to the run's folder; end it before you start the run again")
             if not self.stuck:
                 atexit.register(_leave)
@@ -342,15 +344,16 @@ def _store_served(listening: socket.socket) -> Iterator[Store]:
     yield store
 
 
-def _first_to_fail(store: Store) -> tuple[int | None, int | None]:
-    """The rank that reported first that it fails, and the same rank again if its error has been printed.
+def _first_to_fail(store: Store) -> tuple[int | None, int | None, bool]:
+    """The rank that reported first that it fails, the same again if its error has been printed, and whether it stopped.
 
     None where there is none, or the store does not answer.
     """
     with contextlib.suppress(RuntimeError):
-        first = failure.first(store)
-        return first, first if first is not None and failure.explained(store, first) else None
-    return None, None
+        if (first := failure.first(store)) is not None:
+            told = first if failure.explained(store, first) else None
+            return first, told, failure.kind_of(store, first) == failure.STOPPED
+    return None, None, False
 
 
 def _ask_for_stacks(hung: Mapping[int, BaseProcess]) -> None:
@@ -370,15 +373,6 @@ def _still_there(processes: Mapping[int, BaseProcess], patience_s: float) -> lis
             break
         time.sleep(LOOK_S)
     return left
-
-
-def _state(pid: int | None) -> str:
-    """What the system says a process does: "D (disk sleep)" is the wait that no signal ends."""
-    try:
-        status = Path(f"/proc/{pid}/status").read_text()
-    except OSError:
-        return "in an unknown state"
-    return next(line for line in status.splitlines() if line.startswith("State:")).removeprefix("State:").strip()
 
 
 def _leave() -> None:

@@ -13,7 +13,7 @@ import torch
 import torch.distributed as dist
 from torch._C._distributed_c10d import PrefixStore
 
-from titan.errors import RankFailedError, TitanError
+from titan.errors import PreemptedError, RankFailedError, TitanError
 from titan.ranks import watchdog
 from titan.ranks.failure import tell
 from titan.ranks.process import Rank
@@ -86,7 +86,10 @@ def _take_turn(
     if work is not None:
         with turn.at_work(), limit or nullcontext():
             error = _attempt(work, result, rank)
-    error = turn.over(error)
+    try:
+        error = turn.over(error)
+    except PreemptedError as stop:  # a signal came while this rank waited; the others hear of it, if they do not know
+        error = turn.over(stop)
     if error is not None:
         raise error
 
@@ -136,7 +139,7 @@ class _Turn:
             yield
         finally:
             done.set()
-            thread.join()
+            thread.join(BEAT_S)  # the store may be gone, and its answer with it
 
     def over(self, error: TitanError | None) -> TitanError | None:
         """This rank is done, or has failed: wait for the others; the error of the first that failed, on all ranks.
@@ -145,11 +148,9 @@ class _Turn:
             RankFailedError: nobody is at work, and not all are done.
         """
         if error is not None:
-            told = _carried(error)
-            if self._store.add("failed", 1) == 1:
-                self._store.set("over", told.hex())
+            self._store.compare_set("over", "", _carried(error).hex())
         elif self._store.add("done", 1) == self._rank.world_size:
-            self._store.set("over", pickle.dumps(None).hex())
+            self._store.compare_set("over", "", pickle.dumps(None).hex())
         self._wait()
         found: TitanError | None = pickle.loads(bytes.fromhex(self._store.get("over").decode()))
         if found is not None:

@@ -148,7 +148,7 @@ def _built(job: Job, rank: Rank, lock: FolderLock, predict: Callable[[str], Pred
     loader = Loader(
         samples, global_batch=job.train.global_batch_size, micro_batch=job.micro_batch, first=first,
         index=job.layout.index_of(rank.number, "dealt"), ranks=job.batch_ranks, workers=job.data.workers,
-        device=rank.device,
+        device=rank.device, limits=((limit_s, "comm.init_timeout_s"), (job.comm.timeout_s, "comm.timeout_s")),
     )  # fmt: skip
     trackers = Trackers(job.trackers if rank.number == 0 else ())
     together(lambda: _begin(job, rank, trackers, _info(core, step)), rank, limit_s)

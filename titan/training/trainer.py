@@ -2,7 +2,7 @@
 
 import gc
 import time
-from collections.abc import Collection
+from collections.abc import Collection, Iterator
 from contextlib import ExitStack, nullcontext
 from dataclasses import dataclass, replace
 from datetime import timedelta
@@ -14,9 +14,18 @@ from torch import Tensor
 from titan.contracts import Batch
 from titan.contracts.layers.philox import row_seeds
 from titan.contracts.tracker import annotated
-from titan.errors import CheckpointError, DivergedError, FolderError, PluginError
+from titan.errors import (
+    EXIT_FAILED,
+    CheckpointError,
+    DivergedError,
+    FolderError,
+    PluginError,
+    PreemptedError,
+    RankFailedError,
+)
 from titan.log import log
 from titan.ranks.failure import agreed, begin, tell
+from titan.ranks.meeting import signals
 from titan.ranks.preemption import PacedPreemption, Preemption
 from titan.ranks.process import lose_peers, set_timeouts
 from titan.training.build import Core, Run
@@ -52,10 +61,10 @@ def train(run: Run) -> str:
         batches = iter(run.loader)
         while run.step < run.job.train.steps and not asked:
             preemption.ask(now=_pauses(run, run.step) or _pauses(run, run.step + 1))
-            waited = time.perf_counter()
-            with annotated("data"):
-                micro_batches = next(batches)
-            waited = time.perf_counter() - waited
+            if (data := _next(run, batches)) is None:
+                asked = signals.gravest()
+                break
+            micro_batches, waited = data
             run.whole = False
             with run.sent.counting() if run.sent is not None else nullcontext():
                 stats = step(run, micro_batches)
@@ -75,6 +84,27 @@ def train(run: Run) -> str:
         gc.unfreeze()
         gc.enable()
         close(run)
+
+
+def _next(run: Run, batches: Iterator[list[Batch]]) -> tuple[list[Batch], float] | None:
+    """The micro batches of the next step, and the seconds until they came; None where a signal did, on the only rank.
+
+    Raises:
+        PreemptedError: the same on one of several ranks. The others are in the step, so nothing can be saved.
+    """
+    began = time.perf_counter()
+    try:
+        with annotated("data"):
+            return next(batches), time.perf_counter() - began
+    except PreemptedError as error:
+        if run.rank.world_size == 1:
+            return None
+        saved = "; to resume from the newest checkpoint, run the same command"
+        if not run.job.checkpoint.goes_on:
+            raise RankFailedError(f"{error}, before step {run.step + 1}") from None
+        stop = PreemptedError(f"{error}, before step {run.step + 1}{saved}")
+        stop.exit_code = EXIT_FAILED  # of this rank: the launcher ends the others, and the run as preempted
+        raise stop from None
 
 
 def _preemption(run: Run) -> Preemption:

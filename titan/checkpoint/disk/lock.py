@@ -120,7 +120,7 @@ class FolderLock:
         if heart is None:
             return
         self._done.set()
-        heart.join()
+        heart.join(BEAT_S)  # it may hang in a file system that does not answer
         try:
             self._set_aside(self._is_mine)
         except OSError as error:

@@ -1,11 +1,14 @@
 """Batches of one rank, read ahead. Its saved state is the number of the next global sample and the fingerprint."""
 
 import multiprocessing
+import time
 import warnings
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from multiprocessing.connection import wait
 from multiprocessing.process import BaseProcess
+from queue import Empty, SimpleQueue
+from threading import Thread
 from typing import Any
 
 import torch
@@ -13,10 +16,23 @@ import torch
 from titan.contracts import Batch
 from titan.data.samples.samples import Columns, Sample, Samples, stacked, to_device
 from titan.data.tokens.processes import context, end_with_parent
-from titan.errors import ResourceError, TitanError
+from titan.errors import PreemptedError, ResourceError, TitanError
+from titan.ranks.meeting import signals
+from titan.resources import process_state
 
 GPU_WORKERS = 2
 """Loader processes of a rank on a GPU: while one waits for the file system, the other has the next batch ready."""
+
+LOOK_S = 0.5
+"""Between two looks of a rank that waits for data: for a signal, and at its limit."""
+
+PATIENCE_S = 5.0
+"""After a signal, data that are slow may still come, so that the run stops between two steps."""
+
+Limit = tuple[float, str]
+"""Longest wait for the data of a step, in seconds, and the key that sets it."""
+
+NO_LIMIT: Limit = (float("inf"), "")
 
 
 class Loader:
@@ -24,11 +40,13 @@ class Loader:
 
     A step consumes the next `global_batch` samples of the global order; rank `index` of `ranks` takes the `index`-th
     contiguous slice of them, in micro batches of `micro_batch`. `first` is the global sample the first step starts at.
-    `workers` processes read ahead; with 0 the training process reads. None stands for GPU_WORKERS on a GPU, and for 0
-    on a CPU, where they would take the cores that train.
+    `workers` processes read ahead; with 0 a thread of the training process reads. None stands for GPU_WORKERS on a GPU,
+    and for 0 on a CPU, where they would take the cores that train. `limits` are those of the first step and of others.
 
     Raises (while iterating):
         DataError: as `Samples`, also when a worker met it.
+        ResourceError: processes cannot be started, or were killed; or no data came within the limit.
+        PreemptedError: a signal came, and no data `PATIENCE_S` later.
     """
 
     def __init__(
@@ -42,6 +60,7 @@ class Loader:
         ranks: int,
         workers: int | None,
         device: torch.device,
+        limits: tuple[Limit, Limit] = (NO_LIMIT, NO_LIMIT),
     ) -> None:
         assert global_batch % (micro_batch * ranks) == 0 and 0 <= index < ranks
         self._samples, self._device = samples, device
@@ -49,7 +68,8 @@ class Loader:
         self.workers = workers if workers is not None else GPU_WORKERS if device.type != "cpu" else 0
         self._numbers = _Numbers(first, global_batch, micro_batch, index, ranks)
         self._next = first
-        self._batches: Iterator[Columns | TitanError] | None = None
+        self._limit, self._later_limit = limits
+        self._batches: _Reading | None = None
         self._children: list[BaseProcess] = []
 
     def __iter__(self) -> "Loader":
@@ -57,23 +77,50 @@ class Loader:
 
     def __next__(self) -> list[Batch]:
         if self._batches is None:
-            others = multiprocessing.active_children()
-            self._batches = self._read_ahead()
-            self._children = [child for child in multiprocessing.active_children() if child not in others]
+            self._batches = _Reading(self._start, self._device)
         starts = self._numbers.starts(self._next)
         step = [self._on_device(self._read(self._batches), start) for start in starts]
         self._next += self._numbers.global_batch
+        self._limit = self._later_limit
         return step
 
-    def _read(self, batches: "Iterator[Columns | TitanError]") -> Columns | TitanError:
+    def _start(self) -> Callable[[], Any]:
+        """Start to read; what gives the next batch."""
+        others = multiprocessing.active_children()
         try:
-            return next(batches)
-        except Exception as error:
-            # PyTorch says so itself, or the connection by which a batch is fetched from the process is gone.
-            if not self._children or not wait([child.sentinel for child in self._children], timeout=1.0):
-                raise
-            what = "a data loader process was killed, possibly for lack of memory"
+            batches = self._read_ahead()
+        except OSError as error:
+            what = f"data loader processes cannot be started ({error.strerror or error})"
             raise ResourceError(f"{what}; set data.workers = 0 to load in the training process") from error
+        finally:
+            self._children = [child for child in multiprocessing.active_children() if child not in others]
+        return lambda: next(batches)
+
+    def _read(self, batches: "_Reading") -> Columns | TitanError:
+        began, heard = time.monotonic(), 0.0
+        batches.ask()
+        while (answer := batches.take(LOOK_S)) is None:
+            waited = time.monotonic() - began
+            heard = heard or (waited if signals.heard() else 0.0)
+            if heard and waited > heard + PATIENCE_S:
+                raise PreemptedError(f"preempted by {signals.gravest()} while waiting for data")
+            if waited > self._limit[0]:
+                what = f"no data for a step within {self._limit[0]:g} s ({self._limit[1]})"
+                raise ResourceError(f"{what}; {self._states() or 'the training process reads'}")
+        read, error = answer
+        if isinstance(read, _Sent):
+            read = read.columns()
+        if error is None:
+            return read  # type: ignore[no-any-return]
+        # PyTorch says so itself, or the connection by which a batch is fetched from the process is gone.
+        if not self._children or not wait([child.sentinel for child in self._children], timeout=1.0):
+            raise error
+        what = "a data loader process was killed, possibly for lack of memory"
+        raise ResourceError(f"{what}; set data.workers = 0 to load in the training process") from error
+
+    def _states(self) -> str:
+        """What the loader processes do: one in "disk sleep" waits for a file system that does not answer."""
+        return ", ".join(f"data loader process {child.pid}: {process_state(child.pid)}" for child in self._children)
 
     def state_dict(self) -> dict[str, int | str]:
         """The number of the first global sample that no step has been given yet, and whose samples they are."""
@@ -81,6 +128,8 @@ class Loader:
 
     def close(self) -> None:
         """Stop the worker processes; the next step starts new ones."""
+        if self._batches is not None:
+            self._batches.ask(more=False)
         self._batches = None
         # They are left where another one was killed: the exception still holds the iterator, which would end them. They
         # do not hear SIGTERM, by which Python ends its children when it exits, and for which it then waits.
@@ -113,6 +162,42 @@ class Loader:
         columns = self._copies(read)
         samples = torch.arange(start, start + len(columns[0]), device=self._device)
         return Batch(*columns, samples=samples)
+
+
+class _Reading:
+    """A thread that reads a batch whenever asked: whoever waits for it can look at signals and at a clock.
+
+    start: called first, in the thread; returns what reads the next batch.  device: that of the rank.
+    """
+
+    def __init__(self, start: Callable[[], Callable[[], Any]], device: torch.device) -> None:
+        self._device = device
+        self._requests: SimpleQueue[bool] = SimpleQueue()
+        self._answers: SimpleQueue[tuple[Any, Exception | None]] = SimpleQueue()
+        Thread(target=self._serve, args=(start,), name="data", daemon=True).start()
+
+    def ask(self, *, more: bool = True) -> None:
+        """Begin to read the next batch, or with `more=False` end the thread."""
+        self._requests.put(more)
+
+    def take(self, timeout_s: float) -> tuple[Any, Exception | None] | None:
+        """The batch, or what reading it has raised; None where neither is there yet."""
+        try:
+            return self._answers.get(timeout=timeout_s)
+        except Empty:
+            return None
+
+    def _serve(self, start: Callable[[], Callable[[], Any]]) -> None:
+        if self._device.type != "cpu":
+            torch.accelerator.set_device_index(self._device.index)  # that of a new thread is the first one
+        torch.set_num_threads(1)  # this thread's number: it copies, and OpenMP would start threads beside the others
+        read: Callable[[], Any] | None = None
+        while self._requests.get():
+            try:
+                read = read or start()
+                self._answers.put((read(), None))
+            except Exception as error:
+                self._answers.put((None, error))
 
 
 class Copies:
@@ -187,5 +272,30 @@ def _begin(_: int) -> None:
     end_with_parent()
 
 
-def _as_read(read: Columns | TitanError) -> Columns | TitanError:
-    return read
+def _as_read(read: Columns | TitanError) -> "Columns | TitanError | _Sent":
+    sent = isinstance(read, tuple) and torch.utils.data.get_worker_info() is not None
+    return _Sent(read) if sent else read  # type: ignore[arg-type]
+
+
+class _Sent:
+    """A micro batch on its way from a loader process, through a pipe.
+
+    PyTorch would send tensors through files in /dev/shm, which containers keep small (64 MB under Docker). A process
+    that finds no room there prints so and sends nothing, and its reader waits for ever.
+    """
+
+    def __init__(self, columns: Columns) -> None:
+        self._arrays = [None if column is None else column.numpy() for column in columns]
+
+    def columns(self) -> Columns:
+        """The tensors, which share the memory of what has arrived."""
+        tokens, labels, documents, lengths = self._arrays
+        assert tokens is not None and labels is not None
+        optional = [None if array is None else torch.from_numpy(array) for array in (documents, lengths)]
+        return torch.from_numpy(tokens), torch.from_numpy(labels), *optional  # type: ignore[return-value]
+
+    def pin_memory(self) -> Columns:
+        """The tensors in pinned memory; called by the thread that PyTorch has for it."""
+        tokens, labels, *others = self.columns()
+        documents, lengths = (None if column is None else column.pin_memory() for column in others)
+        return tokens.pin_memory(), labels.pin_memory(), documents, lengths

@@ -72,7 +72,7 @@ def tokenize(
             _make(dataset, tokenizer, unit, folder, workers, done)
         return
     recipe = _Recipe.of(dataset, tokenizer)
-    with ProcessPoolExecutor(processes, context(), initializer=_begin, initargs=(recipe.homes,)) as pool:
+    with _pool(processes, recipe) as pool:
         try:
             threads = max(1, workers // processes)
             for finished in as_completed([pool.submit(_serve, recipe, unit, folder, threads) for unit in work]):
@@ -83,6 +83,14 @@ def tokenize(
             raise ResourceError(f"{what}; set data.prepare_workers below {processes}") from None
         finally:
             pool.shutdown(cancel_futures=True)
+
+
+def _pool(processes: int, recipe: "_Recipe") -> ProcessPoolExecutor:
+    try:
+        return ProcessPoolExecutor(processes, context(), initializer=_begin, initargs=(recipe.homes,))
+    except OSError as error:  # its queues need /dev/shm
+        what = f"tokenizing processes cannot be started ({error.strerror or error})"
+        raise ResourceError(f"{what}; set data.prepare_workers = 1 to tokenize in this process") from error
 
 
 @dataclass(frozen=True)

@@ -28,6 +28,7 @@ from typing import Any, Literal, NamedTuple
 from titan.config import Job
 from titan.contracts.base.cost import REGIONS, Costs, Recompute, Stage
 from titan.contracts.base.layout import Layout
+from titan.errors import ResourceError
 from titan.planner.machine.host import short_of
 from titan.planner.search.space import Choice, Chosen, Space
 from titan.planner.step.layout import costs_of, cut, uncut
@@ -127,7 +128,11 @@ def _shared_out(
         others.append((process, receiver))
     results = [run.through(groups[::workers], progress)]
     for process, receiver in others:
-        results.append(receiver.recv())
+        try:
+            results.append(receiver.recv())
+        except EOFError:
+            what = "a process of the search was killed, possibly for lack of memory"
+            raise ResourceError(f"{what}; free memory, or narrow the search by degrees in [mesh]") from None
         process.join()
     return results
 
