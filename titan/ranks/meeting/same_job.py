@@ -11,7 +11,7 @@ import importlib.metadata
 import json
 import platform
 import sys
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import asdict, dataclass, field
 from functools import cached_property
 from pathlib import Path
@@ -19,7 +19,7 @@ from typing import Any
 
 from titan.config import Job
 from titan.config.sections import declared_tables, table_at
-from titan.config.tables import differences, plain
+from titan.config.tables import Difference, differences, plain
 from titan.contracts import Tracker
 from titan.contracts.base import registry
 from titan.contracts.base.options import options_of
@@ -137,7 +137,7 @@ def misfits(theirs: Statement, ours: Statement, they: str, we: str) -> list[str]
     """Why the two cannot be of one run: a sentence for each key, plugin or version. they, we: "node 3", "rank 0"."""
     sentences = [
         f"{key} = {_shown(value)} on {they}, but {_shown(wanted)} on {we}"
-        for key, wanted, value in differences(ours.job, theirs.job)
+        for key, wanted, value in _by_option(differences(ours.job, theirs.job))
     ]
     for plugin, wanted in ours.plugins.items():
         if (value := theirs.plugins.get(plugin)) not in (None, wanted):
@@ -146,6 +146,15 @@ def misfits(theirs: Statement, ours: Statement, they: str, we: str) -> list[str]
     if minors[0] != minors[1]:
         sentences.append(f"PyTorch {theirs.versions.get('torch')} on {they}, but {ours.versions.get('torch')} on {we}")
     return sentences
+
+
+def _by_option(tables: Iterable[Difference]) -> Iterator[Difference]:
+    """One difference for each option of a table that one of the two lacks, as that of a technique."""
+    for key, before, now in tables:
+        if isinstance(before or now, Mapping):
+            yield from differences({key: before or {}}, {key: now or {}})
+        else:
+            yield Difference(key, before, now)
 
 
 def refusal(sentences: list[str]) -> ConfigError:

@@ -1,0 +1,207 @@
+"""Nodes and ranks that state different jobs are refused by their keys, or train rightly where they may differ."""
+
+import json
+import os
+import random
+import shutil
+from collections.abc import Iterator, Mapping
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.commands import free_port, launch, launched
+from tests.jobs import LLAMA
+from titan.config import load_job
+from titan.errors import ConfigError
+from titan.ranks import process
+from titan.ranks.launch_env import LOCAL
+from titan.ranks.meeting.same_job import misfits, statement_of
+from titan.testing.jobs import read_rows, write_text
+from titan.testing.ranks import run_ranks
+
+SEVERAL = """\
+[optimizer]
+groups = [{match = "head", lr = 0.1}]
+[data]
+workers = 1
+[plugins.ema]
+decay = 0.5
+[tokenizer]
+name = "bpe"
+[model]
+vocab_size = 4097
+[[data.mixture]]
+name = "text"
+path = "a"
+[[data.mixture]]
+name = "jsonl"
+path = "b"
+weight = 2.0
+"""
+"""A job with several sources, groups, a technique, and a tokenizer with a file."""
+
+OF_HOSTS = {
+    "data.cache", "data.workers", "data.prepare_workers", "data.mixture.0.path", "data.mixture.1.path",
+    "tokenizer.path", "plugins.path",
+}  # fmt: skip
+"""What may differ between the nodes of that job, beside the tables of trackers."""
+
+
+def _leaves(value: Any, key: str = "") -> Iterator[str]:
+    """The keys of a table, of the tables in its lists too."""
+    if isinstance(value, list) and value and isinstance(value[0], Mapping):
+        value = dict(enumerate(value))
+    if not isinstance(value, Mapping):
+        yield key
+        return
+    for name, item in value.items():
+        yield from _leaves(item, f"{key}.{name}" if key else str(name))
+
+
+def _changed(table: Any, key: str) -> Any:
+    """A copy of a job's table with another value at a key."""
+    table = json.loads(json.dumps(table))
+    *path, last = [int(part) if part.isdecimal() else part for part in key.split(".")]
+    inner = table
+    for part in path:
+        inner = inner[part]
+    inner[last] = not inner[last] if isinstance(inner[last], bool) else "another"
+    return table
+
+
+def test_every_key_is_compared_but_for_those_of_hosts(tmp_path: Path) -> None:
+    (tmp_path / "several.toml").write_text(f'base = "{LLAMA}"\n{SEVERAL}')
+    job = load_job(tmp_path / "several.toml")
+    ours = statement_of(job)
+    keys = list(_leaves(job.table))
+    assert len(keys) > 90 and set(keys) > OF_HOSTS
+    for key in keys:
+        if key.endswith(".name") and key.count(".") > 0 and key != "run.name":
+            continue  # another plugin, which has other options
+        sentences = misfits(statement_of(replace(job, table=_changed(job.table, key))), ours, "node 1", "node 0")
+        tracker = key.startswith("metrics.") and key.count(".") > 1
+        if key in OF_HOSTS or tracker:
+            assert sentences == [], key
+        else:
+            assert len(sentences) == 1 and sentences[0].startswith(f"{key} = "), (key, sentences)
+
+
+PLUGIN = '''
+"""A schedule of a user's own."""
+
+from titan.contracts import register
+from titan.plugins.schedules.constant import Constant
+
+
+@register
+class Mine(Constant):
+    """It {does}."""
+
+    name = "mine"
+'''
+
+
+def _schedules(folder: Path) -> str:
+    """What rank 1 is refused with, whose node has another file of the schedule."""
+    own = folder / os.environ["RANK"]
+    own.mkdir()
+    (own / "mine.py").write_text(PLUGIN.format(does="stays" if os.environ["RANK"] == "0" else "goes"))
+    words = ("--data.path", "x", "--plugins.path", str(own), "--run.dir", str(folder), "--mesh.dp_shard", "2")
+    job = load_job(LLAMA, (*words, "--lr_schedule.name", "mine"), 2)
+    try:
+        process.join(job)
+    except ConfigError as error:
+        process.leave()
+        return str(error)
+    return ""
+
+
+def test_ranks_with_other_files_of_a_plugin_are_refused(tmp_path: Path) -> None:
+    said, other = run_ranks(_schedules, 2, tmp_path, init=False)
+    assert said == other and said.startswith("lr_schedule mine: its files have the hash "), said
+    assert " on rank 1, but " in said
+
+
+def _seeds(folder: Path) -> str:
+    rank = os.environ["RANK"]
+    words = ("--data.path", f"x{rank}", "--data.cache", f"c{rank}", "--run.dir", str(folder), "--mesh.dp_shard", "4")
+    try:
+        process.join(load_job(LLAMA, (*words, "--run.seed", "3" if rank == "2" else "2"), 4))
+    except ConfigError as error:
+        process.leave()
+        return str(error)
+    return "joined"
+
+
+def test_a_rank_with_another_seed_ends_all(tmp_path: Path) -> None:
+    said = "run.seed = 3 on rank 2, but 2 on rank 0; start all nodes with the same config, options and software"
+    assert run_ranks(_seeds, 4, tmp_path, init=False) == 4 * [said]
+
+
+# --- two launchers ----------------------------------------------------------------------------------------------------
+
+REFUSED = {
+    "run.seed": "5", "run.deterministic": "true", "run.device": "cpu", "run.max_minutes": "9", "run.sample_prompt": "x",
+    "train.steps": "3", "train.global_batch_size": "16", "train.micro_batch_size": "1", "train.grad_clip": "0.5",
+    "train.non_finite": "skip", "train.non_finite_limit": "3", "train.gc_every": "7", "data.seq_len": "24",
+    "data.packing": "pad", "data.shuffle": "false", "checkpoint.enabled": "true", "checkpoint.every": "3",
+    "checkpoint.keep_latest": "5", "checkpoint.init_from": "text", "checkpoint.reset_data": "true",
+    "checkpoint.resume": "never", "checkpoint.async": "false", "validation.samples": "9", "metrics.every": "2",
+    "metrics.peak_tflops": "7", "metrics.bytes_sent": "true", "comm.init_timeout_s": "99", "comm.timeout_s": "99",
+    "comm.checkpoint_timeout_s": "99", "model.n_layers": "1", "model.norm_eps": "1e-3", "model.init_std": "0.3",
+    "model.rope_theta": "77.0", "model.tied": "true", "model.attention": "unfused", "model.max_seq_len": "64",
+    "model.ffn_dim": "64", "model.n_kv_heads": "4", "loss.z_loss": "1e-4", "optimizer.lr": "0.1",
+    "optimizer.betas": "[0.8, 0.9]", "optimizer.eps": "1e-3", "optimizer.weight_decay": "0.9",
+    "optimizer.decay_all": "true", "lr_schedule.warmup_steps": "4", "lr_schedule.decay_steps": "5",
+    "lr_schedule.min_lr_factor": "0.5", "plugins.ema.decay": "0.5", "plugins.bf16.enabled": "true",
+    "mesh.dp_replicate": "2",
+}  # fmt: skip
+"""Key -> another value than that of the job."""
+
+ALLOWED = ("data.cache", "data.path", "data.workers", "data.prepare_workers", "metrics.console.enabled", "plugins.path")
+
+DRAWN = 40
+
+
+def _two(folder: Path, name: str, *more: str) -> list[tuple[int, str]]:
+    """How two nodes of one rank each end, and what they say; the second has more words than the first."""
+    words = [
+        "--config", str(LLAMA), "--run.dir", str(folder), "--run.name", name, "--data.cache", f"{folder}/cache",
+        "--data.path", f"{folder}/text", "--train.steps", "2", "--comm.init_timeout_s", "60",
+    ]  # fmt: skip
+    place = {"NNODES": 2, "NPROC": 1, "MASTER_ADDR": LOCAL, "MASTER_PORT": free_port()}
+    with launched([*words, *more], **place, NODE_RANK=1) as other:
+        return [launch(words, **place, NODE_RANK=0), other.end()]
+
+
+def _differs(key: str, folder: Path) -> tuple[str, ...]:
+    if key == "mesh.dp_replicate":
+        return ("--mesh.dp_shard", "1", "--mesh.dp_replicate", "2")
+    values = {
+        "data.cache": f"{folder}/another cache", "data.path": f"{folder}/copy", "data.workers": "2",
+        "checkpoint.init_from": f"{folder}/text", "data.prepare_workers": "3", "metrics.console.enabled": "true", "plugins.path": f"{folder}/plugins",
+    }  # fmt: skip
+    return (f"--{key}", values[key] if key in values else REFUSED[key])
+
+
+@pytest.mark.sweep
+def test_drawn_differences_of_two_launchers(tmp_path: Path) -> None:
+    """Each is refused by its key on both nodes, or the run is that of two equal nodes."""
+    write_text(tmp_path / "text")
+    shutil.copytree(tmp_path / "text", tmp_path / "copy")
+    (tmp_path / "plugins").mkdir()
+    assert [code for code, _ in _two(tmp_path, "equal")] == [0, 0]
+    wanted = {step: (row["loss"], row["grad_norm"]) for step, row in read_rows(tmp_path / "equal").items()}
+    keys = random.Random(35).sample([*REFUSED, *ALLOWED], DRAWN - len(ALLOWED))
+    for key in dict.fromkeys((*keys, *ALLOWED)):
+        (code, said), (other_code, other_said) = _two(tmp_path, key, *_differs(key, tmp_path))
+        if key in ALLOWED:
+            assert (code, other_code) == (0, 0), (key, said, other_said)
+            rows = read_rows(tmp_path / key)
+            assert {step: (row["loss"], row["grad_norm"]) for step, row in rows.items()} == wanted, key
+        else:
+            assert (code, other_code) == (2, 2), (key, said, other_said)
+            assert all(f"{key} = " in words and "on node 1, but" in words for words in (said, other_said)), (key, said)
+            assert not (tmp_path / key).exists(), "nothing is written"
