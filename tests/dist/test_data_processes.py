@@ -1,6 +1,8 @@
 """The data path with processes of its own: what workers read and make is what one process reads and makes."""
 
+import errno
 import multiprocessing
+import multiprocessing.synchronize
 import os
 import pickle
 import select
@@ -33,6 +35,7 @@ from titan.plugins.data.text import Text
 from titan.plugins.tokenizers.byte import Byte
 from titan.plugins.tokenizers.byte import Config as ByteConfig
 from titan.ranks.meeting import signals
+from titan.testing.ranks import run_ranks
 
 BYTES = Byte(ByteConfig())
 
@@ -118,6 +121,25 @@ def test_batches_of_processes_need_no_shared_memory(tmp_path: Path, monkeypatch:
     assert all(a is b is None or torch.equal(a, b) for a, b in zip(arrived, expected, strict=True))
     arrived[0].zero_()  # nobody else has this memory
     process.close()
+
+
+def test_processes_that_cannot_be_started_name_the_key(
+    text: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Queues between processes have semaphores, which are files in /dev/shm."""
+
+    def full(*_: object, **__: object) -> None:
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    source = samples((count_up(tmp_path / "a.bin", 201), 1.0), vocab_size=1000)
+    monkeypatch.setattr(multiprocessing.synchronize.SemLock, "__init__", full)
+    monkeypatch.setattr(tokenize, "WORTH_A_PROCESS", 1)
+    no_space = r"processes cannot be started \(No space left on device\); set data."
+    with pytest.raises(ResourceError, match=f"data loader {no_space}workers = 0 to load in the training process"):
+        next(loader(source, 1))
+    monkeypatch.setattr(tokenize, "UNIT_BYTES", (1000, 1000))
+    with pytest.raises(ResourceError, match=f"tokenizing {no_space}prepare_workers = 1 to tokenize in this process"):
+        prepare(Text(TextConfig(path=str(text))), BYTES, cache=tmp_path / "cache", workers=2, progress=False)
 
 
 def _kill_a_loader_process(folder: Path, outbox: Connection) -> None:
@@ -257,6 +279,56 @@ def test_processes_know_plugins_of_a_users_folder(home: str, text: Path, tmp_pat
     with pytest.raises(ResourceError, match=r"was killed, possibly .*; set data\.prepare_workers below 2$"):
         prepare(dataset, BYTES, cache=tmp_path / "other", workers=2, progress=False)
     assert nothing_kept(tmp_path / "other")
+
+
+ENDLESS = '''
+"""Text that takes for ever to read; its reader asks the process that waits for it to stop."""
+
+import os
+import signal
+import threading
+from pathlib import Path
+
+from titan.contracts import register
+from titan.plugins.data.text import Text
+
+
+@register
+class Endless(Text):
+    """Text without an end."""
+
+    name = "endless"
+
+    def documents(self, file):
+        os.kill(int(Path(__file__).with_name("pid").read_text()), signal.SIGTERM)
+        threading.Event().wait()
+        yield
+'''
+
+
+def _asked_while_processes_tokenize(text: Path, folder: Path) -> str:
+    (folder / "endless.py").write_text(ENDLESS)
+    (folder / "pid").write_text(str(os.getpid()))
+    registry.load_plugins([folder / "endless.py"])
+    plugin = registry.find("dataset", "endless")
+    assert plugin is not None
+    dataset = plugin(plugin.Config(path=str(text)))
+    assert isinstance(dataset, Dataset)
+    tokenize.UNIT_BYTES, tokenize.WORTH_A_PROCESS = (1000, 1000), 1
+    with signals.listening():
+        try:
+            with signals.raised("before training began"):
+                prepare(dataset, BYTES, cache=folder / "cache", workers=2, progress=False)
+        except PreemptedError as error:
+            assert not multiprocessing.active_children()
+            return str(error)
+    return ""
+
+
+def test_a_signal_ends_processes_that_tokenize(text: Path, tmp_path: Path) -> None:
+    said = "preempted by SIGTERM before training began; to go on, run the same command"
+    assert run_ranks(_asked_while_processes_tokenize, 1, text, tmp_path, init=False) == [said]
+    assert nothing_kept(tmp_path / "cache")
 
 
 KILLED = """

@@ -15,7 +15,7 @@ from tests.commands import free_port, launch, launched
 from tests.jobs import LLAMA
 from titan.config import load_job
 from titan.errors import ConfigError
-from titan.ranks import process
+from titan.ranks import failure, process
 from titan.ranks.launch_env import LOCAL
 from titan.ranks.meeting.same_job import misfits, statement_of
 from titan.testing.jobs import read_rows, write_text
@@ -140,6 +140,29 @@ def test_a_rank_with_another_seed_ends_all(tmp_path: Path) -> None:
     assert run_ranks(_seeds, 4, tmp_path, init=False) == 4 * [said]
 
 
+def _of_two_runs(folder: Path) -> str:
+    """Ranks 0 and 1 of a run of two; process 2 is rank 1 of another run, and process 3 has the number of rank 1 too."""
+    number = int(os.environ["RANK"])
+    os.environ |= {"RANK": str(min(number, 1)), "WORLD_SIZE": "2"}
+    words = ("--data.path", "x", "--run.dir", str(folder), "--run.name", "b" if number == 2 else "a")
+    try:
+        process.join(load_job(LLAMA, (*words, "--mesh.dp_shard", "2"), 2))
+    except ConfigError as error:
+        failure.report(error, 1)
+        return str(error)
+    finally:
+        process.leave()
+    return "joined"
+
+
+def test_what_is_not_of_the_run_is_refused_alone(tmp_path: Path) -> None:
+    first, one, stranger, other = run_ranks(_of_two_runs, 4, tmp_path, init=False)
+    assert first == "joined"
+    assert sorted((one, other)) == ["environment: RANK = 1 is set in two processes; each needs its own", "joined"]
+    assert stranger.startswith("another run meets at MASTER_ADDR and MASTER_PORT, 127.0.0.1:")
+    assert stranger.endswith(" (run.name = 'b' on rank 1, but 'a' on rank 0)")
+
+
 # --- two launchers ----------------------------------------------------------------------------------------------------
 
 REFUSED = {
@@ -181,7 +204,8 @@ def _differs(key: str, folder: Path) -> tuple[str, ...]:
         return ("--mesh.dp_shard", "1", "--mesh.dp_replicate", "2")
     values = {
         "data.cache": f"{folder}/another cache", "data.path": f"{folder}/copy", "data.workers": "2",
-        "checkpoint.init_from": f"{folder}/text", "data.prepare_workers": "3", "metrics.console.enabled": "true", "plugins.path": f"{folder}/plugins",
+        "checkpoint.init_from": f"{folder}/text", "data.prepare_workers": "3", "metrics.console.enabled": "true",
+        "plugins.path": f"{folder}/plugins",
     }  # fmt: skip
     return (f"--{key}", values[key] if key in values else REFUSED[key])
 

@@ -112,6 +112,11 @@ class _Told:
     silent = False
 
 
+def be_silent() -> None:
+    """Tell no other rank of failures from now on: those at the store are of another run."""
+    _Told.silent = True
+
+
 def _ask(question: Callable[[Store], T], otherwise: T) -> T:
     """The store's answer; `otherwise` for a single rank, or where no answer comes within `ANSWER_S`."""
     if launched_world_size() == 1 or _Told.silent:

@@ -4,6 +4,7 @@ All ranks come together at the store before they make a group, and compare their
 waiting in native code: so they hear signals, and learn at once of a rank that has failed.
 """
 
+import itertools
 import json
 import os
 import socket
@@ -11,6 +12,7 @@ import time
 from dataclasses import dataclass
 from datetime import timedelta
 from typing import Any
+from uuid import uuid4
 
 import torch
 import torch.distributed as dist
@@ -23,13 +25,14 @@ from titan.errors import ConfigError, RankFailedError
 from titan.log import log
 from titan.ranks import failure, watchdog
 from titan.ranks.launch_env import launched_world_size
-from titan.ranks.meeting.same_job import Statement, misfits, refusal, remarks, statement_of
+from titan.ranks.meeting.same_job import Statement, misfits, other_run, refusal, remarks, statement_of
 from titan.ranks.meeting.store import open_store
 from titan.resources import let_segments_expand, raise_descriptor_limit
 
 LOOKS_PER_S = 5000
 """Most looks of all ranks together at the store, which answers some ten thousand."""
 
+_meetings = itertools.count()
 _JOB, _ARRIVED, _VERDICT, _ALL = "job", "arrived", "verdict", "all"
 
 
@@ -146,17 +149,18 @@ def assemble(store: Store, rank: int, world_size: int, limit_s: float, statement
     statement: of this rank's job; None on all ranks: there is nothing to compare.
 
     Raises:
-        ConfigError: a rank states another job; on all ranks.
+        ConfigError: a rank states another job, on all ranks; or what meets there is another run, on this one alone.
         RankFailedError: a rank has failed, or they are not all there within the limit.
     """
+    store = PrefixStore(f"meeting {next(_meetings)}", store)  # a process may meet the others more than once
     if rank == 0:
         store.set(_JOB, "" if statement is None else statement.text)
-    store.set(f"here {rank}", "")
     began, compared, pause = time.monotonic(), False, max(0.005, world_size / LOOKS_PER_S)
     while True:
         if not compared and store.check([_JOB]):
             compared = True
             _compare(store, rank, statement)
+            _claim_number(store, rank)
             if store.add(_ARRIVED, 1) == world_size:
                 store.compare_set(_VERDICT, "", _ALL)
         if store.check([_VERDICT]):
@@ -176,10 +180,22 @@ def _compare(store: Store, rank: int, ours: Statement | None) -> None:
     if ours is None or text == ours.text:
         return
     theirs = Statement.read(json.loads(text))
-    if sentences := misfits(ours, theirs, f"rank {rank}", "rank 0"):
+    sentences = misfits(ours, theirs, f"rank {rank}", "rank 0")
+    if other_run(ours, theirs):
+        where = f"{os.environ['MASTER_ADDR']}:{os.environ['MASTER_PORT']}"
+        failure.be_silent()  # that run is not to hear of this one's failure
+        raise ConfigError(f"another run meets at MASTER_ADDR and MASTER_PORT, {where} ({sentences[0]})")
+    if sentences:
         store.compare_set(_VERDICT, "", json.dumps(str(refusal(sentences))))
     for sentence in remarks(ours, theirs, f"rank {rank}", "rank 0"):
         log.warning(sentence)
+
+
+def _claim_number(store: Store, rank: int) -> None:
+    token = uuid4().hex
+    if store.compare_set(f"here {rank}", "", token).decode() != token:
+        failure.be_silent()
+        raise ConfigError(f"environment: RANK = {rank} is set in two processes; each needs its own")
 
 
 def _missing(store: Store, rank: int, world_size: int, limit_s: float) -> str:

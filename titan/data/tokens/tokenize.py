@@ -5,6 +5,7 @@ the shards do not depend on the number of processes.
 """
 
 import importlib.util
+import multiprocessing
 import sys
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import ProcessPoolExecutor, ThreadPoolExecutor, as_completed
@@ -19,7 +20,7 @@ from titan.contracts import Dataset, Tokenizer
 from titan.contracts.base.registry import Plugin
 from titan.data.tokens.processes import context, end_with_parent, hear_signals
 from titan.data.tokens.shards import ShardWriter
-from titan.errors import DataError, ResourceError
+from titan.errors import DataError, PreemptedError, ResourceError
 
 UNIT_BYTES = (16 << 20, 256 << 20)
 """Least and most text of a unit; between them, a 256th of the whole."""
@@ -72,6 +73,7 @@ def tokenize(
             _make(dataset, tokenizer, unit, folder, workers, done)
         return
     recipe = _Recipe.of(dataset, tokenizer)
+    others = multiprocessing.active_children()
     with _pool(processes, recipe) as pool:
         try:
             threads = max(1, workers // processes)
@@ -81,6 +83,11 @@ def tokenize(
         except BrokenProcessPool:
             what = "a tokenizing process was killed, possibly for lack of memory"
             raise ResourceError(f"{what}; set data.prepare_workers below {processes}") from None
+        except PreemptedError:  # nobody waits for what they have begun
+            for child in multiprocessing.active_children():
+                if child not in others:
+                    child.kill()
+            raise
         finally:
             pool.shutdown(cancel_futures=True)
 

@@ -9,7 +9,7 @@ import threading
 from collections.abc import Iterator
 from types import FrameType
 
-from titan.errors import PreemptedError
+from titan.errors import EXIT_FAILED, PreemptedError
 
 SIGNALS = (signal.SIGTERM, signal.SIGUSR1)
 
@@ -43,13 +43,18 @@ def raised(activity: str) -> Iterator[None]:
     """Raise `PreemptedError` in the body when a signal comes, or has come: nothing in it has to be finished.
 
     activity: ends the message, as in "while waiting for node 0". A signal raises once; a second one is noted alone, so
-    that it does not interrupt what the first one has ended.
+    that it does not interrupt what the first one has ended. What fails after a signal is taken to fail for it: other
+    processes have ended by theirs. Wrong input is told all the same.
     """
     _Raising.activity = activity
     try:
         if _noted:
             _raise()
         yield
+    except Exception as error:
+        if not _noted or getattr(error, "exit_code", EXIT_FAILED) != EXIT_FAILED:
+            raise
+        raise _preempted(activity) from error
     finally:
         _Raising.activity = ""
 
@@ -62,7 +67,11 @@ def _note(number: int, _: FrameType | None) -> None:
 
 def _raise() -> None:
     activity, _Raising.activity = _Raising.activity, ""
-    raise PreemptedError(f"preempted by {gravest()} {activity}; to go on, run the same command")
+    raise _preempted(activity)
+
+
+def _preempted(activity: str) -> PreemptedError:
+    return PreemptedError(f"preempted by {gravest()} {activity}; to go on, run the same command")
 
 
 def note(number: int) -> None:
