@@ -13,6 +13,7 @@ import pytest
 
 from tests.commands import free_port, launch, launched
 from tests.jobs import LLAMA
+from titan import train
 from titan.config import load_job
 from titan.errors import ConfigError
 from titan.ranks import failure, process
@@ -161,6 +162,23 @@ def test_what_is_not_of_the_run_is_refused_alone(tmp_path: Path) -> None:
     assert sorted((one, other)) == ["environment: RANK = 1 is set in two processes; each needs its own", "joined"]
     assert stranger.startswith("another run meets at MASTER_ADDR and MASTER_PORT, 127.0.0.1:")
     assert stranger.endswith(" (run.name = 'b' on rank 1, but 'a' on rank 0)")
+
+
+def _settled(folder: Path) -> str:
+    """What memory decides on this rank, where rank 0 finds too little for what rank 1 has room for."""
+    words = ("--data.path", "x", "--run.dir", str(folder), "--mesh.dp_shard", "2")
+    job = load_job(LLAMA, (*words, "--plugins.activation_checkpoint.mode", "auto"), 2)
+    mode = ("full", "none")[int(os.environ["RANK"])]
+    train.choose = lambda job, memory: ({"activation_checkpoint": {"mode": mode}}, [])
+    try:
+        settled = train._settled(job, process.join(job))
+        return str(settled.table["plugins"]["activation_checkpoint"]["mode"])
+    finally:
+        process.leave()
+
+
+def test_what_memory_decides_is_rank_0s_to_decide(tmp_path: Path) -> None:
+    assert run_ranks(_settled, 2, tmp_path, init=False) == ["full", "full"]
 
 
 # --- two launchers ----------------------------------------------------------------------------------------------------

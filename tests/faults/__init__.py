@@ -16,6 +16,7 @@ from tests.faults.lists import (
     data,
     experts,
     inputs,
+    meeting,
     model,
     offload,
     parallel,
@@ -30,6 +31,6 @@ from titan.testing.faults import Fault
 
 FAULTS: tuple[Fault, ...] = (
     *training.FAULTS, *model.FAULTS, *parallel.FAULTS, *context.FAULTS, *experts.FAULTS, *workers.FAULTS,
-    *data.FAULTS, *checkpoint.FAULTS, *run.FAULTS, *inputs.FAULTS, *planner.FAULTS, *offload.FAULTS,
+    *data.FAULTS, *checkpoint.FAULTS, *run.FAULTS, *meeting.FAULTS, *inputs.FAULTS, *planner.FAULTS, *offload.FAULTS,
     *cpu_attention.FAULTS, *updates.FAULTS, *profile.FAULTS,
 )  # fmt: skip
