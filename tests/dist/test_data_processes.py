@@ -25,7 +25,7 @@ from tests.unit.test_data_samples import count_up, samples, tokens_of
 from tests.unit.test_data_shards import write
 from titan.contracts import Dataset
 from titan.contracts.base import registry
-from titan.data.samples.loader import NO_LIMIT, Limit, Loader, _Sent
+from titan.data.samples.loader import Limit, Loader, _Sent
 from titan.data.samples.samples import Sample, Samples
 from titan.data.tokens import tokenize, unfinished
 from titan.data.tokens.prepare import prepare
@@ -100,7 +100,7 @@ def test_a_signal_ends_the_wait_for_data(monkeypatch: pytest.MonkeyPatch) -> Non
     monkeypatch.setattr("titan.data.samples.loader.LOOK_S", 0.02)
     monkeypatch.setattr("titan.data.samples.loader.PATIENCE_S", 0.1)
     source = Silent(2, lambda: os.kill(os.getpid(), signal.SIGTERM))
-    waits = silent_loader(source, (NO_LIMIT, NO_LIMIT))
+    waits = silent_loader(source, ((20.0, "a limit"), (20.0, "a limit")))
     with signals.listening():
         next(waits)
         with pytest.raises(PreemptedError, match="preempted by SIGTERM while waiting for data"):

@@ -87,7 +87,7 @@ def test_strangers_end_nothing_and_keep_nobody(capfd: pytest.CaptureFixture[str]
     began = time.monotonic()
     for caller in callers[::2]:
         caller.close()
-    with rendezvous.meet(LaunchEnv(2, 1, 4, LOCAL, port), OURS) as others:
+    with rendezvous.meet(LaunchEnv(2, 1, 4, LOCAL, port), OURS, 20.0) as others:
         others.tell({"ended": []})
         thread.join()
     assert heard == [{"ended": []}] and time.monotonic() - began < rendezvous.HELLO_S / 2
