@@ -48,6 +48,7 @@ from tests.jobs import LLAMA
 from titan.checkpoint.disk import folder as folders
 from titan.ranks import launcher, rank_processes
 from titan.ranks.launch_env import LOCAL, LaunchEnv
+from titan.ranks.meeting.same_job import Statement
 from titan.testing.jobs import Outcome, differences, read_rows, run_job, saved_tensors, write_text
 from titan.testing.ranks import RankError, run_ranks
 
@@ -365,4 +366,4 @@ def _under_a_launcher(argv: list[str], environment: dict[str, str], ranks: int) 
 
     os.environ.update(environment)
     rank_processes.GRACE_S = 2.0
-    return launcher.start(main, argv, LaunchEnv(1, 0, ranks, LOCAL, 0))
+    return launcher.start(main, argv, LaunchEnv(1, 0, ranks, LOCAL, 0), Statement())

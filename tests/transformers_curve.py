@@ -179,4 +179,5 @@ def _train(model: Any, batches: Iterable[Tensor]) -> Iterator[dict[str, float]]:
             group["lr"] = lr
         optimizer.step()
         optimizer.zero_grad()
-        yield {"loss": loss.item(), "grad_norm": norm.item(), "lr": lr, "tokens": step * BATCH * SEQ_LEN}
+        learned = {"tokens": step * BATCH * SEQ_LEN, "valid_tokens": step * BATCH * SEQ_LEN}
+        yield {"loss": loss.item(), "grad_norm": norm.item(), "lr": lr, **learned}

@@ -21,6 +21,7 @@ from titan.errors import (
     EXIT_DONE,
     EXIT_FAILED,
     EXIT_PREEMPTED,
+    PreemptedError,
     TitanError,
     stand_in_for_closed,
     take_traceback_flag,
@@ -74,7 +75,13 @@ def _built(words: list[str], rank: int) -> build.Run:
     for sentence in said_twice(path, overrides):
         log.log.info(sentence)
     job = _settled(job, me)
-    return build.build(job, me, partial(_predicted, job, me))
+    run = build.build(job, me, partial(_predicted, job, me))
+    try:
+        signals.check()
+    except PreemptedError:
+        trainer.close(run)
+        raise
+    return run
 
 
 def _settled(job: Job, me: process.Rank) -> Job:

@@ -74,8 +74,10 @@ class WeightAverage(Technique):
     def after_step(self, step: int, updated: Tensor) -> None:
         """Move the averages towards the weights, unless these have not moved."""
         share = torch.where(updated, 1 - min(self.config.decay, (1 + step) / (10 + step)), 0.0)
-        for average, weight in zip(_local(self._averages), _local(self._weights), strict=True):
-            average.lerp_(weight.float(), share.to(average.device))  # one copy in float32 at a time
+        averages, weights = _local(self._averages), _local(self._weights)
+        shares = {device: share.to(device) for device in {average.device for average in averages}}
+        for average, weight in zip(averages, weights, strict=True):
+            average.lerp_(weight.float(), shares[average.device])  # one copy in float32 at a time
 
 
 def _local(tensors: Mapping[str, Tensor]) -> list[Tensor]:

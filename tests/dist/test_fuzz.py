@@ -148,7 +148,7 @@ PLANTED: dict[Callable[[], None], tuple[int, tuple[str, ...], set[str]]] = {
     biased_weight: (2, TP, ALL),
     biased_logit: (2, FSDP, ALL),
     shifted_label: (2, FSDP, ALL),
-    mean_of_means: (2, DDP, ALL),
+    mean_of_means: (2, DDP, ALL | {"valid_tokens"}),
 }
 WORDS = ("--train.steps", "3", "--data.packing", "pad")
 

@@ -19,7 +19,7 @@ from titan.errors import ConfigError, TitanError
 from titan.ranks import launcher, rendezvous
 from titan.ranks.launch_env import LOCAL, LaunchEnv
 from titan.ranks.meeting import signals, store
-from titan.ranks.meeting.same_job import Statement
+from titan.ranks.meeting.same_job import APART, Statement
 from titan.testing.ranks import run_ranks as in_a_fresh_process
 
 JOB = {"run": {"dir": "/runs", "name": "a"}, "optimizer": {"lr": 0.1}}
@@ -191,7 +191,7 @@ def test_a_launcher_of_another_run_is_refused_alone(capfd: pytest.CaptureFixture
     theirs = Statement({**JOB, "run": {"dir": "/runs", "name": "b"}}, OURS.plugins, OURS.versions)
     said = _refused(port, LaunchEnv(2, 1, 4, LOCAL, port), theirs).splitlines()
     where = f"{LOCAL}:{port}"
-    why = f"another run waits at MASTER_ADDR and MASTER_PORT, {where}; give each run a port of its own"
+    why = f"another run waits at MASTER_ADDR and MASTER_PORT, {where}; {APART}"
     assert said == [why, "run.name = 'b' on node 1, but 'a' on node 0"]
     with rendezvous.meet(LaunchEnv(2, 1, 4, LOCAL, port), OURS) as others:
         others.tell({"ended": []})

@@ -15,10 +15,10 @@ from tests.commands import free_port, launch, launched
 from tests.jobs import LLAMA
 from titan import train
 from titan.config import load_job
-from titan.errors import ConfigError
+from titan.errors import ConfigError, TitanError
 from titan.ranks import failure, process
 from titan.ranks.launch_env import LOCAL
-from titan.ranks.meeting.same_job import misfits, statement_of
+from titan.ranks.meeting.same_job import APART, misfits, statement_of
 from titan.testing.jobs import read_rows, write_text
 from titan.testing.ranks import run_ranks
 
@@ -148,7 +148,7 @@ def _of_two_runs(folder: Path) -> str:
     words = ("--data.path", "x", "--run.dir", str(folder), "--run.name", "b" if number == 2 else "a")
     try:
         process.join(load_job(LLAMA, (*words, "--mesh.dp_shard", "2"), 2))
-    except ConfigError as error:
+    except TitanError as error:
         failure.report(error, 1)
         return str(error)
     finally:
@@ -156,12 +156,15 @@ def _of_two_runs(folder: Path) -> str:
     return "joined"
 
 
+TWICE = "is set in two processes, or a former process of this rank has met here"
+
+
 def test_what_is_not_of_the_run_is_refused_alone(tmp_path: Path) -> None:
     first, one, stranger, other = run_ranks(_of_two_runs, 4, tmp_path, init=False)
     assert first == "joined"
-    assert sorted((one, other)) == ["environment: RANK = 1 is set in two processes; each needs its own", "joined"]
+    assert sorted((one, other)) == [f"RANK = 1 {TWICE}", "joined"]
     assert stranger.startswith("another run meets at MASTER_ADDR and MASTER_PORT, 127.0.0.1:")
-    assert stranger.endswith(" (run.name = 'b' on rank 1, but 'a' on rank 0)")
+    assert stranger.endswith(f" (run.name = 'b' on rank 1, but 'a' on rank 0); {APART}")
 
 
 def _settled(folder: Path) -> str:

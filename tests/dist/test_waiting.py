@@ -28,10 +28,9 @@ SLOW = '''
 
 import os
 import signal
-import threading
 from pathlib import Path
 
-from titan.contracts import register
+from titan.contracts import Document, register
 from titan.plugins.data.text import Text
 
 
@@ -46,7 +45,8 @@ class Slow(Text):
         if not once.exists():
             once.touch()
             os.kill(os.getppid() if os.environ.get("WORLD_SIZE") else os.getpid(), signal.SIGUSR1)
-            threading.Event().wait()
+            while True:
+                yield Document("more and more", "")
         yield from super().documents(file)
 '''
 

@@ -18,6 +18,7 @@ from titan.checkpoint.disk.lock import FolderLock
 from titan.errors import EXIT_DONE
 from titan.ranks import launcher, process
 from titan.ranks.launch_env import LaunchEnv
+from titan.ranks.meeting.same_job import Statement
 from titan.ranks.rank_processes import RankProcesses
 from titan.resources import (
     ALLOCATOR,
@@ -52,7 +53,7 @@ def _enter() -> None:
 
 def _launch() -> None:
     RankProcesses.lead = lambda self: []  # type: ignore[method-assign]
-    launcher.start(lambda argv: EXIT_DONE, [], LaunchEnv(1, 0, 1, "127.0.0.1", 0))
+    launcher.start(lambda argv: EXIT_DONE, [], LaunchEnv(1, 0, 1, "127.0.0.1", 0), Statement())
 
 
 @pytest.mark.parametrize("act", [raise_descriptor_limit, _enter, _launch])

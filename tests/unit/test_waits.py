@@ -62,7 +62,7 @@ LISTED = {
     },
     "titan/data/tokens/processes.py": {"watch: parent.join": "none: a thread that ends with the process it is for"},
     "titan/data/tokens/tokenize.py": {
-        "tokenize: finished.result": "none: text of any size; a killed process is noticed, and signals end it",
+        "tokenize: each.result": "none: it is done", "tokenize: wait": "LOOK_S; text of any size, and signals end it",
     },
     "titan/device.py": {"kind_of: _stands_for.get": OWN},
     "titan/doctor/links.py": {"sends: dist.recv": GROUP, "answers: dist.recv": GROUP},
@@ -82,10 +82,12 @@ LISTED = {
         "_hear_ranks: self._told.poll": "0 s", "_hear_ranks: self._told.recv_bytes": "none: there is something",
         "_store_of: TCPStore": "that of PyTorch, 300 s", "_store_served: TCPStore": "none: it serves",
     },
+    "titan/ranks/meeting/caller.py": {"read: self.link.recv": "none: it does not block; HELLO_S in `Gathering._look`"},
     "titan/ranks/rendezvous.py": {
-        "read: self.link.recv": "none: it does not block; HELLO_S in `_look`", "_look: wait": "LOOK_S",
+        "_look: wait": "LOOK_S",
         "_look: server.accept": "none: it does not block; comm.init_timeout_s in `gather`",
         "_join: socket.create_connection": "HELLO_S; comm.init_timeout_s around it", "_is_taken: link.poll": "LOOK_S",
+        "await_word: self.links[node].poll": "LOOK_S; until node 0 has all nodes, comm.init_timeout_s",
         "_read: link.recv_bytes": "none while a run lives; keepalive notices a host that is gone",
     },
     "titan/ranks/slurm.py": {"_refused: subprocess.run": "ANSWER_S"},

@@ -2,6 +2,7 @@
 
 import argparse
 import functools
+import hashlib
 import json
 import os
 import signal
@@ -56,7 +57,7 @@ class Request:
 
     def stated(self, path: Path) -> dict[str, Any]:
         """What all nodes must have beside the job; hosts may have the checkpoint at different paths."""
-        prompts = [ids for _, ids in self.prompts]
+        prompts = hashlib.sha256(json.dumps([ids for _, ids in self.prompts]).encode()).hexdigest()
         return {"checkpoint": path.name, "weights": self.weights, "prompts": prompts, **asdict(self.sampling)}
 
 

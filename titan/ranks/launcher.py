@@ -19,7 +19,6 @@ from titan.ranks.launch_env import (
     rank_environment,
     ranks_asked_for,
 )
-from titan.ranks.meeting import signals
 from titan.ranks.meeting.same_job import Statement
 from titan.ranks.rank_processes import Ended, Entry, RankProcesses
 from titan.resources import raise_descriptor_limit
@@ -76,8 +75,9 @@ def start(
             children = RankProcesses(entry, words, place, forkable, others, expendable=Expendable(expendable))
             return children.follow() if place.node else _lead(children, restarts, logs)
     except PreemptedError as error:
-        say(str(error))
-        return again_by_slurm(error.exit_code, signals.heard(), first=place.node == 0)
+        if place.node:  # node 0 has done so before it told the others
+            rendezvous.leave(place, error)
+        return error.exit_code
 
 
 def _lead(children: RankProcesses, restarts: int, logs: Path | None) -> int:

@@ -21,11 +21,11 @@ from torch._C._distributed_c10d import HashStore, PrefixStore, ProcessGroupGloo,
 from titan.config import Job
 from titan.contracts.base.mesh import Mesh
 from titan.device import total_gib
-from titan.errors import ConfigError, RankFailedError
-from titan.log import log
+from titan.errors import ConfigError, RankFailedError, say
 from titan.ranks import failure, watchdog
-from titan.ranks.launch_env import launched_world_size
-from titan.ranks.meeting.same_job import Statement, misfits, other_run, refusal, remarks, statement_of
+from titan.ranks.launch_env import STARTED, launched_world_size
+from titan.ranks.meeting import signals
+from titan.ranks.meeting.same_job import APART, Statement, misfits, other_run, refusal, remarks, statement_of
 from titan.ranks.meeting.store import open_store
 from titan.resources import let_segments_expand, raise_descriptor_limit
 
@@ -139,7 +139,10 @@ def enter(rank: Rank, timeout_s: float, statement: Statement | None = None) -> N
     if {"RANK", "MASTER_ADDR"} <= os.environ.keys():  # MASTER_ADDR alone: the only rank of a run, on a cluster
         began = time.monotonic()
         store = PrefixStore(failure.attempt(), open_store(timeout_s))
-        assemble(store, rank.number, rank.world_size, timeout_s - (time.monotonic() - began), statement)
+        try:
+            assemble(store, rank.number, rank.world_size, timeout_s - (time.monotonic() - began), statement)
+        except RuntimeError as error:
+            raise RankFailedError(f"the store of the ranks is gone ({str(error).splitlines()[0]})") from error
     dist.init_process_group(backend, store=store, rank=rank.number, world_size=rank.world_size, timeout=timeout)
 
 
@@ -155,7 +158,7 @@ def assemble(store: Store, rank: int, world_size: int, limit_s: float, statement
     store = PrefixStore(f"meeting {next(_meetings)}", store)  # a process may meet the others more than once
     if rank == 0:
         store.set(_JOB, "" if statement is None else statement.text)
-    began, compared, pause = time.monotonic(), False, max(0.005, world_size / LOOKS_PER_S)
+    began, compared, pause = time.monotonic(), False, max(0.005, 3 * world_size / LOOKS_PER_S)
     while True:
         if not compared and store.check([_JOB]):
             compared = True
@@ -167,6 +170,7 @@ def assemble(store: Store, rank: int, world_size: int, limit_s: float, statement
             break
         if (absent := failure.first(store)) is not None:
             raise RankFailedError(f"rank {absent} failed before all ranks of the run had met")
+        signals.check()
         if time.monotonic() - began > limit_s:
             raise RankFailedError(_missing(store, rank, world_size, limit_s))
         time.sleep(max(pause, min(1.0, (time.monotonic() - began) / 10)))
@@ -184,18 +188,19 @@ def _compare(store: Store, rank: int, ours: Statement | None) -> None:
     if other_run(ours, theirs):
         where = f"{os.environ['MASTER_ADDR']}:{os.environ['MASTER_PORT']}"
         failure.be_silent()  # that run is not to hear of this one's failure
-        raise ConfigError(f"another run meets at MASTER_ADDR and MASTER_PORT, {where} ({sentences[0]})")
+        raise ConfigError(f"another run meets at MASTER_ADDR and MASTER_PORT, {where} ({sentences[0]}); {APART}")
     if sentences:
         store.compare_set(_VERDICT, "", json.dumps(str(refusal(sentences))))
-    for sentence in remarks(ours, theirs, f"rank {rank}", "rank 0"):
-        log.warning(sentence)
+    if os.environ.get("LOCAL_RANK") == "0" and STARTED not in os.environ:  # else titan's launcher has said it
+        for sentence in remarks(ours, theirs, f"rank {rank}", "rank 0"):
+            say(f"warning: {sentence}")
 
 
 def _claim_number(store: Store, rank: int) -> None:
     token = uuid4().hex
     if store.compare_set(f"here {rank}", "", token).decode() != token:
         failure.be_silent()
-        raise ConfigError(f"environment: RANK = {rank} is set in two processes; each needs its own")
+        raise RankFailedError(f"RANK = {rank} is set in two processes, or a former process of this rank has met here")
 
 
 def _missing(store: Store, rank: int, world_size: int, limit_s: float) -> str:

@@ -29,7 +29,7 @@ from titan.ranks import failure
 from titan.ranks.failure import Expendable
 from titan.ranks.launch_env import LOCAL, Environment, LaunchEnv
 from titan.ranks.meeting import signals
-from titan.ranks.rendezvous import NodeLostError, Nodes, listen
+from titan.ranks.rendezvous import WAITING, NodeLostError, Nodes, listen
 from titan.resources import process_state
 
 GRACE_S = 10.0
@@ -156,6 +156,8 @@ class RankProcesses:
         Raises:
             NodeLostError: node 0 is gone.
         """
+        with signals.raised(WAITING):
+            self.nodes.await_word(0)
         with self.hearing():
             said = self.nodes.hear(0)
             while "end" not in said:
@@ -178,6 +180,8 @@ class RankProcesses:
             self.expendable.start(store)
             ended = self._wait()
             self._hear_ranks()
+            assert self._told is not None
+            self._told.close()
             self.expendable.stop()
             if listening is not None and store is not None:
                 self._first_to_fail, self.explained, self.stopped = _first_to_fail(store)
@@ -282,6 +286,8 @@ class RankProcesses:
         self._elsewhere[node] = [Ended(rank, code) for rank, code in said["ended"]]
         self.heard |= set(said["heard"])
         self.stuck |= set(said["stuck"])
+        for end in self._elsewhere[node]:
+            self._share_signals(end)
         return not all(self._spare([end.rank], end) for end in self._elsewhere[node] if end.failed)
 
 

@@ -24,34 +24,38 @@ from __future__ import annotations
 
 import contextlib
 import json
+import os
 import socket
-import struct
 import sys
 import time
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass, field
 from multiprocessing.connection import Connection, wait
-from typing import Any
 
-from titan.errors import ConfigError, ConfigIssue, TitanError, say
+from titan.errors import ConfigError, ConfigIssue, PreemptedError, TitanError, say
+from titan.ranks import slurm
 from titan.ranks.launch_env import LaunchEnv
 from titan.ranks.meeting import signals
-from titan.ranks.meeting.same_job import Statement, misfits, other_run, refusal, remarks
+from titan.ranks.meeting.caller import LONGEST, Caller, Message, UnknownCallerError
+from titan.ranks.meeting.same_job import APART, Statement, misfits, other_run, refusal, remarks
 from titan.ranks.meeting.store import RESOLVE_S, check_host
 
 JOIN_S = 1800.0
 """Longest wait for the other nodes, where no job says another."""
 
 HELLO_S = 10.0
-"""Longest wait for the first message of a new connection, and for its answer."""
+"""Longest wait for the first message of a new connection."""
 
-LONGEST = 1 << 20
-"""Bytes of a message at most."""
+ANSWER_S = 60.0
+"""Longest wait for the answer of node 0, to which a thousand nodes may talk at once."""
+
+LAST_S = 5.0
+"""After a signal, by so much another node ends after node 0, which asks Slurm to run the job again: `srun
+--kill-on-bad-exit` ends all as soon as one has ended."""
+
+WAITING = "while waiting for other nodes"
 
 LOOK_S = 0.2
 """Between two looks for a signal, or tries to connect."""
-
-Message = dict[str, Any]
 
 
 class NodeLostError(TitanError):
@@ -84,6 +88,15 @@ class Nodes:
             self._lose(node)
             raise NodeLostError(f"the launcher of node {node} no longer responds") from None
 
+    def await_word(self, node: int) -> None:
+        """Return when a node has something to say, or is gone.
+
+        Raises:
+            PreemptedError: a signal has come before, in the body of `signals.raised`.
+        """
+        while node in self.links and not self.links[node].poll(LOOK_S):
+            signals.check()
+
     def _lose(self, node: int) -> None:
         if node in self.links:
             self.links.pop(node).close()
@@ -106,19 +119,30 @@ def meet(place: LaunchEnv, statement: Statement, limit_s: float = JOIN_S) -> Ite
     links: dict[int, Connection] = {}
     with contextlib.ExitStack() as stack:
         try:
-            with signals.raised("while waiting for other nodes"):
+            with signals.raised(WAITING):
                 check_host(place.host, place.port, limit_s=min(limit_s, RESOLVE_S))
                 if place.node:
                     links[0] = _join(place, statement, limit_s)
                 else:
                     _Gathering(place, statement, links).gather(limit_s)
         except TitanError as error:
+            if isinstance(error, PreemptedError) and place.node == 0:
+                leave(place, error)
             Nodes(links).tell({"end": error.exit_code})
             raise
         finally:
             for link in links.values():
                 stack.enter_context(link)
         yield Nodes(links)
+
+
+def leave(place: LaunchEnv, error: PreemptedError) -> None:
+    """A signal ends this launcher before there are ranks: say so, and on node 0 ask Slurm, before others end."""
+    say(str(error))
+    if place.node == 0:
+        slurm.requeue(os.environ, signals.heard())
+    elif os.environ.get("SLURM_JOB_ID"):
+        time.sleep(LAST_S)
 
 
 def listen(port: int) -> socket.socket:
@@ -135,64 +159,12 @@ def listen(port: int) -> socket.socket:
 # --- node 0 -----------------------------------------------------------------------------------------------------------
 
 
-class _UnknownCallerError(Exception):
-    """A caller is no launcher."""
-
-
-@dataclass
-class _Caller:
-    """A connection that has not said yet who it is; read as bytes come, without waiting for any."""
-
-    link: socket.socket
-    address: str
-    deadline: float
-    bytes: bytearray = field(default_factory=bytearray)
-
-    def read(self) -> Message | None:
-        """What has come of the first message; None while it is not complete.
-
-        Raises:
-            _UnknownCallerError: it is none of a launcher's, or the caller has left.
-        """
-        try:
-            chunk = self.link.recv(1 << 16)
-        except BlockingIOError:
-            return None
-        except OSError as error:
-            raise _UnknownCallerError from error
-        self.bytes += chunk
-        if not chunk:
-            raise _UnknownCallerError
-        if len(self.bytes) < _LENGTH.size:
-            return None
-        (length,) = _LENGTH.unpack_from(self.bytes)
-        if not 0 < length <= LONGEST or len(self.bytes) > _LENGTH.size + length:
-            raise _UnknownCallerError
-        return _checked(bytes(self.bytes[_LENGTH.size :])) if len(self.bytes) == _LENGTH.size + length else None
-
-
-_LENGTH = struct.Struct("!i")
-"""What `Connection` sends before a message."""
-
-
-def _checked(text: bytes) -> Message:
-    try:
-        hello: Message = json.loads(text)
-        hello["statement"] = Statement.read(hello["statement"])
-        numbers = [hello[name] for name in ("node", "nodes", "ranks")]
-    except (ValueError, KeyError, TypeError) as error:
-        raise _UnknownCallerError from error
-    if not all(type(number) is int for number in numbers) or not 0 <= hello["node"] < hello["nodes"]:
-        raise _UnknownCallerError
-    return hello
-
-
 class _Gathering:
     """Node 0 while the others come; `links` has those that are there."""
 
     def __init__(self, place: LaunchEnv, statement: Statement, links: dict[int, Connection]) -> None:
         self._place, self._statement, self._links = place, statement, links
-        self._callers: dict[socket.socket, _Caller] = {}
+        self._callers: dict[socket.socket, Caller] = {}
         self._refused: set[str] = set()
 
     def gather(self, limit_s: float) -> None:
@@ -223,6 +195,7 @@ class _Gathering:
 
     def _look(self, server: socket.socket) -> None:
         """Hear whoever has something to say, for a moment."""
+        signals.check()
         ready = wait([server, *self._callers, *self._links.values()], LOOK_S)
         for node in [node for node, link in self._links.items() if link in ready]:
             self._links.pop(node).close()  # a node has nothing to say yet: it has left
@@ -231,23 +204,23 @@ class _Gathering:
             self._hear(caller)
         for caller in [caller for caller in self._callers.values() if time.monotonic() > caller.deadline]:
             self._ignore(caller)
-        if server in ready:
-            with contextlib.suppress(OSError):  # whoever called has left
+        with contextlib.suppress(OSError):  # nobody else calls, or whoever called has left
+            while server in ready:
                 called, address = server.accept()
                 called.setblocking(False)
-                self._callers[called] = _Caller(called, address[0].removeprefix("::ffff:"), time.monotonic() + HELLO_S)
+                self._callers[called] = Caller(called, address[0].removeprefix("::ffff:"), time.monotonic() + HELLO_S)
 
-    def _hear(self, caller: _Caller) -> None:
+    def _hear(self, caller: Caller) -> None:
         try:
             hello = caller.read()
-        except _UnknownCallerError:
+        except UnknownCallerError:
             self._ignore(caller)
             return
         if hello is not None:
             del self._callers[caller.link]
             self._judge(hello, caller.address, _connection(caller.link))
 
-    def _ignore(self, caller: _Caller) -> None:
+    def _ignore(self, caller: Caller) -> None:
         self._callers.pop(caller.link).link.close()
         self._say_once(f"ignored a connection from {caller.address} that is no launcher of this run")
 
@@ -261,7 +234,7 @@ class _Gathering:
         faults = misfits(theirs, self._statement, f"node {node}", "node 0")
         if other_run(theirs, self._statement):
             where = f"{self._place.host}:{self._place.port}"
-            why = f"another run waits at MASTER_ADDR and MASTER_PORT, {where}; give each run a port of its own"
+            why = f"another run waits at MASTER_ADDR and MASTER_PORT, {where}; {APART}"
             _answer(link, {"refused": "\n".join([why, *faults])})
             link.close()
             self._say_once(f"refused node {node} of another run, at {address} ({faults[0]})")
@@ -324,6 +297,7 @@ def _join(place: LaunchEnv, statement: Statement, limit_s: float) -> Connection:
         if not told:
             say(f"waiting for node 0 at {place.host}:{place.port} ({error})")
         told = True
+        signals.check()
         time.sleep(LOOK_S)
 
 
@@ -336,8 +310,9 @@ def _is_taken(link: Connection, place: LaunchEnv, statement: Statement) -> bool:
     hello = {"node": place.node, "nodes": place.nodes, "ranks": place.ranks, "statement": json.loads(statement.text)}
     try:
         link.send_bytes(json.dumps(hello).encode())
-        deadline = time.monotonic() + HELLO_S
+        deadline = time.monotonic() + ANSWER_S
         while not link.poll(LOOK_S):
+            signals.check()
             if time.monotonic() > deadline:
                 raise ValueError("no answer")
         message = _read(link)

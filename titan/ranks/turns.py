@@ -16,6 +16,7 @@ from torch._C._distributed_c10d import PrefixStore
 from titan.errors import PreemptedError, RankFailedError, TitanError
 from titan.ranks import watchdog
 from titan.ranks.failure import tell
+from titan.ranks.meeting import signals
 from titan.ranks.process import Rank
 
 T = TypeVar("T")
@@ -162,6 +163,7 @@ class _Turn:
         beats, began = 0, time.monotonic()
         heard = now = began
         while not self._store.check(["over"]):
+            signals.check()
             time.sleep(min(BEAT_S, max(self._rank.world_size / LOOKS_PER_S, (now - began) / 10)))
             now = time.monotonic()
             if now - heard > BEAT_S and (told := self._store.add("beats", 0)) != beats:

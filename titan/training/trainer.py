@@ -90,20 +90,21 @@ def _next(run: Run, batches: Iterator[list[Batch]]) -> tuple[list[Batch], float]
     """The micro batches of the next step, and the seconds until they came; None where a signal did, on the only rank.
 
     Raises:
-        PreemptedError: the same on one of several ranks. The others are in the step, so nothing can be saved.
+        PreemptedError: the same where nothing is to be saved, or on one of several ranks: the others are in the step.
     """
     began = time.perf_counter()
     try:
         with annotated("data"):
             return next(batches), time.perf_counter() - began
     except PreemptedError as error:
-        if run.rank.world_size == 1:
+        if run.rank.world_size == 1 and run.step > run.saved:
             return None
         saved = "; to resume from the newest checkpoint, run the same command"
         if not run.job.checkpoint.goes_on:
             raise RankFailedError(f"{error}, before step {run.step + 1}") from None
         stop = PreemptedError(f"{error}, before step {run.step + 1}{saved}")
-        stop.exit_code = EXIT_FAILED  # of this rank: the launcher ends the others, and the run as preempted
+        if run.rank.world_size > 1:
+            stop.exit_code = EXIT_FAILED  # of this rank: the launcher ends the others, and the run as preempted
         raise stop from None
 
 

@@ -39,7 +39,7 @@ FAULTS = (
     Fault(
         "a plugin known by its name alone",
         "titan/ranks/meeting/same_job.py",
-        'b"\\0" + path.read_bytes() + b"\\0"',
+        'b"\\0" + file.read_bytes() + b"\\0"',
         'b"\\0"',
         (f"{SAME}::test_ranks_with_other_files_of_a_plugin_are_refused",),
     ),
@@ -60,8 +60,8 @@ FAULTS = (
     Fault(
         "a stranger at the port ends the run",
         "titan/ranks/rendezvous.py",
-        "        except _UnknownCallerError:\n            self._ignore(caller)\n            return\n",
-        '        except _UnknownCallerError:\n            raise NodeLostError("a stranger") from None\n',
+        "        except UnknownCallerError:\n            self._ignore(caller)\n            return\n",
+        '        except UnknownCallerError:\n            raise NodeLostError("a stranger") from None\n',
         (f"{NODES}::test_strangers_end_nothing_and_keep_nobody",),
     ),
     Fault(
@@ -109,15 +109,15 @@ FAULTS = (
     Fault(
         "a signal unheard while nodes wait",
         "titan/ranks/meeting/signals.py",
-        "    note(number)\n    if _Raising.activity:",
-        "    note(number)\n    if False:",
+        "if _noted and _Raising.activity:",
+        "if False:",
         (f"{NODES}::test_a_signal_while_nodes_wait[requeued]",),
     ),
     Fault(
         "every node has the job run again",
-        "titan/ranks/launcher.py",
-        "first=place.node == 0)",
-        "first=True)",
+        "titan/ranks/rendezvous.py",
+        "    if place.node == 0:\n        slurm.requeue",
+        "    if True:\n        slurm.requeue",
         (f"{NODES}::test_a_signal_while_nodes_wait[another node]",),
     ),
     Fault(
@@ -137,7 +137,7 @@ FAULTS = (
     Fault(
         "a rank whose data do not come ends unsaved",
         "titan/training/trainer.py",
-        "        if run.rank.world_size == 1:\n            return None\n",
+        "        if run.rank.world_size == 1 and run.step > run.saved:\n            return None\n",
         "",
         (f"{WAITING}::test_the_only_rank_saves_when_data_do_not_come",),
     ),

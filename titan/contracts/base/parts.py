@@ -82,7 +82,8 @@ class ModelPart:
     def __post_init__(self) -> None:
         self.runner = self.module
         arguments = inspect.signature(type(self.module).forward).parameters
-        self._inputs = [name for name in ("documents", "seeds", "lengths") if name in arguments]
+        takes_any = any(argument.kind is argument.VAR_KEYWORD for argument in arguments.values())
+        self._inputs = ["documents", *(name for name in ("seeds", "lengths") if takes_any or name in arguments)]
         self._wraps: dict[str, dict[str, Wrap]] = {}
 
     def forward(self, x: Tensor, batch: Batch, labels: Tensor | None = None) -> Tensor:
@@ -92,7 +93,7 @@ class ModelPart:
         objective instead: a scalar, this micro batch's share of the step's mean.
         """
         more = {} if labels is None else {"labels": labels}
-        result: Tensor = self.runner(x, batch.positions, **self.inputs(batch), **more)
+        result: Tensor = self.runner(x, batch.positions, **{"documents": None, **self.inputs(batch), **more})
         return result
 
     def inputs(self, batch: Batch) -> dict[str, Tensor]:

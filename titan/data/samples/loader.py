@@ -1,7 +1,6 @@
 """Batches of one rank, read ahead. Its saved state is the number of the next global sample and the fingerprint."""
 
 import multiprocessing
-import time
 import warnings
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
@@ -26,7 +25,7 @@ GPU_WORKERS = 2
 LOOK_S = 0.5
 """Between two looks of a rank that waits for data: for a signal, and at its limit."""
 
-PATIENCE_S = 5.0
+PATIENCE_S = 15.0
 """After a signal, data that are slow may still come, so that the run stops between two steps."""
 
 Limit = tuple[float, str]
@@ -88,6 +87,8 @@ class Loader:
         """Start to read; what gives the next batch."""
         others = multiprocessing.active_children()
         try:
+            if self.workers:
+                context().Lock()  # as their queues have; they cannot be taken apart again where that fails
             batches = self._read_ahead()
         except OSError as error:
             what = f"data loader processes cannot be started ({error.strerror or error})"
@@ -97,10 +98,10 @@ class Loader:
         return lambda: next(batches)
 
     def _read(self, batches: "_Reading") -> Columns | TitanError:
-        began, heard = time.monotonic(), 0.0
+        waited, heard = 0.0, 0.0  # of looks, not of a clock: it goes on while this process is stopped
         batches.ask()
         while (answer := batches.take(LOOK_S)) is None:
-            waited = time.monotonic() - began
+            waited += LOOK_S
             heard = heard or (waited if signals.heard() else 0.0)
             if heard and waited > heard + PATIENCE_S:
                 raise PreemptedError(f"preempted by {signals.gravest()} while waiting for data")
@@ -190,7 +191,6 @@ class _Reading:
     def _serve(self, start: Callable[[], Callable[[], Any]]) -> None:
         if self._device.type != "cpu":
             torch.accelerator.set_device_index(self._device.index)  # that of a new thread is the first one
-        torch.set_num_threads(1)  # this thread's number: it copies, and OpenMP would start threads beside the others
         read: Callable[[], Any] | None = None
         while self._requests.get():
             try:

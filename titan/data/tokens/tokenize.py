@@ -8,7 +8,7 @@ import importlib.util
 import multiprocessing
 import sys
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from concurrent.futures import ProcessPoolExecutor, ThreadPoolExecutor, as_completed
+from concurrent.futures import FIRST_COMPLETED, ProcessPoolExecutor, ThreadPoolExecutor, wait
 from concurrent.futures.process import BrokenProcessPool
 from contextlib import nullcontext
 from dataclasses import dataclass
@@ -21,6 +21,7 @@ from titan.contracts.base.registry import Plugin
 from titan.data.tokens.processes import context, end_with_parent, hear_signals
 from titan.data.tokens.shards import ShardWriter
 from titan.errors import DataError, PreemptedError, ResourceError
+from titan.ranks.meeting import signals
 
 UNIT_BYTES = (16 << 20, 256 << 20)
 """Least and most text of a unit; between them, a 256th of the whole."""
@@ -47,6 +48,10 @@ def units(files: Sequence[Path], sizes: Sequence[int]) -> list[Unit]:
         made[-1].append(file)
         held += size
     return [(number, tuple(unit)) for number, unit in enumerate(made)]
+
+
+LOOK_S = 0.2
+"""Between two looks of whoever waits for processes that tokenize."""
 
 
 def tokenize(
@@ -77,9 +82,13 @@ def tokenize(
     with _pool(processes, recipe) as pool:
         try:
             threads = max(1, workers // processes)
-            for finished in as_completed([pool.submit(_serve, recipe, unit, folder, threads) for unit in work]):
-                for file in finished.result():
-                    done(file)
+            pending = {pool.submit(_serve, recipe, unit, folder, threads) for unit in work}
+            while pending:
+                finished, pending = wait(pending, LOOK_S, FIRST_COMPLETED)
+                for each in finished:
+                    for file in each.result():
+                        done(file)
+                signals.check()
         except BrokenProcessPool:
             what = "a tokenizing process was killed, possibly for lack of memory"
             raise ResourceError(f"{what}; set data.prepare_workers below {processes}") from None
@@ -181,5 +190,6 @@ def _encoded(
 def _texts(dataset: Dataset, files: Iterable[Path], done: Callable[[Path], None]) -> Iterator[str]:
     for file in files:
         for document in dataset.documents(file):
+            signals.check()
             yield document.text
         done(file)

@@ -17,6 +17,7 @@ from functools import cached_property
 from pathlib import Path
 from typing import Any
 
+import titan
 from titan.config import Job
 from titan.config.sections import declared_tables, table_at
 from titan.config.tables import Difference, differences, plain
@@ -33,6 +34,9 @@ OF_RUN = frozenset({("run", "dir"), ("checkpoint", "init_from"), ("checkpoint", 
 """Paths that are the run's: its folder, and what rank 0 alone looks for."""
 
 PACKAGES = ("torch", "torchdata", "numpy", "safetensors", "tokenizers", "transformers", "torchao", "triton")
+
+SOURCES = frozenset({".py", ".c", ".cc", ".cpp", ".cu", ".cuh", ".h", ".hpp", ".json", ".toml"})
+APART = "give each run a port of its own, and its folder the same path on all nodes"
 
 FOLDER = ("run.dir", "run.name")
 """Keys that make up the run's folder: by other ones, a launcher is another run's."""
@@ -64,7 +68,10 @@ class Statement:
         names = ("job", "plugins", "versions")
         if not isinstance(values, dict) or not all(isinstance(values.get(name), dict) for name in names):
             raise ValueError("no statement of a job")
-        return Statement(*(values[name] for name in names))
+        statement = Statement(*(values[name] for name in names))
+        if not all(isinstance(value, str) for value in (*statement.plugins.values(), *statement.versions.values())):
+            raise ValueError("no statement of a job")
+        return statement
 
 
 def statement_of(job: Job, device: str = "", **options: Any) -> Statement:
@@ -91,7 +98,8 @@ def statement_of(job: Job, device: str = "", **options: Any) -> Statement:
 
 def versions() -> dict[str, str]:
     """The versions that results may depend on."""
-    found = {"Python": platform.python_version()}
+    code = _digest(Path(titan.__file__).parent)
+    found = {"Python": platform.python_version(), "titan": f"{titan.__version__} ({code})"}
     for package in PACKAGES:
         try:
             found[package] = importlib.metadata.version(package)
@@ -110,18 +118,26 @@ def _plugins_of(job: Job) -> Iterator[tuple[str, str]]:
 
 def _hash(plugin: type[Plugin]) -> str:
     """Of the files that a plugin's class and those it derives from are in; of a package, of all its files."""
-    digest = hashlib.sha256()
+    digests = []
     for base in plugin.__mro__:
-        module = sys.modules.get(base.__module__)
+        module, package = sys.modules.get(base.__module__), base.__module__.partition(".")[0]
         file = getattr(module, "__file__", None)
-        if file is None or base.__module__.startswith(("titan.contracts", "abc")):
-            continue
-        files = [Path(file)]
-        if hasattr(module, "__path__"):
-            files = sorted(path for path in Path(file).parent.rglob("*") if path.is_file())
-        for path in files:
-            if "__pycache__" not in path.parts:
-                digest.update(path.name.encode() + b"\0" + path.read_bytes() + b"\0")
+        shared = (
+            package in sys.stdlib_module_names or package == "torch" or base.__module__.startswith("titan.contracts")
+        )
+        if file is not None and not shared:
+            digests.append(_digest(Path(file).parent if hasattr(module, "__path__") else Path(file)))
+    return hashlib.sha256("".join(digests).encode()).hexdigest()[:16]
+
+
+def _digest(path: Path) -> str:
+    """Of a source file, or of those of a folder at any depth, by their places in it; hidden ones do not count."""
+    inside = [path] if path.is_file() else sorted(file for file in path.rglob("*") if file.suffix in SOURCES)
+    digest = hashlib.sha256()
+    for file in inside:
+        place = file.relative_to(path).parts
+        if not any(part.startswith((".", "__pycache__")) for part in place):
+            digest.update("/".join(place).encode() + b"\0" + file.read_bytes() + b"\0")
     return digest.hexdigest()[:16]
 
 

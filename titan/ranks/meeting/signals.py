@@ -1,4 +1,4 @@
-"""The signals that ask a run to stop: noted until somebody asks, or raised where nothing is under way.
+"""The signals that ask a run to stop: noted until somebody asks.
 
 This file imports no torch: a command hears signals before it imports what takes seconds.
 """
@@ -17,7 +17,7 @@ _noted: set[int] = set()
 
 
 class _Raising:
-    """Whether a signal raises; what it interrupts, for the message."""
+    """What `check` interrupts, for the message; empty: nothing."""
 
     activity = ""
 
@@ -40,16 +40,13 @@ def listening() -> Iterator[None]:
 
 @contextlib.contextmanager
 def raised(activity: str) -> Iterator[None]:
-    """Raise `PreemptedError` in the body when a signal comes, or has come: nothing in it has to be finished.
+    """In the body, `check` raises `PreemptedError` when a signal has come: nothing in it has to be finished.
 
-    activity: ends the message, as in "while waiting for node 0". A signal raises once; a second one is noted alone, so
-    that it does not interrupt what the first one has ended. What fails after a signal is taken to fail for it: other
-    processes have ended by theirs. Wrong input is told all the same.
+    activity: ends the message, as in "while waiting for node 0". What fails after a signal is taken to fail for it:
+    other processes have ended by theirs. Wrong input is told all the same.
     """
     _Raising.activity = activity
     try:
-        if _noted:
-            _raise()
         yield
     except Exception as error:
         if not _noted or getattr(error, "exit_code", EXIT_FAILED) != EXIT_FAILED:
@@ -59,19 +56,25 @@ def raised(activity: str) -> Iterator[None]:
         _Raising.activity = ""
 
 
-def _note(number: int, _: FrameType | None) -> None:
-    note(number)
-    if _Raising.activity:
-        _raise()
+def check() -> None:
+    """To be called where a process waits, or between two pieces of long work; costs nothing.
 
+    A handler that raised could do so anywhere, also where an exception means that a file is damaged.
 
-def _raise() -> None:
-    activity, _Raising.activity = _Raising.activity, ""
-    raise _preempted(activity)
+    Raises:
+        PreemptedError: a signal has come, in the body of `raised`; once, so that it does not interrupt its own way out.
+    """
+    if _noted and _Raising.activity:
+        activity, _Raising.activity = _Raising.activity, ""
+        raise _preempted(activity)
 
 
 def _preempted(activity: str) -> PreemptedError:
     return PreemptedError(f"preempted by {gravest()} {activity}; to go on, run the same command")
+
+
+def _note(number: int, _: FrameType | None) -> None:
+    note(number)
 
 
 def note(number: int) -> None:

@@ -12,6 +12,7 @@ from typing import TypeVar
 from torch._C._distributed_c10d import Store
 
 from titan.errors import ConfigError, ConfigIssue, RankFailedError
+from titan.ranks.meeting import signals
 
 T = TypeVar("T")
 
@@ -46,6 +47,7 @@ def in_time(work: Callable[[], T], limit_s: float) -> T:
     thread.start()
     while thread.is_alive():
         thread.join(LOOK_S)
+        signals.check()
         if time.monotonic() > deadline and thread.is_alive():
             raise TimeoutError
     if errors:
@@ -64,13 +66,14 @@ def check_host(host: str, port: int, limit_s: float = RESOLVE_S) -> None:
         try:
             in_time(lambda: socket.getaddrinfo(host, port, type=socket.SOCK_STREAM), deadline - time.monotonic())
             return
-        except OSError as error:  # TimeoutError too
+        except (OSError, UnicodeError) as error:  # TimeoutError too
             why = getattr(error, "strerror", None) or why
             if time.monotonic() > deadline:
                 what = f"MASTER_ADDR = {host}: this host could not resolve that name within {limit_s:g} s ({why})"
                 raise ConfigError(
                     [ConfigIssue("environment", f"{what}; set it to the name or address of node 0")]
                 ) from None
+        signals.check()
         time.sleep(LOOK_S)
 
 
@@ -86,6 +89,9 @@ def open_store(limit_s: float) -> Store:
         ConfigError: the host name does not resolve, the port is taken, or what answers there is no store.
         RankFailedError: nobody listens there within the limit.
     """
+    if not os.environ.get("MASTER_PORT", "").isdecimal():
+        what = f"MASTER_PORT = {os.environ.get('MASTER_PORT')!r}: must be the port where rank 0 serves the store"
+        raise ConfigError([ConfigIssue("environment", what)])
     host, port = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])
     if (host, port) in _opened:
         return _opened[host, port]
@@ -132,7 +138,7 @@ def _check_free(port: int) -> None:
 
 def await_port(host: str, port: int, deadline: float) -> None:
     """Wait until somebody listens. A TCPStore that cannot connect would write a stack trace of C++ to stderr."""
-    began = time.monotonic()
+    began, pause = time.monotonic(), LOOK_S
     while True:
         try:
             socket.create_connection((host, port), timeout=max(LOOK_S, deadline - time.monotonic())).close()
@@ -141,4 +147,6 @@ def await_port(host: str, port: int, deadline: float) -> None:
             if time.monotonic() > deadline:
                 what = f"rank 0 did not listen at {host}:{port} within {deadline - began:.0f} s ({error})"
                 raise RankFailedError(f"{what}; check MASTER_ADDR, MASTER_PORT and rank 0") from None
-            time.sleep(LOOK_S)
+            signals.check()
+            time.sleep(pause)
+            pause = min(1.0, 1.2 * pause)  # thousands of ranks knock at one host
