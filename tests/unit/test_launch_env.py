@@ -222,6 +222,20 @@ def test_torchrun_in_a_pod_starts_ranks() -> None:
     assert rank_environment({**_pod(1, "8"), **own, "TORCHELASTIC_RUN_ID": "none"}) == {}
 
 
+def test_brackets_of_an_ipv6_address_are_no_part_of_the_host() -> None:
+    nodes = {"NNODES": "2", "NODE_RANK": "1", "NPROC": "1", "MASTER_ADDR": "[::1]"}
+    assert find_place(nodes).host == "::1"
+    rank = {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "2", "MASTER_ADDR": "[fe80::1%eth0]"}
+    assert rank_environment(rank) == {"MASTER_ADDR": "fe80::1%eth0"}
+
+
+def test_a_rank_and_a_port_have_an_upper_bound() -> None:
+    with pytest.raises(ConfigError, match="RANK = 2: must be below WORLD_SIZE = 2"):
+        rank_environment({"RANK": "2", "LOCAL_RANK": "0", "WORLD_SIZE": "2"})
+    with pytest.raises(ConfigError, match="MASTER_PORT = 65536: must be at most 65535"):
+        find_place({"NNODES": "2", "NODE_RANK": "1", "NPROC": "1", "MASTER_ADDR": "n", "MASTER_PORT": "65536"})
+
+
 def test_a_pod_of_a_trainjob_is_a_node() -> None:
     """Kubeflow Trainer v2 says all with torchrun's own variables."""
     env = {

@@ -97,6 +97,8 @@ def rank_environment(env: Environment) -> dict[str, str] | None:
             number of a node.
     """
     if "RANK" in env and "WORLD_SIZE" in env and not _rank_is_of_node(env):
+        if _number(env, ("RANK",), 0, at_least=0) >= (size := _number(env, ("WORLD_SIZE",), 1, at_least=1)):
+            raise ConfigError([ConfigIssue("environment", f"RANK = {env['RANK']}: must be below WORLD_SIZE = {size}")])
         _refuse_doubt(env)
         _refuse_restarts(env, "RANK is set, so titan does not start the ranks; use --max-restarts of torchrun")
         host = env.get("MASTER_ADDR", "")
@@ -229,6 +231,8 @@ def _meeting_point(env: Environment) -> tuple[str, int]:
     job = env.get("SLURM_JOB_ID", "")
     default = SLURM_PORTS[int(job) % len(SLURM_PORTS)] if job.isdecimal() else PORT
     port = _number(env, MEETING_PORT, default, at_least=1)
+    if port >= 1 << 16:
+        raise ConfigError([ConfigIssue("environment", f"MASTER_PORT = {port}: must be at most 65535")])
     return plain_host(next((env[name] for name in HOST if env.get(name)), "")) or _first_slurm_host(env), port
 
 

@@ -21,7 +21,7 @@ from torch._C._distributed_c10d import HashStore, PrefixStore, ProcessGroupGloo,
 from titan.config import Job
 from titan.contracts.base.mesh import Mesh
 from titan.device import total_gib
-from titan.errors import ConfigError, RankFailedError, say
+from titan.errors import ConfigError, ConfigIssue, RankFailedError, say
 from titan.ranks import failure, watchdog
 from titan.ranks.launch_env import STARTED, launched_world_size
 from titan.ranks.meeting import signals
@@ -136,6 +136,9 @@ def enter(rank: Rank, timeout_s: float, statement: Statement | None = None) -> N
     backend = "gloo" if rank.device.type == "cpu" else f"cpu:gloo,{rank.device.type}:nccl"
     timeout = timedelta(seconds=timeout_s)
     store: Store = HashStore()
+    if rank.world_size > 1 and (missing := [name for name in ("RANK", "MASTER_ADDR") if not os.environ.get(name)]):
+        what = f"{' and '.join(missing)} not set, but WORLD_SIZE = {rank.world_size}; every rank needs both"
+        raise ConfigError([ConfigIssue("environment", what)])
     if {"RANK", "MASTER_ADDR"} <= os.environ.keys():  # MASTER_ADDR alone: the only rank of a run, on a cluster
         began = time.monotonic()
         store = PrefixStore(failure.attempt(), open_store(timeout_s))
@@ -206,10 +209,10 @@ def _claim_number(store: Store, rank: int) -> None:
 def _missing(store: Store, rank: int, world_size: int, limit_s: float) -> str:
     """Who has not come: rank 0 looks for each, the others count, so that the store is asked few questions."""
     if rank:
-        return f"not all {world_size} ranks came within {limit_s:g} s (comm.init_timeout_s); rank 0 says which"
+        return f"not all {world_size} ranks came within {limit_s:.3g} s (comm.init_timeout_s); rank 0 says which"
     absent = [str(number) for number in range(world_size) if not store.check([f"here {number}"])]
     listed = ", ".join(absent[:8]) + (f" and {len(absent) - 8} more" if len(absent) > 8 else "")
-    return f"ranks {listed} of {world_size} did not come within {limit_s:g} s (comm.init_timeout_s)"
+    return f"of {world_size} ranks, {listed} did not come within {limit_s:.3g} s (comm.init_timeout_s)"
 
 
 _make_gloo: Any = ProcessGroupGloo.__init__

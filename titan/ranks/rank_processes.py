@@ -270,8 +270,9 @@ class RankProcesses:
     def _share_signals(self, end: Ended) -> None:
         """Pass on what one rank alone was sent and has ended by: before they train, ranks do not agree on signals."""
         if end.code == EXIT_PREEMPTED:
+            known = set(self.heard)
             self._hear_ranks()
-            for number in tuple(self.heard):
+            for number in self.heard - known:
                 self._pass_on(number)
 
     def _hear(self, node: int) -> bool:
@@ -284,10 +285,9 @@ class RankProcesses:
         if "ended" not in said:
             return True
         self._elsewhere[node] = [Ended(rank, code) for rank, code in said["ended"]]
-        self.heard |= set(said["heard"])
+        for number in set(said["heard"]) - self.heard:
+            self._pass_on(number)
         self.stuck |= set(said["stuck"])
-        for end in self._elsewhere[node]:
-            self._share_signals(end)
         return not all(self._spare([end.rank], end) for end in self._elsewhere[node] if end.failed)
 
 

@@ -52,6 +52,7 @@ LAST_S = 5.0
 """After a signal, by so much another node ends after node 0, which asks Slurm to run the job again: `srun
 --kill-on-bad-exit` ends all as soon as one has ended."""
 
+FREE = "choose a port that no program on node 0 has"
 WAITING = "while waiting for other nodes"
 
 LOOK_S = 0.2
@@ -179,7 +180,9 @@ class _Gathering:
         try:
             server = listen(place.port)
         except OSError as error:
-            raise ConfigError([ConfigIssue("environment", f"MASTER_PORT = {place.port}: {error.strerror}")]) from None
+            raise ConfigError(
+                [ConfigIssue("environment", f"MASTER_PORT = {place.port}: {error.strerror}; {FREE}")]
+            ) from None
         server.setblocking(False)
         deadline = time.monotonic() + limit_s
         with server:
@@ -188,7 +191,9 @@ class _Gathering:
                     self._look(server)
                     if time.monotonic() > deadline:
                         absent = sorted(set(range(1, place.nodes)) - set(self._links))
-                        raise NodeLostError(f"nodes {absent} did not connect within {limit_s:g} s")
+                        raise NodeLostError(
+                            f"nodes {absent} did not connect within {limit_s:g} s (comm.init_timeout_s)"
+                        )
             finally:
                 for link in self._callers:
                     link.close()
@@ -284,16 +289,15 @@ def _join(place: LaunchEnv, statement: Statement, limit_s: float) -> Connection:
     while True:
         try:
             link = _connection(socket.create_connection((place.host, place.port), timeout=HELLO_S))
-            if _is_taken(link, place, statement):
+            if _is_taken(link, place, statement, min(ANSWER_S, limit_s)):
                 return link
             error: Exception = ConnectionError("the connection was closed")
         except OSError as failure:
             error = failure
         if time.monotonic() > deadline:
             where = f"{place.host}:{place.port}"
-            raise NodeLostError(
-                f"node 0 did not answer at {where} within {limit_s:g} s ({error}); check MASTER_ADDR"
-            ) from None
+            what = f"node 0 did not answer at {where} within {limit_s:g} s ({error})"
+            raise NodeLostError(f"{what}; check MASTER_ADDR, MASTER_PORT and node 0") from None
         if not told:
             say(f"waiting for node 0 at {place.host}:{place.port} ({error})")
         told = True
@@ -301,7 +305,7 @@ def _join(place: LaunchEnv, statement: Statement, limit_s: float) -> Connection:
         time.sleep(LOOK_S)
 
 
-def _is_taken(link: Connection, place: LaunchEnv, statement: Statement) -> bool:
+def _is_taken(link: Connection, place: LaunchEnv, statement: Statement, answer_s: float) -> bool:
     """Whether node 0 takes this launcher into the run; False: the connection was closed, perhaps by an earlier run's.
 
     Raises:
@@ -310,7 +314,7 @@ def _is_taken(link: Connection, place: LaunchEnv, statement: Statement) -> bool:
     hello = {"node": place.node, "nodes": place.nodes, "ranks": place.ranks, "statement": json.loads(statement.text)}
     try:
         link.send_bytes(json.dumps(hello).encode())
-        deadline = time.monotonic() + ANSWER_S
+        deadline = time.monotonic() + answer_s
         while not link.poll(LOOK_S):
             signals.check()
             if time.monotonic() > deadline:

@@ -28,6 +28,9 @@ LOOKS_PER_S = 5000
 """Most looks of all waiting ranks together; a store answers some ten thousand. They become rarer the longer the wait
 is: after 100 s those of 2,048 ranks are 205 per second."""
 
+LOOK_S = 0.5
+"""Between two looks of a waiting rank for a signal."""
+
 LOST_S = 300.0
 """No sign of life for so long: nobody is at work any more. Where a launcher watches the ranks, it ends them sooner."""
 
@@ -163,9 +166,11 @@ class _Turn:
         beats, began = 0, time.monotonic()
         heard = now = began
         while not self._store.check(["over"]):
-            signals.check()
-            time.sleep(min(BEAT_S, max(self._rank.world_size / LOOKS_PER_S, (now - began) / 10)))
-            now = time.monotonic()
+            until = now + min(BEAT_S, max(self._rank.world_size / LOOKS_PER_S, (now - began) / 10))
+            while now < until:
+                signals.check()
+                time.sleep(min(LOOK_S, until - now))
+                now = time.monotonic()
             if now - heard > BEAT_S and (told := self._store.add("beats", 0)) != beats:
                 beats, heard = told, now
             elif now - heard > LOST_S:

@@ -122,9 +122,8 @@ def _hash(plugin: type[Plugin]) -> str:
     for base in plugin.__mro__:
         module, package = sys.modules.get(base.__module__), base.__module__.partition(".")[0]
         file = getattr(module, "__file__", None)
-        shared = (
-            package in sys.stdlib_module_names or package == "torch" or base.__module__.startswith("titan.contracts")
-        )
+        shared = package in sys.stdlib_module_names or package == "torch"
+        shared |= package == "titan" and not base.__module__.startswith(f"{registry.BUILT_IN}.")
         if file is not None and not shared:
             digests.append(_digest(Path(file).parent if hasattr(module, "__path__") else Path(file)))
     return hashlib.sha256("".join(digests).encode()).hexdigest()[:16]

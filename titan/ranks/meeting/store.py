@@ -89,8 +89,9 @@ def open_store(limit_s: float) -> Store:
         ConfigError: the host name does not resolve, the port is taken, or what answers there is no store.
         RankFailedError: nobody listens there within the limit.
     """
-    if not os.environ.get("MASTER_PORT", "").isdecimal():
-        what = f"MASTER_PORT = {os.environ.get('MASTER_PORT')!r}: must be the port where rank 0 serves the store"
+    given = os.environ.get("MASTER_PORT", "")
+    if not (given.isdecimal() and 0 < int(given) < 1 << 16):
+        what = f"MASTER_PORT = {given!r}: must be the port where rank 0 serves the store, from 1 to 65535"
         raise ConfigError([ConfigIssue("environment", what)])
     host, port = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])
     if (host, port) in _opened:
