@@ -44,12 +44,14 @@ def _met(place: LaunchEnv) -> tuple[threading.Thread, list[object]]:
 
 
 def _call(port: int, data: bytes = b"") -> socket.socket:
+    deadline = time.monotonic() + 20.0
     while True:
         try:
             caller = socket.create_connection((LOCAL, port))
             break
-        except ConnectionRefusedError:
-            continue  # node 0 is on its way
+        except ConnectionRefusedError:  # node 0 is on its way
+            if time.monotonic() > deadline:
+                raise
     caller.sendall(data)
     return caller
 
