@@ -270,7 +270,7 @@ def _listening(answer: bytes) -> Iterator[int]:
 
 @pytest.mark.parametrize("answer", [b"", b"HTTP/1.1 400 Bad Request\r\n\r\n", _framed(b"[]")], ids=["", "http", "list"])
 def test_what_listens_is_no_launcher(answer: bytes, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(rendezvous, "HELLO_S", 0.5)
+    monkeypatch.setattr(rendezvous, "ANSWER_S", 0.5)
     with _listening(answer) as port:
         said = f"MASTER_ADDR = {LOCAL}, MASTER_PORT = {port}: what listens there is no launcher of titan"
         with pytest.raises(ConfigError, match=said):
