@@ -2,6 +2,7 @@
 
 import errno
 import os
+import re
 import shlex
 import sys
 import traceback
@@ -108,6 +109,12 @@ _WRONG_PATH = frozenset(
 tells of a disk, a network or a memory."""
 
 
+_LFS_POINTER = re.compile(
+    rb"version https://git-lfs\.github\.com/spec/v1\r?\n(?:ext-.*\n)*oid sha256:[0-9a-f]{64}\r?\nsize (\d+)\s*"
+)
+"""All of a pointer file (https://github.com/git-lfs/git-lfs/blob/main/docs/spec.md): at most 1,023 bytes."""
+
+
 def by_errno(error: Exception, wrong_input: TitanError) -> TitanError:
     """What to raise where `error` ended a system call: `wrong_input`, or a `ResourceError` with its words.
 
@@ -120,6 +127,20 @@ def by_errno(error: Exception, wrong_input: TitanError) -> TitanError:
 def of_machine(error: Exception) -> bool:
     """Whether an error of a system call tells of the machine, and not of a wrong path."""
     return isinstance(error, OSError) and error.errno is not None and error.errno not in _WRONG_PATH
+
+
+def refuse_lfs_pointer(path: Path, error: type[TitanError] = DataError) -> None:
+    """Raise `error` if a file is what a clone without Git LFS has in its place: a few lines that name it.
+
+    Text that goes on after these lines, or begins otherwise, is no pointer. Silent if the file cannot be read.
+    """
+    try:
+        pointer = _LFS_POINTER.fullmatch(path.read_bytes()) if 0 < path.stat().st_size < 1024 else None
+    except OSError:
+        return
+    if pointer:
+        size = f"{int(pointer[1]):,} bytes"
+        raise error(f"{path} is a Git LFS pointer, not the file itself ({size}); fetch it with: git lfs pull")
 
 
 def install(extra: str) -> str:

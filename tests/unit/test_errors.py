@@ -17,7 +17,15 @@ from titan.data.tokens.files import opened, read_text
 from titan.data.tokens.hashes import content_hashes
 from titan.data.tokens.prepare import INDEX, _complete
 from titan.data.tokens.shards import open_shard
-from titan.errors import ConfigError, DataError, ResourceError, TitanError, by_errno
+from titan.errors import (
+    CheckpointError,
+    ConfigError,
+    DataError,
+    ResourceError,
+    TitanError,
+    by_errno,
+    refuse_lfs_pointer,
+)
 from titan.planner.machine import cluster
 
 WRONG = DataError("a.txt cannot be read")
@@ -32,6 +40,22 @@ def test_a_machine_that_fails_is_no_wrong_input(name: str) -> None:
     error = by_errno(OSError(number, os.strerror(number)), WRONG)
     assert (type(error), str(error), error.exit_code) == (ResourceError, "a.txt cannot be read", 1)
     assert isinstance(pickle.loads(pickle.dumps(error)), ResourceError)
+
+
+def test_a_git_lfs_pointer_is_no_file(tmp_path: Path) -> None:
+    pointer = f"version https://git-lfs.github.com/spec/v1\noid sha256:{'0a' * 32}\nsize 1234567\n"
+    file = tmp_path / "a.txt"
+    extended = pointer.replace("oid", f"ext-0-fold sha256:{'1b' * 32}\noid")
+    for text in (pointer, pointer.rstrip(), pointer.replace("\n", "\r\n"), extended):
+        file.write_bytes(text.encode())
+        with pytest.raises(DataError, match=r"a\.txt is a Git LFS pointer, not .* \(1,234,567 bytes\).* git lfs pull"):
+            refuse_lfs_pointer(file)
+    with pytest.raises(CheckpointError):
+        refuse_lfs_pointer(file, CheckpointError)
+    for text in (pointer + "is what a clone has", "A pointer:\n" + pointer, pointer + "\n" * 1024, pointer[:-9], ""):
+        file.write_text(text)
+        refuse_lfs_pointer(file)
+    refuse_lfs_pointer(tmp_path / "absent")
 
 
 @pytest.mark.parametrize("name", ["ENOENT", "EACCES", "EISDIR", "ENOTDIR", "EPERM", "EROFS", "ELOOP", "ENAMETOOLONG"])
