@@ -4,6 +4,8 @@ Reads the rank file as published - Llama 3's `tokenizer.model`, GPT-2's `r50k_ba
 `cl100k_base.tiktoken`, `o200k_base.tiktoken` - and adds what the file lacks: the split pattern and the special tokens.
 Nothing is downloaded; the file must exist.
 
+The number of ranks tells which of them a file is.
+
     pattern   ranks     specials (id = ranks + offset)                         vocabulary   ends a document
     llama3    128,000   256: begin_of_text, end_of_text, ..., reserved           128,256    <|end_of_text|>, 128001
     gpt2       50,256   <|endoftext|>                                             50,257    <|endoftext|>, 50256
@@ -22,12 +24,14 @@ from typing import Any, Literal
 
 from titan.contracts import REQUIRED, Tokenizer, option, register
 from titan.data.tokens.bytepairs import BytePairs, read_ranks
+from titan.errors import DataError
 
 
 @dataclass(frozen=True)
 class Family:
     """What a vocabulary's makers published beside its ranks. specials: name -> id, counted from the number of ranks."""
 
+    ranks: int
     pattern: str
     specials: Mapping[str, int]
     end: str
@@ -48,21 +52,25 @@ _SPACE = r"\s*[\r\n]+|\s+(?!\S)|\s+"
 
 FAMILIES = {
     "llama3": Family(
+        128_000,
         rf"{_CONTRACTION}|[^\r\n\p{{L}}\p{{N}}]?\p{{L}}+|\p{{N}}{{1,3}}| ?[^\s\p{{L}}\p{{N}}]+[\r\n]*|{_SPACE}",
         _LLAMA3_SPECIALS,
         "<|end_of_text|>",
     ),
     "gpt2": Family(
+        50_256,
         r"'(?:[sdmt]|ll|ve|re)| ?\p{L}+| ?\p{N}+| ?[^\s\p{L}\p{N}]+|\s+(?!\S)|\s+",
         {"<|endoftext|>": 0},
         "<|endoftext|>",
     ),
     "cl100k": Family(
+        100_256,
         rf"{_CONTRACTION}|[^\r\n\p{{L}}\p{{N}}]?\p{{L}}+|\p{{N}}{{1,3}}| ?[^\s\p{{L}}\p{{N}}]+[\r\n]*|{_SPACE}",
         {"<|endoftext|>": 1, **_FIM, "<|endofprompt|>": 20},
         "<|endoftext|>",
     ),
     "o200k": Family(
+        199_998,
         rf"[^\r\n\p{{L}}\p{{N}}]?{_UPPER}*{_LOWER}+{_CONTRACTION}?|[^\r\n\p{{L}}\p{{N}}]?{_UPPER}+{_LOWER}*{_CONTRACTION}?"
         rf"|\p{{N}}{{1,3}}| ?[^\s\p{{L}}\p{{N}}]+[\r\n/]*|{_SPACE}",
         {"<|endoftext|>": 1, "<|endofprompt|>": 20},
@@ -76,8 +84,9 @@ class Config:
     """Options of `[tokenizer]`: the rank file, and its model family."""
 
     path: str = option(REQUIRED, "rank file", path=True)
-    pattern: Literal["llama3", "gpt2", "cl100k", "o200k"] = option(
-        "llama3", "model family of the rank file; sets the split pattern and the special tokens"
+    pattern: Literal["auto", "llama3", "gpt2", "cl100k", "o200k"] = option(
+        "auto",
+        "model family of the rank file; sets the split pattern and the special tokens; auto: by the number of ranks",
     )
 
 
@@ -90,7 +99,8 @@ class Tiktoken(Tokenizer):
 
     @cached_property
     def _pairs(self) -> BytePairs:
-        ranks, family = read_ranks(Path(self.config.path).expanduser()), FAMILIES[self.config.pattern]
+        ranks = read_ranks(Path(self.config.path).expanduser())
+        family = FAMILIES[_family(self.config.path, self.config.pattern, len(ranks))]
         specials = {name: len(ranks) + offset for name, offset in family.specials.items()}
         return BytePairs(ranks, pattern=family.pattern, specials=specials, end=family.end)
 
@@ -120,3 +130,18 @@ class Tiktoken(Tokenizer):
     def hf_files(self) -> Mapping[str, Any] | None:
         """The tokenizer files for transformers, with the ranks written as BPE merges."""
         return self._pairs.hf_files()
+
+
+def _family(path: str, asked: str, ranks: int) -> str:
+    """The family of a file with so many ranks.
+
+    Raises:
+        DataError: no family has so many and none is asked for, or another one has than is asked for.
+    """
+    by_ranks = next((name for name, family in FAMILIES.items() if family.ranks == ranks), None)
+    if asked == "auto" and by_ranks is None:
+        known = ", ".join(f"{name} {family.ranks:,}" for name, family in FAMILIES.items())
+        raise DataError(f"{path} has {ranks:,} ranks, those of no known family ({known}); set tokenizer.pattern")
+    if asked not in ("auto", by_ranks) and by_ranks is not None:
+        raise DataError(f"{path} has the {ranks:,} ranks of {by_ranks}, but tokenizer.pattern = {asked!r}")
+    return by_ranks or asked
