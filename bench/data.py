@@ -24,6 +24,7 @@ from bench import results
 from bench.arguments import count
 from bench.gpu import jobs
 from titan.config import Job, load_job
+from titan.data.samples import of_job
 from titan.data.samples.loader import Loader
 from titan.ranks import process
 from titan.training import build, trainer
@@ -132,7 +133,7 @@ def write_texts(folder: Path) -> tuple[Path, Path]:
 def _resume(job: Job, starts: int) -> list[float]:
     """Seconds of each start: the data opened, and the first batch read."""
     rank = process.join(job)
-    build.open_samples(job, rank)  # tokenizes text
+    of_job.open_samples(job, rank)  # tokenizes text
     try:
         return [_seconds(lambda: _first_batch(job, rank)) for _ in range(starts)]
     finally:
@@ -140,7 +141,7 @@ def _resume(job: Job, starts: int) -> list[float]:
 
 
 def _first_batch(job: Job, rank: process.Rank) -> None:
-    samples, _ = build.open_data(job, rank)
+    samples, _ = of_job.open_data(job, rank)
     loader = Loader(
         samples, global_batch=job.train.global_batch_size, micro_batch=job.micro_batch, first=RESUMED, index=0, ranks=1,
         workers=job.data.workers, device=rank.device,

@@ -14,12 +14,12 @@ from tests.sweeps import swept_case
 from tests.unit.test_data_shards import write
 from titan.config import load_job
 from titan.data.samples.loader import Loader
+from titan.data.samples.of_job import open_data
 from titan.data.samples.samples import Samples
 from titan.errors import DataError
 from titan.ranks import process
 from titan.testing.jobs import write_text
 from titan.testing.ranks import run_ranks
-from titan.training.build import open_data
 
 RANKS, SHARDS, TOKENS, LENGTH, STEPS, BATCH = 2, 12, 40, 16, 3, 8
 ORDERED = ["--data.name", "shards", "--data.shuffle", "false", "--data.seq_len", str(LENGTH)]

@@ -11,12 +11,12 @@ from tests.jobs import FOUR_LAYERS, LLAMA, SAVING, mesh, settings
 from tests.logits import logits_of
 from tests.sweeps import swept_case
 from titan.config import load_job
+from titan.data.samples.of_job import open_validation
 from titan.data.samples.order import in_epochs, mix
 from titan.ranks import process
 from titan.testing.jobs import Outcome, saved_tensors, train_job, write_text
 from titan.testing.ranks import RankError, run_ranks
 from titan.training import build, trainer
-from titan.training.build import open_validation
 from titan.training.validation import validate
 
 SAMPLES = 13

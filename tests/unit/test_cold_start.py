@@ -29,7 +29,7 @@ COMMANDS = {
     "checkpoint": (["verify", str(CHECKPOINT)], 0, "verified"),
     "config": ([*DEBUG, "--json"], 0, '"n_layers": 4'),
     "convert": (["--from", str(CHECKPOINT), "--format", "hf", "--output", "hf"], 0, "11 tensors"),
-    "data": (["prepare", *DEBUG, *BYTES], 0, "tokens     831"),
+    "data": (["prepare", *DEBUG, *BYTES], 0, "tokens         831"),
     "doctor": (["--seconds", "0.1"], 0, "matrix products, float32"),
     "eval": (["--checkpoint", str(CHECKPOINT), "--data", "text", "--path", TEXT], 0, "perplexity"),
     "generate": (["--checkpoint", str(CHECKPOINT), "--prompt", "a", "--max-new-tokens", "2"], 0, "a"),

@@ -17,6 +17,7 @@ from titan.data.tokens import hashes, tokenize, unfinished
 from titan.data.tokens import prepare as preparing
 from titan.data.tokens.prepare import prepare
 from titan.data.tokens.shards import open_shard
+from titan.data.tokens.tokenize import Lost
 from titan.errors import DataError
 from titan.plugins.data.shards import Config as ShardsConfig
 from titan.plugins.data.shards import Shards
@@ -180,8 +181,8 @@ def test_others_may_read_the_cache(text: Path, cache: Path, monkeypatch: pytest.
 def test_who_comes_second_takes_the_firsts_work(text: Path, cache: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     seal = preparing._seal
 
-    def overtaken(partial: Path, dataset: Dataset, files: int) -> None:
-        seal(partial, dataset, files)
+    def overtaken(partial: Path, dataset: Dataset, files: int, lost: Lost) -> None:
+        seal(partial, dataset, files, lost)
         monkeypatch.setattr(preparing, "_seal", seal)
         winner.extend(made(lines(text), cache))
 

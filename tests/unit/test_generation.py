@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 from tests.logits import logits_of
 from titan.commands import generate
-from titan.contracts import AttentionCore, BuildContext, Model, ModelPart
+from titan.contracts import AttentionCore, BuildContext, Delimiters, Model, ModelPart
 from titan.contracts.base.layout import Layout
 from titan.contracts.base.mesh import Mesh
 from titan.contracts.layers.cache import Cache, cores_of
@@ -148,7 +148,7 @@ def test_a_run_that_is_held_to_its_contract_generates_with_a_cache_too() -> None
     here = context(MODELS["llama"], net(MODELS["llama"]))
     direct = SequentialEngine(here.parts[0], ())
     held = Strict(direct, here.parts, torch.device("cpu"))
-    assert generation._Model(here, held)._caching and generation._Model(here, direct)._caching
+    assert all(generation._Model(here, engine, ())._caching for engine in (held, direct))
 
 
 class Halved(AttentionCore):
@@ -164,7 +164,7 @@ def test_a_model_with_attention_of_its_own_generates_without_a_cache() -> None:
     for core in cores_of(module):
         core.__class__ = Halved
     here = context(model, module)
-    assert not generation._Model(here, SequentialEngine(here.parts[0], ()))._caching
+    assert not generation._Model(here, SequentialEngine(here.parts[0], ()), ())._caching
     found = [text.ids for text in run(model, PROMPTS, GREEDY, module)]
     assert found == [text.ids for text in run(model, PROMPTS, GREEDY, Forgetful(module))]
     assert found != plain, "half of the attention draws the same text: this test would see little"
@@ -220,7 +220,7 @@ def test_a_text_stops_where_the_layout_ends(capsys: pytest.CaptureFixture[str]) 
     generate._close(_all_of(here, PROMPTS[:1]), here.job, 2.0)  # type: ignore[arg-type]
     assert capsys.readouterr().err.splitlines()[1:] == [stopped]
     here.parts[0].length_multiple = 10
-    assert len(generation.encode(here.job, "x" * 20)) == 20  # type: ignore[arg-type]
+    assert len(generation.encode(here.job, "x" * 20, here.job.tokenizer.delimiters)) == 20  # type: ignore[arg-type]
     with pytest.raises(ConfigError, match="a prompt has 20 tokens; this layout supports at most 20"):
         _all_of(here, [[120] * 20])
 
@@ -233,9 +233,9 @@ def _all_of(here: BuildContext, prompts: Sequence[Sequence[int]]) -> list[Text]:
 
 def test_a_prompt_that_is_too_long_is_refused() -> None:
     job: Any = context(MODELS["llama"], nn.Identity()).job
-    assert generation.encode(job, "x" * 23) == (120,) * 23
+    assert generation.encode(job, "x" * 23, job.tokenizer.delimiters) == (120,) * 23
     with pytest.raises(ConfigError, match=r"has 24 tokens; .* max_seq_len = 24"):
-        generation.encode(job, "x" * 24)
+        generation.encode(job, "x" * 24, job.tokenizer.delimiters)
     with pytest.raises(ConfigError, match=r"24 tokens; .* at most 24"):
         run(MODELS["llama"], [[1] * 24], GREEDY)
 
@@ -243,11 +243,14 @@ def test_a_prompt_that_is_too_long_is_refused() -> None:
 def test_a_tokenizer_that_is_not_the_models_is_refused() -> None:
     small: Any = context(Llama(LlamaConfig(**{**SIZES, "vocab_size": 100})), nn.Identity()).job
     with pytest.raises(ConfigError, match="token id 120, but the model's vocab_size is 100"):
-        generation.encode(small, "ax")
+        generation.encode(small, "ax", small.tokenizer.delimiters)
 
 
 def test_an_empty_prompt_begins_a_document() -> None:
-    assert generation.encode(context(MODELS["llama"], nn.Identity()).job, "") == (END,)
+    job: Any = context(MODELS["llama"], nn.Identity()).job
+    assert generation.encode(job, "", job.tokenizer.delimiters) == (END,)
+    assert generation.encode(job, "", Delimiters(7, (), (END,))) == (7,)
+    assert generation.encode(job, "x", Delimiters(7, (7, 8), (END,))) == (7, 8, 120)
 
 
 def test_logits_that_are_no_numbers_are_said(monkeypatch: pytest.MonkeyPatch) -> None:

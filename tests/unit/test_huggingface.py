@@ -73,6 +73,7 @@ def test_what_is_written(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> 
     assert told == {
         "from": str(tmp_path / "hf"), "to": str(tmp_path / "small"), "format": "hf", "tensors": 21,
         "files": len(files), "bytes": sum(file.stat().st_size for file in files),
+        "not_carried_over": [],
     }  # fmt: skip
     index = json.loads((tmp_path / "small" / tensor_files.INDEX).read_text())
     assert index["metadata"]["total_size"] == 2 * sum(t.numel() for t in tensors(tmp_path / "hf").values())

@@ -9,11 +9,13 @@ from titan.checkpoint.resume import Changes, compare
 from titan.checkpoint.weights import stored_rest
 from titan.config import load_job
 from titan.config.tables import differences
+from titan.data.tokens.identity import Identity
 from titan.errors import CheckpointError, ConfigError
 
 QUICK = Path(__file__).parents[2] / "configs" / "quickstart.toml"
 TEST_PLUGINS = Path(__file__).parents[1] / "plugins"
 
+TOKENIZER = Identity(name="byte", fingerprint="1" * 64, copies={})
 WAY_OUT = "restore the old value, or set another --run.name"
 
 
@@ -26,7 +28,7 @@ def saved(fingerprint: str = "f", **more: Any) -> dict[str, Any]:
 
 
 def test_the_same_job_has_nothing_to_say() -> None:
-    assert compare(saved(), table(), "f", False) == Changes()
+    assert compare(saved(), table(), "f", TOKENIZER) == Changes()
 
 
 @pytest.mark.parametrize(
@@ -43,7 +45,7 @@ def test_the_same_job_has_nothing_to_say() -> None:
     ],
 )
 def test_what_changes_no_curve_is_free(words: tuple[str, ...]) -> None:
-    assert compare(saved(), table(*words), "f", False) == Changes()
+    assert compare(saved(), table(*words), "f", TOKENIZER) == Changes()
 
 
 @pytest.mark.parametrize(
@@ -62,14 +64,14 @@ def test_what_changes_no_curve_is_free(words: tuple[str, ...]) -> None:
     ],
 )
 def test_what_takes_effect_is_said(words: tuple[str, ...], said: str) -> None:
-    changes = compare(saved(), table(*words), "f", False)
+    changes = compare(saved(), table(*words), "f", TOKENIZER)
     assert len(changes.said) == 1 and changes.said[0].startswith(said)
     assert not changes.other_samples
 
 
 def test_what_only_new_runs_read_is_not_said_to_take_effect() -> None:
     on = ("--plugins.fp16.enabled", "true")
-    changes = compare(saved(config=table(*on)), table(*on, "--plugins.fp16.init_scale", "256"), "f", False)
+    changes = compare(saved(config=table(*on)), table(*on, "--plugins.fp16.init_scale", "256"), "f", TOKENIZER)
     assert changes.said == (
         "plugins.fp16.init_scale = 256.0, the checkpoint has 65536.0: sets what a new run begins with; the state in "
         "the checkpoint takes precedence",
@@ -80,16 +82,16 @@ def test_changes_that_explain_another_state_of_the_optimizer() -> None:
     now = table(
         "--optimizer.name", "lion", "--optimizer.lr", "1e-3", "--plugins.bf16.pure", "true", "--train.steps", "9"
     )
-    assert compare(saved(), now, "f", False).updates == (
+    assert compare(saved(), now, "f", TOKENIZER).updates == (
         "optimizer.name = 'lion', the checkpoint has 'adamw'", "plugins.bf16 = on, the checkpoint has unset"
     )  # fmt: skip
-    (lr,) = compare(saved(), table("--optimizer.lr", "1e-3"), "f", False).updates
+    (lr,) = compare(saved(), table("--optimizer.lr", "1e-3"), "f", TOKENIZER).updates
     assert lr == "optimizer.lr = 0.001, the checkpoint has 0.004"
 
 
 def test_another_model_is_refused() -> None:
     with pytest.raises(ConfigError) as error:
-        compare(saved(), table("--model.dim", "64", "--model.norm_eps", "1e-6"), "f", False)
+        compare(saved(), table("--model.dim", "64", "--model.norm_eps", "1e-6"), "f", TOKENIZER)
     assert [str(fault) for fault in error.value.faults] == [
         f"model.dim = 64, the checkpoint has 128: the checkpoint is of another model; {WAY_OUT}",
         f"model.norm_eps = 1e-06, the checkpoint has 1e-05: the checkpoint is of another model; {WAY_OUT}",
@@ -101,10 +103,10 @@ def test_other_samples_are_refused_or_begun_anew() -> None:
     with pytest.raises(
         ConfigError, match=r"data.seq_len = 64, the checkpoint has 128\); set checkpoint.reset_data = true"
     ):
-        compare(saved(), now, "g", False)
-    with pytest.raises(ConfigError, match="files of the datasets have changed"):
-        compare(saved(), table("--data.workers", "3", "--data.cache", "/elsewhere"), "g", False)
-    changes = compare(saved(), now, "g", True)
+        compare(saved(), now, "g", TOKENIZER)
+    with pytest.raises(ConfigError, match="files of the datasets changed"):
+        compare(saved(), table("--data.workers", "3", "--data.cache", "/elsewhere"), "g", TOKENIZER)
+    changes = compare(saved(), {**now, "checkpoint": {**now["checkpoint"], "reset_data": True}}, "g", TOKENIZER)
     assert changes.other_samples
     assert [sentence.split(",")[0] for sentence in changes.said] == [
         "optimizer.lr = 0.001", "the samples differ from those of the checkpoint; the data restarts at its first sample"
@@ -112,7 +114,7 @@ def test_other_samples_are_refused_or_begun_anew() -> None:
 
 
 def test_data_is_reset_once() -> None:
-    assert compare(saved(), table("--checkpoint.reset_data", "true"), "f", True) == Changes()
+    assert compare(saved(), table("--checkpoint.reset_data", "true"), "f", TOKENIZER) == Changes()
 
 
 def test_a_mixture_is_compared_entry_by_entry() -> None:
@@ -141,32 +143,32 @@ def lacking(*path: str) -> dict[str, Any]:
      ("optimizer", "betas"), ("model", "norm_eps"), ("checkpoint", "async"), ("mesh",)],
 )  # fmt: skip
 def test_what_the_version_that_saved_did_not_know_is_no_change_while_it_is_the_default(path: tuple[str, ...]) -> None:
-    assert compare(lacking(*path), table(), "f", False) == Changes()
+    assert compare(lacking(*path), table(), "f", TOKENIZER) == Changes()
 
 
 def test_what_the_version_that_saved_did_not_know_is_said_where_it_is_not_the_default() -> None:
     now = table("--loss.z_loss", "1e-4", "--validation.every", "5")
     old = lacking("loss")
     del old["config"]["validation"]
-    changes = compare(old, now, "f", False)
+    changes = compare(old, now, "f", TOKENIZER)
     assert changes.said == ("loss.z_loss = 0.0001, the checkpoint has 0.0: takes effect at the next step",)
     with pytest.raises(ConfigError, match=r"^model\.norm_eps = 1e-06, the checkpoint has 1e-05: the checkpoint is of"):
-        compare(lacking("model", "norm_eps"), table("--model.norm_eps", "1e-6"), "f", False)
+        compare(lacking("model", "norm_eps"), table("--model.norm_eps", "1e-6"), "f", TOKENIZER)
 
 
 def test_a_technique_that_lacked_an_option_had_its_default() -> None:
     words = ("--plugins.inject_nan.steps", "3", "--plugins.path", str(TEST_PLUGINS))
     old = saved(config=table(*words))
     del old["config"]["plugins"]["inject_nan"]["rank"]
-    assert compare(old, table(*words), "f", False) == Changes()
-    (said,) = compare(old, table(*words, "--plugins.inject_nan.rank", "2"), "f", False).said
+    assert compare(old, table(*words), "f", TOKENIZER) == Changes()
+    (said,) = compare(old, table(*words, "--plugins.inject_nan.rank", "2"), "f", TOKENIZER).said
     assert said.startswith("plugins.inject_nan.rank = 2, the checkpoint has 0")
 
 
 def test_sections_that_are_known_no_longer_are_said() -> None:
     old = saved()
     old["config"] |= {"annealing": {"rate": 3, "deep": {"er": 1}}, "odd": 3}
-    assert compare(old, table(), "f", False).said == (
+    assert compare(old, table(), "f", TOKENIZER).said == (
         "annealing.rate = unset, the checkpoint has 3: takes effect at the next step",
         "annealing.deep = unset, the checkpoint has on: takes effect at the next step",
         "odd = unset, the checkpoint has 3: takes effect at the next step",
@@ -176,7 +178,7 @@ def test_sections_that_are_known_no_longer_are_said() -> None:
 @pytest.mark.parametrize("config", [{}, {"model": {"name": "gone"}, "data": {"mixture": 3}, "plugins": {"gone": {}}}])
 def test_a_config_of_another_world_is_compared_all_the_same(config: dict[str, Any]) -> None:
     with pytest.raises(ConfigError, match="the checkpoint is of another model"):
-        compare({"config": config}, table(), "f", False)
+        compare({"config": config}, table(), "f", TOKENIZER)
 
 
 def test_tuples_come_back_as_lists() -> None:

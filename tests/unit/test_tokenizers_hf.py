@@ -82,7 +82,7 @@ def write(folder: Path, files: Mapping[str, Any] | None) -> Path:
     assert files is not None
     folder.mkdir(exist_ok=True)
     for name, value in files.items():
-        (folder / name).write_text(json.dumps(value))
+        (folder / name).write_bytes(value if isinstance(value, bytes) else json.dumps(value).encode())
     return folder
 
 
@@ -227,13 +227,19 @@ def test_which_token_ends_a_document(
 
 
 def test_files_are_passed_on_as_they_were(theirs: Path, tmp_path: Path) -> None:
-    change(theirs, "tokenizer_config.json", chat_template="{{ messages }}")
-    change(theirs, "special_tokens_map.json", eos_token="<|old|>", bos_token="!")
-    files = opened(theirs).hf_files()
-    assert files is not None and sorted(files) == [hf.SPECIALS, hf.TOKENIZER, hf.ABOUT]
-    assert files[hf.TOKENIZER] == json.loads((theirs / hf.TOKENIZER).read_text())
-    assert files[hf.ABOUT]["chat_template"] == "{{ messages }}"
-    assert files[hf.SPECIALS] == {"eos_token": "<|end|>", "bos_token": "!"}
+    change(theirs, hf.ABOUT, chat_template="{{ messages }}", eos_token=None)
+    change(theirs, hf.SPECIALS, eos_token="<|end|>", bos_token="!")
+    change(theirs, hf.GENERATION, eos_token_id=[4096, 5], temperature=0.5)
+    (theirs / "chat_template.jinja").write_bytes(b"{{ a }}\r\n")
+    (theirs / "notes.txt").write_text("of no tokenizer")
+    files, passed_on = opened(theirs).files(), opened(theirs).hf_files()
+    assert {name: (theirs / name).read_bytes() for name in files} == files and passed_on is not None
+    assert sorted(files) == sorted(passed_on) == sorted({file.name for file in theirs.iterdir()} - {"notes.txt"})
+    assert {name for name in files if passed_on[name] != files[name]} == {hf.ABOUT}, "names the eos in both"
+    assert passed_on[hf.ABOUT] == {**json.loads(files[hf.ABOUT]), "eos_token": "<|end|>"}
+    other = opened(theirs, end="b").hf_files()
+    assert other is not None and other[hf.ABOUT]["eos_token"] == other[hf.SPECIALS]["eos_token"] == "b"
+    assert other[hf.GENERATION] == {"eos_token_id": [4096, 5, ord("b")], "temperature": 0.5}
 
 
 def test_fingerprint_follows_what_decides_ids(theirs: Path) -> None:

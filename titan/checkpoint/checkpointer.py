@@ -43,16 +43,17 @@ class Checkpointer:
     asynchronous: write in the background, from a copy in host memory as large as a rank's share of the state. A GPU
         with room clones the state, and sends the clone there while it computes.
     timeout_s: a load or save that takes longer ends the process, with its stacks shown.
+    copies: name -> content of the files that each checkpoint keeps of the tokenizer; read on rank 0.
     held: called on rank 0 before a save changes the folder; raises FolderError where it is no longer this run's.
     mesh: of the run; None: no rank has weights of its own, nor state of techniques.
     """
 
     def __init__(
         self, folder: Path, *, keep: int, asynchronous: bool, rank: int, world_size: int, timeout_s: float = 1800.0,
-        held: Callable[[], None] = lambda: None, mesh: Mesh | None = None,
+        held: Callable[[], None] = lambda: None, mesh: Mesh | None = None, copies: Mapping[str, bytes] | None = None,
     ) -> None:  # fmt: skip
         self.folder, self.keep, self.asynchronous, self.timeout_s = folder, keep, asynchronous, timeout_s
-        self._held = held
+        self._held, self._copies = held, copies or {}
         self._ranks = Ranks(rank, world_size, patience=2 * timeout_s)  # the limit, which shows stacks, comes first
         self._planner = storage.Planner(self._ranks)
         self._staging = Staging()
@@ -283,8 +284,9 @@ class Checkpointer:
             "torch": torch.__version__, "optimizer": snapshot.optimizer, "values": snapshot.values,
             "rest": snapshot.rest,
         })  # fmt: skip
-        manifest.write(path, entries | {name: manifest.entry_of(path / name) for name in (METADATA, INDEX, STATE)})
-        size = sum(file.stat().st_size for file in path.iterdir()) / 1e6
+        others = (METADATA, INDEX, STATE, *folders.write_copies(path, self._copies))
+        manifest.write(path, entries | {name: manifest.entry_of(path / name) for name in others})
+        size = sum((path / name).stat().st_size for name in manifest.names_in(path)) / 1e6
         self._held()
         final = folders.commit(path)
         self._next = None if self._next is None else self._next + 1

@@ -5,6 +5,7 @@ Both formats can be read and written. The new folder is written under a temporar
 
 from __future__ import annotations
 
+import json
 import os
 import time
 from collections.abc import Callable, Iterator, Mapping
@@ -20,16 +21,26 @@ from titan.checkpoint.checkpointer import Checkpointer
 from titan.checkpoint.disk import folder as folders
 from titan.checkpoint.disk.folder import HF_CONFIG, is_hf, read_hf_config
 from titan.checkpoint.disk.index import MODEL
-from titan.checkpoint.disk.tensor_files import Planned, write_json, write_tensors
+from titan.checkpoint.disk.tensor_files import Planned, is_weights, write_file, write_tensors
 from titan.checkpoint.huggingface import HfWeights, check_config, joined, made_of, shape_in_hf, shapes_of
 from titan.checkpoint.ranks import Ranks
 from titan.checkpoint.restore import Saved, check_weights
 from titan.checkpoint.state import Snapshot
-from titan.checkpoint.weights import refuse_technique
-from titan.errors import CheckpointError, ConfigError
+from titan.checkpoint.weights import refuse_technique, stored_rest
+from titan.data.tokens.identity import identify
+from titan.errors import CheckpointError, ConfigError, refuse_lfs_pointer
 
 if TYPE_CHECKING:
+    from titan.config import Job
     from titan.contracts import Model, Tokenizer
+
+Content = bytes | Mapping[str, Any]
+"""Of a file: bytes, or a JSON value."""
+
+MOST_BYTES = 50 << 20
+"""Of a file that is carried over."""
+
+TOKEN_IDS = ("bos_token_id", "eos_token_id", "pad_token_id")
 
 Progress = Callable[[], None]
 """Called when a tensor of ours has been read."""
@@ -88,11 +99,12 @@ def open_weights(path: Path, model: Model, technique: str = "") -> Weights:
 
 def write_hf(
     to: Path, weights: Weights, model: Model, tokenizer: Tokenizer, dtype: torch.dtype | None, shard_bytes: int,
-    progress: Progress,
-) -> None:  # fmt: skip
+    progress: Progress, source: Path | None = None,
+) -> list[str]:  # fmt: skip
     """Write a folder that transformers loads: safetensors, config.json and what the tokenizer has.
 
-    dtype: of all tensors; None keeps what they are stored in.
+    dtype: of all tensors; None keeps what they are stored in.  source: the folder that the weights are from. Of a
+    Hugging Face folder all other small files are carried over; returns the names of those that are not.
 
     Raises:
         CheckpointError: something cannot be read or written.
@@ -103,8 +115,9 @@ def write_hf(
         raise ConfigError(
             f"[model] {model.name}: transformers has no equivalent model, so --format hf is not available"
         )
-    if tokenizer.vocab_size > model.spec().vocab_size:
-        sizes = f"the tokenizer has {tokenizer.vocab_size} ids, but the model's vocab_size is {model.spec().vocab_size}"
+    needed, rows = tokenizer.min_vocab_size, model.spec().vocab_size
+    if needed > rows:
+        sizes = f"the tokenizer has {needed} ids, but the model's vocab_size is {rows}"
         raise ConfigError(f"[tokenizer] name = {tokenizer.name!r}: {sizes}")
     tensors = {tensor.name: tensor for tensor in made_of(model, weights.shapes)}
     types = {name: dtype or weights.dtype(tensor.ours[0]) for name, tensor in tensors.items()}
@@ -127,20 +140,25 @@ def write_hf(
         return joined(tensor, [stack[tensor.ours[0]][tensor.element].to(types[name])])
 
     widest = max(types.values(), key=lambda one: one.itemsize)
-    ends = {"bos_token_id": None, "eos_token_id": tokenizer.end, "torch_dtype": str(widest).removeprefix("torch.")}
+    carried, left = _beside(source)
+    files: dict[str, Content] = {**carried, **(tokenizer.hf_files() or {})}
+    trained = source is not None and not is_hf(source) and bool(stored_rest(source).get("step"))
+    own = {**config, **_token_ids(tokenizer), "torch_dtype": str(widest).removeprefix("torch.")}
+    files[HF_CONFIG] = _config_json(files.get(HF_CONFIG), own, model, trained, anew=dtype is not None)
     with _made_aside(to) as folder:
         write_tensors(folder, planned, value, shard_bytes)
-        for name, content in (tokenizer.hf_files() or {}).items():
-            write_json(folder / name, content)
-        write_json(folder / HF_CONFIG, {**config, **ends})
+        for name, content in files.items():
+            write_file(folder / name, content)
+    return left
 
 
 def write_checkpoint(
-    to: Path, weights: Weights, table: Mapping[str, Any], dtype: torch.dtype | None, progress: Progress
-) -> None:
-    """Write a folder that holds the checkpoint of step 0 of the job `table`, without state of an optimizer.
+    to: Path, weights: Weights, job: Job, dtype: torch.dtype | None, progress: Progress, source: Path | None = None
+) -> list[str]:
+    """Write a folder that holds the checkpoint of step 0 of a job, without state of an optimizer.
 
-    dtype: of all tensors; None keeps what they are stored in.
+    dtype: of all tensors; None keeps what they are stored in.  source: the folder that the weights are of. Returns the
+    names of files of a Hugging Face folder that the checkpoint does not keep.
 
     Raises:
         CheckpointError: something cannot be read or written.
@@ -155,9 +173,69 @@ def write_checkpoint(
         progress()
         return tensor
 
-    snapshot = Snapshot(tensors, _Lazy(tensors, value), {}, None, {"config": dict(table), "step": 0})
+    known, copies = identify(job.tokenizer)
+    rest = {"config": dict(job.table), "step": 0, "tokenizer": known}
+    snapshot = Snapshot(tensors, _Lazy(tensors, value), {}, None, rest)
     with _made_aside(to) as folder:
-        Checkpointer(folder, keep=0, asynchronous=False, rank=0, world_size=1).write(0, snapshot, time.perf_counter())
+        checkpointer = Checkpointer(folder, keep=0, asynchronous=False, rank=0, world_size=1, copies=copies)
+        checkpointer.write(0, snapshot, time.perf_counter())
+    others, left = _beside(source)
+    return sorted({*others, *left} - {*copies, HF_CONFIG})
+
+
+def _beside(source: Path | None) -> tuple[dict[str, bytes], list[str]]:
+    """Of a Hugging Face folder, the small files that are no weights, and the names of the others; else nothing."""
+    if source is None or not is_hf(source):
+        return {}, []
+    small, others = {}, []
+    for file in sorted(file for file in source.rglob("*") if file.is_file() and not is_weights(file)):
+        name = file.relative_to(source).as_posix()
+        if name.startswith(".") or file.stat().st_size > MOST_BYTES:
+            others.append(name)
+        else:
+            refuse_lfs_pointer(file, CheckpointError)
+            small[name] = file.read_bytes()
+    return small, others
+
+
+def _config_json(
+    published: Content | None, ours: Mapping[str, Any], model: Model, trained: bool, *, anew: bool
+) -> Content:
+    """The config.json to write: the published one, if there is one and it is of this model; else ours, with its ids.
+
+    trained: by titan since, so generation has to stop at the end of a document.  anew: the dtype is another.
+    """
+    theirs = {} if published is None else _table(published)
+    ids = {key: theirs[key] for key in TOKEN_IDS if key in theirs}
+    ends = ids.get("eos_token_id")
+    end = ours["eos_token_id"]
+    if trained and end not in (ends if isinstance(ends, list) else [ends]):
+        ids["eos_token_id"] = end
+    about = {**(theirs if _is_of(theirs, model) else ours), **ids}
+    dtype = "dtype" if "dtype" in about else "torch_dtype"
+    if anew or trained or dtype in about:
+        about[dtype] = ours["torch_dtype"]
+    return about if published is None or about != theirs else published
+
+
+def _is_of(config: Mapping[str, Any], model: Model) -> bool:
+    """Whether a config.json says what ours says of a model."""
+    own = model.hf_config()
+    try:
+        theirs = model.from_hf(config)
+    except ConfigError:  # of another model, whose folder the tokenizer is from
+        return False
+    return own is not None and theirs is not None and theirs == model.from_hf(own)
+
+
+def _token_ids(tokenizer: Tokenizer) -> dict[str, Any]:
+    """Ids that transformers reads in a config.json."""
+    stops = tokenizer.delimiters.stops
+    return {"bos_token_id": None, "eos_token_id": stops[0] if len(stops) == 1 else list(stops)}
+
+
+def _table(content: Content) -> dict[str, Any]:
+    return dict(json.loads(content) if isinstance(content, bytes) else content)
 
 
 class _Lazy(Mapping[str, Tensor]):

@@ -2,16 +2,24 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from titan.checkpoint import huggingface, restore
 from titan.checkpoint.disk import folder as folders
 from titan.checkpoint.disk.folder import is_hf
-from titan.checkpoint.disk.manifest import STATE
+from titan.checkpoint.disk.manifest import STATE, TOKENIZER
 from titan.checkpoint.ranks import Ranks
-from titan.errors import CheckpointError
+from titan.config.renames import renewed_job
+from titan.contracts import Tokenizer
+from titan.contracts.base import registry
+from titan.contracts.base.conformance import made
+from titan.contracts.base.options import Where, parse
+from titan.data.tokens import identity
+from titan.data.tokens.identity import Identity
+from titan.errors import CheckpointError, ConfigError, DataError
+from titan.log import log
 
 if TYPE_CHECKING:
     from titan.contracts import Model, ModelPart
@@ -24,6 +32,7 @@ _KINDS = {
     "valid_tokens": int,
     "data": dict,
     "techniques": dict,
+    "tokenizer": dict,
 }
 """What a run counts on in the rest of a checkpoint, where it is there."""
 
@@ -68,6 +77,80 @@ def stored_config(path: Path) -> dict[str, Any]:
     if not isinstance(config, dict):
         raise CheckpointError(f"{path / STATE} does not hold the config of the run")
     return config
+
+
+def stored_tokenizer(path: Path) -> Identity | None:
+    """What a checkpoint of titan's says of its tokenizer; None where it was saved before they did.
+
+    Raises:
+        CheckpointError: it cannot be read, or names a copy outside its folder.
+    """
+    said = stored_rest(path).get("tokenizer")
+    if said is None:
+        return None
+    name, fingerprint, copies = said.get("name"), said.get("fingerprint"), said.get("copies")
+    names = copies.values() if isinstance(copies, dict) else [] if copies is None else [None]
+    if not (isinstance(name, str) and isinstance(fingerprint, str) and all(map(_is_name, names))):
+        raise CheckpointError(f"{path / STATE} gives no valid name, fingerprint and copies of a tokenizer")
+    return Identity(name=name, fingerprint=fingerprint, copies=copies)
+
+
+def _is_name(name: object) -> bool:
+    return isinstance(name, str) and "/" not in name and not name.startswith(".")
+
+
+def tokenizer_table(path: Path) -> dict[str, Any] | None:
+    """The `[tokenizer]` table that opens the tokenizer of some weights: the copies that a checkpoint keeps, or the
+    files of a Hugging Face folder; None where a folder has none that a plugin reads.
+
+    Raises:
+        CheckpointError: the checkpoint cannot be read.
+    """
+    if not is_hf(path):
+        table, stored = renewed_job(stored_config(path)).get("tokenizer"), stored_tokenizer(path)
+        copies = path.absolute() / TOKENIZER
+        return table if table is None or stored is None else identity.from_copies(table, stored, copies)
+    for plugin in registry.of_kind(Tokenizer.kind):
+        assert issubclass(plugin, Tokenizer)
+        values = plugin.from_hf(path.absolute())
+        if values is not None:
+            return {"name": plugin.name, **values}
+    return None
+
+
+def check_tokenizer(path: Path, tokenizer: Tokenizer, *, change: bool) -> None:
+    """Hold the tokenizer of a job against the one that the weights of a folder belong to.
+
+    change: `checkpoint.change_tokenizer`; another one is then only told.
+
+    Raises:
+        ConfigError: it is another one.
+        CheckpointError: the checkpoint cannot be read.
+    """
+    stored = None if is_hf(path) else stored_tokenizer(path)
+    try:
+        if stored is not None and stored["copies"] is None:
+            if (stored["name"], stored["fingerprint"]) != (tokenizer.name, tokenizer.fingerprint):
+                trained = identity.shown(stored["name"], stored["fingerprint"])
+                raise identity.another(tokenizer, trained, str(path))
+        elif (is_hf(path) or stored is not None) and (trained_with := _made(tokenizer_table(path))) is not None:
+            identity.require_same(tokenizer, trained_with, str(path))
+    except DataError as error:
+        log.warning(f"{path}: its tokenizer cannot be compared with {tokenizer.name!r}: {error}")
+    except ConfigError as error:
+        if not change:
+            raise
+        log.warning(f"{error}, which it is")
+
+
+def _made(table: Mapping[str, Any] | None) -> Tokenizer | None:
+    """The tokenizer of a table; None where no plugin at hand makes it."""
+    values = dict(table or {})
+    plugin = registry.find(Tokenizer.kind, str(values.pop("name", "")))
+    config = None if plugin is None else parse(plugin.Config, values, Where(Tokenizer.section))[0]
+    tokenizer = None if plugin is None or config is None else made(plugin, config)
+    assert tokenizer is None or isinstance(tokenizer, Tokenizer)
+    return tokenizer
 
 
 def load_weights(path: Path, model: Model, parts: Sequence[ModelPart], ranks: Ranks, technique: str = "") -> None:

@@ -101,7 +101,7 @@ def _rm(args: argparse.Namespace) -> int:
     if any(_sound(path) for path in doomed) and not any(_sound(path) for path in spared) and not args.yes:
         raise CheckpointError(f"{doomed[-1]} is the only complete checkpoint in its folder; add --yes to remove it")
     for path in doomed:
-        foreign = [file.name for file in path.iterdir() if not _is_part(file)]
+        foreign = [name for name in manifest.names_in(path) if not _is_part(path, name)]
         if path.is_symlink() or foreign:
             what = f"holds {min(foreign)}, which is no part of a checkpoint" if foreign else "is a link"
             raise CheckpointError(f"{path} {what}; nothing was removed")
@@ -163,10 +163,9 @@ def _is_checkpoint(path: Path) -> bool:
     return path.is_dir() and (folders.is_complete(path) or folders.is_unfinished(path) or folders.is_step(path))
 
 
-def _is_part(file: Path) -> bool:
-    return file.is_file() and (
-        file.name in (manifest.MANIFEST, ".metadata.tmp") or manifest.is_checkpoint_file(file.name)
-    )
+def _is_part(path: Path, name: str) -> bool:
+    known = name in (manifest.MANIFEST, ".metadata.tmp") or manifest.is_checkpoint_file(name)
+    return known and (path / name).is_file()
 
 
 def _sound(path: Path) -> bool:
@@ -225,7 +224,7 @@ def _layout(mesh: Any) -> str | None:
 
 
 def _bytes(path: Path) -> int:
-    return sum(file.lstat().st_size for file in path.iterdir())
+    return sum((path / name).lstat().st_size for name in manifest.names_in(path))
 
 
 def _megabytes(size: int) -> str:

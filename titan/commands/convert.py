@@ -6,7 +6,7 @@ import sys
 from pathlib import Path
 from typing import Any
 
-from titan.checkpoint.weights import find_weights
+from titan.checkpoint.weights import check_tokenizer, find_weights
 from titan.config import Job, load_job
 from titan.errors import ConfigError, ConfigIssue
 from titan.inference.load_model import open_job
@@ -21,7 +21,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.description = f"""{HELP}.
 
 --from may be a Hugging Face folder (config.json and safetensors), a checkpoint, or a run (its newest checkpoint).
-Optimizer state is not converted. Start a run from the result with --checkpoint.init_from, or load it with transformers.
+Optimizer state is not converted. The tokenizer's files and a folder's other small files are carried over as they are;
+what is not is named. Start a run from the result with --checkpoint.init_from, or load it with transformers.
 A Hugging Face folder with a tokenizer that no plugin reads needs --tokenizer.name NAME. Memory holds one tensor at a
 time."""
     parser.add_argument("--from", type=Path, required=True, metavar="DIR", dest="source", help="weights to convert")
@@ -58,6 +59,8 @@ def run(args: argparse.Namespace) -> int:
     else:
         size = report["bytes"] / 1e9
         print(f"{report['tensors']} tensors, {size:,.2f} GB in {report['files']} files: {report['to']}")
+        if report["not_carried_over"]:
+            print(f"not carried over: {', '.join(report['not_carried_over'])}")
     return 0
 
 
@@ -75,13 +78,15 @@ def _convert(args: argparse.Namespace) -> dict[str, Any]:
     with tqdm(total=len(weights.shapes), unit=" tensors", leave=False, disable=not talks) as bar:
         if args.format == "hf":
             shard_bytes = int(args.shard_size * 1e9)
-            conversion.write_hf(args.output, weights, job.model, job.tokenizer, dtype, shard_bytes, bar.update)
+            left = conversion.write_hf(
+                args.output, weights, job.model, job.tokenizer, dtype, shard_bytes, bar.update, path
+            )
         else:
-            conversion.write_checkpoint(args.output, weights, job.table, dtype, bar.update)
+            left = conversion.write_checkpoint(args.output, weights, job, dtype, bar.update, path)
     files = [file for file in args.output.rglob("*") if file.is_file()]
     return {
         "from": str(path), "to": str(args.output), "format": args.format, "tensors": len(weights.shapes),
-        "files": len(files), "bytes": sum(file.stat().st_size for file in files),
+        "files": len(files), "bytes": sum(file.stat().st_size for file in files), "not_carried_over": left,
     }  # fmt: skip
 
 
@@ -89,4 +94,6 @@ def _open(args: argparse.Namespace) -> tuple[Path, Job]:
     """Where the weights lie, and a job with their model and tokenizer."""
     if args.config is None:
         return open_job(args.source, args.overrides, 1, "--from")
-    return find_weights(args.source, "--from"), load_job(args.config, args.overrides)
+    path, job = find_weights(args.source, "--from"), load_job(args.config, args.overrides)
+    check_tokenizer(path, job.tokenizer, change=job.checkpoint.change_tokenizer)
+    return path, job

@@ -12,8 +12,9 @@ from titan.contracts import Dataset
 from titan.contracts.base import registry
 from titan.contracts.base.options import Where, parse
 from titan.data.tokens.bytepairs import train_ranks, write_ranks
-from titan.data.tokens.prepare import prepare
+from titan.data.tokens.prepare import loss_in, prepare
 from titan.data.tokens.shards import open_shard
+from titan.data.tokens.tokenize import Lost
 from titan.errors import ConfigError, ConfigIssue, DataError, by_errno
 
 HELP = "tokenize a job's text ahead of its run, train a tokenizer, inspect a token shard"
@@ -68,20 +69,20 @@ def run(args: argparse.Namespace) -> int:
 
 def _prepare(args: argparse.Namespace) -> dict[str, Any]:
     job = load_job(args.config, args.overrides)
-    found = [
-        shard
-        for source in job.sources
-        for shard in prepare(
-            source.plugin,
-            job.tokenizer,
-            cache=Path(job.data.cache).expanduser(),
-            workers=job.data.prepare_workers,
-            progress=True,
-        )
-    ]
+    cache, found, lost = Path(job.data.cache).expanduser(), [], Lost()
+    for dataset in [source.plugin for source in job.sources]:
+        shards = prepare(
+            dataset, job.tokenizer, cache=cache, workers=job.data.prepare_workers, progress=True,
+            max_lost=job.data.max_lost,
+        )  # fmt: skip
+        found += shards
+        if dataset.shards() is None:
+            lost.add(loss_in(shards[0].path.parent))
     return {
         "tokens": sum(shard.tokens for shard in found),
         "documents": sum(shard.documents for shard in found),
+        "sampled_bytes": lost.sampled,
+        "lost": round(lost.share, 6),
         "files": [str(shard.path) for shard in found],
     }
 

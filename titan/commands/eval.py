@@ -37,8 +37,9 @@ or batch size, up to rounding. Metrics follow the Language Model Evaluation Harn
   word_perplexity  exp(nats per word); words are counted as in lm-eval, by re.split(r"\\s+", text)
   bits_per_byte    bits per byte of UTF-8 text (like word_perplexity, not available for token shards)
 
-Each document is scored on its own. All its tokens are predicted, the first one from the end-of-text id; with
---first-token skip the first token is not scored, as in transformers. The end-of-text id itself is not scored.
+Each document is scored on its own. All its tokens are predicted; with --first-token skip the first token is not
+scored, as in transformers. The end-of-text id itself is not scored. The first token is predicted from the BOS token of
+a published model, as in lm-eval; where it has none, or titan has trained the weights, from the end-of-text id.
 A document longer than --seq-len is read in windows of --seq-len tokens whose ends lie --stride tokens apart. Each
 window scores only the tokens that earlier windows have not.
 
@@ -68,6 +69,11 @@ every token of that word is the most probable one; word_perplexity is LAMBADA's 
         default="predict",
         help="whether to score the first token of a document; default: predict",
     )
+    parser.add_argument(
+        "--bos", action=argparse.BooleanOptionalAction,
+        help="predict the first token from the BOS token of a published model, or from the end-of-text id; "
+        "default: --bos, unless titan has trained the weights",
+    )  # fmt: skip
     parser.add_argument("--batch-size", type=int, default=8, metavar="N", help="windows per forward pass; default: 8")
     parser.add_argument("--limit", type=int, metavar="N", help="use only the first N documents")
     parser.add_argument("--json", action="store_true", help="one JSON object")
@@ -94,7 +100,7 @@ def run(args: argparse.Namespace) -> int:
 
 def _stated(args: argparse.Namespace, path: "Path") -> dict[str, Any]:
     """What all nodes must have beside the job; hosts may have the checkpoint at different paths."""
-    keys = ("weights", "last_word", "stride", "first_token", "batch_size", "limit")
+    keys = ("weights", "bos", "last_word", "stride", "first_token", "batch_size", "limit")
     return {"checkpoint": path.name} | {key: getattr(args, key) for key in keys}
 
 
@@ -154,7 +160,7 @@ def _measure(args: argparse.Namespace, path: Any, job: "Job", me: Any) -> dict[s
     reading = Reading(
         stride=args.stride or 0, first_token=args.first_token, batch_size=args.batch_size, limit=args.limit or 0
     )
-    trained = open_trained(path, job, me, args.weights)
+    trained = open_trained(path, job, me, args.weights, args.bos)
     shown = me.number == 0 and sys.stderr.isatty()
     with tqdm(unit=" tokens", unit_scale=True, desc="predicted", leave=False, disable=not shown) as bar:
         found = (last_words if args.last_word else evaluate)(trained, reading, bar.update)

@@ -18,7 +18,7 @@ from titan.config import Job
 from titan.errors import EXIT_DONE, EXIT_FAILED, ConfigError, ConfigIssue, DataError, TitanError, by_errno
 from titan.inference import generation
 from titan.inference.generation import Sampling, Text, Words
-from titan.inference.load_model import Trained, open_job, open_trained
+from titan.inference.load_model import Trained, delimiters, open_job, open_trained
 from titan.ranks import failure, launcher, process
 from titan.ranks.launch_env import launched_world_size
 from titan.ranks.meeting import signals
@@ -54,11 +54,13 @@ class Request:
     prompts: Sequence[tuple[str, tuple[int, ...]]]
     sampling: Sampling
     json: bool
+    bos: bool | None
 
     def stated(self, path: Path) -> dict[str, Any]:
         """What all nodes must have beside the job; hosts may have the checkpoint at different paths."""
         prompts = hashlib.sha256(json.dumps([ids for _, ids in self.prompts]).encode()).hexdigest()
-        return {"checkpoint": path.name, "weights": self.weights, "prompts": prompts, **asdict(self.sampling)}
+        own = {"checkpoint": path.name, "weights": self.weights, "bos": self.bos, "prompts": prompts}
+        return {**own, **asdict(self.sampling)}
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -98,6 +100,11 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--top-p", type=float, default=default.top_p, metavar="P",
         help="nucleus sampling: the fewest tokens whose probabilities sum to P; default: 1, all tokens",
     )  # fmt: skip
+    parser.add_argument(
+        "--bos", action=argparse.BooleanOptionalAction,
+        help="start prompts with the BOS token of a published model, or without; default: as its tokenizer states, "
+        "and --no-bos where titan has trained the weights",
+    )  # fmt: skip
     parser.add_argument("--samples", type=int, default=1, metavar="N", help="texts per prompt; default: 1")
     parser.add_argument(
         "--seed", type=int, default=default.seed, metavar="S",
@@ -121,8 +128,9 @@ def run(args: argparse.Namespace) -> int:
         )
     # Here too, and not on the ranks alone, so that what is wrong is said once.
     path, job = open_job(args.checkpoint, args.overrides, world_size, "--checkpoint")
-    prompts = [(prompt, generation.encode(job, prompt)) for prompt in _prompts(args)]
-    request = Request(args.checkpoint, args.weights, args.overrides, prompts, sampling, args.json)
+    around = delimiters(path, job.tokenizer, args.bos)
+    prompts = [(prompt, generation.encode(job, prompt, around)) for prompt in _prompts(args)]
+    request = Request(args.checkpoint, args.weights, args.overrides, prompts, sampling, args.json, args.bos)
     if place is None:
         return _as_rank(request, [])
     return launcher.start(functools.partial(_as_rank, request), [], place, statement_of(job, **request.stated(path)))
@@ -178,7 +186,7 @@ def _as_rank(request: Request, _: list[str]) -> int:
     log.set_up(rank)
     try:
         path, job = open_job(request.checkpoint, request.overrides, launched_world_size(), "--checkpoint")
-        trained = open_trained(path, job, process.join(job, **request.stated(path)), request.weights)
+        trained = open_trained(path, job, process.join(job, **request.stated(path)), request.weights, request.bos)
         _generate(trained, request)
         return EXIT_DONE
     except TitanError as error:
@@ -206,7 +214,8 @@ def _generate(trained: Trained, request: Request) -> None:
             print(words.add(token), end="", flush=True)
 
     prompts = [ids for _, ids in request.prompts]
-    texts = generation.generate(trained.context, trained.engine, prompts, request.sampling, watch)
+    stops = trained.delimiters.stops
+    texts = generation.generate(trained.context, trained.engine, prompts, request.sampling, watch, stops)
     if not talks:
         return
     if watch is not None:

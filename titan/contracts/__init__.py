@@ -35,7 +35,7 @@ from titan.contracts.objective import (
 )
 from titan.contracts.optimizers import with_switches
 from titan.contracts.technique import Alike, BuildContext, Engine, Own, PerRank, Phase, Technique
-from titan.contracts.text import Dataset, Tokenizer
+from titan.contracts.text import Dataset, Delimiters, Tokenizer
 from titan.contracts.tracker import Measure, Row, RunInfo, Tracker
 from titan.device import kind_of
 
@@ -50,6 +50,7 @@ __all__ = [
     "BuildContext",
     "Costs",
     "Dataset",
+    "Delimiters",
     "Document",
     "Dropout",
     "Engine",

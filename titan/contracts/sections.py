@@ -66,6 +66,10 @@ class DataSection:
     )
     shuffle: bool = option(True, "shuffle the samples of each epoch, seeded by run.seed")
     cache: str = option("~/.cache/titan", "folder of tokenized text, shared by all runs", path=True)
+    max_lost: float = option(
+        0.01, "largest share of the text's bytes that the tokenizer may lose, by a sample; above it, it is refused",
+        at_least=0, at_most=1,
+    )  # fmt: skip
     workers: int | None = option(
         None,
         "data loader processes per rank; 0: load in the training process; unset: 2 on a GPU, 0 on a CPU",
@@ -93,6 +97,9 @@ class CheckpointSection:
         False,
         "keep the checkpoint's weights and start the data at its first sample; without it, changed data is refused",
         formerly="new_data",
+    )
+    change_tokenizer: bool = option(
+        False, "use the weights with another tokenizer than the one they were trained with; without it, that is refused"
     )
     resume: str = option(
         "auto",

@@ -5,10 +5,24 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from titan.contracts.base.batch import Document
+from titan.contracts.base.options import options_of
 from titan.contracts.base.registry import Plugin
+from titan.errors import DataError, by_errno
+
+
+class Delimiters(NamedTuple):
+    """Ids around the texts of a model. Those of a published model stand in the files beside its tokenizer.
+
+    start: id from which the first token of a scored document is predicted.  prompt: ids put before a prompt.
+    stops: ids of which each ends a generated text.
+    """
+
+    start: int
+    prompt: tuple[int, ...]
+    stops: tuple[int, ...]
 
 
 class Tokenizer(Plugin, ABC):
@@ -23,12 +37,25 @@ class Tokenizer(Plugin, ABC):
     @property
     @abstractmethod
     def vocab_size(self) -> int:
-        """Number of ids, special ones included. `ModelSpec.vocab_size` must be at least this."""
+        """Number of ids, special ones included."""
+
+    @property
+    def min_vocab_size(self) -> int:
+        """Least `ModelSpec.vocab_size` that fits: all ids that a text or a document's end can have are below it."""
+        return self.vocab_size
 
     @property
     @abstractmethod
     def end(self) -> int:
-        """Id that ends a document; below `vocab_size`."""
+        """Id that ends a document; below `min_vocab_size`."""
+
+    @property
+    def delimiters(self) -> Delimiters:
+        """Of the model that the tokenizer was published with; by default those of titan's own training: `end` alone.
+
+        For evaluation and generation with weights that titan has not trained.
+        """
+        return Delimiters(self.end, (), (self.end,))
 
     @property
     @abstractmethod
@@ -37,14 +64,37 @@ class Tokenizer(Plugin, ABC):
 
     @abstractmethod
     def encode(self, text: str) -> list[int]:
-        """Ids of a text, without the end id. Text that looks like a special token is ordinary text."""
+        """Ids of a text, without the end id. Text that looks like a special token is ordinary text.
+
+        Raises:
+            DataError: the tokenizer has no ids for the text; the caller adds the place.
+        """
 
     @abstractmethod
     def decode(self, ids: Sequence[int]) -> str:
         """Text of ids. Broken UTF-8 becomes the replacement character, and the end id becomes nothing."""
 
-    def hf_files(self) -> Mapping[str, Any] | None:
-        """File name -> JSON value of the files from which transformers builds the same tokenizer; None: impossible."""
+    def files(self) -> Mapping[str, bytes]:
+        """Name -> content of the files that the tokenizer is built from, for a checkpoint to keep.
+
+        Called on rank 0. By default the files that options with `path` name. From the copies the same tokenizer is
+        built: an option that names a file is given that copy, one that names a folder their folder.
+
+        Raises:
+            DataError: one cannot be read.
+        """
+        options = [option for option in options_of(type(self.config)) if option.spec.path]
+        paths = [Path(getattr(self.config, option.field)).expanduser() for option in options]
+        try:
+            return {path.name: path.read_bytes() for path in paths if path.is_file()}
+        except OSError as error:
+            raise by_errno(error, DataError(f"{error.filename} cannot be read: {error.strerror}")) from None
+
+    def hf_files(self) -> Mapping[str, bytes | Mapping[str, Any]] | None:
+        """File name -> content or JSON value of the files from which transformers builds the same tokenizer.
+
+        None: impossible.
+        """
         return None
 
     @classmethod

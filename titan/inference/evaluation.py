@@ -7,8 +7,9 @@ The definitions are those of the Language Model Evaluation Harness (lm-eval), so
                      at either end of a text leaves an empty piece there, which counts
     bits_per_byte    -(the same sum) / (bytes of the texts in UTF-8 * ln 2)
 
-Each document is scored on its own. All its tokens are predicted, the first one from the end id (`first_token`
-"predict"), or all but the first ("skip", as transformers shift labels); an end id after the text is not. A document
+Each document is scored on its own. All its tokens are predicted (`first_token` "predict"), or all but the first
+("skip", as transformers shift labels); an end id after the text is not. The first one is predicted from the BOS token
+where a published model has one, as in lm-eval, else from the end id, as in titan's training. A document
 longer than `seq_len` is read in windows of that many tokens whose ends lie `stride` apart; each predicts the tokens
 that earlier windows have not, with the whole window as context. The last one is moved back so that it is full. With the
 stride that is seq_len, the default, a window's first prediction sees one token (lm-eval's rolling windows); with a
@@ -21,7 +22,7 @@ each of its tokens is the most probable one, given the true ones before it.
 import math
 import re
 from collections.abc import Callable, Iterable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from itertools import islice
 from typing import Literal, NamedTuple
 
@@ -30,11 +31,13 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor
 
 from titan.config import Job
-from titan.contracts import IGNORE, Batch, Mesh
+from titan.contracts import IGNORE, Batch, Document, Mesh
 from titan.data.samples.stream import Stream
 from titan.data.tokens.shards import Shard, open_shards
+from titan.data.tokens.tokenize import Lost, encode_document
 from titan.errors import ConfigError, DataError
 from titan.inference.load_model import Trained
+from titan.log import log
 from titan.ranks.turns import from_first
 from titan.training.validation import Score, nats_and_tokens, perplexity, totals
 
@@ -69,11 +72,12 @@ class Window(NamedTuple):
 
 @dataclass
 class Counted:
-    """What has been read: documents, words and bytes."""
+    """What has been read: documents, words and bytes, and what the tokenizer has lost of them."""
 
     documents: int = 0
     words: int = 0
     bytes: int = 0
+    lost: Lost = field(default_factory=Lost)
 
     def add(self, text: str) -> None:
         """Count the words and UTF-8 bytes of one more document."""
@@ -94,7 +98,7 @@ def evaluate(trained: Trained, reading: Reading, watch: Watch) -> Numbers:
     length = job.data.seq_len
     if reading.stride > length:
         raise ConfigError(f"--stride {reading.stride}: must be at most the window length --seq-len, {length}")
-    before = [job.tokenizer.end] if reading.first_token == "predict" else []
+    before = [trained.delimiters.start] if reading.first_token == "predict" else []
     shards = from_first(lambda: _open_shards(job), trained.rank)
     documents = islice(_documents(job, counted, shards), reading.limit or None)
     found = (w for ids in documents for w in windows([*before, *ids], length, reading.stride or length))
@@ -110,6 +114,7 @@ def evaluate(trained: Trained, reading: Reading, watch: Watch) -> Numbers:
         "tokens": int(tokens),
         "words": counted.words if shards is None else None,
         "bytes": counted.bytes if shards is None else None,
+        "lost": counted.lost.share if shards is None else None,
         "documents": counted.documents,
     }
 
@@ -158,12 +163,15 @@ def _open_shards(job: Job) -> list[Shard] | None:
 def _documents(job: Job, counted: Counted, shards: list[Shard] | None) -> Iterator[list[int]]:
     """Ids of each document that has any, without the end id."""
     if shards is None:
-        for _, text in _texts(job):
-            ids = job.tokenizer.encode(text)
-            counted.add(text)
+        for document in _texts(job):
+            ids = encode_document(job.tokenizer, document)
+            counted.add(document.text)
+            counted.lost.look(document.text, job.tokenizer.decode(ids))
             if ids:
                 counted.documents += 1
                 yield _checked(ids, job)
+        if counted.lost.lost:
+            log.warning(f"tokenizer {job.tokenizer.name!r}: {counted.lost.shown()}; bits per byte count them")
         return
     stream = Stream(shards, job.spec.vocab_size)
     for number in range(stream.documents):
@@ -177,13 +185,15 @@ def _last_words(job: Job, counted: Counted) -> Iterator[Window]:
 
     As lm-eval does it, the word's tokens are those that the whole text has beyond the tokens of what comes before it.
     """
-    for place, text in _texts(job):
-        whole = text.rstrip()
+    for document in _texts(job):
+        place, whole = document.place, document.text.rstrip()
         *before, word = whole.rsplit(maxsplit=1) or [""]
         if not before:
-            raise DataError(f"{place}: --last-word needs documents of at least two words; this one is {text[:40]!r}")
-        ids = _checked(job.tokenizer.encode(whole), job)
-        asked = len(ids) - len(job.tokenizer.encode(whole.removesuffix(word).rstrip()))
+            this = document.text[:40]
+            raise DataError(f"{place}: --last-word needs documents of at least two words; this one is {this!r}")
+        all_but_last = Document(whole.removesuffix(word).rstrip(), place)
+        ids = _checked(encode_document(job.tokenizer, Document(whole, place)), job)
+        asked = len(ids) - len(encode_document(job.tokenizer, all_but_last))
         if not 0 < asked <= job.data.seq_len:
             raise DataError(
                 f"{place}: the last word, {word[:40]!r}, has {asked} tokens; 1 to --seq-len {job.data.seq_len} fit"
@@ -192,12 +202,10 @@ def _last_words(job: Job, counted: Counted) -> Iterator[Window]:
         yield Window(ids[-job.data.seq_len - 1 :], asked)
 
 
-def _texts(job: Job) -> Iterator[tuple[str, str]]:
-    """(place, text) of each document."""
+def _texts(job: Job) -> Iterator[Document]:
     dataset = job.sources[0].plugin
     for file in dataset.files():
-        for document in dataset.documents(file):
-            yield document.place, document.text
+        yield from dataset.documents(file)
 
 
 def _checked(ids: list[int], job: Job) -> list[int]:

@@ -10,7 +10,7 @@ attention, or the layout splits layers or sequences over ranks), every token cos
 """
 
 import hashlib
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass, field
 from typing import Literal
 
@@ -20,7 +20,7 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor, Shard
 
 from titan.config import Job
-from titan.contracts import Batch, BuildContext, Engine, Tokenizer
+from titan.contracts import Batch, BuildContext, Delimiters, Engine, Tokenizer
 from titan.contracts.layers.cache import Cache, cores_of
 from titan.errors import ConfigError, DivergedError
 from titan.training.engine import SequentialEngine, evaluating
@@ -119,13 +119,13 @@ def words(tokenizer: Tokenizer, text: Text) -> str:
     return tokenizer.decode(text.ids)[len(tokenizer.decode(text.prompt)) :]
 
 
-def encode(job: Job, prompt: str) -> tuple[int, ...]:
-    """Ids of a prompt; an empty one begins a document, as the end of another does in training.
+def encode(job: Job, prompt: str, around: Delimiters) -> tuple[int, ...]:
+    """Ids of a prompt and of what is put before it; an empty one is that from which a document's first token follows.
 
     Raises:
         ConfigError: it leaves no room for a token, or the tokenizer is not the model's.
     """
-    ids = tuple(job.tokenizer.encode(prompt)) or (job.tokenizer.end,)
+    ids = (*around.prompt, *job.tokenizer.encode(prompt)) or (around.start,)
     if len(ids) >= job.spec.max_seq_len:
         longest = f"prompt and generated text together may have max_seq_len = {job.spec.max_seq_len}"
         raise ConfigError(f"the prompt {prompt[:24]!r}... has {len(ids)} tokens; {longest}")
@@ -145,8 +145,11 @@ def generate(
     prompts: Sequence[Sequence[int]],
     sampling: Sampling,
     watch: Watch | None = None,
+    stops: Collection[int] = (),
 ) -> list[Text]:
     """Continue each prompt `sampling.samples` times; all ranks together, and all get the same texts, prompt by prompt.
+
+    stops: ids of which each ends a text; none: the tokenizer's end.
 
     Raises:
         ConfigError: a prompt leaves no room for a token.
@@ -155,7 +158,7 @@ def generate(
     texts = [Text(tuple(ids), n, sampling.seed) for ids in prompts for n in range(sampling.samples)]
     with evaluating(context.parts):
         for begin in range(0, len(texts), ROWS):
-            _continue(_Model(context, engine), texts[begin : begin + ROWS], sampling, begin, watch)
+            _continue(_Model(context, engine, stops), texts[begin : begin + ROWS], sampling, begin, watch)
     return texts
 
 
@@ -183,7 +186,7 @@ def _continue(model: "_Model", texts: Sequence[Text], sampling: Sampling, first:
 
 
 def _take(text: Text, token: int, model: "_Model", sampling: Sampling) -> None:
-    if token == model.end:
+    if token in model.stops:
         text.stopped = "end"
         return
     text.ids.append(token)
@@ -226,8 +229,8 @@ def _agree(context: BuildContext, tokens: list[int] | None, count: int) -> list[
 class _Model:
     """The logits of the token that comes next, for rows of ids that grow."""
 
-    def __init__(self, context: BuildContext, engine: Engine) -> None:
-        self.context, self.engine, self.end = context, engine, context.job.tokenizer.end
+    def __init__(self, context: BuildContext, engine: Engine, stops: Collection[int]) -> None:
+        self.context, self.engine, self.stops = context, engine, stops or (context.job.tokenizer.end,)
         # Where ranks hold slices of a sequence, it must come out even.
         self.multiple = context.parts[0].length_multiple
         self.longest = context.spec.max_seq_len // self.multiple * self.multiple

@@ -11,12 +11,19 @@ from typing import Any
 
 from titan.checkpoint.disk.folder import HF_CONFIG, is_hf, read_hf_config
 from titan.checkpoint.ranks import Ranks
-from titan.checkpoint.weights import find_weights, load_weights, stored_config
+from titan.checkpoint.weights import (
+    check_tokenizer,
+    find_weights,
+    load_weights,
+    stored_config,
+    stored_rest,
+    tokenizer_table,
+)
 from titan.config import Job, load_table
 from titan.config.load import plugin_folders
 from titan.config.renames import renewed_job
 from titan.config.tables import Table, override
-from titan.contracts import BuildContext, Engine, Model, ModelPart, Tokenizer
+from titan.contracts import BuildContext, Delimiters, Engine, Model, ModelPart, Tokenizer
 from titan.contracts.base import registry
 from titan.errors import CheckpointError
 from titan.ranks.process import Rank
@@ -24,19 +31,23 @@ from titan.training import phases
 from titan.training.build import context_of
 from titan.training.engine import SequentialEngine
 
-TAKEN_OVER = ("model", "tokenizer", "loss")
+TAKEN_OVER = ("model", "loss")
 TAKEN_OF_DATA = ("seq_len", "packing")
 
 
 @dataclass(frozen=True)
 class Trained:
-    """A model with its weights on this rank's device. `engine.forward` gives logits; parts[0].module is the model."""
+    """A model with its weights on this rank's device. `engine.forward` gives logits; parts[0].module is the model.
+
+    delimiters: ids around texts, as the model has seen them in training.
+    """
 
     job: Job
     rank: Rank
     context: BuildContext
     parts: Sequence[ModelPart]
     engine: Engine
+    delimiters: Delimiters
 
 
 def open_job(
@@ -56,12 +67,16 @@ def open_job(
     registry.load_plugins(plugin_folders(words))  # first of all: one may be of the folder's architecture
     path = find_weights(given, option)
     own = _hf_table(path) if is_hf(path) else _stored_table(path)
-    if "tokenizer" not in own and not any(word.startswith("--tokenizer.") for word in overrides):
+    if (tokenizer := tokenizer_table(path)) is not None:
+        own["tokenizer"] = tokenizer
+    elif not any(word.startswith("--tokenizer.") for word in overrides):
         raise CheckpointError(f"{path} holds no tokenizer that a plugin can read; name one with --tokenizer.name")
     table: dict[str, Any] = {
         **own, "train": {"steps": 1, "global_batch_size": world_size}, "checkpoint": {"enabled": False}
     }  # fmt: skip
-    return path, load_table(table, str(path), overrides, world_size)
+    job = load_table(table, str(path), overrides, world_size)
+    check_tokenizer(path, job.tokenizer, change=job.checkpoint.change_tokenizer)
+    return path, job
 
 
 def _stored_table(path: Path) -> dict[str, Any]:
@@ -72,9 +87,8 @@ def _stored_table(path: Path) -> dict[str, Any]:
 
 def _hf_table(path: Path) -> dict[str, Any]:
     model = model_table(read_hf_config(path), path)
-    tokenizer = _tokenizer_table(path)
     seq_len = min(128, int(model.get("max_seq_len", 128)))
-    return {"model": model, "data": {"seq_len": seq_len}, **({"tokenizer": tokenizer} if tokenizer else {})}
+    return {"model": model, "data": {"seq_len": seq_len}}
 
 
 def model_table(config: Mapping[str, Any], path: Path) -> dict[str, Any]:
@@ -92,19 +106,30 @@ def model_table(config: Mapping[str, Any], path: Path) -> dict[str, Any]:
     raise CheckpointError(f"{path / HF_CONFIG}: {unknown}")
 
 
-def _tokenizer_table(path: Path) -> dict[str, Any] | None:
-    for plugin in registry.of_kind(Tokenizer.kind):
-        assert issubclass(plugin, Tokenizer)
-        values = plugin.from_hf(path)
-        if values is not None:
-            return {"name": plugin.name, **values}
-    return None
+def delimiters(path: Path, tokenizer: Tokenizer, bos: bool | None = None) -> Delimiters:
+    """The ids around texts that go with some weights.
+
+    Weights as published (step 0) have seen what their tokenizer states. titan's training puts `end` after each document
+    and nothing before it. bos: True, False: start texts as published, or as in training; None: as the weights have it.
+
+    Raises:
+        CheckpointError: the checkpoint cannot be read.
+    """
+    published, plain = tokenizer.delimiters, Delimiters(tokenizer.end, (), (tokenizer.end,))
+    if not is_hf(path) and stored_rest(path).get("step"):
+        published = published._replace(stops=tuple({*published.stops, *plain.stops}))
+        bos = bool(bos)
+    if bos is False:
+        return plain._replace(stops=published.stops)
+    if bos and not published.prompt and published.start != tokenizer.end:
+        return published._replace(prompt=(published.start,))
+    return published
 
 
-def open_trained(path: Path, job: Job, rank: Rank, technique: str = "") -> Trained:
+def open_trained(path: Path, job: Job, rank: Rank, technique: str = "", bos: bool | None = None) -> Trained:
     """Build the model of a job on this rank and give it the weights of a folder; all ranks together.
 
-    technique: whose weights to take in place of the trained ones.
+    technique: whose weights to take in place of the trained ones.  bos: as `delimiters` has it.
 
     Raises:
         CheckpointError: the weights cannot be read or do not fit.
@@ -113,4 +138,5 @@ def open_trained(path: Path, job: Job, rank: Rank, technique: str = "") -> Train
     parts = phases.assemble(context)
     load_weights(path, job.model, parts, Ranks(rank.number, rank.world_size), technique)
     engine = next((e for t in context.techniques if (e := t.engine(parts, context)) is not None), None)
-    return Trained(job, rank, context, parts, engine or SequentialEngine(parts[0], context.techniques))
+    engine = engine or SequentialEngine(parts[0], context.techniques)
+    return Trained(job, rank, context, parts, engine, delimiters(path, job.tokenizer, bos))

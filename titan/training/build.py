@@ -1,7 +1,7 @@
 """Job to Run: builds model, optimizer, data, trackers and checkpointer, and connects them."""
 
 import os
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from datetime import timedelta
@@ -18,18 +18,18 @@ from titan.checkpoint.disk.folder import is_hf
 from titan.checkpoint.disk.lock import FolderLock
 from titan.checkpoint.ranks import Ranks
 from titan.checkpoint.resume import compare
-from titan.checkpoint.weights import find_weights, load_weights, stored_rest
+from titan.checkpoint.weights import check_tokenizer, find_weights, load_weights, stored_rest
 from titan.config import Job
-from titan.contracts import BuildContext, Dataset, Engine, ModelPart, NamedParameter, RunInfo, Technique
+from titan.contracts import BuildContext, Engine, ModelPart, NamedParameter, RunInfo, Technique
 from titan.contracts.base.conformance import answer, label
 from titan.contracts.base.cost import PredictedStep
 from titan.contracts.base.mesh import Mesh
 from titan.contracts.layers.experts import SideLoss
 from titan.data.samples.loader import Loader
+from titan.data.samples.of_job import identify_tokenizer, open_data
 from titan.data.samples.samples import Samples
-from titan.data.tokens.prepare import prepare, prepare_node
-from titan.data.tokens.shards import Shard
-from titan.errors import ConfigError, ConfigIssue, PluginError, by_errno
+from titan.data.tokens.identity import Identity
+from titan.errors import ConfigError, PluginError, by_errno
 from titan.ranks.process import Rank
 from titan.ranks.turns import from_first, together
 from titan.resources import keep_freed_memory, stay_near
@@ -78,6 +78,7 @@ class Run(Core):
     checkpointer: Checkpointer | None
     lock: FolderLock
     validation_samples: Samples | None
+    tokenizer: Identity
     mates: dist.ProcessGroup | None
     remaining: dist.ProcessGroup | None = None
     meetings: int = 0
@@ -102,6 +103,7 @@ class Run(Core):
             "tokens": self.tokens,
             **self.guard.check()._asdict(),
             "data": self.loader.state_dict(),
+            "tokenizer": self.tokenizer,
             "techniques": self.techniques_state(),
             "rng": rng_state(self.rank.device),
         }
@@ -132,11 +134,12 @@ def build(job: Job, rank: Rank, predict: Callable[[str], PredictedStep | None] |
 def _built(job: Job, rank: Rank, lock: FolderLock, predict: Callable[[str], PredictedStep | None] | None) -> Run:
     limit_s = job.comm.init_timeout_s
     samples, validation_samples = open_data(job, rank)
+    tokenizer, copies = identify_tokenizer(job, rank)
     stay_near(rank.device)  # not before: tokenizing uses all cores
     core = wire(job, rank)
     context = core.context
     context.predict = predict or context.predict
-    checkpointer, rest = _restore(core, samples.fingerprint, lock)
+    checkpointer, rest = _restore(core, samples.fingerprint, tokenizer, copies, lock)
     step, first = int(rest.get("step", 0)), int(rest.get("data", {}).get("samples", 0))
     for technique in context.techniques:
         technique.load_state_dict(rest.get("techniques", {}).get(technique.name, {}))
@@ -160,7 +163,7 @@ def _built(job: Job, rank: Rank, lock: FolderLock, predict: Callable[[str], Pred
         **vars(core), loader=loader, trackers=trackers,
         meter=Meter(context.spec, job.data.seq_len, rank.world_size, rank.device, job.metrics.peak_tflops, mates),
         checkpointer=checkpointer, dropped=before.dropped, validation_samples=validation_samples, saved=step, lock=lock,
-        mates=mates,
+        mates=mates, tokenizer=tokenizer,
     )  # fmt: skip
 
 
@@ -257,72 +260,6 @@ def _writing(folder: Path) -> Iterator[None]:
         raise by_errno(error, ConfigError(said)) from None
 
 
-def open_data(job: Job, rank: Rank) -> tuple[Samples, Samples | None]:
-    """The samples to train on and to validate on; all ranks together.
-
-    Rank 0 lists the files, tokenizes text and reads the header of each shard, once in all. The other ranks are sent the
-    samples, and open a shard when they read from it. A node whose cache lacks the shards makes its own.
-
-    Raises:
-        DataError: they cannot be used, or a node has others than rank 0; on all ranks alike.
-        ConfigError: the tokenizer has ids that the model has no row for.
-    """
-    samples, validation = from_first(lambda: (open_samples(job, rank), open_validation(job, rank)), rank)
-    found = list(zip((source.plugin for source in job.sources), samples.shards, strict=True))
-    if job.validation_data is not None and validation is not None:
-        found.append((job.validation_data, validation.shards[0]))
-    together(lambda: _prepare_node(found, job, rank), rank, job.comm.init_timeout_s)
-    return samples, validation
-
-
-def _prepare_node(found: Sequence[tuple[Dataset, Sequence[Shard]]], job: Job, rank: Rank) -> None:
-    """On the first rank of a node: see that the node has what rank 0 found of each dataset."""
-    if rank.local == 0 and rank.number != 0:
-        for dataset, shards in found:
-            prepare_node(dataset, job.tokenizer, shards, cache=_cache(job), workers=job.data.prepare_workers)
-
-
-def open_samples(job: Job, rank: Rank) -> Samples:
-    """The samples of a job's sources, tokenized first where they are text.
-
-    Raises:
-        DataError: the text or the tokens cannot be used.
-        ConfigError: the tokenizer has ids that the model has no row for.
-    """
-    if job.tokenizer.vocab_size > job.spec.vocab_size:
-        sizes = f"= {job.spec.vocab_size}, but the tokenizer has {job.tokenizer.vocab_size} ids"
-        raise ConfigError(
-            [ConfigIssue("", f"[model] vocab_size {sizes}; set vocab_size to at least {job.tokenizer.vocab_size}")]
-        )
-    return Samples(
-        [(_prepared(source.plugin, job, rank), source.weight) for source in job.sources], seq_len=job.data.seq_len,
-        packing=job.data.packing, seed=job.run.seed, shuffle=job.data.shuffle, vocab_size=job.spec.vocab_size,
-    )  # fmt: skip
-
-
-def open_validation(job: Job, rank: Rank) -> Samples | None:
-    """The samples that a job validates on, in an order that no seed of a run changes; None where it does not validate.
-
-    Raises:
-        DataError: the text or the tokens cannot be used.
-    """
-    if job.validation_data is None or not job.validation.every:
-        return None
-    return Samples(
-        [(_prepared(job.validation_data, job, rank), 1.0)], seq_len=job.data.seq_len, packing=job.data.packing, seed=0,
-        shuffle=True, vocab_size=job.spec.vocab_size,
-    )  # fmt: skip
-
-
-def _prepared(dataset: Dataset, job: Job, rank: Rank) -> list[Shard]:
-    workers = job.data.prepare_workers
-    return prepare(dataset, job.tokenizer, cache=_cache(job), workers=workers, progress=rank.number == 0)
-
-
-def _cache(job: Job) -> Path:
-    return Path(job.data.cache).expanduser()
-
-
 def context_of(job: Job, rank: Rank) -> BuildContext:
     """What techniques may know on this rank, before there is a model."""
     owned = [axis.name for technique in job.techniques for axis in technique.axes]
@@ -340,7 +277,9 @@ def named_parameters(parts: Sequence[ModelPart], context: BuildContext) -> list[
     ]
 
 
-def _restore(core: Core, fingerprint: str, lock: FolderLock) -> tuple[Checkpointer | None, dict[str, Any]]:
+def _restore(
+    core: Core, fingerprint: str, tokenizer: Identity, copies: Mapping[str, bytes], lock: FolderLock
+) -> tuple[Checkpointer | None, dict[str, Any]]:
     """The checkpointer, and what a checkpoint held beside weights and optimizer state (nothing for a new run)."""
     job, rank, parts = core.job, core.rank, core.parts
     if not job.checkpoint.enabled:
@@ -350,7 +289,7 @@ def _restore(core: Core, fingerprint: str, lock: FolderLock) -> tuple[Checkpoint
     checkpointer = Checkpointer(
         job.folder / "checkpoints", keep=section.keep_latest, asynchronous=section.asynchronous, rank=rank.number,
         world_size=rank.world_size, timeout_s=job.comm.checkpoint_timeout_s, held=lock.check,
-        mesh=core.context.mesh,
+        mesh=core.context.mesh, copies=copies,
     )  # fmt: skip
     if job.expendable:
         checkpointer.connect()
@@ -358,7 +297,7 @@ def _restore(core: Core, fingerprint: str, lock: FolderLock) -> tuple[Checkpoint
     if path is None:
         log.log.info(f"weights: {_first_weights(job, rank, parts)}")
         return checkpointer, {}
-    changes = compare(stored_rest(path), job.table, fingerprint, section.reset_data)
+    changes = compare(stored_rest(path), job.table, fingerprint, tokenizer)
     states = {technique.name: state_now(technique) for technique in core.context.techniques}
     rest = checkpointer.load(path, parts, core.optimizer, states, changes.updates)
     if hasattr(core.optimizer, "train"):
@@ -385,7 +324,13 @@ def _first_weights(job: Job, rank: Rank, parts: Sequence[ModelPart]) -> str:
     if not given:
         return f"new, seed {job.run.seed}"
     ranks = Ranks(rank.number, rank.world_size)
-    path = ranks.first(lambda: find_weights(given, "checkpoint.init_from"))
+
+    def found() -> Path:
+        path = find_weights(given, "checkpoint.init_from")
+        check_tokenizer(path, job.tokenizer, change=job.checkpoint.change_tokenizer)
+        return path
+
+    path = from_first(found, rank)
     load_weights(path, job.model, parts, ranks)
     return f"from {'HF folder' if is_hf(path) else 'checkpoint'} {path}"
 

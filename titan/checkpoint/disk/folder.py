@@ -14,13 +14,13 @@ import os
 import re
 import secrets
 import shutil
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Collection, Mapping
 from pathlib import Path
 from types import NoneType
 from typing import Any
 
 from titan.checkpoint.disk import manifest
-from titan.checkpoint.disk.manifest import MANIFEST, METADATA, STATE, FileEntry
+from titan.checkpoint.disk.manifest import MANIFEST, METADATA, STATE, TOKENIZER, FileEntry
 from titan.checkpoint.disk.plain import read_table
 from titan.errors import CheckpointError, UnreadableError
 from titan.log import log
@@ -264,6 +264,20 @@ def _tell_left(path: Path, error: OSError) -> None:
     if path not in _told:
         _told.add(path)
         log.warning(f"{path} cannot be removed: {error.strerror}; the next save or start of the run tries again")
+
+
+def write_copies(path: Path, copies: Mapping[str, bytes]) -> list[str]:
+    """Write copies of the tokenizer's files and see them onto the disk; returns their names in the manifest."""
+    if copies:
+        (path / TOKENIZER).mkdir()
+    for name, content in copies.items():
+        with (path / TOKENIZER / name).open("wb") as file:
+            file.write(content)
+            file.flush()
+            os.fsync(file.fileno())
+    if copies:
+        sync_folder(path / TOKENIZER)
+    return [f"{TOKENIZER}/{name}" for name in copies]
 
 
 def commit(path: Path) -> Path:

@@ -21,7 +21,11 @@ INDEX = "titan.index"
 STATE = "state.json"
 """Everything that is no tensor."""
 
+TOKENIZER = "tokenizer"
+"""Folder with copies of the tokenizer's files."""
+
 _DATA = re.compile(r"__\d{1,9}_\d{1,9}\.distcp", re.ASCII)
+_COPY = re.compile(rf"{TOKENIZER}/(?!\.)[^/\0]{{1,255}}")
 _HASH = re.compile(r"[0-9a-f]{64}", re.ASCII)
 _BLOCK = 4 << 20
 _SHOWN = 12
@@ -37,7 +41,7 @@ class FileEntry:
 
 def is_checkpoint_file(name: str) -> bool:
     """Whether a file's name is one that a manifest lists."""
-    return name in (METADATA, INDEX, STATE) or _DATA.fullmatch(name) is not None
+    return name in (METADATA, INDEX, STATE) or any(kind.fullmatch(name) for kind in (_DATA, _COPY))
 
 
 def data_sizes(entries: Mapping[str, FileEntry]) -> dict[str, int]:
@@ -113,9 +117,16 @@ def wrong_sizes(path: Path, entries: Mapping[str, FileEntry]) -> dict[str, str]:
     return faults | {name: f"{name} is not in its manifest" for name in extra}
 
 
+def names_in(path: Path) -> list[str]:
+    """Names, as in a manifest, of all that is in a checkpoint's folder."""
+    files = [file for file in path.iterdir() if file.name != TOKENIZER or not file.is_dir()]
+    files += (path / TOKENIZER).iterdir() if (path / TOKENIZER).is_dir() else ()
+    return sorted(file.relative_to(path).as_posix() for file in files)
+
+
 def unlisted(path: Path, entries: Mapping[str, FileEntry]) -> list[str]:
     """What is in the folder and not of the checkpoint."""
-    return sorted(file.name for file in path.iterdir() if file.name not in entries and file.name != MANIFEST)
+    return [name for name in names_in(path) if name not in entries and name != MANIFEST]
 
 
 def wrong_hashes(

@@ -21,6 +21,11 @@ from titan.errors import CheckpointError
 
 SINGLE, INDEX = "model.safetensors", "model.safetensors.index.json"
 PICKLED = "pytorch_model*.bin"
+WEIGHTS = (
+    "*.safetensors", "*.safetensors.index.json", "*.bin", "*.bin.index.json", "*.pt", "*.pth", "*.gguf", "*.h5",
+    "*.msgpack", "*.onnx", "*.onnx_data",
+)  # fmt: skip
+"""Files with weights, in any format."""
 TYPES = {"F64": torch.float64, "F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
 """Dtypes of weights that can be read, by their safetensors names; other dtypes are packed or quantized."""
 
@@ -80,6 +85,11 @@ def find_tensors(folder: Path) -> dict[str, Stored]:
     if unnamed:
         raise CheckpointError(f"{folder / INDEX} does not name {unnamed[0]} of {found[unnamed[0]].file.name}")
     return found
+
+
+def is_weights(file: Path) -> bool:
+    """Whether a file holds weights, or the index of such files, by its name."""
+    return any(file.match(pattern) for pattern in WEIGHTS)
 
 
 def _read_index(path: Path) -> dict[str, str]:
@@ -146,7 +156,7 @@ def write_tensors(
             "metadata": {"total_size": sum(tensor.bytes for tensor in tensors.values())},
             "weight_map": {name: file for file, shard in zip(names, shards, strict=True) for name in shard},
         }
-        write_json(folder / INDEX, index)
+        write_file(folder / INDEX, index)
 
 
 def _shards(tensors: Mapping[str, Planned], shard_bytes: int) -> list[list[str]]:
@@ -180,10 +190,11 @@ def _write_file(path: Path, tensors: Mapping[str, Planned], value: Callable[[str
         os.fsync(file.fileno())
 
 
-def write_json(path: Path, value: Any) -> None:
-    """Write a JSON file and see it onto the disk."""
-    with path.open("w", encoding="utf-8") as file:
-        json.dump(value, file, indent=2)
-        file.write("\n")
+def write_file(path: Path, content: bytes | Mapping[str, Any]) -> None:
+    """Write bytes, or a JSON value, to a file in a folder that may be new, and see them onto the disk."""
+    path.parent.mkdir(exist_ok=True, parents=True)
+    data = content if isinstance(content, bytes) else (json.dumps(content, indent=2) + "\n").encode()
+    with path.open("wb") as file:
+        file.write(data)
         file.flush()
         os.fsync(file.fileno())

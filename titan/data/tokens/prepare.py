@@ -18,31 +18,39 @@ import shutil
 import socket
 import sys
 import time
+from collections import Counter
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
+from typing import Any
 
 from titan.contracts import Dataset, Tokenizer
 from titan.contracts.base.options import as_table
 from titan.data.tokens.hashes import Content, content_hashes, unchanged
 from titan.data.tokens.shards import VERSION, Shard, open_shard, open_shards
-from titan.data.tokens.tokenize import tokenize, units
+from titan.data.tokens.tokenize import Lost, tokenize, units
 from titan.data.tokens.unfinished import sweep, unfinished
 from titan.errors import DataError, by_errno
 from titan.log import log
 
 INDEX = "index.json"
+LAYOUT = 2
+"""Of a folder of the cache: what its index says."""
 
 
-def prepare(dataset: Dataset, tokenizer: Tokenizer, *, cache: Path, workers: int, progress: bool) -> list[Shard]:
+def prepare(
+    dataset: Dataset, tokenizer: Tokenizer, *, cache: Path, workers: int, progress: bool, max_lost: float = 1.0
+) -> list[Shard]:
     """The token shards of a dataset, in order; reads each header once.
 
     A dataset of shards gives its own. Text is tokenized once, by `workers` processes (0: one a core), into `cache`;
     what they make does not depend on how many they are. `progress` tells a person how far it is.
 
+    max_lost: largest share of the bytes in a sample of the text that the tokenizer may lose.
+
     Raises:
-        DataError: a file cannot be read or changes meanwhile, no text is in any, a shard is damaged, or the cache
-            cannot be written.
+        DataError: a file cannot be read or changes meanwhile, no text is in any, the tokenizer loses more than that, a
+            shard is damaged, or the cache cannot be written.
     """
     made = dataset.shards()
     if made is not None:
@@ -59,10 +67,28 @@ def prepare(dataset: Dataset, tokenizer: Tokenizer, *, cache: Path, workers: int
         at = f" ({error.filename})" if error.filename else ""
         said = f"cannot tokenize into the cache {cache}: {error.strerror or error}{at}"
         raise by_errno(error, DataError(f"{said}; set data.cache to another folder")) from None
+    lost = loss_in(folder)
+    if lost.share > max_lost:
+        then = f"use a tokenizer for such text, or set data.max_lost above {lost.share:.4f}"
+        raise DataError(f"dataset {dataset.name!r}, tokenizer {tokenizer.name!r}: {lost.shown()}; {then}")
+    if lost.lost:
+        log.warning(f"dataset {dataset.name!r}, tokenizer {tokenizer.name!r}: {lost.shown()}")
     return open_shards(_complete(folder))
 
 
-def prepare_node(dataset: Dataset, tokenizer: Tokenizer, found: Sequence[Shard], *, cache: Path, workers: int) -> None:
+def loss_in(folder: Path) -> Lost:
+    """What the tokenizer has lost of a sample of the text whose shards a folder of the cache holds.
+
+    Raises:
+        DataError: the folder is damaged.
+    """
+    index = _read_index(folder)
+    return Lost(index["sampled_bytes"], index["lost_bytes"], Counter(index["lost_characters"]))
+
+
+def prepare_node(
+    dataset: Dataset, tokenizer: Tokenizer, found: Sequence[Shard], *, cache: Path, workers: int, max_lost: float = 1.0
+) -> None:
     """See that a node has the shards that were found on another one; where its cache lacks them, tokenize on this node.
 
     For one process of the node. Looks for a single file where the nodes share their files, and opens no shard there.
@@ -72,7 +98,7 @@ def prepare_node(dataset: Dataset, tokenizer: Tokenizer, found: Sequence[Shard],
     """
     if found[0].path.exists() or dataset.shards() is not None:
         return
-    own = prepare(dataset, tokenizer, cache=cache, workers=workers, progress=False)
+    own = prepare(dataset, tokenizer, cache=cache, workers=workers, progress=False, max_lost=max_lost)
     if [shard.digest for shard in own] != [shard.digest for shard in found]:
         raise DataError(
             f"node {socket.gethostname()} found other samples of dataset {dataset.name!r} than the node of rank 0:"
@@ -96,7 +122,7 @@ def _identity(dataset: Dataset, tokenizer: Tokenizer, contents: Sequence[str]) -
     options = {key: value for key, value in as_table(dataset.config).items() if key != "path"}
     source = inspect.getsourcefile(type(dataset))
     code = hashlib.sha256(Path(source).read_bytes()).hexdigest() if source else ""
-    parts = [VERSION, dataset.name, options, code, tokenizer.fingerprint, list(contents)]
+    parts = [VERSION, LAYOUT, dataset.name, options, code, tokenizer.fingerprint, list(contents)]
     return hashlib.sha256(json.dumps(parts, sort_keys=True).encode()).hexdigest()[:32]
 
 
@@ -110,15 +136,15 @@ def _make(
     try:
         with _Progress.shown(dataset, files, sizes, progress) as shown:
             work = units(files, sizes)
-            tokenize(dataset, tokenizer, work, partial, workers=workers, size=sum(sizes), done=shown.finished)
+            lost = tokenize(dataset, tokenizer, work, partial, workers=workers, size=sum(sizes), done=shown.finished)
         unchanged(contents, workers)
-        _seal(partial, dataset, len(files))
+        _seal(partial, dataset, len(files), lost)
         _publish(partial, folder)
     finally:
         shutil.rmtree(partial, ignore_errors=True)
 
 
-def _seal(partial: Path, dataset: Dataset, files: int) -> None:
+def _seal(partial: Path, dataset: Dataset, files: int, lost: Lost) -> None:
     """Give the shards their names in the stream and write the index that says how many there are."""
     shards = []
     for number, path in enumerate(sorted(path for path in partial.iterdir() if path.suffix == ".bin")):
@@ -133,6 +159,9 @@ def _seal(partial: Path, dataset: Dataset, files: int) -> None:
         "documents": sum(shard.documents for shard in shards),
         "dataset": dataset.name,
         "files": files,
+        "sampled_bytes": lost.sampled,
+        "lost_bytes": lost.lost,
+        "lost_characters": dict(lost.characters.most_common(16)),
     }
     (partial / INDEX).write_text(json.dumps(index), encoding="utf-8")
     _flush(partial / INDEX)
@@ -158,15 +187,19 @@ def _flush(path: Path) -> None:
         os.close(descriptor)
 
 
-def _complete(folder: Path) -> list[Path]:
-    """The shards of a finished folder, all of them there."""
-    paths = sorted(folder.glob("shard-*.bin"))
+def _read_index(folder: Path) -> dict[str, Any]:
     try:
-        promised = json.loads((folder / INDEX).read_bytes())["shard_count"]
+        index = json.loads((folder / INDEX).read_bytes())
+        return {key: index[key] for key in ("shard_count", "sampled_bytes", "lost_bytes", "lost_characters")}
     except (FileNotFoundError, ValueError, KeyError, TypeError):
         raise DataError(f"{folder} is damaged: {INDEX} cannot be read; delete the folder to tokenize again") from None
     except OSError as error:
         raise by_errno(error, DataError(f"{folder / INDEX} cannot be read: {error.strerror}")) from None
+
+
+def _complete(folder: Path) -> list[Path]:
+    """The shards of a finished folder, all of them there."""
+    paths, promised = sorted(folder.glob("shard-*.bin")), _read_index(folder)["shard_count"]
     if len(paths) != promised:
         raise DataError(f"{folder} is damaged: {len(paths)} of {promised} shards; delete the folder to tokenize again")
     return paths

@@ -7,16 +7,18 @@ the shards do not depend on the number of processes.
 import importlib.util
 import multiprocessing
 import sys
+from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import FIRST_COMPLETED, ProcessPoolExecutor, ThreadPoolExecutor, wait
 from concurrent.futures.process import BrokenProcessPool
 from contextlib import nullcontext
-from dataclasses import dataclass
-from itertools import islice
+from dataclasses import dataclass, field
+from functools import partial
+from itertools import count, islice
 from pathlib import Path
 from typing import Any
 
-from titan.contracts import Dataset, Tokenizer
+from titan.contracts import Dataset, Document, Tokenizer
 from titan.contracts.base.registry import Plugin
 from titan.data.tokens.processes import context, end_with_parent, hear_signals
 from titan.data.tokens.shards import ShardWriter
@@ -29,6 +31,11 @@ UNIT_BYTES = (16 << 20, 256 << 20)
 SHARD_TOKENS = 64 << 20
 WORTH_A_PROCESS = 8 << 20
 """Bytes of text that take longer to tokenize than a process takes to start."""
+
+SAMPLE_CHARACTERS = 16 << 10
+"""Of a document in the sample that is decoded again, the first so many characters are."""
+SAMPLE_FIRST, SAMPLE_EVERY = 16, 64
+"""The first documents of a unit are in the sample, and of the others one in so many."""
 
 _AT_ONCE = 512
 
@@ -50,6 +57,42 @@ def units(files: Sequence[Path], sizes: Sequence[int]) -> list[Unit]:
     return [(number, tuple(unit)) for number, unit in enumerate(made)]
 
 
+@dataclass
+class Lost:
+    """What encoding and decoding lose of text. sampled, lost: bytes of UTF-8.  characters: those lost, and how often.
+
+    Characters are counted wherever they are, so a text whose order alone changes loses nothing.
+    """
+
+    sampled: int = 0
+    lost: int = 0
+    characters: Counter[str] = field(default_factory=Counter)
+
+    @property
+    def share(self) -> float:
+        """Bytes lost per byte in the sample."""
+        return self.lost / self.sampled if self.sampled else 0.0
+
+    def look(self, text: str, decoded: str) -> None:
+        """Count a text and what its ids decode to."""
+        self.sampled += len(text.encode("utf-8", errors="replace"))
+        if decoded != text:
+            missing = Counter(text) - Counter(decoded)
+            self.lost += sum(number * len(one.encode("utf-8", errors="replace")) for one, number in missing.items())
+            self.characters += missing
+
+    def add(self, other: "Lost") -> None:
+        """Count what another one has counted."""
+        self.sampled += other.sampled
+        self.lost += other.lost
+        self.characters += other.characters
+
+    def shown(self) -> str:
+        """The share and the most frequent of the characters lost."""
+        most = ", ".join(f"{one!r} {number:,} times" for one, number in self.characters.most_common(4))
+        return f"{self.share:.2%} of the bytes in a sample of {self.sampled:,} are lost: {most}"
+
+
 LOOK_S = 0.2
 """Between two looks of whoever waits for processes that tokenize."""
 
@@ -63,8 +106,10 @@ def tokenize(
     workers: int,
     size: int,
     done: Callable[[Path], None],
-) -> None:
+) -> Lost:
     """Write the shards of all units to `folder`, named by unit and place. `done` is told of each finished file.
+
+    Returns what the tokenizer loses of a sample of the documents, the same for any number of processes.
 
     Small work stays in this process, where spare workers are threads: most tokenizers let go of the interpreter.
 
@@ -72,11 +117,11 @@ def tokenize(
         DataError: text cannot be read.
         ResourceError: a process was killed.
     """
-    processes = min(workers, len(work), size // WORTH_A_PROCESS)
+    processes, lost = min(workers, len(work), size // WORTH_A_PROCESS), Lost()
     if processes <= 1:
         for unit in work:
-            _make(dataset, tokenizer, unit, folder, workers, done)
-        return
+            lost.add(_make(dataset, tokenizer, unit, folder, workers, done))
+        return lost
     recipe = _Recipe.of(dataset, tokenizer)
     others = multiprocessing.active_children()
     with _pool(processes, recipe) as pool:
@@ -86,7 +131,9 @@ def tokenize(
             while pending:
                 finished, pending = wait(pending, LOOK_S, FIRST_COMPLETED)
                 for each in finished:
-                    for file in each.result():
+                    files, of_unit = each.result()
+                    lost.add(of_unit)
+                    for file in files:
                         done(file)
                 signals.check()
         except BrokenProcessPool:
@@ -99,6 +146,7 @@ def tokenize(
             raise
         finally:
             pool.shutdown(cancel_futures=True)
+    return lost
 
 
 def _pool(processes: int, recipe: "_Recipe") -> ProcessPoolExecutor:
@@ -155,18 +203,18 @@ def _begin(homes: tuple[tuple[str, str], ...]) -> None:
             spec.loader.exec_module(sys.modules[name])
 
 
-def _serve(recipe: _Recipe, unit: Unit, folder: Path, threads: int) -> list[Path]:
+def _serve(recipe: _Recipe, unit: Unit, folder: Path, threads: int) -> tuple[list[Path], Lost]:
     dataset, tokenizer = recipe.make()
     finished: list[Path] = []
-    _make(dataset, tokenizer, unit, folder, threads, finished.append)
-    return finished
+    lost = _make(dataset, tokenizer, unit, folder, threads, finished.append)
+    return finished, lost
 
 
 def _make(
     dataset: Dataset, tokenizer: Tokenizer, unit: Unit, folder: Path, threads: int, done: Callable[[Path], None]
-) -> None:
-    number, files = unit
-    encoded = _encoded(dataset, tokenizer, files, threads, done)
+) -> Lost:
+    (number, files), lost = unit, Lost()
+    encoded = _encoded(tokenizer, _looked_at(tokenizer, _documents(dataset, files, done), lost), threads)
     shards, ids = 0, next(encoded, None)
     while ids is not None:
         with ShardWriter(folder / f"unit-{number:06d}-{shards:06d}.bin", tokenizer.vocab_size) as writer:
@@ -174,22 +222,42 @@ def _make(
                 writer.add([*ids, tokenizer.end])
                 ids = next(encoded, None)
         shards += 1
+    return lost
 
 
-def _encoded(
-    dataset: Dataset, tokenizer: Tokenizer, files: Iterable[Path], threads: int, done: Callable[[Path], None]
-) -> Iterator[list[int]]:
+def _encoded(tokenizer: Tokenizer, documents: Iterator[Document], threads: int) -> Iterator[list[int]]:
     """Ids of all documents in order, those without any left out."""
-    texts = _texts(dataset, files, done)
+    encode = partial(encode_document, tokenizer)
     with ThreadPoolExecutor(threads) if threads > 1 else nullcontext() as pool:
-        while batch := list(islice(texts, _AT_ONCE if pool else 1)):
-            encoded = pool.map(tokenizer.encode, batch) if pool else map(tokenizer.encode, batch)
+        while batch := list(islice(documents, _AT_ONCE if pool else 1)):
+            encoded = pool.map(encode, batch) if pool else map(encode, batch)
             yield from (ids for ids in encoded if ids)
 
 
-def _texts(dataset: Dataset, files: Iterable[Path], done: Callable[[Path], None]) -> Iterator[str]:
+def encode_document(tokenizer: Tokenizer, document: Document) -> list[int]:
+    """Ids of a document's text, without the end id.
+
+    Raises:
+        DataError: the tokenizer has no ids for it; names the place.
+    """
+    try:
+        return tokenizer.encode(document.text)
+    except DataError as error:
+        raise DataError(f"{document.place}: {error}") from None
+
+
+def _looked_at(tokenizer: Tokenizer, documents: Iterator[Document], lost: Lost) -> Iterator[Document]:
+    """The documents; a sample of them is decoded again, and what is lost counted."""
+    for number, document in zip(count(), documents, strict=False):
+        if number < SAMPLE_FIRST or number % SAMPLE_EVERY == 0:
+            start = Document(document.text[:SAMPLE_CHARACTERS], document.place)
+            lost.look(start.text, tokenizer.decode(encode_document(tokenizer, start)))
+        yield document
+
+
+def _documents(dataset: Dataset, files: Iterable[Path], done: Callable[[Path], None]) -> Iterator[Document]:
     for file in files:
         for document in dataset.documents(file):
             signals.check()
-            yield document.text
+            yield document
         done(file)

@@ -1,0 +1,96 @@
+"""The data of a job, opened by all ranks together: the samples to train and to validate on, and the tokenizer."""
+
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from titan.config import Job
+from titan.contracts import Dataset
+from titan.data.samples.samples import Samples
+from titan.data.tokens.identity import Identity, identify
+from titan.data.tokens.prepare import prepare, prepare_node
+from titan.data.tokens.shards import Shard
+from titan.errors import ConfigError, ConfigIssue
+from titan.ranks.process import Rank
+from titan.ranks.turns import from_first, together
+
+
+def open_data(job: Job, rank: Rank) -> tuple[Samples, Samples | None]:
+    """The samples to train on and to validate on; all ranks together.
+
+    Rank 0 lists the files, tokenizes text and reads the header of each shard, once in all. The other ranks are sent the
+    samples, and open a shard when they read from it. A node whose cache lacks the shards makes its own.
+
+    Raises:
+        DataError: they cannot be used, or a node has others than rank 0; on all ranks alike.
+        ConfigError: the tokenizer has ids that the model has no row for.
+    """
+    samples, validation = from_first(lambda: (open_samples(job, rank), open_validation(job, rank)), rank)
+    found = list(zip((source.plugin for source in job.sources), samples.shards, strict=True))
+    if job.validation_data is not None and validation is not None:
+        found.append((job.validation_data, validation.shards[0]))
+    together(lambda: _prepare_node(found, job, rank), rank, job.comm.init_timeout_s)
+    return samples, validation
+
+
+def identify_tokenizer(job: Job, rank: Rank) -> tuple[Identity, Mapping[str, bytes]]:
+    """What checkpoints say of the tokenizer, and on rank 0 the files that they keep; all ranks together.
+
+    Raises:
+        DataError: a file of the tokenizer cannot be read; on all ranks alike.
+    """
+    copies: dict[str, bytes] = {}
+
+    def identified() -> Identity:
+        known, files = identify(job.tokenizer)
+        copies.update(files)
+        return known
+
+    return from_first(identified, rank), copies
+
+
+def _prepare_node(found: Sequence[tuple[Dataset, Sequence[Shard]]], job: Job, rank: Rank) -> None:
+    """On the first rank of a node: see that the node has what rank 0 found of each dataset."""
+    if rank.local == 0 and rank.number != 0:
+        for dataset, shards in found:
+            prepare_node(dataset, job.tokenizer, shards, **_preparing(job))
+
+
+def open_samples(job: Job, rank: Rank) -> Samples:
+    """The samples of a job's sources, tokenized first where they are text.
+
+    Raises:
+        DataError: the text or the tokens cannot be used.
+        ConfigError: the tokenizer has ids that the model has no row for.
+    """
+    needed = job.tokenizer.min_vocab_size
+    if needed > job.spec.vocab_size:
+        sizes = f"= {job.spec.vocab_size}, but the tokenizer has {needed} ids"
+        raise ConfigError([ConfigIssue("", f"[model] vocab_size {sizes}; set vocab_size to at least {needed}")])
+    return Samples(
+        [(_prepared(source.plugin, job, rank), source.weight) for source in job.sources], seq_len=job.data.seq_len,
+        packing=job.data.packing, seed=job.run.seed, shuffle=job.data.shuffle, vocab_size=job.spec.vocab_size,
+    )  # fmt: skip
+
+
+def open_validation(job: Job, rank: Rank) -> Samples | None:
+    """The samples that a job validates on, in an order that no seed of a run changes; None where it does not validate.
+
+    Raises:
+        DataError: the text or the tokens cannot be used.
+    """
+    if job.validation_data is None or not job.validation.every:
+        return None
+    return Samples(
+        [(_prepared(job.validation_data, job, rank), 1.0)], seq_len=job.data.seq_len, packing=job.data.packing, seed=0,
+        shuffle=True, vocab_size=job.spec.vocab_size,
+    )  # fmt: skip
+
+
+def _prepared(dataset: Dataset, job: Job, rank: Rank) -> list[Shard]:
+    return prepare(dataset, job.tokenizer, progress=rank.number == 0, **_preparing(job))
+
+
+def _preparing(job: Job) -> dict[str, Any]:
+    data = job.data
+    return {"cache": Path(data.cache).expanduser(), "workers": data.prepare_workers, "max_lost": data.max_lost}

@@ -1,0 +1,90 @@
+"""Which tokenizer a model's weights belong to: what a checkpoint keeps of it, and the comparison with another one.
+
+A token id means something to the weights that were trained with its tokenizer alone. Another one, which need not be
+larger, gives a loss that looks like that of an untrained model, and no error.
+"""
+
+from collections.abc import Mapping
+from dataclasses import replace
+from pathlib import Path
+from typing import Any, TypedDict
+
+from titan.contracts import Tokenizer
+from titan.contracts.base.options import Option, options_of
+from titan.errors import ConfigError, ConfigIssue
+
+MOST_BYTES = 50 << 20
+"""Of larger files a checkpoint keeps the fingerprint alone."""
+
+LETTERS = "".join(map(chr, [*range(0x20, 0x800), *range(0x4E00, 0x4E20), *range(0x1F600, 0x1F610)]))
+"""Text with all first bytes of UTF-8's two-byte sequences, and some longer ones."""
+
+
+class Identity(TypedDict):
+    """What state.json says of a tokenizer. copies: option -> name of the copy of its file, empty for their folder;
+    None: no copies are kept.
+    """
+
+    name: str
+    fingerprint: str
+    copies: dict[str, str] | None
+
+
+def identify(tokenizer: Tokenizer) -> tuple[Identity, Mapping[str, bytes]]:
+    """What a checkpoint says of a tokenizer, and the files that it keeps.
+
+    Raises:
+        DataError: a file of the tokenizer cannot be read.
+    """
+    files = tokenizer.files()
+    small = sum(map(len, files.values())) <= MOST_BYTES
+    paths = {option.key: Path(value).expanduser() for option, value in _paths(tokenizer)}
+    copies = {key: path.name if path.is_file() else "" for key, path in paths.items()} if small else None
+    return {"name": tokenizer.name, "fingerprint": tokenizer.fingerprint, "copies": copies}, files if small else {}
+
+
+def _paths(tokenizer: Tokenizer) -> list[tuple[Option, str]]:
+    """The options that name a file or folder, with their values."""
+    options = [option for option in options_of(type(tokenizer.config)) if option.spec.path]
+    values = [(option, getattr(tokenizer.config, option.field)) for option in options]
+    return [(option, value) for option, value in values if value]
+
+
+def shown(name: str, fingerprint: str) -> str:
+    """A tokenizer in a message."""
+    return f"{name!r} with fingerprint {fingerprint[:16]}"
+
+
+def require_same(tokenizer: Tokenizer, trained: Tokenizer, place: str) -> None:
+    """Hold the tokenizer of a job against the one that some weights were trained with.
+
+    place: where the weights are, for the message.  Options that name no file, such as which token ends a document, may
+    differ. Tokenizers of two plugins are the same if they give a text with every token of the vocabulary the same ids.
+
+    Raises:
+        ConfigError: they are not the same; names both fingerprints.
+        DataError: one of them cannot be read.
+    """
+    if type(tokenizer) is type(trained):
+        if tokenizer.config == trained.config:
+            return
+        files = {option.field: value for option, value in _paths(trained)}
+        same = tokenizer.fingerprint == type(trained)(replace(tokenizer.config, **files)).fingerprint
+    else:
+        text = trained.decode(range(trained.vocab_size)) + LETTERS
+        same = tokenizer.encode(text) == trained.encode(text)
+    if not same:
+        raise another(tokenizer, shown(trained.name, trained.fingerprint), place)
+
+
+def another(tokenizer: Tokenizer, trained: str, place: str) -> ConfigError:
+    """What to raise for a tokenizer that is not the one of some weights."""
+    what = f"{shown(tokenizer.name, tokenizer.fingerprint)} is not the tokenizer of the weights in {place}"
+    then = "use that one, or set checkpoint.change_tokenizer = true to use the weights with this one"
+    return ConfigError([ConfigIssue("", f"[tokenizer] {what}, {trained}; {then}")])
+
+
+def from_copies(table: Mapping[str, Any], identity: Identity, folder: Path) -> dict[str, Any]:
+    """A `[tokenizer]` table that reads the copies in a folder; the table as it is where none are kept."""
+    copies = identity["copies"] or {}
+    return {**table, **{key: str(folder / name) if name else str(folder) for key, name in copies.items()}}
