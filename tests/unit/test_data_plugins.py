@@ -94,6 +94,46 @@ def test_text_of_files_folders_and_globs(tmp_path: Path) -> None:
     assert all_texts(Text(TextConfig(path=str(tmp_path / "a.log")))) == ["a.log"]
 
 
+def test_links_are_followed_and_no_file_is_read_twice(tmp_path: Path) -> None:
+    corpus, store = tmp_path / "corpus", tmp_path / "store"
+    for file in (corpus / "a/1.txt", store / "b/2.txt", corpus / ".hidden/3.txt", corpus / "a/._1.txt"):
+        file.parent.mkdir(parents=True, exist_ok=True)
+        file.write_text(file.name)
+    links = {"b": store / "b", "a/circle": corpus, "a/another": corpus, "again": "a", "0.txt": "a/1.txt"}
+    for name, target in links.items():
+        (corpus / name).symlink_to(target)
+    (store / "b" / "back").symlink_to(corpus / "a")
+    for path in (
+        "corpus",
+        "corpus/**/*.txt",
+        "corpus/**",
+        "corp*",
+        "corpus/*",
+        "c*/**/**/[0-9].txt",
+        "**/again/circle",
+    ):
+        assert all_texts(text(tmp_path / path)) == ["1.txt", "2.txt"], path
+    assert all_texts(text(corpus / "**/b/*.txt")) == all_texts(text(store / "b/2.txt", corpus / "b/2.txt")) == ["2.txt"]
+    assert all_texts(text(corpus / ".hidden")) == all_texts(text(corpus / "**/.hid*/*")) == ["3.txt"]
+    assert "._1.txt" in all_texts(text(corpus, glob=".*.txt"))
+
+
+def test_a_link_to_nothing_is_no_file_that_may_be_left_out(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setenv("TITAN_WARNED", "")
+    (tmp_path / "a.txt").write_text("text")
+    (tmp_path / "store").symlink_to("/not/mounted")
+    (tmp_path / "itself").symlink_to("itself")
+    assert all_texts(text(tmp_path)) == all_texts(text(tmp_path)) == ["text"]
+    warning = f"warning: folder {tmp_path}: 2 of its links lead nowhere, as {tmp_path}/"
+    assert capsys.readouterr().err.rsplit("/", 1)[0] + "/" == warning
+    (tmp_path / "b.txt").symlink_to("/not/there")
+    for path in (tmp_path, tmp_path / "*.txt", tmp_path / "**", tmp_path / "b.txt"):
+        with pytest.raises(DataError, match=r"/(b\.txt|store|itself) is a link to .*: no such file"):
+            text(path).files()
+
+
 def test_text_is_unpacked(tmp_path: Path) -> None:
     (tmp_path / "a.txt.gz").write_bytes(gzip.compress("größer".encode()))
     assert all_texts(text(tmp_path)) == ["größer"]
@@ -219,6 +259,7 @@ def test_separator_cuts_a_file_into_documents(tmp_path: Path) -> None:
     ("dataset", "words"),
     [
         (lambda folder: text(folder / "nowhere.txt"), r"nowhere\.txt: no such file or folder"),
+        (lambda folder: text("~nobody-here/a.txt"), r"~nobody-here/a\.txt: no such file or folder"),
         (lambda folder: jsonl(folder / "*.nothing"), r"\*\.nothing: no such file"),
         (lambda folder: jsonl(folder), r"folder .* holds no file that matches \*\.jsonl, \*\.jsonl\.gz"),
         (lambda folder: Shards(ShardsConfig(path=str(folder))), r"holds no file that matches \*\.bin"),

@@ -1,17 +1,18 @@
 """Text files: expanding the paths of `[data] path`, and opening plain or compressed files. For dataset plugins."""
 
-import glob
 import gzip
 import io
 import os
 import zlib
+from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from fnmatch import fnmatchcase
+from functools import cache
 from pathlib import Path
 from typing import IO, Any
 
-from titan.errors import DataError, by_errno, install
+from titan.errors import DataError, by_errno, install, warn_once
 
 COMPRESSED = (".gz", ".zst")
 
@@ -28,41 +29,104 @@ def as_list(path: str | tuple[str, ...]) -> tuple[str, ...]:
 
 
 def find(paths: Sequence[str], patterns: Sequence[str]) -> list[Path]:
-    """The files meant by `paths`, in their order, each once.
+    """The files meant by `paths`, in their order. Links are followed; a file with several names is given once.
 
     A path is a file, a folder (all files below it whose names match one of `patterns`, sorted) or a glob (`**` crosses
-    folders; sorted).
+    folders; sorted). A folder that a glob matches is read like one that is named. Names that begin with a dot are left
+    out unless the path, the glob or the pattern begins with that dot too.
 
     Raises:
-        DataError: a path means no file, or a folder cannot be read.
+        DataError: a path means no file, a folder cannot be read, or a link leads nowhere.
     """
     if not paths:
         raise DataError("a dataset needs a path")
-    found: dict[Path, None] = {}
+    found: dict[str, Path] = {}
+    real = cache(os.path.realpath)  # of folders: most files share theirs
     for text in paths:
-        path = Path(text).expanduser()
-        if path.is_file():
-            files = [path]
-        elif path.is_dir():
-            files = sorted(file for file in _below(path, patterns) if file.is_file())
-            if not files:
-                raise DataError(f"folder {path} holds no file that matches {', '.join(patterns)}")
-        else:
-            files = [Path(name) for name in sorted(glob.glob(str(path), recursive=True)) if Path(name).is_file()]
-            if not files:
-                raise DataError(f"{path}: no such file or folder")
-        found.update(dict.fromkeys(files))
-    return list(found)
+        path = Path(os.path.expanduser(text))  # where there is no such user, as it is
+        try:
+            hits = [path] if path.exists() else list(_expand(Path(), path.parts))
+            files = sorted(file for hit in hits for file in _files(hit, patterns))
+            folder = next(filter(Path.is_dir, hits), None)
+        except OSError as error:
+            raise by_errno(error, DataError(f"{path} cannot be read: {error.strerror}")) from None
+        if not files:
+            none = f"folder {folder} holds no file that matches {', '.join(patterns)}" if folder else ""
+            raise DataError(none or f"{path}: no such file or folder")
+        for file in files:
+            name = os.path.realpath(file) if file.is_symlink() else os.path.join(real(file.parent), file.name)
+            found.setdefault(name, file)
+    return list(found.values())
 
 
-def _below(folder: Path, patterns: Sequence[str]) -> Iterator[Path]:
-    """Paths below a folder whose names match a pattern. `rglob` would leave out a folder that it may not read."""
+def _files(path: Path, patterns: Sequence[str]) -> Iterator[Path]:
+    """A file itself; of a folder, all files at any depth whose names match."""
+    if path.is_dir():
+        for folder, names in _walk(path):
+            for name in names:
+                if _matches(name, patterns):
+                    yield from _files(folder / name, patterns)
+    elif path.is_file():
+        yield path
+    elif path.is_symlink():
+        raise DataError(f"{path} is a link to {os.readlink(path)}: no such file; restore it or remove the link")
 
-    def refuse(error: OSError) -> None:
-        raise by_errno(error, DataError(f"folder {error.filename} cannot be read: {error.strerror}")) from None
 
-    for parent, _, names in os.walk(folder, onerror=refuse):
-        yield from (Path(parent, name) for name in names if any(fnmatchcase(name, pattern) for pattern in patterns))
+def _expand(folder: Path, parts: Sequence[str]) -> Iterator[Path]:
+    """What the parts of a glob match. `glob.glob` runs in circles with links, and leaves out what it may not read."""
+    if not parts:
+        yield folder
+    elif not folder.is_dir():
+        return
+    elif parts[0] == "**":
+        for below, names in _walk(folder):
+            yield from _expand(below, parts[1:]) if parts[1:] else (below / name for name in names if name[0] != ".")
+    elif not set("*?[") & set(parts[0]):
+        if os.path.lexists(folder / parts[0]):
+            yield from _expand(folder / parts[0], parts[1:])
+    else:
+        for entry in _entries(folder):
+            if _matches(entry.name, parts[:1]):
+                yield from _expand(folder / entry.name, parts[1:])
+
+
+def _matches(name: str, patterns: Sequence[str]) -> bool:
+    return any(fnmatchcase(name, pattern) and (name[0] != "." or pattern[0] == ".") for pattern in patterns)
+
+
+def _walk(top: Path) -> Iterator[tuple[Path, list[str]]]:
+    """A folder and those below it, except hidden ones, each with the names of its other entries.
+
+    Each is given once, without a link in its path if there is such a path. So links in a circle come to an end.
+    """
+    seen: set[str] = set()
+    waiting, dangling = deque([top]), []
+    while waiting:
+        folder = waiting.popleft()
+        real = os.path.realpath(folder)
+        if real in seen:
+            continue
+        seen.add(real)
+        names = []
+        for entry in _entries(folder):
+            link = entry.is_symlink()
+            if not (os.path.isdir(entry.path) if link else entry.is_dir()):
+                names.append(entry.name)
+                if link and entry.name[0] != "." and not os.path.exists(entry.path):
+                    dangling.append(entry.path)
+            elif entry.name[0] != ".":
+                (waiting.append if link else waiting.appendleft)(folder / entry.name)
+        yield folder, names
+    if dangling:
+        warn_once(f"folder {top}: {len(dangling)} of its links lead nowhere, as {dangling[0]}")
+
+
+def _entries(folder: Path) -> list[os.DirEntry[str]]:
+    try:
+        with os.scandir(folder) as entries:
+            return sorted(entries, key=lambda entry: entry.name)
+    except OSError as error:
+        raise by_errno(error, DataError(f"folder {folder} cannot be read: {error.strerror}")) from None
 
 
 @contextmanager
