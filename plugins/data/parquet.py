@@ -16,7 +16,7 @@ from typing import Any
 
 from titan.contracts import REQUIRED, Dataset, Document, option, register
 from titan.data.tokens.files import as_list, find
-from titan.errors import DataError, by_errno, install
+from titan.errors import DataError, by_errno, install, refuse_lfs_pointer
 
 ROWS = 1024
 _READING = {"page_checksum_verification": True, "buffer_size": 1 << 20, "pre_buffer": False}
@@ -48,6 +48,7 @@ class Parquet(Dataset):
         Raises:
             DataError: the package is missing, the file is no Parquet, or a row has no text; names file and row.
         """
+        refuse_lfs_pointer(file)
         package = _package(file)
         row = 0
         try:

@@ -10,7 +10,9 @@ from typing import Any
 import pytest
 
 from titan.contracts import Dataset
+from titan.data.tokens.bytepairs import read_ranks
 from titan.data.tokens.files import find
+from titan.data.tokens.shards import open_shard
 from titan.errors import DataError, ResourceError
 from titan.plugins.data.jsonl import Config as JsonlConfig
 from titan.plugins.data.jsonl import Jsonl
@@ -132,6 +134,21 @@ def test_a_link_to_nothing_is_no_file_that_may_be_left_out(
     for path in (tmp_path, tmp_path / "*.txt", tmp_path / "**", tmp_path / "b.txt"):
         with pytest.raises(DataError, match=r"/(b\.txt|store|itself) is a link to .*: no such file"):
             text(path).files()
+
+
+def test_a_git_lfs_pointer_is_not_data(tmp_path: Path) -> None:
+    pointer = f"version https://git-lfs.github.com/spec/v1\noid sha256:{'0a' * 32}\nsize 5000\n"
+    readers: dict[str, Any] = {
+        "a.txt": lambda file: all_texts(text(file)), "a.txt.gz": lambda file: all_texts(text(file)),
+        "a.jsonl.zst": lambda file: all_texts(jsonl(file)), "a.bin": open_shard, "a.tiktoken": read_ranks,
+        "a.parquet": lambda file: all_texts(Parquet(ParquetConfig(path=str(file)))),
+    }  # fmt: skip
+    for name, read in readers.items():
+        (tmp_path / name).write_text(pointer)
+        with pytest.raises(DataError, match=rf"{name} is a Git LFS pointer, not the file itself \(5,000 bytes\)"):
+            read(tmp_path / name)
+    (tmp_path / "a.txt").write_text(pointer + "is a pointer")
+    assert all_texts(text(tmp_path / "a.txt")) == [pointer + "is a pointer"]
 
 
 def test_text_is_unpacked(tmp_path: Path) -> None:

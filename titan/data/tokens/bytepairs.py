@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from titan.data.tokens.exchange import hf_tokenizer
-from titan.errors import DataError, by_errno, install
+from titan.errors import DataError, by_errno, install, refuse_lfs_pointer
 
 if TYPE_CHECKING:
     import tiktoken
@@ -38,6 +38,7 @@ def read_ranks(path: Path) -> dict[bytes, int]:
         DataError: no such file, a line that is no token and rank (file and line named), a rank given twice or left out,
             one of the 256 bytes without a rank.
     """
+    refuse_lfs_pointer(path)
     try:
         lines = path.read_bytes().splitlines()
     except OSError as error:

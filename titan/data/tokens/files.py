@@ -12,7 +12,7 @@ from functools import cache
 from pathlib import Path
 from typing import IO, Any
 
-from titan.errors import DataError, by_errno, install, warn_once
+from titan.errors import DataError, by_errno, install, refuse_lfs_pointer, warn_once
 
 COMPRESSED = (".gz", ".zst")
 
@@ -137,8 +137,10 @@ def opened(path: Path) -> Iterator[IO[bytes]]:
     of them cannot be told from a shorter file.
 
     Raises:
-        DataError: it cannot be opened, is empty, is cut short or is broken on the way; names the file.
+        DataError: it cannot be opened, is empty, is cut short, is broken on the way or a Git LFS pointer; names the
+            file.
     """
+    refuse_lfs_pointer(path)
     try:
         if path.stat().st_size == 0:
             raise DataError(f"{path} is empty")

@@ -30,7 +30,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from titan.errors import DataError, by_errno
+from titan.errors import DataError, by_errno, refuse_lfs_pointer
 
 MAGIC = b"TITANTOK"
 VERSION = 1
@@ -142,6 +142,7 @@ def _parsed(path: Path, head: bytes, size: int) -> Shard:
     if size == 0:
         raise DataError(f"shard {path} is empty")
     if not head.startswith(MAGIC):
+        refuse_lfs_pointer(path)
         raise DataError(f"{path} is no token shard: it starts with {head[:8]!r}, a shard with {MAGIC!r}")
     if len(head) < HEADER_BYTES:
         raise DataError(f"shard {path} is cut short: {size} bytes, its header alone has {HEADER_BYTES}")
