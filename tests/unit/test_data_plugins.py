@@ -238,6 +238,14 @@ def test_zst_is_unpacked(tmp_path: Path) -> None:
         all_texts(jsonl(tmp_path))
 
 
+def test_a_zst_with_the_longest_window_is_unpacked(tmp_path: Path) -> None:
+    zstandard = pytest.importorskip("zstandard")
+    header = b"\x28\xb5\x2f\xfd" + bytes([0, (31 - 10) << 3])  # no size, a window of 2 GiB
+    (tmp_path / "a.txt.zst").write_bytes(header + (4 << 3 | 1).to_bytes(3, "little") + b"text")  # a last, raw block
+    assert zstandard.get_frame_parameters((tmp_path / "a.txt.zst").read_bytes()).window_size == 1 << 31
+    assert all_texts(text(tmp_path)) == ["text"]
+
+
 def test_a_zst_that_is_cut_within_a_frame_is_refused(tmp_path: Path) -> None:
     zstandard = pytest.importorskip("zstandard")
     content = "".join(f"{number * 7919 % 10007} " for number in range(20000)).encode()

@@ -134,7 +134,8 @@ def opened(path: Path) -> Iterator[IO[bytes]]:
     """The bytes of a file, unpacked where its name ends in .gz or .zst.
 
     A compressed file may hold several members (.gz) or frames (.zst), one after another. One that was cut between two
-    of them cannot be told from a shorter file.
+    of them cannot be told from a shorter file. A frame's window, which its writer chose, is held in memory: 8 MiB or
+    less from most, 2 GiB from `zstd --long=31`.
 
     Raises:
         DataError: it cannot be opened, is empty, is cut short, is broken on the way or a Git LFS pointer; names the
@@ -161,7 +162,7 @@ def _unpacked(raw: IO[bytes], path: Path) -> Iterator[IO[bytes]]:
     elif path.suffix == ".zst":
         zstandard = _zstandard(path)
         try:
-            frames = _ZstdFrames(raw, zstandard.ZstdDecompressor().decompressobj)
+            frames = _ZstdFrames(raw, zstandard.ZstdDecompressor(max_window_size=1 << 31).decompressobj)
             yield io.BufferedReader(frames, _BUFFER_BYTES)
         except zstandard.ZstdError as error:
             raise DataError(f"{path} cannot be unpacked: {error}") from None
