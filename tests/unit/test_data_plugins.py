@@ -4,6 +4,7 @@ import errno
 import gzip
 import os
 import sys
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -149,6 +150,23 @@ def test_a_git_lfs_pointer_is_not_data(tmp_path: Path) -> None:
             read(tmp_path / name)
     (tmp_path / "a.txt").write_text(pointer + "is a pointer")
     assert all_texts(text(tmp_path / "a.txt")) == [pointer + "is a pointer"]
+
+
+@pytest.mark.parametrize("encoding", ["utf-16", "utf-16-le", "utf-16-be", "utf-32", "utf-32-le", "utf-32-be"])
+def test_other_encodings_are_named(tmp_path: Path, encoding: str) -> None:
+    for lines in (
+        '{"text": "one"}',
+        '{"text": "文字文字文字文字文字文字文字文字"}',
+        '{"text": "größer"}\r\n{"text": "two"}\r\n',
+    ):
+        (tmp_path / "a.jsonl").write_bytes(lines.encode(encoding))
+        for dataset, place in ((text, r"a\.jsonl"), (jsonl, r"a\.jsonl:1")):
+            said = rf"{place}: is {encoding[:6].upper()}, not UTF-8; convert the file: iconv -f {encoding[:6].upper()}"
+            with pytest.raises(DataError, match=said):
+                all_texts(dataset(tmp_path / "a.jsonl"))
+    kept = "NUL \0 and 字 in UTF-8"
+    (tmp_path / "a.txt").write_text("\ufeff" + kept)
+    assert all_texts(text(tmp_path / "a.txt")) == [kept]
 
 
 def test_text_is_unpacked(tmp_path: Path) -> None:
@@ -316,7 +334,18 @@ def test_jsonl_reads_the_field_of_every_line(tmp_path: Path) -> None:
     [
         (b'{"text": "cut', r"a\.jsonl:2: not JSON: Unterminated string"),
         (b'{"body": "x", "id": 3}', r"a\.jsonl:2: no field 'text'; set data.field to one of: 'body', 'id'"),
+        (b'{"meta": {"body": "x"}, "id": 3}', r"a\.jsonl:2: no field 'text'; set .* one of: 'meta\.body', 'id'"),
         (b'{"text": 12}', r"a\.jsonl:2: field 'text' is 12, not a string"),
+        (b'{"text": %s}' % (b"7" * 5000), r"a\.jsonl:2: field 'text' is Infinity, not a string"),
+        (b'{"text": %s0%s}' % (b"[" * 5000, b"]" * 5000), r"a\.jsonl:2: field 'text' is \[\[\[.*, not a string"),
+        (b'{"text": ' + b"[" * 5000, r"a\.jsonl:2: not JSON: "),
+        (b"\0" * 1500, r"a\.jsonl:2: not JSON: .*; it has 1,500 NUL bytes, .*: write the file again or delete them"),
+        (b'{"text": "x"}\r{"text": "y"}\r', r"a\.jsonl:2: not JSON: .*; lines end in CR, .*: tr '\\r' '\\n' < FILE"),
+        (
+            b'[{"text": "x"},',
+            r"a\.jsonl:2: not JSON: .*; one object per line is read, no JSON array; .*: jq -c '\.\[\]'",
+        ),
+        (b"{", r"a\.jsonl:2: not JSON: .*; an object must be on one line; .*: jq -c \. FILE"),
         (b'{"text": null}', r"a\.jsonl:2: field 'text' is null, not a string"),
         (b'["text"]', r"a\.jsonl:2: must be a JSON object, not a list"),
         (b'{"text": "\xff"}', r"a\.jsonl:2: not UTF-8 at byte 10 of the line"),
@@ -326,3 +355,26 @@ def test_jsonl_faults_name_file_and_line(tmp_path: Path, line: bytes, words: str
     (tmp_path / "a.jsonl").write_bytes(b'{"text": "fine"}\n' + line + b'\n{"text": "later"}\n')
     with pytest.raises(DataError, match=words):
         all_texts(jsonl(tmp_path))
+
+
+def test_jsonl_reads_whatever_other_fields_hold(tmp_path: Path) -> None:
+    """A thread has a small stack: nothing may recurse as deep as a line is nested."""
+    deep = b'{"a": [' * 50_000 + b'"]}\\""' + b"]}" * 50_000
+    lines = [
+        b'{"text": "integer", "id": -1%s, "e": 1e999}' % (b"7" * 5000),
+        b'{"text": "deep", "b": "[", "a": %s, "c": {"d": [1]}}' % deep,
+        b'\xef\xbb\xbf{"text": "mark", "a": NaN, "text": "marked"}\r',
+        b'{"text": "\\ud800"}',
+        b"\xef\xbb\xbf",
+    ]
+    (tmp_path / "a.jsonl").write_bytes(b"\n".join(lines))
+    with ThreadPoolExecutor(1) as pool:
+        assert pool.submit(all_texts, jsonl(tmp_path)).result() == ["integer", "deep", "marked", "\ud800"]
+
+
+def test_jsonl_reads_a_field_of_an_object_in_a_line(tmp_path: Path) -> None:
+    lines = '{"meta": {"text": {"en": "within"}}}\n{"meta.text.en": "at the top", "meta": {"text": {"en": "within"}}}\n'
+    (tmp_path / "a.jsonl").write_text(lines)
+    assert all_texts(jsonl(tmp_path, field="meta.text.en")) == ["within", "at the top"]
+    with pytest.raises(DataError, match=r"a\.jsonl:1: no field 'meta\.text\.de'"):
+        all_texts(jsonl(tmp_path, field="meta.text.de"))

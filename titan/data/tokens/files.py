@@ -1,5 +1,6 @@
 """Text files: expanding the paths of `[data] path`, and opening plain or compressed files. For dataset plugins."""
 
+import codecs
 import gzip
 import io
 import os
@@ -21,6 +22,9 @@ _PIECE_BYTES = 16 << 10
 
 _BUFFER_BYTES = 64 << 10
 """Content that is fetched at a time: each time costs a call in Python."""
+
+_MARKS, _HEAD_BYTES = (codecs.BOM_UTF16_LE, codecs.BOM_UTF16_BE), 1024
+"""By what UTF-16 and UTF-32 are recognized: the marks that begin a text, or where NUL bytes are in its head."""
 
 
 def as_list(path: str | tuple[str, ...]) -> tuple[str, ...]:
@@ -228,11 +232,26 @@ def read_text(path: Path) -> str:
     """A whole file as text.
 
     Raises:
-        DataError: it cannot be read (see `opened`) or is not UTF-8; names the file and the byte.
+        DataError: it cannot be read (see `opened`) or is not UTF-8 (see `decoded`).
     """
     with opened(path) as file:
-        data = file.read()
+        return decoded(file.read(), str(path))
+
+
+def decoded(data: bytes, file: str, line: int = 0) -> str:
+    """UTF-8 as text, without the byte-order mark that may begin it. line: its number, if `data` is one of the file.
+
+    Raises:
+        DataError: it is not UTF-8; names the place and the byte, or tells that it is UTF-16 or UTF-32.
+    """
+    place = f"{file}:{line}" if line else file
+    if data.startswith(_MARKS) or b"\0" in data[:_HEAD_BYTES]:
+        for encoding in ("UTF-32LE", "UTF-32BE", "UTF-16LE", "UTF-16BE"):
+            head = data[:_HEAD_BYTES].decode(encoding, errors="replace")
+            if head[:1] == "\ufeff" or ("\0" not in head and sum(map(str.isascii, head)) * 4 > len(head)):
+                convert = f"iconv -f {encoding} -t UTF-8 FILE > NEW_FILE"
+                raise DataError(f"{place}: is {encoding[:6]}, not UTF-8; convert the file: {convert}")
     try:
         return data.decode("utf-8-sig")
     except UnicodeDecodeError as error:
-        raise DataError(f"{path}: not UTF-8 at byte {error.start:,}") from None
+        raise DataError(f"{place}: not UTF-8 at byte {error.start:,}{' of the line' if line else ''}") from None
