@@ -292,10 +292,26 @@ def test_zst_without_its_package_says_what_to_install(tmp_path: Path, monkeypatc
         all_texts(text(tmp_path / "a.zst"))
 
 
-def test_separator_cuts_a_file_into_documents(tmp_path: Path) -> None:
-    (tmp_path / "a.txt").write_text("one\n<|endoftext|>\n\n two <|endoftext|>\n")
-    assert all_texts(text(tmp_path, separator="<|endoftext|>")) == ["one", "two", ""]
-    assert len(all_texts(text(tmp_path))) == 1
+@pytest.mark.parametrize(
+    ("content", "separator", "documents"),
+    [
+        ("  one\n\n<|e|>\n  two <|e|> three<|e|>\n\n<|e|>", "<|e|>", ["  one\n\n", "  two ", " three"]),
+        ("  one\n<|e|>\n  two\n", "\n<|e|>\n", ["  one", "  two\n"]),
+        ("<|e|>\none\n<|e|>\n<|e|>\ntwo\n<|e|>", "\n<|e|>\n", ["one", "two"]),
+        ("<|e|>\n one\n<|e|>\ntwo <|e|> too\n", "\n<|e|>", [" one", "two <|e|> too\n"]),
+        ("one\r\n  1\r\n<|e|>\r\ntwo\r\n", "\n<|e|>\n", ["one\r\n  1", "two\r\n"]),
+        ("one\n<|e|>\r\ntwo", "\r\n<|e|>\r\n", ["one", "two"]),
+        (" a\n b\n\n\n c\n", "\n\n", [" a\n b", "\n c\n"]),
+        (" a\r\n\n \n b\n", "\n", [" a", " b"]),
+        ("a.b|c(", ".", ["a", "b|c("]),
+    ],
+)
+def test_a_separator_cuts_and_changes_nothing_else(
+    tmp_path: Path, content: str, separator: str, documents: list[str]
+) -> None:
+    (tmp_path / "a.txt").write_bytes(content.encode())
+    assert all_texts(text(tmp_path, separator=separator)) == documents
+    assert all_texts(text(tmp_path)) == [content]
 
 
 @pytest.mark.parametrize(
