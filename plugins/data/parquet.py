@@ -5,8 +5,8 @@ and row, and so does a file with fewer rows than its metadata says. Checksums of
 them. No other column is read.
 
 Cost: 1,024 rows of that column in memory at a time, beside a few pages of the file.
-Limits: needs the pyarrow package (the extra "parquet"); nested columns are not supported, and a column that
-Arrow holds as a dictionary is refused. Damaged text in a file without checksums is not detected.
+Limits: needs the pyarrow package (the extra "parquet"); nested columns are not supported. Damaged text in a file
+without checksums is not detected.
 """
 
 from collections.abc import Iterator
@@ -72,8 +72,10 @@ class Parquet(Dataset):
             raise DataError(
                 f"{file}: no column {field!r}; set data.field to one of: {', '.join(map(repr, schema.names)) or 'none'}"
             )
-        if str(schema.field(field).type) not in ("string", "large_string", "string_view"):
-            raise DataError(f"{file}: column {field!r} has type {schema.field(field).type}, not string")
+        given = schema.field(field).type
+        held = given.value_type if str(given).startswith("dictionary<") else given
+        if str(held) not in ("string", "large_string", "string_view"):
+            raise DataError(f"{file}: column {field!r} has type {given}, not string")
 
     def _text(self, text: str | None, place: str) -> str:
         if text is None:

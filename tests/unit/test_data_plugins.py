@@ -196,9 +196,11 @@ def test_parquet(tmp_path: Path) -> None:
     ] == f"{tmp_path}/a.parquet, row 3000"
     large = pyarrow.array(["x"], pyarrow.large_string())
     assert all_texts(dataset("large.parquet", text=large)) == ["x"]
+    assert all_texts(dataset("c.parquet", text=pyarrow.array(["x", "y", "x"]).dictionary_encode())) == ["x", "y", "x"]
     wrong = {
         r"no column 'text'; set data.field to one of: 'words'": dataset("b.parquet", words=["x"]),
         "column 'text' has type int64, not string": dataset("c.parquet", text=[1]),
+        "column 'text' has type list<.*>, not string": dataset("e.parquet", text=[["x"]]),
         r"d\.parquet, row 2: 'text' is null, not a string": dataset("d.parquet", text=["x", None]),
     }
     for said, found in wrong.items():
