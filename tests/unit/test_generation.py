@@ -1,8 +1,11 @@
 """Text that is generated: what the cache remembers, what is drawn, what is shown (titan/inference/generation.py)."""
 
 import dataclasses
+import io
+from argparse import Namespace
 from collections.abc import Sequence
 from dataclasses import replace
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -16,7 +19,7 @@ from titan.contracts import AttentionCore, BuildContext, Delimiters, Model, Mode
 from titan.contracts.base.layout import Layout
 from titan.contracts.base.mesh import Mesh
 from titan.contracts.layers.cache import Cache, cores_of
-from titan.errors import ConfigError, DivergedError
+from titan.errors import ConfigError, DataError, DivergedError
 from titan.inference import generation
 from titan.inference.generation import Sampling, Text, Words
 from titan.plugins.models.bloom import Bloom, BloomConfig
@@ -90,6 +93,39 @@ class Forgetful(nn.Module):
     def forward(self, x: Tensor, positions: Tensor, documents: Tensor | None = None) -> Tensor:
         self.tokens += x.shape[1]
         return self.module(x, positions, documents)  # type: ignore[no-any-return]
+
+
+# --- prompts ------------------------------------------------------------------------------------------------------
+
+
+def read_prompts(content: bytes, path: Path, source: str, monkeypatch: pytest.MonkeyPatch) -> list[str]:
+    path.write_bytes(content)
+    monkeypatch.setattr("sys.stdin", io.TextIOWrapper(io.BytesIO(content)))
+    wanted: Any = {"prompt": ["-"]} if source == "--prompt -" else {"prompt_file": str(path) if source == "" else "-"}
+    return list(generate._prompts(Namespace(**{"prompt": None, **wanted})))
+
+
+@pytest.mark.parametrize("source", ["", "--prompt-file -", "--prompt -"])
+def test_prompts_are_the_same_from_every_system(source: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Lines of a file without their ends, however they end; all of stdin without the line end that `echo` adds."""
+    for end in ("\n", "\r\n", "\r"):
+        for mark in ("", "\ufeff"):
+            content = f"{mark}  größer {end}{end}b\fc{end}"
+            whole = f"  größer {end}{end}b\fc"
+            got = read_prompts(content.encode(), tmp_path / "a.txt", source, monkeypatch)
+            assert got == ([whole] if source == "--prompt -" else ["  größer ", "b\fc"])
+    for encoding in ("utf-16", "utf-16-le", "utf-32"):
+        with pytest.raises(DataError, match=r"^(stdin|.*/a\.txt): is UTF-(16|32), not UTF-8; convert the file: iconv"):
+            read_prompts("hello\r\n".encode(encoding), tmp_path / "a.txt", source, monkeypatch)
+    with pytest.raises(DataError, match=r"^(stdin|.*/a\.txt): not UTF-8 at byte 2"):
+        read_prompts(b"Gr\xf6\xdfer", tmp_path / "a.txt", source, monkeypatch)
+
+
+def test_a_prompt_file_that_git_lfs_has_not_fetched_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    pointer = f"version https://git-lfs.github.com/spec/v1\noid sha256:{'0a' * 32}\nsize 5000\n".encode()
+    with pytest.raises(DataError, match=r"a\.txt is a Git LFS pointer, not the file itself \(5,000 bytes\)"):
+        read_prompts(pointer, tmp_path / "a.txt", "", monkeypatch)
+    assert read_prompts(pointer, tmp_path / "a.txt", "--prompt -", monkeypatch) == [pointer.decode()[:-1]]
 
 
 # --- the cache ----------------------------------------------------------------------------------------------------

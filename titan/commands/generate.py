@@ -5,6 +5,7 @@ import functools
 import hashlib
 import json
 import os
+import re
 import signal
 import sys
 import time
@@ -15,7 +16,17 @@ from typing import Any
 
 from titan import log
 from titan.config import Job
-from titan.errors import EXIT_DONE, EXIT_FAILED, ConfigError, ConfigIssue, DataError, TitanError, by_errno
+from titan.data.tokens.files import decoded
+from titan.errors import (
+    EXIT_DONE,
+    EXIT_FAILED,
+    ConfigError,
+    ConfigIssue,
+    DataError,
+    TitanError,
+    by_errno,
+    refuse_lfs_pointer,
+)
 from titan.inference import generation
 from titan.inference.generation import Sampling, Text, Words
 from titan.inference.load_model import Trained, delimiters, open_job, open_trained
@@ -79,10 +90,11 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     )  # fmt: skip
     prompts = parser.add_mutually_exclusive_group(required=True)
     prompts.add_argument(
-        "--prompt", action="append", metavar="TEXT", help="text to continue; may be repeated; -: read stdin"
-    )
+        "--prompt", action="append", metavar="TEXT",
+        help="text to continue; may be repeated; -: read stdin, without its last line end",
+    )  # fmt: skip
     prompts.add_argument(
-        "--prompt-file", metavar="FILE", help="file with one prompt per line; empty lines are skipped; -: stdin"
+        "--prompt-file", metavar="FILE", help="file with one prompt per line (UTF-8); empty lines are skipped; -: stdin"
     )
     parser.add_argument(
         "--max-new-tokens", type=int, default=default.max_new_tokens, metavar="N",
@@ -161,22 +173,24 @@ def _prompts(args: argparse.Namespace) -> Iterator[str]:
         DataError: the file cannot be read, or holds none.
     """
     if args.prompt is not None:
-        yield from (_read(STDIN) if prompt == STDIN else prompt for prompt in args.prompt)
+        for prompt in args.prompt:
+            yield re.sub(r"(\r\n|\r|\n)\Z", "", _read(STDIN)) if prompt == STDIN else prompt
         return
-    lines = [line for line in _read(args.prompt_file).split("\n") if line.strip()]
+    lines = [line for line in re.split(r"\r\n|\r|\n", _read(args.prompt_file)) if line.strip()]
     if not lines:
         raise DataError(f"--prompt-file {args.prompt_file}: the file holds no prompt")
     yield from lines
 
 
 def _read(source: str) -> str:
+    path = Path(os.path.expanduser(source))
+    if source != STDIN:
+        refuse_lfs_pointer(path)
     try:
-        data = sys.stdin.buffer.read() if source == STDIN else Path(source).expanduser().read_bytes()
-        return data.decode()
+        data = sys.stdin.buffer.read() if source == STDIN else path.read_bytes()
     except OSError as error:
         raise by_errno(error, DataError(f"--prompt-file {source}: cannot be read: {error.strerror}")) from None
-    except UnicodeDecodeError as error:
-        raise DataError(f"{'stdin' if source == STDIN else source}: is not UTF-8: {error}") from None
+    return decoded(data, "stdin" if source == STDIN else source)
 
 
 def _as_rank(request: Request, _: list[str]) -> int:
