@@ -117,4 +117,32 @@ FAULTS = (
         '"unnamed")',
         ("tests/unit/test_attention.py::test_a_trained_model_reads_sequences_that_fill_no_window",),
     ),
+    Fault(
+        "a folder that is a link left out",
+        "titan/data/tokens/files.py",
+        "(os.path.isdir(entry.path) if link else entry.is_dir())",
+        "entry.is_dir(follow_symlinks=False)",
+        ("tests/unit/test_data_plugins.py::test_links_are_followed_and_no_file_is_read_twice",),
+    ),
+    Fault(
+        "a Git LFS pointer read as text",
+        "titan/data/tokens/files.py",
+        "    refuse_lfs_pointer(path)\n",
+        "",
+        ("tests/unit/test_data_plugins.py::test_a_git_lfs_pointer_is_not_data",),
+    ),
+    Fault(
+        "indentation lost where a document begins",
+        "plugins/data/text.py",
+        "yield Document(piece, str(file))",
+        "yield Document(piece.strip(), str(file))",
+        ("tests/unit/test_data_plugins.py::test_a_separator_cuts_and_changes_nothing_else",),
+    ),
+    Fault(
+        "the CR of line ends left in prompts",
+        "titan/commands/generate.py",
+        'in re.split(r"\\r\\n|\\r|\\n", ',
+        'in re.split("\\n", ',
+        ("tests/unit/test_generation.py::test_prompts_are_the_same_from_every_system",),
+    ),
 )
