@@ -359,22 +359,62 @@ def test_the_hub_s_cache_is_read(folder: Path) -> None:
     loaded(snapshot)
 
 
+def loaded_from_index(folder: Path, names: dict[str, str]) -> Any:
+    (folder / tensor_files.INDEX).write_text(json.dumps({"weight_map": names}))
+    return loaded(folder)
+
+
+def test_of_two_shards_the_index_says_which_counts(folder: Path) -> None:
+    """Shards of another numbering, and an index beside the single file, count for nothing, as in transformers."""
+    held, name, head = tensors(folder), "model.norm.weight", "lm_head.weight"
+    stale = {**held, name: held[name] + 1}
+    (folder / tensor_files.SINGLE).unlink()
+    (folder / "model-00001-of-00003.safetensors").write_bytes(b"")
+    shards = [f"model-0000{number}-of-00002.safetensors" for number in (1, 2)]
+    for right, first, second in ((shards[0], held, stale), (shards[1], stale, held)):
+        save_file({key: tensor for key, tensor in first.items() if key != head}, folder / shards[0])
+        save_file({key: second[key] for key in (name, head)}, folder / shards[1])
+        names = {**dict.fromkeys(held, shards[0]), head: shards[1], name: right}
+        assert torch.equal(loaded_from_index(folder, names).norm.weight, held[name])
+    save_file(stale, folder / tensor_files.SINGLE)
+    assert torch.equal(loaded_from_index(folder, names).norm.weight, stale[name])
+
+
+def test_an_index_may_name_a_tied_head_that_no_shard_holds(tmp_path: Path) -> None:
+    write(tmp_path, plugin("llama", tied=True))
+    (tmp_path / tensor_files.SINGLE).rename(tmp_path / "a.safetensors")
+    names = dict.fromkeys([*tensors(tmp_path), "lm_head.weight"], "a.safetensors")
+    head = loaded_from_index(tmp_path, names).output.weight
+    assert torch.equal(head, tensors(tmp_path)["model.embed_tokens.weight"])
+
+
+@pytest.mark.parametrize("name", [tensor_files.SINGLE, tensor_files.INDEX, "config.json"])
+def test_a_git_lfs_pointer_is_told(name: str, folder: Path) -> None:
+    if name == tensor_files.INDEX:
+        (folder / tensor_files.SINGLE).unlink()
+    (folder / name).write_text(f"version https://git-lfs.github.com/spec/v1\noid sha256:{'ab' * 32}\nsize 135\n")
+    with pytest.raises(CheckpointError, match=rf"{name} is a Git LFS pointer.*git lfs pull"):
+        loaded(folder)
+
+
 def test_index_and_files_must_agree(folder: Path) -> None:
     (folder / tensor_files.SINGLE).rename(folder / "a.safetensors")
     names = dict.fromkeys(tensors(folder), "a.safetensors")
     (folder / tensor_files.INDEX).write_text(json.dumps({"weight_map": {**names, "x": "a.safetensors"}}))
     with pytest.raises(CheckpointError, match=r"says that x is in a.safetensors, which does not hold it"):
         loaded(folder)
-    del names["model.norm.weight"]
-    (folder / tensor_files.INDEX).write_text(json.dumps({"weight_map": names}))
-    with pytest.raises(CheckpointError, match=r"does not name model.norm.weight of a.safetensors"):
-        loaded(folder)
+    wanted = loaded_from_index(folder, names)
+    del names["model.norm.weight"]  # which the shard holds, and transformers reads
+    assert torch.equal(loaded_from_index(folder, names).norm.weight, wanted.norm.weight)
+    save_file({"model.norm.weight": torch.zeros(16)}, folder / "b.safetensors")
+    with pytest.raises(CheckpointError, match=r"says that lm_head.weight is in b.safetensors, which does not hold it"):
+        loaded_from_index(folder, {**names, "lm_head.weight": "b.safetensors"})
     (folder / tensor_files.INDEX).write_text("[]")
     with pytest.raises(CheckpointError, match="has no weight_map"):
         loaded(folder)
 
 
-@pytest.mark.parametrize("cut", [4, 100, 10_000, -1])
+@pytest.mark.parametrize("cut", [0, 4, 100, 10_000, -1])
 def test_a_damaged_file_is_told(cut: int, folder: Path) -> None:
     file = folder / tensor_files.SINGLE
     file.write_bytes(file.read_bytes()[:cut])

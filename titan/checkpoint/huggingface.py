@@ -130,7 +130,8 @@ class HfWeights:
         self.path, self.shapes = path, shapes_of(model)
         tensors = made_of(model, self.shapes)
         copies = [tensor for tensor in model.hf_tensors() if tensor.copy]
-        self._stored, extra = _matched(find_tensors(path), [tensor.name for tensor in (*tensors, *copies)])
+        stored = find_tensors(path, absent=[tensor.name for tensor in copies])
+        self._stored, extra = _matched(stored, [tensor.name for tensor in (*tensors, *copies)])
         extra = [name for name in extra if not _is_ignored(name, model.hf_ignored)]
         self._check(tensors, [tensor for tensor in copies if tensor.name in self._stored], extra)
         self._places = self._by_name(tensors)
@@ -181,7 +182,8 @@ class HfWeights:
         copies = self._copies.get(name)
         if copies and not torch.equal(value, self._read(name, copies, bounds).to(value.dtype)):
             names = f"{copies[0].tensor.name} and {self._places[name][0].tensor.name}"
-            raise CheckpointError(f"{self.path}: {names} differ, but the model ties them")
+            untie = "if both count, set tie_word_embeddings = false in config.json"
+            raise CheckpointError(f"{self.path}: {names} differ, but the model ties them; {untie}")
         return value
 
     def _read(self, name: str, places: Sequence[_Place], bounds: Sequence[slice]) -> Tensor:

@@ -206,6 +206,13 @@ FAULTS = (
         ("tests/unit/test_huggingface.py::test_an_index_leads_nowhere_else",),
     ),
     Fault(
+        "of a tensor in two shards the last one read, whatever the index says",
+        "titan/checkpoint/disk/tensor_files.py",
+        "tensors[name] = shards[file][name]",
+        "pass",
+        ("tests/unit/test_huggingface.py::test_of_two_shards_the_index_says_which_counts",),
+    ),
+    Fault(
         "a transposed Hugging Face tensor read as it stands",
         "titan/checkpoint/huggingface.py",
         "return value.T if tensor.transposed else value",

@@ -22,7 +22,7 @@ from typing import Any
 from titan.checkpoint.disk import manifest
 from titan.checkpoint.disk.manifest import MANIFEST, METADATA, STATE, TOKENIZER, FileEntry
 from titan.checkpoint.disk.plain import read_table
-from titan.errors import CheckpointError, UnreadableError
+from titan.errors import CheckpointError, UnreadableError, refuse_lfs_pointer
 from titan.log import log
 
 HF_CONFIG = "config.json"
@@ -342,6 +342,7 @@ def read_hf_config(path: Path) -> dict[str, Any]:
     try:
         config = json.loads((path / HF_CONFIG).read_text(encoding="utf-8"))
     except (OSError, ValueError) as error:
+        refuse_lfs_pointer(path / HF_CONFIG, CheckpointError)
         raise CheckpointError(f"{path / HF_CONFIG} cannot be read: {error}") from error
     if not isinstance(config, dict):
         raise CheckpointError(f"{path / HF_CONFIG} is not a JSON object")

@@ -7,7 +7,7 @@ tensor at a time, because the library's writer wants all tensors of a file in me
 
 import json
 import os
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -17,7 +17,7 @@ import torch
 from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
-from titan.errors import CheckpointError
+from titan.errors import CheckpointError, refuse_lfs_pointer
 
 SINGLE, INDEX = "model.safetensors", "model.safetensors.index.json"
 PICKLED = "pytorch_model*.bin"
@@ -56,11 +56,16 @@ def _opened(path: Path) -> Iterator[Any]:
         with safe_open(path, framework="pt") as file:
             yield file
     except (SafetensorError, OSError) as error:
+        refuse_lfs_pointer(path, CheckpointError)
         raise CheckpointError(f"{path} cannot be read: {error}") from error
 
 
-def find_tensors(folder: Path) -> dict[str, Stored]:
-    """Every tensor of a folder by name.
+def find_tensors(folder: Path, absent: Collection[str] = ()) -> dict[str, Stored]:
+    """Every tensor of a folder by name. Where several shards hold a name, the one counts that the index says.
+
+    As transformers does, it takes the single file where an index stands beside it, and what shards hold unnamed.
+
+    absent: what the index may name though no shard holds it.
 
     Raises:
         CheckpointError: there are none, a file is absent, damaged or outside the folder, or the index is wrong.
@@ -76,15 +81,15 @@ def find_tensors(folder: Path) -> dict[str, Stored]:
         )
         raise CheckpointError(f"{folder} holds neither {SINGLE} nor {INDEX}{why}")
     index = _read_index(folder / INDEX)
-    files = {name: _inside(folder, name) for name in sorted(set(index.values()))}
-    found = {tensor.name: tensor for file in files.values() for tensor in _tensors_in(file)}
+    files = [(file, _inside(folder, file)) for file in sorted(set(index.values()))]
+    shards = {file: {tensor.name: tensor for tensor in _tensors_in(path)} for file, path in files}
+    tensors = {name: tensor for shard in shards.values() for name, tensor in shard.items()}
     for name, file in index.items():
-        if name not in found or found[name].file != files[file]:
+        if name in shards[file]:
+            tensors[name] = shards[file][name]
+        elif name in tensors or name not in absent:
             raise CheckpointError(f"{folder / INDEX} says that {name} is in {file}, which does not hold it")
-    unnamed = sorted(found.keys() - index.keys())
-    if unnamed:
-        raise CheckpointError(f"{folder / INDEX} does not name {unnamed[0]} of {found[unnamed[0]].file.name}")
-    return found
+    return tensors
 
 
 def is_weights(file: Path) -> bool:
@@ -96,6 +101,7 @@ def _read_index(path: Path) -> dict[str, str]:
     try:
         index = json.loads(path.read_text(encoding="utf-8"))
     except (OSError, ValueError) as error:
+        refuse_lfs_pointer(path, CheckpointError)
         raise CheckpointError(f"{path} cannot be read: {error}") from error
     names = index.get("weight_map") if isinstance(index, dict) else None
     if not isinstance(names, dict) or not all(isinstance(file, str) for file in names.values()):
