@@ -53,7 +53,7 @@ CASES: Mapping[str, tuple[str, Mapping[str, Any]]] = {
     "llama-tied": ("llama", {**LLAMA, "tie_word_embeddings": True, "rope_scaling": SCALED}),
     "mistral": ("mistral", {**LLAMA, "num_key_value_heads": 2, "sliding_window": 5}),
     "gpt2": ("gpt2", GPT2),
-    "gpt2-untied": ("gpt2", {**GPT2, "tie_word_embeddings": False, "n_inner": 48}),
+    "gpt2-untied": ("gpt2", {**GPT2, "tie_word_embeddings": False, "n_inner": 48, "activation_function": "gelu"}),
     "qwen3": ("qwen3", {**LLAMA, "head_dim": 12, "num_key_value_heads": 2, "rope_theta": 1e6}),
     "qwen3-tied": ("qwen3", {**LLAMA, "head_dim": 8, "num_key_value_heads": 4, "tie_word_embeddings": True}),
     "olmo2": ("olmo2", {**LLAMA, "num_key_value_heads": 2, "rope_theta": 5e5}),
@@ -67,7 +67,13 @@ CASES: Mapping[str, tuple[str, Mapping[str, Any]]] = {
     "neox": ("gpt_neox", NEOX),
     "neox-in-turn": (
         "gpt_neox",
-        {**NEOX, "use_parallel_residual": False, "rotary_pct": 0.25, "rotary_emb_base": 500.0},
+        {
+            **NEOX,
+            "use_parallel_residual": False,
+            "rotary_pct": 0.25,
+            "rotary_emb_base": 500.0,
+            "hidden_act": "gelu_fast",
+        },
     ),
     "mixtral": ("mixtral", MIXTRAL),
     "qwen3-moe": ("qwen3_moe", QWEN3_MOE),

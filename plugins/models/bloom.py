@@ -145,9 +145,8 @@ class Bloom(Model):
         """
         if config.get("model_type") != "bloom":
             return None
-        former = {"hidden_size": "n_embed", "n_head": "num_attention_heads", "n_layer": "num_hidden_layers"}
-        found = {key: config[former[key]] for key in former if key not in config and former[key] in config}
-        config = {"seq_length": 2048, **config, **found}
+        also = {"n_embed": "hidden_size", "num_attention_heads": "n_head", "num_hidden_layers": "n_layer"}
+        config = huggingface.with_defaults(config, _HF_DEFAULTS, **also)
         issues = [*huggingface.size_issues(config, (*_HF_SIZES, "seq_length"))]
         issues += huggingface.fixed_issues(config, _HF_FIXED)
         if issues:
@@ -155,12 +154,16 @@ class Bloom(Model):
         return {
             **{ours: config[theirs] for theirs, ours in _HF_SIZES.items()},
             "max_seq_len": config["seq_length"],
-            "tied": config.get("tie_word_embeddings", True),
-            "norm_eps": config.get("layer_norm_epsilon", 1e-5),
+            "tied": config["tie_word_embeddings"],
+            "norm_eps": config["layer_norm_epsilon"],
         }
 
 
 _HF_SIZES = {"n_layer": "n_layers", "hidden_size": "dim", "n_head": "n_heads", "vocab_size": "vocab_size"}
+_HF_DEFAULTS: Mapping[str, Any] = {
+    "n_layer": 2, "hidden_size": 64, "n_head": 8, "vocab_size": 250880, "seq_length": 2048,
+    "layer_norm_epsilon": 1e-5, "tie_word_embeddings": True,
+}  # fmt: skip
 _HF_FIXED: Mapping[str, Any] = {"apply_residual_connection_post_layernorm": False}
 _HF_LAYER = {
     "input_layernorm": ("attn_norm",), "self_attention.query_key_value": ("attn.wq", "attn.wk", "attn.wv"),

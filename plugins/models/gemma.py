@@ -210,36 +210,38 @@ class Gemma(Model):
         """Sizes of a Gemma2ForCausalLM of transformers 4 or 5, whose defaults stand for what config.json leaves out."""
         if config.get("model_type") != "gemma2":
             return None
-        config = {
-            "num_key_value_heads": 4,
-            "head_dim": 256,
-            "sliding_window": 4096,
-            "query_pre_attn_scalar": 256,
-            **config,
-        }
+        config = huggingface.with_defaults(config, _HF_DEFAULTS)
         theta, _, wrong = huggingface.read_rope(config, {"default": ()})
         sizes = (*huggingface.SIZES, "num_key_value_heads", "head_dim", "sliding_window", "query_pre_attn_scalar")
-        issues = [*huggingface.size_issues(config, sizes), *huggingface.fixed_issues(config, _HF_FIXED), *wrong]
+        issues = [*huggingface.size_issues(config, sizes), *wrong]
+        issues += huggingface.fixed_issues(config, _HF_FIXED, _KINDS)
         if not issues and config.get("layer_types") not in (None, _kinds(config["num_hidden_layers"])):
-            issues.append(huggingface.issue("layer_types: this model has sliding_attention and full_attention in turn"))
+            issues.append(huggingface.issue(f"layer_types: this model has {' and '.join(_KINDS)} in turn"))
         if issues:
             raise ConfigError(issues)
         scale = config["query_pre_attn_scalar"]
         return {
             **{ours: config[theirs] for theirs, ours in huggingface.SIZES.items()},
             "n_kv_heads": config["num_key_value_heads"], "head_dim": config["head_dim"],
-            "sliding_window": config["sliding_window"], "tied": config.get("tie_word_embeddings", True),
-            "norm_eps": config.get("rms_norm_eps", 1e-6), "rope_theta": theta,
+            "sliding_window": config["sliding_window"], "tied": config["tie_word_embeddings"],
+            "norm_eps": config["rms_norm_eps"], "rope_theta": theta,
             "query_scale": None if scale == config["head_dim"] else scale,
-            "attention_cap": config.get("attn_logit_softcapping", 50.0) or 0.0,
-            "logit_cap": config.get("final_logit_softcapping", 30.0) or 0.0,
+            "attention_cap": config["attn_logit_softcapping"] or 0.0,
+            "logit_cap": config["final_logit_softcapping"] or 0.0,
         }  # fmt: skip
 
 
 def _kinds(n_layers: int) -> list[str]:
-    return ["full_attention" if number % 2 else "sliding_attention" for number in range(n_layers)]
+    return [_KINDS[number % 2] for number in range(n_layers)]
 
 
+_KINDS = ("sliding_attention", "full_attention")
+_HF_DEFAULTS: Mapping[str, Any] = {
+    "num_hidden_layers": 26, "hidden_size": 2304, "num_attention_heads": 8, "num_key_value_heads": 4,
+    "head_dim": 256, "intermediate_size": 9216, "vocab_size": 256000, "max_position_embeddings": 8192,
+    "rms_norm_eps": 1e-6, "tie_word_embeddings": True, "sliding_window": 4096, "query_pre_attn_scalar": 256,
+    "attn_logit_softcapping": 50.0, "final_logit_softcapping": 30.0,
+}  # fmt: skip
 _HF_FIXED: Mapping[str, Any] = {
     "hidden_activation": "gelu_pytorch_tanh", "attention_bias": False, "use_bidirectional_attention": False,
     "attention_dropout": 0.0,

@@ -1,9 +1,10 @@
 """GPT: learned positions, LayerNorm, GELU, biases everywhere, the head tied to the embedding (GPT-2, arXiv 2005.14165).
 
 A layer is `h = x + attn(norm(x))`, `y = h + ffn(norm(h))`, with `ffn(x) = down(gelu(up x))` and GELU in its tanh
-approximation, as GPT-2 has it. Every layer attends to the whole sequence: GPT-3's sparse attention layers are not
-implemented. `dropout` is that of GPT-2 and 3 for the embeddings' sum and for what attention and the feed-forward add
-to hidden states; fused attention has no probabilities to drop in memory, so these are kept.
+approximation, as GPT-2 has it, or with `gelu_approximate = "none"` GELU itself. Every layer attends to the whole
+sequence: GPT-3's sparse attention layers are not implemented. `dropout` is that of GPT-2 and 3 for the embeddings' sum
+and for what attention and the feed-forward add to hidden states; fused attention has no probabilities to drop in
+memory, so these are kept.
 
 With dim D, H query heads and K key-value heads of N features, ffn_dim F and sequence length S, a layer costs
 12 D^2 + 13 D parameters where F = 4 D and K = H; 2 FLOPs per token forward for each in a matmul, and 4 S H N for
@@ -16,7 +17,7 @@ packed documents. Document masking costs a mask of B S^2 numbers.
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
-from typing import Any, ClassVar
+from typing import Any, ClassVar, Literal
 
 from torch import nn
 
@@ -38,6 +39,7 @@ class GptConfig(DecoderConfig):
         128, "longest sequence; number of learned positions", unit="tokens", at_least=1, at_most=2**30
     )
     tied: bool = option(True, "tie the output projection to the embedding table")
+    gelu_approximate: Literal["none", "tanh"] = option("tanh", "approximation of GELU; that of GPT-2 is tanh")
     dropout: float = option(
         0.0,
         "probability of dropout after the embeddings, attention and feed-forward, in steps of 2^-16",
@@ -110,7 +112,7 @@ class Gpt(Model):
         """The whole model as an nn.Module; called on the meta device, so nothing is allocated."""
         c = self.config
         norm = partial(nn.LayerNorm, c.dim, eps=c.norm_eps)
-        feed = partial(FeedForward, c.dim, c.ffn_width, approximate="tanh")
+        feed = partial(FeedForward, c.dim, c.ffn_width, approximate=c.gelu_approximate)
 
         def dropout() -> Dropout | None:
             return Dropout(c.dim, c.dropout) if c.dropout else None
@@ -133,6 +135,7 @@ class Gpt(Model):
             "n_layer": c.n_layers, "n_embd": c.dim, "n_head": c.n_heads, "n_inner": c.ffn_width,
             "vocab_size": c.vocab_size, "n_positions": c.max_seq_len, "tie_word_embeddings": c.tied,
             "layer_norm_epsilon": c.norm_eps, "initializer_range": c.init_std,
+            "activation_function": "gelu_new" if c.gelu_approximate == "tanh" else "gelu",
             "resid_pdrop": c.dropout, "embd_pdrop": c.dropout, "attn_pdrop": 0.0,
         } | _HF_FIXED  # fmt: skip
 
@@ -150,14 +153,21 @@ class Gpt(Model):
         """Sizes of a GPT2LMHeadModel, whose defaults stand for what config.json leaves out; dropout is left out."""
         if config.get("model_type") != "gpt2":
             return None
-        issues = [*huggingface.size_issues(config, _HF_SIZES), *huggingface.fixed_issues(config, _HF_FIXED)]
+        also = {
+            "num_hidden_layers": "n_layer", "hidden_size": "n_embd", "num_attention_heads": "n_head",
+            "max_position_embeddings": "n_positions",
+        }  # fmt: skip
+        config = huggingface.with_defaults(config, _HF_DEFAULTS, **also)
+        gelu, odd = huggingface.read_gelu(config, "activation_function")
+        issues = [*huggingface.size_issues(config, _HF_SIZES), *huggingface.fixed_issues(config, _HF_FIXED), *odd]
         if issues:
             raise ConfigError(issues)
         return {
             **{ours: config[theirs] for theirs, ours in _HF_SIZES.items()},
-            "ffn_dim": config.get("n_inner") or 4 * config["n_embd"],
-            "tied": config.get("tie_word_embeddings", True),
-            "norm_eps": config.get("layer_norm_epsilon", 1e-5),
+            "ffn_dim": config["n_inner"] or 4 * config["n_embd"],
+            "gelu_approximate": gelu,
+            "tied": config["tie_word_embeddings"],
+            "norm_eps": config["layer_norm_epsilon"],
         }
 
 
@@ -165,9 +175,12 @@ _HF_SIZES = {
     "n_layer": "n_layers", "n_embd": "dim", "n_head": "n_heads", "vocab_size": "vocab_size",
     "n_positions": "max_seq_len",
 }  # fmt: skip
+_HF_DEFAULTS: Mapping[str, Any] = {
+    "n_layer": 12, "n_embd": 768, "n_head": 12, "vocab_size": 50257, "n_positions": 1024, "n_inner": None,
+    "activation_function": "gelu_new", "layer_norm_epsilon": 1e-5, "tie_word_embeddings": True,
+}  # fmt: skip
 _HF_FIXED: Mapping[str, Any] = {
-    "activation_function": "gelu_new", "scale_attn_weights": True, "scale_attn_by_inverse_layer_idx": False,
-    "add_cross_attention": False,
+    "scale_attn_weights": True, "scale_attn_by_inverse_layer_idx": False, "add_cross_attention": False
 }  # fmt: skip
 _HF_LAYER = {
     "ln_1": ("attn_norm",), "attn.c_attn": ("attn.wq", "attn.wk", "attn.wv"), "attn.c_proj": ("attn.wo",),

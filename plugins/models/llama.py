@@ -164,33 +164,41 @@ class Llama(Model):
         The defaults of transformers stand for what config.json leaves out. A window that no sequence fills is none.
         """
         if config.get("model_type") == "mistral":
-            config = {"num_key_value_heads": 8, "sliding_window": 4096, **config}
+            config = huggingface.with_defaults(config, _HF_DEFAULTS | _HF_MISTRAL)
         elif config.get("model_type") == "llama":
-            config = {**config, "sliding_window": None}  # a key that it may have, but that LlamaForCausalLM ignores
+            # a window is a key that it may have, but that LlamaForCausalLM ignores
+            config = {**huggingface.with_defaults(config, _HF_DEFAULTS), "sliding_window": None}
         else:
             return None
         window = ["sliding_window"] if config["sliding_window"] is not None else []
-        issues, fixed = huggingface.size_issues(config, [*huggingface.SIZES, *window]), dict(_HF_FIXED)
-        if not issues:
-            fixed["head_dim"] = config["hidden_size"] // config["num_attention_heads"]
+        issues = huggingface.size_issues(config, [*huggingface.SIZES, *window]) or huggingface.head_issues(config)
         theta, scaling, wrong = huggingface.read_rope(config, {"default": (), "llama3": tuple(_HF_SCALING)})
-        issues += [*huggingface.fixed_issues(config, fixed), *wrong]
+        layers = "sliding_attention" if window else "full_attention"
+        issues += [*huggingface.fixed_issues(config, _HF_FIXED, (layers,)), *wrong]
         if issues:
             raise ConfigError(issues)
         values = {ours: config[theirs] for theirs, ours in huggingface.SIZES.items()}
         values |= {key: config[key] for key in window if config[key] < config["max_position_embeddings"]}
         values |= {ours: scaling[theirs] for theirs, ours in _HF_SCALING.items() if scaling}
         if scaling:
-            original = scaling.get("original_max_position_embeddings", config["max_position_embeddings"])
-            values["rope_scaling_original_max"] = original
+            key = "original_max_position_embeddings"
+            values["rope_scaling_original_max"] = {key: config["max_position_embeddings"], **scaling, **config}[key]
         return values | {
-            "n_kv_heads": config.get("num_key_value_heads") or config["num_attention_heads"],
-            "tied": config.get("tie_word_embeddings", False),
-            "norm_eps": config.get("rms_norm_eps", 1e-6),
+            "n_kv_heads": config["num_key_value_heads"] or config["num_attention_heads"],
+            "tied": config["tie_word_embeddings"],
+            "norm_eps": config["rms_norm_eps"],
             "rope_theta": theta,
         }
 
 
+_HF_DEFAULTS: Mapping[str, Any] = {
+    "num_hidden_layers": 32, "hidden_size": 4096, "num_attention_heads": 32, "num_key_value_heads": None,
+    "intermediate_size": 11008, "vocab_size": 32000, "max_position_embeddings": 2048, "rms_norm_eps": 1e-6,
+    "tie_word_embeddings": False,
+}  # fmt: skip
+_HF_MISTRAL: Mapping[str, Any] = {
+    "num_key_value_heads": 8, "intermediate_size": 14336, "max_position_embeddings": 131072, "sliding_window": 4096
+}  # fmt: skip
 _HF_FIXED: Mapping[str, Any] = {"hidden_act": "silu", "attention_bias": False, "mlp_bias": False}
 _HF_SCALING = {
     "factor": "rope_scaling_factor", "low_freq_factor": "rope_scaling_low", "high_freq_factor": "rope_scaling_high"

@@ -1,9 +1,10 @@
 """GPT-NeoX and Pythia: attention and feed-forward in parallel, partial rotary positions (arXiv 2204.06745, 2304.01373).
 
 A layer is `y = x + attn(norm(x)) + ffn(norm'(x))` with two LayerNorms of the same input. The feed-forward is
-`ffn(x) = down(gelu(up x))` with GELU itself, not an approximation. Without `parallel_residual` the feed-forward follows
-attention, as in GPT-2. Linears have biases, but for the head. Of each head's N features the first `rotary_pct` N are
-rotated (`titan.contracts.layers.rotary`). There is no dropout.
+`ffn(x) = down(gelu(up x))` with GELU itself as in Pythia, or as in NeoX-20B its tanh approximation
+(`gelu_approximate`). Without `parallel_residual` the feed-forward follows attention, as in GPT-2. Linears have biases,
+but for the head. Of each head's N features the first `rotary_pct` N are rotated (`titan.contracts.layers.rotary`).
+There is no dropout.
 
 With dim D, H heads of N features, ffn_dim F = 4 D and sequence length S, a layer costs 12 D^2 + 13 D parameters;
 2 FLOPs per token forward for each in a matmul, and 4 S H N for attention. It saves 3 D + 4 H N + 2 F numbers per token
@@ -16,7 +17,7 @@ no grouped heads for this architecture, so a model with `n_kv_heads` is not expo
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
-from typing import Any, ClassVar
+from typing import Any, ClassVar, Literal
 
 from torch import Tensor, nn
 
@@ -46,6 +47,7 @@ class NeoxConfig(DecoderConfig):
     parallel_residual: bool = option(True, "attention and feed-forward read the same hidden states; else in turn")
     rotary_pct: float = option(0.25, "share of each head's features that are rotated, the first", above=0, at_most=1)
     rope_theta: float = option(10000.0, "base of the rotary frequencies", above=1)
+    gelu_approximate: Literal["none", "tanh"] = option("none", "approximation of GELU; NeoX-20B has tanh, Pythia none")
 
     @property
     def ffn_width(self) -> int:
@@ -109,7 +111,7 @@ class Neox(Model):
         "pythia-2.8b": _sizes(32, 2560, 32),
         "pythia-6.9b": _sizes(32, 4096, 32, 50432),
         "pythia-12b": _sizes(36, 5120, 40, 50688),
-        "neox-20b": _sizes(44, 6144, 64, 50432),
+        "neox-20b": {**_sizes(44, 6144, 64, 50432), "gelu_approximate": "tanh"},
         "nano": {"n_layers": 4, "dim": 128, "n_heads": 4, "vocab_size": 4097, "max_seq_len": 128},
         "tiny": {"n_layers": 4, "dim": 64, "n_heads": 8, "vocab_size": 257, "max_seq_len": 64},
     }
@@ -141,7 +143,7 @@ class Neox(Model):
         c = self.config
         layer = ParallelLayer if c.parallel_residual else PreNormLayer
         norm = partial(nn.LayerNorm, c.dim, eps=c.norm_eps)
-        feed = partial(FeedForward, c.dim, c.ffn_width, approximate="none")
+        feed = partial(FeedForward, c.dim, c.ffn_width, approximate=c.gelu_approximate)
         layers = (layer(norm(), SelfAttention(c.heads), norm(), feed()) for _ in range(c.n_layers))
         return Decoder(c, layers, norm(), rotary=c.rotary)
 
@@ -162,6 +164,7 @@ class Neox(Model):
             "use_parallel_residual": c.parallel_residual, "initializer_range": c.init_std,
             "rotary_pct": c.rotary_pct, "rotary_emb_base": c.rope_theta, "rope_scaling": None,
             "attention_dropout": 0.0, "hidden_dropout": 0.0,
+            "hidden_act": "gelu_fast" if c.gelu_approximate == "tanh" else "gelu",  # as the published files name it
         } | _HF_FIXED  # fmt: skip
 
     def hf_tensors(self) -> Sequence[HfTensor]:
@@ -179,25 +182,32 @@ class Neox(Model):
         """Sizes of a GPTNeoXForCausalLM of transformers 4 or 5; its defaults stand for what config.json leaves out."""
         if config.get("model_type") != "gpt_neox":
             return None
-        config = {"rope_theta": config.get("rotary_emb_base"), **config}
+        config = huggingface.with_defaults(config, _HF_DEFAULTS)
+        config["rope_theta"] = config["rotary_emb_base"]
         theta, _, wrong = huggingface.read_rope(config, {"default": ()}, partial=True)
-        issues = [
-            *huggingface.size_issues(config, huggingface.SIZES), *huggingface.fixed_issues(config, _HF_FIXED), *wrong
-        ]  # fmt: skip
+        issues = huggingface.size_issues(config, huggingface.SIZES) or huggingface.head_issues(config)
+        gelu, odd = huggingface.read_gelu(config, "hidden_act")
+        issues += [*huggingface.fixed_issues(config, _HF_FIXED), *odd, *wrong]
         if issues:
             raise ConfigError(issues)
-        rope = config.get("rope_parameters") or {}
+        rope = config.get("rope_scaling") or config.get("rope_parameters") or {}
         return {
             **{ours: config[theirs] for theirs, ours in huggingface.SIZES.items()},
-            "parallel_residual": config.get("use_parallel_residual", True),
-            "rotary_pct": rope.get("partial_rotary_factor", config.get("rotary_pct", 0.25)),
+            "parallel_residual": config["use_parallel_residual"],
+            "rotary_pct": rope.get("partial_rotary_factor", config["rotary_pct"]),
             "rope_theta": theta,
-            "tied": config.get("tie_word_embeddings", False),
-            "norm_eps": config.get("layer_norm_eps", 1e-5),
+            "gelu_approximate": gelu,
+            "tied": config["tie_word_embeddings"],
+            "norm_eps": config["layer_norm_eps"],
         }
 
 
-_HF_FIXED: Mapping[str, Any] = {"hidden_act": "gelu", "attention_bias": True}
+_HF_DEFAULTS: Mapping[str, Any] = {
+    "num_hidden_layers": 44, "hidden_size": 6144, "num_attention_heads": 64, "intermediate_size": 24576,
+    "vocab_size": 50432, "max_position_embeddings": 2048, "hidden_act": "gelu", "layer_norm_eps": 1e-5,
+    "rotary_emb_base": 1e4, "rotary_pct": 0.25, "use_parallel_residual": True, "tie_word_embeddings": False,
+}  # fmt: skip
+_HF_FIXED: Mapping[str, Any] = {"attention_bias": True}
 _HF_LAYER = {
     "input_layernorm": ("attn_norm",), "attention.query_key_value": ("attn.wq", "attn.wk", "attn.wv"),
     "attention.dense": ("attn.wo",), "post_attention_layernorm": ("ffn_norm",), "mlp.dense_h_to_4h": ("ffn.up",),

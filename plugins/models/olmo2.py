@@ -141,22 +141,26 @@ class Olmo2(Model):
         """Sizes of an Olmo2ForCausalLM of transformers 4 or 5, whose defaults stand for what config.json leaves out."""
         if config.get("model_type") != "olmo2":
             return None
-        issues, fixed = huggingface.size_issues(config, huggingface.SIZES), dict(_HF_FIXED)
-        if not issues:
-            fixed["head_dim"] = config["hidden_size"] // config["num_attention_heads"]
+        config = huggingface.with_defaults(config, _HF_DEFAULTS)
+        issues = huggingface.size_issues(config, huggingface.SIZES) or huggingface.head_issues(config)
         theta, _, wrong = huggingface.read_rope(config, {"default": ()})
-        issues += [*huggingface.fixed_issues(config, fixed), *wrong]
+        issues += [*huggingface.fixed_issues(config, _HF_FIXED), *wrong]
         if issues:
             raise ConfigError(issues)
         return {
             **{ours: config[theirs] for theirs, ours in huggingface.SIZES.items()},
-            "n_kv_heads": config.get("num_key_value_heads") or config["num_attention_heads"],
-            "tied": config.get("tie_word_embeddings", False),
-            "norm_eps": config.get("rms_norm_eps", 1e-5),
+            "n_kv_heads": config["num_key_value_heads"] or config["num_attention_heads"],
+            "tied": config["tie_word_embeddings"],
+            "norm_eps": config["rms_norm_eps"],
             "rope_theta": theta,
         }
 
 
+_HF_DEFAULTS: Mapping[str, Any] = {
+    "num_hidden_layers": 32, "hidden_size": 4096, "num_attention_heads": 32, "num_key_value_heads": None,
+    "intermediate_size": 11008, "vocab_size": 50304, "max_position_embeddings": 2048, "rms_norm_eps": 1e-5,
+    "tie_word_embeddings": False,
+}  # fmt: skip
 _HF_FIXED: Mapping[str, Any] = {"hidden_act": "silu", "attention_bias": False}
 _HF_LAYER = {theirs: ours for theirs, ours in huggingface.LAYER.items() if not theirs.endswith("layernorm")} | {
     "post_attention_layernorm": "attn_norm", "post_feedforward_layernorm": "ffn_norm",

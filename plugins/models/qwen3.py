@@ -122,7 +122,7 @@ class Qwen3(Model):
         """Sizes of a Qwen3ForCausalLM of transformers 4 or 5, whose defaults stand for what config.json leaves out."""
         if config.get("model_type") != "qwen3":
             return None
-        config = {"num_key_value_heads": 32, "head_dim": 128, **config}
+        config = huggingface.with_defaults(config, _HF_DEFAULTS)
         theta, _, wrong = huggingface.read_rope(config, {"default": ()})
         issues = [
             *huggingface.size_issues(config, (*huggingface.SIZES, "head_dim")),
@@ -134,10 +134,15 @@ class Qwen3(Model):
             **{ours: config[theirs] for theirs, ours in huggingface.SIZES.items()},
             "n_kv_heads": config["num_key_value_heads"] or config["num_attention_heads"],
             "head_dim": config["head_dim"],
-            "tied": config.get("tie_word_embeddings", False),
-            "norm_eps": config.get("rms_norm_eps", 1e-6),
+            "tied": config["tie_word_embeddings"],
+            "norm_eps": config["rms_norm_eps"],
             "rope_theta": theta,
         }
 
 
+_HF_DEFAULTS: Mapping[str, Any] = {
+    "num_hidden_layers": 32, "hidden_size": 4096, "num_attention_heads": 32, "num_key_value_heads": 32,
+    "head_dim": 128, "intermediate_size": 22016, "vocab_size": 151936, "max_position_embeddings": 32768,
+    "rms_norm_eps": 1e-6, "tie_word_embeddings": False,
+}  # fmt: skip
 _HF_FIXED: Mapping[str, Any] = {"hidden_act": "silu", "attention_bias": False, "use_sliding_window": False}

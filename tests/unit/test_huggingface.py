@@ -43,7 +43,7 @@ GUESTS = ("--plugins.path", str(Path(__file__).parents[1] / "guests"))
         ("gemma", {"tied": False, "attention_cap": 0.0, "logit_cap": 0.0}, torch.float32),
         ("bloom", {"tied": False}, torch.float32),
         ("neox", {"rotary_pct": 0.5, "parallel_residual": False}, torch.bfloat16),
-        ("neox", {"rotary_pct": 1.0, "tied": True, "rope_theta": 500.0}, torch.float32),
+        ("neox", {"rotary_pct": 1.0, "tied": True, "rope_theta": 500.0, "gelu_approximate": "tanh"}, torch.float32),
     ],
 )
 def test_nothing_is_lost_on_the_way(name: str, options: dict[str, Any], dtype: torch.dtype, tmp_path: Path) -> None:
@@ -206,7 +206,20 @@ def test_what_does_not_fit_is_told(spoil: Callable[[dict[str, Tensor]], None], t
         ("llama", {"hidden_act": "gelu"}, "hidden_act = 'gelu': this model has 'silu' only"),
         ("llama", {"head_dim": 8}, "head_dim = 8: this model has 4 only"),
         ("llama", {"hidden_size": None}, "hidden_size = None: must be an integer of at least 1"),
-        ("llama", {"quantization_config": {"bits": 4}}, "quantization_config = {'bits': 4}: this model has None only"),
+        ("llama", {"quantization_config": {"bits": 4}}, "quantization_config: the weights are quantized; convert"),
+        ("olmo2", {"compression_config": {"format": "dense"}}, "compression_config: the weights are quantized"),
+        ("qwen3", {"is_causal": False}, "is_causal = False: this model has True only"),
+        ("gpt", {"per_layer_config": {"0": {}}}, "per_layer_config = {'0': {}}: this model has None only"),
+        ("bloom", {"transformers_weights": "a.safetensors"}, "transformers_weights = 'a.safetensors': this model has"),
+        ("llama", {"layer_types": ["sliding_attention"] * 2}, "layer_types: this model has full_attention only"),
+        ("qwen3", {"layer_types": "full_attention"}, "layer_types: this model has full_attention only"),
+        ("llama", {"hidden_act": None}, "hidden_act = None: this model has 'silu' only"),
+        ("llama", {"partial_rotary_factor": 0.5}, "rope_parameters partial_rotary_factor = 0.5: this model supports"),
+        (
+            "gemma",
+            {"rope_parameters": {"full_attention": {"rope_theta": 5.0}}},
+            "rope_parameters full_attention: this model rotates all layers alike",
+        ),
         ("llama", {"rope_scaling": {"type": "linear", "factor": 2}}, "rope_scaling rope_type = 'linear': this model"),
         ("llama", {"rope_parameters": {"rope_type": "llama3"}}, "rope_parameters factor: missing"),
         ("llama", {"rope_scaling": [1]}, "rope_scaling = [1]: must be an object"),
@@ -218,7 +231,11 @@ def test_what_does_not_fit_is_told(spoil: Callable[[dict[str, Tensor]], None], t
             "rope_parameters partial_rotary_factor = 0.5: this model supports only 1",
         ),
         ("llama", {"model_type": "mistral", "sliding_window": "4k"}, "sliding_window = '4k': must be an integer"),
-        ("gpt", {"activation_function": "relu"}, "activation_function = 'relu': this model has 'gelu_new' only"),
+        (
+            "gpt",
+            {"activation_function": "relu"},
+            "activation_function = 'relu': this model has 'gelu' and 'gelu_new' only",
+        ),
         ("gpt", {"scale_attn_by_inverse_layer_idx": True}, "scale_attn_by_inverse_layer_idx = True: this model has"),
         ("gpt", {"n_head": 0}, "n_head = 0: must be an integer of at least 1"),
         ("qwen3", {"use_sliding_window": True}, "use_sliding_window = True: this model has False only"),
@@ -245,7 +262,8 @@ def test_what_does_not_fit_is_told(spoil: Callable[[dict[str, Tensor]], None], t
         ("bloom", {"n_head": 0}, "n_head = 0: must be an integer of at least 1"),
         ("bloom", {"seq_length": "2k"}, "seq_length = '2k': must be an integer of at least 1"),
         ("neox", {"attention_bias": False}, "attention_bias = False: this model has True only"),
-        ("neox", {"hidden_act": "gelu_fast"}, "hidden_act = 'gelu_fast': this model has 'gelu' only"),
+        ("neox", {"hidden_act": ["gelu"]}, "hidden_act = ['gelu']: this model has 'gelu' and 'gelu_new' only"),
+        ("neox", {"head_dim": 8}, "head_dim = 8: this model has 4 only"),
         (
             "neox",
             {"rope_scaling": {"type": "linear", "factor": 2}},
@@ -286,8 +304,9 @@ def test_defaults_of_transformers() -> None:
     rope = {"rope_type": "default", "rope_theta": 500, "partial_rotary_factor": 0.5}
     assert old == plugin("neox").from_hf({**pythia, "rope_parameters": rope}) == {
         "n_layers": 2, "dim": 32, "n_heads": 4, "ffn_dim": 48, "vocab_size": 257, "max_seq_len": 64, "tied": False,
-        "parallel_residual": False, "rotary_pct": 0.5, "rope_theta": 500, "norm_eps": 1e-5,
+        "parallel_residual": False, "rotary_pct": 0.5, "rope_theta": 500, "norm_eps": 1e-5, "gelu_approximate": "none",
     }  # fmt: skip
+    assert old == plugin("neox").from_hf({**pythia, "rope_scaling": rope, "rotary_pct": 0.1})
     silent = plugin("neox").from_hf({**sizes, "model_type": "gpt_neox"}) or {}
     assert (silent["parallel_residual"], silent["rotary_pct"], silent["rope_theta"]) == (True, 0.25, 10000.0)
     assert plugin("neox", n_kv_heads=2).hf_config() is None
@@ -302,6 +321,24 @@ def test_defaults_of_transformers() -> None:
     }  # fmt: skip
     assert plugin("bloom", n_kv_heads=2).hf_config() is plugin("bloom", ffn_dim=40).hf_config() is None
     assert plugin("gpt").from_hf(sizes) is None and plugin("llama").from_hf({"model_type": "gpt2"}) is None
+
+
+def test_other_names_are_read_as_transformers_does() -> None:
+    """Of a key, of an activation, and of a key that has gone: decapoda's LLaMA says no max_position_embeddings."""
+    bloom = {"model_type": "bloom", "hidden_size": 64, "n_embed": 32, "n_head": 8, "num_attention_heads": 4}
+    found = plugin("bloom").from_hf(bloom) or {}
+    assert (found["dim"], found["n_heads"]) == (32, 4)
+    gpt = plugin("gpt").from_hf({"model_type": "gpt2", "hidden_size": 32, "num_hidden_layers": 3, "n_ctx": 7}) or {}
+    assert (gpt["dim"], gpt["n_layers"], gpt["max_seq_len"]) == (32, 3, 1024)
+    early = {key: value for key, value in LLAMA.items() if key != "max_position_embeddings"}
+    early |= {"model_type": "llama", "max_sequence_length": 512, "pad_token_id": -1, "hidden_act": "swish"}
+    assert (plugin("llama").from_hf(early) or {})["max_seq_len"] == 2048
+    for name, key in (("neox", "hidden_act"), ("gpt", "activation_function"), ("gemma", "hidden_activation")):
+        model = plugin(name, **({} if name == "gemma" else {"gelu_approximate": "tanh"}))
+        own = model.hf_config() or {}
+        for other in ("gelu_fast", "gelu_new", "gelu_pytorch_tanh"):
+            assert model.from_hf({**own, key: other}) == model.from_hf(own), (name, other)
+    assert (plugin("neox", gelu_approximate="tanh").hf_config() or {})["hidden_act"] == "gelu_fast"
 
 
 def test_a_window_is_mistrals() -> None:

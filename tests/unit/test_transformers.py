@@ -12,6 +12,20 @@ from tests.huggingface import convert, loaded
 from tests.logits import logits_of
 from tests.transformers_curve import CASES, random_model
 from titan.checkpoint.disk import tensor_files
+from titan.contracts.base import registry
+
+KINDS = {
+    "gpt2": "gpt", "llama": "llama", "mistral": "llama", "bloom": "bloom", "gemma2": "gemma", "gpt_neox": "neox",
+    "olmo2": "olmo2", "qwen3": "qwen3", "mixtral": "moe", "qwen3_moe": "moe",
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_keys_left_out_have_the_defaults_of_transformers(kind: str, transformers: Any) -> None:
+    registry.load_plugins()
+    model: Any = registry.find("model", KINDS[kind])
+    whole = transformers.AutoConfig.for_model(kind).to_dict()
+    assert model.from_hf({"model_type": kind}) == model.from_hf({**whole, "model_type": kind})
 
 
 @pytest.fixture(scope="module")

@@ -259,28 +259,28 @@ class MixtureOfExperts(Model):
         qwen3 = config.get("model_type") == "qwen3_moe"
         if not qwen3 and config.get("model_type") != "mixtral":
             return None
+        also = {"num_local_experts": "num_experts"} if qwen3 else {"num_experts": "num_local_experts"}
+        config = huggingface.with_defaults(config, _QWEN3_DEFAULTS if qwen3 else _MIXTRAL_DEFAULTS, **also)
         theta, _, wrong = huggingface.read_rope(config, {"default": ()}, theta=1e4 if qwen3 else 1e6)
         keys = dict(_HF_SIZES)
         if qwen3:
-            config = {"num_experts": config.get("num_local_experts", 128), "head_dim": 128, **config}
             keys |= {"num_experts": "n_experts", "moe_intermediate_size": "expert_dim"}
-            keys |= {"intermediate_size": "ffn_dim"} if config.get("mlp_only_layers") else {}
+            keys |= {"intermediate_size": "ffn_dim"} if config["mlp_only_layers"] else {}
         else:
             keys |= {"num_local_experts": "n_experts", "intermediate_size": "expert_dim"}
         issues = [*huggingface.size_issues(config, keys), *wrong]
         issues += huggingface.fixed_issues(config, _QWEN3_FIXED if qwen3 else _MIXTRAL_FIXED)
-        dense = config.get("mlp_only_layers") or []
+        dense = (config["mlp_only_layers"] if qwen3 else None) or []
         if dense != list(range(len(dense))):
             issues.append(huggingface.issue(f"mlp_only_layers = {dense!r}: this model's dense layers are its first"))
         if issues:
             raise ConfigError(issues)
         return {ours: config[theirs] for theirs, ours in keys.items()} | {
-            "n_kv_heads": config.get("num_key_value_heads") or config["num_attention_heads"],
-            "head_dim": config.get("head_dim") or config["hidden_size"] // config["num_attention_heads"],
-            "tied": config.get("tie_word_embeddings", False),
-            "norm_eps": config.get("rms_norm_eps", 1e-6 if qwen3 else 1e-5),
+            "n_kv_heads": config["num_key_value_heads"] or config["num_attention_heads"],
+            "head_dim": config["head_dim"] or config["hidden_size"] // config["num_attention_heads"],
+            "tied": config["tie_word_embeddings"], "norm_eps": config["rms_norm_eps"],
             "rope_theta": theta, "qk_norm": qwen3, "n_dense_layers": len(dense), "balance": "none",
-            "normalized": config.get("norm_topk_prob", False) if qwen3 else True,
+            "normalized": config["norm_topk_prob"] if qwen3 else True,
         }  # fmt: skip
 
 
@@ -290,6 +290,17 @@ _HF_SIZES: Mapping[str, str] = {
 }
 _MIXTRAL_NAMES = "block_sparse_moe", ("w1", "w2", "w3")
 _QWEN3_NAMES = "mlp", ("gate_proj", "down_proj", "up_proj")
+_MIXTRAL_DEFAULTS: Mapping[str, Any] = {
+    "num_hidden_layers": 32, "hidden_size": 4096, "num_attention_heads": 32, "num_key_value_heads": 8,
+    "head_dim": None, "intermediate_size": 14336, "vocab_size": 32000, "max_position_embeddings": 131072,
+    "rms_norm_eps": 1e-5, "tie_word_embeddings": False, "num_local_experts": 8, "num_experts_per_tok": 2,
+}  # fmt: skip
+_QWEN3_DEFAULTS: Mapping[str, Any] = {
+    "num_hidden_layers": 24, "hidden_size": 2048, "num_attention_heads": 32, "num_key_value_heads": 4,
+    "head_dim": None, "intermediate_size": 6144, "vocab_size": 151936, "max_position_embeddings": 32768,
+    "rms_norm_eps": 1e-6, "tie_word_embeddings": False, "num_experts": 128, "num_experts_per_tok": 8,
+    "moe_intermediate_size": 768, "norm_topk_prob": False, "mlp_only_layers": None,
+}  # fmt: skip
 _MIXTRAL_FIXED: Mapping[str, Any] = {"hidden_act": "silu", "sliding_window": None, "router_jitter_noise": 0.0}
 _QWEN3_FIXED: Mapping[str, Any] = {
     "hidden_act": "silu",
