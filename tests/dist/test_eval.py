@@ -11,12 +11,15 @@ from typing import Any
 
 import pytest
 import torch
+from safetensors.torch import save_file
 from torch import nn
 
+from tests.huggingface import plugin, tensors, write
 from tests.jobs import LLAMA, SAVING
 from tests.logits import logits_of
 from tests.sweeps import swept_case
 from titan import cli
+from titan.checkpoint.disk.tensor_files import SINGLE
 from titan.config import load_job
 from titan.data.tokens.shards import ShardWriter
 from titan.testing.jobs import train_job
@@ -210,6 +213,17 @@ def refusals(commands: list[list[str]]) -> list[tuple[int, str]]:
             code = cli.main(["eval", *words])
         found.append((code, said.getvalue().strip()))
     return found
+
+
+def test_weights_that_are_nan_have_no_loss(trained: Trained, tmp_path: Path) -> None:
+    write(tmp_path / "hf", plugin("llama"))
+    held = tensors(tmp_path / "hf")
+    held["model.layers.1.mlp.up_proj.weight"][3, 4] = float("nan")
+    save_file(held, tmp_path / "hf" / SINGLE)
+    words = ["--checkpoint", str(tmp_path / "hf"), "--tokenizer.name", "byte", *trained.jsonl]
+    [[(code, said)]] = run_ranks(refusals, 1, [words], init=False, timeout=120)
+    assert code == 1
+    assert said.endswith("the model's logits are NaN or infinite; so is layers.1.ffn.w3.weight in part")
 
 
 def test_wrong_input_is_said_in_a_sentence(trained: Trained, tmp_path: Path) -> None:

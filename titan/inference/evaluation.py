@@ -30,12 +30,14 @@ import torch
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 
+from titan.checkpoint.disk.index import MODEL
+from titan.checkpoint.state import model_tensors
 from titan.config import Job
 from titan.contracts import IGNORE, Batch, Document, Mesh
 from titan.data.samples.stream import Stream
 from titan.data.tokens.shards import Shard, open_shards
 from titan.data.tokens.tokenize import Lost, encode_document
-from titan.errors import ConfigError, DataError
+from titan.errors import ConfigError, DataError, DivergedError
 from titan.inference.load_model import Trained
 from titan.log import log
 from titan.ranks.turns import from_first
@@ -93,6 +95,7 @@ def evaluate(trained: Trained, reading: Reading, watch: Watch) -> Numbers:
     Raises:
         ConfigError: the stride is longer than a window.
         DataError: the data cannot be read, or hold nothing to predict.
+        DivergedError: the model's logits are no finite numbers.
     """
     job, counted = trained.job, Counted()
     length = job.data.seq_len
@@ -106,6 +109,7 @@ def evaluate(trained: Trained, reading: Reading, watch: Watch) -> Numbers:
     nats, tokens = totals(trained.engine, trained.context, batches, nats_and_tokens(job.loss), 2)
     if not tokens:
         raise DataError(f"dataset {job.sources[0].plugin.name!r} holds no token to score")
+    _require_finite(nats, trained)
     return {
         "loss": nats / tokens,
         "perplexity": perplexity(nats / tokens),
@@ -125,6 +129,7 @@ def last_words(trained: Trained, reading: Reading, watch: Watch) -> Numbers:
     Raises:
         ConfigError: the data are tokens already.
         DataError: the data cannot be read, or a text has no last word.
+        DivergedError: the model's logits are no finite numbers.
     """
     job, counted = trained.job, Counted()
     dataset = job.sources[0].plugin
@@ -135,6 +140,7 @@ def last_words(trained: Trained, reading: Reading, watch: Watch) -> Numbers:
     nats, tokens, known = totals(trained.engine, trained.context, batches, _known_words(job, trained.context.mesh), 3)
     if not counted.documents:
         raise DataError(f"dataset {dataset.name!r} holds no text")
+    _require_finite(nats, trained)
     return {
         "accuracy": known / counted.documents,
         "loss": nats / tokens,
@@ -143,6 +149,17 @@ def last_words(trained: Trained, reading: Reading, watch: Watch) -> Numbers:
         "tokens": int(tokens),
         "documents": counted.documents,
     }
+
+
+def _require_finite(nats: float, trained: Trained) -> None:
+    """Raise where the sum of all ranks is no finite number; names a weight of this rank that is none either."""
+    if math.isfinite(nats):
+        return
+    for name, tensors in model_tensors(trained.parts).items():
+        local = [tensor.to_local() if isinstance(tensor, DTensor) else tensor for tensor in tensors]
+        if not all(tensor.isfinite().all() for tensor in local):
+            raise DivergedError(f"the model's logits are NaN or infinite; so is {name.removeprefix(MODEL)} in part")
+    raise DivergedError("the model's logits are NaN or infinite")
 
 
 def windows(ids: list[int], length: int, stride: int) -> Iterator[Window]:
