@@ -285,8 +285,8 @@ def test_a_tokenizer_that_is_not_the_models_is_refused() -> None:
 def test_an_empty_prompt_begins_a_document() -> None:
     job: Any = context(MODELS["llama"], nn.Identity()).job
     assert generation.encode(job, "", job.tokenizer.delimiters) == (END,)
-    assert generation.encode(job, "", Delimiters(7, (), (END,))) == (7,)
-    assert generation.encode(job, "x", Delimiters(7, (7, 8), (END,))) == (7, 8, 120)
+    assert generation.encode(job, "", Delimiters(7, (), (), (END,))) == (7,)
+    assert generation.encode(job, "x", Delimiters(7, (7, 8), (9,), (END,))) == (7, 8, 120, 9)
 
 
 def test_logits_that_are_no_numbers_are_said(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -39,7 +39,9 @@ or batch size, up to rounding. Metrics follow the Language Model Evaluation Harn
 
 Each document is scored on its own. All its tokens are predicted; with --first-token skip the first token is not
 scored, as in transformers. The end-of-text id itself is not scored. The first token is predicted from the BOS token of
-a published model, as in lm-eval; where it has none, or titan has trained the weights, from the end-of-text id.
+a published model, as in lm-eval; where it has none, or titan has trained the weights, from the end-of-text id. Tokens
+that a published tokenizer adds to a text count as its own: where BOS is one, lm-eval and titan predict it from BOS, and
+--first-token skip does not.
 A document longer than --seq-len is read in windows of --seq-len tokens whose ends lie --stride tokens apart. Each
 window scores only the tokens that earlier windows have not.
 

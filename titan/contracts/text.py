@@ -16,12 +16,13 @@ from titan.errors import DataError, by_errno
 class Delimiters(NamedTuple):
     """Ids around the texts of a model. Those of a published model stand in the files beside its tokenizer.
 
-    start: id from which the first token of a scored document is predicted.  prompt: ids put before a prompt.
-    stops: ids of which each ends a generated text.
+    start: id from which the first id of a scored document is predicted.  before, after: ids put around a prompt and a
+    scored document, which are scored too.  stops: ids of which each ends a generated text.
     """
 
     start: int
-    prompt: tuple[int, ...]
+    before: tuple[int, ...]
+    after: tuple[int, ...]
     stops: tuple[int, ...]
 
 
@@ -55,7 +56,7 @@ class Tokenizer(Plugin, ABC):
 
         For evaluation and generation with weights that titan has not trained.
         """
-        return Delimiters(self.end, (), (self.end,))
+        return Delimiters(self.end, (), (), (self.end,))
 
     @property
     @abstractmethod

@@ -9,7 +9,8 @@ The definitions are those of the Language Model Evaluation Harness (lm-eval), so
 
 Each document is scored on its own. All its tokens are predicted (`first_token` "predict"), or all but the first
 ("skip", as transformers shift labels); an end id after the text is not. The first one is predicted from the BOS token
-where a published model has one, as in lm-eval, else from the end id, as in titan's training. A document
+where a published model has one, as in lm-eval, else from the end id, as in titan's training. Tokens that a published
+tokenizer puts around a text, which may be BOS once more, are scored as its own, also as in lm-eval. A document
 longer than `seq_len` is read in windows of that many tokens whose ends lie `stride` apart; each predicts the tokens
 that earlier windows have not, with the whole window as context. The last one is moved back so that it is full. With the
 stride that is seq_len, the default, a window's first prediction sees one token (lm-eval's rolling windows); with a
@@ -101,10 +102,10 @@ def evaluate(trained: Trained, reading: Reading, watch: Watch) -> Numbers:
     length = job.data.seq_len
     if reading.stride > length:
         raise ConfigError(f"--stride {reading.stride}: must be at most the window length --seq-len, {length}")
-    before = [trained.delimiters.start] if reading.first_token == "predict" else []
+    start = [trained.delimiters.start] if reading.first_token == "predict" else []
     shards = from_first(lambda: _open_shards(job), trained.rank)
-    documents = islice(_documents(job, counted, shards), reading.limit or None)
-    found = (w for ids in documents for w in windows([*before, *ids], length, reading.stride or length))
+    documents = islice(_documents(trained, counted, shards), reading.limit or None)
+    found = (w for ids in documents for w in windows([*start, *ids], length, reading.stride or length))
     batches = _dealt(found, trained, reading.batch_size, watch)
     nats, tokens = totals(trained.engine, trained.context, batches, nats_and_tokens(job.loss), 2)
     if not tokens:
@@ -135,7 +136,7 @@ def last_words(trained: Trained, reading: Reading, watch: Watch) -> Numbers:
     dataset = job.sources[0].plugin
     if dataset.shards() is not None:
         raise ConfigError(f"--last-word needs text, but dataset {dataset.name!r} holds tokens")
-    found = islice(_last_words(job, counted), reading.limit or None)
+    found = islice(_last_words(trained, counted), reading.limit or None)
     batches = _dealt(found, trained, reading.batch_size, watch)
     nats, tokens, known = totals(trained.engine, trained.context, batches, _known_words(job, trained.context.mesh), 3)
     if not counted.documents:
@@ -177,8 +178,9 @@ def _open_shards(job: Job) -> list[Shard] | None:
     return None if paths is None else open_shards(paths)
 
 
-def _documents(job: Job, counted: Counted, shards: list[Shard] | None) -> Iterator[list[int]]:
-    """Ids of each document that has any, without the end id."""
+def _documents(trained: Trained, counted: Counted, shards: list[Shard] | None) -> Iterator[list[int]]:
+    """Ids of each document that has any, and those around it, without the end id."""
+    job, around = trained.job, trained.delimiters
     if shards is None:
         for document in _texts(job):
             ids = encode_document(job.tokenizer, document)
@@ -186,7 +188,7 @@ def _documents(job: Job, counted: Counted, shards: list[Shard] | None) -> Iterat
             counted.lost.look(document.text, job.tokenizer.decode(ids))
             if ids:
                 counted.documents += 1
-                yield _checked(ids, job)
+                yield [*around.before, *_checked(ids, job), *around.after]
         if counted.lost.lost:
             log.warning(f"tokenizer {job.tokenizer.name!r}: {counted.lost.shown()}; bits per byte count them")
         return
@@ -194,14 +196,15 @@ def _documents(job: Job, counted: Counted, shards: list[Shard] | None) -> Iterat
     for number in range(stream.documents):
         ids = stream.read(*stream.document(number)).tolist()
         counted.documents += 1
-        yield ids[:-1] if ids[-1] == job.tokenizer.end else ids
+        yield [*around.before, *(ids[:-1] if ids[-1] == job.tokenizer.end else ids), *around.after]
 
 
-def _last_words(job: Job, counted: Counted) -> Iterator[Window]:
+def _last_words(trained: Trained, counted: Counted) -> Iterator[Window]:
     """The end of each text, as much as there is room for, with its last word to be predicted.
 
     As lm-eval does it, the word's tokens are those that the whole text has beyond the tokens of what comes before it.
     """
+    job, prefix = trained.job, trained.delimiters.before
     for document in _texts(job):
         place, whole = document.place, document.text.rstrip()
         *before, word = whole.rsplit(maxsplit=1) or [""]
@@ -216,7 +219,7 @@ def _last_words(job: Job, counted: Counted) -> Iterator[Window]:
                 f"{place}: the last word, {word[:40]!r}, has {asked} tokens; 1 to --seq-len {job.data.seq_len} fit"
             )
         counted.documents += 1
-        yield Window(ids[-job.data.seq_len - 1 :], asked)
+        yield Window([*prefix, *ids][-job.data.seq_len - 1 :], asked)
 
 
 def _texts(job: Job) -> Iterator[Document]:

@@ -120,12 +120,12 @@ def words(tokenizer: Tokenizer, text: Text) -> str:
 
 
 def encode(job: Job, prompt: str, around: Delimiters) -> tuple[int, ...]:
-    """Ids of a prompt and of what is put before it; an empty one is that from which a document's first token follows.
+    """Ids of a prompt and those around it; where there is none, the one from which a document's first id follows.
 
     Raises:
         ConfigError: it leaves no room for a token, or the tokenizer is not the model's.
     """
-    ids = (*around.prompt, *job.tokenizer.encode(prompt)) or (around.start,)
+    ids = (*around.before, *job.tokenizer.encode(prompt), *around.after) or (around.start,)
     if len(ids) >= job.spec.max_seq_len:
         longest = f"prompt and generated text together may have max_seq_len = {job.spec.max_seq_len}"
         raise ConfigError(f"the prompt {prompt[:24]!r}... has {len(ids)} tokens; {longest}")
@@ -177,7 +177,7 @@ def _continue(model: "_Model", texts: Sequence[Text], sampling: Sampling, first:
     model.begin(len(texts), longest + sampling.max_new_tokens)
     while any(text.stopped is None for text in texts):
         logits = model.next([text.ids for text in texts])
-        tokens = _agree(model.context, _draw(logits, texts, sampling), len(texts))
+        tokens = _agree(model.context, _draw(logits, texts, sampling, model.ids), len(texts))
         for number, (text, token) in enumerate(zip(texts, tokens, strict=True)):
             if text.stopped is None:
                 _take(text, token, model, sampling)
@@ -196,15 +196,18 @@ def _take(text: Text, token: int, model: "_Model", sampling: Sampling) -> None:
         text.stopped = "max_seq_len"
 
 
-def _draw(logits: Tensor | None, texts: Sequence[Text], sampling: Sampling) -> list[int] | None:
-    """The next token of each text from logits [B, V]; -1 where they are no finite numbers, None on ranks without."""
+def _draw(logits: Tensor | None, texts: Sequence[Text], sampling: Sampling, ids: int) -> list[int] | None:
+    """The next token of each text from logits [B, V]; -1 where they are no finite numbers, None on ranks without.
+
+    ids: of the tokenizer. The rows of a padded table that are no token are never drawn; the most probable one may be.
+    """
     if logits is None:
         return None
     finite = logits.amax(-1).isfinite().tolist()
     if sampling.temperature == 0:
         tokens = logits.argmax(-1).tolist()
     else:
-        rows = sampling.probabilities(logits).cpu()
+        rows = sampling.probabilities(logits[:, :ids]).cpu()
         tokens = [
             text.draw(row) if good and text.stopped is None else 0
             for text, row, good in zip(texts, rows, finite, strict=True)
@@ -231,6 +234,7 @@ class _Model:
 
     def __init__(self, context: BuildContext, engine: Engine, stops: Collection[int]) -> None:
         self.context, self.engine, self.stops = context, engine, stops or (context.job.tokenizer.end,)
+        self.ids = context.job.tokenizer.vocab_size
         # Where ranks hold slices of a sequence, it must come out even.
         self.multiple = context.parts[0].length_multiple
         self.longest = context.spec.max_seq_len // self.multiple * self.multiple
@@ -264,7 +268,7 @@ class _Model:
             return None
         last = tokens.new_tensor([len(row) - 1 for row in rows])
         found = _whole(logits, batch.positions == last[:, None])
-        return self.context.mesh.sum(found, "sliced")[:, : self.context.job.tokenizer.vocab_size]
+        return self.context.mesh.sum(found, "sliced")
 
     def _logits(self, tokens: Tensor, starts: Sequence[int]) -> tuple[Batch, Tensor | None]:
         """Logits of this rank's positions, and the batch that says which these are."""

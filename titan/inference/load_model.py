@@ -115,14 +115,14 @@ def delimiters(path: Path, tokenizer: Tokenizer, bos: bool | None = None) -> Del
     Raises:
         CheckpointError: the checkpoint cannot be read.
     """
-    published, plain = tokenizer.delimiters, Delimiters(tokenizer.end, (), (tokenizer.end,))
+    published, plain = tokenizer.delimiters, Delimiters(tokenizer.end, (), (), (tokenizer.end,))
     if not is_hf(path) and stored_rest(path).get("step"):
         published = published._replace(stops=tuple({*published.stops, *plain.stops}))
         bos = bool(bos)
     if bos is False:
         return plain._replace(stops=published.stops)
-    if bos and not published.prompt and published.start != tokenizer.end:
-        return published._replace(prompt=(published.start,))
+    if bos and not published.before and published.start != tokenizer.end:
+        return published._replace(before=(published.start,))
     return published
 
 

@@ -1,0 +1,108 @@
+"""Published folders: documents are scored and prompts continued as transformers does it, and nothing is lost."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file
+
+from titan import cli
+
+transformers = pytest.importorskip("transformers")
+pytest.importorskip("tokenizers")
+
+from tests.published_folders import FOLDERS, TEXT, folder  # noqa: E402
+
+PROMPTS = ["the cat", "a dog ran", " birds; 12", "zwölf", "in the old", "rain", "x", "and 345"]
+TEXTS = [TEXT * 2, "the cat", TEXT[7:90], "ü - 東"]
+
+
+@pytest.fixture(scope="module", params=FOLDERS)
+def published(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return folder(request.param, tmp_path_factory.mktemp("published"))
+
+
+def printed(words: list[str], capsys: pytest.CaptureFixture[str]) -> dict[str, Any]:
+    capsys.readouterr()
+    assert cli.main([*words, "--json"]) == 0
+    return json.loads(capsys.readouterr().out)  # type: ignore[no-any-return]
+
+
+def nats(model: Any, ids: list[int], context: int) -> float:
+    """Of all ids but the first, in windows of `context` tokens that overlap by one; the last one is full."""
+    total, done, last = 0.0, 0, len(ids) - 1
+    while done < last:
+        end = min(last, done + context)
+        begin = max(0, end - context)
+        with torch.no_grad():
+            logits = model(torch.tensor([ids[begin:end]])).logits[0].double().log_softmax(-1)
+        total -= sum(logits[at - 1 - begin, ids[at]].item() for at in range(done + 1, end + 1))
+        done = end
+    return total
+
+
+def test_documents_are_scored_as_by_lm_eval(
+    published: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """lm-eval 0.4.13: `prefix_token_id` is BOS, else EOS; `tok_encode` adds what the tokenizer adds."""
+    model = transformers.AutoModelForCausalLM.from_pretrained(published).eval()
+    tokenizer = transformers.AutoTokenizer.from_pretrained(published)
+    start = tokenizer.eos_token_id if tokenizer.bos_token_id is None else tokenizer.bos_token_id
+    (tmp_path / "d.jsonl").write_text("".join(json.dumps({"text": text}) + "\n" for text in TEXTS))
+    words = ["eval", "--checkpoint", str(published), "--data", "jsonl", "--path", str(tmp_path / "d.jsonl")]
+    documents = [tokenizer(text)["input_ids"] for text in TEXTS]
+    found = printed(words, capsys)
+    expected = sum(nats(model, [start, *ids], 64) for ids in documents)
+    assert found["tokens"] == sum(map(len, documents)) and found["lost"] == 0
+    assert found["loss"] * found["tokens"] == pytest.approx(expected, rel=1e-5)
+    plain = [tokenizer(text, add_special_tokens=False)["input_ids"] for text in TEXTS]
+    found = printed([*words, "--no-bos"], capsys)
+    expected = sum(nats(model, [tokenizer.eos_token_id, *ids], 64) for ids in plain)
+    assert found["loss"] * found["tokens"] == pytest.approx(expected, rel=1e-5)
+
+
+def test_prompts_are_continued_as_by_transformers(
+    published: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    model = transformers.AutoModelForCausalLM.from_pretrained(published).eval()
+    tokenizer = transformers.AutoTokenizer.from_pretrained(published)
+    (tmp_path / "prompts.txt").write_text("\n".join(PROMPTS))
+    words = ["--prompt-file", str(tmp_path / "prompts.txt"), "--temperature", "0", "--max-new-tokens", "40"]
+    results = printed(["generate", "--checkpoint", str(published), *words], capsys)["results"]
+    ends = model.generation_config.eos_token_id
+    ends = ends if isinstance(ends, list) else [ends]
+    stopped = 0
+    for prompt, result in zip(PROMPTS, results, strict=True):
+        ids = torch.tensor([tokenizer(prompt)["input_ids"]])
+        found = model.generate(ids, attention_mask=torch.ones_like(ids), max_new_tokens=40, do_sample=False)[0]
+        tokens = found[ids.shape[1] :].tolist()
+        stopped += tokens[-1] in ends
+        assert result["tokens"] == [token for token in tokens if token not in ends], prompt
+        assert (result["stopped"] == "end") == (tokens[-1] in ends) and result["prompt_tokens"] == ids.shape[1]
+        assert result["text"] == tokenizer.decode(tokens, skip_special_tokens=True) or "\ufffd" in result["text"]
+    assert stopped
+
+
+def test_a_conversion_there_and_back_loses_no_file(
+    published: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (published / "LICENSE").write_text("free\n")
+    direct, kept, back = tmp_path / "direct", tmp_path / "kept", tmp_path / "back"
+    assert (
+        printed(["convert", "--from", str(published), "--output", str(direct), "--format", "hf"], capsys)[
+            "not_carried_over"
+        ]
+        == []
+    )
+    report = printed(["convert", "--from", str(published), "--output", str(kept), "--format", "dcp"], capsys)
+    assert report["not_carried_over"] == ["LICENSE"]
+    printed(["convert", "--from", str(kept), "--output", str(back), "--format", "hf"], capsys)
+    for made, lost in ((direct, set()), (back, {"LICENSE"})):
+        assert {file.name for file in made.iterdir()} == {file.name for file in published.iterdir()} - lost
+        changed = {file.name for file in made.iterdir() if file.read_bytes() != (published / file.name).read_bytes()}
+        # gpt2's tokenizer_config.json is told its eos, which special_tokens_map.json alone had.
+        assert changed <= {"model.safetensors", *(["tokenizer_config.json"] if published.name == "gpt2" else [])}
+        before, after = (load_file(path / "model.safetensors") for path in (published, made))
+        assert before.keys() == after.keys() and all(torch.equal(before[name], after[name]) for name in before)
