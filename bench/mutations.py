@@ -81,8 +81,8 @@ def load(path: Path) -> None:
 
 def reseal(path: Path) -> None:
     """Write a manifest that matches the changed files."""
-    files = [file for file in path.iterdir() if file.name != MANIFEST]
-    manifest.write(path, {file.name: manifest.entry_of(file) for file in files})
+    names = [name for name in manifest.names_in(path) if name != MANIFEST]
+    manifest.write(path, {name: manifest.entry_of(path / name) for name in names})
 
 
 def mutate(data: bytes, draw: random.Random) -> tuple[str, bytes]:

@@ -12,6 +12,8 @@ import torch
 from bench import mutations
 from titan import cli
 from titan.checkpoint.disk import folder as folders
+from titan.checkpoint.weights import stored_tokenizer
+from titan.errors import CheckpointError
 
 Said = tuple[int, str, str]
 
@@ -103,6 +105,32 @@ def test_verify_reads_what_the_files_say(run: Path, say: Callable[..., Said]) ->
     mutations.reseal(_path(run, 30))
     code, out, _ = say("verify", _path(run, 30))
     assert code == 1 and "  titan.index and .metadata place tensors differently\n" in out
+
+
+def test_copies_of_the_tokenizer_are_part_of_a_checkpoint(run: Path, say: Callable[..., Said]) -> None:
+    saver = mutations.checkpointer(run / "checkpoints")
+    saver._copies = {"ranks": b"abc", "two words.json": b"{}"}
+    saver.save(50, *mutations.build(), {"tokenizer": {"name": "a", "fingerprint": "f", "copies": {"path": "ranks"}}})
+    path = _path(run, 50)
+    assert (path / "tokenizer" / "ranks").read_bytes() == b"abc"
+    size = sum(file.stat().st_size for file in path.rglob("*") if file.is_file())
+    assert say("verify", path)[0] == 0 and json.loads(say("list", path, "--json")[1])["checkpoints"][0]["bytes"] == size
+    assert stored_tokenizer(path) == {"name": "a", "fingerprint": "f", "copies": {"path": "ranks"}}
+    for name in ("../x", "a/b", ".x", 7):
+        state = json.loads((path / "state.json").read_text())
+        state["rest"]["tokenizer"]["copies"]["path"] = name
+        (path / "state.json").write_text(json.dumps(state))
+        mutations.reseal(path)
+        with pytest.raises(CheckpointError, match="gives no valid name, fingerprint and copies of a tokenizer"):
+            stored_tokenizer(path)
+    _flip(path / "tokenizer" / "ranks")
+    assert "tokenizer/ranks has SHA-256" in say("verify", path)[1]
+    (path / "tokenizer" / "mine").touch()
+    assert "tokenizer/mine is not in its manifest" in say("verify", path)[1]
+    (path / "tokenizer" / ".mine").touch()
+    assert "holds tokenizer/.mine, which is no part" in say("rm", path, "--yes")[2]
+    (path / "tokenizer" / ".mine").unlink()
+    assert say("rm", path, "--yes")[0] == 0 and not path.exists()
 
 
 def test_rm_removes_one(run: Path, say: Callable[..., Said]) -> None:

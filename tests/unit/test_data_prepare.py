@@ -23,6 +23,8 @@ from titan.plugins.data.shards import Config as ShardsConfig
 from titan.plugins.data.shards import Shards
 from titan.plugins.tokenizers.bpe import Bpe
 from titan.plugins.tokenizers.bpe import Config as BpeConfig
+from titan.plugins.tokenizers.byte import Byte
+from titan.plugins.tokenizers.byte import Config as ByteConfig
 
 
 def test_documents_come_out_in_order_without_empty_ones(text: Path, cache: Path) -> None:
@@ -197,6 +199,41 @@ def test_a_folder_that_lost_a_shard_is_refused(text: Path, cache: Path) -> None:
     path.unlink()
     with pytest.raises(DataError, match=r"0 of 1 shards; delete the folder"):
         made(lines(text), cache)
+
+
+class Letters(Byte):
+    """Bytes of ASCII alone: anything else vanishes. Tildes have no ids."""
+
+    def encode(self, text: str) -> list[int]:
+        if "~" in text:
+            raise DataError("~ has no ids")
+        return super().encode(text.encode("ascii", errors="ignore").decode())
+
+
+def test_what_a_tokenizer_loses_is_counted_and_limited(
+    text: Path, cache: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def looked_at(folder: Path, workers: int, max_lost: float) -> Lost:
+        letters = Letters(ByteConfig())
+        shards = prepare(lines(text), letters, cache=folder, workers=workers, progress=False, max_lost=max_lost)
+        return preparing.loss_in(shards[0].path.parent)
+
+    assert looked_at(cache, 1, 0.0).lost == 0
+    (text / "5.txt").write_text("a\n" * 9 + "é東é\n")
+    monkeypatch.setattr(tokenize, "UNIT_BYTES", (1, 1))  # a unit a file
+    found = looked_at(cache, 1, 0.1)
+    assert found.lost == 7 and found.characters == {"é": 2, "東": 1} and 0.001 < found.share < 0.02
+    assert found == looked_at(cache / "threads", 3, 0.1), "the sample is the same"
+    with pytest.raises(DataError, match=r"are lost: 'é' 2 times, '東' 1 times; use a tok.*set data.max_lost above 0.0"):
+        looked_at(cache, 1, 0.001)
+    monkeypatch.setattr(tokenize, "SAMPLE_FIRST", 2)
+    assert looked_at(cache / "other", 1, 0.0).lost == 0, "that document is not in the sample"
+
+
+def test_a_text_without_ids_is_named_by_its_place(text: Path, cache: Path) -> None:
+    (text / "3.txt").write_text("a\n~\n")
+    with pytest.raises(DataError, match=r"3\.txt: ~ has no ids"):
+        prepare(lines(text), Letters(ByteConfig()), cache=cache, workers=2, progress=False)
 
 
 def test_no_text_at_all_is_an_error(text: Path, cache: Path) -> None:

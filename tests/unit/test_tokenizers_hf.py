@@ -242,6 +242,117 @@ def test_files_are_passed_on_as_they_were(theirs: Path, tmp_path: Path) -> None:
     assert other[hf.GENERATION] == {"eos_token_id": [4096, 5, ord("b")], "temperature": 0.5}
 
 
+def test_random_merges_are_switched_off(theirs: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    change(theirs, "tokenizer.json", version="1.0")
+    plain = opened(theirs)
+    ids, fingerprint = plain.encode("import os, sys"), plain.fingerprint
+    change(
+        theirs, "tokenizer.json", model={**json.loads((theirs / "tokenizer.json").read_text())["model"], "dropout": 0.5}
+    )
+    drawn = opened(theirs)
+    assert [drawn.encode("import os, sys") for _ in range(5)] == [ids] * 5
+    assert drawn.fingerprint == fingerprint
+    assert "dropout = 0.5 draws tokens at random; it is switched off" in capsys.readouterr().err
+
+
+def words_of(folder: Path, *words: str, unknown: str | None = None, specials: tuple[str, ...] = ("</s>",)) -> hf.Hf:
+    """A tokenizer whose tokens are whole words between blanks."""
+    model = tokenizers.models.WordLevel({word: number for number, word in enumerate(words)}, unk_token=unknown or "")
+    library = tokenizers.Tokenizer(model)
+    library.pre_tokenizer = tokenizers.pre_tokenizers.WhitespaceSplit()
+    library.add_special_tokens(list(specials))
+    return opened(write(folder, {"tokenizer.json": json.loads(library.to_str()), hf.ABOUT: {"eos_token": "</s>"}}))
+
+
+def pieces_of(folder: Path, unk_id: int | None) -> hf.Hf:
+    """A Unigram model with a piece for the end, as SentencePiece has it."""
+    pieces = [("<unk>", 0.0), ("</s>", 0.0), ("▁", -2.0), *((c, -3.0) for c in "abcs<>/")]
+    library = tokenizers.Tokenizer(tokenizers.models.Unigram(pieces, unk_id=unk_id, byte_fallback=False))
+    library.add_special_tokens(["<unk>", "</s>"])
+    return opened(write(folder, {"tokenizer.json": json.loads(library.to_str()), hf.ABOUT: {"eos_token": "</s>"}}))
+
+
+def test_text_never_becomes_a_special_token_though_the_vocabulary_holds_it(tmp_path: Path) -> None:
+    pieces = pieces_of(tmp_path / "pieces", 0)
+    assert pieces.encode("a</s>b") == [3, 7, 9, 6, 8, 4] and pieces.decode([3, 1, 4]) == "a b"
+    assert pieces.encode("?") == pieces.encode("<unk>") == [0]
+    assert (pieces.vocab_size, pieces.min_vocab_size, pieces.end) == (10, 10, 1)
+    words = words_of(tmp_path / "words", "</s>", "a", "<unk>", unknown="<unk>")
+    assert words.encode("a </s> b") == [1, 2, 2, 2] and words.decode([1, 0]) == "a"
+
+
+def test_a_name_that_cannot_be_cut_is_refused_in_text(theirs: Path, tmp_path: Path) -> None:
+    lines = opened(theirs, end="!")
+    assert lines.encode("a?") and lines.decode([lines.end]) == ""
+    with pytest.raises(DataError, match=r"makes the special token '!' of ordinary text; set \[tokenizer\] end"):
+        lines.encode("a!")
+    with pytest.raises(DataError, match="makes the special token '</s>' of ordinary text"):
+        words_of(tmp_path / "words", "</s>", "a", unknown="</s>").encode("a b")
+
+
+def test_a_model_that_has_no_token_for_a_text_says_so(tmp_path: Path) -> None:
+    for tokenizer in (words_of(tmp_path / "words", "</s>", "a"), pieces_of(tmp_path / "pieces", None)):
+        assert tokenizer.encode("a")
+        with pytest.raises(DataError, match=r"tokenizer\.json cannot encode a text: .*it has no unknown token"):
+            tokenizer.encode("zwölf")
+
+
+def test_ids_that_no_text_has_need_no_rows(theirs: Path) -> None:
+    """A pad token that was added behind a published table (CodeLlama), a token that is matched in text, a gap."""
+    added = json.loads((theirs / "tokenizer.json").read_text())["added_tokens"]
+    pad = {**added[0], "id": 4097, "content": "<pad>"}
+    change(theirs, "tokenizer.json", added_tokens=[*added, pad])
+    padded = opened(theirs)
+    assert (padded.vocab_size, padded.min_vocab_size) == (4098, 4097)
+    assert max(padded.encode("<pad>")) < 4096
+    change(theirs, "tokenizer.json", added_tokens=[*added, {**pad, "special": False, "content": "<tool>"}])
+    assert opened(theirs).min_vocab_size == 4098 and opened(theirs).encode("<tool>") == [4097]
+
+
+def test_tokens_beside_the_file_are_added(theirs: Path) -> None:
+    named = {"4097": {"content": "<|a|>", "special": True}, "4098": {"content": "<tool>", "special": False}}
+    change(theirs, hf.ABOUT, added_tokens_decoder=named, eos_token="<|a|>")
+    change(theirs, hf.SPECIALS, eos_token="<|end|>")  # which does not count beside added_tokens_decoder
+    both = opened(theirs)
+    assert (both.end, both.vocab_size, both.encode("<tool>")) == (4097, 4099, [4098])
+    change(theirs, hf.ABOUT, added_tokens_decoder=None, eos_token="<|old|>")
+    change(theirs, hf.ADDED, **{"<|a|>": 4097})
+    legacy = opened(theirs)
+    assert (legacy.end, legacy.vocab_size) == (4096, 4098) and legacy.fingerprint != both.fingerprint
+    change(theirs, hf.ADDED, **{"<|a|>": 5000})
+    with pytest.raises(DataError, match=r"'<\|a\|>' has id 5000, but the next free id of tokenizer.json is 4097"):
+        _ = opened(theirs).end
+    (theirs / hf.ADDED).write_text('{"<|a|>": "x"}')
+    with pytest.raises(DataError, match=r"added_tokens\.json has added tokens that are no table"):
+        _ = opened(theirs).end
+
+
+def test_what_stands_around_the_texts_of_a_published_model(theirs: Path) -> None:
+    assert opened(theirs).delimiters == (4096, (), (), (4096,))
+    change(theirs, hf.ABOUT, bos_token="!")
+    single = {"SpecialToken": {"id": "!", "type_id": 0}}
+    sides = [single, {"Sequence": {"id": "A", "type_id": 0}}, {"SpecialToken": {"id": "<|end|>", "type_id": 0}}]
+    specials = {name: {"id": name, "ids": [n], "tokens": [name]} for name, n in (("!", 0), ("<|end|>", 4096))}
+    change(
+        theirs, "tokenizer.json",
+        post_processor={"type": "TemplateProcessing", "single": sides, "pair": [], "special_tokens": specials},
+    )  # fmt: skip
+    bos = tokenizers.Tokenizer.from_file(str(theirs / "tokenizer.json")).token_to_id("!")
+    change(theirs, hf.MODEL, eos_token_id=2)  # the default of an architecture, another token here
+    assert opened(theirs).delimiters == (bos, (0,), (4096,), (4096,))
+    change(theirs, hf.MODEL, eos_token_id=[4096, 5])
+    assert opened(theirs).delimiters.stops == (4096, 5)
+    change(theirs, hf.GENERATION, eos_token_id=[7, 8])
+    assert opened(theirs).delimiters.stops == (7, 8)
+    assert opened(theirs, end="b").delimiters.stops == (7, 8, opened(theirs, end="b").end)
+
+
+def test_a_git_lfs_pointer_is_named(theirs: Path) -> None:
+    (theirs / hf.TOKENIZER).write_text(f"version https://git-lfs.github.com/spec/v1\noid sha256:{'ab' * 32}\nsize 9\n")
+    with pytest.raises(DataError, match=r"tokenizer\.json is a Git LFS pointer"):
+        opened(theirs).encode("a")
+
+
 def test_fingerprint_follows_what_decides_ids(theirs: Path) -> None:
     before = opened(theirs).fingerprint
     path = theirs / "tokenizer.json"
