@@ -23,7 +23,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 from titan.contracts import REQUIRED, Tokenizer, option, register
-from titan.data.tokens.bytepairs import BytePairs, read_ranks
+from titan.data.tokens.bytepairs import PUBLISHED, BytePairs, published_family, read_ranks
 from titan.errors import DataError
 
 
@@ -31,7 +31,6 @@ from titan.errors import DataError
 class Family:
     """What a vocabulary's makers published beside its ranks. specials: name -> id, counted from the number of ranks."""
 
-    ranks: int
     pattern: str
     specials: Mapping[str, int]
     end: str
@@ -52,25 +51,21 @@ _SPACE = r"\s*[\r\n]+|\s+(?!\S)|\s+"
 
 FAMILIES = {
     "llama3": Family(
-        128_000,
         rf"{_CONTRACTION}|[^\r\n\p{{L}}\p{{N}}]?\p{{L}}+|\p{{N}}{{1,3}}| ?[^\s\p{{L}}\p{{N}}]+[\r\n]*|{_SPACE}",
         _LLAMA3_SPECIALS,
         "<|end_of_text|>",
     ),
     "gpt2": Family(
-        50_256,
         r"'(?:[sdmt]|ll|ve|re)| ?\p{L}+| ?\p{N}+| ?[^\s\p{L}\p{N}]+|\s+(?!\S)|\s+",
         {"<|endoftext|>": 0},
         "<|endoftext|>",
     ),
     "cl100k": Family(
-        100_256,
         rf"{_CONTRACTION}|[^\r\n\p{{L}}\p{{N}}]?\p{{L}}+|\p{{N}}{{1,3}}| ?[^\s\p{{L}}\p{{N}}]+[\r\n]*|{_SPACE}",
         {"<|endoftext|>": 1, **_FIM, "<|endofprompt|>": 20},
         "<|endoftext|>",
     ),
     "o200k": Family(
-        199_998,
         rf"[^\r\n\p{{L}}\p{{N}}]?{_UPPER}*{_LOWER}+{_CONTRACTION}?|[^\r\n\p{{L}}\p{{N}}]?{_UPPER}+{_LOWER}*{_CONTRACTION}?"
         rf"|\p{{N}}{{1,3}}| ?[^\s\p{{L}}\p{{N}}]+[\r\n/]*|{_SPACE}",
         {"<|endoftext|>": 1, "<|endofprompt|>": 20},
@@ -100,7 +95,7 @@ class Tiktoken(Tokenizer):
     @cached_property
     def _pairs(self) -> BytePairs:
         ranks = read_ranks(Path(self.config.path).expanduser())
-        family = FAMILIES[_family(self.config.path, self.config.pattern, len(ranks))]
+        family = FAMILIES[_family(self.config.path, self.config.pattern, ranks)]
         specials = {name: len(ranks) + offset for name, offset in family.specials.items()}
         return BytePairs(ranks, pattern=family.pattern, specials=specials, end=family.end)
 
@@ -132,16 +127,16 @@ class Tiktoken(Tokenizer):
         return self._pairs.hf_files()
 
 
-def _family(path: str, asked: str, ranks: int) -> str:
-    """The family of a file with so many ranks.
+def _family(path: str, asked: str, ranks: Mapping[bytes, int]) -> str:
+    """The family of a rank file.
 
     Raises:
-        DataError: no family has so many and none is asked for, or another one has than is asked for.
+        DataError: it is of no known family and none is asked for, or of another one than is asked for.
     """
-    by_ranks = next((name for name, family in FAMILIES.items() if family.ranks == ranks), None)
-    if asked == "auto" and by_ranks is None:
-        known = ", ".join(f"{name} {family.ranks:,}" for name, family in FAMILIES.items())
-        raise DataError(f"{path} has {ranks:,} ranks, those of no known family ({known}); set tokenizer.pattern")
-    if asked not in ("auto", by_ranks) and by_ranks is not None:
-        raise DataError(f"{path} has the {ranks:,} ranks of {by_ranks}, but tokenizer.pattern = {asked!r}")
-    return by_ranks or asked
+    family = published_family(ranks)
+    if asked == "auto" and family is None:
+        known = ", ".join(f"{name} {count:,}" for count, name in PUBLISHED.items())
+        raise DataError(f"{path}: its {len(ranks):,} ranks are of no known family ({known}); set tokenizer.pattern")
+    if asked not in ("auto", family) and family is not None:
+        raise DataError(f"{path} has the ranks of {family}, but tokenizer.pattern = {asked!r}")
+    return family or asked

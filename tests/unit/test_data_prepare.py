@@ -8,11 +8,12 @@ import time
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from tests.lines import BYTES, Lines, lines, made, nothing_kept, text_of, while_read
-from titan.contracts import Dataset, Document
+from titan.contracts import Document
 from titan.data.tokens import hashes, tokenize, unfinished
 from titan.data.tokens import prepare as preparing
 from titan.data.tokens.prepare import prepare
@@ -183,8 +184,8 @@ def test_others_may_read_the_cache(text: Path, cache: Path, monkeypatch: pytest.
 def test_who_comes_second_takes_the_firsts_work(text: Path, cache: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     seal = preparing._seal
 
-    def overtaken(partial: Path, dataset: Dataset, files: int, lost: Lost) -> None:
-        seal(partial, dataset, files, lost)
+    def overtaken(partial: Path, *others: Any) -> None:
+        seal(partial, *others)
         monkeypatch.setattr(preparing, "_seal", seal)
         winner.extend(made(lines(text), cache))
 
@@ -254,6 +255,10 @@ def test_shards_are_taken_as_they_are_and_checked(text: Path, cache: Path) -> No
     (path,) = made(lines(text), cache)
     taken = Shards(ShardsConfig(path=str(path.parent)))
     assert made(taken, cache / "unused") == [path] and not (cache / "unused").exists()
+    with pytest.raises(
+        DataError, match=r"are of the tokenizer with fingerprint utf-8 bytes, 256, but .* 'bpe' with "
+    ):
+        prepare(taken, Bpe(BpeConfig()), cache=cache, workers=1, progress=False)
     path.write_bytes(path.read_bytes()[:-1])
     with pytest.raises(DataError, match="is cut short"):
         made(taken, cache)

@@ -66,16 +66,19 @@ def test_published_sizes(monkeypatch: pytest.MonkeyPatch, pattern: str, vocab_si
     assert (tokenizer.vocab_size, tokenizer.end) == (vocab_size, end)
 
 
-def test_the_number_of_ranks_tells_the_family(small: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_ranks_tell_the_family(small: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     with pytest.raises(
-        DataError, match=r"has 259 ranks, those of no known family \(llama3 128,000, .*set tokenizer.patt"
+        DataError, match=r"its 259 ranks are of no known family \(llama3 128,000, .*set tokeni"
     ):
         _ = llama(small, "auto").end
-    ranks = {number.to_bytes(4, "big"): number for number in range(100_256)}
-    monkeypatch.setattr(tiktoken, "read_ranks", lambda path: ranks)
+    ranks = {b"!": 0, **{number.to_bytes(4, "big"): number for number in range(1, 100_256)}}
+    for module in (tiktoken, bpe):
+        monkeypatch.setattr(module, "read_ranks", lambda path: ranks)
     assert tiktoken.Tiktoken(tiktoken.Config(path="cl100k_base.tiktoken")).end == 100_257
-    with pytest.raises(DataError, match=r"has the 100,256 ranks of cl100k, but tokenizer.pattern = 'llama3'"):
+    with pytest.raises(DataError, match=r"has the ranks of cl100k, but tokenizer.pattern = 'llama3'"):
         _ = llama(Path("cl100k_base.tiktoken")).end
+    with pytest.raises(DataError, match=r"has the ranks of cl100k, which have .* set tokenizer.name to a reader of"):
+        _ = bpe.Bpe(bpe.Config(path="cl100k_base.tiktoken")).end
 
 
 def test_llama3_specials() -> None:

@@ -131,10 +131,12 @@ def check_tokenizer(path: Path, tokenizer: Tokenizer, *, change: bool) -> None:
     try:
         if stored is not None and stored["copies"] is None:
             if (stored["name"], stored["fingerprint"]) != (tokenizer.name, tokenizer.fingerprint):
-                trained = identity.shown(stored["name"], stored["fingerprint"])
-                raise identity.another(tokenizer, trained, str(path))
-        elif (is_hf(path) or stored is not None) and (trained_with := _made(tokenizer_table(path))) is not None:
-            identity.require_same(tokenizer, trained_with, str(path))
+                its = identity.shown(stored["name"], stored["fingerprint"])
+                raise identity.another(tokenizer, its, str(path))
+        elif (trained := _made(tokenizer_table(path))) is None:
+            log.warning(f"{path} holds no tokenizer that a plugin reads; {tokenizer.name!r} is not compared with it")
+        elif is_hf(path) or stored is not None:
+            identity.require_same(tokenizer, trained, str(path))
     except DataError as error:
         log.warning(f"{path}: its tokenizer cannot be compared with {tokenizer.name!r}: {error}")
     except ConfigError as error:

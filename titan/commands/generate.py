@@ -140,7 +140,7 @@ def run(args: argparse.Namespace) -> int:
         )
     # Here too, and not on the ranks alone, so that what is wrong is said once.
     path, job = open_job(args.checkpoint, args.overrides, world_size, "--checkpoint")
-    around = delimiters(path, job.tokenizer, args.bos)
+    around = delimiters(path, job, args.bos)
     prompts = [(prompt, generation.encode(job, prompt, around)) for prompt in _prompts(args)]
     request = Request(args.checkpoint, args.weights, args.overrides, prompts, sampling, args.json, args.bos)
     if place is None:

@@ -36,7 +36,8 @@ from titan.checkpoint.state import model_tensors
 from titan.config import Job
 from titan.contracts import IGNORE, Batch, Document, Mesh
 from titan.data.samples.stream import Stream
-from titan.data.tokens.shards import Shard, open_shards
+from titan.data.tokens.prepare import open_made
+from titan.data.tokens.shards import Shard
 from titan.data.tokens.tokenize import Lost, encode_document
 from titan.errors import ConfigError, DataError, DivergedError
 from titan.inference.load_model import Trained
@@ -103,7 +104,7 @@ def evaluate(trained: Trained, reading: Reading, watch: Watch) -> Numbers:
     if reading.stride > length:
         raise ConfigError(f"--stride {reading.stride}: must be at most the window length --seq-len, {length}")
     start = [trained.delimiters.start] if reading.first_token == "predict" else []
-    shards = from_first(lambda: _open_shards(job), trained.rank)
+    shards = from_first(lambda: open_made(job.sources[0].plugin, job.tokenizer), trained.rank)
     documents = islice(_documents(trained, counted, shards), reading.limit or None)
     found = (w for ids in documents for w in windows([*start, *ids], length, reading.stride or length))
     batches = _dealt(found, trained, reading.batch_size, watch)
@@ -170,12 +171,6 @@ def windows(ids: list[int], length: int, stride: int) -> Iterator[Window]:
         end = min(last, done + (stride if done else length))
         yield Window(ids[max(0, end - length) : end + 1], end - done)
         done = end
-
-
-def _open_shards(job: Job) -> list[Shard] | None:
-    """The token shards of the job's data, their headers read; None where the data is text."""
-    paths = job.sources[0].plugin.shards()
-    return None if paths is None else open_shards(paths)
 
 
 def _documents(trained: Trained, counted: Counted, shards: list[Shard] | None) -> Iterator[list[int]]:
@@ -250,7 +245,7 @@ def _dealt(found: Iterable[Window], trained: Trained, size: int, watch: Watch) -
 
 def _batch(mine: list[Window], shape: tuple[int, int], trained: Trained) -> Batch:
     """Windows padded to the right, where attention does not look, and with rows that nothing is asked of."""
-    tokens = torch.full(shape, trained.job.tokenizer.end)
+    tokens = torch.zeros(shape, dtype=torch.int64)
     labels = torch.full(shape, IGNORE)
     for row, (ids, predicted) in enumerate(mine):
         last = len(ids) - 1

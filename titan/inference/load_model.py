@@ -25,7 +25,7 @@ from titan.config.renames import renewed_job
 from titan.config.tables import Table, override
 from titan.contracts import BuildContext, Delimiters, Engine, Model, ModelPart, Tokenizer
 from titan.contracts.base import registry
-from titan.errors import CheckpointError
+from titan.errors import CheckpointError, ConfigError
 from titan.ranks.process import Rank
 from titan.training import phases
 from titan.training.build import context_of
@@ -106,7 +106,7 @@ def model_table(config: Mapping[str, Any], path: Path) -> dict[str, Any]:
     raise CheckpointError(f"{path / HF_CONFIG}: {unknown}")
 
 
-def delimiters(path: Path, tokenizer: Tokenizer, bos: bool | None = None) -> Delimiters:
+def delimiters(path: Path, job: Job, bos: bool | None = None) -> Delimiters:
     """The ids around texts that go with some weights.
 
     Weights as published (step 0) have seen what their tokenizer states. titan's training puts `end` after each document
@@ -114,7 +114,17 @@ def delimiters(path: Path, tokenizer: Tokenizer, bos: bool | None = None) -> Del
 
     Raises:
         CheckpointError: the checkpoint cannot be read.
+        ConfigError: the model has no row for one of them.
     """
+    around = _delimiters(path, job.tokenizer, bos)
+    highest, rows = max((around.start, *around.before, *around.after)), job.spec.vocab_size
+    if highest >= rows:
+        what = f"token id {highest} stands before or after texts, but the model's vocab_size is {rows}"
+        raise ConfigError(f"[tokenizer] {job.tokenizer.name!r}: {what}; name an end that it has with --tokenizer.end")
+    return around
+
+
+def _delimiters(path: Path, tokenizer: Tokenizer, bos: bool | None) -> Delimiters:
     published, plain = tokenizer.delimiters, Delimiters(tokenizer.end, (), (), (tokenizer.end,))
     if not is_hf(path) and stored_rest(path).get("step"):
         published = published._replace(stops=tuple({*published.stops, *plain.stops}))
@@ -139,4 +149,4 @@ def open_trained(path: Path, job: Job, rank: Rank, technique: str = "", bos: boo
     load_weights(path, job.model, parts, Ranks(rank.number, rank.world_size), technique)
     engine = next((e for t in context.techniques if (e := t.engine(parts, context)) is not None), None)
     engine = engine or SequentialEngine(parts[0], context.techniques)
-    return Trained(job, rank, context, parts, engine, delimiters(path, job.tokenizer, bos))
+    return Trained(job, rank, context, parts, engine, delimiters(path, job, bos))

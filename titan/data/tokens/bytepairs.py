@@ -25,6 +25,9 @@ PATTERN = (
 )
 """How text is cut before bytes are merged: words with one leading mark, up to three digits, punctuation, space."""
 
+PUBLISHED = {128_000: "llama3", 50_256: "gpt2", 100_256: "cl100k", 199_998: "o200k"}
+"""Number of ranks -> family of published rank files."""
+
 LONGEST_BLANK = 16_384
 """Blank characters encoded at once: the pattern's engine gives up somewhere below a million of them."""
 
@@ -63,6 +66,14 @@ def read_ranks(path: Path) -> dict[bytes, int]:
     if without:
         raise DataError(f"rank file {path} has no rank for {len(without)} of 256 bytes, the first of them {without[0]}")
     return ranks
+
+
+def published_family(ranks: Mapping[bytes, int]) -> str | None:
+    """The family of published files that ranks are of; None for others, as those that titan trains.
+
+    Published files number bytes as GPT-2 did, those that can be seen first.
+    """
+    return PUBLISHED.get(len(ranks)) if ranks.get(b"!") == 0 else None
 
 
 def _read_line(line: bytes, place: str) -> tuple[bytes, int]:

@@ -27,6 +27,7 @@ from typing import Any
 from titan.contracts import Dataset, Tokenizer
 from titan.contracts.base.options import as_table
 from titan.data.tokens.hashes import Content, content_hashes, unchanged
+from titan.data.tokens.identity import shown
 from titan.data.tokens.shards import VERSION, Shard, open_shard, open_shards
 from titan.data.tokens.tokenize import Lost, tokenize, units
 from titan.data.tokens.unfinished import sweep, unfinished
@@ -52,9 +53,9 @@ def prepare(
         DataError: a file cannot be read or changes meanwhile, no text is in any, the tokenizer loses more than that, a
             shard is damaged, or the cache cannot be written.
     """
-    made = dataset.shards()
+    made = open_made(dataset, tokenizer)
     if made is not None:
-        return open_shards(made)
+        return made
     workers = workers or _cores()
     files = dataset.files()
     try:
@@ -74,6 +75,21 @@ def prepare(
     if lost.lost:
         log.warning(f"dataset {dataset.name!r}, tokenizer {tokenizer.name!r}: {lost.shown()}")
     return open_shards(_complete(folder))
+
+
+def open_made(dataset: Dataset, tokenizer: Tokenizer) -> list[Shard] | None:
+    """The token shards of a dataset that is tokenized already, each header read once; None for text.
+
+    Raises:
+        DataError: one cannot be read, or the index beside it, as this cache has one, names another tokenizer.
+    """
+    paths = dataset.shards()
+    for folder in dict.fromkeys(path.parent for path in paths or ()):
+        made_by = _read_index(folder)["tokenizer"] if (folder / INDEX).is_file() else tokenizer.fingerprint
+        if made_by != tokenizer.fingerprint:
+            what = f"the shards in {folder} are of the tokenizer with fingerprint {made_by[:16]}"
+            raise DataError(f"{what}, but [tokenizer] {shown(tokenizer.name, tokenizer.fingerprint)}; use that one")
+    return None if paths is None else open_shards(paths)
 
 
 def loss_in(folder: Path) -> Lost:
@@ -138,13 +154,13 @@ def _make(
             work = units(files, sizes)
             lost = tokenize(dataset, tokenizer, work, partial, workers=workers, size=sum(sizes), done=shown.finished)
         unchanged(contents, workers)
-        _seal(partial, dataset, len(files), lost)
+        _seal(partial, dataset, tokenizer, len(files), lost)
         _publish(partial, folder)
     finally:
         shutil.rmtree(partial, ignore_errors=True)
 
 
-def _seal(partial: Path, dataset: Dataset, files: int, lost: Lost) -> None:
+def _seal(partial: Path, dataset: Dataset, tokenizer: Tokenizer, files: int, lost: Lost) -> None:
     """Give the shards their names in the stream and write the index that says how many there are."""
     shards = []
     for number, path in enumerate(sorted(path for path in partial.iterdir() if path.suffix == ".bin")):
@@ -159,6 +175,7 @@ def _seal(partial: Path, dataset: Dataset, files: int, lost: Lost) -> None:
         "documents": sum(shard.documents for shard in shards),
         "dataset": dataset.name,
         "files": files,
+        "tokenizer": tokenizer.fingerprint,
         "sampled_bytes": lost.sampled,
         "lost_bytes": lost.lost,
         "lost_characters": dict(lost.characters.most_common(16)),
@@ -188,9 +205,10 @@ def _flush(path: Path) -> None:
 
 
 def _read_index(folder: Path) -> dict[str, Any]:
+    keys = ("shard_count", "tokenizer", "sampled_bytes", "lost_bytes", "lost_characters")
     try:
         index = json.loads((folder / INDEX).read_bytes())
-        return {key: index[key] for key in ("shard_count", "sampled_bytes", "lost_bytes", "lost_characters")}
+        return {key: index[key] for key in keys}
     except (FileNotFoundError, ValueError, KeyError, TypeError):
         raise DataError(f"{folder} is damaged: {INDEX} cannot be read; delete the folder to tokenize again") from None
     except OSError as error:
