@@ -23,6 +23,7 @@ from tests.faults.lists import (
     planner,
     profile,
     run,
+    tokenizers,
     training,
     updates,
     workers,
@@ -31,6 +32,6 @@ from titan.testing.faults import Fault
 
 FAULTS: tuple[Fault, ...] = (
     *training.FAULTS, *model.FAULTS, *parallel.FAULTS, *context.FAULTS, *experts.FAULTS, *workers.FAULTS,
-    *data.FAULTS, *checkpoint.FAULTS, *run.FAULTS, *meeting.FAULTS, *inputs.FAULTS, *planner.FAULTS, *offload.FAULTS,
-    *cpu_attention.FAULTS, *updates.FAULTS, *profile.FAULTS,
+    *data.FAULTS, *checkpoint.FAULTS, *run.FAULTS, *meeting.FAULTS, *inputs.FAULTS, *tokenizers.FAULTS,
+    *planner.FAULTS, *offload.FAULTS, *cpu_attention.FAULTS, *updates.FAULTS, *profile.FAULTS,
 )  # fmt: skip
