@@ -255,9 +255,7 @@ def test_shards_are_taken_as_they_are_and_checked(text: Path, cache: Path) -> No
     (path,) = made(lines(text), cache)
     taken = Shards(ShardsConfig(path=str(path.parent)))
     assert made(taken, cache / "unused") == [path] and not (cache / "unused").exists()
-    with pytest.raises(
-        DataError, match=r"are of the tokenizer with fingerprint utf-8 bytes, 256, but .* 'bpe' with "
-    ):
+    with pytest.raises(DataError, match=r"are of the tokenizer with fingerprint utf-8 bytes, 256, but .* 'bpe' with "):
         prepare(taken, Bpe(BpeConfig()), cache=cache, workers=1, progress=False)
     path.write_bytes(path.read_bytes()[:-1])
     with pytest.raises(DataError, match="is cut short"):

@@ -67,9 +67,7 @@ def test_published_sizes(monkeypatch: pytest.MonkeyPatch, pattern: str, vocab_si
 
 
 def test_the_ranks_tell_the_family(small: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    with pytest.raises(
-        DataError, match=r"its 259 ranks are of no known family \(llama3 128,000, .*set tokeni"
-    ):
+    with pytest.raises(DataError, match=r"its 259 ranks are of no known family \(llama3 128,000, .*set tokeni"):
         _ = llama(small, "auto").end
     ranks = {b"!": 0, **{number.to_bytes(4, "big"): number for number in range(1, 100_256)}}
     for module in (tiktoken, bpe):
