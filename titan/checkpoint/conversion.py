@@ -8,7 +8,7 @@ from __future__ import annotations
 import json
 import os
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 from shutil import rmtree
@@ -143,8 +143,8 @@ def write_hf(
     carried, left = _beside(source)
     files: dict[str, Content] = {**carried, **(tokenizer.hf_files() or {})}
     trained = source is not None and not is_hf(source) and bool(stored_rest(source).get("step"))
-    own = {**config, **_token_ids(tokenizer), "torch_dtype": str(widest).removeprefix("torch.")}
-    files[HF_CONFIG] = _config_json(files.get(HF_CONFIG), own, model, trained, anew=dtype is not None)
+    own = {**config, **_token_ids(tokenizer), "torch_dtype": _word(widest)}
+    files[HF_CONFIG] = _config_json(files.get(HF_CONFIG), own, model, {*map(_word, types.values())}, trained=trained)
     with _made_aside(to) as folder:
         write_tensors(folder, planned, value, shard_bytes)
         for name, content in files.items():
@@ -199,11 +199,11 @@ def _beside(source: Path | None) -> tuple[dict[str, bytes], list[str]]:
 
 
 def _config_json(
-    published: Content | None, ours: Mapping[str, Any], model: Model, trained: bool, *, anew: bool
+    published: Content | None, ours: Mapping[str, Any], model: Model, dtypes: Collection[str], *, trained: bool
 ) -> Content:
     """The config.json to write: the published one, if there is one and it is of this model; else ours, with its ids.
 
-    trained: by titan since, so generation has to stop at the end of a document.  anew: the dtype is another.
+    dtypes: of the tensors.  trained: by titan since, so generation has to stop at the end of a document.
     """
     theirs = {} if published is None else _table(published)
     ids = {key: theirs[key] for key in TOKEN_IDS if key in theirs}
@@ -213,9 +213,13 @@ def _config_json(
         ids["eos_token_id"] = end
     about = {**(theirs if _is_of(theirs, model) else ours), **ids}
     dtype = "dtype" if "dtype" in about else "torch_dtype"
-    if anew or trained or dtype in about:
+    if dtype in about and about[dtype] not in dtypes:
         about[dtype] = ours["torch_dtype"]
     return about if published is None or about != theirs else published
+
+
+def _word(dtype: torch.dtype) -> str:
+    return str(dtype).removeprefix("torch.")
 
 
 def _is_of(config: Mapping[str, Any], model: Model) -> bool:

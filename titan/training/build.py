@@ -133,8 +133,8 @@ def build(job: Job, rank: Rank, predict: Callable[[str], PredictedStep | None] |
 
 def _built(job: Job, rank: Rank, lock: FolderLock, predict: Callable[[str], PredictedStep | None] | None) -> Run:
     limit_s = job.comm.init_timeout_s
+    tokenizer, copies = identify_tokenizer(job, rank)  # before hours of tokenizing, in which its files may change
     samples, validation_samples = open_data(job, rank)
-    tokenizer, copies = identify_tokenizer(job, rank)
     stay_near(rank.device)  # not before: tokenizing uses all cores
     core = wire(job, rank)
     context = core.context

@@ -37,10 +37,13 @@ def identify(tokenizer: Tokenizer) -> tuple[Identity, Mapping[str, bytes]]:
         DataError: a file of the tokenizer cannot be read.
     """
     files = tokenizer.files()
-    small = sum(map(len, files.values())) <= MOST_BYTES
     paths = {option.key: Path(value).expanduser() for option, value in _paths(tokenizer)}
-    copies = {key: path.name if path.is_file() else "" for key, path in paths.items()} if small else None
-    return {"name": tokenizer.name, "fingerprint": tokenizer.fingerprint, "copies": copies}, files if small else {}
+    copies = {key: path.name if path.is_file() else "" for key, path in paths.items()}
+    # A plugin with a folder may not say which of its files it reads, and one with two files may call both the same.
+    whole = all(name in files for name in copies.values() if name) and bool(files or not copies)
+    kept = whole and len({*copies.values()}) == len(copies) and sum(map(len, files.values())) <= MOST_BYTES
+    known = Identity(name=tokenizer.name, fingerprint=tokenizer.fingerprint, copies=copies if kept else None)
+    return known, files if kept else {}
 
 
 def _paths(tokenizer: Tokenizer) -> list[tuple[Option, str]]:
