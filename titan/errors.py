@@ -85,6 +85,10 @@ class DataError(TitanError):
     exit_code = EXIT_WRONG_INPUT
 
 
+class MissingPackageError(DataError):
+    """An optional package is not installed that reading the data or the tokenizer needs."""
+
+
 class ResourceError(TitanError):
     """The machine or its file system failed, not the input: the same command may succeed later."""
 

@@ -21,6 +21,7 @@ its normalizer, such as Unicode forms or case, are not undone by decoding; `data
 import difflib
 import hashlib
 import json
+import os
 import re
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
@@ -29,7 +30,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from titan.contracts import REQUIRED, Delimiters, Tokenizer, option, register
-from titan.errors import DataError, by_errno, install, refuse_lfs_pointer, warn_once
+from titan.data.tokens.files import leads_outside
+from titan.errors import DataError, MissingPackageError, by_errno, install, refuse_lfs_pointer, warn_once
 
 if TYPE_CHECKING:
     import tokenizers
@@ -39,12 +41,15 @@ ABOUT = "tokenizer_config.json"
 SPECIALS = "special_tokens_map.json"
 ADDED = "added_tokens.json"
 GENERATION, MODEL = "generation_config.json", "config.json"
-COMPANIONS = (
-    ABOUT, SPECIALS, ADDED, GENERATION, MODEL, "chat_template.jinja", "chat_template.json", "vocab.json", "merges.txt",
-    "vocab.txt", "tokenizer.model", "spiece.model",
+READ = (ABOUT, SPECIALS, ADDED, GENERATION, MODEL)
+PASSED_ON = (
+    "chat_template.jinja", "chat_template.json", "vocab.json", "merges.txt", "vocab.txt", "tokenizer.model",
+    "spiece.model",
 )  # fmt: skip
-"""What stands beside tokenizer.json: read here, or only passed on."""
-FLAGS = ("content", "special", "normalized", "lstrip", "rstrip", "single_word")
+"""What stands beside tokenizer.json, and other programs read."""
+MOST_BYTES = 50 << 20
+"""Of a file that is only passed on."""
+FLAGS = ("special", "normalized", "lstrip", "rstrip", "single_word")
 NO_ENCODING = ("version", "truncation", "padding", "post_processor", "decoder")
 """Keys of tokenizer.json that do not change which ids a text gets here."""
 
@@ -80,6 +85,7 @@ class Hf(Tokenizer):
     @cached_property
     def _opened(self) -> "tuple[tokenizers.Tokenizer, int]":
         library = _open(self._file, self._content, self._published.added)
+        self._as_opened = library.to_str()
         end = self._published.end(library, self.config.end)
         library.add_special_tokens([library.id_to_token(end)])  # not all files call it special
         library.encode_special_tokens = True  # as ordinary text
@@ -133,10 +139,10 @@ class Hf(Tokenizer):
 
     @cached_property
     def fingerprint(self) -> str:
-        """Of what tokenizer.json says about encoding, however it is laid out, of tokens added to it, and of the end."""
-        said = {key: value for key, value in _parsed(self._file, self._content).items() if key not in NO_ENCODING}
-        said = {**said, "model": {**said.get("model", {}), "dropout": None}}
-        return hashlib.sha256(json.dumps([said, self._published.added, self.end], sort_keys=True).encode()).hexdigest()
+        """Of what decides ids, however the files are laid out and whichever of them adds a token, and of the end."""
+        end = self.end
+        said = {key: value for key, value in json.loads(self._as_opened).items() if key not in NO_ENCODING}
+        return hashlib.sha256(json.dumps([said, end], sort_keys=True).encode()).hexdigest()
 
     def encode(self, text: str) -> list[int]:
         """Ids of a text; lone surrogates are encoded as the replacement character."""
@@ -159,10 +165,15 @@ class Hf(Tokenizer):
         return library.decode([number for number in ids if number != end], skip_special_tokens=False)
 
     def files(self) -> Mapping[str, bytes]:
-        """tokenizer.json as it was read, and what stands beside it."""
+        """tokenizer.json as it was read, and what stands beside it.
+
+        Of what is only passed on, no link out of the folder is followed: nobody has looked at an untrusted one.
+        """
         folder, name = self._file.parent, self._file.name
-        beside = {each: _read(folder / each) for each in COMPANIONS if each != name and (folder / each).is_file()}
-        return {name: self._content, **beside}
+        read = {each: _read(folder / each) for each in READ if each != name and (folder / each).is_file()}
+        others = [folder / each for each in PASSED_ON if (folder / each).is_file()]
+        passed_on = {file.name: _read(file) for file in others if _can_be_passed_on(file)}
+        return {name: self._content, **read, **passed_on}
 
     def hf_files(self) -> Mapping[str, bytes | Mapping[str, Any]] | None:
         """The files as they were read, with the option `end` as their eos_token.
@@ -204,15 +215,17 @@ class _Published:
     def added(self) -> dict[int, dict[str, Any]]:
         """Id -> content and flags of the tokens that the files add to those of tokenizer.json."""
         source, stated = ABOUT, self._about.get("added_tokens_decoder")
+        pairs = list(stated.items()) if isinstance(stated, dict) else [] if stated is None else [(None, None)]
         if stated is None:
             named = {self.token(key) for key in {**self._about, **self._map} if key.endswith("_token")}
-            source, stated = ADDED, {}
-            for name, number in _json(self.folder / ADDED).items():
-                stated[number] = {"content": name, "special": name in named, "normalized": name not in named}
-        try:
-            return {int(number): {key: token[key] for key in FLAGS if key in token} for number, token in stated.items()}
-        except (AttributeError, TypeError, ValueError):
-            raise DataError(f"{self.folder / source} has added tokens that are no table of ids and flags") from None
+            source, legacy = ADDED, _json(self.folder / ADDED).items()
+            for name, number in legacy:
+                flags = {"content": name, "special": name in named, "normalized": name not in named}
+                pairs.append((str(number) if type(number) is int else None, flags))
+        if not all(_is_added_token(number, token) for number, token in pairs):
+            raise DataError(f"{self.folder / source} has added tokens that are no table of ids, names and flags")
+        keys = ("content", *FLAGS)
+        return {int(number): {key: token[key] for key in keys if key in token} for number, token in pairs}
 
     def stops(self, end: int) -> list[int]:
         """The ids at which transformers stops generating.
@@ -247,7 +260,7 @@ def _open(file: Path, content: bytes, added: Mapping[int, Mapping[str, Any]]) ->
     try:
         import tokenizers
     except ImportError:
-        raise DataError(f"reading {file} needs the tokenizers package: {install('hf')}") from None
+        raise MissingPackageError(f"reading {file} needs the tokenizers package: {install('hf')}") from None
     try:
         library = tokenizers.Tokenizer.from_buffer(content)
     except ValueError as error:
@@ -313,6 +326,20 @@ def _name(value: Any) -> str | None:
     return name if isinstance(name, str) and name else None
 
 
+def _is_added_token(number: Any, token: Any) -> bool:
+    """Whether an entry of a file is an id, a name and flags."""
+    named = isinstance(token, dict) and _name(token) is not None
+    return named and str(number).isdecimal() and all(isinstance(token.get(flag, True), bool) for flag in FLAGS)
+
+
+def _can_be_passed_on(file: Path) -> bool:
+    try:
+        refuse_lfs_pointer(file)
+        return file.stat().st_size <= MOST_BYTES and os.access(file, os.R_OK) and not leads_outside(file.parent, file)
+    except DataError:
+        return False
+
+
 def _ids(value: Any) -> list[int]:
     """An id, or a list of them, as a list."""
     return [number for number in (value if isinstance(value, list) else [value]) if type(number) is int]
@@ -350,7 +377,7 @@ def _json(file: Path) -> dict[str, Any]:
 def _parsed(file: Path, content: bytes) -> dict[str, Any]:
     try:
         value = json.loads(content)
-    except ValueError as error:
+    except (ValueError, RecursionError) as error:
         raise DataError(f"{file} is not JSON: {error}") from None
     if not isinstance(value, dict):
         raise DataError(f"{file} holds no JSON object")

@@ -42,7 +42,7 @@ def _texts(checkpoint: str, words: list[str]) -> list[list[int]]:
 
     path, job = open_job(checkpoint, words, launched_world_size())
     trained = open_trained(path, job, process.join(job))
-    prompts = [generation.encode(job, prompt) for prompt in PROMPTS]
+    prompts = [generation.encode(job, prompt, job.tokenizer.delimiters) for prompt in PROMPTS]
     texts = [generation.generate(trained.context, trained.engine, prompts, sampling) for sampling in SAMPLINGS]
     return [text.tokens for some in texts for text in some]
 

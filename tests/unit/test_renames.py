@@ -19,7 +19,6 @@ from titan.config.renames import renewed_job, renewed_keys
 from titan.config.sections import declared_tables, table_at
 from titan.contracts.base import registry
 from titan.contracts.base.options import Where, option, options_of, parse
-from titan.data.tokens.identity import Identity
 from titan.errors import ConfigError, warn_once
 from titan.planner.search.space import load_base
 
@@ -77,9 +76,6 @@ FLAGS = (
 @pytest.fixture(autouse=True)
 def nothing_was_said(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("TITAN_WARNED", "")
-
-
-TOKENIZER = Identity(name="bpe", fingerprint="", copies={})
 
 
 def written(path: Path, text: str, job: str = JOB + DATA) -> Path:
@@ -201,7 +197,7 @@ def test_a_checkpoint_of_before_is_of_the_same_job() -> None:
     state = json.loads((RELEASED / "checkpoints" / "step-00000004" / "state.json").read_text())
     now = load_job(RELEASED / "config.toml").table
     assert len(list(former_names(state["rest"]["config"]))) == 5
-    assert compare(state["rest"], now, state["rest"]["data"]["fingerprint"], TOKENIZER) == Changes()
+    assert compare(state["rest"], now, state["rest"]["data"]["fingerprint"]) == Changes()
 
 
 def test_dotted_keys_keep_their_order() -> None:
@@ -216,7 +212,6 @@ def test_dotted_keys_keep_their_order() -> None:
 PLUGIN = '''
 from dataclasses import dataclass
 from titan.contracts import Technique, option, register
-from titan.data.tokens.identity import Identity
 
 @dataclass(frozen=True, kw_only=True)
 class Config:

@@ -9,13 +9,11 @@ from titan.checkpoint.resume import Changes, compare
 from titan.checkpoint.weights import stored_rest
 from titan.config import load_job
 from titan.config.tables import differences
-from titan.data.tokens.identity import Identity
 from titan.errors import CheckpointError, ConfigError
 
 QUICK = Path(__file__).parents[2] / "configs" / "quickstart.toml"
 TEST_PLUGINS = Path(__file__).parents[1] / "plugins"
 
-TOKENIZER = Identity(name="byte", fingerprint="1" * 64, copies={})
 WAY_OUT = "restore the old value, or set another --run.name"
 
 
@@ -28,7 +26,7 @@ def saved(fingerprint: str = "f", **more: Any) -> dict[str, Any]:
 
 
 def test_the_same_job_has_nothing_to_say() -> None:
-    assert compare(saved(), table(), "f", TOKENIZER) == Changes()
+    assert compare(saved(), table(), "f") == Changes()
 
 
 @pytest.mark.parametrize(
@@ -45,7 +43,7 @@ def test_the_same_job_has_nothing_to_say() -> None:
     ],
 )
 def test_what_changes_no_curve_is_free(words: tuple[str, ...]) -> None:
-    assert compare(saved(), table(*words), "f", TOKENIZER) == Changes()
+    assert compare(saved(), table(*words), "f") == Changes()
 
 
 @pytest.mark.parametrize(
@@ -64,14 +62,14 @@ def test_what_changes_no_curve_is_free(words: tuple[str, ...]) -> None:
     ],
 )
 def test_what_takes_effect_is_said(words: tuple[str, ...], said: str) -> None:
-    changes = compare(saved(), table(*words), "f", TOKENIZER)
+    changes = compare(saved(), table(*words), "f")
     assert len(changes.said) == 1 and changes.said[0].startswith(said)
     assert not changes.other_samples
 
 
 def test_what_only_new_runs_read_is_not_said_to_take_effect() -> None:
     on = ("--plugins.fp16.enabled", "true")
-    changes = compare(saved(config=table(*on)), table(*on, "--plugins.fp16.init_scale", "256"), "f", TOKENIZER)
+    changes = compare(saved(config=table(*on)), table(*on, "--plugins.fp16.init_scale", "256"), "f")
     assert changes.said == (
         "plugins.fp16.init_scale = 256.0, the checkpoint has 65536.0: sets what a new run begins with; the state in "
         "the checkpoint takes precedence",
@@ -82,16 +80,16 @@ def test_changes_that_explain_another_state_of_the_optimizer() -> None:
     now = table(
         "--optimizer.name", "lion", "--optimizer.lr", "1e-3", "--plugins.bf16.pure", "true", "--train.steps", "9"
     )
-    assert compare(saved(), now, "f", TOKENIZER).updates == (
+    assert compare(saved(), now, "f").updates == (
         "optimizer.name = 'lion', the checkpoint has 'adamw'", "plugins.bf16 = on, the checkpoint has unset"
     )  # fmt: skip
-    (lr,) = compare(saved(), table("--optimizer.lr", "1e-3"), "f", TOKENIZER).updates
+    (lr,) = compare(saved(), table("--optimizer.lr", "1e-3"), "f").updates
     assert lr == "optimizer.lr = 0.001, the checkpoint has 0.004"
 
 
 def test_another_model_is_refused() -> None:
     with pytest.raises(ConfigError) as error:
-        compare(saved(), table("--model.dim", "64", "--model.norm_eps", "1e-6"), "f", TOKENIZER)
+        compare(saved(), table("--model.dim", "64", "--model.norm_eps", "1e-6"), "f")
     assert [str(fault) for fault in error.value.faults] == [
         f"model.dim = 64, the checkpoint has 128: the checkpoint is of another model; {WAY_OUT}",
         f"model.norm_eps = 1e-06, the checkpoint has 1e-05: the checkpoint is of another model; {WAY_OUT}",
@@ -103,18 +101,28 @@ def test_other_samples_are_refused_or_begun_anew() -> None:
     with pytest.raises(
         ConfigError, match=r"data.seq_len = 64, the checkpoint has 128\); set checkpoint.reset_data = true"
     ):
-        compare(saved(), now, "g", TOKENIZER)
+        compare(saved(), now, "g")
     with pytest.raises(ConfigError, match="files of the datasets changed"):
-        compare(saved(), table("--data.workers", "3", "--data.cache", "/elsewhere"), "g", TOKENIZER)
-    changes = compare(saved(), {**now, "checkpoint": {**now["checkpoint"], "reset_data": True}}, "g", TOKENIZER)
+        compare(saved(), table("--data.workers", "3", "--data.cache", "/elsewhere"), "g")
+    changes = compare(saved(), {**now, "checkpoint": {**now["checkpoint"], "reset_data": True}}, "g")
     assert changes.other_samples
     assert [sentence.split(",")[0] for sentence in changes.said] == [
         "optimizer.lr = 0.001", "the samples differ from those of the checkpoint; the data restarts at its first sample"
     ]  # fmt: skip
 
 
+def test_another_tokenizer_is_refused_or_said() -> None:
+    now = table("--checkpoint.change_tokenizer", "true", "--checkpoint.reset_data", "true")
+    with pytest.raises(
+        ConfigError, match=r"(?ms)\(the tokenizer changed\); set checkpoint.reset_data = true.*^it is B"
+    ) as caught:
+        compare(saved(), table(), "g", "it is B")
+    assert len(caught.value.faults) == 2
+    assert compare(saved(), now, "g", "it is B").said[0] == "it is B"
+
+
 def test_data_is_reset_once() -> None:
-    assert compare(saved(), table("--checkpoint.reset_data", "true"), "f", TOKENIZER) == Changes()
+    assert compare(saved(), table("--checkpoint.reset_data", "true"), "f") == Changes()
 
 
 def test_a_mixture_is_compared_entry_by_entry() -> None:
@@ -143,32 +151,32 @@ def lacking(*path: str) -> dict[str, Any]:
      ("optimizer", "betas"), ("model", "norm_eps"), ("checkpoint", "async"), ("mesh",)],
 )  # fmt: skip
 def test_what_the_version_that_saved_did_not_know_is_no_change_while_it_is_the_default(path: tuple[str, ...]) -> None:
-    assert compare(lacking(*path), table(), "f", TOKENIZER) == Changes()
+    assert compare(lacking(*path), table(), "f") == Changes()
 
 
 def test_what_the_version_that_saved_did_not_know_is_said_where_it_is_not_the_default() -> None:
     now = table("--loss.z_loss", "1e-4", "--validation.every", "5")
     old = lacking("loss")
     del old["config"]["validation"]
-    changes = compare(old, now, "f", TOKENIZER)
+    changes = compare(old, now, "f")
     assert changes.said == ("loss.z_loss = 0.0001, the checkpoint has 0.0: takes effect at the next step",)
     with pytest.raises(ConfigError, match=r"^model\.norm_eps = 1e-06, the checkpoint has 1e-05: the checkpoint is of"):
-        compare(lacking("model", "norm_eps"), table("--model.norm_eps", "1e-6"), "f", TOKENIZER)
+        compare(lacking("model", "norm_eps"), table("--model.norm_eps", "1e-6"), "f")
 
 
 def test_a_technique_that_lacked_an_option_had_its_default() -> None:
     words = ("--plugins.inject_nan.steps", "3", "--plugins.path", str(TEST_PLUGINS))
     old = saved(config=table(*words))
     del old["config"]["plugins"]["inject_nan"]["rank"]
-    assert compare(old, table(*words), "f", TOKENIZER) == Changes()
-    (said,) = compare(old, table(*words, "--plugins.inject_nan.rank", "2"), "f", TOKENIZER).said
+    assert compare(old, table(*words), "f") == Changes()
+    (said,) = compare(old, table(*words, "--plugins.inject_nan.rank", "2"), "f").said
     assert said.startswith("plugins.inject_nan.rank = 2, the checkpoint has 0")
 
 
 def test_sections_that_are_known_no_longer_are_said() -> None:
     old = saved()
     old["config"] |= {"annealing": {"rate": 3, "deep": {"er": 1}}, "odd": 3}
-    assert compare(old, table(), "f", TOKENIZER).said == (
+    assert compare(old, table(), "f").said == (
         "annealing.rate = unset, the checkpoint has 3: takes effect at the next step",
         "annealing.deep = unset, the checkpoint has on: takes effect at the next step",
         "odd = unset, the checkpoint has 3: takes effect at the next step",
@@ -178,7 +186,7 @@ def test_sections_that_are_known_no_longer_are_said() -> None:
 @pytest.mark.parametrize("config", [{}, {"model": {"name": "gone"}, "data": {"mixture": 3}, "plugins": {"gone": {}}}])
 def test_a_config_of_another_world_is_compared_all_the_same(config: dict[str, Any]) -> None:
     with pytest.raises(ConfigError, match="the checkpoint is of another model"):
-        compare({"config": config}, table(), "f", TOKENIZER)
+        compare({"config": config}, table(), "f")
 
 
 def test_tuples_come_back_as_lists() -> None:

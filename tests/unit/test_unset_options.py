@@ -12,7 +12,6 @@ from titan.checkpoint.resume import compare
 from titan.cli import main
 from titan.config import Job, load_job
 from titan.contracts.base import registry
-from titan.data.tokens.identity import Identity
 from titan.errors import PluginError
 from titan.planner.machine.cluster import MEMORY_LIMIT, DeviceMemory
 from titan.planner.search import unset_options
@@ -122,8 +121,7 @@ def test_a_checkpoint_resumes_with_either_value() -> None:
     job = job_of(*SHARDED)
     frugal, _ = settle(job, too_small(*SHARDED))
     for saved, now in ((frugal, job), (job, frugal)):
-        tokenizer = Identity(name="byte", fingerprint="", copies={})
-        assert compare({"config": dict(saved.table)}, now.table, "", tokenizer).said == ()
+        assert compare({"config": dict(saved.table)}, now.table, "").said == ()
 
 
 def test_plan_and_config_say_what_was_chosen(capsys: pytest.CaptureFixture, tmp_path: Path) -> None:
@@ -150,7 +148,6 @@ CHOOSY = '''
 from dataclasses import dataclass
 
 from titan.contracts import Technique, option, register
-from titan.data.tokens.identity import Identity
 
 
 @dataclass(frozen=True, kw_only=True)

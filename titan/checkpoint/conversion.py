@@ -8,7 +8,7 @@ from __future__ import annotations
 import json
 import os
 import time
-from collections.abc import Callable, Collection, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from shutil import rmtree
@@ -26,7 +26,8 @@ from titan.checkpoint.huggingface import HfWeights, check_config, joined, made_o
 from titan.checkpoint.ranks import Ranks
 from titan.checkpoint.restore import Saved, check_weights
 from titan.checkpoint.state import Snapshot
-from titan.checkpoint.weights import refuse_technique, stored_rest
+from titan.checkpoint.weights import is_trained, made_tokenizer, refuse_technique
+from titan.data.tokens.files import leads_outside
 from titan.data.tokens.identity import identify
 from titan.errors import CheckpointError, ConfigError, refuse_lfs_pointer
 
@@ -40,6 +41,7 @@ Content = bytes | Mapping[str, Any]
 MOST_BYTES = 50 << 20
 """Of a file that is carried over."""
 
+GENERATION = "generation_config.json"
 TOKEN_IDS = ("bos_token_id", "eos_token_id", "pad_token_id")
 
 Progress = Callable[[], None]
@@ -141,15 +143,24 @@ def write_hf(
 
     widest = max(types.values(), key=lambda one: one.itemsize)
     carried, left = _beside(source)
-    files: dict[str, Content] = {**carried, **(tokenizer.hf_files() or {})}
-    trained = source is not None and not is_hf(source) and bool(stored_rest(source).get("step"))
+    passed_on = dict(tokenizer.hf_files() or {})
+    former = made_tokenizer(source) if carried and source is not None else None
+    other = sorted((former.files() if former else {}).keys() - passed_on.keys() - {HF_CONFIG})
+    files: dict[str, Content] = {name: content for name, content in carried.items() if name not in other}
+    files |= passed_on
+    published = carried.get(HF_CONFIG, passed_on.get(HF_CONFIG))
+    trained = source is not None and is_trained(source)
     own = {**config, **_token_ids(tokenizer), "torch_dtype": _word(widest)}
-    files[HF_CONFIG] = _config_json(files.get(HF_CONFIG), own, model, {*map(_word, types.values())}, trained=trained)
+    ends = [tokenizer.end] if trained or other else []
+    dtypes = tuple({*map(_word, types.values())})
+    files[HF_CONFIG] = _config_json(published, own, model, dtypes, ends, keep_ids=not other)
+    if trained and (generation := files.get(GENERATION)) is not None:
+        files[GENERATION] = _ending(generation, ends)
     with _made_aside(to) as folder:
         write_tensors(folder, planned, value, shard_bytes)
         for name, content in files.items():
             write_file(folder / name, content)
-    return left
+    return sorted({*left, *other})
 
 
 def write_checkpoint(
@@ -174,7 +185,8 @@ def write_checkpoint(
         return tensor
 
     known, copies = identify(job.tokenizer)
-    rest = {"config": dict(job.table), "step": 0, "tokenizer": known}
+    trained = source is not None and is_trained(source)
+    rest = {"config": dict(job.table), "step": 0, "tokenizer": known, "trained": trained}
     snapshot = Snapshot(tensors, _Lazy(tensors, value), {}, None, rest)
     with _made_aside(to) as folder:
         checkpointer = Checkpointer(folder, keep=0, asynchronous=False, rank=0, world_size=1, copies=copies)
@@ -187,35 +199,49 @@ def _beside(source: Path | None) -> tuple[dict[str, bytes], list[str]]:
     """Of a Hugging Face folder, the small files that are no weights, and the names of the others; else nothing."""
     if source is None or not is_hf(source):
         return {}, []
-    small, others = {}, []
+    small, others = {}, set()
     for file in sorted(file for file in source.rglob("*") if file.is_file() and not is_weights(file)):
         name = file.relative_to(source).as_posix()
-        if name.startswith(".") or file.stat().st_size > MOST_BYTES:
-            others.append(name)
+        if name.startswith("."):
+            others.add(name.partition("/")[0])
+        elif file.stat().st_size > MOST_BYTES or leads_outside(source, file) or not os.access(file, os.R_OK):
+            others.add(name)
         else:
             refuse_lfs_pointer(file, CheckpointError)
             small[name] = file.read_bytes()
-    return small, others
+    return small, sorted(others)
 
 
 def _config_json(
-    published: Content | None, ours: Mapping[str, Any], model: Model, dtypes: Collection[str], *, trained: bool
-) -> Content:
+    published: Content | None, ours: Mapping[str, Any], model: Model, dtypes: Sequence[str], ends: Sequence[int], *,
+    keep_ids: bool,
+) -> Content:  # fmt: skip
     """The config.json to write: the published one, if there is one and it is of this model; else ours, with its ids.
 
-    dtypes: of the tensors.  trained: by titan since, so generation has to stop at the end of a document.
+    dtypes: of the tensors.  ends: ids at which generation has to stop too.  keep_ids: the tokenizer is the published
+    one.
     """
     theirs = {} if published is None else _table(published)
-    ids = {key: theirs[key] for key in TOKEN_IDS if key in theirs}
-    ends = ids.get("eos_token_id")
-    end = ours["eos_token_id"]
-    if trained and end not in (ends if isinstance(ends, list) else [ends]):
-        ids["eos_token_id"] = end
-    about = {**(theirs if _is_of(theirs, model) else ours), **ids}
+    ids = _only(theirs if keep_ids else ours, TOKEN_IDS)
+    about = _table(_ending({**(theirs if _is_of(theirs, model) else ours), **ids}, ends))
     dtype = "dtype" if "dtype" in about else "torch_dtype"
     if dtype in about and about[dtype] not in dtypes:
         about[dtype] = ours["torch_dtype"]
     return about if published is None or about != theirs else published
+
+
+def _ending(content: Content, ends: Sequence[int]) -> Content:
+    """A config.json or generation_config.json at whose end ids generation stops, with these among them."""
+    table = _table(content)
+    ids = table.get("eos_token_id")
+    known = ids if isinstance(ids, list) else [] if ids is None else [ids]
+    more = [end for end in ends if end not in known]
+    every = [*more, *known]
+    return {**table, "eos_token_id": every if len(every) > 1 else every[0]} if more else content
+
+
+def _only(table: Mapping[str, Any], keys: Sequence[str]) -> dict[str, Any]:
+    return {key: table[key] for key in keys if key in table}
 
 
 def _word(dtype: torch.dtype) -> str:

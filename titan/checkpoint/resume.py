@@ -17,7 +17,6 @@ from titan.config.tables import Difference, differences
 from titan.contracts import Optimizer, Technique
 from titan.contracts.base import registry
 from titan.contracts.base.options import options_of
-from titan.data.tokens.identity import Identity, shown
 from titan.errors import ConfigError, ConfigIssue
 
 Table = Mapping[str, Any]
@@ -55,10 +54,11 @@ class Changes:
     updates: tuple[str, ...] = ()
 
 
-def compare(saved: Mapping[str, Any], now: Table, fingerprint: str, tokenizer: Identity) -> Changes:
+def compare(saved: Mapping[str, Any], now: Table, fingerprint: str, other_tokenizer: str = "") -> Changes:
     """Compare a job with the job that saved a checkpoint.
 
-    saved: what `Run.rest` gave.  now: the resolved job.  fingerprint: of its samples.
+    saved: what `Run.rest` gave.  now: the resolved job.  fingerprint: of its samples.  other_tokenizer: a sentence where
+    the weights were trained with another one.
 
     Raises:
         ConfigError: a changed key does not allow to resume; lists all such keys with both values.
@@ -73,38 +73,27 @@ def compare(saved: Mapping[str, Any], now: Table, fingerprint: str, tokenizer: I
         for change in changes
         if _in(change, FIXED)
     ]
-    tokenizers = _other_tokenizer(saved.get("tokenizer", {}), tokenizer)
     if other_data and not section["reset_data"]:
         keys = [_sentence(change) for change in changes if _in(change, DATA) and not _in(change, FREE)]
-        why = ", ".join(keys) or f"{'the tokenizer' if tokenizers else 'files of the datasets'} changed"
+        why = ", ".join(keys) or f"{'the tokenizer' if other_tokenizer else 'files of the datasets'} changed"
         what = "the samples differ from those of the checkpoint"
         refused.append(
             ConfigIssue(
                 "", f"{what} ({why}); set checkpoint.reset_data = true to keep the weights and restart the data"
             )
         )
-    if tokenizers and not section["change_tokenizer"]:
-        then = "restore it, or set checkpoint.change_tokenizer = true to keep the weights with this one"
-        refused.append(ConfigIssue("", f"{tokenizers}; {then}"))
+    if other_tokenizer and not section["change_tokenizer"]:
+        refused.append(ConfigIssue("", other_tokenizer))
     if refused:
         raise ConfigError(refused)
     meaning = {**dict.fromkeys(_initial(now), NEW_RUNS), **MEANING}
     changes = [change for change in changes if _takes_effect(change)]
     said = [f"{_sentence(change)}: {meaning.get(change.key, FROM_HERE_ON)}" for change in changes]
-    if tokenizers:
-        said.append(tokenizers)
+    if other_tokenizer:
+        said.append(other_tokenizer)
     if other_data:
         said.append("the samples differ from those of the checkpoint; the data restarts at its first sample")
     return Changes(tuple(said), other_data, tuple(map(_sentence, _of_updates(changes))))
-
-
-def _other_tokenizer(saved: Mapping[str, Any], now: Identity) -> str:
-    """A sentence with both tokenizers, where they are not the same; empty for checkpoints that do not say theirs."""
-    if saved.get("fingerprint", now["fingerprint"]) == now["fingerprint"]:
-        return ""
-    copies = ", of whose files its folder `tokenizer` holds copies" if saved.get("copies") else ""
-    was = shown(str(saved.get("name")), str(saved["fingerprint"]))
-    return f"the tokenizer is {shown(now['name'], now['fingerprint'])}, the checkpoint's was {was}{copies}"
 
 
 def _sentence(change: Difference) -> str:

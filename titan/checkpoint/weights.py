@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from titan.checkpoint import huggingface, restore
 from titan.checkpoint.disk import folder as folders
 from titan.checkpoint.disk.folder import is_hf
-from titan.checkpoint.disk.manifest import STATE, TOKENIZER
+from titan.checkpoint.disk.manifest import STATE, TOKENIZER, is_checkpoint_file
 from titan.checkpoint.ranks import Ranks
 from titan.config.renames import renewed_job
 from titan.contracts import Tokenizer
@@ -18,8 +18,7 @@ from titan.contracts.base.conformance import made
 from titan.contracts.base.options import Where, parse
 from titan.data.tokens import identity
 from titan.data.tokens.identity import Identity
-from titan.errors import CheckpointError, ConfigError, DataError
-from titan.log import log
+from titan.errors import CheckpointError, ConfigError, MissingPackageError, warn_once
 
 if TYPE_CHECKING:
     from titan.contracts import Model, ModelPart
@@ -67,6 +66,16 @@ def stored_rest(path: Path) -> dict[str, Any]:
     return rest
 
 
+def is_trained(path: Path) -> bool:
+    """Whether titan has trained the weights of a folder. One of Hugging Face's does not say, and counts as published.
+
+    Raises:
+        CheckpointError: the checkpoint cannot be read.
+    """
+    rest = {} if is_hf(path) else stored_rest(path)
+    return bool(rest.get("step") or rest.get("trained"))
+
+
 def stored_config(path: Path) -> dict[str, Any]:
     """The resolved job that a checkpoint of titan's was saved by.
 
@@ -96,7 +105,7 @@ def stored_tokenizer(path: Path) -> Identity | None:
 
 
 def _is_name(name: object) -> bool:
-    return isinstance(name, str) and "/" not in name and not name.startswith(".")
+    return isinstance(name, str) and (not name or is_checkpoint_file(f"{TOKENIZER}/{name}"))
 
 
 def tokenizer_table(path: Path) -> dict[str, Any] | None:
@@ -124,30 +133,56 @@ def check_tokenizer(path: Path, tokenizer: Tokenizer, *, change: bool) -> None:
     change: `checkpoint.change_tokenizer`; another one is then only told.
 
     Raises:
-        ConfigError: it is another one.
+        ConfigError: it is another one, or cannot be compared.
         CheckpointError: the checkpoint cannot be read.
     """
-    stored = None if is_hf(path) else stored_tokenizer(path)
     try:
-        if stored is not None and stored["copies"] is None:
-            if (stored["name"], stored["fingerprint"]) != (tokenizer.name, tokenizer.fingerprint):
-                its = identity.shown(stored["name"], stored["fingerprint"])
-                raise identity.another(tokenizer, its, str(path))
-        elif (trained := _made(tokenizer_table(path))) is None:
-            log.warning(f"{path} holds no tokenizer that a plugin reads; {tokenizer.name!r} is not compared with it")
-        elif is_hf(path) or stored is not None:
-            identity.require_same(tokenizer, trained, str(path))
-    except DataError as error:
-        log.warning(f"{path}: its tokenizer cannot be compared with {tokenizer.name!r}: {error}")
+        _compare(path, tokenizer, None if is_hf(path) else stored_tokenizer(path))
+    except MissingPackageError as error:
+        warn_once(f"{path}: its tokenizer is not compared with {tokenizer.name!r}: {error}")
     except ConfigError as error:
         if not change:
             raise
-        log.warning(f"{error}, which it is")
+        warn_once(f"{error}, which it is")
 
 
-def _made(table: Mapping[str, Any] | None) -> Tokenizer | None:
-    """The tokenizer of a table; None where no plugin at hand makes it."""
-    values = dict(table or {})
+def other_tokenizer(path: Path, tokenizer: Tokenizer) -> str:
+    """A sentence where the weights of a folder belong to another tokenizer than a job's; else empty.
+
+    Raises:
+        CheckpointError: the checkpoint cannot be read.
+    """
+    try:
+        check_tokenizer(path, tokenizer, change=False)
+    except ConfigError as error:
+        return str(error)
+    return ""
+
+
+def _compare(path: Path, tokenizer: Tokenizer, stored: Identity | None) -> None:
+    """stored: what a checkpoint says; None for a published model, and for checkpoints from before they said it."""
+    if stored is None and not is_hf(path):
+        return
+    recorded = "" if stored is None else stored["fingerprint"]
+    if stored is not None and stored["copies"] is None:
+        if (stored["name"], recorded) != (tokenizer.name, tokenizer.fingerprint):
+            raise identity.another(tokenizer, identity.shown(stored["name"], recorded), str(path))
+        return
+    trained = made_tokenizer(path)
+    if trained is None:
+        warn_once(f"{path} holds no tokenizer that a plugin reads; {tokenizer.name!r} is not compared with it")
+        return
+    alike = type(trained) is type(tokenizer) and trained.config == tokenizer.config
+    identity.require_same(tokenizer, tokenizer if alike else trained, recorded, str(path))  # alike: one is loaded
+
+
+def made_tokenizer(path: Path) -> Tokenizer | None:
+    """The tokenizer of some weights; None where no plugin at hand makes it.
+
+    Raises:
+        CheckpointError: the checkpoint cannot be read.
+    """
+    values = tokenizer_table(path) or {}
     plugin = registry.find(Tokenizer.kind, str(values.pop("name", "")))
     config = None if plugin is None else parse(plugin.Config, values, Where(Tokenizer.section))[0]
     tokenizer = None if plugin is None or config is None else made(plugin, config)

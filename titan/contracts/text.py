@@ -54,7 +54,8 @@ class Tokenizer(Plugin, ABC):
     def delimiters(self) -> Delimiters:
         """Of the model that the tokenizer was published with; by default those of titan's own training: `end` alone.
 
-        For evaluation and generation with weights that titan has not trained.
+        For evaluation and generation with weights that titan has not trained, and for what `titan convert` writes. Of
+        weights that titan has trained, `stops` alone are read, beside `end`.
         """
         return Delimiters(self.end, (), (), (self.end,))
 
@@ -84,8 +85,8 @@ class Tokenizer(Plugin, ABC):
         Raises:
             DataError: one cannot be read.
         """
-        options = [option for option in options_of(type(self.config)) if option.spec.path]
-        paths = [Path(getattr(self.config, option.field)).expanduser() for option in options]
+        values = [getattr(self.config, option.field) for option in options_of(type(self.config)) if option.spec.path]
+        paths = [Path(value).expanduser() for value in values if isinstance(value, str)]
         try:
             return {path.name: path.read_bytes() for path in paths if path.is_file()}
         except OSError as error:

@@ -112,6 +112,8 @@ def evaluate(trained: Trained, reading: Reading, watch: Watch) -> Numbers:
     if not tokens:
         raise DataError(f"dataset {job.sources[0].plugin.name!r} holds no token to score")
     _require_finite(nats, trained)
+    if counted.lost.lost:
+        log.warning(f"tokenizer {job.tokenizer.name!r}: {counted.lost.shown()}; bits per byte count them")
     return {
         "loss": nats / tokens,
         "perplexity": perplexity(nats / tokens),
@@ -184,8 +186,6 @@ def _documents(trained: Trained, counted: Counted, shards: list[Shard] | None) -
             if ids:
                 counted.documents += 1
                 yield [*around.before, *_checked(ids, job), *around.after]
-        if counted.lost.lost:
-            log.warning(f"tokenizer {job.tokenizer.name!r}: {counted.lost.shown()}; bits per byte count them")
         return
     stream = Stream(shards, job.spec.vocab_size)
     for number in range(stream.documents):

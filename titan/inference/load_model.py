@@ -14,9 +14,9 @@ from titan.checkpoint.ranks import Ranks
 from titan.checkpoint.weights import (
     check_tokenizer,
     find_weights,
+    is_trained,
     load_weights,
     stored_config,
-    stored_rest,
     tokenizer_table,
 )
 from titan.config import Job, load_table
@@ -109,8 +109,8 @@ def model_table(config: Mapping[str, Any], path: Path) -> dict[str, Any]:
 def delimiters(path: Path, job: Job, bos: bool | None = None) -> Delimiters:
     """The ids around texts that go with some weights.
 
-    Weights as published (step 0) have seen what their tokenizer states. titan's training puts `end` after each document
-    and nothing before it. bos: True, False: start texts as published, or as in training; None: as the weights have it.
+    Weights as published have seen what their tokenizer states. titan's training puts `end` after each document and
+    nothing before it. bos: True, False: start texts as published, or as in training; None: as the weights have it.
 
     Raises:
         CheckpointError: the checkpoint cannot be read.
@@ -126,7 +126,7 @@ def delimiters(path: Path, job: Job, bos: bool | None = None) -> Delimiters:
 
 def _delimiters(path: Path, tokenizer: Tokenizer, bos: bool | None) -> Delimiters:
     published, plain = tokenizer.delimiters, Delimiters(tokenizer.end, (), (), (tokenizer.end,))
-    if not is_hf(path) and stored_rest(path).get("step"):
+    if is_trained(path):
         published = published._replace(stops=tuple({*published.stops, *plain.stops}))
         bos = bool(bos)
     if bos is False:

@@ -18,7 +18,7 @@ from titan.checkpoint.disk.folder import is_hf
 from titan.checkpoint.disk.lock import FolderLock
 from titan.checkpoint.ranks import Ranks
 from titan.checkpoint.resume import compare
-from titan.checkpoint.weights import check_tokenizer, find_weights, load_weights, stored_rest
+from titan.checkpoint.weights import check_tokenizer, find_weights, load_weights, other_tokenizer, stored_rest
 from titan.config import Job
 from titan.contracts import BuildContext, Engine, ModelPart, NamedParameter, RunInfo, Technique
 from titan.contracts.base.conformance import answer, label
@@ -139,7 +139,7 @@ def _built(job: Job, rank: Rank, lock: FolderLock, predict: Callable[[str], Pred
     core = wire(job, rank)
     context = core.context
     context.predict = predict or context.predict
-    checkpointer, rest = _restore(core, samples.fingerprint, tokenizer, copies, lock)
+    checkpointer, rest = _restore(core, samples.fingerprint, copies, lock)
     step, first = int(rest.get("step", 0)), int(rest.get("data", {}).get("samples", 0))
     for technique in context.techniques:
         technique.load_state_dict(rest.get("techniques", {}).get(technique.name, {}))
@@ -278,7 +278,7 @@ def named_parameters(parts: Sequence[ModelPart], context: BuildContext) -> list[
 
 
 def _restore(
-    core: Core, fingerprint: str, tokenizer: Identity, copies: Mapping[str, bytes], lock: FolderLock
+    core: Core, fingerprint: str, copies: Mapping[str, bytes], lock: FolderLock
 ) -> tuple[Checkpointer | None, dict[str, Any]]:
     """The checkpointer, and what a checkpoint held beside weights and optimizer state (nothing for a new run)."""
     job, rank, parts = core.job, core.rank, core.parts
@@ -297,7 +297,8 @@ def _restore(
     if path is None:
         log.log.info(f"weights: {_first_weights(job, rank, parts)}")
         return checkpointer, {}
-    changes = compare(stored_rest(path), job.table, fingerprint, tokenizer)
+    other = from_first(lambda: other_tokenizer(path, job.tokenizer), rank)
+    changes = compare(stored_rest(path), job.table, fingerprint, other)
     states = {technique.name: state_now(technique) for technique in core.context.techniques}
     rest = checkpointer.load(path, parts, core.optimizer, states, changes.updates)
     if hasattr(core.optimizer, "train"):

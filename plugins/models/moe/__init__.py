@@ -271,7 +271,7 @@ class MixtureOfExperts(Model):
         issues = [*huggingface.size_issues(config, keys), *wrong]
         issues += huggingface.fixed_issues(config, _QWEN3_FIXED if qwen3 else _MIXTRAL_FIXED)
         dense = (config["mlp_only_layers"] if qwen3 else None) or []
-        if dense != list(range(len(dense))):
+        if not isinstance(dense, list) or dense != list(range(len(dense))):
             issues.append(huggingface.issue(f"mlp_only_layers = {dense!r}: this model's dense layers are its first"))
         if issues:
             raise ConfigError(issues)

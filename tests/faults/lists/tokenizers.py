@@ -32,8 +32,8 @@ FAULTS = (
     Fault(
         "a resume with another tokenizer under the name of changed files",
         "titan/checkpoint/resume.py",
-        'if saved.get("fingerprint", now["fingerprint"]) == now["fingerprint"]:',
-        "if True:",
+        'if other_tokenizer and not section["change_tokenizer"]:',
+        'if section["change_tokenizer"]:',
         (f"{KEPT}::test_a_resume_names_the_tokenizer",),
     ),
     Fault(

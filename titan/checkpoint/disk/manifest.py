@@ -25,7 +25,7 @@ TOKENIZER = "tokenizer"
 """Folder with copies of the tokenizer's files."""
 
 _DATA = re.compile(r"__\d{1,9}_\d{1,9}\.distcp", re.ASCII)
-_COPY = re.compile(rf"{TOKENIZER}/(?!\.)[^/\0]{{1,255}}")
+_COPY = re.compile(rf"{TOKENIZER}/(?!\.{{1,2}}$)[^/\0]{{1,255}}")
 _HASH = re.compile(r"[0-9a-f]{64}", re.ASCII)
 _BLOCK = 4 << 20
 _SHOWN = 12

@@ -17,6 +17,7 @@ import torch
 from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
+from titan.data.tokens.files import leads_outside
 from titan.errors import CheckpointError, refuse_lfs_pointer
 
 SINGLE, INDEX = "model.safetensors", "model.safetensors.index.json"
@@ -110,12 +111,10 @@ def _read_index(path: Path) -> dict[str, str]:
 
 
 def _inside(folder: Path, name: str) -> Path:
-    """The path of a shard. An untrusted index must not lead outside; the hub's cache keeps files in `blobs`."""
-    home, path = folder.resolve(), (folder / name).resolve()
-    allowed = [home, home.parents[1] / "blobs"] if home.parent.name == "snapshots" else [home]
-    if ".." in Path(name).parts or Path(name).is_absolute() or not any(map(path.is_relative_to, allowed)):
+    """The path of a shard. An untrusted index must not lead outside."""
+    if ".." in Path(name).parts or Path(name).is_absolute() or leads_outside(folder, folder / name):
         raise CheckpointError(f"{folder / INDEX} names {name!r}, which is outside its folder")
-    if not path.is_file():
+    if not (folder / name).is_file():
         raise CheckpointError(f"{folder} lacks {name}, which {INDEX} names")
     return folder / name
 

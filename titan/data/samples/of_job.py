@@ -34,7 +34,7 @@ def open_data(job: Job, rank: Rank) -> tuple[Samples, Samples | None]:
 
 
 def identify_tokenizer(job: Job, rank: Rank) -> tuple[Identity, Mapping[str, bytes]]:
-    """What checkpoints say of the tokenizer, and on rank 0 the files that they keep; all ranks together.
+    """What checkpoints say of the tokenizer, and on rank 0 the files that they keep, if any; all ranks together.
 
     Raises:
         DataError: a file of the tokenizer cannot be read; on all ranks alike.
@@ -43,7 +43,7 @@ def identify_tokenizer(job: Job, rank: Rank) -> tuple[Identity, Mapping[str, byt
 
     def identified() -> Identity:
         known, files = identify(job.tokenizer)
-        copies.update(files)
+        copies.update(files if job.checkpoint.enabled else {})
         return known
 
     return from_first(identified, rank), copies

@@ -63,6 +63,13 @@ def find(paths: Sequence[str], patterns: Sequence[str]) -> list[Path]:
     return list(found.values())
 
 
+def leads_outside(folder: Path, file: Path) -> bool:
+    """Whether a file of an untrusted folder is a link out of it. The hub's cache keeps files in `blobs`."""
+    home = folder.resolve()
+    allowed = [home, home.parents[1] / "blobs"] if home.parent.name == "snapshots" else [home]
+    return not any(map(file.resolve().is_relative_to, allowed))
+
+
 def _files(path: Path, patterns: Sequence[str]) -> Iterator[Path]:
     """A file itself; of a folder, all files at any depth whose names match."""
     if path.is_dir():

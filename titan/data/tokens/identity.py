@@ -11,7 +11,7 @@ from typing import Any, TypedDict
 
 from titan.contracts import Tokenizer
 from titan.contracts.base.options import Option, options_of
-from titan.errors import ConfigError, ConfigIssue
+from titan.errors import ConfigError, ConfigIssue, DataError, MissingPackageError, PluginError
 
 MOST_BYTES = 50 << 20
 """Of larger files a checkpoint keeps the fingerprint alone."""
@@ -35,22 +35,26 @@ def identify(tokenizer: Tokenizer) -> tuple[Identity, Mapping[str, bytes]]:
 
     Raises:
         DataError: a file of the tokenizer cannot be read.
+        PluginError: `Tokenizer.files` returned a name that is none of a file in one folder.
     """
     files = tokenizer.files()
-    paths = {option.key: Path(value).expanduser() for option, value in _paths(tokenizer)}
+    if wrong := [name for name in files if "/" in name or name in ("", ".", "..")]:
+        what = f"files() returned the name {wrong[0]!r}; it must be that of a file, without a folder"
+        raise PluginError(f"tokenizer {tokenizer.name!r}: {what}")
+    values = {option.key: getattr(tokenizer.config, option.field) for option in path_options(tokenizer)}
+    paths = {key: Path(value).expanduser() for key, value in values.items() if value and isinstance(value, str)}
     copies = {key: path.name if path.is_file() else "" for key, path in paths.items()}
     # A plugin with a folder may not say which of its files it reads, and one with two files may call both the same.
     whole = all(name in files for name in copies.values() if name) and bool(files or not copies)
+    whole = whole and paths.keys() == {key for key, value in values.items() if value}  # none names several
     kept = whole and len({*copies.values()}) == len(copies) and sum(map(len, files.values())) <= MOST_BYTES
     known = Identity(name=tokenizer.name, fingerprint=tokenizer.fingerprint, copies=copies if kept else None)
     return known, files if kept else {}
 
 
-def _paths(tokenizer: Tokenizer) -> list[tuple[Option, str]]:
-    """The options that name a file or folder, with their values."""
-    options = [option for option in options_of(type(tokenizer.config)) if option.spec.path]
-    values = [(option, getattr(tokenizer.config, option.field)) for option in options]
-    return [(option, value) for option, value in values if value]
+def path_options(tokenizer: Tokenizer) -> list[Option]:
+    """The options that may name a file or folder."""
+    return [option for option in options_of(type(tokenizer.config)) if option.spec.path]
 
 
 def shown(name: str, fingerprint: str) -> str:
@@ -58,26 +62,39 @@ def shown(name: str, fingerprint: str) -> str:
     return f"{name!r} with fingerprint {fingerprint[:16]}"
 
 
-def require_same(tokenizer: Tokenizer, trained: Tokenizer, place: str) -> None:
+def require_same(tokenizer: Tokenizer, trained: Tokenizer, recorded: str, place: str) -> None:
     """Hold the tokenizer of a job against the one that some weights were trained with.
 
-    place: where the weights are, for the message.  Options that name no file, such as which token ends a document, may
-    differ. Tokenizers of two plugins are the same if they give a text with every token of the vocabulary the same ids.
+    recorded: its fingerprint when they were saved; empty for a published model.  place: where the weights are, for the
+    message.  Options that name no file, such as which token ends a document, may differ. Tokenizers of two plugins are
+    the same if they give a text with every token of the vocabulary the same ids.
 
     Raises:
-        ConfigError: they are not the same; names both fingerprints.
-        DataError: one of them cannot be read.
+        ConfigError: they are not the same, or one cannot be read; names both fingerprints.
+        MissingPackageError: one is read by a package that is not installed.
     """
-    if type(tokenizer) is type(trained):
-        if tokenizer.config == trained.config:
-            return
-        files = {option.field: value for option, value in _paths(trained)}
-        same = tokenizer.fingerprint == type(trained)(replace(tokenizer.config, **files)).fingerprint
-    else:
-        text = trained.decode(range(trained.vocab_size)) + LETTERS
-        same = tokenizer.encode(text) == trained.encode(text)
+    try:
+        now = trained.fingerprint
+        same = _same(tokenizer, trained)
+    except MissingPackageError:
+        raise
+    except DataError as error:
+        raise another(tokenizer, f"with which it cannot be compared: {error}", place) from None
+    if recorded not in ("", now):
+        changed = f"{shown(trained.name, recorded)}, of which plugin or files have changed since: {now[:16]} now"
+        raise another(tokenizer, changed, place)
     if not same:
-        raise another(tokenizer, shown(trained.name, trained.fingerprint), place)
+        raise another(tokenizer, shown(trained.name, now), place)
+
+
+def _same(tokenizer: Tokenizer, trained: Tokenizer) -> bool:
+    if type(tokenizer) is not type(trained):
+        text = trained.decode(range(trained.vocab_size)) + LETTERS
+        return tokenizer.encode(text) == trained.encode(text)
+    if tokenizer.config == trained.config:
+        return True
+    files = {option.field: getattr(trained.config, option.field) for option in path_options(trained)}
+    return tokenizer.fingerprint == type(trained)(replace(tokenizer.config, **files)).fingerprint
 
 
 def another(tokenizer: Tokenizer, trained: str, place: str) -> ConfigError:

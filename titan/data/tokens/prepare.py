@@ -85,11 +85,20 @@ def open_made(dataset: Dataset, tokenizer: Tokenizer) -> list[Shard] | None:
     """
     paths = dataset.shards()
     for folder in dict.fromkeys(path.parent for path in paths or ()):
-        made_by = _read_index(folder)["tokenizer"] if (folder / INDEX).is_file() else tokenizer.fingerprint
-        if made_by != tokenizer.fingerprint:
+        made_by = _tokenizer_of(folder)
+        if made_by not in ("", tokenizer.fingerprint):
             what = f"the shards in {folder} are of the tokenizer with fingerprint {made_by[:16]}"
             raise DataError(f"{what}, but [tokenizer] {shown(tokenizer.name, tokenizer.fingerprint)}; use that one")
     return None if paths is None else open_shards(paths)
+
+
+def _tokenizer_of(folder: Path) -> str:
+    """The fingerprint of the tokenizer that made the shards of a folder; empty where no index of this cache says so."""
+    try:
+        made_by = json.loads((folder / INDEX).read_bytes())["tokenizer"]
+    except (OSError, ValueError, KeyError, TypeError):
+        return ""
+    return made_by if isinstance(made_by, str) else ""
 
 
 def loss_in(folder: Path) -> Lost:
