@@ -167,6 +167,15 @@ def _transformers(found: Found) -> str:
     )
 
 
+def _harness(found: Found) -> str:
+    worst = max(row["largest_difference"] for row in found["rows"])
+    documents = sum(row["documents"] for row in found["rows"])
+    return (
+        f"{documents} documents, {len(found['rows'])} folders, against lm-eval {found['lm_eval']}: nats differ by "
+        f"{worst:.1e} at most"
+    )
+
+
 def _chaos(found: Found) -> str:
     faults = f"{len(found['struck'])} faults, {found['counts']['kind']['kill']} of them kills"
     return f"{faults}, in {found['runs']} runs and {found['starts']} starts: {len(found['violations'])} violations"
@@ -285,6 +294,7 @@ KINDS: Mapping[str, tuple[str, Callable[[Found], str]]] = {
     "doctor": ("python -m bench.doctor", _doctor),
     "layouts": ("python -m bench.layouts", _layouts),
     "transformers": ("python -m bench.transformers", _transformers),
+    "harness": ("python -m bench.harness", _harness),
     "fuzz": ("python -m tests.fuzz", _fuzz),
     "tests": ("python -m tests.cost --write", _tests),
     "dispatch": ("python -m bench.dispatch", _dispatch),

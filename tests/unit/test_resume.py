@@ -113,11 +113,8 @@ def test_other_samples_are_refused_or_begun_anew() -> None:
 
 def test_another_tokenizer_is_refused_or_said() -> None:
     now = table("--checkpoint.change_tokenizer", "true", "--checkpoint.reset_data", "true")
-    with pytest.raises(
-        ConfigError, match=r"(?ms)\(the tokenizer changed\); set checkpoint.reset_data = true.*^it is B"
-    ) as caught:
+    with pytest.raises(ConfigError, match=r"\(the tokenizer changed\); set checkpoint.reset_data = true.*\nit is B"):
         compare(saved(), table(), "g", "it is B")
-    assert len(caught.value.faults) == 2
     assert compare(saved(), now, "g", "it is B").said[0] == "it is B"
 
 

@@ -57,8 +57,8 @@ class Changes:
 def compare(saved: Mapping[str, Any], now: Table, fingerprint: str, other_tokenizer: str = "") -> Changes:
     """Compare a job with the job that saved a checkpoint.
 
-    saved: what `Run.rest` gave.  now: the resolved job.  fingerprint: of its samples.  other_tokenizer: a sentence where
-    the weights were trained with another one.
+    saved: what `Run.rest` gave.  now: the resolved job.  fingerprint: of its samples.  other_tokenizer: a sentence
+    where the weights were trained with another one.
 
     Raises:
         ConfigError: a changed key does not allow to resume; lists all such keys with both values.

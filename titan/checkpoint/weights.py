@@ -163,17 +163,17 @@ def _compare(path: Path, tokenizer: Tokenizer, stored: Identity | None) -> None:
     """stored: what a checkpoint says; None for a published model, and for checkpoints from before they said it."""
     if stored is None and not is_hf(path):
         return
-    recorded = "" if stored is None else stored["fingerprint"]
-    if stored is not None and stored["copies"] is None:
-        if (stored["name"], recorded) != (tokenizer.name, tokenizer.fingerprint):
-            raise identity.another(tokenizer, identity.shown(stored["name"], recorded), str(path))
-        return
+    if stored is not None:
+        if (stored["name"], stored["fingerprint"]) == (tokenizer.name, tokenizer.fingerprint):
+            return
+        if stored["copies"] is None:
+            raise identity.another(tokenizer, identity.shown(stored["name"], stored["fingerprint"]), str(path))
     trained = made_tokenizer(path)
     if trained is None:
         warn_once(f"{path} holds no tokenizer that a plugin reads; {tokenizer.name!r} is not compared with it")
         return
-    alike = type(trained) is type(tokenizer) and trained.config == tokenizer.config
-    identity.require_same(tokenizer, tokenizer if alike else trained, recorded, str(path))  # alike: one is loaded
+    recorded = "" if stored is None else stored["fingerprint"]
+    identity.require_same(tokenizer, trained, recorded, str(path))
 
 
 def made_tokenizer(path: Path) -> Tokenizer | None:
