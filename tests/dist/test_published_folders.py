@@ -106,3 +106,53 @@ def test_a_conversion_there_and_back_loses_no_file(
         assert changed <= {"model.safetensors", *(["tokenizer_config.json"] if published.name == "gpt2" else [])}
         before, after = (load_file(path / "model.safetensors") for path in (published, made))
         assert before.keys() == after.keys() and all(torch.equal(before[name], after[name]) for name in before)
+
+
+def test_weights_that_titan_has_trained_are_used_as_they_were_trained(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Texts start and end with the end id, which stands in no list of the folder, and an export stops there too."""
+    published = folder("llama", tmp_path)
+    for name in ("config.json", "generation_config.json"):
+        table = json.loads((published / name).read_text())
+        (published / name).write_text(json.dumps({**table, "eos_token_id": 2}))
+    (tmp_path / "text.txt").write_text(TEXT * 9)
+    config = tmp_path / "job.toml"
+    config.write_text(JOB.format(folder=tmp_path))
+    assert cli.main(["train", "--config", str(config)]) == 0
+    words = ["eval", "--data", "text", "--path", str(tmp_path / "text.txt"), "--checkpoint"]
+    trained = printed([*words, str(tmp_path / "run")], capsys)
+    assert trained["loss"] == printed([*words, str(tmp_path / "run"), "--no-bos"], capsys)["loss"]
+    assert trained["loss"] != printed([*words, str(tmp_path / "run"), "--bos"], capsys)["loss"]
+    copy, out = tmp_path / "copy", tmp_path / "out"
+    printed(["convert", "--from", str(tmp_path / "run"), "--output", str(copy), "--format", "dcp"], capsys)
+    assert printed([*words, str(copy)], capsys)["loss"] == trained["loss"]
+    printed(["convert", "--from", str(copy), "--output", str(out), "--format", "hf"], capsys)
+    assert transformers.AutoModelForCausalLM.from_pretrained(out).generation_config.eos_token_id == [1, 2]
+    assert json.loads((out / "config.json").read_text())["eos_token_id"] == [1, 2]
+
+
+JOB = """
+run = {{ name = "run", dir = "{folder}" }}
+model = {{ name = "llama", n_layers = 2, dim = 32, n_heads = 4, n_kv_heads = 2, ffn_dim = 64, vocab_size = 300, \
+max_seq_len = 64, norm_eps = 1e-6 }}
+tokenizer = {{ name = "hf", path = "{folder}/llama" }}
+data = {{ name = "text", path = "{folder}/text.txt", seq_len = 32, cache = "{folder}/cache" }}
+train = {{ steps = 2, global_batch_size = 2 }}
+checkpoint = {{ init_from = "{folder}/llama" }}
+"""
+
+
+def test_another_tokenizer_does_not_come_with_the_files_of_the_former(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    former, other, out = folder("gpt2", tmp_path), folder("neox", tmp_path), tmp_path / "out"
+    (former / "vocab.txt").symlink_to(config := tmp_path / "secret")
+    (former / "README.md").symlink_to(config)
+    config.write_text("not of the folder")
+    words = ["convert", "--from", str(former), "--output", str(out), "--format", "hf", "--tokenizer.path", str(other)]
+    assert cli.main(words) == 2 and "is not the tokenizer of the weights" in capsys.readouterr().err
+    report = printed([*words, "--checkpoint.change_tokenizer", "true"], capsys)
+    assert report["not_carried_over"] == ["README.md", "special_tokens_map.json", "vocab.txt"]
+    assert transformers.AutoTokenizer.from_pretrained(out).eos_token_id == 1
+    assert transformers.AutoModelForCausalLM.from_pretrained(out).generation_config.eos_token_id == 1

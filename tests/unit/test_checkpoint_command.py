@@ -127,9 +127,9 @@ def test_copies_of_the_tokenizer_are_part_of_a_checkpoint(run: Path, say: Callab
     assert "tokenizer/ranks has SHA-256" in say("verify", path)[1]
     (path / "tokenizer" / "mine").touch()
     assert "tokenizer/mine is not in its manifest" in say("verify", path)[1]
-    (path / "tokenizer" / ".mine").touch()
-    assert "holds tokenizer/.mine, which is no part" in say("rm", path, "--yes")[2]
-    (path / "tokenizer" / ".mine").unlink()
+    (path / "tokenizer" / "folder").mkdir()
+    assert "holds tokenizer/folder, which is no part" in say("rm", path, "--yes")[2]
+    (path / "tokenizer" / "folder").rmdir()
     assert say("rm", path, "--yes")[0] == 0 and not path.exists()
 
 

@@ -220,6 +220,9 @@ def test_what_a_tokenizer_loses_is_counted_and_limited(
         return preparing.loss_in(shards[0].path.parent)
 
     assert looked_at(cache, 1, 0.0).lost == 0
+    composed = Lost()
+    composed.look("e\u0301", "é")
+    assert (composed.sampled, composed.lost) == (3, 0), "the same text, in another Unicode form"
     (text / "5.txt").write_text("a\n" * 9 + "é東é\n")
     monkeypatch.setattr(tokenize, "UNIT_BYTES", (1, 1))  # a unit a file
     found = looked_at(cache, 1, 0.1)

@@ -322,9 +322,36 @@ def test_tokens_beside_the_file_are_added(theirs: Path) -> None:
     change(theirs, hf.ADDED, **{"<|a|>": 5000})
     with pytest.raises(DataError, match=r"'<\|a\|>' has id 5000, but the next free id of tokenizer.json is 4097"):
         _ = opened(theirs).end
-    (theirs / hf.ADDED).write_text('{"<|a|>": "x"}')
-    with pytest.raises(DataError, match=r"added_tokens\.json has added tokens that are no table"):
+    for wrong in ('{"<|a|>": "x"}', '{"<|a|>": [1]}', '{"<|a|>": 1e400}'):
+        (theirs / hf.ADDED).write_text(wrong)
+        with pytest.raises(DataError, match=r"added_tokens\.json has added tokens that are no table"):
+            _ = opened(theirs).end
+    for token in ({"content": 5}, {"content": "a", "special": "yes"}, {}, 7):
+        change(theirs, hf.ABOUT, added_tokens_decoder={"4097": token})
+        with pytest.raises(DataError, match=r"tokenizer_config\.json has added tokens that are no table"):
+            _ = opened(theirs).end
+    (theirs / hf.ABOUT).write_text("[" * 100_000)
+    with pytest.raises(DataError, match=r"tokenizer_config\.json is not JSON"):
         _ = opened(theirs).end
+
+
+def test_where_the_files_name_a_token_does_not_change_the_fingerprint(theirs: Path) -> None:
+    change(theirs, hf.ABOUT, added_tokens_decoder={"4097": {"content": "<|a|>", "special": True}})
+    before = opened(theirs).fingerprint
+    said = json.loads((theirs / "tokenizer.json").read_text())
+    change(theirs, hf.ABOUT, added_tokens_decoder=None)
+    added = {**said["added_tokens"][0], "id": 4097, "content": "<|a|>"}
+    change(theirs, "tokenizer.json", added_tokens=[*said["added_tokens"], added], post_processor=None)
+    assert opened(theirs).fingerprint == before
+
+
+def test_what_is_only_passed_on_keeps_nobody_from_reading(theirs: Path, tmp_path: Path) -> None:
+    (theirs / "tokenizer.model").write_text(
+        f"version https://git-lfs.github.com/spec/v1\noid sha256:{'ab' * 32}\nsize 9\n"
+    )
+    (theirs / "vocab.txt").symlink_to(tmp_path / "elsewhere")
+    (tmp_path / "elsewhere").write_text("secret")
+    assert sorted(opened(theirs).files()) == [hf.TOKENIZER, hf.ABOUT]
 
 
 def test_what_stands_around_the_texts_of_a_published_model(theirs: Path) -> None:

@@ -141,26 +141,12 @@ def write_hf(
             stack[tensor.ours[0]] = read(tensor.ours[0])
         return joined(tensor, [stack[tensor.ours[0]][tensor.element].to(types[name])])
 
-    widest = max(types.values(), key=lambda one: one.itemsize)
-    carried, left = _beside(source)
-    passed_on = dict(tokenizer.hf_files() or {})
-    former = made_tokenizer(source) if carried and source is not None else None
-    other = sorted((former.files() if former else {}).keys() - passed_on.keys() - {HF_CONFIG})
-    files: dict[str, Content] = {name: content for name, content in carried.items() if name not in other}
-    files |= passed_on
-    published = carried.get(HF_CONFIG, passed_on.get(HF_CONFIG))
-    trained = source is not None and is_trained(source)
-    own = {**config, **_token_ids(tokenizer), "torch_dtype": _word(widest)}
-    ends = [tokenizer.end] if trained or other else []
-    dtypes = tuple({*map(_word, types.values())})
-    files[HF_CONFIG] = _config_json(published, own, model, dtypes, ends, keep_ids=not other)
-    if trained and (generation := files.get(GENERATION)) is not None:
-        files[GENERATION] = _ending(generation, ends)
+    files, left = _companions(source, model, {**config, **_token_ids(tokenizer)}, tokenizer, list(types.values()))
     with _made_aside(to) as folder:
         write_tensors(folder, planned, value, shard_bytes)
         for name, content in files.items():
             write_file(folder / name, content)
-    return sorted({*left, *other})
+    return left
 
 
 def write_checkpoint(
@@ -193,6 +179,30 @@ def write_checkpoint(
         checkpointer.write(0, snapshot, time.perf_counter())
     others, left = _beside(source)
     return sorted({*others, *left} - {*copies, HF_CONFIG})
+
+
+def _companions(
+    source: Path | None, model: Model, config: Mapping[str, Any], tokenizer: Tokenizer, dtypes: Sequence[torch.dtype]
+) -> tuple[dict[str, Content], list[str]]:
+    """The files of a new folder beside its weights, and the names of those of the source that are left out.
+
+    config: ours, with the ids of the tokenizer.  dtypes: of the tensors.
+    """
+    carried, left = _beside(source)
+    passed_on = dict(tokenizer.hf_files() or {})
+    former = made_tokenizer(source) if carried and source is not None else None
+    other = sorted((former.files() if former else {}).keys() - passed_on.keys() - {HF_CONFIG})  # of another tokenizer
+    files: dict[str, Content] = {name: content for name, content in carried.items() if name not in other}
+    files |= passed_on
+    trained = source is not None and is_trained(source)
+    ends = [tokenizer.end] if trained or other else []
+    widest = max(dtypes, key=lambda one: one.itemsize)
+    words, own = [*map(_word, dtypes)], {**config, "torch_dtype": _word(widest)}
+    published = carried.get(HF_CONFIG, passed_on.get(HF_CONFIG))
+    files[HF_CONFIG] = _config_json(published, own, model, words, ends, keep_ids=not other)
+    if trained and (generation := files.get(GENERATION)) is not None:
+        files[GENERATION] = _ending(generation, ends)
+    return files, sorted({*left, *other})
 
 
 def _beside(source: Path | None) -> tuple[dict[str, bytes], list[str]]:
