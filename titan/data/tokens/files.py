@@ -73,14 +73,21 @@ def leads_outside(folder: Path, file: Path) -> bool:
 def _files(path: Path, patterns: Sequence[str]) -> Iterator[Path]:
     """A file itself; of a folder, all files at any depth whose names match."""
     if path.is_dir():
-        for folder, names in _walk(path):
-            for name in names:
-                if _matches(name, patterns):
-                    yield from _files(folder / name, patterns)
+        for folder, entries in _walk(path):
+            for entry in entries:
+                if _matches(entry.name, patterns):
+                    if entry.is_file():  # which asks the file system about links alone
+                        yield folder / entry.name
+                    elif entry.is_symlink():
+                        raise _dangling(folder / entry.name)
     elif path.is_file():
         yield path
     elif path.is_symlink():
-        raise DataError(f"{path} is a link to {os.readlink(path)}: no such file; restore it or remove the link")
+        raise _dangling(path)
+
+
+def _dangling(path: Path) -> DataError:
+    return DataError(f"{path} is a link to {os.readlink(path)}: no such file; restore it or remove the link")
 
 
 def _expand(folder: Path, parts: Sequence[str]) -> Iterator[Path]:
@@ -90,8 +97,9 @@ def _expand(folder: Path, parts: Sequence[str]) -> Iterator[Path]:
     elif not folder.is_dir():
         return
     elif parts[0] == "**":
-        for below, names in _walk(folder):
-            yield from _expand(below, parts[1:]) if parts[1:] else (below / name for name in names if name[0] != ".")
+        for below, entries in _walk(folder):
+            seen = (below / entry.name for entry in entries if entry.name[0] != ".")
+            yield from _expand(below, parts[1:]) if parts[1:] else seen
     elif not set("*?[") & set(parts[0]):
         if os.path.lexists(folder / parts[0]):
             yield from _expand(folder / parts[0], parts[1:])
@@ -105,8 +113,8 @@ def _matches(name: str, patterns: Sequence[str]) -> bool:
     return any(fnmatchcase(name, pattern) and (name[0] != "." or pattern[0] == ".") for pattern in patterns)
 
 
-def _walk(top: Path) -> Iterator[tuple[Path, list[str]]]:
-    """A folder and those below it, except hidden ones, each with the names of its other entries.
+def _walk(top: Path) -> Iterator[tuple[Path, list[os.DirEntry[str]]]]:
+    """A folder and those below it, except hidden ones, each with its other entries.
 
     Each is given once, without a link in its path if there is such a path. So links in a circle come to an end.
     """
@@ -118,16 +126,16 @@ def _walk(top: Path) -> Iterator[tuple[Path, list[str]]]:
         if real in seen:
             continue
         seen.add(real)
-        names = []
+        others = []
         for entry in _entries(folder):
             link = entry.is_symlink()
             if not (os.path.isdir(entry.path) if link else entry.is_dir()):
-                names.append(entry.name)
+                others.append(entry)
                 if link and entry.name[0] != "." and not os.path.exists(entry.path):
                     dangling.append(entry.path)
             elif entry.name[0] != ".":
                 (waiting.append if link else waiting.appendleft)(folder / entry.name)
-        yield folder, names
+        yield folder, others
     if dangling:
         warn_once(f"folder {top}: {len(dangling)} of its links lead nowhere, as {dangling[0]}")
 
