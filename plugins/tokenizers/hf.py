@@ -47,6 +47,7 @@ PASSED_ON = (
     "spiece.model",
 )  # fmt: skip
 """What stands beside tokenizer.json, and other programs read."""
+TEMPLATES = "additional_chat_templates/*.jinja"
 MOST_BYTES = 50 << 20
 """Of a file that is only passed on."""
 FLAGS = ("special", "normalized", "lstrip", "rstrip", "single_word")
@@ -86,6 +87,7 @@ class Hf(Tokenizer):
     def _opened(self) -> "tuple[tokenizers.Tokenizer, int]":
         library = _open(self._file, self._content, self._published.added)
         self._as_opened = library.to_str()
+        self._published.note_prefix_space(self._as_opened)
         end = self._published.end(library, self.config.end)
         library.add_special_tokens([library.id_to_token(end)])  # not all files call it special
         library.encode_special_tokens = True  # as ordinary text
@@ -170,9 +172,9 @@ class Hf(Tokenizer):
         Of what is only passed on, no link out of the folder is followed: nobody has looked at an untrusted one.
         """
         folder, name = self._file.parent, self._file.name
-        read = {each: _read(folder / each) for each in READ if each != name and (folder / each).is_file()}
-        others = [folder / each for each in PASSED_ON if (folder / each).is_file()]
-        passed_on = {file.name: _read(file) for file in others if _can_be_passed_on(file)}
+        read = {each: _read(folder / each) for each in READ if each != name and os.path.lexists(folder / each)}
+        others = [*(folder / each for each in PASSED_ON), *sorted(folder.glob(TEMPLATES))]
+        passed_on = {f.relative_to(folder).as_posix(): _read(f) for f in others if _can_be_passed_on(f, folder)}
         return {name: self._content, **read, **passed_on}
 
     def hf_files(self) -> Mapping[str, bytes | Mapping[str, Any]] | None:
@@ -196,7 +198,7 @@ class Hf(Tokenizer):
     @classmethod
     def from_hf(cls, folder: Path) -> Mapping[str, Any] | None:
         """The options for a Hugging Face folder; None if it has no tokenizer.json."""
-        return {"path": str(folder)} if (folder / TOKENIZER).exists() else None
+        return {"path": str(folder)} if os.path.lexists(folder / TOKENIZER) else None
 
 
 class _Published:
@@ -206,6 +208,12 @@ class _Published:
         self.folder = folder
         self._about = _json(folder / ABOUT)
         self._map = {} if "added_tokens_decoder" in self._about else _json(folder / SPECIALS)
+
+    def note_prefix_space(self, opened: str) -> None:
+        """Warn where classes of transformers put a blank before a text, and tokenizer.json does not."""
+        if self._about.get("add_prefix_space") is True and '"add_prefix_space":false' in opened:
+            what = f"{self.folder / ABOUT} sets add_prefix_space, {TOKENIZER} does not"
+            warn_once(f"{what}; no blank is put before a text, unlike by some classes of transformers")
 
     def token(self, key: str) -> str | None:
         """The name of a special token, by its key (`eos_token`)."""
@@ -249,9 +257,10 @@ class _Published:
                     what = f"not an id of {self.folder / TOKENIZER}"
                     raise DataError(f"eos_token_id in {self.folder / file} = {number}: {what}")
                 return number
+        known = ", ".join(map(repr, _added(library)[:8])) or "none"
         raise DataError(
             f"{self.folder} does not say which token ends a document: no eos_token in {ABOUT} or {SPECIALS}, no "
-            f"eos_token_id in {GENERATION} or {MODEL}; set [tokenizer] end{_nearest('<|endoftext|>', _added(library))}"
+            f"eos_token_id in {GENERATION} or {MODEL}; set tokenizer.end (special tokens: {known})"
         )
 
 
@@ -332,12 +341,13 @@ def _is_added_token(number: Any, token: Any) -> bool:
     return named and str(number).isdecimal() and all(isinstance(token.get(flag, True), bool) for flag in FLAGS)
 
 
-def _can_be_passed_on(file: Path) -> bool:
+def _can_be_passed_on(file: Path, folder: Path) -> bool:
     try:
         refuse_lfs_pointer(file)
-        return file.stat().st_size <= MOST_BYTES and os.access(file, os.R_OK) and not leads_outside(file.parent, file)
     except DataError:
         return False
+    good = file.is_file() and os.access(file, os.R_OK) and not leads_outside(folder, file)
+    return good and file.stat().st_size <= MOST_BYTES
 
 
 def _ids(value: Any) -> list[int]:
@@ -371,12 +381,12 @@ def _read(file: Path) -> bytes:
 
 def _json(file: Path) -> dict[str, Any]:
     """A JSON object from a file; an empty one where there is no file."""
-    return _parsed(file, _read(file)) if file.exists() else {}
+    return _parsed(file, _read(file)) if os.path.lexists(file) else {}
 
 
 def _parsed(file: Path, content: bytes) -> dict[str, Any]:
     try:
-        value = json.loads(content)
+        value = json.loads(content.decode("utf-8"))  # as transformers: neither a byte-order mark nor UTF-16
     except (ValueError, RecursionError) as error:
         raise DataError(f"{file} is not JSON: {error}") from None
     if not isinstance(value, dict):

@@ -116,7 +116,7 @@ def test_copies_of_the_tokenizer_are_part_of_a_checkpoint(run: Path, say: Callab
     size = sum(file.stat().st_size for file in path.rglob("*") if file.is_file())
     assert say("verify", path)[0] == 0 and json.loads(say("list", path, "--json")[1])["checkpoints"][0]["bytes"] == size
     assert stored_tokenizer(path) == {"name": "a", "fingerprint": "f", "copies": {"path": "ranks"}}
-    for name in ("../x", "a/b", "..", 7):
+    for name in ("../x", "a/b/c", "a/..", "..", 7):
         state = json.loads((path / "state.json").read_text())
         state["rest"]["tokenizer"]["copies"]["path"] = name
         (path / "state.json").write_text(json.dumps(state))

@@ -325,14 +325,15 @@ def test_a_separator_cuts_and_changes_nothing_else(
         (lambda folder: jsonl(folder), r"folder .* holds no file that matches \*\.jsonl, \*\.jsonl\.gz"),
         (lambda folder: Shards(ShardsConfig(path=str(folder))), r"holds no file that matches \*\.bin"),
         (lambda folder: text(), r"a dataset needs a path"),
-        (lambda folder: text(folder / "empty.txt"), r"empty\.txt is empty"),
-        (lambda folder: jsonl(folder / "empty.txt"), r"empty\.txt is empty"),
+        (lambda folder: text(folder / "empty.gz"), r"empty\.gz is empty"),
+        (lambda folder: jsonl(folder / "empty.gz"), r"empty\.gz is empty"),
+        (lambda folder: text(folder / "nul.txt"), r"nul\.txt: ends in 4 NUL bytes, as after a crash"),
         (lambda folder: text(folder / "latin.txt"), r"latin\.txt: not UTF-8 at byte 3"),
     ],
 )
 def test_faults_name_the_file(tmp_path: Path, dataset: Any, words: str) -> None:
-    (tmp_path / "empty.txt").write_bytes(b"")
-    (tmp_path / "latin.txt").write_bytes(b"Gr\xc3\xf6")
+    (tmp_path / "empty.gz").write_bytes(b"")
+    (tmp_path / "nul.txt").write_bytes(b"hello\0\0\0\0")
     (tmp_path / "latin.txt").write_bytes(b"Gr.\xf6\xdfe")
     with pytest.raises(DataError, match=words):
         all_texts(dataset(tmp_path))

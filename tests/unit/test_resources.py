@@ -272,6 +272,7 @@ def test_a_run_binds_its_ranks_once_the_data_is_tokenized(monkeypatch: pytest.Mo
 
     monkeypatch.setattr(build, "open_data", lambda *_: order.append("data") or (None, None))
     monkeypatch.setattr(build, "identify_tokenizer", lambda *_: ({}, {}))
+    monkeypatch.setattr(build, "_check_tokenizer", lambda _: None)
     monkeypatch.setattr(build, "stay_near", lambda device: order.append(f"near {device}"))
     monkeypatch.setattr(build, "wire", wire)
     job: Any = SimpleNamespace(comm=SimpleNamespace(init_timeout_s=1.0))

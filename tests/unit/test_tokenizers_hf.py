@@ -404,7 +404,11 @@ def test_only_the_reader_of_these_files_knows_a_folder_with_them(theirs: Path, t
         ({"tokenizer.json": {"model": {"type": "X"}}}, "", r"tokenizer\.json cannot be read by the tokenizers lib"),
         ({}, "<|ende|>", r"\[tokenizer\] end = '<\|ende\|>': the tokenizer has no such token \(nearest: '<\|end\|>'\)"),
         ({"tokenizer_config.json": {"eos_token": "</s>"}}, "", r"eos_token in .*config\.json = '</s>': the token"),
-        ({"tokenizer_config.json": None}, "", r"does not say which token .* set \[tokenizer\] end \(nearest: '<"),
+        (
+            {"tokenizer_config.json": None},
+            "",
+            r"does not say which token .* set tokenizer.end \(special tokens: '<\|end\|>'\)",
+        ),
         (
             {"tokenizer_config.json": None, "config.json": {"eos_token_id": 9999}},
             "",

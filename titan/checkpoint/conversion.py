@@ -30,6 +30,7 @@ from titan.checkpoint.weights import is_trained, made_tokenizer, refuse_techniqu
 from titan.data.tokens.files import leads_outside
 from titan.data.tokens.identity import identify
 from titan.errors import CheckpointError, ConfigError, refuse_lfs_pointer
+from titan.log import log
 
 if TYPE_CHECKING:
     from titan.config import Job
@@ -118,8 +119,10 @@ def write_hf(
             f"[model] {model.name}: transformers has no equivalent model, so --format hf is not available"
         )
     needed, rows = tokenizer.min_vocab_size, model.spec().vocab_size
-    if needed > rows:
-        sizes = f"the tokenizer has {needed} ids, but the model's vocab_size is {rows}"
+    sizes = f"the tokenizer has {needed} ids, but the model's vocab_size is {rows}"
+    if tokenizer.end < rows < needed:
+        log.warning(f"[tokenizer] {tokenizer.name!r}: {sizes}; texts with the others have no row")
+    elif needed > rows:
         raise ConfigError(f"[tokenizer] name = {tokenizer.name!r}: {sizes}")
     tensors = {tensor.name: tensor for tensor in made_of(model, weights.shapes)}
     types = {name: dtype or weights.dtype(tensor.ours[0]) for name, tensor in tensors.items()}
@@ -195,6 +198,9 @@ def _companions(
     files: dict[str, Content] = {name: content for name, content in carried.items() if name not in other}
     files |= passed_on
     trained = source is not None and is_trained(source)
+    if trained and tokenizer.delimiters.before:
+        ids = ", ".join(map(str, tokenizer.delimiters.before))
+        log.warning(f"the weights were trained without the ids ({ids}) that transformers and lm-eval put before a text")
     ends = [tokenizer.end] if trained or other else []
     widest = max(dtypes, key=lambda one: one.itemsize)
     words, own = [*map(_word, dtypes)], {**config, "torch_dtype": _word(widest)}
@@ -210,10 +216,12 @@ def _beside(source: Path | None) -> tuple[dict[str, bytes], list[str]]:
     if source is None or not is_hf(source):
         return {}, []
     small, others = {}, set()
-    for file in sorted(file for file in source.rglob("*") if file.is_file() and not is_weights(file)):
+    for file in sorted(file for file in source.rglob("*") if file.is_file()):
         name = file.relative_to(source).as_posix()
         if name.startswith("."):
             others.add(name.partition("/")[0])
+        elif is_weights(file):
+            others |= set() if name.startswith("model") else {name}  # in another format
         elif file.stat().st_size > MOST_BYTES or leads_outside(source, file) or not os.access(file, os.R_OK):
             others.add(name)
         else:

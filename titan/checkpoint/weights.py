@@ -162,6 +162,9 @@ def other_tokenizer(path: Path, tokenizer: Tokenizer) -> str:
 def _compare(path: Path, tokenizer: Tokenizer, stored: Identity | None) -> None:
     """stored: what a checkpoint says; None for a published model, and for checkpoints from before they said it."""
     if stored is None and not is_hf(path):
+        warn_once(
+            f"{path} does not say which tokenizer it was trained with; {tokenizer.name!r} is not compared with it"
+        )
         return
     if stored is not None:
         if (stored["name"], stored["fingerprint"]) == (tokenizer.name, tokenizer.fingerprint):
@@ -172,8 +175,10 @@ def _compare(path: Path, tokenizer: Tokenizer, stored: Identity | None) -> None:
     if trained is None:
         warn_once(f"{path} holds no tokenizer that a plugin reads; {tokenizer.name!r} is not compared with it")
         return
-    recorded = "" if stored is None else stored["fingerprint"]
+    recorded = stored["fingerprint"] if stored is not None and not stored["copies"] else ""
     identity.require_same(tokenizer, trained, recorded, str(path))
+    if stored is not None and not recorded and trained.fingerprint != stored["fingerprint"]:
+        warn_once(f"{path}: the plugin of its tokenizer has changed since, and may give text other ids")
 
 
 def made_tokenizer(path: Path) -> Tokenizer | None:

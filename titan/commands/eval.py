@@ -59,7 +59,7 @@ every token of that word is the most probable one; word_perplexity is LAMBADA's 
     parser.add_argument("--last-word", action="store_true", help="score only the last word of each document")
     parser.add_argument(
         "--seq-len", type=int, metavar="N",
-        help="context length in tokens; default: the run's seq_len, or for a Hugging Face folder its maximum, "
+        help="context length in tokens; default: the run's seq_len, or for a published model its maximum, "
         f"at most {MOST_BY_DEFAULT}",
     )  # fmt: skip
     parser.add_argument(
@@ -108,7 +108,7 @@ def _stated(args: argparse.Namespace, path: "Path") -> dict[str, Any]:
 
 def _open(args: argparse.Namespace, world_size: int) -> "tuple[Any, Job]":
     """Where the weights lie, and the job: the model's, with the data of the command line."""
-    from titan.checkpoint.disk.folder import is_hf
+    from titan.checkpoint.weights import is_trained
     from titan.inference.load_model import open_job
 
     words = ["--data.name", args.data]
@@ -118,7 +118,7 @@ def _open(args: argparse.Namespace, world_size: int) -> "tuple[Any, Job]":
         words += ["--data.seq_len", str(args.seq_len)]
     words += args.overrides
     path, job = open_job(args.checkpoint, words, world_size)
-    if is_hf(path) and not any(word.startswith("--data.seq_len") for word in words):
+    if not is_trained(path) and not any(word.startswith("--data.seq_len") for word in words):
         words += ["--data.seq_len", str(min(job.spec.max_seq_len, MOST_BY_DEFAULT))]
         path, job = open_job(args.checkpoint, words, world_size)
     return path, job

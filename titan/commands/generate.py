@@ -38,6 +38,7 @@ from titan.ranks.meeting.same_job import statement_of
 HELP = "continue prompts with a trained model"
 DESCRIPTION = f"""{HELP}: a checkpoint, a run (its newest checkpoint), or a Hugging Face folder.
 
+Prompts are ordinary text: the names of special tokens in them become no special tokens.
 The text is printed as it is generated; with --json, or with several prompts or samples, it is printed at the end.
 Layout, precision and device are set by --table.key value, independently of how the model was trained.
 """
@@ -174,7 +175,9 @@ def _prompts(args: argparse.Namespace) -> Iterator[str]:
     """
     if args.prompt is not None:
         for prompt in args.prompt:
-            yield re.sub(r"(\r\n|\r|\n)\Z", "", _read(STDIN)) if prompt == STDIN else prompt
+            # A word of the command line has lone surrogates where its bytes are not UTF-8.
+            whole = prompt if prompt == STDIN else decoded(os.fsencode(prompt), "--prompt")
+            yield re.sub(r"(\r\n|\r|\n)\Z", "", _read(STDIN)) if whole == STDIN else whole
         return
     lines = [line for line in re.split(r"\r\n|\r|\n", _read(args.prompt_file)) if line.strip()]
     if not lines:

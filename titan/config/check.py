@@ -99,7 +99,8 @@ def _absent_folders(job: Job, where: Where) -> list[ConfigIssue]:
     if resume not in RESUME and not Path(resume).expanduser().exists():
         what = f"= {resume!r}: no such folder; give one that exists, or one of {', '.join(map(repr, RESUME))}"
         faults.append(where.fault("resume", what))
-    if init_from and not Path(init_from).expanduser().exists():
+    goes_on = job.checkpoint.goes_on and (job.folder / "checkpoints").is_dir()  # and does not read init_from then
+    if init_from and not goes_on and not Path(init_from).expanduser().exists():
         faults.append(where.fault("init_from", f"= {init_from!r}: no such folder"))
     return faults
 

@@ -225,8 +225,9 @@ def _texts(job: Job) -> Iterator[Document]:
 
 def _checked(ids: list[int], job: Job) -> list[int]:
     if max(ids) >= job.spec.vocab_size:
-        rows = f"the model's vocab_size is {job.spec.vocab_size}"
-        raise DataError(f"the text has token id {max(ids)}, but {rows}; set --tokenizer.name to the model's tokenizer")
+        token = f"token id {max(ids)} ({job.tokenizer.decode([max(ids)])!r})"
+        what = f"the text has {token}, but the model's vocab_size is {job.spec.vocab_size}: it has no row for it"
+        raise DataError(f"{what}; set --tokenizer.name if this is not the model's tokenizer, or change the text")
     return ids
 
 

@@ -130,8 +130,10 @@ def encode(job: Job, prompt: str, around: Delimiters) -> tuple[int, ...]:
         longest = f"prompt and generated text together may have max_seq_len = {job.spec.max_seq_len}"
         raise ConfigError(f"the prompt {prompt[:24]!r}... has {len(ids)} tokens; {longest}")
     if max(ids) >= job.spec.vocab_size:
-        what = f"token id {max(ids)}, but the model's vocab_size is {job.spec.vocab_size}; set --tokenizer.name"
-        raise ConfigError(f"the prompt {prompt[:24]!r}... has {what}")
+        token = f"token id {max(ids)} ({job.tokenizer.decode([max(ids)])!r})"
+        what = f"{token}, but the model's vocab_size is {job.spec.vocab_size}: it has no row for it"
+        then = "set --tokenizer.name if this is not the model's tokenizer, or change the prompt"
+        raise ConfigError(f"the prompt {prompt[:24]!r}... has {what}; {then}")
     return ids
 
 

@@ -2,7 +2,7 @@
 
 import os
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext, suppress
 from dataclasses import dataclass, field
 from datetime import timedelta
 from pathlib import Path
@@ -14,7 +14,7 @@ import torch.distributed as dist
 
 from titan import log
 from titan.checkpoint import Checkpointer, rng_state, set_rng_state
-from titan.checkpoint.disk.folder import is_hf
+from titan.checkpoint.disk.folder import complete, is_hf
 from titan.checkpoint.disk.lock import FolderLock
 from titan.checkpoint.ranks import Ranks
 from titan.checkpoint.resume import compare
@@ -29,7 +29,7 @@ from titan.data.samples.loader import Loader
 from titan.data.samples.of_job import identify_tokenizer, open_data
 from titan.data.samples.samples import Samples
 from titan.data.tokens.identity import Identity
-from titan.errors import ConfigError, PluginError, by_errno
+from titan.errors import CheckpointError, ConfigError, PluginError, by_errno
 from titan.ranks.process import Rank
 from titan.ranks.turns import from_first, together
 from titan.resources import keep_freed_memory, stay_near
@@ -133,7 +133,9 @@ def build(job: Job, rank: Rank, predict: Callable[[str], PredictedStep | None] |
 
 def _built(job: Job, rank: Rank, lock: FolderLock, predict: Callable[[str], PredictedStep | None] | None) -> Run:
     limit_s = job.comm.init_timeout_s
-    tokenizer, copies = identify_tokenizer(job, rank)  # before hours of tokenizing, in which its files may change
+    # Both before hours of tokenizing: the files of the tokenizer may change, and another one is refused.
+    tokenizer, copies = identify_tokenizer(job, rank)
+    from_first(lambda: _check_tokenizer(job), rank)
     samples, validation_samples = open_data(job, rank)
     stay_near(rank.device)  # not before: tokenizing uses all cores
     core = wire(job, rank)
@@ -277,6 +279,25 @@ def named_parameters(parts: Sequence[ModelPart], context: BuildContext) -> list[
     ]
 
 
+def _check_tokenizer(job: Job) -> None:
+    """Hold the tokenizer against that of the weights which the run will most likely begin with; on rank 0.
+
+    A checkpoint that turns out to be damaged says nothing here: an older one is looked at when it is resumed.
+
+    Raises:
+        ConfigError: it is another one.
+        CheckpointError: there are no weights to start from.
+    """
+    section = job.checkpoint
+    found = complete(job.folder / "checkpoints") if section.enabled and section.goes_on else []
+    path = found[-1] if found else None
+    if path is None and section.init_from:
+        path = find_weights(section.init_from, "checkpoint.init_from")
+    with suppress(CheckpointError) if found else nullcontext():
+        if path is not None:
+            check_tokenizer(path, job.tokenizer, change=section.change_tokenizer)
+
+
 def _restore(
     core: Core, fingerprint: str, copies: Mapping[str, bytes], lock: FolderLock
 ) -> tuple[Checkpointer | None, dict[str, Any]]:
@@ -325,13 +346,7 @@ def _first_weights(job: Job, rank: Rank, parts: Sequence[ModelPart]) -> str:
     if not given:
         return f"new, seed {job.run.seed}"
     ranks = Ranks(rank.number, rank.world_size)
-
-    def found() -> Path:
-        path = find_weights(given, "checkpoint.init_from")
-        check_tokenizer(path, job.tokenizer, change=job.checkpoint.change_tokenizer)
-        return path
-
-    path = from_first(found, rank)
+    path = ranks.first(lambda: find_weights(given, "checkpoint.init_from"))
     load_weights(path, job.model, parts, ranks)
     return f"from {'HF folder' if is_hf(path) else 'checkpoint'} {path}"
 

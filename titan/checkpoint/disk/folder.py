@@ -268,15 +268,15 @@ def _tell_left(path: Path, error: OSError) -> None:
 
 def write_copies(path: Path, copies: Mapping[str, bytes]) -> list[str]:
     """Write copies of the tokenizer's files and see them onto the disk; returns their names in the manifest."""
-    if copies:
-        (path / TOKENIZER).mkdir()
     for name, content in copies.items():
-        with (path / TOKENIZER / name).open("wb") as file:
+        copy = path / TOKENIZER / name
+        copy.parent.mkdir(parents=True, exist_ok=True)
+        with copy.open("wb") as file:
             file.write(content)
             file.flush()
             os.fsync(file.fileno())
-    if copies:
-        sync_folder(path / TOKENIZER)
+    for folder in sorted({(path / TOKENIZER / name).parent for name in copies} | {path / TOKENIZER for _ in copies}):
+        sync_folder(folder)
     return [f"{TOKENIZER}/{name}" for name in copies]
 
 

@@ -25,7 +25,7 @@ TOKENIZER = "tokenizer"
 """Folder with copies of the tokenizer's files."""
 
 _DATA = re.compile(r"__\d{1,9}_\d{1,9}\.distcp", re.ASCII)
-_COPY = re.compile(rf"{TOKENIZER}/(?!\.{{1,2}}$)[^/\0]{{1,255}}")
+_COPY = re.compile(rf"{TOKENIZER}(/(?!\.{{1,2}}(/|$))[^/\0]{{1,255}}){{1,2}}")
 _HASH = re.compile(r"[0-9a-f]{64}", re.ASCII)
 _BLOCK = 4 << 20
 _SHOWN = 12
@@ -120,7 +120,8 @@ def wrong_sizes(path: Path, entries: Mapping[str, FileEntry]) -> dict[str, str]:
 def names_in(path: Path) -> list[str]:
     """Names, as in a manifest, of all that is in a checkpoint's folder."""
     files = [file for file in path.iterdir() if file.name != TOKENIZER or not file.is_dir()]
-    files += (path / TOKENIZER).iterdir() if (path / TOKENIZER).is_dir() else ()
+    below = (path / TOKENIZER).rglob("*") if (path / TOKENIZER).is_dir() else ()
+    files += (file for file in below if not file.is_dir() or not any(file.iterdir()))
     return sorted(file.relative_to(path).as_posix() for file in files)
 
 

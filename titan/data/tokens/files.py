@@ -157,12 +157,12 @@ def opened(path: Path) -> Iterator[IO[bytes]]:
     less from most, 2 GiB from `zstd --long=31`.
 
     Raises:
-        DataError: it cannot be opened, is empty, is cut short, is broken on the way or a Git LFS pointer; names the
-            file.
+        DataError: it cannot be opened, is compressed and empty, is cut short, is broken on the way or a Git LFS
+            pointer; names the file.
     """
     refuse_lfs_pointer(path)
     try:
-        if path.stat().st_size == 0:
+        if path.suffix in COMPRESSED and path.stat().st_size == 0:
             raise DataError(f"{path} is empty")
         with path.open("rb") as raw, _unpacked(raw, path) as file:
             yield file
@@ -260,6 +260,10 @@ def decoded(data: bytes, file: str, line: int = 0) -> str:
         DataError: it is not UTF-8; names the place and the byte, or tells that it is UTF-16 or UTF-32.
     """
     place = f"{file}:{line}" if line else file
+    whole = data.rstrip(b"\0")
+    if not line and len(data) - len(whole) > 3 and b"\0" not in whole:
+        then = "as after a crash or on a full disk: write the file again or delete them"
+        raise DataError(f"{place}: ends in {len(data) - len(whole):,} NUL bytes, {then}")
     if data.startswith(_MARKS) or b"\0" in data[:_HEAD_BYTES]:
         for encoding in ("UTF-32LE", "UTF-32BE", "UTF-16LE", "UTF-16BE"):
             head = data[:_HEAD_BYTES].decode(encoding, errors="replace")

@@ -38,8 +38,10 @@ def identify(tokenizer: Tokenizer) -> tuple[Identity, Mapping[str, bytes]]:
         PluginError: `Tokenizer.files` returned a name that is none of a file in one folder.
     """
     files = tokenizer.files()
-    if wrong := [name for name in files if "/" in name or name in ("", ".", "..")]:
-        what = f"files() returned the name {wrong[0]!r}; it must be that of a file, without a folder"
+    if wrong := [
+        name for name in files if not set(name.split("/", 1)).isdisjoint({"", ".", ".."}) or name.count("/") > 1
+    ]:
+        what = f"files() returned the name {wrong[0]!r}; it must be that of a file, in one folder at most"
         raise PluginError(f"tokenizer {tokenizer.name!r}: {what}")
     values = {option.key: getattr(tokenizer.config, option.field) for option in path_options(tokenizer)}
     paths = {key: Path(value).expanduser() for key, value in values.items() if value and isinstance(value, str)}
@@ -65,7 +67,7 @@ def shown(name: str, fingerprint: str) -> str:
 def require_same(tokenizer: Tokenizer, trained: Tokenizer, recorded: str, place: str) -> None:
     """Hold the tokenizer of a job against the one that some weights were trained with.
 
-    recorded: its fingerprint when they were saved; empty for a published model.  place: where the weights are, for the
+    recorded: its fingerprint when they were saved; empty where its files tell.  place: where the weights are, for the
     message.  Options that name no file, such as which token ends a document, may differ. Tokenizers of two plugins are
     the same if they give a text with every token of the vocabulary the same ids.
 
@@ -83,7 +85,7 @@ def require_same(tokenizer: Tokenizer, trained: Tokenizer, recorded: str, place:
     except DataError as error:
         raise another(tokenizer, f"with which it cannot be compared: {error}", place) from None
     if recorded not in ("", now):
-        changed = f"{shown(trained.name, recorded)}, of which plugin or files have changed since: {now[:16]} now"
+        changed = f"{shown(trained.name, recorded)}, whose plugin has changed since: {now[:16]} now"
         raise another(tokenizer, changed, place)
     if not same:
         raise another(tokenizer, shown(trained.name, now), place)

@@ -156,6 +156,8 @@ def _make(
 ) -> None:
     sweep(folder.parent)
     files, sizes = [content.file for content in contents], [content.mark.size for content in contents]
+    if empty := [content.file for content in contents if not content.mark.size]:
+        log.warning(f"dataset {dataset.name!r}: {len(empty):,} of {len(files):,} files are empty, as {empty[0]}")
     partial = unfinished(folder.parent)
     partial.mkdir()
     try:

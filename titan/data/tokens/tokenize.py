@@ -33,8 +33,8 @@ SHARD_TOKENS = 64 << 20
 WORTH_A_PROCESS = 8 << 20
 """Bytes of text that take longer to tokenize than a process takes to start."""
 
-SAMPLE_CHARACTERS = 16 << 10
-"""Of a document in the sample that is decoded again, the first so many characters are."""
+PIECE, PIECE_EVERY = 4 << 10, 64 << 10
+"""Of a long document in the sample that is decoded again, the first PIECE of each PIECE_EVERY characters are."""
 SAMPLE_FIRST, SAMPLE_EVERY = 16, 64
 """The first documents of a unit are in the sample, and of the others one in so many."""
 
@@ -252,8 +252,9 @@ def _looked_at(tokenizer: Tokenizer, documents: Iterator[Document], lost: Lost) 
     """The documents; a sample of them is decoded again, and what is lost counted."""
     for number, document in zip(count(), documents, strict=False):
         if number < SAMPLE_FIRST or number % SAMPLE_EVERY == 0:
-            start = Document(document.text[:SAMPLE_CHARACTERS], document.place)
-            lost.look(start.text, tokenizer.decode(encode_document(tokenizer, start)))
+            for at in range(0, len(document.text), PIECE_EVERY):
+                piece = Document(document.text[at : at + PIECE], document.place)
+                lost.look(piece.text, tokenizer.decode(encode_document(tokenizer, piece)))
         yield document
 
 
