@@ -44,6 +44,7 @@ def _saved(path: Path, tokenizer: Tokenizer, files: Mapping[str, Any]) -> None:
     path.mkdir(parents=True)
     tokenizer.save(str(path / "tokenizer.json"))
     for name, value in files.items():
+        (path / name).parent.mkdir(exist_ok=True)
         (path / name).write_text(value if isinstance(value, str) else json.dumps(value, indent=2))
 
 
@@ -52,7 +53,8 @@ def _llama(path: Path) -> Iterator[Any]:
     tokenizer = _byte_level(["<|begin|>", "<|end|>", "<|turn|>"])
     tokenizer.post_processor = processors.TemplateProcessing(single="<|begin|> $A", special_tokens=[("<|begin|>", 0)])
     about = {"tokenizer_class": "PreTrainedTokenizerFast", "bos_token": "<|begin|>", "eos_token": "<|end|>"}
-    _saved(path, tokenizer, {"tokenizer_config.json": about, "chat_template.jinja": "{{ messages }}"})
+    templates = {"chat_template.jinja": "{{ messages }}", "additional_chat_templates/rag.jinja": "{{ documents }}"}
+    _saved(path, tokenizer, {"tokenizer_config.json": about, **templates})
     kinds = {"bos_token_id": 0, "eos_token_id": [1, 2]}
     sizes = {**SIZES, "intermediate_size": 64, "num_key_value_heads": 2, "vocab_size": 300, "initializer_range": 0.3}
     config = transformers.LlamaConfig(**sizes, **kinds)

@@ -88,6 +88,11 @@ def test_a_new_run_needs_the_tokenizer_of_its_weights(
         assert code == 2 and f"is not the tokenizer of the weights in {weights}" in err
     assert call(capsys, *train, tmp_path / "hf", *words(changed), "--checkpoint.change_tokenizer", "true")[0] == 0
 
+    saved = (*train[:-3], "--checkpoint.init_from", tmp_path / "hf", *words(original), *SAVING, "--run.name", "gone")
+    assert call(capsys, *saved)[0] == 0
+    (tmp_path / "hf").rename(tmp_path / "elsewhere")
+    assert call(capsys, *saved, "--train.steps", 2)[0] == 0, "goes on without the folder it began with"
+
 
 def test_weights_of_the_built_in_ranks_do_not_take_a_file(
     run: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]

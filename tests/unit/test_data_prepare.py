@@ -20,6 +20,7 @@ from titan.data.tokens.prepare import prepare
 from titan.data.tokens.shards import open_shard
 from titan.data.tokens.tokenize import Lost
 from titan.errors import DataError
+from titan.log import log
 from titan.plugins.data.shards import Config as ShardsConfig
 from titan.plugins.data.shards import Shards
 from titan.plugins.tokenizers.bpe import Bpe
@@ -230,6 +231,11 @@ def test_what_a_tokenizer_loses_is_counted_and_limited(
     assert found == looked_at(cache / "threads", 3, 0.1), "the sample is the same"
     with pytest.raises(DataError, match=r"are lost: 'é' 2 times, '東' 1 times; use a tok.*set data.max_lost above 0.0"):
         looked_at(cache, 1, 0.001)
+    monkeypatch.setattr(tokenize, "PIECE", 2)
+    monkeypatch.setattr(tokenize, "PIECE_EVERY", 4)
+    (text / "5.txt").write_text("a" * 8 + "é" * 4)
+    assert looked_at(cache / "long", 1, 0.1).lost == 4, "the first two of each four characters"
+    (text / "5.txt").write_text("a\n" * 9 + "é\n")
     monkeypatch.setattr(tokenize, "SAMPLE_FIRST", 2)
     assert looked_at(cache / "other", 1, 0.0).lost == 0, "that document is not in the sample"
 
@@ -238,6 +244,17 @@ def test_a_text_without_ids_is_named_by_its_place(text: Path, cache: Path) -> No
     (text / "3.txt").write_text("a\n~\n")
     with pytest.raises(DataError, match=r"3\.txt: ~ has no ids"):
         prepare(lines(text), Letters(ByteConfig()), cache=cache, workers=2, progress=False)
+
+
+def test_empty_files_are_counted_and_passed_over(
+    text: Path, cache: Path, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    whole = text_of(made(lines(text), cache))
+    (text / "0.txt").with_name("empty.txt").touch()
+    (text / "also.txt").touch()
+    monkeypatch.setattr(log, "propagate", True)
+    assert text_of(made(lines(text), cache)) == whole
+    assert "dataset 'lines': 2 of 8 files are empty, as " in caplog.text
 
 
 def test_no_text_at_all_is_an_error(text: Path, cache: Path) -> None:
