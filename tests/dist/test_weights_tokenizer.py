@@ -113,6 +113,11 @@ def test_weights_of_the_built_in_ranks_do_not_take_a_file(
     reseal(checkpoint)
     code, _, err = call(capsys, *read)
     assert code == 2 and "fingerprint 0000000000000000, whose plugin has changed since" in err
+    state["rest"]["tokenizer"]["name"] = state["rest"]["config"]["tokenizer"]["name"] = "gone"
+    (checkpoint / "state.json").write_text(json.dumps(state))
+    reseal(checkpoint)
+    code, _, err = call(capsys, *read, "--tokenizer.name", "byte")
+    assert code == 2 and "'gone' with fingerprint 0000000000000000; use that one" in err
 
 
 def test_names_of_files_may_begin_with_a_dot(run: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

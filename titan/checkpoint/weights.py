@@ -172,6 +172,8 @@ def _compare(path: Path, tokenizer: Tokenizer, stored: Identity | None) -> None:
         if stored["copies"] is None:
             raise identity.another(tokenizer, identity.shown(stored["name"], stored["fingerprint"]), str(path))
     trained = made_tokenizer(path)
+    if trained is None and stored is not None:
+        raise identity.another(tokenizer, identity.shown(stored["name"], stored["fingerprint"]), str(path))
     if trained is None:
         warn_once(f"{path} holds no tokenizer that a plugin reads; {tokenizer.name!r} is not compared with it")
         return

@@ -38,9 +38,7 @@ def identify(tokenizer: Tokenizer) -> tuple[Identity, Mapping[str, bytes]]:
         PluginError: `Tokenizer.files` returned a name that is none of a file in one folder.
     """
     files = tokenizer.files()
-    if wrong := [
-        name for name in files if not set(name.split("/", 1)).isdisjoint({"", ".", ".."}) or name.count("/") > 1
-    ]:
+    if wrong := [name for name in files if name.count("/") > 1 or {"", ".", ".."} & {*name.split("/")}]:
         what = f"files() returned the name {wrong[0]!r}; it must be that of a file, in one folder at most"
         raise PluginError(f"tokenizer {tokenizer.name!r}: {what}")
     values = {option.key: getattr(tokenizer.config, option.field) for option in path_options(tokenizer)}
