@@ -54,6 +54,7 @@ class Stored:
 @contextmanager
 def _opened(path: Path) -> Iterator[Any]:
     try:
+        path.open("rb").close()  # safetensors calls what may not be read absent
         with safe_open(path, framework="pt") as file:
             yield file
     except (SafetensorError, OSError) as error:
