@@ -160,3 +160,17 @@ def test_another_tokenizer_does_not_come_with_the_files_of_the_former(
     assert report["not_carried_over"] == ["README.md", "special_tokens_map.json", "vocab.txt"]
     assert transformers.AutoTokenizer.from_pretrained(out).eos_token_id == 1
     assert transformers.AutoModelForCausalLM.from_pretrained(out).generation_config.eos_token_id == 1
+    assert json.loads((out / "config.json").read_text())["eos_token_id"] == 1
+
+
+def test_another_end_is_written_wherever_transformers_looks(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    published = folder("llama", tmp_path)
+    words = ["convert", "--from", str(published), "--format", "hf", "--tokenizer.end", "<|begin|>", "--output"]
+    printed([*words, str(tmp_path / "both")], capsys)
+    (published / "generation_config.json").unlink()
+    printed([*words, str(tmp_path / "config")], capsys)
+    for name in ("both", "config"):
+        path = tmp_path / name
+        assert transformers.AutoTokenizer.from_pretrained(path).eos_token_id == 0
+        assert json.loads((path / "config.json").read_text())["eos_token_id"] == [0, 1, 2]
+        assert 0 in transformers.AutoModelForCausalLM.from_pretrained(path).generation_config.eos_token_id

@@ -29,7 +29,7 @@ from titan.checkpoint.state import Snapshot
 from titan.checkpoint.weights import is_trained, made_tokenizer, refuse_technique
 from titan.data.tokens.files import leads_outside
 from titan.data.tokens.identity import identify
-from titan.errors import CheckpointError, ConfigError, refuse_lfs_pointer
+from titan.errors import CheckpointError, ConfigError, DataError, refuse_lfs_pointer
 from titan.log import log
 
 if TYPE_CHECKING:
@@ -193,22 +193,32 @@ def _companions(
     """
     carried, left = _beside(source)
     passed_on = dict(tokenizer.hf_files() or {})
-    former = made_tokenizer(source) if carried and source is not None else None
-    other = sorted((former.files() if former else {}).keys() - passed_on.keys() - {HF_CONFIG})  # of another tokenizer
+    former = made_tokenizer(source) if source is not None else None
+    formers = former.files() if former is not None else {}
+    same = former is None or formers == tokenizer.files()
+    other = sorted(carried.keys() & formers.keys() - passed_on.keys() - {HF_CONFIG})
     files: dict[str, Content] = {name: content for name, content in carried.items() if name not in other}
     files |= passed_on
     trained = source is not None and is_trained(source)
     if trained and tokenizer.delimiters.before:
         ids = ", ".join(map(str, tokenizer.delimiters.before))
         log.warning(f"the weights were trained without the ids ({ids}) that transformers and lm-eval put before a text")
-    ends = [tokenizer.end] if trained or other else []
+    ends = [tokenizer.end] if trained or not same or _other_end(former, tokenizer) else []
     widest = max(dtypes, key=lambda one: one.itemsize)
     words, own = [*map(_word, dtypes)], {**config, "torch_dtype": _word(widest)}
     published = carried.get(HF_CONFIG, passed_on.get(HF_CONFIG))
-    files[HF_CONFIG] = _config_json(published, own, model, words, ends, keep_ids=not other)
+    files[HF_CONFIG] = _config_json(published, own, model, words, ends, keep_ids=same)
     if trained and (generation := files.get(GENERATION)) is not None:
         files[GENERATION] = _ending(generation, ends)
     return files, sorted({*left, *other})
+
+
+def _other_end(former: Tokenizer | None, tokenizer: Tokenizer) -> bool:
+    """Whether documents end in another way than the tokenizer of the weights says, which may say nothing."""
+    try:
+        return former is not None and former.config != tokenizer.config and former.end != tokenizer.end
+    except DataError:
+        return True
 
 
 def _beside(source: Path | None) -> tuple[dict[str, bytes], list[str]]:
