@@ -56,7 +56,7 @@ def held(folder: Path) -> dict[str, Any]:
     return json.loads((folder / "lock.json").read_text())
 
 
-def left_by(folder: Path, **holder: Any) -> None:
+def left_by(folder: Path, /, **holder: Any) -> None:
     """A lock whose holder has not let go of it."""
     lock = FolderLock(folder)
     lock._me |= holder
@@ -169,6 +169,58 @@ def test_a_file_system_that_hangs_is_no_sign_of_death(tmp_path: Path, slept: lis
     there.take()
     slept += [lambda: clock.append(1e6), there.check]  # no clock is asked how long it was
     with pytest.raises(FolderError):
+        FolderLock(tmp_path).take()
+
+
+# --- a copy of the folder of a run ------------------------------------------------------------------------------------
+
+
+@linux
+@pytest.mark.parametrize("links", [False, True])
+def test_a_copy_of_a_live_run_is_free_at_once(
+    links: bool, tmp_path: Path, told: list[str], slept: list[Callable[[], Any]]
+) -> None:
+    """`cp -r`, and `cp -al`, whose lock is the very file of the original."""
+    slept.append(lambda: pytest.fail("nobody is waited for"))
+    first, copy = FolderLock(tmp_path / "run"), FolderLock(tmp_path / "copy")
+    first.take()
+    shutil.copytree(tmp_path / "run", tmp_path / "copy", copy_function=os.link if links else shutil.copy2)
+    copy.take()
+    assert told == [
+        f"{tmp_path / 'copy' / 'lock.json'} came with a copy of {tmp_path / 'run'}, which "
+        f"{locks._words(first._me)} holds; taking the lock over"
+    ]
+    for lock in (first, copy):
+        lock.check()
+        assert held(lock.folder)["folder"] == str(lock.folder)
+    copy.release()
+    assert names(tmp_path / "run") == ["lock.json"] and names(tmp_path / "copy") == []
+
+
+@linux
+@pytest.mark.parametrize("kept", [False, True])
+def test_a_copy_whose_original_is_not_seen_is_watched(
+    kept: bool, tmp_path: Path, slept: list[Callable[[], Any]]
+) -> None:
+    """The named folder is gone, or another run's by now; a lock that is renewed is of a run that sees this folder."""
+    left_by(tmp_path, folder=str(tmp_path / "original"))
+    if kept:
+        (tmp_path / "original").mkdir()
+        left_by(tmp_path / "original")
+    slept += [lambda: None] * 45
+    FolderLock(tmp_path).take()
+    assert slept == []
+
+
+@linux
+def test_one_folder_by_two_names_is_in_use(tmp_path: Path) -> None:
+    FolderLock(tmp_path).take()
+    (tmp_path / "again").symlink_to(tmp_path)
+    with pytest.raises(FolderError, match="is in use by another run"):
+        FolderLock(tmp_path / "again").take()
+    moved = json.loads((tmp_path / "lock.json").read_text()) | {"folder": str(tmp_path / "again")}  # as mounted there
+    (tmp_path / "lock.json").write_text(json.dumps(moved))
+    with pytest.raises(FolderError, match="is in use by another run"):
         FolderLock(tmp_path).take()
 
 

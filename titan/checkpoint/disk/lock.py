@@ -6,6 +6,8 @@ machine is compared with that of another. A start that finds a lock judges its h
 
 - One on this machine is alive if that process is: the same boot, pid namespace, pid and time of start.
 - Any other one is watched for `WATCH_S`: it is alive if the lock changes meanwhile.
+- A lock that names another folder came with a copy of that folder. It holds nothing where its original is seen there;
+  else it is watched.
 
 A live one refuses the start. A dead one is renamed aside, held against what was judged (of two starts one does that
 first), and removed. The count is written in place, into the file that was opened under the name and read: a holder that
@@ -50,7 +52,7 @@ ALONE_S = WATCH_S - BEAT_S
 LOOK_S = 1.0
 """Between two looks at a lock that is watched. Looks are counted, so that a file system that hangs stops the watch."""
 
-_LARGEST = 4096
+_LARGEST = 16384
 _ASIDE = re.compile(re.escape(LOCK) + r"\.[0-9a-f]{8}", re.ASCII)
 _NO_LINKS = {errno.EPERM, errno.ENOSYS, errno.EOPNOTSUPP, errno.ENOTSUP, errno.EMLINK}
 """What a file system without hard links answers."""
@@ -63,7 +65,7 @@ class FolderLock:
 
     def __init__(self, folder: Path) -> None:
         self.folder, self.path = folder, folder / LOCK
-        self._me = {**_this_process(), "token": secrets.token_hex(16)}
+        self._me = {**_this_process(), "folder": os.path.realpath(folder), "token": secrets.token_hex(16)}
         self._count, self._counted = 0, 0.0
         self._lost = ""
         self._renewing, self._done = Mutex(), Event()
@@ -92,7 +94,7 @@ class FolderLock:
         self._heart = Thread(target=self._beat, name="lock", daemon=True)
         self._heart.start()
         if left is not None:
-            log.info(f"{self.path} was left by {_words(_holder(left))}, which has ended; taking the lock over")
+            log.info(f"{self.path} {self._left_by(_holder(left))}; taking the lock over")
         self._sweep()
 
     def check(self) -> None:
@@ -190,7 +192,7 @@ class FolderLock:
             FolderError: it is alive.
         """
         holder = _holder(found)
-        alive = _is_alive(holder)
+        alive = self._is_alive_here(holder)
         if alive is None:
             now = self._watch(found, holder)
             if now is None or _holder(now).get("token") != holder.get("token"):
@@ -202,6 +204,25 @@ class FolderLock:
                 "another --run.name"
             )
         return True
+
+    def _is_alive_here(self, holder: Mapping[str, Any]) -> bool | None:
+        """Whether a holder is alive, and of this folder; None where that cannot be seen."""
+        alive, named = _is_alive(holder), str(holder.get("folder", self._me["folder"]))
+        if alive is False or named == self._me["folder"]:
+            return alive
+        try:
+            if os.path.samefile(named, self.folder):
+                return alive
+            original = _holder(Path(named, LOCK).read_bytes())
+        except (OSError, ValueError):
+            return None  # moved meanwhile, or not to be seen from here
+        return False if original.get("token") == holder.get("token") else None
+
+    def _left_by(self, holder: Mapping[str, Any]) -> str:
+        named = holder.get("folder", self._me["folder"])
+        if named != self._me["folder"] and _is_alive(holder):
+            return f"came with a copy of {named}, which {_words(holder)} holds"
+        return f"was left by {_words(holder)}, which has ended"
 
     def _watch(self, found: bytes, holder: Mapping[str, Any]) -> bytes | None:
         """The lock when it changes, or as it stands after `WATCH_S`."""
