@@ -6,14 +6,17 @@ the number of layers. Hooks of data parallelism stay outside of the graph. Worth
 Limits: modes that capture CUDA graphs are refused where parameters move, as under sharded data parallelism.
 """
 
+import os
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, replace
+from pathlib import Path
 from typing import Any, Literal
 
 import torch
 
 from titan.contracts import BuildContext, Costs, Fact, Job, ModelPart, ModelSpec, Technique, option, register
 from titan.contracts.base.options import did_you_mean
+from titan.paths import check_python, check_writable, temporary_folder
 
 BACKENDS = ("inductor", "aot_eager", "eager")
 """Known without asking the compiler, whose import takes a second."""
@@ -69,7 +72,15 @@ class Compile(Technique):
         return replace(costs, fused=True)
 
     def apply(self, part: ModelPart, context: BuildContext) -> None:
-        """Wrap the forward of each block of this model part in torch.compile."""
+        """Wrap the forward of each block of this model part in torch.compile.
+
+        Raises:
+            ConfigError: PyTorch's compiler can start no process, or keep nothing.
+        """
+        if self.config.backend == "inductor":
+            check_python()
+            named = os.environ.get("TORCHINDUCTOR_CACHE_DIR")
+            check_writable(Path(named) if named else temporary_folder(), "TORCHINDUCTOR_CACHE_DIR")
         for name, _ in part.layers(context.spec):
             part.wrap_forward(name, "compile", self._compile)
 

@@ -6,21 +6,21 @@ import importlib
 import pkgutil
 import re
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from types import ModuleType
-from typing import NoReturn
+from typing import Any, NoReturn
 
 import titan.commands
 from titan import __version__, launch
-from titan.contracts.base.options import did_you_mean
+from titan.contracts.base.options import did_you_mean, options_of
 from titan.errors import (
     EXIT_FAILED,
     EXIT_WRONG_INPUT,
     TRACEBACK_FLAG,
     ConfigError,
     ConfigIssue,
-    ResourceError,
     TitanError,
+    by_errno,
     let_go,
     report,
     say,
@@ -28,6 +28,7 @@ from titan.errors import (
     take_traceback_flag,
     warn_once,
 )
+from titan.paths import told
 
 TRAIN = "train"
 OVERRIDE = re.compile(r"--[^\s.=]+(\.[^\s.=]+)+(=|$)")
@@ -35,7 +36,10 @@ OVERRIDE = re.compile(r"--[^\s.=]+(\.[^\s.=]+)+(=|$)")
 
 
 class _Parser(argparse.ArgumentParser):
-    """Says what is wrong in one line, without the usage."""
+    """Says what is wrong in one line, without the usage. Flags are to be written out."""
+
+    def __init__(self, *args: Any, **options: Any) -> None:
+        super().__init__(*args, **{**options, "allow_abbrev": False})
 
     def error(self, message: str) -> NoReturn:
         say(f"{self.prog}: error: {message}; see {self.prog} --help")
@@ -68,16 +72,11 @@ def main(argv: Sequence[str] | None = None) -> int:
     try:
         former = getattr(commands.get(asked), "FORMER_FLAGS", {})
         own = _present_flags(own, former)
+        _refuse_unknown_flags(own, subparsers.choices.get(asked, parser), former)
         args, rest = parser.parse_known_args(own)
         args.overrides = overrides
-        if rest and hasattr(args, "takes_overrides"):
-            hint = _nearest_flag(rest[0], subparsers.choices[asked], former)
-            raise ConfigError([ConfigIssue("command line", f"{rest[0]}: expected --table.key value{hint}")])
-        if (rest or overrides) and not hasattr(args, "takes_overrides"):
-            word = (rest or overrides)[0]
-            hint = _nearest_flag(word, subparsers.choices[asked], former)
-            what = f"{word}: titan {args.command} takes no such argument{hint}"
-            raise ConfigError([ConfigIssue("command line", what)])
+        if unknown := rest if hasattr(args, "takes_overrides") else [*rest, *overrides]:
+            _refuse(unknown[0], subparsers.choices[asked], former)
         code: int = commands[args.command].run(args)
         sys.stdout.flush()
         return code
@@ -89,8 +88,9 @@ def main(argv: Sequence[str] | None = None) -> int:
         return EXIT_FAILED
     except OSError as error:
         let_go(sys.stdout)  # or what is left in its buffer would be tried again at the end
-        report(ResourceError(f"{error.filename or 'the output'}: {error.strerror}"))
-        return EXIT_FAILED
+        wrong = by_errno(error, ConfigError(told(error, "the output")))
+        report(wrong)
+        return wrong.exit_code
 
 
 def _without_overrides(words: Sequence[str]) -> tuple[list[str], list[str]]:
@@ -125,10 +125,45 @@ def _present_flags(words: Sequence[str], former: Mapping[str, str]) -> list[str]
     return found
 
 
-def _nearest_flag(word: str, parser: argparse.ArgumentParser, former: Mapping[str, str]) -> str:
-    """` (did you mean --flag?)`; empty where no flag of the command is near, nor any that it had before."""
-    near = difflib.get_close_matches(word.partition("=")[0], [*parser._option_string_actions, *former], n=1)
-    return f" (did you mean {former.get(near[0], near[0])}?)" if near else ""
+def _refuse_unknown_flags(words: Sequence[str], parser: argparse.ArgumentParser, former: Mapping[str, str]) -> None:
+    """Refuse a misspelt flag, before argparse says that the right one is missing. parser: of the command."""
+    known = {*_flags(parser), TRACEBACK_FLAG, "--"}
+    for word in words:
+        if word.startswith("--") and word.partition("=")[0] not in known:
+            _refuse(word, parser, former)
+
+
+def _refuse(word: str, parser: argparse.ArgumentParser, former: Mapping[str, str]) -> NoReturn:
+    overridable = parser.get_default("takes_overrides")
+    what = "expected --table.key value" if overridable else f"{parser.prog} takes no such argument"
+    flag = word.partition("=")[0]
+    near = difflib.get_close_matches(flag, [*_flags(parser), *former], n=1)
+    near = (overridable and _keys(word)) or [former.get(name, name) for name in near]
+    hint = f" (did you mean {' or '.join(near)}?)" if near else ""
+    raise ConfigError([ConfigIssue("command line", f"{word}: {what}{hint}")])
+
+
+def _flags(parser: argparse.ArgumentParser) -> Iterator[str]:
+    """The flags of a command and of the actions below it."""
+    yield from parser._option_string_actions
+    for action in parser._actions:
+        if isinstance(action, argparse._SubParsersAction):
+            for below in action.choices.values():
+                yield from _flags(below)
+
+
+def _keys(word: str) -> list[str]:
+    """What a word may mean for a job: a file, or three keys at most, such as `--train.steps` for `--steps`."""
+    if word.endswith(".toml"):
+        return [f"--config {word}"]
+    from titan.config import load_job
+    from titan.config.sections import declared_tables
+
+    words = [part for part in re.split(r"[-_.]", word.partition("=")[0]) if part]
+    tables = declared_tables(load_job(None).table)
+    every = [".".join(map(str, (*path, each.key))) for path, config in tables for each in options_of(config)]
+    keys = [key for key in every if re.split(r"[_.]", key)[-len(words) :] == words]
+    return [f"--{key}" for key in sorted(keys, key=len)[:3]]
 
 
 def _commands(asked: str) -> dict[str, ModuleType]:

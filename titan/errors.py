@@ -1,6 +1,7 @@
 """Errors that a user can act on. Each carries the exit code of the command."""
 
 import errno
+import io
 import os
 import re
 import shlex
@@ -66,11 +67,21 @@ class PluginError(TitanError):
 
 
 class CheckpointError(TitanError):
-    """A checkpoint that cannot be written or found, or that is damaged or invalid."""
+    """A path that leads to no weights, or to damaged or invalid ones, or to those of another model."""
+
+    exit_code = EXIT_WRONG_INPUT
 
 
 class UnreadableError(CheckpointError):
     """A checkpoint that the file system cannot read now. It may be intact, so no older one is used instead."""
+
+    exit_code = EXIT_FAILED
+
+
+class SaveError(CheckpointError):
+    """A checkpoint that could not be written; the next start may have more luck."""
+
+    exit_code = EXIT_FAILED
 
 
 class FolderError(TitanError):
@@ -183,10 +194,13 @@ def is_shown() -> bool:
 
 def stand_in_for_closed() -> None:
     """Give stdin, stdout and stderr that were closed somewhere to go. To be called first: a file opened later would get
-    their numbers, and with them what native code writes there."""
+    their numbers, and with them what native code writes there. Characters that stdout cannot have are written as
+    `\\xe4`, as on stderr."""
     for name, mode in (("stdin", "r"), ("stdout", "w"), ("stderr", "w")):
         if getattr(sys, name) is None:
             setattr(sys, name, open(os.devnull, mode, encoding="utf-8"))  # noqa: SIM115
+    if isinstance(sys.stdout, io.TextIOWrapper):
+        sys.stdout.reconfigure(errors="backslashreplace")
 
 
 def let_go(stream: TextIO) -> None:

@@ -13,7 +13,7 @@ from typing import Any
 
 from titan import log
 from titan.checkpoint.disk.folder import step_folder
-from titan.config import Job, load_job, said_twice, split_arguments, without_effect
+from titan.config import Job, load_job, said_of, split_arguments, without_effect
 from titan.contracts.base.cost import PredictedStep
 from titan.contracts.base.options import as_table, options_of
 from titan.device import device_name, total_gib
@@ -21,15 +21,17 @@ from titan.errors import (
     EXIT_DONE,
     EXIT_FAILED,
     EXIT_PREEMPTED,
+    ConfigError,
     PreemptedError,
     TitanError,
     stand_in_for_closed,
     take_traceback_flag,
 )
 from titan.inference import generation
+from titan.paths import expanded
 from titan.planner.machine.cluster import DeviceMemory
-from titan.planner.machine.host import check_this_machine
-from titan.planner.search.unset_options import choose, kept_on_host_gib, with_options
+from titan.planner.machine.host import OFFLOADED, check_this_machine
+from titan.planner.search.unset_options import choose, least_gib, with_options
 from titan.ranks import failure, process, watchdog
 from titan.ranks.launch_env import launched_world_size
 from titan.ranks.meeting import signals
@@ -37,6 +39,8 @@ from titan.ranks.turns import from_first, together
 from titan.training import build, trainer, validation
 from titan.training.engine import weights_to_use
 from titan.usage import USAGE
+
+STATE = "weights, gradients and the optimizer's state"
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -72,7 +76,7 @@ def _built(words: list[str], rank: int) -> build.Run:
     job = load_job(path, overrides, launched_world_size())
     me = process.join(job)
     log.set_up(rank)
-    for sentence in said_twice(path, overrides):
+    for sentence in said_of(path, overrides):
         log.log.info(sentence)
     job = _settled(job, me)
     run = build.build(job, me, partial(_predicted, job, me))
@@ -92,19 +96,33 @@ def _settled(job: Job, me: process.Rank) -> Job:
     job = with_options(job, values)
     for sentence in sentences:
         log.log.info(sentence)
-    ranks = int(os.environ.get("LOCAL_WORLD_SIZE", 1))  # not every launcher says: then at least this one
-    if gib := kept_on_host_gib(job):
-        together(lambda: check_this_machine(gib, ranks), me, job.comm.init_timeout_s)
+    together(lambda: _refuse_what_cannot_fit(job, me, least), me, job.comm.init_timeout_s)
     return job
+
+
+def _refuse_what_cannot_fit(job: Job, me: process.Rank, device_gib: float | None) -> None:
+    """Before a model is built that takes minutes to fill the memory."""
+    on_device, on_host = least_gib(job)
+    ranks = int(os.environ.get("LOCAL_WORLD_SIZE", 1))  # not every launcher says: then at least this one
+    if me.device.type == "cpu":
+        check_this_machine(on_device + on_host, ranks, f"{STATE} take")
+        return
+    if device_gib is not None and on_device > device_gib:
+        what = f"{STATE} take {on_device:.4g} GiB on a rank, but its device has {device_gib:.4g} GiB"
+        raise ConfigError(f"{what}; shard over more ranks, or use a smaller model")
+    check_this_machine(on_host, ranks, OFFLOADED)
 
 
 def _run(run: build.Run) -> int:
     job = run.job
     _greet(run)
-    asked = trainer.train(run)
+    first, asked = run.step, trainer.train(run)
     if run.step < job.train.steps:
         return _end_early(run, asked)
-    if job.run.sample_prompt and not asked:
+    if first == run.step:
+        what = f"nothing is left to do: the run is at step {first}, and train.steps = {job.train.steps}"
+        log.log.info(f"{what}; to train on, set train.steps above {first}")
+    elif job.run.sample_prompt and not asked:
         with weights_to_use(run.optimizer):
             text = generation.sample(run.context, run.engine, job.run.sample_prompt, job.run.seed)
         log.log.info(f"\nsample after step {run.step}:\n{job.run.sample_prompt}{text}\n")
@@ -174,7 +192,7 @@ def _part(run: build.Run) -> None:
         curves = [*program("tensorboard", "tensorboard.main"), "--logdir", str(folder.parent.resolve())]
         log.log.info(f"curves       {shlex.join(curves)}")
     if run.checkpointer is not None:
-        log.log.info(f"resume       the same command with --train.steps {2 * job.train.steps}")
+        log.log.info(f"resume       the same command with --train.steps {2 * run.step}")
         log.log.info(f"generate     {generation_command(job)}")
         log.log.info(f"evaluate     {evaluation_command(job)}")
 
@@ -210,7 +228,7 @@ def program(name: str, module: str) -> list[str]:
 def _titan(command: str, job: Job) -> list[str]:
     """The first words of a command on a run: its model, and the plugins of one's own that the model may need."""
     words = [*program("titan", "titan.cli"), command, "--checkpoint", str(job.folder.resolve())]
-    folders = [str(Path(folder).expanduser().resolve()) for folder in job.table["plugins"]["path"]]
+    folders = [str(expanded(folder, "[plugins] path").resolve()) for folder in job.table["plugins"]["path"]]
     return [*words, *(("--plugins.path", json.dumps(folders)) if folders else ())]
 
 
@@ -218,7 +236,7 @@ def _placed(value: Any) -> Any:
     """A path, or each of a list, from the root where it leads somewhere from here."""
     if not isinstance(value, str):
         return [_placed(each) for each in value] if isinstance(value, list) else value
-    path = Path(value).expanduser()
+    path = expanded(value, "data.path")
     return str(path.absolute()) if path.exists() or glob.glob(str(path), recursive=True) else value
 
 

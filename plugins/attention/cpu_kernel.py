@@ -51,6 +51,9 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, library
 
+from titan.errors import ConfigError
+from titan.paths import expanded, temporary_folder, told
+
 _log = logging.getLogger("titan.attention")
 
 _FOLDER = Path(__file__).parent
@@ -128,12 +131,12 @@ def _library(dtype: torch.dtype) -> ctypes.CDLL | str:
     try:
         if lacking := _lacking(_FEATURES[dtype]):
             raise _AbsentError(f"this CPU lacks {', '.join(lacking)}")
-        build, cache = _build(dtype), _cache()
+        build = _build(dtype)
         try:
-            return _opened(build, cache)
-        except OSError as error:
-            return _opened_elsewhere(build, cache, error)
-    except _AbsentError as error:
+            return _opened(build, _cache())
+        except (ConfigError, OSError) as error:
+            return _opened_elsewhere(build, error)
+    except (_AbsentError, ConfigError) as error:
         return str(error)
 
 
@@ -154,18 +157,13 @@ def _build(dtype: torch.dtype) -> _Build:
 def _cache() -> Path:
     """Where compiled kernels are kept. The XDG rule ignores a path that is not absolute."""
     named = Path(os.environ.get("XDG_CACHE_HOME", ""))
-    return (named if named.is_absolute() else Path.home() / ".cache") / "titan" / "kernels"
+    return (named if named.is_absolute() else expanded("~/.cache", "XDG_CACHE_HOME")) / "titan" / "kernels"
 
 
-def _opened_elsewhere(build: _Build, cache: Path, error: OSError) -> ctypes.CDLL:
-    """The library from a temporary folder, where the cache cannot be written, as in a read-only home."""
-    at = f" ({error.filename})" if error.filename else ""
-    why = f"the kernel cannot be kept in {cache}: {error.strerror or error}{at}"
-    try:
-        temporary = Path(tempfile.gettempdir())
-    except FileNotFoundError as second:
-        raise _AbsentError(f"{why}; nor elsewhere: {second.strerror}; set XDG_CACHE_HOME") from None
-    folder = temporary / f"titan-kernels-{os.getuid()}"
+def _opened_elsewhere(build: _Build, error: OSError | ConfigError) -> ctypes.CDLL:
+    """The library from a temporary folder, where there is no cache or it cannot be written, as in a read-only home."""
+    why = f"the kernel cannot be kept: {told(error, 'the cache') if isinstance(error, OSError) else error}"
+    folder = temporary_folder() / f"titan-kernels-{os.getuid()}"
     try:
         folder.mkdir(mode=0o700, exist_ok=True)
         found = folder.lstat()

@@ -18,6 +18,7 @@ from typing import Any
 from titan.contracts import Tokenizer, option, register
 from titan.data.tokens.bytepairs import PATTERN, BytePairs, published_family, read_ranks
 from titan.errors import DataError
+from titan.paths import expanded
 
 BUILT_IN = Path(__file__).with_name("bpe4096.tiktoken")
 END = "<|end|>"
@@ -42,7 +43,7 @@ class Bpe(Tokenizer):
 
     @cached_property
     def _pairs(self) -> BytePairs:
-        ranks = read_ranks(Path(self.config.path).expanduser() if self.config.path else BUILT_IN)
+        ranks = read_ranks(expanded(self.config.path, "tokenizer.path") if self.config.path else BUILT_IN)
         if family := published_family(ranks):
             what = f"has the ranks of {family}, which have a split pattern and an end of their own"
             raise DataError(f"{self.config.path} {what}; set tokenizer.name to a reader of published rank files")

@@ -32,6 +32,7 @@ from typing import TYPE_CHECKING, Any
 from titan.contracts import REQUIRED, Delimiters, Tokenizer, option, register
 from titan.data.tokens.files import leads_outside
 from titan.errors import DataError, MissingPackageError, by_errno, install, refuse_lfs_pointer, warn_once
+from titan.paths import expanded
 
 if TYPE_CHECKING:
     import tokenizers
@@ -72,7 +73,7 @@ class Hf(Tokenizer):
 
     @cached_property
     def _file(self) -> Path:
-        path = Path(self.config.path).expanduser()
+        path = expanded(self.config.path, "tokenizer.path")
         return path / TOKENIZER if path.is_dir() else path
 
     @cached_property

@@ -19,12 +19,12 @@ Limit: no begin-of-text id is put before a document.
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
-from pathlib import Path
 from typing import Any, Literal
 
 from titan.contracts import REQUIRED, Tokenizer, option, register
 from titan.data.tokens.bytepairs import PUBLISHED, BytePairs, published_family, read_ranks
 from titan.errors import DataError
+from titan.paths import expanded
 
 
 @dataclass(frozen=True)
@@ -94,7 +94,7 @@ class Tiktoken(Tokenizer):
 
     @cached_property
     def _pairs(self) -> BytePairs:
-        ranks = read_ranks(Path(self.config.path).expanduser())
+        ranks = read_ranks(expanded(self.config.path, "tokenizer.path"))
         family = FAMILIES[_family(self.config.path, self.config.pattern, ranks)]
         specials = {name: len(ranks) + offset for name, offset in family.specials.items()}
         return BytePairs(ranks, pattern=family.pattern, specials=specials, end=family.end)

@@ -43,7 +43,7 @@ class Jsonl(Tracker):
         path = info.folder / "metrics.jsonl"
         if path.exists():
             _drop_beyond(path, info.start_step)
-        self._file = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o644)
+        self._file = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o666)  # less the umask
         self._whole, self._torn = os.fstat(self._file).st_size, False
 
     def log(self, row: Row) -> None:

@@ -18,7 +18,9 @@ from titan.training import build
 
 
 def _content(folder: Path) -> dict[str, bytes]:
-    files = {path for path in folder.rglob("*") if path.is_file() and path.suffix != ".log"}
+    """But for the lock, which counts."""
+    files = [path for path in folder.rglob("*") if path.is_file() and path.suffix != ".log"]
+    files = [path for path in files if path.name != "lock.json"]
     return {str(path.relative_to(folder)): path.read_bytes() for path in files}
 
 
@@ -46,6 +48,26 @@ def test_a_second_start_leaves_the_first_alone(
     first.release()
     assert run_ranks(train.main, ranks, _words(tmp_path, *mesh, "--train.steps", "1"), init=False) == [0] * ranks
     assert not (run / "lock.json").exists() and not list(run.rglob("*.tmp"))
+
+
+def for_a_group(words: list[str]) -> int:
+    os.umask(0o002)
+    return train.main(words)
+
+
+def test_a_run_that_is_done_or_for_a_group(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    """Every file is as the umask says, so that a colleague may go on; at the last step, or past it, nothing is done."""
+    words = _words(tmp_path, "--train.steps", "2", "--metrics.tensorboard.enabled", "true")
+    assert run_ranks(for_a_group, 1, words, init=False) == [0]
+    assert {path.stat().st_mode & 0o777 for path in (tmp_path / "run").rglob("*")} == {0o664, 0o775}
+    rows = (tmp_path / "run" / "metrics.jsonl").read_bytes()
+    capfd.readouterr()
+    for steps in ("2", "1"):
+        assert run_ranks(train.main, 1, [*words, "--train.steps", steps], init=False) == [0]
+        said = capfd.readouterr().out
+        what = f"nothing is left to do: the run is at step 2, and train.steps = {steps}; to train on, set train.steps"
+        assert what in said and "changed: train.steps" not in said and "--train.steps 4" in said
+    assert (tmp_path / "run" / "metrics.jsonl").read_bytes() == rows
 
 
 def taken_over(folder: str, words: list[str], config: str) -> dict[str, Tensor]:
@@ -110,7 +132,7 @@ def test_the_config_is_there_before_the_first_step(tmp_path: Path) -> None:
 )
 def test_a_folder_that_cannot_be_written_is_wrong_input_only_where_it_stays_so(number: int, code: int) -> None:
     with (
-        pytest.raises(TitanError, match=r"^\[run\] dir: cannot write to runs/x: ") as said,
+        pytest.raises(TitanError, match=r"^\[run\] dir cannot be written: runs/x: ") as said,
         build._writing(Path("runs/x")),
     ):
         raise OSError(number, os.strerror(number))

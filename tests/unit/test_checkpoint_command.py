@@ -150,7 +150,7 @@ def test_rm_counts_as_freed_what_is_gone(
 
     monkeypatch.setattr(folders.shutil, "rmtree", refuse)
     monkeypatch.setattr(folders.log, "warning", (said := []).append)
-    assert say("rm", _path(run, 20), "--yes")[:2] == (0, "1 removed, 0.0 MB freed\n")
+    assert say("rm", _path(run, 20), "--yes")[:2] == (1, "0 removed, 0.0 MB freed\n")
     assert len(said) == 1 and "cannot be removed: Device or resource busy" in said[0]
     assert json.loads(say("list", run, "--json")[1])["checkpoints"][1]["step"] == 30
 
@@ -187,7 +187,7 @@ def test_rm_leaves_alone_what_it_should(run: Path, say: Callable[..., Said]) -> 
     refused["rm", run, "--keep", "1", "--yes"] = "holds README.md, which is no part of a checkpoint"
     for words, told in refused.items():
         code, _, err = say(*words)
-        assert code == 1 and told in err, words
+        assert code == 2 and told in err, words
     assert _left(run) == before
 
 
@@ -195,7 +195,7 @@ def test_rm_of_the_only_complete_one_needs_yes(run: Path, say: Callable[..., Sai
     for step in (10, 20):
         (_path(run, step) / "manifest.json").unlink()
     code, _, err = say("rm", _path(run, 30))
-    assert code == 1 and "is the only complete checkpoint in its folder; add --yes" in err
+    assert code == 2 and "is the only complete checkpoint in its folder; add --yes" in err
     assert say("rm", _path(run, 30), "--yes")[0] == 0
     assert say("rm", _path(run, 20), "--yes")[0] == 0
     assert _left(run) == ["notes", "step-00000010", "step-00000040.tmp"]

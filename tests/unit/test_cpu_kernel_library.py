@@ -142,7 +142,8 @@ def test_with_a_cache_that_cannot_be_written(anew: Path, monkeypatch: pytest.Mon
     (tmp_path / "cache").write_text("a file")
     (tmp_path / f"titan-kernels-{os.getuid()}").write_text("another")
     monkeypatch.setenv("CXX", _script(tmp_path / "c++", "exit 0"))
-    assert _why().startswith(f"the kernel cannot be kept in {anew}: ") and _why().endswith("; set XDG_CACHE_HOME")
+    assert _why().startswith(f"the kernel cannot be kept: {anew}")
+    assert _why().endswith("; set XDG_CACHE_HOME")
 
 
 def test_the_cache_is_in_the_home_unless_the_environment_names_another(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -204,8 +205,7 @@ def test_a_machine_where_nothing_can_be_written_has_no_kernel(
     (tmp_path / "cache").write_text("a file")
     monkeypatch.setenv("CXX", _script(tmp_path / "c++", "exit 0"))
     monkeypatch.setattr(tempfile, "gettempdir", nowhere)
-    assert _why().startswith(f"the kernel cannot be kept in {anew}: ")
-    assert _why().endswith("; nor elsewhere: No usable temporary directory found in ['/tmp']; set XDG_CACHE_HOME")
+    assert _why().startswith("environment: No usable temporary directory found in ['/tmp']; set TMPDIR to")
 
 
 @pytest.mark.parametrize("damage", [lambda content: content[:5000], lambda content: b"", lambda content: content[::-1]])

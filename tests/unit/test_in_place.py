@@ -7,6 +7,7 @@ from pathlib import Path
 import pytest
 
 from titan.cli import main
+from titan.config import load_job
 from titan.errors import ConfigError
 from titan.planner.report.edit_toml import set_values
 from titan.planner.report.export_toml import write_layout
@@ -54,6 +55,14 @@ def test_base_files_are_beside_the_symlink(job: Path, tmp_path: Path) -> None:
     link = tmp_path / "links" / "mine.toml"
     link.symlink_to(job)
     assert write(link) and "tp = 1" in job.read_text()
+
+
+def test_a_mark_of_the_byte_order_stays(job: Path) -> None:
+    job.write_bytes(b"\xef\xbb\xbf" + JOB.encode())
+    assert write(job) and job.read_bytes().startswith(b"\xef\xbb\xbf# A job.") and b"tp = 1 #" in job.read_bytes()
+    job.write_text(JOB, encoding="utf-16")
+    with pytest.raises(ConfigError, match=r"job\.toml: is not UTF-8, as a TOML is: .*; save it as UTF-8"):
+        load_job(job)
 
 
 @pytest.mark.parametrize("mode", [0o600, 0o664, 0o755])

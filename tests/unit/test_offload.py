@@ -21,7 +21,7 @@ from titan.planner.machine.host import check_this_machine, short_of
 from titan.planner.report.render import prediction_text
 from titan.planner.search.best_first import search
 from titan.planner.search.space import load_base
-from titan.planner.search.unset_options import kept_on_host_gib, settle
+from titan.planner.search.unset_options import least_gib, settle
 from titan.planner.step.layout import costs_of
 from titan.planner.step.predict import Planner
 from titan.plugins.memory.offload.activations import Offloader, _Layer
@@ -241,19 +241,19 @@ def test_tensors_whose_sizes_change_in_each_step_are_refused() -> None:
 
 def test_a_host_with_too_little_memory_is_refused(tmp_path: Path) -> None:
     job = job_of(*SMALL, *BATCH, *OPTIMIZER, "--mesh.dp_shard", "2")
-    gib = kept_on_host_gib(job)
-    assert gib == pytest.approx(17.01 / 1024, rel=1e-3) and kept_on_host_gib(job_of(*SMALL)) == 0
+    _, gib = least_gib(job)
+    assert gib == pytest.approx(17.01 / 1024, rel=1e-3) and least_gib(job_of(*SMALL))[1] == 0
     meminfo = tmp_path / "meminfo"
     meminfo.write_text("MemTotal:       99999999 kB\nMemAvailable:      30720 kB\n")
     with pytest.raises(ConfigError, match=r"keep 0\.03322 GiB .* 0\.01661 GiB for each of 2 ranks .* = 0\.0293 GiB"):
-        check_this_machine(gib, 2, meminfo)
-    check_this_machine(gib, 1, meminfo)
-    check_this_machine(gib, 2, tmp_path / "absent")
+        check_this_machine(gib, 2, "they keep", meminfo)
+    check_this_machine(gib, 1, "they keep", meminfo)
+    check_this_machine(gib, 2, "they keep", tmp_path / "absent")
     limit = tmp_path / "memory.max"
     for text, refused in (("max", False), (str(2**30), False), (str(30 * 2**20), True)):
         limit.write_text(text)
         with pytest.raises(ConfigError, match=r"memory\.max") if refused else nullcontext():
-            check_this_machine(gib, 2, tmp_path / "absent", limit)
+            check_this_machine(gib, 2, "they keep", tmp_path / "absent", limit)
 
 
 def test_a_table_that_offloads_nothing_is_said() -> None:

@@ -9,7 +9,8 @@ import pytest
 
 from tests.jobs import LLAMA
 from titan import cli
-from titan.config import load_job, said_twice
+from titan.config import load_job, said_of
+from titan.config.load import QUICKSTART
 from titan.errors import ConfigError
 
 SMALL = "n_layers = 2, dim = 32, n_heads = 4, n_kv_heads = 2, ffn_dim = 48, vocab_size = 257, max_seq_len = 32"
@@ -44,6 +45,28 @@ def test_the_value_of_an_override_is_no_file(words: list[str], capsys: pytest.Ca
         (["config", "--train.steps"], "--train.steps: needs a value"),
         (["plugins", "--train.steps", "5"], "--train.steps: titan plugins takes no such argument"),
         (["config", "--train.steps", "--json"], "--train.steps: needs a value"),
+        (
+            ["config", "--config", "configs/debug.toml", "train.steps=3"],
+            "train.steps=3: expected --table.key value; --config configs/debug.toml names the file",
+        ),
+        (
+            ["config", "--steps", "3"],
+            "--steps: expected --table.key value (did you mean --train.steps or "
+            "--lr_schedule.decay_steps or --lr_schedule.warmup_steps?)",
+        ),
+        (["config", "--lr=1"], "--lr=1: expected --table.key value (did you mean --optimizer.lr?)"),
+        (
+            ["train", "--global-batch-size", "8"],
+            "--global-batch-size: expected --table.key value (did you mean --train.global_batch_size?)",
+        ),
+        (["train", "mine.toml"], "mine.toml: expected --table.key value (did you mean --config mine.toml?)"),
+        (["train", "--xyz"], "--xyz: expected --table.key value"),
+        (["train", "--train.steps", ""], "[train] steps = '': must be an integer"),
+        (["train", "--plugins.compile.enabld", "1"], "[plugins.compile] enabld: unknown key (did you mean 'enabled'?)"),
+        (["generate", "--chekpoint", "x"], "--chekpoint: expected --table.key value (did you mean --checkpoint?)"),
+        (["data", "prepare", "--confg", "x"], "--confg: titan data takes no such argument (did you mean --config?)"),
+        (["convert", "--form", "x"], "--form: expected --table.key value (did you mean --format?)"),
+        (["--versoin"], "--versoin: titan takes no such argument (did you mean --version?)"),
     ],
 )
 def test_what_is_no_override_is_said(words: list[str], said: str, capsys: pytest.CaptureFixture[str]) -> None:
@@ -75,11 +98,11 @@ def test_a_preset_of_a_file_wins_over_its_base_and_not_over_its_own_keys(tmp_pat
     job.write_text(f'base = "{LLAMA}"\n[data]\npath = "x"\n[model]\nn_layers = 6\npreset = "7b"\n')
     config = load_job(job).model.config
     assert (config.n_layers, config.dim, config.n_kv_heads) == (6, 4096, None)
-    assert said_twice(job) == [
+    assert said_of(job) == [
         f"[model] preset = '7b' ({job}) overrides what files below it set: {SMALL.removeprefix('n_layers = 2, ')}"
     ]
     assert load_job(job, ["--model.dim", "8192"]).model.config.dim == 8192
-    assert said_twice(LLAMA) == said_twice(None, ["--train.steps", "3"]) == []
+    assert said_of(LLAMA) == said_of(None, ["--train.steps", "3"]) == []
 
 
 def test_a_mixture_and_the_dataset_of_a_file_below(tmp_path: Path) -> None:
@@ -136,6 +159,46 @@ def test_a_fault_of_the_command_line_is_not_said_of_the_file(flag: str, value: s
 def test_a_layout_of_the_command_line_that_does_not_fit_is_its_fault() -> None:
     with pytest.raises(ConfigError, match=r"^command line: \[plugins\.tensor\]: .*mesh\.tp = 3"):
         load_job(LLAMA, ["--data.path", "x", "--mesh.tp", "3"], 3)
+
+
+@pytest.mark.parametrize(
+    ("words", "said"),
+    [
+        (["--model.max_seq_len", "7"], "[data] seq_len = 32: must be at most the model's max_seq_len, 7"),
+        (["--mesh.pp", "-1"], "[mesh] dp_shard = -1: only one axis can take all remaining ranks, and pp already does"),
+        (["--mesh.dp_shard", "3"], "[train] global_batch_size = 8: must be divisible by the 3 data-parallel ranks"),
+        (["--validation.every", "3"], "[validation] name: missing, for validation.every = 3; name a dataset ("),
+    ],
+)
+def test_a_key_of_the_command_line_that_another_tables_fault_names(words: list[str], said: str, tmp_path: Path) -> None:
+    file = tmp_path / "job.toml"
+    file.write_text(f'base = "{LLAMA}"\n[train]\nglobal_batch_size = 8\n[data]\nseq_len = 32\npath = "x"\n')
+    with pytest.raises(ConfigError, match=re.escape(f"command line: {said}")):
+        load_job(file, words)
+    with pytest.raises(ConfigError, match=r"job\.toml: \[data\] seq_len = 7"):  # the file's own fault stays its own
+        load_job(_with(file, "seq_len = 32", "seq_len = 7000"), ["--train.steps", "3"])
+
+
+def _with(file: Path, old: str, new: str) -> Path:
+    file.write_text(file.read_text().replace(old, new))
+    return file
+
+
+@pytest.mark.parametrize(
+    ("words", "said"),
+    [
+        (["--data.name", "text", "--data.path", "README.md"], "[data] name is set on the command line"),
+        (["--data.mixture", '[{name = "text", path = "README.md"}]'], "[data] mixture is set on the command line"),
+        (["--data.name", "text", "--data.path", "README.md", "--validation.every", "0"], ""),
+        (["--data.name", "stdlib", "--validation.name", "text", "--validation.path", "README.md"], ""),
+        (["--data.seq_len", "64"], ""),
+    ],
+)
+def test_data_of_ones_own_with_the_validation_of_the_quickstart_is_told(words: list[str], said: str) -> None:
+    whose = f"[validation] name = 'stdlib' ({QUICKSTART})"
+    then = "to validate on text of one's own, set validation.name and its path too; for none, validation.every = 0"
+    told = [f"validation is on other text than training: {whose}, while {said}; {then}"] if said else []
+    assert said_of(None, words) == told
 
 
 @pytest.mark.parametrize("ranks", [0, -8])

@@ -1,6 +1,7 @@
 """Options that a job leaves unset: the usual value where the job is within the limit of memory, else the frugal one."""
 
 import json
+import re
 import tomllib
 from dataclasses import replace
 from pathlib import Path
@@ -122,6 +123,17 @@ def test_a_checkpoint_resumes_with_either_value() -> None:
     frugal, _ = settle(job, too_small(*SHARDED))
     for saved, now in ((frugal, job), (job, frugal)):
         assert compare({"config": dict(saved.table)}, now.table, "").said == ()
+
+
+def test_a_model_that_no_memory_here_holds_is_refused_before_it_is_built(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    words = ["--data.name=text", f"--data.path={tmp_path}", "--tokenizer.name=byte", f"--run.dir={tmp_path}"]
+    layout = [f"--mesh.{axis}={degree}" for axis, degree in (("pp", 1), ("ep", 1), ("dp_shard", 1))]
+    assert main(["train", "--config", "mixtral8x7b", *layout, *words, "--run.device", "cpu"]) == 2
+    said = capsys.readouterr().err.splitlines()[-1]
+    what = r"weights, gradients and the optimizer's state take \d+(\.\d)? GiB in the host's memory, but MemAvailable of"
+    assert re.match(rf"error: {what} /proc/meminfo = .* GiB; shard over more ranks, use more nodes, or offload", said)
 
 
 def test_plan_and_config_say_what_was_chosen(capsys: pytest.CaptureFixture, tmp_path: Path) -> None:

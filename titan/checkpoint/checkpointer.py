@@ -27,7 +27,7 @@ from titan.checkpoint.ranks import RankFailure, Ranks
 from titan.checkpoint.state import TECHNIQUES, Snapshot, Stacks, Staging, collect, optimizer_state
 from titan.contracts.base.mesh import Mesh
 from titan.device import on_this_device
-from titan.errors import CheckpointError, ConfigError, FolderError, UnreadableError
+from titan.errors import CheckpointError, ConfigError, FolderError, SaveError, UnreadableError
 from titan.log import log
 from titan.ranks import watchdog
 
@@ -240,7 +240,7 @@ class Checkpointer:
         """Write a snapshot and commit it; `began` is when (by `perf_counter`) the save did.
 
         Raises:
-            CheckpointError: it failed, on some rank.
+            SaveError: it failed, on some rank.
         """
         ranks = self._ranks
         try:
@@ -255,10 +255,10 @@ class Checkpointer:
             united = replace(snapshot, values=values, rest=rest)
             ranks.first(lambda: self._commit(path, step, united, all_written, began))
         except RankFailure as failure:
-            raise CheckpointError(self._give_up_together(step, str(failure), failure.disk_full)) from failure
+            raise SaveError(self._give_up_together(step, str(failure), failure.disk_full)) from failure
         except RuntimeError as error:  # torch's word for a rank that died or is late
             ranks.leave()
-            raise CheckpointError(f"saving step {step} to {self.folder} failed: {_first_line(error)}") from error
+            raise SaveError(f"saving step {step} to {self.folder} failed: {_first_line(error)}") from error
 
     def _begin(self, step: int) -> Path:
         self._held()

@@ -29,7 +29,7 @@ from titan.checkpoint.state import Snapshot
 from titan.checkpoint.weights import is_trained, made_tokenizer, refuse_technique
 from titan.data.tokens.files import leads_outside
 from titan.data.tokens.identity import identify
-from titan.errors import CheckpointError, ConfigError, DataError, refuse_lfs_pointer
+from titan.errors import CheckpointError, ConfigError, DataError, by_errno, refuse_lfs_pointer
 from titan.log import log
 
 if TYPE_CHECKING:
@@ -322,12 +322,12 @@ def _made_aside(to: Path) -> Iterator[Path]:
     except FileExistsError:
         raise CheckpointError(f"{aside} exists already; if an earlier conversion left it behind, remove it") from None
     except OSError as error:
-        raise CheckpointError(f"{aside} cannot be created: {error.strerror}") from error
+        raise by_errno(error, CheckpointError(f"{aside} cannot be created: {error.strerror}")) from error
     try:
         yield aside
         folders.commit(aside)
     except OSError as error:
-        raise CheckpointError(f"{to} cannot be written: {error.strerror}") from error
+        raise by_errno(error, CheckpointError(f"{to} cannot be written: {error.strerror}")) from error
     finally:
         if aside.exists():
             rmtree(aside)
@@ -350,5 +350,5 @@ def _new_folder(to: Path) -> Path:
             what = f"{path} is the working directory; name a new folder, such as {to}/new"
             raise ConfigError(f"--output {to}: {what}")
     except OSError as error:
-        raise CheckpointError(f"--output {to}: {path} cannot be read: {error.strerror}") from error
+        raise by_errno(error, CheckpointError(f"--output {to}: {path} cannot be read: {error.strerror}")) from error
     return path

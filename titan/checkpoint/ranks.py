@@ -9,7 +9,7 @@ from typing import Any, TypeVar, cast
 import torch
 import torch.distributed as dist
 
-from titan.errors import CheckpointError, UnreadableError
+from titan.errors import EXIT_FAILED, CheckpointError, TitanError, UnreadableError
 
 T = TypeVar("T")
 
@@ -22,12 +22,12 @@ _FULL = {errno.ENOSPC, errno.EDQUOT, errno.EFBIG}
 class RankFailure(CheckpointError):
     """What went wrong on some rank, raised on all.
 
-    disk_full: a user can mend it by making room.  unreadable: it was an `UnreadableError`.
+    disk_full: a user can mend it by making room.  unreadable: it was an `UnreadableError`.  exit_code: of the error.
     """
 
-    def __init__(self, message: str, disk_full: bool, unreadable: bool) -> None:
+    def __init__(self, message: str, disk_full: bool, unreadable: bool, exit_code: int) -> None:
         super().__init__(message)
-        self.disk_full, self.unreadable = disk_full, unreadable
+        self.disk_full, self.unreadable, self.exit_code = disk_full, unreadable, exit_code
 
 
 class Ranks:
@@ -136,13 +136,14 @@ class Ranks:
         return cast(T, values[0])
 
 
-def _told(error: Exception | None, rank: int) -> tuple[str, bool, bool] | None:
+def _told(error: Exception | None, rank: int) -> tuple[str, bool, bool, int] | None:
     """What the `RankFailure` of an error is made of, fit to be sent to other ranks."""
     if error is None:
         return None
     if isinstance(error, RankFailure):
-        return str(error), error.disk_full, error.unreadable
-    if isinstance(error, CheckpointError):
-        return str(error), False, isinstance(error, UnreadableError)
+        return str(error), error.disk_full, error.unreadable, error.exit_code
+    if isinstance(error, TitanError):
+        return str(error), False, isinstance(error, UnreadableError), error.exit_code
     text = str(error).strip() or type(error).__name__
-    return f"rank {rank}: {text.splitlines()[0]}", isinstance(error, OSError) and error.errno in _FULL, False
+    full = isinstance(error, OSError) and error.errno in _FULL
+    return f"rank {rank}: {text.splitlines()[0]}", full, False, EXIT_FAILED

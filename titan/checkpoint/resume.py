@@ -87,7 +87,7 @@ def compare(saved: Mapping[str, Any], now: Table, fingerprint: str, other_tokeni
     if refused:
         raise ConfigError(refused)
     meaning = {**dict.fromkeys(_initial(now), NEW_RUNS), **MEANING}
-    changes = [change for change in changes if _takes_effect(change)]
+    changes = [change for change in changes if _takes_effect(change) and not _is_past(change, saved)]
     said = [f"{_sentence(change)}: {meaning.get(change.key, FROM_HERE_ON)}" for change in changes]
     if other_tokenizer:
         said.append(other_tokenizer)
@@ -124,6 +124,11 @@ def _takes_effect(change: Difference) -> bool:
         technique = registry.find(Technique.kind, name)
         return name != "path" and not getattr(technique, "preserves_numerics", False)
     return not _in(change, (*FREE, *DATA))
+
+
+def _is_past(change: Difference, saved: Mapping[str, Any]) -> bool:
+    """Whether a change of the last step leaves nothing to do, which the end of the run tells."""
+    return change.key == "train.steps" and change.now <= saved.get("step", 0)
 
 
 def _shown(value: Any) -> str:

@@ -28,7 +28,7 @@ from titan.checkpoint.disk import plan as plans
 from titan.checkpoint.disk.index import REST, Index
 from titan.checkpoint.disk.manifest import FileEntry
 from titan.checkpoint.disk.payload import Window, read_tensor
-from titan.checkpoint.disk.plain import size_of
+from titan.checkpoint.disk.plain import cannot_be_read, size_of
 from titan.checkpoint.disk.plan import Block, SavePlan, Table, Written
 from titan.checkpoint.ranks import Ranks
 from titan.checkpoint.state import Stacked
@@ -249,7 +249,7 @@ def read(path: Path, into: Mapping[str, Tensor], index: Index) -> None:
     try:
         _read_sorted(path, sorted(wanted), into, boxes, index)
     except OSError as error:
-        raise CheckpointError(f"checkpoint {path} cannot be read: {error}") from error
+        raise cannot_be_read(path, error) from error
     except CheckpointError as error:
         raise type(error)(f"checkpoint {path} cannot be read: {error}") from error
 

@@ -19,6 +19,7 @@ from titan.contracts.base.options import Where, parse
 from titan.data.tokens import identity
 from titan.data.tokens.identity import Identity
 from titan.errors import CheckpointError, ConfigError, MissingPackageError, warn_once
+from titan.paths import expanded
 
 if TYPE_CHECKING:
     from titan.contracts import Model, ModelPart
@@ -44,7 +45,7 @@ def find_weights(given: str | Path, option: str = "--checkpoint") -> Path:
     Raises:
         CheckpointError: there are no weights.
     """
-    path = Path(given).expanduser()
+    path = expanded(given, option)
     return path if is_hf(path) else folders.choose(str(given), option)
 
 

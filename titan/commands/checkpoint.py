@@ -9,7 +9,8 @@ from typing import Any
 
 from titan.checkpoint.disk import folder as folders
 from titan.checkpoint.disk import manifest
-from titan.errors import EXIT_DONE, EXIT_FAILED, CheckpointError
+from titan.errors import EXIT_DONE, EXIT_FAILED, CheckpointError, by_errno
+from titan.paths import told
 
 HELP = "list checkpoints, verify their files, or remove some"
 
@@ -54,7 +55,7 @@ def run(args: argparse.Namespace) -> int:
     except OSError as error:
         if error.filename is None:  # not a file's: a reader of our output that has left
             raise
-        raise CheckpointError(f"{error.filename}: {error.strerror}") from error
+        raise by_errno(error, CheckpointError(told(error))) from error
     return code
 
 
@@ -111,16 +112,16 @@ def _rm(args: argparse.Namespace) -> int:
         if sys.stdin.readline().strip().lower() not in ("y", "yes"):
             print("nothing removed", file=sys.stderr)
             return EXIT_FAILED
-    freed = 0
+    freed = {}
     for path in doomed:
         size = _bytes(path)
-        gone = folders.sweep(path) if path.suffix == ".tmp" else folders.remove(path)
-        freed += size if gone else 0
+        if folders.sweep(path) if path.suffix == ".tmp" else folders.remove(path):
+            freed[path] = size
     if args.json:
-        print(json.dumps({"removed": [str(path) for path in doomed], "bytes": freed}))
+        print(json.dumps({"removed": [str(path) for path in freed], "bytes": sum(freed.values())}))
     else:
-        print(f"{len(doomed)} removed, {_megabytes(freed)} freed")
-    return EXIT_DONE
+        print(f"{len(freed)} removed, {_megabytes(sum(freed.values()))} freed")
+    return EXIT_DONE if len(freed) == len(doomed) else EXIT_FAILED
 
 
 def _doomed(where: Path, keep: int | None) -> tuple[list[Path], list[Path]]:

@@ -8,9 +8,10 @@ from pathlib import Path
 import tomli_w
 import torch
 
-from titan.config import Job, load_job, said_twice
+from titan.config import Job, load_job, said_of
 from titan.config.schema import schema
 from titan.device import total_gib
+from titan.errors import ConfigError, ConfigIssue
 from titan.planner.machine import cluster
 from titan.planner.machine.cluster import DeviceMemory
 from titan.planner.search.unset_options import settle
@@ -42,11 +43,14 @@ def run(args: argparse.Namespace) -> int:
     if args.schema:
         print(json.dumps(schema(), indent=2))
         return 0
+    if args.config and args.file:
+        what = f"{args.file}: expected --table.key value; --config {args.config} names the file"
+        raise ConfigError([ConfigIssue("command line", what)])
     path = args.config or args.file
     job = load_job(path, args.overrides, args.world_size)
     job, chosen = settle(job, _memory(job, args.cluster))
     table = dict(job.table)
-    for sentence in (*said_twice(path, args.overrides), *chosen):
+    for sentence in (*said_of(path, args.overrides), *chosen):
         print(sentence, file=sys.stderr)
     print(json.dumps(table, indent=2) if args.json else tomli_w.dumps(table), end="\n" if args.json else "")
     return 0

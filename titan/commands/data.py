@@ -69,10 +69,10 @@ def run(args: argparse.Namespace) -> int:
 
 def _prepare(args: argparse.Namespace) -> dict[str, Any]:
     job = load_job(args.config, args.overrides)
-    cache, found, lost = Path(job.data.cache).expanduser(), [], Lost()
+    found, lost = [], Lost()
     for dataset in [source.plugin for source in job.sources]:
         shards = prepare(
-            dataset, job.tokenizer, cache=cache, workers=job.data.prepare_workers, progress=True,
+            dataset, job.tokenizer, cache=job.data.cache, workers=job.data.prepare_workers, progress=True,
             max_lost=job.data.max_lost,
         )  # fmt: skip
         found += shards

@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from titan.errors import EXIT_DONE, EXIT_FAILED, ConfigError, ConfigIssue, TitanError
+from titan.paths import check_output
 from titan.ranks import launcher
 from titan.ranks.launch_env import LaunchEnv
 from titan.ranks.meeting.same_job import Statement, versions
@@ -58,9 +59,7 @@ def run(args: argparse.Namespace) -> int:
         args.disk = Path("runs") if Path("runs").is_dir() else None
     elif not args.disk.is_dir():
         raise ConfigError([ConfigIssue("command line", f"--disk {args.disk}: no such folder")])
-    if args.output is not None and not args.output.absolute().parent.is_dir():
-        what = f"--output {args.output}: folder {args.output.parent} does not exist; create it"
-        raise ConfigError([ConfigIssue("command line", what)])
+    check_output(args.output, "--output")
     place: LaunchEnv | None = launcher.place_asked_for()
     if place is None:
         return _as_rank(args, [])

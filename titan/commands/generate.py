@@ -30,6 +30,7 @@ from titan.errors import (
 from titan.inference import generation
 from titan.inference.generation import Sampling, Text, Words
 from titan.inference.load_model import Trained, delimiters, open_job, open_trained
+from titan.paths import expanded
 from titan.ranks import failure, launcher, process
 from titan.ranks.launch_env import launched_world_size
 from titan.ranks.meeting import signals
@@ -186,7 +187,7 @@ def _prompts(args: argparse.Namespace) -> Iterator[str]:
 
 
 def _read(source: str) -> str:
-    path = Path(os.path.expanduser(source))
+    path = expanded(source, "--prompt-file")
     if source != STDIN:
         refuse_lfs_pointer(path)
     try:

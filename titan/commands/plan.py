@@ -6,10 +6,11 @@ import sys
 from pathlib import Path
 from typing import Any
 
-from titan.config import Job, load_job, said_twice, without_effect
+from titan.config import Job, load_job, said_of, without_effect
 from titan.config.groups import listed
 from titan.config.load import QUICKSTART
 from titan.errors import EXIT_DONE, ConfigError, ConfigIssue
+from titan.paths import check_output
 from titan.planner.machine.cluster import MEMORY_LIMIT
 from titan.planner.report import STUDIES
 from titan.ranks.launch_env import cores
@@ -110,7 +111,7 @@ def run(args: argparse.Namespace) -> int:
     chosen = next((do for asked, do in does if asked), _plan)
     report, text = chosen(args)
     if args.config is not None or not (args.formulas or args.list_clusters):
-        for sentence in said_twice(args.config, args.overrides):
+        for sentence in said_of(args.config, args.overrides):
             print(sentence, file=sys.stderr)
     print(json.dumps(report) if args.json else text)
     return EXIT_DONE
@@ -134,6 +135,7 @@ def _check(args: argparse.Namespace) -> None:
     if args.in_place and None not in (args.output, args.config) and args.output.resolve() == args.config.resolve():
         what = "--in-place and --output name the same file; leave one of them out"
         raise ConfigError([ConfigIssue("command line", what)])
+    check_output(args.output, "--output")
     for name, value in (("world-size", args.world_size), ("top", args.top)):
         if value is not None and value < 1:
             raise ConfigError([ConfigIssue("command line", f"--{name} {value}: must be at least 1")])

@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from titan.errors import EXIT_DONE, EXIT_FAILED, ConfigError, ConfigIssue, TitanError
+from titan.paths import check_output
 from titan.ranks.launch_env import find_place, rank_environment
 
 if TYPE_CHECKING:
@@ -84,6 +85,7 @@ def run(args: argparse.Namespace) -> int:
 
 
 def _check(args: argparse.Namespace) -> None:
+    check_output(args.output, "--output")
     least = {"trials": 1, "warmup": 0, "steps": 1, "world_size": 1}
     faults = [
         ConfigIssue("command line", f"--{name.replace('_', '-')} {value}: must be at least {bound}")

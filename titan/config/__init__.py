@@ -2,7 +2,7 @@
 
 from titan.config.check import without_effect
 from titan.config.job import Job, Source
-from titan.config.load import load_job, load_table, said_twice
+from titan.config.load import load_job, load_table, said_of
 from titan.config.tables import split_arguments
 from titan.contracts.sections import (
     CheckpointSection,
@@ -26,7 +26,7 @@ __all__ = [
     "ValidationSection",
     "load_job",
     "load_table",
-    "said_twice",
+    "said_of",
     "split_arguments",
     "without_effect",
 ]

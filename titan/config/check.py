@@ -2,21 +2,16 @@
 
 import re
 from collections.abc import Callable
-from dataclasses import replace
-from pathlib import Path
 
 from titan.config import groups
 from titan.config.job import Job
-from titan.config.tables import COMMAND_LINE
 from titan.contracts.base.conformance import sentences
 from titan.contracts.base.cost import Attention
 from titan.contracts.base.options import Where
 from titan.contracts.base.spec import ModelSpec
 from titan.contracts.sections import RESUME
 from titan.errors import ConfigError, ConfigIssue, PluginError
-
-_KEY = re.compile(r"\[([\w.]+)\] (\w+)|\b(\w+)\.(\w+)")
-"""`[table] key` or `table.key` in a sentence."""
+from titan.paths import dangling, expanded
 
 
 def check(job: Job, where: Callable[..., Where], *, trains: bool = True) -> None:
@@ -29,7 +24,7 @@ def check(job: Job, where: Callable[..., Where], *, trains: bool = True) -> None
         ConfigError: with every fault found.
     """
     sizes = sentences(job.model, "check")
-    faults = [_fault(where("model"), sentence, where) for sentence in sizes] + _absent_folders(job, where("checkpoint"))
+    faults = [_fault(where("model"), sentence) for sentence in sizes] + _absent_folders(job, where("checkpoint"))
     if not faults:
         spec = _plan(job, where())
         if job.data.seq_len > spec.max_seq_len:
@@ -42,17 +37,14 @@ def check(job: Job, where: Callable[..., Where], *, trains: bool = True) -> None
         job.stating("one_backward")  # asked now, so that facts() that states nonsense is refused here
         for technique in job.techniques:
             found = sentences(technique, "check", job, spec)
-            faults += [_fault(where("plugins", technique.name), sentence, where) for sentence in found]
+            faults += [_fault(where("plugins", technique.name), sentence) for sentence in found]
     if faults:
         raise ConfigError(faults)
 
 
-def _fault(place: Where, sentence: str, where: Callable[..., Where]) -> ConfigIssue:
-    """A fault of a table: of the command line, if it set a key that the sentence names; else of the file."""
-    named = [where(*(a or c).split(".")).origins.get(b or d) for a, b, c, d in _KEY.findall(sentence)]
-    own = [place.origins.get(word) for word in re.findall(r"\w+", sentence)]
-    issue = place.fault("", sentence)
-    return replace(issue, where=COMMAND_LINE) if COMMAND_LINE in (*named, *own) else issue
+def _fault(place: Where, sentence: str) -> ConfigIssue:
+    """A fault of a table, whose name the sentence may begin with."""
+    return place.fault("", re.sub(rf"^\[{re.escape(place.table)}\]:? ", "", sentence))
 
 
 def without_effect(job: Job) -> list[str]:
@@ -96,12 +88,13 @@ def _unfilled(job: Job, spec: ModelSpec, where: Where) -> list[ConfigIssue]:
 def _absent_folders(job: Job, where: Where) -> list[ConfigIssue]:
     faults = []
     resume, init_from = job.checkpoint.resume, job.checkpoint.init_from
-    if resume not in RESUME and not Path(resume).expanduser().exists():
-        what = f"= {resume!r}: no such folder; give one that exists, or one of {', '.join(map(repr, RESUME))}"
+    if resume not in RESUME and not (path := expanded(resume, "checkpoint.resume")).exists():
+        why = dangling(path) or "no such folder"
+        what = f"= {resume!r}: {why}; give one that exists, or one of {', '.join(map(repr, RESUME))}"
         faults.append(where.fault("resume", what))
     goes_on = job.checkpoint.goes_on and (job.folder / "checkpoints").is_dir()  # and does not read init_from then
-    if init_from and not goes_on and not Path(init_from).expanduser().exists():
-        faults.append(where.fault("init_from", f"= {init_from!r}: no such folder"))
+    if init_from and not goes_on and not (path := expanded(init_from, "checkpoint.init_from")).exists():
+        faults.append(where.fault("init_from", f"= {init_from!r}: {dangling(path) or 'no such folder'}"))
     return faults
 
 

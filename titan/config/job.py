@@ -23,6 +23,7 @@ from titan.contracts.sections import (
     ValidationSection,
 )
 from titan.errors import PluginError
+from titan.paths import expanded
 
 
 @dataclass(frozen=True)
@@ -64,7 +65,7 @@ class Job:
     @property
     def folder(self) -> Path:
         """The run's folder, `[run] dir`/`[run] name`, with `~` expanded."""
-        return Path(self.run.dir).expanduser() / self.run.name
+        return expanded(Path(self.run.dir, self.run.name), "run.dir")
 
     @cached_property
     def spec(self) -> ModelSpec:

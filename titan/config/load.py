@@ -19,7 +19,6 @@ from titan.contracts.base.layout import Layout, lay_out
 from titan.contracts.base.options import (
     Spec,
     Where,
-    absolute,
     check_bounds,
     coerce,
     did_you_mean,
@@ -47,8 +46,10 @@ _SHARED = {
     "data": [*(option.key for option in options_of(DataSection)), "weight", "mixture"],
     "validation": [option.key for option in options_of(ValidationSection)],
     "optimizer": ["groups"],
+    "plugins.": ["enabled"],
+    "metrics.": ["enabled"],
 }
-"""Keys of tables that titan shares with a plugin."""
+"""Keys of tables that titan shares with a plugin; with a dot, of the tables below."""
 
 WEIGHT = Spec("share of the samples that an entry of a mixture gives", above=0, at_most=1e9)
 
@@ -68,17 +69,18 @@ def load_job(path: Path | None, overrides: Sequence[str] = (), world_size: int |
         raise ConfigError([ConfigIssue("command line", f"--world-size {world_size}: must be at least 1")])
     path = path or QUICKSTART
     table = tables.read(path, overrides, BUILT_IN)
-    registry.load_plugins(plugin_folders(table))
+    registry.load_plugins(tables.plugin_folders(table))
     return _Loader(table, str(path)).load(world_size, path.stem)
 
 
-def said_twice(path: Path | None, overrides: Sequence[str] = ()) -> list[str]:
-    """Sentences about model sizes of a file that a preset above it overrides.
+def said_of(path: Path | None, overrides: Sequence[str] = ()) -> list[str]:
+    """Sentences about what one file of a job says over another, where a user may have meant otherwise.
 
     Raises:
         ConfigError: a file cannot be read, or a word is no override.
     """
-    return tables.said_twice(path or QUICKSTART, overrides, BUILT_IN)
+    table = tables.read(path or QUICKSTART, overrides, BUILT_IN)
+    return [*tables.outranked(table), *tables.other_validation(table)]
 
 
 def load_table(values: Mapping[str, Any], origin: str, overrides: Sequence[str], world_size: int | None = None) -> Job:
@@ -89,18 +91,8 @@ def load_table(values: Mapping[str, Any], origin: str, overrides: Sequence[str],
     table = Table()
     table.merge(values, origin)
     tables.override(table, overrides)
-    registry.load_plugins(plugin_folders(table))
+    registry.load_plugins(tables.plugin_folders(table))
     return _Loader(table, origin).load(world_size, "unnamed", trains=False)
-
-
-def plugin_folders(table: Table) -> tuple[str, ...]:
-    """The folders and files that `[plugins] path` names, absolute."""
-    value = table.at("plugins").get("path", ()) if isinstance(table.at("plugins"), dict) else ()
-    try:
-        folders: tuple[str, ...] = coerce(value, tuple[str, ...])
-    except ValueError as error:
-        raise ConfigError([ConfigIssue("", f"[plugins] path: {error} of folders or .py files")]) from None
-    return tuple(absolute(folder) for folder in folders)
 
 
 class _Loader:
@@ -112,6 +104,12 @@ class _Loader:
         self.resolved: dict[str, Any] = {}
 
     def load(self, world_size: int | None, default_name: str, *, trains: bool = True) -> Job:
+        try:
+            return self._load(world_size, default_name, trains=trains)
+        except ConfigError as error:
+            raise ConfigError(map(self.table.blamed, error.faults)) from error
+
+    def _load(self, world_size: int | None, default_name: str, *, trains: bool) -> Job:
         self._unknown_sections()
         self.faults += renew(self.table, self.source)
         run = self._section("run", RunSection)
@@ -143,7 +141,8 @@ class _Loader:
 
     def _where(self, *path: str) -> Where:
         table = ".".join(path)
-        return Where(table, self.source, self.table.origins_in(*path), _SHARED.get(table.split(".")[0], ()))
+        first, dot, _ = table.partition(".")
+        return Where(table, self.source, self.table.origins_in(*path), _SHARED.get(first + dot, _SHARED.get(first, ())))
 
     def _unknown_sections(self) -> None:
         known = {*SECTIONS, *OTHERS, *(contract.section for contract in ONE_OF)}
@@ -265,7 +264,8 @@ class _Loader:
         where, datasets = self._where("validation"), registry.of_kind(Dataset.kind)
         if dataset or needed:
             known = ", ".join(plugin.name for plugin in datasets)
-            self.faults.append(where.fault("name", f"missing; name a dataset ({known})"))
+            why = "" if dataset else f", for validation.every = {self.table.at('validation').get('every')}"
+            self.faults.append(where.fault("name", f"missing{why}; name a dataset ({known})"))
         keys = {o.key for config in (ValidationSection, *(p.Config for p in datasets)) for o in options_of(config)}
         self.faults += [where.fault(key, f"unknown key{did_you_mean(key, keys)}") for key in dataset if key not in keys]
 
@@ -353,7 +353,7 @@ class _Loader:
         on = chosen_techniques(known, {name: enabled for name, (enabled, _) in stated.items()}, layout)
         self.faults += [self._where("mesh").fault(axis, sentence) for axis, sentence in unattended(known, on, layout)]
         techniques = []
-        self.resolved["plugins"] = {"path": list(plugin_folders(self.table))}
+        self.resolved["plugins"] = {"path": list(tables.plugin_folders(self.table))}
         for plugin in on:
             config = (
                 stated[plugin.name][1]

@@ -1,17 +1,21 @@
 """TOML files and overrides merged into one table that records which file set each key; differences of two tables."""
 
+import re
 import tomllib
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from titan.contracts.base.options import CliText, absolute
+from titan.contracts.base.options import CliText, absolute, coerce, did_you_mean
 from titan.errors import ConfigError, ConfigIssue, by_errno
+from titan.paths import dangling, undecoded
 
 Path_ = tuple[str, ...]
 COMMAND_LINE = "command line"
 PRESET = ("model", "preset")
+MESH = "mesh"
+"""The table whose keys, names of axes, stand in sentences without it."""
 
 
 @dataclass
@@ -78,6 +82,15 @@ class Table:
         """Key -> file or command line that set it, for the table at a path."""
         return {at[-1]: origin for at, origin in self.origins.items() if at[:-1] == path}
 
+    def blamed(self, issue: ConfigIssue) -> ConfigIssue:
+        """A fault of a file; of the command line, if that set a key that the sentence names with its table."""
+        words = set(re.findall(r"\w+", issue.what))
+        for at, origin in self.origins.items():
+            named = at[-1] in words and (at[-2:-1] == (MESH,) or words.issuperset(at[-2:-1]))
+            if named and origin == COMMAND_LINE:
+                return replace(issue, where=COMMAND_LINE)
+        return issue
+
 
 def split_arguments(words: Sequence[str]) -> tuple[Path | None, list[str]]:
     """`--config F` out of a command line; the rest are overrides."""
@@ -111,18 +124,28 @@ def read(path: Path | None, overrides: Sequence[str], built_in: Path) -> Table:
     return table
 
 
-def said_twice(path: Path | None, overrides: Sequence[str], built_in: Path) -> list[str]:
-    """A sentence where a preset overrides model sizes of files below it, with those sizes.
-
-    Raises:
-        ConfigError: as `read` does.
-    """
-    table = read(path, overrides, built_in)
+def outranked(table: Table) -> list[str]:
+    """A sentence where a preset overrides model sizes of files below it, with those sizes."""
     lost = [f"{key} = {value!r}" for key, value in table.outranked.items()]
     if not lost:
         return []
     preset, whose = table.at(*PRESET), table.origins[PRESET]
     return [f"[model] preset = {str(preset)!r} ({whose}) overrides what files below it set: {', '.join(lost)}"]
+
+
+def other_validation(table: Table) -> list[str]:
+    """A sentence where a file, or the command line, chooses the data and one below it those of the validation."""
+    name, section = ("validation", "name"), table.at("validation")
+    ways = [key for key in (("data", "name"), ("data", "mixture"), ("data", "path")) if key in table.origins]
+    above = [key for key in ways if name in table.origins and table.above(key, name)]
+    if not above or str(section.get("every", 0)) == "0":
+        return []
+    own = f"[validation] name = {str(section['name'])!r} ({table.origins[name]})"
+    why = f"[data] {above[0][1]} is set by another file"
+    if table.origins[above[0]] == COMMAND_LINE:
+        why = f"[data] {above[0][1]} is set on the command line"
+    then = "to validate on text of one's own, set validation.name and its path too; for none, validation.every = 0"
+    return [f"validation is on other text than training: {own}, while {why}; {then}"]
 
 
 def override(table: Table, words: Sequence[str]) -> None:
@@ -148,8 +171,10 @@ def _locate(path: Path, built_in: Path) -> Path:
     for candidate in (path, built_in / path, built_in.parent / path, built_in / f"{path}.toml"):
         if candidate.is_file():
             return candidate
-    there = ", ".join(sorted(file.stem for file in built_in.glob("*.toml")))
-    raise ConfigError([ConfigIssue(str(path), f"no such config file (built in: {there})")])
+    if link := dangling(path):
+        raise ConfigError([ConfigIssue("", link)])
+    there = [file.stem for file in built_in.glob("*.toml")]
+    raise ConfigError([ConfigIssue(str(path), f"no such config file{did_you_mean(path.stem, there)}")])
 
 
 def _chain(path: Path, built_in: Path) -> Iterator[tuple[Path, dict[str, Any]]]:
@@ -158,7 +183,7 @@ def _chain(path: Path, built_in: Path) -> Iterator[tuple[Path, dict[str, Any]]]:
         if path.resolve() in seen:
             raise ConfigError([ConfigIssue(str(path), "circular base files: " + " -> ".join(p.name for p in seen))])
         seen.append(path.resolve())
-        values = _parse(path)
+        values = read_toml(path)
         base = values.pop("base", None)
         yield path, _anchored(values, path)
         if base is None:
@@ -169,10 +194,18 @@ def _chain(path: Path, built_in: Path) -> Iterator[tuple[Path, dict[str, Any]]]:
         path = beside if beside.is_file() else _locate(Path(base), built_in)
 
 
-def _parse(path: Path) -> dict[str, Any]:
+def read_toml(path: Path) -> dict[str, Any]:
+    """The tables of a TOML.
+
+    Raises:
+        ConfigError: it cannot be read, or is none.
+        ResourceError: the machine cannot read it now.
+    """
     try:
-        return tomllib.loads(path.read_text(encoding="utf-8"))
-    except (ValueError, RecursionError) as error:  # no TOML, no UTF-8, thousands of digits, or of brackets
+        return tomllib.loads(path.read_text(encoding="utf-8-sig"))  # editors of Windows begin a file with a mark
+    except UnicodeDecodeError as error:
+        raise ConfigError([ConfigIssue(str(path), f"is not UTF-8, as a TOML is: {error}; save it as UTF-8")]) from None
+    except (ValueError, RecursionError) as error:  # no TOML, thousands of digits, or of brackets
         raise ConfigError([ConfigIssue(str(path), f"is not TOML: {error}")]) from None
     except OSError as error:
         raise by_errno(error, ConfigError([ConfigIssue(str(path), f"cannot be read: {error.strerror}")])) from None
@@ -187,8 +220,18 @@ def _anchored(values: dict[str, Any], path: Path) -> dict[str, Any]:
     return values
 
 
+def plugin_folders(table: Table) -> tuple[str, ...]:
+    """The folders and files that `[plugins] path` names, absolute."""
+    value = table.at("plugins").get("path", ()) if isinstance(table.at("plugins"), dict) else ()
+    try:
+        folders: tuple[str, ...] = coerce(value, tuple[str, ...])
+    except ValueError as error:
+        raise ConfigError([ConfigIssue("", f"[plugins] path: {error} of folders or .py files")]) from None
+    return tuple(absolute(folder) for folder in folders)
+
+
 def _overrides(words: Sequence[str]) -> Iterator[tuple[Path_, CliText]]:
-    faults, position = [], 0
+    faults, position = [ConfigIssue(COMMAND_LINE, what) for what in map(undecoded, words) if what], 0
     while position < len(words):
         word = words[position]
         name, equals, value = word.removeprefix("--").partition("=")

@@ -11,6 +11,7 @@ from titan.contracts.base.batch import Document
 from titan.contracts.base.options import options_of
 from titan.contracts.base.registry import Plugin
 from titan.errors import DataError, by_errno
+from titan.paths import expanded
 
 
 class Delimiters(NamedTuple):
@@ -85,8 +86,9 @@ class Tokenizer(Plugin, ABC):
         Raises:
             DataError: one cannot be read.
         """
-        values = [getattr(self.config, option.field) for option in options_of(type(self.config)) if option.spec.path]
-        paths = [Path(value).expanduser() for value in values if isinstance(value, str)]
+        named = [option for option in options_of(type(self.config)) if option.spec.path]
+        values = {option.key: getattr(self.config, option.field) for option in named}
+        paths = [expanded(value, f"tokenizer.{key}") for key, value in values.items() if isinstance(value, str)]
         try:
             return {path.name: path.read_bytes() for path in paths if path.is_file()}
         except OSError as error:

@@ -20,9 +20,8 @@ from titan.checkpoint.weights import (
     tokenizer_table,
 )
 from titan.config import Job, load_table
-from titan.config.load import plugin_folders
 from titan.config.renames import renewed_job
-from titan.config.tables import Table, override
+from titan.config.tables import Table, override, plugin_folders
 from titan.contracts import BuildContext, Delimiters, Engine, Model, ModelPart, Tokenizer
 from titan.contracts.base import registry
 from titan.errors import CheckpointError, ConfigError

@@ -25,6 +25,7 @@ from typing import Any
 from torch._C._distributed_c10d import Store
 
 from titan.errors import EXIT_DONE, EXIT_FAILED, EXIT_PREEMPTED, say
+from titan.paths import check_python
 from titan.ranks import failure
 from titan.ranks.failure import Expendable
 from titan.ranks.launch_env import LOCAL, Environment, LaunchEnv
@@ -190,6 +191,7 @@ class RankProcesses:
     def _start(self, port: int) -> None:
         context = multiprocessing.get_context("fork") if self.fork else multiprocessing.get_context("spawn")
         if not self.fork:
+            check_python()
             resource_tracker.ensure_running()  # multiprocessing needs it then, and its start would unblock signals
         self._told, tell = context.Pipe(duplex=False)
         # A signal that comes now is heard when all ranks are there, and by each when it can take note of it.

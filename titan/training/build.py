@@ -1,5 +1,6 @@
 """Job to Run: builds model, optimizer, data, trackers and checkpointer, and connects them."""
 
+import errno
 import os
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext, suppress
@@ -30,6 +31,7 @@ from titan.data.samples.of_job import identify_tokenizer, open_data
 from titan.data.samples.samples import Samples
 from titan.data.tokens.identity import Identity
 from titan.errors import CheckpointError, ConfigError, PluginError, by_errno
+from titan.paths import told
 from titan.ranks.process import Rank
 from titan.ranks.turns import from_first, together
 from titan.resources import keep_freed_memory, stay_near
@@ -235,6 +237,7 @@ def _open_folder(job: Job, rank: Rank, lock: FolderLock) -> None:
     with _writing(job.folder):
         if rank.number == 0:
             lock.take()
+            _refuse_what_is_no_folder(job.folder / "checkpoints")
         log.set_up(rank.number, job.folder / "logs")
 
 
@@ -252,13 +255,19 @@ def _begin(job: Job, rank: Rank, trackers: Trackers, info: RunInfo) -> None:
             fresh.replace(path)
 
 
+def _refuse_what_is_no_folder(path: Path) -> None:
+    """Find out now, and not at the first save."""
+    if os.path.lexists(path) and not path.is_dir():
+        raise NotADirectoryError(errno.ENOTDIR, os.strerror(errno.ENOTDIR), str(path))
+
+
 @contextmanager
 def _writing(folder: Path) -> Iterator[None]:
     """Say of a run's folder what keeps it from being written."""
     try:
         yield
     except OSError as error:
-        said = f"[run] dir: cannot write to {error.filename or folder}: {error.strerror}"
+        said = f"[run] dir cannot be written: {told(error, folder)}"
         raise by_errno(error, ConfigError(said)) from None
 
 

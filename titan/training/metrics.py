@@ -19,6 +19,7 @@ from titan.contracts.base.options import did_you_mean, shown
 from titan.contracts.base.spec import ModelSpec
 from titan.errors import ConfigError, PluginError, by_errno
 from titan.log import log
+from titan.paths import told
 from titan.training.sent_bytes import SentBytes
 
 PEAK_TFLOPS = {
@@ -340,7 +341,8 @@ class Trackers:
             try:
                 tracker.start(info)
             except OSError as error:
-                said = f"[metrics.{tracker.name}] cannot start: {error}; enabled = false in that table disables it"
+                why = told(error) if isinstance(error, OSError) and error.filename else error
+                said = f"[metrics.{tracker.name}] cannot start: {why}; enabled = false in that table disables it"
                 raise by_errno(error, ConfigError(said)) from error
 
     def log(self, row: Row) -> None:

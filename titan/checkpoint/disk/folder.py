@@ -21,9 +21,10 @@ from typing import Any
 
 from titan.checkpoint.disk import manifest
 from titan.checkpoint.disk.manifest import MANIFEST, METADATA, STATE, TOKENIZER, FileEntry
-from titan.checkpoint.disk.plain import read_table
+from titan.checkpoint.disk.plain import cannot_be_read, read_table
 from titan.errors import CheckpointError, UnreadableError, refuse_lfs_pointer
 from titan.log import log
+from titan.paths import dangling, expanded
 
 HF_CONFIG = "config.json"
 """The file that makes a folder one of Hugging Face's."""
@@ -181,11 +182,11 @@ def choose(given: str, option: str = "checkpoint.resume") -> Path:
     Raises:
         CheckpointError: there is no complete one; says what is missing.
     """
-    path = Path(given).expanduser()
+    path = expanded(given, option)
     if is_complete(path):
         return path
     if not path.is_dir():
-        raise CheckpointError(f"{option} = {given!r}: no such folder")
+        raise CheckpointError(f"{option} = {given!r}: {dangling(path) or 'no such folder'}")
     found, damaged = survey(path / "checkpoints" if (path / "checkpoints").is_dir() else path)
     for reason in damaged.values():
         log.warning(f"damaged and ignored: {reason}{f'; using {found[-1]} instead' if found else ''}")
@@ -243,7 +244,10 @@ def sweep(path: Path) -> bool:
     try:
         if not _DOOMED.fullmatch(path.name):
             doomed = _renamed(path)
-        shutil.rmtree(doomed)
+        if doomed.is_symlink():  # to a checkpoint that is kept elsewhere
+            doomed.unlink()
+        else:
+            shutil.rmtree(doomed)
     except OSError as error:
         if _DOOMED.fullmatch(doomed.name):
             shutil.rmtree(doomed, ignore_errors=True)  # whatever else is in it takes room too
@@ -285,11 +289,11 @@ def commit(path: Path) -> Path:
     final = path.with_suffix("")
     replaced = final.with_name(f"{final.name}.replaced.tmp")
     sync_folder(path)
-    if final.exists():
+    if os.path.lexists(final):
         final.rename(replaced)
     path.rename(final)
     sync_folder(final.parent)
-    if replaced.exists():
+    if os.path.lexists(replaced):
         sweep(replaced)
     return final
 
@@ -341,7 +345,9 @@ def read_hf_config(path: Path) -> dict[str, Any]:
     """
     try:
         config = json.loads((path / HF_CONFIG).read_text(encoding="utf-8"))
-    except (OSError, ValueError) as error:
+    except OSError as error:
+        raise cannot_be_read(path / HF_CONFIG, error) from error
+    except ValueError as error:
         refuse_lfs_pointer(path / HF_CONFIG, CheckpointError)
         raise CheckpointError(f"{path / HF_CONFIG} cannot be read: {error}") from error
     if not isinstance(config, dict):

@@ -17,6 +17,7 @@ import torch
 from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
+from titan.checkpoint.disk.plain import cannot_be_read
 from titan.data.tokens.files import leads_outside
 from titan.errors import CheckpointError, refuse_lfs_pointer
 
@@ -57,7 +58,9 @@ def _opened(path: Path) -> Iterator[Any]:
         path.open("rb").close()  # safetensors calls what may not be read absent
         with safe_open(path, framework="pt") as file:
             yield file
-    except (SafetensorError, OSError) as error:
+    except OSError as error:
+        raise cannot_be_read(path, error) from error
+    except SafetensorError as error:
         refuse_lfs_pointer(path, CheckpointError)
         raise CheckpointError(f"{path} cannot be read: {error}") from error
 
@@ -102,7 +105,9 @@ def is_weights(file: Path) -> bool:
 def _read_index(path: Path) -> dict[str, str]:
     try:
         index = json.loads(path.read_text(encoding="utf-8"))
-    except (OSError, ValueError) as error:
+    except OSError as error:
+        raise cannot_be_read(path, error) from error
+    except ValueError as error:
         refuse_lfs_pointer(path, CheckpointError)
         raise CheckpointError(f"{path} cannot be read: {error}") from error
     names = index.get("weight_map") if isinstance(index, dict) else None

@@ -265,7 +265,7 @@ def renewed(config: type, table: Mapping[str, Any], where: Where) -> Renewal:
 
 def shown(value: Any) -> str:
     """A value as the user wrote it, cut to a line."""
-    text = str(value) if isinstance(value, CliText) else repr(value)
+    text = str(value) if isinstance(value, CliText) and value else repr(value)
     return text if len(text) <= 60 else text[:57] + "..."
 
 

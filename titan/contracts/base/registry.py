@@ -21,6 +21,7 @@ from typing import Any, ClassVar, TypeVar
 from titan.contracts.base.conformance import check_class, file_of
 from titan.contracts.base.options import did_you_mean
 from titan.errors import PluginError, warn
+from titan.paths import expanded
 
 ENTRY_POINTS = "titan.plugins"
 BUILT_IN = "titan.plugins"
@@ -178,7 +179,7 @@ def load_plugins(paths: Iterable[str | Path] = ()) -> None:
                 _import(functools.partial(importlib.import_module, name), f"plugin {name}", name)
         _opened.add(BUILT_IN)
     for path in paths:
-        for file in _files(Path(path).expanduser()):
+        for file in _files(expanded(path, "[plugins] path")):
             _open_file(file)
     entries = () if ENTRY_POINTS + ":" in _opened else importlib.metadata.entry_points(group=ENTRY_POINTS)
     for entry in entries:

@@ -1,7 +1,6 @@
 """The data of a job, opened by all ranks together: the samples to train and to validate on, and the tokenizer."""
 
 from collections.abc import Mapping, Sequence
-from pathlib import Path
 from typing import Any
 
 from titan.config import Job
@@ -93,4 +92,4 @@ def _prepared(dataset: Dataset, job: Job, rank: Rank) -> list[Shard]:
 
 def _preparing(job: Job) -> dict[str, Any]:
     data = job.data
-    return {"cache": Path(data.cache).expanduser(), "workers": data.prepare_workers, "max_lost": data.max_lost}
+    return {"cache": data.cache, "workers": data.prepare_workers, "max_lost": data.max_lost}

@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import IO, Any
 
 from titan.errors import DataError, by_errno, install, refuse_lfs_pointer, warn_once
+from titan.paths import expanded
 
 COMPRESSED = (".gz", ".zst")
 
@@ -47,7 +48,7 @@ def find(paths: Sequence[str], patterns: Sequence[str]) -> list[Path]:
     found: dict[str, Path] = {}
     real = cache(os.path.realpath)  # of folders: most files share theirs
     for text in paths:
-        path = Path(os.path.expanduser(text))  # where there is no such user, as it is
+        path = expanded(text, "data.path")
         try:
             hits = [path] if path.exists() else list(_expand(Path(), path.parts))
             files = sorted(file for hit in hits for file in _files(hit, patterns))

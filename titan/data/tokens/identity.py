@@ -12,6 +12,7 @@ from typing import Any, TypedDict
 from titan.contracts import Tokenizer
 from titan.contracts.base.options import Option, options_of
 from titan.errors import ConfigError, ConfigIssue, DataError, MissingPackageError, PluginError
+from titan.paths import expanded
 
 MOST_BYTES = 50 << 20
 """Of larger files a checkpoint keeps the fingerprint alone."""
@@ -42,7 +43,9 @@ def identify(tokenizer: Tokenizer) -> tuple[Identity, Mapping[str, bytes]]:
         what = f"files() returned the name {wrong[0]!r}; it must be that of a file, in one folder at most"
         raise PluginError(f"tokenizer {tokenizer.name!r}: {what}")
     values = {option.key: getattr(tokenizer.config, option.field) for option in path_options(tokenizer)}
-    paths = {key: Path(value).expanduser() for key, value in values.items() if value and isinstance(value, str)}
+    paths = {
+        key: expanded(value, f"tokenizer.{key}") for key, value in values.items() if value and isinstance(value, str)
+    }
     copies = {key: path.name if path.is_file() else "" for key, path in paths.items()}
     # A plugin with a folder may not say which of its files it reads, and one with two files may call both the same.
     whole = all(name in files for name in copies.values() if name) and bool(files or not copies)

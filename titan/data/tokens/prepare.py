@@ -33,6 +33,7 @@ from titan.data.tokens.tokenize import Lost, tokenize, units
 from titan.data.tokens.unfinished import sweep, unfinished
 from titan.errors import DataError, by_errno
 from titan.log import log
+from titan.paths import expanded, told
 
 INDEX = "index.json"
 LAYOUT = 2
@@ -40,7 +41,7 @@ LAYOUT = 2
 
 
 def prepare(
-    dataset: Dataset, tokenizer: Tokenizer, *, cache: Path, workers: int, progress: bool, max_lost: float = 1.0
+    dataset: Dataset, tokenizer: Tokenizer, *, cache: str | Path, workers: int, progress: bool, max_lost: float = 1.0
 ) -> list[Shard]:
     """The token shards of a dataset, in order; reads each header once.
 
@@ -58,6 +59,7 @@ def prepare(
         return made
     workers = workers or _cores()
     files = dataset.files()
+    cache = expanded(cache, "data.cache")
     try:
         cache.mkdir(parents=True, exist_ok=True)
         contents = content_hashes(files, cache / "hashes.json", workers)
@@ -65,8 +67,7 @@ def prepare(
         if not folder.exists():
             _make(dataset, tokenizer, contents, folder, workers, progress)
     except OSError as error:
-        at = f" ({error.filename})" if error.filename else ""
-        said = f"cannot tokenize into the cache {cache}: {error.strerror or error}{at}"
+        said = f"cannot tokenize into the cache: {told(error, cache)}"
         raise by_errno(error, DataError(f"{said}; set data.cache to another folder")) from None
     lost = loss_in(folder)
     if lost.share > max_lost:

@@ -7,6 +7,7 @@ from multiprocessing import forkserver, resource_tracker
 from multiprocessing.context import BaseContext
 from threading import Thread
 
+from titan.paths import check_python, shorten_sockets
 from titan.ranks.meeting.signals import SIGNALS
 
 
@@ -19,6 +20,8 @@ def context() -> BaseContext:
     """
     if "forkserver" not in multiprocessing.get_all_start_methods():
         return multiprocessing.get_context("spawn")
+    check_python()
+    shorten_sockets()
     server = multiprocessing.get_context("forkserver")
     server.set_forkserver_preload(["titan.data.samples.samples", "titan.data.tokens.tokenize"])
     for start in (resource_tracker.ensure_running, forkserver.ensure_running):  # the first one's start unblocks some

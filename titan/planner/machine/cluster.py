@@ -13,7 +13,6 @@ file.
 """
 
 import re
-import tomllib
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
@@ -21,8 +20,10 @@ from pathlib import Path
 from typing import Any, NamedTuple, TypeVar
 
 import titan.configs
+from titan.config.tables import read_toml
 from titan.contracts.base.options import REQUIRED, Where, did_you_mean, option, parse
-from titan.errors import ConfigError, ConfigIssue, by_errno
+from titan.errors import ConfigError, ConfigIssue
+from titan.paths import expanded
 
 FOLDER = Path(next(iter(titan.configs.__path__))) / "clusters"
 DTYPES = ("float32", "float16", "bfloat16", "float8")
@@ -271,13 +272,10 @@ def load(name: str) -> Cluster:
 
 def _read(name: str, asked: str) -> tuple[dict[str, Any], str]:
     """(table, file) of a cluster by its name or file. asked: where the name stands, for messages."""
-    path = next((path for path in (Path(name).expanduser(), FOLDER / f"{name}.toml") if path.is_file()), None)
+    path = next((path for path in (expanded(name, asked), FOLDER / f"{name}.toml") if path.is_file()), None)
     if path is None:
         raise ConfigError([ConfigIssue(asked, f"{name}: no such file or cluster{did_you_mean(name, names())}")])
-    try:
-        return tomllib.loads(path.read_text(encoding="utf-8")), str(path)
-    except (OSError, UnicodeDecodeError, tomllib.TOMLDecodeError) as error:
-        raise by_errno(error, ConfigError([ConfigIssue(str(path), f"cannot be read as TOML: {error}")])) from None
+    return read_toml(path), str(path)
 
 
 def _over(base: Mapping[str, Any], table: Mapping[str, Any]) -> dict[str, Any]:

@@ -1,4 +1,4 @@
-"""The memory of a node's host, for what techniques keep there instead of on the devices."""
+"""The memory of a node's host: for what techniques keep there instead of on the devices, and for all on CPUs."""
 
 from collections.abc import Sequence
 from pathlib import Path
@@ -7,6 +7,7 @@ from titan.errors import ConfigError, ConfigIssue
 from titan.planner.machine.cluster import DeviceMemory
 
 GIB = 2.0**30
+OFFLOADED = "techniques keep"
 
 
 def short_of(memory: DeviceMemory, bytes_: Sequence[float], world_size: int) -> str:
@@ -18,28 +19,31 @@ def short_of(memory: DeviceMemory, bytes_: Sequence[float], world_size: int) -> 
     ranks = min(memory.ranks_per_node or world_size, world_size)
     if not available or each * ranks <= available:
         return ""
-    return _too_little(each, ranks, available, "[device] host_memory_gib of the cluster file")
+    return _too_little(OFFLOADED, each, ranks, available, "[device] host_memory_gib of the cluster file")
 
 
 def check_this_machine(
-    each_gib: float, ranks: int, meminfo: Path = Path("/proc/meminfo"), limit: Path = Path("/sys/fs/cgroup/memory.max")
-) -> None:
+    each_gib: float, ranks: int, what: str, meminfo: Path = Path("/proc/meminfo"),
+    limit: Path = Path("/sys/fs/cgroup/memory.max"),
+) -> None:  # fmt: skip
     """Hold what `ranks` ranks will keep, each so many GiB, against the memory that this machine has available.
 
-    limit: of the container's memory, in bytes. Nothing is compared with what the machine does not tell.
+    what: who keeps it, and the verb.  limit: of the container's memory, in bytes. Nothing is compared with what the
+    machine does not tell.
 
     Raises:
         ConfigError: it has too little.
     """
     for available, said in ((_available_gib(meminfo), f"MemAvailable of {meminfo}"), (_limit_gib(limit), f"{limit}")):
         if available is not None and each_gib * ranks > available:
-            raise ConfigError([ConfigIssue("", _too_little(each_gib, ranks, available, said))])
+            raise ConfigError([ConfigIssue("", _too_little(what, each_gib, ranks, available, said))])
 
 
-def _too_little(each_gib: float, ranks: int, available_gib: float, said: str) -> str:
+def _too_little(what: str, each_gib: float, ranks: int, available_gib: float, said: str) -> str:
+    each = f", {each_gib:.4g} GiB for each of {ranks} ranks of a node" if ranks > 1 else ""
     return (
-        f"techniques keep {each_gib * ranks:.4g} GiB in the host's memory, {each_gib:.4g} GiB for each of {ranks} "
-        f"ranks of a node, but {said} = {available_gib:.4g} GiB; offload less, shard over more ranks, or use more nodes"
+        f"{what} {each_gib * ranks:.4g} GiB in the host's memory{each}, but "
+        f"{said} = {available_gib:.4g} GiB; shard over more ranks, use more nodes, or offload less"
     )
 
 

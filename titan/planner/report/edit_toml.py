@@ -11,6 +11,8 @@ import tomli_w
 VALUE = re.compile(r"""(?:"{3}(?:\\.|[^\\])*?"{3,5}|'{3}.*?'{3,5}|"(?:\\.|[^"\\])*"|'[^']*'|[^"'#])*""")
 """The part of a line before its comment: strings of TOML's four kinds, which may contain #, and other characters."""
 HEADER = re.compile(r"^\s*\[")
+MARK = "\ufeff"
+"""The byte-order mark, with which editors of Windows begin a file."""
 
 
 def set_values(text: str, values: Mapping[str, Any]) -> str:
@@ -23,6 +25,8 @@ def set_values(text: str, values: Mapping[str, Any]) -> str:
         ValueError: the text is no TOML, or has a key in a form that is not edited: in an inline table, as a dotted key,
             or with a value of several lines.
     """
+    if text.startswith(MARK):
+        return MARK + set_values(text.removeprefix(MARK), values)
     wanted = tomllib.loads(text)
     lines, ending = _lines(text)
     for key, value in values.items():

@@ -15,9 +15,9 @@ from pathlib import Path
 from typing import Any
 
 from titan.config import Job, load_job
-from titan.config.load import BUILT_IN, QUICKSTART, plugin_folders
+from titan.config.load import BUILT_IN, QUICKSTART
 from titan.config.renames import renew
-from titan.config.tables import COMMAND_LINE, Table, override, read
+from titan.config.tables import COMMAND_LINE, Table, override, plugin_folders, read
 from titan.config.techniques import agree, chosen_techniques, unattended
 from titan.contracts import ModelSpec, Technique
 from titan.contracts.base import registry

@@ -96,12 +96,17 @@ def _combined(tables: Mapping[str, Sequence[Mapping[str, Any]]]) -> Iterator[Val
         yield {name: each[place] for (name, each), place in zip(tables.items(), chosen, strict=True)}
 
 
-def kept_on_host_gib(job: Job) -> float:
-    """GiB in the host's memory of the rank that keeps most there; 0 where costs cannot be predicted."""
+def least_gib(job: Job) -> tuple[float, float]:
+    """GiB that a job takes all the time on the rank that takes most: on its device, and in its host's memory.
+
+    On the device: weights, gradients and the optimizer's state. 0 where costs cannot be predicted.
+    """
     try:
-        return max(memory.host for memory in memories(costs_of(job), job.layout, DeviceMemory(0.0))) / GIB
+        found = memories(costs_of(job), job.layout, DeviceMemory(0.0))
     except Exception:  # as below
-        return 0.0
+        return 0.0, 0.0
+    on_device = max(memory.parameters + memory.gradients + memory.optimizer for memory in found)
+    return on_device / GIB, max(memory.host for memory in found) / GIB
 
 
 def _need(job: Job, memory: DeviceMemory) -> _Need | str:
