@@ -5,6 +5,7 @@ chunks of a tensor tile it. Each chunk has one place in a file of the checkpoint
 with another chunk. So no tensor is allocated that is larger than the files, and none stays partly uninitialized.
 """
 
+import copyreg
 import gc
 import math
 import os
@@ -13,6 +14,7 @@ import signal
 import subprocess
 import sys
 from collections.abc import Mapping
+from enum import Enum
 from pathlib import Path
 from threading import Thread
 from typing import Any
@@ -112,9 +114,16 @@ def _pickle(path: Path, index: Index) -> None:
     # Nothing of DCP's own: its storage_meta would tell the folder's path to whoever gets the checkpoint.
     whole = dcp.Metadata(tensors, storage_data=places, version=filesystem.CURRENT_DCP_VERSION)
     with (path / manifest.METADATA).open("wb") as file:
-        pickle.dump(whole, file)
+        pickler = pickle.Pickler(file)
+        # Python 3.11.0 to 3.11.3 would write a call of getattr, which readers rightly refuse.
+        pickler.dispatch_table = copyreg.dispatch_table | {dcp._MEM_FORMAT_ENCODING: _by_value}
+        pickler.dump(whole)
         file.flush()
         os.fsync(file.fileno())
+
+
+def _by_value(member: Enum) -> tuple[type[Enum], tuple[int]]:
+    return type(member), (member.value,)
 
 
 def read(path: Path, entries: Mapping[str, manifest.FileEntry]) -> Index:
