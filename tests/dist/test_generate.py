@@ -169,7 +169,7 @@ def test_what_is_streamed_is_the_text(checkpoint: str) -> None:
 @pytest.mark.parametrize(
     ("words", "code", "said"),
     [
-        (["--checkpoint", "nowhere", "--prompt", "a"], 1, "--checkpoint = 'nowhere': no such folder"),
+        (["--checkpoint", "nowhere", "--prompt", "a"], 2, "--checkpoint = 'nowhere': no such folder"),
         (["--prompt", "x" * 32], 2, "has 32 tokens; prompt and generated text together may have max_seq_len = 32"),
         (["--prompt", "x", "--top-p", "1.5", "--samples", "0"], 2, "--top-p 1.5: must be above 0 and at most 1"),
         (["--prompt", "x", "--top-p", "1.5", "--samples", "0"], 2, "--samples 0: must be at least 1"),

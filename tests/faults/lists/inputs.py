@@ -2,6 +2,7 @@
 
 from titan.testing.faults import Fault
 
+PATHS = "tests/unit/test_paths.py"
 CONTRACT = "tests/contract/test_every_plugin.py::test_contract[optimizer-adamw-{}]"
 
 FAULTS = (
@@ -144,5 +145,54 @@ FAULTS = (
         'in re.split(r"\\r\\n|\\r|\\n", ',
         'in re.split("\\n", ',
         ("tests/unit/test_generation.py::test_prompts_are_the_same_from_every_system",),
+    ),
+    Fault(
+        "a folder called ~ where there is no home",
+        "titan/paths.py",
+        'if not text.startswith("~") or',
+        'if text.startswith("~") or',
+        (f"{PATHS}::test_a_name_that_begins_with_a_tilde",),
+    ),
+    Fault(
+        "sockets in a temporary folder too long for them",
+        "titan/data/tokens/processes.py",
+        "    shorten_sockets()\n",
+        "",
+        (f"{PATHS}::test_a_temporary_folder_too_long_for_sockets",),
+    ),
+    Fault(
+        "a file that a group cannot write",
+        "plugins/trackers/jsonl.py",
+        "os.O_APPEND, 0o666)",
+        "os.O_APPEND, 0o644)",
+        ("tests/dist/test_folder.py::test_a_run_that_is_done_or_for_a_group",),
+    ),
+    Fault(
+        "a copy of a live run in use by that run",
+        "titan/checkpoint/disk/lock.py",
+        "alive is False or named == self._me",
+        "named == named or self._me",
+        ("tests/unit/test_lock.py::test_a_copy_of_a_live_run_is_free_at_once[False]",),
+    ),
+    Fault(
+        "a live run taken for a copy under another name",
+        "titan/checkpoint/disk/lock.py",
+        "if os.path.samefile(named, self.folder):",
+        "if not self.folder:",
+        ("tests/unit/test_lock.py::test_one_folder_by_two_names_is_in_use",),
+    ),
+    Fault(
+        "a fault of the command line said of the file",
+        "titan/config/tables.py",
+        "if named and origin == COMMAND_LINE:",
+        "if named and not origin:",
+        ("tests/unit/test_overrides.py::test_a_layout_of_the_command_line_that_does_not_fit_is_its_fault",),
+    ),
+    Fault(
+        "a model built that no memory here holds",
+        "titan/train.py",
+        "check_this_machine(on_device + on_host,",
+        "check_this_machine(on_host,",
+        ("tests/unit/test_unset_options.py::test_a_model_that_no_memory_here_holds_is_refused_before_it_is_built",),
     ),
 )

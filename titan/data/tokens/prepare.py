@@ -67,7 +67,7 @@ def prepare(
         if not folder.exists():
             _make(dataset, tokenizer, contents, folder, workers, progress)
     except OSError as error:
-        said = f"cannot tokenize into the cache: {told(error, cache)}"
+        said = f"cannot tokenize into the cache {cache}: {told(error, cache)}"
         raise by_errno(error, DataError(f"{said}; set data.cache to another folder")) from None
     lost = loss_in(folder)
     if lost.share > max_lost:
