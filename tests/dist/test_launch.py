@@ -90,11 +90,12 @@ def _terminated() -> list[Ended]:
         dist.barrier()
         return 1 if signal.SIGTERM in signal.sigpending() else 75
 
-    before = signal.getsignal(signal.SIGTERM)
+    before = signal.getsignal(signal.SIGINT)
     processes = _children(entry, 3)
     with processes.hearing():
         ended = processes.lead()
-    assert signal.getsignal(signal.SIGTERM) is before
+    assert signal.getsignal(signal.SIGINT) is before
+    assert signal.getsignal(signal.SIGTERM) is signal.SIG_IGN, "it ends now, whatever comes"
     assert processes.heard == {signal.SIGTERM}
     return ended
 

@@ -147,6 +147,13 @@ def test_signals_are_noted_while_somebody_listens() -> None:
     assert alone.due() == ""
 
 
+def test_a_signal_that_has_waited_is_noted() -> None:
+    signal.pthread_sigmask(signal.SIG_BLOCK, signals.SIGNALS)
+    signal.pthread_kill(threading.get_ident(), signal.SIGUSR1)  # other threads do not block it
+    with listening():
+        assert signals.heard() == {signal.SIGUSR1}
+
+
 @pytest.mark.parametrize("ranks", [swept_case(1), 2])
 def test_signals_after_the_save_do_not_change_the_exit_code(ranks: int, tmp_path: Path) -> None:
     """To the launcher, which passes them on, until all are gone; the real one, as an interpreter takes long to end."""

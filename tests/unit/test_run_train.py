@@ -2,6 +2,7 @@
 
 import os
 import shutil
+import signal
 import subprocess
 import sys
 import tempfile
@@ -15,7 +16,7 @@ import pytest
 
 ROOT = Path(__file__).parents[2]
 TOOLS = ("bash", "cat", "chmod", "cksum", "cp", "cut", "dirname", "env", "flock", "make", "mkdir", "paste", "rm", "sed")
-TOOLS += ("sh", "sort", "tr")
+TOOLS += ("kill", "sh", "sort", "tr", "true")
 
 FAKE_PYTHON = """\
 #!/bin/sh
@@ -251,6 +252,23 @@ def test_run_train_keeps_the_working_directory_and_the_arguments(house: House, t
     done = house.run(house.root / "run_train.sh", "--run.name", "two words", cwd=tmp_path, TITAN_PYTHON=str(mine))
     assert done.returncode == 75
     assert done.stdout == f"{tmp_path}\n<-P><-m><titan.launch><--run.name><two words>"
+
+
+WAITED = """\
+#!{bash}
+# A Python that gets a signal while it is looked for, as does the script that looks for it, and another at its start.
+[ "$1" = - ] && exec kill -USR1 $$ $PPID
+kill -TERM $$
+exec {python} -c "import os, signal; print(*signal.sigpending(), os.environ.get('TITAN_BLOCKED'))"
+"""
+
+
+def test_signals_wait_until_titan_listens(house: House) -> None:
+    mine = house.bin / "mine"
+    mine.write_text(WAITED.format(bash=shutil.which("bash"), python=sys.executable))
+    mine.chmod(0o755)
+    done = house.run(house.root / "run_train.sh", TITAN_PYTHON=str(mine))
+    assert (done.returncode, done.stdout, done.stderr) == (0, f"{signal.SIGTERM.value} None\n", "")
 
 
 def test_run_train_as_a_batch_script_finds_the_repository(house: House, tmp_path: Path) -> None:

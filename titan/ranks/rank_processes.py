@@ -108,10 +108,10 @@ class RankProcesses:
         try:
             yield
         finally:
-            if self.heard:
-                signals.hear_no_more()
             for number, handler in before.items():
                 signal.signal(number, handler)
+            if self.heard:
+                signals.hear_no_more()
 
     def _pass_on(self, number: int, _: FrameType | None = None) -> None:
         self.heard.add(number)
@@ -303,7 +303,7 @@ def _be_rank(entry: Entry, argv: list[str], environment: Environment, parent: in
     _take_threads()
     signal.signal(signal.SIGINT, signal.default_int_handler)
     with signals.listening():
-        signal.pthread_sigmask(signal.SIG_UNBLOCK, PASSED_ON)
+        signal.pthread_sigmask(signal.SIG_UNBLOCK, [signal.SIGINT])
         code = entry(argv)
         tell.send_bytes(bytes(signals.heard()))
         signals.hear_no_more()

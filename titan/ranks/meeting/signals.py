@@ -24,16 +24,21 @@ class _Raising:
 
 @contextlib.contextmanager
 def listening() -> Iterator[None]:
-    """Note `SIGNALS` instead of dying of them; outside of the main thread, where none can be caught, do nothing."""
+    """Note `SIGNALS` instead of dying of them; outside of the main thread, where none can be caught, do nothing.
+
+    Whoever started this process may have blocked them until now (`run_train.sh`, `ranks.rank_processes`).
+    """
     if threading.current_thread() is not threading.main_thread():
         yield
         return
     before = {number: signal.signal(number, _note) for number in SIGNALS}
+    signal.pthread_sigmask(signal.SIG_UNBLOCK, SIGNALS)
     try:
         yield
     finally:
         for number, handler in before.items():
-            signal.signal(number, handler)
+            if signal.getsignal(number) is _note:  # else this process hears no more
+                signal.signal(number, handler)
         if _note not in before.values():  # else somebody further up listens, too
             _noted.clear()
 
@@ -93,5 +98,10 @@ def heard() -> frozenset[int]:
 
 
 def hear_no_more() -> None:
-    """Before a process that was asked to stop ends: one more signal must not turn its exit code into that of a kill."""
-    signal.pthread_sigmask(signal.SIG_BLOCK, SIGNALS)
+    """Before a process that was asked to stop ends: one more signal must not turn its exit code into that of a kill.
+
+    Ignored, not blocked: a thread blocks signals for itself, and gloo has threads.
+    """
+    if threading.current_thread() is threading.main_thread():
+        for number in SIGNALS:
+            signal.signal(number, signal.SIG_IGN)
