@@ -48,7 +48,7 @@ def test_a_job_comes_back_until_it_is_cancelled_or_done(tmp_path: Path, slurm: S
     slurm("scancel", first.name)
     assert (first.await_end(), first.restarts) == ("CANCELLED", 0), first.lines
     step = preempted(first, "SIGTERM", 4)
-    assert first.lines[-1] == "job 41 is not requeued, because it received SIGTERM; submit it again to resume\n"
+    assert first.lines[-1].startswith("titan does not requeue job 41, because it received SIGTERM; unless Slurm ")
 
     second = submit(slurm, arguments(tmp_path, to="nobody", step=7))
     second.await_line("step 6/10")
@@ -73,7 +73,7 @@ import os, signal, sys
 from titan import launch
 from titan.ranks.meeting import signals
 
-life = os.environ["SLURM_RESTART_COUNT"]
+life = os.environ.get("SLURM_RESTART_COUNT", "0")
 
 def train(words):
     with signals.listening():

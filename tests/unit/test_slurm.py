@@ -76,8 +76,8 @@ def test_a_job_that_is_cancelled_is_not(
 ) -> None:
     slurm.requeue(scontrol(tmp_path, 0), heard)
     assert not (tmp_path / "asked").exists()
-    said = "job 41 is not requeued, because it received SIGTERM; submit it again to resume\n"
-    assert capsys.readouterr().err == said
+    why = "because it received SIGTERM; unless Slurm requeues it, submit it again to resume"
+    assert capsys.readouterr().err == f"titan does not requeue job 41, {why}\n"
 
 
 @pytest.mark.parametrize(

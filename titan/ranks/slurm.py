@@ -24,7 +24,8 @@ def requeue(env: Mapping[str, str], heard: Collection[int]) -> None:
         return
     job = _name(env)
     if ends := sorted(signal.Signals(number).name for number in heard if number != signal.SIGUSR1):
-        say(f"job {job} is not requeued, because it received {ends[-1]}; submit it again to resume")
+        why = f"because it received {ends[-1]}; unless Slurm requeues it, submit it again to resume"
+        say(f"titan does not requeue job {job}, {why}")
         return
     tool = shutil.which("scontrol", path=env.get("PATH", ""))
     if tool is None:
