@@ -296,9 +296,10 @@ def _batch_environment(job: Job) -> dict[str, str]:
     own = {
         "ENVIRONMENT": "BATCH", "SLURM_JOB_ID": number, "SLURM_JOBID": number, "SLURM_JOB_NODELIST": listed,
         "SLURM_NODELIST": listed, "SLURM_JOB_NUM_NODES": str(nodes), "SLURM_NNODES": str(nodes),
-        "SLURM_NODEID": "0", "SLURM_PROCID": "0", "SLURM_LOCALID": "0", "SLURM_RESTART_COUNT": str(job.restarts),
-        mark: step,
+        "SLURM_NODEID": "0", "SLURM_PROCID": "0", "SLURM_LOCALID": "0", mark: step,
     }  # fmt: skip
+    if job.restarts:
+        own |= {"SLURM_RESTART_COUNT": str(job.restarts)}
     if per_node:
         own |= {"SLURM_NTASKS_PER_NODE": per_node}
     if cpus := job.options.get("cpus-per-task"):
@@ -335,7 +336,7 @@ def _srun(argv: list[str]) -> int:
     job, _, _ = env[STEP].rpartition(".")
     env |= {
         STEP: f"{job}.0", "SLURM_STEP_ID": "0", "SLURM_STEPID": "0", "SLURM_STEP_NODELIST": listed,
-        "SLURM_NODELIST": listed, "SLURM_STEP_NUM_NODES": str(nodes), "SLURM_STEP_NUM_TASKS": str(tasks),
+        "SLURM_STEP_NUM_NODES": str(nodes), "SLURM_STEP_NUM_TASKS": str(tasks),
         "SLURM_NNODES": str(nodes), "SLURM_NTASKS": str(tasks), "SLURM_NPROCS": str(tasks),
     }  # fmt: skip
     running: dict[int, subprocess.Popen[bytes]] = {}  # by process id; reaped here alone
@@ -346,6 +347,7 @@ def _srun(argv: list[str]) -> int:
 
     for number in (signal.SIGTERM, signal.SIGUSR1, signal.SIGINT):
         signal.signal(number, forward)
+    signal.signal(signal.SIGALRM, lambda *_: _send(signal.SIGKILL, f"{STEP}={env[STEP]}"))
     for task, node, local in _places(tasks, nodes):
         own = {"SLURM_PROCID": str(task), "SLURM_NODEID": str(node), "SLURM_LOCALID": str(local)}
         process = subprocess.Popen(command, env={**env, **own})
@@ -356,8 +358,9 @@ def _srun(argv: list[str]) -> int:
         del running[ended]
         code = os.waitstatus_to_exitcode(status)
         codes.append(code if code >= 0 else 128 - code)
-        if code and options.get("kill-on-bad-exit", "0") != "0":
-            _send(signal.SIGKILL, f"{STEP}={env[STEP]}")
+        if code and options.get("kill-on-bad-exit", "0") != "0" and not signal.getitimer(signal.ITIMER_REAL)[0]:
+            signal.setitimer(signal.ITIMER_REAL, KILL_WAIT_S)
+            _send(signal.SIGTERM, f"{STEP}={env[STEP]}")
     return max(codes)
 
 
