@@ -154,6 +154,19 @@ def test_a_signal_that_has_waited_is_noted() -> None:
         assert signals.heard() == {signal.SIGUSR1}
 
 
+def _ends_beside_a_thread() -> None:
+    done = threading.Event()
+    threading.Thread(target=done.wait).start()
+    with listening():
+        signals.hear_no_more()
+    os.kill(os.getpid(), signal.SIGTERM)
+    done.set()
+
+
+def test_a_process_that_ends_hears_signals_on_no_thread() -> None:
+    run_ranks(_ends_beside_a_thread, 1, init=False)
+
+
 @pytest.mark.parametrize("ranks", [swept_case(1), 2])
 def test_signals_after_the_save_do_not_change_the_exit_code(ranks: int, tmp_path: Path) -> None:
     """To the launcher, which passes them on, until all are gone; the real one, as an interpreter takes long to end."""

@@ -35,6 +35,20 @@ FAULTS = (
         (f"{PREEMPTION}::test_signals_are_noted_while_somebody_listens",),
     ),
     Fault(
+        "a signal that came before the run listens never heard",
+        "titan/ranks/meeting/signals.py",
+        "    signal.pthread_sigmask(signal.SIG_UNBLOCK, SIGNALS)\n",
+        "",
+        (f"{PREEMPTION}::test_a_signal_that_has_waited_is_noted",),
+    ),
+    Fault(
+        "a run that ends, killed by one more signal to another thread",
+        "titan/ranks/meeting/signals.py",
+        "signal.signal(number, signal.SIG_IGN)",
+        "signal.pthread_sigmask(signal.SIG_BLOCK, [number])",
+        (f"{PREEMPTION}::test_a_process_that_ends_hears_signals_on_no_thread",),
+    ),
+    Fault(
         "a signal to one rank that the others do not hear of",
         "titan/ranks/preemption.py",
         "dist.ReduceOp.MAX, self._group, async_op=True",
