@@ -73,5 +73,5 @@ read -ra binding <<<"${GPU_BINDING:---gpus-per-task=1 --gpu-bind=closest}"
 tasks=$((SLURM_JOB_NUM_NODES * SLURM_NTASKS_PER_NODE))
 
 # Each task is a rank; ranks meet at the first node. The first rank asks for the requeue when it has ended, so the end
-# of another one must not kill it at once: --wait ends what is left 120 s later.
+# of another one must not end it at once: --wait ends what is left 120 s later.
 exec srun --ntasks="$tasks" --kill-on-bad-exit=0 --wait=120 "${binding[@]}" ./run_train.sh "$@"

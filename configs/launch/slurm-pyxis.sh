@@ -33,7 +33,7 @@ export MASTER_ADDR MASTER_PORT=${MASTER_PORT:-$((20000 + SLURM_JOB_ID % 9000))}
 cancelled=
 trap 'cancelled=yes' TERM
 
-# The first launcher that ends with 75 must not have the others killed, as srun would end with 137 then.
+# The first launcher that ends with 75 must not have srun end the others.
 code=0
 srun --kill-on-bad-exit=0 --wait=120 --container-image="$image" --container-readonly \
     --container-mounts="$shared:$shared" --container-workdir="$shared" env -u SLURM_JOB_ID titan train "$@" || code=$?
