@@ -5,8 +5,8 @@
     mode = "offline"      # nothing leaves the machine; `wandb sync runs/NAME/wandb/offline-run-*` sends it later
 
 Keys are those of `metrics.jsonl`, over the key `step`. The config is the resolved job; the summary holds the last value
-of every key, and `params`, the number of parameters. The run's id is kept in `wandb/id` of the run's folder: a resumed
-run continues the same wandb run; a new run in the folder gets a new one.
+of every key, and `params`, the number of parameters. The run's id is kept in `wandb/id-NAME` of the run's folder: a
+resumed run continues the same wandb run. A new run in the folder gets a new one, and so does a copy of another name.
 
 Cost: a separate process, started in about a second; some hundred microseconds per row. At the end of an online run it
 waits up to `finish_timeout_s` for unsent rows.
@@ -117,7 +117,7 @@ def _package() -> Any:
 
 def _run_id(info: RunInfo) -> str:
     """The id that this folder's run has; a new one where the run starts anew."""
-    path = info.folder / "wandb" / "id"
+    path = info.folder / "wandb" / f"id-{info.name}"
     if info.start_step and path.exists():
         return path.read_text(encoding="utf-8").strip()
     path.parent.mkdir(parents=True, exist_ok=True)

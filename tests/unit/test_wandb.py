@@ -133,9 +133,12 @@ def test_a_run_that_goes_on_is_the_same_run(tmp_path: Path) -> None:
     run(tmp_path, [ROW])
     run(tmp_path, [{**ROW, "step": 20}], start_step=10)
     run(tmp_path, [ROW])
-    first, second, anew = (next(r.run for r in found if r.HasField("run")) for found in written(tmp_path))
-    assert first.run_id == second.run_id != anew.run_id
-    assert (tmp_path / "run" / "wandb" / "id").read_text() == anew.run_id
+    own = tmp_path / "run" / "wandb" / "id-tiny"
+    own.rename(own.with_name("id-original"))  # as in a copy of the folder of another run
+    run(tmp_path, [{**ROW, "step": 20}], start_step=10)
+    first, second, anew, copy = (next(r.run for r in found if r.HasField("run")) for found in written(tmp_path))
+    assert first.run_id == second.run_id != anew.run_id != copy.run_id
+    assert own.read_text() == copy.run_id
 
 
 @pytest.mark.usefixtures("alone")
