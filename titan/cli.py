@@ -3,6 +3,7 @@
 import argparse
 import difflib
 import importlib
+import itertools
 import pkgutil
 import re
 import sys
@@ -127,9 +128,10 @@ def _present_flags(words: Sequence[str], former: Mapping[str, str]) -> list[str]
 
 def _refuse_unknown_flags(words: Sequence[str], parser: argparse.ArgumentParser, former: Mapping[str, str]) -> None:
     """Refuse a misspelt flag, before argparse says that the right one is missing. parser: of the command."""
-    known = {*_flags(parser), TRACEBACK_FLAG, "--"}
-    for word in words:
-        if word.startswith("--") and word.partition("=")[0] not in known:
+    known = {*_flags(parser), TRACEBACK_FLAG}
+    for word in itertools.takewhile(lambda word: word != "--", words):
+        flag = word.partition("=")[0]
+        if flag.startswith("--") and flag not in known and " " not in flag:  # with a space, argparse takes it for text
             _refuse(word, parser, former)
 
 
@@ -154,7 +156,7 @@ def _flags(parser: argparse.ArgumentParser) -> Iterator[str]:
 
 def _keys(word: str) -> list[str]:
     """What a word may mean for a job: a file, or three keys at most, such as `--train.steps` for `--steps`."""
-    if word.endswith(".toml"):
+    if word.endswith(".toml") and not word.startswith("-"):
         return [f"--config {word}"]
     from titan.config import load_job
     from titan.config.sections import declared_tables

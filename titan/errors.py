@@ -1,5 +1,6 @@
 """Errors that a user can act on. Each carries the exit code of the command."""
 
+import codecs
 import errno
 import io
 import os
@@ -79,9 +80,14 @@ class UnreadableError(CheckpointError):
 
 
 class SaveError(CheckpointError):
-    """A checkpoint that could not be written; the next start may have more luck."""
+    """A checkpoint that could not be written.
 
-    exit_code = EXIT_FAILED
+    exit_code: of the cause: that of wrong input where the next start would fail too.
+    """
+
+    def __init__(self, message: str, exit_code: int = EXIT_FAILED) -> None:
+        super().__init__(message)
+        self.exit_code = exit_code
 
 
 class FolderError(TitanError):
@@ -195,12 +201,23 @@ def is_shown() -> bool:
 def stand_in_for_closed() -> None:
     """Give stdin, stdout and stderr that were closed somewhere to go. To be called first: a file opened later would get
     their numbers, and with them what native code writes there. Characters that stdout cannot have are written as
-    `\\xe4`, as on stderr."""
+    `\\u00e4`."""
     for name, mode in (("stdin", "r"), ("stdout", "w"), ("stderr", "w")):
         if getattr(sys, name) is None:
             setattr(sys, name, open(os.devnull, mode, encoding="utf-8"))  # noqa: SIM115
     if isinstance(sys.stdout, io.TextIOWrapper):
-        sys.stdout.reconfigure(errors="backslashreplace")
+        codecs.register_error("titan", _escaped)
+        sys.stdout.reconfigure(errors="titan")
+
+
+def _escaped(error: UnicodeError) -> tuple[str | bytes, int]:
+    """What is written for characters that a stream cannot have: as TOML and JSON write them, and bytes of names as they
+    were."""
+    assert isinstance(error, UnicodeEncodeError)
+    numbers = [ord(character) for character in error.object[error.start : error.end]]
+    if all(0xDC80 <= number <= 0xDCFF for number in numbers):
+        return bytes(number - 0xDC00 for number in numbers), error.end
+    return "".join(f"\\U{n:08x}" if n > 0xFFFF else f"\\u{n:04x}" for n in numbers), error.end
 
 
 def let_go(stream: TextIO) -> None:

@@ -5,6 +5,7 @@ the same. Containers that run as a number without an entry among the users have 
 have long temporary folders.
 """
 
+import contextlib
 import multiprocessing.util
 import os
 import sys
@@ -77,18 +78,19 @@ def check_output(path: Path | None, flag: str) -> None:
     """Find out before long work whether a file can be written; None: none is asked for.
 
     Raises:
-        ConfigError: it cannot, as its folder is absent or read-only, or it is a folder itself.
+        ConfigError: it cannot, as its folder is read-only, or it is a folder itself.
     """
     if path is None:
         return
-    real = Path(os.path.realpath(path))
-    faults = {
-        "is a folder; name a file": real.is_dir(),
-        f"folder {real.parent} does not exist; create it": not real.parent.is_dir(),
-        "may not be written": not os.access(real if real.exists() else real.parent, os.W_OK),
-    }
-    if what := next((words for words, wrong in faults.items() if wrong), ""):
-        raise ConfigError([ConfigIssue("command line", f"{flag} {path}: {what}")])
+    real = os.path.realpath(path)
+    what = dangling(path) or ("is a folder; name a file" if os.path.isdir(real) else "")
+    above = real
+    while not os.path.lexists(above):  # folders that are absent are made
+        above = os.path.dirname(above)
+    if not what and not os.path.isdir(above) and above != real:
+        what = f"{above} is no folder"
+    if what or not os.access(above, os.W_OK):
+        raise ConfigError([ConfigIssue("command line", f"{flag} {path}: {what or f'{above} may not be written'}")])
 
 
 def shorten_sockets() -> None:
@@ -152,6 +154,9 @@ def told(error: OSError, path: str | Path = "") -> str:
 
 def dangling(path: str | Path) -> str:
     """What is said of a path that is, or lies below, a link that leads nowhere; empty: it is none."""
-    links = (each for each in (*reversed(Path(path).parents), Path(path)) if each.is_symlink() and not each.exists())
-    link = next(links, None)
-    return "" if link is None else f"{link} is a link to {os.readlink(link)}, which is not there"
+    for each in (*reversed(Path(path).parents), Path(path)):
+        # Called where the system has just failed, so what cannot be told is none.
+        if os.path.islink(each) and not os.path.exists(each):
+            with contextlib.suppress(OSError):
+                return f"{each} is a link to {os.readlink(each)}, which is not there"
+    return ""

@@ -102,10 +102,12 @@ def _settled(job: Job, me: process.Rank) -> Job:
 
 def _refuse_what_cannot_fit(job: Job, me: process.Rank, device_gib: float | None) -> None:
     """Before a model is built that takes minutes to fill the memory."""
-    on_device, on_host = least_gib(job)
+    least = least_gib(job)
+    on_device, on_host = (max(each) for each in zip(*least, strict=True))
     ranks = int(os.environ.get("LOCAL_WORLD_SIZE", 1))  # not every launcher says: then at least this one
     if me.device.type == "cpu":
-        check_this_machine(on_device + on_host, ranks, f"{STATE} take")
+        mean = sum(map(sum, least)) / len(least)  # a node has ranks of all of the pipeline, or fewer ranks
+        check_this_machine(mean, ranks, f"{STATE} take")
         return
     if device_gib is not None and on_device > device_gib:
         what = f"{STATE} take {on_device:.4g} GiB on a rank, but its device has {device_gib:.4g} GiB"

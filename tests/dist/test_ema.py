@@ -105,4 +105,4 @@ def test_the_commands_use_it(tmp_path: Path) -> None:
         (str(tmp_path / "dcp"), "has no weights of 'tally'; it has none but those that were trained"),
     ):
         done = run_titan(["eval", "--checkpoint", source, "--weights", "tally", *text], tmp_path)
-        assert done.returncode == 1 and told in done.stderr
+        assert done.returncode == 2 and told in done.stderr

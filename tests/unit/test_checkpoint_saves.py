@@ -1,6 +1,7 @@
 """Saves of one process: which one a run resumes from, and what is left and said when a save fails."""
 
 import errno
+import io
 import os
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -11,12 +12,19 @@ import pytest
 import torch
 
 from tests.checkpoints import checkpointer_of, made, steps_in
-from titan.checkpoint import Checkpointer
+from titan.checkpoint import Checkpointer, storage
 from titan.checkpoint.disk import folder as folders
 from titan.checkpoint.ranks import Ranks
 from titan.checkpoint.state import Aside, Snapshot
 from titan.contracts import ModelPart
-from titan.errors import CheckpointError, ConfigError, FolderError, UnreadableError
+from titan.errors import (
+    EXIT_FAILED,
+    EXIT_WRONG_INPUT,
+    CheckpointError,
+    ConfigError,
+    FolderError,
+    UnreadableError,
+)
 
 
 def test_find(tmp_path: Path, told: Callable[[], list[str]]) -> None:
@@ -151,6 +159,26 @@ def test_a_save_that_cannot_be_swept_either_says_both(tmp_path: Path, monkeypatc
         checkpointer_of(tmp_path).save(1, *made(), {})
 
 
+@pytest.mark.parametrize(("number", "code"), [(errno.ESTALE, EXIT_FAILED), (errno.EACCES, EXIT_WRONG_INPUT)])
+def test_data_that_cannot_be_read_are_no_damaged_data(
+    number: int, code: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """zipfile says of a file that fails that it is no zip."""
+    parts, optimizer = made()
+    checkpointer_of(tmp_path).save(1, parts, optimizer, {})
+    checkpointer = checkpointer_of(tmp_path)
+    path = checkpointer.find("auto")
+
+    class Failing(io.FileIO):
+        def readinto(self, _: object) -> int:
+            raise OSError(number, os.strerror(number))
+
+    monkeypatch.setattr(storage.Path, "open", lambda path, *_: Failing(path))
+    with pytest.raises(CheckpointError, match=rf"__0_0\.distcp cannot be read: {os.strerror(number)}") as failed:
+        checkpointer.load(path, parts, optimizer, {}, ())
+    assert failed.value.exit_code == code
+
+
 @pytest.mark.parametrize("lost_at", [1, 2, 3])
 def test_a_folder_that_is_another_runs_now_is_left_as_it_is(tmp_path: Path, lost_at: int) -> None:
     parts, optimizer = made()
@@ -165,8 +193,9 @@ def test_a_folder_that_is_another_runs_now_is_left_as_it_is(tmp_path: Path, lost
             raise FolderError("taken over by another run")
 
     checkpointer = Checkpointer(tmp_path, keep=1, asynchronous=False, rank=0, world_size=1, held=held)
-    with pytest.raises(CheckpointError, match=r"^saving step 2 to .* failed: taken over by another run$"):
+    with pytest.raises(CheckpointError, match=r"^saving step 2 to .* failed: taken over by another run$") as failed:
         checkpointer.save(2, parts, optimizer, {})
+    assert failed.value.exit_code == EXIT_WRONG_INPUT
     left = sorted(path.name for path in tmp_path.iterdir())
     assert [name for name in left if name != "step-00000002.tmp"] == ["step-00000001", "step-00000009.tmp"]
     assert (tmp_path / "step-00000002.tmp" / "state.json").exists() == (lost_at == 3)

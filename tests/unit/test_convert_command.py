@@ -74,9 +74,9 @@ def test_a_link_to_an_empty_folder_is_that_folder(folder: Path) -> None:
 
 def test_a_failure_leaves_nothing(folder: Path, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.setattr(tensor_files.Stored, "read", lambda *_: (_ for _ in ()).throw(CheckpointError("gone")))
-    for form, code in (("hf", 2), ("dcp", 1)):
+    for form in ("hf", "dcp"):
         words = ["--from", str(folder), "--output", str(tmp_path / "new"), "--format", form, "--tokenizer.name", "byte"]
-        assert cli.main(["convert", *words]) == code
+        assert cli.main(["convert", *words]) == 2
     assert [path.name for path in tmp_path.iterdir()] == ["llama"]
 
 

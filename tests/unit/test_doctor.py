@@ -267,11 +267,11 @@ def test_copies_from_the_host_are_written() -> None:
 @pytest.mark.parametrize(("words", "said"), [
     (["--seconds", "0"], "--seconds 0: must be above 0"),
     (["--disk", "nowhere"], "--disk nowhere: no such folder"),
-    (["--output", "nowhere/c.toml"], "--output nowhere/c.toml: folder {} does not exist; create it"),
+    (["--output", "."], "--output .: is a folder; name a file"),
 ])  # fmt: skip
 def test_what_is_asked_wrongly(words: list[str], said: str, capsys: pytest.CaptureFixture[str]) -> None:
     assert cli.main(["doctor", *words]) == 2
-    assert capsys.readouterr().err == f"error: command line: {said.format(Path('nowhere').absolute())}\n"
+    assert capsys.readouterr().err == f"error: command line: {said}\n"
 
 
 def test_a_disk_that_cannot_be_written_to(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:

@@ -187,8 +187,8 @@ def test_a_copy_of_a_live_run_is_free_at_once(
     shutil.copytree(tmp_path / "run", tmp_path / "copy", copy_function=os.link if links else shutil.copy2)
     copy.take()
     assert told == [
-        f"{tmp_path / 'copy' / 'lock.json'} came with a copy of {tmp_path / 'run'}, which "
-        f"{locks._words(first._me)} holds; taking the lock over"
+        f"{tmp_path / 'copy' / 'lock.json'} came with a copy of {tmp_path / 'run'}, the folder of "
+        f"{locks._words(first._me)}; taking the lock over"
     ]
     for lock in (first, copy):
         lock.check()
@@ -209,6 +209,21 @@ def test_a_copy_whose_original_is_not_seen_is_watched(
         left_by(tmp_path / "original")
     slept += [lambda: None] * 45
     FolderLock(tmp_path).take()
+    assert slept == []
+
+
+@linux
+def test_a_probe_that_another_start_sweeps_tells_nothing(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, slept: list[Callable[[], Any]]
+) -> None:
+    first, second = FolderLock(tmp_path / "run"), FolderLock(tmp_path / "again")
+    first.take()
+    (tmp_path / "again").symlink_to("run")
+    second._me["folder"] = str(tmp_path / "again")  # as where it is mounted twice
+    monkeypatch.setattr(Path, "touch", lambda *_: None)
+    slept += [lambda: None, first.check]
+    with pytest.raises(FolderError, match="is in use by another run"):
+        second.take()
     assert slept == []
 
 

@@ -67,6 +67,7 @@ def test_the_value_of_an_override_is_no_file(words: list[str], capsys: pytest.Ca
         (["data", "prepare", "--confg", "x"], "--confg: titan data takes no such argument (did you mean --config?)"),
         (["convert", "--form", "x"], "--form: expected --table.key value (did you mean --format?)"),
         (["--versoin"], "--versoin: titan takes no such argument (did you mean --version?)"),
+        (["plan", "--outptu=x.toml"], "--outptu=x.toml: expected --table.key value (did you mean --output?)"),
     ],
 )
 def test_what_is_no_override_is_said(words: list[str], said: str, capsys: pytest.CaptureFixture[str]) -> None:
@@ -176,7 +177,7 @@ def test_a_key_of_the_command_line_that_another_tables_fault_names(words: list[s
     with pytest.raises(ConfigError, match=re.escape(f"command line: {said}")):
         load_job(file, words)
     with pytest.raises(ConfigError, match=r"job\.toml: \[data\] seq_len = 7"):  # the file's own fault stays its own
-        load_job(_with(file, "seq_len = 32", "seq_len = 7000"), ["--train.steps", "3"])
+        load_job(_with(file, "seq_len = 32", "seq_len = 7000"), ["--train.steps", "3", "--data.shuffle", "false"])
 
 
 def _with(file: Path, old: str, new: str) -> Path:

@@ -6,6 +6,7 @@ import os
 import subprocess
 import sys
 import tempfile
+import tomllib
 from pathlib import Path
 
 import pytest
@@ -114,12 +115,14 @@ def test_what_can_be_written(tmp_path: Path) -> None:
     [
         ("new.toml", ""),
         (".", "is a folder; name a file"),
-        ("no/new.toml", "no does not exist; create it"),
-        ("dangling", "no does not exist; create it"),
+        ("no/new/new.toml", ""),
+        ("file/new/new.toml", "/file is no folder"),
+        ("dangling", "dangling is a link to no/new.toml, which is not there"),
     ],
 )
 def test_an_output_is_refused_before_the_work(name: str, what: str, tmp_path: Path) -> None:
-    (tmp_path / "dangling").symlink_to(tmp_path / "no" / "new.toml")
+    (tmp_path / "dangling").symlink_to("no/new.toml")
+    (tmp_path / "file").touch()
     if not what:
         return check_output(tmp_path / name, "--output")
     with pytest.raises(ConfigError, match=what):
@@ -162,9 +165,9 @@ def test_bytes_of_no_character(encoding: str, then: str, monkeypatch: pytest.Mon
 
 def test_text_that_the_terminal_cannot_show() -> None:
     environment = {**os.environ, "PYTHONIOENCODING": "ascii"}
-    words = [sys.executable, "-m", "titan.cli", "config", "--run.sample_prompt", "数"]
+    words = [sys.executable, "-m", "titan.cli", "config", "--run.sample_prompt", "ä数\U0001f600"]
     done = subprocess.run(words, env=environment, capture_output=True, check=True, timeout=120)
-    assert rb'sample_prompt = "\u6570"' in done.stdout
+    assert tomllib.loads(done.stdout.decode("ascii"))["run"]["sample_prompt"] == "ä数\U0001f600"
 
 
 # --- links ------------------------------------------------------------------------------------------------------------
@@ -177,11 +180,23 @@ def test_a_link_that_leads_nowhere_is_said_to_be_one(tmp_path: Path) -> None:
     assert told(FileExistsError(errno.EEXIST, "File exists", str(link))) == said
     assert told(FileNotFoundError(errno.ENOENT, "No such file"), link / "x") == said
     assert told(OSError(errno.EIO, "I/O error", str(tmp_path))) == f"{tmp_path}: I/O error"
+    long = str(tmp_path / ("x" * 300) / "y")
+    assert told(OSError(errno.ENAMETOOLONG, "File name too long", long)) == f"{long}: File name too long"
     for words in (["--checkpoint.init_from", str(link)], ["--checkpoint.resume", str(link)]):
         with pytest.raises(ConfigError, match=said):
             load_job(None, words)
     with pytest.raises(ConfigError, match=said):
         load_job(link)
+
+
+@pytest.mark.parametrize("number", [errno.EACCES, errno.EIO, errno.ESTALE])
+def test_what_is_said_where_nothing_can_be_looked_at(number: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    def fail(*_: object, **__: object) -> None:
+        raise OSError(number, os.strerror(number))
+
+    for name in ("stat", "lstat", "readlink"):
+        monkeypatch.setattr(os, name, fail)
+    assert told(OSError(number, "as said", "/a/b")) == "/a/b: as said"
 
 
 @pytest.mark.parametrize("name", ["", "checkpoints", "logs"])

@@ -16,7 +16,7 @@ from titan.contracts.base import registry
 from titan.errors import PluginError
 from titan.planner.machine.cluster import MEMORY_LIMIT, DeviceMemory
 from titan.planner.search import unset_options
-from titan.planner.search.unset_options import settle
+from titan.planner.search.unset_options import least_gib, settle
 from titan.planner.step.layout import costs_of
 from titan.planner.step.memory import GIB, peak_bytes
 from titan.planner.step.predict import Planner
@@ -132,8 +132,16 @@ def test_a_model_that_no_memory_here_holds_is_refused_before_it_is_built(
     layout = [f"--mesh.{axis}={degree}" for axis, degree in (("pp", 1), ("ep", 1), ("dp_shard", 1))]
     assert main(["train", "--config", "mixtral8x7b", *layout, *words, "--run.device", "cpu"]) == 2
     said = capsys.readouterr().err.splitlines()[-1]
-    what = r"weights, gradients and the optimizer's state take \d+(\.\d)? GiB in the host's memory, but MemAvailable of"
+    what = r"weights, gradients and the optimizer's state take \d+(\.\d)? GiB in the host's memory, but MemTotal of"
     assert re.match(rf"error: {what} /proc/meminfo = .* GiB; shard over more ranks, use more nodes, or offload", said)
+
+
+def test_stages_of_a_node_are_counted_as_they_are() -> None:
+    """Half of the ranks hold the embeddings, which are most of this model."""
+    words = ["--mesh.pp", "2", "--model.vocab_size", "50000"]
+    [first, last] = [device for device, _ in least_gib(job_of(*words))]
+    [whole] = [device for device, _ in least_gib(job_of(*words[2:]))]
+    assert first + last == pytest.approx(whole, rel=0.02) and 0 < first < whole
 
 
 def test_plan_and_config_say_what_was_chosen(capsys: pytest.CaptureFixture, tmp_path: Path) -> None:

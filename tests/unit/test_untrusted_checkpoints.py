@@ -31,6 +31,7 @@ from tests.malicious_checkpoints import (
 )  # fmt: skip
 from tests.malicious_titan_files import INDEXES, STATE_TEXTS, STATES
 from titan.checkpoint.disk import unpickle
+from titan.checkpoint.disk.metadata import dump
 from titan.errors import CheckpointError
 
 
@@ -75,7 +76,8 @@ def _write(file: Path, content: bytes) -> None:
 def _with_metadata(path: Path, change: Callable[[Metadata], None]) -> None:
     metadata = pickle.loads((path / ".metadata").read_bytes())
     change(metadata)
-    (path / ".metadata").write_bytes(pickle.dumps(metadata))
+    with (path / ".metadata").open("wb") as file:
+        dump(metadata, file)
 
 
 def _refused(sound: Path, tmp_path: Path, marker: Path, change: Callable[[Path], None], said: str) -> None:

@@ -72,7 +72,8 @@ def test_all_faults_are_said_at_once() -> None:
 
 
 def test_data_must_be_named() -> None:
-    assert "[validation] name: missing; name a dataset (jsonl" in faults_of("--validation.every", "5")[0]
+    why = "[validation] name: missing, for validation.every = 5; name a dataset (jsonl"
+    assert why in faults_of("--validation.every", "5")[0]
     missing, unknown = faults_of("--validation.path", "x", "--validation.evry", "5")
     assert "[validation] name: missing" in missing
     assert "[validation] evry: unknown key (did you mean 'every'?)" in unknown

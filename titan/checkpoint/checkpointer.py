@@ -27,7 +27,7 @@ from titan.checkpoint.ranks import RankFailure, Ranks
 from titan.checkpoint.state import TECHNIQUES, Snapshot, Stacks, Staging, collect, optimizer_state
 from titan.contracts.base.mesh import Mesh
 from titan.device import on_this_device
-from titan.errors import CheckpointError, ConfigError, FolderError, SaveError, UnreadableError
+from titan.errors import EXIT_WRONG_INPUT, CheckpointError, ConfigError, FolderError, SaveError, UnreadableError
 from titan.log import log
 from titan.ranks import watchdog
 
@@ -82,6 +82,7 @@ class Checkpointer:
                 # The words are agreed on too: an error that is equal on all ranks is printed once.
                 folder = self._ranks.first(lambda: str(self.folder))
                 raise ConfigError(f'checkpoint.resume = "required": there is no complete checkpoint in {folder}')
+            lasting = True
             for path in candidates:
                 try:
                     self._saved = self._open(path)
@@ -89,13 +90,15 @@ class Checkpointer:
                     if resume not in ("auto", "required") or (isinstance(error, RankFailure) and error.unreadable):
                         raise
                     reasons[path] = str(error)
+                    lasting = lasting and error.exit_code == EXIT_WRONG_INPUT
                 else:
                     self._tell_damage(reasons, path)
                     return path
             if reasons:
                 told = "; ".join(reasons.values())
                 anew = 'set checkpoint.resume = "never" to start a new run'
-                raise CheckpointError(f"no sound checkpoint is left in {self.folder}: {told}; {anew}")
+                kind = CheckpointError if lasting else UnreadableError
+                raise kind(f"no sound checkpoint is left in {self.folder}: {told}; {anew}")
             return None
 
     def _candidates(self, resume: str) -> tuple[list[Path], dict[Path, str]]:
@@ -255,7 +258,8 @@ class Checkpointer:
             united = replace(snapshot, values=values, rest=rest)
             ranks.first(lambda: self._commit(path, step, united, all_written, began))
         except RankFailure as failure:
-            raise SaveError(self._give_up_together(step, str(failure), failure.disk_full)) from failure
+            told = self._give_up_together(step, str(failure), failure.disk_full)
+            raise SaveError(told, failure.exit_code) from failure
         except RuntimeError as error:  # torch's word for a rank that died or is late
             ranks.leave()
             raise SaveError(f"saving step {step} to {self.folder} failed: {_first_line(error)}") from error
@@ -268,7 +272,7 @@ class Checkpointer:
         entries = {name: entry for one in written for name, entry in one.files.items()}
         unseen = [fault for name, fault in manifest.wrong_sizes(path, entries).items() if name in entries]
         if unseen:
-            raise CheckpointError(
+            raise SaveError(
                 f"rank 0 does not see {unseen[0]}, which another rank wrote; "
                 "put [run] dir on a file system that all ranks share"
             )

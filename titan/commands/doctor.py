@@ -102,6 +102,7 @@ def _hand_out(found: "Examination", args: argparse.Namespace) -> None:
     import tomli_w
 
     if args.output is not None:
+        args.output.parent.mkdir(parents=True, exist_ok=True)
         args.output.write_text(tomli_w.dumps(found.cluster), encoding="utf-8")
         print(f"wrote {args.output}", file=sys.stderr)
     if args.json:

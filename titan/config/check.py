@@ -1,5 +1,6 @@
 """Checks that need the whole job: the model's sizes, paths, and what each technique requires."""
 
+import os
 import re
 from collections.abc import Callable
 
@@ -88,12 +89,12 @@ def _unfilled(job: Job, spec: ModelSpec, where: Where) -> list[ConfigIssue]:
 def _absent_folders(job: Job, where: Where) -> list[ConfigIssue]:
     faults = []
     resume, init_from = job.checkpoint.resume, job.checkpoint.init_from
-    if resume not in RESUME and not (path := expanded(resume, "checkpoint.resume")).exists():
+    if resume not in RESUME and not os.path.exists(path := expanded(resume, "checkpoint.resume")):
         why = dangling(path) or "no such folder"
         what = f"= {resume!r}: {why}; give one that exists, or one of {', '.join(map(repr, RESUME))}"
         faults.append(where.fault("resume", what))
-    goes_on = job.checkpoint.goes_on and (job.folder / "checkpoints").is_dir()  # and does not read init_from then
-    if init_from and not goes_on and not (path := expanded(init_from, "checkpoint.init_from")).exists():
+    goes_on = job.checkpoint.goes_on and os.path.isdir(job.folder / "checkpoints")  # and does not read init_from then
+    if init_from and not goes_on and not os.path.exists(path := expanded(init_from, "checkpoint.init_from")):
         faults.append(where.fault("init_from", f"= {init_from!r}: {dangling(path) or 'no such folder'}"))
     return faults
 

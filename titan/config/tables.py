@@ -86,7 +86,7 @@ class Table:
         """A fault of a file; of the command line, if that set a key that the sentence names with its table."""
         words = set(re.findall(r"\w+", issue.what))
         for at, origin in self.origins.items():
-            named = at[-1] in words and (at[-2:-1] == (MESH,) or words.issuperset(at[-2:-1]))
+            named = len(at) > 1 and at[-1] in words and (at[-2] == MESH or at[-2] in words)
             if named and origin == COMMAND_LINE:
                 return replace(issue, where=COMMAND_LINE)
         return issue

@@ -22,7 +22,7 @@ from typing import Any
 from titan.checkpoint.disk import manifest
 from titan.checkpoint.disk.manifest import MANIFEST, METADATA, STATE, TOKENIZER, FileEntry
 from titan.checkpoint.disk.plain import cannot_be_read, read_table
-from titan.errors import CheckpointError, UnreadableError, refuse_lfs_pointer
+from titan.errors import CheckpointError, SaveError, UnreadableError, refuse_lfs_pointer
 from titan.log import log
 from titan.paths import dangling, expanded
 
@@ -206,7 +206,7 @@ def begin(folder: Path, step: int) -> Path:
     """Sweep what killed runs left and make the empty folder the next checkpoint is written in.
 
     Raises:
-        CheckpointError: one of that name is left over and stays.
+        SaveError: one of that name is left over and stays.
     """
     path = unfinished(step_folder(folder, step))
     folder.mkdir(parents=True, exist_ok=True)
@@ -215,9 +215,7 @@ def begin(folder: Path, step: int) -> Path:
         path.mkdir()
     except FileExistsError:
         what = "is a remnant of an earlier save and can be neither removed nor renamed"
-        raise CheckpointError(
-            f"{path} {what}; end the process that has a file in it open, or remove the folder"
-        ) from None
+        raise SaveError(f"{path} {what}; end the process that has a file in it open, or remove the folder") from None
     return path
 
 

@@ -6,8 +6,8 @@ machine is compared with that of another. A start that finds a lock judges its h
 
 - One on this machine is alive if that process is: the same boot, pid namespace, pid and time of start.
 - Any other one is watched for `WATCH_S`: it is alive if the lock changes meanwhile.
-- A lock that names another folder came with a copy of that folder. It holds nothing where its original is seen there;
-  else it is watched.
+- A lock that names another folder may have come with a copy of that folder. It is watched too, unless its holder is a
+  process of this machine that is seen to hold another folder.
 
 A live one refuses the start. A dead one is renamed aside, held against what was judged (of two starts one does that
 first), and removed. The count is written in place, into the file that was opened under the name and read: a holder that
@@ -208,21 +208,31 @@ class FolderLock:
     def _is_alive_here(self, holder: Mapping[str, Any]) -> bool | None:
         """Whether a holder is alive, and of this folder; None where that cannot be seen."""
         alive, named = _is_alive(holder), str(holder.get("folder", self._me["folder"]))
-        if alive is False or named == self._me["folder"]:
-            return alive
+        return self._holds_this(holder, named) if alive and named != self._me["folder"] else alive
+
+    def _holds_this(self, holder: Mapping[str, Any], named: str) -> bool | None:
+        """Whether the folder that a live process of this machine holds is this one; None where that cannot be seen.
+
+        Its path is looked up as the process sees it, which may have mounts of its own. A folder that is mounted twice
+        may have two device numbers, so a file tells that is made here, and is there or not.
+        """
+        there, probe = Path(f"/proc/{holder['pid']}/root{named}"), self._aside()
         try:
-            if os.path.samefile(named, self.folder):
-                return alive
-            original = _holder(Path(named, LOCK).read_bytes())
-        except (OSError, ValueError):
-            return None  # moved meanwhile, or not to be seen from here
-        return False if original.get("token") == holder.get("token") else None
+            if _holder(_read(there / LOCK)).get("token") != holder.get("token"):
+                return None  # it has moved, or has been let go of
+            probe.touch()
+            seen = os.path.lexists(there / probe.name)
+            return seen or (False if os.path.lexists(probe) else None)  # another start may have swept
+        except OSError:
+            return None
+        finally:
+            probe.unlink(missing_ok=True)
 
     def _left_by(self, holder: Mapping[str, Any]) -> str:
         named = holder.get("folder", self._me["folder"])
-        if named != self._me["folder"] and _is_alive(holder):
-            return f"came with a copy of {named}, which {_words(holder)} holds"
-        return f"was left by {_words(holder)}, which has ended"
+        if named == self._me["folder"] or _is_alive(holder) is False:
+            return f"was left by {_words(holder)}, which has ended"
+        return f"came with a copy of {named}, the folder of {_words(holder)}"
 
     def _watch(self, found: bytes, holder: Mapping[str, Any]) -> bytes | None:
         """The lock when it changes, or as it stands after `WATCH_S`."""
@@ -237,8 +247,7 @@ class FolderLock:
 
     def _look(self) -> bytes | None:
         try:
-            with self.path.open("rb") as file:
-                return file.read(_LARGEST)
+            return _read(self.path)
         except FileNotFoundError:
             return None
 
@@ -311,6 +320,11 @@ class FolderLock:
 
     def _aside(self) -> Path:
         return self.path.with_name(f"{LOCK}.{secrets.token_hex(4)}")
+
+
+def _read(path: Path) -> bytes:
+    with path.open("rb") as file:
+        return file.read(_LARGEST)
 
 
 def _holder(content: bytes) -> dict[str, Any]:

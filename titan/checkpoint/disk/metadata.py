@@ -17,7 +17,7 @@ from collections.abc import Mapping
 from enum import Enum
 from pathlib import Path
 from threading import Thread
-from typing import Any
+from typing import IO, Any
 
 import numpy as np
 import torch
@@ -114,12 +114,19 @@ def _pickle(path: Path, index: Index) -> None:
     # Nothing of DCP's own: its storage_meta would tell the folder's path to whoever gets the checkpoint.
     whole = dcp.Metadata(tensors, storage_data=places, version=filesystem.CURRENT_DCP_VERSION)
     with (path / manifest.METADATA).open("wb") as file:
-        pickler = pickle.Pickler(file)
-        # Python 3.11.0 to 3.11.3 would write a call of getattr, which readers rightly refuse.
-        pickler.dispatch_table = copyreg.dispatch_table | {dcp._MEM_FORMAT_ENCODING: _by_value}
-        pickler.dump(whole)
+        dump(whole, file)
         file.flush()
         os.fsync(file.fileno())
+
+
+def dump(metadata: Any, file: IO[bytes]) -> None:
+    """Pickle DCP's metadata, alike on every Python: 3.11.0 to 3.11.3 would write a call of getattr for an enum, which
+    readers refuse."""
+    from torch.distributed.checkpoint.metadata import _MEM_FORMAT_ENCODING
+
+    pickler = pickle.Pickler(file)
+    pickler.dispatch_table = copyreg.dispatch_table | {_MEM_FORMAT_ENCODING: _by_value}
+    pickler.dump(metadata)
 
 
 def _by_value(member: Enum) -> tuple[type[Enum], tuple[int]]:

@@ -11,6 +11,7 @@ import struct
 import sys
 import zipfile
 from collections.abc import Sequence
+from pathlib import Path
 from typing import Any, BinaryIO
 
 import torch
@@ -18,6 +19,7 @@ from torch import Tensor
 
 from titan.checkpoint.disk import unpickle
 from titan.checkpoint.disk.index import DTYPES
+from titan.checkpoint.disk.plain import cannot_be_read
 from titan.checkpoint.disk.unpickle import PERSISTENT, Name, Record
 from titan.errors import CheckpointError
 
@@ -64,10 +66,17 @@ class Window(io.RawIOBase):
         return self.at
 
     def readinto(self, buffer: Any, /) -> int:
-        """Fill a buffer, as far as the stretch goes."""
-        self.file.seek(self.start + self.at)
+        """Fill a buffer, as far as the stretch goes.
+
+        Raises:
+            CheckpointError: the file cannot be read; UnreadableError where the machine fails.
+        """
         free = memoryview(buffer)[: max(0, self.length - self.at)]
-        count = self.file.readinto(free)  # type: ignore[attr-defined]
+        try:
+            self.file.seek(self.start + self.at)
+            count = self.file.readinto(free)  # type: ignore[attr-defined]
+        except OSError as error:  # zipfile would say of it that the file is no zip
+            raise cannot_be_read(Path(self.file.name), error) from error
         self.at += count
         return int(count)
 

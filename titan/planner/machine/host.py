@@ -26,7 +26,9 @@ def check_this_machine(
     each_gib: float, ranks: int, what: str, meminfo: Path = Path("/proc/meminfo"),
     limit: Path = Path("/sys/fs/cgroup/memory.max"),
 ) -> None:  # fmt: skip
-    """Hold what `ranks` ranks will keep, each so many GiB, against the memory that this machine has available.
+    """Hold what `ranks` ranks will keep, each so many GiB, against the memory that this machine has.
+
+    What others have of it for now may be free when the run is started again, so all of it counts.
 
     what: who keeps it, and the verb.  limit: of the container's memory, in bytes. Nothing is compared with what the
     machine does not tell.
@@ -34,7 +36,7 @@ def check_this_machine(
     Raises:
         ConfigError: it has too little.
     """
-    for available, said in ((_available_gib(meminfo), f"MemAvailable of {meminfo}"), (_limit_gib(limit), f"{limit}")):
+    for available, said in ((_total_gib(meminfo), f"MemTotal of {meminfo}"), (_limit_gib(limit), f"{limit}")):
         if available is not None and each_gib * ranks > available:
             raise ConfigError([ConfigIssue("", _too_little(what, each_gib, ranks, available, said))])
 
@@ -54,9 +56,9 @@ def _limit_gib(path: Path) -> float | None:
         return None
 
 
-def _available_gib(meminfo: Path) -> float | None:
+def _total_gib(meminfo: Path) -> float | None:
     try:
         fields = dict(line.split(":", 1) for line in meminfo.read_text().splitlines())
-        return int(fields["MemAvailable"].split()[0]) * 1024 / GIB
+        return int(fields["MemTotal"].split()[0]) * 1024 / GIB
     except (OSError, KeyError, ValueError, IndexError):
         return None

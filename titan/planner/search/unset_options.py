@@ -96,17 +96,16 @@ def _combined(tables: Mapping[str, Sequence[Mapping[str, Any]]]) -> Iterator[Val
         yield {name: each[place] for (name, each), place in zip(tables.items(), chosen, strict=True)}
 
 
-def least_gib(job: Job) -> tuple[float, float]:
-    """GiB that a job takes all the time on the rank that takes most: on its device, and in its host's memory.
+def least_gib(job: Job) -> list[tuple[float, float]]:
+    """GiB that a job takes all the time, of each pipeline rank: on its device, and in its host's memory.
 
-    On the device: weights, gradients and the optimizer's state. 0 where costs cannot be predicted.
+    On the device: weights, gradients and the optimizer's state. Zeros where costs cannot be predicted.
     """
     try:
         found = memories(costs_of(job), job.layout, DeviceMemory(0.0))
     except Exception:  # as below
-        return 0.0, 0.0
-    on_device = max(memory.parameters + memory.gradients + memory.optimizer for memory in found)
-    return on_device / GIB, max(memory.host for memory in found) / GIB
+        return [(0.0, 0.0)]
+    return [((each.parameters + each.gradients + each.optimizer) / GIB, each.host / GIB) for each in found]
 
 
 def _need(job: Job, memory: DeviceMemory) -> _Need | str:
