@@ -40,7 +40,7 @@ from titan.training import build, trainer, validation
 from titan.training.engine import weights_to_use
 from titan.usage import USAGE
 
-STATE = "weights, gradients and the optimizer's state"
+STATE = "weights and the optimizer's state"
 
 
 def main(argv: Sequence[str] | None = None) -> int:

@@ -99,13 +99,13 @@ def _combined(tables: Mapping[str, Sequence[Mapping[str, Any]]]) -> Iterator[Val
 def least_gib(job: Job) -> list[tuple[float, float]]:
     """GiB that a job takes all the time, of each pipeline rank: on its device, and in its host's memory.
 
-    On the device: weights, gradients and the optimizer's state. Zeros where costs cannot be predicted.
+    On the device: weights and the optimizer's state. Zeros where costs cannot be predicted.
     """
     try:
         found = memories(costs_of(job), job.layout, DeviceMemory(0.0))
     except Exception:  # as below
         return [(0.0, 0.0)]
-    return [((each.parameters + each.gradients + each.optimizer) / GIB, each.host / GIB) for each in found]
+    return [((each.parameters + each.optimizer) / GIB, each.host / GIB) for each in found]
 
 
 def _need(job: Job, memory: DeviceMemory) -> _Need | str:
