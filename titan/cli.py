@@ -8,6 +8,7 @@ import pkgutil
 import re
 import sys
 from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
 from types import ModuleType
 from typing import Any, NoReturn
 
@@ -29,7 +30,7 @@ from titan.errors import (
     take_traceback_flag,
     warn_once,
 )
-from titan.paths import told
+from titan.paths import expanded, told
 
 TRAIN = "train"
 OVERRIDE = re.compile(r"--[^\s.=]+(\.[^\s.=]+)+(=|$)")
@@ -76,6 +77,9 @@ def main(argv: Sequence[str] | None = None) -> int:
         _refuse_unknown_flags(own, subparsers.choices.get(asked, parser), former)
         args, rest = parser.parse_known_args(own)
         args.overrides = overrides
+        for name, value in vars(args).items():
+            if isinstance(value, Path):
+                setattr(args, name, expanded(value, f"--{name.replace('_', '-')}"))
         if unknown := rest if hasattr(args, "takes_overrides") else [*rest, *overrides]:
             _refuse(unknown[0], subparsers.choices[asked], former)
         code: int = commands[args.command].run(args)
@@ -156,11 +160,11 @@ def _flags(parser: argparse.ArgumentParser) -> Iterator[str]:
 
 def _keys(word: str) -> list[str]:
     """What a word may mean for a job: a file, or three keys at most, such as `--train.steps` for `--steps`."""
-    if word.endswith(".toml") and not word.startswith("-"):
-        return [f"--config {word}"]
-    from titan.config import load_job
+    from titan.config.load import BUILT_IN, load_job
     from titan.config.sections import declared_tables
 
+    if not word.startswith("-") and (word.endswith(".toml") or (BUILT_IN / f"{word}.toml").is_file()):
+        return [f"--config {word}"]
     words = [part for part in re.split(r"[-_.]", word.partition("=")[0]) if part]
     tables = declared_tables(load_job(None).table)
     every = [".".join(map(str, (*path, each.key))) for path, config in tables for each in options_of(config)]

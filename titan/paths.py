@@ -37,6 +37,8 @@ def expanded(path: str | Path, key: str) -> Path:
     except UnicodeEncodeError:
         why = f"file names are {sys.getfilesystemencoding()} here; {_SET_UTF8}"
         raise ConfigError([ConfigIssue("", f"{key} = {str(path)!a}: {why}")]) from None
+    if "\0" in text:
+        raise ConfigError([ConfigIssue("", f"{key} = {text!r}: no file name has a zero byte")])
     first = Path(text).parts[:1]
     if not text.startswith("~") or (first != ("~",) and os.path.lexists(first[0])):
         return Path(text)
@@ -150,6 +152,11 @@ def told(error: OSError, path: str | Path = "") -> str:
     """
     named = os.fsdecode(error.filename or path)
     return dangling(named) or f"{named}: {error.strerror or error}"
+
+
+def no_folder(path: str | Path) -> str:
+    """Why a path is no folder."""
+    return dangling(path) or ("is a file; name its folder" if os.path.isfile(path) else "no such folder")
 
 
 def dangling(path: str | Path) -> str:

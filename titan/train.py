@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from titan import log
-from titan.checkpoint.disk.folder import step_folder
+from titan.checkpoint.disk.folder import complete, step_folder
 from titan.config import Job, load_job, said_of, split_arguments, without_effect
 from titan.contracts.base.cost import PredictedStep
 from titan.contracts.base.options import as_table, options_of
@@ -193,7 +193,7 @@ def _part(run: build.Run) -> None:
     if (folder / "tensorboard").is_dir():
         curves = [*program("tensorboard", "tensorboard.main"), "--logdir", str(folder.parent.resolve())]
         log.log.info(f"curves       {shlex.join(curves)}")
-    if run.checkpointer is not None:
+    if run.checkpointer is not None and complete(run.checkpointer.folder):
         log.log.info(f"resume       the same command with --train.steps {2 * run.step}")
         log.log.info(f"generate     {generation_command(job)}")
         log.log.info(f"evaluate     {evaluation_command(job)}")

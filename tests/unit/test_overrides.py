@@ -66,6 +66,13 @@ def test_the_value_of_an_override_is_no_file(words: list[str], capsys: pytest.Ca
         (["generate", "--chekpoint", "x"], "--chekpoint: expected --table.key value (did you mean --checkpoint?)"),
         (["data", "prepare", "--confg", "x"], "--confg: titan data takes no such argument (did you mean --config?)"),
         (["convert", "--form", "x"], "--form: expected --table.key value (did you mean --format?)"),
+        (["train", "debug"], "debug: expected --table.key value (did you mean --config debug?)"),
+        (["config", "--data.nam", "x"], "[data] nam: unknown key (did you mean 'name'?)"),
+        (["plan", "--output", "x.toml", "--cluster", "h100"], "--output: no layout is searched; add --search"),
+        (
+            ["config", "--checkpoint.enabled", "false", "--checkpoint.resume", "required"],
+            "[checkpoint] resume = 'required': but checkpoints are off; set enabled = true",
+        ),
         (["--versoin"], "--versoin: titan takes no such argument (did you mean --version?)"),
         (["plan", "--outptu=x.toml"], "--outptu=x.toml: expected --table.key value (did you mean --output?)"),
     ],

@@ -1,6 +1,7 @@
 """Paths of a user and a machine that lack something: what is refused names the key or the variable to set."""
 
 import errno
+import json
 import multiprocessing
 import os
 import subprocess
@@ -154,6 +155,33 @@ def test_names_that_a_locale_cannot_have(tmp_path: Path) -> None:
     (tmp_path / "job.toml").write_text('base = "quickstart.toml"\n[run]\nname = "läuft"\n')
     with pytest.raises(ConfigError, match=r"run\.dir = 'runs/l\\xe4uft': file names are ascii here; set PYTHONUTF8=1"):
         load_job(tmp_path / "job.toml")
+
+
+@pytest.mark.parametrize("name", [".", "..", "a/../..", "/tmp/run", "a\0b", ""])
+def test_a_run_has_a_folder_of_its_own(name: str, tmp_path: Path) -> None:
+    (tmp_path / "job.toml").write_text(f'base = "quickstart.toml"\n[run]\nname = {json.dumps(name)}\n')
+    if not name:
+        assert load_job(tmp_path / "job.toml").run.name == "job"
+        return
+    with pytest.raises(ConfigError, match=r"must be a folder below run\.dir|no file name has a zero byte"):
+        load_job(tmp_path / "job.toml")
+
+
+def test_a_folder_whose_name_is_no_text(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "\udce4").mkdir()
+    monkeypatch.chdir(tmp_path / "\udce4")
+    with pytest.raises(ConfigError, match=r"\[run\] dir: '.*\\udce4/runs' is not utf-8; rename what is called so"):
+        load_job(None)
+
+
+def test_a_config_in_the_folder_of_its_run_stays(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    (tmp_path / "mine").mkdir()
+    text = f'# mine\nbase = "debug.toml"\n[run]\ndir = "{tmp_path}"\nname = "mine"\n'
+    (tmp_path / "mine" / "config.toml").write_text(text)
+    assert cli.main(["train", "--config", str(tmp_path / "mine" / "config.toml")]) == 2
+    assert "mine holds a config.toml and is not the folder of a run; set another --run" in capsys.readouterr().err
+    assert (tmp_path / "mine" / "config.toml").read_text() == text
+    assert [path.name for path in (tmp_path / "mine").iterdir()] == ["config.toml"]
 
 
 @pytest.mark.parametrize(("encoding", "then"), [("ascii", "set PYTHONUTF8=1"), ("utf-8", "rename what is called so")])

@@ -10,7 +10,7 @@ from typing import Any
 from titan.checkpoint.disk import folder as folders
 from titan.checkpoint.disk import manifest
 from titan.errors import EXIT_DONE, EXIT_FAILED, CheckpointError, by_errno
-from titan.paths import told
+from titan.paths import no_folder, told
 
 HELP = "list checkpoints, verify their files, or remove some"
 
@@ -128,6 +128,7 @@ def _doomed(where: Path, keep: int | None) -> tuple[list[Path], list[Path]]:
     """Which checkpoints to remove, and which others stand beside them."""
     if keep is None:
         if not _is_checkpoint(where):
+            _inside(where)
             raise CheckpointError(
                 f"{where} is not one checkpoint; to remove all but the newest N of a folder, add --keep N"
             )
@@ -156,7 +157,7 @@ def _checkpoints(where: Path) -> list[Path]:
 
 def _inside(where: Path) -> Path:
     if not where.is_dir():
-        raise CheckpointError(f"{where}: no such folder")
+        raise CheckpointError(f"{where}: {no_folder(where)}")
     return where / "checkpoints" if (where / "checkpoints").is_dir() else where
 
 

@@ -135,6 +135,8 @@ def _check(args: argparse.Namespace) -> None:
     if args.in_place and None not in (args.output, args.config) and args.output.resolve() == args.config.resolve():
         what = "--in-place and --output name the same file; leave one of them out"
         raise ConfigError([ConfigIssue("command line", what)])
+    if args.output is not None and not args.search:
+        raise ConfigError([ConfigIssue("command line", "--output: no layout is searched; add --search")])
     check_output(args.output, "--output")
     for name, value in (("world-size", args.world_size), ("top", args.top)):
         if value is not None and value < 1:

@@ -2,7 +2,8 @@
 
 import os
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from pathlib import Path
 
 from titan.config import groups
 from titan.config.job import Job
@@ -12,7 +13,7 @@ from titan.contracts.base.options import Where
 from titan.contracts.base.spec import ModelSpec
 from titan.contracts.sections import RESUME
 from titan.errors import ConfigError, ConfigIssue, PluginError
-from titan.paths import dangling, expanded
+from titan.paths import dangling, expanded, undecoded
 
 
 def check(job: Job, where: Callable[..., Where], *, trains: bool = True) -> None:
@@ -25,7 +26,8 @@ def check(job: Job, where: Callable[..., Where], *, trains: bool = True) -> None
         ConfigError: with every fault found.
     """
     sizes = sentences(job.model, "check")
-    faults = [_fault(where("model"), sentence) for sentence in sizes] + _absent_folders(job, where("checkpoint"))
+    faults = [_fault(where("model"), sentence) for sentence in sizes]
+    faults += [*_unfit_name(job, where("run")), *_absent_folders(job, where("checkpoint"))]
     if not faults:
         spec = _plan(job, where())
         if job.data.seq_len > spec.max_seq_len:
@@ -86,9 +88,21 @@ def _unfilled(job: Job, spec: ModelSpec, where: Where) -> list[ConfigIssue]:
     return [where.fault("seq_len", what)]
 
 
+def _unfit_name(job: Job, where: Where) -> Iterator[ConfigIssue]:
+    """A name that would put the run's files into a folder that is not its own."""
+    name = Path(job.run.name)
+    for key, value in (("dir", os.path.abspath(job.run.dir)), ("name", job.run.name)):
+        if what := undecoded(value):
+            yield where.fault(key, what)
+    if not name.parts or name.is_absolute() or ".." in name.parts:
+        yield where.fault("name", f"= {job.run.name!r}: must be a folder below run.dir")
+
+
 def _absent_folders(job: Job, where: Where) -> list[ConfigIssue]:
     faults = []
     resume, init_from = job.checkpoint.resume, job.checkpoint.init_from
+    if resume == "required" and not job.checkpoint.enabled:
+        faults.append(where.fault("resume", "= 'required': but checkpoints are off; set enabled = true"))
     if resume not in RESUME and not os.path.exists(path := expanded(resume, "checkpoint.resume")):
         why = dangling(path) or "no such folder"
         what = f"= {resume!r}: {why}; give one that exists, or one of {', '.join(map(repr, RESUME))}"

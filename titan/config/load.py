@@ -9,7 +9,7 @@ from titan.config import groups, tables
 from titan.config.check import check
 from titan.config.job import Job, Source, choose_micro_batch, divisors
 from titan.config.renames import renew
-from titan.config.sections import ONE_OF, SECTIONS
+from titan.config.sections import ONE_OF, SECTIONS, SHARED
 from titan.config.tables import Table
 from titan.config.techniques import agree, chosen_techniques, unattended
 from titan.contracts import Dataset, Model, Technique, Tracker
@@ -42,15 +42,6 @@ from titan.errors import ConfigError, ConfigIssue
 BUILT_IN = Path(next(iter(titan.configs.__path__)))
 QUICKSTART = BUILT_IN / "quickstart.toml"
 OTHERS = ("mesh", "plugins")
-_SHARED = {
-    "data": [*(option.key for option in options_of(DataSection)), "weight", "mixture"],
-    "validation": [option.key for option in options_of(ValidationSection)],
-    "optimizer": ["groups"],
-    "plugins.": ["enabled"],
-    "metrics.": ["enabled"],
-}
-"""Keys of tables that titan shares with a plugin; with a dot, of the tables below."""
-
 WEIGHT = Spec("share of the samples that an entry of a mixture gives", above=0, at_most=1e9)
 
 C = TypeVar("C")
@@ -142,7 +133,7 @@ class _Loader:
     def _where(self, *path: str) -> Where:
         table = ".".join(path)
         first, dot, _ = table.partition(".")
-        return Where(table, self.source, self.table.origins_in(*path), _SHARED.get(first + dot, _SHARED.get(first, ())))
+        return Where(table, self.source, self.table.origins_in(*path), SHARED.get(first + dot, SHARED.get(first, ())))
 
     def _unknown_sections(self) -> None:
         known = {*SECTIONS, *OTHERS, *(contract.section for contract in ONE_OF)}

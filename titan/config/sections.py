@@ -1,10 +1,11 @@
 """The tables of a job and the dataclass that declares the options of each."""
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 from titan.contracts import Dataset, Loss, LrSchedule, Model, Optimizer, Technique, Tokenizer, Tracker
 from titan.contracts.base import registry
+from titan.contracts.base.options import options_of
 from titan.contracts.base.registry import Plugin
 from titan.contracts.sections import (
     CheckpointSection,
@@ -26,6 +27,17 @@ SECTIONS: Mapping[str, type] = {
     "comm": CommSection,
 }
 ONE_OF: tuple[type[Plugin], ...] = (Model, Tokenizer, Loss, Optimizer, LrSchedule)
+
+SHARED: Mapping[str, Sequence[str]] = {
+    "data": [*(option.key for option in options_of(DataSection)), "name", "weight", "mixture"],
+    "validation": [*(option.key for option in options_of(ValidationSection)), "name"],
+    **{contract.section: ["name"] for contract in ONE_OF},
+    "model": ["name", "preset"],
+    "optimizer": ["name", "groups"],
+    "plugins.": ["enabled"],
+    "metrics.": ["enabled"],
+}
+"""Keys of tables that titan shares with a plugin; with a dot, of the tables below."""
 
 At = tuple[str | int, ...]
 """Path to a table of a job; a number counts the entries of a mixture."""

@@ -9,7 +9,7 @@ from typing import Any, NamedTuple
 
 from titan.contracts.base.options import CliText, absolute, coerce, did_you_mean
 from titan.errors import ConfigError, ConfigIssue, by_errno
-from titan.paths import dangling, undecoded
+from titan.paths import dangling, expanded, undecoded
 
 Path_ = tuple[str, ...]
 COMMAND_LINE = "command line"
@@ -118,7 +118,7 @@ def read(path: Path | None, overrides: Sequence[str], built_in: Path) -> Table:
     """
     table = Table()
     if path is not None:
-        for file, values in reversed(list(_chain(_locate(path, built_in), built_in))):
+        for file, values in reversed(list(_chain(_locate(expanded(path, "--config"), built_in), built_in))):
             table.merge(values, str(file))
     override(table, overrides)
     return table
@@ -173,6 +173,8 @@ def _locate(path: Path, built_in: Path) -> Path:
             return candidate
     if link := dangling(path):
         raise ConfigError([ConfigIssue("", link)])
+    if path.name and path.exists():
+        raise ConfigError([ConfigIssue(str(path), "is no regular file; a config is read more than once")])
     there = [file.stem for file in built_in.glob("*.toml")]
     raise ConfigError([ConfigIssue(str(path), f"no such config file{did_you_mean(path.stem, there)}")])
 
@@ -191,7 +193,7 @@ def _chain(path: Path, built_in: Path) -> Iterator[tuple[Path, dict[str, Any]]]:
         if not isinstance(base, str):
             raise ConfigError([ConfigIssue(str(path), f"base = {base!r}: must be the path of a TOML file")])
         beside = path.parent / base
-        path = beside if beside.is_file() else _locate(Path(base), built_in)
+        path = beside if beside.is_file() else _locate(expanded(base, "base"), built_in)
 
 
 def read_toml(path: Path) -> dict[str, Any]:

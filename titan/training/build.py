@@ -236,6 +236,7 @@ def _open_folder(job: Job, rank: Rank, lock: FolderLock) -> None:
     """Take the run's folder on rank 0, whose turn is first, and write there only then: to each rank's log."""
     with _writing(job.folder):
         if rank.number == 0:
+            _refuse_files_of_a_user(job.folder)
             lock.take()
             _refuse_what_is_no_folder(job.folder / "checkpoints")
         log.set_up(rank.number, job.folder / "logs")
@@ -253,6 +254,13 @@ def _begin(job: Job, rank: Rank, trackers: Trackers, info: RunInfo) -> None:
                 file.flush()
                 os.fsync(file.fileno())
             fresh.replace(path)
+
+
+def _refuse_files_of_a_user(folder: Path) -> None:
+    """A run replaces its config.toml, beside which it has logs and checkpoints; without them it is not a run's."""
+    if (folder / "config.toml").exists() and not any((folder / name).exists() for name in ("logs", "checkpoints")):
+        what = f"holds a config.toml and is not the folder of a run; set another --run.name than {folder.name}"
+        raise ConfigError(f"{folder} {what}")
 
 
 def _refuse_what_is_no_folder(path: Path) -> None:

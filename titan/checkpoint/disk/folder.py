@@ -24,7 +24,7 @@ from titan.checkpoint.disk.manifest import MANIFEST, METADATA, STATE, TOKENIZER,
 from titan.checkpoint.disk.plain import cannot_be_read, read_table
 from titan.errors import CheckpointError, SaveError, UnreadableError, refuse_lfs_pointer
 from titan.log import log
-from titan.paths import dangling, expanded
+from titan.paths import expanded, no_folder
 
 HF_CONFIG = "config.json"
 """The file that makes a folder one of Hugging Face's."""
@@ -186,7 +186,7 @@ def choose(given: str, option: str = "checkpoint.resume") -> Path:
     if is_complete(path):
         return path
     if not path.is_dir():
-        raise CheckpointError(f"{option} = {given!r}: {dangling(path) or 'no such folder'}")
+        raise CheckpointError(f"{option} = {given!r}: {no_folder(path)}")
     found, damaged = survey(path / "checkpoints" if (path / "checkpoints").is_dir() else path)
     for reason in damaged.values():
         log.warning(f"damaged and ignored: {reason}{f'; using {found[-1]} instead' if found else ''}")
@@ -194,6 +194,9 @@ def choose(given: str, option: str = "checkpoint.resume") -> Path:
         return found[-1]
     if damaged:
         raise CheckpointError(f"{option} = {given!r}: no undamaged checkpoint there: {'; '.join(damaged.values())}")
+    if is_hf(path):
+        what = "a Hugging Face folder has no state of a run; start from its weights with checkpoint.init_from"
+        raise CheckpointError(f"{option} = {given!r}: {what}")
     if path.suffix == ".tmp":
         raise CheckpointError(f"{option} = {given!r}: this checkpoint is unfinished: the run was killed while it saved")
     raise CheckpointError(
