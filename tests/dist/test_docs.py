@@ -97,9 +97,10 @@ def commands() -> list[str]:
 
 @pytest.fixture(scope="module")
 def place(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A folder as a reader's: README beside, the plugin of README saved where README says."""
+    """A folder as a reader's: README and CHANGELOG beside, the plugin of README saved where README says."""
     place = tmp_path_factory.mktemp("reader")
-    shutil.copy(ROOT / "README.md", place)
+    for name in ("README.md", "CHANGELOG.md"):
+        shutil.copy(ROOT / name, place)
     (place / "my_plugins").mkdir()
     (plugin,) = re.findall(r"```python\n(.*?)```", (ROOT / "README.md").read_text(), re.S)
     (place / "my_plugins" / "signum.py").write_text(plugin)
