@@ -14,7 +14,7 @@ import torch
 from tests.checkpoints import checkpointer_of, made, steps_in
 from titan.checkpoint import Checkpointer, storage
 from titan.checkpoint.disk import folder as folders
-from titan.checkpoint.ranks import Ranks
+from titan.checkpoint.ranks import RankFailure, Ranks
 from titan.checkpoint.state import Aside, Snapshot
 from titan.contracts import ModelPart
 from titan.errors import (
@@ -176,6 +176,24 @@ def test_data_that_cannot_be_read_are_no_damaged_data(
     monkeypatch.setattr(storage.Path, "open", lambda path, *_: Failing(path))
     with pytest.raises(CheckpointError, match=rf"__0_0\.distcp cannot be read: {os.strerror(number)}") as failed:
         checkpointer.load(path, parts, optimizer, {}, ())
+    assert failed.value.exit_code == code
+
+
+@pytest.mark.parametrize("code", [EXIT_FAILED, EXIT_WRONG_INPUT])
+def test_where_no_checkpoint_can_be_opened_what_may_pass_is_tried_again(
+    code: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    parts, optimizer = made()
+    for step in (1, 2):
+        checkpointer_of(tmp_path).save(step, parts, optimizer, {})
+    checkpointer, codes = checkpointer_of(tmp_path), [code, EXIT_WRONG_INPUT]
+
+    def fail(_: Path) -> None:
+        raise RankFailure("as said", False, False, codes.pop(0))
+
+    monkeypatch.setattr(checkpointer, "_open", fail)
+    with pytest.raises(CheckpointError, match=r"no sound checkpoint is left in .*: as said; as said; ") as failed:
+        checkpointer.find("auto")
     assert failed.value.exit_code == code
 
 
