@@ -20,7 +20,7 @@ from tqdm import tqdm
 
 from bench import results
 from bench.headlines import headline
-from titan.contracts import AttentionCore
+from titan.layers.attention import AttentionCore
 from titan.plugins.attention.backend.by_document import attend_by_document
 
 HEADS, FEATURES = 8, 64

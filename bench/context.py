@@ -31,7 +31,7 @@ from bench.gpu import jobs
 from bench.headlines import ONE, context_rows
 from titan.config import load_job
 from titan.ranks import process
-from titan.ranks.rendezvous import listen
+from titan.ranks.meeting.rendezvous import listen
 from titan.training import build, trainer
 from titan.training.metrics import peak_memory_gib
 

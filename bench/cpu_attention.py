@@ -21,7 +21,7 @@ from tqdm import tqdm
 
 from bench import results
 from bench.headlines import KERNEL, SDPA, Halves, kernel_ratios
-from titan.contracts.layers.attention import attend, document_mask
+from titan.layers.attention import attend, document_mask
 from titan.plugins.attention.cpu_kernel import computed_in, cpu_attention, why_not
 
 WARM_UP = 3

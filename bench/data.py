@@ -24,7 +24,7 @@ from bench import results
 from bench.arguments import count
 from bench.gpu import jobs
 from titan.config import Job, load_job
-from titan.data.samples import of_job
+from titan.data import open as of_job
 from titan.data.samples.loader import Loader
 from titan.ranks import process
 from titan.training import build, trainer

@@ -36,7 +36,7 @@ from bench.headlines import OURS, STYLES, UNSPLIT, Halves, dispatch_ms, dispatch
 from titan.contracts import BuildContext, ModelPart, Precision
 from titan.contracts.base.layout import Layout
 from titan.contracts.base.mesh import Mesh
-from titan.contracts.layers.rotary import rope_table
+from titan.layers.rotary import rope_table
 from titan.plugins.models.llama import Llama, LlamaConfig
 from titan.plugins.parallel.tensor import TensorConfig, TensorParallel
 

@@ -38,8 +38,8 @@ from titan.planner.machine.cluster import DeviceMemory
 from titan.planner.step.layout import costs_of
 from titan.planner.step.memory import memories
 from titan.ranks import process
-from titan.ranks.launch_env import launched_world_size
-from titan.ranks.rendezvous import listen
+from titan.ranks.meeting.launch_env import launched_world_size
+from titan.ranks.meeting.rendezvous import listen
 from titan.training import build, trainer
 
 CONFIG = Path(__file__).parent / "overhead.toml"

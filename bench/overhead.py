@@ -28,7 +28,7 @@ from bench.arguments import count
 from bench.headlines import speeds
 from titan.config import Job, load_job
 from titan.contracts import Batch, ModelPart
-from titan.contracts.layers.products import LACKS_BF16
+from titan.layers.products import LACKS_BF16
 from titan.plugins.attention.cpu_kernel import why_not
 from titan.ranks import process
 from titan.training import build, trainer

@@ -27,7 +27,7 @@ from bench import results
 from bench.gpu import jobs, opponent
 from titan.config import Job, load_job
 from titan.ranks import process
-from titan.ranks.rendezvous import listen
+from titan.ranks.meeting.rendezvous import listen
 from titan.training import build, trainer
 
 CONFIG = Path(__file__).parent / "overhead.toml"

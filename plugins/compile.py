@@ -15,7 +15,7 @@ from typing import Any, Literal
 import torch
 
 from titan.contracts import BuildContext, Costs, Fact, Job, ModelPart, ModelSpec, Technique, option, register
-from titan.contracts.base.options import did_you_mean
+from titan.contracts.plugin.options import did_you_mean
 from titan.paths import check_python, check_writable, temporary_folder
 
 BACKENDS = ("inductor", "aot_eager", "eager")

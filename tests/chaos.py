@@ -47,7 +47,7 @@ from tests.injection import ERRORS, NEVER, Fault, Witness, witnessed
 from tests.jobs import LLAMA
 from titan.checkpoint.disk import folder as folders
 from titan.ranks import launcher, rank_processes
-from titan.ranks.launch_env import LOCAL, LaunchEnv
+from titan.ranks.meeting.launch_env import LOCAL, LaunchEnv
 from titan.ranks.meeting.same_job import Statement
 from titan.testing.jobs import Outcome, differences, read_rows, run_job, saved_tensors, write_text
 from titan.testing.ranks import RankError, run_ranks

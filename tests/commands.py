@@ -21,7 +21,7 @@ from typing import TextIO
 
 import torch
 
-from titan.ranks import rendezvous
+from titan.ranks.meeting import rendezvous
 from titan.testing.ranks import fork, live_no_longer_than_the_test
 
 TIMEOUT_S = 250.0

@@ -15,7 +15,7 @@ from typing import Any
 import pytest
 import torch
 
-from titan.contracts.base import registry
+from titan.contracts.plugin import registry
 
 LIMIT = 300.0
 LIMIT_SLOW = 900.0

@@ -12,8 +12,8 @@ from titan.checkpoint import conversion, huggingface
 from titan.checkpoint.ranks import Ranks
 from titan.checkpoint.weights import load_weights
 from titan.contracts import Model, Tokenizer
-from titan.contracts.base import registry
 from titan.contracts.base.parts import ModelPart
+from titan.contracts.plugin import registry
 from titan.inference.load_model import open_job
 
 SCALED = {

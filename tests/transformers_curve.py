@@ -18,7 +18,7 @@ from torch import Tensor, nn
 
 from tests.huggingface import LLAMA, SCALED, loaded
 from titan.config import load_job
-from titan.data.samples.of_job import open_samples
+from titan.data.open import open_samples
 from titan.inference.load_model import open_job
 from titan.ranks.process import Rank
 from titan.testing.jobs import Outcome, train_job, write_text

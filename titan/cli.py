@@ -14,7 +14,7 @@ from typing import Any, NoReturn
 
 import titan.commands
 from titan import __version__, launch
-from titan.contracts.base.options import did_you_mean, options_of
+from titan.contracts.plugin.options import did_you_mean, options_of
 from titan.errors import (
     EXIT_FAILED,
     EXIT_WRONG_INPUT,

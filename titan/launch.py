@@ -23,8 +23,15 @@ from titan.errors import (
     stand_in_for_closed,
     take_traceback_flag,
 )
-from titan.ranks.launch_env import STARTED, LaunchEnv, drop_rank_variables, find_place, max_restarts, rank_environment
 from titan.ranks.meeting import signals
+from titan.ranks.meeting.launch_env import (
+    STARTED,
+    LaunchEnv,
+    drop_rank_variables,
+    find_place,
+    max_restarts,
+    rank_environment,
+)
 from titan.usage import USAGE
 
 HELP = "train a model; the same as ./run_train.sh (see titan train --help)"

@@ -15,7 +15,7 @@ from titan import log
 from titan.checkpoint.disk.folder import complete, step_folder
 from titan.config import Job, load_job, said_of, split_arguments, without_effect
 from titan.contracts.base.cost import PredictedStep
-from titan.contracts.base.options import as_table, options_of
+from titan.contracts.plugin.options import as_table, options_of
 from titan.device import device_name, total_gib
 from titan.errors import (
     EXIT_DONE,
@@ -33,8 +33,8 @@ from titan.planner.machine.cluster import DeviceMemory
 from titan.planner.machine.host import OFFLOADED, check_this_machine
 from titan.planner.search.unset_options import choose, least_gib, with_options
 from titan.ranks import failure, process, watchdog
-from titan.ranks.launch_env import launched_world_size
 from titan.ranks.meeting import signals
+from titan.ranks.meeting.launch_env import launched_world_size
 from titan.ranks.turns import from_first, together
 from titan.training import build, trainer, validation
 from titan.training.engine import weights_to_use

@@ -34,7 +34,7 @@ from bench.gpu.measurements import CALLS, MEASUREMENTS
 from bench.gpu.page import COMMITTED
 from bench.gpu.records import Measurement, Results, attempts, faults, read, table
 from bench.gpu.setting import Setting
-from titan.contracts.base import registry
+from titan.contracts.plugin import registry
 from titan.resources import let_segments_expand
 
 OVERRUN = 3

@@ -9,7 +9,7 @@ from torch import Tensor
 
 from bench.gpu import jobs
 from bench.gpu.opponent import Tokens
-from titan.contracts.layers.products import LACKS_BF16
+from titan.layers.products import LACKS_BF16
 
 SIZES: Mapping[str, int] = {
     "dim": 256, "n_layers": 8, "n_heads": 8, "n_kv_heads": 8, "ffn_dim": 768, "vocab_size": 2048

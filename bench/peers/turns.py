@@ -15,7 +15,7 @@ from typing import Any, TypeVar
 
 import torch
 
-from titan.ranks.rendezvous import listen
+from titan.ranks.meeting.rendezvous import listen
 
 Batch = TypeVar("Batch")
 

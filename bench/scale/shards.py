@@ -14,14 +14,14 @@ from pathlib import Path
 from typing import Any
 
 from titan.config import load_job
+from titan.data.open import open_data
 from titan.data.samples.loader import Loader
-from titan.data.samples.of_job import open_data
 from titan.data.samples.samples import Samples
 from titan.data.samples.stream import MOST_OPEN
 from titan.data.tokens.shards import Shard, ShardWriter
 from titan.data.tokens.tokenize import SHARD_TOKENS
 from titan.ranks import process
-from titan.ranks.launch_env import launched_world_size
+from titan.ranks.meeting.launch_env import launched_world_size
 from titan.testing.ranks import run_ranks
 
 ROOT = Path(__file__).parents[2]

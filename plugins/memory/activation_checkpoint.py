@@ -32,20 +32,10 @@ from torch._functorch import config as functorch
 from torch._ops import OpOverload
 from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
 
-from titan.contracts import (
-    AttentionCore,
-    BuildContext,
-    Costs,
-    Fact,
-    Job,
-    ModelPart,
-    ModelSpec,
-    Technique,
-    option,
-    register,
-)
+from titan.contracts import BuildContext, Costs, Fact, Job, ModelPart, ModelSpec, Technique, option, register
 from titan.contracts.base.cost import Attention, Operation, Recompute
-from titan.contracts.layers.experts import stacked_product
+from titan.layers.attention import AttentionCore
+from titan.layers.experts import stacked_product
 
 _SAVED = frozenset(
     {

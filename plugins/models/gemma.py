@@ -5,7 +5,7 @@ tanh approximation. Norms are RMSNorms whose factor is `1 + weight`, computed in
 sqrt(dim), rounded to the compute dtype. Scores are scaled by `1 / sqrt(query_scale)` and become
 `attention_cap * tanh(score / attention_cap)`; logits x become `logit_cap * tanh(x / logit_cap)`. Layers 0, 2, 4, ...
 attend to the last `sliding_window` positions, the others to all. Rotary positions are those of
-`titan.contracts.layers.rotary`; the head is tied to the embedding.
+`titan.layers.rotary`; the head is tied to the embedding.
 
 With dim D, H query heads and K key-value heads of N features, ffn_dim F and sequence length S, a layer costs
 2 D (H + K) N + 3 D F + 4 D parameters; 2 FLOPs per token forward for each in a matmul, and for attention 4 H N times S
@@ -29,11 +29,11 @@ from torch import Tensor, nn
 from titan.contracts import HfTensor, Model, ModelSpec, option, register
 from titan.contracts.base.cost import Attention, Elementwise, Operation, norm, residual
 from titan.contracts.base.spec import ZEROS, nearest
-from titan.contracts.layers import huggingface
-from titan.contracts.layers.blocks import Heads, LayerPart, SelfAttention, SwiGLU, swiglu
-from titan.contracts.layers.decoder import Decoder, DecoderConfig, decoder_spec
-from titan.contracts.layers.rotary import Rotary
 from titan.errors import ConfigError
+from titan.layers import huggingface
+from titan.layers.blocks import Heads, LayerPart, SelfAttention, SwiGLU, swiglu
+from titan.layers.decoder import Decoder, DecoderConfig, decoder_spec
+from titan.layers.rotary import Rotary
 
 
 @dataclass(frozen=True, kw_only=True)

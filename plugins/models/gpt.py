@@ -23,11 +23,11 @@ from torch import nn
 
 from titan.contracts import HfTensor, Model, ModelSpec, option, register
 from titan.contracts.base.spec import nearest
-from titan.contracts.layers import huggingface
-from titan.contracts.layers.blocks import FeedForward, Heads, PreNormLayer, SelfAttention, feed_forward, pre_norm
-from titan.contracts.layers.decoder import Decoder, DecoderConfig, decoder_spec
-from titan.contracts.layers.philox import Dropout
 from titan.errors import ConfigError
+from titan.layers import huggingface
+from titan.layers.blocks import FeedForward, Heads, PreNormLayer, SelfAttention, feed_forward, pre_norm
+from titan.layers.decoder import Decoder, DecoderConfig, decoder_spec
+from titan.layers.philox import Dropout
 
 
 @dataclass(frozen=True, kw_only=True)

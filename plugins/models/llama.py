@@ -2,7 +2,7 @@
 
 A layer is `h = x + attn(norm(x))`, `y = h + ffn(norm(h))`, with `ffn(x) = w2(silu(w1 x) * w3 x)`.
 
-Rotary positions are those of `titan.contracts.layers.rotary`. `rope_scaling_factor` above 1 scales the low frequencies
+Rotary positions are those of `titan.layers.rotary`. `rope_scaling_factor` above 1 scales the low frequencies
 as Llama 3.1 does. With `sliding_window` W, a token attends to the W positions that end with its own, as in Mistral 7B
 (arXiv 2310.06825). Llama's config.json has no window: a windowed model is a MistralForCausalLM of transformers, which
 is the same function, and one without a window is a LlamaForCausalLM.
@@ -25,11 +25,11 @@ from torch import nn
 
 from titan.contracts import HfTensor, Model, ModelSpec, option, register
 from titan.contracts.base.spec import nearest
-from titan.contracts.layers import huggingface
-from titan.contracts.layers.blocks import Heads
-from titan.contracts.layers.decoder import DecoderConfig, gated_decoder, gated_spec
-from titan.contracts.layers.rotary import Rotary
 from titan.errors import ConfigError
+from titan.layers import huggingface
+from titan.layers.blocks import Heads
+from titan.layers.decoder import DecoderConfig, gated_decoder, gated_spec
+from titan.layers.rotary import Rotary
 
 
 @dataclass(frozen=True, kw_only=True)

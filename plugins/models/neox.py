@@ -3,7 +3,7 @@
 A layer is `y = x + attn(norm(x)) + ffn(norm'(x))` with two LayerNorms of the same input. The feed-forward is
 `ffn(x) = down(gelu(up x))` with GELU itself as in Pythia, or as in NeoX-20B its tanh approximation
 (`gelu_approximate`). Without `parallel_residual` the feed-forward follows attention, as in GPT-2. Linears have biases,
-but for the head. Of each head's N features the first `rotary_pct` N are rotated (`titan.contracts.layers.rotary`).
+but for the head. Of each head's N features the first `rotary_pct` N are rotated (`titan.layers.rotary`).
 There is no dropout.
 
 With dim D, H heads of N features, ffn_dim F = 4 D and sequence length S, a layer costs 12 D^2 + 13 D parameters;
@@ -24,8 +24,9 @@ from torch import Tensor, nn
 from titan.contracts import HfTensor, Model, ModelSpec, option, register
 from titan.contracts.base.cost import norm, residual
 from titan.contracts.base.spec import nearest
-from titan.contracts.layers import huggingface
-from titan.contracts.layers.blocks import (
+from titan.errors import ConfigError
+from titan.layers import huggingface
+from titan.layers.blocks import (
     FeedForward,
     Heads,
     LayerPart,
@@ -34,9 +35,8 @@ from titan.contracts.layers.blocks import (
     feed_forward,
     pre_norm,
 )
-from titan.contracts.layers.decoder import Decoder, DecoderConfig, decoder_spec
-from titan.contracts.layers.rotary import Rotary
-from titan.errors import ConfigError
+from titan.layers.decoder import Decoder, DecoderConfig, decoder_spec
+from titan.layers.rotary import Rotary
 
 
 @dataclass(frozen=True, kw_only=True)

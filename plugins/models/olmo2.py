@@ -3,7 +3,7 @@
 A layer is `h = x + norm(attn(x))`, `y = h + norm(ffn(h))`, with `ffn(x) = w2(silu(w1 x) * w3 x)`: hidden states enter
 attention and feed-forward without a norm. In attention, the queries of all heads together pass through one RMSNorm over
 H N features before they are rotated, and the keys through another over K N. There are no biases. Rotary positions are
-those of `titan.contracts.layers.rotary`.
+those of `titan.layers.rotary`.
 
 With dim D, H query heads and K key-value heads of N features, ffn_dim F and sequence length S, a layer costs
 2 D (H + K) N + 3 D F + 2 D + (H + K) N parameters; 2 FLOPs per token forward for each in a matmul, and 4 S H N for
@@ -23,11 +23,11 @@ from torch import Tensor, nn
 from titan.contracts import HfTensor, Model, ModelSpec, option, register
 from titan.contracts.base.cost import norm, residual
 from titan.contracts.base.spec import nearest
-from titan.contracts.layers import huggingface
-from titan.contracts.layers.blocks import Heads, LayerPart, SelfAttention, SwiGLU, swiglu
-from titan.contracts.layers.decoder import Decoder, DecoderConfig, decoder_spec
-from titan.contracts.layers.rotary import Rotary
 from titan.errors import ConfigError
+from titan.layers import huggingface
+from titan.layers.blocks import Heads, LayerPart, SelfAttention, SwiGLU, swiglu
+from titan.layers.decoder import Decoder, DecoderConfig, decoder_spec
+from titan.layers.rotary import Rotary
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -3,7 +3,7 @@
 A layer is `h = x + attn(norm(x))`, `y = h + ffn(norm(h))`, with `ffn(x) = w2(silu(w1 x) * w3 x)`. In attention each
 head's queries and keys pass through an RMSNorm over their features before they are rotated; all heads share one weight
 vector for queries and one for keys. There are no biases. `head_dim` is an option of its own: heads * head_dim need not
-be dim. Rotary positions are those of `titan.contracts.layers.rotary`.
+be dim. Rotary positions are those of `titan.layers.rotary`.
 
 With dim D, H query heads and K key-value heads of N features, ffn_dim F and sequence length S, a layer costs
 2 D (H + K) N + 3 D F + 2 D + 2 N parameters; 2 FLOPs per token forward for each in a matmul, and 4 S H N for attention.
@@ -21,11 +21,11 @@ from torch import nn
 
 from titan.contracts import HfTensor, Model, ModelSpec, option, register
 from titan.contracts.base.spec import nearest
-from titan.contracts.layers import huggingface
-from titan.contracts.layers.blocks import Heads
-from titan.contracts.layers.decoder import DecoderConfig, gated_decoder, gated_spec
-from titan.contracts.layers.rotary import Rotary
 from titan.errors import ConfigError
+from titan.layers import huggingface
+from titan.layers.blocks import Heads
+from titan.layers.decoder import DecoderConfig, gated_decoder, gated_spec
+from titan.layers.rotary import Rotary
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -33,7 +33,7 @@ from titan.contracts import Axis, BuildContext, Costs, Fact, Job, ModelPart, Mod
 from titan.contracts.base.cost import CollectiveCost, Matmul, When
 from titan.contracts.base.sharding import slice_parameters
 from titan.contracts.base.spec import nearest
-from titan.contracts.layers.experts import Experts, StackedLinear
+from titan.layers.experts import Experts, StackedLinear
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -26,7 +26,7 @@ of the largest tensor of a rank. They wait for the device once per step, to know
 technique that gathers parameters casts them, so one is enabled if none is.
 
 On a CPU without AVX-512, products of layers and of the fused loss, and the backward of attention, are computed in
-float32 and rounded: bf16 then takes about as long as float32 (`titan.contracts.layers.products`, with limits).
+float32 and rounded: bf16 then takes about as long as float32 (`titan.layers.products`, with limits).
 
 Limits of pure: sharded gradients that are reduced in each micro batch (ZeRO 2 and 3 without replicas) are added up in
 bf16; others are added up in fp32 and rounded once. "stochastic" and "kahan" need an optimizer that updates each
@@ -62,8 +62,8 @@ from titan.contracts import (
 )
 from titan.contracts.base.cost import Matmul, PersistentState
 from titan.contracts.base.sharding import start_of
-from titan.contracts.layers import products
-from titan.contracts.layers.philox import philox
+from titan.layers import products
+from titan.layers.philox import philox
 
 PIECE = 2**24
 """Numbers of a rank that are updated together."""

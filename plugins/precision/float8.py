@@ -57,8 +57,8 @@ from torch.distributed.tensor import DTensor
 
 from titan.contracts import Batch, BuildContext, Costs, Job, ModelPart, ModelSpec, Technique, option, register
 from titan.contracts.base.cost import Elementwise, Matmul, Operation
-from titan.contracts.base.options import did_you_mean
 from titan.contracts.base.spec import glob_matches, nearest
+from titan.contracts.plugin.options import did_you_mean
 from titan.errors import ConfigError, install
 
 _log = logging.getLogger("titan.float8")

@@ -8,8 +8,8 @@ import pytest
 
 from tests.jobs import CONFIGS, LLAMA, MOE
 from titan.contracts import Model, Technique
-from titan.contracts.base import registry
-from titan.contracts.base.registry import Plugin
+from titan.contracts.plugin import registry
+from titan.contracts.plugin.registry import Plugin
 from titan.testing.contract import Check, checks, curve_is_the_same_on_two_ranks
 
 registry.load_plugins()

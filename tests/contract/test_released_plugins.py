@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 from tests.commands import run_titan
-from titan.contracts.base import registry
+from titan.contracts.plugin import registry
 from titan.testing.contract import OF_OPTIONS, Subject
 from titan.testing.jobs import train_job
 

@@ -12,7 +12,7 @@ from torch import Tensor
 from tests.contract.test_every_plugin import EVERY, WORDS, job_file
 from tests.jobs import MOE, mesh, of_each_worker
 from titan.contracts import Model, Optimizer, Technique
-from titan.contracts.base.registry import Plugin
+from titan.contracts.plugin.registry import Plugin
 from titan.testing.contract import Subject
 from titan.testing.jobs import run_job, saved_tensors, train_job
 

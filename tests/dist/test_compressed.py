@@ -334,7 +334,7 @@ def test_resumed_at_the_same_layout_bit_for_bit(method: str, tmp_path: Path) -> 
 def _built(folder: str, words: list[str], config: str) -> tuple[Any, Technique]:
     from titan.config import load_job
     from titan.ranks import process
-    from titan.ranks.launch_env import launched_world_size
+    from titan.ranks.meeting.launch_env import launched_world_size
     from titan.training import build
 
     overrides = ["--run.dir", folder, "--data.cache", f"{folder}/cache", *words]
@@ -348,7 +348,7 @@ def _held(folder: str, words: list[str], config: str) -> dict[str, Tensor]:
     """On one rank: what it has of each error once a run is built, whole, by name and place among the replicas."""
     from titan.config import load_job
     from titan.ranks import process
-    from titan.ranks.launch_env import launched_world_size
+    from titan.ranks.meeting.launch_env import launched_world_size
     from titan.training import build, trainer
 
     job = load_job(
@@ -475,7 +475,7 @@ def _after_a_nan(folder: str, words: list[str], config: str) -> dict[str, Tensor
     """On one rank: errors before and after a step in which one rank of the last replica has a gradient of NaN."""
     from titan.config import load_job
     from titan.ranks import process
-    from titan.ranks.launch_env import launched_world_size
+    from titan.ranks.meeting.launch_env import launched_world_size
     from titan.training import build, trainer
 
     job = load_job(

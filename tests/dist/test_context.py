@@ -12,8 +12,8 @@ from tests.jobs import BLOOM, FOUR_LAYERS, GPT, LLAMA, NEOX, OLMO2, QWEN3, mesh
 from tests.sweeps import sweep_but
 from titan.config import load_job
 from titan.contracts import Batch, ModelPart
-from titan.contracts.layers.cache import cores_of
 from titan.errors import ConfigError
+from titan.inference.cache import cores_of
 from titan.planner.step.layout import costs_of
 
 

@@ -24,7 +24,7 @@ from tests.sweeps import but_sweep
 from tests.unit.test_data_samples import count_up, samples, tokens_of
 from tests.unit.test_data_shards import write
 from titan.contracts import Dataset
-from titan.contracts.base import registry
+from titan.contracts.plugin import registry
 from titan.data.samples.loader import Limit, Loader, _Sent
 from titan.data.samples.samples import Sample, Samples
 from titan.data.tokens import tokenize, unfinished

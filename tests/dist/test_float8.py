@@ -183,7 +183,7 @@ def scales_after_training(words: list[str]) -> list[tuple[str, float, float]]:
     """Of each weight on this rank: name, the scale its shard will be cast with, 448 over the maximum of the whole."""
     from titan.config import load_job
     from titan.ranks import process
-    from titan.ranks.launch_env import launched_world_size
+    from titan.ranks.meeting.launch_env import launched_world_size
     from titan.training import build, trainer
 
     run = build.build(job := load_job(LLAMA, words, launched_world_size()), process.join(job))

@@ -10,8 +10,8 @@ from torch import Tensor
 
 from tests.jobs import LLAMA, SAVING
 from titan import train
-from titan.checkpoint.disk.lock import FolderLock
 from titan.errors import TitanError
+from titan.ranks.folder_lock import FolderLock
 from titan.testing.jobs import run_job, train_job, write_text
 from titan.testing.ranks import RankError, run_ranks
 from titan.training import build

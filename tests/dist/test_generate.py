@@ -38,7 +38,7 @@ def _texts(checkpoint: str, words: list[str]) -> list[list[int]]:
     from titan.inference import generation
     from titan.inference.load_model import open_job, open_trained
     from titan.ranks import process
-    from titan.ranks.launch_env import launched_world_size
+    from titan.ranks.meeting.launch_env import launched_world_size
 
     path, job = open_job(checkpoint, words, launched_world_size())
     trained = open_trained(path, job, process.join(job))
@@ -102,7 +102,7 @@ def _sample(folder: str, words: list[str]) -> str:
     from titan.config import load_job
     from titan.inference import generation
     from titan.ranks import process
-    from titan.ranks.launch_env import launched_world_size
+    from titan.ranks.meeting.launch_env import launched_world_size
     from titan.training import build, trainer
 
     job = load_job(LLAMA, ["--run.dir", folder, "--data.cache", f"{folder}/cache", *words], launched_world_size())

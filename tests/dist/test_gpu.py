@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from tests.jobs import SAVING, run_with_state
-from titan.contracts import AttentionCore
+from titan.layers.attention import AttentionCore
 from titan.plugins.attention.backend.by_document import attend_by_document
 from titan.testing.jobs import assert_same_curve, train_job
 

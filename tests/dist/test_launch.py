@@ -16,9 +16,9 @@ import torch.distributed as dist
 from tests.sweeps import swept_case
 from titan import launch
 from titan.ranks import failure, rank_processes
-from titan.ranks.launch_env import LOCAL, LaunchEnv
 from titan.ranks.launcher import verdict
 from titan.ranks.meeting import signals
+from titan.ranks.meeting.launch_env import LOCAL, LaunchEnv
 from titan.ranks.preemption import Preemption
 from titan.ranks.rank_processes import Ended, Entry, RankProcesses
 from titan.testing.ranks import run_ranks as in_a_fresh_process
@@ -197,7 +197,7 @@ import os, signal, sys
 from multiprocessing.process import BaseProcess
 from titan.ranks import rank_processes, launcher
 from titan.ranks.rank_processes import RankProcesses
-from titan.ranks.launch_env import LOCAL, LaunchEnv
+from titan.ranks.meeting.launch_env import LOCAL, LaunchEnv
 
 def entry(argv):
     if os.environ["RANK"] == "0":

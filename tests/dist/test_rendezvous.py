@@ -16,9 +16,9 @@ import pytest
 
 from tests.commands import free_port
 from titan.errors import ConfigError, TitanError
-from titan.ranks import launcher, rendezvous
-from titan.ranks.launch_env import LOCAL, LaunchEnv
-from titan.ranks.meeting import signals, store
+from titan.ranks import launcher
+from titan.ranks.meeting import rendezvous, signals, store
+from titan.ranks.meeting.launch_env import LOCAL, LaunchEnv
 from titan.ranks.meeting.same_job import APART, Statement
 from titan.testing.ranks import run_ranks as in_a_fresh_process
 

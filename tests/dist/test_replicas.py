@@ -99,7 +99,7 @@ def _memory_is_not_zero() -> Iterator[None]:
 def _buffers(folder: str, words: list[str], config: str) -> list[str]:
     """On one rank: names of its buffers, each of which is what plain construction on the CPU gives."""
     from titan.config import load_job
-    from titan.ranks.launch_env import launched_world_size
+    from titan.ranks.meeting.launch_env import launched_world_size
     from titan.ranks.process import join
     from titan.training.build import wire
 
@@ -175,7 +175,7 @@ def test_a_forward_that_writes_to_a_saved_buffer_is_refused(tmp_path: Path) -> N
 def _drawn(folder: str, words: list[str], config: str) -> dict[str, Tensor]:
     """On one rank: what the default generator gives once a run is built, and once it has ended."""
     from titan.ranks import process
-    from titan.ranks.launch_env import launched_world_size
+    from titan.ranks.meeting.launch_env import launched_world_size
     from titan.training import build, trainer
 
     overrides = ["--run.dir", folder, "--data.cache", f"{folder}/cache", *words]

@@ -12,7 +12,7 @@ from tests.commands import free_port
 from titan import log
 from titan.errors import ConfigError, DivergedError, RankFailedError
 from titan.ranks import failure, process
-from titan.ranks.launch_env import LOCAL, LaunchEnv
+from titan.ranks.meeting.launch_env import LOCAL, LaunchEnv
 from titan.ranks.meeting.store import await_port
 from titan.ranks.rank_processes import RankProcesses
 from titan.testing.ranks import run_ranks

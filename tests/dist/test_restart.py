@@ -14,7 +14,7 @@ from tests.signals import TEN, job
 from titan import launch as command
 from titan.config import load_job
 from titan.ranks import launcher, process
-from titan.ranks.launch_env import LOCAL, LaunchEnv
+from titan.ranks.meeting.launch_env import LOCAL, LaunchEnv
 from titan.ranks.rank_processes import Entry, RankProcesses
 from titan.testing.jobs import read_rows, train_job
 from titan.testing.ranks import run_ranks as in_a_fresh_process

@@ -17,7 +17,7 @@ from titan import train
 from titan.config import load_job
 from titan.errors import ConfigError, TitanError
 from titan.ranks import failure, process
-from titan.ranks.launch_env import LOCAL
+from titan.ranks.meeting.launch_env import LOCAL
 from titan.ranks.meeting.same_job import APART, misfits, statement_of
 from titan.testing.jobs import read_rows, write_text
 from titan.testing.ranks import run_ranks

@@ -13,8 +13,8 @@ from tests.jobs import LLAMA
 from tests.sweeps import swept_case
 from tests.unit.test_data_shards import write
 from titan.config import load_job
+from titan.data.open import open_data
 from titan.data.samples.loader import Loader
-from titan.data.samples.of_job import open_data
 from titan.data.samples.samples import Samples
 from titan.errors import DataError
 from titan.ranks import process

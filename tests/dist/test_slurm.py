@@ -10,7 +10,7 @@ from tests.signals import TEN
 from tests.signals import job as arguments
 from tests.slurm import ROOT, Job, Slurm
 from tests.sweeps import swept_case
-from titan.ranks import rendezvous
+from titan.ranks.meeting import rendezvous
 from titan.testing.jobs import read_rows, train_job
 
 TEMPLATE = str(ROOT / "configs" / "launch" / "slurm-nvidia.sh")
@@ -86,7 +86,7 @@ sys.exit(launch.main([]))
 ASKS = """\
 import os, sys
 from titan.errors import ConfigError
-from titan.ranks.launch_env import find_place, rank_environment
+from titan.ranks.meeting.launch_env import find_place, rank_environment
 
 try:
     mine = rank_environment(os.environ)
@@ -154,7 +154,7 @@ def test_what_all_tasks_of_srun_refuse_is_printed_once(tmp_path: Path, slurm: Sl
 
 LEADS = """\
 import os, sys
-from titan.ranks.launch_env import find_place
+from titan.ranks.meeting.launch_env import find_place
 from titan.ranks.launcher import start
 from titan.ranks.meeting.same_job import Statement
 

@@ -11,7 +11,7 @@ from tests.jobs import FOUR_LAYERS, LLAMA, SAVING, mesh, settings
 from tests.logits import logits_of
 from tests.sweeps import swept_case
 from titan.config import load_job
-from titan.data.samples.of_job import open_validation
+from titan.data.open import open_validation
 from titan.data.samples.order import in_epochs, mix
 from titan.ranks import process
 from titan.testing.jobs import Outcome, saved_tensors, train_job, write_text

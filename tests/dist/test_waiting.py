@@ -16,8 +16,8 @@ from titan.checkpoint.disk.folder import step_folder
 from titan.config import load_job
 from titan.data.samples import loader
 from titan.ranks import launcher, process, rank_processes
-from titan.ranks.launch_env import LOCAL, LaunchEnv
 from titan.ranks.meeting import signals
+from titan.ranks.meeting.launch_env import LOCAL, LaunchEnv
 from titan.ranks.meeting.same_job import Statement
 from titan.testing.jobs import read_rows
 from titan.testing.ranks import run_ranks

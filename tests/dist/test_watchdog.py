@@ -16,7 +16,7 @@ from tests.sweeps import swept_case
 from titan.checkpoint import storage
 from titan.errors import EXIT_FAILED
 from titan.ranks import launcher, rank_processes, watchdog
-from titan.ranks.launch_env import LOCAL, LaunchEnv
+from titan.ranks.meeting.launch_env import LOCAL, LaunchEnv
 from titan.ranks.meeting.same_job import Statement
 from titan.testing.jobs import run_job, write_text
 from titan.testing.ranks import RankError, run_ranks

@@ -9,8 +9,8 @@ from typing import Any, NamedTuple
 
 from tests.fuzz import savings
 from titan.config.job import choose_micro_batch
-from titan.contracts.base import registry
-from titan.contracts.base.options import options_of
+from titan.contracts.plugin import registry
+from titan.contracts.plugin.options import options_of
 from titan.plugins.parallel.pipeline.stages import ONE_STAGE, SPLIT_BACKWARD, V_SHAPED, takes
 
 Keys = dict[str, Any]

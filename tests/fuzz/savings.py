@@ -7,7 +7,7 @@ import random
 from collections.abc import Mapping
 from typing import Any
 
-from titan.contracts.base import registry
+from titan.contracts.plugin import registry
 
 Keys = dict[str, Any]
 

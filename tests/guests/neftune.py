@@ -6,7 +6,8 @@ While a model is trained, noise is added to its embeddings, uniform from -a to a
 import math
 from dataclasses import dataclass, replace
 
-from titan.contracts import RandomModule, Technique, option, register
+from titan.contracts import Technique, option, register
+from titan.layers.philox import RandomModule
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -10,9 +10,9 @@ from torch import Tensor, nn
 
 from titan.contracts import Model, ModelSpec, option, register
 from titan.contracts.base.cost import norm, residual
-from titan.contracts.layers.blocks import Heads, LayerPart, SelfAttention, SwiGLU, swiglu
-from titan.contracts.layers.decoder import Decoder, DecoderConfig, decoder_spec
-from titan.contracts.layers.rotary import Rotary
+from titan.layers.blocks import Heads, LayerPart, SelfAttention, SwiGLU, swiglu
+from titan.layers.decoder import Decoder, DecoderConfig, decoder_spec
+from titan.layers.rotary import Rotary
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -13,18 +13,8 @@ import torch
 from torch import Tensor
 from torch.distributed._functional_collectives import all_gather_tensor_autograd
 
-from titan.contracts import (
-    AttentionCore,
-    Axis,
-    Batch,
-    BuildContext,
-    Job,
-    ModelPart,
-    ModelSpec,
-    Technique,
-    attend,
-    register,
-)
+from titan.contracts import Axis, Batch, BuildContext, Job, ModelPart, ModelSpec, Technique, register
+from titan.layers.attention import AttentionCore, attend
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -15,10 +15,10 @@ from torch import Tensor, nn
 from titan.contracts import HfTensor, Model, ModelSpec, option, register
 from titan.contracts.base.cost import linear
 from titan.contracts.base.spec import normal
-from titan.contracts.layers import huggingface
-from titan.contracts.layers.blocks import Heads, LayerPart, PreNormLayer, SelfAttention, pre_norm
-from titan.contracts.layers.decoder import Decoder, DecoderConfig, decoder_spec
-from titan.contracts.layers.rotary import Rotary
+from titan.layers import huggingface
+from titan.layers.blocks import Heads, LayerPart, PreNormLayer, SelfAttention, pre_norm
+from titan.layers.decoder import Decoder, DecoderConfig, decoder_spec
+from titan.layers.rotary import Rotary
 
 SIZES = ("n_layers", "dim", "n_heads", "vocab_size", "max_seq_len", "tied", "stacked")
 

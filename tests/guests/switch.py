@@ -14,10 +14,10 @@ from torch import Tensor, nn
 from titan.contracts import Measure, Model, ModelSpec, option, register
 from titan.contracts.base.cost import Elementwise, Matmul, SavedTensor, linear, shared
 from titan.contracts.base.spec import ZEROS
-from titan.contracts.layers.blocks import Heads, LayerPart, PreNormLayer, SelfAttention, pre_norm
-from titan.contracts.layers.decoder import Decoder, DecoderConfig, decoder_spec
-from titan.contracts.layers.experts import Experts, SideLoss, is_recomputed, rows_per_expert
-from titan.contracts.layers.rotary import Rotary
+from titan.layers.blocks import Heads, LayerPart, PreNormLayer, SelfAttention, pre_norm
+from titan.layers.decoder import Decoder, DecoderConfig, decoder_spec
+from titan.layers.experts import Experts, SideLoss, is_recomputed, rows_per_expert
+from titan.layers.rotary import Rotary
 
 
 @dataclass(frozen=True, kw_only=True)

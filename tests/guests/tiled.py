@@ -7,7 +7,8 @@ from functools import partial
 import torch
 from torch import Tensor
 
-from titan.contracts import AttentionCore, BuildContext, ModelPart, Technique, option, register
+from titan.contracts import BuildContext, ModelPart, Technique, option, register
+from titan.layers.attention import AttentionCore
 
 
 @dataclass(frozen=True, kw_only=True)

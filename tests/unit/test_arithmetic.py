@@ -8,8 +8,8 @@ import pytest
 from bench import arithmetic as published
 from titan.config import Job, load_job
 from titan.contracts import Model
-from titan.contracts.base import registry
 from titan.contracts.base.cost import PersistentState
+from titan.contracts.plugin import registry
 from titan.errors import ConfigError
 from titan.planner.report import closed_form
 from titan.planner.step import arithmetic

@@ -13,10 +13,9 @@ from torch import Tensor
 from tests.jobs import LLAMA, mesh
 from tests.planned import job_of
 from titan.config import Job, load_job, load_table
-from titan.contracts import AttentionCore
-from titan.contracts.layers.attention import attention_cost
-from titan.contracts.layers.cache import Cache
 from titan.errors import ConfigError, PluginError
+from titan.inference.cache import Cache
+from titan.layers.attention import AttentionCore, attention_cost
 from titan.training.phases import _check_names
 
 

@@ -8,8 +8,8 @@ import torch
 from torch import Tensor, nn
 
 from tests.planned import job_of
-from titan.contracts.layers.blocks import FeedForward, LayerPart, SwiGLU, feed_forward, swiglu
-from titan.contracts.layers.experts import Experts
+from titan.layers.blocks import FeedForward, LayerPart, SwiGLU, feed_forward, swiglu
+from titan.layers.experts import Experts
 from titan.planner.step.activations import kept_by
 from titan.planner.step.layout import costs_of
 from titan.plugins.models.gemma import GeGLU

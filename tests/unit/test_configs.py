@@ -8,7 +8,7 @@ import pytest
 import tomli_w
 
 from titan.config import Job, load_job
-from titan.contracts.base import registry
+from titan.contracts.plugin import registry
 
 TEST_PLUGINS = Path(__file__).parents[1] / "plugins"
 CONFIGS = sorted((Path(__file__).parents[2] / "configs").glob("*.toml"))

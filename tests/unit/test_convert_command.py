@@ -10,7 +10,7 @@ from safetensors.torch import load_file
 from tests.huggingface import loaded, plugin, write
 from titan import cli
 from titan.checkpoint.disk import tensor_files
-from titan.contracts.base import registry
+from titan.contracts.plugin import registry
 from titan.errors import CheckpointError, ConfigError
 from titan.inference.load_model import open_job
 

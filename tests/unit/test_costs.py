@@ -10,8 +10,9 @@ from tests.logits import logits_of
 from tests.planned import CLUSTER, job_of
 from titan.config import Job
 from titan.contracts import Model
-from titan.contracts.base import cost, registry
+from titan.contracts.base import cost
 from titan.contracts.base.cost import Attention, Elementwise, Matmul, Operation, PersistentState, residual
+from titan.contracts.plugin import registry
 from titan.planner.picture.traffic import moved
 from titan.planner.step import layout
 from titan.planner.step.activations import kept_by

@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from titan.contracts.layers.blocks import PreNormLayer
+from titan.layers.blocks import PreNormLayer
 from titan.skeletons.write import skeleton
 
 ROOT = Path(__file__).parents[2]

@@ -8,9 +8,9 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from tests.sweeps import swept_case
-from titan.contracts.layers import experts as layers
-from titan.contracts.layers.experts import Experts, SideLoss, StackedLinear, stacked_product
 from titan.errors import ConfigError, PluginError
+from titan.layers import experts as layers
+from titan.layers.experts import Experts, SideLoss, StackedLinear, stacked_product
 from titan.plugins.models.moe import MixtureOfExperts
 from titan.plugins.models.moe.mixture import Mixture, MixtureConfig, _imbalance
 

@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from tests.planned import job_of
 from titan import contracts, errors
 from titan.contracts import Axis, BuildContext, Costs, Model, Precision, Technique, deprecated
-from titan.contracts.base import cost, registry
+from titan.contracts.base import cost
 from titan.contracts.base.cost import (
     CollectiveCost,
     Elementwise,
@@ -27,6 +27,7 @@ from titan.contracts.base.cost import (
     SavedTensor,
     Stage,
 )
+from titan.contracts.plugin import registry
 from titan.planner.step.layout import costs_of
 
 AXIS: dict[str, Any] = {"name": "a", "data": "dealt", "weights": "copies", "doc": ""}

@@ -11,7 +11,7 @@ from torch._dynamo.testing import CompileCounterWithBackend
 
 from tests.planned import job_of
 from titan.contracts import ModelPart
-from titan.contracts.layers.experts import SideLoss
+from titan.layers.experts import SideLoss
 from titan.planner.machine import cluster
 from titan.planner.step.layout import costs_of
 from titan.planner.step.predict import Planner

@@ -15,13 +15,14 @@ from torch import Tensor, nn
 
 from tests.logits import logits_of
 from titan.commands import generate
-from titan.contracts import AttentionCore, BuildContext, Delimiters, Model, ModelPart
+from titan.contracts import BuildContext, Delimiters, Model, ModelPart
 from titan.contracts.base.layout import Layout
 from titan.contracts.base.mesh import Mesh
-from titan.contracts.layers.cache import Cache, cores_of
 from titan.errors import ConfigError, DataError, DivergedError
 from titan.inference import generation
+from titan.inference.cache import Cache, cores_of
 from titan.inference.generation import Sampling, Text, Words
+from titan.layers.attention import AttentionCore
 from titan.plugins.models.bloom import Bloom, BloomConfig
 from titan.plugins.models.gemma import Gemma, GemmaConfig
 from titan.plugins.models.gpt import Gpt, GptConfig

@@ -19,7 +19,7 @@ from titan import cli
 from titan.checkpoint import conversion, huggingface
 from titan.checkpoint.disk import tensor_files
 from titan.contracts import HfTensor
-from titan.contracts.base import registry
+from titan.contracts.plugin import registry
 from titan.errors import CheckpointError, ConfigError, PluginError
 from titan.plugins.models.gpt import Gpt
 

@@ -28,7 +28,7 @@ from bench.house import (
 
 ROOT = Path(__file__).parents[2]
 
-OPEN_TO_PLUGINS = ("titan.contracts", "titan.errors", "titan.paths", "titan.data.tokens")
+OPEN_TO_PLUGINS = ("titan.contracts", "titan.layers", "titan.errors", "titan.paths", "titan.data.tokens")
 """What plugins may import of titan."""
 
 ORDINARY_WORDS = {

@@ -10,7 +10,7 @@ import torch.distributed as dist
 from titan import launch
 from titan.errors import ConfigError
 from titan.ranks import process
-from titan.ranks.launch_env import (
+from titan.ranks.meeting.launch_env import (
     LaunchEnv,
     drop_rank_variables,
     find_place,
@@ -41,12 +41,12 @@ def test_one_node_needs_no_meeting_point() -> None:
 
 
 def test_default_is_one_rank_without_gpus(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("titan.ranks.launch_env.gpus", lambda: 0)
+    monkeypatch.setattr("titan.ranks.meeting.launch_env.gpus", lambda: 0)
     assert find_place({}).world_size == 1
 
 
 def test_default_is_one_rank_a_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("titan.ranks.launch_env.gpus", lambda: 8)
+    monkeypatch.setattr("titan.ranks.meeting.launch_env.gpus", lambda: 8)
     assert find_place({"NPROC": ""}).ranks == 8
 
 
@@ -124,7 +124,7 @@ def test_a_process_that_srun_did_not_start_is_no_rank(env: Mapping[str, str], he
 
 def test_what_needs_no_srun(monkeypatch: pytest.MonkeyPatch) -> None:
     """A batch script of one task, and what a user says."""
-    monkeypatch.setattr("titan.ranks.launch_env.gpus", lambda: 8)
+    monkeypatch.setattr("titan.ranks.meeting.launch_env.gpus", lambda: 8)
     alone = LaunchEnv(1, 0, 8, "127.0.0.1", 0)
     assert find_place({"SLURM_NNODES": "1", "SLURM_NTASKS": "1", "SLURM_PROCID": "0"}) == alone
     assert find_place({"SLURM_NNODES": "1", "SLURM_NTASKS": "8", "NPROC": "8"}) == alone
@@ -208,7 +208,7 @@ def _pod(number: int, per_pod: str, pods: int = 2) -> dict[str, str]:
 
 def test_a_pod_of_a_pytorchjob_is_a_node(monkeypatch: pytest.MonkeyPatch) -> None:
     """Its RANK is the pod's number. Without torchrun, 8 ranks would wait for 16, or 7 of 8 GPUs would idle."""
-    monkeypatch.setattr("titan.ranks.launch_env.gpus", lambda: 4)
+    monkeypatch.setattr("titan.ranks.meeting.launch_env.gpus", lambda: 4)
     for per_pod, ranks in (("8", 8), ("auto", 4), ("1", 1)):
         env = _pod(1, per_pod)
         assert rank_environment(env) is None
@@ -264,11 +264,11 @@ def test_the_hook_of_enroot_takes_a_launcher_for_a_rank(tmp_path: Path) -> None:
 
 def test_rank_on_a_platform_that_titan_does_not_know(monkeypatch: pytest.MonkeyPatch) -> None:
     """It may number nodes, as Kubeflow's did before v1.7; then the other GPUs of a node would idle."""
-    monkeypatch.setattr("titan.ranks.launch_env.gpus", lambda: 8)
+    monkeypatch.setattr("titan.ranks.meeting.launch_env.gpus", lambda: 8)
     with pytest.raises(ConfigError, match="RANK = 1 and WORLD_SIZE = 2 without LOCAL_RANK, and this process sees 8"):
         rank_environment({"RANK": "1", "WORLD_SIZE": "2"})
     assert rank_environment({"RANK": "1", "WORLD_SIZE": "2", "LOCAL_RANK": "1"}) == {}
-    monkeypatch.setattr("titan.ranks.launch_env.gpus", lambda: 1)
+    monkeypatch.setattr("titan.ranks.meeting.launch_env.gpus", lambda: 1)
     assert rank_environment({"RANK": "1", "WORLD_SIZE": "2"}) == {}
 
 

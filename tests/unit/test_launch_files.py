@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 
 from tests.slurm import Job, Slurm
-from titan.ranks.launch_env import LaunchEnv, find_place, rank_environment
+from titan.ranks.meeting.launch_env import LaunchEnv, find_place, rank_environment
 
 ROOT = Path(__file__).parents[2]
 FOLDER = ROOT / "configs" / "launch"
@@ -29,7 +29,7 @@ exec {python} {asks} "$@"
 ASKS = """\
 import json, os, sys
 from dataclasses import asdict
-from titan.ranks.launch_env import find_place, rank_environment
+from titan.ranks.meeting.launch_env import find_place, rank_environment
 
 env = dict(os.environ)
 if "CONTAINER" in env:

@@ -14,9 +14,9 @@ from typing import Any
 
 import pytest
 
-from titan.checkpoint.disk import lock as locks
-from titan.checkpoint.disk.lock import FolderLock
 from titan.errors import EXIT_WRONG_INPUT, FolderError
+from titan.ranks import folder_lock as locks
+from titan.ranks.folder_lock import FolderLock
 
 linux = pytest.mark.skipif(sys.platform != "linux", reason="needs /proc")
 

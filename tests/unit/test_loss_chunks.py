@@ -10,7 +10,7 @@ from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from titan.contracts import IGNORE, Projection
-from titan.contracts.layers.decoder import CappedLinear
+from titan.layers.decoder import CappedLinear
 from titan.plugins.losses.cross_entropy import Config, CrossEntropy
 
 BATCH, SEQ, DIM, VOCAB = 2, 9, 5, 37

@@ -13,8 +13,8 @@ from torch import Tensor, nn
 from torch.distributed.tensor import distribute_tensor
 
 from titan.contracts import Axis, Measure, Mesh, ModelPart, Technique
-from titan.contracts.base import conformance
 from titan.contracts.base.layout import Layout
+from titan.contracts.plugin import conformance
 from titan.errors import PluginError
 from titan.plugins.losses.cross_entropy import Config, CrossEntropy
 from titan.plugins.models.llama import Llama, LlamaConfig

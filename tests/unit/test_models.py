@@ -9,11 +9,12 @@ from torch import Tensor, nn
 
 from tests.logits import logits_of, places
 from tests.unit.test_rope import naive_rope
-from titan.contracts import AttentionCore, Model
-from titan.contracts.base import options, registry
+from titan.contracts import Model
 from titan.contracts.base.cost import Attention
-from titan.contracts.layers.rotary import rope_table
+from titan.contracts.plugin import options, registry
 from titan.errors import PluginError
+from titan.layers.attention import AttentionCore
+from titan.layers.rotary import rope_table
 from titan.plugins.models import bloom, gemma, gpt, llama, neox, olmo2, qwen3
 
 torch.set_num_threads(1)

@@ -5,7 +5,7 @@ from typing import Literal
 
 import pytest
 
-from titan.contracts.base.options import (
+from titan.contracts.plugin.options import (
     REQUIRED,
     CliText,
     Where,

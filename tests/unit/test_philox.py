@@ -1,4 +1,4 @@
-"""Random numbers by position: known answers, statistics, and dropout made of them (contracts/layers/philox.py)."""
+"""Random numbers by position: known answers, statistics, and dropout made of them (titan/layers/philox.py)."""
 
 import math
 from dataclasses import replace
@@ -12,12 +12,12 @@ from torch import Tensor, nn
 from tests.jobs import GPT
 from tests.planned import job_of
 from titan.config import load_job
-from titan.contracts import Batch, BuildContext, Dropout, ModelPart, RandomModule
+from titan.contracts import Batch, BuildContext, ModelPart
 from titan.contracts.base.layout import Layout
 from titan.contracts.base.mesh import Mesh
 from titan.contracts.base.parts import Precision
-from titan.contracts.layers.philox import Jitter, dropout_cost, philox, row_seeds
 from titan.errors import ConfigError, PluginError
+from titan.layers.philox import Dropout, Jitter, RandomModule, dropout_cost, philox, row_seeds
 from titan.planner.step.layout import costs_of
 from titan.plugins.models.gpt import Gpt, GptConfig
 from titan.training import phases, trainer

@@ -14,10 +14,11 @@ from torch.distributed.pipelining import schedules as torch_schedules
 from torch.distributed.pipelining._utils import generate_stage_to_rank_mapping
 from torch.torch_version import TorchVersion
 
-from titan.contracts import AttentionCore, ModelPart, ModelSpec, Technique
+from titan.contracts import ModelPart, ModelSpec, Technique
 from titan.contracts.base.cost import Matmul
 from titan.contracts.base.layout import Layout
 from titan.errors import PluginError
+from titan.layers.attention import AttentionCore
 from titan.plugins.compile import Compile
 from titan.plugins.memory.activation_checkpoint import ActivationCheckpoint
 from titan.plugins.models.gpt import Gpt

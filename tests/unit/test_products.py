@@ -14,10 +14,10 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.checkpoint import checkpoint
 
 from tests.jobs import LLAMA, MOE
-from titan.contracts.layers import products
-from titan.contracts.layers.attention import attend, document_mask
-from titan.contracts.layers.experts import stacked_product
 from titan.contracts.objective import Projection
+from titan.layers import products
+from titan.layers.attention import attend, document_mask
+from titan.layers.experts import stacked_product
 from titan.plugins.losses.cross_entropy.fused import fused
 from titan.plugins.precision.bf16 import BFloat16, Config
 from titan.testing.jobs import train_job, trained

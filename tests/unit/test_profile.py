@@ -19,7 +19,7 @@ from titan.config import load_job
 from titan.contracts import Axis
 from titan.contracts.base.cost import PredictedStep
 from titan.contracts.base.layout import Layout
-from titan.contracts.base.registry import of_kind
+from titan.contracts.plugin.registry import of_kind
 from titan.errors import ConfigError
 from titan.planner.machine import cluster
 from titan.plugins.observe.profile import MOST_BYTES, Config, Profile, recorder

@@ -15,9 +15,9 @@ from tests.logits import logits_of
 from tests.planned import CLUSTER, TOML, job_of
 from titan.cli import main
 from titan.config import without_effect
-from titan.contracts import Batch, Model, ModelPart, attend, document_mask
+from titan.contracts import Batch, Model, ModelPart
 from titan.contracts.base.cost import Attention, Recompute
-from titan.contracts.layers.attention import AttentionCore, _shared_mask, attend_unfused
+from titan.layers.attention import AttentionCore, _shared_mask, attend, attend_unfused, document_mask
 from titan.planner.machine.cluster import MEMORY_LIMIT
 from titan.planner.machine.kernels import Device
 from titan.planner.search.space import load_base

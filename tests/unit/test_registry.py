@@ -9,7 +9,7 @@ import pytest
 from tests.commands import run_titan
 from tests.jobs import CONFIGS, LLAMA
 from titan.config import load_job
-from titan.contracts.base import registry
+from titan.contracts.plugin import registry
 from titan.errors import ConfigError, PluginError, TitanError
 from titan.planner.step.layout import costs_of
 
@@ -176,19 +176,6 @@ def test_two_owners_of_a_name_are_both_named(tmp_path: Path) -> None:
 def test_an_absent_folder_is_named(tmp_path: Path) -> None:
     with pytest.raises(PluginError, match=r"nowhere: no such folder or \.py file"):
         registry.load_plugins([tmp_path / "nowhere"])
-
-
-@pytest.mark.parametrize(
-    ("old", "new"),
-    [
-        *((f"titan.{name}", f"titan.contracts.base.{name}") for name in ("cost", "options")),
-        ("titan.mesh", "titan.contracts.base.layout"),
-        ("titan.plan", "titan.contracts.base.spec"),
-        *((f"titan.data.{name}", f"titan.data.tokens.{name}") for name in ("bytepairs", "exchange", "files", "shards")),
-    ],
-)
-def test_a_plugin_written_for_0_1_finds_what_it_imports(old: str, new: str) -> None:
-    assert importlib.import_module(old) is importlib.import_module(new)
 
 
 def test_plugins_load_from_a_file(tmp_path: Path) -> None:

@@ -17,8 +17,8 @@ from titan.checkpoint.resume import Changes, compare
 from titan.config import load_job
 from titan.config.renames import renewed_job, renewed_keys
 from titan.config.sections import declared_tables, table_at
-from titan.contracts.base import registry
-from titan.contracts.base.options import Where, option, options_of, parse
+from titan.contracts.plugin import registry
+from titan.contracts.plugin.options import Where, option, options_of, parse
 from titan.errors import ConfigError, warn_once
 from titan.planner.search.space import load_base
 

@@ -14,10 +14,10 @@ from typing import Any
 import pytest
 import torch
 
-from titan.checkpoint.disk.lock import FolderLock
 from titan.errors import EXIT_DONE
 from titan.ranks import launcher, process
-from titan.ranks.launch_env import LaunchEnv
+from titan.ranks.folder_lock import FolderLock
+from titan.ranks.meeting.launch_env import LaunchEnv
 from titan.ranks.meeting.same_job import Statement
 from titan.ranks.rank_processes import RankProcesses
 from titan.resources import (

@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from titan.contracts.layers.rotary import Rotary, rope_frequencies, rope_table, rotate
+from titan.layers.rotary import Rotary, rope_frequencies, rope_table, rotate
 from titan.plugins.models import llama
 
 torch.set_num_threads(1)

@@ -12,8 +12,8 @@ import pytest
 from tests.planned import CLUSTER, TOML, job_of
 from titan.cli import main
 from titan.config import Job, load_job
-from titan.contracts.base import registry
 from titan.contracts.base.cost import Costs, Stage
+from titan.contracts.plugin import registry
 from titan.errors import ConfigError
 from titan.planner.machine.cluster import MEMORY_LIMIT, Cluster
 from titan.planner.search import best_first

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from titan.ranks import slurm
+from titan.ranks.meeting import slurm
 
 TEMPLATE = Path(__file__).parents[2] / "configs" / "launch" / "slurm-nvidia.sh"
 
@@ -48,7 +48,7 @@ def test_a_job_is_queued_again_though_nobody_listens(tmp_path: Path) -> None:
     """A terminal that is gone takes the words, and not what has to be done."""
     reading, writing = os.pipe()
     os.close(reading)
-    asking = "import os, signal; from titan.ranks import slurm; slurm.requeue(os.environ, {signal.SIGUSR1})"
+    asking = "import os, signal; from titan.ranks.meeting import slurm; slurm.requeue(os.environ, {signal.SIGUSR1})"
     done = subprocess.run([sys.executable, "-c", asking], env={**os.environ, **scontrol(tmp_path, 0)}, stderr=writing)
     os.close(writing)
     assert done.returncode == 0 and (tmp_path / "asked").read_text() == "requeue 41\n"

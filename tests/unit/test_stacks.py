@@ -14,7 +14,7 @@ from tests.unit.test_kernels import KERNELS, PLAIN, costs, device
 from tests.unit.test_search import EAGER, bounds, everything
 from titan.config import Job, load_job
 from titan.contracts import Costs
-from titan.contracts.base import cost, registry
+from titan.contracts.base import cost
 from titan.contracts.base.cost import (
     Attention,
     CollectiveCost,
@@ -27,8 +27,9 @@ from titan.contracts.base.cost import (
 )
 from titan.contracts.base.layout import Axis, Layout
 from titan.contracts.base.spec import ModelSpec, normal
-from titan.contracts.layers.blocks import Heads, LayerPart, pre_norm, swiglu
-from titan.contracts.layers.decoder import DecoderConfig, decoder_spec
+from titan.contracts.plugin import registry
+from titan.layers.blocks import Heads, LayerPart, pre_norm, swiglu
+from titan.layers.decoder import DecoderConfig, decoder_spec
 from titan.planner.machine.network import Group
 from titan.planner.picture.traffic import moved
 from titan.planner.report import closed_form, render
@@ -439,8 +440,8 @@ from torch import nn
 from tests.unit.test_stacks import experts, spec_of
 from titan.contracts import Axis, Costs, Job, Model, ModelSpec, Technique, register
 from titan.contracts.base.cost import CollectiveCost, Matmul
-from titan.contracts.layers.blocks import Heads
-from titan.contracts.layers.decoder import DecoderConfig
+from titan.layers.blocks import Heads
+from titan.layers.decoder import DecoderConfig
 
 
 @register

@@ -5,7 +5,7 @@ import torch
 from torch import Tensor, nn
 
 from titan.contracts import IGNORE, Batch, ModelPart, Technique
-from titan.contracts.layers.experts import SideLoss
+from titan.layers.experts import SideLoss
 from titan.training.engine import objective_of, valid_tokens
 from titan.training.gradients import clip, clip_divisor
 

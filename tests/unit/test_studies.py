@@ -11,8 +11,8 @@ from tests.planned import job_of
 from titan.cli import main
 from titan.config import load_job
 from titan.contracts import Technique
-from titan.contracts.base import registry
 from titan.contracts.base.layout import Layout
+from titan.contracts.plugin import registry
 from titan.errors import ConfigError
 from titan.planner.machine import cluster
 from titan.planner.report import STUDIES

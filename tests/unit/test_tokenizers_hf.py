@@ -15,7 +15,7 @@ from typing import Any
 import pytest
 
 from titan.contracts import Tokenizer
-from titan.contracts.base import registry
+from titan.contracts.plugin import registry
 from titan.data.tokens.bytepairs import PATTERN, BytePairs, train_ranks, write_ranks
 from titan.errors import DataError, PluginError
 from titan.plugins.tokenizers import bpe, byte, hf, tiktoken

@@ -12,7 +12,7 @@ from tests.huggingface import convert, loaded
 from tests.logits import logits_of
 from tests.transformers_curve import CASES, random_model
 from titan.checkpoint.disk import tensor_files
-from titan.contracts.base import registry
+from titan.contracts.plugin import registry
 
 KINDS = {
     "gpt2": "gpt", "llama": "llama", "mistral": "llama", "bloom": "bloom", "gemma2": "gemma", "gpt_neox": "neox",

@@ -12,7 +12,7 @@ from tests.planned import CLUSTER, TOML, job_of
 from titan.checkpoint.resume import compare
 from titan.cli import main
 from titan.config import Job, load_job
-from titan.contracts.base import registry
+from titan.contracts.plugin import registry
 from titan.errors import PluginError
 from titan.planner.machine.cluster import MEMORY_LIMIT, DeviceMemory
 from titan.planner.search import unset_options

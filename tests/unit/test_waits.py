@@ -47,7 +47,7 @@ LISTED = {
         "load: self.wait": SAVE, "save: self.wait": SAVE, "go_on_with: self.wait": SAVE, "close: self.wait": SAVE,
         "connect: self._ranks.connect": GROUP, "wait: self._writer.join": SAVE,
     },
-    "titan/checkpoint/disk/lock.py": {"release: heart.join": "BEAT_S", "_beat: self._done.wait": "BEAT_S"},
+    "titan/ranks/folder_lock.py": {"release: heart.join": "BEAT_S", "_beat: self._done.wait": "BEAT_S"},
     "titan/checkpoint/disk/unpickle.py": {"read: machine.run": OWN},
     "titan/checkpoint/ranks.py": {"leave: late.wait": "1 ms", "go_on_with: self.connect": GROUP},
     "titan/checkpoint/storage.py": {
@@ -70,7 +70,7 @@ LISTED = {
         "_shared_out: receiver.recv": CHILD + "; one that dies closes the pipe", "_shared_out: process.join": CHILD,
     },
     "titan/ranks/failure.py": {"first: store.get": STORE, "agreed: store.get": STORE, "kind_of: store.get": STORE},
-    "titan/ranks/launch_env.py": {"_hosts: subprocess.run": "SCONTROL_S"},
+    "titan/ranks/meeting/launch_env.py": {"_hosts: subprocess.run": "SCONTROL_S"},
     "titan/ranks/meeting/store.py": {
         "in_time: thread.join": "LOOK_S; `limit_s` around it", "check_host: socket.getaddrinfo": "RESOLVE_S",
         "_connect: TCPStore": "comm.init_timeout_s, by `in_time`", "await_port: socket.create_connection": "`deadline`",
@@ -83,14 +83,14 @@ LISTED = {
         "_store_of: TCPStore": "that of PyTorch, 300 s", "_store_served: TCPStore": "none: it serves",
     },
     "titan/ranks/meeting/caller.py": {"read: self.link.recv": "none: it does not block; HELLO_S in `Gathering._look`"},
-    "titan/ranks/rendezvous.py": {
+    "titan/ranks/meeting/rendezvous.py": {
         "_look: wait": "LOOK_S",
         "_look: server.accept": "none: it does not block; comm.init_timeout_s in `gather`",
         "_join: socket.create_connection": "HELLO_S; comm.init_timeout_s around it", "_is_taken: link.poll": "LOOK_S",
         "await_word: self.links[node].poll": "LOOK_S; until node 0 has all nodes, comm.init_timeout_s",
         "_read: link.recv_bytes": "none while a run lives; keepalive notices a host that is gone",
     },
-    "titan/ranks/slurm.py": {"_refused: subprocess.run": "ANSWER_S"},
+    "titan/ranks/meeting/slurm.py": {"_refused: subprocess.run": "ANSWER_S"},
     "titan/ranks/turns.py": {
         "beat: done.wait": "BEAT_S", "at_work: thread.join": "BEAT_S", "over: self._store.get": STORE,
         "_part: self._store.wait": "FAREWELL_S",

@@ -15,8 +15,8 @@ from titan.config.defaults import filled
 from titan.config.sections import declared_tables
 from titan.config.tables import Difference, differences
 from titan.contracts import Optimizer, Technique
-from titan.contracts.base import registry
-from titan.contracts.base.options import options_of
+from titan.contracts.plugin import registry
+from titan.contracts.plugin.options import options_of
 from titan.errors import ConfigError, ConfigIssue
 
 Table = Mapping[str, Any]

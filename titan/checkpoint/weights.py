@@ -13,9 +13,9 @@ from titan.checkpoint.disk.manifest import STATE, TOKENIZER, is_checkpoint_file
 from titan.checkpoint.ranks import Ranks
 from titan.config.renames import renewed_job
 from titan.contracts import Tokenizer
-from titan.contracts.base import registry
-from titan.contracts.base.conformance import made
-from titan.contracts.base.options import Where, parse
+from titan.contracts.plugin import registry
+from titan.contracts.plugin.conformance import made
+from titan.contracts.plugin.options import Where, parse
 from titan.data.tokens import identity
 from titan.data.tokens.identity import Identity
 from titan.errors import CheckpointError, ConfigError, MissingPackageError, warn_once

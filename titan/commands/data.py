@@ -9,8 +9,8 @@ from typing import Any
 
 from titan.config import load_job
 from titan.contracts import Dataset
-from titan.contracts.base import registry
-from titan.contracts.base.options import Where, parse
+from titan.contracts.plugin import registry
+from titan.contracts.plugin.options import Where, parse
 from titan.data.tokens.bytepairs import train_ranks, write_ranks
 from titan.data.tokens.prepare import loss_in, prepare
 from titan.data.tokens.shards import open_shard

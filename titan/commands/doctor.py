@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING
 from titan.errors import EXIT_DONE, EXIT_FAILED, ConfigError, ConfigIssue, TitanError
 from titan.paths import check_output
 from titan.ranks import launcher
-from titan.ranks.launch_env import LaunchEnv
+from titan.ranks.meeting.launch_env import LaunchEnv
 from titan.ranks.meeting.same_job import Statement, versions
 
 if TYPE_CHECKING:

@@ -127,7 +127,7 @@ def _open(args: argparse.Namespace, world_size: int) -> "tuple[Any, Job]":
 def _as_rank(args: argparse.Namespace, _: list[str]) -> int:
     from titan import log
     from titan.ranks import failure, process, watchdog
-    from titan.ranks.launch_env import launched_world_size
+    from titan.ranks.meeting.launch_env import launched_world_size
 
     watchdog.answer_to_quit()
     number = int(os.environ.get("RANK", "0"))

@@ -32,8 +32,8 @@ from titan.inference.generation import Sampling, Text, Words
 from titan.inference.load_model import Trained, delimiters, open_job, open_trained
 from titan.paths import expanded
 from titan.ranks import failure, launcher, process
-from titan.ranks.launch_env import launched_world_size
 from titan.ranks.meeting import signals
+from titan.ranks.meeting.launch_env import launched_world_size
 from titan.ranks.meeting.same_job import statement_of
 
 HELP = "continue prompts with a trained model"

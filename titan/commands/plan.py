@@ -13,7 +13,7 @@ from titan.errors import EXIT_DONE, ConfigError, ConfigIssue
 from titan.paths import check_output
 from titan.planner.machine.cluster import MEMORY_LIMIT
 from titan.planner.report import STUDIES
-from titan.ranks.launch_env import cores
+from titan.ranks.meeting.launch_env import cores
 
 HELP = "predict memory, step time and cost of a job on a cluster, and search for its best layout"
 CLUSTER = "a100-80gb"

@@ -12,9 +12,9 @@ from pathlib import Path
 from typing import Any
 
 from titan.contracts import Loss, Measure, Model, Technique
-from titan.contracts.base import registry
-from titan.contracts.base.options import REQUIRED, did_you_mean, options_of
-from titan.contracts.base.registry import Plugin
+from titan.contracts.plugin import registry
+from titan.contracts.plugin.options import REQUIRED, did_you_mean, options_of
+from titan.contracts.plugin.registry import Plugin
 from titan.errors import ConfigError, ConfigIssue, install
 from titan.skeletons.write import KINDS, RESERVED, write
 

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 from titan.errors import EXIT_DONE, EXIT_FAILED, ConfigError, ConfigIssue, TitanError
 from titan.paths import check_output
-from titan.ranks.launch_env import find_place, rank_environment
+from titan.ranks.meeting.launch_env import find_place, rank_environment
 
 if TYPE_CHECKING:
     from titan.planner.search.space import Base, Choice, Space

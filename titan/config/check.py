@@ -7,10 +7,10 @@ from pathlib import Path
 
 from titan.config import groups
 from titan.config.job import Job
-from titan.contracts.base.conformance import sentences
 from titan.contracts.base.cost import Attention
-from titan.contracts.base.options import Where
 from titan.contracts.base.spec import ModelSpec
+from titan.contracts.plugin.conformance import sentences
+from titan.contracts.plugin.options import Where
 from titan.contracts.sections import RESUME
 from titan.errors import ConfigError, ConfigIssue, PluginError
 from titan.paths import dangling, expanded, undecoded

@@ -10,9 +10,9 @@ from typing import Any
 from titan.config.renames import renewed_job
 from titan.config.sections import ONE_OF, SECTIONS
 from titan.contracts import Dataset, Technique
-from titan.contracts.base import registry
-from titan.contracts.base.options import default_table
-from titan.contracts.base.registry import Plugin
+from titan.contracts.plugin import registry
+from titan.contracts.plugin.options import default_table
+from titan.contracts.plugin.registry import Plugin
 
 
 def filled(table: Mapping[str, Any]) -> dict[str, Any]:

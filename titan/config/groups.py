@@ -12,8 +12,11 @@ import torch
 
 from titan.config.tables import Table
 from titan.contracts import Costs, Job, Model, ModelSpec, Optimizer
-from titan.contracts.base.conformance import made, sentences
-from titan.contracts.base.options import (
+from titan.contracts.base.spec import ParameterKind, glob_matches
+from titan.contracts.objective import NamedParameter
+from titan.contracts.optimizers import joined
+from titan.contracts.plugin.conformance import made, sentences
+from titan.contracts.plugin.options import (
     CliText,
     Where,
     as_table,
@@ -26,9 +29,6 @@ from titan.contracts.base.options import (
     resolved_table,
     shown,
 )
-from titan.contracts.base.spec import ParameterKind, glob_matches
-from titan.contracts.objective import NamedParameter
-from titan.contracts.optimizers import joined
 from titan.errors import ConfigIssue, warn_once
 
 Word = Literal["matrix", "table", "head", "vector", "expert"]

@@ -8,11 +8,11 @@ from pathlib import Path
 from typing import Any, get_args
 
 from titan.contracts import Dataset, Fact, Loss, LrSchedule, Model, Optimizer, Precision, Technique, Tokenizer, Tracker
-from titan.contracts.base.conformance import answer, label
 from titan.contracts.base.layout import Layout
-from titan.contracts.base.options import did_you_mean, shown
 from titan.contracts.base.spec import ModelSpec
 from titan.contracts.deprecated import formerly
+from titan.contracts.plugin.conformance import answer, label
+from titan.contracts.plugin.options import did_you_mean, shown
 from titan.contracts.sections import (
     CheckpointSection,
     CommSection,

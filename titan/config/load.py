@@ -13,10 +13,10 @@ from titan.config.sections import ONE_OF, SECTIONS, SHARED
 from titan.config.tables import Table
 from titan.config.techniques import agree, chosen_techniques, unattended
 from titan.contracts import Dataset, Model, Technique, Tracker
-from titan.contracts.base import registry
-from titan.contracts.base.conformance import made
 from titan.contracts.base.layout import Layout, lay_out
-from titan.contracts.base.options import (
+from titan.contracts.plugin import registry
+from titan.contracts.plugin.conformance import made
+from titan.contracts.plugin.options import (
     Spec,
     Where,
     check_bounds,
@@ -27,7 +27,7 @@ from titan.contracts.base.options import (
     resolved_table,
     shown,
 )
-from titan.contracts.base.registry import Plugin
+from titan.contracts.plugin.registry import Plugin
 from titan.contracts.sections import (
     CheckpointSection,
     CommSection,

@@ -1,6 +1,6 @@
 """Former spellings of keys and values, replaced by the present ones before a job is read or compared.
 
-Which option was spelt how stands beside the option (`titan.contracts.base.options.option`).
+Which option was spelt how stands beside the option (`titan.contracts.plugin.options.option`).
 """
 
 import copy
@@ -9,7 +9,7 @@ from typing import Any
 
 from titan.config.sections import At, declared_tables, table_at
 from titan.config.tables import Table
-from titan.contracts.base.options import Where, renewed
+from titan.contracts.plugin.options import Where, renewed
 from titan.errors import ConfigIssue, warn_once
 
 

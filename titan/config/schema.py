@@ -8,9 +8,9 @@ from typing import Any, Literal, Union
 from titan.config.groups import WORDS
 from titan.config.sections import ONE_OF, SECTIONS
 from titan.contracts import Dataset, Model, Optimizer, Technique, Tracker
-from titan.contracts.base import registry
-from titan.contracts.base.options import REQUIRED, Option, options_of
-from titan.contracts.base.registry import Plugin
+from titan.contracts.plugin import registry
+from titan.contracts.plugin.options import REQUIRED, Option, options_of
+from titan.contracts.plugin.registry import Plugin
 
 JsonSchema = dict[str, Any]
 

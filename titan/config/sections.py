@@ -4,9 +4,9 @@ from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 from titan.contracts import Dataset, Loss, LrSchedule, Model, Optimizer, Technique, Tokenizer, Tracker
-from titan.contracts.base import registry
-from titan.contracts.base.options import options_of
-from titan.contracts.base.registry import Plugin
+from titan.contracts.plugin import registry
+from titan.contracts.plugin.options import options_of
+from titan.contracts.plugin.registry import Plugin
 from titan.contracts.sections import (
     CheckpointSection,
     CommSection,

@@ -7,7 +7,7 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from titan.contracts.base.options import CliText, absolute, coerce, did_you_mean
+from titan.contracts.plugin.options import CliText, absolute, coerce, did_you_mean
 from titan.errors import ConfigError, ConfigIssue, by_errno
 from titan.paths import dangling, expanded, undecoded
 

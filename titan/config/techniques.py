@@ -4,7 +4,7 @@ from collections.abc import Iterable, Mapping, Sequence
 
 from titan.contracts import Technique
 from titan.contracts.base.layout import Layout
-from titan.contracts.base.registry import lacking
+from titan.contracts.plugin.registry import lacking
 from titan.contracts.technique import SUMMED_GRADIENTS
 
 

@@ -6,7 +6,8 @@ A plugin subclasses one of these, sets `name` and `Config`, and carries `@regist
 
 Public methods are hooks: their names and parameters must be those of the contract. Start the names of helpers with an
 underscore. Per kind: `model`, `technique`, `objective` (loss, optimizer, schedule), `text` (tokenizer, dataset),
-`tracker` (metrics). In `base`: `spec` (a model as data), `cost` (a step as data), `mesh`, `parts`, `batch`, `options`.
+`tracker` (metrics). In `base`: `spec` (a model as data), `cost` (a step as data), `mesh`, `parts`, `batch`. In `plugin`:
+`options`, `registry`. Models also import the library `titan.layers`.
 """
 
 from titan.contracts import deprecated  # noqa: F401 (former names)
@@ -14,14 +15,10 @@ from titan.contracts.base.batch import IGNORE, Batch, Document
 from titan.contracts.base.cost import Costs
 from titan.contracts.base.layout import Axis, AxisFact
 from titan.contracts.base.mesh import Mesh
-from titan.contracts.base.options import REQUIRED, option
 from titan.contracts.base.parts import ModelPart, Precision, sum_gradients
-from titan.contracts.base.registry import register
 from titan.contracts.base.spec import HfTensor, ModelSpec
 from titan.contracts.host import host_like, locals_of, on_host, with_inner
 from titan.contracts.job import Fact, Job
-from titan.contracts.layers.attention import AttentionCore, attend, document_mask
-from titan.contracts.layers.philox import Dropout, RandomModule
 from titan.contracts.model import Model
 from titan.contracts.objective import (
     Loss,
@@ -34,6 +31,8 @@ from titan.contracts.objective import (
     update_some,
 )
 from titan.contracts.optimizers import with_switches
+from titan.contracts.plugin.options import REQUIRED, option
+from titan.contracts.plugin.registry import register
 from titan.contracts.technique import Alike, BuildContext, Engine, Own, PerRank, Phase, Technique
 from titan.contracts.text import Dataset, Delimiters, Tokenizer
 from titan.contracts.tracker import Measure, Row, RunInfo, Tracker
@@ -43,7 +42,6 @@ __all__ = [
     "IGNORE",
     "REQUIRED",
     "Alike",
-    "AttentionCore",
     "Axis",
     "AxisFact",
     "Batch",
@@ -52,7 +50,6 @@ __all__ = [
     "Dataset",
     "Delimiters",
     "Document",
-    "Dropout",
     "Engine",
     "Fact",
     "HfTensor",
@@ -71,14 +68,11 @@ __all__ = [
     "Phase",
     "Precision",
     "Projection",
-    "RandomModule",
     "Row",
     "RunInfo",
     "Technique",
     "Tokenizer",
     "Tracker",
-    "attend",
-    "document_mask",
     "groups_of",
     "host_like",
     "kind_of",

@@ -18,9 +18,10 @@ from typing import Any, TypeVar
 from torch import Tensor, nn
 
 from titan.contracts import sections
-from titan.contracts.base import cost, layout, parts, registry, spec
+from titan.contracts.base import cost, layout, parts, spec
 from titan.contracts.job import Job
 from titan.contracts.model import Model
+from titan.contracts.plugin import registry
 from titan.contracts.technique import BuildContext, Technique
 from titan.errors import warn_once
 
@@ -28,8 +29,8 @@ T = TypeVar("T")
 
 MODULES = {
     "titan.batch": "titan.contracts.base.batch",
-    "titan.cache": "titan.contracts.layers.cache",
-    "titan.contracts.base.attention": "titan.contracts.layers.attention",
+    "titan.cache": "titan.inference.cache",
+    "titan.contracts.base.attention": "titan.layers.attention",
     "titan.contracts.base.plan": "titan.contracts.base.spec",
     "titan.cost": "titan.contracts.base.cost",
     "titan.data.bytepairs": "titan.data.tokens.bytepairs",
@@ -37,10 +38,10 @@ MODULES = {
     "titan.data.files": "titan.data.tokens.files",
     "titan.data.shards": "titan.data.tokens.shards",
     "titan.mesh": "titan.contracts.base.layout",
-    "titan.options": "titan.contracts.base.options",
+    "titan.options": "titan.contracts.plugin.options",
     "titan.parts": "titan.contracts.base.parts",
     "titan.plan": "titan.contracts.base.spec",
-    "titan.registry": "titan.contracts.base.registry",
+    "titan.registry": "titan.contracts.plugin.registry",
 }
 CLASSES = {
     "titan.contracts": {"ModelPlan": "ModelSpec", "World": "BuildContext", "Part": "ModelPart"},

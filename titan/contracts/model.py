@@ -8,8 +8,8 @@ from typing import Any, ClassVar
 
 from torch import Tensor, nn
 
-from titan.contracts.base.registry import Plugin
 from titan.contracts.base.spec import HfTensor, ModelSpec
+from titan.contracts.plugin.registry import Plugin
 from titan.contracts.tracker import Measure
 
 
@@ -70,7 +70,7 @@ class Model(Plugin, ABC):
 
         Called for each part of the model that a rank has, on all ranks of its stage alike, before metrics and saving.
         A forward leaves what it counts in buffers that are not persistent. Where layers are recomputed, it runs again:
-        ask `titan.contracts.layers.experts.is_recomputed`.
+        ask `titan.layers.experts.is_recomputed`.
 
         module: as in `measure`.
         total: adds up a tensor, in place, over all ranks that see other tokens. All ranks call it alike.

@@ -13,10 +13,10 @@ import torch
 from torch import Tensor, nn
 
 from titan.contracts.base.cost import Costs
-from titan.contracts.base.options import as_table
-from titan.contracts.base.registry import Plugin
 from titan.contracts.base.spec import ParameterKind
 from titan.contracts.job import Job
+from titan.contracts.plugin.options import as_table
+from titan.contracts.plugin.registry import Plugin
 from titan.contracts.tracker import Measure
 
 

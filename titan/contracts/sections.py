@@ -3,7 +3,7 @@
 from dataclasses import dataclass
 from typing import Literal
 
-from titan.contracts.base.options import REQUIRED, option
+from titan.contracts.plugin.options import REQUIRED, option
 
 RESUME = ("auto", "required", "never")
 """Values of `[checkpoint] resume` that are no folder."""

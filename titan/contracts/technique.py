@@ -32,15 +32,15 @@ from torch import Tensor, nn
 from torch._ops import OpOverload
 
 from titan.contracts.base.batch import Batch
-from titan.contracts.base.conformance import technique_clashes
 from titan.contracts.base.cost import Costs, PredictedStep
 from titan.contracts.base.layout import Axis
 from titan.contracts.base.mesh import Mesh
 from titan.contracts.base.parts import ModelPart, Precision
-from titan.contracts.base.registry import Plugin
 from titan.contracts.base.spec import ModelSpec
 from titan.contracts.job import Fact, Job
 from titan.contracts.objective import NamedParameter
+from titan.contracts.plugin.conformance import technique_clashes
+from titan.contracts.plugin.registry import Plugin
 from titan.contracts.tracker import Measure
 
 Phase = Literal["convert", "split", "partition", "recompute", "compile", "shard", "materialise"]

@@ -8,8 +8,8 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from titan.contracts.base.batch import Document
-from titan.contracts.base.options import options_of
-from titan.contracts.base.registry import Plugin
+from titan.contracts.plugin.options import options_of
+from titan.contracts.plugin.registry import Plugin
 from titan.errors import DataError, by_errno
 from titan.paths import expanded
 

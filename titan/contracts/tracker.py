@@ -12,7 +12,7 @@ from typing import Any, Literal, get_args
 import torch
 
 from titan.contracts.base.layout import AxisFact, DataFact, WeightsFact
-from titan.contracts.base.registry import Plugin
+from titan.contracts.plugin.registry import Plugin
 
 Row = Mapping[str, float | int | None]
 """One row of metrics: name -> number. `step` is always there. None: unknown, such as MFU without a known peak."""

@@ -12,7 +12,7 @@ from titan.doctor.collective_overhead import GATHERED, SPLIT
 from titan.doctor.device import FROM_HOST, LAUNCH, PRODUCTS
 from titan.doctor.links import Layout
 from titan.doctor.report import Row, line
-from titan.ranks.launch_env import cores
+from titan.ranks.meeting.launch_env import cores
 from titan.training.metrics import peak_tflops
 
 NORMS_AND_ACTIVATIONS = ("norm", "activation")

@@ -8,9 +8,9 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 
-from titan.contracts.layers.products import product
 from titan.doctor.clock import Clock, Time
 from titan.doctor.report import Reading
+from titan.layers.products import product
 
 SIZES = {
     "cpu": ((128, 64), (128, 128), (256, 128), (256, 256), (512, 256), (512, 512), (1024, 1024), (2048, 1024)),

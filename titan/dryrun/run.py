@@ -20,13 +20,13 @@ from titan.checkpoint.techniques import tensors_in
 from titan.config import Job
 from titan.contracts import Batch, Engine
 from titan.contracts.host import locals_of
-from titan.contracts.layers.attention import forget_masks
 from titan.device import standing_in_for
 from titan.dryrun.kernels import as_on_a_gpu
 from titan.dryrun.meta_tensors import MetaTensorMode, accepted
 from titan.dryrun.result import CollectiveCount, DryRun, Flops, Peak, add_up
 from titan.dryrun.watch import OPTIMIZER, OTHER, PARAMETERS, Watch
 from titan.errors import ConfigError, ConfigIssue
+from titan.layers.attention import forget_masks
 from titan.ranks.process import Rank
 from titan.training.build import Core, state_now, wire
 from titan.training.nonfinite import Counts, NonfiniteGuard

@@ -21,8 +21,8 @@ from torch.distributed.tensor import DTensor, Shard
 
 from titan.config import Job
 from titan.contracts import Batch, BuildContext, Delimiters, Engine, Tokenizer
-from titan.contracts.layers.cache import Cache, cores_of
 from titan.errors import ConfigError, DivergedError
+from titan.inference.cache import Cache, cores_of
 from titan.training.engine import SequentialEngine, evaluating
 from titan.training.phases import cut
 

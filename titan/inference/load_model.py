@@ -23,7 +23,7 @@ from titan.config import Job, load_table
 from titan.config.renames import renewed_job
 from titan.config.tables import Table, override, plugin_folders
 from titan.contracts import BuildContext, Delimiters, Engine, Model, ModelPart, Tokenizer
-from titan.contracts.base import registry
+from titan.contracts.plugin import registry
 from titan.errors import CheckpointError, ConfigError
 from titan.ranks.process import Rank
 from titan.training import phases

@@ -18,7 +18,7 @@ from torch._C._distributed_c10d import PrefixStore, Store
 
 from titan import errors, log
 from titan.errors import PreemptedError, RankFailedError, TitanError, say
-from titan.ranks.launch_env import launched_world_size
+from titan.ranks.meeting.launch_env import launched_world_size
 from titan.ranks.meeting.store import in_time, open_store, serves_store
 
 T = TypeVar("T")

@@ -8,9 +8,9 @@ from collections.abc import Collection, Sequence
 from pathlib import Path
 
 from titan.errors import EXIT_FAILED, EXIT_PREEMPTED, EXIT_WRONG_INPUT, PreemptedError, say
-from titan.ranks import rendezvous, slurm
 from titan.ranks.failure import Expendable
-from titan.ranks.launch_env import (
+from titan.ranks.meeting import rendezvous, slurm
+from titan.ranks.meeting.launch_env import (
     LaunchEnv,
     cores,
     drop_rank_variables,

@@ -25,8 +25,8 @@ import torch
 import torch.distributed as dist
 from torch._C._distributed_c10d import Store
 
-from titan.ranks.launch_env import STARTED
 from titan.ranks.meeting import signals
+from titan.ranks.meeting.launch_env import STARTED
 
 _REASONS = ("", "run.max_minutes", "SIGUSR1", "SIGTERM")
 """What asks a run to stop, the gravest last: it is the one that counts. After SIGTERM nobody wants the run to go on."""

@@ -28,9 +28,9 @@ from titan.errors import EXIT_DONE, EXIT_FAILED, EXIT_PREEMPTED, say
 from titan.paths import check_python
 from titan.ranks import failure
 from titan.ranks.failure import Expendable
-from titan.ranks.launch_env import LOCAL, Environment, LaunchEnv
 from titan.ranks.meeting import signals
-from titan.ranks.rendezvous import WAITING, NodeLostError, Nodes, listen
+from titan.ranks.meeting.launch_env import LOCAL, Environment, LaunchEnv
+from titan.ranks.meeting.rendezvous import WAITING, NodeLostError, Nodes, listen
 from titan.resources import process_state
 
 GRACE_S = 10.0

@@ -8,7 +8,7 @@ from dataclasses import dataclass, fields
 from importlib.util import find_spec
 from pathlib import Path
 
-from titan.contracts.base import registry
+from titan.contracts.plugin import registry
 from titan.contracts.sections import MetricsSection
 from titan.errors import ConfigError, ConfigIssue
 

@@ -16,8 +16,8 @@ from pathlib import Path
 from typing import Any
 
 from titan.contracts import Dataset, Loss, LrSchedule, Model, Optimizer, Technique, Tokenizer, Tracker
-from titan.contracts.base import registry
-from titan.contracts.base.options import (
+from titan.contracts.plugin import registry
+from titan.contracts.plugin.options import (
     REQUIRED,
     CliText,
     Spec,
@@ -28,7 +28,7 @@ from titan.contracts.base.options import (
     options_of,
     parse,
 )
-from titan.contracts.base.registry import Plugin
+from titan.contracts.plugin.registry import Plugin
 from titan.testing.jobs import JOB, assert_same_curve, one_rank, train_job
 
 PATH = "--plugins.path"

@@ -116,7 +116,7 @@ def trained(folder: str, words: list[str], config: str) -> "Run":
     # Here: the process of a test trains nothing, and need not wait for these imports.
     from titan.config import load_job
     from titan.ranks import process
-    from titan.ranks.launch_env import launched_world_size
+    from titan.ranks.meeting.launch_env import launched_world_size
     from titan.training import build, trainer
 
     overrides = ["--run.dir", folder, "--data.cache", f"{folder}/cache", *words]

@@ -27,7 +27,7 @@ from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
-from titan.contracts.base import registry
+from titan.contracts.plugin import registry
 from titan.training import trainer  # noqa: F401
 
 with contextlib.suppress(ImportError):  # ranks import the module of their test, and so pytest, where it is installed

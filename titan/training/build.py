@@ -16,22 +16,22 @@ import torch.distributed as dist
 from titan import log
 from titan.checkpoint import Checkpointer, rng_state, set_rng_state
 from titan.checkpoint.disk.folder import complete, is_hf
-from titan.checkpoint.disk.lock import FolderLock
 from titan.checkpoint.ranks import Ranks
 from titan.checkpoint.resume import compare
 from titan.checkpoint.weights import check_tokenizer, find_weights, load_weights, other_tokenizer, stored_rest
 from titan.config import Job
 from titan.contracts import BuildContext, Engine, ModelPart, NamedParameter, RunInfo, Technique
-from titan.contracts.base.conformance import answer, label
 from titan.contracts.base.cost import PredictedStep
 from titan.contracts.base.mesh import Mesh
-from titan.contracts.layers.experts import SideLoss
+from titan.contracts.plugin.conformance import answer, label
+from titan.data.open import identify_tokenizer, open_data
 from titan.data.samples.loader import Loader
-from titan.data.samples.of_job import identify_tokenizer, open_data
 from titan.data.samples.samples import Samples
 from titan.data.tokens.identity import Identity
 from titan.errors import CheckpointError, ConfigError, PluginError, by_errno
+from titan.layers.experts import SideLoss
 from titan.paths import told
+from titan.ranks.folder_lock import FolderLock
 from titan.ranks.process import Rank
 from titan.ranks.turns import from_first, together
 from titan.resources import keep_freed_memory, stay_near

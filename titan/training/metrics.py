@@ -13,10 +13,10 @@ from torch.distributed.tensor import DTensor
 
 from titan.config import Job
 from titan.contracts import Loss, Measure, Mesh, Model, ModelPart, Row, RunInfo, Technique, Tracker
-from titan.contracts.base.conformance import answer, label
 from titan.contracts.base.layout import DataFact
-from titan.contracts.base.options import did_you_mean, shown
 from titan.contracts.base.spec import ModelSpec
+from titan.contracts.plugin.conformance import answer, label
+from titan.contracts.plugin.options import did_you_mean, shown
 from titan.errors import ConfigError, PluginError, by_errno
 from titan.log import log
 from titan.paths import told

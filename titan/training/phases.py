@@ -19,11 +19,12 @@ from typing import get_args
 import torch
 from torch import nn
 
-from titan.contracts import AttentionCore, Batch, BuildContext, ModelPart, Phase, Technique
-from titan.contracts.base.conformance import answer, label
+from titan.contracts import Batch, BuildContext, ModelPart, Phase, Technique
 from titan.contracts.base.spec import glob_matches
-from titan.contracts.layers.philox import RandomModule
+from titan.contracts.plugin.conformance import answer, label
 from titan.errors import PluginError
+from titan.layers.attention import AttentionCore
+from titan.layers.philox import RandomModule
 from titan.training.init import init_weights
 
 ORDER: tuple[Phase, ...] = get_args(Phase)

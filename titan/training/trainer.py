@@ -12,7 +12,6 @@ import torch.distributed as dist
 from torch import Tensor
 
 from titan.contracts import Batch
-from titan.contracts.layers.philox import row_seeds
 from titan.contracts.tracker import annotated
 from titan.errors import (
     EXIT_FAILED,
@@ -23,6 +22,7 @@ from titan.errors import (
     PreemptedError,
     RankFailedError,
 )
+from titan.layers.philox import row_seeds
 from titan.log import log
 from titan.ranks.failure import agreed, begin, tell
 from titan.ranks.meeting import signals

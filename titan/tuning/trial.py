@@ -18,7 +18,7 @@ from pathlib import Path
 from typing import Any
 
 from titan.contracts import Tracker
-from titan.contracts.base import registry
+from titan.contracts.plugin import registry
 from titan.errors import EXIT_DONE, EXIT_WRONG_INPUT, ConfigError, ConfigIssue
 from titan.planner.search.space import Choice
 from titan.tuning.results import Failed, Measured

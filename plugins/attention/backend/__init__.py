@@ -53,21 +53,10 @@ from torch._ops import OpOverload
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.utils._triton import has_triton
 
-from titan.contracts import (
-    AttentionCore,
-    Batch,
-    BuildContext,
-    Costs,
-    Job,
-    ModelPart,
-    ModelSpec,
-    Technique,
-    option,
-    register,
-)
+from titan.contracts import Batch, BuildContext, Costs, Job, ModelPart, ModelSpec, Technique, option, register
 from titan.contracts.base.cost import Attention
-from titan.contracts.layers.attention import AttentionOperation, attention_cost
 from titan.errors import ConfigError, ConfigIssue
+from titan.layers.attention import AttentionCore, AttentionOperation, attention_cost
 
 from . import by_document
 from .choice import BACKENDS, Name, Setting, best, kept_by, own_kernel, setting_of, unfit

@@ -23,9 +23,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, library
 
-from titan.contracts import AttentionCore
-from titan.contracts.layers.attention import attend
-from titan.contracts.layers.products import attention_backward
+from titan.layers.attention import AttentionCore, attend
+from titan.layers.products import attention_backward
 
 _aten = torch.ops.aten
 _flash_cpu = _aten._scaled_dot_product_flash_attention_for_cpu

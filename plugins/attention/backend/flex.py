@@ -16,8 +16,7 @@ import torch
 from torch import Tensor
 from torch.nn.attention.flex_attention import BlockMask, create_block_mask, flex_attention
 
-from titan.contracts import AttentionCore
-from titan.contracts.layers.attention import attend
+from titan.layers.attention import AttentionCore, attend
 
 
 def attend_flex(

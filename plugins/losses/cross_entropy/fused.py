@@ -15,7 +15,7 @@ from torch.autograd.function import once_differentiable
 from torch.distributed.tensor import DTensor
 
 from titan.contracts import Projection
-from titan.contracts.layers.products import in_float32, product
+from titan.layers.products import in_float32, product
 
 from .rows import Slice, local_of, loss_and_gradient
 

@@ -52,7 +52,7 @@ from titan.contracts import (
     option,
     register,
 )
-from titan.contracts.base.registry import lacking
+from titan.contracts.plugin.registry import lacking
 from titan.plugins.memory.offload.activations import SMALLEST, Offloader
 from titan.plugins.memory.offload.state import in_place, streamed
 

@@ -6,7 +6,7 @@ A layer is `h = x + attn(norm(x))`, `y = h + ffn(norm(h))`. The first `n_dense_l
 
 with experts and `shared` SwiGLUs too (arXiv 2101.03961, 2401.06066). Scores s = softmax(R x) or sigmoid(R x), in
 float32, choose the experts; w_e is s_e, or s_e over the sum of the chosen scores with `normalized`. No token is dropped
-(arXiv 2211.15841). Attention and rotary positions are those of `titan.contracts.layers`.
+(arXiv 2211.15841). Attention and rotary positions are those of `titan.layers`.
 
 What keeps experts equally busy is `balance`:
 
@@ -38,12 +38,12 @@ from torch import Tensor, nn
 from titan.contracts import HfTensor, Measure, Model, ModelSpec, register
 from titan.contracts.base.cost import Elementwise, Matmul, Operation, SavedTensor, linear, saved_by_gate, shared
 from titan.contracts.base.spec import ZEROS, TensorStyle, nearest
-from titan.contracts.layers import huggingface
-from titan.contracts.layers.blocks import LayerPart, PreNormLayer, SelfAttention, SwiGLU, pre_norm, swiglu
-from titan.contracts.layers.decoder import Decoder, decoder_spec
-from titan.contracts.layers.philox import jitter_cost
-from titan.contracts.layers.rotary import Rotary
 from titan.errors import ConfigError, ConfigIssue
+from titan.layers import huggingface
+from titan.layers.blocks import LayerPart, PreNormLayer, SelfAttention, SwiGLU, pre_norm, swiglu
+from titan.layers.decoder import Decoder, decoder_spec
+from titan.layers.philox import jitter_cost
+from titan.layers.rotary import Rotary
 
 from .mixture import Mixture, MixtureConfig, Router
 

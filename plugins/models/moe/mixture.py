@@ -8,10 +8,10 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from titan.contracts import option
-from titan.contracts.layers.blocks import Heads, SwiGLU
-from titan.contracts.layers.decoder import DecoderConfig
-from titan.contracts.layers.experts import Experts, SideLoss, is_recomputed, rows_per_expert
-from titan.contracts.layers.philox import Jitter
+from titan.layers.blocks import Heads, SwiGLU
+from titan.layers.decoder import DecoderConfig
+from titan.layers.experts import Experts, SideLoss, is_recomputed, rows_per_expert
+from titan.layers.philox import Jitter
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -17,7 +17,7 @@ import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor
 
-from titan.contracts.layers.philox import philox
+from titan.layers.philox import philox
 
 Tensors = Mapping[str, Tensor]
 

@@ -39,7 +39,6 @@ from torch import Tensor
 from torch._ops import OpOverload
 
 from titan.contracts import (
-    AttentionCore,
     Axis,
     Batch,
     BuildContext,
@@ -54,6 +53,7 @@ from titan.contracts import (
 )
 from titan.contracts.base.cost import Attention
 from titan.contracts.base.spec import nearest
+from titan.layers.attention import AttentionCore
 
 from . import costs as methods
 from .attention import OPERATIONS, Ranks, Scores, gather, positions_of, ring, ulysses

@@ -21,7 +21,7 @@ from typing import Literal, NamedTuple
 import torch
 from torch import Tensor
 
-from titan.contracts.layers.products import attention_backward
+from titan.layers.products import attention_backward
 
 _aten = torch.ops.aten
 
@@ -41,7 +41,7 @@ def chunks_of(rank: int, size: int) -> tuple[int, int]:
 
 
 class Scores(NamedTuple):
-    """What scores are besides products of queries and keys, as in `titan.contracts.layers.attention.AttentionCore`.
+    """What scores are besides products of queries and keys, as in `titan.layers.attention.AttentionCore`.
 
     window: a position attends to the last `window` positions, its own included. None: to all before it.
     scale: factor of the products; None: 1 / sqrt(N).

@@ -46,23 +46,13 @@ from torch._ops import OpOverload
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 
-from titan.contracts import (
-    AttentionCore,
-    Axis,
-    BuildContext,
-    Costs,
-    Job,
-    ModelPart,
-    ModelSpec,
-    Technique,
-    option,
-    register,
-)
+from titan.contracts import Axis, BuildContext, Costs, Job, ModelPart, ModelSpec, Technique, option, register
 from titan.contracts.base.cost import Collective, CollectiveCost, Elementwise, Matmul, Operation, When, Where
 from titan.contracts.base.sharding import SlicedRMSNorm, Slices, slice_parameters
 from titan.contracts.base.spec import TensorStyle, glob_matches, nearest
-from titan.contracts.layers.experts import SideLoss
 from titan.errors import PluginError
+from titan.layers.attention import AttentionCore
+from titan.layers.experts import SideLoss
 
 from . import joins, pipelined
 

@@ -24,7 +24,7 @@ import torch.distributed as dist
 
 from titan.contracts import BuildContext, Costs, Job, kind_of
 from titan.contracts.base.cost import CollectiveCost, Matmul
-from titan.contracts.base.registry import lacking
+from titan.contracts.plugin.registry import lacking
 from titan.errors import ConfigError, ConfigIssue
 
 HIDDEN = 0.5

@@ -158,7 +158,7 @@ FAULTS = (
     ),
     Fault(
         "a lock that is not looked at",
-        "titan/checkpoint/disk/lock.py",
+        "titan/ranks/folder_lock.py",
         "        if alive:\n",
         "        if False:\n",
         ("tests/unit/test_lock.py::test_a_second_start_is_refused_while_the_first_lives",),

@@ -2,7 +2,7 @@
 
 from titan.testing.faults import Fault
 
-LAYER, TECHNIQUE = "titan/contracts/layers/experts.py", "plugins/parallel/expert.py"
+LAYER, TECHNIQUE = "titan/layers/experts.py", "plugins/parallel/expert.py"
 MODEL, ROUTER = "plugins/models/moe/__init__.py", "plugins/models/moe/mixture.py"
 UNIT, DIST = "tests/unit/test_experts.py", "tests/dist/test_experts.py"
 SKIPPED = "tests/contract/test_skipped_steps.py"
@@ -95,7 +95,7 @@ FAULTS = (
     ),
     Fault(
         "jitter that only shrinks what routers see",
-        "titan/contracts/layers/philox.py",
+        "titan/layers/philox.py",
         "(2 * self.uniform(x, seeds, positions) - 1)",
         "(self.uniform(x, seeds, positions) - 1)",
         ("tests/unit/test_philox.py::test_jitter_is_uniform_around_one_and_absent_in_evaluation[dtype0]",),
@@ -130,7 +130,7 @@ FAULTS = (
     ),
     Fault(
         "padding found by the place on a rank, not in the sequence",
-        "titan/contracts/layers/decoder.py",
+        "titan/layers/decoder.py",
         "positions < lengths[:, None]",
         "positions.argsort(1) < lengths[:, None]",
         (f"{DIST}::test_padding_takes_no_part[cp 2]",),

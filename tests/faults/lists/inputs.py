@@ -8,28 +8,28 @@ CONTRACT = "tests/contract/test_every_plugin.py::test_contract[optimizer-adamw-{
 FAULTS = (
     Fault(
         "bounds of options not checked",
-        "titan/contracts/base/options.py",
+        "titan/contracts/plugin/options.py",
         "check_bounds(value, declaration.spec)",
         "pass",
         (CONTRACT.format("bad_values_are_refused"),),
     ),
     Fault(
         "an unknown key accepted",
-        "titan/contracts/base/options.py",
+        "titan/contracts/plugin/options.py",
         "for key in table if key not in declared]",
         "for key in table if key == declared]",
         (CONTRACT.format("unknown_options_are_refused"),),
     ),
     Fault(
         "true accepted as 1",
-        "titan/contracts/base/options.py",
+        "titan/contracts/plugin/options.py",
         "if type(value) is hint or",
         "if isinstance(value, hint) or",
         ("tests/unit/test_options.py::test_toml_is_strict",),
     ),
     Fault(
         "an infinite number accepted",
-        "titan/contracts/base/options.py",
+        "titan/contracts/plugin/options.py",
         "if hint is float and not math.isfinite(value):",
         "if False:",
         ("tests/unit/test_bad_input.py::test_wrong_toml[infinite rate]",),
@@ -43,7 +43,7 @@ FAULTS = (
     ),
     Fault(
         "two plugins of one name accepted",
-        "titan/contracts/base/registry.py",
+        "titan/contracts/plugin/registry.py",
         "if owner is not None and (",
         "if owner is not None and False and (",
         ("tests/unit/test_registry.py::test_two_owners_of_a_name_are_both_named",),
@@ -78,7 +78,7 @@ FAULTS = (
     ),
     Fault(
         "an optional value refused without the word that leaves it out",
-        "titan/contracts/base/options.py",
+        "titan/contracts/plugin/options.py",
         'return ", or none" if',
         'return "" if',
         ("tests/unit/test_options.py::test_an_option_that_may_have_no_value_says_how_to_give_none",),
@@ -169,14 +169,14 @@ FAULTS = (
     ),
     Fault(
         "a copy of a live run in use by that run",
-        "titan/checkpoint/disk/lock.py",
+        "titan/ranks/folder_lock.py",
         'return self._holds_this(holder, named) if alive and named != self._me["folder"] else alive',
         "return alive",
         ("tests/unit/test_lock.py::test_a_copy_of_a_live_run_is_free_at_once[False]",),
     ),
     Fault(
         "a live run taken for a copy under another name",
-        "titan/checkpoint/disk/lock.py",
+        "titan/ranks/folder_lock.py",
         "return seen or (False if os.path.lexists(probe) else None)",
         "return False",
         ("tests/unit/test_lock.py::test_one_folder_by_two_names_is_in_use",),

@@ -10,7 +10,7 @@ CODES = "tests/unit/test_adamw_8bit.py"
 FAULTS = (
     Fault(
         "a refusal that does not say what to enable",
-        "titan/contracts/base/registry.py",
+        "titan/contracts/plugin/registry.py",
         'having = sorted(p.name for p in among if capability in (p.name, *getattr(p, "provides", ())))',
         "having = list[str]()",
         (f"{UNIT}::test_weights_on_the_host_where_gradients_are_summed_later_are_refused",),

@@ -134,14 +134,14 @@ FAULTS = (
     ),
     Fault(
         "a cancelled Slurm job requeued",
-        "titan/ranks/slurm.py",
+        "titan/ranks/meeting/slurm.py",
         "if number != signal.SIGUSR1",
         "if number < 0",
         ("tests/unit/test_slurm.py::test_a_job_that_is_cancelled_is_not",),
     ),
     Fault(
         "a whole job array requeued for one of its tasks",
-        "titan/ranks/slurm.py",
+        "titan/ranks/meeting/slurm.py",
         'if env.get("SLURM_ARRAY_JOB_ID") == job else job',
         'if env.get("SLURM_ARRAY_JOB_ID") == "" else job',
         ("tests/unit/test_slurm.py::test_a_task_of_an_array_has_a_name_of_its_own",),

@@ -34,7 +34,7 @@ class Batch:
         None where the job's packing never pads. Labels do not tell: a token may have none, as in a prompt.
     positions: [B, S] int64, the place of each token in its sequence; by default 0 to S - 1.
     samples: [B] int64, the global number of each sample, in the order in which the run consumes them; in training only.
-    seeds: [B] int64, of step and sample: what modules draw from (`titan.contracts.layers.philox`); in training of
+    seeds: [B] int64, of step and sample: what modules draw from (`titan.layers.philox`); in training of
         models that draw, else None.
     """
 

@@ -14,8 +14,8 @@ from functools import cached_property, partial
 from itertools import combinations
 from typing import Literal, get_args, get_type_hints
 
-from titan.contracts.base.options import coerce, did_you_mean, shown
 from titan.contracts.base.spec import nearest
+from titan.contracts.plugin.options import coerce, did_you_mean, shown
 
 DataFact = Literal["same", "dealt", "sliced"]
 """What the ranks along an axis see: the same samples, other samples, or other positions of the same samples.

@@ -36,7 +36,7 @@ from itertools import islice
 from typing import TYPE_CHECKING, Literal, get_args
 
 from titan.contracts.base.cost import Attention, Matmul, Operation, parameter_count
-from titan.contracts.base.options import did_you_mean
+from titan.contracts.plugin.options import did_you_mean
 from titan.errors import PluginError
 
 if TYPE_CHECKING:
@@ -167,7 +167,7 @@ class ModelSpec:
         positions mix in another way, which neither slices sequences nor caches keys and values.
     whole_sequences: what but attention needs all positions of a sequence, with the key to change; axes that slice
         sequences are then refused with it.
-    draws: globs of the modules that draw random numbers, each a `titan.contracts.layers.philox.RandomModule`. The
+    draws: globs of the modules that draw random numbers, each a `titan.layers.philox.RandomModule`. The
         forward of a model that names some has an argument `seeds`.
     layers: name of the ModuleDict of layers, whose keys
         are global layer numbers. Every parameter is in one of the three.

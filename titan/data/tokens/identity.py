@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any, TypedDict
 
 from titan.contracts import Tokenizer
-from titan.contracts.base.options import Option, options_of
+from titan.contracts.plugin.options import Option, options_of
 from titan.errors import ConfigError, ConfigIssue, DataError, MissingPackageError, PluginError
 from titan.paths import expanded
 

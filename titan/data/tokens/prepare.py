@@ -25,7 +25,7 @@ from pathlib import Path
 from typing import Any
 
 from titan.contracts import Dataset, Tokenizer
-from titan.contracts.base.options import as_table
+from titan.contracts.plugin.options import as_table
 from titan.data.tokens.hashes import Content, content_hashes, unchanged
 from titan.data.tokens.identity import shown
 from titan.data.tokens.shards import VERSION, Shard, open_shard, open_shards

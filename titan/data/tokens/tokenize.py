@@ -20,7 +20,7 @@ from typing import Any
 from unicodedata import normalize
 
 from titan.contracts import Dataset, Document, Tokenizer
-from titan.contracts.base.registry import Plugin
+from titan.contracts.plugin.registry import Plugin
 from titan.data.tokens.processes import context, end_with_parent, hear_signals
 from titan.data.tokens.shards import ShardWriter
 from titan.errors import DataError, PreemptedError, ResourceError

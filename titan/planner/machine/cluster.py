@@ -21,7 +21,7 @@ from typing import Any, NamedTuple, TypeVar
 
 import titan.configs
 from titan.config.tables import read_toml
-from titan.contracts.base.options import REQUIRED, Where, did_you_mean, option, parse
+from titan.contracts.plugin.options import REQUIRED, Where, did_you_mean, option, parse
 from titan.errors import ConfigError, ConfigIssue
 from titan.paths import expanded
 

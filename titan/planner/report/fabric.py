@@ -19,7 +19,7 @@ from typing import Any
 from titan.config import load_job
 from titan.contracts.base.cost import Costs
 from titan.contracts.base.layout import Layout
-from titan.contracts.base.options import did_you_mean
+from titan.contracts.plugin.options import did_you_mean
 from titan.errors import ConfigError, ConfigIssue
 from titan.planner.machine.cluster import Cluster
 from titan.planner.report.studies import values_of

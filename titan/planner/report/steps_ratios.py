@@ -14,7 +14,7 @@ from itertools import accumulate
 from pathlib import Path
 from typing import Any
 
-from titan.contracts.base.options import did_you_mean
+from titan.contracts.plugin.options import did_you_mean
 from titan.errors import ConfigError, ConfigIssue
 
 

@@ -14,9 +14,9 @@ from titan.config import Job, load_job
 from titan.config.renames import renew
 from titan.config.tables import COMMAND_LINE, Table, override
 from titan.contracts import Technique
-from titan.contracts.base import registry
 from titan.contracts.base.layout import AxisFact, Layout
-from titan.contracts.base.options import did_you_mean
+from titan.contracts.plugin import registry
+from titan.contracts.plugin.options import did_you_mean
 from titan.errors import ConfigError, ConfigIssue
 from titan.planner.machine.cluster import Cluster
 from titan.planner.report import STUDIES

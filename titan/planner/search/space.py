@@ -20,10 +20,10 @@ from titan.config.renames import renew
 from titan.config.tables import COMMAND_LINE, Table, override, plugin_folders, read
 from titan.config.techniques import agree, chosen_techniques, unattended
 from titan.contracts import ModelSpec, Technique
-from titan.contracts.base import registry
-from titan.contracts.base.conformance import made, sentences
 from titan.contracts.base.layout import Axis, Layout, unfoldable
-from titan.contracts.base.options import coerce, did_you_mean, options_of
+from titan.contracts.plugin import registry
+from titan.contracts.plugin.conformance import made, sentences
+from titan.contracts.plugin.options import coerce, did_you_mean, options_of
 from titan.errors import ConfigError, ConfigIssue
 
 Options = tuple[tuple[str, Any], ...]

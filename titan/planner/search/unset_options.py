@@ -12,8 +12,8 @@ from typing import Any, NamedTuple
 
 from titan.config import Job
 from titan.contracts import Technique
-from titan.contracts.base.conformance import answer, label, made, sentences
-from titan.contracts.base.options import did_you_mean, options_of, resolved_table
+from titan.contracts.plugin.conformance import answer, label, made, sentences
+from titan.contracts.plugin.options import did_you_mean, options_of, resolved_table
 from titan.errors import PluginError, TitanError
 from titan.planner.machine.cluster import DeviceMemory
 from titan.planner.machine.host import short_of

@@ -7,9 +7,9 @@ from typing import NamedTuple, get_args
 
 from titan.config import Job
 from titan.contracts import Loss, Optimizer, Phase, Technique
-from titan.contracts.base.conformance import answer
 from titan.contracts.base.cost import Attention, Costs, PersistentState, Stage
 from titan.contracts.base.layout import Layout
+from titan.contracts.plugin.conformance import answer
 from titan.errors import ConfigError, ConfigIssue
 from titan.planner.machine.network import Group
 

@@ -22,9 +22,9 @@ from titan.config import Job
 from titan.config.sections import declared_tables, table_at
 from titan.config.tables import Difference, differences, plain
 from titan.contracts import Tracker
-from titan.contracts.base import registry
-from titan.contracts.base.options import options_of
-from titan.contracts.base.registry import Plugin
+from titan.contracts.plugin import registry
+from titan.contracts.plugin.options import options_of
+from titan.contracts.plugin.registry import Plugin
 from titan.errors import ConfigError, ConfigIssue
 
 OF_HOST = frozenset({("data", "cache"), ("data", "workers"), ("data", "prepare_workers"), ("plugins", "path")})

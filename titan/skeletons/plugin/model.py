@@ -11,9 +11,9 @@ from torch import Tensor, nn
 
 from titan.contracts import Model, ModelSpec, option, register
 from titan.contracts.base.cost import Elementwise, SavedTensor, linear
-from titan.contracts.layers.blocks import Heads, LayerPart, PreNormLayer, SelfAttention, pre_norm
-from titan.contracts.layers.decoder import Decoder, DecoderConfig, decoder_spec
-from titan.contracts.layers.rotary import Rotary
+from titan.layers.blocks import Heads, LayerPart, PreNormLayer, SelfAttention, pre_norm
+from titan.layers.decoder import Decoder, DecoderConfig, decoder_spec
+from titan.layers.rotary import Rotary
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -21,11 +21,11 @@ from titan.contracts.base.cost import (
     norm,
     parameter_count,
 )
-from titan.contracts.base.options import option
 from titan.contracts.base.spec import ONES, ZEROS, Init, ModelSpec, TensorStyle, nearest, normal
-from titan.contracts.layers.blocks import Heads, LayerPart, PreNormLayer, SelfAttention, SwiGLU, pre_norm, swiglu
-from titan.contracts.layers.philox import Dropout, dropout_cost
-from titan.contracts.layers.rotary import Rotary, rope_table
+from titan.contracts.plugin.options import option
+from titan.layers.blocks import Heads, LayerPart, PreNormLayer, SelfAttention, SwiGLU, pre_norm, swiglu
+from titan.layers.philox import Dropout, dropout_cost
+from titan.layers.rotary import Rotary, rope_table
 
 
 @dataclass(frozen=True, kw_only=True)

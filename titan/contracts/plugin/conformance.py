@@ -12,7 +12,7 @@ from contextlib import contextmanager
 from functools import cached_property
 from typing import Any, ClassVar, Literal, TypeVar, cast
 
-from titan.contracts.base.options import coerce, did_you_mean, options_of, shown
+from titan.contracts.plugin.options import coerce, did_you_mean, options_of, shown
 from titan.errors import PluginError, TitanError
 
 T = TypeVar("T")

@@ -32,10 +32,9 @@ from collections.abc import Iterator, Mapping
 from multiprocessing.connection import Connection, wait
 
 from titan.errors import ConfigError, ConfigIssue, PreemptedError, TitanError, say
-from titan.ranks import slurm
-from titan.ranks.launch_env import LaunchEnv
-from titan.ranks.meeting import signals
+from titan.ranks.meeting import signals, slurm
 from titan.ranks.meeting.caller import LONGEST, Caller, Message, UnknownCallerError
+from titan.ranks.meeting.launch_env import LaunchEnv
 from titan.ranks.meeting.same_job import APART, Statement, misfits, other_run, refusal, remarks
 from titan.ranks.meeting.store import RESOLVE_S, check_host
 

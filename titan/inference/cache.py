@@ -18,7 +18,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from titan.contracts.layers.attention import AttentionCore, alibi, attend, attend_unfused
+from titan.layers.attention import AttentionCore, alibi, attend, attend_unfused
 
 
 class Cache:

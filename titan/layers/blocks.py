@@ -26,9 +26,9 @@ from titan.contracts.base.cost import (
     shared,
 )
 from titan.contracts.base.spec import TensorStyle
-from titan.contracts.layers.attention import AttentionCore, attention_cost
-from titan.contracts.layers.philox import Dropout, dropout_cost
-from titan.contracts.layers.rotary import rotate
+from titan.layers.attention import AttentionCore, attention_cost
+from titan.layers.philox import Dropout, dropout_cost
+from titan.layers.rotary import rotate
 
 
 class LayerPart(NamedTuple):

@@ -18,8 +18,8 @@ from importlib.metadata import EntryPoint
 from pathlib import Path
 from typing import Any, ClassVar, TypeVar
 
-from titan.contracts.base.conformance import check_class, file_of
-from titan.contracts.base.options import did_you_mean
+from titan.contracts.plugin.conformance import check_class, file_of
+from titan.contracts.plugin.options import did_you_mean
 from titan.errors import PluginError, warn
 from titan.paths import expanded
 

@@ -14,8 +14,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, library, nn
 
-from titan.contracts.layers.products import is_wanted, product
 from titan.errors import PluginError
+from titan.layers.products import is_wanted, product
 
 ExpertOperation = Callable[[Tensor, Tensor], Tensor]
 """(rows [R, D], counts [E]) -> results [R, D]: rows are sorted by expert, counts[e] rows are expert e's."""

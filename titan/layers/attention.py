@@ -18,9 +18,9 @@ import torch.nn.functional as F
 from torch import Tensor, library, nn
 
 from titan.contracts.base.cost import Attention, SavedTensor
-from titan.contracts.base.options import did_you_mean
-from titan.contracts.layers.products import attention, takes
+from titan.contracts.plugin.options import did_you_mean
 from titan.errors import PluginError
+from titan.layers.products import attention, takes
 
 AttentionOperation = Callable[[Tensor, Tensor, Tensor, Tensor, Tensor | None], Tensor]
 """(q, k, v, positions, documents) -> output, as `AttentionCore.forward` takes and returns them."""

@@ -1,1 +1,0 @@
-"""Layers that models share: attention, its key-value cache, and their costs."""
