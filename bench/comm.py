@@ -116,7 +116,7 @@ def _words(name: str, steps: int, folder: str) -> list[str]:
     """The command line of a method's job."""
     keys = {
         "run.dir": folder, "run.name": name, "run.sample_prompt": "", "train.steps": steps,
-        "checkpoint.enabled": "false", "metrics.every": 1, "metrics.bytes_sent": "true",
+        "checkpoint.enabled": "false", "metrics.every": 1, "plugins.bytes_sent.enabled": "true",
         "metrics.console.enabled": "false", "metrics.tensorboard.enabled": "false",
         "validation.every": max(1, steps // VALIDATIONS), **METHODS[name].keys,
     }  # fmt: skip

@@ -1,4 +1,4 @@
-"""What `[metrics] bytes_sent` costs: host time of a collective that is counted, and of one that is not.
+"""What `[plugins.bytes_sent]` costs: host time of a collective that is counted, and of one that is not.
 
     python -m bench.sent_bytes [--calls 1000]
 
@@ -8,9 +8,9 @@ with it does. The ways take turns of fifty calls, so that both meet the same mac
 
 import argparse
 import os
-from contextlib import nullcontext
 from statistics import median
 from time import perf_counter
+from unittest.mock import Mock
 
 import torch
 import torch.distributed as dist
@@ -18,7 +18,7 @@ from torch import multiprocessing
 
 from titan.contracts import Mesh
 from titan.contracts.base.mesh import Layout
-from titan.training.sent_bytes import SentBytes
+from titan.plugins.observe.bytes_sent import BytesSent, Config
 
 RANKS, TURN = 2, 50
 WAYS = ("not counted", "counted")
@@ -41,12 +41,14 @@ def _measure(rank: int, calls: int) -> None:
     numbers, seconds = torch.ones(4), {way: [] for way in WAYS}
     for _ in range(0, calls, TURN):
         for way in WAYS:
-            sent = SentBytes(Mesh(Layout((), {}), torch.device("cpu"), rank))
-            with sent.counting() if way == "counted" else nullcontext():
-                for _ in range(TURN):
-                    began = perf_counter()
-                    dist.all_reduce(numbers)
-                    seconds[way].append(perf_counter() - began)
+            sent = BytesSent(Config())
+            sent.apply(Mock(), Mock(mesh=Mesh(Layout((), {}), torch.device("cpu"), rank)))
+            if way == "counted":
+                sent.before_step(1)
+            for _ in range(TURN):
+                began = perf_counter()
+                dist.all_reduce(numbers)
+                seconds[way].append(perf_counter() - began)
             sent.close()
     if rank == 0:
         without, counted = (1e6 * median(seconds[way]) for way in WAYS)

@@ -6,6 +6,7 @@ from collections import defaultdict
 from pathlib import Path
 from statistics import mean
 from typing import Any
+from unittest.mock import Mock
 
 import pytest
 import torch
@@ -17,12 +18,12 @@ from titan.config import load_job
 from titan.contracts import Axis, Mesh
 from titan.contracts.base import collectives
 from titan.contracts.base.mesh import Layout
-from titan.dryrun import DryRun, dry_run
+from titan.planner.dryrun import DryRun, dry_run
+from titan.plugins.observe.bytes_sent import BytesSent, Config
 from titan.testing.jobs import train_job
 from titan.testing.ranks import run_ranks
-from titan.training.sent_bytes import SentBytes
 
-COUNTED = ("--metrics.bytes_sent", "true", "--metrics.every", "1", "--train.steps", "3")
+COUNTED = ("--plugins.bytes_sent.enabled", "true", "--metrics.every", "1", "--train.steps", "3")
 ZERO = "--plugins.fsdp.zero_stage"
 LAYOUTS = {
     "dp_replicate 2": (2, mesh(dp_replicate=2)),
@@ -75,11 +76,18 @@ def test_an_all_reduce_of_the_gradients_and_nothing_beside_the_steps(tmp_path: P
 # --- whoever issues them ------------------------------------------------------------------------------------------
 
 
+def counter(mesh: Mesh) -> BytesSent:
+    """The technique, applied to no model in particular."""
+    made = BytesSent(Config())
+    made.apply(Mock(), Mock(mesh=mesh))
+    return made
+
+
 def _issued() -> dict[str, float]:
     """Bytes counted of each way to communicate, on a rank of three."""
     axes = (Axis(name="dp", data="dealt", weights="copies", topology_order=0, doc=""),)
     rank, ranks = dist.get_rank(), dist.get_world_size()
-    sent = SentBytes(Mesh(Layout(axes, {"dp": ranks}), torch.device("cpu"), rank))
+    sent = counter(Mesh(Layout(axes, {"dp": ranks}), torch.device("cpu"), rank))
     ours, all_ranks = torch.ones(4 * ranks), dist.group.WORLD
     after, before = (rank + 1) % ranks, (rank - 1) % ranks
     to_next = [4 * ranks if place == after else 0 for place in range(ranks)]
@@ -124,10 +132,11 @@ def _issued() -> dict[str, float]:
     }
     found = {}
     for name, communicate in ways.items():
-        with sent.counting():
-            communicate()
-        communicate()  # beside a step
+        sent.before_step(1)
+        communicate()
+        sent.after_step(1, torch.tensor(True))
         measured = sent.measure()
+        communicate()  # beside a step
         assert torch.equal(measured["bytes_sent"], measured["bytes_sent.dp"])
         total, steps = measured["bytes_sent"].tolist()
         assert steps == 1

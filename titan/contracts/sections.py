@@ -127,7 +127,6 @@ class MetricsSection:
         unit="TFLOP/s",
         at_least=0,
     )
-    bytes_sent: bool = option(False, "count the bytes that ranks send each other, as bytes_sent; costs host time")
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -40,15 +40,11 @@ from titan.training.engine import SequentialEngine, StepLoss, Strict
 from titan.training.init import name_seed
 from titan.training.metrics import Measures, Meter, Trackers
 from titan.training.nonfinite import Counts, NonfiniteGuard
-from titan.training.sent_bytes import SentBytes
 
 
 @dataclass(kw_only=True)
 class Core:
-    """Everything a step needs, wired. `step` and `tokens` count what is done, over all ranks and earlier processes.
-
-    sent: counts the bytes of steps; None: nobody asked.
-    """
+    """Everything a step needs, wired. `step` and `tokens` count what is done, over all ranks and earlier processes."""
 
     job: Job
     rank: Rank
@@ -59,7 +55,6 @@ class Core:
     loss: StepLoss
     guard: NonfiniteGuard
     measures: Measures
-    sent: SentBytes | None
     step: int = 0
     tokens: int = 0
 
@@ -200,12 +195,11 @@ def wire(
         if isinstance(module, SideLoss):
             module.share /= job.train.global_batch_size // job.layout.workers
             module.changed = loss.changed
-    sent = SentBytes(context.mesh) if job.metrics.bytes_sent else None
     return Core(
-        job=job, rank=rank, context=context, parts=parts, sent=sent,
+        job=job, rank=rank, context=context, parts=parts,
         engine=engine or SequentialEngine(parts[0], context.techniques), optimizer=optimizer,
         loss=loss, guard=_guard(job, Counts(), context.mesh),
-        measures=Measures(job, parts, context.mesh, sent),
+        measures=Measures(job, parts, context.mesh),
     )  # fmt: skip
 
 

@@ -20,7 +20,6 @@ from titan.contracts.plugin.options import did_you_mean, shown
 from titan.errors import ConfigError, PluginError, by_errno
 from titan.log import log
 from titan.paths import told
-from titan.training.sent_bytes import SentBytes
 
 PEAK_TFLOPS = {
     "V100": 125.0,
@@ -171,31 +170,27 @@ KEYS = frozenset(
     (
         "step", "loss", "grad_norm", "lr", "tokens", "valid_tokens", "tokens_per_s", "tokens_per_s_per_device",
         "model_tflops_per_device", "mfu", "step_time_s", "data_time_s", "save_time_s", "validation_time_s", "gc_time_s",
-        "peak_memory_gib", "peak_memory_rank", "skipped_updates", "bytes_sent", "validation_loss",
+        "peak_memory_gib", "peak_memory_rank", "skipped_updates", "validation_loss",
         "validation_perplexity", "time",
     )
 )  # fmt: skip
 """Keys of rows that are the host's: what plugins measure has other names."""
 
-Measuring = Model | Loss | Technique | SentBytes
+Measuring = Model | Loss | Technique
 
 
 class Measures:
     """What plugins measure: asked on all ranks when a row is due, joined in at most two all-reduces per axis.
 
     Which all-reduces there are follows from the classes of the plugins alone, never from who has a value.
-    sent: the host's own count of bytes, where the job asks for it.
 
     Raises:
         PluginError: two plugins measure under one name, or a row has the name already.
     """
 
-    def __init__(self, job: Job, parts: Sequence[ModelPart], mesh: Mesh, sent: SentBytes | None = None) -> None:
+    def __init__(self, job: Job, parts: Sequence[ModelPart], mesh: Mesh) -> None:
         others: list[Measuring] = [job.loss, *job.techniques]
         self._owners = _owners([job.model, *others])
-        if sent is not None:
-            others.append(sent)
-            self._owners |= dict.fromkeys(sent.measures, sent)
         self._asked: list[tuple[Measuring, tuple[nn.Module, ...]]] = [(job.model, (part.module,)) for part in parts]
         self._asked += [(plugin, ()) for plugin in others]
         self._measures = {name: owner.measures[name] for name, owner in self._owners.items()}

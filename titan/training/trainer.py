@@ -3,7 +3,7 @@
 import gc
 import time
 from collections.abc import Collection, Iterator
-from contextlib import ExitStack, nullcontext
+from contextlib import ExitStack
 from dataclasses import dataclass, replace
 from datetime import timedelta
 
@@ -66,8 +66,7 @@ def train(run: Run) -> str:
                 break
             micro_batches, waited = data
             run.whole = False
-            with run.sent.counting() if run.sent is not None else nullcontext():
-                stats = step(run, micro_batches)
+            stats = step(run, micro_batches)
             run.whole = True
             if run.step == first + 1:
                 set_timeouts(run.context.mesh, run.job.comm.timeout_s)
@@ -334,5 +333,3 @@ def close(run: Run) -> None:
         for technique in run.context.techniques:
             closing.callback(technique.close)
         closing.callback(run.loader.close)
-        if run.sent is not None:
-            closing.callback(run.sent.close)
