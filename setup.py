@@ -1,11 +1,12 @@
 """Lists the packages, so that a new folder needs no entry anywhere; everything else stands in pyproject.toml.
 
-`plugins/` and `configs/` are installed below the name titan: nothing generic lands in site-packages.
+The folders beside `titan/` are installed below its name: nothing generic lands in site-packages.
 """
 
 from setuptools import find_packages, setup
 
-FOLDERS = {"titan": "titan", "titan.plugins": "plugins", "titan.configs": "configs"}
+BESIDE = ("plugins", "planner", "testing", "configs")
+FOLDERS = {"titan": "titan", **{f"titan.{folder}": folder for folder in BESIDE}}
 
 setup(
     packages=[

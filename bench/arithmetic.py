@@ -1,4 +1,4 @@
-"""Recompute tables of papers and talks with the formulas of `titan/planner/step/arithmetic.py`.
+"""Recompute tables of papers and talks with the formulas of `planner/step/arithmetic.py`.
 
     python -m bench.arithmetic
 

@@ -1,4 +1,4 @@
-"""Which file of `titan/` imports which, by unit: counted, held against the table in docs/design.md, and drawn.
+"""Which file of titan imports which, by unit: counted, held against the table in docs/design.md, and drawn.
 
     python -m bench.house                            units, imports between them, what runs upward, circles
     python -m bench.house --plot docs/house.svg      and the picture of docs/design.md
@@ -22,7 +22,10 @@ from pathlib import Path
 
 ROOT = Path(__file__).parents[1]
 TABLE = "docs/design.md"
-_ROW = re.compile(r"\| `(titan/[\w/]+(?:\.py)?)` \|", re.ASCII)
+FOLDERS = ("titan", "planner", "testing")
+"""What the table lists. `planner/` is installed as `titan.planner`, as `plugins/` is `titan.plugins`."""
+
+_ROW = re.compile(rf"\| `((?:{'|'.join(FOLDERS)})/(?:[\w/]+(?:\.py)?)?)` \|", re.ASCII)
 
 
 # --- reading ------------------------------------------------------------------------------------------------------
@@ -85,8 +88,8 @@ def files_of(root: Path, folder: str) -> Iterator[tuple[Path, ast.Module]]:
 
 
 def imports_of_files(root: Path) -> dict[str, dict[str, int]]:
-    """File -> file of `titan/` that it imports -> the first line that does."""
-    files = {file.as_posix(): (file, tree) for file, tree in files_of(root, "titan")}
+    """File -> file of `FOLDERS` that it imports -> the first line that does."""
+    files = {file.as_posix(): (file, tree) for folder in FOLDERS for file, tree in files_of(root, folder)}
     found: dict[str, dict[str, int]] = {name: {} for name in files}
     for name, (file, tree) in files.items():
         for line, parts in imports(file, tree):
@@ -99,7 +102,8 @@ def imports_of_files(root: Path) -> dict[str, dict[str, int]]:
 def _file_of(parts: Sequence[str], files: Mapping[str, object]) -> str | None:
     """The file that holds what a dotted name names: the module itself, or the one it is taken from."""
     for length in range(len(parts), 0, -1):
-        path = "/".join(parts[:length])
+        beside = parts[0] == "titan" and length > 1 and parts[1] in FOLDERS
+        path = "/".join(parts[beside:length])
         for name in (f"{path}.py", f"{path}/__init__.py"):
             if name in files:
                 return name

@@ -33,7 +33,7 @@ from bench.arguments import count
 from bench.gpu import jobs
 from bench.peak import forget_peak, peak_mib, status_mib
 from titan.config import load_job
-from titan.dryrun import dry_run
+from titan.planner.dryrun import dry_run
 from titan.planner.machine.cluster import DeviceMemory
 from titan.planner.step.layout import costs_of
 from titan.planner.step.memory import memories

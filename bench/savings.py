@@ -31,7 +31,7 @@ from bench.arguments import count
 from bench.headlines import SAVINGS, savings
 from bench.peak import forget_peak, peak_mib, status_mib
 from titan.config import load_job
-from titan.dryrun import dry_run
+from titan.planner.dryrun import dry_run
 from titan.planner.machine import cluster
 from titan.planner.step.layout import costs_of
 from titan.planner.step.predict import Planner

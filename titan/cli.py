@@ -1,8 +1,12 @@
-"""`titan COMMAND ...`: one module of `titan.commands` a command; `titan.launch` is `titan train`."""
+"""`titan COMMAND ...`: a command is a module of `titan.commands`, or one that an entry point of that name brings.
+
+`titan.launch` is `titan train`.
+"""
 
 import argparse
 import difflib
 import importlib
+import importlib.metadata
 import itertools
 import pkgutil
 import re
@@ -13,7 +17,7 @@ from types import ModuleType
 from typing import Any, NoReturn
 
 import titan.commands
-from titan import __version__, launch
+from titan import __version__
 from titan.contracts.plugin.options import did_you_mean, options_of
 from titan.errors import (
     EXIT_FAILED,
@@ -32,7 +36,8 @@ from titan.errors import (
 )
 from titan.paths import expanded, told
 
-TRAIN = "train"
+TRAIN = {"train": "titan.launch"}
+ENTRY_POINTS = "titan.commands"
 OVERRIDE = re.compile(r"--[^\s.=]+(\.[^\s.=]+)+(=|$)")
 """`--table.key`, alone or with `=value`."""
 
@@ -174,9 +179,10 @@ def _keys(word: str) -> list[str]:
 
 def _commands(asked: str) -> dict[str, ModuleType]:
     """The module of the command asked for; those of all commands where it is none. A module may import for seconds."""
-    found = sorted(module.name for module in pkgutil.iter_modules(titan.commands.__path__))
-    wanted = [asked] if asked in (*found, TRAIN) else [*found, TRAIN]
-    return {name: launch if name == TRAIN else importlib.import_module(f"titan.commands.{name}") for name in wanted}
+    own = {module.name: f"titan.commands.{module.name}" for module in pkgutil.iter_modules(titan.commands.__path__)}
+    entries = importlib.metadata.entry_points(group=ENTRY_POINTS)
+    found = dict(sorted({**{entry.name: entry.value for entry in entries}, **own}.items())) | TRAIN
+    return {name: importlib.import_module(found[name]) for name in ([asked] if asked in found else found)}
 
 
 if __name__ == "__main__":

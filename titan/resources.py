@@ -13,6 +13,10 @@ from typing import Any
 
 import torch
 
+from titan.errors import ConfigError, ConfigIssue
+
+OFFLOADED = "techniques keep"
+
 DESCRIPTORS = 1 << 20
 """Most that a process asks for: some systems have no hard limit at all."""
 
@@ -110,3 +114,44 @@ def process_state(pid: int | None) -> str:
     except OSError:
         return "in an unknown state"
     return next(line for line in status.splitlines() if line.startswith("State:")).removeprefix("State:").strip()
+
+
+def check_host_memory(
+    each_gib: float, ranks: int, what: str, meminfo: Path = Path("/proc/meminfo"),
+    limit: Path = Path("/sys/fs/cgroup/memory.max"),
+) -> None:  # fmt: skip
+    """Compare what `ranks` ranks will keep, each so many GiB, with the memory of this machine.
+
+    What others have of it for now may be free when the run is started again, so all of it counts.
+
+    what: who keeps it, and the verb.  meminfo, limit: see `host_memory_gib`.
+
+    Raises:
+        ConfigError: it has too little.
+    """
+    for available, where in host_memory_gib(meminfo, limit):
+        if each_gib * ranks > available:
+            raise ConfigError([ConfigIssue("", too_little(what, each_gib, ranks, available, where))])
+
+
+def host_memory_gib(
+    meminfo: Path = Path("/proc/meminfo"), limit: Path = Path("/sys/fs/cgroup/memory.max")
+) -> list[tuple[float, str]]:
+    """GiB of memory of this machine, and of the container's limit, each with where it stands; what is not told is
+    left out."""
+    found = []
+    with suppress(OSError, KeyError, ValueError, IndexError):
+        fields = dict(line.split(":", 1) for line in meminfo.read_text().splitlines())
+        found.append((int(fields["MemTotal"].split()[0]) * 1024 / 2**30, f"MemTotal of {meminfo}"))
+    with suppress(OSError, ValueError):  # "max": there is none
+        found.append((int(limit.read_text()) / 2**30, str(limit)))
+    return found
+
+
+def too_little(what: str, each_gib: float, ranks: int, available_gib: float, where: str) -> str:
+    """What is said where a node's host has too little memory. where: what tells how much it has."""
+    each = f", {each_gib:.4g} GiB for each of {ranks} ranks of a node" if ranks > 1 else ""
+    return (
+        f"{what} {each_gib * ranks:.4g} GiB in the host's memory{each}, but "
+        f"{where} = {available_gib:.4g} GiB; shard over more ranks, use more nodes, or offload less"
+    )

@@ -7,21 +7,17 @@ import shlex
 import shutil
 import sys
 from collections.abc import Sequence
-from functools import partial
 from pathlib import Path
 from typing import Any
 
 from titan import log
 from titan.checkpoint.disk.folder import complete, step_folder
 from titan.config import Job, load_job, said_of, split_arguments, without_effect
-from titan.contracts.base.cost import PredictedStep
 from titan.contracts.plugin.options import as_table, options_of
-from titan.device import device_name, total_gib
 from titan.errors import (
     EXIT_DONE,
     EXIT_FAILED,
     EXIT_PREEMPTED,
-    ConfigError,
     PreemptedError,
     TitanError,
     stand_in_for_closed,
@@ -29,18 +25,12 @@ from titan.errors import (
 )
 from titan.inference import generation
 from titan.paths import expanded
-from titan.planner.machine.cluster import DeviceMemory
-from titan.planner.machine.host import OFFLOADED, check_this_machine
-from titan.planner.search.unset_options import choose, least_gib, with_options
 from titan.ranks import failure, process, watchdog
 from titan.ranks.meeting import signals
 from titan.ranks.meeting.launch_env import launched_world_size
-from titan.ranks.turns import from_first, together
-from titan.training import build, trainer, validation
+from titan.training import build, foresight, trainer, validation
 from titan.training.engine import weights_to_use
 from titan.usage import USAGE
-
-STATE = "weights and the optimizer's state"
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -78,41 +68,14 @@ def _built(words: list[str], rank: int) -> build.Run:
     log.set_up(rank)
     for sentence in said_of(path, overrides):
         log.log.info(sentence)
-    job = _settled(job, me)
-    run = build.build(job, me, partial(_predicted, job, me))
+    job = foresight.settled(job, me)
+    run = build.build(job, me, foresight.predictor(job, me))
     try:
         signals.check()
     except PreemptedError:
         trainer.close(run)
         raise
     return run
-
-
-def _settled(job: Job, me: process.Rank) -> Job:
-    """The job with what the memory of the devices decides; rank 0 decides for all."""
-    least = process.smallest_memory_gib(me)
-    memory = None if least is None else DeviceMemory(least)
-    values, sentences = from_first(lambda: choose(job, memory), me)
-    job = with_options(job, values)
-    for sentence in sentences:
-        log.log.info(sentence)
-    together(lambda: _refuse_what_cannot_fit(job, me, least), me, job.comm.init_timeout_s)
-    return job
-
-
-def _refuse_what_cannot_fit(job: Job, me: process.Rank, device_gib: float | None) -> None:
-    """Before a model is built that takes minutes to fill the memory."""
-    least = least_gib(job)
-    on_device, on_host = (max(each) for each in zip(*least, strict=True))
-    ranks = int(os.environ.get("LOCAL_WORLD_SIZE", 1))  # not every launcher says: then at least this one
-    if me.device.type == "cpu":
-        mean = sum(map(sum, least)) / len(least)  # a node has ranks of all of the pipeline, or fewer ranks
-        check_this_machine(mean, ranks, f"{STATE} take")
-        return
-    if device_gib is not None and on_device > device_gib:
-        what = f"{STATE} take {on_device:.4g} GiB on a rank, but its device has {device_gib:.4g} GiB"
-        raise ConfigError(f"{what}; shard over more ranks, or use a smaller model")
-    check_this_machine(on_host, ranks, OFFLOADED)
 
 
 def _run(run: build.Run) -> int:
@@ -130,18 +93,6 @@ def _run(run: build.Run) -> int:
         log.log.info(f"\nsample after step {run.step}:\n{job.run.sample_prompt}{text}\n")
     _part(run)
     return EXIT_DONE
-
-
-def _predicted(job: Job, me: process.Rank, name: str) -> PredictedStep | None:
-    """The step of this job that `titan plan --cluster` predicts; see `BuildContext.predict`."""
-    from titan.planner.machine import cluster
-    from titan.planner.step.layout import costs_of
-    from titan.planner.step.predict import Planner
-
-    if name := name or cluster.of_device(device_name(me.device), total_gib(me.device) or 0.0):
-        where = cluster.load(name)
-        return PredictedStep(cluster=where.name, time_s=Planner(where).predict(costs_of(job), job.layout).time_s)
-    return None
 
 
 def _end_early(run: build.Run, asked: str) -> int:

@@ -13,10 +13,10 @@ from torch.profiler import ProfilerActivity, profile
 from bench.gpu.records import Row
 from bench.gpu.setting import Setting
 from titan.contracts import Projection
-from titan.doctor import device as doctor
-from titan.doctor.clock import Clock
-from titan.doctor.report import rows
 from titan.layers.experts import stacked_product
+from titan.planner.doctor import device as doctor
+from titan.planner.doctor.clock import Clock
+from titan.planner.doctor.report import rows
 from titan.plugins.losses.cross_entropy import CrossEntropy
 from titan.plugins.losses.cross_entropy.rows import Slice, loss_and_gradient
 from titan.ranks import process

@@ -12,9 +12,9 @@ from tests.jobs import CONFIGS, LLAMA, SAVING, THREE_STEPS, mesh
 from tests.planned import CLUSTER
 from tests.sweeps import swept_case
 from titan.config import load_job
-from titan.dryrun.run import dry_run
 from titan.errors import ConfigError, PluginError
 from titan.layers.experts import SideLoss
+from titan.planner.dryrun.run import dry_run
 from titan.planner.step.layout import costs_of
 from titan.planner.step.predict import Planner, flops_per_token
 from titan.testing.jobs import Outcome, assert_same_curve, run_job, train_job

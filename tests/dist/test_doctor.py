@@ -13,7 +13,7 @@ import pytest
 import torch.distributed as dist
 
 from titan import cli
-from titan.doctor import clock, device, links
+from titan.planner.doctor import clock, device, links
 from titan.planner.machine import cluster
 from titan.testing.ranks import run_ranks
 
@@ -42,7 +42,7 @@ def _doctor(words: list[str], slow: int) -> dict[str, Any] | None:
             return super().each(lambda: [work() for _ in range(times)])
 
     out = io.StringIO()
-    with _small(), patch("titan.doctor.examination.Clock", Slow), contextlib.redirect_stdout(out):
+    with _small(), patch("titan.planner.doctor.examination.Clock", Slow), contextlib.redirect_stdout(out):
         assert cli.main(["doctor", *words, "--json"]) == 0
     return json.loads(out.getvalue()) if out.getvalue() else None
 

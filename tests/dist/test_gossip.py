@@ -27,8 +27,8 @@ from tests.jobs import (
 from tests.planned import CLUSTER, job_of
 from tests.sweeps import swept_case
 from titan.config import load_job
-from titan.dryrun.run import dry_run
 from titan.errors import ConfigError
+from titan.planner.dryrun.run import dry_run
 from titan.planner.step.layout import costs_of
 from titan.planner.step.predict import Planner
 from titan.plugins.parallel import gossip

@@ -11,7 +11,7 @@ from tests.jobs import LLAMA, SAVING, mesh
 from tests.signals import job
 from titan import train
 from titan.config import load_job
-from titan.dryrun import dry_run
+from titan.planner.dryrun import dry_run
 from titan.testing.jobs import Outcome, train_job
 from titan.testing.ranks import run_ranks
 
@@ -20,7 +20,7 @@ EACH = ("--train.steps", "6", "--metrics.every", "1")
 LAYOUTS = {
     "one rank": (1, []),
     "dp_shard 2, tp 2": pytest.param(4, mesh(dp_shard=2, tp=2), marks=pytest.mark.sweep),
-    "pp 2, bytes counted": (2, [*mesh(pp=2), "--metrics.bytes_sent", "true"]),
+    "pp 2, bytes counted": (2, [*mesh(pp=2), "--plugins.bytes_sent.enabled", "true"]),
     "compiled": pytest.param(1, ["--plugins.compile.enabled", "true"], marks=pytest.mark.sweep),
 }
 SENT = {"one rank": [], "compiled": [], "dp_shard 2, tp 2": ["tp", "dp"], "pp 2, bytes counted": ["pp"]}

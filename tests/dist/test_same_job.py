@@ -13,7 +13,6 @@ import pytest
 
 from tests.commands import free_port, launch, launched
 from tests.jobs import LLAMA
-from titan import train
 from titan.config import load_job
 from titan.errors import ConfigError, TitanError
 from titan.ranks import failure, process
@@ -21,6 +20,7 @@ from titan.ranks.meeting.launch_env import LOCAL
 from titan.ranks.meeting.same_job import APART, misfits, statement_of
 from titan.testing.jobs import read_rows, write_text
 from titan.testing.ranks import run_ranks
+from titan.training import foresight
 
 SEVERAL = """\
 [optimizer]
@@ -172,9 +172,9 @@ def _settled(folder: Path) -> str:
     words = ("--data.path", "x", "--run.dir", str(folder), "--mesh.dp_shard", "2")
     job = load_job(LLAMA, (*words, "--plugins.activation_checkpoint.mode", "auto"), 2)
     mode = ("full", "none")[int(os.environ["RANK"])]
-    train.choose = lambda job, memory: ({"activation_checkpoint": {"mode": mode}}, [])
+    foresight.choose = lambda job, device_gib: ({"activation_checkpoint": {"mode": mode}}, [])
     try:
-        settled = train._settled(job, process.join(job))
+        settled = foresight.settled(job, process.join(job))
         return str(settled.table["plugins"]["activation_checkpoint"]["mode"])
     finally:
         process.leave()
@@ -193,7 +193,7 @@ REFUSED = {
     "data.packing": "pad", "data.shuffle": "false", "checkpoint.enabled": "true", "checkpoint.every": "3",
     "checkpoint.keep_latest": "5", "checkpoint.init_from": "text", "checkpoint.reset_data": "true",
     "checkpoint.resume": "never", "checkpoint.async": "false", "validation.samples": "9", "metrics.every": "2",
-    "metrics.peak_tflops": "7", "metrics.bytes_sent": "true", "comm.init_timeout_s": "99", "comm.timeout_s": "99",
+    "metrics.peak_tflops": "7", "comm.init_timeout_s": "99", "comm.timeout_s": "99",
     "comm.checkpoint_timeout_s": "99", "model.n_layers": "1", "model.norm_eps": "1e-3", "model.init_std": "0.3",
     "model.rope_theta": "77.0", "model.tied": "true", "model.attention": "unfused", "model.max_seq_len": "64",
     "model.ffn_dim": "64", "model.n_kv_heads": "4", "loss.z_loss": "1e-4", "optimizer.lr": "0.1",

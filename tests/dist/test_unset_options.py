@@ -4,12 +4,12 @@ import torch
 import torch.distributed as dist
 
 from tests.planned import job_of
-from titan import train
 from titan.planner.machine.cluster import DeviceMemory
 from titan.planner.step.layout import costs_of
 from titan.planner.step.memory import GIB, peak_bytes
 from titan.ranks import process
 from titan.testing.ranks import run_ranks
+from titan.training import foresight
 
 WORDS = ("--mesh.dp_shard", "2", "--train.global_batch_size", "8", "--train.micro_batch_size", "2")
 
@@ -17,7 +17,7 @@ WORDS = ("--mesh.dp_shard", "2", "--train.global_batch_size", "8", "--train.micr
 def _chosen(sizes: tuple[float, ...]) -> int | None:
     number = dist.get_rank()
     process.total_gib = lambda device: sizes[number]
-    job = train._settled(job_of(*WORDS), process.Rank(number, len(sizes), number, torch.device("cpu")))
+    job = foresight.settled(job_of(*WORDS), process.Rank(number, len(sizes), number, torch.device("cpu")))
     return next(t.config.zero_stage for t in job.techniques if hasattr(t.config, "zero_stage"))
 
 

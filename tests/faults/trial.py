@@ -33,10 +33,14 @@ class Verdict:
         return bool(self.by)
 
 
+FOLDERS = ("titan", "plugins", "planner", "testing", "configs")
+"""What is installed: the package titan, and the folders that are packages below it."""
+
+
 def copied(to: Path, source: Path = ROOT) -> Path:
     """Copy a checkout; returns the copy. Times stay, so that compiled modules beside the sources remain valid."""
     shutil.copytree(source, to, ignore=_NOT_COPIED, symlinks=True)
-    for name in ("plugins", "configs"):
+    for name in FOLDERS[1:]:
         # Installed, these folders are packages below titan. The links take precedence over those of the environment.
         link = to / "titan" / name
         if not link.is_symlink():

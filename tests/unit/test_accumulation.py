@@ -9,8 +9,8 @@ import torch
 
 from tests.planned import CLUSTER, job_of
 from titan.contracts import locals_of
-from titan.dryrun import dry_run
-from titan.dryrun.watch import Watch
+from titan.planner.dryrun import dry_run
+from titan.planner.dryrun.watch import Watch
 from titan.planner.step.layout import costs_of
 from titan.planner.step.predict import Planner
 

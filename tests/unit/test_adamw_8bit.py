@@ -6,7 +6,7 @@ from torch import nn
 
 from tests.planned import CLUSTER, job_of
 from titan.contracts import NamedParameter
-from titan.dryrun import dry_run
+from titan.planner.dryrun import dry_run
 from titan.planner.step.layout import costs_of
 from titan.planner.step.predict import Planner
 from titan.plugins.optimizers import adamw, adamw_8bit

@@ -5,8 +5,8 @@ from collections import Counter
 import pytest
 
 from tests.planned import job_of
-from titan.dryrun import dry_run
 from titan.errors import ConfigError
+from titan.planner.dryrun import dry_run
 from titan.planner.picture.traffic import moved
 from titan.planner.step.layout import costs_of
 from titan.training.phases import reducing

@@ -15,8 +15,8 @@ from torch.library import opcheck
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
 
-from titan.dryrun.meta_tensors import MetaTensorMode
-from titan.dryrun.work import attention_flops, flops_of
+from titan.planner.dryrun.meta_tensors import MetaTensorMode
+from titan.planner.dryrun.work import attention_flops, flops_of
 from titan.plugins.attention import cpu_kernel
 from titan.plugins.attention.cpu_kernel import OPERATIONS, cpu_attention, why_not
 

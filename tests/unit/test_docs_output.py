@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 
 from titan.layers.blocks import PreNormLayer
-from titan.skeletons.write import skeleton
+from titan.skeletons import skeleton
 
 ROOT = Path(__file__).parents[2]
 PAGES = ("README.md", "docs/hpc.md", "docs/profile.md", "docs/reliability.md")
@@ -47,7 +47,9 @@ def _strings(tree: ast.AST) -> Iterator[str]:
 @cache
 def printed() -> str:
     """All strings of titan/, plugins/ and the shell scripts of a launch."""
-    files = [file for folder in ("titan", "plugins") for file in sorted((ROOT / folder).rglob("*.py"))]
+    files = [
+        file for folder in ("titan", "plugins", "planner", "testing") for file in sorted((ROOT / folder).rglob("*.py"))
+    ]
     strings = [text for file in files for text in _strings(ast.parse(file.read_text()))]
     strings += [text for file in (ROOT / "scripts").glob("*.sh") for text in re.findall(r'"(.*?)"', file.read_text())]
     return HOLE.join(strings).replace("\n", " ")

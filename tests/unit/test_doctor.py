@@ -13,12 +13,12 @@ import torch
 
 from titan import cli
 from titan.contracts.base.cost import Collective
-from titan.doctor import cluster_file, collective_overhead, device
-from titan.doctor.clock import Time
-from titan.doctor.collective_overhead import GATHERED, SPLIT
-from titan.doctor.device import FROM_HOST
-from titan.doctor.links import MOST_ROUNDS, Layout
-from titan.doctor.report import Reading, Row, line, outliers, rows
+from titan.planner.doctor import cluster_file, collective_overhead, device
+from titan.planner.doctor.clock import Time
+from titan.planner.doctor.collective_overhead import GATHERED, SPLIT
+from titan.planner.doctor.device import FROM_HOST
+from titan.planner.doctor.links import MOST_ROUNDS, Layout
+from titan.planner.doctor.report import Reading, Row, line, outliers, rows
 from titan.planner.machine import cluster
 from titan.planner.machine.network import Group, Network
 

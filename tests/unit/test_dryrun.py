@@ -9,8 +9,8 @@ import torch.distributed as dist
 import torch.nn.functional as F
 
 from titan.config import Job, load_job
-from titan.dryrun import COMPONENTS, DryRun, dry_run, report
 from titan.errors import ConfigError
+from titan.planner.dryrun import COMPONENTS, DryRun, dry_run, report
 from titan.planner.step.layout import costs_of
 from titan.planner.step.predict import flops_per_token
 

@@ -9,7 +9,7 @@ import pytest
 
 from tests.sweeps import but_sweep
 from titan.config import Job, load_job
-from titan.dryrun import dry_run
+from titan.planner.dryrun import dry_run
 
 CONFIGS = sorted((Path(__file__).parents[2] / "configs").glob("*.toml"))
 LARGEST = [

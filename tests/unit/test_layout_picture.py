@@ -14,7 +14,7 @@ from titan.cli import main
 from titan.config import Job, load_job
 from titan.contracts.base.layout import Axis, Layout
 from titan.contracts.base.mesh import Mesh
-from titan.dryrun.run import _alone_as
+from titan.planner.dryrun.run import _alone_as
 from titan.planner.machine import cluster
 from titan.planner.picture.draw import MOST_CELLS, draw_layout, layout_picture
 from titan.planner.picture.holdings import exchanges, groups, holdings

@@ -15,21 +15,23 @@ from tests.planned import CLUSTER, TOML, job_of
 from tests.sweeps import sweep_but
 from titan.cli import main
 from titan.contracts import NamedParameter, on_host, update_some
-from titan.dryrun import dry_run
 from titan.errors import ConfigError
-from titan.planner.machine.host import check_this_machine, short_of
+from titan.planner.dryrun import dry_run
+from titan.planner.machine.host import short_of
 from titan.planner.report.render import prediction_text
 from titan.planner.search.best_first import search
 from titan.planner.search.space import load_base
-from titan.planner.search.unset_options import least_gib, settle
+from titan.planner.search.unset_options import settle
 from titan.planner.step.layout import costs_of
 from titan.planner.step.predict import Planner
+from titan.planner.trainer_api import persistent_gib
 from titan.plugins.memory.offload.activations import Offloader, _Layer
 from titan.plugins.memory.offload.link import Pairs, Way
 from titan.plugins.memory.offload.state import streamed
 from titan.plugins.optimizers.adamw import AdamW, Config
 from titan.plugins.optimizers.schedule_free_adamw import Config as ScheduleFreeConfig
 from titan.plugins.optimizers.schedule_free_adamw import ScheduleFreeAdamW
+from titan.resources import check_host_memory
 from titan.training.phases import wrapping
 
 pytestmark = pytest.mark.filterwarnings("ignore:FSDP2-wrapped module")
@@ -241,19 +243,19 @@ def test_tensors_whose_sizes_change_in_each_step_are_refused() -> None:
 
 def test_a_host_with_too_little_memory_is_refused(tmp_path: Path) -> None:
     job = job_of(*SMALL, *BATCH, *OPTIMIZER, "--mesh.dp_shard", "2")
-    [(_, gib)] = least_gib(job)
-    assert gib == pytest.approx(17.01 / 1024, rel=1e-3) and least_gib(job_of(*SMALL))[0][1] == 0
+    [(_, gib)] = persistent_gib(job)
+    assert gib == pytest.approx(17.01 / 1024, rel=1e-3) and persistent_gib(job_of(*SMALL))[0][1] == 0
     meminfo = tmp_path / "meminfo"
     meminfo.write_text("MemTotal:      30720 kB\nMemAvailable:      3072 kB\n")
     with pytest.raises(ConfigError, match=r"keep 0\.03322 GiB .* 0\.01661 GiB for each of 2 ranks .* = 0\.0293 GiB"):
-        check_this_machine(gib, 2, "they keep", meminfo)
-    check_this_machine(gib, 1, "they keep", meminfo)
-    check_this_machine(gib, 2, "they keep", tmp_path / "absent")
+        check_host_memory(gib, 2, "they keep", meminfo)
+    check_host_memory(gib, 1, "they keep", meminfo)
+    check_host_memory(gib, 2, "they keep", tmp_path / "absent")
     limit = tmp_path / "memory.max"
     for text, refused in (("max", False), (str(2**30), False), (str(30 * 2**20), True)):
         limit.write_text(text)
         with pytest.raises(ConfigError, match=r"memory\.max") if refused else nullcontext():
-            check_this_machine(gib, 2, "they keep", tmp_path / "absent", limit)
+            check_host_memory(gib, 2, "they keep", tmp_path / "absent", limit)
 
 
 def test_a_table_that_offloads_nothing_is_said() -> None:

@@ -10,7 +10,7 @@ from tests.planned import CLUSTER, job_of
 from tests.sweeps import sweep_but
 from titan.config import Job
 from titan.contracts.base.cost import Matmul
-from titan.dryrun import DryRun, dry_run
+from titan.planner.dryrun import DryRun, dry_run
 from titan.planner.machine.cluster import DeviceMemory
 from titan.planner.picture.traffic import moved, passed_on
 from titan.planner.step.layout import costs_of

@@ -1,4 +1,4 @@
-"""Pictures of predictions and studies (titan/planner/report/pictures.py)."""
+"""Pictures of predictions and studies (planner/report/pictures.py)."""
 
 import sys
 from collections.abc import Sequence

@@ -5,7 +5,7 @@ import pytest
 from bench.savings import CONFIG, TABLES, recompute
 from tests.sweeps import sweep_but
 from titan.config import load_job
-from titan.dryrun import dry_run
+from titan.planner.dryrun import dry_run
 from titan.planner.machine import cluster
 from titan.planner.step.layout import costs_of
 from titan.planner.step.predict import Planner

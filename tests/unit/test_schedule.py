@@ -1,4 +1,4 @@
-"""Steps of a pipeline in simulated time (titan/planner/step/schedule.py, steady_state.py)."""
+"""Steps of a pipeline in simulated time (planner/step/schedule.py, steady_state.py)."""
 
 import random
 from collections.abc import Callable

@@ -1,4 +1,4 @@
-"""Studies: a job with one thing varied (titan/planner/report/studies.py, study.py)."""
+"""Studies: a job with one thing varied (planner/report/studies.py, study.py)."""
 
 import json
 from collections.abc import Sequence

@@ -19,14 +19,14 @@ pytest.importorskip("optuna")
 
 from tests.jobs import LLAMA
 from titan import cli
-from titan.commands import tune as command
 from titan.config import load_job
 from titan.errors import ConfigError, install
+from titan.planner.commands import tune as command
 from titan.planner.search.space import Base, Choice, load_base
-from titan.tuning import proposal, trial
-from titan.tuning.proposal import Proposer, imputed, parameters_of
-from titan.tuning.results import Failed, Measured, Results, Trial
-from titan.tuning.search import searched, table, tune
+from titan.planner.tuning import proposal, trial
+from titan.planner.tuning.proposal import Proposer, imputed, parameters_of
+from titan.planner.tuning.results import Failed, Measured, Results, Trial
+from titan.planner.tuning.search import searched, table, tune
 
 OBJECTIVE = "tokens"
 

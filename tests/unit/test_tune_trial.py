@@ -12,9 +12,9 @@ from tests.jobs import LLAMA
 from tests.unit.test_tune import base
 from titan.config import load_job
 from titan.planner.search.space import Choice
-from titan.tuning import trial
-from titan.tuning.results import Failed, Measured
-from titan.tuning.trial import Runner, failure
+from titan.planner.tuning import trial
+from titan.planner.tuning.results import Failed, Measured
+from titan.planner.tuning.trial import Runner, failure
 
 
 @pytest.mark.parametrize(

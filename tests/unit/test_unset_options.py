@@ -16,10 +16,11 @@ from titan.contracts.plugin import registry
 from titan.errors import PluginError
 from titan.planner.machine.cluster import MEMORY_LIMIT, DeviceMemory
 from titan.planner.search import unset_options
-from titan.planner.search.unset_options import least_gib, settle
+from titan.planner.search.unset_options import settle
 from titan.planner.step.layout import costs_of
 from titan.planner.step.memory import GIB, peak_bytes
 from titan.planner.step.predict import Planner
+from titan.planner.trainer_api import persistent_gib
 
 SHARDED = ("--mesh.dp_shard", "4", "--train.global_batch_size", "16", "--train.micro_batch_size", "2")
 PIPED = ("--mesh.pp", "2", "--mesh.dp_shard", "2", "--train.global_batch_size", "8", "--train.micro_batch_size", "1")
@@ -139,8 +140,8 @@ def test_a_model_that_no_memory_here_holds_is_refused_before_it_is_built(
 def test_stages_of_a_node_are_counted_as_they_are() -> None:
     """Half of the ranks hold the embeddings, which are most of this model."""
     words = ["--mesh.pp", "2", "--model.vocab_size", "50000"]
-    [first, last] = [device for device, _ in least_gib(job_of(*words))]
-    [whole] = [device for device, _ in least_gib(job_of(*words[2:]))]
+    [first, last] = [device for device, _ in persistent_gib(job_of(*words))]
+    [whole] = [device for device, _ in persistent_gib(job_of(*words[2:]))]
     assert first + last == pytest.approx(whole, rel=0.02) and 0 < first < whole
 
 

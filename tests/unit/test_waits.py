@@ -65,8 +65,8 @@ LISTED = {
         "tokenize: each.result": "none: it is done", "tokenize: wait": "LOOK_S; text of any size, and signals end it",
     },
     "titan/device.py": {"kind_of: _stands_for.get": OWN},
-    "titan/doctor/links.py": {"sends: dist.recv": GROUP, "answers: dist.recv": GROUP},
-    "titan/planner/search/best_first.py": {
+    "planner/doctor/links.py": {"sends: dist.recv": GROUP, "answers: dist.recv": GROUP},
+    "planner/search/best_first.py": {
         "_shared_out: receiver.recv": CHILD + "; one that dies closes the pipe", "_shared_out: process.join": CHILD,
     },
     "titan/ranks/failure.py": {"first: store.get": STORE, "agreed: store.get": STORE, "kind_of: store.get": STORE},
@@ -95,9 +95,9 @@ LISTED = {
         "beat: done.wait": "BEAT_S", "at_work: thread.join": "BEAT_S", "over: self._store.get": STORE,
         "_part: self._store.wait": "FAREWELL_S",
     },
-    "titan/testing/faults.py": {"run_tests: process.wait": TEST},
-    "titan/testing/jobs.py": {"trained: process.join": TEST},
-    "titan/testing/ranks.py": {
+    "testing/faults.py": {"run_tests: process.wait": TEST},
+    "testing/jobs.py": {"trained: process.join": TEST},
+    "testing/ranks.py": {
         "answer: self.inbox.poll": "0 s", "answer: self.inbox.recv": "none: there is something",
         "run_ranks: TCPStore": "none: it serves", "_collect: wait": TEST, "_collect: rank.process.join": TEST,
         "_end: rank.process.join": "none: it was killed", "_death: rank.process.join": "none: it has closed its pipe",
@@ -106,7 +106,7 @@ LISTED = {
     "titan/train.py": {"_built: process.join": "comm.init_timeout_s"},
     "titan/training/build.py": {"_restore: checkpointer.connect": GROUP},
     "titan/training/trainer.py": {"_finish: run.checkpointer.wait": SAVE, "_rescue: run.checkpointer.wait": SAVE},
-    "titan/tuning/trial.py": {
+    "planner/tuning/trial.py": {
         "_live: process.communicate": "--timeout", "_end: process.poll": "0 s", "_end: process.communicate": "GRACE_S",
     },
     "plugins/attention/cpu_kernel.py": {"_answer: subprocess.run": "its own, in seconds"},
@@ -127,7 +127,7 @@ LISTED = {
 
 
 def test_every_wait_is_listed_with_its_limit_or_reason() -> None:
-    files = [file for room in ("titan", "plugins") for file in (ROOT / room).rglob("*.py")]
+    files = [file for room in ("titan", "plugins", "planner", "testing") for file in (ROOT / room).rglob("*.py")]
     present = {(str(file.relative_to(ROOT)), wait) for file in files for wait in waits(ast.parse(file.read_text()))}
     listed = {(file, wait) for file, calls in LISTED.items() for wait in calls}
     assert present - listed == set(), "give each a limit, and say which, or why it needs none"

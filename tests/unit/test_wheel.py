@@ -15,6 +15,7 @@ import pytest
 from tests.wheels import build
 
 ROOT = Path(__file__).parents[2]
+ROOMS = ("titan", "plugins", "planner", "testing")
 
 
 @pytest.fixture(scope="module")
@@ -25,7 +26,7 @@ def wheel(tmp_path_factory: pytest.TempPathFactory) -> zipfile.ZipFile:
 def test_holds_every_source_config_and_vocabulary(wheel: zipfile.ZipFile) -> None:
     wanted = {
         (Path(name) / file.relative_to(ROOT / folder)).as_posix()
-        for name, folder in (("titan", "titan"), ("titan/plugins", "plugins"), ("titan/configs", "configs"))
+        for name, folder in (("titan", "titan"), *((f"titan/{folder}", folder) for folder in (*ROOMS[1:], "configs")))
         for file in (ROOT / folder).rglob("*")
         if file.is_file() and "__pycache__" not in file.parts
     }
@@ -73,7 +74,7 @@ EXTRAS = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["option
 
 @pytest.mark.parametrize("extra", sorted(EXTRAS.keys() - {"dev"}))
 def test_each_extra_is_named_where_it_lacks_and_has_a_test(extra: str) -> None:
-    code = "".join(file.read_text() for folder in ("titan", "plugins") for file in (ROOT / folder).rglob("*.py"))
+    code = "".join(file.read_text() for folder in ROOMS for file in (ROOT / folder).rglob("*.py"))
     assert re.search(rf"""install\(["']{extra}["']\)""", code), f"no message names the extra {extra}"
     tests = "".join(file.read_text() for file in (ROOT / "tests").rglob("*.py"))
     packages = [re.split(r"[<>=]", requirement)[0] for requirement in EXTRAS[extra]]

@@ -10,11 +10,10 @@ import torch
 
 from titan.config import Job, load_job, said_of
 from titan.config.schema import schema
+from titan.config.unset_options import with_options
 from titan.device import total_gib
 from titan.errors import ConfigError, ConfigIssue
-from titan.planner.machine import cluster
-from titan.planner.machine.cluster import DeviceMemory
-from titan.planner.search.unset_options import settle
+from titan.training.foresight import choose
 
 HELP = "print the resolved job of a TOML with all defaults, or the JSON Schema for editors"
 
@@ -48,17 +47,14 @@ def run(args: argparse.Namespace) -> int:
         raise ConfigError([ConfigIssue("command line", what)])
     path = args.config or args.file
     job = load_job(path, args.overrides, args.world_size)
-    job, chosen = settle(job, _memory(job, args.cluster))
-    table = dict(job.table)
+    values, chosen = choose(job, _device_gib(job), args.cluster or "")
+    table = dict(with_options(job, values).table)
     for sentence in (*said_of(path, args.overrides), *chosen):
         print(sentence, file=sys.stderr)
     print(json.dumps(table, indent=2) if args.json else tomli_w.dumps(table), end="\n" if args.json else "")
     return 0
 
 
-def _memory(job: Job, name: str | None) -> DeviceMemory | None:
-    """The memory of a device of that cluster, else of the GPU that the job would use here; None: not known."""
-    if name is not None:
-        return cluster.load(name).memory
-    gib = total_gib(torch.device("cuda", 0)) if job.run.device != "cpu" and torch.cuda.is_available() else None
-    return None if gib is None else DeviceMemory(gib)
+def _device_gib(job: Job) -> float | None:
+    """The memory of the GPU that the job would use here; None: not known."""
+    return total_gib(torch.device("cuda", 0)) if job.run.device != "cpu" and torch.cuda.is_available() else None

@@ -6,8 +6,8 @@ A plugin subclasses one of these, sets `name` and `Config`, and carries `@regist
 
 Public methods are hooks: their names and parameters must be those of the contract. Start the names of helpers with an
 underscore. Per kind: `model`, `technique`, `objective` (loss, optimizer, schedule), `text` (tokenizer, dataset),
-`tracker` (metrics). In `base`: `spec` (a model as data), `cost` (a step as data), `mesh`, `parts`, `batch`. In `plugin`:
-`options`, `registry`. Models also import the library `titan.layers`.
+`tracker` (metrics). In `base`: `spec` (a model as data), `cost` (a step as data), `mesh`, `parts`, `batch`. In
+`plugin`: `options`, `registry`. Models also import the library `titan.layers`.
 """
 
 from titan.contracts import deprecated  # noqa: F401 (former names)

@@ -101,9 +101,9 @@ FAULTS = (
     ),
     Fault(
         "ranks that decide by their own memory",
-        "titan/train.py",
-        "from_first(lambda: choose(job, memory), me)",
-        "choose(job, memory)",
+        "titan/training/foresight.py",
+        "from_first(lambda: choose(job, device_gib), rank)",
+        "choose(job, device_gib)",
         (f"{SAME}::test_what_memory_decides_is_rank_0s_to_decide",),
     ),
     Fault(

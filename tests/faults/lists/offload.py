@@ -52,7 +52,7 @@ FAULTS = (
     ),
     Fault(
         "what is on the host counted as the device's",
-        "titan/dryrun/watch.py",
+        "planner/dryrun/watch.py",
         "HOST if on_host(local) else self._trained",
         "self._trained",
         (f"{UNIT}::test_the_plan_is_the_dry_run[optimizer-dp 2]",),
@@ -101,7 +101,7 @@ FAULTS = (
     ),
     Fault(
         "a node's memory held against one rank's share",
-        "titan/planner/machine/host.py",
+        "titan/resources.py",
         "each_gib * ranks > available",
         "each_gib > available",
         (f"{UNIT}::test_a_host_with_too_little_memory_is_refused",),

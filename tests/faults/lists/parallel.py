@@ -44,7 +44,7 @@ FAULTS = (
     ),
     Fault(
         "a weight over all heads held whole by every rank in the plan",
-        "titan/planner/step/parameters.py",
+        "planner/step/parameters.py",
         'if costs.style(op.module) == "wide_norm" else 1',
         "if False else 1",
         (

@@ -304,9 +304,9 @@ FAULTS = (
     ),
     Fault(
         "bytes of rows and saves counted as those of steps",
-        "titan/training/sent_bytes.py",
-        "self._counts = False\n        self._steps",
-        "pass\n        self._steps",
+        "plugins/observe/bytes_sent.py",
+        "self._counts = False\n        with self._lock",
+        "with self._lock",
         (f"{SENT}::test_an_all_reduce_of_the_gradients_and_nothing_beside_the_steps",),
     ),
     Fault(
@@ -325,7 +325,7 @@ FAULTS = (
     ),
     Fault(
         "more recomputation than a job needs to fit",
-        "titan/planner/search/unset_options.py",
+        "planner/search/unset_options.py",
         "            if less_need.fits(memory):\n                break",
         "            if False:\n                break",
         ("tests/unit/test_recompute.py::test_auto_is_the_least_recomputation_that_fits",),

@@ -1,0 +1,1 @@
+"""Commands of the planner, one module per command; `titan` finds them by the entry points `titan.commands`."""

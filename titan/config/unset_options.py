@@ -1,0 +1,82 @@
+"""Options that a job leaves to memory: which ones there are, and a job with values for them.
+
+A technique names such options in `Technique.unset_options`, with tables of values from the fastest to what needs least
+memory. A planner chooses among the tables (`titan.contracts.planner`); without a choice, an option has its usual value,
+which may follow the layout.
+"""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+from typing import Any
+
+from titan.config.job import Job
+from titan.contracts import Technique
+from titan.contracts.planner import Values
+from titan.contracts.plugin.conformance import answer, label, made
+from titan.contracts.plugin.options import did_you_mean, options_of, resolved_table
+from titan.errors import PluginError
+
+Tables = Mapping[str, Sequence[Mapping[str, Any]]]
+"""Technique -> tables of option -> value, the usual ones first."""
+
+UNDECIDED = (None, "auto")
+"""Values of an option that leave it to memory."""
+
+
+def left_to_memory(job: Job) -> Tables:
+    """Of each technique, the tables of those of its options that the job leaves to memory.
+
+    Raises:
+        PluginError: `unset_options` fails, or names an option that the technique does not have.
+    """
+    left = {}
+    for technique in job.techniques:
+        fields = {option.key: option.field for option in options_of(type(technique.config))}
+        tables = answer(technique, "unset_options", list, job)
+        for key in (key for table in tables for key in table):
+            if key not in fields:
+                what = f"unset_options() names {key!r}, which is no option of it{did_you_mean(key, fields)}"
+                raise PluginError(f"{label(type(technique))}: {what}")
+        if tables and all(getattr(technique.config, fields[key]) in UNDECIDED for key in tables[0]):
+            left[technique.name] = tables
+    return left
+
+
+def usual_values(tables: Tables) -> Values:
+    """The values that options have where nobody chooses."""
+    return {name: each[0] for name, each in tables.items()}
+
+
+def described(job: Job, values: Values) -> list[str]:
+    """Words for each value: that the job does not set the option, and what it is now."""
+    configs = {technique.name: technique.config for technique in job.techniques}
+    return [
+        f"[{Technique.section}.{name}] {key} is {_given(configs[name], key)}, so {key} = {text_of(value)}"
+        for name, table in values.items()
+        for key, value in table.items()
+    ]
+
+
+def _given(config: Any, key: str) -> str:
+    value = getattr(config, {option.key: option.field for option in options_of(type(config))}[key])
+    return "not set" if value is None else text_of(value)
+
+
+def text_of(value: Any) -> str:
+    """A value as a sentence has it."""
+    return f'"{value}"' if isinstance(value, str) else str(value)
+
+
+def with_options(job: Job, values: Values) -> Job:
+    """The job with these options set, also in its resolved table."""
+    if not values:
+        return job
+    techniques, plugins = [], dict(job.table[Technique.section])
+    for technique in job.techniques:
+        if options := values.get(technique.name):
+            fields = {option.key: option.field for option in options_of(type(technique.config))}
+            config = replace(technique.config, **{fields[key]: value for key, value in options.items()})
+            technique = made(type(technique), config)
+            plugins[technique.name] = {**plugins[technique.name], **resolved_table(config)}
+        techniques.append(technique)
+    return replace(job, techniques=tuple(techniques), table={**job.table, Technique.section: plugins})
