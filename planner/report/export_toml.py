@@ -1,6 +1,11 @@
-"""A chosen layout as the TOML of a job: a resolved one, or written into the job's own."""
+"""A chosen layout as the TOML of a job: a resolved one, or written into the job's own, whose comments and mode stay."""
 
-from collections.abc import Mapping, Sequence
+import os
+import stat
+import tempfile
+import tomllib
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
@@ -9,9 +14,12 @@ import tomli_w
 from titan.config import load_job
 from titan.config.load import BUILT_IN
 from titan.config.tables import Table, override, read
-from titan.errors import ConfigError, ConfigIssue
-from titan.planner.report.edit_toml import set_values
-from titan.planner.report.replace_file import ELSEWHERE, candidate, check_unchanged, replace, unwritable
+from titan.errors import ConfigError, ConfigIssue, MissingPackageError, TitanError, by_errno, install
+
+ELSEWHERE = "or write a resolved TOML with --output FILE"
+
+MARK = "\ufeff"
+"""The byte-order mark, with which editors of Windows begin a file."""
 
 
 def write_toml(path: Path, config: Path | None, overrides: Sequence[str], values: Mapping[str, Any]) -> None:
@@ -29,17 +37,47 @@ def write_toml(path: Path, config: Path | None, overrides: Sequence[str], values
         path.parent.mkdir(parents=True, exist_ok=True)
         path.write_text(tomli_w.dumps(table), encoding="utf-8")
     except OSError as error:
-        raise unwritable(path, error) from None
+        raise _unwritable(path, error) from None
+
+
+# --- into the job's own TOML --------------------------------------------------------------------------------------
+
+
+def text_to_replace(path: Path) -> str:
+    r"""The text of a file that is replaced after a search, with its own line endings (`\n` or `\r\n`).
+
+    path: the file, or a symlink to it.
+
+    Raises:
+        ConfigError: the file cannot be read or is not UTF-8, or the file or its folder is not writable.
+        MissingPackageError: tomlkit is not installed.
+    """
+    _tomlkit()
+    real = path.resolve()
+    try:
+        text, mode = real.read_bytes().decode(), stat.S_IMODE(real.stat().st_mode)
+    except OSError as error:
+        raise by_errno(error, ConfigError([ConfigIssue(str(path), f"cannot be read: {error.strerror}")])) from None
+    except UnicodeDecodeError as error:
+        raise ConfigError([ConfigIssue(str(path), f"is not TOML: {error}")]) from None
+    if not mode & 0o222 or not os.access(real, os.W_OK):  # root may write any file, so access alone says nothing
+        what = f"is not writable (mode {mode:04o}); make it writable with chmod u+w {real}, {ELSEWHERE}"
+        raise ConfigError([ConfigIssue(str(path), what)])
+    for folder in dict.fromkeys((path.parent, real.parent)):
+        if not os.access(folder, os.W_OK | os.X_OK):
+            what = f"cannot be replaced: its folder {folder} is not writable; change its mode, {ELSEWHERE}"
+            raise ConfigError([ConfigIssue(str(path), what)])
+    return text
 
 
 def write_layout(path: Path, text: str, overrides: Sequence[str], values: Mapping[str, Any]) -> list[str]:
-    """Write a chosen layout into the job's own TOML, whose comments, other keys, line endings and mode stay.
+    """Write a chosen layout into the job's own TOML in one step. Comments, other keys, line endings and mode stay.
 
     Only keys are written whose value differs from what the file and its base files give. The new file is loaded before
     it replaces the old one.
 
-    path: TOML of the job, or a symlink to it.  text: what `text_to_replace` gave before the search.  overrides:
-    `--key=value` words, which are written too.  values: dotted keys of the layout.
+    path: TOML of the job, or a symlink to it, which stays one.  text: what `text_to_replace` gave before the search.
+    overrides: `--key=value` words, which are written too.  values: dotted keys of the layout.
 
     Returns:
         `key = value` of each key written.
@@ -48,7 +86,7 @@ def write_layout(path: Path, text: str, overrides: Sequence[str], values: Mappin
         ConfigError: the job is invalid, the file has another text by now, cannot be edited or written, or would be
             another job than the one with this layout.
     """
-    check_unchanged(path, text)
+    _check_unchanged(path, text)
     wanted = load_job(path, [*overrides, *_words(values)]).table
     given = Table()
     override(given, overrides)
@@ -58,10 +96,45 @@ def write_layout(path: Path, text: str, overrides: Sequence[str], values: Mappin
     try:
         edited = _edited(path, text, changes, wanted)
         if edited != text:
-            replace(path, text, edited)
+            _replace(path, text, edited)
     except OSError as error:
-        raise unwritable(path, error) from None
+        raise _unwritable(path, error) from None
     return [f"{key} = {value!r}" for key, value in changes.items()]
+
+
+def set_values(text: str, values: Mapping[str, Any]) -> str:
+    """The text of a TOML with these keys set; a key that it has keeps its place and comment.
+
+    values: dotted key, its table first -> value.
+
+    Raises:
+        ValueError: the text is no TOML, or cannot be edited.
+    """
+    if text.startswith(MARK):
+        return MARK + set_values(text.removeprefix(MARK), values)
+    tomlkit = _tomlkit()
+    ending = "\r\n" if text.partition("\n")[0].endswith("\r") else "\n"
+    document, wanted = tomlkit.parse(text.replace("\r\n", "\n")), tomllib.loads(text)
+    for key, value in values.items():
+        *tables, name = key.split(".")
+        here, there = document, wanted
+        for table in tables:
+            if table not in here:
+                here[table] = tomlkit.table()
+            here, there = here[table], there.setdefault(table, {})
+        here[name] = there[name] = value
+    edited: str = document.as_string().replace("\n", ending)
+    if tomllib.loads(edited) != wanted:
+        raise ValueError("the keys of the layout stand in a form that cannot be edited")
+    return edited
+
+
+def _tomlkit() -> Any:
+    try:
+        import tomlkit
+    except ImportError:
+        raise MissingPackageError(f"--in-place needs tomlkit; run: {install('plan')}, {ELSEWHERE}") from None
+    return tomlkit
 
 
 def _edited(path: Path, text: str, changes: Mapping[str, Any], wanted: Mapping[str, Any]) -> str:
@@ -78,26 +151,67 @@ def _edited(path: Path, text: str, changes: Mapping[str, Any], wanted: Mapping[s
     return edited
 
 
+def _replace(path: Path, before: str, after: str) -> None:
+    """Replace a file's text, if it still is `before`; the file keeps its mode, and its owner where this is allowed."""
+    real = path.resolve()
+    about = real.stat()
+    with candidate(real, after) as fresh:
+        with suppress(OSError):  # only root gives files away
+            os.chown(fresh, about.st_uid, about.st_gid)
+        fresh.chmod(stat.S_IMODE(about.st_mode))
+        _check_unchanged(path, before)
+        fresh.replace(real)
+
+
+def _check_unchanged(path: Path, before: str) -> None:
+    with suppress(OSError):
+        if path.read_bytes() == before.encode():
+            return
+    what = f"changed during the search, so nothing was written; search again, {ELSEWHERE}"
+    raise ConfigError([ConfigIssue(str(path), what)])
+
+
+@contextmanager
+def candidate(path: Path, text: str) -> Iterator[Path]:
+    """A new file with this text in the folder of a file; removed at the end, unless it was moved.
+
+    Raises:
+        OSError: the file cannot be written.
+    """
+    descriptor, name = tempfile.mkstemp(prefix=".titan-", suffix=".toml", dir=path.parent)
+    try:
+        with os.fdopen(descriptor, "wb") as file:
+            file.write(text.encode())
+            file.flush()
+            os.fsync(file.fileno())
+        yield Path(name)
+    finally:
+        Path(name).unlink(missing_ok=True)
+
+
+def _unwritable(path: Path, error: OSError) -> TitanError:
+    return by_errno(error, ConfigError([ConfigIssue(str(path), f"cannot be written: {error.strerror}")]))
+
+
+# --- which keys ---------------------------------------------------------------------------------------------------
+
+
 def _changes(stated: Table, resolved: Mapping[str, Any], wanted: Mapping[str, Any]) -> dict[str, Any]:
     """What a file must set, of the wanted keys. stated: what it and its base files set.  resolved: with defaults."""
-    found: dict[str, Any] = {}
+    changes: dict[str, Any] = {}
     for key, value in wanted.items():
         *table, name = key.split(".")
-        if name == "enabled":
+        if name == "enabled" or value is None or _at(resolved, key) == value:
             continue
-        if (
-            value is not None
-            and _at(resolved, key) != value
-            and _at(wanted, ".".join((*table, "enabled"))) is not False
-        ):
-            found[key] = value
+        if _at(wanted, ".".join((*table, "enabled"))) is not False:
+            changes[key] = value
     for key in (key for key in wanted if key.endswith(".enabled")):
-        *table, name = key.split(".")
-        own = _at(stated.values, ".".join(table))
-        there = own is not None or any(other.startswith(f"{'.'.join(table)}.") for other in found)
-        if wanted[key] != (there and (own or {}).get(name, True)):
-            found[key] = wanted[key]
-    return found
+        owner = key.removesuffix(".enabled")
+        own = _at(stated.values, owner)
+        there = own is not None or any(other.startswith(f"{owner}.") for other in changes)
+        if wanted[key] != (there and (own or {}).get("enabled", True)):
+            changes[key] = wanted[key]
+    return changes
 
 
 def _at(table: Mapping[str, Any], key: str) -> Any:
