@@ -35,7 +35,7 @@ from bench.gpu.page import COMMITTED
 from bench.gpu.records import Measurement, Results, attempts, faults, read, table
 from bench.gpu.setting import Setting
 from titan.contracts.plugin import registry
-from titan.resources import let_segments_expand
+from titan.machine import let_segments_expand
 
 OVERRUN = 3
 """How often the expected time of a measurement it may take."""

@@ -8,7 +8,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from titan.device import standing_in_for
+from titan.machine import standing_in_for
 
 
 class _RMSNorm(torch.autograd.Function):

@@ -20,9 +20,9 @@ from titan.checkpoint.techniques import tensors_in
 from titan.config import Job
 from titan.contracts import Batch, Engine
 from titan.contracts.host import locals_of
-from titan.device import standing_in_for
 from titan.errors import ConfigError, ConfigIssue
 from titan.layers.attention import forget_masks
+from titan.machine import standing_in_for
 from titan.planner.dryrun.kernels import as_on_a_gpu
 from titan.planner.dryrun.meta_tensors import MetaTensorMode, accepted
 from titan.planner.dryrun.result import CollectiveCount, DryRun, Flops, Peak, add_up

@@ -2,8 +2,8 @@
 
 from collections.abc import Sequence
 
+from titan.machine import OFFLOADED, too_little
 from titan.planner.machine.cluster import DeviceMemory
-from titan.resources import OFFLOADED, too_little
 
 GIB = 2.0**30
 

@@ -16,7 +16,7 @@ from torch.fx import Graph
 
 from tests.jobs import THREE_STEPS, mesh
 from titan.cli import main
-from titan.device import standing_in_for
+from titan.machine import standing_in_for
 from titan.testing.jobs import assert_same_curve, run_job, train_job
 from titan.testing.ranks import RankError, run_ranks
 

@@ -19,9 +19,9 @@ from tests.planned import CLUSTER, job_of
 from tests.sweeps import swept_case
 from titan.config import Job, load_job
 from titan.contracts.base.cost import Attention
-from titan.device import standing_in_for
 from titan.errors import ConfigError, PluginError
 from titan.layers.attention import AttentionCore
+from titan.machine import standing_in_for
 from titan.planner.machine.kernels import Device, masked
 from titan.planner.step.layout import costs_of
 from titan.planner.step.predict import Planner, flops_per_token

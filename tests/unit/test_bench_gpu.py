@@ -20,8 +20,8 @@ from bench.gpu.measurements import CALLS, MEASUREMENTS
 from bench.gpu.records import Measurement, Results, Row
 from bench.gpu.setting import Setting
 from tests.commands import run_titan
+from titan.machine import ALLOCATOR
 from titan.plugins.models.llama import Llama
-from titan.resources import ALLOCATOR
 
 HERE = {"rehearsal": True, "device": "a CPU", "torch": "2"}
 SEEN = Row("speed", 1.0, "TFLOP/s", samples=(0.9, 1.0, 1.1))

@@ -1,11 +1,11 @@
-"""Threads and the current device (titan/device.py)."""
+"""Threads and the current device (titan/machine.py)."""
 
 from threading import Thread
 
 import pytest
 import torch
 
-from titan.device import on_this_device
+from titan.machine import on_this_device
 
 
 def test_a_thread_works_on_the_device_of_the_thread_that_starts_it(monkeypatch: pytest.MonkeyPatch) -> None:

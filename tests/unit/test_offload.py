@@ -16,6 +16,7 @@ from tests.sweeps import sweep_but
 from titan.cli import main
 from titan.contracts import NamedParameter, on_host, update_some
 from titan.errors import ConfigError
+from titan.machine import check_host_memory
 from titan.planner.dryrun import dry_run
 from titan.planner.machine.host import short_of
 from titan.planner.report.render import prediction_text
@@ -31,7 +32,6 @@ from titan.plugins.memory.offload.state import streamed
 from titan.plugins.optimizers.adamw import AdamW, Config
 from titan.plugins.optimizers.schedule_free_adamw import Config as ScheduleFreeConfig
 from titan.plugins.optimizers.schedule_free_adamw import ScheduleFreeAdamW
-from titan.resources import check_host_memory
 from titan.training.phases import wrapping
 
 pytestmark = pytest.mark.filterwarnings("ignore:FSDP2-wrapped module")

@@ -1,4 +1,4 @@
-"""What a process takes of its machine, `titan.resources`, and that ranks and launchers do."""
+"""What a process takes of its machine, `titan.machine`, and that ranks and launchers do."""
 
 import ctypes
 import os
@@ -15,12 +15,7 @@ import pytest
 import torch
 
 from titan.errors import EXIT_DONE
-from titan.ranks import launcher, process
-from titan.ranks.folder_lock import FolderLock
-from titan.ranks.meeting.launch_env import LaunchEnv
-from titan.ranks.meeting.same_job import Statement
-from titan.ranks.rank_processes import RankProcesses
-from titan.resources import (
+from titan.machine import (
     ALLOCATOR,
     DESCRIPTORS,
     HOST_ALLOCATOR,
@@ -30,6 +25,11 @@ from titan.resources import (
     raise_descriptor_limit,
     stay_near,
 )
+from titan.ranks import launcher, process
+from titan.ranks.folder_lock import FolderLock
+from titan.ranks.meeting.launch_env import LaunchEnv
+from titan.ranks.meeting.same_job import Statement
+from titan.ranks.rank_processes import RankProcesses
 from titan.testing.jobs import run_job, train_job
 from titan.testing.ranks import run_ranks
 from titan.training import build

@@ -64,7 +64,7 @@ LISTED = {
     "titan/data/tokens/tokenize.py": {
         "tokenize: each.result": "none: it is done", "tokenize: wait": "LOOK_S; text of any size, and signals end it",
     },
-    "titan/device.py": {"kind_of: _stands_for.get": OWN},
+    "titan/machine.py": {"kind_of: _stands_for.get": OWN},
     "planner/doctor/links.py": {"sends: dist.recv": GROUP, "answers: dist.recv": GROUP},
     "planner/search/best_first.py": {
         "_shared_out: receiver.recv": CHILD + "; one that dies closes the pipe", "_shared_out: process.join": CHILD,

@@ -26,9 +26,9 @@ from titan.checkpoint.disk.plan import Written
 from titan.checkpoint.ranks import RankFailure, Ranks
 from titan.checkpoint.state import TECHNIQUES, Snapshot, Stacks, Staging, collect, optimizer_state
 from titan.contracts.base.mesh import Mesh
-from titan.device import on_this_device
 from titan.errors import EXIT_WRONG_INPUT, CheckpointError, ConfigError, FolderError, SaveError, UnreadableError
 from titan.log import log
+from titan.machine import on_this_device
 from titan.ranks import watchdog
 
 if TYPE_CHECKING:

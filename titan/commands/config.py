@@ -11,8 +11,8 @@ import torch
 from titan.config import Job, load_job, said_of
 from titan.config.schema import schema
 from titan.config.unset_options import with_options
-from titan.device import total_gib
 from titan.errors import ConfigError, ConfigIssue
+from titan.machine import total_gib
 from titan.training.foresight import choose
 
 HELP = "print the resolved job of a TOML with all defaults, or the JSON Schema for editors"

@@ -36,7 +36,7 @@ from titan.contracts.plugin.registry import register
 from titan.contracts.technique import Alike, BuildContext, Engine, Own, PerRank, Phase, Technique
 from titan.contracts.text import Dataset, Delimiters, Tokenizer
 from titan.contracts.tracker import Measure, Row, RunInfo, Tracker
-from titan.device import kind_of
+from titan.machine import kind_of
 
 __all__ = [
     "IGNORE",

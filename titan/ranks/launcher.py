@@ -8,6 +8,7 @@ from collections.abc import Collection, Sequence
 from pathlib import Path
 
 from titan.errors import EXIT_FAILED, EXIT_PREEMPTED, EXIT_WRONG_INPUT, PreemptedError, say
+from titan.machine import raise_descriptor_limit
 from titan.ranks.failure import Expendable
 from titan.ranks.meeting import rendezvous, slurm
 from titan.ranks.meeting.launch_env import (
@@ -21,7 +22,6 @@ from titan.ranks.meeting.launch_env import (
 )
 from titan.ranks.meeting.same_job import Statement
 from titan.ranks.rank_processes import Ended, Entry, RankProcesses
-from titan.resources import raise_descriptor_limit
 
 
 def place_asked_for() -> LaunchEnv | None:

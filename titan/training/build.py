@@ -30,11 +30,11 @@ from titan.data.samples.samples import Samples
 from titan.data.tokens.identity import Identity
 from titan.errors import CheckpointError, ConfigError, PluginError, by_errno
 from titan.layers.experts import SideLoss
+from titan.machine import keep_freed_memory, stay_near
 from titan.paths import told
 from titan.ranks.folder_lock import FolderLock
 from titan.ranks.process import Rank
 from titan.ranks.turns import from_first, together
-from titan.resources import keep_freed_memory, stay_near
 from titan.training import phases
 from titan.training.engine import SequentialEngine, StepLoss, Strict
 from titan.training.init import name_seed

@@ -7,12 +7,11 @@ from titan.config import Job
 from titan.config.unset_options import described, left_to_memory, usual_values, with_options
 from titan.contracts.base.cost import PredictedStep
 from titan.contracts.planner import PACKAGE, Values, find_planner
-from titan.device import device_name, total_gib
 from titan.errors import ConfigError
 from titan.log import log
+from titan.machine import OFFLOADED, check_host_memory, device_name, host_memory_gib, total_gib
 from titan.ranks.process import Rank, smallest_memory_gib
 from titan.ranks.turns import from_first, together
-from titan.resources import OFFLOADED, check_host_memory, host_memory_gib
 
 STATE = "weights and the optimizer's state"
 

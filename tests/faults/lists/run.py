@@ -15,7 +15,7 @@ FAULTS = (
     ),
     Fault(
         "freed host memory given back after each step",
-        "titan/resources.py",
+        "titan/machine.py",
         "mallopt(_MMAP_MAX, 0)",
         "pass",
         ("tests/unit/test_resources.py::test_a_rank_on_a_cpu_keeps_the_memory_that_it_frees[default]",),

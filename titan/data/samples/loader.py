@@ -16,8 +16,8 @@ from titan.contracts import Batch
 from titan.data.samples.samples import Columns, Sample, Samples, stacked, to_device
 from titan.data.tokens.processes import context, end_with_parent
 from titan.errors import PreemptedError, ResourceError, TitanError
+from titan.machine import process_state
 from titan.ranks.meeting import signals
-from titan.resources import process_state
 
 GPU_WORKERS = 2
 """Loader processes of a rank on a GPU: while one waits for the file system, the other has the next batch ready."""

@@ -1,19 +1,27 @@
-"""What a process takes of its machine: file descriptors, memory, and the CPU cores near its GPU.
+"""The machine of a process: what kind of device it has, and what it takes of files, memory and CPU cores.
 
-Each is a default: where the user or a scheduler has chosen, that choice stands.
+A rehearsal on a CPU stands in for a GPU: what asks `kind_of`, and not the tensor, is then done as there. What a process
+takes is a default: where the user or a scheduler has chosen, that choice stands.
 """
 
 import ctypes
 import os
 import resource
 import sys
-from contextlib import suppress
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
+from contextvars import ContextVar
 from pathlib import Path
-from typing import Any
+from typing import Any, ParamSpec, TypeVar
 
 import torch
 
 from titan.errors import ConfigError, ConfigIssue
+
+P = ParamSpec("P")
+T = TypeVar("T")
+
+_stands_for: ContextVar[str | None] = ContextVar("_stands_for", default=None)
 
 OFFLOADED = "techniques keep"
 
@@ -28,6 +36,54 @@ HOST_ALLOCATOR = ("MALLOC_TRIM_THRESHOLD_", "MALLOC_MMAP_MAX_", "MALLOC_MMAP_THR
 
 _TRIM_THRESHOLD, _MMAP_MAX = -1, -4
 """`mallopt`'s numbers: the most freed memory to keep, where -1 is all, and how many blocks may be mapped."""
+
+
+# --- devices ---------------------------------------------------------------------------------------------------------
+
+
+def kind_of(device: torch.device) -> str:
+    """ "cpu", "cuda", ...: the device's own type, or that of the device it stands in for."""
+    return _stands_for.get() or device.type
+
+
+def total_gib(device: torch.device) -> float | None:
+    """Memory of a GPU in GiB; None: another kind of device, whose memory processes share."""
+    return torch.cuda.get_device_properties(device).total_memory / 2**30 if device.type == "cuda" else None
+
+
+def device_name(device: torch.device) -> str:
+    """What PyTorch calls the model of a GPU; of another kind of device, the kind."""
+    return torch.cuda.get_device_name(device) if device.type == "cuda" else device.type
+
+
+@contextmanager
+def standing_in_for(kind: str) -> Iterator[None]:
+    """Let every device be of this kind meanwhile, as far as `kind_of` is asked."""
+    token = _stands_for.set(kind)
+    try:
+        yield
+    finally:
+        _stands_for.reset(token)
+
+
+def on_this_device(act: Callable[P, T]) -> Callable[P, T]:
+    """`act`, for a thread to call, on the GPU of the thread that asks. A new thread's current device is GPU 0.
+
+    What a thread does there without naming a device would open a context on GPU 0, some hundred MB for each rank of
+    the node.
+    """
+    if not torch.cuda.is_initialized():  # type: ignore[no-untyped-call]
+        return act
+    index = torch.cuda.current_device()
+
+    def acting(*args: P.args, **named: P.kwargs) -> T:
+        torch.cuda.set_device(index)
+        return act(*args, **named)
+
+    return acting
+
+
+# --- files, memory, cores --------------------------------------------------------------------------------------------
 
 
 def raise_descriptor_limit() -> None:
