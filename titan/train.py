@@ -1,19 +1,13 @@
 """The main job on one rank: `python -m titan.train --config F [--table.key value ...]`, alone or under torchrun."""
 
-import glob
-import json
 import os
 import shlex
-import shutil
 import sys
 from collections.abc import Sequence
-from pathlib import Path
-from typing import Any
 
 from titan import log
 from titan.checkpoint.disk.folder import complete, step_folder
-from titan.config import Job, load_job, said_of, split_arguments, without_effect
-from titan.contracts.plugin.options import as_table, options_of
+from titan.config import load_job, said_of, split_arguments, without_effect
 from titan.errors import (
     EXIT_DONE,
     EXIT_FAILED,
@@ -24,7 +18,7 @@ from titan.errors import (
     take_traceback_flag,
 )
 from titan.inference import generation
-from titan.paths import expanded
+from titan.inference.next_commands import evaluation_command, generation_command, program
 from titan.ranks import failure, process, watchdog
 from titan.ranks.meeting import signals
 from titan.ranks.meeting.launch_env import launched_world_size
@@ -148,49 +142,6 @@ def _part(run: build.Run) -> None:
         log.log.info(f"resume       the same command with --train.steps {2 * run.step}")
         log.log.info(f"generate     {generation_command(job)}")
         log.log.info(f"evaluate     {evaluation_command(job)}")
-
-
-def generation_command(job: Job) -> str:
-    """The `titan generate` command for a run's model; paths are absolute, so that it works from any folder."""
-    prompt = (job.run.sample_prompt.splitlines() or ["The"])[0]
-    return shlex.join(
-        [*_titan("generate", job), *([f"--prompt={prompt}"] if prompt[:1] == "-" else ["--prompt", prompt])]
-    )
-
-
-def evaluation_command(job: Job) -> str:
-    """The `titan eval` command for a run's model, on its validation split if it has one, else on its training data."""
-    dataset = job.validation_data or job.sources[0].plugin
-    words = [*_titan("eval", job), "--data", dataset.name]
-    defaults = {option.key: option.default for option in options_of(type(dataset.config))}
-    for key, value in as_table(dataset.config).items():
-        if value != (list(default) if isinstance(default := defaults[key], tuple) else default):
-            value = _placed(value) if key == "path" else value
-            words += [f"--data.{key}", value if isinstance(value, str) else json.dumps(value)]
-    return shlex.join(words)
-
-
-def program(name: str, module: str) -> list[str]:
-    """The words that call a program of this Python in a shell: its name where PATH leads to it, else the way there."""
-    own, found = Path(sys.executable).parent / name, shutil.which(name)
-    if not own.exists():
-        return [sys.executable, "-m", module]
-    return [name] if found and own.samefile(found) else [str(own)]
-
-
-def _titan(command: str, job: Job) -> list[str]:
-    """The first words of a command on a run: its model, and the plugins of one's own that the model may need."""
-    words = [*program("titan", "titan.cli"), command, "--checkpoint", str(job.folder.resolve())]
-    folders = [str(expanded(folder, "[plugins] path").resolve()) for folder in job.table["plugins"]["path"]]
-    return [*words, *(("--plugins.path", json.dumps(folders)) if folders else ())]
-
-
-def _placed(value: Any) -> Any:
-    """A path, or each of a list, from the root where it leads somewhere from here."""
-    if not isinstance(value, str):
-        return [_placed(each) for each in value] if isinstance(value, list) else value
-    path = expanded(value, "data.path")
-    return str(path.absolute()) if path.exists() or glob.glob(str(path), recursive=True) else value
 
 
 if __name__ == "__main__":
