@@ -18,7 +18,7 @@ from dataclasses import dataclass
 from importlib.util import find_spec
 from pathlib import Path
 
-from titan.errors import install
+from titan.packages import install
 
 LIMIT_S = 400.0
 """Longest run of the tests of one fault."""

@@ -19,22 +19,9 @@ from typing import Any, NoReturn
 import titan.commands
 from titan import __version__
 from titan.contracts.plugin.options import did_you_mean, options_of
-from titan.errors import (
-    EXIT_FAILED,
-    EXIT_WRONG_INPUT,
-    TRACEBACK_FLAG,
-    ConfigError,
-    ConfigIssue,
-    TitanError,
-    by_errno,
-    let_go,
-    report,
-    say,
-    stand_in_for_closed,
-    take_traceback_flag,
-    warn_once,
-)
+from titan.errors import EXIT_FAILED, EXIT_WRONG_INPUT, ConfigError, ConfigIssue, TitanError, by_errno
 from titan.paths import expanded, told
+from titan.terminal import TRACEBACK_FLAG, let_go, report, say, stand_in_for_closed, take_traceback_flag, warn_once
 
 TRAIN = {"train": "titan.launch"}
 ENTRY_POINTS = "titan.commands"

@@ -13,16 +13,7 @@ import sys
 import time
 from collections.abc import Sequence
 
-from titan.errors import (
-    EXIT_FAILED,
-    EXIT_PREEMPTED,
-    ConfigError,
-    ConfigIssue,
-    TitanError,
-    report,
-    stand_in_for_closed,
-    take_traceback_flag,
-)
+from titan.errors import EXIT_FAILED, EXIT_PREEMPTED, ConfigError, ConfigIssue, TitanError
 from titan.ranks.meeting import signals
 from titan.ranks.meeting.launch_env import (
     STARTED,
@@ -32,6 +23,7 @@ from titan.ranks.meeting.launch_env import (
     max_restarts,
     rank_environment,
 )
+from titan.terminal import report, stand_in_for_closed, take_traceback_flag
 from titan.usage import USAGE
 
 HELP = "train a model; the same as ./run_train.sh (see titan train --help)"

@@ -7,7 +7,7 @@ import logging
 import sys
 from pathlib import Path
 
-from titan.errors import GONE, let_go
+from titan.terminal import GONE, let_go
 
 log = logging.getLogger("titan")
 

@@ -8,11 +8,12 @@ have long temporary folders.
 import contextlib
 import multiprocessing.util
 import os
+import re
 import sys
 import tempfile
 from pathlib import Path
 
-from titan.errors import ConfigError, ConfigIssue, by_errno
+from titan.errors import ConfigError, ConfigIssue, DataError, TitanError, by_errno
 
 _SET_UTF8 = "set PYTHONUTF8=1, or a UTF-8 locale in LC_ALL"
 
@@ -21,6 +22,12 @@ _SOCKET_BYTES = 103
 
 _SOCKET_NAME = "/pymp-xxxxxxxx/listener-xxxxxxxx"
 """What `multiprocessing` appends to its temporary folder."""
+
+
+_LFS_POINTER = re.compile(
+    rb"version https://git-lfs\.github\.com/spec/v1\r?\n(?:ext-.*\n)*oid sha256:[0-9a-f]{64}\r?\nsize (\d+)\s*"
+)
+"""All of a pointer file (https://github.com/git-lfs/git-lfs/blob/main/docs/spec.md): at most 1,023 bytes."""
 
 
 def expanded(path: str | Path, key: str) -> Path:
@@ -167,3 +174,17 @@ def dangling(path: str | Path) -> str:
             with contextlib.suppress(OSError):
                 return f"{each} is a link to {os.readlink(each)}, which is not there"
     return ""
+
+
+def refuse_lfs_pointer(path: Path, error: type[TitanError] = DataError) -> None:
+    """Raise `error` if a file is what a clone without Git LFS has in its place: a few lines that name it.
+
+    Text that goes on after these lines, or begins otherwise, is no pointer. Silent if the file cannot be read.
+    """
+    try:
+        pointer = _LFS_POINTER.fullmatch(path.read_bytes()) if 0 < path.stat().st_size < 1024 else None
+    except OSError:
+        return
+    if pointer:
+        size = f"{int(pointer[1]):,} bytes"
+        raise error(f"{path} is a Git LFS pointer, not the file itself ({size}); fetch it with: git lfs pull")

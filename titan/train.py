@@ -8,20 +8,14 @@ from collections.abc import Sequence
 from titan import log
 from titan.checkpoint.disk.folder import complete, step_folder
 from titan.config import load_job, said_of, split_arguments, without_effect
-from titan.errors import (
-    EXIT_DONE,
-    EXIT_FAILED,
-    EXIT_PREEMPTED,
-    PreemptedError,
-    TitanError,
-    stand_in_for_closed,
-    take_traceback_flag,
-)
+from titan.errors import EXIT_DONE, EXIT_FAILED, EXIT_PREEMPTED, PreemptedError, TitanError
 from titan.inference import generation
-from titan.inference.next_commands import evaluation_command, generation_command, program
+from titan.inference.next_commands import evaluation_command, generation_command
+from titan.packages import program
 from titan.ranks import failure, process, watchdog
 from titan.ranks.meeting import signals
 from titan.ranks.meeting.launch_env import launched_world_size
+from titan.terminal import stand_in_for_closed, take_traceback_flag
 from titan.training import build, foresight, trainer, validation
 from titan.training.engine import weights_to_use
 from titan.usage import USAGE

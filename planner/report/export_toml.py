@@ -14,7 +14,8 @@ import tomli_w
 from titan.config import load_job
 from titan.config.load import BUILT_IN
 from titan.config.tables import Table, override, read
-from titan.errors import ConfigError, ConfigIssue, MissingPackageError, TitanError, by_errno, install
+from titan.errors import ConfigError, ConfigIssue, MissingPackageError, TitanError, by_errno
+from titan.packages import install
 
 ELSEWHERE = "or write a resolved TOML with --output FILE"
 

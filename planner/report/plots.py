@@ -8,7 +8,8 @@ from pathlib import Path
 from textwrap import shorten
 from typing import TYPE_CHECKING, Any
 
-from titan.errors import ConfigError, ConfigIssue, by_errno, install
+from titan.errors import ConfigError, ConfigIssue, by_errno
+from titan.packages import install
 from titan.planner.machine.cluster import Cluster
 from titan.planner.report.render import NAMES, seconds
 from titan.planner.report.study import MEASURES, Study

@@ -12,7 +12,8 @@ import random
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
-from titan.errors import ConfigError, ConfigIssue, install
+from titan.errors import ConfigError, ConfigIssue
+from titan.packages import install
 from titan.planner.search.space import Choice, Space
 from titan.planner.tuning.results import Measured, Objective, Trial
 

@@ -16,7 +16,9 @@ from typing import Any
 
 from titan.contracts import REQUIRED, Dataset, Document, option, register
 from titan.data.tokens.files import as_list, find
-from titan.errors import DataError, by_errno, install, refuse_lfs_pointer
+from titan.errors import DataError, by_errno
+from titan.packages import install
+from titan.paths import refuse_lfs_pointer
 
 ROWS = 1024
 _READING = {"page_checksum_verification": True, "buffer_size": 1 << 20, "pre_buffer": False}

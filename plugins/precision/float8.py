@@ -59,7 +59,8 @@ from titan.contracts import Batch, BuildContext, Costs, Job, ModelPart, ModelSpe
 from titan.contracts.base.cost import Elementwise, Matmul, Operation
 from titan.contracts.base.spec import glob_matches, nearest
 from titan.contracts.plugin.options import did_you_mean
-from titan.errors import ConfigError, install
+from titan.errors import ConfigError
+from titan.packages import install
 
 _log = logging.getLogger("titan.float8")
 _PASSES = {"tensorwise": 1.5, "rowwise": 4.5, "rowwise_with_gw_hp": 4.5, "mxfp8": 3.0, "mxfp8_with_gw_hp": 3.0}

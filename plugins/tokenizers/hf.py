@@ -31,8 +31,10 @@ from typing import TYPE_CHECKING, Any
 
 from titan.contracts import REQUIRED, Delimiters, Tokenizer, option, register
 from titan.data.tokens.files import leads_outside
-from titan.errors import DataError, MissingPackageError, by_errno, install, refuse_lfs_pointer, warn_once
-from titan.paths import expanded
+from titan.errors import DataError, MissingPackageError, by_errno
+from titan.packages import install
+from titan.paths import expanded, refuse_lfs_pointer
+from titan.terminal import warn_once
 
 if TYPE_CHECKING:
     import tokenizers

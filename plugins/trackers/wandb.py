@@ -23,7 +23,8 @@ from pathlib import Path
 from typing import Any, Literal
 
 from titan.contracts import Row, RunInfo, Tracker, option, register
-from titan.errors import ConfigError, ConfigIssue, by_errno, install
+from titan.errors import ConfigError, ConfigIssue, by_errno
+from titan.packages import install
 
 _log = logging.getLogger("titan")
 

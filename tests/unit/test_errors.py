@@ -17,15 +17,8 @@ from titan.data.tokens.files import opened, read_text
 from titan.data.tokens.hashes import content_hashes
 from titan.data.tokens.prepare import INDEX, _complete
 from titan.data.tokens.shards import open_shard
-from titan.errors import (
-    CheckpointError,
-    ConfigError,
-    DataError,
-    ResourceError,
-    TitanError,
-    by_errno,
-    refuse_lfs_pointer,
-)
+from titan.errors import CheckpointError, ConfigError, DataError, ResourceError, TitanError, by_errno
+from titan.paths import refuse_lfs_pointer
 from titan.planner.machine import cluster
 
 WRONG = DataError("a.txt cannot be read")

@@ -20,7 +20,8 @@ from tests.jobs import LLAMA
 from tests.sweeps import sweep_but
 from titan.config import load_job
 from titan.contracts import BuildContext, ModelPart, ModelSpec, Precision
-from titan.errors import ConfigError, install
+from titan.errors import ConfigError
+from titan.packages import install
 from titan.plugins.memory import activation_checkpoint
 from titan.plugins.models.llama import Llama, LlamaConfig
 from titan.plugins.precision import float8

@@ -29,7 +29,10 @@ from bench.house import (
 
 ROOT = Path(__file__).parents[2]
 
-OPEN_TO_PLUGINS = ("titan.contracts", "titan.layers", "titan.errors", "titan.paths", "titan.data.tokens")
+OPEN_TO_PLUGINS = (
+    "titan.contracts", "titan.layers", "titan.errors", "titan.terminal", "titan.packages", "titan.paths",
+    "titan.data.tokens",
+)  # fmt: skip
 """What plugins may import of titan."""
 
 ORDINARY_WORDS = {

@@ -19,8 +19,9 @@ from titan.config.renames import renewed_job, renewed_keys
 from titan.config.sections import declared_tables, table_at
 from titan.contracts.plugin import registry
 from titan.contracts.plugin.options import Where, option, options_of, parse
-from titan.errors import ConfigError, warn_once
+from titan.errors import ConfigError
 from titan.planner.search.space import load_base
+from titan.terminal import warn_once
 
 RELEASED = Path(__file__).parents[1] / "released" / "26471e7"
 

@@ -20,7 +20,8 @@ pytest.importorskip("optuna")
 from tests.jobs import LLAMA
 from titan import cli
 from titan.config import load_job
-from titan.errors import ConfigError, install
+from titan.errors import ConfigError
+from titan.packages import install
 from titan.planner.commands import tune as command
 from titan.planner.search.space import Base, Choice, load_base
 from titan.planner.tuning import proposal, trial

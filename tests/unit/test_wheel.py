@@ -53,7 +53,7 @@ def test_a_job_loads_from_it(wheel: zipfile.ZipFile, tmp_path: Path) -> None:
     wheel.extractall(tmp_path / "site")
     program = """
 import titan.plugins, titan.config as c
-from titan.errors import install
+from titan.packages import install
 print(titan.__file__, c.load_job(None).run.name, install("tune"), sep="\\n")
 """
     done = subprocess.run(

@@ -29,8 +29,9 @@ from titan.checkpoint.state import Snapshot
 from titan.checkpoint.weights import is_trained, made_tokenizer, refuse_technique
 from titan.data.tokens.files import leads_outside
 from titan.data.tokens.identity import identify
-from titan.errors import CheckpointError, ConfigError, DataError, by_errno, refuse_lfs_pointer
+from titan.errors import CheckpointError, ConfigError, DataError, by_errno
 from titan.log import log
+from titan.paths import refuse_lfs_pointer
 
 if TYPE_CHECKING:
     from titan.config import Job

@@ -18,8 +18,9 @@ from titan.contracts.plugin.conformance import made
 from titan.contracts.plugin.options import Where, parse
 from titan.data.tokens import identity
 from titan.data.tokens.identity import Identity
-from titan.errors import CheckpointError, ConfigError, MissingPackageError, warn_once
+from titan.errors import CheckpointError, ConfigError, MissingPackageError
 from titan.paths import expanded
+from titan.terminal import warn_once
 
 if TYPE_CHECKING:
     from titan.contracts import Model, ModelPart

@@ -17,20 +17,11 @@ from typing import Any
 from titan import log
 from titan.config import Job
 from titan.data.tokens.files import decoded
-from titan.errors import (
-    EXIT_DONE,
-    EXIT_FAILED,
-    ConfigError,
-    ConfigIssue,
-    DataError,
-    TitanError,
-    by_errno,
-    refuse_lfs_pointer,
-)
+from titan.errors import EXIT_DONE, EXIT_FAILED, ConfigError, ConfigIssue, DataError, TitanError, by_errno
 from titan.inference import generation
 from titan.inference.generation import Sampling, Text, Words
 from titan.inference.load_model import Trained, delimiters, open_job, open_trained
-from titan.paths import expanded
+from titan.paths import expanded, refuse_lfs_pointer
 from titan.ranks import failure, launcher, process
 from titan.ranks.meeting import signals
 from titan.ranks.meeting.launch_env import launched_world_size

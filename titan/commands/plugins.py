@@ -15,7 +15,8 @@ from titan.contracts import Loss, Measure, Model, Technique
 from titan.contracts.plugin import registry
 from titan.contracts.plugin.options import REQUIRED, did_you_mean, options_of
 from titan.contracts.plugin.registry import Plugin
-from titan.errors import ConfigError, ConfigIssue, install
+from titan.errors import ConfigError, ConfigIssue
+from titan.packages import install
 from titan.skeletons import KINDS, RESERVED, write
 
 HELP = "list all plugins, print the documentation and options of one, or write a new one"

@@ -29,7 +29,8 @@ from titan.contracts.plugin.options import (
     resolved_table,
     shown,
 )
-from titan.errors import ConfigIssue, warn_once
+from titan.errors import ConfigIssue
+from titan.terminal import warn_once
 
 Word = Literal["matrix", "table", "head", "vector", "expert"]
 WORDS: tuple[Word, ...] = get_args(Word)

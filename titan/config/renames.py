@@ -10,7 +10,8 @@ from typing import Any
 from titan.config.sections import At, declared_tables, table_at
 from titan.config.tables import Table
 from titan.contracts.plugin.options import Where, renewed
-from titan.errors import ConfigIssue, warn_once
+from titan.errors import ConfigIssue
+from titan.terminal import warn_once
 
 
 def renew(table: Table, source: str) -> list[ConfigIssue]:

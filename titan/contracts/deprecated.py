@@ -23,7 +23,7 @@ from titan.contracts.job import Job
 from titan.contracts.model import Model
 from titan.contracts.plugin import registry
 from titan.contracts.technique import BuildContext, Technique
-from titan.errors import warn_once
+from titan.terminal import warn_once
 
 T = TypeVar("T")
 

@@ -3,13 +3,11 @@
 import glob
 import json
 import shlex
-import shutil
-import sys
-from pathlib import Path
 from typing import Any
 
 from titan.config import Job
 from titan.contracts.plugin.options import as_table, options_of
+from titan.packages import program
 from titan.paths import expanded
 
 
@@ -31,14 +29,6 @@ def evaluation_command(job: Job) -> str:
             value = _placed(value) if key == "path" else value
             words += [f"--data.{key}", value if isinstance(value, str) else json.dumps(value)]
     return shlex.join(words)
-
-
-def program(name: str, module: str) -> list[str]:
-    """The words that call a program of this Python in a shell: its name where PATH leads to it, else the way there."""
-    own, found = Path(sys.executable).parent / name, shutil.which(name)
-    if not own.exists():
-        return [sys.executable, "-m", module]
-    return [name] if found and own.samefile(found) else [str(own)]
 
 
 def _titan(command: str, job: Job) -> list[str]:

@@ -16,10 +16,11 @@ from typing import TypeVar
 import torch.distributed as dist
 from torch._C._distributed_c10d import PrefixStore, Store
 
-from titan import errors, log
-from titan.errors import PreemptedError, RankFailedError, TitanError, say
+from titan import log, terminal
+from titan.errors import PreemptedError, RankFailedError, TitanError
 from titan.ranks.meeting.launch_env import launched_world_size
 from titan.ranks.meeting.store import in_time, open_store, serves_store
+from titan.terminal import say
 
 T = TypeVar("T")
 
@@ -41,9 +42,9 @@ def report(error: TitanError, rank: int) -> None:
     tell(error, rank)
     text = str(error)
     log.log.debug(f"error: {text}")
-    if not _ask(lambda store: _printed_by_another(store, text, rank), not errors.is_shown()):
-        errors.report(error, rank)
-        if errors.is_shown():
+    if not _ask(lambda store: _printed_by_another(store, text, rank), not terminal.is_shown()):
+        terminal.report(error, rank)
+        if terminal.is_shown():
             _ask(lambda store: _confirm(store, text), None)
     _ask(lambda store: _explain(store, rank), None)
 
@@ -52,7 +53,7 @@ def _printed_by_another(store: Store, text: str, rank: int) -> bool:
     ranks = launched_world_size()
     if rank:
         time.sleep(HEAD_START_S * (1 + rank / ranks))
-    if errors.is_shown() and _claim(store, text, rank):
+    if terminal.is_shown() and _claim(store, text, rank):
         return False
     patience = time.monotonic() + ANSWER_S / 2  # the rank that was to print may be dead, or its terminal closed
     while not _confirmed(store, text):

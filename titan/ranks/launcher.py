@@ -7,7 +7,7 @@ import sys
 from collections.abc import Collection, Sequence
 from pathlib import Path
 
-from titan.errors import EXIT_FAILED, EXIT_PREEMPTED, EXIT_WRONG_INPUT, PreemptedError, say
+from titan.errors import EXIT_FAILED, EXIT_PREEMPTED, EXIT_WRONG_INPUT, PreemptedError
 from titan.machine import raise_descriptor_limit
 from titan.ranks.failure import Expendable
 from titan.ranks.meeting import rendezvous, slurm
@@ -22,6 +22,7 @@ from titan.ranks.meeting.launch_env import (
 )
 from titan.ranks.meeting.same_job import Statement
 from titan.ranks.rank_processes import Ended, Entry, RankProcesses
+from titan.terminal import say
 
 
 def place_asked_for() -> LaunchEnv | None:

@@ -20,13 +20,14 @@ from torch._C._distributed_c10d import HashStore, PrefixStore, ProcessGroupGloo,
 
 from titan.config import Job
 from titan.contracts.base.mesh import Mesh
-from titan.errors import ConfigError, ConfigIssue, RankFailedError, say
+from titan.errors import ConfigError, ConfigIssue, RankFailedError
 from titan.machine import let_segments_expand, raise_descriptor_limit, total_gib
 from titan.ranks import failure, watchdog
 from titan.ranks.meeting import signals
 from titan.ranks.meeting.launch_env import STARTED, launched_world_size
 from titan.ranks.meeting.same_job import APART, Statement, misfits, other_run, refusal, remarks, statement_of
 from titan.ranks.meeting.store import open_store
+from titan.terminal import say
 
 LOOKS_PER_S = 5000
 """Most looks of all ranks together at the store, which answers some ten thousand."""

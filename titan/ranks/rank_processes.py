@@ -24,7 +24,7 @@ from typing import Any
 
 from torch._C._distributed_c10d import Store
 
-from titan.errors import EXIT_DONE, EXIT_FAILED, EXIT_PREEMPTED, say
+from titan.errors import EXIT_DONE, EXIT_FAILED, EXIT_PREEMPTED
 from titan.machine import process_state
 from titan.paths import check_python
 from titan.ranks import failure
@@ -32,6 +32,7 @@ from titan.ranks.failure import Expendable
 from titan.ranks.meeting import signals
 from titan.ranks.meeting.launch_env import LOCAL, Environment, LaunchEnv
 from titan.ranks.meeting.rendezvous import WAITING, NodeLostError, Nodes, listen
+from titan.terminal import say
 
 GRACE_S = 10.0
 """After a rank failed the others cannot finish; this long they may say so before they are killed."""

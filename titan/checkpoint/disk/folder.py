@@ -22,9 +22,9 @@ from typing import Any
 from titan.checkpoint.disk import manifest
 from titan.checkpoint.disk.manifest import MANIFEST, METADATA, STATE, TOKENIZER, FileEntry
 from titan.checkpoint.disk.plain import cannot_be_read, read_table
-from titan.errors import CheckpointError, SaveError, UnreadableError, refuse_lfs_pointer
+from titan.errors import CheckpointError, SaveError, UnreadableError
 from titan.log import log
-from titan.paths import expanded, no_folder
+from titan.paths import expanded, no_folder, refuse_lfs_pointer
 
 HF_CONFIG = "config.json"
 """The file that makes a folder one of Hugging Face's."""

@@ -19,7 +19,8 @@ from torch import Tensor
 
 from titan.checkpoint.disk.plain import cannot_be_read
 from titan.data.tokens.files import leads_outside
-from titan.errors import CheckpointError, refuse_lfs_pointer
+from titan.errors import CheckpointError
+from titan.paths import refuse_lfs_pointer
 
 SINGLE, INDEX = "model.safetensors", "model.safetensors.index.json"
 PICKLED = "pytorch_model*.bin"

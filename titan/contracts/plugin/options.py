@@ -29,7 +29,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal, TypeVar, Union
 
-from titan.errors import ConfigIssue, warn_once
+from titan.errors import ConfigIssue
+from titan.terminal import warn_once
 
 T = TypeVar("T")
 _KEY = "titan.option"

@@ -20,8 +20,9 @@ from typing import Any, ClassVar, TypeVar
 
 from titan.contracts.plugin.conformance import check_class, file_of
 from titan.contracts.plugin.options import did_you_mean
-from titan.errors import PluginError, warn
+from titan.errors import PluginError
 from titan.paths import expanded
+from titan.terminal import warn
 
 ENTRY_POINTS = "titan.plugins"
 BUILT_IN = "titan.plugins"

@@ -14,7 +14,9 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from titan.data.tokens.exchange import hf_tokenizer
-from titan.errors import DataError, by_errno, install, refuse_lfs_pointer
+from titan.errors import DataError, by_errno
+from titan.packages import install
+from titan.paths import refuse_lfs_pointer
 
 if TYPE_CHECKING:
     import tiktoken

@@ -13,8 +13,10 @@ from functools import cache
 from pathlib import Path
 from typing import IO, Any
 
-from titan.errors import DataError, by_errno, install, refuse_lfs_pointer, warn_once
-from titan.paths import expanded
+from titan.errors import DataError, by_errno
+from titan.packages import install
+from titan.paths import expanded, refuse_lfs_pointer
+from titan.terminal import warn_once
 
 COMPRESSED = (".gz", ".zst")
 

@@ -30,7 +30,8 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from titan.errors import DataError, by_errno, refuse_lfs_pointer
+from titan.errors import DataError, by_errno
+from titan.paths import refuse_lfs_pointer
 
 MAGIC = b"TITANTOK"
 VERSION = 1

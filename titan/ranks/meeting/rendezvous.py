@@ -31,12 +31,13 @@ import time
 from collections.abc import Iterator, Mapping
 from multiprocessing.connection import Connection, wait
 
-from titan.errors import ConfigError, ConfigIssue, PreemptedError, TitanError, say
+from titan.errors import ConfigError, ConfigIssue, PreemptedError, TitanError
 from titan.ranks.meeting import signals, slurm
 from titan.ranks.meeting.caller import LONGEST, Caller, Message, UnknownCallerError
 from titan.ranks.meeting.launch_env import LaunchEnv
 from titan.ranks.meeting.same_job import APART, Statement, misfits, other_run, refusal, remarks
 from titan.ranks.meeting.store import RESOLVE_S, check_host
+from titan.terminal import say
 
 JOIN_S = 1800.0
 """Longest wait for the other nodes, where no job says another."""

@@ -5,7 +5,7 @@ import signal
 import subprocess
 from collections.abc import Collection, Mapping
 
-from titan.errors import say
+from titan.terminal import say
 
 ANSWER_S = 120.0
 """Longest wait for Slurm's controller, which may be busy."""
