@@ -24,7 +24,7 @@ def speeds(found: Found) -> dict[str, tuple[float, float, float]]:
 def timings(found: Found) -> dict[str, tuple[float, float]]:
     """Of bench.plan_latency: command -> (median wall seconds, median peak GiB)."""
     return {
-        name.replace("--exact", "--dry-run"): (median(run[0] for run in runs), median(run[2] for run in runs))
+        name: (median(run[0] for run in runs), median(run[2] for run in runs))
         for name, runs in found["samples"].items()
     }
 

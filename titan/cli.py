@@ -11,7 +11,7 @@ import itertools
 import pkgutil
 import re
 import sys
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from types import ModuleType
 from typing import Any, NoReturn
@@ -21,7 +21,7 @@ from titan import __version__
 from titan.contracts.plugin.options import did_you_mean, options_of
 from titan.errors import EXIT_FAILED, EXIT_WRONG_INPUT, ConfigError, ConfigIssue, TitanError, by_errno
 from titan.paths import expanded, told
-from titan.terminal import TRACEBACK_FLAG, let_go, report, say, stand_in_for_closed, take_traceback_flag, warn_once
+from titan.terminal import TRACEBACK_FLAG, let_go, report, say, stand_in_for_closed, take_traceback_flag
 
 TRAIN = {"train": "titan.launch"}
 ENTRY_POINTS = "titan.commands"
@@ -44,8 +44,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     """Run a command; returns its exit code.
 
     A command module has `HELP`, `add_arguments(parser)` and `run(args) -> int`. One that takes `--table.key value`
-    overrides says `parser.set_defaults(takes_overrides=True)` and finds them in `args.overrides`. `FORMER_FLAGS` maps
-    flags that the command had before to those that replace them: they work, are warned of, and stand in no help.
+    overrides says `parser.set_defaults(takes_overrides=True)` and finds them in `args.overrides`.
     """
     stand_in_for_closed()
     words = take_traceback_flag(sys.argv[1:] if argv is None else argv)
@@ -64,16 +63,14 @@ def main(argv: Sequence[str] | None = None) -> int:
         )
         module.add_arguments(subparser)
     try:
-        former = getattr(commands.get(asked), "FORMER_FLAGS", {})
-        own = _present_flags(own, former)
-        _refuse_unknown_flags(own, subparsers.choices.get(asked, parser), former)
+        _refuse_unknown_flags(own, subparsers.choices.get(asked, parser))
         args, rest = parser.parse_known_args(own)
         args.overrides = overrides
         for name, value in vars(args).items():
             if isinstance(value, Path):
                 setattr(args, name, expanded(value, f"--{name.replace('_', '-')}"))
         if unknown := rest if hasattr(args, "takes_overrides") else [*rest, *overrides]:
-            _refuse(unknown[0], subparsers.choices[asked], former)
+            _refuse(unknown[0], subparsers.choices[asked])
         code: int = commands[args.command].run(args)
         sys.stdout.flush()
         return code
@@ -102,41 +99,20 @@ def _without_overrides(words: Sequence[str]) -> tuple[list[str], list[str]]:
     return own, overrides
 
 
-def _present_flags(words: Sequence[str], former: Mapping[str, str]) -> list[str]:
-    """The words of a command with flags' former names replaced, and a line of warning about each.
-
-    Raises:
-        ConfigError: a flag is given under both names.
-    """
-    found = []
-    given = {word.partition("=")[0] for word in words}
-    for word in words:
-        flag, equals, value = word.partition("=")
-        now = former.get(flag, flag)
-        if now != flag:
-            if now in given:
-                what = f"{flag} is the former name of {now}, and both are given; delete {flag}"
-                raise ConfigError([ConfigIssue("command line", what)])
-            warn_once(f"{flag} is now {now}")
-        found.append(f"{now}{equals}{value}")
-    return found
-
-
-def _refuse_unknown_flags(words: Sequence[str], parser: argparse.ArgumentParser, former: Mapping[str, str]) -> None:
+def _refuse_unknown_flags(words: Sequence[str], parser: argparse.ArgumentParser) -> None:
     """Refuse a misspelt flag, before argparse says that the right one is missing. parser: of the command."""
     known = {*_flags(parser), TRACEBACK_FLAG}
     for word in itertools.takewhile(lambda word: word != "--", words):
         flag = word.partition("=")[0]
         if flag.startswith("--") and flag not in known and " " not in flag:  # with a space, argparse takes it for text
-            _refuse(word, parser, former)
+            _refuse(word, parser)
 
 
-def _refuse(word: str, parser: argparse.ArgumentParser, former: Mapping[str, str]) -> NoReturn:
+def _refuse(word: str, parser: argparse.ArgumentParser) -> NoReturn:
     overridable = parser.get_default("takes_overrides")
     what = "expected --table.key value" if overridable else f"{parser.prog} takes no such argument"
     flag = word.partition("=")[0]
-    near = difflib.get_close_matches(flag, [*_flags(parser), *former], n=1)
-    near = (overridable and _keys(word)) or [former.get(name, name) for name in near]
+    near = (overridable and _keys(word)) or difflib.get_close_matches(flag, list(_flags(parser)), n=1)
     hint = f" (did you mean {' or '.join(near)}?)" if near else ""
     raise ConfigError([ConfigIssue("command line", f"{word}: {what}{hint}")])
 

@@ -19,7 +19,6 @@ if TYPE_CHECKING:
     from titan.planner.doctor.examination import Examination
 
 HELP = "measure devices and links, report outliers, and write a cluster file for titan plan"
-FORMER_FLAGS = {"--save": "--output"}
 TIMEOUT_S = 300.0
 
 

@@ -19,7 +19,6 @@ if TYPE_CHECKING:
     from titan.planner.tuning.results import Results
 
 HELP = "find the fastest layout of a job on this machine by short trial runs"
-FORMER_FLAGS = {"--write": "--output"}
 DESCRIPTION = f"""{HELP}.
 
   NPROC=8 titan tune --config configs/llama7b.toml --cluster here.toml --output best.toml

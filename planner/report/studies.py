@@ -11,8 +11,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from titan.config import Job, load_job
-from titan.config.renames import renew
-from titan.config.tables import COMMAND_LINE, Table, override
+from titan.config.tables import Table, override
 from titan.contracts import Technique
 from titan.contracts.base.layout import AxisFact, Layout
 from titan.contracts.plugin import registry
@@ -273,7 +272,6 @@ def _base(kind: Kind, config: Path | None, overrides: Sequence[str], world_size:
     given = Table()
     override(given, overrides)
     job = load_job(config, overrides)
-    renew(given, COMMAND_LINE)  # only now are the plugins of the file known
     fixed = frozenset(".".join(key) for key in given.origins)
     base, words = Base(job, fixed, world_size or 0), list(overrides)
     if world_size is None or kind.scales:

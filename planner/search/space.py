@@ -16,8 +16,7 @@ from typing import Any
 
 from titan.config import Job, load_job
 from titan.config.load import BUILT_IN, QUICKSTART
-from titan.config.renames import renew
-from titan.config.tables import COMMAND_LINE, Table, override, plugin_folders, read
+from titan.config.tables import Table, override, plugin_folders, read
 from titan.config.techniques import agree, chosen_techniques, unattended
 from titan.contracts import ModelSpec, Technique
 from titan.contracts.base.layout import Axis, Layout, unfoldable
@@ -328,13 +327,6 @@ def load_base(path: Path | None, overrides: Sequence[str]) -> Base:
     degrees = {axis: _degree(axis, value, job.layout) for axis, value in given.at("mesh").items()}
     own = [axis.name for technique in job.techniques for axis in technique.axes if axis.weights == "own"]
     degrees = {axis: job.layout.degree(axis) for axis in own} | degrees
-    # Which plugin's options a word sets follows from the names in the file.
-    tables = {section: table for section, table in job.table.items() if isinstance(table, dict) and "name" in table}
-    named = {(section, "name"): table["name"] for section, table in tables.items() if not given.at(section, "name")}
-    for key, name in named.items():
-        given.put(key, name, "")
-    renew(given, COMMAND_LINE)
-    keys = [key for key in given.origins if key not in named and not isinstance(given.at(*key), dict)]
     fixed = frozenset(".".join(key) for key in keys) | {f"mesh.{axis}" for axis in own}
     return Base(job, fixed, degrees, tuple(f"--{'.'.join(key)}={given.at(*key)}" for key in keys))
 

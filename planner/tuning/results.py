@@ -11,7 +11,6 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any, Literal
 
-from titan.config.renames import renewed_job, renewed_keys
 from titan.config.tables import differences
 from titan.errors import ConfigError, ConfigIssue, by_errno
 
@@ -68,13 +67,13 @@ class Trial:
 
     @classmethod
     def from_json(cls, row: Mapping[str, Any]) -> "Trial":
-        """The trial of a line of the results file, also of a version with former names of options.
+        """The trial of a line of the results file.
 
         Raises:
             KeyError, TypeError: the line is not a trial.
         """
         outcome = Failed(**row["failed"]) if "failed" in row else Measured(**row["measured"])
-        return cls(row["name"], renewed_keys(row["layout"]), outcome, row["predicted_step_time_s"])
+        return cls(row["name"], dict(row["layout"]), outcome, row["predicted_step_time_s"])
 
 
 def ranked(trials: Sequence[Trial], objective: Objective) -> list[tuple[float, Trial]]:
@@ -127,7 +126,7 @@ class Results:
             try:
                 row = json.loads(line)
                 if number == 1:
-                    self._same(_in_present_spelling(row["search"]), json.loads(json.dumps(search)))
+                    self._same(dict(row["search"]), json.loads(json.dumps(search)))
                 else:
                     self.trials.append(Trial.from_json(row))
             except (ValueError, KeyError, TypeError):
@@ -142,9 +141,3 @@ class Results:
             more = f", and {len(changed) - 3} more" if len(changed) > 3 else ""
             what = f"holds results of another search: {'; '.join(changed[:3])}{more}; give another --results file"
             raise ConfigError([ConfigIssue(str(self.path), what)])
-
-
-def _in_present_spelling(search: Mapping[str, Any]) -> dict[str, Any]:
-    """What is searched, as this version would have written it."""
-    fixed = sorted(renewed_keys(dict.fromkeys(search["fixed"], "")))
-    return {**search, "fixed": fixed, "job": renewed_job(search["job"])}

@@ -33,8 +33,6 @@ class Config:
     split: Literal["all", "train", "validation"] = option(
         "all",
         "validation: one file in 25, by a hash of its path; train: the other files",
-        formerly="part",
-        former_values={"held_out": "validation"},
     )
 
 

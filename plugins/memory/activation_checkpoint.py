@@ -66,7 +66,6 @@ class Config:
         "full",
         "recompute all blocks, every n-th block, all operations but matrix products and attention, attention alone, "
         "what the compiler chooses, the least of these that fits, or nothing",
-        former_values={"every": "every_n"},
     )
     every: int = option(2, 'mode "every_n": n; 2 recomputes every second block', unit="blocks", at_least=1)
     budget: float = option(

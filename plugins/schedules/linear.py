@@ -22,9 +22,7 @@ class Config:
     decay_steps: int = option(
         0, "steps from the peak to the lowest rate; 0: all remaining steps", unit="steps", at_least=0
     )
-    min_lr_factor: float = option(
-        0.0, "lowest rate as a fraction of the peak rate", at_least=0, at_most=1, formerly="min_ratio"
-    )
+    min_lr_factor: float = option(0.0, "lowest rate as a fraction of the peak rate", at_least=0, at_most=1)
 
 
 @register

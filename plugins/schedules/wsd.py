@@ -22,12 +22,8 @@ class Config:
 
     warmup_steps: int = option(0, "steps of linear warm-up; the last one has the peak rate", unit="steps", at_least=0)
     decay_steps: int = option(0, "steps of the decay at the end; 0: a tenth of training", unit="steps", at_least=0)
-    min_lr_factor: float = option(
-        0.0, "rate at the last step as a fraction of the peak rate", at_least=0, at_most=1, formerly="min_ratio"
-    )
-    decay_type: Literal["linear", "sqrt"] = option(
-        "linear", "decay curve: a straight line, or 1 - sqrt(progress)", formerly="shape"
-    )
+    min_lr_factor: float = option(0.0, "rate at the last step as a fraction of the peak rate", at_least=0, at_most=1)
+    decay_type: Literal["linear", "sqrt"] = option("linear", "decay curve: a straight line, or 1 - sqrt(progress)")
 
 
 @register

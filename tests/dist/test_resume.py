@@ -8,7 +8,8 @@ import torch
 
 from tests.jobs import FOUR_LAYERS, GPT, SAVING, SELF_SEND, mesh, run_with_state
 from tests.sweeps import swept_case
-from titan.testing.jobs import Outcome, assert_same_curve, saved_tensors, train_job
+from titan.config import load_job
+from titan.testing.jobs import JOB, Outcome, assert_same_curve, saved_tensors, train_job
 from titan.testing.ranks import RankError
 
 SAME = ("loss", "grad_norm", "lr", "tokens")
@@ -62,6 +63,16 @@ def test_on_the_same_layout_bit_for_bit(words: list[str], more: list[str], tmp_p
     ours, theirs = (saved_tensors(tmp_path / name / "checkpoints" / "step-00000006") for name in ("whole", "pieces"))
     assert ours.keys() == theirs.keys() and any(name.startswith("optimizer.") for name in ours)
     assert [name for name in ours if not torch.equal(ours[name], theirs[name])] == []
+
+
+def test_the_rates_of_a_resumed_run_are_its_schedules(tmp_path: Path) -> None:
+    train_job(tmp_path, 1, *SAVING, *HALF)
+    rows = train_job(tmp_path, 1, *SAVING).rows
+    job = load_job(JOB, ["--data.path", "text"])
+    factors = {step: job.lr_schedule.factor(step, job.train.steps) for step in range(1, 7)}
+    assert len({*factors.values()}) == 6
+    peak = job.optimizer.config.lr
+    assert {step: row["lr"] for step, row in rows.items()} == pytest.approx({s: peak * f for s, f in factors.items()})
 
 
 def test_twice_across_layouts_in_the_middle_of_an_epoch(tmp_path: Path) -> None:

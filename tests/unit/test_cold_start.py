@@ -15,29 +15,29 @@ import pytest
 
 import titan.commands
 from tests.unit.test_launcher_imports import COMPILER, TRAINER
+from titan.testing.jobs import train_job
 
 ROOT = Path(__file__).parents[2]
-RELEASED = ROOT / "tests" / "released"
-(CHECKPOINT,) = RELEASED.glob("26471e7/checkpoints/step-*")
 DEBUG = ["--config", str(ROOT / "configs" / "debug.toml")]
-TEXT = str(RELEASED / "text.txt")
-BYTES = ["--data.name", "text", "--data.path", TEXT, "--tokenizer.name", "byte"]
+TRAINED = ["--checkpoint", "run"]
+BYTES = ["--data.name", "text", "--data.path", "text", "--tokenizer.name", "byte"]
 BUILDS = {"convert", "eval", "generate"}
 """Commands that build a model."""
 
 COMMANDS = {
-    "checkpoint": (["verify", str(CHECKPOINT)], 0, "verified"),
+    "checkpoint": (["verify", "run"], 0, "verified"),
     "config": ([*DEBUG, "--json"], 0, '"n_layers": 4'),
-    "convert": (["--from", str(CHECKPOINT), "--format", "hf", "--output", "hf"], 0, "11 tensors"),
-    "data": (["prepare", *DEBUG, *BYTES], 0, "tokens         831"),
+    "convert": (["--from", "run", "--format", "hf", "--output", "hf"], 0, "21 tensors"),
+    "data": (["prepare", *DEBUG, *BYTES], 0, "tokens         13,678"),
     "doctor": (["--seconds", "0.1"], 0, "matrix products, float32"),
-    "eval": (["--checkpoint", str(CHECKPOINT), "--data", "text", "--path", TEXT], 0, "perplexity"),
-    "generate": (["--checkpoint", str(CHECKPOINT), "--prompt", "a", "--max-new-tokens", "2"], 0, "a"),
+    "eval": ([*TRAINED, "--data", "text", "--path", "text"], 0, "perplexity"),
+    "generate": ([*TRAINED, "--prompt", "a", "--max-new-tokens", "2"], 0, "a"),
     "plan": ([*DEBUG, "--search", "--world-size", "2"], 0, "1 pruned by lower bound"),
     "plugins": (["fsdp"], 0, "technique fsdp"),
     "tune": ([*DEBUG, "--cluster", "a100-80gb", "--trials", "1", "--timeout", "0.01"], 1, "trials failed (1 timeout)"),
 }  # fmt: skip
-"""Command -> its words, its exit code, and a part of what it prints. The trial of `tune` is killed as it starts."""
+"""Command -> its words, its exit code, and a part of what it prints, in a folder with a run and its text. The trial of
+`tune` is killed as it starts."""
 
 ONE_AFTER_THE_OTHER = """
 import json, os, sys, traceback
@@ -76,6 +76,7 @@ class Ran(NamedTuple):
 @pytest.fixture(scope="module")
 def ran(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Ran]:
     folder = tmp_path_factory.mktemp("cold")
+    train_job(folder, 1, "--train.steps", "1", "--checkpoint.enabled", "true")
     words = json.dumps({name: words for name, (words, _, _) in COMMANDS.items()})
     program = [sys.executable, "-c", ONE_AFTER_THE_OTHER, words]
     done = subprocess.run(program, cwd=folder, capture_output=True, text=True, timeout=200, check=False)

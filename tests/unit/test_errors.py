@@ -20,6 +20,7 @@ from titan.data.tokens.shards import open_shard
 from titan.errors import CheckpointError, ConfigError, DataError, ResourceError, TitanError, by_errno
 from titan.paths import refuse_lfs_pointer
 from titan.planner.machine import cluster
+from titan.terminal import warn_once
 
 WRONG = DataError("a.txt cannot be read")
 
@@ -100,3 +101,14 @@ def test_reading_on(tmp_path: Path) -> None:
     (tmp_path / "a.txt").write_text("content")
     with pytest.raises(ResourceError, match=r"a\.txt cannot be read: Input/output error"), opened(tmp_path / "a.txt"):
         raise OSError(errno.EIO, os.strerror(errno.EIO))
+
+
+def test_a_warning_is_said_once(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    monkeypatch.setenv("TITAN_WARNED", "")
+    for _ in range(2):
+        warn_once("here")
+    for variable in ("RANK", "NODE_RANK", "SLURM_PROCID"):
+        monkeypatch.setenv(variable, "1")
+        warn_once(f"of {variable}")
+        monkeypatch.delenv(variable)
+    assert capsys.readouterr().err == "warning: here\n"

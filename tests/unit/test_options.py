@@ -110,7 +110,14 @@ def test_a_config_must_be_frozen_and_documented() -> None:
     class Bare:
         x: int = 0
 
+    @dataclass(frozen=True, kw_only=True)
+    class Twice:
+        x: int = option(0, "one")
+        y: int = option(0, "another", key="x")
+
     with pytest.raises(TypeError, match="frozen"):
         options_of(Mutable)
     with pytest.raises(TypeError, match=r"x needs option"):
         options_of(Bare)
+    with pytest.raises(TypeError, match="x is the key of two options"):
+        options_of(Twice)

@@ -73,6 +73,12 @@ def test_the_value_of_an_override_is_no_file(words: list[str], capsys: pytest.Ca
             ["config", "--checkpoint.enabled", "false", "--checkpoint.resume", "required"],
             "[checkpoint] resume = 'required': but checkpoints are off; set enabled = true",
         ),
+        (
+            ["config", "--checkpoint.keep", "3"],
+            "[checkpoint] keep: unknown key (known: async, change_tokenizer, enabled, every, init_from, keep_latest, "
+            "reset_data, resume)",
+        ),
+        (["data", "train-tokenizer", "--out=x"], "--out=x: titan data takes no such argument (did you mean --output?)"),
         (["--versoin"], "--versoin: titan takes no such argument (did you mean --version?)"),
         (["plan", "--outptu=x.toml"], "--outptu=x.toml: expected --table.key value (did you mean --output?)"),
     ],
@@ -132,7 +138,7 @@ def test_a_mixture_and_the_dataset_of_a_file_below(tmp_path: Path) -> None:
     [
         (["trian"], "titan: error: unknown command 'trian' (did you mean 'train'?); see titan --help"),
         (["plan", "--top", "x"], "titan plan: error: argument --top: invalid int value: 'x'; see titan plan --help"),
-        (["plan", "--exac"], "error: command line: --exac: expected --table.key value (did you mean --dry-run?)"),
+        (["plan", "--dry-rn"], "error: command line: --dry-rn: expected --table.key value (did you mean --dry-run?)"),
         (["plugins", "--jsn"], "error: command line: --jsn: titan plugins takes no such argument (did you mean --json"),
     ],
 )  # fmt: skip

@@ -160,18 +160,6 @@ def test_an_interrupted_trial_leaves_the_file_valid(tmp_path: Path) -> None:
     assert len(go_on(path, 3).trials) == 3
 
 
-def test_results_of_an_earlier_version_are_gone_on_with(tmp_path: Path) -> None:
-    path, fixed = tmp_path / "r.jsonl", ("--plugins.activation_checkpoint.enabled", "true", "--mesh.pp", "1")
-    before = go_on(path, 40, *fixed).trials
-    text = path.read_text()
-    for now, then in (("min_lr_factor", "min_ratio"), ('"concat"', '"stream"'), ("every_n", "every")):
-        assert now in text
-        text = text.replace(now, then)
-    path.write_text(text)
-    assert go_on(path, 40, *fixed).trials[0].layout == before[0].layout
-    assert [t.layout for t in go_on(path, 40, *fixed).trials] == [t.layout for t in before]
-
-
 def test_results_of_another_search_are_refused(tmp_path: Path) -> None:
     path = tmp_path / "r.jsonl"
     go_on(path, 1)

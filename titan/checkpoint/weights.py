@@ -11,7 +11,6 @@ from titan.checkpoint.disk import folder as folders
 from titan.checkpoint.disk.folder import is_hf
 from titan.checkpoint.disk.manifest import STATE, TOKENIZER, is_checkpoint_file
 from titan.checkpoint.ranks import Ranks
-from titan.config.renames import renewed_job
 from titan.contracts import Tokenizer
 from titan.contracts.plugin import registry
 from titan.contracts.plugin.conformance import made
@@ -118,7 +117,7 @@ def tokenizer_table(path: Path) -> dict[str, Any] | None:
         CheckpointError: the checkpoint cannot be read.
     """
     if not is_hf(path):
-        table, stored = renewed_job(stored_config(path)).get("tokenizer"), stored_tokenizer(path)
+        table, stored = stored_config(path).get("tokenizer"), stored_tokenizer(path)
         copies = path.absolute() / TOKENIZER
         return table if table is None or stored is None else identity.from_copies(table, stored, copies)
     for plugin in registry.of_kind(Tokenizer.kind):

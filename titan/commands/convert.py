@@ -13,8 +13,6 @@ from titan.inference.load_model import open_job
 
 HELP = "convert weights between a titan checkpoint and a Hugging Face folder"
 
-FORMER_FLAGS = {"--to": "--output"}
-
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Add the source, the output folder, the format and the dtype."""

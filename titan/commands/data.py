@@ -19,8 +19,6 @@ from titan.errors import ConfigError, ConfigIssue, DataError, by_errno
 
 HELP = "tokenize a job's text ahead of its run, train a tokenizer, inspect a token shard"
 
-FORMER_FLAGS = {"--out": "--output"}
-
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """One parser for each of the three."""

@@ -7,7 +7,6 @@ it is the job with the default. The same goes for a section and for the options 
 from collections.abc import Mapping
 from typing import Any
 
-from titan.config.renames import renewed_job
 from titan.config.sections import ONE_OF, SECTIONS
 from titan.contracts import Dataset, Technique
 from titan.contracts.plugin import registry
@@ -16,13 +15,11 @@ from titan.contracts.plugin.registry import Plugin
 
 
 def filled(table: Mapping[str, Any]) -> dict[str, Any]:
-    """The table in the present spelling, with every key that has a default and is not in it.
-
-    What is unknown here stays as it is.
+    """The table with every key that has a default and is not in it. What is unknown here stays as it is.
 
     A technique that the table lacks was not there, and is not added; a tracker or an axis likewise.
     """
-    found = renewed_job(table)
+    found = dict(table)
     for name, section in SECTIONS.items():
         found[name] = _over(default_table(section), found.get(name))
     for contract in ONE_OF:

@@ -25,12 +25,10 @@ from titan.contracts.plugin.options import (
     from_text,
     options_of,
     parse,
-    renewed,
     resolved_table,
     shown,
 )
 from titan.errors import ConfigIssue
-from titan.terminal import warn_once
 
 Word = Literal["matrix", "table", "head", "vector", "expert"]
 WORDS: tuple[Word, ...] = get_args(Word)
@@ -209,19 +207,17 @@ def _place(where: Callable[..., Where], number: int) -> Where:
 
 def _group(plugin: Optimizer, entry: Mapping[str, Any], where: Where, faults: list[ConfigIssue]) -> Group | None:
     """A group from its table, with the options of `[optimizer]` where it states none."""
-    own = renewed(type(plugin).Config, {key: value for key, value in entry.items() if key != "match"}, where)
-    for line in own.lines:
-        warn_once(line)
+    own = {key: value for key, value in entry.items() if key != "match"}
     below = as_table(plugin.config)
     for each in options_of(type(plugin).Config):
-        if each.spec.over in own.values:
+        if each.spec.over in own:
             below.pop(each.key, None)
-    config, found = parse(type(plugin).Config, {**below, **own.values}, where)
+    config, found = parse(type(plugin).Config, {**below, **own}, where)
     match = _match(entry, where, found)
-    faults += [*own.faults, *found]
-    if config is None or found or own.faults:
+    faults += found
+    if config is None or found:
         return None
-    stated = {key: value for key, value in resolved_table(config).items() if key in own.values}
+    stated = {key: value for key, value in resolved_table(config).items() if key in own}
     return Group(match, made(type(plugin), config), {"match": entry["match"], **stated})
 
 

@@ -8,7 +8,6 @@ import titan.configs
 from titan.config import groups, tables
 from titan.config.check import check
 from titan.config.job import Job, Source, choose_micro_batch, divisors
-from titan.config.renames import renew
 from titan.config.sections import ONE_OF, SECTIONS, SHARED
 from titan.config.tables import Table
 from titan.config.techniques import agree, chosen_techniques, unattended
@@ -102,7 +101,6 @@ class _Loader:
 
     def _load(self, world_size: int | None, default_name: str, *, trains: bool) -> Job:
         self._unknown_sections()
-        self.faults += renew(self.table, self.source)
         run = self._section("run", RunSection)
         train = self._section("train", TrainSection)
         checkpoint = self._section("checkpoint", CheckpointSection)

@@ -16,7 +16,7 @@ JsonSchema = dict[str, Any]
 
 
 def schema() -> JsonSchema:
-    """The schema of every TOML that `load_job` takes, with the plugins known now and without former spellings."""
+    """The schema of every TOML that `load_job` takes, with the plugins known now."""
     registry.load_plugins()
     properties: JsonSchema = {
         "base": {"type": "string", "description": "file to inherit from; keys of this file override it"}

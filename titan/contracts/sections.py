@@ -21,9 +21,7 @@ class RunSection:
     max_minutes: float = option(
         0.0, "save a checkpoint and exit with code 75 after this time; 0: no limit", unit="minutes", at_least=0
     )
-    sample_prompt: str = option(
-        "", "prompt that the model continues when training ends; empty: no sample is printed", formerly="sample"
-    )
+    sample_prompt: str = option("", "prompt that the model continues when training ends; empty: no sample is printed")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -62,7 +60,6 @@ class DataSection:
         "concat",
         "concat: documents end to end, cut every seq_len; document_mask: the same, and attention stays within a "
         "document; pad: one document per sample",
-        former_values={"stream": "concat", "isolate": "document_mask"},
     )
     shuffle: bool = option(True, "shuffle the samples of each epoch, seeded by run.seed")
     cache: str = option("~/.cache/titan", "folder of tokenized text, shared by all runs", path=True)
@@ -85,9 +82,7 @@ class CheckpointSection:
 
     enabled: bool = option(True, "save checkpoints and resume from them")
     every: int = option(1000, "save a checkpoint every N steps, and at the end", unit="steps", at_least=1)
-    keep_latest: int = option(
-        2, "complete checkpoints to keep, the newest ones; 0 keeps all", at_least=0, formerly="keep"
-    )
+    keep_latest: int = option(2, "complete checkpoints to keep, the newest ones; 0 keeps all", at_least=0)
     init_from: str = option(
         "",
         "initial weights of a new run: a checkpoint, a run, or a Hugging Face folder; empty: random initialization",
@@ -96,7 +91,6 @@ class CheckpointSection:
     reset_data: bool = option(
         False,
         "keep the checkpoint's weights and start the data at its first sample; without it, changed data is refused",
-        formerly="new_data",
     )
     change_tokenizer: bool = option(
         False, "use the weights with another tokenizer than the one they were trained with; without it, that is refused"
@@ -106,7 +100,6 @@ class CheckpointSection:
         '"auto": from the newest checkpoint, if there is one; "required": fail if there is none; "never"; or a folder',
         path=True,
         words=RESUME,
-        former_values={"must": "required"},
     )
     asynchronous: bool = option(True, "write checkpoints in the background, from a copy in host memory", key="async")
 

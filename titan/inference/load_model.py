@@ -20,7 +20,6 @@ from titan.checkpoint.weights import (
     tokenizer_table,
 )
 from titan.config import Job, load_table
-from titan.config.renames import renewed_job
 from titan.config.tables import Table, override, plugin_folders
 from titan.contracts import BuildContext, Delimiters, Engine, Model, ModelPart, Tokenizer
 from titan.contracts.plugin import registry
@@ -79,7 +78,7 @@ def open_job(
 
 
 def _stored_table(path: Path) -> dict[str, Any]:
-    config = renewed_job(stored_config(path))
+    config = stored_config(path)
     data = {key: value for key, value in config.get("data", {}).items() if key in TAKEN_OF_DATA}
     return {**{section: config[section] for section in TAKEN_OVER if section in config}, "data": data}
 

@@ -85,14 +85,14 @@ FAULTS = (
         "titan/training/trainer.py",
         "factor(run.step + 1,",
         "factor(run.step,",
-        ("tests/dist/test_released.py::test_the_run_of_an_earlier_version_goes_on",),
+        ("tests/dist/test_resume.py::test_the_rates_of_a_resumed_run_are_its_schedules",),
     ),
     Fault(
         "learning rate after resume from the last rate, not from the peak",
         "titan/training/trainer.py",
         'group.setdefault("peak_lr", group["lr"])',
         'group["peak_lr"] = group["lr"]',
-        ("tests/dist/test_released.py::test_the_run_of_an_earlier_version_goes_on",),
+        ("tests/dist/test_resume.py::test_the_rates_of_a_resumed_run_are_its_schedules",),
     ),
     Fault(
         "weight decay on norms",

@@ -122,7 +122,7 @@ FAULTS = (
     Fault(
         "a rate of a group hidden by the table's rate of AdamW",
         "titan/config/groups.py",
-        "if each.spec.over in own.values:",
+        "if each.spec.over in own:",
         "if False:",
         ("tests/unit/test_groups.py::test_an_option_of_a_group_counts_before_what_takes_its_place_in_the_table",),
     ),
@@ -157,7 +157,7 @@ FAULTS = (
     Fault(
         "groups of parameters without their options",
         "titan/config/groups.py",
-        "{**below, **own.values}",
+        "{**below, **own}",
         "{**own.values, **below}",
         ("tests/unit/test_groups.py::test_each_parameter_has_the_options_of_its_group_and_else_those_of_the_table",),
     ),

@@ -5,14 +5,9 @@ Every section of the host and every plugin states its options the same way::
     @dataclass(frozen=True, kw_only=True)
     class Config:
         lr: float = option(3e-4, "peak learning rate", above=0)
-        mode: Literal["full", "every_n"] = option("full", "blocks to recompute", former_values={"every": "every_n"})
-        min_lr_factor: float = option(0.0, "lowest rate as a share of the peak", formerly="min_ratio")
+        mode: Literal["full", "every_n"] = option("full", "blocks to recompute")
 
 The declaration is the only place: parsing, bounds, `--help`-like listings and the JSON Schema all come from it.
-
-A renamed key or value keeps working under its former spelling, in a TOML, on the command line and in what earlier
-versions have saved. Each former spelling that a user gives is answered by one line of warning; everything that is
-written or listed has the present one. A plugin outside this repository renames its options in the same way.
 """
 
 import dataclasses
@@ -30,7 +25,6 @@ from pathlib import Path
 from typing import Any, Literal, TypeVar, Union
 
 from titan.errors import ConfigIssue
-from titan.terminal import warn_once
 
 T = TypeVar("T")
 _KEY = "titan.option"
@@ -48,7 +42,6 @@ class Spec:
     """What an option says about itself. Bounds are inclusive for `at_*`, exclusive for `above`/`below`.
 
     path: the value is a file, folder or glob, or several, unless it is one of `words`.
-    formerly: the TOML key that the option had before; "": none.  former_values: former value -> present value.
     initial: the value is what a new run begins with; on a resume the state in the checkpoint counts.
     over: an option of an optimizer that this one takes the place of for some parameters.
     """
@@ -61,8 +54,6 @@ class Spec:
     below: float | None = None
     path: bool = False
     words: tuple[str, ...] = ()
-    formerly: str = ""
-    former_values: Mapping[str, Any] = dataclasses.field(default_factory=dict)
     initial: bool = False
     over: str = ""
 
@@ -79,8 +70,6 @@ def option(
     path: bool = False,
     words: tuple[str, ...] = (),
     key: str = "",
-    formerly: str = "",
-    former_values: Mapping[str, Any] | None = None,
     initial: bool = False,
     over: str = "",
 ) -> T:
@@ -90,14 +79,10 @@ def option(
     but for the `words`: a resolved job holds it as an absolute one. `key` is the name in the TOML where it cannot be
     the field's (a Python keyword such as `async`).
 
-    `formerly` is a former key of the option, and `former_values` maps former values (strings) to present ones. Both
-    still work, with one line of warning. The former and the present key in one file are refused; of two files, or of a
-    file and the command line, the upper one counts under either name.
-
     `initial` marks a value that only a new run reads; a resume under another value says that. `over` names an option of
     an optimizer that this one takes the place of for some parameters. A group that states that one alone unsets this.
     """
-    spec = Spec(doc, unit, at_least, above, at_most, below, path, words, formerly, former_values or {}, initial, over)
+    spec = Spec(doc, unit, at_least, above, at_most, below, path, words, initial, over)
     metadata = {_KEY: spec, "key": key}
     if default is REQUIRED:
         return typing.cast(T, dataclasses.field(metadata=metadata))
@@ -119,8 +104,7 @@ def options_of(config: type) -> tuple[Option, ...]:
     """The options a config dataclass declares, in order.
 
     Raises:
-        TypeError: it is not a frozen keyword-only dataclass, a field lacks its `option(...)`, or a former key is the
-            key of another option.
+        TypeError: it is not a frozen keyword-only dataclass, a field lacks its `option(...)`, or two have one key.
     """
     return _read(config)
 
@@ -140,9 +124,9 @@ def _read(config: type) -> tuple[Option, ...]:
         found.append(Option(key, field.name, hints[field.name], field.default, field.metadata[_KEY]))
     if undeclared:
         raise TypeError(f"{config.__qualname__}: {', '.join(sorted(undeclared))} is annotated but is no field")
-    keys = [name for declared in found for name in (declared.key, declared.spec.formerly) if name]
+    keys = [declared.key for declared in found]
     if twice := {key for key in keys if keys.count(key) > 1}:
-        raise TypeError(f"{config.__qualname__}: {', '.join(sorted(twice))} is a key, or a former key, of two options")
+        raise TypeError(f"{config.__qualname__}: {', '.join(sorted(twice))} is the key of two options")
     return tuple(found)
 
 
@@ -156,14 +140,10 @@ def did_you_mean(word: str, known: Iterable[str]) -> str:
 
 
 def parse(config: type[T], table: Mapping[str, Any], where: "Where") -> tuple[T | None, list[ConfigIssue]]:
-    """Build `config` from a TOML table. Returns it, or None with every fault found. Former spellings are warned of."""
+    """Build `config` from a TOML table. Returns it, or None with every fault found."""
     declared = {option.key: option for option in options_of(config)}
-    renewal = renewed(config, table, where)
-    table, faults = renewal.values, list(renewal.faults)
-    for line in renewal.lines:
-        warn_once(line)
     known = {*declared, *where.shared}
-    faults += [where.fault(key, f"unknown key{did_you_mean(key, known)}") for key in table if key not in declared]
+    faults = [where.fault(key, f"unknown key{did_you_mean(key, known)}") for key in table if key not in declared]
     values: dict[str, Any] = {}
     for key, declaration in declared.items():
         if key not in table:
@@ -190,7 +170,7 @@ def _or_none(value: Any, hint: Any) -> str:
 class Where:
     """The place of a table: its name in brackets, and which file (or the command line) set each key.
 
-    origins: key -> file, in the order in which the keys were set: an upper file's after those of the files below it.
+    origins: key -> file.
     shared: keys of the table that are titan's, beside a plugin's; a misspelt key may mean one of them.
     """
 
@@ -201,67 +181,12 @@ class Where:
 
     def fault(self, key: str, what: str) -> ConfigIssue:
         """A ConfigIssue at `key` of this table."""
-        place = self._named(key)
+        place = f"[{self.table}] {key}".strip() if self.table else key
         return ConfigIssue(self.origin(key), f"{place} {what}" if what.startswith("=") else f"{place}: {what}")
 
     def origin(self, key: str) -> str:
         """The file, or the command line, that set a key."""
         return self.origins.get(key, self.source)
-
-    def above(self, key: str, other: str) -> bool:
-        """Whether `key` was set by a file above the one that set `other`."""
-        order = list(self.origins)
-        return key in order and (other not in order or order.index(key) > order.index(other))
-
-    def renamed(self, key: str, value: Any, now: str, fresh: Any) -> str:
-        """The line of warning about `key = value`, which is now spelt `now = fresh`."""
-        place, source = self._named(key), self.origin(key)
-        if value is fresh:
-            line = f"{place} is now {now}"
-        else:
-            line = f'{place} = "{value}" is now ' + ("" if now == key else f"{now} = ") + f'"{fresh}"'
-        return line + (f" ({source})" if source else "")
-
-    def _named(self, key: str) -> str:
-        return f"[{self.table}] {key}".strip() if self.table else key
-
-
-@dataclass(frozen=True)
-class Renewal:
-    """A table in the present spelling. moved: former key -> present one.  lines: of warning, one a former spelling."""
-
-    values: dict[str, Any]
-    moved: dict[str, str]
-    faults: list[ConfigIssue]
-    lines: list[str]
-
-
-def renewed(config: type, table: Mapping[str, Any], where: Where) -> Renewal:
-    """A table with the present keys and values of all that `config` declares and the table spells as it was formerly.
-
-    A fault is an option that one file gives under both keys. Keys that `config` does not declare stay.
-    """
-    found = Renewal({}, {}, [], [])
-    declared = {name: option for option in options_of(config) for name in (option.key, option.spec.formerly) if name}
-    for name, value in table.items():
-        if name not in declared:
-            found.values[name] = value
-            continue
-        key, former, values = declared[name].key, declared[name].spec.formerly, declared[name].spec.former_values
-        fresh = values.get(value, value) if isinstance(value, str) else value
-        twice = former in table and key in table and where.origin(former) == where.origin(key)
-        if (name == former and not twice) or fresh is not value:
-            found.lines.append(where.renamed(name, value, key, fresh))
-        if former in table and key in table:
-            if name == former and twice:
-                what = f"is the former name of {key}, and both are given; delete {former}"
-                found.faults.append(where.fault(former, what))
-            if name == (key if where.above(former, key) else former):
-                continue  # the other one counts
-        if name == former:
-            found.moved[former] = key
-        found.values[key] = fresh
-    return found
 
 
 def shown(value: Any) -> str:

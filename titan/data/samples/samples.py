@@ -1,7 +1,7 @@
 """Global sample number -> tokens and labels; the same on every rank and at every layout."""
 
 import hashlib
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from typing import Any, Literal, NamedTuple
 
 import numpy as np
@@ -16,8 +16,6 @@ from titan.data.tokens.shards import Shard
 from titan.errors import DataError
 
 Packing = Literal["concat", "document_mask", "pad"]
-_IN_FINGERPRINT: Mapping[Packing, str] = {"concat": "stream", "document_mask": "isolate", "pad": "pad"}
-"""A packing as fingerprints spell it: checkpoints hold them, so this never changes."""
 
 
 class Sample(NamedTuple):
@@ -157,7 +155,7 @@ class Samples(Dataset[Sample]):
         """Of the tokens, the packing and the order: equal exactly when every sample is."""
 
     def _identity(self, seq_len: int, packing: Packing) -> str:
-        parts: list[object] = [seq_len, _IN_FINGERPRINT[packing], self._seed, self._shuffle]
+        parts: list[object] = [seq_len, packing, self._seed, self._shuffle]
         for stream, count in zip(self._streams, self._mixture.counts, strict=True):
             parts += [count, *(shard.digest for shard in stream.shards)]
         return hashlib.sha256(repr(parts).encode()).hexdigest()
