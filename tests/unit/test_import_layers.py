@@ -38,8 +38,6 @@ OPEN_TO_PLUGINS = (
 ORDINARY_WORDS = {
     ("titan/commands/generate.py", "text"): "a key of the command's JSON",
     ("titan/commands/convert.py", "hf"): "a format",
-    ("titan/contracts/deprecated.py", "context"): "a parameter of hooks",
-    ("titan/contracts/deprecated.py", "expert"): "a former fact of axes",
     ("titan/contracts/technique.py", "compile"): "a phase",
     ("planner/doctor/device.py", "float8"): "a dtype",
     ("titan/config/groups.py", "expert"): "a stack of weights, to the match of a group",

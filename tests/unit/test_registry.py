@@ -143,7 +143,6 @@ def test_plugins_load_from_a_folder(tmp_path: Path) -> None:
         (TOKENIZER, r"vocab_size\(\) is a method; it must be a property or a value"),
         (SCHEDULE + SCHEDULE.partition("@register")[2].join(["\n@register", ""]).replace("class Flat", "class Steep"), r"two plugins are called lr_schedule 'misfit': Flat in .*misfit\.py and Steep in"),
         (with_axis("data='delt'"), r"misfit\.py:18 cannot be imported: ValueError: mesh axis 'a': data = 'delt': must be one of .* \(did you mean 'dealt'\?\)"),
-        (with_axis("role='batch'"), r"misfit\.py:18 cannot be imported: ValueError: mesh axis 'a': role = 'batch': an axis states facts now; write data=\"dealt\", weights=\"copies\""),
         (with_axis("data='same'"), r"misfit\.py:18 cannot be imported: ValueError: mesh axis 'a': data = \"same\" with weights = \"copies\": its ranks would all do the same work"),
         (with_axis("data='sliced'", "weights='slices'"), r"mesh axis 'a': data = \"sliced\" with weights = \"slices\": ranks that slice sequences must hold \"copies\""),
         (with_axis("topology_order='1'"), "mesh axis 'a': topology_order = '1': must be a number"),

@@ -10,7 +10,6 @@ from typing import Any, get_args
 from titan.contracts import Dataset, Fact, Loss, LrSchedule, Model, Optimizer, Precision, Technique, Tokenizer, Tracker
 from titan.contracts.base.layout import Layout
 from titan.contracts.base.spec import ModelSpec
-from titan.contracts.deprecated import formerly
 from titan.contracts.plugin.conformance import answer, label
 from titan.contracts.plugin.options import did_you_mean, shown
 from titan.contracts.sections import (
@@ -34,7 +33,6 @@ class Source:
     weight: float
 
 
-@formerly(plan="spec")
 @dataclass(frozen=True, kw_only=True)
 class Job:
     """A run as its TOML describes it. Hooks see it as a `titan.contracts.Job`.

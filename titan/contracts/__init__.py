@@ -10,7 +10,6 @@ underscore. Per kind: `model`, `technique`, `objective` (loss, optimizer, schedu
 `plugin`: `options`, `registry`. Models also import the library `titan.layers`.
 """
 
-from titan.contracts import deprecated  # noqa: F401 (former names)
 from titan.contracts.base.batch import IGNORE, Batch, Document
 from titan.contracts.base.cost import Costs
 from titan.contracts.base.layout import Axis, AxisFact

@@ -332,20 +332,6 @@ FAULTS = (
         ("tests/unit/test_huggingface.py::test_what_the_model_cannot_do_is_refused",),
     ),
     Fault(
-        "a forward that takes positions given none",
-        "titan/contracts/deprecated.py",
-        '[2:3] == ["documents"]:',
-        '[3:4] != ["documents"]:',
-        ("tests/unit/test_former_names.py::test_other_forwards_are_left_as_they_are",),
-    ),
-    Fault(
-        "a former forward given positions as its documents",
-        "titan/contracts/deprecated.py",
-        "return own.forward(self, x, documents)",
-        "return own.forward(self, x, positions)",
-        ("tests/unit/test_former_names.py::test_a_forward_of_tokens_and_documents_alone_is_given_no_positions",),
-    ),
-    Fault(
         "a text that the layout ended said to have ended with the model",
         "titan/commands/generate.py",
         "if max(full) < most else",
