@@ -73,6 +73,6 @@ def of_each_worker(path: Path, name: str) -> list[Tensor]:
 
 def stored(path: Path) -> "Index":
     """What a checkpoint holds, and where."""
-    from titan.checkpoint.disk import manifest, metadata
+    from titan.checkpoint.disk import index, manifest
 
-    return metadata.read(path, manifest.read(path))
+    return index.read(path / manifest.INDEX, manifest.data_sizes(manifest.read(path)))

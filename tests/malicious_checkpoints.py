@@ -277,8 +277,7 @@ PAYLOADS: dict[str, tuple[bytes, str]] = {
 
 
 def main(path: Path) -> None:
-    """Plant a command in the metadata of a real checkpoint, remove its index, and make its manifest anew."""
-    (path / manifest.INDEX).unlink(missing_ok=True)  # where there is one, the metadata is not read
+    """Plant a command in the metadata of a real checkpoint, and make its manifest anew."""
     (path / manifest.METADATA).write_bytes(pickle.dumps(Calls(os.system, ("touch taken-over",))))
     names = [file.name for file in path.iterdir() if file.name != manifest.MANIFEST]
     manifest.write(path, {name: manifest.entry_of(path / name) for name in names})

@@ -30,6 +30,18 @@ def _entry(header: dict[str, Any]) -> list[Any]:
     return next(entry for entry in header["tensors"] if entry[0] == NAME)
 
 
+def moved(start: int, length: int) -> Callable[[bytes], bytes]:
+    """A change of the first byte and the length of the only chunk of `NAME`."""
+
+    def change(header: dict[str, Any], numbers: list[int]) -> None:
+        counts = {entry[0]: math.prod(entry[3]) for entry in header["tensors"]}
+        chunks, number = sum(counts.values()), [*counts].index(NAME)
+        assert set(counts.values()) == {1}
+        numbers[number - 2 * chunks], numbers[number - chunks] = start, length
+
+    return _index(change)
+
+
 def _all(numbers: list[int], part: int, value: int) -> None:
     """Of every chunk: its file (0), first byte (1) or length (2). A model of one process has a chunk per tensor."""
     chunks = len(numbers) // 4  # of each a cut too, or nearly: the last three columns end the file

@@ -190,7 +190,7 @@ def before_load(folder: Path) -> dict[str, float]:
     files = {file.name: FileEntry(file.stat().st_size, "") for file in folder.iterdir()}
     taken = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
     began = time.perf_counter()
-    metadata.read_pickled(folder, files)
+    metadata.read(folder, files)
     seconds: dict[str, float] = {}
     _timed(seconds, PARSE_BEFORE, began)
     more = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - taken

@@ -10,7 +10,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 
-from tests.jobs import GPT, LLAMA, MOE, SAVING, mesh, settings
+from tests.jobs import GPT, LLAMA, MOE, SAVING, mesh, settings, stored
 from tests.sweeps import but_sweep, swept_case
 from titan.contracts import Technique
 from titan.plugins.parallel.compressed import methods
@@ -269,9 +269,8 @@ def errors(folder: Path, step: int) -> dict[str, Tensor]:
 def own_tensors(path: Path) -> dict[str, Tensor]:
     """Every tensor of a checkpoint, whole; [ranks, ...] where each rank along an axis has one of its own."""
     from titan.checkpoint import storage
-    from titan.checkpoint.disk import manifest, metadata
 
-    index = metadata.read(path, manifest.read(path))
+    index = stored(path)
     tensors = {name: torch.empty(entry.shape, dtype=entry.dtype) for name, entry in index.tensors.items()}
     storage.read(path, tensors, index)
     return tensors

@@ -70,7 +70,7 @@ SWEEP = {
     "titan train --config configs/debug.toml --run.name limited": "takes its minutes; tests/dist/test_preemption.py",
     "titan train --config configs/debug.toml --run.name untrusted": "shown by tests/unit/test_untrusted_checkpoints.py",
     "python -m tests.malicious_checkpoints": "the same",
-    "titan generate --checkpoint runs/untrusted": "the same",
+    "titan checkpoint verify runs/untrusted": "the same",
     "titan train --config debug --run.name average": "the README's plugin trains",
     "NPROC=4 titan train --config debug --run.name average": "goes on from what that has trained",
     "NPROC=8 ./run_train.sh": "eight ranks train in tests/dist/test_parity.py",

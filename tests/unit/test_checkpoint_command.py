@@ -110,12 +110,13 @@ def test_verify_reads_what_the_files_say(run: Path, say: Callable[..., Said]) ->
 def test_copies_of_the_tokenizer_are_part_of_a_checkpoint(run: Path, say: Callable[..., Said]) -> None:
     saver = mutations.checkpointer(run / "checkpoints")
     saver._copies = {"ranks": b"abc", "two words.json": b"{}"}
-    saver.save(50, *mutations.build(), {"tokenizer": {"name": "a", "fingerprint": "f", "copies": {"path": "ranks"}}})
+    tokenizer = {"name": "a", "fingerprint": "f", "copies": {"path": "ranks"}}
+    saver.save(50, *mutations.build(), {"config": {}, "tokenizer": tokenizer})
     path = _path(run, 50)
     assert (path / "tokenizer" / "ranks").read_bytes() == b"abc"
     size = sum(file.stat().st_size for file in path.rglob("*") if file.is_file())
     assert say("verify", path)[0] == 0 and json.loads(say("list", path, "--json")[1])["checkpoints"][0]["bytes"] == size
-    assert stored_tokenizer(path) == {"name": "a", "fingerprint": "f", "copies": {"path": "ranks"}}
+    assert stored_tokenizer(path) == tokenizer
     for name in ("../x", "a/b/c", "a/..", "..", 7):
         state = json.loads((path / "state.json").read_text())
         state["rest"]["tokenizer"]["copies"]["path"] = name

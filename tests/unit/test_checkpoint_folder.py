@@ -10,7 +10,7 @@ import pytest
 
 from titan.checkpoint.disk import folder as folders
 from titan.checkpoint.disk import manifest
-from titan.checkpoint.disk.manifest import MANIFEST, METADATA, STATE
+from titan.checkpoint.disk.manifest import INDEX, MANIFEST, METADATA, STATE
 from titan.errors import CheckpointError
 
 
@@ -20,10 +20,11 @@ def _make(path: Path, serial: int = 0) -> Path:
 
 
 def _make_at(path: Path, serial: int) -> Path:
-    (path / METADATA).write_bytes(b"m")
+    for name in (METADATA, INDEX):
+        (path / name).write_bytes(b"m")
     state = {"format": folders.FORMAT, "step": 1, "serial": serial, "world_size": 1, "saved": "", "torch": ""}
     (path / STATE).write_text(json.dumps(state | {"optimizer": None, "values": {}, "rest": {}}))
-    manifest.write(path, {name: manifest.entry_of(path / name) for name in (METADATA, STATE)})
+    manifest.write(path, {name: manifest.entry_of(path / name) for name in (METADATA, INDEX, STATE)})
     return path
 
 
@@ -36,8 +37,8 @@ def test_unfinished_and_foreign_folders_are_not_complete(tmp_path: Path) -> None
     _make(tmp_path / "step-00000020.tmp")
     _make(tmp_path / "best")
     _make(tmp_path / "step-30")
-    broken = [tmp_path / f"step-0000004{number}" for number in range(3)]
-    for path, name in zip(broken, (METADATA, STATE, MANIFEST), strict=True):
+    broken = [tmp_path / f"step-0000004{number}" for number in range(4)]
+    for path, name in zip(broken, (METADATA, INDEX, STATE, MANIFEST), strict=True):
         (_make(path) / name).unlink()
     assert list(folders.survey(tmp_path)[1]) == broken
     assert folders.complete(tmp_path) == [good]
@@ -101,7 +102,7 @@ def test_kill_in_the_middle_of_a_removal_leaves_nothing_that_looks_complete(
 
 
 def test_tidy_sweeps_own_leftovers_only(tmp_path: Path) -> None:
-    for name in ("step-00000010.tmp", "step-00000020.removed.tmp", "mine.tmp", "step-1.tmp"):
+    for name in ("step-00000010.tmp", "step-00000020.removed-0123abcd.tmp", "mine.tmp", "step-1.tmp"):
         _make(tmp_path / name)
     _make(tmp_path / "step-00000030")
     folders.tidy(tmp_path)
@@ -175,7 +176,7 @@ def held_open(monkeypatch: pytest.MonkeyPatch) -> Callable[[], None]:
 @pytest.mark.usefixtures("held_open")
 def test_a_leftover_that_cannot_be_removed_is_a_warning_once(tmp_path: Path, told: list[str]) -> None:
     newest = [_make(folders.step_folder(tmp_path, step), serial) for serial, step in enumerate((10, 20, 30), 1)][-1]
-    _make(tmp_path / "step-00000005.removed.tmp")
+    _make(tmp_path / "step-00000005.removed-0123abcd.tmp")
     _make(tmp_path / "step-00000006.tmp")
     for step in (40, 50):
         folders.retain(tmp_path, 1)

@@ -145,7 +145,7 @@ def test_metadata_of_many_chunks_is_written_by_another_process(tmp_path: Path, m
     monkeypatch.setattr(metadata, "ASIDE", 0)
     monkeypatch.setattr(metadata, "_pickle", None)
     path = mutations.save(tmp_path)
-    assert stored(path).agrees_with(metadata.read_pickled(path, manifest.read(path)))
+    assert stored(path).agrees_with(metadata.read(path, manifest.read(path)))
 
 
 def test_metadata_that_another_process_cannot_write(

@@ -200,6 +200,7 @@ def test_tuples_come_back_as_lists() -> None:
         ({"data": {"samples": -1}}, "data position"),
         ({"techniques": 3}, "techniques in rest that is not of type dict"),
         ([], "lacks the table `rest`"),
+        ({"step": 0}, "does not hold the config of the run"),
     ],
 )
 def test_a_state_of_other_kinds_is_refused(
@@ -211,5 +212,5 @@ def test_a_state_of_other_kinds_is_refused(
 
 
 def test_a_state_without_them_is_taken(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("titan.checkpoint.disk.folder.read_state", lambda path: {"rest": {"step": 0}})
-    assert stored_rest(tmp_path) == {"step": 0}
+    monkeypatch.setattr("titan.checkpoint.disk.folder.read_state", lambda path: {"rest": {"config": {}}})
+    assert stored_rest(tmp_path) == {"config": {}}

@@ -26,11 +26,10 @@ from tests.malicious_checkpoints import (
     PAYLOADS,
     PICKLES,
     Calls,
-    place,
-    set_at,
 )  # fmt: skip
-from tests.malicious_titan_files import INDEXES, STATE_TEXTS, STATES
-from titan.checkpoint.disk import unpickle
+from tests.malicious_titan_files import INDEXES, STATE_TEXTS, STATES, moved
+from titan import cli
+from titan.checkpoint.disk import manifest, metadata, unpickle
 from titan.checkpoint.disk.metadata import dump
 from titan.errors import CheckpointError
 
@@ -38,19 +37,6 @@ from titan.errors import CheckpointError
 @pytest.fixture(scope="module")
 def sound(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return mutations.save(tmp_path_factory.mktemp("sound"))
-
-
-@pytest.fixture(scope="module")
-def older(sound: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The same checkpoint in format 1, whose `.metadata` is what titan reads."""
-    path = tmp_path_factory.mktemp("older") / sound.name
-    shutil.copytree(sound, path)
-    (path / "titan.index").unlink()
-    state = json.loads((path / "state.json").read_text())
-    (path / "state.json").write_text(json.dumps(state | {"format": 1}))
-    _seal(path)
-    mutations.load(path)
-    return path
 
 
 @pytest.fixture
@@ -74,13 +60,20 @@ def _write(file: Path, content: bytes) -> None:
 
 
 def _with_metadata(path: Path, change: Callable[[Metadata], None]) -> None:
-    metadata = pickle.loads((path / ".metadata").read_bytes())
-    change(metadata)
+    said = pickle.loads((path / ".metadata").read_bytes())
+    change(said)
     with (path / ".metadata").open("wb") as file:
-        dump(metadata, file)
+        dump(said, file)
 
 
-def _refused(sound: Path, tmp_path: Path, marker: Path, change: Callable[[Path], None], said: str) -> None:
+def _read_metadata(path: Path) -> None:
+    metadata.read(path, manifest.read(path))
+
+
+def _refused(
+    sound: Path, tmp_path: Path, marker: Path, change: Callable[[Path], None], said: str,
+    read: Callable[[Path], None] = mutations.load,
+) -> None:  # fmt: skip
     """A changed copy is refused under the manifest of the save, and by name under one that matches; nothing runs."""
     path = tmp_path / sound.name
     shutil.copytree(sound, path)
@@ -89,22 +82,22 @@ def _refused(sound: Path, tmp_path: Path, marker: Path, change: Callable[[Path],
         if seal:
             _seal(path)
         with pytest.raises(CheckpointError) as refused:
-            mutations.load(path)
+            read(path)
         assert not marker.exists()
         assert str(path) in str(refused.value) and "\n" not in str(refused.value)
     assert re.search(said, str(refused.value)), str(refused.value)
 
 
 @pytest.mark.parametrize("name", PICKLES)
-def test_pickles_in_place_of_the_metadata(older: Path, tmp_path: Path, marker: Path, name: str) -> None:
+def test_pickles_in_place_of_the_metadata(sound: Path, tmp_path: Path, marker: Path, name: str) -> None:
     planted, said = PICKLES[name]
-    _refused(older, tmp_path, marker, lambda path: _write(path / ".metadata", planted), said)
+    _refused(sound, tmp_path, marker, lambda path: _write(path / ".metadata", planted), said, _read_metadata)
 
 
 @pytest.mark.parametrize("name", METADATA)
-def test_metadata_that_says_something_else(older: Path, tmp_path: Path, marker: Path, name: str) -> None:
+def test_metadata_that_says_something_else(sound: Path, tmp_path: Path, marker: Path, name: str) -> None:
     change, said = METADATA[name]
-    _refused(older, tmp_path, marker, lambda path: _with_metadata(path, change), said)
+    _refused(sound, tmp_path, marker, lambda path: _with_metadata(path, change), said, _read_metadata)
 
 
 @pytest.mark.parametrize("name", INDEXES)
@@ -119,26 +112,29 @@ def test_index_that_says_something_else(sound: Path, tmp_path: Path, marker: Pat
 
 
 @pytest.mark.parametrize("name", ["a call of os.system", "more behind the end"])
-def test_pickles_beside_an_index_are_not_run(sound: Path, tmp_path: Path, marker: Path, name: str) -> None:
+def test_pickles_beside_an_index_are_not_run(
+    sound: Path, tmp_path: Path, marker: Path, name: str, capsys: pytest.CaptureFixture[str]
+) -> None:
     path = tmp_path / sound.name
     shutil.copytree(sound, path)
     (path / ".metadata").write_bytes(PICKLES[name][0])
     _seal(path)
     mutations.load(path)
-    assert not marker.exists()
+    assert cli.main(["checkpoint", "verify", str(path)]) == 1
+    assert not marker.exists() and f"{path / '.metadata'} " in capsys.readouterr().out
 
 
 @pytest.mark.parametrize("name", PAYLOADS)
-def test_payloads_in_place_of_a_tensor(older: Path, tmp_path: Path, marker: Path, name: str) -> None:
+def test_payloads_in_place_of_a_tensor(sound: Path, tmp_path: Path, marker: Path, name: str) -> None:
     payload, said = PAYLOADS[name]
 
     def change(path: Path) -> None:
         end = (path / DATA).stat().st_size
         with (path / DATA).open("ab") as file:
             file.write(payload)
-        _with_metadata(path, set_at(place, offset=end, length=len(payload)))
+        _write(path / "titan.index", moved(end, len(payload))((path / "titan.index").read_bytes()))
 
-    _refused(older, tmp_path, marker, change, said)
+    _refused(sound, tmp_path, marker, change, said)
 
 
 @pytest.mark.parametrize("name", STATES)
@@ -190,7 +186,7 @@ ENTRY = {"size": 1, "sha256": "0" * 64}
         ({"files": {"a/__0_0.distcp": ENTRY}}, "lists 'a/__0_0.distcp'"),
         ({"files": {"__0_0.distcp\n": ENTRY}}, "which is not the name of a checkpoint file"),
         ({"files": {"__\u0660_0.distcp": ENTRY}}, "which is not the name of a checkpoint file"),
-        ({"files": {".metadata": ENTRY}}, r"lacks \.metadata or state\.json"),
+        ({"files": {".metadata": ENTRY}}, r"lacks \.metadata, titan\.index or state\.json"),
         ({"files": {".metadata": {**ENTRY, "size": -1}}}, "gives an invalid size or sha256"),
         ({"files": {".metadata": {**ENTRY, "size": True}}}, "gives an invalid size or sha256"),
         ({"files": {".metadata": {**ENTRY, "size": 1e999}}}, "gives an invalid size or sha256"),

@@ -279,11 +279,10 @@ class Checkpointer:
         self._held()
         assert self._planner.plan is not None
         where = self._planner.plan.index(written)
-        stacked = any(tensor.stacked for tensor in where.tensors.values())
         index.write(path / INDEX, where)
         metadata.write(path, where)
         write_table(path / STATE, {
-            "format": folders.STACKED if stacked else folders.FORMAT, "step": step, "serial": self._serial(),
+            "format": folders.FORMAT, "step": step, "serial": self._serial(),
             "world_size": self._ranks.size, "saved": time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime()),
             "torch": torch.__version__, "optimizer": snapshot.optimizer, "values": snapshot.values,
             "rest": snapshot.rest,

@@ -17,7 +17,8 @@ from torch.distributed.tensor import DTensor
 
 from titan.checkpoint import storage
 from titan.checkpoint.disk import folder as folders
-from titan.checkpoint.disk import manifest, metadata
+from titan.checkpoint.disk import index as indexes
+from titan.checkpoint.disk import manifest
 from titan.checkpoint.disk.index import MODEL, OPTIMIZER, REST, Index, StoredTensor
 from titan.checkpoint.ranks import Ranks
 from titan.checkpoint.state import TECHNIQUES, Place, Stacks, firsts, model_tensors, rejoin, trained
@@ -63,7 +64,8 @@ class Saved:
         if others and ranks.rank == 0:
             log.warning(f"{path} also holds {listed(others)}: not part of the checkpoint, ignored")
         state = ranks.first(lambda: folders.read_state(path))
-        return cls(path, state, ranks.first(lambda: metadata.read(path, entries)))
+        sizes = manifest.data_sizes(entries)
+        return cls(path, state, ranks.first(lambda: indexes.read(path / manifest.INDEX, sizes)))
 
     @cached_property
     def tensors(self) -> Mapping[str, StoredTensor]:

@@ -4,7 +4,7 @@ refused.
 On resume, changed keys that affect training are logged or rejected, with both values. Keys that only say how and where
 a run is carried out leave the curve as it is, and are not mentioned.
 
-A key or section that the saving version did not have counts as having today's default.
+A key or section that the saved job lacks counts as having its default.
 """
 
 from collections.abc import Iterator, Mapping, Sequence
@@ -63,8 +63,6 @@ def compare(saved: Mapping[str, Any], now: Table, fingerprint: str, other_tokeni
     Raises:
         ConfigError: a changed key does not allow to resume; lists all such keys with both values.
     """
-    if "config" not in saved:
-        return Changes()
     changes = list(differences(filled(saved["config"]), now))
     other_data = saved.get("data", {}).get("fingerprint", fingerprint) != fingerprint
     section = now["checkpoint"]

@@ -64,6 +64,8 @@ def stored_rest(path: Path) -> dict[str, Any]:
     cursor = rest.get("data", {}).get("samples", 0)
     if type(cursor) is not int or cursor < 0:
         raise CheckpointError(f"{path / STATE} gives a data position that is not a number")
+    if "config" not in rest:
+        raise CheckpointError(f"{path / STATE} does not hold the config of the run")
     return rest
 
 
@@ -77,27 +79,13 @@ def is_trained(path: Path) -> bool:
     return bool(rest.get("step") or rest.get("trained"))
 
 
-def stored_config(path: Path) -> dict[str, Any]:
-    """The resolved job that a checkpoint of titan's was saved by.
+def stored_tokenizer(path: Path) -> Identity:
+    """What a checkpoint of titan's says of its tokenizer.
 
     Raises:
-        CheckpointError: it cannot be read, or does not say.
+        CheckpointError: it cannot be read, does not say, or names a copy outside its folder.
     """
-    config = stored_rest(path).get("config")
-    if not isinstance(config, dict):
-        raise CheckpointError(f"{path / STATE} does not hold the config of the run")
-    return config
-
-
-def stored_tokenizer(path: Path) -> Identity | None:
-    """What a checkpoint of titan's says of its tokenizer; None where it was saved before they did.
-
-    Raises:
-        CheckpointError: it cannot be read, or names a copy outside its folder.
-    """
-    said = stored_rest(path).get("tokenizer")
-    if said is None:
-        return None
+    said = stored_rest(path).get("tokenizer", {})
     name, fingerprint, copies = said.get("name"), said.get("fingerprint"), said.get("copies")
     names = copies.values() if isinstance(copies, dict) else [] if copies is None else [None]
     if not (isinstance(name, str) and isinstance(fingerprint, str) and all(map(_is_name, names))):
@@ -117,9 +105,8 @@ def tokenizer_table(path: Path) -> dict[str, Any] | None:
         CheckpointError: the checkpoint cannot be read.
     """
     if not is_hf(path):
-        table, stored = stored_config(path).get("tokenizer"), stored_tokenizer(path)
-        copies = path.absolute() / TOKENIZER
-        return table if table is None or stored is None else identity.from_copies(table, stored, copies)
+        table, copies = stored_rest(path)["config"].get("tokenizer"), path.absolute() / TOKENIZER
+        return None if table is None else identity.from_copies(table, stored_tokenizer(path), copies)
     for plugin in registry.of_kind(Tokenizer.kind):
         assert issubclass(plugin, Tokenizer)
         values = plugin.from_hf(path.absolute())
@@ -161,12 +148,7 @@ def other_tokenizer(path: Path, tokenizer: Tokenizer) -> str:
 
 
 def _compare(path: Path, tokenizer: Tokenizer, stored: Identity | None) -> None:
-    """stored: what a checkpoint says; None for a published model, and for checkpoints from before they said it."""
-    if stored is None and not is_hf(path):
-        warn_once(
-            f"{path} does not say which tokenizer it was trained with; {tokenizer.name!r} is not compared with it"
-        )
-        return
+    """stored: what a checkpoint says; None for a published model."""
     if stored is not None:
         if (stored["name"], stored["fingerprint"]) == (tokenizer.name, tokenizer.fingerprint):
             return

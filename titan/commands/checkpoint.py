@@ -166,7 +166,7 @@ def _is_checkpoint(path: Path) -> bool:
 
 
 def _is_part(path: Path, name: str) -> bool:
-    known = name in (manifest.MANIFEST, ".metadata.tmp") or manifest.is_checkpoint_file(name)
+    known = name == manifest.MANIFEST or manifest.is_checkpoint_file(name)
     return known and (path / name).is_file()
 
 
@@ -187,7 +187,7 @@ def _fault(path: Path) -> str:
 def _faults(path: Path, read: Callable[[int], object]) -> list[str]:
     """A sentence for each file or record that differs from what was written; empty if the checkpoint is sound."""
     # Imported here: `titan --help` has no use for torch.distributed.checkpoint.
-    from titan.checkpoint.disk import metadata
+    from titan.checkpoint.disk import index, metadata
 
     lacks = folders.lacking(path)
     if lacks:
@@ -198,8 +198,8 @@ def _faults(path: Path, read: Callable[[int], object]) -> list[str]:
         faults = list(wrong.values()) + manifest.wrong_hashes(path, entries, entries.keys() - wrong.keys(), read)
         if not faults:
             folders.read_state(path)
-            where, also = metadata.read(path, entries), metadata.read_pickled(path, entries)
-            if not where.agrees_with(also):
+            where = index.read(path / manifest.INDEX, manifest.data_sizes(entries))
+            if not where.agrees_with(metadata.read(path, entries)):
                 faults.append(f"{manifest.INDEX} and {manifest.METADATA} place tensors differently")
     except CheckpointError as error:
         return [str(error)]

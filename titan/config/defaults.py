@@ -1,4 +1,4 @@
-"""A resolved job that another version wrote, with the defaults of this one for what that version did not know.
+"""A saved job with the defaults of what it lacks.
 
 An option that is new has a default under which a run does what it did before there was the option, so a job that lacks
 it is the job with the default. The same goes for a section and for the options of a plugin.

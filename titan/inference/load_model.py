@@ -16,7 +16,7 @@ from titan.checkpoint.weights import (
     find_weights,
     is_trained,
     load_weights,
-    stored_config,
+    stored_rest,
     tokenizer_table,
 )
 from titan.config import Job, load_table
@@ -78,7 +78,7 @@ def open_job(
 
 
 def _stored_table(path: Path) -> dict[str, Any]:
-    config = stored_config(path)
+    config = stored_rest(path)["config"]
     data = {key: value for key, value in config.get("data", {}).items() if key in TAKEN_OF_DATA}
     return {**{section: config[section] for section in TAKEN_OVER if section in config}, "data": data}
 

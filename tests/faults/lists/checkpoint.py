@@ -124,8 +124,8 @@ FAULTS = (
     Fault(
         "a checkpoint that lacks a file counted as complete",
         "titan/checkpoint/disk/folder.py",
-        "for name in (METADATA, STATE, MANIFEST) if not",
-        "for name in (METADATA, STATE) if not",
+        "for name in (METADATA, INDEX, STATE, MANIFEST) if not",
+        "for name in (METADATA, INDEX, STATE) if not",
         (f"{FOLDER}::test_unfinished_and_foreign_folders_are_not_complete",),
     ),
     Fault(

@@ -20,7 +20,7 @@ from types import NoneType
 from typing import Any
 
 from titan.checkpoint.disk import manifest
-from titan.checkpoint.disk.manifest import MANIFEST, METADATA, STATE, TOKENIZER, FileEntry
+from titan.checkpoint.disk.manifest import INDEX, MANIFEST, METADATA, STATE, TOKENIZER, FileEntry
 from titan.checkpoint.disk.plain import cannot_be_read, read_table
 from titan.errors import CheckpointError, SaveError, UnreadableError
 from titan.log import log
@@ -29,16 +29,12 @@ from titan.paths import expanded, no_folder, refuse_lfs_pointer
 HF_CONFIG = "config.json"
 """The file that makes a folder one of Hugging Face's."""
 
-FORMAT = 2
-"""Number of the layout of a checkpoint's folder in which no rank has a tensor of its own."""
-
-STACKED = 3
-"""Of one with stacked tensors (`titan.checkpoint.disk.index`), which earlier versions would take for larger ones. All
-numbers up to this one are read; a later one is refused."""
+FORMAT = 1
+"""Number of the layout of a checkpoint's folder; another one is refused."""
 
 _STEP = re.compile(r"step-\d{8}", re.ASCII)
-_UNFINISHED = re.compile(r"(step-\d{8})(\.replaced|\.removed(?:-[0-9a-f]{8})?)?\.tmp", re.ASCII)
-_DOOMED = re.compile(r".+\.removed(-[0-9a-f]{8})?\.tmp", re.ASCII)
+_UNFINISHED = re.compile(r"(step-\d{8})(\.replaced|\.removed-[0-9a-f]{8})?\.tmp", re.ASCII)
+_DOOMED = re.compile(r".+\.removed-[0-9a-f]{8}\.tmp", re.ASCII)
 
 _told: set[Path] = set()
 """What this process has said cannot be removed."""
@@ -56,7 +52,7 @@ def unfinished(final: Path) -> Path:
 
 def lacking(path: Path) -> list[str]:
     """Files without which a folder is no checkpoint and which are not in it."""
-    return [name for name in (METADATA, STATE, MANIFEST) if not (path / name).is_file()]
+    return [name for name in (METADATA, INDEX, STATE, MANIFEST) if not (path / name).is_file()]
 
 
 def is_complete(path: Path) -> bool:
@@ -88,8 +84,8 @@ def read_state(path: Path) -> dict[str, Any]:
     """
     state = read_table(path / STATE)
     found = state.get("format")
-    if type(found) is not int or not 1 <= found <= STACKED:
-        raise CheckpointError(f"{path} has format {str(found)[:20]}; this version reads 1 to {STACKED}")
+    if type(found) is not int or found != FORMAT:
+        raise CheckpointError(f"{path} has format {str(found)[:20]}; this version reads format {FORMAT}")
     wrong = [name for name, types in _FIELDS.items() if type(state.get(name)) not in types]
     if not wrong:
         rest, values = state["rest"], state["values"]

@@ -17,7 +17,7 @@ MANIFEST = "manifest.json"
 METADATA = ".metadata"
 """DCP's file: which tensors there are, and where in which file."""
 INDEX = "titan.index"
-"""The same as arrays, which titan reads; checkpoints of format 1 have none."""
+"""The same as arrays, which titan reads."""
 STATE = "state.json"
 """Everything that is no tensor."""
 
@@ -91,8 +91,8 @@ def read(path: Path) -> dict[str, FileEntry]:
         if type(size) is not int or size < 0 or not isinstance(sha256, str) or not _HASH.fullmatch(sha256):
             raise CheckpointError(f"{path / MANIFEST} gives an invalid size or sha256 of {name}")
         entries[name] = FileEntry(size, sha256)
-    if not {METADATA, STATE} <= entries.keys():
-        raise CheckpointError(f"{path / MANIFEST} lacks {METADATA} or {STATE}")
+    if not {METADATA, INDEX, STATE} <= entries.keys():
+        raise CheckpointError(f"{path / MANIFEST} lacks {METADATA}, {INDEX} or {STATE}")
     return entries
 
 
