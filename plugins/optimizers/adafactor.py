@@ -123,11 +123,11 @@ class _Adafactor(torch.optim.Optimizer):
         state["steps"] += 1
         new = state["steps"] ** -self._options.decay
         if parameter.ndim < 2:
-            state["mean_square"] = state["mean_square"].float()  # bf16 in old checkpoints
+            state["mean_square"] = state["mean_square"].float()  # bf16 where a checkpoint of float32 weights was loaded
             _local(state["mean_square"]).lerp_(gradient.float().square() + _LEAST_SQUARE, new)
             return
         for slot, total, over in (("rows", sums[1], shape[-1]), ("columns", sums[2], shape[-2])):
-            state[slot] = state[slot].float().lerp_(total / over + _LEAST_SQUARE, new)  # bf16 in old checkpoints
+            state[slot].lerp_(total / over + _LEAST_SQUARE, new)
 
     def _update(self, parameter: Tensor, shard: _Shard, gradient: Tensor) -> Tensor:
         """This rank's part of g / sqrt(V), float32."""

@@ -164,18 +164,6 @@ def test_files_are_remembered_only_once_their_times_can_tell(
             made(lines(text), cache)
 
 
-def test_what_an_earlier_version_remembers_is_not_trusted(text: Path, cache: Path) -> None:
-    """It took the times of a file, hashed it later, and knew it again by a time that can be set back."""
-    whole = text_of(made(lines(text), cache.with_name("other")))
-    status = {file: file.stat() for file in text.iterdir()}
-    known = {f"{file.absolute()}|{found.st_size}|{found.st_mtime_ns}": "0" * 64 for file, found in status.items()}
-    cache.mkdir()
-    (cache / "hashes.json").write_text(json.dumps(known))
-    first = made(lines(text), cache)
-    (cache / "hashes.json").unlink()
-    assert made(lines(text), cache) == first and text_of(first) == whole
-
-
 def test_a_tokenizer_that_changes_before_a_process_reads_it_is_refused(text: Path, tmp_path: Path) -> None:
     ranks = tmp_path / "ranks"
     ranks.write_bytes(b"".join(base64.b64encode(bytes([byte])) + b" %d\n" % byte for byte in range(256)))

@@ -138,7 +138,7 @@ def test_leftovers_are_swept_by_age_whoever_made_them(text: Path, cache: Path) -
     (at_work[1] / "unit-1.bin.partial").touch()
     for name in (f".partial-{host}-{os.getpid()}-5", ".partial-other-0123456789abcdef"):
         left(cache / name, 25)
-    file = cache / "hashes.json.17.partial"
+    file = cache / ".partial-other-17"
     file.touch()
     os.utime(file, (0, 0))
     made(lines(text), cache)

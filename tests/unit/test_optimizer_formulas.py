@@ -186,7 +186,7 @@ def test_adafactor_keeps_the_mean_square_of_bf16_vectors_in_float32() -> None:
     found, new = optimizer.state[parameter]["mean_square"], 2**-0.8
     assert found.dtype == torch.float32
     torch.testing.assert_close(found.double(), first + (second - first) * new, rtol=1e-6, atol=0)
-    optimizer.state[parameter]["mean_square"] = found.bfloat16()  # as in old checkpoints
+    optimizer.state[parameter]["mean_square"] = found.bfloat16()  # as a checkpoint of float32 weights gives it
     optimizer.step()
     assert optimizer.state[parameter]["mean_square"].dtype == torch.float32
 

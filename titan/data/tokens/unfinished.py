@@ -22,8 +22,6 @@ STALE_S = 24 * 3600
 job does, fails: its folder was renamed before it was removed, so nothing incomplete is ever published."""
 
 _PREFIX = ".partial-"
-_PATTERNS = (f"{_PREFIX}*", "hashes.json.*.partial")
-"""The second is of titan 0.1."""
 
 
 def unfinished(folder: Path) -> Path:
@@ -53,7 +51,7 @@ def sweep(cache: Path) -> None:
         OSError: the cache cannot be written to.
     """
     now = clock_ns(cache)
-    for left in [path for pattern in _PATTERNS for path in sorted(cache.glob(pattern))]:
+    for left in sorted(cache.glob(f"{_PREFIX}*")):
         try:
             if now - max(_times(left)) > STALE_S * 10**9:
                 _remove(left)
