@@ -79,8 +79,6 @@ set_up() {
     [ -x "$venv/bin/python" ] || "$base" -m venv -- "$venv" >/dev/null 2>&1 || "$base" -m venv --clear --without-pip -- "$venv"
     pip=("$venv/bin/python" -m pip)
     "${pip[@]}" --version >/dev/null 2>&1 || pip=("$base" -m pip --python "$venv/bin/python")
-    # Its name before it was titan-train: pip would leave it beside the new one, and its finder comes first.
-    "${pip[@]}" uninstall -qqy titan >/dev/null 2>&1 || true
     all=$(printf '%s\n' ${extras[@]+"${extras[@]}"} | sort -u | paste -sd, -)
     "${pip[@]}" install -qq --disable-pip-version-check --editable "$root${all:+[$all]}" >&2 ||
         fail "setting up .venv failed; what pip said is above. Run the command again to go on"

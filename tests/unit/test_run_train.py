@@ -81,12 +81,8 @@ def house(tmp_path: Path) -> Iterator[House]:
     yield House(root, machine, tmp_path / "calls")
 
 
-def _install(house: House, extras: str = "") -> list[str]:
-    """Under its present name alone: pip would keep a former one beside it, whose code would be found first."""
-    return [
-        "-m pip uninstall -qqy titan",
-        f"-m pip install -qq --disable-pip-version-check --editable {house.root}{extras}",
-    ]
+def _install(house: House, extras: str = "") -> str:
+    return f"-m pip install -qq --disable-pip-version-check --editable {house.root}{extras}"
 
 
 @pytest.mark.parametrize("name", ["run_train.sh", "scripts/python.sh", ".ci/run"])
@@ -101,7 +97,7 @@ def test_sets_up_once_and_then_starts_at_once(house: House) -> None:
     assert first.stdout == second.stdout == f"{house.root}/.venv/bin/python\n"
     assert first.stderr == "setting up .venv (once, about a minute)\n"
     assert second.stderr == ""
-    assert house.calls() == [*_install(house)]
+    assert house.calls() == [_install(house)]
 
 
 def test_a_new_extra_is_added_to_those_installed(house: House) -> None:
@@ -110,7 +106,7 @@ def test_a_new_extra_is_added_to_those_installed(house: House) -> None:
     house.run(house.setup, "dev", "float8")
     house.run(house.setup, "float8")
     house.run(house.setup)
-    assert house.calls() == [*_install(house), *_install(house, "[dev,float8]")]
+    assert house.calls() == [_install(house), _install(house, "[dev,float8]")]
 
 
 def test_a_changed_pyproject_is_installed_again_with_its_extras(house: House) -> None:
@@ -118,7 +114,7 @@ def test_a_changed_pyproject_is_installed_again_with_its_extras(house: House) ->
     house.run(house.setup, "dev")
     (house.root / "pyproject.toml").write_text("[project]\n")
     house.run(house.setup)
-    assert house.calls() == [*_install(house, "[dev]")] * 2
+    assert house.calls() == [_install(house, "[dev]")] * 2
 
 
 def test_a_moved_repository_is_installed_again(house: House) -> None:
@@ -127,7 +123,7 @@ def test_a_moved_repository_is_installed_again(house: House) -> None:
     house.root = house.root.rename(house.root.with_name("elsewhere"))
     house.calls()
     house.run(house.setup)
-    assert house.calls() == [*_install(house)]
+    assert house.calls() == [_install(house)]
 
 
 def test_a_broken_setup_says_so_and_is_done_again(house: House) -> None:
@@ -137,7 +133,7 @@ def test_a_broken_setup_says_so_and_is_done_again(house: House) -> None:
     assert broken.stdout == ""
     assert "error: setting up .venv failed" in broken.stderr
     house.run(house.setup)
-    assert house.calls() == [*_install(house)] * 2
+    assert house.calls() == [_install(house)] * 2
 
 
 @pytest.mark.skipif(shutil.which("flock") is None, reason="no flock here: first calls at once are not kept apart")
@@ -145,7 +141,7 @@ def test_two_first_calls_at_once_install_once(house: House) -> None:
     house.python()
     both = [subprocess.Popen([house.setup], env=house.environment(), stdout=subprocess.PIPE, text=True) for _ in "ab"]
     assert {process.communicate()[0] for process in both} == {f"{house.root}/.venv/bin/python\n"}
-    assert house.calls() == [*_install(house)]
+    assert house.calls() == [_install(house)]
 
 
 @pytest.mark.parametrize("name", ["SLURM_STEP_NUM_TASKS", "NNODES", "PET_NNODES"])
@@ -284,7 +280,7 @@ def test_make_passes_arguments_on(house: House) -> None:
     for target in ("test", "sweep"):
         house.run("make", target, "ARGS=-k mesh", cwd=house.root)
     *installed, tests, sweeps = house.calls()
-    assert installed == _install(house, "[dev,float8,hf,plot,tune,wandb]")
+    assert installed == [_install(house, "[dev,float8,hf,plot,tune,wandb]")]
     assert tests.startswith("-m pytest -n 2 ") and tests.endswith(" -p tests.cost.summary -k mesh")
     assert sweeps == tests.replace(" -k", " -m sweep -k")
 
