@@ -4,6 +4,7 @@
 command forgets to import, or imports without need, is not seen.
 """
 
+import importlib.metadata
 import json
 import pkgutil
 import subprocess
@@ -14,6 +15,7 @@ from typing import NamedTuple
 import pytest
 
 import titan.commands
+from titan import cli
 from tests.unit.test_launcher_imports import COMPILER, TRAINER
 from titan.testing.jobs import train_job
 
@@ -100,4 +102,5 @@ def test_a_command_imports_what_it_uses_and_no_more(command: str, ran: dict[str,
 
 
 def test_every_command_is_started() -> None:
-    assert set(COMMANDS) == {module.name for module in pkgutil.iter_modules(titan.commands.__path__)}
+    brought = {entry.name for entry in importlib.metadata.entry_points(group=cli.ENTRY_POINTS)}
+    assert set(COMMANDS) == {*brought, *(module.name for module in pkgutil.iter_modules(titan.commands.__path__))}
