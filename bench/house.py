@@ -224,7 +224,7 @@ def picture(graph: ImportGraph) -> str:
     high = 2 * MARGIN + top * LAYER_HEIGHT + HEIGHT
     out = [
         f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {wide:.0f} {high:.0f}" font-family="sans-serif">',
-        "<title>Packages of titan/ and the imports between them</title>",
+        "<title>Packages of titan and the imports between them</title>",
         '<defs><marker id="tip" viewBox="0 0 8 8" refX="7" refY="4" markerWidth="7" markerHeight="7" orient="auto">'
         '<path d="M0 0 8 4 0 8z" fill="#789"/></marker></defs>',
         f'<rect width="{wide:.0f}" height="{high:.0f}" fill="#fff"/>',

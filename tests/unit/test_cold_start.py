@@ -15,8 +15,8 @@ from typing import NamedTuple
 import pytest
 
 import titan.commands
-from titan import cli
 from tests.unit.test_launcher_imports import COMPILER, TRAINER
+from titan import cli
 from titan.testing.jobs import train_job
 
 ROOT = Path(__file__).parents[2]

@@ -2,9 +2,12 @@
 
 import json
 import re
+import subprocess
+import sys
 import tomllib
 from dataclasses import replace
 from pathlib import Path
+from unittest.mock import Mock
 
 import pytest
 
@@ -12,6 +15,7 @@ from tests.planned import CLUSTER, TOML, job_of
 from titan.checkpoint.resume import compare
 from titan.cli import main
 from titan.config import Job, load_job
+from titan.contracts.planner import PACKAGE
 from titan.contracts.plugin import registry
 from titan.errors import PluginError
 from titan.planner.machine.cluster import MEMORY_LIMIT, DeviceMemory
@@ -21,6 +25,7 @@ from titan.planner.step.layout import costs_of
 from titan.planner.step.memory import GIB, peak_bytes
 from titan.planner.step.predict import Planner
 from titan.planner.trainer_api import persistent_gib
+from titan.training.foresight import choose, predictor
 
 SHARDED = ("--mesh.dp_shard", "4", "--train.global_batch_size", "16", "--train.micro_batch_size", "2")
 PIPED = ("--mesh.pp", "2", "--mesh.dp_shard", "2", "--train.global_batch_size", "8", "--train.micro_batch_size", "1")
@@ -161,6 +166,34 @@ def test_plan_and_config_say_what_was_chosen(capsys: pytest.CaptureFixture, tmp_
     assert main(["config", *words]) == 0
     out, err = capsys.readouterr()
     assert tomllib.loads(out)["plugins"]["fsdp"]["zero_stage"] == 3 and chosen in err.splitlines()
+
+
+def test_without_a_planner_options_have_their_usual_values(monkeypatch: pytest.MonkeyPatch) -> None:
+    job = job_of(*SHARDED)
+    monkeypatch.setitem(sys.modules, PACKAGE, None)
+    values, (sentence,) = choose(job, 80.0)
+    assert values == {}
+    assert sentence.endswith("so zero_stage = 1: titan.planner is not installed, which would choose by memory")
+    assert predictor(job, Mock())("h100") is None
+
+
+RUN = """
+import sys
+from titan.train import main
+code = main(sys.argv[1:])
+print(code, [name for name in sys.modules if name.startswith("titan.planner")])
+"""
+
+
+@pytest.mark.sweep
+def test_a_run_that_leaves_nothing_to_the_planner_imports_no_file_of_it(tmp_path: Path) -> None:
+    (tmp_path / "a.txt").write_text("text " * 500)
+    words = ["--config", "debug", "--train.steps=1", "--data.name=text", f"--data.path={tmp_path}/a.txt"]
+    words += ["--tokenizer.name=byte", f"--run.dir={tmp_path}", f"--data.cache={tmp_path}/cache"]
+    done = subprocess.run(
+        [sys.executable, "-c", RUN, *words], cwd=tmp_path, capture_output=True, text=True, timeout=120
+    )
+    assert done.stdout.splitlines()[-1] == "0 []", done.stderr
 
 
 CHOOSY = '''
