@@ -81,7 +81,8 @@ def dies(folder: Path) -> None:
     """Rank 0 asks, and is gone before it prints."""
     failure.ANSWER_S = 2.0
     if os.environ["RANK"] == "0":
-        assert failure._claim(dist.distributed_c10d._get_default_store(), "no such text", 0)
+        printer = f"printer {failure._digest('no such text')}"
+        assert failure._first_to(dist.distributed_c10d._get_default_store(), printer, 0) == 0
     dist.barrier()
     if os.environ["RANK"] != "0":
         reports("no such text", folder)
@@ -144,7 +145,7 @@ def test_which_deaths_a_run_outlives(capfd: pytest.CaptureFixture[str]) -> None:
     assert not runs.lose([2], "rank 2 was killed")  # before the first step
     failure.begin(store)
     assert not runs.lose([1], "rank 1 was killed") and not runs.lose([1, 2], "node 0 is gone")
-    failure._register(store, 3)
+    assert failure._first_to(store, failure._FIRST, 3) == 3
     assert runs.lose([2], "rank 2 was killed") and runs.lost == {2, 3} and runs.lose([3], "its mate")
     assert failure.first(store) is None, "what fails now would be said to miss rank 3"
     for rank, error in ((4, DivergedError("nan")), (6, RankFailedError("rank 0 is gone"))):

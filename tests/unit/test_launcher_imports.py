@@ -18,7 +18,7 @@ def lead(ranks):
     print(ranks.fork, *sys.modules)
     return []
 
-launcher.gpus = lambda: {gpus}
+launcher.launch_env.gpus = lambda: {gpus}
 RankProcesses.lead = lead
 words = ["--config", "configs/debug.toml", "--mesh.dp_shard", "2"]
 {main}

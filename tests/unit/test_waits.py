@@ -69,10 +69,11 @@ LISTED = {
     "planner/search/best_first.py": {
         "_shared_out: receiver.recv": CHILD + "; one that dies closes the pipe", "_shared_out: process.join": CHILD,
     },
-    "titan/ranks/failure.py": {"first: store.get": STORE, "agreed: store.get": STORE, "kind_of: store.get": STORE},
+    "titan/ranks/failure.py": {"_get: store.get": STORE, "agreed: store.get": STORE},
     "titan/ranks/meeting/launch_env.py": {"_hosts: subprocess.run": "SCONTROL_S"},
     "titan/ranks/meeting/store.py": {
-        "in_time: thread.join": "LOOK_S; `limit_s` around it", "check_host: socket.getaddrinfo": "RESOLVE_S",
+        "in_time: thread.join": "LOOK_S; `limit_s` around it", "in_time: answer.result": "0 s",
+        "check_host: socket.getaddrinfo": "RESOLVE_S",
         "_connect: TCPStore": "comm.init_timeout_s, by `in_time`", "await_port: socket.create_connection": "`deadline`",
     },
     "titan/ranks/preemption.py": {"due: self._asked.wait": GROUP},
@@ -80,7 +81,7 @@ LISTED = {
     "titan/ranks/rank_processes.py": {
         "_wait: connection.wait": "none while the ranks run; GRACE_S after one has failed",
         "_hear_ranks: self._told.poll": "0 s", "_hear_ranks: self._told.recv_bytes": "none: there is something",
-        "_store_of: TCPStore": "that of PyTorch, 300 s", "_store_served: TCPStore": "none: it serves",
+        "_live: TCPStore": "none where it serves; else that of PyTorch, 300 s",
     },
     "titan/ranks/meeting/caller.py": {"read: self.link.recv": "none: it does not block; HELLO_S in `Gathering._look`"},
     "titan/ranks/meeting/rendezvous.py": {
@@ -90,7 +91,7 @@ LISTED = {
         "await_word: self.links[node].poll": "LOOK_S; until node 0 has all nodes, comm.init_timeout_s",
         "_read: link.recv_bytes": "none while a run lives; keepalive notices a host that is gone",
     },
-    "titan/ranks/meeting/slurm.py": {"_refused: subprocess.run": "ANSWER_S"},
+    "titan/ranks/meeting/slurm.py": {"requeue: subprocess.run": "ANSWER_S"},
     "titan/ranks/turns.py": {
         "beat: done.wait": "BEAT_S", "at_work: thread.join": "BEAT_S", "over: self._store.get": STORE,
         "_part: self._store.wait": "FAREWELL_S",

@@ -8,7 +8,6 @@ from titan.contracts import Dataset
 from titan.data.samples.samples import Samples
 from titan.data.tokens.identity import Identity, identify
 from titan.data.tokens.prepare import prepare, prepare_node
-from titan.data.tokens.shards import Shard
 from titan.errors import ConfigError, ConfigIssue
 from titan.ranks.process import Rank
 from titan.ranks.turns import from_first, together
@@ -28,16 +27,19 @@ def open_data(job: Job, rank: Rank) -> tuple[Samples, Samples | None]:
     found = list(zip((source.plugin for source in job.sources), samples.shards, strict=True))
     if job.validation_data is not None and validation is not None:
         found.append((job.validation_data, validation.shards[0]))
-    together(lambda: _prepare_node(found, job, rank), rank, job.comm.init_timeout_s)
+
+    def prepare_here() -> None:
+        if rank.local == 0 and rank.number != 0:  # the first rank of another node
+            for dataset, shards in found:
+                prepare_node(dataset, job.tokenizer, shards, **_preparing(job))
+
+    together(prepare_here, rank, job.comm.init_timeout_s)
     return samples, validation
 
 
 def identify_tokenizer(job: Job, rank: Rank) -> tuple[Identity, Mapping[str, bytes]]:
     """What checkpoints say of the tokenizer, and on rank 0 the files that they keep, if any; all ranks together.
-
-    Raises:
-        DataError: a file of the tokenizer cannot be read; on all ranks alike.
-    """
+    DataError, on all ranks alike: a file of the tokenizer cannot be read."""
     copies: dict[str, bytes] = {}
 
     def identified() -> Identity:
@@ -46,13 +48,6 @@ def identify_tokenizer(job: Job, rank: Rank) -> tuple[Identity, Mapping[str, byt
         return known
 
     return from_first(identified, rank), copies
-
-
-def _prepare_node(found: Sequence[tuple[Dataset, Sequence[Shard]]], job: Job, rank: Rank) -> None:
-    """On the first rank of a node: see that the node has what rank 0 found of each dataset."""
-    if rank.local == 0 and rank.number != 0:
-        for dataset, shards in found:
-            prepare_node(dataset, job.tokenizer, shards, **_preparing(job))
 
 
 def open_samples(job: Job, rank: Rank) -> Samples:
@@ -66,28 +61,23 @@ def open_samples(job: Job, rank: Rank) -> Samples:
     if needed > job.spec.vocab_size:
         sizes = f"= {job.spec.vocab_size}, but the tokenizer has {needed} ids"
         raise ConfigError([ConfigIssue("", f"[model] vocab_size {sizes}; set vocab_size to at least {needed}")])
-    return Samples(
-        [(_prepared(source.plugin, job, rank), source.weight) for source in job.sources], seq_len=job.data.seq_len,
-        packing=job.data.packing, seed=job.run.seed, shuffle=job.data.shuffle, vocab_size=job.spec.vocab_size,
-    )  # fmt: skip
+    sources = [(source.plugin, source.weight) for source in job.sources]
+    return _samples(sources, job, rank, seed=job.run.seed, shuffle=job.data.shuffle)
 
 
 def open_validation(job: Job, rank: Rank) -> Samples | None:
-    """The samples that a job validates on, in an order that no seed of a run changes; None where it does not validate.
-
-    Raises:
-        DataError: the text or the tokens cannot be used.
-    """
+    """What a job validates on, in an order no seed changes; None: nothing. DataError: text or tokens are unusable."""
     if job.validation_data is None or not job.validation.every:
         return None
+    return _samples([(job.validation_data, 1.0)], job, rank, seed=0, shuffle=True)
+
+
+def _samples(sources: Sequence[tuple[Dataset, float]], job: Job, rank: Rank, *, seed: int, shuffle: bool) -> Samples:
+    first = rank.number == 0
     return Samples(
-        [(_prepared(job.validation_data, job, rank), 1.0)], seq_len=job.data.seq_len, packing=job.data.packing, seed=0,
-        shuffle=True, vocab_size=job.spec.vocab_size,
+        [(prepare(data, job.tokenizer, progress=first, **_preparing(job)), weight) for data, weight in sources],
+        seq_len=job.data.seq_len, packing=job.data.packing, seed=seed, shuffle=shuffle, vocab_size=job.spec.vocab_size,
     )  # fmt: skip
-
-
-def _prepared(dataset: Dataset, job: Job, rank: Rank) -> list[Shard]:
-    return prepare(dataset, job.tokenizer, progress=rank.number == 0, **_preparing(job))
 
 
 def _preparing(job: Job) -> dict[str, Any]:

@@ -29,6 +29,7 @@ import sys
 import time
 import uuid
 from collections.abc import Callable, Mapping
+from contextlib import suppress
 from functools import partial
 from pathlib import Path
 from threading import Event, Thread
@@ -40,24 +41,18 @@ from titan.log import log
 
 LOCK = "lock.json"
 
-BEAT_S = 10.0
-"""Between two counts of a holder."""
-
-WATCH_S = 45.0
-"""How long a lock of another machine is watched: four counts are missed by then."""
-
-ALONE_S = WATCH_S - BEAT_S
-"""Nobody has given a holder up whose last count is not older than that."""
+BEAT_S = 10.0  # between two counts of a holder
+WATCH_S = 45.0  # how long a lock of another machine is watched: four counts are missed by then
+ALONE_S = WATCH_S - BEAT_S  # nobody has given a holder up whose last count is not older than that
 
 LOOK_S = 1.0
 """Between two looks at a lock that is watched. Looks are counted, so that a file system that hangs stops the watch."""
 
-_LARGEST = 16384
+_LARGEST = 16384  # bytes of a lock that are read
+_DEAD = "dead"
 _ASIDE = re.compile(re.escape(LOCK) + r"\.[0-9a-f]{8}", re.ASCII)
 _NO_LINKS = {errno.EPERM, errno.ENOSYS, errno.EOPNOTSUPP, errno.ENOTSUP, errno.EMLINK}
 """What a file system without hard links answers."""
-
-_DEAD = "dead"
 
 
 class FolderLock:
@@ -72,12 +67,8 @@ class FolderLock:
         self._heart: Thread | None = None
 
     def take(self) -> None:
-        """Make the folder if need be, and hold it from now on.
-
-        Raises:
-            FolderError: another run holds it; says which.
-            OSError: the folder cannot be made or written to.
-        """
+        """Make the folder if need be, and hold it from now on; FolderError: another run does, and which. OSError: the
+        folder cannot be made or written to."""
         self.folder.mkdir(parents=True, exist_ok=True)
         left: bytes | None = None
         while not self._claim(self._content()):
@@ -98,21 +89,12 @@ class FolderLock:
         self._sweep()
 
     def check(self) -> None:
-        """Look whether the folder is still held; to be called before what cannot be undone.
-
-        Raises:
-            FolderError: it is held by another run, which has taken this one for dead.
-            OSError: it cannot be told.
-        """
+        """Look whether the folder is held, before what cannot be undone; FolderError: it is not; OSError: unknown."""
         if self._heart is not None:
             self._renew()
 
     def check_known(self) -> None:
-        """As `check`, but by what the last count has found: it costs nothing.
-
-        Raises:
-            FolderError: as `check`.
-        """
+        """As `check`, but by what the last count has found: it costs nothing."""
         if self._lost:
             raise FolderError(self._lost)
 
@@ -129,8 +111,6 @@ class FolderLock:
             log.warning(
                 f"{self.path} cannot be removed: {error.strerror}; the next start of the run takes the lock over"
             )
-
-    # --- holding --------------------------------------------------------------------------------------------------
 
     def _beat(self) -> None:
         told = False
@@ -183,14 +163,8 @@ class FolderLock:
         """As long each time, so that it is replaced in place by one write."""
         return json.dumps({**self._me, "count": f"{self._count:012}"}).encode() + b"\n"
 
-    # --- taking ---------------------------------------------------------------------------------------------------
-
     def _is_dead(self, found: bytes) -> bool:
-        """Whether the holder of a lock is.
-
-        Raises:
-            FolderError: it is alive.
-        """
+        """Whether the holder of a lock is; one that is alive is a FolderError."""
         holder = _holder(found)
         alive = self._is_alive_here(holder)
         if alive is None:
@@ -211,11 +185,9 @@ class FolderLock:
         return self._holds_this(holder, named) if alive and named != self._me["folder"] else alive
 
     def _holds_this(self, holder: Mapping[str, Any], named: str) -> bool | None:
-        """Whether the folder that a live process of this machine holds is this one; None where that cannot be seen.
-
-        Its path is looked up as the process sees it, which may have mounts of its own. A folder that is mounted twice
-        may have two device numbers, so a file tells that is made here, and is there or not.
-        """
+        """Whether the folder that a live process of this machine holds is this one; None where that cannot be seen. Its
+        path is looked up as the process sees it, which may have mounts of its own. A folder that is mounted twice may
+        have two device numbers, so a file tells that is made here, and is there or not."""
         there, probe = Path(f"/proc/{holder['pid']}/root{named}"), self._aside()
         try:
             if _holder(_read(there / LOCK)).get("token") != holder.get("token"):
@@ -246,47 +218,36 @@ class FolderLock:
         return now
 
     def _look(self) -> bytes | None:
-        try:
+        with suppress(FileNotFoundError):
             return _read(self.path)
-        except FileNotFoundError:
-            return None
+        return None
 
     def _refuse_what_is_no_file(self) -> None:
         """A folder or a link that leads nowhere would be there for ever, and a pipe would never be read."""
-        try:
-            mode = self.path.lstat().st_mode
-        except FileNotFoundError:
-            return
-        if not stat.S_ISREG(mode):
-            raise FolderError(f"{self.path} is not a file, so it cannot be the lock of a run; remove it")
+        with suppress(FileNotFoundError):
+            if not stat.S_ISREG(self.path.lstat().st_mode):
+                raise FolderError(f"{self.path} is not a file, so it cannot be the lock of a run; remove it")
 
     def _claim(self, content: bytes) -> bool:
         """Make the lock, all of it at once, if there is none; whether it is this one now."""
         own = self._aside()
         try:
             own.write_bytes(content)
-            return self._link(own, content)
+            with suppress(FileExistsError, FileNotFoundError):  # somebody holds it, and may have swept
+                self._link(own, content)
+                return True
+            return False
         finally:
             own.unlink(missing_ok=True)
 
-    def _link(self, own: Path, content: bytes) -> bool:
+    def _link(self, own: Path, content: bytes) -> None:
         try:
             os.link(own, self.path)
-        except (FileExistsError, FileNotFoundError):
-            return False  # somebody holds it, and may have swept
         except OSError as error:
             if error.errno not in _NO_LINKS:
                 raise
-            return self._create(content)
-        return True
-
-    def _create(self, content: bytes) -> bool:
-        try:
             with self.path.open("xb") as file:
                 file.write(content)
-        except FileExistsError:
-            return False
-        return True
 
     def _set_aside(self, meant: Callable[[bytes], bool]) -> None:
         """Remove the lock, if its content is what is meant; another one that comes just then is put back."""
@@ -329,11 +290,10 @@ def _read(path: Path) -> bytes:
 
 def _holder(content: bytes) -> dict[str, Any]:
     """What a lock says; nothing where it is torn or empty."""
-    try:
-        said = json.loads(content)
-    except ValueError:
-        return {}
-    return said if isinstance(said, dict) else {}
+    with suppress(ValueError):
+        if isinstance(holder := json.loads(content), dict):
+            return holder
+    return {}
 
 
 def _words(holder: Mapping[str, Any]) -> str:
@@ -356,11 +316,10 @@ def _machine() -> str:
     """Which machine, and which of its pid namespaces: a name is shared by containers. Empty where it cannot be told."""
     if sys.platform != "linux":
         return f"{platform.node()} {uuid.getnode():x}"
-    try:
+    with suppress(OSError):
         boot = Path("/proc/sys/kernel/random/boot_id").read_text(encoding="ascii").strip()
         return f"{boot} {os.readlink('/proc/self/ns/pid')}"
-    except OSError:
-        return ""
+    return ""
 
 
 def _process(pid: int) -> str:
@@ -379,11 +338,10 @@ def _is_alive(holder: Mapping[str, Any]) -> bool | None:
     if not holder.get("machine") or holder["machine"] != _machine() or type(pid) is not int or pid < 1:
         return None
     try:
-        os.kill(pid, 0)
+        with suppress(PermissionError):  # another user's
+            os.kill(pid, 0)
     except ProcessLookupError:
         return False
-    except PermissionError:
-        pass  # another user's
     started = _process(pid)
     if not started and holder.get("process"):
         return None  # /proc shows only one's own

@@ -10,37 +10,24 @@ from pathlib import Path
 from titan.errors import EXIT_FAILED, EXIT_PREEMPTED, EXIT_WRONG_INPUT, PreemptedError
 from titan.machine import raise_descriptor_limit
 from titan.ranks.failure import Expendable
-from titan.ranks.meeting import rendezvous, slurm
-from titan.ranks.meeting.launch_env import (
-    LaunchEnv,
-    cores,
-    drop_rank_variables,
-    find_place,
-    gpus,
-    rank_environment,
-    ranks_asked_for,
-)
+from titan.ranks.meeting import launch_env, rendezvous, slurm
+from titan.ranks.meeting.launch_env import LaunchEnv
 from titan.ranks.meeting.same_job import Statement
 from titan.ranks.rank_processes import Ended, Entry, RankProcesses
 from titan.terminal import say
 
 
 def place_asked_for() -> LaunchEnv | None:
-    """Where NPROC or NNODES ask for ranks to be started; None where this process is a rank, or all there is to be.
-
-    For commands that use one process unless they are told otherwise.
-
-    Raises:
-        ConfigError: the environment does not say clearly.
-    """
-    mine = rank_environment(os.environ)
+    """Where NPROC or NNODES ask for ranks to be started; None where this process is a rank, or all there is to be. For
+    commands that use one process unless they are told otherwise. ConfigError: the environment does not say clearly."""
+    mine = launch_env.rank_environment(os.environ)
     if mine is not None:
         os.environ.update(mine)
         return None
-    drop_rank_variables(os.environ)
-    if not (ranks_asked_for(os.environ) or os.environ.get("NNODES")):
+    launch_env.drop_rank_variables(os.environ)
+    if not (launch_env.ranks_asked_for(os.environ) or os.environ.get("NNODES")):
         return None
-    place = find_place(os.environ)
+    place = launch_env.find_place(os.environ)
     return place if place.world_size > 1 else None
 
 
@@ -62,12 +49,11 @@ def start(
     inherit no module, so this process imports none for them.  expendable: the ranks of each worker that may die
     without ending the run.
 
-    Raises:
-        TitanError: the nodes of the run do not find together, or a signal came before they did.
+    TitanError: the nodes of the run do not find together, or a signal came before they did.
     """
     raise_descriptor_limit()
-    os.environ.setdefault("OMP_NUM_THREADS", str(max(1, cores() // place.ranks)))
-    forkable = sys.platform == "linux" and gpus() == 0
+    os.environ.setdefault("OMP_NUM_THREADS", str(max(1, launch_env.cores() // place.ranks)))
+    forkable = sys.platform == "linux" and launch_env.gpus() == 0
     if forkable:
         for module in ("torch._dynamo", *fork_with):  # every optimizer imports torch._dynamo
             importlib.import_module(module)
@@ -125,10 +111,7 @@ def verdict(
 
 
 def again_by_slurm(code: int, heard: Collection[int], first: bool) -> int:
-    """Have Slurm run the job again if it was preempted; one process of a run asks, when all else is done.
-
-    heard: numbers of the signals that the run was sent.
-    """
+    """After all else, on one process of a run: have Slurm run the job again if it was preempted. heard: its signals."""
     if code == EXIT_PREEMPTED and first:
         slurm.requeue(os.environ, heard)
     return code

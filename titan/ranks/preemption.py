@@ -34,8 +34,7 @@ _REASONS = ("", "run.max_minutes", "SIGUSR1", "SIGTERM")
 INTERVAL_S = 1.0
 """Between two questions, where steps are shorter. The answer is read a step later."""
 
-FIRST_STEPS = 10
-"""Steps of a process that all ask."""
+FIRST_STEPS = 10  # steps of a process that all ask
 
 MOST_STEPS = 25
 """Between two questions, in case steps become much longer than they were when the ranks agreed on the next one."""
@@ -70,7 +69,6 @@ class Preemption:
             self._share()
 
     def _share(self) -> None:
-        """Begin to agree: on the largest of each number."""
         self._asked = dist.all_reduce(self._shared, dist.ReduceOp.MAX, self._group, async_op=True)
 
     def due(self) -> str:
@@ -78,7 +76,9 @@ class Preemption:
         if self._asked is not None:
             self._asked.wait()
             self._asked = None
-            self._every = self._until_next(int(self._shared[1]))
+            if self._steps >= FIRST_STEPS:  # steps until the next question, from what all ranks know alone
+                fit = int(1e6 * INTERVAL_S) // max(1, int(self._shared[1]))
+                self._every = max(1, min(fit, MOST_STEPS, 2 * self._every))
         return _told(int(self._shared[0]))
 
     def _lap_us(self) -> int:
@@ -87,13 +87,6 @@ class Preemption:
         length = (now - self._asked_at) / (self._steps - self._asked_in)
         self._asked_at, self._asked_in = now, self._steps
         return round(1e6 * length)
-
-    def _until_next(self, longest_us: int) -> int:
-        """Steps from this question to the next: from what all ranks know alone, so the same on all."""
-        if self._steps < FIRST_STEPS:
-            return 1
-        fit = int(1e6 * INTERVAL_S) // max(1, longest_us)
-        return max(1, min(fit, MOST_STEPS, 2 * self._every))
 
     def _mine(self) -> int:
         return _REASONS.index(signals.gravest() or ("run.max_minutes" if time.monotonic() > self._ends else ""))
@@ -139,8 +132,7 @@ class PacedPreemption(Preemption):
             wanted = f"{last} {self._reason}" if self._reason else f"{max(last, self._step + 1)} 0"
             if wanted == self._seen:
                 return last, 0
-            found = self._store.compare_set("promised", self._seen, wanted).decode()
-            self._seen = found
+            self._seen = self._store.compare_set("promised", self._seen, wanted).decode()
 
 
 def _told(reason: int) -> str:

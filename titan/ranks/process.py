@@ -20,18 +20,16 @@ from torch._C._distributed_c10d import HashStore, PrefixStore, ProcessGroupGloo,
 
 from titan.config import Job
 from titan.contracts.base.mesh import Mesh
-from titan.errors import ConfigError, ConfigIssue, RankFailedError
+from titan.errors import ConfigError, RankFailedError
 from titan.machine import let_segments_expand, raise_descriptor_limit, total_gib
 from titan.ranks import failure, watchdog
 from titan.ranks.meeting import signals
-from titan.ranks.meeting.launch_env import STARTED, launched_world_size
+from titan.ranks.meeting.launch_env import STARTED, environment_error, launched_world_size
 from titan.ranks.meeting.same_job import APART, Statement, misfits, other_run, refusal, remarks, statement_of
 from titan.ranks.meeting.store import open_store
 from titan.terminal import say
 
-LOOKS_PER_S = 5000
-"""Most looks of all ranks together at the store, which answers some ten thousand."""
-
+LOOKS_PER_S = 5000  # most looks of all ranks together at the store, which answers some ten thousand
 _meetings = itertools.count()
 _JOB, _ARRIVED, _VERDICT, _ALL = "job", "arrived", "verdict", "all"
 
@@ -51,8 +49,7 @@ def join(job: Job, **options: Any) -> Rank:
 
     options: of a command that uses the job; the same on all ranks, as the job is.
 
-    Raises:
-        ConfigError: the job asks for a device this machine does not have; or ranks state different jobs, on all ranks.
+    ConfigError: the job asks for a device this machine does not have; or ranks state different jobs, on all ranks.
     """
     rank = here(job.run.device)
     if job.run.deterministic:
@@ -69,20 +66,14 @@ def join(job: Job, **options: Any) -> Rank:
 
 
 def _identity(properties: Any) -> str:
-    """What tells a GPU from others of its host; empty where PyTorch does not say.
-
-    Slices of one GPU (MIG) share its place on the bus, and some AMD GPUs a UUID, so both count.
-    """
+    """What tells a GPU from others of its host. Slices of one (MIG) share a place on the bus, some AMD GPUs a UUID."""
     keys = ("uuid", "pci_domain_id", "pci_bus_id", "pci_device_id")
     return " ".join(str(getattr(properties, key)) for key in keys if hasattr(properties, key))
 
 
 def here(wanted: str) -> Rank:
-    """Which rank this process is. Its device, "cpu", "cuda" or what "auto" finds, is the current one from now on.
-
-    Raises:
-        ConfigError: this machine does not have that device.
-    """
+    """Which rank this process is. Its device, "cpu", "cuda" or what "auto" finds, is the current one from now on;
+    ConfigError: this machine has none."""
     number, local = int(os.environ.get("RANK", "0")), int(os.environ.get("LOCAL_RANK", "0"))
     rank = Rank(number, launched_world_size(), local, _device(wanted, local))
     if rank.device.type != "cpu":
@@ -92,10 +83,8 @@ def here(wanted: str) -> Rank:
 
 
 def smallest_memory_gib(rank: Rank) -> float | None:
-    """Memory of the smallest GPU of all ranks, in GiB, the same on all of them; None: ranks on CPUs share memory.
-
-    On GPUs one all-reduce from host memory, which all ranks take part in.
-    """
+    """Memory of the smallest GPU of all ranks, in GiB, by one all-reduce from host memory; None: ranks on CPUs share
+    it."""
     mine = total_gib(rank.device)
     if mine is None or rank.world_size == 1:
         return mine
@@ -105,11 +94,7 @@ def smallest_memory_gib(rank: Rank) -> float | None:
 
 
 def claim(device: str, rank: int, store: Store) -> None:
-    """Take a device for this rank alone. device: its name, the same for all ranks that see it and for no other.
-
-    Raises:
-        ConfigError: another rank has taken it.
-    """
+    """Take a device for this rank alone, by a name that only ranks that see it have; ConfigError: another rank has."""
     holder = int(store.compare_set(f"device {device}", "", str(rank)))
     if holder != rank:
         raise ConfigError(
@@ -137,8 +122,9 @@ def enter(rank: Rank, timeout_s: float, statement: Statement | None = None) -> N
     timeout = timedelta(seconds=timeout_s)
     store: Store = HashStore()
     if rank.world_size > 1 and (missing := [name for name in ("RANK", "MASTER_ADDR") if not os.environ.get(name)]):
-        what = f"{' and '.join(missing)} not set, but WORLD_SIZE = {rank.world_size}; every rank needs both"
-        raise ConfigError([ConfigIssue("environment", what)])
+        raise environment_error(
+            f"{' and '.join(missing)} not set, but WORLD_SIZE = {rank.world_size}; every rank needs both"
+        )
     if {"RANK", "MASTER_ADDR"} <= os.environ.keys():  # MASTER_ADDR alone: the only rank of a run, on a cluster
         began = time.monotonic()
         store = PrefixStore(failure.attempt(), open_store(timeout_s))
@@ -150,9 +136,7 @@ def enter(rank: Rank, timeout_s: float, statement: Statement | None = None) -> N
 
 
 def assemble(store: Store, rank: int, world_size: int, limit_s: float, statement: Statement | None = None) -> None:
-    """Wait until all ranks are there and none states another job than rank 0.
-
-    statement: of this rank's job; None on all ranks: there is nothing to compare.
+    """Wait until all ranks are there and none states another job than rank 0. statement: None on all: no comparison.
 
     Raises:
         ConfigError: a rank states another job, on all ranks; or what meets there is another run, on this one alone.
@@ -215,7 +199,8 @@ def _missing(store: Store, rank: int, world_size: int, limit_s: float) -> str:
     return f"of {world_size} ranks, {listed} did not come within {limit_s:.3g} s (comm.init_timeout_s)"
 
 
-_make_gloo: Any = ProcessGroupGloo.__init__
+_Gloo: Any = ProcessGroupGloo
+_make_gloo = _Gloo.__init__
 
 
 def complete_in_order() -> None:
@@ -226,31 +211,27 @@ def complete_in_order() -> None:
     not fit into the string itself: when a reduction completes at the same time, one thread frees the memory that the
     other writes to, and the rank dies at some later allocation ("malloc(): unaligned tcache chunk detected").
     """
-    gloo: Any = ProcessGroupGloo
-    gloo.__init__ = _make_with_one_worker
+    _Gloo.__init__ = _make_with_one_worker
 
 
 def _make_with_one_worker(group: Any, store: Store, rank: int, size: int, *chosen: Any, **more: Any) -> None:
-    if chosen or more.keys() != {"timeout"}:
-        _make_gloo(group, store, rank, size, *chosen, **more)
-        return
-    # What PyTorch does with a timeout alone, but for the number of threads.
-    interfaces = list(filter(None, os.environ.get("GLOO_SOCKET_IFNAME", "").split(",")))
-    devices = [ProcessGroupGloo.create_device(interface=name) for name in interfaces]
-    gloo: Any = ProcessGroupGloo
-    options = gloo._Options()
-    options._devices = devices or [ProcessGroupGloo.create_default_device()]
-    options._threads, options._timeout = 1, more["timeout"]
-    _make_gloo(group, store, rank, size, options)
+    if not chosen and more.keys() == {"timeout"}:  # what PyTorch does with it alone, but for the number of threads
+        interfaces = filter(None, os.environ.get("GLOO_SOCKET_IFNAME", "").split(","))
+        devices = [ProcessGroupGloo.create_device(interface=name) for name in interfaces]
+        options = _Gloo._Options()
+        options._devices = devices or [ProcessGroupGloo.create_default_device()]
+        options._threads, options._timeout = 1, more["timeout"]
+        chosen, more = (options,), {}
+    _make_gloo(group, store, rank, size, *chosen, **more)
 
 
 def _device(wanted: str, local: int) -> torch.device:
-    if wanted == "cpu" or (wanted == "auto" and not torch.cuda.is_available()):
+    available = torch.cuda.is_available()
+    if wanted == "cpu" or (wanted == "auto" and not available):
         return torch.device("cpu")
-    if not torch.cuda.is_available():
-        raise ConfigError(
-            f'[run] device = "{wanted}": PyTorch finds no such device on this machine; use "cpu" or "auto"'
-        )
+    if not available:
+        no_device = "PyTorch finds no such device on this machine"
+        raise ConfigError(f'[run] device = "{wanted}": {no_device}; use "cpu" or "auto"')
     count = torch.cuda.device_count()
     if count == 1:
         return torch.device("cuda", 0)  # a scheduler may show each task its own GPU only; `claim` finds a shared one
@@ -263,16 +244,12 @@ def _device(wanted: str, local: int) -> torch.device:
 
 def set_timeouts(mesh: Mesh, timeout_s: float) -> None:
     """Set the longest wait of the collectives of training: long for a compiler at work, then short, to end a hang.
-
-    The groups of a mesh do not inherit that of the process group of all ranks: PyTorch gives NCCL's its own default.
-    """
+    Groups of a mesh do not inherit that of all ranks: PyTorch gives NCCL's its own default."""
     for group in (dist.group.WORLD, *(group for _, group in mesh.groups())):
         dist.distributed_c10d._set_pg_timeout(timedelta(seconds=timeout_s), group)
 
 
 class _Peers:
-    """Whether some of this rank's peers have died, without whom the run has gone on."""
-
     lost = False
 
 
@@ -282,10 +259,7 @@ def lose_peers() -> None:
 
 
 def leave() -> None:
-    """Destroy the default process group, if this process has joined one.
-
-    A rank 0 that serves the store and has failed lets the others ask it first, for a few seconds at most.
-    """
+    """Destroy the default process group, if this process has joined one; see `failure.let_others_ask`."""
     failure.let_others_ask()
     if not dist.is_initialized():
         return

@@ -22,7 +22,7 @@ from multiprocessing.process import BaseProcess
 from types import FrameType
 from typing import Any
 
-from torch._C._distributed_c10d import Store
+from torch._C._distributed_c10d import Store, TCPStore
 
 from titan.errors import EXIT_DONE, EXIT_FAILED, EXIT_PREEMPTED
 from titan.machine import process_state
@@ -34,20 +34,15 @@ from titan.ranks.meeting.launch_env import LOCAL, Environment, LaunchEnv
 from titan.ranks.meeting.rendezvous import WAITING, NodeLostError, Nodes, listen
 from titan.terminal import say
 
-GRACE_S = 10.0
-"""After a rank failed the others cannot finish; this long they may say so before they are killed."""
-
-STACKS_S = 0.5
-"""A rank that is to be killed has this long to write its stacks (`titan.ranks.watchdog.answer_to_quit`)."""
+GRACE_S = 10.0  # after a rank failed the others cannot finish; this long they may say so before they are killed
+STACKS_S = 0.5  # a rank that is to be killed has this long to write its stacks (`titan.ranks.watchdog.answer_to_quit`)
 
 KILLED_S = 120.0
 """Longest wait for processes to be gone that were killed or have closed their files. No signal ends one that waits in
 the kernel, for a file system that does not answer or for a device."""
 
 LOOK_S = 0.01
-
 PASSED_ON = (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1)
-
 Entry = Callable[[list[str]], int]
 
 
@@ -76,14 +71,10 @@ class RankProcesses:
 
     heard: the signals that this process or one of its ranks was sent, on node 0 also those of other nodes; somebody
     wants the run to end. Of a signal to a rank alone this process learns when that rank has ended by itself.
-
     stuck: the ranks that SIGKILL did not end, on node 0 also those of other nodes; they may still write to the run's
     folder. Once there are any, this process ends with `EXIT_FAILED`, whatever it is told to end with.
-
     explained: on node 0, the rank that failed first, if its error has been printed as a message.
     stopped: on node 0, whether that rank was asked to stop, and so the run is preempted.
-
-    expendable: workers whose death does not end the run.
     """
 
     entry: Entry
@@ -124,13 +115,11 @@ class RankProcesses:
 
     def lead(self) -> list[Ended]:
         """On node 0: all ranks of the run live once; how they ended: the rank that told the store first that it failed,
-        then this node's in the order they ended, then those of other nodes.
-
-        Those that outlive a failed one are killed after `GRACE_S` and are not listed, nor are those of workers that the
-        run has gone on without.
-        """
+        then this node's in the order they ended, then those of other nodes. Those that outlive a failed one are killed
+        after `GRACE_S` and are not listed, nor are those of workers that the run has gone on without."""
         self._elsewhere.clear()
-        with _listening(self.place) as listening:
+        # The store listens before any rank starts, so its port is never free for others, and ranks that are early wait.
+        with listen(0) if self.place.nodes > 1 else socket.create_server((LOCAL, 0), backlog=128) as listening:
             port = listening.getsockname()[1]
             self.nodes.tell({"meet": port})
             ended = self._live(port, listening)
@@ -153,11 +142,7 @@ class RankProcesses:
         return [node for node, ranks in of_node.items() if not self.expendable.lost.issuperset(ranks)]
 
     def follow(self) -> int:
-        """On another node: do as node 0 says; the exit code of the run, which it says in the end.
-
-        Raises:
-            NodeLostError: node 0 is gone.
-        """
+        """On another node: do as node 0 says; the exit code of the run, which it says in the end."""
         with signals.raised(WAITING):
             self.nodes.await_word(0)
         with self.hearing():
@@ -171,14 +156,16 @@ class RankProcesses:
         return int(said["end"])
 
     def _live(self, port: int, listening: socket.socket | None = None) -> list[Ended]:
-        with contextlib.ExitStack() as stack:
-            stack.callback(self._kill)
+        store: Store | None = None
+        try:
             self._start(port)
-            store = None
-            if listening is not None:
-                store = stack.enter_context(_store_served(listening))
+            if listening is not None:  # served only now: a process with threads, as the store has, should not fork
+                store = TCPStore(
+                    LOCAL, port, is_master=True, wait_for_workers=False, master_listen_fd=listening.detach()
+                )
             elif self.expendable:
-                store = _store_of(self.place.host, port)
+                with contextlib.suppress(RuntimeError):  # node 0 does not serve it
+                    store = TCPStore(self.place.host, port, is_master=False, wait_for_workers=False)
             self.expendable.start(store)
             ended = self._wait()
             self._hear_ranks()
@@ -186,11 +173,13 @@ class RankProcesses:
             self._told.close()
             self.expendable.stop()
             if listening is not None and store is not None:
-                self._first_to_fail, self.explained, self.stopped = _first_to_fail(store)
+                self._first_to_fail, self.explained, self.stopped = failure.cause(store)
             return ended
+        finally:
+            self._kill()
 
     def _start(self, port: int) -> None:
-        context = multiprocessing.get_context("fork") if self.fork else multiprocessing.get_context("spawn")
+        context: Any = multiprocessing.get_context("fork" if self.fork else "spawn")
         if not self.fork:
             check_python()
             resource_tracker.ensure_running()  # multiprocessing needs it then, and its start would unblock signals
@@ -230,7 +219,12 @@ class RankProcesses:
             patience = None if deadline is None else max(0.0, deadline - time.monotonic())
             ready = connection.wait([*running, *links], patience)
             if not ready:
-                _ask_for_stacks({rank: self._processes[rank] for rank in running.values()})
+                for rank in running.values():
+                    process = self._processes[rank]
+                    say(f"rank {rank} did not exit within {GRACE_S:g} s of another rank's failure; killing it. Stacks:")
+                    if process.pid is not None:
+                        os.kill(process.pid, signal.SIGQUIT)
+                    _still_there({rank: process}, STACKS_S)
                 break
             for handle in sorted(ready, key=lambda handle: running.get(handle, -1) in self.expendable):
                 if handle in links:
@@ -246,7 +240,7 @@ class RankProcesses:
         return ended
 
     def _spare(self, ranks: Iterable[int], cause: object) -> bool:
-        """Whether the run goes on without these ranks; then what this node has of their workers ends too."""
+        """Whether the run goes on without these ranks; what this node has of their workers then ends too."""
         spared = self.expendable.lose(ranks, cause)
         for rank in self.expendable.lost & self._processes.keys():
             self._processes[rank].kill()
@@ -264,7 +258,6 @@ class RankProcesses:
         return Ended(rank, EXIT_FAILED if stuck else process.exitcode or 0)
 
     def _hear_ranks(self) -> None:
-        """Which signals the ranks that have ended were sent."""
         assert self._told is not None
         with contextlib.suppress(EOFError):
             while self._told.poll():
@@ -301,7 +294,10 @@ def _be_rank(entry: Entry, argv: list[str], environment: Environment, parent: in
     # hears it once.
     os.setsid()
     os.environ.update(environment)
-    _take_threads()
+    if "torch" in sys.modules:  # OpenMP reads OMP_NUM_THREADS when it is loaded: in a forked rank before it is set
+        import torch
+
+        torch.set_num_threads(int(os.environ.get("OMP_NUM_THREADS", "1").partition(",")[0]))
     signal.signal(signal.SIGINT, signal.default_int_handler)
     with signals.listening():
         signal.pthread_sigmask(signal.SIG_UNBLOCK, [signal.SIGINT])
@@ -311,14 +307,6 @@ def _be_rank(entry: Entry, argv: list[str], environment: Environment, parent: in
         sys.exit(code)
 
 
-def _take_threads() -> None:
-    """OpenMP reads OMP_NUM_THREADS when it is loaded, which in a forked rank has been before it was set."""
-    if "torch" in sys.modules:
-        import torch
-
-        torch.set_num_threads(int(os.environ.get("OMP_NUM_THREADS", "1").partition(",")[0]))
-
-
 def _die_with(parent: int) -> None:
     """No orphans: a rank whose launcher was killed would go on writing to a run that somebody may have resumed."""
     if sys.platform == "linux":
@@ -326,51 +314,6 @@ def _die_with(parent: int) -> None:
         ctypes.CDLL(None).prctl(pr_set_pdeathsig, signal.SIGKILL)
     if os.getppid() != parent:
         sys.exit(EXIT_FAILED)
-
-
-def _listening(place: LaunchEnv) -> socket.socket:
-    """Where the store will be served. It listens before any rank starts, so the port is never free for others, and
-    ranks that are early wait in its queue."""
-    return listen(0) if place.nodes > 1 else socket.create_server((LOCAL, 0), backlog=128)
-
-
-def _store_of(host: str, port: int) -> Store | None:
-    """The store that node 0 serves; None where it does not."""
-    from torch.distributed import TCPStore  # type: ignore[attr-defined]
-
-    with contextlib.suppress(RuntimeError):
-        return TCPStore(host, port, is_master=False, wait_for_workers=False)
-    return None
-
-
-@contextlib.contextmanager
-def _store_served(listening: socket.socket) -> Iterator[Store]:
-    """Serve the store where ranks meet. Its threads come after the forks: a process with threads should not fork."""
-    from torch.distributed import TCPStore  # type: ignore[attr-defined]
-
-    port = listening.getsockname()[1]
-    store = TCPStore(LOCAL, port, is_master=True, wait_for_workers=False, master_listen_fd=listening.detach())
-    yield store
-
-
-def _first_to_fail(store: Store) -> tuple[int | None, int | None, bool]:
-    """The rank that reported first that it fails, the same again if its error has been printed, and whether it stopped.
-
-    None where there is none, or the store does not answer.
-    """
-    with contextlib.suppress(RuntimeError):
-        if (first := failure.first(store)) is not None:
-            told = first if failure.explained(store, first) else None
-            return first, told, failure.kind_of(store, first) == failure.STOPPED
-    return None, None, False
-
-
-def _ask_for_stacks(hung: Mapping[int, BaseProcess]) -> None:
-    for rank, process in hung.items():
-        say(f"rank {rank} did not exit within {GRACE_S:g} s of another rank's failure; killing it. Stacks:")
-        if process.pid is not None:
-            os.kill(process.pid, signal.SIGQUIT)
-        _still_there({rank: process}, STACKS_S)
 
 
 def _still_there(processes: Mapping[int, BaseProcess], patience_s: float) -> list[int]:

@@ -17,19 +17,12 @@ from titan.errors import PreemptedError, RankFailedError, TitanError
 from titan.ranks import watchdog
 from titan.ranks.failure import tell
 from titan.ranks.meeting import signals
-from titan.ranks.process import Rank
+from titan.ranks.process import LOOKS_PER_S, Rank
 
 T = TypeVar("T")
 
-BEAT_S = 10.0
-"""Between two signs of life of a rank at work, and at most between two looks of one that waits for it."""
-
-LOOKS_PER_S = 5000
-"""Most looks of all waiting ranks together; a store answers some ten thousand. They become rarer the longer the wait
-is: after 100 s those of 2,048 ranks are 205 per second."""
-
-LOOK_S = 0.5
-"""Between two looks of a waiting rank for a signal."""
+BEAT_S = 10.0  # between two signs of life of a rank at work, and at most between two looks of one that waits for it
+LOOK_S = 0.5  # between two looks of a waiting rank for a signal
 
 LOST_S = 300.0
 """No sign of life for so long: nobody is at work any more. Where a launcher watches the ranks, it ends them sooner."""
@@ -37,7 +30,6 @@ LOST_S = 300.0
 FAREWELL_S = BEAT_S + 5.0
 """How long rank 0, whose process may serve the store, waits for others to read there what has failed."""
 
-_OPENING = ("comm.init_timeout_s", "opening what other ranks have prepared")
 _turns = itertools.count()
 
 
@@ -54,60 +46,44 @@ def together(work: Callable[[], T], rank: Rank, limit_s: float) -> T:
     if rank.world_size == 1:
         return work()
     result: list[T] = []
-    for place in range(3):
-        mine = (rank.number == 0, rank.local == 0, True)[place] and not result
-        _take_turn(work if mine else None, result, rank, watchdog.limit(limit_s, *_OPENING) if place == 2 else None)
+    last = watchdog.limit(limit_s, "comm.init_timeout_s", "opening what other ranks have prepared")
+    for mine, limit in ((rank.number == 0, nullcontext()), (rank.local == 0, nullcontext()), (True, last)):
+        _take_turn(work if mine and not result else None, result, rank, limit)
     return result[0]
 
 
 def from_first(work: Callable[[], T], rank: Rank) -> T:
-    """Run `work` on rank 0 alone; what it returns is pickled, and sent to all ranks by one broadcast between CPUs.
-
-    The others wait for rank 0 as in `together`: no timeout of a collective runs while it works.
-
-    Raises:
-        TitanError: the work raised it; on all ranks.
-        RankFailedError: the work raised something else, which rank 0 has told in full; on all ranks.
-    """
+    """Run `work` on rank 0 alone; what it returns is pickled, and sent to all ranks by one broadcast between CPUs. The
+    others wait for rank 0, and errors reach all of them, as in `together`."""
     if rank.world_size == 1:
         return work()
     result: list[T] = []
-    _take_turn(work if rank.number == 0 else None, result, rank)
+    _take_turn(work if rank.number == 0 else None, result, rank, nullcontext())
     sent: list[T | None] = [result[0] if result else None]
     dist.broadcast_object_list(sent, src=0, device=torch.device("cpu"))
     return cast(T, sent[0])
 
 
-def _take_turn(
-    work: Callable[[], T] | None, result: list[T], rank: Rank, limit: AbstractContextManager[None] | None = None
-) -> None:
-    """Do the work of a turn, if it is this rank's, and wait until all ranks have done theirs.
-
-    Raises:
-        TitanError: the first one that the work raised on any rank; on all of them.
-    """
-    turn, error = _Turn(rank), None
+def _take_turn(work: Callable[[], T] | None, result: list[T], rank: Rank, limit: AbstractContextManager[None]) -> None:
+    """Do the work of a turn, if it is this rank's, and wait until all ranks have done theirs. The first TitanError that
+    the work raised on any rank is raised on all of them."""
+    turn = _Turn(rank)
+    error: TitanError | None = None
     if work is not None:
-        with turn.at_work(), limit or nullcontext():
-            error = _attempt(work, result, rank)
+        with turn.at_work(), limit:
+            try:
+                result.append(work())
+            except TitanError as raised:
+                error = raised
+            except Exception as raised:  # nobody expected it: told here, before any other rank speaks of it
+                tell(raised, rank.number)
+                error = RankFailedError(f"rank {rank.number} failed: {type(raised).__name__}: {raised}")
     try:
         error = turn.over(error)
     except PreemptedError as stop:  # a signal came while this rank waited; the others hear of it, if they do not know
         error = turn.over(stop)
     if error is not None:
         raise error
-
-
-def _attempt(work: Callable[[], T], result: list[T], rank: Rank) -> TitanError | None:
-    """Do the work; what it raised. What nobody expected is told here, before any other rank speaks of it."""
-    try:
-        result.append(work())
-    except TitanError as error:
-        return error
-    except Exception as error:
-        tell(error, rank.number)
-        return RankFailedError(f"rank {rank.number} failed: {type(error).__name__}: {error}")
-    return None
 
 
 def _carried(error: TitanError) -> bytes:
@@ -146,11 +122,7 @@ class _Turn:
             thread.join(BEAT_S)  # the store may be gone, and its answer with it
 
     def over(self, error: TitanError | None) -> TitanError | None:
-        """This rank is done, or has failed: wait for the others; the error of the first that failed, on all ranks.
-
-        Raises:
-            RankFailedError: nobody is at work, and not all are done.
-        """
+        """This rank is done, or has failed: wait for the others; the error of the first that failed, on all ranks."""
         if error is not None:
             self._store.compare_set("over", "", _carried(error).hex())
         elif self._store.add("done", 1) == self._rank.world_size:
@@ -162,7 +134,8 @@ class _Turn:
         return found
 
     def _wait(self) -> None:
-        # Looks, as Store.wait with a time limit warns on stderr each time it is up, and lets no signal through.
+        # Looks, as Store.wait with a time limit warns on stderr each time it is up, and lets no signal through. They
+        # become rarer the longer the wait is: after 100 s those of 2,048 ranks are 205 per second.
         beats, began = 0, time.monotonic()
         heard = now = began
         while not self._store.check(["over"]):

@@ -19,7 +19,6 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from threading import Thread, Timer
-from typing import Any
 
 from titan.errors import EXIT_FAILED
 from titan.log import log
@@ -28,16 +27,11 @@ LINGER_S = 5.0
 """From the stacks to the end of the process: peers whose limit ends a little later show theirs. Less than the time the
 launcher leaves them."""
 
-RECORDED = 2000
-"""Collectives that the flight recorder keeps."""
-
 _STDERR = 2
 _NCCL_WRITES = "TORCH_FR_DUMP_TEMP_FILE"
 
 
 class _Home:
-    """Where this rank leaves its traces; nowhere until it has joined a run."""
-
     rank = 0
     logs: Path | None = None
 
@@ -48,13 +42,11 @@ def answer_to_quit() -> None:
 
 
 def record_collectives(rank: int, logs: Path, nccl: bool) -> None:
-    """Have PyTorch's flight recorder on; to be called before the first process group is made.
-
-    NCCL's own watchdog writes its part when a collective times out; Gloo's is for `keep_recording` to write. What the
-    user's environment says of the recorder stays.
-    """
+    """Have PyTorch's flight recorder on; to be called before the first process group is made. NCCL's own watchdog
+    writes its part when a collective times out; Gloo's is for `keep_recording` to write. What the environment says of
+    it stays."""
     _Home.rank, _Home.logs = rank, logs
-    os.environ.setdefault("TORCH_FR_BUFFER_SIZE", str(RECORDED))
+    os.environ.setdefault("TORCH_FR_BUFFER_SIZE", "2000")  # collectives
     if nccl:
         os.environ.setdefault("TORCH_NCCL_DUMP_ON_TIMEOUT", "1")
         os.environ.setdefault(_NCCL_WRITES, str(logs / "flight-nccl-rank-"))
@@ -69,9 +61,7 @@ def recorder() -> str:
 @contextmanager
 def limit(seconds: float, key: str, what: str) -> Iterator[None]:
     """End this process, its stacks shown, if the body takes longer than `seconds`.
-
-    what: is under way, as in "loading x".  key: of the job, where the limit stands.
-    """
+    what: is under way, as in "loading x".  key: of the job, where the limit stands."""
     timer = Timer(seconds, _end, (f"{what} took longer than {seconds:g} s ({key})",))
     timer.name, timer.daemon = "watchdog", True
     timer.start()
@@ -91,7 +81,11 @@ def _end(why: str) -> None:
 def _tell(why: str) -> None:
     kept = None if _Home.logs is None else _Home.logs / f"rank-{_Home.rank}.log"
     where = "follow" if kept is None else f"follow, and are in {kept}"
-    text = f"error: {why}; the stacks of rank {_Home.rank} {where}\n{_stacks()}\n"
+    with tempfile.TemporaryFile() as stacks:
+        faulthandler.dump_traceback(stacks, all_threads=True)  # reads no source, which may lie on what hangs
+        stacks.seek(0)
+        shown = stacks.read().decode(errors="replace")
+    text = f"error: {why}; the stacks of rank {_Home.rank} {where}\n{shown}\n"
     os.write(_STDERR, text.encode())
     if kept is not None:
         with kept.open("a", encoding="utf-8") as file:
@@ -99,39 +93,25 @@ def _tell(why: str) -> None:
     keep_recording()
 
 
-def _stacks() -> str:
-    """The stacks of all threads; no source is read, as it may lie on what hangs."""
-    with tempfile.TemporaryFile() as file:
-        faulthandler.dump_traceback(file, all_threads=True)
-        file.seek(0)
-        return file.read().decode(errors="replace")
-
-
 def keep_recording() -> None:
     """Write the last collectives that this rank entered over Gloo beside its log, and say where, if there are any."""
     if _Home.logs is None:
         return
+    import torch.distributed.distributed_c10d as c10d
     from torch._C._distributed_c10d import _dump_fr_trace  # type: ignore[attr-defined]
 
     recording = pickle.loads(_dump_fr_trace())
     if not recording.get("entries"):
         return
-    recording["pg_config"] = _groups()
-    path = _Home.logs / f"flight-gloo-rank-{_Home.rank}"
-    path.write_bytes(pickle.dumps(recording))
-    log.error(f"the last collectives of rank {_Home.rank} are in {path}; {_reader(path)} compares those of all ranks")
-
-
-def _groups() -> dict[str, dict[str, Any]]:
-    """Name of each process group -> who is in it: what the recorder does not note for Gloo and its reader needs."""
-    import torch.distributed.distributed_c10d as c10d
-
-    return {
+    recording["pg_config"] = {  # who is in each group: the recorder does not note it for Gloo, and its reader needs it
         group.group_name: {
             "name": group.group_name, "desc": group.group_desc, "ranks": str(c10d.get_process_group_ranks(group)),
         }
         for group in c10d._world.pg_map
     }  # fmt: skip
+    path = _Home.logs / f"flight-gloo-rank-{_Home.rank}"
+    path.write_bytes(pickle.dumps(recording))
+    log.error(f"the last collectives of rank {_Home.rank} are in {path}; {_reader(path)} compares those of all ranks")
 
 
 def _reader(path: Path) -> str:

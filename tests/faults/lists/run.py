@@ -100,8 +100,8 @@ FAULTS = (
     Fault(
         "a launcher that leaves the ranks of a failed one running",
         "titan/ranks/rank_processes.py",
-        "stack.callback(self._kill)",
-        "stack.callback(self._processes.clear)",
+        "        finally:\n            self._kill()\n",
+        "        finally:\n            self._processes.clear()\n",
         (f"{LAUNCH}::test_a_rank_that_outlives_a_failed_one_is_killed",),
     ),
     Fault(

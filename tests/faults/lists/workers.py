@@ -223,7 +223,7 @@ FAULTS = (
     Fault(
         "a run that goes on after a loss that is not finite",
         "titan/ranks/failure.py",
-        "or {DECIDED, STOPPED} & set(kinds)",
+        "or {DECIDED, STOPPED} & kinds",
         "",
         (f"{SERVED}::test_a_worker_that_ends_the_run_on_purpose_ends_it",),
     ),

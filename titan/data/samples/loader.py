@@ -4,6 +4,7 @@ import multiprocessing
 import warnings
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
+from functools import partial
 from multiprocessing.connection import wait
 from multiprocessing.process import BaseProcess
 from queue import Empty, SimpleQueue
@@ -11,9 +12,10 @@ from threading import Thread
 from typing import Any
 
 import torch
+from torch import Tensor
 
 from titan.contracts import Batch
-from titan.data.samples.samples import Columns, Sample, Samples, stacked, to_device
+from titan.data.samples.samples import Columns, Sample, Samples, each, stacked, to_device
 from titan.data.tokens.processes import context, end_with_parent
 from titan.errors import PreemptedError, ResourceError, TitanError
 from titan.machine import process_state
@@ -22,15 +24,9 @@ from titan.ranks.meeting import signals
 GPU_WORKERS = 2
 """Loader processes of a rank on a GPU: while one waits for the file system, the other has the next batch ready."""
 
-LOOK_S = 0.5
-"""Between two looks of a rank that waits for data: for a signal, and at its limit."""
-
-PATIENCE_S = 15.0
-"""After a signal, data that are slow may still come, so that the run stops between two steps."""
-
-Limit = tuple[float, str]
-"""Longest wait for the data of a step, in seconds, and the key that sets it."""
-
+LOOK_S = 0.5  # between two looks of a rank that waits for data: for a signal, and at its limit
+PATIENCE_S = 15.0  # after a signal, data that are slow may still come, so that the run stops between two steps
+Limit = tuple[float, str]  # longest wait for the data of a step, in seconds, and the key that sets it
 NO_LIMIT: Limit = (float("inf"), "")
 
 
@@ -42,10 +38,8 @@ class Loader:
     `workers` processes read ahead; with 0 a thread of the training process reads. None stands for GPU_WORKERS on a GPU,
     and for 0 on a CPU, where they would take the cores that train. `limits` are those of the first step and of others.
 
-    Raises (while iterating):
-        DataError: as `Samples`, also when a worker met it.
-        ResourceError: processes cannot be started, or were killed; or no data came within the limit.
-        PreemptedError: a signal came, and no data `PATIENCE_S` later.
+    While iterating, it raises a DataError as `Samples`, also when a worker met it; a ResourceError: processes cannot be
+    started, or were killed, or no data came within the limit; a PreemptedError: no data `PATIENCE_S` after a signal.
     """
 
     def __init__(
@@ -77,27 +71,44 @@ class Loader:
     def __next__(self) -> list[Batch]:
         if self._batches is None:
             self._batches = _Reading(self._start, self._device)
-        starts = self._numbers.starts(self._next)
-        step = [self._on_device(self._read(self._batches), start) for start in starts]
+        step = []
+        for start in self._numbers.starts(self._next):
+            columns = self._copies(self._read(self._batches))
+            samples = torch.arange(start, start + len(columns[0]), device=self._device)
+            step.append(Batch(*columns, samples=samples))
         self._next += self._numbers.global_batch
         self._limit = self._later_limit
         return step
 
     def _start(self) -> Callable[[], Any]:
         """Start to read; what gives the next batch."""
+        from torchdata.stateful_dataloader import StatefulDataLoader
+
         others = multiprocessing.active_children()
         try:
             if self.workers:
                 context().Lock()  # as their queues have; they cannot be taken apart again where that fails
-            batches = self._read_ahead()
+            with warnings.catch_warnings():
+                warnings.filterwarnings("ignore", message=".*set_vital")  # torch 2.13 deprecates it; of torchdata 0.11
+                batches = StatefulDataLoader(
+                    _Reader(self._samples),
+                    batch_sampler=self._numbers,
+                    num_workers=self.workers,
+                    collate_fn=_as_read,
+                    worker_init_fn=end_with_parent if self.workers else None,
+                    pin_memory=self._device.type == "cuda",
+                    multiprocessing_context=context() if self.workers else None,
+                    generator=torch.Generator(),  # the run's random state is not the loader's to advance
+                    snapshot_every_n_steps=1 << 62,
+                )
+                return partial(next, iter(batches))
         except OSError as error:
             what = f"data loader processes cannot be started ({error.strerror or error})"
             raise ResourceError(f"{what}; set data.workers = 0 to load in the training process") from error
         finally:
             self._children = [child for child in multiprocessing.active_children() if child not in others]
-        return lambda: next(batches)
 
-    def _read(self, batches: "_Reading") -> Columns | TitanError:
+    def _read(self, batches: "_Reading") -> Columns:
         waited, heard = 0.0, 0.0  # of looks, not of a clock: it goes on while this process is stopped
         batches.ask()
         while (answer := batches.take(LOOK_S)) is None:
@@ -105,23 +116,20 @@ class Loader:
             heard = heard or (waited if signals.heard() else 0.0)
             if heard and waited > heard + PATIENCE_S:
                 raise PreemptedError(f"preempted by {signals.gravest()} while waiting for data")
-            if waited > self._limit[0]:
+            if waited > self._limit[0]:  # a process in "disk sleep" waits for a file system that does not answer
+                states = [f"data loader process {child.pid}: {process_state(child.pid)}" for child in self._children]
                 what = f"no data for a step within {self._limit[0]:g} s ({self._limit[1]})"
-                raise ResourceError(f"{what}; {self._states() or 'the training process reads'}")
+                raise ResourceError(f"{what}; {', '.join(states) or 'the training process reads'}")
         read, error = answer
-        if isinstance(read, _Sent):
-            read = read.columns()
+        if isinstance(read, TitanError):
+            raise read
         if error is None:
-            return read  # type: ignore[no-any-return]
+            return read.columns() if isinstance(read, _Sent) else read
         # PyTorch says so itself, or the connection by which a batch is fetched from the process is gone.
         if not self._children or not wait([child.sentinel for child in self._children], timeout=1.0):
             raise error
         what = "a data loader process was killed, possibly for lack of memory"
         raise ResourceError(f"{what}; set data.workers = 0 to load in the training process") from error
-
-    def _states(self) -> str:
-        """What the loader processes do: one in "disk sleep" waits for a file system that does not answer."""
-        return ", ".join(f"data loader process {child.pid}: {process_state(child.pid)}" for child in self._children)
 
     def state_dict(self) -> dict[str, int | str]:
         """The number of the first global sample that no step has been given yet, and whose samples they are."""
@@ -138,38 +146,10 @@ class Loader:
             child.kill()
         self._children = []
 
-    def _read_ahead(self) -> Iterator[Any]:
-        from torchdata.stateful_dataloader import StatefulDataLoader
-
-        with warnings.catch_warnings():
-            warnings.filterwarnings("ignore", message=".*set_vital")  # torchdata 0.11 calls what torch 2.13 deprecates
-            return iter(
-                StatefulDataLoader(
-                    _Reader(self._samples),
-                    batch_sampler=self._numbers,
-                    num_workers=self.workers,
-                    collate_fn=_as_read,
-                    worker_init_fn=_begin if self.workers else None,
-                    pin_memory=self._device.type == "cuda",
-                    multiprocessing_context=context() if self.workers else None,
-                    generator=torch.Generator(),  # the run's random state is not the loader's to advance
-                    snapshot_every_n_steps=1 << 62,
-                )
-            )
-
-    def _on_device(self, read: Columns | TitanError, start: int) -> Batch:
-        if isinstance(read, TitanError):
-            raise read
-        columns = self._copies(read)
-        samples = torch.arange(start, start + len(columns[0]), device=self._device)
-        return Batch(*columns, samples=samples)
-
 
 class _Reading:
     """A thread that reads a batch whenever asked: whoever waits for it can look at signals and at a clock.
-
-    start: called first, in the thread; returns what reads the next batch.  device: that of the rank.
-    """
+    start: called first, in the thread; returns what reads the next batch.  device: that of the rank."""
 
     def __init__(self, start: Callable[[], Callable[[], Any]], device: torch.device) -> None:
         self._device = device
@@ -201,12 +181,9 @@ class _Reading:
 
 
 class Copies:
-    """Copies of batches to the device, beside what it computes.
-
-    The host prepares a step while the device still computes the one before. On the stream that computes, the copy would
-    be behind all of that. On a stream of its own it is done by then, and the computation waits for an event that has
-    passed.
-    """
+    """Copies of batches to the device, beside what it computes: on a stream of their own. The host prepares a step
+    while the device still computes the one before. On the stream that computes, a copy would be behind all of that; so
+    it is done by then, and the computation waits for an event that has passed."""
 
     def __init__(self, device: torch.device) -> None:
         self._device, self._stream = device, None
@@ -258,18 +235,11 @@ class _Reader(torch.utils.data.Dataset[Sample]):
     def __init__(self, samples: Samples) -> None:
         self._samples = samples
 
-    def __getitem__(self, g: int) -> Sample:
-        return self._samples[g]
-
     def __getitems__(self, numbers: Sequence[int]) -> Columns | TitanError:
         try:
             return stacked([self._samples[g] for g in numbers])
         except TitanError as error:
             return error
-
-
-def _begin(_: int) -> None:
-    end_with_parent()
 
 
 def _as_read(read: Columns | TitanError) -> "Columns | TitanError | _Sent":
@@ -278,24 +248,18 @@ def _as_read(read: Columns | TitanError) -> "Columns | TitanError | _Sent":
 
 
 class _Sent:
-    """A micro batch on its way from a loader process, through a pipe.
-
-    PyTorch would send tensors through files in /dev/shm, which containers keep small (64 MB under Docker). A process
-    that finds no room there prints so and sends nothing, and its reader waits for ever.
-    """
+    """A micro batch on its way from a loader process, through a pipe. PyTorch would send tensors through files in
+    /dev/shm, which containers keep small (64 MB under Docker). A process that finds no room there prints so and sends
+    nothing, and its reader waits for ever."""
 
     def __init__(self, columns: Columns) -> None:
         self._arrays = [None if column is None else column.numpy() for column in columns]
 
     def columns(self) -> Columns:
         """The tensors, which share the memory of what has arrived."""
-        tokens, labels, documents, lengths = self._arrays
-        assert tokens is not None and labels is not None
-        optional = [None if array is None else torch.from_numpy(array) for array in (documents, lengths)]
-        return torch.from_numpy(tokens), torch.from_numpy(labels), *optional  # type: ignore[return-value]
+        columns = [None if array is None else torch.from_numpy(array) for array in self._arrays]
+        return tuple(columns)  # type: ignore[return-value]
 
     def pin_memory(self) -> Columns:
         """The tensors in pinned memory; called by the thread that PyTorch has for it."""
-        tokens, labels, *others = self.columns()
-        documents, lengths = (None if column is None else column.pin_memory() for column in others)
-        return tokens.pin_memory(), labels.pin_memory(), documents, lengths
+        return each(self.columns(), Tensor.pin_memory)

@@ -11,8 +11,7 @@ from functools import lru_cache
 
 from titan.errors import DataError
 
-BLOCK = 1024
-"""Draws within which each source has its exact share."""
+BLOCK = 1024  # draws within which each source has its exact share
 
 _ROUNDS = 8
 _MASK = (1 << 64) - 1
@@ -59,8 +58,7 @@ def in_epochs(i: int, n: int, *, key: int, shuffle: bool) -> int:
 
 class Mixture:
     """Sources drawn by weight: in each block of 1,024 draws a source has its share, rounded by largest remainder, and
-    the places of the block are given out in a seeded order. Within a source, draws keep their order.
-    """
+    the places of the block are given out in a seeded order. Within a source, draws keep their order."""
 
     def __init__(self, weights: Sequence[float], seed: int) -> None:
         self.counts = shares(weights)
@@ -90,12 +88,8 @@ class Mixture:
 
 
 def shares(weights: Sequence[float]) -> tuple[int, ...]:
-    """Draws of each source in a block, by largest remainder; they add up to the block.
-
-    Raises:
-        DataError: a weight is not above 0 and finite, they add up to more than a float holds, or a share is too small
-            to get a single draw.
-    """
+    """Draws of each source in a block, by largest remainder; they add up to the block. DataError: a weight is not above
+    0 and finite, they add up to more than a float holds, or a share is too small to get a single draw."""
     for k, weight in enumerate(weights):
         if not 0 < weight < math.inf:
             raise DataError(f"source {k} has weight {weight:g}: must be above 0 and finite")
@@ -109,8 +103,6 @@ def shares(weights: Sequence[float]) -> tuple[int, ...]:
         counts[k] += 1
     for k, count in enumerate(counts):
         if count == 0:
-            raise DataError(
-                f"source {k} has weight {weights[k]:g} of a total of {total:g}, less than one sample in {BLOCK};"
-                f" the weight must be at least {total / BLOCK:.3g}"
-            )
+            given = f"source {k} has weight {weights[k]:g} of a total of {total:g}, less than one sample in {BLOCK}"
+            raise DataError(f"{given}; the weight must be at least {total / BLOCK:.3g}")
     return tuple(counts)

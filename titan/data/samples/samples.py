@@ -1,7 +1,7 @@
 """Global sample number -> tokens and labels; the same on every rank and at every layout."""
 
 import hashlib
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, Literal, NamedTuple
 
 import numpy as np
@@ -15,14 +15,14 @@ from titan.data.samples.stream import Ints, Stream
 from titan.data.tokens.shards import Shard
 from titan.errors import DataError
 
+Source = tuple[Sequence[Shard], float]  # token shards, and their weight in the mixture
+
 Packing = Literal["concat", "document_mask", "pad"]
 
 
 class Sample(NamedTuple):
-    """tokens [S], labels [S] (the next token, or IGNORE), documents [S] or None; int64.
-
-    length: tokens that are no padding, which follows them; None where the packing never pads.
-    """
+    """tokens [S], labels [S] (the next token, or IGNORE), documents [S] or None; int64. length: tokens that are no
+    padding, which follows them; None where the packing never pads."""
 
     tokens: Tensor
     labels: Tensor
@@ -48,18 +48,20 @@ def stacked(samples: Sequence[Sample]) -> Columns:
 
 def to_device(columns: Columns, device: torch.device) -> Columns:
     """Copies on the device; from pinned memory the host does not wait for them."""
-    to: dict[str, Any] = {"device": device, "non_blocking": True}
+    return each(columns, lambda column: column.to(device=device, non_blocking=True))
+
+
+def each(columns: Columns, change: Callable[[Tensor], Tensor]) -> Columns:
+    """The columns, those that are there changed."""
     tokens, labels, *others = columns
-    documents, lengths = (None if column is None else column.to(**to) for column in others)
-    return tokens.to(**to), labels.to(**to), documents, lengths
+    documents, lengths = (None if column is None else change(column) for column in others)
+    return change(tokens), change(labels), documents, lengths
 
 
 class Windows:
-    """A stream cut every S tokens: sample i is tokens [i*S, (i+1)*S), its labels one further on.
-
-    With `isolate`, documents are numbered within the sample, and the last token of one has no label: what follows it is
-    the start of a text that its attention may not see.
-    """
+    """A stream cut every S tokens: sample i is tokens [i*S, (i+1)*S), its labels one further on. With `isolate`,
+    documents are numbered within the sample, and the last token of one has no label: what follows it is the start of a
+    text that its attention may not see."""
 
     def __init__(self, stream: Stream, seq_len: int, *, isolate: bool) -> None:
         self._stream, self._length, self._isolate = stream, seq_len, isolate
@@ -123,42 +125,32 @@ class Pieces:
 class Samples(Dataset[Sample]):
     """All samples of a mixture of sources, in the run's one global order; sample numbers go on for ever.
 
-    sources: (token shards, weight) of each; a source's samples are used once per epoch of its own, in an order seeded
-    by (seed, source, epoch), or with `shuffle=False` in the order of the files.
+    A source's samples are used once per epoch of its own, in an order seeded by (seed, source, epoch), or with
+    `shuffle=False` in the order of the files. Pickled, it is what one rank sends to the others and to its loader
+    processes: some 150 bytes per shard. A copy opens a shard when a sample needs it.
 
-    Pickled, it is what one rank sends to the others and to its loader processes: some 150 bytes per shard. A copy opens
-    a shard when a sample needs it.
-
-    Raises:
-        DataError: a source is too small for one sample; when read: a shard cannot be mapped (see `Shard.map`), or an id
-            is beyond the vocabulary.
+    DataError: a source is too small for one sample; when read: as `Stream.read` and `Shard.map`.
     """
 
     def __init__(
-        self,
-        sources: Sequence[tuple[Sequence[Shard], float]],
-        *,
-        seq_len: int,
-        packing: Packing,
-        seed: int,
-        shuffle: bool,
-        vocab_size: int,
+        self, sources: Sequence[Source], *, seq_len: int, packing: Packing, seed: int, shuffle: bool, vocab_size: int
     ) -> None:
         self._seed, self._shuffle = seed, shuffle
         self._streams = [Stream(shards, vocab_size) for shards, _ in sources]
-        self._cuts = [_cut(stream, seq_len, packing) for stream in self._streams]
+        self._cuts = [
+            Pieces(stream, seq_len)
+            if packing == "pad"
+            else Windows(stream, seq_len, isolate=packing == "document_mask")
+            for stream in self._streams
+        ]
         self._mixture = Mixture([weight for _, weight in sources], mix(seed, len(sources)))
-        for stream, cut in zip(self._streams, self._cuts, strict=True):
+        parts: list[object] = [seq_len, packing, seed, shuffle]
+        for stream, cut, count in zip(self._streams, self._cuts, self._mixture.counts, strict=True):
             if cut.samples == 0:
                 raise DataError(_too_little(stream, seq_len, packing))
-        self.fingerprint = self._identity(seq_len, packing)
-        """Of the tokens, the packing and the order: equal exactly when every sample is."""
-
-    def _identity(self, seq_len: int, packing: Packing) -> str:
-        parts: list[object] = [seq_len, packing, self._seed, self._shuffle]
-        for stream, count in zip(self._streams, self._mixture.counts, strict=True):
             parts += [count, *(shard.digest for shard in stream.shards)]
-        return hashlib.sha256(repr(parts).encode()).hexdigest()
+        self.fingerprint = hashlib.sha256(repr(parts).encode()).hexdigest()
+        """Of the tokens, the packing and the order: equal exactly when every sample is."""
 
     @property
     def shards(self) -> list[Sequence[Shard]]:
@@ -178,12 +170,6 @@ class Samples(Dataset[Sample]):
         source, index = self._mixture.locate(g)
         cut = self._cuts[source]
         return cut.read(in_epochs(index, cut.samples, key=mix(self._seed, source), shuffle=self._shuffle))
-
-
-def _cut(stream: Stream, seq_len: int, packing: Packing) -> Windows | Pieces:
-    if packing == "pad":
-        return Pieces(stream, seq_len)
-    return Windows(stream, seq_len, isolate=packing == "document_mask")
 
 
 def _too_little(stream: Stream, seq_len: int, packing: Packing) -> str:

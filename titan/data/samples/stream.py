@@ -16,13 +16,8 @@ MOST_OPEN = 128
 
 
 class Stream:
-    """Tokens [0, tokens) and documents [0, documents) of a list of shards. Documents never cross shards.
-
-    A shard is opened when it is read. A pickled copy has no shard open.
-
-    Raises:
-        DataError: there is no shard; when one is read: it cannot be mapped (see `Shard.map`).
-    """
+    """Tokens [0, tokens) and documents [0, documents) of a list of shards. Documents never cross shards. A shard is
+    opened when it is read: a DataError may come then (see `Shard.map`). A pickled copy has no shard open."""
 
     def __init__(self, shards: Sequence[Shard], vocab_size: int) -> None:
         if not shards:
@@ -56,17 +51,18 @@ class Stream:
         return mapped
 
     def read(self, start: int, stop: int) -> Ints:
-        """Tokens [stop - start] from a position of the stream.
-
-        Raises:
-            DataError: an id is beyond the vocabulary.
-        """
+        """Tokens [stop - start] from a position of the stream; DataError: an id is beyond the vocabulary."""
         ids = np.empty(stop - start, dtype=np.int64)
         for shard, first, last in self._cover(start, stop):
             base = int(self._tokens[shard])
             ids[base + first - start : base + last - start] = self._map(shard)[0][first:last]
         if ids.size and ids.max() >= self._vocab_size:
-            self._refuse(start, ids)
+            wrong = int(np.argmax(ids >= self._vocab_size))
+            shard = int(np.searchsorted(self._tokens, start + wrong, side="right")) - 1
+            raise DataError(
+                f"shard {self.shards[shard].path}: token {start + wrong - int(self._tokens[shard])} is {ids[wrong]},"
+                f" outside the vocabulary of {self._vocab_size}; make the shard with the tokenizer of this job"
+            )
         return ids
 
     def _cover(self, start: int, stop: int) -> list[tuple[int, int, int]]:
@@ -79,14 +75,6 @@ class Stream:
                 pieces.append((shard, start - base, min(stop, end) - base))
             start, shard = max(start, end), shard + 1
         return pieces
-
-    def _refuse(self, start: int, ids: Ints) -> None:
-        bad = int(np.argmax(ids >= self._vocab_size))
-        shard = int(np.searchsorted(self._tokens, start + bad, side="right")) - 1
-        raise DataError(
-            f"shard {self.shards[shard].path}: token {start + bad - int(self._tokens[shard])} is {ids[bad]}, outside"
-            f" the vocabulary of {self._vocab_size}; make the shard with the tokenizer of this job"
-        )
 
     def ends(self, start: int, stop: int) -> Ints:
         """Where documents end within (start, stop]: positions after their last tokens, ascending."""

@@ -6,7 +6,6 @@ pair of lowest rank first.
 """
 
 import base64
-import binascii
 import hashlib
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from functools import cached_property
@@ -14,7 +13,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from titan.data.tokens.exchange import hf_tokenizer
-from titan.errors import DataError, by_errno
+from titan.data.tokens.files import reading
+from titan.errors import DataError
 from titan.packages import install
 from titan.paths import refuse_lfs_pointer
 
@@ -37,28 +37,27 @@ _UNKNOWN = "\N{REPLACEMENT CHARACTER}".encode()
 
 
 def read_ranks(path: Path) -> dict[bytes, int]:
-    """Token -> rank, as a rank file has them.
-
-    Raises:
-        DataError: no such file, a line that is no token and rank (file and line named), a rank given twice or left out,
-            one of the 256 bytes without a rank.
-    """
+    """Token -> rank, as a rank file has them. DataError: no such file, a line that is no token and rank (file and line
+    named), a rank given twice or left out, one of the 256 bytes without a rank."""
     refuse_lfs_pointer(path)
-    try:
+    with reading(f"rank file {path}"):
         lines = path.read_bytes().splitlines()
-    except OSError as error:
-        raise by_errno(error, DataError(f"rank file {path} cannot be read: {error.strerror}")) from None
     ranks: dict[bytes, int] = {}
-    seen: dict[int, int] = {}
+    seen: set[int] = set()
     for number, line in enumerate(lines, 1):
         if not line.strip():
             continue
-        token, rank = _read_line(line, f"{path}:{number}")
+        try:
+            code, digits = line.split()
+            token, rank = base64.b64decode(code, validate=True), int(digits)
+        except ValueError:
+            what = f"{line[:40]!r} is not a token in base64, a space and its rank"
+            raise DataError(f"{path}:{number}: {what}") from None
         if rank in seen or token in ranks:
             again = f"rank {rank}" if rank in seen else f"token {token!r}"
             raise DataError(f"{path}:{number}: {again} appears twice")
         ranks[token] = rank
-        seen[rank] = number
+        seen.add(rank)
     if not ranks:
         raise DataError(f"rank file {path} is empty")
     if max(seen) != len(seen) - 1:
@@ -71,19 +70,9 @@ def read_ranks(path: Path) -> dict[bytes, int]:
 
 
 def published_family(ranks: Mapping[bytes, int]) -> str | None:
-    """The family of published files that ranks are of; None for others, as those that titan trains.
-
-    Published files number bytes as GPT-2 did, those that can be seen first.
-    """
+    """The family of published files that ranks are of; None for others, as those that titan trains: published files
+    number bytes as GPT-2 did, those that can be seen first."""
     return PUBLISHED.get(len(ranks)) if ranks.get(b"!") == 0 else None
-
-
-def _read_line(line: bytes, place: str) -> tuple[bytes, int]:
-    try:
-        token, rank = line.split()
-        return base64.b64decode(token, validate=True), int(rank)
-    except (ValueError, binascii.Error):
-        raise DataError(f"{place}: {line[:40]!r} is not a token in base64, a space and its rank") from None
 
 
 def write_ranks(path: Path, ranks: Mapping[bytes, int]) -> None:
@@ -94,15 +83,11 @@ def write_ranks(path: Path, ranks: Mapping[bytes, int]) -> None:
 
 def train_ranks(texts: Iterable[str], size: int) -> dict[bytes, int]:
     """The `size` ranks that byte-pair training finds in some texts: 256 bytes, then merges, most frequent pair first.
-
-    Raises:
-        DataError: the `rustbpe` package is missing, or the texts have too few different pairs.
-    """
+    DataError: the `rustbpe` package is missing, or the texts have too few different pairs."""
     try:
         import rustbpe  # type: ignore[import-untyped, import-not-found, unused-ignore]
     except ImportError:
-        what = f"training a tokenizer needs the rustbpe package: {install('tokenizer')}"
-        raise DataError(what) from None
+        raise DataError(f"training a tokenizer needs the rustbpe package: {install('tokenizer')}") from None
     trainer = rustbpe.Tokenizer()
     trainer.train_from_iterator(iter(texts), size, pattern=PATTERN)
     ranks = {bytes(token): int(rank) for token, rank in trainer.get_mergeable_ranks()}
@@ -112,10 +97,8 @@ def train_ranks(texts: Iterable[str], size: int) -> dict[bytes, int]:
 
 
 class BytePairs:
-    """Ranks, a pattern and special tokens. Text never becomes a special token, whatever it says.
-
-    specials: name -> id, above all ranks, gaps allowed.  end: name of the special that ends a document.
-    """
+    """Ranks, a pattern and special tokens. Text never becomes a special token, whatever it says. specials: name -> id,
+    above all ranks, gaps allowed.  end: name of the special that ends a document."""
 
     def __init__(self, ranks: Mapping[bytes, int], *, pattern: str, specials: Mapping[str, int], end: str) -> None:
         assert min(specials.values()) >= len(ranks)

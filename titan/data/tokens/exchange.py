@@ -5,7 +5,7 @@ pairs of tokens. Ranks imply the merges: two adjacent tokens may merge if the re
 way to split a token into two tokens is a merge, as in the files published for Llama 3.
 """
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from typing import Any
 
 
@@ -33,6 +33,10 @@ def hf_tokenizer(
         return None
     level = {"type": "ByteLevel", "add_prefix_space": False, "trim_offsets": True, "use_regex": False}
     split = {"type": "Split", "pattern": {"Regex": pattern}, "behavior": "Isolated", "invert": False}
+    names = {number: name for name, number in specials.items()}
+    flags = {"single_word": False, "lstrip": False, "rstrip": False, "normalized": False, "special": True}
+    # All ids up to the last special: the library counts them itself and looks at no number in the file.
+    added = range(len(ranks), max(names) + 1)
     written = {token: "".join(_ALPHABET[byte] for byte in token) for token in sorted(ranks, key=ranks.__getitem__)}
     model = {
         "type": "BPE",
@@ -44,13 +48,18 @@ def hf_tokenizer(
         "byte_fallback": False,
         "ignore_merges": True,  # a piece of text that is a token becomes it, even where no merges lead there
         "vocab": {name: ranks[token] for token, name in written.items()},
-        "merges": [f"{written[left]} {written[right]}" for left, right in _merges(written)],
+        "merges": [
+            f"{written[token[:at]]} {written[token[at:]]}"
+            for token in written
+            for at in range(1, len(token))
+            if token[:at] in written and token[at:] in written
+        ],
     }
     tokenizer = {
         "version": "1.0",
         "truncation": None,
         "padding": None,
-        "added_tokens": list(_added(len(ranks), specials)),
+        "added_tokens": [{"id": i, "content": names.get(i, f"<|unused_{i}|>"), **flags} for i in added],
         "normalizer": None,
         "pre_tokenizer": {"type": "Sequence", "pretokenizers": [split, level]} if pattern else level,
         "post_processor": None,
@@ -59,19 +68,3 @@ def hf_tokenizer(
     }
     about = {"tokenizer_class": "PreTrainedTokenizerFast", "eos_token": end, "clean_up_tokenization_spaces": False}
     return {"tokenizer.json": tokenizer, "tokenizer_config.json": about}
-
-
-def _merges(tokens: Mapping[bytes, Any]) -> Iterator[tuple[bytes, bytes]]:
-    """Both halves of each cut of each token, where both are tokens; tokens in the order given."""
-    for token in tokens:
-        for at in range(1, len(token)):
-            if token[:at] in tokens and token[at:] in tokens:
-                yield token[:at], token[at:]
-
-
-def _added(first: int, specials: Mapping[str, int]) -> Iterator[Mapping[str, Any]]:
-    """All ids from `first` to the last special: the library counts them itself and looks at no number in the file."""
-    names = {number: name for name, number in specials.items()}
-    flags = {"single_word": False, "lstrip": False, "rstrip": False, "normalized": False, "special": True}
-    for number in range(first, max(names) + 1):
-        yield {"id": number, "content": names.get(number, f"<|unused_{number}|>"), **flags}

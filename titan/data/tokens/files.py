@@ -23,8 +23,7 @@ COMPRESSED = (".gz", ".zst")
 _PIECE_BYTES = 16 << 10
 """Compressed bytes that are unpacked at a time: of text some 50 KiB, of the most repetitive data 512 MiB."""
 
-_BUFFER_BYTES = 64 << 10
-"""Content that is fetched at a time: each time costs a call in Python."""
+_BUFFER_BYTES = 64 << 10  # content that is fetched at a time: each time costs a call in Python
 
 _MARKS, _HEAD_BYTES = (codecs.BOM_UTF16_LE, codecs.BOM_UTF16_BE), 1024
 """By what UTF-16 and UTF-32 are recognized: the marks that begin a text, or where NUL bytes are in its head."""
@@ -42,8 +41,7 @@ def find(paths: Sequence[str], patterns: Sequence[str]) -> list[Path]:
     folders; sorted). A folder that a glob matches is read like one that is named. Names that begin with a dot are left
     out unless the path, the glob or the pattern begins with that dot too.
 
-    Raises:
-        DataError: a path means no file, a folder cannot be read, or a link leads nowhere.
+    DataError: a path means no file, a folder cannot be read, or a link leads nowhere.
     """
     if not paths:
         raise DataError("a dataset needs a path")
@@ -51,12 +49,10 @@ def find(paths: Sequence[str], patterns: Sequence[str]) -> list[Path]:
     real = cache(os.path.realpath)  # of folders: most files share theirs
     for text in paths:
         path = expanded(text, "data.path")
-        try:
+        with reading(path):
             hits = [path] if path.exists() else list(_expand(Path(), path.parts))
             files = sorted(file for hit in hits for file in _files(hit, patterns))
             folder = next(filter(Path.is_dir, hits), None)
-        except OSError as error:
-            raise by_errno(error, DataError(f"{path} cannot be read: {error.strerror}")) from None
         if not files:
             none = f"folder {folder} holds no file that matches {', '.join(patterns)}" if folder else ""
             raise DataError(none or f"{path}: no such file or folder")
@@ -117,10 +113,8 @@ def _matches(name: str, patterns: Sequence[str]) -> bool:
 
 
 def _walk(top: Path) -> Iterator[tuple[Path, list[os.DirEntry[str]]]]:
-    """A folder and those below it, except hidden ones, each with its other entries.
-
-    Each is given once, without a link in its path if there is such a path. So links in a circle come to an end.
-    """
+    """A folder and those below it, except hidden ones, each with its other entries. Each is given once, without a link
+    in its path if there is such a path. So links in a circle come to an end."""
     seen: set[str] = set()
     waiting, dangling = deque([top]), []
     while waiting:
@@ -144,11 +138,17 @@ def _walk(top: Path) -> Iterator[tuple[Path, list[os.DirEntry[str]]]]:
 
 
 def _entries(folder: Path) -> list[os.DirEntry[str]]:
+    with reading(f"folder {folder}"), os.scandir(folder) as entries:
+        return sorted(entries, key=lambda entry: entry.name)
+
+
+@contextmanager
+def reading(what: object) -> Iterator[None]:
+    """In the body, an OSError becomes the error that `what` cannot be read."""
     try:
-        with os.scandir(folder) as entries:
-            return sorted(entries, key=lambda entry: entry.name)
+        yield
     except OSError as error:
-        raise by_errno(error, DataError(f"folder {folder} cannot be read: {error.strerror}")) from None
+        raise by_errno(error, DataError(f"{what} cannot be read: {error.strerror}")) from None
 
 
 @contextmanager
@@ -159,9 +159,8 @@ def opened(path: Path) -> Iterator[IO[bytes]]:
     of them cannot be told from a shorter file. A frame's window, which its writer chose, is held in memory: 8 MiB or
     less from most, 2 GiB from `zstd --long=31`.
 
-    Raises:
-        DataError: it cannot be opened, is compressed and empty, is cut short, is broken on the way or a Git LFS
-            pointer; names the file.
+    DataError: it cannot be opened, is compressed and empty, is cut short, is broken on the way or a Git LFS pointer;
+    names the file.
     """
     refuse_lfs_pointer(path)
     try:
@@ -182,32 +181,38 @@ def _unpacked(raw: IO[bytes], path: Path) -> Iterator[IO[bytes]]:
         with gzip.GzipFile(fileobj=raw) as file:
             yield io.BufferedReader(file)
     elif path.suffix == ".zst":
-        zstandard = _zstandard(path)
         try:
-            frames = _ZstdFrames(raw, zstandard.ZstdDecompressor(max_window_size=1 << 31).decompressobj)
-            yield io.BufferedReader(frames, _BUFFER_BYTES)
+            import zstandard
+        except ImportError:
+            raise DataError(f"{path}: reading .zst needs the zstandard package: {install('zst')}") from None
+        try:
+            content = _zstd_frames(raw, zstandard.ZstdDecompressor(max_window_size=1 << 31).decompressobj)
+            yield io.BufferedReader(_Pieces(content), _BUFFER_BYTES)
         except zstandard.ZstdError as error:
             raise DataError(f"{path} cannot be unpacked: {error}") from None
     else:
         yield raw
 
 
-class _ZstdFrames(io.RawIOBase):
-    """The content of all zstd frames of a file.
+def _zstd_frames(packed: IO[bytes], begin: Callable[[], Any]) -> Iterator[bytes]:
+    """The content of all zstd frames of a file, in pieces; EOFError where it ends within one. The stream reader of
+    zstandard ends a frame that is cut short as it ends a whole one, without an error. Its decompression objects, which
+    `begin` makes for one frame each, tell whether theirs is complete."""
+    frame, rest = None, b""
+    while piece := rest or packed.read(_PIECE_BYTES):
+        frame = frame or begin()
+        yield frame.decompress(piece)
+        rest = frame.unused_data if frame.eof else b""
+        frame = None if frame.eof else frame
+    if frame is not None:
+        raise EOFError
 
-    The stream reader of zstandard ends a frame that is cut short as it ends a whole one, without an error. Its
-    decompression objects, one a frame, tell whether theirs is complete.
 
-    Raises (as it is read):
-        EOFError: the file ends within a frame.
-        zstandard.ZstdError: what stands there is no frame, or a damaged one.
-    """
+class _Pieces(io.RawIOBase):
+    """A file of pieces, some of which may be empty."""
 
-    def __init__(self, packed: IO[bytes], begin: Callable[[], Any]) -> None:
-        """packed: the file.  begin: makes the object that decompresses the next frame."""
-        self._packed, self._begin = packed, begin
-        self._frame: Any = None
-        self._content = memoryview(b"")
+    def __init__(self, pieces: Iterator[bytes]) -> None:
+        self._pieces, self._content = filter(None, pieces), memoryview(b"")
 
     def readable(self) -> bool:
         """Yes."""
@@ -215,53 +220,21 @@ class _ZstdFrames(io.RawIOBase):
 
     def readinto(self, buffer: Any) -> int:
         """Fill the buffer as far as there is content at hand; 0 at the end of the file."""
-        while not self._content:
-            if not self._unpack():
-                return 0
+        self._content = self._content or memoryview(next(self._pieces, b""))
         size = min(len(buffer), len(self._content))
         buffer[:size], self._content = self._content[:size], self._content[size:]
         return size
 
-    def _unpack(self) -> bool:
-        """Decompress the next piece, which may have no content; False at the end of the file."""
-        packed = b""
-        if self._frame is not None and self._frame.eof:
-            packed, self._frame = self._frame.unused_data, None
-        packed = packed or self._packed.read(_PIECE_BYTES)
-        if not packed:
-            if self._frame is not None:
-                raise EOFError
-            return False
-        if self._frame is None:
-            self._frame = self._begin()
-        self._content = memoryview(self._frame.decompress(packed))
-        return True
-
-
-def _zstandard(path: Path) -> Any:
-    try:
-        import zstandard
-    except ImportError:
-        raise DataError(f"{path}: reading .zst needs the zstandard package: {install('zst')}") from None
-    return zstandard
-
 
 def read_text(path: Path) -> str:
-    """A whole file as text.
-
-    Raises:
-        DataError: it cannot be read (see `opened`) or is not UTF-8 (see `decoded`).
-    """
+    """A whole file as text; DataError: it cannot be read (see `opened`) or is not UTF-8 (see `decoded`)."""
     with opened(path) as file:
         return decoded(file.read(), str(path))
 
 
 def decoded(data: bytes, file: str, line: int = 0) -> str:
     """UTF-8 as text, without the byte-order mark that may begin it. line: its number, if `data` is one of the file.
-
-    Raises:
-        DataError: it is not UTF-8; names the place and the byte, or tells that it is UTF-16 or UTF-32.
-    """
+    DataError: it is not UTF-8; names the place and the byte, or tells that it is UTF-16 or UTF-32."""
     place = f"{file}:{line}" if line else file
     whole = data.rstrip(b"\0")
     if not line and len(data) - len(whole) > 3 and b"\0" not in whole:

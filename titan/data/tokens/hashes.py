@@ -1,9 +1,9 @@
 """SHA-256 of files, remembered beside the tokenized text so that a second run does not read a corpus to know it.
 
 A file is hashed first and read later; of a large corpus, either takes hours. It is known to be the same by its size,
-its mtime and its ctime, which cannot be set back. Inode numbers say no more, and some network file systems give out new
-ones. `unchanged` compares the three again when all text has been read. Where ctime alone differs, which a link or a
-mode changes too, it hashes the file again.
+its mtime and its ctime, which cannot be set back; inode numbers are new ones on some network file systems. `unchanged`
+compares the three again when all text has been read. Where ctime alone differs, which a link or a mode changes too, it
+hashes the file again.
 
 Times have a granularity: what is written twice within it looks the same. As git does it, a file that was changed less
 than `RACY_S` before it was hashed is not remembered, and `unchanged` hashes it again. Its age is that of its ctime, as
@@ -15,22 +15,18 @@ import errno
 import hashlib
 import json
 import os
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import contextmanager
+from contextlib import suppress
 from dataclasses import dataclass
 from datetime import UTC, datetime
-from io import BufferedReader
 from pathlib import Path
 
+from titan.data.tokens.files import reading
 from titan.data.tokens.unfinished import clock_ns, unfinished
-from titan.errors import DataError, by_errno
+from titan.errors import DataError
 
-RACY_S = 2
-"""The coarsest granularity of times among file systems (FAT), in seconds."""
-
-
-_TRIES = 5
+RACY_S = 2  # the coarsest granularity of times among file systems (FAT), in seconds
 
 
 @dataclass(frozen=True)
@@ -43,7 +39,7 @@ class Mark:
 
     @staticmethod
     def of(status: os.stat_result) -> "Mark":
-        """The mark in what `stat` has found."""
+        """Of a file, by its status."""
         return Mark(status.st_size, status.st_mtime_ns, status.st_ctime_ns)
 
     def key(self, file: Path) -> str:
@@ -55,12 +51,9 @@ class Mark:
         if now.size != self.size:
             return f"{self.size:,} bytes before, {now.size:,} now"
         if now.mtime_ns != self.mtime_ns:
-            return f"modified {_shown(self.mtime_ns)} before, {_shown(now.mtime_ns)} now"
+            times = (datetime.fromtimestamp(mark.mtime_ns / 1e9, UTC) for mark in (self, now))
+            return "modified {} before, {} now".format(*(time.isoformat(timespec="milliseconds") for time in times))
         return ""
-
-
-def _shown(time_ns: int) -> str:
-    return datetime.fromtimestamp(time_ns / 1e9, UTC).isoformat(timespec="milliseconds")
 
 
 @dataclass(frozen=True)
@@ -74,8 +67,7 @@ class Content:
 
 
 def content_hashes(files: Sequence[Path], memory: Path, threads: int) -> list[Content]:
-    """The content of each file. `memory` is a JSON file of what was hashed before, by path and mark; one that cannot be
-    understood is written anew.
+    """The content of each file. `memory` is a JSON file of what was hashed before; a damaged one is written anew.
 
     Raises:
         DataError: a file cannot be read, or changes while it is.
@@ -84,7 +76,8 @@ def content_hashes(files: Sequence[Path], memory: Path, threads: int) -> list[Co
     known = _recall(memory)
     contents: dict[Path, Content] = {}
     for file in files:
-        mark = _mark(file)
+        with reading(file):
+            mark = Mark.of(file.stat())
         if digest := known.get(mark.key(file)):
             contents[file] = Content(file, mark, digest)
     unknown = [file for file in files if file not in contents]
@@ -111,11 +104,7 @@ def _now_ns(cache: Path) -> int:
 
 
 def unchanged(contents: Sequence[Content], threads: int) -> None:
-    """See that files that have been read since have the content they had then.
-
-    Raises:
-        DataError: one has not, or cannot be read any more; names the file and what has changed.
-    """
+    """See that files read since have the content they had then; DataError: one has not, or cannot be read."""
     with ThreadPoolExecutor(threads) as pool:
         changes = zip(contents, pool.map(_change, contents), strict=True)
         changed = [(content.file, change) for content, change in changes if change]
@@ -124,7 +113,7 @@ def unchanged(contents: Sequence[Content], threads: int) -> None:
 
 
 def _change(content: Content) -> str:
-    with _opened(content.file) as file:
+    with reading(content.file), content.file.open("rb") as file:  # on NFS, that asks the server for its attributes
         now = Mark.of(os.fstat(file.fileno()))
         change, doubtful = content.mark.change(now), content.racy or now != content.mark
         if not change and doubtful and hashlib.file_digest(file, "sha256").hexdigest() != content.digest:
@@ -140,49 +129,30 @@ def _changed(file: Path, change: str, others: int = 0) -> DataError:
     )
 
 
-def _mark(file: Path) -> Mark:
-    try:
-        return Mark.of(file.stat())
-    except OSError as error:
-        raise by_errno(error, DataError(f"{file} cannot be read: {error.strerror}")) from None
-
-
 def _hash(file: Path, now_ns: int) -> Content:
-    with _opened(file) as opened:
+    with reading(file), file.open("rb") as opened:
         before = Mark.of(os.fstat(opened.fileno()))
         digest = hashlib.file_digest(opened, "sha256").hexdigest()
         after = Mark.of(os.fstat(opened.fileno()))
-        if change := before.change(after):
-            raise _changed(file, change)
+    if change := before.change(after):
+        raise _changed(file, change)
     racy = after != before or before.ctime_ns > now_ns - RACY_S * 10**9
     return Content(file, before, digest, racy)
 
 
-@contextmanager
-def _opened(path: Path) -> Iterator[BufferedReader]:
-    """A file open for reading; on NFS, whose attributes may be those of a minute ago, that asks the server for them."""
-    try:
-        with path.open("rb") as file:
-            yield file
-    except OSError as error:
-        raise by_errno(error, DataError(f"{path} cannot be read: {error.strerror}")) from None
-
-
 def _recall(memory: Path) -> dict[str, str]:
-    try:
+    with suppress(OSError, ValueError):  # absent or damaged: everything is hashed again
         known = json.loads(memory.read_bytes())
-    except (OSError, ValueError):
-        return {}  # absent or damaged: everything is hashed again
-    if not isinstance(known, dict) or not all(isinstance(digest, str) for digest in known.values()):
-        return {}
-    return known
+        if isinstance(known, dict) and all(isinstance(digest, str) for digest in known.values()):
+            return known
+    return {}
 
 
 def _remember(memory: Path, found: dict[str, str]) -> None:
     """Add what was found to the memory as it is by now: hashing takes long, and others have done so meanwhile."""
     partial = unfinished(memory.parent)
     try:
-        for _ in range(_TRIES):
+        for _ in range(5):
             partial.write_text(json.dumps(_recall(memory) | found), encoding="utf-8")
             os.replace(partial, memory)
             if found.items() <= _recall(memory).items():

@@ -14,8 +14,7 @@ from titan.contracts.plugin.options import Option, options_of
 from titan.errors import ConfigError, ConfigIssue, DataError, MissingPackageError, PluginError
 from titan.paths import expanded
 
-MOST_BYTES = 50 << 20
-"""Of larger files a checkpoint keeps the fingerprint alone."""
+MOST_BYTES = 50 << 20  # of larger files a checkpoint keeps the fingerprint alone
 
 LETTERS = "".join(map(chr, [*range(0x20, 0x800), *range(0x4E00, 0x4E20), *range(0x1F600, 0x1F610)]))
 """Text with all first bytes of UTF-8's two-byte sequences, and some longer ones."""
@@ -23,8 +22,7 @@ LETTERS = "".join(map(chr, [*range(0x20, 0x800), *range(0x4E00, 0x4E20), *range(
 
 class Identity(TypedDict):
     """What state.json says of a tokenizer. copies: option -> name of the copy of its file, empty for their folder;
-    None: no copies are kept.
-    """
+    None: no copies are kept."""
 
     name: str
     fingerprint: str

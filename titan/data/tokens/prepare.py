@@ -1,13 +1,11 @@
 """A dataset's token shards: found in the cache, or made once and kept there.
 
 The cache is a folder per identity - content of the files, the dataset's options, the tokenizer - that is either
-complete or absent: it is made under another name and renamed. If two processes prepare the same folder,
-both succeed and one result is kept. Remnants of a killed process are removed a day after the last write
-(`unfinished.py`).
+complete or absent: it is made under another name and renamed. If two processes prepare the same folder, both succeed
+and one result is kept. Remnants of a killed process are removed a day after the last write (`unfinished.py`).
 
-The dataset consists of the files that exist at the beginning; a file that is added later gives the next run another
-identity. If one of these files changes before its text has been read, it is refused and nothing is kept: the folder
-would hold other text than its name says, for every run that shares the cache.
+The dataset consists of the files that exist at the beginning. If one of them changes before its text has been read, it
+is refused and nothing is kept: the folder would hold other text than its name says, for every run that shares it.
 """
 
 import hashlib
@@ -20,7 +18,7 @@ import sys
 import time
 from collections import Counter
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
@@ -29,15 +27,15 @@ from titan.contracts.plugin.options import as_table
 from titan.data.tokens.hashes import Content, content_hashes, unchanged
 from titan.data.tokens.identity import shown
 from titan.data.tokens.shards import VERSION, Shard, open_shard, open_shards
-from titan.data.tokens.tokenize import Lost, tokenize, units
+from titan.data.tokens.tokenize import Done, Lost, tokenize, units
 from titan.data.tokens.unfinished import sweep, unfinished
 from titan.errors import DataError, by_errno
 from titan.log import log
 from titan.paths import expanded, told
+from titan.ranks.meeting.launch_env import cores
 
 INDEX = "index.json"
-LAYOUT = 2
-"""Of a folder of the cache: what its index says."""
+LAYOUT = 2  # of a folder of the cache: what its index says
 
 
 def prepare(
@@ -50,14 +48,13 @@ def prepare(
 
     max_lost: largest share of the bytes in a sample of the text that the tokenizer may lose.
 
-    Raises:
-        DataError: a file cannot be read or changes meanwhile, no text is in any, the tokenizer loses more than that, a
-            shard is damaged, or the cache cannot be written.
+    DataError: a file cannot be read or changes meanwhile, no text is in any, the tokenizer loses more than that, a
+    shard is damaged, or the cache cannot be written.
     """
     made = open_made(dataset, tokenizer)
     if made is not None:
         return made
-    workers = workers or _cores()
+    workers = workers or cores()
     files = dataset.files()
     cache = expanded(cache, "data.cache")
     try:
@@ -79,11 +76,8 @@ def prepare(
 
 
 def open_made(dataset: Dataset, tokenizer: Tokenizer) -> list[Shard] | None:
-    """The token shards of a dataset that is tokenized already, each header read once; None for text.
-
-    Raises:
-        DataError: one cannot be read, or the index beside it, as this cache has one, names another tokenizer.
-    """
+    """The token shards of a dataset that is tokenized already, each header read once; None for text. DataError: one
+    cannot be read, or the index beside it, as this cache has one, names another tokenizer."""
     paths = dataset.shards()
     for folder in dict.fromkeys(path.parent for path in paths or ()):
         made_by = _tokenizer_of(folder)
@@ -95,19 +89,14 @@ def open_made(dataset: Dataset, tokenizer: Tokenizer) -> list[Shard] | None:
 
 def _tokenizer_of(folder: Path) -> str:
     """The fingerprint of the tokenizer that made the shards of a folder; empty where no index of this cache says so."""
-    try:
+    with suppress(OSError, ValueError, KeyError, TypeError):
         made_by = json.loads((folder / INDEX).read_bytes())["tokenizer"]
-    except (OSError, ValueError, KeyError, TypeError):
-        return ""
-    return made_by if isinstance(made_by, str) else ""
+        return made_by if isinstance(made_by, str) else ""
+    return ""
 
 
 def loss_in(folder: Path) -> Lost:
-    """What the tokenizer has lost of a sample of the text whose shards a folder of the cache holds.
-
-    Raises:
-        DataError: the folder is damaged.
-    """
+    """What the tokenizer has lost of a sample of the text whose shards a folder of the cache holds."""
     index = _read_index(folder)
     return Lost(index["sampled_bytes"], index["lost_bytes"], Counter(index["lost_characters"]))
 
@@ -119,8 +108,7 @@ def prepare_node(
 
     For one process of the node. Looks for a single file where the nodes share their files, and opens no shard there.
 
-    Raises:
-        DataError: this node's files give other tokens, or raises as `prepare`.
+    DataError: this node's files give other tokens, or raises as `prepare`.
     """
     if found[0].path.exists() or dataset.shards() is not None:
         return
@@ -132,15 +120,9 @@ def prepare_node(
             " the dataset's files, then run again"
         )
     if own[0].path != found[0].path:
-        raise DataError(
-            f"node {socket.gethostname()} has its token shards in {own[0].path.parent}, the node of rank 0 in"
-            f" {found[0].path.parent}; set data.cache to a path that is the same on all nodes"
-        )
-
-
-def _cores() -> int:
-    """Those this process may use, where the system tells."""
-    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+        here, there = (f"{shards[0].path.parent}" for shards in (own, found))
+        what = f"node {socket.gethostname()} has its token shards in {here}, the node of rank 0 in {there}"
+        raise DataError(f"{what}; set data.cache to a path that is the same on all nodes")
 
 
 def _identity(dataset: Dataset, tokenizer: Tokenizer, contents: Sequence[str]) -> str:
@@ -162,12 +144,18 @@ def _make(
     partial = unfinished(folder.parent)
     partial.mkdir()
     try:
-        with _Progress.shown(dataset, files, sizes, progress) as shown:
+        with _progress(dataset, files, sizes, progress) as done:
             work = units(files, sizes)
-            lost = tokenize(dataset, tokenizer, work, partial, workers=workers, size=sum(sizes), done=shown.finished)
+            lost = tokenize(dataset, tokenizer, work, partial, workers=workers, size=sum(sizes), done=done)
         unchanged(contents, workers)
         _seal(partial, dataset, tokenizer, len(files), lost)
-        _publish(partial, folder)
+        try:
+            partial.rename(folder)
+        except OSError:
+            if not folder.is_dir():  # else somebody else made the same meanwhile
+                raise
+        else:
+            _flush(folder.parent)
     finally:
         shutil.rmtree(partial, ignore_errors=True)
 
@@ -198,16 +186,6 @@ def _seal(partial: Path, dataset: Dataset, tokenizer: Tokenizer, files: int, los
     log.info(f"tokenized {index['documents']:,} documents: {index['tokens']:,} tokens")
 
 
-def _publish(partial: Path, folder: Path) -> None:
-    try:
-        partial.rename(folder)
-    except OSError:
-        if not folder.is_dir():
-            raise
-        return  # somebody else made the same meanwhile
-    _flush(folder.parent)
-
-
 def _flush(path: Path) -> None:
     descriptor = os.open(path, os.O_RDONLY)
     try:
@@ -235,37 +213,26 @@ def _complete(folder: Path) -> list[Path]:
     return paths
 
 
-class _Progress:
-    """How many bytes of text are done: a bar on a terminal, elsewhere a line now and then."""
-
-    EVERY_S = 10.0
-
-    def __init__(self, files: Sequence[Path], sizes: Sequence[int], name: str, talks: bool) -> None:
-        self._sizes = dict(zip(files, sizes, strict=True))
-        self._total, self._done, self._said = sum(sizes), 0, time.monotonic()
-        self._name, self._talks = name, talks
-        self._bar = None
+@contextmanager
+def _progress(dataset: Dataset, files: Sequence[Path], sizes: Sequence[int], talks: bool) -> Iterator[Done]:
+    """Yields what is to be told of each tokenized file. It shows how many bytes are done: by a bar on a terminal,
+    elsewhere by a line every ten seconds."""
+    size_of, total, done, shown_at = dict(zip(files, sizes, strict=True)), sum(sizes), 0, time.monotonic()
+    with ExitStack() as stack:
+        bar: Any = None
         if talks and sys.stderr.isatty():
             from tqdm import tqdm  # type: ignore[import-untyped, unused-ignore]
 
-            self._bar = tqdm(total=self._total, unit="B", unit_scale=True, desc=f"tokenizing {name}", leave=False)
+            desc = f"tokenizing {dataset.name}"
+            bar = stack.enter_context(tqdm(total=total, unit="B", unit_scale=True, desc=desc, leave=False))
 
-    @classmethod
-    @contextmanager
-    def shown(cls, dataset: Dataset, files: Sequence[Path], sizes: Sequence[int], talks: bool) -> Iterator["_Progress"]:
-        shown = cls(files, sizes, dataset.name, talks)
-        try:
-            yield shown
-        finally:
-            if shown._bar is not None:
-                shown._bar.close()
+        def finished(file: Path) -> None:
+            nonlocal done, shown_at
+            done += size_of[file]
+            if bar is not None:
+                bar.update(size_of[file])
+            elif talks and time.monotonic() - shown_at > 10.0:
+                shown_at = time.monotonic()
+                log.info(f"tokenizing {dataset.name}: {done / 1e6:,.0f} of {total / 1e6:,.0f} MB")
 
-    def finished(self, file: Path) -> None:
-        """Add the size of a tokenized file to what is done, and show the progress."""
-        size = self._sizes[file]
-        self._done += size
-        if self._bar is not None:
-            self._bar.update(size)
-        elif self._talks and time.monotonic() - self._said > self.EVERY_S:
-            self._said = time.monotonic()
-            log.info(f"tokenizing {self._name}: {self._done / 1e6:,.0f} of {self._total / 1e6:,.0f} MB")
+        yield finished

@@ -13,11 +13,8 @@ from titan.ranks.meeting.signals import SIGNALS
 
 def context() -> BaseContext:
     """A fork of a process that has threads of its own (collectives, CUDA) may hang, so children are forked from a small
-    server that has none, where the system can; it imports what they need once.
-
-    They do not hear the signals by which a run is preempted, and which Slurm sends to every process: the run goes on
-    until it has saved, and needs them.
-    """
+    server that has none, where the system can; it imports what they need once. They do not hear the signals by which a
+    run is preempted, and which Slurm sends to every process: the run goes on until it has saved, and needs them."""
     if "forkserver" not in multiprocessing.get_all_start_methods():
         return multiprocessing.get_context("spawn")
     check_python()
@@ -31,7 +28,7 @@ def context() -> BaseContext:
     return server
 
 
-def end_with_parent() -> None:
+def end_with_parent(_worker: int = 0) -> None:
     """In a child: end when the process that asked for it is gone, however it went. The server is its parent by pid."""
     parent = multiprocessing.parent_process()
     assert parent is not None
@@ -41,8 +38,3 @@ def end_with_parent() -> None:
         os._exit(1)
 
     Thread(target=watch, daemon=True).start()
-
-
-def hear_signals() -> None:
-    """In a child that others end by a signal: hear it."""
-    signal.pthread_sigmask(signal.SIG_UNBLOCK, SIGNALS)

@@ -30,7 +30,8 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from titan.errors import DataError, by_errno
+from titan.data.tokens.files import reading
+from titan.errors import DataError
 from titan.paths import refuse_lfs_pointer
 
 MAGIC = b"TITANTOK"
@@ -38,9 +39,6 @@ VERSION = 1
 HEADER_BYTES = 64
 _HEADER = struct.Struct("<8sIIQQ32s")
 _DTYPES: dict[int, npt.DTypeLike] = {2: "<u2", 4: "<u4"}
-
-_READERS = 16
-"""Headers read at a time: all ranks wait for the one that reads them, and a network file system answers in its time."""
 
 
 def token_bytes(vocab_size: int) -> int:
@@ -64,25 +62,14 @@ class Shard:
         return HEADER_BYTES + _padded(self.tokens * self.width) + 8 * self.documents
 
     def map(self) -> tuple[npt.NDArray[np.uint16 | np.uint32], npt.NDArray[np.int64]]:
-        """Memory-mapped tokens [tokens] and document ends [documents]; opens one file, and holds it.
-
-        Raises:
-            DataError: the file is absent, cut short, or not the one whose header this is: it has changed since the
-                header was read, or another node, which read the header, sees another file.
-        """
+        """Memory-mapped tokens [tokens] and document ends [documents]; opens one file, and holds it. DataError: the
+        file is absent, cut short, or not the one whose header this is: it has changed since the header was read, or
+        another node, which read the header, sees another file."""
         if self.tokens == 0:
             return np.empty(0, np.uint16), np.empty(0, np.int64)
-        whole = self._mapped()
-        ends = HEADER_BYTES + _padded(self.tokens * self.width)
-        tokens = whole[HEADER_BYTES : HEADER_BYTES + self.tokens * self.width].view(_DTYPES[self.width])
-        return tokens.view(np.ndarray), whole[ends:].view("<i8").view(np.ndarray)
-
-    def _mapped(self) -> npt.NDArray[np.uint8]:
-        """The bytes of the whole file, whose header is this one."""
         try:
-            whole = np.memmap(self.path, dtype=np.uint8, mode="r")
-        except OSError as error:
-            raise by_errno(error, DataError(f"shard {self.path} cannot be read: {error.strerror}")) from None
+            with reading(f"shard {self.path}"):
+                whole = np.memmap(self.path, dtype=np.uint8, mode="r")
         except ValueError:  # of a file without a byte
             raise DataError(f"shard {self.path} is empty") from None
         found = _parsed(self.path, whole[:HEADER_BYTES].tobytes(), whole.size)
@@ -92,14 +79,12 @@ class Shard:
                 f" SHA-256 {found.digest[:16]}..., at the start {self.tokens:,} with {self.digest[:16]}...; restore the"
                 " file on every node, or start the run again"
             )
-        return whole
+        ends = HEADER_BYTES + _padded(self.tokens * self.width)
+        tokens = whole[HEADER_BYTES : HEADER_BYTES + self.tokens * self.width].view(_DTYPES[self.width])
+        return tokens.view(np.ndarray), whole[ends:].view("<i8").view(np.ndarray)
 
     def verify(self) -> None:
-        """Read the whole file and hold it against the header.
-
-        Raises:
-            DataError: the content is not what was written, or its documents do not lie end to end.
-        """
+        """Hold the whole file against the header; DataError: its content is another, or its documents have gaps."""
         with self.path.open("rb") as file:
             file.seek(HEADER_BYTES)
             found = hashlib.file_digest(file, "sha256").hexdigest()
@@ -115,26 +100,16 @@ def _padded(size: int) -> int:
 
 
 def open_shard(path: Path) -> Shard:
-    """Read and check a shard's header.
-
-    Raises:
-        DataError: no such file, not a shard, another version, or shorter or longer than its header says.
-    """
-    try:
-        with path.open("rb") as file:
-            head, size = file.read(HEADER_BYTES), os.fstat(file.fileno()).st_size
-    except OSError as error:
-        raise by_errno(error, DataError(f"shard {path} cannot be read: {error.strerror}")) from None
+    """Read and check a shard's header. DataError: no such file, not a shard, another version, or shorter or longer than
+    its header says."""
+    with reading(f"shard {path}"), path.open("rb") as file:
+        head, size = file.read(HEADER_BYTES), os.fstat(file.fileno()).st_size
     return _parsed(path, head, size)
 
 
 def open_shards(paths: Iterable[Path]) -> list[Shard]:
-    """Read and check the headers of many shards, each opened once, several at a time.
-
-    Raises:
-        DataError: as `open_shard`, of the first path whose file has a fault.
-    """
-    with ThreadPoolExecutor(_READERS) as pool:
+    """Read and check the headers of many shards, several at a time; DataError: the first fault (see `open_shard`)."""
+    with ThreadPoolExecutor(16) as pool:  # all ranks wait for this one, and a network file system takes its time
         return list(pool.map(open_shard, paths))
 
 
@@ -149,25 +124,19 @@ def _parsed(path: Path, head: bytes, size: int) -> Shard:
         raise DataError(f"shard {path} is cut short: {size} bytes, its header alone has {HEADER_BYTES}")
     _, version, width, tokens, documents, digest = _HEADER.unpack(head)
     if version != VERSION or width not in _DTYPES:
-        raise DataError(
-            f"shard {path} has version {version} with tokens of {width} bytes; this titan reads version {VERSION}"
-            " with tokens of 2 or 4 bytes"
-        )
+        readable = f"this titan reads version {VERSION} with tokens of 2 or 4 bytes"
+        raise DataError(f"shard {path} has version {version} with tokens of {width} bytes; {readable}")
     shard = Shard(path, width, tokens, documents, digest.hex())
     if size != shard.bytes:
-        fault = "is cut short" if size < shard.bytes else "is too long"
-        raise DataError(
-            f"shard {path} {fault}: {size:,} bytes, but {tokens:,} tokens in {documents:,} documents"
-            f" need {shard.bytes:,}"
-        )
+        fault = f"is {'cut short' if size < shard.bytes else 'too long'}: {size:,} bytes"
+        needed = f"{tokens:,} tokens in {documents:,} documents need {shard.bytes:,}"
+        raise DataError(f"shard {path} {fault}, but {needed}")
     return shard
 
 
 class ShardWriter:
-    """Writes one shard, document by document. The file appears at `path` complete, in `close`, or never.
-
-    As a context manager it closes on success and removes what it wrote on an exception.
-    """
+    """Writes one shard, document by document. The file appears at `path` complete, in `close`, or never. As a context
+    manager it closes on success and removes what it wrote on an exception."""
 
     def __init__(self, path: Path, vocab_size: int) -> None:
         self.path = path
@@ -181,17 +150,12 @@ class ShardWriter:
         self._file.write(bytes(HEADER_BYTES))
 
     def add(self, ids: Sequence[int]) -> None:
-        """Append a document; its last id is the tokenizer's end.
-
-        Raises:
-            DataError: an id is outside the vocabulary.
-        """
+        """Append a document, whose last id is the tokenizer's end; DataError: an id is outside the vocabulary."""
         wide = np.asarray(ids, dtype=np.int64)
         if wide.size == 0 or wide.min() < 0 or wide.max() >= self._vocab_size:
-            raise DataError(
-                f"document {len(self._ends)} of shard {self.path} has {wide.size} ids, from {wide.min(initial=0)} to"
-                f" {wide.max(initial=0)}; the vocabulary has {self._vocab_size}"
-            )
+            ids_found = f"{wide.size} ids, from {wide.min(initial=0)} to {wide.max(initial=0)}"
+            where = f"document {len(self._ends)} of shard {self.path}"
+            raise DataError(f"{where} has {ids_found}; the vocabulary has {self._vocab_size}")
         self._put(wide.astype(_DTYPES[self._width]).tobytes())
         self.tokens += wide.size
         self._ends.append(self.tokens)

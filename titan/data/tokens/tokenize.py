@@ -14,33 +14,31 @@ from concurrent.futures.process import BrokenProcessPool
 from contextlib import nullcontext
 from dataclasses import dataclass, field
 from functools import partial
-from itertools import count, islice
+from itertools import islice
 from pathlib import Path
+from signal import SIG_UNBLOCK, pthread_sigmask
 from typing import Any
 from unicodedata import normalize
 
 from titan.contracts import Dataset, Document, Tokenizer
 from titan.contracts.plugin.registry import Plugin
-from titan.data.tokens.processes import context, end_with_parent, hear_signals
+from titan.data.tokens.processes import context, end_with_parent
 from titan.data.tokens.shards import ShardWriter
 from titan.errors import DataError, PreemptedError, ResourceError
 from titan.ranks.meeting import signals
 
-UNIT_BYTES = (16 << 20, 256 << 20)
-"""Least and most text of a unit; between them, a 256th of the whole."""
+UNIT_BYTES = (16 << 20, 256 << 20)  # least and most text of a unit; between them, a 256th of the whole
 
 SHARD_TOKENS = 64 << 20
-WORTH_A_PROCESS = 8 << 20
-"""Bytes of text that take longer to tokenize than a process takes to start."""
+WORTH_A_PROCESS = 8 << 20  # bytes of text that take longer to tokenize than a process takes to start
+LOOK_S = 0.2  # between two looks of whoever waits for processes that tokenize
 
 PIECE, PIECE_EVERY = 4 << 10, 64 << 10
 """Of a long document in the sample that is decoded again, the first PIECE of each PIECE_EVERY characters are."""
-SAMPLE_FIRST, SAMPLE_EVERY = 16, 64
-"""The first documents of a unit are in the sample, and of the others one in so many."""
-
-_AT_ONCE = 512
+SAMPLE_FIRST, SAMPLE_EVERY = 16, 64  # the first documents of a unit are in the sample, and of the others one in so many
 
 Unit = tuple[int, tuple[Path, ...]]
+Done = Callable[[Path], None]
 
 
 def units(files: Sequence[Path], sizes: Sequence[int]) -> list[Unit]:
@@ -61,10 +59,8 @@ def units(files: Sequence[Path], sizes: Sequence[int]) -> list[Unit]:
 @dataclass
 class Lost:
     """What encoding and decoding lose of text. sampled, lost: bytes of UTF-8.  characters: those lost, and how often.
-
-    Characters are counted wherever they are, so a text whose order alone changes loses nothing. Neither does one whose
-    characters are composed (Unicode NFC), which look the same.
-    """
+    They are counted wherever they are, so a text whose order alone changes loses nothing. Neither does one whose
+    characters are composed (Unicode NFC), which look the same."""
 
     sampled: int = 0
     lost: int = 0
@@ -95,19 +91,8 @@ class Lost:
         return f"{self.share:.2%} of the bytes in a sample of {self.sampled:,} are lost: {most}"
 
 
-LOOK_S = 0.2
-"""Between two looks of whoever waits for processes that tokenize."""
-
-
 def tokenize(
-    dataset: Dataset,
-    tokenizer: Tokenizer,
-    work: Sequence[Unit],
-    folder: Path,
-    *,
-    workers: int,
-    size: int,
-    done: Callable[[Path], None],
+    dataset: Dataset, tokenizer: Tokenizer, work: Sequence[Unit], folder: Path, *, workers: int, size: int, done: Done
 ) -> Lost:
     """Write the shards of all units to `folder`, named by unit and place. `done` is told of each finished file.
 
@@ -126,7 +111,12 @@ def tokenize(
         return lost
     recipe = _Recipe.of(dataset, tokenizer)
     others = multiprocessing.active_children()
-    with _pool(processes, recipe) as pool:
+    try:
+        executor = ProcessPoolExecutor(processes, context(), initializer=_begin, initargs=(recipe.homes,))
+    except OSError as error:  # its queues need /dev/shm
+        what = f"tokenizing processes cannot be started ({error.strerror or error})"
+        raise ResourceError(f"{what}; set data.prepare_workers = 1 to tokenize in this process") from error
+    with executor as pool:
         try:
             threads = max(1, workers // processes)
             pending = {pool.submit(_serve, recipe, unit, folder, threads) for unit in work}
@@ -151,20 +141,10 @@ def tokenize(
     return lost
 
 
-def _pool(processes: int, recipe: "_Recipe") -> ProcessPoolExecutor:
-    try:
-        return ProcessPoolExecutor(processes, context(), initializer=_begin, initargs=(recipe.homes,))
-    except OSError as error:  # its queues need /dev/shm
-        what = f"tokenizing processes cannot be started ({error.strerror or error})"
-        raise ResourceError(f"{what}; set data.prepare_workers = 1 to tokenize in this process") from error
-
-
 @dataclass(frozen=True)
 class _Recipe:
     """Two plugins as a process that never saw them can make them: class and options, and the files to import first.
-
-    fingerprint: of the tokenizer, which reads its file once more in each process.
-    """
+    fingerprint: of the tokenizer, which reads its file once more in each process."""
 
     plugins: tuple[tuple[type[Plugin], Any], ...]
     homes: tuple[tuple[str, str], ...]
@@ -178,24 +158,18 @@ class _Recipe:
         return _Recipe(tuple((type(plugin), plugin.config) for plugin in plugins), homes, tokenizer.fingerprint)
 
     def make(self) -> tuple[Dataset, Tokenizer]:
-        """The two plugins.
-
-        Raises:
-            DataError: the tokenizer is not the one that the tokens are named by.
-        """
+        """The two plugins; DataError: the tokenizer is not the one that the tokens are named by."""
         dataset, tokenizer = (plugin(config) for plugin, config in self.plugins)
         assert isinstance(dataset, Dataset) and isinstance(tokenizer, Tokenizer)
         if tokenizer.fingerprint != self.fingerprint:
-            raise DataError(
-                f"tokenizer {tokenizer.name!r}: its file changed while text was tokenized; no tokens were kept."
-                " Stop whatever writes to that file, then run again"
-            )
+            what = f"tokenizer {tokenizer.name!r}: its file changed while text was tokenized; no tokens were kept"
+            raise DataError(f"{what}. Stop whatever writes to that file, then run again")
         return dataset, tokenizer
 
 
 def _begin(homes: tuple[tuple[str, str], ...]) -> None:
     """First thing in a worker: a plugin from a user's folder is importable only once its file was loaded by name."""
-    hear_signals()  # a pool whose process was killed ends the others by SIGTERM
+    pthread_sigmask(SIG_UNBLOCK, signals.SIGNALS)  # a pool whose process was killed ends the others by SIGTERM
     end_with_parent()
     for name, file in homes:
         if importlib.util.find_spec(name) is None:
@@ -212,9 +186,7 @@ def _serve(recipe: _Recipe, unit: Unit, folder: Path, threads: int) -> tuple[lis
     return finished, lost
 
 
-def _make(
-    dataset: Dataset, tokenizer: Tokenizer, unit: Unit, folder: Path, threads: int, done: Callable[[Path], None]
-) -> Lost:
+def _make(dataset: Dataset, tokenizer: Tokenizer, unit: Unit, folder: Path, threads: int, done: Done) -> Lost:
     (number, files), lost = unit, Lost()
     encoded = _encoded(tokenizer, _looked_at(tokenizer, _documents(dataset, files, done), lost), threads)
     shards, ids = 0, next(encoded, None)
@@ -231,17 +203,13 @@ def _encoded(tokenizer: Tokenizer, documents: Iterator[Document], threads: int) 
     """Ids of all documents in order, those without any left out."""
     encode = partial(encode_document, tokenizer)
     with ThreadPoolExecutor(threads) if threads > 1 else nullcontext() as pool:
-        while batch := list(islice(documents, _AT_ONCE if pool else 1)):
+        while batch := list(islice(documents, 512 if pool else 1)):
             encoded = pool.map(encode, batch) if pool else map(encode, batch)
             yield from (ids for ids in encoded if ids)
 
 
 def encode_document(tokenizer: Tokenizer, document: Document) -> list[int]:
-    """Ids of a document's text, without the end id.
-
-    Raises:
-        DataError: the tokenizer has no ids for it; names the place.
-    """
+    """Ids of a document's text, without the end id; DataError, with the place: the tokenizer has none for it."""
     try:
         return tokenizer.encode(document.text)
     except DataError as error:
@@ -250,7 +218,7 @@ def encode_document(tokenizer: Tokenizer, document: Document) -> list[int]:
 
 def _looked_at(tokenizer: Tokenizer, documents: Iterator[Document], lost: Lost) -> Iterator[Document]:
     """The documents; a sample of them is decoded again, and what is lost counted."""
-    for number, document in zip(count(), documents, strict=False):
+    for number, document in enumerate(documents):
         if number < SAMPLE_FIRST or number % SAMPLE_EVERY == 0:
             for at in range(0, len(document.text), PIECE_EVERY):
                 piece = Document(document.text[at : at + PIECE], document.place)
@@ -258,7 +226,7 @@ def _looked_at(tokenizer: Tokenizer, documents: Iterator[Document], lost: Lost) 
         yield document
 
 
-def _documents(dataset: Dataset, files: Iterable[Path], done: Callable[[Path], None]) -> Iterator[Document]:
+def _documents(dataset: Dataset, files: Iterable[Path], done: Done) -> Iterator[Document]:
     for file in files:
         for document in dataset.documents(file):
             signals.check()

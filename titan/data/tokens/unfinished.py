@@ -2,8 +2,7 @@
 
 Processes of several nodes and containers make things in one cache. Neither a host's name nor a process id tells them
 apart: containers share the former and start the latter at 1. So a name ends in 64 random bits, and what is left behind
-is known by its age alone: nothing in it has been written for `STALE_S`. A process that is still at work writes to its
-folder again and again.
+is known by its age alone: a process that is still at work writes to its folder more often than every `STALE_S`.
 
 Ages are differences of times that the cache's own file system has given out, where clients do not set them: the clock
 of another host, or this one's, is not compared with them.
@@ -12,7 +11,6 @@ of another host, or this one's, is not compared with them.
 import secrets
 import shutil
 import socket
-from collections.abc import Iterator
 from pathlib import Path
 
 from titan.log import log
@@ -31,11 +29,7 @@ def unfinished(folder: Path) -> Path:
 
 
 def clock_ns(folder: Path) -> int:
-    """Now, in nanoseconds, by the clock that gives files in `folder` their times of change.
-
-    Raises:
-        OSError: no file can be written there.
-    """
+    """Now, in ns, by the clock that gives files in `folder` their times; OSError: none can be written there."""
     probe = unfinished(folder)
     try:
         probe.write_bytes(b"\0")
@@ -45,27 +39,17 @@ def clock_ns(folder: Path) -> int:
 
 
 def sweep(cache: Path) -> None:
-    """Remove what nobody has written to for `STALE_S`. What cannot be removed is named in a warning and stays.
-
-    Raises:
-        OSError: the cache cannot be written to.
-    """
+    """Remove what nobody has written to for `STALE_S`. What cannot be removed is named in a warning and stays. OSError:
+    the cache cannot be written to."""
     now = clock_ns(cache)
     for left in sorted(cache.glob(f"{_PREFIX}*")):
         try:
-            if now - max(_times(left)) > STALE_S * 10**9:
+            if now - max(path.stat().st_mtime_ns for path in (left, *left.rglob("*"))) > STALE_S * 10**9:
                 _remove(left)
         except FileNotFoundError:
             continue  # published, or removed by another process
         except OSError as error:
             log.warning(f"the unfinished folder {left} cannot be removed: {error.strerror}")
-
-
-def _times(path: Path) -> Iterator[int]:
-    """When a path, and all below it, was last changed, in nanoseconds."""
-    yield path.stat().st_mtime_ns
-    for below in path.rglob("*"):
-        yield below.stat().st_mtime_ns
 
 
 def _remove(left: Path) -> None:

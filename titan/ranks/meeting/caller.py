@@ -8,8 +8,7 @@ from typing import Any
 
 from titan.ranks.meeting.same_job import Statement
 
-LONGEST = 1 << 24
-"""Bytes of a message at most."""
+LONGEST = 1 << 24  # bytes of a message at most
 
 Message = dict[str, Any]
 
@@ -28,11 +27,7 @@ class Caller:
     bytes: bytearray = field(default_factory=bytearray)
 
     def read(self) -> Message | None:
-        """What has come of the first message; None while it is not complete.
-
-        Raises:
-            UnknownCallerError: it is none of a launcher's, or the caller has left.
-        """
+        """What has come of the first message; None: not all. UnknownCallerError: of no launcher, or it has left."""
         try:
             chunk = self.link.recv(1 << 16)
         except BlockingIOError:
@@ -50,8 +45,7 @@ class Caller:
         return _checked(bytes(self.bytes[_LENGTH.size :])) if len(self.bytes) == _LENGTH.size + length else None
 
 
-_LENGTH = struct.Struct("!i")
-"""What `Connection` sends before a message."""
+_LENGTH = struct.Struct("!i")  # what `Connection` sends before a message
 
 
 def _checked(text: bytes) -> Message:

@@ -12,20 +12,14 @@ from titan.errors import ConfigError, ConfigIssue
 Environment = Mapping[str, str]
 
 LOCAL = "127.0.0.1"
-PORT = 29500
 NODES = ("NNODES", "PET_NNODES", "SLURM_STEP_NUM_NODES")
 NODE = ("NODE_RANK", "PET_NODE_RANK", "SLURM_NODEID")
 HOST = ("MASTER_ADDR", "PET_MASTER_ADDR")
 MEETING_PORT = ("MASTER_PORT", "PET_MASTER_PORT")
 """Each in order of precedence: the user's own, Kubeflow's (the arguments of torchrun), Slurm's."""
 
-STARTED = "TITAN_STARTED"
-"""By which ranks know when the command was started, in seconds of the monotonic clock."""
-
-SCONTROL_S = 60.0
-"""Longest wait for scontrol, which asks nobody about a node list."""
-
-RANK_VARIABLES = ("RANK", "WORLD_SIZE", "LOCAL_RANK")
+STARTED = "TITAN_STARTED"  # by which ranks know when the command was started, in seconds of the monotonic clock
+SCONTROL_S = 60.0  # longest wait for scontrol, which asks nobody about a node list
 
 STEP_TASKS = "SLURM_STEP_NUM_TASKS"
 """srun sets it. A batch script has SLURM_NNODES, SLURM_NTASKS and SLURM_PROCID too, and is alone."""
@@ -67,23 +61,22 @@ def find_place(env: Environment) -> LaunchEnv:
 
     The port is 0 on a single node: nobody else needs to know it before the ranks start.
 
-    Raises:
-        ConfigError: a variable is no number, out of range, or missing; or Slurm holds nodes or tasks for this job on
-            which nobody has started anything.
+    ConfigError: a variable is no number, out of range, or missing; or Slurm holds nodes or tasks for this job on which
+    nobody has started anything.
     """
     env = _own(env)
     _refuse_to_be_alone(env)
     nodes = _number(env, NODES, 1, at_least=1)
-    ranks = _number(env, ("NPROC", "NPROC_PER_NODE"), 0, at_least=1) or _ranks_of_pod(env) or max(1, gpus())
+    pod = env.get("PET_NPROC_PER_NODE", "")  # of a PyTorchJob: "auto" (the default), "gpu", "cpu" or a number
+    of_pod = int(pod) if pod.isdecimal() else 0
+    ranks = _number(env, ("NPROC", "NPROC_PER_NODE"), 0, at_least=1) or of_pod or max(1, gpus())
     if nodes == 1:
         return LaunchEnv(1, 0, ranks, LOCAL, 0)
     node = _number(env, NODE, -1, at_least=0)
     if node < 0:
-        raise ConfigError(
-            [ConfigIssue("environment", f"NODE_RANK is not set; with NNODES = {nodes} it must be 0 to {nodes - 1}")]
-        )
+        raise environment_error(f"NODE_RANK is not set; with NNODES = {nodes} it must be 0 to {nodes - 1}")
     if node >= nodes:
-        raise ConfigError([ConfigIssue("environment", f"NODE_RANK = {node}: must be below NNODES = {nodes}")])
+        raise environment_error(f"NODE_RANK = {node}: must be below NNODES = {nodes}")
     return LaunchEnv(nodes, node, ranks, *_meeting_point(env))
 
 
@@ -92,13 +85,12 @@ def rank_environment(env: Environment) -> dict[str, str] | None:
 
     NPROC asks this process to start ranks, also as one of many tasks of `srun`.
 
-    Raises:
-        ConfigError: Slurm does not say where the ranks meet, or nobody is there to start them again; or RANK may be the
-            number of a node.
+    ConfigError: Slurm does not say where the ranks meet, or nobody is there to start them again; or RANK may be the
+    number of a node.
     """
     if "RANK" in env and "WORLD_SIZE" in env and not _rank_is_of_node(env):
         if _number(env, ("RANK",), 0, at_least=0) >= (size := _number(env, ("WORLD_SIZE",), 1, at_least=1)):
-            raise ConfigError([ConfigIssue("environment", f"RANK = {env['RANK']}: must be below WORLD_SIZE = {size}")])
+            raise environment_error(f"RANK = {env['RANK']}: must be below WORLD_SIZE = {size}")
         _refuse_doubt(env)
         _refuse_restarts(env, "RANK is set, so titan does not start the ranks; use --max-restarts of torchrun")
         host = env.get("MASTER_ADDR", "")
@@ -127,46 +119,35 @@ def launched_world_size() -> int:
 
 def drop_rank_variables(env: MutableMapping[str, str]) -> None:
     """Drop the variables of a rank, in a process that is none or the only one: they may be those of its node."""
-    for name in RANK_VARIABLES:
+    for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK"):
         env.pop(name, None)
 
 
 def ranks_asked_for(env: Environment) -> int:
     """Ranks that NPROC asks this process to start on its node, also where it need not start any; 0: not set.
-
     NPROC_PER_NODE, which cluster profiles export for torchrun, asks for nothing: it is the number of ranks where this
-    process starts ranks anyway and NPROC is not set.
-
-    Raises:
-        ConfigError: it is no number of ranks.
-    """
+    process starts ranks anyway and NPROC is not set. ConfigError: it is no number of ranks."""
     return _number(env, ("NPROC",), 0, at_least=1)
 
 
 def max_restarts(env: Environment) -> int:
-    """MAX_RESTARTS: how often the ranks of a failed run are started again.
-
-    Raises:
-        ConfigError: it is no number.
-    """
+    """MAX_RESTARTS: how often the ranks of a failed run are started again; ConfigError: it is no number."""
     return _number(env, ("MAX_RESTARTS",), 0, at_least=0)
+
+
+def environment_error(sentence: str) -> ConfigError:
+    """The error of a variable that is missing or wrong, or whose value leads nowhere."""
+    return ConfigError([ConfigIssue("environment", sentence)])
 
 
 def _number(env: Environment, names: Sequence[str], default: int, *, at_least: int) -> int:
     """The first of these variables that is set, or the default."""
-    for name in names:
-        if env.get(name):
-            if not env[name].isdecimal() or int(env[name]) < at_least:
-                what = f"{name} = {env[name]!r}: must be an integer of at least {at_least}"
-                raise ConfigError([ConfigIssue("environment", what)])
-            return int(env[name])
-    return default
-
-
-def _ranks_of_pod(env: Environment) -> int:
-    """Ranks per pod of a PyTorchJob; 0 where its `nprocPerNode` is "auto" (the default), "gpu" or "cpu"."""
-    asked = env.get("PET_NPROC_PER_NODE", "")
-    return int(asked) if asked.isdecimal() else 0
+    name = next(filter(env.get, names), None)
+    if name is None:
+        return default
+    if not env[name].isdecimal() or int(env[name]) < at_least:
+        raise environment_error(f"{name} = {env[name]!r}: must be an integer of at least {at_least}")
+    return int(env[name])
 
 
 def _rank_is_of_node(env: Environment) -> bool:
@@ -190,16 +171,15 @@ def _refuse_doubt(env: Environment) -> None:
     per node, and its other GPUs idle."""
     if "LOCAL_RANK" in env or (seen := gpus()) <= 1:
         return
-    what = (
+    raise environment_error(
         f"RANK = {env['RANK']} and WORLD_SIZE = {env['WORLD_SIZE']} without LOCAL_RANK, and this process sees {seen} "
         "GPUs; where RANK is the number of a node, unset both and set NNODES and NODE_RANK; else set LOCAL_RANK"
     )
-    raise ConfigError([ConfigIssue("environment", what)])
 
 
 def _own(env: Environment) -> Environment:
     """The environment without what sbatch exports of a step that it was called in, where that ran on other nodes."""
-    step, job = env.get("SLURM_STEP_NODELIST", ""), env.get("SLURM_JOB_NODELIST", "")
+    step, job = env.get("SLURM_STEP_NODELIST"), env.get("SLURM_JOB_NODELIST")
     if not step or not job or step == job or set(_hosts(env, step)) <= set(_hosts(env, job)):
         return env
     return {name: value for name, value in env.items() if not name.startswith("SLURM_STEP_")}
@@ -218,21 +198,20 @@ def _refuse_to_be_alone(env: Environment) -> None:
     else:
         return
     how = f"start it with srun (example: configs/launch/slurm-nvidia.sh), or {choice}"
-    what = f"{held}, but srun did not start this process; {how}"
-    raise ConfigError([ConfigIssue("environment", what)])
+    raise environment_error(f"{held}, but srun did not start this process; {how}")
 
 
 def _refuse_restarts(env: Environment, why: str) -> None:
     if restarts := max_restarts(env):
-        raise ConfigError([ConfigIssue("environment", f"MAX_RESTARTS = {restarts}: {why}")])
+        raise environment_error(f"MAX_RESTARTS = {restarts}: {why}")
 
 
 def _meeting_point(env: Environment) -> tuple[str, int]:
     job = env.get("SLURM_JOB_ID", "")
-    default = SLURM_PORTS[int(job) % len(SLURM_PORTS)] if job.isdecimal() else PORT
+    default = SLURM_PORTS[int(job) % len(SLURM_PORTS)] if job.isdecimal() else 29500
     port = _number(env, MEETING_PORT, default, at_least=1)
     if port >= 1 << 16:
-        raise ConfigError([ConfigIssue("environment", f"MASTER_PORT = {port}: must be at most 65535")])
+        raise environment_error(f"MASTER_PORT = {port}: must be at most 65535")
     return plain_host(next((env[name] for name in HOST if env.get(name)), "")) or _first_slurm_host(env), port
 
 
@@ -244,21 +223,14 @@ def plain_host(host: str) -> str:
 def _first_slurm_host(env: Environment) -> str:
     listed = env.get("SLURM_STEP_NODELIST") or env.get("SLURM_JOB_NODELIST")
     if not listed:
-        raise ConfigError([ConfigIssue("environment", "MASTER_ADDR is not set; set it to the host of node 0")])
+        raise environment_error("MASTER_ADDR is not set; set it to the host of node 0")
     if shutil.which("scontrol", path=env.get("PATH", "")) is None:
-        raise ConfigError(
-            [
-                ConfigIssue(
-                    "environment",
-                    "MASTER_ADDR is not set, and scontrol is not in PATH to look it up; set it to the host of node 0",
-                )
-            ]
+        raise environment_error(
+            "MASTER_ADDR is not set, and scontrol is not in PATH to look it up; set it to the host of node 0"
         )
     hosts = _hosts(env, listed)
     if not hosts:
-        raise ConfigError(
-            [ConfigIssue("environment", f"scontrol cannot read the node list {listed!r}; set MASTER_ADDR")]
-        )
+        raise environment_error(f"scontrol cannot read the node list {listed!r}; set MASTER_ADDR")
     return hosts[0]
 
 
@@ -269,10 +241,9 @@ def _hosts(env: Environment, listed: str) -> list[str]:
         return []
     words = [tool, "show", "hostnames", listed]
     try:
-        shown = subprocess.run(words, capture_output=True, text=True, check=False, timeout=SCONTROL_S)
-    except subprocess.TimeoutExpired:
+        return subprocess.run(words, capture_output=True, text=True, check=True, timeout=SCONTROL_S).stdout.split()
+    except subprocess.SubprocessError:  # it took too long, or does not know them
         return []
-    return shown.stdout.split() if shown.returncode == 0 else []
 
 
 def gpus() -> int:

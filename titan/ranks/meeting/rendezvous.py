@@ -31,32 +31,25 @@ import time
 from collections.abc import Iterator, Mapping
 from multiprocessing.connection import Connection, wait
 
-from titan.errors import ConfigError, ConfigIssue, PreemptedError, TitanError
+from titan.errors import ConfigError, PreemptedError, TitanError
 from titan.ranks.meeting import signals, slurm
 from titan.ranks.meeting.caller import LONGEST, Caller, Message, UnknownCallerError
-from titan.ranks.meeting.launch_env import LaunchEnv
+from titan.ranks.meeting.launch_env import LaunchEnv, environment_error
 from titan.ranks.meeting.same_job import APART, Statement, misfits, other_run, refusal, remarks
 from titan.ranks.meeting.store import RESOLVE_S, check_host
 from titan.terminal import say
 
-JOIN_S = 1800.0
-"""Longest wait for the other nodes, where no job says another."""
-
-HELLO_S = 10.0
-"""Longest wait for the first message of a new connection."""
-
-ANSWER_S = 60.0
-"""Longest wait for the answer of node 0, to which a thousand nodes may talk at once."""
+JOIN_S = 1800.0  # longest wait for the other nodes, where no job says another
+HELLO_S = 10.0  # longest wait for the first message of a new connection
+ANSWER_S = 60.0  # longest wait for the answer of node 0, to which a thousand nodes may talk at once
 
 LAST_S = 5.0
 """After a signal, by so much another node ends after node 0, which asks Slurm to run the job again: `srun
 --kill-on-bad-exit` ends all as soon as one has ended."""
 
-FREE = "choose a port that no program on node 0 has"
 WAITING = "while waiting for other nodes"
 
-LOOK_S = 0.2
-"""Between two looks for a signal, or tries to connect."""
+LOOK_S = 0.2  # between two looks for a signal, or tries to connect
 
 
 class NodeLostError(TitanError):
@@ -78,11 +71,7 @@ class Nodes:
                 self._lose(node)
 
     def hear(self, node: int) -> Message:
-        """The next message of a node; waits for it.
-
-        Raises:
-            NodeLostError: the node is gone.
-        """
+        """The next message of a node; waits for it. NodeLostError: the node is gone."""
         try:
             return _read(self.links[node])
         except (KeyError, EOFError, OSError, ValueError):
@@ -90,11 +79,7 @@ class Nodes:
             raise NodeLostError(f"the launcher of node {node} no longer responds") from None
 
     def await_word(self, node: int) -> None:
-        """Return when a node has something to say, or is gone.
-
-        Raises:
-            PreemptedError: a signal has come before, in the body of `signals.raised`.
-        """
+        """Return when a node has something to say or is gone; in the body of `signals.raised`, a signal ends it."""
         while node in self.links and not self.links[node].poll(LOOK_S):
             signals.check()
 
@@ -118,7 +103,7 @@ def meet(place: LaunchEnv, statement: Statement, limit_s: float = JOIN_S) -> Ite
         yield Nodes({})
         return
     links: dict[int, Connection] = {}
-    with contextlib.ExitStack() as stack:
+    try:
         try:
             with signals.raised(WAITING):
                 check_host(place.host, place.port, limit_s=min(limit_s, RESOLVE_S))
@@ -131,10 +116,10 @@ def meet(place: LaunchEnv, statement: Statement, limit_s: float = JOIN_S) -> Ite
                 leave(place, error)
             Nodes(links).tell({"end": error.exit_code})
             raise
-        finally:
-            for link in links.values():
-                stack.enter_context(link)
         yield Nodes(links)
+    finally:
+        for link in links.values():
+            link.close()
 
 
 def leave(place: LaunchEnv, error: PreemptedError) -> None:
@@ -147,17 +132,10 @@ def leave(place: LaunchEnv, error: PreemptedError) -> None:
 
 
 def listen(port: int) -> socket.socket:
-    """A socket that listens on every address of this node; port 0 takes a free one.
-
-    Raises:
-        OSError: the port is taken.
-    """
+    """A socket that listens on every address of this node; port 0 takes a free one. OSError: the port is taken."""
     dual = socket.has_dualstack_ipv6()
     family = socket.AF_INET6 if dual else socket.AF_INET
     return socket.create_server(("", port), family=family, backlog=1024, dualstack_ipv6=dual)
-
-
-# --- node 0 -----------------------------------------------------------------------------------------------------------
 
 
 class _Gathering:
@@ -169,20 +147,13 @@ class _Gathering:
         self._refused: set[str] = set()
 
     def gather(self, limit_s: float) -> None:
-        """Wait for all nodes.
-
-        Raises:
-            ConfigError: the port is taken, or a node of this run states another job.
-            NodeLostError: some node was not there in time.
-        """
         place = self._place
         say(f"waiting for {place.nodes - 1} other nodes at {place.host}:{place.port}")
         try:
             server = listen(place.port)
         except OSError as error:
-            raise ConfigError(
-                [ConfigIssue("environment", f"MASTER_PORT = {place.port}: {error.strerror}; {FREE}")]
-            ) from None
+            free = "choose a port that no program on node 0 has"
+            raise environment_error(f"MASTER_PORT = {place.port}: {error.strerror}; {free}") from None
         server.setblocking(False)
         deadline = time.monotonic() + limit_s
         with server:
@@ -199,7 +170,6 @@ class _Gathering:
                     link.close()
 
     def _look(self, server: socket.socket) -> None:
-        """Hear whoever has something to say, for a moment."""
         signals.check()
         ready = wait([server, *self._callers, *self._links.values()], LOOK_S)
         for node in [node for node, link in self._links.items() if link in ready]:
@@ -230,11 +200,7 @@ class _Gathering:
         self._say_once(f"ignored a connection from {caller.address} that is no launcher of this run")
 
     def _judge(self, hello: Message, address: str, link: Connection) -> None:
-        """Take a launcher into the run, or refuse it.
-
-        Raises:
-            ConfigError: it is of this run, but states another job.
-        """
+        """Take a launcher into the run, or refuse it; one of this run that states another job ends the run."""
         node, theirs = hello["node"], hello["statement"]
         faults = misfits(theirs, self._statement, f"node {node}", "node 0")
         if other_run(theirs, self._statement):
@@ -257,11 +223,9 @@ class _Gathering:
         node, place = hello["node"], self._place
         for name, value, ours in (("NNODES", hello["nodes"], place.nodes), ("NPROC", hello["ranks"], place.ranks)):
             if value != ours:
-                what = f"{name} = {value} on node {node}, but {ours} on node 0"
-                return ConfigError([ConfigIssue("environment", what)])
+                return environment_error(f"{name} = {value} on node {node}, but {ours} on node 0")
         if node in (0, *self._links):
-            what = f"NODE_RANK = {node} is set on two nodes; each node needs its own"
-            return ConfigError([ConfigIssue("environment", what)])
+            return environment_error(f"NODE_RANK = {node} is set on two nodes; each node needs its own")
         return None
 
     def _say_once(self, sentence: str) -> None:
@@ -275,16 +239,7 @@ def _answer(link: Connection, message: Message) -> None:
         link.send_bytes(json.dumps(message).encode())
 
 
-# --- the other nodes --------------------------------------------------------------------------------------------------
-
-
 def _join(place: LaunchEnv, statement: Statement, limit_s: float) -> Connection:
-    """Connect to node 0, which takes this launcher into the run.
-
-    Raises:
-        ConfigError: node 0 refuses this launcher, or what listens there is no launcher.
-        NodeLostError: node 0 was not there in time.
-    """
     deadline, told = time.monotonic() + limit_s, False
     while True:
         try:
@@ -295,8 +250,7 @@ def _join(place: LaunchEnv, statement: Statement, limit_s: float) -> Connection:
         except OSError as failure:
             error = failure
         if time.monotonic() > deadline:
-            where = f"{place.host}:{place.port}"
-            what = f"node 0 did not answer at {where} within {limit_s:g} s ({error})"
+            what = f"node 0 did not answer at {place.host}:{place.port} within {limit_s:g} s ({error})"
             raise NodeLostError(f"{what}; check MASTER_ADDR, MASTER_PORT and node 0") from None
         if not told:
             say(f"waiting for node 0 at {place.host}:{place.port} ({error})")
@@ -306,11 +260,7 @@ def _join(place: LaunchEnv, statement: Statement, limit_s: float) -> Connection:
 
 
 def _is_taken(link: Connection, place: LaunchEnv, statement: Statement, answer_s: float) -> bool:
-    """Whether node 0 takes this launcher into the run; False: the connection was closed, perhaps by an earlier run's.
-
-    Raises:
-        ConfigError: node 0 refuses this launcher, or what listens there is no launcher.
-    """
+    """Whether node 0 takes this launcher into the run; False: the connection was closed, perhaps by a former run's."""
     hello = {"node": place.node, "nodes": place.nodes, "ranks": place.ranks, "statement": json.loads(statement.text)}
     try:
         link.send_bytes(json.dumps(hello).encode())
@@ -326,7 +276,7 @@ def _is_taken(link: Connection, place: LaunchEnv, statement: Statement, answer_s
     except (OSError, ValueError):
         link.close()
         what = f"MASTER_ADDR = {place.host}, MASTER_PORT = {place.port}: what listens there is no launcher of titan"
-        raise ConfigError([ConfigIssue("environment", f"{what}; give the run a port that no program has")]) from None
+        raise environment_error(f"{what}; give the run a port that no program has") from None
     if "refused" in message:
         link.close()
         raise ConfigError(str(message["refused"]))

@@ -12,6 +12,7 @@ import json
 import platform
 import sys
 from collections.abc import Iterable, Iterator, Mapping
+from contextlib import suppress
 from dataclasses import asdict, dataclass, field
 from functools import cached_property
 from pathlib import Path
@@ -34,20 +35,16 @@ OF_RUN = frozenset({("run", "dir"), ("checkpoint", "init_from"), ("checkpoint", 
 """Paths that are the run's: its folder, and what rank 0 alone looks for."""
 
 PACKAGES = ("torch", "torchdata", "numpy", "safetensors", "tokenizers", "transformers", "torchao", "triton")
-
 SOURCES = frozenset({".py", ".c", ".cc", ".cpp", ".cu", ".cuh", ".h", ".hpp", ".json", ".toml"})
 APART = "give each run a port of its own, and its folder the same path on all nodes"
 
-FOLDER = ("run.dir", "run.name")
-"""Keys that make up the run's folder: by other ones, a launcher is another run's."""
+FOLDER = ("run.dir", "run.name")  # keys that make up the run's folder: by other ones, a launcher is another run's
 
 
 @dataclass(frozen=True)
 class Statement:
-    """What a node or a rank states.
-
-    job: nested keys and values, as JSON has them.  plugins: kind and name -> hash of the files.  versions: by package.
-    """
+    """What a node or a rank states. job: nested keys and values, as JSON has them.  plugins: kind and name -> hash of
+    the files.  versions: by package."""
 
     job: Mapping[str, Any] = field(default_factory=dict)
     plugins: Mapping[str, str] = field(default_factory=dict)
@@ -60,11 +57,7 @@ class Statement:
 
     @staticmethod
     def read(values: Any) -> "Statement":
-        """From what JSON gives back.
-
-        Raises:
-            ValueError: it is no statement.
-        """
+        """From what JSON gives back; ValueError: it is no statement."""
         names = ("job", "plugins", "versions")
         if not isinstance(values, dict) or not all(isinstance(values.get(name), dict) for name in names):
             raise ValueError("no statement of a job")
@@ -75,10 +68,8 @@ class Statement:
 
 
 def statement_of(job: Job, device: str = "", **options: Any) -> Statement:
-    """What this process states of a job.
-
-    device: the type that this rank has found; empty: not chosen yet.  options: of a command that uses the job.
-    """
+    """What this process states of a job. device: the type that this rank has found; empty: not chosen yet.
+    options: of a command that uses the job."""
     table = plain(job.table)
     for at, config in declared_tables(job.table):
         section = table_at(table, at)
@@ -98,13 +89,11 @@ def statement_of(job: Job, device: str = "", **options: Any) -> Statement:
 
 def versions() -> dict[str, str]:
     """The versions that results may depend on."""
-    code = _digest(Path(titan.__file__).parent)
-    found = {"Python": platform.python_version(), "titan": f"{titan.__version__} ({code})"}
+    source = _digest(Path(titan.__file__).parent)
+    found = {"Python": platform.python_version(), "titan": f"{titan.__version__} ({source})"}
     for package in PACKAGES:
-        try:
+        with suppress(importlib.metadata.PackageNotFoundError):
             found[package] = importlib.metadata.version(package)
-        except importlib.metadata.PackageNotFoundError:
-            continue
     return found
 
 
@@ -140,9 +129,6 @@ def _digest(path: Path) -> str:
     return digest.hexdigest()[:16]
 
 
-# --- comparison ------------------------------------------------------------------------------------------------------
-
-
 def other_run(theirs: Statement, ours: Statement) -> bool:
     """Whether the two are of runs with folders of their own."""
     return any(key in FOLDER for key, *_ in differences(ours.job, theirs.job))
@@ -157,7 +143,7 @@ def misfits(theirs: Statement, ours: Statement, they: str, we: str) -> list[str]
     for plugin, wanted in ours.plugins.items():
         if (value := theirs.plugins.get(plugin)) not in (None, wanted):
             sentences.append(f"{plugin}: its files have the hash {value} on {they}, but {wanted} on {we}")
-    minors = [_minor(statement.versions.get("torch", "")) for statement in (theirs, ours)]
+    minors = [statement.versions.get("torch", "").split(".")[:2] for statement in (theirs, ours)]
     if minors[0] != minors[1]:
         sentences.append(f"PyTorch {theirs.versions.get('torch')} on {they}, but {ours.versions.get('torch')} on {we}")
     return sentences
@@ -190,11 +176,5 @@ def remarks(theirs: Statement, ours: Statement, they: str, we: str) -> list[str]
     ]
 
 
-def _minor(version: str) -> list[str]:
-    return version.split(".")[:2]
-
-
 def _shown(value: Any) -> str:
-    if value is None:
-        return "not set"
-    return json.dumps(value) if not isinstance(value, str) else repr(value)
+    return "not set" if value is None else repr(value) if isinstance(value, str) else json.dumps(value)

@@ -12,7 +12,6 @@ from types import FrameType
 from titan.errors import EXIT_FAILED, PreemptedError
 
 SIGNALS = (signal.SIGTERM, signal.SIGUSR1)
-
 _noted: set[int] = set()
 
 
@@ -24,32 +23,28 @@ class _Raising:
 
 @contextlib.contextmanager
 def listening() -> Iterator[None]:
-    """Note `SIGNALS` instead of dying of them; outside of the main thread, where none can be caught, do nothing.
-
-    Whoever started this process may have blocked them until now (`run_train.sh`, `ranks.rank_processes`).
-    """
+    """Note `SIGNALS`, which whoever started this process may have blocked until now, instead of dying of them; outside
+    of the main thread, where none can be caught, do nothing."""
     if threading.current_thread() is not threading.main_thread():
         yield
         return
-    before = {number: signal.signal(number, _note) for number in SIGNALS}
+    before = {number: signal.signal(number, note) for number in SIGNALS}
     signal.pthread_sigmask(signal.SIG_UNBLOCK, SIGNALS)
     try:
         yield
     finally:
         for number, handler in before.items():
-            if signal.getsignal(number) is _note:  # else this process hears no more
+            if signal.getsignal(number) is note:  # else this process hears no more
                 signal.signal(number, handler)
-        if _note not in before.values():  # else somebody further up listens, too
+        if note not in before.values():  # else somebody further up listens, too
             _noted.clear()
 
 
 @contextlib.contextmanager
 def raised(activity: str) -> Iterator[None]:
-    """In the body, `check` raises `PreemptedError` when a signal has come: nothing in it has to be finished.
-
-    activity: ends the message, as in "while waiting for node 0". What fails after a signal is taken to fail for it:
-    other processes have ended by theirs. Wrong input is told all the same.
-    """
+    """In the body, `check` raises `PreemptedError` when a signal has come: nothing in it has to be finished. activity:
+    ends the message, as in "while waiting for node 0". What fails after a signal is taken to fail for it: other
+    processes have ended by theirs. Wrong input is told all the same."""
     _Raising.activity = activity
     try:
         yield
@@ -62,13 +57,9 @@ def raised(activity: str) -> Iterator[None]:
 
 
 def check() -> None:
-    """To be called where a process waits, or between two pieces of long work; costs nothing.
-
-    A handler that raised could do so anywhere, also where an exception means that a file is damaged.
-
-    Raises:
-        PreemptedError: a signal has come, in the body of `raised`; once, so that it does not interrupt its own way out.
-    """
+    """Raise `PreemptedError` if a signal has come, in the body of `raised`; once, so that its own way out is free. To
+    be called where a process waits, or between two pieces of long work; costs nothing. A handler that raised could do
+    so anywhere, also where an exception means that a file is damaged."""
     if _noted and _Raising.activity:
         activity, _Raising.activity = _Raising.activity, ""
         raise _preempted(activity)
@@ -78,11 +69,7 @@ def _preempted(activity: str) -> PreemptedError:
     return PreemptedError(f"preempted by {gravest()} {activity}; to go on, run the same command")
 
 
-def _note(number: int, _: FrameType | None) -> None:
-    note(number)
-
-
-def note(number: int) -> None:
+def note(number: int, _: FrameType | None = None) -> None:
     """Note a signal; also one that another rank was sent, once all have agreed on its effect."""
     _noted.add(number)
 
@@ -99,9 +86,7 @@ def heard() -> frozenset[int]:
 
 def hear_no_more() -> None:
     """Before a process that was asked to stop ends: one more signal must not turn its exit code into that of a kill.
-
-    Ignored, not blocked: a thread blocks signals for itself, and gloo has threads.
-    """
+    Ignored, not blocked: a thread blocks signals for itself, and gloo has threads."""
     if threading.current_thread() is threading.main_thread():
         for number in SIGNALS:
             signal.signal(number, signal.SIG_IGN)

@@ -7,8 +7,7 @@ from collections.abc import Collection, Mapping
 
 from titan.terminal import say
 
-ANSWER_S = 120.0
-"""Longest wait for Slurm's controller, which may be busy."""
+ANSWER_S = 120.0  # longest wait for Slurm's controller, which may be busy
 
 
 def requeue(env: Mapping[str, str], heard: Collection[int]) -> None:
@@ -22,7 +21,10 @@ def requeue(env: Mapping[str, str], heard: Collection[int]) -> None:
     """
     if not env.get("SLURM_JOB_ID"):
         return
-    job = _name(env)
+    job = env["SLURM_JOB_ID"]
+    # One task of an array has the array's own number, by which scontrol means all of its tasks. The others have numbers
+    # of their own. A job that a task has submitted inherits the task's SLURM_ARRAY_*, which mean nothing there.
+    job = f"{job}_{env['SLURM_ARRAY_TASK_ID']}" if env.get("SLURM_ARRAY_JOB_ID") == job else job
     if ends := sorted(signal.Signals(number).name for number in heard if number != signal.SIGUSR1):
         why = f"because it received {ends[-1]}; unless Slurm requeues it, submit it again to resume"
         say(f"titan does not requeue job {job}, {why}")
@@ -32,24 +34,10 @@ def requeue(env: Mapping[str, str], heard: Collection[int]) -> None:
         say(f"warning: scontrol is not in PATH, so job {job} is not requeued; submit it again to resume")
         return
     say(f"scontrol requeue {job}: asking Slurm to run this job again; it will resume from its checkpoint")
-    if refusal := _refused([tool, "requeue", job]):
-        say(f"warning: Slurm refuses to requeue job {job} ({refusal}); submit it again to resume")
-
-
-def _refused(asking: list[str]) -> str:
-    """Ask Slurm for something; why it does not do it, and nothing where it does."""
     try:
-        done = subprocess.run(asking, capture_output=True, text=True, check=False, timeout=ANSWER_S)
+        done = subprocess.run([tool, "requeue", job], capture_output=True, text=True, check=False, timeout=ANSWER_S)
+        refusal = (done.stderr.strip() or f"exit code {done.returncode}") if done.returncode else ""
     except subprocess.TimeoutExpired:
-        return f"no answer within {ANSWER_S:g} s"
-    return (done.stderr.strip() or f"exit code {done.returncode}") if done.returncode else ""
-
-
-def _name(env: Mapping[str, str]) -> str:
-    """What scontrol calls this job alone.
-
-    One task of an array has the array's own number, by which scontrol means all of its tasks. The others have numbers
-    of their own. A job that a task has submitted inherits the task's SLURM_ARRAY_*, which mean nothing there.
-    """
-    job = env["SLURM_JOB_ID"]
-    return f"{job}_{env['SLURM_ARRAY_TASK_ID']}" if env.get("SLURM_ARRAY_JOB_ID") == job else job
+        refusal = f"no answer within {ANSWER_S:g} s"
+    if refusal:
+        say(f"warning: Slurm refuses to requeue job {job} ({refusal}); submit it again to resume")

@@ -5,43 +5,34 @@ import os
 import socket
 import time
 from collections.abc import Callable
+from concurrent.futures import Future
 from datetime import timedelta
 from threading import Thread
 from typing import TypeVar
 
-from torch._C._distributed_c10d import Store
+from torch._C._distributed_c10d import Store, TCPStore
 
-from titan.errors import ConfigError, ConfigIssue, RankFailedError
+from titan.errors import RankFailedError
 from titan.ranks.meeting import signals
+from titan.ranks.meeting.launch_env import environment_error
 
 T = TypeVar("T")
 
-LOOK_S = 0.05
-"""Between two looks: whether somebody listens, or native code has returned."""
-
-RESOLVE_S = 30.0
-"""Longest wait until a host name resolves: that of a pod or a node that boots is known a little later."""
-
-
-_opened: dict[tuple[str, int], Store] = {}
-"""What this process has opened: rank 0 could not listen twice."""
+LOOK_S = 0.05  # between two looks: whether somebody listens, or native code has returned
+RESOLVE_S = 30.0  # longest wait until a host name resolves: that of a pod or a node that boots is known a little later
+_opened: dict[tuple[str, int], Store] = {}  # what this process has opened: rank 0 could not listen twice
 
 
 def in_time(work: Callable[[], T], limit_s: float) -> T:
     """The result of work that blocks in native code, on a thread of its own: this one hears signals meanwhile.
-
-    Raises:
-        TimeoutError: it took longer; the thread is left behind.
-        Exception: whatever the work raises.
-    """
-    results: list[T] = []
-    errors: list[Exception] = []
+    TimeoutError: it took longer, and the thread is left behind. Whatever the work raises is raised too."""
+    answer: Future[T] = Future()
 
     def run() -> None:
         try:
-            results.append(work())
+            answer.set_result(work())
         except Exception as error:
-            errors.append(error)
+            answer.set_exception(error)
 
     thread, deadline = Thread(target=run, daemon=True), time.monotonic() + limit_s
     thread.start()
@@ -50,17 +41,11 @@ def in_time(work: Callable[[], T], limit_s: float) -> T:
         signals.check()
         if time.monotonic() > deadline and thread.is_alive():
             raise TimeoutError
-    if errors:
-        raise errors[0]
-    return results[0]
+    return answer.result(0)
 
 
 def check_host(host: str, port: int, limit_s: float = RESOLVE_S) -> None:
-    """Wait until the name of a host resolves.
-
-    Raises:
-        ConfigError: it does not within the limit.
-    """
+    """Wait until the name of a host resolves; ConfigError: it does not within the limit."""
     deadline, why = time.monotonic() + limit_s, "no answer"
     while True:
         try:
@@ -70,9 +55,7 @@ def check_host(host: str, port: int, limit_s: float = RESOLVE_S) -> None:
             why = getattr(error, "strerror", None) or why
             if time.monotonic() > deadline:
                 what = f"MASTER_ADDR = {host}: this host could not resolve that name within {limit_s:g} s ({why})"
-                raise ConfigError(
-                    [ConfigIssue("environment", f"{what}; set it to the name or address of node 0")]
-                ) from None
+                raise environment_error(f"{what}; set it to the name or address of node 0") from None
         signals.check()
         time.sleep(LOOK_S)
 
@@ -91,9 +74,10 @@ def open_store(limit_s: float) -> Store:
     """
     given = os.environ.get("MASTER_PORT", "")
     if not (given.isdecimal() and 0 < int(given) < 1 << 16):
-        what = f"MASTER_PORT = {given!r}: must be the port where rank 0 serves the store, from 1 to 65535"
-        raise ConfigError([ConfigIssue("environment", what)])
-    host, port = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])
+        raise environment_error(
+            f"MASTER_PORT = {given!r}: must be the port where rank 0 serves the store, from 1 to 65535"
+        )
+    host, port = os.environ["MASTER_ADDR"], int(given)
     if (host, port) in _opened:
         return _opened[host, port]
     deadline, serves = time.monotonic() + limit_s, serves_store() and os.environ["RANK"] == "0"
@@ -107,25 +91,19 @@ def open_store(limit_s: float) -> Store:
         _opened[host, port] = in_time(lambda: _connect(host, port, serves, left), left + LOOK_S)
         return _opened[host, port]
     except (TimeoutError, RuntimeError) as error:
-        why = "within" if isinstance(error, TimeoutError) else f"({str(error).splitlines()[0]}) within"
-        what = (
+        why = "" if isinstance(error, TimeoutError) else f" ({str(error).splitlines()[0]})"
+        raise environment_error(
             f"MASTER_ADDR = {host}, MASTER_PORT = {port}: what listens there did not answer as the store of the ranks"
-        )
-        raise ConfigError(
-            [ConfigIssue("environment", f"{what} {why} {limit_s:g} s; give the run a port that no program has")]
+            f"{why} within {limit_s:g} s; give the run a port that no program has"
         ) from None
 
 
 def _connect(host: str, port: int, serves: bool, limit_s: float) -> Store:
-    from torch.distributed import TCPStore  # type: ignore[attr-defined]
-
     limit = timedelta(seconds=limit_s)
-    store: Store = TCPStore(host, port, is_master=serves, wait_for_workers=False, timeout=limit, multi_tenant=True)
-    return store
+    return TCPStore(host, port, is_master=serves, wait_for_workers=False, timeout=limit, multi_tenant=True)
 
 
 def _check_free(port: int) -> None:
-    """Have the error of a port that is taken in words."""
     with socket.socket() as probe:
         probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         try:
@@ -133,8 +111,9 @@ def _check_free(port: int) -> None:
         except OSError as error:
             if error.errno not in (errno.EADDRINUSE, errno.EACCES):
                 return
-            what = f"MASTER_PORT = {port}: {error.strerror}; choose a port that no program on the host of rank 0 has"
-            raise ConfigError([ConfigIssue("environment", what)]) from None
+            raise environment_error(
+                f"MASTER_PORT = {port}: {error.strerror}; choose a port that no program on the host of rank 0 has"
+            ) from None
 
 
 def await_port(host: str, port: int, deadline: float) -> None:
